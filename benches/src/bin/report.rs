@@ -1,0 +1,119 @@
+//! Writes the tables of measured results into the book and the README, or checks them.
+//!
+//! `book/results/NAME.json` is what `pretrain --json` wrote, `book/results/NAME.md` a sentence that says how: command,
+//! machine, date. A page asks for the table with the lines `<!-- table:NAME -->` and `<!-- end -->`.
+
+use std::{
+    collections::BTreeSet,
+    fs,
+    path::{Path, PathBuf},
+    process::ExitCode,
+};
+
+use anyhow::{Context, Result, bail, ensure};
+use benches::{markers, table};
+
+fn main() -> ExitCode {
+    match run() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("report: {error:#}");
+            ExitCode::from(2)
+        }
+    }
+}
+
+fn run() -> Result<()> {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let check = match arguments.iter().map(String::as_str).collect::<Vec<_>>()[..] {
+        [] => false,
+        ["--check"] => true,
+        _ => bail!("usage: report [--check]"),
+    };
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .parent()
+        .context("the package is not in its workspace")?;
+    let results = root.join("book/results");
+
+    let mut asked = BTreeSet::new();
+    let mut stale = Vec::new();
+    for path in pages(root)? {
+        let shown = path.strip_prefix(root).unwrap_or(&path).display();
+        let page = fs::read_to_string(&path).with_context(|| format!("cannot read {shown}"))?;
+        asked.extend(markers::names(&page).with_context(|| shown.to_string())?);
+        let updated = markers::replace(&page, |name| made(&results, name))
+            .with_context(|| shown.to_string())?;
+        if updated == page {
+            continue;
+        }
+        if check {
+            stale.push(shown.to_string());
+        } else {
+            fs::write(&path, updated).with_context(|| format!("cannot write {shown}"))?;
+            println!("wrote {shown}");
+        }
+    }
+    for name in measured(&results)? {
+        ensure!(
+            asked.contains(&name),
+            "no page shows book/results/{name}.json"
+        );
+    }
+    ensure!(
+        stale.is_empty(),
+        "{} differ from book/results; run: cargo run -p benches --bin report",
+        stale.join(", ")
+    );
+    Ok(())
+}
+
+/// The pages that may ask for tables.
+fn pages(root: &Path) -> Result<Vec<PathBuf>> {
+    let mut pages = files(&root.join("book/src"), "md")?;
+    pages.push(root.join("README.md"));
+    Ok(pages)
+}
+
+/// The names of the result files.
+fn measured(results: &Path) -> Result<Vec<String>> {
+    let stem = |path: PathBuf| Some(path.file_stem()?.to_str()?.to_owned());
+    Ok(files(results, "json")?
+        .into_iter()
+        .filter_map(stem)
+        .collect())
+}
+
+/// The files of a folder with this extension, sorted; none if there is no such folder.
+fn files(folder: &Path, extension: &str) -> Result<Vec<PathBuf>> {
+    if !folder.is_dir() {
+        return Ok(Vec::new());
+    }
+    let entries =
+        fs::read_dir(folder).with_context(|| format!("cannot read {}", folder.display()))?;
+    let mut files = Vec::new();
+    for entry in entries {
+        let path = entry?.path();
+        if path.extension().is_some_and(|it| it == extension) {
+            files.push(path);
+        }
+    }
+    files.sort();
+    Ok(files)
+}
+
+/// The table of a result file and the sentence that says how it was made.
+fn made(results: &Path, name: &str) -> Result<String> {
+    let json = results.join(format!("{name}.json"));
+    if !json.exists() {
+        return Ok(format!(
+            "Not measured yet: there is no `book/results/{name}.json`.\n"
+        ));
+    }
+    let text =
+        fs::read_to_string(&json).with_context(|| format!("cannot read {}", json.display()))?;
+    let table = table::of_runs(&text).with_context(|| format!("{name}.json"))?;
+    let how = fs::read_to_string(results.join(format!("{name}.md"))).with_context(|| {
+        format!("book/results/{name}.md must say how {name}.json was made: command, machine, date")
+    })?;
+    Ok(format!("{table}\n{}\n", how.trim()))
+}

@@ -1,0 +1,193 @@
+//! Tables of runs of `pretrain`.
+
+use std::fmt::Write;
+
+use anyhow::{Context, Result, ensure};
+use serde_json::Value;
+
+/// The recipe that the others are compared with.
+const BASELINE: &str = "mixed-precision";
+
+/// What all runs of a file have in common, named in the line under the table.
+const CONDITIONS: [&str; 9] = [
+    "preset",
+    "device",
+    "compute",
+    "parameters",
+    "steps",
+    "batch",
+    "sequence",
+    "seed",
+    "tokens",
+];
+
+/// A Markdown table of the runs in `json`, an array with one object per run, and a line on what they have in common.
+///
+/// # Errors
+///
+/// It is no such array, a field is missing, or the runs differ in more than the recipe.
+pub fn of_runs(json: &str) -> Result<String> {
+    let runs: Vec<Value> = serde_json::from_str(json).context("not a JSON array of runs")?;
+    ensure!(!runs.is_empty(), "no runs");
+    for run in &runs[1..] {
+        for field in CONDITIONS {
+            ensure!(
+                run.get(field) == runs[0].get(field),
+                "the runs differ in `{field}`: they belong in files of their own"
+            );
+        }
+    }
+
+    let mut out = String::from(
+        "| recipe | training loss | validation loss | against mixed-precision | bits per byte | tokens/s \
+         | saved activations | fallback rate: lowest / mean / highest |\n\
+         | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |\n",
+    );
+    let baseline = runs.iter().find(|run| run["recipe"] == BASELINE);
+    let baseline = baseline.map(|run| number(run, "val_loss")).transpose()?;
+    for run in &runs {
+        let recipe = text(run, "recipe")?;
+        let loss = number(run, "val_loss")?;
+        let against = match baseline {
+            Some(baseline) if recipe != BASELINE => {
+                format!("{:+.2}%", 100.0 * (loss / baseline - 1.0))
+            }
+            _ => String::from("-"),
+        };
+        writeln!(
+            out,
+            "| `{recipe}` | {:.4} | {loss:.4} | {against} | {:.4} | {} | {} | {} |",
+            number(run, "train_loss")?,
+            number(run, "bits_per_byte")?,
+            grouped(number(run, "tokens_per_s")?),
+            bytes(number(run, "activation_bytes")?),
+            fallback_rates(run)?,
+        )?;
+    }
+    let run = &runs[0];
+    write!(
+        out,
+        "\n`{}` preset, {} parameters, on `{}`, computing in `{}`: {} steps of {} sequences of {} bytes, {} tokens, \
+         seed {}.\n",
+        text(run, "preset")?,
+        grouped(number(run, "parameters")?),
+        text(run, "device")?,
+        text(run, "compute")?,
+        grouped(number(run, "steps")?),
+        grouped(number(run, "batch")?),
+        grouped(number(run, "sequence")?),
+        grouped(number(run, "tokens")?),
+        number(run, "seed")?,
+    )?;
+    Ok(out)
+}
+
+/// Lowest, mean and highest rate of the layers, in percent.
+fn fallback_rates(run: &Value) -> Result<String> {
+    let Some(mean) = run
+        .get("fallback_rate")
+        .context("no `fallback_rate`")?
+        .as_f64()
+    else {
+        return Ok(String::from("-"));
+    };
+    let layers = run.get("fallback_rates").and_then(Value::as_object);
+    let layers = layers.context("no `fallback_rates`")?;
+    let rates: Vec<f64> = layers.values().filter_map(Value::as_f64).collect();
+    ensure!(
+        rates.len() == layers.len() && !rates.is_empty(),
+        "`fallback_rates` are not numbers"
+    );
+    let lowest = rates.iter().copied().fold(f64::INFINITY, f64::min);
+    let highest = rates.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    Ok(format!(
+        "{:.1} / {:.1} / {:.1}%",
+        100.0 * lowest,
+        100.0 * mean,
+        100.0 * highest
+    ))
+}
+
+fn number(run: &Value, field: &str) -> Result<f64> {
+    let value = run.get(field).and_then(Value::as_f64);
+    value.with_context(|| format!("`{field}` is missing, or not a number"))
+}
+
+fn text<'a>(run: &'a Value, field: &str) -> Result<&'a str> {
+    let value = run.get(field).and_then(Value::as_str);
+    value.with_context(|| format!("`{field}` is missing, or not a text"))
+}
+
+/// A whole number with commas: `20,480,000`.
+fn grouped(number: f64) -> String {
+    let digits = format!("{number:.0}");
+    let mut out = String::new();
+    for (i, digit) in digits.chars().enumerate() {
+        if i > 0 && (digits.len() - i).is_multiple_of(3) {
+            out.push(',');
+        }
+        out.push(digit);
+    }
+    out
+}
+
+fn bytes(bytes: f64) -> String {
+    const MIB: f64 = (1u64 << 20) as f64;
+    format!("{:.1} MiB", bytes / MIB)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn run(recipe: &str, val_loss: f64, rates: &str) -> String {
+        let mean = if rates == "{}" { "null" } else { "0.2" };
+        format!(
+            r#"{{"recipe": "{recipe}", "preset": "tiny", "device": "cpu", "compute": "f32", "steps": 240, "batch": 8,
+            "sequence": 128, "seed": 1, "parameters": 1049728, "tokens": 245760, "train_loss": 2.5,
+            "val_loss": {val_loss}, "bits_per_byte": 3.0, "tokens_per_s": 1234.6, "activation_bytes": 1572864,
+            "fallback_rate": {mean}, "fallback_rates": {rates}}}"#
+        )
+    }
+
+    #[test]
+    fn a_line_for_each_run_and_one_for_what_they_share() {
+        let json = format!(
+            "[{}, {}]",
+            run("fallback-int8", 2.02, r#"{"a": 0.1, "b": 0.3}"#),
+            run("mixed-precision", 2.0, "{}")
+        );
+        let table = of_runs(&json).unwrap();
+        let lines: Vec<&str> = table.lines().collect();
+        assert_eq!(
+            lines[2],
+            "| `fallback-int8` | 2.5000 | 2.0200 | +1.00% | 3.0000 | 1,235 | 1.5 MiB | 10.0 / 20.0 / 30.0% |"
+        );
+        assert_eq!(
+            lines[3],
+            "| `mixed-precision` | 2.5000 | 2.0000 | - | 3.0000 | 1,235 | 1.5 MiB | - |"
+        );
+        assert_eq!(
+            lines[5],
+            "`tiny` preset, 1,049,728 parameters, on `cpu`, computing in `f32`: 240 steps of 8 sequences of 128 bytes, \
+             245,760 tokens, seed 1."
+        );
+    }
+
+    #[test]
+    fn runs_that_cannot_be_compared_are_errors() {
+        let other = run("mixed-precision", 2.0, "{}").replace("\"seed\": 1", "\"seed\": 2");
+        let json = format!("[{}, {other}]", run("block-int8", 2.0, "{}"));
+        assert!(of_runs(&json).unwrap_err().to_string().contains("`seed`"));
+        assert!(of_runs("[]").is_err());
+        assert!(of_runs("{}").is_err());
+        assert!(of_runs("[{\"recipe\": \"block-int8\"}]").is_err());
+    }
+
+    #[test]
+    fn thousands_are_grouped() {
+        assert_eq!(grouped(999.4), "999");
+        assert_eq!(grouped(1000.0), "1,000");
+        assert_eq!(grouped(20_480_000.0), "20,480,000");
+    }
+}

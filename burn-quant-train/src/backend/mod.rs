@@ -1,0 +1,117 @@
+//! The decorator: [`QuantTrain`] implements Burn's `Backend`, and `AutodiffBackend` over `Autodiff`.
+
+mod activation;
+mod autodiff;
+mod bool;
+mod float;
+mod forward;
+mod int;
+mod module;
+mod quantized;
+mod transaction;
+
+use std::marker::PhantomData;
+
+use burn_backend::{Backend, BackendTypes, DType, DTypeUsageSet, ExecutionError, TensorData};
+
+use crate::{layer, ops::QuantBackend, recipe::Recipe, tensor::QuantTensor};
+
+/// Trains on backend `B` by recipe `R`.
+///
+/// `B` is `Autodiff<Inner, Strategy>` for training, with either checkpointing strategy; the backend for validation and
+/// inference, `AutodiffBackend::InnerBackend`, is `QuantTrain<Inner, R>`, which applies the precision policy and quantizes
+/// nothing (fallback-int8, appendix E: quantized evaluation lets blocks leak information between tokens).
+///
+/// Int, bool and Burn's own quantized primitives are those of `B`; a float primitive is that of `B` plus a shared
+/// [tag](crate::tag::Tag).
+///
+/// # Panics
+///
+/// Operations panic, naming the operation and the remedy, when the device does not support the recipe's compute dtype.
+pub struct QuantTrain<B, R>(PhantomData<(B, R)>);
+
+impl<B, R> Clone for QuantTrain<B, R> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<B, R> Copy for QuantTrain<B, R> {}
+
+impl<B, R> Default for QuantTrain<B, R> {
+    fn default() -> Self {
+        Self(PhantomData)
+    }
+}
+
+impl<B, R: Recipe> std::fmt::Debug for QuantTrain<B, R> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "QuantTrain<{}>", R::ROW.name)
+    }
+}
+
+impl<B: QuantBackend, R: Recipe> BackendTypes for QuantTrain<B, R> {
+    type Device = B::Device;
+    type FloatTensorPrimitive = QuantTensor<B>;
+    type FloatElem = B::FloatElem;
+    type IntTensorPrimitive = B::IntTensorPrimitive;
+    type IntElem = B::IntElem;
+    type BoolTensorPrimitive = B::BoolTensorPrimitive;
+    type BoolElem = B::BoolElem;
+    type QuantizedTensorPrimitive = B::QuantizedTensorPrimitive;
+}
+
+impl<B: QuantBackend, R: Recipe> Backend for QuantTrain<B, R> {
+    fn ad_enabled(device: &Self::Device) -> bool {
+        B::ad_enabled(device)
+    }
+
+    fn memory_persistent_allocations<
+        Output: Send,
+        Input: Send,
+        Func: Fn(Input) -> Output + Send,
+    >(
+        device: &Self::Device,
+        input: Input,
+        func: Func,
+    ) -> Output {
+        B::memory_persistent_allocations(device, input, func)
+    }
+
+    fn memory_cleanup(device: &Self::Device) {
+        B::memory_cleanup(device)
+    }
+
+    fn name(device: &Self::Device) -> String {
+        format!("quant-train<{}, {}>", B::name(device), R::ROW.name)
+    }
+
+    /// Seeds the inner backend and the stochastic rounding of the layers attached after this call.
+    fn seed(device: &Self::Device, seed: u64) {
+        layer::set_seed(seed);
+        B::seed(device, seed)
+    }
+
+    fn sync(device: &Self::Device) -> Result<(), ExecutionError> {
+        B::sync(device)
+    }
+
+    fn staging<'a, Iter>(data: Iter, device: &Self::Device)
+    where
+        Iter: Iterator<Item = &'a mut TensorData>,
+    {
+        B::staging(data, device)
+    }
+
+    fn supports_dtype(device: &Self::Device, dtype: DType) -> bool {
+        B::supports_dtype(device, dtype)
+    }
+
+    fn dtype_usage(device: &Self::Device, dtype: DType) -> DTypeUsageSet {
+        B::dtype_usage(device, dtype)
+    }
+
+    fn device_count(type_id: u16) -> usize {
+        B::device_count(type_id)
+    }
+}

@@ -1,0 +1,116 @@
+//! Which products run quantized: linear layers, and products with a two-dimensional weight.
+
+use std::sync::Arc;
+
+use burn_backend::{DType, TensorMetadata, tensor::FloatTensor};
+
+use crate::{
+    backend::QuantTrain,
+    layer::Layer,
+    ops::{LinearCall, QuantBackend},
+    policy,
+    precision::{Class, Dtypes, cast_to},
+    recipe::Recipe,
+    tensor::{QuantTensor, View},
+};
+
+/// `ModuleOps::linear`: x `[.., K]`, weight `[K, N]`, bias `[N]`.
+pub(crate) fn linear<B: QuantBackend, R: Recipe>(
+    x: FloatTensor<QuantTrain<B, R>>,
+    weight: FloatTensor<QuantTrain<B, R>>,
+    bias: Option<FloatTensor<QuantTrain<B, R>>>,
+) -> FloatTensor<QuantTrain<B, R>> {
+    if let Some(layer) = quantized_layer::<B, R>(&x, &weight) {
+        return quantized::<B, R>(x, weight, bias, layer);
+    }
+    let (x, weight) = (x.into_primitive(), weight.into_primitive());
+    let bias = bias.map(QuantTensor::into_primitive);
+    let mut dtypes = Dtypes::default();
+    dtypes.see(&x);
+    dtypes.see(&weight);
+    let target = Class::Compute.target(R::ROW.compute, &dtypes);
+    QuantTensor::new(B::linear(
+        cast_to::<B>(x, target),
+        cast_to::<B>(weight, target),
+        bias.map(|bias| cast_to::<B>(bias, target)),
+    ))
+}
+
+/// `FloatTensorOps::float_matmul`: quantized if `rhs` is a weight, `[K, N]` with leading dimensions of 1.
+pub(crate) fn matmul<B: QuantBackend, R: Recipe>(
+    lhs: FloatTensor<QuantTrain<B, R>>,
+    rhs: FloatTensor<QuantTrain<B, R>>,
+) -> FloatTensor<QuantTrain<B, R>> {
+    if let Some(layer) = quantized_layer::<B, R>(&lhs, &rhs) {
+        return quantized::<B, R>(lhs, rhs, None, layer);
+    }
+    let (lhs, rhs) = (lhs.into_primitive(), rhs.into_primitive());
+    let mut dtypes = Dtypes::default();
+    dtypes.see(&lhs);
+    dtypes.see(&rhs);
+    let target = Class::Compute.target(R::ROW.compute, &dtypes);
+    QuantTensor::new(B::float_matmul(
+        cast_to::<B>(lhs, target),
+        cast_to::<B>(rhs, target),
+    ))
+}
+
+/// The layer of `weight`, if the recipe and the policy quantize it and the shapes are those of a linear layer.
+fn quantized_layer<B: QuantBackend, R: Recipe>(
+    x: &QuantTensor<B>,
+    weight: &QuantTensor<B>,
+) -> Option<Arc<Layer<B::Base>>> {
+    R::ROW.linear?;
+    let shape = weight.shape();
+    let rank = shape.num_dims();
+    let is_matrix = rank >= 2 && shape[..rank - 2].iter().all(|&dim| dim == 1);
+    let x_shape = x.shape();
+    let empty = x_shape.num_elements() == 0 || shape.num_elements() == 0;
+    let double = x.dtype() == DType::F64 || weight.dtype() == DType::F64;
+    if !is_matrix || x_shape.num_dims() < rank || empty || double {
+        return None;
+    }
+    let matrix = match weight.view() {
+        View::Rows => [shape[rank - 2], shape[rank - 1]],
+        View::Transposed => [shape[rank - 1], shape[rank - 2]],
+    };
+    let layer = weight
+        .tag()
+        .layer_or(|| Layer::unattached(policy::large_enough(matrix, policy::MIN_ELEMENTS)))?;
+    layer.is_quantized().then_some(layer)
+}
+
+fn quantized<B: QuantBackend, R: Recipe>(
+    x: QuantTensor<B>,
+    weight: QuantTensor<B>,
+    bias: Option<QuantTensor<B>>,
+    layer: Arc<Layer<B::Base>>,
+) -> QuantTensor<B> {
+    let (x_shape, w_shape) = (x.shape(), weight.shape());
+    let (k, w_k) = (
+        x_shape[x_shape.num_dims() - 1],
+        w_shape[w_shape.num_dims() - 2],
+    );
+    assert_eq!(
+        k,
+        w_k,
+        "linear `{}`: input {x_shape:?} has {k} features, but the weight {w_shape:?} takes {w_k}",
+        layer.path()
+    );
+    let x_tag = (x.view() == View::Rows).then(|| x.tag().clone());
+    let weight_tag = weight.tag().clone();
+    let weight_view = weight.view();
+    QuantTensor::new(B::quantized_linear(LinearCall {
+        x: x.into_primitive(),
+        x_tag: x_tag.as_deref(),
+        weight: weight.into_primitive(),
+        weight_tag: &weight_tag,
+        weight_view,
+        bias: bias.map(QuantTensor::into_primitive),
+        layer,
+        row: R::ROW
+            .linear
+            .expect("a recipe without a row for linear layers quantizes none"),
+        compute: R::ROW.compute,
+    }))
+}

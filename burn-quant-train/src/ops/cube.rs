@@ -1,0 +1,285 @@
+//! The quantized operations by the kernels of `cubecl-kernels`, on every CubeCL runtime.
+
+use burn_backend::{
+    DType, FloatDType,
+    tensor::{FloatTensor, IntTensor},
+};
+use burn_cubecl::{
+    CubeBackend, CubeRuntime, FloatElement, IntElement, element::BoolElement,
+    kernel::into_contiguous, tensor::CubeTensor,
+};
+use cubecl::std::tensor::TensorHandle;
+use cubecl_kernels::{
+    KernelError,
+    delay_threshold::{self, DelayThreshold as KernelThreshold},
+    fallback::{self, FallbackResidual},
+    format::{Granularity, Rounding as KernelRounding},
+    gemm::{self, GemmOperand, Strategy},
+    quantize::{self, QuantizeSpec},
+    shape::MatrixShape,
+};
+
+use super::{FallbackQuantized, Layout, Operand, QuantOps, Quantized, Residual, StochasticKey};
+use crate::{
+    layer::{DelayThreshold, FallbackState},
+    recipe::{Cast, Rounding},
+};
+
+impl<R, F, I, BT> QuantOps for CubeBackend<R, F, I, BT>
+where
+    R: CubeRuntime,
+    F: FloatElement,
+    I: IntElement,
+    BT: BoolElement,
+    Self: burn_backend::Backend<
+            Device = R::Device,
+            FloatTensorPrimitive = CubeTensor<R>,
+            IntTensorPrimitive = CubeTensor<R>,
+        >,
+{
+    fn quantize_matrix(
+        x: FloatTensor<Self>,
+        cast: Cast,
+        layout: Layout,
+        key: Option<StochasticKey>,
+    ) -> Quantized<Self> {
+        let spec = QuantizeSpec {
+            format: cast.format,
+            granularity: cast.granularity,
+            rounding: match cast.rounding {
+                Rounding::Nearest => KernelRounding::Nearest,
+                Rounding::Stochastic => KernelRounding::Stochastic(
+                    key.expect("quantize: stochastic rounding needs a key"),
+                ),
+            },
+            layout,
+        };
+        let quantized = checked(quantize::quantize(&x.client, &handle(&x), &spec));
+        wrap(&x, quantized, cast)
+    }
+
+    fn quantize_fallback(
+        x: FloatTensor<Self>,
+        cast: Cast,
+        layer: usize,
+        thresholds: FloatTensor<Self>,
+        counts: IntTensor<Self>,
+    ) -> (FallbackQuantized<Self>, IntTensor<Self>) {
+        let Granularity::Block(block) = cast.granularity else {
+            panic!(
+                "quantize_fallback: {:?}; fallback works on square blocks",
+                cast.granularity
+            );
+        };
+        let quantized = checked(fallback::quantize_fallback(
+            &x.client,
+            &handle(&x),
+            block,
+            Layout::RowMajor,
+            &handle(&thresholds),
+            layer as u32,
+            &handle(&counts),
+        ));
+        let fallback = FallbackQuantized {
+            base: wrap(&x, quantized.base, cast),
+            residual: Residual {
+                values: tensor(&x, quantized.residual.values, DType::I8),
+                scales: tensor(&x, quantized.residual.scales, DType::F32),
+                indicator: Some(tensor(&x, quantized.residual.flags, DType::U32)),
+            },
+        };
+        (fallback, counts)
+    }
+
+    fn dequantize_matrix(matrix: &Quantized<Self>, dtype: FloatDType) -> FloatTensor<Self> {
+        let like = &matrix.scales;
+        let dtype = DType::from(dtype);
+        let dequantized = checked(quantize::dequantize(
+            &like.client,
+            &unwrap(matrix),
+            dtype.into(),
+        ));
+        tensor(like, dequantized, dtype)
+    }
+
+    fn quantized_matmul(
+        a: Operand<'_, Self>,
+        residual: Option<&Residual<Self>>,
+        b: Operand<'_, Self>,
+        bias: Option<FloatTensor<Self>>,
+        dtype: FloatDType,
+    ) -> FloatTensor<Self> {
+        let like = &a.matrix.scales;
+        let client = &like.client;
+        let dtype = DType::from(dtype);
+        let residual = residual.map(|residual| {
+            let Granularity::Block(block) = a.matrix.cast.granularity else {
+                panic!(
+                    "quantized_matmul: a residual of {:?}; fallback works on square blocks",
+                    a.matrix.cast
+                );
+            };
+            assert!(
+                !a.transpose,
+                "quantized_matmul: the residual of a transposed operand; fallback is for Y = X W"
+            );
+            let indicator = residual.indicator.as_ref();
+            FallbackResidual {
+                values: handle(&residual.values),
+                scales: handle(&residual.scales),
+                flags: handle(indicator.expect("kernels write the indicator of fallback blocks")),
+                block,
+            }
+        });
+        let bias = bias.map(|bias| {
+            let bias = crate::precision::cast_to::<Self>(bias, Some(FloatDType::F32));
+            handle(&into_contiguous(bias))
+        });
+        let (lhs, rhs) = (left::<Self, R>(&a), right::<Self, R>(&b));
+        let product = gemm::gemm(
+            client,
+            &lhs,
+            &rhs,
+            residual.as_ref(),
+            bias.as_ref(),
+            dtype.into(),
+            Strategy::Auto,
+        );
+        tensor(like, checked(product), dtype)
+    }
+
+    fn delay_threshold(state: FallbackState<Self>, config: &DelayThreshold) -> FallbackState<Self> {
+        let config = KernelThreshold {
+            r_min: config.rate_min,
+            r_max: config.rate_max,
+            alpha: config.alpha,
+        };
+        let FallbackState {
+            thresholds,
+            counts,
+            rates,
+        } = &state;
+        let [thresholds_in, counts_in, rates_in] =
+            [handle(thresholds), handle(counts), handle(rates)];
+        checked(delay_threshold::delay_threshold(
+            &thresholds.client,
+            &thresholds_in,
+            &counts_in,
+            &rates_in,
+            config,
+        ));
+        state
+    }
+}
+
+/// The left operand of a product, which sums along its columns.
+fn left<B, R>(operand: &Operand<'_, B>) -> GemmOperand<R>
+where
+    B: burn_backend::Backend<
+            FloatTensorPrimitive = CubeTensor<R>,
+            IntTensorPrimitive = CubeTensor<R>,
+        >,
+    R: CubeRuntime,
+{
+    let matrix = operand.matrix;
+    let mut kernel = unwrap(matrix);
+    let operand = match operand.transpose {
+        false => {
+            kernel.values = kernel.values.or_else(|| flipped(&matrix.transposed));
+            kernel.operand()
+        }
+        true => {
+            kernel.transposed = kernel.transposed.or_else(|| flipped(&matrix.values));
+            kernel.operand_transposed()
+        }
+    };
+    checked(operand)
+}
+
+/// The right operand of a product, which sums along its rows: the kernel takes its transpose.
+fn right<B, R>(operand: &Operand<'_, B>) -> GemmOperand<R>
+where
+    B: burn_backend::Backend<
+            FloatTensorPrimitive = CubeTensor<R>,
+            IntTensorPrimitive = CubeTensor<R>,
+        >,
+    R: CubeRuntime,
+{
+    left(&Operand {
+        matrix: operand.matrix,
+        transpose: !operand.transpose,
+    })
+}
+
+/// A copy in the other layout, for a product that was not foreseen when the matrix was quantized.
+fn flipped<R: CubeRuntime>(values: &Option<CubeTensor<R>>) -> Option<TensorHandle<R>> {
+    values.as_ref().map(|values| {
+        let mut values = values.clone();
+        values.meta.swap(0, 1);
+        handle(&into_contiguous(values))
+    })
+}
+
+fn wrap<B, R>(like: &CubeTensor<R>, matrix: quantize::Quantized<R>, cast: Cast) -> Quantized<B>
+where
+    B: burn_backend::Backend<
+            FloatTensorPrimitive = CubeTensor<R>,
+            IntTensorPrimitive = CubeTensor<R>,
+        >,
+    R: CubeRuntime,
+{
+    let dtype = match matrix.format {
+        cubecl_kernels::format::Format::Int10 => DType::U32,
+        _ => DType::I8,
+    };
+    Quantized {
+        shape: [matrix.shape.rows, matrix.shape.cols],
+        cast,
+        values: matrix.values.map(|values| tensor(like, values, dtype)),
+        transposed: matrix.transposed.map(|values| tensor(like, values, dtype)),
+        scales: tensor(like, matrix.scales, DType::F32),
+    }
+}
+
+fn unwrap<B, R>(matrix: &Quantized<B>) -> quantize::Quantized<R>
+where
+    B: burn_backend::Backend<
+            FloatTensorPrimitive = CubeTensor<R>,
+            IntTensorPrimitive = CubeTensor<R>,
+        >,
+    R: CubeRuntime,
+{
+    let [rows, cols] = matrix.shape;
+    quantize::Quantized {
+        values: matrix.values.as_ref().map(handle),
+        transposed: matrix.transposed.as_ref().map(handle),
+        scales: handle(&matrix.scales),
+        format: matrix.cast.format,
+        granularity: matrix.cast.granularity,
+        shape: MatrixShape::new(rows, cols),
+        batched: false,
+    }
+}
+
+fn handle<R: CubeRuntime>(tensor: &CubeTensor<R>) -> TensorHandle<R> {
+    tensor.clone().into()
+}
+
+fn tensor<R: CubeRuntime>(
+    like: &CubeTensor<R>,
+    handle: TensorHandle<R>,
+    dtype: DType,
+) -> CubeTensor<R> {
+    CubeTensor::new(
+        like.client.clone(),
+        handle.handle,
+        *handle.metadata,
+        like.device.clone(),
+        dtype,
+    )
+}
+
+/// Burn's backend traits return no errors: the kernels' message names operation, shapes and remedy.
+fn checked<T>(result: Result<T, KernelError>) -> T {
+    result.unwrap_or_else(|error| panic!("{error}"))
+}

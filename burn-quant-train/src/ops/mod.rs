@@ -1,0 +1,232 @@
+//! The quantized operations as an extension of Burn's `Backend`.
+//!
+//! [`QuantOps`] belongs to the backends that hold data; its default methods compute with ordinary float tensor operations,
+//! so any Burn backend gets it by an empty `impl`. [`QuantBackend`] adds `Autodiff` on top.
+
+mod autodiff;
+#[cfg(feature = "cubecl")]
+mod cube;
+mod float;
+#[cfg(feature = "fusion")]
+mod fusion;
+
+use std::sync::Arc;
+
+use burn_backend::{
+    Backend, FloatDType,
+    tensor::{Device, FloatTensor, IntTensor},
+};
+pub use cubecl_kernels::format::{Layout, StochasticKey};
+
+use crate::{
+    layer::{DelayThreshold, FallbackState, Layer},
+    recipe::{Cast, LinearRow},
+    tag::Tag,
+    tensor::View,
+};
+
+/// A quantized matrix `[rows, cols]`. At least one of the two copies of the values is there.
+#[derive(Debug)]
+pub struct Quantized<B: Backend> {
+    /// Rows and columns.
+    pub shape: [usize; 2],
+    /// How it was quantized.
+    pub cast: Cast,
+    /// The values, `[rows, cols]`.
+    pub values: Option<IntTensor<B>>,
+    /// The values transposed, `[cols, rows]`.
+    pub transposed: Option<IntTensor<B>>,
+    /// FP32 `[scale rows, scale cols]`: dequantization multiplies by them. NaN where a block held NaN or Inf.
+    pub scales: FloatTensor<B>,
+}
+
+/// A matrix quantized with fallback: dequantizes to `base + residual` where a block fell back, to `base` elsewhere.
+#[derive(Debug)]
+pub struct FallbackQuantized<B: Backend> {
+    /// The quantized blocks, row-major.
+    pub base: Quantized<B>,
+    /// The residuals.
+    pub residual: Residual<B>,
+}
+
+/// The residuals of the blocks that fell back.
+#[derive(Debug)]
+pub struct Residual<B: Backend> {
+    /// The residual's values, `[rows, cols]`; meaningful in blocks that fell back. Room for every block, since the count is known on
+    /// the device only; lives from the quantization to the product and no longer.
+    pub values: IntTensor<B>,
+    /// FP32 `[scale rows, scale cols]`; 0 in blocks that did not fall back.
+    pub scales: FloatTensor<B>,
+    /// `[scale rows, scale cols]`: nonzero where the block fell back, u(i, k) of fallback-int8, equation (2). A backend that
+    /// needs no indicator because the residual's scale is 0 elsewhere leaves it out.
+    pub indicator: Option<IntTensor<B>>,
+}
+
+/// A quantized matrix as an operand of a product, possibly transposed.
+#[derive(Debug)]
+pub struct Operand<'a, B: Backend> {
+    /// The matrix.
+    pub matrix: &'a Quantized<B>,
+    /// Whether the product takes its transpose.
+    pub transpose: bool,
+}
+
+impl<B: Backend> Quantized<B> {
+    /// This matrix as an operand.
+    pub fn operand(&self) -> Operand<'_, B> {
+        Operand {
+            matrix: self,
+            transpose: false,
+        }
+    }
+
+    /// The transpose of this matrix as an operand.
+    pub fn t(&self) -> Operand<'_, B> {
+        Operand {
+            matrix: self,
+            transpose: true,
+        }
+    }
+}
+
+impl<B: Backend> Operand<'_, B> {
+    /// Rows and columns as the product sees them.
+    pub fn shape(&self) -> [usize; 2] {
+        let [rows, cols] = self.matrix.shape;
+        if self.transpose {
+            [cols, rows]
+        } else {
+            [rows, cols]
+        }
+    }
+}
+
+/// The quantized operations of a backend that holds data.
+///
+/// Matrices have two dimensions; layers flatten the leading ones. The default methods give the same integers and the same scales as the kernels
+/// of `cubecl-kernels`, bit for bit; products agree to FP32 rounding.
+pub trait QuantOps: Backend {
+    /// Quantizes the matrix `x` (any float dtype, any strides). `layout` says which copies of the values the
+    /// products to come will read; `key` names the random numbers of stochastic rounding.
+    ///
+    /// # Panics
+    ///
+    /// If `x` does not have two dimensions, or if `cast` rounds stochastically and there is no key.
+    fn quantize_matrix(
+        x: FloatTensor<Self>,
+        cast: Cast,
+        layout: Layout,
+        key: Option<StochasticKey>,
+    ) -> Quantized<Self> {
+        let _ = layout;
+        float::quantize::<Self>(x, cast, key)
+    }
+
+    /// Quantizes the matrix `x` to nearest with fallback: blocks whose largest magnitude exceeds `thresholds[layer]` also
+    /// get their residual quantized (fallback-int8, sections 4.3 and 4.4). Returns `counts` with row `layer` gone up by the blocks that
+    /// fell back and by all blocks; the buffer may be reused.
+    ///
+    /// - `thresholds`: FP32 `[layers]`
+    /// - `counts`: INT32 `[layers, 2]`
+    ///
+    /// # Panics
+    ///
+    /// If `x` does not have two dimensions, or if there is no such layer.
+    fn quantize_fallback(
+        x: FloatTensor<Self>,
+        cast: Cast,
+        layer: usize,
+        thresholds: FloatTensor<Self>,
+        counts: IntTensor<Self>,
+    ) -> (FallbackQuantized<Self>, IntTensor<Self>) {
+        float::quantize_fallback::<Self>(x, cast, layer, thresholds, counts)
+    }
+
+    /// The float matrix that a quantized one stands for.
+    fn dequantize_matrix(matrix: &Quantized<Self>, dtype: FloatDType) -> FloatTensor<Self> {
+        let matrix = float::dequantize::<Self>(&matrix.operand());
+        Self::float_cast(matrix, dtype)
+    }
+
+    /// The product of two quantized matrices, `a` with the residuals of its fallback blocks if given, plus `bias` along the
+    /// columns (fallback-int8, algorithm 1). Accumulates in INT32 inside a block and in FP32 across blocks, or in FP32 of dequantized values; rounds
+    /// once, to `dtype`.
+    ///
+    /// # Panics
+    ///
+    /// If the inner dimensions differ.
+    fn quantized_matmul(
+        a: Operand<'_, Self>,
+        residual: Option<&Residual<Self>>,
+        b: Operand<'_, Self>,
+        bias: Option<FloatTensor<Self>>,
+        dtype: FloatDType,
+    ) -> FloatTensor<Self> {
+        float::quantized_matmul::<Self>(a, residual, b, bias, dtype)
+    }
+
+    /// Moves every layer's threshold by its fallback rate and sets the counters to zero, without a host read
+    /// (fallback-int8, algorithm 2). Buffers may be reused.
+    fn delay_threshold(state: FallbackState<Self>, config: &DelayThreshold) -> FallbackState<Self> {
+        float::delay_threshold::<Self>(state, config)
+    }
+}
+
+/// A backend that quantized layers run on: one with [`QuantOps`], or `Autodiff` over one.
+pub trait QuantBackend: Backend {
+    /// The backend that holds the data.
+    type Base: QuantOps<Device = Device<Self>>;
+
+    /// A quantized linear layer, recorded for the backward pass where there is one.
+    fn quantized_linear(call: LinearCall<'_, Self>) -> FloatTensor<Self>;
+}
+
+/// A call of a quantized linear layer: Y `[.., N]` = X `[.., K]` W `[K, N]` + bias `[N]`.
+pub struct LinearCall<'a, B: QuantBackend> {
+    /// X.
+    pub x: FloatTensor<B>,
+    /// The tag of X, if X is the matrix that the tag speaks of.
+    pub x_tag: Option<&'a Tag<B::Base>>,
+    /// W, with leading dimensions of 1.
+    pub weight: FloatTensor<B>,
+    /// The tag of W.
+    pub weight_tag: &'a Tag<B::Base>,
+    /// Whether W shows the tagged matrix or its transpose.
+    pub weight_view: View,
+    /// The bias.
+    pub bias: Option<FloatTensor<B>>,
+    /// The layer.
+    pub layer: Arc<Layer<B::Base>>,
+    /// The recipe's row.
+    pub row: LinearRow,
+    /// The dtype of Y.
+    pub compute: FloatDType,
+}
+
+impl<B: QuantOps> QuantBackend for B {
+    type Base = B;
+
+    fn quantized_linear(call: LinearCall<'_, Self>) -> FloatTensor<Self> {
+        let weight = autodiff::quantized_weight::<B>(
+            call.weight,
+            call.weight_tag,
+            call.weight_view,
+            call.row.w,
+        );
+        autodiff::forward::<B>(
+            call.x,
+            call.x_tag,
+            &weight,
+            call.bias,
+            &call.layer,
+            &call.row,
+            call.compute,
+        )
+    }
+}
+
+#[cfg(feature = "flex")]
+impl QuantOps for burn_flex::Flex {}
+
+#[cfg(feature = "ndarray")]
+impl<E, I, Q> QuantOps for burn_ndarray::NdArray<E, I, Q> where Self: Backend {}

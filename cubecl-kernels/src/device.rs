@@ -1,0 +1,261 @@
+//! What every launcher needs of its tensors and its device.
+
+use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
+
+use crate::{error::KernelError, shape::MatrixShape};
+
+/// The storage type of a Rust element type.
+pub(crate) fn storage<E: CubePrimitive>() -> StorageType {
+    E::as_type_native_unchecked().storage_type()
+}
+
+/// A new contiguous tensor, its contents undefined.
+pub(crate) fn empty<R: Runtime>(
+    client: &ComputeClient<R>,
+    shape: Vec<usize>,
+    dtype: StorageType,
+) -> TensorHandle<R> {
+    let bytes = shape.iter().product::<usize>() * dtype.size();
+    // A buffer of zero bytes cannot be bound; an empty tensor keeps one element that nobody reads.
+    let handle = client.empty(bytes.max(dtype.size()));
+    TensorHandle::new_contiguous(shape, handle, dtype)
+}
+
+/// A matrix argument: its shape and its strides in elements, batch first.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct MatrixView {
+    pub shape: MatrixShape,
+    pub batch_stride: usize,
+    pub row_stride: usize,
+    pub col_stride: usize,
+    /// Whether the tensor has a batch dimension.
+    pub batched: bool,
+}
+
+impl MatrixView {
+    /// Reads a tensor of rank 2 or 3 as matrices.
+    pub fn new<R: Runtime>(
+        operation: &'static str,
+        tensor: &TensorHandle<R>,
+    ) -> Result<Self, KernelError> {
+        let (shape, strides) = (tensor.shape(), tensor.strides());
+        let view = match shape.len() {
+            2 => Self {
+                shape: MatrixShape::new(shape[0], shape[1]),
+                batch_stride: 0,
+                row_stride: strides[0],
+                col_stride: strides[1],
+                batched: false,
+            },
+            3 => Self {
+                shape: MatrixShape::batched(shape[0], shape[1], shape[2]),
+                batch_stride: strides[0],
+                row_stride: strides[1],
+                col_stride: strides[2],
+                batched: true,
+            },
+            _ => {
+                return Err(KernelError::Shape {
+                    operation,
+                    got: format!("a tensor of shape {shape:?}"),
+                    remedy: "pass a matrix [rows, cols] or a batch of them [batch, rows, cols]",
+                });
+            }
+        };
+        let limit = u32::MAX as usize;
+        let reach = |extent: usize, stride: usize| extent.saturating_sub(1) * stride;
+        let last = reach(view.shape.batch, view.batch_stride)
+            + reach(view.shape.rows, view.row_stride)
+            + reach(view.shape.cols, view.col_stride);
+        if view.shape.num_elements() > limit || last > limit {
+            return Err(KernelError::Shape {
+                operation,
+                got: format!("a tensor of shape {shape:?}"),
+                remedy: "split it: kernels index with 32 bits, at most 2^32 - 1 elements",
+            });
+        }
+        Ok(view)
+    }
+
+    /// The tensor shape of matrices of `rows` x `cols` with this view's batch dimension.
+    pub fn tensor_shape(&self, rows: usize, cols: usize) -> Vec<usize> {
+        if self.batched {
+            vec![self.shape.batch, rows, cols]
+        } else {
+            vec![rows, cols]
+        }
+    }
+}
+
+/// Accepts the three float types that kernels read and write.
+pub(crate) fn check_float<R: Runtime>(
+    client: &ComputeClient<R>,
+    operation: &'static str,
+    tensor: &'static str,
+    dtype: StorageType,
+) -> Result<(), KernelError> {
+    let known = [
+        storage::<f32>(),
+        storage::<half::f16>(),
+        storage::<half::bf16>(),
+    ];
+    if !known.contains(&dtype) {
+        return Err(KernelError::Dtype {
+            operation,
+            tensor,
+            dtype: dtype.to_string(),
+            remedy: "use f32, f16 or bf16",
+        });
+    }
+    if !client.features().supports_type(dtype) {
+        return Err(KernelError::Dtype {
+            operation,
+            tensor,
+            dtype: dtype.to_string(),
+            remedy: "this device does not have it; cast to a float type that it has",
+        });
+    }
+    Ok(())
+}
+
+/// Accepts one element type only.
+pub(crate) fn check_dtype<R: Runtime>(
+    operation: &'static str,
+    name: &'static str,
+    tensor: &TensorHandle<R>,
+    expected: StorageType,
+    remedy: &'static str,
+) -> Result<(), KernelError> {
+    if tensor.dtype == expected {
+        return Ok(());
+    }
+    Err(KernelError::Dtype {
+        operation,
+        tensor: name,
+        dtype: tensor.dtype.to_string(),
+        remedy,
+    })
+}
+
+/// Cubes for `count` of them in a row, folded into two dimensions: devices limit each to 65,535.
+///
+/// Kernels read `CUBE_POS` and leave when it is past the count.
+pub(crate) fn cube_grid(count: usize) -> CubeCount {
+    const LIMIT: usize = 65_535;
+    let y = count.div_ceil(LIMIT).max(1);
+    CubeCount::Static(count.div_ceil(y) as u32, y as u32, 1)
+}
+
+/// A stand-in for a tensor argument that this launch of a kernel does not use.
+pub(crate) fn unused<R: Runtime>(client: &ComputeClient<R>, dtype: StorageType) -> TensorHandle<R> {
+    empty(client, vec![16], dtype)
+}
+
+/// How many elements a kernel reads at once along the columns of `tensor`: 4, or 1 where that is not possible.
+pub(crate) fn read_width<R: Runtime>(tensor: &TensorHandle<R>, view: &MatrixView) -> usize {
+    let offset = tensor.handle.offset_start.unwrap_or_default() as usize;
+    let aligned = [view.batch_stride, view.row_stride, view.shape.cols]
+        .into_iter()
+        .all(|elements| elements % 4 == 0);
+    if view.col_stride == 1 && aligned && offset % (4 * tensor.dtype.size()) == 0 {
+        4
+    } else {
+        1
+    }
+}
+
+/// How many elements a kernel writes at once into contiguous rows of this length.
+pub(crate) fn write_width(cols: usize) -> usize {
+    if cols % 4 == 0 { 4 } else { 1 }
+}
+
+/// Shape and strides of a matrix argument, in elements.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+pub(crate) struct MatrixGeometry {
+    pub rows: u32,
+    pub cols: u32,
+    pub batch_stride: u32,
+    pub row_stride: u32,
+    pub col_stride: u32,
+}
+
+impl MatrixView {
+    /// The launch argument of this view.
+    pub fn geometry<R: Runtime>(&self) -> MatrixGeometryLaunch<R> {
+        MatrixGeometryLaunch::new(
+            self.shape.rows as u32,
+            self.shape.cols as u32,
+            self.batch_stride as u32,
+            self.row_stride as u32,
+            self.col_stride as u32,
+        )
+    }
+}
+
+/// Reads four neighbours of a row as `f32`, from column `col`, a multiple of 4; 0 outside the matrix.
+#[cube]
+pub(crate) fn read_quad<F: Numeric, N: Size>(
+    x: &Tensor<Vector<F, N>>,
+    geometry: &MatrixGeometry,
+    batch: u32,
+    row: u32,
+    col: u32,
+    #[comptime] width: usize,
+) -> Array<f32> {
+    let mut quad = Array::<f32>::new(4usize);
+    let start = batch * geometry.batch_stride + row * geometry.row_stride;
+    if comptime!(width == 4) {
+        if row < geometry.rows && col < geometry.cols {
+            let vector = x[((start + col) / 4) as usize];
+            #[unroll]
+            for lane in 0..4usize {
+                quad[lane] = f32::cast_from(vector[lane]);
+            }
+        } else {
+            #[unroll]
+            for lane in 0..4usize {
+                quad[lane] = 0.0f32;
+            }
+        }
+    } else {
+        #[unroll]
+        for lane in 0..4u32 {
+            let mut value = 0.0f32;
+            if row < geometry.rows && col + lane < geometry.cols {
+                let vector = x[(start + (col + lane) * geometry.col_stride) as usize];
+                value = f32::cast_from(vector[0usize]);
+            }
+            quad[lane as usize] = value;
+        }
+    }
+    quad
+}
+
+/// Writes four neighbours of a contiguous row of `cols` elements, where they lie inside it.
+#[cube]
+pub(crate) fn write_quad<T: Numeric, Q: Numeric, N: Size>(
+    out: &mut Tensor<Vector<Q, N>>,
+    quad: &Array<T>,
+    row_start: u32,
+    col: u32,
+    cols: u32,
+    #[comptime] width: usize,
+) {
+    if comptime!(width == 4) {
+        if col < cols {
+            let mut vector = Vector::<Q, N>::empty();
+            #[unroll]
+            for lane in 0..4usize {
+                vector[lane] = Q::cast_from(quad[lane]);
+            }
+            out[((row_start + col) / 4) as usize] = vector;
+        }
+    } else {
+        #[unroll]
+        for lane in 0..4u32 {
+            if col + lane < cols {
+                out[(row_start + col + lane) as usize] = Vector::cast_from(quad[lane as usize]);
+            }
+        }
+    }
+}

@@ -1,0 +1,141 @@
+//! Block quantization with dynamic fallback: a second INT8 copy of the residual of outlier blocks
+//! (fallback-int8, sections 4.3 and 4.4).
+
+use cubecl::{prelude::*, std::tensor::TensorHandle};
+
+use crate::{
+    device::{MatrixView, check_dtype, check_float, empty, storage},
+    error::KernelError,
+    format::{Format, Granularity, Layout, Rounding},
+    quantize::{QuantizeSpec, Quantized, allocate, check_granularity},
+};
+
+mod kernel;
+
+const OPERATION: &str = "quantize_fallback";
+
+/// The residual blocks of a fallback-quantized matrix, row-major.
+///
+/// How many blocks fall back is known only on the device, and a training step never waits for a number to reach the
+/// host. So `values` has room for all of them, the full size of the matrix; it is meant to live from the quantization to
+/// the product and no longer. Only the blocks that fell back are written, so nothing else in it may be read.
+#[derive(Debug)]
+pub struct FallbackResidual<R: Runtime> {
+    /// i8 `[.., rows, cols]`, undefined outside the blocks that fell back.
+    pub values: TensorHandle<R>,
+    /// f32 `[.., scale_rows, scale_cols]`, 0 for the blocks that did not fall back.
+    pub scales: TensorHandle<R>,
+    /// u32 `[.., scale_rows, scale_cols]`: 1 for the blocks that fell back, the indicator u(i, k), else 0.
+    pub flags: TensorHandle<R>,
+    /// The block size.
+    pub block: usize,
+}
+
+impl<R: Runtime> Clone for FallbackResidual<R> {
+    fn clone(&self) -> Self {
+        Self {
+            values: self.values.clone(),
+            scales: self.scales.clone(),
+            flags: self.flags.clone(),
+            block: self.block,
+        }
+    }
+}
+
+/// A fallback-quantized matrix, `x = base + residual` where the block fell back and `base` elsewhere.
+#[derive(Debug)]
+pub struct FallbackQuantized<R: Runtime> {
+    /// The INT8 blocks, as [`quantize`](crate::quantize::quantize) with nearest rounding gives them.
+    pub base: Quantized<R>,
+    /// The INT8 blocks of what the base missed.
+    pub residual: FallbackResidual<R>,
+}
+
+impl<R: Runtime> Clone for FallbackQuantized<R> {
+    fn clone(&self) -> Self {
+        Self {
+            base: self.base.clone(),
+            residual: self.residual.clone(),
+        }
+    }
+}
+
+/// Quantizes `x` in square blocks of `block`, rounding to nearest, and in the same pass quantizes the residual of each
+/// block whose largest magnitude is above the layer's threshold.
+///
+/// - `x`: a matrix of f32, f16 or bf16 with any strides.
+/// - `block`: 16, 32, 64 or 128.
+/// - `layout`: which copies of the base are written; the residual is row-major.
+/// - `thresholds`: f32 `[layers]`; `thresholds[layer]` is read on the device.
+/// - `counts`: i32 `[layers, 2]`; the number of blocks that fell back and of all blocks are added to `counts[layer]`.
+///
+/// The last two must be contiguous. A block that holds NaN or an infinity does not fall back. The numbers are those of
+/// [`reference::quantize_fallback`](crate::reference::quantize_fallback), to the bit.
+///
+/// # Errors
+///
+/// When shapes or element types differ from these, or `layer` is out of range.
+#[allow(clippy::too_many_arguments)]
+pub fn quantize_fallback<R: Runtime>(
+    client: &ComputeClient<R>,
+    x: &TensorHandle<R>,
+    block: usize,
+    layout: Layout,
+    thresholds: &TensorHandle<R>,
+    layer: u32,
+    counts: &TensorHandle<R>,
+) -> Result<FallbackQuantized<R>, KernelError> {
+    let view = MatrixView::new(OPERATION, x)?;
+    check_float(client, OPERATION, "x", x.dtype)?;
+    check_granularity(OPERATION, Granularity::Block(block))?;
+    check_dtype(
+        OPERATION,
+        "thresholds",
+        thresholds,
+        storage::<f32>(),
+        "use f32",
+    )?;
+    check_dtype(OPERATION, "counts", counts, storage::<i32>(), "use i32")?;
+    let layers = thresholds.shape().iter().product::<usize>();
+    let state_fits = thresholds.shape().len() == 1
+        && counts.shape().len() == 2
+        && counts.shape()[0] == layers
+        && counts.shape()[1] == 2
+        && (layer as usize) < layers;
+    if !state_fits {
+        return Err(KernelError::Shape {
+            operation: OPERATION,
+            got: format!(
+                "thresholds {:?}, counts {:?}, layer {layer}",
+                thresholds.shape(),
+                counts.shape()
+            ),
+            remedy: "pass thresholds [layers], counts [layers, 2] and a layer below their length",
+        });
+    }
+    let spec = QuantizeSpec {
+        format: Format::Int8,
+        granularity: Granularity::Block(block),
+        rounding: Rounding::Nearest,
+        layout,
+    };
+    let base = allocate(client, &view, &spec);
+    let scales_shape = base.scales.shape().to_vec();
+    let residual = FallbackResidual {
+        values: empty(
+            client,
+            view.tensor_shape(view.shape.rows, view.shape.cols),
+            storage::<i8>(),
+        ),
+        scales: empty(client, scales_shape.clone(), storage::<f32>()),
+        flags: empty(client, scales_shape, storage::<u32>()),
+        block,
+    };
+    let output = FallbackQuantized { base, residual };
+    if view.shape.num_elements() > 0 {
+        kernel::launch(
+            client, x, &view, block, layout, thresholds, layer, counts, &output,
+        );
+    }
+    Ok(output)
+}

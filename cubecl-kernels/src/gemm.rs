@@ -1,0 +1,344 @@
+//! The product of two quantized matrices, with fallback (fallback-int8, Algorithm 1).
+//!
+//! `C[M, N] = A[M, K] B[N, K]^T + bias[N]`: both operands have K along their rows. A linear layer's three products are
+//! of this form, each operand being a quantized matrix or its transposed copy:
+//!
+//! | product | A | B |
+//! | --- | --- | --- |
+//! | `Y = X W`, W `[in, out]` | X | W transposed |
+//! | `dX = dY W^T` | dY | W |
+//! | `dW = X^T dY` | X transposed | dY transposed |
+//!
+//! Products of blocks accumulate in INT32, exactly; their sums over K, scaled, in FP32 and in ascending order of K.
+
+use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
+
+use crate::{
+    device::{MatrixView, check_dtype, check_float, empty, storage},
+    error::KernelError,
+    fallback::FallbackResidual,
+    format::Format,
+    quantize::Quantized,
+};
+
+mod align;
+pub mod blueprint;
+mod portable;
+mod selector;
+mod tensor_core;
+
+pub use blueprint::Blueprint;
+pub use selector::select;
+
+const OPERATION: &str = "gemm";
+
+/// Which kernel computes a product.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Strategy {
+    /// [`select`] decides from the device and the problem.
+    Auto,
+    /// Plain integer arithmetic: any device, any scale geometry.
+    Portable,
+    /// `mma` instructions on INT8 tiles: NVIDIA devices from sm_80 on, square blocks of 32, 64 or 128.
+    TensorCore,
+}
+
+/// One operand of a product: INT8 values with K along the rows, and their scales.
+#[derive(Debug)]
+pub struct GemmOperand<R: Runtime> {
+    /// i8 `[.., rows, K]`, the last stride 1.
+    pub values: TensorHandle<R>,
+    /// f32 `[.., ceil(rows / rows_per_scale), ceil(K / depth_per_scale)]`, any strides.
+    pub scales: TensorHandle<R>,
+    /// Rows that share a scale.
+    pub rows_per_scale: usize,
+    /// Elements along K that share a scale: a multiple of 16, or at least K.
+    pub depth_per_scale: usize,
+}
+
+impl<R: Runtime> Clone for GemmOperand<R> {
+    fn clone(&self) -> Self {
+        Self {
+            values: self.values.clone(),
+            scales: self.scales.clone(),
+            rows_per_scale: self.rows_per_scale,
+            depth_per_scale: self.depth_per_scale,
+        }
+    }
+}
+
+impl<R: Runtime> Quantized<R> {
+    /// The matrix as an operand, K along its columns.
+    ///
+    /// # Errors
+    ///
+    /// When the row-major copy was not written, or the format is not INT8.
+    pub fn operand(&self) -> Result<GemmOperand<R>, KernelError> {
+        let (rows_per_scale, depth_per_scale) = self.granularity.scale_block(self.shape);
+        Ok(GemmOperand {
+            values: self.operand_values(&self.values, "Layout::RowMajor or Layout::Both")?,
+            scales: self.scales.clone(),
+            rows_per_scale,
+            depth_per_scale,
+        })
+    }
+
+    /// The transposed matrix as an operand, K along the rows of the input.
+    ///
+    /// # Errors
+    ///
+    /// When the transposed copy was not written, or the format is not INT8.
+    pub fn operand_transposed(&self) -> Result<GemmOperand<R>, KernelError> {
+        let (depth_per_scale, rows_per_scale) = self.granularity.scale_block(self.shape);
+        let mut scales = self.scales.clone();
+        let rank = scales.shape().len();
+        scales.metadata.swap(rank - 2, rank - 1);
+        Ok(GemmOperand {
+            values: self.operand_values(&self.transposed, "Layout::Transposed or Layout::Both")?,
+            scales,
+            rows_per_scale,
+            depth_per_scale,
+        })
+    }
+
+    fn operand_values(
+        &self,
+        values: &Option<TensorHandle<R>>,
+        layout: &'static str,
+    ) -> Result<TensorHandle<R>, KernelError> {
+        if self.format != Format::Int8 {
+            return Err(KernelError::Unsupported {
+                operation: OPERATION,
+                reason: format!("an operand of format {:?}", self.format),
+                remedy: "quantize it to INT8",
+            });
+        }
+        values.clone().ok_or_else(|| KernelError::Unsupported {
+            operation: OPERATION,
+            reason: "the operand's copy was not written".into(),
+            remedy: layout,
+        })
+    }
+}
+
+/// A checked product: the operands' geometry.
+#[derive(Debug, Clone, Copy)]
+pub struct GemmProblem {
+    /// Number of products.
+    pub batch: usize,
+    /// Rows of A and C.
+    pub m: usize,
+    /// Rows of B, columns of C.
+    pub n: usize,
+    /// Columns of A and B.
+    pub k: usize,
+    /// Rows and depth of a scale of A.
+    pub a_scale_block: (usize, usize),
+    /// Rows and depth of a scale of B.
+    pub b_scale_block: (usize, usize),
+    /// Whether the rows of A and of B start at multiples of 16 bytes.
+    pub aligned: (bool, bool),
+}
+
+/// Strides of a tensor `[batch, rows, cols]`, in elements.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+pub(crate) struct Strides {
+    pub batch: u32,
+    pub row: u32,
+    pub col: u32,
+}
+
+impl Strides {
+    /// The launch argument of a matrix' strides; a batch of one is shared.
+    pub(crate) fn of<R: Runtime>(view: &MatrixView) -> StridesLaunch<R> {
+        let batch = if view.shape.batch == 1 {
+            0
+        } else {
+            view.batch_stride
+        };
+        StridesLaunch::new(batch as u32, view.row_stride as u32, view.col_stride as u32)
+    }
+}
+
+/// Everything that both kernels are launched with.
+pub(crate) struct GemmArgs<'a, R: Runtime> {
+    pub a: &'a GemmOperand<R>,
+    pub b: &'a GemmOperand<R>,
+    pub fallback: Option<&'a FallbackResidual<R>>,
+    pub bias: Option<&'a TensorHandle<R>>,
+    pub out: &'a TensorHandle<R>,
+    pub problem: GemmProblem,
+    pub a_view: MatrixView,
+    pub b_view: MatrixView,
+    pub a_scales: MatrixView,
+    pub b_scales: MatrixView,
+}
+
+/// `C = A B^T + bias`, of shape `[M, N]` (`[batch, M, N]` where A has a batch dimension), contiguous.
+///
+/// - `a`, `b`: the operands. A batch of one in `b`, or a `b` of rank 2, is shared by all matrices of `a`.
+/// - `fallback`: the residual of `a`, whose blocks are added where they fell back. Its block size must be that of `a`.
+/// - `bias`: f32 `[N]`, contiguous, added in FP32.
+/// - `out_dtype`: f32, f16 or bf16; the FP32 sum is rounded to it once.
+///
+/// A scale of NaN makes NaN of all that it touches. The portable kernel splits K so that INT32 does not overflow.
+///
+/// # Errors
+///
+/// When shapes or element types differ from these, or `strategy` names a kernel that the device or the scale geometry
+/// rules out.
+pub fn gemm<R: Runtime>(
+    client: &ComputeClient<R>,
+    a: &GemmOperand<R>,
+    b: &GemmOperand<R>,
+    fallback: Option<&FallbackResidual<R>>,
+    bias: Option<&TensorHandle<R>>,
+    out_dtype: StorageType,
+    strategy: Strategy,
+) -> Result<TensorHandle<R>, KernelError> {
+    check_float(client, OPERATION, "the output", out_dtype)?;
+    let (a_view, a_scales) = check_operand("a", a)?;
+    let (b_view, b_scales) = check_operand("b", b)?;
+    let (a_shape, b_shape) = (a_view.shape, b_view.shape);
+    if a_shape.cols != b_shape.cols || !(b_shape.batch == 1 || b_shape.batch == a_shape.batch) {
+        return Err(KernelError::Shape {
+            operation: OPERATION,
+            got: format!("a {:?}, b {:?}", a.values.shape(), b.values.shape()),
+            remedy: "pass a [.., M, K] and b [.., N, K] of one K, and a batch of b that is 1 or that of a",
+        });
+    }
+    check_bias(bias, b_shape.rows)?;
+    if let Some(residual) = fallback {
+        check_residual(a, residual)?;
+    }
+    let problem = GemmProblem {
+        batch: a_shape.batch,
+        m: a_shape.rows,
+        n: b_shape.rows,
+        k: a_shape.cols,
+        a_scale_block: (a.rows_per_scale, a.depth_per_scale),
+        b_scale_block: (b.rows_per_scale, b.depth_per_scale),
+        aligned: (is_aligned(a, &a_view), is_aligned(b, &b_view)),
+    };
+    let blueprint = select(client, &problem, strategy)?;
+    let out = empty(client, a_view.tensor_shape(problem.m, problem.n), out_dtype);
+    if problem.batch * problem.m * problem.n > 0 {
+        let args = GemmArgs {
+            a,
+            b,
+            fallback,
+            bias,
+            out: &out,
+            problem,
+            a_view,
+            b_view,
+            a_scales,
+            b_scales,
+        };
+        match blueprint {
+            Blueprint::Portable(blueprint) => portable::launch(client, &args, blueprint),
+            Blueprint::TensorCore(blueprint) => tensor_core::launch(client, &args, blueprint),
+        }
+    }
+    Ok(out)
+}
+
+/// Whether rows can be read 16 bytes at a time.
+fn is_aligned<R: Runtime>(operand: &GemmOperand<R>, view: &MatrixView) -> bool {
+    let offset = operand.values.handle.offset_start.unwrap_or_default() as usize;
+    [offset, view.row_stride, view.batch_stride, view.shape.cols]
+        .into_iter()
+        .all(|bytes| bytes % 16 == 0)
+}
+
+fn check_operand<R: Runtime>(
+    name: &'static str,
+    operand: &GemmOperand<R>,
+) -> Result<(MatrixView, MatrixView), KernelError> {
+    check_dtype(
+        OPERATION,
+        name,
+        &operand.values,
+        storage::<i8>(),
+        "quantize it to INT8",
+    )?;
+    check_dtype(
+        OPERATION,
+        "scales",
+        &operand.scales,
+        storage::<f32>(),
+        "use f32",
+    )?;
+    let values = MatrixView::new(OPERATION, &operand.values)?;
+    let scales = MatrixView::new(OPERATION, &operand.scales)?;
+    let fits = operand.rows_per_scale > 0
+        && operand.depth_per_scale > 0
+        && scales.shape.batch == values.shape.batch
+        && scales.shape.rows == values.shape.rows.div_ceil(operand.rows_per_scale)
+        && scales.shape.cols == values.shape.cols.div_ceil(operand.depth_per_scale);
+    if !fits {
+        return Err(KernelError::Shape {
+            operation: OPERATION,
+            got: format!(
+                "operand {name}: values {:?}, scales {:?} of {} x {} each",
+                operand.values.shape(),
+                operand.scales.shape(),
+                operand.rows_per_scale,
+                operand.depth_per_scale
+            ),
+            remedy: "pass scales [.., ceil(rows / rows_per_scale), ceil(K / depth_per_scale)]",
+        });
+    }
+    if values.shape.cols > 1 && values.col_stride != 1 {
+        return Err(KernelError::Shape {
+            operation: OPERATION,
+            got: format!("operand {name} with strides {:?}", operand.values.strides()),
+            remedy: "pass values contiguous along K: the other layout of the quantized matrix",
+        });
+    }
+    Ok((values, scales))
+}
+
+fn check_bias<R: Runtime>(bias: Option<&TensorHandle<R>>, n: usize) -> Result<(), KernelError> {
+    let Some(bias) = bias else {
+        return Ok(());
+    };
+    check_dtype(OPERATION, "bias", bias, storage::<f32>(), "cast it to f32")?;
+    if bias.shape().len() == 1 && bias.shape()[0] == n && (n < 2 || bias.strides()[0] == 1) {
+        return Ok(());
+    }
+    Err(KernelError::Shape {
+        operation: OPERATION,
+        got: format!("bias {:?} for N = {n}", bias.shape()),
+        remedy: "pass a contiguous bias [N]",
+    })
+}
+
+fn check_residual<R: Runtime>(
+    a: &GemmOperand<R>,
+    residual: &FallbackResidual<R>,
+) -> Result<(), KernelError> {
+    let block = residual.block;
+    let fits = residual.values.shape() == a.values.shape()
+        && residual.values.strides() == a.values.strides()
+        && [&residual.scales, &residual.flags]
+            .into_iter()
+            .all(|of_blocks| {
+                of_blocks.shape() == a.scales.shape() && of_blocks.strides() == a.scales.strides()
+            })
+        && (a.rows_per_scale, a.depth_per_scale) == (block, block);
+    if fits {
+        return Ok(());
+    }
+    Err(KernelError::Shape {
+        operation: OPERATION,
+        got: format!(
+            "a {:?} with scales of {} x {}, fallback {:?} in blocks of {block}",
+            a.values.shape(),
+            a.rows_per_scale,
+            a.depth_per_scale,
+            residual.values.shape(),
+        ),
+        remedy: "pass the residual and the row-major base of one quantize_fallback",
+    })
+}

@@ -1,0 +1,37 @@
+//! CubeCL kernels for low-precision training, and the functions that launch them.
+//!
+//! The crate is generic over the CubeCL runtime and knows nothing of a deep-learning framework: every function
+//! takes and returns [`TensorHandle`](cubecl::std::tensor::TensorHandle)s. A *matrix* is a tensor of rank 2,
+//! `[rows, cols]`, or of rank 3, `[batch, rows, cols]`, with any strides. Outputs are contiguous.
+//!
+//! | module | what it computes |
+//! | --- | --- |
+//! | [`quantize`] | INT8 and INT10 quantization by block, group, token, channel or tensor, and back |
+//! | [`fallback`] | INT8 block quantization with a second INT8 copy of the residual of outlier blocks |
+//! | [`gemm`] | the product of two quantized matrices, on tensor cores or on any device |
+//! | [`delay_threshold`] | the controller that keeps the rate of fallback blocks in its range |
+//! | [`philox`] | the counter-based random bits of stochastic rounding |
+//! | [`reference`](mod@reference) | all of the above in scalar Rust, the specification that the tests compare with |
+//!
+//! # Numerics
+//!
+//! The integers and the scales are specified to the bit, so that a backend without these kernels can compute the
+//! same numbers from ordinary float operations; see [`reference`](mod@reference). It presumes that a division of
+//! two normal `f32` is correctly rounded on the device, as it is on CUDA and on Mesa's lavapipe.
+#![deny(missing_docs)]
+
+pub mod delay_threshold;
+pub mod error;
+pub mod fallback;
+pub mod format;
+pub mod gemm;
+pub mod philox;
+pub mod quantize;
+pub mod reference;
+pub mod shape;
+
+mod device;
+mod exact;
+mod rounding;
+
+pub use error::KernelError;

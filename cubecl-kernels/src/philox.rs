@@ -1,0 +1,95 @@
+//! Philox4x32-10, the counter-based random number generator of Salmon et al., "Parallel Random Numbers: As Easy as
+//! 1, 2, 3" (SC 2011): ten rounds of a keyed bijection of a 128-bit counter. Any element's bits follow from its
+//! coordinates alone, so they do not depend on the launch geometry or the device.
+
+use cubecl::prelude::*;
+
+use crate::format::StochasticKey;
+
+const MULTIPLIER_0: u32 = 0xD251_1F53;
+const MULTIPLIER_1: u32 = 0xCD9E_8D57;
+const WEYL_0: u32 = 0x9E37_79B9;
+const WEYL_1: u32 = 0xBB67_AE85;
+const ROUNDS: u32 = 10;
+
+/// The four 32-bit words that Philox4x32-10 gives for a counter and a key.
+pub fn philox4x32(counter: [u32; 4], key: [u32; 2]) -> [u32; 4] {
+    let [mut c0, mut c1, mut c2, mut c3] = counter;
+    let [mut k0, mut k1] = key;
+    for _ in 0..ROUNDS {
+        let p0 = u64::from(MULTIPLIER_0) * u64::from(c0);
+        let p1 = u64::from(MULTIPLIER_1) * u64::from(c2);
+        (c0, c1, c2, c3) = (
+            (p1 >> 32) as u32 ^ c1 ^ k0,
+            p1 as u32,
+            (p0 >> 32) as u32 ^ c3 ^ k1,
+            p0 as u32,
+        );
+        k0 = k0.wrapping_add(WEYL_0);
+        k1 = k1.wrapping_add(WEYL_1);
+    }
+    [c0, c1, c2, c3]
+}
+
+/// The random number in `[0, 1)`, a multiple of 2^-24, that decides the rounding of one element.
+///
+/// `row` counts the rows of the whole batch (`batch * rows + row`) and `col` the columns; both are logical
+/// coordinates, whatever the strides. Four neighbours of a row share a counter and take one lane each.
+pub fn uniform(key: StochasticKey, row: usize, col: usize) -> f32 {
+    unit(four_neighbours(key, row, col / 4)[col % 4])
+}
+
+/// [`uniform`] for the columns `0..out.len()` of a row.
+pub fn uniform_row(key: StochasticKey, row: usize, out: &mut [f32]) {
+    for (quarter, out) in out.chunks_mut(4).enumerate() {
+        for (out, bits) in out.iter_mut().zip(four_neighbours(key, row, quarter)) {
+            *out = unit(bits);
+        }
+    }
+}
+
+fn four_neighbours(key: StochasticKey, row: usize, quarter: usize) -> [u32; 4] {
+    let counter = [
+        row as u32,
+        quarter as u32,
+        key.stream as u32,
+        (key.stream >> 32) as u32,
+    ];
+    philox4x32(counter, [key.seed as u32, (key.seed >> 32) as u32])
+}
+
+fn unit(bits: u32) -> f32 {
+    (bits >> 8) as f32 * 2f32.powi(-24)
+}
+
+/// [`philox4x32`] in a kernel.
+#[cube]
+pub(crate) fn philox4x32_cube(
+    counter_0: u32,
+    counter_1: u32,
+    counter_2: u32,
+    counter_3: u32,
+    key_0: u32,
+    key_1: u32,
+) -> (u32, u32, u32, u32) {
+    let mut c0 = counter_0;
+    let mut c1 = counter_1;
+    let mut c2 = counter_2;
+    let mut c3 = counter_3;
+    let mut k0 = key_0;
+    let mut k1 = key_1;
+    #[unroll]
+    for _ in 0..ROUNDS {
+        let hi0 = u32::mul_hi(c0, MULTIPLIER_0);
+        let lo0 = c0 * MULTIPLIER_0;
+        let hi1 = u32::mul_hi(c2, MULTIPLIER_1);
+        let lo1 = c2 * MULTIPLIER_1;
+        c0 = hi1 ^ c1 ^ k0;
+        c1 = lo1;
+        c2 = hi0 ^ c3 ^ k1;
+        c3 = lo0;
+        k0 += WEYL_0;
+        k1 += WEYL_1;
+    }
+    (c0, c1, c2, c3)
+}

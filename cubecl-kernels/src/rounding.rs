@@ -1,0 +1,137 @@
+//! From a block's largest magnitude to its scale, and from a value to its integer: the rules of
+//! [`reference`](mod@crate::reference) as kernel functions.
+
+use cubecl::prelude::*;
+
+use crate::{
+    exact,
+    format::{MIN_ABSMAX, Rounding, StochasticKey},
+    philox::philox4x32_cube,
+};
+
+const MAGNITUDE: u32 = 0x7fff_ffff;
+const INFINITY: u32 = 0x7f80_0000;
+const NAN: u32 = 0x7fc0_0000;
+const MIN_ABSMAX_BITS: u32 = MIN_ABSMAX.to_bits();
+/// 1.5 * 2^23. Adding it to a value below 2^22 leaves the value, rounded half to even, in the low bits of the sum.
+const ROUND_TO_EVEN: f32 = 12_582_912.0;
+const ROUND_TO_EVEN_BITS: i32 = 0x4B40_0000;
+
+/// The random stream of a launch, as the four words that key the generator.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+pub(crate) struct RandomStream {
+    seed_low: u32,
+    seed_high: u32,
+    stream_low: u32,
+    stream_high: u32,
+}
+
+/// The launch argument of a rounding mode; nearest rounding reads no random number.
+pub(crate) fn random_stream<R: Runtime>(rounding: Rounding) -> RandomStreamLaunch<R> {
+    let key = match rounding {
+        Rounding::Nearest => StochasticKey { seed: 0, stream: 0 },
+        Rounding::Stochastic(key) => key,
+    };
+    RandomStreamLaunch::new(
+        key.seed as u32,
+        (key.seed >> 32) as u32,
+        key.stream as u32,
+        (key.stream >> 32) as u32,
+    )
+}
+
+/// The bits of a value's magnitude. As integers they order NaN above infinity above every finite value.
+#[cube]
+pub(crate) fn magnitude_bits(x: f32) -> u32 {
+    u32::reinterpret(x) & MAGNITUDE
+}
+
+/// Whether a block's maximum is neither NaN nor infinite.
+#[cube]
+pub(crate) fn is_finite(absmax_bits: u32) -> bool {
+    absmax_bits < INFINITY
+}
+
+/// Scale and inverse scale of a block from the bits of its maximum. Inverse 0 stands for "all values are 0".
+#[cube]
+pub(crate) fn scale_and_inverse(absmax_bits: u32, #[comptime] q_max: i32) -> (f32, f32) {
+    let mut scale = 0.0f32;
+    let mut inverse = 0.0f32;
+    if absmax_bits >= INFINITY {
+        scale = f32::reinterpret(NAN.runtime());
+    } else if absmax_bits >= MIN_ABSMAX_BITS {
+        let absmax = f32::reinterpret(absmax_bits);
+        let q = f32::cast_from(q_max);
+        scale = absmax / q;
+        inverse = q / absmax;
+    }
+    (scale, inverse)
+}
+
+/// One value as an integer, to nearest even.
+///
+/// `Round` of a kernel differs between backends in what it does with ties; the sum with [`ROUND_TO_EVEN`] does not.
+#[cube]
+pub(crate) fn round_nearest(x: f32, inverse: f32, zero: u32, #[comptime] q_max: i32) -> i32 {
+    // A product of inverse 0 with NaN or infinity is NaN: take it out before it becomes an integer.
+    let v = select(inverse == 0.0, 0.0f32, exact::product(x, inverse, zero));
+    let q = i32::reinterpret(v + ROUND_TO_EVEN) - ROUND_TO_EVEN_BITS;
+    clamp(q, -q_max, q_max)
+}
+
+/// One value as an integer, up with the probability of its fractional part.
+#[cube]
+pub(crate) fn round_stochastic(
+    x: f32,
+    inverse: f32,
+    uniform: f32,
+    zero: u32,
+    #[comptime] q_max: i32,
+) -> i32 {
+    let v = select(inverse == 0.0, 0.0f32, exact::product(x, inverse, zero));
+    let floor = v.floor();
+    let q = i32::cast_from(floor) + select(uniform < v - floor, 1i32, 0i32);
+    clamp(q, -q_max, q_max)
+}
+
+/// Rounds four neighbours of a row in place of their values; `col` is a multiple of four, `row` counts through the
+/// batch.
+#[cube]
+pub(crate) fn round_quad(
+    x: &Array<f32>,
+    inverse: &Array<f32>,
+    row: u32,
+    col: u32,
+    random: &RandomStream,
+    zero: u32,
+    #[comptime] stochastic: bool,
+    #[comptime] q_max: i32,
+) -> Array<i32> {
+    let mut q = Array::<i32>::new(4usize);
+    if comptime!(stochastic) {
+        let (b0, b1, b2, b3) = philox4x32_cube(
+            row,
+            col / 4,
+            random.stream_low,
+            random.stream_high,
+            random.seed_low,
+            random.seed_high,
+        );
+        q[0] = round_stochastic(x[0], inverse[0], uniform(b0), zero, q_max);
+        q[1] = round_stochastic(x[1], inverse[1], uniform(b1), zero, q_max);
+        q[2] = round_stochastic(x[2], inverse[2], uniform(b2), zero, q_max);
+        q[3] = round_stochastic(x[3], inverse[3], uniform(b3), zero, q_max);
+    } else {
+        #[unroll]
+        for lane in 0..4usize {
+            q[lane] = round_nearest(x[lane], inverse[lane], zero, q_max);
+        }
+    }
+    q
+}
+
+/// A random number in `[0, 1)` from the 24 high bits of a word. Both the integer and its product are exact.
+#[cube]
+fn uniform(bits: u32) -> f32 {
+    f32::cast_from(bits >> 8) * (1.0 / 16_777_216.0)
+}

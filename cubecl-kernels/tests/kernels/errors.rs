@@ -1,0 +1,95 @@
+//! Inputs that an operation cannot work on are answered with what was wrong.
+
+use cubecl_kernels::{
+    KernelError,
+    delay_threshold::{DelayThreshold, delay_threshold},
+    fallback::quantize_fallback,
+    format::{Format, Granularity, Layout, Rounding},
+    gemm::{Strategy, gemm},
+    quantize::{QuantizeSpec, quantize},
+};
+
+use crate::device::{client, dtype, upload, upload_i32};
+
+const SPEC: QuantizeSpec = QuantizeSpec {
+    format: Format::Int8,
+    granularity: Granularity::Block(32),
+    rounding: Rounding::Nearest,
+    layout: Layout::RowMajor,
+};
+
+#[test]
+fn quantize_rejects() {
+    let client = client();
+    let vector = upload(&client, &[1.0; 8], &[8], dtype::<f32>());
+    let matrix = upload(&client, &[1.0; 8], &[2, 4], dtype::<f32>());
+    let integers = upload_i32(&client, &[1; 8], &[2, 4]);
+    let error = quantize(&client, &vector, &SPEC).unwrap_err();
+    assert!(matches!(error, KernelError::Shape { .. }), "{error}");
+    let error = quantize(&client, &integers, &SPEC).unwrap_err();
+    assert!(matches!(error, KernelError::Dtype { .. }), "{error}");
+    for (format, granularity) in [
+        (Format::Int8, Granularity::Block(48)),
+        (Format::Int8, Granularity::Group(8)),
+        (Format::Int10, Granularity::Token),
+    ] {
+        let spec = QuantizeSpec {
+            format,
+            granularity,
+            ..SPEC
+        };
+        let error = quantize(&client, &matrix, &spec).unwrap_err();
+        assert!(matches!(error, KernelError::Unsupported { .. }), "{error}");
+    }
+}
+
+#[test]
+fn fallback_and_threshold_reject() {
+    let client = client();
+    let matrix = upload(&client, &[1.0; 8], &[2, 4], dtype::<f32>());
+    let thresholds = upload(&client, &[1.0; 2], &[2], dtype::<f32>());
+    let counts = upload_i32(&client, &[0; 4], &[2, 2]);
+    let error = quantize_fallback(
+        &client,
+        &matrix,
+        32,
+        Layout::RowMajor,
+        &thresholds,
+        2,
+        &counts,
+    )
+    .unwrap_err();
+    assert!(error.to_string().contains("layer 2"), "{error}");
+    let config = DelayThreshold {
+        r_min: 0.3,
+        r_max: 0.1,
+        alpha: 1.3,
+    };
+    let error = delay_threshold(&client, &thresholds, &counts, &thresholds, config).unwrap_err();
+    assert!(matches!(error, KernelError::Unsupported { .. }), "{error}");
+}
+
+#[test]
+fn gemm_rejects() {
+    let client = client();
+    let operand = |shape: &[usize], granularity| {
+        let x = upload(&client, &[1.0; 64 * 64], shape, dtype::<f32>());
+        let spec = QuantizeSpec {
+            granularity,
+            ..SPEC
+        };
+        let quantized = quantize(&client, &x, &spec).expect("a matrix");
+        assert!(quantized.operand_transposed().is_err());
+        quantized.operand().expect("a row-major copy")
+    };
+    let block = Granularity::Block(32);
+    let (a, b) = (operand(&[64, 64], block), operand(&[128, 32], block));
+    let product = |a, b, dtype| gemm(&client, a, b, None, None, dtype, Strategy::Portable);
+    let error = product(&a, &b, dtype::<f32>()).unwrap_err();
+    assert!(error.to_string().contains("[64, 64]"), "{error}");
+    let error = product(&a, &a, dtype::<i32>()).unwrap_err();
+    assert!(matches!(error, KernelError::Dtype { .. }), "{error}");
+    let channel = operand(&[64, 64], Granularity::Channel);
+    let error = product(&a, &channel, dtype::<f32>()).unwrap_err();
+    assert!(matches!(error, KernelError::Unsupported { .. }), "{error}");
+}

@@ -1,0 +1,116 @@
+//! Fallback quantization against the reference, to the bit.
+
+use cubecl_kernels::{
+    fallback::{FallbackQuantized, quantize_fallback},
+    format::Layout,
+    reference,
+    shape::MatrixShape,
+};
+use rstest::rstest;
+
+use crate::{
+    device::{
+        Client, Memory, TestRuntime, assert_same_floats, assert_same_integers, client, dtype,
+        float_types, read, read_i8, rounded, upload, upload_i32, upload_matrix,
+    },
+    random::Random,
+};
+
+#[track_caller]
+fn check(
+    client: &Client,
+    quantized: &FallbackQuantized<TestRuntime>,
+    expected: &reference::FallbackQuantized,
+) {
+    let shape = expected.base.shape;
+    if let Some(values) = &quantized.base.values {
+        assert_same_integers(&read_i8(client, values), &expected.base.values, "values");
+    }
+    if let Some(transposed) = &quantized.base.transposed {
+        assert_same_integers(
+            &read_i8(client, transposed),
+            &expected.base.transposed().values,
+            "transposed",
+        );
+    }
+    let residual = &quantized.residual;
+    assert_same_floats(
+        &read(client, &quantized.base.scales),
+        &expected.base.scales,
+        "scales",
+    );
+    assert_same_floats(
+        &read(client, &residual.scales),
+        &expected.residual.scales,
+        "residual scales",
+    );
+    let flags: Vec<bool> = read::<u32>(client, &residual.flags)
+        .iter()
+        .map(|&f| f == 1)
+        .collect();
+    assert_eq!(flags, expected.flags, "flags");
+    // What did not fall back is undefined.
+    let mut values = read_i8(client, &residual.values);
+    for (index, value) in values.iter_mut().enumerate() {
+        let (row, col) = (index / shape.cols, index % shape.cols);
+        let block = expected
+            .base
+            .block_of(row / shape.rows, row % shape.rows, col);
+        if !expected.flags[block] {
+            *value = 0;
+        }
+    }
+    assert_same_integers(&values, &expected.residual.values, "residual");
+}
+
+#[rstest]
+fn equals_the_reference(#[values(16, 32, 64, 128)] block: usize) {
+    let (client, mut random) = (client(), Random::fresh());
+    for shape in [
+        MatrixShape::new(1, 3),
+        MatrixShape::batched(2, 127, 129),
+        MatrixShape::new(260, 200),
+    ] {
+        let x = random.with_special_values(shape);
+        for (threshold, layout) in [
+            (0.0, Layout::Both),
+            (100.0, Layout::RowMajor),
+            (f32::MAX, Layout::Transposed),
+        ] {
+            println!("{shape:?}, threshold {threshold}");
+            let thresholds = upload(&client, &[-1.0, threshold, -1.0], &[3], dtype::<f32>());
+            let counts = upload_i32(&client, &[1, 2, 3, 4, 5, 6], &[3, 2]);
+            let tensor = upload_matrix(&client, &x, shape, dtype::<f32>(), Memory::Contiguous);
+            let quantized =
+                quantize_fallback(&client, &tensor, block, layout, &thresholds, 1, &counts)
+                    .expect("a matrix");
+            let expected = reference::quantize_fallback(&x, shape, block, threshold);
+            check(&client, &quantized, &expected);
+            let [fallback, total] = expected.counts();
+            assert_eq!(
+                read::<i32>(&client, &counts),
+                [1, 2, 3 + fallback, 4 + total, 5, 6]
+            );
+        }
+    }
+}
+
+#[test]
+fn float_types_and_strides_do_not_change_the_numbers() {
+    let (client, mut random) = (client(), Random::fresh());
+    let shape = MatrixShape::batched(2, 70, 96);
+    let x = random.with_outliers(shape.num_elements());
+    let thresholds = upload(&client, &[50.0], &[1], dtype::<f32>());
+    let counts = upload_i32(&client, &[0, 0], &[1, 2]);
+    for float in float_types(&client) {
+        let x = rounded(&x, float);
+        let expected = reference::quantize_fallback(&x, shape, 32, 50.0);
+        for memory in [Memory::Contiguous, Memory::Transposed, Memory::Sliced] {
+            let tensor = upload_matrix(&client, &x, shape, float, memory);
+            let quantized =
+                quantize_fallback(&client, &tensor, 32, Layout::Both, &thresholds, 0, &counts)
+                    .expect("a matrix");
+            check(&client, &quantized, &expected);
+        }
+    }
+}

@@ -1,0 +1,390 @@
+//! Products against the reference's f64 evaluation over the same integers and scales.
+
+use cubecl::ir::StorageType;
+use cubecl_kernels::{
+    KernelError,
+    fallback::quantize_fallback,
+    format::{Format, Granularity, Layout, Rounding},
+    gemm::{GemmOperand, Strategy, gemm},
+    quantize::{QuantizeSpec, Quantized, quantize},
+    reference,
+    shape::MatrixShape,
+};
+use half::{bf16, f16};
+use rstest::rstest;
+
+use crate::{
+    device::{
+        Client, Memory, Tensor, TestRuntime, client, dtype, float_types, read_float, upload,
+        upload_i32, upload_matrix,
+    },
+    random::Random,
+};
+
+/// The strategies that this device has for square blocks of this size. One that is missing is named in the output.
+fn strategies(client: &Client, block: usize) -> Vec<Strategy> {
+    let x = upload(client, &[1.0; 4], &[2, 2], dtype::<f32>());
+    let operand = quantized(client, &x, Granularity::Block(block)).operand();
+    let operand = operand.expect("a row-major copy");
+    [Strategy::Portable, Strategy::TensorCore, Strategy::Auto]
+        .into_iter()
+        .filter(|&strategy| {
+            match gemm(
+                client,
+                &operand,
+                &operand,
+                None,
+                None,
+                dtype::<f32>(),
+                strategy,
+            ) {
+                Ok(_) => true,
+                Err(error) => {
+                    println!("skipped {strategy:?}: {error}");
+                    assert!(matches!(error, KernelError::Unsupported { .. }));
+                    false
+                }
+            }
+        })
+        .collect()
+}
+
+fn quantized(client: &Client, x: &Tensor, granularity: Granularity) -> Quantized<TestRuntime> {
+    let spec = QuantizeSpec {
+        format: Format::Int8,
+        granularity,
+        rounding: Rounding::Nearest,
+        layout: Layout::Both,
+    };
+    quantize(client, x, &spec).expect("a matrix")
+}
+
+fn reference_of(x: &[f32], shape: MatrixShape, granularity: Granularity) -> reference::Quantized {
+    reference::quantize(x, shape, Format::Int8, granularity, Rounding::Nearest)
+}
+
+fn matrix(client: &Client, x: &[f32], shape: MatrixShape) -> Tensor {
+    upload_matrix(client, x, shape, dtype::<f32>(), Memory::Contiguous)
+}
+
+/// Half a unit in the last place of a float type, at `x`.
+fn half_ulp(x: f64, float: StorageType) -> f64 {
+    let (digits, smallest) = if float == dtype::<f16>() {
+        (f16::MANTISSA_DIGITS, f16::MIN_EXP)
+    } else if float == dtype::<bf16>() {
+        (bf16::MANTISSA_DIGITS, bf16::MIN_EXP)
+    } else {
+        (f32::MANTISSA_DIGITS, f32::MIN_EXP)
+    };
+    let exponent = (x.abs().log2().floor() as i32).max(smallest - 1);
+    2f64.powi(exponent - digits as i32)
+}
+
+/// f32: within 1e-6 of the norm. f16 and bf16: each element within one rounding of an f32 sum.
+#[track_caller]
+fn assert_close(actual: &[f32], expected: &[f64], float: StorageType, what: &str) {
+    assert_eq!(actual.len(), expected.len(), "{what}: length");
+    if expected.is_empty() {
+        return;
+    }
+    let norm = expected.iter().map(|e| e * e).sum::<f64>().sqrt();
+    if float == dtype::<f32>() {
+        let error = actual
+            .iter()
+            .zip(expected)
+            .map(|(&a, e)| (f64::from(a) - e).powi(2))
+            .sum::<f64>()
+            .sqrt();
+        assert!(
+            error <= 1e-6 * norm,
+            "{what}: error {error:e} of norm {norm:e}"
+        );
+        return;
+    }
+    let slack = 4e-6 * norm / (expected.len() as f64).sqrt();
+    for (index, (&a, &e)) in actual.iter().zip(expected).enumerate() {
+        if a.is_infinite() {
+            let largest = if float == dtype::<f16>() {
+                f16::MAX.to_f64()
+            } else {
+                bf16::MAX.to_f64()
+            };
+            assert!(
+                e.abs() + slack > largest && a.is_sign_negative() == (e < 0.0),
+                "{what}[{index}]"
+            );
+            continue;
+        }
+        let error = (f64::from(a) - e).abs();
+        assert!(
+            error <= half_ulp(e, float) * 1.0001 + slack,
+            "{what}[{index}]: {a:e} instead of {e:e}, slack {slack:e}"
+        );
+    }
+}
+
+#[rstest]
+fn blocks_of_all_sizes(#[values(16, 32, 64, 128)] block: usize) {
+    let (client, mut random) = (client(), Random::fresh());
+    let granularity = Granularity::Block(block);
+    for strategy in strategies(&client, block) {
+        for (batch, shared, m, n, k) in [
+            (1, true, 1, 1, 1),
+            (1, true, 3, 17, 129),
+            (1, true, 127, 129, 200),
+            (1, true, 200, 333, 127),
+            (1, true, 64, 64, 512),
+            (2, true, 33, 40, 96),
+            (2, false, 65, 70, 48),
+        ] {
+            let a_shape = MatrixShape::batched(batch, m, k);
+            let b_shape = MatrixShape::batched(if shared { 1 } else { batch }, n, k);
+            let a = random.with_outliers(a_shape.num_elements());
+            let b = random.with_outliers(b_shape.num_elements());
+            let bias: Vec<f32> = (0..n).map(|_| 10.0 * random.normal()).collect();
+            let expected = reference::gemm(
+                &reference_of(&a, a_shape, granularity),
+                &reference_of(&b, b_shape, granularity),
+                None,
+                Some(&bias),
+            );
+            let operand = |x: &[f32], shape| {
+                let quantized = quantized(&client, &matrix(&client, x, shape), granularity);
+                quantized.operand().expect("a row-major copy")
+            };
+            let (a, b) = (operand(&a, a_shape), operand(&b, b_shape));
+            let bias = upload(&client, &bias, &[n], dtype::<f32>());
+            for float in float_types(&client) {
+                let out = gemm(&client, &a, &b, None, Some(&bias), float, strategy)
+                    .expect("operands that fit");
+                assert_close(
+                    &read_float(&client, &out),
+                    &expected,
+                    float,
+                    &format!("{strategy:?} {batch} x {m} x {n} x {k} to {float}"),
+                );
+            }
+        }
+    }
+}
+
+#[rstest]
+#[case(Granularity::Token, Granularity::Token)]
+#[case(Granularity::Tensor, Granularity::Tensor)]
+#[case(Granularity::Token, Granularity::Block(32))]
+#[case(Granularity::Group(128), Granularity::Block(64))]
+#[case(Granularity::Group(16), Granularity::Tensor)]
+fn other_granularities(#[case] of_a: Granularity, #[case] of_b: Granularity) {
+    let (client, mut random) = (client(), Random::fresh());
+    let (a_shape, b_shape) = (
+        MatrixShape::batched(2, 70, 300),
+        MatrixShape::batched(2, 81, 300),
+    );
+    let a = random.with_outliers(a_shape.num_elements());
+    let b = random.with_outliers(b_shape.num_elements());
+    let expected = reference::gemm(
+        &reference_of(&a, a_shape, of_a),
+        &reference_of(&b, b_shape, of_b),
+        None,
+        None,
+    );
+    let operand = |x: &[f32], shape, granularity| {
+        let quantized = quantized(&client, &matrix(&client, x, shape), granularity);
+        quantized.operand().expect("a row-major copy")
+    };
+    let (a, b) = (operand(&a, a_shape, of_a), operand(&b, b_shape, of_b));
+    let out = gemm(&client, &a, &b, None, None, dtype::<f32>(), Strategy::Auto)
+        .expect("operands that fit");
+    assert_close(
+        &read_float(&client, &out),
+        &expected,
+        dtype::<f32>(),
+        "product",
+    );
+}
+
+/// INT32 overflows past K = 133,144 when all values are extreme.
+#[test]
+fn long_sums_do_not_overflow() {
+    let client = client();
+    let shape = MatrixShape::new(1, 140_001);
+    let x = vec![1.0; shape.cols];
+    let operand = quantized(&client, &matrix(&client, &x, shape), Granularity::Tensor).operand();
+    let operand = operand.expect("a row-major copy");
+    let out = gemm(
+        &client,
+        &operand,
+        &operand,
+        None,
+        None,
+        dtype::<f32>(),
+        Strategy::Auto,
+    )
+    .expect("operands that fit");
+    assert_close(
+        &read_float(&client, &out),
+        &[140_001.0],
+        dtype::<f32>(),
+        "sum",
+    );
+}
+
+/// Y = X W, dX = dY W^T and dW = X^T dY from one quantization of each matrix.
+#[rstest]
+fn the_three_products_of_a_linear_layer(#[values(32, 128)] block: usize) {
+    let (client, mut random) = (client(), Random::fresh());
+    let granularity = Granularity::Block(block);
+    let (tokens, input, output) = (150, 200, 97);
+    let shapes = [
+        MatrixShape::new(tokens, input),
+        MatrixShape::new(input, output),
+        MatrixShape::new(tokens, output),
+    ];
+    let data = shapes.map(|shape| random.with_outliers(shape.num_elements()));
+    let [x, w, dy] =
+        [0, 1, 2].map(|i| quantized(&client, &matrix(&client, &data[i], shapes[i]), granularity));
+    let [rx, rw, rdy] = [0, 1, 2].map(|i| reference_of(&data[i], shapes[i], granularity));
+    type Operand = GemmOperand<TestRuntime>;
+    let check = |a: Operand, b: Operand, expected: Vec<f64>, what: &str| {
+        for strategy in strategies(&client, block) {
+            let out = gemm(&client, &a, &b, None, None, dtype::<f32>(), strategy)
+                .expect("operands that fit");
+            assert_close(
+                &read_float(&client, &out),
+                &expected,
+                dtype::<f32>(),
+                &format!("{what}, {strategy:?}"),
+            );
+        }
+    };
+    check(
+        x.operand().expect("both copies"),
+        w.operand_transposed().expect("both copies"),
+        reference::gemm(&rx, &rw.transposed(), None, None),
+        "Y",
+    );
+    check(
+        dy.operand().expect("both copies"),
+        w.operand().expect("both copies"),
+        reference::gemm(&rdy, &rw, None, None),
+        "dX",
+    );
+    check(
+        x.operand_transposed().expect("both copies"),
+        dy.operand_transposed().expect("both copies"),
+        reference::gemm(&rx.transposed(), &rdy.transposed(), None, None),
+        "dW",
+    );
+}
+
+#[rstest]
+fn fallback_blocks_are_added(
+    #[values(16, 32, 64, 128)] block: usize,
+    #[values(0.0, 30.0, 1e30)] threshold: f32,
+) {
+    let (client, mut random) = (client(), Random::fresh());
+    for (batch, m, n, k) in [(1, 130, 70, 300), (2, 257, 140, 128)] {
+        let (a_shape, b_shape) = (MatrixShape::batched(batch, m, k), MatrixShape::new(n, k));
+        let a = random.with_outliers(a_shape.num_elements());
+        let b = random.with_outliers(b_shape.num_elements());
+        let granularity = Granularity::Block(block);
+        let expected = reference::quantize_fallback(&a, a_shape, block, threshold);
+        println!("{:?} blocks fall back", expected.counts());
+        let expected = reference::gemm(
+            &expected.base,
+            &reference_of(&b, b_shape, granularity),
+            Some(&expected),
+            None,
+        );
+        let thresholds = upload(&client, &[threshold], &[1], dtype::<f32>());
+        let counts = upload_i32(&client, &[0, 0], &[1, 2]);
+        let a = quantize_fallback(
+            &client,
+            &matrix(&client, &a, a_shape),
+            block,
+            Layout::RowMajor,
+            &thresholds,
+            0,
+            &counts,
+        )
+        .expect("a matrix");
+        let b = quantized(&client, &matrix(&client, &b, b_shape), granularity);
+        for strategy in strategies(&client, block) {
+            let out = gemm(
+                &client,
+                &a.base.operand().expect("a row-major copy"),
+                &b.operand().expect("a row-major copy"),
+                Some(&a.residual),
+                None,
+                dtype::<f32>(),
+                strategy,
+            )
+            .expect("operands that fit");
+            assert_close(
+                &read_float(&client, &out),
+                &expected,
+                dtype::<f32>(),
+                &format!("{strategy:?} {m} x {n} x {k}"),
+            );
+        }
+    }
+}
+
+#[test]
+fn non_finite_blocks_reach_their_rows_only() {
+    let client = client();
+    let shape = MatrixShape::new(80, 64);
+    let mut x = vec![1.0; shape.num_elements()];
+    x[40 * 64 + 3] = f32::NAN;
+    let a = quantized(&client, &matrix(&client, &x, shape), Granularity::Block(32));
+    let b = quantized(
+        &client,
+        &matrix(&client, &[1.0; 9 * 64], MatrixShape::new(9, 64)),
+        Granularity::Block(32),
+    );
+    let (a, b) = (
+        a.operand().expect("both copies"),
+        b.operand().expect("both copies"),
+    );
+    for strategy in strategies(&client, 32) {
+        let out =
+            gemm(&client, &a, &b, None, None, dtype::<f32>(), strategy).expect("operands that fit");
+        for (index, value) in read_float(&client, &out).into_iter().enumerate() {
+            let in_block = (32..64).contains(&(index / 9));
+            assert_eq!(value.is_nan(), in_block, "{strategy:?}: row {}", index / 9);
+        }
+    }
+}
+
+#[test]
+fn empty_products() {
+    let client = client();
+    let operand = |rows, depth| {
+        let x = upload(
+            &client,
+            &vec![1.0; rows * depth],
+            &[rows, depth],
+            dtype::<f32>(),
+        );
+        let quantized = quantized(&client, &x, Granularity::Block(32));
+        quantized.operand().expect("a row-major copy")
+    };
+    for strategy in strategies(&client, 32) {
+        for (m, n, k) in [(0, 3, 4), (3, 0, 4), (3, 2, 0)] {
+            let bias = upload(&client, &[5.0, 6.0, 7.0][..n], &[n], dtype::<f32>());
+            let out = gemm(
+                &client,
+                &operand(m, k),
+                &operand(n, k),
+                None,
+                Some(&bias),
+                dtype::<f32>(),
+                strategy,
+            )
+            .expect("operands that fit");
+            assert_eq!(out.shape().to_vec(), [m, n]);
+            let expected = [5.0, 6.0, 7.0][..n].repeat(m);
+            assert_eq!(read_float(&client, &out), expected);
+        }
+    }
+}

@@ -1,0 +1,19 @@
+//! The kernels against the scalar reference, on the runtime that a feature names: `cuda`, else `vulkan`. Without either
+//! only the reference itself is tested.
+
+mod philox;
+mod random;
+mod reference;
+
+#[cfg(any(feature = "cuda", feature = "vulkan"))]
+mod delay_threshold;
+#[cfg(any(feature = "cuda", feature = "vulkan"))]
+mod device;
+#[cfg(any(feature = "cuda", feature = "vulkan"))]
+mod errors;
+#[cfg(any(feature = "cuda", feature = "vulkan"))]
+mod fallback;
+#[cfg(any(feature = "cuda", feature = "vulkan"))]
+mod gemm;
+#[cfg(any(feature = "cuda", feature = "vulkan"))]
+mod quantize;

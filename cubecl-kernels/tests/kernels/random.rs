@@ -1,0 +1,88 @@
+//! Fresh random inputs; the seed is printed, so a failing test shows it.
+
+use std::{
+    sync::atomic::{AtomicU64, Ordering},
+    time::{SystemTime, UNIX_EPOCH},
+};
+
+use cubecl_kernels::{format::StochasticKey, philox, shape::MatrixShape};
+
+/// A sequential generator.
+pub struct Random {
+    key: StochasticKey,
+    next: usize,
+}
+
+impl Random {
+    /// A generator that no earlier run had. `KERNELS_TEST_SEED` repeats one.
+    pub fn fresh() -> Self {
+        static STREAM: AtomicU64 = AtomicU64::new(0);
+        let seed = match std::env::var("KERNELS_TEST_SEED") {
+            Ok(seed) => seed.parse().expect("KERNELS_TEST_SEED is a number"),
+            Err(_) => {
+                SystemTime::now()
+                    .duration_since(UNIX_EPOCH)
+                    .expect("the clock is past 1970")
+                    .as_nanos() as u64
+                    ^ STREAM.fetch_add(1, Ordering::Relaxed) << 48
+            }
+        };
+        println!("KERNELS_TEST_SEED={seed}");
+        Self {
+            key: StochasticKey { seed, stream: 0 },
+            next: 0,
+        }
+    }
+
+    /// Uniform in [0, 1).
+    pub fn uniform(&mut self) -> f32 {
+        self.next += 1;
+        philox::uniform(self.key, self.next / 4, self.next % 4)
+    }
+
+    /// Uniform among `0..n`.
+    pub fn index(&mut self, n: usize) -> usize {
+        ((self.uniform() * n as f32) as usize).min(n - 1)
+    }
+
+    /// Standard normal.
+    pub fn normal(&mut self) -> f32 {
+        let radius = (-2.0 * (1.0 - self.uniform()).ln()).sqrt();
+        radius * (std::f32::consts::TAU * self.uniform()).cos()
+    }
+
+    /// Standard normal numbers, a few of them 1000 times larger.
+    pub fn with_outliers(&mut self, count: usize) -> Vec<f32> {
+        (0..count)
+            .map(|_| {
+                let outlier = if self.uniform() < 0.002 { 1000.0 } else { 1.0 };
+                self.normal() * outlier
+            })
+            .collect()
+    }
+
+    /// [`Self::with_outliers`] with zeros, denormals, ties, NaN and infinities strewn in, and a stretch of zeros.
+    pub fn with_special_values(&mut self, shape: MatrixShape) -> Vec<f32> {
+        const SPECIAL: [f32; 9] = [
+            0.0,
+            -0.0,
+            1e-40,
+            f32::MIN_POSITIVE,
+            f32::MAX,
+            0.5,
+            f32::NAN,
+            f32::INFINITY,
+            f32::NEG_INFINITY,
+        ];
+        let mut x = self.with_outliers(shape.num_elements());
+        for _ in 0..x.len().div_ceil(3000) {
+            let index = self.index(x.len());
+            x[index] = SPECIAL[self.index(SPECIAL.len())];
+        }
+        let quiet_rows = shape.rows / 4;
+        for x in &mut x[..quiet_rows * shape.cols] {
+            *x *= if *x > 0.0 { 1e-38 } else { 0.0 };
+        }
+        x
+    }
+}

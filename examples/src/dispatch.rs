@@ -1,0 +1,175 @@
+//! From the command line's words to types.
+//!
+//! Each line of the `match` below compiles the whole model, training loop and checkpoint code once more, so only the
+//! dtypes that a device is for are built: FP32 on the CPU (which has no faster one), BF16 with CUDA, FP16 and FP32 with
+//! Vulkan (which has no BF16). A device costs nothing unless its feature is on.
+
+use std::panic::{AssertUnwindSafe, catch_unwind, set_hook, take_hook};
+
+use anyhow::{Result, bail, ensure};
+#[allow(unused_imports)]
+use burn::backend::Autodiff;
+#[cfg(feature = "flex")]
+use burn::backend::Flex;
+use burn::tensor::backend::Backend;
+use burn::tensor::{DType, ElementConversion, Tensor};
+#[allow(unused_imports)]
+use burn_quant_train::QuantTrain;
+use burn_quant_train::optim::LayerBackend;
+#[allow(unused_imports)]
+use burn_quant_train::recipe::{BlockInt8, FallbackInt8, MixedPrecision};
+
+use crate::args::{Compute, Device, Recipe};
+use crate::memory::LiveBytes;
+use crate::train::{self, Ended, Session};
+
+/// The recipes over one backend and compute dtype.
+#[allow(unused_macros)]
+macro_rules! recipes {
+    ($session:expr, $recipe:expr, $backend:ty, $compute:ty, $live_bytes:expr) => {{
+        type Inner = Autodiff<$backend>;
+        let (session, recipe) = ($session, $recipe);
+        match recipe {
+            Recipe::FallbackInt8 => {
+                start::<QuantTrain<Inner, FallbackInt8<$compute>>>(session, recipe, $live_bytes)
+            }
+            Recipe::BlockInt8 => {
+                start::<QuantTrain<Inner, BlockInt8<$compute>>>(session, recipe, $live_bytes)
+            }
+            Recipe::MixedPrecision => {
+                start::<QuantTrain<Inner, MixedPrecision<$compute>>>(session, recipe, $live_bytes)
+            }
+        }
+    }};
+}
+
+/// Trains `recipe` on the configured device.
+///
+/// # Errors
+///
+/// A device that is not there or not built in, and whatever goes wrong in training.
+pub fn run(session: &Session<'_>, recipe: Recipe) -> Result<Ended> {
+    match (session.config.device, session.config.compute) {
+        #[cfg(feature = "flex")]
+        (Device::Cpu, Compute::F32) => {
+            recipes!(session, recipe, Flex, f32, &|_| (session.live_bytes)())
+        }
+        #[cfg(feature = "cuda")]
+        (Device::Cuda, Compute::Bf16) => {
+            use burn::backend::Cuda;
+            recipes!(
+                session,
+                recipe,
+                Cuda,
+                burn::tensor::bf16,
+                &gpu::live_bytes::<gpu::Cuda>
+            )
+        }
+        #[cfg(feature = "vulkan")]
+        (Device::Vulkan, Compute::F16) => {
+            use burn::backend::Vulkan;
+            recipes!(
+                session,
+                recipe,
+                Vulkan,
+                burn::tensor::f16,
+                &gpu::live_bytes::<gpu::Vulkan>
+            )
+        }
+        #[cfg(feature = "vulkan")]
+        (Device::Vulkan, Compute::F32) => {
+            use burn::backend::Vulkan;
+            recipes!(
+                session,
+                recipe,
+                Vulkan,
+                f32,
+                &gpu::live_bytes::<gpu::Vulkan>
+            )
+        }
+        (device, compute) => {
+            check_built(device, compute)?;
+            bail!("--device {device} --compute {compute} is not built in")
+        }
+    }
+}
+
+/// Tells early whether this build can train on a device in a dtype.
+///
+/// # Errors
+///
+/// It cannot.
+pub fn check_built(device: Device, compute: Compute) -> Result<()> {
+    let (built, feature, dtypes): (_, _, &[Compute]) = match device {
+        Device::Cpu => (cfg!(feature = "flex"), "flex", &[Compute::F32]),
+        Device::Cuda => (cfg!(feature = "cuda"), "cuda", &[Compute::Bf16]),
+        Device::Vulkan => (
+            cfg!(feature = "vulkan"),
+            "vulkan",
+            &[Compute::F16, Compute::F32],
+        ),
+    };
+    ensure!(
+        built,
+        "this build cannot train on --device {device}: build it with --features {feature}"
+    );
+    let names: Vec<_> = dtypes.iter().map(Compute::to_string).collect();
+    ensure!(
+        dtypes.contains(&compute),
+        "--device {device} computes in {}, not in {compute}",
+        names.join(" or ")
+    );
+    Ok(())
+}
+
+#[allow(dead_code)]
+fn start<B: LayerBackend>(
+    session: &Session<'_>,
+    recipe: Recipe,
+    live_bytes: LiveBytes<'_, B>,
+) -> Result<Ended> {
+    let (name, compute) = (session.config.device, session.config.compute);
+    let device = B::Device::default();
+    ensure!(
+        works::<B>(&device),
+        "no working device for --device {name}: is there a GPU, and its driver?"
+    );
+    let dtype = match compute {
+        Compute::F32 => DType::F32,
+        Compute::Bf16 => DType::BF16,
+        Compute::F16 => DType::F16,
+    };
+    ensure!(
+        B::supports_dtype(&device, dtype),
+        "the device of --device {name} does not support --compute {compute}"
+    );
+    train::run::<B>(session, recipe, &device, live_bytes)
+}
+
+/// True if the device can do a sum. Without a GPU the runtimes panic, on threads of their own too: keep them quiet.
+fn works<B: Backend>(device: &B::Device) -> bool {
+    let hook = take_hook();
+    set_hook(Box::new(|_| {}));
+    let one = catch_unwind(AssertUnwindSafe(|| {
+        Tensor::<B, 1>::ones([1], device)
+            .into_scalar()
+            .elem::<f32>()
+    }));
+    set_hook(hook);
+    one.is_ok_and(|it| it == 1.0)
+}
+
+#[cfg(any(feature = "cuda", feature = "vulkan"))]
+mod gpu {
+    use cubecl::Runtime;
+    #[cfg(feature = "cuda")]
+    pub use cubecl::cuda::CudaRuntime as Cuda;
+    #[cfg(feature = "vulkan")]
+    pub use cubecl::wgpu::WgpuRuntime as Vulkan;
+
+    /// Bytes in use in the device's memory pools, their slack not counted.
+    pub fn live_bytes<R: Runtime>(device: &R::Device) -> u64 {
+        let usage = R::client(device).memory_usage();
+        usage.map_or(0, |it| it.bytes_in_use)
+    }
+}

@@ -1,0 +1,276 @@
+//! `pretrain` as its users see it: the text that it loads, its errors, its checkpoints, its results.
+
+use std::fs;
+use std::path::Path;
+use std::process::{Command, Output};
+use std::sync::Arc;
+
+use burn::backend::Flex;
+use burn::data::dataloader::DataLoader;
+use examples::data::{Text, Windows};
+use serde_json::Value;
+use tempfile::TempDir;
+
+/// Forty files of different sizes in two folders.
+fn corpus() -> TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    for sub in ["a", "b"] {
+        fs::create_dir(folder.path().join(sub)).unwrap();
+    }
+    for i in 0..40 {
+        let text = format!("fn number_{i}() -> usize {{ {i} }}\n").repeat(5 + i);
+        let sub = if i % 2 == 0 { "a" } else { "b" };
+        fs::write(folder.path().join(sub).join(format!("{i}.txt")), text).unwrap();
+    }
+    folder
+}
+
+fn pretrain(args: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_pretrain"))
+        .args(args)
+        .output()
+        .unwrap()
+}
+
+fn path(path: &Path) -> &str {
+    path.to_str().unwrap()
+}
+
+/// A run small enough for a test: 6 steps of 32 tokens.
+fn small_run(data: &Path, out: &Path, more: &[&str]) -> Output {
+    let mut args = vec![
+        "--data",
+        path(data),
+        "--out",
+        path(out),
+        "--steps",
+        "6",
+        "--batch",
+        "2",
+        "--sequence",
+        "16",
+        "--validation",
+        "4",
+    ];
+    args.extend(more);
+    pretrain(&args)
+}
+
+fn json(file: &Path) -> Vec<Value> {
+    match serde_json::from_slice(&fs::read(file).unwrap()).unwrap() {
+        Value::Array(runs) => runs,
+        other => panic!("not an array: {other}"),
+    }
+}
+
+#[track_caller]
+fn succeeded(output: &Output) -> String {
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{}\n{stderr}", output.status);
+    String::from_utf8(output.stdout.clone()).unwrap()
+}
+
+/// Exit code 2 and one line that says `what`.
+#[track_caller]
+fn fails(output: &Output, what: &str) {
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(2), "{stderr}");
+    assert_eq!(stderr.trim_end().lines().count(), 1, "{stderr}");
+    assert!(stderr.contains(what), "{stderr:?} does not say {what:?}");
+}
+
+#[test]
+fn text_is_split_by_file() {
+    let folder = corpus();
+    let text = Text::load(Some(folder.path()), 16).unwrap();
+    let again = Text::load(Some(folder.path()), 16).unwrap();
+    assert_eq!(text.train, again.train);
+    assert_eq!(text.valid, again.valid);
+    assert_eq!(text.fingerprint(), again.fingerprint());
+
+    // Every file lies whole in one of the two splits.
+    let files = |split: &[u8]| -> Vec<Vec<u8>> {
+        let files = split.split(|byte| *byte == 0);
+        files
+            .filter(|it| !it.is_empty())
+            .map(<[u8]>::to_vec)
+            .collect()
+    };
+    let (train, valid) = (files(&text.train), files(&text.valid));
+    assert!(!valid.is_empty() && valid.len() < 10, "{}", valid.len());
+    assert_eq!(train.len() + valid.len(), 40);
+    assert!(valid.iter().all(|file| !train.contains(file)));
+
+    // The name decides: a new file moves none of the others across.
+    fs::write(folder.path().join("a/new.txt"), "new".repeat(50)).unwrap();
+    let more = Text::load(Some(folder.path()), 16).unwrap();
+    assert!(valid.iter().all(|file| files(&more.valid).contains(file)));
+    assert_ne!(text.fingerprint(), more.fingerprint());
+}
+
+#[test]
+fn a_single_file_is_split_at_its_end() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("text");
+    let content: Vec<u8> = (0..2000u32).map(|i| (i % 251) as u8).collect();
+    fs::write(&file, &content).unwrap();
+    let text = Text::load(Some(&file), 16).unwrap();
+    assert_eq!(text.train, content[..1900]);
+    assert_eq!(text.valid, content[1900..]);
+}
+
+#[test]
+fn samples_depend_on_seed_and_number_alone() {
+    let device = Default::default();
+    let text: Arc<[u8]> = (0..5000u32).map(|i| (i * i % 251) as u8).collect();
+    let windows = |seed, steps| Windows::<Flex>::train(text.clone(), seed, 4, 16, steps, &device);
+    let all = windows(7, 0..10);
+    let tokens = |it: &Windows<Flex>| -> Vec<_> {
+        it.iter().map(|batch| batch.inputs.into_data()).collect()
+    };
+    // A loader that begins at step 6 serves what one that began at 0 serves from there.
+    assert_eq!(tokens(&all)[6..], tokens(&windows(7, 6..10)));
+    assert_ne!(tokens(&all), tokens(&windows(8, 0..10)));
+    let offsets: Vec<_> = (0..1000).map(|k| all.offset(k)).collect();
+    assert!(offsets.iter().all(|it| it + 16 < text.len()));
+    assert!(*offsets.iter().min().unwrap() < 100 && *offsets.iter().max().unwrap() > 4850);
+    // Targets are the inputs, one byte on.
+    let batch = all.batch(3);
+    let inputs = batch
+        .inputs
+        .into_data()
+        .convert::<i32>()
+        .into_vec::<i32>()
+        .unwrap();
+    let targets = batch
+        .targets
+        .into_data()
+        .convert::<i32>()
+        .into_vec::<i32>()
+        .unwrap();
+    let sample: Vec<i32> = all.sample(12).iter().map(|it| i32::from(*it)).collect();
+    assert_eq!(inputs[..16], sample[..16]);
+    assert_eq!(targets[..16], sample[1..]);
+}
+
+#[test]
+fn validation_reads_every_window_once() {
+    let text: Arc<[u8]> = vec![1; 1000].into();
+    let windows = Windows::<Flex>::valid(text, 10, 4, 16, &Default::default());
+    let sizes: Vec<_> = windows.iter().map(|it| it.inputs.dims()[0]).collect();
+    assert_eq!(sizes, [4, 4, 2]);
+}
+
+#[test]
+fn bad_data_is_one_clear_line() {
+    let folder = tempfile::tempdir().unwrap();
+    let out = folder.path().join("out");
+    let data = folder.path().join("data");
+    fails(&small_run(&data, &out, &[]), "cannot read the data");
+    fs::create_dir(&data).unwrap();
+    fails(&small_run(&data, &out, &[]), "holds no text");
+    fs::write(data.join("short"), "short").unwrap();
+    fails(&small_run(&data, &out, &[]), "too little text");
+    assert!(
+        !out.exists(),
+        "nothing is written before the data is checked"
+    );
+}
+
+#[test]
+fn bad_flags_are_one_clear_line() {
+    fails(&pretrain(&["--preset", "huge"]), "tiny");
+    fails(&pretrain(&["--recipe", "int3"]), "mixed-precision");
+    fails(&pretrain(&["--steps", "0"]), "at least 1");
+    fails(&pretrain(&["--batch", "x"]), "whole number");
+    fails(&pretrain(&["--lr", "2"]), "--lr");
+    fails(&pretrain(&["--what"]), "--what");
+    fails(&pretrain(&["--compute", "f16"]), "not in f16");
+    fails(
+        &pretrain(&["--recipe", "block-int8,block-int8"]),
+        "block-int8 twice",
+    );
+    fails(&pretrain(&["--resume", "/nowhere"]), "no checkpoint");
+    if cfg!(not(feature = "cuda")) {
+        fails(&pretrain(&["--device", "cuda"]), "--features cuda");
+    }
+    if cfg!(not(feature = "vulkan")) {
+        fails(&pretrain(&["--device", "vulkan"]), "--features vulkan");
+    }
+}
+
+#[test]
+fn a_resumed_run_goes_on_bit_for_bit() {
+    let (data, folder) = (corpus(), tempfile::tempdir().unwrap());
+    let [whole, parts] = ["whole", "parts"].map(|it| folder.path().join(it));
+    let [whole_json, parts_json] = ["whole.json", "parts.json"].map(|it| folder.path().join(it));
+
+    let output = succeeded(&small_run(
+        data.path(),
+        &whole,
+        &["--json", path(&whole_json)],
+    ));
+    assert!(!output.contains('\u{1b}'), "no escape codes in a pipe");
+    assert!(output.contains("step      6/6"), "{output}");
+
+    let stopped = succeeded(&small_run(data.path(), &parts, &["--stop-after", "3"]));
+    assert!(stopped.contains("--resume"), "{stopped}");
+    for other in [
+        ["--preset", "small"],
+        ["--recipe", "block-int8"],
+        ["--seed", "9"],
+    ] {
+        let resume = ["--resume", path(&parts)];
+        fails(&pretrain(&[resume, other].concat()), "the checkpoint in");
+    }
+    succeeded(&pretrain(&[
+        "--resume",
+        path(&parts),
+        "--json",
+        path(&parts_json),
+    ]));
+
+    let (whole, parts) = (json(&whole_json), json(&parts_json));
+    assert_eq!(whole.len(), 2);
+    for (whole, parts) in whole.iter().zip(&parts) {
+        assert_eq!(whole["loss_curve"].as_array().unwrap().len(), 6);
+        for field in [
+            "recipe",
+            "loss_curve",
+            "train_loss",
+            "val_loss",
+            "fallback_rates",
+        ] {
+            assert_eq!(whole[field], parts[field], "{field}");
+        }
+    }
+
+    // The fields, and sane values in them.
+    for (run, recipe) in whole.iter().zip(["fallback-int8", "mixed-precision"]) {
+        assert_eq!(run["recipe"], recipe);
+        assert_eq!(run["steps"], 6);
+        assert_eq!(run["tokens"], 6 * 32);
+        for field in ["train_loss", "val_loss", "bits_per_byte", "tokens_per_s"] {
+            let value = run[field].as_f64().unwrap();
+            assert!(value.is_finite() && value > 0.0, "{field}: {value}");
+        }
+        assert!(run["activation_bytes"].as_u64().unwrap() > 0);
+        assert!(run.get("fallback_rate").is_some());
+    }
+    assert!(whole[1]["fallback_rate"].is_null());
+}
+
+#[test]
+fn a_damaged_checkpoint_is_one_clear_line() {
+    let (data, folder) = (corpus(), tempfile::tempdir().unwrap());
+    let out = folder.path().join("out");
+    let run = ["--recipe", "mixed-precision", "--stop-after", "1"];
+    succeeded(&small_run(data.path(), &out, &run));
+    let records = out.join("mixed-precision/step-1");
+    fs::write(records.join("model-1.mpk"), "garbage").unwrap();
+    let output = pretrain(&["--resume", path(&out)]);
+    fails(&output, "model-1.mpk");
+    // Other text than the run began with.
+    fs::write(data.path().join("a/0.txt"), "different".repeat(50)).unwrap();
+    fails(&pretrain(&["--resume", path(&out)]), "has changed");
+}

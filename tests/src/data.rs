@@ -1,0 +1,125 @@
+//! Seeded random data, and tensors to and from the host.
+
+use burn::tensor::{
+    Int, Tensor, TensorData, TensorPrimitive,
+    backend::Backend,
+    ops::{FloatTensor, IntTensor},
+};
+
+/// A fresh seed, or that of `QUANT_TRAIN_TEST_SEED`.
+pub fn seed() -> u64 {
+    match std::env::var("QUANT_TRAIN_TEST_SEED") {
+        Ok(seed) => seed.parse().expect("QUANT_TRAIN_TEST_SEED is a number"),
+        Err(_) => {
+            let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+            now.expect("the clock is past 1970").as_nanos() as u64
+        }
+    }
+}
+
+/// SplitMix64: every seed gives a sequence of its own.
+#[derive(Debug, Clone)]
+pub struct Rng(u64);
+
+impl Rng {
+    /// The generator of this seed.
+    pub fn new(seed: u64) -> Self {
+        Self(seed)
+    }
+
+    /// The next 64 bits.
+    pub fn bits(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    /// Uniform in `[0, 1)`.
+    pub fn uniform(&mut self) -> f64 {
+        (self.bits() >> 11) as f64 * 2f64.powi(-53)
+    }
+
+    /// Uniform among `0..bound`.
+    pub fn below(&mut self, bound: usize) -> usize {
+        (self.bits() % bound as u64) as usize
+    }
+
+    /// One of these.
+    pub fn pick<T: Copy>(&mut self, choices: &[T]) -> T {
+        choices[self.below(choices.len())]
+    }
+
+    /// Standard normal (Box and Muller).
+    pub fn normal(&mut self) -> f64 {
+        let radius = (-2.0 * (1.0 - self.uniform()).ln()).sqrt();
+        radius * (std::f64::consts::TAU * self.uniform()).cos()
+    }
+
+    /// This many standard normal numbers times `scale`.
+    pub fn normals(&mut self, count: usize, scale: f64) -> Vec<f32> {
+        (0..count).map(|_| (scale * self.normal()) as f32).collect()
+    }
+}
+
+/// A tensor of these values.
+pub fn tensor<B: Backend, const D: usize>(
+    values: &[f32],
+    shape: [usize; D],
+    device: &B::Device,
+) -> Tensor<B, D> {
+    Tensor::from_data(TensorData::new(values.to_vec(), shape), device)
+}
+
+/// The backend's own primitive of a float tensor.
+pub fn primitive<B: Backend, const D: usize>(tensor: Tensor<B, D>) -> FloatTensor<B> {
+    tensor.into_primitive().tensor()
+}
+
+/// A float primitive as a tensor.
+pub fn lifted<B: Backend, const D: usize>(primitive: FloatTensor<B>) -> Tensor<B, D> {
+    Tensor::from_primitive(TensorPrimitive::Float(primitive))
+}
+
+/// The values of a float tensor, widened to `f32`.
+pub fn floats<B: Backend, const D: usize>(tensor: &Tensor<B, D>) -> Vec<f32> {
+    tensor.to_data().iter::<f32>().collect()
+}
+
+/// The values of a float primitive of rank `D`.
+pub fn primitive_floats<B: Backend, const D: usize>(primitive: &FloatTensor<B>) -> Vec<f32> {
+    floats(&lifted::<B, D>(primitive.clone()))
+}
+
+/// The values of an int primitive of rank 2.
+pub fn primitive_ints<B: Backend>(primitive: &IntTensor<B>) -> Vec<i32> {
+    let tensor = Tensor::<B, 2, Int>::from_primitive(primitive.clone());
+    tensor.to_data().iter::<i32>().collect()
+}
+
+/// Whether two lists hold the same bits, any NaN being like any other.
+pub fn same_bits(a: &[f32], b: &[f32]) -> bool {
+    a.len() == b.len() && first_difference(a, b).is_none()
+}
+
+/// Where two lists of the same length first differ in their bits, with the two values.
+pub fn first_difference(a: &[f32], b: &[f32]) -> Option<(usize, f32, f32)> {
+    assert_eq!(a.len(), b.len(), "lengths");
+    a.iter()
+        .zip(b)
+        .position(|(a, b)| a.to_bits() != b.to_bits() && !(a.is_nan() && b.is_nan()))
+        .map(|index| (index, a[index], b[index]))
+}
+
+/// Cosine of the angle between two vectors.
+pub fn cosine(a: &[f32], b: &[f32]) -> f64 {
+    assert_eq!(a.len(), b.len(), "lengths");
+    let dot = |a: &[f32], b: &[f32]| -> f64 {
+        a.iter()
+            .zip(b)
+            .map(|(a, b)| f64::from(*a) * f64::from(*b))
+            .sum()
+    };
+    dot(a, b) / (dot(a, a) * dot(b, b)).sqrt()
+}

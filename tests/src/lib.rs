@@ -1,0 +1,39 @@
+//! What the tests of the workspace share: seeded random data, tiny models, a training loop, and the backends under test.
+//!
+//! Every test draws fresh data: [`seed`] takes its value from the clock, and from `QUANT_TRAIN_TEST_SEED` where that is set,
+//! so that a failure, whose message names the seed, can be had again.
+
+pub mod data;
+pub mod models;
+pub mod train;
+
+pub use data::{Rng, seed};
+
+/// Makes, for each backend that this build has, a module with one test for each line `test => check`, which calls the
+/// generic function `check::<Backend>(seed)`.
+///
+/// The seed is fresh; a check puts it into its failure messages.
+#[macro_export]
+macro_rules! on_every_backend {
+    ($($(#[$attribute:meta])* $test:ident => $check:ident;)*) => {
+        $crate::on_every_backend!(@on "flex", flex, burn::backend::Flex, $($(#[$attribute])* $test $check)*);
+        $crate::on_every_backend!(@on "ndarray", ndarray, burn::backend::NdArray, $($(#[$attribute])* $test $check)*);
+        $crate::on_every_backend!(@on "vulkan", vulkan, burn::backend::Vulkan, $($(#[$attribute])* $test $check)*);
+        $crate::on_every_backend!(@on "cuda", cuda, burn::backend::Cuda, $($(#[$attribute])* $test $check)*);
+    };
+    (@on $feature:literal, $module:ident, $backend:ty, $($(#[$attribute:meta])* $test:ident $check:ident)*) => {
+        #[cfg(feature = $feature)]
+        mod $module {
+            $(
+                #[test]
+                $(#[$attribute])*
+                fn $test() {
+                    super::$check::<$backend>($crate::seed());
+                }
+            )*
+        }
+    };
+}
+
+#[cfg(doctest)]
+mod book;

@@ -1,0 +1,12 @@
+//! The suite: what `burn-quant-train` promises, checked from outside.
+
+mod suite {
+    mod forwarding;
+    mod integers;
+    mod optimizer;
+    mod paper;
+    mod parity;
+    mod state;
+    mod stochastic;
+    mod training;
+}
