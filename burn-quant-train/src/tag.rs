@@ -47,6 +47,17 @@ impl<B: QuantOps> Tag<B> {
         tag
     }
 
+    /// The same tag for a copy of the tensor on another device: the layer, without the compressed copies.
+    pub fn without_copies(&self) -> Self {
+        let tag = Self::new();
+        if let Some(layer) = self.layer.get() {
+            let _ = tag.layer.set(layer.clone());
+        }
+        let parameter = self.parameter.load(Ordering::Relaxed);
+        tag.parameter.store(parameter, Ordering::Relaxed);
+        tag
+    }
+
     /// Notes that gradients of this tensor are asked for: it is a parameter.
     pub fn set_parameter(&self) {
         self.parameter.store(true, Ordering::Relaxed);

@@ -2,7 +2,10 @@
 
 use std::sync::Arc;
 
-use burn_backend::{DType, Shape, TensorMetadata, TensorPrimitive, tensor::FloatTensor};
+use burn_backend::{
+    DType, Shape, TensorMetadata, TensorPrimitive,
+    tensor::{Device, FloatTensor},
+};
 
 use crate::{backend::QuantTrain, ops::QuantBackend, recipe::Recipe, tag::Tag};
 
@@ -90,9 +93,7 @@ impl<B: QuantBackend> QuantTensor<B> {
         self.view
     }
 
-    /// Applies an operation that moves or re-wraps the value without changing it: the tag stays.
-    ///
-    /// Compressed copies made so far stay valid too: `QuantBackend` moves them to the device of their use.
+    /// Applies an operation that re-wraps the value without changing it: the tag stays.
     pub fn map_same_value(self, operation: impl FnOnce(FloatTensor<B>) -> FloatTensor<B>) -> Self {
         Self {
             primitive: operation(self.primitive),
@@ -100,9 +101,27 @@ impl<B: QuantBackend> QuantTensor<B> {
         }
     }
 
+    /// Moves to a device. On another device the layer stays, but not the compressed copies, which are where they were.
+    pub fn to_device(self, device: &Device<B>) -> Self {
+        let moves = B::float_device(&self.primitive) != *device;
+        let primitive = B::float_to_device(self.primitive, device);
+        let tag = match moves {
+            true => Arc::new(self.tag.without_copies()),
+            false => self.tag,
+        };
+        Self {
+            primitive,
+            tag,
+            view: self.view,
+        }
+    }
+
     /// Starts or ends gradient tracking. The value stays, and so does the tag.
+    ///
+    /// Under autodiff a tensor whose gradient is asked for is a parameter. Without, Burn's modules ask too, in vain: such a
+    /// model is for inference, and nothing of it is quantized.
     pub fn set_require_grad(self, require_grad: bool) -> Self {
-        if require_grad {
+        if require_grad && B::ad_enabled(&B::float_device(&self.primitive)) {
             self.tag.set_parameter();
         }
         self.map_same_value(|primitive| B::float_set_require_grad(primitive, require_grad))

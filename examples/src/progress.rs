@@ -29,6 +29,24 @@ pub fn dashboard(interrupter: Interrupter) -> Box<dyn MetricsRenderer> {
     Box::new(TuiMetricsRendererWrapper::new(interrupter, None))
 }
 
+/// Burn's dashboard thread polls without ever sleeping, which takes one core of the two that training has: let it run
+/// only where nothing else would. Elsewhere than on Linux it keeps its core.
+pub fn yield_to_training() {
+    #[cfg(target_os = "linux")]
+    for task in std::fs::read_dir("/proc/self/task")
+        .into_iter()
+        .flatten()
+        .flatten()
+    {
+        let name = std::fs::read_to_string(task.path().join("comm")).unwrap_or_default();
+        let id = task.file_name().to_str().and_then(|id| id.parse().ok());
+        if name.trim() == "train-renderer" {
+            let id = id.and_then(rustix::process::Pid::from_raw);
+            let _ = rustix::process::setpriority_process(id, 19);
+        }
+    }
+}
+
 /// The dashboard puts the terminal into raw mode, where Ctrl-C is a key like any other. This makes it a signal again.
 pub fn keep_ctrl_c() {
     #[cfg(unix)]

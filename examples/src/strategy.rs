@@ -69,6 +69,8 @@ pub struct StepByStep<B: AutodiffBackend> {
     pub stop_after: Option<usize>,
     /// Somebody asks to stop.
     pub stop: Stop,
+    /// Whether Burn's dashboard is drawn.
+    pub dashboard: bool,
     /// Where to train.
     pub device: B::Device,
     /// Filled in at the end.
@@ -117,6 +119,9 @@ where
         let mut failure = None;
         let mut stopped = false;
 
+        if self.dashboard {
+            progress::yield_to_training();
+        }
         let mut batches = train.iter();
         while let Some(batch) = batches.next() {
             let tokens = batch.tokens();
@@ -133,7 +138,9 @@ where
                     Some(step),
                     Some(learner.lr_current()),
                 )));
-            progress::keep_ctrl_c();
+            if self.dashboard {
+                progress::keep_ctrl_c();
+            }
             clock.step(tokens, || B::sync(&self.device).expect("the device works"));
 
             stopped = self.stop.requested() || self.stop_after == Some(step);

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Context, Result, anyhow, ensure};
 use burn::grad_clipping::GradientClippingConfig;
 use burn::lr_scheduler::composed::{ComposedLrScheduler, ComposedLrSchedulerConfig};
 use burn::lr_scheduler::cosine::CosineAnnealingLrSchedulerConfig;
@@ -105,6 +105,11 @@ pub fn run<B: LayerBackend>(
     let layers = optim.clone();
     let parameters = model.num_params();
     let first_step = state.step;
+    ensure!(
+        first_step <= config.steps,
+        "the checkpoint of {recipe} is at step {first_step}, past --steps {}",
+        config.steps
+    );
     let checkpoints = Checkpoints::new(session.out, recipe);
     // What lies there is of another run, unless this run goes on where it lay.
     let in_place = session
@@ -171,6 +176,7 @@ pub fn run<B: LayerBackend>(
             .unwrap_or_else(|| (config.steps / 5).max(100)),
         stop_after: args.stop_after,
         stop: session.stop.clone(),
+        dashboard,
         device: device.clone(),
         outcome: Mutex::default(),
     });

@@ -155,7 +155,7 @@ impl<B: QuantBackend, R: Recipe> FloatTensorOps<Self> for QuantTrain<B, R> {
     }
 
     fn float_to_device(tensor: FloatTensor<Self>, device: &Device<Self>) -> FloatTensor<Self> {
-        tensor.map_same_value(|primitive| B::float_to_device(primitive, device))
+        tensor.to_device(device)
     }
 
     fn float_detach(tensor: FloatTensor<Self>) -> FloatTensor<Self> {

@@ -243,11 +243,14 @@ impl<O, B: LayerBackend> QuantOptimizer<O, B> {
                     .zip(&layers.order)
                     .all(|(weight, (id, _))| weight.id == *id)
         };
-        let layers = match shared.layers.take().filter(known) {
-            Some(layers) => layers,
-            None => {
-                let before = shared.restored.take();
-                self.layers_of(survey.weights, before)
+        let layers = match shared.layers.take() {
+            Some(layers) if known(&layers) => layers,
+            changed => {
+                let values = shared
+                    .restored
+                    .take()
+                    .or_else(|| changed.map(|layers| layers.record()));
+                self.layers_of(survey.weights, values)
             }
         };
         shared.layers.insert(layers)
