@@ -6,7 +6,7 @@
 use cubecl::{calculate_cube_count_elemwise, prelude::*, std::tensor::TensorHandle};
 
 use crate::{
-    device::{check_dtype, empty, storage},
+    device::{check_dtype, empty, is_contiguous, storage},
     error::KernelError,
 };
 
@@ -80,10 +80,6 @@ pub fn delay_threshold<R: Runtime>(
     )?;
     check_dtype(OPERATION, "counts", counts, storage::<i32>(), "use i32")?;
     check_dtype(OPERATION, "rates", rates, storage::<f32>(), "use f32")?;
-    let contiguous = |tensor: &TensorHandle<R>| match tensor.shape().len() {
-        1 => tensor.strides()[0] == 1,
-        _ => tensor.strides()[0] == tensor.shape()[1] && tensor.strides()[1] == 1,
-    };
     let layers = thresholds.shape().first().copied().unwrap_or_default();
     let shapes_fit = thresholds.shape().len() == 1
         && rates.shape().len() == 1
@@ -91,7 +87,7 @@ pub fn delay_threshold<R: Runtime>(
         && counts.shape().len() == 2
         && counts.shape()[0] == layers
         && counts.shape()[1] == 2;
-    if !shapes_fit || ![thresholds, counts, rates].into_iter().all(contiguous) {
+    if !shapes_fit || ![thresholds, counts, rates].into_iter().all(is_contiguous) {
         return Err(KernelError::Shape {
             operation: OPERATION,
             got: format!(

@@ -118,6 +118,17 @@ pub(crate) fn check_float<R: Runtime>(
     Ok(())
 }
 
+/// Whether the elements of a tensor lie in memory in their order, without gaps.
+pub(crate) fn is_contiguous<R: Runtime>(tensor: &TensorHandle<R>) -> bool {
+    let mut expected = 1;
+    let dimensions = tensor.shape().iter().zip(tensor.strides().iter());
+    dimensions.rev().all(|(&extent, &stride)| {
+        let fits = extent <= 1 || stride == expected;
+        expected *= extent;
+        fits
+    })
+}
+
 /// Accepts one element type only.
 pub(crate) fn check_dtype<R: Runtime>(
     operation: &'static str,
@@ -257,5 +268,25 @@ pub(crate) fn write_quad<T: Numeric, Q: Numeric, N: Size>(
                 out[(row_start + col + lane) as usize] = Vector::cast_from(quad[lane as usize]);
             }
         }
+    }
+}
+
+/// Strides of a tensor `[batch, rows, cols]`, in elements.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+pub(crate) struct Strides {
+    pub batch: u32,
+    pub row: u32,
+    pub col: u32,
+}
+
+impl Strides {
+    /// The launch argument of a matrix' strides; a batch of one is shared.
+    pub(crate) fn of<R: Runtime>(view: &MatrixView) -> StridesLaunch<R> {
+        let batch = if view.shape.batch == 1 {
+            0
+        } else {
+            view.batch_stride
+        };
+        StridesLaunch::new(batch as u32, view.row_stride as u32, view.col_stride as u32)
     }
 }

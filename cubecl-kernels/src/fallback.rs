@@ -4,7 +4,7 @@
 use cubecl::{prelude::*, std::tensor::TensorHandle};
 
 use crate::{
-    device::{MatrixView, check_dtype, check_float, empty, storage},
+    device::{MatrixView, check_dtype, check_float, empty, is_contiguous, storage},
     error::KernelError,
     format::{Format, Granularity, Layout, Rounding},
     quantize::{QuantizeSpec, Quantized, allocate, check_granularity},
@@ -101,7 +101,9 @@ pub fn quantize_fallback<R: Runtime>(
         && counts.shape().len() == 2
         && counts.shape()[0] == layers
         && counts.shape()[1] == 2
-        && (layer as usize) < layers;
+        && (layer as usize) < layers
+        && is_contiguous(thresholds)
+        && is_contiguous(counts);
     if !state_fits {
         return Err(KernelError::Shape {
             operation: OPERATION,
@@ -110,7 +112,7 @@ pub fn quantize_fallback<R: Runtime>(
                 thresholds.shape(),
                 counts.shape()
             ),
-            remedy: "pass thresholds [layers], counts [layers, 2] and a layer below their length",
+            remedy: "pass contiguous thresholds [layers] and counts [layers, 2], and a layer below their length",
         });
     }
     let spec = QuantizeSpec {

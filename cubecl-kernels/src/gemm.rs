@@ -140,26 +140,6 @@ pub struct GemmProblem {
     pub aligned: (bool, bool),
 }
 
-/// Strides of a tensor `[batch, rows, cols]`, in elements.
-#[derive(CubeType, CubeLaunch, Clone, Copy)]
-pub(crate) struct Strides {
-    pub batch: u32,
-    pub row: u32,
-    pub col: u32,
-}
-
-impl Strides {
-    /// The launch argument of a matrix' strides; a batch of one is shared.
-    pub(crate) fn of<R: Runtime>(view: &MatrixView) -> StridesLaunch<R> {
-        let batch = if view.shape.batch == 1 {
-            0
-        } else {
-            view.batch_stride
-        };
-        StridesLaunch::new(batch as u32, view.row_stride as u32, view.col_stride as u32)
-    }
-}
-
 /// Everything that both kernels are launched with.
 pub(crate) struct GemmArgs<'a, R: Runtime> {
     pub a: &'a GemmOperand<R>,

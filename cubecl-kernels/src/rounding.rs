@@ -58,7 +58,8 @@ pub(crate) fn scale_and_inverse(absmax_bits: u32, #[comptime] q_max: i32) -> (f3
     let mut scale = 0.0f32;
     let mut inverse = 0.0f32;
     if absmax_bits >= INFINITY {
-        scale = f32::reinterpret(NAN.runtime());
+        // Or-ing keeps it an expression of a variable: the CUDA compiler cannot reinterpret a constant.
+        scale = f32::reinterpret(absmax_bits | NAN);
     } else if absmax_bits >= MIN_ABSMAX_BITS {
         let absmax = f32::reinterpret(absmax_bits);
         let q = f32::cast_from(q_max);

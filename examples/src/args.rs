@@ -63,6 +63,9 @@ pub struct Args {
     /// Stop after this step, leaving a checkpoint, as Ctrl-C would
     #[arg(long, value_name = "STEP", value_parser = at_least_one)]
     pub stop_after: Option<usize>,
+    /// Print what every linear layer got
+    #[arg(long)]
+    pub layers: bool,
     /// Print plain lines even in a terminal
     #[arg(long)]
     pub plain: bool,
@@ -192,7 +195,7 @@ impl Preset {
 
     fn defaults(self) -> Defaults {
         let (steps, batch, sequence, lr, validation) = match self {
-            Self::Tiny => (240, 8, 128, 3e-3, 64),
+            Self::Tiny => (120, 8, 128, 3e-3, 64),
             Self::Small => (1250, 32, 512, 1e-3, 1024),
             Self::Medium => (2000, 16, 1024, 6e-4, 512),
         };

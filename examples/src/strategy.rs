@@ -45,7 +45,7 @@ pub struct Outcome<B: AutodiffBackend> {
     pub model: Decoder<B>,
     /// Steps taken in all, those before a resumption included.
     pub step: usize,
-    /// True if somebody asked to stop.
+    /// True if somebody asked to stop before the end.
     pub interrupted: bool,
     /// Validation loss in nats per byte; none if the run stopped early.
     pub valid_loss: Option<f64>,
@@ -117,7 +117,7 @@ where
         let mut step = self.state.step;
         let mut clock = Clock::new(steps - step.min(steps));
         let mut failure = None;
-        let mut stopped = false;
+        let mut interrupted = false;
 
         if self.dashboard {
             progress::yield_to_training();
@@ -143,7 +143,8 @@ where
             }
             clock.step(tokens, || B::sync(&self.device).expect("the device works"));
 
-            stopped = self.stop.requested() || self.stop_after == Some(step);
+            interrupted = self.stop.requested();
+            let stopped = interrupted || self.stop_after.is_some_and(|it| step >= it);
             if stopped || step.is_multiple_of(self.checkpoint_every) || step == steps {
                 clock.pause(|| B::sync(&self.device).expect("the device works"));
                 failure = self.save(&learner, step, &components).err();
@@ -190,7 +191,7 @@ where
         *self.outcome.lock().expect("nobody else holds it") = Some(Outcome {
             model: model.clone(),
             step,
-            interrupted: stopped && !complete,
+            interrupted: interrupted && !complete,
             valid_loss,
             tokens_per_second,
             failure,

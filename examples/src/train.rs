@@ -12,6 +12,7 @@ use burn::lr_scheduler::linear::LinearLrSchedulerConfig;
 use burn::module::Module;
 use burn::train::metric::LearningRateMetric;
 use burn::train::{Learner, SupervisedTraining, TrainingStrategy};
+use burn_quant_train::metric::FallbackRateMetric;
 use burn_quant_train::optim::{LayerBackend, QuantAdamWConfig};
 
 use crate::args::{Args, Config, Recipe};
@@ -23,6 +24,9 @@ use crate::model::Decoder;
 use crate::progress::{self, Lines};
 use crate::report::Report;
 use crate::strategy::{StepByStep, Stop};
+
+/// Steps between two readings of the fallback rate for the dashboard: each waits for the device.
+const FALLBACK_RATE_EVERY: usize = 20;
 
 /// What all runs of a process share.
 pub struct Session<'a> {
@@ -149,6 +153,11 @@ pub fn run<B: LayerBackend>(
             step => format!(", resumed at step {step}"),
         }
     );
+    if args.layers {
+        for layer in layers.layers() {
+            println!("  {layer}");
+        }
+    }
     let before = session.before.lock().expect("no holder panics").clone();
     let renderer = if dashboard {
         progress::dashboard(session.stop.interrupter.clone())
@@ -190,6 +199,12 @@ pub fn run<B: LayerBackend>(
         .with_interrupter(session.stop.interrupter.clone())
         .with_training_strategy(TrainingStrategy::Custom(strategy.clone()))
         .renderer(progress::Boxed(renderer));
+    let training = match B::ROW.linear {
+        Some(row) if row.fallback => {
+            training.metric_train_numeric(FallbackRateMetric::new(&layers, FALLBACK_RATE_EVERY))
+        }
+        _ => training,
+    };
     // The dashboard closes when the result is dropped.
     drop(training.launch(Learner::new(model, optim, scheduler)));
 

@@ -1,1 +1,19 @@
-//! The book's Rust code, as doctests.
+//! The book's Rust code, as doctests: `cargo test --doc`.
+
+#[doc = include_str!("../../book/src/getting-started.md")]
+mod getting_started {}
+
+#[doc = include_str!("../../book/src/how-it-works.md")]
+mod how_it_works {}
+
+#[doc = include_str!("../../book/src/recipes.md")]
+mod recipes {}
+
+#[doc = include_str!("../../book/src/optimizer.md")]
+mod optimizer {}
+
+#[doc = include_str!("../../book/src/adding-a-recipe.md")]
+mod adding_a_recipe {}
+
+#[doc = include_str!("../../book/src/results.md")]
+mod results {}

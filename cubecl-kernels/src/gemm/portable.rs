@@ -5,9 +5,9 @@
 
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
-use crate::device::{cube_grid, storage, unused};
+use crate::device::{Strides, cube_grid, storage, unused};
 
-use super::{GemmArgs, Strides, blueprint::PortableBlueprint};
+use super::{GemmArgs, blueprint::PortableBlueprint};
 
 const TILE: usize = 64;
 const STEP: usize = 16;

@@ -22,10 +22,10 @@ use cubecl::{
 };
 use half::f16;
 
-use crate::device::{MatrixView, cube_grid, storage, unused};
+use crate::device::{MatrixView, Strides, cube_grid, storage, unused};
 
 use super::{
-    GemmArgs, Strides,
+    GemmArgs,
     align::{ALIGNMENT, align},
     blueprint::TensorCoreBlueprint,
 };

@@ -4,10 +4,10 @@ use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
 use crate::{
     device::{
-        MatrixGeometry, MatrixView, cube_grid, read_quad, read_width, storage, unused, write_width,
+        MatrixGeometry, MatrixView, Strides, StridesLaunch, cube_grid, read_quad, read_width,
+        storage, unused, write_width,
     },
     format::{Format, Granularity, Layout, Rounding},
-    gemm::{Strides, StridesLaunch},
     rounding::{RandomStream, random_stream, round_quad, scale_and_inverse},
 };
 

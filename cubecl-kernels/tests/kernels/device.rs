@@ -131,7 +131,11 @@ pub fn read<T: bytemuck::Pod>(client: &Client, tensor: &Tensor) -> Vec<T> {
     let bytes = client
         .read_one(tensor.handle.clone())
         .expect("a readable buffer");
-    bytemuck::pod_collect_to_vec(&bytes[..count * std::mem::size_of::<T>()])
+    bytes
+        .chunks_exact(size_of::<T>())
+        .take(count)
+        .map(bytemuck::pod_read_unaligned)
+        .collect()
 }
 
 /// [`read`] of a float tensor, as f32.

@@ -16,7 +16,7 @@ use crate::{
     random::Random,
 };
 
-const SHAPES: [MatrixShape; 6] = [
+const SHAPES: [MatrixShape; 5] = [
     MatrixShape {
         batch: 1,
         rows: 1,
@@ -36,11 +36,6 @@ const SHAPES: [MatrixShape; 6] = [
         batch: 1,
         rows: 200,
         cols: 333,
-    },
-    MatrixShape {
-        batch: 3,
-        rows: 17,
-        cols: 3,
     },
     MatrixShape {
         batch: 2,
@@ -116,9 +111,8 @@ fn int8_equals_the_reference(#[case] granularity: Granularity) {
     for shape in SHAPES {
         let x = random.with_special_values(shape);
         for (rounding, layout) in [
-            (Rounding::Nearest, Layout::RowMajor),
-            (Rounding::Nearest, Layout::Transposed),
-            (STOCHASTIC, Layout::Both),
+            (Rounding::Nearest, Layout::Both),
+            (STOCHASTIC, Layout::RowMajor),
         ] {
             let spec = QuantizeSpec {
                 format: Format::Int8,

@@ -7,7 +7,7 @@ use burn::tensor::{
 };
 use burn_quant_train::{
     layer::{DelayThreshold, FallbackState},
-    ops::{Layout, Operand, QuantOps, Quantized, Residual, StochasticKey},
+    ops::{FallbackQuantized, Layout, Operand, QuantOps, Quantized, Residual, StochasticKey},
     recipe::{Cast, Format, Granularity, Rounding},
 };
 use cubecl_kernels::{delay_threshold, format, reference, shape::MatrixShape};
@@ -279,17 +279,18 @@ fn fallback_case<B: QuantOps>(
     what: &str,
 ) -> (Quantized<B>, Residual<B>, reference::FallbackQuantized) {
     let device = B::Device::default();
-    let mut state = FallbackState::<B>::new(&[f32::MAX, threshold, 0.0], &[f32::NAN; 3], &device);
+    let thresholds = primitive(tensor::<B, 1>(&[f32::MAX, threshold, 0.0], [3], &device));
     // Counters go up from where they are.
     let before = [[5, 7], [2, 9], [0, 0]];
-    state.counts = B::int_from_data(TensorData::new(before.concat(), [3, 2]), &device);
+    let counts = B::int_from_data(TensorData::new(before.concat(), [3, 2]), &device);
     let cast = Cast::int8(block, Rounding::Nearest);
-    let (base, residual) = B::quantize_fallback(input, cast, &mut state, 1);
+    let (quantized, counts) = B::quantize_fallback(input, cast, 1, thresholds, counts);
+    let FallbackQuantized { base, residual } = quantized;
     let expected = reference::quantize_fallback(values, shape_of(shape), block, threshold);
     compare(&base, &expected.base, Layout::RowMajor, &format!("{what}, base"));
 
     let [fallback, total] = expected.counts();
-    let counts = primitive_ints::<B>(&state.counts);
+    let counts = primitive_ints::<B>(&counts);
     assert_eq!(counts, [5, 7, 2 + fallback, 9 + total, 0, 0], "{what}: counters");
     let scales = primitive_floats::<B, 2>(&residual.scales);
     let difference = first_difference(&scales, &expected.residual.scales);
@@ -529,7 +530,7 @@ fn controller<B: QuantOps>(seed: u64) {
         counts[0] = [0, 10];
         counts[1] = [10, 10];
         state.counts = B::int_from_data(TensorData::new(counts.concat(), [layers, 2]), &device);
-        B::delay_threshold(&mut state, &config);
+        state = B::delay_threshold(state, &config);
         reference::delay_threshold(&mut thresholds, &mut counts, &mut rates, &expected_config);
         let what = format!("seed {seed}, step {step}");
         let got = primitive_floats::<B, 1>(&state.thresholds);

@@ -35,8 +35,10 @@ where
     let seed = seed();
     let (device, our_device) = (A::Device::default(), B::Device::default());
     let model = M::new(&device);
+    // Draws the lazily initialized weights, so that clones of the model are the same model.
+    let weights = parameters_of::<A, M>(&model);
     let ours = transplant::<A, B, M, N>(&model, N::new(&our_device), &our_device);
-    assert_eq!(parameters_of::<A, M>(&model), parameters_of::<B, N>(&ours), "the weights went across");
+    assert_eq!(weights, parameters_of::<B, N>(&ours), "the weights went across");
 
     let batches = samples::<A, M>(seed, STEPS);
     let mut adamw = AdamWConfig::new().with_weight_decay(0.05).with_beta_2(0.95).init::<A, M>();

@@ -2,7 +2,7 @@
 
 use std::collections::HashSet;
 
-use burn::tensor::{FloatDType, backend::Backend};
+use burn::tensor::FloatDType;
 use burn_quant_train::{
     layer::{Bank, BankValues, DelayThreshold, Layer, Role},
     ops::{Layout, QuantOps, StochasticKey},
@@ -142,7 +142,7 @@ fn brackets<B: QuantOps>(seed: u64) {
     assert_eq!(draws, whole, "seed {seed}: whole numbers in units of the scale moved");
 
     let x: Vec<f32> = rng.normals(256, 1.0);
-    let device = B::Device::default();
+    let device = Default::default();
     let quantized = B::quantize_matrix(
         primitive(tensor::<B, 2>(&x, [16, 16], &device)),
         stochastic(16),
