@@ -71,6 +71,7 @@ where
                 cast.granularity
             );
         };
+        let counts = packed(counts);
         let quantized = checked(fallback::quantize_fallback(
             &x.client,
             &handle(&x),
@@ -154,22 +155,25 @@ where
             r_max: config.rate_max,
             alpha: config.alpha,
         };
-        let FallbackState {
-            thresholds,
-            counts,
-            rates,
-        } = &state;
-        let [thresholds_in, counts_in, rates_in] =
-            [handle(thresholds), handle(counts), handle(rates)];
+        let state = FallbackState {
+            counts: packed(state.counts),
+            ..state
+        };
         checked(delay_threshold::delay_threshold(
-            &thresholds.client,
-            &thresholds_in,
-            &counts_in,
-            &rates_in,
+            &state.thresholds.client,
+            &handle(&state.thresholds),
+            &handle(&state.counts),
+            &handle(&state.rates),
             config,
         ));
         state
     }
+}
+
+/// Without padding between rows, as kernels take the counters. Burn pads the rows of what it allocates on CUDA, so this
+/// copies them once; from then on the kernels' own buffer goes round.
+fn packed<R: CubeRuntime>(counts: CubeTensor<R>) -> CubeTensor<R> {
+    into_contiguous(counts)
 }
 
 /// The left operand of a product, which sums along its columns.

@@ -93,7 +93,7 @@ fn scale_and_round<B: QuantOps>(
     let q_max = format.q_max() as f32;
     // Too small for a normal FP32 scale. NaN compares false, so blocks with NaN or Inf stay, and their scale is NaN.
     let tiny = B::float_lower_elem(absmax.clone(), Scalar::from(MIN_ABSMAX), bool_dtype);
-    let not_finite = B::float_is_nan(absmax.clone(), bool_dtype);
+    let not_finite = is_nan::<B>(absmax.clone(), bool_dtype);
     let scales = B::float_mask_fill(
         B::float_div_scalar(absmax.clone(), Scalar::from(q_max)),
         tiny.clone(),
@@ -188,10 +188,8 @@ pub(super) fn quantize_fallback<B: QuantOps>(
         ..blocks
     };
     // An absmax of 0 gives scale and values 0: a block without fallback has no residual.
-    let absmax = B::float_mul(
-        residual.absmax(),
-        B::bool_into_float(indicator, FloatDType::F32),
-    );
+    let stays = B::bool_not(indicator);
+    let absmax = B::float_mask_fill(residual.absmax(), stays, Scalar::from(0.0f32));
     let scaled = scale_and_round::<B>(residual.values.clone(), absmax, cast.format, None);
 
     let quantized_residual = quantized(&residual, scaled, cast);
@@ -318,7 +316,7 @@ pub(super) fn delay_threshold<B: QuantOps>(
     };
     // 0 / 0 = NaN for a layer that saw no block: it compares false below, so its threshold stays, and its rate is kept.
     let rates = B::float_div(column(0), column(1));
-    let unseen = B::float_is_nan(rates.clone(), bool_dtype);
+    let unseen = is_nan::<B>(rates.clone(), bool_dtype);
     let lower = B::float_lower_elem(rates.clone(), Scalar::from(config.rate_min), bool_dtype);
     let raise = B::float_greater_elem(rates.clone(), Scalar::from(config.rate_max), bool_dtype);
     let thresholds = state.thresholds.clone();
@@ -399,4 +397,13 @@ fn corner([rows, cols]: [usize; 2]) -> [Slice; 2] {
         Slice::new(0, Some(rows as isize), 1),
         Slice::new(0, Some(cols as isize), 1),
     ]
+}
+
+/// Not by `float_is_nan`: NdArray's SIMD `not_equal` and `equal` miss NaN.
+fn is_nan<B: QuantOps>(x: FloatTensor<B>, bool_dtype: BoolDType) -> BoolTensor<B> {
+    B::bool_not(B::float_lower_equal_elem(
+        x,
+        Scalar::from(f32::INFINITY),
+        bool_dtype,
+    ))
 }

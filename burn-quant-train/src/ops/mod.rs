@@ -229,4 +229,4 @@ impl<B: QuantOps> QuantBackend for B {
 impl QuantOps for burn_flex::Flex {}
 
 #[cfg(feature = "ndarray")]
-impl<E, I, Q> QuantOps for burn_ndarray::NdArray<E, I, Q> where Self: Backend {}
+impl QuantOps for burn_ndarray::NdArray {}

@@ -21,20 +21,32 @@ const EXCEPTIONS: [(&str, &str, &str); 0] = [];
 #[test]
 fn every_operation_of_the_pinned_burn_backend_is_implemented() {
     let burn = burn_backend();
-    let decorator = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../burn-quant-train/src/backend");
+    let decorator =
+        PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../burn-quant-train/src/backend");
     let mut missing = Vec::new();
     let mut total = 0;
     for (name, burn_file, our_file) in TRAITS {
         let ours = read(decorator.join(our_file));
         let demanded = trait_methods(&read(burn.join("src/backend").join(burn_file)), name);
         let implemented = impl_methods(&ours, name);
-        assert!(!demanded.is_empty(), "no method found in the definition of {name}: has Burn's source moved?");
-        assert!(!implemented.is_empty(), "no method found in the decorator's impl of {name}");
+        assert!(
+            !demanded.is_empty(),
+            "no method found in the definition of {name}: has Burn's source moved?"
+        );
+        assert!(
+            !implemented.is_empty(),
+            "no method found in the decorator's impl of {name}"
+        );
         let unknown: Vec<_> = implemented.difference(&demanded).collect();
-        assert!(unknown.is_empty(), "{name} has no methods {unknown:?}: is the parser blind to some of its definition?");
+        assert!(
+            unknown.is_empty(),
+            "{name} has no methods {unknown:?}: is the parser blind to some of its definition?"
+        );
         total += demanded.len();
         let excused = |method: &String| {
-            EXCEPTIONS.iter().any(|(of, excused, _reason)| *of == name && excused == method)
+            EXCEPTIONS
+                .iter()
+                .any(|(of, excused, _reason)| *of == name && excused == method)
         };
         missing.extend(
             demanded
@@ -42,7 +54,11 @@ fn every_operation_of_the_pinned_burn_backend_is_implemented() {
                 .filter(|method| !excused(method))
                 .map(|method| format!("{name}::{method}")),
         );
-        println!("{name}: {} methods, {} implemented", demanded.len(), implemented.len());
+        println!(
+            "{name}: {} methods, {} implemented",
+            demanded.len(),
+            implemented.len()
+        );
     }
     assert!(
         missing.is_empty(),
@@ -51,7 +67,10 @@ fn every_operation_of_the_pinned_burn_backend_is_implemented() {
         missing.join("\n")
     );
     // design.md counts 418 for the seven operation traits; a parser that goes blind must not pass.
-    assert!(total > 400, "only {total} methods were found in Burn's traits");
+    assert!(
+        total > 400,
+        "only {total} methods were found in Burn's traits"
+    );
 }
 
 #[test]
@@ -100,7 +119,9 @@ fn burn_backend() -> PathBuf {
     );
     let metadata: serde_json::Value =
         serde_json::from_slice(&output.stdout).expect("cargo metadata writes JSON");
-    let packages = metadata["packages"].as_array().expect("metadata lists packages");
+    let packages = metadata["packages"]
+        .as_array()
+        .expect("metadata lists packages");
     let found: Vec<&str> = packages
         .iter()
         .filter(|package| package["name"] == "burn-backend" && package["version"] == "0.21.0")
@@ -109,11 +130,15 @@ fn burn_backend() -> PathBuf {
     let [manifest] = found[..] else {
         panic!("expected one burn-backend 0.21.0 in the workspace, found {found:?}");
     };
-    PathBuf::from(manifest).parent().expect("a manifest lies in a folder").to_owned()
+    PathBuf::from(manifest)
+        .parent()
+        .expect("a manifest lies in a folder")
+        .to_owned()
 }
 
 fn read(path: PathBuf) -> String {
-    let text = fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+    let text =
+        fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
     text.replace("\r\n", "\n")
 }
 
@@ -122,7 +147,8 @@ fn trait_methods(source: &str, name: &str) -> BTreeSet<String> {
     let source = without_comments(source);
     let body = body_after(&source, |head| {
         let rest = head.trim().strip_prefix("pub trait ").unwrap_or_default();
-        rest.strip_prefix(name).is_some_and(|rest| !rest.starts_with(|c: char| c.is_alphanumeric() || c == '_'))
+        rest.strip_prefix(name)
+            .is_some_and(|rest| !rest.starts_with(|c: char| c.is_alphanumeric() || c == '_'))
     });
     functions(&body.unwrap_or_default())
 }
@@ -138,14 +164,18 @@ fn impl_methods(source: &str, name: &str) -> BTreeSet<String> {
                 .collect::<Vec<_>>()
                 .join(" ")
                 .split_once(" for QuantTrain")
-                .is_some_and(|(left, _)| left.ends_with(&format!(" {name}")) || left.ends_with(&format!(" {name}<Self>")))
+                .is_some_and(|(left, _)| {
+                    left.ends_with(&format!(" {name}")) || left.ends_with(&format!(" {name}<Self>"))
+                })
     });
     let body = body.unwrap_or_default();
     let mut methods = functions(&body);
     let mut rest = body.as_str();
     while let Some((_, table)) = rest.split_once("forward! {") {
         let (table, after) = table.split_once('}').expect("a table ends");
-        let rows = table.split(';').filter_map(|row| row.trim().split_once('('));
+        let rows = table
+            .split(';')
+            .filter_map(|row| row.trim().split_once('('));
         let names = rows.map(|(method, _)| method.trim().to_owned());
         // `[usize; 2]` in a row splits it too: what follows is no name.
         methods.extend(names.filter(|name| name.chars().all(|c| c.is_alphanumeric() || c == '_')));
@@ -203,10 +233,17 @@ fn functions(body: &str) -> BTreeSet<String> {
             _ => {}
         }
     }
-    let items = top_level.split(';').filter(|item| !item.contains("feature = \"distributed\""));
+    let items = top_level
+        .split(';')
+        .filter(|item| !item.contains("feature = \"distributed\""));
     let method = |item: &str| {
-        let at = item.find("fn ").filter(|at| *at == 0 || item[..*at].ends_with(char::is_whitespace))?;
-        let name: String = item[at + 3..].chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect();
+        let at = item
+            .find("fn ")
+            .filter(|at| *at == 0 || item[..*at].ends_with(char::is_whitespace))?;
+        let name: String = item[at + 3..]
+            .chars()
+            .take_while(|c| c.is_alphanumeric() || *c == '_')
+            .collect();
         (!name.is_empty()).then_some(name)
     };
     items.filter_map(method).collect()

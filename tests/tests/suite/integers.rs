@@ -1,10 +1,6 @@
 //! The integers and scales of every backend are the reference's, to the bit; products lie within rounding of float64.
 
-use burn::tensor::{
-    DType, FloatDType, Tensor, TensorData,
-    backend::Backend,
-    ops::FloatTensor,
-};
+use burn::tensor::{DType, FloatDType, Tensor, TensorData, backend::Backend, ops::FloatTensor};
 use burn_quant_train::{
     layer::{DelayThreshold, FallbackState},
     ops::{FallbackQuantized, Layout, Operand, QuantOps, Quantized, Residual, StochasticKey},
@@ -14,7 +10,9 @@ use cubecl_kernels::{delay_threshold, format, reference, shape::MatrixShape};
 use half::{bf16, f16};
 use quant_train_tests::{
     Rng,
-    data::{first_difference, lifted, primitive, primitive_floats, primitive_ints, same_bits, tensor},
+    data::{
+        first_difference, lifted, primitive, primitive_floats, primitive_ints, same_bits, tensor,
+    },
     on_every_backend,
 };
 
@@ -86,9 +84,16 @@ fn matrix(rng: &mut Rng, [rows, cols]: [usize; 2], kind: Values) -> Vec<f32> {
         }
         Values::Huge => x.iter_mut().for_each(|x| *x *= 1e37),
         Values::OneNan => x[rng.below(count)] = f32::NAN,
-        Values::OneInf => x[rng.below(count)] = if rng.uniform() < 0.5 { f32::INFINITY } else { f32::NEG_INFINITY },
+        Values::OneInf => {
+            x[rng.below(count)] = if rng.uniform() < 0.5 {
+                f32::INFINITY
+            } else {
+                f32::NEG_INFINITY
+            }
+        }
         Values::Ties => {
-            x.iter_mut().for_each(|x| *x = (*x * 20.0).round().clamp(-126.0, 126.0) + 0.5);
+            x.iter_mut()
+                .for_each(|x| *x = (*x * 20.0).round().clamp(-126.0, 126.0) + 0.5);
             for row in 0..rows.div_ceil(16) {
                 for col in 0..cols.div_ceil(16) {
                     x[row * 16 * cols + col * 16] = 127.0;
@@ -110,17 +115,32 @@ enum Form {
     F16,
 }
 
-const FORMS: [Form; 6] = [Form::Plain, Form::Transposed, Form::Sliced, Form::Broadcast, Form::Bf16, Form::F16];
+const FORMS: [Form; 6] = [
+    Form::Plain,
+    Form::Transposed,
+    Form::Sliced,
+    Form::Broadcast,
+    Form::Bf16,
+    Form::F16,
+];
 
 /// The matrix `x` in this form, and its values as the operation sees them.
-fn in_form<B: Backend>(rng: &mut Rng, x: &[f32], [rows, cols]: [usize; 2], form: Form) -> (FloatTensor<B>, Vec<f32>) {
+fn in_form<B: Backend>(
+    rng: &mut Rng,
+    x: &[f32],
+    [rows, cols]: [usize; 2],
+    form: Form,
+) -> (FloatTensor<B>, Vec<f32>) {
     let device = B::Device::default();
     let plain = |x: &[f32]| tensor::<B, 2>(x, [rows, cols], &device);
     let (tensor, values) = match form {
         Form::Plain => (plain(x), x.to_vec()),
         Form::Transposed => {
             let turned = reference::transpose(x, MatrixShape::new(rows, cols));
-            (tensor::<B, 2>(&turned, [cols, rows], &device).swap_dims(0, 1), x.to_vec())
+            (
+                tensor::<B, 2>(&turned, [cols, rows], &device).swap_dims(0, 1),
+                x.to_vec(),
+            )
         }
         Form::Sliced => {
             let (top, left) = (1 + rng.below(5), 1 + rng.below(5));
@@ -151,7 +171,15 @@ fn in_form<B: Backend>(rng: &mut Rng, x: &[f32], [rows, cols]: [usize; 2], form:
 /// Denormal numbers of the half formats and FP32 survive a cast on the host only; GPUs may flush them.
 fn fits(kind: Values, form: Form) -> bool {
     match form {
-        Form::F16 => matches!(kind, Values::Normal | Values::ZeroBlocks | Values::Zeros | Values::OneNan | Values::OneInf | Values::Ties),
+        Form::F16 => matches!(
+            kind,
+            Values::Normal
+                | Values::ZeroBlocks
+                | Values::Zeros
+                | Values::OneNan
+                | Values::OneInf
+                | Values::Ties
+        ),
         Form::Bf16 => !matches!(kind, Values::Denormal),
         _ => true,
     }
@@ -171,22 +199,45 @@ fn shape_of([rows, cols]: [usize; 2]) -> MatrixShape {
 }
 
 /// Everything in a quantized matrix against the reference.
-fn compare<B: QuantOps>(quantized: &Quantized<B>, expected: &reference::Quantized, layout: Layout, what: &str) {
-    assert_eq!(quantized.shape, [expected.shape.rows, expected.shape.cols], "{what}: shape");
+fn compare<B: QuantOps>(
+    quantized: &Quantized<B>,
+    expected: &reference::Quantized,
+    layout: Layout,
+    what: &str,
+) {
+    assert_eq!(
+        quantized.shape,
+        [expected.shape.rows, expected.shape.cols],
+        "{what}: shape"
+    );
     let mut copies = 0;
     if let Some(values) = &quantized.values {
-        assert_eq!(primitive_ints::<B>(values), expected.values, "{what}: values");
+        assert_eq!(
+            primitive_ints::<B>(values),
+            expected.values,
+            "{what}: values"
+        );
         copies += 1;
     }
     if let Some(transposed) = &quantized.transposed {
         let turned = reference::transpose(&expected.values, expected.shape);
-        assert_eq!(primitive_ints::<B>(transposed), turned, "{what}: transposed values");
+        assert_eq!(
+            primitive_ints::<B>(transposed),
+            turned,
+            "{what}: transposed values"
+        );
         copies += 1;
     }
-    assert!(copies > 0, "{what}: no copy of the values, asked for {layout:?}");
+    assert!(
+        copies > 0,
+        "{what}: no copy of the values, asked for {layout:?}"
+    );
     let scales = primitive_floats::<B, 2>(&quantized.scales);
     let difference = first_difference(&scales, &expected.scales);
-    assert!(difference.is_none(), "{what}: scale {difference:?} (index, got, expected)");
+    assert!(
+        difference.is_none(),
+        "{what}: scale {difference:?} (index, got, expected)"
+    );
 }
 
 fn odd_shape(rng: &mut Rng) -> [usize; 2] {
@@ -205,10 +256,15 @@ fn quantize_blocks<B: QuantOps>(seed: u64) {
             let shape = odd_shape(&mut rng);
             let block = rng.pick(&[16, 32, 64, 128]);
             let layout = rng.pick(&[Layout::RowMajor, Layout::Transposed, Layout::Both]);
-            let key = StochasticKey { seed: rng.bits(), stream: rng.bits() };
+            let key = StochasticKey {
+                seed: rng.bits(),
+                stream: rng.bits(),
+            };
             let x = matrix(&mut rng, shape, kind);
             for rounding in [Rounding::Nearest, Rounding::Stochastic] {
-                let what = format!("seed {seed}: {kind:?} {form:?} {shape:?} block {block} {rounding:?} {layout:?}");
+                let what = format!(
+                    "seed {seed}: {kind:?} {form:?} {shape:?} block {block} {rounding:?} {layout:?}"
+                );
                 let (input, values) = in_form::<B>(&mut rng, &x, shape, form);
                 let (reference_rounding, key) = match rounding {
                     Rounding::Nearest => (format::Rounding::Nearest, None),
@@ -217,9 +273,16 @@ fn quantize_blocks<B: QuantOps>(seed: u64) {
                 let cast = Cast::int8(block, rounding);
                 let quantized = B::quantize_matrix(input, cast, layout, key);
                 assert_eq!(quantized.cast, cast, "{what}");
-                let expected = reference::quantize(&values, shape_of(shape), Format::Int8, cast.granularity, reference_rounding);
+                let expected = reference::quantize(
+                    &values,
+                    shape_of(shape),
+                    Format::Int8,
+                    cast.granularity,
+                    reference_rounding,
+                );
                 compare(&quantized, &expected, layout, &what);
-                let back = primitive_floats::<B, 2>(&B::dequantize_matrix(&quantized, FloatDType::F32));
+                let back =
+                    primitive_floats::<B, 2>(&B::dequantize_matrix(&quantized, FloatDType::F32));
                 let difference = first_difference(&back, &reference::dequantize(&expected));
                 // 0 and -0 are the same number.
                 assert!(
@@ -235,18 +298,40 @@ fn quantize_blocks<B: QuantOps>(seed: u64) {
 
 fn quantize_granularities<B: QuantOps>(seed: u64) {
     let mut rng = Rng::new(seed);
-    let granularities =
-        [Granularity::Group(16), Granularity::Group(64), Granularity::Group(128), Granularity::Token, Granularity::Channel, Granularity::Tensor];
+    let granularities = [
+        Granularity::Group(16),
+        Granularity::Group(64),
+        Granularity::Group(128),
+        Granularity::Token,
+        Granularity::Channel,
+        Granularity::Tensor,
+    ];
     for granularity in granularities {
-        for kind in [Values::Normal, Values::Outliers, Values::ZeroBlocks, Values::OneNan, Values::Zeros] {
+        for kind in [
+            Values::Normal,
+            Values::Outliers,
+            Values::ZeroBlocks,
+            Values::OneNan,
+            Values::Zeros,
+        ] {
             let shape = odd_shape(&mut rng);
             let form = rng.pick(&[Form::Plain, Form::Transposed, Form::Sliced]);
             let what = format!("seed {seed}: {granularity:?} {kind:?} {form:?} {shape:?}");
             let x = matrix(&mut rng, shape, kind);
             let (input, values) = in_form::<B>(&mut rng, &x, shape, form);
-            let cast = Cast { format: Format::Int8, granularity, rounding: Rounding::Nearest };
+            let cast = Cast {
+                format: Format::Int8,
+                granularity,
+                rounding: Rounding::Nearest,
+            };
             let quantized = B::quantize_matrix(input, cast, Layout::Both, None);
-            let expected = reference::quantize(&values, shape_of(shape), Format::Int8, granularity, format::Rounding::Nearest);
+            let expected = reference::quantize(
+                &values,
+                shape_of(shape),
+                Format::Int8,
+                granularity,
+                format::Rounding::Nearest,
+            );
             compare(&quantized, &expected, Layout::Both, &what);
         }
     }
@@ -259,13 +344,26 @@ fn quantize_int10<B: QuantOps>(seed: u64) {
         let shape = odd_shape(&mut rng);
         let x = matrix(&mut rng, shape, Values::Outliers);
         let granularity = Granularity::Group(128);
-        let cast = Cast { format: Format::Int10, granularity, rounding: Rounding::Nearest };
+        let cast = Cast {
+            format: Format::Int10,
+            granularity,
+            rounding: Rounding::Nearest,
+        };
         let input = in_form::<B>(&mut rng, &x, shape, Form::Plain).0;
         let quantized = B::quantize_matrix(input, cast, Layout::RowMajor, None);
         let back = primitive_floats::<B, 2>(&B::dequantize_matrix(&quantized, FloatDType::F32));
-        let expected = reference::quantize(&x, shape_of(shape), Format::Int10, granularity, format::Rounding::Nearest);
+        let expected = reference::quantize(
+            &x,
+            shape_of(shape),
+            Format::Int10,
+            granularity,
+            format::Rounding::Nearest,
+        );
         let difference = first_difference(&back, &reference::dequantize(&expected));
-        assert!(difference.is_none_or(|(_, a, b)| a == b), "seed {seed}: {shape:?}: {difference:?} (index, got, expected)");
+        assert!(
+            difference.is_none_or(|(_, a, b)| a == b),
+            "seed {seed}: {shape:?}: {difference:?} (index, got, expected)"
+        );
     }
 }
 
@@ -287,22 +385,42 @@ fn fallback_case<B: QuantOps>(
     let (quantized, counts) = B::quantize_fallback(input, cast, 1, thresholds, counts);
     let FallbackQuantized { base, residual } = quantized;
     let expected = reference::quantize_fallback(values, shape_of(shape), block, threshold);
-    compare(&base, &expected.base, Layout::RowMajor, &format!("{what}, base"));
+    compare(
+        &base,
+        &expected.base,
+        Layout::RowMajor,
+        &format!("{what}, base"),
+    );
 
     let [fallback, total] = expected.counts();
     let counts = primitive_ints::<B>(&counts);
-    assert_eq!(counts, [5, 7, 2 + fallback, 9 + total, 0, 0], "{what}: counters");
+    assert_eq!(
+        counts,
+        [5, 7, 2 + fallback, 9 + total, 0, 0],
+        "{what}: counters"
+    );
     let scales = primitive_floats::<B, 2>(&residual.scales);
     let difference = first_difference(&scales, &expected.residual.scales);
-    assert!(difference.is_none(), "{what}: residual's scale {difference:?} (index, got, expected)");
+    assert!(
+        difference.is_none(),
+        "{what}: residual's scale {difference:?} (index, got, expected)"
+    );
     if let Some(indicator) = &residual.indicator {
-        let flags: Vec<bool> = primitive_ints::<B>(indicator).iter().map(|&flag| flag != 0).collect();
+        let flags: Vec<bool> = primitive_ints::<B>(indicator)
+            .iter()
+            .map(|&flag| flag != 0)
+            .collect();
         assert_eq!(flags, expected.flags, "{what}: indicator");
     }
     let got = primitive_ints::<B>(&residual.values);
     for (index, (got, wanted)) in got.iter().zip(&expected.residual.values).enumerate() {
-        let block = expected.base.block_of(0, index / shape[1], index % shape[1]);
-        assert!(!expected.flags[block] || got == wanted, "{what}: residual {index}: {got}, expected {wanted}");
+        let block = expected
+            .base
+            .block_of(0, index / shape[1], index % shape[1]);
+        assert!(
+            !expected.flags[block] || got == wanted,
+            "{what}: residual {index}: {got}, expected {wanted}"
+        );
     }
     (base, residual, expected)
 }
@@ -313,8 +431,19 @@ fn threshold_for(rng: &mut Rng, values: &[f32], shape: [usize; 2], block: usize)
         0 => f32::MAX,
         1 => 0.0,
         _ => {
-            let blocks = reference::quantize(values, shape_of(shape), Format::Int8, Granularity::Block(block), format::Rounding::Nearest);
-            let mut maxima: Vec<f32> = blocks.scales.iter().filter(|scale| !scale.is_nan()).map(|scale| scale * 127.0).collect();
+            let blocks = reference::quantize(
+                values,
+                shape_of(shape),
+                Format::Int8,
+                Granularity::Block(block),
+                format::Rounding::Nearest,
+            );
+            let mut maxima: Vec<f32> = blocks
+                .scales
+                .iter()
+                .filter(|scale| !scale.is_nan())
+                .map(|scale| scale * 127.0)
+                .collect();
             maxima.sort_by(f32::total_cmp);
             maxima.get(maxima.len() / 2).copied().unwrap_or(1.0)
         }
@@ -323,7 +452,9 @@ fn threshold_for(rng: &mut Rng, values: &[f32], shape: [usize; 2], block: usize)
 
 fn quantize_with_fallback<B: QuantOps>(seed: u64) {
     let mut rng = Rng::new(seed);
-    let finite = ALL.into_iter().filter(|kind| !matches!(kind, Values::OneNan | Values::OneInf));
+    let finite = ALL
+        .into_iter()
+        .filter(|kind| !matches!(kind, Values::OneNan | Values::OneInf));
     for kind in finite {
         for form in FORMS {
             if !fits(kind, form) || !supports::<B>(form) {
@@ -334,7 +465,9 @@ fn quantize_with_fallback<B: QuantOps>(seed: u64) {
             let x = matrix(&mut rng, shape, kind);
             let (input, values) = in_form::<B>(&mut rng, &x, shape, form);
             let threshold = threshold_for(&mut rng, &values, shape, block);
-            let what = format!("seed {seed}: {kind:?} {form:?} {shape:?} block {block} threshold {threshold:e}");
+            let what = format!(
+                "seed {seed}: {kind:?} {form:?} {shape:?} block {block} threshold {threshold:e}"
+            );
             fallback_case::<B>(input, &values, shape, block, threshold, &what);
         }
     }
@@ -356,14 +489,22 @@ fn fallback_not_finite<B: QuantOps>(seed: u64) {
 
 /// A product's error against float64 over the same quantized values, relative, in the Frobenius norm.
 fn frobenius(got: &[f32], exact: &[f64]) -> f64 {
-    let error: f64 = got.iter().zip(exact).map(|(got, exact)| (f64::from(*got) - exact).powi(2)).sum();
+    let error: f64 = got
+        .iter()
+        .zip(exact)
+        .map(|(got, exact)| (f64::from(*got) - exact).powi(2))
+        .sum();
     let norm: f64 = exact.iter().map(|exact| exact.powi(2)).sum();
     (error / norm.max(f64::MIN_POSITIVE)).sqrt()
 }
 
 struct Problem<B: QuantOps> {
     x: (Quantized<B>, reference::Quantized),
-    forward_x: (Quantized<B>, Option<Residual<B>>, reference::FallbackQuantized),
+    forward_x: (
+        Quantized<B>,
+        Option<Residual<B>>,
+        reference::FallbackQuantized,
+    ),
     w: (Quantized<B>, reference::Quantized),
     dy: (Quantized<B>, reference::Quantized),
     bias: Vec<f32>,
@@ -378,7 +519,10 @@ fn problem<B: QuantOps>(rng: &mut Rng, seed: u64, kind: Values) -> Problem<B> {
     let block = rng.pick(&[16, 32, 64, 128]);
     let mut quantize = |shape: [usize; 2], kind: Values, layout: Layout, rounding: Rounding| {
         let x = matrix(rng, shape, kind);
-        let key = StochasticKey { seed: rng.bits(), stream: rng.bits() };
+        let key = StochasticKey {
+            seed: rng.bits(),
+            stream: rng.bits(),
+        };
         let cast = Cast::int8(block, rounding);
         let (reference_rounding, key) = match rounding {
             Rounding::Nearest => (format::Rounding::Nearest, None),
@@ -386,7 +530,13 @@ fn problem<B: QuantOps>(rng: &mut Rng, seed: u64, kind: Values) -> Problem<B> {
         };
         let input = in_form::<B>(rng, &x, shape, Form::Plain).0;
         let quantized = B::quantize_matrix(input, cast, layout, key);
-        let expected = reference::quantize(&x, shape_of(shape), Format::Int8, cast.granularity, reference_rounding);
+        let expected = reference::quantize(
+            &x,
+            shape_of(shape),
+            Format::Int8,
+            cast.granularity,
+            reference_rounding,
+        );
         (quantized, expected)
     };
     let x = quantize([m, k], kind, Layout::Transposed, Rounding::Stochastic);
@@ -394,24 +544,52 @@ fn problem<B: QuantOps>(rng: &mut Rng, seed: u64, kind: Values) -> Problem<B> {
     let dy = quantize([m, n], kind, Layout::Both, Rounding::Stochastic);
     let values = matrix(rng, [m, k], kind);
     let threshold = threshold_for(rng, &values, [m, k], block);
-    let what = format!("seed {seed}: {kind:?} [{m}, {k}, {n}] block {block} threshold {threshold:e}");
+    let what =
+        format!("seed {seed}: {kind:?} [{m}, {k}, {n}] block {block} threshold {threshold:e}");
     let input = in_form::<B>(rng, &values, [m, k], Form::Plain).0;
-    let (base, residual, expected) = fallback_case::<B>(input, &values, [m, k], block, threshold, &what);
+    let (base, residual, expected) =
+        fallback_case::<B>(input, &values, [m, k], block, threshold, &what);
     let residual = (rng.uniform() < 0.8).then_some(residual);
-    Problem { x, forward_x: (base, residual, expected), w, dy, bias: rng.normals(n, 1.0), sizes, what }
+    Problem {
+        x,
+        forward_x: (base, residual, expected),
+        w,
+        dy,
+        bias: rng.normals(n, 1.0),
+        sizes,
+        what,
+    }
 }
 
 impl<B: QuantOps> Problem<B> {
     fn bias(&self) -> FloatTensor<B> {
-        primitive(tensor::<B, 1>(&self.bias, [self.bias.len()], &B::Device::default()))
+        primitive(tensor::<B, 1>(
+            &self.bias,
+            [self.bias.len()],
+            &B::Device::default(),
+        ))
     }
 
     /// Y = X W + bias, and its exact value.
     fn forward(&self, dtype: FloatDType) -> (FloatTensor<B>, Vec<f64>) {
         let (base, residual, expected) = &self.forward_x;
-        let y = B::quantized_matmul(base.operand(), residual.as_ref(), self.w.0.operand(), Some(self.bias()), dtype);
+        let y = B::quantized_matmul(
+            base.operand(),
+            residual.as_ref(),
+            self.w.0.operand(),
+            Some(self.bias()),
+            dtype,
+        );
         let fallback = residual.is_some().then_some(expected);
-        (y, reference::gemm(&expected.base, &self.w.1.transposed(), fallback, Some(&self.bias)))
+        (
+            y,
+            reference::gemm(
+                &expected.base,
+                &self.w.1.transposed(),
+                fallback,
+                Some(&self.bias),
+            ),
+        )
     }
 
     /// dX = dY Wᵀ.
@@ -423,13 +601,23 @@ impl<B: QuantOps> Problem<B> {
     /// dW = Xᵀ dY.
     fn grad_w(&self, dtype: FloatDType) -> (FloatTensor<B>, Vec<f64>) {
         let dw = B::quantized_matmul(self.x.0.t(), None, self.dy.0.operand(), None, dtype);
-        (dw, reference::gemm(&self.x.1.transposed(), &self.dy.1.transposed(), None, None))
+        (
+            dw,
+            reference::gemm(&self.x.1.transposed(), &self.dy.1.transposed(), None, None),
+        )
     }
 }
 
 fn products<B: QuantOps>(seed: u64) {
     let mut rng = Rng::new(seed);
-    for kind in [Values::Normal, Values::Outliers, Values::ZeroBlocks, Values::Normal, Values::Outliers, Values::Outliers] {
+    for kind in [
+        Values::Normal,
+        Values::Outliers,
+        Values::ZeroBlocks,
+        Values::Normal,
+        Values::Outliers,
+        Values::Outliers,
+    ] {
         let problem = problem::<B>(&mut rng, seed, kind);
         let [m, k, n] = problem.sizes;
         let cases = [
@@ -439,10 +627,19 @@ fn products<B: QuantOps>(seed: u64) {
         ];
         for (name, shape, (got, exact)) in cases {
             let got = lifted::<B, 2>(got);
-            assert_eq!((got.dims(), got.dtype()), (shape, DType::F32), "{}: {name}", problem.what);
+            assert_eq!(
+                (got.dims(), got.dtype()),
+                (shape, DType::F32),
+                "{}: {name}",
+                problem.what
+            );
             let got: Vec<f32> = got.to_data().iter::<f32>().collect();
             let error = frobenius(&got, &exact);
-            assert!(error <= 1e-6, "{}: {name}: relative error {error:e}", problem.what);
+            assert!(
+                error <= 1e-6,
+                "{}: {name}: relative error {error:e}",
+                problem.what
+            );
         }
     }
 }
@@ -450,7 +647,10 @@ fn products<B: QuantOps>(seed: u64) {
 /// BF16 and F16 results are the exact ones rounded once: half a unit in the last place, and what FP32 accumulation adds.
 fn half_products<B: QuantOps>(seed: u64) {
     let mut rng = Rng::new(seed);
-    let formats = [(FloatDType::BF16, DType::BF16, 2f64.powi(-8)), (FloatDType::F16, DType::F16, 2f64.powi(-11))];
+    let formats = [
+        (FloatDType::BF16, DType::BF16, 2f64.powi(-8)),
+        (FloatDType::F16, DType::F16, 2f64.powi(-11)),
+    ];
     for kind in [Values::Normal, Values::ZeroBlocks, Values::Normal] {
         let problem = problem::<B>(&mut rng, seed, kind);
         for (float, dtype, half_unit) in formats {
@@ -470,7 +670,11 @@ fn half_products<B: QuantOps>(seed: u64) {
                 for (got, exact) in got.to_data().iter::<f32>().zip(exact) {
                     let bound = half_unit * exact.abs() + accumulation.min(1e-3) + 2f64.powi(-25);
                     let error = (f64::from(got) - exact).abs();
-                    assert!(error <= bound, "{}: {name} {dtype:?}: {got}, exactly {exact}", problem.what);
+                    assert!(
+                        error <= bound,
+                        "{}: {name} {dtype:?}: {got}, exactly {exact}",
+                        problem.what
+                    );
                 }
             }
         }
@@ -480,24 +684,43 @@ fn half_products<B: QuantOps>(seed: u64) {
 /// Y = X W with X per token and W per channel, or both per tensor, as the table of recipes to come has them.
 fn other_products<B: QuantOps>(seed: u64) {
     let mut rng = Rng::new(seed);
-    let pairs = [(Granularity::Token, Granularity::Channel), (Granularity::Tensor, Granularity::Tensor)];
+    let pairs = [
+        (Granularity::Token, Granularity::Channel),
+        (Granularity::Tensor, Granularity::Tensor),
+    ];
     for (x_granularity, w_granularity) in pairs {
         let [m, k, n] = [1 + rng.below(90), 1 + rng.below(200), 1 + rng.below(90)];
         let mut quantize = |shape: [usize; 2], granularity: Granularity| {
             let x = matrix(&mut rng, shape, Values::Normal);
-            let cast = Cast { format: Format::Int8, granularity, rounding: Rounding::Nearest };
+            let cast = Cast {
+                format: Format::Int8,
+                granularity,
+                rounding: Rounding::Nearest,
+            };
             let input = in_form::<B>(&mut rng, &x, shape, Form::Plain).0;
             let quantized = B::quantize_matrix(input, cast, Layout::Both, None);
-            let expected = reference::quantize(&x, shape_of(shape), Format::Int8, granularity, format::Rounding::Nearest);
+            let expected = reference::quantize(
+                &x,
+                shape_of(shape),
+                Format::Int8,
+                granularity,
+                format::Rounding::Nearest,
+            );
             (quantized, expected)
         };
         let (x, x_expected) = quantize([m, k], x_granularity);
         let (w, w_expected) = quantize([k, n], w_granularity);
-        let operand = |matrix| Operand { matrix, transpose: false };
+        let operand = |matrix| Operand {
+            matrix,
+            transpose: false,
+        };
         let y = B::quantized_matmul(operand(&x), None, operand(&w), None, FloatDType::F32);
         let exact = reference::gemm(&x_expected, &w_expected.transposed(), None, None);
         let error = frobenius(&primitive_floats::<B, 2>(&y), &exact);
-        assert!(error <= 1e-6, "seed {seed}: {x_granularity:?} x {w_granularity:?} [{m}, {k}, {n}]: {error:e}");
+        assert!(
+            error <= 1e-6,
+            "seed {seed}: {x_granularity:?} x {w_granularity:?} [{m}, {k}, {n}]: {error:e}"
+        );
     }
 }
 
@@ -505,10 +728,21 @@ fn other_products<B: QuantOps>(seed: u64) {
 fn controller<B: QuantOps>(seed: u64) {
     let mut rng = Rng::new(seed);
     let device = B::Device::default();
-    let config = DelayThreshold { initial: 1.0, rate_min: 0.1, rate_max: 0.3, alpha: 1.3 };
-    let expected_config = delay_threshold::DelayThreshold { r_min: 0.1, r_max: 0.3, alpha: 1.3 };
+    let config = DelayThreshold {
+        initial: 1.0,
+        rate_min: 0.1,
+        rate_max: 0.3,
+        alpha: 1.3,
+    };
+    let expected_config = delay_threshold::DelayThreshold {
+        r_min: 0.1,
+        r_max: 0.3,
+        alpha: 1.3,
+    };
     let layers = 70;
-    let mut thresholds: Vec<f32> = (0..layers).map(|_| (4.0 * rng.normal()).exp() as f32).collect();
+    let mut thresholds: Vec<f32> = (0..layers)
+        .map(|_| (4.0 * rng.normal()).exp() as f32)
+        .collect();
     // At both ends of the range that the controller moves in.
     thresholds[0] = delay_threshold::MIN_THRESHOLD;
     thresholds[1] = delay_threshold::MAX_THRESHOLD;
@@ -517,12 +751,22 @@ fn controller<B: QuantOps>(seed: u64) {
     for step in 0..6 {
         let mut counts: Vec<[i32; 2]> = (0..layers)
             .map(|_| {
-                let total = if rng.uniform() < 0.2 { 0 } else { 1 + rng.below(5000) };
+                let total = if rng.uniform() < 0.2 {
+                    0
+                } else {
+                    1 + rng.below(5000)
+                };
                 // Rates from 0 to 1, and those at the very ends of the range.
                 let fallback = match rng.below(4) {
                     0 => total / 10,
                     1 => total * 3 / 10,
-                    _ => if total == 0 { 0 } else { rng.below(total + 1) },
+                    _ => {
+                        if total == 0 {
+                            0
+                        } else {
+                            rng.below(total + 1)
+                        }
+                    }
                 };
                 [fallback as i32, total as i32]
             })
@@ -534,10 +778,23 @@ fn controller<B: QuantOps>(seed: u64) {
         reference::delay_threshold(&mut thresholds, &mut counts, &mut rates, &expected_config);
         let what = format!("seed {seed}, step {step}");
         let got = primitive_floats::<B, 1>(&state.thresholds);
-        assert!(same_bits(&got, &thresholds), "{what}: thresholds {:?}", first_difference(&got, &thresholds));
+        assert!(
+            same_bits(&got, &thresholds),
+            "{what}: thresholds {:?}",
+            first_difference(&got, &thresholds)
+        );
         let got = primitive_floats::<B, 1>(&state.rates);
-        assert!(same_bits(&got, &rates), "{what}: rates {:?}", first_difference(&got, &rates));
-        assert!(primitive_ints::<B>(&state.counts).iter().all(|&count| count == 0), "{what}: counters");
+        assert!(
+            same_bits(&got, &rates),
+            "{what}: rates {:?}",
+            first_difference(&got, &rates)
+        );
+        assert!(
+            primitive_ints::<B>(&state.counts)
+                .iter()
+                .all(|&count| count == 0),
+            "{what}: counters"
+        );
     }
 }
 
@@ -545,8 +802,19 @@ fn smallest<B: QuantOps>(_seed: u64) {
     // Layers leave empty inputs to the inner backend; an all-zero matrix of one element is the smallest that is quantized.
     let device = B::Device::default();
     let zero = Tensor::<B, 2>::zeros([1, 1], &device);
-    let quantized = B::quantize_matrix(primitive(zero), Cast::int8(16, Rounding::Nearest), Layout::Both, None);
+    let quantized = B::quantize_matrix(
+        primitive(zero),
+        Cast::int8(16, Rounding::Nearest),
+        Layout::Both,
+        None,
+    );
     assert_eq!(primitive_floats::<B, 2>(&quantized.scales), [0.0]);
-    let product = B::quantized_matmul(quantized.operand(), None, quantized.t(), None, FloatDType::F32);
+    let product = B::quantized_matmul(
+        quantized.operand(),
+        None,
+        quantized.t(),
+        None,
+        FloatDType::F32,
+    );
     assert_eq!(primitive_floats::<B, 2>(&product), [0.0]);
 }

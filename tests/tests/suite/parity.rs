@@ -3,7 +3,9 @@
 use burn::{
     backend::{
         Autodiff, Flex, NdArray,
-        autodiff::checkpoint::strategy::{BalancedCheckpointing, CheckpointStrategy, NoCheckpointing},
+        autodiff::checkpoint::strategy::{
+            BalancedCheckpointing, CheckpointStrategy, NoCheckpointing,
+        },
     },
     module::AutodiffModule,
     optim::AdamWConfig,
@@ -38,32 +40,67 @@ where
     // Draws the lazily initialized weights, so that clones of the model are the same model.
     let weights = parameters_of::<A, M>(&model);
     let ours = transplant::<A, B, M, N>(&model, N::new(&our_device), &our_device);
-    assert_eq!(weights, parameters_of::<B, N>(&ours), "the weights went across");
+    assert_eq!(
+        weights,
+        parameters_of::<B, N>(&ours),
+        "the weights went across"
+    );
 
     let batches = samples::<A, M>(seed, STEPS);
-    let mut adamw = AdamWConfig::new().with_weight_decay(0.05).with_beta_2(0.95).init::<A, M>();
-    let mut quant = QuantAdamWConfig::new().with_weight_decay(0.05).with_beta_2(0.95).init::<B, N>();
+    let mut adamw = AdamWConfig::new()
+        .with_weight_decay(0.05)
+        .with_beta_2(0.95)
+        .init::<A, M>();
+    let mut quant = QuantAdamWConfig::new()
+        .with_weight_decay(0.05)
+        .with_beta_2(0.95)
+        .init::<B, N>();
     let burn = train(model, &mut adamw, 3e-3, &batches);
     let run = train(ours, &mut quant, 3e-3, &batches);
 
-    assert!(burn.losses.iter().all(|loss| loss.is_finite()), "Burn's own losses {:?}", burn.losses);
-    assert!(burn.losses.windows(2).any(|pair| pair[0] != pair[1]), "the loss moves");
+    assert!(
+        burn.losses.iter().all(|loss| loss.is_finite()),
+        "Burn's own losses {:?}",
+        burn.losses
+    );
+    assert!(
+        burn.losses.windows(2).any(|pair| pair[0] != pair[1]),
+        "the loss moves"
+    );
     assert_eq!(
-        burn.losses.iter().map(|loss| loss.to_bits()).collect::<Vec<_>>(),
-        run.losses.iter().map(|loss| loss.to_bits()).collect::<Vec<_>>(),
+        burn.losses
+            .iter()
+            .map(|loss| loss.to_bits())
+            .collect::<Vec<_>>(),
+        run.losses
+            .iter()
+            .map(|loss| loss.to_bits())
+            .collect::<Vec<_>>(),
         "seed {seed}: losses {:?} and {:?}",
         burn.losses,
         run.losses
     );
     for (step, (burn, ours)) in burn.gradients.iter().zip(&run.gradients).enumerate() {
-        assert!(!burn.is_empty() && burn.len() == ours.len(), "seed {seed}, step {step}: gradients");
+        assert!(
+            !burn.is_empty() && burn.len() == ours.len(),
+            "seed {seed}, step {step}: gradients"
+        );
         for (index, (burn, ours)) in burn.iter().zip(ours).enumerate() {
-            assert!(same_bits(burn, ours), "seed {seed}, step {step}: gradient of parameter {index}");
+            assert!(
+                same_bits(burn, ours),
+                "seed {seed}, step {step}: gradient of parameter {index}"
+            );
         }
     }
-    let (burn, ours) = (parameters_of::<A, M>(&burn.model), parameters_of::<B, N>(&run.model));
+    let (burn, ours) = (
+        parameters_of::<A, M>(&burn.model),
+        parameters_of::<B, N>(&run.model),
+    );
     for (index, (burn, ours)) in burn.iter().zip(&ours).enumerate() {
-        assert!(same_bits(burn, ours), "seed {seed}: parameter {index} after {STEPS} steps");
+        assert!(
+            same_bits(burn, ours),
+            "seed {seed}: parameter {index} after {STEPS} steps"
+        );
     }
 }
 

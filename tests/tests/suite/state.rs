@@ -47,27 +47,58 @@ fn not_finite<B: LayerBackend>(value: f32) {
     let (rows, inputs, outputs) = (53, 40, 24);
     let (bad_row, bad_col) = (20, 5);
     let optim = config(seed).init::<B, One<B>>();
-    let model = optim.attach(with_weights_of(One::<B>::new(inputs, outputs, true, &device), seed));
+    let model = optim.attach(with_weights_of(
+        One::<B>::new(inputs, outputs, true, &device),
+        seed,
+    ));
     let mut x = Rng::new(seed).normals(rows * inputs, 1.0);
-    let clean = floats(&model.linear.forward(tensor::<B, 2>(&x, [rows, inputs], &device)));
+    let clean = floats(
+        &model
+            .linear
+            .forward(tensor::<B, 2>(&x, [rows, inputs], &device)),
+    );
     x[bad_row * inputs + bad_col] = value;
     let input = tensor::<B, 2>(&x, [rows, inputs], &device).require_grad();
     let y = model.linear.forward(input.clone());
     let loss = y.clone().mean();
-    assert!(floats(&loss)[0].is_nan(), "seed {seed}: {value} in the input, loss {}", floats(&loss)[0]);
-    for (row, (got, clean)) in floats(&y).chunks(outputs).zip(clean.chunks(outputs)).enumerate() {
+    assert!(
+        floats(&loss)[0].is_nan(),
+        "seed {seed}: {value} in the input, loss {}",
+        floats(&loss)[0]
+    );
+    for (row, (got, clean)) in floats(&y)
+        .chunks(outputs)
+        .zip(clean.chunks(outputs))
+        .enumerate()
+    {
         let affected = row / 16 == bad_row / 16;
         match affected {
-            true => assert!(got.iter().all(|y| y.is_nan()), "seed {seed}: row {row} of the block with {value}: {got:?}"),
-            false => assert!(same_bits(got, clean), "seed {seed}: {value} in row {bad_row} changed row {row}"),
+            true => assert!(
+                got.iter().all(|y| y.is_nan()),
+                "seed {seed}: row {row} of the block with {value}: {got:?}"
+            ),
+            false => assert!(
+                same_bits(got, clean),
+                "seed {seed}: {value} in row {bad_row} changed row {row}"
+            ),
         }
     }
     // The saved copy holds the NaN too: the gradient of the weights that the block met is NaN.
     let grads = y.sum().backward();
-    let dw = floats(&model.linear.weight.grad(&grads).expect("the weight is trained"));
+    let dw = floats(
+        &model
+            .linear
+            .weight
+            .grad(&grads)
+            .expect("the weight is trained"),
+    );
     for (row, dw) in dw.chunks(outputs).enumerate() {
         let affected = row / 16 == bad_col / 16;
-        assert_eq!(dw.iter().all(|dw| dw.is_nan()), affected, "seed {seed}: dW row {row}: {dw:?}");
+        assert_eq!(
+            dw.iter().all(|dw| dw.is_nan()),
+            affected,
+            "seed {seed}: dW row {row}: {dw:?}"
+        );
     }
 }
 
@@ -90,21 +121,33 @@ fn nan_in_the_weight_or_the_gradient_is_seen() {
     let model = with_weights_of(One::<Fallback>::new(20, 20, false, &device), seed);
     let mut optim = config(seed).init::<Fallback, One<Fallback>>();
     let model = optim.attach(model);
-    let x = tensor::<Fallback, 2>(&Rng::new(seed).normals(20 * 20, 1.0), [20, 20], &device).require_grad();
+    let x = tensor::<Fallback, 2>(&Rng::new(seed).normals(20 * 20, 1.0), [20, 20], &device)
+        .require_grad();
     let y = model.linear.forward(x.clone());
     let grads = (y * f32::NAN).sum().backward();
-    assert!(floats(&x.grad(&grads).expect("tracked")).iter().all(|dx| dx.is_nan()), "dX of a NaN gradient");
+    assert!(
+        floats(&x.grad(&grads).expect("tracked"))
+            .iter()
+            .all(|dx| dx.is_nan()),
+        "dX of a NaN gradient"
+    );
     let grads = GradientsParams::from_grads(grads, &model);
     let model = optim.step(0.1, model, grads);
     let y = model.linear.forward(x);
-    assert!(floats(&y).iter().all(|y| y.is_nan()), "a NaN weight gives NaN outputs");
+    assert!(
+        floats(&y).iter().all(|y| y.is_nan()),
+        "a NaN weight gives NaN outputs"
+    );
 }
 
 #[test]
 fn a_batch_of_nothing_works() {
     let device = Default::default();
     let mut optim = config(1).init::<Fallback, One<Fallback>>();
-    let mut model = optim.attach(with_weights_of(One::<Fallback>::new(20, 12, true, &device), 1));
+    let mut model = optim.attach(with_weights_of(
+        One::<Fallback>::new(20, 12, true, &device),
+        1,
+    ));
     let before = floats(&model.linear.weight.val());
     let x = Tensor::<Fallback, 2>::zeros([0, 20], &device).require_grad();
     let y = model.linear.forward(x.clone());
@@ -115,7 +158,10 @@ fn a_batch_of_nothing_works() {
     }
     let grads = GradientsParams::from_grads(grads, &model);
     model = optim.step(0.0, model, grads);
-    assert!(same_bits(&before, &floats(&model.linear.weight.val())), "nothing to learn from nothing");
+    assert!(
+        same_bits(&before, &floats(&model.linear.weight.val())),
+        "nothing to learn from nothing"
+    );
 }
 
 /// A batch of zeros: scale 0, so nothing is divided by zero.
@@ -124,21 +170,35 @@ fn a_batch_of_zeros_works() {
     let seed = seed();
     let device = Default::default();
     let optim = config(seed).init::<Fallback, One<Fallback>>();
-    let model = optim.attach(with_weights_of(One::<Fallback>::new(20, 12, true, &device), seed));
+    let model = optim.attach(with_weights_of(
+        One::<Fallback>::new(20, 12, true, &device),
+        seed,
+    ));
     let x = Tensor::<Fallback, 2>::zeros([33, 20], &device).require_grad();
     let y = model.linear.forward(x.clone());
     let bias = floats(&model.linear.bias.as_ref().expect("a bias").val());
     assert_eq!(floats(&y), bias.repeat(33));
     let grads = (y * 0.0).sum().backward();
-    assert!(floats(&x.grad(&grads).expect("tracked")).iter().all(|&dx| dx == 0.0));
-    assert!(floats(&model.linear.weight.grad(&grads).expect("tracked")).iter().all(|&dw| dw == 0.0));
+    assert!(
+        floats(&x.grad(&grads).expect("tracked"))
+            .iter()
+            .all(|&dx| dx == 0.0)
+    );
+    assert!(
+        floats(&model.linear.weight.grad(&grads).expect("tracked"))
+            .iter()
+            .all(|&dw| dw == 0.0)
+    );
 }
 
 /// Thresholds and rates of a run of one layer on inputs of this scale.
 fn thresholds(seed: u64, scale: f64, steps: usize) -> (Vec<f32>, Vec<f32>) {
     let device = Default::default();
     let mut optim = config(seed).init::<Fallback, One<Fallback>>();
-    let mut model = optim.attach(with_weights_of(One::<Fallback>::new(64, 16, false, &device), seed));
+    let mut model = optim.attach(with_weights_of(
+        One::<Fallback>::new(64, 16, false, &device),
+        seed,
+    ));
     let mut rng = Rng::new(seed);
     let mut losses = Vec::new();
     for _ in 0..steps {
@@ -148,7 +208,12 @@ fn thresholds(seed: u64, scale: f64, steps: usize) -> (Vec<f32>, Vec<f32>) {
         let grads = GradientsParams::from_grads(loss.backward(), &model);
         model = optim.step(1e-3, model, grads);
     }
-    let thresholds = optim.layers_record().layers.iter().map(|layer| layer.threshold).collect();
+    let thresholds = optim
+        .layers_record()
+        .layers
+        .iter()
+        .map(|layer| layer.threshold)
+        .collect();
     (thresholds, losses)
 }
 
@@ -158,14 +223,20 @@ fn two_models_keep_their_own_thresholds() {
     let device = Default::default();
     let (small, small_losses) = thresholds(seed, 0.01, 12);
     let (large, _) = thresholds(seed, 100.0, 12);
-    assert!(small[0] < 0.3 && large[0] > 3.0, "thresholds {small:?} and {large:?} after 12 steps from 1.0");
+    assert!(
+        small[0] < 0.3 && large[0] > 3.0,
+        "thresholds {small:?} and {large:?} after 12 steps from 1.0"
+    );
 
     // The same two, step by step in turns.
     let models: Vec<_> = [0.01, 100.0]
         .into_iter()
         .map(|scale| {
             let optim = config(seed).init::<Fallback, One<Fallback>>();
-            let model = optim.attach(with_weights_of(One::<Fallback>::new(64, 16, false, &device), seed));
+            let model = optim.attach(with_weights_of(
+                One::<Fallback>::new(64, 16, false, &device),
+                seed,
+            ));
             (scale, optim, model, Rng::new(seed), Vec::new())
         })
         .collect();
@@ -180,16 +251,33 @@ fn two_models_keep_their_own_thresholds() {
         }
     }
     for ((_, optim, _, _, _), alone) in models.iter().zip([small, large]) {
-        let together: Vec<f32> = optim.layers_record().layers.iter().map(|layer| layer.threshold).collect();
-        assert!(same_bits(&together, &alone), "seed {seed}: {together:?}, alone {alone:?}");
+        let together: Vec<f32> = optim
+            .layers_record()
+            .layers
+            .iter()
+            .map(|layer| layer.threshold)
+            .collect();
+        assert!(
+            same_bits(&together, &alone),
+            "seed {seed}: {together:?}, alone {alone:?}"
+        );
     }
-    assert!(same_bits(&models[0].4, &small_losses), "seed {seed}: losses");
+    assert!(
+        same_bits(&models[0].4, &small_losses),
+        "seed {seed}: losses"
+    );
 }
 
 fn encoder_losses(seed: u64) -> Vec<f32> {
     let mut optim = config(seed).init::<Fallback, Encoder<Fallback>>();
     let model = optim.attach(with_weights_of(Encoder::new(&Default::default()), seed));
-    train(model, &mut optim, 3e-3, &samples::<Fallback, Encoder<Fallback>>(seed, 8)).losses
+    train(
+        model,
+        &mut optim,
+        3e-3,
+        &samples::<Fallback, Encoder<Fallback>>(seed, 8),
+    )
+    .losses
 }
 
 #[test]
@@ -200,7 +288,10 @@ fn two_threads_train_at_once() {
     let threads = [seed, seed + 1].map(|seed| std::thread::spawn(move || encoder_losses(seed)));
     for (thread, alone) in threads.into_iter().zip(&alone) {
         let together = thread.join().expect("the thread trains");
-        assert!(same_bits(&together, alone), "seed {seed}: {together:?}, alone {alone:?}");
+        assert!(
+            same_bits(&together, alone),
+            "seed {seed}: {together:?}, alone {alone:?}"
+        );
     }
 }
 
@@ -216,10 +307,18 @@ fn losses_with(seed: u64, travel: impl Fn(Mlp<Fallback>) -> Mlp<Fallback>) -> (V
         let before = tag_of(&run.model.up.weight.val());
         model = travel(run.model);
         let after = tag_of(&model.up.weight.val());
-        let (before, after) = (before.layer().expect("attached"), after.layer().expect("still attached"));
+        let (before, after) = (
+            before.layer().expect("attached"),
+            after.layer().expect("still attached"),
+        );
         assert!(Arc::ptr_eq(before, after), "the layer went with its weight");
     }
-    let thresholds = optim.layers_record().layers.iter().map(|layer| layer.threshold).collect();
+    let thresholds = optim
+        .layers_record()
+        .layers
+        .iter()
+        .map(|layer| layer.threshold)
+        .collect();
     (losses, thresholds)
 }
 
@@ -234,15 +333,37 @@ fn a_model_that_moves_keeps_its_state() {
         let sample = &samples::<Fallback, Mlp<Fallback>>(seed + 1, 1)[0];
         let before = floats(&model.loss(sample));
         let moved = model.clone().to_device(&device);
-        assert!(same_bits(&before, &floats(&moved.loss(sample))), "seed {seed}: the loss after to_device");
-        let (old, new) = (tag_of(&model.down.weight.val()), tag_of(&moved.down.weight.val()));
-        assert!(Arc::ptr_eq(old.layer().expect("attached"), new.layer().expect("attached")), "to_device lost the layer");
+        assert!(
+            same_bits(&before, &floats(&moved.loss(sample))),
+            "seed {seed}: the loss after to_device"
+        );
+        let (old, new) = (
+            tag_of(&model.down.weight.val()),
+            tag_of(&moved.down.weight.val()),
+        );
+        assert!(
+            Arc::ptr_eq(
+                old.layer().expect("attached"),
+                new.layer().expect("attached")
+            ),
+            "to_device lost the layer"
+        );
         model
     });
     let forked = losses_with(seed, |model| model.fork(&device));
-    assert!(same_bits(&stays.0[..3], &moved.0[..3]), "seed {seed}: to_device");
-    assert!(same_bits(&stays.0, &forked.0) && same_bits(&stays.1, &forked.1), "seed {seed}: fork");
-    assert!(stays.1.iter().any(|&threshold| threshold != 1.0), "thresholds moved: {:?}", stays.1);
+    assert!(
+        same_bits(&stays.0[..3], &moved.0[..3]),
+        "seed {seed}: to_device"
+    );
+    assert!(
+        same_bits(&stays.0, &forked.0) && same_bits(&stays.1, &forked.1),
+        "seed {seed}: fork"
+    );
+    assert!(
+        stays.1.iter().any(|&threshold| threshold != 1.0),
+        "thresholds moved: {:?}",
+        stays.1
+    );
 }
 
 /// q, k and v save their input once: one copy, held by the tag and by the three contexts.
@@ -250,20 +371,41 @@ fn a_model_that_moves_keeps_its_state() {
 fn an_input_of_three_layers_is_saved_once() {
     let seed = seed();
     let device = Default::default();
-    let row = Fallback::ROW.linear.expect("the recipe quantizes linear layers");
+    let row = Fallback::ROW
+        .linear
+        .expect("the recipe quantizes linear layers");
     let optim = config(seed).init::<Fallback, Three<Fallback>>();
-    let model = optim.attach(with_weights_of(Three::<Fallback>::new(32, 16, &device), seed));
+    let model = optim.attach(with_weights_of(
+        Three::<Fallback>::new(32, 16, &device),
+        seed,
+    ));
     let x = tensor::<Fallback, 2>(&Rng::new(seed).normals(48 * 32, 1.0), [48, 32], &device);
     let y = model.q.forward(x.clone()) + model.k.forward(x.clone()) * model.v.forward(x.clone());
-    let saved = tag_of(&x).copy(row.saved_x, || panic!("the input was not saved under its tag"));
-    assert_eq!(Arc::strong_count(&saved), 5, "the tag, q, k, v, and this test");
+    let saved = tag_of(&x).copy(row.saved_x, || {
+        panic!("the input was not saved under its tag")
+    });
+    assert_eq!(
+        Arc::strong_count(&saved),
+        5,
+        "the tag, q, k, v, and this test"
+    );
     drop(y.sum().backward());
-    assert_eq!(Arc::strong_count(&saved), 2, "the backward pass used the contexts up: the tag, and this test");
+    assert_eq!(
+        Arc::strong_count(&saved),
+        2,
+        "the backward pass used the contexts up: the tag, and this test"
+    );
     // A reshape that shows the same matrix keeps the copy; an operation that changes the value does not.
     let reshaped = x.clone().reshape([3, 16, 32]);
-    assert!(Arc::ptr_eq(&saved, &tag_of(&reshaped).copy(row.saved_x, || panic!("the copy was lost"))));
+    assert!(Arc::ptr_eq(
+        &saved,
+        &tag_of(&reshaped).copy(row.saved_x, || panic!("the copy was lost"))
+    ));
     let other = tag_of(&(x * 1.0));
-    assert!(!Arc::ptr_eq(&tag_of(&reshaped), &other), "another value has another tag");
+    assert!(
+        !Arc::ptr_eq(&tag_of(&reshaped), &other),
+        "another value has another tag"
+    );
 }
 
 /// A weight is quantized once for each value that it takes, so once an optimizer step, accumulation or not.
@@ -271,9 +413,14 @@ fn an_input_of_three_layers_is_saved_once() {
 fn a_weight_is_quantized_once_an_optimizer_step() {
     let seed = seed();
     let device = Default::default();
-    let row = Fallback::ROW.linear.expect("the recipe quantizes linear layers");
+    let row = Fallback::ROW
+        .linear
+        .expect("the recipe quantizes linear layers");
     let mut optim = config(seed).init::<Fallback, One<Fallback>>();
-    let mut model = optim.attach(with_weights_of(One::<Fallback>::new(32, 16, false, &device), seed));
+    let mut model = optim.attach(with_weights_of(
+        One::<Fallback>::new(32, 16, false, &device),
+        seed,
+    ));
     let mut rng = Rng::new(seed);
     let mut copies = Vec::new();
     for _step in 0..3 {
@@ -283,16 +430,24 @@ fn a_weight_is_quantized_once_an_optimizer_step() {
             let grads = model.linear.forward(x).sum().backward();
             accumulator.accumulate(&model, GradientsParams::from_grads(grads, &model));
             let tag = tag_of(&model.linear.weight.val());
-            let copy = tag.copy(row.w, || panic!("the weight was not quantized under its tag"));
+            let copy = tag.copy(row.w, || {
+                panic!("the weight was not quantized under its tag")
+            });
             if micro_step == 0 {
                 copies.push(copy);
             } else {
-                assert!(Arc::ptr_eq(&copies[copies.len() - 1], &copy), "micro step {micro_step} quantized again");
+                assert!(
+                    Arc::ptr_eq(&copies[copies.len() - 1], &copy),
+                    "micro step {micro_step} quantized again"
+                );
             }
         }
         model = optim.step(1e-2, model, accumulator.grads());
     }
-    assert!(!Arc::ptr_eq(&copies[0], &copies[1]) && !Arc::ptr_eq(&copies[1], &copies[2]), "a new weight, a new copy");
+    assert!(
+        !Arc::ptr_eq(&copies[0], &copies[1]) && !Arc::ptr_eq(&copies[1], &copies[2]),
+        "a new weight, a new copy"
+    );
 }
 
 /// What a context holds: no float copy of the input. The input's own memory is freed while the graph lives.
@@ -300,15 +455,30 @@ fn a_weight_is_quantized_once_an_optimizer_step() {
 fn saved_contexts_are_int8() {
     let seed = seed();
     let device = Default::default();
-    let row = Fallback::ROW.linear.expect("the recipe quantizes linear layers");
+    let row = Fallback::ROW
+        .linear
+        .expect("the recipe quantizes linear layers");
     let optim = config(seed).init::<Fallback, One<Fallback>>();
-    let model = optim.attach(with_weights_of(One::<Fallback>::new(32, 16, false, &device), seed));
+    let model = optim.attach(with_weights_of(
+        One::<Fallback>::new(32, 16, false, &device),
+        seed,
+    ));
     let x = tensor::<Fallback, 2>(&Rng::new(seed).normals(48 * 32, 1.0), [48, 32], &device);
     let y = model.linear.forward(x.clone());
-    let saved = tag_of(&x).copy(row.saved_x, || panic!("the input was not saved under its tag"));
-    let values = saved.values.as_ref().or(saved.transposed.as_ref()).expect("a copy of the values");
+    let saved = tag_of(&x).copy(row.saved_x, || {
+        panic!("the input was not saved under its tag")
+    });
+    let values = saved
+        .values
+        .as_ref()
+        .or(saved.transposed.as_ref())
+        .expect("a copy of the values");
     assert_eq!(values.dtype(), burn::tensor::DType::I8);
-    assert_eq!(saved.scales.shape().num_elements(), 3 * 2, "one FP32 scale for 16 x 16 values");
+    assert_eq!(
+        saved.scales.shape().num_elements(),
+        3 * 2,
+        "one FP32 scale for 16 x 16 values"
+    );
     drop(y);
 }
 
@@ -321,15 +491,24 @@ const CHILD: &str = "QUANT_TRAIN_MEMORY_CHILD";
 #[test]
 fn two_thousand_steps_leave_nothing_behind() {
     if std::env::var_os(CHILD).is_none() {
-        let name = std::thread::current().name().expect("tests run in named threads").to_owned();
+        let name = std::thread::current()
+            .name()
+            .expect("tests run in named threads")
+            .to_owned();
         let child = std::process::Command::new(std::env::current_exe().expect("this binary"))
             .args(["--exact", &name, "--nocapture", "--test-threads", "1"])
             .env(CHILD, "1")
             .output()
             .expect("the child runs");
-        let (out, err) = (String::from_utf8_lossy(&child.stdout), String::from_utf8_lossy(&child.stderr));
+        let (out, err) = (
+            String::from_utf8_lossy(&child.stdout),
+            String::from_utf8_lossy(&child.stderr),
+        );
         assert!(child.status.success(), "{out}\n{err}");
-        assert!(out.contains("live tags"), "the child ran this test: {out}\n{err}");
+        assert!(
+            out.contains("live tags"),
+            "the child ran this test: {out}\n{err}"
+        );
         return;
     }
     let seed = seed();
@@ -349,10 +528,19 @@ fn two_thousand_steps_leave_nothing_behind() {
     let before = (tag::live(), resident());
     model = measure(1900, model);
     let after = (tag::live(), resident());
-    println!("live tags {} -> {}, resident KiB {:?} -> {:?}", before.0, after.0, before.1, after.1);
-    assert_eq!(before.0, after.0, "seed {seed}: live tags after 100 and after 2,000 steps");
+    println!(
+        "live tags {} -> {}, resident KiB {:?} -> {:?}",
+        before.0, after.0, before.1, after.1
+    );
+    assert_eq!(
+        before.0, after.0,
+        "seed {seed}: live tags after 100 and after 2,000 steps"
+    );
     if let (Some(before), Some(after)) = (before.1, after.1) {
-        assert!(after <= before + 4 * 1024, "seed {seed}: resident memory went from {before} to {after} KiB");
+        assert!(
+            after <= before + 4 * 1024,
+            "seed {seed}: resident memory went from {before} to {after} KiB"
+        );
     }
     drop((model, optim));
     assert_eq!(tag::live(), 0, "seed {seed}: tags outlive the model");
@@ -371,7 +559,10 @@ fn the_inner_model_carries_no_state() {
     type Inner = <Fallback as AutodiffBackend>::InnerBackend;
     let device = Default::default();
     let optim = config(1).init::<Fallback, One<Fallback>>();
-    let model = optim.attach(with_weights_of(One::<Fallback>::new(32, 16, false, &device), 1));
+    let model = optim.attach(with_weights_of(
+        One::<Fallback>::new(32, 16, false, &device),
+        1,
+    ));
     let valid: One<Inner> = model.valid();
     let TensorPrimitive::Float(primitive) = valid.linear.weight.val().into_primitive() else {
         panic!("a float tensor was expected");

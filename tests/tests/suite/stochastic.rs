@@ -31,7 +31,8 @@ fn stochastic(block: usize) -> Cast {
 
 fn draw<B: QuantOps>(x: &[f32], shape: [usize; 2], block: usize, key: StochasticKey) -> Vec<i32> {
     let x = tensor::<B, 2>(x, shape, &Default::default());
-    let quantized = B::quantize_matrix(primitive(x), stochastic(block), Layout::RowMajor, Some(key));
+    let quantized =
+        B::quantize_matrix(primitive(x), stochastic(block), Layout::RowMajor, Some(key));
     primitive_ints::<B>(&quantized.values.expect("the row-major copy was asked for"))
 }
 
@@ -55,7 +56,8 @@ fn unbiased<B: QuantOps>(seed: u64) {
         .map(|index| {
             let (row, col) = (index / shape[1], index % shape[1]);
             let in_block = |&(other, _): &(usize, &f32)| {
-                nearest.block_of(0, other / shape[1], other % shape[1]) == nearest.block_of(0, row, col)
+                nearest.block_of(0, other / shape[1], other % shape[1])
+                    == nearest.block_of(0, row, col)
             };
             let absmax = reference::absmax(x.iter().enumerate().filter(in_block).map(|(_, x)| *x));
             f64::from(x[index] * (127.0 / absmax))
@@ -87,7 +89,11 @@ fn unbiased<B: QuantOps>(seed: u64) {
         variance += element_variance;
     }
     let z = error / variance.sqrt();
-    assert!(z.abs() < 5.5, "seed {seed}: z = {z} over {} draws", DRAWS * x.len());
+    assert!(
+        z.abs() < 5.5,
+        "seed {seed}: z = {z} over {} draws",
+        DRAWS * x.len()
+    );
 }
 
 /// The bits are those of the reference, so the same on every backend and for every stride; another seed or stream gives
@@ -97,7 +103,10 @@ fn reproducible<B: QuantOps>(seed: u64) {
     for block in [16, 32, 64, 128] {
         let shape = [1 + rng.below(150), 5 + rng.below(150)];
         let x = rng.normals(shape[0] * shape[1], 3.0);
-        let key = StochasticKey { seed: rng.bits(), stream: rng.bits() };
+        let key = StochasticKey {
+            seed: rng.bits(),
+            stream: rng.bits(),
+        };
         let expected = reference::quantize(
             &x,
             MatrixShape::new(shape[0], shape[1]),
@@ -106,18 +115,40 @@ fn reproducible<B: QuantOps>(seed: u64) {
             ReferenceRounding::Stochastic(key),
         );
         let first = draw::<B>(&x, shape, block, key);
-        assert_eq!(first, expected.values, "seed {seed}, shape {shape:?}, block {block}: not the reference's bits");
-        assert_eq!(first, draw::<B>(&x, shape, block, key), "seed {seed}: the same key, other bits");
-        let other_stream = StochasticKey { stream: key.stream ^ 1, ..key };
-        let other_seed = StochasticKey { seed: key.seed ^ (1 << 40), ..key };
+        assert_eq!(
+            first, expected.values,
+            "seed {seed}, shape {shape:?}, block {block}: not the reference's bits"
+        );
+        assert_eq!(
+            first,
+            draw::<B>(&x, shape, block, key),
+            "seed {seed}: the same key, other bits"
+        );
+        let other_stream = StochasticKey {
+            stream: key.stream ^ 1,
+            ..key
+        };
+        let other_seed = StochasticKey {
+            seed: key.seed ^ (1 << 40),
+            ..key
+        };
         if x.len() > 100 {
-            assert_ne!(first, draw::<B>(&x, shape, block, other_stream), "seed {seed}: another stream, the same bits");
-            assert_ne!(first, draw::<B>(&x, shape, block, other_seed), "seed {seed}: another seed, the same bits");
+            assert_ne!(
+                first,
+                draw::<B>(&x, shape, block, other_stream),
+                "seed {seed}: another stream, the same bits"
+            );
+            assert_ne!(
+                first,
+                draw::<B>(&x, shape, block, other_seed),
+                "seed {seed}: another seed, the same bits"
+            );
         }
 
         // A transposed view has logical coordinates of its own.
         let view = tensor::<B, 2>(&x, shape, &Default::default()).swap_dims(0, 1);
-        let quantized = B::quantize_matrix(primitive(view), stochastic(block), Layout::Both, Some(key));
+        let quantized =
+            B::quantize_matrix(primitive(view), stochastic(block), Layout::Both, Some(key));
         let turned = reference::transpose(&x, MatrixShape::new(shape[0], shape[1]));
         let expected = reference::quantize(
             &turned,
@@ -126,8 +157,15 @@ fn reproducible<B: QuantOps>(seed: u64) {
             Granularity::Block(block),
             ReferenceRounding::Stochastic(key),
         );
-        let values = quantized.values.as_ref().expect("both copies were asked for");
-        assert_eq!(primitive_ints::<B>(values), expected.values, "seed {seed}, shape {shape:?}, block {block}: a transposed view");
+        let values = quantized
+            .values
+            .as_ref()
+            .expect("both copies were asked for");
+        assert_eq!(
+            primitive_ints::<B>(values),
+            expected.values,
+            "seed {seed}, shape {shape:?}, block {block}: a transposed view"
+        );
     }
 }
 
@@ -139,7 +177,10 @@ fn brackets<B: QuantOps>(seed: u64) {
     let key = StochasticKey { seed, stream: 3 };
     let draws = draw::<B>(&x, [16, 16], 16, key);
     let whole: Vec<i32> = x.iter().map(|&x| x as i32).collect();
-    assert_eq!(draws, whole, "seed {seed}: whole numbers in units of the scale moved");
+    assert_eq!(
+        draws, whole,
+        "seed {seed}: whole numbers in units of the scale moved"
+    );
 
     let x: Vec<f32> = rng.normals(256, 1.0);
     let device = Default::default();
@@ -152,7 +193,10 @@ fn brackets<B: QuantOps>(seed: u64) {
     let back = lifted::<B, 2>(B::dequantize_matrix(&quantized, FloatDType::F32));
     let step = x.iter().fold(0.0f32, |max, x| max.max(x.abs())) / 127.0;
     for (x, back) in x.iter().zip(back.to_data().iter::<f32>()) {
-        assert!((x - back).abs() < step * 1.0001, "seed {seed}: {x} became {back}, with steps of {step}");
+        assert!(
+            (x - back).abs() < step * 1.0001,
+            "seed {seed}: {x} became {back}, with steps of {step}"
+        );
     }
 }
 
@@ -160,10 +204,14 @@ fn brackets<B: QuantOps>(seed: u64) {
 fn no_two_roundings_of_a_run_share_a_stream() {
     type B = burn::backend::Flex;
     let layers = 5;
-    let initial = BankValues { thresholds: vec![1.0; layers], rates: vec![f32::NAN; layers] };
+    let initial = BankValues {
+        thresholds: vec![1.0; layers],
+        rates: vec![f32::NAN; layers],
+    };
     let bank = std::sync::Arc::new(Bank::<B>::new(7, 0, initial));
-    let all: Vec<Layer<B>> =
-        (0..layers).map(|index| Layer::new(format!("{index}"), index, true, bank.clone())).collect();
+    let all: Vec<Layer<B>> = (0..layers)
+        .map(|index| Layer::new(format!("{index}"), index, true, bank.clone()))
+        .collect();
     let mut streams = HashSet::new();
     let mut count = 0;
     for _ in 0..20 {
@@ -179,5 +227,9 @@ fn no_two_roundings_of_a_run_share_a_stream() {
         }
         bank.advance(&DelayThreshold::default());
     }
-    assert_eq!(streams.len(), count, "two roundings share their random numbers");
+    assert_eq!(
+        streams.len(),
+        count,
+        "two roundings share their random numbers"
+    );
 }

@@ -38,12 +38,28 @@ where
     let model = with_weights_of(M::new(&Default::default()), seed);
     let model = optim.attach(model);
     let layers = optim.layers();
-    let got = layers.iter().filter(|layer| layer.decision.is_quantized()).count();
-    let expected = if B::ROW.linear.is_some() { quantized } else { 0 };
-    assert_eq!(got, expected, "{}: quantized layers of {layers:?}", B::ROW.name);
+    let got = layers
+        .iter()
+        .filter(|layer| layer.decision.is_quantized())
+        .count();
+    let expected = if B::ROW.linear.is_some() {
+        quantized
+    } else {
+        0
+    };
+    assert_eq!(
+        got,
+        expected,
+        "{}: quantized layers of {layers:?}",
+        B::ROW.name
+    );
     let run = train(model, &mut optim, 4e-3, &samples::<B, M>(seed, steps));
     if B::ROW.linear.is_some_and(|row| row.fallback) {
-        assert_eq!(optim.fallback_rates().len(), quantized, "each quantized layer has run");
+        assert_eq!(
+            optim.fallback_rates().len(),
+            quantized,
+            "each quantized layer has run"
+        );
     }
     run.losses
 }
@@ -51,12 +67,18 @@ where
 fn assert_learns(name: &str, seed: u64, losses: &[f32], baseline: &[f32]) {
     let (first, last, reference) = (losses[0], tail(losses, 10), tail(baseline, 10));
     println!("{name}: {first:.4} -> {last:.4}, mixed precision -> {reference:.4}");
-    assert!(last < 0.5 * first, "{name}, seed {seed}: the loss went from {first} to {last} only");
+    assert!(
+        last < 0.5 * first,
+        "{name}, seed {seed}: the loss went from {first} to {last} only"
+    );
     assert!(
         (last - reference).abs() < 0.1 * first,
         "{name}, seed {seed}: ends at {last}, mixed precision at {reference}"
     );
-    assert_ne!(losses[0], baseline[0], "{name}, seed {seed}: a quantized loss is not the float one");
+    assert_ne!(
+        losses[0], baseline[0],
+        "{name}, seed {seed}: a quantized loss is not the float one"
+    );
 }
 
 #[test]
@@ -70,7 +92,12 @@ fn the_encoder_trains_in_int8() {
     let fallback = losses::<Training<FallbackInt8<f32, 16>>, Encoder<_>>(seed, steps, layers);
     assert_learns("encoder, fallback-int8", seed, &fallback, &baseline);
     let large_blocks = losses::<Training<FallbackInt8<f32>>, Encoder<_>>(seed, steps, layers);
-    assert_learns("encoder, fallback-int8 in blocks of 128", seed, &large_blocks, &baseline);
+    assert_learns(
+        "encoder, fallback-int8 in blocks of 128",
+        seed,
+        &large_blocks,
+        &baseline,
+    );
 }
 
 #[test]
@@ -101,7 +128,10 @@ fn balanced_checkpointing_changes_no_bit_of_a_quantized_run() {
     let seed = seed();
     let kept = losses::<Training<FallbackInt8<f32, 16>>, Encoder<_>>(seed, 5, 13);
     let balanced = losses::<Balanced, Encoder<_>>(seed, 5, 13);
-    assert!(same_bits(&kept, &balanced), "seed {seed}: {kept:?} and {balanced:?}");
+    assert!(
+        same_bits(&kept, &balanced),
+        "seed {seed}: {kept:?} and {balanced:?}"
+    );
 }
 
 /// What a linear layer is asked for.
@@ -114,7 +144,13 @@ struct Case {
     track_input: bool,
 }
 
-const FULL: Case = Case { inputs: 37, outputs: 21, bias: true, frozen: false, track_input: true };
+const FULL: Case = Case {
+    inputs: 37,
+    outputs: 21,
+    bias: true,
+    frozen: false,
+    track_input: true,
+};
 
 /// Output, gradient of the input, and gradients of the parameters of a layer with the weights of `seed`.
 struct Outcome {
@@ -132,7 +168,10 @@ fn layer<B: AutodiffBackend, const D: usize>(
 ) -> Outcome {
     let device = B::Device::default();
     let mut rng = Rng::new(seed ^ 1);
-    let mut model = with_weights_of(One::<B>::new(case.inputs, case.outputs, case.bias, &device), seed);
+    let mut model = with_weights_of(
+        One::<B>::new(case.inputs, case.outputs, case.bias, &device),
+        seed,
+    );
     if case.frozen {
         model = model.no_grad();
     }
@@ -151,22 +190,38 @@ fn layer<B: AutodiffBackend, const D: usize>(
         floats(&dx)
     });
     let dw = gradients_of::<B, One<B>>(&model, &GradientsParams::from_grads(grads, &model));
-    Outcome { y: floats(&y), dx, dw }
+    Outcome {
+        y: floats(&y),
+        dx,
+        dw,
+    }
 }
 
 fn near(what: &str, quantized: &[f32], float: &[f32]) {
     let similarity = cosine(quantized, float);
-    assert!(similarity > 0.99, "{what}: cosine similarity {similarity} to the float gradient");
+    assert!(
+        similarity > 0.99,
+        "{what}: cosine similarity {similarity} to the float gradient"
+    );
     assert_ne!(quantized, float, "{what}: this was not quantized");
 }
 
-fn compare_layer<Q: LayerBackend, F: AutodiffBackend, const D: usize>(case: Case, shape: [usize; D], seed: u64) {
+fn compare_layer<Q: LayerBackend, F: AutodiffBackend, const D: usize>(
+    case: Case,
+    shape: [usize; D],
+    seed: u64,
+) {
     let what = format!("seed {seed}, {}: {case:?} {shape:?}", Q::ROW.name);
     let float = layer::<F, D>(case, shape, seed, |model| model);
     let quantized = layer::<Q, D>(case, shape, seed, |model| {
         let optim = all_layers().with_seed(Some(seed)).init::<Q, One<Q>>();
         let model = optim.attach(model);
-        assert!(optim.layers().iter().all(|layer| layer.decision.is_quantized()));
+        assert!(
+            optim
+                .layers()
+                .iter()
+                .all(|layer| layer.decision.is_quantized())
+        );
         model
     });
     near(&format!("{what}: Y"), &quantized.y, &float.y);
@@ -174,15 +229,26 @@ fn compare_layer<Q: LayerBackend, F: AutodiffBackend, const D: usize>(case: Case
     if let (Some(quantized), Some(float)) = (&quantized.dx, &float.dx) {
         near(&format!("{what}: dX"), quantized, float);
     }
-    let parameters = if case.frozen { 0 } else { 1 + usize::from(case.bias) };
-    assert_eq!(quantized.dw.len(), parameters, "{what}: gradients of parameters");
+    let parameters = if case.frozen {
+        0
+    } else {
+        1 + usize::from(case.bias)
+    };
+    assert_eq!(
+        quantized.dw.len(),
+        parameters,
+        "{what}: gradients of parameters"
+    );
     if !case.frozen {
         near(&format!("{what}: dW"), &quantized.dw[0], &float.dw[0]);
     }
     if let (Some(quantized), Some(float)) = (quantized.dw.get(1), float.dw.get(1)) {
         let similarity = cosine(quantized, float);
         // The bias's gradient is not quantized at all.
-        assert!(similarity > 0.99999, "{what}: bias, cosine similarity {similarity}");
+        assert!(
+            similarity > 0.99999,
+            "{what}: bias, cosine similarity {similarity}"
+        );
     }
 }
 
@@ -193,19 +259,65 @@ on_every_backend! {
 
 fn shapes<B: burn_quant_train::ops::QuantOps>(seed: u64) {
     type Float<B> = Autodiff<B>;
-    fn on<B: burn_quant_train::ops::QuantOps, const D: usize>(case: Case, shape: [usize; D], seed: u64) {
-        compare_layer::<QuantTrain<Autodiff<B>, FallbackInt8<f32, 16>>, Float<B>, D>(case, shape, seed);
-        compare_layer::<QuantTrain<Autodiff<B>, BlockInt8<f32, 32>>, Float<B>, D>(case, shape, seed);
+    fn on<B: burn_quant_train::ops::QuantOps, const D: usize>(
+        case: Case,
+        shape: [usize; D],
+        seed: u64,
+    ) {
+        compare_layer::<QuantTrain<Autodiff<B>, FallbackInt8<f32, 16>>, Float<B>, D>(
+            case, shape, seed,
+        );
+        compare_layer::<QuantTrain<Autodiff<B>, BlockInt8<f32, 32>>, Float<B>, D>(
+            case, shape, seed,
+        );
     }
     on::<B, 2>(FULL, [50, 37], seed);
     on::<B, 3>(FULL, [3, 17, 37], seed);
     on::<B, 4>(FULL, [2, 3, 5, 37], seed);
     on::<B, 1>(FULL, [37], seed);
-    on::<B, 2>(Case { bias: false, ..FULL }, [33, 37], seed);
-    on::<B, 2>(Case { bias: false, inputs: 1, outputs: 129, ..FULL }, [65, 1], seed);
-    on::<B, 3>(Case { frozen: true, ..FULL }, [4, 9, 37], seed);
-    on::<B, 2>(Case { track_input: false, ..FULL }, [50, 37], seed);
-    on::<B, 4>(Case { track_input: false, bias: false, ..FULL }, [2, 1, 7, 37], seed);
+    on::<B, 2>(
+        Case {
+            bias: false,
+            ..FULL
+        },
+        [33, 37],
+        seed,
+    );
+    on::<B, 2>(
+        Case {
+            bias: false,
+            inputs: 1,
+            outputs: 129,
+            ..FULL
+        },
+        [65, 1],
+        seed,
+    );
+    on::<B, 3>(
+        Case {
+            frozen: true,
+            ..FULL
+        },
+        [4, 9, 37],
+        seed,
+    );
+    on::<B, 2>(
+        Case {
+            track_input: false,
+            ..FULL
+        },
+        [50, 37],
+        seed,
+    );
+    on::<B, 4>(
+        Case {
+            track_input: false,
+            bias: false,
+            ..FULL
+        },
+        [2, 1, 7, 37],
+        seed,
+    );
 }
 
 /// Logits, gradient of the input and of the table, for `x Eᵀ` with x of rank 2 or 3.
@@ -217,16 +329,26 @@ fn tied_outcome<B: AutodiffBackend, const D: usize>(
     let device = B::Device::default();
     let mut rng = Rng::new(seed ^ 2);
     let (vocabulary, width) = (45, shape[D - 1]);
-    let model = Tied { embedding: EmbeddingConfig::new(vocabulary, width).init::<B>(&device) };
+    let model = Tied {
+        embedding: EmbeddingConfig::new(vocabulary, width).init::<B>(&device),
+    };
     let model = attach(with_weights_of(model, seed));
     let count: usize = shape.iter().product();
     let x = tensor::<B, D>(&rng.normals(count, 1.0), shape, &device).require_grad();
-    let y = x.clone().matmul(model.embedding.weight.val().transpose().unsqueeze::<D>());
+    let y = x
+        .clone()
+        .matmul(model.embedding.weight.val().transpose().unsqueeze::<D>());
     let weights = rng.normals(count / width * vocabulary, 1.0);
-    let grads = (y.clone() * tensor::<B, D>(&weights, y.dims(), &device)).sum().backward();
+    let grads = (y.clone() * tensor::<B, D>(&weights, y.dims(), &device))
+        .sum()
+        .backward();
     let dx = x.grad(&grads).map(|dx| floats(&dx));
     let dw = gradients_of::<B, Tied<B>>(&model, &GradientsParams::from_grads(grads, &model));
-    Outcome { y: floats(&y), dx, dw }
+    Outcome {
+        y: floats(&y),
+        dx,
+        dw,
+    }
 }
 
 fn tied<B: burn_quant_train::ops::QuantOps>(seed: u64) {
@@ -242,11 +364,18 @@ fn tied<B: burn_quant_train::ops::QuantOps>(seed: u64) {
         };
         let quantized = with(LayerPolicy::all().tied_embeddings());
         near(&format!("{what}: logits"), &quantized.y, &float.y);
-        near(&format!("{what}: dX"), quantized.dx.as_ref().expect("tracked"), float.dx.as_ref().expect("tracked"));
+        near(
+            &format!("{what}: dX"),
+            quantized.dx.as_ref().expect("tracked"),
+            float.dx.as_ref().expect("tracked"),
+        );
         near(&format!("{what}: table"), &quantized.dw[0], &float.dw[0]);
         // By default an embedding's table is left alone.
         let default = with(LayerPolicy::all());
-        assert!(same_bits(&default.y, &float.y), "{what}: the default policy quantized an embedding");
+        assert!(
+            same_bits(&default.y, &float.y),
+            "{what}: the default policy quantized an embedding"
+        );
     }
     on::<B, 2>([39, 24], seed);
     on::<B, 3>([3, 13, 24], seed);
@@ -262,10 +391,22 @@ fn validation_runs_unquantized() {
     let x = Rng::new(seed).normals(40 * 20, 1.0);
     let trained = floats(&model.linear.forward(tensor::<B, 2>(&x, [40, 20], &device)));
     type Inner = <B as AutodiffBackend>::InnerBackend;
-    let valid = floats(&model.valid().linear.forward(tensor::<Inner, 2>(&x, [40, 20], &device)));
+    let valid = floats(
+        &model
+            .valid()
+            .linear
+            .forward(tensor::<Inner, 2>(&x, [40, 20], &device)),
+    );
     let plain = with_weights_of(One::<Flex>::new(20, 30, true, &device), seed);
-    let plain = floats(&plain.linear.forward(tensor::<Flex, 2>(&x, [40, 20], &device)));
-    assert!(same_bits(&valid, &plain), "seed {seed}: validation is not the inner backend's own");
+    let plain = floats(
+        &plain
+            .linear
+            .forward(tensor::<Flex, 2>(&x, [40, 20], &device)),
+    );
+    assert!(
+        same_bits(&valid, &plain),
+        "seed {seed}: validation is not the inner backend's own"
+    );
     assert_ne!(trained, plain, "seed {seed}: training is quantized");
     let _: Tensor<B, 2> = model.linear.weight.val();
 }
