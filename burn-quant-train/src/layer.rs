@@ -110,7 +110,7 @@ impl<B: QuantOps> FallbackState<B> {
         }
     }
 
-    fn to_device(&mut self, device: &Device<B>) {
+    fn move_to(&mut self, device: &Device<B>) {
         if B::float_device(&self.thresholds) != *device {
             self.thresholds = B::float_to_device(self.thresholds.clone(), device);
             self.counts = B::int_to_device(self.counts.clone(), device);
@@ -172,7 +172,7 @@ impl<B: QuantOps> Bank<B> {
         let state = guard.get_or_insert_with(|| {
             FallbackState::new(&self.initial.thresholds, &self.initial.rates, device)
         });
-        state.to_device(device);
+        state.move_to(device);
         f(state)
     }
 

@@ -154,7 +154,7 @@ fn covers(pattern: &str, path: &str) -> bool {
             .map(|(dot, _)| dot)
             .chain([rest.len()]);
         ends.into_iter()
-            .any(|end| matches(pattern.as_bytes(), rest[..end].as_bytes()))
+            .any(|end| matches(pattern.as_bytes(), &rest.as_bytes()[..end]))
     })
 }
 

@@ -765,10 +765,9 @@ impl MetricsRenderer for Notes {
     }
 }
 
-fn loader<B: Backend>(
-    seed: u64,
-    batches: usize,
-) -> Arc<dyn DataLoader<B, (Tensor<B, 2>, Tensor<B, 1, Int>)>> {
+type Batch<B> = (Tensor<B, 2>, Tensor<B, 1, Int>);
+
+fn loader<B: Backend>(seed: u64, batches: usize) -> Arc<dyn DataLoader<B, Batch<B>>> {
     let items = samples::<Flex, Mlp<Flex>>(seed, batches)
         .into_iter()
         .flat_map(|sample| {

@@ -409,10 +409,15 @@ fn gradients_get_better_with_the_fallback_rate_and_absmax_beats_relative_l1() {
     }
     let of_all = |similarities: &[f64; 3]| similarities.iter().sum::<f64>() / 3.0;
     // A network has 20 blocks, so a single rate is a matter of chance: what is left to 1, over all rates.
-    let missing = |of: fn(&(f64, [f64; 3], [f64; 3])) -> [f64; 3]| -> f64 {
-        spread.iter().map(|result| 1.0 - of_all(&of(result))).sum()
+    let missing = |similarities: &mut dyn Iterator<Item = &[f64; 3]>| -> f64 {
+        similarities
+            .map(|similarity| 1.0 - of_all(similarity))
+            .sum()
     };
-    let (absmax, relative) = (missing(|result| result.1), missing(|result| result.2));
+    let (absmax, relative) = (
+        missing(&mut spread.iter().map(|(_, absmax, _)| absmax)),
+        missing(&mut spread.iter().map(|(_, _, relative)| relative)),
+    );
     println!(
         "Fig. 3c, blocks of different magnitudes: missing similarity, absmax {absmax:.3e}, relative L1 {relative:.3e}"
     );
