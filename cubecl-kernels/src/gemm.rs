@@ -35,7 +35,7 @@ const OPERATION: &str = "gemm";
 /// Which kernel computes a product.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Strategy {
-    /// [`select`] decides from the device and the problem.
+    /// [`select()`] decides from the device and the problem.
     Auto,
     /// Plain integer arithmetic: any device, any scale geometry.
     Portable,
