@@ -17,3 +17,6 @@ mod adding_a_recipe {}
 
 #[doc = include_str!("../../book/src/results.md")]
 mod results {}
+
+#[doc = include_str!("../../README.md")]
+mod readme {}
