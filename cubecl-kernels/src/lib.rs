@@ -11,6 +11,7 @@
 //! | [`gemm`] | the product of two quantized matrices, on tensor cores or on any device |
 //! | [`delay_threshold`] | the controller that keeps the rate of fallback blocks in its range |
 //! | [`philox`] | the counter-based random bits of stochastic rounding |
+//! | [`host`] | INT8 block quantization, with and without fallback, of slices in host memory |
 //! | [`reference`](mod@reference) | all of the above in scalar Rust, the specification that the tests compare with |
 //!
 //! # Numerics
@@ -28,6 +29,7 @@ pub mod error;
 pub mod fallback;
 pub mod format;
 pub mod gemm;
+pub mod host;
 pub mod philox;
 pub mod quantize;
 pub mod reference;

@@ -267,11 +267,6 @@ pub(super) fn quantized_matmul<B: QuantOps>(
     bias: Option<FloatTensor<B>>,
     dtype: FloatDType,
 ) -> FloatTensor<B> {
-    let ([m, k], [k_b, n]) = (a.shape(), b.shape());
-    assert_eq!(
-        k, k_b,
-        "quantized_matmul: the inner dimensions of [{m}, {k}] and [{k_b}, {n}] differ"
-    );
     let mut lhs = dequantize::<B>(&a);
     if let Some(residual) = residual {
         let shape = a.matrix.shape;
@@ -288,7 +283,25 @@ pub(super) fn quantized_matmul<B: QuantOps>(
         };
         lhs = B::float_add(lhs, fallback);
     }
-    let mut product = B::float_matmul(lhs, dequantize::<B>(&b));
+    product::<B>(lhs, dequantize::<B>(&b), bias, dtype)
+}
+
+/// The product of two dequantized operands, plus `bias` along the columns.
+pub(super) fn product<B: QuantOps>(
+    lhs: FloatTensor<B>,
+    rhs: FloatTensor<B>,
+    bias: Option<FloatTensor<B>>,
+    dtype: FloatDType,
+) -> FloatTensor<B> {
+    let ([m, k], [k_b, n]) = (
+        matrix_shape(&lhs, "quantized_matmul"),
+        matrix_shape(&rhs, "quantized_matmul"),
+    );
+    assert_eq!(
+        k, k_b,
+        "quantized_matmul: the inner dimensions of [{m}, {k}] and [{k_b}, {n}] differ"
+    );
+    let mut product = B::float_matmul(lhs, rhs);
     if let Some(bias) = bias {
         let bias = B::float_reshape(to_f32::<B>(bias), Shape::new([1, n]));
         product = B::float_add(product, bias);
@@ -365,7 +378,7 @@ fn uniform<B: QuantOps>(
 }
 
 /// Rows and columns that share a scale.
-fn extent(cast: Cast, [rows, cols]: [usize; 2]) -> [usize; 2] {
+pub(super) fn extent(cast: Cast, [rows, cols]: [usize; 2]) -> [usize; 2] {
     cast.granularity
         .scale_block(MatrixShape::new(rows, cols))
         .into()
@@ -375,14 +388,14 @@ fn bool_dtype<B: QuantOps>(device: &burn_backend::tensor::Device<B>) -> BoolDTyp
     burn_backend::get_device_settings::<B>(device).bool_dtype
 }
 
-fn to_f32<B: QuantOps>(tensor: FloatTensor<B>) -> FloatTensor<B> {
+pub(super) fn to_f32<B: QuantOps>(tensor: FloatTensor<B>) -> FloatTensor<B> {
     match tensor.dtype() {
         DType::F32 => tensor,
         _ => B::float_cast(tensor, FloatDType::F32),
     }
 }
 
-fn matrix_shape<T: TensorMetadata>(matrix: &T, operation: &str) -> [usize; 2] {
+pub(super) fn matrix_shape<T: TensorMetadata>(matrix: &T, operation: &str) -> [usize; 2] {
     let shape = matrix.shape();
     match shape.as_slice() {
         &[rows, cols] => [rows, cols],

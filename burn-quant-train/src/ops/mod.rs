@@ -1,11 +1,14 @@
 //! The quantized operations as an extension of Burn's `Backend`.
 //!
 //! [`QuantOps`] belongs to the backends that hold data; its default methods compute with ordinary float tensor operations,
-//! so any Burn backend gets it by an empty `impl`. [`QuantBackend`] adds `Autodiff` on top.
+//! so any Burn backend gets it by an empty `impl`. The CubeCL backends and Flex replace them by the functions of
+//! `cubecl-kernels`. [`QuantBackend`] adds `Autodiff` on top.
 
 mod autodiff;
 #[cfg(feature = "cubecl")]
 mod cube;
+#[cfg(feature = "flex")]
+mod flex;
 mod float;
 #[cfg(feature = "fusion")]
 mod fusion;
@@ -224,9 +227,6 @@ impl<B: QuantOps> QuantBackend for B {
         )
     }
 }
-
-#[cfg(feature = "flex")]
-impl QuantOps for burn_flex::Flex {}
 
 #[cfg(feature = "ndarray")]
 impl QuantOps for burn_ndarray::NdArray {}

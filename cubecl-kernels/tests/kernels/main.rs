@@ -1,6 +1,7 @@
 //! The kernels against the scalar reference, on the runtime that a feature names: `cuda`, else `vulkan`. Without either
-//! only the reference itself is tested.
+//! only what runs on the host is tested.
 
+mod host;
 mod philox;
 mod random;
 mod reference;

@@ -5,9 +5,7 @@ use std::{
     time::{SystemTime, UNIX_EPOCH},
 };
 
-#[cfg(any(feature = "cuda", feature = "vulkan"))]
-use cubecl_kernels::shape::MatrixShape;
-use cubecl_kernels::{format::StochasticKey, philox};
+use cubecl_kernels::{format::StochasticKey, philox, shape::MatrixShape};
 
 /// A sequential generator.
 pub struct Random {
@@ -64,7 +62,6 @@ impl Random {
     }
 
     /// [`Self::with_outliers`] with zeros, denormals, ties, NaN and infinities strewn in, and a stretch of zeros.
-    #[cfg(any(feature = "cuda", feature = "vulkan"))]
     pub fn with_special_values(&mut self, shape: MatrixShape) -> Vec<f32> {
         const SPECIAL: [f32; 9] = [
             0.0,

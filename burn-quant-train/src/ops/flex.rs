@@ -1,0 +1,148 @@
+//! The quantized operations on Flex: its tensors are slices in host memory, and `cubecl_kernels::host` works on those.
+//! Products are of dequantized matrices, by Flex's own matrix product.
+
+use burn_backend::{Element, FloatDType, TensorData, ops::FloatTensorOps};
+use burn_flex::{Flex, FlexTensor};
+use cubecl_kernels::{format::Rounding, host};
+
+use super::{
+    FallbackQuantized, Layout, Operand, QuantOps, Quantized, Residual, StochasticKey, float,
+};
+use crate::recipe::{self, Cast, Format};
+
+impl QuantOps for Flex {
+    fn quantize_matrix(
+        x: FlexTensor,
+        cast: Cast,
+        _layout: Layout,
+        key: Option<StochasticKey>,
+    ) -> Quantized<Self> {
+        if cast.format != Format::Int8 {
+            return float::quantize::<Self>(x, cast, key);
+        }
+        let shape = float::matrix_shape(&x, "quantize");
+        let rounding = match cast.rounding {
+            recipe::Rounding::Nearest => Rounding::Nearest,
+            recipe::Rounding::Stochastic => {
+                Rounding::Stochastic(key.expect("quantize: stochastic rounding needs a key"))
+            }
+        };
+        let x = float::to_f32::<Self>(x).to_contiguous();
+        let quantized = host::quantize(
+            slice(&x),
+            shape,
+            float::extent(cast, shape).into(),
+            rounding,
+        );
+        wrap(quantized, shape, cast)
+    }
+
+    fn quantize_fallback(
+        x: FlexTensor,
+        cast: Cast,
+        layer: usize,
+        thresholds: FlexTensor,
+        mut counts: FlexTensor,
+    ) -> (FallbackQuantized<Self>, FlexTensor) {
+        let shape = float::matrix_shape(&x, "quantize_fallback");
+        let thresholds = thresholds.to_contiguous();
+        let thresholds = slice::<f32>(&thresholds);
+        assert!(
+            layer < thresholds.len(),
+            "quantize_fallback: layer {layer} is not among {} layers",
+            thresholds.len()
+        );
+        let x = float::to_f32::<Self>(x).to_contiguous();
+        let quantized = host::quantize_fallback(
+            slice(&x),
+            shape,
+            float::extent(cast, shape).into(),
+            thresholds[layer],
+        );
+        let blocks = quantized.base.scales.len();
+        counts = counts.to_contiguous();
+        let row = &mut counts.storage_mut::<i32>()[2 * layer..][..2];
+        row[0] += quantized.fallback_blocks as i32;
+        row[1] += blocks as i32;
+
+        let residual = wrap(quantized.residual, shape, cast);
+        let fallback = FallbackQuantized {
+            base: wrap(quantized.base, shape, cast),
+            residual: Residual {
+                values: residual.values.expect("values on the host are row-major"),
+                scales: residual.scales,
+                indicator: None,
+            },
+        };
+        (fallback, counts)
+    }
+
+    fn dequantize_matrix(matrix: &Quantized<Self>, dtype: FloatDType) -> FlexTensor {
+        crate::precision::cast_to::<Self>(dequantize(matrix, None), Some(dtype))
+    }
+
+    fn quantized_matmul(
+        a: Operand<'_, Self>,
+        residual: Option<&Residual<Self>>,
+        b: Operand<'_, Self>,
+        bias: Option<FlexTensor>,
+        dtype: FloatDType,
+    ) -> FlexTensor {
+        let operand = |operand: &Operand<'_, Self>, residual| {
+            let matrix = dequantize(operand.matrix, residual);
+            match operand.transpose {
+                true => Self::float_swap_dims(matrix, 0, 1),
+                false => matrix,
+            }
+        };
+        float::product::<Self>(operand(&a, residual), operand(&b, None), bias, dtype)
+    }
+}
+
+fn dequantize(matrix: &Quantized<Flex>, residual: Option<&Residual<Flex>>) -> FlexTensor {
+    if matrix.cast.format != Format::Int8 {
+        return float::dequantize::<Flex>(&matrix.operand());
+    }
+    let values = matrix
+        .values
+        .as_ref()
+        .expect("values on the host are row-major");
+    let (values, scales) = (values.to_contiguous(), matrix.scales.to_contiguous());
+    let residual = residual.map(|residual| {
+        (
+            residual.values.to_contiguous(),
+            residual.scales.to_contiguous(),
+        )
+    });
+    let dequantized = host::dequantize(
+        (slice(&values), slice(&scales)),
+        residual
+            .as_ref()
+            .map(|(values, scales)| (slice(values), slice(scales))),
+        matrix.shape,
+        float::extent(matrix.cast, matrix.shape).into(),
+    );
+    FlexTensor::from_data(TensorData::new(dequantized, matrix.shape))
+}
+
+fn wrap(quantized: host::Quantized, shape: [usize; 2], cast: Cast) -> Quantized<Flex> {
+    let [rows, cols] = float::extent(cast, shape);
+    let grid = [shape[0].div_ceil(rows), shape[1].div_ceil(cols)];
+    Quantized {
+        shape,
+        cast,
+        values: Some(FlexTensor::from_data(TensorData::new(
+            quantized.values,
+            shape,
+        ))),
+        transposed: None,
+        scales: FlexTensor::from_data(TensorData::new(quantized.scales, grid)),
+    }
+}
+
+/// The elements of a contiguous tensor.
+fn slice<E: Element + bytemuck::Pod>(tensor: &FlexTensor) -> &[E] {
+    tensor
+        .as_slice()
+        .expect("a contiguous tensor of this dtype is a slice")
+}
