@@ -24,10 +24,14 @@
 #![allow(clippy::manual_is_multiple_of, clippy::collapsible_if)]
 
 pub mod delay_threshold;
+pub mod dynamic_exponent;
+pub mod dynamic_range_expansion;
 pub mod error;
 pub mod fallback;
+pub mod float8;
 pub mod format;
 pub mod gemm;
+pub mod optimizer_state;
 pub mod philox;
 pub mod quantize;
 pub mod reference;

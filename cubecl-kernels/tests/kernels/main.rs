@@ -1,6 +1,8 @@
 //! The kernels against the scalar reference, on the runtime that a feature names: `cuda`, else `vulkan`. Without either
 //! only the reference itself is tested.
 
+mod float8;
+mod optimizer_state;
 mod philox;
 mod random;
 mod reference;
