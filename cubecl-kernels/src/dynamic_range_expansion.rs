@@ -54,7 +54,7 @@ fn log2(x: f32) -> f32 {
     series * (s * LOG2_E_TWICE) + exponent as f32
 }
 
-/// `base^k` for a base in `[0, 1]`, with `k` in eighths. Only 0 becomes 0: powers below the normal `f32` become its smallest
+/// `base^k` for a base in `[0, 1]`, with `k` in eighths. Only what counts as 0 becomes 0: a power below the normal `f32` becomes its smallest
 /// normal number, which no device flushes.
 #[inline]
 pub fn expand(base: f32, exponent: u8) -> f32 {

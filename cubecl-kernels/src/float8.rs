@@ -219,13 +219,13 @@ pub fn decode<R: Runtime>(
     Ok(out)
 }
 
-/// The number of elements of a contiguous tensor that 32 bits can index.
+/// The number of elements of a contiguous tensor, few enough that 32 bits index all of a launch's last cubes too.
 pub(crate) fn check_contiguous<R: Runtime>(
     operation: &'static str,
     tensor: &TensorHandle<R>,
 ) -> Result<usize, KernelError> {
     let len = tensor.shape().iter().product::<usize>();
-    if is_contiguous(tensor) && len <= u32::MAX as usize {
+    if is_contiguous(tensor) && len <= 1 << 31 {
         return Ok(len);
     }
     Err(KernelError::Shape {
@@ -235,7 +235,7 @@ pub(crate) fn check_contiguous<R: Runtime>(
             tensor.shape(),
             tensor.strides()
         ),
-        remedy: "pass a contiguous tensor of at most 2^32 - 1 elements",
+        remedy: "pass a contiguous tensor of at most 2^31 elements",
     })
 }
 

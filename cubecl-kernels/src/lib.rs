@@ -23,6 +23,7 @@
 // it is decided when the kernel is built, the `if` inside it when the kernel runs.
 #![allow(clippy::manual_is_multiple_of, clippy::collapsible_if)]
 
+pub mod adamw;
 pub mod delay_threshold;
 pub mod dynamic_exponent;
 pub mod dynamic_range_expansion;

@@ -28,7 +28,7 @@ use crate::{
 };
 
 pub(crate) mod group;
-mod kernel;
+pub(crate) mod kernel;
 pub(crate) mod span;
 
 /// Magnitudes below this, 2^-124, count as zero: a quarter of one is still a normal `f32` on devices that flush others.

@@ -6,6 +6,7 @@
 //!
 //! Matrices are contiguous slices, row-major, batch first.
 
+pub mod adamw;
 pub mod optimizer_state;
 
 use crate::{

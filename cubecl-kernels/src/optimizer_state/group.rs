@@ -50,10 +50,11 @@ pub(crate) fn read_state<S: Numeric, N: Size>(
     #[comptime] moment: Moment,
 ) -> Array<f32> {
     if comptime!(format.is_none()) {
-        read_held::<S, f32, N>(values, start, len, span, width)
+        read_held::<S, f32, N>(values, start, len, span, width, 0)
     } else {
         let format = comptime!(format.unwrap());
-        let codes = read_held::<S, u32, N>(values, start, len, span, width);
+        let fill = comptime!(format.encoding.zero(moment));
+        let codes = read_held::<S, u32, N>(values, start, len, span, width, fill);
         let group = group_index(start, span, format);
         let mut scale = 0.0f32;
         let mut power = 1.0f32;

@@ -164,7 +164,7 @@ fn quantize_kernel<N: Size>(
     if start >= len {
         terminate!();
     }
-    let held = read_held::<f32, f32, N>(x, start, len, span, width);
+    let held = read_held::<f32, f32, N>(x, start, len, span, width, 0);
     write_state::<u8, N>(
         values,
         scales,

@@ -149,7 +149,7 @@ pub(crate) fn quad_start(start: u32, len: u32, index: u32, #[comptime] span: Spa
     }
 }
 
-/// Reads the elements of a unit; 0 where it has none.
+/// Reads the elements of a unit; `fill` where it has none.
 #[cube]
 pub(crate) fn read_held<E: Numeric, T: Numeric, N: Size>(
     x: &Tensor<Vector<E, N>>,
@@ -157,6 +157,7 @@ pub(crate) fn read_held<E: Numeric, T: Numeric, N: Size>(
     len: u32,
     #[comptime] span: Span,
     #[comptime] width: usize,
+    #[comptime] fill: u8,
 ) -> Array<T> {
     let mut held = Array::<T>::new(comptime!(span.held()));
     #[unroll]
@@ -166,7 +167,7 @@ pub(crate) fn read_held<E: Numeric, T: Numeric, N: Size>(
         if comptime!(width == 4) {
             #[unroll]
             for lane in 0..4usize {
-                held[comptime!(slot + lane)] = T::from_int(0);
+                held[comptime!(slot + lane)] = T::from_int(comptime!(fill as i64));
             }
             if element < len {
                 let vector = x[(element / 4) as usize];
@@ -178,7 +179,7 @@ pub(crate) fn read_held<E: Numeric, T: Numeric, N: Size>(
         } else {
             #[unroll]
             for lane in 0..4usize {
-                held[comptime!(slot + lane)] = T::from_int(0);
+                held[comptime!(slot + lane)] = T::from_int(comptime!(fill as i64));
                 let at = element + comptime!(lane as u32);
                 if at < len {
                     held[comptime!(slot + lane)] = T::cast_from(x[at as usize][0usize]);

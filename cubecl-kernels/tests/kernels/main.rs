@@ -1,6 +1,7 @@
 //! The kernels against the scalar reference, on the runtime that a feature names: `cuda`, else `vulkan`. Without either
 //! only the reference itself is tested.
 
+mod adamw;
 mod float8;
 mod optimizer_state;
 mod philox;
