@@ -24,12 +24,17 @@
 // it is decided when the kernel is built, the `if` inside it when the kernel runs.
 #![allow(clippy::manual_is_multiple_of, clippy::collapsible_if)]
 
+pub mod adamw;
 pub mod delay_threshold;
+pub mod dynamic_exponent;
+pub mod dynamic_range_expansion;
 pub mod error;
 pub mod fallback;
+pub mod float8;
 pub mod format;
 pub mod gemm;
 pub mod host;
+pub mod optimizer_state;
 pub mod philox;
 pub mod quantize;
 pub mod reference;

@@ -48,7 +48,8 @@ pub fn uniform_row(key: StochasticKey, row: usize, out: &mut [f32]) {
     }
 }
 
-fn four_neighbours(key: StochasticKey, row: usize, quarter: usize) -> [u32; 4] {
+/// The random words of four neighbours of a row, from column `4 * quarter`.
+pub(crate) fn four_neighbours(key: StochasticKey, row: usize, quarter: usize) -> [u32; 4] {
     let counter = [
         row as u32,
         quarter as u32,

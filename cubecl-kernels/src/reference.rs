@@ -6,6 +6,9 @@
 //!
 //! Matrices are contiguous slices, row-major, batch first.
 
+pub mod adamw;
+pub mod optimizer_state;
+
 use crate::{
     delay_threshold::{DelayThreshold, MAX_THRESHOLD, MIN_THRESHOLD},
     format::{Format, Granularity, MIN_ABSMAX, Rounding},

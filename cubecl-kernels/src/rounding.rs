@@ -95,6 +95,19 @@ pub(crate) fn round_stochastic(
     clamp(q, -q_max, q_max)
 }
 
+/// The four random words of a row's four neighbours.
+#[cube]
+pub(crate) fn random_words(row: u32, quarter: u32, random: &RandomStream) -> (u32, u32, u32, u32) {
+    philox4x32_cube(
+        row,
+        quarter,
+        random.stream_low,
+        random.stream_high,
+        random.seed_low,
+        random.seed_high,
+    )
+}
+
 /// Rounds four neighbours of a row in place of their values; `col` is a multiple of four, `row` counts through the
 /// batch.
 #[cube]
@@ -110,14 +123,7 @@ pub(crate) fn round_quad(
 ) -> Array<i32> {
     let mut q = Array::<i32>::new(4usize);
     if comptime!(stochastic) {
-        let (b0, b1, b2, b3) = philox4x32_cube(
-            row,
-            col / 4,
-            random.stream_low,
-            random.stream_high,
-            random.seed_low,
-            random.seed_high,
-        );
+        let (b0, b1, b2, b3) = random_words(row, col / 4, random);
         q[0] = round_stochastic(x[0], inverse[0], uniform(b0), zero, q_max);
         q[1] = round_stochastic(x[1], inverse[1], uniform(b1), zero, q_max);
         q[2] = round_stochastic(x[2], inverse[2], uniform(b2), zero, q_max);

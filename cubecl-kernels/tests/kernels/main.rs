@@ -1,7 +1,10 @@
 //! The kernels against the scalar reference, on the runtime that a feature names: `cuda`, else `vulkan`. Without either
 //! only what runs on the host is tested.
 
+mod adamw;
+mod float8;
 mod host;
+mod optimizer_state;
 mod philox;
 mod random;
 mod reference;

@@ -1,0 +1,186 @@
+//! AdamW (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", ICLR 2019) with moments in any state format:
+//! one kernel that decompresses both moments, updates them and the parameter in FP32, and compresses them again (coat-fp8,
+//! appendix G.4). Every byte is read once and written once, in place.
+//!
+//! ```text
+//! m = beta_1 m + (1 - beta_1) g              m_hat = m / (1 - beta_1^t)
+//! v = beta_2 v + (1 - beta_2) g^2            v_hat = v / (1 - beta_2^t)
+//! p = p (1 - lr weight_decay) - lr m_hat / (sqrt(v_hat) + epsilon)
+//! ```
+//!
+//! The step counter `t` and the flag of gradients that are not finite live on the device, so that a training step never
+//! waits for a number to reach the host:
+//!
+//! 1. [`find_nonfinite`] raises the flag.
+//! 2. [`tick`] counts the step, as taken or as skipped.
+//! 3. [`adamw`] reads both; under a raised flag it writes nothing.
+
+use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
+
+use crate::{
+    device::{check_dtype, check_float, storage},
+    error::KernelError,
+    float8::check_contiguous,
+    format::Rounding,
+    optimizer_state::StateTensor,
+};
+
+mod clock;
+mod fused;
+mod many;
+mod nonfinite;
+mod update;
+
+pub use clock::{initial_clock, initial_flag, tick};
+pub use nonfinite::find_nonfinite;
+pub(crate) use update::Coefficients;
+
+const OPERATION: &str = "adamw";
+
+/// What AdamW takes apart from the tensors.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Hyperparameters {
+    /// The learning rate.
+    pub learning_rate: f32,
+    /// Decay of the first moment, in `[0, 1)`.
+    pub beta_1: f32,
+    /// Decay of the second moment, in `[0, 1)`.
+    pub beta_2: f32,
+    /// Added to the root of the second moment. Above 1e-12, so that second moments too small for a compressed state do
+    /// not matter.
+    pub epsilon: f32,
+    /// The part of `learning_rate * parameter` that is taken off the parameter.
+    pub weight_decay: f32,
+}
+
+/// A parameter with all that its update reads and writes. The tensors are contiguous, of one number of elements.
+#[derive(Debug)]
+pub struct AdamWTensors<R: Runtime> {
+    /// f32 or bf16, updated in place.
+    pub parameter: TensorHandle<R>,
+    /// f32, f16 or bf16.
+    pub gradient: TensorHandle<R>,
+    /// The first moment, updated in place.
+    pub first: StateTensor<R>,
+    /// The second moment, updated in place.
+    pub second: StateTensor<R>,
+    /// How a bf16 parameter is rounded. The step is a coordinate of the random numbers: one key serves a whole run.
+    pub rounding: Rounding,
+}
+
+impl<R: Runtime> Clone for AdamWTensors<R> {
+    fn clone(&self) -> Self {
+        Self {
+            parameter: self.parameter.clone(),
+            gradient: self.gradient.clone(),
+            first: self.first.clone(),
+            second: self.second.clone(),
+            rounding: self.rounding,
+        }
+    }
+}
+
+impl<R: Runtime> AdamWTensors<R> {
+    fn len(&self) -> usize {
+        self.parameter.shape().iter().product()
+    }
+
+    fn check(&self, client: &ComputeClient<R>) -> Result<(), KernelError> {
+        let len = check_contiguous(OPERATION, &self.parameter)?;
+        let gradient = check_contiguous(OPERATION, &self.gradient)?;
+        check_float(client, OPERATION, "a gradient", self.gradient.dtype)?;
+        check_parameter(client, self.parameter.dtype)?;
+        self.first.check(OPERATION)?;
+        self.second.check(OPERATION)?;
+        let states = (self.first.len(), self.second.len());
+        if (gradient, states) == (len, (len, len)) {
+            return Ok(());
+        }
+        Err(KernelError::Shape {
+            operation: OPERATION,
+            got: format!(
+                "a parameter {:?}, its gradient {:?}, and moments of {} and {} elements",
+                self.parameter.shape(),
+                self.gradient.shape(),
+                states.0,
+                states.1
+            ),
+            remedy: "pass tensors of one shape",
+        })
+    }
+}
+
+/// One step of AdamW for all of these parameters, with `t` read from the clock.
+///
+/// - `tensors`: see [`AdamWTensors`]. Small ones with f32 parameters and f32 moments share launches.
+/// - `clock`: i32 `[2]`, the steps taken and skipped, after [`tick`] counted this one.
+/// - `nonfinite`: i32 `[1]`; while it is not 0, nothing is changed.
+///
+/// The moments are those of [`reference::adamw`](mod@crate::reference::adamw), to the bit where no state is expanded; the
+/// parameters within the rounding of a few `f32` operations. A gradient that is not finite, with `nonfinite` 0 or `None`,
+/// makes NaN of its parameter and of the groups of its moments.
+///
+/// # Errors
+///
+/// When shapes or element types differ from these, or the groups of two moments do not nest: of sizes a power of two
+/// apart. All tensors are checked before the first launch.
+pub fn adamw<R: Runtime>(
+    client: &ComputeClient<R>,
+    tensors: &[AdamWTensors<R>],
+    clock: &TensorHandle<R>,
+    nonfinite: Option<&TensorHandle<R>>,
+    hyperparameters: &Hyperparameters,
+) -> Result<(), KernelError> {
+    check_counters(OPERATION, clock, nonfinite)?;
+    let coefficients = Coefficients::new(hyperparameters)?;
+    for tensors in tensors {
+        tensors.check(client)?;
+        fused::span(client, tensors)?;
+    }
+    let (small, rest): (Vec<_>, Vec<_>) = tensors
+        .iter()
+        .filter(|tensors| tensors.len() > 0)
+        .partition(|tensors| many::accepts(tensors));
+    many::launch(client, &small, clock, nonfinite, &coefficients);
+    for tensors in rest {
+        fused::launch(client, tensors, clock, nonfinite, &coefficients)?;
+    }
+    Ok(())
+}
+
+fn check_parameter<R: Runtime>(
+    client: &ComputeClient<R>,
+    dtype: StorageType,
+) -> Result<(), KernelError> {
+    check_float(client, OPERATION, "a parameter", dtype)?;
+    if dtype == storage::<half::f16>() {
+        return Err(KernelError::Dtype {
+            operation: OPERATION,
+            tensor: "a parameter",
+            dtype: dtype.to_string(),
+            remedy: "use f32 or bf16: updates of a small parameter vanish below the range of f16",
+        });
+    }
+    Ok(())
+}
+
+/// Accepts a clock of two numbers and a flag of one.
+fn check_counters<R: Runtime>(
+    operation: &'static str,
+    clock: &TensorHandle<R>,
+    nonfinite: Option<&TensorHandle<R>>,
+) -> Result<(), KernelError> {
+    let counters = [("clock", Some(clock), 2), ("nonfinite", nonfinite, 1)];
+    for (name, tensor, len) in counters {
+        let Some(tensor) = tensor else { continue };
+        check_dtype(operation, name, tensor, storage::<i32>(), "use i32")?;
+        if check_contiguous(operation, tensor)? != len {
+            return Err(KernelError::Shape {
+                operation,
+                got: format!("{name} {:?}", tensor.shape()),
+                remedy: "pass a clock [2] and a flag [1]",
+            });
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,243 @@
+//! The update of one tensor, its moments in any format.
+
+use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
+
+use crate::{
+    device::{cube_grid, storage, unused},
+    error::KernelError,
+    format::Rounding,
+    optimizer_state::{
+        Moment, StateFormat,
+        group::{read_state, write_state},
+        kernel::{is_aligned, or_unused},
+        span::{Span, cube_start, quad_start, read_held, write_held},
+    },
+    rounding::{RandomStream, magnitude_bits, random_stream, random_words},
+};
+
+use super::{
+    AdamWTensors, Coefficients, OPERATION,
+    update::{CoefficientsArg, first_moment, parameter as updated, second_moment, step_of},
+};
+
+const INFINITY: u32 = f32::INFINITY.to_bits();
+/// The bits of an `f32` that a bf16 has.
+const BF16_BITS: u32 = 0xffff_0000;
+
+/// What a kernel is built for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct Plan {
+    span: Span,
+    width: usize,
+    first: Option<StateFormat>,
+    second: Option<StateFormat>,
+    flagged: bool,
+    stochastic: bool,
+}
+
+/// The span that both moments share.
+pub(super) fn span<R: Runtime>(
+    client: &ComputeClient<R>,
+    tensors: &AdamWTensors<R>,
+) -> Result<Span, KernelError> {
+    Span::new(
+        client,
+        OPERATION,
+        &[tensors.first.format, tensors.second.format],
+    )
+}
+
+pub(super) fn launch<R: Runtime>(
+    client: &ComputeClient<R>,
+    tensors: &AdamWTensors<R>,
+    clock: &TensorHandle<R>,
+    nonfinite: Option<&TensorHandle<R>>,
+    coefficients: &Coefficients,
+) -> Result<(), KernelError> {
+    let AdamWTensors {
+        parameter,
+        gradient,
+        first,
+        second,
+        rounding,
+    } = tensors;
+    let span = span(client, tensors)?;
+    let aligned = [parameter, gradient, &first.values, &second.values]
+        .into_iter()
+        .all(is_aligned);
+    let stochastic = *rounding != Rounding::Nearest && parameter.dtype != storage::<f32>();
+    let flag = nonfinite
+        .cloned()
+        .unwrap_or_else(|| unused(client, storage::<i32>()));
+    let scales = |scales| or_unused(client, scales, storage::<f32>()).into_arg();
+    let exponents = |exponents| or_unused(client, exponents, storage::<u8>()).into_arg();
+    for stretch in span.launches(tensors.len(), aligned) {
+        // SAFETY: accesses are guarded by the number of elements, which `AdamWTensors::check` found to be that of all
+        // tensors, and by the number of groups that follows from it.
+        #[allow(unsafe_code)]
+        unsafe {
+            adamw_kernel::launch_unchecked::<R>(
+                client,
+                cube_grid(stretch.count),
+                span.cube_dim(),
+                stretch.width,
+                parameter.clone().into_arg(),
+                gradient.clone().into_arg(),
+                first.values.clone().into_arg(),
+                scales(&first.scales),
+                exponents(&first.exponents),
+                second.values.clone().into_arg(),
+                scales(&second.scales),
+                exponents(&second.exponents),
+                clock.clone().into_arg(),
+                flag.clone().into_arg(),
+                coefficients.launch(),
+                random_stream(*rounding),
+                stretch.first as u32,
+                tensors.len() as u32,
+                0,
+                Plan {
+                    span,
+                    width: stretch.width,
+                    first: first.format,
+                    second: second.format,
+                    flagged: nonfinite.is_some(),
+                    stochastic,
+                },
+                parameter.dtype,
+                gradient.dtype,
+                first.values.dtype,
+                second.values.dtype,
+            );
+        }
+    }
+    Ok(())
+}
+
+#[cube(launch_unchecked)]
+#[allow(clippy::too_many_arguments)]
+fn adamw_kernel<P: Numeric, G: Numeric, S1: Numeric, S2: Numeric, N: Size>(
+    parameter: &mut Tensor<Vector<P, N>>,
+    gradient: &Tensor<Vector<G, N>>,
+    first: &mut Tensor<Vector<S1, N>>,
+    first_scales: &mut Tensor<f32>,
+    first_exponents: &mut Tensor<u8>,
+    second: &mut Tensor<Vector<S2, N>>,
+    second_scales: &mut Tensor<f32>,
+    second_exponents: &mut Tensor<u8>,
+    clock: &Tensor<i32>,
+    nonfinite: &Tensor<i32>,
+    coefficients: CoefficientsArg,
+    random: RandomStream,
+    first_cube: u32,
+    len: u32,
+    zero: u32,
+    #[comptime] plan: Plan,
+    #[define(P)] _parameter: StorageType,
+    #[define(G)] _gradient: StorageType,
+    #[define(S1)] _first: StorageType,
+    #[define(S2)] _second: StorageType,
+) {
+    let span = comptime!(plan.span);
+    let width = comptime!(plan.width);
+    let start = cube_start(first_cube, span);
+    if start >= len {
+        terminate!();
+    }
+    if comptime!(plan.flagged) {
+        if nonfinite[0] != 0 {
+            terminate!();
+        }
+    }
+    // All loads come before the arithmetic, so that their latencies overlap.
+    let mut p = read_held::<P, f32, N>(parameter, start, len, span, width, 0);
+    let g = read_held::<G, f32, N>(gradient, start, len, span, width, 0);
+    let mut m = read_state::<S1, N>(
+        first,
+        first_scales,
+        first_exponents,
+        start,
+        len,
+        span,
+        width,
+        comptime!(plan.first),
+        comptime!(Moment::First),
+    );
+    let mut v = read_state::<S2, N>(
+        second,
+        second_scales,
+        second_exponents,
+        start,
+        len,
+        span,
+        width,
+        comptime!(plan.second),
+        comptime!(Moment::Second),
+    );
+    let taken = clock[0];
+    let step = step_of(&coefficients, taken);
+    #[unroll]
+    for slot in 0..comptime!(span.held()) {
+        m[slot] = first_moment(m[slot], g[slot], &step, zero);
+        v[slot] = second_moment(v[slot], g[slot], &step, zero);
+        p[slot] = updated(p[slot], m[slot], v[slot], &step);
+    }
+    if comptime!(plan.stochastic) {
+        round_held(&mut p, start, len, taken as u32, &random, span);
+    }
+    write_held::<f32, P, N>(parameter, &p, start, len, span, width);
+    write_state::<S1, N>(
+        first,
+        first_scales,
+        first_exponents,
+        &m,
+        start,
+        len,
+        zero,
+        span,
+        width,
+        comptime!(plan.first),
+        comptime!(Moment::First),
+    );
+    write_state::<S2, N>(
+        second,
+        second_scales,
+        second_exponents,
+        &v,
+        start,
+        len,
+        zero,
+        span,
+        width,
+        comptime!(plan.second),
+        comptime!(Moment::Second),
+    );
+}
+
+/// Rounds all that a unit holds to bf16, up with the probability of what is cut off.
+#[cube]
+fn round_held(
+    p: &mut Array<f32>,
+    start: u32,
+    len: u32,
+    step: u32,
+    random: &RandomStream,
+    #[comptime] span: Span,
+) {
+    #[unroll]
+    for index in 0..comptime!(span.quads as u32) {
+        let quarter = quad_start(start, len, index, span) / 4;
+        let (b0, b1, b2, b3) = random_words(step, quarter, random);
+        let slot = comptime!((index * 4) as usize);
+        p[comptime!(slot)] = round_to_bf16(p[comptime!(slot)], b0);
+        p[comptime!(slot + 1)] = round_to_bf16(p[comptime!(slot + 1)], b1);
+        p[comptime!(slot + 2)] = round_to_bf16(p[comptime!(slot + 2)], b2);
+        p[comptime!(slot + 3)] = round_to_bf16(p[comptime!(slot + 3)], b3);
+    }
+}
+
+#[cube]
+fn round_to_bf16(x: f32, random: u32) -> f32 {
+    let bits = (u32::reinterpret(x) + (random >> 16)) & BF16_BITS;
+    select(magnitude_bits(x) < INFINITY, f32::reinterpret(bits), x)
+}

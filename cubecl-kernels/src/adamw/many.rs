@@ -1,0 +1,123 @@
+//! The update of many small tensors in one launch, their moments in FP32: norms and biases.
+
+use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
+
+use crate::device::{storage, unused};
+
+use super::{
+    AdamWTensors, Coefficients,
+    update::{CoefficientsArg, first_moment, parameter, second_moment, step_of},
+};
+
+const UNITS: usize = 256;
+/// Above it the launch of a kernel that reads four elements at once pays.
+const MAX_LEN: usize = 1 << 16;
+const MAX_TENSORS: usize = 8;
+/// Bindings that do not depend on the number of tensors: the clock, the flag, and the scalars and shapes.
+const SHARED_BINDINGS: usize = 3;
+const BINDINGS_OF_TENSOR: usize = 4;
+
+pub(super) fn accepts<R: Runtime>(tensors: &AdamWTensors<R>) -> bool {
+    tensors.first.format.is_none()
+        && tensors.second.format.is_none()
+        && tensors.parameter.dtype == storage::<f32>()
+        && tensors.len() <= MAX_LEN
+}
+
+/// Tensors of one launch, where each takes this many bindings: few devices bind more than a handful of buffers.
+pub(super) fn batch_size<R: Runtime>(client: &ComputeClient<R>, bindings: usize) -> usize {
+    let limit = client.properties().hardware.max_bindings as usize;
+    (limit.saturating_sub(SHARED_BINDINGS) / bindings).clamp(1, MAX_TENSORS)
+}
+
+pub(super) fn launch<R: Runtime>(
+    client: &ComputeClient<R>,
+    tensors: &[&AdamWTensors<R>],
+    clock: &TensorHandle<R>,
+    nonfinite: Option<&TensorHandle<R>>,
+    coefficients: &Coefficients,
+) {
+    let flag = nonfinite
+        .cloned()
+        .unwrap_or_else(|| unused(client, storage::<i32>()));
+    // A launch takes gradients of one type, and cubes for the longest of its tensors.
+    let mut sorted = tensors.to_vec();
+    sorted.sort_by_key(|tensors| (tensors.gradient.dtype.to_string(), tensors.len()));
+    let batches = sorted
+        .chunk_by(|a, b| a.gradient.dtype == b.gradient.dtype)
+        .flat_map(|tensors| tensors.chunks(batch_size(client, BINDINGS_OF_TENSOR)));
+    for batch in batches {
+        let longest = batch.iter().map(|tensors| tensors.len()).max();
+        let cubes = longest.unwrap_or_default().div_ceil(UNITS);
+        // SAFETY: accesses are guarded by each tensor's number of elements, which `AdamWTensors::check` found to be that
+        // of its gradient and moments.
+        #[allow(unsafe_code)]
+        unsafe {
+            adamw_many_kernel::launch_unchecked::<R>(
+                client,
+                CubeCount::Static(cubes as u32, batch.len() as u32, 1),
+                CubeDim::new_1d(UNITS as u32),
+                batch
+                    .iter()
+                    .map(|t| t.parameter.clone().into_arg())
+                    .collect(),
+                batch
+                    .iter()
+                    .map(|t| t.gradient.clone().into_arg())
+                    .collect(),
+                batch
+                    .iter()
+                    .map(|t| t.first.values.clone().into_arg())
+                    .collect(),
+                batch
+                    .iter()
+                    .map(|t| t.second.values.clone().into_arg())
+                    .collect(),
+                batch.iter().map(|t| t.len() as u32).collect(),
+                clock.clone().into_arg(),
+                flag.clone().into_arg(),
+                coefficients.launch(),
+                0,
+                nonfinite.is_some(),
+                batch[0].gradient.dtype,
+            );
+        }
+    }
+}
+
+#[cube(launch_unchecked)]
+#[allow(clippy::too_many_arguments)]
+fn adamw_many_kernel<G: Numeric>(
+    parameters: &mut Sequence<Tensor<f32>>,
+    gradients: &Sequence<Tensor<G>>,
+    first: &mut Sequence<Tensor<f32>>,
+    second: &mut Sequence<Tensor<f32>>,
+    lens: &Sequence<u32>,
+    clock: &Tensor<i32>,
+    nonfinite: &Tensor<i32>,
+    coefficients: CoefficientsArg,
+    zero: u32,
+    #[comptime] flagged: bool,
+    #[define(G)] _gradient: StorageType,
+) {
+    if comptime!(flagged) {
+        if nonfinite[0] != 0 {
+            terminate!();
+        }
+    }
+    let step = step_of(&coefficients, clock[0]);
+    let element = CUBE_POS_X * CUBE_DIM + UNIT_POS;
+    #[unroll]
+    for index in 0..lens.len() {
+        if CUBE_POS_Y == index as u32 && element < *lens.index(index) {
+            let at = element as usize;
+            let g = f32::cast_from(gradients.index(index)[at]);
+            let m = first_moment(first.index(index)[at], g, &step, zero);
+            let v = second_moment(second.index(index)[at], g, &step, zero);
+            let p = parameter(parameters.index(index)[at], m, v, &step);
+            first.index_mut(index)[at] = m;
+            second.index_mut(index)[at] = v;
+            parameters.index_mut(index)[at] = p;
+        }
+    }
+}

@@ -1,0 +1,147 @@
+//! The arithmetic of one step, on the host's side of the launch and in kernels.
+
+use cubecl::prelude::*;
+
+use crate::{error::KernelError, exact};
+
+use super::{Hyperparameters, OPERATION};
+
+/// What a step needs of the hyperparameters, derived once in f64.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct Coefficients {
+    pub learning_rate: f32,
+    pub beta_1: f32,
+    pub one_minus_beta_1: f32,
+    pub log_beta_1: f32,
+    pub beta_2: f32,
+    pub one_minus_beta_2: f32,
+    pub log_beta_2: f32,
+    pub epsilon: f32,
+    pub decay: f32,
+}
+
+impl Coefficients {
+    pub fn new(hyperparameters: &Hyperparameters) -> Result<Self, KernelError> {
+        let &Hyperparameters {
+            learning_rate,
+            beta_1,
+            beta_2,
+            epsilon,
+            weight_decay,
+        } = hyperparameters;
+        let betas = [beta_1, beta_2];
+        if !betas.iter().all(|beta| (0.0..1.0).contains(beta)) || epsilon.is_nan() || epsilon < 0.0
+        {
+            return Err(KernelError::Unsupported {
+                operation: OPERATION,
+                reason: format!("{hyperparameters:?}"),
+                remedy: "use betas in [0, 1) and an epsilon that is not negative",
+            });
+        }
+        // A beta of 0 has no logarithm; e^-100 is 0 in f32 beside 1.
+        let log = |beta: f32| f64::from(beta).ln().max(-100.0) as f32;
+        Ok(Self {
+            learning_rate,
+            beta_1,
+            one_minus_beta_1: 1.0 - beta_1,
+            log_beta_1: log(beta_1),
+            beta_2,
+            one_minus_beta_2: 1.0 - beta_2,
+            log_beta_2: log(beta_2),
+            epsilon,
+            decay: (1.0 - f64::from(learning_rate) * f64::from(weight_decay)) as f32,
+        })
+    }
+
+    /// The launch argument.
+    pub fn launch<R: Runtime>(&self) -> CoefficientsArgLaunch<R> {
+        CoefficientsArgLaunch::new(
+            self.learning_rate,
+            self.beta_1,
+            self.one_minus_beta_1,
+            self.log_beta_1,
+            self.beta_2,
+            self.one_minus_beta_2,
+            self.log_beta_2,
+            self.epsilon,
+            self.decay,
+        )
+    }
+}
+
+/// [`Coefficients`] in a kernel.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+pub(crate) struct CoefficientsArg {
+    learning_rate: f32,
+    beta_1: f32,
+    one_minus_beta_1: f32,
+    log_beta_1: f32,
+    beta_2: f32,
+    one_minus_beta_2: f32,
+    log_beta_2: f32,
+    epsilon: f32,
+    decay: f32,
+}
+
+/// What is the same for all elements of a step.
+#[derive(CubeType, Clone, Copy)]
+pub(crate) struct Step {
+    beta_1: f32,
+    one_minus_beta_1: f32,
+    beta_2: f32,
+    one_minus_beta_2: f32,
+    epsilon: f32,
+    decay: f32,
+    /// `lr / (1 - beta_1^t)`
+    rate: f32,
+    /// `1 / (1 - beta_2^t)`
+    correction_2: f32,
+}
+
+/// The step of a clock that has counted it.
+#[cube]
+pub(crate) fn step_of(coefficients: &CoefficientsArg, taken: i32) -> Step {
+    let t = f32::cast_from(max(taken, 1));
+    Step {
+        beta_1: coefficients.beta_1,
+        one_minus_beta_1: coefficients.one_minus_beta_1,
+        beta_2: coefficients.beta_2,
+        one_minus_beta_2: coefficients.one_minus_beta_2,
+        epsilon: coefficients.epsilon,
+        decay: coefficients.decay,
+        rate: coefficients.learning_rate / one_minus_power(coefficients.log_beta_1, t),
+        correction_2: 1.0f32 / one_minus_power(coefficients.log_beta_2, t),
+    }
+}
+
+/// `1 - beta^t`, which in the first steps is far below 1: there from the series of `e^x - 1`, since `1 - e^x` would lose
+/// the digits that the two have in common.
+#[cube]
+fn one_minus_power(log_beta: f32, t: f32) -> f32 {
+    let x = log_beta * t;
+    let mut series = 1.0f32 + x * (1.0f32 / 9.0f32);
+    #[unroll]
+    for index in 0..7u32 {
+        series = 1.0f32 + series * x * comptime!(1.0 / (8 - index) as f32);
+    }
+    select(x > -0.5f32, -(series * x), 1.0f32 - x.exp())
+}
+
+/// One element's first moment.
+#[cube]
+pub(crate) fn first_moment(m: f32, g: f32, step: &Step, zero: u32) -> f32 {
+    exact::product(m, step.beta_1, zero) + exact::product(g, step.one_minus_beta_1, zero)
+}
+
+/// One element's second moment.
+#[cube]
+pub(crate) fn second_moment(v: f32, g: f32, step: &Step, zero: u32) -> f32 {
+    exact::product(v, step.beta_2, zero) + exact::product(g * g, step.one_minus_beta_2, zero)
+}
+
+/// One element's parameter, from its new moments.
+#[cube]
+pub(crate) fn parameter(p: f32, m: f32, v: f32, step: &Step) -> f32 {
+    let root = (v * step.correction_2).sqrt();
+    p * step.decay - step.rate * m / (root + step.epsilon)
+}

@@ -1,0 +1,233 @@
+//! The 8-bit dynamic exponent format of Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (ICLR 2022).
+//!
+//! Seven decades, `10^-6` to `10^0`. Decade `e` is the interval `(0.1, 1]` times `10^(e - 6)`, cut into `n` equal pieces
+//! of which the middles are the numbers: `n = 2^e` for each sign, or `n = 2^(e + 1)` where there is none. Zero and 1
+//! make 256 in all; -1 is not among them. A code is the number's place in ascending order, so that 0 is code 127 of the
+//! signed format and code 0 of the unsigned one.
+//!
+//! Instead of a table in shared memory, whose random accesses would meet in one bank, kernels compute. With `u = n + j`
+//! for the `j`-th number of a decade, the number is `(18 u + 9 - 16 n)` units of `10^(e - 6) / (20 n)`: an exact integer
+//! and one rounded product, the same on every device. The code of a number follows from the same line: of two
+//! neighbours it is the nearer, up to the rounding of `f32`.
+
+use cubecl::prelude::*;
+
+use crate::exact;
+
+const DECADES: usize = 7;
+/// Half of the 256 codes less one: the code of 0 in the signed format.
+const SIGNED_ZERO: u32 = 127;
+
+/// Whether the format has negative numbers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Signedness {
+    /// From -0.99297 to 1.
+    Signed,
+    /// From 0 to 1, twice as fine.
+    Unsigned,
+}
+
+impl Signedness {
+    /// Numbers of the lowest decade.
+    const fn first_count(self) -> u32 {
+        match self {
+            Signedness::Signed => 1,
+            Signedness::Unsigned => 2,
+        }
+    }
+
+    /// Numbers of a decade.
+    const fn count(self, decade: usize) -> u32 {
+        self.first_count() << decade
+    }
+
+    /// `10^(e - 6) / (20 n)`, of which the numbers of a decade are multiples: `5^e / (2 * 10^7)` where `n = 2^e`.
+    const fn unit(self, decade: usize) -> f64 {
+        5u32.pow(decade as u32) as f64 / (2e7 * self.first_count() as f64)
+    }
+
+    const fn unit_f32(self, decade: usize) -> f32 {
+        self.unit(decade) as f32
+    }
+
+    const fn inverse_unit(self, decade: usize) -> f32 {
+        (1.0 / self.unit(decade)) as f32
+    }
+
+    /// Half way between the last number of the decade below and the first of this one.
+    const fn lower_bound(self, decade: usize) -> f32 {
+        let below = decade - 1;
+        // `10^(e - 6) * (1 + 0.9 / n)`, in units of the decade below.
+        ((20 * self.count(below) + 18) as f64 * self.unit(below)) as f32
+    }
+
+    /// The smallest positive number.
+    pub const fn smallest(self) -> f32 {
+        ((2 * self.count(0) + 9) as f64 * self.unit(0)) as f32
+    }
+
+    /// Half way between 0 and the smallest positive number.
+    const fn zero_bound(self) -> f32 {
+        self.smallest() * 0.5
+    }
+
+    /// Half way between 1 and the number below it.
+    const fn one_bound(self) -> f32 {
+        1.0 - 0.225 / self.count(DECADES - 1) as f32
+    }
+
+    /// The place of 1 among the numbers that are not negative.
+    const fn one(self) -> u32 {
+        match self {
+            Signedness::Signed => 128,
+            Signedness::Unsigned => 255,
+        }
+    }
+
+    /// How far `u` lies above the place.
+    const fn offset(self) -> u32 {
+        self.first_count() - 1
+    }
+
+    /// The code of the number nearest to `x`, which lies in `[-1, 1]`; what lies beyond is taken to the end. The
+    /// unsigned format takes the magnitude.
+    pub fn encode(self, x: f32) -> u8 {
+        self.code(self.level(x.abs()), x < 0.0)
+    }
+
+    /// The number of a code.
+    pub fn decode(self, code: u8) -> f32 {
+        match self {
+            Signedness::Unsigned => self.number(u32::from(code)),
+            Signedness::Signed => {
+                let level = i32::from(code) - SIGNED_ZERO as i32;
+                let number = self.number(level.unsigned_abs());
+                if level < 0 { -number } else { number }
+            }
+        }
+    }
+
+    /// The 256 numbers, ascending.
+    pub fn table(self) -> [f32; 256] {
+        std::array::from_fn(|code| self.decode(code as u8))
+    }
+
+    /// The code of the `level`-th number that is not negative, or of its negative.
+    #[inline]
+    pub(crate) fn code(self, level: u32, negative: bool) -> u8 {
+        match self {
+            Signedness::Unsigned => level as u8,
+            // There is no -1.
+            Signedness::Signed if negative => (SIGNED_ZERO - level.min(SIGNED_ZERO)) as u8,
+            Signedness::Signed => (SIGNED_ZERO + level) as u8,
+        }
+    }
+
+    /// The place among the numbers that are not negative of the one nearest to `x >= 0`.
+    #[inline]
+    pub(crate) fn level(self, x: f32) -> u32 {
+        let mut count = self.first_count();
+        let mut inverse_unit = self.inverse_unit(0);
+        for decade in 1..DECADES {
+            if x >= self.lower_bound(decade) {
+                count = self.count(decade);
+                inverse_unit = self.inverse_unit(decade);
+            }
+        }
+        let place = (x * inverse_unit + (16 * count) as f32) * (1.0 / 18.0);
+        let u = (place as u32).clamp(count, 2 * count - 1);
+        if x < self.zero_bound() {
+            0
+        } else if x >= self.one_bound() {
+            self.one()
+        } else {
+            u - self.offset()
+        }
+    }
+
+    /// The `level`-th number that is not negative.
+    #[inline]
+    pub(crate) fn number(self, level: u32) -> f32 {
+        if level == 0 {
+            return 0.0;
+        }
+        if level == self.one() {
+            return 1.0;
+        }
+        let u = level + self.offset();
+        let decade = (u.ilog2() - self.first_count().ilog2()) as usize;
+        (18 * u + 9 - 16 * self.count(decade)) as f32 * self.unit_f32(decade)
+    }
+}
+
+/// [`Signedness::level`] in a kernel, of an `x` that no pending product is part of.
+#[cube]
+pub(crate) fn level(x: f32, zero: u32, #[comptime] signedness: Signedness) -> u32 {
+    let mut count = comptime!(signedness.first_count()).runtime();
+    let mut inverse_unit = comptime!(signedness.inverse_unit(0)).runtime();
+    #[unroll]
+    for decade in 1..comptime!(DECADES) {
+        let above = x >= comptime!(signedness.lower_bound(decade));
+        count = select(above, comptime!(signedness.count(decade)), count);
+        inverse_unit = select(
+            above,
+            comptime!(signedness.inverse_unit(decade)),
+            inverse_unit,
+        );
+    }
+    // Past 1 the place only has to stay in the range of u32.
+    let x = min(x, 1.0f32);
+    let place =
+        (exact::product(x, inverse_unit, zero) + f32::cast_from(count * 16)) * (1.0f32 / 18.0f32);
+    let u = clamp(u32::cast_from(place), count, count * 2 - 1);
+    let inside = select(
+        x >= comptime!(signedness.one_bound()),
+        comptime!(signedness.one()),
+        u - comptime!(signedness.offset()),
+    );
+    select(x < comptime!(signedness.zero_bound()), 0u32, inside)
+}
+
+/// [`Signedness::number`] in a kernel.
+#[cube]
+pub(crate) fn number(level: u32, #[comptime] signedness: Signedness) -> f32 {
+    let u = level + comptime!(signedness.offset());
+    let mut count = comptime!(signedness.first_count()).runtime();
+    let mut unit = comptime!(signedness.unit_f32(0)).runtime();
+    #[unroll]
+    for decade in 1..comptime!(DECADES) {
+        let above = u >= comptime!(signedness.count(decade));
+        count = select(above, comptime!(signedness.count(decade)), count);
+        unit = select(above, comptime!(signedness.unit_f32(decade)), unit);
+    }
+    let inside = f32::cast_from(u * 18 + 9 - count * 16) * unit;
+    let positive = select(level == comptime!(signedness.one()), 1.0f32, inside);
+    select(level == 0, 0.0f32, positive)
+}
+
+/// [`Signedness::code`] in a kernel.
+#[cube]
+pub(crate) fn code(level: u32, negative: bool, #[comptime] signedness: Signedness) -> u32 {
+    if comptime!(signedness == Signedness::Signed) {
+        select(
+            negative,
+            SIGNED_ZERO - min(level, SIGNED_ZERO),
+            SIGNED_ZERO + level,
+        )
+    } else {
+        level
+    }
+}
+
+/// The number of a code, in a kernel.
+#[cube]
+pub(crate) fn decode(code: u32, #[comptime] signedness: Signedness) -> f32 {
+    if comptime!(signedness == Signedness::Signed) {
+        let negative = code < SIGNED_ZERO;
+        let level = select(negative, SIGNED_ZERO - code, code - SIGNED_ZERO);
+        let magnitude = number(level, signedness);
+        select(negative, -magnitude, magnitude)
+    } else {
+        number(code, signedness)
+    }
+}

@@ -1,0 +1,206 @@
+//! States filled with zeros, compressed and decompressed.
+
+use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
+
+use crate::{
+    device::{cube_grid, storage, unused},
+    error::KernelError,
+};
+
+use super::{
+    Moment, NEUTRAL_EXPONENT, StateFormat, StateTensor,
+    group::{read_state, write_state},
+    span::{Span, cube_start, read_held, write_held},
+};
+
+const UNITS: usize = 256;
+
+/// Whether four elements of a tensor can be read at once.
+pub(crate) fn is_aligned<R: Runtime>(tensor: &TensorHandle<R>) -> bool {
+    let offset = tensor.handle.offset_start.unwrap_or_default() as usize;
+    offset % (4 * tensor.dtype.size()) == 0
+}
+
+/// A tensor of a state, or a stand-in where the format has none.
+pub(crate) fn or_unused<R: Runtime>(
+    client: &ComputeClient<R>,
+    tensor: &Option<TensorHandle<R>>,
+    dtype: StorageType,
+) -> TensorHandle<R> {
+    tensor.clone().unwrap_or_else(|| unused(client, dtype))
+}
+
+/// Fills a state with zeros.
+pub(super) fn zero<R: Runtime>(client: &ComputeClient<R>, state: &StateTensor<R>) {
+    let code = state
+        .format
+        .map_or(0, |format| format.encoding.zero(state.moment));
+    fill(client, &state.values, code);
+    if let Some(scales) = &state.scales {
+        fill(client, scales, 0);
+    }
+    if let Some(exponents) = &state.exponents {
+        fill(client, exponents, NEUTRAL_EXPONENT);
+    }
+}
+
+fn fill<R: Runtime>(client: &ComputeClient<R>, out: &TensorHandle<R>, value: u8) {
+    let len = out.shape().iter().product::<usize>();
+    if len == 0 {
+        return;
+    }
+    // SAFETY: the kernel guards its index with the number of elements.
+    #[allow(unsafe_code)]
+    unsafe {
+        fill_kernel::launch_unchecked::<R>(
+            client,
+            cube_grid(len.div_ceil(UNITS)),
+            CubeDim::new_1d(UNITS as u32),
+            out.clone().into_arg(),
+            u32::from(value),
+            len as u32,
+            out.dtype,
+        );
+    }
+}
+
+/// Compresses `x` into `state`, which has this format.
+pub(super) fn quantize<R: Runtime>(
+    client: &ComputeClient<R>,
+    x: &TensorHandle<R>,
+    state: &StateTensor<R>,
+    format: StateFormat,
+) -> Result<(), KernelError> {
+    let len = state.len();
+    let span = Span::new(client, "quantize_state", &[Some(format)])?;
+    for stretch in span.launches(len, is_aligned(x) && is_aligned(&state.values)) {
+        // SAFETY: every access is guarded by `len`, the number of elements of both tensors.
+        #[allow(unsafe_code)]
+        unsafe {
+            quantize_kernel::launch_unchecked::<R>(
+                client,
+                cube_grid(stretch.count),
+                span.cube_dim(),
+                stretch.width,
+                x.clone().into_arg(),
+                state.values.clone().into_arg(),
+                or_unused(client, &state.scales, storage::<f32>()).into_arg(),
+                or_unused(client, &state.exponents, storage::<u8>()).into_arg(),
+                stretch.first as u32,
+                len as u32,
+                0,
+                span,
+                stretch.width,
+                format,
+                state.moment,
+            );
+        }
+    }
+    Ok(())
+}
+
+/// Decompresses `state` into `out`.
+pub(super) fn dequantize<R: Runtime>(
+    client: &ComputeClient<R>,
+    state: &StateTensor<R>,
+    out: &TensorHandle<R>,
+) -> Result<(), KernelError> {
+    let len = state.len();
+    let span = Span::new(client, "dequantize_state", &[state.format])?;
+    for stretch in span.launches(len, is_aligned(&state.values) && is_aligned(out)) {
+        // SAFETY: every access is guarded by `len`, the number of elements of both tensors.
+        #[allow(unsafe_code)]
+        unsafe {
+            dequantize_kernel::launch_unchecked::<R>(
+                client,
+                cube_grid(stretch.count),
+                span.cube_dim(),
+                stretch.width,
+                state.values.clone().into_arg(),
+                or_unused(client, &state.scales, storage::<f32>()).into_arg(),
+                or_unused(client, &state.exponents, storage::<u8>()).into_arg(),
+                out.clone().into_arg(),
+                stretch.first as u32,
+                len as u32,
+                span,
+                stretch.width,
+                state.format,
+                state.moment,
+                state.values.dtype,
+            );
+        }
+    }
+    Ok(())
+}
+
+#[cube(launch_unchecked)]
+fn fill_kernel<E: Numeric>(
+    out: &mut Tensor<E>,
+    value: u32,
+    len: u32,
+    #[define(E)] _dtype: StorageType,
+) {
+    if (ABSOLUTE_POS as u32) < len {
+        out[ABSOLUTE_POS] = E::cast_from(value);
+    }
+}
+
+#[cube(launch_unchecked)]
+#[allow(clippy::too_many_arguments)]
+fn quantize_kernel<N: Size>(
+    x: &Tensor<Vector<f32, N>>,
+    values: &mut Tensor<Vector<u8, N>>,
+    scales: &mut Tensor<f32>,
+    exponents: &mut Tensor<u8>,
+    first: u32,
+    len: u32,
+    zero: u32,
+    #[comptime] span: Span,
+    #[comptime] width: usize,
+    #[comptime] format: StateFormat,
+    #[comptime] moment: Moment,
+) {
+    let start = cube_start(first, span);
+    if start >= len {
+        terminate!();
+    }
+    let held = read_held::<f32, f32, N>(x, start, len, span, width, 0);
+    write_state::<u8, N>(
+        values,
+        scales,
+        exponents,
+        &held,
+        start,
+        len,
+        zero,
+        span,
+        width,
+        comptime!(Some(format)),
+        moment,
+    );
+}
+
+#[cube(launch_unchecked)]
+#[allow(clippy::too_many_arguments)]
+fn dequantize_kernel<S: Numeric, N: Size>(
+    values: &Tensor<Vector<S, N>>,
+    scales: &Tensor<f32>,
+    exponents: &Tensor<u8>,
+    out: &mut Tensor<Vector<f32, N>>,
+    first: u32,
+    len: u32,
+    #[comptime] span: Span,
+    #[comptime] width: usize,
+    #[comptime] format: Option<StateFormat>,
+    #[comptime] moment: Moment,
+    #[define(S)] _dtype: StorageType,
+) {
+    let start = cube_start(first, span);
+    if start >= len {
+        terminate!();
+    }
+    let held = read_state::<S, N>(
+        values, scales, exponents, start, len, span, width, format, moment,
+    );
+    write_held::<f32, f32, N>(out, &held, start, len, span, width);
+}

@@ -1,0 +1,260 @@
+//! Which elements of a flattened tensor a unit holds.
+
+use cubecl::{ir::features::Plane, prelude::*};
+
+use crate::error::KernelError;
+
+use super::StateFormat;
+
+/// Units of a cube.
+const UNITS: usize = 256;
+/// Quads that a unit holds at most, where it can: enough loads in flight to hide the latency of memory, and few enough to
+/// stay in registers beside the arithmetic of both moments.
+const QUADS: usize = 2;
+
+/// How a cube shares a stretch of a flattened tensor.
+///
+/// Units take groups in runs of `lanes`, a power of two. The lanes of a run take quads (four neighbours) in turn, so
+/// neighbouring lanes read neighbouring addresses.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct Span {
+    /// Elements of a run: the smaller group of the states that share the span.
+    pub run: usize,
+    /// Units of a run.
+    pub lanes: usize,
+    /// Quads that a unit holds.
+    pub quads: usize,
+    /// Units of a plane, where lanes exchange values without shared memory.
+    pub plane: Option<usize>,
+}
+
+impl Span {
+    /// The span for states of these formats on this device.
+    pub fn new<R: Runtime>(
+        client: &ComputeClient<R>,
+        operation: &'static str,
+        formats: &[Option<StateFormat>],
+    ) -> Result<Self, KernelError> {
+        let groups = || formats.iter().flatten().map(|format| format.group);
+        let (smallest, largest) = match (groups().min(), groups().max()) {
+            (Some(smallest), Some(largest)) => (smallest, largest),
+            _ => (UNITS * QUADS * 4, UNITS * QUADS * 4),
+        };
+        let lanes = (smallest / 4).div_ceil(QUADS).next_power_of_two();
+        let ratio = largest / smallest;
+        if largest % smallest != 0 || !ratio.is_power_of_two() || lanes * ratio > UNITS {
+            return Err(KernelError::Unsupported {
+                operation,
+                reason: format!("moments in groups of {smallest} and {largest} together"),
+                remedy: "use groups of one size, or of sizes a power of two up to 128 apart",
+            });
+        }
+        let hardware = &client.properties().hardware;
+        let plane = (client.features().plane.contains(Plane::Ops)
+            && hardware.plane_size_min == hardware.plane_size_max
+            && hardware.plane_size_max.is_power_of_two()
+            && UNITS % hardware.plane_size_max as usize == 0)
+            .then_some(hardware.plane_size_max as usize);
+        Ok(Self {
+            run: smallest,
+            lanes,
+            quads: (smallest / 4).div_ceil(lanes),
+            plane,
+        })
+    }
+
+    /// The dimensions of a cube.
+    pub fn cube_dim(&self) -> CubeDim {
+        CubeDim::new_1d(UNITS as u32)
+    }
+
+    /// Units of a cube.
+    pub const fn units(&self) -> usize {
+        UNITS
+    }
+
+    /// Elements of a cube.
+    pub const fn elements(&self) -> usize {
+        UNITS / self.lanes * self.run
+    }
+
+    /// Values that a unit holds.
+    pub const fn held(&self) -> usize {
+        self.quads * 4
+    }
+
+    /// Units that share a group of this size.
+    pub const fn segment(&self, group: usize) -> usize {
+        self.lanes * (group / self.run)
+    }
+
+    /// The launches of a kernel over `len` elements: whole cubes with reads of 4 elements at once where the tensors allow,
+    /// and what is left.
+    pub fn launches(&self, len: usize, aligned: bool) -> Vec<Stretch> {
+        let cubes = len.div_ceil(self.elements());
+        let wide = match (aligned, len % 4 == 0) {
+            (false, _) => 0,
+            (true, true) => cubes,
+            (true, false) => len / self.elements(),
+        };
+        [
+            Stretch {
+                first: 0,
+                count: wide,
+                width: 4,
+            },
+            Stretch {
+                first: wide,
+                count: cubes - wide,
+                width: 1,
+            },
+        ]
+        .into_iter()
+        .filter(|stretch| stretch.count > 0)
+        .collect()
+    }
+}
+
+/// Consecutive cubes of a launch.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Stretch {
+    /// Index of the first.
+    pub first: usize,
+    /// How many.
+    pub count: usize,
+    /// Elements that a kernel reads and writes at once.
+    pub width: usize,
+}
+
+/// The first element of a cube.
+#[cube]
+pub(crate) fn cube_start(first: u32, #[comptime] span: Span) -> u32 {
+    (CUBE_POS as u32 + first) * comptime!(span.elements() as u32)
+}
+
+/// The first element of a unit's `index`-th quad, or `len` where it has none.
+#[cube]
+pub(crate) fn quad_start(start: u32, len: u32, index: u32, #[comptime] span: Span) -> u32 {
+    let lanes = comptime!(span.lanes as u32);
+    let quad = UNIT_POS % lanes + index * lanes;
+    let element = start + UNIT_POS / lanes * comptime!(span.run as u32) + quad * 4;
+    if comptime!(span.lanes * span.quads * 4 == span.run) {
+        min(element, len)
+    } else {
+        select(
+            quad < comptime!(span.run as u32 / 4),
+            min(element, len),
+            len,
+        )
+    }
+}
+
+/// Reads the elements of a unit; `fill` where it has none.
+#[cube]
+pub(crate) fn read_held<E: Numeric, T: Numeric, N: Size>(
+    x: &Tensor<Vector<E, N>>,
+    start: u32,
+    len: u32,
+    #[comptime] span: Span,
+    #[comptime] width: usize,
+    #[comptime] fill: u8,
+) -> Array<T> {
+    let mut held = Array::<T>::new(comptime!(span.held()));
+    #[unroll]
+    for index in 0..comptime!(span.quads as u32) {
+        let element = quad_start(start, len, index, span);
+        let slot = comptime!((index * 4) as usize);
+        if comptime!(width == 4) {
+            #[unroll]
+            for lane in 0..4usize {
+                held[comptime!(slot + lane)] = T::from_int(comptime!(fill as i64));
+            }
+            if element < len {
+                let vector = x[(element / 4) as usize];
+                #[unroll]
+                for lane in 0..4usize {
+                    held[comptime!(slot + lane)] = T::cast_from(vector[lane]);
+                }
+            }
+        } else {
+            #[unroll]
+            for lane in 0..4usize {
+                held[comptime!(slot + lane)] = T::from_int(comptime!(fill as i64));
+                let at = element + comptime!(lane as u32);
+                if at < len {
+                    held[comptime!(slot + lane)] = T::cast_from(x[at as usize][0usize]);
+                }
+            }
+        }
+    }
+    held
+}
+
+/// Writes the elements of a unit.
+#[cube]
+pub(crate) fn write_held<T: Numeric, E: Numeric, N: Size>(
+    out: &mut Tensor<Vector<E, N>>,
+    held: &Array<T>,
+    start: u32,
+    len: u32,
+    #[comptime] span: Span,
+    #[comptime] width: usize,
+) {
+    #[unroll]
+    for index in 0..comptime!(span.quads as u32) {
+        let element = quad_start(start, len, index, span);
+        let slot = comptime!((index * 4) as usize);
+        if comptime!(width == 4) {
+            if element < len {
+                let mut vector = Vector::<E, N>::empty();
+                #[unroll]
+                for lane in 0..4usize {
+                    vector[lane] = E::cast_from(held[comptime!(slot + lane)]);
+                }
+                out[(element / 4) as usize] = vector;
+            }
+        } else {
+            #[unroll]
+            for lane in 0..4usize {
+                let at = element + comptime!(lane as u32);
+                if at < len {
+                    out[at as usize] = Vector::cast_from(held[comptime!(slot + lane)]);
+                }
+            }
+        }
+    }
+}
+
+/// The largest value among each `segment` consecutive units, a power of two, in all of them.
+#[cube]
+pub(crate) fn segment_max(value: u32, #[comptime] span: Span, #[comptime] segment: usize) -> u32 {
+    let mut reduced = value;
+    if comptime!(span.plane.is_none()) {
+        if comptime!(segment > 1) {
+            reduced = crate::quantize::tile::segment_max(value, span.units(), segment);
+        }
+    } else {
+        let plane = comptime!(span.plane.unwrap_or(1));
+        let steps = comptime!(segment.min(plane).ilog2());
+        #[unroll]
+        for step in 0..steps {
+            reduced = max(reduced, plane_shuffle_xor(reduced, comptime!(1u32 << step)));
+        }
+        if comptime!(segment > plane) {
+            let mut shared = SharedMemory::<u32>::new(comptime!(UNITS / plane));
+            let index = UNIT_POS as usize / plane;
+            sync_cube();
+            if UNIT_POS as usize % plane == 0 {
+                shared[index] = reduced;
+            }
+            sync_cube();
+            let planes = comptime!(segment / plane);
+            let first = index / planes * planes;
+            #[unroll]
+            for other in 0..planes {
+                reduced = max(reduced, shared[first + other]);
+            }
+        }
+    }
+    reduced
+}

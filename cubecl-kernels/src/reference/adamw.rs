@@ -1,0 +1,189 @@
+//! The specification of [`adamw`](mod@crate::adamw), and what a backend without kernels runs: by chunks, each of whole
+//! groups, that a caller may spread over threads. Nothing here allocates.
+
+use half::bf16;
+
+use crate::{
+    adamw::{Coefficients, Hyperparameters},
+    error::KernelError,
+    format::StochasticKey,
+    optimizer_state::{MAX_GROUP, Moment, NEUTRAL_EXPONENT, StateFormat},
+    philox,
+};
+
+use super::optimizer_state::{GroupScale, dequantize_group, quantize_group};
+
+/// What is the same for all elements of a step.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Step {
+    coefficients: Coefficients,
+    /// `lr / (1 - beta_1^t)`
+    rate: f32,
+    /// `1 / (1 - beta_2^t)`
+    correction_2: f32,
+}
+
+impl Step {
+    /// The `t`-th step; the first is 1.
+    ///
+    /// # Errors
+    ///
+    /// When a beta is not in `[0, 1)` or epsilon is negative.
+    pub fn new(hyperparameters: &Hyperparameters, t: u32) -> Result<Self, KernelError> {
+        let coefficients = Coefficients::new(hyperparameters)?;
+        let one_minus_power = |log_beta: f32| -(f64::from(log_beta) * f64::from(t.max(1))).exp_m1();
+        Ok(Self {
+            coefficients,
+            rate: (f64::from(coefficients.learning_rate) / one_minus_power(coefficients.log_beta_1))
+                as f32,
+            correction_2: (1.0 / one_minus_power(coefficients.log_beta_2)) as f32,
+        })
+    }
+
+    /// Updates one element: the moments in place, the parameter as the result.
+    #[inline]
+    pub fn update(&self, p: f32, g: f32, m: &mut f32, v: &mut f32) -> f32 {
+        let c = &self.coefficients;
+        *m = *m * c.beta_1 + g * c.one_minus_beta_1;
+        *v = *v * c.beta_2 + g * g * c.one_minus_beta_2;
+        let root = (*v * self.correction_2).sqrt();
+        p * c.decay - self.rate * *m / (root + c.epsilon)
+    }
+}
+
+/// One moment of a chunk, updated in place.
+#[derive(Debug)]
+pub enum MomentChunk<'a> {
+    /// FP32.
+    Full(&'a mut [f32]),
+    /// In a state format.
+    Compressed {
+        /// Its format. The group is at most [`MAX_GROUP`].
+        format: StateFormat,
+        /// One code for each element.
+        codes: &'a mut [u8],
+        /// One scale for each group.
+        scales: &'a mut [f32],
+        /// One exponent for each group; empty without expansion.
+        exponents: &'a mut [u8],
+    },
+}
+
+impl MomentChunk<'_> {
+    fn group(&self) -> Option<usize> {
+        match self {
+            MomentChunk::Full(_) => None,
+            MomentChunk::Compressed { format, .. } => Some(format.group),
+        }
+    }
+
+    /// Reads the values from element `start` on.
+    fn load(&self, start: usize, moment: Moment, out: &mut [f32]) {
+        match self {
+            MomentChunk::Full(values) => out.copy_from_slice(&values[start..][..out.len()]),
+            MomentChunk::Compressed {
+                format,
+                codes,
+                scales,
+                exponents,
+            } => {
+                let codes = codes[start..][..out.len()].chunks(format.group);
+                let groups = start / format.group..;
+                for ((codes, out), index) in codes.zip(out.chunks_mut(format.group)).zip(groups) {
+                    let group = GroupScale {
+                        scale: scales[index],
+                        exponent: if format.expand {
+                            exponents[index]
+                        } else {
+                            NEUTRAL_EXPONENT
+                        },
+                    };
+                    dequantize_group(codes, group, *format, moment, out);
+                }
+            }
+        }
+    }
+
+    /// Writes the values from element `start` on.
+    fn store(&mut self, start: usize, moment: Moment, x: &[f32]) {
+        match self {
+            MomentChunk::Full(values) => values[start..][..x.len()].copy_from_slice(x),
+            MomentChunk::Compressed {
+                format,
+                codes,
+                scales,
+                exponents,
+            } => {
+                let codes = codes[start..][..x.len()].chunks_mut(format.group);
+                let groups = start / format.group..;
+                for ((codes, x), index) in codes.zip(x.chunks(format.group)).zip(groups) {
+                    let group = quantize_group(x, *format, moment, codes);
+                    scales[index] = group.scale;
+                    if format.expand {
+                        exponents[index] = group.exponent;
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Updates a chunk of a parameter that begins where a group of each moment begins.
+///
+/// # Panics
+///
+/// When the slices differ in length, a group is larger than [`MAX_GROUP`], or the smaller group does not divide the
+/// larger.
+pub fn adamw(
+    step: &Step,
+    parameter: &mut [f32],
+    gradient: &[f32],
+    mut first: MomentChunk<'_>,
+    mut second: MomentChunk<'_>,
+) {
+    assert_eq!(parameter.len(), gradient.len(), "elements of the gradient");
+    let (first_group, second_group) = (
+        first.group().unwrap_or(MAX_GROUP),
+        second.group().unwrap_or(MAX_GROUP),
+    );
+    let (smaller, larger) = match (first.group(), second.group()) {
+        (None, Some(group)) | (Some(group), None) => (group, group),
+        _ => (first_group.min(second_group), first_group.max(second_group)),
+    };
+    assert!(
+        larger <= MAX_GROUP && larger.is_multiple_of(smaller),
+        "groups of {smaller} and {larger}"
+    );
+    let (mut m, mut v) = ([0.0; MAX_GROUP], [0.0; MAX_GROUP]);
+    for start in (0..parameter.len()).step_by(larger) {
+        let len = larger.min(parameter.len() - start);
+        let (m, v) = (&mut m[..len], &mut v[..len]);
+        first.load(start, Moment::First, m);
+        second.load(start, Moment::Second, v);
+        let p = &mut parameter[start..][..len];
+        let g = &gradient[start..][..len];
+        for (((p, g), m), v) in p.iter_mut().zip(g).zip(m.iter_mut()).zip(v.iter_mut()) {
+            *p = step.update(*p, *g, m, v);
+        }
+        first.store(start, Moment::First, m);
+        second.store(start, Moment::Second, v);
+    }
+}
+
+/// Rounds updated parameters to bf16, up with the probability of what is cut off.
+///
+/// - `t`: the step, as in [`Step::new`].
+/// - `start`: the place of `x[0]` in the flattened parameter, a multiple of 4.
+pub fn round_to_bf16(x: &[f32], key: StochasticKey, t: u32, start: usize, out: &mut [bf16]) {
+    let quads = x.chunks(4).zip(out.chunks_mut(4));
+    for (quarter, (x, out)) in (start / 4..).zip(quads) {
+        let words = philox::four_neighbours(key, t as usize, quarter);
+        for ((x, out), word) in x.iter().zip(out).zip(words) {
+            *out = if x.is_finite() {
+                bf16::from_bits(((x.to_bits() + (word >> 16)) >> 16) as u16)
+            } else {
+                bf16::from_f32(*x)
+            };
+        }
+    }
+}

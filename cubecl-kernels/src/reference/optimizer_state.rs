@@ -1,0 +1,256 @@
+//! The specification of [`optimizer_state`](crate::optimizer_state): what a device does to a group, and what a backend
+//! without kernels runs. Groups are independent, and nothing here allocates but [`quantize_state`] and
+//! [`dequantize_state`].
+//!
+//! Without expansion the codes are specified to the bit. With it they are as good as the powers: where a value lies half
+//! way between two codes, another implementation of the logarithm and the exponential may take the other one. Scales and
+//! exponents are specified to the bit in either case.
+
+use crate::{
+    dynamic_range_expansion::{contract, expand, exponent},
+    format::MIN_ABSMAX,
+    optimizer_state::{Codec, MIN_NONZERO, Moment, NEUTRAL_EXPONENT, StateFormat},
+};
+
+/// What a group's codes are multiplied and raised by.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct GroupScale {
+    /// `largest magnitude / largest number`; with expansion the largest magnitude. 0 for a group of zeros, NaN for one
+    /// that is not finite.
+    pub scale: f32,
+    /// `k` in eighths. Without expansion it has no meaning and is 8.
+    pub exponent: u8,
+}
+
+/// A state in memory of the host.
+#[derive(Debug, Clone, PartialEq)]
+pub struct HostState {
+    /// One code for each element.
+    pub codes: Vec<u8>,
+    /// One scale for each group.
+    pub scales: Vec<f32>,
+    /// One exponent for each group, in eighths; empty without expansion.
+    pub exponents: Vec<u8>,
+}
+
+/// Compresses one moment of a flattened tensor.
+pub fn quantize_state(x: &[f32], format: StateFormat, moment: Moment) -> HostState {
+    let mut codes = vec![0; x.len()];
+    let (scales, exponents): (Vec<f32>, Vec<u8>) = x
+        .chunks(format.group)
+        .zip(codes.chunks_mut(format.group))
+        .map(|(x, codes)| {
+            let group = quantize_group(x, format, moment, codes);
+            (group.scale, group.exponent)
+        })
+        .unzip();
+    HostState {
+        codes,
+        scales,
+        exponents: if format.expand { exponents } else { Vec::new() },
+    }
+}
+
+/// The values of a state.
+///
+/// # Panics
+///
+/// When there are fewer scales, or with expansion exponents, than groups.
+pub fn dequantize_state(state: &HostState, format: StateFormat, moment: Moment) -> Vec<f32> {
+    let mut x = vec![0.0; state.codes.len()];
+    let groups = state.codes.chunks(format.group);
+    for (index, (codes, x)) in groups.zip(x.chunks_mut(format.group)).enumerate() {
+        let group = GroupScale {
+            scale: state.scales[index],
+            exponent: if format.expand {
+                state.exponents[index]
+            } else {
+                NEUTRAL_EXPONENT
+            },
+        };
+        dequantize_group(codes, group, format, moment, x);
+    }
+    x
+}
+
+/// Compresses one group: as many codes as values.
+pub fn quantize_group(
+    x: &[f32],
+    format: StateFormat,
+    moment: Moment,
+    codes: &mut [u8],
+) -> GroupScale {
+    let (group, inverse) = group_scale(x, format, moment);
+    let largest = format.encoding.largest(moment);
+    let headroom = format.headroom(moment);
+    let number = |magnitude: f32| {
+        let scaled = magnitude * headroom * inverse;
+        if format.expand {
+            expand(scaled, group.exponent) * largest
+        } else {
+            scaled
+        }
+    };
+    // Each codec gets a loop of its own, without a branch on it inside.
+    match format.encoding.codec(moment) {
+        Codec::Float(float) => each_code(
+            x,
+            inverse,
+            moment,
+            codes,
+            |magnitude| float.encode_magnitude(number(magnitude)),
+            |level, negative| level as u8 | u8::from(negative) << 7,
+        ),
+        Codec::Dynamic(signedness) => each_code(
+            x,
+            inverse,
+            moment,
+            codes,
+            |magnitude| signedness.level(number(magnitude)),
+            |level, negative| signedness.code(level, negative),
+        ),
+        Codec::Integer => each_code(
+            x,
+            inverse,
+            moment,
+            codes,
+            |magnitude| number(magnitude).min(127.0).round_ties_even() as u32,
+            |level, negative| {
+                if negative {
+                    0u8.wrapping_sub(level as u8)
+                } else {
+                    level as u8
+                }
+            },
+        ),
+        Codec::Square => each_code(
+            x,
+            inverse,
+            moment,
+            codes,
+            |magnitude| square_level(number(magnitude).min(65_025.0)),
+            |level, _| level as u8,
+        ),
+    }
+    group
+}
+
+/// The values of one group: as many as codes.
+pub fn dequantize_group(
+    codes: &[u8],
+    group: GroupScale,
+    format: StateFormat,
+    moment: Moment,
+    x: &mut [f32],
+) {
+    match format.encoding.codec(moment) {
+        Codec::Float(float) => each_value(codes, group, format, moment, x, |code| {
+            let magnitude = float.decode_magnitude(u32::from(code) & 0x7f);
+            if code & 0x80 == 0 {
+                magnitude
+            } else {
+                -magnitude
+            }
+        }),
+        Codec::Dynamic(signedness) => {
+            each_value(codes, group, format, moment, x, |code| {
+                signedness.decode(code)
+            });
+        }
+        Codec::Integer => {
+            each_value(codes, group, format, moment, x, |code| {
+                f32::from(code as i8)
+            });
+        }
+        Codec::Square => each_value(codes, group, format, moment, x, |code| {
+            f32::from(code) * f32::from(code)
+        }),
+    }
+}
+
+/// The scale of a group, and what its values are multiplied by; 0 for "all values are 0".
+fn group_scale(x: &[f32], format: StateFormat, moment: Moment) -> (GroupScale, f32) {
+    let magnitudes = || x.iter().map(|x| x.to_bits() & 0x7fff_ffff);
+    // By the order of the bits NaN lies above infinity above the rest.
+    let largest = f32::from_bits(magnitudes().max().unwrap_or_default());
+    let mut group = GroupScale {
+        scale: 0.0,
+        exponent: NEUTRAL_EXPONENT,
+    };
+    if !largest.is_finite() {
+        group.scale = f32::NAN;
+        return (group, 0.0);
+    }
+    if largest < MIN_ABSMAX {
+        return (group, 0.0);
+    }
+    let target = format.target(moment);
+    if format.expand {
+        let nonzero = magnitudes().filter(|&bits| bits >= MIN_NONZERO.to_bits());
+        let smallest = f32::from_bits(nonzero.min().unwrap_or(largest.to_bits()));
+        group.scale = largest;
+        group.exponent = exponent(largest, smallest, format.encoding.range_log2(moment));
+    } else {
+        group.scale = largest / target;
+    }
+    (group, target / format.headroom(moment) / largest)
+}
+
+#[inline]
+fn each_code(
+    x: &[f32],
+    inverse: f32,
+    moment: Moment,
+    codes: &mut [u8],
+    level: impl Fn(f32) -> u32,
+    code: impl Fn(u32, bool) -> u8,
+) {
+    for (x, out) in x.iter().zip(codes) {
+        let magnitude = x.abs();
+        let nonzero = magnitude >= MIN_NONZERO && inverse != 0.0;
+        let level = level(if nonzero { magnitude } else { 0.0 });
+        *out = match moment {
+            Moment::First => code(level, x.is_sign_negative()),
+            Moment::Second => code(level.max(u32::from(nonzero)), false),
+        };
+    }
+}
+
+#[inline]
+fn each_value(
+    codes: &[u8],
+    group: GroupScale,
+    format: StateFormat,
+    moment: Moment,
+    x: &mut [f32],
+    number: impl Fn(u8) -> f32,
+) {
+    let largest = format.encoding.largest(moment);
+    for (&code, x) in codes.iter().zip(x) {
+        let number = number(code);
+        *x = if !format.expand {
+            number * group.scale
+        } else if number.abs() >= largest {
+            group.scale.copysign(number)
+        } else {
+            let base = number.abs() * (1.0 / largest);
+            (contract(base, group.exponent) * group.scale).copysign(number)
+        };
+    }
+}
+
+/// The integer nearest to the root of `x`, a half rounded up.
+#[inline]
+fn square_level(x: f32) -> u32 {
+    let estimate = (x.sqrt() + 0.5).floor();
+    let below = (estimate - 0.5) * (estimate - 0.5);
+    let above = (estimate + 0.5) * (estimate + 0.5);
+    let level = estimate as u32;
+    if x < below && level > 0 {
+        level - 1
+    } else if x >= above {
+        level + 1
+    } else {
+        level
+    }
+}
