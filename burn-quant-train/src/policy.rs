@@ -145,7 +145,7 @@ impl fmt::Display for Decision {
 }
 
 /// Whether `pattern` describes `path`, or a module around it, from any module on.
-fn covers(pattern: &str, path: &str) -> bool {
+pub(crate) fn covers(pattern: &str, path: &str) -> bool {
     let starts = std::iter::once(0).chain(path.match_indices('.').map(|(dot, _)| dot + 1));
     starts.into_iter().any(|start| {
         let rest = &path[start..];

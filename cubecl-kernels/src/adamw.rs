@@ -41,7 +41,7 @@ const OPERATION: &str = "adamw";
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Hyperparameters {
     /// The learning rate.
-    pub learning_rate: f32,
+    pub learning_rate: f64,
     /// Decay of the first moment, in `[0, 1)`.
     pub beta_1: f32,
     /// Decay of the second moment, in `[0, 1)`.

@@ -1,5 +1,5 @@
-//! INT8 block quantization of slices in host memory: the numbers of [`reference`](mod@crate::reference), in one pass
-//! over the blocks and on all cores, for backends whose tensors live there.
+//! INT8 block quantization and AdamW on slices in host memory: the numbers of [`reference`](mod@crate::reference), in one
+//! pass and on all cores, for backends whose tensors live there.
 //!
 //! Matrices are contiguous and row-major; `block` is the rows and columns that share a scale. The inner loops have no
 //! calls and no branches, so that the compiler turns them into vector instructions: rounding adds and takes away
@@ -9,7 +9,12 @@ use rayon::prelude::*;
 
 use crate::{
     format::{Format, Rounding},
-    philox, reference,
+    optimizer_state::MAX_GROUP,
+    philox,
+    reference::{
+        self,
+        adamw::{MomentChunk, Step},
+    },
 };
 
 /// 1.5 * 2^23. Adding it to a value below 2^22 leaves the value, rounded half to even, in the low bits of the sum.
@@ -254,6 +259,34 @@ pub fn dequantize(
             }
         });
     out
+}
+
+/// Elements that a thread takes at a time: whole groups of any format.
+const CHUNK: usize = 4 * MAX_GROUP;
+
+/// One AdamW step of a parameter, in place: [`reference::adamw::adamw`] on all cores.
+///
+/// # Panics
+///
+/// As the reference does.
+pub fn adamw(
+    step: &Step,
+    parameter: &mut [f32],
+    gradient: &[f32],
+    first: MomentChunk<'_>,
+    second: MomentChunk<'_>,
+) {
+    assert_eq!(parameter.len(), gradient.len(), "elements of the gradient");
+    (
+        parameter.par_chunks_mut(CHUNK),
+        gradient.par_chunks(CHUNK),
+        first.split(CHUNK),
+        second.split(CHUNK),
+    )
+        .into_par_iter()
+        .for_each(|(parameter, gradient, first, second)| {
+            reference::adamw::adamw(step, parameter, gradient, first, second);
+        });
 }
 
 /// The largest magnitude, by the order of the bits without the sign: NaN above infinity above the rest.

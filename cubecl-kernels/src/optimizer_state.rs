@@ -19,6 +19,7 @@
 //!   of such a second moment is below 1e-15, nothing beside any epsilon in use.
 
 use cubecl::{prelude::*, std::tensor::TensorHandle};
+use serde::{Deserialize, Serialize};
 
 use crate::{
     device::{check_dtype, empty, is_contiguous, storage},
@@ -41,7 +42,7 @@ pub(crate) const NEUTRAL_EXPONENT: u8 = 8;
 pub const MAX_GROUP: usize = 2048;
 
 /// What the 256 codes of a state stand for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Encoding {
     /// [`Float8::E4M3`], the same codes for both moments.
     E4M3,
@@ -63,7 +64,7 @@ pub enum Moment {
 }
 
 /// How a state is compressed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct StateFormat {
     /// The meaning of a code.
     pub encoding: Encoding,
@@ -129,6 +130,36 @@ impl Encoding {
 }
 
 impl StateFormat {
+    /// E4M3, 1 x 128.
+    pub const E4M3: Self = Self::new(Encoding::E4M3, 128);
+    /// E5M2, 1 x 128.
+    pub const E5M2: Self = Self::new(Encoding::E5M2, 128);
+    /// The dynamic exponent format, 1 x 128.
+    pub const DYNAMIC_EXPONENT: Self = Self::new(Encoding::DynamicExponent, 128);
+    /// INT8, 1 x 2048.
+    pub const INT8: Self = Self::new(Encoding::Int8, 2048);
+
+    const fn new(encoding: Encoding, group: usize) -> Self {
+        Self {
+            encoding,
+            expand: false,
+            group,
+        }
+    }
+
+    /// The same with dynamic range expansion.
+    pub const fn expanded(self) -> Self {
+        Self {
+            expand: true,
+            ..self
+        }
+    }
+
+    /// The same with a scale for each `group` elements.
+    pub const fn with_group(self, group: usize) -> Self {
+        Self { group, ..self }
+    }
+
     /// Groups of a state of `elements` elements.
     pub fn groups(&self, elements: usize) -> usize {
         elements.div_ceil(self.group)

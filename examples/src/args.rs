@@ -4,6 +4,7 @@ use std::fmt::{self, Display};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Result, ensure};
+use burn_quant_train::optim::{QuantAdamWConfig, StateFormat};
 use clap::{Parser, ValueEnum};
 use serde::{Deserialize, Serialize};
 
@@ -18,6 +19,9 @@ pub struct Args {
     /// How to train; repeat it, or separate by commas [default: fallback-int8,mixed-precision]
     #[arg(long, value_enum, value_delimiter = ',')]
     pub recipe: Vec<Recipe>,
+    /// What the optimizer keeps of each parameter [default: adamw]
+    #[arg(long, value_enum)]
+    pub optimizer: Option<Optimizer>,
     /// Where to train [default: cpu]
     #[arg(long, value_enum)]
     pub device: Option<Device>,
@@ -126,6 +130,40 @@ pub enum Recipe {
     FallbackInt8,
 }
 
+/// AdamW, by the format of its moments.
+#[derive(ValueEnum, Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[serde(rename_all = "kebab-case")]
+pub enum Optimizer {
+    /// FP32: 8 bytes a parameter.
+    #[default]
+    Adamw,
+    /// E4M3 with dynamic range expansion, as COAT.
+    Fp8Adamw,
+    /// The dynamic exponent format with expansion for the mean, E4M3 with expansion for the variance: COAT's best pair.
+    DynamicFp8Adamw,
+    /// The dynamic exponent format.
+    #[value(name = "dynamic-adamw-8bit")]
+    #[serde(rename = "dynamic-adamw-8bit")]
+    DynamicAdamw8bit,
+    /// INT8 in blocks of 2048.
+    Int8Adamw,
+}
+
+impl Optimizer {
+    /// The library's configuration.
+    pub fn config(self) -> QuantAdamWConfig {
+        match self {
+            Self::Adamw => QuantAdamWConfig::new(),
+            Self::Fp8Adamw => QuantAdamWConfig::fp8(),
+            Self::DynamicFp8Adamw => {
+                QuantAdamWConfig::fp8().with_first(Some(StateFormat::DYNAMIC_EXPONENT.expanded()))
+            }
+            Self::DynamicAdamw8bit => QuantAdamWConfig::dynamic_8bit(),
+            Self::Int8Adamw => QuantAdamWConfig::int8(),
+        }
+    }
+}
+
 /// Where to train.
 #[derive(ValueEnum, Serialize, Deserialize, Clone, Copy, Debug, PartialEq, Eq)]
 #[serde(rename_all = "kebab-case")]
@@ -172,7 +210,7 @@ macro_rules! display_as_flag {
         }
     )*};
 }
-display_as_flag!(Recipe, Device, Compute, Preset);
+display_as_flag!(Recipe, Optimizer, Device, Compute, Preset);
 
 struct Defaults {
     steps: usize,
@@ -214,6 +252,8 @@ impl Preset {
 pub struct Config {
     /// Recipes, in the order of their runs.
     pub recipes: Vec<Recipe>,
+    /// The format of the optimizer's moments.
+    pub optimizer: Optimizer,
     /// Where to train.
     pub device: Device,
     /// The compute dtype.
@@ -264,6 +304,7 @@ impl Config {
         }
         Ok(Self {
             recipes,
+            optimizer: args.optimizer.unwrap_or_default(),
             device,
             compute: args.compute.unwrap_or(match device {
                 Device::Cpu => Compute::F32,
@@ -283,8 +324,8 @@ impl Config {
         })
     }
 
-    /// The configuration of a resumed run: the checkpoint's, where only the total of steps, the device and where the
-    /// text lies may change. Several recipes may be narrowed down to some of them.
+    /// The configuration of a resumed run: the checkpoint's, where only the total of steps, the device, the format of
+    /// the optimizer's moments and where the text lies may change. Several recipes may be narrowed down to some of them.
     ///
     /// # Errors
     ///
@@ -322,6 +363,7 @@ impl Config {
         );
         config.steps = args.steps.unwrap_or(config.steps);
         config.device = args.device.unwrap_or(config.device);
+        config.optimizer = args.optimizer.unwrap_or(config.optimizer);
         if args.data.is_some() {
             config.data = args.data.as_deref().map(absolute);
         }

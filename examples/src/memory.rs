@@ -1,5 +1,7 @@
-//! How many bytes of activations a forward pass leaves behind for the backward pass: measured, not computed.
+//! What training keeps in memory, measured, not computed: the bytes of activations that a forward pass leaves for the
+//! backward pass, and the bytes of optimizer state.
 
+use burn::optim::{GradientsParams, Optimizer};
 use burn::tensor::Tensor;
 use burn::tensor::backend::{AutodiffBackend, BackendTypes};
 
@@ -29,5 +31,26 @@ pub fn saved_activations<B: AutodiffBackend>(
     let second = forward();
     let after = live_bytes(device);
     drop((first, second));
+    after.saturating_sub(before)
+}
+
+/// Bytes that are live after an optimizer's first step and were not before it.
+///
+/// Nothing else may be running, and nothing else may hold the parameters of `model`, which the step updates in place.
+pub fn optimizer_state<B: AutodiffBackend, O: Optimizer<Decoder<B>, B>>(
+    model: Decoder<B>,
+    mut optim: O,
+    batch: &Batch<B>,
+    device: &B::Device,
+    live_bytes: LiveBytes<'_, B>,
+) -> u64 {
+    let sync = || B::sync(device).expect("the device works");
+    sync();
+    let before = live_bytes(device);
+    let gradients = GradientsParams::from_grads(model.loss(batch.clone()).backward(), &model);
+    let model = optim.step(0.0, model, gradients);
+    sync();
+    let after = live_bytes(device);
+    drop((model, optim));
     after.saturating_sub(before)
 }

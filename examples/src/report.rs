@@ -7,7 +7,7 @@ use std::path::Path;
 use anyhow::{Context, Result};
 use serde::Serialize;
 
-use crate::args::{Compute, Config, Device, Preset, Recipe};
+use crate::args::{Compute, Config, Device, Optimizer, Preset, Recipe};
 use crate::data;
 
 /// At most this many points of the loss curve go into the JSON.
@@ -18,6 +18,8 @@ const CURVE_POINTS: usize = 500;
 pub struct Report {
     /// The recipe.
     pub recipe: Recipe,
+    /// The format of the optimizer's moments.
+    pub optimizer: Optimizer,
     /// The model's size.
     pub preset: Preset,
     /// Where it trained.
@@ -48,6 +50,10 @@ pub struct Report {
     pub tokens_per_s: f64,
     /// Bytes that one forward pass leaves for the backward pass.
     pub activation_bytes: u64,
+    /// Bytes of optimizer state.
+    pub optimizer_bytes: u64,
+    /// Steps that the optimizer skipped, since a gradient held NaN or Inf.
+    pub skipped_steps: u64,
     /// Mean fallback rate over the layers in the last step; none for recipes without fallback.
     pub fallback_rate: Option<f64>,
     /// Fallback rate of each layer in the last step.
@@ -56,31 +62,36 @@ pub struct Report {
     pub loss_curve: Vec<(usize, f64)>,
 }
 
+/// What a run measured beside its loss curve; the fields are those of [`Report`].
+#[derive(Clone, Debug)]
+#[allow(missing_docs)]
+pub struct Measured {
+    pub parameters: usize,
+    pub val_loss: f64,
+    pub tokens_per_s: f64,
+    pub activation_bytes: u64,
+    pub optimizer_bytes: u64,
+    pub skipped_steps: u64,
+    pub fallback_rates: Vec<(String, f32)>,
+}
+
 impl Report {
     /// Puts the results of a run together.
-    #[allow(clippy::too_many_arguments)]
-    pub fn new(
-        recipe: Recipe,
-        config: &Config,
-        parameters: usize,
-        losses: &[f64],
-        val_loss: f64,
-        tokens_per_s: f64,
-        activation_bytes: u64,
-        fallback_rates: Vec<(String, f32)>,
-    ) -> Self {
+    pub fn new(recipe: Recipe, config: &Config, losses: &[f64], measured: Measured) -> Self {
         let last = &losses[losses.len() - (losses.len() / 10).clamp(1, 50).min(losses.len())..];
         let every = losses.len().div_ceil(CURVE_POINTS).max(1);
         let loss_curve = (1..=losses.len())
             .filter(|step| *step == 1 || step.is_multiple_of(every) || *step == losses.len())
             .map(|step| (step, losses[step - 1]))
             .collect();
-        let rates: Vec<f64> = fallback_rates
+        let rates: Vec<f64> = measured
+            .fallback_rates
             .iter()
             .map(|(_, it)| f64::from(*it))
             .collect();
         Self {
             recipe,
+            optimizer: config.optimizer,
             preset: config.preset,
             device: config.device,
             compute: config.compute,
@@ -89,15 +100,17 @@ impl Report {
             sequence: config.sequence,
             seed: config.seed,
             lr: config.lr,
-            parameters,
+            parameters: measured.parameters,
             tokens: losses.len() * config.batch * config.sequence,
             train_loss: mean(last),
-            val_loss,
-            bits_per_byte: val_loss / std::f64::consts::LN_2,
-            tokens_per_s,
-            activation_bytes,
+            val_loss: measured.val_loss,
+            bits_per_byte: measured.val_loss / std::f64::consts::LN_2,
+            tokens_per_s: measured.tokens_per_s,
+            activation_bytes: measured.activation_bytes,
+            optimizer_bytes: measured.optimizer_bytes,
+            skipped_steps: measured.skipped_steps,
             fallback_rate: (!rates.is_empty()).then(|| mean(&rates)),
-            fallback_rates: fallback_rates.into_iter().collect(),
+            fallback_rates: measured.fallback_rates.into_iter().collect(),
             loss_curve,
         }
     }
@@ -129,6 +142,7 @@ pub fn table(reports: &[Report]) -> String {
         "bits/byte",
         "tokens/s",
         "saved activations",
+        "optimizer state",
         "fallback rate (min / mean / max of layers)",
     ];
     let rows = reports.iter().map(|it| {
@@ -139,6 +153,7 @@ pub fn table(reports: &[Report]) -> String {
             format!("{:.4}", it.bits_per_byte),
             format!("{:.0}", it.tokens_per_s),
             data::bytes(it.activation_bytes as usize),
+            data::bytes(it.optimizer_bytes as usize),
             it.fallback_range(),
         ]
     });

@@ -13,16 +13,16 @@ use burn::module::Module;
 use burn::train::metric::LearningRateMetric;
 use burn::train::{Learner, SupervisedTraining, TrainingStrategy};
 use burn_quant_train::metric::FallbackRateMetric;
-use burn_quant_train::optim::{LayerBackend, QuantAdamWConfig};
+use burn_quant_train::optim::LayerBackend;
 
 use crate::args::{Args, Config, Recipe};
 use crate::checkpoint::{Checkpoints, State};
 use crate::data::{Text, Windows};
-use crate::memory::{LiveBytes, saved_activations};
+use crate::memory::{LiveBytes, optimizer_state, saved_activations};
 use crate::metrics::{History, Loss, TokensPerSecond};
 use crate::model::Decoder;
 use crate::progress::{self, Lines};
-use crate::report::Report;
+use crate::report::{Measured, Report};
 use crate::strategy::{StepByStep, Stop};
 
 /// Steps between two readings of the fallback rate for the dashboard: each waits for the device.
@@ -75,14 +75,16 @@ pub fn run<B: LayerBackend>(
     let Session { config, args, .. } = *session;
     B::seed(device, config.seed);
 
-    // The model knows nothing of the recipe; the optimizer is Burn's AdamW that also looks after quantized layers.
+    // The model knows nothing of the recipe; the optimizer is AdamW that also looks after quantized layers.
     let model = config.model.init::<B>(device);
     model.materialize();
-    let optim = QuantAdamWConfig::new()
+    let optim_config = config
+        .optimizer
+        .config()
         .with_beta_2(0.95)
         .with_weight_decay(0.1)
-        .with_grad_clipping(Some(GradientClippingConfig::Norm(1.0)))
-        .init::<B, Decoder<B>>();
+        .with_grad_clipping(Some(GradientClippingConfig::Norm(1.0)));
+    let optim = optim_config.init::<B, Decoder<B>>();
     let scheduler = scheduler(config)?;
 
     let from = session.resume.map(|dir| Checkpoints::new(dir, recipe));
@@ -220,16 +222,27 @@ pub fn run<B: LayerBackend>(
         });
     };
     let losses = history.losses();
+    let fallback_rates = layers.fallback_rates();
+    let skipped_steps = layers.inner().skipped_steps();
     let activation_bytes = saved_activations(&outcome.model, &probe, device, live_bytes);
-    Ok(Ended::Complete(Box::new(Report::new(
-        recipe,
-        config,
+    let optimizer_bytes = optimizer_state(
+        outcome.model,
+        optim_config.adamw::<B, Decoder<B>>(),
+        &probe,
+        device,
+        live_bytes,
+    );
+    let measured = Measured {
         parameters,
-        &losses,
-        valid_loss,
-        outcome.tokens_per_second,
+        val_loss: valid_loss,
+        tokens_per_s: outcome.tokens_per_second,
         activation_bytes,
-        layers.fallback_rates(),
+        optimizer_bytes,
+        skipped_steps,
+        fallback_rates,
+    };
+    Ok(Ended::Complete(Box::new(Report::new(
+        recipe, config, &losses, measured,
     ))))
 }
 

@@ -1,7 +1,7 @@
 //! The quantized operations by the kernels of `cubecl-kernels`, on every CubeCL runtime.
 
 use burn_backend::{
-    DType, FloatDType,
+    DType, FloatDType, Shape,
     tensor::{FloatTensor, IntTensor},
 };
 use burn_cubecl::{
@@ -11,15 +11,20 @@ use burn_cubecl::{
 use cubecl::std::tensor::TensorHandle;
 use cubecl_kernels::{
     KernelError,
+    adamw::{self, AdamWTensors},
     delay_threshold::{self, DelayThreshold as KernelThreshold},
     fallback::{self, FallbackResidual},
     format::{Granularity, Rounding as KernelRounding},
     gemm::{self, GemmOperand, Strategy},
+    optimizer_state::{StateTensor, dequantize_state, quantize_state},
     quantize::{self, QuantizeSpec},
     shape::MatrixShape,
 };
 
-use super::{FallbackQuantized, Layout, Operand, QuantOps, Quantized, Residual, StochasticKey};
+use super::{
+    FallbackQuantized, Layout, Operand, QuantOps, Quantized, Residual, StochasticKey,
+    adamw::{AdamWItem, AdamWUpdate, Hyperparameters, Moment, MomentState, StateFormat},
+};
 use crate::{
     layer::{DelayThreshold, FallbackState},
     recipe::{Cast, Rounding},
@@ -167,6 +172,178 @@ where
             config,
         ));
         state
+    }
+
+    fn adamw(
+        items: Vec<AdamWItem<Self>>,
+        clock: &IntTensor<Self>,
+        nonfinite: Option<&IntTensor<Self>>,
+        hyperparameters: &Hyperparameters,
+    ) -> Vec<AdamWUpdate<Self>> {
+        let items: Vec<_> = items.into_iter().map(adamw_item).collect();
+        let tensors: Vec<_> = items.iter().map(adamw_tensors).collect();
+        checked(adamw::adamw(
+            &clock.client,
+            &tensors,
+            &handle(&into_contiguous(clock.clone())),
+            nonfinite.map(handle).as_ref(),
+            hyperparameters,
+        ));
+        items
+            .into_iter()
+            .map(|item| AdamWUpdate {
+                parameter: item.parameter,
+                first: item.first,
+                second: item.second,
+            })
+            .collect()
+    }
+
+    fn tick(clock: IntTensor<Self>, nonfinite: Option<&IntTensor<Self>>) -> IntTensor<Self> {
+        let clock = own(clock);
+        checked(adamw::tick(
+            &clock.client,
+            &handle(&clock),
+            nonfinite.map(handle).as_ref(),
+        ));
+        clock
+    }
+
+    fn find_nonfinite(gradients: &[FloatTensor<Self>], device: &R::Device) -> IntTensor<Self> {
+        let client = R::client(device);
+        let flag = CubeTensor::new_contiguous(
+            client.clone(),
+            device.clone(),
+            Shape::new([1]),
+            adamw::initial_flag(&client).handle,
+            DType::I32,
+        );
+        let gradients: Vec<_> = gradients
+            .iter()
+            .map(|gradient| handle(&into_contiguous(gradient.clone())))
+            .collect();
+        checked(adamw::find_nonfinite(&client, &gradients, &handle(&flag)));
+        flag
+    }
+
+    fn compress_moment(
+        x: FloatTensor<Self>,
+        format: StateFormat,
+        moment: Moment,
+    ) -> MomentState<Self> {
+        let x = into_contiguous(x);
+        let state = checked(quantize_state(&x.client, &handle(&x), format, moment));
+        let tensors = (state.scales, state.exponents);
+        MomentState::Coded {
+            format,
+            codes: tensor(&x, state.values, DType::U8),
+            scales: tensor(
+                &x,
+                tensors.0.expect("a compressed moment has scales"),
+                DType::F32,
+            ),
+            exponents: tensors.1.map(|it| tensor(&x, it, DType::U8)),
+        }
+    }
+
+    fn decompress_moment(state: MomentState<Self>, moment: Moment) -> FloatTensor<Self> {
+        let (MomentState::Full(like) | MomentState::Coded { codes: like, .. }) = &state;
+        let values = checked(dequantize_state(
+            &like.client,
+            &state_tensor(&state, moment),
+        ));
+        tensor(like, values, DType::F32)
+    }
+}
+
+/// A tensor to update in place: contiguous, and in a buffer that nothing else holds.
+fn own<R: CubeRuntime>(tensor: CubeTensor<R>) -> CubeTensor<R> {
+    let tensor = into_contiguous(tensor);
+    match tensor.can_mut() {
+        true => tensor,
+        // Burn may pad the rows of the copy.
+        false => into_contiguous(tensor.copy()),
+    }
+}
+
+fn adamw_item<B, R>(item: AdamWItem<B>) -> AdamWItem<B>
+where
+    B: burn_backend::Backend<
+            FloatTensorPrimitive = CubeTensor<R>,
+            IntTensorPrimitive = CubeTensor<R>,
+        >,
+    R: CubeRuntime,
+{
+    let own_moment = |moment| match moment {
+        MomentState::Full(values) => MomentState::Full(own(values)),
+        MomentState::Coded {
+            format,
+            codes,
+            scales,
+            exponents,
+        } => MomentState::Coded {
+            format,
+            codes: own(codes),
+            scales: own(scales),
+            exponents: exponents.map(own),
+        },
+    };
+    AdamWItem {
+        parameter: own(item.parameter),
+        gradient: into_contiguous(item.gradient),
+        first: own_moment(item.first),
+        second: own_moment(item.second),
+        key: item.key,
+    }
+}
+
+fn adamw_tensors<B, R>(item: &AdamWItem<B>) -> AdamWTensors<R>
+where
+    B: burn_backend::Backend<
+            FloatTensorPrimitive = CubeTensor<R>,
+            IntTensorPrimitive = CubeTensor<R>,
+        >,
+    R: CubeRuntime,
+{
+    AdamWTensors {
+        parameter: handle(&item.parameter),
+        gradient: handle(&item.gradient),
+        first: state_tensor(&item.first, Moment::First),
+        second: state_tensor(&item.second, Moment::Second),
+        rounding: item
+            .key
+            .map_or(KernelRounding::Nearest, KernelRounding::Stochastic),
+    }
+}
+
+fn state_tensor<B, R>(state: &MomentState<B>, moment: Moment) -> StateTensor<R>
+where
+    B: burn_backend::Backend<
+            FloatTensorPrimitive = CubeTensor<R>,
+            IntTensorPrimitive = CubeTensor<R>,
+        >,
+    R: CubeRuntime,
+{
+    match state {
+        MomentState::Full(values) => StateTensor {
+            values: handle(values),
+            scales: None,
+            exponents: None,
+            format: None,
+            moment,
+        },
+        MomentState::Coded {
+            format,
+            codes,
+            scales,
+            exponents,
+        } => StateTensor {
+            values: handle(codes),
+            scales: Some(handle(scales)),
+            exponents: exponents.as_ref().map(handle),
+            format: Some(*format),
+            moment,
+        },
     }
 }
 

@@ -16,7 +16,10 @@ use burn_fusion::{
 use burn_ir::{CustomOpIr, HandleContainer, OperationIr, TensorIr};
 use cubecl_kernels::shape::MatrixShape;
 
-use super::{FallbackQuantized, Layout, Operand, QuantOps, Quantized, Residual, StochasticKey};
+use super::{
+    FallbackQuantized, Layout, Operand, QuantOps, Quantized, Residual, StochasticKey,
+    adamw::{AdamWItem, AdamWUpdate, Hyperparameters, Moment, MomentState, StateFormat},
+};
 use crate::{
     layer::{DelayThreshold, FallbackState},
     recipe::{Cast, Format},
@@ -360,5 +363,273 @@ impl<B: FusionBackend + QuantOps> QuantOps for Fusion<B> {
             counts: next(),
             rates: next(),
         }
+    }
+
+    fn adamw(
+        items: Vec<AdamWItem<Self>>,
+        clock: &IntTensor<Self>,
+        nonfinite: Option<&IntTensor<Self>>,
+        hyperparameters: &Hyperparameters,
+    ) -> Vec<AdamWUpdate<Self>> {
+        let forms: Vec<_> = items.iter().map(ItemForm::of::<B>).collect();
+        let outputs: Vec<_> = forms.iter().flat_map(ItemForm::outputs).collect();
+        let mut inputs = vec![clock.clone()];
+        inputs.extend(nonfinite.cloned());
+        for item in items {
+            inputs.extend([item.parameter, item.gradient]);
+            inputs.extend(moment_tensors::<B>(item.first));
+            inputs.extend(moment_tensors::<B>(item.second));
+        }
+        let (flagged, hyperparameters) = (nonfinite.is_some(), *hyperparameters);
+        let in_stream = forms.clone();
+        let mut outputs = register::<B>("adamw", inputs, &outputs, move |ir, handles| {
+            let mut inputs = ir.inputs.iter();
+            let mut next = || {
+                inputs
+                    .next()
+                    .expect("an operation has the inputs that it was registered with")
+            };
+            let clock = handles.get_int_tensor::<B>(next());
+            let nonfinite = flagged.then(|| handles.get_int_tensor::<B>(next()));
+            let items = in_stream
+                .iter()
+                .map(|form| AdamWItem {
+                    parameter: handles.get_float_tensor::<B>(next()),
+                    gradient: handles.get_float_tensor::<B>(next()),
+                    first: form.first.take::<B>(&mut next, handles),
+                    second: form.second.take::<B>(&mut next, handles),
+                    key: form.key,
+                })
+                .collect();
+            let mut outputs = ir.outputs.iter();
+            for update in B::adamw(items, &clock, nonfinite.as_ref(), &hyperparameters) {
+                let mut next = || {
+                    &outputs
+                        .next()
+                        .expect("an operation has the outputs that it was registered with")
+                        .id
+                };
+                handles.register_float_tensor::<B>(next(), update.parameter);
+                for moment in [update.first, update.second] {
+                    give_moment::<B>(moment, &mut next, handles);
+                }
+            }
+        });
+        forms
+            .iter()
+            .map(|form| AdamWUpdate {
+                parameter: outputs.next().expect("a parameter for each item"),
+                first: form.first.fused::<B>(&mut outputs),
+                second: form.second.fused::<B>(&mut outputs),
+            })
+            .collect()
+    }
+
+    fn tick(clock: IntTensor<Self>, nonfinite: Option<&IntTensor<Self>>) -> IntTensor<Self> {
+        let flagged = nonfinite.is_some();
+        let mut inputs = vec![clock];
+        inputs.extend(nonfinite.cloned());
+        let outputs = [(Shape::new([2]), DType::I32)];
+        let mut outputs = register::<B>("tick", inputs, &outputs, move |ir, handles| {
+            let clock = handles.get_int_tensor::<B>(&ir.inputs[0]);
+            let nonfinite = flagged.then(|| handles.get_int_tensor::<B>(&ir.inputs[1]));
+            let clock = B::tick(clock, nonfinite.as_ref());
+            handles.register_int_tensor::<B>(&ir.outputs[0].id, clock);
+        });
+        outputs.next().expect("one output")
+    }
+
+    fn find_nonfinite(
+        gradients: &[FloatTensor<Self>],
+        device: &burn_backend::tensor::Device<Self>,
+    ) -> IntTensor<Self> {
+        let device = device.clone();
+        let outputs = [(Shape::new([1]), DType::I32)];
+        let mut outputs = register::<B>(
+            "find_nonfinite",
+            gradients.to_vec(),
+            &outputs,
+            move |ir, handles| {
+                let gradients: Vec<_> = ir
+                    .inputs
+                    .iter()
+                    .map(|gradient| handles.get_float_tensor::<B>(gradient))
+                    .collect();
+                let flag = B::find_nonfinite(&gradients, &device);
+                handles.register_int_tensor::<B>(&ir.outputs[0].id, flag);
+            },
+        );
+        outputs.next().expect("one output")
+    }
+
+    fn compress_moment(
+        x: FloatTensor<Self>,
+        format: StateFormat,
+        moment: Moment,
+    ) -> MomentState<Self> {
+        let form = MomentForm {
+            shape: x.shape(),
+            format: Some(format),
+        };
+        let outputs: Vec<_> = form.outputs().collect();
+        let mut outputs = register::<B>("compress_moment", vec![x], &outputs, {
+            move |ir, handles| {
+                let x = handles.get_float_tensor::<B>(&ir.inputs[0]);
+                let state = B::compress_moment(x, format, moment);
+                let mut outputs = ir.outputs.iter();
+                let mut next = || &outputs.next().expect("the tensors of a moment").id;
+                give_moment::<B>(state, &mut next, handles);
+            }
+        });
+        form.fused::<B>(&mut outputs)
+    }
+
+    fn decompress_moment(state: MomentState<Self>, moment: Moment) -> FloatTensor<Self> {
+        let form = MomentForm::of::<B>(&state);
+        let outputs = [(form.shape.clone(), DType::F32)];
+        let inputs = moment_tensors::<B>(state).collect();
+        let mut outputs =
+            register::<B>("decompress_moment", inputs, &outputs, move |ir, handles| {
+                let mut inputs = ir.inputs.iter();
+                let mut next = || inputs.next().expect("the tensors of a moment");
+                let state = form.take::<B>(&mut next, handles);
+                let values = B::decompress_moment(state, moment);
+                handles.register_float_tensor::<B>(&ir.outputs[0].id, values);
+            });
+        outputs.next().expect("one output")
+    }
+}
+
+/// One moment without its tensors.
+#[derive(Clone)]
+struct MomentForm {
+    shape: Shape,
+    format: Option<StateFormat>,
+}
+
+impl MomentForm {
+    fn of<B: FusionBackend>(state: &MomentState<Fusion<B>>) -> Self
+    where
+        Fusion<B>: QuantOps,
+    {
+        Self {
+            shape: state.shape(),
+            format: state.format(),
+        }
+    }
+
+    /// Shapes and dtypes of the tensors, in the order of [`moment_tensors`].
+    fn outputs(&self) -> impl Iterator<Item = (Shape, DType)> {
+        let values = match self.format {
+            None => DType::F32,
+            Some(_) => DType::U8,
+        };
+        let groups = |format: StateFormat| Shape::new([format.groups(self.shape.num_elements())]);
+        let scales = self.format.map(|format| (groups(format), DType::F32));
+        let expanded = self.format.filter(|format| format.expand);
+        let exponents = expanded.map(|format| (groups(format), DType::U8));
+        [Some((self.shape.clone(), values)), scales, exponents]
+            .into_iter()
+            .flatten()
+    }
+
+    fn fused<B: FusionBackend>(
+        &self,
+        tensors: &mut impl Iterator<Item = Tensor<B>>,
+    ) -> MomentState<Fusion<B>> {
+        let mut next = || tensors.next().expect("the tensors of a moment");
+        match self.format {
+            None => MomentState::Full(next()),
+            Some(format) => MomentState::Coded {
+                format,
+                codes: next(),
+                scales: next(),
+                exponents: format.expand.then(next),
+            },
+        }
+    }
+
+    fn take<'a, B: FusionBackend>(
+        &self,
+        next: &mut impl FnMut() -> &'a TensorIr,
+        handles: &mut Handles<B>,
+    ) -> MomentState<B> {
+        match self.format {
+            None => MomentState::Full(handles.get_float_tensor::<B>(next())),
+            Some(format) => MomentState::Coded {
+                format,
+                codes: handles.get_int_tensor::<B>(next()),
+                scales: handles.get_float_tensor::<B>(next()),
+                exponents: format.expand.then(|| handles.get_int_tensor::<B>(next())),
+            },
+        }
+    }
+}
+
+/// The tensors of a moment, in the order of [`MomentForm::outputs`].
+fn moment_tensors<B: FusionBackend>(
+    state: MomentState<Fusion<B>>,
+) -> impl Iterator<Item = Tensor<B>> {
+    match state {
+        MomentState::Full(values) => [Some(values), None, None],
+        MomentState::Coded {
+            codes,
+            scales,
+            exponents,
+            ..
+        } => [Some(codes), Some(scales), exponents],
+    }
+    .into_iter()
+    .flatten()
+}
+
+fn give_moment<'a, B: FusionBackend>(
+    state: MomentState<B>,
+    next: &mut impl FnMut() -> &'a burn_ir::TensorId,
+    handles: &mut Handles<B>,
+) {
+    match state {
+        MomentState::Full(values) => handles.register_float_tensor::<B>(next(), values),
+        MomentState::Coded {
+            codes,
+            scales,
+            exponents,
+            ..
+        } => {
+            handles.register_int_tensor::<B>(next(), codes);
+            handles.register_float_tensor::<B>(next(), scales);
+            if let Some(exponents) = exponents {
+                handles.register_int_tensor::<B>(next(), exponents);
+            }
+        }
+    }
+}
+
+/// A parameter with its moments, without the tensors.
+#[derive(Clone)]
+struct ItemForm {
+    parameter: (Shape, DType),
+    first: MomentForm,
+    second: MomentForm,
+    key: Option<StochasticKey>,
+}
+
+impl ItemForm {
+    fn of<B: FusionBackend>(item: &AdamWItem<Fusion<B>>) -> Self
+    where
+        Fusion<B>: QuantOps,
+    {
+        Self {
+            parameter: (item.parameter.shape(), item.parameter.dtype()),
+            first: MomentForm::of::<B>(&item.first),
+            second: MomentForm::of::<B>(&item.second),
+            key: item.key,
+        }
+    }
+
+    fn outputs(&self) -> impl Iterator<Item = (Shape, DType)> {
+        std::iter::once(self.parameter.clone())
+            .chain(self.first.outputs())
+            .chain(self.second.outputs())
     }
 }

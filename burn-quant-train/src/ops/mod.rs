@@ -4,6 +4,7 @@
 //! so any Burn backend gets it by an empty `impl`. The CubeCL backends and Flex replace them by the functions of
 //! `cubecl-kernels`. [`QuantBackend`] adds `Autodiff` on top.
 
+pub mod adamw;
 mod autodiff;
 #[cfg(feature = "cubecl")]
 mod cube;
@@ -21,11 +22,14 @@ use burn_backend::{
 };
 pub use cubecl_kernels::format::{Layout, StochasticKey};
 
+use adamw::{AdamWItem, AdamWUpdate, Hyperparameters, Moment, MomentState, StateFormat};
+
 use crate::{
+    QuantTrain,
     layer::{DelayThreshold, FallbackState, Layer},
-    recipe::{Cast, LinearRow},
+    recipe::{Cast, LinearRow, Recipe},
     tag::Tag,
-    tensor::View,
+    tensor::{QuantTensor, View},
 };
 
 /// A quantized matrix `[rows, cols]`. At least one of the two copies of the values is there.
@@ -172,6 +176,85 @@ pub trait QuantOps: Backend {
     /// (fallback-int8, algorithm 2). Buffers may be reused.
     fn delay_threshold(state: FallbackState<Self>, config: &DelayThreshold) -> FallbackState<Self> {
         float::delay_threshold::<Self>(state, config)
+    }
+
+    /// One AdamW step of all these parameters, without a host read where there are kernels. Buffers that nothing else holds
+    /// are updated in place.
+    ///
+    /// - `clock`: INT32 `[2]`, the steps taken and skipped, this one counted: see [`tick`](Self::tick)
+    /// - `nonfinite`: INT32 `[1]`; if it is not 0, nothing changes
+    ///
+    /// # Panics
+    ///
+    /// If shapes do not fit, or a hyperparameter is out of its range.
+    fn adamw(
+        items: Vec<AdamWItem<Self>>,
+        clock: &IntTensor<Self>,
+        nonfinite: Option<&IntTensor<Self>>,
+        hyperparameters: &Hyperparameters,
+    ) -> Vec<AdamWUpdate<Self>> {
+        adamw::step::<Self>(items, clock, nonfinite, hyperparameters)
+    }
+
+    /// Counts a step on the device: as taken, or as skipped if `nonfinite` is not 0.
+    fn tick(clock: IntTensor<Self>, nonfinite: Option<&IntTensor<Self>>) -> IntTensor<Self> {
+        adamw::tick::<Self>(clock, nonfinite)
+    }
+
+    /// INT32 `[1]`: one more than the index of a gradient that holds NaN or Inf, 0 if none does.
+    fn find_nonfinite(gradients: &[FloatTensor<Self>], device: &Device<Self>) -> IntTensor<Self> {
+        adamw::find_nonfinite::<Self>(gradients, device)
+    }
+
+    /// Compresses one moment of an optimizer (coat-fp8, section 4).
+    fn compress_moment(
+        x: FloatTensor<Self>,
+        format: StateFormat,
+        moment: Moment,
+    ) -> MomentState<Self> {
+        adamw::compress::<Self>(x, format, moment)
+    }
+
+    /// The FP32 values of a moment.
+    fn decompress_moment(state: MomentState<Self>, moment: Moment) -> FloatTensor<Self> {
+        adamw::decompress::<Self>(state, moment)
+    }
+}
+
+/// A backend whose float tensors are, or wrap, those of a backend that holds data: one with [`QuantOps`], or the decorator
+/// over one. Optimizers step the parameters of such backends.
+pub trait DataBackend: Backend {
+    /// The backend that holds the data.
+    type Base: QuantOps<Device = Device<Self>>;
+
+    /// Unwraps a tensor.
+    fn into_base(tensor: FloatTensor<Self>) -> FloatTensor<Self::Base>;
+
+    /// Wraps a tensor, as a value of its own.
+    fn from_base(tensor: FloatTensor<Self::Base>) -> FloatTensor<Self>;
+}
+
+impl<B: QuantOps> DataBackend for B {
+    type Base = B;
+
+    fn into_base(tensor: FloatTensor<Self>) -> FloatTensor<Self> {
+        tensor
+    }
+
+    fn from_base(tensor: FloatTensor<Self>) -> FloatTensor<Self> {
+        tensor
+    }
+}
+
+impl<B: QuantOps, R: Recipe> DataBackend for QuantTrain<B, R> {
+    type Base = B;
+
+    fn into_base(tensor: FloatTensor<Self>) -> FloatTensor<B> {
+        tensor.into_primitive()
+    }
+
+    fn from_base(tensor: FloatTensor<B>) -> FloatTensor<Self> {
+        QuantTensor::new(tensor)
     }
 }
 

@@ -1,17 +1,77 @@
-//! AdamW with quantized layers (FP32 states).
+//! AdamW with moments in 8 bits or FP32, one kernel a parameter.
+
+use std::{
+    collections::HashMap,
+    marker::PhantomData,
+    sync::{Arc, Mutex, PoisonError},
+};
 
 use burn::{
     config::Config,
-    grad_clipping::GradientClippingConfig,
-    module::AutodiffModule,
-    optim::{AdamW, AdamWConfig, adaptor::OptimizerAdaptor},
+    grad_clipping::{GradientClipping, GradientClippingConfig},
+    module::{AutodiffModule, ModuleMapper, ModuleVisitor, Param, ParamId},
+    optim::{GradientsParams, LearningRate, MultiGradientsParams, Optimizer, adaptor::GradAdaptor},
+    tensor::{Shape, Tensor, TensorPrimitive},
+};
+use burn_backend::{
+    AutodiffBackend, TensorData, TensorMetadata,
+    ops::{FloatTensorOps, IntTensorOps},
+    tensor::{Device, FloatTensor, IntTensor},
+};
+use serde::{Deserialize, Serialize};
+
+use super::{
+    LayerBackend, LayerConfig, QuantOptimizer,
+    moments::{AdamWRecord, ParameterRecord},
+};
+use crate::{
+    layer::{self, DelayThreshold},
+    ops::{
+        DataBackend, QuantOps, StochasticKey,
+        adamw::{
+            AdamWItem, AdamWUpdate, HostMoment, Hyperparameters, Moment, MomentState, StateFormat,
+            integers, zeros,
+        },
+    },
+    policy::{LayerPolicy, covers},
 };
 
-use super::{LayerBackend, LayerConfig, QuantOptimizer};
-use crate::{layer::DelayThreshold, policy::LayerPolicy};
+/// What a step does about gradients that hold NaN or Inf.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum OnNonfinite {
+    /// Changes nothing, neither parameters nor moments nor the step count, and counts the step as skipped. Decided on the
+    /// device.
+    Skip,
+    /// Panics, naming the parameter. Waits for the device at every step.
+    Error,
+    /// Takes the step as it is.
+    Propagate,
+}
 
-/// Configuration of AdamW for quantized training: the fields of Burn's `AdamWConfig`, with its defaults, and those of the
-/// layers. With no layer quantized it steps as Burn's `AdamW`, bit for bit.
+/// Parameters that a pattern names, and how their step differs.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct ParameterGroup {
+    /// A pattern for parameter paths such as `layers.3.norm.gamma`, of the kind that [`LayerPolicy`] takes.
+    pub pattern: String,
+    /// Weight decay of the group; `None`: the optimizer's.
+    pub weight_decay: Option<f32>,
+    /// Multiplies the learning rate.
+    pub learning_rate: f32,
+}
+
+/// Configuration of AdamW for quantized training: Burn's `AdamWConfig` with its defaults, the format of each moment, and
+/// the settings of the layers.
+///
+/// With both moments in FP32 and no layer quantized it steps as Burn's `AdamW`: bit for bit on the CPU, to rounding on a
+/// GPU. For AMSGrad wrap Burn's own in a [`QuantOptimizer`].
+///
+/// ```
+/// use burn_quant_train::optim::{QuantAdamWConfig, StateFormat};
+///
+/// let coat = QuantAdamWConfig::fp8();
+/// let best = QuantAdamWConfig::fp8().with_first(Some(StateFormat::DYNAMIC_EXPONENT.expanded()));
+/// let plain = QuantAdamWConfig::new().no_decay("norm").no_decay("bias");
+/// ```
 #[derive(Config, Debug)]
 pub struct QuantAdamWConfig {
     /// Decay of the first moment.
@@ -26,14 +86,21 @@ pub struct QuantAdamWConfig {
     /// Decoupled weight decay.
     #[config(default = 1e-4)]
     pub weight_decay: f32,
-    /// Decays only where decay and update agree in sign.
-    #[config(default = false)]
-    pub cautious_weight_decay: bool,
-    /// Uses the AMSGrad variant.
-    #[config(default = false)]
-    pub amsgrad: bool,
     /// Gradient clipping.
     pub grad_clipping: Option<GradientClippingConfig>,
+    /// Format of the first moment; none: FP32.
+    pub first: Option<StateFormat>,
+    /// Format of the second moment; none: FP32.
+    pub second: Option<StateFormat>,
+    /// Parameters with fewer elements keep FP32 moments.
+    #[config(default = 4096)]
+    pub min_elements: usize,
+    /// Parameters that step differently; the first pattern that matches counts.
+    #[config(default = "Vec::new()")]
+    pub groups: Vec<ParameterGroup>,
+    /// What a step does about gradients that hold NaN or Inf.
+    #[config(default = "OnNonfinite::Skip")]
+    pub on_nonfinite: OnNonfinite,
     /// Which layers are quantized.
     #[config(default = "LayerPolicy::default()")]
     pub policy: LayerPolicy,
@@ -45,27 +112,543 @@ pub struct QuantAdamWConfig {
 }
 
 impl QuantAdamWConfig {
-    /// Makes the optimizer.
+    /// FP8 AdamW: E4M3 with dynamic range expansion, 1 x 128, for both moments (coat-fp8, section 4). 2.08 bytes a parameter.
+    pub fn fp8() -> Self {
+        Self::new()
+            .with_first(Some(StateFormat::E4M3.expanded()))
+            .with_second(Some(StateFormat::E4M3.expanded()))
+    }
+
+    /// 8-bit AdamW with the dynamic exponent format in groups of 256 (Dettmers et al., "8-bit Optimizers via Block-wise
+    /// Quantization"). 2.03 bytes a parameter.
+    pub fn dynamic_8bit() -> Self {
+        let format = StateFormat::DYNAMIC_EXPONENT.with_group(256);
+        Self::new()
+            .with_first(Some(format))
+            .with_second(Some(format))
+    }
+
+    /// INT8 AdamW in blocks of 2048 (training-precision guide), the second moment by its root. 2.004 bytes a parameter.
+    pub fn int8() -> Self {
+        Self::new()
+            .with_first(Some(StateFormat::INT8))
+            .with_second(Some(StateFormat::INT8))
+    }
+
+    /// No weight decay for the parameters that `pattern` names.
+    pub fn no_decay(mut self, pattern: impl Into<String>) -> Self {
+        self.groups.push(ParameterGroup {
+            pattern: pattern.into(),
+            weight_decay: Some(0.0),
+            learning_rate: 1.0,
+        });
+        self
+    }
+
+    /// Makes the optimizer, which owns the state of the model's layers.
     ///
     /// # Panics
     ///
     /// If the threshold's settings are out of range: see [`DelayThreshold::validate`].
     pub fn init<B: LayerBackend, M: AutodiffModule<B>>(
         &self,
-    ) -> QuantOptimizer<OptimizerAdaptor<AdamW, M, B>, B> {
-        let adamw = AdamWConfig::new()
-            .with_beta_1(self.beta_1)
-            .with_beta_2(self.beta_2)
-            .with_epsilon(self.epsilon)
-            .with_weight_decay(self.weight_decay)
-            .with_cautious_weight_decay(self.cautious_weight_decay)
-            .with_amsgrad(self.amsgrad)
-            .with_grad_clipping(self.grad_clipping.clone());
+    ) -> QuantOptimizer<QuantAdamW<M, B>, B> {
         let config = LayerConfig {
             policy: self.policy.clone(),
             threshold: self.threshold,
             seed: self.seed,
         };
-        QuantOptimizer::new(adamw.init(), config)
+        QuantOptimizer::new(self.adamw(), config)
+    }
+
+    /// Makes the optimizer without layers, for any autodiff backend: 8-bit moments for a model that is not quantized.
+    pub fn adamw<B, M>(&self) -> QuantAdamW<M, B>
+    where
+        B: AutodiffBackend<InnerBackend: DataBackend>,
+        M: AutodiffModule<B>,
+    {
+        QuantAdamW {
+            config: Arc::new(self.clone()),
+            clipping: self.grad_clipping.as_ref().map(|it| it.init()),
+            state: State {
+                moments: HashMap::new(),
+                restored: HashMap::new(),
+                clock: Clock::Host([0, 0]),
+                seed: None,
+            },
+            published: Arc::default(),
+            module: PhantomData,
+        }
+    }
+
+    /// Group and weight decay of a parameter.
+    fn hyperparameters(&self, lr: LearningRate, path: &str) -> Hyperparameters {
+        let group = self.groups.iter().find(|it| covers(&it.pattern, path));
+        let factor = group.map_or(1.0, |group| f64::from(group.learning_rate));
+        Hyperparameters {
+            learning_rate: lr * factor,
+            beta_1: self.beta_1,
+            beta_2: self.beta_2,
+            epsilon: self.epsilon,
+            weight_decay: group
+                .and_then(|group| group.weight_decay)
+                .unwrap_or(self.weight_decay),
+        }
+    }
+
+    fn formats(&self, elements: usize) -> [Option<StateFormat>; 2] {
+        match elements < self.min_elements {
+            true => [None, None],
+            false => [self.first, self.second],
+        }
+    }
+}
+
+type Base<B> = <<B as AutodiffBackend>::InnerBackend as DataBackend>::Base;
+
+/// The moments of one parameter.
+#[derive(Debug)]
+pub(super) struct Moments<B: QuantOps> {
+    pub(super) first: MomentState<B>,
+    pub(super) second: MomentState<B>,
+}
+
+impl<B: QuantOps> Clone for Moments<B> {
+    fn clone(&self) -> Self {
+        Self {
+            first: self.first.clone(),
+            second: self.second.clone(),
+        }
+    }
+}
+
+impl<B: QuantOps> Moments<B> {
+    fn zeros(shape: &Shape, formats: [Option<StateFormat>; 2], device: &Device<B>) -> Self {
+        let [first, second] = formats;
+        Self {
+            first: zeros::<B>(shape.clone(), first, Moment::First, device),
+            second: zeros::<B>(shape.clone(), second, Moment::Second, device),
+        }
+    }
+
+    fn to_device(self, device: &Device<B>) -> Self {
+        Self {
+            first: self.first.to_device(device),
+            second: self.second.to_device(device),
+        }
+    }
+
+    /// In these formats: moments of a record may be in others.
+    fn converted(self, formats: [Option<StateFormat>; 2]) -> Self {
+        let [first, second] = formats;
+        Self {
+            first: convert(self.first, first, Moment::First),
+            second: convert(self.second, second, Moment::Second),
+        }
+    }
+}
+
+fn convert<B: QuantOps>(
+    state: MomentState<B>,
+    format: Option<StateFormat>,
+    moment: Moment,
+) -> MomentState<B> {
+    if state.format() == format {
+        return state;
+    }
+    let values = B::decompress_moment(state, moment);
+    match format {
+        None => MomentState::Full(values),
+        Some(format) => B::compress_moment(values, format, moment),
+    }
+}
+
+/// Steps taken and skipped.
+#[derive(Debug)]
+enum Clock<B: QuantOps> {
+    /// Before the first step, or as loaded.
+    Host([i32; 2]),
+    /// INT32 `[2]`.
+    Device(IntTensor<B>),
+}
+
+impl<B: QuantOps> Clone for Clock<B> {
+    fn clone(&self) -> Self {
+        match self {
+            Self::Host(counts) => Self::Host(*counts),
+            Self::Device(counts) => Self::Device(counts.clone()),
+        }
+    }
+}
+
+impl<B: QuantOps> Clock<B> {
+    fn on(&self, device: &Device<B>) -> IntTensor<B> {
+        match self {
+            Self::Host(counts) => B::int_from_data(TensorData::new(counts.to_vec(), [2]), device),
+            Self::Device(counts) => B::int_to_device(counts.clone(), device),
+        }
+    }
+
+    fn read(&self) -> [i32; 2] {
+        match self {
+            Self::Host(counts) => *counts,
+            Self::Device(counts) => integers::<B>(counts.clone())
+                .try_into()
+                .expect("a clock holds two counts"),
+        }
+    }
+}
+
+#[derive(Debug)]
+struct State<B: QuantOps> {
+    moments: HashMap<ParamId, Moments<B>>,
+    /// Of a loaded record, until the parameter is stepped.
+    restored: HashMap<ParamId, ParameterRecord>,
+    clock: Clock<B>,
+    seed: Option<u64>,
+}
+
+impl<B: QuantOps> Clone for State<B> {
+    fn clone(&self) -> Self {
+        Self {
+            moments: self.moments.clone(),
+            restored: self.restored.clone(),
+            clock: self.clock.clone(),
+            seed: self.seed,
+        }
+    }
+}
+
+/// AdamW with moments in any format. It implements Burn's `Optimizer`; inside a [`QuantOptimizer`] it also serves quantized
+/// layers. Configured by [`QuantAdamWConfig`].
+pub struct QuantAdamW<M, B: AutodiffBackend<InnerBackend: DataBackend>> {
+    config: Arc<QuantAdamWConfig>,
+    clipping: Option<GradientClipping>,
+    state: State<Base<B>>,
+    /// The clock after the last step, which clones of the optimizer see.
+    published: Arc<Mutex<Option<Clock<Base<B>>>>>,
+    module: PhantomData<fn(M) -> M>,
+}
+
+impl<M, B: AutodiffBackend<InnerBackend: DataBackend>> Clone for QuantAdamW<M, B> {
+    fn clone(&self) -> Self {
+        Self {
+            config: self.config.clone(),
+            clipping: self.clipping.clone(),
+            state: self.state.clone(),
+            published: self.published.clone(),
+            module: PhantomData,
+        }
+    }
+}
+
+/// A parameter taken out of the module for the step.
+struct Taken<B: QuantOps> {
+    id: ParamId,
+    path: String,
+    parameter: FloatTensor<B>,
+    gradient: FloatTensor<B>,
+}
+
+impl<M, B> QuantAdamW<M, B>
+where
+    B: AutodiffBackend<InnerBackend: DataBackend>,
+    M: AutodiffModule<B>,
+{
+    /// Steps that were skipped because a gradient held NaN or Inf, seen by all clones. Waits for the device.
+    pub fn skipped_steps(&self) -> u64 {
+        let published = self
+            .published
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        let [_, skipped] = published.as_ref().unwrap_or(&self.state.clock).read();
+        skipped as u64
+    }
+
+    fn stepped(&mut self, lr: LearningRate, module: M, grads: GradAdaptor) -> M {
+        let mut paths = Paths::default();
+        module.visit(&mut paths);
+        let mut take = Take::<B> {
+            grads,
+            clipping: self.clipping.as_ref(),
+            paths: paths.by_id,
+            taken: Vec::new(),
+            raw: Vec::new(),
+        };
+        let module = module.map(&mut take);
+        let (taken, raw) = (take.taken, take.raw);
+        if taken.is_empty() {
+            return module;
+        }
+        let updated = self.update(lr, taken, &raw);
+        module.map(&mut PutBack::<B> { updated })
+    }
+
+    /// Steps all parameters: those of one group and one device in one call.
+    fn update(
+        &mut self,
+        lr: LearningRate,
+        taken: Vec<Taken<Base<B>>>,
+        raw: &[FloatTensor<Base<B>>],
+    ) -> HashMap<ParamId, FloatTensor<Base<B>>> {
+        let home = Base::<B>::float_device(&taken[0].parameter);
+        let nonfinite = self.find_nonfinite(&taken, raw, &home);
+        let clock = Base::<B>::tick(self.state.clock.on(&home), nonfinite.as_ref());
+
+        let mut calls: Vec<(Device<Base<B>>, Hyperparameters, Vec<ParamId>, Vec<_>)> = Vec::new();
+        for taken in taken {
+            let device = Base::<B>::float_device(&taken.parameter);
+            let hyperparameters = self.config.hyperparameters(lr, &taken.path);
+            let (id, item) = self.item(taken, &device);
+            let call = calls
+                .iter_mut()
+                .find(|call| call.0 == device && call.1 == hyperparameters);
+            match call {
+                Some((_, _, ids, items)) => {
+                    ids.push(id);
+                    items.push(item);
+                }
+                None => calls.push((device, hyperparameters, vec![id], vec![item])),
+            }
+        }
+        let mut updated = HashMap::new();
+        for (device, hyperparameters, ids, items) in calls {
+            let clock = Base::<B>::int_to_device(clock.clone(), &device);
+            let nonfinite = nonfinite
+                .clone()
+                .map(|flag| Base::<B>::int_to_device(flag, &device));
+            let updates = Base::<B>::adamw(items, &clock, nonfinite.as_ref(), &hyperparameters);
+            for (id, update) in ids.into_iter().zip(updates) {
+                let AdamWUpdate {
+                    parameter,
+                    first,
+                    second,
+                } = update;
+                self.state.moments.insert(id, Moments { first, second });
+                updated.insert(id, parameter);
+            }
+        }
+        self.state.clock = Clock::Device(clock);
+        *self
+            .published
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner) = Some(self.state.clock.clone());
+        updated
+    }
+
+    /// The flag of gradients that are not finite, from the gradients before clipping, which may hide them.
+    fn find_nonfinite(
+        &self,
+        taken: &[Taken<Base<B>>],
+        raw: &[FloatTensor<Base<B>>],
+        home: &Device<Base<B>>,
+    ) -> Option<IntTensor<Base<B>>> {
+        if self.config.on_nonfinite == OnNonfinite::Propagate {
+            return None;
+        }
+        let at_home: Vec<_> = raw
+            .iter()
+            .map(|gradient| Base::<B>::float_to_device(gradient.clone(), home))
+            .collect();
+        let flag = Base::<B>::find_nonfinite(&at_home, home);
+        if self.config.on_nonfinite == OnNonfinite::Error {
+            let found = integers::<Base<B>>(flag.clone())[0];
+            assert!(
+                found == 0,
+                "adamw: the gradient of `{}`, {:?}, holds NaN or Inf; lower the learning rate or clip gradients, or let such \
+                 steps pass with OnNonfinite::Skip",
+                taken[found as usize - 1].path,
+                raw[found as usize - 1].shape()
+            );
+        }
+        Some(flag)
+    }
+
+    fn item(
+        &mut self,
+        taken: Taken<Base<B>>,
+        device: &Device<Base<B>>,
+    ) -> (ParamId, AdamWItem<Base<B>>) {
+        let Taken {
+            id,
+            path,
+            parameter,
+            gradient,
+        } = taken;
+        let shape = parameter.shape();
+        let formats = self.config.formats(shape.num_elements());
+        let state = &mut self.state;
+        let restored = state
+            .restored
+            .remove(&id)
+            .map(|record| record.upload::<Base<B>>(device));
+        let moments = match state.moments.remove(&id).or(restored) {
+            Some(moments) => {
+                let found = moments.first.shape();
+                assert!(
+                    found == shape,
+                    "adamw: `{path}` has shape {shape:?}, but its optimizer state {found:?}; was the record loaded for another model?"
+                );
+                moments.to_device(device).converted(formats)
+            }
+            None => Moments::zeros(&shape, formats, device),
+        };
+        let seed = *state
+            .seed
+            .get_or_insert_with(|| self.config.seed.unwrap_or_else(layer::seed));
+        let item = AdamWItem {
+            parameter,
+            gradient,
+            first: moments.first,
+            second: moments.second,
+            key: Some(StochasticKey {
+                seed,
+                stream: id.val(),
+            }),
+        };
+        (id, item)
+    }
+}
+
+impl<M, B> Optimizer<M, B> for QuantAdamW<M, B>
+where
+    B: AutodiffBackend<InnerBackend: DataBackend>,
+    M: AutodiffModule<B>,
+{
+    type Record = AdamWRecord;
+
+    fn step(&mut self, lr: LearningRate, module: M, grads: GradientsParams) -> M {
+        self.stepped(lr, module, grads.into())
+    }
+
+    fn step_multi(&mut self, lr: LearningRate, module: M, grads: MultiGradientsParams) -> M {
+        self.stepped(lr, module, grads.into())
+    }
+
+    /// Waits for the device, to read the moments.
+    fn to_record(&self) -> AdamWRecord {
+        let [steps, skipped] = self.state.clock.read();
+        let mut parameters = self.state.restored.clone();
+        parameters.extend(self.state.moments.iter().map(|(id, moments)| {
+            let Moments { first, second } = moments.clone();
+            let shape = first.shape().to_vec();
+            let record = ParameterRecord::new(
+                shape,
+                HostMoment::read::<Base<B>>(first),
+                HostMoment::read::<Base<B>>(second),
+            );
+            (*id, record)
+        }));
+        AdamWRecord {
+            steps: steps as u64,
+            skipped: skipped as u64,
+            seed: self.state.seed,
+            parameters,
+        }
+    }
+
+    fn load_record(self, record: AdamWRecord) -> Self {
+        Self {
+            state: State {
+                moments: HashMap::new(),
+                restored: record.parameters,
+                clock: Clock::Host([record.steps as i32, record.skipped as i32]),
+                seed: record.seed,
+            },
+            published: Arc::default(),
+            ..self
+        }
+    }
+}
+
+/// The path of every parameter.
+#[derive(Default)]
+struct Paths {
+    path: Vec<String>,
+    by_id: HashMap<ParamId, String>,
+}
+
+impl<B: AutodiffBackend> ModuleVisitor<B> for Paths {
+    fn enter_module(&mut self, name: &str, _container: &str) {
+        self.path.push(name.to_owned());
+    }
+
+    fn exit_module(&mut self, _name: &str, _container: &str) {
+        self.path.pop();
+    }
+
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
+        self.by_id.insert(param.id, self.path.join("."));
+    }
+}
+
+/// Takes the parameters that have gradients out of a module, so that nothing else holds their buffers.
+struct Take<'a, B: AutodiffBackend<InnerBackend: DataBackend>> {
+    grads: GradAdaptor,
+    clipping: Option<&'a GradientClipping>,
+    paths: HashMap<ParamId, String>,
+    taken: Vec<Taken<Base<B>>>,
+    /// The gradients before clipping.
+    raw: Vec<FloatTensor<Base<B>>>,
+}
+
+impl<B: AutodiffBackend<InnerBackend: DataBackend>> ModuleMapper<B> for Take<'_, B> {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
+        let (id, tensor, mapper) = param.consume();
+        let Some((gradient, device)) = self.grads.remove::<B::InnerBackend, D>(id) else {
+            return Param::from_mapped_value(id, tensor, mapper);
+        };
+        let tensor = match tensor.device() == device {
+            true => tensor,
+            false => tensor.to_device(&device),
+        };
+        // Keeps the place, and whether the parameter is trained.
+        let mut place = Tensor::<B, D>::empty([1; D], &device);
+        if tensor.is_require_grad() {
+            place = place.require_grad();
+        }
+        let clipped = self
+            .clipping
+            .map(|clipping| clipping.clip_gradient(gradient.clone()));
+        let raw = primitive::<B, D>(gradient);
+        self.taken.push(Taken {
+            id,
+            path: self.paths.remove(&id).unwrap_or_default(),
+            parameter: primitive::<B, D>(tensor.inner()),
+            gradient: clipped.map_or_else(|| raw.clone(), primitive::<B, D>),
+        });
+        self.raw.push(raw);
+        Param::from_mapped_value(id, place, mapper)
+    }
+}
+
+fn primitive<B: AutodiffBackend<InnerBackend: DataBackend>, const D: usize>(
+    tensor: Tensor<B::InnerBackend, D>,
+) -> FloatTensor<Base<B>> {
+    let TensorPrimitive::Float(primitive) = tensor.into_primitive() else {
+        unreachable!(
+            "a float parameter and its gradient hold float primitives while it is trained"
+        );
+    };
+    B::InnerBackend::into_base(primitive)
+}
+
+/// Puts the updated parameters back.
+struct PutBack<B: AutodiffBackend<InnerBackend: DataBackend>> {
+    updated: HashMap<ParamId, FloatTensor<Base<B>>>,
+}
+
+impl<B: AutodiffBackend<InnerBackend: DataBackend>> ModuleMapper<B> for PutBack<B> {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
+        let Some(updated) = self.updated.remove(&param.id) else {
+            return param;
+        };
+        let (id, place, mapper) = param.consume();
+        let primitive = TensorPrimitive::Float(B::InnerBackend::from_base(updated));
+        let mut tensor = Tensor::from_inner(Tensor::from_primitive(primitive));
+        if place.is_require_grad() {
+            tensor = tensor.require_grad();
+        }
+        Param::from_mapped_value(id, tensor, mapper)
     }
 }

@@ -5,6 +5,7 @@
 //! is Burn's `AdamWConfig` with that wrapper.
 
 mod adamw;
+mod moments;
 mod record;
 
 use std::{
@@ -21,13 +22,15 @@ use burn::{
 use burn_autodiff::{Autodiff, checkpoint::strategy::CheckpointStrategy};
 use burn_backend::{AutodiffBackend, tensor::FloatTensor};
 
-pub use adamw::QuantAdamWConfig;
+pub use crate::ops::adamw::{Encoding, StateFormat};
+pub use adamw::{OnNonfinite, ParameterGroup, QuantAdamW, QuantAdamWConfig};
+pub use moments::{AdamWRecord, ParameterRecord};
 pub use record::{LayerRecord, LayersRecord, QuantRecord};
 
 use crate::{
     QuantTrain,
     layer::{self, Bank, BankValues, DelayThreshold, Layer},
-    ops::QuantOps,
+    ops::{DataBackend, QuantOps},
     policy::{Decision, LayerPolicy},
     recipe::{Recipe, Row},
     tag::Tag,
@@ -35,7 +38,9 @@ use crate::{
 };
 
 /// A backend whose weights carry layers: [`QuantTrain`] over `Autodiff`.
-pub trait LayerBackend: AutodiffBackend {
+pub trait LayerBackend:
+    AutodiffBackend<InnerBackend: DataBackend<Base = <Self as LayerBackend>::Base>>
+{
     /// The backend that holds the data.
     type Base: QuantOps;
 

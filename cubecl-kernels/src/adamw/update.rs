@@ -41,7 +41,7 @@ impl Coefficients {
         // A beta of 0 has no logarithm; e^-100 is 0 in f32 beside 1.
         let log = |beta: f32| f64::from(beta).ln().max(-100.0) as f32;
         Ok(Self {
-            learning_rate,
+            learning_rate: learning_rate as f32,
             beta_1,
             one_minus_beta_1: 1.0 - beta_1,
             log_beta_1: log(beta_1),
@@ -49,7 +49,7 @@ impl Coefficients {
             one_minus_beta_2: 1.0 - beta_2,
             log_beta_2: log(beta_2),
             epsilon,
-            decay: (1.0 - f64::from(learning_rate) * f64::from(weight_decay)) as f32,
+            decay: (1.0 - learning_rate * f64::from(weight_decay)) as f32,
         })
     }
 

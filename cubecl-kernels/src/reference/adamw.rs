@@ -14,12 +14,14 @@ use crate::{
 use super::optimizer_state::{GroupScale, dequantize_group, quantize_group};
 
 /// What is the same for all elements of a step.
+///
+/// The order of operations is that of Burn's AdamW, so that FP32 moments give its parameters to the bit.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Step {
     coefficients: Coefficients,
-    /// `lr / (1 - beta_1^t)`
-    rate: f32,
-    /// `1 / (1 - beta_2^t)`
+    /// `1 - beta_1^t`
+    correction_1: f32,
+    /// `1 - beta_2^t`
     correction_2: f32,
 }
 
@@ -31,12 +33,11 @@ impl Step {
     /// When a beta is not in `[0, 1)` or epsilon is negative.
     pub fn new(hyperparameters: &Hyperparameters, t: u32) -> Result<Self, KernelError> {
         let coefficients = Coefficients::new(hyperparameters)?;
-        let one_minus_power = |log_beta: f32| -(f64::from(log_beta) * f64::from(t.max(1))).exp_m1();
+        let t = t.max(1) as i32;
         Ok(Self {
             coefficients,
-            rate: (f64::from(coefficients.learning_rate) / one_minus_power(coefficients.log_beta_1))
-                as f32,
-            correction_2: (1.0 / one_minus_power(coefficients.log_beta_2)) as f32,
+            correction_1: 1.0 - coefficients.beta_1.powi(t),
+            correction_2: 1.0 - coefficients.beta_2.powi(t),
         })
     }
 
@@ -46,8 +47,8 @@ impl Step {
         let c = &self.coefficients;
         *m = *m * c.beta_1 + g * c.one_minus_beta_1;
         *v = *v * c.beta_2 + g * g * c.one_minus_beta_2;
-        let root = (*v * self.correction_2).sqrt();
-        p * c.decay - self.rate * *m / (root + c.epsilon)
+        let root = (*v / self.correction_2).sqrt();
+        p * c.decay - *m / self.correction_1 / (root + c.epsilon) * c.learning_rate
     }
 }
 
@@ -69,7 +70,35 @@ pub enum MomentChunk<'a> {
     },
 }
 
-impl MomentChunk<'_> {
+impl<'a> MomentChunk<'a> {
+    /// Cut into chunks of `elements`, which the group divides.
+    pub(crate) fn split(self, elements: usize) -> Vec<Self> {
+        match self {
+            MomentChunk::Full(values) => {
+                values.chunks_mut(elements).map(MomentChunk::Full).collect()
+            }
+            MomentChunk::Compressed {
+                format,
+                codes,
+                scales,
+                exponents,
+            } => {
+                let groups = elements / format.group;
+                let mut exponents = exponents.chunks_mut(groups);
+                codes
+                    .chunks_mut(elements)
+                    .zip(scales.chunks_mut(groups))
+                    .map(|(codes, scales)| MomentChunk::Compressed {
+                        format,
+                        codes,
+                        scales,
+                        exponents: exponents.next().unwrap_or_default(),
+                    })
+                    .collect()
+            }
+        }
+    }
+
     fn group(&self) -> Option<usize> {
         match self {
             MomentChunk::Full(_) => None,

@@ -1,0 +1,199 @@
+//! The record of [`QuantAdamW`](super::QuantAdamW): moments as bytes, as small in the file as on the device.
+
+use std::collections::{BTreeMap, HashMap};
+
+use burn::{
+    module::ParamId,
+    record::{PrecisionSettings, Record},
+};
+use burn_backend::{Backend, Shape, tensor::Device};
+use cubecl_kernels::reference::optimizer_state::HostState;
+use serde::{Deserialize, Serialize};
+
+use super::adamw::Moments;
+use crate::ops::{
+    QuantOps,
+    adamw::{HostMoment, Moment, StateFormat},
+};
+
+/// The layout of [`AdamWRecordItem`].
+const VERSION: u32 = 1;
+
+/// The state of an AdamW optimizer, in host memory.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct AdamWRecord {
+    /// Steps taken.
+    pub steps: u64,
+    /// Steps skipped because a gradient held NaN or Inf.
+    pub skipped: u64,
+    /// The seed of the stochastic rounding of BF16 parameters; none before the first step.
+    pub seed: Option<u64>,
+    /// Both moments of each parameter.
+    pub parameters: HashMap<ParamId, ParameterRecord>,
+}
+
+/// The moments of one parameter.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct ParameterRecord {
+    shape: Vec<usize>,
+    first: MomentRecord,
+    second: MomentRecord,
+}
+
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+struct MomentRecord {
+    /// `None`: the values are FP32, little-endian.
+    format: Option<StateFormat>,
+    #[serde(with = "serde_bytes")]
+    values: Vec<u8>,
+    scales: Vec<f32>,
+    #[serde(with = "serde_bytes")]
+    exponents: Vec<u8>,
+}
+
+impl From<HostMoment> for MomentRecord {
+    fn from(moment: HostMoment) -> Self {
+        match moment {
+            HostMoment::Full(values) => Self {
+                format: None,
+                values: values.iter().flat_map(|x| x.to_le_bytes()).collect(),
+                scales: Vec::new(),
+                exponents: Vec::new(),
+            },
+            HostMoment::Coded { format, state } => Self {
+                format: Some(format),
+                values: state.codes,
+                scales: state.scales,
+                exponents: state.exponents,
+            },
+        }
+    }
+}
+
+impl From<MomentRecord> for HostMoment {
+    fn from(record: MomentRecord) -> Self {
+        match record.format {
+            None => Self::Full(
+                record
+                    .values
+                    .as_chunks::<4>()
+                    .0
+                    .iter()
+                    .map(|bytes| f32::from_le_bytes(*bytes))
+                    .collect(),
+            ),
+            Some(format) => Self::Coded {
+                format,
+                state: HostState {
+                    codes: record.values,
+                    scales: record.scales,
+                    exponents: record.exponents,
+                },
+            },
+        }
+    }
+}
+
+impl MomentRecord {
+    fn is_complete(&self, elements: usize) -> bool {
+        match self.format {
+            None => self.values.len() == 4 * elements,
+            Some(format) => {
+                let groups = format.groups(elements);
+                let exponents = if format.expand { groups } else { 0 };
+                (self.values.len(), self.scales.len(), self.exponents.len())
+                    == (elements, groups, exponents)
+            }
+        }
+    }
+}
+
+impl ParameterRecord {
+    pub(super) fn new(shape: Vec<usize>, first: HostMoment, second: HostMoment) -> Self {
+        Self {
+            shape,
+            first: first.into(),
+            second: second.into(),
+        }
+    }
+
+    /// The shape of the parameter.
+    pub fn shape(&self) -> &[usize] {
+        &self.shape
+    }
+
+    /// The values of both moments, FP32.
+    pub fn values(&self) -> [Vec<f32>; 2] {
+        [
+            HostMoment::from(self.first.clone()).values(Moment::First),
+            HostMoment::from(self.second.clone()).values(Moment::Second),
+        ]
+    }
+
+    pub(super) fn upload<B: QuantOps>(self, device: &Device<B>) -> Moments<B> {
+        let shape = Shape::from(self.shape);
+        Moments {
+            first: HostMoment::from(self.first).write(shape.clone(), device),
+            second: HostMoment::from(self.second).write(shape, device),
+        }
+    }
+}
+
+/// Serialized form of [`AdamWRecord`].
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct AdamWRecordItem {
+    version: u32,
+    steps: u64,
+    skipped: u64,
+    seed: Option<u64>,
+    /// By parameter id, in order, so that equal states make equal files.
+    parameters: BTreeMap<u64, ParameterRecord>,
+}
+
+/// The precision settings do not apply: the moments are stored as they are.
+impl<B: Backend> Record<B> for AdamWRecord {
+    type Item<S: PrecisionSettings> = AdamWRecordItem;
+
+    fn into_item<S: PrecisionSettings>(self) -> AdamWRecordItem {
+        AdamWRecordItem {
+            version: VERSION,
+            steps: self.steps,
+            skipped: self.skipped,
+            seed: self.seed,
+            parameters: self
+                .parameters
+                .into_iter()
+                .map(|(id, record)| (id.val(), record))
+                .collect(),
+        }
+    }
+
+    /// # Panics
+    ///
+    /// If the record is of another version, or one of its parameters is incomplete.
+    fn from_item<S: PrecisionSettings>(item: AdamWRecordItem, _device: &B::Device) -> Self {
+        assert!(
+            item.version == VERSION,
+            "adamw: the optimizer record has version {}, this build reads version {VERSION}; load it with the build that wrote it",
+            item.version
+        );
+        for (id, record) in &item.parameters {
+            let elements = record.shape.iter().product();
+            assert!(
+                record.first.is_complete(elements) && record.second.is_complete(elements),
+                "adamw: the optimizer record of parameter {id}, {:?}, does not hold all of its moments; the file is damaged",
+                record.shape
+            );
+        }
+        Self {
+            steps: item.steps,
+            skipped: item.skipped,
+            seed: item.seed,
+            parameters: item
+                .parameters
+                .into_iter()
+                .map(|(id, record)| (ParamId::from(id), record))
+                .collect(),
+        }
+    }
+}
