@@ -127,21 +127,51 @@ fn one_minus_power(log_beta: f32, t: f32) -> f32 {
     select(x > -0.5f32, -(series * x), 1.0f32 - x.exp())
 }
 
-/// One element's first moment.
+/// One element's first moment. `exactly` rounds each product on its own, as the reference does; without it the compiler may
+/// fuse one of them with the sum, which saves a third of the instructions.
 #[cube]
-pub(crate) fn first_moment(m: f32, g: f32, step: &Step, zero: u32) -> f32 {
-    exact::product(m, step.beta_1, zero) + exact::product(g, step.one_minus_beta_1, zero)
+pub(crate) fn first_moment(
+    m: f32,
+    g: f32,
+    step: &Step,
+    zero: u32,
+    #[comptime] exactly: bool,
+) -> f32 {
+    if comptime!(exactly) {
+        exact::product(m, step.beta_1, zero) + exact::product(g, step.one_minus_beta_1, zero)
+    } else {
+        m * step.beta_1 + g * step.one_minus_beta_1
+    }
 }
 
-/// One element's second moment.
+/// One element's second moment; see [`first_moment`].
 #[cube]
-pub(crate) fn second_moment(v: f32, g: f32, step: &Step, zero: u32) -> f32 {
-    exact::product(v, step.beta_2, zero) + exact::product(g * g, step.one_minus_beta_2, zero)
+pub(crate) fn second_moment(
+    v: f32,
+    g: f32,
+    step: &Step,
+    zero: u32,
+    #[comptime] exactly: bool,
+) -> f32 {
+    if comptime!(exactly) {
+        exact::product(v, step.beta_2, zero) + exact::product(g * g, step.one_minus_beta_2, zero)
+    } else {
+        v * step.beta_2 + g * g * step.one_minus_beta_2
+    }
 }
 
 /// One element's parameter, from its new moments.
 #[cube]
 pub(crate) fn parameter(p: f32, m: f32, v: f32, step: &Step) -> f32 {
     let root = (v * step.correction_2).sqrt();
-    p * step.decay - step.rate * m / (root + step.epsilon)
+    p * step.decay - quotient(step.rate * m, root + step.epsilon)
+}
+
+/// A quotient to two units in the last place, in a quarter of the instructions that a correctly rounded one takes on CUDA.
+#[cube(fast_math = FastMath::AllowReciprocal
+    | FastMath::ReducedPrecision
+    | FastMath::UnsignedZero
+    | FastMath::NotInf)]
+fn quotient(a: f32, b: f32) -> f32 {
+    a / b
 }
