@@ -14,7 +14,7 @@
 
 use cubecl::prelude::*;
 
-use crate::exact;
+use crate::{exact, fast};
 
 /// Steps of `k` in a unit.
 const STEPS: f32 = 8.0;
@@ -114,23 +114,13 @@ fn log2_cube(bits: u32, zero: u32) -> f32 {
 /// makes 2e-5 of the logarithm's 5e-7.
 #[cube]
 pub(crate) fn power_cube(base: f32, exponent: f32) -> f32 {
-    fast_exp(fast_ln(max(base, f32::MIN_POSITIVE)) * exponent)
-}
-
-#[cube(fast_math = FastMath::ReducedPrecision | FastMath::NotNaN | FastMath::NotInf)]
-fn fast_ln(x: f32) -> f32 {
-    x.ln()
-}
-
-#[cube(fast_math = FastMath::ReducedPrecision | FastMath::NotNaN | FastMath::NotInf)]
-fn fast_exp(x: f32) -> f32 {
-    x.exp()
+    fast::exp(fast::ln(max(base, f32::MIN_POSITIVE)) * exponent)
 }
 
 /// The exponent of [`power_cube`] that undoes `k`, from `k` in eighths.
 #[cube]
 pub(crate) fn inverse_power(exponent: f32) -> f32 {
-    STEPS / exponent
+    fast::quotient(STEPS, exponent)
 }
 
 /// `k` from `k` in eighths.

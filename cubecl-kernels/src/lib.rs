@@ -44,6 +44,7 @@ pub mod shape;
 
 mod device;
 mod exact;
+mod fast;
 mod rounding;
 
 pub use error::KernelError;

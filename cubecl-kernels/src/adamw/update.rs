@@ -2,7 +2,7 @@
 
 use cubecl::prelude::*;
 
-use crate::{error::KernelError, exact};
+use crate::{error::KernelError, exact, fast};
 
 use super::{Hyperparameters, OPERATION};
 
@@ -109,22 +109,29 @@ pub(crate) fn step_of(coefficients: &CoefficientsArg, taken: i32) -> Step {
         one_minus_beta_2: coefficients.one_minus_beta_2,
         epsilon: coefficients.epsilon,
         decay: coefficients.decay,
-        rate: coefficients.learning_rate / one_minus_power(coefficients.log_beta_1, t),
-        correction_2: 1.0f32 / one_minus_power(coefficients.log_beta_2, t),
+        rate: fast::quotient(
+            coefficients.learning_rate,
+            one_minus_power(coefficients.log_beta_1, t),
+        ),
+        correction_2: fast::quotient(1.0f32, one_minus_power(coefficients.log_beta_2, t)),
     }
 }
 
 /// `1 - beta^t`, which in the first steps is far below 1: there from the series of `e^x - 1`, since `1 - e^x` would lose
-/// the digits that the two have in common.
+/// the digits that the two have in common. Every unit computes it, so later steps branch around the series.
 #[cube]
 fn one_minus_power(log_beta: f32, t: f32) -> f32 {
     let x = log_beta * t;
-    let mut series = 1.0f32 + x * (1.0f32 / 9.0f32);
-    #[unroll]
-    for index in 0..7u32 {
-        series = 1.0f32 + series * x * comptime!(1.0 / (8 - index) as f32);
+    let mut result = 1.0f32 - x.exp();
+    if x > -0.5f32 {
+        let mut series = 1.0f32 + x * (1.0f32 / 9.0f32);
+        #[unroll]
+        for index in 0..7u32 {
+            series = 1.0f32 + series * x * comptime!(1.0 / (8 - index) as f32);
+        }
+        result = -(series * x);
     }
-    select(x > -0.5f32, -(series * x), 1.0f32 - x.exp())
+    result
 }
 
 /// One element's first moment. `exactly` rounds each product on its own, as the reference does; without it the compiler may
@@ -164,14 +171,5 @@ pub(crate) fn second_moment(
 #[cube]
 pub(crate) fn parameter(p: f32, m: f32, v: f32, step: &Step) -> f32 {
     let root = (v * step.correction_2).sqrt();
-    p * step.decay - quotient(step.rate * m, root + step.epsilon)
-}
-
-/// A quotient to two units in the last place, in a quarter of the instructions that a correctly rounded one takes on CUDA.
-#[cube(fast_math = FastMath::AllowReciprocal
-    | FastMath::ReducedPrecision
-    | FastMath::UnsignedZero
-    | FastMath::NotInf)]
-fn quotient(a: f32, b: f32) -> f32 {
-    a / b
+    p * step.decay - fast::quotient(step.rate * m, root + step.epsilon)
 }
