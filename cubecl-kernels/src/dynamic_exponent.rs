@@ -160,7 +160,7 @@ impl Signedness {
     }
 }
 
-/// [`Signedness::level`] in a kernel, of an `x` that no pending product is part of.
+/// [`Signedness::level`] in a kernel.
 #[cube]
 pub(crate) fn level(x: f32, zero: u32, #[comptime] signedness: Signedness) -> u32 {
     let mut count = comptime!(signedness.first_count()).runtime();
@@ -219,15 +219,19 @@ pub(crate) fn code(level: u32, negative: bool, #[comptime] signedness: Signednes
     }
 }
 
-/// The number of a code, in a kernel.
+/// The place of a code's magnitude among the numbers that are not negative, in a kernel.
 #[cube]
-pub(crate) fn decode(code: u32, #[comptime] signedness: Signedness) -> f32 {
+pub(crate) fn level_of(code: u32, #[comptime] signedness: Signedness) -> u32 {
     if comptime!(signedness == Signedness::Signed) {
-        let negative = code < SIGNED_ZERO;
-        let level = select(negative, SIGNED_ZERO - code, code - SIGNED_ZERO);
-        let magnitude = number(level, signedness);
-        select(negative, -magnitude, magnitude)
+        // Of the two differences the one that does not wrap.
+        min(code - SIGNED_ZERO, SIGNED_ZERO - code)
     } else {
-        number(code, signedness)
+        code
     }
+}
+
+/// Whether a code's number is negative, in a kernel.
+#[cube]
+pub(crate) fn is_negative(code: u32, #[comptime] signedness: Signedness) -> bool {
+    comptime!(signedness == Signedness::Signed) && code < SIGNED_ZERO
 }

@@ -14,7 +14,7 @@
 
 use cubecl::prelude::*;
 
-use crate::exact;
+use crate::{exact, fast};
 
 /// Steps of `k` in a unit.
 const STEPS: f32 = 8.0;
@@ -54,8 +54,8 @@ fn log2(x: f32) -> f32 {
     series * (s * LOG2_E_TWICE) + exponent as f32
 }
 
-/// `base^k` for a base in `[0, 1]`, with `k` in eighths. Only what counts as 0 becomes 0: a power below the normal `f32` becomes its smallest
-/// normal number, which no device flushes.
+/// `base^k` for a base in `[0, 1]`, with `k` in eighths. Only 0 becomes 0: other bases and powers below the normal `f32` count
+/// as its smallest normal number, which no device flushes.
 #[inline]
 pub fn expand(base: f32, exponent: u8) -> f32 {
     power(base, f32::from(exponent) / STEPS)
@@ -69,11 +69,11 @@ pub fn contract(base: f32, exponent: u8) -> f32 {
 
 #[inline]
 fn power(base: f32, exponent: f32) -> f32 {
-    if base < f32::MIN_POSITIVE {
-        0.0
-    } else {
-        (base.ln() * exponent).exp().max(f32::MIN_POSITIVE)
+    if base == 0.0 {
+        return 0.0;
     }
+    let log = base.max(f32::MIN_POSITIVE).ln();
+    (log * exponent).exp().max(f32::MIN_POSITIVE)
 }
 
 /// [`exponent`] in a kernel, still a float: a whole number from 1 to 255.
@@ -107,31 +107,20 @@ fn log2_cube(bits: u32, zero: u32) -> f32 {
     exact::product(series, s * LOG2_E_TWICE, zero) + f32::cast_from(exponent)
 }
 
-/// `base^exponent` for a base in `[0, 1]` and a positive exponent, in a kernel.
+/// `base^exponent` for a base in `(0, 1]` and a positive exponent, in a kernel; bases below the normal `f32`, 0 among them,
+/// count as its smallest normal number.
 ///
 /// CUDA's fast logarithm and exponential are two instructions each and as exact as 8 bits need: the largest exponent, 32,
 /// makes 2e-5 of the logarithm's 5e-7.
 #[cube]
 pub(crate) fn power_cube(base: f32, exponent: f32) -> f32 {
-    let safe = max(base, f32::MIN_POSITIVE);
-    let raised = max(fast_exp(fast_ln(safe) * exponent), f32::MIN_POSITIVE);
-    select(base < f32::MIN_POSITIVE, 0.0f32, raised)
-}
-
-#[cube(fast_math = FastMath::ReducedPrecision | FastMath::NotNaN | FastMath::NotInf)]
-fn fast_ln(x: f32) -> f32 {
-    x.ln()
-}
-
-#[cube(fast_math = FastMath::ReducedPrecision | FastMath::NotNaN | FastMath::NotInf)]
-fn fast_exp(x: f32) -> f32 {
-    x.exp()
+    fast::exp(fast::ln(max(base, f32::MIN_POSITIVE)) * exponent)
 }
 
 /// The exponent of [`power_cube`] that undoes `k`, from `k` in eighths.
 #[cube]
 pub(crate) fn inverse_power(exponent: f32) -> f32 {
-    STEPS / exponent
+    fast::quotient(STEPS, exponent)
 }
 
 /// `k` from `k` in eighths.

@@ -9,6 +9,10 @@
 //! | [`quantize`] | INT8 and INT10 quantization by block, group, token, channel or tensor, and back |
 //! | [`fallback`] | INT8 block quantization with a second INT8 copy of the residual of outlier blocks |
 //! | [`gemm`] | the product of two quantized matrices, on tensor cores or on any device |
+//! | [`adamw`](mod@adamw) | AdamW on compressed moments, and what lets it skip a step without asking the host |
+//! | [`optimizer_state`] | moments of an optimizer as 8-bit codes with a scale for each group, and back |
+//! | [`float8`], [`dynamic_exponent`] | the numbers of 8-bit codes |
+//! | [`dynamic_range_expansion`] | powers that stretch a group to the range of its codes |
 //! | [`delay_threshold`] | the controller that keeps the rate of fallback blocks in its range |
 //! | [`philox`] | the counter-based random bits of stochastic rounding |
 //! | [`host`] | INT8 block quantization, with and without fallback, of slices in host memory |
@@ -42,6 +46,7 @@ pub mod shape;
 
 mod device;
 mod exact;
+mod fast;
 mod rounding;
 
 pub use error::KernelError;

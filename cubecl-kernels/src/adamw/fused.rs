@@ -35,6 +35,10 @@ struct Plan {
     stochastic: bool,
 }
 
+fn is_expanded(format: Option<StateFormat>) -> bool {
+    format.is_some_and(|format| format.expand)
+}
+
 /// The span that both moments share.
 pub(super) fn span<R: Runtime>(
     client: &ComputeClient<R>,
@@ -133,10 +137,10 @@ fn adamw_kernel<P: Numeric, G: Numeric, S1: Numeric, S2: Numeric, N: Size>(
     len: u32,
     zero: u32,
     #[comptime] plan: Plan,
-    #[define(P)] _parameter: StorageType,
-    #[define(G)] _gradient: StorageType,
-    #[define(S1)] _first: StorageType,
-    #[define(S2)] _second: StorageType,
+    #[define(P)] _parameter_dtype: StorageType,
+    #[define(G)] _gradient_dtype: StorageType,
+    #[define(S1)] _first_dtype: StorageType,
+    #[define(S2)] _second_dtype: StorageType,
 ) {
     let span = comptime!(plan.span);
     let width = comptime!(plan.width);
@@ -176,10 +180,12 @@ fn adamw_kernel<P: Numeric, G: Numeric, S1: Numeric, S2: Numeric, N: Size>(
     );
     let taken = clock[0];
     let step = step_of(&coefficients, taken);
+    // Powers have no exact specification that an exact sum could serve.
+    let exactly = comptime!((!is_expanded(plan.first), !is_expanded(plan.second)));
     #[unroll]
     for slot in 0..comptime!(span.held()) {
-        m[slot] = first_moment(m[slot], g[slot], &step, zero);
-        v[slot] = second_moment(v[slot], g[slot], &step, zero);
+        m[slot] = first_moment(m[slot], g[slot], &step, zero, exactly.0);
+        v[slot] = second_moment(v[slot], g[slot], &step, zero, exactly.1);
         p[slot] = updated(p[slot], m[slot], v[slot], &step);
     }
     if comptime!(plan.stochastic) {

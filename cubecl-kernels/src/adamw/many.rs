@@ -98,7 +98,7 @@ fn adamw_many_kernel<G: Numeric>(
     coefficients: CoefficientsArg,
     zero: u32,
     #[comptime] flagged: bool,
-    #[define(G)] _gradient: StorageType,
+    #[define(G)] _gradient_dtype: StorageType,
 ) {
     if comptime!(flagged) {
         if nonfinite[0] != 0 {
@@ -112,8 +112,8 @@ fn adamw_many_kernel<G: Numeric>(
         if CUBE_POS_Y == index as u32 && element < *lens.index(index) {
             let at = element as usize;
             let g = f32::cast_from(gradients.index(index)[at]);
-            let m = first_moment(first.index(index)[at], g, &step, zero);
-            let v = second_moment(second.index(index)[at], g, &step, zero);
+            let m = first_moment(first.index(index)[at], g, &step, zero, true);
+            let v = second_moment(second.index(index)[at], g, &step, zero, true);
             let p = parameter(parameters.index(index)[at], m, v, &step);
             first.index_mut(index)[at] = m;
             second.index_mut(index)[at] = v;

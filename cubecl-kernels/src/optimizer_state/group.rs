@@ -6,7 +6,7 @@ use cubecl::prelude::*;
 use crate::{
     dynamic_exponent,
     dynamic_range_expansion::{exponent_cube, inverse_power, power_cube, power_of_exponent},
-    exact, float8,
+    float8,
     format::MIN_ABSMAX,
     rounding::magnitude_bits,
 };
@@ -185,31 +185,54 @@ fn decode(
     #[comptime] format: StateFormat,
     #[comptime] moment: Moment,
 ) -> f32 {
-    let number = number(code, comptime!(format.encoding.codec(moment)));
+    let codec = comptime!(format.encoding.codec(moment));
+    let magnitude = magnitude(code, comptime!(moment == Moment::First), codec);
+    let mut value = magnitude * scale;
     if comptime!(format.expand) {
         let largest = comptime!(format.encoding.largest(moment));
-        let bits = magnitude_bits(number);
-        let magnitude = f32::reinterpret(bits);
-        let raised = power_cube(magnitude * comptime!(1.0 / largest), power);
+        // However small the power, it stands for a value that is not zero, and no device flushes a normal number.
+        let raised = max(
+            power_cube(magnitude * comptime!(1.0 / largest), power),
+            f32::MIN_POSITIVE,
+        );
         // The largest magnitude comes back exactly, however the device rounds powers.
-        let value = select(magnitude >= largest, 1.0f32, raised) * scale;
-        f32::reinterpret(u32::reinterpret(value) | (u32::reinterpret(number) - bits))
-    } else {
-        number * scale
+        let base = select(magnitude >= largest, 1.0f32, raised);
+        value = select(magnitude == 0.0, 0.0f32, base) * scale;
+    }
+    if comptime!(moment == Moment::First) {
+        value = f32::reinterpret(u32::reinterpret(value) | sign_bit(code, codec));
+    }
+    value
+}
+
+/// The magnitude of a code's number, `signed` telling whether some of the codes are negative.
+#[cube]
+fn magnitude(code: u32, #[comptime] signed: bool, #[comptime] codec: Codec) -> f32 {
+    match comptime!(codec) {
+        Codec::Float(format) => {
+            if comptime!(signed) {
+                float8::decode_magnitude(code & 0x7f, format)
+            } else {
+                float8::decode_magnitude(code, format)
+            }
+        }
+        Codec::Dynamic(signedness) => {
+            dynamic_exponent::number(dynamic_exponent::level_of(code, signedness), signedness)
+        }
+        Codec::Integer => f32::cast_from(min(code, 256 - code)),
+        Codec::Square => f32::cast_from(code * code),
     }
 }
 
-/// The number of a code.
+/// The sign of a code's number as the sign of an `f32`.
 #[cube]
-fn number(code: u32, #[comptime] codec: Codec) -> f32 {
+fn sign_bit(code: u32, #[comptime] codec: Codec) -> u32 {
     match comptime!(codec) {
-        Codec::Float(format) => {
-            let magnitude = float8::decode_magnitude(code & 0x7f, format);
-            f32::reinterpret(u32::reinterpret(magnitude) | ((code & 0x80) << 24))
+        Codec::Dynamic(signedness) => {
+            let negative = dynamic_exponent::is_negative(code, signedness);
+            select(negative, 0x8000_0000u32, 0u32)
         }
-        Codec::Dynamic(signedness) => dynamic_exponent::decode(code, signedness),
-        Codec::Integer => f32::cast_from(i32::cast_from((code + 128) & 0xff) - 128),
-        Codec::Square => f32::cast_from(code * code),
+        _ => (code & 0x80) << 24,
     }
 }
 
@@ -224,27 +247,24 @@ fn encode(
     #[comptime] moment: Moment,
 ) -> u32 {
     let bits = magnitude_bits(x);
-    let magnitude = f32::reinterpret(bits) * comptime!(format.headroom(moment));
-    // A product of inverse 0 with NaN or infinity is NaN: it is taken out with the values that count as zero.
-    let nonzero = bits >= MIN_NONZERO_BITS && inverse != 0.0;
-    let scaled = select(nonzero, exact::product(magnitude, inverse, zero), 0.0f32);
-    let mut number = scaled;
+    let mut number = f32::reinterpret(bits) * comptime!(format.headroom(moment)) * inverse;
     if comptime!(format.expand) {
-        let raised = power_cube(scaled, power) * comptime!(format.encoding.largest(moment));
-        // A barrier as in `exact::product`.
-        number = f32::reinterpret(u32::reinterpret(raised) ^ zero);
+        number = power_cube(number, power) * comptime!(format.encoding.largest(moment));
     }
     let codec = comptime!(format.encoding.codec(moment));
-    let mut level = magnitude_level(number, zero, codec);
+    // Where the inverse is 0 the number may be NaN, and what becomes of it is of no account.
+    let nonzero = bits >= MIN_NONZERO_BITS && inverse != 0.0;
+    let level = select(nonzero, magnitude_level(number, zero, codec), 0u32);
     if comptime!(moment == Moment::Second) {
-        level = max(level, select(nonzero, 1u32, 0u32));
-        level
+        max(level, select(nonzero, 1u32, 0u32))
     } else {
         signed_code(level, u32::reinterpret(x) >> 31, codec)
     }
 }
 
 /// The place among the numbers that are not negative of the one nearest to `x`, at most the largest.
+///
+/// A minimum stands between `x`, which is a product, and every sum, so that no compiler contracts them.
 #[cube]
 fn magnitude_level(x: f32, zero: u32, #[comptime] codec: Codec) -> u32 {
     match comptime!(codec) {

@@ -86,7 +86,8 @@ pub fn quantize_group(
     let number = |magnitude: f32| {
         let scaled = magnitude * headroom * inverse;
         if format.expand {
-            expand(scaled, group.exponent) * largest
+            // A ratio below the range of `f32` is not zero all the same.
+            expand(scaled.max(f32::MIN_POSITIVE), group.exponent) * largest
         } else {
             scaled
         }
@@ -208,7 +209,7 @@ fn each_code(
     for (x, out) in x.iter().zip(codes) {
         let magnitude = x.abs();
         let nonzero = magnitude >= MIN_NONZERO && inverse != 0.0;
-        let level = level(if nonzero { magnitude } else { 0.0 });
+        let level = if nonzero { level(magnitude) } else { 0 };
         *out = match moment {
             Moment::First => code(level, x.is_sign_negative()),
             Moment::Second => code(level.max(u32::from(nonzero)), false),

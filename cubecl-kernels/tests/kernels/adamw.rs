@@ -120,7 +120,7 @@ fn reference_is_adamw() {
         let mut p = parameters(&mut random, n);
         let mut exact = Exact::new(&p);
         let (mut m, mut v) = (vec![0.0; n], vec![0.0; n]);
-        for t in 1..=50 {
+        for t in 1..=10 {
             let g = gradients(&mut random, n);
             let step = Step::new(&HYPERPARAMETERS, t).expect("betas below 1");
             exact.step(&g, &HYPERPARAMETERS);
@@ -131,11 +131,9 @@ fn reference_is_adamw() {
                 MomentChunk::Full(&mut m),
                 MomentChunk::Full(&mut v),
             );
-            if t % 10 == 1 {
-                assert_close(&m, &exact.m, 1e-3, "m");
-                assert_close(&v, &exact.v, 1e-9, "v");
-                assert_close(&p, &exact.p, 0.0, "p");
-            }
+            assert_close(&m, &exact.m, 1e-3, "m");
+            assert_close(&v, &exact.v, 1e-9, "v");
+            assert_close(&p, &exact.p, 0.0, "p");
         }
     }
     let wrong = Hyperparameters {
@@ -598,7 +596,13 @@ mod on_device {
         let client = client();
         let clock = initial_clock(&client);
         let step = |tensors: &AdamWTensors<TestRuntime>, clock: &Tensor| {
-            adamw_on_device(&client, &[tensors.clone()], clock, None, &HYPERPARAMETERS)
+            adamw_on_device(
+                &client,
+                std::slice::from_ref(tensors),
+                clock,
+                None,
+                &HYPERPARAMETERS,
+            )
         };
         let good = tensors(&client, &[1.0; 64], pairs()[0]);
         assert!(step(&good, &clock).is_ok());
