@@ -2,46 +2,86 @@
 
 use std::sync::Arc;
 
-use burn::train::metric::{
-    Metric, MetricAttributes, MetricMetadata, MetricName, Numeric, NumericAttributes, NumericEntry,
-    SerializedEntry,
-    state::{FormatOptions, NumericMetricState},
+use burn::{
+    module::AutodiffModule,
+    train::metric::{
+        Metric, MetricAttributes, MetricMetadata, MetricName, Numeric, NumericAttributes,
+        NumericEntry, SerializedEntry,
+        state::{FormatOptions, NumericMetricState},
+    },
 };
 
-use crate::optim::{LayerBackend, QuantOptimizer};
+use crate::optim::{LayerBackend, QuantAdamW, QuantOptimizer};
 
-/// The mean fallback rate over the quantized layers, in percent, in the last optimizer step.
+/// A number that the optimizer keeps on the device.
 ///
 /// Reading it waits for the device, so it reads on every `every`-th update and repeats the value between.
-pub struct FallbackRateMetric {
+#[derive(Clone)]
+pub struct OptimizerMetric {
     name: MetricName,
+    unit: Option<&'static str>,
     state: NumericMetricState,
-    rates: Arc<dyn Fn() -> Vec<(String, f32)> + Send + Sync>,
+    read: Arc<dyn Fn() -> f64 + Send + Sync>,
     every: usize,
     updates: usize,
     last: f64,
 }
 
-impl FallbackRateMetric {
-    /// Watches the layers of `optimizer`: give it a clone of the optimizer that goes to the `Learner`.
+impl OptimizerMetric {
+    /// The mean fallback rate over the quantized layers, in percent, in the last optimizer step. Give it a clone of the
+    /// optimizer that goes to the `Learner`.
     ///
     /// # Panics
     ///
     /// If `every` is 0.
-    pub fn new<O, B>(optimizer: &QuantOptimizer<O, B>, every: usize) -> Self
+    pub fn fallback_rate<O, B>(optimizer: &QuantOptimizer<O, B>, every: usize) -> Self
     where
         O: Clone + Send + Sync + 'static,
         B: LayerBackend,
     {
+        let optimizer = optimizer.clone();
+        let mean = move || {
+            let rates = optimizer.fallback_rates();
+            let sum: f64 = rates.iter().map(|(_, rate)| f64::from(*rate)).sum();
+            100.0 * sum / rates.len() as f64
+        };
+        Self::new("Fallback Rate", Some("%"), mean, every)
+    }
+
+    /// Steps that were skipped so far because a gradient held NaN or Inf. Give it a clone of the optimizer that goes to the
+    /// `Learner`, made before the first step: later ones hold moments too.
+    ///
+    /// # Panics
+    ///
+    /// If `every` is 0.
+    pub fn skipped_steps<M, B>(
+        optimizer: &QuantOptimizer<QuantAdamW<M, B>, B>,
+        every: usize,
+    ) -> Self
+    where
+        M: AutodiffModule<B> + 'static,
+        B: LayerBackend,
+    {
+        let adamw = optimizer.inner().clone();
+        let skipped = move || adamw.skipped_steps() as f64;
+        Self::new("Skipped Steps", None, skipped, every)
+    }
+
+    fn new(
+        name: &str,
+        unit: Option<&'static str>,
+        read: impl Fn() -> f64 + Send + Sync + 'static,
+        every: usize,
+    ) -> Self {
         assert!(
             every > 0,
-            "FallbackRateMetric: `every` counts updates between reads and must be at least 1"
+            "metric {name}: `every` counts updates between reads and must be at least 1"
         );
-        let optimizer = optimizer.clone();
         Self {
-            name: Arc::new(String::from("Fallback Rate")),
+            name: Arc::new(String::from(name)),
+            unit,
             state: NumericMetricState::new(),
-            rates: Arc::new(move || optimizer.fallback_rates()),
+            read: Arc::new(read),
             every,
             updates: 0,
             last: f64::NAN,
@@ -49,30 +89,19 @@ impl FallbackRateMetric {
     }
 }
 
-impl Clone for FallbackRateMetric {
-    fn clone(&self) -> Self {
-        Self {
-            name: self.name.clone(),
-            state: self.state.clone(),
-            rates: self.rates.clone(),
-            every: self.every,
-            updates: self.updates,
-            last: self.last,
-        }
-    }
-}
-
-impl Metric for FallbackRateMetric {
+impl Metric for OptimizerMetric {
     type Input = ();
 
     fn update(&mut self, _item: &(), _metadata: &MetricMetadata) -> SerializedEntry {
         if self.updates.is_multiple_of(self.every) {
-            let rates = (self.rates)();
-            let sum: f64 = rates.iter().map(|(_, rate)| f64::from(*rate)).sum();
-            self.last = 100.0 * sum / rates.len() as f64;
+            self.last = (self.read)();
         }
         self.updates += 1;
-        let format = FormatOptions::new(self.name()).unit("%").precision(1);
+        let format = FormatOptions::new(self.name()).precision(1);
+        let format = match self.unit {
+            Some(unit) => format.unit(unit),
+            None => format,
+        };
         self.state.update(self.last, 1, format)
     }
 
@@ -86,14 +115,14 @@ impl Metric for FallbackRateMetric {
 
     fn attributes(&self) -> MetricAttributes {
         NumericAttributes {
-            unit: Some(String::from("%")),
+            unit: self.unit.map(String::from),
             higher_is_better: false,
         }
         .into()
     }
 }
 
-impl Numeric for FallbackRateMetric {
+impl Numeric for OptimizerMetric {
     fn value(&self) -> NumericEntry {
         self.state.current_value()
     }

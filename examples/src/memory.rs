@@ -34,9 +34,9 @@ pub fn saved_activations<B: AutodiffBackend>(
     after.saturating_sub(before)
 }
 
-/// Bytes that are live after an optimizer's first step and were not before it.
+/// Bytes that an optimizer holds after its first step: those that are freed when it goes.
 ///
-/// Nothing else may be running, and nothing else may hold the parameters of `model`, which the step updates in place.
+/// Nothing else may be running.
 pub fn optimizer_state<B: AutodiffBackend, O: Optimizer<Decoder<B>, B>>(
     model: Decoder<B>,
     mut optim: O,
@@ -44,13 +44,15 @@ pub fn optimizer_state<B: AutodiffBackend, O: Optimizer<Decoder<B>, B>>(
     device: &B::Device,
     live_bytes: LiveBytes<'_, B>,
 ) -> u64 {
-    let sync = || B::sync(device).expect("the device works");
-    sync();
-    let before = live_bytes(device);
     let gradients = GradientsParams::from_grads(model.loss(batch.clone()).backward(), &model);
     let model = optim.step(0.0, model, gradients);
-    sync();
-    let after = live_bytes(device);
-    drop((model, optim));
-    after.saturating_sub(before)
+    let live = || {
+        B::sync(device).expect("the device works");
+        live_bytes(device)
+    };
+    let held = live();
+    drop(optim);
+    let freed = held.saturating_sub(live());
+    drop(model);
+    freed
 }

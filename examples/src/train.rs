@@ -12,7 +12,7 @@ use burn::lr_scheduler::linear::LinearLrSchedulerConfig;
 use burn::module::Module;
 use burn::train::metric::LearningRateMetric;
 use burn::train::{Learner, SupervisedTraining, TrainingStrategy};
-use burn_quant_train::metric::FallbackRateMetric;
+use burn_quant_train::metric::OptimizerMetric;
 use burn_quant_train::optim::LayerBackend;
 
 use crate::args::{Args, Config, Recipe};
@@ -202,9 +202,8 @@ pub fn run<B: LayerBackend>(
         .with_training_strategy(TrainingStrategy::Custom(strategy.clone()))
         .renderer(progress::Boxed(renderer));
     let training = match B::ROW.linear {
-        Some(row) if row.fallback => {
-            training.metric_train_numeric(FallbackRateMetric::new(&layers, FALLBACK_RATE_EVERY))
-        }
+        Some(row) if row.fallback => training
+            .metric_train_numeric(OptimizerMetric::fallback_rate(&layers, FALLBACK_RATE_EVERY)),
         _ => training,
     };
     // The dashboard closes when the result is dropped.

@@ -255,9 +255,42 @@ fn a_resumed_run_goes_on_bit_for_bit() {
             assert!(value.is_finite() && value > 0.0, "{field}: {value}");
         }
         assert!(run["activation_bytes"].as_u64().unwrap() > 0);
+        assert!(run["optimizer_bytes"].as_u64().unwrap() > 0);
         assert!(run.get("fallback_rate").is_some());
     }
     assert!(whole[1]["fallback_rate"].is_null());
+}
+
+/// The optimizers' bytes a parameter, as measured, and a checkpoint that goes on with moments in another format.
+#[test]
+fn optimizers_take_the_bytes_that_they_say() {
+    let (data, folder) = (corpus(), tempfile::tempdir().unwrap());
+    let out = folder.path().join("out");
+    let results = folder.path().join("results.json");
+    let recipe = ["--recipe", "mixed-precision"];
+    succeeded(&small_run(
+        data.path(),
+        &out,
+        &[&recipe[..], &["--stop-after", "3"]].concat(),
+    ));
+    for (optimizer, bytes) in [("adamw", 8.0), ("fp8-adamw", 2.1), ("int8-adamw", 2.05)] {
+        let resumed = out.join(optimizer);
+        let resume = ["--resume", path(&out), "--out", path(&resumed)];
+        let flags = ["--optimizer", optimizer, "--json", path(&results)];
+        succeeded(&pretrain(
+            &[&resume[..], &flags[..], &["--data", path(data.path())]].concat(),
+        ));
+        let run = &json(&results)[0];
+        assert_eq!(run["optimizer"], optimizer);
+        assert_eq!(run["skipped_steps"], 0);
+        let parameters = run["parameters"].as_f64().unwrap();
+        let measured = run["optimizer_bytes"].as_f64().unwrap() / parameters;
+        // Small parameters have FP32 moments, and the bookkeeping of 900,000 parameters is not nothing.
+        assert!(
+            (0.98..1.03).contains(&(measured / bytes)),
+            "{optimizer}: {measured} bytes a parameter"
+        );
+    }
 }
 
 #[test]

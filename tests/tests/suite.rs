@@ -3,6 +3,7 @@
 mod suite {
     mod forwarding;
     mod integers;
+    mod moments;
     mod optimizer;
     mod paper;
     mod parity;

@@ -1,7 +1,7 @@
 //! Writes the tables of measured results into the book and the README, or checks them.
 //!
-//! `book/results/NAME.json` is what `pretrain --json` wrote, `book/results/NAME.md` a sentence that says how: command,
-//! machine, date. A page asks for the table with the lines `<!-- table:NAME -->` and `<!-- end -->`.
+//! `book/results/NAME.json` is what `pretrain`, `qt-bench` or `states` wrote with `--json`, `book/results/NAME.md` a sentence
+//! that says how: command, machine, date. A page asks for the table with the lines `<!-- table:NAME -->` and `<!-- end -->`.
 
 use std::{
     collections::BTreeSet,
@@ -61,7 +61,7 @@ fn run() -> Result<()> {
     }
     ensure!(
         stale.is_empty(),
-        "{} differ from book/results; run: cargo run -p benches --bin report",
+        "{} differ from book/results; run: cargo run --bin report",
         stale.join(", ")
     );
     Ok(())
@@ -111,7 +111,7 @@ fn made(results: &Path, name: &str) -> Result<String> {
     }
     let text =
         fs::read_to_string(&json).with_context(|| format!("cannot read {}", json.display()))?;
-    let table = table::of_runs(&text).with_context(|| format!("{name}.json"))?;
+    let table = table::of(&text).with_context(|| format!("{name}.json"))?;
     let how = fs::read_to_string(results.join(format!("{name}.md"))).with_context(|| {
         format!("book/results/{name}.md must say how {name}.json was made: command, machine, date")
     })?;

@@ -6,7 +6,7 @@ use burn_backend::{
 };
 pub use cubecl_kernels::{
     adamw::Hyperparameters,
-    optimizer_state::{Encoding, Moment, StateFormat},
+    optimizer_state::{Encoding, MAX_GROUP, Moment, StateFormat},
 };
 use cubecl_kernels::{
     host,
@@ -81,7 +81,7 @@ impl<B: Backend> MomentState<B> {
     }
 
     /// Moves to a device.
-    pub fn to_device(self, device: &Device<B>) -> Self {
+    pub fn moved_to(self, device: &Device<B>) -> Self {
         match self {
             Self::Full(values) => Self::Full(B::float_to_device(values, device)),
             Self::Coded {

@@ -23,13 +23,14 @@ use serde::{Deserialize, Serialize};
 use super::{
     LayerBackend, LayerConfig, QuantOptimizer,
     moments::{AdamWRecord, ParameterRecord},
+    simple::SimpleQuantAdamW,
 };
 use crate::{
     layer::{self, DelayThreshold},
     ops::{
         DataBackend, QuantOps, StochasticKey,
         adamw::{
-            AdamWItem, AdamWUpdate, HostMoment, Hyperparameters, Moment, MomentState, StateFormat,
+            AdamWItem, AdamWUpdate, Hyperparameters, MAX_GROUP, Moment, MomentState, StateFormat,
             integers, zeros,
         },
     },
@@ -149,7 +150,7 @@ impl QuantAdamWConfig {
     ///
     /// # Panics
     ///
-    /// If the threshold's settings are out of range: see [`DelayThreshold::validate`].
+    /// If the threshold's settings are out of range (see [`DelayThreshold::validate`]), or the groups of the moments are.
     pub fn init<B: LayerBackend, M: AutodiffModule<B>>(
         &self,
     ) -> QuantOptimizer<QuantAdamW<M, B>, B> {
@@ -162,11 +163,16 @@ impl QuantAdamWConfig {
     }
 
     /// Makes the optimizer without layers, for any autodiff backend: 8-bit moments for a model that is not quantized.
+    ///
+    /// # Panics
+    ///
+    /// If a group is not a multiple of 4 up to 2048, or the groups of the two moments are not a power of two apart.
     pub fn adamw<B, M>(&self) -> QuantAdamW<M, B>
     where
         B: AutodiffBackend<InnerBackend: DataBackend>,
         M: AutodiffModule<B>,
     {
+        self.validate();
         QuantAdamW {
             config: Arc::new(self.clone()),
             clipping: self.grad_clipping.as_ref().map(|it| it.init()),
@@ -181,22 +187,61 @@ impl QuantAdamWConfig {
         }
     }
 
-    /// Group and weight decay of a parameter.
-    fn hyperparameters(&self, lr: LearningRate, path: &str) -> Hyperparameters {
-        let group = self.groups.iter().find(|it| covers(&it.pattern, path));
-        let factor = group.map_or(1.0, |group| f64::from(group.learning_rate));
-        Hyperparameters {
-            learning_rate: lr * factor,
-            beta_1: self.beta_1,
-            beta_2: self.beta_2,
-            epsilon: self.epsilon,
-            weight_decay: group
-                .and_then(|group| group.weight_decay)
-                .unwrap_or(self.weight_decay),
+    /// Makes the optimizer as a `SimpleOptimizer`, for Burn's `OptimizerAdaptor`; clipping is the adaptor's.
+    ///
+    /// # Panics
+    ///
+    /// As [`adamw`](Self::adamw).
+    pub fn simple(&self) -> SimpleQuantAdamW {
+        self.validate();
+        SimpleQuantAdamW::new(self.clone())
+    }
+
+    fn validate(&self) {
+        let groups: Vec<usize> = [self.first, self.second]
+            .into_iter()
+            .flatten()
+            .map(|format| format.group)
+            .collect();
+        for &group in &groups {
+            assert!(
+                (4..=MAX_GROUP).contains(&group) && group.is_multiple_of(4),
+                "adamw: a group of {group} elements; use a multiple of 4 up to {MAX_GROUP}, such as 128"
+            );
+        }
+        if let &[first, second] = &groups[..] {
+            let (small, large) = (first.min(second), first.max(second));
+            assert!(
+                large.is_multiple_of(small) && (large / small).is_power_of_two(),
+                "adamw: groups of {first} and {second} elements; use groups a power of two apart, such as 128 and 256"
+            );
         }
     }
 
-    fn formats(&self, elements: usize) -> [Option<StateFormat>; 2] {
+    /// The hyperparameters of a parameter that no group names.
+    pub(super) fn ungrouped(&self, lr: LearningRate) -> Hyperparameters {
+        Hyperparameters {
+            learning_rate: lr,
+            beta_1: self.beta_1,
+            beta_2: self.beta_2,
+            epsilon: self.epsilon,
+            weight_decay: self.weight_decay,
+        }
+    }
+
+    fn hyperparameters(&self, lr: LearningRate, path: &str) -> Hyperparameters {
+        let ungrouped = self.ungrouped(lr);
+        let Some(group) = self.groups.iter().find(|it| covers(&it.pattern, path)) else {
+            return ungrouped;
+        };
+        Hyperparameters {
+            learning_rate: lr * f64::from(group.learning_rate),
+            weight_decay: group.weight_decay.unwrap_or(self.weight_decay),
+            ..ungrouped
+        }
+    }
+
+    pub(super) fn formats(&self, elements: usize) -> [Option<StateFormat>; 2] {
         match elements < self.min_elements {
             true => [None, None],
             false => [self.first, self.second],
@@ -223,7 +268,11 @@ impl<B: QuantOps> Clone for Moments<B> {
 }
 
 impl<B: QuantOps> Moments<B> {
-    fn zeros(shape: &Shape, formats: [Option<StateFormat>; 2], device: &Device<B>) -> Self {
+    pub(super) fn zeros(
+        shape: &Shape,
+        formats: [Option<StateFormat>; 2],
+        device: &Device<B>,
+    ) -> Self {
         let [first, second] = formats;
         Self {
             first: zeros::<B>(shape.clone(), first, Moment::First, device),
@@ -231,15 +280,24 @@ impl<B: QuantOps> Moments<B> {
         }
     }
 
-    fn to_device(self, device: &Device<B>) -> Self {
+    /// Panics unless the moments are those of a parameter of this shape.
+    pub(super) fn check_shape(&self, name: &str, shape: &Shape) {
+        let found = self.first.shape();
+        assert!(
+            found == *shape,
+            "adamw: {name} has shape {shape:?}, but its optimizer state {found:?}; was the record loaded for another model?"
+        );
+    }
+
+    pub(super) fn moved_to(self, device: &Device<B>) -> Self {
         Self {
-            first: self.first.to_device(device),
-            second: self.second.to_device(device),
+            first: self.first.moved_to(device),
+            second: self.second.moved_to(device),
         }
     }
 
     /// In these formats: moments of a record may be in others.
-    fn converted(self, formats: [Option<StateFormat>; 2]) -> Self {
+    pub(super) fn converted(self, formats: [Option<StateFormat>; 2]) -> Self {
         let [first, second] = formats;
         Self {
             first: convert(self.first, first, Moment::First),
@@ -350,6 +408,14 @@ struct Taken<B: QuantOps> {
     gradient: FloatTensor<B>,
 }
 
+/// Parameters of one device and one group: one call of the kernels' launcher.
+struct Call<B: QuantOps> {
+    device: Device<B>,
+    hyperparameters: Hyperparameters,
+    ids: Vec<ParamId>,
+    items: Vec<AdamWItem<B>>,
+}
+
 impl<M, B> QuantAdamW<M, B>
 where
     B: AutodiffBackend<InnerBackend: DataBackend>,
@@ -395,24 +461,34 @@ where
         let nonfinite = self.find_nonfinite(&taken, raw, &home);
         let clock = Base::<B>::tick(self.state.clock.on(&home), nonfinite.as_ref());
 
-        let mut calls: Vec<(Device<Base<B>>, Hyperparameters, Vec<ParamId>, Vec<_>)> = Vec::new();
+        let mut calls: Vec<Call<Base<B>>> = Vec::new();
         for taken in taken {
             let device = Base::<B>::float_device(&taken.parameter);
             let hyperparameters = self.config.hyperparameters(lr, &taken.path);
             let (id, item) = self.item(taken, &device);
-            let call = calls
-                .iter_mut()
-                .find(|call| call.0 == device && call.1 == hyperparameters);
-            match call {
-                Some((_, _, ids, items)) => {
-                    ids.push(id);
-                    items.push(item);
-                }
-                None => calls.push((device, hyperparameters, vec![id], vec![item])),
-            }
+            let found = calls
+                .iter()
+                .position(|call| call.device == device && call.hyperparameters == hyperparameters);
+            let index = found.unwrap_or_else(|| {
+                calls.push(Call {
+                    device,
+                    hyperparameters,
+                    ids: Vec::new(),
+                    items: Vec::new(),
+                });
+                calls.len() - 1
+            });
+            calls[index].ids.push(id);
+            calls[index].items.push(item);
         }
         let mut updated = HashMap::new();
-        for (device, hyperparameters, ids, items) in calls {
+        for call in calls {
+            let Call {
+                device,
+                hyperparameters,
+                ids,
+                items,
+            } = call;
             let clock = Base::<B>::int_to_device(clock.clone(), &device);
             let nonfinite = nonfinite
                 .clone()
@@ -484,12 +560,8 @@ where
             .map(|record| record.upload::<Base<B>>(device));
         let moments = match state.moments.remove(&id).or(restored) {
             Some(moments) => {
-                let found = moments.first.shape();
-                assert!(
-                    found == shape,
-                    "adamw: `{path}` has shape {shape:?}, but its optimizer state {found:?}; was the record loaded for another model?"
-                );
-                moments.to_device(device).converted(formats)
+                moments.check_shape(&format!("`{path}`"), &shape);
+                moments.moved_to(device).converted(formats)
             }
             None => Moments::zeros(&shape, formats, device),
         };
@@ -529,16 +601,12 @@ where
     fn to_record(&self) -> AdamWRecord {
         let [steps, skipped] = self.state.clock.read();
         let mut parameters = self.state.restored.clone();
-        parameters.extend(self.state.moments.iter().map(|(id, moments)| {
-            let Moments { first, second } = moments.clone();
-            let shape = first.shape().to_vec();
-            let record = ParameterRecord::new(
-                shape,
-                HostMoment::read::<Base<B>>(first),
-                HostMoment::read::<Base<B>>(second),
-            );
-            (*id, record)
-        }));
+        parameters.extend(
+            self.state
+                .moments
+                .iter()
+                .map(|(id, moments)| (*id, ParameterRecord::read(moments.clone()))),
+        );
         AdamWRecord {
             steps: steps as u64,
             skipped: skipped as u64,

@@ -7,6 +7,7 @@
 mod adamw;
 mod moments;
 mod record;
+mod simple;
 
 use std::{
     collections::HashMap,
@@ -26,6 +27,7 @@ pub use crate::ops::adamw::{Encoding, StateFormat};
 pub use adamw::{OnNonfinite, ParameterGroup, QuantAdamW, QuantAdamWConfig};
 pub use moments::{AdamWRecord, ParameterRecord};
 pub use record::{LayerRecord, LayersRecord, QuantRecord};
+pub use simple::{SimpleQuantAdamW, SimpleState};
 
 use crate::{
     QuantTrain,

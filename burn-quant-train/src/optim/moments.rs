@@ -17,7 +17,7 @@ use crate::ops::{
 };
 
 /// The layout of [`AdamWRecordItem`].
-const VERSION: u32 = 1;
+pub(super) const VERSION: u32 = 1;
 
 /// The state of an AdamW optimizer, in host memory.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -42,13 +42,25 @@ pub struct ParameterRecord {
 
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 struct MomentRecord {
-    /// `None`: the values are FP32, little-endian.
+    /// `None`: the values are FP32.
     format: Option<StateFormat>,
+    /// Codes, or FP32 as bytes.
     #[serde(with = "serde_bytes")]
     values: Vec<u8>,
-    scales: Vec<f32>,
+    /// FP32 as bytes: text formats have no NaN, and not every one reads the bits that it wrote.
+    #[serde(with = "serde_bytes")]
+    scales: Vec<u8>,
     #[serde(with = "serde_bytes")]
     exponents: Vec<u8>,
+}
+
+fn to_bytes(values: &[f32]) -> Vec<u8> {
+    values.iter().flat_map(|x| x.to_le_bytes()).collect()
+}
+
+fn from_bytes(bytes: &[u8]) -> Vec<f32> {
+    let (values, _) = bytes.as_chunks();
+    values.iter().map(|x| f32::from_le_bytes(*x)).collect()
 }
 
 impl From<HostMoment> for MomentRecord {
@@ -56,14 +68,14 @@ impl From<HostMoment> for MomentRecord {
         match moment {
             HostMoment::Full(values) => Self {
                 format: None,
-                values: values.iter().flat_map(|x| x.to_le_bytes()).collect(),
+                values: to_bytes(&values),
                 scales: Vec::new(),
                 exponents: Vec::new(),
             },
             HostMoment::Coded { format, state } => Self {
                 format: Some(format),
                 values: state.codes,
-                scales: state.scales,
+                scales: to_bytes(&state.scales),
                 exponents: state.exponents,
             },
         }
@@ -73,20 +85,12 @@ impl From<HostMoment> for MomentRecord {
 impl From<MomentRecord> for HostMoment {
     fn from(record: MomentRecord) -> Self {
         match record.format {
-            None => Self::Full(
-                record
-                    .values
-                    .as_chunks::<4>()
-                    .0
-                    .iter()
-                    .map(|bytes| f32::from_le_bytes(*bytes))
-                    .collect(),
-            ),
+            None => Self::Full(from_bytes(&record.values)),
             Some(format) => Self::Coded {
                 format,
                 state: HostState {
                     codes: record.values,
-                    scales: record.scales,
+                    scales: from_bytes(&record.scales),
                     exponents: record.exponents,
                 },
             },
@@ -98,23 +102,36 @@ impl MomentRecord {
     fn is_complete(&self, elements: usize) -> bool {
         match self.format {
             None => self.values.len() == 4 * elements,
+            Some(format) if format.group == 0 => false,
             Some(format) => {
                 let groups = format.groups(elements);
                 let exponents = if format.expand { groups } else { 0 };
                 (self.values.len(), self.scales.len(), self.exponents.len())
-                    == (elements, groups, exponents)
+                    == (elements, 4 * groups, exponents)
             }
         }
     }
 }
 
 impl ParameterRecord {
-    pub(super) fn new(shape: Vec<usize>, first: HostMoment, second: HostMoment) -> Self {
+    /// Waits for the device.
+    pub(super) fn read<B: QuantOps>(moments: Moments<B>) -> Self {
+        let Moments { first, second } = moments;
         Self {
-            shape,
-            first: first.into(),
-            second: second.into(),
+            shape: first.shape().to_vec(),
+            first: HostMoment::read(first).into(),
+            second: HostMoment::read(second).into(),
         }
+    }
+
+    /// Panics unless both moments are complete.
+    pub(super) fn check(&self, name: &str) {
+        let elements = self.shape.iter().product();
+        assert!(
+            self.first.is_complete(elements) && self.second.is_complete(elements),
+            "adamw: the optimizer record of {name}, {:?}, does not hold all of its moments; the file is damaged",
+            self.shape
+        );
     }
 
     /// The shape of the parameter.
@@ -137,6 +154,15 @@ impl ParameterRecord {
             second: HostMoment::from(self.second).write(shape, device),
         }
     }
+}
+
+/// Panics if a record of this version is not one that this build reads.
+pub(super) fn check_version(version: u32) {
+    assert!(
+        version == VERSION,
+        "adamw: the optimizer record has version {version}, this build reads version {VERSION}; load it with the build that \
+         wrote it"
+    );
 }
 
 /// Serialized form of [`AdamWRecord`].
@@ -172,18 +198,9 @@ impl<B: Backend> Record<B> for AdamWRecord {
     ///
     /// If the record is of another version, or one of its parameters is incomplete.
     fn from_item<S: PrecisionSettings>(item: AdamWRecordItem, _device: &B::Device) -> Self {
-        assert!(
-            item.version == VERSION,
-            "adamw: the optimizer record has version {}, this build reads version {VERSION}; load it with the build that wrote it",
-            item.version
-        );
+        check_version(item.version);
         for (id, record) in &item.parameters {
-            let elements = record.shape.iter().product();
-            assert!(
-                record.first.is_complete(elements) && record.second.is_complete(elements),
-                "adamw: the optimizer record of parameter {id}, {:?}, does not hold all of its moments; the file is damaged",
-                record.shape
-            );
+            record.check(&format!("parameter {id}"));
         }
         Self {
             steps: item.steps,

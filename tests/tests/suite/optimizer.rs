@@ -37,7 +37,7 @@ use burn::{
 use burn_quant_train::{
     QuantTrain,
     layer::DelayThreshold,
-    metric::FallbackRateMetric,
+    metric::OptimizerMetric,
     optim::{LayerBackend, LayerConfig, LayersRecord, QuantAdamWConfig, QuantOptimizer},
     policy::{Decision, LayerPolicy},
     recipe::{FallbackInt8, MixedPrecision},
@@ -166,7 +166,8 @@ fn defaults_are_burns() {
     assert_same_run::<Burn, Mixed, _, _>(&format!("seed {seed}"), &burn, &run);
 }
 
-fn accumulated<B, O>(mut model: Mlp<B>, optim: &mut O, batches: &[Sample]) -> Run<Mlp<B>>
+/// Steps once in three batches, along a schedule.
+pub(super) fn accumulated<B, O>(mut model: Mlp<B>, optim: &mut O, batches: &[Sample]) -> Run<Mlp<B>>
 where
     B: AutodiffBackend,
     O: Optimizer<Mlp<B>, B>,
@@ -553,7 +554,9 @@ fn bad_settings_are_refused_by_name() {
         );
     }
     let optim = QuantAdamWConfig::new().init::<Fallback, Mlp<Fallback>>();
-    let zero = catch_unwind(AssertUnwindSafe(|| FallbackRateMetric::new(&optim, 0)));
+    let zero = catch_unwind(AssertUnwindSafe(|| {
+        OptimizerMetric::fallback_rate(&optim, 0)
+    }));
     assert!(zero.is_err(), "a metric that never reads is refused");
 }
 
@@ -799,7 +802,7 @@ fn burns_learner_trains_and_shows_the_fallback_rate() {
         loader::<Fallback>(seed, 40),
         loader::<<Fallback as AutodiffBackend>::InnerBackend>(seed + 1, 4),
     )
-    .metric_train_numeric(FallbackRateMetric::new(&optim, 2))
+    .metric_train_numeric(OptimizerMetric::fallback_rate(&optim, 2))
     .metric_train_numeric(LossMetric::new())
     .with_file_checkpointer(NamedMpkFileRecorder::<FullPrecisionSettings>::default())
     .with_application_logger(None)

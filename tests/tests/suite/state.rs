@@ -10,7 +10,7 @@ use burn::{
 };
 use burn_quant_train::{
     QuantTrain,
-    optim::{LayerBackend, QuantAdamWConfig},
+    optim::{LayerBackend, OnNonfinite, QuantAdamWConfig},
     policy::LayerPolicy,
     recipe::{BlockInt8, FallbackInt8},
     tag::{self, Tag},
@@ -119,7 +119,9 @@ fn nan_in_the_weight_or_the_gradient_is_seen() {
     let seed = seed();
     let device = Default::default();
     let model = with_weights_of(One::<Fallback>::new(20, 20, false, &device), seed);
-    let mut optim = config(seed).init::<Fallback, One<Fallback>>();
+    let mut optim = config(seed)
+        .with_on_nonfinite(OnNonfinite::Propagate)
+        .init::<Fallback, One<Fallback>>();
     let model = optim.attach(model);
     let x = tensor::<Fallback, 2>(&Rng::new(seed).normals(20 * 20, 1.0), [20, 20], &device)
         .require_grad();

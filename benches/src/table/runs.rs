@@ -1,9 +1,11 @@
-//! Tables of runs of `pretrain`.
+//! Runs of `pretrain` with one optimizer, by recipe.
 
 use std::fmt::Write;
 
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
+
+use super::{change, grouped, mebibytes};
 
 /// The recipe that the others are compared with.
 const BASELINE: &str = "mixed-precision";
@@ -21,23 +23,9 @@ const CONDITIONS: [&str; 9] = [
     "tokens",
 ];
 
-/// A Markdown table of the runs in `json`, an array with one object per run, and a line on what they have in common.
-///
-/// # Errors
-///
-/// It is no such array, a field is missing, or the runs differ in more than the recipe.
-pub fn of_runs(json: &str) -> Result<String> {
-    let runs: Vec<Value> = serde_json::from_str(json).context("not a JSON array of runs")?;
-    ensure!(!runs.is_empty(), "no runs");
-    for run in &runs[1..] {
-        for field in CONDITIONS {
-            ensure!(
-                run.get(field) == runs[0].get(field),
-                "the runs differ in `{field}`: they belong in files of their own"
-            );
-        }
-    }
-
+/// One line for each recipe, and one on what the runs have in common.
+pub(super) fn table(runs: &[Value]) -> Result<String> {
+    check_conditions(runs)?;
     let mut out = String::from(
         "| recipe | training loss | validation loss | against mixed-precision | bits per byte | tokens/s \
          | saved activations | fallback rate: lowest / mean / highest |\n\
@@ -45,13 +33,11 @@ pub fn of_runs(json: &str) -> Result<String> {
     );
     let baseline = runs.iter().find(|run| run["recipe"] == BASELINE);
     let baseline = baseline.map(|run| number(run, "val_loss")).transpose()?;
-    for run in &runs {
+    for run in runs {
         let recipe = text(run, "recipe")?;
         let loss = number(run, "val_loss")?;
         let against = match baseline {
-            Some(baseline) if recipe != BASELINE => {
-                format!("{:+.2}%", 100.0 * (loss / baseline - 1.0))
-            }
+            Some(baseline) if recipe != BASELINE => change(loss, baseline),
             _ => String::from("-"),
         };
         writeln!(
@@ -60,13 +46,30 @@ pub fn of_runs(json: &str) -> Result<String> {
             number(run, "train_loss")?,
             number(run, "bits_per_byte")?,
             grouped(number(run, "tokens_per_s")?),
-            bytes(number(run, "activation_bytes")?),
+            mebibytes(number(run, "activation_bytes")?),
             fallback_rates(run)?,
         )?;
     }
-    let run = &runs[0];
-    write!(
-        out,
+    out.push_str(&conditions(&runs[0])?);
+    Ok(out)
+}
+
+/// The runs of a table differ in nothing but what the table is about.
+pub(super) fn check_conditions(runs: &[Value]) -> Result<()> {
+    for run in &runs[1..] {
+        for field in CONDITIONS {
+            ensure!(
+                run.get(field) == runs[0].get(field),
+                "the runs differ in `{field}`: they belong in files of their own"
+            );
+        }
+    }
+    Ok(())
+}
+
+/// The line under a table of runs.
+pub(super) fn conditions(run: &Value) -> Result<String> {
+    Ok(format!(
         "\n`{}` preset, {} parameters, on `{}`, computing in `{}`: {} steps of {} sequences of {} bytes, {} tokens, \
          seed {}.\n",
         text(run, "preset")?,
@@ -78,8 +81,7 @@ pub fn of_runs(json: &str) -> Result<String> {
         grouped(number(run, "sequence")?),
         grouped(number(run, "tokens")?),
         number(run, "seed")?,
-    )?;
-    Ok(out)
+    ))
 }
 
 /// Lowest, mean and highest rate of the layers, in percent.
@@ -108,37 +110,19 @@ fn fallback_rates(run: &Value) -> Result<String> {
     ))
 }
 
-fn number(run: &Value, field: &str) -> Result<f64> {
+pub(super) fn number(run: &Value, field: &str) -> Result<f64> {
     let value = run.get(field).and_then(Value::as_f64);
     value.with_context(|| format!("`{field}` is missing, or not a number"))
 }
 
-fn text<'a>(run: &'a Value, field: &str) -> Result<&'a str> {
+pub(super) fn text<'a>(run: &'a Value, field: &str) -> Result<&'a str> {
     let value = run.get(field).and_then(Value::as_str);
     value.with_context(|| format!("`{field}` is missing, or not a text"))
 }
 
-/// A whole number with commas: `20,480,000`.
-fn grouped(number: f64) -> String {
-    let digits = format!("{number:.0}");
-    let mut out = String::new();
-    for (i, digit) in digits.chars().enumerate() {
-        if i > 0 && (digits.len() - i).is_multiple_of(3) {
-            out.push(',');
-        }
-        out.push(digit);
-    }
-    out
-}
-
-fn bytes(bytes: f64) -> String {
-    const MIB: f64 = (1u64 << 20) as f64;
-    format!("{:.1} MiB", bytes / MIB)
-}
-
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use crate::table::of;
 
     fn run(recipe: &str, val_loss: f64, rates: &str) -> String {
         let mean = if rates == "{}" { "null" } else { "0.2" };
@@ -157,7 +141,7 @@ mod tests {
             run("fallback-int8", 2.02, r#"{"a": 0.1, "b": 0.3}"#),
             run("mixed-precision", 2.0, "{}")
         );
-        let table = of_runs(&json).unwrap();
+        let table = of(&json).unwrap();
         let lines: Vec<&str> = table.lines().collect();
         assert_eq!(
             lines[2],
@@ -178,16 +162,7 @@ mod tests {
     fn runs_that_cannot_be_compared_are_errors() {
         let other = run("mixed-precision", 2.0, "{}").replace("\"seed\": 1", "\"seed\": 2");
         let json = format!("[{}, {other}]", run("block-int8", 2.0, "{}"));
-        assert!(of_runs(&json).unwrap_err().to_string().contains("`seed`"));
-        assert!(of_runs("[]").is_err());
-        assert!(of_runs("{}").is_err());
-        assert!(of_runs("[{\"recipe\": \"block-int8\"}]").is_err());
-    }
-
-    #[test]
-    fn thousands_are_grouped() {
-        assert_eq!(grouped(999.4), "999");
-        assert_eq!(grouped(1000.0), "1,000");
-        assert_eq!(grouped(20_480_000.0), "20,480,000");
+        assert!(of(&json).unwrap_err().to_string().contains("`seed`"));
+        assert!(of("[{\"recipe\": \"block-int8\"}]").is_err());
     }
 }

@@ -1,0 +1,58 @@
+//! The rate of a copy on the device: what a kernel that reads and writes can reach.
+
+use anyhow::Result;
+use cubecl::prelude::*;
+
+use super::gpu::Gpu;
+use crate::{speed::tb_per_s, timing::time};
+
+const UNITS: u32 = 256;
+/// Elements that a unit moves at once, 16 bytes.
+const WIDTH: usize = 4;
+/// Vectors of a unit, all loaded before the first is stored.
+const VECTORS_OF_UNIT: usize = 4;
+/// Elements of a cube.
+const CUBE: usize = UNITS as usize * WIDTH * VECTORS_OF_UNIT;
+
+/// TB/s of copying `n` FP32 numbers, rounded up to whole cubes; read and written bytes counted.
+pub fn rate(gpu: &Gpu, n: usize) -> Result<f64> {
+    let cubes = n.div_ceil(CUBE);
+    let values = gpu.random().tiled(cubes * CUBE, 1.0);
+    let (from, to) = (gpu.upload(&values), gpu.upload(&vec![0.0f32; values.len()]));
+    let launch = || {
+        // SAFETY: the cubes cover both tensors exactly.
+        #[allow(unsafe_code)]
+        unsafe {
+            copy_kernel::launch_unchecked::<cubecl::cuda::CudaRuntime>(
+                &gpu.client,
+                CubeCount::Static(cubes as u32, 1, 1),
+                CubeDim::new_1d(UNITS),
+                WIDTH,
+                from.clone().into_arg(),
+                to.clone().into_arg(),
+            );
+        }
+        Ok(())
+    };
+    let copy = time(launch, || gpu.sync())?;
+    anyhow::ensure!(
+        gpu.download::<f32>(&to)? == values,
+        "the copy kernel does not copy"
+    );
+    Ok(tb_per_s(2 * size_of_val(&values[..]), copy.median_ms))
+}
+
+#[cube(launch_unchecked)]
+fn copy_kernel<N: Size>(from: &Tensor<Vector<f32, N>>, to: &mut Tensor<Vector<f32, N>>) {
+    let first =
+        CUBE_POS_X as usize * comptime!(UNITS as usize * VECTORS_OF_UNIT) + UNIT_POS_X as usize;
+    let mut held = Array::<Vector<f32, N>>::new(VECTORS_OF_UNIT);
+    #[unroll]
+    for slot in 0..VECTORS_OF_UNIT {
+        held[slot] = from[first + slot * comptime!(UNITS as usize)];
+    }
+    #[unroll]
+    for slot in 0..VECTORS_OF_UNIT {
+        to[first + slot * comptime!(UNITS as usize)] = held[slot];
+    }
+}
