@@ -48,8 +48,8 @@ impl OptimizerMetric {
         Self::new("Fallback Rate", Some("%"), mean, every)
     }
 
-    /// Steps that were skipped so far because a gradient held NaN or Inf. Give it a clone of the optimizer that goes to the
-    /// `Learner`, made before the first step: later ones hold moments too.
+    /// Steps that were skipped so far because a gradient held NaN or Inf; an epoch shows the mean of its readings. Give it
+    /// the optimizer that goes to the `Learner`.
     ///
     /// # Panics
     ///
@@ -62,9 +62,8 @@ impl OptimizerMetric {
         M: AutodiffModule<B> + 'static,
         B: LayerBackend,
     {
-        let adamw = optimizer.inner().clone();
-        let skipped = move || adamw.skipped_steps() as f64;
-        Self::new("Skipped Steps", None, skipped, every)
+        let skipped = optimizer.inner().skipped_steps_reader();
+        Self::new("Skipped Steps", None, move || skipped() as f64, every)
     }
 
     fn new(
@@ -97,10 +96,10 @@ impl Metric for OptimizerMetric {
             self.last = (self.read)();
         }
         self.updates += 1;
-        let format = FormatOptions::new(self.name()).precision(1);
+        let format = FormatOptions::new(self.name());
         let format = match self.unit {
-            Some(unit) => format.unit(unit),
-            None => format,
+            Some(unit) => format.unit(unit).precision(1),
+            None => format.precision(0),
         };
         self.state.update(self.last, 1, format)
     }

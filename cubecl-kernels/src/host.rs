@@ -261,14 +261,15 @@ pub fn dequantize(
     out
 }
 
-/// Elements that a thread takes at a time: whole groups of any format.
+/// About as many elements as a thread takes at a time.
 const CHUNK: usize = 4 * MAX_GROUP;
 
 /// One AdamW step of a parameter, in place: [`reference::adamw::adamw`] on all cores.
 ///
 /// # Panics
 ///
-/// As the reference does.
+/// When the tensors differ in length, a group is larger than [`MAX_GROUP`], or the smaller group does not divide the
+/// larger.
 pub fn adamw(
     step: &Step,
     parameter: &mut [f32],
@@ -276,12 +277,20 @@ pub fn adamw(
     first: MomentChunk<'_>,
     second: MomentChunk<'_>,
 ) {
-    assert_eq!(parameter.len(), gradient.len(), "elements of the gradient");
+    let lengths = [gradient.len(), first.len(), second.len()];
+    assert_eq!(
+        lengths,
+        [parameter.len(); 3],
+        "elements of the gradient and of both moments"
+    );
+    let larger = first.group().max(second.group()).unwrap_or(1);
+    assert!(larger <= MAX_GROUP, "a group of {larger} elements");
+    let chunk = CHUNK / larger * larger;
     (
-        parameter.par_chunks_mut(CHUNK),
-        gradient.par_chunks(CHUNK),
-        first.split(CHUNK),
-        second.split(CHUNK),
+        parameter.par_chunks_mut(chunk),
+        gradient.par_chunks(chunk),
+        first.split(chunk),
+        second.split(chunk),
     )
         .into_par_iter()
         .for_each(|(parameter, gradient, first, second)| {

@@ -253,6 +253,7 @@ pub struct Config {
     /// Recipes, in the order of their runs.
     pub recipes: Vec<Recipe>,
     /// The format of the optimizer's moments.
+    #[serde(default)]
     pub optimizer: Optimizer,
     /// Where to train.
     pub device: Device,

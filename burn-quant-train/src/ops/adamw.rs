@@ -230,7 +230,7 @@ pub(super) fn step<B: QuantOps>(
     nonfinite: Option<&IntTensor<B>>,
     hyperparameters: &Hyperparameters,
 ) -> Vec<AdamWUpdate<B>> {
-    let skip = nonfinite.is_some_and(|flag| integers::<B>(flag.clone())[0] != 0);
+    let skip = is_raised::<B>(nonfinite);
     let t = integers::<B>(clock.clone())[0] as u32;
     let step = Step::new(hyperparameters, t).unwrap_or_else(|error| panic!("{error}"));
     items
@@ -281,9 +281,12 @@ pub(super) fn tick<B: QuantOps>(
 ) -> IntTensor<B> {
     let device = B::int_device(&clock);
     let mut counts = integers::<B>(clock);
-    let skip = nonfinite.is_some_and(|flag| integers::<B>(flag.clone())[0] != 0);
-    counts[usize::from(skip)] += 1;
+    counts[usize::from(is_raised::<B>(nonfinite))] += 1;
     B::int_from_data(TensorData::new(counts, [2]), &device)
+}
+
+fn is_raised<B: QuantOps>(nonfinite: Option<&IntTensor<B>>) -> bool {
+    nonfinite.is_some_and(|flag| integers::<B>(flag.clone())[0] != 0)
 }
 
 pub(super) fn find_nonfinite<B: QuantOps>(

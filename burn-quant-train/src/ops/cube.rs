@@ -76,7 +76,9 @@ where
                 cast.granularity
             );
         };
-        let counts = packed(counts);
+        // Without padding between rows, as kernels take the counters: Burn pads the rows of what it allocates on CUDA. From
+        // then on the kernels' own buffer goes round.
+        let counts = into_contiguous(counts);
         let quantized = checked(fallback::quantize_fallback(
             &x.client,
             &handle(&x),
@@ -161,7 +163,7 @@ where
             alpha: config.alpha,
         };
         let state = FallbackState {
-            counts: packed(state.counts),
+            counts: into_contiguous(state.counts),
             ..state
         };
         checked(delay_threshold::delay_threshold(
@@ -247,6 +249,8 @@ where
     }
 
     fn decompress_moment(state: MomentState<Self>, moment: Moment) -> FloatTensor<Self> {
+        // Tensors that were just uploaded may have padded rows.
+        let state = each_tensor(state, into_contiguous);
         let (MomentState::Full(like) | MomentState::Coded { codes: like, .. }) = &state;
         let values = checked(dequantize_state(
             &like.client,
@@ -266,6 +270,33 @@ fn own<R: CubeRuntime>(tensor: CubeTensor<R>) -> CubeTensor<R> {
     }
 }
 
+fn each_tensor<B, R>(
+    state: MomentState<B>,
+    map: impl Fn(CubeTensor<R>) -> CubeTensor<R>,
+) -> MomentState<B>
+where
+    B: burn_backend::Backend<
+            FloatTensorPrimitive = CubeTensor<R>,
+            IntTensorPrimitive = CubeTensor<R>,
+        >,
+    R: CubeRuntime,
+{
+    match state {
+        MomentState::Full(values) => MomentState::Full(map(values)),
+        MomentState::Coded {
+            format,
+            codes,
+            scales,
+            exponents,
+        } => MomentState::Coded {
+            format,
+            codes: map(codes),
+            scales: map(scales),
+            exponents: exponents.map(map),
+        },
+    }
+}
+
 fn adamw_item<B, R>(item: AdamWItem<B>) -> AdamWItem<B>
 where
     B: burn_backend::Backend<
@@ -274,25 +305,11 @@ where
         >,
     R: CubeRuntime,
 {
-    let own_moment = |moment| match moment {
-        MomentState::Full(values) => MomentState::Full(own(values)),
-        MomentState::Coded {
-            format,
-            codes,
-            scales,
-            exponents,
-        } => MomentState::Coded {
-            format,
-            codes: own(codes),
-            scales: own(scales),
-            exponents: exponents.map(own),
-        },
-    };
     AdamWItem {
         parameter: own(item.parameter),
         gradient: into_contiguous(item.gradient),
-        first: own_moment(item.first),
-        second: own_moment(item.second),
+        first: each_tensor(item.first, own),
+        second: each_tensor(item.second, own),
         key: item.key,
     }
 }
@@ -345,12 +362,6 @@ where
             moment,
         },
     }
-}
-
-/// Without padding between rows, as kernels take the counters. Burn pads the rows of what it allocates on CUDA, so this
-/// copies them once; from then on the kernels' own buffer goes round.
-fn packed<R: CubeRuntime>(counts: CubeTensor<R>) -> CubeTensor<R> {
-    into_contiguous(counts)
 }
 
 /// The left operand of a product, which sums along its columns.

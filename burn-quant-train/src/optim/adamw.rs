@@ -14,7 +14,7 @@ use burn::{
     tensor::{Shape, Tensor, TensorPrimitive},
 };
 use burn_backend::{
-    AutodiffBackend, TensorData, TensorMetadata,
+    AutodiffBackend, DType, TensorData, TensorMetadata,
     ops::{FloatTensorOps, IntTensorOps},
     tensor::{Device, FloatTensor, IntTensor},
 };
@@ -64,7 +64,8 @@ pub struct ParameterGroup {
 /// the settings of the layers.
 ///
 /// With both moments in FP32 and no layer quantized it steps as Burn's `AdamW`: bit for bit on the CPU, to rounding on a
-/// GPU. For AMSGrad wrap Burn's own in a [`QuantOptimizer`].
+/// GPU. One step count serves all parameters, so one that gets its first gradient late has no bias correction, where Burn counts
+/// for each. For AMSGrad wrap Burn's own in a [`QuantOptimizer`].
 ///
 /// ```
 /// use burn_quant_train::optim::{QuantAdamWConfig, StateFormat};
@@ -108,7 +109,7 @@ pub struct QuantAdamWConfig {
     /// How the fallback threshold of a layer follows its fallback rate.
     #[config(default = "DelayThreshold::default()")]
     pub threshold: DelayThreshold,
-    /// The seed of stochastic rounding; by default the seed last given to `Backend::seed`.
+    /// The seed of stochastic rounding; by default the seed last given to `Backend::seed` of a `QuantTrain`, or 0.
     pub seed: Option<u64>,
 }
 
@@ -162,11 +163,13 @@ impl QuantAdamWConfig {
         QuantOptimizer::new(self.adamw(), config)
     }
 
-    /// Makes the optimizer without layers, for any autodiff backend: 8-bit moments for a model that is not quantized.
+    /// Makes the optimizer without layers, for `Autodiff` over any backend with [`QuantOps`]: 8-bit moments for a model that is
+    /// not quantized.
     ///
     /// # Panics
     ///
-    /// If a group is not a multiple of 4 up to 2048, or the groups of the two moments are not a power of two apart.
+    /// If a group is not a multiple of 4 up to 2048, or the groups of the two moments are not a power of two, at most 128,
+    /// apart.
     pub fn adamw<B, M>(&self) -> QuantAdamW<M, B>
     where
         B: AutodiffBackend<InnerBackend: DataBackend>,
@@ -182,18 +185,23 @@ impl QuantAdamWConfig {
                 clock: Clock::Host([0, 0]),
                 seed: None,
             },
-            published: Arc::default(),
+            published: Arc::new(Mutex::new(Clock::Host([0, 0]))),
             module: PhantomData,
         }
     }
 
-    /// Makes the optimizer as a `SimpleOptimizer`, for Burn's `OptimizerAdaptor`; clipping is the adaptor's.
+    /// Makes the optimizer as a `SimpleOptimizer`, for Burn's `OptimizerAdaptor`.
     ///
     /// # Panics
     ///
-    /// As [`adamw`](Self::adamw).
+    /// As [`adamw`](Self::adamw), and if there are groups, which need paths, or clipping, which is the adaptor's.
     pub fn simple(&self) -> SimpleQuantAdamW {
         self.validate();
+        assert!(
+            self.groups.is_empty() && self.grad_clipping.is_none(),
+            "adamw: a SimpleOptimizer sees no parameter paths, so it has no groups, and OptimizerAdaptor does the clipping; use \
+             `adamw` or `init`, or take both out of the configuration"
+        );
         SimpleQuantAdamW::new(self.clone())
     }
 
@@ -212,8 +220,11 @@ impl QuantAdamWConfig {
         if let &[first, second] = &groups[..] {
             let (small, large) = (first.min(second), first.max(second));
             assert!(
-                large.is_multiple_of(small) && (large / small).is_power_of_two(),
-                "adamw: groups of {first} and {second} elements; use groups a power of two apart, such as 128 and 256"
+                large.is_multiple_of(small)
+                    && (large / small).is_power_of_two()
+                    && large / small <= 128,
+                "adamw: groups of {first} and {second} elements; use groups a power of two apart, at most 128, such as \
+                 128 and 256"
             );
         }
     }
@@ -383,8 +394,8 @@ pub struct QuantAdamW<M, B: AutodiffBackend<InnerBackend: DataBackend>> {
     config: Arc<QuantAdamWConfig>,
     clipping: Option<GradientClipping>,
     state: State<Base<B>>,
-    /// The clock after the last step, which clones of the optimizer see.
-    published: Arc<Mutex<Option<Clock<Base<B>>>>>,
+    /// The clock, which clones of the optimizer see.
+    published: Arc<Mutex<Clock<Base<B>>>>,
     module: PhantomData<fn(M) -> M>,
 }
 
@@ -403,9 +414,15 @@ impl<M, B: AutodiffBackend<InnerBackend: DataBackend>> Clone for QuantAdamW<M, B
 /// A parameter taken out of the module for the step.
 struct Taken<B: QuantOps> {
     id: ParamId,
-    path: String,
+    place: Place,
     parameter: FloatTensor<B>,
     gradient: FloatTensor<B>,
+}
+
+fn skipped<B: QuantOps>(clock: &Mutex<Clock<B>>) -> u64 {
+    let clock = clock.lock().unwrap_or_else(PoisonError::into_inner);
+    let [_, skipped] = clock.read();
+    skipped as u64
 }
 
 /// Parameters of one device and one group: one call of the kernels' launcher.
@@ -423,12 +440,14 @@ where
 {
     /// Steps that were skipped because a gradient held NaN or Inf, seen by all clones. Waits for the device.
     pub fn skipped_steps(&self) -> u64 {
-        let published = self
-            .published
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
-        let [_, skipped] = published.as_ref().unwrap_or(&self.state.clock).read();
-        skipped as u64
+        skipped(&self.published)
+    }
+
+    /// [`skipped_steps`](Self::skipped_steps) for whoever need not hold the moments.
+    #[cfg(feature = "train")]
+    pub(crate) fn skipped_steps_reader(&self) -> impl Fn() -> u64 + Send + Sync + 'static {
+        let published = self.published.clone();
+        move || skipped(&published)
     }
 
     fn stepped(&mut self, lr: LearningRate, module: M, grads: GradAdaptor) -> M {
@@ -436,17 +455,14 @@ where
         module.visit(&mut paths);
         let mut take = Take::<B> {
             grads,
-            clipping: self.clipping.as_ref(),
-            paths: paths.by_id,
+            places: paths.by_id,
             taken: Vec::new(),
-            raw: Vec::new(),
         };
         let module = module.map(&mut take);
-        let (taken, raw) = (take.taken, take.raw);
-        if taken.is_empty() {
+        if take.taken.is_empty() {
             return module;
         }
-        let updated = self.update(lr, taken, &raw);
+        let updated = self.update(lr, take.taken);
         module.map(&mut PutBack::<B> { updated })
     }
 
@@ -455,16 +471,15 @@ where
         &mut self,
         lr: LearningRate,
         taken: Vec<Taken<Base<B>>>,
-        raw: &[FloatTensor<Base<B>>],
     ) -> HashMap<ParamId, FloatTensor<Base<B>>> {
         let home = Base::<B>::float_device(&taken[0].parameter);
-        let nonfinite = self.find_nonfinite(&taken, raw, &home);
+        let nonfinite = self.find_nonfinite(&taken, &home);
         let clock = Base::<B>::tick(self.state.clock.on(&home), nonfinite.as_ref());
 
         let mut calls: Vec<Call<Base<B>>> = Vec::new();
         for taken in taken {
             let device = Base::<B>::float_device(&taken.parameter);
-            let hyperparameters = self.config.hyperparameters(lr, &taken.path);
+            let hyperparameters = self.config.hyperparameters(lr, &taken.place.path);
             let (id, item) = self.item(taken, &device);
             let found = calls
                 .iter()
@@ -508,7 +523,7 @@ where
         *self
             .published
             .lock()
-            .unwrap_or_else(PoisonError::into_inner) = Some(self.state.clock.clone());
+            .unwrap_or_else(PoisonError::into_inner) = self.state.clock.clone();
         updated
     }
 
@@ -516,15 +531,14 @@ where
     fn find_nonfinite(
         &self,
         taken: &[Taken<Base<B>>],
-        raw: &[FloatTensor<Base<B>>],
         home: &Device<Base<B>>,
     ) -> Option<IntTensor<Base<B>>> {
         if self.config.on_nonfinite == OnNonfinite::Propagate {
             return None;
         }
-        let at_home: Vec<_> = raw
+        let at_home: Vec<_> = taken
             .iter()
-            .map(|gradient| Base::<B>::float_to_device(gradient.clone(), home))
+            .map(|taken| Base::<B>::float_to_device(taken.gradient.clone(), home))
             .collect();
         let flag = Base::<B>::find_nonfinite(&at_home, home);
         if self.config.on_nonfinite == OnNonfinite::Error {
@@ -533,8 +547,8 @@ where
                 found == 0,
                 "adamw: the gradient of `{}`, {:?}, holds NaN or Inf; lower the learning rate or clip gradients, or let such \
                  steps pass with OnNonfinite::Skip",
-                taken[found as usize - 1].path,
-                raw[found as usize - 1].shape()
+                taken[found as usize - 1].place.path,
+                taken[found as usize - 1].gradient.shape()
             );
         }
         Some(flag)
@@ -547,11 +561,20 @@ where
     ) -> (ParamId, AdamWItem<Base<B>>) {
         let Taken {
             id,
-            path,
+            place: Place { path, index },
             parameter,
             gradient,
         } = taken;
         let shape = parameter.shape();
+        let dtype = parameter.dtype();
+        assert!(
+            matches!(dtype, DType::F32 | DType::Flex32 | DType::BF16),
+            "adamw: `{path}` {shape:?} is of dtype {dtype:?}; use FP32 or BF16 parameters"
+        );
+        let gradient = match &self.clipping {
+            Some(clipping) => clip::<B>(clipping, gradient),
+            None => gradient,
+        };
         let formats = self.config.formats(shape.num_elements());
         let state = &mut self.state;
         let restored = state
@@ -575,7 +598,7 @@ where
             second: moments.second,
             key: Some(StochasticKey {
                 seed,
-                stream: id.val(),
+                stream: PARAMETER_STREAMS | index,
             }),
         };
         (id, item)
@@ -616,24 +639,39 @@ where
     }
 
     fn load_record(self, record: AdamWRecord) -> Self {
+        let clock = Clock::Host([record.steps as i32, record.skipped as i32]);
+        *self
+            .published
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner) = clock.clone();
         Self {
             state: State {
                 moments: HashMap::new(),
                 restored: record.parameters,
-                clock: Clock::Host([record.steps as i32, record.skipped as i32]),
+                clock,
                 seed: record.seed,
             },
-            published: Arc::default(),
             ..self
         }
     }
 }
 
-/// The path of every parameter.
+/// Marks the random streams of parameters; those of layers are hashes.
+const PARAMETER_STREAMS: u64 = 1 << 63;
+
+/// Where a parameter is in its module.
+#[derive(Debug, Clone, Default)]
+struct Place {
+    path: String,
+    /// Among all float parameters, in module order.
+    index: u64,
+}
+
+/// The place of every parameter.
 #[derive(Default)]
 struct Paths {
     path: Vec<String>,
-    by_id: HashMap<ParamId, String>,
+    by_id: HashMap<ParamId, Place>,
 }
 
 impl<B: AutodiffBackend> ModuleVisitor<B> for Paths {
@@ -646,48 +684,59 @@ impl<B: AutodiffBackend> ModuleVisitor<B> for Paths {
     }
 
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
-        self.by_id.insert(param.id, self.path.join("."));
+        let place = Place {
+            path: self.path.join("."),
+            index: self.by_id.len() as u64,
+        };
+        self.by_id.insert(param.id, place);
     }
 }
 
 /// Takes the parameters that have gradients out of a module, so that nothing else holds their buffers.
-struct Take<'a, B: AutodiffBackend<InnerBackend: DataBackend>> {
+struct Take<B: AutodiffBackend<InnerBackend: DataBackend>> {
     grads: GradAdaptor,
-    clipping: Option<&'a GradientClipping>,
-    paths: HashMap<ParamId, String>,
+    places: HashMap<ParamId, Place>,
     taken: Vec<Taken<Base<B>>>,
-    /// The gradients before clipping.
-    raw: Vec<FloatTensor<Base<B>>>,
 }
 
-impl<B: AutodiffBackend<InnerBackend: DataBackend>> ModuleMapper<B> for Take<'_, B> {
+impl<B: AutodiffBackend<InnerBackend: DataBackend>> ModuleMapper<B> for Take<B> {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
         let (id, tensor, mapper) = param.consume();
         let Some((gradient, device)) = self.grads.remove::<B::InnerBackend, D>(id) else {
             return Param::from_mapped_value(id, tensor, mapper);
         };
+        // A moved tensor is no leaf any more: ask before.
+        let trained = tensor.is_require_grad();
         let tensor = match tensor.device() == device {
             true => tensor,
             false => tensor.to_device(&device),
         };
-        // Keeps the place, and whether the parameter is trained.
-        let mut place = Tensor::<B, D>::empty([1; D], &device);
-        if tensor.is_require_grad() {
-            place = place.require_grad();
-        }
-        let clipped = self
-            .clipping
-            .map(|clipping| clipping.clip_gradient(gradient.clone()));
-        let raw = primitive::<B, D>(gradient);
         self.taken.push(Taken {
             id,
-            path: self.paths.remove(&id).unwrap_or_default(),
+            place: self.places.remove(&id).unwrap_or_default(),
             parameter: primitive::<B, D>(tensor.inner()),
-            gradient: clipped.map_or_else(|| raw.clone(), primitive::<B, D>),
+            gradient: primitive::<B, D>(gradient),
         });
-        self.raw.push(raw);
-        Param::from_mapped_value(id, place, mapper)
+        // Keeps the place, and whether the parameter is trained.
+        let mut empty = Tensor::<B, D>::empty([1; D], &device);
+        if trained {
+            empty = empty.require_grad();
+        }
+        Param::from_mapped_value(id, empty, mapper)
     }
+}
+
+/// The clipped gradient; clipping does not depend on the rank.
+fn clip<B: AutodiffBackend<InnerBackend: DataBackend>>(
+    clipping: &GradientClipping,
+    gradient: FloatTensor<Base<B>>,
+) -> FloatTensor<Base<B>> {
+    let shape = gradient.shape();
+    let flat = Shape::new([shape.num_elements()]);
+    let gradient = B::InnerBackend::from_base(Base::<B>::float_reshape(gradient, flat));
+    let gradient = Tensor::<B::InnerBackend, 1>::from_primitive(TensorPrimitive::Float(gradient));
+    let clipped = primitive::<B, 1>(clipping.clip_gradient(gradient));
+    Base::<B>::float_reshape(clipped, shape)
 }
 
 fn primitive<B: AutodiffBackend<InnerBackend: DataBackend>, const D: usize>(

@@ -11,7 +11,7 @@ use burn::{
     tensor::{Tensor, TensorPrimitive},
 };
 use burn_backend::{
-    TensorData, TensorMetadata,
+    DType, TensorData, TensorMetadata,
     ops::{FloatTensorOps, IntTensorOps},
     tensor::{Device, IntTensor},
 };
@@ -32,7 +32,7 @@ use crate::{
 /// [`QuantAdamW`](super::QuantAdamW) as Burn's `SimpleOptimizer`: the same step, for each tensor by itself. Made by
 /// [`QuantAdamWConfig::simple`].
 ///
-/// Seeing one tensor at a time it knows no paths, so parameter groups do not apply, and each tensor whose gradient is not
+/// Seeing one tensor at a time it knows no paths, so there are no parameter groups, and each tensor whose gradient is not
 /// finite is skipped, or reported, by itself.
 #[derive(Debug, Clone)]
 pub struct SimpleQuantAdamW {
@@ -85,6 +85,11 @@ impl<B: DataBackend> SimpleOptimizer<B> for SimpleQuantAdamW {
             }
         });
         let (shape, device) = (parameter.shape(), B::Base::float_device(&parameter));
+        let dtype = parameter.dtype();
+        assert!(
+            matches!(dtype, DType::F32 | DType::Flex32 | DType::BF16),
+            "adamw: a parameter {shape:?} is of dtype {dtype:?}; use FP32 or BF16 parameters"
+        );
         let formats = self.config.formats(shape.num_elements());
         let SimpleState {
             moments,

@@ -71,8 +71,21 @@ pub enum MomentChunk<'a> {
 }
 
 impl<'a> MomentChunk<'a> {
+    /// Number of elements.
+    pub(crate) fn len(&self) -> usize {
+        match self {
+            MomentChunk::Full(values) => values.len(),
+            MomentChunk::Compressed { codes, .. } => codes.len(),
+        }
+    }
+
     /// Cut into chunks of `elements`, which the group divides.
     pub(crate) fn split(self, elements: usize) -> Vec<Self> {
+        let group = self.group().unwrap_or(1);
+        assert!(
+            elements.is_multiple_of(group),
+            "chunks of {elements} elements in groups of {group}"
+        );
         match self {
             MomentChunk::Full(values) => {
                 values.chunks_mut(elements).map(MomentChunk::Full).collect()
@@ -99,7 +112,7 @@ impl<'a> MomentChunk<'a> {
         }
     }
 
-    fn group(&self) -> Option<usize> {
+    pub(crate) fn group(&self) -> Option<usize> {
         match self {
             MomentChunk::Full(_) => None,
             MomentChunk::Compressed { format, .. } => Some(format.group),

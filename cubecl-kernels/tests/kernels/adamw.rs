@@ -41,7 +41,7 @@ impl Exact {
 
     fn step(&mut self, g: &[f32], hyper: &Hyperparameters) {
         let (beta_1, beta_2) = (f64::from(hyper.beta_1), f64::from(hyper.beta_2));
-        let lr = f64::from(hyper.learning_rate);
+        let lr = hyper.learning_rate;
         self.t += 1;
         for (index, &g) in g.iter().enumerate() {
             let g = f64::from(g);

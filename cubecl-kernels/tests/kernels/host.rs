@@ -1,8 +1,15 @@
 //! The vectorized host functions against the reference, to the bit.
 
 use cubecl_kernels::{
+    adamw::Hyperparameters,
     format::{Format, Granularity, Rounding, StochasticKey},
-    host, reference,
+    host,
+    optimizer_state::{Moment, StateFormat},
+    reference::{
+        self,
+        adamw::{MomentChunk, Step},
+        optimizer_state::{HostState, quantize_state},
+    },
     shape::MatrixShape,
 };
 use rstest::rstest;
@@ -124,4 +131,68 @@ fn empty_matrices_stay_empty() {
         let values = host::dequantize((&q.values, &q.scales), None, shape, (128, 128));
         assert!(values.is_empty());
     }
+}
+
+/// Groups that divide the chunks of the threads, and groups that do not.
+#[rstest]
+fn adamw_equals_the_reference(
+    #[values([Some(128), Some(128)], [Some(96), Some(192)], [Some(2044), None], [None, None])]
+    groups: [Option<usize>; 2],
+) {
+    fn chunk<'a>(
+        full: &'a mut [f32],
+        coded: &'a mut Option<(StateFormat, HostState)>,
+    ) -> MomentChunk<'a> {
+        match coded {
+            None => MomentChunk::Full(full),
+            Some((format, state)) => MomentChunk::Compressed {
+                format: *format,
+                codes: &mut state.codes,
+                scales: &mut state.scales,
+                exponents: &mut state.exponents,
+            },
+        }
+    }
+    let mut random = Random::fresh();
+    let step = Step::new(
+        &Hyperparameters {
+            learning_rate: 1e-2,
+            beta_1: 0.9,
+            beta_2: 0.99,
+            epsilon: 1e-8,
+            weight_decay: 0.1,
+        },
+        3,
+    )
+    .expect("hyperparameters in range");
+    let count = 20_011;
+    let gradient = random.with_outliers(count);
+    let mut parameter = random.with_outliers(count);
+    let mut first = random.with_outliers(count);
+    let mut second: Vec<f32> = first.iter().map(|x| x * x).collect();
+    let coded = |x: &[f32], group: Option<usize>, moment| {
+        let format = StateFormat::E4M3.expanded().with_group(group?);
+        Some((format, quantize_state(x, format, moment)))
+    };
+    let mut first_coded = coded(&first, groups[0], Moment::First);
+    let mut second_coded = coded(&second, groups[1], Moment::Second);
+
+    let mut expected = (parameter.clone(), first.clone(), second.clone());
+    let mut expected_coded = (first_coded.clone(), second_coded.clone());
+    reference::adamw::adamw(
+        &step,
+        &mut expected.0,
+        &gradient,
+        chunk(&mut expected.1, &mut expected_coded.0),
+        chunk(&mut expected.2, &mut expected_coded.1),
+    );
+    host::adamw(
+        &step,
+        &mut parameter,
+        &gradient,
+        chunk(&mut first, &mut first_coded),
+        chunk(&mut second, &mut second_coded),
+    );
+    assert_eq!((parameter, first, second), expected);
+    assert_eq!((first_coded, second_coded), expected_coded);
 }
