@@ -3,7 +3,7 @@
 //!
 //! Matrices are contiguous and row-major; `block` is the rows and columns that share a scale. The inner loops have no
 //! calls and no branches, so that the compiler turns them into vector instructions: rounding adds and takes away
-//! [`ROUND_TO_EVEN`] instead of calling the C library.
+//! 1.5 * 2^23 instead of calling the C library.
 
 use rayon::prelude::*;
 
