@@ -9,12 +9,15 @@ use std::sync::{
 };
 
 use burn_backend::{
-    FloatDType, IntDType, Shape, TensorData,
+    IntDType, Shape, TensorData,
     tensor::{Device, FloatTensor, IntTensor},
 };
 use serde::{Deserialize, Serialize};
 
-use crate::ops::{QuantOps, StochasticKey};
+use crate::{
+    ops::{QuantOps, StochasticKey},
+    read::floats,
+};
 
 static SEED: AtomicU64 = AtomicU64::new(0);
 
@@ -185,18 +188,10 @@ impl<B: QuantOps> Bank<B> {
 
     /// Reads thresholds and rates back to the host. Waits for the device: for records and metrics only.
     pub fn read(&self) -> BankValues {
-        let read = |tensor: &FloatTensor<B>| {
-            let tensor = B::float_cast(tensor.clone(), FloatDType::F32);
-            burn_backend::try_read_sync(B::float_into_data(tensor))
-                .expect("layer state is read where blocking reads are possible")
-                .expect("the device returns the layer state")
-                .to_vec::<f32>()
-                .expect("layer state is FP32")
-        };
         match self.lock().as_ref() {
             Some(state) => BankValues {
-                thresholds: read(&state.thresholds),
-                rates: read(&state.rates),
+                thresholds: floats::<B>(state.thresholds.clone()),
+                rates: floats::<B>(state.rates.clone()),
             },
             None => self.initial.clone(),
         }

@@ -14,7 +14,7 @@
 //! - [`recipe`] holds the recipes, which are rows of data.
 //! - [`optim`] holds the optimizers, which own the state of the layers; [`policy`] says which layers are quantized.
 //! - [`ops`] is the extension trait with the quantized operations; any backend gets them from float tensor operations,
-//!   CubeCL's backends from the kernels of `cubecl-kernels`.
+//!   CubeCL's backends and Flex from `cubecl-kernels`.
 
 pub mod backend;
 pub mod layer;
@@ -29,5 +29,6 @@ pub mod tag;
 pub mod tensor;
 
 mod linear;
+mod read;
 
 pub use backend::QuantTrain;

@@ -15,11 +15,9 @@ use crate::{
         self,
         adamw::{MomentChunk, Step},
     },
+    rounding::{MAGNITUDE, ROUND_TO_EVEN},
 };
 
-/// 1.5 * 2^23. Adding it to a value below 2^22 leaves the value, rounded half to even, in the low bits of the sum.
-const ROUND_TO_EVEN: f32 = 12_582_912.0;
-const MAGNITUDE: u32 = 0x7fff_ffff;
 const Q_MAX: i32 = Format::Int8.q_max();
 
 /// A quantized matrix: each value is `values[i] * scale of its block`.

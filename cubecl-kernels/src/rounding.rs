@@ -9,12 +9,12 @@ use crate::{
     philox::philox4x32_cube,
 };
 
-const MAGNITUDE: u32 = 0x7fff_ffff;
+pub(crate) const MAGNITUDE: u32 = 0x7fff_ffff;
 const INFINITY: u32 = 0x7f80_0000;
 const NAN: u32 = 0x7fc0_0000;
 const MIN_ABSMAX_BITS: u32 = MIN_ABSMAX.to_bits();
 /// 1.5 * 2^23. Adding it to a value below 2^22 leaves the value, rounded half to even, in the low bits of the sum.
-const ROUND_TO_EVEN: f32 = 12_582_912.0;
+pub(crate) const ROUND_TO_EVEN: f32 = 12_582_912.0;
 const ROUND_TO_EVEN_BITS: i32 = 0x4B40_0000;
 
 /// The random stream of a launch, as the four words that key the generator.

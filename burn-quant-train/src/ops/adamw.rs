@@ -17,9 +17,10 @@ use cubecl_kernels::{
 };
 
 use super::{QuantOps, StochasticKey};
+use crate::read::{bytes, floats, integers};
 
 /// One moment of one parameter.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub enum MomentState<B: Backend> {
     /// FP32, of the parameter's shape.
     Full(FloatTensor<B>),
@@ -34,25 +35,6 @@ pub enum MomentState<B: Backend> {
         /// U8 `[groups]`, in eighths; present with dynamic range expansion.
         exponents: Option<IntTensor<B>>,
     },
-}
-
-impl<B: Backend> Clone for MomentState<B> {
-    fn clone(&self) -> Self {
-        match self {
-            Self::Full(values) => Self::Full(values.clone()),
-            Self::Coded {
-                format,
-                codes,
-                scales,
-                exponents,
-            } => Self::Coded {
-                format: *format,
-                codes: codes.clone(),
-                scales: scales.clone(),
-                exponents: exponents.clone(),
-            },
-        }
-    }
 }
 
 impl<B: Backend> MomentState<B> {
@@ -82,8 +64,20 @@ impl<B: Backend> MomentState<B> {
 
     /// Moves to a device.
     pub fn moved_to(self, device: &Device<B>) -> Self {
+        self.map(
+            |values| B::float_to_device(values, device),
+            |codes| B::int_to_device(codes, device),
+        )
+    }
+
+    /// Replaces every tensor.
+    pub(crate) fn map(
+        self,
+        float: impl Fn(FloatTensor<B>) -> FloatTensor<B>,
+        int: impl Fn(IntTensor<B>) -> IntTensor<B>,
+    ) -> Self {
         match self {
-            Self::Full(values) => Self::Full(B::float_to_device(values, device)),
+            Self::Full(values) => Self::Full(float(values)),
             Self::Coded {
                 format,
                 codes,
@@ -91,9 +85,9 @@ impl<B: Backend> MomentState<B> {
                 exponents,
             } => Self::Coded {
                 format,
-                codes: B::int_to_device(codes, device),
-                scales: B::float_to_device(scales, device),
-                exponents: exponents.map(|it| B::int_to_device(it, device)),
+                codes: int(codes),
+                scales: float(scales),
+                exponents: exponents.map(int),
             },
         }
     }
@@ -318,30 +312,4 @@ pub(super) fn decompress<B: QuantOps>(state: MomentState<B>, moment: Moment) -> 
     let device = state.device();
     let values = HostMoment::read(state).values(moment);
     B::float_from_data(TensorData::new(values, shape), &device)
-}
-
-fn floats<B: Backend>(tensor: FloatTensor<B>) -> Vec<f32> {
-    burn_backend::try_read_sync(B::float_into_data(tensor))
-        .expect("optimizer state is read where blocking reads are possible")
-        .expect("the device returns the optimizer state")
-        .convert::<f32>()
-        .into_vec()
-        .expect("converted to FP32")
-}
-
-pub(crate) fn integers<B: Backend>(tensor: IntTensor<B>) -> Vec<i32> {
-    int_data::<B>(tensor)
-        .convert::<i32>()
-        .into_vec()
-        .expect("converted to INT32")
-}
-
-fn bytes<B: Backend>(tensor: IntTensor<B>) -> Vec<u8> {
-    int_data::<B>(tensor).into_vec().expect("codes are U8")
-}
-
-fn int_data<B: Backend>(tensor: IntTensor<B>) -> TensorData {
-    burn_backend::try_read_sync(B::int_into_data(tensor))
-        .expect("optimizer state is read where blocking reads are possible")
-        .expect("the device returns the optimizer state")
 }

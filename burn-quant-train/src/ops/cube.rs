@@ -24,10 +24,11 @@ use cubecl_kernels::{
 use super::{
     FallbackQuantized, Layout, Operand, QuantOps, Quantized, Residual, StochasticKey,
     adamw::{AdamWItem, AdamWUpdate, Hyperparameters, Moment, MomentState, StateFormat},
+    keyed,
 };
 use crate::{
     layer::{DelayThreshold, FallbackState},
-    recipe::{Cast, Rounding},
+    recipe::Cast,
 };
 
 impl<R, F, I, BT> QuantOps for CubeBackend<R, F, I, BT>
@@ -51,12 +52,7 @@ where
         let spec = QuantizeSpec {
             format: cast.format,
             granularity: cast.granularity,
-            rounding: match cast.rounding {
-                Rounding::Nearest => KernelRounding::Nearest,
-                Rounding::Stochastic => KernelRounding::Stochastic(
-                    key.expect("quantize: stochastic rounding needs a key"),
-                ),
-            },
+            rounding: keyed(cast, key),
             layout,
         };
         let quantized = checked(quantize::quantize(&x.client, &handle(&x), &spec));
@@ -234,23 +230,24 @@ where
         moment: Moment,
     ) -> MomentState<Self> {
         let x = into_contiguous(x);
-        let state = checked(quantize_state(&x.client, &handle(&x), format, moment));
-        let tensors = (state.scales, state.exponents);
+        let StateTensor {
+            values,
+            scales,
+            exponents,
+            ..
+        } = checked(quantize_state(&x.client, &handle(&x), format, moment));
+        let scales = scales.expect("a compressed moment has scales");
         MomentState::Coded {
             format,
-            codes: tensor(&x, state.values, DType::U8),
-            scales: tensor(
-                &x,
-                tensors.0.expect("a compressed moment has scales"),
-                DType::F32,
-            ),
-            exponents: tensors.1.map(|it| tensor(&x, it, DType::U8)),
+            codes: tensor(&x, values, DType::U8),
+            scales: tensor(&x, scales, DType::F32),
+            exponents: exponents.map(|it| tensor(&x, it, DType::U8)),
         }
     }
 
     fn decompress_moment(state: MomentState<Self>, moment: Moment) -> FloatTensor<Self> {
         // Tensors that were just uploaded may have padded rows.
-        let state = each_tensor(state, into_contiguous);
+        let state = state.map(into_contiguous, into_contiguous);
         let (MomentState::Full(like) | MomentState::Coded { codes: like, .. }) = &state;
         let values = checked(dequantize_state(
             &like.client,
@@ -270,33 +267,6 @@ fn own<R: CubeRuntime>(tensor: CubeTensor<R>) -> CubeTensor<R> {
     }
 }
 
-fn each_tensor<B, R>(
-    state: MomentState<B>,
-    map: impl Fn(CubeTensor<R>) -> CubeTensor<R>,
-) -> MomentState<B>
-where
-    B: burn_backend::Backend<
-            FloatTensorPrimitive = CubeTensor<R>,
-            IntTensorPrimitive = CubeTensor<R>,
-        >,
-    R: CubeRuntime,
-{
-    match state {
-        MomentState::Full(values) => MomentState::Full(map(values)),
-        MomentState::Coded {
-            format,
-            codes,
-            scales,
-            exponents,
-        } => MomentState::Coded {
-            format,
-            codes: map(codes),
-            scales: map(scales),
-            exponents: exponents.map(map),
-        },
-    }
-}
-
 fn adamw_item<B, R>(item: AdamWItem<B>) -> AdamWItem<B>
 where
     B: burn_backend::Backend<
@@ -308,8 +278,8 @@ where
     AdamWItem {
         parameter: own(item.parameter),
         gradient: into_contiguous(item.gradient),
-        first: each_tensor(item.first, own),
-        second: each_tensor(item.second, own),
+        first: item.first.map(own, own),
+        second: item.second.map(own, own),
         key: item.key,
     }
 }

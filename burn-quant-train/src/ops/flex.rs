@@ -3,12 +3,12 @@
 
 use burn_backend::{Element, FloatDType, TensorData, ops::FloatTensorOps};
 use burn_flex::{Flex, FlexTensor};
-use cubecl_kernels::{format::Rounding, host};
+use cubecl_kernels::host;
 
 use super::{
-    FallbackQuantized, Layout, Operand, QuantOps, Quantized, Residual, StochasticKey, float,
+    FallbackQuantized, Layout, Operand, QuantOps, Quantized, Residual, StochasticKey, float, keyed,
 };
-use crate::recipe::{self, Cast, Format};
+use crate::recipe::{Cast, Format};
 
 impl QuantOps for Flex {
     fn quantize_matrix(
@@ -21,18 +21,12 @@ impl QuantOps for Flex {
             return float::quantize::<Self>(x, cast, key);
         }
         let shape = float::matrix_shape(&x, "quantize");
-        let rounding = match cast.rounding {
-            recipe::Rounding::Nearest => Rounding::Nearest,
-            recipe::Rounding::Stochastic => {
-                Rounding::Stochastic(key.expect("quantize: stochastic rounding needs a key"))
-            }
-        };
         let x = float::to_f32::<Self>(x).to_contiguous();
         let quantized = host::quantize(
             slice(&x),
             shape,
             float::extent(cast, shape).into(),
-            rounding,
+            keyed(cast, key),
         );
         wrap(quantized, shape, cast)
     }

@@ -7,12 +7,16 @@ use burn_backend::{
     BoolDType, DType, FloatDType, IntDType, Scalar, Shape, Slice, TensorData, TensorMetadata,
     tensor::{BoolTensor, FloatTensor, IntTensor},
 };
-use cubecl_kernels::{format::MIN_ABSMAX, philox, shape::MatrixShape};
+use cubecl_kernels::{
+    format::{MIN_ABSMAX, Rounding},
+    philox,
+    shape::MatrixShape,
+};
 
-use super::{FallbackQuantized, Operand, QuantOps, Quantized, Residual, StochasticKey};
+use super::{FallbackQuantized, Operand, QuantOps, Quantized, Residual, StochasticKey, keyed};
 use crate::{
     layer::{DelayThreshold, FallbackState},
-    recipe::{Cast, Format, Rounding},
+    recipe::{Cast, Format},
 };
 
 /// A matrix cut into blocks: FP32 `[block rows, rows of a block, block cols, cols of a block]`, edge blocks filled up with zeros.
@@ -134,10 +138,9 @@ pub(super) fn quantize<B: QuantOps>(
     let shape = matrix_shape(&x, "quantize");
     let extent = extent(cast, shape);
     let blocks = Blocks::<B>::split(to_f32::<B>(x), extent);
-    let uniform = match cast.rounding {
+    let uniform = match keyed(cast, key) {
         Rounding::Nearest => None,
-        Rounding::Stochastic => {
-            let key = key.expect("quantize: stochastic rounding needs a key");
+        Rounding::Stochastic(key) => {
             let uniform = uniform::<B>(shape, key, &B::float_device(&blocks.values));
             Some(Blocks::<B>::split(uniform, extent).values)
         }

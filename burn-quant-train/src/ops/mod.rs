@@ -20,6 +20,7 @@ use burn_backend::{
     Backend, FloatDType,
     tensor::{Device, FloatTensor, IntTensor},
 };
+use cubecl_kernels::format;
 pub use cubecl_kernels::format::{Layout, StochasticKey};
 
 use adamw::{AdamWItem, AdamWUpdate, Hyperparameters, Moment, MomentState, StateFormat};
@@ -27,7 +28,7 @@ use adamw::{AdamWItem, AdamWUpdate, Hyperparameters, Moment, MomentState, StateF
 use crate::{
     QuantTrain,
     layer::{DelayThreshold, FallbackState, Layer},
-    recipe::{Cast, LinearRow, Recipe},
+    recipe::{Cast, LinearRow, Recipe, Rounding},
     tag::Tag,
     tensor::{QuantTensor, View},
 };
@@ -218,6 +219,20 @@ pub trait QuantOps: Backend {
     /// The FP32 values of a moment.
     fn decompress_moment(state: MomentState<Self>, moment: Moment) -> FloatTensor<Self> {
         adamw::decompress::<Self>(state, moment)
+    }
+}
+
+/// The rounding of a cast, by the random numbers that `key` names.
+///
+/// # Panics
+///
+/// If the cast rounds stochastically and there is no key.
+fn keyed(cast: Cast, key: Option<StochasticKey>) -> format::Rounding {
+    match cast.rounding {
+        Rounding::Nearest => format::Rounding::Nearest,
+        Rounding::Stochastic => {
+            format::Rounding::Stochastic(key.expect("quantize: stochastic rounding needs a key"))
+        }
     }
 }
 

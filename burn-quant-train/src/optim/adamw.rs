@@ -9,7 +9,7 @@ use std::{
 use burn::{
     config::Config,
     grad_clipping::{GradientClipping, GradientClippingConfig},
-    module::{AutodiffModule, ModuleMapper, ModuleVisitor, Param, ParamId},
+    module::{AutodiffModule, ModuleMapper, Param, ParamId},
     optim::{GradientsParams, LearningRate, MultiGradientsParams, Optimizer, adaptor::GradAdaptor},
     tensor::{Shape, Tensor, TensorPrimitive},
 };
@@ -31,10 +31,11 @@ use crate::{
         DataBackend, QuantOps, StochasticKey,
         adamw::{
             AdamWItem, AdamWUpdate, Hyperparameters, MAX_GROUP, Moment, MomentState, StateFormat,
-            integers, zeros,
+            zeros,
         },
     },
     policy::{LayerPolicy, covers},
+    read::integers,
 };
 
 /// What a step does about gradients that hold NaN or Inf.
@@ -47,6 +48,42 @@ pub enum OnNonfinite {
     Error,
     /// Takes the step as it is.
     Propagate,
+}
+
+impl OnNonfinite {
+    /// The flag of these gradients; `name` is asked for the parameter of one.
+    pub(super) fn find<B: QuantOps>(
+        self,
+        gradients: impl FnOnce() -> Vec<FloatTensor<B>>,
+        device: &Device<B>,
+        name: impl FnOnce(usize) -> String,
+    ) -> Option<IntTensor<B>> {
+        if self == Self::Propagate {
+            return None;
+        }
+        let gradients = gradients();
+        let flag = B::find_nonfinite(&gradients, device);
+        if self == Self::Error {
+            let found = integers::<B>(flag.clone())[0] as usize;
+            assert!(
+                found == 0,
+                "adamw: the gradient of {}, {:?}, holds NaN or Inf; lower the learning rate or clip gradients, or let such \
+                 steps pass with OnNonfinite::Skip",
+                name(found - 1),
+                gradients[found - 1].shape()
+            );
+        }
+        Some(flag)
+    }
+}
+
+/// Panics unless AdamW can step a parameter of this dtype.
+pub(super) fn check_dtype(name: &str, parameter: &impl TensorMetadata) {
+    let (shape, dtype) = (parameter.shape(), parameter.dtype());
+    assert!(
+        matches!(dtype, DType::F32 | DType::Flex32 | DType::BF16),
+        "adamw: {name} {shape:?} is of dtype {dtype:?}; use FP32 or BF16 parameters"
+    );
 }
 
 /// Parameters that a pattern names, and how their step differs.
@@ -263,19 +300,10 @@ impl QuantAdamWConfig {
 type Base<B> = <<B as AutodiffBackend>::InnerBackend as DataBackend>::Base;
 
 /// The moments of one parameter.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(super) struct Moments<B: QuantOps> {
     pub(super) first: MomentState<B>,
     pub(super) second: MomentState<B>,
-}
-
-impl<B: QuantOps> Clone for Moments<B> {
-    fn clone(&self) -> Self {
-        Self {
-            first: self.first.clone(),
-            second: self.second.clone(),
-        }
-    }
 }
 
 impl<B: QuantOps> Moments<B> {
@@ -333,21 +361,12 @@ fn convert<B: QuantOps>(
 }
 
 /// Steps taken and skipped.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 enum Clock<B: QuantOps> {
     /// Before the first step, or as loaded.
     Host([i32; 2]),
     /// INT32 `[2]`.
     Device(IntTensor<B>),
-}
-
-impl<B: QuantOps> Clone for Clock<B> {
-    fn clone(&self) -> Self {
-        match self {
-            Self::Host(counts) => Self::Host(*counts),
-            Self::Device(counts) => Self::Device(counts.clone()),
-        }
-    }
 }
 
 impl<B: QuantOps> Clock<B> {
@@ -368,24 +387,13 @@ impl<B: QuantOps> Clock<B> {
     }
 }
 
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 struct State<B: QuantOps> {
     moments: HashMap<ParamId, Moments<B>>,
     /// Of a loaded record, until the parameter is stepped.
     restored: HashMap<ParamId, ParameterRecord>,
     clock: Clock<B>,
     seed: Option<u64>,
-}
-
-impl<B: QuantOps> Clone for State<B> {
-    fn clone(&self) -> Self {
-        Self {
-            moments: self.moments.clone(),
-            restored: self.restored.clone(),
-            clock: self.clock.clone(),
-            seed: self.seed,
-        }
-    }
 }
 
 /// AdamW with moments in any format. It implements Burn's `Optimizer`; inside a [`QuantOptimizer`] it also serves quantized
@@ -451,11 +459,10 @@ where
     }
 
     fn stepped(&mut self, lr: LearningRate, module: M, grads: GradAdaptor) -> M {
-        let mut paths = Paths::default();
-        module.visit(&mut paths);
         let mut take = Take::<B> {
             grads,
-            places: paths.by_id,
+            path: Vec::new(),
+            parameters: 0,
             taken: Vec::new(),
         };
         let module = module.map(&mut take);
@@ -473,7 +480,16 @@ where
         taken: Vec<Taken<Base<B>>>,
     ) -> HashMap<ParamId, FloatTensor<Base<B>>> {
         let home = Base::<B>::float_device(&taken[0].parameter);
-        let nonfinite = self.find_nonfinite(&taken, &home);
+        // The gradients before clipping, which may hide an infinity.
+        let gradients = || {
+            let gradients = taken.iter().map(|taken| taken.gradient.clone());
+            gradients
+                .map(|gradient| Base::<B>::float_to_device(gradient, &home))
+                .collect()
+        };
+        let name = |index: usize| taken[index].place.name();
+        let on_nonfinite = self.config.on_nonfinite;
+        let nonfinite = on_nonfinite.find::<Base<B>>(gradients, &home, name);
         let clock = Base::<B>::tick(self.state.clock.on(&home), nonfinite.as_ref());
 
         let mut calls: Vec<Call<Base<B>>> = Vec::new();
@@ -527,33 +543,6 @@ where
         updated
     }
 
-    /// The flag of gradients that are not finite, from the gradients before clipping, which may hide them.
-    fn find_nonfinite(
-        &self,
-        taken: &[Taken<Base<B>>],
-        home: &Device<Base<B>>,
-    ) -> Option<IntTensor<Base<B>>> {
-        if self.config.on_nonfinite == OnNonfinite::Propagate {
-            return None;
-        }
-        let at_home: Vec<_> = taken
-            .iter()
-            .map(|taken| Base::<B>::float_to_device(taken.gradient.clone(), home))
-            .collect();
-        let flag = Base::<B>::find_nonfinite(&at_home, home);
-        if self.config.on_nonfinite == OnNonfinite::Error {
-            let found = integers::<Base<B>>(flag.clone())[0];
-            assert!(
-                found == 0,
-                "adamw: the gradient of `{}`, {:?}, holds NaN or Inf; lower the learning rate or clip gradients, or let such \
-                 steps pass with OnNonfinite::Skip",
-                taken[found as usize - 1].place.path,
-                taken[found as usize - 1].gradient.shape()
-            );
-        }
-        Some(flag)
-    }
-
     fn item(
         &mut self,
         taken: Taken<Base<B>>,
@@ -561,16 +550,13 @@ where
     ) -> (ParamId, AdamWItem<Base<B>>) {
         let Taken {
             id,
-            place: Place { path, index },
+            place,
             parameter,
             gradient,
         } = taken;
         let shape = parameter.shape();
-        let dtype = parameter.dtype();
-        assert!(
-            matches!(dtype, DType::F32 | DType::Flex32 | DType::BF16),
-            "adamw: `{path}` {shape:?} is of dtype {dtype:?}; use FP32 or BF16 parameters"
-        );
+        let name = place.name();
+        check_dtype(&name, &parameter);
         let gradient = match &self.clipping {
             Some(clipping) => clip::<B>(clipping, gradient),
             None => gradient,
@@ -583,7 +569,7 @@ where
             .map(|record| record.upload::<Base<B>>(device));
         let moments = match state.moments.remove(&id).or(restored) {
             Some(moments) => {
-                moments.check_shape(&format!("`{path}`"), &shape);
+                moments.check_shape(&name, &shape);
                 moments.moved_to(device).converted(formats)
             }
             None => Moments::zeros(&shape, formats, device),
@@ -598,7 +584,7 @@ where
             second: moments.second,
             key: Some(StochasticKey {
                 seed,
-                stream: PARAMETER_STREAMS | index,
+                stream: PARAMETER_STREAMS | place.index,
             }),
         };
         (id, item)
@@ -660,21 +646,29 @@ where
 const PARAMETER_STREAMS: u64 = 1 << 63;
 
 /// Where a parameter is in its module.
-#[derive(Debug, Clone, Default)]
 struct Place {
     path: String,
     /// Among all float parameters, in module order.
     index: u64,
 }
 
-/// The place of every parameter.
-#[derive(Default)]
-struct Paths {
-    path: Vec<String>,
-    by_id: HashMap<ParamId, Place>,
+impl Place {
+    fn name(&self) -> String {
+        format!("`{}`", self.path)
+    }
 }
 
-impl<B: AutodiffBackend> ModuleVisitor<B> for Paths {
+/// Takes the parameters that have gradients out of a module, so that nothing else holds their buffers.
+struct Take<B: AutodiffBackend<InnerBackend: DataBackend>> {
+    grads: GradAdaptor,
+    /// Of the module that is being mapped.
+    path: Vec<String>,
+    /// Seen so far.
+    parameters: u64,
+    taken: Vec<Taken<Base<B>>>,
+}
+
+impl<B: AutodiffBackend<InnerBackend: DataBackend>> ModuleMapper<B> for Take<B> {
     fn enter_module(&mut self, name: &str, _container: &str) {
         self.path.push(name.to_owned());
     }
@@ -683,25 +677,10 @@ impl<B: AutodiffBackend> ModuleVisitor<B> for Paths {
         self.path.pop();
     }
 
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
-        let place = Place {
-            path: self.path.join("."),
-            index: self.by_id.len() as u64,
-        };
-        self.by_id.insert(param.id, place);
-    }
-}
-
-/// Takes the parameters that have gradients out of a module, so that nothing else holds their buffers.
-struct Take<B: AutodiffBackend<InnerBackend: DataBackend>> {
-    grads: GradAdaptor,
-    places: HashMap<ParamId, Place>,
-    taken: Vec<Taken<Base<B>>>,
-}
-
-impl<B: AutodiffBackend<InnerBackend: DataBackend>> ModuleMapper<B> for Take<B> {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
         let (id, tensor, mapper) = param.consume();
+        let index = self.parameters;
+        self.parameters += 1;
         let Some((gradient, device)) = self.grads.remove::<B::InnerBackend, D>(id) else {
             return Param::from_mapped_value(id, tensor, mapper);
         };
@@ -713,7 +692,10 @@ impl<B: AutodiffBackend<InnerBackend: DataBackend>> ModuleMapper<B> for Take<B> 
         };
         self.taken.push(Taken {
             id,
-            place: self.places.remove(&id).unwrap_or_default(),
+            place: Place {
+                path: self.path.join("."),
+                index,
+            },
             parameter: primitive::<B, D>(tensor.inner()),
             gradient: primitive::<B, D>(gradient),
         });

@@ -2,7 +2,7 @@
 //!
 //! [`QuantOptimizer`] wraps any Burn optimizer. At each step it hands every weight's layer on to the updated weight and moves the
 //! thresholds, on the device; its record holds the thresholds beside the wrapped optimizer's states. [`QuantAdamWConfig`]
-//! is Burn's `AdamWConfig` with that wrapper.
+//! makes AdamW with that wrapper, its moments in FP32 or in 8 bits.
 
 mod adamw;
 mod moments;

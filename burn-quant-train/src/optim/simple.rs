@@ -11,22 +11,23 @@ use burn::{
     tensor::{Tensor, TensorPrimitive},
 };
 use burn_backend::{
-    DType, TensorData, TensorMetadata,
+    TensorData, TensorMetadata,
     ops::{FloatTensorOps, IntTensorOps},
     tensor::{Device, IntTensor},
 };
 use serde::{Deserialize, Serialize};
 
 use super::{
-    adamw::{Moments, OnNonfinite, QuantAdamWConfig},
+    adamw::{Moments, QuantAdamWConfig, check_dtype},
     moments::{ParameterRecord, check_version},
 };
 use crate::{
     layer,
     ops::{
         DataBackend, QuantOps, StochasticKey,
-        adamw::{AdamWItem, AdamWUpdate, integers},
+        adamw::{AdamWItem, AdamWUpdate},
     },
+    read::integers,
 };
 
 /// [`QuantAdamW`](super::QuantAdamW) as Burn's `SimpleOptimizer`: the same step, for each tensor by itself. Made by
@@ -50,22 +51,12 @@ impl SimpleQuantAdamW {
 }
 
 /// The state of one tensor.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct SimpleState<B: DataBackend> {
     moments: Moments<B::Base>,
     /// INT32 `[2]`: steps taken and skipped.
     clock: IntTensor<B::Base>,
     key: StochasticKey,
-}
-
-impl<B: DataBackend> Clone for SimpleState<B> {
-    fn clone(&self) -> Self {
-        Self {
-            moments: self.moments.clone(),
-            clock: self.clock.clone(),
-            key: self.key,
-        }
-    }
 }
 
 impl<B: DataBackend> SimpleOptimizer<B> for SimpleQuantAdamW {
@@ -85,11 +76,7 @@ impl<B: DataBackend> SimpleOptimizer<B> for SimpleQuantAdamW {
             }
         });
         let (shape, device) = (parameter.shape(), B::Base::float_device(&parameter));
-        let dtype = parameter.dtype();
-        assert!(
-            matches!(dtype, DType::F32 | DType::Flex32 | DType::BF16),
-            "adamw: a parameter {shape:?} is of dtype {dtype:?}; use FP32 or BF16 parameters"
-        );
+        check_dtype("a parameter", &parameter);
         let formats = self.config.formats(shape.num_elements());
         let SimpleState {
             moments,
@@ -105,15 +92,12 @@ impl<B: DataBackend> SimpleOptimizer<B> for SimpleQuantAdamW {
         });
         moments.check_shape("a parameter", &shape);
         let moments = moments.converted(formats);
-        let nonfinite = (self.config.on_nonfinite != OnNonfinite::Propagate)
-            .then(|| B::Base::find_nonfinite(std::slice::from_ref(&gradient), &device));
-        if let (OnNonfinite::Error, Some(flag)) = (self.config.on_nonfinite, &nonfinite) {
-            assert!(
-                integers::<B::Base>(flag.clone())[0] == 0,
-                "adamw: the gradient of a parameter {shape:?} holds NaN or Inf; lower the learning rate or clip gradients, \
-                 or let such steps pass with OnNonfinite::Skip"
-            );
-        }
+        let gradients = || vec![gradient.clone()];
+        let name = |_| String::from("a parameter");
+        let nonfinite = self
+            .config
+            .on_nonfinite
+            .find::<B::Base>(gradients, &device, name);
         let clock = B::Base::tick(clock, nonfinite.as_ref());
         let item = AdamWItem {
             parameter,

@@ -8,7 +8,7 @@ use crate::{
     dynamic_range_expansion::{exponent_cube, inverse_power, power_cube, power_of_exponent},
     float8,
     format::MIN_ABSMAX,
-    rounding::magnitude_bits,
+    rounding::{ROUND_TO_EVEN, magnitude_bits},
 };
 
 use super::{
@@ -20,8 +20,6 @@ const INFINITY: u32 = f32::INFINITY.to_bits();
 const NAN: u32 = f32::NAN.to_bits();
 const MIN_ABSMAX_BITS: u32 = MIN_ABSMAX.to_bits();
 const MIN_NONZERO_BITS: u32 = MIN_NONZERO.to_bits();
-/// 1.5 * 2^23: see [`rounding`](crate::rounding).
-const ROUND_TO_EVEN: f32 = 12_582_912.0;
 const ROUND_TO_EVEN_BITS: u32 = ROUND_TO_EVEN.to_bits();
 
 /// What a group's values are encoded with.

@@ -7,11 +7,11 @@ use crate::{
     adamw::{Coefficients, Hyperparameters},
     error::KernelError,
     format::StochasticKey,
-    optimizer_state::{MAX_GROUP, Moment, NEUTRAL_EXPONENT, StateFormat},
+    optimizer_state::{MAX_GROUP, Moment, StateFormat},
     philox,
 };
 
-use super::optimizer_state::{GroupScale, dequantize_group, quantize_group};
+use super::optimizer_state::{dequantize_groups, quantize_group};
 
 /// What is the same for all elements of a step.
 ///
@@ -129,19 +129,19 @@ impl<'a> MomentChunk<'a> {
                 scales,
                 exponents,
             } => {
-                let codes = codes[start..][..out.len()].chunks(format.group);
-                let groups = start / format.group..;
-                for ((codes, out), index) in codes.zip(out.chunks_mut(format.group)).zip(groups) {
-                    let group = GroupScale {
-                        scale: scales[index],
-                        exponent: if format.expand {
-                            exponents[index]
-                        } else {
-                            NEUTRAL_EXPONENT
-                        },
-                    };
-                    dequantize_group(codes, group, *format, moment, out);
-                }
+                let first = start / format.group;
+                dequantize_groups(
+                    &codes[start..][..out.len()],
+                    &scales[first..],
+                    if format.expand {
+                        &exponents[first..]
+                    } else {
+                        &[]
+                    },
+                    *format,
+                    moment,
+                    out,
+                );
             }
         }
     }
@@ -184,14 +184,9 @@ pub fn adamw(
     mut second: MomentChunk<'_>,
 ) {
     assert_eq!(parameter.len(), gradient.len(), "elements of the gradient");
-    let (first_group, second_group) = (
-        first.group().unwrap_or(MAX_GROUP),
-        second.group().unwrap_or(MAX_GROUP),
-    );
-    let (smaller, larger) = match (first.group(), second.group()) {
-        (None, Some(group)) | (Some(group), None) => (group, group),
-        _ => (first_group.min(second_group), first_group.max(second_group)),
-    };
+    let groups = || [first.group(), second.group()].into_iter().flatten();
+    let larger = groups().max().unwrap_or(MAX_GROUP);
+    let smaller = groups().min().unwrap_or(larger);
     assert!(
         larger <= MAX_GROUP && larger.is_multiple_of(smaller),
         "groups of {smaller} and {larger}"

@@ -58,19 +58,38 @@ pub fn quantize_state(x: &[f32], format: StateFormat, moment: Moment) -> HostSta
 /// When there are fewer scales, or with expansion exponents, than groups.
 pub fn dequantize_state(state: &HostState, format: StateFormat, moment: Moment) -> Vec<f32> {
     let mut x = vec![0.0; state.codes.len()];
-    let groups = state.codes.chunks(format.group);
-    for (index, (codes, x)) in groups.zip(x.chunks_mut(format.group)).enumerate() {
+    dequantize_groups(
+        &state.codes,
+        &state.scales,
+        &state.exponents,
+        format,
+        moment,
+        &mut x,
+    );
+    x
+}
+
+/// The values of consecutive groups, with the scales and, under expansion, the exponents of the first one and those behind it.
+pub(super) fn dequantize_groups(
+    codes: &[u8],
+    scales: &[f32],
+    exponents: &[u8],
+    format: StateFormat,
+    moment: Moment,
+    x: &mut [f32],
+) {
+    let groups = codes.chunks(format.group).zip(x.chunks_mut(format.group));
+    for (index, (codes, x)) in groups.enumerate() {
         let group = GroupScale {
-            scale: state.scales[index],
+            scale: scales[index],
             exponent: if format.expand {
-                state.exponents[index]
+                exponents[index]
             } else {
                 NEUTRAL_EXPONENT
             },
         };
         dequantize_group(codes, group, format, moment, x);
     }
-    x
 }
 
 /// Compresses one group: as many codes as values.
