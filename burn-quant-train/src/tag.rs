@@ -76,6 +76,13 @@ impl<B: QuantOps> Tag<B> {
         self.layer.get().cloned()
     }
 
+    /// The compressed copy of the tensor by `cast`, if one was made.
+    pub fn existing_copy(&self, cast: Cast) -> Option<Arc<Quantized<B>>> {
+        let copies = self.copies.lock().unwrap_or_else(PoisonError::into_inner);
+        let (_, copy) = copies.iter().find(|(key, _)| *key == cast)?;
+        Some(copy.clone())
+    }
+
     /// The compressed copy of the tensor by `cast`, made by `make` the first time.
     pub fn copy(&self, cast: Cast, make: impl FnOnce() -> Quantized<B>) -> Arc<Quantized<B>> {
         let mut copies = self.copies.lock().unwrap_or_else(PoisonError::into_inner);

@@ -13,6 +13,7 @@
 //! | [`optimizer_state`] | moments of an optimizer as 8-bit codes with a scale for each group, and back |
 //! | [`float8`], [`dynamic_exponent`] | the numbers of 8-bit codes |
 //! | [`dynamic_range_expansion`] | powers that stretch a group to the range of its codes |
+//! | [`softmax`](mod@softmax) | the softmax of attention scores and its gradient |
 //! | [`delay_threshold`] | the controller that keeps the rate of fallback blocks in its range |
 //! | [`philox`] | the counter-based random bits of stochastic rounding |
 //! | [`host`] | INT8 block quantization, with and without fallback, of slices in host memory |
@@ -43,6 +44,7 @@ pub mod philox;
 pub mod quantize;
 pub mod reference;
 pub mod shape;
+pub mod softmax;
 
 mod device;
 mod exact;

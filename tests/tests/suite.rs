@@ -1,6 +1,7 @@
 //! The suite: what `burn-quant-train` promises, checked from outside.
 
 mod suite {
+    mod attention;
     mod forwarding;
     mod integers;
     mod moments;

@@ -1,6 +1,7 @@
 //! Module operations: convolutions and attention in the compute dtype, linear layers quantized.
 
 use burn_backend::{
+    DType, FloatDType, TensorMetadata,
     ops::{
         AttentionModuleOptions, ConvOptions, ConvTransposeOptions, DeformConv2dBackward,
         DeformConvOptions, InterpolateOptions, MaxPool1dBackward, MaxPool1dWithIndices,
@@ -11,7 +12,15 @@ use burn_backend::{
 };
 
 use super::{QuantTrain, forward::forward};
-use crate::{ops::QuantBackend, precision, recipe::Recipe, tensor::QuantTensor};
+use crate::{
+    ops::{
+        QuantBackend, QuantOps,
+        attention::{AttentionInputs, AttentionScores},
+    },
+    precision,
+    recipe::Recipe,
+    tensor::QuantTensor,
+};
 
 impl<B: QuantBackend, R: Recipe> ModuleOps<Self> for QuantTrain<B, R> {
     forward! {
@@ -81,8 +90,10 @@ impl<B: QuantBackend, R: Recipe> ModuleOps<Self> for QuantTrain<B, R> {
         QuantTensor::new(precision::cast_to::<B>(rows, target))
     }
 
-    /// Under autodiff Burn builds attention from products and a softmax; building it from *our* operations keeps the
-    /// softmax in FP32. Without autodiff the inner backend's fused kernel runs on compute-dtype operands.
+    /// In training: one node that saves Q, K and V, its softmax a kernel in FP32, where the backend has kernels and nothing
+    /// is added to the scores. Otherwise Burn builds attention from products and a softmax under autodiff, and building it
+    /// from *our* operations keeps the softmax in FP32; so it does with FP32 as the compute dtype, to change no bit.
+    /// Without autodiff the inner backend's fused kernel runs on compute-dtype operands.
     fn attention(
         query: FloatTensor<Self>,
         key: FloatTensor<Self>,
@@ -91,9 +102,6 @@ impl<B: QuantBackend, R: Recipe> ModuleOps<Self> for QuantTrain<B, R> {
         attn_bias: Option<FloatTensor<Self>>,
         options: AttentionModuleOptions,
     ) -> FloatTensor<Self> {
-        if B::ad_enabled(&B::float_device(query.primitive())) {
-            return attention_fallback::<Self>(query, key, value, mask, attn_bias, options);
-        }
         let compute = |tensor: FloatTensor<Self>| {
             let tensor = tensor.into_primitive();
             let mut dtypes = precision::Dtypes::default();
@@ -101,14 +109,39 @@ impl<B: QuantBackend, R: Recipe> ModuleOps<Self> for QuantTrain<B, R> {
             let target = precision::Class::Compute.target(R::ROW.compute, &dtypes);
             precision::cast_to::<B>(tensor, target)
         };
-        QuantTensor::new(B::attention(
-            compute(query),
-            compute(key),
-            compute(value),
-            mask,
-            attn_bias.map(compute),
-            options,
-        ))
+        if !B::ad_enabled(&B::float_device(query.primitive())) {
+            return QuantTensor::new(B::attention(
+                compute(query),
+                compute(key),
+                compute(value),
+                mask,
+                attn_bias.map(compute),
+                options,
+            ));
+        }
+        let heads = |tensor: &FloatTensor<Self>| tensor.shape()[..2].to_vec();
+        let dtypes = [&query, &key, &value].map(TensorMetadata::dtype);
+        let fusible = mask.is_none()
+            && attn_bias.is_none()
+            && options.softcap.is_none()
+            && R::ROW.compute != FloatDType::F32
+            && !dtypes.contains(&DType::F64)
+            && heads(&query) == heads(&key)
+            && heads(&query) == heads(&value);
+        if let (true, Some(kernels)) = (fusible, B::Base::softmax_kernels()) {
+            let features = query.shape()[3] as f64;
+            let scores = AttentionScores {
+                scale: options.scale.unwrap_or_else(|| 1.0 / features.sqrt()) as f32,
+                causal: options.is_causal,
+            };
+            let inputs = AttentionInputs {
+                query: compute(query),
+                key: compute(key),
+                value: compute(value),
+            };
+            return QuantTensor::new(B::attention_by(kernels, inputs, scores));
+        }
+        attention_fallback::<Self>(query, key, value, mask, attn_bias, options)
     }
 
     /// Statistics in FP32; the output returns to the input's dtype, so that the residual stream keeps its width.
@@ -119,7 +152,7 @@ impl<B: QuantBackend, R: Recipe> ModuleOps<Self> for QuantTrain<B, R> {
         epsilon: f64,
     ) -> FloatTensor<Self> {
         let tensor = tensor.into_primitive();
-        let dtype = burn_backend::TensorMetadata::dtype(&tensor);
+        let dtype = tensor.dtype();
         let mut dtypes = precision::Dtypes::default();
         dtypes.see(&tensor);
         let full = precision::Class::Full.target(R::ROW.compute, &dtypes);

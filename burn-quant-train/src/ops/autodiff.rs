@@ -11,7 +11,8 @@ use burn_autodiff::{
 use burn_backend::{DType, FloatDType, Shape, TensorMetadata, tensor::FloatTensor};
 
 use super::{
-    FallbackQuantized, Layout, LinearCall, QuantBackend, QuantOps, Quantized, StochasticKey,
+    Fallback, InputCasts, Layout, LinearCall, QuantBackend, QuantOps, Quantized, StochasticKey,
+    attention::{self, AttentionInputs, AttentionScores, SoftmaxKernels},
 };
 use crate::{
     layer::{Layer, Role},
@@ -50,7 +51,8 @@ impl<B: QuantOps> Weight<B> {
 }
 
 /// W quantized: once for each value of the weight, so once for each optimizer step, for forward and backward, and in whichever
-/// orientation it is used, since square blocks transpose for free.
+/// orientation it is used, since square blocks transpose for free. Its INT8 copy is one byte a parameter; a product that
+/// needs the other layout makes that for its own time.
 pub(super) fn quantized_weight<B: QuantOps>(
     weight: FloatTensor<B>,
     tag: &Tag<B>,
@@ -65,48 +67,76 @@ pub(super) fn quantized_weight<B: QuantOps>(
         } else {
             matrix
         };
-        B::quantize_matrix(matrix, cast, Layout::Both, None)
+        B::quantize_matrix(matrix, cast, Layout::RowMajor, None)
     });
     Weight { matrix, transposed }
 }
 
-/// Y = X W + bias in the compute dtype, X quantized to nearest, with fallback if the recipe says so.
+/// The input of a layer, `[.., K]`, and the tag of the matrix that it is.
+pub(super) struct Input<'a, B: QuantOps> {
+    pub x: FloatTensor<B>,
+    pub tag: Option<&'a Tag<B>>,
+}
+
+/// Y = X W + bias in the compute dtype, X quantized to nearest, with fallback if the recipe says so; and with `saves` the copy of
+/// X for the backward pass, from the same read.
 pub(super) fn forward<B: QuantOps>(
-    x: FloatTensor<B>,
-    x_tag: Option<&Tag<B>>,
+    input: Input<'_, B>,
     weight: &Weight<B>,
     bias: Option<FloatTensor<B>>,
     layer: &Layer<B>,
     row: &LinearRow,
     compute: FloatDType,
-) -> FloatTensor<B> {
+    saves: bool,
+) -> (FloatTensor<B>, Option<Arc<Quantized<B>>>) {
+    let Input { x, tag } = input;
     let mut shape = x.shape();
     let last = shape.num_dims() - 1;
     shape[last] = weight.columns();
-    let device = B::float_device(&x);
-    let x = flatten::<B>(x);
-    let w = weight.operand(false);
-    let y = if row.fallback {
-        let quantized = layer.bank().with_state(&device, |state| {
-            let (quantized, counts) = B::quantize_fallback(
-                x,
-                row.x,
-                layer.index(),
-                state.thresholds.clone(),
-                state.counts.clone(),
-            );
-            state.counts = counts;
-            quantized
-        });
-        let FallbackQuantized { base, residual } = quantized;
-        B::quantized_matmul(base.operand(), Some(&residual), w, bias, compute)
-    } else {
-        let matrix = shared_copy(x_tag, row.x, || {
-            B::quantize_matrix(x, row.x, Layout::RowMajor, None)
-        });
-        B::quantized_matmul(matrix.operand(), None, w, bias, compute)
+    let existing = |cast| tag.and_then(|tag| tag.existing_copy(cast));
+    let keep = |cast, copy| match tag {
+        Some(tag) => tag.copy(cast, || copy),
+        None => Arc::new(copy),
     };
-    B::float_reshape(y, shape)
+    let saved = saves.then(|| existing(row.saved_x)).flatten();
+    let casts = InputCasts {
+        forward: row.x,
+        saved: (saves && saved.is_none())
+            .then(|| (row.saved_x, key(layer, row.saved_x, Role::SavedInput))),
+    };
+    let (matrix, residual, new) = if row.fallback {
+        let device = B::float_device(&x);
+        let input = layer.bank().with_state(&device, |state| {
+            let fallback = Fallback {
+                layer: layer.index(),
+                thresholds: state.thresholds.clone(),
+                counts: state.counts.clone(),
+            };
+            let mut input = B::quantize_input(flatten::<B>(x), casts, Some(fallback));
+            state.counts = input
+                .counts
+                .take()
+                .expect("a fallback state goes in and comes out");
+            input
+        });
+        (Arc::new(input.forward), input.residual, input.saved)
+    } else {
+        match (existing(row.x), casts.saved) {
+            (Some(matrix), None) => (matrix, None, None),
+            (Some(matrix), Some((cast, key))) => {
+                let copy = B::quantize_matrix(flatten::<B>(x), cast, Layout::Transposed, key);
+                (matrix, None, Some(copy))
+            }
+            (None, _) => {
+                let input = B::quantize_input(flatten::<B>(x), casts, None);
+                (keep(row.x, input.forward), None, input.saved)
+            }
+        }
+    };
+    let saved = saved.or_else(|| new.map(|copy| keep(row.saved_x, copy)));
+    let w = weight.operand(false);
+    let y = B::quantized_matmul(matrix.operand(), residual.as_ref(), w, bias, compute);
+    (B::float_reshape(y, shape), saved)
 }
 
 /// What a quantized layer keeps for the backward pass: X and W in INT8, and nothing larger.
@@ -211,23 +241,21 @@ impl<B: QuantOps, C: CheckpointStrategy> QuantBackend for Autodiff<B, C> {
         } = call;
         let quantized =
             quantized_weight::<B>(weight.primitive.clone(), weight_tag, weight_view, row.w);
-        let output = forward::<B>(
-            x.primitive.clone(),
-            x_tag,
+        let input = Input {
+            x: x.primitive.clone(),
+            tag: x_tag,
+        };
+        let (output, saved) = forward::<B>(
+            input,
             &quantized,
             bias.as_ref().map(|bias| bias.primitive.clone()),
             &layer,
             &row,
             compute,
+            weight.is_tracked(),
         );
         let context = || Context {
-            x: weight.is_tracked().then(|| {
-                shared_copy(x_tag, row.saved_x, || {
-                    let key = key(&layer, row.saved_x, Role::SavedInput);
-                    let matrix = flatten::<B>(x.primitive.clone());
-                    B::quantize_matrix(matrix, row.saved_x, Layout::Transposed, key)
-                })
-            }),
+            x: saved,
             weight: x.is_tracked().then(|| quantized.clone()),
             x_shape: x.shape(),
             x_dtype: x.dtype(),
@@ -253,6 +281,14 @@ impl<B: QuantOps, C: CheckpointStrategy> QuantBackend for Autodiff<B, C> {
             None => node!([x.node.clone(), weight.node.clone()]),
         }
     }
+
+    fn attention_by(
+        kernels: SoftmaxKernels<B>,
+        inputs: AttentionInputs<FloatTensor<Self>>,
+        scores: AttentionScores,
+    ) -> FloatTensor<Self> {
+        attention::recorded::<B, C>(kernels, inputs, scores)
+    }
 }
 
 /// The key for rounding by `cast`, if it needs one.
@@ -260,18 +296,6 @@ fn key<B: QuantOps>(layer: &Layer<B>, cast: Cast, role: Role) -> Option<Stochast
     match cast.rounding {
         Rounding::Nearest => None,
         Rounding::Stochastic => Some(layer.next_key(role)),
-    }
-}
-
-/// The copy kept by the tag, or a new one where there is no tag.
-fn shared_copy<B: QuantOps>(
-    tag: Option<&Tag<B>>,
-    cast: Cast,
-    make: impl FnOnce() -> Quantized<B>,
-) -> Arc<Quantized<B>> {
-    match tag {
-        Some(tag) => tag.copy(cast, make),
-        None => Arc::new(make()),
     }
 }
 

@@ -1,7 +1,7 @@
 //! The quantized operations by the kernels of `cubecl-kernels`, on every CubeCL runtime.
 
 use burn_backend::{
-    DType, FloatDType, Shape,
+    DType, FloatDType, Shape, TensorMetadata,
     tensor::{FloatTensor, IntTensor},
 };
 use burn_cubecl::{
@@ -19,11 +19,13 @@ use cubecl_kernels::{
     optimizer_state::{StateTensor, dequantize_state, quantize_state},
     quantize::{self, QuantizeSpec},
     shape::MatrixShape,
+    softmax,
 };
 
 use super::{
     FallbackQuantized, Layout, Operand, QuantOps, Quantized, Residual, StochasticKey,
     adamw::{AdamWItem, AdamWUpdate, Hyperparameters, Moment, MomentState, StateFormat},
+    attention::SoftmaxKernels,
     keyed,
 };
 use crate::{
@@ -172,6 +174,27 @@ where
         state
     }
 
+    fn softmax_kernels() -> Option<SoftmaxKernels<Self>> {
+        Some(SoftmaxKernels {
+            forward: |scores, attention| {
+                let (like, shape) = (scores.clone(), scores.shape());
+                let p = checked(softmax::softmax(&like.client, &matrices(scores), attention));
+                reshaped(tensor(&like, p, like.dtype), shape)
+            },
+            backward: |scores, grad, attention| {
+                let (like, shape) = (scores.clone(), scores.shape());
+                let (p, grad) = checked(softmax::softmax_backward(
+                    &like.client,
+                    &matrices(scores),
+                    &matrices(grad),
+                    attention,
+                ));
+                let wrap = |it| reshaped(tensor(&like, it, like.dtype), shape.clone());
+                (wrap(p), wrap(grad))
+            },
+        })
+    }
+
     fn adamw(
         items: Vec<AdamWItem<Self>>,
         clock: &IntTensor<Self>,
@@ -255,6 +278,26 @@ where
         ));
         tensor(like, values, DType::F32)
     }
+}
+
+/// `[.., rows, cols]` as a batch of matrices.
+fn matrices<R: CubeRuntime>(tensor: CubeTensor<R>) -> TensorHandle<R> {
+    let shape = tensor.shape();
+    let rank = shape.num_dims();
+    let batch = shape[..rank - 2].iter().product();
+    let matrices = Shape::new([batch, shape[rank - 2], shape[rank - 1]]);
+    handle(&reshaped(into_contiguous(tensor), matrices))
+}
+
+/// A contiguous tensor in another shape.
+fn reshaped<R: CubeRuntime>(tensor: CubeTensor<R>, shape: Shape) -> CubeTensor<R> {
+    CubeTensor::new_contiguous(
+        tensor.client,
+        tensor.device,
+        shape,
+        tensor.handle,
+        tensor.dtype,
+    )
 }
 
 /// A tensor to update in place: contiguous, and in a buffer that nothing else holds.

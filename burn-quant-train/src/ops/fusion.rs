@@ -19,6 +19,7 @@ use cubecl_kernels::shape::MatrixShape;
 use super::{
     FallbackQuantized, Layout, Operand, QuantOps, Quantized, Residual, StochasticKey,
     adamw::{AdamWItem, AdamWUpdate, Hyperparameters, Moment, MomentState, StateFormat},
+    attention::SoftmaxKernels,
 };
 use crate::{
     layer::{DelayThreshold, FallbackState},
@@ -365,6 +366,38 @@ impl<B: FusionBackend + QuantOps> QuantOps for Fusion<B> {
         }
     }
 
+    fn softmax_kernels() -> Option<SoftmaxKernels<Self>> {
+        B::softmax_kernels().map(|_| SoftmaxKernels {
+            forward: |scores: FloatTensor<Self>, attention| {
+                let outputs = [(scores.shape(), scores.dtype())];
+                let kernel = kernels::<B>().forward;
+                let mut outputs =
+                    register::<B>("softmax", vec![scores], &outputs, move |ir, handles| {
+                        let scores = handles.get_float_tensor::<B>(&ir.inputs[0]);
+                        let probabilities = kernel(scores, attention);
+                        handles.register_float_tensor::<B>(&ir.outputs[0].id, probabilities);
+                    });
+                outputs.next().expect("one output")
+            },
+            backward: |scores: FloatTensor<Self>, grad, attention| {
+                let matrix = (scores.shape(), scores.dtype());
+                let outputs = [matrix.clone(), matrix];
+                let inputs = vec![scores, grad];
+                let kernel = kernels::<B>().backward;
+                let mut outputs =
+                    register::<B>("softmax_backward", inputs, &outputs, move |ir, handles| {
+                        let scores = handles.get_float_tensor::<B>(&ir.inputs[0]);
+                        let grad = handles.get_float_tensor::<B>(&ir.inputs[1]);
+                        let (probabilities, grad) = kernel(scores, grad, attention);
+                        handles.register_float_tensor::<B>(&ir.outputs[0].id, probabilities);
+                        handles.register_float_tensor::<B>(&ir.outputs[1].id, grad);
+                    });
+                let mut next = || outputs.next().expect("two outputs");
+                (next(), next())
+            },
+        })
+    }
+
     fn adamw(
         items: Vec<AdamWItem<Self>>,
         clock: &IntTensor<Self>,
@@ -498,6 +531,11 @@ impl<B: FusionBackend + QuantOps> QuantOps for Fusion<B> {
             });
         outputs.next().expect("one output")
     }
+}
+
+/// The kernels of the backend under `Fusion`, which has some if the fused one has.
+fn kernels<B: QuantOps>() -> SoftmaxKernels<B> {
+    B::softmax_kernels().expect("a fused backend with softmax kernels wraps one with them")
 }
 
 /// One moment without its tensors.

@@ -5,6 +5,7 @@
 //! `cubecl-kernels`. [`QuantBackend`] adds `Autodiff` on top.
 
 pub mod adamw;
+pub mod attention;
 mod autodiff;
 #[cfg(feature = "cubecl")]
 mod cube;
@@ -24,6 +25,7 @@ use cubecl_kernels::format;
 pub use cubecl_kernels::format::{Layout, StochasticKey};
 
 use adamw::{AdamWItem, AdamWUpdate, Hyperparameters, Moment, MomentState, StateFormat};
+use attention::{AttentionInputs, AttentionScores, SoftmaxKernels};
 
 use crate::{
     QuantTrain,
@@ -68,6 +70,40 @@ pub struct Residual<B: Backend> {
     /// `[scale rows, scale cols]`: nonzero where the block fell back, u(i, k) of fallback-int8, equation (2). A backend that
     /// needs no indicator because the residual's scale is 0 elsewhere leaves it out.
     pub indicator: Option<IntTensor<B>>,
+}
+
+/// What to make of the input of a linear layer.
+#[derive(Debug, Clone, Copy)]
+pub struct InputCasts {
+    /// The operand of the forward product, row-major.
+    pub forward: Cast,
+    /// The copy saved for the backward product, transposed, and the random numbers of its rounding; `None`: it is not
+    /// wanted.
+    pub saved: Option<(Cast, Option<StochasticKey>)>,
+}
+
+/// A layer's fallback state, as the quantization of its input reads and counts.
+#[derive(Debug)]
+pub struct Fallback<B: Backend> {
+    /// The layer's row.
+    pub layer: usize,
+    /// FP32 `[layers]`.
+    pub thresholds: FloatTensor<B>,
+    /// INT32 `[layers, 2]`: blocks that fell back, and all blocks.
+    pub counts: IntTensor<B>,
+}
+
+/// The input of a linear layer, quantized.
+#[derive(Debug)]
+pub struct LinearInput<B: Backend> {
+    /// The operand of the forward product.
+    pub forward: Quantized<B>,
+    /// Its residuals, if there was a fallback state.
+    pub residual: Option<Residual<B>>,
+    /// The copy for the backward product, if it was wanted.
+    pub saved: Option<Quantized<B>>,
+    /// The fallback state's counters, gone up; the buffer may be reused.
+    pub counts: Option<IntTensor<B>>,
 }
 
 /// A quantized matrix as an operand of a product, possibly transposed.
@@ -150,6 +186,21 @@ pub trait QuantOps: Backend {
         float::quantize_fallback::<Self>(x, cast, layer, thresholds, counts)
     }
 
+    /// Quantizes the input of a linear layer, the matrix `x`, for its forward and its backward product: what
+    /// [`quantize_fallback`](Self::quantize_fallback), or [`quantize_matrix`](Self::quantize_matrix) where there is no
+    /// fallback state, and a second `quantize_matrix` give, from one read where there is a kernel for it.
+    ///
+    /// # Panics
+    ///
+    /// As those two.
+    fn quantize_input(
+        x: FloatTensor<Self>,
+        casts: InputCasts,
+        fallback: Option<Fallback<Self>>,
+    ) -> LinearInput<Self> {
+        quantize_input_twice(x, casts, fallback)
+    }
+
     /// The float matrix that a quantized one stands for.
     fn dequantize_matrix(matrix: &Quantized<Self>, dtype: FloatDType) -> FloatTensor<Self> {
         let matrix = float::dequantize::<Self>(&matrix.operand());
@@ -177,6 +228,12 @@ pub trait QuantOps: Backend {
     /// (fallback-int8, algorithm 2). Buffers may be reused.
     fn delay_threshold(state: FallbackState<Self>, config: &DelayThreshold) -> FallbackState<Self> {
         float::delay_threshold::<Self>(state, config)
+    }
+
+    /// The kernels of the softmax of attention scores, where there are some; without them attention is built from float
+    /// operations.
+    fn softmax_kernels() -> Option<SoftmaxKernels<Self>> {
+        None
     }
 
     /// One AdamW step of all these parameters, without a host read where there are kernels. Buffers that nothing else holds
@@ -219,6 +276,38 @@ pub trait QuantOps: Backend {
     /// The FP32 values of a moment.
     fn decompress_moment(state: MomentState<Self>, moment: Moment) -> FloatTensor<Self> {
         adamw::decompress::<Self>(state, moment)
+    }
+}
+
+/// [`QuantOps::quantize_input`] by an operation for each copy.
+fn quantize_input_twice<B: QuantOps>(
+    x: FloatTensor<B>,
+    casts: InputCasts,
+    fallback: Option<Fallback<B>>,
+) -> LinearInput<B> {
+    let saved = casts
+        .saved
+        .map(|(cast, key)| B::quantize_matrix(x.clone(), cast, Layout::Transposed, key));
+    let (forward, residual, counts) = match fallback {
+        None => {
+            let forward = B::quantize_matrix(x, casts.forward, Layout::RowMajor, None);
+            (forward, None, None)
+        }
+        Some(Fallback {
+            layer,
+            thresholds,
+            counts,
+        }) => {
+            let (quantized, counts) =
+                B::quantize_fallback(x, casts.forward, layer, thresholds, counts);
+            (quantized.base, Some(quantized.residual), Some(counts))
+        }
+    };
+    LinearInput {
+        forward,
+        residual,
+        saved,
+        counts,
     }
 }
 
@@ -280,6 +369,14 @@ pub trait QuantBackend: Backend {
 
     /// A quantized linear layer, recorded for the backward pass where there is one.
     fn quantized_linear(call: LinearCall<'_, Self>) -> FloatTensor<Self>;
+
+    /// `softmax(scale Q Kᵀ + mask) V` by kernels of the backend that holds the data, recorded for the backward pass where
+    /// there is one.
+    fn attention_by(
+        kernels: SoftmaxKernels<Self::Base>,
+        inputs: AttentionInputs<FloatTensor<Self>>,
+        scores: AttentionScores,
+    ) -> FloatTensor<Self>;
 }
 
 /// A call of a quantized linear layer: Y `[.., N]` = X `[.., K]` W `[K, N]` + bias `[N]`.
@@ -314,15 +411,28 @@ impl<B: QuantOps> QuantBackend for B {
             call.weight_view,
             call.row.w,
         );
-        autodiff::forward::<B>(
-            call.x,
-            call.x_tag,
+        let input = autodiff::Input {
+            x: call.x,
+            tag: call.x_tag,
+        };
+        let (output, _) = autodiff::forward::<B>(
+            input,
             &weight,
             call.bias,
             &call.layer,
             &call.row,
             call.compute,
-        )
+            false,
+        );
+        output
+    }
+
+    fn attention_by(
+        kernels: SoftmaxKernels<Self>,
+        inputs: AttentionInputs<FloatTensor<Self>>,
+        scores: AttentionScores,
+    ) -> FloatTensor<Self> {
+        attention::forward(&kernels, inputs, scores)
     }
 }
 

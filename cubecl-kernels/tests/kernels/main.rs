@@ -21,3 +21,5 @@ mod fallback;
 mod gemm;
 #[cfg(any(feature = "cuda", feature = "vulkan"))]
 mod quantize;
+#[cfg(any(feature = "cuda", feature = "vulkan"))]
+mod softmax;

@@ -1,0 +1,396 @@
+//! The softmax of attention scores, and its gradient, each in one launch.
+//!
+//! Built from tensor operations, a softmax in FP32 over scores in BF16 takes a dozen passes over a matrix that is larger
+//! than everything else in a layer. Here a cube takes a row: scores are read from memory once, as each later loop over
+//! the row finds them in the cache, and all arithmetic is FP32 whatever the tensors' type.
+//!
+//! With `z = scale * scores`, masked: `P = exp(z - max z) / sum exp(z - max z)`. For the gradient the probabilities are
+//! computed again from the scores, as FlashAttention does (Dao et al., 2022, Algorithm 4), so that nothing of the size of the scores is kept
+//! between the passes: `dZ = P (dP - sum P dP)`, `dscores = scale * dZ`.
+
+use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
+
+use crate::{
+    device::{
+        MatrixGeometry, MatrixView, check_float, cube_grid, empty, read_quad, read_width,
+        write_quad, write_width,
+    },
+    error::KernelError,
+};
+
+const OPERATION: &str = "softmax";
+const OPERATION_BACKWARD: &str = "softmax_backward";
+const UNITS: usize = 128;
+
+/// What becomes of scores before the exponential.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct AttentionScores {
+    /// Multiplies the scores.
+    pub scale: f32,
+    /// Whether query `i` of `rows` sees only the keys up to `i + cols - rows`: the last query sees them all.
+    pub causal: bool,
+}
+
+/// The probabilities `[.., rows, cols]` of attention scores: each row's softmax over the keys that it sees, 0 for the
+/// others. A row that sees nothing, or scores of negative infinity only, is 0; NaN and positive infinity make NaN of it.
+///
+/// - `scores`: f32, f16 or bf16 `[.., queries, keys]`, any strides. The probabilities are of the same type, contiguous.
+///
+/// # Errors
+///
+/// When `scores` is no matrix or no float tensor.
+pub fn softmax<R: Runtime>(
+    client: &ComputeClient<R>,
+    scores: &TensorHandle<R>,
+    attention: AttentionScores,
+) -> Result<TensorHandle<R>, KernelError> {
+    let view = MatrixView::new(OPERATION, scores)?;
+    check_float(client, OPERATION, "scores", scores.dtype)?;
+    let shape = view.shape;
+    let out = empty(
+        client,
+        view.tensor_shape(shape.rows, shape.cols),
+        scores.dtype,
+    );
+    if shape.num_elements() > 0 {
+        let widths = (read_width(scores, &view), write_width(shape.cols));
+        // SAFETY: reads are guarded by the shape in `geometry`, for which the output was allocated.
+        #[allow(unsafe_code)]
+        unsafe {
+            softmax_kernel::launch_unchecked::<R>(
+                client,
+                cube_grid(shape.batch * shape.rows),
+                CubeDim::new_1d(UNITS as u32),
+                widths.0,
+                widths.1,
+                scores.clone().into_arg(),
+                out.clone().into_arg(),
+                view.geometry(),
+                shape.batch as u32,
+                attention.scale,
+                widths,
+                attention.causal,
+                scores.dtype,
+            );
+        }
+    }
+    Ok(out)
+}
+
+/// The probabilities, as [`softmax`] gives them, and the gradient of the scores, from the gradient of the probabilities.
+///
+/// - `scores`, `grad`: f32, f16 or bf16 `[.., queries, keys]`, of one shape and type, any strides. Both results are of that
+///   type, contiguous.
+///
+/// # Errors
+///
+/// When the inputs are no matrices or no float tensors, or differ in shape or type.
+pub fn softmax_backward<R: Runtime>(
+    client: &ComputeClient<R>,
+    scores: &TensorHandle<R>,
+    grad: &TensorHandle<R>,
+    attention: AttentionScores,
+) -> Result<(TensorHandle<R>, TensorHandle<R>), KernelError> {
+    let view = MatrixView::new(OPERATION_BACKWARD, scores)?;
+    let grad_view = MatrixView::new(OPERATION_BACKWARD, grad)?;
+    check_float(client, OPERATION_BACKWARD, "scores", scores.dtype)?;
+    if grad.shape() != scores.shape() || grad.dtype != scores.dtype {
+        return Err(KernelError::Shape {
+            operation: OPERATION_BACKWARD,
+            got: format!(
+                "scores {:?} of {}, gradient {:?} of {}",
+                scores.shape(),
+                scores.dtype,
+                grad.shape(),
+                grad.dtype
+            ),
+            remedy: "pass the gradient of the probabilities, of the scores' shape and type",
+        });
+    }
+    let shape = view.shape;
+    let matrix = || {
+        empty(
+            client,
+            view.tensor_shape(shape.rows, shape.cols),
+            scores.dtype,
+        )
+    };
+    let (probabilities, grad_scores) = (matrix(), matrix());
+    if shape.num_elements() > 0 {
+        let widths = (
+            read_width(scores, &view),
+            read_width(grad, &grad_view),
+            write_width(shape.cols),
+        );
+        // SAFETY: reads are guarded by the shape in the geometries, for which the outputs were allocated.
+        #[allow(unsafe_code)]
+        unsafe {
+            softmax_backward_kernel::launch_unchecked::<R>(
+                client,
+                cube_grid(shape.batch * shape.rows),
+                CubeDim::new_1d(UNITS as u32),
+                widths.0,
+                widths.1,
+                widths.2,
+                scores.clone().into_arg(),
+                grad.clone().into_arg(),
+                probabilities.clone().into_arg(),
+                grad_scores.clone().into_arg(),
+                view.geometry(),
+                grad_view.geometry(),
+                shape.batch as u32,
+                attention.scale,
+                widths,
+                attention.causal,
+                scores.dtype,
+            );
+        }
+    }
+    Ok((probabilities, grad_scores))
+}
+
+#[cube(launch_unchecked)]
+#[allow(clippy::too_many_arguments)]
+fn softmax_kernel<F: Numeric, NX: Size, NO: Size>(
+    scores: &Tensor<Vector<F, NX>>,
+    out: &mut Tensor<Vector<F, NO>>,
+    geometry: MatrixGeometry,
+    batch_size: u32,
+    scale: f32,
+    #[comptime] widths: (usize, usize),
+    #[comptime] causal: bool,
+    #[define(F)] _dtype: StorageType,
+) {
+    let index = CUBE_POS as u32;
+    if index >= batch_size * geometry.rows {
+        terminate!();
+    }
+    let row = ScoreRow {
+        batch: index / geometry.rows,
+        row: index % geometry.rows,
+        scale,
+        visible: visible(&geometry, index % geometry.rows, causal),
+    };
+    let max = row_max::<F, NX>(scores, &geometry, &row, widths.0);
+    let mut sum = 0.0f32;
+    let mut col = UNIT_POS * 4;
+    while col < row.visible {
+        let weights = weights::<F, NX>(scores, &geometry, &row, col, max, widths.0);
+        #[unroll]
+        for lane in 0..4usize {
+            sum += weights[lane];
+        }
+        col += comptime!(4 * UNITS as u32);
+    }
+    let inverse = 1.0f32 / at_least_smallest(cube_sum(sum));
+    col = UNIT_POS * 4;
+    while col < geometry.cols {
+        let mut quad = weights::<F, NX>(scores, &geometry, &row, col, max, widths.0);
+        #[unroll]
+        for lane in 0..4usize {
+            quad[lane] *= inverse;
+        }
+        write_quad::<f32, F, NO>(
+            out,
+            &quad,
+            index * geometry.cols,
+            col,
+            geometry.cols,
+            widths.1,
+        );
+        col += comptime!(4 * UNITS as u32);
+    }
+}
+
+#[cube(launch_unchecked)]
+#[allow(clippy::too_many_arguments)]
+fn softmax_backward_kernel<F: Numeric, NX: Size, NG: Size, NO: Size>(
+    scores: &Tensor<Vector<F, NX>>,
+    grad: &Tensor<Vector<F, NG>>,
+    probabilities: &mut Tensor<Vector<F, NO>>,
+    grad_scores: &mut Tensor<Vector<F, NO>>,
+    geometry: MatrixGeometry,
+    grad_geometry: MatrixGeometry,
+    batch_size: u32,
+    scale: f32,
+    #[comptime] widths: (usize, usize, usize),
+    #[comptime] causal: bool,
+    #[define(F)] _dtype: StorageType,
+) {
+    let index = CUBE_POS as u32;
+    if index >= batch_size * geometry.rows {
+        terminate!();
+    }
+    let row = ScoreRow {
+        batch: index / geometry.rows,
+        row: index % geometry.rows,
+        scale,
+        visible: visible(&geometry, index % geometry.rows, causal),
+    };
+    let max = row_max::<F, NX>(scores, &geometry, &row, widths.0);
+    let mut sum = 0.0f32;
+    let mut sum_of_products = 0.0f32;
+    let mut col = UNIT_POS * 4;
+    while col < row.visible {
+        let weights = weights::<F, NX>(scores, &geometry, &row, col, max, widths.0);
+        let grads = read_quad::<F, NG>(grad, &grad_geometry, row.batch, row.row, col, widths.1);
+        #[unroll]
+        for lane in 0..4u32 {
+            sum += weights[lane as usize];
+            // A gradient behind the mask may be anything, NaN too.
+            if col + lane < row.visible {
+                sum_of_products += weights[lane as usize] * grads[lane as usize];
+            }
+        }
+        col += comptime!(4 * UNITS as u32);
+    }
+    let inverse = 1.0f32 / at_least_smallest(cube_sum(sum));
+    let mean = cube_sum(sum_of_products) * inverse;
+    col = UNIT_POS * 4;
+    while col < geometry.cols {
+        let mut quad = weights::<F, NX>(scores, &geometry, &row, col, max, widths.0);
+        let grads = read_quad::<F, NG>(grad, &grad_geometry, row.batch, row.row, col, widths.1);
+        let mut grad_quad = Array::<f32>::new(4usize);
+        #[unroll]
+        for lane in 0..4u32 {
+            quad[lane as usize] *= inverse;
+            grad_quad[lane as usize] = 0.0f32;
+            if col + lane < row.visible {
+                grad_quad[lane as usize] =
+                    quad[lane as usize] * (grads[lane as usize] - mean) * scale;
+            }
+        }
+        let start = index * geometry.cols;
+        write_quad::<f32, F, NO>(probabilities, &quad, start, col, geometry.cols, widths.2);
+        write_quad::<f32, F, NO>(grad_scores, &grad_quad, start, col, geometry.cols, widths.2);
+        col += comptime!(4 * UNITS as u32);
+    }
+}
+
+/// The row that a cube works on.
+#[derive(CubeType, Clone, Copy)]
+struct ScoreRow {
+    batch: u32,
+    row: u32,
+    scale: f32,
+    /// The keys that the query sees: the first so many.
+    visible: u32,
+}
+
+#[cube]
+fn visible(geometry: &MatrixGeometry, row: u32, #[comptime] causal: bool) -> u32 {
+    let mut visible = geometry.cols;
+    if comptime!(causal) {
+        // Queries beyond the keys' number, if there are more of them, see nothing.
+        let end = row + 1 + geometry.cols;
+        visible = select(end > geometry.rows, end - geometry.rows, 0u32);
+    }
+    min(visible, geometry.cols)
+}
+
+/// `scale * scores` of four neighbours; the least number behind the mask.
+#[cube]
+fn scaled<F: Numeric, N: Size>(
+    scores: &Tensor<Vector<F, N>>,
+    geometry: &MatrixGeometry,
+    row: &ScoreRow,
+    col: u32,
+    #[comptime] width: usize,
+) -> Array<f32> {
+    let mut quad = read_quad::<F, N>(scores, geometry, row.batch, row.row, col, width);
+    #[unroll]
+    for lane in 0..4u32 {
+        quad[lane as usize] = select(
+            col + lane < row.visible,
+            quad[lane as usize] * row.scale,
+            f32::new(f32::MIN),
+        );
+    }
+    quad
+}
+
+/// The largest of `scale * scores` that the row sees, the same in all units; NaN is passed over.
+#[cube]
+fn row_max<F: Numeric, N: Size>(
+    scores: &Tensor<Vector<F, N>>,
+    geometry: &MatrixGeometry,
+    row: &ScoreRow,
+    #[comptime] width: usize,
+) -> f32 {
+    let mut largest = f32::new(f32::MIN);
+    let mut col = UNIT_POS * 4;
+    while col < row.visible {
+        let quad = scaled::<F, N>(scores, geometry, row, col, width);
+        #[unroll]
+        for lane in 0..4usize {
+            if quad[lane] > largest {
+                largest = quad[lane];
+            }
+        }
+        col += comptime!(4 * UNITS as u32);
+    }
+    let mut shared = SharedMemory::<f32>::new(UNITS);
+    let unit = UNIT_POS as usize;
+    shared[unit] = largest;
+    sync_cube();
+    #[unroll]
+    for step in 0..comptime!(UNITS.ilog2()) {
+        let distance = comptime!(UNITS >> (step + 1));
+        if unit < distance {
+            shared[unit] = max(shared[unit], shared[unit + distance]);
+        }
+        sync_cube();
+    }
+    shared[0]
+}
+
+/// `exp(scale * scores - max)` of four neighbours, 0 behind the mask.
+#[cube]
+fn weights<F: Numeric, N: Size>(
+    scores: &Tensor<Vector<F, N>>,
+    geometry: &MatrixGeometry,
+    row: &ScoreRow,
+    col: u32,
+    max: f32,
+    #[comptime] width: usize,
+) -> Array<f32> {
+    let mut quad = scaled::<F, N>(scores, geometry, row, col, width);
+    #[unroll]
+    for lane in 0..4u32 {
+        let weight = exp(quad[lane as usize] - max);
+        quad[lane as usize] = select(col + lane < row.visible, weight, 0.0f32);
+    }
+    quad
+}
+
+/// The device's own exponential, good to about 1e-6 near 0; NaN stays NaN.
+#[cube(fast_math = FastMath::ReducedPrecision.into())]
+fn exp(x: f32) -> f32 {
+    x.exp()
+}
+
+/// A divisor: a row that sees nothing has no weight, and is divided by the least normal number to stay 0.
+#[cube]
+fn at_least_smallest(sum: f32) -> f32 {
+    select(sum < f32::MIN_POSITIVE, f32::new(f32::MIN_POSITIVE), sum)
+}
+
+/// The sum over all units, in one order whatever the device, the same in all units.
+#[cube]
+fn cube_sum(value: f32) -> f32 {
+    let mut shared = SharedMemory::<f32>::new(UNITS);
+    let unit = UNIT_POS as usize;
+    // The buffer may be read still by units that have not left an earlier reduction.
+    sync_cube();
+    shared[unit] = value;
+    sync_cube();
+    #[unroll]
+    for step in 0..comptime!(UNITS.ilog2()) {
+        let distance = comptime!(UNITS >> (step + 1));
+        if unit < distance {
+            shared[unit] += shared[unit + distance];
+        }
+        sync_cube();
+    }
+    shared[0]
+}

@@ -1,0 +1,171 @@
+//! Attention in training: one node with the softmax as a kernel where the backend has it, Burn's composition elsewhere.
+
+use burn::{
+    backend::{Autodiff, Flex},
+    tensor::{
+        Bool, DType, Tensor, TensorData, backend::AutodiffBackend, module::attention,
+        ops::AttentionModuleOptions,
+    },
+};
+use burn_quant_train::{
+    QuantTrain,
+    ops::QuantOps,
+    recipe::{MixedPrecision, Recipe},
+};
+use half::f16;
+use quant_train_tests::{
+    Rng,
+    data::{floats, tensor},
+    on_every_backend,
+};
+
+on_every_backend! {
+    attention_and_its_gradients_equal_those_of_fp32 => equals_fp32;
+    untracked_operands_get_no_gradient => untracked;
+}
+
+const BATCH: usize = 2;
+const HEADS: usize = 3;
+const FEATURES: usize = 16;
+
+struct Problem {
+    queries: usize,
+    keys: usize,
+    options: AttentionModuleOptions,
+    masked: bool,
+    q: Vec<f32>,
+    k: Vec<f32>,
+    v: Vec<f32>,
+    weights: Vec<f32>,
+}
+
+impl Problem {
+    fn draw(
+        rng: &mut Rng,
+        [queries, keys]: [usize; 2],
+        options: AttentionModuleOptions,
+        masked: bool,
+    ) -> Self {
+        // Numbers that FP16 holds, so that both sides compute on the same ones.
+        let mut draw = |sequence: usize| -> Vec<f32> {
+            (0..BATCH * HEADS * sequence * FEATURES)
+                .map(|_| f16::from_f64(rng.normal()).to_f32())
+                .collect()
+        };
+        Self {
+            queries,
+            keys,
+            options,
+            masked,
+            q: draw(queries),
+            k: draw(keys),
+            v: draw(keys),
+            weights: draw(queries),
+        }
+    }
+
+    /// Output, and gradients of Q, K and V for the loss `sum(weights * output)`.
+    fn solve<A: AutodiffBackend>(&self) -> [Vec<f32>; 4] {
+        let device = A::Device::default();
+        let of_sequence = |data: &[f32], sequence| {
+            tensor::<A, 4>(data, [BATCH, HEADS, sequence, FEATURES], &device)
+        };
+        let [q, k, v] = [
+            (&self.q, self.queries),
+            (&self.k, self.keys),
+            (&self.v, self.keys),
+        ]
+        .map(|(data, sequence)| of_sequence(data, sequence).require_grad());
+        let mask = self.masked.then(|| {
+            // Hides the second key from everybody.
+            let hidden: Vec<bool> = (0..BATCH * HEADS * self.queries * self.keys)
+                .map(|index| index % self.keys == 1)
+                .collect();
+            Tensor::<A, 4, Bool>::from_data(
+                TensorData::new(hidden, [BATCH, HEADS, self.queries, self.keys]),
+                &device,
+            )
+        });
+        let output = attention(q.clone(), k.clone(), v.clone(), mask, None, self.options);
+        let weights = of_sequence(&self.weights, self.queries);
+        let grads = (output.clone().cast(DType::F32) * weights).sum().backward();
+        let grad = |tensor: &Tensor<A, 4>| floats(&tensor.grad(&grads).expect("a gradient"));
+        [floats(&output), grad(&q), grad(&k), grad(&v)]
+    }
+}
+
+fn options(is_causal: bool, scale: Option<f64>) -> AttentionModuleOptions {
+    AttentionModuleOptions {
+        is_causal,
+        scale,
+        ..Default::default()
+    }
+}
+
+/// Relative to the largest element: the scores and the output are rounded to the compute dtype.
+fn compare<B: QuantOps, R: Recipe>(problem: &Problem, tolerance: f32, seed: u64) {
+    let expected = problem.solve::<Autodiff<Flex>>();
+    let actual = problem.solve::<QuantTrain<Autodiff<B>, R>>();
+    let names = ["output", "dQ", "dK", "dV"];
+    for ((name, actual), expected) in names.iter().zip(&actual).zip(&expected) {
+        let largest = expected
+            .iter()
+            .fold(0.0f32, |largest, x| largest.max(x.abs()));
+        assert!(largest > 0.0, "{name}: a reference that is not all zeros");
+        assert_eq!(actual.len(), expected.len());
+        for (index, (a, e)) in actual.iter().zip(expected).enumerate() {
+            assert!(
+                (a - e).abs() <= tolerance * largest,
+                "seed {seed}: {name}[{index}] {a} instead of {e}, queries {}, keys {}, {:?}",
+                problem.queries,
+                problem.keys,
+                problem.options
+            );
+        }
+    }
+}
+
+fn equals_fp32<B: QuantOps>(seed: u64) {
+    let mut rng = Rng::new(seed);
+    let half = B::supports_dtype(&B::Device::default(), DType::F16);
+    for (shape, options, masked) in [
+        ([17, 17], options(true, None), false),
+        ([17, 17], options(false, Some(0.5)), false),
+        ([5, 24], options(true, None), false),
+        ([33, 7], options(false, None), false),
+        ([8, 12], options(true, None), true),
+    ] {
+        let problem = Problem::draw(&mut rng, shape, options, masked);
+        if half {
+            compare::<B, MixedPrecision<f16>>(&problem, 1e-2, seed);
+        } else {
+            compare::<B, MixedPrecision<f32>>(&problem, 1e-5, seed);
+        }
+    }
+}
+
+fn untracked<B: QuantOps>(seed: u64) {
+    type Training<B> = QuantTrain<Autodiff<B>, MixedPrecision<f16>>;
+    if !B::supports_dtype(&B::Device::default(), DType::F16) {
+        println!("{}: no F16", std::any::type_name::<B>());
+        return;
+    }
+    let device = B::Device::default();
+    let mut rng = Rng::new(seed);
+    let mut draw = || tensor::<Training<B>, 4>(&rng.normals(64, 1.0), [1, 1, 4, 16], &device);
+    let (q, k, v) = (draw(), draw(), draw().require_grad());
+    let output = attention(
+        q.clone(),
+        k.clone(),
+        v.clone(),
+        None,
+        None,
+        options(true, None),
+    );
+    let grads = output.sum().backward();
+    assert!(q.grad(&grads).is_none() && k.grad(&grads).is_none());
+    // Each column of the probabilities sums over the queries to what its value gets.
+    let grad = floats(&v.grad(&grads).expect("V is tracked"));
+    let total: f32 = grad.iter().step_by(16).sum();
+    assert!((total - 4.0).abs() < 0.02, "seed {seed}: {total}");
+}
