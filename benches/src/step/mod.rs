@@ -1,0 +1,17 @@
+//! The time of a forward and a backward pass of layers, beside that of the same layers without quantization.
+//!
+//! [`architecture`] holds the layers, plain Burn; [`contender`] says what a training loop does about their weights;
+//! [`passes`] measures both passes, [`breakdown`] those of the parts of a layer; [`check`] compares outputs and gradients
+//! with a float reference. None of them knows of a device: `linear` and `layer`, built with feature `cuda`, run them on a GPU.
+
+pub mod architecture;
+pub mod breakdown;
+pub mod check;
+pub mod contender;
+pub mod input;
+#[cfg(feature = "cuda")]
+pub mod layer;
+#[cfg(feature = "cuda")]
+pub mod linear;
+pub mod measure;
+pub mod passes;
