@@ -32,8 +32,8 @@ impl Random {
         radius * (std::f32::consts::TAU * self.uniform()).cos()
     }
 
-    /// Normal numbers of this deviation, each divided by a random power of two up to 2^8: their squares span the range of
-    /// the second moments of a training run.
+    /// Normal numbers of this deviation, each divided by a random power of two up to 2^8: their squares span the range
+    /// of the second moments of a training run.
     pub fn values(&mut self, n: usize, deviation: f32) -> Vec<f32> {
         (0..n)
             .map(|_| self.normal() * deviation * (-8.0 * self.uniform()).exp2())

@@ -31,8 +31,8 @@ impl Sampling {
         warm_up: Duration::from_millis(50),
     };
 
-    /// The time of one `launch`, in milliseconds: of each sample the mean over its launches, which follow each other without
-    /// waiting.
+    /// The time of one `launch`, in milliseconds: of each sample the mean over its launches, which follow each other
+    /// without waiting.
     ///
     /// # Errors
     ///

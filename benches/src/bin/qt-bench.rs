@@ -83,6 +83,7 @@ enum Command {
 }
 
 #[derive(Args, Debug)]
+#[group(skip)]
 struct Output {
     /// Write the results to this file
     #[arg(long, value_name = "FILE")]

@@ -26,12 +26,13 @@ use problem::{Operands, Problem};
 
 /// What is measured.
 #[derive(Args, Debug, Clone)]
+#[group(skip)]
 pub struct Settings {
     /// M = N = K of the products
     #[arg(
         long,
         value_delimiter = ',',
-        default_value = "2048,4096,8192",
+        default_values = ["2048", "4096", "8192"],
         value_name = "N,.."
     )]
     pub sizes: Vec<usize>,

@@ -3,7 +3,7 @@
 use anyhow::{Result, ensure};
 use cubecl::{cuda::CudaRuntime, prelude::*};
 
-use super::Gpu;
+use super::{Gpu, gather_rows, normal_matrix};
 use crate::{results::Spread, timing::Sampling};
 
 const UNITS: u32 = 256;
@@ -14,6 +14,9 @@ const VECTORS_OF_UNIT: usize = 4;
 /// Elements of a cube.
 const CUBE: usize = UNITS as usize * WIDTH * VECTORS_OF_UNIT;
 
+/// Cubes of which the result is compared.
+const CHECKED: usize = 1024;
+
 /// Bytes that a copy moves, read and written, and its time: at least `bytes`, rounded up to whole cubes.
 ///
 /// # Errors
@@ -21,8 +24,11 @@ const CUBE: usize = UNITS as usize * WIDTH * VECTORS_OF_UNIT;
 /// The device failed, or copied something else.
 pub fn copy(gpu: &Gpu, bytes: usize, sampling: Sampling) -> Result<(usize, Spread)> {
     let cubes = bytes.div_ceil(2 * size_of::<f32>() * CUBE);
-    let values = gpu.random().tiled(cubes * CUBE, 1.0);
-    let (from, to) = (gpu.upload(&values), gpu.upload(&vec![0.0f32; values.len()]));
+    let mut random = gpu.random();
+    let shape = [cubes, CUBE];
+    let seed = random.below(1 << 24) as u32;
+    let from = normal_matrix::<f32>(gpu, &shape, CUBE, &vec![0; cubes], seed);
+    let to = gpu.empty::<f32>(&shape);
     let launch = || {
         // SAFETY: the cubes cover both tensors exactly.
         #[allow(unsafe_code)]
@@ -39,11 +45,13 @@ pub fn copy(gpu: &Gpu, bytes: usize, sampling: Sampling) -> Result<(usize, Sprea
         Ok(())
     };
     let time = sampling.time(launch, || gpu.sync())?;
-    ensure!(
-        gpu.download::<f32>(&to)? == values,
-        "the copy kernel does not copy"
-    );
-    Ok((2 * size_of_val(&values[..]), time))
+    let rows = random.stratified(cubes.div_ceil(CHECKED), cubes);
+    let [expected, actual] = [&from, &to].map(|tensor| {
+        let rows = gather_rows::<f32>(gpu, tensor, &rows);
+        gpu.download::<f32>(&rows)
+    });
+    ensure!(expected? == actual?, "the copy kernel does not copy");
+    Ok((2 * size_of::<f32>() * cubes * CUBE, time))
 }
 
 #[cube(launch_unchecked)]

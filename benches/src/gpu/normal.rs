@@ -9,8 +9,8 @@ pub const OUTLIER: f32 = 100.0;
 
 const UNITS: u32 = 256;
 
-/// A tensor of standard normal numbers. Of the blocks of the matrix `[.., cols]` whose entry in `outliers` is 1, row-major,
-/// the first element is [`OUTLIER`].
+/// A tensor of standard normal numbers. In the blocks of the matrix `[.., cols]` whose entry in `outliers`, row-major,
+/// is 1, the first element is [`OUTLIER`].
 pub fn normal_matrix<F: Float + CubePrimitive>(
     gpu: &Gpu,
     shape: &[usize],

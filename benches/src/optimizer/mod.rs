@@ -25,6 +25,7 @@ use crate::{
 
 /// What is measured.
 #[derive(Args, Debug, Clone)]
+#[group(skip)]
 pub struct Settings {
     /// Parameters of the tensor
     #[arg(long, default_value_t = 1 << 28, value_name = "N")]

@@ -21,12 +21,13 @@ use launch::Fallback;
 
 /// What is measured.
 #[derive(Args, Debug, Clone)]
+#[group(skip)]
 pub struct Settings {
     /// Rows and columns of the tensors
     #[arg(
         long,
         value_delimiter = ',',
-        default_value = "2048x4096,8192x4096,16384x8192",
+        default_values = ["2048x4096", "8192x4096", "16384x8192"],
         value_name = "RxC,..",
         value_parser = shape
     )]
@@ -61,12 +62,14 @@ pub fn run(gpu: &Gpu, settings: &Settings, peers: Option<&Path>) -> Result<Resul
     let (bytes, copy) = gpu::copy(gpu, LARGE_COPY, Sampling::LONG)?;
     let copy_tb_per_s = tb_per_s(bytes, copy.median_ms);
     eprintln!("device copy: {copy_tb_per_s:.2} TB/s");
-    if let Some(peers) = &peers {
-        for copy in peers.copy() {
-            let rate = tb_per_s(copy.bytes, copy.time.median_ms);
-            eprintln!("PyTorch's copy: {rate:.2} TB/s");
-        }
-    }
+    let torch_copy_tb_per_s = peers.as_ref().and_then(|peers| {
+        let copy = peers.copy().first()?;
+        Some(tb_per_s(copy.bytes, copy.time.median_ms))
+    });
+    let copies = Copies {
+        copy_tb_per_s,
+        torch_copy_tb_per_s,
+    };
     let mut rows = Vec::new();
     for &shape in &settings.tensors {
         for operand in [Operand::X, Operand::Dy] {
@@ -76,7 +79,7 @@ pub fn run(gpu: &Gpu, settings: &Settings, peers: Option<&Path>) -> Result<Resul
                 operand,
                 "BF16",
                 shape,
-                copy_tb_per_s,
+                &copies,
             )?);
         }
         for operand in [Operand::X, Operand::Dy, Operand::W] {
@@ -86,7 +89,7 @@ pub fn run(gpu: &Gpu, settings: &Settings, peers: Option<&Path>) -> Result<Resul
                 operand,
                 "FP32",
                 shape,
-                copy_tb_per_s,
+                &copies,
             )?);
         }
     }
@@ -97,13 +100,19 @@ pub fn run(gpu: &Gpu, settings: &Settings, peers: Option<&Path>) -> Result<Resul
     })
 }
 
+/// The rates of copies too large for the caches.
+struct Copies {
+    copy_tb_per_s: f64,
+    torch_copy_tb_per_s: Option<f64>,
+}
+
 fn measure<F: Float + CubePrimitive>(
     gpu: &Gpu,
     random: &mut Random,
     operand: Operand,
     input: &str,
     shape: [usize; 2],
-    copy_tb_per_s: f64,
+    copies: &Copies,
 ) -> Result<QuantizeSpeed> {
     let [rows, cols] = shape;
     let what = format!("{}, {input} {rows} x {cols}", operand.name());
@@ -151,7 +160,8 @@ fn measure<F: Float + CubePrimitive>(
         bytes,
         time,
         copy,
-        copy_tb_per_s,
+        copy_tb_per_s: copies.copy_tb_per_s,
+        torch_copy_tb_per_s: copies.torch_copy_tb_per_s,
     };
     eprintln!(
         "{what}: {:.4} ms, {:.2} TB/s",
@@ -161,8 +171,8 @@ fn measure<F: Float + CubePrimitive>(
     Ok(speed)
 }
 
-/// Bytes that must move: the input of `read` bytes once, and once the values of each copy, a scale of each block and, for X,
-/// the residual values of the blocks that fell back and each block's residual scale and flag.
+/// Bytes that must move: the input of `read` bytes once, and once the values of each copy, a scale of each block and,
+/// for X, the residual values of the blocks that fell back and each block's residual scale and flag.
 fn bytes(operand: Operand, read: usize, elements: usize, blocks: usize, fallen: usize) -> usize {
     let written = match operand {
         Operand::X => 2 * elements + elements * fallen / blocks.max(1) + (4 + 4 + 4) * blocks,

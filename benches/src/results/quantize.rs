@@ -49,6 +49,8 @@ pub struct QuantizeSpeed {
     pub copy: Spread,
     /// The rate of a copy that is too large for the caches, read and written bytes counted.
     pub copy_tb_per_s: f64,
+    /// That of PyTorch's copy; none where PyTorch was not measured.
+    pub torch_copy_tb_per_s: Option<f64>,
 }
 
 impl QuantizeSpeed {

@@ -110,8 +110,7 @@ pub struct DecoderWeights {
 }
 
 impl DecoderWeights {
-    /// Random weights; `hidden` must be a multiple of 128. The width inside the feed-forward network is 8/3 of it, rounded
-    /// down to a multiple of 128.
+    /// Random weights; `hidden` must be a multiple of 128.
     pub fn random(random: &mut Random, hidden: usize) -> Self {
         let inner = inner(hidden);
         let mut weight = |shape| Weight::random(random, shape);
@@ -123,7 +122,7 @@ impl DecoderWeights {
     }
 }
 
-/// The width inside the feed-forward network.
+/// The width inside the feed-forward network: 8/3 of `hidden`, rounded down to a multiple of 128.
 pub fn inner(hidden: usize) -> usize {
     hidden * 8 / 3 / HEAD * HEAD
 }

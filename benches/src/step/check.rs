@@ -12,8 +12,8 @@ use crate::random::Random;
 /// Elements of each tensor that are compared.
 const SAMPLE: usize = 1024;
 
-/// Output, gradient of the input, and gradients of weights of a layer. With a residual, without the input in the output and
-/// without the gradient of the output in that of the input.
+/// Output, gradient of the input, and gradients of weights of a layer. With a residual, without the input in the output
+/// and without the gradient of the output in that of the input.
 #[derive(Debug, Clone)]
 pub struct Outputs {
     tensors: Vec<Vec<f32>>,

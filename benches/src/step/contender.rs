@@ -12,7 +12,7 @@ use burn_quant_train::{
     QuantTrain,
     ops::QuantOps,
     optim::{LayerBackend, LayerConfig, QuantOptimizer},
-    recipe::Recipe,
+    recipe::{ComputeDtype, FallbackInt8, MixedPrecision, Recipe},
 };
 
 use crate::results::Subject;
@@ -48,14 +48,25 @@ impl<B: QuantOps> Contender for Autodiff<B> {
     }
 }
 
+/// A recipe that is measured.
+pub trait Candidate: Recipe {
+    /// Its name in results.
+    const SUBJECT: Subject;
+}
+
+impl<E: ComputeDtype> Candidate for MixedPrecision<E> {
+    const SUBJECT: Subject = Subject::MixedPrecision;
+}
+
+impl<E: ComputeDtype> Candidate for FallbackInt8<E> {
+    const SUBJECT: Subject = Subject::FallbackInt8;
+}
+
 /// Enough for a threshold to go from 1 to 1 / 30 or to 30.
 const STEPS: usize = 16;
 
-impl<B: QuantOps, R: Recipe> Contender for QuantTrain<Autodiff<B>, R> {
-    const SUBJECT: Subject = match R::ROW.linear.is_some() {
-        true => Subject::FallbackInt8,
-        false => Subject::MixedPrecision,
-    };
+impl<B: QuantOps, R: Candidate> Contender for QuantTrain<Autodiff<B>, R> {
+    const SUBJECT: Subject = R::SUBJECT;
 
     fn settle<M: AutodiffModule<Self>>(
         model: M,

@@ -76,8 +76,8 @@ impl<B: AutodiffBackend> Inputs<B> {
         Tensor::from_inner(self.x.clone()).require_grad()
     }
 
-    /// The gradients of `sum(y * gradient)`. Burn's backward pass begins with ones: one product with the gradient before it
-    /// takes the place of PyTorch's `y.backward(gradient)`.
+    /// The gradients of `sum(y * gradient)`. Burn's backward pass begins with ones: one product with the gradient
+    /// before it takes the place of PyTorch's `y.backward(gradient)`.
     pub fn backward(&self, y: Tensor<B, 3>) -> B::Gradients {
         (y * Tensor::from_inner(self.gradient.clone())).backward()
     }

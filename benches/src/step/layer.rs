@@ -31,12 +31,13 @@ use crate::{
 
 /// What is measured.
 #[derive(Args, Debug, Clone)]
+#[group(skip)]
 pub struct Settings {
     /// Features of the residual stream, multiples of 128
     #[arg(
         long,
         value_delimiter = ',',
-        default_value = "1024,2048,4096",
+        default_values = ["1024", "2048", "4096"],
         value_name = "N,.."
     )]
     pub hidden: Vec<usize>,

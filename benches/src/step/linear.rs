@@ -25,6 +25,7 @@ use crate::{
 
 /// What is measured.
 #[derive(Args, Debug, Clone)]
+#[group(skip)]
 pub struct Settings {
     /// Features of input and output of the linear layer
     #[arg(long, default_value_t = 4096, value_name = "N")]
@@ -33,7 +34,7 @@ pub struct Settings {
     #[arg(
         long,
         value_delimiter = ',',
-        default_value = "2048,8192",
+        default_values = ["2048", "8192"],
         value_name = "N,.."
     )]
     pub tokens: Vec<usize>,

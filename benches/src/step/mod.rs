@@ -1,8 +1,9 @@
 //! The time of a forward and a backward pass of layers, beside that of the same layers without quantization.
 //!
 //! [`architecture`] holds the layers, plain Burn; [`contender`] says what a training loop does about their weights;
-//! [`passes`] measures both passes, [`breakdown`] those of the parts of a layer; [`check`] compares outputs and gradients
-//! with a float reference. None of them knows of a device: `linear` and `layer`, built with feature `cuda`, run them on a GPU.
+//! [`measure`] takes a layer on one backend: [`check`] compares outputs and gradients with a float reference, and
+//! [`passes`] times both passes; [`breakdown`] times the parts of a layer. None of them knows of a device: `linear` and
+//! `layer`, built with feature `cuda`, run them on a GPU.
 
 pub mod architecture;
 pub mod breakdown;

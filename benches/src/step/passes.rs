@@ -83,8 +83,8 @@ impl<M> Renewed<M> {
     }
 }
 
-/// Bytes in use after a forward pass and not before it. A first pass, whose result is kept, makes the weights' quantized
-/// copies.
+/// Bytes in use after a forward pass and not before it. A first pass, whose result is kept, makes the quantized copies
+/// of the weights.
 ///
 /// # Errors
 ///

@@ -31,13 +31,17 @@ pub(super) fn table(run: &Run, peer: Option<&Peer>, rows: &[QuantizeSpeed]) -> R
         )?;
     }
     if let Some(row) = first {
+        let torch = row
+            .torch_copy_tb_per_s
+            .map_or(String::new(), |rate| format!(" (PyTorch's {rate:.2} TB/s)"));
         writeln!(
             out,
-            "\nBlocks of 128 x 128, {:.0}% of those of X with a residual. Bytes are those that must move: the input once, each \
-             output once. A copy moves {:.2} TB/s, read and written bytes counted; one as large moves as many bytes, and may lie \
-             in the cache as the input does. {}",
+            "\nBlocks of 128 x 128, {:.0}% of those of X with a residual. Bytes are those that must move: the input \
+             once, each output once. A copy moves {:.2} TB/s, read and written bytes counted{}; one as large moves as \
+             many bytes, and may lie in the cache as the input does. {}",
             100.0 * row.fallback_rate,
             row.copy_tb_per_s,
+            torch,
             conditions(run, peer).trim_end(),
         )?;
     }
@@ -68,6 +72,7 @@ mod tests {
                 time: Spread::of(vec![0.002]),
                 copy: Spread::of(vec![0.001]),
                 copy_tb_per_s: 4.0,
+                torch_copy_tb_per_s: Some(3.5),
             }]),
         };
         let table = of(&serde_json::to_string(&results).unwrap()).unwrap();
@@ -77,6 +82,7 @@ mod tests {
             "| dY, both layouts | BF16 1000 x 1000 | 0.002 ms (0.002 to 0.002) | 4.00 | 2.00 | 50% | 50% |"
         );
         assert!(lines[4].contains("20% of those of X") && lines[4].contains("4.00 TB/s"));
+        assert!(lines[4].contains("counted (PyTorch's 3.50 TB/s);"));
         assert!(lines[4].ends_with('.') && lines[4].contains("NVIDIA H200"));
     }
 

@@ -53,10 +53,10 @@ pub(super) fn table(run: &Run, peer: Option<&Peer>, rows: &[StepSpeed]) -> Resul
     }
     writeln!(
         out,
-        "\nForward and backward passes follow each other without waiting, as in training; every one has a new input and, as \
-         after an optimizer step, quantizes its weights. Alone: from an idle device until it is idle again; host: the part of \
-         that until the last operation is handed over. Held: bytes in use after a forward pass and not before it. Error: of \
-         outputs and gradients, root mean square over root mean square. {}",
+        "\nPasses follow each other without waiting, as in training; each has a new input and, as after an optimizer \
+         step, quantizes its weights. Alone: both passes from an idle device until it is idle again; host: the part of \
+         that until the last operation is handed over. Held: bytes in use after a forward pass and not before it. \
+         Error: of outputs and gradients, root mean square over root mean square. {}",
         conditions(run, peer).trim_end(),
     )?;
     Ok(out)
@@ -199,8 +199,8 @@ mod tests {
         ]);
         assert_eq!(
             lines[2],
-            "| 1024 | 2,048 | Burn BF16 | 1.500 ms | 6.000 ms (6.000 to 6.000) | 0.500 ms | 1.500 ms | 3.0 MiB | - | 1.2% \
-             | - | 0.17x |"
+            "| 1024 | 2,048 | Burn BF16 | 1.500 ms | 6.000 ms (6.000 to 6.000) | 0.500 ms | 1.500 ms | 3.0 MiB | - \
+             | 1.2% | - | 0.17x |"
         );
         assert!(lines[3].contains("| `FallbackInt8` |") && lines[3].contains("| 20% | 1.2% |"));
         assert!(lines[3].ends_with("| 3.00x | 0.50x |"));
