@@ -2,17 +2,26 @@
 //!
 //! | program | what it measures |
 //! | --- | --- |
-//! | `qt-bench` | the speed of kernels, on an NVIDIA GPU; feature `cuda` |
+//! | `qt-bench` | the speed of kernels, layers and optimizers, on an NVIDIA GPU; feature `cuda` |
+//! | `peers/peers.py` | the same in PyTorch and Triton |
+//! | `cargo bench` | the CPU path |
 //! | `states` | the error of compressed optimizer states, on those of a checkpoint |
 //! | `report` | nothing: it writes the tables, also those of `pretrain --json` |
 
 pub mod format;
+#[cfg(feature = "cuda")]
+pub mod gemm;
+#[cfg(feature = "cuda")]
+pub mod gpu;
 pub mod markers;
 #[cfg(feature = "cuda")]
 pub mod optimizer;
 pub mod peers;
-pub mod speed;
-pub mod state_error;
-pub mod table;
 #[cfg(feature = "cuda")]
+pub mod quantize;
+pub mod random;
+pub mod results;
+pub mod state_error;
+pub mod step;
+pub mod table;
 pub mod timing;

@@ -1,73 +1,215 @@
-//! What PyTorch does on the same machine, from the output of `torch_adamw.py`.
+//! What other libraries do on the same machine, from the file that `benches/peers/peers.py` writes.
 
 use std::{fs, path::Path};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
+use serde::Deserialize;
 
-/// The time of a fused step of PyTorch's AdamW.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Torch {
-    /// Median of a step, in milliseconds.
-    pub median_ms: f64,
-    /// Parameters that it steps.
-    pub parameters: usize,
+use crate::results::{GemmSpeed, Kernel, Peer, Spread, StepSpeed, Subject};
+
+/// The file of `peers.py`. What it was told to leave out is empty.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Peers {
+    run: Peer,
+    #[serde(default)]
+    gemm: Vec<Gemm>,
+    #[serde(default)]
+    linear: Vec<Step>,
+    #[serde(default)]
+    layer: Vec<Step>,
+    #[serde(default)]
+    optimizer: Vec<Torch>,
+    #[serde(default)]
+    copy: Vec<Copy>,
 }
 
-impl Torch {
-    /// Reads the file that holds the script's output.
+/// A square or other product, both operands with K along their rows.
+#[derive(Debug, Clone, Deserialize)]
+struct Gemm {
+    kernel: Kernel,
+    m: usize,
+    n: usize,
+    k: usize,
+    time: Spread,
+}
+
+/// A linear or decoder layer.
+#[derive(Debug, Clone, Deserialize)]
+struct Step {
+    subject: Subject,
+    tokens: usize,
+    hidden: usize,
+    forward: Spread,
+    both: Spread,
+    activation_bytes: u64,
+}
+
+/// The time of a step of PyTorch's fused AdamW on FP32 parameters.
+#[derive(Debug, Clone, Deserialize)]
+pub struct Torch {
+    /// Parameters that it steps.
+    pub parameters: usize,
+    /// The time of a step.
+    pub time: Spread,
+}
+
+/// The time of PyTorch's copy on the device.
+#[derive(Debug, Clone, Deserialize)]
+pub struct Copy {
+    /// Bytes read and written.
+    pub bytes: usize,
+    /// The time of a copy.
+    pub time: Spread,
+}
+
+impl Peers {
+    /// Reads a file of `peers.py`.
     ///
     /// # Errors
     ///
-    /// The file cannot be read, or has no line for fused AdamW.
-    pub fn read(path: &Path) -> Result<Self> {
-        let text =
-            fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
-        Self::parse(&text).with_context(|| {
-            format!(
-                "{} has no line `AdamW fp32 fused=True: ... ms for ... parameters`",
-                path.display()
-            )
-        })
+    /// The file cannot be read, is no such file, or was measured on another device than `device`: ratios count between
+    /// figures of one machine.
+    pub fn read(path: &Path, device: &str) -> Result<Self> {
+        let shown = path.display();
+        let text = fs::read_to_string(path).with_context(|| format!("cannot read {shown}"))?;
+        Self::parse(&text, device).with_context(|| format!("{shown} is no file of peers.py"))
     }
 
-    fn parse(text: &str) -> Option<Self> {
-        let mut lines = text.lines();
-        let rest = lines.find_map(|line| line.trim().strip_prefix("AdamW fp32 fused=True: "))?;
-        let (ms, rest) = rest.split_once(" ms for ")?;
-        let (parameters, _) = rest.split_once(" parameters")?;
-        let torch = Self {
-            median_ms: ms.parse().ok()?,
-            parameters: parameters.parse().ok()?,
-        };
-        (torch.median_ms > 0.0 && torch.parameters > 0).then_some(torch)
+    fn parse(text: &str, device: &str) -> Result<Self> {
+        let peers: Self = serde_json::from_str(text)?;
+        ensure!(
+            peers.run.device == device,
+            "it was measured on {}, not on {device}",
+            peers.run.device
+        );
+        let times = peers.gemm.iter().map(|it| it.time);
+        let times = times.chain(peers.linear.iter().flat_map(|it| [it.forward, it.both]));
+        let times = times.chain(peers.layer.iter().flat_map(|it| [it.forward, it.both]));
+        let times = times.chain(peers.optimizer.iter().map(|it| it.time));
+        let mut times = times.chain(peers.copy.iter().map(|it| it.time));
+        ensure!(
+            times.all(|time| time.median_ms > 0.0),
+            "a time is not positive"
+        );
+        Ok(peers)
     }
+
+    /// Machine, date, command and versions.
+    pub fn run(&self) -> Peer {
+        self.run.clone()
+    }
+
+    /// The products, as lines of `qt-bench gemm`.
+    pub fn gemm(&self) -> Vec<GemmSpeed> {
+        let row = |gemm: &Gemm| GemmSpeed {
+            kernel: gemm.kernel,
+            batch: 1,
+            m: gemm.m,
+            n: gemm.n,
+            k: gemm.k,
+            block: (gemm.kernel == Kernel::TritonInt8).then_some(128),
+            fallback: None,
+            layer: None,
+            time: Some(gemm.time),
+            unavailable: None,
+        };
+        self.gemm.iter().map(row).collect()
+    }
+
+    /// The linear layers, as lines of `qt-bench linear`.
+    pub fn linear(&self) -> Vec<StepSpeed> {
+        steps(&self.linear)
+    }
+
+    /// The decoder layers, as lines of `qt-bench layer`.
+    pub fn layer(&self) -> Vec<StepSpeed> {
+        steps(&self.layer)
+    }
+
+    /// PyTorch's fused AdamW.
+    pub fn optimizer(&self) -> Option<&Torch> {
+        self.optimizer.first()
+    }
+
+    /// PyTorch's copies.
+    pub fn copy(&self) -> &[Copy] {
+        &self.copy
+    }
+}
+
+fn steps(steps: &[Step]) -> Vec<StepSpeed> {
+    let row = |step: &Step| StepSpeed {
+        subject: step.subject,
+        tokens: step.tokens,
+        hidden: step.hidden,
+        forward: step.forward,
+        both: step.both,
+        enqueue: None,
+        alone: None,
+        activation_bytes: Some(step.activation_bytes),
+        fallback_rate: None,
+        error: None,
+        parts: Vec::new(),
+    };
+    steps.iter().map(row).collect()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    #[test]
-    fn the_fused_line_is_found() {
-        let text = "warning\nAdamW fp32 fused=True: 2.153 ms for 268435456 parameters, 3.49 TB/s\n\
-                    AdamW fp32 fused=False: 9.000 ms for 268435456 parameters, 0.80 TB/s\n\
-                    device copy: 4.27 TB/s\n";
-        let torch = Torch {
-            median_ms: 2.153,
-            parameters: 268_435_456,
-        };
-        assert_eq!(Torch::parse(text), Some(torch));
+    const RUN: &str = r#""run": {"device": "NVIDIA H200", "date": "2026-11-21T12:00:00Z", "command": "peers.py",
+        "versions": "PyTorch 2.11.0"}"#;
+    const TIME: &str = r#"{"median_ms": 2.0, "p10_ms": 1.5, "p90_ms": 3.0}"#;
+
+    fn parse(rest: &str) -> Result<Peers> {
+        Peers::parse(&format!("{{{RUN}{rest}}}"), "NVIDIA H200")
     }
 
     #[test]
-    fn other_texts_are_not() {
-        for text in [
-            "",
-            "device copy: 4.27 TB/s",
-            "AdamW fp32 fused=True: fast",
-            "AdamW fp32 fused=True: 0 ms for 5 parameters",
-        ] {
-            assert_eq!(Torch::parse(text), None, "{text}");
-        }
+    fn lines_become_those_of_the_benchmarks() {
+        let peers = parse(&format!(
+            r#", "gemm": [{{"kernel": "triton-int8", "m": 1, "n": 2, "k": 3, "time": {TIME}}},
+                         {{"kernel": "cublas-bf16", "m": 4, "n": 5, "k": 6, "time": {TIME}}}],
+            "layer": [{{"subject": "torch-eager", "tokens": 2048, "hidden": 1024, "forward": {TIME}, "both": {TIME},
+                       "activation_bytes": 77}}],
+            "optimizer": [{{"parameters": 5, "time": {TIME}}}], "copy": [{{"bytes": 9, "time": {TIME}}}]"#
+        ))
+        .unwrap();
+        let gemm = peers.gemm();
+        assert_eq!(
+            (gemm[0].kernel, gemm[0].block),
+            (Kernel::TritonInt8, Some(128))
+        );
+        assert_eq!((gemm[1].shape(), gemm[1].block), ([1, 4, 5, 6], None));
+        let layer = peers.layer();
+        assert_eq!(
+            (layer[0].subject, layer[0].hidden),
+            (Subject::TorchEager, 1024)
+        );
+        assert_eq!(layer[0].activation_bytes, Some(77));
+        assert!(peers.linear().is_empty());
+        assert_eq!(peers.optimizer().map(|it| it.time.median_ms), Some(2.0));
+        assert_eq!(peers.copy()[0].bytes, 9);
+    }
+
+    #[test]
+    fn parts_may_be_left_out() {
+        let peers = parse("").unwrap();
+        assert!(peers.gemm().is_empty() && peers.optimizer().is_none());
+    }
+
+    #[test]
+    fn other_files_are_errors() {
+        let other = format!("{{{RUN}}}");
+        assert!(Peers::parse(&other, "NVIDIA H100").is_err());
+        assert!(Peers::parse("device copy: 4.27 TB/s", "NVIDIA H200").is_err());
+        assert!(parse(r#", "gem": []"#).is_err());
+        let never = r#"{"median_ms": 0.0, "p10_ms": 0.0, "p90_ms": 0.0}"#;
+        assert!(parse(&format!(r#", "copy": [{{"bytes": 9, "time": {never}}}]"#)).is_err());
+        let kernel =
+            format!(r#", "gemm": [{{"kernel": "other", "m": 1, "n": 2, "k": 3, "time": {TIME}}}]"#);
+        assert!(parse(&kernel).is_err());
     }
 }

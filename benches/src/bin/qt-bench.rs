@@ -7,8 +7,14 @@ use std::{
 };
 
 use anyhow::{Context, Result};
-use benches::{optimizer, table};
-use clap::{Parser, Subcommand};
+use benches::{
+    gemm,
+    gpu::Gpu,
+    optimizer, quantize,
+    step::{layer, linear},
+    table,
+};
+use clap::{Args, Parser, Subcommand};
 
 /// Measures the speed of burn-quant-train on the first NVIDIA GPU. Each result is checked against its reference first.
 #[derive(Parser, Debug)]
@@ -16,20 +22,58 @@ use clap::{Parser, Subcommand};
 struct Cli {
     #[command(subcommand)]
     command: Command,
+    /// The file of peers.py on this machine, to compare with
+    #[arg(long, value_name = "FILE", global = true)]
+    peers: Option<PathBuf>,
 }
 
 #[derive(Subcommand, Debug)]
 enum Command {
+    /// Products of block-quantized matrices
+    Gemm {
+        #[command(flatten)]
+        settings: gemm::Settings,
+        #[command(flatten)]
+        output: Output,
+    },
+    /// Quantization of the tensors of a linear layer
+    Quantize {
+        #[command(flatten)]
+        settings: quantize::Settings,
+        #[command(flatten)]
+        output: Output,
+    },
+    /// Forward and backward pass of a linear layer
+    Linear {
+        #[command(flatten)]
+        settings: linear::Settings,
+        #[command(flatten)]
+        output: Output,
+    },
+    /// Forward and backward pass of a decoder layer
+    Layer {
+        #[command(flatten)]
+        settings: layer::Settings,
+        #[command(flatten)]
+        output: Output,
+    },
     /// One step of AdamW on one tensor, in each format of its states
     Optimizer {
         #[command(flatten)]
         settings: optimizer::Settings,
-        /// Write the results to this file
-        #[arg(long, value_name = "FILE")]
-        json: Option<PathBuf>,
+        #[command(flatten)]
+        output: Output,
     },
     /// Every benchmark
     All {
+        #[command(flatten)]
+        gemm: gemm::Settings,
+        #[command(flatten)]
+        quantize: quantize::Settings,
+        #[command(flatten)]
+        linear: linear::Settings,
+        #[command(flatten)]
+        layer: layer::Settings,
         #[command(flatten)]
         optimizer: optimizer::Settings,
         /// Write the results to files in this folder, each named after its benchmark
@@ -38,8 +82,16 @@ enum Command {
     },
 }
 
+#[derive(Args, Debug)]
+#[group(skip)]
+struct Output {
+    /// Write the results to this file
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+}
+
 fn main() -> ExitCode {
-    match run(Cli::parse().command) {
+    match run(Cli::parse()) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("qt-bench: {error:#}");
@@ -48,19 +100,50 @@ fn main() -> ExitCode {
     }
 }
 
-fn run(command: Command) -> Result<()> {
+fn run(Cli { command, peers }: Cli) -> Result<()> {
+    let gpu = Gpu::open()?;
+    let (gpu, peers) = (&gpu, peers.as_deref());
     match command {
-        Command::Optimizer { settings, json } => show(&optimizer::run(&settings)?, json.as_deref()),
-        Command::All { optimizer, results } => {
+        Command::Gemm { settings, output } => {
+            show(&gemm::run(gpu, &settings, peers)?, output.json.as_deref())
+        }
+        Command::Quantize { settings, output } => show(
+            &quantize::run(gpu, &settings, peers)?,
+            output.json.as_deref(),
+        ),
+        Command::Linear { settings, output } => {
+            show(&linear::run(gpu, &settings, peers)?, output.json.as_deref())
+        }
+        Command::Layer { settings, output } => {
+            show(&layer::run(gpu, &settings, peers)?, output.json.as_deref())
+        }
+        Command::Optimizer { settings, output } => show(
+            &optimizer::run(gpu, &settings, peers)?,
+            output.json.as_deref(),
+        ),
+        Command::All {
+            gemm: of_gemm,
+            quantize: of_quantize,
+            linear: of_linear,
+            layer: of_layer,
+            optimizer: of_optimizer,
+            results,
+        } => {
             if let Some(folder) = &results {
                 fs::create_dir_all(folder)
                     .with_context(|| format!("cannot create {}", folder.display()))?;
             }
             let file = |name: &str| results.as_ref().map(|folder| folder.join(name));
-            show(
-                &optimizer::run(&optimizer)?,
-                file("optimizer.json").as_deref(),
-            )
+            let json = file("gemm.json");
+            show(&gemm::run(gpu, &of_gemm, peers)?, json.as_deref())?;
+            let json = file("quantize.json");
+            show(&quantize::run(gpu, &of_quantize, peers)?, json.as_deref())?;
+            let json = file("linear.json");
+            show(&linear::run(gpu, &of_linear, peers)?, json.as_deref())?;
+            let json = file("layer.json");
+            show(&layer::run(gpu, &of_layer, peers)?, json.as_deref())?;
+            let json = file("optimizer.json");
+            show(&optimizer::run(gpu, &of_optimizer, peers)?, json.as_deref())
         }
     }
 }

@@ -8,8 +8,8 @@ use burn::{
     tensor::{Tensor, TensorData, backend::Backend},
 };
 
-use super::{HYPERPARAMETERS, gpu::Gpu};
-use crate::{speed::Spread, timing::time};
+use super::HYPERPARAMETERS;
+use crate::{gpu::Gpu, results::Spread, timing::Sampling};
 
 /// A model of one parameter `[n]`.
 #[derive(Module, Debug)]
@@ -44,7 +44,7 @@ pub fn measure(gpu: &Gpu, n: usize) -> Result<Spread> {
         model = stepped;
         Ok(())
     };
-    let times = time(step, || <Cuda>::sync(&device).context("the GPU failed"))?;
+    let times = Sampling::LONG.time(step, || <Cuda>::sync(&device).context("the GPU failed"))?;
     gpu.client.memory_cleanup();
     Ok(times)
 }

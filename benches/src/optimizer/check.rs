@@ -12,10 +12,8 @@ use cubecl_kernels::{
     },
 };
 
-use super::{
-    HYPERPARAMETERS,
-    gpu::{Gpu, Tensor},
-};
+use super::HYPERPARAMETERS;
+use crate::gpu::{Gpu, Tensor};
 
 /// Elements: both end in a group that is a short one in every format, the second between two vectors.
 const LENS: [usize; 2] = [100_000, 100_003];

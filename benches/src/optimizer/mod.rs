@@ -2,10 +2,8 @@
 
 mod burn_adamw;
 mod check;
-mod copy;
-mod gpu;
 
-use std::path::PathBuf;
+use std::path::Path;
 
 use anyhow::{Result, ensure};
 use clap::Args;
@@ -19,21 +17,19 @@ use cubecl_kernels::{
 
 use crate::{
     format,
-    peers::Torch,
-    speed::{OptimizerSpeed, Spread, tb_per_s},
-    timing::time,
+    gpu::{self, Gpu},
+    peers::Peers,
+    results::{OptimizerSpeed, Spread, tb_per_s},
+    timing::Sampling,
 };
-use gpu::Gpu;
 
 /// What is measured.
 #[derive(Args, Debug, Clone)]
+#[group(skip)]
 pub struct Settings {
     /// Parameters of the tensor
     #[arg(long, default_value_t = 1 << 28, value_name = "N")]
     pub parameters: usize,
-    /// The output of torch_adamw.py on this machine, to compare with
-    #[arg(long, value_name = "FILE")]
-    pub peers: Option<PathBuf>,
 }
 
 /// Of a training run, so that all numbers stay in a usual range.
@@ -76,34 +72,35 @@ const CANDIDATES: [Candidate; 5] = [
 ///
 /// # Errors
 ///
-/// No GPU, or a result that differs from the reference.
-pub fn run(settings: &Settings) -> Result<Vec<OptimizerSpeed>> {
+/// A result that differs from the reference, or a file of peers that is none of this GPU.
+pub fn run(gpu: &Gpu, settings: &Settings, peers: Option<&Path>) -> Result<Vec<OptimizerSpeed>> {
     let n = settings.parameters;
     ensure!(
         (1..=1 << 31).contains(&n),
         "--parameters must lie from 1 to 2^31"
     );
-    let torch = settings.peers.as_deref().map(Torch::read).transpose()?;
-    let gpu = Gpu::open()?;
+    let peers = peers.map(|path| Peers::read(path, &gpu.name)).transpose()?;
+    let torch = peers.as_ref().and_then(Peers::optimizer);
     eprintln!("{}, {n} parameters, seed {}", gpu.name, gpu.seed);
     for (name, first, second) in CANDIDATES {
-        check::check(&gpu, first, second).map_err(|error| error.context(name))?;
+        check::check(gpu, first, second).map_err(|error| error.context(name))?;
     }
     eprintln!("every optimizer steps as its reference does");
 
-    let copy_tb_per_s = copy::rate(&gpu, n)?;
+    let (bytes, copy) = gpu::copy(gpu, 8 * n, Sampling::LONG)?;
+    let copy_tb_per_s = tb_per_s(bytes, copy.median_ms);
     eprintln!("device copy: {copy_tb_per_s:.2} TB/s");
-    let burn = burn_adamw::measure(&gpu, n)?;
+    let burn = burn_adamw::measure(gpu, n)?;
     eprintln!("Burn: {:.3} ms", burn.median_ms);
 
     let rival = Rivals {
         copy_tb_per_s,
         burn_ms: burn.median_ms / n as f64,
-        torch_ms: torch.map(|torch| torch.median_ms / torch.parameters as f64),
+        torch_ms: torch.map(|torch| torch.time.median_ms / torch.parameters as f64),
     };
     let mut rows = Vec::new();
     for (name, first, second) in CANDIDATES {
-        let [step, with_search] = measure(&gpu, n, first, second)?;
+        let [step, with_search] = measure(gpu, n, first, second)?;
         eprintln!("{name}: {:.3} ms", step.median_ms);
         rows.push(OptimizerSpeed {
             with_search_ms: Some(with_search.median_ms),
@@ -117,18 +114,14 @@ pub fn run(settings: &Settings) -> Result<Vec<OptimizerSpeed>> {
             .row(BURN, [None, None], n, &gpu.name, burn.median_ms)
             .with_spread(burn),
     );
-    if let Some(Torch {
-        median_ms,
-        parameters,
-    }) = torch
-    {
-        rows.push(rival.row(
-            "PyTorch AdamW, fused",
-            [None, None],
-            parameters,
-            &gpu.name,
-            median_ms,
-        ));
+    if let Some(torch) = torch {
+        let name = "PyTorch AdamW, fused";
+        let (parameters, time) = (torch.parameters, torch.time);
+        rows.push(
+            rival
+                .row(name, [None, None], parameters, &gpu.name, time.median_ms)
+                .with_spread(time),
+        );
     }
     Ok(rows)
 }
@@ -206,11 +199,11 @@ fn measure(
     let (clock, flag) = (initial_clock(client), initial_flag(client));
     tick(client, &clock, None)?;
     let sync = || gpu.sync();
-    let step = time(
+    let step = Sampling::LONG.time(
         || Ok(adamw(client, &tensors, &clock, None, &HYPERPARAMETERS)?),
         sync,
     )?;
-    let with_search = time(
+    let with_search = Sampling::LONG.time(
         || {
             find_nonfinite(client, &[tensors[0].gradient.clone()], &flag)?;
             tick(client, &clock, Some(&flag))?;

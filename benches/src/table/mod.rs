@@ -1,18 +1,26 @@
 //! Markdown tables of result files. What a file holds shows in its fields.
 
+mod gemm;
+mod optimizer_speed;
 mod optimizers;
+mod quantize;
 mod runs;
-mod speed;
 mod states;
+mod steps;
 
 use anyhow::{Context, Result};
 use serde_json::Value;
+
+use crate::results::{Peer, Results, Rows, Run, Spread};
 
 /// The table of a result file, and a line on what it was measured with.
 ///
 /// | content | table |
 /// | --- | --- |
 /// | runs of `pretrain` | by recipe, or by recipe and optimizer where not all are FP32 AdamW |
+/// | `qt-bench gemm` | by product and kernel, beside peers |
+/// | `qt-bench quantize` | by tensor, beside device copies |
+/// | `qt-bench linear`, `qt-bench layer` | by size and backend, beside peers, and where the time goes |
 /// | `qt-bench optimizer` | by optimizer |
 /// | `states` | errors by the formats of both moments, beside those of the paper |
 ///
@@ -24,10 +32,18 @@ pub fn of(json: &str) -> Result<String> {
     if value.get("pairs").is_some() {
         return states::table(&serde_json::from_value(value)?);
     }
+    if value.get("bench").is_some() {
+        let Results { run, peer, rows } = serde_json::from_value(value)?;
+        return match rows {
+            Rows::Gemm(rows) => gemm::table(&run, peer.as_ref(), &rows),
+            Rows::Quantize(rows) => quantize::table(&run, peer.as_ref(), &rows),
+            Rows::Linear(rows) | Rows::Layer(rows) => steps::table(&run, peer.as_ref(), &rows),
+        };
+    }
     let rows = value.as_array().context("not an array of results")?;
     let first = rows.first().context("no results")?;
     if first.get("median_ms").is_some() {
-        speed::table(&serde_json::from_value::<Vec<_>>(value)?)
+        optimizer_speed::table(&serde_json::from_value::<Vec<_>>(value)?)
     } else if rows
         .iter()
         .any(|run| optimizers::of(run) != optimizers::BASELINE)
@@ -36,6 +52,34 @@ pub fn of(json: &str) -> Result<String> {
     } else {
         runs::table(rows)
     }
+}
+
+/// A line on machine, date and command.
+fn conditions(run: &Run, peer: Option<&Peer>) -> String {
+    let features = match run.features.as_slice() {
+        [] => String::from("without fusion and autotune"),
+        features => format!("with {}", features.join(" and ")),
+    };
+    let peer = peer.map_or(String::new(), |peer| {
+        format!("; {}, `{}`, {}", peer.versions, peer.command, peer.date)
+    });
+    format!(
+        "{} at {} of {} MHz, memory at {} MHz, driver {}, Burn {features}: `{}`, {}{peer}.\n",
+        run.device, run.sm_mhz, run.max_sm_mhz, run.memory_mhz, run.driver, run.command, run.date,
+    )
+}
+
+/// `1.250 ms (1.200 to 1.300)`.
+fn spread(time: Spread) -> String {
+    format!(
+        "{:.3} ms ({:.3} to {:.3})",
+        time.median_ms, time.p10_ms, time.p90_ms
+    )
+}
+
+/// `1.25x`.
+fn ratio(ratio: Option<f64>) -> String {
+    ratio.map_or(String::from("-"), |ratio| format!("{ratio:.2}x"))
 }
 
 /// A whole number with commas: `20,480,000`.
@@ -62,8 +106,45 @@ fn change(value: f64, baseline: f64) -> String {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
+
+    /// A run of `qt-bench`.
+    pub fn run() -> Run {
+        Run {
+            device: String::from("NVIDIA H200"),
+            driver: String::from("580.0"),
+            max_sm_mhz: 1980,
+            sm_mhz: 1755,
+            memory_mhz: 3201,
+            date: String::from("2026-11-21T12:00:00Z"),
+            command: String::from("qt-bench all"),
+            features: vec![String::from("fusion"), String::from("autotune")],
+            seed: 1,
+        }
+    }
+
+    #[test]
+    fn conditions_name_both_runs() {
+        let peer = Peer {
+            device: String::from("NVIDIA H200"),
+            date: String::from("2026-11-21T12:05:00Z"),
+            command: String::from("peers.py"),
+            versions: String::from("PyTorch 2.11.0"),
+        };
+        assert_eq!(
+            conditions(&run(), Some(&peer)),
+            "NVIDIA H200 at 1755 of 1980 MHz, memory at 3201 MHz, driver 580.0, Burn with fusion and autotune: \
+             `qt-bench all`, 2026-11-21T12:00:00Z; PyTorch 2.11.0, `peers.py`, 2026-11-21T12:05:00Z.\n"
+        );
+        let plain = Run {
+            features: Vec::new(),
+            ..run()
+        };
+        assert!(
+            conditions(&plain, None).contains("Burn without fusion and autotune: `qt-bench all`")
+        );
+    }
 
     #[test]
     fn other_files_are_errors() {
@@ -75,6 +156,7 @@ mod tests {
             "[{}]",
             "{\"pairs\": 1}",
             "[{\"median_ms\": 1}]",
+            "{\"bench\": \"gemm\", \"rows\": []}",
         ] {
             assert!(of(json).is_err(), "{json}");
         }

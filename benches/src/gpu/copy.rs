@@ -1,10 +1,10 @@
 //! The rate of a copy on the device: what a kernel that reads and writes can reach.
 
-use anyhow::Result;
-use cubecl::prelude::*;
+use anyhow::{Result, ensure};
+use cubecl::{cuda::CudaRuntime, prelude::*};
 
-use super::gpu::Gpu;
-use crate::{speed::tb_per_s, timing::time};
+use super::{Gpu, gather_rows, normal_matrix};
+use crate::{results::Spread, timing::Sampling};
 
 const UNITS: u32 = 256;
 /// Elements that a unit moves at once, 16 bytes.
@@ -14,16 +14,26 @@ const VECTORS_OF_UNIT: usize = 4;
 /// Elements of a cube.
 const CUBE: usize = UNITS as usize * WIDTH * VECTORS_OF_UNIT;
 
-/// TB/s of copying `n` FP32 numbers, rounded up to whole cubes; read and written bytes counted.
-pub fn rate(gpu: &Gpu, n: usize) -> Result<f64> {
-    let cubes = n.div_ceil(CUBE);
-    let values = gpu.random().tiled(cubes * CUBE, 1.0);
-    let (from, to) = (gpu.upload(&values), gpu.upload(&vec![0.0f32; values.len()]));
+/// Cubes of which the result is compared.
+const CHECKED: usize = 1024;
+
+/// Bytes that a copy moves, read and written, and its time: at least `bytes`, rounded up to whole cubes.
+///
+/// # Errors
+///
+/// The device failed, or copied something else.
+pub fn copy(gpu: &Gpu, bytes: usize, sampling: Sampling) -> Result<(usize, Spread)> {
+    let cubes = bytes.div_ceil(2 * size_of::<f32>() * CUBE);
+    let mut random = gpu.random();
+    let shape = [cubes, CUBE];
+    let seed = random.below(1 << 24) as u32;
+    let from = normal_matrix::<f32>(gpu, &shape, CUBE, &vec![0; cubes], seed);
+    let to = gpu.empty::<f32>(&shape);
     let launch = || {
         // SAFETY: the cubes cover both tensors exactly.
         #[allow(unsafe_code)]
         unsafe {
-            copy_kernel::launch_unchecked::<cubecl::cuda::CudaRuntime>(
+            copy_kernel::launch_unchecked::<CudaRuntime>(
                 &gpu.client,
                 CubeCount::Static(cubes as u32, 1, 1),
                 CubeDim::new_1d(UNITS),
@@ -34,12 +44,14 @@ pub fn rate(gpu: &Gpu, n: usize) -> Result<f64> {
         }
         Ok(())
     };
-    let copy = time(launch, || gpu.sync())?;
-    anyhow::ensure!(
-        gpu.download::<f32>(&to)? == values,
-        "the copy kernel does not copy"
-    );
-    Ok(tb_per_s(2 * size_of_val(&values[..]), copy.median_ms))
+    let time = sampling.time(launch, || gpu.sync())?;
+    let rows = random.stratified(cubes.div_ceil(CHECKED), cubes);
+    let [expected, actual] = [&from, &to].map(|tensor| {
+        let rows = gather_rows::<f32>(gpu, tensor, &rows);
+        gpu.download::<f32>(&rows)
+    });
+    ensure!(expected? == actual?, "the copy kernel does not copy");
+    Ok((2 * size_of::<f32>() * cubes * CUBE, time))
 }
 
 #[cube(launch_unchecked)]

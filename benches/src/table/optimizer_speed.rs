@@ -5,7 +5,7 @@ use std::fmt::Write;
 use anyhow::{Result, ensure};
 
 use super::grouped;
-use crate::speed::OptimizerSpeed;
+use crate::results::OptimizerSpeed;
 
 /// One line for each optimizer, and one on the device.
 pub(super) fn table(rows: &[OptimizerSpeed]) -> Result<String> {

@@ -1,0 +1,335 @@
+#!/usr/bin/env python3
+"""What PyTorch and Triton do on this machine's first GPU, as the file that `qt-bench --peers` reads.
+
+    python3 peers.py --json peers.json [--only gemm,linear,layer,optimizer,copy]
+
+Times are taken as qt-bench takes them: the host's clock around batches of launches that follow each other without
+waiting, medians over the batches. Matrix products are replayed from a CUDA graph, so that Python's own time does not
+count. Needs PyTorch and Triton; results are checked against float64 before they are timed.
+"""
+
+import argparse
+import datetime
+import json
+import math
+import subprocess
+import sys
+import time
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import nn
+
+SAMPLES = 20
+SAMPLE_S = 0.010
+WARM_UP_S = 0.050
+GRAPH_LAUNCHES = 10
+BLOCK = 128
+
+BATCH, SEQUENCE = 2, 1024
+
+
+def quantile(ordered, part):
+    """Between two of the ordered samples on a straight line."""
+    at = part * (len(ordered) - 1)
+    below = ordered[math.floor(at)]
+    return below + (ordered[math.ceil(at)] - below) * (at - math.floor(at))
+
+
+def spread(samples_ms):
+    ordered = sorted(samples_ms)
+    names = {"median_ms": 0.5, "p10_ms": 0.1, "p90_ms": 0.9}
+    return {name: quantile(ordered, part) for name, part in names.items()}
+
+
+def timed(launch):
+    """The time of one launch: of each sample the mean over its launches."""
+
+    def batch(launches):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(launches):
+            launch()
+        torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    batch(1)
+    warm, fastest = 0.0, math.inf
+    while warm < WARM_UP_S:
+        elapsed = batch(4)
+        warm += elapsed
+        fastest = min(fastest, elapsed / 4)
+    launches = math.ceil(SAMPLE_S / max(fastest, 1e-6))
+    return spread([1e3 * batch(launches) / launches for _ in range(SAMPLES)])
+
+
+def timed_graph(launch):
+    """The time of one launch among those of a CUDA graph."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        launch()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(GRAPH_LAUNCHES):
+            launch()
+    of_graph = timed(graph.replay)
+    return {name: ms / GRAPH_LAUNCHES for name, ms in of_graph.items()}
+
+
+# Matrix products
+
+
+@triton.jit
+def block_gemm_kernel(a, b, a_scales, b_scales, c, n, k, blocks_k, tiles_m, tiles_n,
+                      TILE_M: tl.constexpr, TILE_N: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr):
+    """C[M, N] = A[M, K] B[N, K]^T with a scale for each 128 x 128 block, in BF16. Tiles divide M, N and K.
+
+    GROUP rows of tiles are computed together, so that they share the columns of B in the cache.
+    """
+    tile = tl.program_id(0)
+    in_group = GROUP * tiles_n
+    first = tile // in_group * GROUP
+    height = min(tiles_m - first, GROUP)
+    tile_m = first + tile % in_group % height
+    tile_n = tile % in_group // height
+    rows = tile_m * TILE_M + tl.arange(0, TILE_M)
+    cols = tile_n * TILE_N + tl.arange(0, TILE_N)
+    depth = tl.arange(0, DEPTH)
+    a_at = a + rows[:, None] * k + depth[None, :]
+    b_at = b + cols[None, :] * k + depth[:, None]
+    a_scale_at = a_scales + tile_m * TILE_M // 128 * blocks_k
+    b_scale_at = b_scales + tile_n * TILE_N // 128 * blocks_k
+    sums = tl.zeros((TILE_M, TILE_N), tl.float32)
+    for step in range(0, k // DEPTH):
+        block = step * DEPTH // 128
+        scale = tl.load(a_scale_at + block) * tl.load(b_scale_at + block)
+        product = tl.dot(tl.load(a_at), tl.load(b_at), out_dtype=tl.int32)
+        sums += product.to(tl.float32) * scale
+        a_at += DEPTH
+        b_at += DEPTH
+    tl.store(c + rows[:, None] * n + cols[None, :], sums.to(tl.bfloat16))
+
+
+# Rows, columns and depth of a tile, warps, stages.
+TILES = [(128, 128, 128, 8, 3), (128, 128, 128, 4, 3), (128, 128, 64, 8, 4), (128, 64, 128, 4, 4), (64, 128, 128, 4, 4)]
+
+
+def block_gemm(a, b, a_scales, b_scales, c, tiles):
+    tile_m, tile_n, depth, warps, stages = tiles
+    (m, k), n = a.shape, b.shape[0]
+    tiles_m, tiles_n = m // tile_m, n // tile_n
+    block_gemm_kernel[(tiles_m * tiles_n,)](
+        a, b, a_scales, b_scales, c, n, k, k // BLOCK, tiles_m, tiles_n, tile_m, tile_n, depth, 8,
+        num_warps=warps, num_stages=stages)
+
+
+def check(what, c, a, b, tolerance):
+    """Compares some rows of C = A B^T, the factors given in float64 by functions of row indices."""
+    rows = torch.randint(0, c.shape[0], (64,), device="cuda")
+    cols = torch.randint(0, c.shape[1], (64,), device="cuda")
+    expected = a(rows) @ b(cols).T
+    error = (c[rows][:, cols].double() - expected).norm() / expected.norm()
+    if not error <= tolerance:
+        sys.exit(f"{what}: relative error {error:.2e}")
+
+
+def dequantized(x, scales):
+    """Rows of a block-quantized matrix."""
+    return lambda rows: x[rows].double() * scales[rows // BLOCK].repeat_interleave(BLOCK, dim=1).double()
+
+
+def quantized_normal(n):
+    """INT8 numbers as those of a quantized normal matrix: a block's largest magnitude is about 4.2 deviations."""
+    values = torch.randn(n, n, device="cuda") * 127 / 4.2
+    return values.round().clamp(-127, 127).to(torch.int8)
+
+
+def measure_gemm(sizes):
+    results = []
+
+    def add(kernel, n, ms):
+        results.append({"kernel": kernel, "m": n, "n": n, "k": n, "time": ms})
+        print(f"{kernel}, {n}: {2 * n**3 / ms['median_ms'] / 1e9:.0f} TOP/s", file=sys.stderr)
+
+    for n in sizes:
+        a, b = (torch.randn(n, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        check("cuBLAS BF16", a @ b, lambda rows: a[rows].double(), lambda cols: b[:, cols].T.double(), 5e-3)
+        add("cublas-bf16", n, timed_graph(lambda: torch.matmul(a, b)))
+
+        x, y = (quantized_normal(n) for _ in range(2))
+        exact = torch._int_mm(x, y.T)
+        check("cuBLAS INT8", exact, lambda rows: x[rows].double(), lambda cols: y[cols].double(), 0.0)
+        add("cublas-int8", n, timed_graph(lambda: torch._int_mm(x, y.T)))
+
+        if n % BLOCK:
+            continue
+        x_scales, y_scales = (torch.rand(n // BLOCK, n // BLOCK, device="cuda") for _ in range(2))
+        c = torch.empty(n, n, device="cuda", dtype=torch.bfloat16)
+        times = []
+        for tiles in TILES:
+            c.zero_()
+            launch = lambda: block_gemm(x, y, x_scales, y_scales, c, tiles)
+            launch()
+            check("Triton INT8", c, dequantized(x, x_scales), dequantized(y, y_scales), 5e-3)
+            times.append(timed_graph(launch))
+        add("triton-int8", n, min(times, key=lambda ms: ms["median_ms"]))
+    return results
+
+
+# Layers
+
+
+class RmsNorm(nn.Module):
+    def __init__(self, hidden):
+        super().__init__()
+        self.gamma = nn.Parameter(torch.ones(hidden))
+
+    def forward(self, x):
+        return F.rms_norm(x, (x.shape[-1],), self.gamma, 1e-5)
+
+
+class Decoder(nn.Module):
+    """The layer of benches/src/step/architecture.rs."""
+
+    def __init__(self, hidden):
+        super().__init__()
+        inner = hidden * 8 // 3 // BLOCK * BLOCK
+        self.attention_norm, self.mlp_norm = RmsNorm(hidden), RmsNorm(hidden)
+        self.q, self.k, self.v, self.o = (nn.Linear(hidden, hidden, bias=False) for _ in range(4))
+        self.gate, self.up = (nn.Linear(hidden, inner, bias=False) for _ in range(2))
+        self.down = nn.Linear(inner, hidden, bias=False)
+
+    def forward(self, x):
+        batch, sequence, hidden = x.shape
+        h = self.attention_norm(x)
+        q, k, v = (linear(h).view(batch, sequence, -1, BLOCK).transpose(1, 2) for linear in (self.q, self.k, self.v))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.o(mixed.transpose(1, 2).reshape(batch, sequence, hidden))
+        h = self.mlp_norm(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+def measure_module(subject, module, x):
+    """Both passes of a module on the input x, whose shape is also that of the output."""
+    gradient = torch.randn_like(x)
+
+    def both():
+        module.zero_grad(set_to_none=True)
+        x.grad = None
+        module(x).backward(gradient)
+
+    forward_ms, both_ms = timed(lambda: module(x)), timed(both)
+    module.zero_grad(set_to_none=True)
+    x.grad = None
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    y = module(x)
+    torch.cuda.synchronize()
+    held = torch.cuda.memory_allocated() - before
+    del y
+    batch, sequence, hidden = x.shape
+    print(f"{subject}, hidden {hidden}, {batch * sequence} tokens: {both_ms['median_ms']:.3f} ms", file=sys.stderr)
+    return {"subject": subject, "tokens": batch * sequence, "hidden": hidden, "forward": forward_ms, "both": both_ms,
+            "activation_bytes": held}
+
+
+def random_input(batch, sequence, hidden):
+    return torch.randn(batch, sequence, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+
+def measure_linear(features, tokens):
+    results = []
+    for count in tokens:
+        linear = nn.Linear(features, features, bias=False).to("cuda", torch.bfloat16)
+        results.append(measure_module("torch-eager", linear, random_input(1, count, features)))
+    return results
+
+
+def measure_layer(sizes):
+    results = []
+    for hidden in sizes:
+        layer = Decoder(hidden).to("cuda", torch.bfloat16)
+        x = random_input(BATCH, SEQUENCE, hidden)
+        results.append(measure_module("torch-eager", layer, x))
+        try:
+            # Another width would otherwise be compiled as one of any width.
+            torch._dynamo.reset()
+            compiled = torch.compile(layer, dynamic=False)
+            compiled(x)
+        except Exception as error:  # torch.compile needs a C compiler, which a machine may lack.
+            print(f"torch.compile, hidden {hidden}: {error}", file=sys.stderr)
+            continue
+        results.append(measure_module("torch-compiled", compiled, x))
+    return results
+
+
+# Optimizer and copy
+
+
+def measure_optimizer(parameters):
+    weight = nn.Parameter(0.02 * torch.randn(parameters, device="cuda"))
+    weight.grad = 1e-3 * torch.randn_like(weight)
+    optimizer = torch.optim.AdamW([weight], lr=1e-4, weight_decay=0.1, fused=True)
+    return [{"parameters": parameters, "time": timed(optimizer.step)}]
+
+
+def measure_copy():
+    x = torch.randn(1 << 28, device="cuda")
+    y = torch.empty_like(x)
+    return [{"bytes": 2 * x.numel() * x.element_size(), "time": timed(lambda: y.copy_(x))}]
+
+
+def numbers(text):
+    return [int(number) for number in text.split(",")]
+
+
+PARTS = ["copy", "gemm", "linear", "layer", "optimizer"]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", required=True, help="file to write")
+    parser.add_argument("--only", type=lambda text: text.split(","), default=PARTS, help="parts to measure")
+    parser.add_argument("--sizes", type=numbers, default=[2048, 4096, 8192], help="M = N = K of products")
+    parser.add_argument("--features", type=int, default=4096, help="features of the linear layer")
+    parser.add_argument("--tokens", type=numbers, default=[2048, 8192], help="rows of its input")
+    parser.add_argument("--hidden", type=numbers, default=[1024, 2048, 4096], help="features of decoder layers")
+    parser.add_argument("--parameters", type=int, default=1 << 28, help="parameters of the optimizer")
+    args = parser.parse_args()
+    unknown = set(args.only) - set(PARTS)
+    if unknown:
+        parser.error(f"--only: there is no {', '.join(sorted(unknown))}")
+    if not torch.cuda.is_available():
+        sys.exit("peers.py: there is no GPU")
+    name = subprocess.run(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], check=True, capture_output=True,
+                          text=True).stdout.splitlines()[0].strip()
+    measures = {
+        "copy": measure_copy,
+        "gemm": lambda: measure_gemm(args.sizes),
+        "linear": lambda: measure_linear(args.features, args.tokens),
+        "layer": lambda: measure_layer(args.hidden),
+        "optimizer": lambda: measure_optimizer(args.parameters),
+    }
+    results = {
+        "run": {
+            "device": name,
+            "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            "command": " ".join(["peers.py", *sys.argv[1:]]),
+            "versions": f"PyTorch {torch.__version__}, Triton {triton.__version__}, CUDA {torch.version.cuda}",
+        }
+    }
+    for part in PARTS:
+        if part in args.only:
+            results[part] = measures[part]()
+            torch.cuda.empty_cache()
+    with open(args.json, "w") as file:
+        json.dump(results, file, indent=2)
+        file.write("\n")
+
+
+if __name__ == "__main__":
+    main()

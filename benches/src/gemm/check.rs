@@ -1,0 +1,130 @@
+//! A product against an f64 evaluation over the same integers and scales, on a sample of its elements.
+
+use anyhow::{Result, ensure};
+use cubecl_kernels::format::Granularity;
+
+use super::{Operands, Problem};
+use crate::{
+    gpu::{Gpu, Tensor, gather_rows},
+    random::Random,
+};
+
+/// One row and one column of the sample lie in each stretch of this many: in every tile of a kernel.
+const STRETCH: usize = 64;
+/// Rows and columns of the sample at most.
+const MOST: usize = 128;
+/// FP32 rounding of a sum, as a part of the sum of its terms' magnitudes.
+const ACCUMULATION: f64 = 1e-6;
+
+/// Rows of an operand, or of its residual, on the host.
+struct Rows {
+    values: Vec<i8>,
+    scales: Vec<f32>,
+}
+
+/// Compares a sample of `out` with its reference.
+///
+/// # Errors
+///
+/// An element differs by more than its rounding and that of an FP32 sum.
+pub fn check(
+    gpu: &Gpu,
+    random: &mut Random,
+    problem: &Problem,
+    operands: &Operands,
+    out: &Tensor,
+) -> Result<()> {
+    let Problem {
+        batch,
+        m,
+        n,
+        k,
+        block,
+        ..
+    } = *problem;
+    ensure!(
+        operands.a.granularity == Granularity::Block(block),
+        "operands of another block size"
+    );
+    let rows = sample(random, batch * m);
+    let cols = sample(random, n);
+    let rows_of_b: Vec<usize> = (0..batch)
+        .flat_map(|index| cols.iter().map(move |col| index * n + col))
+        .collect();
+    let download = |values: &Option<Tensor>, scales: &Tensor, rows: &[usize]| -> Result<Rows> {
+        let values = values.as_ref().expect("operands are row-major");
+        Ok(Rows {
+            values: gpu.download(&gather_rows::<i8>(gpu, values, rows))?,
+            scales: gpu.download(scales)?,
+        })
+    };
+    let a = download(&operands.a.values, &operands.a.scales, &rows)?;
+    let b = download(&operands.b.values, &operands.b.scales, &rows_of_b)?;
+    let residual = match &operands.residual {
+        None => None,
+        Some(residual) => {
+            let flags: Vec<u32> = gpu.download(&residual.flags)?;
+            let rows = download(&Some(residual.values.clone()), &residual.scales, &rows)?;
+            Some((rows, flags))
+        }
+    };
+    let f32_output = problem.output_is_f32();
+    let actual: Vec<f32> = if f32_output {
+        gpu.download(&gather_rows::<f32>(gpu, out, &rows))?
+    } else {
+        let bits: Vec<u16> = gpu.download(&gather_rows::<u16>(gpu, out, &rows))?;
+        bits.into_iter()
+            .map(|bits| half::bf16::from_bits(bits).to_f32())
+            .collect()
+    };
+
+    let (blocks_m, blocks_n, blocks_k) = (m.div_ceil(block), n.div_ceil(block), k.div_ceil(block));
+    for (i, &row) in rows.iter().enumerate() {
+        let (index, row_of_matrix) = (row / m, row % m);
+        let scales_of_row = (index * blocks_m + row_of_matrix / block) * blocks_k;
+        for (j, &col) in cols.iter().enumerate() {
+            let scales_of_col = (index * blocks_n + col / block) * blocks_k;
+            let (mut expected, mut magnitude) = (0.0, 0.0);
+            for depth in 0..blocks_k {
+                let part = depth * block..((depth + 1) * block).min(k);
+                let b_values = &b.values[(index * cols.len() + j) * k..][part.clone()];
+                let b_scale = f64::from(b.scales[scales_of_col + depth]);
+                let mut add = |a: &Rows| {
+                    let sum = dot(&a.values[i * k..][part.clone()], b_values);
+                    let term =
+                        f64::from(sum) * f64::from(a.scales[scales_of_row + depth]) * b_scale;
+                    expected += term;
+                    magnitude += term.abs();
+                };
+                add(&a);
+                if let Some((residual, flags)) = &residual
+                    && flags[scales_of_row + depth] != 0
+                {
+                    add(residual);
+                }
+            }
+            let actual = f64::from(actual[i * n + col]);
+            let rounding = if f32_output { 0.0 } else { half_ulp(expected) };
+            ensure!(
+                (actual - expected).abs() <= 1.0001 * rounding + ACCUMULATION * magnitude,
+                "element {row}, {col} is {actual} instead of {expected}"
+            );
+        }
+    }
+    Ok(())
+}
+
+fn sample(random: &mut Random, end: usize) -> Vec<usize> {
+    random.stratified(STRETCH.max(end.div_ceil(MOST)), end)
+}
+
+fn dot(a: &[i8], b: &[i8]) -> i32 {
+    let products = a.iter().zip(b).map(|(&a, &b)| i32::from(a) * i32::from(b));
+    products.sum()
+}
+
+/// Half a unit in the last place of BF16.
+pub(super) fn half_ulp(x: f64) -> f64 {
+    let exponent = x.abs().max(f64::from(f32::MIN_POSITIVE)).log2().floor() as i32;
+    2f64.powi(exponent - 8)
+}

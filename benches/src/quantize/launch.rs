@@ -1,0 +1,77 @@
+//! The quantizations that a linear layer asks for.
+
+use cubecl::{cuda::CudaRuntime, prelude::*};
+use cubecl_kernels::{
+    KernelError,
+    fallback::{FallbackResidual, quantize_fallback},
+    format::{Format, Granularity, Layout, Rounding, StochasticKey},
+    quantize::{QuantizeSpec, Quantized, quantize},
+};
+
+use super::BLOCK;
+use crate::{gpu::Tensor, results::Operand};
+
+/// The state of a layer's fallback.
+pub struct Fallback {
+    /// f32 `[1]`.
+    pub thresholds: Tensor,
+    /// i32 `[1, 2]`, goes up with each launch.
+    pub counts: Tensor,
+}
+
+/// What one operand becomes.
+pub struct Launched {
+    /// Row-major values; for dY the transposed ones too.
+    pub values: Quantized<CudaRuntime>,
+    /// The residuals of X.
+    pub residual: Option<FallbackResidual<CudaRuntime>>,
+    /// X for the backward pass: stochastic, transposed.
+    pub saved: Option<Quantized<CudaRuntime>>,
+}
+
+/// Quantizes one operand.
+pub fn launch(
+    client: &ComputeClient<CudaRuntime>,
+    operand: Operand,
+    x: &Tensor,
+    fallback: &Fallback,
+    key: StochasticKey,
+) -> Result<Launched, KernelError> {
+    let stochastic = Rounding::Stochastic(key);
+    let (rounding, layout) = match operand {
+        Operand::X => return quantize_input(client, x, fallback, key),
+        Operand::Dy => (stochastic, Layout::Both),
+        Operand::W => (Rounding::Nearest, Layout::RowMajor),
+    };
+    Ok(Launched {
+        values: quantize(client, x, &spec(rounding, layout))?,
+        residual: None,
+        saved: None,
+    })
+}
+
+/// X for the forward product and for the backward ones.
+fn quantize_input(
+    client: &ComputeClient<CudaRuntime>,
+    x: &Tensor,
+    fallback: &Fallback,
+    key: StochasticKey,
+) -> Result<Launched, KernelError> {
+    let Fallback { thresholds, counts } = fallback;
+    let forward = quantize_fallback(client, x, BLOCK, Layout::RowMajor, thresholds, 0, counts)?;
+    let saved = spec(Rounding::Stochastic(key), Layout::Transposed);
+    Ok(Launched {
+        values: forward.base,
+        residual: Some(forward.residual),
+        saved: Some(quantize(client, x, &saved)?),
+    })
+}
+
+fn spec(rounding: Rounding, layout: Layout) -> QuantizeSpec {
+    QuantizeSpec {
+        format: Format::Int8,
+        granularity: Granularity::Block(BLOCK),
+        rounding,
+        layout,
+    }
+}

@@ -1,0 +1,43 @@
+//! The result files of `qt-bench`.
+
+mod gemm;
+mod optimizer;
+mod quantize;
+mod run;
+mod spread;
+mod step;
+
+pub use gemm::{Fallback, GemmSpeed, Kernel, LayerProduct, Placement, Product};
+pub use optimizer::OptimizerSpeed;
+pub use quantize::{Operand, QuantizeSpeed};
+pub use run::{Peer, Run, utc};
+pub use spread::{Spread, tb_per_s};
+pub use step::{PartSpeed, StepSpeed, Subject};
+
+use serde::{Deserialize, Serialize};
+
+/// A result file: what one command measured, and how.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Results {
+    /// Machine, date, command.
+    pub run: Run,
+    /// The other libraries of the lines that they measured; none without a peers' file.
+    pub peer: Option<Peer>,
+    /// What was measured.
+    #[serde(flatten)]
+    pub rows: Rows,
+}
+
+/// The lines of a result file, by benchmark.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "bench", content = "rows", rename_all = "kebab-case")]
+pub enum Rows {
+    /// `qt-bench gemm`.
+    Gemm(Vec<GemmSpeed>),
+    /// `qt-bench quantize`.
+    Quantize(Vec<QuantizeSpeed>),
+    /// `qt-bench linear`.
+    Linear(Vec<StepSpeed>),
+    /// `qt-bench layer`.
+    Layer(Vec<StepSpeed>),
+}

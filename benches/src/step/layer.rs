@@ -1,0 +1,155 @@
+//! A decoder layer on a GPU.
+
+use std::path::Path;
+
+use anyhow::{Result, ensure};
+use burn::{
+    backend::{Autodiff, Cuda, Flex, cuda::CudaDevice},
+    tensor::{DType, bf16},
+};
+use burn_quant_train::{
+    QuantTrain,
+    recipe::{FallbackInt8, MixedPrecision},
+};
+use clap::Args;
+
+use super::{
+    architecture::{Architecture, DecoderWeights},
+    breakdown::Breakdown,
+    check::{Outputs, Reference},
+    contender::Contender,
+    input::Input,
+    measure::Measure,
+};
+use crate::{
+    gpu::Gpu,
+    peers::Peers,
+    random::Random,
+    results::{Results, Rows, StepSpeed},
+    timing::Sampling,
+};
+
+/// What is measured.
+#[derive(Args, Debug, Clone)]
+#[group(skip)]
+pub struct Settings {
+    /// Features of the residual stream, multiples of 128
+    #[arg(
+        long,
+        value_delimiter = ',',
+        default_values = ["1024", "2048", "4096"],
+        value_name = "N,.."
+    )]
+    pub hidden: Vec<usize>,
+    /// Also measure each part of the layer by itself
+    #[arg(long)]
+    pub breakdown: bool,
+}
+
+/// Batch and sequence.
+const ROWS: [usize; 2] = [2, 1024];
+/// The widest layer whose reference comes from the CPU, in FP32. That of a wider one comes from Burn in BF16, which a
+/// narrower one has been checked with.
+const FLEX: usize = 1024;
+
+/// Checks the layer on every backend, then measures it. Says on stderr what it does.
+///
+/// # Errors
+///
+/// A result that differs from the reference, or a file of peers that is none of this GPU.
+pub fn run(gpu: &Gpu, settings: &Settings, peers: Option<&Path>) -> Result<Results> {
+    ensure!(
+        settings
+            .hidden
+            .iter()
+            .all(|it| *it > 0 && it.is_multiple_of(128)),
+        "--hidden must be multiples of 128"
+    );
+    let peers = peers.map(|path| Peers::read(path, &gpu.name)).transpose()?;
+    let mut random = gpu.random();
+    let mut rows = Vec::new();
+    for &hidden in &settings.hidden {
+        let weights = DecoderWeights::random(&mut random, hidden);
+        let input = Input::random(&mut random, ROWS, [hidden, hidden]);
+        let reference = if hidden <= FLEX {
+            Some(on_the_cpu(&weights, &input)?.reference(&mut random))
+        } else {
+            None
+        };
+        let mut measured = Measured {
+            gpu,
+            weights: &weights,
+            input: &input,
+            breakdown: settings.breakdown,
+            random: &mut random,
+        };
+        let reference = reference.as_ref();
+        let (plain, outputs) = measured.on::<Autodiff<Cuda>>(DType::BF16, reference)?;
+        let of_burn = outputs.reference(measured.random);
+        let reference = Some(reference.unwrap_or(&of_burn));
+        rows.push(plain);
+        let (mixed, _) = measured
+            .on::<QuantTrain<Autodiff<Cuda>, MixedPrecision<bf16>>>(DType::F32, reference)?;
+        rows.push(mixed);
+        let (int8, _) =
+            measured.on::<QuantTrain<Autodiff<Cuda>, FallbackInt8<bf16>>>(DType::F32, reference)?;
+        rows.push(int8);
+    }
+    rows.extend(peers.iter().flat_map(Peers::layer));
+    Ok(Results {
+        run: gpu.run()?,
+        peer: peers.map(|peers| peers.run()),
+        rows: Rows::Layer(rows),
+    })
+}
+
+/// The layer in FP32.
+fn on_the_cpu(weights: &DecoderWeights, input: &Input) -> Result<Outputs> {
+    let device = Default::default();
+    let model = weights.init::<Autodiff<Flex>>(DType::F32, &device);
+    Outputs::of(&model, &input.on(DType::F32, &device), input)
+}
+
+struct Measured<'a> {
+    gpu: &'a Gpu,
+    weights: &'a DecoderWeights,
+    input: &'a Input,
+    breakdown: bool,
+    random: &'a mut Random,
+}
+
+impl Measured<'_> {
+    fn on<B: Contender<Device = CudaDevice>>(
+        &mut self,
+        parameters: DType,
+        reference: Option<&Reference>,
+    ) -> Result<(StepSpeed, Outputs)> {
+        let name = B::SUBJECT.name();
+        let device = CudaDevice::default();
+        let measure = Measure::<B> {
+            sampling: Sampling::SHORT,
+            device: &device,
+            parameters,
+            activations: DType::BF16,
+            live_bytes: &|| self.gpu.live_bytes(),
+        };
+        let (mut speed, outputs) = measure
+            .run(self.weights, self.input, reference)
+            .map_err(|error| error.context(name))?;
+        self.gpu.client.memory_cleanup();
+        let (hidden, ms) = (speed.hidden, speed.both.median_ms);
+        eprintln!("decoder layer, hidden {hidden}, {name}: {ms:.3} ms");
+        if self.breakdown {
+            let breakdown = Breakdown::<B> {
+                sampling: Sampling::SHORT,
+                device: &device,
+                parameters,
+                activations: DType::BF16,
+                rows: ROWS,
+            };
+            speed.parts = breakdown.parts(self.weights, self.random)?;
+            self.gpu.client.memory_cleanup();
+        }
+        Ok((speed, outputs))
+    }
+}

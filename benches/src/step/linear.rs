@@ -1,0 +1,100 @@
+//! One linear layer on a GPU.
+
+use std::path::Path;
+
+use anyhow::Result;
+use burn::{
+    backend::{Autodiff, Cuda, cuda::CudaDevice},
+    tensor::{DType, bf16},
+};
+use burn_quant_train::{
+    QuantTrain,
+    recipe::{FallbackInt8, MixedPrecision},
+};
+use clap::Args;
+
+use super::{
+    architecture::Weight, check::Reference, contender::Contender, input::Input, measure::Measure,
+};
+use crate::{
+    gpu::Gpu,
+    peers::Peers,
+    results::{Results, Rows, StepSpeed},
+    timing::Sampling,
+};
+
+/// What is measured.
+#[derive(Args, Debug, Clone)]
+#[group(skip)]
+pub struct Settings {
+    /// Features of input and output of the linear layer
+    #[arg(long, default_value_t = 4096, value_name = "N")]
+    pub features: usize,
+    /// Rows of its input
+    #[arg(
+        long,
+        value_delimiter = ',',
+        default_values = ["2048", "8192"],
+        value_name = "N,.."
+    )]
+    pub tokens: Vec<usize>,
+}
+
+/// Checks the layer on every backend, then measures it. Says on stderr what it does.
+///
+/// # Errors
+///
+/// A result that differs from the reference, or a file of peers that is none of this GPU.
+pub fn run(gpu: &Gpu, settings: &Settings, peers: Option<&Path>) -> Result<Results> {
+    let peers = peers.map(|path| Peers::read(path, &gpu.name)).transpose()?;
+    let mut random = gpu.random();
+    let features = [settings.features; 2];
+    let mut rows = Vec::new();
+    for &tokens in &settings.tokens {
+        let weight = Weight::random(&mut random, features);
+        let input = Input::random(&mut random, [1, tokens], features);
+        let reference = Reference::of_linear(&mut random, &weight, &input);
+        let measure = Measured {
+            gpu,
+            weight: &weight,
+            input: &input,
+            reference: &reference,
+        };
+        rows.push(measure.on::<Autodiff<Cuda>>(DType::BF16)?);
+        rows.push(measure.on::<QuantTrain<Autodiff<Cuda>, MixedPrecision<bf16>>>(DType::F32)?);
+        rows.push(measure.on::<QuantTrain<Autodiff<Cuda>, FallbackInt8<bf16>>>(DType::F32)?);
+    }
+    rows.extend(peers.iter().flat_map(Peers::linear));
+    Ok(Results {
+        run: gpu.run()?,
+        peer: peers.map(|peers| peers.run()),
+        rows: Rows::Linear(rows),
+    })
+}
+
+struct Measured<'a> {
+    gpu: &'a Gpu,
+    weight: &'a Weight,
+    input: &'a Input,
+    reference: &'a Reference,
+}
+
+impl Measured<'_> {
+    fn on<B: Contender<Device = CudaDevice>>(&self, parameters: DType) -> Result<StepSpeed> {
+        let name = B::SUBJECT.name();
+        let measure = Measure::<B> {
+            sampling: Sampling::SHORT,
+            device: &CudaDevice::default(),
+            parameters,
+            activations: DType::BF16,
+            live_bytes: &|| self.gpu.live_bytes(),
+        };
+        let (speed, _) = measure
+            .run(self.weight, self.input, Some(self.reference))
+            .map_err(|error| error.context(name))?;
+        self.gpu.client.memory_cleanup();
+        let (tokens, ms) = (speed.tokens, speed.both.median_ms);
+        eprintln!("linear layer, {tokens} tokens, {name}: {ms:.3} ms");
+        Ok(speed)
+    }
+}

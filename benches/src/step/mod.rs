@@ -1,0 +1,18 @@
+//! The time of a forward and a backward pass of layers, beside that of the same layers without quantization.
+//!
+//! [`architecture`] holds the layers, plain Burn; [`contender`] says what a training loop does about their weights;
+//! [`measure`] takes a layer on one backend: [`check`] compares outputs and gradients with a float reference, and
+//! [`passes`] times both passes; [`breakdown`] times the parts of a layer. None of them knows of a device: `linear` and
+//! `layer`, built with feature `cuda`, run them on a GPU.
+
+pub mod architecture;
+pub mod breakdown;
+pub mod check;
+pub mod contender;
+pub mod input;
+#[cfg(feature = "cuda")]
+pub mod layer;
+#[cfg(feature = "cuda")]
+pub mod linear;
+pub mod measure;
+pub mod passes;

@@ -1,0 +1,244 @@
+//! What `qt-bench linear` and `qt-bench layer` measured.
+
+use std::fmt::Write;
+
+use anyhow::{Result, ensure};
+
+use super::{conditions, grouped, mebibytes, ratio, spread};
+use crate::results::{Peer, Run, Spread, StepSpeed, Subject};
+
+/// One line for each size and subject, one for each part, and one on the device.
+pub(super) fn table(run: &Run, peer: Option<&Peer>, rows: &[StepSpeed]) -> Result<String> {
+    ensure!(!rows.is_empty(), "no results");
+    let mut out = String::from(
+        "| hidden | tokens | | forward | forward + backward (10% to 90%) | host | alone | held | fallback | error \
+         | against Burn | against PyTorch |\n\
+         | ---: | ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |\n",
+    );
+    let sizes = sizes(rows);
+    for size in &sizes {
+        for row in of_size(rows, *size) {
+            let optional = |value: Option<String>| value.unwrap_or_else(|| String::from("-"));
+            let milliseconds = |time: Option<Spread>| {
+                optional(time.map(|time| format!("{:.3} ms", time.median_ms)))
+            };
+            let percent = |part: Option<f64>, digits: usize| {
+                optional(part.map(|part| format!("{:.digits$}%", 100.0 * part)))
+            };
+            let against = |subject: Subject| {
+                let rival = of_size(rows, *size).find(|rival| rival.subject == subject);
+                let rival = rival.filter(|_| row.subject != subject);
+                ratio(rival.map(|rival| rival.both.median_ms / row.both.median_ms))
+            };
+            writeln!(
+                out,
+                "| {} | {} | {} | {:.3} ms | {} | {} | {} | {} | {} | {} | {} | {} |",
+                row.hidden,
+                grouped(row.tokens as f64),
+                row.subject.name(),
+                row.forward.median_ms,
+                spread(row.both),
+                milliseconds(row.enqueue),
+                milliseconds(row.alone),
+                optional(row.activation_bytes.map(|bytes| mebibytes(bytes as f64))),
+                percent(row.fallback_rate, 0),
+                percent(row.error, 1),
+                against(Subject::Burn),
+                against(Subject::TorchEager),
+            )?;
+        }
+    }
+    for size in &sizes {
+        parts(&mut out, rows, *size)?;
+    }
+    writeln!(
+        out,
+        "\nPasses follow each other without waiting, as in training; each has a new input and, as after an optimizer \
+         step, quantizes its weights. Alone: both passes from an idle device until it is idle again; host: the part of \
+         that until the last operation is handed over. Held: bytes in use after a forward pass and not before it. \
+         Error: of outputs and gradients, root mean square over root mean square. {}",
+        conditions(run, peer).trim_end(),
+    )?;
+    Ok(out)
+}
+
+/// Hidden size and tokens, in order.
+fn sizes(rows: &[StepSpeed]) -> Vec<[usize; 2]> {
+    let mut sizes: Vec<_> = rows.iter().map(|row| [row.hidden, row.tokens]).collect();
+    sizes.sort_unstable();
+    sizes.dedup();
+    sizes
+}
+
+fn of_size(rows: &[StepSpeed], size: [usize; 2]) -> impl Iterator<Item = &StepSpeed> {
+    rows.iter()
+        .filter(move |row| [row.hidden, row.tokens] == size)
+}
+
+/// Where the time goes: forward, and forward and backward, of each part times how often it is there.
+fn parts(out: &mut String, rows: &[StepSpeed], size: [usize; 2]) -> Result<()> {
+    let subjects: Vec<_> = of_size(rows, size)
+        .filter(|row| !row.parts.is_empty())
+        .collect();
+    let Some(first) = subjects.first() else {
+        return Ok(());
+    };
+    let names = |row: &StepSpeed| -> Vec<_> {
+        let parts = row.parts.iter();
+        parts.map(|part| (part.name.clone(), part.count)).collect()
+    };
+    ensure!(
+        subjects.iter().all(|row| names(row) == names(first)),
+        "the subjects have other parts"
+    );
+    write!(
+        out,
+        "\nHidden {}, {} tokens: forward, forward + backward, host, in ms.\n\n| part |",
+        size[0], size[1]
+    )?;
+    for row in &subjects {
+        write!(out, " {} |", row.subject.name())?;
+    }
+    writeln!(out, "\n| --- |{}", " ---: |".repeat(subjects.len()))?;
+    for (index, part) in first.parts.iter().enumerate() {
+        let times = if part.count > 1 {
+            format!("{} x ", part.count)
+        } else {
+            String::new()
+        };
+        write!(out, "| {times}{} |", part.name)?;
+        for row in &subjects {
+            let part = &row.parts[index];
+            let all = |time: Spread| part.count as f64 * time.median_ms;
+            write!(
+                out,
+                " {:.3}, {:.3}, {:.3} |",
+                all(part.forward),
+                all(part.both),
+                all(part.enqueue)
+            )?;
+        }
+        out.push('\n');
+    }
+    write!(out, "| all parts |")?;
+    for row in &subjects {
+        let sum = |of: fn(&crate::results::PartSpeed) -> Spread| -> f64 {
+            let parts = row.parts.iter();
+            parts
+                .map(|part| part.count as f64 * of(part).median_ms)
+                .sum()
+        };
+        write!(
+            out,
+            " {:.3}, {:.3}, {:.3} |",
+            sum(|part| part.forward),
+            sum(|part| part.both),
+            sum(|part| part.enqueue)
+        )?;
+    }
+    out.push('\n');
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::{
+        results::{PartSpeed, Results, Rows},
+        table::{of, tests::run},
+    };
+
+    use super::*;
+
+    fn time(ms: f64) -> Spread {
+        Spread::of(vec![ms])
+    }
+
+    fn row(subject: Subject, hidden: usize, ms: f64) -> StepSpeed {
+        StepSpeed {
+            subject,
+            tokens: 2048,
+            hidden,
+            forward: time(ms / 4.0),
+            both: time(ms),
+            enqueue: Some(time(0.5)),
+            alone: Some(time(1.5)),
+            activation_bytes: Some(3 << 20),
+            fallback_rate: None,
+            error: Some(0.012),
+            parts: Vec::new(),
+        }
+    }
+
+    fn lines(rows: Vec<StepSpeed>) -> Vec<String> {
+        let results = Results {
+            run: run(),
+            peer: None,
+            rows: Rows::Layer(rows),
+        };
+        let table = of(&serde_json::to_string(&results).unwrap()).unwrap();
+        table.lines().map(String::from).collect()
+    }
+
+    #[test]
+    fn sizes_stand_together_and_are_compared() {
+        let torch = StepSpeed {
+            enqueue: None,
+            alone: None,
+            error: None,
+            ..row(Subject::TorchEager, 1024, 1.0)
+        };
+        let ours = StepSpeed {
+            fallback_rate: Some(0.2),
+            ..row(Subject::FallbackInt8, 1024, 2.0)
+        };
+        let lines = lines(vec![
+            row(Subject::Burn, 1024, 6.0),
+            row(Subject::Burn, 4096, 20.0),
+            ours,
+            torch,
+        ]);
+        assert_eq!(
+            lines[2],
+            "| 1024 | 2,048 | Burn BF16 | 1.500 ms | 6.000 ms (6.000 to 6.000) | 0.500 ms | 1.500 ms | 3.0 MiB | - \
+             | 1.2% | - | 0.17x |"
+        );
+        assert!(lines[3].contains("| `FallbackInt8` |") && lines[3].contains("| 20% | 1.2% |"));
+        assert!(lines[3].ends_with("| 3.00x | 0.50x |"));
+        assert!(lines[4].contains("| PyTorch BF16 |") && lines[4].ends_with("| - | 6.00x | - |"));
+        assert!(lines[5].starts_with("| 4096 |") && lines[5].ends_with("| - | - |"));
+        assert!(lines[7].contains("NVIDIA H200"));
+    }
+
+    #[test]
+    fn parts_count_as_often_as_they_are_there() {
+        let part = |name: &str, count| PartSpeed {
+            name: String::from(name),
+            count,
+            forward: time(0.25),
+            both: time(1.0),
+            enqueue: time(0.5),
+        };
+        let broken_down = |subject| StepSpeed {
+            parts: vec![part("norm", 2), part("attention", 1)],
+            ..row(subject, 1024, 6.0)
+        };
+        let lines = lines(vec![
+            broken_down(Subject::Burn),
+            broken_down(Subject::FallbackInt8),
+            row(Subject::TorchEager, 1024, 1.0),
+        ]);
+        let start = lines
+            .iter()
+            .position(|line| line.starts_with("Hidden 1024, 2048 tokens"))
+            .unwrap();
+        assert_eq!(lines[start + 2], "| part | Burn BF16 | `FallbackInt8` |");
+        assert_eq!(
+            lines[start + 4..start + 7],
+            [
+                "| 2 x norm | 0.500, 2.000, 1.000 | 0.500, 2.000, 1.000 |",
+                "| attention | 0.250, 1.000, 0.500 | 0.250, 1.000, 0.500 |",
+                "| all parts | 0.750, 3.000, 1.500 | 0.750, 3.000, 1.500 |",
+            ]
+        );
+    }
+}
