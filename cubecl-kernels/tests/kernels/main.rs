@@ -20,4 +20,6 @@ mod fallback;
 #[cfg(any(feature = "cuda", feature = "vulkan"))]
 mod gemm;
 #[cfg(any(feature = "cuda", feature = "vulkan"))]
+mod gemm_hopper;
+#[cfg(any(feature = "cuda", feature = "vulkan"))]
 mod quantize;
