@@ -276,6 +276,7 @@ impl KernelMetadata for Reservation {
 impl CubeKernel for Reservation {
     fn define(&self) -> KernelDefinition {
         let mut builder = KernelBuilder::default();
+        AddressType::U32.register(&mut builder.scope);
         touch_shared_memory::expand(&mut builder.scope, self.bytes);
         builder.build(
             KernelSettings::default()
