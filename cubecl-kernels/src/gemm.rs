@@ -23,6 +23,7 @@ use crate::{
 
 mod align;
 pub mod blueprint;
+mod hopper;
 mod portable;
 mod selector;
 mod tensor_core;
@@ -41,6 +42,8 @@ pub enum Strategy {
     Portable,
     /// `mma` instructions on INT8 tiles: NVIDIA devices from sm_80 on, square blocks of 32, 64 or 128.
     TensorCore,
+    /// `wgmma` instructions: NVIDIA devices of sm_90, square blocks of 128.
+    Hopper,
 }
 
 /// One operand of a product: INT8 values with K along the rows, and their scales.
@@ -218,6 +221,7 @@ pub fn gemm<R: Runtime>(
         match blueprint {
             Blueprint::Portable(blueprint) => portable::launch(client, &args, blueprint),
             Blueprint::TensorCore(blueprint) => tensor_core::launch(client, &args, blueprint),
+            Blueprint::Hopper(blueprint) => hopper::launch(client, &args, blueprint),
         }
     }
     Ok(out)

@@ -7,6 +7,8 @@ pub enum Blueprint {
     Portable(PortableBlueprint),
     /// The tensor-core kernel.
     TensorCore(TensorCoreBlueprint),
+    /// The Hopper kernel.
+    Hopper(HopperBlueprint),
 }
 
 /// Parameters of the portable kernel, whose cubes of 16 x 16 units compute tiles of 64 x 64 outputs.
@@ -28,4 +30,15 @@ pub struct TensorCoreBlueprint {
     pub block: usize,
     /// Stages of the ring in shared memory, at least 2.
     pub stages: usize,
+}
+
+/// Parameters of the Hopper kernel, whose output tiles have 128 rows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct HopperBlueprint {
+    /// Columns of an output tile: 128 or 256.
+    pub tile_n: usize,
+    /// Stages of the ring in shared memory, at least 2.
+    pub stages: usize,
+    /// Cubes that run at once; each computes one tile after the other.
+    pub cubes: usize,
 }

@@ -26,7 +26,7 @@ fn strategies(client: &Client, block: usize) -> Vec<Strategy> {
     let x = upload(client, &[1.0; 4], &[2, 2], dtype::<f32>());
     let operand = quantized(client, &x, Granularity::Block(block)).operand();
     let operand = operand.expect("a row-major copy");
-    [Strategy::Portable, Strategy::TensorCore]
+    [Strategy::Portable, Strategy::TensorCore, Strategy::Hopper]
         .into_iter()
         .filter(|&strategy| {
             match gemm(

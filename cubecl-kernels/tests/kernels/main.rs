@@ -20,6 +20,8 @@ mod fallback;
 #[cfg(any(feature = "cuda", feature = "vulkan"))]
 mod gemm;
 #[cfg(any(feature = "cuda", feature = "vulkan"))]
+mod gemm_hopper;
+#[cfg(any(feature = "cuda", feature = "vulkan"))]
 mod quantize;
 #[cfg(any(feature = "cuda", feature = "vulkan"))]
 mod softmax;

@@ -1,0 +1,245 @@
+// What the Hopper kernels share: barriers, copies, the order of tiles, and the output. See gemm.cu.
+//
+// Knobs, defined in front of this text:
+//   TILE_N     columns of an output tile (its rows are 128)
+//   BIAS       1: bias is added to the FP32 sums
+//   OUT_F32, OUT_F16 or OUT_BF16   the type of C
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+// What cuTensorMapEncodeTiled fills; passed by value, and only its address is used.
+struct alignas(64) TensorMap {
+    u64 words[16];
+};
+
+#define EVERYONE 0xffffffffu
+
+// ---- Shared memory, barriers and copies -----------------------------------------------------------------------------
+
+// PTX instructions take addresses of shared memory as 32 bits.
+__device__ __forceinline__ u32 shared_address(const void *pointer) {
+    return (u32)__cvta_generic_to_shared(pointer);
+}
+
+__device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
+}
+
+// Waits until the phase of this parity has completed. A new barrier is in phase 0, so that a wait for parity 1 returns
+// at once. The wait acquires what was written before the arrivals.
+__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
+    asm volatile("{\n"
+                 ".reg .pred done;\n"
+                 "again:\n"
+                 "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+                 "@!done bra again;\n"
+                 "}" ::"r"(barrier),
+                 "r"(parity)
+                 : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Arrives, and holds the phase open until TMA has written this many bytes too.
+__device__ __forceinline__ void barrier_arrive_expect(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// A consumer's warp has read what it needs of a stage. Its lanes have waited as one, so one speaks for them.
+__device__ __forceinline__ void release(u32 empty_barrier) {
+    if (threadIdx.x % 32 == 0)
+        barrier_arrive(empty_barrier);
+}
+
+// Starts the copy of the box of a tensor map that begins at (batch, row, k), k in elements. Outside the matrix it is
+// filled with zeros, and these bytes are counted at the barrier too.
+__device__ __forceinline__ void copy_tile(u32 to, const TensorMap *map, u32 k, u32 row, u32 batch, u32 barrier) {
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+                 " [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(to),
+                 "l"(map), "r"(k), "r"(row), "r"(batch), "r"(barrier)
+                 : "memory");
+}
+
+// ---- wgmma ----------------------------------------------------------------------------------------------------------
+
+#define REGISTERS_4(x, i) "+r"(x[i]), "+r"(x[i + 1]), "+r"(x[i + 2]), "+r"(x[i + 3])
+#define REGISTERS_16(x, i)                                                                                             \
+    REGISTERS_4(x, i), REGISTERS_4(x, i + 4), REGISTERS_4(x, i + 8), REGISTERS_4(x, i + 12)
+
+// Orders the warpgroup's own accesses to the registers of products and of A before those of the next wgmma.
+__device__ __forceinline__ void products_fence() {
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+// Closes the group of wgmma issued so far.
+__device__ __forceinline__ void products_commit() {
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+// Waits until at most `Pending` groups are still running.
+template <int Pending> __device__ __forceinline__ void products_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
+}
+
+// ---- Tiles ----------------------------------------------------------------------------------------------------------
+
+#define TILE_M 128
+
+struct Tile {
+    u32 batch, m, n;
+};
+
+// Tiles are numbered down `raster` rows of tiles before they go on along the columns, so that those computed at once
+// share rows of A and columns of B in the L2 cache.
+__device__ __forceinline__ Tile tile_of(u32 index, u32 tiles_m, u32 tiles_n, u32 raster) {
+    const u32 batch = index / (tiles_m * tiles_n);
+    index -= batch * tiles_m * tiles_n;
+    const u32 first = index / (raster * tiles_n) * raster;
+    const u32 height = min(tiles_m - first, raster);
+    index -= first * tiles_n;
+    return {batch, first + index % height, index / height};
+}
+
+// ---- Output ---------------------------------------------------------------------------------------------------------
+
+#if defined(OUT_F32)
+typedef float Out;
+#else
+typedef unsigned short Out;
+
+// Two neighbours in one word, the first in the low half, each rounded to nearest.
+__device__ __forceinline__ u32 pack(float low, float high) {
+    u32 word;
+#if defined(OUT_F16)
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+#else
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+#endif
+    return word;
+}
+#endif
+
+// Columns that a warp writes at once where rows of C are not aligned, 128 bytes, and what keeps the rows of its staging
+// memory in different banks.
+#define STAGED (128 / (int)sizeof(Out))
+#define STAGED_PITCH (STAGED + 8)
+
+// A warp's staging memory: 16 rows.
+typedef Out Staging[16][STAGED_PITCH];
+
+// A consumer's warp writes its 16 x TILE_N sums. wgmma leaves in sums[4 * j + 2 * h + e] of a lane the row
+// lane / 4 + 8 * h and the column 8 * j + 2 * (lane % 4) + e.
+__device__ __forceinline__ void write_sums(float *sums, const float *bias, Out *out, Staging &staging, u32 first_row,
+                                           u32 first_col, u32 rows, u32 cols) {
+    const u32 lane = threadIdx.x % 32, quad = lane % 4;
+    const u32 row = first_row + lane / 4;
+#if BIAS
+#pragma unroll
+    for (int j = 0; j < TILE_N / 8; j++)
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+            const u32 col = first_col + 8 * j + 2 * quad + e;
+            const float term = col < cols ? bias[col] : 0.0f;
+            sums[4 * j + e] += term;
+            sums[4 * j + 2 + e] += term;
+        }
+#endif
+    if (cols * sizeof(Out) % 16 != 0) {
+        // Single elements, scattered as wgmma leaves them, would be several times slower than the product. Through
+        // shared memory, neighbours are written by neighbours.
+#pragma unroll
+        for (int block = 0; block < TILE_N / STAGED; block++) {
+#pragma unroll
+            for (int j = 0; j < STAGED / 8; j++)
+#pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    const float *pair = sums + 4 * (block * STAGED / 8 + j) + 2 * h;
+                    Out *to = &staging[lane / 4 + 8 * h][8 * j + 2 * quad];
+#if defined(OUT_F32)
+                    *(float2 *)to = make_float2(pair[0], pair[1]);
+#else
+                    *(u32 *)to = pack(pair[0], pair[1]);
+#endif
+                }
+            __syncwarp();
+            const u32 col = first_col + block * STAGED;
+            const u32 height = min(16u, rows > first_row ? rows - first_row : 0);
+            const u32 width = min((u32)STAGED, cols > col ? cols - col : 0);
+#pragma unroll 4
+            for (u32 i = 0; i < height; i++) {
+                Out *to = out + (u64)(first_row + i) * cols + col;
+#if defined(OUT_F32)
+                if (lane < width)
+                    to[lane] = staging[i][lane];
+#else
+                // Words of two elements, where they are aligned: a row that begins in the middle of one begins and ends
+                // with single elements.
+                const u32 odd = (u64)to / sizeof(Out) % 2;
+                const u32 second = 2 * lane + 1 - odd;
+                const bool has_first = second > 0 && second - 1 < width, has_second = second < width;
+                if (has_first && has_second)
+                    *(u32 *)(to + second - 1) = staging[i][second - 1] | (u32)staging[i][second] << 16;
+                else if (has_first)
+                    to[second - 1] = staging[i][second - 1];
+                else if (has_second)
+                    to[second] = staging[i][second];
+                if (odd && lane == 0 && width == STAGED)
+                    to[STAGED - 1] = staging[i][STAGED - 1];
+#endif
+            }
+            __syncwarp();
+        }
+        return;
+    }
+#if defined(OUT_F32)
+    // The four lanes of a quad write 32 bytes, a whole sector.
+#pragma unroll
+    for (int j = 0; j < TILE_N / 8; j++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const u32 col = first_col + 8 * j + 2 * quad;
+            if (row + 8 * h < rows && col < cols)
+                *(float2 *)(out + (u64)(row + 8 * h) * cols + col) =
+                    make_float2(sums[4 * j + 2 * h], sums[4 * j + 2 * h + 1]);
+        }
+#else
+    // The quad transposes 4 x 4 words, so that each lane has 8 neighbours of a row, 16 bytes, and the quad 64.
+#pragma unroll
+    for (int group = 0; group < TILE_N / 32; group++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            u32 words[4];
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                const float *pair = sums + 4 * (4 * group + j) + 2 * h;
+                words[j] = pack(pair[0], pair[1]);
+            }
+            // A lane keeps the words of its own parity and swaps the others with its neighbour: first the low bit of
+            // lane and word, then the high one.
+            {
+                const bool odd = quad & 1;
+                const u32 x = __shfl_xor_sync(EVERYONE, odd ? words[0] : words[1], 1);
+                const u32 y = __shfl_xor_sync(EVERYONE, odd ? words[2] : words[3], 1);
+                words[0] = odd ? x : words[0];
+                words[1] = odd ? words[1] : x;
+                words[2] = odd ? y : words[2];
+                words[3] = odd ? words[3] : y;
+            }
+            {
+                const bool high = quad & 2;
+                const u32 x = __shfl_xor_sync(EVERYONE, high ? words[0] : words[2], 2);
+                const u32 y = __shfl_xor_sync(EVERYONE, high ? words[1] : words[3], 2);
+                words[0] = high ? x : words[0];
+                words[1] = high ? y : words[1];
+                words[2] = high ? words[2] : x;
+                words[3] = high ? words[3] : y;
+            }
+            const u32 col = first_col + 32 * group + 8 * quad;
+            if (row + 8 * h < rows && col < cols)
+                *(uint4 *)(out + (u64)(row + 8 * h) * cols + col) = make_uint4(words[0], words[1], words[2], words[3]);
+        }
+#endif
+}

@@ -1,0 +1,310 @@
+// C[M, N] = A[M, K] B[N, K]^T + bias[N] of INT8 matrices with FP32 scales for blocks of 128 x 128, on sm_90a.
+//
+// Knobs, defined in front of this text:
+//   TILE_N     128 or 256, the columns of an output tile (its rows are 128)
+//   STAGES     stages of the ring in shared memory
+//   FALLBACK   1: blocks of A whose flag is set add the product of their residual
+//   BIAS, OUT_F32, OUT_F16 or OUT_BF16   see common.cu, which comes before this text
+//
+// A block has three warpgroups (128 threads each) and works on one output tile after the other:
+//
+//   producer      one warp of the first warpgroup; fills the ring: a stage is one step along K, a tile of A (or of A's
+//                 residual) and one of B, copied by TMA, and the products of their scales
+//   consumers     two warpgroups, each for 64 rows of the tile; multiply a stage with wgmma, then scale and add to FP32
+//                 sums in their registers
+//
+// Where the speed comes from: the tensor cores must not wait while a consumer turns INT32 products into FP32 sums (an
+// I2F and an FFMA for each), which takes half as long as the products. So a consumer works in chunks of 64 columns with
+// two sets of INT32 registers, and converts one chunk while the products of the next are computed. A chunk so narrow
+// would need both operands at the full rate of shared memory; with A in registers, read once for all chunks of a stage,
+// B's half of it is left. (Chunks of 128 with both operands in shared memory, in one set of registers, are 8% slower.)
+
+// The launcher's numbers, in its order. Strides are in elements; those of a batch of one are 0.
+struct Numbers {
+    u64 batch, m, n, k;
+    u64 a_scale_batch, a_scale_row, a_scale_depth, unused_a;
+    u64 b_scale_batch, b_scale_row, b_scale_depth, unused_b;
+    u64 b_batched, unused[3];
+};
+
+#define DEPTH 128
+#define CHUNK 64
+#define CHUNKS (TILE_N / CHUNK)
+#define A_BYTES (TILE_M * DEPTH)
+#define B_BYTES (TILE_N * DEPTH)
+#define STAGE_BYTES (A_BYTES + B_BYTES)
+
+// ---- wgmma ----------------------------------------------------------------------------------------------------------
+
+// Reads four 8 x 16 byte matrices, whose rows start at the addresses that lanes 0-7, 8-15, 16-23 and 24-31 give. A lane
+// gets of each the four bytes at row lane / 4, column 4 * (lane % 4).
+__device__ __forceinline__ void load_matrices(u32 *words, u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+// Describes B in shared memory, whose rows have 128 bytes along K, swizzled by TMA in groups of 8 rows:
+//   bits  0..13  address / 16
+//   bits 16..29  leading dimension offset, not used by swizzled layouts along K: 1
+//   bits 32..45  bytes / 16 from one group of 8 rows to the next: 8 * 128 / 16 = 64
+//   bits 62..63  the swizzle: 1 is that of 128 bytes
+// A product of depth 32 inside the 128 bytes starts 32 bytes further: hardware swizzles addresses, not offsets.
+__device__ __forceinline__ u64 descriptor(u32 address) {
+    return (u64)((address & 0x3ffff) >> 4) | (u64)1 << 16 | (u64)64 << 32 | (u64)1 << 62;
+}
+
+#define REGISTERS_32(x) REGISTERS_16(x, 0), REGISTERS_16(x, 16)
+
+// products[64, 64] (+)= a[64, 32] b[64, 32]^T for a warpgroup, in INT32. Without `add`, what was there is ignored, so
+// that nobody has to set it to zero. Asynchronous: neither `products` nor `a` may be touched before products_wait.
+__device__ __forceinline__ void multiply(int *products, const u32 *a, u64 b, bool add) {
+    asm volatile("{\n"
+                 ".reg .pred add;\n"
+                 "setp.ne.b32 add, %37, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8 {"
+                 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+                 "}, {%32, %33, %34, %35}, %36, add;\n"
+                 "}"
+                 : REGISTERS_32(products)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));
+}
+
+// Keeps the compiler from moving reads and writes of `products` across this place: it does not know that wgmma goes on
+// writing registers after its instruction.
+__device__ __forceinline__ void products_pin(int *products) {
+#pragma unroll
+    for (int i = 0; i < CHUNK / 2; i++)
+        asm volatile("" : "+r"(products[i])::"memory");
+}
+
+// Adds a chunk's products, exact integers below 2^21, to its sums.
+__device__ __forceinline__ void add_scaled(float *sums, const int *products, float scale) {
+#pragma unroll
+    for (int i = 0; i < CHUNK / 2; i++)
+        sums[i] = fmaf((float)products[i], scale, sums[i]);
+}
+
+// ---- The order of rows ----------------------------------------------------------------------------------------------
+
+#if FALLBACK
+// Rows of tiles that can be ordered.
+#define ORDERED_ROWS 512
+
+// Orders rows of tiles by the number of their blocks that fell back, most first: without that, a matrix whose fallback
+// blocks all lie in a few rows gives some of the grid's blocks more costly tiles than others. order[place] is the row.
+__device__ __forceinline__ void order_rows(unsigned short *order, unsigned short *costs, const u32 *flags,
+                                           u64 row_stride, u64 depth_stride, u32 rows, u32 blocks) {
+    const u32 lane = threadIdx.x % 32;
+    for (u32 row = threadIdx.x / 32; row < rows; row += 384 / 32) {
+        u32 cost = 0;
+        for (u32 block = lane; block < blocks; block += 32)
+            cost += flags[row * row_stride + block * depth_stride];
+        cost = __reduce_add_sync(EVERYONE, cost);
+        if (lane == 0)
+            costs[row] = cost;
+    }
+    __syncthreads();
+    for (u32 row = threadIdx.x; row < rows; row += 384) {
+        u32 place = 0;
+        for (u32 other = 0; other < rows; other++)
+            place += costs[other] > costs[row] || (costs[other] == costs[row] && other < row);
+        order[place] = row;
+    }
+}
+#endif
+
+// ---- The kernel -----------------------------------------------------------------------------------------------------
+
+extern "C" __global__ void __launch_bounds__(384, 1)
+    gemm_hopper(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap residual_map,
+                const __grid_constant__ TensorMap b_map, const void *, const void *, const void *,
+                const float *__restrict__ a_scales, const float *__restrict__ b_scales,
+                const float *__restrict__ residual_scales, const u32 *__restrict__ flags,
+                const float *__restrict__ bias, Out *__restrict__ out, const void *, const void *, const void *,
+                const __grid_constant__ Numbers numbers) {
+    // The swizzle repeats every 1024 bytes, so tiles must begin at multiples of that.
+    extern __shared__ __align__(1024) unsigned char ring[];
+    __shared__ u64 full_barriers[STAGES], empty_barriers[STAGES];
+    // Of each stage: the products of the scales for the tile's columns 0 to 127 and 128 to 255, and whether it is the
+    // tile's last.
+    __shared__ float4 notes[STAGES];
+    __shared__ __align__(16) Staging staging[8];
+
+    const u32 m = numbers.m, n = numbers.n, k = numbers.k;
+    const u32 tiles_m = (m + TILE_M - 1) / TILE_M, tiles_n = (n + TILE_N - 1) / TILE_N;
+    const u32 tiles = numbers.batch * tiles_m * tiles_n;
+    const u32 blocks = (k + DEPTH - 1) / DEPTH;
+    const u32 full = shared_address(full_barriers), empty = shared_address(empty_barriers);
+    const u32 memory = shared_address(ring);
+
+    if (threadIdx.x == 0) {
+        for (u32 stage = 0; stage < STAGES; stage++) {
+            // Full: the producer's arrival and its bytes. Empty: an arrival of each of the consumers' warps.
+            barrier_init(full + 8 * stage, 1);
+            barrier_init(empty + 8 * stage, 8);
+        }
+        // TMA is another proxy: without the fence it may see the barriers as they were before.
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    }
+    // Ordered rows are taken in lower groups, so that tiles of one cost follow one another.
+    u32 raster = 16;
+#if FALLBACK
+    __shared__ unsigned short row_order[ORDERED_ROWS], row_costs[ORDERED_ROWS];
+    // Where each block has one tile at most, there is nothing to balance.
+    const bool ordered = numbers.batch == 1 && tiles > gridDim.x && tiles_m <= ORDERED_ROWS;
+    if (ordered) {
+        order_rows(row_order, row_costs, flags, numbers.a_scale_row, numbers.a_scale_depth, tiles_m, blocks);
+        raster = 8;
+    }
+#endif
+    __syncthreads();
+
+    // A stage's index and the parity of its phase, counted through all tiles.
+    u32 stage = 0, parity = 0;
+
+    if (threadIdx.x < 128) {
+        // The producer's registers go to the consumers: 24 + 2 * 240 <= 3 * 168.
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+        if (threadIdx.x >= 32)
+            return;
+        const u32 lane = threadIdx.x;
+        for (u32 index = blockIdx.x; index < tiles; index += gridDim.x) {
+            Tile tile = tile_of(index, tiles_m, tiles_n, raster);
+#if FALLBACK
+            if (ordered)
+                tile.m = row_order[tile.m];
+#endif
+            const u32 b_batch = numbers.b_batched ? tile.batch : 0;
+            const u32 b_last = (n - 1) / 128;
+            const u32 b_first = tile.n * (TILE_N / 128);
+            const u64 a_row = tile.batch * numbers.a_scale_batch + tile.m * numbers.a_scale_row;
+            const u64 b_row = b_batch * numbers.b_scale_batch;
+            for (u32 start = 0; start < blocks; start += 32) {
+                // Each lane reads the scales of one of the next 32 blocks along K; a block's are then broadcast.
+                const u32 mine = min(start + lane, blocks - 1);
+                const u64 a_index = a_row + mine * numbers.a_scale_depth;
+                const u64 b_index = b_row + mine * numbers.b_scale_depth;
+                const float a_scale = a_scales[a_index];
+                const float b_scale_0 = b_scales[b_index + b_first * numbers.b_scale_row];
+                const float b_scale_1 =
+                    TILE_N == 256 ? b_scales[b_index + min(b_first + 1, b_last) * numbers.b_scale_row] : 0.0f;
+#if FALLBACK
+                const float residual_scale = residual_scales[a_index];
+                const u32 fell_back = __ballot_sync(EVERYONE, flags[a_index] != 0);
+#else
+                const float residual_scale = 0.0f;
+                const u32 fell_back = 0;
+#endif
+                const u32 count = min(32u, blocks - start);
+                for (u32 i = 0; i < count; i++) {
+                    const float base = __shfl_sync(EVERYONE, a_scale, i);
+                    const float extra = __shfl_sync(EVERYONE, residual_scale, i);
+                    const float scale_0 = __shfl_sync(EVERYONE, b_scale_0, i);
+                    const float scale_1 = __shfl_sync(EVERYONE, b_scale_1, i);
+                    // A block that fell back is two steps: its base, then its residual against the same tile of B.
+                    const u32 steps = 1 + (fell_back >> i & 1);
+#pragma unroll 1
+                    for (u32 step = 0; step < steps; step++) {
+                        barrier_wait(empty + 8 * stage, parity ^ 1);
+                        if (lane == 0) {
+                            const float scale = step ? extra : base;
+                            const bool last = start + i + 1 == blocks && step + 1 == steps;
+                            notes[stage] = make_float4(scale * scale_0, scale * scale_1, last ? 1.0f : 0.0f, 0.0f);
+                            const u32 to = memory + stage * STAGE_BYTES, barrier = full + 8 * stage;
+                            // The arrival releases the notes to the consumers.
+                            barrier_arrive_expect(barrier, STAGE_BYTES);
+                            const u32 depth = (start + i) * DEPTH;
+                            copy_tile(to, step ? &residual_map : &a_map, depth, tile.m * TILE_M, tile.batch, barrier);
+                            copy_tile(to + A_BYTES, &b_map, depth, tile.n * TILE_N, b_batch, barrier);
+                        }
+                        // The other lanes' next wait is for another stage, but the warp's shuffles need all of it.
+                        __syncwarp();
+                        if (++stage == STAGES) {
+                            stage = 0;
+                            parity ^= 1;
+                        }
+                    }
+                }
+            }
+        }
+        return;
+    }
+
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+    const u32 consumer = threadIdx.x / 128 - 1;
+    const u32 warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
+    // Of A a lane addresses one row of its warp's 16, and of a step of 32 along K the first or the second 16 bytes. The
+    // swizzle exchanges the 16-byte chunks of a row by an exclusive or with the row's index modulo 8.
+    const u32 a_row = consumer * 64 + warp * 16 + lane % 16;
+    const u32 a_chunk = lane / 16;
+    for (u32 index = blockIdx.x; index < tiles; index += gridDim.x) {
+        Tile tile = tile_of(index, tiles_m, tiles_n, raster);
+#if FALLBACK
+        if (ordered)
+            tile.m = row_order[tile.m];
+#endif
+        float sums[TILE_N / 2];
+#pragma unroll
+        for (int i = 0; i < TILE_N / 2; i++)
+            sums[i] = 0.0f;
+        // The chunk that is computed and the one that is converted.
+        int products[2][CHUNK / 2];
+#pragma unroll
+        for (int i = 0; i < CHUNK / 2; i++)
+            products[1][i] = 0;
+        // The scale of the last stage's last chunk, which is converted while the first chunk of the next stage is
+        // computed. Before the tile's first stage it stands for zeros.
+        float pending_scale = 0.0f;
+        u32 pending_stage = STAGES;
+        bool last;
+        do {
+            barrier_wait(full + 8 * stage, parity);
+            const float4 note = notes[stage];
+            last = note.z != 0.0f;
+            const u32 a = memory + stage * STAGE_BYTES, b = a + A_BYTES;
+            // The fragments of A are still being read by the last chunk's products. While this consumer waits for them,
+            // the other one keeps the tensor cores busy.
+            products_wait<0>();
+            products_pin(products[1]);
+            if (pending_stage < STAGES)
+                release(empty + 8 * pending_stage);
+            u32 fragments[DEPTH / 32][4];
+#pragma unroll
+            for (int step = 0; step < DEPTH / 32; step++)
+                load_matrices(fragments[step], a + a_row * DEPTH + ((2 * step + a_chunk) ^ (a_row % 8)) * 16);
+#pragma unroll
+            for (int chunk = 0; chunk < CHUNKS; chunk++) {
+                products_pin(products[chunk % 2]);
+                products_fence();
+#pragma unroll
+                for (int step = 0; step < DEPTH / 32; step++)
+                    multiply(products[chunk % 2], fragments[step], descriptor(b + chunk * CHUNK * DEPTH + step * 32),
+                             step > 0);
+                products_commit();
+                if (chunk == 0) {
+                    add_scaled(sums + (CHUNKS - 1) * CHUNK / 2, products[1], pending_scale);
+                } else {
+                    products_wait<1>();
+                    products_pin(products[1 - chunk % 2]);
+                    add_scaled(sums + (chunk - 1) * CHUNK / 2, products[1 - chunk % 2],
+                               chunk <= 128 / CHUNK ? note.x : note.y);
+                }
+            }
+            pending_scale = TILE_N == 128 ? note.x : note.y;
+            pending_stage = stage;
+            if (++stage == STAGES) {
+                stage = 0;
+                parity ^= 1;
+            }
+        } while (!last);
+        products_wait<0>();
+        products_pin(products[1]);
+        release(empty + 8 * pending_stage);
+        add_scaled(sums + (CHUNKS - 1) * CHUNK / 2, products[1], pending_scale);
+        write_sums(sums, bias, out + tile.batch * (u64)m * n, staging[4 * consumer + warp],
+                   tile.m * TILE_M + consumer * 64 + warp * 16, tile.n * TILE_N, m, n);
+    }
+}
