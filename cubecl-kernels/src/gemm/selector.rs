@@ -14,8 +14,8 @@ use super::{
 
 /// Depth at which INT32 sums of products of INT8 are scaled at the latest: 2^17 * 127^2 < 2^31.
 const MAX_DEPTH: usize = 1 << 17;
-/// Stages of the ring in shared memory: more do not hide more latency, and leave less for the L1 cache.
-const MAX_STAGES: usize = 4;
+/// Stages of the ring in shared memory: with more, two cubes no longer fit on a multiprocessor together.
+const MAX_STAGES: usize = 3;
 /// Output tiles from which a device with tensor cores is busy with large ones.
 const BUSY: usize = 64;
 
@@ -108,7 +108,7 @@ fn tensor_core<R: Runtime>(
     }
     let tiles = |size| problem.batch * problem.m.div_ceil(size) * problem.n.div_ceil(size);
     let (tile, plane_tile) = if tiles(128) >= BUSY {
-        (128, (64, 32))
+        (128, (64, 64))
     } else {
         (64, (32, 32))
     };

@@ -16,7 +16,8 @@
 
 use cubecl::{
     cmma::{MatrixIdent, MmaDefinition},
-    ir::StorageType,
+    intrinsic,
+    ir::{ManagedVariable, StorageType},
     prelude::{barrier::*, *},
     std::tensor::TensorHandle,
 };
@@ -37,6 +38,8 @@ const MMA_N: usize = 8;
 const MMA_K: usize = 32;
 /// Rows of tiles that are computed together, so that they share the columns of B in the cache.
 const RASTER: u32 = 8;
+/// Columns of fragments that are multiplied and then scaled together.
+const SLICE: usize = 2;
 
 /// Sizes of a product.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
@@ -48,7 +51,7 @@ struct Sizes {
     k: u32,
 }
 
-/// Where a cube or a plane works: the matrix and the first row and column.
+/// Where a cube works: the matrix and the first row and column.
 #[derive(CubeType, Clone, Copy)]
 struct Origin {
     batch: u32,
@@ -57,10 +60,19 @@ struct Origin {
 }
 
 /// One item of work: a block along K, and whether its residual is meant.
-#[derive(CubeType, Clone, Copy)]
+#[derive(CubeType)]
 struct Item {
     block: u32,
     residual: u32,
+    /// Whether the blocks of the tile's rows fell back.
+    flags: Array<u32>,
+}
+
+/// The stages in shared memory: of each, the rows of A and of B, and the scales of A's and of B's blocks.
+#[derive(CubeType)]
+struct Ring<N: Size> {
+    values: SharedMemory<Vector<f16, N>>,
+    scales: SharedMemory<f32>,
 }
 
 impl TensorCoreBlueprint {
@@ -98,6 +110,19 @@ impl TensorCoreBlueprint {
     const fn row_blocks(&self) -> usize {
         self.tile.div_ceil(self.block)
     }
+
+    /// Blocks along the rows and the columns of a plane's tile.
+    const fn plane_blocks(&self) -> (usize, usize) {
+        (
+            self.plane_tile.0.div_ceil(self.block),
+            self.plane_tile.1.div_ceil(self.block),
+        )
+    }
+
+    /// Which of a plane's blocks a fragment lies in.
+    const fn plane_block(&self, row: usize, column: usize) -> usize {
+        row * MMA_M / self.block * self.plane_blocks().1 + column * MMA_N / self.block
+    }
 }
 
 pub(super) fn launch<R: Runtime>(
@@ -126,6 +151,8 @@ pub(super) fn launch<R: Runtime>(
             .into_arg()
     };
     let tiles = problem.m.div_ceil(blueprint.tile) * problem.n.div_ceil(blueprint.tile);
+    // Neighbours in a row that are written at once.
+    let pair = if problem.n % 2 == 0 { 2 } else { 1 };
     // SAFETY: every access is guarded by the sizes, to which all shapes were checked. Unused arguments are not read.
     #[allow(unsafe_code)]
     unsafe {
@@ -134,6 +161,7 @@ pub(super) fn launch<R: Runtime>(
             cube_grid(problem.batch * tiles),
             CubeDim::new_1d(blueprint.units() as u32),
             ALIGNMENT / 2,
+            pair,
             a.into_arg(),
             b.into_arg(),
             residual.into_arg(),
@@ -156,6 +184,7 @@ pub(super) fn launch<R: Runtime>(
             blueprint,
             args.fallback.is_some(),
             args.bias.is_some(),
+            pair,
             args.out.dtype,
         );
     }
@@ -166,7 +195,7 @@ pub(super) fn launch<R: Runtime>(
 /// reinterpreted.
 #[cube(launch_unchecked)]
 #[allow(clippy::too_many_arguments)]
-fn gemm_tensor_core_kernel<F: Numeric, N16: Size>(
+fn gemm_tensor_core_kernel<F: Numeric, N16: Size, NO: Size>(
     a: &Tensor<Vector<f16, N16>>,
     b: &Tensor<Vector<f16, N16>>,
     residual: &Tensor<Vector<f16, N16>>,
@@ -175,7 +204,7 @@ fn gemm_tensor_core_kernel<F: Numeric, N16: Size>(
     residual_scales: &Tensor<f32>,
     flags: &Tensor<u32>,
     bias: &Tensor<f32>,
-    out: &mut Tensor<F>,
+    out: &mut Tensor<Vector<F, NO>>,
     sizes: Sizes,
     a_strides: Strides,
     b_strides: Strides,
@@ -184,20 +213,23 @@ fn gemm_tensor_core_kernel<F: Numeric, N16: Size>(
     #[comptime] blueprint: TensorCoreBlueprint,
     #[comptime] has_fallback: bool,
     #[comptime] has_bias: bool,
+    #[comptime] pair: usize,
     #[define(F)] _dtype: StorageType,
 ) {
     let origin = tile_origin(&sizes, blueprint);
     if origin.batch >= sizes.batch {
         terminate!();
     }
-    let plane = plane_origin(&origin, blueprint);
     let blocks = sizes.k.div_ceil(comptime!(blueprint.block as u32));
     let stages = comptime!(blueprint.stages as u32);
 
-    let mut memory = SharedMemory::<Vector<f16, N16>>::new_aligned(
-        comptime!(2 * blueprint.operand_chunks() * blueprint.stages),
-        128usize,
-    );
+    let mut ring = Ring::<N16> {
+        values: SharedMemory::new_aligned(
+            comptime!(2 * blueprint.operand_chunks() * blueprint.stages),
+            128usize,
+        ),
+        scales: SharedMemory::new(comptime!(2 * blueprint.row_blocks() * blueprint.stages)),
+    };
     let mut barriers = Sequence::<Shared<Barrier>>::new();
     #[unroll]
     for _ in 0..stages {
@@ -214,25 +246,43 @@ fn gemm_tensor_core_kernel<F: Numeric, N16: Size>(
     let mut ahead = Item {
         block: 0u32.runtime(),
         residual: 0u32.runtime(),
+        flags: Array::new(comptime!(blueprint.row_blocks())),
     };
+    if comptime!(has_fallback) {
+        load_flags(
+            &mut ahead,
+            flags,
+            &origin,
+            &sizes,
+            &a_scale_strides,
+            blueprint,
+        );
+    }
+    let mut filled = 0u32.runtime();
     #[unroll]
     for stage in 0..comptime!(stages - 1) {
         if ahead.block < blocks {
             fill_stage::<N16>(
-                &mut memory,
+                &mut ring,
                 a,
                 b,
                 residual,
+                a_scales,
+                b_scales,
+                residual_scales,
                 &origin,
                 &sizes,
                 &a_strides,
                 &b_strides,
+                &a_scale_strides,
+                &b_scale_strides,
                 &ahead,
                 stage,
                 blueprint,
                 has_fallback,
             );
             arrive(&barriers, stage, blueprint);
+            filled += 1;
             advance(
                 &mut ahead,
                 flags,
@@ -245,32 +295,37 @@ fn gemm_tensor_core_kernel<F: Numeric, N16: Size>(
         }
     }
 
-    let mut item = Item {
-        block: 0u32.runtime(),
-        residual: 0u32.runtime(),
-    };
     let mut turn = 0u32.runtime();
-    while item.block < blocks {
-        let stage = turn % stages;
-        wait(&barriers, stage, turn / stages % 2, blueprint);
+    let mut stage = 0u32.runtime();
+    // Where the stage starts, carried along: the compiler then folds what is constant into the addresses.
+    let mut start = 0u32.runtime();
+    let mut free = comptime!(stages - 1).runtime();
+    let mut parity = 0u32.runtime();
+    while turn < filled {
+        wait(&barriers, stage, parity, blueprint);
         sync_cube();
         if ahead.block < blocks {
-            let free = (turn + comptime!(stages - 1)) % stages;
             fill_stage::<N16>(
-                &mut memory,
+                &mut ring,
                 a,
                 b,
                 residual,
+                a_scales,
+                b_scales,
+                residual_scales,
                 &origin,
                 &sizes,
                 &a_strides,
                 &b_strides,
+                &a_scale_strides,
+                &b_scale_strides,
                 &ahead,
                 free,
                 blueprint,
                 has_fallback,
             );
             arrive(&barriers, free, blueprint);
+            filled += 1;
             advance(
                 &mut ahead,
                 flags,
@@ -281,64 +336,19 @@ fn gemm_tensor_core_kernel<F: Numeric, N16: Size>(
                 has_fallback,
             );
         }
-        if comptime!(has_fallback) {
-            if item.residual == 1 {
-                multiply::<N16>(
-                    &mut sums,
-                    &memory,
-                    residual_scales,
-                    b_scales,
-                    &plane,
-                    &sizes,
-                    &a_scale_strides,
-                    &b_scale_strides,
-                    &item,
-                    stage,
-                    blueprint,
-                );
-            } else {
-                multiply::<N16>(
-                    &mut sums,
-                    &memory,
-                    a_scales,
-                    b_scales,
-                    &plane,
-                    &sizes,
-                    &a_scale_strides,
-                    &b_scale_strides,
-                    &item,
-                    stage,
-                    blueprint,
-                );
-            }
-        } else {
-            multiply::<N16>(
-                &mut sums,
-                &memory,
-                a_scales,
-                b_scales,
-                &plane,
-                &sizes,
-                &a_scale_strides,
-                &b_scale_strides,
-                &item,
-                stage,
-                blueprint,
-            );
-        }
-        advance(
-            &mut item,
-            flags,
-            &origin,
-            &sizes,
-            &a_scale_strides,
-            blueprint,
-            has_fallback,
-        );
+        multiply::<N16>(&mut sums, &ring, stage, start, blueprint);
         turn += 1;
+        free = stage;
+        stage += 1;
+        start += comptime!(2 * blueprint.operand_chunks() as u32);
+        if stage == stages {
+            stage = 0;
+            start = 0;
+            parity = 1 - parity;
+        }
     }
 
-    write_sums::<F>(out, &sums, bias, &plane, &sizes, blueprint, has_bias);
+    write_sums::<F, NO>(out, &sums, bias, &origin, &sizes, blueprint, has_bias, pair);
 }
 
 /// The tile of a cube. Tiles are numbered down [`RASTER`] rows of tiles before they go on along the columns.
@@ -359,16 +369,15 @@ fn tile_origin(sizes: &Sizes, #[comptime] blueprint: TensorCoreBlueprint) -> Ori
     }
 }
 
-/// The part of the cube's tile that this unit's plane computes.
+/// Where this unit's plane works in the cube's tile: its first row and column.
 #[cube]
-fn plane_origin(origin: &Origin, #[comptime] blueprint: TensorCoreBlueprint) -> Origin {
+fn plane_origin(#[comptime] blueprint: TensorCoreBlueprint) -> (u32, u32) {
     let plane = UNIT_POS / comptime!(PLANE as u32);
     let planes_n = comptime!(blueprint.planes().1 as u32);
-    Origin {
-        batch: origin.batch,
-        row: origin.row + plane / planes_n * comptime!(blueprint.plane_tile.0 as u32),
-        col: origin.col + plane % planes_n * comptime!(blueprint.plane_tile.1 as u32),
-    }
+    (
+        plane / planes_n * comptime!(blueprint.plane_tile.0 as u32),
+        plane % planes_n * comptime!(blueprint.plane_tile.1 as u32),
+    )
 }
 
 /// Goes on to the next item of work. All units read the same flags, so all of a cube agree.
@@ -385,21 +394,38 @@ fn advance(
     let mut next_residual = 0u32;
     if comptime!(has_fallback) {
         if item.residual == 0 {
-            let block = comptime!(blueprint.block as u32);
             #[unroll]
-            for row_block in 0..comptime!(blueprint.row_blocks() as u32) {
-                let row = origin.row + row_block * block;
-                if row < sizes.m {
-                    next_residual |= flags[(origin.batch * strides.batch
-                        + row / block * strides.row
-                        + item.block * strides.col)
-                        as usize];
-                }
+            for row_block in 0..blueprint.row_blocks() {
+                next_residual |= item.flags[row_block];
             }
         }
     }
     item.residual = next_residual;
     item.block += 1 - next_residual;
+    if comptime!(has_fallback) {
+        load_flags(item, flags, origin, sizes, strides, blueprint);
+    }
+}
+
+/// Loads the flags of an item's block. They are looked at one turn later, when they have arrived.
+#[cube]
+fn load_flags(
+    item: &mut Item,
+    flags: &Tensor<u32>,
+    origin: &Origin,
+    sizes: &Sizes,
+    strides: &Strides,
+    #[comptime] blueprint: TensorCoreBlueprint,
+) {
+    let block = comptime!(blueprint.block as u32);
+    let last_row = (sizes.m - 1) / block;
+    let last_block = sizes.k.div_ceil(block) - 1;
+    let start = origin.batch * strides.batch + min(item.block, last_block) * strides.col;
+    #[unroll]
+    for row_block in 0..comptime!(blueprint.row_blocks() as u32) {
+        let row = min(origin.row / block + row_block, last_row);
+        item.flags[comptime!(row_block as usize)] = flags[(start + row * strides.row) as usize];
+    }
 }
 
 /// Tells a stage's barrier that this unit's copies are on their way.
@@ -435,285 +461,342 @@ fn wait(
     }
 }
 
-/// Where a chunk of a row lies in its operand's part of a stage.
+/// With what the chunks of a row are permuted, by exclusive or: eight rows on end put equal chunks into different banks.
+/// Rows a multiple of 8 apart are permuted alike.
 #[cube]
-fn chunk_index(row: u32, chunk: u32, #[comptime] blueprint: TensorCoreBlueprint) -> u32 {
+fn swizzle(row: u32, #[comptime] blueprint: TensorCoreBlueprint) -> u32 {
     let chunks = comptime!(blueprint.chunks() as u32);
     // All banks together are eight chunks wide.
-    let rows_of_banks = comptime!(8 / blueprint.chunks() as u32);
-    row * chunks + (chunk ^ (row / rows_of_banks % chunks))
+    row / comptime!(8 / blueprint.chunks() as u32) % chunks
 }
 
-/// Starts the copies of both operands of an item to a stage.
+/// Starts the copies of both operands of an item, and of their scales, to a stage.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 fn fill_stage<N: Size>(
-    memory: &mut SharedMemory<Vector<f16, N>>,
+    ring: &mut Ring<N>,
     a: &Tensor<Vector<f16, N>>,
     b: &Tensor<Vector<f16, N>>,
     residual: &Tensor<Vector<f16, N>>,
+    a_scales: &Tensor<f32>,
+    b_scales: &Tensor<f32>,
+    residual_scales: &Tensor<f32>,
     origin: &Origin,
     sizes: &Sizes,
     a_strides: &Strides,
     b_strides: &Strides,
+    a_scale_strides: &Strides,
+    b_scale_strides: &Strides,
     item: &Item,
     stage: u32,
     #[comptime] blueprint: TensorCoreBlueprint,
     #[comptime] has_fallback: bool,
 ) {
-    let operand = comptime!(blueprint.operand_chunks() as u32);
-    let start = stage * comptime!(2 * operand);
-    let k = item.block * comptime!(blueprint.block as u32);
     if comptime!(has_fallback) {
         if item.residual == 1 {
-            copy_tile::<N>(
-                memory,
+            copy_operand::<N>(
+                ring,
                 residual,
+                residual_scales,
                 a_strides,
+                a_scale_strides,
                 origin.batch,
                 origin.row,
                 sizes.m,
-                k,
                 sizes.k,
-                start,
+                item.block,
+                stage,
+                0u32,
                 blueprint,
             );
         } else {
-            copy_tile::<N>(
-                memory,
+            copy_operand::<N>(
+                ring,
                 a,
+                a_scales,
                 a_strides,
+                a_scale_strides,
                 origin.batch,
                 origin.row,
                 sizes.m,
-                k,
                 sizes.k,
-                start,
+                item.block,
+                stage,
+                0u32,
                 blueprint,
             );
         }
     } else {
-        copy_tile::<N>(
-            memory,
+        copy_operand::<N>(
+            ring,
             a,
+            a_scales,
             a_strides,
+            a_scale_strides,
             origin.batch,
             origin.row,
             sizes.m,
-            k,
             sizes.k,
-            start,
+            item.block,
+            stage,
+            0u32,
             blueprint,
         );
     }
-    copy_tile::<N>(
-        memory,
+    copy_operand::<N>(
+        ring,
         b,
+        b_scales,
         b_strides,
+        b_scale_strides,
         origin.batch,
         origin.col,
         sizes.n,
-        k,
         sizes.k,
-        start + operand,
+        item.block,
+        stage,
+        1u32,
         blueprint,
     );
 }
 
-/// Starts the copies of one operand's rows; what lies outside the matrix becomes 0.
+/// Starts the copies of the rows and the scales of operand `side`, 0 for A and 1 for B. What lies past the end of K
+/// becomes 0. Rows past the last repeat it, and so do scales: what they give is not written.
 #[cube]
 #[allow(clippy::too_many_arguments)]
-fn copy_tile<N: Size>(
-    memory: &mut SharedMemory<Vector<f16, N>>,
+fn copy_operand<N: Size>(
+    ring: &mut Ring<N>,
     values: &Tensor<Vector<f16, N>>,
+    scales: &Tensor<f32>,
     strides: &Strides,
+    scale_strides: &Strides,
     batch: u32,
     row_0: u32,
     rows: u32,
-    k_0: u32,
     k_end: u32,
-    start: u32,
+    block: u32,
+    stage: u32,
+    #[comptime] side: u32,
     #[comptime] blueprint: TensorCoreBlueprint,
 ) {
+    let operand = comptime!(blueprint.operand_chunks() as u32);
+    let start = stage * comptime!(2 * operand) + comptime!(side * operand);
     let chunks = comptime!(blueprint.chunks() as u32);
     let bytes = comptime!(ALIGNMENT as u32);
+    // This unit copies one column of chunks. Its rows are a multiple of 8 apart.
+    let chunk = UNIT_POS % chunks;
+    let tile_row = UNIT_POS / chunks;
+    let rows_apart = comptime!((blueprint.units() / blueprint.chunks()) as u32);
+    let pitch = strides.row / bytes;
+    let column = batch * (strides.batch / bytes) + block * chunks + chunk;
+    let first = column + (row_0 + tile_row) * pitch;
+    let last = column + (rows - 1) * pitch;
+    let length = select((block * chunks + chunk) * bytes < k_end, 1u32, 0u32) as usize;
+    let target = start + tile_row * chunks + (chunk ^ swizzle(tile_row, blueprint));
     #[unroll]
     for index in 0..comptime!((blueprint.operand_chunks() / blueprint.units()) as u32) {
-        let piece = UNIT_POS + index * comptime!(blueprint.units() as u32);
-        let tile_row = piece / chunks;
-        let chunk = piece % chunks;
-        let row = row_0 + tile_row;
-        let k = k_0 + chunk * bytes;
-        let is_inside = row < rows && k < k_end;
-        let source = select(
-            is_inside,
-            (batch * strides.batch + row * strides.row + k) / bytes,
-            0u32,
-        ) as usize;
-        let length = select(is_inside, 1u32, 0u32) as usize;
-        let target = (start + chunk_index(tile_row, chunk, blueprint)) as usize;
+        let source = min(first + index * (rows_apart * pitch), last) as usize;
+        let target = (target + index * comptime!(rows_apart * chunks)) as usize;
         copy_async_checked(
             &values.slice(source, source + length),
-            &mut memory.slice_mut(target, target + 1),
+            &mut ring.values.slice_mut(target, target + 1),
             comptime!(ALIGNMENT as u32 / 2),
+        );
+    }
+    // One plane for each operand.
+    let row_blocks = comptime!(blueprint.row_blocks() as u32);
+    let first_unit = comptime!(side * PLANE as u32);
+    if UNIT_POS >= first_unit && UNIT_POS < comptime!(first_unit + row_blocks) {
+        let unit = UNIT_POS - first_unit;
+        let rows_per_scale = comptime!(blueprint.block as u32);
+        let row = min(row_0 / rows_per_scale + unit, (rows - 1) / rows_per_scale);
+        let source = (batch * scale_strides.batch
+            + row * scale_strides.row
+            + block * scale_strides.col) as usize;
+        let target =
+            (stage * comptime!(2 * row_blocks) + comptime!(side * row_blocks) + unit) as usize;
+        copy_async(
+            &scales.slice(source, source + 1),
+            &mut ring.scales.slice_mut(target, target + 1),
+            1u32,
         );
     }
 }
 
-/// Adds the product of an item to the sums of this plane's tile, times the scales.
+/// Registers that `ldmatrix` filled, as an INT8 operand of the matrix instruction: the same registers under another type.
+/// To reinterpret their values one by one would cost instructions, since the compiler then takes the bytes apart.
 #[cube]
-#[allow(clippy::too_many_arguments)]
+#[allow(unused_variables)]
+fn as_int8<NF: Size, NI: Size>(registers: Array<Vector<f16, NF>>) -> Array<Vector<i8, NI>> {
+    intrinsic!(|scope| {
+        let mut variable = *registers.expand;
+        variable.ty = Vector::<i8, NI>::as_type(scope);
+        ManagedVariable::Plain(variable).into()
+    })
+}
+
+/// Adds the product of a stage to the sums of this plane's tile, times the scales.
+///
+/// It goes through the tile in slices of [`SLICE`] fragments' columns, each over the whole depth, so that the products
+/// of one slice are scaled while those of the next are computed, and INT32 products of the whole tile need not be held.
+#[cube]
 fn multiply<N: Size>(
     sums: &mut Array<f32>,
-    memory: &SharedMemory<Vector<f16, N>>,
-    a_scales: &Tensor<f32>,
-    b_scales: &Tensor<f32>,
-    plane: &Origin,
-    sizes: &Sizes,
-    a_strides: &Strides,
-    b_strides: &Strides,
-    item: &Item,
+    ring: &Ring<N>,
     stage: u32,
+    start: u32,
     #[comptime] blueprint: TensorCoreBlueprint,
 ) {
     let size!(N4) = 4usize;
     let size!(N2) = 2usize;
     let (fragments_m, fragments_n) = comptime!(blueprint.fragments());
-    let block = comptime!(blueprint.block as u32);
-    let tile = comptime!(blueprint.tile as u32);
     let operand = comptime!(blueprint.operand_chunks() as u32);
-    let a_start = stage * comptime!(2 * operand);
-    let b_start = a_start + operand;
     let lane = UNIT_POS % comptime!(PLANE as u32);
+    let (plane_row, plane_col) = plane_origin(blueprint);
     // `ldmatrix` takes the addresses of the eight rows of matrix i from the lanes from 8 i. For A the matrices are the upper
-    // and the lower rows of the left half along K, then of the right half; for B both halves of one group of columns, then
-    // of the next.
-    let a_row = plane.row % tile + lane % 16;
-    let a_chunk = lane / 16;
-    let b_row = plane.col % tile + lane / 16 * 8 + lane % 8;
-    let b_chunk = lane / 8 % 2;
+    // and the lower rows of the left half along K, then of the right half; for B both halves of one group of columns.
+    let a_row = plane_row + lane % 16;
+    let b_row = plane_col + lane % 8;
+    let chunks = comptime!(blueprint.chunks() as u32);
+    let a_swizzle = swizzle(a_row, blueprint);
+    let b_swizzle = swizzle(b_row, blueprint);
+    let a_start = start + a_row * chunks;
+    let b_start = start + (b_row * chunks + operand);
+    let scales = load_scales::<N>(ring, plane_row, plane_col, stage, blueprint);
 
     let definition = MmaDefinition::<i8, i8, i32>::new(MMA_M, MMA_N, MMA_K);
-    let mut products = Sequence::<Array<Vector<i32, N2>>>::new();
+    let mut zero = Array::<Vector<i32, N2>>::new(2usize);
+    zero[0] = Vector::new(0i32);
+    zero[1] = Vector::new(0i32);
     #[unroll]
-    for _ in 0..comptime!(fragments_m * fragments_n) {
-        let mut product = Array::<Vector<i32, N2>>::new(2usize);
-        product[0] = Vector::new(0i32);
-        product[1] = Vector::new(0i32);
-        products.push(product);
-    }
-
-    #[unroll]
-    for step in 0..comptime!((blueprint.block / MMA_K) as u32) {
-        let mut rows = Sequence::<Array<Vector<i8, N4>>>::new();
+    for slice in 0..comptime!(fragments_n / SLICE) {
+        let mut products = Sequence::<Array<Vector<i32, N2>>>::new();
         #[unroll]
-        for i in 0..comptime!(fragments_m as u32) {
-            let index = a_start
-                + chunk_index(
-                    a_row + comptime!(i * MMA_M as u32),
-                    a_chunk + comptime!(step * 2),
-                    blueprint,
-                );
-            let halves = definition.load_matrix::<Vector<f16, N>, N2>(
-                &memory.slice(index as usize, index as usize + 1),
-                MatrixIdent::A,
-                4usize,
-                false,
-            );
-            let mut fragment = Array::<Vector<i8, N4>>::new(4usize);
+        for step in 0..comptime!((blueprint.block / MMA_K) as u32) {
+            let a_column = a_start + ((lane / 16 + comptime!(step * 2)) ^ a_swizzle);
+            let b_column = b_start + ((lane / 8 % 2 + comptime!(step * 2)) ^ b_swizzle);
+            let mut rows = Sequence::<Array<Vector<i8, N4>>>::new();
             #[unroll]
-            for register in 0..4usize {
-                fragment[register] = Vector::<i8, N4>::reinterpret(halves[register]);
+            for i in 0..comptime!(fragments_m as u32) {
+                let index = a_column + comptime!(i * MMA_M as u32 * chunks);
+                rows.push(as_int8::<N2, N4>(
+                    definition.load_matrix::<Vector<f16, N>, N2>(
+                        &ring.values.slice(index as usize, index as usize + 1),
+                        MatrixIdent::A,
+                        4usize,
+                        false,
+                    ),
+                ));
             }
-            rows.push(fragment);
-        }
-        #[unroll]
-        for pair in 0..comptime!(fragments_n / 2) {
-            let index = b_start
-                + chunk_index(
-                    b_row + comptime!((pair * 2 * MMA_N) as u32),
-                    b_chunk + comptime!(step * 2),
-                    blueprint,
-                );
-            let halves = definition.load_matrix::<Vector<f16, N>, N2>(
-                &memory.slice(index as usize, index as usize + 1),
-                MatrixIdent::B,
-                4usize,
-                false,
-            );
             #[unroll]
-            for half in 0..2usize {
-                let mut fragment = Array::<Vector<i8, N4>>::new(2usize);
-                fragment[0] = Vector::<i8, N4>::reinterpret(halves[comptime!(half * 2)]);
-                fragment[1] = Vector::<i8, N4>::reinterpret(halves[comptime!(half * 2 + 1)]);
+            for j in 0..SLICE {
+                let index = b_column + comptime!(((slice * SLICE + j) * MMA_N) as u32 * chunks);
+                let cols = as_int8::<N2, N4>(definition.load_matrix::<Vector<f16, N>, N2>(
+                    &ring.values.slice(index as usize, index as usize + 1),
+                    MatrixIdent::B,
+                    2usize,
+                    false,
+                ));
                 #[unroll]
                 for i in 0..fragments_m {
-                    definition.execute_inplace(
-                        rows.index(i),
-                        &fragment,
-                        products.index_mut(comptime!(i * fragments_n + pair * 2 + half)),
-                    );
+                    if comptime!(step == 0) {
+                        products.push(definition.execute(rows.index(i), &cols, &zero));
+                    } else {
+                        definition.execute_inplace(
+                            rows.index(i),
+                            &cols,
+                            products.index_mut(comptime!(j * fragments_m + i)),
+                        );
+                    }
                 }
             }
         }
-    }
-
-    // Edge tiles reach past the last block, whose scale then stands for all that is not written.
-    let last_a = (sizes.m - 1) / block;
-    let last_b = (sizes.n - 1) / block;
-    let a_base = plane.batch * a_strides.batch + item.block * a_strides.col;
-    let b_base = plane.batch * b_strides.batch + item.block * b_strides.col;
-    #[unroll]
-    for i in 0..fragments_m {
-        let a_block = min((plane.row + comptime!((i * MMA_M) as u32)) / block, last_a);
-        let a_scale = a_scales[(a_base + a_block * a_strides.row) as usize];
         #[unroll]
-        for j in 0..fragments_n {
-            let b_block = min((plane.col + comptime!((j * MMA_N) as u32)) / block, last_b);
-            let scale = a_scale * b_scales[(b_base + b_block * b_strides.row) as usize];
-            let fragment = comptime!(i * fragments_n + j);
-            let product = products.index(fragment);
+        for j in 0..SLICE {
             #[unroll]
-            for half in 0..2usize {
-                let pair = product[half];
+            for i in 0..fragments_m {
+                let column = comptime!(slice * SLICE + j);
+                let product = products.index(comptime!(j * fragments_m + i));
+                let scale = scales[comptime!(blueprint.plane_block(i, column))];
                 #[unroll]
-                for side in 0..2usize {
-                    sums[comptime!(fragment * 4 + half * 2 + side)] +=
-                        f32::cast_from(pair[side]) * scale;
+                for slot in 0..4usize {
+                    let pair = product[comptime!(slot / 2)];
+                    sums[comptime!((i * fragments_n + column) * 4 + slot)] +=
+                        f32::cast_from(pair[comptime!(slot % 2)]) * scale;
                 }
             }
         }
     }
 }
 
+/// The products of both operands' scales in this plane's tile, by row and column of its blocks.
+#[cube]
+fn load_scales<N: Size>(
+    ring: &Ring<N>,
+    plane_row: u32,
+    plane_col: u32,
+    stage: u32,
+    #[comptime] blueprint: TensorCoreBlueprint,
+) -> Array<f32> {
+    let (blocks_m, blocks_n) = comptime!(blueprint.plane_blocks());
+    let block = comptime!(blueprint.block as u32);
+    let row_blocks = comptime!(blueprint.row_blocks() as u32);
+    let a_start = stage * comptime!(2 * row_blocks) + plane_row / block;
+    let b_start = stage * comptime!(2 * row_blocks) + row_blocks + plane_col / block;
+    let mut scales = Array::<f32>::new(comptime!(blocks_m * blocks_n));
+    #[unroll]
+    for i in 0..comptime!(blocks_m as u32) {
+        #[unroll]
+        for j in 0..comptime!(blocks_n as u32) {
+            scales[comptime!(i as usize * blocks_n + j as usize)] =
+                ring.scales[(a_start + i) as usize] * ring.scales[(b_start + j) as usize];
+        }
+    }
+    scales
+}
+
 /// Writes this unit's sums: of each fragment, two neighbours in a row and two in the row eight below.
 #[cube]
-fn write_sums<F: Numeric>(
-    out: &mut Tensor<F>,
+#[allow(clippy::too_many_arguments)]
+fn write_sums<F: Numeric, N: Size>(
+    out: &mut Tensor<Vector<F, N>>,
     sums: &Array<f32>,
     bias: &Tensor<f32>,
-    plane: &Origin,
+    origin: &Origin,
     sizes: &Sizes,
     #[comptime] blueprint: TensorCoreBlueprint,
     #[comptime] has_bias: bool,
+    #[comptime] width: usize,
 ) {
     let (fragments_m, fragments_n) = comptime!(blueprint.fragments());
     let lane = UNIT_POS % comptime!(PLANE as u32);
+    let (plane_row, plane_col) = plane_origin(blueprint);
     #[unroll]
     for i in 0..fragments_m {
         #[unroll]
-        for j in 0..fragments_n {
+        for half in 0..2usize {
+            let row = origin.row + plane_row + lane / 4 + comptime!((i * MMA_M + half * 8) as u32);
+            let row_start = (origin.batch * sizes.m + row) * sizes.n;
             #[unroll]
-            for slot in 0..4usize {
-                let row = plane.row + lane / 4 + comptime!((i * MMA_M + slot / 2 * 8) as u32);
-                let col = plane.col + lane % 4 * 2 + comptime!((j * MMA_N + slot % 2) as u32);
-                if row < sizes.m && col < sizes.n {
-                    let mut sum = sums[comptime!((i * fragments_n + j) * 4 + slot)];
-                    if comptime!(has_bias) {
-                        sum += bias[col as usize];
+            for j in 0..fragments_n {
+                let col = origin.col + plane_col + lane % 4 * 2 + comptime!((j * MMA_N) as u32);
+                #[unroll]
+                for part in 0..comptime!(2 / width) {
+                    let first = col + comptime!(part as u32);
+                    if row < sizes.m && first < sizes.n {
+                        let mut vector = Vector::<F, N>::empty();
+                        #[unroll]
+                        for side in 0..width {
+                            let slot =
+                                comptime!((i * fragments_n + j) * 4 + half * 2 + part + side);
+                            let mut sum = sums[slot];
+                            if comptime!(has_bias) {
+                                sum += bias[(first + comptime!(side as u32)) as usize];
+                            }
+                            vector[side] = F::cast_from(sum);
+                        }
+                        out[(row_start + first) as usize / width] = vector;
                     }
-                    out[((plane.batch * sizes.m + row) * sizes.n + col) as usize] =
-                        F::cast_from(sum);
                 }
             }
         }
