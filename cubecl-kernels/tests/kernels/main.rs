@@ -20,4 +20,8 @@ mod fallback;
 #[cfg(any(feature = "cuda", feature = "vulkan"))]
 mod gemm;
 #[cfg(any(feature = "cuda", feature = "vulkan"))]
+mod linear_input;
+#[cfg(any(feature = "cuda", feature = "vulkan"))]
 mod quantize;
+#[cfg(any(feature = "cuda", feature = "vulkan"))]
+mod transpose;
