@@ -1,6 +1,13 @@
 //! What every launcher needs of its tensors and its device.
 
-use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
+use cubecl::{
+    ir::{
+        StorageType,
+        features::{Plane, TypeUsage},
+    },
+    prelude::*,
+    std::tensor::TensorHandle,
+};
 
 use crate::{error::KernelError, shape::MatrixShape};
 
@@ -164,15 +171,42 @@ pub(crate) fn unused<R: Runtime>(client: &ComputeClient<R>, dtype: StorageType) 
 
 /// How many elements a kernel reads at once along the columns of `tensor`: 4, or 1 where that is not possible.
 pub(crate) fn read_width<R: Runtime>(tensor: &TensorHandle<R>, view: &MatrixView) -> usize {
+    read_width_up_to(4, tensor, view)
+}
+
+/// How many elements a kernel reads at once along the columns of `tensor`: `most`, else 4, else 1.
+pub(crate) fn read_width_up_to<R: Runtime>(
+    most: usize,
+    tensor: &TensorHandle<R>,
+    view: &MatrixView,
+) -> usize {
     let offset = tensor.handle.offset_start.unwrap_or_default() as usize;
-    let aligned = [view.batch_stride, view.row_stride, view.shape.cols]
+    let fits = |width: usize| {
+        let aligned = [view.batch_stride, view.row_stride, view.shape.cols]
+            .into_iter()
+            .all(|elements| elements % width == 0);
+        view.col_stride == 1 && aligned && offset % (width * tensor.dtype.size()) == 0
+    };
+    [most, 4]
         .into_iter()
-        .all(|elements| elements % 4 == 0);
-    if view.col_stride == 1 && aligned && offset % (4 * tensor.dtype.size()) == 0 {
-        4
-    } else {
-        1
-    }
+        .find(|&width| fits(width))
+        .unwrap_or(1)
+}
+
+/// Whether the device has plane operations, on planes of 32 units.
+pub(crate) fn has_planes_of_32<R: Runtime>(client: &ComputeClient<R>) -> bool {
+    let hardware = &client.properties().hardware;
+    client.features().plane.contains(Plane::Ops)
+        && hardware.plane_size_min == 32
+        && hardware.plane_size_max == 32
+}
+
+/// Whether the device computes with integers of 64 bits.
+pub(crate) fn has_u64<R: Runtime>(client: &ComputeClient<R>) -> bool {
+    client
+        .features()
+        .type_usage(storage::<u64>())
+        .contains(TypeUsage::Arithmetic)
 }
 
 /// How many elements a kernel writes at once into contiguous rows of this length.

@@ -7,10 +7,12 @@ use crate::{
     device::{MatrixView, check_dtype, check_float, empty, is_contiguous, storage},
     error::KernelError,
     format::{Format, Granularity, Layout, Rounding},
-    quantize::{QuantizeSpec, Quantized, allocate, check_granularity},
+    quantize::{
+        QuantizeSpec, Quantized, allocate,
+        block::{self, BlockFallback, BlockOutput, Round},
+        check_granularity,
+    },
 };
-
-mod kernel;
 
 const OPERATION: &str = "quantize_fallback";
 
@@ -88,33 +90,12 @@ pub fn quantize_fallback<R: Runtime>(
     let view = MatrixView::new(OPERATION, x)?;
     check_float(client, OPERATION, "x", x.dtype)?;
     check_granularity(OPERATION, Granularity::Block(block))?;
-    check_dtype(
-        OPERATION,
-        "thresholds",
+    let state = FallbackState {
         thresholds,
-        storage::<f32>(),
-        "use f32",
-    )?;
-    check_dtype(OPERATION, "counts", counts, storage::<i32>(), "use i32")?;
-    let layers = thresholds.shape().iter().product::<usize>();
-    let state_fits = thresholds.shape().len() == 1
-        && counts.shape().len() == 2
-        && counts.shape()[0] == layers
-        && counts.shape()[1] == 2
-        && (layer as usize) < layers
-        && is_contiguous(thresholds)
-        && is_contiguous(counts);
-    if !state_fits {
-        return Err(KernelError::Shape {
-            operation: OPERATION,
-            got: format!(
-                "thresholds {:?}, counts {:?}, layer {layer}",
-                thresholds.shape(),
-                counts.shape()
-            ),
-            remedy: "pass contiguous thresholds [layers] and counts [layers, 2], and a layer below their length",
-        });
-    }
+        layer,
+        counts,
+    };
+    state.check(OPERATION)?;
     let spec = QuantizeSpec {
         format: Format::Int8,
         granularity: Granularity::Block(block),
@@ -122,22 +103,92 @@ pub fn quantize_fallback<R: Runtime>(
         layout,
     };
     let base = allocate(client, &view, &spec);
-    let scales_shape = base.scales.shape().to_vec();
-    let residual = FallbackResidual {
-        values: empty(
-            client,
-            view.tensor_shape(view.shape.rows, view.shape.cols),
-            storage::<i8>(),
-        ),
-        scales: empty(client, scales_shape.clone(), storage::<f32>()),
-        flags: empty(client, scales_shape, storage::<u32>()),
-        block,
-    };
-    let output = FallbackQuantized { base, residual };
+    let residual = FallbackResidual::allocate(client, &view, block);
     if view.shape.num_elements() > 0 {
-        kernel::launch(
-            client, x, &view, block, layout, thresholds, layer, counts, &output,
-        );
+        let nearest = |values| (values, Round::Nearest);
+        let written = BlockOutput {
+            row_major: base.values.as_ref().map(nearest),
+            transposed: base.transposed.as_ref().map(nearest),
+            scales: &base.scales,
+            fallback: Some(state.written(&residual)),
+        };
+        block::launch(client, x, &view, block, None, &written);
     }
-    Ok(output)
+    Ok(FallbackQuantized { base, residual })
+}
+
+/// Where the state of a layer's fallback lies on the device; see [`quantize_fallback`] for the shapes.
+#[derive(Debug)]
+pub struct FallbackState<'a, R: Runtime> {
+    /// f32 `[layers]`, contiguous.
+    pub thresholds: &'a TensorHandle<R>,
+    /// The index of the layer.
+    pub layer: u32,
+    /// i32 `[layers, 2]`, contiguous.
+    pub counts: &'a TensorHandle<R>,
+}
+
+impl<'a, R: Runtime> FallbackState<'a, R> {
+    /// Accepts contiguous tensors of matching shapes, and a layer among theirs.
+    pub(crate) fn check(&self, operation: &'static str) -> Result<(), KernelError> {
+        let Self {
+            thresholds,
+            layer,
+            counts,
+        } = *self;
+        check_dtype(
+            operation,
+            "thresholds",
+            thresholds,
+            storage::<f32>(),
+            "use f32",
+        )?;
+        check_dtype(operation, "counts", counts, storage::<i32>(), "use i32")?;
+        let layers = thresholds.shape().iter().product::<usize>();
+        let fits = thresholds.shape().len() == 1
+            && counts.shape().len() == 2
+            && counts.shape()[0] == layers
+            && counts.shape()[1] == 2
+            && (layer as usize) < layers
+            && is_contiguous(thresholds)
+            && is_contiguous(counts);
+        if fits {
+            return Ok(());
+        }
+        Err(KernelError::Shape {
+            operation,
+            got: format!(
+                "thresholds {:?}, counts {:?}, layer {layer}",
+                thresholds.shape(),
+                counts.shape()
+            ),
+            remedy: "pass contiguous thresholds [layers] and counts [layers, 2], and a layer below their length",
+        })
+    }
+
+    /// What a launch reads and writes of this state and of the residual.
+    pub(crate) fn written<'b>(&'b self, residual: &'b FallbackResidual<R>) -> BlockFallback<'b, R> {
+        BlockFallback {
+            thresholds: self.thresholds,
+            layer: self.layer,
+            counts: self.counts,
+            values: &residual.values,
+            scales: &residual.scales,
+            flags: &residual.flags,
+        }
+    }
+}
+
+impl<R: Runtime> FallbackResidual<R> {
+    /// The buffers of the residual of `view`.
+    pub(crate) fn allocate(client: &ComputeClient<R>, view: &MatrixView, block: usize) -> Self {
+        let scales = Granularity::Block(block).scales_shape(view.shape);
+        let allocate = |rows, cols, dtype| empty(client, view.tensor_shape(rows, cols), dtype);
+        Self {
+            values: allocate(view.shape.rows, view.shape.cols, storage::<i8>()),
+            scales: allocate(scales.rows, scales.cols, storage::<f32>()),
+            flags: allocate(scales.rows, scales.cols, storage::<u32>()),
+            block,
+        }
+    }
 }

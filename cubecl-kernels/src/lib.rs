@@ -8,6 +8,8 @@
 //! | --- | --- |
 //! | [`quantize`] | INT8 and INT10 quantization by block, group, token, channel or tensor, and back |
 //! | [`fallback`] | INT8 block quantization with a second INT8 copy of the residual of outlier blocks |
+//! | [`linear_input`] | both INT8 copies of a linear layer's input from one read |
+//! | [`transpose`] | INT8 matrices transposed |
 //! | [`gemm`] | the product of two quantized matrices, on tensor cores or on any device |
 //! | [`adamw`](mod@adamw) | AdamW on compressed moments, and what lets it skip a step without asking the host |
 //! | [`optimizer_state`] | moments of an optimizer as 8-bit codes with a scale for each group, and back |
@@ -39,12 +41,14 @@ pub mod float8;
 pub mod format;
 pub mod gemm;
 pub mod host;
+pub mod linear_input;
 pub mod optimizer_state;
 pub mod philox;
 pub mod quantize;
 pub mod reference;
 pub mod shape;
 pub mod softmax;
+pub mod transpose;
 
 mod device;
 mod exact;

@@ -63,8 +63,9 @@ fn unit(bits: u32) -> f32 {
     (bits >> 8) as f32 * 2f32.powi(-24)
 }
 
-/// [`philox4x32`] in a kernel.
+/// [`philox4x32`] in a kernel, with products of 64 bits if `wide`.
 #[cube]
+#[allow(clippy::too_many_arguments)]
 pub(crate) fn philox4x32_cube(
     counter_0: u32,
     counter_1: u32,
@@ -72,6 +73,7 @@ pub(crate) fn philox4x32_cube(
     counter_3: u32,
     key_0: u32,
     key_1: u32,
+    #[comptime] wide: bool,
 ) -> (u32, u32, u32, u32) {
     let mut c0 = counter_0;
     let mut c1 = counter_1;
@@ -81,10 +83,8 @@ pub(crate) fn philox4x32_cube(
     let mut k1 = key_1;
     #[unroll]
     for _ in 0..ROUNDS {
-        let hi0 = u32::mul_hi(c0, MULTIPLIER_0);
-        let lo0 = c0 * MULTIPLIER_0;
-        let hi1 = u32::mul_hi(c2, MULTIPLIER_1);
-        let lo1 = c2 * MULTIPLIER_1;
+        let (lo0, hi0) = product(c0, MULTIPLIER_0, wide);
+        let (lo1, hi1) = product(c2, MULTIPLIER_1, wide);
         c0 = hi1 ^ c1 ^ k0;
         c1 = lo1;
         c2 = hi0 ^ c3 ^ k1;
@@ -93,4 +93,15 @@ pub(crate) fn philox4x32_cube(
         k1 += WEYL_1;
     }
     (c0, c1, c2, c3)
+}
+
+/// The low and the high word of a product.
+#[cube]
+fn product(a: u32, #[comptime] b: u32, #[comptime] wide: bool) -> (u32, u32) {
+    if comptime!(wide) {
+        let product = u64::cast_from(a) * u64::cast_from(b);
+        (u32::cast_from(product), u32::cast_from(product >> 32u64))
+    } else {
+        (a * b, u32::mul_hi(a, b))
+    }
 }

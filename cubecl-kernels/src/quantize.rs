@@ -10,11 +10,14 @@ use crate::{
 };
 
 mod absmax;
+pub(crate) mod block;
 mod dequantize;
 mod elementwise;
 mod packed;
+pub(crate) mod staged;
 pub(crate) mod tile;
 
+use block::{BlockOutput, Round};
 pub use dequantize::dequantize;
 
 const OPERATION: &str = "quantize";
@@ -100,9 +103,20 @@ pub fn quantize<R: Runtime>(
             (Format::Int10, Granularity::Group(size)) => {
                 packed::launch(client, x, &view, spec.rounding, size, &output);
             }
-            (_, Granularity::Block(_) | Granularity::Group(_)) => {
-                tile::launch(client, x, &view, spec, &output);
+            (_, Granularity::Block(block)) => {
+                let (round, key) = match spec.rounding {
+                    Rounding::Nearest => (Round::Nearest, None),
+                    Rounding::Stochastic(key) => (Round::Stochastic, Some(key)),
+                };
+                let written = BlockOutput {
+                    row_major: output.values.as_ref().map(|values| (values, round)),
+                    transposed: output.transposed.as_ref().map(|values| (values, round)),
+                    scales: &output.scales,
+                    fallback: None,
+                };
+                block::launch(client, x, &view, block, key, &written);
             }
+            (_, Granularity::Group(_)) => tile::launch(client, x, &view, spec, &output),
             (_, Granularity::Token | Granularity::Channel | Granularity::Tensor) => {
                 let absmax = absmax::launch(client, x, &view, spec.granularity);
                 elementwise::launch(client, x, &view, spec, &absmax, &output);

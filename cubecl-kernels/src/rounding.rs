@@ -16,6 +16,14 @@ const MIN_ABSMAX_BITS: u32 = MIN_ABSMAX.to_bits();
 /// 1.5 * 2^23. Adding it to a value below 2^22 leaves the value, rounded half to even, in the low bits of the sum.
 pub(crate) const ROUND_TO_EVEN: f32 = 12_582_912.0;
 const ROUND_TO_EVEN_BITS: i32 = 0x4B40_0000;
+/// 2^24, the random numbers of an interval of length one.
+const UNIT_FRACTION: f32 = 16_777_216.0;
+const UNIT_FRACTION_BITS: u32 = UNIT_FRACTION.to_bits();
+const SIGN_BITS: u32 = 0x8080_8080;
+/// Turns the sum of `(ROUND_TO_EVEN_BITS + q) * 256^i` over four integers into that of `(q + 128) * 256^i`, whose bytes do
+/// not borrow from each other.
+const PACK_OFFSET: u32 =
+    SIGN_BITS.wrapping_sub((ROUND_TO_EVEN_BITS as u32).wrapping_mul(0x0101_0101));
 
 /// The random stream of a launch, as the four words that key the generator.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
@@ -76,8 +84,59 @@ pub(crate) fn scale_and_inverse(absmax_bits: u32, #[comptime] q_max: i32) -> (f3
 pub(crate) fn round_nearest(x: f32, inverse: f32, zero: u32, #[comptime] q_max: i32) -> i32 {
     // A product of inverse 0 with NaN or infinity is NaN: take it out before it becomes an integer.
     let v = select(inverse == 0.0, 0.0f32, exact::product(x, inverse, zero));
-    let q = i32::reinterpret(v + ROUND_TO_EVEN) - ROUND_TO_EVEN_BITS;
+    let q = i32::reinterpret(nearest_sum(v)) - ROUND_TO_EVEN_BITS;
     clamp(q, -q_max, q_max)
+}
+
+/// A value below 2^22, not the result of a product that could be contracted, plus [`ROUND_TO_EVEN`]: the low byte of
+/// the sum's bits is that of the nearest integer, ties to even.
+#[cube]
+pub(crate) fn nearest_sum(v: f32) -> f32 {
+    v + ROUND_TO_EVEN
+}
+
+/// `x * inverse` in the range of the integers, rounded on its own: a limited product cannot be contracted with a sum.
+///
+/// `q_max / absmax` may be rounded up, so the product of the largest value can be one unit in the last place above
+/// `q_max`. Limited before the rounding it gives the integer that limiting after the rounding gives.
+#[cube]
+pub(crate) fn to_range(x: f32, inverse: f32, #[comptime] q_max: i32) -> f32 {
+    let limit = f32::cast_from(q_max);
+    max(min(x * inverse, limit), -limit)
+}
+
+/// [`nearest_sum`]'s bits for stochastic rounding: its low byte is that of the integer.
+///
+/// `scaled` comes from [`to_range`], `sum` is its [`nearest_sum`], `bits` the random word. Instead of a floor and two
+/// conversions: `scaled` minus its nearest integer is exact, and its sign tells whether the floor is one below. The
+/// fraction above the floor, in units of 2^-24, is rounded as `scaled - floor` is. `minus_round` is a scalar argument of
+/// the launch, always `-ROUND_TO_EVEN`: a compiler that knew it could cancel the two sums.
+#[cube]
+pub(crate) fn stochastic_sum(scaled: f32, sum: f32, bits: u32, minus_round: f32) -> u32 {
+    let rest = scaled - (sum + minus_round);
+    // All ones where the floor is below the nearest integer.
+    let below = u32::reinterpret(i32::reinterpret(rest) >> 31);
+    let one = f32::reinterpret(below & UNIT_FRACTION_BITS);
+    let fraction = rest * UNIT_FRACTION + one;
+    let up = select(f32::cast_from(bits >> 8) < fraction, 1u32, 0u32);
+    u32::reinterpret(sum) + below + up
+}
+
+/// The low bytes of four sums `sums[first]`, `sums[first + stride]`, ..., each [`nearest_sum`]'s bits or those plus an
+/// integer, in one word, the first lowest; zeros under a zero `mask`.
+///
+/// Multiplications and additions modulo 2^32 in place of shifts: on CUDA they use another pipe than the comparisons.
+#[cube]
+pub(crate) fn pack_bytes(
+    sums: &Array<u32>,
+    #[comptime] first: usize,
+    #[comptime] stride: usize,
+    mask: u32,
+) -> u32 {
+    let mut word = sums[comptime!(first + 3 * stride)] * 256 + sums[comptime!(first + 2 * stride)];
+    word = word * 256 + sums[comptime!(first + stride)];
+    word = word * 256 + sums[first];
+    ((word + PACK_OFFSET) ^ SIGN_BITS) & mask
 }
 
 /// One value as an integer, up with the probability of its fractional part.
@@ -98,6 +157,17 @@ pub(crate) fn round_stochastic(
 /// The four random words of a row's four neighbours.
 #[cube]
 pub(crate) fn random_words(row: u32, quarter: u32, random: &RandomStream) -> (u32, u32, u32, u32) {
+    random_words_by(row, quarter, random, false)
+}
+
+/// [`random_words`], from products of 64 bits if `wide`: half the multiplications where the device has them.
+#[cube]
+pub(crate) fn random_words_by(
+    row: u32,
+    quarter: u32,
+    random: &RandomStream,
+    #[comptime] wide: bool,
+) -> (u32, u32, u32, u32) {
     philox4x32_cube(
         row,
         quarter,
@@ -105,6 +175,7 @@ pub(crate) fn random_words(row: u32, quarter: u32, random: &RandomStream) -> (u3
         random.stream_high,
         random.seed_low,
         random.seed_high,
+        wide,
     )
 }
 

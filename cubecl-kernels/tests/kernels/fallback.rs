@@ -17,7 +17,7 @@ use crate::{
 };
 
 #[track_caller]
-fn check(
+pub fn check(
     client: &Client,
     quantized: &FallbackQuantized<TestRuntime>,
     expected: &reference::FallbackQuantized,

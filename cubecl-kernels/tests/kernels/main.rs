@@ -22,6 +22,10 @@ mod gemm;
 #[cfg(any(feature = "cuda", feature = "vulkan"))]
 mod gemm_hopper;
 #[cfg(any(feature = "cuda", feature = "vulkan"))]
+mod linear_input;
+#[cfg(any(feature = "cuda", feature = "vulkan"))]
 mod quantize;
 #[cfg(any(feature = "cuda", feature = "vulkan"))]
 mod softmax;
+#[cfg(any(feature = "cuda", feature = "vulkan"))]
+mod transpose;

@@ -1,0 +1,111 @@
+//! The input of a linear layer, quantized for the forward product and for the backward pass from one read
+//! (fallback-int8, sections 4.2 to 4.4).
+
+use cubecl::{prelude::*, std::tensor::TensorHandle};
+
+use crate::{
+    device::{MatrixView, check_float},
+    error::KernelError,
+    fallback::{FallbackResidual, FallbackState},
+    format::{Format, Granularity, Layout, Rounding, StochasticKey},
+    quantize::{
+        QuantizeSpec, Quantized, allocate,
+        block::{self, BlockOutput, Round},
+        check_granularity,
+    },
+};
+
+const OPERATION: &str = "quantize_linear_input";
+
+/// The input of a linear layer in INT8, twice.
+#[derive(Debug)]
+pub struct LinearInput<R: Runtime> {
+    /// The row-major copy, rounded to nearest: the operand of the forward product.
+    pub forward: Quantized<R>,
+    /// The residual of the blocks that fell back, for the forward product; `None` without a fallback.
+    pub residual: Option<FallbackResidual<R>>,
+    /// The transposed copy, rounded stochastically: what the backward pass multiplies to the weight's gradient. It shares
+    /// its scales with `forward`.
+    pub saved: Quantized<R>,
+}
+
+impl<R: Runtime> Clone for LinearInput<R> {
+    fn clone(&self) -> Self {
+        Self {
+            forward: self.forward.clone(),
+            residual: self.residual.clone(),
+            saved: self.saved.clone(),
+        }
+    }
+}
+
+/// Quantizes the input of a linear layer in square blocks, in one launch that reads it once.
+///
+/// - `x`: a matrix of f32, f16 or bf16 with any strides.
+/// - `block`: 16, 32, 64 or 128.
+/// - `key`: the random stream of the saved copy.
+/// - `fallback`: the layer's threshold and counters, as [`quantize_fallback`](crate::fallback::quantize_fallback) takes
+///   them; `None` for no fallback.
+///
+/// To the bit, `forward` and `residual` are what `quantize_fallback`, or [`quantize`](crate::quantize::quantize) with
+/// nearest rounding, gives with [`Layout::RowMajor`], and `saved` is what `quantize` gives with [`Layout::Transposed`] and
+/// [`Rounding::Stochastic`].
+///
+/// # Errors
+///
+/// When shapes or element types differ from these, or the layer is out of range.
+pub fn quantize_linear_input<R: Runtime>(
+    client: &ComputeClient<R>,
+    x: &TensorHandle<R>,
+    block: usize,
+    key: StochasticKey,
+    fallback: Option<FallbackState<R>>,
+) -> Result<LinearInput<R>, KernelError> {
+    let view = MatrixView::new(OPERATION, x)?;
+    check_float(client, OPERATION, "x", x.dtype)?;
+    check_granularity(OPERATION, Granularity::Block(block))?;
+    if let Some(state) = &fallback {
+        state.check(OPERATION)?;
+    }
+    let both = allocate(
+        client,
+        &view,
+        &QuantizeSpec {
+            format: Format::Int8,
+            granularity: Granularity::Block(block),
+            rounding: Rounding::Nearest,
+            layout: Layout::Both,
+        },
+    );
+    let residual = fallback
+        .as_ref()
+        .map(|_| FallbackResidual::allocate(client, &view, block));
+    if view.shape.num_elements() > 0 {
+        let written = BlockOutput {
+            row_major: both.values.as_ref().map(|values| (values, Round::Nearest)),
+            transposed: both
+                .transposed
+                .as_ref()
+                .map(|values| (values, Round::Stochastic)),
+            scales: &both.scales,
+            fallback: fallback
+                .as_ref()
+                .zip(residual.as_ref())
+                .map(|(state, residual)| state.written(residual)),
+        };
+        block::launch(client, x, &view, block, Some(key), &written);
+    }
+    let saved = Quantized {
+        values: None,
+        ..both.clone()
+    };
+    let forward = Quantized {
+        transposed: None,
+        ..both
+    };
+    Ok(LinearInput {
+        forward,
+        residual,
+        saved,
+    })
+}

@@ -1,0 +1,788 @@
+//! Quantization in square blocks: one read of the input, every output written once.
+//!
+//! A cube takes a tile of 128 rows and columns, whatever the block size, and keeps it in registers between the search of
+//! the maxima and the rounding. Its units hold *patches* of four rows and as many columns as 16 bytes of the input: a
+//! plane of 32 reads four rows of 128 bytes at once, and four rows are what makes one word of the transposed copy. That
+//! copy passes through shared memory as words, in chunks of 16 bytes that are permuted so that neither writing its rows
+//! nor reading its columns meets in one bank.
+//!
+//! The nearest copy, the stochastic copy and the residual come from the same registers, so a linear layer's input is read
+//! once for its forward product, its fallback and its backward pass.
+
+use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
+
+use crate::{
+    device::{
+        MatrixGeometry, MatrixView, cube_grid, has_planes_of_32, has_u64, read_width_up_to,
+        storage, unused,
+    },
+    exact,
+    format::{Format, Rounding, StochasticKey},
+    rounding::{
+        ROUND_TO_EVEN, RandomStream, is_finite, magnitude_bits, nearest_sum, pack_bytes,
+        random_stream, random_words_by, scale_and_inverse, stochastic_sum, to_range,
+    },
+};
+
+use super::staged::{
+    CHUNK, StagedTile, TILE, byte_dtype, byte_width, read_staged, stage_word, write_words,
+};
+
+/// Units along the columns and the rows of a plane, and the rows of a unit's patch.
+const LANES: usize = 8;
+const PLANE: usize = 32;
+const PATCH_ROWS: usize = 4;
+/// Rows of the patches of a plane.
+const PLANE_ROWS: usize = PLANE / LANES * PATCH_ROWS;
+const Q_MAX: i32 = Format::Int8.q_max();
+
+/// How a copy is rounded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum Round {
+    Nearest,
+    Stochastic,
+}
+
+/// The copies that a launch writes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct Copies {
+    row_major: Option<Round>,
+    transposed: Option<Round>,
+    fallback: bool,
+}
+
+impl Copies {
+    fn any(&self, round: Round) -> bool {
+        self.row_major == Some(round) || self.transposed == Some(round)
+    }
+}
+
+/// The tensors of a fallback: the state of the layer, and what is written beside the base.
+pub(crate) struct BlockFallback<'a, R: Runtime> {
+    pub thresholds: &'a TensorHandle<R>,
+    pub layer: u32,
+    pub counts: &'a TensorHandle<R>,
+    pub values: &'a TensorHandle<R>,
+    pub scales: &'a TensorHandle<R>,
+    pub flags: &'a TensorHandle<R>,
+}
+
+/// Where a launch writes, in the shapes of [`Quantized`](super::Quantized).
+pub(crate) struct BlockOutput<'a, R: Runtime> {
+    pub row_major: Option<(&'a TensorHandle<R>, Round)>,
+    pub transposed: Option<(&'a TensorHandle<R>, Round)>,
+    pub scales: &'a TensorHandle<R>,
+    pub fallback: Option<BlockFallback<'a, R>>,
+}
+
+/// How the units of a cube share a tile.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct BlockTile {
+    block: usize,
+    /// Columns of a unit's patch.
+    patch_cols: usize,
+    units: usize,
+    /// Elements read at once, a divisor of `patch_cols`.
+    read: usize,
+    /// Bytes written at once to the row-major and to the transposed copy.
+    write: (usize, usize),
+    /// Whether units reduce with plane operations, on planes of 32.
+    planes: bool,
+    /// Whether the device multiplies to 64 bits.
+    wide: bool,
+    /// Whether the cubes lie in a grid of the tiles of one matrix.
+    flat: bool,
+}
+
+impl BlockTile {
+    /// Patches of a plane along the columns of the tile.
+    const fn plane_cols(&self) -> usize {
+        TILE / (LANES * self.patch_cols)
+    }
+
+    const fn planes_of_cube(&self) -> usize {
+        self.units / PLANE
+    }
+
+    /// Patches that each unit holds.
+    const fn patches(&self) -> usize {
+        TILE * TILE / (PATCH_ROWS * self.patch_cols) / self.units
+    }
+
+    const fn patch_elements(&self) -> usize {
+        PATCH_ROWS * self.patch_cols
+    }
+
+    /// Units of a plane, along the columns, whose patches lie in one block.
+    const fn lanes_of_block(&self) -> usize {
+        let lanes = self.block / self.patch_cols;
+        if lanes < LANES { lanes } else { LANES }
+    }
+
+    const fn staged(&self) -> StagedTile {
+        StagedTile {
+            patch_cols: self.patch_cols,
+            units: self.units,
+            write: self.write.1,
+        }
+    }
+}
+
+/// Quantizes `x` in blocks of `block`, a divisor of 128 of at least 16. Stochastic copies need a key.
+pub(crate) fn launch<R: Runtime>(
+    client: &ComputeClient<R>,
+    x: &TensorHandle<R>,
+    view: &MatrixView,
+    block: usize,
+    key: Option<StochasticKey>,
+    output: &BlockOutput<R>,
+) {
+    let shape = view.shape;
+    let patch_cols = 16 / x.dtype.size();
+    let (rows, cols) = (shape.rows.div_ceil(TILE), shape.cols.div_ceil(TILE));
+    // Limits of a cube count along one dimension.
+    let flat = shape.batch == 1 && rows.max(cols) <= 65_535;
+    let most_units = client.properties().hardware.max_units_per_cube as usize;
+    let tile = BlockTile {
+        block,
+        patch_cols,
+        units: if most_units >= 512 { 512 } else { 256 },
+        read: read_width_up_to(patch_cols, x, view),
+        write: (
+            byte_width(shape.cols, patch_cols),
+            byte_width(shape.rows, CHUNK),
+        ),
+        planes: has_planes_of_32(client),
+        wide: has_u64(client),
+        flat,
+    };
+    let copies = Copies {
+        row_major: output.row_major.map(|(_, round)| round),
+        transposed: output.transposed.map(|(_, round)| round),
+        fallback: output.fallback.is_some(),
+    };
+    let byte = |tensor: Option<&TensorHandle<R>>| {
+        tensor
+            .cloned()
+            .unwrap_or_else(|| unused(client, storage::<i8>()))
+            .into_arg()
+    };
+    let fallback = output.fallback.as_ref();
+    let or_unused = |tensor: Option<&TensorHandle<R>>, dtype: StorageType| {
+        tensor
+            .cloned()
+            .unwrap_or_else(|| unused(client, dtype))
+            .into_arg()
+    };
+    let count = if flat {
+        CubeCount::Static(cols as u32, rows as u32, 1)
+    } else {
+        cube_grid(shape.batch * rows * cols)
+    };
+    // SAFETY: every access is guarded by the shapes in `geometry`, for which the outputs were allocated, or indexes the
+    // state of `layer`, which was checked against its length.
+    #[allow(unsafe_code)]
+    unsafe {
+        quantize_block_kernel::launch_unchecked::<R>(
+            client,
+            count,
+            CubeDim::new_1d(tile.units as u32),
+            tile.read,
+            tile.write.0.div_ceil(4),
+            tile.write.1.div_ceil(4),
+            x.clone().into_arg(),
+            byte(output.row_major.map(|(tensor, _)| tensor)),
+            byte(output.transposed.map(|(tensor, _)| tensor)),
+            output.scales.clone().into_arg(),
+            byte(fallback.map(|fallback| fallback.values)),
+            or_unused(fallback.map(|fallback| fallback.scales), storage::<f32>()),
+            or_unused(fallback.map(|fallback| fallback.flags), storage::<u32>()),
+            or_unused(
+                fallback.map(|fallback| fallback.thresholds),
+                storage::<f32>(),
+            ),
+            or_unused(fallback.map(|fallback| fallback.counts), storage::<i32>()),
+            fallback.map_or(0, |fallback| fallback.layer),
+            view.geometry(),
+            shape.batch as u32,
+            random_stream(key.map_or(Rounding::Nearest, Rounding::Stochastic)),
+            0,
+            -ROUND_TO_EVEN,
+            tile,
+            copies,
+            x.dtype,
+            byte_dtype(tile.write.0),
+            byte_dtype(tile.write.1),
+        );
+    }
+}
+
+#[cube(launch_unchecked)]
+#[allow(clippy::too_many_arguments)]
+fn quantize_block_kernel<F: Numeric, NX: Size, V: Numeric, NV: Size, T: Numeric, NT: Size>(
+    x: &Tensor<Vector<F, NX>>,
+    values: &mut Tensor<Vector<V, NV>>,
+    transposed: &mut Tensor<Vector<T, NT>>,
+    scales: &mut Tensor<f32>,
+    residual_values: &mut Tensor<Vector<V, NV>>,
+    residual_scales: &mut Tensor<f32>,
+    flags: &mut Tensor<u32>,
+    thresholds: &Tensor<f32>,
+    counts: &mut Tensor<Atomic<i32>>,
+    layer: u32,
+    geometry: MatrixGeometry,
+    batch_size: u32,
+    random: RandomStream,
+    zero: u32,
+    minus_round: f32,
+    #[comptime] tile: BlockTile,
+    #[comptime] copies: Copies,
+    #[define(F)] _x: StorageType,
+    #[define(V)] _values: StorageType,
+    #[define(T)] _transposed: StorageType,
+) {
+    let at = tile_position(&geometry, tile);
+    if at.batch >= batch_size {
+        terminate!();
+    }
+    let held = read_patches::<F, NX>(x, &geometry, &at, tile);
+    let patches = comptime!(tile.patches());
+    let mut maxima = Array::<u32>::new(patches);
+    #[unroll]
+    for patch in 0..patches {
+        let mut bits = 0u32;
+        #[unroll]
+        for index in 0..comptime!(tile.patch_elements()) {
+            let index = comptime!(patch * tile.patch_elements() + index);
+            bits = max(
+                bits,
+                magnitude_bits(element::<F, NX>(&held, index, tile.read)),
+            );
+        }
+        maxima[patch] = bits;
+    }
+    reduce_to_blocks(&mut maxima, tile);
+
+    let mut staged = SharedMemory::<u32>::new_aligned(
+        comptime!(if copies.transposed.is_some() {
+            TILE * TILE / 4
+        } else {
+            1
+        }),
+        16usize,
+    );
+    let mut residual_maxima = Array::<u32>::new(patches);
+    #[unroll]
+    for patch in 0..patches {
+        let (tile_row, tile_col) = patch_position(comptime!(patch as u32), tile);
+        let (row, col) = (at.row + tile_row, at.col + tile_col);
+        let (scale, inverse) = scale_and_inverse(maxima[patch], Q_MAX);
+        let falls_back = falls_back(maxima[patch], thresholds, layer, copies);
+        let slot = block_slot(&geometry, &at, tile_row, tile_col, tile);
+        let writes_scale = is_first_of_block(&geometry, row, col, tile);
+        if writes_scale {
+            scales[slot] = scale;
+            if comptime!(copies.fallback) {
+                flags[slot] = select(falls_back, 1u32, 0u32);
+                if falls_back {
+                    counts[(layer * 2) as usize].fetch_add(1i32);
+                }
+                if slot == 0 {
+                    let blocks = batch_size
+                        * geometry.rows.div_ceil(comptime!(tile.block as u32))
+                        * geometry.cols.div_ceil(comptime!(tile.block as u32));
+                    counts[(layer * 2 + 1) as usize].fetch_add(i32::cast_from(blocks));
+                }
+            }
+        }
+
+        // An inverse of 0 stands for "all values are 0", whatever the products with it are.
+        let mask = select(inverse == 0.0, 0u32, 0xffff_ffffu32);
+        let mut words = Array::<u32>::new(comptime!(tile.patch_elements() / 4));
+        #[unroll]
+        for quarter in 0..comptime!(tile.patch_cols / 4) {
+            let mut nearest = Array::<u32>::new(16usize);
+            let mut stochastic = Array::<u32>::new(16usize);
+            #[unroll]
+            for line in 0..PATCH_ROWS {
+                let first = comptime!((patch * PATCH_ROWS + line) * tile.patch_cols + quarter * 4);
+                round_quad::<F, NX>(
+                    &held,
+                    &mut nearest,
+                    &mut stochastic,
+                    inverse,
+                    at.batch * geometry.rows + row + comptime!(line as u32),
+                    col / 4 + comptime!(quarter as u32),
+                    &random,
+                    zero,
+                    minus_round,
+                    first,
+                    line,
+                    tile,
+                    copies,
+                );
+            }
+            if comptime!(copies.row_major.is_some()) {
+                #[unroll]
+                for line in 0..PATCH_ROWS {
+                    let word = comptime!(line * tile.patch_cols / 4 + quarter);
+                    let from = comptime!(line * 4);
+                    words[word] = if comptime!(copies.row_major == Some(Round::Nearest)) {
+                        pack_bytes(&nearest, from, 1usize, mask)
+                    } else {
+                        pack_bytes(&stochastic, from, 1usize, mask)
+                    };
+                }
+            }
+            if comptime!(copies.transposed.is_some()) {
+                #[unroll]
+                for lane in 0..4usize {
+                    let word = if comptime!(copies.transposed == Some(Round::Nearest)) {
+                        pack_bytes(&nearest, lane, 4usize, mask)
+                    } else {
+                        pack_bytes(&stochastic, lane, 4usize, mask)
+                    };
+                    stage_word(
+                        &mut staged,
+                        word,
+                        tile_row / 4,
+                        tile_col,
+                        comptime!((quarter * 4 + lane) as u32),
+                        tile.staged(),
+                    );
+                }
+            }
+        }
+        if comptime!(copies.row_major.is_some()) {
+            write_patch::<V, NV>(values, &words, &geometry, &at, row, col, tile);
+        }
+
+        if comptime!(copies.fallback) {
+            let mut bits = 0u32;
+            if falls_back {
+                #[unroll]
+                for index in 0..comptime!(tile.patch_elements()) {
+                    let index = comptime!(patch * tile.patch_elements() + index);
+                    let value = element::<F, NX>(&held, index, tile.read);
+                    let rest = residual(value, scale, inverse, zero, minus_round);
+                    bits = max(bits, magnitude_bits(rest));
+                }
+            }
+            residual_maxima[patch] = bits;
+        }
+    }
+    if comptime!(copies.transposed.is_some()) {
+        sync_cube();
+        read_staged::<T, NT>(
+            transposed,
+            &staged,
+            geometry.rows,
+            geometry.cols,
+            at.batch,
+            at.row,
+            at.col,
+            tile.staged(),
+        );
+    }
+
+    if comptime!(copies.fallback) {
+        reduce_to_blocks(&mut residual_maxima, tile);
+        #[unroll]
+        for patch in 0..patches {
+            let (tile_row, tile_col) = patch_position(comptime!(patch as u32), tile);
+            let (row, col) = (at.row + tile_row, at.col + tile_col);
+            let (residual_scale, residual_inverse) =
+                scale_and_inverse(residual_maxima[patch], Q_MAX);
+            if is_first_of_block(&geometry, row, col, tile) {
+                let slot = block_slot(&geometry, &at, tile_row, tile_col, tile);
+                residual_scales[slot] = residual_scale;
+            }
+            if falls_back(maxima[patch], thresholds, layer, copies) {
+                let (scale, inverse) = scale_and_inverse(maxima[patch], Q_MAX);
+                let mask = select(residual_inverse == 0.0, 0u32, 0xffff_ffffu32);
+                let mut words = Array::<u32>::new(comptime!(tile.patch_elements() / 4));
+                #[unroll]
+                for word in 0..comptime!(tile.patch_elements() / 4) {
+                    let mut quad = Array::<u32>::new(4usize);
+                    #[unroll]
+                    for lane in 0..4usize {
+                        let index = comptime!(patch * tile.patch_elements() + word * 4 + lane);
+                        let value = element::<F, NX>(&held, index, tile.read);
+                        let rest = residual(value, scale, inverse, zero, minus_round);
+                        let product = exact::product(rest, residual_inverse, zero);
+                        quad[lane] = u32::reinterpret(nearest_sum(product));
+                    }
+                    words[word] = pack_bytes(&quad, 0usize, 1usize, mask);
+                }
+                write_patch::<V, NV>(residual_values, &words, &geometry, &at, row, col, tile);
+            }
+        }
+    }
+}
+
+/// Rounds four neighbours of a row, `held[first..first + 4]`, for each kind of rounding that a copy has; the integers
+/// are the low bytes of what it puts into the arrays at `4 * line`.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+fn round_quad<F: Numeric, N: Size>(
+    held: &Array<Vector<F, N>>,
+    nearest: &mut Array<u32>,
+    stochastic: &mut Array<u32>,
+    inverse: f32,
+    row: u32,
+    quarter: u32,
+    random: &RandomStream,
+    zero: u32,
+    minus_round: f32,
+    #[comptime] first: usize,
+    #[comptime] line: usize,
+    #[comptime] tile: BlockTile,
+    #[comptime] copies: Copies,
+) {
+    let mut random_bits = Array::<u32>::new(4usize);
+    if comptime!(copies.any(Round::Stochastic)) {
+        let (b0, b1, b2, b3) = random_words_by(row, quarter, random, tile.wide);
+        random_bits[0] = b0;
+        random_bits[1] = b1;
+        random_bits[2] = b2;
+        random_bits[3] = b3;
+    }
+    #[unroll]
+    for lane in 0..4usize {
+        let slot = comptime!(line * 4 + lane);
+        let value = element::<F, N>(held, comptime!(first + lane), tile.read);
+        if comptime!(copies.any(Round::Stochastic)) {
+            let scaled = to_range(value, inverse, Q_MAX);
+            let sum = nearest_sum(scaled);
+            nearest[slot] = u32::reinterpret(sum);
+            stochastic[slot] = stochastic_sum(scaled, sum, random_bits[lane], minus_round);
+        } else {
+            nearest[slot] = u32::reinterpret(nearest_sum(exact::product(value, inverse, zero)));
+        }
+    }
+}
+
+/// What the nearest integer of a finite block misses of a value.
+#[cube]
+fn residual(value: f32, scale: f32, inverse: f32, zero: u32, minus_round: f32) -> f32 {
+    let integer = nearest_sum(exact::product(value, inverse, zero)) + minus_round;
+    value - exact::product(integer, scale, zero)
+}
+
+/// Whether a block of this maximum falls back.
+#[cube]
+fn falls_back(
+    absmax_bits: u32,
+    thresholds: &Tensor<f32>,
+    layer: u32,
+    #[comptime] copies: Copies,
+) -> bool {
+    if comptime!(copies.fallback) {
+        is_finite(absmax_bits) && f32::reinterpret(absmax_bits) > thresholds[layer as usize]
+    } else {
+        false.runtime()
+    }
+}
+
+/// Which tile a cube works on: the matrix, and the tile's first row and column.
+#[derive(CubeType, Clone, Copy)]
+struct TilePosition {
+    batch: u32,
+    row: u32,
+    col: u32,
+}
+
+#[cube]
+fn tile_position(geometry: &MatrixGeometry, #[comptime] tile: BlockTile) -> TilePosition {
+    let side = comptime!(TILE as u32);
+    if comptime!(tile.flat) {
+        TilePosition {
+            batch: 0u32.runtime(),
+            row: CUBE_POS_Y * side,
+            col: CUBE_POS_X * side,
+        }
+    } else {
+        let grid_cols = geometry.cols.div_ceil(side);
+        let grid = geometry.rows.div_ceil(side) * grid_cols;
+        let index = CUBE_POS as u32;
+        let in_matrix = index % grid;
+        TilePosition {
+            batch: index / grid,
+            row: in_matrix / grid_cols * side,
+            col: in_matrix % grid_cols * side,
+        }
+    }
+}
+
+/// A unit's plane in the cube and its lane in the plane. Without plane operations any numbering will do.
+#[cube]
+fn plane_and_lane(#[comptime] tile: BlockTile) -> (u32, u32) {
+    if comptime!(tile.planes) {
+        (PLANE_POS, UNIT_POS_PLANE)
+    } else {
+        let plane = comptime!(PLANE as u32);
+        (UNIT_POS / plane, UNIT_POS % plane)
+    }
+}
+
+/// First row and column, in the tile, of a unit's patch.
+#[cube]
+fn patch_position(#[comptime] patch: u32, #[comptime] tile: BlockTile) -> (u32, u32) {
+    let (plane, lane) = plane_and_lane(tile);
+    let lanes = comptime!(LANES as u32);
+    let plane_cols = comptime!(tile.plane_cols() as u32);
+    let plane_patch = plane + comptime!(patch * tile.planes_of_cube() as u32);
+    let row = plane_patch / plane_cols * comptime!(PLANE_ROWS as u32)
+        + lane / lanes * comptime!(PATCH_ROWS as u32);
+    let col = (plane_patch % plane_cols * lanes + lane % lanes) * comptime!(tile.patch_cols as u32);
+    (row, col)
+}
+
+/// All elements that this unit holds; 0 outside the matrix.
+#[cube]
+fn read_patches<F: Numeric, N: Size>(
+    x: &Tensor<Vector<F, N>>,
+    geometry: &MatrixGeometry,
+    at: &TilePosition,
+    #[comptime] tile: BlockTile,
+) -> Array<Vector<F, N>> {
+    let pieces = comptime!(tile.patch_cols / tile.read);
+    let width = comptime!(tile.read as u32);
+    let mut held = Array::<Vector<F, N>>::new(comptime!(
+        tile.patches() * tile.patch_elements() / tile.read
+    ));
+    #[unroll]
+    for patch in 0..comptime!(tile.patches()) {
+        let (tile_row, tile_col) = patch_position(comptime!(patch as u32), tile);
+        let (row, col) = (at.row + tile_row, at.col + tile_col);
+        let start = at.batch * geometry.batch_stride + row * geometry.row_stride;
+        #[unroll]
+        for line in 0..PATCH_ROWS {
+            #[unroll]
+            for piece in 0..pieces {
+                let slot = comptime!((patch * PATCH_ROWS + line) * pieces + piece);
+                let col = col + comptime!((piece * tile.read) as u32);
+                let mut vector = Vector::<F, N>::cast_from(0.0f32);
+                if row + comptime!(line as u32) < geometry.rows && col < geometry.cols {
+                    let line_start = start + comptime!(line as u32) * geometry.row_stride;
+                    // More than one element at once is read only where columns are neighbours.
+                    let index = if comptime!(tile.read > 1) {
+                        (line_start + col) / width
+                    } else {
+                        line_start + col * geometry.col_stride
+                    };
+                    vector = x[index as usize];
+                }
+                held[slot] = vector;
+            }
+        }
+    }
+    held
+}
+
+/// One of the elements that a unit holds, by its place among them.
+#[cube]
+fn element<F: Numeric, N: Size>(
+    held: &Array<Vector<F, N>>,
+    #[comptime] index: usize,
+    #[comptime] width: usize,
+) -> f32 {
+    f32::cast_from(held[comptime!(index / width)][comptime!(index % width)])
+}
+
+/// Writes the rows of a patch, four bytes in each word, where they lie inside the matrix.
+#[cube]
+fn write_patch<V: Numeric, N: Size>(
+    out: &mut Tensor<Vector<V, N>>,
+    words: &Array<u32>,
+    geometry: &MatrixGeometry,
+    at: &TilePosition,
+    row: u32,
+    col: u32,
+    #[comptime] tile: BlockTile,
+) {
+    #[unroll]
+    for line in 0..PATCH_ROWS {
+        let line_row = row + comptime!(line as u32);
+        if line_row < geometry.rows {
+            write_words::<V, N>(
+                out,
+                words,
+                (at.batch * geometry.rows + line_row) * geometry.cols,
+                col,
+                geometry.cols,
+                comptime!(line * tile.patch_cols / 4),
+                comptime!(tile.patch_cols / 4),
+                tile.write.0,
+            );
+        }
+    }
+}
+
+/// Index of a block in `[.., scale_rows, scale_cols]`.
+#[cube]
+fn block_slot(
+    geometry: &MatrixGeometry,
+    at: &TilePosition,
+    tile_row: u32,
+    tile_col: u32,
+    #[comptime] tile: BlockTile,
+) -> usize {
+    let block = comptime!(tile.block as u32);
+    let rows = geometry.rows.div_ceil(block);
+    let cols = geometry.cols.div_ceil(block);
+    let row = (at.row + tile_row) / block;
+    ((at.batch * rows + row) * cols + (at.col + tile_col) / block) as usize
+}
+
+/// Whether a patch is the first of its block, and inside the matrix.
+#[cube]
+fn is_first_of_block(
+    geometry: &MatrixGeometry,
+    row: u32,
+    col: u32,
+    #[comptime] tile: BlockTile,
+) -> bool {
+    let block = comptime!(tile.block as u32);
+    row % block == 0 && col % block == 0 && row < geometry.rows && col < geometry.cols
+}
+
+/// Replaces the maximum of each patch by that of its block.
+#[cube]
+fn reduce_to_blocks(maxima: &mut Array<u32>, #[comptime] tile: BlockTile) {
+    if comptime!(tile.planes) {
+        reduce_in_planes(maxima, tile);
+    } else {
+        reduce_in_shared_memory(maxima, tile);
+    }
+}
+
+#[cube]
+fn reduce_in_planes(maxima: &mut Array<u32>, #[comptime] tile: BlockTile) {
+    let (plane, lane) = plane_and_lane(tile);
+    if comptime!(tile.block == TILE) {
+        let mut bits = maxima[0];
+        #[unroll]
+        for patch in 1..comptime!(tile.patches()) {
+            bits = max(bits, maxima[patch]);
+        }
+        let mut partial = SharedMemory::<u32>::new(comptime!(tile.planes_of_cube()));
+        bits = plane_max(bits);
+        // The buffer may be read still by units that have not left an earlier reduction.
+        sync_cube();
+        if lane == 0 {
+            partial[plane as usize] = bits;
+        }
+        sync_cube();
+        bits = plane_max(partial[(lane % comptime!(tile.planes_of_cube() as u32)) as usize]);
+        #[unroll]
+        for patch in 0..comptime!(tile.patches()) {
+            maxima[patch] = bits;
+        }
+    } else {
+        let lanes = comptime!(tile.lanes_of_block());
+        #[unroll]
+        for patch in 0..comptime!(tile.patches()) {
+            let mut bits = maxima[patch];
+            // The rows of a plane lie in one block; of its columns, these many lanes.
+            #[unroll]
+            for step in 0..comptime!(lanes.ilog2()) {
+                bits = max(bits, plane_shuffle_xor(bits, comptime!(1u32 << step)));
+            }
+            #[unroll]
+            for step in comptime!(LANES.ilog2())..comptime!(PLANE.ilog2()) {
+                bits = max(bits, plane_shuffle_xor(bits, comptime!(1u32 << step)));
+            }
+            maxima[patch] = bits;
+        }
+        if comptime!(tile.block > PLANE_ROWS) {
+            // One maximum for each plane's patch and each block along its columns.
+            let parts = comptime!(LANES / lanes);
+            let mut partial =
+                SharedMemory::<u32>::new(comptime!(tile.patches() * tile.planes_of_cube() * parts));
+            let part = lane % comptime!(LANES as u32) / comptime!(lanes as u32);
+            let writes = lane / comptime!(LANES as u32) == 0 && lane % comptime!(lanes as u32) == 0;
+            sync_cube();
+            #[unroll]
+            for patch in 0..comptime!(tile.patches() as u32) {
+                let plane_patch = plane + comptime!(patch * tile.planes_of_cube() as u32);
+                if writes {
+                    partial[(plane_patch * comptime!(parts as u32) + part) as usize] =
+                        maxima[patch as usize];
+                }
+            }
+            sync_cube();
+            let plane_cols = comptime!(tile.plane_cols() as u32);
+            let block_rows = comptime!((tile.block / PLANE_ROWS) as u32);
+            let block_cols = comptime!((tile.block / (LANES * tile.patch_cols)).max(1) as u32);
+            #[unroll]
+            for patch in 0..comptime!(tile.patches() as u32) {
+                let plane_patch = plane + comptime!(patch * tile.planes_of_cube() as u32);
+                let first_row = plane_patch / plane_cols / block_rows * block_rows;
+                let first_col = plane_patch % plane_cols / block_cols * block_cols;
+                let mut bits = 0u32;
+                #[unroll]
+                for row in 0..block_rows {
+                    #[unroll]
+                    for col in 0..block_cols {
+                        let from = (first_row + row) * plane_cols + first_col + col;
+                        bits = max(
+                            bits,
+                            partial[(from * comptime!(parts as u32) + part) as usize],
+                        );
+                    }
+                }
+                maxima[patch as usize] = bits;
+            }
+        }
+    }
+}
+
+/// Without plane operations: along the rows of patches of a block, then along its columns.
+#[cube]
+fn reduce_in_shared_memory(maxima: &mut Array<u32>, #[comptime] tile: BlockTile) {
+    let grid_cols = comptime!((TILE / tile.patch_cols) as u32);
+    let block_rows = comptime!((tile.block / PATCH_ROWS) as u32);
+    let block_cols = comptime!((tile.block / tile.patch_cols) as u32);
+    let size = comptime!(TILE / PATCH_ROWS * TILE / tile.patch_cols);
+    let mut of_patches = SharedMemory::<u32>::new(size);
+    let mut of_rows = SharedMemory::<u32>::new(size);
+    sync_cube();
+    #[unroll]
+    for patch in 0..comptime!(tile.patches() as u32) {
+        let (row, col) = grid_position(patch, tile);
+        of_patches[(row * grid_cols + col) as usize] = maxima[patch as usize];
+    }
+    sync_cube();
+    #[unroll]
+    for patch in 0..comptime!(tile.patches() as u32) {
+        let (row, col) = grid_position(patch, tile);
+        let first = row * grid_cols + col / block_cols * block_cols;
+        let mut bits = 0u32;
+        for other in 0..block_cols {
+            bits = max(bits, of_patches[(first + other) as usize]);
+        }
+        of_rows[(row * grid_cols + col) as usize] = bits;
+    }
+    sync_cube();
+    #[unroll]
+    for patch in 0..comptime!(tile.patches() as u32) {
+        let (row, col) = grid_position(patch, tile);
+        let first = row / block_rows * block_rows * grid_cols + col;
+        let mut bits = 0u32;
+        for other in 0..block_rows {
+            bits = max(bits, of_rows[(first + other * grid_cols) as usize]);
+        }
+        maxima[patch as usize] = bits;
+    }
+}
+
+/// Row and column of a unit's patch in the tile's grid of patches.
+#[cube]
+fn grid_position(#[comptime] patch: u32, #[comptime] tile: BlockTile) -> (u32, u32) {
+    let (row, col) = patch_position(patch, tile);
+    (
+        row / comptime!(PATCH_ROWS as u32),
+        col / comptime!(tile.patch_cols as u32),
+    )
+}

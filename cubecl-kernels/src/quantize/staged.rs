@@ -1,0 +1,137 @@
+//! A tile of 128 x 128 bytes on its way through shared memory from rows to columns, and the writing of bytes as words.
+//!
+//! The tile is staged column by column, 32 words of four rows each. The eight 16-byte chunks of a column are permuted by
+//! an exclusive or with a number that changes from one patch of columns to the next: then the 32 units of a plane that
+//! write words of the same eight patches of columns and four neighbouring rows of words meet no bank twice, and neither
+//! do eight units that read the chunks of one column.
+
+use cubecl::{ir::StorageType, prelude::*};
+
+use crate::device::storage;
+
+/// Rows and columns of the tile.
+pub(crate) const TILE: usize = 128;
+/// Bytes of a chunk.
+pub(crate) const CHUNK: usize = 16;
+const WORDS_OF_COLUMN: u32 = TILE as u32 / 4;
+const CHUNKS_OF_COLUMN: u32 = (TILE / CHUNK) as u32;
+
+/// How the units of a cube share a staged tile.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct StagedTile {
+    /// Neighbouring columns that a unit stages.
+    pub patch_cols: usize,
+    /// Units of the cube.
+    pub units: usize,
+    /// Bytes written at once to the transposed matrix: 16, 4 or 1.
+    pub write: usize,
+}
+
+/// How many bytes of a contiguous row of this length can be written at once: `most`, 4 or 1.
+pub(crate) fn byte_width(cols: usize, most: usize) -> usize {
+    [most, 4]
+        .into_iter()
+        .find(|width| cols % width == 0)
+        .unwrap_or(1)
+}
+
+/// The element type in which a kernel writes this many bytes at once: words, or single bytes.
+pub(crate) fn byte_dtype(width: usize) -> StorageType {
+    if width == 1 {
+        storage::<i8>()
+    } else {
+        storage::<u32>()
+    }
+}
+
+/// Puts four rows of a column into the staged tile: the word `word_row` of the column `first_col + col`, where
+/// `first_col` is the first column of the unit's patch.
+#[cube]
+pub(crate) fn stage_word(
+    staged: &mut SharedMemory<u32>,
+    word: u32,
+    word_row: u32,
+    first_col: u32,
+    #[comptime] col: u32,
+    #[comptime] tile: StagedTile,
+) {
+    let swizzle = first_col / comptime!(tile.patch_cols as u32) % CHUNKS_OF_COLUMN * 4;
+    let start = (first_col + col) * WORDS_OF_COLUMN;
+    staged[(start + (word_row ^ swizzle)) as usize] = word;
+}
+
+/// Writes the staged tile to the transposed matrix, `[.., cols, rows]`, where it lies inside it.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+pub(crate) fn read_staged<T: Numeric, N: Size>(
+    transposed: &mut Tensor<Vector<T, N>>,
+    staged: &SharedMemory<u32>,
+    rows: u32,
+    cols: u32,
+    batch: u32,
+    first_row: u32,
+    first_col: u32,
+    #[comptime] tile: StagedTile,
+) {
+    #[unroll]
+    for index in 0..comptime!((TILE * TILE / CHUNK / tile.units) as u32) {
+        let piece = UNIT_POS + comptime!(index * tile.units as u32);
+        let chunk = piece % CHUNKS_OF_COLUMN;
+        let tile_col = piece / CHUNKS_OF_COLUMN;
+        let swizzle = tile_col / comptime!(tile.patch_cols as u32) % CHUNKS_OF_COLUMN;
+        let from = tile_col * WORDS_OF_COLUMN + (chunk ^ swizzle) * 4;
+        let col = first_col + tile_col;
+        if col < cols {
+            let mut words = Array::<u32>::new(4usize);
+            #[unroll]
+            for word in 0..4u32 {
+                words[word as usize] = staged[(from + word) as usize];
+            }
+            write_words::<T, N>(
+                transposed,
+                &words,
+                (batch * cols + col) * rows,
+                first_row + chunk * comptime!(CHUNK as u32),
+                rows,
+                0usize,
+                4usize,
+                tile.write,
+            );
+        }
+    }
+}
+
+/// Writes the bytes of `words[first..first + count]` to a contiguous row of `cols` bytes from `col`, where they lie
+/// inside it, `width` of them at once.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+pub(crate) fn write_words<T: Numeric, N: Size>(
+    out: &mut Tensor<Vector<T, N>>,
+    words: &Array<u32>,
+    row_start: u32,
+    col: u32,
+    cols: u32,
+    #[comptime] first: usize,
+    #[comptime] count: usize,
+    #[comptime] width: usize,
+) {
+    #[unroll]
+    for piece in 0..comptime!(count * 4 / width) {
+        let at = col + comptime!((piece * width) as u32);
+        if at < cols {
+            let mut vector = Vector::<T, N>::empty();
+            if comptime!(width == 1) {
+                let bits =
+                    words[comptime!(first + piece / 4)] << comptime!(24 - piece as u32 % 4 * 8);
+                // The shift back extends the sign.
+                vector[0usize] = T::cast_from(i32::reinterpret(bits) >> 24);
+            } else {
+                #[unroll]
+                for lane in 0..comptime!(width / 4) {
+                    vector[lane] = T::cast_from(words[comptime!(first + piece * width / 4 + lane)]);
+                }
+            }
+            out[((row_start + at) / comptime!(width as u32)) as usize] = vector;
+        }
+    }
+}

@@ -1,0 +1,179 @@
+//! Both copies of a linear layer's input against the reference, to the bit.
+
+use cubecl_kernels::{
+    fallback::{FallbackQuantized, FallbackState},
+    format::{Format, Granularity, Rounding, StochasticKey},
+    linear_input::{LinearInput, quantize_linear_input},
+    reference,
+    shape::MatrixShape,
+};
+use rstest::rstest;
+
+use crate::{
+    device::{
+        Client, Memory, TestRuntime, assert_same_floats, assert_same_integers, client, dtype,
+        float_types, read, read_i8, rounded, upload, upload_i32, upload_matrix,
+    },
+    fallback,
+    random::Random,
+};
+
+const KEY: StochasticKey = StochasticKey {
+    seed: 0x8765_4321_0fed_cba9,
+    stream: 0xabcd_0123_4567_89ef,
+};
+
+/// Compares with the reference of the values `x` that were read, and of the threshold, if any.
+#[track_caller]
+fn check(
+    client: &Client,
+    input: &LinearInput<TestRuntime>,
+    x: &[f32],
+    shape: MatrixShape,
+    block: usize,
+    threshold: Option<f32>,
+) {
+    let quantized =
+        |rounding| reference::quantize(x, shape, Format::Int8, Granularity::Block(block), rounding);
+    assert_eq!(input.forward.shape, shape);
+    assert_eq!(input.saved.shape, shape);
+    assert!(input.forward.transposed.is_none() && input.saved.values.is_none());
+    let nearest = quantized(Rounding::Nearest);
+    let values = input.forward.values.as_ref().expect("a row-major copy");
+    assert_same_integers(&read_i8(client, values), &nearest.values, "forward");
+    let saved = quantized(Rounding::Stochastic(KEY));
+    let transposed = input.saved.transposed.as_ref().expect("a transposed copy");
+    assert_same_integers(
+        &read_i8(client, transposed),
+        &saved.transposed().values,
+        "saved",
+    );
+    for scales in [&input.forward.scales, &input.saved.scales] {
+        assert_same_floats(&read(client, scales), &nearest.scales, "scales");
+    }
+    assert_eq!(input.residual.is_some(), threshold.is_some());
+    if let (Some(residual), Some(threshold)) = (&input.residual, threshold) {
+        let quantized = FallbackQuantized {
+            base: input.forward.clone(),
+            residual: residual.clone(),
+        };
+        let expected = reference::quantize_fallback(x, shape, block, threshold);
+        fallback::check(client, &quantized, &expected);
+    }
+}
+
+#[rstest]
+fn equals_the_reference(#[values(16, 32, 64, 128)] block: usize) {
+    let (client, mut random) = (client(), Random::fresh());
+    for shape in [
+        MatrixShape::new(1, 3),
+        MatrixShape::batched(2, 127, 129),
+        MatrixShape::new(260, 200),
+        MatrixShape::new(144, 272),
+    ] {
+        let x = random.with_special_values(shape);
+        let tensor = upload_matrix(&client, &x, shape, dtype::<f32>(), Memory::Contiguous);
+        for threshold in [None, Some(0.0), Some(100.0), Some(f32::MAX)] {
+            println!("{shape:?}, threshold {threshold:?}");
+            let counts = upload_i32(&client, &[1, 2, 3, 4], &[2, 2]);
+            let thresholds = threshold
+                .map(|threshold| upload(&client, &[-1.0, threshold], &[2], dtype::<f32>()));
+            let state = thresholds.as_ref().map(|thresholds| FallbackState {
+                thresholds,
+                layer: 1,
+                counts: &counts,
+            });
+            let input =
+                quantize_linear_input(&client, &tensor, block, KEY, state).expect("a matrix");
+            check(&client, &input, &x, shape, block, threshold);
+            let [fallback, total] = match threshold {
+                Some(threshold) => {
+                    reference::quantize_fallback(&x, shape, block, threshold).counts()
+                }
+                None => [0, 0],
+            };
+            assert_eq!(
+                read::<i32>(&client, &counts),
+                [1, 2, 3 + fallback, 4 + total]
+            );
+        }
+    }
+}
+
+#[test]
+fn float_types_and_strides_do_not_change_the_numbers() {
+    let (client, mut random) = (client(), Random::fresh());
+    let shape = MatrixShape::batched(2, 144, 152);
+    let x = random.with_outliers(shape.num_elements());
+    let thresholds = upload(&client, &[50.0], &[1], dtype::<f32>());
+    let counts = upload_i32(&client, &[0, 0], &[1, 2]);
+    for float in float_types(&client) {
+        let x = rounded(&x, float);
+        for memory in [Memory::Contiguous, Memory::Transposed, Memory::Sliced] {
+            println!("{float} {memory:?}");
+            let tensor = upload_matrix(&client, &x, shape, float, memory);
+            for block in [32, 128] {
+                let state = FallbackState {
+                    thresholds: &thresholds,
+                    layer: 0,
+                    counts: &counts,
+                };
+                let input = quantize_linear_input(&client, &tensor, block, KEY, Some(state))
+                    .expect("a matrix");
+                check(&client, &input, &x, shape, block, Some(50.0));
+            }
+        }
+    }
+}
+
+/// Products one unit in the last place above 127, which a rounding must not take to 128.
+#[test]
+fn the_largest_value_of_a_block_stays_in_range() {
+    let (client, mut random) = (client(), Random::fresh());
+    let above = |x: f32| x * (127.0 / x) > 127.0;
+    let largest = loop {
+        let x = random.normal().abs() + 0.1;
+        if above(x) {
+            break x;
+        }
+    };
+    let shape = MatrixShape::new(256, 384);
+    let x: Vec<f32> = (0..shape.num_elements())
+        .map(|_| largest.copysign(random.normal()))
+        .collect();
+    let tensor = upload_matrix(&client, &x, shape, dtype::<f32>(), Memory::Contiguous);
+    let input = quantize_linear_input(&client, &tensor, 128, KEY, None).expect("a matrix");
+    check(&client, &input, &x, shape, 128, None);
+}
+
+/// Values on and beside integers, where the floor of stochastic rounding jumps.
+#[test]
+fn values_beside_integers() {
+    let (client, mut random) = (client(), Random::fresh());
+    let shape = MatrixShape::new(256, 256);
+    let mut x: Vec<f32> = (0..shape.num_elements())
+        .map(|_| {
+            let integer = random.index(255) as f32 - 127.0;
+            let beside = [0.0, 1e-3, -1e-3, 1e-6, -1e-6, 1e-9, -1e-9, 0.5, -0.5];
+            (integer + beside[random.index(beside.len())]).clamp(-127.0, 127.0)
+        })
+        .collect();
+    // With this maximum the inverse is 1 and the values are what is rounded.
+    for row in [0, 128] {
+        for col in [0, 128] {
+            x[row * shape.cols + col] = 127.0;
+        }
+    }
+    let tensor = upload_matrix(&client, &x, shape, dtype::<f32>(), Memory::Contiguous);
+    let input = quantize_linear_input(&client, &tensor, 128, KEY, None).expect("a matrix");
+    check(&client, &input, &x, shape, 128, None);
+}
+
+#[test]
+fn empty_inputs_give_empty_outputs() {
+    let client = client();
+    let x = upload(&client, &[], &[0, 40], dtype::<f32>());
+    let input = quantize_linear_input(&client, &x, 32, KEY, None).expect("a matrix");
+    let saved = input.saved.transposed.expect("a transposed copy");
+    assert_eq!(saved.shape().to_vec(), [40, 0]);
+}
