@@ -13,24 +13,27 @@ use cubecl_kernels::{
     KernelError,
     adamw::{self, AdamWTensors},
     delay_threshold::{self, DelayThreshold as KernelThreshold},
-    fallback::{self, FallbackResidual},
+    fallback::{self, FallbackResidual, FallbackState},
     format::{Granularity, Rounding as KernelRounding},
     gemm::{self, GemmOperand, Strategy},
+    linear_input::quantize_linear_input,
     optimizer_state::{StateTensor, dequantize_state, quantize_state},
     quantize::{self, QuantizeSpec},
     shape::MatrixShape,
     softmax,
+    transpose::transpose_int8,
 };
 
 use super::{
-    FallbackQuantized, Layout, Operand, QuantOps, Quantized, Residual, StochasticKey,
+    Fallback, FallbackQuantized, InputCasts, Layout, LinearInput, Operand, QuantOps, Quantized,
+    Residual, StochasticKey,
     adamw::{AdamWItem, AdamWUpdate, Hyperparameters, Moment, MomentState, StateFormat},
     attention::SoftmaxKernels,
-    keyed,
+    keyed, quantize_input_twice,
 };
 use crate::{
-    layer::{DelayThreshold, FallbackState},
-    recipe::Cast,
+    layer::{self, DelayThreshold},
+    recipe::{Cast, Rounding},
 };
 
 impl<R, F, I, BT> QuantOps for CubeBackend<R, F, I, BT>
@@ -74,8 +77,6 @@ where
                 cast.granularity
             );
         };
-        // Without padding between rows, as kernels take the counters: Burn pads the rows of what it allocates on CUDA. From
-        // then on the kernels' own buffer goes round.
         let counts = into_contiguous(counts);
         let quantized = checked(fallback::quantize_fallback(
             &x.client,
@@ -88,13 +89,48 @@ where
         ));
         let fallback = FallbackQuantized {
             base: wrap(&x, quantized.base, cast),
-            residual: Residual {
-                values: tensor(&x, quantized.residual.values, DType::I8),
-                scales: tensor(&x, quantized.residual.scales, DType::F32),
-                indicator: Some(tensor(&x, quantized.residual.flags, DType::U32)),
-            },
+            residual: wrap_residual(&x, quantized.residual),
         };
         (fallback, counts)
+    }
+
+    fn quantize_input(
+        x: FloatTensor<Self>,
+        casts: InputCasts,
+        fallback: Option<Fallback<Self>>,
+    ) -> LinearInput<Self> {
+        let Some((block, saved_cast, key)) = one_read(&casts) else {
+            return quantize_input_twice(x, casts, fallback);
+        };
+        // Without padding between rows, as kernels take the counters: Burn pads the rows of what it allocates on CUDA. From
+        // then on the kernels' own buffer goes round.
+        let fallback = fallback.map(|fallback| Fallback {
+            counts: into_contiguous(fallback.counts),
+            ..fallback
+        });
+        let tensors = fallback
+            .as_ref()
+            .map(|it| (handle(&it.thresholds), handle(&it.counts), it.layer as u32));
+        let state = tensors
+            .as_ref()
+            .map(|(thresholds, counts, layer)| FallbackState {
+                thresholds,
+                layer: *layer,
+                counts,
+            });
+        let input = checked(quantize_linear_input(
+            &x.client,
+            &handle(&x),
+            block,
+            key,
+            state,
+        ));
+        LinearInput {
+            forward: wrap(&x, input.forward, casts.forward),
+            residual: input.residual.map(|residual| wrap_residual(&x, residual)),
+            saved: Some(wrap(&x, input.saved, saved_cast)),
+            counts: fallback.map(|fallback| fallback.counts),
+        }
     }
 
     fn dequantize_matrix(matrix: &Quantized<Self>, dtype: FloatDType) -> FloatTensor<Self> {
@@ -154,13 +190,16 @@ where
         tensor(like, checked(product), dtype)
     }
 
-    fn delay_threshold(state: FallbackState<Self>, config: &DelayThreshold) -> FallbackState<Self> {
+    fn delay_threshold(
+        state: layer::FallbackState<Self>,
+        config: &DelayThreshold,
+    ) -> layer::FallbackState<Self> {
         let config = KernelThreshold {
             r_min: config.rate_min,
             r_max: config.rate_max,
             alpha: config.alpha,
         };
-        let state = FallbackState {
+        let state = layer::FallbackState {
             counts: into_contiguous(state.counts),
             ..state
         };
@@ -416,13 +455,10 @@ where
     })
 }
 
-/// A copy in the other layout, for a product that was not foreseen when the matrix was quantized.
+/// The copy in the other layout, for the time of one product.
 fn flipped<R: CubeRuntime>(values: &Option<CubeTensor<R>>) -> Option<TensorHandle<R>> {
-    values.as_ref().map(|values| {
-        let mut values = values.clone();
-        values.meta.swap(0, 1);
-        handle(&into_contiguous(values))
-    })
+    let values = into_contiguous(values.clone()?);
+    Some(checked(transpose_int8(&values.client, &handle(&values))))
 }
 
 fn wrap<B, R>(like: &CubeTensor<R>, matrix: quantize::Quantized<R>, cast: Cast) -> Quantized<B>
@@ -444,6 +480,33 @@ where
         transposed: matrix.transposed.map(|values| tensor(like, values, dtype)),
         scales: tensor(like, matrix.scales, DType::F32),
     }
+}
+
+fn wrap_residual<B, R>(like: &CubeTensor<R>, residual: FallbackResidual<R>) -> Residual<B>
+where
+    B: burn_backend::Backend<
+            FloatTensorPrimitive = CubeTensor<R>,
+            IntTensorPrimitive = CubeTensor<R>,
+        >,
+    R: CubeRuntime,
+{
+    Residual {
+        values: tensor(like, residual.values, DType::I8),
+        scales: tensor(like, residual.scales, DType::F32),
+        indicator: Some(tensor(like, residual.flags, DType::U32)),
+    }
+}
+
+/// The block size, the saved copy's cast and its key, if one kernel makes both copies: INT8 in blocks of one size, to
+/// nearest and stochastic.
+fn one_read(casts: &InputCasts) -> Option<(usize, Cast, StochasticKey)> {
+    let (saved, key) = casts.saved?;
+    let Granularity::Block(block) = saved.granularity else {
+        return None;
+    };
+    let fits = casts.forward == Cast::int8(block, Rounding::Nearest)
+        && saved == Cast::int8(block, Rounding::Stochastic);
+    key.filter(|_| fits).map(|key| (block, saved, key))
 }
 
 fn unwrap<B, R>(matrix: &Quantized<B>) -> quantize::Quantized<R>

@@ -17,7 +17,8 @@ use burn_ir::{CustomOpIr, HandleContainer, OperationIr, TensorIr};
 use cubecl_kernels::shape::MatrixShape;
 
 use super::{
-    FallbackQuantized, Layout, Operand, QuantOps, Quantized, Residual, StochasticKey,
+    Fallback, FallbackQuantized, InputCasts, Layout, LinearInput, Operand, QuantOps, Quantized,
+    Residual, StochasticKey,
     adamw::{AdamWItem, AdamWUpdate, Hyperparameters, Moment, MomentState, StateFormat},
     attention::SoftmaxKernels,
 };
@@ -197,6 +198,39 @@ fn give<B: FusionBackend>(
     }
 }
 
+/// Shapes and dtypes of the tensors of a matrix' residual.
+fn residual_tensors(shape: [usize; 2], form: &Form) -> [(Shape, DType); 3] {
+    [
+        (Shape::new(shape), DType::I8),
+        (form.scales(), DType::F32),
+        (form.scales(), DType::U32),
+    ]
+}
+
+fn fused_residual<B: FusionBackend>(
+    tensors: &mut impl Iterator<Item = Tensor<B>>,
+) -> Residual<Fusion<B>> {
+    let mut next = || tensors.next().expect("a residual has three tensors");
+    Residual {
+        values: next(),
+        scales: next(),
+        indicator: Some(next()),
+    }
+}
+
+fn give_residual<B: FusionBackend>(
+    residual: Residual<B>,
+    outputs: &mut std::slice::Iter<'_, TensorIr>,
+    handles: &mut Handles<B>,
+) {
+    let mut next = || &outputs.next().expect("a residual has three tensors").id;
+    handles.register_int_tensor::<B>(next(), residual.values);
+    handles.register_float_tensor::<B>(next(), residual.scales);
+    let indicator = residual.indicator;
+    let indicator = indicator.expect("a fused backend runs kernels, which write the indicator");
+    handles.register_int_tensor::<B>(next(), indicator);
+}
+
 fn matrix_shape<T: TensorMetadata>(tensor: &T) -> [usize; 2] {
     let shape = tensor.shape();
     <[usize; 2]>::try_from(shape.as_slice()).unwrap_or_else(|_| {
@@ -235,12 +269,8 @@ impl<B: FusionBackend + QuantOps> QuantOps for Fusion<B> {
         let shape = matrix_shape(&x);
         let form = Form::new(shape, cast, Layout::RowMajor);
         let mut outputs = form.tensors();
-        outputs.extend([
-            (Shape::new(shape), DType::I8),
-            (form.scales(), DType::F32),
-            (form.scales(), DType::U32),
-            (counts.shape(), DType::I32),
-        ]);
+        outputs.extend(residual_tensors(shape, &form));
+        outputs.push((counts.shape(), DType::I32));
         let inputs = vec![x, thresholds, counts];
         let mut outputs =
             register::<B>("quantize_fallback", inputs, &outputs, move |ir, handles| {
@@ -251,23 +281,64 @@ impl<B: FusionBackend + QuantOps> QuantOps for Fusion<B> {
                 let FallbackQuantized { base, residual } = quantized;
                 let mut outputs = ir.outputs.iter();
                 give::<B>(base, &mut outputs, handles);
-                let mut next = || &outputs.next().expect("four outputs follow the base").id;
-                handles.register_int_tensor::<B>(next(), residual.values);
-                handles.register_float_tensor::<B>(next(), residual.scales);
-                let indicator = residual
-                    .indicator
-                    .expect("a fused backend runs kernels, which write the indicator");
-                handles.register_int_tensor::<B>(next(), indicator);
-                handles.register_int_tensor::<B>(next(), counts);
+                give_residual::<B>(residual, &mut outputs, handles);
+                let output = outputs.next().expect("the counters come last");
+                handles.register_int_tensor::<B>(&output.id, counts);
             });
         let base = form.fused::<B>(&mut outputs);
-        let mut next = || outputs.next().expect("four outputs follow the base");
-        let residual = Residual {
-            values: next(),
-            scales: next(),
-            indicator: Some(next()),
-        };
-        (FallbackQuantized { base, residual }, next())
+        let residual = fused_residual::<B>(&mut outputs);
+        let counts = outputs.next().expect("the counters come last");
+        (FallbackQuantized { base, residual }, counts)
+    }
+
+    fn quantize_input(
+        x: FloatTensor<Self>,
+        casts: InputCasts,
+        fallback: Option<Fallback<Self>>,
+    ) -> LinearInput<Self> {
+        let shape = matrix_shape(&x);
+        let form = Form::new(shape, casts.forward, Layout::RowMajor);
+        let saved_form = casts
+            .saved
+            .map(|(cast, _)| Form::new(shape, cast, Layout::Transposed));
+        let mut outputs = form.tensors();
+        outputs.extend(saved_form.iter().flat_map(Form::tensors));
+        let mut inputs = vec![x];
+        let layer = fallback.as_ref().map(|fallback| fallback.layer);
+        if let Some(Fallback {
+            thresholds, counts, ..
+        }) = fallback
+        {
+            outputs.extend(residual_tensors(shape, &form));
+            outputs.push((counts.shape(), DType::I32));
+            inputs.extend([thresholds, counts]);
+        }
+        let mut outputs = register::<B>("quantize_input", inputs, &outputs, move |ir, handles| {
+            let x = handles.get_float_tensor::<B>(&ir.inputs[0]);
+            let fallback = layer.map(|layer| Fallback {
+                layer,
+                thresholds: handles.get_float_tensor::<B>(&ir.inputs[1]),
+                counts: handles.get_int_tensor::<B>(&ir.inputs[2]),
+            });
+            let input = B::quantize_input(x, casts, fallback);
+            let mut outputs = ir.outputs.iter();
+            give::<B>(input.forward, &mut outputs, handles);
+            if let Some(saved) = input.saved {
+                give::<B>(saved, &mut outputs, handles);
+            }
+            if let Some(residual) = input.residual {
+                give_residual::<B>(residual, &mut outputs, handles);
+            }
+            if let Some((counts, output)) = input.counts.zip(outputs.next()) {
+                handles.register_int_tensor::<B>(&output.id, counts);
+            }
+        });
+        LinearInput {
+            forward: form.fused::<B>(&mut outputs),
+            saved: saved_form.map(|form| form.fused::<B>(&mut outputs)),
+            residual: layer.map(|_| fused_residual::<B>(&mut outputs)),
+            counts: outputs.next(),
+        }
     }
 
     fn dequantize_matrix(matrix: &Quantized<Self>, dtype: FloatDType) -> FloatTensor<Self> {
