@@ -36,6 +36,8 @@ pub use nonfinite::find_nonfinite;
 pub(crate) use update::Coefficients;
 
 const OPERATION: &str = "adamw";
+/// Keeps the random numbers that round the moments apart from those of the parameter: a bit that no step reaches.
+pub(crate) const STATE_STEPS: u32 = 1 << 31;
 
 /// What AdamW takes apart from the tensors.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -66,6 +68,8 @@ pub struct AdamWTensors<R: Runtime> {
     pub second: StateTensor<R>,
     /// How a bf16 parameter is rounded. The step is a coordinate of the random numbers: one key serves a whole run.
     pub rounding: Rounding,
+    /// How the codes of the moments are rounded, with random numbers of their own: the key may be that of `rounding`.
+    pub state_rounding: Rounding,
 }
 
 impl<R: Runtime> Clone for AdamWTensors<R> {
@@ -76,6 +80,7 @@ impl<R: Runtime> Clone for AdamWTensors<R> {
             first: self.first.clone(),
             second: self.second.clone(),
             rounding: self.rounding,
+            state_rounding: self.state_rounding,
         }
     }
 }

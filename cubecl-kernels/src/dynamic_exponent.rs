@@ -5,14 +5,13 @@
 //! make 256 in all; -1 is not among them. A code is the number's place in ascending order, so that 0 is code 127 of the
 //! signed format and code 0 of the unsigned one.
 //!
-//! Instead of a table in shared memory, whose random accesses would meet in one bank, kernels compute. With `u = n + j`
-//! for the `j`-th number of a decade, the number is `(18 u + 9 - 16 n)` units of `10^(e - 6) / (20 n)`: an exact integer
-//! and one rounded product, the same on every device. The code of a number follows from the same line: of two
-//! neighbours it is the nearer, up to the rounding of `f32`.
+//! With `u = n + j` for the `j`-th number of a decade, the number is `(18 u + 9 - 16 n)` units of `10^(e - 6) / (20 n)`: an
+//! exact integer and one rounded product, the same on every device. The code of a number follows from the same line: of
+//! two neighbours it is the nearer, up to the rounding of `f32`. Kernels look up the decade of a number in shared memory.
 
 use cubecl::prelude::*;
 
-use crate::exact;
+use crate::{exact, rounding::uniform16};
 
 const DECADES: usize = 7;
 /// Half of the 256 codes less one: the code of 0 in the signed format.
@@ -50,12 +49,23 @@ impl Signedness {
         self.unit(decade) as f32
     }
 
+    /// 0 above the decades, where 1 is the only number.
     const fn inverse_unit(self, decade: usize) -> f32 {
+        if decade == DECADES {
+            return 0.0;
+        }
         (1.0 / self.unit(decade)) as f32
     }
 
-    /// Half way between the last number of the decade below and the first of this one.
+    /// Half way between the last number of the decade below and the first of this one; above the decades between the last
+    /// number and 1, and nothing beyond.
     const fn lower_bound(self, decade: usize) -> f32 {
+        if decade > DECADES {
+            return f32::MAX;
+        }
+        if decade == DECADES {
+            return self.one_bound();
+        }
         let below = decade - 1;
         // `10^(e - 6) * (1 + 0.9 / n)`, in units of the decade below.
         ((20 * self.count(below) + 18) as f64 * self.unit(below)) as f32
@@ -145,6 +155,18 @@ impl Signedness {
         }
     }
 
+    /// The place of one of the two numbers around `x`, in `[0, 1]`: of the upper one where `dither / 2^32` is below the part of
+    /// the way to it that `x` has gone.
+    #[inline]
+    pub(crate) fn dithered_level(self, x: f32, dither: u32) -> u32 {
+        let nearest = self.level(x);
+        let above = u32::from(self.number(nearest) > x);
+        let lower = (nearest - above).min(self.one() - 1);
+        let step = self.number(lower + 1) - self.number(lower);
+        let uniform = (dither >> 16) as f32 * (1.0 / 65_536.0);
+        lower + u32::from(uniform * step < x - self.number(lower))
+    }
+
     /// The `level`-th number that is not negative.
     #[inline]
     pub(crate) fn number(self, level: u32) -> f32 {
@@ -160,37 +182,87 @@ impl Signedness {
     }
 }
 
-/// [`Signedness::level`] in a kernel.
+/// Entries of the table that [`fill_decades`] fills: for each of [`BINADES`] powers of two the decade that holds it and the
+/// lower bound of the next decade, and for each decade the inverse of its unit.
+pub(crate) const DECADE_TABLE: usize = INVERSE_UNITS_AT as usize + DECADES + 1;
+/// Powers of two from 2^-24, below all bounds, to 1.
+const BINADES: u32 = 25;
+const LOWEST_BINADE: u32 = 127 - 24;
+const INVERSE_UNITS_AT: u32 = 2 * BINADES;
+
+/// Fills the entries of a table from `at` on, for [`level`]. All units of a cube, more than entries, call it.
 #[cube]
-pub(crate) fn level(x: f32, zero: u32, #[comptime] signedness: Signedness) -> u32 {
-    let mut count = comptime!(signedness.first_count()).runtime();
-    let mut inverse_unit = comptime!(signedness.inverse_unit(0)).runtime();
-    #[unroll]
-    for decade in 1..comptime!(DECADES) {
-        let above = x >= comptime!(signedness.lower_bound(decade));
-        count = select(above, comptime!(signedness.count(decade)), count);
-        inverse_unit = select(
-            above,
-            comptime!(signedness.inverse_unit(decade)),
-            inverse_unit,
-        );
+pub(crate) fn fill_decades(
+    table: &mut SharedMemory<f32>,
+    at: u32,
+    #[comptime] signedness: Signedness,
+) {
+    if UNIT_POS < BINADES {
+        let power = f32::reinterpret((UNIT_POS + LOWEST_BINADE) << 23);
+        let mut decade = 0.0f32;
+        let mut next = comptime!(signedness.lower_bound(1)).runtime();
+        #[unroll]
+        for below in 1..comptime!(DECADES + 1) {
+            let above = power >= comptime!(signedness.lower_bound(below));
+            decade = select(above, comptime!(below as f32), decade);
+            next = select(above, comptime!(signedness.lower_bound(below + 1)), next);
+        }
+        table[(at + UNIT_POS) as usize] = decade;
+        table[(at + BINADES + UNIT_POS) as usize] = next;
     }
-    // Past 1 the place only has to stay in the range of u32.
-    let x = min(x, 1.0f32);
+    if UNIT_POS == 0 {
+        #[unroll]
+        for decade in 0..comptime!(DECADES + 1) {
+            table[(at + INVERSE_UNITS_AT) as usize + decade] =
+                comptime!(signedness.inverse_unit(decade)).runtime();
+        }
+    }
+}
+
+/// [`Signedness::level`] in a kernel, with a table that [`fill_decades`] filled from `at` on.
+///
+/// No two bounds lie between neighbouring powers of two, so that a comparison with the next bound completes the decade.
+#[cube]
+pub(crate) fn level(
+    x: f32,
+    zero: u32,
+    table: &SharedMemory<f32>,
+    at: u32,
+    #[comptime] signedness: Signedness,
+) -> u32 {
+    let binade = max(u32::reinterpret(x) >> 23, LOWEST_BINADE) - LOWEST_BINADE;
+    let entry = at + min(binade, comptime!(BINADES - 1));
+    let below = u32::cast_from(table[entry as usize]);
+    let decade = select(x >= table[(entry + BINADES) as usize], below + 1, below);
+    let count = comptime!(signedness.first_count()).runtime() << decade;
+    let inverse_unit = table[(at + INVERSE_UNITS_AT + decade) as usize];
     let place =
         (exact::product(x, inverse_unit, zero) + f32::cast_from(count * 16)) * (1.0f32 / 18.0f32);
     let u = clamp(u32::cast_from(place), count, count * 2 - 1);
-    let inside = select(
-        x >= comptime!(signedness.one_bound()),
-        comptime!(signedness.one()),
-        u - comptime!(signedness.offset()),
-    );
+    let inside = u - comptime!(signedness.offset());
     select(x < comptime!(signedness.zero_bound()), 0u32, inside)
+}
+
+/// [`Signedness::dithered_level`] in a kernel, where `nearest` is [`level`] of `x`.
+#[cube]
+pub(crate) fn dithered_level(
+    x: f32,
+    nearest: u32,
+    dither: u32,
+    zero: u32,
+    #[comptime] signedness: Signedness,
+) -> u32 {
+    let one = comptime!(signedness.one());
+    let above = number(nearest, zero, signedness) > x;
+    let lower = min(select(above, nearest - 1, nearest), comptime!(one - 1));
+    let number_below = number(lower, zero, signedness);
+    let step = number(lower + 1, zero, signedness) - number_below;
+    lower + select(uniform16(dither) * step < x - number_below, 1u32, 0u32)
 }
 
 /// [`Signedness::number`] in a kernel.
 #[cube]
-pub(crate) fn number(level: u32, #[comptime] signedness: Signedness) -> f32 {
+pub(crate) fn number(level: u32, zero: u32, #[comptime] signedness: Signedness) -> f32 {
     let u = level + comptime!(signedness.offset());
     let mut count = comptime!(signedness.first_count()).runtime();
     let mut unit = comptime!(signedness.unit_f32(0)).runtime();
@@ -200,7 +272,7 @@ pub(crate) fn number(level: u32, #[comptime] signedness: Signedness) -> f32 {
         count = select(above, comptime!(signedness.count(decade)), count);
         unit = select(above, comptime!(signedness.unit_f32(decade)), unit);
     }
-    let inside = f32::cast_from(u * 18 + 9 - count * 16) * unit;
+    let inside = exact::product(f32::cast_from(u * 18 + 9 - count * 16), unit, zero);
     let positive = select(level == comptime!(signedness.one()), 1.0f32, inside);
     select(level == 0, 0.0f32, positive)
 }

@@ -78,18 +78,13 @@ fn power(base: f32, exponent: f32) -> f32 {
 
 /// [`exponent`] in a kernel, still a float: a whole number from 1 to 255.
 #[cube]
-pub(crate) fn exponent_cube(
-    largest: f32,
-    smallest: f32,
-    zero: u32,
-    #[comptime] format_log2: f32,
-) -> f32 {
+pub(crate) fn exponent_cube(largest: f32, smallest: f32, zero: u32, format_log2: f32) -> f32 {
     // Infinity by its bits lies above the largest float.
     let range = min(
         u32::reinterpret(largest / smallest),
         comptime!(f32::MAX.to_bits()),
     );
-    let steps = comptime!(STEPS * format_log2) / max(log2_cube(range, zero), 1e-6f32);
+    let steps = STEPS * format_log2 / max(log2_cube(range, zero), 1e-6f32);
     clamp(steps.floor(), 1.0f32, LARGEST)
 }
 
@@ -114,7 +109,7 @@ fn log2_cube(bits: u32, zero: u32) -> f32 {
 /// makes 2e-5 of the logarithm's 5e-7.
 #[cube]
 pub(crate) fn power_cube(base: f32, exponent: f32) -> f32 {
-    fast::exp(fast::ln(max(base, f32::MIN_POSITIVE)) * exponent)
+    fast::power(max(base, f32::MIN_POSITIVE), exponent)
 }
 
 /// The exponent of [`power_cube`] that undoes `k`, from `k` in eighths.

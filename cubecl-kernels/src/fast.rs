@@ -14,6 +14,20 @@ pub(crate) fn exp(x: f32) -> f32 {
     x.exp()
 }
 
+/// `base^exponent` for a positive normal base.
+#[cube(fast_math = FastMath::ReducedPrecision | FastMath::NotNaN | FastMath::NotInf)]
+pub(crate) fn power(base: f32, exponent: f32) -> f32 {
+    base.powf(exponent)
+}
+
+/// The square root of a number that is not negative; one below the normal `f32` counts as the smallest normal one. Without the
+/// branch that a correctly rounded root has on CUDA.
+#[cube]
+pub(crate) fn root(x: f32) -> f32 {
+    let x = max(x, f32::MIN_POSITIVE);
+    x * x.inverse_sqrt()
+}
+
 /// A quotient to two units in the last place, in a quarter of the instructions that a correctly rounded one takes on CUDA;
 /// there a divisor above 2^126 gives 0.
 #[cube(fast_math = FastMath::AllowReciprocal

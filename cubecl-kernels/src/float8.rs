@@ -15,6 +15,8 @@ const SIGN: u32 = 0x80;
 const MAGNITUDE: u32 = 0x7f;
 const F32_EXPONENT: u32 = 0x7f80_0000;
 const UNITS: usize = 256;
+/// The dither of [`Float8::cut_magnitude`] that rounds to nearest, up where two numbers are as near.
+pub(crate) const HALF: u32 = 1 << 31;
 
 /// An 8-bit float format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -98,6 +100,21 @@ impl Float8 {
         digits + ((exponent - self.smallest_normal_bits()) >> self.shift())
     }
 
+    /// The code, without sign, of `x` in `[0, largest]` moved up by `dither / 2^32` of the distance to the next number, and
+    /// cut off to a number: stochastic rounding where `dither` is random, to nearest where it is [`HALF`].
+    ///
+    /// Below the normal numbers the sum with the smallest of them has the digits that are cut.
+    #[inline]
+    pub(crate) fn cut_magnitude(self, x: f32, dither: u32) -> u32 {
+        let below = x < self.smallest_normal();
+        let (digits, base) = if below {
+            (x + self.smallest_normal(), self.smallest_normal_bits())
+        } else {
+            (x, self.smallest_normal_bits() - (1 << 23))
+        };
+        (digits.to_bits() + (dither >> (32 - self.shift())) - base) >> self.shift()
+    }
+
     /// The number of a code, exactly.
     pub fn decode(self, code: u8) -> f32 {
         let magnitude = u32::from(code) & MAGNITUDE;
@@ -137,6 +154,20 @@ pub(crate) fn encode_magnitude(x: f32, #[comptime] format: Float8) -> u32 {
     let power = exponent + comptime!(format.rounding_bits());
     let digits = u32::reinterpret(x + f32::reinterpret(power)) - power;
     digits + ((exponent - smallest_normal) >> comptime!(format.shift()))
+}
+
+/// [`Float8::cut_magnitude`] in a kernel.
+#[cube]
+pub(crate) fn cut_magnitude(x: f32, dither: u32, #[comptime] format: Float8) -> u32 {
+    let below = x < comptime!(format.smallest_normal());
+    let digits = select(below, x + comptime!(format.smallest_normal()), x);
+    let base = select(
+        below,
+        comptime!(format.smallest_normal_bits()),
+        comptime!(format.smallest_normal_bits() - (1 << 23)),
+    );
+    (u32::reinterpret(digits) + (dither >> comptime!(32 - format.shift())) - base)
+        >> comptime!(format.shift())
 }
 
 /// [`Float8::decode_magnitude`] in a kernel.

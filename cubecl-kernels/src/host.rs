@@ -13,7 +13,7 @@ use crate::{
     philox,
     reference::{
         self,
-        adamw::{MomentChunk, Step},
+        adamw::{MomentChunk, StateDither, Step},
     },
     rounding::{MAGNITUDE, ROUND_TO_EVEN},
 };
@@ -262,7 +262,8 @@ pub fn dequantize(
 /// About as many elements as a thread takes at a time.
 const CHUNK: usize = 4 * MAX_GROUP;
 
-/// One AdamW step of a parameter, in place: [`reference::adamw::adamw`] on all cores.
+/// One AdamW step of a parameter, in place: [`reference::adamw::adamw`] on all cores. Groups are multiples of 4 where there is
+/// a `dither`.
 ///
 /// # Panics
 ///
@@ -274,6 +275,7 @@ pub fn adamw(
     gradient: &[f32],
     first: MomentChunk<'_>,
     second: MomentChunk<'_>,
+    dither: Option<StateDither>,
 ) {
     let lengths = [gradient.len(), first.len(), second.len()];
     assert_eq!(
@@ -291,8 +293,10 @@ pub fn adamw(
         second.split(chunk),
     )
         .into_par_iter()
-        .for_each(|(parameter, gradient, first, second)| {
-            reference::adamw::adamw(step, parameter, gradient, first, second);
+        .enumerate()
+        .for_each(|(index, (parameter, gradient, first, second))| {
+            let dither = dither.map(|dither| dither.behind(index * chunk));
+            reference::adamw::adamw(step, parameter, gradient, first, second, dither);
         });
 }
 

@@ -31,6 +31,7 @@ use crate::{
 pub(crate) mod group;
 pub(crate) mod kernel;
 pub(crate) mod span;
+pub(crate) mod table;
 
 /// Magnitudes below this, 2^-124, count as zero: a quarter of one is still a normal `f32` on devices that flush others.
 pub const MIN_NONZERO: f32 = f32::from_bits((127 - 124) << 23);

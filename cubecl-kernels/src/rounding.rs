@@ -208,6 +208,12 @@ pub(crate) fn round_quad(
     q
 }
 
+/// A random number in `[0, 1)` from the 16 high bits of a word, exactly.
+#[cube]
+pub(crate) fn uniform16(bits: u32) -> f32 {
+    f32::cast_from(bits >> 16) * (1.0 / 65_536.0)
+}
+
 /// A random number in `[0, 1)` from the 24 high bits of a word. Both the integer and its product are exact.
 #[cube]
 fn uniform(bits: u32) -> f32 {

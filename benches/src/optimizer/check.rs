@@ -54,6 +54,7 @@ fn step(
         first: m.upload(gpu, Moment::First),
         second: v.upload(gpu, Moment::Second),
         rounding: Rounding::Nearest,
+        state_rounding: Rounding::Nearest,
     };
     let clock = gpu.upload(&[T as i32, 0]);
     adamw(
@@ -64,7 +65,7 @@ fn step(
         &HYPERPARAMETERS,
     )?;
     let step = Step::new(&HYPERPARAMETERS, T)?;
-    cubecl_kernels::reference::adamw::adamw(&step, &mut p, &g, m.chunk(), v.chunk());
+    cubecl_kernels::reference::adamw::adamw(&step, &mut p, &g, m.chunk(), v.chunk(), None);
 
     let on_device: Vec<f32> = gpu.download(&tensors.parameter)?;
     for (index, (actual, expected)) in on_device.iter().zip(&p).enumerate() {

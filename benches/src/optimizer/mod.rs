@@ -195,6 +195,7 @@ fn measure(
         first: initial_state(client, &[n], first, Moment::First)?,
         second: initial_state(client, &[n], second, Moment::Second)?,
         rounding: Rounding::Nearest,
+        state_rounding: Rounding::Nearest,
     }];
     let (clock, flag) = (initial_clock(client), initial_flag(client));
     tick(client, &clock, None)?;

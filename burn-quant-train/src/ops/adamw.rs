@@ -11,7 +11,7 @@ pub use cubecl_kernels::{
 use cubecl_kernels::{
     host,
     reference::{
-        adamw::{MomentChunk, Step, round_to_bf16},
+        adamw::{MomentChunk, StateDither, Step, round_to_bf16},
         optimizer_state::{HostState, dequantize_state, quantize_state},
     },
 };
@@ -107,6 +107,9 @@ pub struct AdamWItem<B: Backend> {
     /// Rounds a BF16 parameter stochastically; `None`: to nearest. The step is a coordinate of the random numbers, so one key
     /// serves a whole run.
     pub key: Option<StochasticKey>,
+    /// Rounds the codes of both moments stochastically; `None`: to nearest. It may be the key of the parameter: the random numbers
+    /// are others.
+    pub state_key: Option<StochasticKey>,
 }
 
 /// What a step leaves of an [`AdamWItem`].
@@ -253,6 +256,7 @@ fn update<B: QuantOps>(step: &Step, t: u32, item: AdamWItem<B>) -> AdamWUpdate<B
         &gradient,
         first.slices(),
         second.slices(),
+        item.state_key.map(|key| StateDither { key, t, start: 0 }),
     );
     let data = match (dtype, item.key) {
         (DType::BF16, Some(key)) => {

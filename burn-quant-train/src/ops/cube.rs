@@ -363,7 +363,12 @@ where
         first: item.first.map(own, own),
         second: item.second.map(own, own),
         key: item.key,
+        state_key: item.state_key,
     }
+}
+
+fn rounding(key: Option<StochasticKey>) -> KernelRounding {
+    key.map_or(KernelRounding::Nearest, KernelRounding::Stochastic)
 }
 
 fn adamw_tensors<B, R>(item: &AdamWItem<B>) -> AdamWTensors<R>
@@ -379,9 +384,8 @@ where
         gradient: handle(&item.gradient),
         first: state_tensor(&item.first, Moment::First),
         second: state_tensor(&item.second, Moment::Second),
-        rounding: item
-            .key
-            .map_or(KernelRounding::Nearest, KernelRounding::Stochastic),
+        rounding: rounding(item.key),
+        state_rounding: rounding(item.state_key),
     }
 }
 

@@ -503,6 +503,7 @@ impl<B: FusionBackend + QuantOps> QuantOps for Fusion<B> {
                     first: form.first.take::<B>(&mut next, handles),
                     second: form.second.take::<B>(&mut next, handles),
                     key: form.key,
+                    state_key: form.state_key,
                 })
                 .collect();
             let mut outputs = ir.outputs.iter();
@@ -721,6 +722,7 @@ struct ItemForm {
     first: MomentForm,
     second: MomentForm,
     key: Option<StochasticKey>,
+    state_key: Option<StochasticKey>,
 }
 
 impl ItemForm {
@@ -733,6 +735,7 @@ impl ItemForm {
             first: MomentForm::of::<B>(&item.first),
             second: MomentForm::of::<B>(&item.second),
             key: item.key,
+            state_key: item.state_key,
         }
     }
 

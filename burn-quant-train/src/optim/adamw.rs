@@ -86,6 +86,17 @@ pub(super) fn check_dtype(name: &str, parameter: &impl TensorMetadata) {
     );
 }
 
+/// How the codes of 8-bit moments are rounded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum StateRounding {
+    /// To the nearest code, as COAT (coat-fp8, section 3) and Dettmers' 8-bit optimizers do. A moment whose change in a step is less
+    /// than half the distance to the next code stays where it is.
+    Nearest,
+    /// Up or down at random, so that the mean is right and small changes add up. The random numbers follow from the seed, the
+    /// parameter and the step: a resumed run takes the same, and so does every device.
+    Stochastic,
+}
+
 /// Parameters that a pattern names, and how their step differs.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct ParameterGroup {
@@ -131,6 +142,9 @@ pub struct QuantAdamWConfig {
     pub first: Option<StateFormat>,
     /// Format of the second moment; none: FP32.
     pub second: Option<StateFormat>,
+    /// How the codes of 8-bit moments are rounded.
+    #[config(default = "StateRounding::Nearest")]
+    pub state_rounding: StateRounding,
     /// Parameters with fewer elements keep FP32 moments.
     #[config(default = 4096)]
     pub min_elements: usize,
@@ -287,6 +301,11 @@ impl QuantAdamWConfig {
             weight_decay: group.weight_decay.unwrap_or(self.weight_decay),
             ..ungrouped
         }
+    }
+
+    /// The key that rounds the codes of a parameter's moments.
+    pub(super) fn state_key(&self, parameter: StochasticKey) -> Option<StochasticKey> {
+        (self.state_rounding == StateRounding::Stochastic).then_some(parameter)
     }
 
     pub(super) fn formats(&self, elements: usize) -> [Option<StateFormat>; 2] {
@@ -577,15 +596,17 @@ where
         let seed = *state
             .seed
             .get_or_insert_with(|| self.config.seed.unwrap_or_else(layer::seed));
+        let key = StochasticKey {
+            seed,
+            stream: PARAMETER_STREAMS | place.index,
+        };
         let item = AdamWItem {
             parameter,
             gradient,
             first: moments.first,
             second: moments.second,
-            key: Some(StochasticKey {
-                seed,
-                stream: PARAMETER_STREAMS | place.index,
-            }),
+            key: Some(key),
+            state_key: self.config.state_key(key),
         };
         (id, item)
     }

@@ -24,7 +24,7 @@ use burn_autodiff::{Autodiff, checkpoint::strategy::CheckpointStrategy};
 use burn_backend::{AutodiffBackend, tensor::FloatTensor};
 
 pub use crate::ops::adamw::{Encoding, StateFormat};
-pub use adamw::{OnNonfinite, ParameterGroup, QuantAdamW, QuantAdamWConfig};
+pub use adamw::{OnNonfinite, ParameterGroup, QuantAdamW, QuantAdamWConfig, StateRounding};
 pub use moments::{AdamWRecord, ParameterRecord};
 pub use record::{LayerRecord, LayersRecord, QuantRecord};
 pub use simple::{SimpleQuantAdamW, SimpleState};

@@ -105,6 +105,7 @@ impl<B: DataBackend> SimpleOptimizer<B> for SimpleQuantAdamW {
             first: moments.first,
             second: moments.second,
             key: Some(key),
+            state_key: self.config.state_key(key),
         };
         let hyperparameters = self.config.ungrouped(lr);
         let mut updates = B::Base::adamw(vec![item], &clock, nonfinite.as_ref(), &hyperparameters);

@@ -8,16 +8,17 @@ use crate::{
     format::Rounding,
     optimizer_state::{
         Moment, StateFormat,
-        group::{read_state, write_state},
+        group::{decode_state, group_scales, load_state, write_state},
         kernel::{is_aligned, or_unused},
-        span::{Span, cube_start, quad_start, read_held, write_held},
+        span::{Span, TILES, cube_tile, quad_start, read_held, write_held},
+        table::fill_table,
     },
     rounding::{RandomStream, magnitude_bits, random_stream, random_words},
 };
 
 use super::{
-    AdamWTensors, Coefficients, OPERATION,
-    update::{CoefficientsArg, first_moment, parameter as updated, second_moment, step_of},
+    AdamWTensors, Coefficients, OPERATION, STATE_STEPS,
+    update::{CoefficientsArg, cube_step, first_moment, parameter as updated, second_moment},
 };
 
 const INFINITY: u32 = f32::INFINITY.to_bits();
@@ -33,6 +34,7 @@ struct Plan {
     second: Option<StateFormat>,
     flagged: bool,
     stochastic: bool,
+    stochastic_state: bool,
 }
 
 fn is_expanded(format: Option<StateFormat>) -> bool {
@@ -64,6 +66,7 @@ pub(super) fn launch<R: Runtime>(
         first,
         second,
         rounding,
+        state_rounding,
     } = tensors;
     let span = span(client, tensors)?;
     let aligned = [parameter, gradient, &first.values, &second.values]
@@ -82,7 +85,7 @@ pub(super) fn launch<R: Runtime>(
         unsafe {
             adamw_kernel::launch_unchecked::<R>(
                 client,
-                cube_grid(stretch.count),
+                cube_grid(stretch.cubes()),
                 span.cube_dim(),
                 stretch.width,
                 parameter.clone().into_arg(),
@@ -97,7 +100,9 @@ pub(super) fn launch<R: Runtime>(
                 flag.clone().into_arg(),
                 coefficients.launch(),
                 random_stream(*rounding),
+                random_stream(*state_rounding),
                 stretch.first as u32,
+                stretch.end as u32,
                 tensors.len() as u32,
                 0,
                 Plan {
@@ -107,6 +112,7 @@ pub(super) fn launch<R: Runtime>(
                     second: second.format,
                     flagged: nonfinite.is_some(),
                     stochastic,
+                    stochastic_state: *state_rounding != Rounding::Nearest,
                 },
                 parameter.dtype,
                 gradient.dtype,
@@ -133,7 +139,9 @@ fn adamw_kernel<P: Numeric, G: Numeric, S1: Numeric, S2: Numeric, N: Size>(
     nonfinite: &Tensor<i32>,
     coefficients: CoefficientsArg,
     random: RandomStream,
-    first_cube: u32,
+    state_random: RandomStream,
+    first_tile: u32,
+    end: u32,
     len: u32,
     zero: u32,
     #[comptime] plan: Plan,
@@ -144,80 +152,133 @@ fn adamw_kernel<P: Numeric, G: Numeric, S1: Numeric, S2: Numeric, N: Size>(
 ) {
     let span = comptime!(plan.span);
     let width = comptime!(plan.width);
-    let start = cube_start(first_cube, span);
-    if start >= len {
-        terminate!();
-    }
     if comptime!(plan.flagged) {
         if nonfinite[0] != 0 {
             terminate!();
         }
     }
-    // All loads come before the arithmetic, so that their latencies overlap.
-    let mut p = read_held::<P, f32, N>(parameter, start, len, span, width, 0);
-    let g = read_held::<G, f32, N>(gradient, start, len, span, width, 0);
-    let mut m = read_state::<S1, N>(
-        first,
-        first_scales,
-        first_exponents,
-        start,
-        len,
-        span,
-        width,
-        comptime!(plan.first),
-        comptime!(Moment::First),
-    );
-    let mut v = read_state::<S2, N>(
-        second,
-        second_scales,
-        second_exponents,
-        start,
-        len,
-        span,
-        width,
-        comptime!(plan.second),
-        comptime!(Moment::Second),
-    );
     let taken = clock[0];
-    let step = step_of(&coefficients, taken);
-    // Powers have no exact specification that an exact sum could serve.
-    let exactly = comptime!((!is_expanded(plan.first), !is_expanded(plan.second)));
+    let first_table = fill_table(comptime!(plan.first), comptime!(Moment::First));
+    let second_table = fill_table(comptime!(plan.second), comptime!(Moment::Second));
+    let step = cube_step(&coefficients, taken);
+    let tile = cube_tile(first_tile);
+    for tile in tile..min(tile + TILES, end) {
+        let start = tile * comptime!(span.elements() as u32);
+        // All loads come before the arithmetic, so that their latencies overlap.
+        let mut p = read_held::<P, f32, N>(parameter, start, len, span, width, 0);
+        let g = read_held::<G, f32, N>(gradient, start, len, span, width, 0);
+        let first_loaded = load_state::<S1, N>(
+            first,
+            first_scales,
+            first_exponents,
+            start,
+            len,
+            span,
+            width,
+            comptime!(plan.first),
+            comptime!(Moment::First),
+        );
+        let second_loaded = load_state::<S2, N>(
+            second,
+            second_scales,
+            second_exponents,
+            start,
+            len,
+            span,
+            width,
+            comptime!(plan.second),
+            comptime!(Moment::Second),
+        );
+        let mut m = decode_state(
+            &first_loaded,
+            &first_table,
+            span,
+            comptime!(plan.first),
+            comptime!(Moment::First),
+        );
+        let mut v = decode_state(
+            &second_loaded,
+            &second_table,
+            span,
+            comptime!(plan.second),
+            comptime!(Moment::Second),
+        );
+        // Powers have no exact specification that an exact sum could serve.
+        let exactly = comptime!((!is_expanded(plan.first), !is_expanded(plan.second)));
+        #[unroll]
+        for slot in 0..comptime!(span.held()) {
+            m[slot] = first_moment(m[slot], g[slot], &step, zero, exactly.0);
+            v[slot] = second_moment(v[slot], g[slot], &step, zero, exactly.1);
+            p[slot] = updated(p[slot], m[slot], v[slot], &step);
+        }
+        if comptime!(plan.stochastic) {
+            round_held(&mut p, start, len, taken as u32, &random, span);
+        }
+        write_held::<f32, P, N>(parameter, &p, start, len, span, width);
+        let dithers = if comptime!(plan.stochastic_state) {
+            dithers(start, len, taken as u32, &state_random, span)
+        } else {
+            Array::<u32>::new(1usize)
+        };
+        let (m_scale, v_scale) = group_scales(&m, &v, zero, span, plan.first, plan.second);
+        write_state::<S1, N>(
+            first,
+            first_scales,
+            first_exponents,
+            &first_table,
+            &m,
+            &m_scale,
+            &dithers,
+            start,
+            len,
+            zero,
+            span,
+            width,
+            comptime!(plan.first),
+            comptime!(Moment::First),
+            comptime!(plan.stochastic_state),
+        );
+        write_state::<S2, N>(
+            second,
+            second_scales,
+            second_exponents,
+            &second_table,
+            &v,
+            &v_scale,
+            &dithers,
+            start,
+            len,
+            zero,
+            span,
+            width,
+            comptime!(plan.second),
+            comptime!(Moment::Second),
+            comptime!(plan.stochastic_state),
+        );
+    }
+}
+
+/// A random word for each value of a unit, half of it for each moment.
+#[cube]
+fn dithers(
+    start: u32,
+    len: u32,
+    step: u32,
+    random: &RandomStream,
+    #[comptime] span: Span,
+) -> Array<u32> {
+    let mut words = Array::<u32>::new(comptime!(span.held()));
     #[unroll]
-    for slot in 0..comptime!(span.held()) {
-        m[slot] = first_moment(m[slot], g[slot], &step, zero, exactly.0);
-        v[slot] = second_moment(v[slot], g[slot], &step, zero, exactly.1);
-        p[slot] = updated(p[slot], m[slot], v[slot], &step);
+    for index in 0..comptime!(span.quads as u32) {
+        let quarter = quad_start(start, len, index, span) / 4;
+        let (b0, b1, b2, b3) = random_words(step ^ STATE_STEPS, quarter, random);
+        let slot = comptime!((index * 4) as usize);
+        words[comptime!(slot)] = b0;
+        words[comptime!(slot + 1)] = b1;
+        words[comptime!(slot + 2)] = b2;
+        words[comptime!(slot + 3)] = b3;
     }
-    if comptime!(plan.stochastic) {
-        round_held(&mut p, start, len, taken as u32, &random, span);
-    }
-    write_held::<f32, P, N>(parameter, &p, start, len, span, width);
-    write_state::<S1, N>(
-        first,
-        first_scales,
-        first_exponents,
-        &m,
-        start,
-        len,
-        zero,
-        span,
-        width,
-        comptime!(plan.first),
-        comptime!(Moment::First),
-    );
-    write_state::<S2, N>(
-        second,
-        second_scales,
-        second_exponents,
-        &v,
-        start,
-        len,
-        zero,
-        span,
-        width,
-        comptime!(plan.second),
-        comptime!(Moment::Second),
-    );
+    words
 }
 
 /// Rounds all that a unit holds to bf16, up with the probability of what is cut off.

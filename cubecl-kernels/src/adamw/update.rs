@@ -117,6 +117,28 @@ pub(crate) fn step_of(coefficients: &CoefficientsArg, taken: i32) -> Step {
     }
 }
 
+/// [`step_of`], computed by one unit for its cube, which synchronizes here.
+#[cube]
+pub(crate) fn cube_step(coefficients: &CoefficientsArg, taken: i32) -> Step {
+    let mut shared = SharedMemory::<f32>::new(2usize);
+    if UNIT_POS == 0 {
+        let step = step_of(coefficients, taken);
+        shared[0] = step.rate;
+        shared[1] = step.correction_2;
+    }
+    sync_cube();
+    Step {
+        beta_1: coefficients.beta_1,
+        one_minus_beta_1: coefficients.one_minus_beta_1,
+        beta_2: coefficients.beta_2,
+        one_minus_beta_2: coefficients.one_minus_beta_2,
+        epsilon: coefficients.epsilon,
+        decay: coefficients.decay,
+        rate: shared[0],
+        correction_2: shared[1],
+    }
+}
+
 /// `1 - beta^t`, which in the first steps is far below 1: there from the series of `e^x - 1`, since `1 - e^x` would lose
 /// the digits that the two have in common. Every unit computes it, so later steps branch around the series.
 #[cube]
@@ -170,6 +192,6 @@ pub(crate) fn second_moment(
 /// One element's parameter, from its new moments.
 #[cube]
 pub(crate) fn parameter(p: f32, m: f32, v: f32, step: &Step) -> f32 {
-    let root = (v * step.correction_2).sqrt();
+    let root = fast::root(v * step.correction_2);
     p * step.decay - fast::quotient(step.rate * m, root + step.epsilon)
 }

@@ -6,14 +6,16 @@ use cubecl::prelude::*;
 use crate::{
     dynamic_exponent,
     dynamic_range_expansion::{exponent_cube, inverse_power, power_cube, power_of_exponent},
-    float8,
+    fast,
+    float8::{self, HALF},
     format::MIN_ABSMAX,
-    rounding::{ROUND_TO_EVEN, magnitude_bits},
+    rounding::{ROUND_TO_EVEN, magnitude_bits, uniform16},
 };
 
 use super::{
     Codec, MIN_NONZERO, Moment, NEUTRAL_EXPONENT, StateFormat,
     span::{Span, read_held, segment_max, write_held},
+    table::DECADES_AT,
 };
 
 const INFINITY: u32 = f32::INFINITY.to_bits();
@@ -24,7 +26,7 @@ const ROUND_TO_EVEN_BITS: u32 = ROUND_TO_EVEN.to_bits();
 
 /// What a group's values are encoded with.
 #[derive(CubeType, Clone, Copy)]
-struct GroupScale {
+pub(crate) struct GroupScale {
     /// As it is stored.
     scale: f32,
     /// What values are multiplied by; 0 for "all values are 0".
@@ -33,10 +35,20 @@ struct GroupScale {
     exponent: f32,
 }
 
-/// Reads the values of a unit as `f32`. `format` is `None` for values that are not compressed.
+/// What a unit read of a state.
+#[derive(CubeType)]
+pub(crate) struct Loaded {
+    /// The codes, or where there is no format the bits of the values.
+    words: Array<u32>,
+    scale: f32,
+    /// `1 / k`
+    power: f32,
+}
+
+/// Reads a state, for [`decode_state`]. `format` is `None` for values that are not compressed.
 #[cube]
 #[allow(clippy::too_many_arguments)]
-pub(crate) fn read_state<S: Numeric, N: Size>(
+pub(crate) fn load_state<S: Numeric, N: Size>(
     values: &Tensor<Vector<S, N>>,
     scales: &Tensor<f32>,
     exponents: &Tensor<u8>,
@@ -46,42 +58,86 @@ pub(crate) fn read_state<S: Numeric, N: Size>(
     #[comptime] width: usize,
     #[comptime] format: Option<StateFormat>,
     #[comptime] moment: Moment,
-) -> Array<f32> {
+) -> Loaded {
+    let mut scale = 0.0f32;
+    let mut power = 1.0f32;
     if comptime!(format.is_none()) {
-        read_held::<S, f32, N>(values, start, len, span, width, 0)
+        let held = read_held::<S, f32, N>(values, start, len, span, width, 0);
+        let mut words = Array::<u32>::new(comptime!(span.held()));
+        #[unroll]
+        for slot in 0..comptime!(span.held()) {
+            words[slot] = u32::reinterpret(held[slot]);
+        }
+        Loaded {
+            words,
+            scale,
+            power,
+        }
     } else {
         let format = comptime!(format.unwrap());
         let fill = comptime!(format.encoding.zero(moment));
-        let codes = read_held::<S, u32, N>(values, start, len, span, width, fill);
+        let words = read_held::<S, u32, N>(values, start, len, span, width, fill);
         let group = group_index(start, span, format);
-        let mut scale = 0.0f32;
-        let mut power = 1.0f32;
         if group < len.div_ceil(comptime!(format.group as u32)) {
             scale = scales[group as usize];
             if comptime!(format.expand) {
                 power = inverse_power(f32::cast_from(exponents[group as usize]));
             }
         }
-        let mut held = Array::<f32>::new(comptime!(span.held()));
-        #[unroll]
-        for slot in 0..comptime!(span.held()) {
-            held[slot] = decode(codes[slot], scale, power, format, moment);
+        Loaded {
+            words,
+            scale,
+            power,
         }
-        held
     }
+}
+
+/// The values of a state that was read, as `f32`.
+#[cube]
+pub(crate) fn decode_state(
+    loaded: &Loaded,
+    table: &SharedMemory<f32>,
+    #[comptime] span: Span,
+    #[comptime] format: Option<StateFormat>,
+    #[comptime] moment: Moment,
+) -> Array<f32> {
+    let mut held = Array::<f32>::new(comptime!(span.held()));
+    #[unroll]
+    for slot in 0..comptime!(span.held()) {
+        held[slot] = if comptime!(format.is_none()) {
+            f32::reinterpret(loaded.words[slot])
+        } else {
+            let format = comptime!(format.unwrap());
+            decode(
+                loaded.words[slot],
+                loaded.scale,
+                loaded.power,
+                table,
+                format,
+                moment,
+            )
+        };
+    }
+    if comptime!(format.is_some_and(|format| format.expand)) {
+        keep_small(&mut held, loaded, span, comptime!(format.unwrap()), moment);
+    }
+    held
 }
 
 /// Writes the values of a unit, and from one unit of each group its scale.
 ///
 /// Where there is a format, all units of a cube must call it together. Values of a unit that lie outside the tensor must
-/// be 0.
+/// be 0. `dithers` are random bits for each value, read where the rounding is `stochastic`.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn write_state<S: Numeric, N: Size>(
     values: &mut Tensor<Vector<S, N>>,
     scales: &mut Tensor<f32>,
     exponents: &mut Tensor<u8>,
+    table: &SharedMemory<f32>,
     held: &Array<f32>,
+    group_scale: &GroupScale,
+    dithers: &Array<u32>,
     start: u32,
     len: u32,
     zero: u32,
@@ -89,13 +145,13 @@ pub(crate) fn write_state<S: Numeric, N: Size>(
     #[comptime] width: usize,
     #[comptime] format: Option<StateFormat>,
     #[comptime] moment: Moment,
+    #[comptime] stochastic: bool,
 ) {
     if comptime!(format.is_none()) {
         write_held::<f32, S, N>(values, held, start, len, span, width);
     } else {
         let format = comptime!(format.unwrap());
         let segment = comptime!(span.segment(format.group));
-        let group_scale = group_scale(held, zero, span, format, moment);
         let group = group_index(start, span, format);
         if UNIT_POS % comptime!(segment as u32) == 0
             && group < len.div_ceil(comptime!(format.group as u32))
@@ -106,10 +162,27 @@ pub(crate) fn write_state<S: Numeric, N: Size>(
             }
         }
         let power = power_of_exponent(group_scale.exponent);
+        // Magnitudes below it become 0: all of them where the inverse is 0.
+        let nonzero_from = select(group_scale.inverse == 0.0, u32::MAX, MIN_NONZERO_BITS);
         let mut codes = Array::<u32>::new(comptime!(span.held()));
         #[unroll]
         for slot in 0..comptime!(span.held()) {
-            codes[slot] = encode(held[slot], group_scale.inverse, power, zero, format, moment);
+            let mut dither = HALF.runtime();
+            if comptime!(stochastic) {
+                dither = moment_dither(dithers[slot], moment);
+            }
+            codes[slot] = encode(
+                held[slot],
+                group_scale.inverse,
+                power,
+                nonzero_from,
+                dither,
+                zero,
+                table,
+                format,
+                moment,
+                stochastic,
+            );
         }
         write_held::<u32, S, N>(values, &codes, start, len, span, width);
     }
@@ -122,54 +195,180 @@ fn group_index(start: u32, #[comptime] span: Span, #[comptime] format: StateForm
     run / comptime!((format.group / span.run) as u32)
 }
 
+/// The extremes of a unit's group, the same in all its units.
+#[derive(CubeType, Clone, Copy)]
+struct Extremes {
+    /// The bits of the largest magnitude. As integers they order NaN above infinity above the rest.
+    largest: u32,
+    /// The smallest magnitude that is not zero, counted down from [`MIN_NONZERO`]: what wraps around is large. 0 without
+    /// expansion, which does not ask for it.
+    countdown: u32,
+}
+
+#[cube]
+fn extremes(
+    held: &Array<f32>,
+    #[comptime] span: Span,
+    #[comptime] format: StateFormat,
+) -> Extremes {
+    let segment = comptime!(span.segment(format.group));
+    let mut largest = 0u32;
+    let mut countdown = 0u32;
+    #[unroll]
+    for slot in 0..comptime!(span.held()) {
+        let bits = magnitude_bits(held[slot]);
+        largest = max(largest, bits);
+        if comptime!(format.expand) {
+            countdown = max(countdown, comptime!(MIN_NONZERO_BITS - 1).runtime() - bits);
+        }
+    }
+    largest = segment_max(largest, span, segment);
+    if comptime!(format.expand) {
+        countdown = segment_max(countdown, span, segment);
+    }
+    Extremes { largest, countdown }
+}
+
 /// The scale of a unit's group, the same in all its units.
 #[cube]
-fn group_scale(
+pub(crate) fn group_scale(
     held: &Array<f32>,
     zero: u32,
     #[comptime] span: Span,
     #[comptime] format: StateFormat,
     #[comptime] moment: Moment,
 ) -> GroupScale {
-    let segment = comptime!(span.segment(format.group));
-    let mut largest = 0u32;
-    // The largest complement of a nonzero magnitude: its complement is the smallest.
-    let mut complement = 0u32;
-    #[unroll]
-    for slot in 0..comptime!(span.held()) {
-        let bits = magnitude_bits(held[slot]);
-        largest = max(largest, bits);
-        if comptime!(format.expand) {
-            complement = max(
-                complement,
-                select(bits >= MIN_NONZERO_BITS, u32::MAX - bits, 0u32),
-            );
+    let extremes = extremes(held, span, format);
+    scale_of(
+        &extremes,
+        comptime!(format.target(moment)).runtime(),
+        comptime!(format.target(moment) / format.headroom(moment)).runtime(),
+        comptime!(format.encoding.range_log2(moment)).runtime(),
+        zero,
+        comptime!(format.expand),
+    )
+}
+
+/// The scales of both moments' groups. A scale takes as many instructions as a few elements, and all units of a group the same
+/// ones: where they can exchange values, even units compute that of the first moment and odd ones that of the second.
+#[cube]
+pub(crate) fn group_scales(
+    m: &Array<f32>,
+    v: &Array<f32>,
+    zero: u32,
+    #[comptime] span: Span,
+    #[comptime] first: Option<StateFormat>,
+    #[comptime] second: Option<StateFormat>,
+) -> (GroupScale, GroupScale) {
+    let in_turn = comptime!(match (first, second) {
+        (Some(first), Some(second)) => {
+            span.plane.is_some() && span.lanes > 1 && first.expand == second.expand
         }
+        _ => false,
+    });
+    if comptime!(in_turn) {
+        let first = comptime!(first.unwrap());
+        let second = comptime!(second.unwrap());
+        let of_m = extremes(m, span, first);
+        let of_v = extremes(v, span, second);
+        let odd = UNIT_POS % 2 == 1;
+        let extremes = Extremes {
+            largest: select(odd, of_v.largest, of_m.largest),
+            countdown: select(odd, of_v.countdown, of_m.countdown),
+        };
+        let mine = scale_of(
+            &extremes,
+            select(
+                odd,
+                comptime!(second.target(Moment::Second)).runtime(),
+                comptime!(first.target(Moment::First)).runtime(),
+            ),
+            select(
+                odd,
+                comptime!(second.target(Moment::Second) / second.headroom(Moment::Second))
+                    .runtime(),
+                comptime!(first.target(Moment::First) / first.headroom(Moment::First)).runtime(),
+            ),
+            select(
+                odd,
+                comptime!(second.encoding.range_log2(Moment::Second)).runtime(),
+                comptime!(first.encoding.range_log2(Moment::First)).runtime(),
+            ),
+            zero,
+            comptime!(first.expand),
+        );
+        let other = GroupScale {
+            scale: plane_shuffle_xor(mine.scale, 1),
+            inverse: plane_shuffle_xor(mine.inverse, 1),
+            exponent: plane_shuffle_xor(mine.exponent, 1),
+        };
+        (either(odd, &other, &mine), either(odd, &mine, &other))
+    } else {
+        (
+            any_scale(m, zero, span, first, comptime!(Moment::First)),
+            any_scale(v, zero, span, second, comptime!(Moment::Second)),
+        )
     }
-    largest = segment_max(largest, span, segment);
+}
+
+#[cube]
+fn either(condition: bool, a: &GroupScale, b: &GroupScale) -> GroupScale {
+    GroupScale {
+        scale: select(condition, a.scale, b.scale),
+        inverse: select(condition, a.inverse, b.inverse),
+        exponent: select(condition, a.exponent, b.exponent),
+    }
+}
+
+/// [`group_scale`], or without a format one that nobody reads.
+#[cube]
+fn any_scale(
+    held: &Array<f32>,
+    zero: u32,
+    #[comptime] span: Span,
+    #[comptime] format: Option<StateFormat>,
+    #[comptime] moment: Moment,
+) -> GroupScale {
+    if comptime!(format.is_none()) {
+        GroupScale {
+            scale: 0.0f32,
+            inverse: 0.0f32,
+            exponent: 0.0f32,
+        }
+    } else {
+        group_scale(held, zero, span, comptime!(format.unwrap()), moment)
+    }
+}
+
+/// The scale of a group with these extremes, from [`StateFormat::target`], the target over the headroom, and the encoding's
+/// [`range_log2`](super::Encoding::range_log2).
+#[cube]
+fn scale_of(
+    extremes: &Extremes,
+    target: f32,
+    inverse_target: f32,
+    range_log2: f32,
+    zero: u32,
+    #[comptime] expand: bool,
+) -> GroupScale {
     let mut group = GroupScale {
         scale: 0.0f32,
         inverse: 0.0f32,
         exponent: comptime!(NEUTRAL_EXPONENT as f32).runtime(),
     };
-    if comptime!(format.expand) {
-        complement = segment_max(complement, span, segment);
-    }
-    if largest >= INFINITY {
+    if extremes.largest >= INFINITY {
         // Or-ing keeps it an expression of a variable: the CUDA compiler cannot reinterpret a constant.
-        group.scale = f32::reinterpret(largest | NAN);
-    } else if largest >= MIN_ABSMAX_BITS {
-        let absmax = f32::reinterpret(largest);
-        let target = comptime!(format.target(moment)).runtime();
-        if comptime!(format.expand) {
-            let smallest = f32::reinterpret(u32::MAX - complement);
-            let range = comptime!(format.encoding.range_log2(moment));
+        group.scale = f32::reinterpret(extremes.largest | NAN);
+    } else if extremes.largest >= MIN_ABSMAX_BITS {
+        let absmax = f32::reinterpret(extremes.largest);
+        if comptime!(expand) {
+            let smallest = comptime!(MIN_NONZERO_BITS - 1).runtime() - extremes.countdown;
             group.scale = absmax;
-            group.exponent = exponent_cube(absmax, smallest, zero, range);
+            group.exponent = exponent_cube(absmax, f32::reinterpret(smallest), zero, range_log2);
         } else {
             group.scale = absmax / target;
         }
-        group.inverse = comptime!(format.target(moment) / format.headroom(moment)) / absmax;
+        group.inverse = inverse_target / absmax;
     }
     group
 }
@@ -180,32 +379,66 @@ fn decode(
     code: u32,
     scale: f32,
     power: f32,
+    table: &SharedMemory<f32>,
     #[comptime] format: StateFormat,
     #[comptime] moment: Moment,
 ) -> f32 {
     let codec = comptime!(format.encoding.codec(moment));
-    let magnitude = magnitude(code, comptime!(moment == Moment::First), codec);
-    let mut value = magnitude * scale;
     if comptime!(format.expand) {
-        let largest = comptime!(format.encoding.largest(moment));
-        // However small the power, it stands for a value that is not zero, and no device flushes a normal number.
-        let raised = max(
-            power_cube(magnitude * comptime!(1.0 / largest), power),
-            f32::MIN_POSITIVE,
-        );
-        // The largest magnitude comes back exactly, however the device rounds powers.
-        let base = select(magnitude >= largest, 1.0f32, raised);
-        value = select(magnitude == 0.0, 0.0f32, base) * scale;
+        // The logarithm of the largest number is 0: the largest magnitude comes back exactly.
+        let value = fast::exp(table[code as usize] * power) * scale;
+        if comptime!(moment == Moment::First) {
+            f32::reinterpret(u32::reinterpret(value) | sign_bit(code, codec))
+        } else {
+            value
+        }
+    } else {
+        match codec {
+            Codec::Dynamic(_) => table[code as usize] * scale,
+            _ => {
+                let value = magnitude(code, comptime!(moment == Moment::First), codec) * scale;
+                if comptime!(moment == Moment::First) {
+                    f32::reinterpret(u32::reinterpret(value) | sign_bit(code, codec))
+                } else {
+                    value
+                }
+            }
+        }
     }
-    if comptime!(moment == Moment::First) {
-        value = f32::reinterpret(u32::reinterpret(value) | sign_bit(code, codec));
+}
+
+/// Gives back values that [`decode`] lost: however small the power, it stands for a value that is not zero. The exponent 1/8
+/// makes powers below the normal `f32`, which devices may flush.
+#[cube]
+fn keep_small(
+    held: &mut Array<f32>,
+    loaded: &Loaded,
+    #[comptime] span: Span,
+    #[comptime] format: StateFormat,
+    #[comptime] moment: Moment,
+) {
+    if loaded.power > comptime!(126.0 / format.encoding.range_log2(moment)) {
+        #[unroll]
+        for slot in 0..comptime!(span.held()) {
+            let code = loaded.words[slot];
+            let codec = comptime!(format.encoding.codec(moment));
+            let is_zero = magnitude(code, comptime!(moment == Moment::First), codec) == 0.0;
+            let smallest = loaded.scale * f32::MIN_POSITIVE;
+            if !is_zero && f32::abs(held[slot]) < smallest {
+                let sign = select(
+                    comptime!(moment == Moment::First).runtime(),
+                    sign_bit(code, codec),
+                    0u32,
+                );
+                held[slot] = f32::reinterpret(u32::reinterpret(smallest) | sign);
+            }
+        }
     }
-    value
 }
 
 /// The magnitude of a code's number, `signed` telling whether some of the codes are negative.
 #[cube]
-fn magnitude(code: u32, #[comptime] signed: bool, #[comptime] codec: Codec) -> f32 {
+pub(super) fn magnitude(code: u32, #[comptime] signed: bool, #[comptime] codec: Codec) -> f32 {
     match comptime!(codec) {
         Codec::Float(format) => {
             if comptime!(signed) {
@@ -215,7 +448,8 @@ fn magnitude(code: u32, #[comptime] signed: bool, #[comptime] codec: Codec) -> f
             }
         }
         Codec::Dynamic(signedness) => {
-            dynamic_exponent::number(dynamic_exponent::level_of(code, signedness), signedness)
+            let level = dynamic_exponent::level_of(code, signedness);
+            dynamic_exponent::number(level, 0, signedness)
         }
         Codec::Integer => f32::cast_from(min(code, 256 - code)),
         Codec::Square => f32::cast_from(code * code),
@@ -224,7 +458,7 @@ fn magnitude(code: u32, #[comptime] signed: bool, #[comptime] codec: Codec) -> f
 
 /// The sign of a code's number as the sign of an `f32`.
 #[cube]
-fn sign_bit(code: u32, #[comptime] codec: Codec) -> u32 {
+pub(super) fn sign_bit(code: u32, #[comptime] codec: Codec) -> u32 {
     match comptime!(codec) {
         Codec::Dynamic(signedness) => {
             let negative = dynamic_exponent::is_negative(code, signedness);
@@ -234,15 +468,29 @@ fn sign_bit(code: u32, #[comptime] codec: Codec) -> u32 {
     }
 }
 
+/// The random bits that round a moment, at the top of a word that both moments share.
+#[cube]
+fn moment_dither(word: u32, #[comptime] moment: Moment) -> u32 {
+    match comptime!(moment) {
+        Moment::First => word << 16,
+        Moment::Second => word & 0xffff_0000u32,
+    }
+}
+
 /// The code of a value.
 #[cube]
+#[allow(clippy::too_many_arguments)]
 fn encode(
     x: f32,
     inverse: f32,
     power: f32,
+    nonzero_from: u32,
+    dither: u32,
     zero: u32,
+    table: &SharedMemory<f32>,
     #[comptime] format: StateFormat,
     #[comptime] moment: Moment,
+    #[comptime] stochastic: bool,
 ) -> u32 {
     let bits = magnitude_bits(x);
     let mut number = f32::reinterpret(bits) * comptime!(format.headroom(moment)) * inverse;
@@ -250,26 +498,80 @@ fn encode(
         number = power_cube(number, power) * comptime!(format.encoding.largest(moment));
     }
     let codec = comptime!(format.encoding.codec(moment));
-    // Where the inverse is 0 the number may be NaN, and what becomes of it is of no account.
-    let nonzero = bits >= MIN_NONZERO_BITS && inverse != 0.0;
-    let level = select(nonzero, magnitude_level(number, zero, codec), 0u32);
-    if comptime!(moment == Moment::Second) {
-        max(level, select(nonzero, 1u32, 0u32))
+    let level = if comptime!(stochastic) {
+        dithered_level(number, dither, zero, table, codec)
     } else {
-        signed_code(level, u32::reinterpret(x) >> 31, codec)
+        magnitude_level(number, zero, table, codec, comptime!(format.expand))
+    };
+    // Where the inverse is 0 the number may be NaN, and what becomes of it is of no account.
+    let nonzero = bits >= nonzero_from;
+    if comptime!(moment == Moment::Second) {
+        select(nonzero, max(level, 1u32), 0u32)
+    } else {
+        signed_code(
+            select(nonzero, level, 0u32),
+            u32::reinterpret(x) >> 31,
+            codec,
+        )
     }
 }
 
-/// The place among the numbers that are not negative of the one nearest to `x`, at most the largest.
+/// The place among the numbers that are not negative of the one nearest to `x`, at most the largest. An `expanded` number is not
+/// known to the last digit, and a cheaper rounding leaves half way between two which of them it takes.
 ///
 /// A minimum stands between `x`, which is a product, and every sum, so that no compiler contracts them.
 #[cube]
-fn magnitude_level(x: f32, zero: u32, #[comptime] codec: Codec) -> u32 {
+fn magnitude_level(
+    x: f32,
+    zero: u32,
+    table: &SharedMemory<f32>,
+    #[comptime] codec: Codec,
+    #[comptime] expanded: bool,
+) -> u32 {
     match comptime!(codec) {
-        Codec::Float(format) => float8::encode_magnitude(x, format),
-        Codec::Dynamic(signedness) => dynamic_exponent::level(x, zero, signedness),
+        Codec::Float(format) => {
+            if comptime!(expanded) {
+                float8::cut_magnitude(x, HALF, format)
+            } else {
+                float8::encode_magnitude(x, format)
+            }
+        }
+        Codec::Dynamic(signedness) => {
+            dynamic_exponent::level(x, zero, table, DECADES_AT, signedness)
+        }
         Codec::Integer => u32::reinterpret(min(x, 127.0f32) + ROUND_TO_EVEN) - ROUND_TO_EVEN_BITS,
         Codec::Square => square_level(min(x, 65_025.0f32)),
+    }
+}
+
+/// The place of one of the two numbers around `x`, at most the largest: of the upper one where `dither / 2^32` is below the
+/// part of the way to it that `x` has gone. See [`magnitude_level`] for the minimum.
+#[cube]
+fn dithered_level(
+    x: f32,
+    dither: u32,
+    zero: u32,
+    table: &SharedMemory<f32>,
+    #[comptime] codec: Codec,
+) -> u32 {
+    match comptime!(codec) {
+        Codec::Float(format) => {
+            float8::cut_magnitude(min(x, comptime!(format.largest())), dither, format)
+        }
+        Codec::Dynamic(signedness) => {
+            let x = min(x, 1.0f32);
+            let nearest = dynamic_exponent::level(x, zero, table, DECADES_AT, signedness);
+            dynamic_exponent::dithered_level(x, nearest, dither, zero, signedness)
+        }
+        Codec::Integer => u32::cast_from((min(x, 127.0f32) + uniform16(dither)).floor()),
+        Codec::Square => {
+            let x = min(x, 65_025.0f32);
+            let nearest = f32::cast_from(square_level(x));
+            let lower = select(nearest * nearest > x, nearest - 1.0, nearest);
+            let gone = x - lower * lower;
+            let above = uniform16(dither) * (2.0 * lower + 1.0) < gone;
+            u32::cast_from(select(above, lower + 1.0, lower))
+        }
     }
 }
 

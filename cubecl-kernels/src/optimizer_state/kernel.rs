@@ -9,8 +9,9 @@ use crate::{
 
 use super::{
     Moment, NEUTRAL_EXPONENT, StateFormat, StateTensor,
-    group::{read_state, write_state},
-    span::{Span, cube_start, read_held, write_held},
+    group::{decode_state, group_scale, load_state, write_state},
+    span::{Span, TILES, cube_tile, read_held, write_held},
+    table::fill_table,
 };
 
 const UNITS: usize = 256;
@@ -79,7 +80,7 @@ pub(super) fn quantize<R: Runtime>(
         unsafe {
             quantize_kernel::launch_unchecked::<R>(
                 client,
-                cube_grid(stretch.count),
+                cube_grid(stretch.cubes()),
                 span.cube_dim(),
                 stretch.width,
                 x.clone().into_arg(),
@@ -87,6 +88,7 @@ pub(super) fn quantize<R: Runtime>(
                 or_unused(client, &state.scales, storage::<f32>()).into_arg(),
                 or_unused(client, &state.exponents, storage::<u8>()).into_arg(),
                 stretch.first as u32,
+                stretch.end as u32,
                 len as u32,
                 0,
                 span,
@@ -113,7 +115,7 @@ pub(super) fn dequantize<R: Runtime>(
         unsafe {
             dequantize_kernel::launch_unchecked::<R>(
                 client,
-                cube_grid(stretch.count),
+                cube_grid(stretch.cubes()),
                 span.cube_dim(),
                 stretch.width,
                 state.values.clone().into_arg(),
@@ -121,6 +123,7 @@ pub(super) fn dequantize<R: Runtime>(
                 or_unused(client, &state.exponents, storage::<u8>()).into_arg(),
                 out.clone().into_arg(),
                 stretch.first as u32,
+                stretch.end as u32,
                 len as u32,
                 span,
                 stretch.width,
@@ -153,6 +156,7 @@ fn quantize_kernel<N: Size>(
     scales: &mut Tensor<f32>,
     exponents: &mut Tensor<u8>,
     first: u32,
+    end: u32,
     len: u32,
     zero: u32,
     #[comptime] span: Span,
@@ -160,24 +164,31 @@ fn quantize_kernel<N: Size>(
     #[comptime] format: StateFormat,
     #[comptime] moment: Moment,
 ) {
-    let start = cube_start(first, span);
-    if start >= len {
-        terminate!();
+    let table = fill_table(comptime!(Some(format)), moment);
+    sync_cube();
+    let tile = cube_tile(first);
+    for tile in tile..min(tile + TILES, end) {
+        let start = tile * comptime!(span.elements() as u32);
+        let held = read_held::<f32, f32, N>(x, start, len, span, width, 0);
+        let group_scale = group_scale(&held, zero, span, format, moment);
+        write_state::<u8, N>(
+            values,
+            scales,
+            exponents,
+            &table,
+            &held,
+            &group_scale,
+            &Array::<u32>::new(1usize),
+            start,
+            len,
+            zero,
+            span,
+            width,
+            comptime!(Some(format)),
+            moment,
+            false,
+        );
     }
-    let held = read_held::<f32, f32, N>(x, start, len, span, width, 0);
-    write_state::<u8, N>(
-        values,
-        scales,
-        exponents,
-        &held,
-        start,
-        len,
-        zero,
-        span,
-        width,
-        comptime!(Some(format)),
-        moment,
-    );
 }
 
 #[cube(launch_unchecked)]
@@ -188,6 +199,7 @@ fn dequantize_kernel<S: Numeric, N: Size>(
     exponents: &Tensor<u8>,
     out: &mut Tensor<Vector<f32, N>>,
     first: u32,
+    end: u32,
     len: u32,
     #[comptime] span: Span,
     #[comptime] width: usize,
@@ -195,12 +207,15 @@ fn dequantize_kernel<S: Numeric, N: Size>(
     #[comptime] moment: Moment,
     #[define(S)] _dtype: StorageType,
 ) {
-    let start = cube_start(first, span);
-    if start >= len {
-        terminate!();
+    let table = fill_table(format, moment);
+    sync_cube();
+    let tile = cube_tile(first);
+    for tile in tile..min(tile + TILES, end) {
+        let start = tile * comptime!(span.elements() as u32);
+        let loaded = load_state::<S, N>(
+            values, scales, exponents, start, len, span, width, format, moment,
+        );
+        let held = decode_state(&loaded, &table, span, format, moment);
+        write_held::<f32, f32, N>(out, &held, start, len, span, width);
     }
-    let held = read_state::<S, N>(
-        values, scales, exponents, start, len, span, width, format, moment,
-    );
-    write_held::<f32, f32, N>(out, &held, start, len, span, width);
 }

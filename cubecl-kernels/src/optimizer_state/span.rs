@@ -7,7 +7,9 @@ use crate::error::KernelError;
 use super::StateFormat;
 
 /// Units of a cube.
-const UNITS: usize = 256;
+pub(crate) const UNITS: usize = 256;
+/// Stretches of the tensor that a cube takes one after the other, so that what it prepares serves all of them.
+pub(crate) const TILES: u32 = 4;
 /// Quads that a unit holds at most, where it can: enough loads in flight to hide the latency of memory, and few enough to
 /// stay in registers beside the arithmetic of both moments.
 const QUADS: usize = 2;
@@ -73,7 +75,7 @@ impl Span {
         UNITS
     }
 
-    /// Elements of a cube.
+    /// Elements that a cube holds at a time: a tile.
     pub const fn elements(&self) -> usize {
         UNITS / self.lanes * self.run
     }
@@ -88,48 +90,55 @@ impl Span {
         self.lanes * (group / self.run)
     }
 
-    /// The launches of a kernel over `len` elements: whole cubes with reads of 4 elements at once where the tensors allow,
+    /// The launches of a kernel over `len` elements: whole tiles with reads of 4 elements at once where the tensors allow,
     /// and what is left.
     pub fn launches(&self, len: usize, aligned: bool) -> Vec<Stretch> {
-        let cubes = len.div_ceil(self.elements());
+        let tiles = len.div_ceil(self.elements());
         let wide = match (aligned, len % 4 == 0) {
             (false, _) => 0,
-            (true, true) => cubes,
+            (true, true) => tiles,
             (true, false) => len / self.elements(),
         };
         [
             Stretch {
                 first: 0,
-                count: wide,
+                end: wide,
                 width: 4,
             },
             Stretch {
                 first: wide,
-                count: cubes - wide,
+                end: tiles,
                 width: 1,
             },
         ]
         .into_iter()
-        .filter(|stretch| stretch.count > 0)
+        .filter(|stretch| stretch.first < stretch.end)
         .collect()
     }
 }
 
-/// Consecutive cubes of a launch.
+/// Consecutive tiles of a launch.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Stretch {
     /// Index of the first.
     pub first: usize,
-    /// How many.
-    pub count: usize,
+    /// Index behind the last.
+    pub end: usize,
     /// Elements that a kernel reads and writes at once.
     pub width: usize,
 }
 
-/// The first element of a cube.
+impl Stretch {
+    /// Cubes that take all tiles.
+    pub fn cubes(&self) -> usize {
+        (self.end - self.first).div_ceil(TILES as usize)
+    }
+}
+
+/// The first of a cube's tiles.
 #[cube]
-pub(crate) fn cube_start(first: u32, #[comptime] span: Span) -> u32 {
-    (CUBE_POS as u32 + first) * comptime!(span.elements() as u32)
+pub(crate) fn cube_tile(first: u32) -> u32 {
+    CUBE_POS as u32 * TILES + first
 }
 
 /// The first element of a unit's `index`-th quad, or `len` where it has none.

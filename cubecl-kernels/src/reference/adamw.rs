@@ -4,14 +4,14 @@
 use half::bf16;
 
 use crate::{
-    adamw::{Coefficients, Hyperparameters},
+    adamw::{Coefficients, Hyperparameters, STATE_STEPS},
     error::KernelError,
     format::StochasticKey,
     optimizer_state::{MAX_GROUP, Moment, StateFormat},
     philox,
 };
 
-use super::optimizer_state::{dequantize_groups, quantize_group};
+use super::optimizer_state::{dequantize_groups, quantize_group, quantize_group_dithered};
 
 /// What is the same for all elements of a step.
 ///
@@ -49,6 +49,41 @@ impl Step {
         *v = *v * c.beta_2 + g * g * c.one_minus_beta_2;
         let root = (*v / self.correction_2).sqrt();
         p * c.decay - *m / self.correction_1 / (root + c.epsilon) * c.learning_rate
+    }
+}
+
+/// The random numbers that round the moments of a chunk: 16 bits for each value of each moment.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct StateDither {
+    /// Of the parameter. It may be the key that rounds the parameter to bf16.
+    pub key: StochasticKey,
+    /// The step, as in [`Step::new`].
+    pub t: u32,
+    /// The place of the chunk's first value in the flattened parameter, a multiple of 4.
+    pub start: usize,
+}
+
+impl StateDither {
+    /// Of the chunk that begins `elements` further on, a multiple of 4.
+    pub(crate) fn behind(self, elements: usize) -> Self {
+        Self {
+            start: self.start + elements,
+            ..self
+        }
+    }
+
+    /// The dithers of a moment from the chunk's first value on.
+    fn fill(&self, moment: Moment, out: &mut [u32]) {
+        let row = (self.t ^ STATE_STEPS) as usize;
+        for (quarter, out) in (self.start / 4..).zip(out.chunks_mut(4)) {
+            let words = philox::four_neighbours(self.key, row, quarter);
+            for (out, word) in out.iter_mut().zip(words) {
+                *out = match moment {
+                    Moment::First => word << 16,
+                    Moment::Second => word & 0xffff_0000,
+                };
+            }
+        }
     }
 }
 
@@ -147,7 +182,7 @@ impl<'a> MomentChunk<'a> {
     }
 
     /// Writes the values from element `start` on.
-    fn store(&mut self, start: usize, moment: Moment, x: &[f32]) {
+    fn store(&mut self, start: usize, moment: Moment, x: &[f32], dither: Option<StateDither>) {
         match self {
             MomentChunk::Full(values) => values[start..][..x.len()].copy_from_slice(x),
             MomentChunk::Compressed {
@@ -158,8 +193,17 @@ impl<'a> MomentChunk<'a> {
             } => {
                 let codes = codes[start..][..x.len()].chunks_mut(format.group);
                 let groups = start / format.group..;
-                for ((codes, x), index) in codes.zip(x.chunks(format.group)).zip(groups) {
-                    let group = quantize_group(x, *format, moment, codes);
+                let mut dithers = [0; MAX_GROUP];
+                if let Some(dither) = dither {
+                    dither.behind(start).fill(moment, &mut dithers[..x.len()]);
+                }
+                let dithers = dithers.chunks(format.group);
+                let groups = codes.zip(x.chunks(format.group)).zip(dithers).zip(groups);
+                for (((codes, x), dithers), index) in groups {
+                    let group = match dither {
+                        None => quantize_group(x, *format, moment, codes),
+                        Some(_) => quantize_group_dithered(x, dithers, *format, moment, codes),
+                    };
                     scales[index] = group.scale;
                     if format.expand {
                         exponents[index] = group.exponent;
@@ -170,7 +214,8 @@ impl<'a> MomentChunk<'a> {
     }
 }
 
-/// Updates a chunk of a parameter that begins where a group of each moment begins.
+/// Updates a chunk of a parameter that begins where a group of each moment begins. Without `dither` the moments are rounded to
+/// nearest.
 ///
 /// # Panics
 ///
@@ -182,6 +227,7 @@ pub fn adamw(
     gradient: &[f32],
     mut first: MomentChunk<'_>,
     mut second: MomentChunk<'_>,
+    dither: Option<StateDither>,
 ) {
     assert_eq!(parameter.len(), gradient.len(), "elements of the gradient");
     let groups = || [first.group(), second.group()].into_iter().flatten();
@@ -202,8 +248,8 @@ pub fn adamw(
         for (((p, g), m), v) in p.iter_mut().zip(g).zip(m.iter_mut()).zip(v.iter_mut()) {
             *p = step.update(*p, *g, m, v);
         }
-        first.store(start, Moment::First, m);
-        second.store(start, Moment::Second, v);
+        first.store(start, Moment::First, m, dither);
+        second.store(start, Moment::Second, v, dither);
     }
 }
 

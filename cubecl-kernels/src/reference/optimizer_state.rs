@@ -92,9 +92,36 @@ pub(super) fn dequantize_groups(
     }
 }
 
-/// Compresses one group: as many codes as values.
+/// Compresses one group, to nearest: as many codes as values.
 pub fn quantize_group(
     x: &[f32],
+    format: StateFormat,
+    moment: Moment,
+    codes: &mut [u8],
+) -> GroupScale {
+    encode_group(x, None, format, moment, codes)
+}
+
+/// Compresses one group, each value to one of the two numbers around it: to the upper one where the value's dither, of 32 bits, is
+/// below the part of the way to it that the value has gone. With random dithers the mean of what a value becomes is the
+/// value; with expansion that holds of its power.
+///
+/// # Panics
+///
+/// When there are fewer dithers than values.
+pub fn quantize_group_dithered(
+    x: &[f32],
+    dithers: &[u32],
+    format: StateFormat,
+    moment: Moment,
+    codes: &mut [u8],
+) -> GroupScale {
+    encode_group(x, Some(dithers), format, moment, codes)
+}
+
+fn encode_group(
+    x: &[f32],
+    dithers: Option<&[u32]>,
     format: StateFormat,
     moment: Moment,
     codes: &mut [u8],
@@ -111,30 +138,30 @@ pub fn quantize_group(
             scaled
         }
     };
+    let values = Values {
+        x,
+        dithers,
+        inverse,
+        moment,
+    };
     // Each codec gets a loop of its own, without a branch on it inside.
     match format.encoding.codec(moment) {
-        Codec::Float(float) => each_code(
-            x,
-            inverse,
-            moment,
+        Codec::Float(float) => values.encode(
             codes,
             |magnitude| float.encode_magnitude(number(magnitude)),
+            |magnitude, dither| float.cut_magnitude(number(magnitude).min(float.largest()), dither),
             |level, negative| level as u8 | u8::from(negative) << 7,
         ),
-        Codec::Dynamic(signedness) => each_code(
-            x,
-            inverse,
-            moment,
+        Codec::Dynamic(signedness) => values.encode(
             codes,
             |magnitude| signedness.level(number(magnitude)),
+            |magnitude, dither| signedness.dithered_level(number(magnitude).min(1.0), dither),
             |level, negative| signedness.code(level, negative),
         ),
-        Codec::Integer => each_code(
-            x,
-            inverse,
-            moment,
+        Codec::Integer => values.encode(
             codes,
             |magnitude| number(magnitude).min(127.0).round_ties_even() as u32,
+            |magnitude, dither| (number(magnitude).min(127.0) + uniform16(dither)).floor() as u32,
             |level, negative| {
                 if negative {
                     0u8.wrapping_sub(level as u8)
@@ -143,12 +170,10 @@ pub fn quantize_group(
                 }
             },
         ),
-        Codec::Square => each_code(
-            x,
-            inverse,
-            moment,
+        Codec::Square => values.encode(
             codes,
             |magnitude| square_level(number(magnitude).min(65_025.0)),
+            |magnitude, dither| dithered_square_level(number(magnitude).min(65_025.0), dither),
             |level, _| level as u8,
         ),
     }
@@ -216,23 +241,54 @@ fn group_scale(x: &[f32], format: StateFormat, moment: Moment) -> (GroupScale, f
     (group, target / format.headroom(moment) / largest)
 }
 
-#[inline]
-fn each_code(
-    x: &[f32],
+/// The values of a group on the way to their codes.
+struct Values<'a> {
+    x: &'a [f32],
+    /// One for each value; `None`: to nearest.
+    dithers: Option<&'a [u32]>,
     inverse: f32,
     moment: Moment,
-    codes: &mut [u8],
-    level: impl Fn(f32) -> u32,
-    code: impl Fn(u32, bool) -> u8,
-) {
-    for (x, out) in x.iter().zip(codes) {
-        let magnitude = x.abs();
-        let nonzero = magnitude >= MIN_NONZERO && inverse != 0.0;
-        let level = if nonzero { level(magnitude) } else { 0 };
-        *out = match moment {
-            Moment::First => code(level, x.is_sign_negative()),
-            Moment::Second => code(level.max(u32::from(nonzero)), false),
-        };
+}
+
+impl Values<'_> {
+    /// `nearest` and `dithered` give the place of a magnitude among the encoding's, `code` the code of a place with a sign.
+    #[inline]
+    fn encode(
+        &self,
+        codes: &mut [u8],
+        nearest: impl Fn(f32) -> u32,
+        dithered: impl Fn(f32, u32) -> u32,
+        code: impl Fn(u32, bool) -> u8,
+    ) {
+        match self.dithers {
+            None => self.each(codes, |magnitude, _| nearest(magnitude), code),
+            Some(dithers) => {
+                assert!(dithers.len() >= self.x.len(), "a dither for each value");
+                self.each(
+                    codes,
+                    |magnitude, index| dithered(magnitude, dithers[index]),
+                    code,
+                );
+            }
+        }
+    }
+
+    #[inline]
+    fn each(
+        &self,
+        codes: &mut [u8],
+        level: impl Fn(f32, usize) -> u32,
+        code: impl Fn(u32, bool) -> u8,
+    ) {
+        for (index, (x, out)) in self.x.iter().zip(codes).enumerate() {
+            let magnitude = x.abs();
+            let nonzero = magnitude >= MIN_NONZERO && self.inverse != 0.0;
+            let level = if nonzero { level(magnitude, index) } else { 0 };
+            *out = match self.moment {
+                Moment::First => code(level, x.is_sign_negative()),
+                Moment::Second => code(level.max(u32::from(nonzero)), false),
+            };
+        }
     }
 }
 
@@ -273,4 +329,23 @@ fn square_level(x: f32) -> u32 {
     } else {
         level
     }
+}
+
+/// One of the two integers around the root of `x`, so that with a random dither the mean of its square is `x`.
+#[inline]
+fn dithered_square_level(x: f32, dither: u32) -> u32 {
+    let nearest = square_level(x) as f32;
+    let lower = if nearest * nearest > x {
+        nearest - 1.0
+    } else {
+        nearest
+    };
+    let above = uniform16(dither) * (2.0 * lower + 1.0) < x - lower * lower;
+    lower as u32 + u32::from(above)
+}
+
+/// A number in `[0, 1)` from the 16 high bits of a word, exactly.
+#[inline]
+fn uniform16(bits: u32) -> f32 {
+    (bits >> 16) as f32 * (1.0 / 65_536.0)
 }

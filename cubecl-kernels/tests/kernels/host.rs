@@ -7,7 +7,7 @@ use cubecl_kernels::{
     optimizer_state::{Moment, StateFormat},
     reference::{
         self,
-        adamw::{MomentChunk, Step},
+        adamw::{MomentChunk, StateDither, Step},
         optimizer_state::{HostState, quantize_state},
     },
     shape::MatrixShape,
@@ -177,6 +177,11 @@ fn adamw_equals_the_reference(
     let mut first_coded = coded(&first, groups[0], Moment::First);
     let mut second_coded = coded(&second, groups[1], Moment::Second);
 
+    let dither = Some(StateDither {
+        key: StochasticKey { seed: 1, stream: 2 },
+        t: 3,
+        start: 0,
+    });
     let mut expected = (parameter.clone(), first.clone(), second.clone());
     let mut expected_coded = (first_coded.clone(), second_coded.clone());
     reference::adamw::adamw(
@@ -185,6 +190,7 @@ fn adamw_equals_the_reference(
         &gradient,
         chunk(&mut expected.1, &mut expected_coded.0),
         chunk(&mut expected.2, &mut expected_coded.1),
+        dither,
     );
     host::adamw(
         &step,
@@ -192,6 +198,7 @@ fn adamw_equals_the_reference(
         &gradient,
         chunk(&mut first, &mut first_coded),
         chunk(&mut second, &mut second_coded),
+        dither,
     );
     assert_eq!((parameter, first, second), expected);
     assert_eq!((first_coded, second_coded), expected_coded);

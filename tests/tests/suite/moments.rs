@@ -288,6 +288,7 @@ impl Case {
             first: self.first.upload(self.shape),
             second: self.second.upload(self.shape),
             key: None,
+            state_key: None,
         }
     }
 
@@ -299,6 +300,7 @@ impl Case {
             &self.gradient,
             self.first.chunk(),
             self.second.chunk(),
+            None,
         );
     }
 }
@@ -310,6 +312,7 @@ fn clone_of<B: QuantOps>(item: &AdamWItem<B>) -> AdamWItem<B> {
         first: item.first.clone(),
         second: item.second.clone(),
         key: item.key,
+        state_key: item.state_key,
     }
 }
 

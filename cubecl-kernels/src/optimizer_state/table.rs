@@ -1,0 +1,80 @@
+//! What a cube looks up in shared memory instead of computing it for each element.
+//!
+//! | entries | of | hold |
+//! | --- | --- | --- |
+//! | 256, by code | an expanded format | `ln(magnitude / largest number)`: a value takes one exponential |
+//! | 256, by code | the dynamic exponent | the number |
+//! | 58, behind them | the dynamic exponent | what finds the decade of a number: see [`dynamic_exponent::level`] |
+//!
+//! The lanes of a plane meet in a bank three or four times, which still is far cheaper than the arithmetic.
+
+use cubecl::prelude::*;
+
+use crate::{
+    dynamic_exponent::{self, DECADE_TABLE},
+    fast,
+};
+
+use super::{
+    Codec, Moment, StateFormat,
+    group::{magnitude, sign_bit},
+    span::UNITS,
+};
+
+const CODES: usize = 256;
+/// The logarithm of zero: any multiple of it by a power has the exponential 0.
+const LN_ZERO: f32 = -1e30;
+
+fn by_code(format: Option<StateFormat>, moment: Moment) -> bool {
+    format.is_some_and(|format| format.expand || is_dynamic(Some(format), moment))
+}
+
+fn is_dynamic(format: Option<StateFormat>, moment: Moment) -> bool {
+    format.is_some_and(|format| matches!(format.encoding.codec(moment), Codec::Dynamic(_)))
+}
+
+fn len(format: Option<StateFormat>, moment: Moment) -> usize {
+    match (by_code(format, moment), is_dynamic(format, moment)) {
+        (false, _) => 1,
+        (true, false) => CODES,
+        (true, true) => CODES + DECADE_TABLE,
+    }
+}
+
+/// The table of a moment's format. All units of the cube call it and then synchronize.
+#[cube]
+pub(crate) fn fill_table(
+    #[comptime] format: Option<StateFormat>,
+    #[comptime] moment: Moment,
+) -> SharedMemory<f32> {
+    let mut table = SharedMemory::<f32>::new(comptime!(len(format, moment)));
+    if comptime!(by_code(format, moment)) {
+        comptime!(assert!(
+            UNITS == CODES,
+            "a unit fills the entry of one code"
+        ));
+        let format = comptime!(format.unwrap());
+        let codec = comptime!(format.encoding.codec(moment));
+        let code = UNIT_POS;
+        let magnitude = magnitude(code, comptime!(moment == Moment::First), codec);
+        if comptime!(format.expand) {
+            let largest = comptime!(format.encoding.largest(moment));
+            let ln = fast::ln(magnitude * comptime!(1.0 / largest));
+            let below_largest = select(magnitude == 0.0, LN_ZERO, ln);
+            table[code as usize] = select(magnitude < largest, below_largest, 0.0f32);
+        } else {
+            let sign = sign_bit(code, codec);
+            table[code as usize] = f32::reinterpret(u32::reinterpret(magnitude) | sign);
+        }
+        match comptime!(codec) {
+            Codec::Dynamic(signedness) => {
+                dynamic_exponent::fill_decades(&mut table, CODES as u32, signedness);
+            }
+            _ => {}
+        }
+    }
+    table
+}
+
+/// The first entry that [`dynamic_exponent::level`] reads.
+pub(crate) const DECADES_AT: u32 = CODES as u32;
