@@ -24,6 +24,12 @@ impl Sampling {
         sample: Duration::from_millis(20),
         warm_up: Duration::from_millis(200),
     };
+    /// For whole training steps: thresholds settle in the warm-up.
+    pub const STEPS: Self = Self {
+        samples: 5,
+        sample: Duration::from_millis(1500),
+        warm_up: Duration::from_secs(6),
+    };
     /// For many.
     pub const SHORT: Self = Self {
         samples: 20,

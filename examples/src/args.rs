@@ -4,7 +4,7 @@ use std::fmt::{self, Display};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Result, ensure};
-use burn_quant_train::optim::{QuantAdamWConfig, StateFormat};
+use burn_quant_train::optim::{self, QuantAdamWConfig, StateFormat};
 use clap::{Parser, ValueEnum};
 use serde::{Deserialize, Serialize};
 
@@ -22,6 +22,9 @@ pub struct Args {
     /// What the optimizer keeps of each parameter [default: adamw]
     #[arg(long, value_enum)]
     pub optimizer: Option<Optimizer>,
+    /// How the codes of 8-bit moments are rounded [default: nearest]
+    #[arg(long, value_enum)]
+    pub state_rounding: Option<StateRounding>,
     /// Where to train [default: cpu]
     #[arg(long, value_enum)]
     pub device: Option<Device>,
@@ -164,6 +167,26 @@ impl Optimizer {
     }
 }
 
+/// How the codes of 8-bit moments are rounded.
+#[derive(ValueEnum, Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[serde(rename_all = "kebab-case")]
+pub enum StateRounding {
+    /// To the nearest code.
+    #[default]
+    Nearest,
+    /// Up or down at random, so that small changes add up.
+    Stochastic,
+}
+
+impl From<StateRounding> for optim::StateRounding {
+    fn from(rounding: StateRounding) -> Self {
+        match rounding {
+            StateRounding::Nearest => Self::Nearest,
+            StateRounding::Stochastic => Self::Stochastic,
+        }
+    }
+}
+
 /// Where to train.
 #[derive(ValueEnum, Serialize, Deserialize, Clone, Copy, Debug, PartialEq, Eq)]
 #[serde(rename_all = "kebab-case")]
@@ -210,7 +233,7 @@ macro_rules! display_as_flag {
         }
     )*};
 }
-display_as_flag!(Recipe, Optimizer, Device, Compute, Preset);
+display_as_flag!(Recipe, Optimizer, StateRounding, Device, Compute, Preset);
 
 struct Defaults {
     steps: usize,
@@ -229,6 +252,14 @@ impl Preset {
             Self::Medium => (768, 16, 12),
         };
         DecoderConfig::new(hidden, 3 * hidden, heads, layers, sequence)
+    }
+
+    /// Sequences in a batch, and bytes in a sequence, unless the command line says otherwise.
+    pub fn batch(self) -> (usize, usize) {
+        let Defaults {
+            batch, sequence, ..
+        } = self.defaults();
+        (batch, sequence)
     }
 
     fn defaults(self) -> Defaults {
@@ -255,6 +286,9 @@ pub struct Config {
     /// The format of the optimizer's moments.
     #[serde(default)]
     pub optimizer: Optimizer,
+    /// How the codes of 8-bit moments are rounded.
+    #[serde(default)]
+    pub state_rounding: StateRounding,
     /// Where to train.
     pub device: Device,
     /// The compute dtype.
@@ -306,6 +340,7 @@ impl Config {
         Ok(Self {
             recipes,
             optimizer: args.optimizer.unwrap_or_default(),
+            state_rounding: args.state_rounding.unwrap_or_default(),
             device,
             compute: args.compute.unwrap_or(match device {
                 Device::Cpu => Compute::F32,
@@ -325,8 +360,8 @@ impl Config {
         })
     }
 
-    /// The configuration of a resumed run: the checkpoint's, where only the total of steps, the device, the format of
-    /// the optimizer's moments and where the text lies may change. Several recipes may be narrowed down to some of them.
+    /// The configuration of a resumed run: the checkpoint's, where only the total of steps, the device, the format and
+    /// the rounding of the optimizer's moments and where the text lies may change. Several recipes may be narrowed down to some of them.
     ///
     /// # Errors
     ///
@@ -365,6 +400,7 @@ impl Config {
         config.steps = args.steps.unwrap_or(config.steps);
         config.device = args.device.unwrap_or(config.device);
         config.optimizer = args.optimizer.unwrap_or(config.optimizer);
+        config.state_rounding = args.state_rounding.unwrap_or(config.state_rounding);
         if args.data.is_some() {
             config.data = args.data.as_deref().map(absolute);
         }

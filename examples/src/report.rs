@@ -7,7 +7,7 @@ use std::path::Path;
 use anyhow::{Context, Result};
 use serde::Serialize;
 
-use crate::args::{Compute, Config, Device, Optimizer, Preset, Recipe};
+use crate::args::{Compute, Config, Device, Optimizer, Preset, Recipe, StateRounding};
 use crate::data;
 
 /// At most this many points of the loss curve go into the JSON.
@@ -20,6 +20,8 @@ pub struct Report {
     pub recipe: Recipe,
     /// The format of the optimizer's moments.
     pub optimizer: Optimizer,
+    /// How the codes of 8-bit moments are rounded.
+    pub state_rounding: StateRounding,
     /// The model's size.
     pub preset: Preset,
     /// Where it trained.
@@ -92,6 +94,7 @@ impl Report {
         Self {
             recipe,
             optimizer: config.optimizer,
+            state_rounding: config.state_rounding,
             preset: config.preset,
             device: config.device,
             compute: config.compute,

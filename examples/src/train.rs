@@ -83,6 +83,7 @@ pub fn run<B: LayerBackend>(
         .config()
         .with_beta_2(0.95)
         .with_weight_decay(0.1)
+        .with_state_rounding(config.state_rounding.into())
         .with_grad_clipping(Some(GradientClippingConfig::Norm(1.0)));
     let optim = optim_config.init::<B, Decoder<B>>();
     let scheduler = scheduler(config)?;

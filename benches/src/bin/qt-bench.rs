@@ -11,7 +11,7 @@ use benches::{
     gemm,
     gpu::Gpu,
     optimizer, quantize,
-    step::{layer, linear},
+    step::{layer, linear, pretrain},
     table,
 };
 use clap::{Args, Parser, Subcommand};
@@ -57,6 +57,13 @@ enum Command {
         #[command(flatten)]
         output: Output,
     },
+    /// Training steps of a preset of the program pretrain
+    Pretrain {
+        #[command(flatten)]
+        settings: pretrain::Settings,
+        #[command(flatten)]
+        output: Output,
+    },
     /// One step of AdamW on one tensor, in each format of its states
     Optimizer {
         #[command(flatten)]
@@ -64,7 +71,7 @@ enum Command {
         #[command(flatten)]
         output: Output,
     },
-    /// Every benchmark
+    /// Every benchmark but pretrain, which needs a process of its own
     All {
         #[command(flatten)]
         gemm: gemm::Settings,
@@ -116,6 +123,9 @@ fn run(Cli { command, peers }: Cli) -> Result<()> {
         }
         Command::Layer { settings, output } => {
             show(&layer::run(gpu, &settings, peers)?, output.json.as_deref())
+        }
+        Command::Pretrain { settings, output } => {
+            show(&pretrain::run(gpu, &settings)?, output.json.as_deref())
         }
         Command::Optimizer { settings, output } => show(
             &optimizer::run(gpu, &settings, peers)?,

@@ -12,7 +12,7 @@ pub use optimizer::OptimizerSpeed;
 pub use quantize::{Operand, QuantizeSpeed};
 pub use run::{Peer, Run, utc};
 pub use spread::{Spread, tb_per_s};
-pub use step::{PartSpeed, StepSpeed, Subject};
+pub use step::{PartSpeed, StepSpeed, Subject, TrainingSpeed};
 
 use serde::{Deserialize, Serialize};
 
@@ -40,4 +40,6 @@ pub enum Rows {
     Linear(Vec<StepSpeed>),
     /// `qt-bench layer`.
     Layer(Vec<StepSpeed>),
+    /// `qt-bench pretrain`.
+    Pretrain(Vec<TrainingSpeed>),
 }

@@ -1,4 +1,4 @@
-//! What `qt-bench linear` and `qt-bench layer` measure.
+//! What `qt-bench linear`, `qt-bench layer` and `qt-bench pretrain` measure.
 
 use serde::{Deserialize, Serialize};
 
@@ -79,4 +79,23 @@ pub struct PartSpeed {
     pub both: Spread,
     /// Forward and backward pass from an idle device, until the host has handed over the last operation.
     pub enqueue: Spread,
+}
+
+/// The time of a training step: forward and backward pass, and AdamW.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct TrainingSpeed {
+    /// Whose.
+    pub subject: Subject,
+    /// The model.
+    pub model: String,
+    /// Its parameters.
+    pub parameters: usize,
+    /// Sequences in a batch.
+    pub batch: usize,
+    /// Tokens in a sequence.
+    pub sequence: usize,
+    /// A step, one after another.
+    pub step: Spread,
+    /// Tokens of a batch over the median.
+    pub tokens_per_s: f64,
 }

@@ -7,6 +7,7 @@ mod quantize;
 mod runs;
 mod states;
 mod steps;
+mod training;
 
 use anyhow::{Context, Result};
 use serde_json::Value;
@@ -21,6 +22,7 @@ use crate::results::{Peer, Results, Rows, Run, Spread};
 /// | `qt-bench gemm` | by product and kernel, beside peers |
 /// | `qt-bench quantize` | by tensor, beside device copies |
 /// | `qt-bench linear`, `qt-bench layer` | by size and backend, beside peers, and where the time goes |
+/// | `qt-bench pretrain` | by backend |
 /// | `qt-bench optimizer` | by optimizer |
 /// | `states` | errors by the formats of both moments, beside those of the paper |
 ///
@@ -38,6 +40,7 @@ pub fn of(json: &str) -> Result<String> {
             Rows::Gemm(rows) => gemm::table(&run, peer.as_ref(), &rows),
             Rows::Quantize(rows) => quantize::table(&run, peer.as_ref(), &rows),
             Rows::Linear(rows) | Rows::Layer(rows) => steps::table(&run, peer.as_ref(), &rows),
+            Rows::Pretrain(rows) => training::table(&run, peer.as_ref(), &rows),
         };
     }
     let rows = value.as_array().context("not an array of results")?;

@@ -20,6 +20,14 @@ pub(super) fn of(run: &Value) -> &str {
         .unwrap_or(BASELINE)
 }
 
+/// The optimizer of a run, and how it rounds its moments where that is not to nearest.
+fn label(run: &Value) -> String {
+    match run.get("state_rounding").and_then(Value::as_str) {
+        None | Some("nearest") => format!("`{}`", of(run)),
+        Some(rounding) => format!("`{}`, {rounding}", of(run)),
+    }
+}
+
 /// One line for each run, and one on what they have in common.
 pub(super) fn table(runs: &[Value]) -> Result<String> {
     check_conditions(runs)?;
@@ -53,7 +61,8 @@ pub(super) fn table(runs: &[Value]) -> Result<String> {
         };
         write!(
             out,
-            "| `{recipe}` | `{optimizer}` | {:.4} | {loss:.4} | {against} | {state} | {} |",
+            "| `{recipe}` | {} | {:.4} | {loss:.4} | {against} | {state} | {} |",
+            label(run),
             number(run, "train_loss")?,
             grouped(number(run, "tokens_per_s")?),
         )?;
@@ -79,6 +88,7 @@ mod tests {
         )
     }
 
+    const STOCHASTIC: &str = r#""state_rounding": "stochastic","#;
     const FP8: &str = r#""optimizer": "fp8-adamw", "optimizer_bytes": 2097152,"#;
 
     #[test]
@@ -87,7 +97,7 @@ mod tests {
             "[{}, {}, {}]",
             run("mixed-precision", "", 2.0, 0),
             run("mixed-precision", FP8, 2.02, 0),
-            run("fallback-int8", FP8, 2.01, 0),
+            run("fallback-int8", &format!("{FP8} {STOCHASTIC}"), 2.01, 0),
         );
         let table = of(&json).unwrap();
         let lines: Vec<&str> = table.lines().collect();
@@ -97,7 +107,7 @@ mod tests {
             [
                 "| `mixed-precision` | `adamw` | 2.5000 | 2.0000 | - | - | 1,235 |",
                 "| `mixed-precision` | `fp8-adamw` | 2.5000 | 2.0200 | +1.00% | 2.0 MiB | 1,235 |",
-                "| `fallback-int8` | `fp8-adamw` | 2.5000 | 2.0100 | - | 2.0 MiB | 1,235 |",
+                "| `fallback-int8` | `fp8-adamw`, stochastic | 2.5000 | 2.0100 | - | 2.0 MiB | 1,235 |",
             ]
         );
         assert!(lines[6].starts_with("`tiny` preset"));

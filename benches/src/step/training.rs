@@ -1,0 +1,165 @@
+//! Whole training steps of the model of `pretrain`: forward and backward pass, and AdamW.
+
+use anyhow::{Context, Result, ensure};
+use burn::{
+    backend::Autodiff,
+    module::{AutodiffModule, Module, ModuleMapper, Param},
+    optim::{AdamWConfig, GradientsParams, Optimizer},
+    tensor::{
+        FloatDType, Int, Tensor, TensorData,
+        backend::{AutodiffBackend, Backend},
+    },
+};
+use burn_quant_train::{QuantTrain, ops::QuantOps, optim::QuantAdamWConfig};
+use examples::{
+    data::Batch,
+    model::{Decoder, DecoderConfig, VOCABULARY},
+};
+
+use super::contender::{Candidate, Contender};
+use crate::{random::Random, results::TrainingSpeed, timing::Sampling};
+
+const LEARNING_RATE: f64 = 1e-4;
+
+/// A backend that trains, and the optimizer that belongs to it.
+pub trait Trainer: Contender {
+    /// AdamW with FP32 moments, or with those that the backend's own AdamW keeps.
+    fn optimizer<M: AutodiffModule<Self>>(model: M) -> (M, impl Optimizer<M, Self>);
+}
+
+impl<B: QuantOps> Trainer for Autodiff<B> {
+    fn optimizer<M: AutodiffModule<Self>>(model: M) -> (M, impl Optimizer<M, Self>) {
+        (model, AdamWConfig::new().init())
+    }
+}
+
+impl<B: QuantOps, R: Candidate> Trainer for QuantTrain<Autodiff<B>, R> {
+    fn optimizer<M: AutodiffModule<Self>>(model: M) -> (M, impl Optimizer<M, Self>) {
+        let optimizer = QuantAdamWConfig::new().init::<Self, M>();
+        (optimizer.attach(model), optimizer)
+    }
+}
+
+/// Gives every parameter a dtype.
+struct Cast(FloatDType);
+
+impl<B: Backend> ModuleMapper<B> for Cast {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
+        param.map(|tensor| tensor.cast(self.0))
+    }
+}
+
+/// A model and how it is trained.
+#[derive(Debug, Clone)]
+pub struct Training {
+    /// Its name in results.
+    pub name: String,
+    /// Its shape.
+    pub model: DecoderConfig,
+    /// Sequences in a batch.
+    pub batch: usize,
+    /// Tokens in a sequence.
+    pub sequence: usize,
+}
+
+impl Training {
+    /// The time of a step, steps following each other without waiting, on random tokens.
+    ///
+    /// # Errors
+    ///
+    /// The device failed, or the loss is not finite after the last step.
+    pub fn time<B: Trainer>(
+        &self,
+        sampling: Sampling,
+        parameters: FloatDType,
+        random: &mut Random,
+        device: &B::Device,
+    ) -> Result<TrainingSpeed> {
+        let model = self.model.init::<B>(device).map(&mut Cast(parameters));
+        let count = model.num_params();
+        let (model, mut optimizer) = B::optimizer(model);
+        let batch = self.tokens::<B>(random, device);
+        let mut model = Some(model);
+        let step = sampling.time(
+            || {
+                let current = model.take().context("a step failed before this one")?;
+                let gradients = current.loss(batch.clone()).backward();
+                let gradients = GradientsParams::from_grads(gradients, &current);
+                model = Some(optimizer.step(LEARNING_RATE, current, gradients));
+                Ok(())
+            },
+            || B::sync(device).context("the device failed"),
+        )?;
+        let model = model.context("the last step failed")?;
+        let loss: f32 = model.loss(batch).into_data().convert::<f32>().iter().sum();
+        ensure!(loss.is_finite(), "the loss is {loss} after the last step");
+        let tokens = self.batch * self.sequence;
+        Ok(TrainingSpeed {
+            subject: B::SUBJECT,
+            model: self.name.clone(),
+            parameters: count,
+            batch: self.batch,
+            sequence: self.sequence,
+            step,
+            tokens_per_s: 1e3 * tokens as f64 / step.median_ms,
+        })
+    }
+
+    fn tokens<B: AutodiffBackend>(&self, random: &mut Random, device: &B::Device) -> Batch<B> {
+        let mut draw = || {
+            let tokens: Vec<i32> = (0..self.batch * self.sequence)
+                .map(|_| random.below(VOCABULARY) as i32)
+                .collect();
+            let data = TensorData::new(tokens, [self.batch, self.sequence]);
+            Tensor::<B, 2, Int>::from_data(data, device)
+        };
+        Batch {
+            inputs: draw(),
+            targets: draw(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use burn::backend::Flex;
+    use burn_quant_train::recipe::FallbackInt8;
+
+    use super::*;
+    use crate::results::Subject;
+
+    #[test]
+    fn burn_and_the_decorator_train() {
+        const QUICK: Sampling = Sampling {
+            samples: 1,
+            sample: Duration::from_micros(1),
+            warm_up: Duration::ZERO,
+        };
+        let training = Training {
+            name: String::from("one layer"),
+            model: DecoderConfig::new(128, 384, 2, 1, 16),
+            batch: 2,
+            sequence: 16,
+        };
+        fn time<B: Trainer<Device: Default>>(training: &Training) -> TrainingSpeed {
+            training
+                .time::<B>(
+                    QUICK,
+                    FloatDType::F32,
+                    &mut Random::new(3),
+                    &Default::default(),
+                )
+                .unwrap()
+        }
+        let burn = time::<Autodiff<Flex>>(&training);
+        let int8 = time::<QuantTrain<Autodiff<Flex>, FallbackInt8<f32>>>(&training);
+        assert_eq!(
+            [burn.subject, int8.subject],
+            [Subject::Burn, Subject::FallbackInt8]
+        );
+        assert_eq!(burn.parameters, int8.parameters);
+        assert!(burn.tokens_per_s > 0.0 && int8.step.median_ms > 0.0);
+    }
+}
