@@ -20,6 +20,7 @@ pub fn normal_matrix<F: Float + CubePrimitive>(
 ) -> super::Tensor {
     let out = gpu.empty::<F>(shape);
     let elements = shape.iter().product::<usize>();
+    let cols = shape[shape.len() - 1];
     normal_kernel::launch::<F, CudaRuntime>(
         &gpu.client,
         CubeCount::Static(elements.div_ceil(UNITS as usize) as u32, 1, 1),
@@ -27,8 +28,9 @@ pub fn normal_matrix<F: Float + CubePrimitive>(
         out.clone().into_arg(),
         gpu.upload(outliers).into_arg(),
         elements as u32,
-        shape[shape.len() - 1] as u32,
+        cols as u32,
         block as u32,
+        cols.div_ceil(block) as u32,
         seed,
     );
     out
@@ -36,12 +38,15 @@ pub fn normal_matrix<F: Float + CubePrimitive>(
 
 /// The Box-Muller transform of two hashes of the position.
 #[cube(launch)]
+// An `if` within an `if` is what a kernel does: its conditions are not short-circuited.
+#[allow(clippy::collapsible_if)]
 fn normal_kernel<F: Float>(
     out: &mut Tensor<F>,
     outliers: &Tensor<u32>,
     elements: u32,
     cols: u32,
     block: u32,
+    blocks_across: u32,
     seed: u32,
 ) {
     let position = CUBE_POS_X * comptime!(UNITS) + UNIT_POS_X;
@@ -53,11 +58,10 @@ fn normal_kernel<F: Float>(
         let second = f32::cast_from(hash_1 >> 8u32) * scale;
         let radius = f32::sqrt(-2.0f32 * f32::ln(first));
         let mut value = radius * f32::cos(second * comptime!(std::f32::consts::TAU));
-        let row = position / cols;
-        let col = position % cols;
-        if row % block == 0u32 && col % block == 0u32 {
-            let across = (cols + block - 1u32) / block;
-            if outliers[(row / block * across + col / block) as usize] == 1u32 {
+        let (row, col) = (position / cols, position % cols);
+        let (block_row, block_col) = (row / block, col / block);
+        if row == block_row * block && col == block_col * block {
+            if outliers[(block_row * blocks_across + block_col) as usize] == 1u32 {
                 value = f32::new(OUTLIER);
             }
         }
