@@ -1,17 +1,17 @@
 //! The product on INT8 matrix instructions.
 //!
-//! A cube computes a square tile of the output, each of its planes a rectangle of it. One item of work is one block along
-//! K, `block` deep: its base product or, right after it where a block of the tile's rows fell back, its residual product.
-//! So the items of a tile form one sequence, and its length depends on the flags. The copies of the items to come run
-//! ahead of the products in a ring of stages in shared memory:
+//! A cube computes a square tile of the output, each of its planes a rectangle of it. One item of work is one block
+//! along K, `block` deep: its base product or, right after it where a block of the tile's rows fell back, its residual
+//! product. So the items of a tile form one sequence, and its length depends on the flags. The copies of the items to
+//! come run ahead of the products in a ring of stages in shared memory:
 //!
-//! - All units copy 16 bytes at a time (`cp.async`; 8 where rows start at multiples of 8 only) and arrive at the stage's
-//!   barrier when their copies have landed.
+//! - All units copy 16 bytes at a time (`cp.async`; 8 where rows start at multiples of 8 only) and arrive at the
+//!   stage's barrier when their copies have landed.
 //! - A turn waits for its stage, then for all units to have left the stage of the turn before, refills that one, and
-//!   multiplies. (Copies strewn among the matrix instructions were slower: on Hopper each group of them waits for the reads
-//!   of shared memory before it.)
-//! - Rows of a stage are stored with their 16-byte chunks permuted, so that the eight rows that `ldmatrix` reads at once
-//!   lie in different banks.
+//!   multiplies. Copies strewn among the matrix instructions are slower: on Hopper each group of them waits until
+//!   shared memory was read.
+//! - Rows of a stage are stored with their 16-byte chunks permuted, so that the eight rows that `ldmatrix` reads at
+//!   once lie in different banks.
 //!
 //! Every product starts at zero in INT32 and is added to the FP32 sums, times the scales of its blocks. The residual of
 //! a block that did not fall back is undefined, but its scale is 0: it adds nothing.
@@ -85,14 +85,18 @@ struct Stage {
     parity: u32,
 }
 
-/// One unit's copies of an operand's rows, counted in copies: the first and the last row's source and their distance, the
-/// length of each (0 past the end of K) and the target of the first.
+/// One unit's copies of an operand's rows to a stage, in units of one copy.
 #[derive(CubeType)]
 struct Copies {
+    /// Source of the first.
     first: u32,
+    /// Source in the last row of the matrix.
     last: u32,
+    /// Distance of two sources.
     apart: u32,
+    /// 1, or 0 past the end of K.
     length: u32,
+    /// Target of the first.
     target: u32,
 }
 
@@ -243,6 +247,8 @@ fn copy_width<R: Runtime>(values: &TensorHandle<R>, view: &MatrixView) -> usize 
 
 /// The INT8 operands are declared as vectors of `f16`, of the bytes of one copy: `ldmatrix` moves 16-bit elements, and
 /// which bytes a lane gets of them is what the INT8 instruction expects. Nothing computes with them as `f16`.
+///
+/// `width` is the bytes of a copy, `pair` the neighbours in a row of the output that are written at once.
 #[cube(launch_unchecked)]
 #[allow(clippy::too_many_arguments)]
 fn gemm_tensor_core_kernel<F: Numeric, N: Size, NO: Size>(
@@ -296,7 +302,9 @@ fn gemm_tensor_core_kernel<F: Numeric, N: Size, NO: Size>(
         flags: Array::new(comptime!(blueprint.row_blocks())),
     };
     if comptime!(has_fallback) {
-        load_flags(&mut ahead, flags, &origin, &geometry, blueprint);
+        if blocks > 0 {
+            load_flags(&mut ahead, flags, &origin, &geometry, blueprint);
+        }
     }
     let mut items = 0u32.runtime();
     let mut free = first_stage();
@@ -402,10 +410,10 @@ fn next_stage(stage: &mut Stage, #[comptime] blueprint: TensorCoreBlueprint) {
 
 /// The tile of a cube. Tiles are numbered down [`RASTER`] rows of tiles before they go on along the columns.
 #[cube]
-fn tile_origin(sizes: &Geometry, #[comptime] blueprint: TensorCoreBlueprint) -> Origin {
+fn tile_origin(geometry: &Geometry, #[comptime] blueprint: TensorCoreBlueprint) -> Origin {
     let tile = comptime!(blueprint.tile as u32);
-    let tiles_m = sizes.m.div_ceil(tile);
-    let tiles_n = sizes.n.div_ceil(tile);
+    let tiles_m = geometry.m.div_ceil(tile);
+    let tiles_n = geometry.n.div_ceil(tile);
     let index = CUBE_POS as u32;
     let in_matrix = index % (tiles_m * tiles_n);
     let first_m = in_matrix / (RASTER * tiles_n) * RASTER;
@@ -508,7 +516,7 @@ fn wait(
     }
 }
 
-/// With what the chunks of a row are permuted, by exclusive or: eight rows on end put equal chunks into different banks.
+/// With what the chunks of a row are permuted, by exclusive or: eight rows on end put equal chunks in different banks.
 /// Rows a multiple of 8 apart are permuted alike.
 #[cube]
 fn swizzle(row: u32, #[comptime] blueprint: TensorCoreBlueprint) -> u32 {
@@ -584,8 +592,8 @@ fn fill<N: Size>(
     );
 }
 
-/// This unit's copies of one operand: of one column of the stage, rows a multiple of 8 apart. What lies past the end of K
-/// becomes 0. Rows past the last repeat it: what they give is not written.
+/// This unit's copies of one operand: of one column of the stage, rows a multiple of 8 apart. What lies past the end of
+/// K becomes 0. Rows past the last repeat it: what they give is not written.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 fn plan(
@@ -732,8 +740,8 @@ fn copy_scale<N: Size>(
     );
 }
 
-/// Registers that `ldmatrix` filled, as an INT8 operand of the matrix instruction: the same registers under another type.
-/// To reinterpret their values one by one would cost instructions, since the compiler then takes the bytes apart.
+/// Registers that `ldmatrix` filled, as an INT8 operand of the matrix instruction: the same registers under another
+/// type. To reinterpret their values one by one costs instructions, since the compiler then takes the bytes apart.
 #[cube]
 #[allow(unused_variables)]
 fn as_int8<NF: Size, NI: Size>(registers: Array<Vector<f16, NF>>) -> Array<Vector<i8, NI>> {
@@ -764,8 +772,9 @@ fn multiply<N: Size>(
     let operand = comptime!(blueprint.operand_chunks() as u32);
     let lane = UNIT_POS % comptime!(PLANE as u32);
     let (plane_row, plane_col) = plane_origin(blueprint);
-    // `ldmatrix` takes the addresses of the eight rows of matrix i from the lanes from 8 i. For A the matrices are the upper
-    // and the lower rows of the left half along K, then of the right half; for B both halves of one group of columns.
+    // `ldmatrix` takes the addresses of the eight rows of matrix i from the lanes from 8 i. For A the matrices are the
+    // upper and the lower rows of the left half along K, then of the right half; for B both halves of one group of
+    // columns.
     let a_row = plane_row + lane % 16;
     let b_row = plane_col + lane % 8;
     let chunks = comptime!(blueprint.chunks() as u32);
@@ -875,7 +884,7 @@ fn write_sums<F: Numeric, N: Size>(
     sums: &Array<f32>,
     bias: &Tensor<f32>,
     origin: &Origin,
-    sizes: &Geometry,
+    geometry: &Geometry,
     #[comptime] blueprint: TensorCoreBlueprint,
     #[comptime] has_bias: bool,
     #[comptime] width: usize,
@@ -888,14 +897,14 @@ fn write_sums<F: Numeric, N: Size>(
         #[unroll]
         for half in 0..2usize {
             let row = origin.row + plane_row + lane / 4 + comptime!((i * MMA_M + half * 8) as u32);
-            let row_start = (origin.batch * sizes.m + row) * sizes.n;
+            let row_start = (origin.batch * geometry.m + row) * geometry.n;
             #[unroll]
             for j in 0..fragments_n {
                 let col = origin.col + plane_col + lane % 4 * 2 + comptime!((j * MMA_N) as u32);
                 #[unroll]
                 for part in 0..comptime!(2 / width) {
                     let first = col + comptime!(part as u32);
-                    if row < sizes.m && first < sizes.n {
+                    if row < geometry.m && first < geometry.n {
                         let mut vector = Vector::<F, N>::empty();
                         #[unroll]
                         for side in 0..width {

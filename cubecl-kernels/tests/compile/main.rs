@@ -140,7 +140,7 @@ fn sources_use_the_instructions_and_fit_the_memory(#[values(80, 89, 90, 120)] ar
 /// Compiles as CubeCL does at run time, for the architecture itself where it is older than Hopper, else with the
 /// instructions of this architecture alone.
 #[rstest]
-#[ignore = "needs NVRTC: CUDA_PATH=$(.ci/nvrtc) cargo test -p cubecl-kernels --features cuda --test compile -- --ignored"]
+#[ignore = "needs NVRTC: CUDA_PATH=$(.ci/nvrtc), then --test compile -- --ignored"]
 fn nvrtc_compiles_every_kernel(
     #[values((80, "sm_80"), (89, "sm_89"), (90, "sm_90a"), (120, "sm_120a"))] target: (u16, &str),
 ) {

@@ -389,8 +389,8 @@ fn empty_products() {
     }
 }
 
-/// The tensor-core kernel against the portable one, where the device has it: enough tiles for its large ones, more blocks
-/// along K than its ring has stages, and rows that start at multiples of 16, 8 and 1 bytes.
+/// The tensor-core kernel against the portable one, where the device has it: enough tiles for its large ones, more
+/// blocks along K than its ring has stages, and rows that start at multiples of 16, 8 and 1 bytes.
 #[rstest]
 fn large_products(#[values(32, 64, 128)] block: usize, #[values(1024, 1000, 1001)] k: usize) {
     let (client, mut random) = (client(), Random::fresh());
