@@ -346,7 +346,6 @@ fn gemm_tensor_core_kernel<F: Numeric, N: Size, NO: Size>(
     while turn < items {
         wait(&barriers, &full, blueprint);
         sync_cube();
-        let is_filled = select(ahead.block < blocks, 1u32, 0u32);
         if ahead.block < blocks {
             fill::<N>(
                 &mut ring,
@@ -365,19 +364,19 @@ fn gemm_tensor_core_kernel<F: Numeric, N: Size, NO: Size>(
                 width,
             );
             arrive(&barriers, free.index, blueprint);
+            items += 1;
+            advance(
+                &mut ahead,
+                flags,
+                &origin,
+                &geometry,
+                blueprint,
+                has_fallback,
+            );
         }
         multiply::<N>(&mut sums, &ring, &full, blueprint, width);
-        // What follows is computed while the last products are.
-        items += is_filled;
-        advance(
-            &mut ahead,
-            flags,
-            &origin,
-            &geometry,
-            blueprint,
-            has_fallback,
-        );
-        next_stage(&mut free, blueprint);
+        free.index = full.index;
+        free.start = full.start;
         next_stage(&mut full, blueprint);
         turn += 1;
     }
