@@ -16,7 +16,7 @@ use super::{
 const MAX_DEPTH: usize = 1 << 17;
 /// Stages of the ring in shared memory: with more, two cubes no longer fit on a multiprocessor together.
 const MAX_STAGES: usize = 3;
-/// Output tiles from which a device with tensor cores is busy with large ones.
+/// Output tiles from which a device is busy with large ones, where it does not say how many multiprocessors it has.
 const BUSY: usize = 64;
 
 /// The kernel of a product.
@@ -107,14 +107,18 @@ fn tensor_core<R: Runtime>(
         ));
     }
     let tiles = |size| problem.batch * problem.m.div_ceil(size) * problem.n.div_ceil(size);
-    let (tile, plane_tile) = if tiles(128) >= BUSY {
+    let hardware = &client.properties().hardware;
+    let multiprocessors = hardware
+        .num_streaming_multiprocessors
+        .map_or(BUSY, |count| count as usize);
+    let (tile, plane_tile) = if tiles(128) >= multiprocessors {
         (128, (64, 64))
     } else {
         (64, (32, 32))
     };
     let stage_bytes = TensorCoreBlueprint::stage_bytes(tile, block);
     // One KiB is left to the barriers.
-    let shared_memory = client.properties().hardware.max_shared_memory_size - 1024;
+    let shared_memory = hardware.max_shared_memory_size - 1024;
     let stages = (shared_memory / stage_bytes).min(MAX_STAGES);
     if stages < 2 {
         return Err(format!("{shared_memory} bytes of shared memory"));

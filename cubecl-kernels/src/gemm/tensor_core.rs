@@ -1,15 +1,17 @@
 //! The product on INT8 matrix instructions.
 //!
-//! A cube computes a square tile of the output, each of its planes a rectangle of it. One item of work is one block along
-//! K, `block` deep: its base product or, right after it where a block of the tile's rows fell back, its residual product.
-//! So the items of a tile form one sequence, and its length depends on the flags. The copies of the items to come run
-//! ahead of the products in a ring of stages in shared memory:
+//! A cube computes a square tile of the output, each of its planes a rectangle of it. One item of work is one block
+//! along K, `block` deep: its base product or, right after it where a block of the tile's rows fell back, its residual
+//! product. So the items of a tile form one sequence, and its length depends on the flags. The copies of the items to
+//! come run ahead of the products in a ring of stages in shared memory:
 //!
-//! - All units copy 16 bytes at a time (`cp.async`) and arrive at the stage's barrier when their copies have landed.
+//! - All units copy 16 bytes at a time (`cp.async`; 8 where rows start at multiples of 8 only) and arrive at the
+//!   stage's barrier when their copies have landed.
 //! - A turn waits for its stage, then for all units to have left the stage of the turn before, refills that one, and
-//!   multiplies.
-//! - Rows of a stage are stored with their 16-byte chunks permuted, so that the eight rows that `ldmatrix` reads at once
-//!   lie in different banks.
+//!   multiplies. Copies strewn among the matrix instructions are slower: on Hopper each group of them waits until
+//!   shared memory was read.
+//! - Rows of a stage are stored with their 16-byte chunks permuted, so that the eight rows that `ldmatrix` reads at
+//!   once lie in different banks.
 //!
 //! Every product starts at zero in INT32 and is added to the FP32 sums, times the scales of its blocks. The residual of
 //! a block that did not fall back is undefined, but its scale is 0: it adds nothing.
@@ -40,15 +42,21 @@ const MMA_K: usize = 32;
 const RASTER: u32 = 8;
 /// Columns of fragments that are multiplied and then scaled together.
 const SLICE: usize = 2;
+/// Bytes of the narrowest copy to shared memory. Operands whose rows start at multiples of less are copied first.
+const MIN_COPY: usize = 8;
 
-/// Sizes of a product.
+/// Sizes of a product and strides of its tensors, those of the values in bytes.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
-struct Sizes {
+struct Geometry {
     batch: u32,
     m: u32,
     n: u32,
-    /// Length of a row in memory, a multiple of 16.
+    /// Length of a row in memory, a multiple of the copies' width.
     k: u32,
+    a: Strides,
+    b: Strides,
+    a_scales: Strides,
+    b_scales: Strides,
 }
 
 /// Where a cube works: the matrix and the first row and column.
@@ -66,6 +74,30 @@ struct Item {
     residual: u32,
     /// Whether the blocks of the tile's rows fell back.
     flags: Array<u32>,
+}
+
+/// A stage of the ring in its order: its number, where it starts in 16-byte chunks, and the parity that its barrier
+/// reaches when it is full. The start is carried along since the compiler then folds what is constant into addresses.
+#[derive(CubeType)]
+struct Stage {
+    index: u32,
+    start: u32,
+    parity: u32,
+}
+
+/// One unit's copies of an operand's rows to a stage, in units of one copy.
+#[derive(CubeType)]
+struct Copies {
+    /// Source of the first.
+    first: u32,
+    /// Source in the last row of the matrix.
+    last: u32,
+    /// Distance of two sources.
+    apart: u32,
+    /// 1, or 0 past the end of K.
+    length: u32,
+    /// Target of the first.
+    target: u32,
 }
 
 /// The stages in shared memory: of each, the rows of A and of B, and the scales of A's and of B's blocks.
@@ -101,6 +133,11 @@ impl TensorCoreBlueprint {
         2 * tile * block
     }
 
+    /// Copies of `width` bytes of a unit for one operand of a stage.
+    const fn copies(&self, width: usize) -> usize {
+        self.tile * self.block / width / self.units()
+    }
+
     /// Instructions along the rows and the columns of a plane's tile.
     const fn fragments(&self) -> (usize, usize) {
         (self.plane_tile.0 / MMA_M, self.plane_tile.1 / MMA_N)
@@ -131,19 +168,29 @@ pub(super) fn launch<R: Runtime>(
     blueprint: TensorCoreBlueprint,
 ) {
     let problem = args.problem;
-    let aligned = |values: &TensorHandle<R>, view: &MatrixView, is_aligned: bool| {
-        if is_aligned {
-            (values.clone(), *view)
-        } else {
+    let (a, b) = (&args.a.values, &args.b.values);
+    let mut a_width = copy_width(a, &args.a_view);
+    if let Some(residual) = args.fallback {
+        a_width = a_width.min(copy_width(&residual.values, &args.a_view));
+    }
+    let copied = |values: &TensorHandle<R>, view: &MatrixView, width: usize| {
+        if width < MIN_COPY {
             align(client, values, view)
+        } else {
+            (values.clone(), *view)
         }
     };
-    let (a, a_view) = aligned(&args.a.values, &args.a_view, problem.aligned.0);
-    let (b, b_view) = aligned(&args.b.values, &args.b_view, problem.aligned.1);
     let residual = args
         .fallback
-        .map(|residual| aligned(&residual.values, &args.a_view, problem.aligned.0).0)
+        .map(|residual| copied(&residual.values, &args.a_view, a_width).0)
         .unwrap_or_else(|| unused(client, storage::<i8>()));
+    let b_width = copy_width(b, &args.b_view);
+    let (a, a_view) = copied(a, &args.a_view, a_width);
+    let (b, b_view) = copied(b, &args.b_view, b_width);
+    let width = [a_width, b_width]
+        .map(|width| if width < MIN_COPY { ALIGNMENT } else { width })
+        .into_iter()
+        .fold(ALIGNMENT, usize::min);
     let or_unused = |tensor: Option<&TensorHandle<R>>, dtype| {
         tensor
             .cloned()
@@ -160,7 +207,7 @@ pub(super) fn launch<R: Runtime>(
             client,
             cube_grid(problem.batch * tiles),
             CubeDim::new_1d(blueprint.units() as u32),
-            ALIGNMENT / 2,
+            width / 2,
             pair,
             a.into_arg(),
             b.into_arg(),
@@ -171,61 +218,67 @@ pub(super) fn launch<R: Runtime>(
             or_unused(args.fallback.map(|r| &r.flags), storage::<u32>()),
             or_unused(args.bias, storage::<f32>()),
             args.out.clone().into_arg(),
-            SizesLaunch::new(
+            GeometryLaunch::new(
                 problem.batch as u32,
                 problem.m as u32,
                 problem.n as u32,
-                problem.k.next_multiple_of(ALIGNMENT) as u32,
+                problem.k.next_multiple_of(width) as u32,
+                Strides::of(&a_view),
+                Strides::of(&b_view),
+                Strides::of(&args.a_scales),
+                Strides::of(&args.b_scales),
             ),
-            Strides::of(&a_view),
-            Strides::of(&b_view),
-            Strides::of(&args.a_scales),
-            Strides::of(&args.b_scales),
             blueprint,
             args.fallback.is_some(),
             args.bias.is_some(),
+            width,
             pair,
             args.out.dtype,
         );
     }
 }
 
-/// The INT8 operands are declared as vectors of eight `f16`, of the same 16 bytes: `ldmatrix` moves 16-bit elements, and
-/// which bytes a lane gets of them is what the INT8 instruction expects. Nothing computes with them before they are
-/// reinterpreted.
+/// The bytes, 16 at most, at whose multiples all rows start and end.
+fn copy_width<R: Runtime>(values: &TensorHandle<R>, view: &MatrixView) -> usize {
+    let offset = values.handle.offset_start.unwrap_or_default() as usize;
+    let bits = ALIGNMENT | offset | view.row_stride | view.batch_stride | view.shape.cols;
+    1 << bits.trailing_zeros()
+}
+
+/// The INT8 operands are declared as vectors of `f16`, of the bytes of one copy: `ldmatrix` moves 16-bit elements, and
+/// which bytes a lane gets of them is what the INT8 instruction expects. Nothing computes with them as `f16`.
+///
+/// `width` is the bytes of a copy, `pair` the neighbours in a row of the output that are written at once.
 #[cube(launch_unchecked)]
 #[allow(clippy::too_many_arguments)]
-fn gemm_tensor_core_kernel<F: Numeric, N16: Size, NO: Size>(
-    a: &Tensor<Vector<f16, N16>>,
-    b: &Tensor<Vector<f16, N16>>,
-    residual: &Tensor<Vector<f16, N16>>,
+fn gemm_tensor_core_kernel<F: Numeric, N: Size, NO: Size>(
+    a: &Tensor<Vector<f16, N>>,
+    b: &Tensor<Vector<f16, N>>,
+    residual: &Tensor<Vector<f16, N>>,
     a_scales: &Tensor<f32>,
     b_scales: &Tensor<f32>,
     residual_scales: &Tensor<f32>,
     flags: &Tensor<u32>,
     bias: &Tensor<f32>,
     out: &mut Tensor<Vector<F, NO>>,
-    sizes: Sizes,
-    a_strides: Strides,
-    b_strides: Strides,
-    a_scale_strides: Strides,
-    b_scale_strides: Strides,
+    geometry: Geometry,
     #[comptime] blueprint: TensorCoreBlueprint,
     #[comptime] has_fallback: bool,
     #[comptime] has_bias: bool,
+    #[comptime] width: usize,
     #[comptime] pair: usize,
     #[define(F)] _dtype: StorageType,
 ) {
-    let origin = tile_origin(&sizes, blueprint);
-    if origin.batch >= sizes.batch {
+    let origin = tile_origin(&geometry, blueprint);
+    if origin.batch >= geometry.batch {
         terminate!();
     }
-    let blocks = sizes.k.div_ceil(comptime!(blueprint.block as u32));
+    let blocks = geometry.k.div_ceil(comptime!(blueprint.block as u32));
     let stages = comptime!(blueprint.stages as u32);
 
-    let mut ring = Ring::<N16> {
+    let mut ring = Ring::<N> {
         values: SharedMemory::new_aligned(
-            comptime!(2 * blueprint.operand_chunks() * blueprint.stages),
+            comptime!(2 * blueprint.operand_chunks() * (ALIGNMENT / width) * blueprint.stages),
             128usize,
         ),
         scales: SharedMemory::new(comptime!(2 * blueprint.row_blocks() * blueprint.stages)),
@@ -249,20 +302,16 @@ fn gemm_tensor_core_kernel<F: Numeric, N16: Size, NO: Size>(
         flags: Array::new(comptime!(blueprint.row_blocks())),
     };
     if comptime!(has_fallback) {
-        load_flags(
-            &mut ahead,
-            flags,
-            &origin,
-            &sizes,
-            &a_scale_strides,
-            blueprint,
-        );
+        if blocks > 0 {
+            load_flags(&mut ahead, flags, &origin, &geometry, blueprint);
+        }
     }
-    let mut filled = 0u32.runtime();
+    let mut items = 0u32.runtime();
+    let mut free = first_stage();
     #[unroll]
-    for stage in 0..comptime!(stages - 1) {
+    for _ in 0..comptime!(stages - 1) {
         if ahead.block < blocks {
-            fill_stage::<N16>(
+            fill::<N>(
                 &mut ring,
                 a,
                 b,
@@ -270,25 +319,22 @@ fn gemm_tensor_core_kernel<F: Numeric, N16: Size, NO: Size>(
                 a_scales,
                 b_scales,
                 residual_scales,
-                &origin,
-                &sizes,
-                &a_strides,
-                &b_strides,
-                &a_scale_strides,
-                &b_scale_strides,
                 &ahead,
-                stage,
+                &origin,
+                &geometry,
+                &free,
                 blueprint,
                 has_fallback,
+                width,
             );
-            arrive(&barriers, stage, blueprint);
-            filled += 1;
+            arrive(&barriers, free.index, blueprint);
+            items += 1;
+            next_stage(&mut free, blueprint);
             advance(
                 &mut ahead,
                 flags,
                 &origin,
-                &sizes,
-                &a_scale_strides,
+                &geometry,
                 blueprint,
                 has_fallback,
             );
@@ -296,16 +342,12 @@ fn gemm_tensor_core_kernel<F: Numeric, N16: Size, NO: Size>(
     }
 
     let mut turn = 0u32.runtime();
-    let mut stage = 0u32.runtime();
-    // Where the stage starts, carried along: the compiler then folds what is constant into the addresses.
-    let mut start = 0u32.runtime();
-    let mut free = comptime!(stages - 1).runtime();
-    let mut parity = 0u32.runtime();
-    while turn < filled {
-        wait(&barriers, stage, parity, blueprint);
+    let mut full = first_stage();
+    while turn < items {
+        wait(&barriers, &full, blueprint);
         sync_cube();
         if ahead.block < blocks {
-            fill_stage::<N16>(
+            fill::<N>(
                 &mut ring,
                 a,
                 b,
@@ -313,50 +355,64 @@ fn gemm_tensor_core_kernel<F: Numeric, N16: Size, NO: Size>(
                 a_scales,
                 b_scales,
                 residual_scales,
-                &origin,
-                &sizes,
-                &a_strides,
-                &b_strides,
-                &a_scale_strides,
-                &b_scale_strides,
                 &ahead,
-                free,
+                &origin,
+                &geometry,
+                &free,
                 blueprint,
                 has_fallback,
+                width,
             );
-            arrive(&barriers, free, blueprint);
-            filled += 1;
+            arrive(&barriers, free.index, blueprint);
+            items += 1;
             advance(
                 &mut ahead,
                 flags,
                 &origin,
-                &sizes,
-                &a_scale_strides,
+                &geometry,
                 blueprint,
                 has_fallback,
             );
         }
-        multiply::<N16>(&mut sums, &ring, stage, start, blueprint);
+        multiply::<N>(&mut sums, &ring, &full, blueprint, width);
+        free.index = full.index;
+        free.start = full.start;
+        next_stage(&mut full, blueprint);
         turn += 1;
-        free = stage;
-        stage += 1;
-        start += comptime!(2 * blueprint.operand_chunks() as u32);
-        if stage == stages {
-            stage = 0;
-            start = 0;
-            parity = 1 - parity;
-        }
     }
 
-    write_sums::<F, NO>(out, &sums, bias, &origin, &sizes, blueprint, has_bias, pair);
+    write_sums::<F, NO>(
+        out, &sums, bias, &origin, &geometry, blueprint, has_bias, pair,
+    );
+}
+
+#[cube]
+fn first_stage() -> Stage {
+    Stage {
+        index: 0u32.runtime(),
+        start: 0u32.runtime(),
+        parity: 0u32.runtime(),
+    }
+}
+
+/// Goes on in the ring.
+#[cube]
+fn next_stage(stage: &mut Stage, #[comptime] blueprint: TensorCoreBlueprint) {
+    stage.index += 1;
+    stage.start += comptime!(2 * blueprint.operand_chunks() as u32);
+    if stage.index == comptime!(blueprint.stages as u32) {
+        stage.index = 0;
+        stage.start = 0;
+        stage.parity = 1 - stage.parity;
+    }
 }
 
 /// The tile of a cube. Tiles are numbered down [`RASTER`] rows of tiles before they go on along the columns.
 #[cube]
-fn tile_origin(sizes: &Sizes, #[comptime] blueprint: TensorCoreBlueprint) -> Origin {
+fn tile_origin(geometry: &Geometry, #[comptime] blueprint: TensorCoreBlueprint) -> Origin {
     let tile = comptime!(blueprint.tile as u32);
-    let tiles_m = sizes.m.div_ceil(tile);
-    let tiles_n = sizes.n.div_ceil(tile);
+    let tiles_m = geometry.m.div_ceil(tile);
+    let tiles_n = geometry.n.div_ceil(tile);
     let index = CUBE_POS as u32;
     let in_matrix = index % (tiles_m * tiles_n);
     let first_m = in_matrix / (RASTER * tiles_n) * RASTER;
@@ -386,8 +442,7 @@ fn advance(
     item: &mut Item,
     flags: &Tensor<u32>,
     origin: &Origin,
-    sizes: &Sizes,
-    strides: &Strides,
+    geometry: &Geometry,
     #[comptime] blueprint: TensorCoreBlueprint,
     #[comptime] has_fallback: bool,
 ) {
@@ -403,7 +458,7 @@ fn advance(
     item.residual = next_residual;
     item.block += 1 - next_residual;
     if comptime!(has_fallback) {
-        load_flags(item, flags, origin, sizes, strides, blueprint);
+        load_flags(item, flags, origin, geometry, blueprint);
     }
 }
 
@@ -413,13 +468,13 @@ fn load_flags(
     item: &mut Item,
     flags: &Tensor<u32>,
     origin: &Origin,
-    sizes: &Sizes,
-    strides: &Strides,
+    geometry: &Geometry,
     #[comptime] blueprint: TensorCoreBlueprint,
 ) {
+    let strides = geometry.a_scales;
     let block = comptime!(blueprint.block as u32);
-    let last_row = (sizes.m - 1) / block;
-    let last_block = sizes.k.div_ceil(block) - 1;
+    let last_row = (geometry.m - 1) / block;
+    let last_block = geometry.k.div_ceil(block) - 1;
     let start = origin.batch * strides.batch + min(item.block, last_block) * strides.col;
     #[unroll]
     for row_block in 0..comptime!(blueprint.row_blocks() as u32) {
@@ -449,19 +504,18 @@ fn arrive(
 #[cube]
 fn wait(
     barriers: &Sequence<Shared<Barrier>>,
-    stage: u32,
-    parity: u32,
+    stage: &Stage,
     #[comptime] blueprint: TensorCoreBlueprint,
 ) {
     #[unroll]
     for index in 0..blueprint.stages {
-        if stage == comptime!(index as u32) {
-            barriers.index(index).wait_parity(parity);
+        if stage.index == comptime!(index as u32) {
+            barriers.index(index).wait_parity(stage.parity);
         }
     }
 }
 
-/// With what the chunks of a row are permuted, by exclusive or: eight rows on end put equal chunks into different banks.
+/// With what the chunks of a row are permuted, by exclusive or: eight rows on end put equal chunks in different banks.
 /// Rows a multiple of 8 apart are permuted alike.
 #[cube]
 fn swizzle(row: u32, #[comptime] blueprint: TensorCoreBlueprint) -> u32 {
@@ -470,10 +524,10 @@ fn swizzle(row: u32, #[comptime] blueprint: TensorCoreBlueprint) -> u32 {
     row / comptime!(8 / blueprint.chunks() as u32) % chunks
 }
 
-/// Starts the copies of both operands of an item, and of their scales, to a stage.
+/// Starts the copies of an item to a stage: both operands' rows and their scales.
 #[cube]
 #[allow(clippy::too_many_arguments)]
-fn fill_stage<N: Size>(
+fn fill<N: Size>(
     ring: &mut Ring<N>,
     a: &Tensor<Vector<f16, N>>,
     b: &Tensor<Vector<f16, N>>,
@@ -481,150 +535,212 @@ fn fill_stage<N: Size>(
     a_scales: &Tensor<f32>,
     b_scales: &Tensor<f32>,
     residual_scales: &Tensor<f32>,
-    origin: &Origin,
-    sizes: &Sizes,
-    a_strides: &Strides,
-    b_strides: &Strides,
-    a_scale_strides: &Strides,
-    b_scale_strides: &Strides,
     item: &Item,
-    stage: u32,
+    origin: &Origin,
+    geometry: &Geometry,
+    stage: &Stage,
     #[comptime] blueprint: TensorCoreBlueprint,
     #[comptime] has_fallback: bool,
+    #[comptime] width: usize,
 ) {
+    let operand = comptime!(blueprint.operand_chunks() as u32);
+    let (m, n, k) = (geometry.m, geometry.n, geometry.k);
+    let of_a = plan(
+        item,
+        &geometry.a,
+        origin.batch,
+        origin.row,
+        m,
+        k,
+        stage.start,
+        blueprint,
+        width,
+    );
     if comptime!(has_fallback) {
         if item.residual == 1 {
-            copy_operand::<N>(
-                ring,
-                residual,
-                residual_scales,
-                a_strides,
-                a_scale_strides,
-                origin.batch,
-                origin.row,
-                sizes.m,
-                sizes.k,
-                item.block,
-                stage,
-                0u32,
-                blueprint,
-            );
+            copy_rows::<N>(ring, residual, &of_a, blueprint, width);
         } else {
-            copy_operand::<N>(
-                ring,
-                a,
-                a_scales,
-                a_strides,
-                a_scale_strides,
-                origin.batch,
-                origin.row,
-                sizes.m,
-                sizes.k,
-                item.block,
-                stage,
-                0u32,
-                blueprint,
-            );
+            copy_rows::<N>(ring, a, &of_a, blueprint, width);
         }
     } else {
-        copy_operand::<N>(
-            ring,
-            a,
-            a_scales,
-            a_strides,
-            a_scale_strides,
-            origin.batch,
-            origin.row,
-            sizes.m,
-            sizes.k,
-            item.block,
-            stage,
-            0u32,
-            blueprint,
-        );
+        copy_rows::<N>(ring, a, &of_a, blueprint, width);
     }
-    copy_operand::<N>(
-        ring,
-        b,
-        b_scales,
-        b_strides,
-        b_scale_strides,
+    let of_b = plan(
+        item,
+        &geometry.b,
         origin.batch,
         origin.col,
-        sizes.n,
-        sizes.k,
-        item.block,
-        stage,
-        1u32,
+        n,
+        k,
+        stage.start + operand,
         blueprint,
+        width,
+    );
+    copy_rows::<N>(ring, b, &of_b, blueprint, width);
+    copy_scales::<N>(
+        ring,
+        a_scales,
+        b_scales,
+        residual_scales,
+        item,
+        origin,
+        geometry,
+        stage.index,
+        blueprint,
+        has_fallback,
     );
 }
 
-/// Starts the copies of the rows and the scales of operand `side`, 0 for A and 1 for B. What lies past the end of K
-/// becomes 0. Rows past the last repeat it, and so do scales: what they give is not written.
+/// This unit's copies of one operand: of one column of the stage, rows a multiple of 8 apart. What lies past the end of
+/// K becomes 0. Rows past the last repeat it: what they give is not written.
 #[cube]
 #[allow(clippy::too_many_arguments)]
-fn copy_operand<N: Size>(
-    ring: &mut Ring<N>,
-    values: &Tensor<Vector<f16, N>>,
-    scales: &Tensor<f32>,
+fn plan(
+    item: &Item,
     strides: &Strides,
-    scale_strides: &Strides,
     batch: u32,
     row_0: u32,
     rows: u32,
     k_end: u32,
-    block: u32,
-    stage: u32,
-    #[comptime] side: u32,
+    start: u32,
     #[comptime] blueprint: TensorCoreBlueprint,
-) {
-    let operand = comptime!(blueprint.operand_chunks() as u32);
-    let start = stage * comptime!(2 * operand) + comptime!(side * operand);
+    #[comptime] width: usize,
+) -> Copies {
+    let bytes = comptime!(width as u32);
+    let parts = comptime!((ALIGNMENT / width) as u32);
     let chunks = comptime!(blueprint.chunks() as u32);
-    let bytes = comptime!(ALIGNMENT as u32);
-    // This unit copies one column of chunks. Its rows are a multiple of 8 apart.
-    let chunk = UNIT_POS % chunks;
-    let tile_row = UNIT_POS / chunks;
-    let rows_apart = comptime!((blueprint.units() / blueprint.chunks()) as u32);
+    let columns = comptime!(chunks * parts);
+    let column = UNIT_POS % columns;
+    let row = UNIT_POS / columns;
+    let chunk = (column / parts) ^ swizzle(row, blueprint);
+    let block = comptime!(blueprint.block as u32);
+    let is_inside = item.block * block + column * bytes < k_end;
+    // Nothing is read past the end of K, but no address past the end of the tensor must be formed either.
+    let k = select(is_inside, item.block * columns + column, 0u32);
     let pitch = strides.row / bytes;
-    let column = batch * (strides.batch / bytes) + block * chunks + chunk;
-    let first = column + (row_0 + tile_row) * pitch;
-    let last = column + (rows - 1) * pitch;
-    let length = select((block * chunks + chunk) * bytes < k_end, 1u32, 0u32) as usize;
-    let target = start + tile_row * chunks + (chunk ^ swizzle(tile_row, blueprint));
-    #[unroll]
-    for index in 0..comptime!((blueprint.operand_chunks() / blueprint.units()) as u32) {
-        let source = min(first + index * (rows_apart * pitch), last) as usize;
-        let target = (target + index * comptime!(rows_apart * chunks)) as usize;
-        copy_async_checked(
-            &values.slice(source, source + length),
-            &mut ring.values.slice_mut(target, target + 1),
-            comptime!(ALIGNMENT as u32 / 2),
-        );
+    let source = batch * (strides.batch / bytes) + k;
+    Copies {
+        first: source + (row_0 + row) * pitch,
+        last: source + (rows - 1) * pitch,
+        apart: comptime!((blueprint.units() / blueprint.chunks()) as u32 / parts) * pitch,
+        length: select(is_inside, 1u32, 0u32),
+        target: (start + row * chunks + chunk) * parts + column % parts,
     }
-    // One plane for each operand.
-    let row_blocks = comptime!(blueprint.row_blocks() as u32);
-    let first_unit = comptime!(side * PLANE as u32);
-    if UNIT_POS >= first_unit && UNIT_POS < comptime!(first_unit + row_blocks) {
-        let unit = UNIT_POS - first_unit;
-        let rows_per_scale = comptime!(blueprint.block as u32);
-        let row = min(row_0 / rows_per_scale + unit, (rows - 1) / rows_per_scale);
-        let source = (batch * scale_strides.batch
-            + row * scale_strides.row
-            + block * scale_strides.col) as usize;
-        let target =
-            (stage * comptime!(2 * row_blocks) + comptime!(side * row_blocks) + unit) as usize;
-        copy_async(
-            &scales.slice(source, source + 1),
-            &mut ring.scales.slice_mut(target, target + 1),
-            1u32,
+}
+
+#[cube]
+fn copy_rows<N: Size>(
+    ring: &mut Ring<N>,
+    values: &Tensor<Vector<f16, N>>,
+    copies: &Copies,
+    #[comptime] blueprint: TensorCoreBlueprint,
+    #[comptime] width: usize,
+) {
+    #[unroll]
+    for copy in 0..comptime!(blueprint.copies(width) as u32) {
+        let source = min(copies.first + copy * copies.apart, copies.last);
+        // The copies of all units lie side by side.
+        let target = copies.target + copy * comptime!(blueprint.units() as u32);
+        copy_async_checked(
+            &values.slice(source as usize, (source + copies.length) as usize),
+            &mut ring.values.slice_mut(target as usize, target as usize + 1),
+            comptime!(width as u32 / 2),
         );
     }
 }
 
-/// Registers that `ldmatrix` filled, as an INT8 operand of the matrix instruction: the same registers under another type.
-/// To reinterpret their values one by one would cost instructions, since the compiler then takes the bytes apart.
+/// Starts the copies of the scales of an item's blocks. Rows past the last block repeat its scale.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+fn copy_scales<N: Size>(
+    ring: &mut Ring<N>,
+    a_scales: &Tensor<f32>,
+    b_scales: &Tensor<f32>,
+    residual_scales: &Tensor<f32>,
+    item: &Item,
+    origin: &Origin,
+    geometry: &Geometry,
+    stage: u32,
+    #[comptime] blueprint: TensorCoreBlueprint,
+    #[comptime] has_fallback: bool,
+) {
+    // One plane for each operand.
+    let lane = UNIT_POS % comptime!(PLANE as u32);
+    let side = UNIT_POS / comptime!(PLANE as u32);
+    let row_blocks = comptime!(blueprint.row_blocks() as u32);
+    if side < 2 && lane < row_blocks {
+        let block = comptime!(blueprint.block as u32);
+        let target = (stage * 2 + side) * row_blocks + lane;
+        if side == 1 {
+            let row = min(origin.col / block + lane, (geometry.n - 1) / block);
+            copy_scale::<N>(
+                ring,
+                b_scales,
+                &geometry.b_scales,
+                origin.batch,
+                row,
+                item.block,
+                target,
+            );
+        } else {
+            let row = min(origin.row / block + lane, (geometry.m - 1) / block);
+            if comptime!(has_fallback) {
+                if item.residual == 1 {
+                    copy_scale::<N>(
+                        ring,
+                        residual_scales,
+                        &geometry.a_scales,
+                        origin.batch,
+                        row,
+                        item.block,
+                        target,
+                    );
+                } else {
+                    copy_scale::<N>(
+                        ring,
+                        a_scales,
+                        &geometry.a_scales,
+                        origin.batch,
+                        row,
+                        item.block,
+                        target,
+                    );
+                }
+            } else {
+                copy_scale::<N>(
+                    ring,
+                    a_scales,
+                    &geometry.a_scales,
+                    origin.batch,
+                    row,
+                    item.block,
+                    target,
+                );
+            }
+        }
+    }
+}
+
+#[cube]
+fn copy_scale<N: Size>(
+    ring: &mut Ring<N>,
+    scales: &Tensor<f32>,
+    strides: &Strides,
+    batch: u32,
+    row: u32,
+    col: u32,
+    target: u32,
+) {
+    let source = batch * strides.batch + row * strides.row + col * strides.col;
+    copy_async(
+        &scales.slice(source as usize, source as usize + 1),
+        &mut ring.scales.slice_mut(target as usize, target as usize + 1),
+        1u32,
+    );
+}
+
+/// Registers that `ldmatrix` filled, as an INT8 operand of the matrix instruction: the same registers under another
+/// type. To reinterpret their values one by one costs instructions, since the compiler then takes the bytes apart.
 #[cube]
 #[allow(unused_variables)]
 fn as_int8<NF: Size, NI: Size>(registers: Array<Vector<f16, NF>>) -> Array<Vector<i8, NI>> {
@@ -643,42 +759,45 @@ fn as_int8<NF: Size, NI: Size>(registers: Array<Vector<f16, NF>>) -> Array<Vecto
 fn multiply<N: Size>(
     sums: &mut Array<f32>,
     ring: &Ring<N>,
-    stage: u32,
-    start: u32,
+    stage: &Stage,
     #[comptime] blueprint: TensorCoreBlueprint,
+    #[comptime] width: usize,
 ) {
     let size!(N4) = 4usize;
     let size!(N2) = 2usize;
     let (fragments_m, fragments_n) = comptime!(blueprint.fragments());
+    let (slices, steps) = comptime!((fragments_n / SLICE, blueprint.block / MMA_K));
+    let parts = comptime!((ALIGNMENT / width) as u32);
     let operand = comptime!(blueprint.operand_chunks() as u32);
     let lane = UNIT_POS % comptime!(PLANE as u32);
     let (plane_row, plane_col) = plane_origin(blueprint);
-    // `ldmatrix` takes the addresses of the eight rows of matrix i from the lanes from 8 i. For A the matrices are the upper
-    // and the lower rows of the left half along K, then of the right half; for B both halves of one group of columns.
+    // `ldmatrix` takes the addresses of the eight rows of matrix i from the lanes from 8 i. For A the matrices are the
+    // upper and the lower rows of the left half along K, then of the right half; for B both halves of one group of
+    // columns.
     let a_row = plane_row + lane % 16;
     let b_row = plane_col + lane % 8;
     let chunks = comptime!(blueprint.chunks() as u32);
     let a_swizzle = swizzle(a_row, blueprint);
     let b_swizzle = swizzle(b_row, blueprint);
-    let a_start = start + a_row * chunks;
-    let b_start = start + (b_row * chunks + operand);
-    let scales = load_scales::<N>(ring, plane_row, plane_col, stage, blueprint);
+    let a_start = stage.start + a_row * chunks;
+    let b_start = stage.start + (b_row * chunks + operand);
+    let scales = load_scales::<N>(ring, plane_row, plane_col, stage.index, blueprint);
 
     let definition = MmaDefinition::<i8, i8, i32>::new(MMA_M, MMA_N, MMA_K);
     let mut zero = Array::<Vector<i32, N2>>::new(2usize);
     zero[0] = Vector::new(0i32);
     zero[1] = Vector::new(0i32);
     #[unroll]
-    for slice in 0..comptime!(fragments_n / SLICE) {
+    for slice in 0..slices {
         let mut products = Sequence::<Array<Vector<i32, N2>>>::new();
         #[unroll]
-        for step in 0..comptime!((blueprint.block / MMA_K) as u32) {
+        for step in 0..comptime!(steps as u32) {
             let a_column = a_start + ((lane / 16 + comptime!(step * 2)) ^ a_swizzle);
             let b_column = b_start + ((lane / 8 % 2 + comptime!(step * 2)) ^ b_swizzle);
             let mut rows = Sequence::<Array<Vector<i8, N4>>>::new();
             #[unroll]
             for i in 0..comptime!(fragments_m as u32) {
-                let index = a_column + comptime!(i * MMA_M as u32 * chunks);
+                let index = (a_column + comptime!(i * MMA_M as u32 * chunks)) * parts;
                 rows.push(as_int8::<N2, N4>(
                     definition.load_matrix::<Vector<f16, N>, N2>(
                         &ring.values.slice(index as usize, index as usize + 1),
@@ -690,7 +809,8 @@ fn multiply<N: Size>(
             }
             #[unroll]
             for j in 0..SLICE {
-                let index = b_column + comptime!(((slice * SLICE + j) * MMA_N) as u32 * chunks);
+                let index =
+                    (b_column + comptime!(((slice * SLICE + j) * MMA_N) as u32 * chunks)) * parts;
                 let cols = as_int8::<N2, N4>(definition.load_matrix::<Vector<f16, N>, N2>(
                     &ring.values.slice(index as usize, index as usize + 1),
                     MatrixIdent::B,
@@ -763,7 +883,7 @@ fn write_sums<F: Numeric, N: Size>(
     sums: &Array<f32>,
     bias: &Tensor<f32>,
     origin: &Origin,
-    sizes: &Sizes,
+    geometry: &Geometry,
     #[comptime] blueprint: TensorCoreBlueprint,
     #[comptime] has_bias: bool,
     #[comptime] width: usize,
@@ -776,14 +896,14 @@ fn write_sums<F: Numeric, N: Size>(
         #[unroll]
         for half in 0..2usize {
             let row = origin.row + plane_row + lane / 4 + comptime!((i * MMA_M + half * 8) as u32);
-            let row_start = (origin.batch * sizes.m + row) * sizes.n;
+            let row_start = (origin.batch * geometry.m + row) * geometry.n;
             #[unroll]
             for j in 0..fragments_n {
                 let col = origin.col + plane_col + lane % 4 * 2 + comptime!((j * MMA_N) as u32);
                 #[unroll]
                 for part in 0..comptime!(2 / width) {
                     let first = col + comptime!(part as u32);
-                    if row < sizes.m && first < sizes.n {
+                    if row < geometry.m && first < geometry.n {
                         let mut vector = Vector::<F, N>::empty();
                         #[unroll]
                         for side in 0..width {

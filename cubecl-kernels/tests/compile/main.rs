@@ -40,34 +40,40 @@ struct Case {
     out: StorageType,
 }
 
-/// The loop over K depends on block, tile and fallback; the stores on the rest, of which all is crossed for one loop.
+/// The loop over K depends on the block, the tile, the fallback and how rows are aligned (16, 8 bytes or less, which is
+/// copied first); the stores depend on the rest.
 fn cases() -> Vec<Case> {
+    let case = |block, size, has_fallback| Case {
+        block,
+        size,
+        has_fallback,
+        has_bias: false,
+        out: dtype::<bf16>(),
+    };
     let mut cases = Vec::new();
     for block in [32, 64, 128] {
         for size in [256, 4096] {
             for has_fallback in [false, true] {
-                cases.push(Case {
-                    block,
-                    size,
-                    has_fallback,
-                    has_bias: false,
-                    out: dtype::<bf16>(),
-                });
+                cases.push(case(block, size, has_fallback));
             }
         }
     }
-    for size in [255, 256] {
-        for has_bias in [false, true] {
-            for out in [dtype::<f32>(), dtype::<f16>(), dtype::<bf16>()] {
-                cases.push(Case {
-                    block: 128,
-                    size,
-                    has_fallback: false,
-                    has_bias,
-                    out,
-                });
-            }
-        }
+    cases.extend([
+        case(32, 248, true),
+        case(128, 248, false),
+        case(128, 4088, true),
+    ]);
+    for (size, has_bias, out) in [
+        (255, false, dtype::<bf16>()),
+        (255, true, dtype::<f32>()),
+        (256, true, dtype::<f16>()),
+        (256, false, dtype::<f32>()),
+    ] {
+        cases.push(Case {
+            has_bias,
+            out,
+            ..case(128, size, false)
+        });
     }
     cases
 }
@@ -134,7 +140,7 @@ fn sources_use_the_instructions_and_fit_the_memory(#[values(80, 89, 90, 120)] ar
 /// Compiles as CubeCL does at run time, for the architecture itself where it is older than Hopper, else with the
 /// instructions of this architecture alone.
 #[rstest]
-#[ignore = "needs NVRTC: CUDA_PATH=$(.ci/nvrtc) cargo test -p cubecl-kernels --features cuda --test compile -- --ignored"]
+#[ignore = "needs NVRTC: CUDA_PATH=$(.ci/nvrtc), then --test compile -- --ignored"]
 fn nvrtc_compiles_every_kernel(
     #[values((80, "sm_80"), (89, "sm_89"), (90, "sm_90a"), (120, "sm_120a"))] target: (u16, &str),
 ) {

@@ -1,6 +1,6 @@
 //! Products against the reference's f64 evaluation over the same integers and scales.
 
-use cubecl::ir::StorageType;
+use cubecl::{ir::StorageType, std::tensor::TensorHandle};
 use cubecl_kernels::{
     KernelError,
     fallback::quantize_fallback,
@@ -15,7 +15,7 @@ use rstest::rstest;
 
 use crate::{
     device::{
-        Client, Memory, Tensor, TestRuntime, client, dtype, float_types, read_float, upload,
+        Client, Memory, Tensor, TestRuntime, client, dtype, float_types, read, read_float, upload,
         upload_i32, upload_matrix,
     },
     random::Random,
@@ -386,5 +386,93 @@ fn empty_products() {
             let expected = [5.0, 6.0, 7.0][..n].repeat(m);
             assert_eq!(read_float(&client, &out), expected);
         }
+    }
+}
+
+/// The tensor-core kernel against the portable one, where the device has it: enough tiles for its large ones, more
+/// blocks along K than its ring has stages, and rows that start at multiples of 16, 8 and 1 bytes.
+#[rstest]
+fn large_products(#[values(32, 64, 128)] block: usize, #[values(1024, 1000, 1001)] k: usize) {
+    let (client, mut random) = (client(), Random::fresh());
+    if !strategies(&client, block).contains(&Strategy::TensorCore) {
+        return;
+    }
+    let (a_shape, b_shape) = (MatrixShape::new(1605, k), MatrixShape::new(1801, k));
+    let a = random.with_outliers(a_shape.num_elements());
+    let b = random.with_outliers(b_shape.num_elements());
+    let b = quantized(
+        &client,
+        &matrix(&client, &b, b_shape),
+        Granularity::Block(block),
+    );
+    let b = b.operand().expect("a row-major copy");
+    let thresholds = upload(&client, &[30.0], &[1], dtype::<f32>());
+    let counts = upload_i32(&client, &[0, 0], &[1, 2]);
+    let a = quantize_fallback(
+        &client,
+        &matrix(&client, &a, a_shape),
+        block,
+        Layout::RowMajor,
+        &thresholds,
+        0,
+        &counts,
+    )
+    .expect("a matrix");
+    let base = a.base.operand().expect("a row-major copy");
+    for fallback in [None, Some(&a.residual)] {
+        let [portable, tensor_core] = [Strategy::Portable, Strategy::TensorCore].map(|strategy| {
+            let out = gemm(&client, &base, &b, fallback, None, dtype::<f32>(), strategy);
+            read_float(&client, &out.expect("operands that fit"))
+        });
+        let expected: Vec<f64> = portable.into_iter().map(f64::from).collect();
+        assert_close(
+            &tensor_core,
+            &expected,
+            dtype::<f32>(),
+            &format!("fallback {}", fallback.is_some()),
+        );
+    }
+}
+
+/// Rows that lie further apart than they are long.
+#[rstest]
+fn pitched_operands(#[values(32, 128)] block: usize, #[values(160, 168, 170)] pitch: usize) {
+    let (client, mut random) = (client(), Random::fresh());
+    let (m, n, k) = (70, 90, 152);
+    let mut operand = |rows: usize| {
+        let shape = MatrixShape::new(rows, k);
+        let x = random.with_outliers(shape.num_elements());
+        let reference = reference_of(&x, shape, Granularity::Block(block));
+        let mut values = vec![0x55u8; rows * pitch];
+        let contiguous = quantized(
+            &client,
+            &matrix(&client, &x, shape),
+            Granularity::Block(block),
+        )
+        .operand()
+        .expect("a row-major copy");
+        let rows_of = read::<u8>(&client, &contiguous.values);
+        for (row, of_row) in rows_of.chunks(k).enumerate() {
+            values[row * pitch..][..k].copy_from_slice(of_row);
+        }
+        let mut pitched = contiguous.clone();
+        pitched.values = TensorHandle::new(
+            client.create_from_slice(&values),
+            [rows, k],
+            [pitch, 1],
+            dtype::<i8>(),
+        );
+        (pitched, reference)
+    };
+    let ((a, a_reference), (b, b_reference)) = (operand(m), operand(n));
+    let expected = reference::gemm(&a_reference, &b_reference, None, None);
+    for strategy in strategies(&client, block) {
+        let out = gemm(&client, &a, &b, None, None, dtype::<f32>(), strategy);
+        assert_close(
+            &read_float(&client, &out.expect("operands that fit")),
+            &expected,
+            dtype::<f32>(),
+            &format!("{strategy:?}"),
+        );
     }
 }
