@@ -14,7 +14,8 @@ pub(in crate::gemm) const STRIDE_BYTES: usize = 16;
 pub(super) struct TmaView {
     /// Matrices, rows, columns.
     pub shape: [usize; 3],
-    /// Elements from a matrix to the next (of no matter for one matrix) and from a row to the next.
+    /// Elements from a matrix to the next (of no matter for one matrix) and from a row to the next, multiples of
+    /// [`STRIDE_BYTES`] and not 0.
     pub strides: [usize; 2],
     /// Rows and columns of a box, at most 256 rows and 128 bytes of columns.
     pub tile: [usize; 2],
@@ -24,7 +25,7 @@ impl TmaView {
     /// The tensor map of `values`, for swizzled rows of 128 bytes. What lies outside a matrix is read as 0.
     pub fn bind<R: Runtime>(&self, values: &TensorHandle<R>) -> TensorMapBinding {
         let [batch, rows, cols] = self.shape;
-        let row_stride = self.strides[1].max(STRIDE_BYTES);
+        let row_stride = self.strides[1];
         let batch_stride = if batch == 1 {
             rows * row_stride
         } else {
