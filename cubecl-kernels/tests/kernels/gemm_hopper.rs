@@ -1,5 +1,5 @@
-//! The Hopper kernels, to the bit. Products large enough for many tiles, long sums and both tile widths; small ones, and
-//! the comparison with the reference in FP64, are in `gemm.rs`.
+//! The Hopper kernels, to the bit. Products large enough for many tiles, long sums and both tile widths; small ones,
+//! and the comparison with the reference in FP64, are in `gemm.rs`.
 
 use cubecl_kernels::{
     KernelError,
