@@ -181,11 +181,11 @@ impl<'a> Reference<'a> {
             let b_scale = self.b.scales[b_scale];
             let product = dot(&self.a.values[a..a + depth], b_values);
             sum = product.mul_add(self.a.scales[a_scale] * b_scale, sum);
-            if let Some((values, scales, flags)) = &self.residual {
-                if flags[a_scale] != 0 {
-                    let product = dot(&values[a..a + depth], b_values);
-                    sum = product.mul_add(scales[a_scale] * b_scale, sum);
-                }
+            if let Some((values, scales, flags)) = &self.residual
+                && flags[a_scale] != 0
+            {
+                let product = dot(&values[a..a + depth], b_values);
+                sum = product.mul_add(scales[a_scale] * b_scale, sum);
             }
         }
         sum + bias
