@@ -29,6 +29,7 @@ mod selector;
 mod tensor_core;
 
 pub use blueprint::Blueprint;
+pub use hopper::float::gemm_float;
 pub use selector::select;
 
 const OPERATION: &str = "gemm";
@@ -143,7 +144,7 @@ pub struct GemmProblem {
     pub aligned: (bool, bool),
 }
 
-/// Everything that both kernels are launched with.
+/// Everything that the kernels are launched with.
 pub(crate) struct GemmArgs<'a, R: Runtime> {
     pub a: &'a GemmOperand<R>,
     pub b: &'a GemmOperand<R>,
@@ -190,7 +191,7 @@ pub fn gemm<R: Runtime>(
             remedy: "pass a [.., M, K] and b [.., N, K] of one K, and a batch of b that is 1 or that of a",
         });
     }
-    check_bias(bias, b_shape.rows)?;
+    check_bias(OPERATION, bias, b_shape.rows)?;
     if let Some(residual) = fallback {
         check_residual(a, residual)?;
     }
@@ -283,16 +284,20 @@ fn check_operand<R: Runtime>(
     Ok((values, scales))
 }
 
-fn check_bias<R: Runtime>(bias: Option<&TensorHandle<R>>, n: usize) -> Result<(), KernelError> {
+fn check_bias<R: Runtime>(
+    operation: &'static str,
+    bias: Option<&TensorHandle<R>>,
+    n: usize,
+) -> Result<(), KernelError> {
     let Some(bias) = bias else {
         return Ok(());
     };
-    check_dtype(OPERATION, "bias", bias, storage::<f32>(), "cast it to f32")?;
+    check_dtype(operation, "bias", bias, storage::<f32>(), "cast it to f32")?;
     if bias.shape().len() == 1 && bias.shape()[0] == n && (n < 2 || bias.strides()[0] == 1) {
         return Ok(());
     }
     Err(KernelError::Shape {
-        operation: OPERATION,
+        operation,
         got: format!("bias {:?} for N = {n}", bias.shape()),
         remedy: "pass a contiguous bias [N]",
     })

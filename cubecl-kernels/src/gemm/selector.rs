@@ -1,15 +1,13 @@
 //! Chooses the kernel of a product from the device and the problem.
 
-use cubecl::{
-    features::{MmaConfig, Tma},
-    prelude::*,
-};
+use cubecl::{features::MmaConfig, prelude::*};
 
 use crate::{device::storage, error::KernelError};
 
 use super::{
     GemmProblem, OPERATION, Strategy,
     blueprint::{Blueprint, HopperBlueprint, PortableBlueprint, TensorCoreBlueprint},
+    hopper::is_supported,
 };
 
 /// Depth at which INT32 sums of products of INT8 are scaled at the latest: 2^17 * 127^2 < 2^31.
@@ -135,9 +133,7 @@ fn hopper<R: Runtime>(
     client: &ComputeClient<R>,
     problem: &GemmProblem,
 ) -> Result<Blueprint, String> {
-    let tma = client.features().tma;
-    // CubeCL does not name the architecture. TMA came with sm_90, its wide im2col form with sm_100, without `wgmma`.
-    if R::name(client) != "cuda" || !tma.contains(Tma::Base) || tma.contains(Tma::Im2colWide) {
+    if !is_supported(client) {
         return Err("a device that is not of CUDA's architecture sm_90".into());
     }
     let square = (HopperBlueprint::TILE_M, HopperBlueprint::DEPTH);
@@ -150,25 +146,10 @@ fn hopper<R: Runtime>(
     if problem.k == 0 {
         return Err("an empty sum".into());
     }
-    let hardware = &client.properties().hardware;
-    let cubes = hardware.num_streaming_multiprocessors.unwrap_or(1) as usize;
-    let tiles = |tile_n| {
-        let (m, n) = HopperBlueprint::tiles(tile_n, problem.m, problem.n);
-        problem.batch * m * n
-    };
-    // What the busiest multiprocessor computes, in columns of tiles.
-    let columns = |tile_n: usize| tiles(tile_n).div_ceil(cubes) * tile_n;
-    // Narrow tiles read more for each product and run at about 0.8 of the speed.
-    let tile_n = if columns(128) * 10 < columns(256) * 8 {
-        128
-    } else {
-        256
-    };
-    // 24 KiB are left to what the kernel declares itself.
-    let shared_memory = hardware.max_shared_memory_size - 24 * 1024;
-    Ok(Blueprint::Hopper(HopperBlueprint {
-        tile_n,
-        stages: shared_memory / HopperBlueprint::stage_bytes(tile_n),
-        cubes,
-    }))
+    Ok(Blueprint::Hopper(HopperBlueprint::new(
+        client,
+        problem.batch,
+        problem.m,
+        problem.n,
+    )))
 }

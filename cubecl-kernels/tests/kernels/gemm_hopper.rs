@@ -1,12 +1,11 @@
-//! The Hopper kernel against the tensor-core kernel, to the bit: both add the same products in the same order with the
-//! same roundings. Products large enough for many tiles, long sums and both tile widths; small ones, and the comparison
-//! with the reference, are in `gemm.rs`.
+//! The Hopper kernels, to the bit. Products large enough for many tiles, long sums and both tile widths; small ones,
+//! and the comparison with the reference in FP64, are in `gemm.rs`.
 
 use cubecl_kernels::{
     KernelError,
     fallback::{FallbackResidual, quantize_fallback},
     format::{Format, Granularity, Layout, Rounding},
-    gemm::{Blueprint, GemmOperand, GemmProblem, Strategy, gemm, select},
+    gemm::{Blueprint, GemmOperand, GemmProblem, Strategy, gemm, gemm_float, select},
     quantize::{QuantizeSpec, Quantized, quantize},
     shape::MatrixShape,
 };
@@ -15,7 +14,7 @@ use rstest::rstest;
 use crate::{
     device::{
         Client, Memory, Tensor, TestRuntime, assert_same_floats, client, dtype, float_types,
-        read_float, upload, upload_i32, upload_matrix,
+        read_float, rounded, upload, upload_i32, upload_matrix,
     },
     random::Random,
 };
@@ -92,25 +91,152 @@ fn with_fallback(
     (operand, quantized.residual)
 }
 
-/// Both kernels in all float types, with and without a bias.
+/// What the kernel is specified to compute, to the bit: exact products of blocks, times the product of their scales,
+/// added in FP32 with one rounding each, in ascending order of K, a residual right after its base.
+struct Reference<'a> {
+    k: usize,
+    a: Side<'a>,
+    b: Side<'a>,
+    residual: Option<(Vec<i8>, Vec<f32>, Vec<u32>)>,
+}
+
+/// The integers of an operand, row-major and contiguous, and its scales by their strides.
+struct Side<'a> {
+    values: Vec<i8>,
+    scales: Vec<f32>,
+    operand: &'a GemmOperand<TestRuntime>,
+}
+
+impl<'a> Side<'a> {
+    fn new(client: &Client, operand: &'a GemmOperand<TestRuntime>) -> Self {
+        Self {
+            values: read_all(client, &operand.values),
+            scales: read_all(client, &operand.scales),
+            operand,
+        }
+    }
+
+    /// The row's integers in the block, and where the block's scale lies.
+    fn block(&self, batch: usize, row: usize, block: usize, k: usize) -> (usize, usize, usize) {
+        let index = |tensor: &Tensor, row: usize, col: usize| {
+            let (shape, strides) = (tensor.shape(), tensor.strides());
+            let rank = shape.len();
+            let batch = match rank {
+                3 if shape[0] > 1 => batch * strides[0],
+                _ => 0,
+            };
+            batch + row * strides[rank - 2] + col * strides[rank - 1]
+        };
+        let start = block * BLOCK;
+        let values = index(&self.operand.values, row, start);
+        let scale = index(&self.operand.scales, row / BLOCK, block);
+        (values, BLOCK.min(k - start), scale)
+    }
+}
+
+/// The whole buffer of a tensor: its elements may have any strides in it.
+fn read_all<T: bytemuck::Pod>(client: &Client, tensor: &Tensor) -> Vec<T> {
+    let bytes = client.read_one(tensor.handle.clone());
+    let bytes = bytes.expect("a readable buffer");
+    bytes
+        .chunks_exact(size_of::<T>())
+        .map(bytemuck::pod_read_unaligned)
+        .collect()
+}
+
+fn dot(a: &[i8], b: &[i8]) -> f32 {
+    let sum: i32 = a
+        .iter()
+        .zip(b)
+        .map(|(&a, &b)| i32::from(a) * i32::from(b))
+        .sum();
+    sum as f32
+}
+
+impl<'a> Reference<'a> {
+    fn new(
+        client: &Client,
+        k: usize,
+        a: &'a GemmOperand<TestRuntime>,
+        b: &'a GemmOperand<TestRuntime>,
+        fallback: Option<&FallbackResidual<TestRuntime>>,
+    ) -> Self {
+        let residual = fallback.map(|residual| {
+            (
+                read_all(client, &residual.values),
+                read_all(client, &residual.scales),
+                read_all(client, &residual.flags),
+            )
+        });
+        let (a, b) = (Side::new(client, a), Side::new(client, b));
+        Self { k, a, b, residual }
+    }
+
+    fn at(&self, batch: usize, row: usize, col: usize, bias: f32) -> f32 {
+        let mut sum = 0.0f32;
+        for block in 0..self.k.div_ceil(BLOCK) {
+            let (a, depth, a_scale) = self.a.block(batch, row, block, self.k);
+            let (b, _, b_scale) = self.b.block(batch, col, block, self.k);
+            let b_values = &self.b.values[b..b + depth];
+            let b_scale = self.b.scales[b_scale];
+            let product = dot(&self.a.values[a..a + depth], b_values);
+            sum = product.mul_add(self.a.scales[a_scale] * b_scale, sum);
+            if let Some((values, scales, flags)) = &self.residual
+                && flags[a_scale] != 0
+            {
+                let product = dot(&values[a..a + depth], b_values);
+                sum = product.mul_add(scales[a_scale] * b_scale, sum);
+            }
+        }
+        sum + bias
+    }
+}
+
+/// The kernel in all float types, with and without a bias, at some thousand places that include the corners.
 fn compare(
     client: &Client,
     random: &mut Random,
     a: &GemmOperand<TestRuntime>,
     b: &GemmOperand<TestRuntime>,
     fallback: Option<&FallbackResidual<TestRuntime>>,
-    n: usize,
     what: &str,
 ) {
+    let size = |tensor: &Tensor| {
+        let shape = tensor.shape();
+        let rank = shape.len();
+        let batch = if rank == 3 { shape[0] } else { 1 };
+        (batch, shape[rank - 2], shape[rank - 1])
+    };
+    let ((batch, m, k), (_, n, _)) = (size(&a.values), size(&b.values));
+    let reference = Reference::new(client, k, a, b, fallback);
     let bias: Vec<f32> = (0..n).map(|_| 10.0 * random.normal()).collect();
+    let places: Vec<[usize; 3]> = [
+        [0, 0, 0],
+        [batch - 1, m - 1, n - 1],
+        [0, 0, n - 1],
+        [0, m - 1, 0],
+    ]
+    .into_iter()
+    .chain((0..4000).map(|_| [random.index(batch), random.index(m), random.index(n)]))
+    .collect();
+    let expected = |bias: &[f32]| -> Vec<f32> {
+        places
+            .iter()
+            .map(|&[matrix, row, col]| reference.at(matrix, row, col, bias[col]))
+            .collect()
+    };
+    let expected = [expected(&vec![0.0; n]), expected(&bias)];
     let bias = upload(client, &bias, &[n], dtype::<f32>());
     for float in float_types(client) {
-        for bias in [None, Some(&bias)] {
-            let [expected, actual] = [Strategy::TensorCore, Strategy::Hopper].map(|strategy| {
-                let out = gemm(client, a, b, fallback, bias, float, strategy);
-                read_float(client, &out.expect("operands that fit"))
-            });
-            assert_same_floats(&actual, &expected, &format!("{what} to {float}"));
+        for (bias, expected) in [None, Some(&bias)].into_iter().zip(&expected) {
+            let out = gemm(client, a, b, fallback, bias, float, Strategy::Hopper);
+            let out = read_float(client, &out.expect("operands that fit"));
+            let actual: Vec<f32> = places
+                .iter()
+                .map(|&[matrix, row, col]| out[(matrix * m + row) * n + col])
+                .collect();
+            let what = format!("{what} to {float}, bias {}", bias.is_some());
+            assert_same_floats(&actual, &rounded(expected, float), &what);
         }
     }
 }
@@ -132,7 +258,7 @@ fn same_bits(#[case] batch: usize, #[case] m: usize, #[case] n: usize, #[case] k
     for b_batch in [1, batch] {
         let b = operand(&client, &mut random, MatrixShape::batched(b_batch, n, k));
         let what = format!("{batch} x {m} x {n} x {k}");
-        compare(&client, &mut random, &a, &b, None, n, &what);
+        compare(&client, &mut random, &a, &b, None, &what);
     }
 }
 
@@ -149,7 +275,7 @@ fn same_bits_with_fallback(#[values(0.0, 500.0, 2000.0, 1e30)] threshold: f32) {
         let (a, residual) = with_fallback(&client, &x, a_shape, threshold);
         let b = operand(&client, &mut random, MatrixShape::new(n, k));
         let what = format!("{batch} x {m} x {n} x {k}, threshold {threshold}");
-        compare(&client, &mut random, &a, &b, Some(&residual), n, &what);
+        compare(&client, &mut random, &a, &b, Some(&residual), &what);
     }
 }
 
@@ -169,15 +295,7 @@ fn nan_blocks() {
     let (a, residual) = with_fallback(&client, &x, MatrixShape::new(m, k), 0.0);
     let y = upload(&client, &y, &[n, k], dtype::<f32>());
     let b = quantized(&client, &y).operand().expect("a row-major copy");
-    compare(
-        &client,
-        &mut random,
-        &a,
-        &b,
-        Some(&residual),
-        n,
-        "NaN blocks",
-    );
+    compare(&client, &mut random, &a, &b, Some(&residual), "NaN blocks");
     let out = gemm(
         &client,
         &a,
@@ -216,7 +334,7 @@ fn transposed_operands() {
             .operand_transposed()
             .expect("both copies")
     });
-    compare(&client, &mut random, &a, &b, None, n, "transposed operands");
+    compare(&client, &mut random, &a, &b, None, "transposed operands");
 }
 
 /// Rows of a larger matrix: aligned, and such that the operand has to be copied.
@@ -238,7 +356,6 @@ fn windows(#[values(16, 5)] padding: usize) {
         &a,
         &b,
         None,
-        n,
         &format!("padding {padding}"),
     );
 }
@@ -265,4 +382,115 @@ fn selection() {
     assert!(!is_hopper(&other_blocks));
     let error = select(&client, &other_blocks, Strategy::Hopper);
     assert!(matches!(error, Err(KernelError::Unsupported { .. })));
+}
+
+/// Integers up to 8, whose sums of products are exact in FP32, in all layouts: neighbours along K or along the rows.
+#[rstest]
+fn float_products(
+    #[values(false, true)] a_along_rows: bool,
+    #[values(false, true)] b_along_rows: bool,
+) {
+    let (client, mut random) = (client(), Random::fresh());
+    if !has_hopper(&client) {
+        return;
+    }
+    for (batch, b_batch, m, n, k) in [
+        (1, 1, 8, 8, 8),
+        (1, 1, 384, 264, 1000),
+        (1, 1, 2000, 2304, 136),
+        (3, 3, 200, 136, 72),
+        (2, 1, 136, 400, 200),
+    ] {
+        let mut matrix = |batch: usize, rows: usize, along_rows: bool| {
+            let x: Vec<f32> = (0..batch * rows * k)
+                .map(|_| random.index(17) as f32 - 8.0)
+                .collect();
+            let memory = if along_rows {
+                Memory::Transposed
+            } else {
+                Memory::Contiguous
+            };
+            (x, MatrixShape::batched(batch, rows, k), memory)
+        };
+        let (a, a_shape, a_memory) = matrix(batch, m, a_along_rows);
+        let (b, b_shape, b_memory) = matrix(b_batch, n, b_along_rows);
+        let bias: Vec<f32> = (0..n).map(|_| random.index(100) as f32).collect();
+        let places: Vec<[usize; 3]> = (0..4000)
+            .map(|_| [random.index(batch), random.index(m), random.index(n)])
+            .chain([[batch - 1, m - 1, n - 1]])
+            .collect();
+        let expected: Vec<f32> = places
+            .iter()
+            .map(|&[matrix, row, col]| {
+                let a = &a[(matrix * m + row) * k..][..k];
+                let b = &b[(matrix % b_batch * n + col) * k..][..k];
+                a.iter().zip(b).map(|(a, b)| a * b).sum::<f32>() + bias[col]
+            })
+            .collect();
+        let bias = upload(&client, &bias, &[n], dtype::<f32>());
+        for float in [dtype::<half::bf16>(), dtype::<half::f16>()] {
+            let a = upload_matrix(&client, &a, a_shape, float, a_memory);
+            let b = upload_matrix(&client, &b, b_shape, float, b_memory);
+            for out_dtype in float_types(&client) {
+                let out = gemm_float(&client, &a, &b, Some(&bias), out_dtype);
+                let out = read_float(&client, &out.expect("operands that fit"));
+                let actual: Vec<f32> = places
+                    .iter()
+                    .map(|&[matrix, row, col]| out[(matrix * m + row) * n + col])
+                    .collect();
+                let what = format!("{batch} x {m} x {n} x {k}, {float} to {out_dtype}");
+                assert_same_floats(&actual, &rounded(&expected, out_dtype), &what);
+            }
+        }
+    }
+}
+
+/// NaN reaches its row and no other, and a K that is no multiple of a stage adds nothing.
+#[test]
+fn float_nan() {
+    let client = client();
+    if !has_hopper(&client) {
+        return;
+    }
+    let (m, n, k) = (140, 72, 200);
+    let mut x = vec![1.0; m * k];
+    x[130 * k + 199] = f32::NAN;
+    let a = upload(&client, &x, &[m, k], dtype::<half::bf16>());
+    let b = upload(&client, &vec![0.5; n * k], &[n, k], dtype::<half::bf16>());
+    let out = gemm_float(&client, &a, &b, None, dtype::<f32>()).expect("operands that fit");
+    for (index, value) in read_float(&client, &out).into_iter().enumerate() {
+        if index / n == 130 {
+            assert!(value.is_nan(), "column {}", index % n);
+        } else {
+            assert_eq!(value, 100.0, "row {}, column {}", index / n, index % n);
+        }
+    }
+}
+
+/// What the float kernel cannot read, or was not meant for, is told.
+#[test]
+fn float_rejects() {
+    let client = client();
+    let matrix = |rows: usize, cols: usize, float| {
+        upload(&client, &vec![1.0; rows * cols], &[rows, cols], float)
+    };
+    let f16 = dtype::<half::f16>();
+    let product = |a: &Tensor, b: &Tensor| gemm_float(&client, a, b, None, dtype::<f32>());
+    let single = matrix(8, 8, dtype::<f32>());
+    assert!(matches!(
+        product(&single, &single),
+        Err(KernelError::Dtype { .. })
+    ));
+    let (a, b) = (matrix(8, 8, f16), matrix(8, 16, f16));
+    assert!(matches!(product(&a, &b), Err(KernelError::Shape { .. })));
+    let odd = matrix(9, 9, f16);
+    assert!(matches!(
+        product(&odd, &odd),
+        Err(KernelError::Unsupported { .. })
+    ));
+    let empty = matrix(8, 0, f16);
+    assert!(matches!(
+        product(&empty, &empty),
+        Err(KernelError::Unsupported { .. })
+    ));
 }

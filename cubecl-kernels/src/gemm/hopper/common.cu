@@ -166,28 +166,26 @@ __device__ __forceinline__ void write_sums(float *sums, const float *bias, Out *
                 }
             __syncwarp();
             const u32 col = first_col + block * STAGED;
-            const u32 height = min(16u, rows > first_row ? rows - first_row : 0);
             const u32 width = min((u32)STAGED, cols > col ? cols - col : 0);
-#pragma unroll 4
-            for (u32 i = 0; i < height; i++) {
+#pragma unroll 8
+            for (u32 i = 0; i < 16; i++) {
+                const bool inside = first_row + i < rows;
                 Out *to = out + (u64)(first_row + i) * cols + col;
 #if defined(OUT_F32)
-                if (lane < width)
+                if (inside && lane < width)
                     to[lane] = staging[i][lane];
 #else
-                // Words of two elements, where they are aligned: a row that begins in the middle of one begins and ends
-                // with single elements.
+                // Aligned words of two elements each; a row that begins in the middle of one has an element in front of
+                // them, and there may be one behind them.
                 const u32 odd = (u64)to / sizeof(Out) % 2;
-                const u32 second = 2 * lane + 1 - odd;
-                const bool has_first = second > 0 && second - 1 < width, has_second = second < width;
-                if (has_first && has_second)
-                    *(u32 *)(to + second - 1) = staging[i][second - 1] | (u32)staging[i][second] << 16;
-                else if (has_first)
-                    to[second - 1] = staging[i][second - 1];
-                else if (has_second)
-                    to[second] = staging[i][second];
-                if (odd && lane == 0 && width == STAGED)
-                    to[STAGED - 1] = staging[i][STAGED - 1];
+                const u32 *words = (const u32 *)staging[i] + lane;
+                const u32 word = __funnelshift_r(words[0], words[1], 16 * odd);
+                if (inside && 2 * lane + odd + 1 < width)
+                    *(u32 *)(to + 2 * lane + odd) = word;
+                if (inside && odd && lane == 0 && width > 0)
+                    to[0] = staging[i][0];
+                if (inside && (width - odd) % 2 == 1 && width > odd && lane == 1)
+                    to[width - 1] = staging[i][width - 1];
 #endif
             }
             __syncwarp();

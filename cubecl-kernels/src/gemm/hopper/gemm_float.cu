@@ -1,0 +1,192 @@
+// C[M, N] = A[M, K] B[N, K]^T + bias[N] of BF16 or FP16 matrices, FP32 sums, on sm_90a.
+//
+// Knobs, defined in front of this text:
+//   TILE_N     128 or 256, the columns of an output tile (its rows are 128)
+//   STAGES     stages of the ring in shared memory
+//   IN         "bf16" or "f16", the type of A and B
+//   A_ALONG_MN, B_ALONG_MN   0: neighbours in memory are neighbours along K; 1: along M or N
+//   BIAS, OUT_F32, OUT_F16 or OUT_BF16   see common.cu, which comes before this text
+//
+// A producer warp and two consumer warpgroups, as in gemm.cu. There is nothing to convert between products here: the
+// sums stay where wgmma accumulates them, and one stage's products are always queued behind another's.
+
+// The launcher's numbers, in its order.
+struct Numbers {
+    u64 batch, m, n, k, b_batched;
+};
+
+// Elements of a stage along K: 128 bytes.
+#define DEPTH 64
+#define A_BYTES (TILE_M * DEPTH * 2)
+#define B_BYTES (TILE_N * DEPTH * 2)
+#define STAGE_BYTES (A_BYTES + B_BYTES)
+// Bytes of a box of 64 elements along M or N and a stage's depth along K, where neighbours along M or N are neighbours
+// in memory: 128 bytes is as wide as a swizzled box can be.
+#define BOX 64
+#define BOX_BYTES (BOX * DEPTH * 2)
+
+// Describes an operand in shared memory, swizzled by TMA in groups of 8 rows of 128 bytes:
+//   bits  0..13  address / 16
+//   bits 16..29  along M or N: bytes / 16 from a box to the next; along K: not used, 1
+//   bits 32..45  bytes / 16 from one group of 8 rows to the next: 8 * 128 / 16 = 64. Rows follow one another along M or
+//                N where a row runs along K, and along K where it runs along M or N
+//   bits 62..63  the swizzle: 1 is that of 128 bytes
+template <bool AlongMN> __device__ __forceinline__ u64 descriptor(u32 address) {
+    return (u64)((address & 0x3ffff) >> 4) | (u64)(AlongMN ? BOX_BYTES / 16 : 1) << 16 | (u64)64 << 32 | (u64)1 << 62;
+}
+
+// The bytes from one product of depth 16 to the next: 16 elements of a row, or 16 rows.
+template <bool AlongMN> __device__ __forceinline__ u32 step_bytes() {
+    return AlongMN ? 16 * 128 : 16 * 2;
+}
+
+#define FLOATS_4(x, i) "+f"(x[i]), "+f"(x[i + 1]), "+f"(x[i + 2]), "+f"(x[i + 3])
+#define FLOATS_16(x, i) FLOATS_4(x, i), FLOATS_4(x, i + 4), FLOATS_4(x, i + 8), FLOATS_4(x, i + 12)
+#define FLOATS_64(x, i) FLOATS_16(x, i), FLOATS_16(x, i + 16), FLOATS_16(x, i + 32), FLOATS_16(x, i + 48)
+#define TEXT_OF(x) #x
+#define TEXT(x) TEXT_OF(x)
+
+// sums[64, TILE_N] (+)= a[64, 16] b[TILE_N, 16]^T for a warpgroup; without `add`, what was there is ignored.
+// Asynchronous: `sums` may be touched only after products_wait. The last two numbers tell operands along M or N.
+__device__ __forceinline__ void multiply(float *sums, u64 a, u64 b, bool add) {
+#if TILE_N == 256
+    asm volatile("{\n"
+                 ".reg .pred add;\n"
+                 "setp.ne.b32 add, %130, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n256k16.f32." IN "." IN " {"
+                 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+                 "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+                 "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
+                 "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
+                 "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
+                 "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
+                 "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+                 "}, %128, %129, add, 1, 1, " TEXT(A_ALONG_MN) ", " TEXT(B_ALONG_MN) ";\n"
+                 "}"
+                 : FLOATS_64(sums, 0), FLOATS_64(sums, 64)
+                 : "l"(a), "l"(b), "r"((int)add));
+#else
+    asm volatile("{\n"
+                 ".reg .pred add;\n"
+                 "setp.ne.b32 add, %66, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n128k16.f32." IN "." IN " {"
+                 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+                 "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+                 "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+                 "}, %64, %65, add, 1, 1, " TEXT(A_ALONG_MN) ", " TEXT(B_ALONG_MN) ";\n"
+                 "}"
+                 : FLOATS_64(sums, 0)
+                 : "l"(a), "l"(b), "r"((int)add));
+#endif
+}
+
+// Keeps the compiler from moving reads and writes of `sums` across this place: it does not know that wgmma goes on
+// writing registers after its instruction.
+__device__ __forceinline__ void sums_pin(float *sums) {
+#pragma unroll
+    for (int i = 0; i < TILE_N / 2; i++)
+        asm volatile("" : "+f"(sums[i])::"memory");
+}
+
+// Starts the copies of `rows` rows of an operand, `depth` being the first element along K.
+template <bool AlongMN>
+__device__ __forceinline__ void copy_operand(u32 to, const TensorMap *map, u32 depth, u32 row, u32 rows, u32 batch,
+                                             u32 barrier) {
+    if (AlongMN) {
+        for (u32 box = 0; box < rows / BOX; box++)
+            copy_tile(to + box * BOX_BYTES, map, row + box * BOX, depth, batch, barrier);
+    } else {
+        copy_tile(to, map, depth, row, batch, barrier);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(384, 1)
+    gemm_float_hopper(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map, const void *,
+                      const void *, const float *__restrict__ bias, Out *__restrict__ out, const void *, const void *,
+                      const __grid_constant__ Numbers numbers) {
+    // The swizzle repeats every 1024 bytes, so tiles must begin at multiples of that.
+    extern __shared__ __align__(1024) unsigned char ring[];
+    __shared__ u64 full_barriers[STAGES], empty_barriers[STAGES];
+    __shared__ __align__(16) Staging staging[8];
+
+    const u32 m = numbers.m, n = numbers.n, k = numbers.k;
+    const u32 tiles_m = (m + TILE_M - 1) / TILE_M, tiles_n = (n + TILE_N - 1) / TILE_N;
+    const u32 tiles = numbers.batch * tiles_m * tiles_n;
+    const u32 blocks = (k + DEPTH - 1) / DEPTH;
+    const u32 full = shared_address(full_barriers), empty = shared_address(empty_barriers);
+    const u32 memory = shared_address(ring);
+
+    if (threadIdx.x == 0) {
+        for (u32 stage = 0; stage < STAGES; stage++) {
+            // Full: the producer's arrival and its bytes. Empty: an arrival of each of the consumers' warps.
+            barrier_init(full + 8 * stage, 1);
+            barrier_init(empty + 8 * stage, 8);
+        }
+        // TMA is another proxy: without the fence it may see the barriers as they were before.
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    }
+    __syncthreads();
+
+    // A stage's index and the parity of its phase, counted through all tiles.
+    u32 stage = 0, parity = 0;
+
+    if (threadIdx.x < 128) {
+        // The producer's registers go to the consumers: 24 + 2 * 240 <= 3 * 168.
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+        if (threadIdx.x > 0)
+            return;
+        for (u32 index = blockIdx.x; index < tiles; index += gridDim.x) {
+            const Tile tile = tile_of(index, tiles_m, tiles_n, 16);
+            for (u32 block = 0; block < blocks; block++) {
+                barrier_wait(empty + 8 * stage, parity ^ 1);
+                const u32 to = memory + stage * STAGE_BYTES, barrier = full + 8 * stage, depth = block * DEPTH;
+                barrier_arrive_expect(barrier, STAGE_BYTES);
+                copy_operand<A_ALONG_MN>(to, &a_map, depth, tile.m * TILE_M, TILE_M, tile.batch, barrier);
+                copy_operand<B_ALONG_MN>(to + A_BYTES, &b_map, depth, tile.n * TILE_N, TILE_N,
+                                        numbers.b_batched ? tile.batch : 0, barrier);
+                if (++stage == STAGES) {
+                    stage = 0;
+                    parity ^= 1;
+                }
+            }
+        }
+        return;
+    }
+
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+    const u32 consumer = threadIdx.x / 128 - 1;
+    const u32 warp = threadIdx.x % 128 / 32;
+    for (u32 index = blockIdx.x; index < tiles; index += gridDim.x) {
+        const Tile tile = tile_of(index, tiles_m, tiles_n, 16);
+        float sums[TILE_N / 2];
+        u32 previous = 0;
+        for (u32 block = 0; block < blocks; block++) {
+            barrier_wait(full + 8 * stage, parity);
+            // The 64 rows of a consumer are 64 rows of 128 bytes, or one box.
+            const u32 a = memory + stage * STAGE_BYTES + consumer * BOX_BYTES;
+            const u32 b = memory + stage * STAGE_BYTES + A_BYTES;
+            products_fence();
+#pragma unroll
+            for (int step = 0; step < DEPTH / 16; step++)
+                multiply(sums, descriptor<A_ALONG_MN>(a + step * step_bytes<A_ALONG_MN>()),
+                         descriptor<B_ALONG_MN>(b + step * step_bytes<B_ALONG_MN>()), block > 0 || step > 0);
+            products_commit();
+            // The stage before this one has been read when its products are done.
+            products_wait<1>();
+            if (block > 0)
+                release(empty + 8 * previous);
+            previous = stage;
+            if (++stage == STAGES) {
+                stage = 0;
+                parity ^= 1;
+            }
+        }
+        products_wait<0>();
+        sums_pin(sums);
+        release(empty + 8 * previous);
+        write_sums(sums, bias, out + tile.batch * (u64)m * n, staging[4 * consumer + warp],
+                   tile.m * TILE_M + consumer * 64 + warp * 16, tile.n * TILE_N, m, n);
+    }
+}

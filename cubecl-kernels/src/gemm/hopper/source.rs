@@ -1,0 +1,172 @@
+//! CUDA source as a kernel of CubeCL.
+
+use std::{
+    fmt::Debug,
+    hash::{DefaultHasher, Hash, Hasher},
+};
+
+use cubecl::{CompilationError, Compiler, CubeTask, ir::StorageType, prelude::*};
+
+use crate::device::storage;
+
+/// A producer and two consumer warpgroups.
+const UNITS: u32 = 3 * 128;
+/// Bytes that every kernel leaves to what it declares itself: barriers, notes, staging memory for unaligned rows.
+const DECLARED: usize = 24 * 1024;
+
+/// CUDA source with its knobs set: a value of this type is one kernel.
+pub(super) trait CudaSource: Debug + Copy + Eq + Hash + Send + Sync + 'static {
+    /// The text, which reads the knobs as macros.
+    const TEXT: &'static str;
+    /// The name of the kernel in the text, a function `extern "C"`.
+    const ENTRY_POINT: &'static str;
+
+    /// The lines that define the macros.
+    fn knobs(&self) -> String;
+
+    /// Bytes of shared memory that the kernel takes at its launch.
+    fn shared_memory(&self) -> usize;
+}
+
+/// The macro that stands for the element type of the output.
+pub(super) fn out_knob(dtype: StorageType) -> &'static str {
+    if dtype == storage::<f32>() {
+        "OUT_F32"
+    } else if dtype == storage::<half::f16>() {
+        "OUT_F16"
+    } else {
+        "OUT_BF16"
+    }
+}
+
+/// Stages of so many bytes that fit into a device's shared memory.
+pub(in crate::gemm) fn stages<R: Runtime>(client: &ComputeClient<R>, stage_bytes: usize) -> usize {
+    let available = client.properties().hardware.max_shared_memory_size - DECLARED;
+    available / stage_bytes
+}
+
+/// The kernel of a source.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct SourceKernel<S>(pub S);
+
+impl<S: CudaSource> KernelMetadata for SourceKernel<S> {
+    fn id(&self) -> KernelId {
+        // Compiled kernels outlive the process in CubeCL's cache: another text must have another id.
+        let mut hasher = DefaultHasher::new();
+        S::TEXT.hash(&mut hasher);
+        KernelId::new::<Self>()
+            .info((self.0, hasher.finish()))
+            .cube_dim(CubeDim::new_1d(UNITS))
+    }
+
+    fn address_type(&self) -> StorageType {
+        storage::<u32>()
+    }
+}
+
+impl<S: CudaSource, C: Compiler> CubeTask<C> for SourceKernel<S> {
+    /// CubeCL takes the shared memory of a launch from the representation of a kernel that it compiled itself: that of
+    /// [`Reservation`], whose source is then replaced.
+    fn compile(
+        &self,
+        compiler: &mut C,
+        options: &C::CompilationOptions,
+        mode: ExecutionMode,
+        address_type: StorageType,
+    ) -> Result<CompiledKernel<C>, CompilationError> {
+        let reservation = Reservation {
+            bytes: self.0.shared_memory(),
+        };
+        let mut compiled = KernelTask::<C, Reservation>::new(reservation).compile(
+            compiler,
+            options,
+            mode,
+            address_type,
+        )?;
+        compiled.entrypoint_name = S::ENTRY_POINT.into();
+        compiled.debug_name = Some(S::ENTRY_POINT);
+        compiled.source = format!("{}\n{}", self.0.knobs(), S::TEXT);
+        Ok(compiled)
+    }
+}
+
+/// A kernel that has as many units and as much shared memory as the CUDA source, and does nothing of use.
+struct Reservation {
+    bytes: usize,
+}
+
+impl KernelMetadata for Reservation {
+    fn id(&self) -> KernelId {
+        KernelId::new::<Self>().info(self.bytes)
+    }
+
+    fn address_type(&self) -> StorageType {
+        storage::<u32>()
+    }
+}
+
+impl CubeKernel for Reservation {
+    fn define(&self) -> KernelDefinition {
+        let mut builder = KernelBuilder::default();
+        AddressType::U32.register(&mut builder.scope);
+        touch_shared_memory::expand(&mut builder.scope, self.bytes);
+        builder.build(
+            KernelSettings::default()
+                .cube_dim(CubeDim::new_1d(UNITS))
+                .kernel_name("reservation"),
+        )
+    }
+}
+
+#[cube]
+fn touch_shared_memory(#[comptime] bytes: usize) {
+    let mut memory = SharedMemory::<u32>::new(comptime!(bytes / 4));
+    memory[UNIT_POS as usize] = UNIT_POS;
+}
+
+#[cfg(all(test, feature = "cuda"))]
+mod tests {
+    use cubecl::cuda::CudaCompiler;
+
+    use super::*;
+
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+    struct Example {
+        stages: usize,
+    }
+
+    impl CudaSource for Example {
+        const TEXT: &'static str = "extern \"C\" __global__ void example() {}";
+        const ENTRY_POINT: &'static str = "example";
+
+        fn knobs(&self) -> String {
+            format!("#define STAGES {}", self.stages)
+        }
+
+        fn shared_memory(&self) -> usize {
+            self.stages * 49_152
+        }
+    }
+
+    /// CubeCL would launch a kernel without shared memory if it found none in the reservation.
+    #[test]
+    fn the_reservation_holds_the_shared_memory_of_the_source() {
+        for stages in [1, 4] {
+            let kernel = SourceKernel(Example { stages });
+            let compiled = CubeTask::<CudaCompiler>::compile(
+                &kernel,
+                &mut Default::default(),
+                &Default::default(),
+                ExecutionMode::Unchecked,
+                KernelMetadata::address_type(&kernel),
+            )
+            .expect("a kernel of CubeCL");
+            let reservation = compiled.repr.expect("CubeCL's own kernel");
+            assert_eq!(reservation.shared_memory_size(), stages * 49_152);
+            assert_eq!(compiled.cube_dim, CubeDim::new_1d(384));
+            assert_eq!(compiled.entrypoint_name, "example");
+            let expected = format!("#define STAGES {stages}\n{}", Example::TEXT);
+            assert_eq!(compiled.source, expected);
+        }
+    }
+}
