@@ -150,9 +150,12 @@ pub(crate) fn launch<R: Runtime>(
         transposed: output.transposed.map(|(_, round)| round),
         fallback: output.fallback.is_some(),
     };
+    let read = read_width_up_to(patch_cols, x, view);
     let hardware = &client.properties().hardware;
     let shared_bytes = TILE * TILE * (x.dtype.size() + 1) + 4 * PLANE * LANES;
-    let looped = copies.any(Round::Stochastic) && shared_bytes <= hardware.max_shared_memory_size;
+    let looped = copies.any(Round::Stochastic)
+        && read == patch_cols
+        && shared_bytes <= hardware.max_shared_memory_size;
     let tile = BlockTile {
         block,
         patch_cols,
@@ -161,7 +164,7 @@ pub(crate) fn launch<R: Runtime>(
         } else {
             256
         },
-        read: read_width_up_to(patch_cols, x, view),
+        read,
         write: (
             byte_width(shape.cols, patch_cols),
             byte_width(shape.rows, CHUNK),
@@ -274,7 +277,7 @@ fn quantize_block_kernel<F: Numeric, NX: Size, V: Numeric, NV: Size, T: Numeric,
     if comptime!(tile.looped) {
         #[unroll]
         for slot in 0..comptime!(tile.held()) {
-            held.shared[shared_slot(slot, tile)] = held.registers[slot];
+            held.shared[shared_slot(slot, tile)] = Words::reinterpret(held.registers[slot]);
         }
     }
     reduce_to_blocks(&mut maxima, tile);
@@ -288,11 +291,17 @@ fn quantize_block_kernel<F: Numeric, NX: Size, V: Numeric, NV: Size, T: Numeric,
         16usize,
     );
     let mut residual_maxima = Array::<u32>::new(patches);
+    // One block in the tile: its divisions are done once.
+    let (first_scale, first_inverse) = scale_and_inverse(maxima[0], Q_MAX);
     #[unroll]
     for patch in 0..patches {
         let (tile_row, tile_col) = patch_position(comptime!(patch as u32), tile);
         let (row, col) = (at.row + tile_row, at.col + tile_col);
-        let (scale, inverse) = scale_and_inverse(maxima[patch], Q_MAX);
+        let (scale, inverse) = if comptime!(patch == 0 || tile.block == TILE) {
+            (first_scale, first_inverse)
+        } else {
+            scale_and_inverse(maxima[patch], Q_MAX)
+        };
         let falls_back = falls_back(maxima[patch], thresholds, layer, copies);
         let slot = block_slot(&geometry, &at, tile_row, tile_col, tile);
         let writes_scale = is_first_of_block(&geometry, row, col, tile);
@@ -495,10 +504,11 @@ fn residual_max<F: Numeric, N: Size>(
     zero: u32,
     #[comptime] tile: BlockTile,
 ) -> u32 {
+    let values = line_values::<F, N>(held, patch, line, tile);
     let mut bits = 0u32;
     #[unroll]
     for col in 0..tile.patch_cols {
-        let value = element::<F, N>(held, patch, line, col, tile);
+        let value = values[col];
         bits = max(bits, magnitude_bits(residual(value, scale, inverse, zero)));
     }
     bits
@@ -518,6 +528,7 @@ fn residual_line<F: Numeric, N: Size>(
     zero: u32,
     #[comptime] tile: BlockTile,
 ) -> Array<u32> {
+    let values = line_values::<F, N>(held, patch, line, tile);
     let mut words = Array::<u32>::new(comptime!(tile.patch_cols / 4));
     #[unroll]
     for quarter in 0..comptime!(tile.patch_cols / 4) {
@@ -525,7 +536,7 @@ fn residual_line<F: Numeric, N: Size>(
         #[unroll]
         for lane in 0..4usize {
             let col = comptime!(quarter * 4 + 3 - lane);
-            let value = element::<F, N>(held, patch, line, col, tile);
+            let value = values[col];
             let rest = residual(value, scale, inverse, zero);
             let product = exact::product(rest, residual_inverse, zero);
             word = push_byte(word, nearest_sum(product));
@@ -556,6 +567,7 @@ fn round_line<F: Numeric, N: Size>(
     #[comptime] tile: BlockTile,
     #[comptime] copies: Copies,
 ) -> Array<u32> {
+    let values = line_values::<F, N>(held, patch, line, tile);
     let mut words = Array::<u32>::new(comptime!(tile.patch_cols / 4));
     #[unroll]
     for quarter in 0..comptime!(tile.patch_cols / 4) {
@@ -572,7 +584,7 @@ fn round_line<F: Numeric, N: Size>(
             bits[3] = b3;
             #[unroll]
             for lane in 0..4usize {
-                let value = element::<F, N>(held, patch, line, comptime!(quarter * 4 + lane), tile);
+                let value = values[comptime!(quarter * 4 + lane)];
                 let scaled = to_range(value, inverse, Q_MAX);
                 nearest[lane] = nearest_sum(scaled);
                 stochastic[lane] = stochastic_sum(scaled, bits[lane]);
@@ -580,7 +592,7 @@ fn round_line<F: Numeric, N: Size>(
         } else {
             #[unroll]
             for lane in 0..4usize {
-                let value = element::<F, N>(held, patch, line, comptime!(quarter * 4 + lane), tile);
+                let value = values[comptime!(quarter * 4 + lane)];
                 nearest[lane] = nearest_sum(exact::product(value, inverse, zero));
             }
         }
@@ -686,6 +698,9 @@ fn patch_position(#[comptime] patch: u32, #[comptime] tile: BlockTile) -> (u32, 
     (row, col)
 }
 
+/// 16 bytes: a compiler takes them from shared memory at once, which it does not with narrower elements.
+type Words = Vector<u32, Const<4>>;
+
 /// The elements of a cube: each unit's own, one vector after the other.
 ///
 /// Stochastic rounding takes so many registers that too few cubes would fit on a multiprocessor for some to round while
@@ -695,7 +710,7 @@ fn patch_position(#[comptime] patch: u32, #[comptime] tile: BlockTile) -> (u32, 
 #[derive(CubeType)]
 struct Held<F: Numeric, N: Size> {
     registers: Array<Vector<F, N>>,
-    shared: SharedMemory<Vector<F, N>>,
+    shared: SharedMemory<Words>,
 }
 
 /// Where a unit's vector lies in [`Held`]'s shared memory: beside those of its neighbours.
@@ -741,7 +756,7 @@ fn read_patches<F: Numeric, N: Size>(
             }
         }
     }
-    let shared = SharedMemory::<Vector<F, N>>::new(comptime!(if tile.looped {
+    let shared = SharedMemory::<Words>::new(comptime!(if tile.looped {
         tile.held() * tile.units
     } else {
         1
@@ -749,25 +764,32 @@ fn read_patches<F: Numeric, N: Size>(
     Held::<F, N> { registers, shared }
 }
 
-/// One of the elements that a unit holds.
+/// A row of a patch.
 #[cube]
-fn element<F: Numeric, N: Size>(
+fn line_values<F: Numeric, N: Size>(
     held: &Held<F, N>,
     #[comptime] patch: usize,
     line: u32,
-    #[comptime] col: usize,
     #[comptime] tile: BlockTile,
-) -> f32 {
+) -> Array<f32> {
+    let mut values = Array::<f32>::new(tile.patch_cols);
     if comptime!(tile.looped) {
-        let pieces = comptime!(tile.patch_cols / tile.read);
-        let first = comptime!(patch * PATCH_ROWS * pieces + col / tile.read);
-        let vector = held.shared[shared_slot(line as usize * pieces + first, tile)];
-        f32::cast_from(vector[comptime!(col % tile.read)])
+        let slot = line as usize + comptime!(patch * PATCH_ROWS);
+        let vector = Vector::<F, N>::reinterpret(held.shared[shared_slot(slot, tile)]);
+        #[unroll]
+        for col in 0..tile.patch_cols {
+            values[col] = f32::cast_from(vector[col]);
+        }
     } else {
-        of_registers::<F, N>(&held.registers, patch, line, col, tile)
+        #[unroll]
+        for col in 0..tile.patch_cols {
+            values[col] = of_registers::<F, N>(&held.registers, patch, line, col, tile);
+        }
     }
+    values
 }
 
+/// One of the elements that a unit holds in registers.
 #[cube]
 fn of_registers<F: Numeric, N: Size>(
     registers: &Array<Vector<F, N>>,
