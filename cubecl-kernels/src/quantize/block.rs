@@ -250,9 +250,9 @@ fn quantize_block_kernel<F: Numeric, NX: Size, V: Numeric, NV: Size, T: Numeric,
     lines: u32,
     #[comptime] tile: BlockTile,
     #[comptime] copies: Copies,
-    #[define(F)] _x: StorageType,
-    #[define(V)] _values: StorageType,
-    #[define(T)] _transposed: StorageType,
+    #[define(F)] _x_dtype: StorageType,
+    #[define(V)] _values_dtype: StorageType,
+    #[define(T)] _transposed_dtype: StorageType,
 ) {
     let at = tile_position(&geometry, tile);
     if at.batch >= batch_size {
