@@ -19,8 +19,8 @@ const ROUND_TO_EVEN_BITS: i32 = 0x4B40_0000;
 /// 2^24, the random numbers of an interval of length one.
 const UNIT_FRACTION: f32 = 16_777_216.0;
 const SIGN_BITS: u32 = 0x8080_8080;
-/// Turns the sum of `(ROUND_TO_EVEN_BITS + q) * 256^i` over four integers into that of `(q + 128) * 256^i`, whose bytes do
-/// not borrow from each other.
+/// Turns the sum of `(ROUND_TO_EVEN_BITS + q) * 256^i` over four integers into that of `(q + 128) * 256^i`, whose bytes
+/// do not borrow from each other.
 const PACK_OFFSET: u32 =
     SIGN_BITS.wrapping_sub((ROUND_TO_EVEN_BITS as u32).wrapping_mul(0x0101_0101));
 
