@@ -24,8 +24,8 @@ pub struct LinearInput<R: Runtime> {
     pub forward: Quantized<R>,
     /// The residual of the blocks that fell back, for the forward product; `None` without a fallback.
     pub residual: Option<FallbackResidual<R>>,
-    /// The transposed copy, rounded stochastically: what the backward pass multiplies to the weight's gradient. It shares
-    /// its scales with `forward`.
+    /// The transposed copy, rounded stochastically: what the backward pass multiplies to the weight's gradient. It
+    /// shares its scales with `forward`.
     pub saved: Quantized<R>,
 }
 
@@ -48,8 +48,8 @@ impl<R: Runtime> Clone for LinearInput<R> {
 ///   them; `None` for no fallback.
 ///
 /// To the bit, `forward` and `residual` are what `quantize_fallback`, or [`quantize`](crate::quantize::quantize) with
-/// nearest rounding, gives with [`Layout::RowMajor`], and `saved` is what `quantize` gives with [`Layout::Transposed`] and
-/// [`Rounding::Stochastic`].
+/// nearest rounding, gives with [`Layout::RowMajor`], and `saved` is what `quantize` gives with [`Layout::Transposed`]
+/// and [`Rounding::Stochastic`].
 ///
 /// # Errors
 ///

@@ -18,10 +18,9 @@ pub(crate) const ROUND_TO_EVEN: f32 = 12_582_912.0;
 const ROUND_TO_EVEN_BITS: i32 = 0x4B40_0000;
 /// 2^24, the random numbers of an interval of length one.
 const UNIT_FRACTION: f32 = 16_777_216.0;
-const UNIT_FRACTION_BITS: u32 = UNIT_FRACTION.to_bits();
 const SIGN_BITS: u32 = 0x8080_8080;
-/// Turns the sum of `(ROUND_TO_EVEN_BITS + q) * 256^i` over four integers into that of `(q + 128) * 256^i`, whose bytes do
-/// not borrow from each other.
+/// Turns the sum of `(ROUND_TO_EVEN_BITS + q) * 256^i` over four integers into that of `(q + 128) * 256^i`, whose bytes
+/// do not borrow from each other.
 const PACK_OFFSET: u32 =
     SIGN_BITS.wrapping_sub((ROUND_TO_EVEN_BITS as u32).wrapping_mul(0x0101_0101));
 
@@ -105,37 +104,35 @@ pub(crate) fn to_range(x: f32, inverse: f32, #[comptime] q_max: i32) -> f32 {
     max(min(x * inverse, limit), -limit)
 }
 
-/// [`nearest_sum`]'s bits for stochastic rounding: its low byte is that of the integer.
-///
-/// `scaled` comes from [`to_range`], `sum` is its [`nearest_sum`], `bits` the random word. Instead of a floor and two
-/// conversions: `scaled` minus its nearest integer is exact, and its sign tells whether the floor is one below. The
-/// fraction above the floor, in units of 2^-24, is rounded as `scaled - floor` is. `minus_round` is a scalar argument of
-/// the launch, always `-ROUND_TO_EVEN`: a compiler that knew it could cancel the two sums.
+/// [`nearest_sum`] for stochastic rounding: plus the floor, or the integer above it with the probability of the
+/// fraction. `scaled` comes from [`to_range`], `bits` is the random word.
 #[cube]
-pub(crate) fn stochastic_sum(scaled: f32, sum: f32, bits: u32, minus_round: f32) -> u32 {
-    let rest = scaled - (sum + minus_round);
-    // All ones where the floor is below the nearest integer.
-    let below = u32::reinterpret(i32::reinterpret(rest) >> 31);
-    let one = f32::reinterpret(below & UNIT_FRACTION_BITS);
-    let fraction = rest * UNIT_FRACTION + one;
-    let up = select(f32::cast_from(bits >> 8) < fraction, 1u32, 0u32);
-    u32::reinterpret(sum) + below + up
+pub(crate) fn stochastic_sum(scaled: f32, bits: u32) -> f32 {
+    let floor = scaled.floor();
+    // In units of 2^-24, the steps of the random number: both scalings are exact.
+    let fraction = (scaled - floor) * UNIT_FRACTION;
+    let up = f32::cast_from(bits >> 8) < fraction;
+    floor + select(up, ROUND_TO_EVEN + 1.0, ROUND_TO_EVEN)
 }
 
-/// The low bytes of four sums `sums[first]`, `sums[first + stride]`, ..., each [`nearest_sum`]'s bits or those plus an
-/// integer, in one word, the first lowest; zeros under a zero `mask`.
-///
-/// Multiplications and additions modulo 2^32 in place of shifts: on CUDA they use another pipe than the comparisons.
+/// The integer of a [`nearest_sum`], exactly.
 #[cube]
-pub(crate) fn pack_bytes(
-    sums: &Array<u32>,
-    #[comptime] first: usize,
-    #[comptime] stride: usize,
-    mask: u32,
-) -> u32 {
-    let mut word = sums[comptime!(first + 3 * stride)] * 256 + sums[comptime!(first + 2 * stride)];
-    word = word * 256 + sums[comptime!(first + stride)];
-    word = word * 256 + sums[first];
+pub(crate) fn integer_of(sum: f32) -> f32 {
+    f32::cast_from(i32::reinterpret(sum) - ROUND_TO_EVEN_BITS)
+}
+
+/// Puts the integer of a [`nearest_sum`] below those that `word` holds; [`packed`] makes bytes of four.
+///
+/// Multiplications and additions modulo 2^32 in place of shifts: on CUDA they use another pipe than comparisons and
+/// logic, of which there is more.
+#[cube]
+pub(crate) fn push_byte(word: u32, sum: f32) -> u32 {
+    word * 256 + u32::reinterpret(sum)
+}
+
+/// The four integers that [`push_byte`] put into a word, as `i8`, the last one lowest; zeros under a zero `mask`.
+#[cube]
+pub(crate) fn packed(word: u32, mask: u32) -> u32 {
     ((word + PACK_OFFSET) ^ SIGN_BITS) & mask
 }
 

@@ -91,8 +91,8 @@ fn transpose_kernel<V: Numeric, NV: Size, T: Numeric, NT: Size>(
     cols: u32,
     #[comptime] read: usize,
     #[comptime] tile: StagedTile,
-    #[define(V)] _values: StorageType,
-    #[define(T)] _transposed: StorageType,
+    #[define(V)] _values_dtype: StorageType,
+    #[define(T)] _transposed_dtype: StorageType,
 ) {
     let side = comptime!(TILE as u32);
     let grid_cols = cols.div_ceil(side);

@@ -1,12 +1,12 @@
 //! Quantization in square blocks: one read of the input, every output written once.
 //!
-//! A cube takes a tile of 128 rows and columns, whatever the block size, and keeps it in registers between the search of
-//! the maxima and the rounding. Its units hold *patches* of four rows and as many columns as 16 bytes of the input: a
+//! A cube takes a tile of 128 rows and columns, whatever the block size, and keeps it on chip between the search of the
+//! maxima and the rounding. Its units hold *patches* of four rows and as many columns as 16 bytes of the input: a
 //! plane of 32 reads four rows of 128 bytes at once, and four rows are what makes one word of the transposed copy. That
 //! copy passes through shared memory as words, in chunks of 16 bytes that are permuted so that neither writing its rows
 //! nor reading its columns meets in one bank.
 //!
-//! The nearest copy, the stochastic copy and the residual come from the same registers, so a linear layer's input is read
+//! The nearest copy, the stochastic copy and the residual come from the same elements, so a linear layer's input is read
 //! once for its forward product, its fallback and its backward pass.
 
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
@@ -19,7 +19,7 @@ use crate::{
     exact,
     format::{Format, Rounding, StochasticKey},
     rounding::{
-        ROUND_TO_EVEN, RandomStream, is_finite, magnitude_bits, nearest_sum, pack_bytes,
+        RandomStream, integer_of, is_finite, magnitude_bits, nearest_sum, packed, push_byte,
         random_stream, random_words_by, scale_and_inverse, stochastic_sum, to_range,
     },
 };
@@ -92,6 +92,8 @@ struct BlockTile {
     wide: bool,
     /// Whether the cubes lie in a grid of the tiles of one matrix.
     flat: bool,
+    /// Whether the elements wait in shared memory, and the rows of a patch are rounded in a loop; see [`Held`].
+    looped: bool,
 }
 
 impl BlockTile {
@@ -109,8 +111,9 @@ impl BlockTile {
         TILE * TILE / (PATCH_ROWS * self.patch_cols) / self.units
     }
 
-    const fn patch_elements(&self) -> usize {
-        PATCH_ROWS * self.patch_cols
+    /// Vectors that each unit holds.
+    const fn held(&self) -> usize {
+        self.patches() * PATCH_ROWS * self.patch_cols / self.read
     }
 
     /// Units of a plane, along the columns, whose patches lie in one block.
@@ -142,12 +145,26 @@ pub(crate) fn launch<R: Runtime>(
     let (rows, cols) = (shape.rows.div_ceil(TILE), shape.cols.div_ceil(TILE));
     // Limits of a cube count along one dimension.
     let flat = shape.batch == 1 && rows.max(cols) <= 65_535;
-    let most_units = client.properties().hardware.max_units_per_cube as usize;
+    let copies = Copies {
+        row_major: output.row_major.map(|(_, round)| round),
+        transposed: output.transposed.map(|(_, round)| round),
+        fallback: output.fallback.is_some(),
+    };
+    let read = read_width_up_to(patch_cols, x, view);
+    let hardware = &client.properties().hardware;
+    let shared_bytes = TILE * TILE * (x.dtype.size() + 1) + 4 * PLANE * LANES;
+    let looped = copies.any(Round::Stochastic)
+        && read == patch_cols
+        && shared_bytes <= hardware.max_shared_memory_size;
     let tile = BlockTile {
         block,
         patch_cols,
-        units: if most_units >= 512 { 512 } else { 256 },
-        read: read_width_up_to(patch_cols, x, view),
+        units: if !looped && hardware.max_units_per_cube >= 512 {
+            512
+        } else {
+            256
+        },
+        read,
         write: (
             byte_width(shape.cols, patch_cols),
             byte_width(shape.rows, CHUNK),
@@ -155,11 +172,7 @@ pub(crate) fn launch<R: Runtime>(
         planes: has_planes_of_32(client),
         wide: has_u64(client),
         flat,
-    };
-    let copies = Copies {
-        row_major: output.row_major.map(|(_, round)| round),
-        transposed: output.transposed.map(|(_, round)| round),
-        fallback: output.fallback.is_some(),
+        looped,
     };
     let byte = |tensor: Option<&TensorHandle<R>>| {
         tensor
@@ -207,7 +220,7 @@ pub(crate) fn launch<R: Runtime>(
             shape.batch as u32,
             random_stream(key.map_or(Rounding::Nearest, Rounding::Stochastic)),
             0,
-            -ROUND_TO_EVEN,
+            PATCH_ROWS as u32,
             tile,
             copies,
             x.dtype,
@@ -234,32 +247,38 @@ fn quantize_block_kernel<F: Numeric, NX: Size, V: Numeric, NV: Size, T: Numeric,
     batch_size: u32,
     random: RandomStream,
     zero: u32,
-    minus_round: f32,
+    lines: u32,
     #[comptime] tile: BlockTile,
     #[comptime] copies: Copies,
-    #[define(F)] _x: StorageType,
-    #[define(V)] _values: StorageType,
-    #[define(T)] _transposed: StorageType,
+    #[define(F)] _x_dtype: StorageType,
+    #[define(V)] _values_dtype: StorageType,
+    #[define(T)] _transposed_dtype: StorageType,
 ) {
     let at = tile_position(&geometry, tile);
     if at.batch >= batch_size {
         terminate!();
     }
-    let held = read_patches::<F, NX>(x, &geometry, &at, tile);
+    let mut held = read_patches::<F, NX>(x, &geometry, &at, tile);
     let patches = comptime!(tile.patches());
     let mut maxima = Array::<u32>::new(patches);
     #[unroll]
     for patch in 0..patches {
         let mut bits = 0u32;
         #[unroll]
-        for index in 0..comptime!(tile.patch_elements()) {
-            let index = comptime!(patch * tile.patch_elements() + index);
-            bits = max(
-                bits,
-                magnitude_bits(element::<F, NX>(&held, index, tile.read)),
-            );
+        for line in 0..comptime!(PATCH_ROWS as u32) {
+            #[unroll]
+            for col in 0..tile.patch_cols {
+                let value = of_registers::<F, NX>(&held.registers, patch, line, col, tile);
+                bits = max(bits, magnitude_bits(value));
+            }
         }
         maxima[patch] = bits;
+    }
+    if comptime!(tile.looped) {
+        #[unroll]
+        for slot in 0..comptime!(tile.held()) {
+            held.shared[shared_slot(slot, tile)] = Words::reinterpret(held.registers[slot]);
+        }
     }
     reduce_to_blocks(&mut maxima, tile);
 
@@ -272,11 +291,17 @@ fn quantize_block_kernel<F: Numeric, NX: Size, V: Numeric, NV: Size, T: Numeric,
         16usize,
     );
     let mut residual_maxima = Array::<u32>::new(patches);
+    // One block in the tile: its divisions are done once.
+    let (first_scale, first_inverse) = scale_and_inverse(maxima[0], Q_MAX);
     #[unroll]
     for patch in 0..patches {
         let (tile_row, tile_col) = patch_position(comptime!(patch as u32), tile);
         let (row, col) = (at.row + tile_row, at.col + tile_col);
-        let (scale, inverse) = scale_and_inverse(maxima[patch], Q_MAX);
+        let (scale, inverse) = if comptime!(patch == 0 || tile.block == TILE) {
+            (first_scale, first_inverse)
+        } else {
+            scale_and_inverse(maxima[patch], Q_MAX)
+        };
         let falls_back = falls_back(maxima[patch], thresholds, layer, copies);
         let slot = block_slot(&geometry, &at, tile_row, tile_col, tile);
         let writes_scale = is_first_of_block(&geometry, row, col, tile);
@@ -298,74 +323,89 @@ fn quantize_block_kernel<F: Numeric, NX: Size, V: Numeric, NV: Size, T: Numeric,
 
         // An inverse of 0 stands for "all values are 0", whatever the products with it are.
         let mask = select(inverse == 0.0, 0u32, 0xffff_ffffu32);
-        let mut words = Array::<u32>::new(comptime!(tile.patch_elements() / 4));
+        let mut columns = Array::<u32>::new(tile.patch_cols);
         #[unroll]
-        for quarter in 0..comptime!(tile.patch_cols / 4) {
-            let mut nearest = Array::<u32>::new(16usize);
-            let mut stochastic = Array::<u32>::new(16usize);
-            #[unroll]
-            for line in 0..PATCH_ROWS {
-                let first = comptime!((patch * PATCH_ROWS + line) * tile.patch_cols + quarter * 4);
-                round_quad::<F, NX>(
+        for col in 0..tile.patch_cols {
+            columns[col] = 0u32;
+        }
+        if comptime!(tile.looped) {
+            for step in 0..lines {
+                let line = lines - 1 - step;
+                let words = round_line::<F, NX>(
                     &held,
-                    &mut nearest,
-                    &mut stochastic,
+                    &mut columns,
+                    patch,
+                    line,
                     inverse,
-                    at.batch * geometry.rows + row + comptime!(line as u32),
-                    col / 4 + comptime!(quarter as u32),
+                    mask,
+                    &geometry,
+                    &at,
+                    row,
+                    col,
                     &random,
                     zero,
-                    minus_round,
-                    first,
-                    line,
                     tile,
                     copies,
                 );
-            }
-            if comptime!(copies.row_major.is_some()) {
-                #[unroll]
-                for line in 0..PATCH_ROWS {
-                    let word = comptime!(line * tile.patch_cols / 4 + quarter);
-                    let from = comptime!(line * 4);
-                    words[word] = if comptime!(copies.row_major == Some(Round::Nearest)) {
-                        pack_bytes(&nearest, from, 1usize, mask)
-                    } else {
-                        pack_bytes(&stochastic, from, 1usize, mask)
-                    };
+                if comptime!(copies.row_major.is_some()) {
+                    write_line::<V, NV>(values, &words, &geometry, &at, row + line, col, tile);
                 }
             }
-            if comptime!(copies.transposed.is_some()) {
-                #[unroll]
-                for lane in 0..4usize {
-                    let word = if comptime!(copies.transposed == Some(Round::Nearest)) {
-                        pack_bytes(&nearest, lane, 4usize, mask)
-                    } else {
-                        pack_bytes(&stochastic, lane, 4usize, mask)
-                    };
-                    stage_word(
-                        &mut staged,
-                        word,
-                        tile_row / 4,
-                        tile_col,
-                        comptime!((quarter * 4 + lane) as u32),
-                        tile.staged(),
-                    );
+        } else {
+            #[unroll]
+            for step in 0..comptime!(PATCH_ROWS as u32) {
+                let line = comptime!(PATCH_ROWS as u32 - 1 - step);
+                let words = round_line::<F, NX>(
+                    &held,
+                    &mut columns,
+                    patch,
+                    line,
+                    inverse,
+                    mask,
+                    &geometry,
+                    &at,
+                    row,
+                    col,
+                    &random,
+                    zero,
+                    tile,
+                    copies,
+                );
+                if comptime!(copies.row_major.is_some()) {
+                    write_line::<V, NV>(values, &words, &geometry, &at, row + line, col, tile);
                 }
             }
         }
-        if comptime!(copies.row_major.is_some()) {
-            write_patch::<V, NV>(values, &words, &geometry, &at, row, col, tile);
+        if comptime!(copies.transposed.is_some()) {
+            #[unroll]
+            for col in 0..tile.patch_cols {
+                stage_word(
+                    &mut staged,
+                    packed(columns[col], mask),
+                    tile_row / 4,
+                    tile_col,
+                    comptime!(col as u32),
+                    tile.staged(),
+                );
+            }
         }
 
         if comptime!(copies.fallback) {
             let mut bits = 0u32;
             if falls_back {
-                #[unroll]
-                for index in 0..comptime!(tile.patch_elements()) {
-                    let index = comptime!(patch * tile.patch_elements() + index);
-                    let value = element::<F, NX>(&held, index, tile.read);
-                    let rest = residual(value, scale, inverse, zero, minus_round);
-                    bits = max(bits, magnitude_bits(rest));
+                if comptime!(tile.looped) {
+                    for line in 0..lines {
+                        let of_line =
+                            residual_max::<F, NX>(&held, patch, line, scale, inverse, zero, tile);
+                        bits = max(bits, of_line);
+                    }
+                } else {
+                    #[unroll]
+                    for line in 0..comptime!(PATCH_ROWS as u32) {
+                        let of_line =
+                            residual_max::<F, NX>(&held, patch, line, scale, inverse, zero, tile);
+                        bits = max(bits, of_line);
+                    }
                 }
             }
             residual_maxima[patch] = bits;
@@ -400,72 +440,192 @@ fn quantize_block_kernel<F: Numeric, NX: Size, V: Numeric, NV: Size, T: Numeric,
             if falls_back(maxima[patch], thresholds, layer, copies) {
                 let (scale, inverse) = scale_and_inverse(maxima[patch], Q_MAX);
                 let mask = select(residual_inverse == 0.0, 0u32, 0xffff_ffffu32);
-                let mut words = Array::<u32>::new(comptime!(tile.patch_elements() / 4));
-                #[unroll]
-                for word in 0..comptime!(tile.patch_elements() / 4) {
-                    let mut quad = Array::<u32>::new(4usize);
-                    #[unroll]
-                    for lane in 0..4usize {
-                        let index = comptime!(patch * tile.patch_elements() + word * 4 + lane);
-                        let value = element::<F, NX>(&held, index, tile.read);
-                        let rest = residual(value, scale, inverse, zero, minus_round);
-                        let product = exact::product(rest, residual_inverse, zero);
-                        quad[lane] = u32::reinterpret(nearest_sum(product));
+                if comptime!(tile.looped) {
+                    for line in 0..lines {
+                        let words = residual_line::<F, NX>(
+                            &held,
+                            patch,
+                            line,
+                            scale,
+                            inverse,
+                            residual_inverse,
+                            mask,
+                            zero,
+                            tile,
+                        );
+                        write_line::<V, NV>(
+                            residual_values,
+                            &words,
+                            &geometry,
+                            &at,
+                            row + line,
+                            col,
+                            tile,
+                        );
                     }
-                    words[word] = pack_bytes(&quad, 0usize, 1usize, mask);
+                } else {
+                    #[unroll]
+                    for line in 0..comptime!(PATCH_ROWS as u32) {
+                        let words = residual_line::<F, NX>(
+                            &held,
+                            patch,
+                            line,
+                            scale,
+                            inverse,
+                            residual_inverse,
+                            mask,
+                            zero,
+                            tile,
+                        );
+                        write_line::<V, NV>(
+                            residual_values,
+                            &words,
+                            &geometry,
+                            &at,
+                            row + line,
+                            col,
+                            tile,
+                        );
+                    }
                 }
-                write_patch::<V, NV>(residual_values, &words, &geometry, &at, row, col, tile);
             }
         }
     }
 }
 
-/// Rounds four neighbours of a row, `held[first..first + 4]`, for each kind of rounding that a copy has; the integers
-/// are the low bytes of what it puts into the arrays at `4 * line`.
+/// The largest magnitude, as bits, of the residual of a row of a patch.
+#[cube]
+fn residual_max<F: Numeric, N: Size>(
+    held: &Held<F, N>,
+    #[comptime] patch: usize,
+    line: u32,
+    scale: f32,
+    inverse: f32,
+    zero: u32,
+    #[comptime] tile: BlockTile,
+) -> u32 {
+    let values = line_values::<F, N>(held, patch, line, tile);
+    let mut bits = 0u32;
+    #[unroll]
+    for col in 0..tile.patch_cols {
+        let value = values[col];
+        bits = max(bits, magnitude_bits(residual(value, scale, inverse, zero)));
+    }
+    bits
+}
+
+/// The words of the residual of a row of a patch.
 #[cube]
 #[allow(clippy::too_many_arguments)]
-fn round_quad<F: Numeric, N: Size>(
-    held: &Array<Vector<F, N>>,
-    nearest: &mut Array<u32>,
-    stochastic: &mut Array<u32>,
+fn residual_line<F: Numeric, N: Size>(
+    held: &Held<F, N>,
+    #[comptime] patch: usize,
+    line: u32,
+    scale: f32,
     inverse: f32,
-    row: u32,
-    quarter: u32,
+    residual_inverse: f32,
+    mask: u32,
+    zero: u32,
+    #[comptime] tile: BlockTile,
+) -> Array<u32> {
+    let values = line_values::<F, N>(held, patch, line, tile);
+    let mut words = Array::<u32>::new(comptime!(tile.patch_cols / 4));
+    #[unroll]
+    for quarter in 0..comptime!(tile.patch_cols / 4) {
+        let mut word = 0u32;
+        #[unroll]
+        for lane in 0..4usize {
+            let col = comptime!(quarter * 4 + 3 - lane);
+            let value = values[col];
+            let rest = residual(value, scale, inverse, zero);
+            let product = exact::product(rest, residual_inverse, zero);
+            word = push_byte(word, nearest_sum(product));
+        }
+        words[quarter] = packed(word, mask);
+    }
+    words
+}
+
+/// Rounds a row of a patch: the words of the row-major copy, while the integers of the transposed copy join those of
+/// their columns.
+///
+#[cube]
+#[allow(clippy::too_many_arguments)]
+fn round_line<F: Numeric, N: Size>(
+    held: &Held<F, N>,
+    columns: &mut Array<u32>,
+    #[comptime] patch: usize,
+    line: u32,
+    inverse: f32,
+    mask: u32,
+    geometry: &MatrixGeometry,
+    at: &TilePosition,
+    first_row: u32,
+    first_col: u32,
     random: &RandomStream,
     zero: u32,
-    minus_round: f32,
-    #[comptime] first: usize,
-    #[comptime] line: usize,
     #[comptime] tile: BlockTile,
     #[comptime] copies: Copies,
-) {
-    let mut random_bits = Array::<u32>::new(4usize);
-    if comptime!(copies.any(Round::Stochastic)) {
-        let (b0, b1, b2, b3) = random_words_by(row, quarter, random, tile.wide);
-        random_bits[0] = b0;
-        random_bits[1] = b1;
-        random_bits[2] = b2;
-        random_bits[3] = b3;
-    }
+) -> Array<u32> {
+    let values = line_values::<F, N>(held, patch, line, tile);
+    let mut words = Array::<u32>::new(comptime!(tile.patch_cols / 4));
     #[unroll]
-    for lane in 0..4usize {
-        let slot = comptime!(line * 4 + lane);
-        let value = element::<F, N>(held, comptime!(first + lane), tile.read);
+    for quarter in 0..comptime!(tile.patch_cols / 4) {
+        let mut nearest = Array::<f32>::new(4usize);
+        let mut stochastic = Array::<f32>::new(4usize);
         if comptime!(copies.any(Round::Stochastic)) {
-            let scaled = to_range(value, inverse, Q_MAX);
-            let sum = nearest_sum(scaled);
-            nearest[slot] = u32::reinterpret(sum);
-            stochastic[slot] = stochastic_sum(scaled, sum, random_bits[lane], minus_round);
+            let row = at.batch * geometry.rows + first_row + line;
+            let quarter_of_row = first_col / 4 + comptime!(quarter as u32);
+            let (b0, b1, b2, b3) = random_words_by(row, quarter_of_row, random, tile.wide);
+            let mut bits = Array::<u32>::new(4usize);
+            bits[0] = b0;
+            bits[1] = b1;
+            bits[2] = b2;
+            bits[3] = b3;
+            #[unroll]
+            for lane in 0..4usize {
+                let value = values[comptime!(quarter * 4 + lane)];
+                let scaled = to_range(value, inverse, Q_MAX);
+                nearest[lane] = nearest_sum(scaled);
+                stochastic[lane] = stochastic_sum(scaled, bits[lane]);
+            }
         } else {
-            nearest[slot] = u32::reinterpret(nearest_sum(exact::product(value, inverse, zero)));
+            #[unroll]
+            for lane in 0..4usize {
+                let value = values[comptime!(quarter * 4 + lane)];
+                nearest[lane] = nearest_sum(exact::product(value, inverse, zero));
+            }
+        }
+        let mut word = 0u32;
+        #[unroll]
+        for step in 0..4usize {
+            let lane = comptime!(3 - step);
+            let sum = if comptime!(copies.row_major == Some(Round::Stochastic)) {
+                stochastic[lane]
+            } else {
+                nearest[lane]
+            };
+            word = push_byte(word, sum);
+        }
+        words[quarter] = packed(word, mask);
+        #[unroll]
+        for lane in 0..4usize {
+            let col = comptime!(quarter * 4 + lane);
+            let sum = if comptime!(copies.transposed == Some(Round::Stochastic)) {
+                stochastic[lane]
+            } else {
+                nearest[lane]
+            };
+            columns[col] = push_byte(columns[col], sum);
         }
     }
+    words
 }
 
 /// What the nearest integer of a finite block misses of a value.
 #[cube]
-fn residual(value: f32, scale: f32, inverse: f32, zero: u32, minus_round: f32) -> f32 {
-    let integer = nearest_sum(exact::product(value, inverse, zero)) + minus_round;
+fn residual(value: f32, scale: f32, inverse: f32, zero: u32) -> f32 {
+    let integer = integer_of(nearest_sum(exact::product(value, inverse, zero)));
     value - exact::product(integer, scale, zero)
 }
 
@@ -538,19 +698,38 @@ fn patch_position(#[comptime] patch: u32, #[comptime] tile: BlockTile) -> (u32, 
     (row, col)
 }
 
-/// All elements that this unit holds; 0 outside the matrix.
+/// 16 bytes: a compiler takes them from shared memory at once, which it does not with narrower elements.
+type Words = Vector<u32, Const<4>>;
+
+/// The elements of a cube: each unit's own, one vector after the other.
+///
+/// Stochastic rounding takes so many registers that too few cubes would fit on a multiprocessor for some to round while
+/// others read, if all elements were rounded side by side. There the elements wait in shared memory, where a loop
+/// can index them, and the loop takes one row of a patch at a time; its length is an argument of the launch, so that no
+/// compiler unrolls it. Elsewhere they stay in registers, and `shared` is not used.
+#[derive(CubeType)]
+struct Held<F: Numeric, N: Size> {
+    registers: Array<Vector<F, N>>,
+    shared: SharedMemory<Words>,
+}
+
+/// Where a unit's vector lies in [`Held`]'s shared memory: beside those of its neighbours.
+#[cube]
+fn shared_slot(slot: usize, #[comptime] tile: BlockTile) -> usize {
+    slot * tile.units + UNIT_POS as usize
+}
+
+/// All elements that this unit holds, in registers; 0 outside the matrix.
 #[cube]
 fn read_patches<F: Numeric, N: Size>(
     x: &Tensor<Vector<F, N>>,
     geometry: &MatrixGeometry,
     at: &TilePosition,
     #[comptime] tile: BlockTile,
-) -> Array<Vector<F, N>> {
+) -> Held<F, N> {
     let pieces = comptime!(tile.patch_cols / tile.read);
     let width = comptime!(tile.read as u32);
-    let mut held = Array::<Vector<F, N>>::new(comptime!(
-        tile.patches() * tile.patch_elements() / tile.read
-    ));
+    let mut registers = Array::<Vector<F, N>>::new(comptime!(tile.held()));
     #[unroll]
     for patch in 0..comptime!(tile.patches()) {
         let (tile_row, tile_col) = patch_position(comptime!(patch as u32), tile);
@@ -573,26 +752,61 @@ fn read_patches<F: Numeric, N: Size>(
                     };
                     vector = x[index as usize];
                 }
-                held[slot] = vector;
+                registers[slot] = vector;
             }
         }
     }
-    held
+    let shared = SharedMemory::<Words>::new(comptime!(if tile.looped {
+        tile.held() * tile.units
+    } else {
+        1
+    }));
+    Held::<F, N> { registers, shared }
 }
 
-/// One of the elements that a unit holds, by its place among them.
+/// A row of a patch.
 #[cube]
-fn element<F: Numeric, N: Size>(
-    held: &Array<Vector<F, N>>,
-    #[comptime] index: usize,
-    #[comptime] width: usize,
+fn line_values<F: Numeric, N: Size>(
+    held: &Held<F, N>,
+    #[comptime] patch: usize,
+    line: u32,
+    #[comptime] tile: BlockTile,
+) -> Array<f32> {
+    let mut values = Array::<f32>::new(tile.patch_cols);
+    if comptime!(tile.looped) {
+        let slot = line as usize + comptime!(patch * PATCH_ROWS);
+        let vector = Vector::<F, N>::reinterpret(held.shared[shared_slot(slot, tile)]);
+        #[unroll]
+        for col in 0..tile.patch_cols {
+            values[col] = f32::cast_from(vector[col]);
+        }
+    } else {
+        #[unroll]
+        for col in 0..tile.patch_cols {
+            values[col] = of_registers::<F, N>(&held.registers, patch, line, col, tile);
+        }
+    }
+    values
+}
+
+/// One of the elements that a unit holds in registers.
+#[cube]
+fn of_registers<F: Numeric, N: Size>(
+    registers: &Array<Vector<F, N>>,
+    #[comptime] patch: usize,
+    line: u32,
+    #[comptime] col: usize,
+    #[comptime] tile: BlockTile,
 ) -> f32 {
-    f32::cast_from(held[comptime!(index / width)][comptime!(index % width)])
+    let pieces = comptime!(tile.patch_cols / tile.read);
+    let first = comptime!(patch * PATCH_ROWS * pieces + col / tile.read);
+    let vector = registers[line as usize * pieces + first];
+    f32::cast_from(vector[comptime!(col % tile.read)])
 }
 
-/// Writes the rows of a patch, four bytes in each word, where they lie inside the matrix.
+/// Writes a row of a patch, four bytes in each word, where it lies inside the matrix.
 #[cube]
-fn write_patch<V: Numeric, N: Size>(
+fn write_line<V: Numeric, N: Size>(
     out: &mut Tensor<Vector<V, N>>,
     words: &Array<u32>,
     geometry: &MatrixGeometry,
@@ -601,21 +815,16 @@ fn write_patch<V: Numeric, N: Size>(
     col: u32,
     #[comptime] tile: BlockTile,
 ) {
-    #[unroll]
-    for line in 0..PATCH_ROWS {
-        let line_row = row + comptime!(line as u32);
-        if line_row < geometry.rows {
-            write_words::<V, N>(
-                out,
-                words,
-                (at.batch * geometry.rows + line_row) * geometry.cols,
-                col,
-                geometry.cols,
-                comptime!(line * tile.patch_cols / 4),
-                comptime!(tile.patch_cols / 4),
-                tile.write.0,
-            );
-        }
+    if row < geometry.rows {
+        write_words::<V, N>(
+            out,
+            words,
+            (at.batch * geometry.rows + row) * geometry.cols,
+            col,
+            geometry.cols,
+            comptime!(tile.patch_cols / 4),
+            tile.write.0,
+        );
     }
 }
 

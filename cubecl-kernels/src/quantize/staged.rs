@@ -93,7 +93,6 @@ pub(crate) fn read_staged<T: Numeric, N: Size>(
                 (batch * cols + col) * rows,
                 first_row + chunk * comptime!(CHUNK as u32),
                 rows,
-                0usize,
                 4usize,
                 tile.write,
             );
@@ -101,7 +100,7 @@ pub(crate) fn read_staged<T: Numeric, N: Size>(
     }
 }
 
-/// Writes the bytes of `words[first..first + count]` to a contiguous row of `cols` bytes from `col`, where they lie
+/// Writes the bytes of `words[..count]` to a contiguous row of `cols` bytes from `col`, where they lie
 /// inside it, `width` of them at once.
 #[cube]
 #[allow(clippy::too_many_arguments)]
@@ -111,7 +110,6 @@ pub(crate) fn write_words<T: Numeric, N: Size>(
     row_start: u32,
     col: u32,
     cols: u32,
-    #[comptime] first: usize,
     #[comptime] count: usize,
     #[comptime] width: usize,
 ) {
@@ -121,14 +119,13 @@ pub(crate) fn write_words<T: Numeric, N: Size>(
         if at < cols {
             let mut vector = Vector::<T, N>::empty();
             if comptime!(width == 1) {
-                let bits =
-                    words[comptime!(first + piece / 4)] << comptime!(24 - piece as u32 % 4 * 8);
+                let bits = words[comptime!(piece / 4)] << comptime!(24 - piece as u32 % 4 * 8);
                 // The shift back extends the sign.
                 vector[0usize] = T::cast_from(i32::reinterpret(bits) >> 24);
             } else {
                 #[unroll]
                 for lane in 0..comptime!(width / 4) {
-                    vector[lane] = T::cast_from(words[comptime!(first + piece * width / 4 + lane)]);
+                    vector[lane] = T::cast_from(words[comptime!(piece * width / 4 + lane)]);
                 }
             }
             out[((row_start + at) / comptime!(width as u32)) as usize] = vector;

@@ -1,4 +1,4 @@
-//! Quantization by block or group: one read of the input.
+//! Quantization by group: one read of the input. The tiles also serve the second read of rows, columns and matrices.
 //!
 //! A cube takes a tile that holds whole blocks, four neighbours of a row in each unit's registers at a time. The units
 //! of a block reduce their maxima in shared memory, and round what they hold. For the transposed copy the integers
@@ -36,7 +36,7 @@ pub(crate) struct Tile {
 }
 
 impl Tile {
-    /// The tile of a block or group granularity.
+    /// A tile of one block, or of some groups.
     pub fn new(granularity: Granularity) -> Self {
         match granularity {
             Granularity::Block(size) => {

@@ -3,9 +3,10 @@
 use cubecl_kernels::{
     KernelError,
     delay_threshold::{DelayThreshold, delay_threshold},
-    fallback::quantize_fallback,
-    format::{Format, Granularity, Layout, Rounding},
+    fallback::{FallbackState, quantize_fallback},
+    format::{Format, Granularity, Layout, Rounding, StochasticKey},
     gemm::{Strategy, gemm},
+    linear_input::quantize_linear_input,
     quantize::{QuantizeSpec, quantize},
 };
 
@@ -67,6 +68,28 @@ fn fallback_and_threshold_reject() {
     };
     let error = delay_threshold(&client, &thresholds, &counts, &thresholds, config).unwrap_err();
     assert!(matches!(error, KernelError::Unsupported { .. }), "{error}");
+}
+
+#[test]
+fn linear_input_rejects() {
+    let client = client();
+    let key = StochasticKey { seed: 1, stream: 2 };
+    let vector = upload(&client, &[1.0; 8], &[8], dtype::<f32>());
+    let matrix = upload(&client, &[1.0; 8], &[2, 4], dtype::<f32>());
+    let counts = upload_i32(&client, &[0; 4], &[2, 2]);
+    let error = quantize_linear_input(&client, &vector, 32, key, None).unwrap_err();
+    assert!(matches!(error, KernelError::Shape { .. }), "{error}");
+    let error = quantize_linear_input(&client, &matrix, 48, key, None).unwrap_err();
+    assert!(matches!(error, KernelError::Unsupported { .. }), "{error}");
+    let error = quantize_linear_input(&client, &counts, 32, key, None).unwrap_err();
+    assert!(matches!(error, KernelError::Dtype { .. }), "{error}");
+    let state = FallbackState {
+        thresholds: &vector,
+        layer: 0,
+        counts: &counts,
+    };
+    let error = quantize_linear_input(&client, &matrix, 32, key, Some(state)).unwrap_err();
+    assert!(error.to_string().contains("layers"), "{error}");
 }
 
 #[test]
