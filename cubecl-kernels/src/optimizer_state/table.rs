@@ -43,6 +43,7 @@ fn len(format: Option<StateFormat>, moment: Moment) -> usize {
 
 /// The table of a moment's format. All units of the cube call it and then synchronize.
 #[cube]
+#[allow(clippy::single_match, reason = "kernels have no if let")]
 pub(crate) fn fill_table(
     #[comptime] format: Option<StateFormat>,
     #[comptime] moment: Moment,
