@@ -154,15 +154,6 @@ struct Shared<B: QuantOps> {
     restored: Option<LayersRecord>,
 }
 
-impl<B: QuantOps> Shared<B> {
-    fn new(restored: Option<LayersRecord>) -> Arc<Mutex<Self>> {
-        Arc::new(Mutex::new(Self {
-            layers: None,
-            restored,
-        }))
-    }
-}
-
 impl<O: Clone, B: LayerBackend> Clone for QuantOptimizer<O, B> {
     fn clone(&self) -> Self {
         Self {
@@ -184,7 +175,10 @@ impl<O, B: LayerBackend> QuantOptimizer<O, B> {
         Self {
             inner,
             config,
-            shared: Shared::new(None),
+            shared: Arc::new(Mutex::new(Shared {
+                layers: None,
+                restored: None,
+            })),
         }
     }
 
@@ -370,11 +364,16 @@ where
         }
     }
 
+    /// Clones made before, a metric's for instance, see the loaded state of the layers too.
     fn load_record(self, record: Self::Record) -> Self {
+        *self.lock() = Shared {
+            layers: None,
+            restored: Some(record.layers),
+        };
         Self {
             inner: self.inner.load_record(record.optimizer),
             config: self.config,
-            shared: Shared::new(Some(record.layers)),
+            shared: self.shared,
         }
     }
 }

@@ -10,7 +10,7 @@ use crate::{
         Moment, StateFormat,
         group::{decode_state, group_scales, load_state, write_state},
         kernel::{is_aligned, or_unused},
-        span::{Span, TILES, cube_tile, quad_start, read_held, write_held},
+        span::{Span, cube_tile, quad_start, read_held, write_held},
         table::fill_table,
     },
     rounding::{RandomStream, magnitude_bits, random_stream, random_words},
@@ -85,7 +85,7 @@ pub(super) fn launch<R: Runtime>(
         unsafe {
             adamw_kernel::launch_unchecked::<R>(
                 client,
-                cube_grid(stretch.cubes()),
+                cube_grid(stretch.cubes),
                 span.cube_dim(),
                 stretch.width,
                 parameter.clone().into_arg(),
@@ -161,8 +161,8 @@ fn adamw_kernel<P: Numeric, G: Numeric, S1: Numeric, S2: Numeric, N: Size>(
     let first_table = fill_table(comptime!(plan.first), comptime!(Moment::First));
     let second_table = fill_table(comptime!(plan.second), comptime!(Moment::Second));
     let step = cube_step(&coefficients, taken);
-    let tile = cube_tile(first_tile);
-    for tile in tile..min(tile + TILES, end) {
+    let tile = cube_tile(first_tile, span);
+    for tile in tile..min(tile + comptime!(span.tiles), end) {
         let start = tile * comptime!(span.elements() as u32);
         // All loads come before the arithmetic, so that their latencies overlap.
         let mut p = read_held::<P, f32, N>(parameter, start, len, span, width, 0);

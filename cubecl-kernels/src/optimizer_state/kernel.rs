@@ -10,7 +10,7 @@ use crate::{
 use super::{
     Moment, NEUTRAL_EXPONENT, StateFormat, StateTensor,
     group::{decode_state, group_scale, load_state, write_state},
-    span::{Span, TILES, cube_tile, read_held, write_held},
+    span::{Span, cube_tile, read_held, write_held},
     table::fill_table,
 };
 
@@ -80,7 +80,7 @@ pub(super) fn quantize<R: Runtime>(
         unsafe {
             quantize_kernel::launch_unchecked::<R>(
                 client,
-                cube_grid(stretch.cubes()),
+                cube_grid(stretch.cubes),
                 span.cube_dim(),
                 stretch.width,
                 x.clone().into_arg(),
@@ -115,7 +115,7 @@ pub(super) fn dequantize<R: Runtime>(
         unsafe {
             dequantize_kernel::launch_unchecked::<R>(
                 client,
-                cube_grid(stretch.cubes()),
+                cube_grid(stretch.cubes),
                 span.cube_dim(),
                 stretch.width,
                 state.values.clone().into_arg(),
@@ -166,8 +166,8 @@ fn quantize_kernel<N: Size>(
 ) {
     let table = fill_table(comptime!(Some(format)), moment);
     sync_cube();
-    let tile = cube_tile(first);
-    for tile in tile..min(tile + TILES, end) {
+    let tile = cube_tile(first, span);
+    for tile in tile..min(tile + comptime!(span.tiles), end) {
         let start = tile * comptime!(span.elements() as u32);
         let held = read_held::<f32, f32, N>(x, start, len, span, width, 0);
         let group_scale = group_scale(&held, zero, span, format, moment);
@@ -209,8 +209,8 @@ fn dequantize_kernel<S: Numeric, N: Size>(
 ) {
     let table = fill_table(format, moment);
     sync_cube();
-    let tile = cube_tile(first);
-    for tile in tile..min(tile + TILES, end) {
+    let tile = cube_tile(first, span);
+    for tile in tile..min(tile + comptime!(span.tiles), end) {
         let start = tile * comptime!(span.elements() as u32);
         let loaded = load_state::<S, N>(
             values, scales, exponents, start, len, span, width, format, moment,

@@ -16,7 +16,7 @@ use crate::{
 };
 
 use super::{
-    Codec, Moment, StateFormat,
+    Codec, Encoding, Moment, StateFormat,
     group::{magnitude, sign_bit},
     span::UNITS,
 };
@@ -25,30 +25,31 @@ const CODES: usize = 256;
 /// The logarithm of zero: any multiple of it by a power has the exponential 0.
 const LN_ZERO: f32 = -1e30;
 
-fn by_code(format: Option<StateFormat>, moment: Moment) -> bool {
-    format.is_some_and(|format| format.expand || is_dynamic(Some(format), moment))
+/// Whether a format has a table, the same for both moments.
+pub(super) fn is_needed(format: Option<StateFormat>) -> bool {
+    format.is_some_and(|format| format.expand || format.encoding == Encoding::DynamicExponent)
 }
 
-fn is_dynamic(format: Option<StateFormat>, moment: Moment) -> bool {
-    format.is_some_and(|format| matches!(format.encoding.codec(moment), Codec::Dynamic(_)))
-}
-
-fn len(format: Option<StateFormat>, moment: Moment) -> usize {
-    match (by_code(format, moment), is_dynamic(format, moment)) {
-        (false, _) => 1,
-        (true, false) => CODES,
-        (true, true) => CODES + DECADE_TABLE,
+fn len(format: Option<StateFormat>) -> usize {
+    match format {
+        Some(StateFormat {
+            encoding: Encoding::DynamicExponent,
+            ..
+        }) => CODES + DECADE_TABLE,
+        _ if is_needed(format) => CODES,
+        _ => 1,
     }
 }
 
 /// The table of a moment's format. All units of the cube call it and then synchronize.
 #[cube]
+#[allow(clippy::single_match, reason = "kernels have no if let")]
 pub(crate) fn fill_table(
     #[comptime] format: Option<StateFormat>,
     #[comptime] moment: Moment,
 ) -> SharedMemory<f32> {
-    let mut table = SharedMemory::<f32>::new(comptime!(len(format, moment)));
-    if comptime!(by_code(format, moment)) {
+    let mut table = SharedMemory::<f32>::new(comptime!(len(format)));
+    if comptime!(is_needed(format)) {
         comptime!(assert!(
             UNITS == CODES,
             "a unit fills the entry of one code"

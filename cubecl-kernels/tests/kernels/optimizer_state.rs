@@ -342,6 +342,34 @@ fn expansion_divides_the_relative_error_by_k() {
     }
 }
 
+/// Expansion of the dynamic exponent pays where the values of a group have one deviation, as in coat-fp8, table 9, and costs where
+/// deviations spread: the format halves its precision with each decade below the largest value, and expansion doubles the decades.
+#[test]
+fn expansion_of_the_dynamic_exponent_pays_in_even_groups() {
+    let mut random = Random::fresh();
+    let mut ratio = |spread: f32| -> f32 {
+        let deviations: Vec<f32> = (0..128 * 200)
+            .map(|_| (spread * random.normal()).exp())
+            .collect();
+        let x: Vec<f32> = deviations
+            .iter()
+            .map(|deviation| deviation * random.normal())
+            .collect();
+        let error = |format: StateFormat| -> f32 {
+            let state = quantize_state(&x, format, Moment::First);
+            let back = dequantize_state(&state, format, Moment::First);
+            let errors = back.iter().zip(&x).zip(&deviations);
+            errors
+                .map(|((back, x), deviation)| ((back - x) / deviation).powi(2))
+                .sum()
+        };
+        error(StateFormat::DYNAMIC_EXPONENT.expanded()) / error(StateFormat::DYNAMIC_EXPONENT)
+    };
+    let (even, spread) = (ratio(0.0), ratio(1.5));
+    println!("expansion multiplies the error by {even}, where deviations spread by {spread}");
+    assert!(even < 0.9 && spread > 1.1);
+}
+
 /// Signs and order are kept, and no finite input gives NaN.
 #[test]
 fn order_and_signs() {

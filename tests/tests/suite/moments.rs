@@ -39,7 +39,7 @@ use burn_quant_train::{
     },
     optim::{
         AdamWRecord, OnNonfinite, ParameterGroup, QuantAdamW, QuantAdamWConfig, SimpleQuantAdamW,
-        StateFormat,
+        StateFormat, StateRounding,
     },
     policy::LayerPolicy,
     recipe::FallbackInt8,
@@ -77,6 +77,7 @@ on_every_backend! {
     propagated_nan_stays_in_its_group => propagate;
     bf16_parameters_are_rounded_without_bias => bf16_unbiased;
     bf16_parameters_follow_the_seed => bf16_reproducible;
+    stochastic_moments_follow_the_seed => stochastic_moments_reproducible;
     a_clone_keeps_its_state => clones;
 }
 
@@ -1137,13 +1138,25 @@ fn bf16_unbiased<B: QuantOps>(seed: u64) {
 }
 
 fn bf16_reproducible<B: QuantOps>(seed: u64) {
-    let Some(start) = ones_in_bf16::<B>(16) else {
-        return;
-    };
-    let config = QuantAdamWConfig::fp8();
+    if let Some(start) = ones_in_bf16::<B>(16) {
+        reproducible(start, QuantAdamWConfig::fp8(), seed);
+    }
+}
+
+fn stochastic_moments_reproducible<B: QuantOps>(seed: u64) {
+    for (_, config) in ready_made() {
+        let start = One::<Autodiff<B>>::new(16, 256, false, &B::Device::default());
+        let config = config.with_state_rounding(StateRounding::Stochastic);
+        reproducible(start, config, seed);
+    }
+}
+
+/// Rounding at random follows from the seed and the step, also in a resumed run.
+fn reproducible<B: QuantOps>(start: One<Autodiff<B>>, config: QuantAdamWConfig, seed: u64) {
     let fresh = |seed| {
         config
             .clone()
+            .with_min_elements(1)
             .with_seed(Some(seed))
             .adamw::<Autodiff<B>, One<Autodiff<B>>>()
     };
