@@ -45,7 +45,10 @@ pub struct Settings {
 }
 
 /// Our kernels.
-const STRATEGIES: &[(Kernel, Strategy)] = &[(Kernel::TensorCore, Strategy::TensorCore)];
+const STRATEGIES: &[(Kernel, Strategy)] = &[
+    (Kernel::Hopper, Strategy::Hopper),
+    (Kernel::TensorCore, Strategy::TensorCore),
+];
 
 /// Sizes that no tile divides, and their neighbours that tiles do.
 const ODD: [[usize; 3]; 2] = [[4095, 4097, 1000], [4096, 4096, 1024]];

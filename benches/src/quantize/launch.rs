@@ -3,8 +3,9 @@
 use cubecl::{cuda::CudaRuntime, prelude::*};
 use cubecl_kernels::{
     KernelError,
-    fallback::{FallbackResidual, quantize_fallback},
+    fallback::{FallbackResidual, FallbackState},
     format::{Format, Granularity, Layout, Rounding, StochasticKey},
+    linear_input::quantize_linear_input,
     quantize::{QuantizeSpec, Quantized, quantize},
 };
 
@@ -57,13 +58,16 @@ fn quantize_input(
     fallback: &Fallback,
     key: StochasticKey,
 ) -> Result<Launched, KernelError> {
-    let Fallback { thresholds, counts } = fallback;
-    let forward = quantize_fallback(client, x, BLOCK, Layout::RowMajor, thresholds, 0, counts)?;
-    let saved = spec(Rounding::Stochastic(key), Layout::Transposed);
+    let state = FallbackState {
+        thresholds: &fallback.thresholds,
+        layer: 0,
+        counts: &fallback.counts,
+    };
+    let input = quantize_linear_input(client, x, BLOCK, key, Some(state))?;
     Ok(Launched {
-        values: forward.base,
-        residual: Some(forward.residual),
-        saved: Some(quantize(client, x, &saved)?),
+        values: input.forward,
+        residual: input.residual,
+        saved: Some(input.saved),
     })
 }
 
