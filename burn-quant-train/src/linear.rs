@@ -2,12 +2,12 @@
 
 use std::sync::Arc;
 
-use burn_backend::{DType, TensorMetadata, tensor::FloatTensor};
+use burn_backend::{DType, Shape, TensorMetadata, tensor::FloatTensor};
 
 use crate::{
     backend::QuantTrain,
     layer::Layer,
-    ops::{LinearCall, QuantBackend},
+    ops::{LinearCall, QuantBackend, QuantOps},
     policy,
     precision::{Class, Dtypes, cast_to},
     recipe::Recipe,
@@ -29,11 +29,33 @@ pub(crate) fn linear<B: QuantBackend, R: Recipe>(
     dtypes.see(&x);
     dtypes.see(&weight);
     let target = Class::Compute.target(R::ROW.compute, &dtypes);
-    QuantTensor::new(B::linear(
-        cast_to::<B>(x, target),
-        cast_to::<B>(weight, target),
-        bias.map(|bias| cast_to::<B>(bias, target)),
-    ))
+    let (x, weight) = (cast_to::<B>(x, target), cast_to::<B>(weight, target));
+    let bias = bias.map(|bias| cast_to::<B>(bias, target));
+    let (mut shape, weight_shape) = (x.shape(), weight.shape());
+    let rank = shape.num_dims();
+    if weight_shape.num_dims() != 2 || !has_kernel::<B>(&x) {
+        return QuantTensor::new(B::linear(x, weight, bias));
+    }
+    let rows = shape[..rank - 1].iter().product();
+    let matrix = B::float_reshape(x, Shape::new([rows, shape[rank - 1]]));
+    let y = B::narrow_matmul(matrix, weight);
+    shape[rank - 1] = weight_shape[1];
+    let y = B::float_reshape(y, shape);
+    QuantTensor::new(match bias {
+        Some(bias) => {
+            let mut bias_shape = vec![1; rank];
+            bias_shape[rank - 1] = weight_shape[1];
+            B::float_add(y, B::float_reshape(bias, Shape::from(bias_shape)))
+        }
+        None => y,
+    })
+}
+
+/// Whether products with `operand` have a kernel of ours: in BF16 or FP16, where the backend has one.
+fn has_kernel<B: QuantBackend>(operand: &FloatTensor<B>) -> bool {
+    matches!(operand.dtype(), DType::BF16 | DType::F16)
+        && operand.shape().num_elements() > 0
+        && B::Base::matmul_kernel().is_some()
 }
 
 /// `FloatTensorOps::float_matmul`: quantized if `rhs` is a weight, `[K, N]` with leading dimensions of 1.
@@ -49,10 +71,16 @@ pub(crate) fn matmul<B: QuantBackend, R: Recipe>(
     dtypes.see(&lhs);
     dtypes.see(&rhs);
     let target = Class::Compute.target(R::ROW.compute, &dtypes);
-    QuantTensor::new(B::float_matmul(
-        cast_to::<B>(lhs, target),
-        cast_to::<B>(rhs, target),
-    ))
+    let (lhs, rhs) = (cast_to::<B>(lhs, target), cast_to::<B>(rhs, target));
+    let leading = |tensor: &FloatTensor<B>| {
+        let shape = tensor.shape();
+        shape[..shape.num_dims() - 2].to_vec()
+    };
+    let product = match has_kernel::<B>(&lhs) && leading(&lhs) == leading(&rhs) {
+        true => B::narrow_matmul(lhs, rhs),
+        false => B::float_matmul(lhs, rhs),
+    };
+    QuantTensor::new(product)
 }
 
 /// The layer of `weight`, if the recipe and the policy quantize it and the shapes are those of a linear layer.

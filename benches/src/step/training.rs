@@ -6,14 +6,14 @@ use burn::{
     module::{AutodiffModule, Module, ModuleMapper, Param},
     optim::{AdamWConfig, GradientsParams, Optimizer},
     tensor::{
-        FloatDType, Int, Tensor, TensorData,
+        ElementConversion, FloatDType, Int, Tensor, TensorData,
         backend::{AutodiffBackend, Backend},
     },
 };
 use burn_quant_train::{QuantTrain, ops::QuantOps, optim::QuantAdamWConfig};
 use examples::{
     data::Batch,
-    model::{Decoder, DecoderConfig, VOCABULARY},
+    model::{DecoderConfig, VOCABULARY},
 };
 
 use super::contender::{Candidate, Contender};
@@ -91,7 +91,7 @@ impl Training {
             || B::sync(device).context("the device failed"),
         )?;
         let model = model.context("the last step failed")?;
-        let loss: f32 = model.loss(batch).into_data().convert::<f32>().iter().sum();
+        let loss: f32 = model.loss(batch).into_scalar().elem();
         ensure!(loss.is_finite(), "the loss is {loss} after the last step");
         let tokens = self.batch * self.sequence;
         Ok(TrainingSpeed {

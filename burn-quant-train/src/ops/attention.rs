@@ -9,7 +9,7 @@ use burn_autodiff::{
 use burn_backend::tensor::FloatTensor;
 pub use cubecl_kernels::softmax::AttentionScores;
 
-use super::QuantOps;
+use super::{QuantOps, matmul::product};
 
 /// The kernels of a backend that has them.
 pub struct SoftmaxKernels<B: QuantOps> {
@@ -35,7 +35,7 @@ pub struct AttentionInputs<T> {
 }
 
 fn scores<B: QuantOps>(query: FloatTensor<B>, key: FloatTensor<B>) -> FloatTensor<B> {
-    B::float_matmul(query, B::float_transpose(key))
+    product::<B>(query, B::float_transpose(key))
 }
 
 /// What attention keeps for the backward pass.
@@ -75,18 +75,18 @@ impl<B: QuantOps> Backward<B, 3> for Attention {
             attention,
             backward,
         } = ops.state;
-        let grad_probabilities = B::float_matmul(grad.clone(), B::float_transpose(value));
+        let grad_probabilities = product::<B>(grad.clone(), B::float_transpose(value));
         let scores = scores::<B>(query.clone(), key.clone());
         let (probabilities, grad_scores) = backward(scores, grad_probabilities, attention);
         if let Some(node) = value_node {
-            let grad = B::float_matmul(B::float_transpose(probabilities), grad);
+            let grad = product::<B>(B::float_transpose(probabilities), grad);
             grads.register::<B>(node.id, grad);
         }
         if let Some(node) = query_node {
-            grads.register::<B>(node.id, B::float_matmul(grad_scores.clone(), key));
+            grads.register::<B>(node.id, product::<B>(grad_scores.clone(), key));
         }
         if let Some(node) = key_node {
-            let grad = B::float_matmul(B::float_transpose(grad_scores), query);
+            let grad = product::<B>(B::float_transpose(grad_scores), query);
             grads.register::<B>(node.id, grad);
         }
     }
@@ -99,7 +99,7 @@ pub(super) fn forward<B: QuantOps>(
     attention: AttentionScores,
 ) -> FloatTensor<B> {
     let scores = scores::<B>(inputs.query, inputs.key);
-    B::float_matmul((kernels.forward)(scores, attention), inputs.value)
+    product::<B>((kernels.forward)(scores, attention), inputs.value)
 }
 
 /// [`forward`], recorded: Q, K and V are saved.

@@ -13,6 +13,7 @@ use burn_backend::{DType, FloatDType, Shape, TensorMetadata, tensor::FloatTensor
 use super::{
     Fallback, InputCasts, Layout, LinearCall, QuantBackend, QuantOps, Quantized, StochasticKey,
     attention::{self, AttentionInputs, AttentionScores, SoftmaxKernels},
+    matmul,
 };
 use crate::{
     layer::{Layer, Role},
@@ -280,6 +281,10 @@ impl<B: QuantOps, C: CheckpointStrategy> QuantBackend for Autodiff<B, C> {
             Some(bias) => node!([x.node.clone(), weight.node.clone(), bias.node.clone()]),
             None => node!([x.node.clone(), weight.node.clone()]),
         }
+    }
+
+    fn narrow_matmul(lhs: FloatTensor<Self>, rhs: FloatTensor<Self>) -> FloatTensor<Self> {
+        matmul::recorded::<B, C>(lhs, rhs)
     }
 
     fn attention_by(

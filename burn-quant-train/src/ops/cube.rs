@@ -2,13 +2,14 @@
 
 use burn_backend::{
     DType, FloatDType, Shape, TensorMetadata,
+    ops::FloatTensorOps,
     tensor::{FloatTensor, IntTensor},
 };
 use burn_cubecl::{
     CubeBackend, CubeRuntime, FloatElement, IntElement, element::BoolElement,
     kernel::into_contiguous, tensor::CubeTensor,
 };
-use cubecl::std::tensor::TensorHandle;
+use cubecl::{ir::StorageType, std::tensor::TensorHandle};
 use cubecl_kernels::{
     KernelError,
     adamw::{self, AdamWTensors},
@@ -29,7 +30,9 @@ use super::{
     Residual, StochasticKey,
     adamw::{AdamWItem, AdamWUpdate, Hyperparameters, Moment, MomentState, StateFormat},
     attention::SoftmaxKernels,
-    keyed, quantize_input_twice,
+    keyed,
+    matmul::MatmulKernel,
+    quantize_input_twice,
 };
 use crate::{
     layer::{self, DelayThreshold},
@@ -213,6 +216,24 @@ where
         state
     }
 
+    fn matmul_kernel() -> Option<MatmulKernel<Self>> {
+        Some(|lhs, rhs| {
+            let (mut shape, n) = (lhs.shape(), rhs.shape()[rhs.rank() - 1]);
+            let (a, b) = (matrices(lhs.clone()), transposed(matrices(rhs.clone())));
+            match gemm::gemm_float(&lhs.client, &a, &b, None, a.dtype) {
+                Ok(product) => {
+                    let last = shape.num_dims() - 1;
+                    shape[last] = n;
+                    reshaped(tensor(&lhs, product, lhs.dtype), shape)
+                }
+                Err(KernelError::Unsupported { .. }) => {
+                    <Self as FloatTensorOps<Self>>::float_matmul(lhs, rhs)
+                }
+                Err(error) => panic!("{error}"),
+            }
+        })
+    }
+
     fn softmax_kernels() -> Option<SoftmaxKernels<Self>> {
         Some(SoftmaxKernels {
             forward: |scores, attention| {
@@ -319,13 +340,30 @@ where
     }
 }
 
-/// `[.., rows, cols]` as a batch of matrices.
+/// `[.., rows, cols]` as a batch of matrices, a copy only where the leading dimensions have no common stride.
 fn matrices<R: CubeRuntime>(tensor: CubeTensor<R>) -> TensorHandle<R> {
-    let shape = tensor.shape();
+    let (shape, strides) = (tensor.shape(), tensor.meta.strides().to_vec());
     let rank = shape.num_dims();
+    let merges = (1..rank.saturating_sub(2))
+        .all(|dim| shape[dim - 1] == 1 || strides[dim - 1] == strides[dim] * shape[dim]);
     let batch = shape[..rank - 2].iter().product();
-    let matrices = Shape::new([batch, shape[rank - 2], shape[rank - 1]]);
-    handle(&reshaped(into_contiguous(tensor), matrices))
+    let matrices = vec![batch, shape[rank - 2], shape[rank - 1]];
+    if !merges {
+        return handle(&reshaped(into_contiguous(tensor), Shape::from(matrices)));
+    }
+    let batch_stride = match rank {
+        2 => shape[0] * strides[0],
+        _ => strides[rank - 3],
+    };
+    let strides = vec![batch_stride, strides[rank - 2], strides[rank - 1]];
+    let dtype = StorageType::from(tensor.dtype);
+    TensorHandle::new(tensor.handle, matrices, strides, dtype)
+}
+
+/// The matrices transposed, without a copy.
+fn transposed<R: CubeRuntime>(mut matrices: TensorHandle<R>) -> TensorHandle<R> {
+    matrices.metadata.swap(1, 2);
+    matrices
 }
 
 /// A contiguous tensor in another shape.

@@ -21,6 +21,7 @@ use super::{
     Residual, StochasticKey,
     adamw::{AdamWItem, AdamWUpdate, Hyperparameters, Moment, MomentState, StateFormat},
     attention::SoftmaxKernels,
+    matmul::MatmulKernel,
 };
 use crate::{
     layer::{DelayThreshold, FallbackState},
@@ -435,6 +436,24 @@ impl<B: FusionBackend + QuantOps> QuantOps for Fusion<B> {
             counts: next(),
             rates: next(),
         }
+    }
+
+    fn matmul_kernel() -> Option<MatmulKernel<Self>> {
+        B::matmul_kernel()?;
+        Some(|lhs: FloatTensor<Self>, rhs: FloatTensor<Self>| {
+            let mut shape = lhs.shape();
+            let last = shape.num_dims() - 1;
+            shape[last] = rhs.shape()[last];
+            let outputs = [(shape, lhs.dtype())];
+            let mut outputs =
+                register::<B>("matmul", vec![lhs, rhs], &outputs, move |ir, handles| {
+                    let lhs = handles.get_float_tensor::<B>(&ir.inputs[0]);
+                    let rhs = handles.get_float_tensor::<B>(&ir.inputs[1]);
+                    let output = super::matmul::product::<B>(lhs, rhs);
+                    handles.register_float_tensor::<B>(&ir.outputs[0].id, output);
+                });
+            outputs.next().expect("one output")
+        })
     }
 
     fn softmax_kernels() -> Option<SoftmaxKernels<Self>> {

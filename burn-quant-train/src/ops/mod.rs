@@ -14,6 +14,7 @@ mod flex;
 mod float;
 #[cfg(feature = "fusion")]
 mod fusion;
+pub mod matmul;
 
 use std::sync::Arc;
 
@@ -26,6 +27,7 @@ pub use cubecl_kernels::format::{Layout, StochasticKey};
 
 use adamw::{AdamWItem, AdamWUpdate, Hyperparameters, Moment, MomentState, StateFormat};
 use attention::{AttentionInputs, AttentionScores, SoftmaxKernels};
+use matmul::MatmulKernel;
 
 use crate::{
     QuantTrain,
@@ -230,6 +232,11 @@ pub trait QuantOps: Backend {
         float::delay_threshold::<Self>(state, config)
     }
 
+    /// The kernel of products in BF16 and FP16, where there is one that may be faster than `float_matmul`.
+    fn matmul_kernel() -> Option<MatmulKernel<Self>> {
+        None
+    }
+
     /// The kernels of the softmax of attention scores, where there are some; without them attention is built from float
     /// operations.
     fn softmax_kernels() -> Option<SoftmaxKernels<Self>> {
@@ -370,6 +377,11 @@ pub trait QuantBackend: Backend {
     /// A quantized linear layer, recorded for the backward pass where there is one.
     fn quantized_linear(call: LinearCall<'_, Self>) -> FloatTensor<Self>;
 
+    /// `lhs [.., M, K]` times `rhs [.., K, N]` with the same leading dimensions, in BF16 or FP16, by the
+    /// [kernel](QuantOps::matmul_kernel) of the backend that holds the data, else by its own product; recorded for the
+    /// backward pass where there is one.
+    fn narrow_matmul(lhs: FloatTensor<Self>, rhs: FloatTensor<Self>) -> FloatTensor<Self>;
+
     /// `softmax(scale Q Kᵀ + mask) V` by kernels of the backend that holds the data, recorded for the backward pass where
     /// there is one.
     fn attention_by(
@@ -425,6 +437,10 @@ impl<B: QuantOps> QuantBackend for B {
             false,
         );
         output
+    }
+
+    fn narrow_matmul(lhs: FloatTensor<Self>, rhs: FloatTensor<Self>) -> FloatTensor<Self> {
+        matmul::product::<Self>(lhs, rhs)
     }
 
     fn attention_by(
