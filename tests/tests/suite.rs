@@ -4,6 +4,7 @@ mod suite {
     mod attention;
     mod forwarding;
     mod integers;
+    mod matmul;
     mod moments;
     mod optimizer;
     mod paper;

@@ -1,0 +1,138 @@
+//! Products in the compute dtype: by a kernel of ours where the backend has one, by Burn's elsewhere.
+
+use burn::{
+    backend::{Autodiff, Flex},
+    tensor::{DType, Tensor, backend::AutodiffBackend, module::linear},
+};
+use burn_quant_train::{QuantTrain, ops::QuantOps, recipe::MixedPrecision};
+use half::f16;
+use quant_train_tests::{
+    Rng,
+    data::{floats, tensor},
+    on_every_backend,
+};
+
+on_every_backend! {
+    linear_layers_in_the_compute_dtype_equal_fp32 => linear_layers;
+    batched_products_in_the_compute_dtype_equal_fp32 => batched;
+}
+
+/// Numbers that FP16 holds, so that both sides compute on the same ones.
+fn draw(rng: &mut Rng, count: usize) -> Vec<f32> {
+    (0..count)
+        .map(|_| f16::from_f64(rng.normal()).to_f32())
+        .collect()
+}
+
+#[track_caller]
+fn assert_close(actual: &[Vec<f32>], expected: &[Vec<f32>], tolerance: f32, what: &str) {
+    for (part, (actual, expected)) in actual.iter().zip(expected).enumerate() {
+        let largest = expected
+            .iter()
+            .fold(0.0f32, |largest, x| largest.max(x.abs()));
+        assert!(largest > 0.0, "{what}: a reference that is not all zeros");
+        assert_eq!(actual.len(), expected.len(), "{what}");
+        for (index, (a, e)) in actual.iter().zip(expected).enumerate() {
+            assert!(
+                (a - e).abs() <= tolerance * largest,
+                "{what}: part {part}, [{index}] {a} instead of {e}"
+            );
+        }
+    }
+}
+
+/// Output, and gradients of all operands for the loss `sum(weights * output)`.
+fn solve_linear<A: AutodiffBackend>(
+    [x, w, bias, weights]: [&[f32]; 4],
+    [batch, rows, k, n]: [usize; 4],
+    biased: bool,
+) -> Vec<Vec<f32>> {
+    let device = A::Device::default();
+    let x = tensor::<A, 3>(x, [batch, rows, k], &device).require_grad();
+    let w = tensor::<A, 2>(w, [k, n], &device).require_grad();
+    let bias = tensor::<A, 1>(bias, [n], &device).require_grad();
+    let y = linear(x.clone(), w.clone(), biased.then(|| bias.clone()));
+    let weights = tensor::<A, 3>(weights, [batch, rows, n], &device);
+    let grads = (y.clone().cast(DType::F32) * weights).sum().backward();
+    let mut parts = vec![
+        floats(&y),
+        floats(&x.grad(&grads).expect("x")),
+        floats(&w.grad(&grads).expect("w")),
+    ];
+    if biased {
+        parts.push(floats(&bias.grad(&grads).expect("bias")));
+    }
+    parts
+}
+
+fn solve_batched<A: AutodiffBackend>(
+    [a, b, weights]: [&[f32]; 3],
+    [batch, heads, m, k, n]: [usize; 5],
+) -> Vec<Vec<f32>> {
+    let device = A::Device::default();
+    // Heads beside positions in memory, as attention has them.
+    let a = tensor::<A, 4>(a, [batch, m, heads, k], &device).require_grad();
+    let b = tensor::<A, 4>(b, [batch, n, heads, k], &device).require_grad();
+    let y = a
+        .clone()
+        .swap_dims(1, 2)
+        .matmul(b.clone().swap_dims(1, 2).transpose());
+    let weights = tensor::<A, 4>(weights, [batch, heads, m, n], &device);
+    let grads = (y.clone().cast(DType::F32) * weights).sum().backward();
+    vec![
+        floats(&y),
+        floats(&a.grad(&grads).expect("a")),
+        floats(&b.grad(&grads).expect("b")),
+    ]
+}
+
+fn linear_layers<B: QuantOps>(seed: u64) {
+    let mut rng = Rng::new(seed);
+    for shape in [
+        [2, 40, 64, 96],
+        [1, 7, 33, 5],
+        [3, 1, 16, 8],
+        [1, 300, 136, 264],
+    ] {
+        let [batch, rows, k, n] = shape;
+        let data = [batch * rows * k, k * n, n, batch * rows * n].map(|it| draw(&mut rng, it));
+        let data = data.each_ref().map(Vec::as_slice);
+        for biased in [false, true] {
+            let expected = solve_linear::<Autodiff<Flex>>(data, shape, biased);
+            let what = format!("seed {seed}, {shape:?}, bias {biased}");
+            on_half_or_float::<B>(&what, &expected, |half| match half {
+                true => solve_linear::<Training<B, f16>>(data, shape, biased),
+                false => solve_linear::<Training<B, f32>>(data, shape, biased),
+            });
+        }
+    }
+}
+
+fn batched<B: QuantOps>(seed: u64) {
+    let mut rng = Rng::new(seed);
+    for shape in [[2, 3, 24, 16, 40], [1, 2, 5, 7, 9], [2, 1, 130, 64, 130]] {
+        let [batch, heads, m, k, n] = shape;
+        let sizes = [m * k, n * k, m * n].map(|it| batch * heads * it);
+        let data = sizes.map(|it| draw(&mut rng, it));
+        let data = data.each_ref().map(Vec::as_slice);
+        let expected = solve_batched::<Autodiff<Flex>>(data, shape);
+        let what = format!("seed {seed}, {shape:?}");
+        on_half_or_float::<B>(&what, &expected, |half| match half {
+            true => solve_batched::<Training<B, f16>>(data, shape),
+            false => solve_batched::<Training<B, f32>>(data, shape),
+        });
+    }
+}
+
+type Training<B, E> = QuantTrain<Autodiff<B>, MixedPrecision<E>>;
+
+/// In FP16 where the backend has it, else in FP32.
+fn on_half_or_float<B: QuantOps>(
+    what: &str,
+    expected: &[Vec<f32>],
+    solve: impl Fn(bool) -> Vec<Vec<f32>>,
+) {
+    let half = B::supports_dtype(&B::Device::default(), DType::F16);
+    let tolerance = if half { 5e-3 } else { 1e-5 };
+    assert_close(&solve(half), expected, tolerance, what);
+}
