@@ -51,11 +51,11 @@ pub(crate) fn linear<B: QuantBackend, R: Recipe>(
     })
 }
 
-/// Whether products with `operand` have a kernel of ours: in BF16 or FP16, where the backend has one.
+/// Whether products with `operand` have a kernel of ours: in BF16 or FP16, where the device has one.
 fn has_kernel<B: QuantBackend>(operand: &FloatTensor<B>) -> bool {
     matches!(operand.dtype(), DType::BF16 | DType::F16)
         && operand.shape().num_elements() > 0
-        && B::Base::matmul_kernel().is_some()
+        && B::Base::matmul_kernel(&B::float_device(operand)).is_some()
 }
 
 /// `FloatTensorOps::float_matmul`: quantized if `rhs` is a weight, `[K, N]` with leading dimensions of 1.
@@ -74,9 +74,11 @@ pub(crate) fn matmul<B: QuantBackend, R: Recipe>(
     let (lhs, rhs) = (cast_to::<B>(lhs, target), cast_to::<B>(rhs, target));
     let leading = |tensor: &FloatTensor<B>| {
         let shape = tensor.shape();
-        shape[..shape.num_dims() - 2].to_vec()
+        let rank = shape.num_dims().checked_sub(2)?;
+        Some(shape[..rank].to_vec())
     };
-    let product = match has_kernel::<B>(&lhs) && leading(&lhs) == leading(&rhs) {
+    let same = leading(&lhs).is_some_and(|of_lhs| leading(&rhs) == Some(of_lhs));
+    let product = match same && has_kernel::<B>(&lhs) {
         true => B::narrow_matmul(lhs, rhs),
         false => B::float_matmul(lhs, rhs),
     };

@@ -22,6 +22,9 @@ use crate::{
     tensor::QuantTensor,
 };
 
+/// Kernels index with 32 bits.
+const MAX_SCORES: usize = u32::MAX as usize;
+
 impl<B: QuantBackend, R: Recipe> ModuleOps<Self> for QuantTrain<B, R> {
     forward! {
     embedding_backward(weights: Float, output_grad: Float, indices: Int) -> Float => Promote;
@@ -121,13 +124,16 @@ impl<B: QuantBackend, R: Recipe> ModuleOps<Self> for QuantTrain<B, R> {
         }
         let heads = |tensor: &FloatTensor<Self>| tensor.shape()[..2].to_vec();
         let dtypes = [&query, &key, &value].map(TensorMetadata::dtype);
+        let queries = query.shape()[..3].iter().product::<usize>();
+        let scores = queries.checked_mul(key.shape()[2]);
         let fusible = mask.is_none()
             && attn_bias.is_none()
             && options.softcap.is_none()
             && R::ROW.compute != FloatDType::F32
             && !dtypes.contains(&DType::F64)
             && heads(&query) == heads(&key)
-            && heads(&query) == heads(&value);
+            && heads(&query) == heads(&value)
+            && scores.is_some_and(|scores| (1..=MAX_SCORES).contains(&scores));
         if let (true, Some(kernels)) = (fusible, B::Base::softmax_kernels()) {
             let features = query.shape()[3] as f64;
             let scores = AttentionScores {

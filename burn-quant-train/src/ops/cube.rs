@@ -216,8 +216,8 @@ where
         state
     }
 
-    fn matmul_kernel() -> Option<MatmulKernel<Self>> {
-        Some(|lhs, rhs| {
+    fn matmul_kernel(device: &R::Device) -> Option<MatmulKernel<Self>> {
+        gemm::has_gemm_float(&R::client(device)).then_some(|lhs, rhs| {
             let (mut shape, n) = (lhs.shape(), rhs.shape()[rhs.rank() - 1]);
             let (a, b) = (matrices(lhs.clone()), transposed(matrices(rhs.clone())));
             match gemm::gemm_float(&lhs.client, &a, &b, None, a.dtype) {
@@ -226,7 +226,8 @@ where
                     shape[last] = n;
                     reshaped(tensor(&lhs, product, lhs.dtype), shape)
                 }
-                Err(KernelError::Unsupported { .. }) => {
+                // Strides that TMA cannot read, or more elements than 32 bits index.
+                Err(KernelError::Unsupported { .. } | KernelError::Shape { .. }) => {
                     <Self as FloatTensorOps<Self>>::float_matmul(lhs, rhs)
                 }
                 Err(error) => panic!("{error}"),
@@ -340,24 +341,39 @@ where
     }
 }
 
-/// `[.., rows, cols]` as a batch of matrices, a copy only where the leading dimensions have no common stride.
+/// `[.., rows, cols]` as a batch of matrices, a copy only where the leading dimensions have no common stride. A copy keeps
+/// the order of rows and columns in memory.
 fn matrices<R: CubeRuntime>(tensor: CubeTensor<R>) -> TensorHandle<R> {
     let (shape, strides) = (tensor.shape(), tensor.meta.strides().to_vec());
-    let rank = shape.num_dims();
-    let merges = (1..rank.saturating_sub(2))
-        .all(|dim| shape[dim - 1] == 1 || strides[dim - 1] == strides[dim] * shape[dim]);
-    let batch = shape[..rank - 2].iter().product();
-    let matrices = vec![batch, shape[rank - 2], shape[rank - 1]];
-    if !merges {
-        return handle(&reshaped(into_contiguous(tensor), Shape::from(matrices)));
+    let [rows, cols] = [shape.num_dims() - 2, shape.num_dims() - 1];
+    let batch = shape[..rows].iter().product();
+    let leading: Vec<_> = (0..rows).filter(|&dim| shape[dim] != 1).collect();
+    let merges = leading
+        .windows(2)
+        .all(|dims| strides[dims[0]] == strides[dims[1]] * shape[dims[1]]);
+    if merges {
+        let whole = shape[rows] * strides[rows];
+        let batch_stride = leading.last().map_or(whole, |&dim| strides[dim]);
+        let dtype = StorageType::from(tensor.dtype);
+        return TensorHandle::new(
+            tensor.handle,
+            vec![batch, shape[rows], shape[cols]],
+            vec![batch_stride, strides[rows], strides[cols]],
+            dtype,
+        );
     }
-    let batch_stride = match rank {
-        2 => shape[0] * strides[0],
-        _ => strides[rank - 3],
-    };
-    let strides = vec![batch_stride, strides[rank - 2], strides[rank - 1]];
-    let dtype = StorageType::from(tensor.dtype);
-    TensorHandle::new(tensor.handle, matrices, strides, dtype)
+    let by_columns = strides[rows] == 1 && strides[cols] != 1;
+    let mut tensor = tensor;
+    if by_columns {
+        tensor.meta.swap(rows, cols);
+    }
+    let shape = tensor.shape();
+    let matrices = Shape::new([batch, shape[rows], shape[cols]]);
+    let matrices = handle(&reshaped(into_contiguous(tensor), matrices));
+    match by_columns {
+        true => transposed(matrices),
+        false => matrices,
+    }
 }
 
 /// The matrices transposed, without a copy.

@@ -438,8 +438,8 @@ impl<B: FusionBackend + QuantOps> QuantOps for Fusion<B> {
         }
     }
 
-    fn matmul_kernel() -> Option<MatmulKernel<Self>> {
-        B::matmul_kernel()?;
+    fn matmul_kernel(device: &burn_backend::tensor::Device<Self>) -> Option<MatmulKernel<Self>> {
+        B::matmul_kernel(device)?;
         Some(|lhs: FloatTensor<Self>, rhs: FloatTensor<Self>| {
             let mut shape = lhs.shape();
             let last = shape.num_dims() - 1;

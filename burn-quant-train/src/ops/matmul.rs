@@ -15,7 +15,7 @@ pub type MatmulKernel<B> = fn(FloatTensor<B>, FloatTensor<B>) -> FloatTensor<B>;
 
 /// The product by the backend's kernel, else by Burn's.
 pub(super) fn product<B: QuantOps>(lhs: FloatTensor<B>, rhs: FloatTensor<B>) -> FloatTensor<B> {
-    match B::matmul_kernel() {
+    match B::matmul_kernel(&B::float_device(&lhs)) {
         Some(kernel) => kernel(lhs, rhs),
         None => B::float_matmul(lhs, rhs),
     }

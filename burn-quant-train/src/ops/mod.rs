@@ -232,8 +232,9 @@ pub trait QuantOps: Backend {
         float::delay_threshold::<Self>(state, config)
     }
 
-    /// The kernel of products in BF16 and FP16, where there is one that may be faster than `float_matmul`.
-    fn matmul_kernel() -> Option<MatmulKernel<Self>> {
+    /// The kernel of products in BF16 and FP16, where the device has one that is faster than `float_matmul`.
+    fn matmul_kernel(device: &Device<Self>) -> Option<MatmulKernel<Self>> {
+        let _ = device;
         None
     }
 

@@ -22,6 +22,11 @@ const ELEMENT_BYTES: usize = 2;
 /// Elements of a stage along K, and of a box along M or N: 128 bytes.
 const DEPTH: usize = 64;
 
+/// Whether [`gemm_float`] has a kernel for the device: CUDA's architecture sm_90, no other.
+pub fn has_gemm_float<R: Runtime>(client: &ComputeClient<R>) -> bool {
+    is_supported(client)
+}
+
 /// `C = A B^T + bias`, of shape `[M, N]` (`[batch, M, N]` where A has a batch dimension), contiguous, with FP32 sums.
 ///
 /// - `a`: bf16 or f16 `[.., M, K]`; `b`: the same type, `[.., N, K]`. Neighbours in memory are neighbours along K or
