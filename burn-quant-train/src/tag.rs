@@ -5,7 +5,7 @@
 //! optimizer step. State that rides on tensors needs no registry, leaks nothing, and follows the tensor to other threads.
 
 use std::sync::{
-    Arc, Mutex, OnceLock, PoisonError,
+    Arc, Mutex, MutexGuard, OnceLock, PoisonError,
     atomic::{AtomicBool, AtomicUsize, Ordering},
 };
 
@@ -26,7 +26,7 @@ pub fn live() -> usize {
 pub struct Tag<B: QuantOps> {
     layer: OnceLock<Arc<Layer<B>>>,
     parameter: AtomicBool,
-    copies: Mutex<Vec<(Cast, Arc<Quantized<B>>)>>,
+    copies: Mutex<Copies<B>>,
 }
 
 impl<B: QuantOps> Tag<B> {
@@ -78,21 +78,30 @@ impl<B: QuantOps> Tag<B> {
 
     /// The compressed copy of the tensor by `cast`, if one was made.
     pub fn existing_copy(&self, cast: Cast) -> Option<Arc<Quantized<B>>> {
-        let copies = self.copies.lock().unwrap_or_else(PoisonError::into_inner);
-        let (_, copy) = copies.iter().find(|(key, _)| *key == cast)?;
-        Some(copy.clone())
+        find(&self.copies(), cast)
     }
 
     /// The compressed copy of the tensor by `cast`, made by `make` the first time.
     pub fn copy(&self, cast: Cast, make: impl FnOnce() -> Quantized<B>) -> Arc<Quantized<B>> {
-        let mut copies = self.copies.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some((_, copy)) = copies.iter().find(|(key, _)| *key == cast) {
-            return copy.clone();
-        }
-        let copy = Arc::new(make());
-        copies.push((cast, copy.clone()));
-        copy
+        let mut copies = self.copies();
+        find(&copies, cast).unwrap_or_else(|| {
+            let copy = Arc::new(make());
+            copies.push((cast, copy.clone()));
+            copy
+        })
     }
+
+    fn copies(&self) -> MutexGuard<'_, Copies<B>> {
+        self.copies.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Compressed copies, each by its cast.
+type Copies<B> = Vec<(Cast, Arc<Quantized<B>>)>;
+
+fn find<B: QuantOps>(copies: &Copies<B>, cast: Cast) -> Option<Arc<Quantized<B>>> {
+    let (_, copy) = copies.iter().find(|(key, _)| *key == cast)?;
+    Some(copy.clone())
 }
 
 impl<B: QuantOps> Default for Tag<B> {

@@ -165,12 +165,7 @@ fn softmax_kernel<F: Numeric, NX: Size, NO: Size>(
     if index >= batch_size * geometry.rows {
         terminate!();
     }
-    let row = ScoreRow {
-        batch: index / geometry.rows,
-        row: index % geometry.rows,
-        scale,
-        visible: visible(&geometry, index % geometry.rows, causal),
-    };
+    let row = score_row(&geometry, index, scale, causal);
     let max = row_max::<F, NX>(scores, &geometry, &row, widths.0);
     let mut sum = 0.0f32;
     let mut col = UNIT_POS * 4;
@@ -221,12 +216,7 @@ fn softmax_backward_kernel<F: Numeric, NX: Size, NG: Size, NO: Size>(
     if index >= batch_size * geometry.rows {
         terminate!();
     }
-    let row = ScoreRow {
-        batch: index / geometry.rows,
-        row: index % geometry.rows,
-        scale,
-        visible: visible(&geometry, index % geometry.rows, causal),
-    };
+    let row = score_row(&geometry, index, scale, causal);
     let max = row_max::<F, NX>(scores, &geometry, &row, widths.0);
     let mut sum = 0.0f32;
     let mut sum_of_products = 0.0f32;
@@ -277,15 +267,30 @@ struct ScoreRow {
     visible: u32,
 }
 
+/// Row number `index` of all matrices.
 #[cube]
-fn visible(geometry: &MatrixGeometry, row: u32, #[comptime] causal: bool) -> u32 {
+fn score_row(
+    geometry: &MatrixGeometry,
+    index: u32,
+    scale: f32,
+    #[comptime] causal: bool,
+) -> ScoreRow {
+    let row = index % geometry.rows;
     let mut visible = geometry.cols;
     if comptime!(causal) {
         // Queries beyond the keys' number, if there are more of them, see nothing.
         let end = row + 1 + geometry.cols;
-        visible = select(end > geometry.rows, end - geometry.rows, 0u32);
+        visible = min(
+            select(end > geometry.rows, end - geometry.rows, 0u32),
+            geometry.cols,
+        );
     }
-    min(visible, geometry.cols)
+    ScoreRow {
+        batch: index / geometry.rows,
+        row,
+        scale,
+        visible,
+    }
 }
 
 /// `scale * scores` of four neighbours; the least number behind the mask.

@@ -36,7 +36,7 @@ use super::{
 };
 use crate::{
     layer::{self, DelayThreshold},
-    recipe::{Cast, Rounding},
+    recipe::{Cast, Format, Rounding},
 };
 
 impl<R, F, I, BT> QuantOps for CubeBackend<R, F, I, BT>
@@ -487,11 +487,15 @@ where
     let mut kernel = unwrap(matrix);
     let operand = match operand.transpose {
         false => {
-            kernel.values = kernel.values.or_else(|| flipped(&matrix.transposed));
+            kernel.values = kernel
+                .values
+                .or_else(|| flipped(matrix, &matrix.transposed));
             kernel.operand()
         }
         true => {
-            kernel.transposed = kernel.transposed.or_else(|| flipped(&matrix.values));
+            kernel.transposed = kernel
+                .transposed
+                .or_else(|| flipped(matrix, &matrix.values));
             kernel.operand_transposed()
         }
     };
@@ -513,9 +517,16 @@ where
     })
 }
 
-/// The copy in the other layout, for the time of one product.
-fn flipped<R: CubeRuntime>(values: &Option<CubeTensor<R>>) -> Option<TensorHandle<R>> {
-    let values = into_contiguous(values.clone()?);
+/// The INT8 copy in the other layout, for the time of one product.
+fn flipped<B, R>(matrix: &Quantized<B>, values: &Option<CubeTensor<R>>) -> Option<TensorHandle<R>>
+where
+    B: burn_backend::Backend,
+    R: CubeRuntime,
+{
+    let values = values
+        .clone()
+        .filter(|_| matrix.cast.format == Format::Int8)?;
+    let values = into_contiguous(values);
     Some(checked(transpose_int8(&values.client, &handle(&values))))
 }
 
@@ -528,7 +539,7 @@ where
     R: CubeRuntime,
 {
     let dtype = match matrix.format {
-        cubecl_kernels::format::Format::Int10 => DType::U32,
+        Format::Int10 => DType::U32,
         _ => DType::I8,
     };
     Quantized {

@@ -364,7 +364,7 @@ where
         }
     }
 
-    /// Clones made before, a metric's for instance, see the loaded state of the layers too.
+    /// All clones share the state of the layers: those made before, a metric's for instance, have the loaded one from then on.
     fn load_record(self, record: Self::Record) -> Self {
         *self.lock() = Shared {
             layers: None,

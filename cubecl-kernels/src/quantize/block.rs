@@ -548,7 +548,6 @@ fn residual_line<F: Numeric, N: Size>(
 
 /// Rounds a row of a patch: the words of the row-major copy, while the integers of the transposed copy join those of
 /// their columns.
-///
 #[cube]
 #[allow(clippy::too_many_arguments)]
 fn round_line<F: Numeric, N: Size>(
