@@ -285,8 +285,9 @@ fn stochastic_rounding_of_moments_is_unbiased() {
                     "{format:?}, {moment:?}: {x} becomes more than two numbers"
                 );
                 let mean = values.iter().sum::<f64>() / f64::from(count);
-                // Five deviations of the mean, and the rounding of powers.
-                let bound = (high - low) * 2.5 / f64::from(count).sqrt() + 1e-4 * x;
+                // Five deviations of the mean; and a value that is a thousandth from one of the numbers, which lie up to a
+                // quarter apart, may never have become the other one.
+                let bound = (high - low) * 2.5 / f64::from(count).sqrt() + 1e-3 * x;
                 assert!(
                     (mean - x).abs() <= bound,
                     "{format:?}, {moment:?}: {x} becomes {low} or {high}, in the mean {mean}"

@@ -139,7 +139,7 @@ fn equals_fp32<B: QuantOps>(seed: u64) {
         if half {
             compare::<B, MixedPrecision<f16>>(&problem, 1e-2, seed);
         } else {
-            compare::<B, MixedPrecision<f32>>(&problem, 1e-4, seed);
+            compare::<B, MixedPrecision<f32>>(&problem, 1e-3, seed);
         }
     }
 }

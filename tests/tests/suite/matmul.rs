@@ -2,7 +2,7 @@
 
 use burn::{
     backend::{Autodiff, Flex},
-    tensor::{DType, Tensor, backend::AutodiffBackend, module::linear},
+    tensor::{DType, backend::AutodiffBackend, module::linear},
 };
 use burn_quant_train::{QuantTrain, ops::QuantOps, recipe::MixedPrecision};
 use half::f16;

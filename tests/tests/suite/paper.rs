@@ -535,7 +535,7 @@ fn fallback_in_the_forward_pass_alone_costs_dw_only_noise() {
             "seed {seed}, rate {rate}: the gradients that do not use the saved input"
         );
         assert!(
-            one_draw[0] > 0.95,
+            one_draw[0] > 0.9,
             "seed {seed}, rate {rate}: dW of one draw {one_draw:?}"
         );
         assert!(
