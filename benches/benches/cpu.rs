@@ -142,7 +142,7 @@ fn adamw(c: &mut Criterion) {
                     scales: &mut state.scales,
                     exponents: &mut state.exponents,
                 });
-                host::adamw(&step, &mut parameter, &gradient, first, second);
+                host::adamw(&step, &mut parameter, &gradient, first, second, None);
             });
         });
     }
@@ -150,7 +150,7 @@ fn adamw(c: &mut Criterion) {
         b.iter(|| {
             let moments = [&mut first, &mut second].map(|it| MomentChunk::Full(it));
             let [first, second] = moments;
-            host::adamw(&step, &mut parameter, &gradient, first, second);
+            host::adamw(&step, &mut parameter, &gradient, first, second, None);
         });
     });
     group.finish();
