@@ -313,8 +313,10 @@ fn moments_follow_their_gradients() {
             for stochastic in [false, true] {
                 let drift = Drift::run(elements, steps, beta_2, format, stochastic);
                 println!("{format:?} {beta_2} {stochastic}: {drift:.3?}");
+                // A moment that got stuck would be a hundred times too large after the drop. With expansion the mean of powers is
+                // right, which leaves that of the numbers a little low.
                 if stochastic && format.encoding != Encoding::Int8 {
-                    assert!((drift.second - 1.0).abs() < 0.06, "{format:?}: {drift:?}");
+                    assert!((drift.second - 1.0).abs() < 0.15, "{format:?}: {drift:?}");
                 }
             }
         }
