@@ -24,6 +24,13 @@ impl Sampling {
         sample: Duration::from_millis(20),
         warm_up: Duration::from_millis(200),
     };
+    /// For layers: Burn's fusion settles in the warm-up. It searches anew wherever operations, or the ends of tensors'
+    /// lives between them, come in an order that it has not seen.
+    pub const LAYERS: Self = Self {
+        samples: 20,
+        sample: Duration::from_millis(20),
+        warm_up: Duration::from_secs(1),
+    };
     /// For whole training steps: thresholds settle in the warm-up.
     pub const STEPS: Self = Self {
         samples: 5,

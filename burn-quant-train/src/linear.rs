@@ -7,7 +7,7 @@ use burn_backend::{DType, Shape, TensorMetadata, tensor::FloatTensor};
 use crate::{
     backend::QuantTrain,
     layer::Layer,
-    ops::{LinearCall, QuantBackend, QuantOps},
+    ops::{LinearCall, QuantBackend, QuantOps, matmul::MatmulKernel},
     policy,
     precision::{Class, Dtypes, cast_to},
     recipe::Recipe,
@@ -33,12 +33,13 @@ pub(crate) fn linear<B: QuantBackend, R: Recipe>(
     let bias = bias.map(|bias| cast_to::<B>(bias, target));
     let (mut shape, weight_shape) = (x.shape(), weight.shape());
     let rank = shape.num_dims();
-    if weight_shape.num_dims() != 2 || !has_kernel::<B>(&x) {
+    let kernel = kernel::<B>(&x).filter(|_| weight_shape.num_dims() == 2);
+    let Some(kernel) = kernel else {
         return QuantTensor::new(B::linear(x, weight, bias));
-    }
+    };
     let rows = shape[..rank - 1].iter().product();
     let matrix = B::float_reshape(x, Shape::new([rows, shape[rank - 1]]));
-    let y = B::narrow_matmul(matrix, weight);
+    let y = B::matmul_by(kernel, matrix, weight);
     shape[rank - 1] = weight_shape[1];
     let y = B::float_reshape(y, shape);
     QuantTensor::new(match bias {
@@ -51,11 +52,13 @@ pub(crate) fn linear<B: QuantBackend, R: Recipe>(
     })
 }
 
-/// Whether products with `operand` have a kernel of ours: in BF16 or FP16, where the device has one.
-fn has_kernel<B: QuantBackend>(operand: &FloatTensor<B>) -> bool {
-    matches!(operand.dtype(), DType::BF16 | DType::F16)
-        && operand.shape().num_elements() > 0
-        && B::Base::matmul_kernel(&B::float_device(operand)).is_some()
+/// Our kernel for products with `operand`: in BF16 or FP16, where the device has one.
+fn kernel<B: QuantBackend>(operand: &FloatTensor<B>) -> Option<MatmulKernel<B::Base>> {
+    let narrow = matches!(operand.dtype(), DType::BF16 | DType::F16);
+    if !narrow || operand.shape().num_elements() == 0 {
+        return None;
+    }
+    B::Base::matmul_kernel(&B::float_device(operand))
 }
 
 /// `FloatTensorOps::float_matmul`: quantized if `rhs` is a weight, `[K, N]` with leading dimensions of 1.
@@ -78,9 +81,9 @@ pub(crate) fn matmul<B: QuantBackend, R: Recipe>(
         Some(shape[..rank].to_vec())
     };
     let same = leading(&lhs).is_some_and(|of_lhs| leading(&rhs) == Some(of_lhs));
-    let product = match same && has_kernel::<B>(&lhs) {
-        true => B::narrow_matmul(lhs, rhs),
-        false => B::float_matmul(lhs, rhs),
+    let product = match kernel::<B>(&lhs).filter(|_| same) {
+        Some(kernel) => B::matmul_by(kernel, lhs, rhs),
+        None => B::float_matmul(lhs, rhs),
     };
     QuantTensor::new(product)
 }

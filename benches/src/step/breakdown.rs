@@ -75,8 +75,8 @@ impl<B: Contender> Breakdown<'_, B> {
         let passes = Passes::time::<B, _>(
             self.sampling,
             self.device,
-            || model.forward(inputs.x()),
-            |y| inputs.backward(y),
+            || model.forward(&inputs),
+            |tensors| model.backward(&inputs, tensors),
         )?;
         Ok(speed(name, count, passes))
     }
@@ -93,7 +93,7 @@ impl<B: Contender> Breakdown<'_, B> {
             self.sampling,
             self.device,
             || of(&|| inputs.x()),
-            |y| inputs.backward(y),
+            |y| drop(inputs.backward(y)),
         )?;
         Ok(speed(name, count, passes))
     }

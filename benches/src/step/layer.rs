@@ -127,7 +127,7 @@ impl Measured<'_> {
         let name = B::SUBJECT.name();
         let device = CudaDevice::default();
         let measure = Measure::<B> {
-            sampling: Sampling::SHORT,
+            sampling: Sampling::LAYERS,
             device: &device,
             parameters,
             activations: DType::BF16,
@@ -141,7 +141,7 @@ impl Measured<'_> {
         eprintln!("decoder layer, hidden {hidden}, {name}: {ms:.3} ms");
         if self.breakdown {
             let breakdown = Breakdown::<B> {
-                sampling: Sampling::SHORT,
+                sampling: Sampling::LAYERS,
                 device: &device,
                 parameters,
                 activations: DType::BF16,

@@ -83,7 +83,7 @@ impl Measured<'_> {
     fn on<B: Contender<Device = CudaDevice>>(&self, parameters: DType) -> Result<StepSpeed> {
         let name = B::SUBJECT.name();
         let measure = Measure::<B> {
-            sampling: Sampling::SHORT,
+            sampling: Sampling::LAYERS,
             device: &CudaDevice::default(),
             parameters,
             activations: DType::BF16,

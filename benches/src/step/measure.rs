@@ -62,8 +62,8 @@ impl<B: Contender> Measure<'_, B> {
         let passes = Passes::time::<B, _>(
             self.sampling,
             self.device,
-            || model.forward(inputs.x()),
-            |y| inputs.backward(y),
+            || model.forward(&inputs),
+            |tensors| model.backward(&inputs, tensors),
         )?;
         let speed = StepSpeed {
             subject: B::SUBJECT,

@@ -3,7 +3,10 @@
 use std::cell::RefCell;
 
 use anyhow::{Context, Result};
-use burn::tensor::Tensor;
+use burn::{
+    module::{ModuleVisitor, Param},
+    tensor::{Tensor, backend::AutodiffBackend},
+};
 
 use super::{architecture::Layer, contender::Contender, input::Inputs};
 use crate::{
@@ -25,31 +28,35 @@ pub struct Passes {
 }
 
 impl Passes {
-    /// Measures a forward pass and the backward pass of its output.
+    /// Measures a forward pass and the backward pass of what it returns.
     ///
     /// # Errors
     ///
     /// The device failed.
-    pub fn time<B: Contender, G>(
+    pub fn time<B: Contender, F>(
         sampling: Sampling,
         device: &B::Device,
-        forward: impl Fn() -> Tensor<B, 3>,
-        backward: impl Fn(Tensor<B, 3>) -> G,
+        forward: impl Fn() -> F,
+        backward: impl Fn(F),
     ) -> Result<Self> {
         let sync = || B::sync(device).context("the device failed");
         let both = || {
             backward(forward());
             Ok(())
         };
+        let waiting = RefCell::new(Vec::new());
         let only_forward = || {
-            forward();
+            waiting.borrow_mut().push(forward());
+            Ok(())
+        };
+        let only_backward = || {
+            waiting.take().into_iter().for_each(&backward);
             Ok(())
         };
         let time = sampling.time(both, sync)?;
         let [enqueue, alone] = from_idle(both, sync)?;
         Ok(Self {
-            // The graphs of forward passes are freed by the next backward pass.
-            forward: sampling.time_and_clear(only_forward, sync, both)?,
+            forward: sampling.time_and_clear(only_forward, sync, only_backward)?,
             both: time,
             enqueue,
             alone,
@@ -66,20 +73,51 @@ impl<M> Renewed<M> {
         Self(RefCell::new(Some(model)))
     }
 
-    /// The output of the model as after an optimizer step.
+    /// A new input, and the output of the model as after an optimizer step.
     ///
     /// # Panics
     ///
     /// If the forward pass before this one panicked.
-    pub fn forward<B: Contender>(&self, x: Tensor<B, 3>) -> Tensor<B, 3>
+    pub fn forward<B: Contender>(&self, inputs: &Inputs<B>) -> [Tensor<B, 3>; 2]
     where
         M: Layer<B>,
     {
         let model = self.0.borrow_mut().take();
-        let model = B::renew(model.expect("every forward pass gives the model back"));
-        let y = model.forward(x);
+        let model = B::renew(model.expect(PRESENT));
+        let x = inputs.x();
+        let y = model.forward(x.clone());
         self.0.replace(Some(model));
-        y
+        [x, y]
+    }
+
+    /// The backward pass of [`forward`](Self::forward)'s tensors. Takes the gradients in the model's order, as an
+    /// optimizer does: dropped together they leave in a random one, for which Burn's fusion plans anew each time.
+    ///
+    /// # Panics
+    ///
+    /// If the forward pass before this one panicked.
+    pub fn backward<B: Contender>(&self, inputs: &Inputs<B>, [x, y]: [Tensor<B, 3>; 2])
+    where
+        M: Layer<B>,
+    {
+        let mut gradients = inputs.backward(y);
+        x.grad_remove(&mut gradients);
+        let model = self.0.borrow();
+        model
+            .as_ref()
+            .expect(PRESENT)
+            .visit(&mut TakeGradients::<B>(gradients));
+    }
+}
+
+const PRESENT: &str = "every forward pass gives the model back";
+
+/// Drops the gradients of parameters, one after the other.
+struct TakeGradients<B: AutodiffBackend>(B::Gradients);
+
+impl<B: AutodiffBackend> ModuleVisitor<B> for TakeGradients<B> {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
+        param.val().grad_remove(&mut self.0);
     }
 }
 

@@ -134,7 +134,7 @@ impl<B: QuantBackend, R: Recipe> ModuleOps<Self> for QuantTrain<B, R> {
             && heads(&query) == heads(&key)
             && heads(&query) == heads(&value)
             && scores.is_some_and(|scores| (1..=MAX_SCORES).contains(&scores));
-        if let (true, Some(kernels)) = (fusible, B::Base::softmax_kernels()) {
+        if let (true, Some(kernels)) = (fusible, B::Base::attention_kernels()) {
             let features = query.shape()[3] as f64;
             let scores = AttentionScores {
                 scale: options.scale.unwrap_or_else(|| 1.0 / features.sqrt()) as f32,

@@ -12,8 +12,8 @@ use burn_backend::{DType, FloatDType, Shape, TensorMetadata, tensor::FloatTensor
 
 use super::{
     Fallback, InputCasts, Layout, LinearCall, QuantBackend, QuantOps, Quantized, StochasticKey,
-    attention::{self, AttentionInputs, AttentionScores, SoftmaxKernels},
-    matmul,
+    attention::{self, AttentionInputs, AttentionKernels, AttentionScores},
+    matmul::{self, MatmulKernel},
 };
 use crate::{
     layer::{Layer, Role},
@@ -283,12 +283,16 @@ impl<B: QuantOps, C: CheckpointStrategy> QuantBackend for Autodiff<B, C> {
         }
     }
 
-    fn narrow_matmul(lhs: FloatTensor<Self>, rhs: FloatTensor<Self>) -> FloatTensor<Self> {
-        matmul::recorded::<B, C>(lhs, rhs)
+    fn matmul_by(
+        kernel: MatmulKernel<B>,
+        lhs: FloatTensor<Self>,
+        rhs: FloatTensor<Self>,
+    ) -> FloatTensor<Self> {
+        matmul::recorded::<B, C>(kernel, lhs, rhs)
     }
 
     fn attention_by(
-        kernels: SoftmaxKernels<B>,
+        kernels: AttentionKernels<B>,
         inputs: AttentionInputs<FloatTensor<Self>>,
         scores: AttentionScores,
     ) -> FloatTensor<Self> {

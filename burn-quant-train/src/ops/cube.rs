@@ -29,7 +29,7 @@ use super::{
     Fallback, FallbackQuantized, InputCasts, Layout, LinearInput, Operand, QuantOps, Quantized,
     Residual, StochasticKey,
     adamw::{AdamWItem, AdamWUpdate, Hyperparameters, Moment, MomentState, StateFormat},
-    attention::SoftmaxKernels,
+    attention::{AttentionKernels, SoftmaxKernels},
     keyed,
     matmul::MatmulKernel,
     quantize_input_twice,
@@ -235,23 +235,15 @@ where
         })
     }
 
-    fn softmax_kernels() -> Option<SoftmaxKernels<Self>> {
-        Some(SoftmaxKernels {
-            forward: |scores, attention| {
-                let (like, shape) = (scores.clone(), scores.shape());
-                let p = checked(softmax::softmax(&like.client, &matrices(scores), attention));
-                reshaped(tensor(&like, p, like.dtype), shape)
+    fn attention_kernels() -> Option<AttentionKernels<Self>> {
+        // Heads are slices of a row: products, which take batches of matrices, would each copy them.
+        Some(AttentionKernels {
+            forward: |inputs, scores| {
+                softmax_kernels::<Self, R>().attention(inputs.map(into_contiguous), scores)
             },
-            backward: |scores, grad, attention| {
-                let (like, shape) = (scores.clone(), scores.shape());
-                let (p, grad) = checked(softmax::softmax_backward(
-                    &like.client,
-                    &matrices(scores),
-                    &matrices(grad),
-                    attention,
-                ));
-                let wrap = |it| reshaped(tensor(&like, it, like.dtype), shape.clone());
-                (wrap(p), wrap(grad))
+            backward: |inputs, grad, wanted, scores| {
+                let (inputs, grad) = (inputs.map(into_contiguous), into_contiguous(grad));
+                softmax_kernels::<Self, R>().attention_backward(inputs, grad, wanted, scores)
             },
         })
     }
@@ -470,6 +462,31 @@ where
             exponents: exponents.as_ref().map(handle),
             format: Some(*format),
             moment,
+        },
+    }
+}
+
+fn softmax_kernels<B, R>() -> SoftmaxKernels<B>
+where
+    B: QuantOps<FloatTensorPrimitive = CubeTensor<R>>,
+    R: CubeRuntime,
+{
+    SoftmaxKernels {
+        forward: |scores, attention| {
+            let (like, shape) = (scores.clone(), scores.shape());
+            let p = checked(softmax::softmax(&like.client, &matrices(scores), attention));
+            reshaped(tensor(&like, p, like.dtype), shape)
+        },
+        backward: |scores, grad, attention| {
+            let (like, shape) = (scores.clone(), scores.shape());
+            let (p, grad) = checked(softmax::softmax_backward(
+                &like.client,
+                &matrices(scores),
+                &matrices(grad),
+                attention,
+            ));
+            let wrap = |it| reshaped(tensor(&like, it, like.dtype), shape.clone());
+            (wrap(p), wrap(grad))
         },
     }
 }

@@ -20,7 +20,7 @@ use super::{
     Fallback, FallbackQuantized, InputCasts, Layout, LinearInput, Operand, QuantOps, Quantized,
     Residual, StochasticKey,
     adamw::{AdamWItem, AdamWUpdate, Hyperparameters, Moment, MomentState, StateFormat},
-    attention::SoftmaxKernels,
+    attention::{AttentionInputs, AttentionKernels},
     matmul::MatmulKernel,
 };
 use crate::{
@@ -456,34 +456,44 @@ impl<B: FusionBackend + QuantOps> QuantOps for Fusion<B> {
         })
     }
 
-    fn softmax_kernels() -> Option<SoftmaxKernels<Self>> {
-        B::softmax_kernels().map(|_| SoftmaxKernels {
-            forward: |scores: FloatTensor<Self>, attention| {
-                let outputs = [(scores.shape(), scores.dtype())];
-                let kernel = kernels::<B>().forward;
+    fn attention_kernels() -> Option<AttentionKernels<Self>> {
+        B::attention_kernels().map(|_| AttentionKernels {
+            forward: |inputs: AttentionInputs<Tensor<B>>, scores| {
+                let mut shape = inputs.query.shape();
+                shape[3] = inputs.value.shape()[3];
+                let outputs = [(shape, inputs.query.dtype())];
+                let kernel = attention_kernels::<B>().forward;
+                let inputs = inputs.into_array().into();
                 let mut outputs =
-                    register::<B>("softmax", vec![scores], &outputs, move |ir, handles| {
-                        let scores = handles.get_float_tensor::<B>(&ir.inputs[0]);
-                        let probabilities = kernel(scores, attention);
-                        handles.register_float_tensor::<B>(&ir.outputs[0].id, probabilities);
+                    register::<B>("attention", inputs, &outputs, move |ir, handles| {
+                        let mut take =
+                            |index: usize| handles.get_float_tensor::<B>(&ir.inputs[index]);
+                        let output = kernel([0, 1, 2].map(&mut take).into(), scores);
+                        handles.register_float_tensor::<B>(&ir.outputs[0].id, output);
                     });
                 outputs.next().expect("one output")
             },
-            backward: |scores: FloatTensor<Self>, grad, attention| {
-                let matrix = (scores.shape(), scores.dtype());
-                let outputs = [matrix.clone(), matrix];
-                let inputs = vec![scores, grad];
-                let kernel = kernels::<B>().backward;
-                let mut outputs =
-                    register::<B>("softmax_backward", inputs, &outputs, move |ir, handles| {
-                        let scores = handles.get_float_tensor::<B>(&ir.inputs[0]);
-                        let grad = handles.get_float_tensor::<B>(&ir.inputs[1]);
-                        let (probabilities, grad) = kernel(scores, grad, attention);
-                        handles.register_float_tensor::<B>(&ir.outputs[0].id, probabilities);
-                        handles.register_float_tensor::<B>(&ir.outputs[1].id, grad);
-                    });
-                let mut next = || outputs.next().expect("two outputs");
-                (next(), next())
+            backward: |inputs: AttentionInputs<Tensor<B>>, grad, wanted, scores| {
+                let like = |input: &Tensor<B>| (input.shape(), input.dtype());
+                let mut inputs = Vec::from(inputs.into_array());
+                let outputs: Vec<_> = std::iter::zip(&inputs, wanted.into_array())
+                    .filter(|(_, wanted)| *wanted)
+                    .map(|(input, _)| like(input))
+                    .collect();
+                inputs.push(grad);
+                let kernel = attention_kernels::<B>().backward;
+                let execute = move |ir: &CustomOpIr, handles: &mut Handles<B>| {
+                    let mut take = |index: usize| handles.get_float_tensor::<B>(&ir.inputs[index]);
+                    let (inputs, grad) = ([0, 1, 2].map(&mut take).into(), take(3));
+                    let grads = kernel(inputs, grad, wanted, scores).into_array();
+                    for (output, grad) in std::iter::zip(&ir.outputs, grads.into_iter().flatten()) {
+                        handles.register_float_tensor::<B>(&output.id, grad);
+                    }
+                };
+                let mut outputs = register::<B>("attention_backward", inputs, &outputs, execute);
+                wanted.map(|wanted| {
+                    wanted.then(|| outputs.next().expect("an output for each wanted gradient"))
+                })
             },
         })
     }
@@ -625,8 +635,8 @@ impl<B: FusionBackend + QuantOps> QuantOps for Fusion<B> {
 }
 
 /// The kernels of the backend under `Fusion`, which has some if the fused one has.
-fn kernels<B: QuantOps>() -> SoftmaxKernels<B> {
-    B::softmax_kernels().expect("a fused backend with softmax kernels wraps one with them")
+fn attention_kernels<B: QuantOps>() -> AttentionKernels<B> {
+    B::attention_kernels().expect("attention in a fused stream wraps that of a backend that has it")
 }
 
 /// One moment without its tensors.

@@ -21,12 +21,30 @@ pub(super) fn product<B: QuantOps>(lhs: FloatTensor<B>, rhs: FloatTensor<B>) -> 
     }
 }
 
+/// What a product keeps for the backward pass: each operand if the other one needs a gradient.
+#[derive(Debug)]
+struct Context<B: QuantOps> {
+    kernel: MatmulKernel<B>,
+    lhs: Option<FloatTensor<B>>,
+    rhs: Option<FloatTensor<B>>,
+}
+
+impl<B: QuantOps> Clone for Context<B> {
+    fn clone(&self) -> Self {
+        Self {
+            lhs: self.lhs.clone(),
+            rhs: self.rhs.clone(),
+            ..*self
+        }
+    }
+}
+
 /// The backward pass, for parents `lhs` and `rhs`.
 #[derive(Debug)]
 struct Matmul;
 
 impl<B: QuantOps> Backward<B, 2> for Matmul {
-    type State = (Option<FloatTensor<B>>, Option<FloatTensor<B>>);
+    type State = Context<B>;
 
     fn backward(
         self,
@@ -36,30 +54,34 @@ impl<B: QuantOps> Backward<B, 2> for Matmul {
     ) {
         let grad = grads.consume::<B>(&ops.node);
         let [lhs_node, rhs_node] = ops.parents;
-        let (lhs, rhs) = ops.state;
+        let Context { kernel, lhs, rhs } = ops.state;
         if let (Some(node), Some(rhs)) = (lhs_node, rhs) {
-            let grad = product::<B>(grad.clone(), B::float_transpose(rhs));
+            let grad = kernel(grad.clone(), B::float_transpose(rhs));
             grads.register::<B>(node.id, grad);
         }
         if let (Some(node), Some(lhs)) = (rhs_node, lhs) {
-            let grad = product::<B>(B::float_transpose(lhs), grad);
+            let grad = kernel(B::float_transpose(lhs), grad);
             grads.register::<B>(node.id, grad);
         }
     }
 }
 
-/// The product, recorded; each operand is saved if the other one needs a gradient.
+/// The product by `kernel`, recorded.
 pub(super) fn recorded<B: QuantOps, C: CheckpointStrategy>(
+    kernel: MatmulKernel<B>,
     lhs: FloatTensor<Autodiff<B, C>>,
     rhs: FloatTensor<Autodiff<B, C>>,
 ) -> FloatTensor<Autodiff<B, C>> {
-    let output = product::<B>(lhs.primitive.clone(), rhs.primitive.clone());
+    let output = kernel(lhs.primitive.clone(), rhs.primitive.clone());
     let nodes = [lhs.node.clone(), rhs.node.clone()];
     match Matmul.prepare::<C>(nodes).compute_bound().stateful() {
         OpsKind::Tracked(prep) => {
-            let saved_lhs = rhs.is_tracked().then(|| lhs.primitive.clone());
-            let saved_rhs = lhs.is_tracked().then(|| rhs.primitive.clone());
-            prep.finish((saved_lhs, saved_rhs), output)
+            let context = Context {
+                kernel,
+                lhs: rhs.is_tracked().then(|| lhs.primitive.clone()),
+                rhs: lhs.is_tracked().then(|| rhs.primitive.clone()),
+            };
+            prep.finish(context, output)
         }
         OpsKind::UnTracked(prep) => prep.finish(output),
     }

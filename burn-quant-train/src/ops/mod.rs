@@ -26,7 +26,7 @@ use cubecl_kernels::format;
 pub use cubecl_kernels::format::{Layout, StochasticKey};
 
 use adamw::{AdamWItem, AdamWUpdate, Hyperparameters, Moment, MomentState, StateFormat};
-use attention::{AttentionInputs, AttentionScores, SoftmaxKernels};
+use attention::{AttentionInputs, AttentionKernels, AttentionScores};
 use matmul::MatmulKernel;
 
 use crate::{
@@ -238,9 +238,8 @@ pub trait QuantOps: Backend {
         None
     }
 
-    /// The kernels of the softmax of attention scores, where there are some; without them attention is built from float
-    /// operations.
-    fn softmax_kernels() -> Option<SoftmaxKernels<Self>> {
+    /// Attention with a softmax of one kernel, where there is one; without it attention is built from float operations.
+    fn attention_kernels() -> Option<AttentionKernels<Self>> {
         None
     }
 
@@ -378,15 +377,19 @@ pub trait QuantBackend: Backend {
     /// A quantized linear layer, recorded for the backward pass where there is one.
     fn quantized_linear(call: LinearCall<'_, Self>) -> FloatTensor<Self>;
 
-    /// `lhs [.., M, K]` times `rhs [.., K, N]` with the same leading dimensions, in BF16 or FP16, by the
-    /// [kernel](QuantOps::matmul_kernel) of the backend that holds the data, else by its own product; recorded for the
-    /// backward pass where there is one.
-    fn narrow_matmul(lhs: FloatTensor<Self>, rhs: FloatTensor<Self>) -> FloatTensor<Self>;
+    /// `lhs [.., M, K]` times `rhs [.., K, N]` with the same leading dimensions, in BF16 or FP16, by a
+    /// [kernel](QuantOps::matmul_kernel) of the backend that holds the data, recorded for the backward pass where there
+    /// is one.
+    fn matmul_by(
+        kernel: MatmulKernel<Self::Base>,
+        lhs: FloatTensor<Self>,
+        rhs: FloatTensor<Self>,
+    ) -> FloatTensor<Self>;
 
     /// `softmax(scale Q Kᵀ + mask) V` by kernels of the backend that holds the data, recorded for the backward pass where
     /// there is one.
     fn attention_by(
-        kernels: SoftmaxKernels<Self::Base>,
+        kernels: AttentionKernels<Self::Base>,
         inputs: AttentionInputs<FloatTensor<Self>>,
         scores: AttentionScores,
     ) -> FloatTensor<Self>;
@@ -440,16 +443,20 @@ impl<B: QuantOps> QuantBackend for B {
         output
     }
 
-    fn narrow_matmul(lhs: FloatTensor<Self>, rhs: FloatTensor<Self>) -> FloatTensor<Self> {
-        matmul::product::<Self>(lhs, rhs)
+    fn matmul_by(
+        kernel: MatmulKernel<Self>,
+        lhs: FloatTensor<Self>,
+        rhs: FloatTensor<Self>,
+    ) -> FloatTensor<Self> {
+        kernel(lhs, rhs)
     }
 
     fn attention_by(
-        kernels: SoftmaxKernels<Self>,
+        kernels: AttentionKernels<Self>,
         inputs: AttentionInputs<FloatTensor<Self>>,
         scores: AttentionScores,
     ) -> FloatTensor<Self> {
-        attention::forward(&kernels, inputs, scores)
+        (kernels.forward)(inputs, scores)
     }
 }
 
