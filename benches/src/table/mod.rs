@@ -5,6 +5,7 @@ mod optimizer_speed;
 mod optimizers;
 mod quantize;
 mod runs;
+mod seeds;
 mod states;
 mod steps;
 mod training;
@@ -19,6 +20,7 @@ use crate::results::{Peer, Results, Rows, Run, Spread};
 /// | content | table |
 /// | --- | --- |
 /// | runs of `pretrain` | by recipe, or by recipe and optimizer where not all are FP32 AdamW |
+/// | the same with several seeds | by recipe and optimizer, over the seeds |
 /// | `qt-bench gemm` | by product and kernel, beside peers |
 /// | `qt-bench quantize` | by tensor, beside device copies |
 /// | `qt-bench linear`, `qt-bench layer` | by size and backend, beside peers, and where the time goes |
@@ -47,6 +49,8 @@ pub fn of(json: &str) -> Result<String> {
     let first = rows.first().context("no results")?;
     if first.get("median_ms").is_some() {
         optimizer_speed::table(&serde_json::from_value::<Vec<_>>(value)?)
+    } else if seeds::several(rows) {
+        seeds::table(rows)
     } else if rows
         .iter()
         .any(|run| optimizers::of(run) != optimizers::BASELINE)

@@ -21,7 +21,7 @@ pub(super) fn of(run: &Value) -> &str {
 }
 
 /// The optimizer of a run, and how it rounds its moments where that is not to nearest.
-fn label(run: &Value) -> String {
+pub(super) fn label(run: &Value) -> String {
     match run.get("state_rounding").and_then(Value::as_str) {
         None | Some("nearest") => format!("`{}`", of(run)),
         Some(rounding) => format!("`{}`, {rounding}", of(run)),

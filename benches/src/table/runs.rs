@@ -56,8 +56,13 @@ pub(super) fn table(runs: &[Value]) -> Result<String> {
 
 /// The runs of a table differ in nothing but what the table is about.
 pub(super) fn check_conditions(runs: &[Value]) -> Result<()> {
+    check_conditions_but(runs, "")
+}
+
+/// The same, `exception` aside.
+pub(super) fn check_conditions_but(runs: &[Value], exception: &str) -> Result<()> {
     for run in &runs[1..] {
-        for field in CONDITIONS {
+        for field in CONDITIONS.into_iter().filter(|field| *field != exception) {
             ensure!(
                 run.get(field) == runs[0].get(field),
                 "the runs differ in `{field}`: they belong in files of their own"
@@ -69,9 +74,14 @@ pub(super) fn check_conditions(runs: &[Value]) -> Result<()> {
 
 /// The line under a table of runs.
 pub(super) fn conditions(run: &Value) -> Result<String> {
+    let seed = number(run, "seed")?;
+    Ok(format!("{}, seed {seed}.\n", conditions_but_seed(run)?))
+}
+
+/// The same without the seed, open at its end.
+pub(super) fn conditions_but_seed(run: &Value) -> Result<String> {
     Ok(format!(
-        "\n`{}` preset, {} parameters, on `{}`, computing in `{}`: {} steps of {} sequences of {} bytes, {} tokens, \
-         seed {}.\n",
+        "\n`{}` preset, {} parameters, on `{}`, computing in `{}`: {} steps of {} sequences of {} bytes, {} tokens",
         text(run, "preset")?,
         grouped(number(run, "parameters")?),
         text(run, "device")?,
@@ -80,7 +90,6 @@ pub(super) fn conditions(run: &Value) -> Result<String> {
         grouped(number(run, "batch")?),
         grouped(number(run, "sequence")?),
         grouped(number(run, "tokens")?),
-        number(run, "seed")?,
     ))
 }
 
