@@ -1774,7 +1774,7 @@ fn a_record_of_version_1_is_read() {
         let read = catch_unwind(|| -> Item {
             through_a_file_of(BinFileRecorder::<Full>::default(), item(version))
         });
-        let text = message(read.err().expect("refused"));
+        let text = message(read.expect_err("refused"));
         let expected = format!("has version {version}");
         assert!(
             text.contains(&expected),
