@@ -69,8 +69,8 @@ impl OnNonfinite {
             let found = integers::<B>(flag.clone())[0] as usize;
             assert!(
                 found == 0,
-                "adamw: the gradient of {}, {:?}, holds NaN or Inf; lower the learning rate or clip gradients, or let such \
-                 steps pass with OnNonfinite::Skip",
+                "adamw: the gradient of {}, {:?}, holds NaN or Inf; lower the learning rate or clip gradients, or let \
+                 such steps pass with OnNonfinite::Skip",
                 name(found - 1),
                 gradients[found - 1].shape()
             );
@@ -253,8 +253,8 @@ impl QuantAdamWConfig {
         self.validate();
         assert!(
             self.groups.is_empty() && self.grad_clipping.is_none(),
-            "adamw: a SimpleOptimizer sees no parameter paths, so it has no groups, and OptimizerAdaptor does the clipping; use \
-             `adamw` or `init`, or take both out of the configuration"
+            "adamw: a SimpleOptimizer sees no parameter paths, so it has no groups, and OptimizerAdaptor does the clipping; \
+             use `adamw` or `init`, or take both out of the configuration"
         );
         SimpleQuantAdamW::new(self.clone())
     }
@@ -346,7 +346,8 @@ impl<B: QuantOps> Moments<B> {
         let found = self.first.shape();
         assert!(
             found == *shape,
-            "adamw: {name} has shape {shape:?}, but its optimizer state {found:?}; was the record loaded for another model?"
+            "adamw: {name} has shape {shape:?}, but its optimizer state {found:?}; was the record loaded for another \
+             model?"
         );
     }
 

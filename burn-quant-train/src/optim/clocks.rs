@@ -40,12 +40,14 @@ impl<B: QuantOps> Clock<B> {
 
 /// The clocks of all parameters.
 ///
-/// Whether a step is skipped is decided on the device, so the host does not know a count. It knows which parameters had a
-/// gradient, and those that had one in the same steps share a clock: all of them, unless some were frozen or are experts
-/// that a batch may leave out. A clock costs a launch a step, and the small parameters of two clocks share no launch.
+/// Whether a step is skipped is decided on the device, so the host does not know a count. It knows which parameters had
+/// a gradient, and those that had one in the same steps share a clock: all of them, unless some were frozen or are
+/// experts that a batch may leave out. A clock costs a launch a step, and the small parameters of two clocks share no
+/// launch.
 #[derive(Debug, Clone)]
 pub(super) struct Clocks<B: QuantOps> {
-    /// The one at [`Clocks::EVERY_STEP`] counts the steps of the optimizer, and serves the parameters that took part in all.
+    /// The one at [`Clocks::EVERY_STEP`] counts the steps of the optimizer, and serves the parameters that took part in
+    /// all.
     clocks: Vec<Clock<B>>,
     by_parameter: HashMap<ParamId, usize>,
 }
@@ -53,7 +55,8 @@ pub(super) struct Clocks<B: QuantOps> {
 impl<B: QuantOps> Clocks<B> {
     const EVERY_STEP: usize = 0;
 
-    /// The clocks after these steps of the optimizer, taken and skipped, of which each parameter took part in this many.
+    /// The clocks after these steps of the optimizer, taken and skipped, of which each parameter took part in this
+    /// many.
     pub(super) fn new(counts: [i32; 2], taken: impl Iterator<Item = (ParamId, u64)>) -> Self {
         let mut clocks = vec![Clock::Host(counts)];
         let mut by_count = HashMap::from([(counts[0] as u64, Self::EVERY_STEP)]);

@@ -10,8 +10,8 @@ pub(super) fn check_version<E: Error>(version: u32) -> Result<(), E> {
     match version {
         1..=VERSION => Ok(()),
         _ => Err(E::custom(format!(
-            "adamw: the optimizer record has version {version}, this build reads versions 1 to {VERSION}; load it with the \
-             build that wrote it"
+            "adamw: the optimizer record has version {version}, this build reads versions 1 to {VERSION}; load it with \
+             the build that wrote it"
         ))),
     }
 }
@@ -27,8 +27,8 @@ where
         .ok_or_else(|| Error::missing_field(name))
 }
 
-/// Defines a serialized item: the fields of version 1 and those that version 2 added, which are their type's default in an
-/// item of version 1. A format that names no fields, such as bincode, holds nothing in their place.
+/// Defines a serialized item: the fields of version 1 and those that version 2 added, which are their type's default in
+/// an item of version 1. A format that names no fields, such as bincode, holds nothing in their place.
 macro_rules! versioned_item {
     (
         $(#[$attribute:meta])*
