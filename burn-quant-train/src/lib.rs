@@ -9,8 +9,8 @@
 //! type Backend = QuantTrain<Autodiff<Flex>, FallbackInt8<f32>>;
 //! ```
 //!
-//! - [`QuantTrain`] is the backend decorator: it forwards every operation of Burn's backend traits to the inner backend,
-//!   applies the [precision policy](precision), and runs linear layers quantized.
+//! - [`QuantTrain`] is the backend decorator: it forwards every operation of Burn's backend traits to the inner
+//!   backend, applies the [precision policy](precision), and runs linear layers quantized.
 //! - [`recipe`] holds the recipes, which are rows of data.
 //! - [`optim`] holds the optimizers, which own the state of the layers; [`policy`] says which layers are quantized.
 //! - [`ops`] is the extension trait with the quantized operations; any backend gets them from float tensor operations,

@@ -28,28 +28,27 @@ pub struct OptimizerMetric {
 }
 
 impl OptimizerMetric {
-    /// The mean fallback rate over the quantized layers, in percent, in the last optimizer step. Give it a clone of the
-    /// optimizer that goes to the `Learner`.
+    /// The mean fallback rate over the quantized layers, in percent, in the last optimizer step. Give it the optimizer
+    /// that goes to the `Learner`.
     ///
     /// # Panics
     ///
     /// If `every` is 0.
     pub fn fallback_rate<O, B>(optimizer: &QuantOptimizer<O, B>, every: usize) -> Self
     where
-        O: Clone + Send + Sync + 'static,
         B: LayerBackend,
     {
-        let optimizer = optimizer.clone();
+        let layers = optimizer.view();
         let mean = move || {
-            let rates = optimizer.fallback_rates();
+            let rates = layers.fallback_rates();
             let sum: f64 = rates.iter().map(|(_, rate)| f64::from(*rate)).sum();
             100.0 * sum / rates.len() as f64
         };
         Self::new("Fallback Rate", Some("%"), mean, every)
     }
 
-    /// Steps that were skipped so far because a gradient held NaN or Inf; an epoch shows the mean of its readings. Give it
-    /// the optimizer that goes to the `Learner`.
+    /// Steps that were skipped so far because a gradient held NaN or Inf; an epoch shows the mean of its readings. Give
+    /// it the optimizer that goes to the `Learner`.
     ///
     /// # Panics
     ///

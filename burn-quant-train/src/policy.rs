@@ -4,7 +4,8 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// Weights with fewer elements than this stay in the compute dtype by default: on a small layer quantization costs more than the product saves.
+/// Weights with fewer elements than this stay in the compute dtype by default: on a small layer quantization costs more
+/// than the product saves.
 pub const MIN_ELEMENTS: usize = 16 * 1024;
 
 /// Whether a weight is large enough to be worth quantizing.
@@ -69,8 +70,8 @@ impl LayerPolicy {
         self
     }
 
-    /// Quantizes products with an embedding's table too: the vocabulary head of a model with tied embeddings. Looking rows
-    /// up in the table stays exact.
+    /// Quantizes products with an embedding's table too: the vocabulary head of a model with tied embeddings. Looking
+    /// rows up in the table stays exact.
     pub fn tied_embeddings(mut self) -> Self {
         self.tied_embeddings = true;
         self

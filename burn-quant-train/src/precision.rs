@@ -46,8 +46,8 @@ impl Dtypes {
 
 /// The dtype in which operands of different dtypes meet: FP64 if one is FP64, else the compute dtype.
 ///
-/// A mixed pair is almost always an activation in the compute dtype and an FP32 parameter (a bias, a normalization gain) or
-/// FP32 statistic. Widening to FP32 would double the activation and everything after it.
+/// A mixed pair is almost always an activation in the compute dtype and an FP32 parameter (a bias, a normalization
+/// gain) or FP32 statistic. Widening to FP32 would double the activation and everything after it.
 pub fn promote(compute: FloatDType, has_double: bool) -> FloatDType {
     if has_double { FloatDType::F64 } else { compute }
 }

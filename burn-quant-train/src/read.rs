@@ -1,5 +1,5 @@
-//! State of layers and optimizers, read back to the host. All of it waits for the device: for records and metrics, and for
-//! backends that compute on the host.
+//! State of layers and optimizers, read back to the host. All of it waits for the device: for records and metrics, and
+//! for backends that compute on the host.
 
 use burn_backend::{
     Backend, TensorData,

@@ -92,8 +92,8 @@ impl ComputeDtype for f16 {
     const DTYPE: FloatDType = FloatDType::F16;
 }
 
-/// FP32 master weights, everything else in the compute dtype `E` (training-precision guide). With `E = f32` it changes no
-/// bit of what the inner backend computes.
+/// FP32 master weights, everything else in the compute dtype `E` (training-precision guide). With `E = f32` it changes
+/// no bit of what the inner backend computes.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct MixedPrecision<E = bf16>(PhantomData<E>);
 

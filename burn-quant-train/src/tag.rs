@@ -1,8 +1,9 @@
 //! Tags: what travels with a tensor's value.
 //!
-//! On a weight the tag holds the quantization state of its layer; on any tensor it holds the compressed copies made of it so
-//! far, so that an activation that several layers save is compressed and stored once, and a weight is quantized once per
-//! optimizer step. State that rides on tensors needs no registry, leaks nothing, and follows the tensor to other threads.
+//! On a weight the tag holds the quantization state of its layer; on any tensor it holds the compressed copies made of
+//! it so far, so that an activation that several layers save is compressed and stored once, and a weight is quantized
+//! once per optimizer step. State that rides on tensors needs no registry, leaks nothing, and follows the tensor to
+//! other threads.
 
 use std::sync::{
     Arc, Mutex, MutexGuard, OnceLock, PoisonError,

@@ -118,8 +118,8 @@ impl<B: QuantBackend> QuantTensor<B> {
 
     /// Starts or ends gradient tracking. The value stays, and so does the tag.
     ///
-    /// Under autodiff a tensor whose gradient is asked for is a parameter. Without, Burn's modules ask too, in vain: such a
-    /// model is for inference, and nothing of it is quantized.
+    /// Under autodiff a tensor whose gradient is asked for is a parameter. Without, Burn's modules ask too, in vain:
+    /// such a model is for inference, and nothing of it is quantized.
     pub fn set_require_grad(self, require_grad: bool) -> Self {
         if require_grad && B::ad_enabled(&B::float_device(&self.primitive)) {
             self.tag.set_parameter();

@@ -361,7 +361,8 @@ impl Config {
     }
 
     /// The configuration of a resumed run: the checkpoint's, where only the total of steps, the device, the format and
-    /// the rounding of the optimizer's moments and where the text lies may change. Several recipes may be narrowed down to some of them.
+    /// the rounding of the optimizer's moments and where the text lies may change. Several recipes may be narrowed down
+    /// to some of them.
     ///
     /// # Errors
     ///

@@ -8,8 +8,8 @@
 //!                       run.json        step, losses so far, configuration
 //! ```
 //!
-//! A checkpoint is written beside its place and renamed into it, and only then are older ones removed. Records have full
-//! precision, and the data order is a function of seed and step: a resumed run goes on as if it had never stopped.
+//! A checkpoint is written beside its place and renamed into it, and only then are older ones removed. Records have
+//! full precision, and the data order is a function of seed and step: a resumed run goes on as if it had never stopped.
 
 use std::fs;
 use std::path::{Path, PathBuf};

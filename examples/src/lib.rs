@@ -1,8 +1,9 @@
 //! `pretrain`: a small Llama-style model on bytes of real text, once with each recipe, and a table that compares them.
 //!
-//! - [`model`] is plain Burn and knows nothing of quantization; [`dispatch`] names the backends, [`train`] the optimizer:
-//!   these two are all that it takes to train in low precision.
-//! - [`data`] loads text; [`strategy`] counts steps inside Burn's supervised training; [`checkpoint`] makes runs resumable.
+//! - [`model`] is plain Burn and knows nothing of quantization; [`dispatch`] names the backends, [`train`] the
+//!   optimizer: these two are all that it takes to train in low precision.
+//! - [`data`] loads text; [`strategy`] counts steps inside Burn's supervised training; [`checkpoint`] makes runs
+//!   resumable.
 //! - [`metrics`], [`progress`], [`memory`] and [`report`] say what happened; [`args`] is the command line.
 
 pub mod args;

@@ -1,7 +1,8 @@
 //! Step-exact training inside Burn's [`SupervisedTraining`](burn::train::SupervisedTraining).
 //!
-//! Burn's own strategy counts epochs: it checkpoints after one, and an interrupted epoch starts again. This one takes the
-//! place that Burn gives to strategies and counts steps; learner, metrics, renderers and checkpoint files remain Burn's.
+//! Burn's own strategy counts epochs: it checkpoints after one, and an interrupted epoch starts again. This one takes
+//! the place that Burn gives to strategies and counts steps; learner, metrics, renderers and checkpoint files remain
+//! Burn's.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};

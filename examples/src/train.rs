@@ -108,8 +108,9 @@ pub fn run<B: LayerBackend>(
         }
     };
     let model = optim.attach(model);
-    // A clone sees the same layers after the learner has taken the optimizer.
-    let layers = optim.clone();
+    // They see the same layers and the same count after the learner has taken the optimizer.
+    let layers = optim.view();
+    let skipped_steps = optim.inner().skipped_steps_reader();
     let parameters = model.num_params();
     let first_step = state.step;
     ensure!(
@@ -204,7 +205,7 @@ pub fn run<B: LayerBackend>(
         .renderer(progress::Boxed(renderer));
     let training = match B::ROW.linear {
         Some(row) if row.fallback => training
-            .metric_train_numeric(OptimizerMetric::fallback_rate(&layers, FALLBACK_RATE_EVERY)),
+            .metric_train_numeric(OptimizerMetric::fallback_rate(&optim, FALLBACK_RATE_EVERY)),
         _ => training,
     };
     // The dashboard closes when the result is dropped.
@@ -223,7 +224,6 @@ pub fn run<B: LayerBackend>(
     };
     let losses = history.losses();
     let fallback_rates = layers.fallback_rates();
-    let skipped_steps = layers.inner().skipped_steps();
     let activation_bytes = saved_activations(&outcome.model, &probe, device, live_bytes);
     let optimizer_bytes = optimizer_state(
         outcome.model,
@@ -238,7 +238,7 @@ pub fn run<B: LayerBackend>(
         tokens_per_s: outcome.tokens_per_second,
         activation_bytes,
         optimizer_bytes,
-        skipped_steps,
+        skipped_steps: skipped_steps(),
         fallback_rates,
     };
     Ok(Ended::Complete(Box::new(Report::new(

@@ -1,7 +1,8 @@
-//! What the tests of the workspace share: seeded random data, tiny models, a training loop, and the backends under test.
+//! What the tests of the workspace share: seeded random data, tiny models, a training loop, and the backends under
+//! test.
 //!
-//! Every test draws fresh data: [`seed`] takes its value from the clock, and from `QUANT_TRAIN_TEST_SEED` where that is set,
-//! so that a failure, whose message names the seed, can be had again.
+//! Every test draws fresh data: [`seed`] takes its value from the clock, and from `QUANT_TRAIN_TEST_SEED` where that is
+//! set, so that a failure, whose message names the seed, can be had again.
 
 pub mod data;
 pub mod models;

@@ -104,11 +104,11 @@ pub struct AdamWItem<B: Backend> {
     pub first: MomentState<B>,
     /// The mean of their squares.
     pub second: MomentState<B>,
-    /// Rounds a BF16 parameter stochastically; `None`: to nearest. The step is a coordinate of the random numbers, so one key
-    /// serves a whole run.
+    /// Rounds a BF16 parameter stochastically; `None`: to nearest. The step is a coordinate of the random numbers, so
+    /// one key serves a whole run.
     pub key: Option<StochasticKey>,
-    /// Rounds the codes of both moments stochastically; `None`: to nearest. It may be the key of the parameter: the random numbers
-    /// are others.
+    /// Rounds the codes of both moments stochastically; `None`: to nearest. It may be the key of the parameter: the
+    /// random numbers are others.
     pub state_key: Option<StochasticKey>,
 }
 

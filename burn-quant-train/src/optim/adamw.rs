@@ -2,6 +2,7 @@
 
 use std::{
     collections::HashMap,
+    iter,
     marker::PhantomData,
     sync::{Arc, Mutex, PoisonError},
 };
@@ -14,7 +15,7 @@ use burn::{
     tensor::{Shape, Tensor, TensorPrimitive},
 };
 use burn_backend::{
-    AutodiffBackend, DType, TensorData, TensorMetadata,
+    AutodiffBackend, DType, TensorMetadata,
     ops::{FloatTensorOps, IntTensorOps},
     tensor::{Device, FloatTensor, IntTensor},
 };
@@ -22,6 +23,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{
     LayerBackend, LayerConfig, QuantOptimizer,
+    clocks::{Clock, Clocks},
     moments::{AdamWRecord, ParameterRecord},
     simple::SimpleQuantAdamW,
 };
@@ -41,7 +43,7 @@ use crate::{
 /// What a step does about gradients that hold NaN or Inf.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum OnNonfinite {
-    /// Changes nothing, neither parameters nor moments nor the step count, and counts the step as skipped. Decided on the
+    /// Changes nothing, neither parameters nor moments nor step counts, and counts the step as skipped. Decided on the
     /// device.
     Skip,
     /// Panics, naming the parameter. Waits for the device at every step.
@@ -67,8 +69,8 @@ impl OnNonfinite {
             let found = integers::<B>(flag.clone())[0] as usize;
             assert!(
                 found == 0,
-                "adamw: the gradient of {}, {:?}, holds NaN or Inf; lower the learning rate or clip gradients, or let such \
-                 steps pass with OnNonfinite::Skip",
+                "adamw: the gradient of {}, {:?}, holds NaN or Inf; lower the learning rate or clip gradients, or let \
+                 such steps pass with OnNonfinite::Skip",
                 name(found - 1),
                 gradients[found - 1].shape()
             );
@@ -89,11 +91,11 @@ pub(super) fn check_dtype(name: &str, parameter: &impl TensorMetadata) {
 /// How the codes of 8-bit moments are rounded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum StateRounding {
-    /// To the nearest code, as COAT (coat-fp8, section 3) and Dettmers' 8-bit optimizers do. A moment whose change in a step is less
-    /// than half the distance to the next code stays where it is.
+    /// To the nearest code, as COAT (coat-fp8, section 3) and Dettmers' 8-bit optimizers do. A moment whose change in a
+    /// step is less than half the distance to the next code stays where it is.
     Nearest,
-    /// Up or down at random, so that the mean is right and small changes add up. The random numbers follow from the seed, the
-    /// parameter and the step: a resumed run takes the same, and so does every device.
+    /// Up or down at random, so that the mean is right and small changes add up. The random numbers follow from the
+    /// seed, the parameter and the step: a resumed run takes the same, and so does every device.
     Stochastic,
 }
 
@@ -108,12 +110,11 @@ pub struct ParameterGroup {
     pub learning_rate: f32,
 }
 
-/// Configuration of AdamW for quantized training: Burn's `AdamWConfig` with its defaults, the format of each moment, and
-/// the settings of the layers.
+/// Configuration of AdamW for quantized training: Burn's `AdamWConfig` with its defaults, the format of each moment,
+/// and the settings of the layers.
 ///
-/// With both moments in FP32 and no layer quantized it steps as Burn's `AdamW`: bit for bit on the CPU, to rounding on a
-/// GPU. One step count serves all parameters, so one that gets its first gradient late has no bias correction, where Burn counts
-/// for each. For AMSGrad wrap Burn's own in a [`QuantOptimizer`].
+/// With both moments in FP32 and no layer quantized it steps as Burn's `AdamW`: bit for bit on the CPU, to rounding on
+/// a GPU. For AMSGrad wrap Burn's own in a [`QuantOptimizer`].
 ///
 /// ```
 /// use burn_quant_train::optim::{QuantAdamWConfig, StateFormat};
@@ -165,7 +166,8 @@ pub struct QuantAdamWConfig {
 }
 
 impl QuantAdamWConfig {
-    /// FP8 AdamW: E4M3 with dynamic range expansion, 1 x 128, for both moments (coat-fp8, section 4). 2.08 bytes a parameter.
+    /// FP8 AdamW: E4M3 with dynamic range expansion, 1 x 128, for both moments (coat-fp8, section 4). 2.08 bytes a
+    /// parameter.
     pub fn fp8() -> Self {
         Self::new()
             .with_first(Some(StateFormat::E4M3.expanded()))
@@ -202,7 +204,8 @@ impl QuantAdamWConfig {
     ///
     /// # Panics
     ///
-    /// If the threshold's settings are out of range (see [`DelayThreshold::validate`]), or the groups of the moments are.
+    /// If the threshold's settings are out of range (see [`DelayThreshold::validate`]), or the groups of the moments
+    /// are.
     pub fn init<B: LayerBackend, M: AutodiffModule<B>>(
         &self,
     ) -> QuantOptimizer<QuantAdamW<M, B>, B> {
@@ -214,13 +217,13 @@ impl QuantAdamWConfig {
         QuantOptimizer::new(self.adamw(), config)
     }
 
-    /// Makes the optimizer without layers, for `Autodiff` over any backend with [`QuantOps`]: 8-bit moments for a model that is
-    /// not quantized.
+    /// Makes the optimizer without layers, for `Autodiff` over any backend with [`QuantOps`]: 8-bit moments for a model
+    /// that is not quantized.
     ///
     /// # Panics
     ///
-    /// If a group is not a multiple of 4 up to 2048, or the groups of the two moments are not a power of two, at most 128,
-    /// apart.
+    /// If a group is not a multiple of 4 up to 2048, or the groups of the two moments are not a power of two, at most
+    /// 128, apart.
     pub fn adamw<B, M>(&self) -> QuantAdamW<M, B>
     where
         B: AutodiffBackend<InnerBackend: DataBackend>,
@@ -233,7 +236,7 @@ impl QuantAdamWConfig {
             state: State {
                 moments: HashMap::new(),
                 restored: HashMap::new(),
-                clock: Clock::Host([0, 0]),
+                clocks: Clocks::new([0, 0], iter::empty()),
                 seed: None,
             },
             published: Arc::new(Mutex::new(Clock::Host([0, 0]))),
@@ -250,8 +253,8 @@ impl QuantAdamWConfig {
         self.validate();
         assert!(
             self.groups.is_empty() && self.grad_clipping.is_none(),
-            "adamw: a SimpleOptimizer sees no parameter paths, so it has no groups, and OptimizerAdaptor does the clipping; use \
-             `adamw` or `init`, or take both out of the configuration"
+            "adamw: a SimpleOptimizer sees no parameter paths, so it has no groups, and OptimizerAdaptor does the clipping; \
+             use `adamw` or `init`, or take both out of the configuration"
         );
         SimpleQuantAdamW::new(self.clone())
     }
@@ -343,7 +346,8 @@ impl<B: QuantOps> Moments<B> {
         let found = self.first.shape();
         assert!(
             found == *shape,
-            "adamw: {name} has shape {shape:?}, but its optimizer state {found:?}; was the record loaded for another model?"
+            "adamw: {name} has shape {shape:?}, but its optimizer state {found:?}; was the record loaded for another \
+             model?"
         );
     }
 
@@ -379,49 +383,22 @@ fn convert<B: QuantOps>(
     }
 }
 
-/// Steps taken and skipped.
-#[derive(Debug, Clone)]
-enum Clock<B: QuantOps> {
-    /// Before the first step, or as loaded.
-    Host([i32; 2]),
-    /// INT32 `[2]`.
-    Device(IntTensor<B>),
-}
-
-impl<B: QuantOps> Clock<B> {
-    fn on(&self, device: &Device<B>) -> IntTensor<B> {
-        match self {
-            Self::Host(counts) => B::int_from_data(TensorData::new(counts.to_vec(), [2]), device),
-            Self::Device(counts) => B::int_to_device(counts.clone(), device),
-        }
-    }
-
-    fn read(&self) -> [i32; 2] {
-        match self {
-            Self::Host(counts) => *counts,
-            Self::Device(counts) => integers::<B>(counts.clone())
-                .try_into()
-                .expect("a clock holds two counts"),
-        }
-    }
-}
-
 #[derive(Debug, Clone)]
 struct State<B: QuantOps> {
     moments: HashMap<ParamId, Moments<B>>,
     /// Of a loaded record, until the parameter is stepped.
-    restored: HashMap<ParamId, ParameterRecord>,
-    clock: Clock<B>,
+    restored: HashMap<ParamId, Arc<ParameterRecord>>,
+    clocks: Clocks<B>,
     seed: Option<u64>,
 }
 
-/// AdamW with moments in any format. It implements Burn's `Optimizer`; inside a [`QuantOptimizer`] it also serves quantized
-/// layers. Configured by [`QuantAdamWConfig`].
+/// AdamW with moments in any format. It implements Burn's `Optimizer`; inside a [`QuantOptimizer`] it also serves
+/// quantized layers. Configured by [`QuantAdamWConfig`].
 pub struct QuantAdamW<M, B: AutodiffBackend<InnerBackend: DataBackend>> {
     config: Arc<QuantAdamWConfig>,
     clipping: Option<GradientClipping>,
     state: State<Base<B>>,
-    /// The clock, which clones of the optimizer see.
+    /// The clock of every step, which clones of the optimizer see.
     published: Arc<Mutex<Clock<Base<B>>>>,
     module: PhantomData<fn(M) -> M>,
 }
@@ -452,9 +429,11 @@ fn skipped<B: QuantOps>(clock: &Mutex<Clock<B>>) -> u64 {
     skipped as u64
 }
 
-/// Parameters of one device and one group: one call of the kernels' launcher.
+/// Parameters of one device, one group and one clock: one call of the kernels' launcher.
 struct Call<B: QuantOps> {
     device: Device<B>,
+    /// Its index.
+    clock: usize,
     hyperparameters: Hyperparameters,
     ids: Vec<ParamId>,
     items: Vec<AdamWItem<B>>,
@@ -470,9 +449,8 @@ where
         skipped(&self.published)
     }
 
-    /// [`skipped_steps`](Self::skipped_steps) for whoever need not hold the moments.
-    #[cfg(feature = "train")]
-    pub(crate) fn skipped_steps_reader(&self) -> impl Fn() -> u64 + Send + Sync + 'static {
+    /// [`skipped_steps`](Self::skipped_steps) for whoever need not hold the moments, as a clone does.
+    pub fn skipped_steps_reader(&self) -> impl Fn() -> u64 + Send + Sync + 'static {
         let published = self.published.clone();
         move || skipped(&published)
     }
@@ -492,7 +470,7 @@ where
         module.map(&mut PutBack::<B> { updated })
     }
 
-    /// Steps all parameters: those of one group and one device in one call.
+    /// Steps all parameters: those of one group, one device and one clock in one call.
     fn update(
         &mut self,
         lr: LearningRate,
@@ -509,19 +487,25 @@ where
         let name = |index: usize| taken[index].place.name();
         let on_nonfinite = self.config.on_nonfinite;
         let nonfinite = on_nonfinite.find::<Base<B>>(gradients, &home, name);
-        let clock = Base::<B>::tick(self.state.clock.on(&home), nonfinite.as_ref());
+        let stepping = taken.iter().map(|taken| taken.id).collect();
+        let clocks = &mut self.state.clocks;
+        clocks.tick(&stepping, &home, nonfinite.as_ref());
 
         let mut calls: Vec<Call<Base<B>>> = Vec::new();
         for taken in taken {
             let device = Base::<B>::float_device(&taken.parameter);
             let hyperparameters = self.config.hyperparameters(lr, &taken.place.path);
+            let clock = self.state.clocks.index_of(&taken.id);
             let (id, item) = self.item(taken, &device);
-            let found = calls
-                .iter()
-                .position(|call| call.device == device && call.hyperparameters == hyperparameters);
+            let found = calls.iter().position(|call| {
+                call.device == device
+                    && call.clock == clock
+                    && call.hyperparameters == hyperparameters
+            });
             let index = found.unwrap_or_else(|| {
                 calls.push(Call {
                     device,
+                    clock,
                     hyperparameters,
                     ids: Vec::new(),
                     items: Vec::new(),
@@ -535,11 +519,12 @@ where
         for call in calls {
             let Call {
                 device,
+                clock,
                 hyperparameters,
                 ids,
                 items,
             } = call;
-            let clock = Base::<B>::int_to_device(clock.clone(), &device);
+            let clock = self.state.clocks.on(clock, &device);
             let nonfinite = nonfinite
                 .clone()
                 .map(|flag| Base::<B>::int_to_device(flag, &device));
@@ -554,11 +539,10 @@ where
                 updated.insert(id, parameter);
             }
         }
-        self.state.clock = Clock::Device(clock);
         *self
             .published
             .lock()
-            .unwrap_or_else(PoisonError::into_inner) = self.state.clock.clone();
+            .unwrap_or_else(PoisonError::into_inner) = self.state.clocks.every_step().clone();
         updated
     }
 
@@ -585,7 +569,7 @@ where
         let restored = state
             .restored
             .remove(&id)
-            .map(|record| record.upload::<Base<B>>(device));
+            .map(|record| Arc::unwrap_or_clone(record).upload::<Base<B>>(device));
         let moments = match state.moments.remove(&id).or(restored) {
             Some(moments) => {
                 moments.check_shape(&name, &shape);
@@ -629,33 +613,40 @@ where
 
     /// Waits for the device, to read the moments.
     fn to_record(&self) -> AdamWRecord {
-        let [steps, skipped] = self.state.clock.read();
+        let [steps, skipped] = self.state.clocks.every_step().read();
+        let [steps, skipped] = [steps as u64, skipped as u64];
         let mut parameters = self.state.restored.clone();
-        parameters.extend(
-            self.state
-                .moments
-                .iter()
-                .map(|(id, moments)| (*id, ParameterRecord::read(moments.clone()))),
-        );
+        parameters.extend(self.state.moments.iter().map(|(id, moments)| {
+            let record = ParameterRecord::read(moments.clone());
+            (*id, Arc::new(record))
+        }));
         AdamWRecord {
-            steps: steps as u64,
-            skipped: skipped as u64,
+            steps,
+            skipped,
             seed: self.state.seed,
             parameters,
+            fewer_steps: self
+                .state
+                .clocks
+                .taken()
+                .filter(|(_, taken)| *taken != steps)
+                .collect(),
         }
     }
 
     fn load_record(self, record: AdamWRecord) -> Self {
-        let clock = Clock::Host([record.steps as i32, record.skipped as i32]);
+        let counts = [record.steps as i32, record.skipped as i32];
+        let taken = record.parameters.keys().map(|id| (*id, record.taken(id)));
+        let clocks = Clocks::new(counts, taken);
         *self
             .published
             .lock()
-            .unwrap_or_else(PoisonError::into_inner) = clock.clone();
+            .unwrap_or_else(PoisonError::into_inner) = clocks.every_step().clone();
         Self {
             state: State {
                 moments: HashMap::new(),
                 restored: record.parameters,
-                clock,
+                clocks,
                 seed: record.seed,
             },
             ..self

@@ -1,13 +1,15 @@
 //! Optimizers that own the quantization state of the model's layers.
 //!
-//! [`QuantOptimizer`] wraps any Burn optimizer. At each step it hands every weight's layer on to the updated weight and moves the
-//! thresholds, on the device; its record holds the thresholds beside the wrapped optimizer's states. [`QuantAdamWConfig`]
-//! makes AdamW with that wrapper, its moments in FP32 or in 8 bits.
+//! [`QuantOptimizer`] wraps any Burn optimizer. At each step it hands every weight's layer on to the updated weight and
+//! moves the thresholds, on the device; its record holds the thresholds beside the wrapped optimizer's states.
+//! [`QuantAdamWConfig`] makes AdamW with that wrapper, its moments in FP32 or in 8 bits.
 
 mod adamw;
+mod clocks;
 mod moments;
 mod record;
 mod simple;
+mod versioned;
 
 use std::{
     collections::HashMap,
@@ -132,17 +134,18 @@ impl<B: QuantOps> Layers<B> {
 
 /// Any Burn optimizer `O`, owning the state of the quantized layers of the model it steps.
 ///
-/// It implements Burn's `Optimizer`, so a `Learner`, gradient clipping, gradient accumulation and learning-rate schedulers
-/// work as they do with `O`.
+/// It implements Burn's `Optimizer`, so a `Learner`, gradient clipping, gradient accumulation and learning-rate
+/// schedulers work as they do with `O`.
 ///
 /// # Attaching a model
 ///
-/// A layer's state rides on its weight's tag; [`attach`](Self::attach) puts it there: it names the layers by module path, applies
-/// the policy, and restores the thresholds of a loaded record. `step` attaches a model that is not attached yet. Until
-/// then parameters of at least [`MIN_ELEMENTS`](crate::policy::MIN_ELEMENTS) weights are quantized with initial thresholds, so only the first step
-/// differs; call `attach` before the first forward pass for exact resumption and for the policy to hold from the start.
+/// A layer's state rides on its weight's tag; [`attach`](Self::attach) puts it there: it names the layers by module
+/// path, applies the policy, and restores the thresholds of a loaded record. `step` attaches a model that is not
+/// attached yet. Until then parameters of at least [`MIN_ELEMENTS`](crate::policy::MIN_ELEMENTS) weights are quantized
+/// with initial thresholds, so only the first step differs; call `attach` before the first forward pass for exact
+/// resumption and for the policy to hold from the start.
 ///
-/// Clones share the layers' state.
+/// Clones share the layers' state and hold the wrapped optimizer's; [`view`](Self::view) is for whoever only looks.
 pub struct QuantOptimizer<O, B: LayerBackend> {
     inner: O,
     config: LayerConfig,
@@ -152,6 +155,52 @@ pub struct QuantOptimizer<O, B: LayerBackend> {
 struct Shared<B: QuantOps> {
     layers: Option<Layers<B>>,
     restored: Option<LayersRecord>,
+}
+
+/// What the layers of an optimizer's model got and have learned so far, shared with the optimizer and its clones. It
+/// holds no moments, as a clone does. Made by [`QuantOptimizer::view`].
+pub struct LayersView<B: QuantOps> {
+    shared: Arc<Mutex<Shared<B>>>,
+}
+
+impl<B: QuantOps> Clone for LayersView<B> {
+    fn clone(&self) -> Self {
+        Self {
+            shared: self.shared.clone(),
+        }
+    }
+}
+
+impl<B: QuantOps> LayersView<B> {
+    /// Every linear layer of the attached model, and what it got; empty before a model is attached.
+    pub fn layers(&self) -> Vec<LayerReport> {
+        let shared = lock(&self.shared);
+        let layers = shared.layers.as_ref();
+        layers.map_or_else(Vec::new, |layers| {
+            layers
+                .order
+                .iter()
+                .map(|(_, report)| report.clone())
+                .collect()
+        })
+    }
+
+    /// Path and fallback rate, in the last step, of every quantized layer; empty before the first step, and for recipes
+    /// without fallback. Waits for the device.
+    pub fn fallback_rates(&self) -> Vec<(String, f32)> {
+        let rated = |layer: LayerRecord| layer.rate.map(|rate| (layer.path, rate));
+        self.record().layers.into_iter().filter_map(rated).collect()
+    }
+
+    /// The state of the layers, as the optimizer's record holds it. Waits for the device.
+    pub fn record(&self) -> LayersRecord {
+        let shared = lock(&self.shared);
+        match (&shared.layers, &shared.restored) {
+            (Some(layers), _) => layers.record(),
+            (None, Some(restored)) => restored.clone(),
+            (None, None) => LayersRecord::default(),
+        }
+    }
 }
 
 impl<O: Clone, B: LayerBackend> Clone for QuantOptimizer<O, B> {
@@ -194,41 +243,31 @@ impl<O, B: LayerBackend> QuantOptimizer<O, B> {
         model.map(&mut Attach { layers })
     }
 
-    /// Every linear layer of the attached model, and what it got; empty before a model is attached.
-    pub fn layers(&self) -> Vec<LayerReport> {
-        let shared = self.lock();
-        let layers = shared.layers.as_ref();
-        layers.map_or_else(Vec::new, |layers| {
-            layers
-                .order
-                .iter()
-                .map(|(_, report)| report.clone())
-                .collect()
-        })
-    }
-
-    /// Path and fallback rate, in the last step, of every quantized layer; empty before the first step, and for recipes without fallback.
-    /// Waits for the device.
-    pub fn fallback_rates(&self) -> Vec<(String, f32)> {
-        let rated = |layer: LayerRecord| layer.rate.map(|rate| (layer.path, rate));
-        self.layers_record()
-            .layers
-            .into_iter()
-            .filter_map(rated)
-            .collect()
-    }
-
-    /// The state of the layers, as the optimizer's record holds it. Waits for the device.
-    pub fn layers_record(&self) -> LayersRecord {
-        let shared = self.lock();
-        match (&shared.layers, &shared.restored) {
-            (Some(layers), _) => layers.record(),
-            (None, Some(restored)) => restored.clone(),
-            (None, None) => LayersRecord::default(),
+    /// The layers' state without the moments: for a metric, or for a look at the layers when a `Learner` has taken the
+    /// optimizer.
+    pub fn view(&self) -> LayersView<B::Base> {
+        LayersView {
+            shared: self.shared.clone(),
         }
     }
 
-    /// The layers of `model`: those known, if it has no other weights, else new ones with the values known for each weight.
+    /// [`LayersView::layers`].
+    pub fn layers(&self) -> Vec<LayerReport> {
+        self.view().layers()
+    }
+
+    /// [`LayersView::fallback_rates`].
+    pub fn fallback_rates(&self) -> Vec<(String, f32)> {
+        self.view().fallback_rates()
+    }
+
+    /// [`LayersView::record`].
+    pub fn layers_record(&self) -> LayersRecord {
+        self.view().record()
+    }
+
+    /// The layers of `model`: those known, if it has no other weights, else new ones with the values known for each
+    /// weight.
     fn adopt<'a, M: Module<B>>(
         &self,
         shared: &'a mut Shared<B::Base>,
@@ -328,7 +367,7 @@ impl<O, B: LayerBackend> QuantOptimizer<O, B> {
 
     fn stepped<M: AutodiffModule<B>>(&mut self, model: M, step: impl FnOnce(&mut O, M) -> M) -> M {
         let shared = self.shared.clone();
-        let mut shared = shared.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut shared = lock(&shared);
         let layers = self.adopt(&mut shared, &model);
         let model = step(&mut self.inner, model).map(&mut Attach { layers });
         layers.bank.advance(&self.config.threshold);
@@ -336,8 +375,12 @@ impl<O, B: LayerBackend> QuantOptimizer<O, B> {
     }
 
     fn lock(&self) -> MutexGuard<'_, Shared<B::Base>> {
-        self.shared.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.shared)
     }
+}
+
+fn lock<B: QuantOps>(shared: &Mutex<Shared<B>>) -> MutexGuard<'_, Shared<B>> {
+    shared.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl<O, M, B> Optimizer<M, B> for QuantOptimizer<O, B>
@@ -364,7 +407,8 @@ where
         }
     }
 
-    /// All clones share the state of the layers: those made before, a metric's for instance, have the loaded one from then on.
+    /// All clones share the state of the layers: those made before, a metric's for instance, have the loaded one from
+    /// then on.
     fn load_record(self, record: Self::Record) -> Self {
         *self.lock() = Shared {
             layers: None,

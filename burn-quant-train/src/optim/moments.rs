@@ -1,6 +1,9 @@
 //! The record of [`QuantAdamW`](super::QuantAdamW): moments as bytes, as small in the file as on the device.
 
-use std::collections::{BTreeMap, HashMap};
+use std::{
+    collections::{BTreeMap, HashMap},
+    sync::Arc,
+};
 
 use burn::{
     module::ParamId,
@@ -10,14 +13,14 @@ use burn_backend::{Backend, Shape, tensor::Device};
 use cubecl_kernels::reference::optimizer_state::HostState;
 use serde::{Deserialize, Serialize};
 
-use super::adamw::Moments;
+use super::{
+    adamw::Moments,
+    versioned::{VERSION, versioned_item},
+};
 use crate::ops::{
     QuantOps,
     adamw::{HostMoment, Moment, StateFormat},
 };
-
-/// The layout of [`AdamWRecordItem`].
-pub(super) const VERSION: u32 = 1;
 
 /// The state of an AdamW optimizer, in host memory.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -29,7 +32,16 @@ pub struct AdamWRecord {
     /// The seed of the stochastic rounding of BF16 parameters; none before the first step.
     pub seed: Option<u64>,
     /// Both moments of each parameter.
-    pub parameters: HashMap<ParamId, ParameterRecord>,
+    pub parameters: HashMap<ParamId, Arc<ParameterRecord>>,
+    /// Steps taken of the parameters that had no gradient in some: Adam's bias correction counts for each.
+    pub fewer_steps: HashMap<ParamId, u64>,
+}
+
+impl AdamWRecord {
+    /// Steps that this parameter took part in.
+    pub(super) fn taken(&self, id: &ParamId) -> u64 {
+        self.fewer_steps.get(id).copied().unwrap_or(self.steps)
+    }
 }
 
 /// The moments of one parameter.
@@ -156,24 +168,18 @@ impl ParameterRecord {
     }
 }
 
-/// Panics if a record of this version is not one that this build reads.
-pub(super) fn check_version(version: u32) {
-    assert!(
-        version == VERSION,
-        "adamw: the optimizer record has version {version}, this build reads version {VERSION}; load it with the build that \
-         wrote it"
-    );
-}
-
-/// Serialized form of [`AdamWRecord`].
-#[derive(Debug, Clone, Serialize, Deserialize)]
-pub struct AdamWRecordItem {
-    version: u32,
-    steps: u64,
-    skipped: u64,
-    seed: Option<u64>,
-    /// By parameter id, in order, so that equal states make equal files.
-    parameters: BTreeMap<u64, ParameterRecord>,
+versioned_item! {
+    /// Serialized form of [`AdamWRecord`].
+    AdamWRecordItem {
+        steps: u64,
+        skipped: u64,
+        seed: Option<u64>,
+        /// By parameter id, in order, so that equal states make equal files.
+        parameters: BTreeMap<u64, ParameterRecord>,
+    }
+    since 2 {
+        fewer_steps: BTreeMap<u64, u64>,
+    }
 }
 
 /// The precision settings do not apply: the moments are stored as they are.
@@ -189,16 +195,20 @@ impl<B: Backend> Record<B> for AdamWRecord {
             parameters: self
                 .parameters
                 .into_iter()
-                .map(|(id, record)| (id.val(), record))
+                .map(|(id, record)| (id.val(), Arc::unwrap_or_clone(record)))
+                .collect(),
+            fewer_steps: self
+                .fewer_steps
+                .into_iter()
+                .map(|(id, steps)| (id.val(), steps))
                 .collect(),
         }
     }
 
     /// # Panics
     ///
-    /// If the record is of another version, or one of its parameters is incomplete.
+    /// If one of the parameters is incomplete.
     fn from_item<S: PrecisionSettings>(item: AdamWRecordItem, _device: &B::Device) -> Self {
-        check_version(item.version);
         for (id, record) in &item.parameters {
             record.check(&format!("parameter {id}"));
         }
@@ -209,7 +219,12 @@ impl<B: Backend> Record<B> for AdamWRecord {
             parameters: item
                 .parameters
                 .into_iter()
-                .map(|(id, record)| (ParamId::from(id), record))
+                .map(|(id, record)| (ParamId::from(id), Arc::new(record)))
+                .collect(),
+            fewer_steps: item
+                .fewer_steps
+                .into_iter()
+                .map(|(id, steps)| (ParamId::from(id), steps))
                 .collect(),
         }
     }

@@ -15,11 +15,11 @@ use burn_backend::{
     ops::{FloatTensorOps, IntTensorOps},
     tensor::{Device, IntTensor},
 };
-use serde::{Deserialize, Serialize};
 
 use super::{
     adamw::{Moments, QuantAdamWConfig, check_dtype},
-    moments::{ParameterRecord, check_version},
+    moments::ParameterRecord,
+    versioned::{VERSION, versioned_item},
 };
 use crate::{
     layer,
@@ -33,11 +33,15 @@ use crate::{
 /// [`QuantAdamW`](super::QuantAdamW) as Burn's `SimpleOptimizer`: the same step, for each tensor by itself. Made by
 /// [`QuantAdamWConfig::simple`].
 ///
-/// Seeing one tensor at a time it knows no paths, so there are no parameter groups, and each tensor whose gradient is not
-/// finite is skipped, or reported, by itself.
+/// Seeing one tensor at a time it knows no paths, so there are no parameter groups, and each tensor whose gradient is
+/// not finite is skipped, or reported, by itself.
+///
+/// A tensor's first step rounds to nearest where the others round stochastically. Which random numbers are taken is
+/// known after a step only: in a resumed run from the states of the other tensors.
 #[derive(Debug, Clone)]
 pub struct SimpleQuantAdamW {
     config: Arc<QuantAdamWConfig>,
+    /// Random streams given to tensors.
     streams: Arc<AtomicU64>,
 }
 
@@ -48,6 +52,20 @@ impl SimpleQuantAdamW {
             streams: Arc::default(),
         }
     }
+
+    /// The state of a tensor in its second step or a later one, when all states of a resumed run, those of this step at
+    /// least, have told which streams are taken.
+    fn with_stream<B: DataBackend>(&self, state: SimpleState<B>) -> SimpleState<B> {
+        let taken = state.streams.load(Ordering::Relaxed);
+        self.streams.fetch_max(taken, Ordering::Relaxed);
+        let stream = state
+            .stream
+            .unwrap_or_else(|| self.streams.fetch_add(1, Ordering::Relaxed));
+        SimpleState {
+            stream: Some(stream),
+            ..state
+        }
+    }
 }
 
 /// The state of one tensor.
@@ -56,7 +74,11 @@ pub struct SimpleState<B: DataBackend> {
     moments: Moments<B::Base>,
     /// INT32 `[2]`: steps taken and skipped.
     clock: IntTensor<B::Base>,
-    key: StochasticKey,
+    seed: u64,
+    /// Of the random numbers; none before the second step.
+    stream: Option<u64>,
+    /// Of the optimizer that stepped it last, or as many as that had given out when the state was recorded.
+    streams: Arc<AtomicU64>,
 }
 
 impl<B: DataBackend> SimpleOptimizer<B> for SimpleQuantAdamW {
@@ -81,15 +103,20 @@ impl<B: DataBackend> SimpleOptimizer<B> for SimpleQuantAdamW {
         let SimpleState {
             moments,
             clock,
-            key,
-        } = state.unwrap_or_else(|| SimpleState {
-            moments: Moments::zeros(&shape, formats, &device),
-            clock: B::Base::int_from_data(TensorData::new(vec![0i32, 0], [2]), &device),
-            key: StochasticKey {
+            seed,
+            stream,
+            ..
+        } = match state {
+            Some(state) => self.with_stream(state),
+            None => SimpleState {
+                moments: Moments::zeros(&shape, formats, &device),
+                clock: B::Base::int_from_data(TensorData::new(vec![0i32, 0], [2]), &device),
                 seed: self.config.seed.unwrap_or_else(layer::seed),
-                stream: self.streams.fetch_add(1, Ordering::Relaxed),
+                stream: None,
+                streams: self.streams.clone(),
             },
-        });
+        };
+        let key = stream.map(|stream| StochasticKey { seed, stream });
         moments.check_shape("a parameter", &shape);
         let moments = moments.converted(formats);
         let gradients = || vec![gradient.clone()];
@@ -104,8 +131,8 @@ impl<B: DataBackend> SimpleOptimizer<B> for SimpleQuantAdamW {
             gradient,
             first: moments.first,
             second: moments.second,
-            key: Some(key),
-            state_key: self.config.state_key(key),
+            key,
+            state_key: key.and_then(|key| self.config.state_key(key)),
         };
         let hyperparameters = self.config.ungrouped(lr);
         let mut updates = B::Base::adamw(vec![item], &clock, nonfinite.as_ref(), &hyperparameters);
@@ -117,7 +144,9 @@ impl<B: DataBackend> SimpleOptimizer<B> for SimpleQuantAdamW {
         let state = SimpleState {
             moments: Moments { first, second },
             clock,
-            key,
+            seed,
+            stream,
+            streams: self.streams.clone(),
         };
         let parameter = TensorPrimitive::Float(B::from_base(parameter));
         (Tensor::from_primitive(parameter), Some(state))
@@ -127,19 +156,24 @@ impl<B: DataBackend> SimpleOptimizer<B> for SimpleQuantAdamW {
         SimpleState {
             moments: state.moments.moved_to(device),
             clock: B::Base::int_to_device(state.clock, device),
-            key: state.key,
+            ..state
         }
     }
 }
 
-/// Serialized form of [`SimpleState`].
-#[derive(Debug, Clone, Serialize, Deserialize)]
-pub struct SimpleStateItem {
-    version: u32,
-    clock: [i32; 2],
-    seed: u64,
-    stream: u64,
-    moments: ParameterRecord,
+versioned_item! {
+    /// Serialized form of [`SimpleState`].
+    SimpleStateItem {
+        clock: [i32; 2],
+        seed: u64,
+        /// Not given to any tensor yet, if it is that of the number `streams`.
+        stream: u64,
+        moments: ParameterRecord,
+    }
+    since 2 {
+        /// Streams given out. None in version 1, which gave them out in the first step.
+        streams: Option<u64>,
+    }
 }
 
 /// The precision settings do not apply: the moments are stored as they are.
@@ -147,30 +181,31 @@ impl<B: DataBackend> Record<B> for SimpleState<B> {
     type Item<S: PrecisionSettings> = SimpleStateItem;
 
     fn into_item<S: PrecisionSettings>(self) -> SimpleStateItem {
+        let streams = self.streams.load(Ordering::Relaxed);
         SimpleStateItem {
-            version: super::moments::VERSION,
+            version: VERSION,
             clock: integers::<B::Base>(self.clock)
                 .try_into()
                 .expect("a clock holds two counts"),
-            seed: self.key.seed,
-            stream: self.key.stream,
+            seed: self.seed,
+            stream: self.stream.unwrap_or(streams),
             moments: ParameterRecord::read(self.moments),
+            streams: Some(streams),
         }
     }
 
     /// # Panics
     ///
-    /// If the record is of another version or incomplete.
+    /// If the record is incomplete.
     fn from_item<S: PrecisionSettings>(item: SimpleStateItem, device: &Device<B>) -> Self {
-        check_version(item.version);
         item.moments.check("a parameter");
+        let streams = item.streams.unwrap_or(item.stream + 1);
         Self {
             moments: item.moments.upload(device),
             clock: B::Base::int_from_data(TensorData::new(item.clock.to_vec(), [2]), device),
-            key: StochasticKey {
-                seed: item.seed,
-                stream: item.stream,
-            },
+            seed: item.seed,
+            stream: Some(item.stream).filter(|stream| *stream < streams),
+            streams: Arc::new(AtomicU64::new(streams)),
         }
     }
 }

@@ -12,7 +12,7 @@ use burn_quant_train::{
     ops::QuantOps,
     recipe::{MixedPrecision, Recipe},
 };
-use half::f16;
+use half::{bf16, f16};
 use quant_train_tests::{
     Rng,
     data::{floats, tensor},
@@ -46,10 +46,10 @@ impl Problem {
         options: AttentionModuleOptions,
         masked: bool,
     ) -> Self {
-        // Numbers that FP16 holds, so that both sides compute on the same ones.
+        // Numbers that BF16 holds, and of this size FP16 too, so that both sides compute on the same ones.
         let mut draw = |sequence: usize| -> Vec<f32> {
             (0..BATCH * HEADS * sequence * FEATURES)
-                .map(|_| f16::from_f64(rng.normal()).to_f32())
+                .map(|_| bf16::from_f64(rng.normal()).to_f32())
                 .collect()
         };
         Self {
@@ -116,7 +116,8 @@ fn compare<B: QuantOps, R: Recipe>(problem: &Problem, tolerance: f32, seed: u64)
         for (index, (a, e)) in actual.iter().zip(expected).enumerate() {
             assert!(
                 (a - e).abs() <= tolerance * largest,
-                "seed {seed}: {name}[{index}] {a} instead of {e}, queries {}, keys {}, {:?}",
+                "seed {seed}, {}: {name}[{index}] {a} instead of {e}, queries {}, keys {}, {:?}",
+                std::any::type_name::<R>(),
                 problem.queries,
                 problem.keys,
                 problem.options
@@ -125,9 +126,14 @@ fn compare<B: QuantOps, R: Recipe>(problem: &Problem, tolerance: f32, seed: u64)
     }
 }
 
+/// Whether the backend has FP16 and BF16.
+fn has_16_bits<B: QuantOps>() -> [bool; 2] {
+    [DType::F16, DType::BF16].map(|dtype| B::supports_dtype(&B::Device::default(), dtype))
+}
+
 fn equals_fp32<B: QuantOps>(seed: u64) {
     let mut rng = Rng::new(seed);
-    let half = B::supports_dtype(&B::Device::default(), DType::F16);
+    let [half, brain] = has_16_bits::<B>();
     for (shape, options, masked) in [
         ([17, 17], options(true, None), false),
         ([17, 17], options(false, Some(0.5)), false),
@@ -138,21 +144,31 @@ fn equals_fp32<B: QuantOps>(seed: u64) {
         let problem = Problem::draw(&mut rng, shape, options, masked);
         if half {
             compare::<B, MixedPrecision<f16>>(&problem, 1e-2, seed);
-        } else {
+        }
+        if brain {
+            compare::<B, MixedPrecision<bf16>>(&problem, 8e-2, seed);
+        }
+        if !half && !brain {
             compare::<B, MixedPrecision<f32>>(&problem, 1e-3, seed);
         }
     }
 }
 
 fn untracked<B: QuantOps>(seed: u64) {
-    type Training<B> = QuantTrain<Autodiff<B>, MixedPrecision<f16>>;
-    if !B::supports_dtype(&B::Device::default(), DType::F16) {
-        println!("{}: no F16", std::any::type_name::<B>());
-        return;
+    let [half, brain] = has_16_bits::<B>();
+    untracked_in::<QuantTrain<Autodiff<B>, MixedPrecision<f32>>>(0.02, seed);
+    if half {
+        untracked_in::<QuantTrain<Autodiff<B>, MixedPrecision<f16>>>(0.02, seed);
     }
-    let device = B::Device::default();
+    if brain {
+        untracked_in::<QuantTrain<Autodiff<B>, MixedPrecision<bf16>>>(0.1, seed);
+    }
+}
+
+fn untracked_in<A: AutodiffBackend>(tolerance: f32, seed: u64) {
+    let device = A::Device::default();
     let mut rng = Rng::new(seed);
-    let mut draw = || tensor::<Training<B>, 4>(&rng.normals(64, 1.0), [1, 1, 4, 16], &device);
+    let mut draw = || tensor::<A, 4>(&rng.normals(64, 1.0), [1, 1, 4, 16], &device);
     let (q, k, v) = (draw(), draw(), draw().require_grad());
     let output = attention(
         q.clone(),
@@ -167,5 +183,9 @@ fn untracked<B: QuantOps>(seed: u64) {
     // Each column of the probabilities sums over the queries to what its value gets.
     let grad = floats(&v.grad(&grads).expect("V is tracked"));
     let total: f32 = grad.iter().step_by(16).sum();
-    assert!((total - 4.0).abs() < 0.02, "seed {seed}: {total}");
+    assert!(
+        (total - 4.0).abs() < tolerance,
+        "seed {seed}, {}: {total}",
+        std::any::type_name::<A>()
+    );
 }

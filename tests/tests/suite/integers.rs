@@ -644,7 +644,8 @@ fn products<B: QuantOps>(seed: u64) {
     }
 }
 
-/// BF16 and F16 results are the exact ones rounded once: half a unit in the last place, and what FP32 accumulation adds.
+/// BF16 and F16 results are the exact ones rounded once: half a unit in the last place, and what FP32 accumulation
+/// adds.
 fn half_products<B: QuantOps>(seed: u64) {
     let mut rng = Rng::new(seed);
     let formats = [
@@ -799,7 +800,8 @@ fn controller<B: QuantOps>(seed: u64) {
 }
 
 fn smallest<B: QuantOps>(_seed: u64) {
-    // Layers leave empty inputs to the inner backend; an all-zero matrix of one element is the smallest that is quantized.
+    // Layers leave empty inputs to the inner backend; an all-zero matrix of one element is the smallest that is
+    // quantized.
     let device = B::Device::default();
     let zero = Tensor::<B, 2>::zeros([1, 1], &device);
     let quantized = B::quantize_matrix(

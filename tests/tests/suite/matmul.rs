@@ -5,7 +5,7 @@ use burn::{
     tensor::{DType, backend::AutodiffBackend, module::linear},
 };
 use burn_quant_train::{QuantTrain, ops::QuantOps, recipe::MixedPrecision};
-use half::f16;
+use half::{bf16, f16};
 use quant_train_tests::{
     Rng,
     data::{floats, tensor},
@@ -18,10 +18,10 @@ on_every_backend! {
     unit_dimensions_between_permuted_and_cut_ones_do_not_count => unit_dimensions;
 }
 
-/// Numbers that FP16 holds, so that both sides compute on the same ones.
+/// Numbers that BF16 holds, and of this size FP16 too, so that both sides compute on the same ones.
 fn draw(rng: &mut Rng, count: usize) -> Vec<f32> {
     (0..count)
-        .map(|_| f16::from_f64(rng.normal()).to_f32())
+        .map(|_| bf16::from_f64(rng.normal()).to_f32())
         .collect()
 }
 
@@ -101,9 +101,10 @@ fn linear_layers<B: QuantOps>(seed: u64) {
         for biased in [false, true] {
             let expected = solve_linear::<Autodiff<Flex>>(data, shape, biased);
             let what = format!("seed {seed}, {shape:?}, bias {biased}");
-            on_half_or_float::<B>(&what, &expected, |half| match half {
-                true => solve_linear::<Training<B, f16>>(data, shape, biased),
-                false => solve_linear::<Training<B, f32>>(data, shape, biased),
+            in_each_compute_dtype::<B>(&what, &expected, |dtype| match dtype {
+                DType::BF16 => solve_linear::<Training<B, bf16>>(data, shape, biased),
+                DType::F16 => solve_linear::<Training<B, f16>>(data, shape, biased),
+                _ => solve_linear::<Training<B, f32>>(data, shape, biased),
             });
         }
     }
@@ -118,9 +119,10 @@ fn batched<B: QuantOps>(seed: u64) {
         let data = data.each_ref().map(Vec::as_slice);
         let expected = solve_batched::<Autodiff<Flex>>(data, shape);
         let what = format!("seed {seed}, {shape:?}");
-        on_half_or_float::<B>(&what, &expected, |half| match half {
-            true => solve_batched::<Training<B, f16>>(data, shape),
-            false => solve_batched::<Training<B, f32>>(data, shape),
+        in_each_compute_dtype::<B>(&what, &expected, |dtype| match dtype {
+            DType::BF16 => solve_batched::<Training<B, bf16>>(data, shape),
+            DType::F16 => solve_batched::<Training<B, f16>>(data, shape),
+            _ => solve_batched::<Training<B, f32>>(data, shape),
         });
     }
 }
@@ -141,21 +143,29 @@ fn unit_dimensions<B: QuantOps>(seed: u64) {
         ]
     }
     let expected = solve::<Autodiff<Flex>>(data);
-    on_half_or_float::<B>(&format!("seed {seed}"), &expected, |half| match half {
-        true => solve::<Training<B, f16>>(data),
-        false => solve::<Training<B, f32>>(data),
+    let what = format!("seed {seed}");
+    in_each_compute_dtype::<B>(&what, &expected, |dtype| match dtype {
+        DType::BF16 => solve::<Training<B, bf16>>(data),
+        DType::F16 => solve::<Training<B, f16>>(data),
+        _ => solve::<Training<B, f32>>(data),
     });
 }
 
 type Training<B, E> = QuantTrain<Autodiff<B>, MixedPrecision<E>>;
 
-/// In FP16 where the backend has it, else in FP32.
-fn on_half_or_float<B: QuantOps>(
+/// In the 16-bit dtypes that the backend has, or in FP32 where it has none.
+fn in_each_compute_dtype<B: QuantOps>(
     what: &str,
     expected: &[Vec<f32>],
-    solve: impl Fn(bool) -> Vec<Vec<f32>>,
+    solve: impl Fn(DType) -> Vec<Vec<f32>>,
 ) {
-    let half = B::supports_dtype(&B::Device::default(), DType::F16);
-    let tolerance = if half { 5e-3 } else { 1e-4 };
-    assert_close(&solve(half), expected, tolerance, what);
+    let mut dtypes = vec![(DType::F16, 5e-3), (DType::BF16, 4e-2)];
+    dtypes.retain(|(dtype, _)| B::supports_dtype(&B::Device::default(), *dtype));
+    if dtypes.is_empty() {
+        dtypes.push((DType::F32, 1e-4));
+    }
+    for (dtype, tolerance) in dtypes {
+        let what = format!("{what}, {dtype:?}");
+        assert_close(&solve(dtype), expected, tolerance, &what);
+    }
 }

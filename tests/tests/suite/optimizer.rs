@@ -436,8 +436,8 @@ fn rates(seed: u64, initial: f32, steps: usize, scale: impl Fn(usize) -> f64) ->
     rates
 }
 
-/// 1,000 = 1.3^26.3: 27 steps lead from a threshold 1,000x off into the range. The maxima of the 16 x 16 blocks of the data
-/// are about 3, between whose 70% and 90% quantiles lies a factor of 2.
+/// 1,000 = 1.3^26.3: 27 steps lead from a threshold 1,000x off into the range. The maxima of the 16 x 16 blocks of the
+/// data are about 3, between whose 70% and 90% quantiles lies a factor of 2.
 #[test]
 fn the_controller_reaches_its_range_and_stays_there_while_the_scale_drifts() {
     let seed = seed();
@@ -795,7 +795,7 @@ fn burns_learner_trains_and_shows_the_fallback_rate() {
     };
     let start = optim.attach(start);
     assert_eq!(start.mlp.down.weight.dims(), [32, CLASSES]);
-    let layers = optim.clone();
+    let layers = optim.view();
     let notes = Notes::default();
     let training = SupervisedTraining::new(
         folder.path(),
@@ -815,7 +815,7 @@ fn burns_learner_trains_and_shows_the_fallback_rate() {
     drop(result);
 
     assert_eq!(
-        layers.layers_record().step,
+        layers.record().step,
         40,
         "seed {seed}: optimizer steps of one epoch"
     );
@@ -855,6 +855,24 @@ fn burns_learner_trains_and_shows_the_fallback_rate() {
     );
     let saved = folder.path().join("checkpoint/optim-1.mpk");
     assert!(saved.is_file(), "the learner wrote {}", saved.display());
+}
+
+/// Whoever only looks at the layers does not hold the wrapped optimizer's states.
+#[test]
+fn views_and_metrics_do_not_clone_the_optimizer() {
+    struct Heavy;
+    impl Clone for Heavy {
+        fn clone(&self) -> Self {
+            panic!("a clone holds the moments");
+        }
+    }
+    let seed = seed();
+    let optim = QuantOptimizer::<Heavy, Fallback>::new(Heavy, layer_config(seed));
+    let (view, _metric) = (optim.view(), OptimizerMetric::fallback_rate(&optim, 1));
+    let _model = optim.attach(model::<Fallback, Mlp<Fallback>>(seed));
+    assert_eq!(view.layers(), optim.layers());
+    assert_eq!(view.layers().len(), 2, "seed {seed}");
+    assert_eq!(view.record(), optim.layers_record());
 }
 
 #[test]

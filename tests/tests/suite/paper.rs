@@ -9,9 +9,10 @@ use quant_train_tests::{Rng, seed};
 
 const BLOCK: usize = 128;
 
-/// Activations of a GLU (section 4.1): silu(g) * u of correlated normal numbers. One channel in a thousand is larger, which
-/// the product leaves sparse (P3), and single outliers appear anywhere, hundreds to thousands of times the bulk (P1, P2): about
-/// one block of 128 x 128 in five holds an outlier, as in figure 4a, whose fallback rate of 20% is that of the paper's figures.
+/// Activations of a GLU (section 4.1): silu(g) * u of correlated normal numbers. One channel in a thousand is larger,
+/// which the product leaves sparse (P3), and single outliers appear anywhere, hundreds to thousands of times the bulk
+/// (P1, P2): about one block of 128 x 128 in five holds an outlier, as in figure 4a, whose fallback rate of 20% is that
+/// of the paper's figures.
 ///
 /// `spread` is the standard deviation of the logarithm of the scale of 128 neighbouring channels, outliers included.
 fn glu(rng: &mut Rng, tokens: usize, channels: usize, spread: f64) -> Vec<f32> {
@@ -148,9 +149,9 @@ fn rmse(exact: &[f32], got: &[f64]) -> f64 {
     (sum / exact.len() as f64).sqrt()
 }
 
-/// Figure 3b: the first step takes a lone outlier away, and the second has the grid to itself for the rest. With outliers
-/// that are not large enough for that (their first step is finer than the largest of the rest) fallback is INT16 with 65,025
-/// instead of 65,535 grid points: it may be worse by their ratio, and no more.
+/// Figure 3b: the first step takes a lone outlier away, and the second has the grid to itself for the rest. With
+/// outliers that are not large enough for that (their first step is finer than the largest of the rest) fallback is
+/// INT16 with 65,025 instead of 65,535 grid points: it may be worse by their ratio, and no more.
 #[test]
 fn fallback_is_as_fine_as_int16_and_finer_around_lone_outliers() {
     let seed = seed();
@@ -389,11 +390,11 @@ fn mean(values: impl Iterator<Item = [f64; 3]>) -> [f64; 3] {
 
 const RATES: [f64; 5] = [0.0, 0.1, 0.2, 0.4, 1.0];
 
-/// Figure 3c: the gradients' similarity to the exact ones rises with the fallback rate, and choosing blocks by their largest
-/// magnitude beats choosing by relative L1 error. Both passes use the fallback values.
+/// Figure 3c: the gradients' similarity to the exact ones rises with the fallback rate, and choosing blocks by their
+/// largest magnitude beats choosing by relative L1 error. Both passes use the fallback values.
 ///
-/// Where all blocks have one bulk, the two criteria choose the same blocks but for chance; where the magnitudes of blocks differ,
-/// relative error spends fallback on blocks too small to matter.
+/// Where all blocks have one bulk, the two criteria choose the same blocks but for chance; where the magnitudes of
+/// blocks differ, relative error spends fallback on blocks too small to matter.
 #[test]
 fn gradients_get_better_with_the_fallback_rate_and_absmax_beats_relative_l1() {
     let seed = seed();
@@ -487,9 +488,10 @@ fn criteria(seed: u64, spread: f64) -> Vec<(f64, [f64; 3], [f64; 3])> {
     results
 }
 
-/// Figure 5b: fallback in the forward pass alone, with plain stochastic INT8 saved for dW, against fallback in both. The other
-/// gradients do not see what was saved. dW is that of both passes plus noise of mean 0 (section 5.1): one draw is noisier on
-/// this single layer, and what is left over 32 draws, as a run accumulates them, is as near to the exact gradient.
+/// Figure 5b: fallback in the forward pass alone, with plain stochastic INT8 saved for dW, against fallback in both.
+/// The other gradients do not see what was saved. dW is that of both passes plus noise of mean 0 (section 5.1): one
+/// draw is noisier on this single layer, and what is left over 32 draws, as a run accumulates them, is as near to the
+/// exact gradient.
 #[test]
 fn fallback_in_the_forward_pass_alone_costs_dw_only_noise() {
     const DRAWS: u64 = 32;

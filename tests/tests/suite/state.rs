@@ -329,8 +329,8 @@ fn a_model_that_moves_keeps_its_state() {
     let seed = seed();
     let device = Default::default();
     let stays = losses_with(seed, |model| model);
-    // `to_device` is an operation of the graph, after which Burn's parameters are no leaves and train no more: only `fork` is for
-    // training. The state stays on the weights, and the loss is the same.
+    // `to_device` is an operation of the graph, after which Burn's parameters are no leaves and train no more: only
+    // `fork` is for training. The state stays on the weights, and the loss is the same.
     let moved = losses_with(seed, |model| {
         let sample = &samples::<Fallback, Mlp<Fallback>>(seed + 1, 1)[0];
         let before = floats(&model.loss(sample));
@@ -488,8 +488,8 @@ const CHILD: &str = "QUANT_TRAIN_MEMORY_CHILD";
 
 /// Runs by itself in a child process, where no other test moves memory or tags.
 ///
-/// Resident memory may grow by 4 MiB from step 100 to step 2,000: allocators keep some pages back, a leak of one 32 x 16
-/// FP32 matrix a step alone would be 3.9 MB, and each step makes some forty tensors.
+/// Resident memory may grow by 4 MiB from step 100 to step 2,000: allocators keep some pages back, a leak of one 32 x
+/// 16 FP32 matrix a step alone would be 3.9 MB, and each step makes some forty tensors.
 #[test]
 fn two_thousand_steps_leave_nothing_behind() {
     if std::env::var_os(CHILD).is_none() {

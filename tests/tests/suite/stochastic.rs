@@ -36,8 +36,8 @@ fn draw<B: QuantOps>(x: &[f32], shape: [usize; 2], block: usize, key: Stochastic
     primitive_ints::<B>(&quantized.values.expect("the row-major copy was asked for"))
 }
 
-/// A z-test of the sum over all elements and draws, and one of each element. With 400 elements the bounds 6.5 (each) and 5.5
-/// (sum) give a false alarm in less than one of 10 million runs.
+/// A z-test of the sum over all elements and draws, and one of each element. With 400 elements the bounds 6.5 (each)
+/// and 5.5 (sum) give a false alarm in less than one of 10 million runs.
 fn unbiased<B: QuantOps>(seed: u64) {
     const DRAWS: usize = 1500;
     let shape = [20, 20];
