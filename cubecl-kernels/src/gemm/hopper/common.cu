@@ -2,6 +2,7 @@
 //
 // Knobs, defined in front of this text:
 //   TILE_N     columns of an output tile (its rows are 128)
+//   STAGES     stages of the ring in shared memory
 //   BIAS       1: bias is added to the FP32 sums
 //   OUT_F32, OUT_F16 or OUT_BF16   the type of C
 
@@ -24,6 +25,29 @@ __device__ __forceinline__ u32 shared_address(const void *pointer) {
 
 __device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
+}
+
+// Sets up the barriers of the ring: of each stage one that says that it is full, and one that it is empty. All threads
+// of the block come here.
+__device__ __forceinline__ void ring_init(u32 full, u32 empty) {
+    if (threadIdx.x == 0) {
+        for (u32 stage = 0; stage < STAGES; stage++) {
+            // Full: the producer's arrival and its bytes. Empty: an arrival of each of the consumers' warps.
+            barrier_init(full + 8 * stage, 1);
+            barrier_init(empty + 8 * stage, 8);
+        }
+        // TMA is another proxy: without the fence it may see the barriers as they were before.
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    }
+    __syncthreads();
+}
+
+// Goes on in the ring. The parity is that of the stage's phase; both are counted through all tiles.
+__device__ __forceinline__ void next_stage(u32 &stage, u32 &parity) {
+    if (++stage == STAGES) {
+        stage = 0;
+        parity ^= 1;
+    }
 }
 
 // Waits until the phase of this parity has completed. A new barrier is in phase 0, so that a wait for parity 1 returns
@@ -92,15 +116,41 @@ struct Tile {
     u32 batch, m, n;
 };
 
+// The tiles of an output. Those of a last column that TILE_N does not divide cost less than the others and come after
+// all of them, so that they fill the gaps that the others leave in the grid's last turn.
+struct Tiles {
+    // Rows of tiles, and columns of whole tiles.
+    u32 rows, cols;
+    // Whole tiles of all matrices, and all tiles.
+    u32 whole, all;
+};
+
+__device__ __forceinline__ Tiles tiles_of(u32 batch, u32 m, u32 n) {
+    const u32 rows = (m + TILE_M - 1) / TILE_M, cols = n / TILE_N;
+    const u32 whole = batch * rows * cols;
+    return {rows, cols, whole, n % TILE_N == 0 ? whole : whole + batch * rows};
+}
+
+// The number of this block's tile in its turn; past the last it is at least tiles.all. Every other turn goes through
+// the grid backwards: where tiles differ in cost, and follow one another by cost, that evens out what the blocks get.
+__device__ __forceinline__ u32 tile_index(u32 turn) {
+    return turn * gridDim.x + (turn % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+}
+
 // Tiles are numbered down `raster` rows of tiles before they go on along the columns, so that those computed at once
 // share rows of A and columns of B in the L2 cache.
-__device__ __forceinline__ Tile tile_of(u32 index, u32 tiles_m, u32 tiles_n, u32 raster) {
-    const u32 batch = index / (tiles_m * tiles_n);
-    index -= batch * tiles_m * tiles_n;
-    const u32 first = index / (raster * tiles_n) * raster;
-    const u32 height = min(tiles_m - first, raster);
-    index -= first * tiles_n;
-    return {batch, first + index % height, index / height};
+__device__ __forceinline__ Tile tile_of(u32 index, const Tiles &tiles, u32 raster) {
+    // The last column is numbered as if it were the only one; without a branch, since the compiler would then no longer
+    // see that all threads are in the same stage, and count it in each.
+    const bool last = index >= tiles.whole;
+    index -= last ? tiles.whole : 0;
+    const u32 cols = last ? 1 : tiles.cols;
+    const u32 batch = index / (tiles.rows * cols);
+    index -= batch * tiles.rows * cols;
+    const u32 first = index / (raster * cols) * raster;
+    const u32 height = min(tiles.rows - first, raster);
+    index -= first * cols;
+    return {batch, first + index % height, index / height + (last ? tiles.cols : 0)};
 }
 
 // ---- Output ---------------------------------------------------------------------------------------------------------
@@ -122,8 +172,8 @@ __device__ __forceinline__ u32 pack(float low, float high) {
 }
 #endif
 
-// Columns that a warp writes at once where rows of C are not aligned, 128 bytes, and what keeps the rows of its staging
-// memory in different banks.
+// Columns that a warp writes at once where rows of C are not aligned, 128 bytes. Eight more keep the rows of its
+// staging memory in different banks, and one of them is used.
 #define STAGED (128 / (int)sizeof(Out))
 #define STAGED_PITCH (STAGED + 8)
 
@@ -152,6 +202,9 @@ __device__ __forceinline__ void write_sums(float *sums, const float *bias, Out *
         // shared memory, neighbours are written by neighbours.
 #pragma unroll
         for (int block = 0; block < TILE_N / STAGED; block++) {
+            const u32 col = first_col + block * STAGED;
+            if (col >= cols)
+                break;
 #pragma unroll
             for (int j = 0; j < STAGED / 8; j++)
 #pragma unroll
@@ -164,30 +217,42 @@ __device__ __forceinline__ void write_sums(float *sums, const float *bias, Out *
                     *(u32 *)to = pack(pair[0], pair[1]);
 #endif
                 }
+#if defined(OUT_F32)
             __syncwarp();
-            const u32 col = first_col + block * STAGED;
-            const u32 width = min((u32)STAGED, cols > col ? cols - col : 0);
+            const u32 width = min((u32)STAGED, cols - col);
+#pragma unroll 8
+            for (u32 i = 0; i < 16; i++)
+                if (first_row + i < rows && lane < width)
+                    out[(u64)(first_row + i) * cols + col + lane] = staging[i][lane];
+#else
+            // Aligned words of two elements each. In a row that begins in the middle of a word, the last word takes the
+            // first element of the next columns, and only the first element of the tile is written by itself; and there
+            // may be one behind the last word.
+            const bool goes_on = block + 1 < TILE_N / STAGED;
+            if (goes_on && quad == 0)
+#pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    const float *pair = sums + 4 * ((block + 1) * STAGED / 8 % (TILE_N / 8)) + 2 * h;
+                    *(u32 *)&staging[lane / 4 + 8 * h][STAGED] = pack(pair[0], pair[1]);
+                }
+            __syncwarp();
+            const u32 width = min((u32)STAGED + goes_on, cols - col);
 #pragma unroll 8
             for (u32 i = 0; i < 16; i++) {
-                const bool inside = first_row + i < rows;
                 Out *to = out + (u64)(first_row + i) * cols + col;
-#if defined(OUT_F32)
-                if (inside && lane < width)
-                    to[lane] = staging[i][lane];
-#else
-                // Aligned words of two elements each; a row that begins in the middle of one has an element in front of
-                // them, and there may be one behind them.
                 const u32 odd = (u64)to / sizeof(Out) % 2;
                 const u32 *words = (const u32 *)staging[i] + lane;
                 const u32 word = __funnelshift_r(words[0], words[1], 16 * odd);
-                if (inside && 2 * lane + odd + 1 < width)
+                if (first_row + i >= rows)
+                    break;
+                if (2 * lane + odd + 1 < width)
                     *(u32 *)(to + 2 * lane + odd) = word;
-                if (inside && odd && lane == 0 && width > 0)
+                if (block == 0 && odd && lane == 0)
                     to[0] = staging[i][0];
-                if (inside && (width - odd) % 2 == 1 && width > odd && lane == 1)
+                if (width <= STAGED && (width - odd) % 2 == 1 && width > odd && lane == 1)
                     to[width - 1] = staging[i][width - 1];
-#endif
             }
+#endif
             __syncwarp();
         }
         return;
