@@ -4,12 +4,12 @@
 //! through NVRTC for `sm_90a`, keeps it in its caches, encodes the tensor maps, and runs it on its memory and streams
 //! as it does with its own kernels. What the kernel does, and why, is told in the source.
 //!
-//! The result is specified to the bit: an exact INT32 product for each 128-deep block, times the FP32 product of its two
-//! scales, is added to the FP32 sum with one fused multiply-add, in ascending order of K, a residual right after its
-//! base.
+//! The result is specified to the bit: an exact INT32 product for each 128-deep block, times the FP32 product of its
+//! two scales, is added to the FP32 sum with one fused multiply-add, in ascending order of K, a residual right after
+//! its base.
 //!
-//! On one NVIDIA H200, 2026-11-21, BF16 out, M = N = K, CUDA events around 10 or 20 launches of the source alone, median
-//! of 5: 885 TOP/s at 2048, 1113 to 1133 at 4096, 1161 to 1199 at 8192.
+//! On one NVIDIA H200, 2026-11-21, BF16 out, M = N = K, CUDA events around 10 or 20 launches of the source alone,
+//! median of 5: 885 TOP/s at 2048, 1113 to 1133 at 4096, 1161 to 1199 at 8192.
 
 use cubecl::{
     features::Tma,

@@ -221,8 +221,8 @@ pub(super) fn launch<R: Runtime>(
 /// The INT8 operands are declared as vectors of `f16`, of the bytes of one copy: `ldmatrix` moves 16-bit elements, and
 /// which bytes a lane gets of them is what the INT8 instruction expects. Nothing computes with them as `f16`.
 ///
-/// The output is given twice: two neighbours in a row are written at once, and by themselves those at whose start or end
-/// no pair starts. `is_even` says that all rows start with a pair.
+/// The output is given twice, in pairs of neighbours that are written at once, and in single elements for those at the
+/// ends of rows that belong to no pair. `is_even` says that all rows start with a pair.
 #[cube(launch_unchecked)]
 #[allow(clippy::too_many_arguments)]
 fn gemm_tensor_core_kernel<F: Numeric, N: Size, NO: Size>(

@@ -1,7 +1,7 @@
 //! Products of BF16 and FP16 matrices on `wgmma`: the baseline that quantized products are compared with.
 //!
-//! On one NVIDIA H200, 2026-11-21, BF16, M = N = K, CUDA events around 10 launches of the source alone, median of 5: 699
-//! TFLOP/s at 2048, 793 at 4096, 764 at 8192; within 1% of these where neighbours are neighbours along M or N.
+//! On one NVIDIA H200, 2026-11-21, BF16, M = N = K, CUDA events around 10 launches of the source alone, median of 5:
+//! 699 TFLOP/s at 2048, 793 at 4096, 764 at 8192; within 1% of these where neighbours are neighbours along M or N.
 
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
