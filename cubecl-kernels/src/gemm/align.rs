@@ -38,16 +38,20 @@ impl<R: Runtime> AlignedValues<R> {
             b_view: args.b_view,
         };
         let mut copies = Vec::new();
+        let mut copy = |from: &TensorHandle<R>, view: &MatrixView| {
+            let copy = Copied::new(client, from, view);
+            let to = copy.to.clone();
+            copies.push(copy);
+            to
+        };
         if !a_fits {
+            aligned.a = copy(a, &args.a_view);
+            aligned.residual = residual.map(|residual| copy(residual, &args.a_view));
             aligned.a_view = pitched(&args.a_view);
-            copies.push(Copied::new(client, a, &args.a_view, &mut aligned.a));
-            if let (Some(from), Some(to)) = (residual, &mut aligned.residual) {
-                copies.push(Copied::new(client, from, &args.a_view, to));
-            }
         }
         if !b_fits {
+            aligned.b = copy(b, &args.b_view);
             aligned.b_view = pitched(&args.b_view);
-            copies.push(Copied::new(client, b, &args.b_view, &mut aligned.b));
         }
         if !copies.is_empty() {
             launch(client, copies);
@@ -89,20 +93,9 @@ struct Copied<R: Runtime> {
 }
 
 impl<R: Runtime> Copied<R> {
-    /// Puts a new tensor into `to`.
-    fn new(
-        client: &ComputeClient<R>,
-        from: &TensorHandle<R>,
-        view: &MatrixView,
-        to: &mut TensorHandle<R>,
-    ) -> Self {
+    fn new(client: &ComputeClient<R>, from: &TensorHandle<R>, view: &MatrixView) -> Self {
         let shape = view.shape;
-        let pitch = shape.cols.next_multiple_of(PITCH);
-        *to = empty(
-            client,
-            vec![shape.batch, shape.rows, pitch],
-            storage::<i8>(),
-        );
+        let to = vec![shape.batch, shape.rows, pitched(view).row_stride];
         let mut from = from.clone();
         let offset = from.handle.offset_start.unwrap_or_default();
         from.handle.offset_start = Some(offset / 4 * 4);
@@ -110,14 +103,14 @@ impl<R: Runtime> Copied<R> {
             from,
             before: (offset % 4) as usize,
             view: *view,
-            to: to.clone(),
+            to: empty(client, to, storage::<i8>()),
         }
     }
 
     /// Pieces of [`ALIGNMENT`] bytes that are written.
     fn pieces(&self) -> usize {
         let shape = self.view.shape;
-        shape.batch * shape.rows * shape.cols.div_ceil(PITCH) * (PITCH / ALIGNMENT)
+        shape.batch * shape.rows * pitched(&self.view).row_stride / ALIGNMENT
     }
 }
 
@@ -283,8 +276,7 @@ mod tests {
                 col_stride: 1,
                 batched: true,
             };
-            let mut to = from.clone();
-            copies.push(Copied::new(&client, &from, &view, &mut to));
+            copies.push(Copied::new(&client, &from, &view));
         }
         let written: Vec<_> = copies.iter().map(|copy| copy.to.handle.clone()).collect();
         launch(&client, copies);
