@@ -6,7 +6,7 @@
 mod nvrtc;
 mod offline;
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, thread::available_parallelism};
 
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 use cubecl_kernels::{
@@ -250,13 +250,21 @@ fn nvrtc_compiles_every_hopper_source(#[values("gemm_hopper", "gemm_float_hopper
 }
 
 fn compile(sources: &[Source], architecture: &str) {
-    let nvrtc = Nvrtc::load();
-    for source in sources {
-        let code = nvrtc.compile(&source.code, architecture);
-        let code = code.unwrap_or_else(|log| panic!("{architecture}: {log}\n{}", source.code));
-        assert!(
-            code.starts_with(b"\x7fELF"),
-            "{architecture}: no machine code"
-        );
-    }
+    let nvrtc = &Nvrtc::load();
+    let threads = available_parallelism().map_or(1, usize::from);
+    std::thread::scope(|scope| {
+        for part in sources.chunks(sources.len().div_ceil(threads)) {
+            scope.spawn(move || {
+                for source in part {
+                    let code = nvrtc.compile(&source.code, architecture);
+                    let code =
+                        code.unwrap_or_else(|log| panic!("{architecture}: {log}\n{}", source.code));
+                    assert!(
+                        code.starts_with(b"\x7fELF"),
+                        "{architecture}: no machine code"
+                    );
+                }
+            });
+        }
+    });
 }
