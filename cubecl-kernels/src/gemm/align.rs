@@ -10,7 +10,9 @@ use super::GemmArgs;
 pub(super) const ALIGNMENT: usize = 16;
 /// Rows of copies start at multiples of so many bytes: a line of the cache.
 const PITCH: usize = 128;
-const UNITS: u32 = 256;
+/// Units of a cube that share a row, and the rows of a cube.
+const UNITS_OF_ROW: u32 = 64;
+const ROWS: u32 = 4;
 
 /// The INT8 matrices of a product, whose rows start and end at multiples of [`ALIGNMENT`] bytes: the operands' own, or
 /// copies of them with zeros at the ends of the rows.
@@ -106,20 +108,16 @@ impl<R: Runtime> Copied<R> {
             to: empty(client, to, storage::<i8>()),
         }
     }
-
-    /// Pieces of [`ALIGNMENT`] bytes that are written.
-    fn pieces(&self) -> usize {
-        let shape = self.view.shape;
-        shape.batch * shape.rows * pitched(&self.view).row_stride / ALIGNMENT
-    }
 }
 
-/// What a copy reads and which of the pieces it writes.
+/// What a copy reads, and which of the rows it writes.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 struct Geometry {
-    /// The first of this copy's pieces among those of all copies.
+    /// The first of this copy's rows among those of all copies.
     first: u32,
-    pieces: u32,
+    /// Rows of all matrices.
+    count: u32,
+    /// Rows of a matrix.
     rows: u32,
     /// Bytes of a row.
     cols: u32,
@@ -131,81 +129,95 @@ struct Geometry {
 fn launch<R: Runtime>(client: &ComputeClient<R>, copies: Vec<Copied<R>>) {
     let (mut from, mut to) = (SequenceArg::new(), SequenceArg::new());
     let mut geometries = SequenceArg::new();
-    let mut pieces = 0;
+    let mut first = 0;
+    let is_batched = copies.iter().any(|copy| copy.view.shape.batch > 1);
     for copy in copies {
         let shape = copy.view.shape;
+        let count = shape.batch * shape.rows;
         geometries.push(GeometryLaunch::new(
-            pieces as u32,
-            copy.pieces() as u32,
+            first as u32,
+            count as u32,
             shape.rows as u32,
             shape.cols as u32,
             copy.before as u32,
             Strides::of(&copy.view),
         ));
-        pieces += copy.pieces();
+        first += count;
         from.push(copy.from.into_arg());
         to.push(copy.to.into_arg());
     }
-    if pieces > 0 {
-        // SAFETY: reads are guarded by the shapes in the geometries, writes by the number of pieces. The last word of a
-        // row may end up to 3 bytes behind the tensor: memory is allocated in larger units.
+    if first > 0 {
+        // SAFETY: reads are guarded by the shapes in the geometries, writes by the number of rows and their pitch. The
+        // last word of a row may end up to 3 bytes behind the tensor: memory is allocated in larger units.
         #[allow(unsafe_code)]
         unsafe {
             align_kernel::launch_unchecked::<R>(
                 client,
-                cube_grid(pieces.div_ceil(UNITS as usize)),
-                CubeDim::new_1d(UNITS),
+                cube_grid(first.div_ceil(ROWS as usize)),
+                CubeDim::new_2d(UNITS_OF_ROW, ROWS),
                 ALIGNMENT / 4,
                 from,
                 to,
                 geometries,
+                is_batched,
             );
         }
     }
 }
 
-/// Each unit writes one piece. All matrices are declared as words.
+/// All matrices are declared as words.
 #[cube(launch_unchecked)]
 fn align_kernel<N: Size>(
     from: &Sequence<Tensor<u32>>,
     to: &mut Sequence<Tensor<Vector<u32, N>>>,
     geometries: &Sequence<Geometry>,
+    #[comptime] is_batched: bool,
 ) {
-    let piece = CUBE_POS as u32 * UNITS + UNIT_POS;
+    let row_of_all = CUBE_POS as u32 * ROWS + UNIT_POS_Y;
     #[unroll]
     for index in 0..from.len() {
         let geometry = geometries.index(index);
-        if piece >= geometry.first && piece - geometry.first < geometry.pieces {
-            let piece = piece - geometry.first;
-            to.index_mut(index)[piece as usize] =
-                read_piece::<N>(from.index(index), geometry, piece);
+        if row_of_all >= geometry.first && row_of_all - geometry.first < geometry.count {
+            let row = row_of_all - geometry.first;
+            let mut row_start = geometry.before;
+            if comptime!(is_batched) {
+                row_start += row / geometry.rows * geometry.strides.batch
+                    + row % geometry.rows * geometry.strides.row;
+            } else {
+                row_start += row * geometry.strides.row;
+            }
+            let pieces = geometry.cols.div_ceil(comptime!(PITCH as u32))
+                * comptime!((PITCH / ALIGNMENT) as u32);
+            let mut piece = UNIT_POS_X;
+            while piece < pieces {
+                to.index_mut(index)[(row * pieces + piece) as usize] = read_piece::<N>(
+                    from.index(index),
+                    row_start,
+                    piece * comptime!(ALIGNMENT as u32),
+                    geometry.cols,
+                );
+                piece += UNITS_OF_ROW;
+            }
         }
     }
 }
 
-/// [`ALIGNMENT`] bytes of a row from any place on, 0 past its end: two neighbouring words give each of theirs.
+/// [`ALIGNMENT`] bytes of a row, 0 past its end: two neighbouring words give each of theirs.
 #[cube]
-fn read_piece<N: Size>(from: &Tensor<u32>, geometry: &Geometry, piece: u32) -> Vector<u32, N> {
-    let pieces_of_row =
-        geometry.cols.div_ceil(comptime!(PITCH as u32)) * comptime!((PITCH / ALIGNMENT) as u32);
-    let row = piece / pieces_of_row;
-    let col = piece % pieces_of_row * comptime!(ALIGNMENT as u32);
-    let row_start = geometry.before
-        + row / geometry.rows * geometry.strides.batch
-        + row % geometry.rows * geometry.strides.row;
+fn read_piece<N: Size>(from: &Tensor<u32>, row_start: u32, col: u32, cols: u32) -> Vector<u32, N> {
     let start = row_start + col;
-    let last = (row_start + geometry.cols - 1) / 4;
+    let last = (row_start + cols - 1) / 4;
     let mut words = Array::<u32>::new(5usize);
     #[unroll]
     for index in 0..5u32 {
         let at = start / 4 + index;
         words[comptime!(index as usize)] = 0u32;
-        if col < geometry.cols && at <= last {
+        if col < cols && at <= last {
             words[comptime!(index as usize)] = from[at as usize];
         }
     }
     let shift = start % 4 * 8;
-    let inside = select(col < geometry.cols, geometry.cols - col, 0u32);
+    let inside = select(col < cols, cols - col, 0u32);
     let mut out = Vector::<u32, N>::empty();
     #[unroll]
     for index in 0..4u32 {

@@ -72,8 +72,9 @@ __device__ __forceinline__ void barrier_arrive_expect(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// A consumer's warp has read what it needs of a stage. Its lanes have waited as one, so one speaks for them.
+// A consumer's warp has read what it needs of a stage. One lane speaks for all, when all have read.
 __device__ __forceinline__ void release(u32 empty_barrier) {
+    __syncwarp();
     if (threadIdx.x % 32 == 0)
         barrier_arrive(empty_barrier);
 }
@@ -172,13 +173,88 @@ __device__ __forceinline__ u32 pack(float low, float high) {
 }
 #endif
 
-// Columns that a warp writes at once where rows of C are not aligned, 128 bytes. Eight more keep the rows of its
-// staging memory in different banks, and one of them is used.
-#define STAGED (128 / (int)sizeof(Out))
-#define STAGED_PITCH (STAGED + 8)
+#if defined(OUT_F32)
+// Columns that a warp stages at once where rows of C are not aligned. Eight more keep the rows in different banks.
+#define STAGED 32
+typedef Out Staging[16][STAGED + 8];
+#else
+// Eight more: a row is staged from the place on that it has in its first 16 bytes of memory.
+#define STAGED 128
+typedef Out Staging[8][STAGED + 8];
+#endif
 
-// A warp's staging memory: 16 rows.
-typedef Out Staging[16][STAGED_PITCH];
+// Writes a warp's sums where rows of C do not start at multiples of 16 bytes. Single elements, scattered as wgmma
+// leaves them, would be several times slower than the product. Through shared memory, neighbours are written by
+// neighbours.
+__device__ __forceinline__ void write_unaligned(const float *sums, Out *out, Staging &staging, u32 first_row,
+                                                u32 first_col, u32 rows, u32 cols) {
+    const u32 lane = threadIdx.x % 32, quad = lane % 4;
+#pragma unroll
+    for (int block = 0; block < TILE_N / STAGED; block++) {
+        const u32 col = first_col + block * STAGED;
+        if (col >= cols)
+            break;
+        const u32 width = min((u32)STAGED, cols - col);
+#if defined(OUT_F32)
+#pragma unroll
+        for (int j = 0; j < STAGED / 8; j++)
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                const float *pair = sums + 4 * (block * STAGED / 8 + j) + 2 * h;
+                *(float2 *)&staging[lane / 4 + 8 * h][8 * j + 2 * quad] = make_float2(pair[0], pair[1]);
+            }
+        __syncwarp();
+#pragma unroll 8
+        for (u32 i = 0; i < 16; i++)
+            if (first_row + i < rows && lane < width)
+                out[(u64)(first_row + i) * cols + col + lane] = staging[i][lane];
+        __syncwarp();
+#else
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            Out *to = out + (u64)(first_row + 8 * h) * cols + col;
+            u32 words[STAGED / 8];
+#pragma unroll
+            for (int j = 0; j < STAGED / 8; j++) {
+                const float *pair = sums + 4 * (block * STAGED / 8 + j) + 2 * h;
+                words[j] = pack(pair[0], pair[1]);
+            }
+            // In a row that starts in the middle of a word, a lane's second element and the next lane's first share
+            // one; the next of a quad's last lane is the first lane's in the next eight columns.
+            const u32 start = (u64)(to + (u64)(lane / 4) * cols) / sizeof(Out) % 8;
+            const bool odd = start % 2;
+            Out *place = &staging[lane / 4][start + odd + 2 * quad];
+#pragma unroll
+            for (int j = 0; j < STAGED / 8; j++) {
+                const u32 offered = quad == 0 ? words[min(j + 1, STAGED / 8 - 1)] : words[j];
+                const u32 next = __shfl_sync(EVERYONE, offered, lane / 4 * 4 + (quad + 1) % 4);
+                *(u32 *)(place + 8 * j) = odd ? __funnelshift_r(words[j], next, 16) : words[j];
+            }
+            if (odd && quad == 0)
+                staging[lane / 4][start] = words[0];
+            __syncwarp();
+            // Half a warp writes a row: each lane 16 bytes that lie inside, and one element of those at the ends that
+            // do not fill 16 bytes.
+            const u32 chunk = lane % 16;
+#pragma unroll
+            for (u32 i = lane / 16; i < 8; i += 2) {
+                Out *row = to + (u64)i * cols;
+                const u32 begin = (u64)row / sizeof(Out) % 8, end = begin + width;
+                row -= begin;
+                const bool exists = first_row + 8 * h + i < rows;
+                if (exists && 8 * chunk >= begin && 8 * chunk + 8 <= end)
+                    *(uint4 *)(row + 8 * chunk) = *(const uint4 *)&staging[i][8 * chunk];
+                const bool is_head = chunk < 8;
+                const u32 at = is_head ? chunk : end / 8 * 8 + chunk % 8;
+                const bool is_single = is_head ? at >= begin && (begin > 0 || end < 8) : at >= 8;
+                if (exists && is_single && at < end)
+                    row[at] = staging[i][at];
+            }
+            __syncwarp();
+        }
+#endif
+    }
+}
 
 // A consumer's warp writes its 16 x TILE_N sums. wgmma leaves in sums[4 * j + 2 * h + e] of a lane the row
 // lane / 4 + 8 * h and the column 8 * j + 2 * (lane % 4) + e.
@@ -198,63 +274,7 @@ __device__ __forceinline__ void write_sums(float *sums, const float *bias, Out *
         }
 #endif
     if (cols * sizeof(Out) % 16 != 0) {
-        // Single elements, scattered as wgmma leaves them, would be several times slower than the product. Through
-        // shared memory, neighbours are written by neighbours.
-#pragma unroll
-        for (int block = 0; block < TILE_N / STAGED; block++) {
-            const u32 col = first_col + block * STAGED;
-            if (col >= cols)
-                break;
-#pragma unroll
-            for (int j = 0; j < STAGED / 8; j++)
-#pragma unroll
-                for (int h = 0; h < 2; h++) {
-                    const float *pair = sums + 4 * (block * STAGED / 8 + j) + 2 * h;
-                    Out *to = &staging[lane / 4 + 8 * h][8 * j + 2 * quad];
-#if defined(OUT_F32)
-                    *(float2 *)to = make_float2(pair[0], pair[1]);
-#else
-                    *(u32 *)to = pack(pair[0], pair[1]);
-#endif
-                }
-#if defined(OUT_F32)
-            __syncwarp();
-            const u32 width = min((u32)STAGED, cols - col);
-#pragma unroll 8
-            for (u32 i = 0; i < 16; i++)
-                if (first_row + i < rows && lane < width)
-                    out[(u64)(first_row + i) * cols + col + lane] = staging[i][lane];
-#else
-            // Aligned words of two elements each. In a row that begins in the middle of a word, the last word takes the
-            // first element of the next columns, and only the first element of the tile is written by itself; and there
-            // may be one behind the last word.
-            const bool goes_on = block + 1 < TILE_N / STAGED;
-            if (goes_on && quad == 0)
-#pragma unroll
-                for (int h = 0; h < 2; h++) {
-                    const float *pair = sums + 4 * ((block + 1) * STAGED / 8 % (TILE_N / 8)) + 2 * h;
-                    *(u32 *)&staging[lane / 4 + 8 * h][STAGED] = pack(pair[0], pair[1]);
-                }
-            __syncwarp();
-            const u32 width = min((u32)STAGED + goes_on, cols - col);
-#pragma unroll 8
-            for (u32 i = 0; i < 16; i++) {
-                Out *to = out + (u64)(first_row + i) * cols + col;
-                const u32 odd = (u64)to / sizeof(Out) % 2;
-                const u32 *words = (const u32 *)staging[i] + lane;
-                const u32 word = __funnelshift_r(words[0], words[1], 16 * odd);
-                if (first_row + i >= rows)
-                    break;
-                if (2 * lane + odd + 1 < width)
-                    *(u32 *)(to + 2 * lane + odd) = word;
-                if (block == 0 && odd && lane == 0)
-                    to[0] = staging[i][0];
-                if (width <= STAGED && (width - odd) % 2 == 1 && width > odd && lane == 1)
-                    to[width - 1] = staging[i][width - 1];
-            }
-#endif
-            __syncwarp();
-        }
+        write_unaligned(sums, out, staging, first_row, first_col, rows, cols);
         return;
     }
 #if defined(OUT_F32)
