@@ -43,6 +43,12 @@ impl Sampling {
         sample: Duration::from_millis(10),
         warm_up: Duration::from_millis(50),
     };
+    /// For hundreds.
+    pub const BRIEF: Self = Self {
+        samples: 5,
+        sample: Duration::from_millis(4),
+        warm_up: Duration::from_millis(5),
+    };
 
     /// The time of one `launch`, in milliseconds: of each sample the mean over its launches, which follow each other
     /// without waiting.

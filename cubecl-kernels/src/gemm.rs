@@ -140,8 +140,6 @@ pub struct GemmProblem {
     pub a_scale_block: (usize, usize),
     /// Rows and depth of a scale of B.
     pub b_scale_block: (usize, usize),
-    /// Whether the rows of A, those of its residual too, and of B start at multiples of 16 bytes.
-    pub aligned: (bool, bool),
 }
 
 /// Everything that the kernels are launched with.
@@ -202,11 +200,6 @@ pub fn gemm<R: Runtime>(
         k: a_shape.cols,
         a_scale_block: (a.rows_per_scale, a.depth_per_scale),
         b_scale_block: (b.rows_per_scale, b.depth_per_scale),
-        aligned: (
-            is_aligned(&a.values, &a_view)
-                && fallback.is_none_or(|residual| is_aligned(&residual.values, &a_view)),
-            is_aligned(&b.values, &b_view),
-        ),
     };
     let blueprint = select(client, &problem, strategy)?;
     let out = empty(client, a_view.tensor_shape(problem.m, problem.n), out_dtype);
@@ -230,14 +223,6 @@ pub fn gemm<R: Runtime>(
         }
     }
     Ok(out)
-}
-
-/// Whether rows can be read 16 bytes at a time.
-fn is_aligned<R: Runtime>(values: &TensorHandle<R>, view: &MatrixView) -> bool {
-    let offset = values.handle.offset_start.unwrap_or_default() as usize;
-    [offset, view.row_stride, view.batch_stride, view.shape.cols]
-        .into_iter()
-        .all(|bytes| bytes % 16 == 0)
 }
 
 fn check_operand<R: Runtime>(

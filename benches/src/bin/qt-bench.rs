@@ -112,7 +112,8 @@ fn run(Cli { command, peers }: Cli) -> Result<()> {
     let (gpu, peers) = (&gpu, peers.as_deref());
     match command {
         Command::Gemm { settings, output } => {
-            show(&gemm::run(gpu, &settings, peers)?, output.json.as_deref())
+            let json = output.json.as_deref();
+            show(&gemm::run(gpu, &settings, peers, json)?, json)
         }
         Command::Quantize { settings, output } => show(
             &quantize::run(gpu, &settings, peers)?,
@@ -145,7 +146,8 @@ fn run(Cli { command, peers }: Cli) -> Result<()> {
             }
             let file = |name: &str| results.as_ref().map(|folder| folder.join(name));
             let json = file("gemm.json");
-            show(&gemm::run(gpu, &of_gemm, peers)?, json.as_deref())?;
+            let results = gemm::run(gpu, &of_gemm, peers, json.as_deref())?;
+            show(&results, json.as_deref())?;
             let json = file("quantize.json");
             show(&quantize::run(gpu, &of_quantize, peers)?, json.as_deref())?;
             let json = file("linear.json");

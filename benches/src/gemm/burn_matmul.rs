@@ -6,13 +6,11 @@ use burn::{
     tensor::{DType, Tensor, TensorData, backend::Backend, bf16},
 };
 
-use super::check::half_ulp;
+use super::check::check_float;
 use crate::{random::Random, results::Spread, timing::Sampling};
 
 /// Rows and columns of the sample that is checked.
 const SAMPLE: usize = 16;
-/// FP32 rounding of a sum, as a part of the sum of its terms' magnitudes.
-const ACCUMULATION: f64 = 1e-5;
 
 /// The time of a product of square row-major matrices with BF16 output, checked on a sample first.
 pub fn measure(random: &mut Random, size: usize) -> Result<Spread> {
@@ -40,18 +38,9 @@ pub fn measure(random: &mut Random, size: usize) -> Result<Spread> {
             .context("a row of FP32 numbers")?;
         for _ in 0..SAMPLE {
             let col = random.below(size);
-            let (mut expected, mut magnitude) = (0.0, 0.0);
-            for depth in 0..size {
-                let (a, b) = (host_a[row * size + depth], host_b[depth * size + col]);
-                let term = f64::from(a) * f64::from(b);
-                expected += term;
-                magnitude += term.abs();
-            }
-            let actual = f64::from(of_row[col]);
-            ensure!(
-                (actual - expected).abs() <= 1.0001 * half_ulp(expected) + ACCUMULATION * magnitude,
-                "element {row}, {col} is {actual} instead of {expected}"
-            );
+            let factors =
+                (0..size).map(|depth| (host_a[row * size + depth], host_b[depth * size + col]));
+            check_float(of_row[col], factors, [row, col])?;
         }
     }
     drop(product);

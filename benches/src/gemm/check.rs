@@ -2,6 +2,7 @@
 
 use anyhow::{Result, ensure};
 use cubecl_kernels::format::Granularity;
+use half::bf16;
 
 use super::{Operands, Problem};
 use crate::{
@@ -11,10 +12,10 @@ use crate::{
 
 /// One row and one column of the sample lie in each stretch of this many: in every tile of a kernel.
 const STRETCH: usize = 64;
-/// Rows and columns of the sample at most.
-const MOST: usize = 128;
-/// FP32 rounding of a sum, as a part of the sum of its terms' magnitudes.
+/// FP32 rounding of a sum of scaled products of blocks, as a part of the sum of its terms' magnitudes.
 const ACCUMULATION: f64 = 1e-6;
+/// The same of a sum of products of BF16 numbers.
+const FLOAT_ACCUMULATION: f64 = 1e-5;
 
 /// Rows of an operand, or of its residual, on the host.
 struct Rows {
@@ -22,7 +23,7 @@ struct Rows {
     scales: Vec<f32>,
 }
 
-/// Compares a sample of `out` with its reference.
+/// Compares a sample of `out`, of at most `most` rows and columns, with its reference.
 ///
 /// # Errors
 ///
@@ -33,6 +34,7 @@ pub fn check(
     problem: &Problem,
     operands: &Operands,
     out: &Tensor,
+    most: usize,
 ) -> Result<()> {
     let Problem {
         batch,
@@ -46,8 +48,8 @@ pub fn check(
         operands.a.granularity == Granularity::Block(block),
         "operands of another block size"
     );
-    let rows = sample(random, batch * m);
-    let cols = sample(random, n);
+    let mut sample = |end: usize| random.stratified(STRETCH.max(end.div_ceil(most)), end);
+    let (rows, cols) = (sample(batch * m), sample(n));
     let rows_of_b: Vec<usize> = (0..batch)
         .flat_map(|index| cols.iter().map(move |col| index * n + col))
         .collect();
@@ -72,10 +74,7 @@ pub fn check(
     let actual: Vec<f32> = if f32_output {
         gpu.download(&gather_rows::<f32>(gpu, out, &rows))?
     } else {
-        let bits: Vec<u16> = gpu.download(&gather_rows::<u16>(gpu, out, &rows))?;
-        bits.into_iter()
-            .map(|bits| half::bf16::from_bits(bits).to_f32())
-            .collect()
+        bf16_rows(gpu, out, &rows)?
     };
 
     let (blocks_m, blocks_n, blocks_k) = (m.div_ceil(block), n.div_ceil(block), k.div_ceil(block));
@@ -114,8 +113,39 @@ pub fn check(
     Ok(())
 }
 
-fn sample(random: &mut Random, end: usize) -> Vec<usize> {
-    random.stratified(STRETCH.max(end.div_ceil(MOST)), end)
+/// Rows of a BF16 tensor.
+///
+/// # Errors
+///
+/// The device failed.
+pub(super) fn bf16_rows(gpu: &Gpu, x: &Tensor, rows: &[usize]) -> Result<Vec<f32>> {
+    let bits: Vec<u16> = gpu.download(&gather_rows::<u16>(gpu, x, rows))?;
+    let values = bits.into_iter().map(|bits| bf16::from_bits(bits).to_f32());
+    Ok(values.collect())
+}
+
+/// Compares an element of a product of BF16 matrices, in BF16, with the sum of the products of its factors.
+///
+/// # Errors
+///
+/// It differs by more than its rounding and that of an FP32 sum.
+pub(super) fn check_float(
+    actual: f32,
+    factors: impl Iterator<Item = (f32, f32)>,
+    place: [usize; 2],
+) -> Result<()> {
+    let (mut expected, mut magnitude) = (0.0, 0.0);
+    for (a, b) in factors {
+        let term = f64::from(a) * f64::from(b);
+        expected += term;
+        magnitude += term.abs();
+    }
+    let error = (f64::from(actual) - expected).abs();
+    ensure!(
+        error <= 1.0001 * half_ulp(expected) + FLOAT_ACCUMULATION * magnitude,
+        "element {place:?} is {actual} instead of {expected}"
+    );
+    Ok(())
 }
 
 fn dot(a: &[i8], b: &[i8]) -> i32 {
@@ -124,7 +154,7 @@ fn dot(a: &[i8], b: &[i8]) -> i32 {
 }
 
 /// Half a unit in the last place of BF16.
-pub(super) fn half_ulp(x: f64) -> f64 {
+fn half_ulp(x: f64) -> f64 {
     let exponent = x.abs().max(f64::from(f32::MIN_POSITIVE)).log2().floor() as i32;
     2f64.powi(exponent - 8)
 }

@@ -1,14 +1,15 @@
 //! The speed of products of block-quantized matrices, beside that of BF16 matrices.
 
+mod bf16_gemm;
 mod burn_matmul;
 mod check;
 mod problem;
 
 use std::path::Path;
 
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 use clap::Args;
-use cubecl::{ir::StorageType, prelude::*};
+use cubecl::{cuda::CudaRuntime, ir::StorageType, prelude::*};
 use cubecl_kernels::{
     KernelError,
     gemm::{GemmOperand, Strategy, gemm},
@@ -16,10 +17,13 @@ use cubecl_kernels::{
 use half::bf16;
 
 use crate::{
-    gpu::{Gpu, Tensor},
+    gpu::Gpu,
     peers::Peers,
     random::Random,
-    results::{Fallback, GemmSpeed, Kernel, LayerProduct, Placement, Product, Results, Rows},
+    results::{
+        Fallback, GemmSpeed, Kernel, LayerProduct, Peer, Placement, Product, Results, Rows, Run,
+        Spread,
+    },
     timing::Sampling,
 };
 use problem::{Operands, Problem};
@@ -36,7 +40,7 @@ pub struct Settings {
         value_name = "N,.."
     )]
     pub sizes: Vec<usize>,
-    /// Measure the products of the layers of models instead
+    /// Measure the products of the layers of models instead, briefly, and odd sizes and a batch
     #[arg(long)]
     pub shapes: bool,
     /// The vocabulary of these models
@@ -55,12 +59,86 @@ const ODD: [[usize; 3]; 2] = [[4095, 4097, 1000], [4096, 4096, 1024]];
 /// A batch of products, and M = N = K of each.
 const BATCHED: (usize, usize) = (8, 2048);
 
-/// Checks every kernel on every problem, then measures it. Says on stderr what it does.
+/// How thoroughly a product is measured.
+#[derive(Debug, Clone, Copy)]
+struct Care {
+    sampling: Sampling,
+    /// Rows and columns at most of the sample that is checked.
+    checked: usize,
+}
+
+impl Settings {
+    /// A few products are measured with care. For hundreds that would take minutes.
+    fn care(&self) -> Care {
+        if self.shapes {
+            Care {
+                sampling: Sampling::BRIEF,
+                checked: 32,
+            }
+        } else {
+            Care {
+                sampling: Sampling::SHORT,
+                checked: 128,
+            }
+        }
+    }
+
+    fn problems(&self) -> Vec<Problem> {
+        let mut problems = if self.shapes {
+            of_layers(self.vocabulary)
+        } else {
+            by_themselves(&self.sizes)
+        };
+        problems.extend(ODD.map(|[m, n, k]| Problem::new(m, n, k)));
+        let (batch, size) = BATCHED;
+        problems.push(Problem {
+            batch,
+            ..Problem::new(size, size, size)
+        });
+        problems
+    }
+}
+
+/// The lines measured so far, and the file that holds them if the program is cut off.
+struct Report<'a> {
+    run: Run,
+    peer: Option<Peer>,
+    rows: Vec<GemmSpeed>,
+    json: Option<&'a Path>,
+}
+
+impl Report<'_> {
+    fn add(&mut self, rows: Vec<GemmSpeed>) -> Result<()> {
+        self.rows.extend(rows);
+        let Some(path) = self.json else {
+            return Ok(());
+        };
+        let text = serde_json::to_string_pretty(&self.results())?;
+        std::fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))
+    }
+
+    fn results(&self) -> Results {
+        Results {
+            run: self.run.clone(),
+            peer: self.peer.clone(),
+            rows: Rows::Gemm(self.rows.clone()),
+        }
+    }
+}
+
+/// Checks every kernel on every problem, then measures it. Says on stderr what it does, and writes what it has to
+/// `json` after each problem.
 ///
 /// # Errors
 ///
-/// A result that differs from the reference, or a file of peers that is none of this GPU.
-pub fn run(gpu: &Gpu, settings: &Settings, peers: Option<&Path>) -> Result<Results> {
+/// A result that differs from the reference, a file of peers that is none of this GPU, or a file that cannot be
+/// written.
+pub fn run(
+    gpu: &Gpu,
+    settings: &Settings,
+    peers: Option<&Path>,
+    json: Option<&Path>,
+) -> Result<Results> {
     ensure!(
         settings
             .sizes
@@ -70,33 +148,32 @@ pub fn run(gpu: &Gpu, settings: &Settings, peers: Option<&Path>) -> Result<Resul
     );
     let peers = peers.map(|path| Peers::read(path, &gpu.name)).transpose()?;
     let mut random = gpu.random();
-    let mut rows = Vec::new();
-    let problems = if settings.shapes {
-        of_layers(settings.vocabulary)
-    } else {
-        by_themselves(&settings.sizes)
+    let mut report = Report {
+        run: gpu.run()?,
+        peer: None,
+        rows: Vec::new(),
+        json,
     };
-    for problem in &problems {
-        rows.extend(
-            measure(gpu, &mut random, problem).map_err(|it| it.context(problem.to_string()))?,
-        );
+    for problem in &settings.problems() {
+        let rows = measure(gpu, &mut random, problem, settings.care());
+        report.add(rows.map_err(|it| it.context(problem.to_string()))?)?;
     }
-    let mut peer = None;
     if !settings.shapes {
         for &size in &settings.sizes {
-            rows.push(burn(gpu, &mut random, size)?);
+            report.add(vec![
+                ours_bf16(gpu, &mut random, size)?,
+                burn(gpu, &mut random, size)?,
+            ])?;
         }
-        rows.extend(peers.iter().flat_map(Peers::gemm));
-        peer = peers.map(|peers| peers.run());
+        report.peer = peers.as_ref().map(Peers::run);
+        report.add(peers.iter().flat_map(Peers::gemm).collect())?;
     }
-    Ok(Results {
-        run: gpu.run()?,
-        peer,
-        rows: Rows::Gemm(rows),
-    })
+    // The clocks of a busy device.
+    report.run = gpu.run()?;
+    Ok(report.results())
 }
 
-/// Squares of each size, with smaller blocks and with fallback; odd sizes; a batch.
+/// Squares of each size, with smaller blocks and with fallback.
 fn by_themselves(sizes: &[usize]) -> Vec<Problem> {
     let mut problems = Vec::new();
     for &size in sizes {
@@ -110,12 +187,6 @@ fn by_themselves(sizes: &[usize]) -> Vec<Problem> {
             }));
         }
     }
-    problems.extend(ODD.map(|[m, n, k]| Problem::new(m, n, k)));
-    let (batch, size) = BATCHED;
-    problems.push(Problem {
-        batch,
-        ..Problem::new(size, size, size)
-    });
     problems
 }
 
@@ -140,35 +211,22 @@ fn of_layers(vocabulary: usize) -> Vec<Problem> {
 }
 
 /// One line for each of our kernels.
-fn measure(gpu: &Gpu, random: &mut Random, problem: &Problem) -> Result<Vec<GemmSpeed>> {
+fn measure(
+    gpu: &Gpu,
+    random: &mut Random,
+    problem: &Problem,
+    care: Care,
+) -> Result<Vec<GemmSpeed>> {
     let operands = problem.operands(gpu, random)?;
     let (a, b) = (operands.a.operand()?, operands.b.operand()?);
     let mut rows = Vec::new();
     for &(kernel, strategy) in STRATEGIES {
-        let row = match product(gpu, problem, &operands, (&a, &b), strategy) {
-            Err(KernelError::Unsupported { reason, .. }) => {
-                eprintln!("{problem}, {}: {reason}", kernel.name());
-                problem.unavailable(kernel, reason)
-            }
-            Err(error) => return Err(error.into()),
-            Ok(out) => {
-                check::check(gpu, random, problem, &operands, &out)
-                    .map_err(|error| error.context(kernel.name()))?;
-                drop(out);
-                let launch = || {
-                    product(gpu, problem, &operands, (&a, &b), strategy)?;
-                    Ok(())
-                };
-                problem.timed(kernel, Sampling::SHORT.time(launch, || gpu.sync())?)
-            }
+        let row = measure_kernel(gpu, random, problem, &operands, [&a, &b], strategy, care);
+        let row = match row.map_err(|error| error.context(kernel.name()))? {
+            Err(reason) => problem.unavailable(kernel, reason),
+            Ok(time) => problem.timed(kernel, time),
         };
-        if let (Some(time), Some(tera_ops)) = (row.time, row.tera_ops()) {
-            let ms = time.median_ms;
-            eprintln!(
-                "{problem}, {}: {ms:.3} ms, {tera_ops:.0} TOP/s",
-                kernel.name()
-            );
-        }
+        say(&problem.to_string(), &row);
         rows.push(row);
     }
     drop((operands, a, b));
@@ -176,18 +234,46 @@ fn measure(gpu: &Gpu, random: &mut Random, problem: &Problem) -> Result<Vec<Gemm
     Ok(rows)
 }
 
-fn product(
+/// The time of one kernel, or why there is no such kernel.
+fn measure_kernel(
     gpu: &Gpu,
+    random: &mut Random,
     problem: &Problem,
     operands: &Operands,
-    (a, b): (
-        &GemmOperand<cubecl::cuda::CudaRuntime>,
-        &GemmOperand<cubecl::cuda::CudaRuntime>,
-    ),
+    [a, b]: [&GemmOperand<CudaRuntime>; 2],
     strategy: Strategy,
-) -> Result<Tensor, KernelError> {
-    let residual = operands.residual.as_ref();
-    gemm(&gpu.client, a, b, residual, None, output(problem), strategy)
+    care: Care,
+) -> Result<Result<Spread, String>> {
+    let (residual, dtype) = (operands.residual.as_ref(), output(problem));
+    let product = || gemm(&gpu.client, a, b, residual, None, dtype, strategy);
+    let out = match product() {
+        Err(KernelError::Unsupported { reason, .. }) => return Ok(Err(reason)),
+        out => out?,
+    };
+    check::check(gpu, random, problem, operands, &out, care.checked)?;
+    drop(out);
+    let launch = || {
+        product()?;
+        Ok(())
+    };
+    Ok(Ok(care.sampling.time(launch, || gpu.sync())?))
+}
+
+/// Says what was measured.
+fn say(what: &str, row: &GemmSpeed) {
+    let kernel = row.kernel.name();
+    match (row.time, row.tera_ops()) {
+        (Some(time), Some(tera_ops)) => {
+            eprintln!(
+                "{what}, {kernel}: {:.3} ms, {tera_ops:.0} TOP/s",
+                time.median_ms
+            );
+        }
+        _ => {
+            let reason = row.unavailable.as_deref().unwrap_or_default();
+            eprintln!("{what}, {kernel}: {reason}");
+        }
+    }
 }
 
 fn output(problem: &Problem) -> StorageType {
@@ -198,15 +284,32 @@ fn output(problem: &Problem) -> StorageType {
     }
 }
 
+/// The line of our own product of square BF16 matrices.
+fn ours_bf16(gpu: &Gpu, random: &mut Random, size: usize) -> Result<GemmSpeed> {
+    let time = bf16_gemm::measure(gpu, random, size)
+        .with_context(|| format!("our BF16 product of size {size}"))?;
+    gpu.client.memory_cleanup();
+    let problem = Problem::new(size, size, size);
+    let row = GemmSpeed {
+        block: None,
+        ..match time {
+            Err(reason) => problem.unavailable(Kernel::HopperBf16, reason),
+            Ok(time) => problem.timed(Kernel::HopperBf16, time),
+        }
+    };
+    say(&size.to_string(), &row);
+    Ok(row)
+}
+
 /// The line of Burn's own product of square BF16 matrices.
 fn burn(gpu: &Gpu, random: &mut Random, size: usize) -> Result<GemmSpeed> {
     let time = burn_matmul::measure(random, size)
-        .map_err(|error| error.context(format!("Burn's product of size {size}")))?;
+        .with_context(|| format!("Burn's product of size {size}"))?;
     gpu.client.memory_cleanup();
     let row = GemmSpeed {
         block: None,
         ..Problem::new(size, size, size).timed(Kernel::BurnBf16, time)
     };
-    eprintln!("Burn BF16, {size}: {:.3} ms", time.median_ms);
+    say(&size.to_string(), &row);
     Ok(row)
 }

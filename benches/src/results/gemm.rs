@@ -12,6 +12,8 @@ pub enum Kernel {
     TensorCore,
     /// Ours, on `wgmma` instructions.
     Hopper,
+    /// Ours, of BF16 matrices, on `wgmma` instructions.
+    HopperBf16,
     /// Burn's own product of BF16 matrices.
     BurnBf16,
     /// PyTorch's product of BF16 matrices.
@@ -28,6 +30,7 @@ impl Kernel {
         match self {
             Self::TensorCore => "ours, tensor cores",
             Self::Hopper => "ours, Hopper",
+            Self::HopperBf16 => "ours, Hopper BF16",
             Self::BurnBf16 => "Burn BF16",
             Self::CublasBf16 => "cuBLAS BF16",
             Self::CublasInt8 => "cuBLAS INT8, no scales",

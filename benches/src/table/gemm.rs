@@ -238,6 +238,21 @@ mod tests {
     }
 
     #[test]
+    fn our_bf16_products_are_compared_with_the_others() {
+        let lines = lines(vec![
+            row(Kernel::HopperBf16, 4096, 780.0),
+            row(Kernel::BurnBf16, 4096, 195.0),
+            row(Kernel::CublasBf16, 4096, 650.0),
+        ]);
+        assert!(lines[2].starts_with("| 4096 x 4096 x 4096 | ours, Hopper BF16 | - | - |"));
+        assert!(
+            lines[2].ends_with("| 780 | - | 4.00x | 1.20x |"),
+            "{}",
+            lines[2]
+        );
+    }
+
+    #[test]
     fn odd_sizes_are_compared_with_their_neighbours() {
         let odd = GemmSpeed {
             m: 4095,

@@ -4,12 +4,12 @@
 //! through NVRTC for `sm_90a`, keeps it in its caches, encodes the tensor maps, and runs it on its memory and streams
 //! as it does with its own kernels. What the kernel does, and why, is told in the source.
 //!
-//! The result is specified to the bit: an exact INT32 product for each 128-deep block, times the FP32 product of its two
-//! scales, is added to the FP32 sum with one fused multiply-add, in ascending order of K, a residual right after its
-//! base.
+//! The result is specified to the bit: an exact INT32 product for each 128-deep block, times the FP32 product of its
+//! two scales, is added to the FP32 sum with one fused multiply-add, in ascending order of K, a residual right after
+//! its base.
 //!
-//! On one NVIDIA H200, 2026-11-21, BF16 out, M = N = K, CUDA events around 10 or 20 launches of the source alone, median
-//! of 5: 885 TOP/s at 2048, 1113 to 1133 at 4096, 1161 to 1199 at 8192.
+//! On one NVIDIA H200, 2026-11-21, BF16 out, M = N = K, CUDA events around 10 or 20 launches of the source alone,
+//! median of 5: 885 TOP/s at 2048, 1113 to 1133 at 4096, 1161 to 1199 at 8192.
 
 use cubecl::{
     features::Tma,
@@ -21,14 +21,14 @@ use cubecl::{
 
 use crate::device::{MatrixView, storage, unused};
 
-use super::{GemmArgs, align::align, blueprint::HopperBlueprint};
+use super::{GemmArgs, align::AlignedValues, blueprint::HopperBlueprint};
 
 pub(super) mod float;
 pub(super) mod source;
 mod tensor_map;
 
 use source::{CudaSource, SourceKernel, out_knob};
-use tensor_map::{STRIDE_BYTES, TmaView};
+use tensor_map::TmaView;
 
 impl HopperBlueprint {
     /// Rows of an output tile: those of a scale block, so that a block that falls back costs its own products only.
@@ -36,28 +36,38 @@ impl HopperBlueprint {
     /// Depth of a stage of INT8: that of a scale block, and the 128 bytes that a row of swizzled shared memory holds.
     pub const DEPTH: usize = 128;
 
-    /// The blueprint for outputs of this size.
+    /// Columns of a tile of INT8 products that are computed at once, where any of them lies in the output.
+    pub(super) const CHUNK: usize = 64;
+
+    /// The blueprint for outputs of this size, computed in chunks of so many columns.
     pub(super) fn new<R: Runtime>(
         client: &ComputeClient<R>,
         batch: usize,
         m: usize,
         n: usize,
+        chunk: usize,
     ) -> Self {
         let hardware = &client.properties().hardware;
         let cubes = hardware.num_streaming_multiprocessors.unwrap_or(1) as usize;
-        let tiles = |tile_n| batch * m.div_ceil(Self::TILE_M) * n.div_ceil(tile_n);
-        // What the busiest multiprocessor computes, in columns.
-        let columns = |tile_n: usize| tiles(tile_n).div_ceil(cubes) * tile_n;
+        let rows = batch * m.div_ceil(Self::TILE_M);
+        // What the busiest multiprocessor computes, in columns. The tiles of a narrow last column come last.
+        let columns = |tile_n: usize| {
+            let whole = rows * (n / tile_n);
+            let narrow = rows * (n % tile_n).next_multiple_of(chunk).min(tile_n);
+            let even = (whole * tile_n + narrow).div_ceil(cubes);
+            even.max(whole.div_ceil(cubes) * tile_n)
+        };
         // Narrow tiles read more for each product and run at about 0.8 of the speed.
         let tile_n = if columns(128) * 10 <= columns(256) * 8 {
             128
         } else {
             256
         };
+        let tiles = rows * n.div_ceil(tile_n);
         Self {
             tile_n,
             stages: source::stages(client, Self::stage_bytes(tile_n)),
-            cubes: cubes.min(tiles(tile_n)),
+            cubes: cubes.min(tiles),
         }
     }
 
@@ -85,12 +95,14 @@ pub(super) fn launch<R: Runtime>(
     blueprint: HopperBlueprint,
 ) {
     let problem = args.problem;
-    let a = Operand::new(client, &args.a.values, &args.a_view, problem.aligned.0);
-    let b = Operand::new(client, &args.b.values, &args.b_view, problem.aligned.1);
-    let residual = args
-        .fallback
-        .map(|r| Operand::new(client, &r.values, &args.a_view, problem.aligned.0));
-    let residual = residual.as_ref().unwrap_or(&a);
+    let AlignedValues {
+        a,
+        a_view,
+        residual,
+        b,
+        b_view,
+    } = AlignedValues::new(client, args);
+    let residual = residual.unwrap_or_else(|| a.clone());
     let or_unused = |tensor: Option<&TensorHandle<R>>, dtype| {
         tensor.cloned().unwrap_or_else(|| unused(client, dtype))
     };
@@ -98,7 +110,7 @@ pub(super) fn launch<R: Runtime>(
         [problem.batch, problem.m, problem.n, problem.k],
         scale_strides(&args.a_scales),
         scale_strides(&args.b_scales),
-        [usize::from(b.view.shape.batch > 1), 0, 0, 0],
+        [usize::from(b_view.shape.batch > 1), 0, 0, 0],
     ];
     launch_source(
         client,
@@ -110,9 +122,9 @@ pub(super) fn launch<R: Runtime>(
         },
         blueprint.cubes,
         vec![
-            a.tensor_map(HopperBlueprint::TILE_M),
-            residual.tensor_map(HopperBlueprint::TILE_M),
-            b.tensor_map(blueprint.tile_n),
+            tensor_map(&a, &a_view, HopperBlueprint::TILE_M),
+            tensor_map(&residual, &a_view, HopperBlueprint::TILE_M),
+            tensor_map(&b, &b_view, blueprint.tile_n),
         ],
         vec![
             args.a.scales.clone(),
@@ -121,9 +133,9 @@ pub(super) fn launch<R: Runtime>(
             or_unused(args.fallback.map(|r| &r.flags), storage::<u32>()),
             or_unused(args.bias, storage::<f32>()),
             args.out.clone(),
-            a.values.clone(),
-            residual.values.clone(),
-            b.values.clone(),
+            a,
+            residual,
+            b,
         ],
         numbers.as_flattened(),
     );
@@ -171,44 +183,19 @@ fn scale_strides(view: &MatrixView) -> [usize; 4] {
     [batch, view.row_stride, view.col_stride, 0]
 }
 
-/// INT8 matrices that TMA can read: their rows start at multiples of 16 bytes.
-struct Operand<R: Runtime> {
-    values: TensorHandle<R>,
-    view: MatrixView,
-}
-
-impl<R: Runtime> Operand<R> {
-    fn new(
-        client: &ComputeClient<R>,
-        values: &TensorHandle<R>,
-        view: &MatrixView,
-        is_aligned: bool,
-    ) -> Self {
-        // Broadcast dimensions, of stride 0, have no tensor map.
-        let distinct =
-            view.row_stride >= view.shape.cols && (view.shape.batch == 1 || view.batch_stride > 0);
-        let (values, view) = if is_aligned && distinct {
-            (values.clone(), *view)
-        } else {
-            align(client, values, view)
-        };
-        Self { values, view }
-    }
-
-    /// Tiles of `rows` x 128 bytes.
-    fn tensor_map(&self, rows: usize) -> TensorMapBinding {
-        let shape = self.view.shape;
-        let view = TmaView {
-            shape: [
-                shape.batch,
-                shape.rows,
-                shape.cols.next_multiple_of(STRIDE_BYTES),
-            ],
-            strides: [self.view.batch_stride, self.view.row_stride],
-            tile: [rows, HopperBlueprint::DEPTH],
-        };
-        view.bind(&self.values)
-    }
+/// Tiles of `rows` x 128 bytes of INT8 matrices.
+fn tensor_map<R: Runtime>(
+    values: &TensorHandle<R>,
+    view: &MatrixView,
+    rows: usize,
+) -> TensorMapBinding {
+    let shape = view.shape;
+    let view = TmaView {
+        shape: [shape.batch, shape.rows, shape.cols],
+        strides: [view.batch_stride, view.row_stride],
+        tile: [rows, HopperBlueprint::DEPTH],
+    };
+    view.bind(values)
 }
 
 /// `hopper/gemm.cu`.

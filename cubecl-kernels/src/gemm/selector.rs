@@ -151,5 +151,6 @@ fn hopper<R: Runtime>(
         problem.batch,
         problem.m,
         problem.n,
+        HopperBlueprint::CHUNK,
     )))
 }

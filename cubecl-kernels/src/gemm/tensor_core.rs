@@ -5,8 +5,7 @@
 //! product. So the items of a tile form one sequence, and its length depends on the flags. The copies of the items to
 //! come run ahead of the products in a ring of stages in shared memory:
 //!
-//! - All units copy 16 bytes at a time (`cp.async`; 8 where rows start at multiples of 8 only) and arrive at the
-//!   stage's barrier when their copies have landed.
+//! - All units copy 16 bytes at a time (`cp.async`) and arrive at the stage's barrier when their copies have landed.
 //! - A turn waits for its stage, then for all units to have left the stage of the turn before, refills that one, and
 //!   multiplies. Copies strewn among the matrix instructions are slower: on Hopper each group of them waits until
 //!   shared memory was read.
@@ -25,11 +24,11 @@ use cubecl::{
 };
 use half::f16;
 
-use crate::device::{MatrixView, Strides, cube_grid, storage, unused};
+use crate::device::{Strides, cube_grid, storage, unused};
 
 use super::{
     GemmArgs,
-    align::{ALIGNMENT, align},
+    align::{ALIGNMENT, AlignedValues},
     blueprint::TensorCoreBlueprint,
 };
 
@@ -42,8 +41,6 @@ const MMA_K: usize = 32;
 const RASTER: u32 = 8;
 /// Columns of fragments that are multiplied and then scaled together.
 const SLICE: usize = 2;
-/// Bytes of the narrowest copy to shared memory. Operands whose rows start at multiples of less are copied first.
-const MIN_COPY: usize = 8;
 
 /// Sizes of a product and strides of its tensors, those of the values in bytes.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
@@ -51,7 +48,7 @@ struct Geometry {
     batch: u32,
     m: u32,
     n: u32,
-    /// Length of a row in memory, a multiple of the copies' width.
+    /// Length of a row, a multiple of [`ALIGNMENT`].
     k: u32,
     a: Strides,
     b: Strides,
@@ -133,9 +130,9 @@ impl TensorCoreBlueprint {
         2 * tile * block
     }
 
-    /// Copies of `width` bytes of a unit for one operand of a stage.
-    const fn copies(&self, width: usize) -> usize {
-        self.tile * self.block / width / self.units()
+    /// Copies of a unit for one operand of a stage.
+    const fn copies(&self) -> usize {
+        self.operand_chunks() / self.units()
     }
 
     /// Instructions along the rows and the columns of a plane's tile.
@@ -168,29 +165,14 @@ pub(super) fn launch<R: Runtime>(
     blueprint: TensorCoreBlueprint,
 ) {
     let problem = args.problem;
-    let (a, b) = (&args.a.values, &args.b.values);
-    let mut a_width = copy_width(a, &args.a_view);
-    if let Some(residual) = args.fallback {
-        a_width = a_width.min(copy_width(&residual.values, &args.a_view));
-    }
-    let copied = |values: &TensorHandle<R>, view: &MatrixView, width: usize| {
-        if width < MIN_COPY {
-            align(client, values, view)
-        } else {
-            (values.clone(), *view)
-        }
-    };
-    let residual = args
-        .fallback
-        .map(|residual| copied(&residual.values, &args.a_view, a_width).0)
-        .unwrap_or_else(|| unused(client, storage::<i8>()));
-    let b_width = copy_width(b, &args.b_view);
-    let (a, a_view) = copied(a, &args.a_view, a_width);
-    let (b, b_view) = copied(b, &args.b_view, b_width);
-    let width = [a_width, b_width]
-        .map(|width| if width < MIN_COPY { ALIGNMENT } else { width })
-        .into_iter()
-        .fold(ALIGNMENT, usize::min);
+    let AlignedValues {
+        a,
+        a_view,
+        residual,
+        b,
+        b_view,
+    } = AlignedValues::new(client, args);
+    let residual = residual.unwrap_or_else(|| unused(client, storage::<i8>()));
     let or_unused = |tensor: Option<&TensorHandle<R>>, dtype| {
         tensor
             .cloned()
@@ -198,8 +180,6 @@ pub(super) fn launch<R: Runtime>(
             .into_arg()
     };
     let tiles = problem.m.div_ceil(blueprint.tile) * problem.n.div_ceil(blueprint.tile);
-    // Neighbours in a row that are written at once.
-    let pair = if problem.n % 2 == 0 { 2 } else { 1 };
     // SAFETY: every access is guarded by the sizes, to which all shapes were checked. Unused arguments are not read.
     #[allow(unsafe_code)]
     unsafe {
@@ -207,8 +187,8 @@ pub(super) fn launch<R: Runtime>(
             client,
             cube_grid(problem.batch * tiles),
             CubeDim::new_1d(blueprint.units() as u32),
-            width / 2,
-            pair,
+            ALIGNMENT / 2,
+            2,
             a.into_arg(),
             b.into_arg(),
             residual.into_arg(),
@@ -218,11 +198,12 @@ pub(super) fn launch<R: Runtime>(
             or_unused(args.fallback.map(|r| &r.flags), storage::<u32>()),
             or_unused(args.bias, storage::<f32>()),
             args.out.clone().into_arg(),
+            args.out.clone().into_arg(),
             GeometryLaunch::new(
                 problem.batch as u32,
                 problem.m as u32,
                 problem.n as u32,
-                problem.k.next_multiple_of(width) as u32,
+                problem.k.next_multiple_of(ALIGNMENT) as u32,
                 Strides::of(&a_view),
                 Strides::of(&b_view),
                 Strides::of(&args.a_scales),
@@ -231,24 +212,17 @@ pub(super) fn launch<R: Runtime>(
             blueprint,
             args.fallback.is_some(),
             args.bias.is_some(),
-            width,
-            pair,
+            problem.n % 2 == 0,
             args.out.dtype,
         );
     }
 }
 
-/// The bytes, 16 at most, at whose multiples all rows start and end.
-fn copy_width<R: Runtime>(values: &TensorHandle<R>, view: &MatrixView) -> usize {
-    let offset = values.handle.offset_start.unwrap_or_default() as usize;
-    let bits = ALIGNMENT | offset | view.row_stride | view.batch_stride | view.shape.cols;
-    1 << bits.trailing_zeros()
-}
-
 /// The INT8 operands are declared as vectors of `f16`, of the bytes of one copy: `ldmatrix` moves 16-bit elements, and
 /// which bytes a lane gets of them is what the INT8 instruction expects. Nothing computes with them as `f16`.
 ///
-/// `width` is the bytes of a copy, `pair` the neighbours in a row of the output that are written at once.
+/// The output is given twice, in pairs of neighbours that are written at once, and in single elements for those at the
+/// ends of rows that belong to no pair. `is_even` says that all rows start with a pair.
 #[cube(launch_unchecked)]
 #[allow(clippy::too_many_arguments)]
 fn gemm_tensor_core_kernel<F: Numeric, N: Size, NO: Size>(
@@ -260,13 +234,13 @@ fn gemm_tensor_core_kernel<F: Numeric, N: Size, NO: Size>(
     residual_scales: &Tensor<f32>,
     flags: &Tensor<u32>,
     bias: &Tensor<f32>,
-    out: &mut Tensor<Vector<F, NO>>,
+    pairs: &mut Tensor<Vector<F, NO>>,
+    singles: &mut Tensor<F>,
     geometry: Geometry,
     #[comptime] blueprint: TensorCoreBlueprint,
     #[comptime] has_fallback: bool,
     #[comptime] has_bias: bool,
-    #[comptime] width: usize,
-    #[comptime] pair: usize,
+    #[comptime] is_even: bool,
     #[define(F)] _dtype: StorageType,
 ) {
     let origin = tile_origin(&geometry, blueprint);
@@ -278,7 +252,7 @@ fn gemm_tensor_core_kernel<F: Numeric, N: Size, NO: Size>(
 
     let mut ring = Ring::<N> {
         values: SharedMemory::new_aligned(
-            comptime!(2 * blueprint.operand_chunks() * (ALIGNMENT / width) * blueprint.stages),
+            comptime!(2 * blueprint.operand_chunks() * blueprint.stages),
             128usize,
         ),
         scales: SharedMemory::new(comptime!(2 * blueprint.row_blocks() * blueprint.stages)),
@@ -325,7 +299,6 @@ fn gemm_tensor_core_kernel<F: Numeric, N: Size, NO: Size>(
                 &free,
                 blueprint,
                 has_fallback,
-                width,
             );
             arrive(&barriers, free.index, blueprint);
             items += 1;
@@ -361,7 +334,6 @@ fn gemm_tensor_core_kernel<F: Numeric, N: Size, NO: Size>(
                 &free,
                 blueprint,
                 has_fallback,
-                width,
             );
             arrive(&barriers, free.index, blueprint);
             items += 1;
@@ -374,15 +346,18 @@ fn gemm_tensor_core_kernel<F: Numeric, N: Size, NO: Size>(
                 has_fallback,
             );
         }
-        multiply::<N>(&mut sums, &ring, &full, blueprint, width);
+        multiply::<N>(&mut sums, &ring, &full, blueprint);
         free.index = full.index;
         free.start = full.start;
         next_stage(&mut full, blueprint);
         turn += 1;
     }
 
+    if comptime!(has_bias) {
+        add_bias(&mut sums, bias, &origin, &geometry, blueprint);
+    }
     write_sums::<F, NO>(
-        out, &sums, bias, &origin, &geometry, blueprint, has_bias, pair,
+        pairs, singles, &sums, &origin, &geometry, blueprint, is_even,
     );
 }
 
@@ -541,7 +516,6 @@ fn fill<N: Size>(
     stage: &Stage,
     #[comptime] blueprint: TensorCoreBlueprint,
     #[comptime] has_fallback: bool,
-    #[comptime] width: usize,
 ) {
     let operand = comptime!(blueprint.operand_chunks() as u32);
     let (m, n, k) = (geometry.m, geometry.n, geometry.k);
@@ -554,16 +528,11 @@ fn fill<N: Size>(
         k,
         stage.start,
         blueprint,
-        width,
     );
-    if comptime!(has_fallback) {
-        if item.residual == 1 {
-            copy_rows::<N>(ring, residual, &of_a, blueprint, width);
-        } else {
-            copy_rows::<N>(ring, a, &of_a, blueprint, width);
-        }
+    if comptime!(has_fallback) && item.residual == 1 {
+        copy_rows::<N>(ring, residual, &of_a, blueprint);
     } else {
-        copy_rows::<N>(ring, a, &of_a, blueprint, width);
+        copy_rows::<N>(ring, a, &of_a, blueprint);
     }
     let of_b = plan(
         item,
@@ -574,9 +543,8 @@ fn fill<N: Size>(
         k,
         stage.start + operand,
         blueprint,
-        width,
     );
-    copy_rows::<N>(ring, b, &of_b, blueprint, width);
+    copy_rows::<N>(ring, b, &of_b, blueprint);
     copy_scales::<N>(
         ring,
         a_scales,
@@ -604,27 +572,24 @@ fn plan(
     k_end: u32,
     start: u32,
     #[comptime] blueprint: TensorCoreBlueprint,
-    #[comptime] width: usize,
 ) -> Copies {
-    let bytes = comptime!(width as u32);
-    let parts = comptime!((ALIGNMENT / width) as u32);
+    let bytes = comptime!(ALIGNMENT as u32);
     let chunks = comptime!(blueprint.chunks() as u32);
-    let columns = comptime!(chunks * parts);
-    let column = UNIT_POS % columns;
-    let row = UNIT_POS / columns;
-    let chunk = (column / parts) ^ swizzle(row, blueprint);
+    let column = UNIT_POS % chunks;
+    let row = UNIT_POS / chunks;
+    let chunk = column ^ swizzle(row, blueprint);
     let block = comptime!(blueprint.block as u32);
     let is_inside = item.block * block + column * bytes < k_end;
     // Nothing is read past the end of K, but no address past the end of the tensor must be formed either.
-    let k = select(is_inside, item.block * columns + column, 0u32);
+    let k = select(is_inside, item.block * chunks + column, 0u32);
     let pitch = strides.row / bytes;
     let source = batch * (strides.batch / bytes) + k;
     Copies {
         first: source + (row_0 + row) * pitch,
         last: source + (rows - 1) * pitch,
-        apart: comptime!((blueprint.units() / blueprint.chunks()) as u32 / parts) * pitch,
+        apart: comptime!((blueprint.units() / blueprint.chunks()) as u32) * pitch,
         length: select(is_inside, 1u32, 0u32),
-        target: (start + row * chunks + chunk) * parts + column % parts,
+        target: start + row * chunks + chunk,
     }
 }
 
@@ -634,17 +599,16 @@ fn copy_rows<N: Size>(
     values: &Tensor<Vector<f16, N>>,
     copies: &Copies,
     #[comptime] blueprint: TensorCoreBlueprint,
-    #[comptime] width: usize,
 ) {
     #[unroll]
-    for copy in 0..comptime!(blueprint.copies(width) as u32) {
+    for copy in 0..comptime!(blueprint.copies() as u32) {
         let source = min(copies.first + copy * copies.apart, copies.last);
         // The copies of all units lie side by side.
         let target = copies.target + copy * comptime!(blueprint.units() as u32);
         copy_async_checked(
             &values.slice(source as usize, (source + copies.length) as usize),
             &mut ring.values.slice_mut(target as usize, target as usize + 1),
-            comptime!(width as u32 / 2),
+            comptime!(ALIGNMENT as u32 / 2),
         );
     }
 }
@@ -684,28 +648,16 @@ fn copy_scales<N: Size>(
             );
         } else {
             let row = min(origin.row / block + lane, (geometry.m - 1) / block);
-            if comptime!(has_fallback) {
-                if item.residual == 1 {
-                    copy_scale::<N>(
-                        ring,
-                        residual_scales,
-                        &geometry.a_scales,
-                        origin.batch,
-                        row,
-                        item.block,
-                        target,
-                    );
-                } else {
-                    copy_scale::<N>(
-                        ring,
-                        a_scales,
-                        &geometry.a_scales,
-                        origin.batch,
-                        row,
-                        item.block,
-                        target,
-                    );
-                }
+            if comptime!(has_fallback) && item.residual == 1 {
+                copy_scale::<N>(
+                    ring,
+                    residual_scales,
+                    &geometry.a_scales,
+                    origin.batch,
+                    row,
+                    item.block,
+                    target,
+                );
             } else {
                 copy_scale::<N>(
                     ring,
@@ -761,13 +713,11 @@ fn multiply<N: Size>(
     ring: &Ring<N>,
     stage: &Stage,
     #[comptime] blueprint: TensorCoreBlueprint,
-    #[comptime] width: usize,
 ) {
     let size!(N4) = 4usize;
     let size!(N2) = 2usize;
     let (fragments_m, fragments_n) = comptime!(blueprint.fragments());
     let (slices, steps) = comptime!((fragments_n / SLICE, blueprint.block / MMA_K));
-    let parts = comptime!((ALIGNMENT / width) as u32);
     let operand = comptime!(blueprint.operand_chunks() as u32);
     let lane = UNIT_POS % comptime!(PLANE as u32);
     let (plane_row, plane_col) = plane_origin(blueprint);
@@ -797,7 +747,7 @@ fn multiply<N: Size>(
             let mut rows = Sequence::<Array<Vector<i8, N4>>>::new();
             #[unroll]
             for i in 0..comptime!(fragments_m as u32) {
-                let index = (a_column + comptime!(i * MMA_M as u32 * chunks)) * parts;
+                let index = a_column + comptime!(i * MMA_M as u32 * chunks);
                 rows.push(as_int8::<N2, N4>(
                     definition.load_matrix::<Vector<f16, N>, N2>(
                         &ring.values.slice(index as usize, index as usize + 1),
@@ -809,8 +759,7 @@ fn multiply<N: Size>(
             }
             #[unroll]
             for j in 0..SLICE {
-                let index =
-                    (b_column + comptime!(((slice * SLICE + j) * MMA_N) as u32 * chunks)) * parts;
+                let index = b_column + comptime!(((slice * SLICE + j) * MMA_N) as u32 * chunks);
                 let cols = as_int8::<N2, N4>(definition.load_matrix::<Vector<f16, N>, N2>(
                     &ring.values.slice(index as usize, index as usize + 1),
                     MatrixIdent::B,
@@ -875,50 +824,117 @@ fn load_scales<N: Size>(
     scales
 }
 
-/// Writes this unit's sums: of each fragment, two neighbours in a row and two in the row eight below.
+/// Adds the bias to this unit's sums.
 #[cube]
-#[allow(clippy::too_many_arguments)]
-fn write_sums<F: Numeric, N: Size>(
-    out: &mut Tensor<Vector<F, N>>,
-    sums: &Array<f32>,
+fn add_bias(
+    sums: &mut Array<f32>,
     bias: &Tensor<f32>,
     origin: &Origin,
     geometry: &Geometry,
     #[comptime] blueprint: TensorCoreBlueprint,
-    #[comptime] has_bias: bool,
-    #[comptime] width: usize,
 ) {
     let (fragments_m, fragments_n) = comptime!(blueprint.fragments());
     let lane = UNIT_POS % comptime!(PLANE as u32);
+    let (_, plane_col) = plane_origin(blueprint);
+    #[unroll]
+    for j in 0..fragments_n {
+        #[unroll]
+        for side in 0..2usize {
+            let col = origin.col + plane_col + lane % 4 * 2 + comptime!((j * MMA_N + side) as u32);
+            let mut term = 0.0f32;
+            if col < geometry.n {
+                term = bias[col as usize];
+            }
+            #[unroll]
+            for i in 0..fragments_m {
+                let first = comptime!((i * fragments_n + j) * 4 + side);
+                sums[first] += term;
+                sums[comptime!(first + 2)] += term;
+            }
+        }
+    }
+}
+
+/// Writes this unit's sums: of each fragment, two neighbours in a row and two in the row eight below.
+///
+/// A pair starts at an even element of memory. In a row that starts at an odd one, a unit's second element and the
+/// first one of the next unit make a pair, the last unit's next being the first one in the next fragment.
+#[cube]
+fn write_sums<F: Numeric, N: Size>(
+    pairs: &mut Tensor<Vector<F, N>>,
+    singles: &mut Tensor<F>,
+    sums: &Array<f32>,
+    origin: &Origin,
+    geometry: &Geometry,
+    #[comptime] blueprint: TensorCoreBlueprint,
+    #[comptime] is_even: bool,
+) {
+    let (fragments_m, fragments_n) = comptime!(blueprint.fragments());
+    let lane = UNIT_POS % comptime!(PLANE as u32);
+    let quad = lane % 4;
     let (plane_row, plane_col) = plane_origin(blueprint);
+    let first_col = origin.col + plane_col + quad * 2;
     #[unroll]
     for i in 0..fragments_m {
         #[unroll]
         for half in 0..2usize {
             let row = origin.row + plane_row + lane / 4 + comptime!((i * MMA_M + half * 8) as u32);
             let row_start = (origin.batch * geometry.m + row) * geometry.n;
-            #[unroll]
-            for j in 0..fragments_n {
-                let col = origin.col + plane_col + lane % 4 * 2 + comptime!((j * MMA_N) as u32);
+            let slot = comptime!(i * fragments_n * 4 + half * 2);
+            if comptime!(is_even) {
                 #[unroll]
-                for part in 0..comptime!(2 / width) {
-                    let first = col + comptime!(part as u32);
-                    if row < geometry.m && first < geometry.n {
-                        let mut vector = Vector::<F, N>::empty();
-                        #[unroll]
-                        for side in 0..width {
-                            let slot =
-                                comptime!((i * fragments_n + j) * 4 + half * 2 + part + side);
-                            let mut sum = sums[slot];
-                            if comptime!(has_bias) {
-                                sum += bias[(first + comptime!(side as u32)) as usize];
-                            }
-                            vector[side] = F::cast_from(sum);
+                for j in 0..fragments_n {
+                    let col = first_col + comptime!((j * MMA_N) as u32);
+                    if row < geometry.m && col < geometry.n {
+                        let pair = as_pair::<F, N>(
+                            sums[comptime!(slot + j * 4)],
+                            sums[comptime!(slot + j * 4 + 1)],
+                        );
+                        pairs[(row_start + col) as usize / 2] = pair;
+                    }
+                }
+            } else {
+                let odd = row_start % 2;
+                #[unroll]
+                for j in 0..fragments_n {
+                    let (first, second) = (
+                        sums[comptime!(slot + j * 4)],
+                        sums[comptime!(slot + j * 4 + 1)],
+                    );
+                    let next = comptime!(if j + 1 < fragments_n { j + 1 } else { j });
+                    let offered = select(quad == 0, sums[comptime!(slot + next * 4)], first);
+                    let third = plane_shuffle(offered, lane / 4 * 4 + (quad + 1) % 4);
+                    let col = first_col + comptime!((j * MMA_N) as u32);
+                    let end = select(row < geometry.m, geometry.n, 0u32);
+                    // The next fragment's first element is another plane's after the last fragment.
+                    let is_last = comptime!(j + 1 == fragments_n).runtime() && quad == 3;
+                    if odd == 1 {
+                        if col + 2 < end && !is_last {
+                            pairs[(row_start + col + 1) as usize / 2] =
+                                as_pair::<F, N>(second, third);
+                        } else if col + 1 < end {
+                            singles[(row_start + col + 1) as usize] = F::cast_from(second);
                         }
-                        out[(row_start + first) as usize / width] = vector;
+                        if comptime!(j == 0) {
+                            if quad == 0 && col < end {
+                                singles[(row_start + col) as usize] = F::cast_from(first);
+                            }
+                        }
+                    } else if col + 1 < end {
+                        pairs[(row_start + col) as usize / 2] = as_pair::<F, N>(first, second);
+                    } else if col < end {
+                        singles[(row_start + col) as usize] = F::cast_from(first);
                     }
                 }
             }
         }
     }
+}
+
+#[cube]
+fn as_pair<F: Numeric, N: Size>(first: f32, second: f32) -> Vector<F, N> {
+    let mut pair = Vector::<F, N>::empty();
+    pair[0usize] = F::cast_from(first);
+    pair[1usize] = F::cast_from(second);
+    pair
 }

@@ -1,4 +1,4 @@
-//! Every tensor-core kernel, compiled on a machine without a GPU for the architectures that it is meant for.
+//! Every kernel on matrix instructions, compiled on a machine without a GPU for the architectures that it is meant for.
 //!
 //! The kernels come out of the launches themselves, by way of a runtime that compiles and does not run.
 #![cfg(feature = "cuda")]
@@ -6,10 +6,12 @@
 mod nvrtc;
 mod offline;
 
+use std::{collections::BTreeMap, thread::available_parallelism};
+
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 use cubecl_kernels::{
     fallback::FallbackResidual,
-    gemm::{GemmOperand, Strategy, gemm},
+    gemm::{GemmOperand, Strategy, gemm, gemm_float},
 };
 use half::{bf16, f16};
 use rstest::rstest;
@@ -40,9 +42,8 @@ struct Case {
     out: StorageType,
 }
 
-/// The loop over K depends on the block, the tile, the fallback and how rows are aligned (16, 8 bytes or less, which is
-/// copied first); the stores depend on the rest.
-fn cases() -> Vec<Case> {
+/// The loop over K depends on the block, the tile and the fallback; the stores depend on the rest.
+fn tensor_core_cases() -> Vec<Case> {
     let case = |block, size, has_fallback| Case {
         block,
         size,
@@ -58,11 +59,6 @@ fn cases() -> Vec<Case> {
             }
         }
     }
-    cases.extend([
-        case(32, 248, true),
-        case(128, 248, false),
-        case(128, 4088, true),
-    ]);
     for (size, has_bias, out) in [
         (255, false, dtype::<bf16>()),
         (255, true, dtype::<f32>()),
@@ -78,7 +74,34 @@ fn cases() -> Vec<Case> {
     cases
 }
 
-fn launch(client: &Client, case: Case) {
+/// All that the Hopper kernel depends on: small outputs have narrow tiles, large ones wide tiles.
+fn hopper_cases() -> Vec<Case> {
+    let mut cases = Vec::new();
+    for size in [256, 4096] {
+        for out in outputs() {
+            for (has_fallback, has_bias) in pairs_of_bools() {
+                cases.push(Case {
+                    block: 128,
+                    size,
+                    has_fallback,
+                    has_bias,
+                    out,
+                });
+            }
+        }
+    }
+    cases
+}
+
+fn outputs() -> [StorageType; 3] {
+    [dtype::<f32>(), dtype::<f16>(), dtype::<bf16>()]
+}
+
+fn pairs_of_bools() -> [(bool, bool); 4] {
+    [(false, false), (false, true), (true, false), (true, true)]
+}
+
+fn launch(client: &Client, case: Case, strategy: Strategy) {
     let Case { block, size, .. } = case;
     let blocks = size.div_ceil(block);
     let values = || tensor(client, &[size, size], dtype::<i8>());
@@ -103,19 +126,91 @@ fn launch(client: &Client, case: Case) {
         case.has_fallback.then_some(&residual),
         case.has_bias.then_some(&bias),
         case.out,
-        Strategy::TensorCore,
+        strategy,
     )
-    .expect("a device with tensor cores");
+    .expect("a device that has the kernel");
+}
+
+/// Every `gemm_float` of one tile width.
+fn launch_float(client: &Client, size: usize) {
+    let bias = tensor(client, &[size], dtype::<f32>());
+    for input in [dtype::<f16>(), dtype::<bf16>()] {
+        let matrix = |along_rows: bool| {
+            let mut matrix = tensor(client, &[size, size], input);
+            if along_rows {
+                matrix.metadata.swap(0, 1);
+            }
+            matrix
+        };
+        for (a_along_rows, b_along_rows) in pairs_of_bools() {
+            let (a, b) = (matrix(a_along_rows), matrix(b_along_rows));
+            for out in outputs() {
+                for bias in [None, Some(&bias)] {
+                    gemm_float(client, &a, &b, bias, out).expect("a device that has the kernel");
+                }
+            }
+        }
+    }
 }
 
 fn tensor_core_sources(architecture: u16) -> Vec<Source> {
-    let cases = cases();
+    let cases = tensor_core_cases();
     let mut sources = sources_of(architecture, |client| {
-        cases.iter().for_each(|&case| launch(client, case));
+        for &case in &cases {
+            launch(client, case, Strategy::TensorCore);
+        }
     });
     sources.retain(|source| source.name.starts_with("gemm_tensor_core"));
     assert_eq!(sources.len(), cases.len());
     sources
+}
+
+/// The sources of all `gemm_hopper` or `gemm_float_hopper`, no two the same.
+fn hopper_sources(name: &str) -> Vec<Source> {
+    let sources = sources_of(90, |client| {
+        for case in hopper_cases() {
+            launch(client, case, Strategy::Hopper);
+        }
+        for size in [256, 4096] {
+            launch_float(client, size);
+        }
+    });
+    let sources: BTreeMap<String, Source> = sources
+        .into_iter()
+        .filter(|source| source.name == name)
+        .map(|source| (source.code.clone(), source))
+        .collect();
+    let tiles_and_outputs = 2 * outputs().len();
+    let others = match name {
+        "gemm_hopper" => pairs_of_bools().len(),
+        // The input's type, both operands' layouts, the bias.
+        _ => 2 * pairs_of_bools().len() * 2,
+    };
+    assert_eq!(sources.len(), tiles_and_outputs * others, "{name}");
+    sources.into_values().collect()
+}
+
+#[rstest]
+fn hopper_sources_leave_memory_for_what_they_declare(
+    #[values("gemm_hopper", "gemm_float_hopper")] name: &str,
+) {
+    // Barriers, the scales of stages, staging memory and the order of rows.
+    const DECLARED: usize = 24 * 1024;
+    for source in hopper_sources(name) {
+        let available = max_shared_memory(90) - DECLARED;
+        assert!(source.shared_memory <= available, "{}", source.code);
+        assert!(source.shared_memory > available / 2, "{}", source.code);
+    }
+}
+
+/// What is on other architectures must not be taken for Hopper.
+#[rstest]
+fn no_hopper_source_elsewhere(#[values(80, 89, 100, 120)] architecture: u16) {
+    let sources = sources_of(architecture, |client| {
+        launch(client, hopper_cases()[0], Strategy::Auto);
+    });
+    assert!(sources.iter().all(|source| source.name != "gemm_hopper"));
+    assert!(!sources.is_empty());
 }
 
 #[rstest]
@@ -145,10 +240,31 @@ fn nvrtc_compiles_every_kernel(
     #[values((80, "sm_80"), (89, "sm_89"), (90, "sm_90a"), (120, "sm_120a"))] target: (u16, &str),
 ) {
     let (architecture, name) = target;
-    let nvrtc = Nvrtc::load();
-    for source in tensor_core_sources(architecture) {
-        let code = nvrtc.compile(&source.code, name);
-        let code = code.unwrap_or_else(|log| panic!("{name}: {log}\n{}", source.code));
-        assert!(code.starts_with(b"\x7fELF"), "{name}: no machine code");
-    }
+    compile(&tensor_core_sources(architecture), name);
+}
+
+#[rstest]
+#[ignore = "needs NVRTC: CUDA_PATH=$(.ci/nvrtc), then --test compile -- --ignored"]
+fn nvrtc_compiles_every_hopper_source(#[values("gemm_hopper", "gemm_float_hopper")] name: &str) {
+    compile(&hopper_sources(name), "sm_90a");
+}
+
+fn compile(sources: &[Source], architecture: &str) {
+    let nvrtc = &Nvrtc::load();
+    let threads = available_parallelism().map_or(1, usize::from);
+    std::thread::scope(|scope| {
+        for part in sources.chunks(sources.len().div_ceil(threads)) {
+            scope.spawn(move || {
+                for source in part {
+                    let code = nvrtc.compile(&source.code, architecture);
+                    let code =
+                        code.unwrap_or_else(|log| panic!("{architecture}: {log}\n{}", source.code));
+                    assert!(
+                        code.starts_with(b"\x7fELF"),
+                        "{architecture}: no machine code"
+                    );
+                }
+            });
+        }
+    });
 }

@@ -14,7 +14,7 @@ use cubecl::{
     client::ComputeClient,
     cuda::{CudaCompiler, CudaRuntime},
     device::{Device, DeviceId, DeviceService, ServerUtilitiesHandle},
-    features::{MmaConfig, Plane, TypeUsage},
+    features::{MmaConfig, Plane, Tma, TypeUsage},
     future::DynFut,
     ir::{
         AddressType, DeviceProperties, ElemType, FloatKind, HardwareProperties, IntKind,
@@ -93,7 +93,8 @@ impl Runtime for OfflineCuda {
     }
 
     fn name(_client: &ComputeClient<Self>) -> &'static str {
-        "cuda without a device"
+        // Kernels of CUDA source are for the runtime of this name.
+        "cuda"
     }
 
     fn require_array_lengths() -> bool {
@@ -179,6 +180,12 @@ fn properties(arch: u16) -> DeviceProperties {
     features.memory_reinterpret = true;
     features.alignment = true;
     features.copy_async = true;
+    if arch >= 90 {
+        features.tma.insert(Tma::Base);
+    }
+    if arch >= 100 {
+        features.tma.insert(Tma::Im2colWide);
+    }
     features.matmul.ldmatrix.insert(f16_type.into());
     features.matmul.mma.insert(MmaConfig {
         a_type: i8_type.into(),

@@ -29,7 +29,6 @@ fn problem(batch: usize, m: usize, n: usize, k: usize) -> GemmProblem {
         k,
         a_scale_block: (BLOCK, BLOCK),
         b_scale_block: (BLOCK, BLOCK),
-        aligned: (true, true),
     }
 }
 
@@ -248,6 +247,10 @@ fn compare(
 #[case::odd_columns(1, 300, 401, 1000)]
 #[case::odd_depth(1, 513, 1030, 777)]
 #[case::batches(3, 257, 384, 392)]
+#[case::narrow_column_of_one_chunk(1, 4100, 4097, 333)]
+#[case::narrow_column_of_two_chunks(1, 4100, 4162, 272)]
+#[case::narrow_column_of_three_chunks(1, 4100, 4226, 145)]
+#[case::narrow_columns_only(2, 300, 60, 384)]
 fn same_bits(#[case] batch: usize, #[case] m: usize, #[case] n: usize, #[case] k: usize) {
     let (client, mut random) = (client(), Random::fresh());
     if !has_hopper(&client) {
@@ -268,8 +271,12 @@ fn same_bits_with_fallback(#[values(0.0, 500.0, 2000.0, 1e30)] threshold: f32) {
     if !has_hopper(&client) {
         return;
     }
-    // The second has blocks along K past those whose scales the producer reads at once.
-    for (batch, m, n, k) in [(2, 700, 520, 600), (1, 2000, 2100, 4500)] {
+    // The second has blocks along K past those whose scales the producer reads at once; the third a narrow column.
+    for (batch, m, n, k) in [
+        (2, 700, 520, 600),
+        (1, 2000, 2100, 4500),
+        (1, 4100, 4097, 301),
+    ] {
         let a_shape = MatrixShape::batched(batch, m, k);
         let x = values(&mut random, a_shape.num_elements());
         let (a, residual) = with_fallback(&client, &x, a_shape, threshold);

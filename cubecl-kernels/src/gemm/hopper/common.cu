@@ -2,6 +2,7 @@
 //
 // Knobs, defined in front of this text:
 //   TILE_N     columns of an output tile (its rows are 128)
+//   STAGES     stages of the ring in shared memory
 //   BIAS       1: bias is added to the FP32 sums
 //   OUT_F32, OUT_F16 or OUT_BF16   the type of C
 
@@ -26,6 +27,29 @@ __device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
 }
 
+// Sets up the barriers of the ring: of each stage one that says that it is full, and one that it is empty. All threads
+// of the block come here.
+__device__ __forceinline__ void ring_init(u32 full, u32 empty) {
+    if (threadIdx.x == 0) {
+        for (u32 stage = 0; stage < STAGES; stage++) {
+            // Full: the producer's arrival and its bytes. Empty: an arrival of each of the consumers' warps.
+            barrier_init(full + 8 * stage, 1);
+            barrier_init(empty + 8 * stage, 8);
+        }
+        // TMA is another proxy: without the fence it may see the barriers as they were before.
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    }
+    __syncthreads();
+}
+
+// Goes on in the ring. The parity is that of the stage's phase; both are counted through all tiles.
+__device__ __forceinline__ void next_stage(u32 &stage, u32 &parity) {
+    if (++stage == STAGES) {
+        stage = 0;
+        parity ^= 1;
+    }
+}
+
 // Waits until the phase of this parity has completed. A new barrier is in phase 0, so that a wait for parity 1 returns
 // at once. The wait acquires what was written before the arrivals.
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
@@ -48,8 +72,9 @@ __device__ __forceinline__ void barrier_arrive_expect(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// A consumer's warp has read what it needs of a stage. Its lanes have waited as one, so one speaks for them.
+// A consumer's warp has read what it needs of a stage. One lane speaks for all, when all have read.
 __device__ __forceinline__ void release(u32 empty_barrier) {
+    __syncwarp();
     if (threadIdx.x % 32 == 0)
         barrier_arrive(empty_barrier);
 }
@@ -92,15 +117,41 @@ struct Tile {
     u32 batch, m, n;
 };
 
+// The tiles of an output. Those of a last column that TILE_N does not divide cost less than the others and come after
+// all of them, so that they fill the gaps that the others leave in the grid's last turn.
+struct Tiles {
+    // Rows of tiles, and columns of whole tiles.
+    u32 rows, cols;
+    // Whole tiles of all matrices, and all tiles.
+    u32 whole, all;
+};
+
+__device__ __forceinline__ Tiles tiles_of(u32 batch, u32 m, u32 n) {
+    const u32 rows = (m + TILE_M - 1) / TILE_M, cols = n / TILE_N;
+    const u32 whole = batch * rows * cols;
+    return {rows, cols, whole, n % TILE_N == 0 ? whole : whole + batch * rows};
+}
+
+// The number of this block's tile in its turn; past the last it is at least tiles.all. Every other turn goes through
+// the grid backwards: where tiles differ in cost, and follow one another by cost, that evens out what the blocks get.
+__device__ __forceinline__ u32 tile_index(u32 turn) {
+    return turn * gridDim.x + (turn % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+}
+
 // Tiles are numbered down `raster` rows of tiles before they go on along the columns, so that those computed at once
 // share rows of A and columns of B in the L2 cache.
-__device__ __forceinline__ Tile tile_of(u32 index, u32 tiles_m, u32 tiles_n, u32 raster) {
-    const u32 batch = index / (tiles_m * tiles_n);
-    index -= batch * tiles_m * tiles_n;
-    const u32 first = index / (raster * tiles_n) * raster;
-    const u32 height = min(tiles_m - first, raster);
-    index -= first * tiles_n;
-    return {batch, first + index % height, index / height};
+__device__ __forceinline__ Tile tile_of(u32 index, const Tiles &tiles, u32 raster) {
+    // The last column is numbered as if it were the only one; without a branch, since the compiler would then no longer
+    // see that all threads are in the same stage, and count it in each.
+    const bool last = index >= tiles.whole;
+    index -= last ? tiles.whole : 0;
+    const u32 cols = last ? 1 : tiles.cols;
+    const u32 batch = index / (tiles.rows * cols);
+    index -= batch * tiles.rows * cols;
+    const u32 first = index / (raster * cols) * raster;
+    const u32 height = min(tiles.rows - first, raster);
+    index -= first * cols;
+    return {batch, first + index % height, index / height + (last ? tiles.cols : 0)};
 }
 
 // ---- Output ---------------------------------------------------------------------------------------------------------
@@ -122,13 +173,88 @@ __device__ __forceinline__ u32 pack(float low, float high) {
 }
 #endif
 
-// Columns that a warp writes at once where rows of C are not aligned, 128 bytes, and what keeps the rows of its staging
-// memory in different banks.
-#define STAGED (128 / (int)sizeof(Out))
-#define STAGED_PITCH (STAGED + 8)
+#if defined(OUT_F32)
+// Columns that a warp stages at once where rows of C are not aligned. Eight more keep the rows in different banks.
+#define STAGED 32
+typedef Out Staging[16][STAGED + 8];
+#else
+// Eight more: a row is staged from the place on that it has in its first 16 bytes of memory.
+#define STAGED 128
+typedef Out Staging[8][STAGED + 8];
+#endif
 
-// A warp's staging memory: 16 rows.
-typedef Out Staging[16][STAGED_PITCH];
+// Writes a warp's sums where rows of C do not start at multiples of 16 bytes. Single elements, scattered as wgmma
+// leaves them, would be several times slower than the product. Through shared memory, neighbours are written by
+// neighbours.
+__device__ __forceinline__ void write_unaligned(const float *sums, Out *out, Staging &staging, u32 first_row,
+                                                u32 first_col, u32 rows, u32 cols) {
+    const u32 lane = threadIdx.x % 32, quad = lane % 4;
+#pragma unroll
+    for (int block = 0; block < TILE_N / STAGED; block++) {
+        const u32 col = first_col + block * STAGED;
+        if (col >= cols)
+            break;
+        const u32 width = min((u32)STAGED, cols - col);
+#if defined(OUT_F32)
+#pragma unroll
+        for (int j = 0; j < STAGED / 8; j++)
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                const float *pair = sums + 4 * (block * STAGED / 8 + j) + 2 * h;
+                *(float2 *)&staging[lane / 4 + 8 * h][8 * j + 2 * quad] = make_float2(pair[0], pair[1]);
+            }
+        __syncwarp();
+#pragma unroll 8
+        for (u32 i = 0; i < 16; i++)
+            if (first_row + i < rows && lane < width)
+                out[(u64)(first_row + i) * cols + col + lane] = staging[i][lane];
+        __syncwarp();
+#else
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            Out *to = out + (u64)(first_row + 8 * h) * cols + col;
+            u32 words[STAGED / 8];
+#pragma unroll
+            for (int j = 0; j < STAGED / 8; j++) {
+                const float *pair = sums + 4 * (block * STAGED / 8 + j) + 2 * h;
+                words[j] = pack(pair[0], pair[1]);
+            }
+            // In a row that starts in the middle of a word, a lane's second element and the next lane's first share
+            // one; the next of a quad's last lane is the first lane's in the next eight columns.
+            const u32 start = (u64)(to + (u64)(lane / 4) * cols) / sizeof(Out) % 8;
+            const bool odd = start % 2;
+            Out *place = &staging[lane / 4][start + odd + 2 * quad];
+#pragma unroll
+            for (int j = 0; j < STAGED / 8; j++) {
+                const u32 offered = quad == 0 ? words[min(j + 1, STAGED / 8 - 1)] : words[j];
+                const u32 next = __shfl_sync(EVERYONE, offered, lane / 4 * 4 + (quad + 1) % 4);
+                *(u32 *)(place + 8 * j) = odd ? __funnelshift_r(words[j], next, 16) : words[j];
+            }
+            if (odd && quad == 0)
+                staging[lane / 4][start] = words[0];
+            __syncwarp();
+            // Half a warp writes a row: each lane 16 bytes that lie inside, and one element of those at the ends that
+            // do not fill 16 bytes.
+            const u32 chunk = lane % 16;
+#pragma unroll
+            for (u32 i = lane / 16; i < 8; i += 2) {
+                Out *row = to + (u64)i * cols;
+                const u32 begin = (u64)row / sizeof(Out) % 8, end = begin + width;
+                row -= begin;
+                const bool exists = first_row + 8 * h + i < rows;
+                if (exists && 8 * chunk >= begin && 8 * chunk + 8 <= end)
+                    *(uint4 *)(row + 8 * chunk) = *(const uint4 *)&staging[i][8 * chunk];
+                const bool is_head = chunk < 8;
+                const u32 at = is_head ? chunk : end / 8 * 8 + chunk % 8;
+                const bool is_single = is_head ? at >= begin && (begin > 0 || end < 8) : at >= 8;
+                if (exists && is_single && at < end)
+                    row[at] = staging[i][at];
+            }
+            __syncwarp();
+        }
+#endif
+    }
+}
 
 // A consumer's warp writes its 16 x TILE_N sums. wgmma leaves in sums[4 * j + 2 * h + e] of a lane the row
 // lane / 4 + 8 * h and the column 8 * j + 2 * (lane % 4) + e.
@@ -148,48 +274,7 @@ __device__ __forceinline__ void write_sums(float *sums, const float *bias, Out *
         }
 #endif
     if (cols * sizeof(Out) % 16 != 0) {
-        // Single elements, scattered as wgmma leaves them, would be several times slower than the product. Through
-        // shared memory, neighbours are written by neighbours.
-#pragma unroll
-        for (int block = 0; block < TILE_N / STAGED; block++) {
-#pragma unroll
-            for (int j = 0; j < STAGED / 8; j++)
-#pragma unroll
-                for (int h = 0; h < 2; h++) {
-                    const float *pair = sums + 4 * (block * STAGED / 8 + j) + 2 * h;
-                    Out *to = &staging[lane / 4 + 8 * h][8 * j + 2 * quad];
-#if defined(OUT_F32)
-                    *(float2 *)to = make_float2(pair[0], pair[1]);
-#else
-                    *(u32 *)to = pack(pair[0], pair[1]);
-#endif
-                }
-            __syncwarp();
-            const u32 col = first_col + block * STAGED;
-            const u32 width = min((u32)STAGED, cols > col ? cols - col : 0);
-#pragma unroll 8
-            for (u32 i = 0; i < 16; i++) {
-                const bool inside = first_row + i < rows;
-                Out *to = out + (u64)(first_row + i) * cols + col;
-#if defined(OUT_F32)
-                if (inside && lane < width)
-                    to[lane] = staging[i][lane];
-#else
-                // Aligned words of two elements each; a row that begins in the middle of one has an element in front of
-                // them, and there may be one behind them.
-                const u32 odd = (u64)to / sizeof(Out) % 2;
-                const u32 *words = (const u32 *)staging[i] + lane;
-                const u32 word = __funnelshift_r(words[0], words[1], 16 * odd);
-                if (inside && 2 * lane + odd + 1 < width)
-                    *(u32 *)(to + 2 * lane + odd) = word;
-                if (inside && odd && lane == 0 && width > 0)
-                    to[0] = staging[i][0];
-                if (inside && (width - odd) % 2 == 1 && width > odd && lane == 1)
-                    to[width - 1] = staging[i][width - 1];
-#endif
-            }
-            __syncwarp();
-        }
+        write_unaligned(sums, out, staging, first_row, first_col, rows, cols);
         return;
     }
 #if defined(OUT_F32)

@@ -1,7 +1,7 @@
 //! Products of BF16 and FP16 matrices on `wgmma`: the baseline that quantized products are compared with.
 //!
-//! On one NVIDIA H200, 2026-11-21, BF16, M = N = K, CUDA events around 10 launches of the source alone, median of 5: 699
-//! TFLOP/s at 2048, 793 at 4096, 764 at 8192; within 1% of these where neighbours are neighbours along M or N.
+//! On one NVIDIA H200, 2026-11-21, BF16, M = N = K, CUDA events around 10 launches of the source alone, median of 5:
+//! 699 TFLOP/s at 2048, 793 at 4096, 764 at 8192; within 1% of these where neighbours are neighbours along M or N.
 
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
@@ -21,6 +21,8 @@ const OPERATION: &str = "gemm_float";
 const ELEMENT_BYTES: usize = 2;
 /// Elements of a stage along K, and of a box along M or N: 128 bytes.
 const DEPTH: usize = 64;
+/// Columns that are computed at once: those of the widest tile.
+const WHOLE_TILE: usize = 256;
 
 /// Whether [`gemm_float`] has a kernel for the device: CUDA's architecture sm_90, no other.
 pub fn has_gemm_float<R: Runtime>(client: &ComputeClient<R>) -> bool {
@@ -78,7 +80,7 @@ pub fn gemm_float<R: Runtime>(
     if k == 0 {
         return Err(unsupported("an empty sum".into()));
     }
-    let blueprint = HopperBlueprint::new(client, batch, m, n);
+    let blueprint = HopperBlueprint::new(client, batch, m, n, WHOLE_TILE);
     let a_operand = Operand::new("a", a, &a_view)?;
     let b_operand = Operand::new("b", b, &b_view)?;
     let out = empty(client, a_view.tensor_shape(m, n), out_dtype);

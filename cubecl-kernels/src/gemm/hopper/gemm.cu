@@ -80,11 +80,118 @@ __device__ __forceinline__ void products_pin(int *products) {
         asm volatile("" : "+r"(products[i])::"memory");
 }
 
+// Starts the products of a chunk: those of the 64 rows of A in `fragments` and the 64 rows of B from the address `b`.
+__device__ __forceinline__ void multiply_chunk(int *products, const u32 (*fragments)[4], u32 b) {
+    products_pin(products);
+    products_fence();
+#pragma unroll
+    for (int step = 0; step < DEPTH / 32; step++)
+        multiply(products, fragments[step], descriptor(b + step * 32), step > 0);
+    products_commit();
+}
+
 // Adds a chunk's products, exact integers below 2^21, to its sums.
 __device__ __forceinline__ void add_scaled(float *sums, const int *products, float scale) {
 #pragma unroll
     for (int i = 0; i < CHUNK / 2; i++)
         sums[i] = fmaf((float)products[i], scale, sums[i]);
+}
+
+// ---- A consumer's sums ----------------------------------------------------------------------------------------------
+
+// What a consumer reads of the ring.
+struct Stages {
+    u32 memory, full, empty;
+    const float4 *notes;
+    // What a lane gives load_matrices for the first stage and step along K. A lane addresses one row of its warp's 16,
+    // and the first or the second 16 bytes of a step. The swizzle exchanges the 16-byte chunks of a row by an exclusive
+    // or with the row's index modulo 8.
+    u32 fragments;
+};
+
+__device__ __forceinline__ Stages stages_of(u32 memory, u32 full, u32 empty, const float4 *notes) {
+    const u32 row = (threadIdx.x - 128) / 32 * 16 + threadIdx.x % 16;
+    const u32 chunk = threadIdx.x % 32 / 16;
+    return {memory, full, empty, notes, memory + row * DEPTH + (chunk ^ row % 8) * 16};
+}
+
+__device__ __forceinline__ void load_fragments(u32 (*fragments)[4], u32 first) {
+#pragma unroll
+    for (u32 step = 0; step < DEPTH / 32; step++)
+        load_matrices(fragments[step], first ^ 2 * step * 16);
+}
+
+// Adds the products of a tile's stages to its sums.
+__device__ __forceinline__ void add_tile(float *sums, const Stages &stages, u32 &stage, u32 &parity) {
+    // The chunk that is computed and the one that is converted.
+    int products[2][CHUNK / 2];
+#pragma unroll
+    for (int i = 0; i < CHUNK / 2; i++)
+        products[1][i] = 0;
+    // The scale of the last stage's last chunk, which is converted while the first chunk of the next stage is computed.
+    // Before the tile's first stage it stands for zeros.
+    float pending_scale = 0.0f;
+    u32 pending_stage = STAGES;
+    bool last;
+    do {
+        barrier_wait(stages.full + 8 * stage, parity);
+        const float4 note = stages.notes[stage];
+        last = note.z != 0.0f;
+        const u32 b = stages.memory + stage * STAGE_BYTES + A_BYTES;
+        // The fragments of A are still being read by the last chunk's products. While this consumer waits for them, the
+        // other one keeps the tensor cores busy.
+        products_wait<0>();
+        products_pin(products[1]);
+        if (pending_stage < STAGES)
+            release(stages.empty + 8 * pending_stage);
+        u32 fragments[DEPTH / 32][4];
+        load_fragments(fragments, stages.fragments + stage * STAGE_BYTES);
+#pragma unroll
+        for (int chunk = 0; chunk < CHUNKS; chunk++) {
+            multiply_chunk(products[chunk % 2], fragments, b + chunk * CHUNK * DEPTH);
+            if (chunk == 0) {
+                add_scaled(sums + (CHUNKS - 1) * CHUNK / 2, products[1], pending_scale);
+            } else {
+                products_wait<1>();
+                products_pin(products[1 - chunk % 2]);
+                add_scaled(sums + (chunk - 1) * CHUNK / 2, products[1 - chunk % 2],
+                           chunk <= 128 / CHUNK ? note.x : note.y);
+            }
+        }
+        pending_scale = TILE_N == 128 ? note.x : note.y;
+        pending_stage = stage;
+        next_stage(stage, parity);
+    } while (!last);
+    products_wait<0>();
+    products_pin(products[1]);
+    release(stages.empty + 8 * pending_stage);
+    add_scaled(sums + (CHUNKS - 1) * CHUNK / 2, products[1], pending_scale);
+}
+
+// The same for a tile of which only `count` chunks, fewer than CHUNKS, lie in the output. They are multiplied and added
+// one after the other: only the other consumer's work overlaps.
+__device__ __forceinline__ void add_narrow_tile(float *sums, u32 count, const Stages &stages, u32 &stage, u32 &parity) {
+    bool last;
+    do {
+        barrier_wait(stages.full + 8 * stage, parity);
+        const float4 note = stages.notes[stage];
+        last = note.z != 0.0f;
+        const u32 b = stages.memory + stage * STAGE_BYTES + A_BYTES;
+        u32 fragments[DEPTH / 32][4];
+        load_fragments(fragments, stages.fragments + stage * STAGE_BYTES);
+#pragma unroll
+        for (int chunk = 0; chunk < CHUNKS - 1; chunk++) {
+            if (chunk < count) {
+                int products[CHUNK / 2];
+                multiply_chunk(products, fragments, b + chunk * CHUNK * DEPTH);
+                products_wait<0>();
+                products_pin(products);
+                add_scaled(sums + chunk * CHUNK / 2, products, chunk < 128 / CHUNK ? note.x : note.y);
+            }
+        }
+        release(stages.empty + 8 * stage);
+        next_stage(stage, parity);
+    } while (!last);
 }
 
 // ---- The order of rows ----------------------------------------------------------------------------------------------
@@ -134,35 +241,25 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     __shared__ __align__(16) Staging staging[8];
 
     const u32 m = numbers.m, n = numbers.n, k = numbers.k;
-    const u32 tiles_m = (m + TILE_M - 1) / TILE_M, tiles_n = (n + TILE_N - 1) / TILE_N;
-    const u32 tiles = numbers.batch * tiles_m * tiles_n;
+    const Tiles tiles = tiles_of(numbers.batch, m, n);
     const u32 blocks = (k + DEPTH - 1) / DEPTH;
     const u32 full = shared_address(full_barriers), empty = shared_address(empty_barriers);
     const u32 memory = shared_address(ring);
 
-    if (threadIdx.x == 0) {
-        for (u32 stage = 0; stage < STAGES; stage++) {
-            // Full: the producer's arrival and its bytes. Empty: an arrival of each of the consumers' warps.
-            barrier_init(full + 8 * stage, 1);
-            barrier_init(empty + 8 * stage, 8);
-        }
-        // TMA is another proxy: without the fence it may see the barriers as they were before.
-        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    }
+    ring_init(full, empty);
     // Ordered rows are taken in lower groups, so that tiles of one cost follow one another.
     u32 raster = 16;
 #if FALLBACK
     __shared__ unsigned short row_order[ORDERED_ROWS], row_costs[ORDERED_ROWS];
     // Where each block has one tile at most, there is nothing to balance.
-    const bool ordered = numbers.batch == 1 && tiles > gridDim.x && tiles_m <= ORDERED_ROWS;
+    const bool ordered = numbers.batch == 1 && tiles.all > gridDim.x && tiles.rows <= ORDERED_ROWS;
     if (ordered) {
-        order_rows(row_order, row_costs, flags, numbers.a_scale_row, numbers.a_scale_depth, tiles_m, blocks);
+        order_rows(row_order, row_costs, flags, numbers.a_scale_row, numbers.a_scale_depth, tiles.rows, blocks);
+        __syncthreads();
         raster = 8;
     }
 #endif
-    __syncthreads();
 
-    // A stage's index and the parity of its phase, counted through all tiles.
     u32 stage = 0, parity = 0;
 
     if (threadIdx.x < 128) {
@@ -171,8 +268,9 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         if (threadIdx.x >= 32)
             return;
         const u32 lane = threadIdx.x;
-        for (u32 index = blockIdx.x; index < tiles; index += gridDim.x) {
-            Tile tile = tile_of(index, tiles_m, tiles_n, raster);
+        u32 index;
+        for (u32 turn = 0; (index = tile_index(turn)) < tiles.all; turn++) {
+            Tile tile = tile_of(index, tiles, raster);
 #if FALLBACK
             if (ordered)
                 tile.m = row_order[tile.m];
@@ -222,10 +320,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                         }
                         // The other lanes' next wait is for another stage, but the warp's shuffles need all of it.
                         __syncwarp();
-                        if (++stage == STAGES) {
-                            stage = 0;
-                            parity ^= 1;
-                        }
+                        next_stage(stage, parity);
                     }
                 }
             }
@@ -235,13 +330,11 @@ extern "C" __global__ void __launch_bounds__(384, 1)
 
     asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
     const u32 consumer = threadIdx.x / 128 - 1;
-    const u32 warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
-    // Of A a lane addresses one row of its warp's 16, and of a step of 32 along K the first or the second 16 bytes. The
-    // swizzle exchanges the 16-byte chunks of a row by an exclusive or with the row's index modulo 8.
-    const u32 a_row = consumer * 64 + warp * 16 + lane % 16;
-    const u32 a_chunk = lane / 16;
-    for (u32 index = blockIdx.x; index < tiles; index += gridDim.x) {
-        Tile tile = tile_of(index, tiles_m, tiles_n, raster);
+    const u32 warp = threadIdx.x % 128 / 32;
+    const Stages stages = stages_of(memory, full, empty, notes);
+    u32 index;
+    for (u32 turn = 0; (index = tile_index(turn)) < tiles.all; turn++) {
+        Tile tile = tile_of(index, tiles, raster);
 #if FALLBACK
         if (ordered)
             tile.m = row_order[tile.m];
@@ -250,60 +343,11 @@ extern "C" __global__ void __launch_bounds__(384, 1)
 #pragma unroll
         for (int i = 0; i < TILE_N / 2; i++)
             sums[i] = 0.0f;
-        // The chunk that is computed and the one that is converted.
-        int products[2][CHUNK / 2];
-#pragma unroll
-        for (int i = 0; i < CHUNK / 2; i++)
-            products[1][i] = 0;
-        // The scale of the last stage's last chunk, which is converted while the first chunk of the next stage is
-        // computed. Before the tile's first stage it stands for zeros.
-        float pending_scale = 0.0f;
-        u32 pending_stage = STAGES;
-        bool last;
-        do {
-            barrier_wait(full + 8 * stage, parity);
-            const float4 note = notes[stage];
-            last = note.z != 0.0f;
-            const u32 a = memory + stage * STAGE_BYTES, b = a + A_BYTES;
-            // The fragments of A are still being read by the last chunk's products. While this consumer waits for them,
-            // the other one keeps the tensor cores busy.
-            products_wait<0>();
-            products_pin(products[1]);
-            if (pending_stage < STAGES)
-                release(empty + 8 * pending_stage);
-            u32 fragments[DEPTH / 32][4];
-#pragma unroll
-            for (int step = 0; step < DEPTH / 32; step++)
-                load_matrices(fragments[step], a + a_row * DEPTH + ((2 * step + a_chunk) ^ (a_row % 8)) * 16);
-#pragma unroll
-            for (int chunk = 0; chunk < CHUNKS; chunk++) {
-                products_pin(products[chunk % 2]);
-                products_fence();
-#pragma unroll
-                for (int step = 0; step < DEPTH / 32; step++)
-                    multiply(products[chunk % 2], fragments[step], descriptor(b + chunk * CHUNK * DEPTH + step * 32),
-                             step > 0);
-                products_commit();
-                if (chunk == 0) {
-                    add_scaled(sums + (CHUNKS - 1) * CHUNK / 2, products[1], pending_scale);
-                } else {
-                    products_wait<1>();
-                    products_pin(products[1 - chunk % 2]);
-                    add_scaled(sums + (chunk - 1) * CHUNK / 2, products[1 - chunk % 2],
-                               chunk <= 128 / CHUNK ? note.x : note.y);
-                }
-            }
-            pending_scale = TILE_N == 128 ? note.x : note.y;
-            pending_stage = stage;
-            if (++stage == STAGES) {
-                stage = 0;
-                parity ^= 1;
-            }
-        } while (!last);
-        products_wait<0>();
-        products_pin(products[1]);
-        release(empty + 8 * pending_stage);
-        add_scaled(sums + (CHUNKS - 1) * CHUNK / 2, products[1], pending_scale);
+        const u32 chunks = (n - tile.n * TILE_N + CHUNK - 1) / CHUNK;
+        if (chunks < CHUNKS)
+            add_narrow_tile(sums, chunks, stages, stage, parity);
+        else
+            add_tile(sums, stages, stage, parity);
         write_sums(sums, bias, out + tile.batch * (u64)m * n, staging[4 * consumer + warp],
                    tile.m * TILE_M + consumer * 64 + warp * 16, tile.n * TILE_N, m, n);
     }

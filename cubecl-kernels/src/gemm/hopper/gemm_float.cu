@@ -112,24 +112,13 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     __shared__ __align__(16) Staging staging[8];
 
     const u32 m = numbers.m, n = numbers.n, k = numbers.k;
-    const u32 tiles_m = (m + TILE_M - 1) / TILE_M, tiles_n = (n + TILE_N - 1) / TILE_N;
-    const u32 tiles = numbers.batch * tiles_m * tiles_n;
+    const Tiles tiles = tiles_of(numbers.batch, m, n);
     const u32 blocks = (k + DEPTH - 1) / DEPTH;
     const u32 full = shared_address(full_barriers), empty = shared_address(empty_barriers);
     const u32 memory = shared_address(ring);
 
-    if (threadIdx.x == 0) {
-        for (u32 stage = 0; stage < STAGES; stage++) {
-            // Full: the producer's arrival and its bytes. Empty: an arrival of each of the consumers' warps.
-            barrier_init(full + 8 * stage, 1);
-            barrier_init(empty + 8 * stage, 8);
-        }
-        // TMA is another proxy: without the fence it may see the barriers as they were before.
-        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    }
-    __syncthreads();
+    ring_init(full, empty);
 
-    // A stage's index and the parity of its phase, counted through all tiles.
     u32 stage = 0, parity = 0;
 
     if (threadIdx.x < 128) {
@@ -137,8 +126,9 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
         if (threadIdx.x > 0)
             return;
-        for (u32 index = blockIdx.x; index < tiles; index += gridDim.x) {
-            const Tile tile = tile_of(index, tiles_m, tiles_n, 16);
+        u32 index;
+        for (u32 turn = 0; (index = tile_index(turn)) < tiles.all; turn++) {
+            const Tile tile = tile_of(index, tiles, 16);
             for (u32 block = 0; block < blocks; block++) {
                 barrier_wait(empty + 8 * stage, parity ^ 1);
                 const u32 to = memory + stage * STAGE_BYTES, barrier = full + 8 * stage, depth = block * DEPTH;
@@ -146,10 +136,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                 copy_operand<A_ALONG_MN>(to, &a_map, depth, tile.m * TILE_M, TILE_M, tile.batch, barrier);
                 copy_operand<B_ALONG_MN>(to + A_BYTES, &b_map, depth, tile.n * TILE_N, TILE_N,
                                         numbers.b_batched ? tile.batch : 0, barrier);
-                if (++stage == STAGES) {
-                    stage = 0;
-                    parity ^= 1;
-                }
+                next_stage(stage, parity);
             }
         }
         return;
@@ -158,8 +145,9 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
     const u32 consumer = threadIdx.x / 128 - 1;
     const u32 warp = threadIdx.x % 128 / 32;
-    for (u32 index = blockIdx.x; index < tiles; index += gridDim.x) {
-        const Tile tile = tile_of(index, tiles_m, tiles_n, 16);
+    u32 index;
+    for (u32 turn = 0; (index = tile_index(turn)) < tiles.all; turn++) {
+        const Tile tile = tile_of(index, tiles, 16);
         float sums[TILE_N / 2];
         u32 previous = 0;
         for (u32 block = 0; block < blocks; block++) {
@@ -178,10 +166,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
             if (block > 0)
                 release(empty + 8 * previous);
             previous = stage;
-            if (++stage == STAGES) {
-                stage = 0;
-                parity ^= 1;
-            }
+            next_stage(stage, parity);
         }
         products_wait<0>();
         sums_pin(sums);
