@@ -1,5 +1,5 @@
-//! INT8 block quantization and AdamW on slices in host memory: the numbers of [`reference`](mod@crate::reference), in one
-//! pass and on all cores, for backends whose tensors live there.
+//! INT8 block quantization and AdamW on slices in host memory: the numbers of [`reference`](mod@crate::reference), in
+//! one pass and on all cores, for backends whose tensors live there.
 //!
 //! Matrices are contiguous and row-major; `block` is the rows and columns that share a scale. The inner loops have no
 //! calls and no branches, so that the compiler turns them into vector instructions: rounding adds and takes away
@@ -8,14 +8,14 @@
 use rayon::prelude::*;
 
 use crate::{
-    format::{Format, Rounding},
+    format::{Format, Rounding, STOCHASTIC_OFFSET},
     optimizer_state::MAX_GROUP,
     philox,
     reference::{
         self,
         adamw::{MomentChunk, StateDither, Step},
     },
-    rounding::{MAGNITUDE, ROUND_TO_EVEN},
+    rounding::{FRACTION_BITS, MAGNITUDE, ROUND_TO_EVEN},
 };
 
 const Q_MAX: i32 = Format::Int8.q_max();
@@ -262,8 +262,8 @@ pub fn dequantize(
 /// About as many elements as a thread takes at a time.
 const CHUNK: usize = 4 * MAX_GROUP;
 
-/// One AdamW step of a parameter, in place: [`reference::adamw::adamw`] on all cores. Groups are multiples of 4 where there is
-/// a `dither`.
+/// One AdamW step of a parameter, in place: [`reference::adamw::adamw`] on all cores. Groups are multiples of 4 where
+/// there is a `dither`.
 ///
 /// # Panics
 ///
@@ -319,10 +319,10 @@ fn round_nearest(x: &[f32], inverse: f32, values: &mut [i8]) {
 
 fn round_stochastic(x: &[f32], inverse: f32, uniforms: &[f32], values: &mut [i8]) {
     for ((x, uniform), value) in x.iter().zip(uniforms).zip(values) {
-        let v = x * inverse;
-        let nearest = (v + ROUND_TO_EVEN) - ROUND_TO_EVEN;
-        let floor = nearest - f32::from(nearest > v);
-        *value = integer(floor + f32::from(*uniform < v - floor));
+        let sum = x * inverse + (STOCHASTIC_OFFSET + uniform);
+        // The floor, with 256 in the bits above the byte.
+        let integer = (sum.to_bits() >> FRACTION_BITS) as u8;
+        *value = integer.wrapping_sub(128) as i8;
     }
 }
 
