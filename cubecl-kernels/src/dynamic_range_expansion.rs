@@ -102,7 +102,7 @@ fn log2_cube(bits: u32, zero: u32) -> f32 {
     exact::product(series, s * LOG2_E_TWICE, zero) + f32::cast_from(exponent)
 }
 
-/// `base^exponent` for a base in `[0, 4]` and a positive exponent, in a kernel; bases below the normal `f32`, 0 among
+/// `base^exponent` for a base in `[0, 1]` and a positive exponent, in a kernel; bases below the normal `f32`, 0 among
 /// them, count as its smallest normal number.
 ///
 /// CUDA's fast logarithm and exponential are two instructions each and as exact as 8 bits need: the largest exponent,

@@ -117,14 +117,14 @@ pub fn quantize(
                 (*scale, *inverse) =
                     reference::scale_and_inverse(absmax(grid.block_rows(x, index)), Q_MAX);
             }
-            let mut uniforms = vec![0.0; grid.cols];
+            let mut dithers = vec![0.0; grid.cols];
             for (row, (x, values)) in x
                 .chunks(grid.cols)
                 .zip(values.chunks_mut(grid.cols))
                 .enumerate()
             {
                 if let Rounding::Stochastic(key) = rounding {
-                    philox::uniform_row(key, stripe * grid.block.0 + row, &mut uniforms);
+                    philox::dither_row(key, stripe * grid.block.0 + row, &mut dithers);
                 }
                 for (index, &inverse) in inverses.iter().enumerate() {
                     let (start, end) = grid.columns(index);
@@ -133,7 +133,7 @@ pub fn quantize(
                         _ if inverse == 0.0 => {}
                         Rounding::Nearest => round_nearest(x, inverse, values),
                         Rounding::Stochastic(_) => {
-                            round_stochastic(x, inverse, &uniforms[start..end], values);
+                            round_stochastic(x, inverse, &dithers[start..end], values);
                         }
                     }
                 }
@@ -317,9 +317,9 @@ fn round_nearest(x: &[f32], inverse: f32, values: &mut [i8]) {
     }
 }
 
-fn round_stochastic(x: &[f32], inverse: f32, uniforms: &[f32], values: &mut [i8]) {
-    for ((x, uniform), value) in x.iter().zip(uniforms).zip(values) {
-        let sum = x * inverse + (STOCHASTIC_OFFSET + uniform);
+fn round_stochastic(x: &[f32], inverse: f32, dithers: &[f32], values: &mut [i8]) {
+    for ((x, dither), value) in x.iter().zip(dithers).zip(values) {
+        let sum = x * inverse + (STOCHASTIC_OFFSET + dither);
         // The floor, with 256 in the bits above the byte.
         let integer = (sum.to_bits() >> FRACTION_BITS) as u8;
         *value = integer.wrapping_sub(128) as i8;

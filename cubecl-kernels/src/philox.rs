@@ -31,22 +31,27 @@ pub fn philox4x32(counter: [u32; 4], key: [u32; 2]) -> [u32; 4] {
     [c0, c1, c2, c3]
 }
 
-/// The random number in `[0, 1)`, a multiple of 2^-15, that decides the rounding of one element.
-///
-/// `row` counts the rows of the whole batch (`batch * rows + row`) and `col` the columns; both are logical coordinates,
-/// whatever the strides. Eight neighbours of a row share a counter: each word of its four serves two of them, the first
-/// with its 15 low bits, the second with its 15 high ones. What 15 bits cannot tell of a fraction shifts the
-/// expectation of a rounding by at most 2^-16 of the distance between two integers.
+/// A random number in `[0, 1)`, a multiple of 2^-24: the lane `col % 4` of the counter `(row, col / 4)`.
 pub fn uniform(key: StochasticKey, row: usize, col: usize) -> f32 {
-    let words = neighbours(key, row, col / NEIGHBOURS);
-    halves(words)[col % NEIGHBOURS]
+    let word = neighbours(key, row, col / 4)[col % 4];
+    (word >> 8) as f32 * 2f32.powi(-24)
 }
 
-/// [`uniform`] for the columns `0..out.len()` of a row.
-pub fn uniform_row(key: StochasticKey, row: usize, out: &mut [f32]) {
+/// The random number in `[0, 1)`, a multiple of 2^-15, that decides the rounding of one element.
+///
+/// `row` counts the rows of the whole batch (`batch * rows + row`) and `col` the columns; both are logical
+/// coordinates, whatever the strides. Eight neighbours of a row share a counter: each word of its four serves two of
+/// them, the first with its 15 low bits, the second with its 15 high ones. What 15 bits cannot tell of a fraction
+/// shifts the expectation of a rounding by at most 2^-16 of the distance between two integers.
+pub fn dither(key: StochasticKey, row: usize, col: usize) -> f32 {
+    halves(neighbours(key, row, col / NEIGHBOURS))[col % NEIGHBOURS]
+}
+
+/// [`dither`] for the columns `0..out.len()` of a row.
+pub fn dither_row(key: StochasticKey, row: usize, out: &mut [f32]) {
     for (index, out) in out.chunks_mut(NEIGHBOURS).enumerate() {
-        let uniforms = halves(neighbours(key, row, index));
-        out.copy_from_slice(&uniforms[..out.len()]);
+        let dithers = halves(neighbours(key, row, index));
+        out.copy_from_slice(&dithers[..out.len()]);
     }
 }
 

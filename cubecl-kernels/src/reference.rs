@@ -102,14 +102,14 @@ pub fn absmax(block: impl Iterator<Item = f32>) -> f32 {
 
 /// One value as an integer in `[-q_max, q_max]`, `inverse` being the reciprocal of its block's scale.
 ///
-/// `uniform` is the random number in `[0, 1)` of stochastic rounding, which takes the floor of the value plus this
+/// `dither` is the random number in `[0, 1)` of stochastic rounding, which takes the floor of the value plus this
 /// number, by way of [`STOCHASTIC_OFFSET`]. Without it the value is rounded to nearest, ties to even.
-pub fn round_to_integer(x: f32, inverse: f32, q_max: i32, uniform: Option<f32>) -> i32 {
+pub fn round_to_integer(x: f32, inverse: f32, q_max: i32, dither: Option<f32>) -> i32 {
     if inverse == 0.0 {
         return 0;
     }
     let v = x * inverse;
-    let rounded = match uniform {
+    let rounded = match dither {
         None => v.round_ties_even(),
         Some(u) => (v + (STOCHASTIC_OFFSET + u)).floor() - STOCHASTIC_OFFSET,
     };
@@ -161,12 +161,12 @@ pub fn quantize_to(
         })
         .collect();
     for (index, (batch, row, col)) in coordinates(shape).enumerate() {
-        let uniform = match rounding {
+        let dither = match rounding {
             Rounding::Nearest => None,
-            Rounding::Stochastic(key) => Some(philox::uniform(key, batch * shape.rows + row, col)),
+            Rounding::Stochastic(key) => Some(philox::dither(key, batch * shape.rows + row, col)),
         };
         let inverse = inverses[quantized.block_of(batch, row, col)];
-        quantized.values[index] = round_to_integer(x[index], inverse, q_max, uniform);
+        quantized.values[index] = round_to_integer(x[index], inverse, q_max, dither);
     }
     quantized
 }

@@ -374,7 +374,7 @@ fn uniform<B: QuantOps>(
 ) -> FloatTensor<B> {
     let mut values = vec![0.0f32; rows * cols];
     for (row, out) in values.chunks_exact_mut(cols).enumerate() {
-        philox::uniform_row(key, row, out);
+        philox::dither_row(key, row, out);
     }
     B::float_from_data(TensorData::new(values, [rows, cols]), device)
 }

@@ -161,12 +161,6 @@ pub(crate) fn write_state<S: Numeric, N: Size>(
             }
         }
         let power = power_of_exponent(group_scale.exponent);
-        // Values times the inverse exceed their ratio to the largest one by the headroom; the power of it is taken back
-        // here.
-        let mut largest = comptime!(format.encoding.largest(moment)).runtime();
-        if comptime!(format.expand) {
-            largest *= power_cube(comptime!(format.headroom(moment)).runtime(), power);
-        }
         // Magnitudes below it become 0: all of them where the inverse is 0.
         let nonzero_from = select(group_scale.inverse == 0.0, u32::MAX, MIN_NONZERO_BITS);
         let mut codes = Array::<u32>::new(comptime!(span.held()));
@@ -180,7 +174,6 @@ pub(crate) fn write_state<S: Numeric, N: Size>(
                 held[slot],
                 group_scale.inverse,
                 power,
-                largest,
                 nonzero_from,
                 dither,
                 zero,
@@ -508,7 +501,6 @@ fn encode(
     x: f32,
     inverse: f32,
     power: f32,
-    largest: f32,
     nonzero_from: u32,
     dither: u32,
     zero: u32,
@@ -518,11 +510,10 @@ fn encode(
     #[comptime] stochastic: bool,
 ) -> u32 {
     let bits = magnitude_bits(x);
-    let number = if comptime!(format.expand) {
-        power_cube(f32::reinterpret(bits) * inverse, power) * largest
-    } else {
-        f32::reinterpret(bits) * comptime!(format.headroom(moment)) * inverse
-    };
+    let mut number = f32::reinterpret(bits) * comptime!(format.headroom(moment)) * inverse;
+    if comptime!(format.expand) {
+        number = power_cube(number, power) * comptime!(format.encoding.largest(moment));
+    }
     let codec = comptime!(format.encoding.codec(moment));
     let level = if comptime!(stochastic) {
         dithered_level(number, dither, zero, table, codec)

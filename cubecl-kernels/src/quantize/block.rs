@@ -160,7 +160,7 @@ pub(crate) fn launch<R: Runtime>(
     };
     let read = read_width_up_to(patch_cols, x, view);
     let hardware = &client.properties().hardware;
-    let shared_bytes = TILE * TILE * (x.dtype.size() + 1) + 4 * PLANE * LANES;
+    let shared_bytes = TILE * TILE * x.dtype.size() + 4 * PLANE * LANES;
     let whole = read == patch_cols && read <= hardware.max_vector_size;
     let looped =
         copies.any(Round::Stochastic) && whole && shared_bytes <= hardware.max_shared_memory_size;
@@ -274,7 +274,7 @@ fn quantize_block_kernel<F: Numeric, NX: Size, V: Numeric, NV: Size, T: Numeric,
     } else {
         comptime!(PATCH_ROWS as u32).runtime()
     };
-    let mut held = read_patches::<F, NX>(x, &geometry, &at, tile);
+    let mut held = read_patches::<F, NX>(x, &geometry, &at, tile, copies);
     let patches = comptime!(tile.patches());
     let mut maxima = Array::<u32>::new(patches);
     #[unroll]
@@ -284,19 +284,16 @@ fn quantize_block_kernel<F: Numeric, NX: Size, V: Numeric, NV: Size, T: Numeric,
     if comptime!(tile.looped) {
         #[unroll]
         for slot in 0..comptime!(tile.held()) {
-            held.shared[shared_slot(slot, tile)] = held.words[slot];
+            #[unroll]
+            for word in 0..4usize {
+                held.shared[shared_slot(slot, tile) + word] = held.words[slot][word];
+            }
         }
     }
     reduce_to_blocks(&mut maxima, tile);
 
-    let mut staged = SharedMemory::<u32>::new_aligned(
-        comptime!(if copies.transposed.is_some() {
-            TILE * TILE / 4
-        } else {
-            1
-        }),
-        16usize,
-    );
+    // The words of the transposed copy.
+    let mut columns = Array::<u32>::new(comptime!(tile.patches() * tile.patch_cols));
     let mut residual_maxima = Array::<u32>::new(patches);
     let of_base = patch_scales(&maxima, tile);
     #[unroll]
@@ -325,10 +322,9 @@ fn quantize_block_kernel<F: Numeric, NX: Size, V: Numeric, NV: Size, T: Numeric,
 
         // An inverse of 0 stands for "all values are 0", whatever the products with it are.
         let mask = select(inverse == 0.0, 0u32, 0xffff_ffffu32);
-        let mut columns = Array::<u32>::new(tile.patch_cols);
         #[unroll]
         for col in 0..tile.patch_cols {
-            columns[col] = 0u32;
+            columns[column_slot(patch, col, tile)] = 0u32;
         }
         #[unroll(!tile.looped)]
         for step in 0..lines {
@@ -351,22 +347,11 @@ fn quantize_block_kernel<F: Numeric, NX: Size, V: Numeric, NV: Size, T: Numeric,
                 write_line::<V, NV>(values, &words, &geometry, &at, row + line, col, tile);
             }
         }
-        if comptime!(copies.transposed.is_some()) {
-            #[unroll]
-            for col in 0..tile.patch_cols {
-                stage_word(
-                    &mut staged,
-                    packed(
-                        columns[col],
-                        mask,
-                        comptime!(copies.transposed == Some(Round::Stochastic)),
-                    ),
-                    tile_row / 4,
-                    tile_col,
-                    comptime!(col as u32),
-                    tile.staged(),
-                );
-            }
+        #[unroll]
+        for col in 0..tile.patch_cols {
+            let slot = column_slot(patch, col, tile);
+            let stochastic = comptime!(copies.transposed == Some(Round::Stochastic));
+            columns[slot] = packed(columns[slot], mask, stochastic);
         }
 
         if comptime!(copies.fallback) {
@@ -382,20 +367,6 @@ fn quantize_block_kernel<F: Numeric, NX: Size, V: Numeric, NV: Size, T: Numeric,
             residual_maxima[patch] = bits;
         }
     }
-    if comptime!(copies.transposed.is_some()) {
-        sync_cube();
-        read_staged::<T, NT>(
-            transposed,
-            &staged,
-            geometry.rows,
-            geometry.cols,
-            at.batch,
-            at.row,
-            at.col,
-            tile.staged(),
-        );
-    }
-
     if comptime!(copies.fallback) {
         // Units of a plane may branch together where the tile is one block.
         let skips = comptime!(tile.planes && tile.block == TILE);
@@ -441,6 +412,50 @@ fn quantize_block_kernel<F: Numeric, NX: Size, V: Numeric, NV: Size, T: Numeric,
             }
         }
     }
+
+    if comptime!(copies.transposed.is_some()) {
+        // Where the elements waited in shared memory, they make room: what is left of it caches what other cubes read.
+        let mut staged = held.shared;
+        if comptime!(tile.looped) {
+            sync_cube();
+        }
+        #[unroll]
+        for patch in 0..patches {
+            let (tile_row, tile_col) = patch_position(comptime!(patch as u32), tile);
+            #[unroll]
+            for col in 0..tile.patch_cols {
+                stage_word(
+                    &mut staged,
+                    columns[column_slot(patch, col, tile)],
+                    tile_row / 4,
+                    tile_col,
+                    comptime!(col as u32),
+                    tile.staged(),
+                );
+            }
+        }
+        sync_cube();
+        read_staged::<T, NT>(
+            transposed,
+            &staged,
+            geometry.rows,
+            geometry.cols,
+            at.batch,
+            at.row,
+            at.col,
+            tile.staged(),
+        );
+    }
+}
+
+/// The place of a patch's column among the words of a unit's transposed copy.
+#[cube]
+fn column_slot(
+    #[comptime] patch: usize,
+    #[comptime] col: usize,
+    #[comptime] tile: BlockTile,
+) -> comptime_type!(usize) {
+    comptime!(patch * tile.patch_cols + col)
 }
 
 /// Scales and inverse scales of the blocks of a unit's patches.
@@ -566,10 +581,11 @@ fn round_line<F: Numeric, N: Size>(
             } else {
                 word = push_byte(word, nearest);
             }
+            let slot = column_slot(patch, col, tile);
             if comptime!(copies.transposed == Some(Round::Stochastic)) {
-                columns[col] = push_byte(columns[col], stochastic);
+                columns[slot] = push_byte(columns[slot], stochastic);
             } else {
-                columns[col] = push_byte(columns[col], nearest);
+                columns[slot] = push_byte(columns[slot], nearest);
             }
         }
         words[quarter] = packed(
@@ -684,7 +700,7 @@ fn patch_position(#[comptime] patch: u32, #[comptime] tile: BlockTile) -> (u32, 
     (row, col)
 }
 
-/// 16 bytes: a compiler takes them from shared memory at once, which it does not with narrower elements.
+/// 16 bytes.
 type Words = Vector<u32, Const<4>>;
 
 /// The elements of a cube: each unit's own, one vector after the other. Of the three only what a tile uses has a size.
@@ -699,13 +715,14 @@ struct Held<F: Numeric, N: Size> {
     registers: Array<Vector<F, N>>,
     /// Rows of patches.
     words: Array<Words>,
-    shared: SharedMemory<Words>,
+    /// The same, and in the end the staged tile.
+    shared: SharedMemory<u32>,
 }
 
-/// Where a unit's vector lies in [`Held`]'s shared memory: beside those of its neighbours.
+/// The first word of a unit's vector in [`Held`]'s shared memory, where it lies beside those of its neighbours.
 #[cube]
 fn shared_slot(slot: usize, #[comptime] tile: BlockTile) -> usize {
-    slot * tile.units + UNIT_POS as usize
+    (slot * tile.units + UNIT_POS as usize) * 4
 }
 
 /// All elements that this unit holds, in registers; 0 outside the matrix.
@@ -715,6 +732,7 @@ fn read_patches<F: Numeric, N: Size>(
     geometry: &MatrixGeometry,
     at: &TilePosition,
     #[comptime] tile: BlockTile,
+    #[comptime] copies: Copies,
 ) -> Held<F, N> {
     let pieces = comptime!(tile.patch_cols / tile.read);
     let width = comptime!(tile.read as u32);
@@ -758,11 +776,17 @@ fn read_patches<F: Numeric, N: Size>(
             }
         }
     }
-    let shared = SharedMemory::<Words>::new(comptime!(if tile.looped {
-        tile.held() * tile.units
+    let staged = comptime!(if copies.transposed.is_some() {
+        TILE * TILE / 4
     } else {
         1
-    }));
+    });
+    let held = comptime!(if tile.looped {
+        tile.held() * tile.units * 4
+    } else {
+        1
+    });
+    let shared = SharedMemory::<u32>::new_aligned(comptime!(held.max(staged)), 16usize);
     Held::<F, N> {
         registers,
         words,
@@ -812,7 +836,13 @@ fn line_values<F: Numeric, N: Size>(
 ) -> Array<f32> {
     if comptime!(tile.looped) {
         let slot = line as usize + comptime!(patch * PATCH_ROWS);
-        values_of_words::<F, N>(held.shared[shared_slot(slot, tile)], tile)
+        let first = shared_slot(slot, tile);
+        let mut words = Words::empty();
+        #[unroll]
+        for word in 0..4usize {
+            words[word] = held.shared[first + word];
+        }
+        values_of_words::<F, N>(words, tile)
     } else {
         values_of_registers::<F, N>(held, patch, line, tile)
     }

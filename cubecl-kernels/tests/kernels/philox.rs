@@ -2,7 +2,7 @@
 
 use cubecl_kernels::{
     format::StochasticKey,
-    philox::{philox4x32, uniform, uniform_row},
+    philox::{dither, dither_row, philox4x32},
 };
 
 #[test]
@@ -26,15 +26,15 @@ fn known_answers() {
 
 /// Each of the eight neighbours that share a counter has 15 bits of its own.
 #[test]
-fn uniforms_of_a_row() {
+fn dithers_of_a_row() {
     let key = StochasticKey {
         seed: 0x0123_4567_89ab_cdef,
         stream: 0xfedc_ba98_7654_3210,
     };
     let mut row = [0.0; 1003];
-    uniform_row(key, 7, &mut row);
+    dither_row(key, 7, &mut row);
     for (col, &u) in row.iter().enumerate() {
-        assert_eq!(u, uniform(key, 7, col));
+        assert_eq!(u, dither(key, 7, col));
         let counter = [7, col as u32 / 8, 0x7654_3210, 0xfedc_ba98];
         let word = philox4x32(counter, [0x89ab_cdef, 0x0123_4567])[col % 8 / 2];
         let bits = if col % 2 == 0 {
