@@ -1,6 +1,6 @@
 //! AdamW (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", ICLR 2019) with moments in any state format:
-//! one kernel that decompresses both moments, updates them and the parameter in FP32, and compresses them again (coat-fp8,
-//! appendix G.4). Every byte is read once and written once, in place.
+//! one kernel that decompresses both moments, updates them and the parameter in FP32, and compresses them again
+//! (coat-fp8, appendix G.4). Every byte is read once and written once, in place.
 //!
 //! ```text
 //! m = beta_1 m + (1 - beta_1) g              m_hat = m / (1 - beta_1^t)
@@ -121,9 +121,9 @@ impl<R: Runtime> AdamWTensors<R> {
 /// - `clock`: i32 `[2]`, the steps taken and skipped, after [`tick`] counted this one.
 /// - `nonfinite`: i32 `[1]`; while it is not 0, nothing is changed.
 ///
-/// The moments are those of [`reference::adamw`](mod@crate::reference::adamw), to the bit where no state is expanded; the
-/// parameters within the rounding of a few `f32` operations. A gradient that is not finite, with `nonfinite` 0 or `None`,
-/// makes NaN of its parameter and of the groups of its moments.
+/// The moments are those of [`reference::adamw`](mod@crate::reference::adamw), to the bit where no state is expanded;
+/// the parameters within the rounding of a few `f32` operations. A gradient that is not finite, with `nonfinite` 0 or
+/// `None`, makes NaN of its parameter and of the groups of its moments.
 ///
 /// # Errors
 ///

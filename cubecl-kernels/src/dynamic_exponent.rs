@@ -1,13 +1,14 @@
 //! The 8-bit dynamic exponent format of Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (ICLR 2022).
 //!
-//! Seven decades, `10^-6` to `10^0`. Decade `e` is the interval `(0.1, 1]` times `10^(e - 6)`, cut into `n` equal pieces
-//! of which the middles are the numbers: `n = 2^e` for each sign, or `n = 2^(e + 1)` where there is none. Zero and 1
-//! make 256 in all; -1 is not among them. A code is the number's place in ascending order, so that 0 is code 127 of the
-//! signed format and code 0 of the unsigned one.
+//! Seven decades, `10^-6` to `10^0`. Decade `e` is the interval `(0.1, 1]` times `10^(e - 6)`, cut into `n` equal
+//! pieces of which the middles are the numbers: `n = 2^e` for each sign, or `n = 2^(e + 1)` where there is none. Zero
+//! and 1 make 256 in all; -1 is not among them. A code is the number's place in ascending order, so that 0 is code 127
+//! of the signed format and code 0 of the unsigned one.
 //!
-//! With `u = n + j` for the `j`-th number of a decade, the number is `(18 u + 9 - 16 n)` units of `10^(e - 6) / (20 n)`: an
-//! exact integer and one rounded product, the same on every device. The code of a number follows from the same line: of
-//! two neighbours it is the nearer, up to the rounding of `f32`. Kernels look up the decade of a number in shared memory.
+//! With `u = n + j` for the `j`-th number of a decade, the number is `(18 u + 9 - 16 n)` units of `10^(e - 6) / (20
+//! n)`: an exact integer and one rounded product, the same on every device. The code of a number follows from the same
+//! line: of two neighbours it is the nearer, up to the rounding of `f32`. Kernels look up the decade of a number in
+//! shared memory.
 
 use cubecl::prelude::*;
 
@@ -57,8 +58,8 @@ impl Signedness {
         (1.0 / self.unit(decade)) as f32
     }
 
-    /// Half way between the last number of the decade below and the first of this one; above the decades between the last
-    /// number and 1, and nothing beyond.
+    /// Half way between the last number of the decade below and the first of this one; above the decades between the
+    /// last number and 1, and nothing beyond.
     const fn lower_bound(self, decade: usize) -> f32 {
         if decade > DECADES {
             return f32::MAX;
@@ -155,8 +156,8 @@ impl Signedness {
         }
     }
 
-    /// The place of one of the two numbers around `x`, in `[0, 1]`: of the upper one where `dither / 2^32` is below the part of
-    /// the way to it that `x` has gone.
+    /// The place of one of the two numbers around `x`, in `[0, 1]`: of the upper one where `dither / 2^32` is below the
+    /// part of the way to it that `x` has gone.
     #[inline]
     pub(crate) fn dithered_level(self, x: f32, dither: u32) -> u32 {
         let nearest = self.level(x);
@@ -182,8 +183,8 @@ impl Signedness {
     }
 }
 
-/// Entries of the table that [`fill_decades`] fills: for each of [`BINADES`] powers of two the decade that holds it and the
-/// lower bound of the next decade, and for each decade the inverse of its unit.
+/// Entries of the table that [`fill_decades`] fills: for each of [`BINADES`] powers of two the decade that holds it and
+/// the lower bound of the next decade, and for each decade the inverse of its unit.
 pub(crate) const DECADE_TABLE: usize = INVERSE_UNITS_AT as usize + DECADES + 1;
 /// Powers of two from 2^-24, below all bounds, to 1.
 const BINADES: u32 = 25;

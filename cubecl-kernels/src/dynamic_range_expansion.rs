@@ -3,8 +3,8 @@
 //!
 //! `f(x) = sign(x) |x|^k` with `k = log(range of the format) / log(largest / smallest of the group)`, rounded down to a
 //! multiple of 1/8 so that the stretched group fits, and stored in one byte as that multiple, 1 to 255. The smallest
-//! magnitude is taken over the nonzero values. A group of one magnitude has range 1 and gets the largest `k`; any `k` does
-//! for it.
+//! magnitude is taken over the nonzero values. A group of one magnitude has range 1 and gets the largest `k`; any `k`
+//! does for it.
 //!
 //! The paper keeps `x^k` in the range of `f32` by dividing by `C = sqrt(smallest * largest)` first. Since the group is
 //! then divided by the largest of the results, `C` cancels:
@@ -26,8 +26,8 @@ const MANTISSA: u32 = 0x007f_ffff;
 const ONE: u32 = 127 << 23;
 const EXPONENT_STEP: u32 = 1 << 23;
 
-/// The exponent of a group, in eighths: `8 k` for a format whose largest and smallest positive numbers are `2^format_log2`
-/// apart.
+/// The exponent of a group, in eighths: `8 k` for a format whose largest and smallest positive numbers are
+/// `2^format_log2` apart.
 ///
 /// `largest >= smallest > 0`, both normal and finite. The same number on every device.
 pub fn exponent(largest: f32, smallest: f32, format_log2: f32) -> u8 {
@@ -39,8 +39,8 @@ pub fn exponent(largest: f32, smallest: f32, format_log2: f32) -> u8 {
 
 /// The base-2 logarithm of a normal number, to 1e-7 of its exponent and in operations that round alike everywhere.
 ///
-/// `x = 2^e m` with `m` in `[sqrt(1/2), sqrt(2)]`, and `log(m) = 2 artanh(s)` with `s = (m - 1) / (m + 1)`, at most 0.172,
-/// by four terms of its series.
+/// `x = 2^e m` with `m` in `[sqrt(1/2), sqrt(2)]`, and `log(m) = 2 artanh(s)` with `s = (m - 1) / (m + 1)`, at most
+/// 0.172, by four terms of its series.
 fn log2(x: f32) -> f32 {
     let bits = x.to_bits();
     let above = u32::from(bits & MANTISSA > SQRT_2_MANTISSA);
@@ -54,8 +54,8 @@ fn log2(x: f32) -> f32 {
     series * (s * LOG2_E_TWICE) + exponent as f32
 }
 
-/// `base^k` for a base in `[0, 1]`, with `k` in eighths. Only 0 becomes 0: other bases and powers below the normal `f32` count
-/// as its smallest normal number, which no device flushes.
+/// `base^k` for a base in `[0, 1]`, with `k` in eighths. Only 0 becomes 0: other bases and powers below the normal
+/// `f32` count as its smallest normal number, which no device flushes.
 #[inline]
 pub fn expand(base: f32, exponent: u8) -> f32 {
     power(base, f32::from(exponent) / STEPS)
@@ -102,11 +102,11 @@ fn log2_cube(bits: u32, zero: u32) -> f32 {
     exact::product(series, s * LOG2_E_TWICE, zero) + f32::cast_from(exponent)
 }
 
-/// `base^exponent` for a base in `(0, 1]` and a positive exponent, in a kernel; bases below the normal `f32`, 0 among them,
-/// count as its smallest normal number.
+/// `base^exponent` for a base in `[0, 1]` and a positive exponent, in a kernel; bases below the normal `f32`, 0 among
+/// them, count as its smallest normal number.
 ///
-/// CUDA's fast logarithm and exponential are two instructions each and as exact as 8 bits need: the largest exponent, 32,
-/// makes 2e-5 of the logarithm's 5e-7.
+/// CUDA's fast logarithm and exponential are two instructions each and as exact as 8 bits need: the largest exponent,
+/// 32, makes 2e-5 of the logarithm's 5e-7.
 #[cube]
 pub(crate) fn power_cube(base: f32, exponent: f32) -> f32 {
     fast::power(max(base, f32::MIN_POSITIVE), exponent)

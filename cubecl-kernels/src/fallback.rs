@@ -19,8 +19,8 @@ const OPERATION: &str = "quantize_fallback";
 /// The residual blocks of a fallback-quantized matrix, row-major.
 ///
 /// How many blocks fall back is known only on the device, and a training step never waits for a number to reach the
-/// host. So `values` has room for all of them, the full size of the matrix; it is meant to live from the quantization to
-/// the product and no longer. Only the blocks that fell back are written, so nothing else in it may be read.
+/// host. So `values` has room for all of them, the full size of the matrix; it is meant to live from the quantization
+/// to the product and no longer. Only the blocks that fell back are written, so nothing else in it may be read.
 #[derive(Debug)]
 pub struct FallbackResidual<R: Runtime> {
     /// i8 `[.., rows, cols]`, undefined outside the blocks that fell back.

@@ -100,8 +100,8 @@ impl Float8 {
         digits + ((exponent - self.smallest_normal_bits()) >> self.shift())
     }
 
-    /// The code, without sign, of `x` in `[0, largest]` moved up by `dither / 2^32` of the distance to the next number, and
-    /// cut off to a number: stochastic rounding where `dither` is random, to nearest where it is [`HALF`].
+    /// The code, without sign, of `x` in `[0, largest]` moved up by `dither / 2^32` of the distance to the next number,
+    /// and cut off to a number: stochastic rounding where `dither` is random, to nearest where it is [`HALF`].
     ///
     /// Below the normal numbers the sum with the smallest of them has the digits that are cut.
     #[inline]

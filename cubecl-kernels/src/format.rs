@@ -8,6 +8,13 @@ use crate::shape::MatrixShape;
 /// block of a smaller maximum is all zeros with scale 0 everywhere.
 pub const MIN_ABSMAX: f32 = f32::from_bits((127 - 100) << 23);
 
+/// What stochastic rounding adds to a value beside a random number in `[0, 1)` before it takes the floor, and takes
+/// away after it: 1.5 * 2^8.
+///
+/// It lifts `[-127, 127]` into `[257, 512)`, where the bits of an `f32` are a number with 15 bits behind the point: one
+/// sum rounds the value to a multiple of 2^-15 and adds the random bits to it, and the floor is a shift.
+pub const STOCHASTIC_OFFSET: f32 = 384.0;
+
 /// A number format of quantized values: symmetric, in units of the scale of their block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
@@ -74,7 +81,7 @@ impl Granularity {
 pub enum Rounding {
     /// To the nearest integer, ties to the even one.
     Nearest,
-    /// Up or down at random, with the probabilities that make it unbiased.
+    /// Up or down at random, with the probabilities that make it unbiased: see [`STOCHASTIC_OFFSET`].
     Stochastic(StochasticKey),
 }
 

@@ -1,5 +1,5 @@
-//! INT8 block quantization and AdamW on slices in host memory: the numbers of [`reference`](mod@crate::reference), in one
-//! pass and on all cores, for backends whose tensors live there.
+//! INT8 block quantization and AdamW on slices in host memory: the numbers of [`reference`](mod@crate::reference), in
+//! one pass and on all cores, for backends whose tensors live there.
 //!
 //! Matrices are contiguous and row-major; `block` is the rows and columns that share a scale. The inner loops have no
 //! calls and no branches, so that the compiler turns them into vector instructions: rounding adds and takes away
@@ -8,14 +8,14 @@
 use rayon::prelude::*;
 
 use crate::{
-    format::{Format, Rounding},
+    format::{Format, Rounding, STOCHASTIC_OFFSET},
     optimizer_state::MAX_GROUP,
     philox,
     reference::{
         self,
         adamw::{MomentChunk, StateDither, Step},
     },
-    rounding::{MAGNITUDE, ROUND_TO_EVEN},
+    rounding::{FRACTION_BITS, MAGNITUDE, ROUND_TO_EVEN},
 };
 
 const Q_MAX: i32 = Format::Int8.q_max();
@@ -117,14 +117,14 @@ pub fn quantize(
                 (*scale, *inverse) =
                     reference::scale_and_inverse(absmax(grid.block_rows(x, index)), Q_MAX);
             }
-            let mut uniforms = vec![0.0; grid.cols];
+            let mut dithers = vec![0.0; grid.cols];
             for (row, (x, values)) in x
                 .chunks(grid.cols)
                 .zip(values.chunks_mut(grid.cols))
                 .enumerate()
             {
                 if let Rounding::Stochastic(key) = rounding {
-                    philox::uniform_row(key, stripe * grid.block.0 + row, &mut uniforms);
+                    philox::dither_row(key, stripe * grid.block.0 + row, &mut dithers);
                 }
                 for (index, &inverse) in inverses.iter().enumerate() {
                     let (start, end) = grid.columns(index);
@@ -133,7 +133,7 @@ pub fn quantize(
                         _ if inverse == 0.0 => {}
                         Rounding::Nearest => round_nearest(x, inverse, values),
                         Rounding::Stochastic(_) => {
-                            round_stochastic(x, inverse, &uniforms[start..end], values);
+                            round_stochastic(x, inverse, &dithers[start..end], values);
                         }
                     }
                 }
@@ -262,8 +262,8 @@ pub fn dequantize(
 /// About as many elements as a thread takes at a time.
 const CHUNK: usize = 4 * MAX_GROUP;
 
-/// One AdamW step of a parameter, in place: [`reference::adamw::adamw`] on all cores. Groups are multiples of 4 where there is
-/// a `dither`.
+/// One AdamW step of a parameter, in place: [`reference::adamw::adamw`] on all cores. Groups are multiples of 4 where
+/// there is a `dither`.
 ///
 /// # Panics
 ///
@@ -317,12 +317,12 @@ fn round_nearest(x: &[f32], inverse: f32, values: &mut [i8]) {
     }
 }
 
-fn round_stochastic(x: &[f32], inverse: f32, uniforms: &[f32], values: &mut [i8]) {
-    for ((x, uniform), value) in x.iter().zip(uniforms).zip(values) {
-        let v = x * inverse;
-        let nearest = (v + ROUND_TO_EVEN) - ROUND_TO_EVEN;
-        let floor = nearest - f32::from(nearest > v);
-        *value = integer(floor + f32::from(*uniform < v - floor));
+fn round_stochastic(x: &[f32], inverse: f32, dithers: &[f32], values: &mut [i8]) {
+    for ((x, dither), value) in x.iter().zip(dithers).zip(values) {
+        let sum = x * inverse + (STOCHASTIC_OFFSET + dither);
+        // The floor, with 256 in the bits above the byte.
+        let integer = (sum.to_bits() >> FRACTION_BITS) as u8;
+        *value = integer.wrapping_sub(128) as i8;
     }
 }
 

@@ -27,8 +27,8 @@
 //! same numbers from ordinary float operations; see [`reference`](mod@reference). It presumes that a division of
 //! two normal `f32` is correctly rounded on the device, as it is on CUDA and on Mesa's lavapipe.
 #![deny(missing_docs)]
-// Kernels are written in CubeCL's subset of Rust: it has no `is_multiple_of`, and an `if comptime!` stands alone because
-// it is decided when the kernel is built, the `if` inside it when the kernel runs.
+// Kernels are written in CubeCL's subset of Rust: it has no `is_multiple_of`, and an `if comptime!` stands alone
+// because it is decided when the kernel is built, the `if` inside it when the kernel runs.
 #![allow(clippy::manual_is_multiple_of, clippy::collapsible_if)]
 
 pub mod adamw;

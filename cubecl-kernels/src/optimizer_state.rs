@@ -1,22 +1,22 @@
 //! Moments of an optimizer in 8 bits: a code for each value, and a scale for each group of neighbours (coat-fp8,
 //! sections 3 and 4; Dettmers et al., "8-bit Optimizers via Block-wise Quantization").
 //!
-//! A *state* is one moment of one parameter tensor. Its groups are stretches of the flattened tensor; the last one may be
-//! shorter. Without expansion a value is `number(code) * scale`, where `number` is the encoding's and the scale is
-//! `largest magnitude / largest number`. With [dynamic range expansion](crate::dynamic_range_expansion) the scale is the
-//! largest magnitude itself, and one more byte holds the group's exponent.
+//! A *state* is one moment of one parameter tensor. Its groups are stretches of the flattened tensor; the last one may
+//! be shorter. Without expansion a value is `number(code) * scale`, where `number` is the encoding's and the scale is
+//! `largest magnitude / largest number`. With [dynamic range expansion](crate::dynamic_range_expansion) the scale is
+//! the largest magnitude itself, and one more byte holds the group's exponent.
 //!
 //! Three rules go beyond that:
 //!
 //! - **A second moment that is not zero never becomes zero**, but the smallest number of its encoding. Adam divides by
-//!   its root: beside a first moment that survived, a zero would make the step `m / epsilon`, a hundred million times `m`.
-//!   The smallest number errs towards a small step.
-//! - **INT8 holds the root of a second moment**, 0 to 255, for the same reason: a group's second moments span the square of
-//!   the range of its gradients, and linear steps would round most of them to zero. The numbers are `level^2`, and the code
-//!   of a value is the level whose distance to the value's root is smallest.
+//!   its root: beside a first moment that survived, a zero would make the step `m / epsilon`, a hundred million times
+//!   `m`. The smallest number errs towards a small step.
+//! - **INT8 holds the root of a second moment**, 0 to 255, for the same reason: a group's second moments span the
+//!   square of the range of its gradients, and linear steps would round most of them to zero. The numbers are
+//!   `level^2`, and the code of a value is the level whose distance to the value's root is smallest.
 //! - A group that holds NaN or an infinity dequantizes to NaN. A group whose largest magnitude is below
-//!   [`MIN_ABSMAX`](crate::format::MIN_ABSMAX) is all zeros, of scale 0, and so is a value below [`MIN_NONZERO`]: the root
-//!   of such a second moment is below 1e-15, nothing beside any epsilon in use.
+//!   [`MIN_ABSMAX`](crate::format::MIN_ABSMAX) is all zeros, of scale 0, and so is a value below [`MIN_NONZERO`]: the
+//!   root of such a second moment is below 1e-15, nothing beside any epsilon in use.
 
 use cubecl::{prelude::*, std::tensor::TensorHandle};
 use serde::{Deserialize, Serialize};
@@ -344,7 +344,8 @@ fn allocate<R: Runtime>(
 ///
 /// # Errors
 ///
-/// When `x` is of another element type or not contiguous, or the format's group is not one that kernels are written for.
+/// When `x` is of another element type or not contiguous, or the format's group is not one that kernels are written
+/// for.
 pub fn quantize_state<R: Runtime>(
     client: &ComputeClient<R>,
     x: &TensorHandle<R>,

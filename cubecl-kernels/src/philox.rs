@@ -31,36 +31,55 @@ pub fn philox4x32(counter: [u32; 4], key: [u32; 2]) -> [u32; 4] {
     [c0, c1, c2, c3]
 }
 
-/// The random number in `[0, 1)`, a multiple of 2^-24, that decides the rounding of one element.
-///
-/// `row` counts the rows of the whole batch (`batch * rows + row`) and `col` the columns; both are logical
-/// coordinates, whatever the strides. Four neighbours of a row share a counter and take one lane each.
+/// A random number in `[0, 1)`, a multiple of 2^-24: the lane `col % 4` of the counter `(row, col / 4)`.
 pub fn uniform(key: StochasticKey, row: usize, col: usize) -> f32 {
-    unit(four_neighbours(key, row, col / 4)[col % 4])
+    let word = neighbours(key, row, col / 4)[col % 4];
+    (word >> 8) as f32 * 2f32.powi(-24)
 }
 
-/// [`uniform`] for the columns `0..out.len()` of a row.
-pub fn uniform_row(key: StochasticKey, row: usize, out: &mut [f32]) {
-    for (quarter, out) in out.chunks_mut(4).enumerate() {
-        for (out, bits) in out.iter_mut().zip(four_neighbours(key, row, quarter)) {
-            *out = unit(bits);
-        }
+/// The random number in `[0, 1)`, a multiple of 2^-15, that decides the rounding of one element.
+///
+/// `row` counts the rows of the whole batch (`batch * rows + row`) and `col` the columns; both are logical
+/// coordinates, whatever the strides. Eight neighbours of a row share a counter: each word of its four serves two of
+/// them, the first with its 15 low bits, the second with its 15 high ones. What 15 bits cannot tell of a fraction
+/// shifts the expectation of a rounding by at most 2^-16 of the distance between two integers.
+pub fn dither(key: StochasticKey, row: usize, col: usize) -> f32 {
+    halves(neighbours(key, row, col / NEIGHBOURS))[col % NEIGHBOURS]
+}
+
+/// [`dither`] for the columns `0..out.len()` of a row.
+pub fn dither_row(key: StochasticKey, row: usize, out: &mut [f32]) {
+    for (index, out) in out.chunks_mut(NEIGHBOURS).enumerate() {
+        let dithers = halves(neighbours(key, row, index));
+        out.copy_from_slice(&dithers[..out.len()]);
     }
 }
 
-/// The random words of four neighbours of a row, from column `4 * quarter`.
-pub(crate) fn four_neighbours(key: StochasticKey, row: usize, quarter: usize) -> [u32; 4] {
+/// Elements of a row that share the words of one counter, where 15 bits are enough for each.
+pub(crate) const NEIGHBOURS: usize = 8;
+
+fn halves(words: [u32; 4]) -> [f32; NEIGHBOURS] {
+    std::array::from_fn(|lane| {
+        let word = words[lane / 2];
+        let bits = if lane % 2 == 0 {
+            word & 0x7fff
+        } else {
+            word >> 17
+        };
+        bits as f32 * 2f32.powi(-15)
+    })
+}
+
+/// The four random words that the `index`-th neighbours of a row share: eight elements, or four where each takes a
+/// word.
+pub(crate) fn neighbours(key: StochasticKey, row: usize, index: usize) -> [u32; 4] {
     let counter = [
         row as u32,
-        quarter as u32,
+        index as u32,
         key.stream as u32,
         (key.stream >> 32) as u32,
     ];
     philox4x32(counter, [key.seed as u32, (key.seed >> 32) as u32])
-}
-
-fn unit(bits: u32) -> f32 {
-    (bits >> 8) as f32 * 2f32.powi(-24)
 }
 
 /// [`philox4x32`] in a kernel, with products of 64 bits if `wide`.

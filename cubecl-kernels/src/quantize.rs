@@ -73,13 +73,13 @@ impl<R: Runtime> Clone for Quantized<R> {
 ///
 /// Blocks and groups are read once: their elements stay in registers between the search of the maximum and the
 /// rounding. Rows, columns and whole matrices do not fit on chip and are read twice. The numbers are those of
-/// [`reference::quantize`](crate::reference::quantize), to the bit; a block that holds NaN or an infinity has scale NaN,
-/// so that it dequantizes to NaN.
+/// [`reference::quantize`](crate::reference::quantize), to the bit; a block that holds NaN or an infinity has scale
+/// NaN, so that it dequantizes to NaN.
 ///
 /// # Errors
 ///
-/// When `x` is no matrix or no float tensor, when the granularity's size is not one of those it lists, or for INT10 with
-/// a granularity other than [`Granularity::Group`] or a layout other than [`Layout::RowMajor`].
+/// When `x` is no matrix or no float tensor, when the granularity's size is not one of those it lists, or for INT10
+/// with a granularity other than [`Granularity::Group`] or a layout other than [`Layout::RowMajor`].
 pub fn quantize<R: Runtime>(
     client: &ComputeClient<R>,
     x: &TensorHandle<R>,

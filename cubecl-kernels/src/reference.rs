@@ -11,7 +11,7 @@ pub mod optimizer_state;
 
 use crate::{
     delay_threshold::{DelayThreshold, MAX_THRESHOLD, MIN_THRESHOLD},
-    format::{Format, Granularity, MIN_ABSMAX, Rounding},
+    format::{Format, Granularity, MIN_ABSMAX, Rounding, STOCHASTIC_OFFSET},
     philox,
     shape::MatrixShape,
 };
@@ -102,19 +102,16 @@ pub fn absmax(block: impl Iterator<Item = f32>) -> f32 {
 
 /// One value as an integer in `[-q_max, q_max]`, `inverse` being the reciprocal of its block's scale.
 ///
-/// `uniform` is the random number in `[0, 1)` of stochastic rounding; without it the value is rounded to nearest,
-/// ties to even.
-pub fn round_to_integer(x: f32, inverse: f32, q_max: i32, uniform: Option<f32>) -> i32 {
+/// `dither` is the random number in `[0, 1)` of stochastic rounding, which takes the floor of the value plus this
+/// number, by way of [`STOCHASTIC_OFFSET`]. Without it the value is rounded to nearest, ties to even.
+pub fn round_to_integer(x: f32, inverse: f32, q_max: i32, dither: Option<f32>) -> i32 {
     if inverse == 0.0 {
         return 0;
     }
     let v = x * inverse;
-    let rounded = match uniform {
+    let rounded = match dither {
         None => v.round_ties_even(),
-        Some(u) => {
-            let floor = v.floor();
-            floor + f32::from(u < v - floor)
-        }
+        Some(u) => (v + (STOCHASTIC_OFFSET + u)).floor() - STOCHASTIC_OFFSET,
     };
     (rounded as i32).clamp(-q_max, q_max)
 }
@@ -164,12 +161,12 @@ pub fn quantize_to(
         })
         .collect();
     for (index, (batch, row, col)) in coordinates(shape).enumerate() {
-        let uniform = match rounding {
+        let dither = match rounding {
             Rounding::Nearest => None,
-            Rounding::Stochastic(key) => Some(philox::uniform(key, batch * shape.rows + row, col)),
+            Rounding::Stochastic(key) => Some(philox::dither(key, batch * shape.rows + row, col)),
         };
         let inverse = inverses[quantized.block_of(batch, row, col)];
-        quantized.values[index] = round_to_integer(x[index], inverse, q_max, uniform);
+        quantized.values[index] = round_to_integer(x[index], inverse, q_max, dither);
     }
     quantized
 }

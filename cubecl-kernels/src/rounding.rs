@@ -5,8 +5,8 @@ use cubecl::prelude::*;
 
 use crate::{
     exact,
-    format::{MIN_ABSMAX, Rounding, StochasticKey},
-    philox::philox4x32_cube,
+    format::{MIN_ABSMAX, Rounding, STOCHASTIC_OFFSET, StochasticKey},
+    philox::{NEIGHBOURS, philox4x32_cube},
 };
 
 pub(crate) const MAGNITUDE: u32 = 0x7fff_ffff;
@@ -16,13 +16,18 @@ const MIN_ABSMAX_BITS: u32 = MIN_ABSMAX.to_bits();
 /// 1.5 * 2^23. Adding it to a value below 2^22 leaves the value, rounded half to even, in the low bits of the sum.
 pub(crate) const ROUND_TO_EVEN: f32 = 12_582_912.0;
 const ROUND_TO_EVEN_BITS: i32 = 0x4B40_0000;
-/// 2^24, the random numbers of an interval of length one.
-const UNIT_FRACTION: f32 = 16_777_216.0;
+const STOCHASTIC_OFFSET_BITS: u32 = STOCHASTIC_OFFSET.to_bits();
+/// Bits behind the point of an `f32` in `[256, 512)`.
+pub(crate) const FRACTION_BITS: u32 = 15;
+const FRACTION_MASK: u32 = (1 << FRACTION_BITS) - 1;
 const SIGN_BITS: u32 = 0x8080_8080;
 /// Turns the sum of `(ROUND_TO_EVEN_BITS + q) * 256^i` over four integers into that of `(q + 128) * 256^i`, whose bytes
 /// do not borrow from each other.
-const PACK_OFFSET: u32 =
+const PACK_NEAREST: u32 =
     SIGN_BITS.wrapping_sub((ROUND_TO_EVEN_BITS as u32).wrapping_mul(0x0101_0101));
+/// The same for sums over [`stochastic_integer`]s.
+const PACK_STOCHASTIC: u32 =
+    SIGN_BITS.wrapping_sub((STOCHASTIC_OFFSET_BITS >> FRACTION_BITS).wrapping_mul(0x0101_0101));
 
 /// The random stream of a launch, as the four words that key the generator.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
@@ -94,25 +99,25 @@ pub(crate) fn nearest_sum(v: f32) -> f32 {
     v + ROUND_TO_EVEN
 }
 
-/// `x * inverse` in the range of the integers, rounded on its own: a limited product cannot be contracted with a sum.
-///
-/// `q_max / absmax` may be rounded up, so the product of the largest value can be one unit in the last place above
-/// `q_max`. Limited before the rounding it gives the integer that limiting after the rounding gives.
+/// A value in `[-127, 127]`, as [`exact::product`] gives it, rounded stochastically: the floor of its sum with
+/// `offset`, which comes from [`stochastic_offset`]. The low byte is that of the integer plus 128.
 #[cube]
-pub(crate) fn to_range(x: f32, inverse: f32, #[comptime] q_max: i32) -> f32 {
-    let limit = f32::cast_from(q_max);
-    max(min(x * inverse, limit), -limit)
+pub(crate) fn stochastic_integer(v: f32, offset: f32) -> u32 {
+    u32::reinterpret(v + offset) >> FRACTION_BITS
 }
 
-/// [`nearest_sum`] for stochastic rounding: plus the floor, or the integer above it with the probability of the
-/// fraction. `scaled` comes from [`to_range`], `bits` is the random word.
+/// [`STOCHASTIC_OFFSET`] plus the random number of an element: of the `lane`-th of those that share these words.
+///
+/// `zero` hides a constant from the compiler: CUDA's logic takes one constant and one register, but not two constants,
+/// beside the word.
 #[cube]
-pub(crate) fn stochastic_sum(scaled: f32, bits: u32) -> f32 {
-    let floor = scaled.floor();
-    // In units of 2^-24, the steps of the random number: both scalings are exact.
-    let fraction = (scaled - floor) * UNIT_FRACTION;
-    let up = f32::cast_from(bits >> 8) < fraction;
-    floor + select(up, ROUND_TO_EVEN + 1.0, ROUND_TO_EVEN)
+pub(crate) fn stochastic_offset(word: u32, zero: u32, #[comptime] lane: usize) -> f32 {
+    let offset = STOCHASTIC_OFFSET_BITS ^ zero;
+    if comptime!(lane % 2 == 0) {
+        f32::reinterpret((word & FRACTION_MASK) | offset)
+    } else {
+        f32::reinterpret((word >> comptime!(32 - FRACTION_BITS)) + offset)
+    }
 }
 
 /// The integer of a [`nearest_sum`], exactly.
@@ -121,59 +126,66 @@ pub(crate) fn integer_of(sum: f32) -> f32 {
     f32::cast_from(i32::reinterpret(sum) - ROUND_TO_EVEN_BITS)
 }
 
-/// Puts the integer of a [`nearest_sum`] below those that `word` holds; [`packed`] makes bytes of four.
+/// Puts the bits of a [`nearest_sum`], or a [`stochastic_integer`], below those that `word` holds; [`packed`] makes
+/// bytes of four.
 ///
 /// Multiplications and additions modulo 2^32 in place of shifts: on CUDA they use another pipe than comparisons and
 /// logic, of which there is more.
 #[cube]
-pub(crate) fn push_byte(word: u32, sum: f32) -> u32 {
-    word * 256 + u32::reinterpret(sum)
+pub(crate) fn push_byte(word: u32, integer: u32) -> u32 {
+    word * 256 + integer
 }
 
 /// The four integers that [`push_byte`] put into a word, as `i8`, the last one lowest; zeros under a zero `mask`.
 #[cube]
-pub(crate) fn packed(word: u32, mask: u32) -> u32 {
-    ((word + PACK_OFFSET) ^ SIGN_BITS) & mask
+pub(crate) fn packed(word: u32, mask: u32, #[comptime] stochastic: bool) -> u32 {
+    let offset = if comptime!(stochastic) {
+        PACK_STOCHASTIC
+    } else {
+        PACK_NEAREST
+    };
+    ((word + offset) ^ SIGN_BITS) & mask
 }
 
-/// One value as an integer, up with the probability of its fractional part.
+/// One value as an integer, up with the probability of its fractional part; see [`stochastic_offset`].
 #[cube]
-pub(crate) fn round_stochastic(
-    x: f32,
-    inverse: f32,
-    uniform: f32,
-    zero: u32,
-    #[comptime] q_max: i32,
-) -> i32 {
+fn round_stochastic(x: f32, inverse: f32, offset: f32, zero: u32, #[comptime] q_max: i32) -> i32 {
     let v = select(inverse == 0.0, 0.0f32, exact::product(x, inverse, zero));
-    let floor = v.floor();
-    let q = i32::cast_from(floor) + select(uniform < v - floor, 1i32, 0i32);
+    let q = i32::cast_from((v + offset).floor() - STOCHASTIC_OFFSET);
     clamp(q, -q_max, q_max)
 }
 
-/// The four random words of a row's four neighbours.
+/// The four random words of the `index`-th neighbours of a row, from products of 64 bits if `wide`: half the
+/// multiplications where the device has them.
 #[cube]
-pub(crate) fn random_words(row: u32, quarter: u32, random: &RandomStream) -> (u32, u32, u32, u32) {
-    random_words_by(row, quarter, random, false)
-}
-
-/// [`random_words`], from products of 64 bits if `wide`: half the multiplications where the device has them.
-#[cube]
-pub(crate) fn random_words_by(
+pub(crate) fn random_words(
     row: u32,
-    quarter: u32,
+    index: u32,
     random: &RandomStream,
     #[comptime] wide: bool,
 ) -> (u32, u32, u32, u32) {
     philox4x32_cube(
         row,
-        quarter,
+        index,
         random.stream_low,
         random.stream_high,
         random.seed_low,
         random.seed_high,
         wide,
     )
+}
+
+/// The two random words of four neighbours of a row; `col` is a multiple of four.
+#[cube]
+pub(crate) fn random_quad(
+    row: u32,
+    col: u32,
+    random: &RandomStream,
+    #[comptime] wide: bool,
+) -> (u32, u32) {
+    let (b0, b1, b2, b3) = random_words(row, col / comptime!(NEIGHBOURS as u32), random, wide);
+    let upper = col % comptime!(NEIGHBOURS as u32) != 0;
+    (select(upper, b2, b0), select(upper, b3, b1))
 }
 
 /// Rounds four neighbours of a row in place of their values; `col` is a multiple of four, `row` counts through the
@@ -191,11 +203,13 @@ pub(crate) fn round_quad(
 ) -> Array<i32> {
     let mut q = Array::<i32>::new(4usize);
     if comptime!(stochastic) {
-        let (b0, b1, b2, b3) = random_words(row, col / 4, random);
-        q[0] = round_stochastic(x[0], inverse[0], uniform(b0), zero, q_max);
-        q[1] = round_stochastic(x[1], inverse[1], uniform(b1), zero, q_max);
-        q[2] = round_stochastic(x[2], inverse[2], uniform(b2), zero, q_max);
-        q[3] = round_stochastic(x[3], inverse[3], uniform(b3), zero, q_max);
+        let (low, high) = random_quad(row, col, random, false);
+        #[unroll]
+        for lane in 0..4usize {
+            let offset =
+                stochastic_offset(if comptime!(lane < 2) { low } else { high }, zero, lane);
+            q[lane] = round_stochastic(x[lane], inverse[lane], offset, zero, q_max);
+        }
     } else {
         #[unroll]
         for lane in 0..4usize {
@@ -209,10 +223,4 @@ pub(crate) fn round_quad(
 #[cube]
 pub(crate) fn uniform16(bits: u32) -> f32 {
     f32::cast_from(bits >> 16) * (1.0 / 65_536.0)
-}
-
-/// A random number in `[0, 1)` from the 24 high bits of a word. Both the integer and its product are exact.
-#[cube]
-fn uniform(bits: u32) -> f32 {
-    f32::cast_from(bits >> 8) * (1.0 / 16_777_216.0)
 }

@@ -1,18 +1,18 @@
 //! The softmax of attention scores, and its gradient, each in one launch.
 //!
-//! Built from tensor operations, a softmax in FP32 over scores in BF16 takes a dozen passes over a matrix that is larger
-//! than everything else in a layer. Here a cube takes a row: scores are read from memory once, as each later loop over
-//! the row finds them in the cache, and all arithmetic is FP32 whatever the tensors' type.
+//! Built from tensor operations, a softmax in FP32 over scores in BF16 takes a dozen passes over a matrix that is
+//! larger than everything else in a layer. Here a cube takes a row: scores are read from memory once, as each later
+//! loop over the row finds them in the cache, and all arithmetic is FP32 whatever the tensors' type.
 //!
 //! With `z = scale * scores`, masked: `P = exp(z - max z) / sum exp(z - max z)`. For the gradient the probabilities are
-//! computed again from the scores, as FlashAttention does (Dao et al., 2022, Algorithm 4), so that nothing of the size of the scores is kept
-//! between the passes: `dZ = P (dP - sum P dP)`, `dscores = scale * dZ`.
+//! computed again from the scores, as FlashAttention does (Dao et al., 2022, Algorithm 4), so that nothing of the size
+//! of the scores is kept between the passes: `dZ = P (dP - sum P dP)`, `dscores = scale * dZ`.
 
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
 use crate::{
     device::{
-        MatrixGeometry, MatrixView, check_float, cube_grid, empty, read_quad, read_width,
+        MatrixGeometry, MatrixView, check_float, cube_grid, empty, read_quad, read_width, unused,
         write_quad, write_width,
     },
     error::KernelError,
@@ -32,7 +32,8 @@ pub struct AttentionScores {
 }
 
 /// The probabilities `[.., rows, cols]` of attention scores: each row's softmax over the keys that it sees, 0 for the
-/// others. A row that sees nothing, or scores of negative infinity only, is 0; NaN and positive infinity make NaN of it.
+/// others. A row that sees nothing, or scores of negative infinity only, is 0; NaN and positive infinity make NaN of
+/// it.
 ///
 /// - `scores`: f32, f16 or bf16 `[.., queries, keys]`, any strides. The probabilities are of the same type, contiguous.
 ///
@@ -46,41 +47,14 @@ pub fn softmax<R: Runtime>(
 ) -> Result<TensorHandle<R>, KernelError> {
     let view = MatrixView::new(OPERATION, scores)?;
     check_float(client, OPERATION, "scores", scores.dtype)?;
-    let shape = view.shape;
-    let out = empty(
-        client,
-        view.tensor_shape(shape.rows, shape.cols),
-        scores.dtype,
-    );
-    if shape.num_elements() > 0 {
-        let widths = (read_width(scores, &view), write_width(shape.cols));
-        // SAFETY: reads are guarded by the shape in `geometry`, for which the output was allocated.
-        #[allow(unsafe_code)]
-        unsafe {
-            softmax_kernel::launch_unchecked::<R>(
-                client,
-                cube_grid(shape.batch * shape.rows),
-                CubeDim::new_1d(UNITS as u32),
-                widths.0,
-                widths.1,
-                scores.clone().into_arg(),
-                out.clone().into_arg(),
-                view.geometry(),
-                shape.batch as u32,
-                attention.scale,
-                widths,
-                attention.causal,
-                scores.dtype,
-            );
-        }
-    }
-    Ok(out)
+    Ok(launch(client, scores, &view, None, attention).0)
 }
 
-/// The probabilities, as [`softmax`] gives them, and the gradient of the scores, from the gradient of the probabilities.
+/// The probabilities, as [`softmax`] gives them, and the gradient of the scores, from the gradient of the
+/// probabilities.
 ///
-/// - `scores`, `grad`: f32, f16 or bf16 `[.., queries, keys]`, of one shape and type, any strides. Both results are of that
-///   type, contiguous.
+/// - `scores`, `grad`: f32, f16 or bf16 `[.., queries, keys]`, of one shape and type, any strides. Both results are of
+///   that type, contiguous.
 ///
 /// # Errors
 ///
@@ -107,25 +81,40 @@ pub fn softmax_backward<R: Runtime>(
             remedy: "pass the gradient of the probabilities, of the scores' shape and type",
         });
     }
+    let grad = Some((grad, &grad_view));
+    Ok(launch(client, scores, &view, grad, attention))
+}
+
+/// The probabilities and, where there is a gradient of them, that of the scores; else a tensor that nothing was written
+/// to.
+fn launch<R: Runtime>(
+    client: &ComputeClient<R>,
+    scores: &TensorHandle<R>,
+    view: &MatrixView,
+    grad: Option<(&TensorHandle<R>, &MatrixView)>,
+    attention: AttentionScores,
+) -> (TensorHandle<R>, TensorHandle<R>) {
     let shape = view.shape;
     let matrix = || {
-        empty(
-            client,
-            view.tensor_shape(shape.rows, shape.cols),
-            scores.dtype,
-        )
+        let shape = view.tensor_shape(shape.rows, shape.cols);
+        empty(client, shape, scores.dtype)
     };
-    let (probabilities, grad_scores) = (matrix(), matrix());
+    let probabilities = matrix();
+    let grad_scores = match grad {
+        Some(_) => matrix(),
+        None => unused(client, scores.dtype),
+    };
     if shape.num_elements() > 0 {
+        let (read_grad, grad_view) = grad.unwrap_or((scores, view));
         let widths = (
-            read_width(scores, &view),
-            read_width(grad, &grad_view),
+            read_width(scores, view),
+            read_width(read_grad, grad_view),
             write_width(shape.cols),
         );
         // SAFETY: reads are guarded by the shape in the geometries, for which the outputs were allocated.
         #[allow(unsafe_code)]
         unsafe {
-            softmax_backward_kernel::launch_unchecked::<R>(
+            softmax_kernel::launch_unchecked::<R>(
                 client,
                 cube_grid(shape.batch * shape.rows),
                 CubeDim::new_1d(UNITS as u32),
@@ -133,7 +122,7 @@ pub fn softmax_backward<R: Runtime>(
                 widths.1,
                 widths.2,
                 scores.clone().into_arg(),
-                grad.clone().into_arg(),
+                read_grad.clone().into_arg(),
                 probabilities.clone().into_arg(),
                 grad_scores.clone().into_arg(),
                 view.geometry(),
@@ -142,64 +131,17 @@ pub fn softmax_backward<R: Runtime>(
                 attention.scale,
                 widths,
                 attention.causal,
+                grad.is_some(),
                 scores.dtype,
             );
         }
     }
-    Ok((probabilities, grad_scores))
+    (probabilities, grad_scores)
 }
 
 #[cube(launch_unchecked)]
 #[allow(clippy::too_many_arguments)]
-fn softmax_kernel<F: Numeric, NX: Size, NO: Size>(
-    scores: &Tensor<Vector<F, NX>>,
-    out: &mut Tensor<Vector<F, NO>>,
-    geometry: MatrixGeometry,
-    batch_size: u32,
-    scale: f32,
-    #[comptime] widths: (usize, usize),
-    #[comptime] causal: bool,
-    #[define(F)] _dtype: StorageType,
-) {
-    let index = CUBE_POS as u32;
-    if index >= batch_size * geometry.rows {
-        terminate!();
-    }
-    let row = score_row(&geometry, index, scale, causal);
-    let max = row_max::<F, NX>(scores, &geometry, &row, widths.0);
-    let mut sum = 0.0f32;
-    let mut col = UNIT_POS * 4;
-    while col < row.visible {
-        let weights = weights::<F, NX>(scores, &geometry, &row, col, max, widths.0);
-        #[unroll]
-        for lane in 0..4usize {
-            sum += weights[lane];
-        }
-        col += comptime!(4 * UNITS as u32);
-    }
-    let inverse = 1.0f32 / at_least_smallest(cube_sum(sum));
-    col = UNIT_POS * 4;
-    while col < geometry.cols {
-        let mut quad = weights::<F, NX>(scores, &geometry, &row, col, max, widths.0);
-        #[unroll]
-        for lane in 0..4usize {
-            quad[lane] *= inverse;
-        }
-        write_quad::<f32, F, NO>(
-            out,
-            &quad,
-            index * geometry.cols,
-            col,
-            geometry.cols,
-            widths.1,
-        );
-        col += comptime!(4 * UNITS as u32);
-    }
-}
-
-#[cube(launch_unchecked)]
-#[allow(clippy::too_many_arguments)]
-fn softmax_backward_kernel<F: Numeric, NX: Size, NG: Size, NO: Size>(
+fn softmax_kernel<F: Numeric, NX: Size, NG: Size, NO: Size>(
     scores: &Tensor<Vector<F, NX>>,
     grad: &Tensor<Vector<F, NG>>,
     probabilities: &mut Tensor<Vector<F, NO>>,
@@ -210,6 +152,7 @@ fn softmax_backward_kernel<F: Numeric, NX: Size, NG: Size, NO: Size>(
     scale: f32,
     #[comptime] widths: (usize, usize, usize),
     #[comptime] causal: bool,
+    #[comptime] has_grad: bool,
     #[define(F)] _dtype: StorageType,
 ) {
     let index = CUBE_POS as u32;
@@ -223,36 +166,46 @@ fn softmax_backward_kernel<F: Numeric, NX: Size, NG: Size, NO: Size>(
     let mut col = UNIT_POS * 4;
     while col < row.visible {
         let weights = weights::<F, NX>(scores, &geometry, &row, col, max, widths.0);
-        let grads = read_quad::<F, NG>(grad, &grad_geometry, row.batch, row.row, col, widths.1);
         #[unroll]
-        for lane in 0..4u32 {
-            sum += weights[lane as usize];
-            // A gradient behind the mask may be anything, NaN too.
-            if col + lane < row.visible {
-                sum_of_products += weights[lane as usize] * grads[lane as usize];
+        for lane in 0..4usize {
+            sum += weights[lane];
+        }
+        if comptime!(has_grad) {
+            let grads = read_quad::<F, NG>(grad, &grad_geometry, row.batch, row.row, col, widths.1);
+            #[unroll]
+            for lane in 0..4u32 {
+                // A gradient behind the mask may be anything, NaN too.
+                if col + lane < row.visible {
+                    sum_of_products += weights[lane as usize] * grads[lane as usize];
+                }
             }
         }
         col += comptime!(4 * UNITS as u32);
     }
     let inverse = 1.0f32 / at_least_smallest(cube_sum(sum));
-    let mean = cube_sum(sum_of_products) * inverse;
+    let mut mean = 0.0f32;
+    if comptime!(has_grad) {
+        mean = cube_sum(sum_of_products) * inverse;
+    }
+    let start = index * geometry.cols;
     col = UNIT_POS * 4;
     while col < geometry.cols {
         let mut quad = weights::<F, NX>(scores, &geometry, &row, col, max, widths.0);
-        let grads = read_quad::<F, NG>(grad, &grad_geometry, row.batch, row.row, col, widths.1);
-        let mut grad_quad = Array::<f32>::new(4usize);
         #[unroll]
-        for lane in 0..4u32 {
-            quad[lane as usize] *= inverse;
-            grad_quad[lane as usize] = 0.0f32;
-            if col + lane < row.visible {
-                grad_quad[lane as usize] =
-                    quad[lane as usize] * (grads[lane as usize] - mean) * scale;
-            }
+        for lane in 0..4usize {
+            quad[lane] *= inverse;
         }
-        let start = index * geometry.cols;
         write_quad::<f32, F, NO>(probabilities, &quad, start, col, geometry.cols, widths.2);
-        write_quad::<f32, F, NO>(grad_scores, &grad_quad, start, col, geometry.cols, widths.2);
+        if comptime!(has_grad) {
+            let mut grads =
+                read_quad::<F, NG>(grad, &grad_geometry, row.batch, row.row, col, widths.1);
+            #[unroll]
+            for lane in 0..4u32 {
+                let of_scores = quad[lane as usize] * (grads[lane as usize] - mean) * scale;
+                grads[lane as usize] = select(col + lane < row.visible, of_scores, 0.0f32);
+            }
+            write_quad::<f32, F, NO>(grad_scores, &grads, start, col, geometry.cols, widths.2);
+        }
         col += comptime!(4 * UNITS as u32);
     }
 }

@@ -8,7 +8,7 @@ use burn_backend::{
     tensor::{BoolTensor, FloatTensor, IntTensor},
 };
 use cubecl_kernels::{
-    format::{MIN_ABSMAX, Rounding},
+    format::{MIN_ABSMAX, Rounding, STOCHASTIC_OFFSET},
     philox,
     shape::MatrixShape,
 };
@@ -116,10 +116,9 @@ fn scale_and_round<B: QuantOps>(
     let rounded = match uniform {
         None => B::float_round(scaled),
         Some(uniform) => {
-            let floor = B::float_floor(scaled.clone());
-            let fraction = B::float_sub(scaled, floor.clone());
-            let up = B::float_lower(uniform, fraction, bool_dtype);
-            B::float_add(floor, B::bool_into_float(up, FloatDType::F32))
+            let offset = Scalar::from(STOCHASTIC_OFFSET);
+            let sum = B::float_add(scaled, B::float_add_scalar(uniform, offset));
+            B::float_sub_scalar(B::float_floor(sum), offset)
         }
     };
     let values = B::float_clamp(rounded, Scalar::from(-q_max), Scalar::from(q_max));
@@ -375,7 +374,7 @@ fn uniform<B: QuantOps>(
 ) -> FloatTensor<B> {
     let mut values = vec![0.0f32; rows * cols];
     for (row, out) in values.chunks_exact_mut(cols).enumerate() {
-        philox::uniform_row(key, row, out);
+        philox::dither_row(key, row, out);
     }
     B::float_from_data(TensorData::new(values, [rows, cols]), device)
 }

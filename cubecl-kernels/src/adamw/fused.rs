@@ -3,8 +3,9 @@
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
 use crate::{
-    device::{cube_grid, storage, unused},
+    device::{cube_grid, has_u64, storage, unused},
     error::KernelError,
+    fast,
     format::Rounding,
     optimizer_state::{
         Moment, StateFormat,
@@ -35,6 +36,10 @@ struct Plan {
     flagged: bool,
     stochastic: bool,
     stochastic_state: bool,
+    /// Whether the device multiplies to 64 bits.
+    wide: bool,
+    /// Whether approximate functions flush to zero; see [`fast::flush_to_zero`].
+    flushes: bool,
 }
 
 fn is_expanded(format: Option<StateFormat>) -> bool {
@@ -106,13 +111,15 @@ pub(super) fn launch<R: Runtime>(
                 tensors.len() as u32,
                 0,
                 Plan {
-                    span,
+                    span: stretch.span,
                     width: stretch.width,
                     first: first.format,
                     second: second.format,
                     flagged: nonfinite.is_some(),
                     stochastic,
                     stochastic_state: *state_rounding != Rounding::Nearest,
+                    wide: has_u64(client),
+                    flushes: fast::flushes(client),
                 },
                 parameter.dtype,
                 gradient.dtype,
@@ -157,6 +164,7 @@ fn adamw_kernel<P: Numeric, G: Numeric, S1: Numeric, S2: Numeric, N: Size>(
             terminate!();
         }
     }
+    fast::flush_to_zero(comptime!(plan.flushes));
     let taken = clock[0];
     let first_table = fill_table(comptime!(plan.first), comptime!(Moment::First));
     let second_table = fill_table(comptime!(plan.second), comptime!(Moment::Second));
@@ -212,11 +220,26 @@ fn adamw_kernel<P: Numeric, G: Numeric, S1: Numeric, S2: Numeric, N: Size>(
             p[slot] = updated(p[slot], m[slot], v[slot], &step);
         }
         if comptime!(plan.stochastic) {
-            round_held(&mut p, start, len, taken as u32, &random, span);
+            round_held(
+                &mut p,
+                start,
+                len,
+                taken as u32,
+                &random,
+                span,
+                comptime!(plan.wide),
+            );
         }
         write_held::<f32, P, N>(parameter, &p, start, len, span, width);
         let dithers = if comptime!(plan.stochastic_state) {
-            dithers(start, len, taken as u32, &state_random, span)
+            dithers(
+                start,
+                len,
+                taken as u32,
+                &state_random,
+                span,
+                comptime!(plan.wide),
+            )
         } else {
             Array::<u32>::new(1usize)
         };
@@ -266,12 +289,13 @@ fn dithers(
     step: u32,
     random: &RandomStream,
     #[comptime] span: Span,
+    #[comptime] wide: bool,
 ) -> Array<u32> {
     let mut words = Array::<u32>::new(comptime!(span.held()));
     #[unroll]
     for index in 0..comptime!(span.quads as u32) {
         let quarter = quad_start(start, len, index, span) / 4;
-        let (b0, b1, b2, b3) = random_words(step ^ STATE_STEPS, quarter, random);
+        let (b0, b1, b2, b3) = random_words(step ^ STATE_STEPS, quarter, random, wide);
         let slot = comptime!((index * 4) as usize);
         words[comptime!(slot)] = b0;
         words[comptime!(slot + 1)] = b1;
@@ -290,11 +314,12 @@ fn round_held(
     step: u32,
     random: &RandomStream,
     #[comptime] span: Span,
+    #[comptime] wide: bool,
 ) {
     #[unroll]
     for index in 0..comptime!(span.quads as u32) {
         let quarter = quad_start(start, len, index, span) / 4;
-        let (b0, b1, b2, b3) = random_words(step, quarter, random);
+        let (b0, b1, b2, b3) = random_words(step, quarter, random, wide);
         let slot = comptime!((index * 4) as usize);
         p[comptime!(slot)] = round_to_bf16(p[comptime!(slot)], b0);
         p[comptime!(slot + 1)] = round_to_bf16(p[comptime!(slot + 1)], b1);

@@ -49,8 +49,8 @@ pub(super) fn launch<R: Runtime>(
     for batch in batches {
         let longest = batch.iter().map(|tensors| tensors.len()).max();
         let cubes = longest.unwrap_or_default().div_ceil(UNITS);
-        // SAFETY: accesses are guarded by each tensor's number of elements, which `AdamWTensors::check` found to be that
-        // of its gradient and moments.
+        // SAFETY: accesses are guarded by each tensor's number of elements, which `AdamWTensors::check` found to be
+        // that of its gradient and moments.
         #[allow(unsafe_code)]
         unsafe {
             adamw_many_kernel::launch_unchecked::<R>(

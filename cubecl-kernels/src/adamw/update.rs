@@ -139,8 +139,8 @@ pub(crate) fn cube_step(coefficients: &CoefficientsArg, taken: i32) -> Step {
     }
 }
 
-/// `1 - beta^t`, which in the first steps is far below 1: there from the series of `e^x - 1`, since `1 - e^x` would lose
-/// the digits that the two have in common. Every unit computes it, so later steps branch around the series.
+/// `1 - beta^t`, which in the first steps is far below 1: there from the series of `e^x - 1`, since `1 - e^x` would
+/// lose the digits that the two have in common. Every unit computes it, so later steps branch around the series.
 #[cube]
 fn one_minus_power(log_beta: f32, t: f32) -> f32 {
     let x = log_beta * t;
@@ -156,8 +156,8 @@ fn one_minus_power(log_beta: f32, t: f32) -> f32 {
     result
 }
 
-/// One element's first moment. `exactly` rounds each product on its own, as the reference does; without it the compiler may
-/// fuse one of them with the sum, which saves a third of the instructions.
+/// One element's first moment. `exactly` rounds each product on its own, as the reference does; without it the compiler
+/// may fuse one of them with the sum, which saves a third of the instructions.
 #[cube]
 pub(crate) fn first_moment(
     m: f32,

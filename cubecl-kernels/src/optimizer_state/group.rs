@@ -19,6 +19,7 @@ use super::{
 };
 
 const INFINITY: u32 = f32::INFINITY.to_bits();
+const SIGN: u32 = 1 << 31;
 const NAN: u32 = f32::NAN.to_bits();
 const MIN_ABSMAX_BITS: u32 = MIN_ABSMAX.to_bits();
 const MIN_NONZERO_BITS: u32 = MIN_NONZERO.to_bits();
@@ -78,7 +79,7 @@ pub(crate) fn load_state<S: Numeric, N: Size>(
         let fill = comptime!(format.encoding.zero(moment));
         let words = read_held::<S, u32, N>(values, start, len, span, width, fill);
         let group = group_index(start, span, format);
-        if group < len.div_ceil(comptime!(format.group as u32)) {
+        if group_exists(group, len, span, format) {
             scale = scales[group as usize];
             if comptime!(format.expand) {
                 power = inverse_power(f32::cast_from(exponents[group as usize]));
@@ -126,8 +127,8 @@ pub(crate) fn decode_state(
 
 /// Writes the values of a unit, and from one unit of each group its scale.
 ///
-/// Where there is a format, all units of a cube must call it together. Values of a unit that lie outside the tensor must
-/// be 0. `dithers` are random bits for each value, read where the rounding is `stochastic`.
+/// Where there is a format, all units of a cube must call it together. Values of a unit that lie outside the tensor
+/// must be 0. `dithers` are random bits for each value, read where the rounding is `stochastic`.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn write_state<S: Numeric, N: Size>(
@@ -153,9 +154,7 @@ pub(crate) fn write_state<S: Numeric, N: Size>(
         let format = comptime!(format.unwrap());
         let segment = comptime!(span.segment(format.group));
         let group = group_index(start, span, format);
-        if UNIT_POS % comptime!(segment as u32) == 0
-            && group < len.div_ceil(comptime!(format.group as u32))
-        {
+        if UNIT_POS % comptime!(segment as u32) == 0 && group_exists(group, len, span, format) {
             scales[group as usize] = group_scale.scale;
             if comptime!(format.expand) {
                 exponents[group as usize] = u8::cast_from(u32::cast_from(group_scale.exponent));
@@ -195,13 +194,28 @@ fn group_index(start: u32, #[comptime] span: Span, #[comptime] format: StateForm
     run / comptime!((format.group / span.run) as u32)
 }
 
+/// Whether the tensor has this group.
+#[cube]
+fn group_exists(
+    group: u32,
+    len: u32,
+    #[comptime] span: Span,
+    #[comptime] format: StateFormat,
+) -> bool {
+    if comptime!(span.whole) {
+        true.runtime()
+    } else {
+        group < len.div_ceil(comptime!(format.group as u32))
+    }
+}
+
 /// The extremes of a unit's group, the same in all its units.
 #[derive(CubeType, Clone, Copy)]
 struct Extremes {
     /// The bits of the largest magnitude. As integers they order NaN above infinity above the rest.
     largest: u32,
-    /// The smallest magnitude that is not zero, counted down from [`MIN_NONZERO`]: what wraps around is large. 0 without
-    /// expansion, which does not ask for it.
+    /// The smallest magnitude that is not zero, counted down from [`MIN_NONZERO`]: what wraps around is large. 0
+    /// without expansion, which does not ask for it.
     countdown: u32,
 }
 
@@ -249,8 +263,9 @@ pub(crate) fn group_scale(
     )
 }
 
-/// The scales of both moments' groups. A scale takes as many instructions as a few elements, and all units of a group the same
-/// ones: where they can exchange values, even units compute that of the first moment and odd ones that of the second.
+/// The scales of both moments' groups. A scale takes as many instructions as a few elements, and all units of a group
+/// the same ones: where they can exchange values, even units compute that of the first moment and odd ones that of the
+/// second.
 #[cube]
 pub(crate) fn group_scales(
     m: &Array<f32>,
@@ -340,8 +355,8 @@ fn any_scale(
     }
 }
 
-/// The scale of a group with these extremes, from [`StateFormat::target`], the target over the headroom, and the encoding's
-/// [`range_log2`](super::Encoding::range_log2).
+/// The scale of a group with these extremes, from [`StateFormat::target`], the target over the headroom, and the
+/// encoding's [`range_log2`](super::Encoding::range_log2).
 #[cube]
 fn scale_of(
     extremes: &Extremes,
@@ -386,9 +401,11 @@ fn decode(
     let codec = comptime!(format.encoding.codec(moment));
     if comptime!(format.expand) {
         // The logarithm of the largest number is 0: the largest magnitude comes back exactly.
-        let value = fast::exp(table[code as usize] * power) * scale;
+        let ln = table[code as usize];
+        let value = fast::exp(ln * power) * scale;
         if comptime!(moment == Moment::First) {
-            f32::reinterpret(u32::reinterpret(value) | sign_bit(code, codec))
+            // The sum is an exclusive or with the last bit of the logarithm, which is the sign of the number.
+            f32::reinterpret(u32::reinterpret(value) + u32::reinterpret(ln) * SIGN)
         } else {
             value
         }
@@ -407,8 +424,8 @@ fn decode(
     }
 }
 
-/// Gives back values that [`decode`] lost: however small the power, it stands for a value that is not zero. The exponent 1/8
-/// makes powers below the normal `f32`, which devices may flush.
+/// Gives back values that [`decode`] lost: however small the power, it stands for a value that is not zero. The
+/// exponent 1/8 makes powers below the normal `f32`, which devices may flush.
 #[cube]
 fn keep_small(
     held: &mut Array<f32>,
@@ -516,8 +533,8 @@ fn encode(
     }
 }
 
-/// The place among the numbers that are not negative of the one nearest to `x`, at most the largest. An `expanded` number is not
-/// known to the last digit, and a cheaper rounding leaves half way between two which of them it takes.
+/// The place among the numbers that are not negative of the one nearest to `x`, at most the largest. An `expanded`
+/// number is not known to the last digit, and a cheaper rounding leaves half way between two which of them it takes.
 ///
 /// A minimum stands between `x`, which is a product, and every sum, so that no compiler contracts them.
 #[cube]
@@ -544,8 +561,8 @@ fn magnitude_level(
     }
 }
 
-/// The place of one of the two numbers around `x`, at most the largest: of the upper one where `dither / 2^32` is below the
-/// part of the way to it that `x` has gone. See [`magnitude_level`] for the minimum.
+/// The place of one of the two numbers around `x`, at most the largest: of the upper one where `dither / 2^32` is below
+/// the part of the way to it that `x` has gone. See [`magnitude_level`] for the minimum.
 #[cube]
 fn dithered_level(
     x: f32,
@@ -580,7 +597,7 @@ fn dithered_level(
 /// The device's root may be off by a little; the squares that decide are exact.
 #[cube]
 fn square_level(x: f32) -> u32 {
-    let estimate = (x.sqrt() + 0.5f32).floor();
+    let estimate = (fast::root(x) + 0.5f32).floor();
     let below = (estimate - 0.5f32) * (estimate - 0.5f32);
     let above = (estimate + 0.5f32) * (estimate + 0.5f32);
     let level = u32::cast_from(estimate);

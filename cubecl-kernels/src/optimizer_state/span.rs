@@ -8,11 +8,14 @@ use super::{StateFormat, table};
 
 /// Units of a cube.
 pub(crate) const UNITS: usize = 256;
-/// Tiles of a cube that fills tables first. Without tables a cube takes one: E4M3 without expansion lost 8% to the loop.
+/// Tiles of a cube that fills tables first. Without tables a cube takes one: E4M3 without expansion lost 8% to the
+/// loop.
 const TILES: u32 = 4;
-/// Quads that a unit holds at most, where it can: enough loads in flight to hide the latency of memory, and few enough to
-/// stay in registers beside the arithmetic of both moments.
+/// Quads that a unit holds at most, where it can: enough loads in flight to hide the latency of memory, and few enough
+/// to stay in registers beside the arithmetic of both moments.
 const QUADS: usize = 2;
+/// Elements of a tensor for which a second launch pays, of tiles that need no guards.
+const LARGE: usize = 1 << 20;
 
 /// How a cube shares a stretch of a flattened tensor.
 ///
@@ -30,6 +33,8 @@ pub(crate) struct Span {
     pub tiles: u32,
     /// Units of a plane, where lanes exchange values without shared memory.
     pub plane: Option<usize>,
+    /// Whether all tiles of a launch lie in the tensor as a whole, so that no access needs a guard.
+    pub whole: bool,
 }
 
 impl Span {
@@ -69,6 +74,7 @@ impl Span {
                 1
             },
             plane,
+            whole: false,
         })
     }
 
@@ -97,32 +103,30 @@ impl Span {
         self.lanes * (group / self.run)
     }
 
-    /// The launches of a kernel over `len` elements: whole tiles with reads of 4 elements at once where the tensors allow,
-    /// and what is left.
+    /// The launches of a kernel over `len` elements: tiles that lie in the tensor as a whole, four elements at once, and
+    /// what is left. One launch alone where nothing is left, where tensors do not allow reads of four, and where all
+    /// elements can be read so but are too few for the guards to matter.
     pub fn launches(&self, len: usize, aligned: bool) -> Vec<Stretch> {
         let tiles = len.div_ceil(self.elements());
-        let wide = match (aligned, len % 4 == 0) {
-            (false, _) => 0,
-            (true, true) => tiles,
-            (true, false) => len / self.elements(),
+        let quads = len % 4 == 0;
+        let width = if aligned && quads { 4 } else { 1 };
+        let small = quads && len % self.elements() != 0 && len < LARGE;
+        let whole = if aligned && !small {
+            len / self.elements()
+        } else {
+            0
         };
-        [
-            Stretch {
-                first: 0,
-                end: wide,
-                cubes: wide.div_ceil(self.tiles as usize),
-                width: 4,
-            },
-            Stretch {
-                first: wide,
-                end: tiles,
-                cubes: (tiles - wide).div_ceil(self.tiles as usize),
-                width: 1,
-            },
-        ]
-        .into_iter()
-        .filter(|stretch| stretch.first < stretch.end)
-        .collect()
+        [(0, whole, true, 4), (whole, tiles, false, width)]
+            .into_iter()
+            .filter(|(first, end, ..)| first < end)
+            .map(|(first, end, whole, width)| Stretch {
+                first,
+                end,
+                cubes: (end - first).div_ceil(self.tiles as usize),
+                width,
+                span: Self { whole, ..*self },
+            })
+            .collect()
     }
 }
 
@@ -137,6 +141,8 @@ pub(crate) struct Stretch {
     pub cubes: usize,
     /// Elements that a kernel reads and writes at once.
     pub width: usize,
+    /// How a cube shares a tile.
+    pub span: Span,
 }
 
 /// The first of a cube's tiles.
@@ -150,15 +156,23 @@ pub(crate) fn cube_tile(first: u32, #[comptime] span: Span) -> u32 {
 pub(crate) fn quad_start(start: u32, len: u32, index: u32, #[comptime] span: Span) -> u32 {
     let lanes = comptime!(span.lanes as u32);
     let quad = UNIT_POS % lanes + index * lanes;
-    let element = start + UNIT_POS / lanes * comptime!(span.run as u32) + quad * 4;
-    if comptime!(span.lanes * span.quads * 4 == span.run) {
-        min(element, len)
+    let mut element = start + UNIT_POS / lanes * comptime!(span.run as u32) + quad * 4;
+    if comptime!(!span.whole) {
+        element = min(element, len);
+    }
+    if comptime!(span.lanes * span.quads * 4 != span.run) {
+        element = select(quad < comptime!(span.run as u32 / 4), element, len);
+    }
+    element
+}
+
+/// Whether an element that [`quad_start`] gave, or one behind it, exists: known to the compiler where all of them do.
+#[cube]
+pub(crate) fn exists(element: u32, len: u32, #[comptime] span: Span) -> bool {
+    if comptime!(span.whole && span.lanes * span.quads * 4 == span.run) {
+        true.runtime()
     } else {
-        select(
-            quad < comptime!(span.run as u32 / 4),
-            min(element, len),
-            len,
-        )
+        element < len
     }
 }
 
@@ -177,25 +191,18 @@ pub(crate) fn read_held<E: Numeric, T: Numeric, N: Size>(
     for index in 0..comptime!(span.quads as u32) {
         let element = quad_start(start, len, index, span);
         let slot = comptime!((index * 4) as usize);
-        if comptime!(width == 4) {
+        #[unroll]
+        for piece in 0..comptime!(4 / width) {
             #[unroll]
-            for lane in 0..4usize {
-                held[comptime!(slot + lane)] = T::from_int(comptime!(fill as i64));
+            for lane in 0..width {
+                held[comptime!(slot + piece * width + lane)] = T::from_int(comptime!(fill as i64));
             }
-            if element < len {
-                let vector = x[(element / 4) as usize];
+            let at = element + comptime!((piece * width) as u32);
+            if exists(at, len, span) {
+                let vector = x[(at / comptime!(width as u32)) as usize];
                 #[unroll]
-                for lane in 0..4usize {
-                    held[comptime!(slot + lane)] = T::cast_from(vector[lane]);
-                }
-            }
-        } else {
-            #[unroll]
-            for lane in 0..4usize {
-                held[comptime!(slot + lane)] = T::from_int(comptime!(fill as i64));
-                let at = element + comptime!(lane as u32);
-                if at < len {
-                    held[comptime!(slot + lane)] = T::cast_from(x[at as usize][0usize]);
+                for lane in 0..width {
+                    held[comptime!(slot + piece * width + lane)] = T::cast_from(vector[lane]);
                 }
             }
         }
@@ -217,22 +224,16 @@ pub(crate) fn write_held<T: Numeric, E: Numeric, N: Size>(
     for index in 0..comptime!(span.quads as u32) {
         let element = quad_start(start, len, index, span);
         let slot = comptime!((index * 4) as usize);
-        if comptime!(width == 4) {
-            if element < len {
+        #[unroll]
+        for piece in 0..comptime!(4 / width) {
+            let at = element + comptime!((piece * width) as u32);
+            if exists(at, len, span) {
                 let mut vector = Vector::<E, N>::empty();
                 #[unroll]
-                for lane in 0..4usize {
-                    vector[lane] = E::cast_from(held[comptime!(slot + lane)]);
+                for lane in 0..width {
+                    vector[lane] = E::cast_from(held[comptime!(slot + piece * width + lane)]);
                 }
-                out[(element / 4) as usize] = vector;
-            }
-        } else {
-            #[unroll]
-            for lane in 0..4usize {
-                let at = element + comptime!(lane as u32);
-                if at < len {
-                    out[at as usize] = Vector::cast_from(held[comptime!(slot + lane)]);
-                }
+                out[(at / comptime!(width as u32)) as usize] = vector;
             }
         }
     }

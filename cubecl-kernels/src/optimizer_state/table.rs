@@ -2,7 +2,7 @@
 //!
 //! | entries | of | hold |
 //! | --- | --- | --- |
-//! | 256, by code | an expanded format | `ln(magnitude / largest number)`: a value takes one exponential |
+//! | 256, by code | an expanded format | `ln(magnitude / largest number)`, of which the last bit is the sign |
 //! | 256, by code | the dynamic exponent | the number |
 //! | 58, behind them | the dynamic exponent | what finds the decade of a number: see [`dynamic_exponent::level`] |
 //!
@@ -62,7 +62,9 @@ pub(crate) fn fill_table(
             let largest = comptime!(format.encoding.largest(moment));
             let ln = fast::ln(magnitude * comptime!(1.0 / largest));
             let below_largest = select(magnitude == 0.0, LN_ZERO, ln);
-            table[code as usize] = select(magnitude < largest, below_largest, 0.0f32);
+            let ln = select(magnitude < largest, below_largest, 0.0f32);
+            let sign = sign_bit(code, codec) >> 31;
+            table[code as usize] = f32::reinterpret(u32::reinterpret(ln) & !1u32 | sign);
         } else {
             let sign = sign_bit(code, codec);
             table[code as usize] = f32::reinterpret(u32::reinterpret(magnitude) | sign);

@@ -6,10 +6,11 @@
 //! copy passes through shared memory as words, in chunks of 16 bytes that are permuted so that neither writing its rows
 //! nor reading its columns meets in one bank.
 //!
-//! The nearest copy, the stochastic copy and the residual come from the same elements, so a linear layer's input is read
-//! once for its forward product, its fallback and its backward pass.
+//! The nearest copy, the stochastic copy and the residual come from the same elements, so a linear layer's input is
+//! read once for its forward product, its fallback and its backward pass.
 
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
+use half::bf16;
 
 use crate::{
     device::{
@@ -18,9 +19,11 @@ use crate::{
     },
     exact,
     format::{Format, Rounding, StochasticKey},
+    philox::NEIGHBOURS,
     rounding::{
         RandomStream, integer_of, is_finite, magnitude_bits, nearest_sum, packed, push_byte,
-        random_stream, random_words_by, scale_and_inverse, stochastic_sum, to_range,
+        random_quad, random_stream, random_words, scale_and_inverse, stochastic_integer,
+        stochastic_offset,
     },
 };
 
@@ -35,6 +38,7 @@ const PATCH_ROWS: usize = 4;
 /// Rows of the patches of a plane.
 const PLANE_ROWS: usize = PLANE / LANES * PATCH_ROWS;
 const Q_MAX: i32 = Format::Int8.q_max();
+const HIGH_HALF: u32 = 0xffff_0000;
 
 /// How a copy is rounded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -84,6 +88,10 @@ struct BlockTile {
     units: usize,
     /// Elements read at once, a divisor of `patch_cols`.
     read: usize,
+    /// Whether what is read at once is a row of a patch, and four words to the device.
+    whole: bool,
+    /// Whether the elements are bf16, the upper halves of `f32`.
+    bf16: bool,
     /// Bytes written at once to the row-major and to the transposed copy.
     write: (usize, usize),
     /// Whether units reduce with plane operations, on planes of 32.
@@ -152,10 +160,10 @@ pub(crate) fn launch<R: Runtime>(
     };
     let read = read_width_up_to(patch_cols, x, view);
     let hardware = &client.properties().hardware;
-    let shared_bytes = TILE * TILE * (x.dtype.size() + 1) + 4 * PLANE * LANES;
-    let looped = copies.any(Round::Stochastic)
-        && read == patch_cols
-        && shared_bytes <= hardware.max_shared_memory_size;
+    let shared_bytes = TILE * TILE * x.dtype.size() + 4 * PLANE * LANES;
+    let whole = read == patch_cols && read <= hardware.max_vector_size;
+    let looped =
+        copies.any(Round::Stochastic) && whole && shared_bytes <= hardware.max_shared_memory_size;
     let tile = BlockTile {
         block,
         patch_cols,
@@ -165,6 +173,8 @@ pub(crate) fn launch<R: Runtime>(
             256
         },
         read,
+        whole,
+        bf16: x.dtype == storage::<bf16>(),
         write: (
             byte_width(shape.cols, patch_cols),
             byte_width(shape.rows, CHUNK),
@@ -247,7 +257,7 @@ fn quantize_block_kernel<F: Numeric, NX: Size, V: Numeric, NV: Size, T: Numeric,
     batch_size: u32,
     random: RandomStream,
     zero: u32,
-    lines: u32,
+    runtime_lines: u32,
     #[comptime] tile: BlockTile,
     #[comptime] copies: Copies,
     #[define(F)] _x_dtype: StorageType,
@@ -258,50 +268,39 @@ fn quantize_block_kernel<F: Numeric, NX: Size, V: Numeric, NV: Size, T: Numeric,
     if at.batch >= batch_size {
         terminate!();
     }
-    let mut held = read_patches::<F, NX>(x, &geometry, &at, tile);
+    // The rows of a patch: known to a compiler where it shall unroll their loops.
+    let lines = if comptime!(tile.looped) {
+        runtime_lines
+    } else {
+        comptime!(PATCH_ROWS as u32).runtime()
+    };
+    let mut held = read_patches::<F, NX>(x, &geometry, &at, tile, copies);
     let patches = comptime!(tile.patches());
     let mut maxima = Array::<u32>::new(patches);
     #[unroll]
     for patch in 0..patches {
-        let mut bits = 0u32;
-        #[unroll]
-        for line in 0..comptime!(PATCH_ROWS as u32) {
-            #[unroll]
-            for col in 0..tile.patch_cols {
-                let value = of_registers::<F, NX>(&held.registers, patch, line, col, tile);
-                bits = max(bits, magnitude_bits(value));
-            }
-        }
-        maxima[patch] = bits;
+        maxima[patch] = patch_max::<F, NX>(&held, patch, tile);
     }
     if comptime!(tile.looped) {
         #[unroll]
         for slot in 0..comptime!(tile.held()) {
-            held.shared[shared_slot(slot, tile)] = Words::reinterpret(held.registers[slot]);
+            #[unroll]
+            for word in 0..4usize {
+                held.shared[shared_slot(slot, tile) + word] = held.words[slot][word];
+            }
         }
     }
     reduce_to_blocks(&mut maxima, tile);
 
-    let mut staged = SharedMemory::<u32>::new_aligned(
-        comptime!(if copies.transposed.is_some() {
-            TILE * TILE / 4
-        } else {
-            1
-        }),
-        16usize,
-    );
+    // The words of the transposed copy.
+    let mut columns = Array::<u32>::new(comptime!(tile.patches() * tile.patch_cols));
     let mut residual_maxima = Array::<u32>::new(patches);
-    // One block in the tile: its divisions are done once.
-    let (first_scale, first_inverse) = scale_and_inverse(maxima[0], Q_MAX);
+    let of_base = patch_scales(&maxima, tile);
     #[unroll]
     for patch in 0..patches {
         let (tile_row, tile_col) = patch_position(comptime!(patch as u32), tile);
         let (row, col) = (at.row + tile_row, at.col + tile_col);
-        let (scale, inverse) = if comptime!(patch == 0 || tile.block == TILE) {
-            (first_scale, first_inverse)
-        } else {
-            scale_and_inverse(maxima[patch], Q_MAX)
-        };
+        let (scale, inverse) = (of_base.scales[patch], of_base.inverses[patch]);
         let falls_back = falls_back(maxima[patch], thresholds, layer, copies);
         let slot = block_slot(&geometry, &at, tile_row, tile_col, tile);
         let writes_scale = is_first_of_block(&geometry, row, col, tile);
@@ -323,65 +322,111 @@ fn quantize_block_kernel<F: Numeric, NX: Size, V: Numeric, NV: Size, T: Numeric,
 
         // An inverse of 0 stands for "all values are 0", whatever the products with it are.
         let mask = select(inverse == 0.0, 0u32, 0xffff_ffffu32);
-        let mut columns = Array::<u32>::new(tile.patch_cols);
         #[unroll]
         for col in 0..tile.patch_cols {
-            columns[col] = 0u32;
+            columns[column_slot(patch, col, tile)] = 0u32;
         }
+        #[unroll(!tile.looped)]
+        for step in 0..lines {
+            let line = lines - 1 - step;
+            let words = round_line::<F, NX>(
+                &held,
+                &mut columns,
+                patch,
+                line,
+                inverse,
+                mask,
+                at.batch * geometry.rows + row + line,
+                col,
+                &random,
+                zero,
+                tile,
+                copies,
+            );
+            if comptime!(copies.row_major.is_some()) {
+                write_line::<V, NV>(values, &words, &geometry, &at, row + line, col, tile);
+            }
+        }
+        #[unroll]
+        for col in 0..tile.patch_cols {
+            let slot = column_slot(patch, col, tile);
+            let stochastic = comptime!(copies.transposed == Some(Round::Stochastic));
+            columns[slot] = packed(columns[slot], mask, stochastic);
+        }
+
+        if comptime!(copies.fallback) {
+            let mut bits = 0u32;
+            if falls_back {
+                #[unroll(!tile.looped)]
+                for line in 0..lines {
+                    let of_line =
+                        residual_max::<F, NX>(&held, patch, line, scale, inverse, zero, tile);
+                    bits = max(bits, of_line);
+                }
+            }
+            residual_maxima[patch] = bits;
+        }
+    }
+    if comptime!(copies.fallback) {
+        // Units of a plane may branch together where the tile is one block.
+        let skips = comptime!(tile.planes && tile.block == TILE);
+        if !skips || falls_back(maxima[0], thresholds, layer, copies) {
+            reduce_to_blocks(&mut residual_maxima, tile);
+        }
+        let of_residual = patch_scales(&residual_maxima, tile);
+        #[unroll]
+        for patch in 0..patches {
+            let (tile_row, tile_col) = patch_position(comptime!(patch as u32), tile);
+            let (row, col) = (at.row + tile_row, at.col + tile_col);
+            let residual_inverse = of_residual.inverses[patch];
+            if is_first_of_block(&geometry, row, col, tile) {
+                let slot = block_slot(&geometry, &at, tile_row, tile_col, tile);
+                residual_scales[slot] = of_residual.scales[patch];
+            }
+            if falls_back(maxima[patch], thresholds, layer, copies) {
+                let (scale, inverse) = (of_base.scales[patch], of_base.inverses[patch]);
+                let mask = select(residual_inverse == 0.0, 0u32, 0xffff_ffffu32);
+                #[unroll(!tile.looped)]
+                for line in 0..lines {
+                    let words = residual_line::<F, NX>(
+                        &held,
+                        patch,
+                        line,
+                        scale,
+                        inverse,
+                        residual_inverse,
+                        mask,
+                        zero,
+                        tile,
+                    );
+                    write_line::<V, NV>(
+                        residual_values,
+                        &words,
+                        &geometry,
+                        &at,
+                        row + line,
+                        col,
+                        tile,
+                    );
+                }
+            }
+        }
+    }
+
+    if comptime!(copies.transposed.is_some()) {
+        // Where the elements waited in shared memory, they make room: what is left of it caches what other cubes read.
+        let mut staged = held.shared;
         if comptime!(tile.looped) {
-            for step in 0..lines {
-                let line = lines - 1 - step;
-                let words = round_line::<F, NX>(
-                    &held,
-                    &mut columns,
-                    patch,
-                    line,
-                    inverse,
-                    mask,
-                    &geometry,
-                    &at,
-                    row,
-                    col,
-                    &random,
-                    zero,
-                    tile,
-                    copies,
-                );
-                if comptime!(copies.row_major.is_some()) {
-                    write_line::<V, NV>(values, &words, &geometry, &at, row + line, col, tile);
-                }
-            }
-        } else {
-            #[unroll]
-            for step in 0..comptime!(PATCH_ROWS as u32) {
-                let line = comptime!(PATCH_ROWS as u32 - 1 - step);
-                let words = round_line::<F, NX>(
-                    &held,
-                    &mut columns,
-                    patch,
-                    line,
-                    inverse,
-                    mask,
-                    &geometry,
-                    &at,
-                    row,
-                    col,
-                    &random,
-                    zero,
-                    tile,
-                    copies,
-                );
-                if comptime!(copies.row_major.is_some()) {
-                    write_line::<V, NV>(values, &words, &geometry, &at, row + line, col, tile);
-                }
-            }
+            sync_cube();
         }
-        if comptime!(copies.transposed.is_some()) {
+        #[unroll]
+        for patch in 0..patches {
+            let (tile_row, tile_col) = patch_position(comptime!(patch as u32), tile);
             #[unroll]
             for col in 0..tile.patch_cols {
                 stage_word(
                     &mut staged,
-                    packed(columns[col], mask),
+                    columns[column_slot(patch, col, tile)],
                     tile_row / 4,
                     tile_col,
                     comptime!(col as u32),
@@ -389,29 +434,6 @@ fn quantize_block_kernel<F: Numeric, NX: Size, V: Numeric, NV: Size, T: Numeric,
                 );
             }
         }
-
-        if comptime!(copies.fallback) {
-            let mut bits = 0u32;
-            if falls_back {
-                if comptime!(tile.looped) {
-                    for line in 0..lines {
-                        let of_line =
-                            residual_max::<F, NX>(&held, patch, line, scale, inverse, zero, tile);
-                        bits = max(bits, of_line);
-                    }
-                } else {
-                    #[unroll]
-                    for line in 0..comptime!(PATCH_ROWS as u32) {
-                        let of_line =
-                            residual_max::<F, NX>(&held, patch, line, scale, inverse, zero, tile);
-                        bits = max(bits, of_line);
-                    }
-                }
-            }
-            residual_maxima[patch] = bits;
-        }
-    }
-    if comptime!(copies.transposed.is_some()) {
         sync_cube();
         read_staged::<T, NT>(
             transposed,
@@ -424,73 +446,44 @@ fn quantize_block_kernel<F: Numeric, NX: Size, V: Numeric, NV: Size, T: Numeric,
             tile.staged(),
         );
     }
+}
 
-    if comptime!(copies.fallback) {
-        reduce_to_blocks(&mut residual_maxima, tile);
-        #[unroll]
-        for patch in 0..patches {
-            let (tile_row, tile_col) = patch_position(comptime!(patch as u32), tile);
-            let (row, col) = (at.row + tile_row, at.col + tile_col);
-            let (residual_scale, residual_inverse) =
-                scale_and_inverse(residual_maxima[patch], Q_MAX);
-            if is_first_of_block(&geometry, row, col, tile) {
-                let slot = block_slot(&geometry, &at, tile_row, tile_col, tile);
-                residual_scales[slot] = residual_scale;
-            }
-            if falls_back(maxima[patch], thresholds, layer, copies) {
-                let (scale, inverse) = scale_and_inverse(maxima[patch], Q_MAX);
-                let mask = select(residual_inverse == 0.0, 0u32, 0xffff_ffffu32);
-                if comptime!(tile.looped) {
-                    for line in 0..lines {
-                        let words = residual_line::<F, NX>(
-                            &held,
-                            patch,
-                            line,
-                            scale,
-                            inverse,
-                            residual_inverse,
-                            mask,
-                            zero,
-                            tile,
-                        );
-                        write_line::<V, NV>(
-                            residual_values,
-                            &words,
-                            &geometry,
-                            &at,
-                            row + line,
-                            col,
-                            tile,
-                        );
-                    }
-                } else {
-                    #[unroll]
-                    for line in 0..comptime!(PATCH_ROWS as u32) {
-                        let words = residual_line::<F, NX>(
-                            &held,
-                            patch,
-                            line,
-                            scale,
-                            inverse,
-                            residual_inverse,
-                            mask,
-                            zero,
-                            tile,
-                        );
-                        write_line::<V, NV>(
-                            residual_values,
-                            &words,
-                            &geometry,
-                            &at,
-                            row + line,
-                            col,
-                            tile,
-                        );
-                    }
-                }
-            }
-        }
+/// The place of a patch's column among the words of a unit's transposed copy.
+#[cube]
+fn column_slot(
+    #[comptime] patch: usize,
+    #[comptime] col: usize,
+    #[comptime] tile: BlockTile,
+) -> comptime_type!(usize) {
+    comptime!(patch * tile.patch_cols + col)
+}
+
+/// Scales and inverse scales of the blocks of a unit's patches.
+#[derive(CubeType)]
+struct PatchScales {
+    scales: Array<f32>,
+    inverses: Array<f32>,
+}
+
+/// From the maxima of the blocks: one pair of divisions where the tile is one block.
+#[cube]
+fn patch_scales(maxima: &Array<u32>, #[comptime] tile: BlockTile) -> PatchScales {
+    let patches = comptime!(tile.patches());
+    let mut scales = Array::<f32>::new(patches);
+    let mut inverses = Array::<f32>::new(patches);
+    let different = comptime!(if tile.block == TILE { 1 } else { patches });
+    #[unroll]
+    for patch in 0..different {
+        let (scale, inverse) = scale_and_inverse(maxima[patch], Q_MAX);
+        scales[patch] = scale;
+        inverses[patch] = inverse;
     }
+    #[unroll]
+    for patch in different..patches {
+        scales[patch] = scales[0];
+        inverses[patch] = inverses[0];
+    }
+    PatchScales { scales, inverses }
 }
 
 /// The largest magnitude, as bits, of the residual of a row of a patch.
@@ -539,15 +532,15 @@ fn residual_line<F: Numeric, N: Size>(
             let value = values[col];
             let rest = residual(value, scale, inverse, zero);
             let product = exact::product(rest, residual_inverse, zero);
-            word = push_byte(word, nearest_sum(product));
+            word = push_byte(word, u32::reinterpret(nearest_sum(product)));
         }
-        words[quarter] = packed(word, mask);
+        words[quarter] = packed(word, mask, false);
     }
     words
 }
 
-/// Rounds a row of a patch: the words of the row-major copy, while the integers of the transposed copy join those of
-/// their columns.
+/// Rounds a row of a patch, `row` counting through the batch: the words of the row-major copy, while the integers of
+/// the transposed copy join those of their columns.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 fn round_line<F: Numeric, N: Size>(
@@ -557,9 +550,7 @@ fn round_line<F: Numeric, N: Size>(
     line: u32,
     inverse: f32,
     mask: u32,
-    geometry: &MatrixGeometry,
-    at: &TilePosition,
-    first_row: u32,
+    row: u32,
     first_col: u32,
     random: &RandomStream,
     zero: u32,
@@ -567,55 +558,67 @@ fn round_line<F: Numeric, N: Size>(
     #[comptime] copies: Copies,
 ) -> Array<u32> {
     let values = line_values::<F, N>(held, patch, line, tile);
+    let random_words = line_words(row, first_col, random, tile, copies);
     let mut words = Array::<u32>::new(comptime!(tile.patch_cols / 4));
     #[unroll]
     for quarter in 0..comptime!(tile.patch_cols / 4) {
-        let mut nearest = Array::<f32>::new(4usize);
-        let mut stochastic = Array::<f32>::new(4usize);
-        if comptime!(copies.any(Round::Stochastic)) {
-            let row = at.batch * geometry.rows + first_row + line;
-            let quarter_of_row = first_col / 4 + comptime!(quarter as u32);
-            let (b0, b1, b2, b3) = random_words_by(row, quarter_of_row, random, tile.wide);
-            let mut bits = Array::<u32>::new(4usize);
-            bits[0] = b0;
-            bits[1] = b1;
-            bits[2] = b2;
-            bits[3] = b3;
-            #[unroll]
-            for lane in 0..4usize {
-                let value = values[comptime!(quarter * 4 + lane)];
-                let scaled = to_range(value, inverse, Q_MAX);
-                nearest[lane] = nearest_sum(scaled);
-                stochastic[lane] = stochastic_sum(scaled, bits[lane]);
-            }
-        } else {
-            #[unroll]
-            for lane in 0..4usize {
-                let value = values[comptime!(quarter * 4 + lane)];
-                nearest[lane] = nearest_sum(exact::product(value, inverse, zero));
-            }
-        }
         let mut word = 0u32;
         #[unroll]
         for step in 0..4usize {
-            let lane = comptime!(3 - step);
-            let sum = if comptime!(copies.row_major == Some(Round::Stochastic)) {
-                stochastic[lane]
+            let col = comptime!(quarter * 4 + 3 - step);
+            let scaled = exact::product(values[col], inverse, zero);
+            let mut nearest = 0u32;
+            let mut stochastic = 0u32;
+            if comptime!(copies.any(Round::Nearest)) {
+                nearest = u32::reinterpret(nearest_sum(scaled));
+            }
+            if comptime!(copies.any(Round::Stochastic)) {
+                let offset = stochastic_offset(random_words[comptime!(col / 2)], zero, col);
+                stochastic = stochastic_integer(scaled, offset);
+            }
+            if comptime!(copies.row_major == Some(Round::Stochastic)) {
+                word = push_byte(word, stochastic);
             } else {
-                nearest[lane]
-            };
-            word = push_byte(word, sum);
+                word = push_byte(word, nearest);
+            }
+            let slot = column_slot(patch, col, tile);
+            if comptime!(copies.transposed == Some(Round::Stochastic)) {
+                columns[slot] = push_byte(columns[slot], stochastic);
+            } else {
+                columns[slot] = push_byte(columns[slot], nearest);
+            }
         }
-        words[quarter] = packed(word, mask);
-        #[unroll]
-        for lane in 0..4usize {
-            let col = comptime!(quarter * 4 + lane);
-            let sum = if comptime!(copies.transposed == Some(Round::Stochastic)) {
-                stochastic[lane]
-            } else {
-                nearest[lane]
-            };
-            columns[col] = push_byte(columns[col], sum);
+        words[quarter] = packed(
+            word,
+            mask,
+            comptime!(copies.row_major == Some(Round::Stochastic)),
+        );
+    }
+    words
+}
+
+/// The random words of a row of a patch, one for two neighbours; without a stochastic copy nothing that is read.
+#[cube]
+fn line_words(
+    row: u32,
+    first_col: u32,
+    random: &RandomStream,
+    #[comptime] tile: BlockTile,
+    #[comptime] copies: Copies,
+) -> Array<u32> {
+    let mut words = Array::<u32>::new(comptime!(tile.patch_cols / 2));
+    if comptime!(copies.any(Round::Stochastic)) {
+        if comptime!(tile.patch_cols == NEIGHBOURS) {
+            let index = first_col / comptime!(NEIGHBOURS as u32);
+            let (b0, b1, b2, b3) = random_words(row, index, random, tile.wide);
+            words[0] = b0;
+            words[1] = b1;
+            words[2] = b2;
+            words[3] = b3;
+        } else {
+            let (low, high) = random_quad(row, first_col, random, tile.wide);
+            words[0] = low;
+            words[1] = high;
         }
     }
     words
@@ -697,25 +700,29 @@ fn patch_position(#[comptime] patch: u32, #[comptime] tile: BlockTile) -> (u32, 
     (row, col)
 }
 
-/// 16 bytes: a compiler takes them from shared memory at once, which it does not with narrower elements.
+/// 16 bytes.
 type Words = Vector<u32, Const<4>>;
 
-/// The elements of a cube: each unit's own, one vector after the other.
+/// The elements of a cube: each unit's own, one vector after the other. Of the three only what a tile uses has a size.
 ///
 /// Stochastic rounding takes so many registers that too few cubes would fit on a multiprocessor for some to round while
 /// others read, if all elements were rounded side by side. There the elements wait in shared memory, where a loop
 /// can index them, and the loop takes one row of a patch at a time; its length is an argument of the launch, so that no
-/// compiler unrolls it. Elsewhere they stay in registers, and `shared` is not used.
+/// compiler unrolls it. Elsewhere they stay in registers.
 #[derive(CubeType)]
 struct Held<F: Numeric, N: Size> {
+    /// Vectors of less than a row of a patch.
     registers: Array<Vector<F, N>>,
-    shared: SharedMemory<Words>,
+    /// Rows of patches.
+    words: Array<Words>,
+    /// The same, and in the end the staged tile.
+    shared: SharedMemory<u32>,
 }
 
-/// Where a unit's vector lies in [`Held`]'s shared memory: beside those of its neighbours.
+/// The first word of a unit's vector in [`Held`]'s shared memory, where it lies beside those of its neighbours.
 #[cube]
 fn shared_slot(slot: usize, #[comptime] tile: BlockTile) -> usize {
-    slot * tile.units + UNIT_POS as usize
+    (slot * tile.units + UNIT_POS as usize) * 4
 }
 
 /// All elements that this unit holds, in registers; 0 outside the matrix.
@@ -725,10 +732,17 @@ fn read_patches<F: Numeric, N: Size>(
     geometry: &MatrixGeometry,
     at: &TilePosition,
     #[comptime] tile: BlockTile,
+    #[comptime] copies: Copies,
 ) -> Held<F, N> {
     let pieces = comptime!(tile.patch_cols / tile.read);
     let width = comptime!(tile.read as u32);
-    let mut registers = Array::<Vector<F, N>>::new(comptime!(tile.held()));
+    let (of_words, of_registers) = comptime!(if tile.whole {
+        (tile.held(), 1)
+    } else {
+        (1, tile.held())
+    });
+    let mut registers = Array::<Vector<F, N>>::new(of_registers);
+    let mut words = Array::<Words>::new(of_words);
     #[unroll]
     for patch in 0..comptime!(tile.patches()) {
         let (tile_row, tile_col) = patch_position(comptime!(patch as u32), tile);
@@ -740,7 +754,11 @@ fn read_patches<F: Numeric, N: Size>(
             for piece in 0..pieces {
                 let slot = comptime!((patch * PATCH_ROWS + line) * pieces + piece);
                 let col = col + comptime!((piece * tile.read) as u32);
-                let mut vector = Vector::<F, N>::cast_from(0.0f32);
+                if comptime!(tile.whole) {
+                    words[slot] = Words::new(0u32);
+                } else {
+                    registers[slot] = Vector::cast_from(0.0f32);
+                }
                 if row + comptime!(line as u32) < geometry.rows && col < geometry.cols {
                     let line_start = start + comptime!(line as u32) * geometry.row_stride;
                     // More than one element at once is read only where columns are neighbours.
@@ -749,18 +767,63 @@ fn read_patches<F: Numeric, N: Size>(
                     } else {
                         line_start + col * geometry.col_stride
                     };
-                    vector = x[index as usize];
+                    if comptime!(tile.whole) {
+                        words[slot] = Words::reinterpret(x[index as usize]);
+                    } else {
+                        registers[slot] = x[index as usize];
+                    }
                 }
-                registers[slot] = vector;
             }
         }
     }
-    let shared = SharedMemory::<Words>::new(comptime!(if tile.looped {
-        tile.held() * tile.units
+    let staged = comptime!(if copies.transposed.is_some() {
+        TILE * TILE / 4
     } else {
         1
-    }));
-    Held::<F, N> { registers, shared }
+    });
+    let held = comptime!(if tile.looped {
+        tile.held() * tile.units * 4
+    } else {
+        1
+    });
+    let shared = SharedMemory::<u32>::new_aligned(comptime!(held.max(staged)), 16usize);
+    Held::<F, N> {
+        registers,
+        words,
+        shared,
+    }
+}
+
+/// The largest magnitude of a patch, as bits, from registers.
+#[cube]
+fn patch_max<F: Numeric, N: Size>(
+    held: &Held<F, N>,
+    #[comptime] patch: usize,
+    #[comptime] tile: BlockTile,
+) -> u32 {
+    let mut bits = 0u32;
+    if comptime!(tile.bf16 && tile.whole) {
+        // Both halves of a word, without their signs, at its top; what lies below the upper one goes in the end.
+        #[unroll]
+        for line in 0..PATCH_ROWS {
+            let words = held.words[comptime!(patch * PATCH_ROWS + line)];
+            #[unroll]
+            for index in 0..4usize {
+                bits = max(bits, max(words[index] << 17, words[index] << 1));
+            }
+        }
+        bits = (bits >> 1) & HIGH_HALF;
+    } else {
+        #[unroll]
+        for line in 0..comptime!(PATCH_ROWS as u32) {
+            let values = values_of_registers::<F, N>(held, patch, line, tile);
+            #[unroll]
+            for col in 0..tile.patch_cols {
+                bits = max(bits, magnitude_bits(values[col]));
+            }
+        }
+    }
+    bits
 }
 
 /// A row of a patch.
@@ -771,36 +834,61 @@ fn line_values<F: Numeric, N: Size>(
     line: u32,
     #[comptime] tile: BlockTile,
 ) -> Array<f32> {
-    let mut values = Array::<f32>::new(tile.patch_cols);
     if comptime!(tile.looped) {
         let slot = line as usize + comptime!(patch * PATCH_ROWS);
-        let vector = Vector::<F, N>::reinterpret(held.shared[shared_slot(slot, tile)]);
+        let first = shared_slot(slot, tile);
+        let mut words = Words::empty();
+        #[unroll]
+        for word in 0..4usize {
+            words[word] = held.shared[first + word];
+        }
+        values_of_words::<F, N>(words, tile)
+    } else {
+        values_of_registers::<F, N>(held, patch, line, tile)
+    }
+}
+
+/// A row of a patch that lies in registers; `line` is known to the compiler.
+#[cube]
+fn values_of_registers<F: Numeric, N: Size>(
+    held: &Held<F, N>,
+    #[comptime] patch: usize,
+    line: u32,
+    #[comptime] tile: BlockTile,
+) -> Array<f32> {
+    let pieces = comptime!(tile.patch_cols / tile.read);
+    let slot = line as usize * pieces + comptime!(patch * PATCH_ROWS * pieces);
+    if comptime!(tile.whole) {
+        values_of_words::<F, N>(held.words[slot], tile)
+    } else {
+        let mut values = Array::<f32>::new(tile.patch_cols);
+        #[unroll]
+        for col in 0..tile.patch_cols {
+            let vector = held.registers[slot + comptime!(col / tile.read)];
+            values[col] = f32::cast_from(vector[comptime!(col % tile.read)]);
+        }
+        values
+    }
+}
+
+/// The elements of a row of a patch.
+#[cube]
+fn values_of_words<F: Numeric, N: Size>(words: Words, #[comptime] tile: BlockTile) -> Array<f32> {
+    let mut values = Array::<f32>::new(tile.patch_cols);
+    if comptime!(tile.bf16) {
+        #[unroll]
+        for index in 0..4usize {
+            values[comptime!(2 * index)] = f32::reinterpret(words[index] << 16);
+            values[comptime!(2 * index + 1)] = f32::reinterpret(words[index] & HIGH_HALF);
+        }
+    } else {
+        let vector = Vector::<F, N>::reinterpret(words);
         #[unroll]
         for col in 0..tile.patch_cols {
             values[col] = f32::cast_from(vector[col]);
         }
-    } else {
-        #[unroll]
-        for col in 0..tile.patch_cols {
-            values[col] = of_registers::<F, N>(&held.registers, patch, line, col, tile);
-        }
     }
     values
-}
-
-/// One of the elements that a unit holds in registers.
-#[cube]
-fn of_registers<F: Numeric, N: Size>(
-    registers: &Array<Vector<F, N>>,
-    #[comptime] patch: usize,
-    line: u32,
-    #[comptime] col: usize,
-    #[comptime] tile: BlockTile,
-) -> f32 {
-    let pieces = comptime!(tile.patch_cols / tile.read);
-    let first = comptime!(patch * PATCH_ROWS * pieces + col / tile.read);
-    let vector = registers[line as usize * pieces + first];
-    f32::cast_from(vector[comptime!(col % tile.read)])
 }
 
 /// Writes a row of a patch, four bytes in each word, where it lies inside the matrix.
@@ -875,14 +963,15 @@ fn reduce_in_planes(maxima: &mut Array<u32>, #[comptime] tile: BlockTile) {
             bits = max(bits, maxima[patch]);
         }
         let mut partial = SharedMemory::<u32>::new(comptime!(tile.planes_of_cube()));
-        bits = plane_max(bits);
+        bits = max_of_lanes(bits, PLANE);
         // The buffer may be read still by units that have not left an earlier reduction.
         sync_cube();
         if lane == 0 {
             partial[plane as usize] = bits;
         }
         sync_cube();
-        bits = plane_max(partial[(lane % comptime!(tile.planes_of_cube() as u32)) as usize]);
+        let planes = comptime!(tile.planes_of_cube());
+        bits = max_of_lanes(partial[lane as usize % planes], planes);
         #[unroll]
         for patch in 0..comptime!(tile.patches()) {
             maxima[patch] = bits;
@@ -891,12 +980,8 @@ fn reduce_in_planes(maxima: &mut Array<u32>, #[comptime] tile: BlockTile) {
         let lanes = comptime!(tile.lanes_of_block());
         #[unroll]
         for patch in 0..comptime!(tile.patches()) {
-            let mut bits = maxima[patch];
             // The rows of a plane lie in one block; of its columns, these many lanes.
-            #[unroll]
-            for step in 0..comptime!(lanes.ilog2()) {
-                bits = max(bits, plane_shuffle_xor(bits, comptime!(1u32 << step)));
-            }
+            let mut bits = max_of_lanes(maxima[patch], lanes);
             #[unroll]
             for step in comptime!(LANES.ilog2())..comptime!(PLANE.ilog2()) {
                 bits = max(bits, plane_shuffle_xor(bits, comptime!(1u32 << step)));
@@ -944,6 +1029,17 @@ fn reduce_in_planes(maxima: &mut Array<u32>, #[comptime] tile: BlockTile) {
             }
         }
     }
+}
+
+/// The largest number among each of these many neighbouring lanes, a power of two, in all of them.
+#[cube]
+fn max_of_lanes(bits: u32, #[comptime] lanes: usize) -> u32 {
+    let mut reduced = bits;
+    #[unroll]
+    for step in 0..comptime!(lanes.ilog2()) {
+        reduced = max(reduced, plane_shuffle_xor(reduced, comptime!(1u32 << step)));
+    }
+    reduced
 }
 
 /// Without plane operations: along the rows of patches of a block, then along its columns.

@@ -1,9 +1,9 @@
 //! A tile of 128 x 128 bytes on its way through shared memory from rows to columns, and the writing of bytes as words.
 //!
-//! The tile is staged column by column, 32 words of four rows each. The eight 16-byte chunks of a column are permuted by
-//! an exclusive or with a number that changes from one patch of columns to the next: then the 32 units of a plane that
-//! write words of the same eight patches of columns and four neighbouring rows of words meet no bank twice, and neither
-//! do eight units that read the chunks of one column.
+//! The tile is staged column by column, 32 words of four rows each. The eight 16-byte chunks of a column are permuted
+//! by an exclusive or with a number that changes from one patch of columns to the next: then the 32 units of a plane
+//! that write words of the same eight patches of columns and four neighbouring rows of words meet no bank twice, and
+//! neither do eight units that read the chunks of one column.
 
 use cubecl::{ir::StorageType, prelude::*};
 

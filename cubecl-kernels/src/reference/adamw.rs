@@ -76,7 +76,7 @@ impl StateDither {
     fn fill(&self, moment: Moment, out: &mut [u32]) {
         let row = (self.t ^ STATE_STEPS) as usize;
         for (quarter, out) in (self.start / 4..).zip(out.chunks_mut(4)) {
-            let words = philox::four_neighbours(self.key, row, quarter);
+            let words = philox::neighbours(self.key, row, quarter);
             for (out, word) in out.iter_mut().zip(words) {
                 *out = match moment {
                     Moment::First => word << 16,
@@ -214,8 +214,8 @@ impl<'a> MomentChunk<'a> {
     }
 }
 
-/// Updates a chunk of a parameter that begins where a group of each moment begins. Without `dither` the moments are rounded to
-/// nearest.
+/// Updates a chunk of a parameter that begins where a group of each moment begins. Without `dither` the moments are
+/// rounded to nearest.
 ///
 /// # Panics
 ///
@@ -260,7 +260,7 @@ pub fn adamw(
 pub fn round_to_bf16(x: &[f32], key: StochasticKey, t: u32, start: usize, out: &mut [bf16]) {
     let quads = x.chunks(4).zip(out.chunks_mut(4));
     for (quarter, (x, out)) in (start / 4..).zip(quads) {
-        let words = philox::four_neighbours(key, t as usize, quarter);
+        let words = philox::neighbours(key, t as usize, quarter);
         for ((x, out), word) in x.iter().zip(out).zip(words) {
             *out = if x.is_finite() {
                 bf16::from_bits(((x.to_bits() + (word >> 16)) >> 16) as u16)

@@ -2,9 +2,9 @@
 //! without kernels runs. Groups are independent, and nothing here allocates but [`quantize_state`] and
 //! [`dequantize_state`].
 //!
-//! Without expansion the codes are specified to the bit. With it they are as good as the powers: where a value lies half
-//! way between two codes, another implementation of the logarithm and the exponential may take the other one. Scales and
-//! exponents are specified to the bit in either case.
+//! Without expansion the codes are specified to the bit. With it they are as good as the powers: where a value lies
+//! half way between two codes, another implementation of the logarithm and the exponential may take the other one.
+//! Scales and exponents are specified to the bit in either case.
 
 use crate::{
     dynamic_range_expansion::{contract, expand, exponent},
@@ -69,7 +69,8 @@ pub fn dequantize_state(state: &HostState, format: StateFormat, moment: Moment) 
     x
 }
 
-/// The values of consecutive groups, with the scales and, under expansion, the exponents of the first one and those behind it.
+/// The values of consecutive groups, with the scales and, under expansion, the exponents of the first one and those
+/// behind it.
 pub(super) fn dequantize_groups(
     codes: &[u8],
     scales: &[f32],
@@ -102,9 +103,9 @@ pub fn quantize_group(
     encode_group(x, None, format, moment, codes)
 }
 
-/// Compresses one group, each value to one of the two numbers around it: to the upper one where the value's dither, of 32 bits, is
-/// below the part of the way to it that the value has gone. With random dithers the mean of what a value becomes is the
-/// value; with expansion that holds of its power.
+/// Compresses one group, each value to one of the two numbers around it: to the upper one where the value's dither, of
+/// 32 bits, is below the part of the way to it that the value has gone. With random dithers the mean of what a value
+/// becomes is the value; with expansion that holds of its power.
 ///
 /// # Panics
 ///
@@ -251,7 +252,8 @@ struct Values<'a> {
 }
 
 impl Values<'_> {
-    /// `nearest` and `dithered` give the place of a magnitude among the encoding's, `code` the code of a place with a sign.
+    /// `nearest` and `dithered` give the place of a magnitude among the encoding's, `code` the code of a place with a
+    /// sign.
     #[inline]
     fn encode(
         &self,

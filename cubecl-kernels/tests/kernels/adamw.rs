@@ -233,8 +233,8 @@ fn formats() -> Vec<StateFormat> {
     .collect()
 }
 
-/// With random dithers a value becomes one of the two numbers around it, and its mean is the value: with expansion that of their
-/// powers.
+/// With random dithers a value becomes one of the two numbers around it, and its mean is the value: with expansion that
+/// of their powers.
 #[test]
 fn stochastic_rounding_of_moments_is_unbiased() {
     let mut random = Random::fresh();
@@ -285,8 +285,8 @@ fn stochastic_rounding_of_moments_is_unbiased() {
                     "{format:?}, {moment:?}: {x} becomes more than two numbers"
                 );
                 let mean = values.iter().sum::<f64>() / f64::from(count);
-                // Five deviations of the mean; and a value that is a thousandth from one of the numbers, which lie up to a
-                // quarter apart, may never have become the other one.
+                // Five deviations of the mean; and a value that is a thousandth from one of the numbers, which lie up
+                // to a quarter apart, may never have become the other one.
                 let bound = (high - low) * 2.5 / f64::from(count).sqrt() + 1e-3 * x;
                 assert!(
                     (mean - x).abs() <= bound,
@@ -297,9 +297,9 @@ fn stochastic_rounding_of_moments_is_unbiased() {
     }
 }
 
-/// What rounding does to AdamW in the long run: gradients that are noise of a fixed deviation for each element, deviations spread
-/// over an order of magnitude, and a drop of all of them to a tenth half way, as in training. Beside FP32's, the second moment
-/// and the size of the update after the drop.
+/// What rounding does to AdamW in the long run: gradients that are noise of a fixed deviation for each element,
+/// deviations spread over an order of magnitude, and a drop of all of them to a tenth half way, as in training. Beside
+/// FP32's, the second moment and the size of the update after the drop.
 #[test]
 fn moments_follow_their_gradients() {
     let elements = 512;
@@ -313,8 +313,8 @@ fn moments_follow_their_gradients() {
             for stochastic in [false, true] {
                 let drift = Drift::run(elements, steps, beta_2, format, stochastic);
                 println!("{format:?} {beta_2} {stochastic}: {drift:.3?}");
-                // A moment that got stuck would be a hundred times too large after the drop. With expansion the mean of powers is
-                // right, which leaves that of the numbers a little low.
+                // A moment that got stuck would be a hundred times too large after the drop. With expansion the mean of
+                // powers is right, which leaves that of the numbers a little low.
                 if stochastic && format.encoding != Encoding::Int8 {
                     assert!((drift.second - 1.0).abs() < 0.15, "{format:?}: {drift:?}");
                 }
@@ -531,7 +531,8 @@ mod on_device {
         }
     }
 
-    /// The correction of the bias over a long run: 1 - beta^t from its series, from the exponential, and where they meet.
+    /// The correction of the bias over a long run: 1 - beta^t from its series, from the exponential, and where they
+    /// meet.
     #[test]
     fn late_steps_are_adamw() {
         let (client, mut random) = (client(), Random::fresh());
@@ -614,7 +615,8 @@ mod on_device {
                                 HostMoment::Compressed(expected, format),
                                 HostMoment::Compressed(actual, _),
                             ) => {
-                                // The powers of the decompression differ in their last digits, and so may the exponents.
+                                // The powers of the decompression differ in their last digits, and so may the
+                                // exponents.
                                 for (index, codes) in
                                     expected.codes.chunks(format.group).enumerate()
                                 {

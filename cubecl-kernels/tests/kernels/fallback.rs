@@ -10,11 +10,47 @@ use rstest::rstest;
 
 use crate::{
     device::{
-        Client, Memory, TestRuntime, assert_same_floats, assert_same_integers, client, dtype,
-        float_types, read, read_i8, rounded, upload, upload_i32, upload_matrix,
+        Client, Memory, Tensor, TestRuntime, assert_same_floats, assert_same_integers, client,
+        dtype, float_types, read, read_i8, rounded, upload, upload_i32, upload_matrix,
     },
     random::Random,
 };
+
+/// The thresholds and counters of a model's layers, of which the second one is under test.
+pub struct Layers {
+    pub thresholds: Tensor,
+    pub counts: Tensor,
+}
+
+impl Layers {
+    pub const TESTED: u32 = 1;
+
+    pub fn new(client: &Client, threshold: f32) -> Self {
+        Self {
+            thresholds: upload(client, &[-1.0, threshold, -1.0], &[3], dtype::<f32>()),
+            counts: upload_i32(client, &[1, 2, 3, 4, 5, 6], &[3, 2]),
+        }
+    }
+
+    fn quantize(
+        &self,
+        client: &Client,
+        x: &Tensor,
+        block: usize,
+        layout: Layout,
+    ) -> FallbackQuantized<TestRuntime> {
+        let (thresholds, counts) = (&self.thresholds, &self.counts);
+        quantize_fallback(client, x, block, layout, thresholds, Self::TESTED, counts)
+            .expect("a matrix")
+    }
+
+    /// Compares the counters after one quantization, which counted these blocks that fell back, of these in all.
+    #[track_caller]
+    pub fn check_counts(&self, client: &Client, [fallback, total]: [i32; 2]) {
+        let counts = read::<i32>(client, &self.counts);
+        assert_eq!(counts, [1, 2, 3 + fallback, 4 + total, 5, 6]);
+    }
+}
 
 #[track_caller]
 pub fn check(
@@ -78,19 +114,12 @@ fn equals_the_reference(#[values(16, 32, 64, 128)] block: usize) {
             (f32::MAX, Layout::Transposed),
         ] {
             println!("{shape:?}, threshold {threshold}");
-            let thresholds = upload(&client, &[-1.0, threshold, -1.0], &[3], dtype::<f32>());
-            let counts = upload_i32(&client, &[1, 2, 3, 4, 5, 6], &[3, 2]);
+            let layers = Layers::new(&client, threshold);
             let tensor = upload_matrix(&client, &x, shape, dtype::<f32>(), Memory::Contiguous);
-            let quantized =
-                quantize_fallback(&client, &tensor, block, layout, &thresholds, 1, &counts)
-                    .expect("a matrix");
+            let quantized = layers.quantize(&client, &tensor, block, layout);
             let expected = reference::quantize_fallback(&x, shape, block, threshold);
             check(&client, &quantized, &expected);
-            let [fallback, total] = expected.counts();
-            assert_eq!(
-                read::<i32>(&client, &counts),
-                [1, 2, 3 + fallback, 4 + total, 5, 6]
-            );
+            layers.check_counts(&client, expected.counts());
         }
     }
 }
@@ -100,16 +129,13 @@ fn float_types_and_strides_do_not_change_the_numbers() {
     let (client, mut random) = (client(), Random::fresh());
     let shape = MatrixShape::batched(2, 70, 96);
     let x = random.with_outliers(shape.num_elements());
-    let thresholds = upload(&client, &[50.0], &[1], dtype::<f32>());
-    let counts = upload_i32(&client, &[0, 0], &[1, 2]);
+    let layers = Layers::new(&client, 50.0);
     for float in float_types(&client) {
         let x = rounded(&x, float);
         let expected = reference::quantize_fallback(&x, shape, 32, 50.0);
         for memory in [Memory::Contiguous, Memory::Transposed, Memory::Sliced] {
             let tensor = upload_matrix(&client, &x, shape, float, memory);
-            let quantized =
-                quantize_fallback(&client, &tensor, 32, Layout::Both, &thresholds, 0, &counts)
-                    .expect("a matrix");
+            let quantized = layers.quantize(&client, &tensor, 32, Layout::Both);
             check(&client, &quantized, &expected);
         }
     }

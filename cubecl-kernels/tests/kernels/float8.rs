@@ -6,8 +6,8 @@ use crate::random::Random;
 
 const FORMATS: [(Float8, i32, i32); 2] = [(Float8::E4M3, 4, 3), (Float8::E5M2, 5, 2)];
 
-/// The number of a code: `(-1)^s 2^(e - bias) (1 + m / 2^M)`, or for exponent 0 `(-1)^s 2^(1 - bias) m / 2^M`. OFP8 gives
-/// E5M2 the infinities and NaNs of IEEE 754, and E4M3 one NaN for each sign.
+/// The number of a code: `(-1)^s 2^(e - bias) (1 + m / 2^M)`, or for exponent 0 `(-1)^s 2^(1 - bias) m / 2^M`. OFP8
+/// gives E5M2 the infinities and NaNs of IEEE 754, and E4M3 one NaN for each sign.
 fn definition(code: u8, exponent_bits: i32, mantissa_bits: i32) -> f64 {
     let bias = (1 << (exponent_bits - 1)) - 1;
     let sign = if code >> 7 == 1 { -1.0 } else { 1.0 };

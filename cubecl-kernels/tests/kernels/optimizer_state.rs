@@ -154,7 +154,8 @@ fn dynamic_exponent_takes_the_nearest() {
     }
 }
 
-/// The largest exponent on the grid that the group's range allows, up to the rounding of the logarithm at the grid's points.
+/// The largest exponent on the grid that the group's range allows, up to the rounding of the logarithm at the grid's
+/// points.
 #[test]
 fn exponents_round_down_to_the_grid() {
     let mut random = Random::fresh();
@@ -178,8 +179,8 @@ fn exponents_round_down_to_the_grid() {
     }
 }
 
-/// The paper divides by `C = sqrt(smallest * largest)`, raises, divides by the scale `largest result / largest number`, and
-/// encodes. In f64, where nothing overflows, that gives our codes.
+/// The paper divides by `C = sqrt(smallest * largest)`, raises, divides by the scale `largest result / largest number`,
+/// and encodes. In f64, where nothing overflows, that gives our codes.
 #[test]
 fn the_centring_constant_cancels() {
     let mut random = Random::fresh();
@@ -304,8 +305,8 @@ fn errors_are_half_a_gap() {
     }
 }
 
-/// With expansion every value of the group is among the normal numbers: the relative error is that of the format, 1/16 or
-/// 1/8, divided by `k`, however narrow or wide the group. Only the smallest values may meet the subnormal numbers.
+/// With expansion every value of the group is among the normal numbers: the relative error is that of the format, 1/16
+/// or 1/8, divided by `k`, however narrow or wide the group. Only the smallest values may meet the subnormal numbers.
 #[test]
 fn expansion_divides_the_relative_error_by_k() {
     let mut random = Random::fresh();
@@ -342,8 +343,9 @@ fn expansion_divides_the_relative_error_by_k() {
     }
 }
 
-/// Expansion of the dynamic exponent pays where the values of a group have one deviation, as in coat-fp8, table 9, and costs where
-/// deviations spread: the format halves its precision with each decade below the largest value, and expansion doubles the decades.
+/// Expansion of the dynamic exponent pays where the values of a group have one deviation, as in coat-fp8, table 9, and
+/// costs where deviations spread: the format halves its precision with each decade below the largest value, and
+/// expansion doubles the decades.
 #[test]
 fn expansion_of_the_dynamic_exponent_pays_in_even_groups() {
     let mut random = Random::fresh();
@@ -412,10 +414,11 @@ fn order_and_signs() {
     }
 }
 
-/// What a state dequantizes to quantizes to the same codes, and the same values up to rounding. Two exceptions follow from
-/// the formats: the dynamic exponent has no -1, so a group whose largest magnitude is negative shrinks by 0.7% and the
-/// others move against the new scale; and with expansion the smallest magnitude may have moved, so that the group gets
-/// another `k`. With the old `k` the codes stay; with the new one the values stay within the error of one quantization.
+/// What a state dequantizes to quantizes to the same codes, and the same values up to rounding. Two exceptions follow
+/// from the formats: the dynamic exponent has no -1, so a group whose largest magnitude is negative shrinks by 0.7% and
+/// the others move against the new scale; and with expansion the smallest magnitude may have moved, so that the group
+/// gets another `k`. With the old `k` the codes stay; with the new one the values stay within the error of one
+/// quantization.
 #[test]
 fn quantizing_twice_changes_nothing() {
     let mut random = Random::fresh();

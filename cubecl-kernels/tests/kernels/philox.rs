@@ -1,6 +1,9 @@
 //! The generator against the known answers that Random123 ships (kat_vectors, philox4x32 with 10 rounds).
 
-use cubecl_kernels::philox::philox4x32;
+use cubecl_kernels::{
+    format::StochasticKey,
+    philox::{dither, dither_row, philox4x32},
+};
 
 #[test]
 fn known_answers() {
@@ -19,4 +22,26 @@ fn known_answers() {
         ),
         [0xd16c_fe09, 0x94fd_cceb, 0x5001_e420, 0x2412_6ea1]
     );
+}
+
+/// Each of the eight neighbours that share a counter has 15 bits of its own.
+#[test]
+fn dithers_of_a_row() {
+    let key = StochasticKey {
+        seed: 0x0123_4567_89ab_cdef,
+        stream: 0xfedc_ba98_7654_3210,
+    };
+    let mut row = [0.0; 1003];
+    dither_row(key, 7, &mut row);
+    for (col, &u) in row.iter().enumerate() {
+        assert_eq!(u, dither(key, 7, col));
+        let counter = [7, col as u32 / 8, 0x7654_3210, 0xfedc_ba98];
+        let word = philox4x32(counter, [0x89ab_cdef, 0x0123_4567])[col % 8 / 2];
+        let bits = if col % 2 == 0 {
+            word % (1 << 15)
+        } else {
+            word >> 17
+        };
+        assert_eq!(u * 32_768.0, bits as f32);
+    }
 }
