@@ -164,9 +164,10 @@ pub(crate) fn cube_grid(count: usize) -> CubeCount {
     CubeCount::Static(count.div_ceil(y) as u32, y as u32, 1)
 }
 
-/// A stand-in for a tensor argument that this launch of a kernel does not use.
-pub(crate) fn unused<R: Runtime>(client: &ComputeClient<R>, dtype: StorageType) -> TensorHandle<R> {
-    empty(client, vec![16], dtype)
+/// A stand-in for a tensor argument that this launch of a kernel does not use: `any` other argument's buffer, since an
+/// allocation costs the host as much as a small launch.
+pub(crate) fn unused<R: Runtime>(any: &TensorHandle<R>, dtype: StorageType) -> TensorHandle<R> {
+    TensorHandle::new_contiguous(vec![1], any.handle.clone(), dtype)
 }
 
 /// How many elements a kernel reads at once along the columns of `tensor`: 4, or 1 where that is not possible.

@@ -102,7 +102,7 @@ fn launch<R: Runtime>(
     let probabilities = matrix();
     let grad_scores = match grad {
         Some(_) => matrix(),
-        None => unused(client, scores.dtype),
+        None => unused(scores, scores.dtype),
     };
     if shape.num_elements() > 0 {
         let (read_grad, grad_view) = grad.unwrap_or((scores, view));

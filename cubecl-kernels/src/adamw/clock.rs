@@ -40,7 +40,7 @@ pub fn tick<R: Runtime>(
     check_counters("tick", clock, nonfinite)?;
     let flag = nonfinite
         .cloned()
-        .unwrap_or_else(|| unused(client, storage::<i32>()));
+        .unwrap_or_else(|| unused(clock, storage::<i32>()));
     // SAFETY: the indices are below the lengths that `check_counters` found.
     #[allow(unsafe_code)]
     unsafe {

@@ -80,9 +80,9 @@ pub(super) fn launch<R: Runtime>(
     let stochastic = *rounding != Rounding::Nearest && parameter.dtype != storage::<f32>();
     let flag = nonfinite
         .cloned()
-        .unwrap_or_else(|| unused(client, storage::<i32>()));
-    let scales = |scales| or_unused(client, scales, storage::<f32>()).into_arg();
-    let exponents = |exponents| or_unused(client, exponents, storage::<u8>()).into_arg();
+        .unwrap_or_else(|| unused(clock, storage::<i32>()));
+    let scales = |scales| or_unused(clock, scales, storage::<f32>()).into_arg();
+    let exponents = |exponents| or_unused(clock, exponents, storage::<u8>()).into_arg();
     for stretch in span.launches(tensors.len(), aligned) {
         // SAFETY: accesses are guarded by the number of elements, which `AdamWTensors::check` found to be that of all
         // tensors, and by the number of groups that follows from it.

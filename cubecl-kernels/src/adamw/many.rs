@@ -39,7 +39,7 @@ pub(super) fn launch<R: Runtime>(
 ) {
     let flag = nonfinite
         .cloned()
-        .unwrap_or_else(|| unused(client, storage::<i32>()));
+        .unwrap_or_else(|| unused(clock, storage::<i32>()));
     // A launch takes gradients of one type, and cubes for the longest of its tensors.
     let mut sorted = tensors.to_vec();
     sorted.sort_by_key(|tensors| (tensors.gradient.dtype.to_string(), tensors.len()));

@@ -104,7 +104,7 @@ pub(super) fn launch<R: Runtime>(
     } = AlignedValues::new(client, args);
     let residual = residual.unwrap_or_else(|| a.clone());
     let or_unused = |tensor: Option<&TensorHandle<R>>, dtype| {
-        tensor.cloned().unwrap_or_else(|| unused(client, dtype))
+        tensor.cloned().unwrap_or_else(|| unused(args.out, dtype))
     };
     let numbers = [
         [problem.batch, problem.m, problem.n, problem.k],

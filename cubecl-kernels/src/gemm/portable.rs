@@ -43,7 +43,7 @@ pub(super) fn launch<R: Runtime>(
     let or_unused = |tensor: Option<&TensorHandle<R>>, dtype| {
         tensor
             .cloned()
-            .unwrap_or_else(|| unused(client, dtype))
+            .unwrap_or_else(|| unused(&args.a.scales, dtype))
             .into_arg()
     };
     let scale_geometry = |block: (usize, usize), view| {

@@ -172,11 +172,11 @@ pub(super) fn launch<R: Runtime>(
         b,
         b_view,
     } = AlignedValues::new(client, args);
-    let residual = residual.unwrap_or_else(|| unused(client, storage::<i8>()));
+    let residual = residual.unwrap_or_else(|| unused(&a, storage::<i8>()));
     let or_unused = |tensor: Option<&TensorHandle<R>>, dtype| {
         tensor
             .cloned()
-            .unwrap_or_else(|| unused(client, dtype))
+            .unwrap_or_else(|| unused(&args.a.scales, dtype))
             .into_arg()
     };
     let tiles = problem.m.div_ceil(blueprint.tile) * problem.n.div_ceil(blueprint.tile);

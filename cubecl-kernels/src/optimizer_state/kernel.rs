@@ -24,11 +24,11 @@ pub(crate) fn is_aligned<R: Runtime>(tensor: &TensorHandle<R>) -> bool {
 
 /// A tensor of a state, or a stand-in where the format has none.
 pub(crate) fn or_unused<R: Runtime>(
-    client: &ComputeClient<R>,
+    any: &TensorHandle<R>,
     tensor: &Option<TensorHandle<R>>,
     dtype: StorageType,
 ) -> TensorHandle<R> {
-    tensor.clone().unwrap_or_else(|| unused(client, dtype))
+    tensor.clone().unwrap_or_else(|| unused(any, dtype))
 }
 
 /// Fills a state with zeros.
@@ -85,8 +85,8 @@ pub(super) fn quantize<R: Runtime>(
                 stretch.width,
                 x.clone().into_arg(),
                 state.values.clone().into_arg(),
-                or_unused(client, &state.scales, storage::<f32>()).into_arg(),
-                or_unused(client, &state.exponents, storage::<u8>()).into_arg(),
+                or_unused(&state.values, &state.scales, storage::<f32>()).into_arg(),
+                or_unused(&state.values, &state.exponents, storage::<u8>()).into_arg(),
                 stretch.first as u32,
                 stretch.end as u32,
                 len as u32,
@@ -119,8 +119,8 @@ pub(super) fn dequantize<R: Runtime>(
                 span.cube_dim(),
                 stretch.width,
                 state.values.clone().into_arg(),
-                or_unused(client, &state.scales, storage::<f32>()).into_arg(),
-                or_unused(client, &state.exponents, storage::<u8>()).into_arg(),
+                or_unused(&state.values, &state.scales, storage::<f32>()).into_arg(),
+                or_unused(&state.values, &state.exponents, storage::<u8>()).into_arg(),
                 out.clone().into_arg(),
                 stretch.first as u32,
                 stretch.end as u32,

@@ -187,14 +187,14 @@ pub(crate) fn launch<R: Runtime>(
     let byte = |tensor: Option<&TensorHandle<R>>| {
         tensor
             .cloned()
-            .unwrap_or_else(|| unused(client, storage::<i8>()))
+            .unwrap_or_else(|| unused(x, storage::<i8>()))
             .into_arg()
     };
     let fallback = output.fallback.as_ref();
     let or_unused = |tensor: Option<&TensorHandle<R>>, dtype: StorageType| {
         tensor
             .cloned()
-            .unwrap_or_else(|| unused(client, dtype))
+            .unwrap_or_else(|| unused(x, dtype))
             .into_arg()
     };
     let count = if flat {

@@ -45,7 +45,7 @@ pub(super) fn launch<R: Runtime>(
     let or_unused = |tensor: &Option<TensorHandle<R>>| {
         tensor
             .clone()
-            .unwrap_or_else(|| unused(client, storage::<i8>()))
+            .unwrap_or_else(|| unused(x, storage::<i8>()))
             .into_arg()
     };
     // SAFETY: every access is guarded by the shapes in `geometry`, for which the outputs were allocated.

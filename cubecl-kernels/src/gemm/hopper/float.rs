@@ -101,7 +101,7 @@ pub fn gemm_float<R: Runtime>(
             ],
             vec![
                 bias.cloned()
-                    .unwrap_or_else(|| unused(client, storage::<f32>())),
+                    .unwrap_or_else(|| unused(&out, storage::<f32>())),
                 out.clone(),
                 a.clone(),
                 b.clone(),
