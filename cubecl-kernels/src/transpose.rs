@@ -8,7 +8,9 @@ use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 use crate::{
     device::{MatrixView, check_dtype, cube_grid, empty, is_contiguous, storage},
     error::KernelError,
-    quantize::staged::{CHUNK, StagedTile, TILE, byte_dtype, byte_width, read_staged, stage_word},
+    quantize::staged::{
+        CHUNK, StagedTile, TILE, array, byte_dtype, byte_width, read_staged, stage_word,
+    },
 };
 
 const OPERATION: &str = "transpose_int8";
@@ -67,8 +69,8 @@ pub fn transpose_int8<R: Runtime>(
             CubeDim::new_1d(UNITS as u32),
             read.div_ceil(4),
             tile.write.div_ceil(4),
-            values.clone().into_arg(),
-            out.clone().into_arg(),
+            array(values.clone()),
+            array(out.clone()),
             shape.batch as u32,
             shape.rows as u32,
             shape.cols as u32,
@@ -84,8 +86,8 @@ pub fn transpose_int8<R: Runtime>(
 #[cube(launch_unchecked)]
 #[allow(clippy::too_many_arguments)]
 fn transpose_kernel<V: Numeric, NV: Size, T: Numeric, NT: Size>(
-    values: &Tensor<Vector<V, NV>>,
-    transposed: &mut Tensor<Vector<T, NT>>,
+    values: &Array<Vector<V, NV>>,
+    transposed: &mut Array<Vector<T, NT>>,
     batch_size: u32,
     rows: u32,
     cols: u32,
@@ -171,7 +173,7 @@ fn interleave(a: u32, b: u32) -> (u32, u32) {
 /// Reads the 16 bytes of a row from column `col` into `words[first..first + 4]`, those that lie inside it.
 #[cube]
 fn read_chunk<V: Numeric, N: Size>(
-    values: &Tensor<Vector<V, N>>,
+    values: &Array<Vector<V, N>>,
     words: &mut Array<u32>,
     row_start: u32,
     col: u32,

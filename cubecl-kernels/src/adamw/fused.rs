@@ -11,7 +11,7 @@ use crate::{
         Moment, StateFormat,
         group::{decode_state, group_scales, load_state, write_state},
         kernel::{is_aligned, or_unused},
-        span::{Span, cube_tile, quad_start, read_held, write_held},
+        span::{Span, first_tile, quad_start, read_held, tile_stride, write_held},
         table::fill_table,
     },
     rounding::{RandomStream, magnitude_bits, random_stream, random_words},
@@ -147,7 +147,7 @@ fn adamw_kernel<P: Numeric, G: Numeric, S1: Numeric, S2: Numeric, N: Size>(
     coefficients: CoefficientsArg,
     random: RandomStream,
     state_random: RandomStream,
-    first_tile: u32,
+    start_tile: u32,
     end: u32,
     len: u32,
     zero: u32,
@@ -169,8 +169,8 @@ fn adamw_kernel<P: Numeric, G: Numeric, S1: Numeric, S2: Numeric, N: Size>(
     let first_table = fill_table(comptime!(plan.first), comptime!(Moment::First));
     let second_table = fill_table(comptime!(plan.second), comptime!(Moment::Second));
     let step = cube_step(&coefficients, taken);
-    let tile = cube_tile(first_tile, span);
-    for tile in tile..min(tile + comptime!(span.tiles), end) {
+    let mut tile = first_tile(start_tile);
+    while tile < end {
         let start = tile * comptime!(span.elements() as u32);
         // All loads come before the arithmetic, so that their latencies overlap.
         let mut p = read_held::<P, f32, N>(parameter, start, len, span, width, 0);
@@ -278,6 +278,7 @@ fn adamw_kernel<P: Numeric, G: Numeric, S1: Numeric, S2: Numeric, N: Size>(
             comptime!(Moment::Second),
             comptime!(plan.stochastic_state),
         );
+        tile += tile_stride();
     }
 }
 

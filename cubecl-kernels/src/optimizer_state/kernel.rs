@@ -10,7 +10,7 @@ use crate::{
 use super::{
     Moment, NEUTRAL_EXPONENT, StateFormat, StateTensor,
     group::{decode_state, group_scale, load_state, write_state},
-    span::{Span, cube_tile, read_held, write_held},
+    span::{Span, first_tile, read_held, tile_stride, write_held},
     table::fill_table,
 };
 
@@ -166,8 +166,8 @@ fn quantize_kernel<N: Size>(
 ) {
     let table = fill_table(comptime!(Some(format)), moment);
     sync_cube();
-    let tile = cube_tile(first, span);
-    for tile in tile..min(tile + comptime!(span.tiles), end) {
+    let mut tile = first_tile(first);
+    while tile < end {
         let start = tile * comptime!(span.elements() as u32);
         let held = read_held::<f32, f32, N>(x, start, len, span, width, 0);
         let group_scale = group_scale(&held, zero, span, format, moment);
@@ -188,6 +188,7 @@ fn quantize_kernel<N: Size>(
             moment,
             false,
         );
+        tile += tile_stride();
     }
 }
 
@@ -209,13 +210,14 @@ fn dequantize_kernel<S: Numeric, N: Size>(
 ) {
     let table = fill_table(format, moment);
     sync_cube();
-    let tile = cube_tile(first, span);
-    for tile in tile..min(tile + comptime!(span.tiles), end) {
+    let mut tile = first_tile(first);
+    while tile < end {
         let start = tile * comptime!(span.elements() as u32);
         let loaded = load_state::<S, N>(
             values, scales, exponents, start, len, span, width, format, moment,
         );
         let held = decode_state(&loaded, &table, span, format, moment);
         write_held::<f32, f32, N>(out, &held, start, len, span, width);
+        tile += tile_stride();
     }
 }

@@ -8,9 +8,8 @@ use super::{StateFormat, table};
 
 /// Units of a cube.
 pub(crate) const UNITS: usize = 256;
-/// Tiles of a cube that fills tables first. Without tables a cube takes one: E4M3 without expansion lost 8% to the
-/// loop.
-const TILES: u32 = 4;
+/// Tiles of a cube that fills tables first. Without tables a cube takes one.
+const TILES: u32 = 8;
 /// Quads that a unit holds at most, where it can: enough loads in flight to hide the latency of memory, and few enough
 /// to stay in registers beside the arithmetic of both moments.
 const QUADS: usize = 2;
@@ -145,10 +144,16 @@ pub(crate) struct Stretch {
     pub span: Span,
 }
 
-/// The first of a cube's tiles.
+/// The first of a cube's tiles. The others follow at a distance of [`tile_stride`].
 #[cube]
-pub(crate) fn cube_tile(first: u32, #[comptime] span: Span) -> u32 {
-    CUBE_POS as u32 * comptime!(span.tiles) + first
+pub(crate) fn first_tile(first: u32) -> u32 {
+    CUBE_POS as u32 + first
+}
+
+/// Cubes take tiles in turn, so that those that run at one time read and write one stretch of each tensor.
+#[cube]
+pub(crate) fn tile_stride() -> u32 {
+    CUBE_COUNT as u32
 }
 
 /// The first element of a unit's `index`-th quad, or `len` where it has none.

@@ -28,7 +28,7 @@ use crate::{
 };
 
 use super::staged::{
-    CHUNK, StagedTile, TILE, byte_dtype, byte_width, read_staged, stage_word, write_words,
+    CHUNK, StagedTile, TILE, array, byte_dtype, byte_width, read_staged, stage_word, write_words,
 };
 
 /// Units along the columns and the rows of a plane, and the rows of a unit's patch.
@@ -185,17 +185,15 @@ pub(crate) fn launch<R: Runtime>(
         looped,
     };
     let byte = |tensor: Option<&TensorHandle<R>>| {
-        tensor
-            .cloned()
-            .unwrap_or_else(|| unused(x, storage::<i8>()))
-            .into_arg()
+        array(
+            tensor
+                .cloned()
+                .unwrap_or_else(|| unused(x, storage::<i8>())),
+        )
     };
     let fallback = output.fallback.as_ref();
     let or_unused = |tensor: Option<&TensorHandle<R>>, dtype: StorageType| {
-        tensor
-            .cloned()
-            .unwrap_or_else(|| unused(x, dtype))
-            .into_arg()
+        array(tensor.cloned().unwrap_or_else(|| unused(x, dtype)))
     };
     let count = if flat {
         CubeCount::Static(cols as u32, rows as u32, 1)
@@ -213,10 +211,10 @@ pub(crate) fn launch<R: Runtime>(
             tile.read,
             tile.write.0.div_ceil(4),
             tile.write.1.div_ceil(4),
-            x.clone().into_arg(),
+            array(x.clone()),
             byte(output.row_major.map(|(tensor, _)| tensor)),
             byte(output.transposed.map(|(tensor, _)| tensor)),
-            output.scales.clone().into_arg(),
+            array(output.scales.clone()),
             byte(fallback.map(|fallback| fallback.values)),
             or_unused(fallback.map(|fallback| fallback.scales), storage::<f32>()),
             or_unused(fallback.map(|fallback| fallback.flags), storage::<u32>()),
@@ -243,15 +241,15 @@ pub(crate) fn launch<R: Runtime>(
 #[cube(launch_unchecked)]
 #[allow(clippy::too_many_arguments)]
 fn quantize_block_kernel<F: Numeric, NX: Size, V: Numeric, NV: Size, T: Numeric, NT: Size>(
-    x: &Tensor<Vector<F, NX>>,
-    values: &mut Tensor<Vector<V, NV>>,
-    transposed: &mut Tensor<Vector<T, NT>>,
-    scales: &mut Tensor<f32>,
-    residual_values: &mut Tensor<Vector<V, NV>>,
-    residual_scales: &mut Tensor<f32>,
-    flags: &mut Tensor<u32>,
-    thresholds: &Tensor<f32>,
-    counts: &mut Tensor<Atomic<i32>>,
+    x: &Array<Vector<F, NX>>,
+    values: &mut Array<Vector<V, NV>>,
+    transposed: &mut Array<Vector<T, NT>>,
+    scales: &mut Array<f32>,
+    residual_values: &mut Array<Vector<V, NV>>,
+    residual_scales: &mut Array<f32>,
+    flags: &mut Array<u32>,
+    thresholds: &Array<f32>,
+    counts: &mut Array<Atomic<i32>>,
     layer: u32,
     geometry: MatrixGeometry,
     batch_size: u32,
@@ -635,7 +633,7 @@ fn residual(value: f32, scale: f32, inverse: f32, zero: u32) -> f32 {
 #[cube]
 fn falls_back(
     absmax_bits: u32,
-    thresholds: &Tensor<f32>,
+    thresholds: &Array<f32>,
     layer: u32,
     #[comptime] copies: Copies,
 ) -> bool {
@@ -728,7 +726,7 @@ fn shared_slot(slot: usize, #[comptime] tile: BlockTile) -> usize {
 /// All elements that this unit holds, in registers; 0 outside the matrix.
 #[cube]
 fn read_patches<F: Numeric, N: Size>(
-    x: &Tensor<Vector<F, N>>,
+    x: &Array<Vector<F, N>>,
     geometry: &MatrixGeometry,
     at: &TilePosition,
     #[comptime] tile: BlockTile,
@@ -894,7 +892,7 @@ fn values_of_words<F: Numeric, N: Size>(words: Words, #[comptime] tile: BlockTil
 /// Writes a row of a patch, four bytes in each word, where it lies inside the matrix.
 #[cube]
 fn write_line<V: Numeric, N: Size>(
-    out: &mut Tensor<Vector<V, N>>,
+    out: &mut Array<Vector<V, N>>,
     words: &Array<u32>,
     geometry: &MatrixGeometry,
     at: &TilePosition,

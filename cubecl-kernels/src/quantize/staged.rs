@@ -5,7 +5,7 @@
 //! that write words of the same eight patches of columns and four neighbouring rows of words meet no bank twice, and
 //! neither do eight units that read the chunks of one column.
 
-use cubecl::{ir::StorageType, prelude::*};
+use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
 use crate::device::storage;
 
@@ -25,6 +25,16 @@ pub(crate) struct StagedTile {
     pub units: usize,
     /// Bytes written at once to the transposed matrix: 16, 4 or 1.
     pub write: usize,
+}
+
+/// A tensor as a kernel's argument without its shape and strides, which CubeCL would copy to the device before each launch.
+pub(crate) fn array<R: Runtime>(tensor: TensorHandle<R>) -> ArrayArg<R> {
+    let len = tensor.shape().iter().product();
+    // SAFETY: the length is that of the tensor; a kernel that does not check its accesses does not ask for it.
+    #[allow(unsafe_code)]
+    unsafe {
+        ArrayArg::from_raw_parts(tensor.handle, len)
+    }
 }
 
 /// How many bytes of a contiguous row of this length can be written at once: `most`, 4 or 1.
@@ -64,7 +74,7 @@ pub(crate) fn stage_word(
 #[cube]
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn read_staged<T: Numeric, N: Size>(
-    transposed: &mut Tensor<Vector<T, N>>,
+    transposed: &mut Array<Vector<T, N>>,
     staged: &SharedMemory<u32>,
     rows: u32,
     cols: u32,
@@ -105,7 +115,7 @@ pub(crate) fn read_staged<T: Numeric, N: Size>(
 #[cube]
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn write_words<T: Numeric, N: Size>(
-    out: &mut Tensor<Vector<T, N>>,
+    out: &mut Array<Vector<T, N>>,
     words: &Array<u32>,
     row_start: u32,
     col: u32,
