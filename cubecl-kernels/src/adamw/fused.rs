@@ -5,7 +5,6 @@ use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 use crate::{
     device::{cube_grid, has_u64, storage, unused},
     error::KernelError,
-    fast,
     format::Rounding,
     optimizer_state::{
         Moment, StateFormat,
@@ -38,8 +37,6 @@ struct Plan {
     stochastic_state: bool,
     /// Whether the device multiplies to 64 bits.
     wide: bool,
-    /// Whether approximate functions flush to zero; see [`fast::flush_to_zero`].
-    flushes: bool,
 }
 
 fn is_expanded(format: Option<StateFormat>) -> bool {
@@ -119,7 +116,6 @@ pub(super) fn launch<R: Runtime>(
                     stochastic,
                     stochastic_state: *state_rounding != Rounding::Nearest,
                     wide: has_u64(client),
-                    flushes: fast::flushes(client),
                 },
                 parameter.dtype,
                 gradient.dtype,
@@ -164,7 +160,6 @@ fn adamw_kernel<P: Numeric, G: Numeric, S1: Numeric, S2: Numeric, N: Size>(
             terminate!();
         }
     }
-    fast::flush_to_zero(comptime!(plan.flushes));
     let taken = clock[0];
     let first_table = fill_table(comptime!(plan.first), comptime!(Moment::First));
     let second_table = fill_table(comptime!(plan.second), comptime!(Moment::Second));
