@@ -9,7 +9,7 @@ use burn_autodiff::{
 use burn_backend::tensor::FloatTensor;
 pub use cubecl_kernels::softmax::AttentionScores;
 
-use super::{QuantOps, matmul::product};
+use super::QuantOps;
 
 /// Attention on the backend that holds the data.
 pub struct AttentionKernels<B: QuantOps> {
@@ -58,53 +58,6 @@ impl<T> AttentionInputs<T> {
 impl<T> From<[T; 3]> for AttentionInputs<T> {
     fn from([query, key, value]: [T; 3]) -> Self {
         Self { query, key, value }
-    }
-}
-
-/// Kernels of the softmax of attention's scores.
-pub(super) struct SoftmaxKernels<B: QuantOps> {
-    /// The probabilities of scores `[batch, heads, queries, keys]`, in their dtype.
-    pub forward: fn(FloatTensor<B>, AttentionScores) -> FloatTensor<B>,
-    /// The probabilities, and the gradient of the scores, from the scores and the gradient of the probabilities.
-    pub backward: SoftmaxBackward<B>,
-}
-
-/// See [`SoftmaxKernels::backward`].
-type SoftmaxBackward<B> =
-    fn(FloatTensor<B>, FloatTensor<B>, AttentionScores) -> (FloatTensor<B>, FloatTensor<B>);
-
-impl<B: QuantOps> SoftmaxKernels<B> {
-    /// See [`AttentionKernels::forward`].
-    pub fn attention(
-        &self,
-        inputs: AttentionInputs<FloatTensor<B>>,
-        scores: AttentionScores,
-    ) -> FloatTensor<B> {
-        let AttentionInputs { query, key, value } = inputs;
-        let of_scores = product::<B>(query, B::float_transpose(key));
-        product::<B>((self.forward)(of_scores, scores), value)
-    }
-
-    /// See [`AttentionKernels::backward`].
-    pub fn attention_backward(
-        &self,
-        inputs: AttentionInputs<FloatTensor<B>>,
-        grad: FloatTensor<B>,
-        wanted: AttentionInputs<bool>,
-        scores: AttentionScores,
-    ) -> AttentionInputs<Option<FloatTensor<B>>> {
-        let AttentionInputs { query, key, value } = inputs;
-        let grad_probabilities = product::<B>(grad.clone(), B::float_transpose(value));
-        let of_scores = product::<B>(query.clone(), B::float_transpose(key.clone()));
-        let (probabilities, grad_scores) = (self.backward)(of_scores, grad_probabilities, scores);
-        let of_value = || product::<B>(B::float_transpose(probabilities), grad);
-        let of_query = || product::<B>(grad_scores.clone(), key);
-        let of_key = || product::<B>(B::float_transpose(grad_scores.clone()), query);
-        AttentionInputs {
-            value: wanted.value.then(of_value),
-            query: wanted.query.then(of_query),
-            key: wanted.key.then(of_key),
-        }
     }
 }
 

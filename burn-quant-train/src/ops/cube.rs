@@ -29,10 +29,11 @@ use super::{
     Fallback, FallbackQuantized, InputCasts, Layout, LinearInput, Operand, QuantOps, Quantized,
     Residual, StochasticKey,
     adamw::{AdamWItem, AdamWUpdate, Hyperparameters, Moment, MomentState, StateFormat},
-    attention::{AttentionKernels, SoftmaxKernels},
+    attention::AttentionKernels,
     keyed,
     matmul::MatmulKernel,
     quantize_input_twice,
+    softmax::SoftmaxKernels,
 };
 use crate::{
     layer::{self, DelayThreshold},

@@ -449,7 +449,9 @@ impl<B: FusionBackend + QuantOps> QuantOps for Fusion<B> {
                 register::<B>("matmul", vec![lhs, rhs], &outputs, move |ir, handles| {
                     let lhs = handles.get_float_tensor::<B>(&ir.inputs[0]);
                     let rhs = handles.get_float_tensor::<B>(&ir.inputs[1]);
-                    let output = super::matmul::product::<B>(lhs, rhs);
+                    let kernel = B::matmul_kernel(&B::float_device(&lhs))
+                        .expect("a product in a fused stream wraps one of the fused backend");
+                    let output = kernel(lhs, rhs);
                     handles.register_float_tensor::<B>(&ir.outputs[0].id, output);
                 });
             outputs.next().expect("one output")

@@ -13,14 +13,6 @@ use super::QuantOps;
 /// `lhs [.., M, K]` times `rhs [.., K, N]`, both BF16 or FP16 with the same leading dimensions, of the same dtype.
 pub type MatmulKernel<B> = fn(FloatTensor<B>, FloatTensor<B>) -> FloatTensor<B>;
 
-/// The product by the backend's kernel, else by Burn's.
-pub(super) fn product<B: QuantOps>(lhs: FloatTensor<B>, rhs: FloatTensor<B>) -> FloatTensor<B> {
-    match B::matmul_kernel(&B::float_device(&lhs)) {
-        Some(kernel) => kernel(lhs, rhs),
-        None => B::float_matmul(lhs, rhs),
-    }
-}
-
 /// What a product keeps for the backward pass: each operand if the other one needs a gradient.
 #[derive(Debug)]
 struct Context<B: QuantOps> {

@@ -15,6 +15,8 @@ mod float;
 #[cfg(feature = "fusion")]
 mod fusion;
 pub mod matmul;
+#[cfg(feature = "cubecl")]
+mod softmax;
 
 use std::sync::Arc;
 
