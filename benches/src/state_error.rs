@@ -1,5 +1,5 @@
-//! The error that compressed moments make in `m / (sqrt(v) + epsilon)`, the part of an update that depends on them: tables 1
-//! and 9 of COAT (coat-fp8), on the moments of a checkpoint.
+//! The error that compressed moments make in `m / (sqrt(v) + epsilon)`, the part of an update that depends on them:
+//! tables 1 and 9 of COAT (coat-fp8), on the moments of a checkpoint.
 
 use cubecl_kernels::{
     dynamic_range_expansion::expand,

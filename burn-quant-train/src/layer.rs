@@ -1,7 +1,7 @@
 //! The quantization state of linear layers.
 //!
-//! A [`Layer`] is one linear layer as its weight's tag knows it; the [`Bank`] holds what all layers of a model share: the
-//! thresholds and fallback counters, which live on the device, and the position in the stream of random numbers.
+//! A [`Layer`] is one linear layer as its weight's tag knows it; the [`Bank`] holds what all layers of a model share:
+//! the thresholds and fallback counters, which live on the device, and the position in the stream of random numbers.
 
 use std::sync::{
     Arc, Mutex, MutexGuard, PoisonError,
@@ -140,8 +140,8 @@ pub struct Bank<B: QuantOps> {
 }
 
 impl<B: QuantOps> Bank<B> {
-    /// A bank at optimizer step `step`, whose stochastic rounding is keyed by `seed`. Device buffers are made at first use,
-    /// on the device of that use.
+    /// A bank at optimizer step `step`, whose stochastic rounding is keyed by `seed`. Device buffers are made at first
+    /// use, on the device of that use.
     pub fn new(seed: u64, step: u64, initial: BankValues) -> Self {
         Self {
             seed,
@@ -179,7 +179,8 @@ impl<B: QuantOps> Bank<B> {
         f(state)
     }
 
-    /// Ends an optimizer step: updates every threshold from the counters, on the device, and moves the random stream on.
+    /// Ends an optimizer step: updates every threshold from the counters, on the device, and moves the random stream
+    /// on.
     pub fn advance(&self, config: &DelayThreshold) {
         let mut guard = self.lock();
         *guard = guard.take().map(|state| B::delay_threshold(state, config));
@@ -261,8 +262,8 @@ impl<B: QuantOps> Layer<B> {
         &self.bank
     }
 
-    /// The key for the next stochastic rounding in this role: the bank's seed, and a stream that no other layer, role, call
-    /// or step has.
+    /// The key for the next stochastic rounding in this role: the bank's seed, and a stream that no other layer, role,
+    /// call or step has.
     pub fn next_key(&self, role: Role) -> StochasticKey {
         let step = self.bank.step();
         let mut calls = self.calls.lock().unwrap_or_else(PoisonError::into_inner);

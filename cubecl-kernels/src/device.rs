@@ -165,7 +165,8 @@ pub(crate) fn cube_grid(count: usize) -> CubeCount {
 }
 
 /// A stand-in for a tensor argument that this launch of a kernel does not use: `any` other argument's buffer, since an
-/// allocation costs the host as much as a small launch.
+/// allocation costs the host as much as a small launch. The kernel must neither read nor write it; wgpu, which binds
+/// all buffers for both unless CubeCL's `exclusive-memory-only` is on, accepts a buffer twice.
 pub(crate) fn unused<R: Runtime>(any: &TensorHandle<R>, dtype: StorageType) -> TensorHandle<R> {
     TensorHandle::new_contiguous(vec![1], any.handle.clone(), dtype)
 }

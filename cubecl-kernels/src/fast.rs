@@ -20,9 +20,9 @@ pub(crate) fn power(base: f32, exponent: f32) -> f32 {
     base.powf(exponent)
 }
 
-/// The square root of a number that is not negative, or of NaN; one below 1e-31 counts as up to 1e-38 more, so that 0 has no
-/// infinite inverse. Without the branch that a correctly rounded root has on CUDA, and without a maximum, which would take
-/// NaN for the smaller one.
+/// The square root of a number that is not negative, or of NaN; one below 1e-31 counts as up to 1e-38 more, so that 0
+/// has no infinite inverse. Without the branch that a correctly rounded root has on CUDA, and without a maximum, which
+/// would take NaN for the smaller one.
 #[cube]
 pub(crate) fn root(x: f32) -> f32 {
     let x = x + f32::MIN_POSITIVE;

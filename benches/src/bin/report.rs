@@ -1,7 +1,8 @@
 //! Writes the tables of measured results into the book and the README, or checks them.
 //!
-//! `book/results/NAME.json` is what `pretrain`, `qt-bench` or `states` wrote with `--json`, `book/results/NAME.md` a sentence
-//! that says how: command, machine, date. A page asks for the table with the lines `<!-- table:NAME -->` and `<!-- end -->`.
+//! `book/results/NAME.json` is what `pretrain`, `qt-bench` or `states` wrote with `--json`, `book/results/NAME.md` a
+//! sentence that says how: command, machine, date. A page asks for the table with the lines `<!-- table:NAME -->` and
+//! `<!-- end -->`.
 
 use std::{
     collections::BTreeSet,

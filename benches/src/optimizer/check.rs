@@ -24,8 +24,8 @@ const T: u32 = 10;
 ///
 /// # Errors
 ///
-/// Parameters that differ by more than 1e-4 of a learning rate; codes, scales or values that differ at all without expansion;
-/// with it, whose powers the device rounds in its own way, more than a few of them.
+/// Parameters that differ by more than 1e-4 of a learning rate; codes, scales or values that differ at all without
+/// expansion; with it, whose powers the device rounds in its own way, more than a few of them.
 pub fn check(gpu: &Gpu, first: Option<StateFormat>, second: Option<StateFormat>) -> Result<()> {
     LENS.into_iter()
         .try_for_each(|len| step(gpu, len, first, second))
@@ -154,7 +154,8 @@ impl HostMoment {
             );
             return Ok(());
         }
-        // Where the last digits of the powers decide, an exponent is the neighbouring one, and with it all codes of the group.
+        // Where the last digits of the powers decide, an exponent is the neighbouring one, and with it all codes of the
+        // group.
         let (mut other_exponents, mut other_codes) = (0, 0);
         for (index, group) in expected.codes.chunks(format.group).enumerate() {
             let (a, b) = (scales[index], expected.scales[index]);

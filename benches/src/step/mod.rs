@@ -2,8 +2,8 @@
 //!
 //! [`architecture`] holds the layers, plain Burn; [`contender`] says what a training loop does about their weights;
 //! [`measure`] takes a layer on one backend: [`check`] compares outputs and gradients with a float reference, and
-//! [`passes`] times both passes; [`breakdown`] times the parts of a layer; [`training`] times whole training steps. None of
-//! them knows of a device: `linear`, `layer` and `pretrain`, built with feature `cuda`, run them on a GPU.
+//! [`passes`] times both passes; [`breakdown`] times the parts of a layer; [`training`] times whole training steps.
+//! None of them knows of a device: `linear`, `layer` and `pretrain`, built with feature `cuda`, run them on a GPU.
 
 pub mod architecture;
 pub mod breakdown;

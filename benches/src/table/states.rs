@@ -39,8 +39,8 @@ const TABLE_9: [Line; 3] = [
 /// COAT's error of E4M3 for both moments.
 const PAPER_UNIT: f64 = TABLE_1[0].1[0];
 
-/// Both of COAT's tables, each error with COAT's in brackets, as a part of the error of E4M3 for both moments; the same with
-/// plain rounding to the nearest; and a line on the states.
+/// Both of COAT's tables, each error with COAT's in brackets, as a part of the error of E4M3 for both moments; the same
+/// with plain rounding to the nearest; and a line on the states.
 pub(super) fn table(errors: &StateErrors) -> Result<String> {
     let mut out =
         String::from("Errors as a part of that of E4M3 for both moments (in brackets COAT's):\n\n");

@@ -2,8 +2,8 @@
 
 /// Forwards operations to the inner backend.
 ///
-/// Each line is an operation of one of Burn's traits: its name, the kind of every argument and of the result, and, after
-/// `=>`, its [precision class](crate::precision::Class); a line without one leaves dtypes alone. So the table of
+/// Each line is an operation of one of Burn's traits: its name, the kind of every argument and of the result, and,
+/// after `=>`, its [precision class](crate::precision::Class); a line without one leaves dtypes alone. So the table of
 /// classes *is* the code, and a reader compares it with the book's line by line.
 ///
 /// Kinds: `Float`, `FloatRef`, `OptFloat`, `Floats` (a vector), `FloatPair`, `FloatAndInt`, `Int`, `Bool`, `Quant`,

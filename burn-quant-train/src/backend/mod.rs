@@ -19,8 +19,8 @@ use crate::{layer, ops::QuantBackend, recipe::Recipe, tensor::QuantTensor};
 /// Trains on backend `B` by recipe `R`.
 ///
 /// `B` is `Autodiff<Inner, Strategy>` for training, with either checkpointing strategy; the backend for validation and
-/// inference, `AutodiffBackend::InnerBackend`, is `QuantTrain<Inner, R>`, which applies the precision policy and quantizes
-/// nothing (fallback-int8, appendix E: quantized evaluation lets blocks leak information between tokens).
+/// inference, `AutodiffBackend::InnerBackend`, is `QuantTrain<Inner, R>`, which applies the precision policy and
+/// quantizes nothing (fallback-int8, appendix E: quantized evaluation lets blocks leak information between tokens).
 ///
 /// Int, bool and Burn's own quantized primitives are those of `B`; a float primitive is that of `B` plus a shared
 /// [tag](crate::tag::Tag).

@@ -93,10 +93,10 @@ impl<B: QuantBackend, R: Recipe> ModuleOps<Self> for QuantTrain<B, R> {
         QuantTensor::new(precision::cast_to::<B>(rows, target))
     }
 
-    /// In training: one node that saves Q, K and V, its softmax a kernel in FP32, where the backend has kernels and nothing
-    /// is added to the scores. Otherwise Burn builds attention from products and a softmax under autodiff, and building it
-    /// from *our* operations keeps the softmax in FP32; so it does with FP32 as the compute dtype, to change no bit.
-    /// Without autodiff the inner backend's fused kernel runs on compute-dtype operands.
+    /// In training: one node that saves Q, K and V, its softmax a kernel in FP32, where the backend has kernels and
+    /// nothing is added to the scores. Otherwise Burn builds attention from products and a softmax under autodiff, and
+    /// building it from *our* operations keeps the softmax in FP32; so it does with FP32 as the compute dtype, to
+    /// change no bit. Without autodiff the inner backend's fused kernel runs on compute-dtype operands.
     fn attention(
         query: FloatTensor<Self>,
         key: FloatTensor<Self>,

@@ -1,4 +1,5 @@
-//! The quantized linear layer: forward product, saved context, and the two backward products (fallback-int8, section 5.1).
+//! The quantized linear layer: forward product, saved context, and the two backward products (fallback-int8, section
+//! 5.1).
 
 use std::sync::Arc;
 
@@ -51,9 +52,9 @@ impl<B: QuantOps> Weight<B> {
     }
 }
 
-/// W quantized: once for each value of the weight, so once for each optimizer step, for forward and backward, and in whichever
-/// orientation it is used, since square blocks transpose for free. Its INT8 copy is one byte a parameter; a product that
-/// needs the other layout makes that for its own time.
+/// W quantized: once for each value of the weight, so once for each optimizer step, for forward and backward, and in
+/// whichever orientation it is used, since square blocks transpose for free. Its INT8 copy is one byte a parameter; a
+/// product that needs the other layout makes that for its own time.
 pub(super) fn quantized_weight<B: QuantOps>(
     weight: FloatTensor<B>,
     tag: &Tag<B>,
@@ -79,8 +80,8 @@ pub(super) struct Input<'a, B: QuantOps> {
     pub tag: Option<&'a Tag<B>>,
 }
 
-/// Y = X W + bias in the compute dtype, X quantized to nearest, with fallback if the recipe says so; and with `saves` the copy of
-/// X for the backward pass, from the same read.
+/// Y = X W + bias in the compute dtype, X quantized to nearest, with fallback if the recipe says so; and with `saves`
+/// the copy of X for the backward pass, from the same read.
 pub(super) fn forward<B: QuantOps>(
     input: Input<'_, B>,
     weight: &Weight<B>,

@@ -106,8 +106,8 @@ where
         let Some((block, saved_cast, key)) = one_read(&casts) else {
             return quantize_input_twice(x, casts, fallback);
         };
-        // Without padding between rows, as kernels take the counters: Burn pads the rows of what it allocates on CUDA. From
-        // then on the kernels' own buffer goes round.
+        // Without padding between rows, as kernels take the counters: Burn pads the rows of what it allocates on CUDA.
+        // From then on the kernels' own buffer goes round.
         let fallback = fallback.map(|fallback| Fallback {
             counts: into_contiguous(fallback.counts),
             ..fallback
@@ -334,8 +334,8 @@ where
     }
 }
 
-/// `[.., rows, cols]` as a batch of matrices, a copy only where the leading dimensions have no common stride. A copy keeps
-/// the order of rows and columns in memory.
+/// `[.., rows, cols]` as a batch of matrices, a copy only where the leading dimensions have no common stride. A copy
+/// keeps the order of rows and columns in memory.
 fn matrices<R: CubeRuntime>(tensor: CubeTensor<R>) -> TensorHandle<R> {
     let (shape, strides) = (tensor.shape(), tensor.meta.strides().to_vec());
     let [rows, cols] = [shape.num_dims() - 2, shape.num_dims() - 1];

@@ -19,7 +19,8 @@ use crate::{
     recipe::{Cast, Format},
 };
 
-/// A matrix cut into blocks: FP32 `[block rows, rows of a block, block cols, cols of a block]`, edge blocks filled up with zeros.
+/// A matrix cut into blocks: FP32 `[block rows, rows of a block, block cols, cols of a block]`, edge blocks filled up
+/// with zeros.
 struct Blocks<B: QuantOps> {
     values: FloatTensor<B>,
     shape: [usize; 2],

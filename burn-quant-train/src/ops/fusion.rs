@@ -1,7 +1,7 @@
 //! The quantized operations in a fused stream: each is one custom operation, run by the backend under `Fusion`.
 //!
-//! They are functional: state goes in and comes out as tensors, so the stream sees every dependency. A kernel that updates a buffer in
-//! place is registered as the maker of the tensor that comes out.
+//! They are functional: state goes in and comes out as tensors, so the stream sees every dependency. A kernel that
+//! updates a buffer in place is registered as the maker of the tensor that comes out.
 
 use std::{fmt::Debug, sync::Arc};
 

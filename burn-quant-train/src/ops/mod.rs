@@ -1,8 +1,8 @@
 //! The quantized operations as an extension of Burn's `Backend`.
 //!
-//! [`QuantOps`] belongs to the backends that hold data; its default methods compute with ordinary float tensor operations,
-//! so any Burn backend gets it by an empty `impl`. The CubeCL backends and Flex replace them by the functions of
-//! `cubecl-kernels`. [`QuantBackend`] adds `Autodiff` on top.
+//! [`QuantOps`] belongs to the backends that hold data; its default methods compute with ordinary float tensor
+//! operations, so any Burn backend gets it by an empty `impl`. The CubeCL backends and Flex replace them by the
+//! functions of `cubecl-kernels`. [`QuantBackend`] adds `Autodiff` on top.
 
 pub mod adamw;
 pub mod attention;
@@ -66,13 +66,13 @@ pub struct FallbackQuantized<B: Backend> {
 /// The residuals of the blocks that fell back.
 #[derive(Debug)]
 pub struct Residual<B: Backend> {
-    /// The residual's values, `[rows, cols]`; meaningful in blocks that fell back. Room for every block, since the count is known on
-    /// the device only; lives from the quantization to the product and no longer.
+    /// The residual's values, `[rows, cols]`; meaningful in blocks that fell back. Room for every block, since the
+    /// count is known on the device only; lives from the quantization to the product and no longer.
     pub values: IntTensor<B>,
     /// FP32 `[scale rows, scale cols]`; 0 in blocks that did not fall back.
     pub scales: FloatTensor<B>,
-    /// `[scale rows, scale cols]`: nonzero where the block fell back, u(i, k) of fallback-int8, equation (2). A backend that
-    /// needs no indicator because the residual's scale is 0 elsewhere leaves it out.
+    /// `[scale rows, scale cols]`: nonzero where the block fell back, u(i, k) of fallback-int8, equation (2). A backend
+    /// that needs no indicator because the residual's scale is 0 elsewhere leaves it out.
     pub indicator: Option<IntTensor<B>>,
 }
 
@@ -151,8 +151,8 @@ impl<B: Backend> Operand<'_, B> {
 
 /// The quantized operations of a backend that holds data.
 ///
-/// Matrices have two dimensions; layers flatten the leading ones. The default methods give the same integers and the same scales as the kernels
-/// of `cubecl-kernels`, bit for bit; products agree to FP32 rounding.
+/// Matrices have two dimensions; layers flatten the leading ones. The default methods give the same integers and the
+/// same scales as the kernels of `cubecl-kernels`, bit for bit; products agree to FP32 rounding.
 pub trait QuantOps: Backend {
     /// Quantizes the matrix `x` (any float dtype, any strides). `layout` says which copies of the values the
     /// products to come will read; `key` names the random numbers of stochastic rounding.
@@ -170,9 +170,9 @@ pub trait QuantOps: Backend {
         float::quantize::<Self>(x, cast, key)
     }
 
-    /// Quantizes the matrix `x` to nearest with fallback: blocks whose largest magnitude exceeds `thresholds[layer]` also
-    /// get their residual quantized (fallback-int8, sections 4.3 and 4.4). Returns `counts` with row `layer` gone up by the blocks that
-    /// fell back and by all blocks; the buffer may be reused.
+    /// Quantizes the matrix `x` to nearest with fallback: blocks whose largest magnitude exceeds `thresholds[layer]`
+    /// also get their residual quantized (fallback-int8, sections 4.3 and 4.4). Returns `counts` with row `layer` gone
+    /// up by the blocks that fell back and by all blocks; the buffer may be reused.
     ///
     /// - `thresholds`: FP32 `[layers]`
     /// - `counts`: INT32 `[layers, 2]`
@@ -211,9 +211,9 @@ pub trait QuantOps: Backend {
         Self::float_cast(matrix, dtype)
     }
 
-    /// The product of two quantized matrices, `a` with the residuals of its fallback blocks if given, plus `bias` along the
-    /// columns (fallback-int8, algorithm 1). Accumulates in INT32 inside a block and in FP32 across blocks, or in FP32 of dequantized values; rounds
-    /// once, to `dtype`.
+    /// The product of two quantized matrices, `a` with the residuals of its fallback blocks if given, plus `bias` along
+    /// the columns (fallback-int8, algorithm 1). Accumulates in INT32 inside a block and in FP32 across blocks, or in
+    /// FP32 of dequantized values; rounds once, to `dtype`.
     ///
     /// # Panics
     ///
@@ -245,8 +245,8 @@ pub trait QuantOps: Backend {
         None
     }
 
-    /// One AdamW step of all these parameters, without a host read where there are kernels. Buffers that nothing else holds
-    /// are updated in place.
+    /// One AdamW step of all these parameters, without a host read where there are kernels. Buffers that nothing else
+    /// holds are updated in place.
     ///
     /// - `clock`: INT32 `[2]`, the steps taken and skipped, this one counted: see [`tick`](Self::tick)
     /// - `nonfinite`: INT32 `[1]`; if it is not 0, nothing changes
@@ -334,8 +334,8 @@ fn keyed(cast: Cast, key: Option<StochasticKey>) -> format::Rounding {
     }
 }
 
-/// A backend whose float tensors are, or wrap, those of a backend that holds data: one with [`QuantOps`], or the decorator
-/// over one. Optimizers step the parameters of such backends.
+/// A backend whose float tensors are, or wrap, those of a backend that holds data: one with [`QuantOps`], or the
+/// decorator over one. Optimizers step the parameters of such backends.
 pub trait DataBackend: Backend {
     /// The backend that holds the data.
     type Base: QuantOps<Device = Device<Self>>;
@@ -388,8 +388,8 @@ pub trait QuantBackend: Backend {
         rhs: FloatTensor<Self>,
     ) -> FloatTensor<Self>;
 
-    /// `softmax(scale Q Kᵀ + mask) V` by kernels of the backend that holds the data, recorded for the backward pass where
-    /// there is one.
+    /// `softmax(scale Q Kᵀ + mask) V` by kernels of the backend that holds the data, recorded for the backward pass
+    /// where there is one.
     fn attention_by(
         kernels: AttentionKernels<Self::Base>,
         inputs: AttentionInputs<FloatTensor<Self>>,

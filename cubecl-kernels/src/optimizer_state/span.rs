@@ -102,9 +102,9 @@ impl Span {
         self.lanes * (group / self.run)
     }
 
-    /// The launches of a kernel over `len` elements: tiles that lie in the tensor as a whole, four elements at once, and
-    /// what is left. One launch alone where nothing is left, where tensors do not allow reads of four, and where all
-    /// elements can be read so but are too few for the guards to matter.
+    /// The launches of a kernel over `len` elements: tiles that lie in the tensor as a whole, four elements at once,
+    /// and what is left. One launch alone where nothing is left, where tensors do not allow reads of four, and where
+    /// all elements can be read so but are too few for the guards to matter.
     pub fn launches(&self, len: usize, aligned: bool) -> Vec<Stretch> {
         let tiles = len.div_ceil(self.elements());
         let quads = len % 4 == 0;

@@ -98,6 +98,9 @@ struct BlockTile {
     planes: bool,
     /// Whether the device multiplies to 64 bits.
     wide: bool,
+    /// Whether the device divides with correct rounding. Vulkan allows two units in the last place more, with which the
+    /// products of the largest elements can leave the range of the integers.
+    divides_exactly: bool,
     /// Whether the cubes lie in a grid of the tiles of one matrix.
     flat: bool,
     /// Whether the elements wait in shared memory, and the rows of a patch are rounded in a loop; see [`Held`].
@@ -181,15 +184,9 @@ pub(crate) fn launch<R: Runtime>(
         ),
         planes: has_planes_of_32(client),
         wide: has_u64(client),
+        divides_exactly: R::name(client) == "cuda",
         flat,
         looped,
-    };
-    let byte = |tensor: Option<&TensorHandle<R>>| {
-        array(
-            tensor
-                .cloned()
-                .unwrap_or_else(|| unused(x, storage::<i8>())),
-        )
     };
     let fallback = output.fallback.as_ref();
     let or_unused = |tensor: Option<&TensorHandle<R>>, dtype: StorageType| {
@@ -212,10 +209,10 @@ pub(crate) fn launch<R: Runtime>(
             tile.write.0.div_ceil(4),
             tile.write.1.div_ceil(4),
             array(x.clone()),
-            byte(output.row_major.map(|(tensor, _)| tensor)),
-            byte(output.transposed.map(|(tensor, _)| tensor)),
+            or_unused(output.row_major.map(|(tensor, _)| tensor), storage::<i8>()),
+            or_unused(output.transposed.map(|(tensor, _)| tensor), storage::<i8>()),
             array(output.scales.clone()),
-            byte(fallback.map(|fallback| fallback.values)),
+            or_unused(fallback.map(|fallback| fallback.values), storage::<i8>()),
             or_unused(fallback.map(|fallback| fallback.scales), storage::<f32>()),
             or_unused(fallback.map(|fallback| fallback.flags), storage::<u32>()),
             or_unused(
@@ -572,7 +569,12 @@ fn round_line<F: Numeric, N: Size>(
             }
             if comptime!(copies.any(Round::Stochastic)) {
                 let offset = stochastic_offset(random_words[comptime!(col / 2)], zero, col);
-                stochastic = stochastic_integer(scaled, offset);
+                let in_range = if comptime!(tile.divides_exactly) {
+                    scaled
+                } else {
+                    clamp(scaled, -127.0f32, 127.0f32)
+                };
+                stochastic = stochastic_integer(in_range, offset);
             }
             if comptime!(copies.row_major == Some(Round::Stochastic)) {
                 word = push_byte(word, stochastic);

@@ -27,7 +27,8 @@ pub(crate) struct StagedTile {
     pub write: usize,
 }
 
-/// A tensor as a kernel's argument without its shape and strides, which CubeCL would copy to the device before each launch.
+/// A tensor as a kernel's argument without its shape and strides, which CubeCL would copy to the device before each
+/// launch.
 pub(crate) fn array<R: Runtime>(tensor: TensorHandle<R>) -> ArrayArg<R> {
     let len = tensor.shape().iter().product();
     // SAFETY: the length is that of the tensor; a kernel that does not check its accesses does not ask for it.
