@@ -164,11 +164,18 @@ pub(crate) fn cube_grid(count: usize) -> CubeCount {
     CubeCount::Static(count.div_ceil(y) as u32, y as u32, 1)
 }
 
-/// A stand-in for a tensor argument that this launch of a kernel does not use: `any` other argument's buffer, since an
-/// allocation costs the host as much as a small launch. The kernel must neither read nor write it; wgpu, which binds
-/// all buffers for both unless CubeCL's `exclusive-memory-only` is on, accepts a buffer twice.
-pub(crate) fn unused<R: Runtime>(any: &TensorHandle<R>, dtype: StorageType) -> TensorHandle<R> {
-    TensorHandle::new_contiguous(vec![1], any.handle.clone(), dtype)
+/// A tensor argument that not every launch of a kernel uses: `tensor`, else as a stand-in the buffer of `any` other
+/// argument, since an allocation costs the host as much as a small launch. The kernel must neither read nor write a
+/// stand-in; wgpu, which binds all buffers for both unless CubeCL's `exclusive-memory-only` is on, accepts a buffer
+/// twice.
+pub(crate) fn or_unused<R: Runtime>(
+    tensor: Option<&TensorHandle<R>>,
+    any: &TensorHandle<R>,
+    dtype: StorageType,
+) -> TensorHandle<R> {
+    tensor
+        .cloned()
+        .unwrap_or_else(|| TensorHandle::new_contiguous(vec![1], any.handle.clone(), dtype))
 }
 
 /// How many elements a kernel reads at once along the columns of `tensor`: 4, or 1 where that is not possible.

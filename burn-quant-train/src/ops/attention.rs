@@ -92,15 +92,10 @@ impl<B: QuantOps> Backward<B, 3> for Attention {
         _checkpointer: &mut Checkpointer,
     ) {
         let grad = grads.consume::<B>(&ops.node);
-        let nodes = AttentionInputs::from(ops.parents);
-        let wanted = AttentionInputs {
-            query: nodes.query.is_some(),
-            key: nodes.key.is_some(),
-            value: nodes.value.is_some(),
-        };
+        let wanted = ops.parents.each_ref().map(Option::is_some).into();
         let context = ops.state;
         let of_inputs = (context.backward)(context.inputs, grad, wanted, context.scores);
-        for (node, grad) in nodes.into_array().into_iter().zip(of_inputs.into_array()) {
+        for (node, grad) in ops.parents.into_iter().zip(of_inputs.into_array()) {
             if let Some((node, grad)) = node.zip(grad) {
                 grads.register::<B>(node.id, grad);
             }

@@ -5,6 +5,7 @@ use burn_backend::tensor::FloatTensor;
 use super::{
     QuantOps,
     attention::{AttentionInputs, AttentionScores},
+    matmul::MatmulKernel,
 };
 
 /// Kernels of the softmax of attention's scores.
@@ -27,8 +28,9 @@ impl<B: QuantOps> SoftmaxKernels<B> {
         scores: AttentionScores,
     ) -> FloatTensor<B> {
         let AttentionInputs { query, key, value } = inputs;
-        let of_scores = product::<B>(query, B::float_transpose(key));
-        product::<B>((self.forward)(of_scores, scores), value)
+        let product = product::<B>(&query);
+        let of_scores = product(query, B::float_transpose(key));
+        product((self.forward)(of_scores, scores), value)
     }
 
     /// See [`AttentionKernels::backward`](super::attention::AttentionKernels::backward).
@@ -40,12 +42,13 @@ impl<B: QuantOps> SoftmaxKernels<B> {
         scores: AttentionScores,
     ) -> AttentionInputs<Option<FloatTensor<B>>> {
         let AttentionInputs { query, key, value } = inputs;
-        let grad_probabilities = product::<B>(grad.clone(), B::float_transpose(value));
-        let of_scores = product::<B>(query.clone(), B::float_transpose(key.clone()));
+        let product = product::<B>(&query);
+        let grad_probabilities = product(grad.clone(), B::float_transpose(value));
+        let of_scores = product(query.clone(), B::float_transpose(key.clone()));
         let (probabilities, grad_scores) = (self.backward)(of_scores, grad_probabilities, scores);
-        let of_value = || product::<B>(B::float_transpose(probabilities), grad);
-        let of_query = || product::<B>(grad_scores.clone(), key);
-        let of_key = || product::<B>(B::float_transpose(grad_scores.clone()), query);
+        let of_value = || product(B::float_transpose(probabilities), grad);
+        let of_query = || product(grad_scores.clone(), key);
+        let of_key = || product(B::float_transpose(grad_scores.clone()), query);
         AttentionInputs {
             value: wanted.value.then(of_value),
             query: wanted.query.then(of_query),
@@ -54,10 +57,7 @@ impl<B: QuantOps> SoftmaxKernels<B> {
     }
 }
 
-/// The product by the backend's kernel for its device, else by Burn's.
-fn product<B: QuantOps>(lhs: FloatTensor<B>, rhs: FloatTensor<B>) -> FloatTensor<B> {
-    match B::matmul_kernel(&B::float_device(&lhs)) {
-        Some(kernel) => kernel(lhs, rhs),
-        None => B::float_matmul(lhs, rhs),
-    }
+/// The backend's kernel of products on the device of `operand`, else Burn's.
+fn product<B: QuantOps>(operand: &FloatTensor<B>) -> MatmulKernel<B> {
+    B::matmul_kernel(&B::float_device(operand)).unwrap_or(B::float_matmul)
 }

@@ -3,7 +3,7 @@
 use cubecl::{prelude::*, std::tensor::TensorHandle};
 
 use crate::{
-    device::{storage, unused},
+    device::{or_unused, storage},
     error::KernelError,
 };
 
@@ -38,9 +38,7 @@ pub fn tick<R: Runtime>(
     nonfinite: Option<&TensorHandle<R>>,
 ) -> Result<(), KernelError> {
     check_counters("tick", clock, nonfinite)?;
-    let flag = nonfinite
-        .cloned()
-        .unwrap_or_else(|| unused(clock, storage::<i32>()));
+    let flag = or_unused(nonfinite, clock, storage::<i32>());
     // SAFETY: the indices are below the lengths that `check_counters` found.
     #[allow(unsafe_code)]
     unsafe {

@@ -3,13 +3,13 @@
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
 use crate::{
-    device::{cube_grid, has_u64, storage, unused},
+    device::{cube_grid, has_u64, or_unused, storage},
     error::KernelError,
     format::Rounding,
     optimizer_state::{
         Moment, StateFormat,
         group::{decode_state, group_scales, load_state, write_state},
-        kernel::{is_aligned, or_unused},
+        kernel::is_aligned,
         span::{Span, first_tile, quad_start, read_held, tile_stride, write_held},
         table::fill_table,
     },
@@ -75,11 +75,9 @@ pub(super) fn launch<R: Runtime>(
         .into_iter()
         .all(is_aligned);
     let stochastic = *rounding != Rounding::Nearest && parameter.dtype != storage::<f32>();
-    let flag = nonfinite
-        .cloned()
-        .unwrap_or_else(|| unused(clock, storage::<i32>()));
-    let scales = |scales| or_unused(clock, scales, storage::<f32>()).into_arg();
-    let exponents = |exponents| or_unused(clock, exponents, storage::<u8>()).into_arg();
+    let flag = or_unused(nonfinite, clock, storage::<i32>());
+    let scales = |scales| or_unused(scales, clock, storage::<f32>()).into_arg();
+    let exponents = |exponents| or_unused(exponents, clock, storage::<u8>()).into_arg();
     for stretch in span.launches(tensors.len(), aligned) {
         // SAFETY: accesses are guarded by the number of elements, which `AdamWTensors::check` found to be that of all
         // tensors, and by the number of groups that follows from it.
@@ -93,11 +91,11 @@ pub(super) fn launch<R: Runtime>(
                 parameter.clone().into_arg(),
                 gradient.clone().into_arg(),
                 first.values.clone().into_arg(),
-                scales(&first.scales),
-                exponents(&first.exponents),
+                scales(first.scales.as_ref()),
+                exponents(first.exponents.as_ref()),
                 second.values.clone().into_arg(),
-                scales(&second.scales),
-                exponents(&second.exponents),
+                scales(second.scales.as_ref()),
+                exponents(second.exponents.as_ref()),
                 clock.clone().into_arg(),
                 flag.clone().into_arg(),
                 coefficients.launch(),

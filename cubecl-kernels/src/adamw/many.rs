@@ -2,7 +2,7 @@
 
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
-use crate::device::{storage, unused};
+use crate::device::{or_unused, storage};
 
 use super::{
     AdamWTensors, Coefficients,
@@ -37,9 +37,7 @@ pub(super) fn launch<R: Runtime>(
     nonfinite: Option<&TensorHandle<R>>,
     coefficients: &Coefficients,
 ) {
-    let flag = nonfinite
-        .cloned()
-        .unwrap_or_else(|| unused(clock, storage::<i32>()));
+    let flag = or_unused(nonfinite, clock, storage::<i32>());
     // A launch takes gradients of one type, and cubes for the longest of its tensors.
     let mut sorted = tensors.to_vec();
     sorted.sort_by_key(|tensors| (tensors.gradient.dtype.to_string(), tensors.len()));

@@ -19,7 +19,7 @@ use cubecl::{
     std::tensor::TensorHandle,
 };
 
-use crate::device::{MatrixView, storage, unused};
+use crate::device::{MatrixView, or_unused, storage};
 
 use super::{GemmArgs, align::AlignedValues, blueprint::HopperBlueprint};
 
@@ -103,9 +103,7 @@ pub(super) fn launch<R: Runtime>(
         b_view,
     } = AlignedValues::new(client, args);
     let residual = residual.unwrap_or_else(|| a.clone());
-    let or_unused = |tensor: Option<&TensorHandle<R>>, dtype| {
-        tensor.cloned().unwrap_or_else(|| unused(args.out, dtype))
-    };
+    let optional = |tensor: Option<&TensorHandle<R>>, dtype| or_unused(tensor, args.out, dtype);
     let numbers = [
         [problem.batch, problem.m, problem.n, problem.k],
         scale_strides(&args.a_scales),
@@ -129,9 +127,9 @@ pub(super) fn launch<R: Runtime>(
         vec![
             args.a.scales.clone(),
             args.b.scales.clone(),
-            or_unused(args.fallback.map(|r| &r.scales), storage::<f32>()),
-            or_unused(args.fallback.map(|r| &r.flags), storage::<u32>()),
-            or_unused(args.bias, storage::<f32>()),
+            optional(args.fallback.map(|r| &r.scales), storage::<f32>()),
+            optional(args.fallback.map(|r| &r.flags), storage::<u32>()),
+            optional(args.bias, storage::<f32>()),
             args.out.clone(),
             a,
             residual,

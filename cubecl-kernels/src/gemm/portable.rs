@@ -5,7 +5,7 @@
 
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
-use crate::device::{Strides, cube_grid, storage, unused};
+use crate::device::{Strides, cube_grid, or_unused, storage};
 
 use super::{GemmArgs, blueprint::PortableBlueprint};
 
@@ -40,11 +40,8 @@ pub(super) fn launch<R: Runtime>(
     let problem = args.problem;
     let tiles = problem.m.div_ceil(TILE) * problem.n.div_ceil(TILE);
     let residual = args.fallback;
-    let or_unused = |tensor: Option<&TensorHandle<R>>, dtype| {
-        tensor
-            .cloned()
-            .unwrap_or_else(|| unused(&args.a.scales, dtype))
-            .into_arg()
+    let optional = |tensor: Option<&TensorHandle<R>>, dtype| {
+        or_unused(tensor, &args.a.scales, dtype).into_arg()
     };
     let scale_geometry = |block: (usize, usize), view| {
         ScaleGeometryLaunch::new(
@@ -64,10 +61,10 @@ pub(super) fn launch<R: Runtime>(
             args.b.values.clone().into_arg(),
             args.a.scales.clone().into_arg(),
             args.b.scales.clone().into_arg(),
-            or_unused(residual.map(|r| &r.values), storage::<i8>()),
-            or_unused(residual.map(|r| &r.scales), storage::<f32>()),
-            or_unused(residual.map(|r| &r.flags), storage::<u32>()),
-            or_unused(args.bias, storage::<f32>()),
+            optional(residual.map(|r| &r.values), storage::<i8>()),
+            optional(residual.map(|r| &r.scales), storage::<f32>()),
+            optional(residual.map(|r| &r.flags), storage::<u32>()),
+            optional(args.bias, storage::<f32>()),
             args.out.clone().into_arg(),
             SizesLaunch::new(
                 problem.batch as u32,

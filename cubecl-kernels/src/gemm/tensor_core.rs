@@ -24,7 +24,7 @@ use cubecl::{
 };
 use half::f16;
 
-use crate::device::{Strides, cube_grid, storage, unused};
+use crate::device::{Strides, cube_grid, or_unused, storage};
 
 use super::{
     GemmArgs,
@@ -172,12 +172,9 @@ pub(super) fn launch<R: Runtime>(
         b,
         b_view,
     } = AlignedValues::new(client, args);
-    let residual = residual.unwrap_or_else(|| unused(&a, storage::<i8>()));
-    let or_unused = |tensor: Option<&TensorHandle<R>>, dtype| {
-        tensor
-            .cloned()
-            .unwrap_or_else(|| unused(&args.a.scales, dtype))
-            .into_arg()
+    let residual = or_unused(residual.as_ref(), &a, storage::<i8>());
+    let optional = |tensor: Option<&TensorHandle<R>>, dtype| {
+        or_unused(tensor, &args.a.scales, dtype).into_arg()
     };
     let tiles = problem.m.div_ceil(blueprint.tile) * problem.n.div_ceil(blueprint.tile);
     // SAFETY: every access is guarded by the sizes, to which all shapes were checked. Unused arguments are not read.
@@ -194,9 +191,9 @@ pub(super) fn launch<R: Runtime>(
             residual.into_arg(),
             args.a.scales.clone().into_arg(),
             args.b.scales.clone().into_arg(),
-            or_unused(args.fallback.map(|r| &r.scales), storage::<f32>()),
-            or_unused(args.fallback.map(|r| &r.flags), storage::<u32>()),
-            or_unused(args.bias, storage::<f32>()),
+            optional(args.fallback.map(|r| &r.scales), storage::<f32>()),
+            optional(args.fallback.map(|r| &r.flags), storage::<u32>()),
+            optional(args.bias, storage::<f32>()),
             args.out.clone().into_arg(),
             args.out.clone().into_arg(),
             GeometryLaunch::new(

@@ -3,7 +3,7 @@
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
 use crate::{
-    device::{cube_grid, storage, unused},
+    device::{cube_grid, or_unused, storage},
     error::KernelError,
 };
 
@@ -20,15 +20,6 @@ const UNITS: usize = 256;
 pub(crate) fn is_aligned<R: Runtime>(tensor: &TensorHandle<R>) -> bool {
     let offset = tensor.handle.offset_start.unwrap_or_default() as usize;
     offset % (4 * tensor.dtype.size()) == 0
-}
-
-/// A tensor of a state, or a stand-in where the format has none.
-pub(crate) fn or_unused<R: Runtime>(
-    any: &TensorHandle<R>,
-    tensor: &Option<TensorHandle<R>>,
-    dtype: StorageType,
-) -> TensorHandle<R> {
-    tensor.clone().unwrap_or_else(|| unused(any, dtype))
 }
 
 /// Fills a state with zeros.
@@ -85,8 +76,8 @@ pub(super) fn quantize<R: Runtime>(
                 stretch.width,
                 x.clone().into_arg(),
                 state.values.clone().into_arg(),
-                or_unused(&state.values, &state.scales, storage::<f32>()).into_arg(),
-                or_unused(&state.values, &state.exponents, storage::<u8>()).into_arg(),
+                or_unused(state.scales.as_ref(), &state.values, storage::<f32>()).into_arg(),
+                or_unused(state.exponents.as_ref(), &state.values, storage::<u8>()).into_arg(),
                 stretch.first as u32,
                 stretch.end as u32,
                 len as u32,
@@ -119,8 +110,8 @@ pub(super) fn dequantize<R: Runtime>(
                 span.cube_dim(),
                 stretch.width,
                 state.values.clone().into_arg(),
-                or_unused(&state.values, &state.scales, storage::<f32>()).into_arg(),
-                or_unused(&state.values, &state.exponents, storage::<u8>()).into_arg(),
+                or_unused(state.scales.as_ref(), &state.values, storage::<f32>()).into_arg(),
+                or_unused(state.exponents.as_ref(), &state.values, storage::<u8>()).into_arg(),
                 out.clone().into_arg(),
                 stretch.first as u32,
                 stretch.end as u32,

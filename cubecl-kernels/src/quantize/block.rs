@@ -14,8 +14,8 @@ use half::bf16;
 
 use crate::{
     device::{
-        MatrixGeometry, MatrixView, cube_grid, has_planes_of_32, has_u64, read_width_up_to,
-        storage, unused,
+        MatrixGeometry, MatrixView, cube_grid, has_planes_of_32, has_u64, or_unused,
+        read_width_up_to, storage,
     },
     exact,
     format::{Format, Rounding, StochasticKey},
@@ -189,9 +189,8 @@ pub(crate) fn launch<R: Runtime>(
         looped,
     };
     let fallback = output.fallback.as_ref();
-    let or_unused = |tensor: Option<&TensorHandle<R>>, dtype: StorageType| {
-        array(tensor.cloned().unwrap_or_else(|| unused(x, dtype)))
-    };
+    let optional =
+        |tensor: Option<&TensorHandle<R>>, dtype: StorageType| array(or_unused(tensor, x, dtype));
     let count = if flat {
         CubeCount::Static(cols as u32, rows as u32, 1)
     } else {
@@ -209,17 +208,17 @@ pub(crate) fn launch<R: Runtime>(
             tile.write.0.div_ceil(4),
             tile.write.1.div_ceil(4),
             array(x.clone()),
-            or_unused(output.row_major.map(|(tensor, _)| tensor), storage::<i8>()),
-            or_unused(output.transposed.map(|(tensor, _)| tensor), storage::<i8>()),
+            optional(output.row_major.map(|(tensor, _)| tensor), storage::<i8>()),
+            optional(output.transposed.map(|(tensor, _)| tensor), storage::<i8>()),
             array(output.scales.clone()),
-            or_unused(fallback.map(|fallback| fallback.values), storage::<i8>()),
-            or_unused(fallback.map(|fallback| fallback.scales), storage::<f32>()),
-            or_unused(fallback.map(|fallback| fallback.flags), storage::<u32>()),
-            or_unused(
+            optional(fallback.map(|fallback| fallback.values), storage::<i8>()),
+            optional(fallback.map(|fallback| fallback.scales), storage::<f32>()),
+            optional(fallback.map(|fallback| fallback.flags), storage::<u32>()),
+            optional(
                 fallback.map(|fallback| fallback.thresholds),
                 storage::<f32>(),
             ),
-            or_unused(fallback.map(|fallback| fallback.counts), storage::<i32>()),
+            optional(fallback.map(|fallback| fallback.counts), storage::<i32>()),
             fallback.map_or(0, |fallback| fallback.layer),
             view.geometry(),
             shape.batch as u32,

@@ -4,8 +4,8 @@ use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
 use crate::{
     device::{
-        MatrixGeometry, MatrixView, Strides, StridesLaunch, cube_grid, read_quad, read_width,
-        storage, unused, write_width,
+        MatrixGeometry, MatrixView, Strides, StridesLaunch, cube_grid, or_unused, read_quad,
+        read_width, storage, write_width,
     },
     format::{Format, Granularity, Layout, Rounding},
     rounding::{RandomStream, random_stream, round_quad, scale_and_inverse},
@@ -42,11 +42,8 @@ pub(super) fn launch<R: Runtime>(
         Granularity::Channel => StridesLaunch::new(cols, 0, 1),
         _ => StridesLaunch::new(1, 0, 0),
     };
-    let or_unused = |tensor: &Option<TensorHandle<R>>| {
-        tensor
-            .clone()
-            .unwrap_or_else(|| unused(x, storage::<i8>()))
-            .into_arg()
+    let copy = |tensor: &Option<TensorHandle<R>>| {
+        or_unused(tensor.as_ref(), x, storage::<i8>()).into_arg()
     };
     // SAFETY: every access is guarded by the shapes in `geometry`, for which the outputs were allocated.
     #[allow(unsafe_code)]
@@ -60,8 +57,8 @@ pub(super) fn launch<R: Runtime>(
             widths.2,
             x.clone().into_arg(),
             absmax.clone().into_arg(),
-            or_unused(&output.values),
-            or_unused(&output.transposed),
+            copy(&output.values),
+            copy(&output.transposed),
             output.scales.clone().into_arg(),
             view.geometry(),
             strides,

@@ -9,8 +9,8 @@ use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
 use crate::{
     device::{
-        MatrixGeometry, MatrixView, cube_grid, read_quad, read_width, storage, unused, write_quad,
-        write_width,
+        MatrixGeometry, MatrixView, cube_grid, or_unused, read_quad, read_width, storage,
+        write_quad, write_width,
     },
     format::{Format, Granularity, Layout, Rounding},
     rounding::{RandomStream, magnitude_bits, random_stream, round_quad, scale_and_inverse},
@@ -99,11 +99,8 @@ pub(super) fn launch<R: Runtime>(
         write_width(view.shape.cols),
         tile.transposed_width(view.shape.rows),
     );
-    let or_unused = |tensor: &Option<TensorHandle<R>>| {
-        tensor
-            .clone()
-            .unwrap_or_else(|| unused(x, storage::<i8>()))
-            .into_arg()
+    let copy = |tensor: &Option<TensorHandle<R>>| {
+        or_unused(tensor.as_ref(), x, storage::<i8>()).into_arg()
     };
     // SAFETY: every access is guarded by the shapes in `geometry`, for which the outputs were allocated.
     #[allow(unsafe_code)]
@@ -116,8 +113,8 @@ pub(super) fn launch<R: Runtime>(
             widths.1,
             widths.2,
             x.clone().into_arg(),
-            or_unused(&output.values),
-            or_unused(&output.transposed),
+            copy(&output.values),
+            copy(&output.transposed),
             output.scales.clone().into_arg(),
             view.geometry(),
             view.shape.batch as u32,

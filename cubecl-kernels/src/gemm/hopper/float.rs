@@ -6,7 +6,7 @@
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
 use crate::{
-    device::{MatrixView, check_dtype, check_float, empty, storage, unused},
+    device::{MatrixView, check_dtype, check_float, empty, or_unused, storage},
     error::KernelError,
     gemm::{blueprint::HopperBlueprint, check_bias},
 };
@@ -100,8 +100,7 @@ pub fn gemm_float<R: Runtime>(
                 b_operand.view(blueprint.tile_n).bind(b),
             ],
             vec![
-                bias.cloned()
-                    .unwrap_or_else(|| unused(&out, storage::<f32>())),
+                or_unused(bias, &out, storage::<f32>()),
                 out.clone(),
                 a.clone(),
                 b.clone(),
