@@ -12,8 +12,10 @@ use burn_autodiff::{
 use burn_backend::{DType, FloatDType, Shape, TensorMetadata, tensor::FloatTensor};
 
 use super::{
-    Fallback, InputCasts, Layout, LinearCall, QuantBackend, QuantOps, Quantized, StochasticKey,
+    Fallback, InputCasts, Layout, LinearCall, Operand, QuantBackend, QuantOps, Quantized,
+    StochasticKey,
     attention::{self, AttentionInputs, AttentionKernels, AttentionScores},
+    linear::{GradientForm, LinearBackward, LinearForward, LinearWeight, flatten},
     matmul::{self, MatmulKernel},
 };
 use crate::{
@@ -40,38 +42,39 @@ impl<B: QuantOps> Clone for Weight<B> {
 }
 
 impl<B: QuantOps> Weight<B> {
-    fn operand(&self, transpose: bool) -> super::Operand<'_, B> {
-        super::Operand {
+    fn operand(&self) -> Operand<'_, B> {
+        Operand {
             matrix: &self.matrix,
-            transpose: self.transposed != transpose,
+            transpose: self.transposed,
         }
-    }
-
-    fn columns(&self) -> usize {
-        self.operand(false).shape()[1]
     }
 }
 
-/// W quantized: once for each value of the weight, so once for each optimizer step, for forward and backward, and in
+/// The weight of a layer, with leading dimensions of 1, and the tag of the matrix that it shows.
+///
+/// It is quantized once for each value of the weight, so once for each optimizer step, for forward and backward, and in
 /// whichever orientation it is used, since square blocks transpose for free. Its INT8 copy is one byte a parameter; a
-/// product that needs the other layout makes that for its own time.
-pub(super) fn quantized_weight<B: QuantOps>(
-    weight: FloatTensor<B>,
-    tag: &Tag<B>,
-    view: View,
-    cast: Cast,
-) -> Weight<B> {
-    let transposed = view == View::Transposed;
-    let matrix = tag.copy(cast, || {
-        let matrix = flatten::<B>(weight);
-        let matrix = if transposed {
-            B::float_swap_dims(matrix, 0, 1)
-        } else {
-            matrix
-        };
-        B::quantize_matrix(matrix, cast, Layout::RowMajor, None)
-    });
-    Weight { matrix, transposed }
+/// product that needs the other layout has that for its own time.
+pub(super) struct WeightInput<'a, B: QuantOps> {
+    pub weight: FloatTensor<B>,
+    pub tag: &'a Tag<B>,
+    pub view: View,
+}
+
+impl<B: QuantOps> WeightInput<'_, B> {
+    fn quantized(self, cast: Cast) -> Weight<B> {
+        let transposed = self.view == View::Transposed;
+        let matrix = self.tag.copy(cast, || {
+            let matrix = flatten::<B>(self.weight);
+            let matrix = if transposed {
+                B::float_swap_dims(matrix, 0, 1)
+            } else {
+                matrix
+            };
+            B::quantize_matrix(matrix, cast, Layout::RowMajor, None)
+        });
+        Weight { matrix, transposed }
+    }
 }
 
 /// The input of a layer, `[.., K]`, and the tag of the matrix that it is.
@@ -80,21 +83,25 @@ pub(super) struct Input<'a, B: QuantOps> {
     pub tag: Option<&'a Tag<B>>,
 }
 
+/// What the forward pass leaves for the backward pass.
+pub(super) struct Copies<B: QuantOps> {
+    /// X, if it was to be saved.
+    x: Option<Arc<Quantized<B>>>,
+    weight: Weight<B>,
+}
+
 /// Y = X W + bias in the compute dtype, X quantized to nearest, with fallback if the recipe says so; and with `saves`
 /// the copy of X for the backward pass, from the same read.
 pub(super) fn forward<B: QuantOps>(
     input: Input<'_, B>,
-    weight: &Weight<B>,
+    weight: WeightInput<'_, B>,
     bias: Option<FloatTensor<B>>,
     layer: &Layer<B>,
     row: &LinearRow,
     compute: FloatDType,
     saves: bool,
-) -> (FloatTensor<B>, Option<Arc<Quantized<B>>>) {
+) -> (FloatTensor<B>, Copies<B>) {
     let Input { x, tag } = input;
-    let mut shape = x.shape();
-    let last = shape.num_dims() - 1;
-    shape[last] = weight.columns();
     let existing = |cast| tag.and_then(|tag| tag.existing_copy(cast));
     let keep = |cast, copy| match tag {
         Some(tag) => tag.copy(cast, || copy),
@@ -106,39 +113,80 @@ pub(super) fn forward<B: QuantOps>(
         saved: (saves && saved.is_none())
             .then(|| (row.saved_x, key(layer, row.saved_x, Role::SavedInput))),
     };
-    let (matrix, residual, new) = if row.fallback {
-        let device = B::float_device(&x);
-        let input = layer.bank().with_state(&device, |state| {
+    // A copy with fallback is the layer's own: others have other thresholds.
+    let operand = (!row.fallback).then(|| existing(row.x)).flatten();
+    if let Some(operand) = operand {
+        let weight = weight.quantized(row.w);
+        let mut shape = x.shape();
+        let last = shape.num_dims() - 1;
+        shape[last] = weight.operand().shape()[1];
+        let new = casts
+            .saved
+            .map(|(cast, key)| B::quantize_matrix(flatten::<B>(x), cast, Layout::Transposed, key));
+        let y = B::quantized_matmul(operand.operand(), None, weight.operand(), bias, compute);
+        let x = saved.or_else(|| new.map(|copy| keep(row.saved_x, copy)));
+        return (B::float_reshape(y, shape), Copies { x, weight });
+    }
+    let WeightInput {
+        weight,
+        tag: weight_tag,
+        view,
+    } = weight;
+    let transposed = view == View::Transposed;
+    let matrix = weight_tag.existing_copy(row.w);
+    let device = B::float_device(&x);
+    let call = LinearForward {
+        x,
+        casts,
+        keeps_operand: !row.fallback && tag.is_some(),
+        fallback: None,
+        weight: match &matrix {
+            Some(matrix) => LinearWeight::Quantized(Operand {
+                matrix,
+                transpose: transposed,
+            }),
+            None => LinearWeight::Float {
+                weight,
+                cast: row.w,
+                transposed,
+            },
+        },
+        bias,
+        dtype: compute,
+    };
+    let output = if row.fallback {
+        layer.bank().with_state(&device, |state| {
             let fallback = Fallback {
                 layer: layer.index(),
                 thresholds: state.thresholds.clone(),
                 counts: state.counts.clone(),
             };
-            let mut input = B::quantize_input(flatten::<B>(x), casts, Some(fallback));
-            state.counts = input
+            let mut output = B::linear_forward(LinearForward {
+                fallback: Some(fallback),
+                ..call
+            });
+            state.counts = output
                 .counts
                 .take()
                 .expect("a fallback state goes in and comes out");
-            input
-        });
-        (Arc::new(input.forward), input.residual, input.saved)
+            output
+        })
     } else {
-        match (existing(row.x), casts.saved) {
-            (Some(matrix), None) => (matrix, None, None),
-            (Some(matrix), Some((cast, key))) => {
-                let copy = B::quantize_matrix(flatten::<B>(x), cast, Layout::Transposed, key);
-                (matrix, None, Some(copy))
-            }
-            (None, _) => {
-                let input = B::quantize_input(flatten::<B>(x), casts, None);
-                (keep(row.x, input.forward), None, input.saved)
-            }
-        }
+        B::linear_forward(call)
     };
-    let saved = saved.or_else(|| new.map(|copy| keep(row.saved_x, copy)));
-    let w = weight.operand(false);
-    let y = B::quantized_matmul(matrix.operand(), residual.as_ref(), w, bias, compute);
-    (B::float_reshape(y, shape), saved)
+    if let Some(operand) = output.operand {
+        keep(row.x, operand);
+    }
+    let x = saved.or_else(|| output.saved.map(|copy| keep(row.saved_x, copy)));
+    let matrix = match output.weight {
+        Some(new) => Some(weight_tag.copy(row.w, || new)),
+        None => matrix,
+    };
+    let weight = Weight {
+        matrix: matrix.expect("a weight is quantized before or by the operation"),
+        transposed,
+    };
+    (output.y, Copies { x, weight })
 }
 
 /// What a quantized layer keeps for the backward pass: X and W in INT8, and nothing larger.
@@ -201,27 +249,32 @@ impl<B: QuantOps, const N: usize> Backward<B, N> for QuantizedLinear {
                 crate::precision::cast_to::<B>(grad, Some(dtype.into())),
             );
         }
-        let layout = match (&x_node, &weight_node) {
-            (Some(_), Some(_)) => Layout::Both,
-            (Some(_), None) => Layout::RowMajor,
-            (None, Some(_)) => Layout::Transposed,
-            (None, None) => return,
+        let form = |shape: &Shape, dtype: DType| GradientForm {
+            shape: shape.clone(),
+            dtype: dtype.into(),
         };
-        let key = key(&context.layer, context.grad_y, Role::OutputGradient);
-        let grad = B::quantize_matrix(flatten::<B>(grad), context.grad_y, layout, key);
-
-        // dX = dY Wᵀ
-        if let (Some(node), Some(weight)) = (x_node, &context.weight) {
-            let dtype = context.x_dtype.into();
-            let grad_x =
-                B::quantized_matmul(grad.operand(), None, weight.operand(true), None, dtype);
-            grads.register::<B>(node.id, B::float_reshape(grad_x, context.x_shape));
+        let weight = x_node.as_ref().and(context.weight.as_ref()).map(|weight| {
+            let of_x = form(&context.x_shape, context.x_dtype);
+            (weight.operand(), of_x)
+        });
+        let x = weight_node.as_ref().and(context.x.as_ref()).map(|x| {
+            let of_weight = form(&context.weight_shape, context.weight_dtype);
+            (x.operand(), of_weight)
+        });
+        if weight.is_none() && x.is_none() {
+            return;
         }
-        // dW = Xᵀ dY, straight from the accumulators
-        if let (Some(node), Some(x)) = (weight_node, &context.x) {
-            let dtype = context.weight_dtype.into();
-            let grad_w = B::quantized_matmul(x.t(), None, grad.operand(), None, dtype);
-            grads.register::<B>(node.id, B::float_reshape(grad_w, context.weight_shape));
+        let gradients = B::linear_backward(LinearBackward {
+            grad,
+            cast: context.grad_y,
+            key: key(&context.layer, context.grad_y, Role::OutputGradient),
+            weight,
+            x,
+        });
+        for (node, grad) in [(x_node, gradients.x), (weight_node, gradients.weight)] {
+            if let Some((node, grad)) = node.zip(grad) {
+                grads.register::<B>(node.id, grad);
+            }
         }
     }
 }
@@ -241,15 +294,18 @@ impl<B: QuantOps, C: CheckpointStrategy> QuantBackend for Autodiff<B, C> {
             row,
             compute,
         } = call;
-        let quantized =
-            quantized_weight::<B>(weight.primitive.clone(), weight_tag, weight_view, row.w);
         let input = Input {
             x: x.primitive.clone(),
             tag: x_tag,
         };
-        let (output, saved) = forward::<B>(
+        let weight_input = WeightInput {
+            weight: weight.primitive.clone(),
+            tag: weight_tag,
+            view: weight_view,
+        };
+        let (output, copies) = forward::<B>(
             input,
-            &quantized,
+            weight_input,
             bias.as_ref().map(|bias| bias.primitive.clone()),
             &layer,
             &row,
@@ -257,8 +313,8 @@ impl<B: QuantOps, C: CheckpointStrategy> QuantBackend for Autodiff<B, C> {
             weight.is_tracked(),
         );
         let context = || Context {
-            x: saved,
-            weight: x.is_tracked().then(|| quantized.clone()),
+            x: copies.x,
+            weight: x.is_tracked().then_some(copies.weight),
             x_shape: x.shape(),
             x_dtype: x.dtype(),
             weight_shape: weight.shape(),
@@ -307,15 +363,4 @@ fn key<B: QuantOps>(layer: &Layer<B>, cast: Cast, role: Role) -> Option<Stochast
         Rounding::Nearest => None,
         Rounding::Stochastic => Some(layer.next_key(role)),
     }
-}
-
-/// All dimensions but the last as rows.
-fn flatten<B: QuantOps>(tensor: FloatTensor<B>) -> FloatTensor<B> {
-    let shape = tensor.shape();
-    if shape.num_dims() == 2 {
-        return tensor;
-    }
-    let cols = shape[shape.num_dims() - 1];
-    let rows = shape[..shape.num_dims() - 1].iter().product();
-    B::float_reshape(tensor, Shape::new([rows, cols]))
 }

@@ -17,10 +17,10 @@ use burn_ir::{CustomOpIr, HandleContainer, OperationIr, TensorIr};
 use cubecl_kernels::shape::MatrixShape;
 
 use super::{
-    Fallback, FallbackQuantized, InputCasts, Layout, LinearInput, Operand, QuantOps, Quantized,
-    Residual, StochasticKey,
+    Fallback, FallbackQuantized, Layout, Operand, QuantOps, Quantized, Residual, StochasticKey,
     adamw::{AdamWItem, AdamWUpdate, Hyperparameters, Moment, MomentState, StateFormat},
     attention::{AttentionInputs, AttentionKernels},
+    linear::{self, LinearBackward, LinearForward, LinearGradients, LinearOutput, LinearWeight},
     matmul::MatmulKernel,
 };
 use crate::{
@@ -72,6 +72,13 @@ fn register<B: FusionBackend>(
     client
         .register(streams, OperationIr::Custom(ir), operation)
         .into_iter()
+}
+
+/// The next input or output.
+fn next<T>(tensors: &mut impl Iterator<Item = T>) -> T {
+    tensors
+        .next()
+        .expect("an operation has the inputs and outputs that it was registered with")
 }
 
 /// A quantized matrix without its tensors.
@@ -131,17 +138,12 @@ impl Form {
         &self,
         tensors: &mut impl Iterator<Item = Tensor<B>>,
     ) -> Quantized<Fusion<B>> {
-        let mut next = || {
-            tensors
-                .next()
-                .expect("an operation has the outputs that it was registered with")
-        };
-        let scales = next();
+        let scales = next(tensors);
         Quantized {
             shape: self.shape,
             cast: self.cast,
-            values: self.values.then(&mut next),
-            transposed: self.transposed.then(&mut next),
+            values: self.values.then(|| next(tensors)),
+            transposed: self.transposed.then(|| next(tensors)),
             scales,
         }
     }
@@ -152,20 +154,23 @@ impl Form {
         inputs: &mut std::slice::Iter<'_, TensorIr>,
         handles: &mut Handles<B>,
     ) -> Quantized<B> {
-        let mut next = || {
-            inputs
-                .next()
-                .expect("an operation has the inputs that it was registered with")
-        };
-        let scales = handles.get_float_tensor::<B>(next());
+        let scales = handles.get_float_tensor::<B>(next(inputs));
+        let mut copy = |is_there: bool| is_there.then(|| handles.get_int_tensor::<B>(next(inputs)));
         Quantized {
             shape: self.shape,
             cast: self.cast,
-            values: self.values.then(|| handles.get_int_tensor::<B>(next())),
-            transposed: self.transposed.then(|| handles.get_int_tensor::<B>(next())),
+            values: copy(self.values),
+            transposed: copy(self.transposed),
             scales,
         }
     }
+}
+
+/// A weight of a forward pass without its tensors.
+#[derive(Clone, Copy)]
+enum WeightForm {
+    Quantized { form: Form, transpose: bool },
+    Float { cast: Cast, transposed: bool },
 }
 
 /// The tensors of a matrix, in the order of [`Form::tensors`].
@@ -187,15 +192,9 @@ fn give<B: FusionBackend>(
     outputs: &mut std::slice::Iter<'_, TensorIr>,
     handles: &mut Handles<B>,
 ) {
-    let mut next = || {
-        &outputs
-            .next()
-            .expect("an operation has the outputs that it was registered with")
-            .id
-    };
-    handles.register_float_tensor::<B>(next(), matrix.scales);
+    handles.register_float_tensor::<B>(&next(outputs).id, matrix.scales);
     for values in [matrix.values, matrix.transposed].into_iter().flatten() {
-        handles.register_int_tensor::<B>(next(), values);
+        handles.register_int_tensor::<B>(&next(outputs).id, values);
     }
 }
 
@@ -211,11 +210,10 @@ fn residual_tensors(shape: [usize; 2], form: &Form) -> [(Shape, DType); 3] {
 fn fused_residual<B: FusionBackend>(
     tensors: &mut impl Iterator<Item = Tensor<B>>,
 ) -> Residual<Fusion<B>> {
-    let mut next = || tensors.next().expect("a residual has three tensors");
     Residual {
-        values: next(),
-        scales: next(),
-        indicator: Some(next()),
+        values: next(tensors),
+        scales: next(tensors),
+        indicator: Some(next(tensors)),
     }
 }
 
@@ -224,12 +222,11 @@ fn give_residual<B: FusionBackend>(
     outputs: &mut std::slice::Iter<'_, TensorIr>,
     handles: &mut Handles<B>,
 ) {
-    let mut next = || &outputs.next().expect("a residual has three tensors").id;
-    handles.register_int_tensor::<B>(next(), residual.values);
-    handles.register_float_tensor::<B>(next(), residual.scales);
+    handles.register_int_tensor::<B>(&next(outputs).id, residual.values);
+    handles.register_float_tensor::<B>(&next(outputs).id, residual.scales);
     let indicator = residual.indicator;
     let indicator = indicator.expect("a fused backend runs kernels, which write the indicator");
-    handles.register_int_tensor::<B>(next(), indicator);
+    handles.register_int_tensor::<B>(&next(outputs).id, indicator);
 }
 
 fn matrix_shape<T: TensorMetadata>(tensor: &T) -> [usize; 2] {
@@ -283,63 +280,13 @@ impl<B: FusionBackend + QuantOps> QuantOps for Fusion<B> {
                 let mut outputs = ir.outputs.iter();
                 give::<B>(base, &mut outputs, handles);
                 give_residual::<B>(residual, &mut outputs, handles);
-                let output = outputs.next().expect("the counters come last");
+                let output = next(&mut outputs);
                 handles.register_int_tensor::<B>(&output.id, counts);
             });
         let base = form.fused::<B>(&mut outputs);
         let residual = fused_residual::<B>(&mut outputs);
-        let counts = outputs.next().expect("the counters come last");
+        let counts = next(&mut outputs);
         (FallbackQuantized { base, residual }, counts)
-    }
-
-    fn quantize_input(
-        x: FloatTensor<Self>,
-        casts: InputCasts,
-        fallback: Option<Fallback<Self>>,
-    ) -> LinearInput<Self> {
-        let shape = matrix_shape(&x);
-        let form = Form::new(shape, casts.forward, Layout::RowMajor);
-        let saved_form = casts
-            .saved
-            .map(|(cast, _)| Form::new(shape, cast, Layout::Transposed));
-        let mut outputs = form.tensors();
-        outputs.extend(saved_form.iter().flat_map(Form::tensors));
-        let mut inputs = vec![x];
-        let layer = fallback.as_ref().map(|fallback| fallback.layer);
-        if let Some(Fallback {
-            thresholds, counts, ..
-        }) = fallback
-        {
-            outputs.extend(residual_tensors(shape, &form));
-            outputs.push((counts.shape(), DType::I32));
-            inputs.extend([thresholds, counts]);
-        }
-        let mut outputs = register::<B>("quantize_input", inputs, &outputs, move |ir, handles| {
-            let x = handles.get_float_tensor::<B>(&ir.inputs[0]);
-            let fallback = layer.map(|layer| Fallback {
-                layer,
-                thresholds: handles.get_float_tensor::<B>(&ir.inputs[1]),
-                counts: handles.get_int_tensor::<B>(&ir.inputs[2]),
-            });
-            let input = B::quantize_input(x, casts, fallback);
-            let mut outputs = ir.outputs.iter();
-            give::<B>(input.forward, &mut outputs, handles);
-            if let Some(saved) = input.saved {
-                give::<B>(saved, &mut outputs, handles);
-            }
-            if let Some(residual) = input.residual {
-                give_residual::<B>(residual, &mut outputs, handles);
-            }
-            if let Some((counts, output)) = input.counts.zip(outputs.next()) {
-                handles.register_int_tensor::<B>(&output.id, counts);
-            }
-        });
-        LinearInput {
-            forward: form.fused::<B>(&mut outputs),
-            saved: saved_form.map(|form| form.fused::<B>(&mut outputs)),
-            residual: layer.map(|_| fused_residual::<B>(&mut outputs)),
-            counts: outputs.next(),
-        }
     }
 
     fn dequantize_matrix(matrix: &Quantized<Self>, dtype: FloatDType) -> FloatTensor<Self> {
@@ -352,7 +299,7 @@ impl<B: FusionBackend + QuantOps> QuantOps for Fusion<B> {
                 let output = B::dequantize_matrix(&matrix, dtype);
                 handles.register_float_tensor::<B>(&ir.outputs[0].id, output);
             });
-        outputs.next().expect("one output")
+        next(&mut outputs)
     }
 
     fn quantized_matmul(
@@ -382,13 +329,10 @@ impl<B: FusionBackend + QuantOps> QuantOps for Fusion<B> {
                 let mut inputs = ir.inputs.iter();
                 let a = a_form.take::<B>(&mut inputs, handles);
                 let b = b_form.take::<B>(&mut inputs, handles);
-                let residual = has_residual.then(|| {
-                    let mut next = || inputs.next().expect("a residual has three tensors");
-                    Residual {
-                        values: handles.get_int_tensor::<B>(next()),
-                        scales: handles.get_float_tensor::<B>(next()),
-                        indicator: Some(handles.get_int_tensor::<B>(next())),
-                    }
+                let residual = has_residual.then(|| Residual {
+                    values: handles.get_int_tensor::<B>(next(&mut inputs)),
+                    scales: handles.get_float_tensor::<B>(next(&mut inputs)),
+                    indicator: Some(handles.get_int_tensor::<B>(next(&mut inputs))),
                 });
                 let bias = inputs
                     .next()
@@ -403,7 +347,163 @@ impl<B: FusionBackend + QuantOps> QuantOps for Fusion<B> {
                 );
                 handles.register_float_tensor::<B>(&ir.outputs[0].id, output);
             });
-        outputs.next().expect("one output")
+        next(&mut outputs)
+    }
+
+    fn linear_forward(call: LinearForward<'_, Self>) -> LinearOutput<Self> {
+        let y = (call.output_shape(), call.dtype.into());
+        let LinearForward {
+            x,
+            casts,
+            keeps_operand,
+            fallback,
+            weight,
+            bias,
+            dtype,
+        } = call;
+        let shape = linear::matrix_shape(&x.shape());
+        let operand = keeps_operand.then(|| Form::new(shape, casts.forward, Layout::RowMajor));
+        let saved = casts
+            .saved
+            .map(|(cast, _)| Form::new(shape, cast, Layout::Transposed));
+        let layer = fallback.as_ref().map(|fallback| fallback.layer);
+        let mut inputs = vec![x];
+        let (weight, new_weight) = match weight {
+            LinearWeight::Quantized(Operand { matrix, transpose }) => {
+                inputs.extend(tensors::<B>(matrix));
+                let form = Form::of::<B>(matrix);
+                (WeightForm::Quantized { form, transpose }, None)
+            }
+            LinearWeight::Float {
+                weight,
+                cast,
+                transposed,
+            } => {
+                let [rows, cols] = linear::matrix_shape(&weight.shape());
+                let shape = if transposed {
+                    [cols, rows]
+                } else {
+                    [rows, cols]
+                };
+                inputs.push(weight);
+                let new = Form::new(shape, cast, Layout::RowMajor);
+                (WeightForm::Float { cast, transposed }, Some(new))
+            }
+        };
+
+        let copies = [operand, saved, new_weight];
+        let of_copies = copies.iter().flatten().flat_map(Form::tensors);
+        let mut outputs: Vec<_> = std::iter::once(y).chain(of_copies).collect();
+        if let Some(Fallback {
+            thresholds, counts, ..
+        }) = fallback
+        {
+            outputs.push((counts.shape(), DType::I32));
+            inputs.extend([thresholds, counts]);
+        }
+        inputs.extend(bias);
+        let mut outputs = register::<B>("linear_forward", inputs, &outputs, move |ir, handles| {
+            let mut inputs = ir.inputs.iter();
+            let x = handles.get_float_tensor::<B>(next(&mut inputs));
+            let matrix;
+            let weight = match weight {
+                WeightForm::Quantized { form, transpose } => {
+                    matrix = form.take::<B>(&mut inputs, handles);
+                    LinearWeight::Quantized(Operand {
+                        matrix: &matrix,
+                        transpose,
+                    })
+                }
+                WeightForm::Float { cast, transposed } => LinearWeight::Float {
+                    weight: handles.get_float_tensor::<B>(next(&mut inputs)),
+                    cast,
+                    transposed,
+                },
+            };
+            let fallback = layer.map(|layer| Fallback {
+                layer,
+                thresholds: handles.get_float_tensor::<B>(next(&mut inputs)),
+                counts: handles.get_int_tensor::<B>(next(&mut inputs)),
+            });
+            let bias = inputs.next();
+            let output = B::linear_forward(LinearForward {
+                x,
+                casts,
+                keeps_operand,
+                fallback,
+                weight,
+                bias: bias.map(|bias| handles.get_float_tensor::<B>(bias)),
+                dtype,
+            });
+            let mut outputs = ir.outputs.iter();
+            handles.register_float_tensor::<B>(&next(&mut outputs).id, output.y);
+            let copies = [output.operand, output.saved, output.weight];
+            for copy in copies.into_iter().flatten() {
+                give::<B>(copy, &mut outputs, handles);
+            }
+            if let Some(counts) = output.counts {
+                handles.register_int_tensor::<B>(&next(&mut outputs).id, counts);
+            }
+        });
+        let y = next(&mut outputs);
+        let [operand, saved, weight] =
+            copies.map(|form| form.map(|form| form.fused::<B>(&mut outputs)));
+        LinearOutput {
+            y,
+            operand,
+            saved,
+            weight,
+            counts: outputs.next(),
+        }
+    }
+
+    fn linear_backward(call: LinearBackward<'_, Self>) -> LinearGradients<Self> {
+        let LinearBackward {
+            grad,
+            cast,
+            key,
+            weight,
+            x,
+        } = call;
+        let mut inputs = vec![grad];
+        let mut outputs = Vec::new();
+        let [weight, x] = [weight, x].map(|product| {
+            product.map(|(operand, gradient)| {
+                inputs.extend(tensors::<B>(operand.matrix));
+                outputs.push((gradient.shape.clone(), gradient.dtype.into()));
+                let form = Form::of::<B>(operand.matrix);
+                (form, operand.transpose, gradient)
+            })
+        });
+        let wanted = [&weight, &x].map(Option::is_some);
+        let mut outputs = register::<B>("linear_backward", inputs, &outputs, move |ir, handles| {
+            let mut inputs = ir.inputs.iter();
+            let grad = handles.get_float_tensor::<B>(next(&mut inputs));
+            let matrices = [&weight, &x].map(|product| {
+                let (form, ..) = product.as_ref()?;
+                Some(form.take::<B>(&mut inputs, handles))
+            });
+            let [weight, x] = [(&weight, &matrices[0]), (&x, &matrices[1])].map(|product| {
+                let (Some((_, transpose, gradient)), Some(matrix)) = product else {
+                    return None;
+                };
+                let transpose = *transpose;
+                Some((Operand { matrix, transpose }, gradient.clone()))
+            });
+            let gradients = B::linear_backward(LinearBackward {
+                grad,
+                cast,
+                key,
+                weight,
+                x,
+            });
+            let mut outputs = ir.outputs.iter();
+            for grad in [gradients.x, gradients.weight].into_iter().flatten() {
+                handles.register_float_tensor::<B>(&next(&mut outputs).id, grad);
+            }
+        });
+        let [x, weight] = wanted.map(|wanted| wanted.then(|| next(&mut outputs)));
+        LinearGradients { x, weight }
     }
 
     fn delay_threshold(state: FallbackState<Self>, config: &DelayThreshold) -> FallbackState<Self> {
@@ -430,11 +530,10 @@ impl<B: FusionBackend + QuantOps> QuantOps for Fusion<B> {
             handles.register_int_tensor::<B>(&ir.outputs[1].id, state.counts);
             handles.register_float_tensor::<B>(&ir.outputs[2].id, state.rates);
         });
-        let mut next = || outputs.next().expect("three outputs");
         FallbackState {
-            thresholds: next(),
-            counts: next(),
-            rates: next(),
+            thresholds: next(&mut outputs),
+            counts: next(&mut outputs),
+            rates: next(&mut outputs),
         }
     }
 
@@ -454,7 +553,7 @@ impl<B: FusionBackend + QuantOps> QuantOps for Fusion<B> {
                     let output = kernel(lhs, rhs);
                     handles.register_float_tensor::<B>(&ir.outputs[0].id, output);
                 });
-            outputs.next().expect("one output")
+            next(&mut outputs)
         })
     }
 
@@ -473,7 +572,7 @@ impl<B: FusionBackend + QuantOps> QuantOps for Fusion<B> {
                         let output = kernel([0, 1, 2].map(&mut take).into(), scores);
                         handles.register_float_tensor::<B>(&ir.outputs[0].id, output);
                     });
-                outputs.next().expect("one output")
+                next(&mut outputs)
             },
             backward: |inputs: AttentionInputs<Tensor<B>>, grad, wanted, scores| {
                 let like = |input: &Tensor<B>| (input.shape(), input.dtype());
@@ -572,7 +671,7 @@ impl<B: FusionBackend + QuantOps> QuantOps for Fusion<B> {
             let clock = B::tick(clock, nonfinite.as_ref());
             handles.register_int_tensor::<B>(&ir.outputs[0].id, clock);
         });
-        outputs.next().expect("one output")
+        next(&mut outputs)
     }
 
     fn find_nonfinite(
@@ -595,7 +694,7 @@ impl<B: FusionBackend + QuantOps> QuantOps for Fusion<B> {
                 handles.register_int_tensor::<B>(&ir.outputs[0].id, flag);
             },
         );
-        outputs.next().expect("one output")
+        next(&mut outputs)
     }
 
     fn compress_moment(
@@ -632,7 +731,7 @@ impl<B: FusionBackend + QuantOps> QuantOps for Fusion<B> {
                 let values = B::decompress_moment(state, moment);
                 handles.register_float_tensor::<B>(&ir.outputs[0].id, values);
             });
-        outputs.next().expect("one output")
+        next(&mut outputs)
     }
 }
 

@@ -14,6 +14,7 @@ mod flex;
 mod float;
 #[cfg(feature = "fusion")]
 mod fusion;
+pub mod linear;
 pub mod matmul;
 #[cfg(feature = "cubecl")]
 mod softmax;
@@ -29,6 +30,7 @@ pub use cubecl_kernels::format::{Layout, StochasticKey};
 
 use adamw::{AdamWItem, AdamWUpdate, Hyperparameters, Moment, MomentState, StateFormat};
 use attention::{AttentionInputs, AttentionKernels, AttentionScores};
+use linear::{LinearBackward, LinearForward, LinearGradients, LinearOutput};
 use matmul::MatmulKernel;
 
 use crate::{
@@ -138,6 +140,14 @@ impl<B: Backend> Quantized<B> {
 }
 
 impl<B: Backend> Operand<'_, B> {
+    /// The transpose of this operand.
+    pub fn flip(self) -> Self {
+        Self {
+            transpose: !self.transpose,
+            ..self
+        }
+    }
+
     /// Rows and columns as the product sees them.
     pub fn shape(&self) -> [usize; 2] {
         let [rows, cols] = self.matrix.shape;
@@ -226,6 +236,26 @@ pub trait QuantOps: Backend {
         dtype: FloatDType,
     ) -> FloatTensor<Self> {
         float::quantized_matmul::<Self>(a, residual, b, bias, dtype)
+    }
+
+    /// The forward pass of a quantized linear layer: [`quantize_input`](Self::quantize_input) and
+    /// [`quantized_matmul`](Self::quantized_matmul).
+    ///
+    /// # Panics
+    ///
+    /// As those two.
+    fn linear_forward(call: LinearForward<'_, Self>) -> LinearOutput<Self> {
+        linear::forward(call)
+    }
+
+    /// The backward pass of a quantized linear layer: [`quantize_matrix`](Self::quantize_matrix) of dY, and a
+    /// [`quantized_matmul`](Self::quantized_matmul) for each gradient that is wanted.
+    ///
+    /// # Panics
+    ///
+    /// As those two.
+    fn linear_backward(call: LinearBackward<'_, Self>) -> LinearGradients<Self> {
+        linear::backward(call)
     }
 
     /// Moves every layer's threshold by its fallback rate and sets the counters to zero, without a host read
@@ -423,19 +453,18 @@ impl<B: QuantOps> QuantBackend for B {
     type Base = B;
 
     fn quantized_linear(call: LinearCall<'_, Self>) -> FloatTensor<Self> {
-        let weight = autodiff::quantized_weight::<B>(
-            call.weight,
-            call.weight_tag,
-            call.weight_view,
-            call.row.w,
-        );
+        let weight = autodiff::WeightInput {
+            weight: call.weight,
+            tag: call.weight_tag,
+            view: call.weight_view,
+        };
         let input = autodiff::Input {
             x: call.x,
             tag: call.x_tag,
         };
         let (output, _) = autodiff::forward::<B>(
             input,
-            &weight,
+            weight,
             call.bias,
             &call.layer,
             &call.row,

@@ -1,0 +1,206 @@
+//! The two passes of a quantized linear layer as one operation each (fallback-int8, section 5.1): what a pass makes for
+//! itself, the operands of its products, never becomes a tensor of the stream, and leading dimensions cost nothing.
+
+use burn_backend::{
+    FloatDType, Shape, TensorMetadata,
+    tensor::{FloatTensor, IntTensor},
+};
+
+use super::{Fallback, InputCasts, Layout, Operand, QuantOps, Quantized, StochasticKey};
+use crate::recipe::Cast;
+
+/// The forward pass: Y `[.., N]` = X `[.., K]` W + bias, X quantized to nearest.
+#[derive(Debug)]
+pub struct LinearForward<'a, B: QuantOps> {
+    /// X, of any float dtype.
+    pub x: FloatTensor<B>,
+    /// What to make of X.
+    pub casts: InputCasts,
+    /// Whether the operand of the product is wanted afterwards.
+    pub keeps_operand: bool,
+    /// The layer's fallback state, if X is quantized with fallback.
+    pub fallback: Option<Fallback<B>>,
+    /// W, `[K, N]`.
+    pub weight: LinearWeight<'a, B>,
+    /// `[N]`.
+    pub bias: Option<FloatTensor<B>>,
+    /// The dtype of Y.
+    pub dtype: FloatDType,
+}
+
+/// The weight of a forward pass.
+#[derive(Debug)]
+pub enum LinearWeight<'a, B: QuantOps> {
+    /// Quantized before.
+    Quantized(Operand<'a, B>),
+    /// To be quantized.
+    Float {
+        /// The weight, with leading dimensions of 1.
+        weight: FloatTensor<B>,
+        /// How it is quantized.
+        cast: Cast,
+        /// Whether the quantized matrix is the transpose of the weight.
+        transposed: bool,
+    },
+}
+
+/// What the forward pass returns.
+#[derive(Debug)]
+pub struct LinearOutput<B: QuantOps> {
+    /// Y.
+    pub y: FloatTensor<B>,
+    /// X as the product took it, if it was wanted; without residuals.
+    pub operand: Option<Quantized<B>>,
+    /// The copy of X for the backward pass, if it was wanted.
+    pub saved: Option<Quantized<B>>,
+    /// The weight, if it was to be quantized: row-major, one byte a parameter in INT8.
+    pub weight: Option<Quantized<B>>,
+    /// The fallback state's counters, gone up; the buffer may be reused.
+    pub counts: Option<IntTensor<B>>,
+}
+
+/// The backward pass, from dY `[.., N]`.
+#[derive(Debug)]
+pub struct LinearBackward<'a, B: QuantOps> {
+    /// dY, of any float dtype.
+    pub grad: FloatTensor<B>,
+    /// How dY is quantized.
+    pub cast: Cast,
+    /// The random numbers of its rounding.
+    pub key: Option<StochasticKey>,
+    /// W, `[K, N]`, where dX = dY Wᵀ is wanted, and what dX is.
+    pub weight: Option<(Operand<'a, B>, GradientForm)>,
+    /// X, `[rows, K]`, where dW = Xᵀ dY is wanted, and what dW is.
+    pub x: Option<(Operand<'a, B>, GradientForm)>,
+}
+
+/// Shape and dtype of a gradient: those of what it is the gradient of.
+#[derive(Debug, Clone)]
+pub struct GradientForm {
+    /// `[.., K]`, or `[K, N]` with leading dimensions of 1.
+    pub shape: Shape,
+    /// A float dtype.
+    pub dtype: FloatDType,
+}
+
+/// What the backward pass returns: those gradients that were wanted.
+#[derive(Debug)]
+pub struct LinearGradients<B: QuantOps> {
+    /// dX.
+    pub x: Option<FloatTensor<B>>,
+    /// dW.
+    pub weight: Option<FloatTensor<B>>,
+}
+
+impl<B: QuantOps> LinearForward<'_, B> {
+    /// The shape of Y.
+    pub(super) fn output_shape(&self) -> Shape {
+        let mut shape = self.x.shape();
+        let last = shape.num_dims() - 1;
+        shape[last] = match &self.weight {
+            LinearWeight::Quantized(operand) => operand.shape()[1],
+            LinearWeight::Float { weight, .. } => {
+                let weight = weight.shape();
+                weight[weight.num_dims() - 1]
+            }
+        };
+        shape
+    }
+}
+
+impl<B: QuantOps> LinearBackward<'_, B> {
+    /// The copies of dY that the products read; `None` if there are none.
+    fn layout(&self) -> Option<Layout> {
+        match (&self.weight, &self.x) {
+            (Some(_), Some(_)) => Some(Layout::Both),
+            (Some(_), None) => Some(Layout::RowMajor),
+            (None, Some(_)) => Some(Layout::Transposed),
+            (None, None) => None,
+        }
+    }
+}
+
+/// Rows and columns of a tensor whose dimensions but the last are rows.
+pub(super) fn matrix_shape(shape: &Shape) -> [usize; 2] {
+    let (cols, rows) = shape
+        .split_last()
+        .expect("a matrix has at least one dimension");
+    [rows.iter().product(), *cols]
+}
+
+/// All dimensions but the last as rows.
+pub(super) fn flatten<B: QuantOps>(tensor: FloatTensor<B>) -> FloatTensor<B> {
+    let shape = tensor.shape();
+    match shape.num_dims() {
+        2 => tensor,
+        _ => B::float_reshape(tensor, Shape::new(matrix_shape(&shape))),
+    }
+}
+
+/// [`QuantOps::linear_forward`] by an operation for each step.
+pub(super) fn forward<B: QuantOps>(call: LinearForward<'_, B>) -> LinearOutput<B> {
+    let shape = call.output_shape();
+    let input = B::quantize_input(flatten::<B>(call.x), call.casts, call.fallback);
+    let product = |weight: Operand<'_, B>| {
+        let a = input.forward.operand();
+        let y = B::quantized_matmul(a, input.residual.as_ref(), weight, call.bias, call.dtype);
+        B::float_reshape(y, shape)
+    };
+    let (y, weight) = match call.weight {
+        LinearWeight::Quantized(weight) => (product(weight), None),
+        LinearWeight::Float {
+            weight,
+            cast,
+            transposed,
+        } => {
+            let weight = flatten::<B>(weight);
+            // The product sums along the rows of W, so it reads the layout in which these are neighbours: the second
+            // one, unless the matrix is the transpose. It lives for the product only.
+            let (matrix, layout) = match transposed {
+                false => (weight, Layout::Both),
+                true => (B::float_swap_dims(weight, 0, 1), Layout::RowMajor),
+            };
+            let matrix = B::quantize_matrix(matrix, cast, layout, None);
+            let y = product(Operand {
+                matrix: &matrix,
+                transpose: transposed,
+            });
+            let row_major = Quantized {
+                transposed: None,
+                ..matrix
+            };
+            (y, Some(row_major))
+        }
+    };
+    LinearOutput {
+        y,
+        operand: call.keeps_operand.then_some(input.forward),
+        saved: input.saved,
+        weight,
+        counts: input.counts,
+    }
+}
+
+/// [`QuantOps::linear_backward`] by an operation for each step.
+pub(super) fn backward<B: QuantOps>(call: LinearBackward<'_, B>) -> LinearGradients<B> {
+    let Some(layout) = call.layout() else {
+        return LinearGradients {
+            x: None,
+            weight: None,
+        };
+    };
+    let grad = B::quantize_matrix(flatten::<B>(call.grad), call.cast, layout, call.key);
+    let product = |a, b, form: GradientForm| {
+        let product = B::quantized_matmul(a, None, b, None, form.dtype);
+        B::float_reshape(product, form.shape)
+    };
+    LinearGradients {
+        x: call
+            .weight
+            .map(|(weight, form)| product(grad.operand(), weight.flip(), form)),
+        // Straight from the accumulators.
+        weight: call
+            .x
+            .map(|(x, form)| product(x.flip(), grad.operand(), form)),
+    }
+}
