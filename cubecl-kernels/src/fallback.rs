@@ -4,12 +4,13 @@
 use cubecl::{prelude::*, std::tensor::TensorHandle};
 
 use crate::{
-    device::{MatrixView, check_dtype, check_float, empty, is_contiguous, storage},
+    device::{MatrixView, check_dtype, check_float, is_contiguous, storage},
     error::KernelError,
-    format::{Format, Granularity, Layout, Rounding},
+    format::{Granularity, Layout},
     quantize::{
-        QuantizeSpec, Quantized, allocate,
+        Quantized,
         block::{self, BlockFallback, BlockOutput, Round},
+        buffers::allocate_input,
         check_granularity,
     },
 };
@@ -96,14 +97,8 @@ pub fn quantize_fallback<R: Runtime>(
         counts,
     };
     state.check(OPERATION)?;
-    let spec = QuantizeSpec {
-        format: Format::Int8,
-        granularity: Granularity::Block(block),
-        rounding: Rounding::Nearest,
-        layout,
-    };
-    let base = allocate(client, &view, &spec);
-    let residual = FallbackResidual::allocate(client, &view, block);
+    let (base, residual) = allocate_input(client, &view, block, layout, true);
+    let residual = residual.expect("asked for");
     if view.shape.num_elements() > 0 {
         let nearest = |values| (values, Round::Nearest);
         let written = BlockOutput {
@@ -175,20 +170,6 @@ impl<'a, R: Runtime> FallbackState<'a, R> {
             values: &residual.values,
             scales: &residual.scales,
             flags: &residual.flags,
-        }
-    }
-}
-
-impl<R: Runtime> FallbackResidual<R> {
-    /// The buffers of the residual of `view`.
-    pub(crate) fn allocate(client: &ComputeClient<R>, view: &MatrixView, block: usize) -> Self {
-        let scales = Granularity::Block(block).scales_shape(view.shape);
-        let allocate = |rows, cols, dtype| empty(client, view.tensor_shape(rows, cols), dtype);
-        Self {
-            values: allocate(view.shape.rows, view.shape.cols, storage::<i8>()),
-            scales: allocate(scales.rows, scales.cols, storage::<f32>()),
-            flags: allocate(scales.rows, scales.cols, storage::<u32>()),
-            block,
         }
     }
 }

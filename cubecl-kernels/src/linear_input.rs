@@ -7,10 +7,11 @@ use crate::{
     device::{MatrixView, check_float},
     error::KernelError,
     fallback::{FallbackResidual, FallbackState},
-    format::{Format, Granularity, Layout, Rounding, StochasticKey},
+    format::{Granularity, Layout, StochasticKey},
     quantize::{
-        QuantizeSpec, Quantized, allocate,
+        Quantized,
         block::{self, BlockOutput, Round},
+        buffers::allocate_input,
         check_granularity,
     },
 };
@@ -49,7 +50,7 @@ impl<R: Runtime> Clone for LinearInput<R> {
 ///
 /// To the bit, `forward` and `residual` are what `quantize_fallback`, or [`quantize`](crate::quantize::quantize) with
 /// nearest rounding, gives with [`Layout::RowMajor`], and `saved` is what `quantize` gives with [`Layout::Transposed`]
-/// and [`Rounding::Stochastic`].
+/// and [`Rounding::Stochastic`](crate::format::Rounding::Stochastic).
 ///
 /// # Errors
 ///
@@ -67,19 +68,7 @@ pub fn quantize_linear_input<R: Runtime>(
     if let Some(state) = &fallback {
         state.check(OPERATION)?;
     }
-    let both = allocate(
-        client,
-        &view,
-        &QuantizeSpec {
-            format: Format::Int8,
-            granularity: Granularity::Block(block),
-            rounding: Rounding::Nearest,
-            layout: Layout::Both,
-        },
-    );
-    let residual = fallback
-        .as_ref()
-        .map(|_| FallbackResidual::allocate(client, &view, block));
+    let (both, residual) = allocate_input(client, &view, block, Layout::Both, fallback.is_some());
     if view.shape.num_elements() > 0 {
         let written = BlockOutput {
             row_major: both.values.as_ref().map(|values| (values, Round::Nearest)),

@@ -1,9 +1,9 @@
 //! Quantization of matrices to integers with shared scales, and back (fallback-int8, section 4.2).
 
-use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
+use cubecl::{prelude::*, std::tensor::TensorHandle};
 
 use crate::{
-    device::{MatrixView, check_float, empty, storage},
+    device::{MatrixView, check_float},
     error::KernelError,
     format::{Format, Granularity, Layout, Rounding},
     shape::MatrixShape,
@@ -11,6 +11,7 @@ use crate::{
 
 mod absmax;
 pub(crate) mod block;
+pub(crate) mod buffers;
 mod dequantize;
 mod elementwise;
 mod packed;
@@ -18,6 +19,7 @@ pub(crate) mod staged;
 pub(crate) mod tile;
 
 use block::{BlockOutput, Round};
+use buffers::allocate;
 pub use dequantize::dequantize;
 
 const OPERATION: &str = "quantize";
@@ -155,34 +157,4 @@ pub(crate) fn check_granularity(
 /// Words of a packed row of this many INT10 values.
 pub(crate) fn int10_words(cols: usize) -> usize {
     5 * cols.div_ceil(16)
-}
-
-/// The output buffers of a quantization of `view`.
-pub(crate) fn allocate<R: Runtime>(
-    client: &ComputeClient<R>,
-    view: &MatrixView,
-    spec: &QuantizeSpec,
-) -> Quantized<R> {
-    let MatrixShape { rows, cols, .. } = view.shape;
-    let (dtype, width): (StorageType, usize) = match spec.format {
-        Format::Int8 => (storage::<i8>(), cols),
-        Format::Int10 => (storage::<u32>(), int10_words(cols)),
-    };
-    let scales = spec.granularity.scales_shape(view.shape);
-    let allocate = |rows, cols, dtype| empty(client, view.tensor_shape(rows, cols), dtype);
-    Quantized {
-        values: spec
-            .layout
-            .row_major()
-            .then(|| allocate(rows, width, dtype)),
-        transposed: spec
-            .layout
-            .transposed()
-            .then(|| allocate(cols, rows, storage::<i8>())),
-        scales: allocate(scales.rows, scales.cols, storage::<f32>()),
-        format: spec.format,
-        granularity: spec.granularity,
-        shape: view.shape,
-        batched: view.batched,
-    }
 }

@@ -1,5 +1,6 @@
 //! Both copies of a linear layer's input against the reference, to the bit.
 
+use cubecl::std::tensor::TensorHandle;
 use cubecl_kernels::{
     fallback::{FallbackQuantized, FallbackState},
     format::{Format, Granularity, Rounding, StochasticKey},
@@ -113,6 +114,39 @@ fn float_types_and_strides_do_not_change_the_numbers() {
                     quantize_linear_input(&client, &tensor, block, KEY, state).expect("a matrix");
                 check(&client, &input, &x, shape, block, Some(50.0));
             }
+        }
+    }
+}
+
+/// What the forward product reads is free before the backward pass only if it lies apart from the saved copy.
+#[test]
+fn tensors_of_one_lifetime_share_an_allocation() {
+    let (client, mut random) = (client(), Random::fresh());
+    let shape = MatrixShape::new(131, 257);
+    let x = random.with_outliers(shape.num_elements());
+    let tensor = upload_matrix(&client, &x, shape, dtype::<f32>(), Memory::Contiguous);
+    let layers = Layers::new(&client, 50.0);
+    let state = Some(state(&layers));
+    let input = quantize_linear_input(&client, &tensor, 32, KEY, state).expect("a matrix");
+    let residual = input.residual.expect("a residual");
+    let saved = input.saved.transposed.expect("a transposed copy");
+    let groups = [
+        vec![
+            input.forward.values.expect("a row-major copy"),
+            residual.values,
+            residual.scales,
+            residual.flags,
+        ],
+        vec![saved, input.saved.scales],
+    ];
+    for tensors in groups {
+        let mut end = 0;
+        for TensorHandle { handle, .. } in &tensors {
+            let start = handle.offset_start.unwrap_or_default();
+            assert_eq!(start % 16, 0, "reads of 16 bytes");
+            assert!(end <= start, "tensors overlap");
+            end = start + handle.size_in_used();
+            assert_eq!(handle.size(), tensors[0].handle.size());
         }
     }
 }

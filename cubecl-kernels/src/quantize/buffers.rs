@@ -1,0 +1,139 @@
+//! Buffers of quantized matrices: one allocation for the tensors that live as long as each other.
+//!
+//! An allocation costs the host as much as a small launch, and a quantization writes up to six tensors. The memory of an
+//! allocation is free again only when the last of its tensors is dropped, so tensors of different lifetimes stay apart.
+
+use cubecl::{
+    ir::StorageType, prelude::*, server::MemoryLayoutDescriptor, std::tensor::TensorHandle,
+};
+
+use crate::{
+    device::{MatrixView, storage},
+    fallback::FallbackResidual,
+    format::{Format, Granularity, Layout, Rounding},
+    shape::MatrixShape,
+};
+
+use super::{QuantizeSpec, Quantized, int10_words};
+
+/// Shape and element type of a tensor, if there is one.
+type Part = Option<(Vec<usize>, StorageType)>;
+
+/// The output buffers of a quantization of `view`, in one allocation.
+pub(crate) fn allocate<R: Runtime>(
+    client: &ComputeClient<R>,
+    view: &MatrixView,
+    spec: &QuantizeSpec,
+) -> Quantized<R> {
+    let [values, transposed, scales] = together(client, parts(view, spec));
+    quantized(view, spec, values, transposed, scales)
+}
+
+/// The output buffers of the INT8 blocks of `view`, and those of their residuals if blocks may fall back.
+///
+/// One allocation has what the forward product reads. A transposed copy lives until the backward pass, and the scales
+/// with it: those have another one.
+pub(crate) fn allocate_input<R: Runtime>(
+    client: &ComputeClient<R>,
+    view: &MatrixView,
+    block: usize,
+    layout: Layout,
+    falls_back: bool,
+) -> (Quantized<R>, Option<FallbackResidual<R>>) {
+    let spec = QuantizeSpec {
+        format: Format::Int8,
+        granularity: Granularity::Block(block),
+        rounding: Rounding::Nearest,
+        layout,
+    };
+    let [values, transposed, scales] = parts(view, &spec);
+    let (own_scales, saved_scales) = match transposed {
+        Some(_) => (None, scales),
+        None => (scales, None),
+    };
+    let blocks = spec.granularity.scales_shape(view.shape);
+    let residual = |shape: MatrixShape, dtype| {
+        falls_back.then(|| (view.tensor_shape(shape.rows, shape.cols), dtype))
+    };
+    let [values, own_scales, rest, rest_scales, flags] = together(
+        client,
+        [
+            values,
+            own_scales,
+            residual(view.shape, storage::<i8>()),
+            residual(blocks, storage::<f32>()),
+            residual(blocks, storage::<u32>()),
+        ],
+    );
+    let [transposed, saved_scales] = together(client, [transposed, saved_scales]);
+    let residual = match (rest, rest_scales, flags) {
+        (Some(values), Some(scales), Some(flags)) => Some(FallbackResidual {
+            values,
+            scales,
+            flags,
+            block,
+        }),
+        _ => None,
+    };
+    let scales = own_scales.or(saved_scales);
+    (quantized(view, &spec, values, transposed, scales), residual)
+}
+
+/// Values, transposed values and scales.
+fn parts(view: &MatrixView, spec: &QuantizeSpec) -> [Part; 3] {
+    let MatrixShape { rows, cols, .. } = view.shape;
+    let (dtype, width): (StorageType, usize) = match spec.format {
+        Format::Int8 => (storage::<i8>(), cols),
+        Format::Int10 => (storage::<u32>(), int10_words(cols)),
+    };
+    let (row_major, transposed) = (spec.layout.row_major(), spec.layout.transposed());
+    let scales = spec.granularity.scales_shape(view.shape);
+    [
+        row_major.then(|| (view.tensor_shape(rows, width), dtype)),
+        transposed.then(|| (view.tensor_shape(cols, rows), storage::<i8>())),
+        Some((
+            view.tensor_shape(scales.rows, scales.cols),
+            storage::<f32>(),
+        )),
+    ]
+}
+
+fn quantized<R: Runtime>(
+    view: &MatrixView,
+    spec: &QuantizeSpec,
+    values: Option<TensorHandle<R>>,
+    transposed: Option<TensorHandle<R>>,
+    scales: Option<TensorHandle<R>>,
+) -> Quantized<R> {
+    Quantized {
+        values,
+        transposed,
+        scales: scales.expect("every quantized matrix has scales"),
+        format: spec.format,
+        granularity: spec.granularity,
+        shape: view.shape,
+        batched: view.batched,
+    }
+}
+
+/// New contiguous tensors of one allocation, their contents undefined, each aligned as CubeCL aligns an allocation.
+fn together<R: Runtime, const N: usize>(
+    client: &ComputeClient<R>,
+    parts: [Part; N],
+) -> [Option<TensorHandle<R>>; N] {
+    let layouts = parts.iter().flatten().map(|(shape, dtype)| {
+        // A buffer of zero bytes cannot be bound; an empty tensor keeps one element that nobody reads.
+        let elements = shape.iter().product::<usize>().max(1);
+        MemoryLayoutDescriptor::contiguous([elements].into(), dtype.size())
+    });
+    let layouts: Vec<_> = layouts.collect();
+    if layouts.is_empty() {
+        return [const { None }; N];
+    }
+    let mut layouts = client.empty_tensors(layouts).into_iter();
+    parts.map(|part| {
+        let (shape, dtype) = part?;
+        let handle = layouts.next()?.memory;
+        Some(TensorHandle::new_contiguous(shape, handle, dtype))
+    })
+}
