@@ -503,9 +503,20 @@ impl Placed {
     }
 }
 
+/// The tensor as if it had so many matrices, where it has one for all.
+fn expanded(mut tensor: Tensor, batch: [usize; 2]) -> Tensor {
+    for (dim, extent) in batch.into_iter().enumerate() {
+        if tensor.shape()[dim] < extent {
+            tensor.metadata.shape_mut()[dim] = extent;
+            tensor.metadata.strides_mut()[dim] = 0;
+        }
+    }
+    tensor
+}
+
 /// Operands and outputs with two batch dimensions in all orders that attention has them in: `[batch, rows, heads,
 /// features]` in memory, scores, and what is transposed of both. NaN lies between the operands' elements; what lies
-/// between those of the output stays.
+/// between those of the output stays. Where an operand has fewer matrices, one serves several.
 #[rstest]
 #[case::scores([0, 2, 1, 3], [0, 2, 1, 3], [0, 1, 2, 3])]
 #[case::values([0, 1, 2, 3], [0, 3, 1, 2], [0, 2, 1, 3])]
@@ -522,14 +533,14 @@ fn float_heads(
         return;
     }
     let (brain, half, single) = (dtype::<half::bf16>(), dtype::<half::f16>(), dtype::<f32>());
-    for (a_batch, b_batch, m, n, k) in [
-        ([2, 3], [2, 3], 200, 136, 64),
-        ([1, 1], [1, 1], 77, 64, 128),
-        ([2, 1], [2, 1], 93, 300, 57),
-        ([1, 3], [1, 3], 45, 47, 128),
-        ([3, 2], [1, 2], 130, 128, 72),
-        ([2, 3], [2, 1], 64, 77, 200),
-        ([2, 2], [1, 1], 1000, 1024, 64),
+    for (batch, a_batch, b_batch, m, n, k) in [
+        ([2, 3], [2, 3], [2, 3], 200, 136, 64),
+        ([1, 1], [1, 1], [1, 1], 77, 64, 128),
+        ([2, 1], [2, 1], [2, 1], 93, 300, 57),
+        ([1, 3], [1, 3], [1, 3], 45, 47, 128),
+        ([3, 2], [3, 2], [1, 2], 130, 128, 72),
+        ([2, 3], [1, 3], [2, 1], 64, 77, 200),
+        ([2, 2], [2, 1], [1, 1], 1000, 1024, 64),
     ] {
         let mut operand = |[outer, inner]: [usize; 2], rows: usize, order: [usize; 4]| {
             let shape = [outer, inner, rows, k];
@@ -546,13 +557,16 @@ fn float_heads(
         let (a, upload_a) = operand(a_batch, m, a_order);
         let (b, upload_b) = operand(b_batch, n, b_order);
         let bias: Vec<f32> = (0..n).map(|_| random.index(100) as f32).collect();
-        let shape = [a_batch[0], a_batch[1], m, n];
+        let shape = [batch[0], batch[1], m, n];
         let mut expected = Vec::with_capacity(shape.iter().product());
-        for matrix in 0..a_batch[0] * a_batch[1] {
-            let (outer, inner) = (matrix / a_batch[1], matrix % a_batch[1]);
-            let of_b = outer % b_batch[0] * b_batch[1] + inner % b_batch[1];
+        for matrix in 0..batch[0] * batch[1] {
+            let of = |operand: [usize; 2]| {
+                let (outer, inner) = (matrix / batch[1], matrix % batch[1]);
+                outer % operand[0] * operand[1] + inner % operand[1]
+            };
+            let (of_a, of_b) = (of(a_batch), of(b_batch));
             for (row, col) in (0..m).flat_map(|row| (0..n).map(move |col| (row, col))) {
-                let a = &a[(matrix * m + row) * k..][..k];
+                let a = &a[(of_a * m + row) * k..][..k];
                 let b = &b[(of_b * n + col) * k..][..k];
                 expected.push(std::iter::zip(a, b).map(|(a, b)| a * b).sum::<f32>());
             }
@@ -575,11 +589,15 @@ fn float_heads(
             let bias = biased.then(|| upload(&client, &bias, &[n], single));
             let expected = placed.buffer(&rounded(&expected, out_dtype), shape, -1.0);
             let out = placed.upload(&client, &vec![-1.0; expected.len()], shape, out_dtype);
-            let (a, b) = (upload_a(&client, float), upload_b(&client, float));
+            let a = expanded(upload_a(&client, float), batch);
+            let mut b = upload_b(&client, float);
+            if biased {
+                b = expanded(b, batch);
+            }
             assert!(reads_operand(&client, &a) && reads_operand(&client, &b));
             gemm_float_into(&client, &a, &b, bias.as_ref(), &out).expect("operands that fit");
             let whole = TensorHandle::new_contiguous(vec![expected.len()], out.handle, out_dtype);
-            let what = format!("{a_batch:?} x {m} x {n} x {k}, {float} to {out_dtype}");
+            let what = format!("{batch:?} x {m} x {n} x {k}, {float} to {out_dtype}");
             assert_same_floats(&read_float(&client, &whole), &expected, &what);
         }
     }

@@ -38,8 +38,8 @@ pub fn reads_operand<R: Runtime>(client: &ComputeClient<R>, operand: &TensorHand
 /// `C = A B^T + bias`, of shape `[.., M, N]` with the batch dimensions of A, contiguous, with FP32 sums.
 ///
 /// - `a`: bf16 or f16 `[.., M, K]`, with at most two batch dimensions; `b`: the same type, `[.., N, K]`. Neighbours in
-///   memory are neighbours along K or along M or N; the other strides are multiples of 8 elements, as is the offset.
-///   Where a batch dimension of `b` is one, or missing, its matrices are shared by all those of `a`.
+///   memory are neighbours along K or along M or N; the other strides are multiples of 8 elements, as is the offset; 0
+///   is one in batch dimensions. Where a batch dimension of `b` is 1, or missing, its matrices serve all those of `a`.
 /// - `bias`: f32 `[N]`, contiguous, added in FP32.
 /// - `out_dtype`: f32, f16 or bf16; the FP32 sum is rounded to it once.
 ///
@@ -122,6 +122,11 @@ impl Dimension {
     fn new(extent: usize, stride: usize) -> Self {
         let stride = if extent == 1 { 0 } else { stride };
         Self { extent, stride }
+    }
+
+    /// How many there are in memory: one where it is expanded.
+    fn in_memory(&self) -> usize {
+        if self.stride == 0 { 1 } else { self.extent }
     }
 
     /// Whether its elements follow one another in memory.
@@ -258,7 +263,7 @@ impl<'a, R: Runtime> Product<'a, R> {
             return;
         }
         let blueprint = HopperBlueprint::new(client, outer * inner, m, n, WHOLE_TILE);
-        let is_many = |dimension: Dimension| usize::from(dimension.extent > 1);
+        let is_many = |dimension: Dimension| usize::from(dimension.in_memory() > 1);
         launch_source(
             client,
             FloatSource {
@@ -285,6 +290,8 @@ impl<'a, R: Runtime> Product<'a, R> {
                 m,
                 n,
                 k,
+                is_many(a.matrices.outer),
+                is_many(a.matrices.inner),
                 is_many(b.matrices.outer),
                 is_many(b.matrices.inner),
                 to.outer.stride,
@@ -317,9 +324,7 @@ impl<'a, R: Runtime> Operand<'a, R> {
         } = *matrices;
         let is_aligned = |elements: usize| elements * ELEMENT_BYTES % STRIDE_BYTES == 0;
         let offset = tensor.handle.offset_start.unwrap_or_default() as usize;
-        let batches_fit = [outer, inner]
-            .iter()
-            .all(|it| it.extent == 1 || (it.stride > 0 && is_aligned(it.stride)));
+        let batches_fit = is_aligned(outer.stride) && is_aligned(inner.stride);
         // Rows of TMA do not overlap, and one of them may have any stride.
         let fits = |neighbours: Dimension, others: Dimension| {
             let stride = others.stride;

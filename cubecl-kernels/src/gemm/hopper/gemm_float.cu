@@ -13,10 +13,10 @@
 
 // The launcher's numbers, in its order.
 struct Numbers {
-    // Matrices of A and C: `outer` times `inner` of them.
+    // Matrices of C: `outer` times `inner` of them.
     u64 outer, inner, m, n, k;
-    // Whether B has as many in the dimension (1), or one that serves all of A (0).
-    u64 b_outer, b_inner;
+    // Whether an operand has as many in the dimension (1), or one that serves all of C (0).
+    u64 a_outer, a_inner, b_outer, b_inner;
     // Elements of C from a matrix to the next in each dimension, and from a row to the next.
     u64 outer_stride, inner_stride, row_stride;
 };
@@ -136,12 +136,13 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         for (u32 turn = 0; (index = tile_index(turn)) < tiles.all; turn++) {
             const Tile tile = tile_of(index, tiles, 16);
             const u32 outer = tile.batch / inner_count, inner = tile.batch % inner_count;
+            const u32 a_outer = numbers.a_outer ? outer : 0, a_inner = numbers.a_inner ? inner : 0;
             const u32 b_outer = numbers.b_outer ? outer : 0, b_inner = numbers.b_inner ? inner : 0;
             for (u32 block = 0; block < blocks; block++) {
                 barrier_wait(empty + 8 * stage, parity ^ 1);
                 const u32 to = memory + stage * STAGE_BYTES, barrier = full + 8 * stage, depth = block * DEPTH;
                 barrier_arrive_expect(barrier, STAGE_BYTES);
-                copy_operand<A_ALONG_MN>(to, &a_map, depth, tile.m * TILE_M, TILE_M, inner, outer, barrier);
+                copy_operand<A_ALONG_MN>(to, &a_map, depth, tile.m * TILE_M, TILE_M, a_inner, a_outer, barrier);
                 copy_operand<B_ALONG_MN>(to + A_BYTES, &b_map, depth, tile.n * TILE_N, TILE_N, b_inner, b_outer,
                                          barrier);
                 next_stage(stage, parity);
