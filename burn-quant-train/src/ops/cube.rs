@@ -364,7 +364,7 @@ fn transposed<R: CubeRuntime>(mut matrices: TensorHandle<R>) -> TensorHandle<R> 
 /// An operand of several products: as it lies in memory where the kernel reads it so, else contiguous, since heads are
 /// slices of a row and products that take batches of matrices would each copy them.
 fn readable<R: CubeRuntime>(operand: CubeTensor<R>) -> CubeTensor<R> {
-    match gemm::reads_operand(&operand.client, &handle(&operand)) {
+    match gemm::gemm_float_reads(&operand.client, &handle(&operand)) {
         true => operand,
         false => into_contiguous(operand),
     }
@@ -406,7 +406,7 @@ where
     let (a, b) = (handle(&lhs), handle(&rhs));
     if [&a, &b]
         .into_iter()
-        .all(|it| gemm::reads_operand(&lhs.client, it))
+        .all(|it| gemm::gemm_float_reads(&lhs.client, it))
     {
         let (of_lhs, of_rhs) = (lhs.shape(), rhs.shape());
         let mut out = empty_device_contiguous_dtype(

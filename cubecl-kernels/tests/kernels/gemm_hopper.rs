@@ -8,7 +8,7 @@ use cubecl_kernels::{
     format::{Format, Granularity, Layout, Rounding},
     gemm::{
         Blueprint, GemmOperand, GemmProblem, Strategy, gemm, gemm_float, gemm_float_into,
-        reads_operand, select,
+        gemm_float_reads, select,
     },
     quantize::{QuantizeSpec, Quantized, quantize},
     shape::MatrixShape,
@@ -456,8 +456,8 @@ fn float_products(
     }
 }
 
-/// A tensor of rank 4 in a larger buffer: its dimensions from the outermost in memory to the innermost, and the elements
-/// between two stretches of the innermost.
+/// A tensor of rank 4 in a larger buffer: its dimensions from the outermost in memory to the innermost, and the
+/// elements between two stretches of the innermost.
 #[derive(Debug, Clone, Copy)]
 struct Placed {
     order: [usize; 4],
@@ -594,7 +594,7 @@ fn float_heads(
             if biased {
                 b = expanded(b, batch);
             }
-            assert!(reads_operand(&client, &a) && reads_operand(&client, &b));
+            assert!(gemm_float_reads(&client, &a) && gemm_float_reads(&client, &b));
             gemm_float_into(&client, &a, &b, bias.as_ref(), &out).expect("operands that fit");
             let whole = TensorHandle::new_contiguous(vec![expected.len()], out.handle, out_dtype);
             let what = format!("{batch:?} x {m} x {n} x {k}, {float} to {out_dtype}");
@@ -657,13 +657,13 @@ fn float_rejects() {
         TensorHandle::new(handle, shape, strides, float)
     };
     let expanded = strided(&[8, 8], &[0, 1], f16);
-    assert!(!reads_operand(&client, &expanded));
+    assert!(!gemm_float_reads(&client, &expanded));
     assert!(matches!(
         product(&expanded, &expanded),
         Err(KernelError::Unsupported { .. })
     ));
     let deep = strided(&[1, 2, 2, 8, 8], &[256, 128, 64, 8, 1], f16);
-    assert!(!reads_operand(&client, &deep) && !reads_operand(&client, &single));
+    assert!(!gemm_float_reads(&client, &deep) && !gemm_float_reads(&client, &single));
     assert!(matches!(product(&deep, &a), Err(KernelError::Shape { .. })));
 }
 

@@ -266,8 +266,8 @@ __device__ __forceinline__ void write_unaligned(const float *sums, Out *out, Sta
 }
 
 // A consumer's warp writes its 16 x TILE_N sums into rows of C that are `stride` elements apart; `aligned`: all of them
-// start and end at multiples of 16 bytes. wgmma leaves in sums[4 * j + 2 * h + e] of a lane the row lane / 4 + 8 * h and
-// the column 8 * j + 2 * (lane % 4) + e.
+// start and end at multiples of 16 bytes. wgmma leaves in sums[4 * j + 2 * h + e] of a lane the row lane / 4 + 8 * h
+// and the column 8 * j + 2 * (lane % 4) + e.
 __device__ __forceinline__ void write_sums(float *sums, const float *bias, Out *out, Staging &staging, u32 first_row,
                                            u32 first_col, u32 rows, u32 cols, u32 stride, bool aligned) {
     const u32 lane = threadIdx.x % 32, quad = lane % 4;
@@ -332,7 +332,8 @@ __device__ __forceinline__ void write_sums(float *sums, const float *bias, Out *
             }
             const u32 col = first_col + 32 * group + 8 * quad;
             if (row + 8 * h < rows && col < cols)
-                *(uint4 *)(out + (u64)(row + 8 * h) * stride + col) = make_uint4(words[0], words[1], words[2], words[3]);
+                *(uint4 *)(out + (u64)(row + 8 * h) * stride + col) =
+                    make_uint4(words[0], words[1], words[2], words[3]);
         }
 #endif
 }

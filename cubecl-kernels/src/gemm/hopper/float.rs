@@ -30,7 +30,7 @@ pub fn has_gemm_float<R: Runtime>(client: &ComputeClient<R>) -> bool {
 }
 
 /// Whether [`gemm_float`] can read an operand on this device as it lies in memory.
-pub fn reads_operand<R: Runtime>(client: &ComputeClient<R>, operand: &TensorHandle<R>) -> bool {
+pub fn gemm_float_reads<R: Runtime>(client: &ComputeClient<R>, operand: &TensorHandle<R>) -> bool {
     let fits = |matrices| Operand::new("the operand", operand, &matrices).is_ok();
     is_supported(client) && is_operand_type(operand.dtype) && Matrices::new(operand).is_ok_and(fits)
 }
@@ -65,8 +65,8 @@ pub fn gemm_float<R: Runtime>(
 /// [`gemm_float`] into a tensor that exists, whose memory may be ordered otherwise: heads of attention are born side by
 /// side in the rows that the next layer reads, as `[batch, rows, heads, features]`.
 ///
-/// - `out`: f32, f16 or bf16 `[.., M, N]`, with the batch dimensions of `a`. Neighbours in memory are neighbours along N;
-///   the other strides are such that no two elements share a place. What lies between its elements stays as it is.
+/// - `out`: f32, f16 or bf16 `[.., M, N]`, with the batch dimensions of `a`. Neighbours in memory are neighbours along
+///   N; the other strides are such that no two elements share a place. What lies between its elements stays as it is.
 ///   Rows that start and end at multiples of 16 bytes are written faster.
 ///
 /// # Errors
@@ -148,29 +148,17 @@ impl Matrices {
     /// Reads a tensor of rank 2 to 4.
     fn new<R: Runtime>(tensor: &TensorHandle<R>) -> Result<Self, KernelError> {
         let shape = tensor.shape();
-        let refused = |remedy| KernelError::Shape {
-            operation: OPERATION,
-            got: format!("a tensor of shape {shape:?}"),
-            remedy,
+        let Some(missing @ ..=2) = 4usize.checked_sub(shape.len()) else {
+            return Err(KernelError::Shape {
+                operation: OPERATION,
+                got: format!("a tensor of shape {shape:?}"),
+                remedy: "pass matrices [.., rows, cols] with at most two batch dimensions",
+            });
         };
-        let missing = 4usize
-            .checked_sub(shape.len())
-            .filter(|&missing| missing <= 2);
-        let missing = missing.ok_or_else(|| {
-            refused("pass matrices [.., rows, cols] with at most two batch dimensions")
-        })?;
         let mut dimensions = [Dimension::new(1, 0); 4];
         let given = std::iter::zip(shape.iter(), tensor.strides().iter());
         for (dimension, (&extent, &stride)) in dimensions[missing..].iter_mut().zip(given) {
             *dimension = Dimension::new(extent, stride);
-        }
-        let count: usize = shape.iter().product();
-        let reach = |it: &Dimension| it.extent.saturating_sub(1) * it.stride;
-        let last: usize = dimensions.iter().map(reach).sum();
-        if count.max(last) > u32::MAX as usize {
-            return Err(refused(
-                "split it: kernels index with 32 bits, at most 2^32 - 1 elements",
-            ));
         }
         let [outer, inner, rows, cols] = dimensions;
         Ok(Self {
@@ -179,6 +167,16 @@ impl Matrices {
             rows,
             cols,
         })
+    }
+
+    /// Elements, and the place of the last one.
+    fn size(&self) -> (usize, usize) {
+        let dimensions = [self.outer, self.inner, self.rows, self.cols];
+        let reach = |it: &Dimension| it.extent.saturating_sub(1) * it.stride;
+        (
+            dimensions.iter().map(|it| it.extent).product(),
+            dimensions.iter().map(reach).sum(),
+        )
     }
 
     /// Whether neighbours in memory are neighbours in a row, and no two elements share a place.
@@ -191,7 +189,7 @@ impl Matrices {
             taken += it.extent.saturating_sub(1) * it.stride;
             fits
         });
-        self.cols.is_dense() && apart
+        self.cols.is_dense() && apart && self.rows.stride <= u32::MAX as usize
     }
 }
 
@@ -227,7 +225,7 @@ impl<'a, R: Runtime> Product<'a, R> {
             return Err(KernelError::Shape {
                 operation: OPERATION,
                 got: format!("a {:?}, b {:?}", a.shape(), b.shape()),
-                remedy: "pass a [.., M, K] and b [.., N, K] of one K, and batch dimensions of b that are 1 or those of a",
+                remedy: "pass a [.., M, K] and b [.., N, K] of one K; batch dimensions of b are 1 or those of a",
             });
         }
         check_bias(OPERATION, bias, of_b.rows.extent)?;
@@ -316,6 +314,14 @@ impl<'a, R: Runtime> Operand<'a, R> {
         tensor: &'a TensorHandle<R>,
         matrices: &Matrices,
     ) -> Result<Self, KernelError> {
+        let (count, last) = matrices.size();
+        if count.max(last) > u32::MAX as usize {
+            return Err(KernelError::Shape {
+                operation: OPERATION,
+                got: format!("{name} of shape {:?}", tensor.shape()),
+                remedy: "split it: kernels index with 32 bits, at most 2^32 - 1 elements",
+            });
+        }
         let Matrices {
             outer,
             inner,

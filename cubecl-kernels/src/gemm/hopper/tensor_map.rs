@@ -14,8 +14,8 @@ pub(in crate::gemm) const STRIDE_BYTES: usize = 16;
 pub(super) struct TmaView<const RANK: usize> {
     /// Batch dimensions, rows, columns.
     pub shape: [usize; RANK],
-    /// Elements from one to the next: multiples of [`STRIDE_BYTES`] and not 0, for columns 1. Where there is one only in
-    /// a batch dimension, its stride is of no matter.
+    /// Elements from one to the next: multiples of [`STRIDE_BYTES`] and not 0, for columns 1. Where there is one only
+    /// in a batch dimension, its stride is of no matter.
     pub strides: [usize; RANK],
     /// Rows and columns of a box, at most 256 rows and 128 bytes of columns.
     pub tile: [usize; 2],
