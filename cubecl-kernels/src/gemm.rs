@@ -29,7 +29,7 @@ mod selector;
 mod tensor_core;
 
 pub use blueprint::Blueprint;
-pub use hopper::float::{gemm_float, has_gemm_float};
+pub use hopper::float::{gemm_float, gemm_float_into, gemm_float_reads, has_gemm_float};
 pub use selector::select;
 
 const OPERATION: &str = "gemm";

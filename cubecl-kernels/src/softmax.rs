@@ -12,10 +12,11 @@ use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
 use crate::{
     device::{
-        MatrixGeometry, MatrixView, check_float, cube_grid, empty, read_quad, read_width,
-        write_quad, write_width,
+        MatrixGeometry, MatrixView, check_float, cube_grid, empty, read_quad_of, read_width,
+        write_quad_of, write_width,
     },
     error::KernelError,
+    quantize::staged::array,
 };
 
 const OPERATION: &str = "softmax";
@@ -121,10 +122,10 @@ fn launch<R: Runtime>(
                 widths.0,
                 widths.1,
                 widths.2,
-                scores.clone().into_arg(),
-                read_grad.clone().into_arg(),
-                probabilities.clone().into_arg(),
-                grad_scores.clone().into_arg(),
+                array(scores.clone()),
+                array(read_grad.clone()),
+                array(probabilities.clone()),
+                array(grad_scores.clone()),
                 view.geometry(),
                 grad_view.geometry(),
                 shape.batch as u32,
@@ -142,10 +143,10 @@ fn launch<R: Runtime>(
 #[cube(launch_unchecked)]
 #[allow(clippy::too_many_arguments)]
 fn softmax_kernel<F: Numeric, NX: Size, NG: Size, NO: Size>(
-    scores: &Tensor<Vector<F, NX>>,
-    grad: &Tensor<Vector<F, NG>>,
-    probabilities: &mut Tensor<Vector<F, NO>>,
-    grad_scores: &mut Tensor<Vector<F, NO>>,
+    scores: &Array<Vector<F, NX>>,
+    grad: &Array<Vector<F, NG>>,
+    probabilities: &mut Array<Vector<F, NO>>,
+    grad_scores: &mut Array<Vector<F, NO>>,
     geometry: MatrixGeometry,
     grad_geometry: MatrixGeometry,
     batch_size: u32,
@@ -171,7 +172,14 @@ fn softmax_kernel<F: Numeric, NX: Size, NG: Size, NO: Size>(
             sum += weights[lane];
         }
         if comptime!(has_grad) {
-            let grads = read_quad::<F, NG>(grad, &grad_geometry, row.batch, row.row, col, widths.1);
+            let grads = read_quad_of::<F, NG, Array<Vector<F, NG>>>(
+                grad,
+                &grad_geometry,
+                row.batch,
+                row.row,
+                col,
+                widths.1,
+            );
             #[unroll]
             for lane in 0..4u32 {
                 // A gradient behind the mask may be anything, NaN too.
@@ -195,16 +203,36 @@ fn softmax_kernel<F: Numeric, NX: Size, NG: Size, NO: Size>(
         for lane in 0..4usize {
             quad[lane] *= inverse;
         }
-        write_quad::<f32, F, NO>(probabilities, &quad, start, col, geometry.cols, widths.2);
+        write_quad_of::<f32, F, NO, Array<Vector<F, NO>>>(
+            probabilities,
+            &quad,
+            start,
+            col,
+            geometry.cols,
+            widths.2,
+        );
         if comptime!(has_grad) {
-            let mut grads =
-                read_quad::<F, NG>(grad, &grad_geometry, row.batch, row.row, col, widths.1);
+            let mut grads = read_quad_of::<F, NG, Array<Vector<F, NG>>>(
+                grad,
+                &grad_geometry,
+                row.batch,
+                row.row,
+                col,
+                widths.1,
+            );
             #[unroll]
             for lane in 0..4u32 {
                 let of_scores = quad[lane as usize] * (grads[lane as usize] - mean) * scale;
                 grads[lane as usize] = select(col + lane < row.visible, of_scores, 0.0f32);
             }
-            write_quad::<f32, F, NO>(grad_scores, &grads, start, col, geometry.cols, widths.2);
+            write_quad_of::<f32, F, NO, Array<Vector<F, NO>>>(
+                grad_scores,
+                &grads,
+                start,
+                col,
+                geometry.cols,
+                widths.2,
+            );
         }
         col += comptime!(4 * UNITS as u32);
     }
@@ -249,13 +277,14 @@ fn score_row(
 /// `scale * scores` of four neighbours; the least number behind the mask.
 #[cube]
 fn scaled<F: Numeric, N: Size>(
-    scores: &Tensor<Vector<F, N>>,
+    scores: &Array<Vector<F, N>>,
     geometry: &MatrixGeometry,
     row: &ScoreRow,
     col: u32,
     #[comptime] width: usize,
 ) -> Array<f32> {
-    let mut quad = read_quad::<F, N>(scores, geometry, row.batch, row.row, col, width);
+    let mut quad =
+        read_quad_of::<F, N, Array<Vector<F, N>>>(scores, geometry, row.batch, row.row, col, width);
     #[unroll]
     for lane in 0..4u32 {
         quad[lane as usize] = select(
@@ -270,7 +299,7 @@ fn scaled<F: Numeric, N: Size>(
 /// The largest of `scale * scores` that the row sees, the same in all units; NaN is passed over.
 #[cube]
 fn row_max<F: Numeric, N: Size>(
-    scores: &Tensor<Vector<F, N>>,
+    scores: &Array<Vector<F, N>>,
     geometry: &MatrixGeometry,
     row: &ScoreRow,
     #[comptime] width: usize,
@@ -305,7 +334,7 @@ fn row_max<F: Numeric, N: Size>(
 /// `exp(scale * scores - max)` of four neighbours, 0 behind the mask.
 #[cube]
 fn weights<F: Numeric, N: Size>(
-    scores: &Tensor<Vector<F, N>>,
+    scores: &Array<Vector<F, N>>,
     geometry: &MatrixGeometry,
     row: &ScoreRow,
     col: u32,

@@ -2,14 +2,13 @@
 
 use burn_backend::{
     DType, FloatDType, Shape, TensorMetadata,
-    ops::FloatTensorOps,
     tensor::{FloatTensor, IntTensor},
 };
 use burn_cubecl::{
     CubeBackend, CubeRuntime, FloatElement, IntElement, element::BoolElement,
-    kernel::into_contiguous, tensor::CubeTensor,
+    kernel::into_contiguous, ops::numeric::empty_device_contiguous_dtype, tensor::CubeTensor,
 };
-use cubecl::{ir::StorageType, std::tensor::TensorHandle};
+use cubecl::{client::ComputeClient, ir::StorageType, std::tensor::TensorHandle};
 use cubecl_kernels::{
     KernelError,
     adamw::{self, AdamWTensors},
@@ -218,33 +217,19 @@ where
     }
 
     fn matmul_kernel(device: &R::Device) -> Option<MatmulKernel<Self>> {
-        gemm::has_gemm_float(&R::client(device)).then_some(|lhs, rhs| {
-            let (mut shape, n) = (lhs.shape(), rhs.shape()[rhs.rank() - 1]);
-            let (a, b) = (matrices(lhs.clone()), transposed(matrices(rhs.clone())));
-            match gemm::gemm_float(&lhs.client, &a, &b, None, a.dtype) {
-                Ok(product) => {
-                    let last = shape.num_dims() - 1;
-                    shape[last] = n;
-                    reshaped(tensor(&lhs, product, lhs.dtype), shape)
-                }
-                // Strides that TMA cannot read, or more elements than 32 bits index.
-                Err(KernelError::Unsupported { .. } | KernelError::Shape { .. }) => {
-                    <Self as FloatTensorOps<Self>>::float_matmul(lhs, rhs)
-                }
-                Err(error) => panic!("{error}"),
-            }
-        })
+        gemm::has_gemm_float(&R::client(device)).then_some(product::<Self, R>)
     }
 
     fn attention_kernels() -> Option<AttentionKernels<Self>> {
-        // Heads are slices of a row: products, which take batches of matrices, would each copy them.
         Some(AttentionKernels {
             forward: |inputs, scores| {
-                softmax_kernels::<Self, R>().attention(inputs.map(into_contiguous), scores)
+                let kernels = softmax_kernels::<Self, R>(&inputs.query.client);
+                kernels.attention(inputs.map(readable), scores)
             },
             backward: |inputs, grad, wanted, scores| {
-                let (inputs, grad) = (inputs.map(into_contiguous), into_contiguous(grad));
-                softmax_kernels::<Self, R>().attention_backward(inputs, grad, wanted, scores)
+                let kernels = softmax_kernels::<Self, R>(&grad.client);
+                let (inputs, grad) = (inputs.map(readable), readable(grad));
+                kernels.attention_backward(inputs, grad, wanted, scores)
             },
         })
     }
@@ -371,8 +356,71 @@ fn matrices<R: CubeRuntime>(tensor: CubeTensor<R>) -> TensorHandle<R> {
 
 /// The matrices transposed, without a copy.
 fn transposed<R: CubeRuntime>(mut matrices: TensorHandle<R>) -> TensorHandle<R> {
-    matrices.metadata.swap(1, 2);
+    let rank = matrices.shape().len();
+    matrices.metadata.swap(rank - 2, rank - 1);
     matrices
+}
+
+/// An operand of several products: as it lies in memory where the kernel reads it so, else contiguous, since heads are
+/// slices of a row and products that take batches of matrices would each copy them.
+fn readable<R: CubeRuntime>(operand: CubeTensor<R>) -> CubeTensor<R> {
+    match gemm::gemm_float_reads(&operand.client, &handle(&operand)) {
+        true => operand,
+        false => into_contiguous(operand),
+    }
+}
+
+/// The product of `[.., M, K]` and `[.., K, N]` by our kernel, or by Burn's where ours cannot read an operand.
+fn product<B, R>(lhs: CubeTensor<R>, rhs: CubeTensor<R>) -> CubeTensor<R>
+where
+    B: QuantOps<FloatTensorPrimitive = CubeTensor<R>>,
+    R: CubeRuntime,
+{
+    let (mut shape, n) = (lhs.shape(), rhs.shape()[rhs.rank() - 1]);
+    let operand = |tensor: &CubeTensor<R>| match tensor.rank() {
+        2..=4 => handle(tensor),
+        _ => matrices(tensor.clone()),
+    };
+    let (a, b) = (operand(&lhs), transposed(operand(&rhs)));
+    match gemm::gemm_float(&lhs.client, &a, &b, None, a.dtype) {
+        Ok(product) => {
+            let last = shape.num_dims() - 1;
+            shape[last] = n;
+            reshaped(tensor(&lhs, product, lhs.dtype), shape)
+        }
+        // What TMA cannot read, or more elements than 32 bits index.
+        Err(KernelError::Unsupported { .. } | KernelError::Shape { .. }) => {
+            B::float_matmul(lhs, rhs)
+        }
+        Err(error) => panic!("{error}"),
+    }
+}
+
+/// [`product`] of rank 4, the heads of attention, side by side in the rows of its memory where our kernel computes it:
+/// `[batch, heads, M, N]` as a view of `[batch, M, heads, N]`, so that the layer reads the rows without a copy.
+fn product_in_rows<B, R>(lhs: CubeTensor<R>, rhs: CubeTensor<R>) -> CubeTensor<R>
+where
+    B: QuantOps<FloatTensorPrimitive = CubeTensor<R>>,
+    R: CubeRuntime,
+{
+    let (a, b) = (handle(&lhs), handle(&rhs));
+    if [&a, &b]
+        .into_iter()
+        .all(|it| gemm::gemm_float_reads(&lhs.client, it))
+    {
+        let (of_lhs, of_rhs) = (lhs.shape(), rhs.shape());
+        let mut out = empty_device_contiguous_dtype(
+            lhs.client.clone(),
+            lhs.device.clone(),
+            Shape::new([of_lhs[0], of_lhs[2], of_lhs[1], of_rhs[3]]),
+            lhs.dtype,
+        );
+        out.meta.swap(1, 2);
+        if gemm::gemm_float_into(&lhs.client, &a, &transposed(b), None, &handle(&out)).is_ok() {
+            return out;
+        }
+    }
+    product::<B, R>(lhs, rhs)
 }
 
 /// A contiguous tensor in another shape.
@@ -467,12 +515,19 @@ where
     }
 }
 
-fn softmax_kernels<B, R>() -> SoftmaxKernels<B>
+fn softmax_kernels<B, R>(client: &ComputeClient<R>) -> SoftmaxKernels<B>
 where
     B: QuantOps<FloatTensorPrimitive = CubeTensor<R>>,
     R: CubeRuntime,
 {
+    let (product, product_in_rows): (MatmulKernel<B>, MatmulKernel<B>) =
+        match gemm::has_gemm_float(client) {
+            true => (product::<B, R>, product_in_rows::<B, R>),
+            false => (B::float_matmul, B::float_matmul),
+        };
     SoftmaxKernels {
+        product,
+        product_in_rows,
         forward: |scores, attention| {
             let (like, shape) = (scores.clone(), scores.shape());
             let p = checked(softmax::softmax(&like.client, &matrices(scores), attention));

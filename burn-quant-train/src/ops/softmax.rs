@@ -8,8 +8,12 @@ use super::{
     matmul::MatmulKernel,
 };
 
-/// Kernels of the softmax of attention's scores.
+/// Kernels of the softmax of attention's scores, and of the products around it.
 pub(super) struct SoftmaxKernels<B: QuantOps> {
+    /// The product of `[batch, heads, M, K]` and `[batch, heads, K, N]`.
+    pub product: MatmulKernel<B>,
+    /// The same for a result that layers see as rows: in the memory of `[batch, M, heads, N]` where that costs nothing.
+    pub product_in_rows: MatmulKernel<B>,
     /// The probabilities of scores `[batch, heads, queries, keys]`, in their dtype.
     pub forward: fn(FloatTensor<B>, AttentionScores) -> FloatTensor<B>,
     /// The probabilities, and the gradient of the scores, from the scores and the gradient of the probabilities.
@@ -28,9 +32,8 @@ impl<B: QuantOps> SoftmaxKernels<B> {
         scores: AttentionScores,
     ) -> FloatTensor<B> {
         let AttentionInputs { query, key, value } = inputs;
-        let product = product::<B>(&query);
-        let of_scores = product(query, B::float_transpose(key));
-        product((self.forward)(of_scores, scores), value)
+        let of_scores = (self.product)(query, B::float_transpose(key));
+        (self.product_in_rows)((self.forward)(of_scores, scores), value)
     }
 
     /// See [`AttentionKernels::backward`](super::attention::AttentionKernels::backward).
@@ -42,22 +45,16 @@ impl<B: QuantOps> SoftmaxKernels<B> {
         scores: AttentionScores,
     ) -> AttentionInputs<Option<FloatTensor<B>>> {
         let AttentionInputs { query, key, value } = inputs;
-        let product = product::<B>(&query);
-        let grad_probabilities = product(grad.clone(), B::float_transpose(value));
-        let of_scores = product(query.clone(), B::float_transpose(key.clone()));
+        let grad_probabilities = (self.product)(grad.clone(), B::float_transpose(value));
+        let of_scores = (self.product)(query.clone(), B::float_transpose(key.clone()));
         let (probabilities, grad_scores) = (self.backward)(of_scores, grad_probabilities, scores);
-        let of_value = || product(B::float_transpose(probabilities), grad);
-        let of_query = || product(grad_scores.clone(), key);
-        let of_key = || product(B::float_transpose(grad_scores.clone()), query);
+        let of_value = || (self.product_in_rows)(B::float_transpose(probabilities), grad);
+        let of_query = || (self.product_in_rows)(grad_scores.clone(), key);
+        let of_key = || (self.product_in_rows)(B::float_transpose(grad_scores.clone()), query);
         AttentionInputs {
             value: wanted.value.then(of_value),
             query: wanted.query.then(of_query),
             key: wanted.key.then(of_key),
         }
     }
-}
-
-/// The backend's kernel of products on the device of `operand`, else Burn's.
-fn product<B: QuantOps>(operand: &FloatTensor<B>) -> MatmulKernel<B> {
-    B::matmul_kernel(&B::float_device(operand)).unwrap_or(B::float_matmul)
 }

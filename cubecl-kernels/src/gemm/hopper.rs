@@ -190,7 +190,7 @@ fn tensor_map<R: Runtime>(
     let shape = view.shape;
     let view = TmaView {
         shape: [shape.batch, shape.rows, shape.cols],
-        strides: [view.batch_stride, view.row_stride],
+        strides: [view.batch_stride, view.row_stride, 1],
         tile: [rows, HopperBlueprint::DEPTH],
     };
     view.bind(values)

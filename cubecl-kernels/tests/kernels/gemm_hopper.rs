@@ -1,11 +1,15 @@
 //! The Hopper kernels, to the bit. Products large enough for many tiles, long sums and both tile widths; small ones,
 //! and the comparison with the reference in FP64, are in `gemm.rs`.
 
+use cubecl::{ir::StorageType, std::tensor::TensorHandle};
 use cubecl_kernels::{
     KernelError,
     fallback::{FallbackResidual, quantize_fallback},
     format::{Format, Granularity, Layout, Rounding},
-    gemm::{Blueprint, GemmOperand, GemmProblem, Strategy, gemm, gemm_float, select},
+    gemm::{
+        Blueprint, GemmOperand, GemmProblem, Strategy, gemm, gemm_float, gemm_float_into,
+        gemm_float_reads, select,
+    },
     quantize::{QuantizeSpec, Quantized, quantize},
     shape::MatrixShape,
 };
@@ -452,6 +456,153 @@ fn float_products(
     }
 }
 
+/// A tensor of rank 4 in a larger buffer: its dimensions from the outermost in memory to the innermost, and the
+/// elements between two stretches of the innermost.
+#[derive(Debug, Clone, Copy)]
+struct Placed {
+    order: [usize; 4],
+    gap: usize,
+}
+
+impl Placed {
+    fn strides(self, shape: [usize; 4]) -> [usize; 4] {
+        let mut strides = [0; 4];
+        let mut stride = 1;
+        for &dim in self.order.iter().rev() {
+            strides[dim] = stride;
+            stride = stride * shape[dim] + usize::from(dim == self.order[3]) * self.gap;
+        }
+        strides
+    }
+
+    /// The buffer, in which `fill` is what lies between the elements.
+    fn buffer(self, x: &[f32], shape: [usize; 4], fill: f32) -> Vec<f32> {
+        let strides = self.strides(shape);
+        let inner = self.order[3];
+        let stretches = shape.iter().product::<usize>() / shape[inner];
+        let mut buffer = vec![fill; stretches * (shape[inner] + self.gap)];
+        for (index, &x) in x.iter().enumerate() {
+            let [_, heads, rows, cols] = shape;
+            let (row, col) = (index / cols % rows, index % cols);
+            let (outer, head) = (index / cols / rows / heads, index / cols / rows % heads);
+            let place = std::iter::zip([outer, head, row, col], strides).map(|(i, s)| i * s);
+            buffer[place.sum::<usize>()] = x;
+        }
+        buffer
+    }
+
+    fn upload(
+        self,
+        client: &Client,
+        buffer: &[f32],
+        shape: [usize; 4],
+        float: StorageType,
+    ) -> Tensor {
+        let handle = upload(client, buffer, &[buffer.len()], float).handle;
+        TensorHandle::new(handle, shape, self.strides(shape), float)
+    }
+}
+
+/// The tensor as if it had so many matrices, where it has one for all.
+fn expanded(mut tensor: Tensor, batch: [usize; 2]) -> Tensor {
+    for (dim, extent) in batch.into_iter().enumerate() {
+        if tensor.shape()[dim] < extent {
+            tensor.metadata.shape_mut()[dim] = extent;
+            tensor.metadata.strides_mut()[dim] = 0;
+        }
+    }
+    tensor
+}
+
+/// Operands and outputs with two batch dimensions in all orders that attention has them in: `[batch, rows, heads,
+/// features]` in memory, scores, and what is transposed of both. NaN lies between the operands' elements; what lies
+/// between those of the output stays. Where an operand has fewer matrices, one serves several.
+#[rstest]
+#[case::scores([0, 2, 1, 3], [0, 2, 1, 3], [0, 1, 2, 3])]
+#[case::values([0, 1, 2, 3], [0, 3, 1, 2], [0, 2, 1, 3])]
+#[case::gradient_of_keys([0, 1, 3, 2], [0, 3, 1, 2], [0, 2, 1, 3])]
+#[case::rows_outermost([2, 1, 0, 3], [1, 0, 2, 3], [2, 1, 0, 3])]
+fn float_heads(
+    #[case] a_order: [usize; 4],
+    #[case] b_order: [usize; 4],
+    #[case] out_order: [usize; 4],
+    #[values(0, 3, 8)] out_gap: usize,
+) {
+    let (client, mut random) = (client(), Random::fresh());
+    if !has_hopper(&client) {
+        return;
+    }
+    let (brain, half, single) = (dtype::<half::bf16>(), dtype::<half::f16>(), dtype::<f32>());
+    for (batch, a_batch, b_batch, m, n, k) in [
+        ([2, 3], [2, 3], [2, 3], 200, 136, 64),
+        ([1, 1], [1, 1], [1, 1], 77, 64, 128),
+        ([2, 1], [2, 1], [2, 1], 93, 300, 57),
+        ([1, 3], [1, 3], [1, 3], 45, 47, 128),
+        ([3, 2], [3, 2], [1, 2], 130, 128, 72),
+        ([2, 3], [1, 3], [2, 1], 64, 77, 200),
+        ([2, 2], [2, 1], [1, 1], 1000, 1024, 64),
+    ] {
+        let mut operand = |[outer, inner]: [usize; 2], rows: usize, order: [usize; 4]| {
+            let shape = [outer, inner, rows, k];
+            let count = shape.iter().product();
+            let x: Vec<f32> = (0..count).map(|_| random.index(17) as f32 - 8.0).collect();
+            let innermost = shape[order[3]];
+            let gap = innermost.next_multiple_of(8) - innermost + 8;
+            let placed = Placed { order, gap };
+            let buffer = placed.buffer(&x, shape, f32::NAN);
+            (x, move |client: &Client, float| {
+                placed.upload(client, &buffer, shape, float)
+            })
+        };
+        let (a, upload_a) = operand(a_batch, m, a_order);
+        let (b, upload_b) = operand(b_batch, n, b_order);
+        let bias: Vec<f32> = (0..n).map(|_| random.index(100) as f32).collect();
+        let shape = [batch[0], batch[1], m, n];
+        let mut expected = Vec::with_capacity(shape.iter().product());
+        for matrix in 0..batch[0] * batch[1] {
+            let of = |operand: [usize; 2]| {
+                let (outer, inner) = (matrix / batch[1], matrix % batch[1]);
+                outer % operand[0] * operand[1] + inner % operand[1]
+            };
+            let (of_a, of_b) = (of(a_batch), of(b_batch));
+            for (row, col) in (0..m).flat_map(|row| (0..n).map(move |col| (row, col))) {
+                let a = &a[(of_a * m + row) * k..][..k];
+                let b = &b[(of_b * n + col) * k..][..k];
+                expected.push(std::iter::zip(a, b).map(|(a, b)| a * b).sum::<f32>());
+            }
+        }
+        let placed = Placed {
+            order: out_order,
+            gap: out_gap,
+        };
+        for (float, out_dtype, biased) in [
+            (brain, brain, false),
+            (half, single, true),
+            (half, half, false),
+        ] {
+            let mut expected = expected.clone();
+            if biased {
+                for (index, sum) in expected.iter_mut().enumerate() {
+                    *sum += bias[index % n];
+                }
+            }
+            let bias = biased.then(|| upload(&client, &bias, &[n], single));
+            let expected = placed.buffer(&rounded(&expected, out_dtype), shape, -1.0);
+            let out = placed.upload(&client, &vec![-1.0; expected.len()], shape, out_dtype);
+            let a = expanded(upload_a(&client, float), batch);
+            let mut b = upload_b(&client, float);
+            if biased {
+                b = expanded(b, batch);
+            }
+            assert!(gemm_float_reads(&client, &a) && gemm_float_reads(&client, &b));
+            gemm_float_into(&client, &a, &b, bias.as_ref(), &out).expect("operands that fit");
+            let whole = TensorHandle::new_contiguous(vec![expected.len()], out.handle, out_dtype);
+            let what = format!("{batch:?} x {m} x {n} x {k}, {float} to {out_dtype}");
+            assert_same_floats(&read_float(&client, &whole), &expected, &what);
+        }
+    }
+}
+
 /// NaN reaches its row and no other, and a K that is no multiple of a stage adds nothing.
 #[test]
 fn float_nan() {
@@ -500,4 +651,39 @@ fn float_rejects() {
         product(&empty, &empty),
         Err(KernelError::Unsupported { .. })
     ));
+    // One row for all, which TMA does not read, and more batch dimensions than it has.
+    let strided = |shape: &[usize], strides: &[usize], float| {
+        let handle = matrix(8, 1024, float).handle;
+        TensorHandle::new(handle, shape, strides, float)
+    };
+    let expanded = strided(&[8, 8], &[0, 1], f16);
+    assert!(!gemm_float_reads(&client, &expanded));
+    assert!(matches!(
+        product(&expanded, &expanded),
+        Err(KernelError::Unsupported { .. })
+    ));
+    let deep = strided(&[1, 2, 2, 8, 8], &[256, 128, 64, 8, 1], f16);
+    assert!(!gemm_float_reads(&client, &deep) && !gemm_float_reads(&client, &single));
+    assert!(matches!(product(&deep, &a), Err(KernelError::Shape { .. })));
+}
+
+/// Outputs in which elements would share a place, or that are others than the product's.
+#[rstest]
+#[case::other_shape(&[2, 3, 8, 8], &[192, 64, 8, 1])]
+#[case::other_rank(&[2, 8, 8], &[64, 8, 1])]
+#[case::neighbours_along_rows(&[2, 2, 8, 8], &[128, 64, 1, 8])]
+#[case::heads_in_one_place(&[2, 2, 8, 8], &[64, 0, 8, 1])]
+#[case::rows_overlap(&[2, 2, 8, 8], &[128, 64, 7, 1])]
+#[case::heads_overlap(&[2, 2, 8, 8], &[256, 8, 15, 1])]
+fn float_rejects_outputs(#[case] shape: &[usize], #[case] strides: &[usize]) {
+    let client = client();
+    let half = dtype::<half::f16>();
+    let operand = upload(&client, &[1.0; 256], &[2, 2, 8, 8], half);
+    let memory = upload(&client, &[0.0; 1024], &[1024], half).handle;
+    let out = TensorHandle::new(memory, shape, strides, half);
+    let result = gemm_float_into(&client, &operand, &operand, None, &out);
+    match has_hopper(&client) {
+        true => assert!(matches!(result, Err(KernelError::Shape { .. }))),
+        false => assert!(matches!(result, Err(KernelError::Unsupported { .. }))),
+    }
 }

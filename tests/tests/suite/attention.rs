@@ -31,6 +31,8 @@ const FEATURES: usize = 16;
 struct Problem {
     queries: usize,
     keys: usize,
+    /// Heads beside one another in memory, as layers have them: `[batch, sequence, heads, features]`.
+    in_rows: bool,
     options: AttentionModuleOptions,
     masked: bool,
     q: Vec<f32>,
@@ -55,6 +57,7 @@ impl Problem {
         Self {
             queries,
             keys,
+            in_rows: false,
             options,
             masked,
             q: draw(queries),
@@ -67,8 +70,13 @@ impl Problem {
     /// Output, and gradients of Q, K and V for the loss `sum(weights * output)`.
     fn solve<A: AutodiffBackend>(&self) -> [Vec<f32>; 4] {
         let device = A::Device::default();
-        let of_sequence = |data: &[f32], sequence| {
-            tensor::<A, 4>(data, [BATCH, HEADS, sequence, FEATURES], &device)
+        let of_sequence = |data: &[f32], sequence| match self.in_rows {
+            false => tensor::<A, 4>(data, [BATCH, HEADS, sequence, FEATURES], &device),
+            true => tensor::<A, 4>(data, [BATCH, sequence, HEADS, FEATURES], &device),
+        };
+        let heads = |tensor: &Tensor<A, 4>| match self.in_rows {
+            false => tensor.clone(),
+            true => tensor.clone().swap_dims(1, 2),
         };
         let [q, k, v] = [
             (&self.q, self.queries),
@@ -86,7 +94,8 @@ impl Problem {
                 &device,
             )
         });
-        let output = attention(q.clone(), k.clone(), v.clone(), mask, None, self.options);
+        let output = attention(heads(&q), heads(&k), heads(&v), mask, None, self.options);
+        let output = heads(&output);
         let weights = of_sequence(&self.weights, self.queries);
         let grads = (output.clone().cast(DType::F32) * weights).sum().backward();
         let grad = |tensor: &Tensor<A, 4>| floats(&tensor.grad(&grads).expect("a gradient"));
@@ -116,10 +125,11 @@ fn compare<B: QuantOps, R: Recipe>(problem: &Problem, tolerance: f32, seed: u64)
         for (index, (a, e)) in actual.iter().zip(expected).enumerate() {
             assert!(
                 (a - e).abs() <= tolerance * largest,
-                "seed {seed}, {}: {name}[{index}] {a} instead of {e}, queries {}, keys {}, {:?}",
+                "seed {seed}, {}: {name}[{index}] {a} instead of {e}, queries {}, keys {}, in rows {}, {:?}",
                 std::any::type_name::<R>(),
                 problem.queries,
                 problem.keys,
+                problem.in_rows,
                 problem.options
             );
         }
@@ -134,14 +144,19 @@ fn has_16_bits<B: QuantOps>() -> [bool; 2] {
 fn equals_fp32<B: QuantOps>(seed: u64) {
     let mut rng = Rng::new(seed);
     let [half, brain] = has_16_bits::<B>();
-    for (shape, options, masked) in [
-        ([17, 17], options(true, None), false),
-        ([17, 17], options(false, Some(0.5)), false),
-        ([5, 24], options(true, None), false),
-        ([33, 7], options(false, None), false),
-        ([8, 12], options(true, None), true),
+    for (shape, in_rows, options, masked) in [
+        ([17, 17], false, options(true, None), false),
+        ([17, 17], true, options(false, Some(0.5)), false),
+        ([40, 40], true, options(true, None), false),
+        ([16, 24], true, options(false, None), false),
+        ([5, 24], false, options(true, None), false),
+        ([33, 7], false, options(false, None), false),
+        ([8, 12], true, options(true, None), true),
     ] {
-        let problem = Problem::draw(&mut rng, shape, options, masked);
+        let problem = Problem {
+            in_rows,
+            ..Problem::draw(&mut rng, shape, options, masked)
+        };
         if half {
             compare::<B, MixedPrecision<f16>>(&problem, 1e-2, seed);
         }

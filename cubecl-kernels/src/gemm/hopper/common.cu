@@ -88,6 +88,15 @@ __device__ __forceinline__ void copy_tile(u32 to, const TensorMap *map, u32 k, u
                  : "memory");
 }
 
+// The same for a tensor map with two batch dimensions.
+__device__ __forceinline__ void copy_tile(u32 to, const TensorMap *map, u32 k, u32 row, u32 inner, u32 outer,
+                                          u32 barrier) {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+                 " [%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(to),
+                 "l"(map), "r"(k), "r"(row), "r"(inner), "r"(outer), "r"(barrier)
+                 : "memory");
+}
+
 // ---- wgmma ----------------------------------------------------------------------------------------------------------
 
 #define REGISTERS_4(x, i) "+r"(x[i]), "+r"(x[i + 1]), "+r"(x[i + 2]), "+r"(x[i + 3])
@@ -187,7 +196,7 @@ typedef Out Staging[8][STAGED + 8];
 // leaves them, would be several times slower than the product. Through shared memory, neighbours are written by
 // neighbours.
 __device__ __forceinline__ void write_unaligned(const float *sums, Out *out, Staging &staging, u32 first_row,
-                                                u32 first_col, u32 rows, u32 cols) {
+                                                u32 first_col, u32 rows, u32 cols, u32 stride) {
     const u32 lane = threadIdx.x % 32, quad = lane % 4;
 #pragma unroll
     for (int block = 0; block < TILE_N / STAGED; block++) {
@@ -207,12 +216,12 @@ __device__ __forceinline__ void write_unaligned(const float *sums, Out *out, Sta
 #pragma unroll 8
         for (u32 i = 0; i < 16; i++)
             if (first_row + i < rows && lane < width)
-                out[(u64)(first_row + i) * cols + col + lane] = staging[i][lane];
+                out[(u64)(first_row + i) * stride + col + lane] = staging[i][lane];
         __syncwarp();
 #else
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            Out *to = out + (u64)(first_row + 8 * h) * cols + col;
+            Out *to = out + (u64)(first_row + 8 * h) * stride + col;
             u32 words[STAGED / 8];
 #pragma unroll
             for (int j = 0; j < STAGED / 8; j++) {
@@ -221,7 +230,7 @@ __device__ __forceinline__ void write_unaligned(const float *sums, Out *out, Sta
             }
             // In a row that starts in the middle of a word, a lane's second element and the next lane's first share
             // one; the next of a quad's last lane is the first lane's in the next eight columns.
-            const u32 start = (u64)(to + (u64)(lane / 4) * cols) / sizeof(Out) % 8;
+            const u32 start = (u64)(to + (u64)(lane / 4) * stride) / sizeof(Out) % 8;
             const bool odd = start % 2;
             Out *place = &staging[lane / 4][start + odd + 2 * quad];
 #pragma unroll
@@ -238,7 +247,7 @@ __device__ __forceinline__ void write_unaligned(const float *sums, Out *out, Sta
             const u32 chunk = lane % 16;
 #pragma unroll
             for (u32 i = lane / 16; i < 8; i += 2) {
-                Out *row = to + (u64)i * cols;
+                Out *row = to + (u64)i * stride;
                 const u32 begin = (u64)row / sizeof(Out) % 8, end = begin + width;
                 row -= begin;
                 const bool exists = first_row + 8 * h + i < rows;
@@ -256,10 +265,11 @@ __device__ __forceinline__ void write_unaligned(const float *sums, Out *out, Sta
     }
 }
 
-// A consumer's warp writes its 16 x TILE_N sums. wgmma leaves in sums[4 * j + 2 * h + e] of a lane the row
-// lane / 4 + 8 * h and the column 8 * j + 2 * (lane % 4) + e.
+// A consumer's warp writes its 16 x TILE_N sums into rows of C that are `stride` elements apart; `aligned`: all of them
+// start and end at multiples of 16 bytes. wgmma leaves in sums[4 * j + 2 * h + e] of a lane the row lane / 4 + 8 * h
+// and the column 8 * j + 2 * (lane % 4) + e.
 __device__ __forceinline__ void write_sums(float *sums, const float *bias, Out *out, Staging &staging, u32 first_row,
-                                           u32 first_col, u32 rows, u32 cols) {
+                                           u32 first_col, u32 rows, u32 cols, u32 stride, bool aligned) {
     const u32 lane = threadIdx.x % 32, quad = lane % 4;
     const u32 row = first_row + lane / 4;
 #if BIAS
@@ -273,8 +283,8 @@ __device__ __forceinline__ void write_sums(float *sums, const float *bias, Out *
             sums[4 * j + 2 + e] += term;
         }
 #endif
-    if (cols * sizeof(Out) % 16 != 0) {
-        write_unaligned(sums, out, staging, first_row, first_col, rows, cols);
+    if (!aligned) {
+        write_unaligned(sums, out, staging, first_row, first_col, rows, cols, stride);
         return;
     }
 #if defined(OUT_F32)
@@ -285,7 +295,7 @@ __device__ __forceinline__ void write_sums(float *sums, const float *bias, Out *
         for (int h = 0; h < 2; h++) {
             const u32 col = first_col + 8 * j + 2 * quad;
             if (row + 8 * h < rows && col < cols)
-                *(float2 *)(out + (u64)(row + 8 * h) * cols + col) =
+                *(float2 *)(out + (u64)(row + 8 * h) * stride + col) =
                     make_float2(sums[4 * j + 2 * h], sums[4 * j + 2 * h + 1]);
         }
 #else
@@ -322,7 +332,8 @@ __device__ __forceinline__ void write_sums(float *sums, const float *bias, Out *
             }
             const u32 col = first_col + 32 * group + 8 * quad;
             if (row + 8 * h < rows && col < cols)
-                *(uint4 *)(out + (u64)(row + 8 * h) * cols + col) = make_uint4(words[0], words[1], words[2], words[3]);
+                *(uint4 *)(out + (u64)(row + 8 * h) * stride + col) =
+                    make_uint4(words[0], words[1], words[2], words[3]);
         }
 #endif
 }

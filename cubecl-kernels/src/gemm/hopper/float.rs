@@ -6,7 +6,7 @@
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
 use crate::{
-    device::{MatrixView, check_dtype, check_float, empty, or_unused, storage},
+    device::{check_dtype, check_float, empty, or_unused, storage},
     error::KernelError,
     gemm::{blueprint::HopperBlueprint, check_bias},
 };
@@ -29,11 +29,17 @@ pub fn has_gemm_float<R: Runtime>(client: &ComputeClient<R>) -> bool {
     is_supported(client)
 }
 
-/// `C = A B^T + bias`, of shape `[M, N]` (`[batch, M, N]` where A has a batch dimension), contiguous, with FP32 sums.
+/// Whether [`gemm_float`] can read an operand on this device as it lies in memory.
+pub fn gemm_float_reads<R: Runtime>(client: &ComputeClient<R>, operand: &TensorHandle<R>) -> bool {
+    let fits = |matrices| Operand::new("the operand", operand, &matrices).is_ok();
+    is_supported(client) && is_operand_type(operand.dtype) && Matrices::new(operand).is_ok_and(fits)
+}
+
+/// `C = A B^T + bias`, of shape `[.., M, N]` with the batch dimensions of A, contiguous, with FP32 sums.
 ///
-/// - `a`: bf16 or f16 `[.., M, K]`; `b`: the same type, `[.., N, K]`. Neighbours in memory are neighbours along K or
-///   along M or N; the other strides are multiples of 8 elements, as is the offset. A batch of one in `b`, or a `b` of
-///   rank 2, is shared by all matrices of `a`.
+/// - `a`: bf16 or f16 `[.., M, K]`, with at most two batch dimensions; `b`: the same type, `[.., N, K]`. Neighbours in
+///   memory are neighbours along K or along M or N; the other strides are multiples of 8 elements, as is the offset; 0
+///   is one in batch dimensions. Where a batch dimension of `b` is 1, or missing, its matrices serve all those of `a`.
 /// - `bias`: f32 `[N]`, contiguous, added in FP32.
 /// - `out_dtype`: f32, f16 or bf16; the FP32 sum is rounded to it once.
 ///
@@ -49,66 +55,52 @@ pub fn gemm_float<R: Runtime>(
     out_dtype: StorageType,
 ) -> Result<TensorHandle<R>, KernelError> {
     check_float(client, OPERATION, "the output", out_dtype)?;
-    if ![storage::<half::bf16>(), storage::<half::f16>()].contains(&a.dtype) {
-        return Err(KernelError::Dtype {
-            operation: OPERATION,
-            tensor: "a",
-            dtype: a.dtype.to_string(),
-            remedy: "use bf16 or f16",
-        });
-    }
-    check_dtype(OPERATION, "b", b, a.dtype, "use the type of a")?;
-    let (a_view, b_view) = (
-        MatrixView::new(OPERATION, a)?,
-        MatrixView::new(OPERATION, b)?,
-    );
-    let (a_shape, b_shape) = (a_view.shape, b_view.shape);
-    if a_shape.cols != b_shape.cols || !(b_shape.batch == 1 || b_shape.batch == a_shape.batch) {
+    let product = Product::new(client, a, b, bias)?;
+    let out = empty(client, product.out_shape(), out_dtype);
+    let matrices = Matrices::new(&out)?;
+    product.launch(client, &out, &matrices);
+    Ok(out)
+}
+
+/// [`gemm_float`] into a tensor that exists, whose memory may be ordered otherwise: heads of attention are born side by
+/// side in the rows that the next layer reads, as `[batch, rows, heads, features]`.
+///
+/// - `out`: f32, f16 or bf16 `[.., M, N]`, with the batch dimensions of `a`. Neighbours in memory are neighbours along
+///   N; the other strides are such that no two elements share a place. What lies between its elements stays as it is.
+///   Rows that start and end at multiples of 16 bytes are written faster.
+///
+/// # Errors
+///
+/// Those of [`gemm_float`]; [`KernelError::Shape`] where `out` is of another shape, or its strides are others.
+pub fn gemm_float_into<R: Runtime>(
+    client: &ComputeClient<R>,
+    a: &TensorHandle<R>,
+    b: &TensorHandle<R>,
+    bias: Option<&TensorHandle<R>>,
+    out: &TensorHandle<R>,
+) -> Result<(), KernelError> {
+    check_float(client, OPERATION, "the output", out.dtype)?;
+    let product = Product::new(client, a, b, bias)?;
+    let matrices = Matrices::new(out)?;
+    if out.shape().to_vec() != product.out_shape() || !matrices.can_be_written() {
         return Err(KernelError::Shape {
             operation: OPERATION,
-            got: format!("a {:?}, b {:?}", a.shape(), b.shape()),
-            remedy: "pass a [.., M, K] and b [.., N, K] of one K, and a batch of b that is 1 or that of a",
+            got: format!(
+                "an output of shape {:?} and strides {:?} for a {:?}, b {:?}",
+                out.shape(),
+                out.strides(),
+                a.shape(),
+                b.shape()
+            ),
+            remedy: "pass an output [.., M, N], neighbours along N, in which no two elements share a place",
         });
     }
-    check_bias(OPERATION, bias, b_shape.rows)?;
-    if !is_supported(client) {
-        return Err(unsupported(
-            "a device that is not of CUDA's architecture sm_90".into(),
-        ));
-    }
-    let (batch, m, n, k) = (a_shape.batch, a_shape.rows, b_shape.rows, a_shape.cols);
-    if k == 0 {
-        return Err(unsupported("an empty sum".into()));
-    }
-    let blueprint = HopperBlueprint::new(client, batch, m, n, WHOLE_TILE);
-    let a_operand = Operand::new("a", a, &a_view)?;
-    let b_operand = Operand::new("b", b, &b_view)?;
-    let out = empty(client, a_view.tensor_shape(m, n), out_dtype);
-    if batch * m * n > 0 {
-        launch_source(
-            client,
-            FloatSource {
-                blueprint,
-                dtype: a.dtype,
-                along_rows: (a_operand.along_rows, b_operand.along_rows),
-                bias: bias.is_some(),
-                out_dtype,
-            },
-            blueprint.cubes,
-            vec![
-                a_operand.view(HopperBlueprint::TILE_M).bind(a),
-                b_operand.view(blueprint.tile_n).bind(b),
-            ],
-            vec![
-                or_unused(bias, &out, storage::<f32>()),
-                out.clone(),
-                a.clone(),
-                b.clone(),
-            ],
-            &[batch, m, n, k, usize::from(b_shape.batch > 1)],
-        );
-    }
-    Ok(out)
+    product.launch(client, out, &matrices);
+    Ok(())
+}
+
+fn is_operand_type(dtype: StorageType) -> bool {
+    dtype == storage::<half::bf16>() || dtype == storage::<half::f16>()
 }
 
 fn unsupported(reason: String) -> KernelError {
@@ -119,69 +111,274 @@ fn unsupported(reason: String) -> KernelError {
     }
 }
 
+/// A dimension of a tensor, its stride in elements; 0 where there is one only, since that is never taken.
+#[derive(Debug, Clone, Copy)]
+struct Dimension {
+    extent: usize,
+    stride: usize,
+}
+
+impl Dimension {
+    fn new(extent: usize, stride: usize) -> Self {
+        let stride = if extent == 1 { 0 } else { stride };
+        Self { extent, stride }
+    }
+
+    /// How many there are in memory: one where it is expanded.
+    fn in_memory(&self) -> usize {
+        if self.stride == 0 { 1 } else { self.extent }
+    }
+
+    /// Whether its elements follow one another in memory.
+    fn is_dense(&self) -> bool {
+        self.extent <= 1 || self.stride == 1
+    }
+}
+
+/// Matrices in two batch dimensions; those that the tensor lacks are of one.
+#[derive(Debug, Clone, Copy)]
+struct Matrices {
+    outer: Dimension,
+    inner: Dimension,
+    rows: Dimension,
+    cols: Dimension,
+}
+
+impl Matrices {
+    /// Reads a tensor of rank 2 to 4.
+    fn new<R: Runtime>(tensor: &TensorHandle<R>) -> Result<Self, KernelError> {
+        let shape = tensor.shape();
+        let Some(missing @ ..=2) = 4usize.checked_sub(shape.len()) else {
+            return Err(KernelError::Shape {
+                operation: OPERATION,
+                got: format!("a tensor of shape {shape:?}"),
+                remedy: "pass matrices [.., rows, cols] with at most two batch dimensions",
+            });
+        };
+        let mut dimensions = [Dimension::new(1, 0); 4];
+        let given = std::iter::zip(shape.iter(), tensor.strides().iter());
+        for (dimension, (&extent, &stride)) in dimensions[missing..].iter_mut().zip(given) {
+            *dimension = Dimension::new(extent, stride);
+        }
+        let [outer, inner, rows, cols] = dimensions;
+        Ok(Self {
+            outer,
+            inner,
+            rows,
+            cols,
+        })
+    }
+
+    /// Elements, and the place of the last one.
+    fn size(&self) -> (usize, usize) {
+        let dimensions = [self.outer, self.inner, self.rows, self.cols];
+        let reach = |it: &Dimension| it.extent.saturating_sub(1) * it.stride;
+        (
+            dimensions.iter().map(|it| it.extent).product(),
+            dimensions.iter().map(reach).sum(),
+        )
+    }
+
+    /// Whether neighbours in memory are neighbours in a row, and no two elements share a place.
+    fn can_be_written(&self) -> bool {
+        let mut dimensions = [self.outer, self.inner, self.rows];
+        dimensions.sort_by_key(|dimension| dimension.stride);
+        let mut taken = self.cols.extent;
+        let apart = dimensions.iter().all(|it| {
+            let fits = it.extent <= 1 || it.stride >= taken;
+            taken += it.extent.saturating_sub(1) * it.stride;
+            fits
+        });
+        self.cols.is_dense() && apart && self.rows.stride <= u32::MAX as usize
+    }
+}
+
+/// A product whose operands fit.
+struct Product<'a, R: Runtime> {
+    a: Operand<'a, R>,
+    b: Operand<'a, R>,
+    bias: Option<&'a TensorHandle<R>>,
+}
+
+impl<'a, R: Runtime> Product<'a, R> {
+    fn new(
+        client: &ComputeClient<R>,
+        a: &'a TensorHandle<R>,
+        b: &'a TensorHandle<R>,
+        bias: Option<&'a TensorHandle<R>>,
+    ) -> Result<Self, KernelError> {
+        if !is_operand_type(a.dtype) {
+            return Err(KernelError::Dtype {
+                operation: OPERATION,
+                tensor: "a",
+                dtype: a.dtype.to_string(),
+                remedy: "use bf16 or f16",
+            });
+        }
+        check_dtype(OPERATION, "b", b, a.dtype, "use the type of a")?;
+        let (of_a, of_b) = (Matrices::new(a)?, Matrices::new(b)?);
+        let serves = |b: Dimension, a: Dimension| b.extent == 1 || b.extent == a.extent;
+        if of_a.cols.extent != of_b.cols.extent
+            || !serves(of_b.outer, of_a.outer)
+            || !serves(of_b.inner, of_a.inner)
+        {
+            return Err(KernelError::Shape {
+                operation: OPERATION,
+                got: format!("a {:?}, b {:?}", a.shape(), b.shape()),
+                remedy: "pass a [.., M, K] and b [.., N, K] of one K; batch dimensions of b are 1 or those of a",
+            });
+        }
+        check_bias(OPERATION, bias, of_b.rows.extent)?;
+        if !is_supported(client) {
+            return Err(unsupported(
+                "a device that is not of CUDA's architecture sm_90".into(),
+            ));
+        }
+        if of_a.cols.extent == 0 {
+            return Err(unsupported("an empty sum".into()));
+        }
+        Ok(Self {
+            a: Operand::new("a", a, &of_a)?,
+            b: Operand::new("b", b, &of_b)?,
+            bias,
+        })
+    }
+
+    /// The shape of A with N in place of K.
+    fn out_shape(&self) -> Vec<usize> {
+        let mut shape = self.a.tensor.shape().to_vec();
+        shape.pop();
+        shape.push(self.b.matrices.rows.extent);
+        shape
+    }
+
+    /// Computes into `out`, of this shape.
+    fn launch(&self, client: &ComputeClient<R>, out: &TensorHandle<R>, to: &Matrices) {
+        let (a, b) = (&self.a, &self.b);
+        let (outer, inner) = (to.outer.extent, to.inner.extent);
+        let (m, n, k) = (to.rows.extent, to.cols.extent, a.matrices.cols.extent);
+        if outer * inner * m * n == 0 {
+            return;
+        }
+        let blueprint = HopperBlueprint::new(client, outer * inner, m, n, WHOLE_TILE);
+        let is_many = |dimension: Dimension| usize::from(dimension.in_memory() > 1);
+        launch_source(
+            client,
+            FloatSource {
+                blueprint,
+                dtype: a.tensor.dtype,
+                along_rows: (a.along_rows, b.along_rows),
+                bias: self.bias.is_some(),
+                out_dtype: out.dtype,
+            },
+            blueprint.cubes,
+            vec![
+                a.view(HopperBlueprint::TILE_M).bind(a.tensor),
+                b.view(blueprint.tile_n).bind(b.tensor),
+            ],
+            vec![
+                or_unused(self.bias, out, storage::<f32>()),
+                out.clone(),
+                a.tensor.clone(),
+                b.tensor.clone(),
+            ],
+            &[
+                outer,
+                inner,
+                m,
+                n,
+                k,
+                is_many(a.matrices.outer),
+                is_many(a.matrices.inner),
+                is_many(b.matrices.outer),
+                is_many(b.matrices.inner),
+                to.outer.stride,
+                to.inner.stride,
+                to.rows.stride,
+            ],
+        );
+    }
+}
+
 /// An operand that TMA can read as it lies in memory.
-struct Operand<'a> {
-    view: &'a MatrixView,
+struct Operand<'a, R: Runtime> {
+    tensor: &'a TensorHandle<R>,
+    matrices: Matrices,
     /// Whether neighbours in memory are neighbours along M or N, not along K.
     along_rows: bool,
 }
 
-impl<'a> Operand<'a> {
-    fn new<R: Runtime>(
+impl<'a, R: Runtime> Operand<'a, R> {
+    fn new(
         name: &'static str,
-        tensor: &TensorHandle<R>,
-        view: &'a MatrixView,
+        tensor: &'a TensorHandle<R>,
+        matrices: &Matrices,
     ) -> Result<Self, KernelError> {
-        let shape = view.shape;
-        let offset = tensor.handle.offset_start.unwrap_or_default() as usize;
-        let aligned = offset % STRIDE_BYTES == 0
-            && (shape.batch == 1 || view.batch_stride * ELEMENT_BYTES % STRIDE_BYTES == 0)
-            && (shape.batch == 1 || view.batch_stride > 0);
-        // A dimension of one element may have any stride; TMA never uses it, but checks it.
-        let fits = |neighbours: (usize, usize), others: (usize, usize)| {
-            (neighbours.1 == 1 || neighbours.0 == 1)
-                && others.1 >= neighbours.0
-                && others.1 * ELEMENT_BYTES % STRIDE_BYTES == 0
-        };
-        let rows = (shape.rows, view.row_stride);
-        let cols = (shape.cols, view.col_stride);
-        let along_rows = if fits(cols, rows) {
-            false
-        } else if fits(rows, cols) {
-            true
-        } else {
-            return Err(Self::strides(name, tensor));
-        };
-        if !aligned {
-            return Err(Self::strides(name, tensor));
+        let (count, last) = matrices.size();
+        if count.max(last) > u32::MAX as usize {
+            return Err(KernelError::Shape {
+                operation: OPERATION,
+                got: format!("{name} of shape {:?}", tensor.shape()),
+                remedy: "split it: kernels index with 32 bits, at most 2^32 - 1 elements",
+            });
         }
-        Ok(Self { view, along_rows })
-    }
-
-    fn strides<R: Runtime>(name: &'static str, tensor: &TensorHandle<R>) -> KernelError {
-        unsupported(format!(
-            "operand {name} of shape {:?} with strides {:?}",
-            tensor.shape(),
-            tensor.strides()
-        ))
+        let Matrices {
+            outer,
+            inner,
+            rows,
+            cols,
+        } = *matrices;
+        let is_aligned = |elements: usize| elements * ELEMENT_BYTES % STRIDE_BYTES == 0;
+        let offset = tensor.handle.offset_start.unwrap_or_default() as usize;
+        let batches_fit = is_aligned(outer.stride) && is_aligned(inner.stride);
+        // Rows of TMA do not overlap, and one of them may have any stride.
+        let fits = |neighbours: Dimension, others: Dimension| {
+            let stride = others.stride;
+            neighbours.is_dense()
+                && (others.extent == 1 || (stride >= neighbours.extent && is_aligned(stride)))
+        };
+        let along_rows = if fits(cols, rows) {
+            Some(false)
+        } else {
+            fits(rows, cols).then_some(true)
+        };
+        match along_rows {
+            Some(along_rows) if batches_fit && offset % STRIDE_BYTES == 0 => Ok(Self {
+                tensor,
+                matrices: *matrices,
+                along_rows,
+            }),
+            _ => Err(unsupported(format!(
+                "operand {name} of shape {:?} with strides {:?} and an offset of {offset} bytes",
+                tensor.shape(),
+                tensor.strides()
+            ))),
+        }
     }
 
     /// What TMA sees, in boxes for tiles of `tile` rows.
-    fn view(&self, tile: usize) -> TmaView {
-        let shape = self.view.shape;
-        let batch_stride = self.view.batch_stride;
-        if self.along_rows {
-            TmaView {
-                shape: [shape.batch, shape.cols, shape.rows],
-                strides: [batch_stride, self.view.col_stride],
-                tile: [DEPTH, DEPTH],
-            }
+    fn view(&self, tile: usize) -> TmaView<4> {
+        let Matrices {
+            outer,
+            inner,
+            rows,
+            cols,
+        } = self.matrices;
+        let (lines, neighbours, tile) = if self.along_rows {
+            (cols, rows, DEPTH)
         } else {
-            TmaView {
-                shape: [shape.batch, shape.rows, shape.cols],
-                strides: [batch_stride, self.view.row_stride],
-                tile: [tile, DEPTH],
-            }
+            (rows, cols, tile)
+        };
+        // TMA never takes the stride of a single line, but checks it.
+        let pitch = if lines.extent == 1 {
+            neighbours.extent.next_multiple_of(STRIDE_BYTES)
+        } else {
+            lines.stride
+        };
+        TmaView {
+            shape: [outer.extent, inner.extent, lines.extent, neighbours.extent],
+            strides: [outer.stride, inner.stride, pitch, 1],
+            tile: [tile, DEPTH],
         }
     }
 }

@@ -349,6 +349,6 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         else
             add_tile(sums, stages, stage, parity);
         write_sums(sums, bias, out + tile.batch * (u64)m * n, staging[4 * consumer + warp],
-                   tile.m * TILE_M + consumer * 64 + warp * 16, tile.n * TILE_N, m, n);
+                   tile.m * TILE_M + consumer * 64 + warp * 16, tile.n * TILE_N, m, n, n, n * sizeof(Out) % 16 == 0);
     }
 }

@@ -1,4 +1,5 @@
-// C[M, N] = A[M, K] B[N, K]^T + bias[N] of BF16 or FP16 matrices, FP32 sums, on sm_90a.
+// C[M, N] = A[M, K] B[N, K]^T + bias[N] of BF16 or FP16 matrices, FP32 sums, on sm_90a. Matrices lie in two batch
+// dimensions, with any strides: heads of attention are slices of a row.
 //
 // Knobs, defined in front of this text:
 //   TILE_N     128 or 256, the columns of an output tile (its rows are 128)
@@ -12,7 +13,12 @@
 
 // The launcher's numbers, in its order.
 struct Numbers {
-    u64 batch, m, n, k, b_batched;
+    // Matrices of C: `outer` times `inner` of them.
+    u64 outer, inner, m, n, k;
+    // Whether an operand has as many in the dimension (1), or one that serves all of C (0).
+    u64 a_outer, a_inner, b_outer, b_inner;
+    // Elements of C from a matrix to the next in each dimension, and from a row to the next.
+    u64 outer_stride, inner_stride, row_stride;
 };
 
 // Elements of a stage along K: 128 bytes.
@@ -92,13 +98,13 @@ __device__ __forceinline__ void sums_pin(float *sums) {
 
 // Starts the copies of `rows` rows of an operand, `depth` being the first element along K.
 template <bool AlongMN>
-__device__ __forceinline__ void copy_operand(u32 to, const TensorMap *map, u32 depth, u32 row, u32 rows, u32 batch,
-                                             u32 barrier) {
+__device__ __forceinline__ void copy_operand(u32 to, const TensorMap *map, u32 depth, u32 row, u32 rows, u32 inner,
+                                             u32 outer, u32 barrier) {
     if (AlongMN) {
         for (u32 box = 0; box < rows / BOX; box++)
-            copy_tile(to + box * BOX_BYTES, map, row + box * BOX, depth, batch, barrier);
+            copy_tile(to + box * BOX_BYTES, map, row + box * BOX, depth, inner, outer, barrier);
     } else {
-        copy_tile(to, map, depth, row, batch, barrier);
+        copy_tile(to, map, depth, row, inner, outer, barrier);
     }
 }
 
@@ -111,8 +117,8 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     __shared__ u64 full_barriers[STAGES], empty_barriers[STAGES];
     __shared__ __align__(16) Staging staging[8];
 
-    const u32 m = numbers.m, n = numbers.n, k = numbers.k;
-    const Tiles tiles = tiles_of(numbers.batch, m, n);
+    const u32 m = numbers.m, n = numbers.n, k = numbers.k, inner_count = numbers.inner;
+    const Tiles tiles = tiles_of(numbers.outer * inner_count, m, n);
     const u32 blocks = (k + DEPTH - 1) / DEPTH;
     const u32 full = shared_address(full_barriers), empty = shared_address(empty_barriers);
     const u32 memory = shared_address(ring);
@@ -129,13 +135,16 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         u32 index;
         for (u32 turn = 0; (index = tile_index(turn)) < tiles.all; turn++) {
             const Tile tile = tile_of(index, tiles, 16);
+            const u32 outer = tile.batch / inner_count, inner = tile.batch % inner_count;
+            const u32 a_outer = numbers.a_outer ? outer : 0, a_inner = numbers.a_inner ? inner : 0;
+            const u32 b_outer = numbers.b_outer ? outer : 0, b_inner = numbers.b_inner ? inner : 0;
             for (u32 block = 0; block < blocks; block++) {
                 barrier_wait(empty + 8 * stage, parity ^ 1);
                 const u32 to = memory + stage * STAGE_BYTES, barrier = full + 8 * stage, depth = block * DEPTH;
                 barrier_arrive_expect(barrier, STAGE_BYTES);
-                copy_operand<A_ALONG_MN>(to, &a_map, depth, tile.m * TILE_M, TILE_M, tile.batch, barrier);
-                copy_operand<B_ALONG_MN>(to + A_BYTES, &b_map, depth, tile.n * TILE_N, TILE_N,
-                                        numbers.b_batched ? tile.batch : 0, barrier);
+                copy_operand<A_ALONG_MN>(to, &a_map, depth, tile.m * TILE_M, TILE_M, a_inner, a_outer, barrier);
+                copy_operand<B_ALONG_MN>(to + A_BYTES, &b_map, depth, tile.n * TILE_N, TILE_N, b_inner, b_outer,
+                                         barrier);
                 next_stage(stage, parity);
             }
         }
@@ -145,6 +154,8 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
     const u32 consumer = threadIdx.x / 128 - 1;
     const u32 warp = threadIdx.x % 128 / 32;
+    const u64 steps = n | numbers.row_stride | numbers.inner_stride | numbers.outer_stride;
+    const bool aligned = ((u64)out | steps * sizeof(Out)) % 16 == 0;
     u32 index;
     for (u32 turn = 0; (index = tile_index(turn)) < tiles.all; turn++) {
         const Tile tile = tile_of(index, tiles, 16);
@@ -171,7 +182,9 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         products_wait<0>();
         sums_pin(sums);
         release(empty + 8 * previous);
-        write_sums(sums, bias, out + tile.batch * (u64)m * n, staging[4 * consumer + warp],
-                   tile.m * TILE_M + consumer * 64 + warp * 16, tile.n * TILE_N, m, n);
+        const u32 outer = tile.batch / inner_count, inner = tile.batch % inner_count;
+        write_sums(sums, bias, out + outer * numbers.outer_stride + inner * numbers.inner_stride,
+                   staging[4 * consumer + warp], tile.m * TILE_M + consumer * 64 + warp * 16, tile.n * TILE_N, m, n,
+                   numbers.row_stride, aligned);
     }
 }
