@@ -15,7 +15,7 @@ use crate::{
 use super::{
     Codec, MIN_NONZERO, Moment, NEUTRAL_EXPONENT, StateFormat,
     span::{Span, read_held, segment_max, write_held},
-    table::DECADES_AT,
+    table::SEGMENTS_AT,
 };
 
 const INFINITY: u32 = f32::INFINITY.to_bits();
@@ -97,7 +97,7 @@ pub(crate) fn load_state<S: Numeric, N: Size>(
 #[cube]
 pub(crate) fn decode_state(
     loaded: &Loaded,
-    table: &SharedMemory<f32>,
+    table: &SharedMemory<u32>,
     #[comptime] span: Span,
     #[comptime] format: Option<StateFormat>,
     #[comptime] moment: Moment,
@@ -135,7 +135,7 @@ pub(crate) fn write_state<S: Numeric, N: Size>(
     values: &mut Tensor<Vector<S, N>>,
     scales: &mut Tensor<f32>,
     exponents: &mut Tensor<u8>,
-    table: &SharedMemory<f32>,
+    table: &SharedMemory<u32>,
     held: &Array<f32>,
     group_scale: &GroupScale,
     dithers: &Array<u32>,
@@ -394,24 +394,24 @@ fn decode(
     code: u32,
     scale: f32,
     power: f32,
-    table: &SharedMemory<f32>,
+    table: &SharedMemory<u32>,
     #[comptime] format: StateFormat,
     #[comptime] moment: Moment,
 ) -> f32 {
     let codec = comptime!(format.encoding.codec(moment));
     if comptime!(format.expand) {
         // The logarithm of the largest number is 0: the largest magnitude comes back exactly.
-        let ln = table[code as usize];
-        let value = fast::exp(ln * power) * scale;
+        let log2 = table[code as usize];
+        let value = fast::exp2(f32::reinterpret(log2) * power) * scale;
         if comptime!(moment == Moment::First) {
             // The sum is an exclusive or with the last bit of the logarithm, which is the sign of the number.
-            f32::reinterpret(u32::reinterpret(value) + u32::reinterpret(ln) * SIGN)
+            f32::reinterpret(u32::reinterpret(value) + log2 * SIGN)
         } else {
             value
         }
     } else {
         match codec {
-            Codec::Dynamic(_) => table[code as usize] * scale,
+            Codec::Dynamic(_) => f32::reinterpret(table[code as usize]) * scale,
             _ => {
                 let value = magnitude(code, comptime!(moment == Moment::First), codec) * scale;
                 if comptime!(moment == Moment::First) {
@@ -504,7 +504,7 @@ fn encode(
     nonzero_from: u32,
     dither: u32,
     zero: u32,
-    table: &SharedMemory<f32>,
+    table: &SharedMemory<u32>,
     #[comptime] format: StateFormat,
     #[comptime] moment: Moment,
     #[comptime] stochastic: bool,
@@ -541,7 +541,7 @@ fn encode(
 fn magnitude_level(
     x: f32,
     zero: u32,
-    table: &SharedMemory<f32>,
+    table: &SharedMemory<u32>,
     #[comptime] codec: Codec,
     #[comptime] expanded: bool,
 ) -> u32 {
@@ -553,9 +553,7 @@ fn magnitude_level(
                 float8::encode_magnitude(x, format)
             }
         }
-        Codec::Dynamic(signedness) => {
-            dynamic_exponent::level(x, zero, table, DECADES_AT, signedness)
-        }
+        Codec::Dynamic(_) => dynamic_exponent::level(x, zero, table, SEGMENTS_AT),
         Codec::Integer => u32::reinterpret(min(x, 127.0f32) + ROUND_TO_EVEN) - ROUND_TO_EVEN_BITS,
         Codec::Square => square_level(min(x, 65_025.0f32)),
     }
@@ -568,7 +566,7 @@ fn dithered_level(
     x: f32,
     dither: u32,
     zero: u32,
-    table: &SharedMemory<f32>,
+    table: &SharedMemory<u32>,
     #[comptime] codec: Codec,
 ) -> u32 {
     match comptime!(codec) {
@@ -577,7 +575,7 @@ fn dithered_level(
         }
         Codec::Dynamic(signedness) => {
             let x = min(x, 1.0f32);
-            let nearest = dynamic_exponent::level(x, zero, table, DECADES_AT, signedness);
+            let nearest = dynamic_exponent::level(x, zero, table, SEGMENTS_AT);
             dynamic_exponent::dithered_level(x, nearest, dither, zero, signedness)
         }
         Codec::Integer => u32::cast_from((min(x, 127.0f32) + uniform16(dither)).floor()),
