@@ -7,9 +7,9 @@
 //!
 //! With `u = n + j` for the `j`-th number of a decade, the number is `(18 u + 9 - 16 n)` units of `10^(e - 6) / (20
 //! n)`: an exact integer and one rounded product, the same on every device. The place of a number follows from the same
-//! line, `u = floor(x / (18 units) + 16 n / 18)`, a rounded product and a rounded sum: of two neighbours it is the
-//! nearer, up to the rounding of `f32`. So places are a function of *segments*, each a line: zero, the decades, and 1.
-//! Kernels look up the segment of a number in shared memory.
+//! line, `u = floor(x / (18 units) + 16 n / 18)` but at most `2 n - 1`, by a rounded product and a rounded sum: of two
+//! neighbours it is the nearer, up to the rounding of `f32`. So places are found by *segments*, each a line: zero, the
+//! decades, and 1. Kernels look up the segment of a number in shared memory.
 
 use cubecl::prelude::*;
 
@@ -70,6 +70,11 @@ impl Signedness {
             return self.one() as f32;
         }
         ((16 * self.count(segment - 1)) as f64 / 18.0 - self.offset() as f64) as f32
+    }
+
+    /// The last place of a segment, or above the decades more than that.
+    const fn last(self, segment: usize) -> u32 {
+        (self.first_count() << segment) - self.first_count()
     }
 
     /// Half way between the last number below a segment, which is not the first, and the segment's first.
@@ -144,13 +149,15 @@ impl Signedness {
     pub(crate) fn level(self, x: f32) -> u32 {
         let x = x.min(1.0);
         let (mut slope, mut intercept) = (self.slope(0), self.intercept(0));
+        let mut last = self.last(0);
         for segment in 1..SEGMENTS {
             if x >= self.lower_bound(segment) {
                 slope = self.slope(segment);
                 intercept = self.intercept(segment);
+                last = self.last(segment);
             }
         }
-        (x * slope + intercept) as u32
+        ((x * slope + intercept) as u32).min(last)
     }
 
     /// The place of one of the two numbers around `x`, in `[0, 1]`: of the upper one where `dither / 2^32` is below the
@@ -181,8 +188,8 @@ impl Signedness {
 }
 
 /// Entries of the table that [`fill_segments`] fills: one for each exponent of an `f32`, then the slopes of the
-/// segments, then their intercepts.
-pub(crate) const SEGMENT_TABLE: usize = EXPONENTS + 2 * SEGMENTS;
+/// segments, then their intercepts, then their last places.
+pub(crate) const SEGMENT_TABLE: usize = EXPONENTS + 3 * SEGMENTS;
 const EXPONENTS: usize = 256;
 /// Bits of the mantissa of an `f32`.
 const MANTISSA_BITS: u32 = 23;
@@ -216,7 +223,9 @@ pub(crate) fn fill_segments(
             let slope = comptime!(signedness.slope(segment).to_bits());
             let intercept = comptime!(signedness.intercept(segment).to_bits());
             table[at as usize + comptime!(EXPONENTS + segment)] = slope.runtime();
+            let last = comptime!(signedness.last(segment));
             table[at as usize + comptime!(EXPONENTS + SEGMENTS + segment)] = intercept.runtime();
+            table[at as usize + comptime!(EXPONENTS + 2 * SEGMENTS + segment)] = last.runtime();
         }
     }
 }
@@ -233,7 +242,11 @@ pub(crate) fn level(x: f32, zero: u32, table: &SharedMemory<u32>, at: u32) -> u3
     let line = at + comptime!(EXPONENTS as u32) + segment;
     let slope = f32::reinterpret(table[line as usize]);
     let intercept = f32::reinterpret(table[(line + comptime!(SEGMENTS as u32)) as usize]);
-    u32::cast_from(exact::product(x, slope, zero) + intercept)
+    let last = table[(line + comptime!(2 * SEGMENTS as u32)) as usize];
+    min(
+        u32::cast_from(exact::product(x, slope, zero) + intercept),
+        last,
+    )
 }
 
 /// [`Signedness::dithered_level`] in a kernel, where `nearest` is [`level`] of `x`.

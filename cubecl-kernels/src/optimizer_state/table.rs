@@ -4,7 +4,7 @@
 //! | --- | --- | --- |
 //! | 256, by code | an expanded format | the bits of `log2(magnitude / largest number)`, of which the last is the sign |
 //! | 256, by code | the dynamic exponent | the bits of the number |
-//! | 274, behind them | the dynamic exponent | what finds the segment of a number: see [`dynamic_exponent::level`] |
+//! | 283, behind them | the dynamic exponent | what finds the segment of a number: see [`dynamic_exponent::level`] |
 //!
 //! The lanes of a plane meet in a bank three or four times, which still is far cheaper than the arithmetic.
 
