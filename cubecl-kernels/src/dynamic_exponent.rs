@@ -6,15 +6,18 @@
 //! of the signed format and code 0 of the unsigned one.
 //!
 //! With `u = n + j` for the `j`-th number of a decade, the number is `(18 u + 9 - 16 n)` units of `10^(e - 6) / (20
-//! n)`: an exact integer and one rounded product, the same on every device. The code of a number follows from the same
-//! line: of two neighbours it is the nearer, up to the rounding of `f32`. Kernels look up the decade of a number in
-//! shared memory.
+//! n)`: an exact integer and one rounded product, the same on every device. The place of a number follows from the same
+//! line, `u = floor(x / (18 units) + 16 n / 18)` but at most `2 n - 1`, by a rounded product and a rounded sum: of two
+//! neighbours it is the nearer, up to the rounding of `f32`. So places are found by *segments*, each a line: zero, the
+//! decades, and 1. Kernels look up the segment of a number in shared memory.
 
 use cubecl::prelude::*;
 
 use crate::{exact, rounding::uniform16};
 
 const DECADES: usize = 7;
+/// Zero, the decades, and 1.
+const SEGMENTS: usize = DECADES + 2;
 /// Half of the 256 codes less one: the code of 0 in the signed format.
 const SIGNED_ZERO: u32 = 127;
 
@@ -50,24 +53,41 @@ impl Signedness {
         self.unit(decade) as f32
     }
 
-    /// 0 above the decades, where 1 is the only number.
-    const fn inverse_unit(self, decade: usize) -> f32 {
-        if decade == DECADES {
+    /// The inverse of the distance between neighbouring numbers of a segment, 0 where there is one number alone.
+    const fn slope(self, segment: usize) -> f32 {
+        if segment == 0 || segment > DECADES {
             return 0.0;
         }
-        (1.0 / self.unit(decade)) as f32
+        (1.0 / (18.0 * self.unit(segment - 1))) as f32
     }
 
-    /// Half way between the last number of the decade below and the first of this one; above the decades between the
-    /// last number and 1, and nothing beyond.
-    const fn lower_bound(self, decade: usize) -> f32 {
-        if decade > DECADES {
-            return f32::MAX;
+    /// The place that the line of a segment has at 0, and half a place more.
+    const fn intercept(self, segment: usize) -> f32 {
+        if segment == 0 {
+            return 0.0;
         }
-        if decade == DECADES {
-            return self.one_bound();
+        if segment > DECADES {
+            return self.one() as f32;
         }
-        let below = decade - 1;
+        ((16 * self.count(segment - 1)) as f64 / 18.0 - self.offset() as f64) as f32
+    }
+
+    /// The last place of a segment, or above the decades more than that.
+    const fn last(self, segment: usize) -> u32 {
+        (self.first_count() << segment) - self.first_count()
+    }
+
+    /// Half way between the last number below a segment, which is not the first, and the segment's first.
+    const fn lower_bound(self, segment: usize) -> f32 {
+        if segment == 1 {
+            // Half way to the smallest positive number.
+            return self.smallest() * 0.5;
+        }
+        if segment > DECADES {
+            // Half way between 1 and the number below it.
+            return 1.0 - 0.225 / self.count(DECADES - 1) as f32;
+        }
+        let below = segment - 2;
         // `10^(e - 6) * (1 + 0.9 / n)`, in units of the decade below.
         ((20 * self.count(below) + 18) as f64 * self.unit(below)) as f32
     }
@@ -75,16 +95,6 @@ impl Signedness {
     /// The smallest positive number.
     pub const fn smallest(self) -> f32 {
         ((2 * self.count(0) + 9) as f64 * self.unit(0)) as f32
-    }
-
-    /// Half way between 0 and the smallest positive number.
-    const fn zero_bound(self) -> f32 {
-        self.smallest() * 0.5
-    }
-
-    /// Half way between 1 and the number below it.
-    const fn one_bound(self) -> f32 {
-        1.0 - 0.225 / self.count(DECADES - 1) as f32
     }
 
     /// The place of 1 among the numbers that are not negative.
@@ -137,23 +147,17 @@ impl Signedness {
     /// The place among the numbers that are not negative of the one nearest to `x >= 0`.
     #[inline]
     pub(crate) fn level(self, x: f32) -> u32 {
-        let mut count = self.first_count();
-        let mut inverse_unit = self.inverse_unit(0);
-        for decade in 1..DECADES {
-            if x >= self.lower_bound(decade) {
-                count = self.count(decade);
-                inverse_unit = self.inverse_unit(decade);
+        let x = x.min(1.0);
+        let (mut slope, mut intercept) = (self.slope(0), self.intercept(0));
+        let mut last = self.last(0);
+        for segment in 1..SEGMENTS {
+            if x >= self.lower_bound(segment) {
+                slope = self.slope(segment);
+                intercept = self.intercept(segment);
+                last = self.last(segment);
             }
         }
-        let place = (x * inverse_unit + (16 * count) as f32) * (1.0 / 18.0);
-        let u = (place as u32).clamp(count, 2 * count - 1);
-        if x < self.zero_bound() {
-            0
-        } else if x >= self.one_bound() {
-            self.one()
-        } else {
-            u - self.offset()
-        }
+        ((x * slope + intercept) as u32).min(last)
     }
 
     /// The place of one of the two numbers around `x`, in `[0, 1]`: of the upper one where `dither / 2^32` is below the
@@ -183,65 +187,66 @@ impl Signedness {
     }
 }
 
-/// Entries of the table that [`fill_decades`] fills: for each of [`BINADES`] powers of two the decade that holds it and
-/// the lower bound of the next decade, and for each decade the inverse of its unit.
-pub(crate) const DECADE_TABLE: usize = INVERSE_UNITS_AT as usize + DECADES + 1;
-/// Powers of two from 2^-24, below all bounds, to 1.
-const BINADES: u32 = 25;
-const LOWEST_BINADE: u32 = 127 - 24;
-const INVERSE_UNITS_AT: u32 = 2 * BINADES;
+/// Entries of the table that [`fill_segments`] fills: one for each exponent of an `f32`, then the slopes of the
+/// segments, then their intercepts, then their last places.
+pub(crate) const SEGMENT_TABLE: usize = EXPONENTS + 3 * SEGMENTS;
+const EXPONENTS: usize = 256;
+/// Bits of the mantissa of an `f32`.
+const MANTISSA_BITS: u32 = 23;
 
-/// Fills the entries of a table from `at` on, for [`level`]. All units of a cube, more than entries, call it.
+/// Fills the entries of a table from `at` on, for [`level`]. All units of a cube call it, one for each exponent.
+///
+/// No two bounds of segments share an exponent. So the segment of a number is that of its power of two, or where a
+/// bound follows the next one from there on: a carry out of the mantissa. The entry of an exponent is what has to be
+/// added to the bits of a number so that the segment takes the exponent's place.
 #[cube]
-pub(crate) fn fill_decades(
-    table: &mut SharedMemory<f32>,
+pub(crate) fn fill_segments(
+    table: &mut SharedMemory<u32>,
     at: u32,
     #[comptime] signedness: Signedness,
 ) {
-    if UNIT_POS < BINADES {
-        let power = f32::reinterpret((UNIT_POS + LOWEST_BINADE) << 23);
-        let mut decade = 0.0f32;
-        let mut next = comptime!(signedness.lower_bound(1)).runtime();
-        #[unroll]
-        for below in 1..comptime!(DECADES + 1) {
-            let above = power >= comptime!(signedness.lower_bound(below));
-            decade = select(above, comptime!(below as f32), decade);
-            next = select(above, comptime!(signedness.lower_bound(below + 1)), next);
-        }
-        table[(at + UNIT_POS) as usize] = decade;
-        table[(at + BINADES + UNIT_POS) as usize] = next;
+    let exponent = UNIT_POS;
+    let mut segment = 0u32;
+    let mut carry = 0u32;
+    #[unroll]
+    for above in 1..comptime!(SEGMENTS) {
+        let bound = comptime!(signedness.lower_bound(above).to_bits());
+        let of_bound = comptime!(bound >> MANTISSA_BITS);
+        let to_carry = comptime!((1 << MANTISSA_BITS) - (bound & ((1 << MANTISSA_BITS) - 1)));
+        segment = select(exponent > of_bound, comptime!(above as u32), segment);
+        carry = select(exponent == of_bound, to_carry, carry);
     }
+    table[(at + exponent) as usize] = ((segment - exponent) << MANTISSA_BITS) + carry;
     if UNIT_POS == 0 {
         #[unroll]
-        for decade in 0..comptime!(DECADES + 1) {
-            table[(at + INVERSE_UNITS_AT) as usize + decade] =
-                comptime!(signedness.inverse_unit(decade)).runtime();
+        for segment in 0..comptime!(SEGMENTS) {
+            let slope = comptime!(signedness.slope(segment).to_bits());
+            let intercept = comptime!(signedness.intercept(segment).to_bits());
+            table[at as usize + comptime!(EXPONENTS + segment)] = slope.runtime();
+            let last = comptime!(signedness.last(segment));
+            table[at as usize + comptime!(EXPONENTS + SEGMENTS + segment)] = intercept.runtime();
+            table[at as usize + comptime!(EXPONENTS + 2 * SEGMENTS + segment)] = last.runtime();
         }
     }
 }
 
-/// [`Signedness::level`] in a kernel, with a table that [`fill_decades`] filled from `at` on.
+/// [`Signedness::level`] in a kernel of `x` in `[0, 1]`, up to rounding, with a table that [`fill_segments`] filled
+/// from `at` on.
 ///
-/// No two bounds lie between neighbouring powers of two, so that a comparison with the next bound completes the decade.
+/// The masks keep NaN, of which any level will do, from being looked up outside the table.
 #[cube]
-pub(crate) fn level(
-    x: f32,
-    zero: u32,
-    table: &SharedMemory<f32>,
-    at: u32,
-    #[comptime] signedness: Signedness,
-) -> u32 {
-    let binade = max(u32::reinterpret(x) >> 23, LOWEST_BINADE) - LOWEST_BINADE;
-    let entry = at + min(binade, comptime!(BINADES - 1));
-    let below = u32::cast_from(table[entry as usize]);
-    let decade = select(x >= table[(entry + BINADES) as usize], below + 1, below);
-    let count = comptime!(signedness.first_count()).runtime() << decade;
-    let inverse_unit = table[(at + INVERSE_UNITS_AT + decade) as usize];
-    let place =
-        (exact::product(x, inverse_unit, zero) + f32::cast_from(count * 16)) * (1.0f32 / 18.0f32);
-    let u = clamp(u32::cast_from(place), count, count * 2 - 1);
-    let inside = u - comptime!(signedness.offset());
-    select(x < comptime!(signedness.zero_bound()), 0u32, inside)
+pub(crate) fn level(x: f32, zero: u32, table: &SharedMemory<u32>, at: u32) -> u32 {
+    let bits = u32::reinterpret(x);
+    let entry = at + ((bits >> MANTISSA_BITS) & comptime!(EXPONENTS as u32 - 1));
+    let segment = ((bits + table[entry as usize]) >> MANTISSA_BITS) & 0xf;
+    let line = at + comptime!(EXPONENTS as u32) + segment;
+    let slope = f32::reinterpret(table[line as usize]);
+    let intercept = f32::reinterpret(table[(line + comptime!(SEGMENTS as u32)) as usize]);
+    let last = table[(line + comptime!(2 * SEGMENTS as u32)) as usize];
+    min(
+        u32::cast_from(exact::product(x, slope, zero) + intercept),
+        last,
+    )
 }
 
 /// [`Signedness::dithered_level`] in a kernel, where `nearest` is [`level`] of `x`.
@@ -282,11 +287,9 @@ pub(crate) fn number(level: u32, zero: u32, #[comptime] signedness: Signedness) 
 #[cube]
 pub(crate) fn code(level: u32, negative: bool, #[comptime] signedness: Signedness) -> u32 {
     if comptime!(signedness == Signedness::Signed) {
-        select(
-            negative,
-            SIGNED_ZERO - min(level, SIGNED_ZERO),
-            SIGNED_ZERO + level,
-        )
+        let level = i32::cast_from(level);
+        let signed = select(negative, -level, level);
+        u32::cast_from(max(signed + comptime!(SIGNED_ZERO as i32), 0i32))
     } else {
         level
     }

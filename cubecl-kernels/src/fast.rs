@@ -2,16 +2,17 @@
 
 use cubecl::prelude::*;
 
-/// The natural logarithm of a positive normal number.
+/// The base-2 logarithm of a positive normal number.
 #[cube(fast_math = FastMath::ReducedPrecision | FastMath::NotNaN | FastMath::NotInf)]
-pub(crate) fn ln(x: f32) -> f32 {
-    x.ln()
+pub(crate) fn log2(x: f32) -> f32 {
+    x.ln() * std::f32::consts::LOG2_E
 }
 
-/// The exponential function.
+/// `2^x`. CUDA takes the logarithm of the constant while it compiles, and is left with one instruction.
 #[cube(fast_math = FastMath::ReducedPrecision | FastMath::NotNaN | FastMath::NotInf)]
-pub(crate) fn exp(x: f32) -> f32 {
-    x.exp()
+pub(crate) fn exp2(x: f32) -> f32 {
+    let two = 2.0f32.runtime();
+    two.powf(x)
 }
 
 /// `base^exponent` for a positive normal base.
@@ -20,13 +21,18 @@ pub(crate) fn power(base: f32, exponent: f32) -> f32 {
     base.powf(exponent)
 }
 
-/// The square root of a number that is not negative, or of NaN; one below 1e-31 counts as up to 1e-38 more, so that 0
-/// has no infinite inverse. Without the branch that a correctly rounded root has on CUDA, and without a maximum, which
-/// would take NaN for the smaller one.
+/// The inverse of the square root of a number that is not negative, or of NaN; 0 for infinity. A number below 1e-31
+/// counts as up to 1e-38 more, so that 0 has an inverse too. Without the branch that a correctly rounded root has on
+/// CUDA, and without a maximum, which would take NaN for the smaller one.
+#[cube]
+pub(crate) fn inverse_root(x: f32) -> f32 {
+    (x + f32::MIN_POSITIVE).inverse_sqrt()
+}
+
+/// The square root of a finite number that is not negative, by way of [`inverse_root`].
 #[cube]
 pub(crate) fn root(x: f32) -> f32 {
-    let x = x + f32::MIN_POSITIVE;
-    x * x.inverse_sqrt()
+    x * inverse_root(x)
 }
 
 /// A quotient to two units in the last place, in a quarter of the instructions that a correctly rounded one takes on

@@ -103,16 +103,16 @@ impl Float8 {
     /// The code, without sign, of `x` in `[0, largest]` moved up by `dither / 2^32` of the distance to the next number,
     /// and cut off to a number: stochastic rounding where `dither` is random, to nearest where it is [`HALF`].
     ///
-    /// Below the normal numbers the sum with the smallest of them has the digits that are cut.
+    /// The bits of a normal number are in the code's order already. Below the normal numbers it is the sum with the
+    /// smallest of them that has the digits to be cut. Each of the two is the larger one where it holds.
     #[inline]
     pub(crate) fn cut_magnitude(self, x: f32, dither: u32) -> u32 {
-        let below = x < self.smallest_normal();
-        let (digits, base) = if below {
-            (x + self.smallest_normal(), self.smallest_normal_bits())
-        } else {
-            (x, self.smallest_normal_bits() - (1 << 23))
-        };
-        (digits.to_bits() + (dither >> (32 - self.shift())) - base) >> self.shift()
+        let dither = dither >> (32 - self.shift());
+        let normal = x.to_bits() + dither;
+        let subnormal = (x + self.smallest_normal()).to_bits() + dither;
+        let normal = normal as i32 - (self.smallest_normal_bits() - (1 << 23)) as i32;
+        let subnormal = subnormal as i32 - self.smallest_normal_bits() as i32;
+        normal.max(subnormal) as u32 >> self.shift()
     }
 
     /// The number of a code, exactly.
@@ -159,15 +159,15 @@ pub(crate) fn encode_magnitude(x: f32, #[comptime] format: Float8) -> u32 {
 /// [`Float8::cut_magnitude`] in a kernel.
 #[cube]
 pub(crate) fn cut_magnitude(x: f32, dither: u32, #[comptime] format: Float8) -> u32 {
-    let below = x < comptime!(format.smallest_normal());
-    let digits = select(below, x + comptime!(format.smallest_normal()), x);
-    let base = select(
-        below,
-        comptime!(format.smallest_normal_bits()),
-        comptime!(format.smallest_normal_bits() - (1 << 23)),
+    let dither = dither >> comptime!(32 - format.shift());
+    let smallest_normal = comptime!(format.smallest_normal_bits());
+    let normal = u32::reinterpret(x) + dither - comptime!(smallest_normal - (1 << 23));
+    let subnormal = u32::reinterpret(x + comptime!(format.smallest_normal())) + dither;
+    let larger = max(
+        i32::reinterpret(normal),
+        i32::reinterpret(subnormal - smallest_normal),
     );
-    (u32::reinterpret(digits) + (dither >> comptime!(32 - format.shift())) - base)
-        >> comptime!(format.shift())
+    u32::reinterpret(larger) >> comptime!(format.shift())
 }
 
 /// [`Float8::decode_magnitude`] in a kernel.

@@ -29,7 +29,6 @@ const BF16_BITS: u32 = 0xffff_0000;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct Plan {
     span: Span,
-    width: usize,
     first: Option<StateFormat>,
     second: Option<StateFormat>,
     flagged: bool,
@@ -87,7 +86,7 @@ pub(super) fn launch<R: Runtime>(
                 client,
                 cube_grid(stretch.cubes),
                 span.cube_dim(),
-                stretch.width,
+                stretch.span.width,
                 parameter.clone().into_arg(),
                 gradient.clone().into_arg(),
                 first.values.clone().into_arg(),
@@ -107,7 +106,6 @@ pub(super) fn launch<R: Runtime>(
                 0,
                 Plan {
                     span: stretch.span,
-                    width: stretch.width,
                     first: first.format,
                     second: second.format,
                     flagged: nonfinite.is_some(),
@@ -152,7 +150,6 @@ fn adamw_kernel<P: Numeric, G: Numeric, S1: Numeric, S2: Numeric, N: Size>(
     #[define(S2)] _second_dtype: StorageType,
 ) {
     let span = comptime!(plan.span);
-    let width = comptime!(plan.width);
     if comptime!(plan.flagged) {
         if nonfinite[0] != 0 {
             terminate!();
@@ -166,8 +163,8 @@ fn adamw_kernel<P: Numeric, G: Numeric, S1: Numeric, S2: Numeric, N: Size>(
     while tile < end {
         let start = tile * comptime!(span.elements() as u32);
         // All loads come before the arithmetic, so that their latencies overlap.
-        let mut p = read_held::<P, f32, N>(parameter, start, len, span, width, 0);
-        let g = read_held::<G, f32, N>(gradient, start, len, span, width, 0);
+        let mut p = read_held::<P, f32, N>(parameter, start, len, span, 0);
+        let g = read_held::<G, f32, N>(gradient, start, len, span, 0);
         let first_loaded = load_state::<S1, N>(
             first,
             first_scales,
@@ -175,7 +172,6 @@ fn adamw_kernel<P: Numeric, G: Numeric, S1: Numeric, S2: Numeric, N: Size>(
             start,
             len,
             span,
-            width,
             comptime!(plan.first),
             comptime!(Moment::First),
         );
@@ -186,7 +182,6 @@ fn adamw_kernel<P: Numeric, G: Numeric, S1: Numeric, S2: Numeric, N: Size>(
             start,
             len,
             span,
-            width,
             comptime!(plan.second),
             comptime!(Moment::Second),
         );
@@ -223,7 +218,7 @@ fn adamw_kernel<P: Numeric, G: Numeric, S1: Numeric, S2: Numeric, N: Size>(
                 comptime!(plan.wide),
             );
         }
-        write_held::<f32, P, N>(parameter, &p, start, len, span, width);
+        write_held::<f32, P, N>(parameter, &p, start, len, span);
         let dithers = if comptime!(plan.stochastic_state) {
             dithers(
                 start,
@@ -249,7 +244,6 @@ fn adamw_kernel<P: Numeric, G: Numeric, S1: Numeric, S2: Numeric, N: Size>(
             len,
             zero,
             span,
-            width,
             comptime!(plan.first),
             comptime!(Moment::First),
             comptime!(plan.stochastic_state),
@@ -266,7 +260,6 @@ fn adamw_kernel<P: Numeric, G: Numeric, S1: Numeric, S2: Numeric, N: Size>(
             len,
             zero,
             span,
-            width,
             comptime!(plan.second),
             comptime!(Moment::Second),
             comptime!(plan.stochastic_state),

@@ -15,7 +15,7 @@ use crate::{
 use super::{
     Codec, MIN_NONZERO, Moment, NEUTRAL_EXPONENT, StateFormat,
     span::{Span, read_held, segment_max, write_held},
-    table::DECADES_AT,
+    table::SEGMENTS_AT,
 };
 
 const INFINITY: u32 = f32::INFINITY.to_bits();
@@ -56,14 +56,13 @@ pub(crate) fn load_state<S: Numeric, N: Size>(
     start: u32,
     len: u32,
     #[comptime] span: Span,
-    #[comptime] width: usize,
     #[comptime] format: Option<StateFormat>,
     #[comptime] moment: Moment,
 ) -> Loaded {
     let mut scale = 0.0f32;
     let mut power = 1.0f32;
     if comptime!(format.is_none()) {
-        let held = read_held::<S, f32, N>(values, start, len, span, width, 0);
+        let held = read_held::<S, f32, N>(values, start, len, span, 0);
         let mut words = Array::<u32>::new(comptime!(span.held()));
         #[unroll]
         for slot in 0..comptime!(span.held()) {
@@ -77,7 +76,7 @@ pub(crate) fn load_state<S: Numeric, N: Size>(
     } else {
         let format = comptime!(format.unwrap());
         let fill = comptime!(format.encoding.zero(moment));
-        let words = read_held::<S, u32, N>(values, start, len, span, width, fill);
+        let words = read_held::<S, u32, N>(values, start, len, span, fill);
         let group = group_index(start, span, format);
         if group_exists(group, len, span, format) {
             scale = scales[group as usize];
@@ -97,7 +96,7 @@ pub(crate) fn load_state<S: Numeric, N: Size>(
 #[cube]
 pub(crate) fn decode_state(
     loaded: &Loaded,
-    table: &SharedMemory<f32>,
+    table: &SharedMemory<u32>,
     #[comptime] span: Span,
     #[comptime] format: Option<StateFormat>,
     #[comptime] moment: Moment,
@@ -135,7 +134,7 @@ pub(crate) fn write_state<S: Numeric, N: Size>(
     values: &mut Tensor<Vector<S, N>>,
     scales: &mut Tensor<f32>,
     exponents: &mut Tensor<u8>,
-    table: &SharedMemory<f32>,
+    table: &SharedMemory<u32>,
     held: &Array<f32>,
     group_scale: &GroupScale,
     dithers: &Array<u32>,
@@ -143,13 +142,12 @@ pub(crate) fn write_state<S: Numeric, N: Size>(
     len: u32,
     zero: u32,
     #[comptime] span: Span,
-    #[comptime] width: usize,
     #[comptime] format: Option<StateFormat>,
     #[comptime] moment: Moment,
     #[comptime] stochastic: bool,
 ) {
     if comptime!(format.is_none()) {
-        write_held::<f32, S, N>(values, held, start, len, span, width);
+        write_held::<f32, S, N>(values, held, start, len, span);
     } else {
         let format = comptime!(format.unwrap());
         let segment = comptime!(span.segment(format.group));
@@ -183,7 +181,7 @@ pub(crate) fn write_state<S: Numeric, N: Size>(
                 stochastic,
             );
         }
-        write_held::<u32, S, N>(values, &codes, start, len, span, width);
+        write_held::<u32, S, N>(values, &codes, start, len, span);
     }
 }
 
@@ -209,38 +207,56 @@ fn group_exists(
     }
 }
 
-/// The extremes of a unit's group, the same in all its units.
+/// The extremes of some of a group's values.
 #[derive(CubeType, Clone, Copy)]
 struct Extremes {
     /// The bits of the largest magnitude. As integers they order NaN above infinity above the rest.
     largest: u32,
-    /// The smallest magnitude that is not zero, counted down from [`MIN_NONZERO`]: what wraps around is large. 0
-    /// without expansion, which does not ask for it.
-    countdown: u32,
+    /// By how much the bits of the smallest magnitude that is not zero lie above those of [`MIN_NONZERO`], inverted so
+    /// that it is the largest here: what lies below wraps around. 0 without expansion, which does not ask for it.
+    smallness: u32,
 }
 
+/// The extremes of what a unit holds.
 #[cube]
-fn extremes(
+fn unit_extremes(
     held: &Array<f32>,
     #[comptime] span: Span,
     #[comptime] format: StateFormat,
 ) -> Extremes {
-    let segment = comptime!(span.segment(format.group));
     let mut largest = 0u32;
-    let mut countdown = 0u32;
+    let mut excess = u32::MAX.runtime();
     #[unroll]
     for slot in 0..comptime!(span.held()) {
         let bits = magnitude_bits(held[slot]);
         largest = max(largest, bits);
         if comptime!(format.expand) {
-            countdown = max(countdown, comptime!(MIN_NONZERO_BITS - 1).runtime() - bits);
+            excess = min(excess, bits - MIN_NONZERO_BITS);
         }
     }
-    largest = segment_max(largest, span, segment);
-    if comptime!(format.expand) {
-        countdown = segment_max(countdown, span, segment);
+    Extremes {
+        largest,
+        smallness: !excess,
     }
-    Extremes { largest, countdown }
+}
+
+/// The extremes of a unit's group from those of its units: see [`segment_max`] for the stride.
+#[cube]
+fn group_extremes(
+    extremes: &Extremes,
+    #[comptime] span: Span,
+    #[comptime] format: StateFormat,
+    #[comptime] stride: usize,
+) -> Extremes {
+    let segment = comptime!(span.segment(format.group));
+    let mut smallness = extremes.smallness;
+    if comptime!(format.expand) {
+        smallness = segment_max(smallness, span, segment, stride);
+    }
+    Extremes {
+        largest: segment_max(extremes.largest, span, segment, stride),
+        smallness,
+    }
 }
 
 /// The scale of a unit's group, the same in all its units.
@@ -252,7 +268,7 @@ pub(crate) fn group_scale(
     #[comptime] format: StateFormat,
     #[comptime] moment: Moment,
 ) -> GroupScale {
-    let extremes = extremes(held, span, format);
+    let extremes = group_extremes(&unit_extremes(held, span, format), span, format, 1usize);
     scale_of(
         &extremes,
         comptime!(format.target(moment)).runtime(),
@@ -265,7 +281,7 @@ pub(crate) fn group_scale(
 
 /// The scales of both moments' groups. A scale takes as many instructions as a few elements, and all units of a group
 /// the same ones: where they can exchange values, even units compute that of the first moment and odd ones that of the
-/// second.
+/// second, from the extremes on.
 #[cube]
 pub(crate) fn group_scales(
     m: &Array<f32>,
@@ -277,20 +293,24 @@ pub(crate) fn group_scales(
 ) -> (GroupScale, GroupScale) {
     let in_turn = comptime!(match (first, second) {
         (Some(first), Some(second)) => {
-            span.plane.is_some() && span.lanes > 1 && first.expand == second.expand
+            span.plane.is_some()
+                && span.lanes > 1
+                && first.expand == second.expand
+                && first.group == second.group
         }
         _ => false,
     });
     if comptime!(in_turn) {
         let first = comptime!(first.unwrap());
         let second = comptime!(second.unwrap());
-        let of_m = extremes(m, span, first);
-        let of_v = extremes(v, span, second);
+        let of_m = unit_extremes(m, span, first);
+        let of_v = unit_extremes(v, span, second);
         let odd = UNIT_POS % 2 == 1;
-        let extremes = Extremes {
-            largest: select(odd, of_v.largest, of_m.largest),
-            countdown: select(odd, of_v.countdown, of_m.countdown),
-        };
+        let of_pair = larger(
+            &select_extremes(odd, &of_v, &of_m),
+            &of_neighbour(&select_extremes(odd, &of_m, &of_v)),
+        );
+        let extremes = group_extremes(&of_pair, span, first, 2usize);
         let mine = scale_of(
             &extremes,
             select(
@@ -323,6 +343,31 @@ pub(crate) fn group_scales(
             any_scale(m, zero, span, first, comptime!(Moment::First)),
             any_scale(v, zero, span, second, comptime!(Moment::Second)),
         )
+    }
+}
+
+/// The extremes that the other unit of a pair hands over.
+#[cube]
+fn of_neighbour(extremes: &Extremes) -> Extremes {
+    Extremes {
+        largest: plane_shuffle_xor(extremes.largest, 1),
+        smallness: plane_shuffle_xor(extremes.smallness, 1),
+    }
+}
+
+#[cube]
+fn select_extremes(condition: bool, a: &Extremes, b: &Extremes) -> Extremes {
+    Extremes {
+        largest: select(condition, a.largest, b.largest),
+        smallness: select(condition, a.smallness, b.smallness),
+    }
+}
+
+#[cube]
+fn larger(a: &Extremes, b: &Extremes) -> Extremes {
+    Extremes {
+        largest: max(a.largest, b.largest),
+        smallness: max(a.smallness, b.smallness),
     }
 }
 
@@ -377,7 +422,7 @@ fn scale_of(
     } else if extremes.largest >= MIN_ABSMAX_BITS {
         let absmax = f32::reinterpret(extremes.largest);
         if comptime!(expand) {
-            let smallest = comptime!(MIN_NONZERO_BITS - 1).runtime() - extremes.countdown;
+            let smallest = !extremes.smallness + MIN_NONZERO_BITS;
             group.scale = absmax;
             group.exponent = exponent_cube(absmax, f32::reinterpret(smallest), zero, range_log2);
         } else {
@@ -394,24 +439,24 @@ fn decode(
     code: u32,
     scale: f32,
     power: f32,
-    table: &SharedMemory<f32>,
+    table: &SharedMemory<u32>,
     #[comptime] format: StateFormat,
     #[comptime] moment: Moment,
 ) -> f32 {
     let codec = comptime!(format.encoding.codec(moment));
     if comptime!(format.expand) {
         // The logarithm of the largest number is 0: the largest magnitude comes back exactly.
-        let ln = table[code as usize];
-        let value = fast::exp(ln * power) * scale;
+        let log2 = table[code as usize];
+        let value = fast::exp2(f32::reinterpret(log2) * power) * scale;
         if comptime!(moment == Moment::First) {
             // The sum is an exclusive or with the last bit of the logarithm, which is the sign of the number.
-            f32::reinterpret(u32::reinterpret(value) + u32::reinterpret(ln) * SIGN)
+            f32::reinterpret(u32::reinterpret(value) + log2 * SIGN)
         } else {
             value
         }
     } else {
         match codec {
-            Codec::Dynamic(_) => table[code as usize] * scale,
+            Codec::Dynamic(_) => f32::reinterpret(table[code as usize]) * scale,
             _ => {
                 let value = magnitude(code, comptime!(moment == Moment::First), codec) * scale;
                 if comptime!(moment == Moment::First) {
@@ -504,7 +549,7 @@ fn encode(
     nonzero_from: u32,
     dither: u32,
     zero: u32,
-    table: &SharedMemory<f32>,
+    table: &SharedMemory<u32>,
     #[comptime] format: StateFormat,
     #[comptime] moment: Moment,
     #[comptime] stochastic: bool,
@@ -541,7 +586,7 @@ fn encode(
 fn magnitude_level(
     x: f32,
     zero: u32,
-    table: &SharedMemory<f32>,
+    table: &SharedMemory<u32>,
     #[comptime] codec: Codec,
     #[comptime] expanded: bool,
 ) -> u32 {
@@ -553,9 +598,7 @@ fn magnitude_level(
                 float8::encode_magnitude(x, format)
             }
         }
-        Codec::Dynamic(signedness) => {
-            dynamic_exponent::level(x, zero, table, DECADES_AT, signedness)
-        }
+        Codec::Dynamic(_) => dynamic_exponent::level(x, zero, table, SEGMENTS_AT),
         Codec::Integer => u32::reinterpret(min(x, 127.0f32) + ROUND_TO_EVEN) - ROUND_TO_EVEN_BITS,
         Codec::Square => square_level(min(x, 65_025.0f32)),
     }
@@ -568,7 +611,7 @@ fn dithered_level(
     x: f32,
     dither: u32,
     zero: u32,
-    table: &SharedMemory<f32>,
+    table: &SharedMemory<u32>,
     #[comptime] codec: Codec,
 ) -> u32 {
     match comptime!(codec) {
@@ -577,7 +620,7 @@ fn dithered_level(
         }
         Codec::Dynamic(signedness) => {
             let x = min(x, 1.0f32);
-            let nearest = dynamic_exponent::level(x, zero, table, DECADES_AT, signedness);
+            let nearest = dynamic_exponent::level(x, zero, table, SEGMENTS_AT);
             dynamic_exponent::dithered_level(x, nearest, dither, zero, signedness)
         }
         Codec::Integer => u32::cast_from((min(x, 127.0f32) + uniform16(dither)).floor()),

@@ -73,7 +73,7 @@ pub(super) fn quantize<R: Runtime>(
                 client,
                 cube_grid(stretch.cubes),
                 span.cube_dim(),
-                stretch.width,
+                stretch.span.width,
                 x.clone().into_arg(),
                 state.values.clone().into_arg(),
                 or_unused(state.scales.as_ref(), &state.values, storage::<f32>()).into_arg(),
@@ -83,7 +83,6 @@ pub(super) fn quantize<R: Runtime>(
                 len as u32,
                 0,
                 stretch.span,
-                stretch.width,
                 format,
                 state.moment,
             );
@@ -108,7 +107,7 @@ pub(super) fn dequantize<R: Runtime>(
                 client,
                 cube_grid(stretch.cubes),
                 span.cube_dim(),
-                stretch.width,
+                stretch.span.width,
                 state.values.clone().into_arg(),
                 or_unused(state.scales.as_ref(), &state.values, storage::<f32>()).into_arg(),
                 or_unused(state.exponents.as_ref(), &state.values, storage::<u8>()).into_arg(),
@@ -117,7 +116,6 @@ pub(super) fn dequantize<R: Runtime>(
                 stretch.end as u32,
                 len as u32,
                 stretch.span,
-                stretch.width,
                 state.format,
                 state.moment,
                 state.values.dtype,
@@ -151,7 +149,6 @@ fn quantize_kernel<N: Size>(
     len: u32,
     zero: u32,
     #[comptime] span: Span,
-    #[comptime] width: usize,
     #[comptime] format: StateFormat,
     #[comptime] moment: Moment,
 ) {
@@ -160,7 +157,7 @@ fn quantize_kernel<N: Size>(
     let mut tile = first_tile(first);
     while tile < end {
         let start = tile * comptime!(span.elements() as u32);
-        let held = read_held::<f32, f32, N>(x, start, len, span, width, 0);
+        let held = read_held::<f32, f32, N>(x, start, len, span, 0);
         let group_scale = group_scale(&held, zero, span, format, moment);
         write_state::<u8, N>(
             values,
@@ -174,7 +171,6 @@ fn quantize_kernel<N: Size>(
             len,
             zero,
             span,
-            width,
             comptime!(Some(format)),
             moment,
             false,
@@ -194,7 +190,6 @@ fn dequantize_kernel<S: Numeric, N: Size>(
     end: u32,
     len: u32,
     #[comptime] span: Span,
-    #[comptime] width: usize,
     #[comptime] format: Option<StateFormat>,
     #[comptime] moment: Moment,
     #[define(S)] _dtype: StorageType,
@@ -204,11 +199,10 @@ fn dequantize_kernel<S: Numeric, N: Size>(
     let mut tile = first_tile(first);
     while tile < end {
         let start = tile * comptime!(span.elements() as u32);
-        let loaded = load_state::<S, N>(
-            values, scales, exponents, start, len, span, width, format, moment,
-        );
+        let loaded =
+            load_state::<S, N>(values, scales, exponents, start, len, span, format, moment);
         let held = decode_state(&loaded, &table, span, format, moment);
-        write_held::<f32, f32, N>(out, &held, start, len, span, width);
+        write_held::<f32, f32, N>(out, &held, start, len, span);
         tile += tile_stride();
     }
 }

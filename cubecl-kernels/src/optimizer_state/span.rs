@@ -34,6 +34,8 @@ pub(crate) struct Span {
     pub plane: Option<usize>,
     /// Whether all tiles of a launch lie in the tensor as a whole, so that no access needs a guard.
     pub whole: bool,
+    /// Elements that a kernel reads and writes at once: 4, or 1.
+    pub width: usize,
 }
 
 impl Span {
@@ -74,6 +76,7 @@ impl Span {
             },
             plane,
             whole: false,
+            width: 1,
         })
     }
 
@@ -122,8 +125,11 @@ impl Span {
                 first,
                 end,
                 cubes: (end - first).div_ceil(self.tiles as usize),
-                width,
-                span: Self { whole, ..*self },
+                span: Self {
+                    whole,
+                    width,
+                    ..*self
+                },
             })
             .collect()
     }
@@ -138,8 +144,6 @@ pub(crate) struct Stretch {
     pub end: usize,
     /// Cubes that take them.
     pub cubes: usize,
-    /// Elements that a kernel reads and writes at once.
-    pub width: usize,
     /// How a cube shares a tile.
     pub span: Span,
 }
@@ -188,7 +192,6 @@ pub(crate) fn read_held<E: Numeric, T: Numeric, N: Size>(
     start: u32,
     len: u32,
     #[comptime] span: Span,
-    #[comptime] width: usize,
     #[comptime] fill: u8,
 ) -> Array<T> {
     let mut held = Array::<T>::new(comptime!(span.held()));
@@ -197,17 +200,18 @@ pub(crate) fn read_held<E: Numeric, T: Numeric, N: Size>(
         let element = quad_start(start, len, index, span);
         let slot = comptime!((index * 4) as usize);
         #[unroll]
-        for piece in 0..comptime!(4 / width) {
+        for piece in 0..comptime!(4 / span.width) {
             #[unroll]
-            for lane in 0..width {
-                held[comptime!(slot + piece * width + lane)] = T::from_int(comptime!(fill as i64));
+            for lane in 0..comptime!(span.width) {
+                held[comptime!(slot + piece * span.width + lane)] =
+                    T::from_int(comptime!(fill as i64));
             }
-            let at = element + comptime!((piece * width) as u32);
+            let at = element + comptime!((piece * span.width) as u32);
             if exists(at, len, span) {
-                let vector = x[(at / comptime!(width as u32)) as usize];
+                let vector = x[(at / comptime!(span.width as u32)) as usize];
                 #[unroll]
-                for lane in 0..width {
-                    held[comptime!(slot + piece * width + lane)] = T::cast_from(vector[lane]);
+                for lane in 0..comptime!(span.width) {
+                    held[comptime!(slot + piece * span.width + lane)] = T::cast_from(vector[lane]);
                 }
             }
         }
@@ -223,30 +227,35 @@ pub(crate) fn write_held<T: Numeric, E: Numeric, N: Size>(
     start: u32,
     len: u32,
     #[comptime] span: Span,
-    #[comptime] width: usize,
 ) {
     #[unroll]
     for index in 0..comptime!(span.quads as u32) {
         let element = quad_start(start, len, index, span);
         let slot = comptime!((index * 4) as usize);
         #[unroll]
-        for piece in 0..comptime!(4 / width) {
-            let at = element + comptime!((piece * width) as u32);
+        for piece in 0..comptime!(4 / span.width) {
+            let at = element + comptime!((piece * span.width) as u32);
             if exists(at, len, span) {
                 let mut vector = Vector::<E, N>::empty();
                 #[unroll]
-                for lane in 0..width {
-                    vector[lane] = E::cast_from(held[comptime!(slot + piece * width + lane)]);
+                for lane in 0..comptime!(span.width) {
+                    vector[lane] = E::cast_from(held[comptime!(slot + piece * span.width + lane)]);
                 }
-                out[(at / comptime!(width as u32)) as usize] = vector;
+                out[(at / comptime!(span.width as u32)) as usize] = vector;
             }
         }
     }
 }
 
-/// The largest value among each `segment` consecutive units, a power of two, in all of them.
+/// The largest value among each `segment` consecutive units, a power of two, in all of them. With a `stride` of 2,
+/// which needs a plane, even units and odd ones have maxima of their own.
 #[cube]
-pub(crate) fn segment_max(value: u32, #[comptime] span: Span, #[comptime] segment: usize) -> u32 {
+pub(crate) fn segment_max(
+    value: u32,
+    #[comptime] span: Span,
+    #[comptime] segment: usize,
+    #[comptime] stride: usize,
+) -> u32 {
     let mut reduced = value;
     if comptime!(span.plane.is_none()) {
         if comptime!(segment > 1) {
@@ -256,22 +265,23 @@ pub(crate) fn segment_max(value: u32, #[comptime] span: Span, #[comptime] segmen
         let plane = comptime!(span.plane.unwrap_or(1));
         let steps = comptime!(segment.min(plane).ilog2());
         #[unroll]
-        for step in 0..steps {
+        for step in comptime!(stride.ilog2())..steps {
             reduced = max(reduced, plane_shuffle_xor(reduced, comptime!(1u32 << step)));
         }
         if comptime!(segment > plane) {
-            let mut shared = SharedMemory::<u32>::new(comptime!(UNITS / plane));
+            let mut shared = SharedMemory::<u32>::new(comptime!(UNITS / plane * stride));
             let index = UNIT_POS as usize / plane;
+            let turn = UNIT_POS as usize % stride;
             sync_cube();
-            if UNIT_POS as usize % plane == 0 {
-                shared[index] = reduced;
+            if UNIT_POS as usize % plane < stride {
+                shared[index * stride + turn] = reduced;
             }
             sync_cube();
             let planes = comptime!(segment / plane);
             let first = index / planes * planes;
             #[unroll]
             for other in 0..planes {
-                reduced = max(reduced, shared[first + other]);
+                reduced = max(reduced, shared[(first + other) * stride + turn]);
             }
         }
     }

@@ -2,16 +2,16 @@
 //!
 //! | entries | of | hold |
 //! | --- | --- | --- |
-//! | 256, by code | an expanded format | `ln(magnitude / largest number)`, of which the last bit is the sign |
-//! | 256, by code | the dynamic exponent | the number |
-//! | 58, behind them | the dynamic exponent | what finds the decade of a number: see [`dynamic_exponent::level`] |
+//! | 256, by code | an expanded format | the bits of `log2(magnitude / largest number)`, of which the last is the sign |
+//! | 256, by code | the dynamic exponent | the bits of the number |
+//! | 283, behind them | the dynamic exponent | what finds the segment of a number: see [`dynamic_exponent::level`] |
 //!
 //! The lanes of a plane meet in a bank three or four times, which still is far cheaper than the arithmetic.
 
 use cubecl::prelude::*;
 
 use crate::{
-    dynamic_exponent::{self, DECADE_TABLE},
+    dynamic_exponent::{self, SEGMENT_TABLE},
     fast,
 };
 
@@ -23,7 +23,7 @@ use super::{
 
 const CODES: usize = 256;
 /// The logarithm of zero: any multiple of it by a power has the exponential 0.
-const LN_ZERO: f32 = -1e30;
+const LOG2_ZERO: f32 = -1e30;
 
 /// Whether a format has a table, the same for both moments.
 pub(super) fn is_needed(format: Option<StateFormat>) -> bool {
@@ -35,7 +35,7 @@ fn len(format: Option<StateFormat>) -> usize {
         Some(StateFormat {
             encoding: Encoding::DynamicExponent,
             ..
-        }) => CODES + DECADE_TABLE,
+        }) => CODES + SEGMENT_TABLE,
         _ if is_needed(format) => CODES,
         _ => 1,
     }
@@ -47,8 +47,8 @@ fn len(format: Option<StateFormat>) -> usize {
 pub(crate) fn fill_table(
     #[comptime] format: Option<StateFormat>,
     #[comptime] moment: Moment,
-) -> SharedMemory<f32> {
-    let mut table = SharedMemory::<f32>::new(comptime!(len(format)));
+) -> SharedMemory<u32> {
+    let mut table = SharedMemory::<u32>::new(comptime!(len(format)));
     if comptime!(is_needed(format)) {
         comptime!(assert!(
             UNITS == CODES,
@@ -60,18 +60,17 @@ pub(crate) fn fill_table(
         let magnitude = magnitude(code, comptime!(moment == Moment::First), codec);
         if comptime!(format.expand) {
             let largest = comptime!(format.encoding.largest(moment));
-            let ln = fast::ln(magnitude * comptime!(1.0 / largest));
-            let below_largest = select(magnitude == 0.0, LN_ZERO, ln);
-            let ln = select(magnitude < largest, below_largest, 0.0f32);
+            let log2 = fast::log2(magnitude * comptime!(1.0 / largest));
+            let below_largest = select(magnitude == 0.0, LOG2_ZERO, log2);
+            let log2 = select(magnitude < largest, below_largest, 0.0f32);
             let sign = sign_bit(code, codec) >> 31;
-            table[code as usize] = f32::reinterpret(u32::reinterpret(ln) & !1u32 | sign);
+            table[code as usize] = u32::reinterpret(log2) & !1u32 | sign;
         } else {
-            let sign = sign_bit(code, codec);
-            table[code as usize] = f32::reinterpret(u32::reinterpret(magnitude) | sign);
+            table[code as usize] = u32::reinterpret(magnitude) | sign_bit(code, codec);
         }
         match comptime!(codec) {
             Codec::Dynamic(signedness) => {
-                dynamic_exponent::fill_decades(&mut table, CODES as u32, signedness);
+                dynamic_exponent::fill_segments(&mut table, CODES as u32, signedness);
             }
             _ => {}
         }
@@ -80,4 +79,4 @@ pub(crate) fn fill_table(
 }
 
 /// The first entry that [`dynamic_exponent::level`] reads.
-pub(crate) const DECADES_AT: u32 = CODES as u32;
+pub(crate) const SEGMENTS_AT: u32 = CODES as u32;

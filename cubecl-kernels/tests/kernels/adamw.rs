@@ -739,6 +739,38 @@ mod on_device {
         }
     }
 
+    /// A finite gradient whose square is infinite: the root of its second moment is infinite too, and the update 0.
+    #[test]
+    fn infinite_second_moments_stop_the_update() {
+        let client = client();
+        let cases = pairs().into_iter().map(|pair| (pair, 300));
+        // Past 65,536 elements a tensor has a launch of its own.
+        for (pair, n) in cases.chain([((None, None), 300), ((None, None), 70_000)]) {
+            let mut p = vec![1.0; n];
+            let mut tensors = tensors(&client, &p, pair);
+            let mut g = vec![1e-3; n];
+            g[5] = 1e20;
+            tensors.gradient = upload(&client, &g, &[n], dtype::<f32>());
+            let (mut m, mut v) = (
+                HostMoment::zeros(n, pair.0, Moment::First),
+                HostMoment::zeros(n, pair.1, Moment::Second),
+            );
+            let step = Step::new(&HYPERPARAMETERS, 1).expect("betas below 1");
+            adamw(&step, &mut p, &g, m.chunk(), v.chunk(), None);
+            let clock = upload_i32(&client, &[1, 0], &[2]);
+            adamw_on_device(&client, &[tensors.clone()], &clock, None, &HYPERPARAMETERS)
+                .expect("tensors that fit");
+            let actual = read_float(&client, &tensors.parameter);
+            for (index, (a, e)) in actual.iter().zip(&p).enumerate() {
+                assert!(
+                    (a - e).abs() <= 1e-6 * e,
+                    "{pair:?}[{index}]: {a} instead of {e}"
+                );
+            }
+            assert!((actual[5] - (1.0 - 1e-4)).abs() < 1e-6, "only decay");
+        }
+    }
+
     #[test]
     fn half_gradients_and_parameters() {
         let (client, mut random) = (client(), Random::fresh());
