@@ -16,6 +16,11 @@ use benches::{
 };
 use clap::{Args, Parser, Subcommand};
 
+/// As in the program `pretrain`: glibc's allocator makes the threads that record, fuse and launch wait for each other.
+#[cfg(not(target_env = "msvc"))]
+#[global_allocator]
+static ALLOCATOR: tikv_jemallocator::Jemalloc = tikv_jemallocator::Jemalloc;
+
 /// Measures the speed of burn-quant-train on the first NVIDIA GPU. Each result is checked against its reference first.
 #[derive(Parser, Debug)]
 #[command(name = "qt-bench", version)]

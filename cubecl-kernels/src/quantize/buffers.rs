@@ -19,14 +19,21 @@ use super::{QuantizeSpec, Quantized, int10_words};
 /// Shape and element type of a tensor, if there is one.
 type Part = Option<(Vec<usize>, StorageType)>;
 
-/// The output buffers of a quantization of `view`, in one allocation.
+/// The output buffers of a quantization of `view`: one allocation, and one of its own for a second copy of the values,
+/// which may be wanted for one product only.
 pub(crate) fn allocate<R: Runtime>(
     client: &ComputeClient<R>,
     view: &MatrixView,
     spec: &QuantizeSpec,
 ) -> Quantized<R> {
-    let [values, transposed, scales] = together(client, parts(view, spec));
-    quantized(view, spec, values, transposed, scales)
+    let [values, transposed, scales] = parts(view, spec);
+    let (second, transposed) = match values {
+        Some(_) => (transposed, None),
+        None => (None, transposed),
+    };
+    let [values, transposed, scales] = together(client, [values, transposed, scales]);
+    let [second] = together(client, [second]);
+    quantized(view, spec, values, transposed.or(second), scales)
 }
 
 /// The output buffers of the INT8 blocks of `view`, and those of their residuals if blocks may fall back.
