@@ -112,7 +112,7 @@ pub(crate) fn stochastic_integer(v: f32, offset: f32) -> u32 {
 /// beside the word.
 #[cube]
 pub(crate) fn stochastic_offset(word: u32, zero: u32, #[comptime] lane: usize) -> f32 {
-    let offset = STOCHASTIC_OFFSET_BITS ^ zero;
+    let offset = STOCHASTIC_OFFSET_BITS + zero;
     if comptime!(lane % 2 == 0) {
         f32::reinterpret((word & FRACTION_MASK) | offset)
     } else {
@@ -121,9 +121,11 @@ pub(crate) fn stochastic_offset(word: u32, zero: u32, #[comptime] lane: usize) -
 }
 
 /// The integer of a [`nearest_sum`], exactly.
+///
+/// `zero` hides the constant, which a compiler may take for the one of the sum and drop both.
 #[cube]
-pub(crate) fn integer_of(sum: f32) -> f32 {
-    f32::cast_from(i32::reinterpret(sum) - ROUND_TO_EVEN_BITS)
+pub(crate) fn integer_of(sum: f32, zero: u32) -> f32 {
+    sum - f32::reinterpret(comptime!(ROUND_TO_EVEN_BITS as u32) + zero)
 }
 
 /// Puts the bits of a [`nearest_sum`], or a [`stochastic_integer`], below those that `word` holds; [`packed`] makes

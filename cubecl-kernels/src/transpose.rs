@@ -58,6 +58,7 @@ pub fn transpose_int8<R: Runtime>(
         patch_cols: CHUNK,
         units: UNITS,
         write: byte_width(shape.rows, CHUNK),
+        inside: shape.rows % TILE == 0 && shape.cols % TILE == 0,
     };
     let tiles = shape.batch * shape.rows.div_ceil(TILE) * shape.cols.div_ceil(TILE);
     // SAFETY: every access is guarded by the shape, for which the output was allocated.

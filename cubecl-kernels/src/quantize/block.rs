@@ -88,7 +88,7 @@ struct BlockTile {
     units: usize,
     /// Elements read at once, a divisor of `patch_cols`.
     read: usize,
-    /// Whether what is read at once is a row of a patch, and four words to the device.
+    /// Whether what is read at once is four words to the device.
     whole: bool,
     /// Whether the elements are bf16, the upper halves of `f32`.
     bf16: bool,
@@ -98,11 +98,14 @@ struct BlockTile {
     planes: bool,
     /// Whether the device multiplies to 64 bits.
     wide: bool,
-    /// Whether the device divides with correct rounding. Vulkan allows two units in the last place more, with which the
-    /// products of the largest elements can leave the range of the integers.
-    divides_exactly: bool,
+    /// Whether the device divides with correct rounding and counts planes along the units, as CUDA does. Vulkan allows
+    /// two units in the last place more, with which the products of the largest elements can leave the range of the
+    /// integers.
+    cuda: bool,
     /// Whether the cubes lie in a grid of the tiles of one matrix.
     flat: bool,
+    /// Whether no tile reaches over the edge of a matrix.
+    inside: bool,
     /// Whether the elements wait in shared memory, and the rows of a patch are rounded in a loop; see [`Held`].
     looped: bool,
 }
@@ -138,6 +141,7 @@ impl BlockTile {
             patch_cols: self.patch_cols,
             units: self.units,
             write: self.write.1,
+            inside: self.inside,
         }
     }
 }
@@ -152,7 +156,7 @@ pub(crate) fn launch<R: Runtime>(
     output: &BlockOutput<R>,
 ) {
     let shape = view.shape;
-    let patch_cols = 16 / x.dtype.size();
+    let vector = 16 / x.dtype.size();
     let (rows, cols) = (shape.rows.div_ceil(TILE), shape.cols.div_ceil(TILE));
     // Limits of a cube count along one dimension.
     let flat = shape.batch == 1 && rows.max(cols) <= 65_535;
@@ -161,12 +165,14 @@ pub(crate) fn launch<R: Runtime>(
         transposed: output.transposed.map(|(_, round)| round),
         fallback: output.fallback.is_some(),
     };
-    let read = read_width_up_to(patch_cols, x, view);
+    let read = read_width_up_to(vector, x, view);
     let hardware = &client.properties().hardware;
     let shared_bytes = TILE * TILE * x.dtype.size() + 4 * PLANE * LANES;
-    let whole = read == patch_cols && read <= hardware.max_vector_size;
+    let whole = read == vector && read <= hardware.max_vector_size;
     let looped =
         copies.any(Round::Stochastic) && whole && shared_bytes <= hardware.max_shared_memory_size;
+    // Random numbers come for so many neighbours at once.
+    let patch_cols = if looped { NEIGHBOURS } else { vector };
     let tile = BlockTile {
         block,
         patch_cols,
@@ -184,8 +190,9 @@ pub(crate) fn launch<R: Runtime>(
         ),
         planes: has_planes_of_32(client),
         wide: has_u64(client),
-        divides_exactly: R::name(client) == "cuda",
+        cuda: R::name(client) == "cuda",
         flat,
+        inside: shape.rows % TILE == 0 && shape.cols % TILE == 0,
         looped,
     };
     let fallback = output.fallback.as_ref();
@@ -262,9 +269,9 @@ fn quantize_block_kernel<F: Numeric, NX: Size, V: Numeric, NV: Size, T: Numeric,
     if at.batch >= batch_size {
         terminate!();
     }
-    // The rows of a patch: known to a compiler where it shall unroll their loops.
+    // The rows of a patch: known to a compiler where it shall unroll their loops. Elsewhere it knows that there is one.
     let lines = if comptime!(tile.looped) {
-        runtime_lines
+        max(runtime_lines, 1u32)
     } else {
         comptime!(PATCH_ROWS as u32).runtime()
     };
@@ -316,29 +323,46 @@ fn quantize_block_kernel<F: Numeric, NX: Size, V: Numeric, NV: Size, T: Numeric,
 
         // An inverse of 0 stands for "all values are 0", whatever the products with it are.
         let mask = select(inverse == 0.0, 0u32, 0xffff_ffffu32);
+        let rounded = Patch {
+            row,
+            col,
+            scale,
+            inverse,
+            mask,
+        };
         #[unroll]
         for col in 0..tile.patch_cols {
             columns[column_slot(patch, col, tile)] = 0u32;
         }
-        #[unroll(!tile.looped)]
-        for step in 0..lines {
-            let line = lines - 1 - step;
-            let words = round_line::<F, NX>(
-                &held,
-                &mut columns,
-                patch,
-                line,
-                inverse,
-                mask,
-                at.batch * geometry.rows + row + line,
-                col,
-                &random,
-                zero,
-                tile,
-                copies,
-            );
-            if comptime!(copies.row_major.is_some()) {
-                write_line::<V, NV>(values, &words, &geometry, &at, row + line, col, tile);
+        let mut largest = 0.0f32;
+        // Rows that are rounded in a loop have one for blocks that fall back and one for the others.
+        let loops = comptime!(if copies.fallback && tile.looped { 2 } else { 1 });
+        #[unroll]
+        for index in 0..loops {
+            let with_residual = comptime!(copies.fallback && index == 0);
+            let is_this = if comptime!(loops == 1) {
+                true.runtime()
+            } else if comptime!(with_residual) {
+                falls_back
+            } else {
+                !falls_back
+            };
+            if is_this {
+                largest = round_patch::<F, NX, V, NV>(
+                    values,
+                    &held,
+                    &mut columns,
+                    &rounded,
+                    lines,
+                    &geometry,
+                    at.batch,
+                    &random,
+                    zero,
+                    patch,
+                    tile,
+                    copies,
+                    with_residual,
+                );
             }
         }
         #[unroll]
@@ -348,18 +372,7 @@ fn quantize_block_kernel<F: Numeric, NX: Size, V: Numeric, NV: Size, T: Numeric,
             columns[slot] = packed(columns[slot], mask, stochastic);
         }
 
-        if comptime!(copies.fallback) {
-            let mut bits = 0u32;
-            if falls_back {
-                #[unroll(!tile.looped)]
-                for line in 0..lines {
-                    let of_line =
-                        residual_max::<F, NX>(&held, patch, line, scale, inverse, zero, tile);
-                    bits = max(bits, of_line);
-                }
-            }
-            residual_maxima[patch] = bits;
-        }
+        residual_maxima[patch] = select(falls_back, u32::reinterpret(largest), 0u32);
     }
     if comptime!(copies.fallback) {
         // Units of a plane may branch together where the tile is one block.
@@ -397,7 +410,7 @@ fn quantize_block_kernel<F: Numeric, NX: Size, V: Numeric, NV: Size, T: Numeric,
                         residual_values,
                         &words,
                         &geometry,
-                        &at,
+                        at.batch,
                         row + line,
                         col,
                         tile,
@@ -480,25 +493,15 @@ fn patch_scales(maxima: &Array<u32>, #[comptime] tile: BlockTile) -> PatchScales
     PatchScales { scales, inverses }
 }
 
-/// The largest magnitude, as bits, of the residual of a row of a patch.
-#[cube]
-fn residual_max<F: Numeric, N: Size>(
-    held: &Held<F, N>,
-    #[comptime] patch: usize,
-    line: u32,
+/// Where a patch lies in its matrix, and how its block is rounded.
+#[derive(CubeType, Clone, Copy)]
+struct Patch {
+    row: u32,
+    col: u32,
     scale: f32,
     inverse: f32,
-    zero: u32,
-    #[comptime] tile: BlockTile,
-) -> u32 {
-    let values = line_values::<F, N>(held, patch, line, tile);
-    let mut bits = 0u32;
-    #[unroll]
-    for col in 0..tile.patch_cols {
-        let value = values[col];
-        bits = max(bits, magnitude_bits(residual(value, scale, inverse, zero)));
-    }
-    bits
+    /// Clears the integers of a block of zeros.
+    mask: u32,
 }
 
 /// The words of the residual of a row of a patch.
@@ -524,7 +527,8 @@ fn residual_line<F: Numeric, N: Size>(
         for lane in 0..4usize {
             let col = comptime!(quarter * 4 + 3 - lane);
             let value = values[col];
-            let rest = residual(value, scale, inverse, zero);
+            let sum = nearest_sum(exact::product(value, inverse, zero));
+            let rest = residual(value, sum, scale, zero);
             let product = exact::product(rest, residual_inverse, zero);
             word = push_byte(word, u32::reinterpret(nearest_sum(product)));
         }
@@ -533,67 +537,79 @@ fn residual_line<F: Numeric, N: Size>(
     words
 }
 
-/// Rounds a row of a patch, `row` counting through the batch: the words of the row-major copy, while the integers of
-/// the transposed copy join those of their columns.
+/// Rounds the rows of a patch: writes those of the row-major copy, while the integers of the transposed copy join those
+/// of their columns. The largest magnitude of the residual, if that is asked for, else 0.
 #[cube]
 #[allow(clippy::too_many_arguments)]
-fn round_line<F: Numeric, N: Size>(
+fn round_patch<F: Numeric, N: Size, V: Numeric, NV: Size>(
+    out: &mut Array<Vector<V, NV>>,
     held: &Held<F, N>,
     columns: &mut Array<u32>,
-    #[comptime] patch: usize,
-    line: u32,
-    inverse: f32,
-    mask: u32,
-    row: u32,
-    first_col: u32,
+    of: &Patch,
+    lines: u32,
+    geometry: &MatrixGeometry,
+    batch: u32,
     random: &RandomStream,
     zero: u32,
+    #[comptime] patch: usize,
     #[comptime] tile: BlockTile,
     #[comptime] copies: Copies,
-) -> Array<u32> {
-    let values = line_values::<F, N>(held, patch, line, tile);
-    let random_words = line_words(row, first_col, random, tile, copies);
-    let mut words = Array::<u32>::new(comptime!(tile.patch_cols / 4));
-    #[unroll]
-    for quarter in 0..comptime!(tile.patch_cols / 4) {
-        let mut word = 0u32;
+    #[comptime] with_residual: bool,
+) -> f32 {
+    let mut largest = 0.0f32;
+    #[unroll(!tile.looped)]
+    for step in 0..lines {
+        let line = lines - 1 - step;
+        let row = batch * geometry.rows + of.row + line;
+        let values = line_values::<F, N>(held, patch, line, tile);
+        let random_words = line_words(row, of.col, random, tile, copies);
+        let mut words = Array::<u32>::new(comptime!(tile.patch_cols / 4));
         #[unroll]
-        for step in 0..4usize {
-            let col = comptime!(quarter * 4 + 3 - step);
-            let scaled = exact::product(values[col], inverse, zero);
-            let mut nearest = 0u32;
-            let mut stochastic = 0u32;
-            if comptime!(copies.any(Round::Nearest)) {
-                nearest = u32::reinterpret(nearest_sum(scaled));
-            }
-            if comptime!(copies.any(Round::Stochastic)) {
-                let offset = stochastic_offset(random_words[comptime!(col / 2)], zero, col);
-                let in_range = if comptime!(tile.divides_exactly) {
-                    scaled
+        for quarter in 0..comptime!(tile.patch_cols / 4) {
+            let mut word = 0u32;
+            #[unroll]
+            for lane in 0..4usize {
+                let col = comptime!(quarter * 4 + 3 - lane);
+                let scaled = exact::product(values[col], of.inverse, zero);
+                let sum = nearest_sum(scaled);
+                let nearest = u32::reinterpret(sum);
+                let mut stochastic = 0u32;
+                if comptime!(copies.any(Round::Stochastic)) {
+                    let offset = stochastic_offset(random_words[comptime!(col / 2)], zero, col);
+                    let in_range = if comptime!(tile.cuda) {
+                        scaled
+                    } else {
+                        clamp(scaled, -127.0f32, 127.0f32)
+                    };
+                    stochastic = stochastic_integer(in_range, offset);
+                }
+                if comptime!(copies.row_major == Some(Round::Stochastic)) {
+                    word = push_byte(word, stochastic);
                 } else {
-                    clamp(scaled, -127.0f32, 127.0f32)
-                };
-                stochastic = stochastic_integer(in_range, offset);
+                    word = push_byte(word, nearest);
+                }
+                let slot = column_slot(patch, col, tile);
+                if comptime!(copies.transposed == Some(Round::Stochastic)) {
+                    columns[slot] = push_byte(columns[slot], stochastic);
+                } else {
+                    columns[slot] = push_byte(columns[slot], nearest);
+                }
+                if comptime!(with_residual) {
+                    let rest = residual(values[col], sum, of.scale, zero);
+                    largest = max(largest, f32::abs(rest));
+                }
             }
-            if comptime!(copies.row_major == Some(Round::Stochastic)) {
-                word = push_byte(word, stochastic);
-            } else {
-                word = push_byte(word, nearest);
-            }
-            let slot = column_slot(patch, col, tile);
-            if comptime!(copies.transposed == Some(Round::Stochastic)) {
-                columns[slot] = push_byte(columns[slot], stochastic);
-            } else {
-                columns[slot] = push_byte(columns[slot], nearest);
-            }
+            words[quarter] = packed(
+                word,
+                of.mask,
+                comptime!(copies.row_major == Some(Round::Stochastic)),
+            );
         }
-        words[quarter] = packed(
-            word,
-            mask,
-            comptime!(copies.row_major == Some(Round::Stochastic)),
-        );
+        if comptime!(copies.row_major.is_some()) {
+            write_line::<V, NV>(out, &words, geometry, batch, of.row + line, of.col, tile);
+        }
     }
-    words
+    largest
 }
 
 /// The random words of a row of a patch, one for two neighbours; without a stochastic copy nothing that is read.
@@ -623,11 +639,10 @@ fn line_words(
     words
 }
 
-/// What the nearest integer of a finite block misses of a value.
+/// What the nearest integer of a finite block, of which this is the [`nearest_sum`], misses of a value.
 #[cube]
-fn residual(value: f32, scale: f32, inverse: f32, zero: u32) -> f32 {
-    let integer = integer_of(nearest_sum(exact::product(value, inverse, zero)));
-    value - exact::product(integer, scale, zero)
+fn residual(value: f32, sum: f32, scale: f32, zero: u32) -> f32 {
+    value - exact::product(integer_of(sum, zero), scale, zero)
 }
 
 /// Whether a block of this maximum falls back.
@@ -675,14 +690,15 @@ fn tile_position(geometry: &MatrixGeometry, #[comptime] tile: BlockTile) -> Tile
     }
 }
 
-/// A unit's plane in the cube and its lane in the plane. Without plane operations any numbering will do.
+/// A unit's plane in the cube and its lane in the plane. Without plane operations any numbering will do. CUDA's planes
+/// are known to be these; the built-in numbers cost it divisions by a size that its compiler does not know.
 #[cube]
 fn plane_and_lane(#[comptime] tile: BlockTile) -> (u32, u32) {
-    if comptime!(tile.planes) {
+    if comptime!(tile.planes && !tile.cuda) {
         (PLANE_POS, UNIT_POS_PLANE)
     } else {
         let plane = comptime!(PLANE as u32);
-        (UNIT_POS / plane, UNIT_POS % plane)
+        (UNIT_POS_X / plane, UNIT_POS_X % plane)
     }
 }
 
@@ -721,7 +737,7 @@ struct Held<F: Numeric, N: Size> {
 /// The first word of a unit's vector in [`Held`]'s shared memory, where it lies beside those of its neighbours.
 #[cube]
 fn shared_slot(slot: usize, #[comptime] tile: BlockTile) -> usize {
-    (slot * tile.units + UNIT_POS as usize) * 4
+    (slot * tile.units + UNIT_POS_X as usize) * 4
 }
 
 /// All elements that this unit holds, in registers; 0 outside the matrix.
@@ -758,7 +774,7 @@ fn read_patches<F: Numeric, N: Size>(
                 } else {
                     registers[slot] = Vector::cast_from(0.0f32);
                 }
-                if row + comptime!(line as u32) < geometry.rows && col < geometry.cols {
+                if is_inside(row + comptime!(line as u32), col, geometry, tile) {
                     let line_start = start + comptime!(line as u32) * geometry.row_stride;
                     // More than one element at once is read only where columns are neighbours.
                     let index = if comptime!(tile.read > 1) {
@@ -834,14 +850,20 @@ fn line_values<F: Numeric, N: Size>(
     #[comptime] tile: BlockTile,
 ) -> Array<f32> {
     if comptime!(tile.looped) {
-        let slot = line as usize + comptime!(patch * PATCH_ROWS);
-        let first = shared_slot(slot, tile);
-        let mut words = Words::empty();
+        let pieces = comptime!(tile.patch_cols / tile.read);
+        let slot = line as usize * pieces + comptime!(patch * PATCH_ROWS * pieces);
+        let mut values = Array::<f32>::new(tile.patch_cols);
         #[unroll]
-        for word in 0..4usize {
-            words[word] = held.shared[first + word];
+        for piece in 0..pieces {
+            let first = shared_slot(slot + piece, tile);
+            let mut words = Words::empty();
+            #[unroll]
+            for word in 0..4usize {
+                words[word] = held.shared[first + word];
+            }
+            values_of_words::<F, N>(words, &mut values, comptime!(piece * tile.read), tile);
         }
-        values_of_words::<F, N>(words, tile)
+        values
     } else {
         values_of_registers::<F, N>(held, patch, line, tile)
     }
@@ -857,37 +879,44 @@ fn values_of_registers<F: Numeric, N: Size>(
 ) -> Array<f32> {
     let pieces = comptime!(tile.patch_cols / tile.read);
     let slot = line as usize * pieces + comptime!(patch * PATCH_ROWS * pieces);
-    if comptime!(tile.whole) {
-        values_of_words::<F, N>(held.words[slot], tile)
-    } else {
-        let mut values = Array::<f32>::new(tile.patch_cols);
-        #[unroll]
-        for col in 0..tile.patch_cols {
-            let vector = held.registers[slot + comptime!(col / tile.read)];
-            values[col] = f32::cast_from(vector[comptime!(col % tile.read)]);
+    let mut values = Array::<f32>::new(tile.patch_cols);
+    #[unroll]
+    for piece in 0..pieces {
+        let first = comptime!(piece * tile.read);
+        if comptime!(tile.whole) {
+            values_of_words::<F, N>(held.words[slot + piece], &mut values, first, tile);
+        } else {
+            let vector = held.registers[slot + piece];
+            #[unroll]
+            for col in 0..tile.read {
+                values[first + col] = f32::cast_from(vector[col]);
+            }
         }
-        values
     }
+    values
 }
 
-/// The elements of a row of a patch.
+/// The elements of four words, which go to `values` from `first` on.
 #[cube]
-fn values_of_words<F: Numeric, N: Size>(words: Words, #[comptime] tile: BlockTile) -> Array<f32> {
-    let mut values = Array::<f32>::new(tile.patch_cols);
+fn values_of_words<F: Numeric, N: Size>(
+    words: Words,
+    values: &mut Array<f32>,
+    #[comptime] first: usize,
+    #[comptime] tile: BlockTile,
+) {
     if comptime!(tile.bf16) {
         #[unroll]
         for index in 0..4usize {
-            values[comptime!(2 * index)] = f32::reinterpret(words[index] << 16);
-            values[comptime!(2 * index + 1)] = f32::reinterpret(words[index] & HIGH_HALF);
+            values[comptime!(first + 2 * index)] = f32::reinterpret(words[index] << 16);
+            values[comptime!(first + 2 * index + 1)] = f32::reinterpret(words[index] & HIGH_HALF);
         }
     } else {
         let vector = Vector::<F, N>::reinterpret(words);
         #[unroll]
-        for col in 0..tile.patch_cols {
-            values[col] = f32::cast_from(vector[col]);
+        for col in 0..tile.read {
+            values[comptime!(first + col)] = f32::cast_from(vector[col]);
         }
     }
-    values
 }
 
 /// Writes a row of a patch, four bytes in each word, where it lies inside the matrix.
@@ -896,20 +925,21 @@ fn write_line<V: Numeric, N: Size>(
     out: &mut Array<Vector<V, N>>,
     words: &Array<u32>,
     geometry: &MatrixGeometry,
-    at: &TilePosition,
+    batch: u32,
     row: u32,
     col: u32,
     #[comptime] tile: BlockTile,
 ) {
-    if row < geometry.rows {
+    if comptime!(tile.inside) || row < geometry.rows {
         write_words::<V, N>(
             out,
             words,
-            (at.batch * geometry.rows + row) * geometry.cols,
+            (batch * geometry.rows + row) * geometry.cols,
             col,
             geometry.cols,
             comptime!(tile.patch_cols / 4),
             tile.write.0,
+            tile.inside,
         );
     }
 }
@@ -939,7 +969,17 @@ fn is_first_of_block(
     #[comptime] tile: BlockTile,
 ) -> bool {
     let block = comptime!(tile.block as u32);
-    row % block == 0 && col % block == 0 && row < geometry.rows && col < geometry.cols
+    row % block == 0 && col % block == 0 && is_inside(row, col, geometry, tile)
+}
+
+/// Whether an element lies in the matrix.
+#[cube]
+fn is_inside(row: u32, col: u32, geometry: &MatrixGeometry, #[comptime] tile: BlockTile) -> bool {
+    if comptime!(tile.inside) {
+        true.runtime()
+    } else {
+        row < geometry.rows && col < geometry.cols
+    }
 }
 
 /// Replaces the maximum of each patch by that of its block.

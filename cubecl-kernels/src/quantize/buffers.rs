@@ -1,7 +1,8 @@
 //! Buffers of quantized matrices: one allocation for the tensors that live as long as each other.
 //!
-//! An allocation costs the host as much as a small launch, and a quantization writes up to six tensors. The memory of an
-//! allocation is free again only when the last of its tensors is dropped, so tensors of different lifetimes stay apart.
+//! An allocation costs the host as much as a small launch, and a quantization writes up to six tensors. The memory of
+//! an allocation is free again only when the last of its tensors is dropped, so tensors of different lifetimes stay
+//! apart.
 
 use cubecl::{
     ir::StorageType, prelude::*, server::MemoryLayoutDescriptor, std::tensor::TensorHandle,

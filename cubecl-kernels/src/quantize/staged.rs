@@ -25,6 +25,8 @@ pub(crate) struct StagedTile {
     pub units: usize,
     /// Bytes written at once to the transposed matrix: 16, 4 or 1.
     pub write: usize,
+    /// Whether no tile reaches over the edge of a matrix.
+    pub inside: bool,
 }
 
 /// A tensor as a kernel's argument without its shape and strides, which CubeCL would copy to the device before each
@@ -86,13 +88,13 @@ pub(crate) fn read_staged<T: Numeric, N: Size>(
 ) {
     #[unroll]
     for index in 0..comptime!((TILE * TILE / CHUNK / tile.units) as u32) {
-        let piece = UNIT_POS + comptime!(index * tile.units as u32);
+        let piece = UNIT_POS_X + comptime!(index * tile.units as u32);
         let chunk = piece % CHUNKS_OF_COLUMN;
         let tile_col = piece / CHUNKS_OF_COLUMN;
         let swizzle = tile_col / comptime!(tile.patch_cols as u32) % CHUNKS_OF_COLUMN;
         let from = tile_col * WORDS_OF_COLUMN + (chunk ^ swizzle) * 4;
         let col = first_col + tile_col;
-        if col < cols {
+        if comptime!(tile.inside) || col < cols {
             let mut words = Array::<u32>::new(4usize);
             #[unroll]
             for word in 0..4u32 {
@@ -106,13 +108,14 @@ pub(crate) fn read_staged<T: Numeric, N: Size>(
                 rows,
                 4usize,
                 tile.write,
+                tile.inside,
             );
         }
     }
 }
 
 /// Writes the bytes of `words[..count]` to a contiguous row of `cols` bytes from `col`, where they lie
-/// inside it, `width` of them at once.
+/// inside it, as all do if `inside`, `width` of them at once.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn write_words<T: Numeric, N: Size>(
@@ -123,11 +126,12 @@ pub(crate) fn write_words<T: Numeric, N: Size>(
     cols: u32,
     #[comptime] count: usize,
     #[comptime] width: usize,
+    #[comptime] inside: bool,
 ) {
     #[unroll]
     for piece in 0..comptime!(count * 4 / width) {
         let at = col + comptime!((piece * width) as u32);
-        if at < cols {
+        if comptime!(inside) || at < cols {
             let mut vector = Vector::<T, N>::empty();
             if comptime!(width == 1) {
                 let bits = words[comptime!(piece / 4)] << comptime!(24 - piece as u32 % 4 * 8);

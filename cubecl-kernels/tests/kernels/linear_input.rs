@@ -79,6 +79,7 @@ fn equals_the_reference(#[values(16, 32, 64, 128)] block: usize) {
         MatrixShape::batched(2, 127, 129),
         MatrixShape::new(260, 200),
         MatrixShape::new(144, 272),
+        MatrixShape::batched(2, 128, 256),
     ] {
         let x = random.with_special_values(shape);
         let tensor = upload_matrix(&client, &x, shape, dtype::<f32>(), Memory::Contiguous);
@@ -115,6 +116,31 @@ fn float_types_and_strides_do_not_change_the_numbers() {
                 check(&client, &input, &x, shape, block, Some(50.0));
             }
         }
+    }
+}
+
+/// Tiles of 128 x 128 that nowhere reach over an edge are written without looking for one.
+#[test]
+fn whole_tiles_equal_the_reference() {
+    let (client, mut random) = (client(), Random::fresh());
+    let shape = MatrixShape::new(128, 384);
+    let x = random.with_outliers(shape.num_elements());
+    let largest = |block: usize| -> f32 {
+        let columns = block * 128..(block + 1) * 128;
+        let of_block = x.chunks(384).flat_map(|row| &row[columns.clone()]);
+        of_block.fold(0.0, |largest, x| x.abs().max(largest))
+    };
+    // At least one of the three blocks falls back and one does not.
+    let mut maxima = [0, 1, 2].map(largest);
+    maxima.sort_by(f32::total_cmp);
+    let threshold = (maxima[0] + maxima[2]) / 2.0;
+    let layers = Layers::new(&client, threshold);
+    for float in float_types(&client) {
+        let x = rounded(&x, float);
+        let tensor = upload_matrix(&client, &x, shape, float, Memory::Contiguous);
+        let state = Some(state(&layers));
+        let input = quantize_linear_input(&client, &tensor, 128, KEY, state).expect("a matrix");
+        check(&client, &input, &x, shape, 128, Some(threshold));
     }
 }
 

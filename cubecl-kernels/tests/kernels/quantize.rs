@@ -179,6 +179,38 @@ fn float_types_and_strides_do_not_change_the_numbers() {
     }
 }
 
+/// Tiles of 128 x 128 that nowhere reach over an edge are written without looking for one.
+#[test]
+fn whole_tiles_equal_the_reference() {
+    let (client, mut random) = (client(), Random::fresh());
+    for shape in [
+        MatrixShape::new(256, 128),
+        MatrixShape::batched(2, 128, 256),
+    ] {
+        let x = random.with_outliers(shape.num_elements());
+        for float in float_types(&client) {
+            let x = rounded(&x, float);
+            let tensor = upload_matrix(&client, &x, shape, float, Memory::Contiguous);
+            for (rounding, layout) in [
+                (STOCHASTIC, Layout::Both),
+                (Rounding::Nearest, Layout::Transposed),
+            ] {
+                for block in [32, 128] {
+                    let spec = QuantizeSpec {
+                        format: Format::Int8,
+                        granularity: Granularity::Block(block),
+                        rounding,
+                        layout,
+                    };
+                    println!("{shape:?} {float} {spec:?}");
+                    let quantized = quantize(&client, &tensor, &spec).expect("a matrix");
+                    check(&client, &quantized, &x, &spec);
+                }
+            }
+        }
+    }
+}
+
 #[test]
 fn broadcast_inputs() {
     let (client, mut random) = (client(), Random::fresh());
