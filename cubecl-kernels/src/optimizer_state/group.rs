@@ -15,7 +15,7 @@ use crate::{
 use super::{
     Codec, MIN_NONZERO, Moment, NEUTRAL_EXPONENT, StateFormat,
     span::{Span, read_held, segment_max, write_held},
-    table::SEGMENTS_AT,
+    table::{LOG2_ZERO, SEGMENTS_AT},
 };
 
 const INFINITY: u32 = f32::INFINITY.to_bits();
@@ -119,7 +119,14 @@ pub(crate) fn decode_state(
         };
     }
     if comptime!(format.is_some_and(|format| format.expand)) {
-        keep_small(&mut held, loaded, span, comptime!(format.unwrap()), moment);
+        keep_small(
+            &mut held,
+            loaded,
+            table,
+            span,
+            comptime!(format.unwrap()),
+            moment,
+        );
     }
     held
 }
@@ -475,21 +482,20 @@ fn decode(
 fn keep_small(
     held: &mut Array<f32>,
     loaded: &Loaded,
+    table: &SharedMemory<u32>,
     #[comptime] span: Span,
     #[comptime] format: StateFormat,
     #[comptime] moment: Moment,
 ) {
     if loaded.power > comptime!(126.0 / format.encoding.range_log2(moment)) {
+        let smallest = loaded.scale * f32::MIN_POSITIVE;
         #[unroll]
         for slot in 0..comptime!(span.held()) {
-            let code = loaded.words[slot];
-            let codec = comptime!(format.encoding.codec(moment));
-            let is_zero = magnitude(code, comptime!(moment == Moment::First), codec) == 0.0;
-            let smallest = loaded.scale * f32::MIN_POSITIVE;
-            if !is_zero && f32::abs(held[slot]) < smallest {
+            let log2 = table[loaded.words[slot] as usize];
+            if f32::reinterpret(log2) > LOG2_ZERO && f32::abs(held[slot]) < smallest {
                 let sign = select(
                     comptime!(moment == Moment::First).runtime(),
-                    sign_bit(code, codec),
+                    log2 * SIGN,
                     0u32,
                 );
                 held[slot] = f32::reinterpret(u32::reinterpret(smallest) | sign);

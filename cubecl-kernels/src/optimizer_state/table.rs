@@ -22,8 +22,9 @@ use super::{
 };
 
 const CODES: usize = 256;
-/// The logarithm of zero: any multiple of it by a power has the exponential 0.
-const LOG2_ZERO: f32 = -1e30;
+/// The logarithm of zero: any multiple of it by a power has the exponential 0. Its last bit is 0, and with the sign it
+/// is a little less.
+pub(super) const LOG2_ZERO: f32 = -1e30;
 
 /// Whether a format has a table, the same for both moments.
 pub(super) fn is_needed(format: Option<StateFormat>) -> bool {
