@@ -8,7 +8,7 @@ pub(crate) fn log2(x: f32) -> f32 {
     x.ln() * std::f32::consts::LOG2_E
 }
 
-/// `2^x`. CUDA takes the logarithm of the constant while it compiles, and is left with one instruction.
+/// `2^x`. CUDA takes the logarithm of the constant while it compiles, and is left with the exponential.
 #[cube(fast_math = FastMath::ReducedPrecision | FastMath::NotNaN | FastMath::NotInf)]
 pub(crate) fn exp2(x: f32) -> f32 {
     let two = 2.0f32.runtime();
