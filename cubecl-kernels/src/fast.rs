@@ -8,7 +8,7 @@ pub(crate) fn log2(x: f32) -> f32 {
     x.ln() * std::f32::consts::LOG2_E
 }
 
-/// `2^x`. CUDA takes the logarithm of the constant while it compiles, and is left with one instruction.
+/// `2^x`. CUDA takes the logarithm of the constant while it compiles, and is left with the exponential.
 #[cube(fast_math = FastMath::ReducedPrecision | FastMath::NotNaN | FastMath::NotInf)]
 pub(crate) fn exp2(x: f32) -> f32 {
     let two = 2.0f32.runtime();
@@ -21,18 +21,15 @@ pub(crate) fn power(base: f32, exponent: f32) -> f32 {
     base.powf(exponent)
 }
 
-/// The inverse of the square root of a number that is not negative, or of NaN; 0 for infinity. A number below 1e-31
-/// counts as up to 1e-38 more, so that 0 has an inverse too. Without the branch that a correctly rounded root has on
-/// CUDA, and without a maximum, which would take NaN for the smaller one.
-#[cube]
-pub(crate) fn inverse_root(x: f32) -> f32 {
-    (x + f32::MIN_POSITIVE).inverse_sqrt()
-}
-
-/// The square root of a finite number that is not negative, by way of [`inverse_root`].
+/// The square root of a number that is not negative, of infinity, or of NaN.
+///
+/// One below 1e-31 counts as up to 1e-38 more, so that 0 has no infinite inverse, and so does the inverse root, so that
+/// infinity does not meet 0. Without the branch that a correctly rounded root has on CUDA, and without a maximum, which
+/// would take NaN for the smaller one.
 #[cube]
 pub(crate) fn root(x: f32) -> f32 {
-    x * inverse_root(x)
+    let x = x + f32::MIN_POSITIVE;
+    x * (x.inverse_sqrt() + f32::MIN_POSITIVE)
 }
 
 /// A quotient to two units in the last place, in a quarter of the instructions that a correctly rounded one takes on

@@ -190,12 +190,8 @@ pub(crate) fn second_moment(
 }
 
 /// One element's parameter, from its new moments.
-///
-/// With `r` the inverse of the root, `m / (1 / r + epsilon) = m r / (1 + epsilon r)`, which is 0 where the second moment
-/// is infinite: that of a finite gradient above 1.8e19.
 #[cube]
 pub(crate) fn parameter(p: f32, m: f32, v: f32, step: &Step) -> f32 {
-    let inverse_root = fast::inverse_root(v * step.correction_2);
-    let update = step.rate * m * inverse_root;
-    p * step.decay - fast::quotient(update, 1.0f32 + step.epsilon * inverse_root)
+    let root = fast::root(v * step.correction_2);
+    p * step.decay - fast::quotient(step.rate * m, root + step.epsilon)
 }

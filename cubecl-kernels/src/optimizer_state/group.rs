@@ -214,7 +214,7 @@ fn group_exists(
     }
 }
 
-/// The extremes of some of a group's values.
+/// The extremes of a unit's group, the same in all its units.
 #[derive(CubeType, Clone, Copy)]
 struct Extremes {
     /// The bits of the largest magnitude. As integers they order NaN above infinity above the rest.
@@ -224,13 +224,13 @@ struct Extremes {
     smallness: u32,
 }
 
-/// The extremes of what a unit holds.
 #[cube]
-fn unit_extremes(
+fn extremes(
     held: &Array<f32>,
     #[comptime] span: Span,
     #[comptime] format: StateFormat,
 ) -> Extremes {
+    let segment = comptime!(span.segment(format.group));
     let mut largest = 0u32;
     let mut excess = u32::MAX.runtime();
     #[unroll]
@@ -241,29 +241,12 @@ fn unit_extremes(
             excess = min(excess, bits - MIN_NONZERO_BITS);
         }
     }
-    Extremes {
-        largest,
-        smallness: !excess,
-    }
-}
-
-/// The extremes of a unit's group from those of its units: see [`segment_max`] for the stride.
-#[cube]
-fn group_extremes(
-    extremes: &Extremes,
-    #[comptime] span: Span,
-    #[comptime] format: StateFormat,
-    #[comptime] stride: usize,
-) -> Extremes {
-    let segment = comptime!(span.segment(format.group));
-    let mut smallness = extremes.smallness;
+    largest = segment_max(largest, span, segment);
+    let mut smallness = !excess;
     if comptime!(format.expand) {
-        smallness = segment_max(smallness, span, segment, stride);
+        smallness = segment_max(smallness, span, segment);
     }
-    Extremes {
-        largest: segment_max(extremes.largest, span, segment, stride),
-        smallness,
-    }
+    Extremes { largest, smallness }
 }
 
 /// The scale of a unit's group, the same in all its units.
@@ -275,7 +258,7 @@ pub(crate) fn group_scale(
     #[comptime] format: StateFormat,
     #[comptime] moment: Moment,
 ) -> GroupScale {
-    let extremes = group_extremes(&unit_extremes(held, span, format), span, format, 1usize);
+    let extremes = extremes(held, span, format);
     scale_of(
         &extremes,
         comptime!(format.target(moment)).runtime(),
@@ -288,7 +271,7 @@ pub(crate) fn group_scale(
 
 /// The scales of both moments' groups. A scale takes as many instructions as a few elements, and all units of a group
 /// the same ones: where they can exchange values, even units compute that of the first moment and odd ones that of the
-/// second, from the extremes on.
+/// second.
 #[cube]
 pub(crate) fn group_scales(
     m: &Array<f32>,
@@ -300,24 +283,20 @@ pub(crate) fn group_scales(
 ) -> (GroupScale, GroupScale) {
     let in_turn = comptime!(match (first, second) {
         (Some(first), Some(second)) => {
-            span.plane.is_some()
-                && span.lanes > 1
-                && first.expand == second.expand
-                && first.group == second.group
+            span.plane.is_some() && span.lanes > 1 && first.expand == second.expand
         }
         _ => false,
     });
     if comptime!(in_turn) {
         let first = comptime!(first.unwrap());
         let second = comptime!(second.unwrap());
-        let of_m = unit_extremes(m, span, first);
-        let of_v = unit_extremes(v, span, second);
+        let of_m = extremes(m, span, first);
+        let of_v = extremes(v, span, second);
         let odd = UNIT_POS % 2 == 1;
-        let of_pair = larger(
-            &select_extremes(odd, &of_v, &of_m),
-            &of_neighbour(&select_extremes(odd, &of_m, &of_v)),
-        );
-        let extremes = group_extremes(&of_pair, span, first, 2usize);
+        let extremes = Extremes {
+            largest: select(odd, of_v.largest, of_m.largest),
+            smallness: select(odd, of_v.smallness, of_m.smallness),
+        };
         let mine = scale_of(
             &extremes,
             select(
@@ -350,31 +329,6 @@ pub(crate) fn group_scales(
             any_scale(m, zero, span, first, comptime!(Moment::First)),
             any_scale(v, zero, span, second, comptime!(Moment::Second)),
         )
-    }
-}
-
-/// The extremes that the other unit of a pair hands over.
-#[cube]
-fn of_neighbour(extremes: &Extremes) -> Extremes {
-    Extremes {
-        largest: plane_shuffle_xor(extremes.largest, 1),
-        smallness: plane_shuffle_xor(extremes.smallness, 1),
-    }
-}
-
-#[cube]
-fn select_extremes(condition: bool, a: &Extremes, b: &Extremes) -> Extremes {
-    Extremes {
-        largest: select(condition, a.largest, b.largest),
-        smallness: select(condition, a.smallness, b.smallness),
-    }
-}
-
-#[cube]
-fn larger(a: &Extremes, b: &Extremes) -> Extremes {
-    Extremes {
-        largest: max(a.largest, b.largest),
-        smallness: max(a.smallness, b.smallness),
     }
 }
 

@@ -247,15 +247,9 @@ pub(crate) fn write_held<T: Numeric, E: Numeric, N: Size>(
     }
 }
 
-/// The largest value among each `segment` consecutive units, a power of two, in all of them. With a `stride` of 2,
-/// which needs a plane, even units and odd ones have maxima of their own.
+/// The largest value among each `segment` consecutive units, a power of two, in all of them.
 #[cube]
-pub(crate) fn segment_max(
-    value: u32,
-    #[comptime] span: Span,
-    #[comptime] segment: usize,
-    #[comptime] stride: usize,
-) -> u32 {
+pub(crate) fn segment_max(value: u32, #[comptime] span: Span, #[comptime] segment: usize) -> u32 {
     let mut reduced = value;
     if comptime!(span.plane.is_none()) {
         if comptime!(segment > 1) {
@@ -265,23 +259,22 @@ pub(crate) fn segment_max(
         let plane = comptime!(span.plane.unwrap_or(1));
         let steps = comptime!(segment.min(plane).ilog2());
         #[unroll]
-        for step in comptime!(stride.ilog2())..steps {
+        for step in 0..steps {
             reduced = max(reduced, plane_shuffle_xor(reduced, comptime!(1u32 << step)));
         }
         if comptime!(segment > plane) {
-            let mut shared = SharedMemory::<u32>::new(comptime!(UNITS / plane * stride));
+            let mut shared = SharedMemory::<u32>::new(comptime!(UNITS / plane));
             let index = UNIT_POS as usize / plane;
-            let turn = UNIT_POS as usize % stride;
             sync_cube();
-            if UNIT_POS as usize % plane < stride {
-                shared[index * stride + turn] = reduced;
+            if UNIT_POS as usize % plane == 0 {
+                shared[index] = reduced;
             }
             sync_cube();
             let planes = comptime!(segment / plane);
             let first = index / planes * planes;
             #[unroll]
             for other in 0..planes {
-                reduced = max(reduced, shared[(first + other) * stride + turn]);
+                reduced = max(reduced, shared[first + other]);
             }
         }
     }

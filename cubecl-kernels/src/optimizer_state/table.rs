@@ -2,7 +2,7 @@
 //!
 //! | entries | of | hold |
 //! | --- | --- | --- |
-//! | 256, by code | an expanded format | the bits of `log2(magnitude / largest number)`, of which the last is the sign |
+//! | 256, by code | an expanded format | the bits of `log2(magnitude / largest number)`, the last one the sign |
 //! | 256, by code | the dynamic exponent | the bits of the number |
 //! | 283, behind them | the dynamic exponent | what finds the segment of a number: see [`dynamic_exponent::level`] |
 //!

@@ -743,7 +743,7 @@ mod on_device {
     #[test]
     fn infinite_second_moments_stop_the_update() {
         let client = client();
-        let cases = pairs().into_iter().map(|pair| (pair, 300));
+        let cases = pairs().into_iter().step_by(5).map(|pair| (pair, 300));
         // Past 65,536 elements a tensor has a launch of its own.
         for (pair, n) in cases.chain([((None, None), 300), ((None, None), 70_000)]) {
             let mut p = vec![1.0; n];
