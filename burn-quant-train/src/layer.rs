@@ -15,7 +15,7 @@ use burn_backend::{
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    ops::{QuantOps, StochasticKey},
+    ops::{Fallback, QuantOps, StochasticKey},
     read::floats,
 };
 
@@ -260,6 +260,24 @@ impl<B: QuantOps> Layer<B> {
     /// What this layer shares with the others of its model.
     pub fn bank(&self) -> &Arc<Bank<B>> {
         &self.bank
+    }
+
+    /// Runs `f` on this layer's part of the bank's state, on `device`. `f` returns the counters, gone up, beside its
+    /// result; the bank's other layers wait meanwhile.
+    pub fn with_fallback<T>(
+        &self,
+        device: &Device<B>,
+        f: impl FnOnce(Fallback<B>) -> (T, IntTensor<B>),
+    ) -> T {
+        self.bank.with_state(device, |state| {
+            let (result, counts) = f(Fallback {
+                layer: self.index,
+                thresholds: state.thresholds.clone(),
+                counts: state.counts.clone(),
+            });
+            state.counts = counts;
+            result
+        })
     }
 
     /// The key for the next stochastic rounding in this role: the bank's seed, and a stream that no other layer, role,

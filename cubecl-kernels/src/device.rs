@@ -164,6 +164,17 @@ pub(crate) fn cube_grid(count: usize) -> CubeCount {
     CubeCount::Static(count.div_ceil(y) as u32, y as u32, 1)
 }
 
+/// A tensor as a kernel's argument without its shape and strides, which CubeCL would copy to the device before each
+/// launch.
+pub(crate) fn array<R: Runtime>(tensor: TensorHandle<R>) -> ArrayArg<R> {
+    let len = tensor.shape().iter().product();
+    // SAFETY: the length is that of the tensor; a kernel that does not check its accesses does not ask for it.
+    #[allow(unsafe_code)]
+    unsafe {
+        ArrayArg::from_raw_parts(tensor.handle, len)
+    }
+}
+
 /// A tensor argument that not every launch of a kernel uses: `tensor`, else as a stand-in the buffer of `any` other
 /// argument, since an allocation costs the host as much as a small launch. The kernel must neither read nor write a
 /// stand-in; wgpu, which binds all buffers for both unless CubeCL's `exclusive-memory-only` is on, accepts a buffer

@@ -72,7 +72,8 @@ impl<R: Runtime> Clone for FallbackQuantized<R> {
 /// - `thresholds`: f32 `[layers]`; `thresholds[layer]` is read on the device.
 /// - `counts`: i32 `[layers, 2]`; the number of blocks that fell back and of all blocks are added to `counts[layer]`.
 ///
-/// The last two must be contiguous. A block that holds NaN or an infinity does not fall back. The numbers are those of
+/// The last two must be contiguous. Where the result has a row-major copy only, all its tensors share one allocation,
+/// which is free again when the last of them is dropped. A block that holds NaN or an infinity does not fall back. The numbers are those of
 /// [`reference::quantize_fallback`](crate::reference::quantize_fallback), to the bit.
 ///
 /// # Errors
@@ -98,7 +99,7 @@ pub fn quantize_fallback<R: Runtime>(
     };
     state.check(OPERATION)?;
     let (base, residual) = allocate_input(client, &view, block, layout, true);
-    let residual = residual.expect("asked for");
+    let residual = residual.expect("blocks may fall back");
     if view.shape.num_elements() > 0 {
         let nearest = |values| (values, Round::Nearest);
         let written = BlockOutput {

@@ -26,7 +26,7 @@ pub struct LinearInput<R: Runtime> {
     /// The residual of the blocks that fell back, for the forward product; `None` without a fallback.
     pub residual: Option<FallbackResidual<R>>,
     /// The transposed copy, rounded stochastically: what the backward pass multiplies to the weight's gradient. It
-    /// shares its scales with `forward`.
+    /// shares its scales with `forward`, and an allocation with these; what only the forward product reads has another.
     pub saved: Quantized<R>,
 }
 

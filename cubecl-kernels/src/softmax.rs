@@ -12,11 +12,10 @@ use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
 use crate::{
     device::{
-        MatrixGeometry, MatrixView, check_float, cube_grid, empty, read_quad_of, read_width,
+        MatrixGeometry, MatrixView, array, check_float, cube_grid, empty, read_quad_of, read_width,
         write_quad_of, write_width,
     },
     error::KernelError,
-    quantize::staged::array,
 };
 
 const OPERATION: &str = "softmax";

@@ -6,11 +6,9 @@
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
 use crate::{
-    device::{MatrixView, check_dtype, cube_grid, empty, is_contiguous, storage},
+    device::{MatrixView, array, check_dtype, cube_grid, empty, is_contiguous, storage},
     error::KernelError,
-    quantize::staged::{
-        CHUNK, StagedTile, TILE, array, byte_dtype, byte_width, read_staged, stage_word,
-    },
+    quantize::staged::{CHUNK, StagedTile, TILE, byte_dtype, byte_width, read_staged, stage_word},
 };
 
 const OPERATION: &str = "transpose_int8";

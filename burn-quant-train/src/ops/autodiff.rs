@@ -12,10 +12,9 @@ use burn_autodiff::{
 use burn_backend::{DType, FloatDType, Shape, TensorMetadata, tensor::FloatTensor};
 
 use super::{
-    Fallback, InputCasts, Layout, LinearCall, Operand, QuantBackend, QuantOps, Quantized,
-    StochasticKey,
+    InputCasts, Layout, LinearCall, Operand, QuantBackend, QuantOps, Quantized, StochasticKey,
     attention::{self, AttentionInputs, AttentionKernels, AttentionScores},
-    linear::{GradientForm, LinearBackward, LinearForward, LinearWeight, flatten},
+    linear::{GradientForm, LinearBackward, LinearForward, LinearProduct, LinearWeight, flatten},
     matmul::{self, MatmulKernel},
 };
 use crate::{
@@ -134,46 +133,27 @@ pub(super) fn forward<B: QuantOps>(
     } = weight;
     let transposed = view == View::Transposed;
     let matrix = weight_tag.existing_copy(row.w);
-    let device = B::float_device(&x);
-    let call = LinearForward {
+    let output = B::linear_forward(LinearForward {
         x,
         casts,
-        keeps_operand: !row.fallback && tag.is_some(),
-        fallback: None,
-        weight: match &matrix {
-            Some(matrix) => LinearWeight::Quantized(Operand {
-                matrix,
-                transpose: transposed,
-            }),
-            None => LinearWeight::Float {
-                weight,
-                cast: row.w,
-                transposed,
+        fallback: row.fallback.then_some(layer),
+        product: LinearProduct {
+            weight: match &matrix {
+                Some(matrix) => LinearWeight::Quantized(Operand {
+                    matrix,
+                    transpose: transposed,
+                }),
+                None => LinearWeight::Float {
+                    weight,
+                    cast: row.w,
+                    transposed,
+                },
             },
+            bias,
+            dtype: compute,
+            keeps_operand: !row.fallback && tag.is_some(),
         },
-        bias,
-        dtype: compute,
-    };
-    let output = if row.fallback {
-        layer.bank().with_state(&device, |state| {
-            let fallback = Fallback {
-                layer: layer.index(),
-                thresholds: state.thresholds.clone(),
-                counts: state.counts.clone(),
-            };
-            let mut output = B::linear_forward(LinearForward {
-                fallback: Some(fallback),
-                ..call
-            });
-            state.counts = output
-                .counts
-                .take()
-                .expect("a fallback state goes in and comes out");
-            output
-        })
-    } else {
-        B::linear_forward(call)
-    };
+    });
     if let Some(operand) = output.operand {
         keep(row.x, operand);
     }

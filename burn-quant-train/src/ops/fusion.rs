@@ -7,6 +7,7 @@ use std::{fmt::Debug, sync::Arc};
 
 use burn_backend::{
     DType, FloatDType, Shape, TensorMetadata,
+    ops::FloatTensorOps,
     tensor::{FloatTensor, IntTensor},
 };
 use burn_fusion::{
@@ -20,7 +21,10 @@ use super::{
     Fallback, FallbackQuantized, Layout, Operand, QuantOps, Quantized, Residual, StochasticKey,
     adamw::{AdamWItem, AdamWUpdate, Hyperparameters, Moment, MomentState, StateFormat},
     attention::{AttentionInputs, AttentionKernels},
-    linear::{self, LinearBackward, LinearForward, LinearGradients, LinearOutput, LinearWeight},
+    linear::{
+        self, LinearBackward, LinearForward, LinearGradients, LinearOutput, LinearProduct,
+        LinearWeight,
+    },
     matmul::MatmulKernel,
 };
 use crate::{
@@ -351,22 +355,25 @@ impl<B: FusionBackend + QuantOps> QuantOps for Fusion<B> {
     }
 
     fn linear_forward(call: LinearForward<'_, Self>) -> LinearOutput<Self> {
-        let y = (call.output_shape(), call.dtype.into());
+        let shape = call.output_shape();
         let LinearForward {
             x,
             casts,
-            keeps_operand,
-            fallback,
-            weight,
-            bias,
-            dtype,
+            fallback: layer,
+            product:
+                LinearProduct {
+                    weight,
+                    bias,
+                    dtype,
+                    keeps_operand,
+                },
         } = call;
-        let shape = linear::matrix_shape(&x.shape());
-        let operand = keeps_operand.then(|| Form::new(shape, casts.forward, Layout::RowMajor));
+        let matrix = linear::flattened(&x.shape());
+        let operand = keeps_operand.then(|| Form::new(matrix, casts.forward, Layout::RowMajor));
         let saved = casts
             .saved
-            .map(|(cast, _)| Form::new(shape, cast, Layout::Transposed));
-        let layer = fallback.as_ref().map(|fallback| fallback.layer);
+            .map(|(cast, _)| Form::new(matrix, cast, Layout::Transposed));
+        let device = Self::float_device(&x);
         let mut inputs = vec![x];
         let (weight, new_weight) = match weight {
             LinearWeight::Quantized(Operand { matrix, transpose }) => {
@@ -379,81 +386,91 @@ impl<B: FusionBackend + QuantOps> QuantOps for Fusion<B> {
                 cast,
                 transposed,
             } => {
-                let [rows, cols] = linear::matrix_shape(&weight.shape());
-                let shape = if transposed {
-                    [cols, rows]
-                } else {
-                    [rows, cols]
-                };
+                let mut shape = linear::flattened(&weight.shape());
+                if transposed {
+                    shape.reverse();
+                }
                 inputs.push(weight);
                 let new = Form::new(shape, cast, Layout::RowMajor);
                 (WeightForm::Float { cast, transposed }, Some(new))
             }
         };
-
         let copies = [operand, saved, new_weight];
         let of_copies = copies.iter().flatten().flat_map(Form::tensors);
+        let y = (shape.clone(), dtype.into());
         let mut outputs: Vec<_> = std::iter::once(y).chain(of_copies).collect();
-        if let Some(Fallback {
-            thresholds, counts, ..
-        }) = fallback
-        {
-            outputs.push((counts.shape(), DType::I32));
-            inputs.extend([thresholds, counts]);
-        }
+        let has_bias = bias.is_some();
         inputs.extend(bias);
-        let mut outputs = register::<B>("linear_forward", inputs, &outputs, move |ir, handles| {
-            let mut inputs = ir.inputs.iter();
-            let x = handles.get_float_tensor::<B>(next(&mut inputs));
-            let matrix;
-            let weight = match weight {
-                WeightForm::Quantized { form, transpose } => {
-                    matrix = form.take::<B>(&mut inputs, handles);
-                    LinearWeight::Quantized(Operand {
-                        matrix: &matrix,
-                        transpose,
-                    })
+
+        let record = |mut inputs: Vec<Tensor<B>>, fallback: Option<Fallback<Self>>| {
+            let layer = fallback.as_ref().map(|fallback| fallback.layer);
+            if let Some(Fallback {
+                thresholds, counts, ..
+            }) = fallback
+            {
+                outputs.push((counts.shape(), DType::I32));
+                inputs.extend([thresholds, counts]);
+            }
+            register::<B>("linear_forward", inputs, &outputs, move |ir, handles| {
+                let mut inputs = ir.inputs.iter();
+                let x = handles.get_float_tensor::<B>(next(&mut inputs));
+                let matrix;
+                let weight = match weight {
+                    WeightForm::Quantized { form, transpose } => {
+                        matrix = form.take::<B>(&mut inputs, handles);
+                        LinearWeight::Quantized(Operand {
+                            matrix: &matrix,
+                            transpose,
+                        })
+                    }
+                    WeightForm::Float { cast, transposed } => LinearWeight::Float {
+                        weight: handles.get_float_tensor::<B>(next(&mut inputs)),
+                        cast,
+                        transposed,
+                    },
+                };
+                let product = LinearProduct {
+                    weight,
+                    bias: has_bias.then(|| handles.get_float_tensor::<B>(next(&mut inputs))),
+                    dtype,
+                    keeps_operand,
+                };
+                let fallback = layer.map(|layer| Fallback {
+                    layer,
+                    thresholds: handles.get_float_tensor::<B>(next(&mut inputs)),
+                    counts: handles.get_int_tensor::<B>(next(&mut inputs)),
+                });
+                let mut input = B::quantize_input(linear::flatten::<B>(x), casts, fallback);
+                let counts = input.counts.take();
+                let output = linear::product(input, product, shape.clone());
+                let mut outputs = ir.outputs.iter();
+                handles.register_float_tensor::<B>(&next(&mut outputs).id, output.y);
+                let copies = [output.operand, output.saved, output.weight];
+                for copy in copies.into_iter().flatten() {
+                    give::<B>(copy, &mut outputs, handles);
                 }
-                WeightForm::Float { cast, transposed } => LinearWeight::Float {
-                    weight: handles.get_float_tensor::<B>(next(&mut inputs)),
-                    cast,
-                    transposed,
-                },
-            };
-            let fallback = layer.map(|layer| Fallback {
-                layer,
-                thresholds: handles.get_float_tensor::<B>(next(&mut inputs)),
-                counts: handles.get_int_tensor::<B>(next(&mut inputs)),
-            });
-            let bias = inputs.next();
-            let output = B::linear_forward(LinearForward {
-                x,
-                casts,
-                keeps_operand,
-                fallback,
+                if let Some(counts) = counts {
+                    handles.register_int_tensor::<B>(&next(&mut outputs).id, counts);
+                }
+            })
+        };
+        let output = |outputs: &mut std::vec::IntoIter<Tensor<B>>| {
+            let y = next(outputs);
+            let [operand, saved, weight] =
+                copies.map(|form| form.map(|form| form.fused::<B>(outputs)));
+            LinearOutput {
+                y,
+                operand,
+                saved,
                 weight,
-                bias: bias.map(|bias| handles.get_float_tensor::<B>(bias)),
-                dtype,
-            });
-            let mut outputs = ir.outputs.iter();
-            handles.register_float_tensor::<B>(&next(&mut outputs).id, output.y);
-            let copies = [output.operand, output.saved, output.weight];
-            for copy in copies.into_iter().flatten() {
-                give::<B>(copy, &mut outputs, handles);
             }
-            if let Some(counts) = output.counts {
-                handles.register_int_tensor::<B>(&next(&mut outputs).id, counts);
-            }
-        });
-        let y = next(&mut outputs);
-        let [operand, saved, weight] =
-            copies.map(|form| form.map(|form| form.fused::<B>(&mut outputs)));
-        LinearOutput {
-            y,
-            operand,
-            saved,
-            weight,
-            counts: outputs.next(),
+        };
+        match layer {
+            None => output(&mut record(inputs, None)),
+            Some(layer) => layer.with_fallback(&device, |fallback| {
+                let mut outputs = record(inputs, Some(fallback));
+                (output(&mut outputs), next(&mut outputs))
+            }),
         }
     }
 
@@ -465,6 +482,12 @@ impl<B: FusionBackend + QuantOps> QuantOps for Fusion<B> {
             weight,
             x,
         } = call;
+        if weight.is_none() && x.is_none() {
+            return LinearGradients {
+                x: None,
+                weight: None,
+            };
+        }
         let mut inputs = vec![grad];
         let mut outputs = Vec::new();
         let [weight, x] = [weight, x].map(|product| {
@@ -592,9 +615,7 @@ impl<B: FusionBackend + QuantOps> QuantOps for Fusion<B> {
                     }
                 };
                 let mut outputs = register::<B>("attention_backward", inputs, &outputs, execute);
-                wanted.map(|wanted| {
-                    wanted.then(|| outputs.next().expect("an output for each wanted gradient"))
-                })
+                wanted.map(|wanted| wanted.then(|| next(&mut outputs)))
             },
         })
     }
@@ -618,32 +639,23 @@ impl<B: FusionBackend + QuantOps> QuantOps for Fusion<B> {
         let in_stream = forms.clone();
         let mut outputs = register::<B>("adamw", inputs, &outputs, move |ir, handles| {
             let mut inputs = ir.inputs.iter();
-            let mut next = || {
-                inputs
-                    .next()
-                    .expect("an operation has the inputs that it was registered with")
-            };
-            let clock = handles.get_int_tensor::<B>(next());
-            let nonfinite = flagged.then(|| handles.get_int_tensor::<B>(next()));
+            let mut input = || next(&mut inputs);
+            let clock = handles.get_int_tensor::<B>(input());
+            let nonfinite = flagged.then(|| handles.get_int_tensor::<B>(input()));
             let items = in_stream
                 .iter()
                 .map(|form| AdamWItem {
-                    parameter: handles.get_float_tensor::<B>(next()),
-                    gradient: handles.get_float_tensor::<B>(next()),
-                    first: form.first.take::<B>(&mut next, handles),
-                    second: form.second.take::<B>(&mut next, handles),
+                    parameter: handles.get_float_tensor::<B>(input()),
+                    gradient: handles.get_float_tensor::<B>(input()),
+                    first: form.first.take::<B>(&mut input, handles),
+                    second: form.second.take::<B>(&mut input, handles),
                     key: form.key,
                     state_key: form.state_key,
                 })
                 .collect();
             let mut outputs = ir.outputs.iter();
             for update in B::adamw(items, &clock, nonfinite.as_ref(), &hyperparameters) {
-                let mut next = || {
-                    &outputs
-                        .next()
-                        .expect("an operation has the outputs that it was registered with")
-                        .id
-                };
+                let mut next = || &next(&mut outputs).id;
                 handles.register_float_tensor::<B>(next(), update.parameter);
                 for moment in [update.first, update.second] {
                     give_moment::<B>(moment, &mut next, handles);
@@ -653,7 +665,7 @@ impl<B: FusionBackend + QuantOps> QuantOps for Fusion<B> {
         forms
             .iter()
             .map(|form| AdamWUpdate {
-                parameter: outputs.next().expect("a parameter for each item"),
+                parameter: next(&mut outputs),
                 first: form.first.fused::<B>(&mut outputs),
                 second: form.second.fused::<B>(&mut outputs),
             })
@@ -712,7 +724,7 @@ impl<B: FusionBackend + QuantOps> QuantOps for Fusion<B> {
                 let x = handles.get_float_tensor::<B>(&ir.inputs[0]);
                 let state = B::compress_moment(x, format, moment);
                 let mut outputs = ir.outputs.iter();
-                let mut next = || &outputs.next().expect("the tensors of a moment").id;
+                let mut next = || &next(&mut outputs).id;
                 give_moment::<B>(state, &mut next, handles);
             }
         });
@@ -726,7 +738,7 @@ impl<B: FusionBackend + QuantOps> QuantOps for Fusion<B> {
         let mut outputs =
             register::<B>("decompress_moment", inputs, &outputs, move |ir, handles| {
                 let mut inputs = ir.inputs.iter();
-                let mut next = || inputs.next().expect("the tensors of a moment");
+                let mut next = || next(&mut inputs);
                 let state = form.take::<B>(&mut next, handles);
                 let values = B::decompress_moment(state, moment);
                 handles.register_float_tensor::<B>(&ir.outputs[0].id, values);
@@ -777,7 +789,7 @@ impl MomentForm {
         &self,
         tensors: &mut impl Iterator<Item = Tensor<B>>,
     ) -> MomentState<Fusion<B>> {
-        let mut next = || tensors.next().expect("the tensors of a moment");
+        let mut next = || next(tensors);
         match self.format {
             None => MomentState::Full(next()),
             Some(format) => MomentState::Coded {

@@ -1,13 +1,11 @@
-//! The two passes of a quantized linear layer as one operation each (fallback-int8, section 5.1): what a pass makes for
-//! itself, the operands of its products, never becomes a tensor of the stream, and leading dimensions cost nothing.
+//! The two passes of a quantized linear layer as one operation each (fallback-int8, section 5.1): in a fused stream,
+//! what a pass makes for itself, the operands of its products, never becomes a tensor, and leading dimensions cost
+//! nothing.
 
-use burn_backend::{
-    FloatDType, Shape, TensorMetadata,
-    tensor::{FloatTensor, IntTensor},
-};
+use burn_backend::{FloatDType, Shape, TensorMetadata, tensor::FloatTensor};
 
-use super::{Fallback, InputCasts, Layout, Operand, QuantOps, Quantized, StochasticKey};
-use crate::recipe::Cast;
+use super::{InputCasts, Layout, LinearInput, Operand, QuantOps, Quantized, StochasticKey};
+use crate::{layer::Layer, recipe::Cast};
 
 /// The forward pass: Y `[.., N]` = X `[.., K]` W + bias, X quantized to nearest.
 #[derive(Debug)]
@@ -16,16 +14,24 @@ pub struct LinearForward<'a, B: QuantOps> {
     pub x: FloatTensor<B>,
     /// What to make of X.
     pub casts: InputCasts,
-    /// Whether the operand of the product is wanted afterwards.
-    pub keeps_operand: bool,
-    /// The layer's fallback state, if X is quantized with fallback.
-    pub fallback: Option<Fallback<B>>,
+    /// The layer with whose state X is quantized, where it is with fallback: its counters go up, and blocks that fell
+    /// back enter the product with their residuals.
+    pub fallback: Option<&'a Layer<B>>,
+    /// The product.
+    pub product: LinearProduct<'a, B>,
+}
+
+/// The product of the forward pass.
+#[derive(Debug)]
+pub struct LinearProduct<'a, B: QuantOps> {
     /// W, `[K, N]`.
     pub weight: LinearWeight<'a, B>,
     /// `[N]`.
     pub bias: Option<FloatTensor<B>>,
     /// The dtype of Y.
     pub dtype: FloatDType,
+    /// Whether X as the product takes it is wanted afterwards.
+    pub keeps_operand: bool,
 }
 
 /// The weight of a forward pass.
@@ -49,14 +55,12 @@ pub enum LinearWeight<'a, B: QuantOps> {
 pub struct LinearOutput<B: QuantOps> {
     /// Y.
     pub y: FloatTensor<B>,
-    /// X as the product took it, if it was wanted; without residuals.
+    /// X as the product took it, without residuals, if it was wanted.
     pub operand: Option<Quantized<B>>,
     /// The copy of X for the backward pass, if it was wanted.
     pub saved: Option<Quantized<B>>,
     /// The weight, if it was to be quantized: row-major, one byte a parameter in INT8.
     pub weight: Option<Quantized<B>>,
-    /// The fallback state's counters, gone up; the buffer may be reused.
-    pub counts: Option<IntTensor<B>>,
 }
 
 /// The backward pass, from dY `[.., N]`.
@@ -97,7 +101,7 @@ impl<B: QuantOps> LinearForward<'_, B> {
     pub(super) fn output_shape(&self) -> Shape {
         let mut shape = self.x.shape();
         let last = shape.num_dims() - 1;
-        shape[last] = match &self.weight {
+        shape[last] = match &self.product.weight {
             LinearWeight::Quantized(operand) => operand.shape()[1],
             LinearWeight::Float { weight, .. } => {
                 let weight = weight.shape();
@@ -121,7 +125,7 @@ impl<B: QuantOps> LinearBackward<'_, B> {
 }
 
 /// Rows and columns of a tensor whose dimensions but the last are rows.
-pub(super) fn matrix_shape(shape: &Shape) -> [usize; 2] {
+pub(super) fn flattened(shape: &Shape) -> [usize; 2] {
     let (cols, rows) = shape
         .split_last()
         .expect("a matrix has at least one dimension");
@@ -133,21 +137,49 @@ pub(super) fn flatten<B: QuantOps>(tensor: FloatTensor<B>) -> FloatTensor<B> {
     let shape = tensor.shape();
     match shape.num_dims() {
         2 => tensor,
-        _ => B::float_reshape(tensor, Shape::new(matrix_shape(&shape))),
+        _ => B::float_reshape(tensor, Shape::new(flattened(&shape))),
     }
 }
 
-/// [`QuantOps::linear_forward`] by an operation for each step.
+/// [`QuantOps::linear_forward`] by an operation for each step. The layers of a model wait for each other only while X is
+/// quantized.
 pub(super) fn forward<B: QuantOps>(call: LinearForward<'_, B>) -> LinearOutput<B> {
     let shape = call.output_shape();
-    let input = B::quantize_input(flatten::<B>(call.x), call.casts, call.fallback);
-    let product = |weight: Operand<'_, B>| {
+    let device = B::float_device(&call.x);
+    let (x, casts) = (flatten::<B>(call.x), call.casts);
+    let input = match call.fallback {
+        None => B::quantize_input(x, casts, None),
+        Some(layer) => layer.with_fallback(&device, |fallback| {
+            let mut input = B::quantize_input(x, casts, Some(fallback));
+            let counts = input.counts.take();
+            (
+                input,
+                counts.expect("a fallback state goes in and comes out"),
+            )
+        }),
+    };
+    product(input, call.product, shape)
+}
+
+/// The product of X, quantized, and W, as Y of this shape.
+pub(super) fn product<B: QuantOps>(
+    input: LinearInput<B>,
+    product: LinearProduct<'_, B>,
+    shape: Shape,
+) -> LinearOutput<B> {
+    let LinearProduct {
+        weight,
+        bias,
+        dtype,
+        keeps_operand,
+    } = product;
+    let by = |weight: Operand<'_, B>| {
         let a = input.forward.operand();
-        let y = B::quantized_matmul(a, input.residual.as_ref(), weight, call.bias, call.dtype);
+        let y = B::quantized_matmul(a, input.residual.as_ref(), weight, bias, dtype);
         B::float_reshape(y, shape)
     };
-    let (y, weight) = match call.weight {
-        LinearWeight::Quantized(weight) => (product(weight), None),
+    let (y, weight) = match weight {
+        LinearWeight::Quantized(weight) => (by(weight), None),
         LinearWeight::Float {
             weight,
             cast,
@@ -161,7 +193,7 @@ pub(super) fn forward<B: QuantOps>(call: LinearForward<'_, B>) -> LinearOutput<B
                 true => (B::float_swap_dims(weight, 0, 1), Layout::RowMajor),
             };
             let matrix = B::quantize_matrix(matrix, cast, layout, None);
-            let y = product(Operand {
+            let y = by(Operand {
                 matrix: &matrix,
                 transpose: transposed,
             });
@@ -174,10 +206,9 @@ pub(super) fn forward<B: QuantOps>(call: LinearForward<'_, B>) -> LinearOutput<B
     };
     LinearOutput {
         y,
-        operand: call.keeps_operand.then_some(input.forward),
+        operand: keeps_operand.then_some(input.forward),
         saved: input.saved,
         weight,
-        counts: input.counts,
     }
 }
 

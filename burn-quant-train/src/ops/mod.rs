@@ -238,12 +238,13 @@ pub trait QuantOps: Backend {
         float::quantized_matmul::<Self>(a, residual, b, bias, dtype)
     }
 
-    /// The forward pass of a quantized linear layer: [`quantize_input`](Self::quantize_input) and
+    /// The forward pass of a quantized linear layer: [`quantize_input`](Self::quantize_input),
+    /// [`quantize_matrix`](Self::quantize_matrix) of a weight that is not quantized yet, and
     /// [`quantized_matmul`](Self::quantized_matmul).
     ///
     /// # Panics
     ///
-    /// As those two.
+    /// As those three.
     fn linear_forward(call: LinearForward<'_, Self>) -> LinearOutput<Self> {
         linear::forward(call)
     }

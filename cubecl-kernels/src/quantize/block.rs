@@ -14,7 +14,7 @@ use half::bf16;
 
 use crate::{
     device::{
-        MatrixGeometry, MatrixView, cube_grid, has_planes_of_32, has_u64, or_unused,
+        MatrixGeometry, MatrixView, array, cube_grid, has_planes_of_32, has_u64, or_unused,
         read_width_up_to, storage,
     },
     exact,
@@ -28,7 +28,7 @@ use crate::{
 };
 
 use super::staged::{
-    CHUNK, StagedTile, TILE, array, byte_dtype, byte_width, read_staged, stage_word, write_words,
+    CHUNK, StagedTile, TILE, byte_dtype, byte_width, read_staged, stage_word, write_words,
 };
 
 /// Units along the columns and the rows of a plane, and the rows of a unit's patch.

@@ -5,7 +5,7 @@
 //! that write words of the same eight patches of columns and four neighbouring rows of words meet no bank twice, and
 //! neither do eight units that read the chunks of one column.
 
-use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
+use cubecl::{ir::StorageType, prelude::*};
 
 use crate::device::storage;
 
@@ -27,17 +27,6 @@ pub(crate) struct StagedTile {
     pub write: usize,
     /// Whether no tile reaches over the edge of a matrix.
     pub inside: bool,
-}
-
-/// A tensor as a kernel's argument without its shape and strides, which CubeCL would copy to the device before each
-/// launch.
-pub(crate) fn array<R: Runtime>(tensor: TensorHandle<R>) -> ArrayArg<R> {
-    let len = tensor.shape().iter().product();
-    // SAFETY: the length is that of the tensor; a kernel that does not check its accesses does not ask for it.
-    #[allow(unsafe_code)]
-    unsafe {
-        ArrayArg::from_raw_parts(tensor.handle, len)
-    }
 }
 
 /// How many bytes of a contiguous row of this length can be written at once: `most`, 4 or 1.

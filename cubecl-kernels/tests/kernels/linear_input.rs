@@ -3,8 +3,9 @@
 use cubecl::std::tensor::TensorHandle;
 use cubecl_kernels::{
     fallback::{FallbackQuantized, FallbackState},
-    format::{Format, Granularity, Rounding, StochasticKey},
+    format::{Format, Granularity, Layout, Rounding, StochasticKey},
     linear_input::{LinearInput, quantize_linear_input},
+    quantize::{QuantizeSpec, quantize},
     reference,
     shape::MatrixShape,
 };
@@ -156,7 +157,7 @@ fn tensors_of_one_lifetime_share_an_allocation() {
     let input = quantize_linear_input(&client, &tensor, 32, KEY, state).expect("a matrix");
     let residual = input.residual.expect("a residual");
     let saved = input.saved.transposed.expect("a transposed copy");
-    let groups = [
+    let groups = vec![
         vec![
             input.forward.values.expect("a row-major copy"),
             residual.values,
@@ -165,15 +166,46 @@ fn tensors_of_one_lifetime_share_an_allocation() {
         ],
         vec![saved, input.saved.scales],
     ];
-    for tensors in groups {
+    check_allocations(&client, groups);
+}
+
+/// A weight's second layout is for one product: its memory is not held by the other one.
+#[test]
+fn a_second_layout_has_an_allocation_of_its_own() {
+    let (client, mut random) = (client(), Random::fresh());
+    let shape = MatrixShape::new(131, 257);
+    let x = random.with_outliers(shape.num_elements());
+    let tensor = upload_matrix(&client, &x, shape, dtype::<f32>(), Memory::Contiguous);
+    let spec = QuantizeSpec {
+        format: Format::Int8,
+        granularity: Granularity::Block(32),
+        rounding: Rounding::Nearest,
+        layout: Layout::Both,
+    };
+    let matrix = quantize(&client, &tensor, &spec).expect("a matrix");
+    let values = matrix.values.expect("a row-major copy");
+    let transposed = matrix.transposed.expect("a transposed copy");
+    let groups = vec![vec![values, matrix.scales], vec![transposed]];
+    check_allocations(&client, groups);
+}
+
+/// The tensors of a group lie side by side in one allocation, which those of other groups do not hold.
+fn check_allocations(client: &Client, mut groups: Vec<Vec<TensorHandle<TestRuntime>>>) {
+    // CubeCL allocates when the device's thread comes to it.
+    cubecl::future::block_on(client.sync()).expect("the device works");
+    for tensors in &groups {
         let mut end = 0;
-        for TensorHandle { handle, .. } in &tensors {
+        for TensorHandle { handle, .. } in tensors {
             let start = handle.offset_start.unwrap_or_default();
             assert_eq!(start % 16, 0, "reads of 16 bytes");
             assert!(end <= start, "tensors overlap");
             end = start + handle.size_in_used();
-            assert_eq!(handle.size(), tensors[0].handle.size());
+            assert_eq!(handle.can_mut(), tensors.len() == 1, "held by the others");
         }
+    }
+    for group in 0..groups.len() {
+        groups[group].truncate(1);
+        assert!(groups[group][0].handle.can_mut(), "held by another group");
     }
 }
 

@@ -31,7 +31,7 @@ mod allocator {
     #[global_allocator]
     static ALLOCATOR: Jemalloc = Jemalloc;
 
-    /// Rounded up to the allocator's size classes.
+    /// Rounded up to the allocator's size classes, and with what threads keep at hand.
     pub fn live_bytes() -> u64 {
         let read = || {
             epoch::advance()?;

@@ -29,7 +29,8 @@ pub fn has_gemm_float<R: Runtime>(client: &ComputeClient<R>) -> bool {
     is_supported(client)
 }
 
-/// Whether [`gemm_float`] can read an operand on this device as it lies in memory.
+/// Whether [`gemm_float`] can read an operand `[.., rows, cols]` on this device as it lies in memory: one of bf16 or
+/// f16 with strides that its description allows.
 pub fn gemm_float_reads<R: Runtime>(client: &ComputeClient<R>, operand: &TensorHandle<R>) -> bool {
     let fits = |matrices| Operand::new("the operand", operand, &matrices).is_ok();
     is_supported(client) && is_operand_type(operand.dtype) && Matrices::new(operand).is_ok_and(fits)
@@ -376,7 +377,12 @@ impl<'a, R: Runtime> Operand<'a, R> {
             lines.stride
         };
         TmaView {
-            shape: [outer.extent, inner.extent, lines.extent, neighbours.extent],
+            shape: [
+                outer.in_memory(),
+                inner.in_memory(),
+                lines.extent,
+                neighbours.extent,
+            ],
             strides: [outer.stride, inner.stride, pitch, 1],
             tile: [tile, DEPTH],
         }
