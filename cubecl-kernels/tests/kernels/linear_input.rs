@@ -157,6 +157,7 @@ fn tensors_of_one_lifetime_share_an_allocation() {
     let input = quantize_linear_input(&client, &tensor, 32, KEY, state).expect("a matrix");
     let residual = input.residual.expect("a residual");
     let saved = input.saved.transposed.expect("a transposed copy");
+    drop(input.forward.scales);
     let groups = vec![
         vec![
             input.forward.values.expect("a row-major copy"),
