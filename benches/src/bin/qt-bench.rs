@@ -125,13 +125,16 @@ fn run(Cli { command, peers }: Cli) -> Result<()> {
             output.json.as_deref(),
         ),
         Command::Linear { settings, output } => {
-            show(&linear::run(gpu, &settings, peers)?, output.json.as_deref())
+            let json = output.json.as_deref();
+            show(&linear::run(gpu, &settings, peers, json)?, json)
         }
         Command::Layer { settings, output } => {
-            show(&layer::run(gpu, &settings, peers)?, output.json.as_deref())
+            let json = output.json.as_deref();
+            show(&layer::run(gpu, &settings, peers, json)?, json)
         }
         Command::Pretrain { settings, output } => {
-            show(&pretrain::run(gpu, &settings)?, output.json.as_deref())
+            let json = output.json.as_deref();
+            show(&pretrain::run(gpu, &settings, json)?, json)
         }
         Command::Optimizer { settings, output } => show(
             &optimizer::run(gpu, &settings, peers)?,
@@ -156,9 +159,11 @@ fn run(Cli { command, peers }: Cli) -> Result<()> {
             let json = file("quantize.json");
             show(&quantize::run(gpu, &of_quantize, peers)?, json.as_deref())?;
             let json = file("linear.json");
-            show(&linear::run(gpu, &of_linear, peers)?, json.as_deref())?;
+            let results = linear::run(gpu, &of_linear, peers, json.as_deref())?;
+            show(&results, json.as_deref())?;
             let json = file("layer.json");
-            show(&layer::run(gpu, &of_layer, peers)?, json.as_deref())?;
+            let results = layer::run(gpu, &of_layer, peers, json.as_deref())?;
+            show(&results, json.as_deref())?;
             let json = file("optimizer.json");
             show(&optimizer::run(gpu, &of_optimizer, peers)?, json.as_deref())
         }

@@ -17,12 +17,11 @@ use cubecl_kernels::{
 use half::bf16;
 
 use crate::{
-    gpu::Gpu,
+    gpu::{Gpu, Report},
     peers::Peers,
     random::Random,
     results::{
-        Fallback, GemmSpeed, Kernel, LayerProduct, Peer, Placement, Product, Results, Rows, Run,
-        Spread,
+        Fallback, GemmSpeed, Kernel, LayerProduct, Placement, Product, Results, Rows, Spread,
     },
     timing::Sampling,
 };
@@ -99,33 +98,6 @@ impl Settings {
     }
 }
 
-/// The lines measured so far, and the file that holds them if the program is cut off.
-struct Report<'a> {
-    run: Run,
-    peer: Option<Peer>,
-    rows: Vec<GemmSpeed>,
-    json: Option<&'a Path>,
-}
-
-impl Report<'_> {
-    fn add(&mut self, rows: Vec<GemmSpeed>) -> Result<()> {
-        self.rows.extend(rows);
-        let Some(path) = self.json else {
-            return Ok(());
-        };
-        let text = serde_json::to_string_pretty(&self.results())?;
-        std::fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))
-    }
-
-    fn results(&self) -> Results {
-        Results {
-            run: self.run.clone(),
-            peer: self.peer.clone(),
-            rows: Rows::Gemm(self.rows.clone()),
-        }
-    }
-}
-
 /// Checks every kernel on every problem, then measures it. Says on stderr what it does, and writes what it has to
 /// `json` after each problem.
 ///
@@ -148,29 +120,22 @@ pub fn run(
     );
     let peers = peers.map(|path| Peers::read(path, &gpu.name)).transpose()?;
     let mut random = gpu.random();
-    let mut report = Report {
-        run: gpu.run()?,
-        peer: None,
-        rows: Vec::new(),
-        json,
-    };
+    let mut report = Report::new(gpu, json, Rows::Gemm);
     for problem in &settings.problems() {
         let rows = measure(gpu, &mut random, problem, settings.care());
         report.add(rows.map_err(|it| it.context(problem.to_string()))?)?;
     }
     if !settings.shapes {
         for &size in &settings.sizes {
-            report.add(vec![
+            report.add([
                 ours_bf16(gpu, &mut random, size)?,
                 burn(gpu, &mut random, size)?,
             ])?;
         }
-        report.peer = peers.as_ref().map(Peers::run);
-        report.add(peers.iter().flat_map(Peers::gemm).collect())?;
     }
-    // The clocks of a busy device.
-    report.run = gpu.run()?;
-    Ok(report.results())
+    let peers = peers.filter(|_| !settings.shapes);
+    let rows = peers.iter().flat_map(Peers::gemm);
+    report.finish(peers.as_ref().map(Peers::run), rows)
 }
 
 /// Squares of each size, with smaller blocks and with fallback.

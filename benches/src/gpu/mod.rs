@@ -3,6 +3,7 @@
 mod copy;
 mod gather;
 mod normal;
+mod report;
 
 use std::{
     process::Command,
@@ -24,6 +25,7 @@ use crate::{
 pub use copy::copy;
 pub use gather::gather_rows;
 pub use normal::{OUTLIER, normal_matrix};
+pub use report::Report;
 
 /// A tensor on the GPU.
 pub type Tensor = TensorHandle<CudaRuntime>;

@@ -22,7 +22,7 @@ use super::{
     measure::Measure,
 };
 use crate::{
-    gpu::Gpu,
+    gpu::{Gpu, Report},
     peers::Peers,
     random::Random,
     results::{Results, Rows, StepSpeed},
@@ -52,12 +52,19 @@ const ROWS: [usize; 2] = [2, 1024];
 /// narrower one has been checked with.
 const FLEX: usize = 1024;
 
-/// Checks the layer on every backend, then measures it. Says on stderr what it does.
+/// Checks the layer on every backend, then measures it. Says on stderr what it does, and writes what it has to `json`
+/// after each backend.
 ///
 /// # Errors
 ///
-/// A result that differs from the reference, or a file of peers that is none of this GPU.
-pub fn run(gpu: &Gpu, settings: &Settings, peers: Option<&Path>) -> Result<Results> {
+/// A result that differs from the reference, a file of peers that is none of this GPU, or a file that cannot be
+/// written.
+pub fn run(
+    gpu: &Gpu,
+    settings: &Settings,
+    peers: Option<&Path>,
+    json: Option<&Path>,
+) -> Result<Results> {
     ensure!(
         settings
             .hidden
@@ -67,7 +74,7 @@ pub fn run(gpu: &Gpu, settings: &Settings, peers: Option<&Path>) -> Result<Resul
     );
     let peers = peers.map(|path| Peers::read(path, &gpu.name)).transpose()?;
     let mut random = gpu.random();
-    let mut rows = Vec::new();
+    let mut report = Report::new(gpu, json, Rows::Layer);
     for &hidden in &settings.hidden {
         let weights = DecoderWeights::random(&mut random, hidden);
         let input = Input::random(&mut random, ROWS, [hidden, hidden]);
@@ -87,20 +94,16 @@ pub fn run(gpu: &Gpu, settings: &Settings, peers: Option<&Path>) -> Result<Resul
         let (plain, outputs) = measured.on::<Autodiff<Cuda>>(DType::BF16, reference)?;
         let of_burn = outputs.reference(measured.random);
         let reference = Some(reference.unwrap_or(&of_burn));
-        rows.push(plain);
+        report.add([plain])?;
         let (mixed, _) = measured
             .on::<QuantTrain<Autodiff<Cuda>, MixedPrecision<bf16>>>(DType::F32, reference)?;
-        rows.push(mixed);
+        report.add([mixed])?;
         let (int8, _) =
             measured.on::<QuantTrain<Autodiff<Cuda>, FallbackInt8<bf16>>>(DType::F32, reference)?;
-        rows.push(int8);
+        report.add([int8])?;
     }
-    rows.extend(peers.iter().flat_map(Peers::layer));
-    Ok(Results {
-        run: gpu.run()?,
-        peer: peers.map(|peers| peers.run()),
-        rows: Rows::Layer(rows),
-    })
+    let rows = peers.iter().flat_map(Peers::layer);
+    report.finish(peers.as_ref().map(Peers::run), rows)
 }
 
 /// The layer in FP32.

@@ -17,7 +17,7 @@ use super::{
     architecture::Weight, check::Reference, contender::Contender, input::Input, measure::Measure,
 };
 use crate::{
-    gpu::Gpu,
+    gpu::{Gpu, Report},
     peers::Peers,
     results::{Results, Rows, StepSpeed},
     timing::Sampling,
@@ -40,16 +40,23 @@ pub struct Settings {
     pub tokens: Vec<usize>,
 }
 
-/// Checks the layer on every backend, then measures it. Says on stderr what it does.
+/// Checks the layer on every backend, then measures it. Says on stderr what it does, and writes what it has to `json`
+/// after each backend.
 ///
 /// # Errors
 ///
-/// A result that differs from the reference, or a file of peers that is none of this GPU.
-pub fn run(gpu: &Gpu, settings: &Settings, peers: Option<&Path>) -> Result<Results> {
+/// A result that differs from the reference, a file of peers that is none of this GPU, or a file that cannot be
+/// written.
+pub fn run(
+    gpu: &Gpu,
+    settings: &Settings,
+    peers: Option<&Path>,
+    json: Option<&Path>,
+) -> Result<Results> {
     let peers = peers.map(|path| Peers::read(path, &gpu.name)).transpose()?;
     let mut random = gpu.random();
     let features = [settings.features; 2];
-    let mut rows = Vec::new();
+    let mut report = Report::new(gpu, json, Rows::Linear);
     for &tokens in &settings.tokens {
         let weight = Weight::random(&mut random, features);
         let input = Input::random(&mut random, [1, tokens], features);
@@ -60,16 +67,13 @@ pub fn run(gpu: &Gpu, settings: &Settings, peers: Option<&Path>) -> Result<Resul
             input: &input,
             reference: &reference,
         };
-        rows.push(measure.on::<Autodiff<Cuda>>(DType::BF16)?);
-        rows.push(measure.on::<QuantTrain<Autodiff<Cuda>, MixedPrecision<bf16>>>(DType::F32)?);
-        rows.push(measure.on::<QuantTrain<Autodiff<Cuda>, FallbackInt8<bf16>>>(DType::F32)?);
+        type Quant<R> = QuantTrain<Autodiff<Cuda>, R>;
+        report.add([measure.on::<Autodiff<Cuda>>(DType::BF16)?])?;
+        report.add([measure.on::<Quant<MixedPrecision<bf16>>>(DType::F32)?])?;
+        report.add([measure.on::<Quant<FallbackInt8<bf16>>>(DType::F32)?])?;
     }
-    rows.extend(peers.iter().flat_map(Peers::linear));
-    Ok(Results {
-        run: gpu.run()?,
-        peer: peers.map(|peers| peers.run()),
-        rows: Rows::Linear(rows),
-    })
+    let rows = peers.iter().flat_map(Peers::linear);
+    report.finish(peers.as_ref().map(Peers::run), rows)
 }
 
 struct Measured<'a> {

@@ -1,5 +1,7 @@
 //! The presets of `pretrain` on a GPU.
 
+use std::path::Path;
+
 use anyhow::{Result, anyhow};
 use burn::{
     backend::{Autodiff, Cuda, cuda::CudaDevice},
@@ -14,7 +16,7 @@ use examples::args::Preset;
 
 use super::training::{Trainer, Training};
 use crate::{
-    gpu::Gpu,
+    gpu::{Gpu, Report},
     random::Random,
     results::{Results, Rows, TrainingSpeed},
     timing::Sampling,
@@ -29,15 +31,16 @@ pub struct Settings {
     pub preset: Preset,
 }
 
-/// Measures training steps on every backend. Says on stderr what it does.
+/// Measures training steps on every backend. Says on stderr what it does, and writes what it has to `json` after each
+/// backend.
 ///
 /// What a program that trains in BF16 with plain Burn does first is done here for all: the device's default dtype
 /// becomes BF16.
 ///
 /// # Errors
 ///
-/// The device failed, or has a default dtype already.
-pub fn run(gpu: &Gpu, settings: &Settings) -> Result<Results> {
+/// The device failed, or has a default dtype already, or the file cannot be written.
+pub fn run(gpu: &Gpu, settings: &Settings, json: Option<&Path>) -> Result<Results> {
     let device = CudaDevice::default();
     set_default_dtypes::<Cuda>(&device, FloatDType::BF16, IntDType::I32)
         .map_err(|error| anyhow!("BF16 cannot be made the default dtype: {error:?}"))?;
@@ -53,16 +56,11 @@ pub fn run(gpu: &Gpu, settings: &Settings) -> Result<Results> {
     };
     let mut random = gpu.random();
     type Quant<R> = QuantTrain<Autodiff<Cuda>, R>;
-    let rows = vec![
-        measured.on::<Autodiff<Cuda>>(FloatDType::BF16, &mut random)?,
-        measured.on::<Quant<MixedPrecision<bf16>>>(FloatDType::F32, &mut random)?,
-        measured.on::<Quant<FallbackInt8<bf16>>>(FloatDType::F32, &mut random)?,
-    ];
-    Ok(Results {
-        run: gpu.run()?,
-        peer: None,
-        rows: Rows::Pretrain(rows),
-    })
+    let mut report = Report::new(gpu, json, Rows::Pretrain);
+    report.add([measured.on::<Autodiff<Cuda>>(FloatDType::BF16, &mut random)?])?;
+    report.add([measured.on::<Quant<MixedPrecision<bf16>>>(FloatDType::F32, &mut random)?])?;
+    report.add([measured.on::<Quant<FallbackInt8<bf16>>>(FloatDType::F32, &mut random)?])?;
+    report.finish(None, [])
 }
 
 struct Measured<'a> {

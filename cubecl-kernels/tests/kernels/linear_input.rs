@@ -204,9 +204,9 @@ fn check_allocations(client: &Client, mut groups: Vec<Vec<TensorHandle<TestRunti
             assert_eq!(handle.can_mut(), tensors.len() == 1, "held by the others");
         }
     }
-    for group in 0..groups.len() {
-        groups[group].truncate(1);
-        assert!(groups[group][0].handle.can_mut(), "held by another group");
+    for tensors in &mut groups {
+        tensors.truncate(1);
+        assert!(tensors[0].handle.can_mut(), "held by another group");
     }
 }
 
