@@ -9,6 +9,7 @@ mod suite {
     mod optimizer;
     mod paper;
     mod parity;
+    mod passes;
     mod state;
     mod stochastic;
     mod training;
