@@ -11,6 +11,7 @@ use benches::{
     gemm,
     gpu::Gpu,
     optimizer, quantize,
+    results::write,
     step::{layer, linear, pretrain},
     table,
 };
@@ -172,12 +173,6 @@ fn run(Cli { command, peers }: Cli) -> Result<()> {
 
 /// Prints the table and writes the file.
 fn show(results: &impl serde::Serialize, json: Option<&Path>) -> Result<()> {
-    let text = serde_json::to_string_pretty(results)? + "\n";
-    println!("\n{}", table::of(&text)?);
-    match json {
-        None => Ok(()),
-        Some(path) => {
-            fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))
-        }
-    }
+    println!("\n{}", table::of(&serde_json::to_string(results)?)?);
+    json.map_or(Ok(()), |path| write(path, results))
 }

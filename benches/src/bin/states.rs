@@ -1,13 +1,13 @@
 //! The error of compressed optimizer states, on those of a checkpoint of `pretrain`.
 
 use std::{
-    fs,
     path::{Path, PathBuf},
     process::ExitCode,
 };
 
-use anyhow::{Context, Result, anyhow, ensure};
+use anyhow::{Result, anyhow, ensure};
 use benches::{
+    results,
     state_error::{StateErrors, Sums},
     table,
 };
@@ -51,13 +51,10 @@ fn run(args: &Args) -> Result<()> {
         "--epsilon must be a number that is not negative"
     );
     let errors = errors(&read(&args.record)?, args)?;
-    let text = serde_json::to_string_pretty(&errors)? + "\n";
-    print!("{}", table::of(&text)?);
+    print!("{}", table::of(&serde_json::to_string(&errors)?)?);
     match &args.json {
         None => Ok(()),
-        Some(path) => {
-            fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))
-        }
+        Some(path) => results::write(path, &errors),
     }
 }
 

@@ -120,7 +120,7 @@ pub fn run(
     );
     let peers = peers.map(|path| Peers::read(path, &gpu.name)).transpose()?;
     let mut random = gpu.random();
-    let mut report = Report::new(gpu, json, Rows::Gemm);
+    let mut report = Report::new(gpu, json, Rows::Gemm)?;
     for problem in &settings.problems() {
         let rows = measure(gpu, &mut random, problem, settings.care());
         report.add(rows.map_err(|it| it.context(problem.to_string()))?)?;

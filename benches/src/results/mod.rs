@@ -14,7 +14,20 @@ pub use run::{Peer, Run, utc};
 pub use spread::{Spread, tb_per_s};
 pub use step::{PartSpeed, StepSpeed, Subject, TrainingSpeed};
 
+use std::{fs, path::Path};
+
+use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
+
+/// Writes a result file.
+///
+/// # Errors
+///
+/// It cannot be written.
+pub fn write(path: &Path, results: &impl Serialize) -> Result<()> {
+    let text = serde_json::to_string_pretty(results)? + "\n";
+    fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))
+}
 
 /// A result file: what one command measured, and how.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]

@@ -74,7 +74,7 @@ pub fn run(
     );
     let peers = peers.map(|path| Peers::read(path, &gpu.name)).transpose()?;
     let mut random = gpu.random();
-    let mut report = Report::new(gpu, json, Rows::Layer);
+    let mut report = Report::new(gpu, json, Rows::Layer)?;
     for &hidden in &settings.hidden {
         let weights = DecoderWeights::random(&mut random, hidden);
         let input = Input::random(&mut random, ROWS, [hidden, hidden]);

@@ -56,7 +56,7 @@ pub fn run(
     let peers = peers.map(|path| Peers::read(path, &gpu.name)).transpose()?;
     let mut random = gpu.random();
     let features = [settings.features; 2];
-    let mut report = Report::new(gpu, json, Rows::Linear);
+    let mut report = Report::new(gpu, json, Rows::Linear)?;
     for &tokens in &settings.tokens {
         let weight = Weight::random(&mut random, features);
         let input = Input::random(&mut random, [1, tokens], features);

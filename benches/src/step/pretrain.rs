@@ -56,7 +56,7 @@ pub fn run(gpu: &Gpu, settings: &Settings, json: Option<&Path>) -> Result<Result
     };
     let mut random = gpu.random();
     type Quant<R> = QuantTrain<Autodiff<Cuda>, R>;
-    let mut report = Report::new(gpu, json, Rows::Pretrain);
+    let mut report = Report::new(gpu, json, Rows::Pretrain)?;
     report.add([measured.on::<Autodiff<Cuda>>(FloatDType::BF16, &mut random)?])?;
     report.add([measured.on::<Quant<MixedPrecision<bf16>>>(FloatDType::F32, &mut random)?])?;
     report.add([measured.on::<Quant<FallbackInt8<bf16>>>(FloatDType::F32, &mut random)?])?;

@@ -14,7 +14,9 @@ use burn_backend::{DType, FloatDType, Shape, TensorMetadata, tensor::FloatTensor
 use super::{
     InputCasts, Layout, LinearCall, Operand, QuantBackend, QuantOps, Quantized, StochasticKey,
     attention::{self, AttentionInputs, AttentionKernels, AttentionScores},
-    linear::{GradientForm, LinearBackward, LinearForward, LinearProduct, LinearWeight, flatten},
+    linear::{
+        self, GradientForm, LinearBackward, LinearForward, LinearProduct, LinearWeight, flatten,
+    },
     matmul::{self, MatmulKernel},
 };
 use crate::{
@@ -64,13 +66,7 @@ impl<B: QuantOps> WeightInput<'_, B> {
     fn quantized(self, cast: Cast) -> Weight<B> {
         let transposed = self.view == View::Transposed;
         let matrix = self.tag.copy(cast, || {
-            let matrix = flatten::<B>(self.weight);
-            let matrix = if transposed {
-                B::float_swap_dims(matrix, 0, 1)
-            } else {
-                matrix
-            };
-            B::quantize_matrix(matrix, cast, Layout::RowMajor, None)
+            linear::quantized_weight::<B>(self.weight, cast, transposed, Layout::RowMajor)
         });
         Weight { matrix, transposed }
     }
@@ -116,9 +112,7 @@ pub(super) fn forward<B: QuantOps>(
     let operand = (!row.fallback).then(|| existing(row.x)).flatten();
     if let Some(operand) = operand {
         let weight = weight.quantized(row.w);
-        let mut shape = x.shape();
-        let last = shape.num_dims() - 1;
-        shape[last] = weight.operand().shape()[1];
+        let shape = linear::with_columns(x.shape(), weight.operand().shape()[1]);
         let new = casts
             .saved
             .map(|(cast, key)| B::quantize_matrix(flatten::<B>(x), cast, Layout::Transposed, key));

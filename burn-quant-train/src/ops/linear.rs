@@ -99,16 +99,11 @@ pub struct LinearGradients<B: QuantOps> {
 impl<B: QuantOps> LinearForward<'_, B> {
     /// The shape of Y.
     pub(super) fn output_shape(&self) -> Shape {
-        let mut shape = self.x.shape();
-        let last = shape.num_dims() - 1;
-        shape[last] = match &self.product.weight {
+        let columns = match &self.product.weight {
             LinearWeight::Quantized(operand) => operand.shape()[1],
-            LinearWeight::Float { weight, .. } => {
-                let weight = weight.shape();
-                weight[weight.num_dims() - 1]
-            }
+            LinearWeight::Float { weight, .. } => flattened(&weight.shape())[1],
         };
-        shape
+        with_columns(self.x.shape(), columns)
     }
 }
 
@@ -122,6 +117,13 @@ impl<B: QuantOps> LinearBackward<'_, B> {
             (None, None) => None,
         }
     }
+}
+
+/// The shape of a product of X, of this shape, and a weight with so many columns.
+pub(super) fn with_columns(mut x: Shape, columns: usize) -> Shape {
+    let last = x.num_dims() - 1;
+    x[last] = columns;
+    x
 }
 
 /// Rows and columns of a tensor whose dimensions but the last are rows.
@@ -139,6 +141,21 @@ pub(super) fn flatten<B: QuantOps>(tensor: FloatTensor<B>) -> FloatTensor<B> {
         2 => tensor,
         _ => B::float_reshape(tensor, Shape::new(flattened(&shape))),
     }
+}
+
+/// A weight with leading dimensions of 1, quantized: the matrix, or with `transposed` its transpose.
+pub(super) fn quantized_weight<B: QuantOps>(
+    weight: FloatTensor<B>,
+    cast: Cast,
+    transposed: bool,
+    layout: Layout,
+) -> Quantized<B> {
+    let matrix = flatten::<B>(weight);
+    let matrix = match transposed {
+        false => matrix,
+        true => B::float_swap_dims(matrix, 0, 1),
+    };
+    B::quantize_matrix(matrix, cast, layout, None)
 }
 
 /// [`QuantOps::linear_forward`] by an operation for each step. The layers of a model wait for each other only while X is
@@ -185,14 +202,13 @@ pub(super) fn product<B: QuantOps>(
             cast,
             transposed,
         } => {
-            let weight = flatten::<B>(weight);
             // The product sums along the rows of W, so it reads the layout in which these are neighbours: the second
             // one, unless the matrix is the transpose. It lives for the product only.
-            let (matrix, layout) = match transposed {
-                false => (weight, Layout::Both),
-                true => (B::float_swap_dims(weight, 0, 1), Layout::RowMajor),
+            let layout = match transposed {
+                false => Layout::Both,
+                true => Layout::RowMajor,
             };
-            let matrix = B::quantize_matrix(matrix, cast, layout, None);
+            let matrix = quantized_weight::<B>(weight, cast, transposed, layout);
             let y = by(Operand {
                 matrix: &matrix,
                 transpose: transposed,
