@@ -9,11 +9,12 @@
 //! n)`: an exact integer and one rounded product, the same on every device. The place of a number follows from the same
 //! line, `u = floor(x / (18 units) + 16 n / 18)` but at most `2 n - 1`, by a rounded product and a rounded sum: of two
 //! neighbours it is the nearer, up to the rounding of `f32`. So places are found by *segments*, each a line: zero, the
-//! decades, and 1. Kernels look up the segment of a number in shared memory.
+//! decades, and 1. Kernels look up the segment of a number in shared memory; of a number that is a power, which is not
+//! known to the last digit, they look up the place itself.
 
 use cubecl::prelude::*;
 
-use crate::{exact, rounding::uniform16};
+use crate::{exact, fast, rounding::uniform16};
 
 const DECADES: usize = 7;
 /// Zero, the decades, and 1.
@@ -247,6 +248,92 @@ pub(crate) fn level(x: f32, zero: u32, table: &SharedMemory<u32>, at: u32) -> u3
         u32::cast_from(exact::product(x, slope, zero) + intercept),
         last,
     )
+}
+
+/// The power of a number that is its *root*: as the places of the format do, roots double with each decade, so that
+/// places lie almost evenly among them.
+pub(crate) const ROOT: f32 = std::f32::consts::LOG10_2;
+/// Bins of the roots in `[0, 1]` for each number of the lowest decade: so many that in no bin two places meet.
+const ROOT_BINS: u32 = 256;
+/// What is added to a root so that its bits are steps of 2^-22.
+const ROOT_OFFSET: f32 = 2.0;
+const ROOT_STEPS: u32 = 22;
+
+impl Signedness {
+    const fn bins(self) -> u32 {
+        ROOT_BINS * self.first_count()
+    }
+
+    /// Entries of the table that [`fill_roots`] fills: one for each bin, and one for the root 1.
+    pub(crate) const fn root_table(self) -> usize {
+        self.bins() as usize + 1
+    }
+
+    /// The steps of a bin, as a shift.
+    const fn bin_shift(self) -> u32 {
+        ROOT_STEPS - self.bins().ilog2()
+    }
+}
+
+/// Fills the entries of a table from `at` on, for [`level_of_root`]. All units of a cube call it, one for each place.
+///
+/// The entry of a bin is what has to be added to the bits of an offset root so that they count places in bins: the place
+/// at the start of the bin, and where a place ends in it, a carry from there on.
+#[cube]
+pub(crate) fn fill_roots(
+    table: &mut SharedMemory<u32>,
+    at: u32,
+    #[comptime] signedness: Signedness,
+) {
+    let shift = comptime!(signedness.bin_shift());
+    let place = UNIT_POS;
+    if place <= comptime!(signedness.one()) {
+        let mut bin = 0u32;
+        if place > 0 {
+            bin = (root_end(place - 1, signedness) >> shift) + 1;
+        }
+        let mut end = comptime!(signedness.bins() << shift).runtime();
+        if place < comptime!(signedness.one()) {
+            end = root_end(place, signedness);
+        }
+        let last = end >> shift;
+        while bin <= last {
+            let start = bin << shift;
+            let carry = select(
+                bin == last && place < comptime!(signedness.one()),
+                start + comptime!(1u32 << shift) - end,
+                0u32,
+            );
+            table[(at + bin) as usize] =
+                (place << shift) - start - comptime!(ROOT_OFFSET.to_bits()) + carry;
+            bin += 1;
+        }
+    }
+}
+
+/// The root half way between a place and the next one, in steps.
+#[cube]
+fn root_end(place: u32, #[comptime] signedness: Signedness) -> u32 {
+    let middle = (number(place, 0, signedness) + number(place + 1, 0, signedness)) * 0.5f32;
+    u32::cast_from(fast::power(middle, ROOT) * comptime!((1u32 << ROOT_STEPS) as f32))
+}
+
+/// [`Signedness::level`] in a kernel of the number with a root, up to the rounding of the root, with a table that
+/// [`fill_roots`] filled from `at` on. Of a root above 1 it is that of 1, and of NaN any place.
+#[cube]
+pub(crate) fn level_of_root(
+    root: f32,
+    table: &SharedMemory<u32>,
+    at: u32,
+    #[comptime] signedness: Signedness,
+) -> u32 {
+    let shift = comptime!(signedness.bin_shift());
+    let bits = u32::reinterpret(root + ROOT_OFFSET);
+    let bin = min(
+        (bits >> shift) - comptime!(ROOT_OFFSET.to_bits() >> signedness.bin_shift()),
+        comptime!(signedness.bins()),
+    );
+    (bits + table[(at + bin) as usize]) >> shift
 }
 
 /// [`Signedness::dithered_level`] in a kernel, where `nearest` is [`level`] of `x`.

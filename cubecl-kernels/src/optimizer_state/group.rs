@@ -14,8 +14,8 @@ use crate::{
 
 use super::{
     Codec, MIN_NONZERO, Moment, NEUTRAL_EXPONENT, StateFormat,
-    span::{Span, read_held, segment_max, write_held},
-    table::{LOG2_ZERO, SEGMENTS_AT},
+    span::{Span, read_held, segment_max, segment_max_in_turn, write_held},
+    table::{LOG2_ZERO, PLACES_AT},
 };
 
 const INFINITY: u32 = f32::INFINITY.to_bits();
@@ -134,7 +134,7 @@ pub(crate) fn decode_state(
 /// Writes the values of a unit, and from one unit of each group its scale.
 ///
 /// Where there is a format, all units of a cube must call it together. Values of a unit that lie outside the tensor
-/// must be 0. `dithers` are random bits for each value, read where the rounding is `stochastic`.
+/// must be 0, and second moments not negative. `dithers` are random bits for each value, read where the rounding is `stochastic`.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn write_state<S: Numeric, N: Size>(
@@ -214,7 +214,7 @@ fn group_exists(
     }
 }
 
-/// The extremes of a unit's group, the same in all its units.
+/// The extremes of what a unit holds, or of its group.
 #[derive(CubeType, Clone, Copy)]
 struct Extremes {
     /// The bits of the largest magnitude. As integers they order NaN above infinity above the rest.
@@ -224,32 +224,40 @@ struct Extremes {
     smallness: u32,
 }
 
+/// The extremes of what a unit holds.
 #[cube]
-fn extremes(
+fn held_extremes(
     held: &Array<f32>,
     #[comptime] span: Span,
     #[comptime] format: StateFormat,
+    #[comptime] moment: Moment,
 ) -> Extremes {
-    let segment = comptime!(span.segment(format.group));
     let mut largest = 0u32;
     let mut excess = u32::MAX.runtime();
     #[unroll]
     for slot in 0..comptime!(span.held()) {
-        let bits = magnitude_bits(held[slot]);
+        let bits = moment_bits(held[slot], moment);
         largest = max(largest, bits);
         if comptime!(format.expand) {
             excess = min(excess, bits - MIN_NONZERO_BITS);
         }
     }
-    largest = segment_max(largest, span, segment);
-    let mut smallness = !excess;
-    if comptime!(format.expand) {
-        smallness = segment_max(smallness, span, segment);
+    Extremes {
+        largest,
+        smallness: !excess,
     }
-    Extremes { largest, smallness }
 }
 
-/// The scale of a unit's group, the same in all its units.
+/// The bits of a value's magnitude. Second moments are their magnitudes, or NaN of either sign.
+#[cube]
+fn moment_bits(x: f32, #[comptime] moment: Moment) -> u32 {
+    match comptime!(moment) {
+        Moment::First => magnitude_bits(x),
+        Moment::Second => u32::reinterpret(x),
+    }
+}
+
+/// The scale of a unit's group, the same in all its units. Second moments are not negative.
 #[cube]
 pub(crate) fn group_scale(
     held: &Array<f32>,
@@ -258,7 +266,12 @@ pub(crate) fn group_scale(
     #[comptime] format: StateFormat,
     #[comptime] moment: Moment,
 ) -> GroupScale {
-    let extremes = extremes(held, span, format);
+    let segment = comptime!(span.segment(format.group));
+    let mut extremes = held_extremes(held, span, format, moment);
+    extremes.largest = segment_max(extremes.largest, span, segment);
+    if comptime!(format.expand) {
+        extremes.smallness = segment_max(extremes.smallness, span, segment);
+    }
     scale_of(
         &extremes,
         comptime!(format.target(moment)).runtime(),
@@ -270,8 +283,8 @@ pub(crate) fn group_scale(
 }
 
 /// The scales of both moments' groups. A scale takes as many instructions as a few elements, and all units of a group
-/// the same ones: where they can exchange values, even units compute that of the first moment and odd ones that of the
-/// second.
+/// the same ones: where they can exchange values and groups are of one size, even units compute that of the first
+/// moment and odd ones that of the second. Second moments are not negative.
 #[cube]
 pub(crate) fn group_scales(
     m: &Array<f32>,
@@ -283,20 +296,27 @@ pub(crate) fn group_scales(
 ) -> (GroupScale, GroupScale) {
     let in_turn = comptime!(match (first, second) {
         (Some(first), Some(second)) => {
-            span.plane.is_some() && span.lanes > 1 && first.expand == second.expand
+            span.plane.is_some()
+                && span.lanes > 1
+                && first.expand == second.expand
+                && first.group == second.group
         }
         _ => false,
     });
     if comptime!(in_turn) {
         let first = comptime!(first.unwrap());
         let second = comptime!(second.unwrap());
-        let of_m = extremes(m, span, first);
-        let of_v = extremes(v, span, second);
-        let odd = UNIT_POS % 2 == 1;
-        let extremes = Extremes {
-            largest: select(odd, of_v.largest, of_m.largest),
-            smallness: select(odd, of_v.smallness, of_m.smallness),
+        let segment = comptime!(span.segment(first.group));
+        let of_m = held_extremes(m, span, first, comptime!(Moment::First));
+        let of_v = held_extremes(v, span, second, comptime!(Moment::Second));
+        let mut extremes = Extremes {
+            largest: segment_max_in_turn(of_m.largest, of_v.largest, span, segment),
+            smallness: 0u32,
         };
+        if comptime!(first.expand) {
+            extremes.smallness = segment_max_in_turn(of_m.smallness, of_v.smallness, span, segment);
+        }
+        let odd = UNIT_POS % 2 == 1;
         let mine = scale_of(
             &extremes,
             select(
@@ -514,16 +534,26 @@ fn encode(
     #[comptime] moment: Moment,
     #[comptime] stochastic: bool,
 ) -> u32 {
-    let bits = magnitude_bits(x);
-    let mut number = f32::reinterpret(bits) * comptime!(format.headroom(moment)) * inverse;
-    if comptime!(format.expand) {
-        number = power_cube(number, power) * comptime!(format.encoding.largest(moment));
-    }
+    let bits = moment_bits(x, moment);
     let codec = comptime!(format.encoding.codec(moment));
+    let scaled = f32::reinterpret(bits) * comptime!(format.headroom(moment)) * inverse;
+    let mut number = scaled;
+    if comptime!(format.expand) {
+        number = power_cube(scaled, power) * comptime!(format.encoding.largest(moment));
+    }
+    let nearest = nearest_level(
+        number,
+        scaled,
+        power,
+        zero,
+        table,
+        codec,
+        comptime!(format.expand),
+    );
     let level = if comptime!(stochastic) {
-        dithered_level(number, dither, zero, table, codec)
+        dithered_level(number, nearest, dither, zero, codec)
     } else {
-        magnitude_level(number, zero, table, codec, comptime!(format.expand))
+        nearest
     };
     // Where the inverse is 0 the number may be NaN, and what becomes of it is of no account.
     let nonzero = bits >= nonzero_from;
@@ -538,13 +568,16 @@ fn encode(
     }
 }
 
-/// The place among the numbers that are not negative of the one nearest to `x`, at most the largest. An `expanded`
-/// number is not known to the last digit, and a cheaper rounding leaves half way between two which of them it takes.
+/// The place among the numbers that are not negative of the one nearest to `x`, at most the largest. An `expanded` `x`,
+/// which is a power of `scaled`, is not known to the last digit, and a cheaper rounding leaves half way between two
+/// which of them it takes.
 ///
 /// A minimum stands between `x`, which is a product, and every sum, so that no compiler contracts them.
 #[cube]
-fn magnitude_level(
+fn nearest_level(
     x: f32,
+    scaled: f32,
+    power: f32,
     zero: u32,
     table: &SharedMemory<u32>,
     #[comptime] codec: Codec,
@@ -558,35 +591,35 @@ fn magnitude_level(
                 float8::encode_magnitude(x, format)
             }
         }
-        Codec::Dynamic(_) => dynamic_exponent::level(x, zero, table, SEGMENTS_AT),
+        Codec::Dynamic(signedness) => {
+            if comptime!(expanded) {
+                let root = power_cube(scaled, power * dynamic_exponent::ROOT);
+                dynamic_exponent::level_of_root(root, table, PLACES_AT, signedness)
+            } else {
+                dynamic_exponent::level(x, zero, table, PLACES_AT)
+            }
+        }
         Codec::Integer => u32::reinterpret(min(x, 127.0f32) + ROUND_TO_EVEN) - ROUND_TO_EVEN_BITS,
         Codec::Square => square_level(min(x, 65_025.0f32)),
     }
 }
 
 /// The place of one of the two numbers around `x`, at most the largest: of the upper one where `dither / 2^32` is below
-/// the part of the way to it that `x` has gone. See [`magnitude_level`] for the minimum.
+/// the part of the way to it that `x` has gone. `nearest` is the place of the nearest. See [`nearest_level`] for the
+/// minimum.
 #[cube]
-fn dithered_level(
-    x: f32,
-    dither: u32,
-    zero: u32,
-    table: &SharedMemory<u32>,
-    #[comptime] codec: Codec,
-) -> u32 {
+fn dithered_level(x: f32, nearest: u32, dither: u32, zero: u32, #[comptime] codec: Codec) -> u32 {
     match comptime!(codec) {
         Codec::Float(format) => {
             float8::cut_magnitude(min(x, comptime!(format.largest())), dither, format)
         }
         Codec::Dynamic(signedness) => {
-            let x = min(x, 1.0f32);
-            let nearest = dynamic_exponent::level(x, zero, table, SEGMENTS_AT);
-            dynamic_exponent::dithered_level(x, nearest, dither, zero, signedness)
+            dynamic_exponent::dithered_level(min(x, 1.0f32), nearest, dither, zero, signedness)
         }
         Codec::Integer => u32::cast_from((min(x, 127.0f32) + uniform16(dither)).floor()),
         Codec::Square => {
             let x = min(x, 65_025.0f32);
-            let nearest = f32::cast_from(square_level(x));
+            let nearest = f32::cast_from(nearest);
             let lower = select(nearest * nearest > x, nearest - 1.0, nearest);
             let gone = x - lower * lower;
             let above = uniform16(dither) * (2.0 * lower + 1.0) < gone;

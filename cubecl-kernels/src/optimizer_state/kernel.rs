@@ -157,7 +157,13 @@ fn quantize_kernel<N: Size>(
     let mut tile = first_tile(first);
     while tile < end {
         let start = tile * comptime!(span.elements() as u32);
-        let held = read_held::<f32, f32, N>(x, start, len, span, 0);
+        let mut held = read_held::<f32, f32, N>(x, start, len, span, 0);
+        if comptime!(moment == Moment::Second) {
+            #[unroll]
+            for slot in 0..comptime!(span.held()) {
+                held[slot] = f32::abs(held[slot]);
+            }
+        }
         let group_scale = group_scale(&held, zero, span, format, moment);
         write_state::<u8, N>(
             values,

@@ -250,32 +250,59 @@ pub(crate) fn write_held<T: Numeric, E: Numeric, N: Size>(
 /// The largest value among each `segment` consecutive units, a power of two, in all of them.
 #[cube]
 pub(crate) fn segment_max(value: u32, #[comptime] span: Span, #[comptime] segment: usize) -> u32 {
-    let mut reduced = value;
     if comptime!(span.plane.is_none()) {
+        let mut reduced = value;
         if comptime!(segment > 1) {
             reduced = crate::quantize::tile::segment_max(value, span.units(), segment);
         }
+        reduced
     } else {
-        let plane = comptime!(span.plane.unwrap_or(1));
-        let steps = comptime!(segment.min(plane).ilog2());
-        #[unroll]
-        for step in 0..steps {
-            reduced = max(reduced, plane_shuffle_xor(reduced, comptime!(1u32 << step)));
+        strided_max(value, 1usize, comptime!(span.plane.unwrap_or(1)), segment)
+    }
+}
+
+/// The largest of two values among each `segment` consecutive units, a power of two from 2 on: of `even` in the even
+/// units, of `odd` in the odd ones. For units of planes.
+#[cube]
+pub(crate) fn segment_max_in_turn(
+    even: u32,
+    odd: u32,
+    #[comptime] span: Span,
+    #[comptime] segment: usize,
+) -> u32 {
+    let is_odd = UNIT_POS % 2 == 1;
+    let neighbours = plane_shuffle_xor(select(is_odd, even, odd), 1);
+    let value = max(select(is_odd, odd, even), neighbours);
+    strided_max(value, 2usize, comptime!(span.plane.unwrap_or(1)), segment)
+}
+
+/// The largest value among those of each `segment` consecutive units that lie a multiple of `stride` apart.
+#[cube]
+fn strided_max(
+    value: u32,
+    #[comptime] stride: usize,
+    #[comptime] plane: usize,
+    #[comptime] segment: usize,
+) -> u32 {
+    let mut reduced = value;
+    #[unroll]
+    for step in comptime!(stride.ilog2())..comptime!(segment.min(plane).ilog2()) {
+        reduced = max(reduced, plane_shuffle_xor(reduced, comptime!(1u32 << step)));
+    }
+    if comptime!(segment > plane) {
+        let mut shared = SharedMemory::<u32>::new(comptime!(UNITS / plane * stride));
+        let index = UNIT_POS as usize / plane;
+        let lane = UNIT_POS as usize % plane;
+        sync_cube();
+        if lane < stride {
+            shared[index * stride + lane] = reduced;
         }
-        if comptime!(segment > plane) {
-            let mut shared = SharedMemory::<u32>::new(comptime!(UNITS / plane));
-            let index = UNIT_POS as usize / plane;
-            sync_cube();
-            if UNIT_POS as usize % plane == 0 {
-                shared[index] = reduced;
-            }
-            sync_cube();
-            let planes = comptime!(segment / plane);
-            let first = index / planes * planes;
-            #[unroll]
-            for other in 0..planes {
-                reduced = max(reduced, shared[first + other]);
-            }
+        sync_cube();
+        let planes = comptime!(segment / plane);
+        let first = index / planes * planes;
+        #[unroll]
+        for other in 0..planes {
+            reduced = max(reduced, shared[(first + other) * stride + lane % stride]);
         }
     }
     reduced

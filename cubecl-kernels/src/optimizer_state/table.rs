@@ -5,6 +5,7 @@
 //! | 256, by code | an expanded format | the bits of `log2(magnitude / largest number)`, the last one the sign |
 //! | 256, by code | the dynamic exponent | the bits of the number |
 //! | 283, behind them | the dynamic exponent | what finds the segment of a number: see [`dynamic_exponent::level`] |
+//! | 257 or 513, instead | the same, expanded | what finds its place: see [`dynamic_exponent::level_of_root`] |
 //!
 //! The lanes of a plane meet in a bank three or four times, which still is far cheaper than the arithmetic.
 
@@ -31,13 +32,16 @@ pub(super) fn is_needed(format: Option<StateFormat>) -> bool {
     format.is_some_and(|format| format.expand || format.encoding == Encoding::DynamicExponent)
 }
 
-fn len(format: Option<StateFormat>) -> usize {
+fn len(format: Option<StateFormat>, moment: Moment) -> usize {
     match format {
-        Some(StateFormat {
-            encoding: Encoding::DynamicExponent,
-            ..
-        }) => CODES + SEGMENT_TABLE,
-        _ if is_needed(format) => CODES,
+        Some(format) if is_needed(Some(format)) => {
+            let places = match format.encoding.codec(moment) {
+                Codec::Dynamic(signedness) if format.expand => signedness.root_table(),
+                Codec::Dynamic(_) => SEGMENT_TABLE,
+                _ => 0,
+            };
+            CODES + places
+        }
         _ => 1,
     }
 }
@@ -49,7 +53,7 @@ pub(crate) fn fill_table(
     #[comptime] format: Option<StateFormat>,
     #[comptime] moment: Moment,
 ) -> SharedMemory<u32> {
-    let mut table = SharedMemory::<u32>::new(comptime!(len(format)));
+    let mut table = SharedMemory::<u32>::new(comptime!(len(format, moment)));
     if comptime!(is_needed(format)) {
         comptime!(assert!(
             UNITS == CODES,
@@ -71,7 +75,11 @@ pub(crate) fn fill_table(
         }
         match comptime!(codec) {
             Codec::Dynamic(signedness) => {
-                dynamic_exponent::fill_segments(&mut table, CODES as u32, signedness);
+                if comptime!(format.expand) {
+                    dynamic_exponent::fill_roots(&mut table, PLACES_AT, signedness);
+                } else {
+                    dynamic_exponent::fill_segments(&mut table, PLACES_AT, signedness);
+                }
             }
             _ => {}
         }
@@ -79,5 +87,5 @@ pub(crate) fn fill_table(
     table
 }
 
-/// The first entry that [`dynamic_exponent::level`] reads.
-pub(crate) const SEGMENTS_AT: u32 = CODES as u32;
+/// The first entry that finds the place of a number.
+pub(crate) const PLACES_AT: u32 = CODES as u32;
