@@ -287,14 +287,19 @@ pub(crate) fn fill_roots(
 ) {
     let shift = comptime!(signedness.bin_shift());
     let place = UNIT_POS;
+    let mut end = comptime!(signedness.bins() << signedness.bin_shift()).runtime();
+    if place < comptime!(signedness.one()) {
+        end = root_end(place, signedness);
+    }
+    let mut ends = SharedMemory::<u32>::new(comptime!(signedness.one() as usize + 1));
+    if place <= comptime!(signedness.one()) {
+        ends[place as usize] = end;
+    }
+    sync_cube();
     if place <= comptime!(signedness.one()) {
         let mut bin = 0u32;
         if place > 0 {
-            bin = (root_end(place - 1, signedness) >> shift) + 1;
-        }
-        let mut end = comptime!(signedness.bins() << shift).runtime();
-        if place < comptime!(signedness.one()) {
-            end = root_end(place, signedness);
+            bin = (ends[(place - 1) as usize] >> shift) + 1;
         }
         let last = end >> shift;
         while bin <= last {

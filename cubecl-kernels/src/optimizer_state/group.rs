@@ -406,10 +406,12 @@ fn scale_of(
             let smallest = !extremes.smallness + MIN_NONZERO_BITS;
             group.scale = absmax;
             group.exponent = exponent_cube(absmax, f32::reinterpret(smallest), zero, range_log2);
+            // A quarter, so that the divisor is one that the quotient allows.
+            group.inverse = fast::quotient(inverse_target * 0.25f32, absmax * 0.25f32);
         } else {
             group.scale = absmax / target;
+            group.inverse = inverse_target / absmax;
         }
-        group.inverse = inverse_target / absmax;
     }
     group
 }
