@@ -403,3 +403,24 @@ pub(crate) fn level_of(code: u32, #[comptime] signedness: Signedness) -> u32 {
 pub(crate) fn is_negative(code: u32, #[comptime] signedness: Signedness) -> bool {
     comptime!(signedness == Signedness::Signed) && code < SIGNED_ZERO
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// An entry of the table of roots can tell two places apart, not three.
+    #[test]
+    fn no_two_places_end_in_one_bin() {
+        for signedness in [Signedness::Signed, Signedness::Unsigned] {
+            let ends: Vec<u32> = (0..signedness.one())
+                .map(|place| {
+                    let middle = (signedness.number(place) + signedness.number(place + 1)) * 0.5;
+                    (middle.powf(ROOT) * signedness.bins() as f32) as u32
+                })
+                .collect();
+            let rising = ends.windows(2).all(|ends| ends[0] < ends[1]);
+            assert!(rising, "{signedness:?}: {ends:?}");
+            assert!(ends.last().is_some_and(|&end| end < signedness.bins()));
+        }
+    }
+}
