@@ -309,14 +309,20 @@ pub(crate) fn group_scales(
         let segment = comptime!(span.segment(first.group));
         let of_m = held_extremes(m, span, first, comptime!(Moment::First));
         let of_v = held_extremes(v, span, second, comptime!(Moment::Second));
+        let odd = UNIT_POS % 2 == 1;
         let mut extremes = Extremes {
-            largest: segment_max_in_turn(of_m.largest, of_v.largest, span, segment),
+            largest: 0u32,
             smallness: 0u32,
         };
+        // Where there is one extreme alone, what this saves is less than what the registers for it cost.
         if comptime!(first.expand) {
+            extremes.largest = segment_max_in_turn(of_m.largest, of_v.largest, span, segment);
             extremes.smallness = segment_max_in_turn(of_m.smallness, of_v.smallness, span, segment);
+        } else {
+            let of_m = segment_max(of_m.largest, span, segment);
+            let of_v = segment_max(of_v.largest, span, segment);
+            extremes.largest = select(odd, of_v, of_m);
         }
-        let odd = UNIT_POS % 2 == 1;
         let mine = scale_of(
             &extremes,
             select(

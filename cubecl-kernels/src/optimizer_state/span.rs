@@ -8,8 +8,11 @@ use super::{StateFormat, table};
 
 /// Units of a cube.
 pub(crate) const UNITS: usize = 256;
-/// Tiles of a cube that fills tables first. Without tables a cube takes one.
+/// Tiles of a cube that fills tables first, at most: twice as many where the places of powers are among them, which take
+/// as long to fill. Without tables a cube takes one.
 const TILES: u32 = 8;
+/// Cubes that keep a large device busy: fewer would leave units idle while each took many tiles.
+const BUSY: usize = 512;
 /// Quads that a unit holds at most, where it can: enough loads in flight to hide the latency of memory, and few enough
 /// to stay in registers beside the arithmetic of both moments.
 const QUADS: usize = 2;
@@ -28,7 +31,8 @@ pub(crate) struct Span {
     pub lanes: usize,
     /// Quads that a unit holds.
     pub quads: usize,
-    /// Stretches of the tensor that a cube takes one after the other, so that what it prepares serves all of them.
+    /// Stretches of the tensor that a cube takes one after the other, so that what it prepares serves all of them. Of a
+    /// small tensor it takes fewer.
     pub tiles: u32,
     /// Units of a plane, where lanes exchange values without shared memory.
     pub plane: Option<usize>,
@@ -69,7 +73,9 @@ impl Span {
             run: smallest,
             lanes,
             quads: (smallest / 4).div_ceil(lanes),
-            tiles: if formats.iter().any(|&format| table::is_needed(format)) {
+            tiles: if formats.iter().any(|&format| table::has_roots(format)) {
+                2 * TILES
+            } else if formats.iter().any(|&format| table::is_needed(format)) {
                 TILES
             } else {
                 1
@@ -124,7 +130,9 @@ impl Span {
             .map(|(first, end, whole, width)| Stretch {
                 first,
                 end,
-                cubes: (end - first).div_ceil(self.tiles as usize),
+                cubes: (end - first)
+                    .div_ceil(self.tiles as usize)
+                    .max(BUSY.min(end - first)),
                 span: Self {
                     whole,
                     width,
