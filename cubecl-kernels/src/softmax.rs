@@ -12,8 +12,8 @@ use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
 use crate::{
     device::{
-        MatrixGeometry, MatrixView, array, check_float, cube_grid, empty, read_quad_of, read_width,
-        write_quad_of, write_width,
+        MatrixGeometry, MatrixView, array, check_float, cube_grid, empty, has_planes_of_32,
+        read_quad_of, read_width, write_quad_of, write_width,
     },
     error::KernelError,
 };
@@ -21,6 +21,7 @@ use crate::{
 const OPERATION: &str = "softmax";
 const OPERATION_BACKWARD: &str = "softmax_backward";
 const UNITS: usize = 128;
+const PLANE: usize = 32;
 
 /// What becomes of scores before the exponential.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -132,6 +133,7 @@ fn launch<R: Runtime>(
                 widths,
                 attention.causal,
                 grad.is_some(),
+                has_planes_of_32(client),
                 scores.dtype,
             );
         }
@@ -153,6 +155,7 @@ fn softmax_kernel<F: Numeric, NX: Size, NG: Size, NO: Size>(
     #[comptime] widths: (usize, usize, usize),
     #[comptime] causal: bool,
     #[comptime] has_grad: bool,
+    #[comptime] planes: bool,
     #[define(F)] _dtype: StorageType,
 ) {
     let index = CUBE_POS as u32;
@@ -160,15 +163,19 @@ fn softmax_kernel<F: Numeric, NX: Size, NG: Size, NO: Size>(
         terminate!();
     }
     let row = score_row(&geometry, index, scale, causal);
-    let max = row_max::<F, NX>(scores, &geometry, &row, widths.0);
-    let mut sum = 0.0f32;
-    let mut sum_of_products = 0.0f32;
+    let max = row_max::<F, NX>(scores, &geometry, &row, widths.0, planes);
+    // Of the weights, and of their products with the gradients.
+    let mut sums = Array::<f32>::new(comptime!(if has_grad { 2usize } else { 1usize }));
+    sums[0usize] = 0.0f32;
+    if comptime!(has_grad) {
+        sums[1usize] = 0.0f32;
+    }
     let mut col = UNIT_POS * 4;
     while col < row.visible {
         let weights = weights::<F, NX>(scores, &geometry, &row, col, max, widths.0);
         #[unroll]
         for lane in 0..4usize {
-            sum += weights[lane];
+            sums[0usize] += weights[lane];
         }
         if comptime!(has_grad) {
             let grads = read_quad_of::<F, NG, Array<Vector<F, NG>>>(
@@ -183,24 +190,39 @@ fn softmax_kernel<F: Numeric, NX: Size, NG: Size, NO: Size>(
             for lane in 0..4u32 {
                 // A gradient behind the mask may be anything, NaN too.
                 if col + lane < row.visible {
-                    sum_of_products += weights[lane as usize] * grads[lane as usize];
+                    sums[1usize] += weights[lane as usize] * grads[lane as usize];
                 }
             }
         }
         col += comptime!(4 * UNITS as u32);
     }
-    let inverse = 1.0f32 / at_least_smallest(cube_sum(sum));
+    reduce(
+        &mut sums,
+        Reduction::Sum,
+        comptime!(if has_grad { 2usize } else { 1usize }),
+        planes,
+    );
+    let inverse = 1.0f32 / at_least_smallest(sums[0usize]);
     let mut mean = 0.0f32;
     if comptime!(has_grad) {
-        mean = cube_sum(sum_of_products) * inverse;
+        mean = sums[1usize] * inverse;
     }
     let start = index * geometry.cols;
     col = UNIT_POS * 4;
     while col < geometry.cols {
-        let mut quad = weights::<F, NX>(scores, &geometry, &row, col, max, widths.0);
+        // Behind the mask nothing is read. What is not finite makes NaN of the whole row.
+        let mut quad = Array::<f32>::new(4usize);
         #[unroll]
         for lane in 0..4usize {
-            quad[lane] *= inverse;
+            quad[lane] = 0.0f32 * inverse;
+        }
+        let sees = col < row.visible;
+        if sees {
+            let weights = weights::<F, NX>(scores, &geometry, &row, col, max, widths.0);
+            #[unroll]
+            for lane in 0..4usize {
+                quad[lane] = weights[lane] * inverse;
+            }
         }
         write_quad_of::<f32, F, NO, Array<Vector<F, NO>>>(
             probabilities,
@@ -211,22 +233,29 @@ fn softmax_kernel<F: Numeric, NX: Size, NG: Size, NO: Size>(
             widths.2,
         );
         if comptime!(has_grad) {
-            let mut grads = read_quad_of::<F, NG, Array<Vector<F, NG>>>(
-                grad,
-                &grad_geometry,
-                row.batch,
-                row.row,
-                col,
-                widths.1,
-            );
+            let mut of_scores = Array::<f32>::new(4usize);
             #[unroll]
-            for lane in 0..4u32 {
-                let of_scores = quad[lane as usize] * (grads[lane as usize] - mean) * scale;
-                grads[lane as usize] = select(col + lane < row.visible, of_scores, 0.0f32);
+            for lane in 0..4usize {
+                of_scores[lane] = 0.0f32;
+            }
+            if sees {
+                let grads = read_quad_of::<F, NG, Array<Vector<F, NG>>>(
+                    grad,
+                    &grad_geometry,
+                    row.batch,
+                    row.row,
+                    col,
+                    widths.1,
+                );
+                #[unroll]
+                for lane in 0..4u32 {
+                    let value = quad[lane as usize] * (grads[lane as usize] - mean) * scale;
+                    of_scores[lane as usize] = select(col + lane < row.visible, value, 0.0f32);
+                }
             }
             write_quad_of::<f32, F, NO, Array<Vector<F, NO>>>(
                 grad_scores,
-                &grads,
+                &of_scores,
                 start,
                 col,
                 geometry.cols,
@@ -302,32 +331,23 @@ fn row_max<F: Numeric, N: Size>(
     geometry: &MatrixGeometry,
     row: &ScoreRow,
     #[comptime] width: usize,
+    #[comptime] planes: bool,
 ) -> f32 {
-    let mut largest = f32::new(f32::MIN);
+    let mut largest = Array::<f32>::new(1usize);
+    largest[0usize] = f32::new(f32::MIN);
     let mut col = UNIT_POS * 4;
     while col < row.visible {
         let quad = scaled::<F, N>(scores, geometry, row, col, width);
         #[unroll]
         for lane in 0..4usize {
-            if quad[lane] > largest {
-                largest = quad[lane];
+            if quad[lane] > largest[0usize] {
+                largest[0usize] = quad[lane];
             }
         }
         col += comptime!(4 * UNITS as u32);
     }
-    let mut shared = SharedMemory::<f32>::new(UNITS);
-    let unit = UNIT_POS as usize;
-    shared[unit] = largest;
-    sync_cube();
-    #[unroll]
-    for step in 0..comptime!(UNITS.ilog2()) {
-        let distance = comptime!(UNITS >> (step + 1));
-        if unit < distance {
-            shared[unit] = max(shared[unit], shared[unit + distance]);
-        }
-        sync_cube();
-    }
-    shared[0]
+    reduce(&mut largest, Reduction::Max, 1usize, planes);
+    largest[0usize]
 }
 
 /// `exp(scale * scores - max)` of four neighbours, 0 behind the mask.
@@ -361,22 +381,82 @@ fn at_least_smallest(sum: f32) -> f32 {
     select(sum < f32::MIN_POSITIVE, f32::new(f32::MIN_POSITIVE), sum)
 }
 
-/// The sum over all units, in one order whatever the device, the same in all units.
+/// What units make of their values together.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+enum Reduction {
+    Max,
+    Sum,
+}
+
+/// Replaces each of these many values by what it makes with those of all units: in one order whatever the device, that
+/// of a tree whose last level are neighbours.
 #[cube]
-fn cube_sum(value: f32) -> f32 {
-    let mut shared = SharedMemory::<f32>::new(UNITS);
+fn reduce(
+    values: &mut Array<f32>,
+    #[comptime] reduction: Reduction,
+    #[comptime] count: usize,
+    #[comptime] planes: bool,
+) {
+    let mut shared = SharedMemory::<f32>::new(comptime!(count * UNITS));
     let unit = UNIT_POS as usize;
-    // The buffer may be read still by units that have not left an earlier reduction.
-    sync_cube();
-    shared[unit] = value;
+    // The memory may be that of an earlier reduction, which units have not left yet.
     sync_cube();
     #[unroll]
-    for step in 0..comptime!(UNITS.ilog2()) {
-        let distance = comptime!(UNITS >> (step + 1));
-        if unit < distance {
-            shared[unit] += shared[unit + distance];
-        }
-        sync_cube();
+    for index in 0..count {
+        shared[unit + comptime!(index * UNITS)] = values[index];
     }
-    shared[0]
+    sync_cube();
+    if comptime!(planes) {
+        // Every plane does all of it, each unit the part of the tree above its lane.
+        let lane = UNIT_POS_PLANE as usize;
+        #[unroll]
+        for index in 0..count {
+            let mut parts = Array::<f32>::new(comptime!(UNITS / PLANE));
+            #[unroll]
+            for part in 0..comptime!(UNITS / PLANE) {
+                parts[part] = shared[lane + comptime!(index * UNITS + part * PLANE)];
+            }
+            #[unroll]
+            for step in 0..comptime!((UNITS / PLANE).ilog2()) {
+                let distance = comptime!((UNITS / PLANE) >> (step + 1));
+                #[unroll]
+                for part in 0..distance {
+                    parts[part] = combined(parts[part], parts[part + distance], reduction);
+                }
+            }
+            let mut value = parts[0usize];
+            #[unroll]
+            for step in 0..comptime!(PLANE.ilog2()) {
+                let other = plane_shuffle_xor(value, comptime!((PLANE >> (step + 1)) as u32));
+                value = combined(value, other, reduction);
+            }
+            values[index] = value;
+        }
+    } else {
+        #[unroll]
+        for step in 0..comptime!(UNITS.ilog2()) {
+            let distance = comptime!(UNITS >> (step + 1));
+            if unit < distance {
+                #[unroll]
+                for index in 0..count {
+                    let slot = unit + comptime!(index * UNITS);
+                    shared[slot] = combined(shared[slot], shared[slot + distance], reduction);
+                }
+            }
+            sync_cube();
+        }
+        #[unroll]
+        for index in 0..count {
+            values[index] = shared[comptime!(index * UNITS)];
+        }
+    }
+}
+
+#[cube]
+fn combined(a: f32, b: f32, #[comptime] reduction: Reduction) -> f32 {
+    if comptime!(reduction == Reduction::Max) {
+        max(a, b)
+    } else {
+        a + b
+    }
 }

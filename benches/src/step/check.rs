@@ -1,10 +1,11 @@
 //! Outputs and gradients of a layer, compared with those of a float reference.
 
 use anyhow::{Context, Result, ensure};
-use burn::tensor::{Tensor, TensorData, backend::AutodiffBackend};
+use burn::tensor::{Tensor, TensorData};
 
 use super::{
     architecture::{Layer, Weight},
+    contender::Contender,
     input::{Input, Inputs},
 };
 use crate::random::Random;
@@ -31,7 +32,7 @@ impl Outputs {
     /// # Errors
     ///
     /// A gradient is missing.
-    pub fn of<B: AutodiffBackend, M: Layer<B>>(
+    pub fn of<B: Contender, M: Layer<B>>(
         model: &M,
         inputs: &Inputs<B>,
         input: &Input,

@@ -6,7 +6,7 @@ use burn::{
     backend::Autodiff,
     module::{AutodiffModule, Module, ModuleMapper, Param},
     optim::{GradientsParams, Optimizer, SgdConfig},
-    tensor::{Tensor, TensorPrimitive, backend::AutodiffBackend},
+    tensor::{Tensor, TensorPrimitive, backend::AutodiffBackend, ops::FloatTensor},
 };
 use burn_quant_train::{
     QuantTrain,
@@ -15,6 +15,7 @@ use burn_quant_train::{
     recipe::{ComputeDtype, FallbackInt8, MixedPrecision, Recipe},
 };
 
+use super::upstream;
 use crate::results::Subject;
 
 /// A backend whose passes are measured.
@@ -29,6 +30,12 @@ pub trait Contender: AutodiffBackend {
         gradients: impl Fn(&M) -> Self::Gradients,
     ) -> (M, Option<f64>);
 
+    /// The gradients of all that `y` was computed from, where `gradient` is its own.
+    fn backward_from(
+        y: FloatTensor<Self>,
+        gradient: FloatTensor<Self::InnerBackend>,
+    ) -> Self::Gradients;
+
     /// The model as after an optimizer step: without quantized copies of its weights.
     fn renew<M: Module<Self>>(model: M) -> M;
 }
@@ -41,6 +48,10 @@ impl<B: QuantOps> Contender for Autodiff<B> {
         _gradients: impl Fn(&M) -> Self::Gradients,
     ) -> (M, Option<f64>) {
         (model, None)
+    }
+
+    fn backward_from(y: FloatTensor<Self>, gradient: FloatTensor<B>) -> Self::Gradients {
+        upstream::backward::<B>(y, gradient)
     }
 
     fn renew<M: Module<Self>>(model: M) -> M {
@@ -82,6 +93,13 @@ impl<B: QuantOps, R: Candidate> Contender for QuantTrain<Autodiff<B>, R> {
         let rates = optimizer.fallback_rates();
         let sum: f64 = rates.iter().map(|(_, rate)| f64::from(*rate)).sum();
         (model, (!rates.is_empty()).then(|| sum / rates.len() as f64))
+    }
+
+    fn backward_from(
+        y: FloatTensor<Self>,
+        gradient: FloatTensor<Self::InnerBackend>,
+    ) -> Self::Gradients {
+        upstream::backward::<B>(y.into_primitive(), gradient.into_primitive())
     }
 
     fn renew<M: Module<Self>>(model: M) -> M {

@@ -2,6 +2,7 @@
 
 use burn::tensor::{DType, Tensor, TensorData, backend::AutodiffBackend, bf16};
 
+use super::contender::Contender;
 use crate::random::Random;
 
 /// Rows and columns of a block of an input that has an outlier or not.
@@ -70,15 +71,15 @@ impl Input {
     }
 }
 
-impl<B: AutodiffBackend> Inputs<B> {
+impl<B: Contender> Inputs<B> {
     /// The input as a tensor that nothing has seen yet and whose gradient is asked for.
     pub fn x(&self) -> Tensor<B, 3> {
         Tensor::from_inner(self.x.clone()).require_grad()
     }
 
-    /// The gradients of `sum(y * gradient)`. Burn's backward pass begins with ones: one product with the gradient
-    /// before it takes the place of PyTorch's `y.backward(gradient)`.
+    /// The gradients of all that `y` was computed from, from the gradient of the output.
     pub fn backward(&self, y: Tensor<B, 3>) -> B::Gradients {
-        (y * Tensor::from_inner(self.gradient.clone())).backward()
+        let (y, gradient) = (y.into_primitive(), self.gradient.clone().into_primitive());
+        B::backward_from(y.tensor(), gradient.tensor())
     }
 }

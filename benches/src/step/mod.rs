@@ -19,3 +19,4 @@ pub mod passes;
 #[cfg(feature = "cuda")]
 pub mod pretrain;
 pub mod training;
+mod upstream;
