@@ -277,8 +277,8 @@ impl Signedness {
 
 /// Fills the entries of a table from `at` on, for [`level_of_root`]. All units of a cube call it, one for each place.
 ///
-/// The entry of a bin is what has to be added to the bits of an offset root so that they count places in bins: the place
-/// at the start of the bin, and where a place ends in it, a carry from there on.
+/// The entry of a bin is what has to be added to the bits of an offset root so that they count places in bins: the
+/// place at the start of the bin, and where a place ends in it, a carry from there on.
 #[cube]
 pub(crate) fn fill_roots(
     table: &mut SharedMemory<u32>,
@@ -341,7 +341,7 @@ pub(crate) fn level_of_root(
     (bits + table[(at + bin) as usize]) >> shift
 }
 
-/// [`Signedness::dithered_level`] in a kernel, where `nearest` is [`level`] of `x`.
+/// [`Signedness::dithered_level`] in a kernel, where `nearest` is [`level`] or [`level_of_root`] of `x`.
 #[cube]
 pub(crate) fn dithered_level(
     x: f32,

@@ -134,7 +134,8 @@ pub(crate) fn decode_state(
 /// Writes the values of a unit, and from one unit of each group its scale.
 ///
 /// Where there is a format, all units of a cube must call it together. Values of a unit that lie outside the tensor
-/// must be 0, and second moments not negative. `dithers` are random bits for each value, read where the rounding is `stochastic`.
+/// must be 0, and second moments not negative. `dithers` are random bits for each value, read where the rounding is
+/// `stochastic`.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn write_state<S: Numeric, N: Size>(
@@ -412,7 +413,7 @@ fn scale_of(
             let smallest = !extremes.smallness + MIN_NONZERO_BITS;
             group.scale = absmax;
             group.exponent = exponent_cube(absmax, f32::reinterpret(smallest), zero, range_log2);
-            // A quarter, so that the divisor is one that the quotient allows.
+            // A quarter of each, so that the divisor is one that the quotient allows.
             group.inverse = fast::quotient(inverse_target * 0.25f32, absmax * 0.25f32);
         } else {
             group.scale = absmax / target;
