@@ -556,7 +556,14 @@ mod on_device {
 
     #[test]
     fn kernels_equal_the_reference_in_every_format() {
-        kernels_equal_the_reference(&pairs(), None);
+        kernels_equal_the_reference(&pairs(), &SIZES, None);
+    }
+
+    /// Cubes that fill tables take several tiles of a large tensor, here of 1024 elements.
+    #[test]
+    fn kernels_equal_the_reference_in_many_tiles() {
+        let format = StateFormat::DYNAMIC_EXPONENT.with_group(4);
+        kernels_equal_the_reference(&[(Some(format), Some(format))], &[1100 * 1024 + 5], None);
     }
 
     #[test]
@@ -566,15 +573,18 @@ mod on_device {
         // Each encoding with and without expansion.
         kernels_equal_the_reference(
             &[&pairs[..1], &pairs[5..6], &pairs[15..21]].concat(),
+            &SIZES,
             Some(key),
         );
     }
 
-    fn kernels_equal_the_reference(pairs: &[Pair], key: Option<StochasticKey>) {
+    const SIZES: [usize; 6] = [1, 3, 127, 129, 4097, 4096];
+
+    fn kernels_equal_the_reference(pairs: &[Pair], sizes: &[usize], key: Option<StochasticKey>) {
         let (client, mut random) = (client(), Random::fresh());
         let (mut total, mut different, mut exponents) = (0, 0, 0);
         for &pair in pairs {
-            for n in [1, 3, 127, 129, 4097, 4096] {
+            for &n in sizes {
                 let mut p = parameters(&mut random, n);
                 let mut tensors = tensors(&client, &p, pair);
                 tensors.state_rounding = key.map_or(Rounding::Nearest, Rounding::Stochastic);
@@ -648,7 +658,7 @@ mod on_device {
             }
         }
         println!("with expansion {different} of {total} codes differ, {exponents} exponents");
-        assert!(different * 200 < total && exponents * 2000 < total);
+        assert!(different * 200 <= total && exponents * 2000 <= total);
     }
 
     #[test]

@@ -579,6 +579,23 @@ mod on_device {
         );
     }
 
+    /// Cubes that fill tables take several tiles of a large tensor, here of 1024 elements.
+    #[test]
+    fn kernels_equal_the_reference_in_many_tiles() {
+        let (client, mut random) = (client(), Random::fresh());
+        let format = StateFormat::DYNAMIC_EXPONENT.with_group(4);
+        let x = assorted(&mut random, 1100 * 1024 + 5, format.group, Moment::First);
+        let expected = quantize_state(&x, format, Moment::First);
+        let x = upload(&client, &x, &[x.len()], dtype::<f32>());
+        let state = quantize_on_device(&client, &x, format, Moment::First).expect("floats");
+        let actual = download(&client, &state);
+        assert_same_floats(&actual.scales, &expected.scales, "scales");
+        assert!(actual.codes == expected.codes, "codes");
+        let back = dequantize_on_device(&client, &state).expect("a state");
+        let expected = dequantize_state(&expected, format, Moment::First);
+        assert_same_floats(&read_float(&client, &back), &expected, "values");
+    }
+
     #[test]
     fn initial_states_are_zero() {
         let client = client();
