@@ -555,7 +555,7 @@ fn candidates_give_the_same_bits(#[values(32, 64, 128)] block: usize) {
 #[test]
 fn threads_get_the_same_bits() {
     let client = client();
-    let (m, n, k) = (1000, 3001, 384);
+    let (m, n, k) = (1000, 3001, 24);
     let first = select(&client, &problem(1, m, n, k, 128), Strategy::Auto).expect("a kernel");
     std::thread::scope(|scope| {
         for _ in 0..4 {
