@@ -223,7 +223,7 @@ pub fn gemm<R: Runtime>(
         #[cfg(feature = "autotune")]
         autotune::launch(client, &args, &ranked);
         #[cfg(not(feature = "autotune"))]
-        launch(client, &args, ranked[0].0);
+        launch(client, &args, ranked[0].blueprint);
     }
     Ok(out)
 }

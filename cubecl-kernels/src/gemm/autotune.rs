@@ -1,10 +1,10 @@
 //! Chooses a product's blueprint by measuring: CubeCL's autotune, and its cache on disk (`[autotune] cache` in
 //! `cubecl.toml`).
 //!
-//! What the selector expects to be within [`OPEN`] of the fastest is measured at the first product of its kind, ranked
-//! as the selector ranks it. Where that is one blueprint only, as where tiles are many, nothing is measured or looked
-//! up. All candidates give the same bits, and each writes the output itself: what is measured changes no result.
-//! While a product is being measured in one thread, others of its kind run the selector's choice.
+//! Measured is what the selector takes for nearly as fast as its choice, at the first product of a kind, and only where
+//! that choice leaves more than [`SETTLED`] to gain. All candidates give the same bits, and each writes the output
+//! itself: which one is taken changes no result. While a product is measured in one thread, others of its kind run the
+//! selector's choice.
 
 use std::fmt;
 
@@ -18,8 +18,10 @@ use serde::{Deserialize, Serialize};
 
 use super::{GemmArgs, GemmProblem, blueprint::Blueprint, selector::Ranked};
 
+/// The cost up to which the selector's choice is taken without a measurement.
+const SETTLED: f32 = 1.05;
 /// Costs, over that of the selector's choice, up to which a blueprint is measured.
-const OPEN: f32 = 1.3;
+const OPEN: f32 = 1.15;
 /// Blueprints that are measured at most.
 const MOST: usize = 4;
 /// Launches of a sample: CubeCL's clock on CUDA is the host's, from one synchronization to the next.
@@ -27,18 +29,18 @@ const LAUNCHES: usize = 4;
 
 /// Launches the fastest of the blueprints.
 pub(super) fn launch<R: Runtime>(client: &ComputeClient<R>, args: &GemmArgs<R>, ranked: &[Ranked]) {
-    let most = ranked[0].1 * OPEN;
-    let open = ranked.iter().take_while(|(_, cost)| *cost <= most);
-    let candidates = &ranked[..open.count().min(MOST)];
-    if let [(blueprint, _)] = candidates {
-        super::launch(client, args, *blueprint);
+    let first = ranked[0];
+    let open = ranked.iter().take_while(|it| it.cost <= first.cost * OPEN);
+    let open = open.count().min(MOST);
+    if open == 1 || first.cost <= SETTLED {
+        super::launch(client, args, first.blueprint);
         return;
     }
     static TUNER: LocalTuner<GemmAutotuneKey, Device> = local_tuner!();
     let product = Product {
         client,
         args,
-        candidates,
+        candidates: &ranked[..open],
         launches: 1,
     };
     TUNER.execute(
@@ -55,9 +57,9 @@ fn blueprints<R: Runtime>() -> TunableSet<GemmAutotuneKey, Products<R>, ()> {
     let mut set = TunableSet::new(key::<R>, Repeated);
     for place in 0..MOST {
         let tunable = Tunable::new(&format!("place {place}"), move |product: Product<R>| {
-            let (blueprint, _) = product.candidates.get(place).ok_or("no such place")?;
+            let candidate = product.candidates.get(place).ok_or("no such place")?;
             for _ in 0..product.launches {
-                super::launch(product.client, product.args, *blueprint);
+                super::launch(product.client, product.args, candidate.blueprint);
             }
             Ok::<_, &str>(())
         });
@@ -123,7 +125,7 @@ struct GemmAutotuneKey {
     candidates: Vec<Candidate>,
 }
 
-/// What blueprints of one product differ in.
+/// What the blueprints of one product differ in.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 enum Candidate {
     Portable,
@@ -147,7 +149,7 @@ impl From<Blueprint> for Candidate {
 fn key<R: Runtime>(product: &Product<R>) -> GemmAutotuneKey {
     let args = product.args;
     let GemmProblem { batch, m, n, k, .. } = args.problem;
-    let of_candidate = |(blueprint, _): &Ranked| Candidate::from(*blueprint);
+    let of_candidate = |it: &Ranked| Candidate::from(it.blueprint);
     GemmAutotuneKey::new(
         batch,
         m.next_multiple_of(128),

@@ -21,7 +21,12 @@ use cubecl::{
 
 use crate::device::{MatrixView, or_unused, storage};
 
-use super::{GemmArgs, GemmProblem, align::AlignedValues, blueprint::HopperBlueprint};
+use super::{
+    GemmArgs, GemmProblem,
+    align::AlignedValues,
+    blueprint::{Blueprint, HopperBlueprint},
+    selector::Ranked,
+};
 
 pub(super) mod float;
 pub(super) mod source;
@@ -40,10 +45,13 @@ impl HopperBlueprint {
     const CHUNK: usize = 64;
     /// Widths of the tiles of INT8 products, and their speeds beside one another where tiles are many: narrow ones read
     /// more for each product.
-    const SPEEDS: [(usize, f32); 4] = [(256, 1.0), (192, 0.93), (128, 0.82), (64, 0.55)];
+    ///
+    /// With these, the cheapest width was the fastest one for 36 of 36 products of 256 to 8192 rows on one NVIDIA H200,
+    /// 2026-11-22: CUDA events around the source alone.
+    const SPEEDS: [(usize, f32); 4] = [(256, 1.0), (192, 0.94), (128, 0.85), (64, 0.53)];
 
-    /// A blueprint for outputs of this size for each width of tiles, given with its speed beside the others', and its
-    /// cost: what the busiest multiprocessor computes, in columns, over that speed.
+    /// For each width of tiles, given with its speed beside the others', a blueprint for outputs of this size and its
+    /// cost, that of [`Ranked`]: what the busiest multiprocessor computes, over that speed.
     ///
     /// `chunk`: columns that are computed at once, where any of them lies in the output.
     pub(super) fn all<R: Runtime, const WIDTHS: usize>(
@@ -57,6 +65,7 @@ impl HopperBlueprint {
         let hardware = &client.properties().hardware;
         let cubes = hardware.num_streaming_multiprocessors.unwrap_or(1) as usize;
         let rows = batch * m.div_ceil(Self::TILE_M);
+        let least = (rows * n).max(1) as f32 / cubes as f32;
         speeds.map(|(tile_n, speed)| {
             let whole = rows * (n / tile_n);
             // The tiles of a narrow last column come last, where they fill gaps.
@@ -68,7 +77,7 @@ impl HopperBlueprint {
                 stages: source::stages(client, Self::stage_bytes(tile_n)),
                 cubes: cubes.min(rows * n.div_ceil(tile_n)),
             };
-            (blueprint, columns as f32 / speed)
+            (blueprint, columns as f32 / speed / least)
         })
     }
 
@@ -82,14 +91,17 @@ impl HopperBlueprint {
     }
 }
 
-/// The blueprints for outputs of this size and their costs.
-pub(super) fn blueprints<R: Runtime>(
+/// The blueprints of a product.
+pub(super) fn ranked<R: Runtime>(
     client: &ComputeClient<R>,
     problem: &GemmProblem,
-) -> [(HopperBlueprint, f32); 4] {
+) -> [Ranked; HopperBlueprint::SPEEDS.len()] {
     let GemmProblem { batch, m, n, .. } = *problem;
     let (chunk, speeds) = (HopperBlueprint::CHUNK, HopperBlueprint::SPEEDS);
-    HopperBlueprint::all(client, batch, m, n, chunk, speeds)
+    HopperBlueprint::all(client, batch, m, n, chunk, speeds).map(|(blueprint, cost)| Ranked {
+        blueprint: Blueprint::Hopper(blueprint),
+        cost,
+    })
 }
 
 /// Whether the device has `wgmma`: CUDA's architecture sm_90, no other.

@@ -14,14 +14,27 @@ use super::{
 const MAX_DEPTH: usize = 1 << 17;
 /// Stages of the ring in shared memory: with more, two cubes no longer fit on a multiprocessor together.
 const MAX_STAGES: usize = 3;
-/// Tiles of the tensor-core kernel, those of its planes, and their speeds beside one another.
+/// Tiles of the tensor-core kernel, those of its planes, and their speeds beside one another where tiles are many.
+///
+/// These and the next are rounded from times on one NVIDIA H200, 2026-11-22: 192 to 1,024 tiles of 128 x 128.
 const TENSOR_CORE_TILES: [(usize, (usize, usize), f32); 2] =
-    [(128, (64, 64), 1.0), (64, (32, 32), 0.75)];
+    [(128, (64, 64), 1.0), (64, (32, 32), 0.85)];
+/// The speed of a cube that has no other on its multiprocessor, which would compute while it waits.
+const ALONE: f32 = 0.76;
+/// What two stages for each of two cubes may cost or save beside three for one, where shared memory allows no more:
+/// only a measurement can tell.
+const UNSURE: f32 = 1.06;
 /// Multiprocessors of a device that does not say how many it has.
 const BUSY: usize = 64;
 
-/// A blueprint, and what it is expected to cost: comparable with those of the same kernel and problem.
-pub(super) type Ranked = (Blueprint, f32);
+/// A blueprint of a product.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Ranked {
+    pub blueprint: Blueprint,
+    /// Expected time over the least that is possible: with all multiprocessors busy to the end, and with the tiles that
+    /// are the fastest where they are many.
+    pub cost: f32,
+}
 
 /// The kernel of a product: the first of its [`candidates`].
 ///
@@ -34,7 +47,7 @@ pub fn select<R: Runtime>(
     problem: &GemmProblem,
     strategy: Strategy,
 ) -> Result<Blueprint, KernelError> {
-    Ok(rank(client, problem, strategy)?[0].0)
+    Ok(rank(client, problem, strategy)?[0].blueprint)
 }
 
 /// The blueprints among which a product may choose, at least one, the one that is expected to be the fastest first.
@@ -50,7 +63,7 @@ pub fn candidates<R: Runtime>(
     strategy: Strategy,
 ) -> Result<Vec<Blueprint>, KernelError> {
     let ranked = rank(client, problem, strategy)?;
-    Ok(ranked.into_iter().map(|(blueprint, _)| blueprint).collect())
+    Ok(ranked.into_iter().map(|it| it.blueprint).collect())
 }
 
 /// The [`candidates`] with their costs.
@@ -83,7 +96,7 @@ pub(super) fn rank<R: Runtime>(
                 Blueprint::Hopper(_) => Strategy::Hopper,
             };
             let mut ranked = rank(client, problem, of_kernel)?;
-            ranked.retain(|(candidate, _)| *candidate == blueprint);
+            ranked.retain(|candidate| candidate.blueprint == blueprint);
             if ranked.is_empty() {
                 let reason = format!("{blueprint:?} for {problem:?}");
                 return Err(unsupported("use one of the product's candidates")(reason));
@@ -91,7 +104,7 @@ pub(super) fn rank<R: Runtime>(
             ranked
         }
     };
-    ranked.sort_by(|(_, a), (_, b)| a.total_cmp(b));
+    ranked.sort_by(|a, b| a.cost.total_cmp(&b.cost));
     Ok(ranked)
 }
 
@@ -110,10 +123,10 @@ fn portable(problem: &GemmProblem) -> Result<Vec<Ranked>, KernelError> {
         }
         depth = greatest_common_divisor(depth, depth_per_scale);
     }
-    Ok(vec![(
-        Blueprint::Portable(PortableBlueprint { depth }),
-        1.0,
-    )])
+    Ok(vec![Ranked {
+        blueprint: Blueprint::Portable(PortableBlueprint { depth }),
+        cost: 1.0,
+    }])
 }
 
 fn greatest_common_divisor(a: usize, b: usize) -> usize {
@@ -160,27 +173,31 @@ fn tensor_core<R: Runtime>(
         .map_or(BUSY, |count| count as usize);
     // One KiB is left to the barriers.
     let shared_memory = hardware.max_shared_memory_size - 1024;
+    let GemmProblem { batch, m, n, .. } = *problem;
+    let least = (batch * m * n).max(1) as f32 / multiprocessors as f32;
     let mut ranked = Vec::new();
     for (tile, plane_tile, speed) in TENSOR_CORE_TILES {
         let stage_bytes = TensorCoreBlueprint::stage_bytes(tile, block);
-        let stages = (shared_memory / stage_bytes).min(MAX_STAGES);
-        let tiles = problem.batch * problem.m.div_ceil(tile) * problem.n.div_ceil(tile);
-        let cost = (tiles.div_ceil(multiprocessors) * tile * tile) as f32 / speed;
-        let with_stages = |stages| {
-            Blueprint::TensorCore(TensorCoreBlueprint {
+        let tiles = batch * m.div_ceil(tile) * n.div_ceil(tile);
+        let turns = tiles.div_ceil(multiprocessors);
+        let speed = if turns == 1 { speed * ALONE } else { speed };
+        let cost = (turns * tile * tile) as f32 / speed / least;
+        let mut push = |stages, cost| {
+            let blueprint = Blueprint::TensorCore(TensorCoreBlueprint {
                 tile,
                 plane_tile,
                 block,
                 stages,
-            })
+            });
+            ranked.push(Ranked { blueprint, cost });
         };
-        if stages >= 2 {
-            ranked.push((with_stages(stages), cost));
-        }
-        // Fewer stages for each of two cubes may be worth more than more stages for one.
         let cubes = |stages: usize| shared_memory / (stages * stage_bytes);
-        if stages > 2 && cubes(stages) < 2 && cubes(2) >= 2 {
-            ranked.push((with_stages(2), cost * 1.05));
+        let most = (shared_memory / stage_bytes).min(MAX_STAGES);
+        if most > 2 && cubes(most) < 2 && cubes(2) >= 2 {
+            push(most, cost * UNSURE);
+            push(2, cost * UNSURE * UNSURE);
+        } else if most >= 2 {
+            push(most, cost);
         }
     }
     if ranked.is_empty() {
@@ -206,7 +223,5 @@ fn wgmma<R: Runtime>(
     if problem.k == 0 {
         return Err("an empty sum".into());
     }
-    Ok(hopper::blueprints(client, problem)
-        .map(|(blueprint, cost)| (Blueprint::Hopper(blueprint), cost))
-        .into())
+    Ok(hopper::ranked(client, problem).into())
 }

@@ -11,7 +11,7 @@ use std::{collections::BTreeMap, thread::available_parallelism};
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 use cubecl_kernels::{
     fallback::FallbackResidual,
-    gemm::{GemmOperand, GemmProblem, Strategy, candidates, gemm, gemm_float},
+    gemm::{Blueprint, GemmOperand, GemmProblem, Strategy, candidates, gemm, gemm_float, select},
 };
 use half::{bf16, f16};
 use rstest::rstest;
@@ -97,17 +97,21 @@ fn pairs_of_bools() -> [(bool, bool); 4] {
     [(false, false), (false, true), (true, false), (true, true)]
 }
 
+fn problem(m: usize, n: usize, block: usize) -> GemmProblem {
+    GemmProblem {
+        batch: 1,
+        m,
+        n,
+        k: 256,
+        a_scale_block: (block, block),
+        b_scale_block: (block, block),
+    }
+}
+
 /// Launches every blueprint that the case may choose, and says how many these are.
 fn launch(client: &Client, case: Case, strategy: Strategy) -> usize {
     let Case { block, size, .. } = case;
-    let problem = GemmProblem {
-        batch: 1,
-        m: size,
-        n: size,
-        k: size,
-        a_scale_block: (block, block),
-        b_scale_block: (block, block),
-    };
+    let problem = problem(size, size, block);
     let blueprints = candidates(client, &problem, strategy).expect("a device that has the kernel");
     let blocks = size.div_ceil(block);
     let values = || tensor(client, &[size, size], dtype::<i8>());
@@ -219,6 +223,50 @@ fn no_hopper_source_elsewhere(#[values(80, 89, 100, 120)] architecture: u16) {
     });
     assert!(sources.iter().all(|source| source.name != "gemm_hopper"));
     assert!(!sources.is_empty());
+}
+
+/// The widest tiles, but where narrower ones keep more of the 108 multiprocessors busy: without a measurement.
+#[rstest]
+#[case::one_turn_of_narrow_tiles(512, 1024, 64)]
+#[case::one_turn_of_128(1024, 1664, 128)]
+#[case::one_turn_of_192(1024, 2496, 192)]
+#[case::two_turns_of_192(2048, 2496, 192)]
+#[case::many_tiles(4096, 4096, 256)]
+fn width_of_hopper_tiles(#[case] m: usize, #[case] n: usize, #[case] width: usize) {
+    sources_of(90, |client| {
+        let blueprint = select(client, &problem(m, n, 128), Strategy::Auto);
+        match blueprint.expect("a kernel") {
+            Blueprint::Hopper(blueprint) => assert_eq!(blueprint.tile_n, width),
+            other => panic!("{other:?}"),
+        }
+    });
+}
+
+/// Large tiles, but where their cubes would be alone on their multiprocessors. Where shared memory has room for two
+/// cubes of two stages only, that is a choice.
+#[rstest]
+#[case::one_turn(90, 1024, 1664, 64)]
+#[case::two_turns(90, 2048, 1664, 128)]
+#[case::two_cubes_of_two_stages(80, 2048, 1664, 128)]
+fn size_of_tensor_core_tiles(
+    #[case] architecture: u16,
+    #[case] m: usize,
+    #[case] n: usize,
+    #[case] size: usize,
+) {
+    sources_of(architecture, |client| {
+        let blueprints = candidates(client, &problem(m, n, 128), Strategy::TensorCore);
+        let sizes = blueprints.expect("a kernel");
+        let sizes: Vec<(usize, usize)> = sizes
+            .into_iter()
+            .map(|blueprint| match blueprint {
+                Blueprint::TensorCore(blueprint) => (blueprint.tile, blueprint.stages),
+                other => panic!("{other:?}"),
+            })
+            .collect();
+        assert_eq!(sizes[0], (size, 3));
+        assert_eq!(sizes.contains(&(128, 2)), architecture == 80);
+    });
 }
 
 #[rstest]
