@@ -2,9 +2,8 @@
 //! `cubecl.toml`).
 //!
 //! Measured is what the selector takes for nearly as fast as its choice, at the first product of a kind, and only where
-//! that choice leaves more than [`SETTLED`] to gain. All candidates give the same bits, and each writes the output
-//! itself: which one is taken changes no result. While a product is measured in one thread, others of its kind run the
-//! selector's choice.
+//! the choice is open. All candidates give the same bits, and each writes the output itself: which one is taken changes
+//! no result. While a product is measured in one thread, others of its kind run the selector's choice.
 
 use std::fmt;
 
@@ -16,9 +15,12 @@ use cubecl::{
 };
 use serde::{Deserialize, Serialize};
 
+use crate::device::storage;
+
 use super::{GemmArgs, GemmProblem, blueprint::Blueprint, selector::Ranked};
 
-/// The cost up to which the selector's choice is taken without a measurement.
+/// The cost up to which the selector's choice is taken without a measurement, but where the output is in FP32: to write
+/// it takes long, of which the selector knows nothing.
 const SETTLED: f32 = 1.05;
 /// Costs, over that of the selector's choice, up to which a blueprint is measured.
 const OPEN: f32 = 1.15;
@@ -32,7 +34,8 @@ pub(super) fn launch<R: Runtime>(client: &ComputeClient<R>, args: &GemmArgs<R>, 
     let first = ranked[0];
     let open = ranked.iter().take_while(|it| it.cost <= first.cost * OPEN);
     let open = open.count().min(MOST);
-    if open == 1 || first.cost <= SETTLED {
+    let is_settled = first.cost <= SETTLED && args.out.dtype != storage::<f32>();
+    if open == 1 || is_settled {
         super::launch(client, args, first.blueprint);
         return;
     }
