@@ -22,6 +22,8 @@ use crate::{
 };
 
 mod align;
+#[cfg(feature = "autotune")]
+mod autotune;
 pub mod blueprint;
 mod hopper;
 mod portable;
@@ -30,14 +32,14 @@ mod tensor_core;
 
 pub use blueprint::Blueprint;
 pub use hopper::float::{gemm_float, gemm_float_into, gemm_float_reads, has_gemm_float};
-pub use selector::select;
+pub use selector::{candidates, select};
 
 const OPERATION: &str = "gemm";
 
 /// Which kernel computes a product.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Strategy {
-    /// [`select()`] decides from the device and the problem.
+    /// The fastest kernel that the device and the problem allow.
     Auto,
     /// Plain integer arithmetic: any device, any scale geometry.
     Portable,
@@ -45,6 +47,8 @@ pub enum Strategy {
     TensorCore,
     /// `wgmma` instructions: NVIDIA devices of sm_90, square blocks of 128.
     Hopper,
+    /// One of the problem's [`candidates`].
+    Exactly(Blueprint),
 }
 
 /// One operand of a product: INT8 values with K along the rows, and their scales.
@@ -201,7 +205,7 @@ pub fn gemm<R: Runtime>(
         a_scale_block: (a.rows_per_scale, a.depth_per_scale),
         b_scale_block: (b.rows_per_scale, b.depth_per_scale),
     };
-    let blueprint = select(client, &problem, strategy)?;
+    let ranked = selector::rank(client, &problem, strategy)?;
     let out = empty(client, a_view.tensor_shape(problem.m, problem.n), out_dtype);
     if problem.batch * problem.m * problem.n > 0 {
         let args = GemmArgs {
@@ -216,13 +220,20 @@ pub fn gemm<R: Runtime>(
             a_scales,
             b_scales,
         };
-        match blueprint {
-            Blueprint::Portable(blueprint) => portable::launch(client, &args, blueprint),
-            Blueprint::TensorCore(blueprint) => tensor_core::launch(client, &args, blueprint),
-            Blueprint::Hopper(blueprint) => hopper::launch(client, &args, blueprint),
-        }
+        #[cfg(feature = "autotune")]
+        autotune::launch(client, &args, &ranked);
+        #[cfg(not(feature = "autotune"))]
+        launch(client, &args, ranked[0].blueprint);
     }
     Ok(out)
+}
+
+fn launch<R: Runtime>(client: &ComputeClient<R>, args: &GemmArgs<R>, blueprint: Blueprint) {
+    match blueprint {
+        Blueprint::Portable(blueprint) => portable::launch(client, args, blueprint),
+        Blueprint::TensorCore(blueprint) => tensor_core::launch(client, args, blueprint),
+        Blueprint::Hopper(blueprint) => hopper::launch(client, args, blueprint),
+    }
 }
 
 fn check_operand<R: Runtime>(

@@ -35,7 +35,7 @@ pub struct TensorCoreBlueprint {
 /// Parameters of the Hopper kernel, whose output tiles have 128 rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct HopperBlueprint {
-    /// Columns of an output tile: 128 or 256.
+    /// Columns of an output tile: 64, 128, 192 or 256.
     pub tile_n: usize,
     /// Stages of the ring in shared memory, at least 2.
     pub stages: usize,

@@ -7,17 +7,36 @@ use crate::{device::storage, error::KernelError};
 use super::{
     GemmProblem, OPERATION, Strategy,
     blueprint::{Blueprint, HopperBlueprint, PortableBlueprint, TensorCoreBlueprint},
-    hopper::is_supported,
+    hopper,
 };
 
 /// Depth at which INT32 sums of products of INT8 are scaled at the latest: 2^17 * 127^2 < 2^31.
 const MAX_DEPTH: usize = 1 << 17;
 /// Stages of the ring in shared memory: with more, two cubes no longer fit on a multiprocessor together.
 const MAX_STAGES: usize = 3;
-/// Output tiles from which a device is busy with large ones, where it does not say how many multiprocessors it has.
+/// Tiles of the tensor-core kernel, those of its planes, and their speeds beside one another where tiles are many.
+///
+/// These and the next are rounded from times on one NVIDIA H200, 2026-11-22: 192 to 1,024 tiles of 128 x 128.
+const TENSOR_CORE_TILES: [(usize, (usize, usize), f32); 2] =
+    [(128, (64, 64), 1.0), (64, (32, 32), 0.85)];
+/// The speed of a cube that has no other on its multiprocessor, which would compute while it waits.
+const ALONE: f32 = 0.76;
+/// What two stages for each of two cubes may cost or save beside three for one, where shared memory allows no more:
+/// only a measurement can tell.
+const UNSURE: f32 = 1.06;
+/// Multiprocessors of a device that does not say how many it has.
 const BUSY: usize = 64;
 
-/// The kernel of a product.
+/// A blueprint of a product.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Ranked {
+    pub blueprint: Blueprint,
+    /// Expected time over the least that is possible: with all multiprocessors busy to the end, and with the tiles that
+    /// are the fastest where they are many.
+    pub cost: f32,
+}
+
+/// The kernel of a product: the first of its [`candidates`].
 ///
 /// # Errors
 ///
@@ -28,27 +47,68 @@ pub fn select<R: Runtime>(
     problem: &GemmProblem,
     strategy: Strategy,
 ) -> Result<Blueprint, KernelError> {
-    match strategy {
-        Strategy::Portable => portable(problem),
-        Strategy::TensorCore => {
-            tensor_core(client, problem).map_err(|reason| KernelError::Unsupported {
-                operation: OPERATION,
-                reason,
-                remedy: "use Strategy::Auto or Strategy::Portable",
-            })
-        }
-        Strategy::Hopper => hopper(client, problem).map_err(|reason| KernelError::Unsupported {
-            operation: OPERATION,
-            reason,
-            remedy: "use Strategy::Auto, Strategy::TensorCore or Strategy::Portable",
-        }),
-        Strategy::Auto => hopper(client, problem)
-            .or_else(|_| tensor_core(client, problem))
-            .or_else(|_| portable(problem)),
-    }
+    Ok(rank(client, problem, strategy)?[0].blueprint)
 }
 
-fn portable(problem: &GemmProblem) -> Result<Blueprint, KernelError> {
+/// The blueprints among which a product may choose, at least one, the one that is expected to be the fastest first.
+///
+/// They are blueprints of one kernel, and give the same bits.
+///
+/// # Errors
+///
+/// Those of [`select()`].
+pub fn candidates<R: Runtime>(
+    client: &ComputeClient<R>,
+    problem: &GemmProblem,
+    strategy: Strategy,
+) -> Result<Vec<Blueprint>, KernelError> {
+    let ranked = rank(client, problem, strategy)?;
+    Ok(ranked.into_iter().map(|it| it.blueprint).collect())
+}
+
+/// The [`candidates`] with their costs.
+pub(super) fn rank<R: Runtime>(
+    client: &ComputeClient<R>,
+    problem: &GemmProblem,
+    strategy: Strategy,
+) -> Result<Vec<Ranked>, KernelError> {
+    let unsupported = |remedy| {
+        move |reason| KernelError::Unsupported {
+            operation: OPERATION,
+            reason,
+            remedy,
+        }
+    };
+    let mut ranked = match strategy {
+        Strategy::Portable => portable(problem)?,
+        Strategy::TensorCore => tensor_core(client, problem)
+            .map_err(unsupported("use Strategy::Auto or Strategy::Portable"))?,
+        Strategy::Hopper => wgmma(client, problem).map_err(unsupported(
+            "use Strategy::Auto, Strategy::TensorCore or Strategy::Portable",
+        ))?,
+        Strategy::Auto => wgmma(client, problem)
+            .or_else(|_| tensor_core(client, problem))
+            .or_else(|_| portable(problem))?,
+        Strategy::Exactly(blueprint) => {
+            let of_kernel = match blueprint {
+                Blueprint::Portable(_) => Strategy::Portable,
+                Blueprint::TensorCore(_) => Strategy::TensorCore,
+                Blueprint::Hopper(_) => Strategy::Hopper,
+            };
+            let mut ranked = rank(client, problem, of_kernel)?;
+            ranked.retain(|candidate| candidate.blueprint == blueprint);
+            if ranked.is_empty() {
+                let reason = format!("{blueprint:?} for {problem:?}");
+                return Err(unsupported("use one of the product's candidates")(reason));
+            }
+            ranked
+        }
+    };
+    ranked.sort_by(|a, b| a.cost.total_cmp(&b.cost));
+    Ok(ranked)
+}
+
+fn portable(problem: &GemmProblem) -> Result<Vec<Ranked>, KernelError> {
     let mut depth = MAX_DEPTH;
     for (_, depth_per_scale) in [problem.a_scale_block, problem.b_scale_block] {
         if depth_per_scale >= problem.k {
@@ -63,7 +123,10 @@ fn portable(problem: &GemmProblem) -> Result<Blueprint, KernelError> {
         }
         depth = greatest_common_divisor(depth, depth_per_scale);
     }
-    Ok(Blueprint::Portable(PortableBlueprint { depth }))
+    Ok(vec![Ranked {
+        blueprint: Blueprint::Portable(PortableBlueprint { depth }),
+        cost: 1.0,
+    }])
 }
 
 fn greatest_common_divisor(a: usize, b: usize) -> usize {
@@ -77,7 +140,7 @@ fn greatest_common_divisor(a: usize, b: usize) -> usize {
 fn tensor_core<R: Runtime>(
     client: &ComputeClient<R>,
     problem: &GemmProblem,
-) -> Result<Blueprint, String> {
+) -> Result<Vec<Ranked>, String> {
     let config = MmaConfig {
         a_type: storage::<i8>(),
         b_type: storage::<i8>(),
@@ -104,36 +167,50 @@ fn tensor_core<R: Runtime>(
             problem.a_scale_block, problem.b_scale_block
         ));
     }
-    let tiles = |size| problem.batch * problem.m.div_ceil(size) * problem.n.div_ceil(size);
     let hardware = &client.properties().hardware;
     let multiprocessors = hardware
         .num_streaming_multiprocessors
         .map_or(BUSY, |count| count as usize);
-    let (tile, plane_tile) = if tiles(128) >= multiprocessors {
-        (128, (64, 64))
-    } else {
-        (64, (32, 32))
-    };
-    let stage_bytes = TensorCoreBlueprint::stage_bytes(tile, block);
     // One KiB is left to the barriers.
     let shared_memory = hardware.max_shared_memory_size - 1024;
-    let stages = (shared_memory / stage_bytes).min(MAX_STAGES);
-    if stages < 2 {
+    let GemmProblem { batch, m, n, .. } = *problem;
+    let least = (batch * m * n).max(1) as f32 / multiprocessors as f32;
+    let mut ranked = Vec::new();
+    for (tile, plane_tile, speed) in TENSOR_CORE_TILES {
+        let stage_bytes = TensorCoreBlueprint::stage_bytes(tile, block);
+        let tiles = batch * m.div_ceil(tile) * n.div_ceil(tile);
+        let turns = tiles.div_ceil(multiprocessors);
+        let speed = if turns == 1 { speed * ALONE } else { speed };
+        let cost = (turns * tile * tile) as f32 / speed / least;
+        let mut push = |stages, cost| {
+            let blueprint = Blueprint::TensorCore(TensorCoreBlueprint {
+                tile,
+                plane_tile,
+                block,
+                stages,
+            });
+            ranked.push(Ranked { blueprint, cost });
+        };
+        let cubes = |stages: usize| shared_memory / (stages * stage_bytes);
+        let most = (shared_memory / stage_bytes).min(MAX_STAGES);
+        if most > 2 && cubes(most) < 2 && cubes(2) >= 2 {
+            push(most, cost * UNSURE);
+            push(2, cost * UNSURE * UNSURE);
+        } else if most >= 2 {
+            push(most, cost);
+        }
+    }
+    if ranked.is_empty() {
         return Err(format!("{shared_memory} bytes of shared memory"));
     }
-    Ok(Blueprint::TensorCore(TensorCoreBlueprint {
-        tile,
-        plane_tile,
-        block,
-        stages,
-    }))
+    Ok(ranked)
 }
 
-fn hopper<R: Runtime>(
+fn wgmma<R: Runtime>(
     client: &ComputeClient<R>,
     problem: &GemmProblem,
-) -> Result<Blueprint, String> {
-    if !is_supported(client) {
+) -> Result<Vec<Ranked>, String> {
+    if !hopper::is_supported(client) {
         return Err("a device that is not of CUDA's architecture sm_90".into());
     }
     let square = (HopperBlueprint::TILE_M, HopperBlueprint::DEPTH);
@@ -146,11 +223,5 @@ fn hopper<R: Runtime>(
     if problem.k == 0 {
         return Err("an empty sum".into());
     }
-    Ok(Blueprint::Hopper(HopperBlueprint::new(
-        client,
-        problem.batch,
-        problem.m,
-        problem.n,
-        HopperBlueprint::CHUNK,
-    )))
+    Ok(hopper::ranked(client, problem).into())
 }

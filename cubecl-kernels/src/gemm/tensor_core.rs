@@ -903,24 +903,20 @@ fn write_sums<F: Numeric, N: Size>(
                     let third = plane_shuffle(offered, lane / 4 * 4 + (quad + 1) % 4);
                     let col = first_col + comptime!((j * MMA_N) as u32);
                     let end = select(row < geometry.m, geometry.n, 0u32);
+                    if comptime!(j == 0) {
+                        if odd == 1 && quad == 0 && col < end {
+                            singles[(row_start + col) as usize] = F::cast_from(first);
+                        }
+                    }
+                    // Rows of both kinds lie in a plane: a branch for each kind would double the stores.
+                    let low = select(odd == 1, second, first);
+                    let high = select(odd == 1, third, second);
                     // The next fragment's first element is another plane's after the last fragment.
                     let is_last = comptime!(j + 1 == fragments_n).runtime() && quad == 3;
-                    if odd == 1 {
-                        if col + 2 < end && !is_last {
-                            pairs[(row_start + col + 1) as usize / 2] =
-                                as_pair::<F, N>(second, third);
-                        } else if col + 1 < end {
-                            singles[(row_start + col + 1) as usize] = F::cast_from(second);
-                        }
-                        if comptime!(j == 0) {
-                            if quad == 0 && col < end {
-                                singles[(row_start + col) as usize] = F::cast_from(first);
-                            }
-                        }
-                    } else if col + 1 < end {
-                        pairs[(row_start + col) as usize / 2] = as_pair::<F, N>(first, second);
-                    } else if col < end {
-                        singles[(row_start + col) as usize] = F::cast_from(first);
+                    if col + odd + 1 < end && !(is_last && odd == 1) {
+                        pairs[(row_start + col + odd) as usize / 2] = as_pair::<F, N>(low, high);
+                    } else if col + odd < end {
+                        singles[(row_start + col + odd) as usize] = F::cast_from(low);
                     }
                 }
             }

@@ -11,7 +11,7 @@ use std::{collections::BTreeMap, thread::available_parallelism};
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 use cubecl_kernels::{
     fallback::FallbackResidual,
-    gemm::{GemmOperand, Strategy, gemm, gemm_float},
+    gemm::{Blueprint, GemmOperand, GemmProblem, Strategy, candidates, gemm, gemm_float, select},
 };
 use half::{bf16, f16};
 use rstest::rstest;
@@ -42,7 +42,7 @@ struct Case {
     out: StorageType,
 }
 
-/// The loop over K depends on the block, the tile and the fallback; the stores depend on the rest.
+/// The loop over K depends on the block, the blueprint and the fallback; the stores depend on the rest.
 fn tensor_core_cases() -> Vec<Case> {
     let case = |block, size, has_fallback| Case {
         block,
@@ -53,10 +53,8 @@ fn tensor_core_cases() -> Vec<Case> {
     };
     let mut cases = Vec::new();
     for block in [32, 64, 128] {
-        for size in [256, 4096] {
-            for has_fallback in [false, true] {
-                cases.push(case(block, size, has_fallback));
-            }
+        for has_fallback in [false, true] {
+            cases.push(case(block, 256, has_fallback));
         }
     }
     for (size, has_bias, out) in [
@@ -74,20 +72,18 @@ fn tensor_core_cases() -> Vec<Case> {
     cases
 }
 
-/// All that the Hopper kernel depends on: small outputs have narrow tiles, large ones wide tiles.
+/// All that the Hopper kernel depends on, but the blueprint.
 fn hopper_cases() -> Vec<Case> {
     let mut cases = Vec::new();
-    for size in [256, 4096] {
-        for out in outputs() {
-            for (has_fallback, has_bias) in pairs_of_bools() {
-                cases.push(Case {
-                    block: 128,
-                    size,
-                    has_fallback,
-                    has_bias,
-                    out,
-                });
-            }
+    for out in outputs() {
+        for (has_fallback, has_bias) in pairs_of_bools() {
+            cases.push(Case {
+                block: 128,
+                size: 256,
+                has_fallback,
+                has_bias,
+                out,
+            });
         }
     }
     cases
@@ -101,8 +97,22 @@ fn pairs_of_bools() -> [(bool, bool); 4] {
     [(false, false), (false, true), (true, false), (true, true)]
 }
 
-fn launch(client: &Client, case: Case, strategy: Strategy) {
+fn problem(m: usize, n: usize, block: usize) -> GemmProblem {
+    GemmProblem {
+        batch: 1,
+        m,
+        n,
+        k: 256,
+        a_scale_block: (block, block),
+        b_scale_block: (block, block),
+    }
+}
+
+/// Launches every blueprint that the case may choose, and says how many these are.
+fn launch(client: &Client, case: Case, strategy: Strategy) -> usize {
     let Case { block, size, .. } = case;
+    let problem = problem(size, size, block);
+    let blueprints = candidates(client, &problem, strategy).expect("a device that has the kernel");
     let blocks = size.div_ceil(block);
     let values = || tensor(client, &[size, size], dtype::<i8>());
     let scales = || tensor(client, &[blocks, blocks], dtype::<f32>());
@@ -119,16 +129,19 @@ fn launch(client: &Client, case: Case, strategy: Strategy) {
         block,
     };
     let bias = tensor(client, &[size], dtype::<f32>());
-    gemm(
-        client,
-        &operand,
-        &operand,
-        case.has_fallback.then_some(&residual),
-        case.has_bias.then_some(&bias),
-        case.out,
-        strategy,
-    )
-    .expect("a device that has the kernel");
+    for &blueprint in &blueprints {
+        gemm(
+            client,
+            &operand,
+            &operand,
+            case.has_fallback.then_some(&residual),
+            case.has_bias.then_some(&bias),
+            case.out,
+            Strategy::Exactly(blueprint),
+        )
+        .expect("a candidate");
+    }
+    blueprints.len()
 }
 
 /// Every `gemm_float` of one tile width.
@@ -154,14 +167,14 @@ fn launch_float(client: &Client, size: usize) {
 }
 
 fn tensor_core_sources(architecture: u16) -> Vec<Source> {
-    let cases = tensor_core_cases();
+    let mut launched = 0;
     let mut sources = sources_of(architecture, |client| {
-        for &case in &cases {
-            launch(client, case, Strategy::TensorCore);
+        for case in tensor_core_cases() {
+            launched += launch(client, case, Strategy::TensorCore);
         }
     });
     sources.retain(|source| source.name.starts_with("gemm_tensor_core"));
-    assert_eq!(sources.len(), cases.len());
+    assert_eq!(sources.len(), launched);
     sources
 }
 
@@ -180,13 +193,12 @@ fn hopper_sources(name: &str) -> Vec<Source> {
         .filter(|source| source.name == name)
         .map(|source| (source.code.clone(), source))
         .collect();
-    let tiles_and_outputs = 2 * outputs().len();
-    let others = match name {
-        "gemm_hopper" => pairs_of_bools().len(),
+    let (tiles, others) = match name {
+        "gemm_hopper" => (4, pairs_of_bools().len()),
         // The input's type, both operands' layouts, the bias.
-        _ => 2 * pairs_of_bools().len() * 2,
+        _ => (2, 2 * pairs_of_bools().len() * 2),
     };
-    assert_eq!(sources.len(), tiles_and_outputs * others, "{name}");
+    assert_eq!(sources.len(), tiles * outputs().len() * others, "{name}");
     sources.into_values().collect()
 }
 
@@ -211,6 +223,50 @@ fn no_hopper_source_elsewhere(#[values(80, 89, 100, 120)] architecture: u16) {
     });
     assert!(sources.iter().all(|source| source.name != "gemm_hopper"));
     assert!(!sources.is_empty());
+}
+
+/// The widest tiles, but where narrower ones keep more of the 108 multiprocessors busy: without a measurement.
+#[rstest]
+#[case::one_turn_of_narrow_tiles(512, 1024, 64)]
+#[case::one_turn_of_128(1024, 1664, 128)]
+#[case::one_turn_of_192(1024, 2496, 192)]
+#[case::two_turns_of_192(2048, 2496, 192)]
+#[case::many_tiles(4096, 4096, 256)]
+fn width_of_hopper_tiles(#[case] m: usize, #[case] n: usize, #[case] width: usize) {
+    sources_of(90, |client| {
+        let blueprint = select(client, &problem(m, n, 128), Strategy::Auto);
+        match blueprint.expect("a kernel") {
+            Blueprint::Hopper(blueprint) => assert_eq!(blueprint.tile_n, width),
+            other => panic!("{other:?}"),
+        }
+    });
+}
+
+/// Large tiles, but where their cubes would be alone on their multiprocessors. Where shared memory has room for two
+/// cubes of two stages only, that is a choice.
+#[rstest]
+#[case::one_turn(90, 1024, 1664, 64)]
+#[case::two_turns(90, 2048, 1664, 128)]
+#[case::two_cubes_of_two_stages(80, 2048, 1664, 128)]
+fn size_of_tensor_core_tiles(
+    #[case] architecture: u16,
+    #[case] m: usize,
+    #[case] n: usize,
+    #[case] size: usize,
+) {
+    sources_of(architecture, |client| {
+        let blueprints = candidates(client, &problem(m, n, 128), Strategy::TensorCore);
+        let sizes = blueprints.expect("a kernel");
+        let sizes: Vec<(usize, usize)> = sizes
+            .into_iter()
+            .map(|blueprint| match blueprint {
+                Blueprint::TensorCore(blueprint) => (blueprint.tile, blueprint.stages),
+                other => panic!("{other:?}"),
+            })
+            .collect();
+        assert_eq!(sizes[0], (size, 3));
+        assert_eq!(sizes.contains(&(128, 2)), architecture == 80);
+    });
 }
 
 #[rstest]

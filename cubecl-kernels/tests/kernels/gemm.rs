@@ -5,7 +5,7 @@ use cubecl_kernels::{
     KernelError,
     fallback::quantize_fallback,
     format::{Format, Granularity, Layout, Rounding},
-    gemm::{GemmOperand, Strategy, gemm},
+    gemm::{GemmOperand, GemmProblem, Strategy, candidates, gemm, select},
     quantize::{QuantizeSpec, Quantized, quantize},
     reference,
     shape::MatrixShape,
@@ -15,8 +15,8 @@ use rstest::rstest;
 
 use crate::{
     device::{
-        Client, Memory, Tensor, TestRuntime, client, dtype, float_types, read, read_float, upload,
-        upload_i32, upload_matrix,
+        Client, Memory, Tensor, TestRuntime, assert_same_floats, client, dtype, float_types, read,
+        read_float, upload, upload_i32, upload_matrix,
     },
     random::Random,
 };
@@ -475,4 +475,130 @@ fn pitched_operands(#[values(32, 128)] block: usize, #[values(160, 168, 170)] pi
             &format!("{strategy:?}"),
         );
     }
+}
+
+fn problem(batch: usize, m: usize, n: usize, k: usize, block: usize) -> GemmProblem {
+    GemmProblem {
+        batch,
+        m,
+        n,
+        k,
+        a_scale_block: (block, block),
+        b_scale_block: (block, block),
+    }
+}
+
+/// Which of its blueprints a product takes changes no bit: in more tiles than multiprocessors, in rows of any
+/// alignment, in tiles that begin in the middle of a block, with a batch.
+#[rstest]
+fn candidates_give_the_same_bits(#[values(32, 64, 128)] block: usize) {
+    let (client, mut random) = (client(), Random::fresh());
+    for strategy in strategies(&client, block) {
+        for (batch, m, n, k) in [
+            (1, 2000, 2101, 301),
+            (2, 257, 576, 400),
+            (1, 129, 1001, 130),
+        ] {
+            let problem = problem(batch, m, n, k, block);
+            let blueprints = candidates(&client, &problem, strategy).expect("a kernel");
+            let first = select(&client, &problem, strategy).expect("a kernel");
+            assert_eq!(blueprints[0], first);
+            if blueprints.len() == 1 {
+                println!("{strategy:?} has no choice");
+                break;
+            }
+            let (a_shape, b_shape) = (MatrixShape::batched(batch, m, k), MatrixShape::new(n, k));
+            let a = random.with_outliers(a_shape.num_elements());
+            let b = random.with_outliers(b_shape.num_elements());
+            let bias: Vec<f32> = (0..n).map(|_| 10.0 * random.normal()).collect();
+            let bias = upload(&client, &bias, &[n], dtype::<f32>());
+            let thresholds = upload(&client, &[30.0], &[1], dtype::<f32>());
+            let counts = upload_i32(&client, &[0, 0], &[1, 2]);
+            let a = matrix(&client, &a, a_shape);
+            let rows = Layout::RowMajor;
+            let a = quantize_fallback(&client, &a, block, rows, &thresholds, 0, &counts)
+                .expect("a matrix");
+            let b = quantized(
+                &client,
+                &matrix(&client, &b, b_shape),
+                Granularity::Block(block),
+            );
+            let (base, b) = (a.base.operand(), b.operand());
+            let (base, b) = (base.expect("both copies"), b.expect("both copies"));
+            for (float, residual, bias) in [
+                (dtype::<f32>(), None, Some(&bias)),
+                (dtype::<f32>(), Some(&a.residual), None),
+                (dtype::<bf16>(), Some(&a.residual), Some(&bias)),
+                (dtype::<bf16>(), None, None),
+            ] {
+                if !client.features().supports_type(float) {
+                    continue;
+                }
+                let products = blueprints.iter().map(|&blueprint| {
+                    let strategy = Strategy::Exactly(blueprint);
+                    let out = gemm(&client, &base, &b, residual, bias, float, strategy);
+                    read_float(&client, &out.expect("a candidate"))
+                });
+                let products: Vec<Vec<f32>> = products.collect();
+                for (product, blueprint) in products.iter().zip(&blueprints).skip(1) {
+                    let has = (residual.is_some(), bias.is_some());
+                    let what = format!("{blueprint:?} {problem:?} to {float}, {has:?}");
+                    assert_same_floats(product, &products[0], &what);
+                }
+            }
+        }
+    }
+}
+
+/// Products of one kind that several threads ask for at once, while the first of them is measured with the feature
+/// `autotune`, and afterwards.
+#[test]
+fn threads_get_the_same_bits() {
+    let client = client();
+    let (m, n, k) = (1000, 3001, 24);
+    let first = select(&client, &problem(1, m, n, k, 128), Strategy::Auto).expect("a kernel");
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                let mut random = Random::fresh();
+                let mut operand = |rows: usize| {
+                    let shape = MatrixShape::new(rows, k);
+                    let x = random.with_outliers(shape.num_elements());
+                    let x = matrix(&client, &x, shape);
+                    let quantized = quantized(&client, &x, Granularity::Block(128));
+                    quantized.operand().expect("a row-major copy")
+                };
+                let (a, b) = (operand(m), operand(n));
+                let product = |strategy| {
+                    let out = gemm(&client, &a, &b, None, None, dtype::<f32>(), strategy);
+                    read_float(&client, &out.expect("operands that fit"))
+                };
+                let expected = product(Strategy::Exactly(first));
+                for _ in 0..3 {
+                    assert_same_floats(&product(Strategy::Auto), &expected, "product");
+                }
+            });
+        }
+    });
+}
+
+/// A blueprint that is none of the product's is told, not launched.
+#[test]
+fn foreign_blueprints() {
+    let client = client();
+    let of = |block| problem(1, 64, 64, 256, block);
+    let strategy = Strategy::Portable;
+    let portable = select(&client, &of(16), strategy).expect("a kernel");
+    let exactly = Strategy::Exactly(portable);
+    assert_eq!(
+        select(&client, &of(16), exactly).expect("its own"),
+        portable
+    );
+    let error = select(&client, &of(32), exactly);
+    assert!(matches!(error, Err(KernelError::Unsupported { .. })));
+    let odd = GemmProblem {
+        a_scale_block: (8, 8),
+        ..of(16)
+    };
+    assert!(candidates(&client, &odd, exactly).is_err());
 }

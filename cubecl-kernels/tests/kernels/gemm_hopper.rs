@@ -1,4 +1,4 @@
-//! The Hopper kernels, to the bit. Products large enough for many tiles, long sums and both tile widths; small ones,
+//! The Hopper kernels, to the bit. Products large enough for many tiles, long sums and all tile widths; small ones,
 //! and the comparison with the reference in FP64, are in `gemm.rs`.
 
 use cubecl::{ir::StorageType, std::tensor::TensorHandle};
@@ -7,8 +7,8 @@ use cubecl_kernels::{
     fallback::{FallbackResidual, quantize_fallback},
     format::{Format, Granularity, Layout, Rounding},
     gemm::{
-        Blueprint, GemmOperand, GemmProblem, Strategy, gemm, gemm_float, gemm_float_into,
-        gemm_float_reads, select,
+        Blueprint, GemmOperand, GemmProblem, Strategy, candidates, gemm, gemm_float,
+        gemm_float_into, gemm_float_reads, select,
     },
     quantize::{QuantizeSpec, Quantized, quantize},
     shape::MatrixShape,
@@ -195,7 +195,8 @@ impl<'a> Reference<'a> {
     }
 }
 
-/// The kernel in all float types, with and without a bias, at some thousand places that include the corners.
+/// The kernel in all float types and tile widths, with and without a bias, at some thousand places that include the
+/// corners.
 fn compare(
     client: &Client,
     random: &mut Random,
@@ -230,15 +231,26 @@ fn compare(
     };
     let expected = [expected(&vec![0.0; n]), expected(&bias)];
     let bias = upload(client, &bias, &[n], dtype::<f32>());
+    let widths = candidates(client, &problem(batch, m, n, k), Strategy::Hopper).expect("a kernel");
+    let mut widths = widths.iter().cycle().skip(random.index(widths.len()));
     for float in float_types(client) {
         for (bias, expected) in [None, Some(&bias)].into_iter().zip(&expected) {
-            let out = gemm(client, a, b, fallback, bias, float, Strategy::Hopper);
+            let width = *widths.next().expect("an endless cycle");
+            let out = gemm(
+                client,
+                a,
+                b,
+                fallback,
+                bias,
+                float,
+                Strategy::Exactly(width),
+            );
             let out = read_float(client, &out.expect("operands that fit"));
             let actual: Vec<f32> = places
                 .iter()
                 .map(|&[matrix, row, col]| out[(matrix * m + row) * n + col])
                 .collect();
-            let what = format!("{what} to {float}, bias {}", bias.is_some());
+            let what = format!("{what} to {float}, bias {}, {width:?}", bias.is_some());
             assert_same_floats(&actual, &rounded(expected, float), &what);
         }
     }

@@ -188,7 +188,7 @@ __device__ __forceinline__ u32 pack(float low, float high) {
 typedef Out Staging[16][STAGED + 8];
 #else
 // Eight more: a row is staged from the place on that it has in its first 16 bytes of memory.
-#define STAGED 128
+#define STAGED (TILE_N % 128 == 0 ? 128 : 64)
 typedef Out Staging[8][STAGED + 8];
 #endif
 

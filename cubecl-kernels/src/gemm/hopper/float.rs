@@ -23,6 +23,8 @@ const ELEMENT_BYTES: usize = 2;
 const DEPTH: usize = 64;
 /// Columns that are computed at once: those of the widest tile.
 const WHOLE_TILE: usize = 256;
+/// Widths of tiles and their speeds beside one another.
+const SPEEDS: [(usize, f32); 2] = [(256, 1.0), (128, 0.8)];
 
 /// Whether [`gemm_float`] has a kernel for the device: CUDA's architecture sm_90, no other.
 pub fn has_gemm_float<R: Runtime>(client: &ComputeClient<R>) -> bool {
@@ -261,7 +263,8 @@ impl<'a, R: Runtime> Product<'a, R> {
         if outer * inner * m * n == 0 {
             return;
         }
-        let blueprint = HopperBlueprint::new(client, outer * inner, m, n, WHOLE_TILE);
+        let [wide, narrow] = HopperBlueprint::all(client, outer * inner, m, n, WHOLE_TILE, SPEEDS);
+        let (blueprint, _) = if narrow.1 <= wide.1 { narrow } else { wide };
         let is_many = |dimension: Dimension| usize::from(dimension.in_memory() > 1);
         launch_source(
             client,

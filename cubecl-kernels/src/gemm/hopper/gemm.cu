@@ -1,7 +1,7 @@
 // C[M, N] = A[M, K] B[N, K]^T + bias[N] of INT8 matrices with FP32 scales for blocks of 128 x 128, on sm_90a.
 //
 // Knobs, defined in front of this text:
-//   TILE_N     128 or 256, the columns of an output tile (its rows are 128)
+//   TILE_N     64, 128, 192 or 256, the columns of an output tile (its rows are 128)
 //   STAGES     stages of the ring in shared memory
 //   FALLBACK   1: blocks of A whose flag is set add the product of their residual
 //   BIAS, OUT_F32, OUT_F16 or OUT_BF16   see common.cu, which comes before this text
@@ -15,9 +15,13 @@
 //
 // Where the speed comes from: the tensor cores must not wait while a consumer turns INT32 products into FP32 sums (an
 // I2F and an FFMA for each), which takes half as long as the products. So a consumer works in chunks of 64 columns with
-// two sets of INT32 registers, and converts one chunk while the products of the next are computed. A chunk so narrow
-// would need both operands at the full rate of shared memory; with A in registers, read once for all chunks of a stage,
-// B's half of it is left. (Chunks of 128 with both operands in shared memory, in one set of registers, are 8% slower.)
+// two or three sets of INT32 registers, and converts one chunk while the products of the next are computed. A chunk so
+// narrow would need both operands at the full rate of shared memory; with A in registers, read once for all chunks of a
+// stage, B's half of it is left. (Chunks of 128 with both operands in shared memory, in one set of registers, are 8%
+// slower.)
+//
+// Narrow tiles are for outputs that have few: at equal work for each block of the grid, tiles of 192, 128 and 64 columns
+// reach 0.94, 0.85 and 0.53 of the speed of 256.
 
 // The launcher's numbers, in its order. Strides are in elements; those of a batch of one are 0.
 struct Numbers {
@@ -30,6 +34,8 @@ struct Numbers {
 #define DEPTH 128
 #define CHUNK 64
 #define CHUNKS (TILE_N / CHUNK)
+// Sets of INT32 registers: a stage's last chunk and the next one's first must not share one.
+#define SETS (CHUNKS % 2 ? CHUNKS : 2)
 #define A_BYTES (TILE_M * DEPTH)
 #define B_BYTES (TILE_N * DEPTH)
 #define STAGE_BYTES (A_BYTES + B_BYTES)
@@ -90,6 +96,19 @@ __device__ __forceinline__ void multiply_chunk(int *products, const u32 (*fragme
     products_commit();
 }
 
+// What the producer says of a stage: the products of the scales for the tile's first and second block of columns, the
+// one for the second of three chunks, and whether the stage is the tile's last. Every other tile of 192 columns begins in
+// the middle of a block, so that its second chunk lies in the second block.
+struct __align__(16) Note {
+    float first, second, middle, is_end;
+};
+
+__device__ __forceinline__ float scale_of(const Note &note, int chunk) {
+    if (CHUNKS == 3 && chunk == 1)
+        return note.middle;
+    return chunk < 128 / CHUNK ? note.first : note.second;
+}
+
 // Adds a chunk's products, exact integers below 2^21, to its sums.
 __device__ __forceinline__ void add_scaled(float *sums, const int *products, float scale) {
 #pragma unroll
@@ -102,14 +121,14 @@ __device__ __forceinline__ void add_scaled(float *sums, const int *products, flo
 // What a consumer reads of the ring.
 struct Stages {
     u32 memory, full, empty;
-    const float4 *notes;
+    const Note *notes;
     // What a lane gives load_matrices for the first stage and step along K. A lane addresses one row of its warp's 16,
     // and the first or the second 16 bytes of a step. The swizzle exchanges the 16-byte chunks of a row by an exclusive
     // or with the row's index modulo 8.
     u32 fragments;
 };
 
-__device__ __forceinline__ Stages stages_of(u32 memory, u32 full, u32 empty, const float4 *notes) {
+__device__ __forceinline__ Stages stages_of(u32 memory, u32 full, u32 empty, const Note *notes) {
     const u32 row = (threadIdx.x - 128) / 32 * 16 + threadIdx.x % 16;
     const u32 chunk = threadIdx.x % 32 / 16;
     return {memory, full, empty, notes, memory + row * DEPTH + (chunk ^ row % 8) * 16};
@@ -123,11 +142,12 @@ __device__ __forceinline__ void load_fragments(u32 (*fragments)[4], u32 first) {
 
 // Adds the products of a tile's stages to its sums.
 __device__ __forceinline__ void add_tile(float *sums, const Stages &stages, u32 &stage, u32 &parity) {
-    // The chunk that is computed and the one that is converted.
-    int products[2][CHUNK / 2];
+    // The chunk that is computed, the one that is converted, and of three chunks the third.
+    int products[SETS][CHUNK / 2];
+    int *const pending = products[(CHUNKS - 1) % SETS];
 #pragma unroll
     for (int i = 0; i < CHUNK / 2; i++)
-        products[1][i] = 0;
+        pending[i] = 0;
     // The scale of the last stage's last chunk, which is converted while the first chunk of the next stage is computed.
     // Before the tile's first stage it stands for zeros.
     float pending_scale = 0.0f;
@@ -135,58 +155,58 @@ __device__ __forceinline__ void add_tile(float *sums, const Stages &stages, u32 
     bool last;
     do {
         barrier_wait(stages.full + 8 * stage, parity);
-        const float4 note = stages.notes[stage];
-        last = note.z != 0.0f;
+        const Note note = stages.notes[stage];
+        last = note.is_end != 0.0f;
         const u32 b = stages.memory + stage * STAGE_BYTES + A_BYTES;
         // The fragments of A are still being read by the last chunk's products. While this consumer waits for them, the
         // other one keeps the tensor cores busy.
         products_wait<0>();
-        products_pin(products[1]);
+        products_pin(pending);
         if (pending_stage < STAGES)
             release(stages.empty + 8 * pending_stage);
         u32 fragments[DEPTH / 32][4];
         load_fragments(fragments, stages.fragments + stage * STAGE_BYTES);
 #pragma unroll
         for (int chunk = 0; chunk < CHUNKS; chunk++) {
-            multiply_chunk(products[chunk % 2], fragments, b + chunk * CHUNK * DEPTH);
+            multiply_chunk(products[chunk % SETS], fragments, b + chunk * CHUNK * DEPTH);
             if (chunk == 0) {
-                add_scaled(sums + (CHUNKS - 1) * CHUNK / 2, products[1], pending_scale);
+                add_scaled(sums + (CHUNKS - 1) * CHUNK / 2, pending, pending_scale);
             } else {
+                int *const done = products[(chunk - 1) % SETS];
                 products_wait<1>();
-                products_pin(products[1 - chunk % 2]);
-                add_scaled(sums + (chunk - 1) * CHUNK / 2, products[1 - chunk % 2],
-                           chunk <= 128 / CHUNK ? note.x : note.y);
+                products_pin(done);
+                add_scaled(sums + (chunk - 1) * CHUNK / 2, done, scale_of(note, chunk - 1));
             }
         }
-        pending_scale = TILE_N == 128 ? note.x : note.y;
+        pending_scale = scale_of(note, CHUNKS - 1);
         pending_stage = stage;
         next_stage(stage, parity);
     } while (!last);
     products_wait<0>();
-    products_pin(products[1]);
+    products_pin(pending);
     release(stages.empty + 8 * pending_stage);
-    add_scaled(sums + (CHUNKS - 1) * CHUNK / 2, products[1], pending_scale);
+    add_scaled(sums + (CHUNKS - 1) * CHUNK / 2, pending, pending_scale);
 }
 
-// The same for a tile of which only `count` chunks, fewer than CHUNKS, lie in the output. They are multiplied and added
-// one after the other: only the other consumer's work overlaps.
+// The same for a tile of which only `count` chunks lie in the output: fewer than CHUNKS, or the only one. They are
+// multiplied and added one after the other: only the other consumer's work overlaps.
 __device__ __forceinline__ void add_narrow_tile(float *sums, u32 count, const Stages &stages, u32 &stage, u32 &parity) {
     bool last;
     do {
         barrier_wait(stages.full + 8 * stage, parity);
-        const float4 note = stages.notes[stage];
-        last = note.z != 0.0f;
+        const Note note = stages.notes[stage];
+        last = note.is_end != 0.0f;
         const u32 b = stages.memory + stage * STAGE_BYTES + A_BYTES;
         u32 fragments[DEPTH / 32][4];
         load_fragments(fragments, stages.fragments + stage * STAGE_BYTES);
 #pragma unroll
-        for (int chunk = 0; chunk < CHUNKS - 1; chunk++) {
+        for (int chunk = 0; chunk == 0 || chunk < CHUNKS - 1; chunk++) {
             if (chunk < count) {
                 int products[CHUNK / 2];
                 multiply_chunk(products, fragments, b + chunk * CHUNK * DEPTH);
                 products_wait<0>();
                 products_pin(products);
-                add_scaled(sums + chunk * CHUNK / 2, products, chunk < 128 / CHUNK ? note.x : note.y);
+                add_scaled(sums + chunk * CHUNK / 2, products, scale_of(note, chunk));
             }
         }
         release(stages.empty + 8 * stage);
@@ -235,9 +255,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     // The swizzle repeats every 1024 bytes, so tiles must begin at multiples of that.
     extern __shared__ __align__(1024) unsigned char ring[];
     __shared__ u64 full_barriers[STAGES], empty_barriers[STAGES];
-    // Of each stage: the products of the scales for the tile's columns 0 to 127 and 128 to 255, and whether it is the
-    // tile's last.
-    __shared__ float4 notes[STAGES];
+    __shared__ Note notes[STAGES];
     __shared__ __align__(16) Staging staging[8];
 
     const u32 m = numbers.m, n = numbers.n, k = numbers.k;
@@ -277,7 +295,8 @@ extern "C" __global__ void __launch_bounds__(384, 1)
 #endif
             const u32 b_batch = numbers.b_batched ? tile.batch : 0;
             const u32 b_last = (n - 1) / 128;
-            const u32 b_first = tile.n * (TILE_N / 128);
+            const u32 b_first = tile.n * TILE_N / 128;
+            const bool begins_inside = tile.n * TILE_N % 128 != 0;
             const u64 a_row = tile.batch * numbers.a_scale_batch + tile.m * numbers.a_scale_row;
             const u64 b_row = b_batch * numbers.b_scale_batch;
             for (u32 start = 0; start < blocks; start += 32) {
@@ -288,7 +307,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                 const float a_scale = a_scales[a_index];
                 const float b_scale_0 = b_scales[b_index + b_first * numbers.b_scale_row];
                 const float b_scale_1 =
-                    TILE_N == 256 ? b_scales[b_index + min(b_first + 1, b_last) * numbers.b_scale_row] : 0.0f;
+                    TILE_N > 128 ? b_scales[b_index + min(b_first + 1, b_last) * numbers.b_scale_row] : 0.0f;
 #if FALLBACK
                 const float residual_scale = residual_scales[a_index];
                 const u32 fell_back = __ballot_sync(EVERYONE, flags[a_index] != 0);
@@ -310,7 +329,8 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                         if (lane == 0) {
                             const float scale = step ? extra : base;
                             const bool last = start + i + 1 == blocks && step + 1 == steps;
-                            notes[stage] = make_float4(scale * scale_0, scale * scale_1, last ? 1.0f : 0.0f, 0.0f);
+                            const float first = scale * scale_0, second = scale * scale_1;
+                            notes[stage] = {first, second, begins_inside ? second : first, last ? 1.0f : 0.0f};
                             const u32 to = memory + stage * STAGE_BYTES, barrier = full + 8 * stage;
                             // The arrival releases the notes to the consumers.
                             barrier_arrive_expect(barrier, STAGE_BYTES);
@@ -344,7 +364,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         for (int i = 0; i < TILE_N / 2; i++)
             sums[i] = 0.0f;
         const u32 chunks = (n - tile.n * TILE_N + CHUNK - 1) / CHUNK;
-        if (chunks < CHUNKS)
+        if (CHUNKS == 1 || chunks < CHUNKS)
             add_narrow_tile(sums, chunks, stages, stage, parity);
         else
             add_tile(sums, stages, stage, parity);
