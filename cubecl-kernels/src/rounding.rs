@@ -149,7 +149,8 @@ pub(crate) fn packed(word: u32, mask: u32, #[comptime] stochastic: bool) -> u32 
     ((word + offset) ^ SIGN_BITS) & mask
 }
 
-/// One value as an integer, up with the probability of its fractional part; see [`stochastic_offset`].
+/// One value as an integer, up with the probability of its fractional part; see [`stochastic_offset`], and
+/// [`dither`](crate::philox::dither) for how exactly.
 #[cube]
 fn round_stochastic(x: f32, inverse: f32, offset: f32, zero: u32, #[comptime] q_max: i32) -> i32 {
     let v = select(inverse == 0.0, 0.0f32, exact::product(x, inverse, zero));
