@@ -169,6 +169,9 @@ pub(crate) struct GemmArgs<'a, R: Runtime> {
 ///
 /// A scale of NaN makes NaN of all that it touches. The portable kernel splits K so that INT32 does not overflow.
 ///
+/// With the feature `autotune`, the first product of a kind whose fastest blueprint is not clear is measured: the call
+/// waits for the device, and for kernels to be compiled.
+///
 /// # Errors
 ///
 /// When shapes or element types differ from these, or `strategy` names a kernel that the device or the scale geometry

@@ -210,11 +210,11 @@ fn softmax_kernel<F: Numeric, NX: Size, NG: Size, NO: Size>(
     let start = index * geometry.cols;
     col = UNIT_POS * 4;
     while col < geometry.cols {
-        // Behind the mask nothing is read. What is not finite makes NaN of the whole row.
+        // Behind the mask nothing is read. A row of NaN is NaN there too.
         let mut quad = Array::<f32>::new(4usize);
         #[unroll]
         for lane in 0..4usize {
-            quad[lane] = 0.0f32 * inverse;
+            quad[lane] = select(inverse.is_nan(), inverse, 0.0f32);
         }
         let sees = col < row.visible;
         if sees {
@@ -397,10 +397,9 @@ fn reduce(
     #[comptime] count: usize,
     #[comptime] planes: bool,
 ) {
+    // Each reduction has memory of its own: units may still read that of an earlier one.
     let mut shared = SharedMemory::<f32>::new(comptime!(count * UNITS));
     let unit = UNIT_POS as usize;
-    // The memory may be that of an earlier reduction, which units have not left yet.
-    sync_cube();
     #[unroll]
     for index in 0..count {
         shared[unit + comptime!(index * UNITS)] = values[index];

@@ -43,8 +43,8 @@ impl HopperBlueprint {
 
     /// Columns of a tile of INT8 products that are computed at once, where any of them lies in the output.
     const CHUNK: usize = 64;
-    /// Widths of the tiles of INT8 products, and their speeds beside one another where tiles are many: narrow ones read
-    /// more for each product.
+    /// Widths of the tiles of INT8 products, and their speeds beside one another where tiles are many: narrow ones
+    /// read more for each product.
     ///
     /// With these, the cheapest width was the fastest one, within 0.3%, for 80 of 82 products with output in BF16 of 256
     /// to 16384 rows on one NVIDIA H200, 2026-11-22, the other two being shorter than their launches; with output in

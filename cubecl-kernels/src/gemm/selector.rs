@@ -36,7 +36,8 @@ pub(super) struct Ranked {
     pub cost: f32,
 }
 
-/// The kernel of a product: the first of its [`candidates`].
+/// The blueprint of a product that is expected to be the fastest: the first of its [`candidates`]. With the feature
+/// `autotune` a measurement may take another one.
 ///
 /// # Errors
 ///

@@ -501,8 +501,6 @@ fn candidates_give_the_same_bits(#[values(32, 64, 128)] block: usize) {
         ] {
             let problem = problem(batch, m, n, k, block);
             let blueprints = candidates(&client, &problem, strategy).expect("a kernel");
-            let first = select(&client, &problem, strategy).expect("a kernel");
-            assert_eq!(blueprints[0], first);
             if blueprints.len() == 1 {
                 println!("{strategy:?} has no choice");
                 break;
@@ -551,11 +549,13 @@ fn candidates_give_the_same_bits(#[values(32, 64, 128)] block: usize) {
 }
 
 /// Products of one kind that several threads ask for at once, while the first of them is measured with the feature
-/// `autotune`, and afterwards.
+/// `autotune` (on sm_90, unless a cache on disk knows), and afterwards.
 #[test]
 fn threads_get_the_same_bits() {
     let client = client();
-    let (m, n, k) = (1000, 3001, 24);
+    // Tiles of 256 columns are expected to take 11% longer here than those of 192: the choice is open, but in FP32.
+    let (m, n, k) = (1000, 5001, 24);
+    let float = *float_types(&client).last().expect("FP32 at least");
     let first = select(&client, &problem(1, m, n, k, 128), Strategy::Auto).expect("a kernel");
     std::thread::scope(|scope| {
         for _ in 0..4 {
@@ -570,7 +570,7 @@ fn threads_get_the_same_bits() {
                 };
                 let (a, b) = (operand(m), operand(n));
                 let product = |strategy| {
-                    let out = gemm(&client, &a, &b, None, None, dtype::<f32>(), strategy);
+                    let out = gemm(&client, &a, &b, None, None, float, strategy);
                     read_float(&client, &out.expect("operands that fit"))
                 };
                 let expected = product(Strategy::Exactly(first));

@@ -195,8 +195,8 @@ impl<'a> Reference<'a> {
     }
 }
 
-/// The kernel in all float types and tile widths, with and without a bias, at some thousand places that include the
-/// corners.
+/// The kernel in all float types, with and without a bias, in each of these with one width of tiles after the other, at
+/// some thousand places that include the corners.
 fn compare(
     client: &Client,
     random: &mut Random,

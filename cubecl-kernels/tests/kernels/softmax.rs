@@ -162,6 +162,15 @@ fn rows_without_a_visible_score_are_zero_and_nan_is_kept() {
     assert_eq!(read_float(&client, &p)[..2], [1.0, 0.0]);
     assert_eq!(read_float(&client, &d)[..2], [0.0, 0.0]);
     assert!(read_float(&client, &d)[2..].iter().all(|d| d.is_nan()));
+
+    // A row of NaN is NaN behind the mask too, however far.
+    let mut scores = vec![1.0; 40 * 40];
+    scores[0] = f32::NAN;
+    let scores = upload(&client, &scores, &[40, 40], dtype::<f32>());
+    let p = softmax(&client, &scores, attention).expect("scores");
+    let p = read_float(&client, &p);
+    assert!(p[..40].iter().all(|p| p.is_nan()), "{p:?}");
+    assert_eq!(p[40..80], [vec![0.5; 2], vec![0.0; 38]].concat());
 }
 
 #[test]

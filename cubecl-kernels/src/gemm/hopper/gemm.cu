@@ -20,8 +20,7 @@
 // stage, B's half of it is left. (Chunks of 128 with both operands in shared memory, in one set of registers, are 8%
 // slower.)
 //
-// Narrow tiles are for outputs that have few: at equal work for each block of the grid, tiles of 192, 128 and 64 columns
-// reach 0.94, 0.85 and 0.53 of the speed of 256.
+// Narrow tiles are for outputs that have few: hopper.rs has their speeds.
 
 // The launcher's numbers, in its order. Strides are in elements; those of a batch of one are 0.
 struct Numbers {
@@ -34,7 +33,8 @@ struct Numbers {
 #define DEPTH 128
 #define CHUNK 64
 #define CHUNKS (TILE_N / CHUNK)
-// Sets of INT32 registers: a stage's last chunk and the next one's first must not share one.
+// Sets of INT32 registers of add_tile: a stage's last chunk and the next one's first must not share one. Tiles of one
+// chunk do not go through it.
 #define SETS (CHUNKS % 2 ? CHUNKS : 2)
 #define A_BYTES (TILE_M * DEPTH)
 #define B_BYTES (TILE_N * DEPTH)
@@ -97,8 +97,8 @@ __device__ __forceinline__ void multiply_chunk(int *products, const u32 (*fragme
 }
 
 // What the producer says of a stage: the products of the scales for the tile's first and second block of columns, the
-// one for the second of three chunks, and whether the stage is the tile's last. Every other tile of 192 columns begins in
-// the middle of a block, so that its second chunk lies in the second block.
+// one for the second of three chunks, and whether the stage is the tile's last. Every other tile of 192 columns begins
+// in the middle of a block, so that its second chunk lies in the second block.
 struct __align__(16) Note {
     float first, second, middle, is_end;
 };
