@@ -17,7 +17,8 @@ struct Model<B: Backend> {
     weight: Param<Tensor<B, 1>>,
 }
 
-/// The time of a step on `n` FP32 parameters, the gradients given.
+/// The time of a step on `n` FP32 parameters, the gradients given, each step waited for: of steps that follow each other
+/// with nothing between, Burn's fusion can make one kernel, as no training loop lets it.
 pub fn measure(gpu: &Gpu, n: usize) -> Result<Spread> {
     let device = CudaDevice::default();
     let mut random = gpu.random();
@@ -34,6 +35,7 @@ pub fn measure(gpu: &Gpu, n: usize) -> Result<Spread> {
         .with_weight_decay(HYPERPARAMETERS.weight_decay)
         .init();
     let mut model = Some(Model { weight });
+    let sync = || <Cuda>::sync(&device).context("the GPU failed");
     let step = || {
         let mut gradients = GradientsParams::new();
         gradients.register::<Cuda, 1>(id, gradient.clone());
@@ -42,9 +44,9 @@ pub fn measure(gpu: &Gpu, n: usize) -> Result<Spread> {
             .take()
             .map(|model| optimizer.step(HYPERPARAMETERS.learning_rate, model, gradients));
         model = stepped;
-        Ok(())
+        sync()
     };
-    let times = Sampling::LONG.time(step, || <Cuda>::sync(&device).context("the GPU failed"))?;
+    let times = Sampling::LONG.time(step, sync)?;
     gpu.client.memory_cleanup();
     Ok(times)
 }
