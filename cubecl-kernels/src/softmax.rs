@@ -178,14 +178,7 @@ fn softmax_kernel<F: Numeric, NX: Size, NG: Size, NO: Size>(
             sums[0usize] += weights[lane];
         }
         if comptime!(has_grad) {
-            let grads = read_quad_of::<F, NG, Array<Vector<F, NG>>>(
-                grad,
-                &grad_geometry,
-                row.batch,
-                row.row,
-                col,
-                widths.1,
-            );
+            let grads = quad_of::<F, NG>(grad, &grad_geometry, &row, col, widths.1);
             #[unroll]
             for lane in 0..4u32 {
                 // A gradient behind the mask may be anything, NaN too.
@@ -239,14 +232,7 @@ fn softmax_kernel<F: Numeric, NX: Size, NG: Size, NO: Size>(
                 of_scores[lane] = 0.0f32;
             }
             if sees {
-                let grads = read_quad_of::<F, NG, Array<Vector<F, NG>>>(
-                    grad,
-                    &grad_geometry,
-                    row.batch,
-                    row.row,
-                    col,
-                    widths.1,
-                );
+                let grads = quad_of::<F, NG>(grad, &grad_geometry, &row, col, widths.1);
                 #[unroll]
                 for lane in 0..4u32 {
                     let value = quad[lane as usize] * (grads[lane as usize] - mean) * scale;
@@ -302,6 +288,18 @@ fn score_row(
     }
 }
 
+/// Four neighbours of the row.
+#[cube]
+fn quad_of<F: Numeric, N: Size>(
+    x: &Array<Vector<F, N>>,
+    geometry: &MatrixGeometry,
+    row: &ScoreRow,
+    col: u32,
+    #[comptime] width: usize,
+) -> Array<f32> {
+    read_quad_of::<F, N, Array<Vector<F, N>>>(x, geometry, row.batch, row.row, col, width)
+}
+
 /// `scale * scores` of four neighbours; the least number behind the mask.
 #[cube]
 fn scaled<F: Numeric, N: Size>(
@@ -311,8 +309,7 @@ fn scaled<F: Numeric, N: Size>(
     col: u32,
     #[comptime] width: usize,
 ) -> Array<f32> {
-    let mut quad =
-        read_quad_of::<F, N, Array<Vector<F, N>>>(scores, geometry, row.batch, row.row, col, width);
+    let mut quad = quad_of::<F, N>(scores, geometry, row, col, width);
     #[unroll]
     for lane in 0..4u32 {
         quad[lane as usize] = select(
