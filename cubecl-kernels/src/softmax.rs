@@ -165,10 +165,11 @@ fn softmax_kernel<F: Numeric, NX: Size, NG: Size, NO: Size>(
     let row = score_row(&geometry, index, scale, causal);
     let max = row_max::<F, NX>(scores, &geometry, &row, widths.0, planes);
     // Of the weights, and of their products with the gradients.
-    let mut sums = Array::<f32>::new(comptime!(if has_grad { 2usize } else { 1usize }));
-    sums[0usize] = 0.0f32;
-    if comptime!(has_grad) {
-        sums[1usize] = 0.0f32;
+    let count = comptime!(if has_grad { 2usize } else { 1usize });
+    let mut sums = Array::<f32>::new(count);
+    #[unroll]
+    for index in 0..count {
+        sums[index] = 0.0f32;
     }
     let mut col = UNIT_POS * 4;
     while col < row.visible {
@@ -189,12 +190,7 @@ fn softmax_kernel<F: Numeric, NX: Size, NG: Size, NO: Size>(
         }
         col += comptime!(4 * UNITS as u32);
     }
-    reduce(
-        &mut sums,
-        Reduction::Sum,
-        comptime!(if has_grad { 2usize } else { 1usize }),
-        planes,
-    );
+    reduce(&mut sums, Reduction::Sum, count, planes);
     let inverse = 1.0f32 / at_least_smallest(sums[0usize]);
     let mut mean = 0.0f32;
     if comptime!(has_grad) {

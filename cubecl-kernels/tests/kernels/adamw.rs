@@ -566,8 +566,8 @@ mod on_device {
         kernels_equal_the_reference(&[(Some(format), Some(format))], &[1100 * 1024 + 5], None);
     }
 
-    /// What a cube does with several tiles, each of 2048 elements, is what cubes of one tile do: the whole of a tensor
-    /// has more tiles than [cubes](cubecl_kernels::adamw), its halves have not.
+    /// What a cube does with several tiles, each of 2048 elements, is what cubes of one tile do: the tensor has more
+    /// tiles than cubes, its halves have not.
     #[test]
     fn many_tiles_are_as_one() {
         let (client, mut random) = (client(), Random::fresh());
