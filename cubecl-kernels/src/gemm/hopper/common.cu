@@ -288,15 +288,20 @@ __device__ __forceinline__ void write_sums(float *sums, const float *bias, Out *
         return;
     }
 #if defined(OUT_F32)
-    // The four lanes of a quad write 32 bytes, a whole sector.
+    // Neighbouring lanes swap pairs, so that a lane has 4 neighbours of a row, 16 bytes, and the quad 64: a store of 32
+    // bytes a row takes as long.
+    const bool odd = quad & 1;
 #pragma unroll
-    for (int j = 0; j < TILE_N / 8; j++)
+    for (int group = 0; group < TILE_N / 16; group++)
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            const u32 col = first_col + 8 * j + 2 * quad;
+            const float *first = sums + 8 * group + 2 * h, *second = first + 4;
+            const float x = __shfl_xor_sync(EVERYONE, odd ? first[0] : second[0], 1);
+            const float y = __shfl_xor_sync(EVERYONE, odd ? first[1] : second[1], 1);
+            const u32 col = first_col + 16 * group + 8 * odd + 2 * (quad & 2);
             if (row + 8 * h < rows && col < cols)
-                *(float2 *)(out + (u64)(row + 8 * h) * stride + col) =
-                    make_float2(sums[4 * j + 2 * h], sums[4 * j + 2 * h + 1]);
+                *(float4 *)(out + (u64)(row + 8 * h) * stride + col) =
+                    odd ? make_float4(x, y, second[0], second[1]) : make_float4(first[0], first[1], x, y);
         }
 #else
     // The quad transposes 4 x 4 words, so that each lane has 8 neighbours of a row, 16 bytes, and the quad 64.
