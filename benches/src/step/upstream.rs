@@ -8,7 +8,7 @@ use burn::{
         ops::{Backward, Ops, OpsKind},
     },
     tensor::{
-        FloatDType, Shape, TensorMetadata,
+        FloatDType, Shape, Slice, TensorMetadata,
         backend::{AutodiffBackend, Backend},
         ops::FloatTensor,
     },
@@ -30,7 +30,10 @@ impl<B: Backend> Backward<B, 1> for Upstream {
         grads: &mut Gradients,
         _checkpointer: &mut Checkpointer,
     ) {
-        grads.consume::<B>(&ops.node);
+        // Burn's fusion fuses nothing behind an operation of ours while unrelated elementwise work is pending, as these
+        // ones are; in a model, what is pending made the gradient. A slice is not fused, and so runs them.
+        let ones = grads.consume::<B>(&ops.node);
+        grads.register::<B>(ops.node.id, B::float_slice(ones, &[Slice::full()]));
         let [y] = ops.parents;
         if let Some(y) = y {
             grads.register::<B>(y.id, ops.state);
