@@ -8,7 +8,7 @@ use burn::{
         ops::{Backward, Ops, OpsKind},
     },
     tensor::{
-        FloatDType, Shape, Slice, TensorMetadata,
+        Slice, TensorMetadata,
         backend::{AutodiffBackend, Backend},
         ops::FloatTensor,
     },
@@ -18,6 +18,10 @@ use burn::{
 ///
 /// Burn's backward pass begins with ones in the shape of its tensor, and to multiply them by a gradient takes a kernel
 /// as large as the layer's output, which no training step has. Here the result is one number.
+///
+/// Burn's fusion leaves unfused what follows an operation of ours while unrelated elementwise work is pending. Inside a
+/// model there is none: the next layer has used the output, and what came last made the gradient. Here slices, which are
+/// not fused, use the output and the ones.
 #[derive(Debug)]
 struct Upstream;
 
@@ -30,10 +34,8 @@ impl<B: Backend> Backward<B, 1> for Upstream {
         grads: &mut Gradients,
         _checkpointer: &mut Checkpointer,
     ) {
-        // Burn's fusion fuses nothing behind an operation of ours while unrelated elementwise work is pending, as these
-        // ones are; in a model, what is pending made the gradient. A slice is not fused, and so runs them.
         let ones = grads.consume::<B>(&ops.node);
-        grads.register::<B>(ops.node.id, B::float_slice(ones, &[Slice::full()]));
+        grads.register::<B>(ops.node.id, first::<B>(ones));
         let [y] = ops.parents;
         if let Some(y) = y {
             grads.register::<B>(y.id, ops.state);
@@ -46,8 +48,7 @@ pub(super) fn backward<B: Backend>(
     y: FloatTensor<Autodiff<B>>,
     gradient: FloatTensor<B>,
 ) -> Gradients {
-    let device = B::float_device(&gradient);
-    let end = B::float_zeros(Shape::new([1]), &device, FloatDType::from(gradient.dtype()));
+    let end = first::<B>(y.primitive);
     let end = match Upstream
         .prepare::<NoCheckpointing>([y.node])
         .compute_bound()
@@ -57,4 +58,10 @@ pub(super) fn backward<B: Backend>(
         OpsKind::UnTracked(prep) => prep.finish(end),
     };
     <Autodiff<B> as AutodiffBackend>::backward(end)
+}
+
+/// The first element, with as many dimensions.
+fn first<B: Backend>(tensor: FloatTensor<B>) -> FloatTensor<B> {
+    let ranges = vec![Slice::from(0..1); tensor.shape().num_dims()];
+    B::float_slice(tensor, &ranges)
 }
