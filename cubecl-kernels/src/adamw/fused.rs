@@ -3,17 +3,19 @@
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
 use crate::{
+    arguments::Arguments,
     device::{cube_grid, has_u64, or_unused, storage},
     error::KernelError,
+    flush_to_zero,
     format::Rounding,
     optimizer_state::{
-        Moment, StateFormat,
+        Moment, StateFormat, StateTensor,
         group::{decode_state, group_scales, load_state, write_state},
         kernel::is_aligned,
         span::{Span, first_tile, quad_start, read_held, tile_stride, write_held},
         table::fill_table,
     },
-    rounding::{RandomStream, magnitude_bits, random_stream, random_words},
+    rounding::{RandomStream, add_random_stream, magnitude_bits, random_words},
 };
 
 use super::{
@@ -75,48 +77,60 @@ pub(super) fn launch<R: Runtime>(
         .all(is_aligned);
     let stochastic = *rounding != Rounding::Nearest && parameter.dtype != storage::<f32>();
     let flag = or_unused(nonfinite, clock, storage::<i32>());
-    let scales = |scales| or_unused(scales, clock, storage::<f32>()).into_arg();
-    let exponents = |exponents| or_unused(exponents, clock, storage::<u8>()).into_arg();
+    let scales = |state: &StateTensor<R>| or_unused(state.scales.as_ref(), clock, storage::<f32>());
+    let exponents =
+        |state: &StateTensor<R>| or_unused(state.exponents.as_ref(), clock, storage::<u8>());
     for stretch in span.launches(tensors.len(), aligned) {
+        let width = stretch.span.width;
+        let mut arguments = Arguments::default();
+        #[allow(
+            clippy::unit_arg,
+            reason = "what a kernel is compiled for does not depend on a number"
+        )]
+        let kernel = adamw_kernel::AdamwKernel::new(
+            KernelSettings::default().cube_dim(span.cube_dim()),
+            client.clone(),
+            arguments.array(parameter, width),
+            arguments.array(gradient, width),
+            arguments.array(&first.values, width),
+            arguments.array(&scales(first), 1),
+            arguments.array(&exponents(first), 1),
+            arguments.array(&second.values, width),
+            arguments.array(&scales(second), 1),
+            arguments.array(&exponents(second), 1),
+            arguments.array(clock, 1),
+            arguments.array(&flag, 1),
+            coefficients.add_to(&mut arguments),
+            add_random_stream(*rounding, &mut arguments),
+            add_random_stream(*state_rounding, &mut arguments),
+            arguments.scalar(stretch.first as u32),
+            arguments.scalar(stretch.end as u32),
+            arguments.scalar(tensors.len() as u32),
+            arguments.scalar(0u32),
+            width,
+            Plan {
+                span: stretch.span,
+                first: first.format,
+                second: second.format,
+                flagged: nonfinite.is_some(),
+                stochastic,
+                stochastic_state: *state_rounding != Rounding::Nearest,
+                wide: has_u64(client),
+            },
+            parameter.dtype,
+            gradient.dtype,
+            first.values.dtype,
+            second.values.dtype,
+        );
         // SAFETY: accesses are guarded by the number of elements, which `AdamWTensors::check` found to be that of all
         // tensors, and by the number of groups that follows from it.
         #[allow(unsafe_code)]
         unsafe {
-            adamw_kernel::launch_unchecked::<R>(
+            flush_to_zero::launch_unchecked(
                 client,
                 cube_grid(stretch.cubes),
-                span.cube_dim(),
-                stretch.span.width,
-                parameter.clone().into_arg(),
-                gradient.clone().into_arg(),
-                first.values.clone().into_arg(),
-                scales(first.scales.as_ref()),
-                exponents(first.exponents.as_ref()),
-                second.values.clone().into_arg(),
-                scales(second.scales.as_ref()),
-                exponents(second.exponents.as_ref()),
-                clock.clone().into_arg(),
-                flag.clone().into_arg(),
-                coefficients.launch(),
-                random_stream(*rounding),
-                random_stream(*state_rounding),
-                stretch.first as u32,
-                stretch.end as u32,
-                tensors.len() as u32,
-                0,
-                Plan {
-                    span: stretch.span,
-                    first: first.format,
-                    second: second.format,
-                    flagged: nonfinite.is_some(),
-                    stochastic,
-                    stochastic_state: *state_rounding != Rounding::Nearest,
-                    wide: has_u64(client),
-                },
-                parameter.dtype,
-                gradient.dtype,
-                first.values.dtype,
-                second.values.dtype,
+                kernel,
+                arguments.finish(),
             );
         }
     }
@@ -126,16 +140,16 @@ pub(super) fn launch<R: Runtime>(
 #[cube(launch_unchecked)]
 #[allow(clippy::too_many_arguments)]
 fn adamw_kernel<P: Numeric, G: Numeric, S1: Numeric, S2: Numeric, N: Size>(
-    parameter: &mut Tensor<Vector<P, N>>,
-    gradient: &Tensor<Vector<G, N>>,
-    first: &mut Tensor<Vector<S1, N>>,
-    first_scales: &mut Tensor<f32>,
-    first_exponents: &mut Tensor<u8>,
-    second: &mut Tensor<Vector<S2, N>>,
-    second_scales: &mut Tensor<f32>,
-    second_exponents: &mut Tensor<u8>,
-    clock: &Tensor<i32>,
-    nonfinite: &Tensor<i32>,
+    parameter: &mut Array<Vector<P, N>>,
+    gradient: &Array<Vector<G, N>>,
+    first: &mut Array<Vector<S1, N>>,
+    first_scales: &mut Array<f32>,
+    first_exponents: &mut Array<u8>,
+    second: &mut Array<Vector<S2, N>>,
+    second_scales: &mut Array<f32>,
+    second_exponents: &mut Array<u8>,
+    clock: &Array<i32>,
+    nonfinite: &Array<i32>,
     coefficients: CoefficientsArg,
     random: RandomStream,
     state_random: RandomStream,

@@ -50,9 +50,9 @@ pub(crate) struct Loaded {
 #[cube]
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn load_state<S: Numeric, N: Size>(
-    values: &Tensor<Vector<S, N>>,
-    scales: &Tensor<f32>,
-    exponents: &Tensor<u8>,
+    values: &Array<Vector<S, N>>,
+    scales: &Array<f32>,
+    exponents: &Array<u8>,
     start: u32,
     len: u32,
     #[comptime] span: Span,
@@ -139,9 +139,9 @@ pub(crate) fn decode_state(
 #[cube]
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn write_state<S: Numeric, N: Size>(
-    values: &mut Tensor<Vector<S, N>>,
-    scales: &mut Tensor<f32>,
-    exponents: &mut Tensor<u8>,
+    values: &mut Array<Vector<S, N>>,
+    scales: &mut Array<f32>,
+    exponents: &mut Array<u8>,
     table: &SharedMemory<u32>,
     held: &Array<f32>,
     group_scale: &GroupScale,

@@ -3,7 +3,7 @@
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
 use crate::{
-    device::{cube_grid, or_unused, storage},
+    device::{array, cube_grid, or_unused, storage},
     error::KernelError,
 };
 
@@ -74,10 +74,18 @@ pub(super) fn quantize<R: Runtime>(
                 cube_grid(stretch.cubes),
                 span.cube_dim(),
                 stretch.span.width,
-                x.clone().into_arg(),
-                state.values.clone().into_arg(),
-                or_unused(state.scales.as_ref(), &state.values, storage::<f32>()).into_arg(),
-                or_unused(state.exponents.as_ref(), &state.values, storage::<u8>()).into_arg(),
+                array(x.clone()),
+                array(state.values.clone()),
+                array(or_unused(
+                    state.scales.as_ref(),
+                    &state.values,
+                    storage::<f32>(),
+                )),
+                array(or_unused(
+                    state.exponents.as_ref(),
+                    &state.values,
+                    storage::<u8>(),
+                )),
                 stretch.first as u32,
                 stretch.end as u32,
                 len as u32,
@@ -108,10 +116,18 @@ pub(super) fn dequantize<R: Runtime>(
                 cube_grid(stretch.cubes),
                 span.cube_dim(),
                 stretch.span.width,
-                state.values.clone().into_arg(),
-                or_unused(state.scales.as_ref(), &state.values, storage::<f32>()).into_arg(),
-                or_unused(state.exponents.as_ref(), &state.values, storage::<u8>()).into_arg(),
-                out.clone().into_arg(),
+                array(state.values.clone()),
+                array(or_unused(
+                    state.scales.as_ref(),
+                    &state.values,
+                    storage::<f32>(),
+                )),
+                array(or_unused(
+                    state.exponents.as_ref(),
+                    &state.values,
+                    storage::<u8>(),
+                )),
+                array(out.clone()),
                 stretch.first as u32,
                 stretch.end as u32,
                 len as u32,
@@ -140,10 +156,10 @@ fn fill_kernel<E: Numeric>(
 #[cube(launch_unchecked)]
 #[allow(clippy::too_many_arguments)]
 fn quantize_kernel<N: Size>(
-    x: &Tensor<Vector<f32, N>>,
-    values: &mut Tensor<Vector<u8, N>>,
-    scales: &mut Tensor<f32>,
-    exponents: &mut Tensor<u8>,
+    x: &Array<Vector<f32, N>>,
+    values: &mut Array<Vector<u8, N>>,
+    scales: &mut Array<f32>,
+    exponents: &mut Array<u8>,
     first: u32,
     end: u32,
     len: u32,
@@ -188,10 +204,10 @@ fn quantize_kernel<N: Size>(
 #[cube(launch_unchecked)]
 #[allow(clippy::too_many_arguments)]
 fn dequantize_kernel<S: Numeric, N: Size>(
-    values: &Tensor<Vector<S, N>>,
-    scales: &Tensor<f32>,
-    exponents: &Tensor<u8>,
-    out: &mut Tensor<Vector<f32, N>>,
+    values: &Array<Vector<S, N>>,
+    scales: &Array<f32>,
+    exponents: &Array<u8>,
+    out: &mut Array<Vector<f32, N>>,
     first: u32,
     end: u32,
     len: u32,
