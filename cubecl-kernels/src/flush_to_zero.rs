@@ -1,10 +1,14 @@
 //! Kernels whose cheapest float functions, those of [`fast`](crate::fast), flush subnormal numbers to zero on CUDA.
 //!
 //! CubeCL passes no `-ftz` to CUDA's compiler, so its source of a kernel gets `flush_to_zero.cu` in front and calls
-//! these functions. What they take for 0 is a subnormal argument of a logarithm, an inverse root or a divisor, and a
-//! subnormal power; an exponent that is subnormal has the power 1 either way. Sums, products, dividends and quotients
-//! are flushed nowhere. For normal numbers they give the bits of the functions that they replace, but that a product
-//! with an inverse may be contracted with a sum.
+//! these functions. They take for 0 what `fast` does not define:
+//!
+//! - the argument of a logarithm or of an inverse root, which is a normal number there,
+//! - a divisor, which is one too,
+//! - a power, which may be 0 there.
+//!
+//! Sums, products, dividends and quotients are flushed nowhere. For normal numbers the functions give the bits of those
+//! that they replace, but that CUDA's compiler may contract the product with an inverse, a quotient, with a sum.
 
 use cubecl::{CompilationError, Compiler, CubeTask, prelude::*, server::KernelArguments};
 

@@ -9,7 +9,8 @@ use crate::{
     flush_to_zero,
     format::Rounding,
     optimizer_state::{
-        Moment, StateFormat, StateTensor,
+        Moment, StateFormat,
+        arrays::StateArrays,
         group::{decode_state, group_scales, load_state, write_state},
         kernel::is_aligned,
         span::{Span, first_tile, quad_start, read_held, tile_stride, write_held},
@@ -77,9 +78,6 @@ pub(super) fn launch<R: Runtime>(
         .all(is_aligned);
     let stochastic = *rounding != Rounding::Nearest && parameter.dtype != storage::<f32>();
     let flag = or_unused(nonfinite, clock, storage::<i32>());
-    let scales = |state: &StateTensor<R>| or_unused(state.scales.as_ref(), clock, storage::<f32>());
-    let exponents =
-        |state: &StateTensor<R>| or_unused(state.exponents.as_ref(), clock, storage::<u8>());
     for stretch in span.launches(tensors.len(), aligned) {
         let width = stretch.span.width;
         let mut arguments = Arguments::default();
@@ -92,12 +90,8 @@ pub(super) fn launch<R: Runtime>(
             client.clone(),
             arguments.array(parameter, width),
             arguments.array(gradient, width),
-            arguments.array(&first.values, width),
-            arguments.array(&scales(first), 1),
-            arguments.array(&exponents(first), 1),
-            arguments.array(&second.values, width),
-            arguments.array(&scales(second), 1),
-            arguments.array(&exponents(second), 1),
+            first.add_to(&mut arguments, width),
+            second.add_to(&mut arguments, width),
             arguments.array(clock, 1),
             arguments.array(&flag, 1),
             coefficients.add_to(&mut arguments),
@@ -142,12 +136,8 @@ pub(super) fn launch<R: Runtime>(
 fn adamw_kernel<P: Numeric, G: Numeric, S1: Numeric, S2: Numeric, N: Size>(
     parameter: &mut Array<Vector<P, N>>,
     gradient: &Array<Vector<G, N>>,
-    first: &mut Array<Vector<S1, N>>,
-    first_scales: &mut Array<f32>,
-    first_exponents: &mut Array<u8>,
-    second: &mut Array<Vector<S2, N>>,
-    second_scales: &mut Array<f32>,
-    second_exponents: &mut Array<u8>,
+    first: &mut StateArrays<S1, N>,
+    second: &mut StateArrays<S2, N>,
     clock: &Array<i32>,
     nonfinite: &Array<i32>,
     coefficients: CoefficientsArg,
@@ -181,8 +171,6 @@ fn adamw_kernel<P: Numeric, G: Numeric, S1: Numeric, S2: Numeric, N: Size>(
         let g = read_held::<G, f32, N>(gradient, start, len, span, 0);
         let first_loaded = load_state::<S1, N>(
             first,
-            first_scales,
-            first_exponents,
             start,
             len,
             span,
@@ -191,8 +179,6 @@ fn adamw_kernel<P: Numeric, G: Numeric, S1: Numeric, S2: Numeric, N: Size>(
         );
         let second_loaded = load_state::<S2, N>(
             second,
-            second_scales,
-            second_exponents,
             start,
             len,
             span,
@@ -248,8 +234,6 @@ fn adamw_kernel<P: Numeric, G: Numeric, S1: Numeric, S2: Numeric, N: Size>(
         let (m_scale, v_scale) = group_scales(&m, &v, zero, span, plan.first, plan.second);
         write_state::<S1, N>(
             first,
-            first_scales,
-            first_exponents,
             &first_table,
             &m,
             &m_scale,
@@ -264,8 +248,6 @@ fn adamw_kernel<P: Numeric, G: Numeric, S1: Numeric, S2: Numeric, N: Size>(
         );
         write_state::<S2, N>(
             second,
-            second_scales,
-            second_exponents,
             &second_table,
             &v,
             &v_scale,
