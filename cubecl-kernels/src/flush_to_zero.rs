@@ -85,3 +85,74 @@ impl<C: Compiler, K: CubeKernel> CubeTask<C> for FlushToZero<C, K> {
         Ok(compiled)
     }
 }
+
+#[cfg(all(test, feature = "cuda"))]
+mod tests {
+    use cubecl::cuda::CudaCompiler;
+
+    use super::*;
+    use crate::{device::storage, fast};
+
+    #[cube]
+    fn divide_by_power(x: &mut Array<f32>) {
+        x[0] = fast::quotient(x[0], fast::exp2(x[1]));
+    }
+
+    struct Example;
+
+    impl KernelMetadata for Example {
+        fn id(&self) -> KernelId {
+            KernelId::new::<Self>().cube_dim(CubeDim::new_1d(64))
+        }
+
+        fn address_type(&self) -> StorageType {
+            storage::<u32>()
+        }
+    }
+
+    impl CubeKernel for Example {
+        fn define(&self) -> KernelDefinition {
+            let mut builder = KernelBuilder::default();
+            AddressType::U32.register(&mut builder.scope);
+            let x = builder.output_array(f32::as_type(&builder.scope));
+            divide_by_power::expand(&mut builder.scope, x.into());
+            builder.build(KernelSettings::default().cube_dim(CubeDim::new_1d(64)))
+        }
+    }
+
+    fn source(task: &impl CubeTask<CudaCompiler>) -> String {
+        let mut options = <CudaCompiler as Compiler>::CompilationOptions::default();
+        options.supports_features.fast_math = true;
+        task.compile(
+            &mut Default::default(),
+            &options,
+            ExecutionMode::Unchecked,
+            task.address_type(),
+        )
+        .expect("a kernel of CubeCL")
+        .source
+    }
+
+    #[test]
+    fn calls_are_replaced_and_nothing_else() {
+        let plain = source(&KernelTask::new(Example));
+        assert_eq!(plain.matches("= __powf(float(2.0), ").count(), 1, "{plain}");
+        assert_eq!(plain.matches("= __fdividef(").count(), 1, "{plain}");
+        let expected = plain
+            .replace("__powf(float(2.0), ", "exp2_ftz(")
+            .replace("__fdividef(", "divide_ftz(");
+        let flushing = source(&FlushToZero(KernelTask::new(Example)));
+        assert_eq!(flushing, format!("{DEFINITIONS}{expected}"));
+    }
+
+    /// CubeCL keeps one compiled kernel for each id.
+    #[test]
+    fn the_id_tells_it_from_the_plain_kernel() {
+        let plain = KernelMetadata::id(&KernelTask::<CudaCompiler, _>::new(Example));
+        let flushing = FlushToZero::<CudaCompiler, _>(KernelTask::new(Example)).id();
+        assert!(plain != flushing);
+        assert_ne!(plain.stable_hash(), flushing.stable_hash());
+        assert_eq!(plain.cube_dim, flushing.cube_dim);
+        assert!(format!("{flushing:?}").contains("ex2.approx.ftz.f32"));
+    }
+}

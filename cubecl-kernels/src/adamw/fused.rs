@@ -117,7 +117,8 @@ pub(super) fn launch<R: Runtime>(
             second.values.dtype,
         );
         // SAFETY: accesses are guarded by the number of elements, which `AdamWTensors::check` found to be that of all
-        // tensors, and by the number of groups that follows from it.
+        // tensors, and by the number of groups that follows from it. The arguments were added in the order of the
+        // parameters.
         #[allow(unsafe_code)]
         unsafe {
             flush_to_zero::launch_unchecked(

@@ -1,5 +1,5 @@
-//! Every kernel on matrix instructions, and AdamW, whose source is edited before CUDA compiles it, compiled on a machine
-//! without a GPU for the architectures that they are meant for.
+//! Every kernel on matrix instructions, and AdamW, whose source is edited, compiled on a machine without a GPU for the
+//! architectures that they are meant for.
 //!
 //! The kernels come out of the launches themselves, by way of a runtime that compiles and does not run.
 #![cfg(feature = "cuda")]
