@@ -8,14 +8,15 @@ pub(crate) fn log2(x: f32) -> f32 {
     x.ln() * std::f32::consts::LOG2_E
 }
 
-/// `2^x`. CUDA takes the logarithm of the constant while it compiles, and is left with the exponential.
+/// `2^x`, or 0 for one below the normal `f32`. CUDA takes the logarithm of the constant while it compiles, and is left
+/// with the exponential.
 #[cube(fast_math = FastMath::ReducedPrecision | FastMath::NotNaN | FastMath::NotInf)]
 pub(crate) fn exp2(x: f32) -> f32 {
     let two = 2.0f32.runtime();
     two.powf(x)
 }
 
-/// `base^exponent` for a positive normal base.
+/// `base^exponent` for a positive normal base, or 0 for a power below the normal `f32`.
 #[cube(fast_math = FastMath::ReducedPrecision | FastMath::NotNaN | FastMath::NotInf)]
 pub(crate) fn power(base: f32, exponent: f32) -> f32 {
     base.powf(exponent)
@@ -32,8 +33,8 @@ pub(crate) fn root(x: f32) -> f32 {
     x * (x.inverse_sqrt() + f32::MIN_POSITIVE)
 }
 
-/// A quotient to two units in the last place, in a quarter of the instructions that a correctly rounded one takes on
-/// CUDA; there a divisor above 2^126 gives 0.
+/// A quotient by a normal number, to two units in the last place, in a quarter of the instructions that a correctly
+/// rounded one takes on CUDA; there a divisor above 2^126 gives 0.
 #[cube(fast_math = FastMath::AllowReciprocal
     | FastMath::ReducedPrecision
     | FastMath::UnsignedZero

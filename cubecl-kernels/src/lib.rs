@@ -50,9 +50,11 @@ pub mod shape;
 pub mod softmax;
 pub mod transpose;
 
+mod arguments;
 mod device;
 mod exact;
 mod fast;
+mod flush_to_zero;
 mod rounding;
 
 pub use error::KernelError;

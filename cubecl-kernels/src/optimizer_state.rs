@@ -28,6 +28,7 @@ use crate::{
     float8::{Float8, check_contiguous},
 };
 
+pub(crate) mod arrays;
 pub(crate) mod group;
 pub(crate) mod kernel;
 pub(crate) mod span;

@@ -4,6 +4,7 @@
 use cubecl::prelude::*;
 
 use crate::{
+    arguments::Arguments,
     exact,
     format::{MIN_ABSMAX, Rounding, STOCHASTIC_OFFSET, StochasticKey},
     philox::{NEIGHBOURS, philox4x32_cube},
@@ -40,16 +41,35 @@ pub(crate) struct RandomStream {
 
 /// The launch argument of a rounding mode; nearest rounding reads no random number.
 pub(crate) fn random_stream<R: Runtime>(rounding: Rounding) -> RandomStreamLaunch<R> {
+    let [seed_low, seed_high, stream_low, stream_high] = key_words(rounding);
+    RandomStreamLaunch::new(seed_low, seed_high, stream_low, stream_high)
+}
+
+/// Adds the launch argument of [`random_stream`].
+pub(crate) fn add_random_stream(
+    rounding: Rounding,
+    arguments: &mut Arguments,
+) -> RandomStreamCompilationArg {
+    let [seed_low, seed_high, stream_low, stream_high] = key_words(rounding);
+    RandomStreamCompilationArg {
+        seed_low: arguments.scalar(seed_low),
+        seed_high: arguments.scalar(seed_high),
+        stream_low: arguments.scalar(stream_low),
+        stream_high: arguments.scalar(stream_high),
+    }
+}
+
+fn key_words(rounding: Rounding) -> [u32; 4] {
     let key = match rounding {
         Rounding::Nearest => StochasticKey { seed: 0, stream: 0 },
         Rounding::Stochastic(key) => key,
     };
-    RandomStreamLaunch::new(
+    [
         key.seed as u32,
         (key.seed >> 32) as u32,
         key.stream as u32,
         (key.stream >> 32) as u32,
-    )
+    ]
 }
 
 /// The bits of a value's magnitude. As integers they order NaN above infinity above every finite value.

@@ -3,17 +3,20 @@
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
 use crate::{
+    arguments::Arguments,
     device::{cube_grid, has_u64, or_unused, storage},
     error::KernelError,
+    flush_to_zero,
     format::Rounding,
     optimizer_state::{
         Moment, StateFormat,
+        arrays::StateArrays,
         group::{decode_state, group_scales, load_state, write_state},
         kernel::is_aligned,
         span::{Span, first_tile, quad_start, read_held, tile_stride, write_held},
         table::fill_table,
     },
-    rounding::{RandomStream, magnitude_bits, random_stream, random_words},
+    rounding::{RandomStream, add_random_stream, magnitude_bits, random_words},
 };
 
 use super::{
@@ -75,48 +78,54 @@ pub(super) fn launch<R: Runtime>(
         .all(is_aligned);
     let stochastic = *rounding != Rounding::Nearest && parameter.dtype != storage::<f32>();
     let flag = or_unused(nonfinite, clock, storage::<i32>());
-    let scales = |scales| or_unused(scales, clock, storage::<f32>()).into_arg();
-    let exponents = |exponents| or_unused(exponents, clock, storage::<u8>()).into_arg();
     for stretch in span.launches(tensors.len(), aligned) {
+        let width = stretch.span.width;
+        let mut arguments = Arguments::default();
+        #[allow(
+            clippy::unit_arg,
+            reason = "what a kernel is compiled for does not depend on a number"
+        )]
+        let kernel = adamw_kernel::AdamwKernel::new(
+            KernelSettings::default().cube_dim(span.cube_dim()),
+            client.clone(),
+            arguments.array(parameter, width),
+            arguments.array(gradient, width),
+            first.add_to(&mut arguments, width),
+            second.add_to(&mut arguments, width),
+            arguments.array(clock, 1),
+            arguments.array(&flag, 1),
+            coefficients.add_to(&mut arguments),
+            add_random_stream(*rounding, &mut arguments),
+            add_random_stream(*state_rounding, &mut arguments),
+            arguments.scalar(stretch.first as u32),
+            arguments.scalar(stretch.end as u32),
+            arguments.scalar(tensors.len() as u32),
+            arguments.scalar(0u32),
+            width,
+            Plan {
+                span: stretch.span,
+                first: first.format,
+                second: second.format,
+                flagged: nonfinite.is_some(),
+                stochastic,
+                stochastic_state: *state_rounding != Rounding::Nearest,
+                wide: has_u64(client),
+            },
+            parameter.dtype,
+            gradient.dtype,
+            first.values.dtype,
+            second.values.dtype,
+        );
         // SAFETY: accesses are guarded by the number of elements, which `AdamWTensors::check` found to be that of all
-        // tensors, and by the number of groups that follows from it.
+        // tensors, and by the number of groups that follows from it. The arguments were added in the order of the
+        // parameters.
         #[allow(unsafe_code)]
         unsafe {
-            adamw_kernel::launch_unchecked::<R>(
+            flush_to_zero::launch_unchecked(
                 client,
                 cube_grid(stretch.cubes),
-                span.cube_dim(),
-                stretch.span.width,
-                parameter.clone().into_arg(),
-                gradient.clone().into_arg(),
-                first.values.clone().into_arg(),
-                scales(first.scales.as_ref()),
-                exponents(first.exponents.as_ref()),
-                second.values.clone().into_arg(),
-                scales(second.scales.as_ref()),
-                exponents(second.exponents.as_ref()),
-                clock.clone().into_arg(),
-                flag.clone().into_arg(),
-                coefficients.launch(),
-                random_stream(*rounding),
-                random_stream(*state_rounding),
-                stretch.first as u32,
-                stretch.end as u32,
-                tensors.len() as u32,
-                0,
-                Plan {
-                    span: stretch.span,
-                    first: first.format,
-                    second: second.format,
-                    flagged: nonfinite.is_some(),
-                    stochastic,
-                    stochastic_state: *state_rounding != Rounding::Nearest,
-                    wide: has_u64(client),
-                },
-                parameter.dtype,
-                gradient.dtype,
-                first.values.dtype,
-                second.values.dtype,
+                kernel,
+                arguments.finish(),
             );
         }
     }
@@ -126,16 +135,12 @@ pub(super) fn launch<R: Runtime>(
 #[cube(launch_unchecked)]
 #[allow(clippy::too_many_arguments)]
 fn adamw_kernel<P: Numeric, G: Numeric, S1: Numeric, S2: Numeric, N: Size>(
-    parameter: &mut Tensor<Vector<P, N>>,
-    gradient: &Tensor<Vector<G, N>>,
-    first: &mut Tensor<Vector<S1, N>>,
-    first_scales: &mut Tensor<f32>,
-    first_exponents: &mut Tensor<u8>,
-    second: &mut Tensor<Vector<S2, N>>,
-    second_scales: &mut Tensor<f32>,
-    second_exponents: &mut Tensor<u8>,
-    clock: &Tensor<i32>,
-    nonfinite: &Tensor<i32>,
+    parameter: &mut Array<Vector<P, N>>,
+    gradient: &Array<Vector<G, N>>,
+    first: &mut StateArrays<S1, N>,
+    second: &mut StateArrays<S2, N>,
+    clock: &Array<i32>,
+    nonfinite: &Array<i32>,
     coefficients: CoefficientsArg,
     random: RandomStream,
     state_random: RandomStream,
@@ -167,8 +172,6 @@ fn adamw_kernel<P: Numeric, G: Numeric, S1: Numeric, S2: Numeric, N: Size>(
         let g = read_held::<G, f32, N>(gradient, start, len, span, 0);
         let first_loaded = load_state::<S1, N>(
             first,
-            first_scales,
-            first_exponents,
             start,
             len,
             span,
@@ -177,8 +180,6 @@ fn adamw_kernel<P: Numeric, G: Numeric, S1: Numeric, S2: Numeric, N: Size>(
         );
         let second_loaded = load_state::<S2, N>(
             second,
-            second_scales,
-            second_exponents,
             start,
             len,
             span,
@@ -234,8 +235,6 @@ fn adamw_kernel<P: Numeric, G: Numeric, S1: Numeric, S2: Numeric, N: Size>(
         let (m_scale, v_scale) = group_scales(&m, &v, zero, span, plan.first, plan.second);
         write_state::<S1, N>(
             first,
-            first_scales,
-            first_exponents,
             &first_table,
             &m,
             &m_scale,
@@ -250,8 +249,6 @@ fn adamw_kernel<P: Numeric, G: Numeric, S1: Numeric, S2: Numeric, N: Size>(
         );
         write_state::<S2, N>(
             second,
-            second_scales,
-            second_exponents,
             &second_table,
             &v,
             &v_scale,

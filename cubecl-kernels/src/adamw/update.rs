@@ -2,7 +2,7 @@
 
 use cubecl::prelude::*;
 
-use crate::{error::KernelError, exact, fast};
+use crate::{arguments::Arguments, error::KernelError, exact, fast};
 
 use super::{Hyperparameters, OPERATION};
 
@@ -66,6 +66,21 @@ impl Coefficients {
             self.epsilon,
             self.decay,
         )
+    }
+
+    /// Adds the launch argument.
+    pub fn add_to(&self, arguments: &mut Arguments) -> CoefficientsArgCompilationArg {
+        CoefficientsArgCompilationArg {
+            learning_rate: arguments.scalar(self.learning_rate),
+            beta_1: arguments.scalar(self.beta_1),
+            one_minus_beta_1: arguments.scalar(self.one_minus_beta_1),
+            log_beta_1: arguments.scalar(self.log_beta_1),
+            beta_2: arguments.scalar(self.beta_2),
+            one_minus_beta_2: arguments.scalar(self.one_minus_beta_2),
+            log_beta_2: arguments.scalar(self.log_beta_2),
+            epsilon: arguments.scalar(self.epsilon),
+            decay: arguments.scalar(self.decay),
+        }
     }
 }
 

@@ -14,6 +14,7 @@ use crate::{
 
 use super::{
     Codec, MIN_NONZERO, Moment, NEUTRAL_EXPONENT, StateFormat,
+    arrays::StateArrays,
     span::{Span, read_held, segment_max, segment_max_in_turn, write_held},
     table::{LOG2_ZERO, PLACES_AT},
 };
@@ -48,11 +49,8 @@ pub(crate) struct Loaded {
 
 /// Reads a state, for [`decode_state`]. `format` is `None` for values that are not compressed.
 #[cube]
-#[allow(clippy::too_many_arguments)]
 pub(crate) fn load_state<S: Numeric, N: Size>(
-    values: &Tensor<Vector<S, N>>,
-    scales: &Tensor<f32>,
-    exponents: &Tensor<u8>,
+    state: &StateArrays<S, N>,
     start: u32,
     len: u32,
     #[comptime] span: Span,
@@ -62,7 +60,7 @@ pub(crate) fn load_state<S: Numeric, N: Size>(
     let mut scale = 0.0f32;
     let mut power = 1.0f32;
     if comptime!(format.is_none()) {
-        let held = read_held::<S, f32, N>(values, start, len, span, 0);
+        let held = read_held::<S, f32, N>(&state.values, start, len, span, 0);
         let mut words = Array::<u32>::new(comptime!(span.held()));
         #[unroll]
         for slot in 0..comptime!(span.held()) {
@@ -76,12 +74,12 @@ pub(crate) fn load_state<S: Numeric, N: Size>(
     } else {
         let format = comptime!(format.unwrap());
         let fill = comptime!(format.encoding.zero(moment));
-        let words = read_held::<S, u32, N>(values, start, len, span, fill);
+        let words = read_held::<S, u32, N>(&state.values, start, len, span, fill);
         let group = group_index(start, span, format);
         if group_exists(group, len, span, format) {
-            scale = scales[group as usize];
+            scale = state.scales[group as usize];
             if comptime!(format.expand) {
-                power = inverse_power(f32::cast_from(exponents[group as usize]));
+                power = inverse_power(f32::cast_from(state.exponents[group as usize]));
             }
         }
         Loaded {
@@ -139,9 +137,7 @@ pub(crate) fn decode_state(
 #[cube]
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn write_state<S: Numeric, N: Size>(
-    values: &mut Tensor<Vector<S, N>>,
-    scales: &mut Tensor<f32>,
-    exponents: &mut Tensor<u8>,
+    state: &mut StateArrays<S, N>,
     table: &SharedMemory<u32>,
     held: &Array<f32>,
     group_scale: &GroupScale,
@@ -155,15 +151,16 @@ pub(crate) fn write_state<S: Numeric, N: Size>(
     #[comptime] stochastic: bool,
 ) {
     if comptime!(format.is_none()) {
-        write_held::<f32, S, N>(values, held, start, len, span);
+        write_held::<f32, S, N>(&mut state.values, held, start, len, span);
     } else {
         let format = comptime!(format.unwrap());
         let segment = comptime!(span.segment(format.group));
         let group = group_index(start, span, format);
         if UNIT_POS % comptime!(segment as u32) == 0 && group_exists(group, len, span, format) {
-            scales[group as usize] = group_scale.scale;
+            state.scales[group as usize] = group_scale.scale;
             if comptime!(format.expand) {
-                exponents[group as usize] = u8::cast_from(u32::cast_from(group_scale.exponent));
+                state.exponents[group as usize] =
+                    u8::cast_from(u32::cast_from(group_scale.exponent));
             }
         }
         let power = power_of_exponent(group_scale.exponent);
@@ -189,7 +186,7 @@ pub(crate) fn write_state<S: Numeric, N: Size>(
                 stochastic,
             );
         }
-        write_held::<u32, S, N>(values, &codes, start, len, span);
+        write_held::<u32, S, N>(&mut state.values, &codes, start, len, span);
     }
 }
 

@@ -3,12 +3,13 @@
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
 use crate::{
-    device::{cube_grid, or_unused, storage},
+    device::{array, cube_grid},
     error::KernelError,
 };
 
 use super::{
     Moment, NEUTRAL_EXPONENT, StateFormat, StateTensor,
+    arrays::StateArrays,
     group::{decode_state, group_scale, load_state, write_state},
     span::{Span, first_tile, read_held, tile_stride, write_held},
     table::fill_table,
@@ -74,10 +75,8 @@ pub(super) fn quantize<R: Runtime>(
                 cube_grid(stretch.cubes),
                 span.cube_dim(),
                 stretch.span.width,
-                x.clone().into_arg(),
-                state.values.clone().into_arg(),
-                or_unused(state.scales.as_ref(), &state.values, storage::<f32>()).into_arg(),
-                or_unused(state.exponents.as_ref(), &state.values, storage::<u8>()).into_arg(),
+                array(x.clone()),
+                state.launch(),
                 stretch.first as u32,
                 stretch.end as u32,
                 len as u32,
@@ -108,10 +107,8 @@ pub(super) fn dequantize<R: Runtime>(
                 cube_grid(stretch.cubes),
                 span.cube_dim(),
                 stretch.span.width,
-                state.values.clone().into_arg(),
-                or_unused(state.scales.as_ref(), &state.values, storage::<f32>()).into_arg(),
-                or_unused(state.exponents.as_ref(), &state.values, storage::<u8>()).into_arg(),
-                out.clone().into_arg(),
+                state.launch(),
+                array(out.clone()),
                 stretch.first as u32,
                 stretch.end as u32,
                 len as u32,
@@ -140,10 +137,8 @@ fn fill_kernel<E: Numeric>(
 #[cube(launch_unchecked)]
 #[allow(clippy::too_many_arguments)]
 fn quantize_kernel<N: Size>(
-    x: &Tensor<Vector<f32, N>>,
-    values: &mut Tensor<Vector<u8, N>>,
-    scales: &mut Tensor<f32>,
-    exponents: &mut Tensor<u8>,
+    x: &Array<Vector<f32, N>>,
+    state: &mut StateArrays<u8, N>,
     first: u32,
     end: u32,
     len: u32,
@@ -166,9 +161,7 @@ fn quantize_kernel<N: Size>(
         }
         let group_scale = group_scale(&held, zero, span, format, moment);
         write_state::<u8, N>(
-            values,
-            scales,
-            exponents,
+            state,
             &table,
             &held,
             &group_scale,
@@ -188,10 +181,8 @@ fn quantize_kernel<N: Size>(
 #[cube(launch_unchecked)]
 #[allow(clippy::too_many_arguments)]
 fn dequantize_kernel<S: Numeric, N: Size>(
-    values: &Tensor<Vector<S, N>>,
-    scales: &Tensor<f32>,
-    exponents: &Tensor<u8>,
-    out: &mut Tensor<Vector<f32, N>>,
+    state: &StateArrays<S, N>,
+    out: &mut Array<Vector<f32, N>>,
     first: u32,
     end: u32,
     len: u32,
@@ -205,8 +196,7 @@ fn dequantize_kernel<S: Numeric, N: Size>(
     let mut tile = first_tile(first);
     while tile < end {
         let start = tile * comptime!(span.elements() as u32);
-        let loaded =
-            load_state::<S, N>(values, scales, exponents, start, len, span, format, moment);
+        let loaded = load_state::<S, N>(state, start, len, span, format, moment);
         let held = decode_state(&loaded, &table, span, format, moment);
         write_held::<f32, f32, N>(out, &held, start, len, span);
         tile += tile_stride();

@@ -196,7 +196,7 @@ pub(crate) fn exists(element: u32, len: u32, #[comptime] span: Span) -> bool {
 /// Reads the elements of a unit; `fill` where it has none.
 #[cube]
 pub(crate) fn read_held<E: Numeric, T: Numeric, N: Size>(
-    x: &Tensor<Vector<E, N>>,
+    x: &Array<Vector<E, N>>,
     start: u32,
     len: u32,
     #[comptime] span: Span,
@@ -230,7 +230,7 @@ pub(crate) fn read_held<E: Numeric, T: Numeric, N: Size>(
 /// Writes the elements of a unit.
 #[cube]
 pub(crate) fn write_held<T: Numeric, E: Numeric, N: Size>(
-    out: &mut Tensor<Vector<E, N>>,
+    out: &mut Array<Vector<E, N>>,
     held: &Array<T>,
     start: u32,
     len: u32,

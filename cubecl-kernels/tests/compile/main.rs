@@ -1,4 +1,5 @@
-//! Every kernel on matrix instructions, compiled on a machine without a GPU for the architectures that it is meant for.
+//! Every kernel on matrix instructions, and AdamW, whose source is edited, compiled on a machine without a GPU for the
+//! architectures that they are meant for.
 //!
 //! The kernels come out of the launches themselves, by way of a runtime that compiles and does not run.
 #![cfg(feature = "cuda")]
@@ -10,8 +11,11 @@ use std::{collections::BTreeMap, thread::available_parallelism};
 
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 use cubecl_kernels::{
+    adamw::{AdamWTensors, Hyperparameters, adamw, initial_clock, initial_flag},
     fallback::FallbackResidual,
+    format::{Rounding, StochasticKey},
     gemm::{Blueprint, GemmOperand, GemmProblem, Strategy, candidates, gemm, gemm_float, select},
+    optimizer_state::{Moment, StateFormat, initial_state},
 };
 use half::{bf16, f16};
 use rstest::rstest;
@@ -202,6 +206,85 @@ fn hopper_sources(name: &str) -> Vec<Source> {
     sources.into_values().collect()
 }
 
+/// AdamW on one pair of state formats of each kind, with and without all that is optional. Of their length each
+/// launches two kernels, one without guards.
+fn adamw_sources(architecture: u16) -> Vec<Source> {
+    let (e4m3, de8) = (StateFormat::E4M3, StateFormat::DYNAMIC_EXPONENT);
+    let formats = [
+        (None, None),
+        (Some(StateFormat::INT8), Some(StateFormat::INT8)),
+        (Some(e4m3), Some(e4m3)),
+        (Some(e4m3.expanded()), Some(e4m3.expanded())),
+        (Some(de8), Some(de8)),
+        (Some(de8.expanded()), Some(de8.expanded())),
+        (Some(de8.expanded()), Some(e4m3.expanded())),
+    ];
+    const LEN: usize = (1 << 20) + 4;
+    let hyperparameters = Hyperparameters {
+        learning_rate: 1e-3,
+        beta_1: 0.9,
+        beta_2: 0.999,
+        epsilon: 1e-8,
+        weight_decay: 0.01,
+    };
+    let key = Rounding::Stochastic(StochasticKey { seed: 1, stream: 2 });
+    let mut sources = sources_of(architecture, |client| {
+        let state = |format, moment| {
+            initial_state(client, &[LEN], format, moment).expect("a format of this device")
+        };
+        let (clock, flag) = (initial_clock(client), initial_flag(client));
+        for (first, second) in formats {
+            for (dtype, rounding, flag) in [
+                (dtype::<f32>(), Rounding::Nearest, None),
+                (dtype::<bf16>(), key, Some(&flag)),
+            ] {
+                let tensors = AdamWTensors {
+                    parameter: tensor(client, &[LEN], dtype),
+                    gradient: tensor(client, &[LEN], dtype),
+                    first: state(first, Moment::First),
+                    second: state(second, Moment::Second),
+                    rounding,
+                    state_rounding: rounding,
+                };
+                adamw(client, &[tensors], &clock, flag, &hyperparameters).expect("valid tensors");
+            }
+        }
+    });
+    sources.retain(|source| source.name.starts_with("adamw_kernel"));
+    assert_eq!(sources.len(), formats.len() * 2 * 2);
+    sources
+}
+
+/// A call that the edit missed would flush nothing, and be four instructions.
+#[rstest]
+fn adamw_calls_functions_that_flush_to_zero() {
+    let sources = adamw_sources(90);
+    let kernels: Vec<(&str, &str)> = sources
+        .iter()
+        .map(|source| source.code.split_once("extern \"C\"").expect("a kernel"))
+        .collect();
+    for (definitions, kernel) in &kernels {
+        for replaced in ["__powf(", "__logf(", "__fdividef(", " rsqrt("] {
+            assert!(!kernel.contains(replaced), "{replaced} in {kernel}");
+        }
+        assert!(definitions.contains("asm(\"rcp.approx.ftz.f32 "));
+    }
+    let calling = |function: &str| {
+        let call = format!("= {function}(");
+        kernels
+            .iter()
+            .filter(|(_, code)| code.contains(&call))
+            .count()
+    };
+    for function in ["divide_ftz", "rsqrt_ftz"] {
+        assert_eq!(calling(function), kernels.len(), "{function}");
+    }
+    // Powers are those of expanded formats: three of the seven pairs.
+    for function in ["exp2_ftz", "log_ftz", "pow_ftz"] {
+        assert_eq!(calling(function), kernels.len() / 7 * 3, "{function}");
+    }
+}
+
 #[rstest]
 fn hopper_sources_leave_memory_for_what_they_declare(
     #[values("gemm_hopper", "gemm_float_hopper")] name: &str,
@@ -294,9 +377,10 @@ fn sources_use_the_instructions_and_fit_the_memory(#[values(80, 89, 90, 120)] ar
 #[ignore = "needs NVRTC: CUDA_PATH=$(.ci/nvrtc), then --test compile -- --ignored"]
 fn nvrtc_compiles_every_kernel(
     #[values((80, "sm_80"), (89, "sm_89"), (90, "sm_90a"), (120, "sm_120a"))] target: (u16, &str),
+    #[values(tensor_core_sources, adamw_sources)] sources: fn(u16) -> Vec<Source>,
 ) {
     let (architecture, name) = target;
-    compile(&tensor_core_sources(architecture), name);
+    compile(&sources(architecture), name);
 }
 
 #[rstest]
