@@ -92,7 +92,7 @@ impl Grid {
 ///
 /// # Panics
 ///
-/// When `x` does not have as many elements as `shape`.
+/// When `x` does not have as many elements as `shape`, or a block has none.
 pub fn quantize(
     x: &[f32],
     shape: [usize; 2],
@@ -148,7 +148,7 @@ pub fn quantize(
 ///
 /// # Panics
 ///
-/// When `x` does not have as many elements as `shape`.
+/// When `x` does not have as many elements as `shape`, or a block has none.
 pub fn quantize_fallback(
     x: &[f32],
     shape: [usize; 2],
@@ -215,7 +215,7 @@ pub fn quantize_fallback(
 ///
 /// # Panics
 ///
-/// When the elements of the slices do not fit `shape` and `block`.
+/// When the elements of the slices do not fit `shape` and `block`, or a block has none.
 pub fn dequantize(
     (values, scales): (&[i8], &[f32]),
     residual: Option<(&[i8], &[f32])>,

@@ -1,7 +1,7 @@
 //! The quantized operations by the kernels of `cubecl-kernels`, on every CubeCL runtime.
 
 use burn_backend::{
-    DType, FloatDType, Shape, TensorMetadata,
+    Backend, DType, FloatDType, Shape, TensorMetadata,
     tensor::{FloatTensor, IntTensor},
 };
 use burn_cubecl::{
@@ -45,7 +45,7 @@ where
     F: FloatElement,
     I: IntElement,
     BT: BoolElement,
-    Self: burn_backend::Backend<
+    Self: Backend<
             Device = R::Device,
             FloatTensorPrimitive = CubeTensor<R>,
             IntTensorPrimitive = CubeTensor<R>,
@@ -180,7 +180,7 @@ where
             let bias = crate::precision::cast_to::<Self>(bias, Some(FloatDType::F32));
             handle(&into_contiguous(bias))
         });
-        let (lhs, rhs) = (left::<Self, R>(&a), right::<Self, R>(&b));
+        let (lhs, rhs) = (left::<Self, R>(a), right::<Self, R>(b));
         let product = gemm::gemm(
             client,
             &lhs,
@@ -319,6 +319,17 @@ where
     }
 }
 
+/// A backend of CubeCL tensors.
+trait Cube<R: CubeRuntime>:
+    Backend<FloatTensorPrimitive = CubeTensor<R>, IntTensorPrimitive = CubeTensor<R>>
+{
+}
+
+impl<B, R: CubeRuntime> Cube<R> for B where
+    B: Backend<FloatTensorPrimitive = CubeTensor<R>, IntTensorPrimitive = CubeTensor<R>>
+{
+}
+
 /// `[.., rows, cols]` as a batch of matrices, a copy only where the leading dimensions have no common stride. A copy
 /// keeps the order of rows and columns in memory.
 fn matrices<R: CubeRuntime>(tensor: CubeTensor<R>) -> TensorHandle<R> {
@@ -446,10 +457,7 @@ fn own<R: CubeRuntime>(tensor: CubeTensor<R>) -> CubeTensor<R> {
 
 fn adamw_item<B, R>(item: AdamWItem<B>) -> AdamWItem<B>
 where
-    B: burn_backend::Backend<
-            FloatTensorPrimitive = CubeTensor<R>,
-            IntTensorPrimitive = CubeTensor<R>,
-        >,
+    B: Cube<R>,
     R: CubeRuntime,
 {
     AdamWItem {
@@ -468,10 +476,7 @@ fn rounding(key: Option<StochasticKey>) -> KernelRounding {
 
 fn adamw_tensors<B, R>(item: &AdamWItem<B>) -> AdamWTensors<R>
 where
-    B: burn_backend::Backend<
-            FloatTensorPrimitive = CubeTensor<R>,
-            IntTensorPrimitive = CubeTensor<R>,
-        >,
+    B: Cube<R>,
     R: CubeRuntime,
 {
     AdamWTensors {
@@ -486,10 +491,7 @@ where
 
 fn state_tensor<B, R>(state: &MomentState<B>, moment: Moment) -> StateTensor<R>
 where
-    B: burn_backend::Backend<
-            FloatTensorPrimitive = CubeTensor<R>,
-            IntTensorPrimitive = CubeTensor<R>,
-        >,
+    B: Cube<R>,
     R: CubeRuntime,
 {
     match state {
@@ -548,12 +550,9 @@ where
 }
 
 /// The left operand of a product, which sums along its columns.
-fn left<B, R>(operand: &Operand<'_, B>) -> GemmOperand<R>
+fn left<B, R>(operand: Operand<'_, B>) -> GemmOperand<R>
 where
-    B: burn_backend::Backend<
-            FloatTensorPrimitive = CubeTensor<R>,
-            IntTensorPrimitive = CubeTensor<R>,
-        >,
+    B: Cube<R>,
     R: CubeRuntime,
 {
     let matrix = operand.matrix;
@@ -576,24 +575,18 @@ where
 }
 
 /// The right operand of a product, which sums along its rows: the kernel takes its transpose.
-fn right<B, R>(operand: &Operand<'_, B>) -> GemmOperand<R>
+fn right<B, R>(operand: Operand<'_, B>) -> GemmOperand<R>
 where
-    B: burn_backend::Backend<
-            FloatTensorPrimitive = CubeTensor<R>,
-            IntTensorPrimitive = CubeTensor<R>,
-        >,
+    B: Cube<R>,
     R: CubeRuntime,
 {
-    left(&Operand {
-        matrix: operand.matrix,
-        transpose: !operand.transpose,
-    })
+    left(operand.t())
 }
 
 /// The INT8 copy in the other layout, for the time of one product.
 fn flipped<B, R>(matrix: &Quantized<B>, values: &Option<CubeTensor<R>>) -> Option<TensorHandle<R>>
 where
-    B: burn_backend::Backend,
+    B: Backend,
     R: CubeRuntime,
 {
     let values = values
@@ -605,10 +598,7 @@ where
 
 fn wrap<B, R>(like: &CubeTensor<R>, matrix: quantize::Quantized<R>, cast: Cast) -> Quantized<B>
 where
-    B: burn_backend::Backend<
-            FloatTensorPrimitive = CubeTensor<R>,
-            IntTensorPrimitive = CubeTensor<R>,
-        >,
+    B: Cube<R>,
     R: CubeRuntime,
 {
     let dtype = match matrix.format {
@@ -626,10 +616,7 @@ where
 
 fn wrap_residual<B, R>(like: &CubeTensor<R>, residual: FallbackResidual<R>) -> Residual<B>
 where
-    B: burn_backend::Backend<
-            FloatTensorPrimitive = CubeTensor<R>,
-            IntTensorPrimitive = CubeTensor<R>,
-        >,
+    B: Cube<R>,
     R: CubeRuntime,
 {
     Residual {
@@ -653,10 +640,7 @@ fn one_read(casts: &InputCasts) -> Option<(usize, Cast, StochasticKey)> {
 
 fn unwrap<B, R>(matrix: &Quantized<B>) -> quantize::Quantized<R>
 where
-    B: burn_backend::Backend<
-            FloatTensorPrimitive = CubeTensor<R>,
-            IntTensorPrimitive = CubeTensor<R>,
-        >,
+    B: Cube<R>,
     R: CubeRuntime,
 {
     let [rows, cols] = matrix.shape;

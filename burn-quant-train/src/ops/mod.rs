@@ -129,19 +129,19 @@ impl<B: Backend> Quantized<B> {
             transpose: false,
         }
     }
+}
 
-    /// The transpose of this matrix as an operand.
-    pub fn t(&self) -> Operand<'_, B> {
-        Operand {
-            matrix: self,
-            transpose: true,
-        }
+impl<B: Backend> Clone for Operand<'_, B> {
+    fn clone(&self) -> Self {
+        *self
     }
 }
 
+impl<B: Backend> Copy for Operand<'_, B> {}
+
 impl<B: Backend> Operand<'_, B> {
     /// The transpose of this operand.
-    pub fn flip(self) -> Self {
+    pub fn t(self) -> Self {
         Self {
             transpose: !self.transpose,
             ..self
