@@ -32,9 +32,9 @@ pub struct AttentionScores {
     pub causal: bool,
 }
 
-/// The probabilities `[.., queries, keys]` of attention scores: each row's softmax over the keys that it sees, 0 for the
-/// others. A row that sees nothing, or scores of negative infinity only, is 0; NaN and positive infinity make NaN of
-/// it.
+/// The probabilities `[.., queries, keys]` of attention scores: each row's softmax over the keys that it sees, 0 for
+/// the others. A row that sees nothing, or scores of negative infinity only, is 0; NaN and positive infinity make NaN
+/// of it.
 ///
 /// - `scores`: f32, f16 or bf16 `[.., queries, keys]`, any strides. The probabilities are of the same type, contiguous.
 ///

@@ -29,6 +29,8 @@ use super::{
     Residual, StochasticKey,
     adamw::{AdamWItem, AdamWUpdate, Hyperparameters, Moment, MomentState, StateFormat},
     attention::AttentionKernels,
+    fallback_block,
+    float::matrix_shape,
     keyed,
     matmul::MatmulKernel,
     quantize_input_twice,
@@ -57,6 +59,7 @@ where
         layout: Layout,
         key: Option<StochasticKey>,
     ) -> Quantized<Self> {
+        matrix_shape(&x, "quantize");
         let spec = QuantizeSpec {
             format: cast.format,
             granularity: cast.granularity,
@@ -74,12 +77,8 @@ where
         thresholds: FloatTensor<Self>,
         counts: IntTensor<Self>,
     ) -> (FallbackQuantized<Self>, IntTensor<Self>) {
-        let Granularity::Block(block) = cast.granularity else {
-            panic!(
-                "quantize_fallback: {:?}; fallback works on square blocks",
-                cast.granularity
-            );
-        };
+        matrix_shape(&x, "quantize_fallback");
+        let block = fallback_block("quantize_fallback", cast);
         let counts = into_contiguous(counts);
         let quantized = checked(fallback::quantize_fallback(
             &x.client,
@@ -105,6 +104,7 @@ where
         let Some((block, saved_cast, key)) = one_read(&casts) else {
             return quantize_input_twice(x, casts, fallback);
         };
+        matrix_shape(&x, "quantize_input");
         // Without padding between rows, as kernels take the counters: Burn pads the rows of what it allocates on CUDA.
         // From then on the kernels' own buffer goes round.
         let fallback = fallback.map(|fallback| Fallback {
@@ -158,12 +158,7 @@ where
         let client = &like.client;
         let dtype = DType::from(dtype);
         let residual = residual.map(|residual| {
-            let Granularity::Block(block) = a.matrix.cast.granularity else {
-                panic!(
-                    "quantized_matmul: a residual of {:?}; fallback works on square blocks",
-                    a.matrix.cast
-                );
-            };
+            let block = fallback_block("quantized_matmul", a.matrix.cast);
             assert!(
                 !a.transpose,
                 "quantized_matmul: the residual of a transposed operand; fallback is for Y = X W"

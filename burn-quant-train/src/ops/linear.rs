@@ -175,8 +175,8 @@ fn quantized_weight<B: QuantOps>(
     B::quantize_matrix(matrix, cast, layout, None)
 }
 
-/// [`QuantOps::linear_forward`] by an operation for each step. The layers of a model wait for each other only while X is
-/// quantized.
+/// [`QuantOps::linear_forward`] by an operation for each step. The layers of a model wait for each other only while X
+/// is quantized.
 pub(super) fn forward<B: QuantOps>(call: LinearForward<'_, B>) -> LinearOutput<B> {
     let shape = call.output_shape();
     match call.x {

@@ -22,8 +22,8 @@ const UNITS: u32 = 256;
 ///
 /// # Errors
 ///
-/// When `dtype` is no float type of the device, or `quantized` holds neither copy, or tensors of other shapes or element
-/// types than [`Quantized`] says, or scales that are not contiguous.
+/// When `dtype` is no float type of the device, or `quantized` holds neither copy, or tensors of other shapes or
+/// element types than [`Quantized`] says, or scales that are not contiguous.
 pub fn dequantize<R: Runtime>(
     client: &ComputeClient<R>,
     quantized: &Quantized<R>,

@@ -35,7 +35,15 @@ pub struct HostState {
 }
 
 /// Compresses one moment of a flattened tensor.
+///
+/// # Panics
+///
+/// When a group has no elements.
 pub fn quantize_state(x: &[f32], format: StateFormat, moment: Moment) -> HostState {
+    assert!(
+        format.group > 0,
+        "quantize_state: {format:?}; use a group of at least one element"
+    );
     let mut codes = vec![0; x.len()];
     let (scales, exponents): (Vec<f32>, Vec<u8>) = x
         .chunks(format.group)
