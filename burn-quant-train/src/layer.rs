@@ -102,8 +102,17 @@ pub struct FallbackState<B: QuantOps> {
 
 impl<B: QuantOps> FallbackState<B> {
     /// Uploads thresholds and rates, with counters at zero.
+    ///
+    /// # Panics
+    ///
+    /// If there are not as many rates as thresholds.
     pub fn new(thresholds: &[f32], rates: &[f32], device: &Device<B>) -> Self {
         let layers = thresholds.len();
+        assert_eq!(
+            layers,
+            rates.len(),
+            "fallback state: thresholds and rates, one of each for a layer"
+        );
         let upload =
             |values: &[f32]| B::float_from_data(TensorData::new(values.to_vec(), [layers]), device);
         Self {

@@ -33,13 +33,19 @@ pub(crate) fn linear<B: QuantBackend, R: Recipe>(
     let bias = bias.map(|bias| cast_to::<B>(bias, target));
     let (mut shape, weight_shape) = (x.shape(), weight.shape());
     let rank = shape.num_dims();
-    let kernel = kernel::<B>(&x).filter(|_| weight_shape.num_dims() == 2);
-    let Some(kernel) = kernel else {
+    let is_matrix = weight_shape.num_dims() == 2;
+    let kernel = kernel::<B>(&x).filter(|_| is_matrix);
+    // Flex 0.21 reads outside of memory in products of batches without elements, but not of matrices without.
+    let is_empty = is_matrix && shape.num_elements() == 0;
+    if kernel.is_none() && !is_empty {
         return QuantTensor::new(B::linear(x, weight, bias));
-    };
+    }
     let rows = shape[..rank - 1].iter().product();
     let matrix = B::float_reshape(x, Shape::new([rows, shape[rank - 1]]));
-    let y = B::matmul_by(kernel, matrix, weight);
+    let y = match kernel {
+        Some(kernel) => B::matmul_by(kernel, matrix, weight),
+        None => B::float_matmul(matrix, weight),
+    };
     shape[rank - 1] = weight_shape[1];
     let y = B::float_reshape(y, shape);
     QuantTensor::new(match bias {
@@ -127,9 +133,18 @@ fn quantized<B: QuantBackend, R: Recipe>(
     assert_eq!(
         k,
         w_k,
-        "linear `{}`: input {x_shape:?} has {k} features, but the weight {w_shape:?} takes {w_k}",
+        "linear `{}`: input {x_shape:?} has {k} features, but the weight {w_shape:?} takes {w_k}; pass an input \
+         [.., {w_k}]",
         layer.path()
     );
+    if let Some(bias) = &bias {
+        let (shape, n) = (bias.shape(), w_shape[w_shape.num_dims() - 1]);
+        assert!(
+            shape.as_slice() == [n],
+            "linear `{}`: bias {shape:?}, but the weight {w_shape:?} gives {n} features; pass a bias [{n}]",
+            layer.path()
+        );
+    }
     let x_tag = (x.view() == View::Rows).then(|| x.tag().clone());
     let weight_tag = weight.tag().clone();
     let weight_view = weight.view();

@@ -1,10 +1,12 @@
 //! Recipes: what each operand, saved activation and gradient becomes. A recipe is a row of data.
 //!
-//! | recipe | forward X / W | saved X | gradient of Y | between layers |
-//! | --- | --- | --- | --- | --- |
-//! | [`MixedPrecision`] | compute dtype | compute dtype | compute dtype | compute dtype |
-//! | [`BlockInt8`] | INT8 128x128 nearest / the same | INT8 128x128 stochastic | INT8 128x128 stochastic | compute dtype |
-//! | [`FallbackInt8`] | the same, X with fallback | INT8 128x128 stochastic | INT8 128x128 stochastic | compute dtype |
+//! | recipe | forward X / W | saved X | gradient of Y |
+//! | --- | --- | --- | --- |
+//! | [`MixedPrecision`] | compute dtype | compute dtype | compute dtype |
+//! | [`BlockInt8`] | INT8 128x128 nearest / the same | INT8 128x128 stochastic | INT8 128x128 stochastic |
+//! | [`FallbackInt8`] | the same, X with fallback | INT8 128x128 stochastic | INT8 128x128 stochastic |
+//!
+//! Between layers all of them keep the compute dtype.
 
 use std::{fmt::Debug, marker::PhantomData};
 

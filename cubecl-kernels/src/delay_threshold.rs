@@ -8,12 +8,13 @@ use cubecl::{calculate_cube_count_elemwise, prelude::*, std::tensor::TensorHandl
 use crate::{
     device::{check_dtype, empty, is_contiguous, storage},
     error::KernelError,
+    format::MIN_ABSMAX,
 };
 
 /// Smallest threshold that the controller sets, 2^-100: below it no block has a scale.
-pub const MIN_THRESHOLD: f32 = f32::from_bits((127 - 100) << 23);
+pub const MIN_THRESHOLD: f32 = MIN_ABSMAX;
 /// Largest threshold that the controller sets, 2^100.
-pub const MAX_THRESHOLD: f32 = f32::from_bits((127 + 100) << 23);
+pub const MAX_THRESHOLD: f32 = 1.0 / MIN_ABSMAX;
 
 const OPERATION: &str = "delay_threshold";
 

@@ -260,20 +260,7 @@ impl MatrixView {
 /// Reads four neighbours of a row as `f32`, from column `col`, a multiple of 4; 0 outside the matrix.
 #[cube]
 pub(crate) fn read_quad<F: Numeric, N: Size>(
-    x: &Tensor<Vector<F, N>>,
-    geometry: &MatrixGeometry,
-    batch: u32,
-    row: u32,
-    col: u32,
-    #[comptime] width: usize,
-) -> Array<f32> {
-    read_quad_of::<F, N, Tensor<Vector<F, N>>>(x, geometry, batch, row, col, width)
-}
-
-/// [`read_quad`] of an array or a tensor.
-#[cube]
-pub(crate) fn read_quad_of<F: Numeric, N: Size, X: List<Vector<F, N>>>(
-    x: &X,
+    x: &Array<Vector<F, N>>,
     geometry: &MatrixGeometry,
     batch: u32,
     row: u32,
@@ -284,7 +271,7 @@ pub(crate) fn read_quad_of<F: Numeric, N: Size, X: List<Vector<F, N>>>(
     let start = batch * geometry.batch_stride + row * geometry.row_stride;
     if comptime!(width == 4) {
         if row < geometry.rows && col < geometry.cols {
-            let vector = x.read(((start + col) / 4) as usize);
+            let vector = x[((start + col) / 4) as usize];
             #[unroll]
             for lane in 0..4usize {
                 quad[lane] = f32::cast_from(vector[lane]);
@@ -300,7 +287,7 @@ pub(crate) fn read_quad_of<F: Numeric, N: Size, X: List<Vector<F, N>>>(
         for lane in 0..4u32 {
             let mut value = 0.0f32;
             if row < geometry.rows && col + lane < geometry.cols {
-                let vector = x.read((start + (col + lane) * geometry.col_stride) as usize);
+                let vector = x[(start + (col + lane) * geometry.col_stride) as usize];
                 value = f32::cast_from(vector[0usize]);
             }
             quad[lane as usize] = value;
@@ -312,20 +299,7 @@ pub(crate) fn read_quad_of<F: Numeric, N: Size, X: List<Vector<F, N>>>(
 /// Writes four neighbours of a contiguous row of `cols` elements, where they lie inside it.
 #[cube]
 pub(crate) fn write_quad<T: Numeric, Q: Numeric, N: Size>(
-    out: &mut Tensor<Vector<Q, N>>,
-    quad: &Array<T>,
-    row_start: u32,
-    col: u32,
-    cols: u32,
-    #[comptime] width: usize,
-) {
-    write_quad_of::<T, Q, N, Tensor<Vector<Q, N>>>(out, quad, row_start, col, cols, width);
-}
-
-/// [`write_quad`] to an array or a tensor.
-#[cube]
-pub(crate) fn write_quad_of<T: Numeric, Q: Numeric, N: Size, O: ListMut<Vector<Q, N>>>(
-    out: &mut O,
+    out: &mut Array<Vector<Q, N>>,
     quad: &Array<T>,
     row_start: u32,
     col: u32,
@@ -339,14 +313,14 @@ pub(crate) fn write_quad_of<T: Numeric, Q: Numeric, N: Size, O: ListMut<Vector<Q
             for lane in 0..4usize {
                 vector[lane] = Q::cast_from(quad[lane]);
             }
-            out.write(((row_start + col) / 4) as usize, vector);
+            out[((row_start + col) / 4) as usize] = vector;
         }
     } else {
         #[unroll]
         for lane in 0..4u32 {
             if col + lane < cols {
                 let index = (row_start + col + lane) as usize;
-                out.write(index, Vector::cast_from(quad[lane as usize]));
+                out[index] = Vector::cast_from(quad[lane as usize]);
             }
         }
     }

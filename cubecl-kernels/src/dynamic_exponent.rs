@@ -14,7 +14,7 @@
 
 use cubecl::prelude::*;
 
-use crate::{exact, fast, rounding::uniform16};
+use crate::{exact, fast, philox, rounding::uniform16};
 
 const DECADES: usize = 7;
 /// Zero, the decades, and 1.
@@ -166,11 +166,11 @@ impl Signedness {
     #[inline]
     pub(crate) fn dithered_level(self, x: f32, dither: u32) -> u32 {
         let nearest = self.level(x);
-        let above = u32::from(self.number(nearest) > x);
-        let lower = (nearest - above).min(self.one() - 1);
+        let below = u32::from(self.number(nearest) > x);
+        let lower = (nearest - below).min(self.one() - 1);
         let step = self.number(lower + 1) - self.number(lower);
-        let uniform = (dither >> 16) as f32 * (1.0 / 65_536.0);
-        lower + u32::from(uniform * step < x - self.number(lower))
+        let above = philox::uniform16(dither) * step < x - self.number(lower);
+        lower + u32::from(above)
     }
 
     /// The `level`-th number that is not negative.

@@ -73,8 +73,8 @@ impl<R: Runtime> Clone for FallbackQuantized<R> {
 /// - `counts`: i32 `[layers, 2]`; the number of blocks that fell back and of all blocks are added to `counts[layer]`.
 ///
 /// The last two must be contiguous. Where the result has a row-major copy only, all its tensors share one allocation,
-/// which is free again when the last of them is dropped. A block that holds NaN or an infinity does not fall back. The numbers are those of
-/// [`reference::quantize_fallback`](crate::reference::quantize_fallback), to the bit.
+/// which is free again when the last of them is dropped. A block that holds NaN or an infinity does not fall back. The
+/// numbers are those of [`reference::quantize_fallback`](crate::reference::quantize_fallback), to the bit.
 ///
 /// # Errors
 ///

@@ -53,7 +53,8 @@ pub enum Granularity {
 }
 
 impl Granularity {
-    /// Rows and columns of the region of one scale, in elements, for matrices of this shape. At least 1 x 1.
+    /// Rows and columns of the region of one scale, in elements, for matrices of this shape. At least 1 x 1, but for a
+    /// block or a group of size 0, which no operation accepts.
     pub fn scale_block(&self, shape: MatrixShape) -> (usize, usize) {
         let (rows, cols) = (shape.rows.max(1), shape.cols.max(1));
         match *self {

@@ -17,8 +17,8 @@ use crate::{
     device::{MatrixView, check_dtype, check_float, empty, storage},
     error::KernelError,
     fallback::FallbackResidual,
-    format::Format,
-    quantize::Quantized,
+    format::{Format, Granularity},
+    quantize::{Quantized, check_granularity},
 };
 
 mod align;
@@ -310,15 +310,36 @@ fn check_residual<R: Runtime>(
     a: &GemmOperand<R>,
     residual: &FallbackResidual<R>,
 ) -> Result<(), KernelError> {
-    let block = residual.block;
-    let fits = residual.values.shape() == a.values.shape()
-        && residual.values.strides() == a.values.strides()
-        && [&residual.scales, &residual.flags]
-            .into_iter()
-            .all(|of_blocks| {
-                of_blocks.shape() == a.scales.shape() && of_blocks.strides() == a.scales.strides()
-            })
-        && (a.rows_per_scale, a.depth_per_scale) == (block, block);
+    let FallbackResidual {
+        values,
+        scales,
+        flags,
+        block,
+    } = residual;
+    let remedy = "pass the residual of `quantize_fallback`";
+    check_dtype(
+        OPERATION,
+        "residual values",
+        values,
+        storage::<i8>(),
+        remedy,
+    )?;
+    check_dtype(
+        OPERATION,
+        "residual scales",
+        scales,
+        storage::<f32>(),
+        remedy,
+    )?;
+    check_dtype(OPERATION, "residual flags", flags, storage::<u32>(), remedy)?;
+    check_granularity(OPERATION, Granularity::Block(*block))?;
+    let like = |tensor: &TensorHandle<R>, of_a: &TensorHandle<R>| {
+        tensor.shape() == of_a.shape() && tensor.strides() == of_a.strides()
+    };
+    let fits = like(values, &a.values)
+        && like(scales, &a.scales)
+        && like(flags, &a.scales)
+        && (a.rows_per_scale, a.depth_per_scale) == (*block, *block);
     if fits {
         return Ok(());
     }
@@ -329,7 +350,7 @@ fn check_residual<R: Runtime>(
             a.values.shape(),
             a.rows_per_scale,
             a.depth_per_scale,
-            residual.values.shape(),
+            values.shape(),
         ),
         remedy: "pass the residual and the row-major base of one quantize_fallback",
     })

@@ -49,10 +49,14 @@ struct Grid {
 
 impl Grid {
     fn new(len: usize, [rows, cols]: [usize; 2], block: (usize, usize)) -> Self {
-        assert_eq!(len, rows * cols, "elements of a [{rows}, {cols}] matrix");
+        assert_eq!(
+            len,
+            rows * cols,
+            "a slice with all elements of a [{rows}, {cols}] matrix is needed"
+        );
         assert!(
             block.0 > 0 && block.1 > 0,
-            "blocks of {} x {} elements",
+            "blocks of {} x {} elements; use at least one",
             block.0,
             block.1
         );
@@ -92,7 +96,7 @@ impl Grid {
 ///
 /// # Panics
 ///
-/// When `x` does not have as many elements as `shape`.
+/// When `x` does not have as many elements as `shape`, or a block has none.
 pub fn quantize(
     x: &[f32],
     shape: [usize; 2],
@@ -148,7 +152,7 @@ pub fn quantize(
 ///
 /// # Panics
 ///
-/// When `x` does not have as many elements as `shape`.
+/// When `x` does not have as many elements as `shape`, or a block has none.
 pub fn quantize_fallback(
     x: &[f32],
     shape: [usize; 2],
@@ -215,7 +219,7 @@ pub fn quantize_fallback(
 ///
 /// # Panics
 ///
-/// When the elements of the slices do not fit `shape` and `block`.
+/// When the elements of the slices do not fit `shape` and `block`, or a block has none.
 pub fn dequantize(
     (values, scales): (&[i8], &[f32]),
     residual: Option<(&[i8], &[f32])>,
@@ -281,10 +285,13 @@ pub fn adamw(
     assert_eq!(
         lengths,
         [parameter.len(); 3],
-        "elements of the gradient and of both moments"
+        "adamw: elements of the gradient and of both moments, beside the parameter's"
     );
     let larger = first.group().max(second.group()).unwrap_or(1);
-    assert!(larger <= MAX_GROUP, "a group of {larger} elements");
+    assert!(
+        larger <= MAX_GROUP,
+        "adamw: a group of {larger} elements; use at most {MAX_GROUP}"
+    );
     let chunk = CHUNK / larger * larger;
     (
         parameter.par_chunks_mut(chunk),

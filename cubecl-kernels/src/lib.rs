@@ -10,7 +10,7 @@
 //! | [`fallback`] | INT8 block quantization with a second INT8 copy of the residual of outlier blocks |
 //! | [`linear_input`] | both INT8 copies of a linear layer's input from one read |
 //! | [`transpose`] | INT8 matrices transposed |
-//! | [`gemm`] | the product of two quantized matrices, on tensor cores or on any device; on Hopper of BF16 and FP16 ones too |
+//! | [`gemm`] | the product of two quantized matrices; on Hopper also of two in BF16 or FP16 |
 //! | [`adamw`](mod@adamw) | AdamW on compressed moments, and what lets it skip a step without asking the host |
 //! | [`optimizer_state`] | moments of an optimizer as 8-bit codes with a scale for each group, and back |
 //! | [`float8`], [`dynamic_exponent`] | the numbers of 8-bit codes |

@@ -84,6 +84,12 @@ pub(crate) fn neighbours(key: StochasticKey, row: usize, index: usize) -> [u32; 
     philox4x32(counter, [key.seed as u32, (key.seed >> 32) as u32])
 }
 
+/// A random number in `[0, 1)` from the 16 high bits of a word, exactly.
+#[inline]
+pub(crate) fn uniform16(word: u32) -> f32 {
+    (word >> 16) as f32 * (1.0 / 65_536.0)
+}
+
 /// [`philox4x32`] in a kernel, with products of 64 bits if `wide`.
 #[cube]
 #[allow(clippy::too_many_arguments)]

@@ -14,6 +14,7 @@ pub(crate) mod block;
 pub(crate) mod buffers;
 mod dequantize;
 mod elementwise;
+mod group;
 mod packed;
 pub(crate) mod staged;
 pub(crate) mod tile;
@@ -118,7 +119,7 @@ pub fn quantize<R: Runtime>(
                 };
                 block::launch(client, x, &view, block, key, &written);
             }
-            (_, Granularity::Group(_)) => tile::launch(client, x, &view, spec, &output),
+            (_, Granularity::Group(size)) => group::launch(client, x, &view, spec, size, &output),
             (_, Granularity::Token | Granularity::Channel | Granularity::Tensor) => {
                 let absmax = absmax::launch(client, x, &view, spec.granularity);
                 elementwise::launch(client, x, &view, spec, &absmax, &output);

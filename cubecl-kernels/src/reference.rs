@@ -120,7 +120,7 @@ pub fn round_to_integer(x: f32, inverse: f32, q_max: i32, dither: Option<f32>) -
 ///
 /// # Panics
 ///
-/// When `x` does not have as many elements as `shape`.
+/// When `x` does not have as many elements as `shape`, or a block has none.
 pub fn quantize(
     x: &[f32],
     shape: MatrixShape,
@@ -135,7 +135,7 @@ pub fn quantize(
 ///
 /// # Panics
 ///
-/// When `x` does not have as many elements as `shape`.
+/// When `x` does not have as many elements as `shape`, or a block has none.
 pub fn quantize_to(
     x: &[f32],
     shape: MatrixShape,
@@ -144,11 +144,16 @@ pub fn quantize_to(
     rounding: Rounding,
 ) -> Quantized {
     assert_eq!(x.len(), shape.num_elements(), "elements of x");
+    let scale_block = granularity.scale_block(shape);
+    assert!(
+        scale_block.0 > 0 && scale_block.1 > 0,
+        "quantize: {granularity:?}; use a block or a group of at least one element"
+    );
     let mut quantized = Quantized {
         shape,
         values: vec![0; x.len()],
         scales: vec![0.0; granularity.scales_shape(shape).num_elements()],
-        scale_block: granularity.scale_block(shape),
+        scale_block,
     };
     let absmaxes = block_absmaxes(x, &quantized);
     let inverses: Vec<f32> = absmaxes
@@ -208,7 +213,7 @@ impl FallbackQuantized {
 ///
 /// # Panics
 ///
-/// When `x` does not have as many elements as `shape`.
+/// When `x` does not have as many elements as `shape`, or a block has none.
 pub fn quantize_fallback(
     x: &[f32],
     shape: MatrixShape,

@@ -242,7 +242,7 @@ pub(crate) fn round_quad(
     q
 }
 
-/// A random number in `[0, 1)` from the 16 high bits of a word, exactly.
+/// [`philox::uniform16`](crate::philox::uniform16) in a kernel.
 #[cube]
 pub(crate) fn uniform16(bits: u32) -> f32 {
     f32::cast_from(bits >> 16) * (1.0 / 65_536.0)

@@ -13,7 +13,7 @@ use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 use crate::{
     device::{
         MatrixGeometry, MatrixView, array, check_float, cube_grid, empty, has_planes_of_32,
-        read_quad_of, read_width, write_quad_of, write_width,
+        read_quad, read_width, write_quad, write_width,
     },
     error::KernelError,
 };
@@ -28,13 +28,13 @@ const PLANE: usize = 32;
 pub struct AttentionScores {
     /// Multiplies the scores.
     pub scale: f32,
-    /// Whether query `i` of `rows` sees only the keys up to `i + cols - rows`: the last query sees them all.
+    /// Whether query `i` sees only the keys up to `i + keys - queries`: the last query sees them all.
     pub causal: bool,
 }
 
-/// The probabilities `[.., rows, cols]` of attention scores: each row's softmax over the keys that it sees, 0 for the
-/// others. A row that sees nothing, or scores of negative infinity only, is 0; NaN and positive infinity make NaN of
-/// it.
+/// The probabilities `[.., queries, keys]` of attention scores: each row's softmax over the keys that it sees, 0 for
+/// the others. A row that sees nothing, or scores of negative infinity only, is 0; NaN and positive infinity make NaN
+/// of it.
 ///
 /// - `scores`: f32, f16 or bf16 `[.., queries, keys]`, any strides. The probabilities are of the same type, contiguous.
 ///
@@ -213,14 +213,7 @@ fn softmax_kernel<F: Numeric, NX: Size, NG: Size, NO: Size>(
                 quad[lane] = weights[lane] * inverse;
             }
         }
-        write_quad_of::<f32, F, NO, Array<Vector<F, NO>>>(
-            probabilities,
-            &quad,
-            start,
-            col,
-            geometry.cols,
-            widths.2,
-        );
+        write_quad::<f32, F, NO>(probabilities, &quad, start, col, geometry.cols, widths.2);
         if comptime!(has_grad) {
             let mut of_scores = Array::<f32>::new(4usize);
             #[unroll]
@@ -235,14 +228,7 @@ fn softmax_kernel<F: Numeric, NX: Size, NG: Size, NO: Size>(
                     of_scores[lane as usize] = select(col + lane < row.visible, value, 0.0f32);
                 }
             }
-            write_quad_of::<f32, F, NO, Array<Vector<F, NO>>>(
-                grad_scores,
-                &of_scores,
-                start,
-                col,
-                geometry.cols,
-                widths.2,
-            );
+            write_quad::<f32, F, NO>(grad_scores, &of_scores, start, col, geometry.cols, widths.2);
         }
         col += comptime!(4 * UNITS as u32);
     }
@@ -293,7 +279,7 @@ fn quad_of<F: Numeric, N: Size>(
     col: u32,
     #[comptime] width: usize,
 ) -> Array<f32> {
-    read_quad_of::<F, N, Array<Vector<F, N>>>(x, geometry, row.batch, row.row, col, width)
+    read_quad::<F, N>(x, geometry, row.batch, row.row, col, width)
 }
 
 /// `scale * scores` of four neighbours; the least number behind the mask.

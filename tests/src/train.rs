@@ -9,11 +9,15 @@ use burn::{
         backend::{AutodiffBackend, Backend},
     },
 };
+use burn_quant_train::{
+    optim::{LayerBackend, QuantAdamW, QuantAdamWConfig, QuantOptimizer},
+    policy::LayerPolicy,
+};
 
 use crate::{
     Rng,
     data::floats,
-    models::{Classifier, Sample},
+    models::{Classifier, Sample, with_weights_of},
 };
 
 /// What a training run left behind.
@@ -25,6 +29,24 @@ pub struct Run<M> {
     pub losses: Vec<f32>,
     /// For each step, the gradient of each parameter, in module order.
     pub gradients: Vec<Vec<Vec<f32>>>,
+}
+
+/// AdamW for a model of which every linear layer is quantized, however small.
+pub fn every_layer(seed: u64) -> QuantAdamWConfig {
+    QuantAdamWConfig::new()
+        .with_policy(LayerPolicy::all().min_elements(0))
+        .with_seed(Some(seed))
+}
+
+/// An optimizer and a model attached to it, whose weights follow from `seed`.
+pub fn attached<B: LayerBackend, M: AutodiffModule<B>>(
+    config: &QuantAdamWConfig,
+    model: M,
+    seed: u64,
+) -> (QuantOptimizer<QuantAdamW<M, B>, B>, M) {
+    let optimizer = config.init();
+    let model = optimizer.attach(with_weights_of(model, seed));
+    (optimizer, model)
 }
 
 /// The batches of a run.

@@ -2,6 +2,7 @@
 
 mod suite {
     mod attention;
+    mod bad_input;
     mod forwarding;
     mod integers;
     mod matmul;

@@ -78,10 +78,12 @@ impl<B: QuantBackend, R: Recipe> QTensorOps<Self> for QuantTrain<B, R> {
     q_argmin(tensor: Quant, dim: (usize), out_dtype: (IntDType)) -> Int;
     q_max(tensor: Quant) -> Quant;
     q_max_dim(tensor: Quant, dim: (usize)) -> Quant;
-    q_max_dim_with_indices(tensor: Quant, dim: (usize), out_dtype: (IntDType)) -> ((QuantizedTensor<Self>, IntTensor<Self>));
+    q_max_dim_with_indices(tensor: Quant, dim: (usize), out_dtype: (IntDType)) -> ((QuantizedTensor<Self>,
+        IntTensor<Self>));
     q_min(tensor: Quant) -> Quant;
     q_min_dim(tensor: Quant, dim: (usize)) -> Quant;
-    q_min_dim_with_indices(tensor: Quant, dim: (usize), out_dtype: (IntDType)) -> ((QuantizedTensor<Self>, IntTensor<Self>));
+    q_min_dim_with_indices(tensor: Quant, dim: (usize), out_dtype: (IntDType)) -> ((QuantizedTensor<Self>,
+        IntTensor<Self>));
     q_max_abs(tensor: Quant) -> Quant;
     q_max_abs_dim(tensor: Quant, dim: (usize)) -> Quant;
     q_any(tensor: Quant, out_dtype: (BoolDType)) -> Bool;
@@ -89,7 +91,8 @@ impl<B: QuantBackend, R: Recipe> QTensorOps<Self> for QuantTrain<B, R> {
     q_all(tensor: Quant, out_dtype: (BoolDType)) -> Bool;
     q_all_dim(tensor: Quant, dim: (usize), out_dtype: (BoolDType)) -> Bool;
     q_sort(tensor: Quant, dim: (usize), descending: (bool)) -> Quant;
-    q_sort_with_indices(tensor: Quant, dim: (usize), descending: (bool), out_dtype: (IntDType)) -> ((QuantizedTensor<Self>, IntTensor<Self>));
+    q_sort_with_indices(tensor: Quant, dim: (usize), descending: (bool),
+        out_dtype: (IntDType)) -> ((QuantizedTensor<Self>, IntTensor<Self>));
     q_argsort(tensor: Quant, dim: (usize), descending: (bool), out_dtype: (IntDType)) -> Int;
     }
 

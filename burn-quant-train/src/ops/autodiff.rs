@@ -12,11 +12,9 @@ use burn_autodiff::{
 use burn_backend::{DType, FloatDType, Shape, TensorMetadata, tensor::FloatTensor};
 
 use super::{
-    InputCasts, Layout, LinearCall, Operand, QuantBackend, QuantOps, Quantized, StochasticKey,
+    InputCasts, LinearCall, Operand, QuantBackend, QuantOps, Quantized, StochasticKey,
     attention::{self, AttentionInputs, AttentionKernels, AttentionScores},
-    linear::{
-        self, GradientForm, LinearBackward, LinearForward, LinearProduct, LinearWeight, flatten,
-    },
+    linear::{GradientForm, LinearBackward, LinearForward, LinearProduct, LinearWeight, LinearX},
     matmul::{self, MatmulKernel},
 };
 use crate::{
@@ -62,16 +60,6 @@ pub(super) struct WeightInput<'a, B: QuantOps> {
     pub view: View,
 }
 
-impl<B: QuantOps> WeightInput<'_, B> {
-    fn quantized(self, cast: Cast) -> Weight<B> {
-        let transposed = self.view == View::Transposed;
-        let matrix = self.tag.copy(cast, || {
-            linear::quantized_weight::<B>(self.weight, cast, transposed, Layout::RowMajor)
-        });
-        Weight { matrix, transposed }
-    }
-}
-
 /// The input of a layer, `[.., K]`, and the tag of the matrix that it is.
 pub(super) struct Input<'a, B: QuantOps> {
     pub x: FloatTensor<B>,
@@ -103,23 +91,25 @@ pub(super) fn forward<B: QuantOps>(
         None => Arc::new(copy),
     };
     let saved = saves.then(|| existing(row.saved_x)).flatten();
-    let casts = InputCasts {
-        forward: row.x,
-        saved: (saves && saved.is_none())
-            .then(|| (row.saved_x, key(layer, row.saved_x, Role::SavedInput))),
-    };
+    let to_save = (saves && saved.is_none())
+        .then(|| (row.saved_x, key(layer, row.saved_x, Role::SavedInput)));
     // A copy with fallback is the layer's own: others have other thresholds.
     let operand = (!row.fallback).then(|| existing(row.x)).flatten();
-    if let Some(operand) = operand {
-        let weight = weight.quantized(row.w);
-        let shape = linear::with_columns(x.shape(), weight.operand().shape()[1]);
-        let new = casts
-            .saved
-            .map(|(cast, key)| B::quantize_matrix(flatten::<B>(x), cast, Layout::Transposed, key));
-        let y = B::quantized_matmul(operand.operand(), None, weight.operand(), bias, compute);
-        let x = saved.or_else(|| new.map(|copy| keep(row.saved_x, copy)));
-        return (B::float_reshape(y, shape), Copies { x, weight });
-    }
+    let x = match &operand {
+        Some(matrix) if to_save.is_none() => LinearX::Quantized {
+            matrix,
+            shape: x.shape(),
+        },
+        _ => LinearX::Float {
+            x,
+            casts: InputCasts {
+                forward: row.x,
+                saved: to_save,
+            },
+            fallback: row.fallback.then_some(layer),
+            keeps_operand: !row.fallback && tag.is_some(),
+        },
+    };
     let WeightInput {
         weight,
         tag: weight_tag,
@@ -129,8 +119,6 @@ pub(super) fn forward<B: QuantOps>(
     let matrix = weight_tag.existing_copy(row.w);
     let output = B::linear_forward(LinearForward {
         x,
-        casts,
-        fallback: row.fallback.then_some(layer),
         product: LinearProduct {
             weight: match &matrix {
                 Some(matrix) => LinearWeight::Quantized(Operand {
@@ -145,7 +133,6 @@ pub(super) fn forward<B: QuantOps>(
             },
             bias,
             dtype: compute,
-            keeps_operand: !row.fallback && tag.is_some(),
         },
     });
     if let Some(operand) = output.operand {

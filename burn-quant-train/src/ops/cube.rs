@@ -1,7 +1,7 @@
 //! The quantized operations by the kernels of `cubecl-kernels`, on every CubeCL runtime.
 
 use burn_backend::{
-    DType, FloatDType, Shape, TensorMetadata,
+    Backend, DType, FloatDType, Shape, TensorMetadata,
     tensor::{FloatTensor, IntTensor},
 };
 use burn_cubecl::{
@@ -29,6 +29,8 @@ use super::{
     Residual, StochasticKey,
     adamw::{AdamWItem, AdamWUpdate, Hyperparameters, Moment, MomentState, StateFormat},
     attention::AttentionKernels,
+    fallback_block,
+    float::matrix_shape,
     keyed,
     matmul::MatmulKernel,
     quantize_input_twice,
@@ -45,7 +47,7 @@ where
     F: FloatElement,
     I: IntElement,
     BT: BoolElement,
-    Self: burn_backend::Backend<
+    Self: Backend<
             Device = R::Device,
             FloatTensorPrimitive = CubeTensor<R>,
             IntTensorPrimitive = CubeTensor<R>,
@@ -57,6 +59,7 @@ where
         layout: Layout,
         key: Option<StochasticKey>,
     ) -> Quantized<Self> {
+        matrix_shape(&x, "quantize");
         let spec = QuantizeSpec {
             format: cast.format,
             granularity: cast.granularity,
@@ -74,12 +77,8 @@ where
         thresholds: FloatTensor<Self>,
         counts: IntTensor<Self>,
     ) -> (FallbackQuantized<Self>, IntTensor<Self>) {
-        let Granularity::Block(block) = cast.granularity else {
-            panic!(
-                "quantize_fallback: {:?}; fallback works on square blocks",
-                cast.granularity
-            );
-        };
+        matrix_shape(&x, "quantize_fallback");
+        let block = fallback_block("quantize_fallback", cast);
         let counts = into_contiguous(counts);
         let quantized = checked(fallback::quantize_fallback(
             &x.client,
@@ -105,6 +104,7 @@ where
         let Some((block, saved_cast, key)) = one_read(&casts) else {
             return quantize_input_twice(x, casts, fallback);
         };
+        matrix_shape(&x, "quantize_input");
         // Without padding between rows, as kernels take the counters: Burn pads the rows of what it allocates on CUDA.
         // From then on the kernels' own buffer goes round.
         let fallback = fallback.map(|fallback| Fallback {
@@ -158,12 +158,7 @@ where
         let client = &like.client;
         let dtype = DType::from(dtype);
         let residual = residual.map(|residual| {
-            let Granularity::Block(block) = a.matrix.cast.granularity else {
-                panic!(
-                    "quantized_matmul: a residual of {:?}; fallback works on square blocks",
-                    a.matrix.cast
-                );
-            };
+            let block = fallback_block("quantized_matmul", a.matrix.cast);
             assert!(
                 !a.transpose,
                 "quantized_matmul: the residual of a transposed operand; fallback is for Y = X W"
@@ -180,7 +175,7 @@ where
             let bias = crate::precision::cast_to::<Self>(bias, Some(FloatDType::F32));
             handle(&into_contiguous(bias))
         });
-        let (lhs, rhs) = (left::<Self, R>(&a), right::<Self, R>(&b));
+        let (lhs, rhs) = (left::<Self, R>(a), right::<Self, R>(b));
         let product = gemm::gemm(
             client,
             &lhs,
@@ -319,6 +314,17 @@ where
     }
 }
 
+/// A backend of CubeCL tensors.
+trait Cube<R: CubeRuntime>:
+    Backend<FloatTensorPrimitive = CubeTensor<R>, IntTensorPrimitive = CubeTensor<R>>
+{
+}
+
+impl<B, R: CubeRuntime> Cube<R> for B where
+    B: Backend<FloatTensorPrimitive = CubeTensor<R>, IntTensorPrimitive = CubeTensor<R>>
+{
+}
+
 /// `[.., rows, cols]` as a batch of matrices, a copy only where the leading dimensions have no common stride. A copy
 /// keeps the order of rows and columns in memory.
 fn matrices<R: CubeRuntime>(tensor: CubeTensor<R>) -> TensorHandle<R> {
@@ -446,10 +452,7 @@ fn own<R: CubeRuntime>(tensor: CubeTensor<R>) -> CubeTensor<R> {
 
 fn adamw_item<B, R>(item: AdamWItem<B>) -> AdamWItem<B>
 where
-    B: burn_backend::Backend<
-            FloatTensorPrimitive = CubeTensor<R>,
-            IntTensorPrimitive = CubeTensor<R>,
-        >,
+    B: Cube<R>,
     R: CubeRuntime,
 {
     AdamWItem {
@@ -468,10 +471,7 @@ fn rounding(key: Option<StochasticKey>) -> KernelRounding {
 
 fn adamw_tensors<B, R>(item: &AdamWItem<B>) -> AdamWTensors<R>
 where
-    B: burn_backend::Backend<
-            FloatTensorPrimitive = CubeTensor<R>,
-            IntTensorPrimitive = CubeTensor<R>,
-        >,
+    B: Cube<R>,
     R: CubeRuntime,
 {
     AdamWTensors {
@@ -486,10 +486,7 @@ where
 
 fn state_tensor<B, R>(state: &MomentState<B>, moment: Moment) -> StateTensor<R>
 where
-    B: burn_backend::Backend<
-            FloatTensorPrimitive = CubeTensor<R>,
-            IntTensorPrimitive = CubeTensor<R>,
-        >,
+    B: Cube<R>,
     R: CubeRuntime,
 {
     match state {
@@ -548,12 +545,9 @@ where
 }
 
 /// The left operand of a product, which sums along its columns.
-fn left<B, R>(operand: &Operand<'_, B>) -> GemmOperand<R>
+fn left<B, R>(operand: Operand<'_, B>) -> GemmOperand<R>
 where
-    B: burn_backend::Backend<
-            FloatTensorPrimitive = CubeTensor<R>,
-            IntTensorPrimitive = CubeTensor<R>,
-        >,
+    B: Cube<R>,
     R: CubeRuntime,
 {
     let matrix = operand.matrix;
@@ -576,24 +570,18 @@ where
 }
 
 /// The right operand of a product, which sums along its rows: the kernel takes its transpose.
-fn right<B, R>(operand: &Operand<'_, B>) -> GemmOperand<R>
+fn right<B, R>(operand: Operand<'_, B>) -> GemmOperand<R>
 where
-    B: burn_backend::Backend<
-            FloatTensorPrimitive = CubeTensor<R>,
-            IntTensorPrimitive = CubeTensor<R>,
-        >,
+    B: Cube<R>,
     R: CubeRuntime,
 {
-    left(&Operand {
-        matrix: operand.matrix,
-        transpose: !operand.transpose,
-    })
+    left(operand.t())
 }
 
 /// The INT8 copy in the other layout, for the time of one product.
 fn flipped<B, R>(matrix: &Quantized<B>, values: &Option<CubeTensor<R>>) -> Option<TensorHandle<R>>
 where
-    B: burn_backend::Backend,
+    B: Backend,
     R: CubeRuntime,
 {
     let values = values
@@ -605,10 +593,7 @@ where
 
 fn wrap<B, R>(like: &CubeTensor<R>, matrix: quantize::Quantized<R>, cast: Cast) -> Quantized<B>
 where
-    B: burn_backend::Backend<
-            FloatTensorPrimitive = CubeTensor<R>,
-            IntTensorPrimitive = CubeTensor<R>,
-        >,
+    B: Cube<R>,
     R: CubeRuntime,
 {
     let dtype = match matrix.format {
@@ -626,10 +611,7 @@ where
 
 fn wrap_residual<B, R>(like: &CubeTensor<R>, residual: FallbackResidual<R>) -> Residual<B>
 where
-    B: burn_backend::Backend<
-            FloatTensorPrimitive = CubeTensor<R>,
-            IntTensorPrimitive = CubeTensor<R>,
-        >,
+    B: Cube<R>,
     R: CubeRuntime,
 {
     Residual {
@@ -653,10 +635,7 @@ fn one_read(casts: &InputCasts) -> Option<(usize, Cast, StochasticKey)> {
 
 fn unwrap<B, R>(matrix: &Quantized<B>) -> quantize::Quantized<R>
 where
-    B: burn_backend::Backend<
-            FloatTensorPrimitive = CubeTensor<R>,
-            IntTensorPrimitive = CubeTensor<R>,
-        >,
+    B: Cube<R>,
     R: CubeRuntime,
 {
     let [rows, cols] = matrix.shape;

@@ -6,7 +6,8 @@ use burn_flex::{Flex, FlexTensor};
 use cubecl_kernels::host;
 
 use super::{
-    FallbackQuantized, Layout, Operand, QuantOps, Quantized, Residual, StochasticKey, float, keyed,
+    FallbackQuantized, Layout, Operand, QuantOps, Quantized, Residual, StochasticKey,
+    check_fallback_state, fallback_block, float, keyed,
 };
 use crate::recipe::{Cast, Format};
 
@@ -39,19 +40,15 @@ impl QuantOps for Flex {
         mut counts: FlexTensor,
     ) -> (FallbackQuantized<Self>, FlexTensor) {
         let shape = float::matrix_shape(&x, "quantize_fallback");
+        let block = fallback_block("quantize_fallback", cast);
+        check_fallback_state("quantize_fallback", layer, &thresholds, &counts);
         let thresholds = thresholds.to_contiguous();
-        let thresholds = slice::<f32>(&thresholds);
-        assert!(
-            layer < thresholds.len(),
-            "quantize_fallback: layer {layer} is not among {} layers",
-            thresholds.len()
-        );
         let x = float::to_f32::<Self>(x).to_contiguous();
         let quantized = host::quantize_fallback(
             slice(&x),
             shape,
-            float::extent(cast, shape).into(),
-            thresholds[layer],
+            (block, block),
+            slice::<f32>(&thresholds)[layer],
         );
         let blocks = quantized.base.scales.len();
         counts = counts.to_contiguous();

@@ -8,12 +8,16 @@ use burn_backend::{
     tensor::{BoolTensor, FloatTensor, IntTensor},
 };
 use cubecl_kernels::{
+    delay_threshold::{MAX_THRESHOLD, MIN_THRESHOLD},
     format::{MIN_ABSMAX, Rounding, STOCHASTIC_OFFSET},
     philox,
     shape::MatrixShape,
 };
 
-use super::{FallbackQuantized, Operand, QuantOps, Quantized, Residual, StochasticKey, keyed};
+use super::{
+    FallbackQuantized, Operand, QuantOps, Quantized, Residual, StochasticKey, check_fallback_state,
+    fallback_block, keyed,
+};
 use crate::{
     layer::{DelayThreshold, FallbackState},
     recipe::{Cast, Format},
@@ -31,7 +35,8 @@ struct Blocks<B: QuantOps> {
 impl<B: QuantOps> Blocks<B> {
     fn split(matrix: FloatTensor<B>, extent: [usize; 2]) -> Self {
         let shape = matrix_shape(&matrix, "quantize");
-        let extent = [extent[0].min(shape[0]), extent[1].min(shape[1])];
+        // At least one element, also of a matrix without any.
+        let extent = [0, 1].map(|dim| extent[dim].min(shape[dim]).max(1));
         let grid = [shape[0].div_ceil(extent[0]), shape[1].div_ceil(extent[1])];
         let padded = [grid[0] * extent[0], grid[1] * extent[1]];
         let values = match padded == shape {
@@ -158,16 +163,13 @@ pub(super) fn quantize_fallback<B: QuantOps>(
     counts: IntTensor<B>,
 ) -> (FallbackQuantized<B>, IntTensor<B>) {
     let shape = matrix_shape(&x, "quantize_fallback");
+    fallback_block("quantize_fallback", cast);
+    check_fallback_state("quantize_fallback", layer, &thresholds, &counts);
     let blocks = Blocks::<B>::split(to_f32::<B>(x), extent(cast, shape));
     let bool_dtype = bool_dtype::<B>(&B::float_device(&blocks.values));
     let absmax = blocks.absmax();
 
     // u(i, k) = [absmax > threshold]; false for NaN, whose block dequantizes to NaN already.
-    let layers = thresholds.shape()[0];
-    assert!(
-        layer < layers,
-        "quantize_fallback: layer {layer} is not among {layers} layers"
-    );
     let threshold = B::float_slice(
         thresholds,
         &[Slice::new(layer as isize, Some(layer as isize + 1), 1)],
@@ -306,6 +308,11 @@ pub(super) fn product<B: QuantOps>(
     );
     let mut product = B::float_matmul(lhs, rhs);
     if let Some(bias) = bias {
+        let shape = bias.shape();
+        assert!(
+            shape.as_slice() == [n],
+            "quantized_matmul: bias {shape:?} of a product [{m}, {n}]; pass a bias [{n}]"
+        );
         let bias = B::float_reshape(to_f32::<B>(bias), Shape::new([1, n]));
         product = B::float_add(product, bias);
     }
@@ -343,8 +350,8 @@ pub(super) fn delay_threshold<B: QuantOps>(
     FallbackState {
         thresholds: B::float_clamp(
             thresholds,
-            Scalar::from(MIN_ABSMAX),
-            Scalar::from(1.0 / MIN_ABSMAX),
+            Scalar::from(MIN_THRESHOLD),
+            Scalar::from(MAX_THRESHOLD),
         ),
         rates: B::float_mask_where(rates, unseen, state.rates),
         counts: B::int_zeros(state.counts.shape(), &device, IntDType::I32),
@@ -374,17 +381,25 @@ fn uniform<B: QuantOps>(
     device: &burn_backend::tensor::Device<B>,
 ) -> FloatTensor<B> {
     let mut values = vec![0.0f32; rows * cols];
-    for (row, out) in values.chunks_exact_mut(cols).enumerate() {
+    for (row, out) in values.chunks_exact_mut(cols.max(1)).enumerate() {
         philox::dither_row(key, row, out);
     }
     B::float_from_data(TensorData::new(values, [rows, cols]), device)
 }
 
 /// Rows and columns that share a scale.
+///
+/// # Panics
+///
+/// If the cast has blocks or groups of no elements.
 pub(super) fn extent(cast: Cast, [rows, cols]: [usize; 2]) -> [usize; 2] {
-    cast.granularity
-        .scale_block(MatrixShape::new(rows, cols))
-        .into()
+    let (rows, cols) = cast.granularity.scale_block(MatrixShape::new(rows, cols));
+    assert!(
+        rows > 0 && cols > 0,
+        "quantize: {:?}; use a block or a group of at least one element",
+        cast.granularity
+    );
+    [rows, cols]
 }
 
 fn bool_dtype<B: QuantOps>(device: &burn_backend::tensor::Device<B>) -> BoolDType {

@@ -6,8 +6,8 @@
 use std::{fmt::Debug, sync::Arc};
 
 use burn_backend::{
-    DType, FloatDType, Shape, TensorMetadata,
-    ops::FloatTensorOps,
+    DType, FloatDType, IntDType, Shape, TensorMetadata,
+    ops::{FloatTensorOps, IntTensorOps},
     tensor::{FloatTensor, IntTensor},
 };
 use burn_fusion::{
@@ -18,12 +18,14 @@ use burn_ir::{CustomOpIr, HandleContainer, OperationIr, TensorIr};
 use cubecl_kernels::shape::MatrixShape;
 
 use super::{
-    Fallback, FallbackQuantized, Layout, Operand, QuantOps, Quantized, Residual, StochasticKey,
+    Fallback, FallbackQuantized, InputCasts, Layout, Operand, QuantOps, Quantized, Residual,
+    StochasticKey,
     adamw::{AdamWItem, AdamWUpdate, Hyperparameters, Moment, MomentState, StateFormat},
     attention::{AttentionInputs, AttentionKernels},
+    float,
     linear::{
         self, LinearBackward, LinearForward, LinearGradients, LinearOutput, LinearProduct,
-        LinearWeight,
+        LinearWeight, LinearX,
     },
     matmul::MatmulKernel,
 };
@@ -170,6 +172,16 @@ impl Form {
     }
 }
 
+/// The input of a forward pass without its tensors.
+#[derive(Clone, Copy)]
+enum InputForm {
+    Quantized(Form),
+    Float {
+        casts: InputCasts,
+        keeps_operand: bool,
+    },
+}
+
 /// A weight of a forward pass without its tensors.
 #[derive(Clone, Copy)]
 enum WeightForm {
@@ -233,13 +245,6 @@ fn give_residual<B: FusionBackend>(
     handles.register_int_tensor::<B>(&next(outputs).id, indicator);
 }
 
-fn matrix_shape<T: TensorMetadata>(tensor: &T) -> [usize; 2] {
-    let shape = tensor.shape();
-    <[usize; 2]>::try_from(shape.as_slice()).unwrap_or_else(|_| {
-        panic!("quantize: expected a matrix, got shape {shape:?}; flatten the leading dimensions")
-    })
-}
-
 impl<B: FusionBackend + QuantOps> QuantOps for Fusion<B> {
     fn quantize_matrix(
         x: FloatTensor<Self>,
@@ -247,7 +252,7 @@ impl<B: FusionBackend + QuantOps> QuantOps for Fusion<B> {
         layout: Layout,
         key: Option<StochasticKey>,
     ) -> Quantized<Self> {
-        let form = Form::new(matrix_shape(&x), cast, layout);
+        let form = Form::new(float::matrix_shape(&x, "quantize"), cast, layout);
         let mut outputs = register::<B>(
             "quantize_matrix",
             vec![x],
@@ -268,7 +273,7 @@ impl<B: FusionBackend + QuantOps> QuantOps for Fusion<B> {
         thresholds: FloatTensor<Self>,
         counts: IntTensor<Self>,
     ) -> (FallbackQuantized<Self>, IntTensor<Self>) {
-        let shape = matrix_shape(&x);
+        let shape = float::matrix_shape(&x, "quantize_fallback");
         let form = Form::new(shape, cast, Layout::RowMajor);
         let mut outputs = form.tensors();
         outputs.extend(residual_tensors(shape, &form));
@@ -356,25 +361,12 @@ impl<B: FusionBackend + QuantOps> QuantOps for Fusion<B> {
 
     fn linear_forward(call: LinearForward<'_, Self>) -> LinearOutput<Self> {
         let shape = call.output_shape();
-        let LinearForward {
-            x,
-            casts,
-            fallback: layer,
-            product:
-                LinearProduct {
-                    weight,
-                    bias,
-                    dtype,
-                    keeps_operand,
-                },
-        } = call;
-        let matrix = linear::flattened(&x.shape());
-        let operand = keeps_operand.then(|| Form::new(matrix, casts.forward, Layout::RowMajor));
-        let saved = casts
-            .saved
-            .map(|(cast, _)| Form::new(matrix, cast, Layout::Transposed));
-        let device = Self::float_device(&x);
-        let mut inputs = vec![x];
+        let LinearProduct {
+            weight,
+            bias,
+            dtype,
+        } = call.product;
+        let mut inputs = Vec::new();
         let (weight, new_weight) = match weight {
             LinearWeight::Quantized(Operand { matrix, transpose }) => {
                 inputs.extend(tensors::<B>(matrix));
@@ -395,12 +387,38 @@ impl<B: FusionBackend + QuantOps> QuantOps for Fusion<B> {
                 (WeightForm::Float { cast, transposed }, Some(new))
             }
         };
+        let has_bias = bias.is_some();
+        inputs.extend(bias);
+        let mut fallback_of = None;
+        let (x, operand, saved) = match call.x {
+            LinearX::Quantized { matrix, .. } => {
+                inputs.extend(tensors::<B>(matrix));
+                (InputForm::Quantized(Form::of::<B>(matrix)), None, None)
+            }
+            LinearX::Float {
+                x,
+                casts,
+                fallback,
+                keeps_operand,
+            } => {
+                fallback_of = fallback.map(|layer| (layer, Self::float_device(&x)));
+                let matrix = linear::flattened(&x.shape());
+                let new = |cast, layout| Form::new(matrix, cast, layout);
+                inputs.push(x);
+                (
+                    InputForm::Float {
+                        casts,
+                        keeps_operand,
+                    },
+                    keeps_operand.then(|| new(casts.forward, Layout::RowMajor)),
+                    casts.saved.map(|(cast, _)| new(cast, Layout::Transposed)),
+                )
+            }
+        };
         let copies = [operand, saved, new_weight];
         let of_copies = copies.iter().flatten().flat_map(Form::tensors);
         let y = (shape.clone(), dtype.into());
         let mut outputs: Vec<_> = std::iter::once(y).chain(of_copies).collect();
-        let has_bias = bias.is_some();
-        inputs.extend(bias);
 
         let record = |mut inputs: Vec<Tensor<B>>, fallback: Option<Fallback<Self>>| {
             let layer = fallback.as_ref().map(|fallback| fallback.layer);
@@ -413,7 +431,6 @@ impl<B: FusionBackend + QuantOps> QuantOps for Fusion<B> {
             }
             register::<B>("linear_forward", inputs, &outputs, move |ir, handles| {
                 let mut inputs = ir.inputs.iter();
-                let x = handles.get_float_tensor::<B>(next(&mut inputs));
                 let matrix;
                 let weight = match weight {
                     WeightForm::Quantized { form, transpose } => {
@@ -433,16 +450,28 @@ impl<B: FusionBackend + QuantOps> QuantOps for Fusion<B> {
                     weight,
                     bias: has_bias.then(|| handles.get_float_tensor::<B>(next(&mut inputs))),
                     dtype,
-                    keeps_operand,
                 };
-                let fallback = layer.map(|layer| Fallback {
-                    layer,
-                    thresholds: handles.get_float_tensor::<B>(next(&mut inputs)),
-                    counts: handles.get_int_tensor::<B>(next(&mut inputs)),
-                });
-                let mut input = B::quantize_input(linear::flatten::<B>(x), casts, fallback);
-                let counts = input.counts.take();
-                let output = linear::product(input, product, shape.clone());
+                let mut counts = None;
+                let output = match x {
+                    InputForm::Quantized(form) => {
+                        let x = form.take::<B>(&mut inputs, handles);
+                        linear::product(x.operand(), None, product, shape.clone())
+                    }
+                    InputForm::Float {
+                        casts,
+                        keeps_operand,
+                    } => {
+                        let x = handles.get_float_tensor::<B>(next(&mut inputs));
+                        let fallback = layer.map(|layer| Fallback {
+                            layer,
+                            thresholds: handles.get_float_tensor::<B>(next(&mut inputs)),
+                            counts: handles.get_int_tensor::<B>(next(&mut inputs)),
+                        });
+                        let mut input = B::quantize_input(linear::flatten::<B>(x), casts, fallback);
+                        counts = input.counts.take();
+                        linear::product_of_input(input, keeps_operand, product, shape.clone())
+                    }
+                };
                 let mut outputs = ir.outputs.iter();
                 handles.register_float_tensor::<B>(&next(&mut outputs).id, output.y);
                 let copies = [output.operand, output.saved, output.weight];
@@ -465,9 +494,9 @@ impl<B: FusionBackend + QuantOps> QuantOps for Fusion<B> {
                 weight,
             }
         };
-        match layer {
+        match fallback_of {
             None => output(&mut record(inputs, None)),
-            Some(layer) => layer.with_fallback(&device, |fallback| {
+            Some((layer, device)) => layer.with_fallback(&device, |fallback| {
                 let mut outputs = record(inputs, Some(fallback));
                 (output(&mut outputs), next(&mut outputs))
             }),
@@ -690,8 +719,12 @@ impl<B: FusionBackend + QuantOps> QuantOps for Fusion<B> {
         gradients: &[FloatTensor<Self>],
         device: &burn_backend::tensor::Device<Self>,
     ) -> IntTensor<Self> {
+        let flag = Shape::new([1]);
+        if gradients.is_empty() {
+            return Self::int_zeros(flag, device, IntDType::I32);
+        }
         let device = device.clone();
-        let outputs = [(Shape::new([1]), DType::I32)];
+        let outputs = [(flag, DType::I32)];
         let mut outputs = register::<B>(
             "find_nonfinite",
             gradients.to_vec(),

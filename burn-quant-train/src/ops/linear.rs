@@ -4,21 +4,42 @@
 
 use burn_backend::{FloatDType, Shape, TensorMetadata, tensor::FloatTensor};
 
-use super::{InputCasts, Layout, LinearInput, Operand, QuantOps, Quantized, StochasticKey};
+use super::{
+    InputCasts, Layout, LinearInput, Operand, QuantOps, Quantized, Residual, StochasticKey,
+};
 use crate::{layer::Layer, recipe::Cast};
 
-/// The forward pass: Y `[.., N]` = X `[.., K]` W + bias, X quantized to nearest.
+/// The forward pass: Y `[.., N]` = X `[.., K]` W + bias.
 #[derive(Debug)]
 pub struct LinearForward<'a, B: QuantOps> {
-    /// X, of any float dtype.
-    pub x: FloatTensor<B>,
-    /// What to make of X.
-    pub casts: InputCasts,
-    /// The layer with whose state X is quantized, where it is with fallback: its counters go up, and blocks that fell
-    /// back enter the product with their residuals.
-    pub fallback: Option<&'a Layer<B>>,
+    /// X.
+    pub x: LinearX<'a, B>,
     /// The product.
     pub product: LinearProduct<'a, B>,
+}
+
+/// The input of a forward pass.
+#[derive(Debug)]
+pub enum LinearX<'a, B: QuantOps> {
+    /// Quantized before, without fallback.
+    Quantized {
+        /// X as a matrix, `[rows, K]`.
+        matrix: &'a Quantized<B>,
+        /// `[.., K]`.
+        shape: Shape,
+    },
+    /// To be quantized, for the product to nearest.
+    Float {
+        /// X, `[.., K]`, of any float dtype.
+        x: FloatTensor<B>,
+        /// What to make of X.
+        casts: InputCasts,
+        /// The layer with whose state X is quantized, where it is with fallback: its counters go up, and blocks that
+        /// fell back enter the product with their residuals.
+        fallback: Option<&'a Layer<B>>,
+        /// Whether X as the product takes it is wanted afterwards.
+        keeps_operand: bool,
+    },
 }
 
 /// The product of the forward pass.
@@ -30,8 +51,6 @@ pub struct LinearProduct<'a, B: QuantOps> {
     pub bias: Option<FloatTensor<B>>,
     /// The dtype of Y.
     pub dtype: FloatDType,
-    /// Whether X as the product takes it is wanted afterwards.
-    pub keeps_operand: bool,
 }
 
 /// The weight of a forward pass.
@@ -99,11 +118,16 @@ pub struct LinearGradients<B: QuantOps> {
 impl<B: QuantOps> LinearForward<'_, B> {
     /// The shape of Y.
     pub(super) fn output_shape(&self) -> Shape {
-        let columns = match &self.product.weight {
+        let mut shape = match &self.x {
+            LinearX::Quantized { shape, .. } => shape.clone(),
+            LinearX::Float { x, .. } => x.shape(),
+        };
+        let last = shape.num_dims() - 1;
+        shape[last] = match &self.product.weight {
             LinearWeight::Quantized(operand) => operand.shape()[1],
             LinearWeight::Float { weight, .. } => flattened(&weight.shape())[1],
         };
-        with_columns(self.x.shape(), columns)
+        shape
     }
 }
 
@@ -117,13 +141,6 @@ impl<B: QuantOps> LinearBackward<'_, B> {
             (None, None) => None,
         }
     }
-}
-
-/// The shape of a product of X, of this shape, and a weight with so many columns.
-pub(super) fn with_columns(mut x: Shape, columns: usize) -> Shape {
-    let last = x.num_dims() - 1;
-    x[last] = columns;
-    x
 }
 
 /// Rows and columns of a tensor whose dimensions but the last are rows.
@@ -144,7 +161,7 @@ pub(super) fn flatten<B: QuantOps>(tensor: FloatTensor<B>) -> FloatTensor<B> {
 }
 
 /// A weight with leading dimensions of 1, quantized: the matrix, or with `transposed` its transpose.
-pub(super) fn quantized_weight<B: QuantOps>(
+fn quantized_weight<B: QuantOps>(
     weight: FloatTensor<B>,
     cast: Cast,
     transposed: bool,
@@ -158,41 +175,66 @@ pub(super) fn quantized_weight<B: QuantOps>(
     B::quantize_matrix(matrix, cast, layout, None)
 }
 
-/// [`QuantOps::linear_forward`] by an operation for each step. The layers of a model wait for each other only while X is
-/// quantized.
+/// [`QuantOps::linear_forward`] by an operation for each step. The layers of a model wait for each other only while X
+/// is quantized.
 pub(super) fn forward<B: QuantOps>(call: LinearForward<'_, B>) -> LinearOutput<B> {
     let shape = call.output_shape();
-    let device = B::float_device(&call.x);
-    let (x, casts) = (flatten::<B>(call.x), call.casts);
-    let input = match call.fallback {
-        None => B::quantize_input(x, casts, None),
-        Some(layer) => layer.with_fallback(&device, |fallback| {
-            let mut input = B::quantize_input(x, casts, Some(fallback));
-            let counts = input.counts.take();
-            (
-                input,
-                counts.expect("a fallback state goes in and comes out"),
-            )
-        }),
-    };
-    product(input, call.product, shape)
+    match call.x {
+        LinearX::Quantized { matrix, .. } => product(matrix.operand(), None, call.product, shape),
+        LinearX::Float {
+            x,
+            casts,
+            fallback,
+            keeps_operand,
+        } => {
+            let device = B::float_device(&x);
+            let x = flatten::<B>(x);
+            let input = match fallback {
+                None => B::quantize_input(x, casts, None),
+                Some(layer) => layer.with_fallback(&device, |fallback| {
+                    let mut input = B::quantize_input(x, casts, Some(fallback));
+                    let counts = input.counts.take();
+                    (
+                        input,
+                        counts.expect("a fallback state goes in and comes out"),
+                    )
+                }),
+            };
+            product_of_input(input, keeps_operand, call.product, shape)
+        }
+    }
 }
 
-/// The product of X, quantized, and W, as Y of this shape.
-pub(super) fn product<B: QuantOps>(
+/// The product of X, just quantized, and W, as Y of this shape, and the copies of X that are wanted.
+pub(super) fn product_of_input<B: QuantOps>(
     input: LinearInput<B>,
-    product: LinearProduct<'_, B>,
+    keeps_operand: bool,
+    call: LinearProduct<'_, B>,
+    shape: Shape,
+) -> LinearOutput<B> {
+    let x = input.forward.operand();
+    let output = product(x, input.residual.as_ref(), call, shape);
+    LinearOutput {
+        operand: keeps_operand.then_some(input.forward),
+        saved: input.saved,
+        ..output
+    }
+}
+
+/// The product of X and W as Y of this shape.
+pub(super) fn product<B: QuantOps>(
+    x: Operand<'_, B>,
+    residual: Option<&Residual<B>>,
+    call: LinearProduct<'_, B>,
     shape: Shape,
 ) -> LinearOutput<B> {
     let LinearProduct {
         weight,
         bias,
         dtype,
-        keeps_operand,
-    } = product;
+    } = call;
     let by = |weight: Operand<'_, B>| {
-        let a = input.forward.operand();
-        let y = B::quantized_matmul(a, input.residual.as_ref(), weight, bias, dtype);
+        let y = B::quantized_matmul(x, residual, weight, bias, dtype);
         B::float_reshape(y, shape)
     };
     let (y, weight) = match weight {
@@ -222,8 +264,8 @@ pub(super) fn product<B: QuantOps>(
     };
     LinearOutput {
         y,
-        operand: keeps_operand.then_some(input.forward),
-        saved: input.saved,
+        operand: None,
+        saved: None,
         weight,
     }
 }
@@ -244,10 +286,8 @@ pub(super) fn backward<B: QuantOps>(call: LinearBackward<'_, B>) -> LinearGradie
     LinearGradients {
         x: call
             .weight
-            .map(|(weight, form)| product(grad.operand(), weight.flip(), form)),
+            .map(|(weight, form)| product(grad.operand(), weight.t(), form)),
         // Straight from the accumulators.
-        weight: call
-            .x
-            .map(|(x, form)| product(x.flip(), grad.operand(), form)),
+        weight: call.x.map(|(x, form)| product(x.t(), grad.operand(), form)),
     }
 }

@@ -22,7 +22,7 @@ mod softmax;
 use std::sync::Arc;
 
 use burn_backend::{
-    Backend, FloatDType,
+    Backend, FloatDType, TensorMetadata,
     tensor::{Device, FloatTensor, IntTensor},
 };
 use cubecl_kernels::format;
@@ -129,19 +129,19 @@ impl<B: Backend> Quantized<B> {
             transpose: false,
         }
     }
+}
 
-    /// The transpose of this matrix as an operand.
-    pub fn t(&self) -> Operand<'_, B> {
-        Operand {
-            matrix: self,
-            transpose: true,
-        }
+impl<B: Backend> Clone for Operand<'_, B> {
+    fn clone(&self) -> Self {
+        *self
     }
 }
 
+impl<B: Backend> Copy for Operand<'_, B> {}
+
 impl<B: Backend> Operand<'_, B> {
     /// The transpose of this operand.
-    pub fn flip(self) -> Self {
+    pub fn t(self) -> Self {
         Self {
             transpose: !self.transpose,
             ..self
@@ -189,7 +189,8 @@ pub trait QuantOps: Backend {
     ///
     /// # Panics
     ///
-    /// If `x` does not have two dimensions, or if there is no such layer.
+    /// If `x` does not have two dimensions, if `cast` is not INT8 in square blocks, if `thresholds` and `counts` do not
+    /// have these shapes, or if there is no such layer.
     fn quantize_fallback(
         x: FloatTensor<Self>,
         cast: Cast,
@@ -227,7 +228,7 @@ pub trait QuantOps: Backend {
     ///
     /// # Panics
     ///
-    /// If the inner dimensions differ.
+    /// If the inner dimensions differ, or `bias` does not have one element for each column.
     fn quantized_matmul(
         a: Operand<'_, Self>,
         residual: Option<&Residual<Self>>,
@@ -363,6 +364,35 @@ fn keyed(cast: Cast, key: Option<StochasticKey>) -> format::Rounding {
             format::Rounding::Stochastic(key.expect("quantize: stochastic rounding needs a key"))
         }
     }
+}
+
+/// The block size of a cast with fallback.
+///
+/// # Panics
+///
+/// If the cast is not INT8 in square blocks.
+fn fallback_block(operation: &str, cast: Cast) -> usize {
+    match (cast.format, cast.granularity) {
+        (format::Format::Int8, format::Granularity::Block(block)) => block,
+        _ => panic!("{operation}: fallback of {cast:?}; it works on INT8 in square blocks"),
+    }
+}
+
+/// Panics unless these are the state of layers, this one among them.
+fn check_fallback_state(
+    operation: &str,
+    layer: usize,
+    thresholds: &impl TensorMetadata,
+    counts: &impl TensorMetadata,
+) {
+    let (thresholds, counts) = (thresholds.shape(), counts.shape());
+    let fits = matches!(thresholds.as_slice(), &[layers] if layer < layers)
+        && counts.as_slice() == [thresholds[0], 2];
+    assert!(
+        fits,
+        "{operation}: thresholds {thresholds:?}, counts {counts:?}, layer {layer}; pass thresholds [layers] and counts \
+         [layers, 2], and a layer below their length"
+    );
 }
 
 /// A backend whose float tensors are, or wrap, those of a backend that holds data: one with [`QuantOps`], or the

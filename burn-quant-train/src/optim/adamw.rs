@@ -253,8 +253,8 @@ impl QuantAdamWConfig {
         self.validate();
         assert!(
             self.groups.is_empty() && self.grad_clipping.is_none(),
-            "adamw: a SimpleOptimizer sees no parameter paths, so it has no groups, and OptimizerAdaptor does the clipping; \
-             use `adamw` or `init`, or take both out of the configuration"
+            "adamw: a SimpleOptimizer sees no parameter paths, so it has no groups, and OptimizerAdaptor does the \
+             clipping; use `adamw` or `init`, or take both out of the configuration"
         );
         SimpleQuantAdamW::new(self.clone())
     }

@@ -24,8 +24,8 @@ const ALONE: f32 = 0.76;
 /// What two stages for each of two cubes may cost or save beside three for one, where shared memory allows no more:
 /// only a measurement can tell.
 const UNSURE: f32 = 1.06;
-/// Multiprocessors of a device that does not say how many it has.
-const BUSY: usize = 64;
+/// Assumed of a device that does not say how many it has.
+const MULTIPROCESSORS: usize = 64;
 
 /// A blueprint of a product.
 #[derive(Debug, Clone, Copy)]
@@ -171,7 +171,7 @@ fn tensor_core<R: Runtime>(
     let hardware = &client.properties().hardware;
     let multiprocessors = hardware
         .num_streaming_multiprocessors
-        .map_or(BUSY, |count| count as usize);
+        .map_or(MULTIPROCESSORS, |count| count as usize);
     // One KiB is left to the barriers.
     let shared_memory = hardware.max_shared_memory_size - 1024;
     let GemmProblem { batch, m, n, .. } = *problem;

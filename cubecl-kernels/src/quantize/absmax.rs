@@ -3,7 +3,7 @@
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
 use crate::{
-    device::{MatrixGeometry, MatrixView, cube_grid, empty, read_quad, read_width, storage},
+    device::{MatrixGeometry, MatrixView, array, cube_grid, empty, read_quad, read_width, storage},
     format::Granularity,
     rounding::magnitude_bits,
     shape::MatrixShape,
@@ -70,8 +70,8 @@ fn rows<R: Runtime>(
             cube_grid(batch * rows),
             CubeDim::new_1d(UNITS as u32),
             width,
-            x.clone().into_arg(),
-            out.clone().into_arg(),
+            array(x.clone()),
+            array(out.clone()),
             view.geometry(),
             batch as u32,
             width,
@@ -98,8 +98,8 @@ fn columns<R: Runtime>(
             cube_grid(batch * chunks * cols.div_ceil(COLS_OF_CUBE)),
             CubeDim::new_1d(UNITS as u32),
             width,
-            x.clone().into_arg(),
-            out.clone().into_arg(),
+            array(x.clone()),
+            array(out.clone()),
             view.geometry(),
             batch as u32,
             width,
@@ -111,8 +111,8 @@ fn columns<R: Runtime>(
 
 #[cube(launch_unchecked)]
 fn row_absmax_kernel<F: Numeric, N: Size>(
-    x: &Tensor<Vector<F, N>>,
-    out: &mut Tensor<f32>,
+    x: &Array<Vector<F, N>>,
+    out: &mut Array<f32>,
     geometry: MatrixGeometry,
     batch_size: u32,
     #[comptime] width: usize,
@@ -142,8 +142,8 @@ fn row_absmax_kernel<F: Numeric, N: Size>(
 
 #[cube(launch_unchecked)]
 fn column_absmax_kernel<F: Numeric, N: Size>(
-    x: &Tensor<Vector<F, N>>,
-    out: &mut Tensor<f32>,
+    x: &Array<Vector<F, N>>,
+    out: &mut Array<f32>,
     geometry: MatrixGeometry,
     batch_size: u32,
     #[comptime] width: usize,

@@ -27,8 +27,11 @@ use crate::{
     },
 };
 
-use super::staged::{
-    CHUNK, StagedTile, TILE, byte_dtype, byte_width, read_staged, stage_word, write_words,
+use super::{
+    staged::{
+        CHUNK, StagedTile, TILE, byte_dtype, byte_width, read_staged, stage_word, write_words,
+    },
+    tile::TilePosition,
 };
 
 /// Units along the columns and the rows of a plane, and the rows of a unit's patch.
@@ -661,14 +664,6 @@ fn falls_back(
     } else {
         false.runtime()
     }
-}
-
-/// Which tile a cube works on: the matrix, and the tile's first row and column.
-#[derive(CubeType, Clone, Copy)]
-struct TilePosition {
-    batch: u32,
-    row: u32,
-    col: u32,
 }
 
 #[cube]

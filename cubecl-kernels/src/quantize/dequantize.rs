@@ -4,14 +4,15 @@ use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
 use crate::{
     device::{
-        MatrixGeometry, MatrixView, check_float, cube_grid, empty, read_quad, read_width,
-        write_quad, write_width,
+        MatrixGeometry, MatrixView, array, check_dtype, check_float, cube_grid, empty,
+        is_contiguous, read_quad, read_width, storage, write_quad, write_width,
     },
     error::KernelError,
     format::Format,
+    shape::MatrixShape,
 };
 
-use super::Quantized;
+use super::{Quantized, check_granularity, int10_words};
 
 const OPERATION: &str = "dequantize";
 const UNITS: u32 = 256;
@@ -21,7 +22,8 @@ const UNITS: u32 = 256;
 ///
 /// # Errors
 ///
-/// When `dtype` is no float type of the device, or `quantized` holds neither copy.
+/// When `dtype` is no float type of the device, or `quantized` holds neither copy, or tensors of other shapes or
+/// element types than [`Quantized`] says, or scales that are not contiguous.
 pub fn dequantize<R: Runtime>(
     client: &ComputeClient<R>,
     quantized: &Quantized<R>,
@@ -43,10 +45,7 @@ pub fn dequantize<R: Runtime>(
             reason: "no copy of the values was kept".into(),
             remedy: "keep the row-major or the transposed copy",
         })?;
-    let view = MatrixView {
-        shape: quantized.shape,
-        ..MatrixView::new(OPERATION, &stored)?
-    };
+    let view = check(quantized, &stored)?;
     let out = empty(
         client,
         view.tensor_shape(view.shape.rows, view.shape.cols),
@@ -71,9 +70,9 @@ pub fn dequantize<R: Runtime>(
                     CubeDim::new_1d(UNITS),
                     width,
                     out_width,
-                    stored.into_arg(),
-                    quantized.scales.clone().into_arg(),
-                    out.clone().into_arg(),
+                    array(stored),
+                    array(quantized.scales.clone()),
+                    array(out.clone()),
                     view.geometry(),
                     view.shape.batch as u32,
                     scale_rows as u32,
@@ -88,9 +87,9 @@ pub fn dequantize<R: Runtime>(
                 count,
                 CubeDim::new_1d(UNITS),
                 out_width,
-                stored.into_arg(),
-                quantized.scales.clone().into_arg(),
-                out.clone().into_arg(),
+                array(stored),
+                array(quantized.scales.clone()),
+                array(out.clone()),
                 view.geometry(),
                 view.shape.batch as u32,
                 scale_rows as u32,
@@ -101,6 +100,52 @@ pub fn dequantize<R: Runtime>(
         }
     }
     Ok(out)
+}
+
+/// The view of the matrix whose values, in `[.., rows, cols]`, are `stored`.
+fn check<R: Runtime>(
+    quantized: &Quantized<R>,
+    stored: &TensorHandle<R>,
+) -> Result<MatrixView, KernelError> {
+    let Quantized {
+        scales,
+        format,
+        granularity,
+        shape,
+        ..
+    } = quantized;
+    check_granularity(OPERATION, *granularity)?;
+    let (dtype, width) = match format {
+        Format::Int8 => (storage::<i8>(), shape.cols),
+        Format::Int10 => (storage::<u32>(), int10_words(shape.cols)),
+    };
+    let remedy = "pass what `quantize` made";
+    check_dtype(OPERATION, "the values", stored, dtype, remedy)?;
+    check_dtype(OPERATION, "scales", scales, storage::<f32>(), remedy)?;
+    let view = MatrixView::new(OPERATION, stored)?;
+    let values = MatrixShape {
+        cols: width,
+        ..*shape
+    };
+    if view.shape != values
+        || MatrixView::new(OPERATION, scales)?.shape != granularity.scales_shape(*shape)
+        || !is_contiguous(scales)
+    {
+        return Err(KernelError::Shape {
+            operation: OPERATION,
+            got: format!(
+                "{shape:?} by {granularity:?} with values {:?} and scales {:?} of strides {:?}",
+                stored.shape(),
+                scales.shape(),
+                scales.strides()
+            ),
+            remedy,
+        });
+    }
+    Ok(MatrixView {
+        shape: *shape,
+        ..view
+    })
 }
 
 /// Which four elements a unit works on.
@@ -126,9 +171,9 @@ fn quad_position(geometry: &MatrixGeometry) -> QuadPosition {
 #[cube(launch_unchecked)]
 #[allow(clippy::too_many_arguments)]
 fn dequantize_kernel<F: Numeric, NV: Size, NO: Size>(
-    values: &Tensor<Vector<i8, NV>>,
-    scales: &Tensor<f32>,
-    out: &mut Tensor<Vector<F, NO>>,
+    values: &Array<Vector<i8, NV>>,
+    scales: &Array<f32>,
+    out: &mut Array<Vector<F, NO>>,
     geometry: MatrixGeometry,
     batch_size: u32,
     scale_rows: u32,
@@ -156,9 +201,9 @@ fn dequantize_kernel<F: Numeric, NV: Size, NO: Size>(
 #[cube(launch_unchecked)]
 #[allow(clippy::too_many_arguments)]
 fn dequantize_packed_kernel<F: Numeric, NO: Size>(
-    words: &Tensor<u32>,
-    scales: &Tensor<f32>,
-    out: &mut Tensor<Vector<F, NO>>,
+    words: &Array<u32>,
+    scales: &Array<f32>,
+    out: &mut Array<Vector<F, NO>>,
     geometry: MatrixGeometry,
     batch_size: u32,
     scale_rows: u32,
@@ -194,9 +239,9 @@ fn dequantize_packed_kernel<F: Numeric, NO: Size>(
 #[cube]
 #[allow(clippy::too_many_arguments)]
 fn write_scaled<F: Numeric, N: Size>(
-    out: &mut Tensor<Vector<F, N>>,
+    out: &mut Array<Vector<F, N>>,
     quad: &Array<f32>,
-    scales: &Tensor<f32>,
+    scales: &Array<f32>,
     geometry: &MatrixGeometry,
     position: &QuadPosition,
     scale_rows: u32,

@@ -4,7 +4,7 @@ use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
 use crate::{
     device::{
-        MatrixGeometry, MatrixView, Strides, StridesLaunch, cube_grid, or_unused, read_quad,
+        MatrixGeometry, MatrixView, Strides, StridesLaunch, array, cube_grid, or_unused, read_quad,
         read_width, storage, write_width,
     },
     format::{Format, Granularity, Layout, Rounding},
@@ -14,10 +14,12 @@ use crate::{
 use super::{
     QuantizeSpec, Quantized,
     tile::{
-        Tile, quad_position, shared_tile_size, stage_quad, tile_position, write_tile_quad,
+        Tile, UNITS, quad_position, shared_tile_size, stage_quad, tile_position, write_tile_quad,
         write_transposed,
     },
 };
+
+const Q_MAX: i32 = Format::Int8.q_max();
 
 pub(super) fn launch<R: Runtime>(
     client: &ComputeClient<R>,
@@ -27,9 +29,7 @@ pub(super) fn launch<R: Runtime>(
     absmax: &TensorHandle<R>,
     output: &Quantized<R>,
 ) {
-    // No value depends on the tile: its size is that of a block whose transposed copy writes whole sectors.
-    let tile = Tile::new(Granularity::Block(64));
-    let grid = tile.grid(view);
+    let tile = Tile::SQUARE;
     let widths = (
         read_width(x, view),
         write_width(view.shape.cols),
@@ -42,24 +42,23 @@ pub(super) fn launch<R: Runtime>(
         Granularity::Channel => StridesLaunch::new(cols, 0, 1),
         _ => StridesLaunch::new(1, 0, 0),
     };
-    let copy = |tensor: &Option<TensorHandle<R>>| {
-        or_unused(tensor.as_ref(), x, storage::<i8>()).into_arg()
-    };
+    let copy =
+        |tensor: &Option<TensorHandle<R>>| array(or_unused(tensor.as_ref(), x, storage::<i8>()));
     // SAFETY: every access is guarded by the shapes in `geometry`, for which the outputs were allocated.
     #[allow(unsafe_code)]
     unsafe {
         quantize_elementwise_kernel::launch_unchecked::<R>(
             client,
-            cube_grid(view.shape.batch * grid.0 * grid.1),
-            CubeDim::new_1d(tile.units as u32),
+            cube_grid(tile.count(view)),
+            CubeDim::new_1d(UNITS as u32),
             widths.0,
             widths.1,
             widths.2,
-            x.clone().into_arg(),
-            absmax.clone().into_arg(),
+            array(x.clone()),
+            array(absmax.clone()),
             copy(&output.values),
             copy(&output.transposed),
-            output.scales.clone().into_arg(),
+            array(output.scales.clone()),
             view.geometry(),
             strides,
             view.shape.batch as u32,
@@ -69,7 +68,6 @@ pub(super) fn launch<R: Runtime>(
             widths,
             spec.layout,
             spec.rounding != Rounding::Nearest,
-            Format::Int8.q_max(),
             x.dtype,
         );
     }
@@ -78,11 +76,11 @@ pub(super) fn launch<R: Runtime>(
 #[cube(launch_unchecked)]
 #[allow(clippy::too_many_arguments)]
 fn quantize_elementwise_kernel<F: Numeric, NX: Size, NV: Size, NT: Size>(
-    x: &Tensor<Vector<F, NX>>,
-    absmax: &Tensor<f32>,
-    values: &mut Tensor<Vector<i8, NV>>,
-    transposed: &mut Tensor<Vector<i8, NT>>,
-    scales: &mut Tensor<f32>,
+    x: &Array<Vector<F, NX>>,
+    absmax: &Array<f32>,
+    values: &mut Array<Vector<i8, NV>>,
+    transposed: &mut Array<Vector<i8, NT>>,
+    scales: &mut Array<f32>,
     geometry: MatrixGeometry,
     scale_strides: Strides,
     batch_size: u32,
@@ -92,7 +90,6 @@ fn quantize_elementwise_kernel<F: Numeric, NX: Size, NV: Size, NT: Size>(
     #[comptime] widths: (usize, usize, usize),
     #[comptime] layout: Layout,
     #[comptime] stochastic: bool,
-    #[comptime] q_max: i32,
     #[define(F)] _dtype: StorageType,
 ) {
     let position = tile_position(&geometry, tile);
@@ -116,7 +113,7 @@ fn quantize_elementwise_kernel<F: Numeric, NX: Size, NV: Size, NT: Size>(
                     + row * scale_strides.row
                     + (col + lane) * scale_strides.col) as usize;
                 let (scale, block_inverse) =
-                    scale_and_inverse(u32::reinterpret(absmax[slot]), q_max);
+                    scale_and_inverse(u32::reinterpret(absmax[slot]), Q_MAX);
                 inverse = block_inverse;
                 let is_first = (scale_strides.row != 0 || row == 0)
                     && (scale_strides.col != 0 || col + lane == 0);
@@ -134,7 +131,7 @@ fn quantize_elementwise_kernel<F: Numeric, NX: Size, NV: Size, NT: Size>(
             &random,
             zero,
             stochastic,
-            q_max,
+            Q_MAX,
         );
         if comptime!(layout.row_major()) {
             write_tile_quad::<NV>(

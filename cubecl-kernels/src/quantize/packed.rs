@@ -3,15 +3,18 @@
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
 use crate::{
-    device::{MatrixGeometry, MatrixView, cube_grid, read_width},
-    format::{Format, Granularity, Rounding},
-    rounding::{RandomStream, random_stream, round_quad, scale_and_inverse},
+    device::{MatrixGeometry, MatrixView, array, cube_grid, read_quad, read_width},
+    format::{Format, Rounding},
+    rounding::{RandomStream, random_stream, round_quad},
 };
 
 use super::{
     Quantized,
-    tile::{Tile, block_absmax, quad_position, read_tile, tile_position, write_block_scale},
+    group::group_inverses,
+    tile::{Tile, UNITS, quad_position, tile_position},
 };
+
+const Q_MAX: i32 = Format::Int10.q_max();
 
 pub(super) fn launch<R: Runtime>(
     client: &ComputeClient<R>,
@@ -24,20 +27,19 @@ pub(super) fn launch<R: Runtime>(
     let Some(words) = &output.values else {
         unreachable!("INT10 is row-major");
     };
-    let tile = Tile::new(Granularity::Group(group));
-    let grid = tile.grid(view);
+    let tile = Tile::of_groups(group);
     let width = read_width(x, view);
     // SAFETY: every access is guarded by the shapes in `geometry`, for which the outputs were allocated.
     #[allow(unsafe_code)]
     unsafe {
         quantize_packed_kernel::launch_unchecked::<R>(
             client,
-            cube_grid(view.shape.batch * grid.0 * grid.1),
-            CubeDim::new_1d(tile.units as u32),
+            cube_grid(tile.count(view)),
+            CubeDim::new_1d(UNITS as u32),
             width,
-            x.clone().into_arg(),
-            words.clone().into_arg(),
-            output.scales.clone().into_arg(),
+            array(x.clone()),
+            array(words.clone()),
+            array(output.scales.clone()),
             view.geometry(),
             view.shape.batch as u32,
             random_stream(rounding),
@@ -45,7 +47,6 @@ pub(super) fn launch<R: Runtime>(
             tile,
             width,
             rounding != Rounding::Nearest,
-            Format::Int10.q_max(),
             x.dtype,
         );
     }
@@ -54,9 +55,9 @@ pub(super) fn launch<R: Runtime>(
 #[cube(launch_unchecked)]
 #[allow(clippy::too_many_arguments)]
 fn quantize_packed_kernel<F: Numeric, NX: Size>(
-    x: &Tensor<Vector<F, NX>>,
-    words: &mut Tensor<u32>,
-    scales: &mut Tensor<f32>,
+    x: &Array<Vector<F, NX>>,
+    words: &mut Array<u32>,
+    scales: &mut Array<f32>,
     geometry: MatrixGeometry,
     batch_size: u32,
     random: RandomStream,
@@ -64,32 +65,21 @@ fn quantize_packed_kernel<F: Numeric, NX: Size>(
     #[comptime] tile: Tile,
     #[comptime] width: usize,
     #[comptime] stochastic: bool,
-    #[comptime] q_max: i32,
     #[define(F)] _dtype: StorageType,
 ) {
     let position = tile_position(&geometry, tile);
     if position.batch >= batch_size {
         terminate!();
     }
-    // The tile of a group granularity has exactly one group of four for each unit.
-    let quad = read_tile::<F, NX>(x, &geometry, &position, tile, width);
-    let absmax_bits = block_absmax(&quad, tile);
-    let (scale, inverse) = scale_and_inverse(absmax_bits, q_max);
-    write_block_scale::<f32>(scales, scale, &geometry, &position, tile);
-
     let (tile_row, tile_col) = quad_position(0u32, tile);
-    let row = position.row + tile_row;
-    let col = position.col + tile_col;
+    let (row, col) = (position.row + tile_row, position.col + tile_col);
     let batch_row = position.batch * geometry.rows + row;
-    let mut inverses = Array::<f32>::new(4usize);
-    #[unroll]
-    for lane in 0..4usize {
-        inverses[lane] = inverse;
-    }
+    let quad = read_quad::<F, NX>(x, &geometry, position.batch, row, col, width);
+    let inverses = group_inverses(scales, &quad, &geometry, &position, tile, Q_MAX);
     let q = round_quad(
-        &quad, &inverses, batch_row, col, &random, zero, stochastic, q_max,
+        &quad, &inverses, batch_row, col, &random, zero, stochastic, Q_MAX,
     );
-    let mut gathered = SharedMemory::<i32>::new(comptime!(4 * tile.units));
+    let mut gathered = SharedMemory::<i32>::new(comptime!(4 * UNITS));
     #[unroll]
     for lane in 0..4u32 {
         gathered[(UNIT_POS * 4 + lane) as usize] = q[lane as usize];

@@ -10,6 +10,7 @@ use crate::{
     dynamic_range_expansion::{contract, expand, exponent},
     format::MIN_ABSMAX,
     optimizer_state::{Codec, MIN_NONZERO, Moment, NEUTRAL_EXPONENT, StateFormat},
+    philox::uniform16,
 };
 
 /// What a group's codes are multiplied and raised by.
@@ -34,7 +35,15 @@ pub struct HostState {
 }
 
 /// Compresses one moment of a flattened tensor.
+///
+/// # Panics
+///
+/// When a group has no elements.
 pub fn quantize_state(x: &[f32], format: StateFormat, moment: Moment) -> HostState {
+    assert!(
+        format.group > 0,
+        "quantize_state: {format:?}; use a group of at least one element"
+    );
     let mut codes = vec![0; x.len()];
     let (scales, exponents): (Vec<f32>, Vec<u8>) = x
         .chunks(format.group)
@@ -344,10 +353,4 @@ fn dithered_square_level(x: f32, dither: u32) -> u32 {
     };
     let above = uniform16(dither) * (2.0 * lower + 1.0) < x - lower * lower;
     lower as u32 + u32::from(above)
-}
-
-/// A number in `[0, 1)` from the 16 high bits of a word, exactly.
-#[inline]
-fn uniform16(bits: u32) -> f32 {
-    (bits >> 16) as f32 * (1.0 / 65_536.0)
 }

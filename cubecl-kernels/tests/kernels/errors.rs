@@ -3,14 +3,15 @@
 use cubecl_kernels::{
     KernelError,
     delay_threshold::{DelayThreshold, delay_threshold},
-    fallback::{FallbackState, quantize_fallback},
+    fallback::{FallbackResidual, FallbackState, quantize_fallback},
     format::{Format, Granularity, Layout, Rounding, StochasticKey},
-    gemm::{Strategy, gemm},
+    gemm::{GemmOperand, Strategy, gemm},
     linear_input::quantize_linear_input,
-    quantize::{QuantizeSpec, quantize},
+    quantize::{QuantizeSpec, Quantized, dequantize, quantize},
+    shape::MatrixShape,
 };
 
-use crate::device::{client, dtype, upload, upload_i32};
+use crate::device::{TestRuntime, client, dtype, upload, upload_i32};
 
 const SPEC: QuantizeSpec = QuantizeSpec {
     format: Format::Int8,
@@ -42,6 +43,48 @@ fn quantize_rejects() {
         let error = quantize(&client, &matrix, &spec).unwrap_err();
         assert!(matches!(error, KernelError::Unsupported { .. }), "{error}");
     }
+}
+
+#[test]
+fn dequantize_rejects() {
+    let client = client();
+    let matrix = upload(&client, &[1.0; 8], &[2, 4], dtype::<f32>());
+    let quantized = quantize(&client, &matrix, &SPEC).expect("a matrix");
+    let float = dtype::<f32>();
+    assert!(dequantize(&client, &quantized, float).is_ok());
+    let error = dequantize(&client, &quantized, dtype::<i32>()).unwrap_err();
+    assert!(matches!(error, KernelError::Dtype { .. }), "{error}");
+    let without_values = Quantized {
+        values: None,
+        ..quantized.clone()
+    };
+    let error = dequantize(&client, &without_values, float).unwrap_err();
+    assert!(error.to_string().contains("no copy"), "{error}");
+    let of_another_type = Quantized {
+        values: Some(matrix.clone()),
+        ..quantized.clone()
+    };
+    let error = dequantize(&client, &of_another_type, float).unwrap_err();
+    assert!(matches!(error, KernelError::Dtype { .. }), "{error}");
+    // Kernels would read outside of the values, or of the scales.
+    let rows_of_another = Quantized {
+        shape: MatrixShape::new(3, 4),
+        ..quantized.clone()
+    };
+    let scales_of_another = Quantized {
+        granularity: Granularity::Token,
+        ..quantized.clone()
+    };
+    for wrong in [rows_of_another, scales_of_another] {
+        let error = dequantize(&client, &wrong, float).unwrap_err();
+        assert!(matches!(error, KernelError::Shape { .. }), "{error}");
+    }
+    let blocks_of_nothing = Quantized {
+        granularity: Granularity::Block(0),
+        ..quantized
+    };
+    let error = dequantize(&client, &blocks_of_nothing, float).unwrap_err();
+    assert!(matches!(error, KernelError::Unsupported { .. }), "{error}");
 }
 
 #[test]
@@ -112,7 +155,71 @@ fn gemm_rejects() {
     assert!(error.to_string().contains("[64, 64]"), "{error}");
     let error = product(&a, &a, dtype::<i32>()).unwrap_err();
     assert!(matches!(error, KernelError::Dtype { .. }), "{error}");
+    let batch = |size| operand(&[size, 16, 64], block);
+    for (of_a, of_b) in [(1, 2), (2, 3)] {
+        let (a, b) = (batch(of_a), batch(of_b));
+        let error = gemm(
+            &client,
+            &a,
+            &b,
+            None,
+            None,
+            dtype::<f32>(),
+            Strategy::Portable,
+        );
+        let error = error.unwrap_err();
+        assert!(error.to_string().contains("batch"), "{error}");
+    }
     let channel = operand(&[64, 64], Granularity::Channel);
     let error = product(&a, &channel, dtype::<f32>()).unwrap_err();
+    assert!(matches!(error, KernelError::Unsupported { .. }), "{error}");
+}
+
+#[test]
+fn gemm_rejects_residuals() {
+    let client = client();
+    let x = upload(&client, &[1.0; 64 * 64], &[64, 64], dtype::<f32>());
+    let thresholds = upload(&client, &[0.5], &[1], dtype::<f32>());
+    let counts = upload_i32(&client, &[0; 2], &[1, 2]);
+    let row_major = Layout::RowMajor;
+    let quantized = quantize_fallback(&client, &x, 64, row_major, &thresholds, 0, &counts);
+    let quantized = quantized.expect("a matrix");
+    let a = quantized.base.operand().expect("a row-major copy");
+    let product = |a: &GemmOperand<_>, residual: &FallbackResidual<TestRuntime>| {
+        let float = dtype::<f32>();
+        gemm(
+            &client,
+            a,
+            a,
+            Some(residual),
+            None,
+            float,
+            Strategy::Portable,
+        )
+    };
+    assert!(product(&a, &quantized.residual).is_ok());
+    let flags_of_another_type = FallbackResidual {
+        flags: quantized.residual.scales.clone(),
+        ..quantized.residual.clone()
+    };
+    let error = product(&a, &flags_of_another_type).unwrap_err();
+    assert!(matches!(error, KernelError::Dtype { .. }), "{error}");
+    let of_other_blocks = FallbackResidual {
+        block: 32,
+        ..quantized.residual.clone()
+    };
+    let error = product(&a, &of_other_blocks).unwrap_err();
+    assert!(matches!(error, KernelError::Shape { .. }), "{error}");
+    // A tile's rows begin inside of such blocks, where kernels look for no flag.
+    let uneven = GemmOperand {
+        rows_per_scale: 80,
+        depth_per_scale: 80,
+        ..a
+    };
+    let of_uneven = FallbackResidual {
+        block: 80,
+        ..quantized.residual
+    };
+    let error = product(&uneven, &of_uneven).unwrap_err();
     assert!(matches!(error, KernelError::Unsupported { .. }), "{error}");
 }

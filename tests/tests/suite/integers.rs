@@ -594,13 +594,25 @@ impl<B: QuantOps> Problem<B> {
 
     /// dX = dY Wᵀ.
     fn grad_x(&self, dtype: FloatDType) -> (FloatTensor<B>, Vec<f64>) {
-        let dx = B::quantized_matmul(self.dy.0.operand(), None, self.w.0.t(), None, dtype);
+        let dx = B::quantized_matmul(
+            self.dy.0.operand(),
+            None,
+            self.w.0.operand().t(),
+            None,
+            dtype,
+        );
         (dx, reference::gemm(&self.dy.1, &self.w.1, None, None))
     }
 
     /// dW = Xᵀ dY.
     fn grad_w(&self, dtype: FloatDType) -> (FloatTensor<B>, Vec<f64>) {
-        let dw = B::quantized_matmul(self.x.0.t(), None, self.dy.0.operand(), None, dtype);
+        let dw = B::quantized_matmul(
+            self.x.0.operand().t(),
+            None,
+            self.dy.0.operand(),
+            None,
+            dtype,
+        );
         (
             dw,
             reference::gemm(&self.x.1.transposed(), &self.dy.1.transposed(), None, None),
@@ -814,7 +826,7 @@ fn smallest<B: QuantOps>(_seed: u64) {
     let product = B::quantized_matmul(
         quantized.operand(),
         None,
-        quantized.t(),
+        quantized.operand().t(),
         None,
         FloatDType::F32,
     );

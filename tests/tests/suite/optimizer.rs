@@ -49,18 +49,12 @@ use quant_train_tests::{
         CLASSES, Classifier, ConvNet, Encoder, MLP_INPUTS, Mlp, One, Sample, with_weights_of,
     },
     seed,
-    train::{Run, parameters_of, samples, tail, train, train_with},
+    train::{Run, attached, every_layer, parameters_of, samples, tail, train, train_with},
 };
 
 type Burn = Autodiff<Flex>;
 type Fallback = QuantTrain<Autodiff<Flex>, FallbackInt8<f32, 16>>;
 type Mixed = QuantTrain<Autodiff<Flex>, MixedPrecision<f32>>;
-
-fn config(seed: u64) -> QuantAdamWConfig {
-    QuantAdamWConfig::new()
-        .with_policy(LayerPolicy::all().min_elements(0))
-        .with_seed(Some(seed))
-}
 
 fn layer_config(seed: u64) -> LayerConfig {
     LayerConfig {
@@ -207,7 +201,7 @@ fn accumulated_gradients_step_as_burns_do() {
         "three optimizer steps of three micro-batches each"
     );
     // Quantized: the rate is over all micro-batches of the step, and the model learns.
-    let mut quantized = config(seed).init::<Fallback, Mlp<Fallback>>();
+    let mut quantized = every_layer(seed).init::<Fallback, Mlp<Fallback>>();
     let start = quantized.attach(model::<Fallback, Mlp<Fallback>>(seed));
     let run = accumulated(start, &mut quantized, &samples::<Burn, Mlp<Burn>>(seed, 90));
     assert!(
@@ -296,7 +290,7 @@ fn a_resumed_run_goes_on_bit_for_bit() {
     let seed = seed();
     let (first, rest) = (7, 8);
     let batches = samples::<Fallback, Encoder<Fallback>>(seed, first + rest);
-    let fresh = |seed| config(seed).init::<Fallback, Encoder<Fallback>>();
+    let fresh = |seed| every_layer(seed).init::<Fallback, Encoder<Fallback>>();
 
     let mut optim = fresh(seed);
     // Clones have the same `ParamId`s.
@@ -356,7 +350,7 @@ fn a_resumed_run_goes_on_bit_for_bit() {
 #[test]
 fn thresholds_are_keyed_by_param_id() {
     let seed = seed();
-    let mut optim = config(seed).init::<Fallback, Mlp<Fallback>>();
+    let mut optim = every_layer(seed).init::<Fallback, Mlp<Fallback>>();
     let start = optim.attach(model::<Fallback, Mlp<Fallback>>(seed));
     let run = train(
         start,
@@ -380,7 +374,7 @@ fn thresholds_are_keyed_by_param_id() {
             .expect("the layer is known")
             .threshold
     };
-    let fresh = || config(seed).init::<Fallback, Mlp<Fallback>>();
+    let fresh = || every_layer(seed).init::<Fallback, Mlp<Fallback>>();
     let swapped = fresh().load_record(record.clone());
     let _model = swapped.attach(run.model.clone());
     assert_eq!(
@@ -412,13 +406,11 @@ fn rates(seed: u64, initial: f32, steps: usize, scale: impl Fn(usize) -> f64) ->
         ..DelayThreshold::default()
     };
     let device = Default::default();
-    let mut optim = config(seed)
-        .with_threshold(threshold)
-        .init::<Fallback, One<Fallback>>();
-    let mut model = optim.attach(with_weights_of(
-        One::<Fallback>::new(256, 16, false, &device),
+    let (mut optim, mut model) = attached::<Fallback, _>(
+        &every_layer(seed).with_threshold(threshold),
+        One::new(256, 16, false, &device),
         seed,
-    ));
+    );
     let mut rng = Rng::new(seed);
     let mut rates = Vec::new();
     for step in 0..steps {
@@ -789,7 +781,7 @@ fn loader<B: Backend>(seed: u64, batches: usize) -> Arc<dyn DataLoader<B, Batch<
 fn burns_learner_trains_and_shows_the_fallback_rate() {
     let seed = seed();
     let folder = tempfile::tempdir().expect("a temporary folder");
-    let optim = config(seed).init::<Fallback, Learned<Fallback>>();
+    let optim = every_layer(seed).init::<Fallback, Learned<Fallback>>();
     let start = Learned {
         mlp: model::<Fallback, Mlp<Fallback>>(seed),
     };

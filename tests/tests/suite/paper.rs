@@ -480,8 +480,8 @@ fn criteria(seed: u64, spread: f64) -> Vec<(f64, [f64; 3], [f64; 3])> {
             })
         });
         println!(
-            "Fig. 3c, spread {spread}, rate {rate}: cosine similarity of dW, dHead, dX by absmax {absmax:.6?}, by relative L1 \
-             {relative:.6?}"
+            "Fig. 3c, spread {spread}, rate {rate}: cosine similarity of dW, dHead, dX by absmax {absmax:.6?}, by \
+             relative L1 {relative:.6?}"
         );
         results.push((rate, absmax, relative));
     }

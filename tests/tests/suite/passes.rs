@@ -7,7 +7,9 @@ use burn_quant_train::{
     layer::{Bank, BankValues, Layer},
     ops::{
         InputCasts, Layout, LinearInput, Operand, QuantOps, Quantized, StochasticKey,
-        linear::{GradientForm, LinearBackward, LinearForward, LinearProduct, LinearWeight},
+        linear::{
+            GradientForm, LinearBackward, LinearForward, LinearProduct, LinearWeight, LinearX,
+        },
     },
     recipe::{Cast, Rounding},
 };
@@ -114,24 +116,26 @@ fn forward<B: QuantOps>(seed: u64) {
             saved: Some((STOCHASTIC, Some(key(&mut rng)))),
         };
         let (in_one, in_steps) = (layer::<B>(), layer::<B>());
-        let pass = |weight| {
-            B::linear_forward(LinearForward {
-                x: primitive(x.clone()),
-                casts,
-                fallback: falls_back.then_some(&in_one),
-                product: LinearProduct {
-                    weight,
-                    bias: Some(bias.clone()),
-                    dtype: DTYPE,
-                    keeps_operand: true,
-                },
-            })
+        let float_x = || LinearX::Float {
+            x: primitive(x.clone()),
+            casts,
+            fallback: falls_back.then_some(&in_one),
+            keeps_operand: true,
         };
-        let output = pass(LinearWeight::Float {
+        let float_weight = || LinearWeight::Float {
             weight: primitive(weight.clone()),
             cast: NEAREST,
             transposed,
-        });
+        };
+        let pass = |x, weight| {
+            let product = LinearProduct {
+                weight,
+                bias: Some(bias.clone()),
+                dtype: DTYPE,
+            };
+            B::linear_forward(LinearForward { x, product })
+        };
+        let output = pass(float_x(), float_weight());
 
         let rows = primitive(x.clone().reshape([batch * sequence, k]));
         let input: LinearInput<B> = match falls_back {
@@ -176,9 +180,24 @@ fn forward<B: QuantOps>(seed: u64) {
         }
 
         // A second pass, with the weight that the first one made.
-        let again = pass(LinearWeight::Quantized(operand(&made)));
+        let again = pass(float_x(), LinearWeight::Quantized(operand(&made)));
         assert_same::<B>(&again.y, &y, &what);
         assert!(again.weight.is_none());
+
+        // Passes with the copy of X that the first one made, which has no residuals.
+        if !falls_back {
+            let quantized_x = || LinearX::Quantized {
+                matrix: &kept,
+                shape: shape.into(),
+            };
+            for weight in [float_weight(), LinearWeight::Quantized(operand(&made))] {
+                let is_new = matches!(weight, LinearWeight::Float { .. });
+                let again = pass(quantized_x(), weight);
+                assert_same::<B>(&again.y, &y, &what);
+                assert_eq!(again.weight.is_some(), is_new, "{what}");
+                assert!(again.operand.is_none() && again.saved.is_none(), "{what}");
+            }
+        }
     }
 }
 
@@ -197,9 +216,10 @@ fn backward<B: QuantOps>(seed: u64) {
 
     let flat = primitive(grad.clone().reshape([rows, n]));
     let quantized = B::quantize_matrix(flat, STOCHASTIC, Layout::Both, Some(of_grad));
-    let of_input = B::quantized_matmul(quantized.operand(), None, weight.t(), None, DTYPE);
+    let of_input =
+        B::quantized_matmul(quantized.operand(), None, weight.operand().t(), None, DTYPE);
     let of_input = primitive(lifted::<B, 2>(of_input).reshape([batch, sequence, k]));
-    let of_weight = B::quantized_matmul(x.t(), None, quantized.operand(), None, DTYPE);
+    let of_weight = B::quantized_matmul(x.operand().t(), None, quantized.operand(), None, DTYPE);
 
     for (wants_x, wants_weight) in [(true, true), (true, false), (false, true), (false, false)] {
         let what = format!("seed {seed}: {shape:?} from {k}, {wants_x}, {wants_weight}");

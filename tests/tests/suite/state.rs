@@ -10,27 +10,20 @@ use burn::{
 };
 use burn_quant_train::{
     QuantTrain,
-    optim::{LayerBackend, OnNonfinite, QuantAdamWConfig},
-    policy::LayerPolicy,
+    optim::{LayerBackend, LayersRecord, OnNonfinite, QuantAdamW, QuantOptimizer},
     recipe::{BlockInt8, FallbackInt8},
     tag::{self, Tag},
 };
 use quant_train_tests::{
     Rng,
     data::{floats, same_bits, tensor},
-    models::{Classifier, Encoder, Mlp, One, Three, with_weights_of},
+    models::{Classifier, Encoder, Mlp, One, Three},
     seed,
-    train::{samples, train},
+    train::{attached, every_layer, samples, train},
 };
 
 type Fallback = QuantTrain<Autodiff<Flex>, FallbackInt8<f32, 16>>;
 type Block = QuantTrain<Autodiff<Flex>, BlockInt8<f32, 16>>;
-
-fn config(seed: u64) -> QuantAdamWConfig {
-    QuantAdamWConfig::new()
-        .with_policy(LayerPolicy::all().min_elements(0))
-        .with_seed(Some(seed))
-}
 
 /// The tag of a float tensor.
 fn tag_of<B: LayerBackend, const D: usize>(tensor: &Tensor<B, D>) -> Arc<Tag<B::Base>> {
@@ -46,11 +39,11 @@ fn not_finite<B: LayerBackend>(value: f32) {
     let device = B::Device::default();
     let (rows, inputs, outputs) = (53, 40, 24);
     let (bad_row, bad_col) = (20, 5);
-    let optim = config(seed).init::<B, One<B>>();
-    let model = optim.attach(with_weights_of(
-        One::<B>::new(inputs, outputs, true, &device),
+    let (_optim, model) = attached::<B, _>(
+        &every_layer(seed),
+        One::new(inputs, outputs, true, &device),
         seed,
-    ));
+    );
     let mut x = Rng::new(seed).normals(rows * inputs, 1.0);
     let clean = floats(
         &model
@@ -118,11 +111,9 @@ fn infinity_turns_the_loss_nan() {
 fn nan_in_the_weight_or_the_gradient_is_seen() {
     let seed = seed();
     let device = Default::default();
-    let model = with_weights_of(One::<Fallback>::new(20, 20, false, &device), seed);
-    let mut optim = config(seed)
-        .with_on_nonfinite(OnNonfinite::Propagate)
-        .init::<Fallback, One<Fallback>>();
-    let model = optim.attach(model);
+    let config = every_layer(seed).with_on_nonfinite(OnNonfinite::Propagate);
+    let model = One::new(20, 20, false, &device);
+    let (mut optim, model) = attached::<Fallback, _>(&config, model, seed);
     let x = tensor::<Fallback, 2>(&Rng::new(seed).normals(20 * 20, 1.0), [20, 20], &device)
         .require_grad();
     let y = model.linear.forward(x.clone());
@@ -144,26 +135,30 @@ fn nan_in_the_weight_or_the_gradient_is_seen() {
 
 #[test]
 fn a_batch_of_nothing_works() {
-    let device = Default::default();
-    let mut optim = config(1).init::<Fallback, One<Fallback>>();
-    let mut model = optim.attach(with_weights_of(
-        One::<Fallback>::new(20, 12, true, &device),
-        1,
-    ));
-    let before = floats(&model.linear.weight.val());
-    let x = Tensor::<Fallback, 2>::zeros([0, 20], &device).require_grad();
-    let y = model.linear.forward(x.clone());
-    assert_eq!(y.dims(), [0, 12]);
-    let grads = y.sum().backward();
-    if let Some(dx) = x.grad(&grads) {
-        assert_eq!(dx.dims(), [0, 20]);
+    fn of_shape<const D: usize>(shape: [usize; D]) {
+        let device = Default::default();
+        let model = One::new(20, 12, true, &device);
+        let (mut optim, mut model) = attached::<Fallback, _>(&every_layer(1), model, 1);
+        let before = floats(&model.linear.weight.val());
+        let x = Tensor::<Fallback, D>::zeros(shape, &device).require_grad();
+        let y = model.linear.forward(x.clone());
+        let mut expected = shape;
+        expected[D - 1] = 12;
+        assert_eq!(y.dims(), expected);
+        let grads = y.sum().backward();
+        if let Some(dx) = x.grad(&grads) {
+            assert_eq!(dx.dims(), shape);
+        }
+        let grads = GradientsParams::from_grads(grads, &model);
+        model = optim.step(0.0, model, grads);
+        assert!(
+            same_bits(&before, &floats(&model.linear.weight.val())),
+            "nothing to learn from nothing"
+        );
     }
-    let grads = GradientsParams::from_grads(grads, &model);
-    model = optim.step(0.0, model, grads);
-    assert!(
-        same_bits(&before, &floats(&model.linear.weight.val())),
-        "nothing to learn from nothing"
-    );
+    of_shape([0, 20]);
+    of_shape([0, 3, 20]);
+    of_shape([2, 0, 20]);
 }
 
 /// A batch of zeros: scale 0, so nothing is divided by zero.
@@ -171,11 +166,8 @@ fn a_batch_of_nothing_works() {
 fn a_batch_of_zeros_works() {
     let seed = seed();
     let device = Default::default();
-    let optim = config(seed).init::<Fallback, One<Fallback>>();
-    let model = optim.attach(with_weights_of(
-        One::<Fallback>::new(20, 12, true, &device),
-        seed,
-    ));
+    let (_optim, model) =
+        attached::<Fallback, _>(&every_layer(seed), One::new(20, 12, true, &device), seed);
     let x = Tensor::<Fallback, 2>::zeros([33, 20], &device).require_grad();
     let y = model.linear.forward(x.clone());
     let bias = floats(&model.linear.bias.as_ref().expect("a bias").val());
@@ -193,86 +185,81 @@ fn a_batch_of_zeros_works() {
     );
 }
 
-/// Thresholds and rates of a run of one layer on inputs of this scale.
-fn thresholds(seed: u64, scale: f64, steps: usize) -> (Vec<f32>, Vec<f32>) {
-    let device = Default::default();
-    let mut optim = config(seed).init::<Fallback, One<Fallback>>();
-    let mut model = optim.attach(with_weights_of(
-        One::<Fallback>::new(64, 16, false, &device),
-        seed,
-    ));
-    let mut rng = Rng::new(seed);
-    let mut losses = Vec::new();
-    for _ in 0..steps {
-        let x = tensor::<Fallback, 2>(&rng.normals(64 * 64, scale), [64, 64], &device);
-        let loss = model.linear.forward(x).powf_scalar(2.0).mean();
-        losses.push(floats(&loss)[0]);
-        let grads = GradientsParams::from_grads(loss.backward(), &model);
-        model = optim.step(1e-3, model, grads);
+fn thresholds_of(record: &LayersRecord) -> Vec<f32> {
+    record.layers.iter().map(|layer| layer.threshold).collect()
+}
+
+/// The training of one layer on inputs of a scale.
+struct Training {
+    scale: f64,
+    optim: QuantOptimizer<QuantAdamW<One<Fallback>, Fallback>, Fallback>,
+    model: One<Fallback>,
+    rng: Rng,
+    losses: Vec<f32>,
+}
+
+impl Training {
+    fn new(seed: u64, scale: f64) -> Self {
+        let model = One::new(64, 16, false, &Default::default());
+        let (optim, model) = attached::<Fallback, _>(&every_layer(seed), model, seed);
+        Self {
+            scale,
+            optim,
+            model,
+            rng: Rng::new(seed),
+            losses: Vec::new(),
+        }
     }
-    let thresholds = optim
-        .layers_record()
-        .layers
-        .iter()
-        .map(|layer| layer.threshold)
-        .collect();
-    (thresholds, losses)
+
+    fn step(&mut self) {
+        let x = self.rng.normals(64 * 64, self.scale);
+        let x = tensor::<Fallback, 2>(&x, [64, 64], &Default::default());
+        let loss = self.model.linear.forward(x).powf_scalar(2.0).mean();
+        self.losses.push(floats(&loss)[0]);
+        let grads = GradientsParams::from_grads(loss.backward(), &self.model);
+        self.model = self.optim.step(1e-3, self.model.clone(), grads);
+    }
+
+    fn thresholds(&self) -> Vec<f32> {
+        thresholds_of(&self.optim.layers_record())
+    }
 }
 
 #[test]
 fn two_models_keep_their_own_thresholds() {
     let seed = seed();
-    let device = Default::default();
-    let (small, small_losses) = thresholds(seed, 0.01, 12);
-    let (large, _) = thresholds(seed, 100.0, 12);
+    let both = || [0.01, 100.0].map(|scale| Training::new(seed, scale));
+    let alone = both().map(|mut training| {
+        (0..12).for_each(|_| training.step());
+        training
+    });
+    let [small, large] = alone.each_ref().map(Training::thresholds);
     assert!(
         small[0] < 0.3 && large[0] > 3.0,
         "thresholds {small:?} and {large:?} after 12 steps from 1.0"
     );
 
     // The same two, step by step in turns.
-    let models: Vec<_> = [0.01, 100.0]
-        .into_iter()
-        .map(|scale| {
-            let optim = config(seed).init::<Fallback, One<Fallback>>();
-            let model = optim.attach(with_weights_of(
-                One::<Fallback>::new(64, 16, false, &device),
-                seed,
-            ));
-            (scale, optim, model, Rng::new(seed), Vec::new())
-        })
-        .collect();
-    let mut models = models;
+    let mut in_turns = both();
     for _ in 0..12 {
-        for (scale, optim, model, rng, losses) in &mut models {
-            let x = tensor::<Fallback, 2>(&rng.normals(64 * 64, *scale), [64, 64], &device);
-            let loss = model.linear.forward(x).powf_scalar(2.0).mean();
-            losses.push(floats(&loss)[0]);
-            let grads = GradientsParams::from_grads(loss.backward(), model);
-            *model = optim.step(1e-3, model.clone(), grads);
-        }
+        in_turns.iter_mut().for_each(Training::step);
     }
-    for ((_, optim, _, _, _), alone) in models.iter().zip([small, large]) {
-        let together: Vec<f32> = optim
-            .layers_record()
-            .layers
-            .iter()
-            .map(|layer| layer.threshold)
-            .collect();
+    for (together, alone) in in_turns.iter().zip(&alone) {
+        let (ours, theirs) = (together.thresholds(), alone.thresholds());
         assert!(
-            same_bits(&together, &alone),
-            "seed {seed}: {together:?}, alone {alone:?}"
+            same_bits(&ours, &theirs),
+            "seed {seed}: {ours:?}, alone {theirs:?}"
+        );
+        assert!(
+            same_bits(&together.losses, &alone.losses),
+            "seed {seed}: losses"
         );
     }
-    assert!(
-        same_bits(&models[0].4, &small_losses),
-        "seed {seed}: losses"
-    );
 }
 
 fn encoder_losses(seed: u64) -> Vec<f32> {
-    let mut optim = config(seed).init::<Fallback, Encoder<Fallback>>();
-    let model = optim.attach(with_weights_of(Encoder::new(&Default::default()), seed));
+    let (mut optim, model) =
+        attached::<Fallback, _>(&every_layer(seed), Encoder::new(&Default::default()), seed);
     train(
         model,
         &mut optim,
@@ -299,8 +286,8 @@ fn two_threads_train_at_once() {
 
 /// Trains six steps; `travel` is applied to the model after the third.
 fn losses_with(seed: u64, travel: impl Fn(Mlp<Fallback>) -> Mlp<Fallback>) -> (Vec<f32>, Vec<f32>) {
-    let mut optim = config(seed).init::<Fallback, Mlp<Fallback>>();
-    let mut model = optim.attach(with_weights_of(Mlp::new(&Default::default()), seed));
+    let (mut optim, mut model) =
+        attached::<Fallback, _>(&every_layer(seed), Mlp::new(&Default::default()), seed);
     let batches = samples::<Fallback, Mlp<Fallback>>(seed, 6);
     let mut losses = Vec::new();
     for half in batches.chunks(3) {
@@ -315,12 +302,7 @@ fn losses_with(seed: u64, travel: impl Fn(Mlp<Fallback>) -> Mlp<Fallback>) -> (V
         );
         assert!(Arc::ptr_eq(before, after), "the layer went with its weight");
     }
-    let thresholds = optim
-        .layers_record()
-        .layers
-        .iter()
-        .map(|layer| layer.threshold)
-        .collect();
+    let thresholds = thresholds_of(&optim.layers_record());
     (losses, thresholds)
 }
 
@@ -376,11 +358,8 @@ fn an_input_of_three_layers_is_saved_once() {
     let row = Fallback::ROW
         .linear
         .expect("the recipe quantizes linear layers");
-    let optim = config(seed).init::<Fallback, Three<Fallback>>();
-    let model = optim.attach(with_weights_of(
-        Three::<Fallback>::new(32, 16, &device),
-        seed,
-    ));
+    let (_optim, model) =
+        attached::<Fallback, _>(&every_layer(seed), Three::new(32, 16, &device), seed);
     let x = tensor::<Fallback, 2>(&Rng::new(seed).normals(48 * 32, 1.0), [48, 32], &device);
     let y = model.q.forward(x.clone()) + model.k.forward(x.clone()) * model.v.forward(x.clone());
     let saved = tag_of(&x).copy(row.saved_x, || {
@@ -418,11 +397,8 @@ fn a_weight_is_quantized_once_an_optimizer_step() {
     let row = Fallback::ROW
         .linear
         .expect("the recipe quantizes linear layers");
-    let mut optim = config(seed).init::<Fallback, One<Fallback>>();
-    let mut model = optim.attach(with_weights_of(
-        One::<Fallback>::new(32, 16, false, &device),
-        seed,
-    ));
+    let (mut optim, mut model) =
+        attached::<Fallback, _>(&every_layer(seed), One::new(32, 16, false, &device), seed);
     let mut rng = Rng::new(seed);
     let mut copies = Vec::new();
     for _step in 0..3 {
@@ -460,11 +436,8 @@ fn saved_contexts_are_int8() {
     let row = Fallback::ROW
         .linear
         .expect("the recipe quantizes linear layers");
-    let optim = config(seed).init::<Fallback, One<Fallback>>();
-    let model = optim.attach(with_weights_of(
-        One::<Fallback>::new(32, 16, false, &device),
-        seed,
-    ));
+    let (_optim, model) =
+        attached::<Fallback, _>(&every_layer(seed), One::new(32, 16, false, &device), seed);
     let x = tensor::<Fallback, 2>(&Rng::new(seed).normals(48 * 32, 1.0), [48, 32], &device);
     let y = model.linear.forward(x.clone());
     let saved = tag_of(&x).copy(row.saved_x, || {
@@ -514,8 +487,8 @@ fn two_thousand_steps_leave_nothing_behind() {
         return;
     }
     let seed = seed();
-    let mut optim = config(seed).init::<Fallback, Mlp<Fallback>>();
-    let mut model = optim.attach(with_weights_of(Mlp::new(&Default::default()), seed));
+    let (mut optim, mut model) =
+        attached::<Fallback, _>(&every_layer(seed), Mlp::new(&Default::default()), seed);
     let mut measure = |count: usize, model: Mlp<Fallback>| {
         let mut model = model;
         let mut rng = Rng::new(seed);
@@ -560,11 +533,8 @@ fn the_inner_model_carries_no_state() {
     use burn::module::AutodiffModule;
     type Inner = <Fallback as AutodiffBackend>::InnerBackend;
     let device = Default::default();
-    let optim = config(1).init::<Fallback, One<Fallback>>();
-    let model = optim.attach(with_weights_of(
-        One::<Fallback>::new(32, 16, false, &device),
-        1,
-    ));
+    let (_optim, model) =
+        attached::<Fallback, _>(&every_layer(1), One::new(32, 16, false, &device), 1);
     let valid: One<Inner> = model.valid();
     let TensorPrimitive::Float(primitive) = valid.linear.weight.val().into_primitive() else {
         panic!("a float tensor was expected");
