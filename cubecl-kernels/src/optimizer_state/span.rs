@@ -8,8 +8,7 @@ use super::{StateFormat, table};
 
 /// Units of a cube.
 pub(crate) const UNITS: usize = 256;
-/// Tiles of a cube that fills tables first, at most: twice as many where the places of powers are among the tables,
-/// which take as long to fill as the rest. Without tables a cube takes one.
+/// Tiles of a cube that fills tables first, at most. Without tables a cube takes one.
 const TILES: u32 = 8;
 /// Cubes that keep a large device busy: fewer would leave units idle while each took many tiles.
 const BUSY: usize = 512;
@@ -73,9 +72,7 @@ impl Span {
             run: smallest,
             lanes,
             quads: (smallest / 4).div_ceil(lanes),
-            tiles: if formats.iter().any(|&format| table::has_roots(format)) {
-                2 * TILES
-            } else if formats.iter().any(|&format| table::is_needed(format)) {
+            tiles: if formats.iter().any(|&format| table::is_needed(format)) {
                 TILES
             } else {
                 1
