@@ -32,11 +32,6 @@ pub(super) fn is_needed(format: Option<StateFormat>) -> bool {
     format.is_some_and(|format| format.expand || format.encoding == Encoding::DynamicExponent)
 }
 
-/// Whether the table holds the places of powers.
-pub(super) fn has_roots(format: Option<StateFormat>) -> bool {
-    format.is_some_and(|format| format.expand && format.encoding == Encoding::DynamicExponent)
-}
-
 fn len(format: Option<StateFormat>, moment: Moment) -> usize {
     match format {
         Some(format) if is_needed(Some(format)) => {
