@@ -10,7 +10,7 @@
 //! Sums, products, dividends and quotients are flushed nowhere. For normal numbers the functions give the bits of those
 //! that they replace, but that CUDA's compiler may contract the product with an inverse, a quotient, with a sum.
 
-use cubecl::{CompilationError, Compiler, CubeTask, prelude::*, server::KernelArguments};
+use cubecl::{CompilationError, Compiler, CubeTask, prelude::*};
 
 /// The functions, as CUDA source.
 const DEFINITIONS: &str = include_str!("flush_to_zero.cu");
@@ -25,26 +25,17 @@ const CALLS: [(&str, &str); 5] = [
     (" rsqrt(", " rsqrt_ftz("),
 ];
 
-/// Launches a kernel of the `cube` macro, on CUDA as one that flushes to zero.
-///
-/// # Safety
-///
-/// As CubeCL's `launch_unchecked` of the kernel with these arguments, which must be those of its parameters in order.
-#[allow(unsafe_code)]
-pub(crate) unsafe fn launch_unchecked<R: Runtime, K: CubeKernel>(
+/// The task of a kernel, on CUDA as one that flushes to zero.
+pub(crate) fn task<R: Runtime, K: CubeKernel>(
     client: &ComputeClient<R>,
-    count: CubeCount,
     kernel: K,
-    arguments: KernelArguments,
-) {
+) -> Box<dyn CubeTask<R::Compiler>> {
     let plain = KernelTask::new(kernel);
-    let task: Box<dyn CubeTask<R::Compiler>> = if R::name(client) == "cuda" {
+    if R::name(client) == "cuda" {
         Box::new(FlushToZero(plain))
     } else {
         Box::new(plain)
-    };
-    // SAFETY: the caller's.
-    unsafe { client.launch_unchecked(task, count, arguments) }
+    }
 }
 
 /// A kernel whose source calls the functions that flush.

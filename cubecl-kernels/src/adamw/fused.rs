@@ -1,6 +1,6 @@
 //! The update of one tensor, its moments in any format.
 
-use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
+use cubecl::{CubeTask, ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
 use crate::{
     arguments::Arguments,
@@ -116,17 +116,17 @@ pub(super) fn launch<R: Runtime>(
             first.values.dtype,
             second.values.dtype,
         );
+        // Without codes the kernel waits for memory, not for instructions.
+        let task: Box<dyn CubeTask<R::Compiler>> = match (first.format, second.format) {
+            (None, None) => Box::new(KernelTask::new(kernel)),
+            _ => flush_to_zero::task(client, kernel),
+        };
         // SAFETY: accesses are guarded by the number of elements, which `AdamWTensors::check` found to be that of all
         // tensors, and by the number of groups that follows from it. The arguments were added in the order of the
         // parameters.
         #[allow(unsafe_code)]
         unsafe {
-            flush_to_zero::launch_unchecked(
-                client,
-                cube_grid(stretch.cubes),
-                kernel,
-                arguments.finish(),
-            );
+            client.launch_unchecked(task, cube_grid(stretch.cubes), arguments.finish());
         }
     }
     Ok(())

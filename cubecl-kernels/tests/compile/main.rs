@@ -206,12 +206,12 @@ fn hopper_sources(name: &str) -> Vec<Source> {
     sources.into_values().collect()
 }
 
-/// AdamW on one pair of state formats of each kind, with and without all that is optional. Of their length each
-/// launches two kernels, one without guards.
+/// AdamW on one pair of state formats of each kind that is compressed, with and without all that is optional. Of their
+/// length each launches two kernels, one without guards.
 fn adamw_sources(architecture: u16) -> Vec<Source> {
     let (e4m3, de8) = (StateFormat::E4M3, StateFormat::DYNAMIC_EXPONENT);
     let formats = [
-        (None, None),
+        (None, Some(e4m3)),
         (Some(StateFormat::INT8), Some(StateFormat::INT8)),
         (Some(e4m3), Some(e4m3)),
         (Some(e4m3.expanded()), Some(e4m3.expanded())),
