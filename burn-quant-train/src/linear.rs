@@ -35,7 +35,8 @@ pub(crate) fn linear<B: QuantBackend, R: Recipe>(
     let rank = shape.num_dims();
     let is_matrix = weight_shape.num_dims() == 2;
     let kernel = kernel::<B>(&x).filter(|_| is_matrix);
-    // Flex 0.21 reads outside of memory in products of batches without elements, but not of matrices without.
+    // Flex 0.21 reads outside of memory in products of batches without elements, in `Tensor::matmul` too, but not of
+    // matrices without.
     let is_empty = is_matrix && shape.num_elements() == 0;
     if kernel.is_none() && !is_empty {
         return QuantTensor::new(B::linear(x, weight, bias));

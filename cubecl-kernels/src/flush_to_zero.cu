@@ -34,4 +34,3 @@ __device__ __forceinline__ float rsqrt_ftz(float x) {
     asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(x));
     return inverse;
 }
-

@@ -12,10 +12,13 @@
 
 use cubecl::{CompilationError, Compiler, CubeTask, prelude::*};
 
+use crate::fingerprint::fnv_1a;
+
 /// The functions, as CUDA source.
 const DEFINITIONS: &str = include_str!("flush_to_zero.cu");
-/// What CubeCL writes, and what is called instead. A power of 2, which CUDA's compiler would tell from others by its
-/// constant, comes before other powers.
+const FINGERPRINT: u64 = fnv_1a(DEFINITIONS);
+/// What CubeCL writes for `f32`, the only float that these kernels compute in, and what is called instead. A power of
+/// 2, which CUDA's compiler would tell from others by its constant, comes before other powers.
 const CALLS: [(&str, &str); 5] = [
     ("__powf(float(2.0), ", "exp2_ftz("),
     ("__powf(", "pow_ftz("),
@@ -49,9 +52,8 @@ impl<C: Compiler, K: CubeKernel> KernelMetadata for FlushToZero<C, K> {
     fn id(&self) -> KernelId {
         let id = self.0.id();
         let cube_dim = id.cube_dim;
-        // Compiled kernels outlive the process in CubeCL's cache: another text must have another id.
         KernelId::new::<Self>()
-            .info((id, DEFINITIONS, CALLS))
+            .info((id, FINGERPRINT, CALLS))
             .cube_dim(cube_dim)
     }
 
@@ -144,6 +146,5 @@ mod tests {
         assert!(plain != flushing);
         assert_ne!(plain.stable_hash(), flushing.stable_hash());
         assert_eq!(plain.cube_dim, flushing.cube_dim);
-        assert!(format!("{flushing:?}").contains("ex2.approx.ftz.f32"));
     }
 }

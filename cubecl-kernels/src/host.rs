@@ -271,8 +271,8 @@ const CHUNK: usize = 4 * MAX_GROUP;
 ///
 /// # Panics
 ///
-/// When the tensors differ in length, a group is larger than [`MAX_GROUP`], or the smaller group does not divide the
-/// larger.
+/// When the tensors differ in length, a group is 0 or larger than [`MAX_GROUP`], or the smaller group does not divide
+/// the larger.
 pub fn adamw(
     step: &Step,
     parameter: &mut [f32],
@@ -287,11 +287,14 @@ pub fn adamw(
         [parameter.len(); 3],
         "adamw: elements of the gradient and of both moments, beside the parameter's"
     );
-    let larger = first.group().max(second.group()).unwrap_or(1);
-    assert!(
-        larger <= MAX_GROUP,
-        "adamw: a group of {larger} elements; use at most {MAX_GROUP}"
-    );
+    let groups = [first.group(), second.group()].into_iter().flatten();
+    for group in groups.clone() {
+        assert!(
+            (1..=MAX_GROUP).contains(&group),
+            "adamw: a group of {group} elements; use 1 to {MAX_GROUP}"
+        );
+    }
+    let larger = groups.max().unwrap_or(1);
     let chunk = CHUNK / larger * larger;
     (
         parameter.par_chunks_mut(chunk),

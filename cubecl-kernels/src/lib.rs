@@ -54,6 +54,7 @@ mod arguments;
 mod device;
 mod exact;
 mod fast;
+mod fingerprint;
 mod flush_to_zero;
 mod rounding;
 

@@ -174,24 +174,31 @@ impl<B: Backend> Attention<B> {
 /// Rotary positions (Su et al., "RoFormer", equation 34) from the table of Burn's [`RotaryEncoding`]: `x cos + turned
 /// sin`, where `turned` is `x` with each pair of neighbours turned by a right angle.
 ///
-/// The turn is a product with a matrix of 0, 1 and -1, which is exact, and the rest fuses. Burn's module computes the same
-/// through a tensor of twice the size that is multiplied and summed over pairs, a third of a training step on a GPU.
+/// The turn is a product with a matrix of 0, 1 and -1, exact where products are not in TF32, and the rest fuses. Burn's
+/// module goes through a tensor of twice the size, which it multiplies and sums over pairs.
 #[derive(Module, Debug)]
 pub struct Rotary<B: Backend> {
-    encoding: RotaryEncoding<B>,
+    /// `[positions, width, 2]`: cosines and sines.
+    freq_complex: Tensor<B, 3>,
     right_angle: Tensor<B, 2>,
 }
 
 impl<B: Backend> Rotary<B> {
-    /// For sequences of at most `max_sequence` and heads of `width`, which is even.
+    /// For sequences of at most `max_sequence` and heads of `width`.
+    ///
+    /// # Panics
+    ///
+    /// When `width` is odd.
     fn new(max_sequence: usize, width: usize, device: &B::Device) -> Self {
+        let RotaryEncoding { freq_complex, .. } =
+            RotaryEncodingConfig::new(max_sequence, width).init(device);
         let mut right_angle = vec![0.0f32; width * width];
         for pair in (0..width).step_by(2) {
             right_angle[pair * width + pair + 1] = 1.0;
             right_angle[(pair + 1) * width + pair] = -1.0;
         }
         Self {
-            encoding: RotaryEncodingConfig::new(max_sequence, width).init(device),
+            freq_complex,
             right_angle: Tensor::from_data(TensorData::new(right_angle, [width, width]), device),
         }
     }
@@ -205,8 +212,8 @@ impl<B: Backend> Rotary<B> {
             .matmul(self.right_angle.clone())
             .reshape([batch, sequence, heads, width]);
         let table = |part: usize| {
-            let table = self.encoding.freq_complex.clone();
-            table
+            self.freq_complex
+                .clone()
                 .slice([0..sequence, 0..width, part..part + 1])
                 .reshape([1, sequence, 1, width])
         };
@@ -264,13 +271,14 @@ pub type InnerDecoder<B> = <Decoder<B> as AutodiffModule<B>>::InnerModule;
 #[cfg(test)]
 mod tests {
     use burn::backend::{Autodiff, Flex};
+    use burn::record::{FullPrecisionSettings, NamedMpkBytesRecorder, Recorder};
     use burn::tensor::{Distribution, Tolerance};
 
     use super::*;
 
     type B = Autodiff<Flex>;
 
-    /// Of a tensor in Burn's order, `[batch, heads, sequence, width]`.
+    /// The output and the gradient of `x`, in Burn's order, `[batch, heads, sequence, width]`.
     fn with_gradient(
         x: &Tensor<B, 4>,
         upstream: &Tensor<B, 4>,
@@ -300,5 +308,17 @@ mod tests {
         for (got, expected) in got.into_iter().zip(expected) {
             got.assert_approx_eq::<f32>(&expected, Tolerance::absolute(1e-6));
         }
+    }
+
+    /// Checkpoints of models that held Burn's module load.
+    #[test]
+    fn rotary_positions_load_from_a_record_of_burns_module() {
+        let device = Default::default();
+        let recorder = NamedMpkBytesRecorder::<FullPrecisionSettings>::new();
+        let burn = RotaryEncodingConfig::new(9, 6).init::<B>(&device);
+        let bytes = Recorder::<B>::record(&recorder, burn.into_record(), ()).expect("a record");
+        let record = recorder.load(bytes, &device).expect("a record of Rotary");
+        let ours = Rotary::<B>::new(9, 6, &device).load_record(record);
+        assert_eq!(ours.right_angle.dims(), [6, 6]);
     }
 }

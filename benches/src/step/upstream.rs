@@ -19,9 +19,9 @@ use burn::{
 /// Burn's backward pass begins with ones in the shape of its tensor, and to multiply them by a gradient takes a kernel
 /// as large as the layer's output, which no training step has. Here the result is one number.
 ///
-/// Burn's fusion leaves unfused what follows an operation of ours while unrelated elementwise work is pending. Inside a
-/// model there is none: the next layer has used the output, and what came last made the gradient. Here slices, which are
-/// not fused, use the output and the ones.
+/// Burn's fusion leaves unfused what follows an operation of ours while unrelated elementwise work is pending. Inside
+/// a model there is none: the next layer has used the output, and what came last made the gradient. Here slices, which
+/// are not fused, use the output and the ones.
 #[derive(Debug)]
 struct Upstream;
 

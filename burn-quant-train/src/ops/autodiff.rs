@@ -107,7 +107,7 @@ pub(super) fn forward<B: QuantOps>(
                 saved: to_save,
             },
             fallback: row.fallback.then_some(layer),
-            keeps_operand: !row.fallback && tag.is_some(),
+            keeps_operand: !row.fallback && tag.is_some() && operand.is_none(),
         },
     };
     let WeightInput {

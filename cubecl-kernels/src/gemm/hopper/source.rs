@@ -4,7 +4,7 @@ use std::{fmt::Debug, hash::Hash};
 
 use cubecl::{CompilationError, Compiler, CubeTask, ir::StorageType, prelude::*};
 
-use crate::device::storage;
+use crate::{device::storage, fingerprint::fnv_1a};
 
 /// A producer and two consumer warpgroups.
 const UNITS: u32 = 3 * 128;
@@ -49,18 +49,6 @@ pub(super) struct SourceKernel<S>(pub S);
 impl<S: CudaSource> SourceKernel<S> {
     /// Compiled kernels outlive the process in CubeCL's cache: another text must have another id.
     const FINGERPRINT: u64 = fnv_1a(S::TEXT);
-}
-
-/// The 64-bit FNV-1a hash: one that the compiler can compute, since each launch asks for it.
-const fn fnv_1a(text: &str) -> u64 {
-    let bytes = text.as_bytes();
-    let mut hash = 0xcbf2_9ce4_8422_2325;
-    let mut index = 0;
-    while index < bytes.len() {
-        hash = (hash ^ bytes[index] as u64).wrapping_mul(0x0100_0000_01b3);
-        index += 1;
-    }
-    hash
 }
 
 impl<S: CudaSource> KernelMetadata for SourceKernel<S> {
@@ -157,14 +145,6 @@ mod tests {
         fn shared_memory(&self) -> usize {
             self.stages * 49_152
         }
-    }
-
-    #[test]
-    fn fingerprints_are_those_of_fnv_1a() {
-        // Of the reference implementation's own test vectors.
-        assert_eq!(fnv_1a(""), 0xcbf2_9ce4_8422_2325);
-        assert_eq!(fnv_1a("a"), 0xaf63_dc4c_8601_ec8c);
-        assert_eq!(fnv_1a("foobar"), 0x8594_4171_f739_67e8);
     }
 
     /// CubeCL would launch a kernel without shared memory if it found none in the reservation.
