@@ -105,8 +105,8 @@ fn log2_cube(bits: u32, zero: u32) -> f32 {
 /// `base^exponent` for a base in `[0, 1]` and a positive exponent, in a kernel; bases below the normal `f32`, 0 among
 /// them, count as its smallest normal number.
 ///
-/// CUDA's approximate logarithm and exponential are as exact as 8 bits need: the largest exponent,
-/// 32, makes 2e-5 of the logarithm's 5e-7.
+/// CUDA's approximate logarithm and exponential are as exact as 8 bits need: the largest exponent, 32, makes 2e-5 of
+/// the logarithm's 5e-7.
 #[cube]
 pub(crate) fn power_cube(base: f32, exponent: f32) -> f32 {
     fast::power(max(base, f32::MIN_POSITIVE), exponent)

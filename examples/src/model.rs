@@ -178,8 +178,9 @@ impl<B: Backend> Attention<B> {
 /// module goes through a tensor of twice the size, which it multiplies and sums over pairs.
 #[derive(Module, Debug)]
 pub struct Rotary<B: Backend> {
-    /// `[positions, width, 2]`: cosines and sines.
-    freq_complex: Tensor<B, 3>,
+    /// `[1, positions, 1, width]`, as the sines.
+    cos: Tensor<B, 4>,
+    sin: Tensor<B, 4>,
     right_angle: Tensor<B, 2>,
 }
 
@@ -192,13 +193,20 @@ impl<B: Backend> Rotary<B> {
     fn new(max_sequence: usize, width: usize, device: &B::Device) -> Self {
         let RotaryEncoding { freq_complex, .. } =
             RotaryEncodingConfig::new(max_sequence, width).init(device);
+        let part = |part: usize| {
+            freq_complex
+                .clone()
+                .slice([0..max_sequence, 0..width, part..part + 1])
+                .reshape([1, max_sequence, 1, width])
+        };
         let mut right_angle = vec![0.0f32; width * width];
         for pair in (0..width).step_by(2) {
             right_angle[pair * width + pair + 1] = 1.0;
             right_angle[(pair + 1) * width + pair] = -1.0;
         }
         Self {
-            freq_complex,
+            cos: part(0),
+            sin: part(1),
             right_angle: Tensor::from_data(TensorData::new(right_angle, [width, width]), device),
         }
     }
@@ -211,13 +219,8 @@ impl<B: Backend> Rotary<B> {
             .reshape([batch * sequence * heads, width])
             .matmul(self.right_angle.clone())
             .reshape([batch, sequence, heads, width]);
-        let table = |part: usize| {
-            self.freq_complex
-                .clone()
-                .slice([0..sequence, 0..width, part..part + 1])
-                .reshape([1, sequence, 1, width])
-        };
-        x * table(0) + turned * table(1)
+        let here = |table: &Tensor<B, 4>| table.clone().slice([0..1, 0..sequence]);
+        x * here(&self.cos) + turned * here(&self.sin)
     }
 }
 

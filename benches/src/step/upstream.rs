@@ -20,8 +20,8 @@ use burn::{
 /// as large as the layer's output, which no training step has. Here the result is one number.
 ///
 /// Burn's fusion leaves unfused what follows an operation of ours while unrelated elementwise work is pending. Inside
-/// a model there is none: the next layer has used the output, and what came last made the gradient. Here slices, which
-/// are not fused, use the output and the ones.
+/// a model there is hardly any: the next layer has used the output, and what came last made the gradient. Here slices,
+/// which are not fused, use the output and the ones.
 #[derive(Debug)]
 struct Upstream;
 

@@ -5,7 +5,7 @@ use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 use crate::{
     device::{
         MatrixGeometry, MatrixView, Strides, StridesLaunch, array, cube_grid, or_unused, read_quad,
-        read_width, storage, write_width,
+        storage,
     },
     format::{Format, Granularity, Layout, Rounding},
     rounding::{RandomStream, random_stream, round_quad, scale_and_inverse},
@@ -30,11 +30,7 @@ pub(super) fn launch<R: Runtime>(
     output: &Quantized<R>,
 ) {
     let tile = Tile::SQUARE;
-    let widths = (
-        read_width(x, view),
-        write_width(view.shape.cols),
-        tile.transposed_width(view.shape.rows),
-    );
+    let widths = tile.widths(x, view);
     // Stride 0 where neighbours share their maximum.
     let (rows, cols) = (view.shape.rows as u32, view.shape.cols as u32);
     let strides = match spec.granularity {

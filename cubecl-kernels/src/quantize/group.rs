@@ -4,10 +4,7 @@
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
 use crate::{
-    device::{
-        MatrixGeometry, MatrixView, array, cube_grid, or_unused, read_quad, read_width, storage,
-        write_width,
-    },
+    device::{MatrixGeometry, MatrixView, array, cube_grid, or_unused, read_quad, storage},
     format::{Format, Layout, Rounding},
     rounding::{RandomStream, magnitude_bits, random_stream, round_quad, scale_and_inverse},
 };
@@ -31,11 +28,7 @@ pub(super) fn launch<R: Runtime>(
     output: &Quantized<R>,
 ) {
     let tile = Tile::of_groups(group);
-    let widths = (
-        read_width(x, view),
-        write_width(view.shape.cols),
-        tile.transposed_width(view.shape.rows),
-    );
+    let widths = tile.widths(x, view);
     let copy =
         |tensor: &Option<TensorHandle<R>>| array(or_unused(tensor.as_ref(), x, storage::<i8>()));
     // SAFETY: every access is guarded by the shapes in `geometry`, for which the outputs were allocated.

@@ -3,9 +3,9 @@
 //! For the transposed copy the integers pass through a shared tile, whose rows are one byte longer than a multiple of
 //! four so that reading its columns does not meet in one bank.
 
-use cubecl::prelude::*;
+use cubecl::{prelude::*, std::tensor::TensorHandle};
 
-use crate::device::{MatrixGeometry, MatrixView, write_quad, write_width};
+use crate::device::{MatrixGeometry, MatrixView, read_width, write_quad, write_width};
 
 /// Units of a cube.
 pub(super) const UNITS: usize = 256;
@@ -42,13 +42,22 @@ impl Tile {
         shape.batch * shape.rows.div_ceil(self.rows) * shape.cols.div_ceil(self.cols)
     }
 
-    /// Elements written at once to the transposed copy.
-    pub fn transposed_width(&self, rows: usize) -> usize {
-        if self.rows % 4 == 0 {
-            write_width(rows)
+    /// Elements read at once, and written at once to the row-major and to the transposed copy.
+    pub fn widths<R: Runtime>(
+        &self,
+        x: &TensorHandle<R>,
+        view: &MatrixView,
+    ) -> (usize, usize, usize) {
+        let transposed = if self.rows % 4 == 0 {
+            write_width(view.shape.rows)
         } else {
             1
-        }
+        };
+        (
+            read_width(x, view),
+            write_width(view.shape.cols),
+            transposed,
+        )
     }
 }
 
