@@ -51,6 +51,7 @@ pub mod softmax;
 pub mod transpose;
 
 mod arguments;
+mod cuda_source;
 mod device;
 mod exact;
 mod fast;

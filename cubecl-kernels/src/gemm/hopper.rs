@@ -12,14 +12,13 @@
 //! median of 5: 885 TOP/s at 2048, 1113 to 1133 at 4096, 1161 to 1199 at 8192.
 
 use cubecl::{
-    features::Tma,
-    ir::StorageType,
-    prelude::*,
-    server::{KernelArguments, MetadataBindingInfo, TensorMapBinding},
-    std::tensor::TensorHandle,
+    features::Tma, ir::StorageType, prelude::*, server::TensorMapBinding, std::tensor::TensorHandle,
 };
 
-use crate::device::{MatrixView, or_unused, storage};
+use crate::{
+    cuda_source::{CudaSource, launch_source},
+    device::{MatrixView, or_unused, storage},
+};
 
 use super::{
     GemmArgs, GemmProblem,
@@ -29,11 +28,14 @@ use super::{
 };
 
 pub(super) mod float;
-pub(super) mod source;
 mod tensor_map;
 
-use source::{CudaSource, SourceKernel, out_knob};
 use tensor_map::TmaView;
+
+/// A producer and two consumer warpgroups.
+const UNITS: u32 = 3 * 128;
+/// Bytes that every kernel leaves to what it declares itself: barriers, notes, staging memory for unaligned rows.
+const DECLARED: usize = 24 * 1024;
 
 impl HopperBlueprint {
     /// Rows of an output tile: those of a scale block, so that a block that falls back costs its own products only.
@@ -75,7 +77,7 @@ impl HopperBlueprint {
             let columns = even.max(whole.div_ceil(cubes) * tile_n);
             let blueprint = Self {
                 tile_n,
-                stages: source::stages(client, Self::stage_bytes(tile_n)),
+                stages: stages(client, Self::stage_bytes(tile_n)),
                 cubes: cubes.min(rows * n.div_ceil(tile_n)),
             };
             (blueprint, columns as f32 / speed / least)
@@ -85,6 +87,10 @@ impl HopperBlueprint {
     /// Bytes of a stage: 128 of each row of a tile of A and of B.
     const fn stage_bytes(tile_n: usize) -> usize {
         (Self::TILE_M + tile_n) * 128
+    }
+
+    fn cube_count(&self) -> CubeCount {
+        CubeCount::Static(self.cubes as u32, 1, 1)
     }
 
     const fn shared_memory(&self) -> usize {
@@ -103,6 +109,23 @@ pub(super) fn ranked<R: Runtime>(
         blueprint: Blueprint::Hopper(blueprint),
         cost,
     })
+}
+
+/// The macro that stands for the element type of the output.
+fn out_knob(dtype: StorageType) -> &'static str {
+    if dtype == storage::<f32>() {
+        "OUT_F32"
+    } else if dtype == storage::<half::f16>() {
+        "OUT_F16"
+    } else {
+        "OUT_BF16"
+    }
+}
+
+/// Stages of so many bytes that fit into a device's shared memory.
+fn stages<R: Runtime>(client: &ComputeClient<R>, stage_bytes: usize) -> usize {
+    let available = client.properties().hardware.max_shared_memory_size - DECLARED;
+    available / stage_bytes
 }
 
 /// Whether the device has `wgmma`: CUDA's architecture sm_90, no other.
@@ -128,7 +151,7 @@ pub(super) fn launch<R: Runtime>(
     } = AlignedValues::new(client, args);
     let residual = residual.unwrap_or_else(|| a.clone());
     let optional = |tensor: Option<&TensorHandle<R>>, dtype| or_unused(tensor, args.out, dtype);
-    let numbers = [
+    let numbers: [[usize; 4]; 4] = [
         [problem.batch, problem.m, problem.n, problem.k],
         scale_strides(&args.a_scales),
         scale_strides(&args.b_scales),
@@ -142,7 +165,7 @@ pub(super) fn launch<R: Runtime>(
             bias: args.bias.is_some(),
             out_dtype: args.out.dtype,
         },
-        blueprint.cubes,
+        blueprint.cube_count(),
         vec![
             tensor_map(&a, &a_view, HopperBlueprint::TILE_M),
             tensor_map(&residual, &a_view, HopperBlueprint::TILE_M),
@@ -159,40 +182,8 @@ pub(super) fn launch<R: Runtime>(
             residual,
             b,
         ],
-        numbers.as_flattened(),
+        numbers.as_flattened().iter().map(|&n| n as u64).collect(),
     );
-}
-
-/// Launches a kernel with the parameters: tensor maps, a pointer for each of them, buffers, and the numbers as one
-/// structure of 64-bit integers.
-///
-/// What is read through tensor maps must be among the buffers too: CubeCL waits for the streams of these only.
-fn launch_source<R: Runtime, S: CudaSource>(
-    client: &ComputeClient<R>,
-    source: S,
-    cubes: usize,
-    tensor_maps: Vec<TensorMapBinding>,
-    buffers: Vec<TensorHandle<R>>,
-    numbers: &[usize],
-) {
-    let numbers: Vec<u64> = numbers.iter().map(|&number| number as u64).collect();
-    let static_length = numbers.len();
-    let buffers = buffers.into_iter().map(|b| b.handle.binding()).collect();
-    let bindings = KernelArguments::new()
-        .with_tensor_maps(tensor_maps)
-        .with_buffers(buffers)
-        // With nothing dynamic in them, the numbers travel by value.
-        .with_info(MetadataBindingInfo::new(numbers, static_length));
-    // SAFETY: reads through tensor maps are bounded by them, all others and the writes by the numbers, to which the
-    // callers checked all shapes. Unused buffers are not read.
-    #[allow(unsafe_code)]
-    unsafe {
-        client.launch_unchecked(
-            Box::new(SourceKernel(source)),
-            CubeCount::Static(cubes as u32, 1, 1),
-            bindings,
-        );
-    }
 }
 
 /// Strides of scales in elements, those of a batch of one being 0, and a number that the kernel does not read.
@@ -235,6 +226,7 @@ impl CudaSource for GemmSource {
         include_str!("hopper/gemm.cu")
     );
     const ENTRY_POINT: &'static str = "gemm_hopper";
+    const UNITS: u32 = UNITS;
 
     fn knobs(&self) -> String {
         format!(

@@ -27,6 +27,10 @@ use crate::{
     },
 };
 
+mod stochastic;
+
+use stochastic::StochasticSource;
+
 use super::{
     staged::{
         CHUNK, StagedTile, TILE, byte_dtype, byte_width, read_staged, stage_word, write_words,
@@ -158,6 +162,13 @@ pub(crate) fn launch<R: Runtime>(
     key: Option<StochasticKey>,
     output: &BlockOutput<R>,
 ) {
+    if let (Some(key), Some(source)) = (
+        key,
+        StochasticSource::select(client, x, view, block, output),
+    ) {
+        source.launch(client, x, view, key, output);
+        return;
+    }
     let shape = view.shape;
     let vector = 16 / x.dtype.size();
     let (rows, cols) = (shape.rows.div_ceil(TILE), shape.cols.div_ceil(TILE));

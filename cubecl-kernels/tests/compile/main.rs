@@ -1,5 +1,5 @@
-//! Every kernel on matrix instructions, and AdamW, whose source is edited, compiled on a machine without a GPU for the
-//! architectures that they are meant for.
+//! Every kernel on matrix instructions or of CUDA source, and AdamW, whose source is edited, compiled on a machine
+//! without a GPU for the architectures that they are meant for.
 //!
 //! The kernels come out of the launches themselves, by way of a runtime that compiles and does not run.
 #![cfg(feature = "cuda")]
@@ -12,10 +12,12 @@ use std::{collections::BTreeMap, thread::available_parallelism};
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 use cubecl_kernels::{
     adamw::{AdamWTensors, Hyperparameters, adamw, initial_clock, initial_flag},
-    fallback::FallbackResidual,
-    format::{Rounding, StochasticKey},
+    fallback::{FallbackResidual, FallbackState},
+    format::{Format, Granularity, Layout, Rounding, StochasticKey},
     gemm::{Blueprint, GemmOperand, GemmProblem, Strategy, candidates, gemm, gemm_float, select},
+    linear_input::quantize_linear_input,
     optimizer_state::{Moment, StateFormat, initial_state},
+    quantize::{QuantizeSpec, quantize},
 };
 use half::{bf16, f16};
 use rstest::rstest;
@@ -255,6 +257,55 @@ fn adamw_sources(architecture: u16) -> Vec<Source> {
     sources
 }
 
+/// The CUDA source of quantizers: of each type of input, X with and without fallback, and a gradient.
+fn quantize_sources(architecture: u16) -> Vec<Source> {
+    let mut sources = sources_of(architecture, |client| {
+        for float in outputs() {
+            quantize_both(client, &[256, 128], float);
+        }
+    });
+    sources.retain(|source| source.name == "quantize_stochastic");
+    assert_eq!(sources.len(), outputs().len() * 3);
+    sources
+}
+
+/// What a training step quantizes in blocks of 128: X with and without fallback, and a gradient.
+fn quantize_both(client: &Client, shape: &[usize], float: StorageType) {
+    let key = StochasticKey { seed: 1, stream: 2 };
+    let x = tensor(client, shape, float);
+    let thresholds = tensor(client, &[1], dtype::<f32>());
+    let counts = tensor(client, &[1, 2], dtype::<i32>());
+    let state = FallbackState {
+        thresholds: &thresholds,
+        layer: 0,
+        counts: &counts,
+    };
+    for state in [None, Some(state)] {
+        quantize_linear_input(client, &x, 128, key, state).expect("a matrix");
+    }
+    let spec = QuantizeSpec {
+        format: Format::Int8,
+        granularity: Granularity::Block(128),
+        rounding: Rounding::Stochastic(key),
+        layout: Layout::Both,
+    };
+    quantize(client, &x, &spec).expect("a matrix");
+}
+
+/// The portable kernel quantizes what the CUDA source does not: tiles that reach over an edge, here.
+#[rstest]
+fn no_quantize_source_for_edges(#[values([256, 136], [200, 128])] shape: [usize; 2]) {
+    let sources = sources_of(90, |client| {
+        quantize_both(client, &shape, dtype::<bf16>());
+    });
+    assert_eq!(sources.len(), 3);
+    assert!(
+        sources
+            .iter()
+            .all(|source| source.name.starts_with("quantize_block_kernel"))
+    );
+}
+
 /// A call that the edit missed would flush nothing, and be four instructions.
 #[rstest]
 fn adamw_calls_functions_that_flush_to_zero() {
@@ -384,7 +435,7 @@ fn sources_use_the_instructions_and_fit_the_memory(#[values(80, 89, 90, 120)] ar
 #[ignore = "needs NVRTC: CUDA_PATH=$(.ci/nvrtc), then --test compile -- --ignored"]
 fn nvrtc_compiles_every_kernel(
     #[values((80, "sm_80"), (89, "sm_89"), (90, "sm_90a"), (120, "sm_120a"))] target: (u16, &str),
-    #[values(tensor_core_sources, adamw_sources)] sources: fn(u16) -> Vec<Source>,
+    #[values(tensor_core_sources, adamw_sources, quantize_sources)] sources: fn(u16) -> Vec<Source>,
 ) {
     let (architecture, name) = target;
     compile(&sources(architecture), name);

@@ -82,6 +82,8 @@ pub enum Memory {
     Transposed,
     /// A window of a larger matrix.
     Sliced,
+    /// A window whose rows start at multiples of 16 bytes.
+    SlicedAligned,
 }
 
 /// The matrices `x` in this layout; of rank 2 if the batch is one.
@@ -94,14 +96,20 @@ pub fn upload_matrix(
 ) -> Tensor {
     let MatrixShape { batch, rows, cols } = shape;
     // The window starts on a row whose offset every device accepts for a binding.
-    let (pad_rows, pad_cols) = (256, 5);
+    let pad_rows = 256;
+    let pad_cols = if memory == Memory::SlicedAligned {
+        8
+    } else {
+        5
+    };
+    let is_window = matches!(memory, Memory::Sliced | Memory::SlicedAligned);
     let (buffer, strides) = match memory {
         Memory::Contiguous => (x.to_vec(), [rows * cols, cols, 1]),
         Memory::Transposed => (
             cubecl_kernels::reference::transpose(x, shape),
             [rows * cols, 1, rows],
         ),
-        Memory::Sliced => {
+        Memory::Sliced | Memory::SlicedAligned => {
             let pitch = cols + pad_cols;
             let mut buffer = vec![f32::NAN; (batch * rows + pad_rows) * pitch];
             for (row, values) in x.chunks(cols.max(1)).enumerate() {
@@ -115,7 +123,7 @@ pub fn upload_matrix(
         bytes.resize(bytes.len().max(16), 0);
         bytes
     });
-    if memory == Memory::Sliced {
+    if is_window {
         handle = handle.offset_start((pad_rows * (cols + pad_cols) * float.size()) as u64);
     }
     if batch == 1 {

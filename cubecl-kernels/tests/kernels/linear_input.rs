@@ -120,28 +120,34 @@ fn float_types_and_strides_do_not_change_the_numbers() {
     }
 }
 
-/// Tiles of 128 x 128 that nowhere reach over an edge are written without looking for one.
+/// Tiles of 128 x 128 that nowhere reach over an edge are written without looking for one, on CUDA by another kernel if
+/// their rows start at multiples of 16 bytes.
 #[test]
 fn whole_tiles_equal_the_reference() {
     let (client, mut random) = (client(), Random::fresh());
-    let shape = MatrixShape::new(128, 384);
-    let x = random.with_outliers(shape.num_elements());
-    let largest = |block: usize| -> f32 {
-        let columns = block * 128..(block + 1) * 128;
-        let of_block = x.chunks(384).flat_map(|row| &row[columns.clone()]);
-        of_block.fold(0.0, |largest, x| x.abs().max(largest))
-    };
-    // At least one of the three blocks falls back and one does not.
-    let mut maxima = [0, 1, 2].map(largest);
-    maxima.sort_by(f32::total_cmp);
-    let threshold = (maxima[0] + maxima[2]) / 2.0;
-    let layers = Layers::new(&client, threshold);
-    for float in float_types(&client) {
-        let x = rounded(&x, float);
-        let tensor = upload_matrix(&client, &x, shape, float, Memory::Contiguous);
-        let state = Some(state(&layers));
-        let input = quantize_linear_input(&client, &tensor, 128, KEY, state).expect("a matrix");
-        check(&client, &input, &x, shape, 128, Some(threshold));
+    for shape in [
+        MatrixShape::new(128, 384),
+        MatrixShape::batched(2, 256, 512),
+    ] {
+        let x = random.with_blocks_of_all_kinds(shape);
+        for float in float_types(&client) {
+            let x = rounded(&x, float);
+            for memory in [Memory::Contiguous, Memory::Sliced, Memory::SlicedAligned] {
+                let tensor = upload_matrix(&client, &x, shape, float, memory);
+                for threshold in [None, Some(0.0), Some(100.0)] {
+                    println!("{shape:?} {float} {memory:?}, threshold {threshold:?}");
+                    let layers = threshold.map(|threshold| Layers::new(&client, threshold));
+                    let state = layers.as_ref().map(state);
+                    let input =
+                        quantize_linear_input(&client, &tensor, 128, KEY, state).expect("a matrix");
+                    check(&client, &input, &x, shape, 128, threshold);
+                    if let (Some(layers), Some(threshold)) = (&layers, threshold) {
+                        let expected = reference::quantize_fallback(&x, shape, 128, threshold);
+                        layers.check_counts(&client, expected.counts());
+                    }
+                }
+            }
+        }
     }
 }
 

@@ -85,4 +85,30 @@ impl Random {
         }
         x
     }
+
+    /// A matrix whose blocks of 128 x 128 differ in kind, which changes from one to the next: ordinary, with an outlier,
+    /// all zeros, all too small for a scale, with NaN, with an infinity, with the largest float, of few values that
+    /// meet at ties.
+    pub fn with_blocks_of_all_kinds(&mut self, shape: MatrixShape) -> Vec<f32> {
+        let mut x: Vec<f32> = (0..shape.num_elements()).map(|_| self.normal()).collect();
+        let blocks_of_row = shape.cols.div_ceil(128);
+        let blocks = shape.num_elements().div_ceil(128 * 128);
+        let chosen: Vec<usize> = (0..blocks).map(|_| self.index(128 * 128)).collect();
+        for (index, x) in x.iter_mut().enumerate() {
+            let (row, col) = (index / shape.cols, index % shape.cols);
+            let block = row / 128 * blocks_of_row + col / 128;
+            let is_chosen = row % 128 * 128 + col % 128 == chosen[block];
+            *x = match (block % 8, is_chosen) {
+                (1, true) => 300.0,
+                (2, _) => 0.0,
+                (3, _) => *x * 1e-38,
+                (4, true) => f32::NAN,
+                (5, true) => f32::NEG_INFINITY,
+                (6, true) => f32::MAX,
+                (7, _) => (*x * 4.0).round().clamp(-8.0, 8.0),
+                _ => *x,
+            };
+        }
+        x
+    }
 }

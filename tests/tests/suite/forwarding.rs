@@ -105,20 +105,37 @@ fn names(names: &[&str]) -> BTreeSet<String> {
     names.iter().map(|name| (*name).to_owned()).collect()
 }
 
-/// The folder of the burn-backend that this workspace is built with.
-fn burn_backend() -> PathBuf {
-    let output = Command::new(env!("CARGO"))
-        .args(["metadata", "--offline", "--format-version", "1"])
-        .current_dir(env!("CARGO_MANIFEST_DIR"))
-        .output()
-        .expect("cargo runs");
+/// What a command writes.
+fn output_of(command: &mut Command) -> Vec<u8> {
+    let output = command.output().expect("the command runs");
     assert!(
         output.status.success(),
-        "cargo metadata failed: {}",
+        "{command:?} failed: {}",
         String::from_utf8_lossy(&output.stderr)
     );
+    output.stdout
+}
+
+/// The folder of the burn-backend that this workspace is built with.
+fn burn_backend() -> PathBuf {
+    let folder = env!("CARGO_MANIFEST_DIR");
+    let host = output_of(
+        Command::new("rustc")
+            .current_dir(folder)
+            .args(["--print", "host-tuple"]),
+    );
+    let host = String::from_utf8(host).expect("a name");
+    // Cargo has downloaded what this platform needs, and nothing else.
+    let metadata = output_of(Command::new(env!("CARGO")).current_dir(folder).args([
+        "metadata",
+        "--offline",
+        "--filter-platform",
+        host.trim(),
+        "--format-version",
+        "1",
+    ]));
     let metadata: serde_json::Value =
-        serde_json::from_slice(&output.stdout).expect("cargo metadata writes JSON");
+        serde_json::from_slice(&metadata).expect("cargo metadata writes JSON");
     let packages = metadata["packages"]
         .as_array()
         .expect("metadata lists packages");

@@ -6,14 +6,14 @@
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
 use crate::{
+    cuda_source::{CudaSource, launch_source},
     device::{check_dtype, check_float, empty, or_unused, storage},
     error::KernelError,
     gemm::{blueprint::HopperBlueprint, check_bias},
 };
 
 use super::{
-    CudaSource, is_supported, launch_source,
-    source::out_knob,
+    UNITS, is_supported, out_knob,
     tensor_map::{STRIDE_BYTES, TmaView},
 };
 
@@ -266,6 +266,20 @@ impl<'a, R: Runtime> Product<'a, R> {
         let [wide, narrow] = HopperBlueprint::all(client, outer * inner, m, n, WHOLE_TILE, SPEEDS);
         let (blueprint, _) = if narrow.1 <= wide.1 { narrow } else { wide };
         let is_many = |dimension: Dimension| usize::from(dimension.in_memory() > 1);
+        let numbers = [
+            outer,
+            inner,
+            m,
+            n,
+            k,
+            is_many(a.matrices.outer),
+            is_many(a.matrices.inner),
+            is_many(b.matrices.outer),
+            is_many(b.matrices.inner),
+            to.outer.stride,
+            to.inner.stride,
+            to.rows.stride,
+        ];
         launch_source(
             client,
             FloatSource {
@@ -275,7 +289,7 @@ impl<'a, R: Runtime> Product<'a, R> {
                 bias: self.bias.is_some(),
                 out_dtype: out.dtype,
             },
-            blueprint.cubes,
+            blueprint.cube_count(),
             vec![
                 a.view(HopperBlueprint::TILE_M).bind(a.tensor),
                 b.view(blueprint.tile_n).bind(b.tensor),
@@ -286,20 +300,7 @@ impl<'a, R: Runtime> Product<'a, R> {
                 a.tensor.clone(),
                 b.tensor.clone(),
             ],
-            &[
-                outer,
-                inner,
-                m,
-                n,
-                k,
-                is_many(a.matrices.outer),
-                is_many(a.matrices.inner),
-                is_many(b.matrices.outer),
-                is_many(b.matrices.inner),
-                to.outer.stride,
-                to.inner.stride,
-                to.rows.stride,
-            ],
+            numbers.map(|number| number as u64).to_vec(),
         );
     }
 }
@@ -405,6 +406,7 @@ struct FloatSource {
 impl CudaSource for FloatSource {
     const TEXT: &'static str = concat!(include_str!("common.cu"), include_str!("gemm_float.cu"));
     const ENTRY_POINT: &'static str = "gemm_float_hopper";
+    const UNITS: u32 = UNITS;
 
     fn knobs(&self) -> String {
         let dtype = if self.dtype == storage::<half::f16>() {

@@ -2,21 +2,24 @@
 
 use std::{fmt::Debug, hash::Hash};
 
-use cubecl::{CompilationError, Compiler, CubeTask, ir::StorageType, prelude::*};
+use cubecl::{
+    CompilationError, Compiler, CubeTask,
+    ir::StorageType,
+    prelude::*,
+    server::{KernelArguments, MetadataBindingInfo, TensorMapBinding},
+    std::tensor::TensorHandle,
+};
 
 use crate::{device::storage, fingerprint::fnv_1a};
 
-/// A producer and two consumer warpgroups.
-const UNITS: u32 = 3 * 128;
-/// Bytes that every kernel leaves to what it declares itself: barriers, notes, staging memory for unaligned rows.
-const DECLARED: usize = 24 * 1024;
-
 /// CUDA source with its knobs set: a value of this type is one kernel.
-pub(super) trait CudaSource: Debug + Copy + Eq + Hash + Send + Sync + 'static {
+pub(crate) trait CudaSource: Debug + Copy + Eq + Hash + Send + Sync + 'static {
     /// The text, which reads the knobs as macros.
     const TEXT: &'static str;
     /// The name of the kernel in the text, a function `extern "C"`.
     const ENTRY_POINT: &'static str;
+    /// Units of a cube.
+    const UNITS: u32;
 
     /// The lines that define the macros.
     fn knobs(&self) -> String;
@@ -25,26 +28,36 @@ pub(super) trait CudaSource: Debug + Copy + Eq + Hash + Send + Sync + 'static {
     fn shared_memory(&self) -> usize;
 }
 
-/// The macro that stands for the element type of the output.
-pub(super) fn out_knob(dtype: StorageType) -> &'static str {
-    if dtype == storage::<f32>() {
-        "OUT_F32"
-    } else if dtype == storage::<half::f16>() {
-        "OUT_F16"
-    } else {
-        "OUT_BF16"
+/// Launches a kernel with the parameters: tensor maps, a pointer for each of them, buffers, and the numbers as one
+/// structure of 64-bit integers.
+///
+/// What is read through tensor maps must be among the buffers too: CubeCL waits for the streams of these only.
+pub(crate) fn launch_source<R: Runtime, S: CudaSource>(
+    client: &ComputeClient<R>,
+    source: S,
+    cubes: CubeCount,
+    tensor_maps: Vec<TensorMapBinding>,
+    buffers: Vec<TensorHandle<R>>,
+    numbers: Vec<u64>,
+) {
+    let static_length = numbers.len();
+    let buffers = buffers.into_iter().map(|b| b.handle.binding()).collect();
+    let bindings = KernelArguments::new()
+        .with_tensor_maps(tensor_maps)
+        .with_buffers(buffers)
+        // With nothing dynamic in them, the numbers travel by value.
+        .with_info(MetadataBindingInfo::new(numbers, static_length));
+    // SAFETY: reads through tensor maps are bounded by them, all others and the writes by the numbers and by the cubes,
+    // to which the callers checked all shapes. Unused buffers are not read.
+    #[allow(unsafe_code)]
+    unsafe {
+        client.launch_unchecked(Box::new(SourceKernel(source)), cubes, bindings);
     }
-}
-
-/// Stages of so many bytes that fit into a device's shared memory.
-pub(in crate::gemm) fn stages<R: Runtime>(client: &ComputeClient<R>, stage_bytes: usize) -> usize {
-    let available = client.properties().hardware.max_shared_memory_size - DECLARED;
-    available / stage_bytes
 }
 
 /// The kernel of a source.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct SourceKernel<S>(pub S);
+struct SourceKernel<S>(S);
 
 impl<S: CudaSource> SourceKernel<S> {
     /// Compiled kernels outlive the process in CubeCL's cache: another text must have another id.
@@ -55,7 +68,7 @@ impl<S: CudaSource> KernelMetadata for SourceKernel<S> {
     fn id(&self) -> KernelId {
         KernelId::new::<Self>()
             .info((self.0, Self::FINGERPRINT))
-            .cube_dim(CubeDim::new_1d(UNITS))
+            .cube_dim(CubeDim::new_1d(S::UNITS))
     }
 
     fn address_type(&self) -> StorageType {
@@ -74,6 +87,7 @@ impl<S: CudaSource, C: Compiler> CubeTask<C> for SourceKernel<S> {
         address_type: StorageType,
     ) -> Result<CompiledKernel<C>, CompilationError> {
         let reservation = Reservation {
+            units: S::UNITS,
             bytes: self.0.shared_memory(),
         };
         let mut compiled = KernelTask::<C, Reservation>::new(reservation).compile(
@@ -91,12 +105,13 @@ impl<S: CudaSource, C: Compiler> CubeTask<C> for SourceKernel<S> {
 
 /// A kernel that has as many units and as much shared memory as the CUDA source, and does nothing of use.
 struct Reservation {
+    units: u32,
     bytes: usize,
 }
 
 impl KernelMetadata for Reservation {
     fn id(&self) -> KernelId {
-        KernelId::new::<Self>().info(self.bytes)
+        KernelId::new::<Self>().info((self.units, self.bytes))
     }
 
     fn address_type(&self) -> StorageType {
@@ -111,7 +126,7 @@ impl CubeKernel for Reservation {
         touch_shared_memory::expand(&mut builder.scope, self.bytes);
         builder.build(
             KernelSettings::default()
-                .cube_dim(CubeDim::new_1d(UNITS))
+                .cube_dim(CubeDim::new_1d(self.units))
                 .kernel_name("reservation"),
         )
     }
@@ -137,6 +152,7 @@ mod tests {
     impl CudaSource for Example {
         const TEXT: &'static str = "extern \"C\" __global__ void example() {}";
         const ENTRY_POINT: &'static str = "example";
+        const UNITS: u32 = 96;
 
         fn knobs(&self) -> String {
             format!("#define STAGES {}", self.stages)
@@ -162,7 +178,7 @@ mod tests {
             .expect("a kernel of CubeCL");
             let reservation = compiled.repr.expect("CubeCL's own kernel");
             assert_eq!(reservation.shared_memory_size(), stages * 49_152);
-            assert_eq!(compiled.cube_dim, CubeDim::new_1d(384));
+            assert_eq!(compiled.cube_dim, CubeDim::new_1d(96));
             assert_eq!(compiled.entrypoint_name, "example");
             let expected = format!("#define STAGES {stages}\n{}", Example::TEXT);
             assert_eq!(compiled.source, expected);
