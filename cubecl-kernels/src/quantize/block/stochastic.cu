@@ -18,7 +18,9 @@
 //   - magnitudes of 16 bits are compared in pairs, and a warp reduces them in one instruction,
 //   - a patch is unrolled, and the loop over patches is not: independent instructions enough, and registers few enough
 //     for 32 warps on a multiprocessor,
-//   - only blocks that fall back look for the largest residual, while they are rounded, in a copy of the loop.
+//   - only blocks that fall back look for the largest residual, while they are rounded, in a copy of the loop,
+//   - random numbers depend on nothing that is read, and are drawn while the tile flies: the words of the first patch wait
+//     in registers, those of the second one where the transposed copy is staged later.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -29,7 +31,7 @@ typedef unsigned long long u64;
 #define TILE 128
 #define PATCH_ROWS 4
 #define PATCH_COLS 8
-#define PATCHES (TILE * TILE / (PATCH_ROWS * PATCH_COLS) / UNITS)
+#define PATCHES 2
 #define WARP_ROWS (4 * PATCH_ROWS)
 #define WARP_COLS (8 * PATCH_COLS)
 // Rows from a thread's patch to its next one.
@@ -55,6 +57,11 @@ struct Numbers {
     u32 seed[2], stream[2];
     // The bits of 384, which the compiler must not know: logic takes one constant and a register in one instruction.
     u64 bits_of_384;
+};
+
+// Where a thread's first patch lies: in the tile, in the batch, whose rows Philox counts, and in a row-major copy.
+struct Patch {
+    u32 row, col, batch_row, offset;
 };
 
 // ---- The elements ---------------------------------------------------------------------------------------------------
@@ -170,6 +177,39 @@ __device__ __forceinline__ void philox(u32 *words, u32 row, u32 index, const Num
     words[3] = c3;
 }
 
+// The random words of a patch, four for each of its rows.
+typedef u32 Random[PATCH_ROWS][4];
+
+// Draws those of the thread's first patch, and leaves those of its second one in `waiting`.
+__device__ __forceinline__ void draw(Random &random, uint4 *waiting, const Patch &first, const Numbers &numbers) {
+    const u32 index = (blockIdx.x * TILE + first.col) / PATCH_COLS;
+#pragma unroll
+    for (int row = 0; row < PATCH_ROWS; row++) {
+        u32 words[4];
+        philox(words, first.batch_row + PATCH_STEP + row, index, numbers);
+        waiting[row * UNITS] = make_uint4(words[0], words[1], words[2], words[3]);
+    }
+#pragma unroll
+    for (int row = 0; row < PATCH_ROWS; row++) {
+        philox(random[row], first.batch_row + row, index, numbers);
+        // Otherwise the compiler draws them where they are used.
+#pragma unroll
+        for (u32 &word : random[row])
+            asm volatile("" : "+r"(word));
+    }
+}
+
+__device__ __forceinline__ void take(Random &random, const uint4 *waiting) {
+#pragma unroll
+    for (int row = 0; row < PATCH_ROWS; row++) {
+        const uint4 words = waiting[row * UNITS];
+        random[row][0] = words.x;
+        random[row][1] = words.y;
+        random[row][2] = words.z;
+        random[row][3] = words.w;
+    }
+}
+
 // ---- Rounding -------------------------------------------------------------------------------------------------------
 
 // The scale of a block from the bits of its largest magnitude: NaN unless that is finite, and 0 below 2^-100.
@@ -220,11 +260,6 @@ __device__ __forceinline__ float residual_of(float value, float nearest, float s
 
 // ---- The copies of a tile -------------------------------------------------------------------------------------------
 
-// Where a thread's first patch lies: in the tile, in the batch, whose rows Philox counts, and in a row-major copy.
-struct Patch {
-    u32 row, col, batch_row, offset;
-};
-
 // The word of four rows of a column in the staged tile, which is ordered by columns. The eight 16-byte chunks of a column
 // are permuted by an exclusive or, so that a warp meets no bank twice, neither where it writes words of eight patches
 // nor where it reads the chunks of columns.
@@ -236,12 +271,11 @@ __device__ __forceinline__ u32 staged_index(u32 row, u32 col) {
 // the residual, if that is asked for.
 template <bool WITH_RESIDUAL>
 __device__ __forceinline__ float round_patches(u8 *values, u32 *staged, const uint4 *held, const Patch &first,
-                                               float inverse, float scale, const Numbers &numbers) {
+                                               float inverse, float scale, Random &random,
+                                               const Numbers &numbers) {
     const bool zeros = inverse == 0.0f;
     const u32 cols = (u32)numbers.cols;
     const u32 bits_of_384 = (u32)numbers.bits_of_384;
-    u32 batch_row = first.batch_row;
-    const u32 index = (blockIdx.x * TILE + first.col) / PATCH_COLS;
     u8 *out = values + first.offset;
     float largest = 0.0f;
 #pragma unroll 1
@@ -253,8 +287,6 @@ __device__ __forceinline__ float round_patches(u8 *values, u32 *staged, const ui
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 const int row = 2 * pair + i;
-                u32 random[PATCH_COLS / 2];
-                philox(random, batch_row + row, index, numbers);
                 const Line x = read_line(held, patch * PATCH_ROWS + row);
                 float nearest[PATCH_COLS];
 #pragma unroll
@@ -262,7 +294,7 @@ __device__ __forceinline__ float round_patches(u8 *values, u32 *staged, const ui
                     const float value = element(x, col);
                     const float scaled = __fmul_rn(value, inverse);
                     nearest[col] = __fadd_rn(scaled, ROUND_TO_EVEN);
-                    sums[i][col] = __fadd_rn(scaled, stochastic_offset(random, col, bits_of_384));
+                    sums[i][col] = __fadd_rn(scaled, stochastic_offset(random[row], col, bits_of_384));
                     if (WITH_RESIDUAL)
                         largest = fmaxf(largest, fabsf(residual_of(value, nearest[col], scale)));
                 }
@@ -284,10 +316,13 @@ __device__ __forceinline__ float round_patches(u8 *values, u32 *staged, const ui
                 columns[col] = pair == 0 ? both : stochastic_word(columns[col], both, zeros);
             }
         }
+        if (patch == 0) {
+            take(random, (const uint4 *)staged + threadIdx.x);
+            __syncthreads();
+        }
 #pragma unroll
         for (int col = 0; col < PATCH_COLS; col++)
             staged[staged_index(first.row + patch * PATCH_STEP, first.col + col)] = columns[col];
-        batch_row += PATCH_STEP;
         out += PATCH_STEP * cols;
     }
     return largest;
@@ -317,10 +352,11 @@ __device__ __forceinline__ void round_residual(u8 *values, const uint4 *held, co
     }
 }
 
-// Writes the staged tile to the transposed copy, where `tile` is its first row and column.
-__device__ __forceinline__ void write_transposed(u8 *tile, const u32 *staged, u32 rows) {
+// Writes the staged tile to the transposed copy.
+__device__ __forceinline__ void write_transposed(u8 *transposed, const u32 *staged, u32 rows, u32 cols) {
     const u32 chunk = threadIdx.x % 8, col = threadIdx.x / 8;
-    u8 *const out = tile + (u64)col * rows + 16 * chunk;
+    const u32 batch_col = blockIdx.z * cols + blockIdx.x * TILE + col;
+    u8 *const out = transposed + (u64)batch_col * rows + blockIdx.y * TILE + 16 * chunk;
 #pragma unroll
     for (int i = 0; i < TILE * TILE / 16 / UNITS; i++) {
         const u32 step = i * (UNITS / 8);
@@ -355,6 +391,8 @@ quantize_stochastic(const u8 *x, u8 *values, u8 *transposed, float *scales, u8 *
             copy_async(held + (line * VECTORS + i) * UNITS, x + at * ELEMENT_BYTES + 16 * i);
     }
     const float threshold = FALLBACK ? thresholds[numbers.layer] : 0.0f;
+    Random random;
+    draw(random, (uint4 *)staged + threadIdx.x, first, numbers);
     copies_wait();
     u32 largest = 0;
 #pragma unroll
@@ -378,18 +416,17 @@ quantize_stochastic(const u8 *x, u8 *values, u8 *transposed, float *scales, u8 *
                 atomicAdd(of_layer + 1, (int)(gridDim.x * gridDim.y * gridDim.z));
         }
     }
-    u8 *const transposed_tile = transposed + (u64)(blockIdx.z * cols + tile_col) * rows + tile_row;
     if (falls_back) {
-        const float most = round_patches<true>(values, staged, held, first, inverse, scale, numbers);
+        const float most = round_patches<true>(values, staged, held, first, inverse, scale, random, numbers);
         // Its barrier is that of the staged tile too.
         const u32 residual_absmax = largest_of_tile(__float_as_uint(most), of_warps[1]);
         if (threadIdx.x == 0)
             residual_scales[block] = scale_of(residual_absmax);
-        write_transposed(transposed_tile, staged, rows);
+        write_transposed(transposed, staged, rows, cols);
         round_residual(residual_values, held, first, inverse, scale, inverse_of(residual_absmax), cols);
     } else {
-        round_patches<false>(values, staged, held, first, inverse, scale, numbers);
+        round_patches<false>(values, staged, held, first, inverse, scale, random, numbers);
         __syncthreads();
-        write_transposed(transposed_tile, staged, rows);
+        write_transposed(transposed, staged, rows, cols);
     }
 }
