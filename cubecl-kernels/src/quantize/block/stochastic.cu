@@ -225,6 +225,14 @@ __device__ __forceinline__ float inverse_of(u32 absmax) {
     return zeros ? 0.0f : __fdiv_rn(127.0f, __uint_as_float(absmax));
 }
 
+// Four bytes of those of two words: the nibbles of the selector say which, where 0 to 3 are the bytes of the first word and
+// 4 to 7 those of the second; with bit 3, the byte's sign takes the place of its bits. (CUDA's __byte_perm has no bit 3.)
+__device__ __forceinline__ u32 permute(u32 first, u32 second, u32 selector) {
+    u32 bytes;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(first), "r"(second), "r"(selector));
+    return bytes;
+}
+
 // 1.5 * 2^23: in a sum with it, the low byte is that of the nearest integer, ties to even.
 #define ROUND_TO_EVEN 12582912.0f
 
@@ -238,19 +246,19 @@ __device__ __forceinline__ float stochastic_offset(const u32 *random, int col, u
 // Four integers as bytes, or zeros, from sums with ROUND_TO_EVEN. The last byte of such a sum has a clear sign, that of
 // NaN too, so that a selector of bit 3 makes a zero of it.
 __device__ __forceinline__ u32 nearest_word(const float *sums, bool zeros) {
-    const u32 first = __byte_perm(__float_as_uint(sums[0]), __float_as_uint(sums[1]), 0x3340);
-    const u32 second = __byte_perm(__float_as_uint(sums[2]), __float_as_uint(sums[3]), 0x3340);
-    return __byte_perm(first, second, zeros ? 0xaaaa : 0x5410);
+    const u32 first = permute(__float_as_uint(sums[0]), __float_as_uint(sums[1]), 0x3340);
+    const u32 second = permute(__float_as_uint(sums[2]), __float_as_uint(sums[3]), 0x3340);
+    return permute(first, second, zeros ? 0xaaaa : 0x5410);
 }
 
 // Two integers, plus 128, as the second and the last byte, from sums with stochastic_offset.
 __device__ __forceinline__ u32 stochastic_pair(float a, float b) {
-    return 2 * __byte_perm(__float_as_uint(a), __float_as_uint(b), 0x6521);
+    return 2 * permute(__float_as_uint(a), __float_as_uint(b), 0x6521);
 }
 
 // The four integers of two pairs as bytes, or zeros.
 __device__ __forceinline__ u32 stochastic_word(u32 first, u32 second, bool zeros) {
-    return (__byte_perm(first, second, 0x7531) ^ 0x80808080u) & (zeros ? 0 : EVERYONE);
+    return (permute(first, second, 0x7531) ^ 0x80808080u) & (zeros ? 0 : EVERYONE);
 }
 
 // What the nearest integer misses of a value.
