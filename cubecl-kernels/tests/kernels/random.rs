@@ -89,6 +89,7 @@ impl Random {
     /// A matrix whose blocks of 128 x 128 differ in kind, which changes from one to the next: ordinary, with an outlier,
     /// all zeros, all too small for a scale, with NaN, with an infinity, with the largest float, of few values that
     /// meet at ties.
+    #[cfg(any(feature = "cuda", feature = "vulkan"))]
     pub fn with_blocks_of_all_kinds(&mut self, shape: MatrixShape) -> Vec<f32> {
         let mut x: Vec<f32> = (0..shape.num_elements()).map(|_| self.normal()).collect();
         let blocks_of_row = shape.cols.div_ceil(128);

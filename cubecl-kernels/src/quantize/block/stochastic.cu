@@ -31,6 +31,7 @@ typedef unsigned long long u64;
 #define TILE 128
 #define PATCH_ROWS 4
 #define PATCH_COLS 8
+#define QUADS (PATCH_COLS / 4)
 #define PATCHES 2
 #define WARP_ROWS (4 * PATCH_ROWS)
 #define WARP_COLS (8 * PATCH_COLS)
@@ -85,21 +86,25 @@ __device__ __forceinline__ void copies_wait() {
     asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
-// A row of a patch.
-struct Line {
-    u32 words[PATCH_COLS * ELEMENT_BYTES / 4];
+// Four neighbours of a row.
+struct Quad {
+    u32 words[ELEMENT_BYTES];
 };
 
-// Volatile: the compiler would rather keep the elements of an earlier read, and spill registers for them.
-__device__ __forceinline__ Line read_line(const uint4 *held, u32 line) {
-    Line read;
-#pragma unroll
-    for (int i = 0; i < VECTORS; i++) {
-        u32 *const words = read.words + 4 * i;
-        asm volatile("ld.volatile.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-                     : "r"(shared_address(held + (line * VECTORS + i) * UNITS)));
-    }
+// The quad of a row of this thread, counted through its patches. Volatile: the compiler would rather keep the elements of
+// an earlier read, and spill registers for them.
+__device__ __forceinline__ Quad read_quad(const uint4 *held, int line, int quad) {
+    Quad read;
+    u32 *const words = read.words;
+#ifdef IN_F32
+    asm volatile("ld.volatile.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "r"(shared_address(held + (line * VECTORS + quad) * UNITS)));
+#else
+    asm volatile("ld.volatile.shared.v2.u32 {%0, %1}, [%2];"
+                 : "=r"(words[0]), "=r"(words[1])
+                 : "r"(shared_address(held + line * UNITS) + 8 * quad));
+#endif
     return read;
 }
 
@@ -109,22 +114,22 @@ __device__ __forceinline__ float from_half(u32 bits) {
     return value;
 }
 
-__device__ __forceinline__ float element(const Line &line, int col) {
+__device__ __forceinline__ float element(const Quad &quad, int lane) {
 #if defined(IN_F32)
-    return __uint_as_float(line.words[col]);
+    return __uint_as_float(quad.words[lane]);
 #elif defined(IN_F16)
-    return from_half(line.words[col / 2] >> col % 2 * 16);
+    return from_half(quad.words[lane / 2] >> lane % 2 * 16);
 #else
-    const u32 pair = line.words[col / 2];
-    return __uint_as_float(col % 2 ? pair & 0xffff0000u : pair << 16);
+    const u32 pair = quad.words[lane / 2];
+    return __uint_as_float(lane % 2 ? pair & 0xffff0000u : pair << 16);
 #endif
 }
 
-// The largest magnitude so far and in a line, as bits; of 16-bit elements one in each half of the word. As integers they
+// The largest magnitude so far and of a quad, as bits; of 16-bit elements one in each half of the word. As integers they
 // order NaN above infinity above every finite value.
-__device__ __forceinline__ u32 larger(u32 largest, const Line &line) {
+__device__ __forceinline__ u32 larger(u32 largest, const Quad &quad) {
 #pragma unroll
-    for (u32 word : line.words) {
+    for (u32 word : quad.words) {
 #ifdef IN_F32
         largest = max(largest, word & 0x7fffffffu);
 #else
@@ -291,38 +296,43 @@ __device__ __forceinline__ float round_patches(u8 *values, u32 *staged, const ui
         u32 columns[PATCH_COLS];
 #pragma unroll
         for (int pair = 0; pair < PATCH_ROWS / 2; pair++) {
-            float sums[2][PATCH_COLS];
+            u32 words[2][QUADS];
+            // A quad of both rows at a time: fewer sums wait in registers.
 #pragma unroll
-            for (int i = 0; i < 2; i++) {
-                const int row = 2 * pair + i;
-                const Line x = read_line(held, patch * PATCH_ROWS + row);
-                float nearest[PATCH_COLS];
+            for (int quad = 0; quad < QUADS; quad++) {
+                float sums[2][4];
 #pragma unroll
-                for (int col = 0; col < PATCH_COLS; col++) {
-                    const float value = element(x, col);
-                    const float scaled = __fmul_rn(value, inverse);
-                    nearest[col] = __fadd_rn(scaled, ROUND_TO_EVEN);
-                    sums[i][col] = __fadd_rn(scaled, stochastic_offset(random[row], col, bits_of_384));
-                    if (WITH_RESIDUAL)
-                        largest = fmaxf(largest, fabsf(residual_of(value, nearest[col], scale)));
-                }
-                u32 words[2];
+                for (int i = 0; i < 2; i++) {
+                    const int row = 2 * pair + i;
+                    const Quad x = read_quad(held, patch * PATCH_ROWS + row, quad);
+                    float nearest[4];
 #pragma unroll
-                for (int half = 0; half < 2; half++) {
+                    for (int lane = 0; lane < 4; lane++) {
+                        const float value = element(x, lane);
+                        const float scaled = __fmul_rn(value, inverse);
+                        const float offset = stochastic_offset(random[row], 4 * quad + lane, bits_of_384);
+                        nearest[lane] = __fadd_rn(scaled, ROUND_TO_EVEN);
+                        sums[i][lane] = __fadd_rn(scaled, offset);
+                        if (WITH_RESIDUAL)
+                            largest = fmaxf(largest, fabsf(residual_of(value, nearest[lane], scale)));
+                    }
 #if ROW_STOCHASTIC
-                    const float *const sum = sums[i] + 4 * half;
-                    words[half] = stochastic_word(stochastic_pair(sum[0], sum[1]), stochastic_pair(sum[2], sum[3]), zeros);
+                    const float *const sum = sums[i];
+                    words[i][quad] = stochastic_word(stochastic_pair(sum[0], sum[1]), stochastic_pair(sum[2], sum[3]), zeros);
 #else
-                    words[half] = nearest_word(nearest + 4 * half, zeros);
+                    words[i][quad] = nearest_word(nearest, zeros);
 #endif
                 }
-                *(uint2 *)(out + row * cols) = make_uint2(words[0], words[1]);
+#pragma unroll
+                for (int lane = 0; lane < 4; lane++) {
+                    const u32 both = stochastic_pair(sums[0][lane], sums[1][lane]);
+                    u32 &column = columns[4 * quad + lane];
+                    column = pair == 0 ? both : stochastic_word(column, both, zeros);
+                }
             }
 #pragma unroll
-            for (int col = 0; col < PATCH_COLS; col++) {
-                const u32 both = stochastic_pair(sums[0][col], sums[1][col]);
-                columns[col] = pair == 0 ? both : stochastic_word(columns[col], both, zeros);
-            }
+            for (int i = 0; i < 2; i++)
+                *(uint2 *)(out + (2 * pair + i) * cols) = make_uint2(words[i][0], words[i][1]);
         }
         if (patch == 0) {
             take(random, (const uint4 *)staged + threadIdx.x);
@@ -344,17 +354,21 @@ __device__ __forceinline__ void round_residual(u8 *values, const uint4 *held, co
     for (int patch = 0; patch < PATCHES; patch++) {
 #pragma unroll
         for (int row = 0; row < PATCH_ROWS; row++) {
-            const Line x = read_line(held, patch * PATCH_ROWS + row);
-            float sums[PATCH_COLS];
+            u32 words[QUADS];
 #pragma unroll
-            for (int col = 0; col < PATCH_COLS; col++) {
-                const float value = element(x, col);
-                const float nearest = __fadd_rn(__fmul_rn(value, inverse), ROUND_TO_EVEN);
-                const float residual = residual_of(value, nearest, scale);
-                sums[col] = __fadd_rn(__fmul_rn(residual, residual_inverse), ROUND_TO_EVEN);
+            for (int quad = 0; quad < QUADS; quad++) {
+                const Quad x = read_quad(held, patch * PATCH_ROWS + row, quad);
+                float sums[4];
+#pragma unroll
+                for (int lane = 0; lane < 4; lane++) {
+                    const float value = element(x, lane);
+                    const float nearest = __fadd_rn(__fmul_rn(value, inverse), ROUND_TO_EVEN);
+                    const float residual = residual_of(value, nearest, scale);
+                    sums[lane] = __fadd_rn(__fmul_rn(residual, residual_inverse), ROUND_TO_EVEN);
+                }
+                words[quad] = nearest_word(sums, residual_inverse == 0.0f);
             }
-            const bool zeros = residual_inverse == 0.0f;
-            *(uint2 *)(out + row * cols) = make_uint2(nearest_word(sums, zeros), nearest_word(sums + 4, zeros));
+            *(uint2 *)(out + row * cols) = make_uint2(words[0], words[1]);
         }
         out += PATCH_STEP * cols;
     }
@@ -405,7 +419,9 @@ quantize_stochastic(const u8 *x, u8 *values, u8 *transposed, float *scales, u8 *
     u32 largest = 0;
 #pragma unroll
     for (int line = 0; line < LINES; line++)
-        largest = larger(largest, read_line(held, line));
+#pragma unroll
+        for (int quad = 0; quad < QUADS; quad++)
+            largest = larger(largest, read_quad(held, line, quad));
     const u32 absmax = largest_of_tile(float_bits(largest), of_warps[0]);
 
     const float inverse = inverse_of(absmax), scale = scale_of(absmax);
