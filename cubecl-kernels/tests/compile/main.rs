@@ -7,7 +7,10 @@
 mod nvrtc;
 mod offline;
 
-use std::{collections::BTreeMap, thread::available_parallelism};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    thread::available_parallelism,
+};
 
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 use cubecl_kernels::{
@@ -257,15 +260,20 @@ fn adamw_sources(architecture: u16) -> Vec<Source> {
     sources
 }
 
-/// The CUDA source of quantizers: of each type of input, X with and without fallback, and a gradient.
+/// The CUDA source of quantizers: of each type of input, X with and without fallback, and a gradient; of few tiles, and
+/// of more than the 108 multiprocessors hold.
 fn quantize_sources(architecture: u16) -> Vec<Source> {
+    let shapes = [[256, 128], [128, 128 * (4 * 108 + 1)]];
     let mut sources = sources_of(architecture, |client| {
         for float in outputs() {
-            quantize_both(client, &[256, 128], float);
+            for shape in &shapes {
+                quantize_both(client, shape, float);
+            }
         }
     });
     sources.retain(|source| source.name == "quantize_stochastic");
-    assert_eq!(sources.len(), outputs().len() * 3);
+    let texts: BTreeSet<&str> = sources.iter().map(|source| source.code.as_str()).collect();
+    assert_eq!(texts.len(), outputs().len() * shapes.len() * 3);
     sources
 }
 

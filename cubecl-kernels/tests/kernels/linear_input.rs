@@ -151,6 +151,54 @@ fn whole_tiles_equal_the_reference() {
     }
 }
 
+/// More tiles than are on the device at once: the kernel of CUDA source draws its random words elsewhere then.
+#[cfg(feature = "cuda")]
+#[test]
+fn many_whole_tiles_equal_the_reference() {
+    let (client, mut random) = (client(), Random::fresh());
+    let hardware = &client.properties().hardware;
+    let multiprocessors = hardware.num_streaming_multiprocessors.expect("a number") as usize;
+    let shape = MatrixShape::new(128, 128 * (4 * multiprocessors + 1));
+    let x = random.with_blocks_of_all_kinds(shape);
+    for float in float_types(&client) {
+        println!("{float}");
+        let x = rounded(&x, float);
+        let tensor = upload_matrix(&client, &x, shape, float, Memory::Contiguous);
+        let layers = Layers::new(&client, 100.0);
+        let input = quantize_linear_input(&client, &tensor, 128, KEY, Some(state(&layers)));
+        check(
+            &client,
+            &input.expect("a matrix"),
+            &x,
+            shape,
+            128,
+            Some(100.0),
+        );
+        let gradient = QuantizeSpec {
+            format: Format::Int8,
+            granularity: Granularity::Block(128),
+            rounding: Rounding::Stochastic(KEY),
+            layout: Layout::Both,
+        };
+        let quantized = quantize(&client, &tensor, &gradient).expect("a matrix");
+        let expected = reference::quantize(
+            &x,
+            shape,
+            gradient.format,
+            gradient.granularity,
+            gradient.rounding,
+        );
+        let values = quantized.values.expect("a row-major copy");
+        assert_same_integers(&read_i8(&client, &values), &expected.values, "values");
+        let transposed = quantized.transposed.expect("a transposed copy");
+        assert_same_integers(
+            &read_i8(&client, &transposed),
+            &expected.transposed().values,
+            "transposed",
+        );
+    }
+}
+
 /// What the forward product reads is free before the backward pass only if it lies apart from the saved copy.
 #[test]
 fn tensors_of_one_lifetime_share_an_allocation() {

@@ -5,6 +5,8 @@
 //   IN_F32, IN_F16 or IN_BF16   the type of X
 //   ROW_STOCHASTIC              0: the row-major copy is rounded to nearest; 1: as the transposed one
 //   FALLBACK                    1: blocks above the threshold get a residual; the row-major copy is to nearest
+//   CUBES                       cubes that share a multiprocessor: those whose tiles fit into its shared memory
+//   DRAW_EARLY                  1: random words are drawn while the tile flies; 0: where they are used
 //
 // A block of threads, or cube, quantizes one tile, which is one block of the matrix. A thread has two patches of 4 x 8
 // elements: eight neighbours share the words of a Philox counter, and four rows are one word of the transposed copy. The
@@ -19,8 +21,9 @@
 //   - a patch is unrolled, and the loop over patches is not: independent instructions enough, and registers few enough
 //     for 32 warps on a multiprocessor,
 //   - only blocks that fall back look for the largest residual, while they are rounded, in a copy of the loop,
-//   - random numbers depend on nothing that is read, and are drawn while the tile flies: the words of the first patch wait
-//     in registers, those of the second one where the transposed copy is staged later.
+//   - random numbers depend on nothing that is read. Where all tiles fly at once and no other cube has anything to compute
+//     meanwhile, they are drawn then: the words of the first patch wait in registers, those of the second one where the
+//     transposed copy is staged later. Where tiles are many, the registers are better spent on the rounding.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -31,7 +34,6 @@ typedef unsigned long long u64;
 #define TILE 128
 #define PATCH_ROWS 4
 #define PATCH_COLS 8
-#define QUADS (PATCH_COLS / 4)
 #define PATCHES 2
 #define WARP_ROWS (4 * PATCH_ROWS)
 #define WARP_COLS (8 * PATCH_COLS)
@@ -41,11 +43,8 @@ typedef unsigned long long u64;
 
 #ifdef IN_F32
 #define ELEMENT_BYTES 4
-// Cubes that share a multiprocessor: those whose tiles fit into its shared memory.
-#define CUBES 2
 #else
 #define ELEMENT_BYTES 2
-#define CUBES 4
 #endif
 // Rows of patches of a thread; 16-byte vectors of such a row, and of all of them.
 #define LINES (PATCHES * PATCH_ROWS)
@@ -86,25 +85,21 @@ __device__ __forceinline__ void copies_wait() {
     asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
-// Four neighbours of a row.
-struct Quad {
-    u32 words[ELEMENT_BYTES];
+// A row of a patch.
+struct Line {
+    u32 words[PATCH_COLS * ELEMENT_BYTES / 4];
 };
 
-// The quad of a row of this thread, counted through its patches. Volatile: the compiler would rather keep the elements of
-// an earlier read, and spill registers for them.
-__device__ __forceinline__ Quad read_quad(const uint4 *held, int line, int quad) {
-    Quad read;
-    u32 *const words = read.words;
-#ifdef IN_F32
-    asm volatile("ld.volatile.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-                 : "r"(shared_address(held + (line * VECTORS + quad) * UNITS)));
-#else
-    asm volatile("ld.volatile.shared.v2.u32 {%0, %1}, [%2];"
-                 : "=r"(words[0]), "=r"(words[1])
-                 : "r"(shared_address(held + line * UNITS) + 8 * quad));
-#endif
+// Volatile: the compiler would rather keep the elements of an earlier read, and spill registers for them.
+__device__ __forceinline__ Line read_line(const uint4 *held, u32 line) {
+    Line read;
+#pragma unroll
+    for (int i = 0; i < VECTORS; i++) {
+        u32 *const words = read.words + 4 * i;
+        asm volatile("ld.volatile.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                     : "r"(shared_address(held + (line * VECTORS + i) * UNITS)));
+    }
     return read;
 }
 
@@ -114,22 +109,22 @@ __device__ __forceinline__ float from_half(u32 bits) {
     return value;
 }
 
-__device__ __forceinline__ float element(const Quad &quad, int lane) {
+__device__ __forceinline__ float element(const Line &line, int col) {
 #if defined(IN_F32)
-    return __uint_as_float(quad.words[lane]);
+    return __uint_as_float(line.words[col]);
 #elif defined(IN_F16)
-    return from_half(quad.words[lane / 2] >> lane % 2 * 16);
+    return from_half(line.words[col / 2] >> col % 2 * 16);
 #else
-    const u32 pair = quad.words[lane / 2];
-    return __uint_as_float(lane % 2 ? pair & 0xffff0000u : pair << 16);
+    const u32 pair = line.words[col / 2];
+    return __uint_as_float(col % 2 ? pair & 0xffff0000u : pair << 16);
 #endif
 }
 
-// The largest magnitude so far and of a quad, as bits; of 16-bit elements one in each half of the word. As integers they
+// The largest magnitude so far and in a line, as bits; of 16-bit elements one in each half of the word. As integers they
 // order NaN above infinity above every finite value.
-__device__ __forceinline__ u32 larger(u32 largest, const Quad &quad) {
+__device__ __forceinline__ u32 larger(u32 largest, const Line &line) {
 #pragma unroll
-    for (u32 word : quad.words) {
+    for (u32 word : line.words) {
 #ifdef IN_F32
         largest = max(largest, word & 0x7fffffffu);
 #else
@@ -185,18 +180,23 @@ __device__ __forceinline__ void philox(u32 *words, u32 row, u32 index, const Num
 // The random words of a patch, four for each of its rows.
 typedef u32 Random[PATCH_ROWS][4];
 
-// Draws those of the thread's first patch, and leaves those of its second one in `waiting`.
-__device__ __forceinline__ void draw(Random &random, uint4 *waiting, const Patch &first, const Numbers &numbers) {
+// Draws those of a row of the thread's patches.
+__device__ __forceinline__ void draw(u32 *words, const Patch &first, int patch, int row, const Numbers &numbers) {
     const u32 index = (blockIdx.x * TILE + first.col) / PATCH_COLS;
+    philox(words, first.batch_row + patch * PATCH_STEP + row, index, numbers);
+}
+
+// Draws those of the first patch, and leaves those of the second one in `waiting`.
+__device__ __forceinline__ void draw_all(Random &random, uint4 *waiting, const Patch &first, const Numbers &numbers) {
 #pragma unroll
     for (int row = 0; row < PATCH_ROWS; row++) {
         u32 words[4];
-        philox(words, first.batch_row + PATCH_STEP + row, index, numbers);
+        draw(words, first, 1, row, numbers);
         waiting[row * UNITS] = make_uint4(words[0], words[1], words[2], words[3]);
     }
 #pragma unroll
     for (int row = 0; row < PATCH_ROWS; row++) {
-        philox(random[row], first.batch_row + row, index, numbers);
+        draw(random[row], first, 0, row, numbers);
         // Otherwise the compiler draws them where they are used.
 #pragma unroll
         for (u32 &word : random[row])
@@ -296,48 +296,48 @@ __device__ __forceinline__ float round_patches(u8 *values, u32 *staged, const ui
         u32 columns[PATCH_COLS];
 #pragma unroll
         for (int pair = 0; pair < PATCH_ROWS / 2; pair++) {
-            u32 words[2][QUADS];
-            // A quad of both rows at a time: fewer sums wait in registers.
+            float sums[2][PATCH_COLS];
 #pragma unroll
-            for (int quad = 0; quad < QUADS; quad++) {
-                float sums[2][4];
+            for (int i = 0; i < 2; i++) {
+                const int row = 2 * pair + i;
+#if !DRAW_EARLY
+                draw(random[row], first, patch, row, numbers);
+#endif
+                const Line x = read_line(held, patch * PATCH_ROWS + row);
+                float nearest[PATCH_COLS];
 #pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    const int row = 2 * pair + i;
-                    const Quad x = read_quad(held, patch * PATCH_ROWS + row, quad);
-                    float nearest[4];
+                for (int col = 0; col < PATCH_COLS; col++) {
+                    const float value = element(x, col);
+                    const float scaled = __fmul_rn(value, inverse);
+                    nearest[col] = __fadd_rn(scaled, ROUND_TO_EVEN);
+                    sums[i][col] = __fadd_rn(scaled, stochastic_offset(random[row], col, bits_of_384));
+                    if (WITH_RESIDUAL)
+                        largest = fmaxf(largest, fabsf(residual_of(value, nearest[col], scale)));
+                }
+                u32 words[2];
 #pragma unroll
-                    for (int lane = 0; lane < 4; lane++) {
-                        const float value = element(x, lane);
-                        const float scaled = __fmul_rn(value, inverse);
-                        const float offset = stochastic_offset(random[row], 4 * quad + lane, bits_of_384);
-                        nearest[lane] = __fadd_rn(scaled, ROUND_TO_EVEN);
-                        sums[i][lane] = __fadd_rn(scaled, offset);
-                        if (WITH_RESIDUAL)
-                            largest = fmaxf(largest, fabsf(residual_of(value, nearest[lane], scale)));
-                    }
+                for (int half = 0; half < 2; half++) {
 #if ROW_STOCHASTIC
-                    const float *const sum = sums[i];
-                    words[i][quad] = stochastic_word(stochastic_pair(sum[0], sum[1]), stochastic_pair(sum[2], sum[3]), zeros);
+                    const float *const sum = sums[i] + 4 * half;
+                    words[half] = stochastic_word(stochastic_pair(sum[0], sum[1]), stochastic_pair(sum[2], sum[3]), zeros);
 #else
-                    words[i][quad] = nearest_word(nearest, zeros);
+                    words[half] = nearest_word(nearest + 4 * half, zeros);
 #endif
                 }
-#pragma unroll
-                for (int lane = 0; lane < 4; lane++) {
-                    const u32 both = stochastic_pair(sums[0][lane], sums[1][lane]);
-                    u32 &column = columns[4 * quad + lane];
-                    column = pair == 0 ? both : stochastic_word(column, both, zeros);
-                }
+                *(uint2 *)(out + row * cols) = make_uint2(words[0], words[1]);
             }
 #pragma unroll
-            for (int i = 0; i < 2; i++)
-                *(uint2 *)(out + (2 * pair + i) * cols) = make_uint2(words[i][0], words[i][1]);
+            for (int col = 0; col < PATCH_COLS; col++) {
+                const u32 both = stochastic_pair(sums[0][col], sums[1][col]);
+                columns[col] = pair == 0 ? both : stochastic_word(columns[col], both, zeros);
+            }
         }
+#if DRAW_EARLY
         if (patch == 0) {
             take(random, (const uint4 *)staged + threadIdx.x);
             __syncthreads();
         }
+#endif
 #pragma unroll
         for (int col = 0; col < PATCH_COLS; col++)
             staged[staged_index(first.row + patch * PATCH_STEP, first.col + col)] = columns[col];
@@ -354,21 +354,17 @@ __device__ __forceinline__ void round_residual(u8 *values, const uint4 *held, co
     for (int patch = 0; patch < PATCHES; patch++) {
 #pragma unroll
         for (int row = 0; row < PATCH_ROWS; row++) {
-            u32 words[QUADS];
+            const Line x = read_line(held, patch * PATCH_ROWS + row);
+            float sums[PATCH_COLS];
 #pragma unroll
-            for (int quad = 0; quad < QUADS; quad++) {
-                const Quad x = read_quad(held, patch * PATCH_ROWS + row, quad);
-                float sums[4];
-#pragma unroll
-                for (int lane = 0; lane < 4; lane++) {
-                    const float value = element(x, lane);
-                    const float nearest = __fadd_rn(__fmul_rn(value, inverse), ROUND_TO_EVEN);
-                    const float residual = residual_of(value, nearest, scale);
-                    sums[lane] = __fadd_rn(__fmul_rn(residual, residual_inverse), ROUND_TO_EVEN);
-                }
-                words[quad] = nearest_word(sums, residual_inverse == 0.0f);
+            for (int col = 0; col < PATCH_COLS; col++) {
+                const float value = element(x, col);
+                const float nearest = __fadd_rn(__fmul_rn(value, inverse), ROUND_TO_EVEN);
+                const float residual = residual_of(value, nearest, scale);
+                sums[col] = __fadd_rn(__fmul_rn(residual, residual_inverse), ROUND_TO_EVEN);
             }
-            *(uint2 *)(out + row * cols) = make_uint2(words[0], words[1]);
+            const bool zeros = residual_inverse == 0.0f;
+            *(uint2 *)(out + row * cols) = make_uint2(nearest_word(sums, zeros), nearest_word(sums + 4, zeros));
         }
         out += PATCH_STEP * cols;
     }
@@ -414,14 +410,14 @@ quantize_stochastic(const u8 *x, u8 *values, u8 *transposed, float *scales, u8 *
     }
     const float threshold = FALLBACK ? thresholds[numbers.layer] : 0.0f;
     Random random;
-    draw(random, (uint4 *)staged + threadIdx.x, first, numbers);
+#if DRAW_EARLY
+    draw_all(random, (uint4 *)staged + threadIdx.x, first, numbers);
+#endif
     copies_wait();
     u32 largest = 0;
 #pragma unroll
     for (int line = 0; line < LINES; line++)
-#pragma unroll
-        for (int quad = 0; quad < QUADS; quad++)
-            largest = larger(largest, read_quad(held, line, quad));
+        largest = larger(largest, read_line(held, line));
     const u32 absmax = largest_of_tile(float_bits(largest), of_warps[0]);
 
     const float inverse = inverse_of(absmax), scale = scale_of(absmax);

@@ -4,9 +4,9 @@
 //! instructions than memory leaves time for. So this kernel is CUDA source, `stochastic.cu`, and tells there what it does,
 //! and why; the portable kernel beside it is its specification, and does everything else.
 //!
-//! On one NVIDIA H200, 2026-11-22, CUDA events around 200 launches, median of 9: X in BF16 with a residual in each fifth
-//! block takes 43 microseconds at 8192 x 4096, where the portable kernel takes 48; dY 38 instead of 39, and at
-//! 2048 x 4096 9.7 instead of 11.2.
+//! On one NVIDIA H200, 2026-11-22, CUDA events around 200 launches, median of 9, BF16: X with a residual in each fifth block
+//! takes 12.6 microseconds at 2048 x 4096 and 42.9 at 8192 x 4096, where the portable kernel takes 15.7 and 48.1; dY 9.1 and
+//! 38.1 instead of 11.1 and 39.2. Drawn early, X of 8192 x 4096 took 46 instead of 44 in `qt-bench quantize`.
 
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 use half::{bf16, f16};
@@ -25,12 +25,19 @@ const MAX_CUBES: usize = 65_535;
 /// Bytes read at once.
 const VECTOR_BYTES: usize = 16;
 
+/// Cubes that share a multiprocessor: those whose tiles fit into the shared memory of Hopper's.
+fn cubes(dtype: StorageType) -> usize {
+    if dtype.size() == 2 { 4 } else { 2 }
+}
+
 /// `stochastic.cu`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct StochasticSource {
     dtype: StorageType,
     row_stochastic: bool,
     fallback: bool,
+    /// Whether all tiles are on the device at once, where random words are drawn before they have landed.
+    draw_early: bool,
 }
 
 impl StochasticSource {
@@ -45,13 +52,16 @@ impl StochasticSource {
     ) -> Option<Self> {
         let (_, row_major) = output.row_major?;
         let (_, transposed) = output.transposed?;
+        let properties = client.properties();
+        let shape = view.shape;
+        let multiprocessors = properties.hardware.num_streaming_multiprocessors;
+        let at_once = cubes(x.dtype) * multiprocessors.unwrap_or(1) as usize;
         let source = Self {
             dtype: x.dtype,
             row_stochastic: row_major == Round::Stochastic,
             fallback: output.fallback.is_some(),
+            draw_early: shape.num_elements() <= at_once * TILE * TILE,
         };
-        let properties = client.properties();
-        let shape = view.shape;
         let vector = VECTOR_BYTES / x.dtype.size();
         let fits = R::name(client) == "cuda"
             && properties.features.copy_async
@@ -130,9 +140,11 @@ impl CudaSource for StochasticSource {
             "IN_F32"
         };
         format!(
-            "#define {input}\n#define ROW_STOCHASTIC {}\n#define FALLBACK {}",
+            "#define {input}\n#define ROW_STOCHASTIC {}\n#define FALLBACK {}\n#define CUBES {}\n#define DRAW_EARLY {}",
             u8::from(self.row_stochastic),
             u8::from(self.fallback),
+            cubes(self.dtype),
+            u8::from(self.draw_early),
         )
     }
 
