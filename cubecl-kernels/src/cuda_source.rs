@@ -13,6 +13,9 @@ use cubecl::{
 use crate::{device::storage, fingerprint::fnv_1a};
 
 /// CUDA source with its knobs set: a value of this type is one kernel.
+///
+/// CubeCL's cache of compiled kernels knows it by the text and by the fields in their order. So the knobs and the
+/// shared memory must follow from the fields alone, and a change of how they do must come with one of the text.
 pub(crate) trait CudaSource: Debug + Copy + Eq + Hash + Send + Sync + 'static {
     /// The text, which reads the knobs as macros.
     const TEXT: &'static str;
@@ -48,7 +51,7 @@ pub(crate) fn launch_source<R: Runtime, S: CudaSource>(
         // With nothing dynamic in them, the numbers travel by value.
         .with_info(MetadataBindingInfo::new(numbers, static_length));
     // SAFETY: reads through tensor maps are bounded by them, all others and the writes by the numbers and by the cubes,
-    // to which the callers checked all shapes. Unused buffers are not read.
+    // to which the callers checked all shapes. Unused buffers are neither read nor written.
     #[allow(unsafe_code)]
     unsafe {
         client.launch_unchecked(Box::new(SourceKernel(source)), cubes, bindings);

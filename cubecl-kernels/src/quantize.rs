@@ -74,8 +74,8 @@ impl<R: Runtime> Clone for Quantized<R> {
 
 /// Quantizes `x`, a matrix of f32, f16 or bf16 with any strides.
 ///
-/// Blocks and groups are read once: their elements stay in registers between the search of the maximum and the
-/// rounding. Rows, columns and whole matrices do not fit on chip and are read twice. The numbers are those of
+/// Blocks and groups are read once: their elements stay on chip between the search of the maximum and the rounding.
+/// Rows, columns and whole matrices do not fit there and are read twice. The numbers are those of
 /// [`reference::quantize`](crate::reference::quantize), to the bit; a block that holds NaN or an infinity has scale
 /// NaN, so that it dequantizes to NaN.
 ///

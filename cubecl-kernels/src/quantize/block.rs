@@ -27,16 +27,14 @@ use crate::{
     },
 };
 
-mod stochastic;
-
-use stochastic::StochasticSource;
-
 use super::{
     staged::{
         CHUNK, StagedTile, TILE, byte_dtype, byte_width, read_staged, stage_word, write_words,
     },
     tile::TilePosition,
 };
+
+mod stochastic;
 
 /// Units along the columns and the rows of a plane, and the rows of a unit's patch.
 const LANES: usize = 8;
@@ -153,7 +151,8 @@ impl BlockTile {
     }
 }
 
-/// Quantizes `x` in blocks of `block`, a divisor of 128 of at least 16. Stochastic copies need a key.
+/// Quantizes `x` in blocks of `block`, a divisor of 128 of at least 16. Stochastic copies need a key. Whole tiles go
+/// through a kernel of CUDA source where the device has it.
 pub(crate) fn launch<R: Runtime>(
     client: &ComputeClient<R>,
     x: &TensorHandle<R>,
@@ -162,11 +161,7 @@ pub(crate) fn launch<R: Runtime>(
     key: Option<StochasticKey>,
     output: &BlockOutput<R>,
 ) {
-    if let (Some(key), Some(source)) = (
-        key,
-        StochasticSource::select(client, x, view, block, output),
-    ) {
-        source.launch(client, x, view, key, output);
+    if stochastic::launch(client, x, view, block, key, output) {
         return;
     }
     let shape = view.shape;

@@ -260,27 +260,31 @@ fn adamw_sources(architecture: u16) -> Vec<Source> {
     sources
 }
 
-/// The CUDA source of quantizers: of each type of input, X with and without fallback, and a gradient; of few tiles, and
-/// of more than the 108 multiprocessors hold.
+/// The CUDA source of quantizers: of each type of input of which two tiles fit on a multiprocessor, X with and without
+/// fallback, and a gradient; of few tiles, and of more than the 108 multiprocessors hold.
 fn quantize_sources(architecture: u16) -> Vec<Source> {
     let shapes = [[256, 128], [128, 128 * (4 * 108 + 1)]];
     let mut sources = sources_of(architecture, |client| {
         for float in outputs() {
             for shape in &shapes {
-                quantize_both(client, shape, float);
+                quantize_both(client, &tensor(client, shape, float), 128, Layout::Both);
             }
         }
     });
     sources.retain(|source| source.name == "quantize_stochastic");
     let texts: BTreeSet<&str> = sources.iter().map(|source| source.code.as_str()).collect();
-    assert_eq!(texts.len(), outputs().len() * shapes.len() * 3);
+    let floats = if matches!(architecture, 89 | 120) {
+        2
+    } else {
+        3
+    };
+    assert_eq!(texts.len(), floats * shapes.len() * 3);
     sources
 }
 
-/// What a training step quantizes in blocks of 128: X with and without fallback, and a gradient.
-fn quantize_both(client: &Client, shape: &[usize], float: StorageType) {
+/// What a training step quantizes in blocks: X with and without fallback, and a gradient.
+fn quantize_both(client: &Client, x: &Tensor, block: usize, layout: Layout) {
     let key = StochasticKey { seed: 1, stream: 2 };
-    let x = tensor(client, shape, float);
     let thresholds = tensor(client, &[1], dtype::<f32>());
     let counts = tensor(client, &[1, 2], dtype::<i32>());
     let state = FallbackState {
@@ -289,29 +293,72 @@ fn quantize_both(client: &Client, shape: &[usize], float: StorageType) {
         counts: &counts,
     };
     for state in [None, Some(state)] {
-        quantize_linear_input(client, &x, 128, key, state).expect("a matrix");
+        quantize_linear_input(client, x, block, key, state).expect("a matrix");
     }
     let spec = QuantizeSpec {
         format: Format::Int8,
-        granularity: Granularity::Block(128),
+        granularity: Granularity::Block(block),
         rounding: Rounding::Stochastic(key),
-        layout: Layout::Both,
+        layout,
     };
-    quantize(client, &x, &spec).expect("a matrix");
+    quantize(client, x, &spec).expect("a matrix");
 }
 
-/// The portable kernel quantizes what the CUDA source does not: tiles that reach over an edge, here.
+/// The portable kernel quantizes what the CUDA source does not.
 #[rstest]
-fn no_quantize_source_for_edges(#[values([256, 136], [200, 128])] shape: [usize; 2]) {
+#[case::edge_along_columns([256, 136], [136, 1], 128, 0)]
+#[case::edge_along_rows([200, 128], [128, 1], 128, 0)]
+#[case::smaller_blocks([256, 128], [128, 1], 64, 0)]
+#[case::unaligned_rows([256, 128], [133, 1], 128, 0)]
+#[case::columns_apart([256, 128], [1, 256], 128, 0)]
+#[case::unaligned_start([256, 128], [128, 1], 128, 2)]
+fn no_quantize_source(
+    #[case] shape: [usize; 2],
+    #[case] strides: [usize; 2],
+    #[case] block: usize,
+    #[case] offset: u64,
+) {
     let sources = sources_of(90, |client| {
-        quantize_both(client, &shape, dtype::<bf16>());
+        let handle = client.empty(2 * 256 * 256).offset_start(offset);
+        let x = TensorHandle::new(handle, shape.to_vec(), strides.to_vec(), dtype::<bf16>());
+        quantize_both(client, &x, block, Layout::Both);
     });
     assert_eq!(sources.len(), 3);
-    assert!(
-        sources
-            .iter()
-            .all(|source| source.name.starts_with("quantize_block_kernel"))
-    );
+    for source in sources {
+        assert!(source.name.starts_with("quantize_block_kernel"));
+    }
+}
+
+/// Nor one copy alone.
+#[rstest]
+fn no_quantize_source_for_one_copy(#[values(Layout::RowMajor, Layout::Transposed)] layout: Layout) {
+    let sources = sources_of(90, |client| {
+        quantize_both(
+            client,
+            &tensor(client, &[256, 128], dtype::<bf16>()),
+            128,
+            layout,
+        );
+    });
+    let portable = |source: &&Source| source.name.starts_with("quantize_block_kernel");
+    assert_eq!(sources.iter().filter(portable).count(), 1);
+    assert_eq!(sources.len(), 3);
+}
+
+/// CUDA keeps 1 KiB of a multiprocessor's shared memory for each cube, and the kernel declares 64 bytes.
+#[rstest]
+fn quantize_sources_share_a_multiprocessor(#[values(80, 89, 90, 120)] architecture: u16) {
+    for source in quantize_sources(architecture) {
+        let (_, knob) = source.code.split_once("#define CUBES ").expect("a knob");
+        let cubes: usize = knob
+            .lines()
+            .next()
+            .and_then(|n| n.parse().ok())
+            .expect("a number");
+        assert!(cubes >= 2);
+        let taken = cubes * (source.shared_memory + 64 + 1024);
+        assert!(taken <= max_shared_memory(architecture) + 1024);
+    }
 }
 
 /// A call that the edit missed would flush nothing, and be four instructions.

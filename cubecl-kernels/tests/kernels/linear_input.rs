@@ -158,12 +158,12 @@ fn many_whole_tiles_equal_the_reference() {
     let (client, mut random) = (client(), Random::fresh());
     let hardware = &client.properties().hardware;
     let multiprocessors = hardware.num_streaming_multiprocessors.expect("a number") as usize;
-    let shape = MatrixShape::new(128, 128 * (4 * multiprocessors + 1));
+    let shape = MatrixShape::batched(2, 256, 128 * (multiprocessors + 1));
     let x = random.with_blocks_of_all_kinds(shape);
     for float in float_types(&client) {
         println!("{float}");
         let x = rounded(&x, float);
-        let tensor = upload_matrix(&client, &x, shape, float, Memory::Contiguous);
+        let tensor = upload_matrix(&client, &x, shape, float, Memory::SlicedAligned);
         let layers = Layers::new(&client, 100.0);
         let input = quantize_linear_input(&client, &tensor, 128, KEY, Some(state(&layers)));
         check(
@@ -181,22 +181,26 @@ fn many_whole_tiles_equal_the_reference() {
             layout: Layout::Both,
         };
         let quantized = quantize(&client, &tensor, &gradient).expect("a matrix");
-        let expected = reference::quantize(
-            &x,
-            shape,
-            gradient.format,
-            gradient.granularity,
-            gradient.rounding,
-        );
-        let values = quantized.values.expect("a row-major copy");
-        assert_same_integers(&read_i8(&client, &values), &expected.values, "values");
-        let transposed = quantized.transposed.expect("a transposed copy");
-        assert_same_integers(
-            &read_i8(&client, &transposed),
-            &expected.transposed().values,
-            "transposed",
-        );
+        crate::quantize::check(&client, &quantized, &x, &gradient);
     }
+}
+
+/// One matrix that stands for two, as an expanded tensor has it: a batch stride of 0.
+#[test]
+fn whole_tiles_of_an_expanded_batch() {
+    let (client, mut random) = (client(), Random::fresh());
+    let one = MatrixShape::new(128, 256);
+    let x = random.with_blocks_of_all_kinds(one);
+    let tensor = upload_matrix(&client, &x, one, dtype::<f32>(), Memory::Contiguous);
+    let both = TensorHandle::new(
+        tensor.handle,
+        vec![2, 128, 256],
+        vec![0, 256, 1],
+        dtype::<f32>(),
+    );
+    let input = quantize_linear_input(&client, &both, 128, KEY, None).expect("a matrix");
+    let shape = MatrixShape::batched(2, 128, 256);
+    check(&client, &input, &x.repeat(2), shape, 128, None);
 }
 
 /// What the forward product reads is free before the backward pass only if it lies apart from the saved copy.

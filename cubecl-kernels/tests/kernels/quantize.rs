@@ -51,7 +51,7 @@ const STOCHASTIC: Rounding = Rounding::Stochastic(StochasticKey {
 
 /// Compares all that a quantization wrote with the reference of the values `x` that it read.
 #[track_caller]
-fn check(client: &Client, quantized: &Quantized<TestRuntime>, x: &[f32], spec: &QuantizeSpec) {
+pub fn check(client: &Client, quantized: &Quantized<TestRuntime>, x: &[f32], spec: &QuantizeSpec) {
     let what = format!("{:?}, {spec:?}", quantized.shape);
     let expected = reference::quantize(
         x,

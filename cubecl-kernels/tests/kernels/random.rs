@@ -86,14 +86,15 @@ impl Random {
         x
     }
 
-    /// A matrix whose blocks of 128 x 128 differ in kind, which changes from one to the next: ordinary, with an outlier,
+    /// A matrix of whole blocks of 128 x 128, which differ in kind, which changes from one to the next: ordinary, with an outlier,
     /// all zeros, all too small for a scale, with NaN, with an infinity, with the largest float, of few values that
     /// meet at ties.
     #[cfg(any(feature = "cuda", feature = "vulkan"))]
     pub fn with_blocks_of_all_kinds(&mut self, shape: MatrixShape) -> Vec<f32> {
+        assert_eq!((shape.rows % 128, shape.cols % 128), (0, 0));
         let mut x: Vec<f32> = (0..shape.num_elements()).map(|_| self.normal()).collect();
-        let blocks_of_row = shape.cols.div_ceil(128);
-        let blocks = shape.num_elements().div_ceil(128 * 128);
+        let blocks_of_row = shape.cols / 128;
+        let blocks = shape.num_elements() / (128 * 128);
         let chosen: Vec<usize> = (0..blocks).map(|_| self.index(128 * 128)).collect();
         for (index, x) in x.iter_mut().enumerate() {
             let (row, col) = (index / shape.cols, index % shape.cols);

@@ -4,26 +4,26 @@
 // Knobs, defined in front of this text:
 //   IN_F32, IN_F16 or IN_BF16   the type of X
 //   ROW_STOCHASTIC              0: the row-major copy is rounded to nearest; 1: as the transposed one
-//   FALLBACK                    1: blocks above the threshold get a residual; the row-major copy is to nearest
-//   CUBES                       cubes that share a multiprocessor: those whose tiles fit into its shared memory
+//   FALLBACK                    1: blocks above the threshold get a residual
+//   CUBES                       cubes that share a multiprocessor
 //   DRAW_EARLY                  1: random words are drawn while the tile flies; 0: where they are used
 //
 // A block of threads, or cube, quantizes one tile, which is one block of the matrix. A thread has two patches of 4 x 8
-// elements: eight neighbours share the words of a Philox counter, and four rows are one word of the transposed copy. The
-// lanes of a warp lie in 4 rows of 8 patches.
+// elements: eight neighbours share the words of a Philox counter, and four rows are one word of the transposed copy.
+// The lanes of a warp lie in 4 rows of 8 patches.
 //
 // Where the speed comes from. The whole tile flies at once, straight into shared memory (cp.async), where each thread
-// reads only what it copied itself, so that no registers wait for it and no barrier is needed. What is left is the number
-// of instructions, most of all those of the pipe for integers and logic, half as wide as that for floats:
+// reads only what it copied itself, so that no registers wait for it and no barrier is needed. What is left is the
+// number of instructions, most of all those of the pipe for integers and logic, half as wide as that for floats:
 //
 //   - bytes are gathered by byte permutation, two elements at a time, not shifted and masked one by one,
 //   - magnitudes of 16 bits are compared in pairs, and a warp reduces them in one instruction,
 //   - a patch is unrolled, and the loop over patches is not: independent instructions enough, and registers few enough
-//     for 32 warps on a multiprocessor,
+//     for all cubes whose tiles fit into shared memory,
 //   - only blocks that fall back look for the largest residual, while they are rounded, in a copy of the loop,
-//   - random numbers depend on nothing that is read. Where all tiles fly at once and no other cube has anything to compute
-//     meanwhile, they are drawn then: the words of the first patch wait in registers, those of the second one where the
-//     transposed copy is staged later. Where tiles are many, the registers are better spent on the rounding.
+//   - random numbers depend on nothing that is read. Where all tiles fly at once and no other cube has anything to
+//     compute meanwhile, they are drawn then: the words of the first patch wait in registers, those of the second one
+//     where the transposed copy is staged later. Where tiles are many, registers are better spent on the rounding.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -60,7 +60,7 @@ struct Numbers {
 };
 
 // Where a thread's first patch lies: in the tile, in the batch, whose rows Philox counts, and in a row-major copy.
-struct Patch {
+struct FirstPatch {
     u32 row, col, batch_row, offset;
 };
 
@@ -70,8 +70,8 @@ __device__ __forceinline__ u32 shared_address(const void *pointer) {
     return (u32)__cvta_generic_to_shared(pointer);
 }
 
-// Two FP32 vectors of a thread are neighbours, and the first one brings the line of both into the L1 cache. A 16-bit row
-// of a patch is one vector, which goes past that cache.
+// Two FP32 vectors of a thread are neighbours, and the first one brings the line of both into the L1 cache. A 16-bit
+// row of a patch is one vector, which goes past that cache.
 __device__ __forceinline__ void copy_async(uint4 *to, const u8 *from) {
 #ifdef IN_F32
     asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from));
@@ -120,8 +120,8 @@ __device__ __forceinline__ float element(const Line &line, int col) {
 #endif
 }
 
-// The largest magnitude so far and in a line, as bits; of 16-bit elements one in each half of the word. As integers they
-// order NaN above infinity above every finite value.
+// The largest magnitude so far and in a line, as bits; of 16-bit elements one in each half of the word. As integers
+// they order NaN above infinity above every finite value.
 __device__ __forceinline__ u32 larger(u32 largest, const Line &line) {
 #pragma unroll
     for (u32 word : line.words) {
@@ -181,13 +181,14 @@ __device__ __forceinline__ void philox(u32 *words, u32 row, u32 index, const Num
 typedef u32 Random[PATCH_ROWS][4];
 
 // Draws those of a row of the thread's patches.
-__device__ __forceinline__ void draw(u32 *words, const Patch &first, int patch, int row, const Numbers &numbers) {
+__device__ __forceinline__ void draw(u32 *words, const FirstPatch &first, int patch, int row, const Numbers &numbers) {
     const u32 index = (blockIdx.x * TILE + first.col) / PATCH_COLS;
     philox(words, first.batch_row + patch * PATCH_STEP + row, index, numbers);
 }
 
 // Draws those of the first patch, and leaves those of the second one in `waiting`.
-__device__ __forceinline__ void draw_all(Random &random, uint4 *waiting, const Patch &first, const Numbers &numbers) {
+__device__ __forceinline__ void draw_all(Random &random, uint4 *waiting, const FirstPatch &first,
+                                         const Numbers &numbers) {
 #pragma unroll
     for (int row = 0; row < PATCH_ROWS; row++) {
         u32 words[4];
@@ -217,21 +218,25 @@ __device__ __forceinline__ void take(Random &random, const uint4 *waiting) {
 
 // ---- Rounding -------------------------------------------------------------------------------------------------------
 
-// The scale of a block from the bits of its largest magnitude: NaN unless that is finite, and 0 below 2^-100.
+#define INFINITE 0x7f800000u
+// 2^-100: a block whose largest magnitude is below counts as zeros.
+#define MIN_ABSMAX (27u << 23)
+
+// The scale of a block from the bits of its largest magnitude: NaN unless that is finite.
 __device__ __forceinline__ float scale_of(u32 absmax) {
-    if (absmax >= 0x7f800000u)
+    if (absmax >= INFINITE)
         return __uint_as_float(absmax | 0x7fc00000u);
-    return absmax < 27u << 23 ? 0.0f : __fdiv_rn(__uint_as_float(absmax), 127.0f);
+    return absmax < MIN_ABSMAX ? 0.0f : __fdiv_rn(__uint_as_float(absmax), 127.0f);
 }
 
 // Its inverse, or 0, which stands for "all integers are 0".
 __device__ __forceinline__ float inverse_of(u32 absmax) {
-    const bool zeros = absmax >= 0x7f800000u || absmax < 27u << 23;
+    const bool zeros = absmax >= INFINITE || absmax < MIN_ABSMAX;
     return zeros ? 0.0f : __fdiv_rn(127.0f, __uint_as_float(absmax));
 }
 
-// Four bytes of those of two words: the nibbles of the selector say which, where 0 to 3 are the bytes of the first word and
-// 4 to 7 those of the second; with bit 3, the byte's sign takes the place of its bits. (CUDA's __byte_perm has no bit 3.)
+// Four bytes of those of two words: the nibbles of the selector say which, where 0 to 3 are the bytes of the first word
+// and 4 to 7 those of the second; with bit 3, the byte's sign takes the place of its bits, unlike with __byte_perm.
 __device__ __forceinline__ u32 permute(u32 first, u32 second, u32 selector) {
     u32 bytes;
     asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(first), "r"(second), "r"(selector));
@@ -241,8 +246,8 @@ __device__ __forceinline__ u32 permute(u32 first, u32 second, u32 selector) {
 // 1.5 * 2^23: in a sum with it, the low byte is that of the nearest integer, ties to even.
 #define ROUND_TO_EVEN 12582912.0f
 
-// 384 plus the random number of a column. The sum with a value of [-127, 127] lies in [256, 512), where the bits 15 to 22
-// are the integer below, plus 128.
+// 384 plus the random number of a column. The sum with a value of [-127, 127] lies in [256, 512), where the bits 15 to
+// 22 are the integer below, plus 128.
 __device__ __forceinline__ float stochastic_offset(const u32 *random, int col, u32 bits_of_384) {
     const u32 word = random[col / 2];
     return __uint_as_float(col % 2 ? (word >> 17) + bits_of_384 : (word & 0x7fff) | bits_of_384);
@@ -263,7 +268,7 @@ __device__ __forceinline__ u32 stochastic_pair(float a, float b) {
 
 // The four integers of two pairs as bytes, or zeros.
 __device__ __forceinline__ u32 stochastic_word(u32 first, u32 second, bool zeros) {
-    return (permute(first, second, 0x7531) ^ 0x80808080u) & (zeros ? 0 : EVERYONE);
+    return (permute(first, second, 0x7531) ^ 0x80808080u) & (zeros ? 0u : 0xffffffffu);
 }
 
 // What the nearest integer misses of a value.
@@ -273,9 +278,9 @@ __device__ __forceinline__ float residual_of(float value, float nearest, float s
 
 // ---- The copies of a tile -------------------------------------------------------------------------------------------
 
-// The word of four rows of a column in the staged tile, which is ordered by columns. The eight 16-byte chunks of a column
-// are permuted by an exclusive or, so that a warp meets no bank twice, neither where it writes words of eight patches
-// nor where it reads the chunks of columns.
+// The word of four rows of a column in the staged tile, which is ordered by columns. The eight 16-byte chunks of a
+// column are permuted by an exclusive or, so that a warp meets no bank twice, neither where it writes words of eight
+// patches nor where it reads the chunks of columns.
 __device__ __forceinline__ u32 staged_index(u32 row, u32 col) {
     return col * (TILE / 4) + (row / 4 ^ col / PATCH_COLS % 8 * 4);
 }
@@ -283,7 +288,7 @@ __device__ __forceinline__ u32 staged_index(u32 row, u32 col) {
 // Rounds the thread's patches: writes the row-major copy, stages the transposed one, and gives the largest magnitude of
 // the residual, if that is asked for.
 template <bool WITH_RESIDUAL>
-__device__ __forceinline__ float round_patches(u8 *values, u32 *staged, const uint4 *held, const Patch &first,
+__device__ __forceinline__ float round_patches(u8 *values, u32 *staged, const uint4 *held, const FirstPatch &first,
                                                float inverse, float scale, Random &random,
                                                const Numbers &numbers) {
     const bool zeros = inverse == 0.0f;
@@ -319,7 +324,8 @@ __device__ __forceinline__ float round_patches(u8 *values, u32 *staged, const ui
                 for (int half = 0; half < 2; half++) {
 #if ROW_STOCHASTIC
                     const float *const sum = sums[i] + 4 * half;
-                    words[half] = stochastic_word(stochastic_pair(sum[0], sum[1]), stochastic_pair(sum[2], sum[3]), zeros);
+                    const u32 both = stochastic_pair(sum[0], sum[1]), others = stochastic_pair(sum[2], sum[3]);
+                    words[half] = stochastic_word(both, others, zeros);
 #else
                     words[half] = nearest_word(nearest + 4 * half, zeros);
 #endif
@@ -347,7 +353,7 @@ __device__ __forceinline__ float round_patches(u8 *values, u32 *staged, const ui
 }
 
 // Writes the residual of the thread's patches.
-__device__ __forceinline__ void round_residual(u8 *values, const uint4 *held, const Patch &first, float inverse,
+__device__ __forceinline__ void round_residual(u8 *values, const uint4 *held, const FirstPatch &first, float inverse,
                                                float scale, float residual_inverse, u32 cols) {
     u8 *out = values + first.offset;
 #pragma unroll 1
@@ -384,6 +390,9 @@ __device__ __forceinline__ void write_transposed(u8 *transposed, const u32 *stag
 
 // ---- The kernel -----------------------------------------------------------------------------------------------------
 
+// x: [batch, rows, cols], its columns dense, rows and matrices at multiples of 16 bytes. values: [batch, rows, cols],
+// transposed: [batch, cols, rows], scales: [batch, rows / 128, cols / 128], all dense. With FALLBACK: residual_values
+// as values, residual_scales and flags as scales, thresholds: [layers], counts: [layers, 2]; else they are not touched.
 extern "C" __global__ void __launch_bounds__(UNITS, CUBES)
 quantize_stochastic(const u8 *x, u8 *values, u8 *transposed, float *scales, u8 *residual_values, float *residual_scales,
                     u32 *flags, const float *thresholds, int *counts, const __grid_constant__ Numbers numbers) {
@@ -394,13 +403,14 @@ quantize_stochastic(const u8 *x, u8 *values, u8 *transposed, float *scales, u8 *
     const u32 rows = (u32)numbers.rows, cols = (u32)numbers.cols, row_stride = (u32)numbers.row_stride;
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const u32 tile_row = blockIdx.y * TILE, tile_col = blockIdx.x * TILE;
-    Patch first;
+    FirstPatch first;
     first.row = warp / (TILE / WARP_COLS) * WARP_ROWS + lane / 8 * PATCH_ROWS;
     first.col = warp % (TILE / WARP_COLS) * WARP_COLS + lane % 8 * PATCH_COLS;
     first.batch_row = blockIdx.z * rows + tile_row + first.row;
     first.offset = first.batch_row * cols + tile_col + first.col;
 
-    const u32 from = blockIdx.z * (u32)numbers.batch_stride + (tile_row + first.row) * row_stride + tile_col + first.col;
+    const u32 row_start = blockIdx.z * (u32)numbers.batch_stride + (tile_row + first.row) * row_stride;
+    const u32 from = row_start + tile_col + first.col;
 #pragma unroll
     for (int line = 0; line < LINES; line++) {
         const u64 at = from + (line / PATCH_ROWS * PATCH_STEP + line % PATCH_ROWS) * row_stride;
@@ -421,7 +431,7 @@ quantize_stochastic(const u8 *x, u8 *values, u8 *transposed, float *scales, u8 *
     const u32 absmax = largest_of_tile(float_bits(largest), of_warps[0]);
 
     const float inverse = inverse_of(absmax), scale = scale_of(absmax);
-    const bool falls_back = FALLBACK && absmax < 0x7f800000u && __uint_as_float(absmax) > threshold;
+    const bool falls_back = FALLBACK && absmax < INFINITE && __uint_as_float(absmax) > threshold;
     const u32 block = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
     if (threadIdx.x == 0) {
         scales[block] = scale;
