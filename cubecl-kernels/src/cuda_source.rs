@@ -31,6 +31,17 @@ pub(crate) trait CudaSource: Debug + Copy + Eq + Hash + Send + Sync + 'static {
     fn shared_memory(&self) -> usize;
 }
 
+/// What knobs call an element type, behind `IN_` or `OUT_`.
+pub(crate) fn float_knob(dtype: StorageType) -> &'static str {
+    if dtype == storage::<f32>() {
+        "F32"
+    } else if dtype == storage::<half::f16>() {
+        "F16"
+    } else {
+        "BF16"
+    }
+}
+
 /// Launches a kernel with the parameters: tensor maps, a pointer for each of them, buffers, and the numbers as one
 /// structure of 64-bit integers.
 ///

@@ -155,12 +155,14 @@ pub(crate) fn check_dtype<R: Runtime>(
     })
 }
 
-/// Cubes for `count` of them in a row, folded into two dimensions: devices limit each to 65,535.
+/// Cubes that every device allows along a dimension of a launch.
+pub(crate) const MAX_CUBES: usize = 65_535;
+
+/// Cubes for `count` of them in a row, folded into two dimensions of at most [`MAX_CUBES`].
 ///
 /// Kernels read `CUBE_POS` and leave when it is past the count.
 pub(crate) fn cube_grid(count: usize) -> CubeCount {
-    const LIMIT: usize = 65_535;
-    let y = count.div_ceil(LIMIT).max(1);
+    let y = count.div_ceil(MAX_CUBES).max(1);
     CubeCount::Static(count.div_ceil(y) as u32, y as u32, 1)
 }
 

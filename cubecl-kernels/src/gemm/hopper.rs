@@ -16,7 +16,7 @@ use cubecl::{
 };
 
 use crate::{
-    cuda_source::{CudaSource, launch_source},
+    cuda_source::{CudaSource, float_knob, launch_source},
     device::{MatrixView, or_unused, storage},
 };
 
@@ -109,17 +109,6 @@ pub(super) fn ranked<R: Runtime>(
         blueprint: Blueprint::Hopper(blueprint),
         cost,
     })
-}
-
-/// The macro that stands for the element type of the output.
-fn out_knob(dtype: StorageType) -> &'static str {
-    if dtype == storage::<f32>() {
-        "OUT_F32"
-    } else if dtype == storage::<half::f16>() {
-        "OUT_F16"
-    } else {
-        "OUT_BF16"
-    }
 }
 
 /// Stages of so many bytes that fit into a device's shared memory.
@@ -230,12 +219,12 @@ impl CudaSource for GemmSource {
 
     fn knobs(&self) -> String {
         format!(
-            "#define TILE_N {}\n#define STAGES {}\n#define FALLBACK {}\n#define BIAS {}\n#define {}",
+            "#define TILE_N {}\n#define STAGES {}\n#define FALLBACK {}\n#define BIAS {}\n#define OUT_{}",
             self.blueprint.tile_n,
             self.blueprint.stages,
             u8::from(self.fallback),
             u8::from(self.bias),
-            out_knob(self.out_dtype),
+            float_knob(self.out_dtype),
         )
     }
 

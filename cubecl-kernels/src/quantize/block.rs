@@ -14,8 +14,8 @@ use half::bf16;
 
 use crate::{
     device::{
-        MatrixGeometry, MatrixView, array, cube_grid, has_planes_of_32, has_u64, or_unused,
-        read_width_up_to, storage,
+        MAX_CUBES, MatrixGeometry, MatrixView, array, cube_grid, has_planes_of_32, has_u64,
+        or_unused, read_width_up_to, storage,
     },
     exact,
     format::{Format, Rounding, StochasticKey},
@@ -74,6 +74,22 @@ pub(crate) struct BlockFallback<'a, R: Runtime> {
     pub values: &'a TensorHandle<R>,
     pub scales: &'a TensorHandle<R>,
     pub flags: &'a TensorHandle<R>,
+}
+
+/// The residual's values and scales, flags, thresholds and counts; something that is not touched where there is no
+/// fallback.
+fn fallback_buffers<R: Runtime>(
+    fallback: Option<&BlockFallback<R>>,
+    unused: &TensorHandle<R>,
+) -> [TensorHandle<R>; 5] {
+    let buffer = |tensor, dtype| or_unused(tensor, unused, dtype);
+    [
+        buffer(fallback.map(|f| f.values), storage::<i8>()),
+        buffer(fallback.map(|f| f.scales), storage::<f32>()),
+        buffer(fallback.map(|f| f.flags), storage::<u32>()),
+        buffer(fallback.map(|f| f.thresholds), storage::<f32>()),
+        buffer(fallback.map(|f| f.counts), storage::<i32>()),
+    ]
 }
 
 /// Where a launch writes, in the shapes of [`Quantized`](super::Quantized).
@@ -168,7 +184,7 @@ pub(crate) fn launch<R: Runtime>(
     let vector = 16 / x.dtype.size();
     let (rows, cols) = (shape.rows.div_ceil(TILE), shape.cols.div_ceil(TILE));
     // Limits of a cube count along one dimension.
-    let flat = shape.batch == 1 && rows.max(cols) <= 65_535;
+    let flat = shape.batch == 1 && rows.max(cols) <= MAX_CUBES;
     let copies = Copies {
         row_major: output.row_major.map(|(_, round)| round),
         transposed: output.transposed.map(|(_, round)| round),
@@ -215,6 +231,8 @@ pub(crate) fn launch<R: Runtime>(
     } else {
         cube_grid(shape.batch * rows * cols)
     };
+    let [residual_values, residual_scales, flags, thresholds, counts] =
+        fallback_buffers(fallback, x).map(array);
     // SAFETY: every access is guarded by the shapes in `geometry`, for which the outputs were allocated, or indexes the
     // state of `layer`, which was checked against its length.
     #[allow(unsafe_code)]
@@ -230,14 +248,11 @@ pub(crate) fn launch<R: Runtime>(
             optional(output.row_major.map(|(tensor, _)| tensor), storage::<i8>()),
             optional(output.transposed.map(|(tensor, _)| tensor), storage::<i8>()),
             array(output.scales.clone()),
-            optional(fallback.map(|fallback| fallback.values), storage::<i8>()),
-            optional(fallback.map(|fallback| fallback.scales), storage::<f32>()),
-            optional(fallback.map(|fallback| fallback.flags), storage::<u32>()),
-            optional(
-                fallback.map(|fallback| fallback.thresholds),
-                storage::<f32>(),
-            ),
-            optional(fallback.map(|fallback| fallback.counts), storage::<i32>()),
+            residual_values,
+            residual_scales,
+            flags,
+            thresholds,
+            counts,
             fallback.map_or(0, |fallback| fallback.layer),
             view.geometry(),
             shape.batch as u32,

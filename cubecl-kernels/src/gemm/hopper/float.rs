@@ -6,14 +6,14 @@
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
 use crate::{
-    cuda_source::{CudaSource, launch_source},
+    cuda_source::{CudaSource, float_knob, launch_source},
     device::{check_dtype, check_float, empty, or_unused, storage},
     error::KernelError,
     gemm::{blueprint::HopperBlueprint, check_bias},
 };
 
 use super::{
-    UNITS, is_supported, out_knob,
+    UNITS, is_supported,
     tensor_map::{STRIDE_BYTES, TmaView},
 };
 
@@ -416,13 +416,13 @@ impl CudaSource for FloatSource {
         };
         format!(
             "#define TILE_N {}\n#define STAGES {}\n#define IN \"{dtype}\"\n#define A_ALONG_MN {}\n\
-             #define B_ALONG_MN {}\n#define BIAS {}\n#define {}",
+             #define B_ALONG_MN {}\n#define BIAS {}\n#define OUT_{}",
             self.blueprint.tile_n,
             self.blueprint.stages,
             u8::from(self.along_rows.0),
             u8::from(self.along_rows.1),
             u8::from(self.bias),
-            out_knob(self.out_dtype),
+            float_knob(self.out_dtype),
         )
     }
 

@@ -6,7 +6,7 @@
 //   ROW_STOCHASTIC              0: the row-major copy is rounded to nearest; 1: as the transposed one
 //   FALLBACK                    1: blocks above the threshold get a residual
 //   CUBES                       cubes that share a multiprocessor
-//   DRAW_EARLY                  1: random words are drawn while the tile flies; 0: where they are used
+//   DRAW_EARLY                  1: random words are drawn before the rounding; 0: where they are used
 //
 // A block of threads, or cube, quantizes one tile, which is one block of the matrix. A thread has two patches of 4 x 8
 // elements: eight neighbours share the words of a Philox counter, and four rows are one word of the transposed copy.
@@ -22,8 +22,9 @@
 //     for all cubes whose tiles fit into shared memory,
 //   - only blocks that fall back look for the largest residual, while they are rounded, in a copy of the loop,
 //   - random numbers depend on nothing that is read. Where all tiles fly at once and no other cube has anything to
-//     compute meanwhile, they are drawn then: the words of the first patch wait in registers, those of the second one
-//     where the transposed copy is staged later. Where tiles are many, registers are better spent on the rounding.
+//     compute meanwhile, those of the second patch are drawn then, and wait where the transposed copy is staged later;
+//     those of the first one are drawn before the rounding, as far as the compiler has registers. Where tiles are
+//     many, registers are better spent on the rounding.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -46,10 +47,9 @@ typedef unsigned long long u64;
 #else
 #define ELEMENT_BYTES 2
 #endif
-// Rows of patches of a thread; 16-byte vectors of such a row, and of all of them.
+// Rows of patches of a thread, and 16-byte vectors of such a row.
 #define LINES (PATCHES * PATCH_ROWS)
 #define VECTORS (PATCH_COLS * ELEMENT_BYTES / 16)
-#define HELD (LINES * VECTORS)
 
 // The launcher's numbers, in its order; strides in elements.
 struct Numbers {
@@ -198,7 +198,7 @@ __device__ __forceinline__ void draw_all(Random &random, uint4 *waiting, const F
 #pragma unroll
     for (int row = 0; row < PATCH_ROWS; row++) {
         draw(random[row], first, 0, row, numbers);
-        // Otherwise the compiler draws them where they are used.
+        // Otherwise the compiler draws them all where they are used.
 #pragma unroll
         for (u32 &word : random[row])
             asm volatile("" : "+r"(word));
@@ -399,7 +399,7 @@ quantize_stochastic(const u8 *x, u8 *values, u8 *transposed, float *scales, u8 *
     extern __shared__ __align__(16) u8 memory[];
     __shared__ u32 of_warps[2][UNITS / 32];
     uint4 *const held = (uint4 *)memory + threadIdx.x;
-    u32 *const staged = (u32 *)(memory + HELD * UNITS * 16);
+    u32 *const staged = (u32 *)(memory + TILE * TILE * ELEMENT_BYTES);
     const u32 rows = (u32)numbers.rows, cols = (u32)numbers.cols, row_stride = (u32)numbers.row_stride;
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const u32 tile_row = blockIdx.y * TILE, tile_col = blockIdx.x * TILE;

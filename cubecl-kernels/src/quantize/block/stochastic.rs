@@ -9,19 +9,16 @@
 //! dY 9.1 and 38.1 instead of 11.1 and 39.2.
 
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
-use half::{bf16, f16};
 
 use crate::{
-    cuda_source::{CudaSource, launch_source},
-    device::{MatrixView, or_unused, read_width_up_to, storage},
+    cuda_source::{CudaSource, float_knob, launch_source},
+    device::{MAX_CUBES, MatrixView, read_width_up_to},
     format::{STOCHASTIC_OFFSET, StochasticKey},
     quantize::staged::TILE,
 };
 
-use super::{BlockOutput, Round};
+use super::{BlockOutput, Round, fallback_buffers};
 
-/// Cubes along the second and the third dimension of a launch.
-const MAX_CUBES: usize = 65_535;
 /// Bytes read at once.
 const VECTOR_BYTES: usize = 16;
 /// Bytes of shared memory that a cube takes beside those of its tile: what the kernel declares, and what CUDA keeps.
@@ -61,7 +58,13 @@ pub(super) fn launch<R: Runtime>(
     if !fits {
         return false;
     }
-    let optional = |tensor: Option<&TensorHandle<R>>, dtype| or_unused(tensor, x, dtype);
+    let mut buffers = vec![
+        x.clone(),
+        values.clone(),
+        transposed.clone(),
+        output.scales.clone(),
+    ];
+    buffers.extend(fallback_buffers(fallback, x));
     launch_source(
         client,
         StochasticSource {
@@ -77,20 +80,7 @@ pub(super) fn launch<R: Runtime>(
             shape.batch as u32,
         ),
         Vec::new(),
-        vec![
-            x.clone(),
-            values.clone(),
-            transposed.clone(),
-            output.scales.clone(),
-            optional(fallback.map(|fallback| fallback.values), storage::<i8>()),
-            optional(fallback.map(|fallback| fallback.scales), storage::<f32>()),
-            optional(fallback.map(|fallback| fallback.flags), storage::<u32>()),
-            optional(
-                fallback.map(|fallback| fallback.thresholds),
-                storage::<f32>(),
-            ),
-            optional(fallback.map(|fallback| fallback.counts), storage::<i32>()),
-        ],
+        buffers,
         vec![
             shape.rows as u64,
             shape.cols as u64,
@@ -126,7 +116,7 @@ struct StochasticSource {
     row_stochastic: bool,
     fallback: bool,
     cubes: usize,
-    /// Whether all tiles are on the device at once, where random words are drawn before they have landed.
+    /// Whether all tiles are on the device at once, where random words are drawn before they are used.
     draw_early: bool,
 }
 
@@ -136,15 +126,9 @@ impl CudaSource for StochasticSource {
     const UNITS: u32 = 256;
 
     fn knobs(&self) -> String {
-        let input = if self.dtype == storage::<bf16>() {
-            "IN_BF16"
-        } else if self.dtype == storage::<f16>() {
-            "IN_F16"
-        } else {
-            "IN_F32"
-        };
         format!(
-            "#define {input}\n#define ROW_STOCHASTIC {}\n#define FALLBACK {}\n#define CUBES {}\n#define DRAW_EARLY {}",
+            "#define IN_{}\n#define ROW_STOCHASTIC {}\n#define FALLBACK {}\n#define CUBES {}\n#define DRAW_EARLY {}",
+            float_knob(self.dtype),
             u8::from(self.row_stochastic),
             u8::from(self.fallback),
             self.cubes,
