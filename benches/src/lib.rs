@@ -6,13 +6,14 @@
 //! | `peers/peers.py` | the same in PyTorch and Triton |
 //! | `cargo bench` | the CPU path |
 //! | `states` | the error of compressed optimizer states, on those of a checkpoint |
-//! | `report` | nothing: it writes the tables, also those of `pretrain --json` |
+//! | `report` | nothing: it writes the tables, also those of `pretrain --json`, and names old logs |
 
 pub mod format;
 #[cfg(feature = "cuda")]
 pub mod gemm;
 #[cfg(feature = "cuda")]
 pub mod gpu;
+pub mod logs;
 pub mod markers;
 #[cfg(feature = "cuda")]
 pub mod optimizer;

@@ -1,7 +1,7 @@
 //! Seeded random data, and tensors to and from the host.
 
 use burn::tensor::{
-    Int, Tensor, TensorData, TensorPrimitive,
+    DType, Int, Tensor, TensorData, TensorPrimitive,
     backend::Backend,
     ops::{FloatTensor, IntTensor},
 };
@@ -15,6 +15,16 @@ pub fn seed() -> u64 {
             now.expect("the clock is past 1970").as_nanos() as u64
         }
     }
+}
+
+/// Whether the backend has this type. Says so where it has not, since a test then leaves something out.
+pub fn supports<B: Backend>(dtype: DType) -> bool {
+    let device = B::Device::default();
+    let supported = B::supports_dtype(&device, dtype);
+    if !supported {
+        println!("skipped: no {dtype:?} on {}", B::name(&device));
+    }
+    supported
 }
 
 /// SplitMix64: every seed gives a sequence of its own.

@@ -8,7 +8,7 @@ pub mod data;
 pub mod models;
 pub mod train;
 
-pub use data::{Rng, seed};
+pub use data::{Rng, seed, supports};
 
 /// Makes, for each backend that this build has, a module with one test for each line `test => check`, which calls the
 /// generic function `check::<Backend>(seed)`.

@@ -1,8 +1,9 @@
 //! A training loop that notes everything, and model surgery.
 
 use burn::{
+    lr_scheduler::{LrScheduler, noam::NoamLrSchedulerConfig},
     module::{AutodiffModule, Module, ModuleVisitor, Param},
-    optim::{GradientsParams, Optimizer},
+    optim::{GradientsAccumulator, GradientsParams, Optimizer},
     record::{BinBytesRecorder, FullPrecisionSettings, Recorder},
     tensor::{
         Tensor,
@@ -90,6 +91,34 @@ where
         model,
         losses,
         gradients: all,
+    }
+}
+
+/// Trains along a schedule, stepping once in three batches; notes no gradients.
+pub fn accumulated<B, M, O>(mut model: M, optim: &mut O, batches: &[Sample]) -> Run<M>
+where
+    B: AutodiffBackend,
+    M: AutodiffModule<B> + Classifier<B>,
+    O: Optimizer<M, B>,
+{
+    let mut losses = Vec::new();
+    let mut schedule = NoamLrSchedulerConfig::new(1.0)
+        .with_warmup_steps(3)
+        .init()
+        .expect("a schedule");
+    let mut accumulator = GradientsAccumulator::new();
+    for micro_batches in batches.chunks(3) {
+        for sample in micro_batches {
+            let loss = model.loss(sample);
+            losses.push(floats(&loss)[0]);
+            accumulator.accumulate(&model, GradientsParams::from_grads(loss.backward(), &model));
+        }
+        model = optim.step(schedule.step(), model, accumulator.grads());
+    }
+    Run {
+        model,
+        losses,
+        gradients: Vec::new(),
     }
 }
 

@@ -2,16 +2,23 @@
 
 mod suite {
     mod attention;
-    mod bad_input;
-    mod forwarding;
     mod integers;
     mod matmul;
     mod moments;
-    mod optimizer;
-    mod paper;
-    mod parity;
     mod passes;
-    mod state;
     mod stochastic;
     mod training;
+
+    #[cfg(feature = "flex")]
+    mod bad_input;
+    #[cfg(feature = "flex")]
+    mod forwarding;
+    #[cfg(feature = "flex")]
+    mod optimizer;
+    #[cfg(feature = "flex")]
+    mod paper;
+    #[cfg(feature = "flex")]
+    mod parity;
+    #[cfg(feature = "flex")]
+    mod state;
 }

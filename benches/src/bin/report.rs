@@ -1,4 +1,5 @@
-//! Writes the tables of measured results into the book and the README, or checks them.
+//! Writes the tables of measured results into the book and the README, or checks them, and warns of logs under
+//! `book/results` that are older than the kernels.
 //!
 //! `book/results/NAME.json` is what `pretrain`, `qt-bench` or `states` wrote with `--json`, `book/results/NAME.md` a
 //! sentence that says how: command, machine, date. A page asks for the table with the lines `<!-- table:NAME -->` and
@@ -12,7 +13,7 @@ use std::{
 };
 
 use anyhow::{Context, Result, bail, ensure};
-use benches::{markers, table};
+use benches::{logs, markers, table};
 
 fn main() -> ExitCode {
     match run() {
@@ -35,6 +36,9 @@ fn run() -> Result<()> {
         .parent()
         .context("the package is not in its workspace")?;
     let results = root.join("book/results");
+    for warning in logs::warnings(root, &logs_of(&results)?)? {
+        eprintln!("report: warning: {warning}");
+    }
 
     let mut asked = BTreeSet::new();
     let mut stale = Vec::new();
@@ -82,6 +86,17 @@ fn measured(results: &Path) -> Result<Vec<String>> {
         .into_iter()
         .filter_map(stem)
         .collect())
+}
+
+/// The names and the texts of the logs.
+fn logs_of(results: &Path) -> Result<Vec<(String, String)>> {
+    let log = |path: PathBuf| {
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        let text =
+            fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
+        Ok((name.into_owned(), text))
+    };
+    files(results, "log")?.into_iter().map(log).collect()
 }
 
 /// The files of a folder with this extension, sorted; none if there is no such folder.

@@ -4,8 +4,16 @@
 //! The kernels come out of the launches themselves, by way of a runtime that compiles and does not run.
 #![cfg(feature = "cuda")]
 
+mod emulate;
 mod nvrtc;
 mod offline;
+
+#[allow(dead_code)]
+#[path = "../kernels/device.rs"]
+mod device;
+#[allow(dead_code)]
+#[path = "../kernels/random.rs"]
+mod random;
 
 use std::{
     collections::{BTreeMap, BTreeSet},

@@ -35,13 +35,17 @@ use cubecl_runtime::{
     storage::{BytesResource, BytesStorage, ManagedResource},
 };
 
-/// CUDA source of a kernel.
+/// CUDA source of a kernel, and its launch.
 #[derive(Debug, Clone)]
 pub struct Source {
     pub name: String,
     pub code: String,
-    /// Bytes of shared memory that a launch asks for.
+    /// Bytes of shared memory that the launch asks for.
     pub shared_memory: usize,
+    /// Cubes along each axis.
+    pub cubes: [u32; 3],
+    /// The numbers that the kernel takes beside its buffers.
+    pub numbers: Vec<u64>,
 }
 
 /// The sources of the kernels that `launch` launches on an architecture, say 80 for sm_80, in this order.
@@ -229,8 +233,8 @@ impl ComputeServer for OfflineServer {
     unsafe fn launch(
         &mut self,
         kernel: Self::Kernel,
-        _count: CubeCount,
-        _arguments: KernelArguments,
+        count: CubeCount,
+        arguments: KernelArguments,
         mode: ExecutionMode,
         _stream: StreamId,
     ) {
@@ -246,7 +250,12 @@ impl ComputeServer for OfflineServer {
             .compile(&mut Default::default(), &options, mode, address_type)
             .expect("a kernel that CubeCL's CUDA compiler accepts");
         let representation = compiled.repr.expect("the representation beside the source");
+        let CubeCount::Static(x, y, z) = count else {
+            unreachable!("no kernel of this crate counts its cubes on the device");
+        };
         let source = Source {
+            cubes: [x, y, z],
+            numbers: arguments.info.data,
             name: compiled.entrypoint_name,
             shared_memory: representation.shared_memory_size(),
             code: compiled.source,

@@ -49,7 +49,8 @@ pub fn rounded(x: &[f32], float: StorageType) -> Vec<f32> {
         .collect()
 }
 
-fn to_bytes(x: &[f32], float: StorageType) -> Vec<u8> {
+/// The elements in the memory of a float type.
+pub fn to_bytes(x: &[f32], float: StorageType) -> Vec<u8> {
     if float == dtype::<f16>() {
         let x: Vec<f16> = x.iter().map(|&x| f16::from_f32(x)).collect();
         bytemuck::cast_slice(&x).to_vec()

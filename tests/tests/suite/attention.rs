@@ -16,7 +16,7 @@ use half::{bf16, f16};
 use quant_train_tests::{
     Rng,
     data::{floats, tensor},
-    on_every_backend,
+    on_every_backend, supports,
 };
 
 on_every_backend! {
@@ -138,7 +138,7 @@ fn compare<B: QuantOps, R: Recipe>(problem: &Problem, tolerance: f32, seed: u64)
 
 /// Whether the backend has FP16 and BF16.
 fn has_16_bits<B: QuantOps>() -> [bool; 2] {
-    [DType::F16, DType::BF16].map(|dtype| B::supports_dtype(&B::Device::default(), dtype))
+    [DType::F16, DType::BF16].map(supports::<B>)
 }
 
 fn equals_fp32<B: QuantOps>(seed: u64) {

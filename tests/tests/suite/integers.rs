@@ -13,7 +13,7 @@ use quant_train_tests::{
     data::{
         first_difference, lifted, primitive, primitive_floats, primitive_ints, same_bits, tensor,
     },
-    on_every_backend,
+    on_every_backend, supports,
 };
 
 on_every_backend! {
@@ -185,13 +185,12 @@ fn fits(kind: Values, form: Form) -> bool {
     }
 }
 
-fn supports<B: Backend>(form: Form) -> bool {
-    let dtype = match form {
-        Form::Bf16 => DType::BF16,
-        Form::F16 => DType::F16,
-        _ => return true,
-    };
-    B::supports_dtype(&B::Device::default(), dtype)
+fn supports_form<B: Backend>(form: Form) -> bool {
+    match form {
+        Form::Bf16 => supports::<B>(DType::BF16),
+        Form::F16 => supports::<B>(DType::F16),
+        Form::Plain | Form::Transposed | Form::Sliced | Form::Broadcast => true,
+    }
 }
 
 fn shape_of([rows, cols]: [usize; 2]) -> MatrixShape {
@@ -250,7 +249,7 @@ fn quantize_blocks<B: QuantOps>(seed: u64) {
     let mut checked = 0;
     for kind in ALL {
         for form in FORMS {
-            if !fits(kind, form) || !supports::<B>(form) {
+            if !fits(kind, form) || !supports_form::<B>(form) {
                 continue;
             }
             let shape = odd_shape(&mut rng);
@@ -457,7 +456,7 @@ fn quantize_with_fallback<B: QuantOps>(seed: u64) {
         .filter(|kind| !matches!(kind, Values::OneNan | Values::OneInf));
     for kind in finite {
         for form in FORMS {
-            if !fits(kind, form) || !supports::<B>(form) {
+            if !fits(kind, form) || !supports_form::<B>(form) {
                 continue;
             }
             let shape = odd_shape(&mut rng);
@@ -667,7 +666,7 @@ fn half_products<B: QuantOps>(seed: u64) {
     for kind in [Values::Normal, Values::ZeroBlocks, Values::Normal] {
         let problem = problem::<B>(&mut rng, seed, kind);
         for (float, dtype, half_unit) in formats {
-            if !B::supports_dtype(&B::Device::default(), dtype) {
+            if !supports::<B>(dtype) {
                 continue;
             }
             let cases = [

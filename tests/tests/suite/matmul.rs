@@ -9,7 +9,7 @@ use half::{bf16, f16};
 use quant_train_tests::{
     Rng,
     data::{floats, tensor},
-    on_every_backend,
+    on_every_backend, supports,
 };
 
 on_every_backend! {
@@ -160,7 +160,7 @@ fn in_each_compute_dtype<B: QuantOps>(
     solve: impl Fn(DType) -> Vec<Vec<f32>>,
 ) {
     let mut dtypes = vec![(DType::F16, 5e-3), (DType::BF16, 4e-2)];
-    dtypes.retain(|(dtype, _)| B::supports_dtype(&B::Device::default(), *dtype));
+    dtypes.retain(|(dtype, _)| supports::<B>(*dtype));
     if dtypes.is_empty() {
         dtypes.push((DType::F32, 1e-4));
     }

@@ -12,14 +12,9 @@ use burn::{
         dataset::InMemDataset,
     },
     grad_clipping::GradientClippingConfig,
-    lr_scheduler::{
-        LrScheduler, cosine::CosineAnnealingLrSchedulerConfig, noam::NoamLrSchedulerConfig,
-    },
+    lr_scheduler::{LrScheduler, cosine::CosineAnnealingLrSchedulerConfig},
     module::{AutodiffModule, Module},
-    optim::{
-        AdamConfig, AdamWConfig, GradientsAccumulator, GradientsParams, MuonConfig, Optimizer,
-        SgdConfig,
-    },
+    optim::{AdamConfig, AdamWConfig, GradientsParams, MuonConfig, Optimizer, SgdConfig},
     record::{FullPrecisionSettings, NamedMpkFileRecorder, Recorder},
     tensor::{
         Int, Tensor, TensorData,
@@ -45,11 +40,11 @@ use burn_quant_train::{
 use quant_train_tests::{
     Rng,
     data::{floats, same_bits, tensor},
-    models::{
-        CLASSES, Classifier, ConvNet, Encoder, MLP_INPUTS, Mlp, One, Sample, with_weights_of,
-    },
+    models::{CLASSES, Classifier, ConvNet, Encoder, MLP_INPUTS, Mlp, One, with_weights_of},
     seed,
-    train::{Run, attached, every_layer, parameters_of, samples, tail, train, train_with},
+    train::{
+        Run, accumulated, attached, every_layer, parameters_of, samples, tail, train, train_with,
+    },
 };
 
 type Burn = Autodiff<Flex>;
@@ -158,33 +153,6 @@ fn defaults_are_burns() {
         &batches,
     );
     assert_same_run::<Burn, Mixed, _, _>(&format!("seed {seed}"), &burn, &run);
-}
-
-/// Steps once in three batches, along a schedule.
-pub(super) fn accumulated<B, O>(mut model: Mlp<B>, optim: &mut O, batches: &[Sample]) -> Run<Mlp<B>>
-where
-    B: AutodiffBackend,
-    O: Optimizer<Mlp<B>, B>,
-{
-    let mut losses = Vec::new();
-    let mut schedule = NoamLrSchedulerConfig::new(1.0)
-        .with_warmup_steps(3)
-        .init()
-        .expect("a schedule");
-    let mut accumulator = GradientsAccumulator::new();
-    for micro_batches in batches.chunks(3) {
-        for sample in micro_batches {
-            let loss = model.loss(sample);
-            losses.push(floats(&loss)[0]);
-            accumulator.accumulate(&model, GradientsParams::from_grads(loss.backward(), &model));
-        }
-        model = optim.step(schedule.step(), model, accumulator.grads());
-    }
-    Run {
-        model,
-        losses,
-        gradients: Vec::new(),
-    }
 }
 
 #[test]

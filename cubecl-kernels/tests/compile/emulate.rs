@@ -1,0 +1,293 @@
+//! `stochastic.cu` on a CPU, as its launches set its knobs and numbers, against the reference to the bit.
+//!
+//! The machine's C++ compiler compiles it together with `emulator.cpp`, which has what the kernel uses of CUDA. Its
+//! sanitizers look for what the numbers need not show: races of the threads, and accesses outside of the buffers.
+
+use std::{fs, path::Path, process::Command};
+
+use cubecl::{ir::StorageType, std::tensor::TensorHandle};
+use cubecl_kernels::{
+    fallback::FallbackState,
+    format::{Format, Granularity, Layout, Rounding, StochasticKey},
+    linear_input::quantize_linear_input,
+    quantize::{QuantizeSpec, quantize},
+    reference,
+    shape::MatrixShape,
+};
+use half::{bf16, f16};
+use rstest::rstest;
+
+use super::{
+    Client,
+    device::{assert_same_integers, rounded, to_bytes},
+    dtype,
+    offline::{Source, sources_of},
+    random::Random,
+    tensor,
+};
+
+/// A block of each kind.
+const SHAPE: MatrixShape = MatrixShape {
+    batch: 2,
+    rows: 256,
+    cols: 256,
+};
+const BLOCK: usize = 128;
+/// From one row of X to the next one, in elements.
+const PITCH: usize = SHAPE.cols + 8;
+/// The layer under test has others around it.
+const LAYERS: usize = 3;
+const LAYER: usize = 1;
+/// What memory holds that nothing has written.
+const UNWRITTEN: u8 = 0xa5;
+
+/// What a training step quantizes: a gradient, or X, in a layer of this threshold if its blocks may fall back.
+#[derive(Debug, Clone, Copy)]
+enum Operand {
+    Gradient,
+    Input(Option<f32>),
+}
+
+/// The kernel's buffers: X, both copies, scales; the residual's values, scales, flags; thresholds, counts.
+type Buffers = [Vec<u8>; 9];
+const NAMES: [&str; 9] = [
+    "X",
+    "row-major copy",
+    "transposed copy",
+    "scales",
+    "residual",
+    "scales of the residual",
+    "flags",
+    "thresholds",
+    "counts",
+];
+
+#[rstest]
+fn equals_the_reference(
+    #[values(dtype::<f32>(), dtype::<f16>(), dtype::<bf16>())] float: StorageType,
+    #[values(
+        Operand::Gradient,
+        Operand::Input(None),
+        Operand::Input(Some(0.0)),
+        Operand::Input(Some(100.0))
+    )]
+    operand: Operand,
+    #[values(false, true)] draw_early: bool,
+) {
+    let mut random = Random::fresh();
+    let mut word = || (0..4).fold(0, |word, _| word << 16 | random.index(1 << 16) as u64);
+    let (seed, stream) = (word(), word());
+    let key = StochasticKey { seed, stream };
+    let mut source = source_of(float, operand, key);
+    // The tiles of a launch as small as this one draw early.
+    let knob = "#define DRAW_EARLY ";
+    assert!(source.code.contains(&format!("{knob}1\n")));
+    if !draw_early {
+        source.code = source
+            .code
+            .replace(&format!("{knob}1"), &format!("{knob}0"));
+    }
+    let x = rounded(&random.with_blocks_of_all_kinds(SHAPE), float);
+    let name = format!("emulate-{float}-{operand:?}-{draw_early}");
+    // They do not go together, and that for threads is slow.
+    let sanitizer = if float == dtype::<bf16>() {
+        "thread"
+    } else {
+        "address,undefined"
+    };
+    let expected = expected(&x, float, operand, key);
+    let mut before = expected.clone();
+    before[1..=6].iter_mut().for_each(|it| it.fill(UNWRITTEN));
+    before[8].fill(0);
+    let mut written = run(&source, &before, &name, sanitizer);
+    // Any NaN is as good as any other.
+    one_nan(&mut written[3]);
+    for ((written, expected), name) in written.iter().zip(&expected).zip(NAMES) {
+        assert_same_integers(&integers(written), &integers(expected), name);
+    }
+}
+
+/// What quantizing the operand launches.
+fn source_of(float: StorageType, operand: Operand, key: StochasticKey) -> Source {
+    let mut sources = sources_of(90, |client: &Client| {
+        let MatrixShape { batch, rows, cols } = SHAPE;
+        let handle = client.empty(batch * rows * PITCH * float.size());
+        let (shape, strides) = ([batch, rows, cols], [rows * PITCH, PITCH, 1]);
+        let x = TensorHandle::new(handle, shape, strides, float);
+        let Operand::Input(threshold) = operand else {
+            let spec = QuantizeSpec {
+                format: Format::Int8,
+                granularity: Granularity::Block(BLOCK),
+                rounding: Rounding::Stochastic(key),
+                layout: Layout::Both,
+            };
+            quantize(client, &x, &spec).expect("a matrix");
+            return;
+        };
+        let thresholds = &tensor(client, &[LAYERS], dtype::<f32>());
+        let counts = &tensor(client, &[LAYERS, 2], dtype::<i32>());
+        let layer = LAYER as u32;
+        let state = threshold.map(|_| FallbackState {
+            thresholds,
+            layer,
+            counts,
+        });
+        quantize_linear_input(client, &x, BLOCK, key, state).expect("a matrix");
+    });
+    assert_eq!(sources.len(), 1);
+    let source = sources.remove(0);
+    assert_eq!(source.name, "quantize_stochastic");
+    source
+}
+
+/// The buffers after the launch by the reference. Those of a fallback have no bytes where nothing falls back, and blocks
+/// that do not fall back leave the residual as it was.
+fn expected(x: &[f32], float: StorageType, operand: Operand, key: StochasticKey) -> Buffers {
+    let mut pitched = vec![f32::NAN; SHAPE.batch * SHAPE.rows * PITCH];
+    for (row, values) in pitched.chunks_mut(PITCH).zip(x.chunks(SHAPE.cols)) {
+        row[..SHAPE.cols].copy_from_slice(values);
+    }
+    let granularity = Granularity::Block(BLOCK);
+    let quantized = |rounding| reference::quantize(x, SHAPE, Format::Int8, granularity, rounding);
+    let (nearest, stochastic) = (
+        quantized(Rounding::Nearest),
+        quantized(Rounding::Stochastic(key)),
+    );
+    let row_major = match operand {
+        Operand::Gradient => &stochastic,
+        Operand::Input(_) => &nearest,
+    };
+    let mut buffers = Buffers::default();
+    buffers[0] = to_bytes(&pitched, float);
+    buffers[1] = bytes(&row_major.values);
+    buffers[2] = bytes(&stochastic.transposed().values);
+    buffers[3] = bytemuck::cast_slice(&nearest.scales).to_vec();
+    one_nan(&mut buffers[3]);
+    if let Operand::Input(Some(threshold)) = operand {
+        let fallback = reference::quantize_fallback(x, SHAPE, BLOCK, threshold);
+        buffers[4] = bytes(&fallback.residual.values);
+        for (index, value) in buffers[4].iter_mut().enumerate() {
+            // Matrices of a batch follow each other as the rows of one do.
+            let (row, col) = (index / SHAPE.cols, index % SHAPE.cols);
+            if !fallback.flags[nearest.block_of(0, row, col)] {
+                *value = UNWRITTEN;
+            }
+        }
+        buffers[5] = bytemuck::cast_slice(&fallback.residual.scales).to_vec();
+        let flags: Vec<u32> = fallback.flags.iter().map(|&flag| flag.into()).collect();
+        buffers[6] = bytemuck::cast_slice(&flags).to_vec();
+        let (mut thresholds, mut counts) = ([f32::NAN; LAYERS], [[0; 2]; LAYERS]);
+        (thresholds[LAYER], counts[LAYER]) = (threshold, fallback.counts());
+        buffers[7] = bytemuck::cast_slice(&thresholds).to_vec();
+        buffers[8] = bytemuck::cast_slice(&counts).to_vec();
+    }
+    buffers
+}
+
+fn bytes(integers: &[i32]) -> Vec<u8> {
+    integers.iter().map(|&integer| integer as u8).collect()
+}
+
+fn integers(bytes: &[u8]) -> Vec<i32> {
+    bytes.iter().map(|&byte| (byte as i8).into()).collect()
+}
+
+/// Makes each NaN among the floats the same.
+fn one_nan(floats: &mut [u8]) {
+    for bytes in floats.chunks_exact_mut(4) {
+        if f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]).is_nan() {
+            bytes.copy_from_slice(&f32::NAN.to_le_bytes());
+        }
+    }
+}
+
+/// The buffers after the launch. `name` is that of the folder to work in.
+fn run(source: &Source, buffers: &Buffers, name: &str, sanitizer: &str) -> Buffers {
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
+    fs::create_dir_all(&folder).expect("a folder");
+    let kernel = without_asm(&source.code).replace("extern __shared__", "extern");
+    fs::write(folder.join("kernel.cu"), kernel).expect("a file");
+    let (program, input, output) = (
+        folder.join("emulator"),
+        folder.join("in"),
+        folder.join("out"),
+    );
+    succeed(
+        Command::new(std::env::var("CXX").unwrap_or_else(|_| "c++".into()))
+            .args([
+                "-std=c++20",
+                "-O1",
+                "-ffp-contract=off",
+                "-fno-strict-aliasing",
+                "-pthread",
+            ])
+            .arg(format!("-fsanitize={sanitizer}"))
+            .arg(format!("-DSHARED_BYTES={}", source.shared_memory))
+            .arg(format!("-I{}", folder.display()))
+            .arg(concat!(
+                env!("CARGO_MANIFEST_DIR"),
+                "/tests/compile/emulator.cpp"
+            ))
+            .arg("-o")
+            .arg(&program),
+    );
+    let lengths: Vec<usize> = buffers.iter().map(Vec::len).collect();
+    let mut header: Vec<u64> = source.cubes.iter().map(|&count| count.into()).collect();
+    header.extend(lengths.iter().map(|&length| length as u64));
+    header.extend(&source.numbers);
+    fs::write(
+        &input,
+        [bytemuck::cast_slice(&header), &buffers.concat()].concat(),
+    )
+    .expect("a file");
+    succeed(Command::new(program).args([&input, &output]));
+    let written = fs::read(output).expect("the buffers");
+    let mut rest = &written[..];
+    std::array::from_fn(|index| rest.split_off(..lengths[index]).expect("a buffer").to_vec())
+}
+
+fn succeed(command: &mut Command) {
+    let output = command.output();
+    let output = output.unwrap_or_else(|error| panic!("{command:?}: {error}"));
+    let messages = String::from_utf8_lossy(&output.stderr);
+    assert!(
+        output.status.success(),
+        "{command:?}: {}\n{messages}",
+        output.status
+    );
+}
+
+/// The text with a call in place of each statement `asm(..);`.
+fn without_asm(source: &str) -> String {
+    let mut parts = source.split("asm");
+    let mut text = String::from(parts.next().unwrap_or_default());
+    for part in parts {
+        let (statement, rest) = part.split_once(");").expect("the end of a statement");
+        text += &call(statement);
+        text += rest;
+    }
+    text
+}
+
+/// `ptx_INSTRUCTION(..);` for `("INSTRUCTION ..;" : "constraint"(operand), ..`; nothing for an
+/// empty text.
+fn call(statement: &str) -> String {
+    let mut quoted = statement.split('"').skip(1);
+    let text = quoted.next().expect("a text");
+    let instruction = text.split([' ', ';']).next().unwrap_or_default();
+    if instruction.is_empty() {
+        return ";".into();
+    }
+    // Behind each constraint stands its operand, behind a clobbered name nothing.
+    let operands: Vec<&str> = quoted
+        .skip(2)
+        .step_by(2)
+        .map(|operand| operand.trim_end_matches([' ', ',', ':', '\n']))
+        .filter(|operand| !operand.is_empty())
+        .collect();
+    format!(
+        "ptx_{}({});",
+        instruction.replace('.', "_"),
+        operands.join(", ")
+    )
+}
