@@ -69,12 +69,16 @@ pub struct Args {
     /// Stop each run after this step, leaving a checkpoint, as Ctrl-C would
     #[arg(long, value_name = "STEP", value_parser = at_least_one, help_heading = CHECKPOINTS)]
     pub stop_after: Option<usize>,
-    /// Take up the runs whose checkpoints are in this folder; finished runs are not trained again
+    /// Take up the runs whose checkpoints are in this folder
+    ///
+    /// Finished runs are not trained again. --steps may prolong the runs, and --seeds add to them.
     #[arg(long, value_name = "DIR", help_heading = CHECKPOINTS)]
     pub resume: Option<PathBuf>,
-    /// Go on from the checkpoint in this folder under the recipes of --recipe. The learning rate follows the schedule
-    /// of the checkpoint's run, and past its end stays at its lowest. With other seeds than that run's, data order and
-    /// rounding differ from there on
+    /// Go on from the checkpoint in this folder under the recipes of --recipe
+    ///
+    /// Weights, moments, learning-rate schedule, step and position in the text are the checkpoint's; past the end of the
+    /// schedule the learning rate stays at its lowest. With --seed or --seeds, data order and rounding differ from the
+    /// checkpoint on. The folder is not written to.
     #[arg(long, value_name = "DIR", conflicts_with = "resume", help_heading = CHECKPOINTS)]
     pub fork: Option<PathBuf>,
     /// The run to fork where the folder holds several, by the name of its folder

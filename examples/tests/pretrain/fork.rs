@@ -3,6 +3,9 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
+use burn::record::{FullPrecisionSettings, NamedMpkFileRecorder, Recorder};
+use burn_quant_train::optim::{AdamWRecord, QuantRecord};
+
 use super::*;
 
 /// Every file under a folder.
@@ -16,6 +19,14 @@ fn files(folder: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
         }
     }
     files
+}
+
+/// The seeds of the rounding of layers and of parameters, in the record of an optimizer.
+fn rounding_seeds(record: PathBuf) -> (u64, Option<u64>) {
+    let recorder = NamedMpkFileRecorder::<FullPrecisionSettings>::new();
+    let record: QuantRecord<AdamWRecord> =
+        Recorder::<Flex>::load(&recorder, record, &Default::default()).unwrap();
+    (record.layers.seed, record.optimizer.seed)
 }
 
 fn losses(run: &Value) -> &[Value] {
@@ -61,7 +72,7 @@ fn a_fork_goes_on_under_every_recipe() {
     let rates = runs[1]["fallback_rates"].as_object().unwrap();
     assert!(!rates.is_empty(), "layers that were not quantized before");
 
-    // Beyond the plan of the source, under its schedule; and another seed, which has other data from the fork on.
+    // Beyond the plan of the source, under its schedule; and another seed, with other data and rounding from the fork on.
     let more = [
         "--recipe",
         "mixed-precision",
@@ -77,6 +88,10 @@ fn a_fork_goes_on_under_every_recipe() {
     assert_eq!(first[..3], *losses(&runs[0]));
     assert_eq!(first[0], second[0]);
     assert!((1..5).all(|step| first[step] != second[step]));
+    for (run, seed) in [("mixed-precision", 1), ("mixed-precision-seed-2", 2)] {
+        let record = longer.join(run).join("step-5/optim-5.mpk");
+        assert_eq!(rounding_seeds(record), (seed, Some(seed)));
+    }
 
     // Stopped on the way, and resumed where one run has not begun and the source is gone.
     let stop = [
