@@ -1,9 +1,9 @@
-//! The command line, and the configuration that it and a checkpoint make together.
+//! The command line.
 
 use std::fmt::{self, Display};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
-use anyhow::{Result, ensure};
+use anyhow::Result;
 use burn_quant_train::optim::{self, QuantAdamWConfig, StateFormat};
 use clap::{Parser, ValueEnum};
 use serde::{Deserialize, Serialize};
@@ -14,27 +14,21 @@ use crate::model::DecoderConfig;
 ///
 /// Without flags: fallback-int8 and mixed-precision from the same seed, on the CPU, within five minutes.
 #[derive(Parser, Clone, Debug, Default)]
-#[command(name = "pretrain", version)]
+#[command(name = "pretrain", version, after_help = EXAMPLES)]
 pub struct Args {
     /// How to train; repeat it, or separate by commas [default: fallback-int8,mixed-precision]
     #[arg(long, value_enum, value_delimiter = ',')]
     pub recipe: Vec<Recipe>,
-    /// What the optimizer keeps of each parameter [default: adamw]
-    #[arg(long, value_enum)]
-    pub optimizer: Option<Optimizer>,
-    /// How the codes of 8-bit moments are rounded [default: nearest]
-    #[arg(long, value_enum)]
-    pub state_rounding: Option<StateRounding>,
-    /// Where to train [default: cpu]
-    #[arg(long, value_enum)]
-    pub device: Option<Device>,
-    /// The compute dtype [default: f32 on the CPU, bf16 with CUDA, f16 with Vulkan]
-    #[arg(long, value_enum)]
-    pub compute: Option<Compute>,
+    /// Seed of the weights, the data order and the rounding [default: 1, or that of the checkpoint]
+    #[arg(long)]
+    pub seed: Option<u64>,
+    /// Train every recipe with so many seeds, --seed and those that follow it [default: 1]
+    #[arg(long, value_name = "N", value_parser = seeds)]
+    pub seeds: Option<usize>,
     /// The model's size: about 1M, 30M or 124M parameters [default: tiny]
     #[arg(long, value_enum)]
     pub preset: Option<Preset>,
-    /// Optimizer steps in all; a resumed run goes on to this number [default: the preset's]
+    /// Optimizer steps in all; a resumed or forked run goes on to this number [default: the preset's]
     #[arg(long, value_parser = at_least_one)]
     pub steps: Option<usize>,
     /// Sequences in a batch [default: the preset's]
@@ -46,37 +40,75 @@ pub struct Args {
     /// Peak learning rate [default: the preset's]
     #[arg(long, value_parser = rate)]
     pub lr: Option<f64>,
-    /// Seed of the weights, the data order and the rounding [default: 1]
-    #[arg(long)]
-    pub seed: Option<u64>,
-    /// Windows of held-out text that validation reads [default: the preset's]
-    #[arg(long, value_parser = at_least_one)]
-    pub validation: Option<usize>,
+    /// AdamW, by the format of the moments that it keeps [default: adamw]
+    #[arg(long, value_enum)]
+    pub optimizer: Option<Optimizer>,
+    /// How the codes of 8-bit moments are rounded [default: nearest]
+    #[arg(long, value_enum)]
+    pub state_rounding: Option<StateRounding>,
     /// Text to train on, a file or a folder [default: the Rust sources under $CARGO_HOME/registry/src]
     #[arg(long, value_name = "PATH")]
     pub data: Option<PathBuf>,
-    /// Take up the run whose checkpoint is in this folder
-    #[arg(long, value_name = "DIR")]
-    pub resume: Option<PathBuf>,
-    /// Where checkpoints go [default: target/pretrain, or the resumed run's folder]
-    #[arg(long, value_name = "DIR")]
+    /// Windows of held-out text that validation reads [default: the preset's]
+    #[arg(long, value_parser = at_least_one)]
+    pub validation: Option<usize>,
+
+    /// Where to train [default: cpu]
+    #[arg(long, value_enum, help_heading = DEVICE)]
+    pub device: Option<Device>,
+    /// The compute dtype [default: f32 on the CPU, bf16 with CUDA, f16 with Vulkan]
+    #[arg(long, value_enum, help_heading = DEVICE)]
+    pub compute: Option<Compute>,
+
+    /// Where checkpoints go [default: the resumed folder, target/pretrain-fork with --fork, else target/pretrain]
+    #[arg(long, value_name = "DIR", help_heading = CHECKPOINTS)]
     pub out: Option<PathBuf>,
-    /// Write the results to this file, an array with one object per run
-    #[arg(long, value_name = "FILE")]
-    pub json: Option<PathBuf>,
     /// Leave a checkpoint every so many steps [default: a fifth of the run, at least 100]
-    #[arg(long, value_name = "STEPS", value_parser = at_least_one)]
+    #[arg(long, value_name = "STEPS", value_parser = at_least_one, help_heading = CHECKPOINTS)]
     pub checkpoint_every: Option<usize>,
-    /// Stop after this step, leaving a checkpoint, as Ctrl-C would
-    #[arg(long, value_name = "STEP", value_parser = at_least_one)]
+    /// Stop each run after this step, leaving a checkpoint, as Ctrl-C would
+    #[arg(long, value_name = "STEP", value_parser = at_least_one, help_heading = CHECKPOINTS)]
     pub stop_after: Option<usize>,
+    /// Take up the runs whose checkpoints are in this folder
+    ///
+    /// Finished runs are not trained again. --steps may prolong the runs, and --seeds add to them.
+    #[arg(long, value_name = "DIR", help_heading = CHECKPOINTS)]
+    pub resume: Option<PathBuf>,
+    /// Go on from the checkpoint in this folder under the recipes of --recipe
+    ///
+    /// Weights, moments, learning-rate schedule, step and position in the text are the checkpoint's; past the end of the
+    /// schedule the learning rate stays at its lowest. With --seed or --seeds, data order and rounding differ from the
+    /// checkpoint on. The folder is not written to.
+    #[arg(long, value_name = "DIR", conflicts_with = "resume", help_heading = CHECKPOINTS)]
+    pub fork: Option<PathBuf>,
+    /// The run to fork where the folder holds several, by the name of its folder
+    #[arg(long, value_name = "RUN", requires = "fork", help_heading = CHECKPOINTS)]
+    pub from: Option<String>,
+
+    /// Write the results to this file, an array with one run a line
+    #[arg(long, value_name = "FILE", help_heading = OUTPUT)]
+    pub json: Option<PathBuf>,
     /// Print what every linear layer got
-    #[arg(long)]
+    #[arg(long, help_heading = OUTPUT)]
     pub layers: bool,
     /// Print plain lines even in a terminal
-    #[arg(long)]
+    #[arg(long, help_heading = OUTPUT)]
     pub plain: bool,
 }
+
+const DEVICE: &str = "Device";
+const CHECKPOINTS: &str = "Checkpoints";
+const OUTPUT: &str = "Output";
+
+const EXAMPLES: &str = "\
+Examples:
+  pretrain --seeds 4 --json runs.json
+      both recipes with seeds 1 to 4, and how far apart they are, with a 95% interval
+  pretrain --resume target/pretrain
+      go on with runs that were stopped
+  pretrain --recipe mixed-precision --stop-after 60 --out base
+  pretrain --fork base --recipe mixed-precision,fallback-int8,block-int8 --seeds 4
+      the last 60 of 120 steps under three recipes, from one checkpoint";
 
 impl Args {
     /// Parses the process's arguments. An error is one line; help and version are printed and end the process.
@@ -111,6 +143,13 @@ fn at_least_one(text: &str) -> Result<usize, String> {
         Ok(0) => Err("must be at least 1".into()),
         Ok(number) => Ok(number),
         Err(_) => Err("must be a whole number".into()),
+    }
+}
+
+fn seeds(text: &str) -> Result<usize, String> {
+    match at_least_one(text)? {
+        number @ ..=1000 => Ok(number),
+        _ => Err("must be at most 1000".into()),
     }
 }
 
@@ -235,12 +274,19 @@ macro_rules! display_as_flag {
 }
 display_as_flag!(Recipe, Optimizer, StateRounding, Device, Compute, Preset);
 
-struct Defaults {
-    steps: usize,
-    batch: usize,
-    sequence: usize,
-    lr: f64,
-    validation: usize,
+/// The sizes of a run that a preset proposes.
+#[derive(Clone, Copy, Debug)]
+pub struct Defaults {
+    /// Optimizer steps in all.
+    pub steps: usize,
+    /// Sequences in a batch.
+    pub batch: usize,
+    /// Bytes in a sequence.
+    pub sequence: usize,
+    /// Peak learning rate.
+    pub lr: f64,
+    /// Windows that validation reads.
+    pub validation: usize,
 }
 
 impl Preset {
@@ -262,7 +308,8 @@ impl Preset {
         (batch, sequence)
     }
 
-    fn defaults(self) -> Defaults {
+    /// The sizes that the command line may leave out.
+    pub fn defaults(self) -> Defaults {
         let (steps, batch, sequence, lr, validation) = match self {
             Self::Tiny => (120, 8, 128, 3e-3, 64),
             Self::Small => (1250, 32, 512, 1e-3, 1024),
@@ -276,146 +323,4 @@ impl Preset {
             validation,
         }
     }
-}
-
-/// All that a run depends on; a checkpoint carries it.
-#[derive(Serialize, Deserialize, Clone, Debug, PartialEq)]
-pub struct Config {
-    /// Recipes, in the order of their runs.
-    pub recipes: Vec<Recipe>,
-    /// The format of the optimizer's moments.
-    #[serde(default)]
-    pub optimizer: Optimizer,
-    /// How the codes of 8-bit moments are rounded.
-    #[serde(default)]
-    pub state_rounding: StateRounding,
-    /// Where to train.
-    pub device: Device,
-    /// The compute dtype.
-    pub compute: Compute,
-    /// The model's size.
-    pub preset: Preset,
-    /// The shape of the model.
-    pub model: DecoderConfig,
-    /// Optimizer steps in all.
-    pub steps: usize,
-    /// Sequences in a batch.
-    pub batch: usize,
-    /// Bytes in a sequence.
-    pub sequence: usize,
-    /// Peak learning rate.
-    pub lr: f64,
-    /// Seed of the weights, the data order and the rounding.
-    pub seed: u64,
-    /// Windows that validation reads.
-    pub validation: usize,
-    /// The text; `None` is Cargo's registry.
-    pub data: Option<PathBuf>,
-    /// Hash of the loaded text, filled in once it is loaded.
-    pub fingerprint: String,
-}
-
-impl Config {
-    /// The configuration of a new run.
-    ///
-    /// # Errors
-    ///
-    /// A recipe named twice.
-    pub fn new(args: &Args) -> Result<Self> {
-        let preset = args.preset.unwrap_or(Preset::Tiny);
-        let defaults = preset.defaults();
-        let device = args.device.unwrap_or(Device::Cpu);
-        let sequence = args.sequence.unwrap_or(defaults.sequence);
-        let recipes = if args.recipe.is_empty() {
-            vec![Recipe::FallbackInt8, Recipe::MixedPrecision]
-        } else {
-            args.recipe.clone()
-        };
-        for (i, recipe) in recipes.iter().enumerate() {
-            ensure!(
-                !recipes[..i].contains(recipe),
-                "--recipe names {recipe} twice"
-            );
-        }
-        Ok(Self {
-            recipes,
-            optimizer: args.optimizer.unwrap_or_default(),
-            state_rounding: args.state_rounding.unwrap_or_default(),
-            device,
-            compute: args.compute.unwrap_or(match device {
-                Device::Cpu => Compute::F32,
-                Device::Cuda => Compute::Bf16,
-                Device::Vulkan => Compute::F16,
-            }),
-            preset,
-            model: preset.model(sequence),
-            steps: args.steps.unwrap_or(defaults.steps),
-            batch: args.batch.unwrap_or(defaults.batch),
-            sequence,
-            lr: args.lr.unwrap_or(defaults.lr),
-            seed: args.seed.unwrap_or(1),
-            validation: args.validation.unwrap_or(defaults.validation),
-            data: args.data.as_deref().map(absolute),
-            fingerprint: String::new(),
-        })
-    }
-
-    /// The configuration of a resumed run: the checkpoint's, where only the total of steps, the device, the format and
-    /// the rounding of the optimizer's moments and where the text lies may change. Several recipes may be narrowed down
-    /// to some of them.
-    ///
-    /// # Errors
-    ///
-    /// A flag that contradicts the checkpoint.
-    pub fn resumed(saved: Self, args: &Args, folder: &Path) -> Result<Self> {
-        let at = folder.display();
-        macro_rules! unchanged {
-            ($($field:ident),*) => {$(
-                if let Some(asked) = args.$field {
-                    ensure!(
-                        asked == saved.$field,
-                        "the checkpoint in {at} was made with --{} {}, not {asked}",
-                        stringify!($field),
-                        saved.$field
-                    );
-                }
-            )*};
-        }
-        unchanged!(preset, compute, batch, sequence, seed, lr, validation);
-        let mut config = saved;
-        for recipe in &args.recipe {
-            ensure!(
-                config.recipes.contains(recipe),
-                "the checkpoint in {at} is of {}, not of {recipe}",
-                list(&config.recipes)
-            );
-        }
-        if !args.recipe.is_empty() {
-            config.recipes = args.recipe.clone();
-        }
-        ensure!(
-            config.model == config.preset.model(config.sequence),
-            "the checkpoint in {at} is of another shape than today's preset {}",
-            config.preset
-        );
-        config.steps = args.steps.unwrap_or(config.steps);
-        config.device = args.device.unwrap_or(config.device);
-        config.optimizer = args.optimizer.unwrap_or(config.optimizer);
-        config.state_rounding = args.state_rounding.unwrap_or(config.state_rounding);
-        if args.data.is_some() {
-            config.data = args.data.as_deref().map(absolute);
-        }
-        Ok(config)
-    }
-}
-
-/// A run may be resumed from another folder.
-fn absolute(path: &Path) -> PathBuf {
-    std::path::absolute(path).unwrap_or_else(|_| path.to_owned())
-}
-
-/// Names separated by commas.
-pub fn list(recipes: &[Recipe]) -> String {
-    let names: Vec<_> = recipes.iter().map(Recipe::to_string).collect();
-    names.join(", ")
 }

@@ -27,7 +27,7 @@ pub struct Text {
     pub train: Vec<u8>,
     /// The validation split.
     pub valid: Vec<u8>,
-    /// What was loaded, for people.
+    /// A line on the loaded text, for people.
     pub description: String,
 }
 
@@ -335,9 +335,9 @@ impl<B: Backend> Windows<B> {
 /// Token ids and the ids that follow them, both `[batch, sequence]`.
 #[derive(Clone, Debug)]
 pub struct Batch<B: Backend> {
-    /// What the model reads.
+    /// The tokens that the model reads.
     pub inputs: Tensor<B, 2, Int>,
-    /// What it is to predict.
+    /// The tokens that it is to predict.
     pub targets: Tensor<B, 2, Int>,
 }
 

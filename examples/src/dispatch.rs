@@ -21,45 +21,45 @@ use burn_quant_train::recipe::{BlockInt8, FallbackInt8, MixedPrecision};
 
 use crate::args::{Compute, Device, Recipe};
 use crate::memory::LiveBytes;
-use crate::train::{self, Ended, Session};
+use crate::train::{self, Ended, Job, Session};
 
 /// The recipes over one backend and compute dtype.
 #[allow(unused_macros)]
 macro_rules! recipes {
-    ($session:expr, $recipe:expr, $backend:ty, $compute:ty, $live_bytes:expr) => {{
+    ($session:expr, $job:expr, $backend:ty, $compute:ty, $live_bytes:expr) => {{
         type Inner = Autodiff<$backend>;
-        let (session, recipe) = ($session, $recipe);
-        match recipe {
+        let (session, job) = ($session, $job);
+        match job.run.recipe {
             Recipe::FallbackInt8 => {
-                start::<QuantTrain<Inner, FallbackInt8<$compute>>>(session, recipe, $live_bytes)
+                start::<QuantTrain<Inner, FallbackInt8<$compute>>>(session, job, $live_bytes)
             }
             Recipe::BlockInt8 => {
-                start::<QuantTrain<Inner, BlockInt8<$compute>>>(session, recipe, $live_bytes)
+                start::<QuantTrain<Inner, BlockInt8<$compute>>>(session, job, $live_bytes)
             }
             Recipe::MixedPrecision => {
-                start::<QuantTrain<Inner, MixedPrecision<$compute>>>(session, recipe, $live_bytes)
+                start::<QuantTrain<Inner, MixedPrecision<$compute>>>(session, job, $live_bytes)
             }
         }
     }};
 }
 
-/// Trains `recipe` on the configured device.
+/// Trains a run on its device.
 ///
 /// # Errors
 ///
 /// A device that is not there or not built in, and whatever goes wrong in training.
-pub fn run(session: &Session<'_>, recipe: Recipe) -> Result<Ended> {
-    match (session.config.device, session.config.compute) {
+pub fn run(session: &Session<'_>, job: &Job) -> Result<Ended> {
+    match (job.config.device, job.config.compute) {
         #[cfg(feature = "flex")]
         (Device::Cpu, Compute::F32) => {
-            recipes!(session, recipe, Flex, f32, &|_| (session.live_bytes)())
+            recipes!(session, job, Flex, f32, &|_| (session.live_bytes)())
         }
         #[cfg(feature = "cuda")]
         (Device::Cuda, Compute::Bf16) => {
             use burn::backend::Cuda;
             recipes!(
                 session,
-                recipe,
+                job,
                 Cuda,
                 burn::tensor::bf16,
                 &gpu::live_bytes::<gpu::Cuda>
@@ -70,7 +70,7 @@ pub fn run(session: &Session<'_>, recipe: Recipe) -> Result<Ended> {
             use burn::backend::Vulkan;
             recipes!(
                 session,
-                recipe,
+                job,
                 Vulkan,
                 burn::tensor::f16,
                 &gpu::live_bytes::<gpu::Vulkan>
@@ -79,13 +79,7 @@ pub fn run(session: &Session<'_>, recipe: Recipe) -> Result<Ended> {
         #[cfg(feature = "vulkan")]
         (Device::Vulkan, Compute::F32) => {
             use burn::backend::Vulkan;
-            recipes!(
-                session,
-                recipe,
-                Vulkan,
-                f32,
-                &gpu::live_bytes::<gpu::Vulkan>
-            )
+            recipes!(session, job, Vulkan, f32, &gpu::live_bytes::<gpu::Vulkan>)
         }
         (device, compute) => {
             check_built(device, compute)?;
@@ -125,10 +119,10 @@ pub fn check_built(device: Device, compute: Compute) -> Result<()> {
 #[allow(dead_code)]
 fn start<B: LayerBackend>(
     session: &Session<'_>,
-    recipe: Recipe,
+    job: &Job,
     live_bytes: LiveBytes<'_, B>,
 ) -> Result<Ended> {
-    let (name, compute) = (session.config.device, session.config.compute);
+    let (name, compute) = (job.config.device, job.config.compute);
     let device = B::Device::default();
     ensure!(
         works::<B>(&device),
@@ -143,7 +137,7 @@ fn start<B: LayerBackend>(
         B::supports_dtype(&device, dtype),
         "the device of --device {name} does not support --compute {compute}"
     );
-    train::run::<B>(session, recipe, &device, live_bytes)
+    train::run::<B>(session, job, &device, live_bytes)
 }
 
 /// True if the device can do a sum. Without a GPU the runtimes panic, on threads of their own too: keep them quiet.

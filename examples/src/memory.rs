@@ -1,4 +1,4 @@
-//! What training keeps in memory, measured, not computed: the bytes of activations that a forward pass leaves for the
+//! The memory that training keeps, measured, not computed: the bytes of activations that a forward pass leaves for the
 //! backward pass, and the bytes of optimizer state.
 
 use burn::optim::{GradientsParams, Optimizer};

@@ -1,4 +1,4 @@
-//! What a step reports, as Burn metrics.
+//! The reports of a step, as Burn metrics.
 
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};

@@ -64,11 +64,11 @@ pub fn keep_ctrl_c() {
 
 /// Prints a line now and then: step, loss and tokens/s, and beside them the loss that the runs before had at that step.
 pub struct Lines {
-    /// Name of the run.
+    /// Name of the run, as wide as that of any other.
     pub label: String,
     /// Its losses.
     pub history: History,
-    /// Names and losses of the runs before.
+    /// Recipes and losses of the runs before that had its seed.
     pub before: Vec<(String, History)>,
     /// Tokens of one step.
     pub tokens: usize,
@@ -87,7 +87,7 @@ impl Lines {
         let speed = ((step - self.last.0) * self.tokens) as f64 / seconds;
         self.last = (step, Instant::now());
         let mut line = format!(
-            "{:<16} step {step:>6}/{steps}  loss {loss:.4}  {speed:>9.0} tokens/s",
+            "{} step {step:>6}/{steps}  loss {loss:.4}  {speed:>9.0} tokens/s",
             self.label
         );
         for (label, history) in &self.before {

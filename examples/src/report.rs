@@ -1,20 +1,18 @@
-//! Results: a table for people, JSON for programs.
+//! The results of a run.
 
 use std::collections::BTreeMap;
-use std::fmt::Write;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result};
-use serde::Serialize;
+use anyhow::{Context, Result, ensure};
+use serde::{Deserialize, Serialize};
 
-use crate::args::{Compute, Config, Device, Optimizer, Preset, Recipe, StateRounding};
-use crate::data;
-
-/// At most this many points of the loss curve go into the JSON.
-const CURVE_POINTS: usize = 500;
+use crate::args::{Compute, Device, Optimizer, Preset, Recipe, StateRounding};
+use crate::config::{Config, Fork};
+use crate::curve;
+use crate::{nan, rows};
 
 /// The result of a run.
-#[derive(Serialize, Clone, Debug)]
+#[derive(Serialize, Deserialize, Clone, Debug)]
 pub struct Report {
     /// The recipe.
     pub recipe: Recipe,
@@ -34,19 +32,24 @@ pub struct Report {
     pub batch: usize,
     /// Bytes in a sequence.
     pub sequence: usize,
-    /// Seed of the weights, the data order and the rounding.
+    /// Seed of the weights, the data order and the rounding; of a forked run, of the last two since it was forked.
     pub seed: u64,
+    /// The checkpoint that the run went on from; none if it began at the beginning.
+    pub forked_from: Option<Fork>,
     /// Peak learning rate.
     pub lr: f64,
     /// Parameters of the model.
     pub parameters: usize,
-    /// Tokens trained on.
+    /// Tokens trained on, by a forked run those before it was forked included.
     pub tokens: usize,
-    /// Mean training loss of the last tenth of the steps, at most 50.
+    /// Mean training loss of the last tenth of the steps, at most 50, and of a forked run none from before the fork.
+    #[serde(deserialize_with = "nan::number")]
     pub train_loss: f64,
     /// Validation loss in nats per byte.
+    #[serde(deserialize_with = "nan::number")]
     pub val_loss: f64,
     /// The same in bits.
+    #[serde(deserialize_with = "nan::number")]
     pub bits_per_byte: f64,
     /// Training speed, without the first steps, checkpoints and validation.
     pub tokens_per_s: f64,
@@ -60,11 +63,12 @@ pub struct Report {
     pub fallback_rate: Option<f64>,
     /// Fallback rate of each layer in the last step.
     pub fallback_rates: BTreeMap<String, f32>,
-    /// Step and training loss.
+    /// Step and training loss, [thinned](curve::thinned).
+    #[serde(deserialize_with = "nan::curve")]
     pub loss_curve: Vec<(usize, f64)>,
 }
 
-/// What a run measured beside its loss curve; the fields are those of [`Report`].
+/// The measurements of a run beside its loss curve; the fields are those of [`Report`].
 #[derive(Clone, Debug)]
 #[allow(missing_docs)]
 pub struct Measured {
@@ -80,12 +84,9 @@ pub struct Measured {
 impl Report {
     /// Puts the results of a run together.
     pub fn new(recipe: Recipe, config: &Config, losses: &[f64], measured: Measured) -> Self {
-        let last = &losses[losses.len() - (losses.len() / 10).clamp(1, 50).min(losses.len())..];
-        let every = losses.len().div_ceil(CURVE_POINTS).max(1);
-        let loss_curve = (1..=losses.len())
-            .filter(|step| *step == 1 || step.is_multiple_of(every) || *step == losses.len())
-            .map(|step| (step, losses[step - 1]))
-            .collect();
+        let own = losses.len() - config.fork.map_or(0, |fork| fork.step).min(losses.len());
+        let last = &losses[losses.len() - (losses.len() / 10).clamp(1, 50).min(own)..];
+        let curve: Vec<_> = (1..).zip(losses.iter().copied()).collect();
         let rates: Vec<f64> = measured
             .fallback_rates
             .iter()
@@ -102,6 +103,7 @@ impl Report {
             batch: config.batch,
             sequence: config.sequence,
             seed: config.seed,
+            forked_from: config.fork,
             lr: config.lr,
             parameters: measured.parameters,
             tokens: losses.len() * config.batch * config.sequence,
@@ -114,11 +116,18 @@ impl Report {
             skipped_steps: measured.skipped_steps,
             fallback_rate: (!rates.is_empty()).then(|| mean(&rates)),
             fallback_rates: measured.fallback_rates.into_iter().collect(),
-            loss_curve,
+            loss_curve: curve::thinned(&curve),
         }
     }
 
-    fn fallback_range(&self) -> String {
+    /// True if these are the results that a run with this configuration would end with, the run being the same.
+    pub fn answers(&self, config: &Config) -> bool {
+        (self.steps, self.optimizer, self.state_rounding)
+            == (config.steps, config.optimizer, config.state_rounding)
+    }
+
+    /// Lowest, mean and highest fallback rate of the layers, for people.
+    pub fn fallback_range(&self) -> String {
         let rates = || self.fallback_rates.values().copied();
         match self.fallback_rate {
             Some(mean) => format!(
@@ -136,70 +145,40 @@ fn mean(values: &[f64]) -> f64 {
     values.iter().sum::<f64>() / values.len() as f64
 }
 
-/// The table at the end.
-pub fn table(reports: &[Report]) -> String {
-    let header = [
-        "recipe",
-        "train loss",
-        "val loss",
-        "bits/byte",
-        "tokens/s",
-        "saved activations",
-        "optimizer state",
-        "fallback rate (min / mean / max of layers)",
-    ];
-    let rows = reports.iter().map(|it| {
-        [
-            it.recipe.to_string(),
-            format!("{:.4}", it.train_loss),
-            format!("{:.4}", it.val_loss),
-            format!("{:.4}", it.bits_per_byte),
-            format!("{:.0}", it.tokens_per_s),
-            data::bytes(it.activation_bytes as usize),
-            data::bytes(it.optimizer_bytes as usize),
-            it.fallback_range(),
-        ]
-    });
-    let rows: Vec<_> = std::iter::once(header.map(String::from))
-        .chain(rows)
-        .collect();
-    let widths: Vec<_> = (0..header.len())
-        .map(|column| {
-            rows.iter()
-                .map(|row| row[column].chars().count())
-                .max()
-                .unwrap_or(0)
-        })
-        .collect();
-    let mut text = String::new();
-    for (i, row) in rows.iter().enumerate() {
-        let cells: Vec<_> = row
-            .iter()
-            .zip(&widths)
-            .enumerate()
-            .map(|(column, (cell, width))| match column {
-                0 => format!("{cell:<width$}"),
-                _ => format!("{cell:>width$}"),
-            })
-            .collect();
-        let _ = writeln!(text, "{}", cells.join("  ").trim_end());
-        if i == 0 {
-            let _ = writeln!(
-                text,
-                "{}",
-                "-".repeat(widths.iter().sum::<usize>() + 2 * (widths.len() - 1))
-            );
-        }
-    }
-    text
+/// A file that results will be written to.
+pub struct ResultFile {
+    path: PathBuf,
+    partial: PathBuf,
 }
 
-/// Writes the reports as a JSON array.
-///
-/// # Errors
-///
-/// The file cannot be written.
-pub fn write_json(path: &Path, reports: &[Report]) -> Result<()> {
-    let text = serde_json::to_string_pretty(reports)? + "\n";
-    std::fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))
+impl ResultFile {
+    /// Tries whether it can be written, so that it is not found out after hours of training. A file that is there stays
+    /// until it is replaced.
+    ///
+    /// # Errors
+    ///
+    /// It cannot be written.
+    pub fn new(path: &Path) -> Result<Self> {
+        let at = path.display();
+        ensure!(!path.is_dir(), "cannot write {at}: it is a folder");
+        let partial = path.with_added_extension("partial");
+        std::fs::write(&partial, "")
+            .and_then(|()| std::fs::remove_file(&partial))
+            .with_context(|| format!("cannot write {at}"))?;
+        Ok(Self {
+            path: path.to_owned(),
+            partial,
+        })
+    }
+
+    /// Writes the results as a JSON array, a run a line.
+    ///
+    /// # Errors
+    ///
+    /// The file cannot be written.
+    pub fn write(&self, reports: &[Report]) -> Result<()> {
+        std::fs::write(&self.partial, rows::to_string(&reports)?)
+            .and_then(|()| std::fs::rename(&self.partial, &self.path))
+            .with_context(|| format!("cannot write {}", self.path.display()))
+    }
 }

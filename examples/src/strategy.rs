@@ -40,7 +40,7 @@ impl Stop {
     }
 }
 
-/// What training came to.
+/// The outcome of training.
 pub struct Outcome<B: AutodiffBackend> {
     /// The trained model.
     pub model: Decoder<B>,
@@ -60,7 +60,7 @@ pub struct Outcome<B: AutodiffBackend> {
 pub struct StepByStep<B: AutodiffBackend> {
     /// Where checkpoints go.
     pub checkpoints: Checkpoints,
-    /// What they say; step and losses are filled in.
+    /// Their state; step, losses and checksums are filled in.
     pub state: State,
     /// Losses, as the metrics' thread reads them.
     pub history: History,
@@ -70,7 +70,7 @@ pub struct StepByStep<B: AutodiffBackend> {
     pub stop_after: Option<usize>,
     /// Somebody asks to stop.
     pub stop: Stop,
-    /// Whether Burn's dashboard is drawn.
+    /// True if Burn's dashboard is drawn.
     pub dashboard: bool,
     /// Where to train.
     pub device: B::Device,
@@ -93,7 +93,7 @@ impl<B: AutodiffBackend> StepByStep<B> {
             ..self.state.clone()
         };
         self.checkpoints
-            .save(learner, &state, &components.event_store)
+            .save(learner, state, &components.event_store)
     }
 }
 

@@ -1,51 +1,118 @@
 //! One run: a recipe's backend, Burn's learner, a report.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
-use anyhow::{Context, Result, anyhow, ensure};
+use anyhow::{Context, Result};
 use burn::grad_clipping::GradientClippingConfig;
-use burn::lr_scheduler::composed::{ComposedLrScheduler, ComposedLrSchedulerConfig};
-use burn::lr_scheduler::cosine::CosineAnnealingLrSchedulerConfig;
-use burn::lr_scheduler::linear::LinearLrSchedulerConfig;
 use burn::module::Module;
 use burn::train::metric::LearningRateMetric;
 use burn::train::{Learner, SupervisedTraining, TrainingStrategy};
 use burn_quant_train::metric::OptimizerMetric;
-use burn_quant_train::optim::LayerBackend;
+use burn_quant_train::optim::{LayerBackend, QuantAdamWConfig};
 
-use crate::args::{Args, Config, Recipe};
-use crate::checkpoint::{Checkpoints, State};
+use crate::args::Args;
+use crate::checkpoint::{Checkpoints, Finished, State};
+use crate::config::{Config, Run};
 use crate::data::{Text, Windows};
 use crate::memory::{LiveBytes, optimizer_state, saved_activations};
 use crate::metrics::{History, Loss, TokensPerSecond};
 use crate::model::Decoder;
 use crate::progress::{self, Lines};
 use crate::report::{Measured, Report};
+use crate::schedule::Schedule;
 use crate::strategy::{StepByStep, Stop};
 
 /// Steps between two readings of the fallback rate for the dashboard: each waits for the device.
 const FALLBACK_RATE_EVERY: usize = 20;
 
-/// What all runs of a process share.
+/// All that the runs of a process share.
 pub struct Session<'a> {
     /// The command line.
     pub args: &'a Args,
-    /// The runs' configuration.
-    pub config: &'a Config,
     /// Where checkpoints go.
     pub out: &'a Path,
-    /// Where checkpoints come from.
-    pub resume: Option<&'a Path>,
     /// The text.
     pub text: &'a Text,
     /// Asks the runs to stop.
     pub stop: &'a Stop,
+    /// The width of the longest name of a run.
+    pub label_width: usize,
     /// Bytes live in the process's allocator.
     pub live_bytes: fn() -> u64,
-    /// Names and losses of the runs before.
-    pub before: Mutex<Vec<(String, History)>>,
+    /// The losses of the runs before.
+    pub before: Mutex<Vec<(Run, History)>>,
+}
+
+impl Session<'_> {
+    /// Keeps the losses of a run, for the progress of those that follow.
+    pub fn remember(&self, run: Run, history: History) {
+        let mut before = self.before.lock().expect("no holder panics");
+        before.push((run, history));
+    }
+
+    /// Progress in lines, with the losses of the runs before that have this run's seed.
+    fn lines(&self, job: &Job, history: &History) -> Lines {
+        let before = self.before.lock().expect("no holder panics");
+        let of_this_seed = before.iter().filter(|(run, _)| run.seed == job.run.seed);
+        Lines {
+            label: format!("{:<width$}", job.label, width = self.label_width),
+            history: history.clone(),
+            before: of_this_seed
+                .map(|(run, history)| (run.recipe.to_string(), history.clone()))
+                .collect(),
+            tokens: job.config.batch * job.config.sequence,
+            last: (job.first_step(), Instant::now()),
+        }
+    }
+}
+
+/// A run that is to be trained.
+pub struct Job {
+    /// The run.
+    pub run: Run,
+    /// Its configuration.
+    pub config: Config,
+    /// Its name for people.
+    pub label: String,
+    /// Its position among several runs, for people, to stand before its name.
+    pub position: String,
+    /// Where its checkpoints go.
+    pub checkpoints: Checkpoints,
+    /// The checkpoint that it goes on from, its own or that of the run that it forks; none at the beginning.
+    pub from: Option<(Checkpoints, State)>,
+}
+
+impl Job {
+    /// Steps taken before.
+    pub fn first_step(&self) -> usize {
+        self.from.as_ref().map_or(0, |(_, state)| state.step)
+    }
+
+    /// Its name, model and length for people, and where it begins.
+    fn headline(&self, parameters: usize) -> String {
+        let Config {
+            steps,
+            batch,
+            sequence,
+            fork,
+            ..
+        } = self.config;
+        let begins = match (self.first_step(), fork) {
+            (0, _) => String::new(),
+            (step, Some(fork)) if step == fork.step => {
+                format!(", forked from {} at step {step}", fork.recipe)
+            }
+            (step, _) => format!(", resumed at step {step}"),
+        };
+        let tokens = batch * sequence;
+        let (position, label) = (&self.position, &self.label);
+        format!(
+            "{position}{label}: {parameters} parameters, {steps} steps of {tokens} tokens{begins}"
+        )
+    }
 }
 
 /// How a run ended.
@@ -61,72 +128,57 @@ pub enum Ended {
     },
 }
 
-/// Trains one recipe: the backend `B` is all that it takes.
+/// AdamW with the settings that all runs share.
+fn optimizer(config: &Config) -> QuantAdamWConfig {
+    config
+        .optimizer
+        .config()
+        .with_beta_2(0.95)
+        .with_weight_decay(0.1)
+        .with_state_rounding(config.state_rounding.into())
+        .with_grad_clipping(Some(GradientClippingConfig::Norm(1.0)))
+}
+
+/// Trains one run: the backend `B` is all that its recipe takes.
 ///
 /// # Errors
 ///
 /// Checkpoints that cannot be read or written.
 pub fn run<B: LayerBackend>(
     session: &Session<'_>,
-    recipe: Recipe,
+    job: &Job,
     device: &B::Device,
     live_bytes: LiveBytes<'_, B>,
 ) -> Result<Ended> {
-    let Session { config, args, .. } = *session;
+    let args = session.args;
+    let Job { run, config, .. } = job;
+    let first_step = job.first_step();
+    if first_step < config.steps && args.stop_after.is_some_and(|it| first_step >= it) {
+        return Ok(Ended::Early {
+            step: first_step,
+            interrupted: false,
+        });
+    }
     B::seed(device, config.seed);
 
     // The model knows nothing of the recipe; the optimizer is AdamW that also looks after quantized layers.
     let model = config.model.init::<B>(device);
     model.materialize();
-    let optim_config = config
-        .optimizer
-        .config()
-        .with_beta_2(0.95)
-        .with_weight_decay(0.1)
-        .with_state_rounding(config.state_rounding.into())
-        .with_grad_clipping(Some(GradientClippingConfig::Norm(1.0)));
+    let optim_config = optimizer(config);
     let optim = optim_config.init::<B, Decoder<B>>();
-    let scheduler = scheduler(config)?;
-
-    let from = session.resume.map(|dir| Checkpoints::new(dir, recipe));
-    let (model, optim, scheduler, state) = match from.and_then(|it| it.newest().map(|at| (it, at)))
-    {
-        Some((checkpoints, step)) => {
-            let state = checkpoints.load_state(step, recipe, config)?;
-            let (model, optim, scheduler) =
-                checkpoints.load(step, model, optim, scheduler, device)?;
-            (model, optim, scheduler, state)
+    let schedule = Schedule::new(config.planned_steps(), first_step, config.lr)?;
+    let ((model, optim, schedule), losses) = match &job.from {
+        Some((checkpoints, state)) => {
+            let loaded = checkpoints.load(state, config.seed, (model, optim, schedule), device)?;
+            (loaded, state.losses.clone())
         }
-        None => {
-            let state = State {
-                step: 0,
-                losses: Vec::new(),
-                recipe,
-                config: config.clone(),
-            };
-            (model, optim, scheduler, state)
-        }
+        None => ((model, optim, schedule), Vec::new()),
     };
     let model = optim.attach(model);
     // They see the same layers and the same count after the learner has taken the optimizer.
     let layers = optim.view();
     let skipped_steps = optim.inner().skipped_steps_reader();
     let parameters = model.num_params();
-    let first_step = state.step;
-    ensure!(
-        first_step <= config.steps,
-        "the checkpoint of {recipe} is at step {first_step}, past --steps {}",
-        config.steps
-    );
-    let checkpoints = Checkpoints::new(session.out, recipe);
-    // What lies there is of another run, unless this run goes on where it lay.
-    let in_place = session
-        .resume
-        .is_some_and(|it| same_folder(it, session.out));
-    if first_step == 0 || !in_place {
-        checkpoints.clear()?;
-    }
-
     let Config {
         batch,
         sequence,
@@ -146,43 +198,29 @@ pub fn run<B: LayerBackend>(
     let valid =
         Windows::<B::InnerBackend>::valid(valid, config.validation, batch, sequence, device);
     let probe = train.batch(0);
-    let history = History::new(state.losses.clone());
+    let history = History::new(losses);
     let dashboard = progress::in_terminal() && !args.plain;
-    println!(
-        "{recipe}: {parameters} parameters, {} steps of {} tokens{}",
-        steps,
-        batch * sequence,
-        match first_step {
-            0 => String::new(),
-            step => format!(", resumed at step {step}"),
-        }
-    );
+    println!("{}", job.headline(parameters));
     if args.layers {
         for layer in layers.layers() {
             println!("  {layer}");
         }
     }
-    let before = session.before.lock().expect("no holder panics").clone();
-    let renderer = if dashboard {
-        progress::dashboard(session.stop.interrupter.clone())
-    } else {
-        Box::new(Lines {
-            label: recipe.to_string(),
-            history: history.clone(),
-            before,
-            tokens: batch * sequence,
-            last: (first_step, Instant::now()),
-        })
+    let renderer = match dashboard {
+        true => progress::dashboard(session.stop.interrupter.clone()),
+        false => Box::new(session.lines(job, &history)),
     };
-    session
-        .before
-        .lock()
-        .expect("no holder panics")
-        .push((recipe.to_string(), history.clone()));
+    session.remember(*run, history.clone());
 
     let strategy = Arc::new(StepByStep::<B> {
-        checkpoints,
-        state,
+        checkpoints: job.checkpoints.clone(),
+        state: State {
+            step: first_step,
+            recipe: run.recipe,
+            config: config.clone(),
+            sums: BTreeMap::new(),
+            losses: Vec::new(),
+        },
         history: history.clone(),
         checkpoint_every: args
             .checkpoint_every
@@ -209,7 +247,7 @@ pub fn run<B: LayerBackend>(
         _ => training,
     };
     // The dashboard closes when the result is dropped.
-    drop(training.launch(Learner::new(model, optim, scheduler)));
+    drop(training.launch(Learner::new(model, optim, schedule)));
 
     let outcome = strategy.outcome.lock().expect("training has ended").take();
     let outcome = outcome.context("training ended without a result")?;
@@ -241,28 +279,11 @@ pub fn run<B: LayerBackend>(
         skipped_steps: skipped_steps(),
         fallback_rates,
     };
-    Ok(Ended::Complete(Box::new(Report::new(
-        recipe, config, &losses, measured,
-    ))))
-}
-
-fn same_folder(a: &Path, b: &Path) -> bool {
-    matches!((a.canonicalize(), b.canonicalize()), (Ok(a), Ok(b)) if a == b)
-}
-
-/// Linear warm-up over a twentieth of the run, cosine decay to a tenth.
-fn scheduler(config: &Config) -> Result<ComposedLrScheduler> {
-    let warm_up = (config.steps / 20).clamp(1, 500);
-    ComposedLrSchedulerConfig::new()
-        .linear(LinearLrSchedulerConfig::new(
-            1.0 / (warm_up + 1) as f64,
-            1.0,
-            warm_up,
-        ))
-        .cosine(
-            CosineAnnealingLrSchedulerConfig::new(config.lr, config.steps)
-                .with_min_lr(config.lr / 10.0),
-        )
-        .init()
-        .map_err(|error| anyhow!("the learning-rate schedule: {error}"))
+    let report = Report::new(run.recipe, config, &losses, measured);
+    job.checkpoints.finish(&Finished {
+        config: config.clone(),
+        report: report.clone(),
+        losses,
+    })?;
+    Ok(Ended::Complete(Box::new(report)))
 }

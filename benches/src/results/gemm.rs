@@ -1,10 +1,10 @@
-//! What `qt-bench gemm` measures.
+//! The rows of `qt-bench gemm`.
 
 use serde::{Deserialize, Serialize};
 
 use super::Spread;
 
-/// What computes a product.
+/// A way to compute a product.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Kernel {
@@ -92,7 +92,7 @@ pub struct LayerProduct {
 /// The speed of one product `C[M, N] = A[M, K] B[N, K]^T`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct GemmSpeed {
-    /// What computed it.
+    /// The kernel that computed it.
     pub kernel: Kernel,
     /// Number of products at once.
     pub batch: usize,

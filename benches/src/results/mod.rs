@@ -6,6 +6,7 @@ mod quantize;
 mod run;
 mod spread;
 mod step;
+mod tidy;
 
 pub use gemm::{Fallback, GemmSpeed, Kernel, LayerProduct, Placement, Product};
 pub use optimizer::OptimizerSpeed;
@@ -13,20 +14,22 @@ pub use quantize::{Operand, QuantizeSpeed};
 pub use run::{Peer, Run, utc};
 pub use spread::{Spread, tb_per_s};
 pub use step::{PartSpeed, StepSpeed, Subject, TrainingSpeed};
+pub use tidy::tidy;
 
 use std::{fs, path::Path};
 
 use anyhow::{Context, Result};
+use examples::rows;
 use serde::{Deserialize, Serialize};
 
-/// Writes a result file.
+/// Writes a result file, a row a line.
 ///
 /// # Errors
 ///
 /// It cannot be written.
 pub fn write(path: &Path, results: &impl Serialize) -> Result<()> {
-    let text = serde_json::to_string_pretty(results)? + "\n";
-    fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))
+    fs::write(path, rows::to_string(results)?)
+        .with_context(|| format!("cannot write {}", path.display()))
 }
 
 /// A result file: what one command measured, and how.
@@ -36,7 +39,7 @@ pub struct Results {
     pub run: Run,
     /// The other libraries of the lines that they measured; none without a peers' file.
     pub peer: Option<Peer>,
-    /// What was measured.
+    /// The measurements.
     #[serde(flatten)]
     pub rows: Rows,
 }

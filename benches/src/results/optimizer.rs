@@ -1,4 +1,4 @@
-//! What `qt-bench optimizer` measures.
+//! The rows of `qt-bench optimizer`.
 
 use serde::{Deserialize, Serialize};
 

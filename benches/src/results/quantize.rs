@@ -1,4 +1,4 @@
-//! What `qt-bench quantize` measures.
+//! The rows of `qt-bench quantize`.
 
 use serde::{Deserialize, Serialize};
 
@@ -31,7 +31,7 @@ impl Operand {
 /// The speed of quantizing one tensor in blocks of 128 x 128.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct QuantizeSpeed {
-    /// What is quantized.
+    /// The quantized tensor.
     pub operand: Operand,
     /// The element type of the input: `BF16` or `FP32`.
     pub input: String,

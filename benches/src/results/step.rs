@@ -1,4 +1,4 @@
-//! What `qt-bench linear`, `qt-bench layer` and `qt-bench pretrain` measure.
+//! The rows of `qt-bench linear`, `qt-bench layer` and `qt-bench pretrain`.
 
 use serde::{Deserialize, Serialize};
 
@@ -32,7 +32,7 @@ impl Subject {
         }
     }
 
-    /// Whether it is PyTorch.
+    /// True for PyTorch.
     pub const fn is_torch(self) -> bool {
         matches!(self, Self::TorchEager | Self::TorchCompiled)
     }
@@ -69,7 +69,7 @@ pub struct StepSpeed {
 /// The time of one part of a layer by itself.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct PartSpeed {
-    /// What it is.
+    /// Its name.
     pub name: String,
     /// How often the layer has it.
     pub count: usize,

@@ -1,4 +1,4 @@
-//! What `qt-bench gemm` measured: single products, and the products of layers.
+//! The measurements of `qt-bench gemm`: single products, and the products of layers.
 
 use std::fmt::Write;
 

@@ -1,11 +1,12 @@
 //! Markdown tables of result files. What a file holds shows in its fields.
 
 mod gemm;
+mod optimizer_seeds;
 mod optimizer_speed;
 mod optimizers;
 mod quantize;
+mod recipe_seeds;
 mod runs;
-mod seeds;
 mod states;
 mod steps;
 mod training;
@@ -20,7 +21,8 @@ use crate::results::{Peer, Results, Rows, Run, Spread};
 /// | content | table |
 /// | --- | --- |
 /// | runs of `pretrain` | by recipe, or by recipe and optimizer where not all are FP32 AdamW |
-/// | the same with several seeds | by recipe and optimizer, over the seeds |
+/// | the same with several seeds | by recipe, or by recipe and optimizer, over the seeds |
+/// | forks of checkpoints with one optimizer | by checkpoint and recipe, over the seeds |
 /// | `qt-bench gemm` | by product and kernel, beside peers |
 /// | `qt-bench quantize` | by tensor, beside device copies |
 /// | `qt-bench linear`, `qt-bench layer` | by size and backend, beside peers, and where the time goes |
@@ -49,15 +51,28 @@ pub fn of(json: &str) -> Result<String> {
     let first = rows.first().context("no results")?;
     if first.get("median_ms").is_some() {
         optimizer_speed::table(&serde_json::from_value::<Vec<_>>(value)?)
-    } else if seeds::several(rows) {
-        seeds::table(rows)
-    } else if rows
+    } else {
+        of_runs(rows)
+    }
+}
+
+/// The table of runs of `pretrain`.
+fn of_runs(runs: &[Value]) -> Result<String> {
+    let optimizer = optimizers::label(&runs[0]);
+    let one_optimizer = runs.iter().all(|run| optimizers::label(run) == optimizer);
+    let forked = runs.iter().any(|run| !run["forked_from"].is_null());
+    let several_seeds = optimizers::several_seeds(runs);
+    if one_optimizer && (forked || several_seeds) {
+        recipe_seeds::table(runs)
+    } else if several_seeds {
+        optimizer_seeds::table(runs)
+    } else if runs
         .iter()
         .any(|run| optimizers::of(run) != optimizers::BASELINE)
     {
-        optimizers::table(rows)
+        optimizers::table(runs)
     } else {
-        runs::table(rows)
+        runs::table(runs)
     }
 }
 

@@ -1,4 +1,4 @@
-//! What `qt-bench optimizer` measured, by optimizer.
+//! The measurements of `qt-bench optimizer`, by optimizer.
 
 use std::fmt::Write;
 

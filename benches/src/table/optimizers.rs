@@ -28,6 +28,17 @@ pub(super) fn label(run: &Value) -> String {
     }
 }
 
+/// True if a recipe and optimizer has runs with several seeds.
+pub(super) fn several_seeds(runs: &[Value]) -> bool {
+    let like =
+        |run: &Value, other: &Value| run["recipe"] == other["recipe"] && label(run) == label(other);
+    let repeats = |run: &Value| {
+        runs.iter()
+            .any(|other| like(run, other) && run["seed"] != other["seed"])
+    };
+    runs.iter().any(repeats)
+}
+
 /// One line for each run, and one on what they have in common.
 pub(super) fn table(runs: &[Value]) -> Result<String> {
     check_conditions(runs)?;

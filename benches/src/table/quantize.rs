@@ -1,4 +1,4 @@
-//! What `qt-bench quantize` measured.
+//! The measurements of `qt-bench quantize`.
 
 use std::fmt::Write;
 

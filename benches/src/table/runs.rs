@@ -10,8 +10,9 @@ use super::{change, grouped, mebibytes};
 /// The recipe that the others are compared with.
 const BASELINE: &str = "mixed-precision";
 
-/// What all runs of a file have in common, named in the line under the table.
-const CONDITIONS: [&str; 9] = [
+/// The fields that all runs of a file have in common, named in the line under the table.
+const CONDITIONS: [&str; 10] = [
+    "forked_from",
     "preset",
     "device",
     "compute",
@@ -56,15 +57,18 @@ pub(super) fn table(runs: &[Value]) -> Result<String> {
 
 /// The runs of a table differ in nothing but what the table is about.
 pub(super) fn check_conditions(runs: &[Value]) -> Result<()> {
-    check_conditions_but(runs, "")
+    check_conditions_but(runs, &[])
 }
 
-/// The same, `exception` aside.
-pub(super) fn check_conditions_but(runs: &[Value], exception: &str) -> Result<()> {
+/// The same, with exceptions. A field that a run does not have is as one that is null.
+pub(super) fn check_conditions_but(runs: &[Value], exceptions: &[&str]) -> Result<()> {
     for run in &runs[1..] {
-        for field in CONDITIONS.into_iter().filter(|field| *field != exception) {
+        for field in CONDITIONS
+            .into_iter()
+            .filter(|field| !exceptions.contains(field))
+        {
             ensure!(
-                run.get(field) == runs[0].get(field),
+                run[field] == runs[0][field],
                 "the runs differ in `{field}`: they belong in files of their own"
             );
         }
@@ -72,10 +76,33 @@ pub(super) fn check_conditions_but(runs: &[Value], exception: &str) -> Result<()
     Ok(())
 }
 
+/// Seed and validation loss of each run.
+pub(super) fn losses_by_seed<'a>(runs: &[&'a Value]) -> Result<Vec<(&'a Value, f64)>> {
+    let by_seed = |run: &&'a Value| Ok((&run["seed"], number(run, "val_loss")?));
+    runs.iter().map(by_seed).collect()
+}
+
+/// The checkpoint that a run was forked from: `` `mixed-precision`, seed 1, step 500 ``.
+pub(super) fn checkpoint(run: &Value) -> Result<Option<String>> {
+    let Some(fork) = run.get("forked_from").filter(|it| !it.is_null()) else {
+        return Ok(None);
+    };
+    let (recipe, seed) = (text(fork, "recipe")?, number(fork, "seed")?);
+    let step = grouped(number(fork, "step")?);
+    Ok(Some(format!("`{recipe}`, seed {seed}, step {step}")))
+}
+
 /// The line under a table of runs.
 pub(super) fn conditions(run: &Value) -> Result<String> {
     let seed = number(run, "seed")?;
-    Ok(format!("{}, seed {seed}.\n", conditions_but_seed(run)?))
+    let (conditions, forked) = (conditions_but_seed(run)?, forked_from(run)?);
+    Ok(format!("{conditions}, seed {seed}{forked}.\n"))
+}
+
+/// Where all runs of a table were forked from, for the line under it.
+pub(super) fn forked_from(run: &Value) -> Result<String> {
+    let named = |checkpoint| format!(", forked from {checkpoint}");
+    Ok(checkpoint(run)?.map_or_else(String::new, named))
 }
 
 /// The same without the seed, open at its end.

@@ -1,4 +1,4 @@
-//! What `states` found, beside what COAT reports.
+//! The findings of `states`, beside those of COAT.
 
 use std::fmt::Write;
 

@@ -1,4 +1,4 @@
-//! What `qt-bench linear` and `qt-bench layer` measured.
+//! The measurements of `qt-bench linear` and `qt-bench layer`.
 
 use std::fmt::Write;
 

@@ -1,4 +1,4 @@
-//! What `qt-bench pretrain` measured.
+//! The measurements of `qt-bench pretrain`.
 
 use std::fmt::Write;
 

@@ -3,23 +3,13 @@
 use std::fmt::Write;
 
 use anyhow::{Result, ensure};
+use examples::statistics::{Mean, paired_differences, percent};
 use serde_json::Value;
 
 use super::{
-    optimizers::{BASELINE, label, of},
-    runs::{check_conditions_but, conditions_but_seed, number, text},
+    optimizers::{BASELINE, label},
+    runs::{check_conditions_but, conditions_but_seed, forked_from, losses_by_seed, text},
 };
-
-/// Whether a recipe and optimizer has runs with several seeds.
-pub(super) fn several(runs: &[Value]) -> bool {
-    let like =
-        |run: &Value, other: &Value| run["recipe"] == other["recipe"] && label(run) == label(other);
-    let repeats = |run: &Value| {
-        runs.iter()
-            .any(|other| like(run, other) && run["seed"] != other["seed"])
-    };
-    runs.iter().any(repeats)
-}
 
 /// `11, 12`.
 fn named(runs: &[&Value]) -> String {
@@ -32,7 +22,7 @@ fn named(runs: &[&Value]) -> String {
 /// Differences are those to the baseline's run of the same recipe and seed; where there are several, their mean and its
 /// standard error.
 pub(super) fn table(runs: &[Value]) -> Result<String> {
-    check_conditions_but(runs, "seed")?;
+    check_conditions_but(runs, &["seed"])?;
     let mut out = String::from(
         "| recipe | optimizer | seeds | validation loss, mean | lowest to highest | against adamw, by seed | mean |\n\
          | --- | --- | --- | ---: | ---: | ---: | ---: |\n",
@@ -45,39 +35,37 @@ pub(super) fn table(runs: &[Value]) -> Result<String> {
         }
     }
     for (recipe, label_of_kind) in kinds {
-        let mut of_kind: Vec<&Value> = runs
-            .iter()
-            .filter(|run| run["recipe"] == *recipe && label(run) == label_of_kind)
-            .collect();
-        of_kind.sort_by_key(|run| run["seed"].as_u64());
-        let losses: Vec<f64> = of_kind
-            .iter()
-            .map(|run| number(run, "val_loss"))
-            .collect::<Result<_>>()?;
-        let mut differences = Vec::new();
-        for (run, loss) in of_kind.iter().zip(&losses) {
-            let baseline = runs.iter().find(|other| {
-                of(other) == BASELINE
-                    && other["recipe"] == *recipe
-                    && other["seed"] == run["seed"]
-                    && !std::ptr::eq(*other, *run)
-            });
-            if let Some(baseline) = baseline {
-                differences.push(100.0 * (loss / number(baseline, "val_loss")? - 1.0));
-            }
-        }
+        let of = |label_of_kind: &str| -> Vec<&Value> {
+            let of_recipe = runs.iter().filter(|run| run["recipe"] == *recipe);
+            let mut of_kind: Vec<_> = of_recipe
+                .filter(|run| label(run) == label_of_kind)
+                .collect();
+            of_kind.sort_by_key(|run| run["seed"].as_u64());
+            of_kind
+        };
+        let of_kind = of(&label_of_kind);
         let twice = of_kind
             .windows(2)
             .any(|pair| pair[0]["seed"] == pair[1]["seed"]);
         ensure!(!twice, "two runs of {label_of_kind} have the same seed");
+        let by_seed = losses_by_seed(&of_kind)?;
+        let losses: Vec<f64> = by_seed.iter().map(|(_, loss)| *loss).collect();
+        let baseline = format!("`{BASELINE}`");
+        let differences = match label_of_kind == baseline {
+            true => Vec::new(),
+            false => paired_differences(&by_seed, &losses_by_seed(&of(&baseline))?),
+        };
         let fold = |of: fn(f64, f64) -> f64| losses.iter().copied().reduce(of).unwrap_or(f64::NAN);
-        let by_seed: Vec<String> = differences.iter().map(|it| format!("{it:+.2}")).collect();
+        let by_seed: Vec<String> = differences
+            .iter()
+            .map(|it| format!("{:+.2}", 100.0 * it))
+            .collect();
         writeln!(
             out,
             "| `{}` | {label_of_kind} | {} | {:.4} | {:.4} to {:.4} | {} | {} |",
             text(of_kind[0], "recipe")?,
             named(&of_kind),
-            mean(&losses),
+            Mean::of(&losses).map_or(f64::NAN, |it| it.value),
             fold(f64::min),
             fold(f64::max),
             if by_seed.is_empty() {
@@ -85,29 +73,19 @@ pub(super) fn table(runs: &[Value]) -> Result<String> {
             } else {
                 format!("{}%", by_seed.join(", "))
             },
-            mean_and_error(&differences),
+            Mean::of(&differences).map_or(String::from("-"), mean_and_error),
         )?;
     }
-    writeln!(out, "{}.", conditions_but_seed(&runs[0])?)?;
+    let (conditions, forked) = (conditions_but_seed(&runs[0])?, forked_from(&runs[0])?);
+    writeln!(out, "{conditions}{forked}.")?;
     Ok(out)
 }
 
-fn mean(values: &[f64]) -> f64 {
-    values.iter().sum::<f64>() / values.len() as f64
-}
-
 /// `+0.31% ± 0.45`: the mean, and its standard error from the scatter of the values.
-fn mean_and_error(values: &[f64]) -> String {
-    let count = values.len() as f64;
-    match values {
-        [] => String::from("-"),
-        [value] => format!("{value:+.2}%"),
-        _ => {
-            let center = mean(values);
-            let squares: f64 = values.iter().map(|value| (value - center).powi(2)).sum();
-            let error = (squares / (count - 1.0) / count).sqrt();
-            format!("{center:+.2}% ± {error:.2}")
-        }
+fn mean_and_error(mean: Mean) -> String {
+    match mean.standard_error {
+        None => percent(mean.value),
+        Some(error) => format!("{} ± {:.2}", percent(mean.value), 100.0 * error),
     }
 }
 

@@ -1,5 +1,9 @@
 //! `pretrain` as its users see it: the text that it loads, its errors, its checkpoints, its results.
 
+mod damage;
+mod fork;
+mod seeds;
+
 use std::fs;
 use std::path::Path;
 use std::process::{Command, Output};
@@ -25,41 +29,66 @@ fn corpus() -> TempDir {
     folder
 }
 
+fn program(args: &[&str]) -> Command {
+    let mut program = Command::new(env!("CARGO_BIN_EXE_pretrain"));
+    program.args(args);
+    program
+}
+
 fn pretrain(args: &[&str]) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_pretrain"))
-        .args(args)
-        .output()
-        .unwrap()
+    program(args).output().unwrap()
 }
 
 fn path(path: &Path) -> &str {
     path.to_str().unwrap()
 }
 
-/// A run small enough for a test: 6 steps of 32 tokens.
+/// Flags of a run small enough for a test: steps of 32 tokens.
+const SMALL: [&str; 6] = ["--batch", "2", "--sequence", "16", "--validation", "4"];
+
+/// A run of 6 steps.
 fn small_run(data: &Path, out: &Path, more: &[&str]) -> Output {
-    let mut args = vec![
-        "--data",
-        path(data),
-        "--out",
-        path(out),
-        "--steps",
-        "6",
-        "--batch",
-        "2",
-        "--sequence",
-        "16",
-        "--validation",
-        "4",
-    ];
-    args.extend(more);
-    pretrain(&args)
+    run_of("6", data, out, more)
+}
+
+fn run_of(steps: &str, data: &Path, out: &Path, more: &[&str]) -> Output {
+    let flags = ["--data", path(data), "--out", path(out), "--steps", steps];
+    pretrain(&[&flags, &SMALL[..], more].concat())
 }
 
 fn json(file: &Path) -> Vec<Value> {
     match serde_json::from_slice(&fs::read(file).unwrap()).unwrap() {
         Value::Array(runs) => runs,
         other => panic!("not an array: {other}"),
+    }
+}
+
+fn copy(from: &Path, to: &Path) {
+    fs::create_dir(to).unwrap();
+    for entry in fs::read_dir(from).unwrap() {
+        let entry = entry.unwrap();
+        let to = to.join(entry.file_name());
+        match entry.path().is_dir() {
+            true => copy(&entry.path(), &to),
+            false => drop(fs::copy(entry.path(), to).unwrap()),
+        }
+    }
+}
+
+/// Compares all of two runs that does not depend on the machine's speed or memory.
+#[track_caller]
+fn assert_same(left: &Value, right: &Value) {
+    for field in [
+        "recipe",
+        "seed",
+        "steps",
+        "forked_from",
+        "loss_curve",
+        "train_loss",
+        "val_loss",
+        "fallback_rates",
+    ] {
+        assert_eq!(left[field], right[field], "{field}");
     }
 }
 
@@ -190,7 +219,15 @@ fn bad_flags_are_one_clear_line() {
         &pretrain(&["--recipe", "block-int8,block-int8"]),
         "block-int8 twice",
     );
+    fails(
+        &pretrain(&["--recipe", "block-int8", "--recipe", "block-int8"]),
+        "block-int8 twice",
+    );
     fails(&pretrain(&["--resume", "/nowhere"]), "no checkpoint");
+    fails(&pretrain(&["--seeds", "0"]), "at least 1");
+    fails(&pretrain(&["--seeds", "1001"]), "at most 1000");
+    let beyond = ["--seeds", "2", "--seed", "18446744073709551615"];
+    fails(&pretrain(&beyond), "no such seeds");
     if cfg!(not(feature = "cuda")) {
         fails(&pretrain(&["--device", "cuda"]), "--features cuda");
     }
@@ -200,10 +237,33 @@ fn bad_flags_are_one_clear_line() {
 }
 
 #[test]
+fn files_that_cannot_be_written_are_one_clear_line() {
+    let (data, folder) = (corpus(), tempfile::tempdir().unwrap());
+    let out = folder.path().join("out");
+    let file = folder.path().join("file");
+    fs::write(&file, "").unwrap();
+    let run = |json: &Path| small_run(data.path(), &out, &["--json", path(json)]);
+    fails(
+        &run(&folder.path().join("no/such/folder.json")),
+        "folder.json",
+    );
+    fails(&run(folder.path()), "it is a folder");
+    fails(&run(&file.join("below.json")), "below.json");
+    assert!(
+        !out.exists(),
+        "nothing is written before the flags are checked"
+    );
+    let below = small_run(data.path(), &file.join("below"), &[]);
+    fails(&below, "cannot create the output folder");
+}
+
+#[test]
 fn a_resumed_run_goes_on_bit_for_bit() {
     let (data, folder) = (corpus(), tempfile::tempdir().unwrap());
-    let [whole, parts] = ["whole", "parts"].map(|it| folder.path().join(it));
-    let [whole_json, parts_json] = ["whole.json", "parts.json"].map(|it| folder.path().join(it));
+    let [whole, parts, old, fork] =
+        ["whole", "parts", "old", "fork"].map(|it| folder.path().join(it));
+    let [whole_json, parts_json, old_json, fork_json] =
+        [&whole, &parts, &old, &fork].map(|it| it.with_extension("json"));
 
     let output = succeeded(&small_run(
         data.path(),
@@ -212,6 +272,8 @@ fn a_resumed_run_goes_on_bit_for_bit() {
     ));
     assert!(!output.contains('\u{1b}'), "no escape codes in a pipe");
     assert!(output.contains("step      6/6"), "{output}");
+    assert!(output.contains("One seed: no interval"), "{output}");
+    assert!(!output.contains("seed 1"), "{output}");
 
     let stopped = succeeded(&small_run(data.path(), &parts, &["--stop-after", "3"]));
     assert!(stopped.contains("--resume"), "{stopped}");
@@ -223,6 +285,23 @@ fn a_resumed_run_goes_on_bit_for_bit() {
         let resume = ["--resume", path(&parts)];
         fails(&pretrain(&[resume, other].concat()), "the checkpoint in");
     }
+    // A copy as versions without checksums left it, and a fork under the recipe that the checkpoint is of.
+    copy(&parts, &old);
+    damage::age(&old.join("pretrain.json"));
+    damage::age(&old.join("mixed-precision/step-3/run.json"));
+    let one = ["--recipe", "mixed-precision", "--json", path(&old_json)];
+    let output = succeeded(&pretrain(&[&["--resume", path(&old)], &one[..]].concat()));
+    assert!(output.contains("resumed at step 3"), "{output}");
+    let one = ["--recipe", "fallback-int8", "--from", "fallback-int8"];
+    let flags = [
+        "--fork",
+        path(&parts),
+        "--out",
+        path(&fork),
+        "--json",
+        path(&fork_json),
+    ];
+    succeeded(&pretrain(&[&flags[..], &one].concat()));
     succeeded(&pretrain(&[
         "--resume",
         path(&parts),
@@ -232,18 +311,16 @@ fn a_resumed_run_goes_on_bit_for_bit() {
 
     let (whole, parts) = (json(&whole_json), json(&parts_json));
     assert_eq!(whole.len(), 2);
+    assert_eq!(parts.len(), 2);
     for (whole, parts) in whole.iter().zip(&parts) {
         assert_eq!(whole["loss_curve"].as_array().unwrap().len(), 6);
-        for field in [
-            "recipe",
-            "loss_curve",
-            "train_loss",
-            "val_loss",
-            "fallback_rates",
-        ] {
-            assert_eq!(whole[field], parts[field], "{field}");
-        }
+        assert_same(whole, parts);
     }
+    assert_same(&whole[1], &json(&old_json)[0]);
+    let mut forked = json(&fork_json).remove(0);
+    assert_eq!(forked["forked_from"]["step"], 3);
+    forked["forked_from"] = Value::Null;
+    assert_same(&whole[0], &forked);
 
     // The fields, and sane values in them.
     for (run, recipe) in whole.iter().zip(["fallback-int8", "mixed-precision"]) {
@@ -291,19 +368,4 @@ fn optimizers_take_the_bytes_that_they_say() {
             "{optimizer}: {measured} bytes a parameter"
         );
     }
-}
-
-#[test]
-fn a_damaged_checkpoint_is_one_clear_line() {
-    let (data, folder) = (corpus(), tempfile::tempdir().unwrap());
-    let out = folder.path().join("out");
-    let run = ["--recipe", "mixed-precision", "--stop-after", "1"];
-    succeeded(&small_run(data.path(), &out, &run));
-    let records = out.join("mixed-precision/step-1");
-    fs::write(records.join("model-1.mpk"), "garbage").unwrap();
-    let output = pretrain(&["--resume", path(&out)]);
-    fails(&output, "model-1.mpk");
-    // Other text than the run began with.
-    fs::write(data.path().join("a/0.txt"), "different".repeat(50)).unwrap();
-    fails(&pretrain(&["--resume", path(&out)]), "has changed");
 }

@@ -1,0 +1,200 @@
+//! Runs of `pretrain` with one optimizer, by recipe, over several seeds or from common checkpoints: which of the
+//! differences between recipes are chance.
+
+use std::fmt::Write;
+
+use anyhow::{Result, ensure};
+use examples::statistics::{Mean, paired_differences, percent};
+use serde_json::Value;
+
+use super::{
+    grouped, mebibytes,
+    optimizers::{BASELINE, label},
+    runs::{check_conditions_but, checkpoint, conditions_but_seed, losses_by_seed, number, text},
+};
+
+/// One line for each checkpoint and recipe, in the order of their first runs, and one on what all runs have in common.
+///
+/// Differences are those to the first recipe's run of the same checkpoint and seed; their interval is
+/// [`Mean::interval`]'s.
+pub(super) fn table(runs: &[Value]) -> Result<String> {
+    check_conditions_but(runs, &["seed", "forked_from"])?;
+    let first = text(&runs[0], "recipe")?;
+    let forked = runs.iter().any(|run| !run["forked_from"].is_null());
+    let mut out = format!(
+        "{}recipe | seeds | validation loss, mean | against {first} | 95% interval | tokens/s | saved activations |\n\
+         {} --- | ---: | ---: | ---: | ---: | ---: | ---: |\n",
+        if forked { "| checkpoint | " } else { "| " },
+        if forked { "| --- |" } else { "|" },
+    );
+    let mut kinds: Vec<[&Value; 2]> = Vec::new();
+    for run in runs {
+        let kind = [&run["forked_from"], &run["recipe"]];
+        if !kinds.contains(&kind) {
+            kinds.push(kind);
+        }
+    }
+    for [fork, recipe] in kinds {
+        let of = |recipe: &str| -> Vec<&Value> {
+            let of_checkpoint = runs.iter().filter(|run| run["forked_from"] == *fork);
+            of_checkpoint
+                .filter(|run| run["recipe"] == recipe)
+                .collect()
+        };
+        let recipe = recipe.as_str().unwrap_or_default();
+        let of_kind = of(recipe);
+        let by_seed = losses_by_seed(&of_kind)?;
+        for (index, (seed, _)) in by_seed.iter().enumerate() {
+            ensure!(
+                by_seed[..index].iter().all(|(other, _)| other != seed),
+                "two runs of {recipe} have the same seed, {seed}"
+            );
+        }
+        let differences = match recipe == first {
+            true => Vec::new(),
+            false => paired_differences(&by_seed, &losses_by_seed(&of(first))?),
+        };
+        if forked {
+            let name = checkpoint(of_kind[0])?;
+            write!(out, "| {} ", name.unwrap_or(String::from("none")))?;
+        }
+        let difference = Mean::of(&differences);
+        let none = || String::from("-");
+        let losses: Vec<f64> = by_seed.iter().map(|(_, loss)| *loss).collect();
+        writeln!(
+            out,
+            "| `{recipe}` | {} | {:.4} | {} | {} | {} | {} |",
+            of_kind.len(),
+            Mean::of(&losses).map_or(f64::NAN, |it| it.value),
+            difference.map_or_else(none, |it| percent(it.value)),
+            difference
+                .and_then(|it| it.interval_in_percent())
+                .unwrap_or_else(none),
+            grouped(mean(&of_kind, "tokens_per_s")?),
+            mebibytes(mean(&of_kind, "activation_bytes")?),
+        )?;
+    }
+    let optimizer = match label(&runs[0]) {
+        label if label == format!("`{BASELINE}`") => String::new(),
+        label => format!(", optimizer {label}"),
+    };
+    writeln!(
+        out,
+        "{}{optimizer}, {}.",
+        conditions_but_seed(&runs[0])?,
+        seeds(runs)
+    )?;
+    Ok(out)
+}
+
+fn mean(runs: &[&Value], field: &str) -> Result<f64> {
+    let values: Vec<f64> = runs
+        .iter()
+        .map(|run| number(run, field))
+        .collect::<Result<_>>()?;
+    Ok(Mean::of(&values).map_or(f64::NAN, |it| it.value))
+}
+
+/// `seeds 1, 2, 3`.
+fn seeds(runs: &[Value]) -> String {
+    let mut seeds: Vec<u64> = runs.iter().filter_map(|run| run["seed"].as_u64()).collect();
+    seeds.sort_unstable();
+    seeds.dedup();
+    match seeds.as_slice() {
+        [seed] => format!("seed {seed} alone, so that there is no interval"),
+        seeds => {
+            let seeds: Vec<String> = seeds.iter().map(u64::to_string).collect();
+            format!("seeds {}", seeds.join(", "))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::table::of;
+
+    fn run(recipe: &str, seed: u64, val_loss: f64, fork: &str) -> String {
+        format!(
+            r#"{{"recipe": "{recipe}", "preset": "small", "device": "cuda", "compute": "bf16", "steps": 1250, "batch": 32,
+            "sequence": 512, "seed": {seed}, "forked_from": {fork}, "parameters": 30942720, "tokens": 20480000,
+            "val_loss": {val_loss}, "tokens_per_s": {seed}000.0, "activation_bytes": 1572864}}"#
+        )
+    }
+
+    /// The 97.5% point of Student's t with one degree of freedom.
+    const T_1: f64 = 12.706_204_7;
+
+    #[test]
+    fn recipes_are_compared_with_the_first_over_the_seeds() {
+        let json = format!(
+            "[{}, {}, {}, {}, {}]",
+            run("mixed-precision", 1, 2.0, "null"),
+            run("block-int8", 2, 1.01, "null"),
+            run("block-int8", 1, 2.06, "null"),
+            run("mixed-precision", 2, 1.0, "null"),
+            run("fallback-int8", 2, 0.99, "null"),
+        );
+        let table = of(&json).unwrap();
+        let lines: Vec<&str> = table.lines().collect();
+        // +1% and +3%: their standard error is 1%.
+        let interval = format!("{:+.2} to {:+.2}%", 2.0 - T_1, 2.0 + T_1);
+        assert_eq!(
+            lines[..5],
+            [
+                "| recipe | seeds | validation loss, mean | against mixed-precision | 95% interval | tokens/s \
+                 | saved activations |",
+                "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+                "| `mixed-precision` | 2 | 1.5000 | - | - | 1,500 | 1.5 MiB |",
+                &format!("| `block-int8` | 2 | 1.5350 | +2.00% | {interval} | 1,500 | 1.5 MiB |"),
+                "| `fallback-int8` | 1 | 0.9900 | -1.00% | - | 2,000 | 1.5 MiB |",
+            ]
+        );
+        assert!(lines[6].ends_with("20,480,000 tokens, seeds 1, 2."));
+    }
+
+    #[test]
+    fn forks_name_their_checkpoint() {
+        let fork = |step: usize| {
+            format!(
+                r#"{{"recipe": "mixed-precision", "seed": 7, "step": {step}, "planned_steps": 1250}}"#
+            )
+        };
+        let json = format!(
+            "[{}, {}, {}, {}]",
+            run("mixed-precision", 7, 1.0, &fork(500)),
+            run("block-int8", 7, 1.001, &fork(500)),
+            run("mixed-precision", 7, 0.9, &fork(1000)),
+            run("block-int8", 7, 0.9, &fork(1000)),
+        );
+        let table = of(&json).unwrap();
+        let lines: Vec<&str> = table.lines().collect();
+        assert!(lines[0].starts_with("| checkpoint | recipe | seeds |"));
+        assert!(lines[1].starts_with("| --- | --- | ---: |"));
+        let columns = |line: &str| line.matches('|').count();
+        assert!(
+            lines[..6]
+                .iter()
+                .all(|line| columns(line) == columns(lines[0]))
+        );
+        assert_eq!(
+            lines[3],
+            "| `mixed-precision`, seed 7, step 500 | `block-int8` | 1 | 1.0010 | +0.10% | - | 7,000 | 1.5 MiB |"
+        );
+        assert!(lines[5].starts_with(
+            "| `mixed-precision`, seed 7, step 1,000 | `block-int8` | 1 | 0.9000 | +0.00% |"
+        ));
+        assert!(lines[7].ends_with("seed 7 alone, so that there is no interval."));
+    }
+
+    #[test]
+    fn runs_that_cannot_be_compared_are_errors() {
+        let runs = |runs: &[String]| of(&format!("[{}]", runs.join(", ")));
+        let first = run("mixed-precision", 1, 1.0, "null");
+        let second = run("mixed-precision", 2, 1.0, "null");
+        let twice = runs(&[first.clone(), second.clone(), second.clone()]).unwrap_err();
+        assert!(twice.to_string().contains("same seed, 2"), "{twice}");
+        let longer = second.replace("\"steps\": 1250", "\"steps\": 1300");
+        let steps = runs(&[first, longer]).unwrap_err();
+        assert!(steps.to_string().contains("`steps`"), "{steps}");
+    }
+}
