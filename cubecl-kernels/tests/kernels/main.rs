@@ -2,8 +2,8 @@
 //! only what runs on the host is tested.
 
 mod adamw;
-mod float8;
 mod host;
+mod number;
 mod optimizer_state;
 mod philox;
 mod random;

@@ -5,7 +5,7 @@ use std::{
     time::{SystemTime, UNIX_EPOCH},
 };
 
-use cubecl_kernels::{format::StochasticKey, philox, shape::MatrixShape};
+use cubecl_kernels::{philox, rounding::StochasticKey, shape::MatrixShape};
 
 /// A sequential generator.
 pub struct Random {
