@@ -79,12 +79,12 @@ impl HostValues<'_> {
         }
     }
 
-    /// Whether there are none.
+    /// True where there are none.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Whether these can be elements of a storage.
+    /// True where these can be elements of a storage.
     fn fits(&self, storage: Storage) -> bool {
         match storage {
             Storage::SignedBytes => matches!(self, HostValues::I8(_)),
@@ -112,7 +112,7 @@ impl HostScales<'_> {
         }
     }
 
-    /// Whether there are none.
+    /// True where there are none.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }

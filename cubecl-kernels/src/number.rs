@@ -144,10 +144,10 @@ impl Number {
     /// The code of `value`, a number in units of the scale.
     ///
     /// - `dither`: `None` rounds to nearest. A random multiple of 2^-15 in `[0, 1)`, as
-    ///   [`philox::dither`](crate::philox::dither) gives it, rounds up or down so that the expectation is the value; for
-    ///   symmetric numbers by the rules of [`reference::number`](crate::reference::number).
+    ///   [`philox::dither`](crate::philox::dither) gives it, rounds up or down so that the expectation is the value;
+    ///   for symmetric numbers by the rules of [`reference::number`](crate::reference::number).
     ///
-    /// What lies beyond the largest number becomes the largest number. NaN becomes the NaN of E4M3 and E5M2, and a zero
+    /// Values beyond the largest number become the largest number. NaN becomes the NaN of E4M3 and E5M2, and a zero
     /// of the other numbers. [`Number::Square`] takes the magnitude, and so does the unsigned dynamic exponent.
     pub fn encode(self, value: f32, dither: Option<f32>) -> u32 {
         match self.arithmetic() {

@@ -28,6 +28,7 @@ mod dequantize;
 mod encode;
 mod given;
 mod group;
+mod load;
 mod run;
 mod scales;
 pub(crate) mod staged;
@@ -186,15 +187,15 @@ impl<'a, R: Runtime> Input<'a, R> {
 
 /// Quantizes `x`, a matrix of f32, f16 or bf16 with any strides.
 ///
-/// INT8 blocks with FP32 scales, and groups with FP32 or E8M0 scales, are read once: their elements stay on chip between the
-/// search of the maximum and the rounding. Everything else is read twice. The numbers are those of
+/// INT8 blocks with FP32 scales, and groups with FP32 or E8M0 scales, are read once: their elements stay on chip
+/// between the search of the maximum and the rounding. Everything else is read twice. The numbers are those of
 /// [`reference::quantize`](crate::reference::quantize()), to the bit; a region that holds NaN or an infinity has scale
 /// NaN, so that it dequantizes to NaN.
 ///
 /// # Errors
 ///
-/// When `x` is no matrix or no float tensor, when the granularity's size is not one of those it lists, or when the number
-/// is not symmetric.
+/// When `x` is no matrix or no float tensor, when the granularity's size is not one of those it lists, or when the
+/// number is not symmetric.
 pub fn quantize<R: Runtime>(
     client: &ComputeClient<R>,
     x: &TensorHandle<R>,

@@ -1,5 +1,5 @@
-//! Every operation of this crate in scalar Rust, written from the equations: the specification of the kernels, one file an
-//! equation or a concept.
+//! Every operation of this crate in scalar Rust, written from the equations: the specification of the kernels, one file
+//! an equation or a concept.
 //!
 //! Quantization is specified to the bit. All of its arithmetic is `f32`, each operation rounded to nearest even,
 //! after an exact conversion of the input; a product that feeds a sum is rounded on its own. The matrix product is

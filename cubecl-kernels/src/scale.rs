@@ -38,8 +38,8 @@ pub enum ScaleNumber {
     /// that get a scale need bytes from 12 to 253 alone. Byte 0, in OCP's specification a subnormal number, stands for
     /// a region of zeros and is read as 0.
     E8M0,
-    /// Two levels (NVFP4, arXiv 2509.25149): an E4M3 scale for each region, without sign, in one byte, times an FP32 scale
-    /// for the matrix.
+    /// Two levels (NVFP4, arXiv 2509.25149): an E4M3 scale for each region, without sign, in one byte, times an FP32
+    /// scale for the matrix.
     ///
     /// The tensor scale is `absmax of the matrix / (largest number * 448)`, where regions that are not finite do not
     /// count; 0 for a matrix of zeros.
@@ -55,7 +55,7 @@ impl ScaleNumber {
         }
     }
 
-    /// Whether each matrix has a tensor scale too.
+    /// True where each matrix has a tensor scale too.
     pub const fn has_tensor_scale(self) -> bool {
         match self {
             ScaleNumber::F32 | ScaleNumber::E8M0 => false,
@@ -64,7 +64,7 @@ impl ScaleNumber {
     }
 }
 
-/// Whether a maximum is neither NaN nor infinite.
+/// True for a maximum that is neither NaN nor infinite.
 #[cube]
 pub(crate) fn is_finite(absmax_bits: u32) -> bool {
     absmax_bits < INFINITY
@@ -103,7 +103,7 @@ pub(crate) fn store_scale<S: Numeric>(
     };
 }
 
-/// What the values of a region are multiplied by to get them back. `tensor_scale` is read where the number has one.
+/// The factor that gives back the values of a region. `tensor_scale` is read where the number has one.
 #[cube]
 pub(crate) fn load_scale<S: Numeric>(
     scales: &Array<S>,

@@ -78,7 +78,7 @@ struct Parts<'a> {
     stored_cols: usize,
     values: &'a HostValues<'a>,
     storage: Storage,
-    /// What values are multiplied by.
+    /// The factors of values.
     scales: Cow<'a, [f32]>,
     /// The numbers of all codes, where they have at most 8 bits.
     numbers: Vec<f32>,

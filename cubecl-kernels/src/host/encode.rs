@@ -30,7 +30,7 @@ pub(super) struct Row<'a> {
     dithers: Option<&'a [f32]>,
 }
 
-/// What a thread needs for a row, where it needs it.
+/// Memory that a thread takes from row to row, as far as it needs it.
 #[derive(Default)]
 pub(super) struct Scratch {
     /// A row in units of its scales.
@@ -98,8 +98,8 @@ impl RowEncoder {
     }
 }
 
-/// INT8 by the maximum of each region: no value is beyond the range by more than a rounding error. Values of a region of
-/// inverse 0 must be 0 before.
+/// INT8 by the maximum of each region: no value is beyond the range by more than a rounding error. Values of a region
+/// of inverse 0 must be 0 before.
 pub(super) fn int8_row(
     encoder: &RowEncoder,
     row: &Row<'_>,

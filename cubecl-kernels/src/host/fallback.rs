@@ -25,9 +25,9 @@ pub struct HostFallbackQuantized {
     pub fallback_blocks: usize,
 }
 
-/// Quantizes `x`, `[rows, cols]`, to INT8 in blocks of `block`, to nearest, and the residual of each block whose largest
-/// magnitude is above `threshold` once more (fallback-int8, section 4.3, with the AbsMax criterion of section 4.4). A block
-/// that holds NaN or an infinity does not fall back.
+/// Quantizes `x`, `[rows, cols]`, to INT8 in blocks of `block`, to nearest, and the residual of each block whose
+/// largest magnitude is above `threshold` once more (fallback-int8, section 4.3, with the AbsMax criterion of section
+/// 4.4). A block that holds NaN or an infinity does not fall back.
 ///
 /// # Errors
 ///

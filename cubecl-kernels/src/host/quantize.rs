@@ -20,8 +20,8 @@ use super::{
 ///
 /// # Errors
 ///
-/// When `x` does not have as many elements as `shape`, the number is not symmetric, a block or a group has no elements, or
-/// the layout is not row-major.
+/// When `x` does not have as many elements as `shape`, the number is not symmetric, a block or a group has no elements,
+/// or the layout is not row-major.
 pub fn quantize(
     x: &[f32],
     shape: [usize; 2],
@@ -172,8 +172,8 @@ fn by_maxima<E: Clone + Default + Send>(
     }
 }
 
-/// Where the scale of a region follows from its own maximum: each row of regions in one go, while it is in the cache, unless
-/// there is one row of regions alone.
+/// Where the scale of a region follows from its own maximum: each row of regions in one go, while it is in the cache,
+/// unless there is one row of regions alone.
 fn by_own_maxima<E: Clone + Default + Send, S: Clone + Default + Send>(
     x: &[f32],
     encoder: &RowEncoder,

@@ -22,7 +22,7 @@ const SEGMENTS: usize = DECADES + 2;
 /// Half of the 256 codes less one: the code of 0 in the signed format.
 const SIGNED_ZERO: u32 = 127;
 
-/// Whether a dynamic exponent has negative numbers.
+/// The two kinds of dynamic exponents, with negative numbers and without.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Signedness {
     /// From -0.99297 to 1.

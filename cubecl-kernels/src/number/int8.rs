@@ -27,8 +27,8 @@ pub(crate) fn stochastic_integer(v: f32, offset: f32) -> u32 {
     u32::reinterpret(v + offset) >> FRACTION_BITS
 }
 
-/// Puts the bits of a [`nearest_sum`](super::integer::nearest_sum), or a [`stochastic_integer`], below those that `word` holds; [`packed`] makes
-/// bytes of four.
+/// Puts the bits of a [`nearest_sum`](super::integer::nearest_sum), or a [`stochastic_integer`], below those that
+/// `word` holds; [`packed`] makes bytes of four.
 ///
 /// Multiplications and additions modulo 2^32 in place of shifts: on CUDA they use another pipe than comparisons and
 /// logic, of which there is more.

@@ -91,8 +91,8 @@ pub(crate) fn decode(code: u32, #[comptime] integer: Integer) -> f32 {
     f32::cast_from(i32::reinterpret(code << unused) >> comptime!(32 - integer.bits as i32))
 }
 
-/// A value below 2^22, not the result of a product that could be contracted, plus [`ROUND_TO_EVEN`]: the low bits of the
-/// sum are those of the nearest integer in two's complement, ties to even.
+/// A value below 2^22, not the result of a product that could be contracted, plus [`ROUND_TO_EVEN`]: the low bits of
+/// the sum are those of the nearest integer in two's complement, ties to even.
 #[cube]
 pub(crate) fn nearest_sum(v: f32) -> f32 {
     v + ROUND_TO_EVEN
@@ -124,8 +124,8 @@ pub(crate) fn signed_code(level: u32, sign: u32, #[comptime] integer: Integer) -
     )
 }
 
-/// One of the two integers around `x >= 0`, in a kernel: the upper one where `dither / 2^32` and the fractional part add
-/// up to 1.
+/// One of the two integers around `x >= 0`, in a kernel: the upper one where `dither / 2^32` and the fractional part
+/// add up to 1.
 #[cube]
 pub(crate) fn dithered_level(x: f32, dither: u32, #[comptime] integer: Integer) -> u32 {
     u32::cast_from((min(x, comptime!(integer.largest() as f32)) + uniform16(dither)).floor())

@@ -62,7 +62,7 @@ impl Minifloat {
         self.sign() - 1
     }
 
-    /// Whether some codes are NaN, the one of all ones among them.
+    /// True where some codes are NaN, the one of all ones among them.
     #[inline]
     pub(crate) const fn has_nan(self) -> bool {
         self.largest_code < self.magnitude()
@@ -92,7 +92,7 @@ impl Minifloat {
         f32::from_bits(self.smallest_normal_bits())
     }
 
-    /// What is added to an `f32` exponent field so that the sum's last bit is the format's last bit.
+    /// An `f32` exponent field plus this is that of a power so large that a sum with it ends in the format's last bit.
     #[inline]
     const fn rounding_bits(self) -> u32 {
         self.shift() << F32_MANTISSA_BITS

@@ -582,7 +582,7 @@ fn encode(
     }
 }
 
-/// The place among the arithmetic that are not negative of the one nearest to `x`, at most the largest. An `expanded` `x`,
+/// The place among the numbers that are not negative of the one nearest to `x`, at most the largest. An `expanded` `x`,
 /// which is a power of `scaled`, is not known to the last digit, and a cheaper rounding leaves half way between two
 /// which of them it takes.
 ///
@@ -618,7 +618,7 @@ fn nearest_level(
     }
 }
 
-/// The place of one of the two arithmetic around `x`, at most the largest: of the upper one where `dither / 2^32` is below
+/// The place of one of the two numbers around `x`, at most the largest: of the upper one where `dither / 2^32` is below
 /// the part of the way to it that `x` has gone. `nearest` is the place of the nearest. See [`nearest_level`] for the
 /// minimum.
 #[cube]

@@ -24,8 +24,8 @@ const ROWS_OF_CUBE: usize = 256;
 /// Columns of a cube of the column kernel: neighbours, so that units read neighbouring addresses.
 const COLS_OF_CUBE: usize = 64;
 
-/// The largest magnitude, as f32, of each region of this granularity: `[batch, scale_rows, scale_cols]`. By its bits, so
-/// that NaN lies above infinity above the rest.
+/// The largest magnitude, as f32, of each region of this granularity: `[batch, scale_rows, scale_cols]`. By its bits,
+/// so that NaN lies above infinity above the rest.
 pub(super) fn launch<R: Runtime>(
     client: &ComputeClient<R>,
     x: &TensorHandle<R>,

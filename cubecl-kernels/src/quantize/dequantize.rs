@@ -15,13 +15,12 @@ use crate::{
 
 use super::{
     Quantized, check_granularity, check_number,
-    unpack::{Along, quad_position, read_codes},
+    load::{Along, UNITS, load_codes, quad_position, quads},
 };
 
 const OPERATION: &str = "dequantize";
-const UNITS: u32 = 256;
 
-/// What the kernel is compiled for.
+/// The constants that the kernel is compiled for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct DequantizePlan {
     number: Symmetric,
@@ -59,7 +58,6 @@ pub fn dequantize<R: Runtime>(
         return Ok(out);
     }
     let (scale_rows, scale_cols) = quantized.granularity.scale_block(quantized.shape);
-    let quads = view.shape.batch * view.shape.rows * view.shape.cols.div_ceil(4);
     let stored_as = quantized.number.storage();
     let plan = DequantizePlan {
         number,
@@ -77,7 +75,7 @@ pub fn dequantize<R: Runtime>(
     unsafe {
         dequantize_kernel::launch_unchecked::<R>(
             client,
-            cube_grid(quads.div_ceil(UNITS as usize)),
+            cube_grid(quads(view.shape).div_ceil(UNITS as usize)),
             CubeDim::new_1d(UNITS),
             plan.read,
             plan.write,
@@ -207,7 +205,7 @@ fn dequantize_kernel<V: Numeric, NV: Size, S: Numeric, F: Numeric, NO: Size>(
     let position = quad_position(&geometry);
     if position.batch < batch_size {
         let (batch, row, col) = (position.batch, position.row, position.col);
-        let codes = read_codes::<V, NV>(
+        let codes = load_codes::<V, NV>(
             values,
             &geometry,
             batch,

@@ -28,7 +28,7 @@ enum Inverses {
     Given,
 }
 
-/// What the kernel is compiled for.
+/// The constants that the kernel is compiled for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct EncodePlan {
     encoding: RunEncoding,

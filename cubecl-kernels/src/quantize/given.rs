@@ -19,14 +19,14 @@ use super::{Input, QuantizeSpec, Quantized, buffers::allocate, encode, tile::seg
 const OPERATION: &str = "quantize_by";
 const UNITS: usize = 256;
 
-/// Quantizes `x`, a matrix of f32, f16 or bf16 with any strides, by a scale that is on the device already, and finds its
-/// largest magnitude in the same read.
+/// Quantizes `x`, a matrix of f32, f16 or bf16 with any strides, by a scale that is on the device already, and finds
+/// its largest magnitude in the same read.
 ///
 /// - `spec`: [`Granularity::Tensor`] with [`ScaleNumber::F32`].
 /// - `scale`: f32 `[1]`. Values are encoded from their products with its inverse, and what is too large becomes the
 ///   largest number.
-/// - returns the values, with one scale for each matrix, and the largest magnitude of all matrices, f32 `[1]`: not scaled,
-///   and NaN if they hold NaN or an infinity.
+/// - returns the values, with one scale for each matrix, and the largest magnitude of all matrices, f32 `[1]`: not
+///   scaled, and NaN if they hold NaN or an infinity.
 ///
 /// Nothing is hidden: the scale that goes with the values is NaN if that maximum is, or if the given scale is 0,
 /// negative, not finite, subnormal, or above 2^126. The numbers are those of

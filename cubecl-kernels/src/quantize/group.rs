@@ -21,7 +21,7 @@ use super::{
     },
 };
 
-/// What the kernel is compiled for.
+/// The constants that the kernel is compiled for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct GroupPlan {
     group: usize,
@@ -38,8 +38,8 @@ impl GroupPlan {
     }
 }
 
-/// Whether a cube can both find the scales of its groups and write their copies: scales do not depend on other groups, and
-/// a tile of whole groups has whole runs along the columns.
+/// True where a cube can both find the scales of its groups and write their copies: scales do not depend on other
+/// groups, and a tile of whole groups has whole runs along the columns.
 pub(super) fn reads_once(group: usize, spec: &QuantizeSpec) -> bool {
     !spec.scale.has_tensor_scale()
         && (!spec.layout.transposed() || Tile::of_groups(group).rows >= RUN)
@@ -152,8 +152,8 @@ fn quantize_group_kernel<
     );
 }
 
-/// The inverse scale of the group that this unit's run belongs to. One unit of the group writes the scale to `[.., rows,
-/// groups of a row]`.
+/// The inverse scale of the group that this unit's run belongs to. One unit of the group writes the scale, to
+/// `[.., rows, groups of a row]`.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 fn group_inverse<S: Numeric>(

@@ -14,10 +14,10 @@ use crate::{
 pub(super) struct RunEncoding {
     pub number: Symmetric,
     pub stochastic: bool,
-    /// Whether the device multiplies to 64 bits.
+    /// True where the device multiplies to 64 bits.
     pub wide: bool,
-    /// Whether values that are not finite are encoded too. Where the scale is that of the values' maximum, their inverse
-    /// scale is 0.
+    /// True where values that are not finite are encoded too. Under the scale of their own maximum they have the
+    /// inverse scale 0.
     pub takes_nan: bool,
 }
 

@@ -1,8 +1,8 @@
 //! The copies of a tile's codes, in the storage of their number.
 //!
-//! A unit packs its run into words and writes them to the row-major copy. For the transposed copy all codes pass through a
-//! shared tile, and a unit takes a run of 16 rows of a column from there. The rows of the shared tile are one word longer
-//! than a multiple of 16, so that units that read neighbouring columns do not meet in one bank.
+//! A unit packs its run into words and writes them to the row-major copy. For the transposed copy all codes pass
+//! through a shared tile, and a unit takes a run of 16 rows of a column from there. The rows of the shared tile are one
+//! word longer than a multiple of 16, so that units that read neighbouring columns do not meet in one bank.
 
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
@@ -35,12 +35,16 @@ impl Copies {
         let run_bytes = storage.run_words() * 4;
         // Runs of 20 bytes start at multiples of 4.
         let most = if run_bytes % 8 == 0 { run_bytes } else { 4 };
-        let width = |codes| byte_width(storage.stored_bytes(codes), most);
+        // A copy that is not written must not tell kernels apart.
+        let width = |is_written, codes| match is_written {
+            true => byte_width(storage.stored_bytes(codes), most),
+            false => most,
+        };
         Self {
             storage,
             layout,
-            row_major_width: width(shape.cols),
-            transposed_width: width(shape.rows),
+            row_major_width: width(layout.row_major(), shape.cols),
+            transposed_width: width(layout.transposed(), shape.rows),
         }
     }
 
@@ -102,8 +106,8 @@ fn stored_bytes(codes: u32, #[comptime] storage: Storage) -> u32 {
     }
 }
 
-/// Writes the codes of a tile, one run from each unit, of which `tile_row` and `tile_col` are the place in the tile. All
-/// units of the cube must call it together. A code outside the matrix must be 0.
+/// Writes the codes of a tile, one run from each unit, of which `tile_row` and `tile_col` are the place in the tile.
+/// All units of the cube must call it together. A code outside the matrix must be 0.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 pub(super) fn write_copies<V: Numeric, NV: Size, T: Numeric, NT: Size>(

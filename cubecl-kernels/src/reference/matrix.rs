@@ -9,11 +9,11 @@ use super::number::Definition;
 pub struct ReferenceQuantized {
     /// Shape of the values.
     pub shape: MatrixShape,
-    /// What the values are.
+    /// The definition of the values.
     pub number: Definition,
     /// The integers, or the codes of floats, row-major.
     pub values: Vec<i32>,
-    /// What values are multiplied by: one scale for each region, row-major.
+    /// The factors of values: one for each region, row-major.
     pub scales: Vec<f32>,
     /// The scales as they are stored, where that is in bytes; else empty.
     pub scale_bytes: Vec<u8>,

@@ -2,7 +2,7 @@
 
 use crate::{number::Number, rounding::STOCHASTIC_OFFSET};
 
-/// What a number format is.
+/// The definition of a number format.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Definition {
     /// The integers up to this magnitude. A code is the integer itself.
@@ -87,8 +87,8 @@ impl Definition {
 
     /// The code of a value in units of the scale.
     ///
-    /// What lies beyond the largest number becomes the largest number. NaN becomes the NaN of all ones, or 0 where there
-    /// is none. `u` is the random number in `[0, 1)` of stochastic rounding, a multiple of 2^-15; without it the value is
+    /// Values beyond the largest number become the largest number. NaN becomes the NaN of all ones, or 0 where there is
+    /// none. `u` is the random number in `[0, 1)` of stochastic rounding, a multiple of 2^-15; without it the value is
     /// rounded to the nearest number, of two equally near ones to that with an even code.
     ///
     /// Stochastically, an *integer* is the floor of the value plus `u`, by way of [`STOCHASTIC_OFFSET`], in `f32`. A

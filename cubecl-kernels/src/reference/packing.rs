@@ -27,8 +27,8 @@ pub fn stored(codes: &[i32], cols: usize, storage: Storage) -> Vec<u32> {
         .collect()
 }
 
-/// Packs 10-bit integers as [`Storage::TenBits`] does: rows padded with zeros to a multiple of 16 values, and of each 16,
-/// value `i` in two's complement in the bits from `10 i` of a 160-bit string, stored as five words, lowest first.
+/// Packs 10-bit integers as [`Storage::TenBits`] does: rows padded with zeros to a multiple of 16 values, and of each
+/// 16, value `i` in two's complement in the bits from `10 i` of a 160-bit string, stored as five words, lowest first.
 pub fn pack_int10(values: &[i32], cols: usize) -> Vec<u32> {
     stored(values, cols, Storage::TenBits)
 }

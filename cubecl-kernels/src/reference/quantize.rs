@@ -21,7 +21,8 @@ pub fn quantize(x: &[f32], shape: MatrixShape, spec: &QuantizeSpec) -> Reference
     quantize_as(x, shape, Definition::of(spec.number), spec)
 }
 
-/// [`quantize`] to integers of any range, with FP32 scales, so that a test can compare with a number that has no kernel.
+/// [`quantize`] to integers of any range, with FP32 scales, so that a test can compare with a number that has no
+/// kernel.
 ///
 /// # Panics
 ///
@@ -73,8 +74,8 @@ fn quantize_as(
     quantized
 }
 
-/// Quantizes `x` by a scale that was given, with one scale for each matrix, all of them the same: values are encoded from
-/// their products with [`given_inverse`], and what is too large becomes the largest number. Beside it the largest
+/// Quantizes `x` by a scale that was given, with one scale for each matrix, all of them the same: values are encoded
+/// from their products with [`given_inverse`], and what is too large becomes the largest number. Beside it the largest
 /// magnitude of all matrices, NaN if they hold NaN or an infinity.
 ///
 /// The scale that goes with the values is NaN where that maximum is, or where the given scale has no inverse.

@@ -17,9 +17,9 @@ pub fn absmax(region: impl Iterator<Item = f32>) -> f32 {
 /// The scale of a region.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RegionScale {
-    /// What values are multiplied by to get them back.
+    /// The factor that gives values back.
     pub scale: f32,
-    /// What they are multiplied by to be encoded; 0 stands for "all values are 0".
+    /// The factor of values that are to be encoded; 0 stands for "all values are 0".
     pub inverse: f32,
     /// The byte that is stored, where a scale is one; else 0.
     pub byte: u8,
@@ -91,8 +91,9 @@ fn e8m0(absmax: f32, largest: f32) -> RegionScale {
     }
 }
 
-/// E4M3 under the scale of the matrix: `S = E4M3(absmax / largest / tensor_scale)`, to nearest even, each quotient rounded;
-/// `scale = S * tensor_scale`; `inverse = 1 / scale` (arXiv 2509.25149, where the tensor scale is inverted first).
+/// E4M3 under the scale of the matrix: `S = E4M3(absmax / largest / tensor_scale)`, to nearest even, each quotient
+/// rounded; `scale = S * tensor_scale`; `inverse = 1 / scale` (arXiv 2509.25149, where the tensor scale is inverted
+/// first).
 ///
 /// Where `S` is 0, so are the values.
 fn e4m3(absmax: f32, largest: f32, tensor_scale: f32) -> RegionScale {
@@ -112,8 +113,8 @@ fn e4m3(absmax: f32, largest: f32, tensor_scale: f32) -> RegionScale {
     }
 }
 
-/// The FP32 scale of a matrix whose regions have these maxima: `absmax / (largest * 448)`, where `absmax` is the largest
-/// of the finite ones, or 0 if that is below [`MIN_ABSMAX`].
+/// The FP32 scale of a matrix whose regions have these maxima: `absmax / (largest * 448)`, where `absmax` is the
+/// largest of the finite ones, or 0 if that is below [`MIN_ABSMAX`].
 ///
 /// A region with NaN or an infinity has scale NaN already; left out, it leaves the other regions theirs.
 pub fn tensor_scale(absmaxes: impl Iterator<Item = f32>, largest: f32) -> f32 {
@@ -127,8 +128,8 @@ pub fn tensor_scale(absmaxes: impl Iterator<Item = f32>, largest: f32) -> f32 {
     }
 }
 
-/// The inverse of a scale that was given: `1 / scale`, or 0, for "all values are 0", unless the scale is positive, normal,
-/// and at most 2^126, so that its inverse is normal too.
+/// The inverse of a scale that was given: `1 / scale`, or 0, for "all values are 0", unless the scale is positive,
+/// normal, and at most 2^126, so that its inverse is normal too.
 pub fn given_inverse(scale: f32) -> f32 {
     if (f32::MIN_POSITIVE..=2f32.powi(126)).contains(&scale) {
         1.0 / scale

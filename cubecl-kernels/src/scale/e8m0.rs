@@ -30,7 +30,8 @@ pub(crate) fn scale_and_inverse(absmax: f32, largest: f32) -> (u8, f32) {
 /// The byte of the smallest power of two that is at least the quotient of two normal numbers.
 ///
 /// The difference of the bits is that of the exponents, and in the bits behind it that of the mantissas, of which the
-/// larger one decides whether the quotient lies above the power of the difference: rounded up, the difference counts it.
+/// larger one decides whether the quotient lies above the power of the difference: rounded up, the difference counts
+/// it.
 const fn rounded_up(absmax_bits: u32, largest_bits: u32) -> u32 {
     (absmax_bits + (ONE << EXPONENT_BITS) + MANTISSA - largest_bits) >> EXPONENT_BITS
 }

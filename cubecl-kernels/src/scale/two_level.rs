@@ -37,7 +37,7 @@ pub(crate) fn scale_and_inverse(absmax: f32, largest: f32, tensor_scale: f32) ->
     )
 }
 
-/// What a scale's code and the tensor scale multiply values by.
+/// The factor of values under a scale of this code and a tensor scale.
 pub(crate) fn decode(code: u8, tensor_scale: f32) -> f32 {
     E4M3.decode(code) * tensor_scale
 }

@@ -286,7 +286,8 @@ fn quantize_sources(architecture: u16) -> Vec<Source> {
     sources
 }
 
-/// What quantizes to every number, and back, each kernel once: roundings and layouts go round, as in the tests on devices.
+/// The kernels that quantize to every number, and back, each once: roundings and layouts go round, as in the tests on
+/// devices.
 fn number_sources(architecture: u16) -> Vec<Source> {
     const NUMBERS: [Number; 6] = [
         Number::Int4,

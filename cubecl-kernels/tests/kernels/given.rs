@@ -21,7 +21,7 @@ const NUMBERS: [Number; 6] = [
     Number::E5M2,
 ];
 
-/// What no value can be divided by.
+/// No value can be divided by these.
 const BAD_SCALES: [f32; 7] = [
     0.0,
     -0.5,
@@ -97,7 +97,7 @@ fn on_the_host() {
     }
 }
 
-/// What the reference says of one matrix, in numbers.
+/// The reference of one matrix, in numbers.
 #[test]
 fn saturation_and_what_must_not_be_hidden() {
     let shape = MatrixShape::new(1, 4);

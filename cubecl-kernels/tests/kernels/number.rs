@@ -243,7 +243,7 @@ fn integers_are_all_of_their_range() {
     }
 }
 
-/// What the constants say is what the codes say.
+/// The constants agree with the codes.
 #[test]
 fn largest_smallest_and_zero() {
     for number in ALL {
@@ -346,8 +346,8 @@ fn stochastic_codes_equal_the_reference(#[values(0, 1, 2, 3, 4, 5)] index: usize
     }
 }
 
-/// The mean over all 2^15 random numbers is the value, but for what their coarseness may shift it: 2^-16 of the distance
-/// between the two numbers for floats, and twice that for integers, whose sums are rounded too.
+/// The mean over all 2^15 random numbers is the value, but for what their coarseness may shift it: 2^-16 of the
+/// distance between the two numbers for floats, and twice that for integers, whose sums are rounded too.
 #[test]
 fn stochastic_codes_are_unbiased() {
     let mut random = Random::fresh();

@@ -96,7 +96,8 @@ fn mx_bytes() {
         }
         assert!((12..=27).contains(&e8m0(number, MIN_ABSMAX)));
         assert!((239..=253).contains(&e8m0(number, 0.75 * f32::MAX)));
-        // The largest magnitude of all may be rounded up to infinity, but neither its scale nor the inverse is subnormal.
+        // The largest magnitude of all may be rounded up to infinity, but neither its scale nor the inverse is
+        // subnormal.
         let spec = QuantizeSpec::new(number, Granularity::Tensor).with_scale(ScaleNumber::E8M0);
         let quantized = quantize(&[f32::MAX], MatrixShape::new(1, 1), &spec);
         assert!((239..=253).contains(&quantized.scale_bytes[0]));
