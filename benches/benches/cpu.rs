@@ -24,13 +24,15 @@ use burn_quant_train::{QuantTrain, recipe::FallbackInt8};
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use cubecl_kernels::{
     adamw::Hyperparameters,
-    format::{Rounding, StochasticKey},
+    granularity::Granularity,
     host,
     optimizer_state::{Moment, StateFormat},
+    quantize::QuantizeSpec,
     reference::{
         adamw::{MomentChunk, Step},
         optimizer_state::quantize_state,
     },
+    rounding::{Rounding, StochasticKey},
 };
 
 /// Rows of the linear layer's input, and its features.
@@ -38,7 +40,7 @@ const TOKENS: usize = 512;
 const FEATURES: [usize; 2] = [256, 512];
 /// Rows and columns of a quantized matrix, and of its blocks.
 const SHAPE: [usize; 2] = [512, 1024];
-const BLOCK: (usize, usize) = (128, 128);
+const BLOCK: usize = 128;
 /// Parameters of the optimizer's tensor.
 const PARAMETERS: usize = 1 << 20;
 
@@ -88,7 +90,8 @@ fn passes<B: Contender<Device: Default>>(
 fn quantizers(c: &mut Criterion) {
     let x = Random::new(2).normals(SHAPE[0] * SHAPE[1], 1.0);
     let key = StochasticKey { seed: 3, stream: 4 };
-    let quantized = host::quantize(&x, SHAPE, BLOCK, Rounding::Nearest);
+    let spec = QuantizeSpec::int8(Granularity::Block(BLOCK));
+    let quantized = host::quantize(&x, SHAPE, &spec).expect("a matrix");
     let mut group = c.benchmark_group("quantize");
     group.throughput(Throughput::Elements(x.len() as u64));
     for (name, rounding) in [
@@ -96,7 +99,8 @@ fn quantizers(c: &mut Criterion) {
         ("stochastic", Rounding::Stochastic(key)),
     ] {
         group.bench_function(name, |b| {
-            b.iter(|| host::quantize(black_box(&x), SHAPE, BLOCK, rounding));
+            let spec = spec.with_rounding(rounding);
+            b.iter(|| host::quantize(black_box(&x), SHAPE, &spec));
         });
     }
     // About half of the blocks of 16,384 normal numbers have one above 4.
@@ -104,8 +108,7 @@ fn quantizers(c: &mut Criterion) {
         b.iter(|| host::quantize_fallback(black_box(&x), SHAPE, BLOCK, 4.0));
     });
     group.bench_function("dequantize", |b| {
-        let values = (&quantized.values[..], &quantized.scales[..]);
-        b.iter(|| host::dequantize(black_box(values), None, SHAPE, BLOCK));
+        b.iter(|| host::dequantize(black_box(&quantized)));
     });
     group.finish();
 }

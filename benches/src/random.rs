@@ -1,6 +1,6 @@
 //! Random numbers on the host.
 
-use cubecl_kernels::{format::StochasticKey, philox};
+use cubecl_kernels::{philox, rounding::StochasticKey};
 
 /// A stream of random numbers.
 pub struct Random {

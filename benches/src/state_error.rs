@@ -177,7 +177,7 @@ fn compressed(v: &[f32], format: StateFormat) -> [Vec<f32>; 2] {
 
 #[cfg(test)]
 mod tests {
-    use cubecl_kernels::{float8::Float8, format::StochasticKey, philox};
+    use cubecl_kernels::{number::Minifloat, philox, rounding::StochasticKey};
 
     use super::*;
 
@@ -247,7 +247,7 @@ mod tests {
         assert!(library.iter().all(|&v| v > 0.0));
         for (group, nearest) in v.chunks(128).zip(nearest.chunks(128)) {
             for (v, nearest) in group.iter().zip(nearest) {
-                let code = Float8::E4M3.encode(v / group[0] * 448.0);
+                let code = Minifloat::E4M3.encode(v / group[0] * 448.0);
                 assert_eq!(*nearest == 0.0, code == 0);
             }
         }

@@ -11,7 +11,7 @@
 use std::{fmt::Debug, marker::PhantomData};
 
 use burn_backend::{FloatDType, bf16, f16};
-pub use cubecl_kernels::format::{Format, Granularity};
+pub use cubecl_kernels::{granularity::Granularity, number::Number as Format};
 
 /// How a scaled value becomes an integer (fallback-int8, section 3.1).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

@@ -18,11 +18,10 @@
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
 use crate::{
-    device::{check_dtype, check_float, storage},
+    device::{check_contiguous, check_dtype, check_float, storage},
     error::KernelError,
-    float8::check_contiguous,
-    format::Rounding,
     optimizer_state::StateTensor,
+    rounding::Rounding,
 };
 
 mod clock;

@@ -8,7 +8,7 @@ use cubecl::{calculate_cube_count_elemwise, prelude::*, std::tensor::TensorHandl
 use crate::{
     device::{check_dtype, empty, is_contiguous, storage},
     error::KernelError,
-    format::MIN_ABSMAX,
+    scale::MIN_ABSMAX,
 };
 
 /// Smallest threshold that the controller sets, 2^-100: below it no block has a scale.

@@ -136,6 +136,26 @@ pub(crate) fn is_contiguous<R: Runtime>(tensor: &TensorHandle<R>) -> bool {
     })
 }
 
+/// The number of elements of a contiguous tensor, few enough that 32 bits index all of a launch's last cubes too.
+pub(crate) fn check_contiguous<R: Runtime>(
+    operation: &'static str,
+    tensor: &TensorHandle<R>,
+) -> Result<usize, KernelError> {
+    let len = tensor.shape().iter().product::<usize>();
+    if is_contiguous(tensor) && len <= 1 << 31 {
+        return Ok(len);
+    }
+    Err(KernelError::Shape {
+        operation,
+        got: format!(
+            "a tensor of shape {:?} and strides {:?}",
+            tensor.shape(),
+            tensor.strides()
+        ),
+        remedy: "pass a contiguous tensor of at most 2^31 elements",
+    })
+}
+
 /// Accepts one element type only.
 pub(crate) fn check_dtype<R: Runtime>(
     operation: &'static str,

@@ -6,7 +6,8 @@ use cubecl::{prelude::*, std::tensor::TensorHandle};
 use crate::{
     device::{MatrixView, check_dtype, check_float, is_contiguous, storage},
     error::KernelError,
-    format::{Granularity, Layout},
+    granularity::Granularity,
+    layout::Layout,
     quantize::{
         Quantized,
         block::{self, BlockFallback, BlockOutput, Round},

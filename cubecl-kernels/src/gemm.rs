@@ -17,8 +17,10 @@ use crate::{
     device::{MatrixView, check_dtype, check_float, empty, storage},
     error::KernelError,
     fallback::FallbackResidual,
-    format::{Format, Granularity},
+    granularity::Granularity,
+    number::Number,
     quantize::{Quantized, check_granularity},
+    scale::ScaleNumber,
 };
 
 mod align;
@@ -80,7 +82,7 @@ impl<R: Runtime> Quantized<R> {
     ///
     /// # Errors
     ///
-    /// When the row-major copy was not written, or the format is not INT8.
+    /// When the row-major copy was not written, or the matrix is not INT8 with FP32 scales.
     pub fn operand(&self) -> Result<GemmOperand<R>, KernelError> {
         let (rows_per_scale, depth_per_scale) = self.granularity.scale_block(self.shape);
         Ok(GemmOperand {
@@ -95,7 +97,7 @@ impl<R: Runtime> Quantized<R> {
     ///
     /// # Errors
     ///
-    /// When the transposed copy was not written, or the format is not INT8.
+    /// When the transposed copy was not written, or the matrix is not INT8 with FP32 scales.
     pub fn operand_transposed(&self) -> Result<GemmOperand<R>, KernelError> {
         let (depth_per_scale, rows_per_scale) = self.granularity.scale_block(self.shape);
         let mut scales = self.scales.clone();
@@ -114,11 +116,14 @@ impl<R: Runtime> Quantized<R> {
         values: &Option<TensorHandle<R>>,
         layout: &'static str,
     ) -> Result<TensorHandle<R>, KernelError> {
-        if self.format != Format::Int8 {
+        if (self.number, self.scale) != (Number::Int8, ScaleNumber::F32) {
             return Err(KernelError::Unsupported {
                 operation: OPERATION,
-                reason: format!("an operand of format {:?}", self.format),
-                remedy: "quantize it to INT8",
+                reason: format!(
+                    "an operand of {:?} with scales of {:?}",
+                    self.number, self.scale
+                ),
+                remedy: "quantize it to INT8 with FP32 scales, or unpack it from INT4",
             });
         }
         values.clone().ok_or_else(|| KernelError::Unsupported {

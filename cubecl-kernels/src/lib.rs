@@ -6,20 +6,29 @@
 //!
 //! | module | what it computes |
 //! | --- | --- |
-//! | [`quantize`] | INT8 and INT10 quantization by block, group, token, channel or tensor, and back |
+//! | [`quantize`] | quantization by block, group, token, channel or tensor, or by a given scale, and back |
 //! | [`fallback`] | INT8 block quantization with a second INT8 copy of the residual of outlier blocks |
 //! | [`linear_input`] | both INT8 copies of a linear layer's input from one read |
 //! | [`transpose`] | INT8 matrices transposed |
 //! | [`gemm`] | the product of two quantized matrices; on Hopper also of two in BF16 or FP16 |
 //! | [`adamw`](mod@adamw) | AdamW on compressed moments, and what lets it skip a step without asking the host |
 //! | [`optimizer_state`] | moments of an optimizer as 8-bit codes with a scale for each group, and back |
-//! | [`float8`], [`dynamic_exponent`] | the numbers of 8-bit codes |
 //! | [`dynamic_range_expansion`] | powers that stretch a group to the range of its codes |
 //! | [`softmax`](mod@softmax) | the softmax of attention scores and its gradient |
 //! | [`delay_threshold`] | the controller that keeps the rate of fallback blocks in its range |
 //! | [`philox`] | the counter-based random bits of stochastic rounding |
-//! | [`host`] | INT8 block quantization, with and without fallback, of slices in host memory |
+//! | [`host`] | quantization, with and without fallback, and AdamW on slices in host memory |
 //! | [`reference`](mod@reference) | all of the above in scalar Rust, the specification that the tests compare with |
+//!
+//! and the vocabulary of quantization:
+//!
+//! | module | what it names |
+//! | --- | --- |
+//! | [`number`] | number formats: INT4, INT8, INT10, E2M1, E4M3, E5M2, and those of optimizer states |
+//! | [`scale`] | how scales are stored: FP32, E8M0, or E4M3 under an FP32 scale of the matrix |
+//! | [`granularity`] | which elements share a scale |
+//! | [`rounding`] | to nearest, or stochastic by a key |
+//! | [`layout`] | row-major and transposed copies |
 //!
 //! # Numerics
 //!
@@ -33,19 +42,21 @@
 
 pub mod adamw;
 pub mod delay_threshold;
-pub mod dynamic_exponent;
 pub mod dynamic_range_expansion;
 pub mod error;
 pub mod fallback;
-pub mod float8;
-pub mod format;
 pub mod gemm;
+pub mod granularity;
 pub mod host;
+pub mod layout;
 pub mod linear_input;
+pub mod number;
 pub mod optimizer_state;
 pub mod philox;
 pub mod quantize;
 pub mod reference;
+pub mod rounding;
+pub mod scale;
 pub mod shape;
 pub mod softmax;
 pub mod transpose;
@@ -57,6 +68,5 @@ mod exact;
 mod fast;
 mod fingerprint;
 mod flush_to_zero;
-mod rounding;
 
 pub use error::KernelError;

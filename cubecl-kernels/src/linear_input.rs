@@ -7,13 +7,15 @@ use crate::{
     device::{MatrixView, check_float},
     error::KernelError,
     fallback::{FallbackResidual, FallbackState},
-    format::{Granularity, Layout, StochasticKey},
+    granularity::Granularity,
+    layout::Layout,
     quantize::{
         Quantized,
         block::{self, BlockOutput, Round},
         buffers::allocate_input,
         check_granularity,
     },
+    rounding::StochasticKey,
 };
 
 const OPERATION: &str = "quantize_linear_input";
@@ -50,7 +52,7 @@ impl<R: Runtime> Clone for LinearInput<R> {
 ///
 /// To the bit, `forward` and `residual` are what `quantize_fallback`, or [`quantize`](crate::quantize::quantize) with
 /// nearest rounding, gives with [`Layout::RowMajor`], and `saved` is what `quantize` gives with [`Layout::Transposed`]
-/// and [`Rounding::Stochastic`](crate::format::Rounding::Stochastic).
+/// and [`Rounding::Stochastic`](crate::rounding::Rounding::Stochastic).
 ///
 /// # Errors
 ///

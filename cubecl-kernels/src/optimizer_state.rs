@@ -15,17 +15,16 @@
 //!   square of the range of its gradients, and linear steps would round most of them to zero. The numbers are
 //!   `level^2`, and the code of a value is the level whose distance to the value's root is smallest.
 //! - A group that holds NaN or an infinity dequantizes to NaN. A group whose largest magnitude is below
-//!   [`MIN_ABSMAX`](crate::format::MIN_ABSMAX) is all zeros, of scale 0, and so is a value below [`MIN_NONZERO`]: the
+//!   [`MIN_ABSMAX`](crate::scale::MIN_ABSMAX) is all zeros, of scale 0, and so is a value below [`MIN_NONZERO`]: the
 //!   root of such a second moment is below 1e-15, nothing beside any epsilon in use.
 
 use cubecl::{prelude::*, std::tensor::TensorHandle};
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    device::{check_dtype, empty, is_contiguous, storage},
-    dynamic_exponent::Signedness,
+    device::{check_contiguous, check_dtype, empty, is_contiguous, storage},
     error::KernelError,
-    float8::{Float8, check_contiguous},
+    number::{Arithmetic, Number, Signedness},
 };
 
 pub(crate) mod arrays;
@@ -46,13 +45,13 @@ pub const MAX_GROUP: usize = 2048;
 /// What the 256 codes of a state stand for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Encoding {
-    /// [`Float8::E4M3`], the same codes for both moments.
+    /// [`Number::E4M3`], the same codes for both moments.
     E4M3,
-    /// [`Float8::E5M2`], the same codes for both moments.
+    /// [`Number::E5M2`], the same codes for both moments.
     E5M2,
-    /// The [dynamic exponent](crate::dynamic_exponent) format: signed for the first moment, unsigned for the second.
+    /// [`Number::DynamicExponent`]: signed for the first moment, unsigned for the second.
     DynamicExponent,
-    /// First moment: integers from -127 to 127. Second moment: squares of the integers from 0 to 255.
+    /// First moment: [`Number::Int8`]. Second moment: [`Number::Square`].
     Int8,
 }
 
@@ -76,44 +75,35 @@ pub struct StateFormat {
     pub group: usize,
 }
 
-/// How codes and numbers of one moment belong together.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) enum Codec {
-    Float(Float8),
-    Dynamic(Signedness),
-    Integer,
-    Square,
-}
-
 impl Encoding {
-    pub(crate) const fn codec(self, moment: Moment) -> Codec {
+    /// The numbers of a moment.
+    pub const fn number(self, moment: Moment) -> Number {
         match (self, moment) {
-            (Encoding::E4M3, _) => Codec::Float(Float8::E4M3),
-            (Encoding::E5M2, _) => Codec::Float(Float8::E5M2),
-            (Encoding::DynamicExponent, Moment::First) => Codec::Dynamic(Signedness::Signed),
-            (Encoding::DynamicExponent, Moment::Second) => Codec::Dynamic(Signedness::Unsigned),
-            (Encoding::Int8, Moment::First) => Codec::Integer,
-            (Encoding::Int8, Moment::Second) => Codec::Square,
+            (Encoding::E4M3, Moment::First | Moment::Second) => Number::E4M3,
+            (Encoding::E5M2, Moment::First | Moment::Second) => Number::E5M2,
+            (Encoding::DynamicExponent, Moment::First) => {
+                Number::DynamicExponent(Signedness::Signed)
+            }
+            (Encoding::DynamicExponent, Moment::Second) => {
+                Number::DynamicExponent(Signedness::Unsigned)
+            }
+            (Encoding::Int8, Moment::First) => Number::Int8,
+            (Encoding::Int8, Moment::Second) => Number::Square,
         }
+    }
+
+    pub(crate) const fn arithmetic(self, moment: Moment) -> Arithmetic {
+        self.number(moment).arithmetic()
     }
 
     /// The largest number of the encoding, that of the group's largest magnitude.
     pub const fn largest(self, moment: Moment) -> f32 {
-        match self.codec(moment) {
-            Codec::Float(format) => format.largest(),
-            Codec::Dynamic(_) => 1.0,
-            Codec::Integer => 127.0,
-            Codec::Square => 65_025.0,
-        }
+        self.number(moment).largest()
     }
 
     /// The smallest positive number of the encoding.
     pub const fn smallest(self, moment: Moment) -> f32 {
-        match self.codec(moment) {
-            Codec::Float(format) => format.smallest(),
-            Codec::Dynamic(signedness) => signedness.smallest(),
-            Codec::Integer | Codec::Square => 1.0,
-        }
+        self.number(moment).smallest()
     }
 
     /// The base-2 logarithm of the ratio of the two: the range that expansion stretches a group to.
@@ -124,10 +114,7 @@ impl Encoding {
 
     /// The code of zero.
     pub const fn zero(self, moment: Moment) -> u8 {
-        match self.codec(moment) {
-            Codec::Dynamic(Signedness::Signed) => 127,
-            _ => 0,
-        }
+        self.number(moment).zero() as u8
     }
 }
 

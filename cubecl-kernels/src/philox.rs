@@ -4,7 +4,7 @@
 
 use cubecl::prelude::*;
 
-use crate::format::StochasticKey;
+use crate::rounding::StochasticKey;
 
 const MULTIPLIER_0: u32 = 0xD251_1F53;
 const MULTIPLIER_1: u32 = 0xCD9E_8D57;
@@ -39,12 +39,12 @@ pub fn uniform(key: StochasticKey, row: usize, col: usize) -> f32 {
 
 /// The random number in `[0, 1)`, a multiple of 2^-15, that decides the rounding of one element.
 ///
-/// `row` counts the rows of the whole batch (`batch * rows + row`) and `col` the columns; both are logical
-/// coordinates, whatever the strides. Eight neighbours of a row share a counter: each word of its four serves two of
-/// them, the first with its 15 low bits, the second with its 15 high ones. What 15 bits cannot tell of a fraction
-/// shifts the expectation of a rounding by at most 2^-16 of the distance between two integers for INT8, and by at most
-/// 2^-15 for INT10, whose sums with [`STOCHASTIC_OFFSET`](crate::format::STOCHASTIC_OFFSET) reach 512, from where an
-/// `f32` has 14 bits behind the point.
+/// `row` counts the rows of the whole batch (`batch * rows + row`) and `col` the columns; both are logical coordinates,
+/// whatever the strides. Eight neighbours of a row share a counter: each word of its four serves two of them, the first
+/// with its 15 low bits, the second with its 15 high ones. What 15 bits cannot tell of a fraction shifts the
+/// expectation of a rounding by at most 2^-16 of the distance between two integers for INT8, and by at most 2^-15 for
+/// INT10, whose sums with [`STOCHASTIC_OFFSET`](crate::rounding::STOCHASTIC_OFFSET) reach 512, from where an `f32` has
+/// 14 bits behind the point. Floats take the middle of what 15 bits leave open, which shifts nothing on average.
 pub fn dither(key: StochasticKey, row: usize, col: usize) -> f32 {
     halves(neighbours(key, row, col / NEIGHBOURS))[col % NEIGHBOURS]
 }

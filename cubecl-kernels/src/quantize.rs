@@ -1,11 +1,23 @@
-//! Quantization of matrices to integers with shared scales, and back (fallback-int8, section 4.2).
+//! Quantization of matrices to numbers with shared scales, and back (fallback-int8, section 4.2; OCP Microscaling
+//! Formats; NVFP4, arXiv 2509.25149).
+//!
+//! | what | how often `x` is read | where |
+//! | --- | --- | --- |
+//! | INT8 in blocks, FP32 scales | once | `block` |
+//! | groups, scales that do not depend on the matrix | once | `group` |
+//! | a scale that was given | once | `given` |
+//! | everything else | twice: for the maxima of the regions, and to encode | `absmax`, `scales`, `encode` |
 
 use cubecl::{prelude::*, std::tensor::TensorHandle};
 
 use crate::{
     device::{MatrixView, check_float},
     error::KernelError,
-    format::{Format, Granularity, Layout, Rounding},
+    granularity::Granularity,
+    layout::Layout,
+    number::{Number, Symmetric},
+    rounding::Rounding,
+    scale::ScaleNumber,
     shape::MatrixShape,
 };
 
@@ -13,15 +25,23 @@ mod absmax;
 pub(crate) mod block;
 pub(crate) mod buffers;
 mod dequantize;
-mod elementwise;
+mod encode;
+mod given;
 mod group;
-mod packed;
+mod load;
+mod run;
+mod scales;
 pub(crate) mod staged;
+mod stored;
 pub(crate) mod tile;
+mod unpack;
 
 use block::{BlockOutput, Round};
 use buffers::allocate;
 pub use dequantize::dequantize;
+pub(crate) use given::check_given;
+pub use given::quantize_by;
+pub use unpack::unpack_int4;
 
 const OPERATION: &str = "quantize";
 
@@ -29,7 +49,9 @@ const OPERATION: &str = "quantize";
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct QuantizeSpec {
     /// The number format of the values.
-    pub format: Format,
+    pub number: Number,
+    /// The number format of the scales.
+    pub scale: ScaleNumber,
     /// Which elements share a scale.
     pub granularity: Granularity,
     /// How values are rounded.
@@ -38,18 +60,78 @@ pub struct QuantizeSpec {
     pub layout: Layout,
 }
 
+impl QuantizeSpec {
+    /// MXFP8 (OCP Microscaling Formats): E4M3 in groups of 32 with E8M0 scales.
+    pub const MXFP8: Self =
+        Self::new(Number::E4M3, Granularity::Group(32)).with_scale(ScaleNumber::E8M0);
+    /// MXFP4 (OCP Microscaling Formats): E2M1 in groups of 32 with E8M0 scales.
+    pub const MXFP4: Self =
+        Self::new(Number::E2M1, Granularity::Group(32)).with_scale(ScaleNumber::E8M0);
+    /// NVFP4 (arXiv 2509.25149): E2M1 in groups of 16 with E4M3 scales under a tensor scale.
+    pub const NVFP4: Self =
+        Self::new(Number::E2M1, Granularity::Group(16)).with_scale(ScaleNumber::E4M3);
+
+    /// Row-major values rounded to nearest, with FP32 scales.
+    pub const fn new(number: Number, granularity: Granularity) -> Self {
+        Self {
+            number,
+            scale: ScaleNumber::F32,
+            granularity,
+            rounding: Rounding::Nearest,
+            layout: Layout::RowMajor,
+        }
+    }
+
+    /// [`Self::new`] of INT8.
+    pub const fn int8(granularity: Granularity) -> Self {
+        Self::new(Number::Int8, granularity)
+    }
+
+    /// The same with other scales.
+    pub const fn with_scale(self, scale: ScaleNumber) -> Self {
+        Self { scale, ..self }
+    }
+
+    /// The same with other regions.
+    pub const fn with_granularity(self, granularity: Granularity) -> Self {
+        Self {
+            granularity,
+            ..self
+        }
+    }
+
+    /// The same with another rounding.
+    pub const fn with_rounding(self, rounding: Rounding) -> Self {
+        Self { rounding, ..self }
+    }
+
+    /// The same with other copies.
+    pub const fn with_layout(self, layout: Layout) -> Self {
+        Self { layout, ..self }
+    }
+}
+
 /// A quantized matrix, or a batch of them, on the device.
+///
+/// A value is its number times the scale of its region, and where there is one the tensor scale of its matrix, of which
+/// the two scales are multiplied first.
 #[derive(Debug)]
 pub struct Quantized<R: Runtime> {
-    /// The values. INT8: i8 `[.., rows, cols]`. INT10: u32 `[.., rows, 5 * ceil(cols / 16)]`, packed as
-    /// [`pack_int10`](crate::reference::pack_int10) defines. `None` for [`Layout::Transposed`].
+    /// The values, `[.., rows, storage.stored_cols(cols)]` of the type of [`Number::storage`]: see
+    /// [`Storage`](crate::number::Storage). `None` for [`Layout::Transposed`].
     pub values: Option<TensorHandle<R>>,
-    /// The values transposed, i8 `[.., cols, rows]`. `None` for [`Layout::RowMajor`].
+    /// The values transposed and stored the same way, `[.., cols, storage.stored_cols(rows)]`. `None` for
+    /// [`Layout::RowMajor`].
     pub transposed: Option<TensorHandle<R>>,
-    /// f32 `[.., scale_rows, scale_cols]`, in the orientation of the input whatever the layout.
+    /// `[.., scale_rows, scale_cols]` in the orientation of the input whatever the layout: f32 for
+    /// [`ScaleNumber::F32`], else u8.
     pub scales: TensorHandle<R>,
+    /// f32 `[batch]`, where [`ScaleNumber::has_tensor_scale`].
+    pub tensor_scale: Option<TensorHandle<R>>,
     /// The number format of the values.
-    pub format: Format,
+    pub number: Number,
+    /// The number format of the scales.
+    pub scale: ScaleNumber,
     /// Which elements share a scale.
     pub granularity: Granularity,
     /// The shape of the input, in elements.
@@ -64,7 +146,9 @@ impl<R: Runtime> Clone for Quantized<R> {
             values: self.values.clone(),
             transposed: self.transposed.clone(),
             scales: self.scales.clone(),
-            format: self.format,
+            tensor_scale: self.tensor_scale.clone(),
+            number: self.number,
+            scale: self.scale,
             granularity: self.granularity,
             shape: self.shape,
             batched: self.batched,
@@ -72,61 +156,106 @@ impl<R: Runtime> Clone for Quantized<R> {
     }
 }
 
+/// A matrix that kernels can quantize, and how.
+struct Input<'a, R: Runtime> {
+    x: &'a TensorHandle<R>,
+    view: MatrixView,
+    spec: &'a QuantizeSpec,
+    number: Symmetric,
+}
+
+impl<'a, R: Runtime> Input<'a, R> {
+    /// Checks all but the granularity.
+    fn new(
+        client: &ComputeClient<R>,
+        operation: &'static str,
+        x: &'a TensorHandle<R>,
+        spec: &'a QuantizeSpec,
+    ) -> Result<Self, KernelError> {
+        let view = MatrixView::new(operation, x)?;
+        check_float(client, operation, "x", x.dtype)?;
+        let number = check_number(operation, spec.number)?;
+        stored::check_size(operation, spec, view.shape)?;
+        Ok(Self {
+            x,
+            view,
+            spec,
+            number,
+        })
+    }
+}
+
 /// Quantizes `x`, a matrix of f32, f16 or bf16 with any strides.
 ///
-/// Blocks and groups are read once: their elements stay on chip between the search of the maximum and the rounding.
-/// Rows, columns and whole matrices do not fit there and are read twice. The numbers are those of
-/// [`reference::quantize`](crate::reference::quantize), to the bit; a block that holds NaN or an infinity has scale
+/// INT8 blocks with FP32 scales, and groups with FP32 or E8M0 scales, are read once: their elements stay on chip
+/// between the search of the maximum and the rounding. Everything else is read twice. The numbers are those of
+/// [`reference::quantize`](crate::reference::quantize()), to the bit; a region that holds NaN or an infinity has scale
 /// NaN, so that it dequantizes to NaN.
 ///
 /// # Errors
 ///
-/// When `x` is no matrix or no float tensor, when the granularity's size is not one of those it lists, or for INT10
-/// with a granularity other than [`Granularity::Group`] or a layout other than [`Layout::RowMajor`].
+/// When `x` is no matrix or no float tensor, when the granularity's size is not one of those it lists, or when the
+/// number is not symmetric.
 pub fn quantize<R: Runtime>(
     client: &ComputeClient<R>,
     x: &TensorHandle<R>,
     spec: &QuantizeSpec,
 ) -> Result<Quantized<R>, KernelError> {
-    let view = MatrixView::new(OPERATION, x)?;
-    check_float(client, OPERATION, "x", x.dtype)?;
     check_granularity(OPERATION, spec.granularity)?;
-    if spec.format == Format::Int10
-        && !(matches!(spec.granularity, Granularity::Group(_)) && spec.layout == Layout::RowMajor)
-    {
-        return Err(KernelError::Unsupported {
-            operation: OPERATION,
-            reason: format!("INT10 with {:?} and {:?}", spec.granularity, spec.layout),
-            remedy: "use Granularity::Group and Layout::RowMajor, or INT8",
+    let input = Input::new(client, OPERATION, x, spec)?;
+    let output = allocate(client, &input.view, spec);
+    if input.view.shape.num_elements() == 0 {
+        return Ok(Quantized {
+            tensor_scale: output.tensor_scale.map(|scale| zeros(client, &scale)),
+            ..output
         });
     }
-    let output = allocate(client, &view, spec);
-    if view.shape.num_elements() > 0 {
-        match (spec.format, spec.granularity) {
-            (Format::Int10, Granularity::Group(size)) => {
-                packed::launch(client, x, &view, spec.rounding, size, &output);
-            }
-            (_, Granularity::Block(block)) => {
-                let (round, key) = match spec.rounding {
-                    Rounding::Nearest => (Round::Nearest, None),
-                    Rounding::Stochastic(key) => (Round::Stochastic, Some(key)),
-                };
-                let written = BlockOutput {
-                    row_major: output.values.as_ref().map(|values| (values, round)),
-                    transposed: output.transposed.as_ref().map(|values| (values, round)),
-                    scales: &output.scales,
-                    fallback: None,
-                };
-                block::launch(client, x, &view, block, key, &written);
-            }
-            (_, Granularity::Group(size)) => group::launch(client, x, &view, spec, size, &output),
-            (_, Granularity::Token | Granularity::Channel | Granularity::Tensor) => {
-                let absmax = absmax::launch(client, x, &view, spec.granularity);
-                elementwise::launch(client, x, &view, spec, &absmax, &output);
-            }
+    match spec.granularity {
+        Granularity::Block(block)
+            if spec.number == Number::Int8 && spec.scale == ScaleNumber::F32 =>
+        {
+            int8_blocks(client, &input, block, &output);
+        }
+        Granularity::Group(size) if group::reads_once(size, spec) => {
+            group::launch(client, &input, size, &output);
+        }
+        Granularity::Block(_)
+        | Granularity::Group(_)
+        | Granularity::Token
+        | Granularity::Channel
+        | Granularity::Tensor => {
+            let maxima = absmax::launch(client, x, &input.view, spec.granularity);
+            let inverses = scales::launch(client, maxima, &output);
+            encode::by_regions(client, &input, &inverses, &output);
         }
     }
     Ok(output)
+}
+
+/// FP32 zeros in the shape of a tensor.
+fn zeros<R: Runtime>(client: &ComputeClient<R>, like: &TensorHandle<R>) -> TensorHandle<R> {
+    let shape = like.shape().to_vec();
+    let bytes = vec![0; like.dtype.size() * shape.iter().product::<usize>().max(1)];
+    TensorHandle::new_contiguous(shape, client.create_from_slice(&bytes), like.dtype)
+}
+
+fn int8_blocks<R: Runtime>(
+    client: &ComputeClient<R>,
+    input: &Input<R>,
+    block: usize,
+    output: &Quantized<R>,
+) {
+    let (round, key) = match input.spec.rounding {
+        Rounding::Nearest => (Round::Nearest, None),
+        Rounding::Stochastic(key) => (Round::Stochastic, Some(key)),
+    };
+    let written = BlockOutput {
+        row_major: output.values.as_ref().map(|values| (values, round)),
+        transposed: output.transposed.as_ref().map(|values| (values, round)),
+        scales: &output.scales,
+        fallback: None,
+    };
+    block::launch(client, input.x, &input.view, block, key, &written);
 }
 
 /// Accepts the block and group sizes that kernels are written for.
@@ -155,7 +284,14 @@ pub(crate) fn check_granularity(
     })
 }
 
-/// Words of a packed row of this many INT10 values.
-pub(crate) fn int10_words(cols: usize) -> usize {
-    5 * cols.div_ceil(16)
+/// Accepts the numbers that matrices hold.
+pub(crate) fn check_number(
+    operation: &'static str,
+    number: Number,
+) -> Result<Symmetric, KernelError> {
+    number.symmetric().ok_or_else(|| KernelError::Unsupported {
+        operation,
+        reason: format!("a matrix of {number:?}, which is for optimizer states"),
+        remedy: "use an integer format, E2M1, E4M3 or E5M2",
+    })
 }

@@ -1,7 +1,7 @@
 //! A product against an f64 evaluation over the same integers and scales, on a sample of its elements.
 
 use anyhow::{Result, ensure};
-use cubecl_kernels::format::Granularity;
+use cubecl_kernels::granularity::Granularity;
 use half::bf16;
 
 use super::{Operands, Problem};

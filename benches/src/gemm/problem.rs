@@ -6,7 +6,7 @@ use anyhow::{Result, ensure};
 use cubecl::cuda::CudaRuntime;
 use cubecl_kernels::{
     fallback::{FallbackResidual, quantize_fallback},
-    format::{Format, Granularity, Layout, Rounding},
+    granularity::Granularity,
     quantize::{QuantizeSpec, Quantized, quantize},
 };
 
@@ -137,12 +137,7 @@ impl Problem {
     }
 
     fn quantized(&self, gpu: &Gpu, x: &Tensor) -> Result<Quantized<CudaRuntime>> {
-        let spec = QuantizeSpec {
-            format: Format::Int8,
-            granularity: Granularity::Block(self.block),
-            rounding: Rounding::Nearest,
-            layout: Layout::RowMajor,
-        };
+        let spec = QuantizeSpec::int8(Granularity::Block(self.block));
         Ok(quantize(&gpu.client, x, &spec)?)
     }
 

@@ -4,12 +4,12 @@ use anyhow::{Result, ensure};
 use cubecl::cuda::CudaRuntime;
 use cubecl_kernels::{
     adamw::{AdamWTensors, adamw},
-    format::Rounding,
     optimizer_state::{Moment, StateFormat, StateTensor},
     reference::{
         adamw::{MomentChunk, Step},
         optimizer_state::{HostState, quantize_state},
     },
+    rounding::Rounding,
 };
 
 use super::HYPERPARAMETERS;

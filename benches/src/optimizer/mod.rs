@@ -11,8 +11,8 @@ use cubecl_kernels::{
     adamw::{
         AdamWTensors, Hyperparameters, adamw, find_nonfinite, initial_clock, initial_flag, tick,
     },
-    format::Rounding,
     optimizer_state::{Moment, StateFormat, initial_state},
+    rounding::Rounding,
 };
 
 use crate::{

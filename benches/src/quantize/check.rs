@@ -1,11 +1,12 @@
 //! Quantized tensors against those of the host, bit for bit.
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use cubecl::{cuda::CudaRuntime, prelude::*};
 use cubecl_kernels::{
-    format::{Rounding, StochasticKey},
-    host,
-    quantize::Quantized,
+    granularity::Granularity,
+    host::{self, HostFallbackQuantized, HostQuantized, HostScales, HostValues},
+    quantize::{QuantizeSpec, Quantized},
+    rounding::{Rounding, StochasticKey},
 };
 use half::bf16;
 
@@ -30,11 +31,14 @@ pub fn check(
 ) -> Result<()> {
     let shape = [x.shape()[0], x.shape()[1]];
     let host_x = floats(gpu, x)?;
-    let quantize = |rounding| host::quantize(&host_x, shape, (BLOCK, BLOCK), rounding);
+    let quantize = |rounding| {
+        let spec = QuantizeSpec::int8(Granularity::Block(BLOCK)).with_rounding(rounding);
+        host::quantize(&host_x, shape, &spec)
+    };
     let stochastic = Rounding::Stochastic(key);
     match operand {
         Operand::X => {
-            let expected = host::quantize_fallback(&host_x, shape, (BLOCK, BLOCK), 0.5 * OUTLIER);
+            let expected = host::quantize_fallback(&host_x, shape, BLOCK, 0.5 * OUTLIER)?;
             ensure!(
                 expected.fallback_blocks == fallen,
                 "{} blocks fall back on the host instead of {fallen}",
@@ -48,50 +52,60 @@ pub fn check(
                 saved.transposed.is_some(),
                 "the saved copy is not transposed"
             );
-            compare(gpu, saved, &quantize(stochastic))
+            compare(gpu, saved, &quantize(stochastic)?)
         }
         Operand::Dy => {
             ensure!(
                 launched.values.values.is_some() && launched.values.transposed.is_some(),
                 "a layout is missing"
             );
-            compare(gpu, &launched.values, &quantize(stochastic))
+            compare(gpu, &launched.values, &quantize(stochastic)?)
         }
         Operand::W => {
             ensure!(launched.values.values.is_some(), "the values are missing");
-            compare(gpu, &launched.values, &quantize(Rounding::Nearest))
+            compare(gpu, &launched.values, &quantize(Rounding::Nearest)?)
         }
     }
 }
 
 /// All copies and the scales.
-fn compare(gpu: &Gpu, actual: &Quantized<CudaRuntime>, expected: &host::Quantized) -> Result<()> {
+fn compare(gpu: &Gpu, actual: &Quantized<CudaRuntime>, expected: &HostQuantized<'_>) -> Result<()> {
+    let (expected_values, expected_scales) = int8(expected)?;
     let scales: Vec<f32> = gpu.download(&actual.scales)?;
-    ensure!(scales == expected.scales, "scales differ");
+    ensure!(scales == expected_scales, "scales differ");
     let (rows, cols) = (actual.shape.rows, actual.shape.cols);
     if let Some(values) = &actual.values {
         let values: Vec<i8> = gpu.download(values)?;
-        ensure!(values == expected.values, "row-major values differ");
+        ensure!(values == expected_values, "row-major values differ");
     }
     if let Some(transposed) = &actual.transposed {
         let transposed: Vec<i8> = gpu.download(transposed)?;
         ensure!(
-            transposed == transpose(&expected.values, rows, cols),
+            transposed == transpose(expected_values, rows, cols),
             "transposed values differ"
         );
     }
     Ok(())
 }
 
+/// Values and scales of INT8 on the host.
+fn int8<'a>(matrix: &'a HostQuantized<'_>) -> Result<(&'a [i8], &'a [f32])> {
+    let (HostValues::I8(values), HostScales::F32(scales)) = (&matrix.values, &matrix.scales) else {
+        bail!("{:?} on the host", matrix.number);
+    };
+    Ok((values, scales))
+}
+
 /// Residual scales and flags, and the values of the blocks that fell back.
 fn compare_residual(
     gpu: &Gpu,
     actual: &cubecl_kernels::fallback::FallbackResidual<CudaRuntime>,
-    expected: &host::FallbackQuantized,
+    expected: &HostFallbackQuantized,
     [_, cols]: [usize; 2],
 ) -> Result<()> {
+    let (expected_values, expected_scales) = int8(&expected.residual)?;
     let scales: Vec<f32> = gpu.download(&actual.scales)?;
-    ensure!(scales == expected.residual.scales, "residual scales differ");
+    ensure!(scales == expected_scales, "residual scales differ");
     let flags: Vec<u32> = gpu.download(&actual.flags)?;
     let flagged = flags.iter().filter(|&&flag| flag == 1).count();
     ensure!(
@@ -103,7 +117,7 @@ fn compare_residual(
     let across = cols.div_ceil(BLOCK);
     for (row, (actual, expected)) in values
         .chunks(cols)
-        .zip(expected.residual.values.chunks(cols))
+        .zip(expected_values.chunks(cols))
         .enumerate()
     {
         let flags = &flags[row / BLOCK * across..][..across];

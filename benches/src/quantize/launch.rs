@@ -4,9 +4,11 @@ use cubecl::{cuda::CudaRuntime, prelude::*};
 use cubecl_kernels::{
     KernelError,
     fallback::{FallbackResidual, FallbackState},
-    format::{Format, Granularity, Layout, Rounding, StochasticKey},
+    granularity::Granularity,
+    layout::Layout,
     linear_input::quantize_linear_input,
     quantize::{QuantizeSpec, Quantized, quantize},
+    rounding::{Rounding, StochasticKey},
 };
 
 use super::BLOCK;
@@ -72,10 +74,7 @@ fn quantize_input(
 }
 
 fn spec(rounding: Rounding, layout: Layout) -> QuantizeSpec {
-    QuantizeSpec {
-        format: Format::Int8,
-        granularity: Granularity::Block(BLOCK),
-        rounding,
-        layout,
-    }
+    QuantizeSpec::int8(Granularity::Block(BLOCK))
+        .with_rounding(rounding)
+        .with_layout(layout)
 }

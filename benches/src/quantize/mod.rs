@@ -127,7 +127,7 @@ fn measure<F: Float + CubePrimitive>(
         thresholds: gpu.upload(&[0.5 * OUTLIER]),
         counts: gpu.upload_as(&[0i32; 2], &[1, 2]),
     };
-    let key = cubecl_kernels::format::StochasticKey {
+    let key = cubecl_kernels::rounding::StochasticKey {
         seed: gpu.seed,
         stream: 1,
     };

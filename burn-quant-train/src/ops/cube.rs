@@ -14,11 +14,13 @@ use cubecl_kernels::{
     adamw::{self, AdamWTensors},
     delay_threshold::{self, DelayThreshold as KernelThreshold},
     fallback::{self, FallbackResidual, FallbackState},
-    format::{Granularity, Rounding as KernelRounding},
     gemm::{self, GemmOperand, Strategy},
+    granularity::Granularity,
     linear_input::quantize_linear_input,
     optimizer_state::{StateTensor, dequantize_state, quantize_state},
     quantize::{self, QuantizeSpec},
+    rounding::Rounding as KernelRounding,
+    scale::ScaleNumber,
     shape::MatrixShape,
     softmax,
     transpose::transpose_int8,
@@ -60,12 +62,9 @@ where
         key: Option<StochasticKey>,
     ) -> Quantized<Self> {
         matrix_shape(&x, "quantize");
-        let spec = QuantizeSpec {
-            format: cast.format,
-            granularity: cast.granularity,
-            rounding: keyed(cast, key),
-            layout,
-        };
+        let spec = QuantizeSpec::new(cast.format, cast.granularity)
+            .with_rounding(keyed(cast, key))
+            .with_layout(layout);
         let quantized = checked(quantize::quantize(&x.client, &handle(&x), &spec));
         wrap(&x, quantized, cast)
     }
@@ -596,7 +595,7 @@ where
     B: Cube<R>,
     R: CubeRuntime,
 {
-    let dtype = match matrix.format {
+    let dtype = match matrix.number {
         Format::Int10 => DType::U32,
         _ => DType::I8,
     };
@@ -643,7 +642,9 @@ where
         values: matrix.values.as_ref().map(handle),
         transposed: matrix.transposed.as_ref().map(handle),
         scales: handle(&matrix.scales),
-        format: matrix.cast.format,
+        tensor_scale: None,
+        number: matrix.cast.format,
+        scale: ScaleNumber::F32,
         granularity: matrix.cast.granularity,
         shape: MatrixShape::new(rows, cols),
         batched: false,

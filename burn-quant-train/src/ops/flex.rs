@@ -1,9 +1,15 @@
 //! The quantized operations on Flex: its tensors are slices in host memory, and `cubecl_kernels::host` works on those.
 //! Products are of dequantized matrices, by Flex's own matrix product.
 
+use std::borrow::Cow;
+
 use burn_backend::{Element, FloatDType, TensorData, ops::FloatTensorOps};
 use burn_flex::{Flex, FlexTensor};
-use cubecl_kernels::host;
+use cubecl_kernels::{
+    KernelError,
+    host::{self, HostQuantized, HostScales, HostValues},
+    quantize::QuantizeSpec,
+};
 
 use super::{
     FallbackQuantized, Layout, Operand, QuantOps, Quantized, Residual, StochasticKey,
@@ -26,10 +32,9 @@ impl QuantOps for Flex {
         let quantized = host::quantize(
             slice(&x),
             shape,
-            float::extent(cast, shape).into(),
-            keyed(cast, key),
+            &QuantizeSpec::int8(cast.granularity).with_rounding(keyed(cast, key)),
         );
-        wrap(quantized, shape, cast)
+        wrap(checked(quantized), shape, cast)
     }
 
     fn quantize_fallback(
@@ -44,12 +49,12 @@ impl QuantOps for Flex {
         check_fallback_state("quantize_fallback", layer, &thresholds, &counts);
         let thresholds = thresholds.to_contiguous();
         let x = float::to_f32::<Self>(x).to_contiguous();
-        let quantized = host::quantize_fallback(
+        let quantized = checked(host::quantize_fallback(
             slice(&x),
             shape,
-            (block, block),
+            block,
             slice::<f32>(&thresholds)[layer],
-        );
+        ));
         let blocks = quantized.base.scales.len();
         counts = counts.to_contiguous();
         let row = &mut counts.storage_mut::<i32>()[2 * layer..][..2];
@@ -105,30 +110,43 @@ fn dequantize(matrix: &Quantized<Flex>, residual: Option<&Residual<Flex>>) -> Fl
             residual.scales.to_contiguous(),
         )
     });
-    let dequantized = host::dequantize(
-        (slice(&values), slice(&scales)),
-        residual
-            .as_ref()
-            .map(|(values, scales)| (slice(values), slice(scales))),
-        matrix.shape,
-        float::extent(matrix.cast, matrix.shape).into(),
-    );
-    FlexTensor::from_data(TensorData::new(dequantized, matrix.shape))
+    let borrowed = |values, scales| HostQuantized {
+        values: HostValues::I8(Cow::Borrowed(slice(values))),
+        scales: HostScales::F32(Cow::Borrowed(slice(scales))),
+        number: matrix.cast.format,
+        granularity: matrix.cast.granularity,
+        shape: matrix.shape,
+    };
+    let base = borrowed(&values, &scales);
+    let dequantized = match &residual {
+        None => host::dequantize(&base),
+        Some((values, scales)) => host::dequantize_fallback(&base, &borrowed(values, scales)),
+    };
+    FlexTensor::from_data(TensorData::new(checked(dequantized), matrix.shape))
 }
 
-fn wrap(quantized: host::Quantized, shape: [usize; 2], cast: Cast) -> Quantized<Flex> {
+fn wrap(quantized: HostQuantized<'_>, shape: [usize; 2], cast: Cast) -> Quantized<Flex> {
     let [rows, cols] = float::extent(cast, shape);
     let grid = [shape[0].div_ceil(rows), shape[1].div_ceil(cols)];
+    let (HostValues::I8(values), HostScales::F32(scales)) = (quantized.values, quantized.scales)
+    else {
+        unreachable!("INT8 with FP32 scales was asked for");
+    };
     Quantized {
         shape,
         cast,
         values: Some(FlexTensor::from_data(TensorData::new(
-            quantized.values,
+            values.into_owned(),
             shape,
         ))),
         transposed: None,
-        scales: FlexTensor::from_data(TensorData::new(quantized.scales, grid)),
+        scales: FlexTensor::from_data(TensorData::new(scales.into_owned(), grid)),
     }
+}
+
+/// Burn's backend traits return no errors.
+fn checked<T>(result: Result<T, KernelError>) -> T {
+    result.unwrap_or_else(|error| panic!("{error}"))
 }
 
 /// The elements of a contiguous tensor.

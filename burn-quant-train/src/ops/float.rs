@@ -9,8 +9,9 @@ use burn_backend::{
 };
 use cubecl_kernels::{
     delay_threshold::{MAX_THRESHOLD, MIN_THRESHOLD},
-    format::{MIN_ABSMAX, Rounding, STOCHASTIC_OFFSET},
     philox,
+    rounding::{Rounding, STOCHASTIC_OFFSET},
+    scale::MIN_ABSMAX,
     shape::MatrixShape,
 };
 
@@ -100,7 +101,7 @@ fn scale_and_round<B: QuantOps>(
 ) -> Scaled<B> {
     let device = B::float_device(&x);
     let bool_dtype = bool_dtype::<B>(&device);
-    let q_max = format.q_max() as f32;
+    let q_max = format.largest();
     // Too small for a normal FP32 scale. NaN compares false, so blocks with NaN or Inf stay, and their scale is NaN.
     let tiny = B::float_lower_elem(absmax.clone(), Scalar::from(MIN_ABSMAX), bool_dtype);
     let not_finite = is_nan::<B>(absmax.clone(), bool_dtype);
@@ -362,7 +363,16 @@ fn quantized<B: QuantOps>(blocks: &Blocks<B>, scaled: Scaled<B>, cast: Cast) -> 
     // INT10 is packed on devices with kernels; here the next wider integer holds it.
     let dtype = match cast.format {
         Format::Int8 => IntDType::I8,
-        _ => IntDType::I16,
+        Format::Int10 => IntDType::I16,
+        Format::Int4
+        | Format::E2M1
+        | Format::E4M3
+        | Format::E5M2
+        | Format::DynamicExponent(_)
+        | Format::Square => panic!(
+            "quantize: {:?} by float operations; they make INT8 and INT10",
+            cast.format
+        ),
     };
     Quantized {
         shape: blocks.shape,

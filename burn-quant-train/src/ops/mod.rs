@@ -25,8 +25,8 @@ use burn_backend::{
     Backend, FloatDType, TensorMetadata,
     tensor::{Device, FloatTensor, IntTensor},
 };
-use cubecl_kernels::format;
-pub use cubecl_kernels::format::{Layout, StochasticKey};
+use cubecl_kernels::{granularity::Granularity, number::Number, rounding};
+pub use cubecl_kernels::{layout::Layout, rounding::StochasticKey};
 
 use adamw::{AdamWItem, AdamWUpdate, Hyperparameters, Moment, MomentState, StateFormat};
 use attention::{AttentionInputs, AttentionKernels, AttentionScores};
@@ -357,11 +357,11 @@ fn quantize_input_twice<B: QuantOps>(
 /// # Panics
 ///
 /// If the cast rounds stochastically and there is no key.
-fn keyed(cast: Cast, key: Option<StochasticKey>) -> format::Rounding {
+fn keyed(cast: Cast, key: Option<StochasticKey>) -> rounding::Rounding {
     match cast.rounding {
-        Rounding::Nearest => format::Rounding::Nearest,
+        Rounding::Nearest => rounding::Rounding::Nearest,
         Rounding::Stochastic => {
-            format::Rounding::Stochastic(key.expect("quantize: stochastic rounding needs a key"))
+            rounding::Rounding::Stochastic(key.expect("quantize: stochastic rounding needs a key"))
         }
     }
 }
@@ -373,7 +373,7 @@ fn keyed(cast: Cast, key: Option<StochasticKey>) -> format::Rounding {
 /// If the cast is not INT8 in square blocks.
 fn fallback_block(operation: &str, cast: Cast) -> usize {
     match (cast.format, cast.granularity) {
-        (format::Format::Int8, format::Granularity::Block(block)) => block,
+        (Number::Int8, Granularity::Block(block)) => block,
         _ => panic!("{operation}: fallback of {cast:?}; it works on INT8 in square blocks"),
     }
 }

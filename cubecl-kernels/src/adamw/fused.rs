@@ -7,7 +7,6 @@ use crate::{
     device::{cube_grid, has_u64, or_unused, storage},
     error::KernelError,
     flush_to_zero,
-    format::Rounding,
     optimizer_state::{
         Moment, StateFormat,
         arrays::StateArrays,
@@ -16,7 +15,7 @@ use crate::{
         span::{Span, first_tile, quad_start, read_held, tile_stride, write_held},
         table::fill_table,
     },
-    rounding::{RandomStream, add_random_stream, magnitude_bits, random_words},
+    rounding::{RandomStream, Rounding, add_random_stream, magnitude_bits, random_words},
 };
 
 use super::{

@@ -3,9 +3,8 @@
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
 use crate::{
-    device::{check_dtype, check_float, storage},
+    device::{check_contiguous, check_dtype, check_float, storage},
     error::KernelError,
-    float8::check_contiguous,
     optimizer_state::kernel::is_aligned,
     rounding::magnitude_bits,
 };

@@ -4,16 +4,19 @@
 use cubecl::prelude::*;
 
 use crate::{
-    dynamic_exponent,
     dynamic_range_expansion::{exponent_cube, inverse_power, power_cube, power_of_exponent},
     fast,
-    float8::{self, HALF},
-    format::MIN_ABSMAX,
-    rounding::{ROUND_TO_EVEN, magnitude_bits, uniform16},
+    number::{
+        Arithmetic, dynamic_exponent, integer,
+        minifloat::{self, HALF},
+        square,
+    },
+    rounding::magnitude_bits,
+    scale::MIN_ABSMAX_BITS,
 };
 
 use super::{
-    Codec, MIN_NONZERO, Moment, NEUTRAL_EXPONENT, StateFormat,
+    MIN_NONZERO, Moment, NEUTRAL_EXPONENT, StateFormat,
     arrays::StateArrays,
     span::{Span, read_held, segment_max, segment_max_in_turn, write_held},
     table::{LOG2_ZERO, PLACES_AT},
@@ -22,9 +25,7 @@ use super::{
 const INFINITY: u32 = f32::INFINITY.to_bits();
 const SIGN: u32 = 1 << 31;
 const NAN: u32 = f32::NAN.to_bits();
-const MIN_ABSMAX_BITS: u32 = MIN_ABSMAX.to_bits();
 const MIN_NONZERO_BITS: u32 = MIN_NONZERO.to_bits();
-const ROUND_TO_EVEN_BITS: u32 = ROUND_TO_EVEN.to_bits();
 
 /// What a group's values are encoded with.
 #[derive(CubeType, Clone, Copy)]
@@ -430,7 +431,7 @@ fn decode(
     #[comptime] format: StateFormat,
     #[comptime] moment: Moment,
 ) -> f32 {
-    let codec = comptime!(format.encoding.codec(moment));
+    let arithmetic = comptime!(format.encoding.arithmetic(moment));
     if comptime!(format.expand) {
         // The logarithm of the largest number is 0: the largest magnitude comes back exactly.
         let log2 = table[code as usize];
@@ -442,12 +443,12 @@ fn decode(
             value
         }
     } else {
-        match codec {
-            Codec::Dynamic(_) => f32::reinterpret(table[code as usize]) * scale,
-            _ => {
-                let value = magnitude(code, comptime!(moment == Moment::First), codec) * scale;
+        match comptime!(arithmetic) {
+            Arithmetic::DynamicExponent(_) => f32::reinterpret(table[code as usize]) * scale,
+            Arithmetic::Integer(_) | Arithmetic::Float(_) | Arithmetic::Square => {
+                let value = magnitude(code, comptime!(moment == Moment::First), arithmetic) * scale;
                 if comptime!(moment == Moment::First) {
-                    f32::reinterpret(u32::reinterpret(value) | sign_bit(code, codec))
+                    f32::reinterpret(u32::reinterpret(value) | sign_bit(code, arithmetic))
                 } else {
                     value
                 }
@@ -486,33 +487,40 @@ fn keep_small(
 
 /// The magnitude of a code's number, `signed` telling whether some of the codes are negative.
 #[cube]
-pub(super) fn magnitude(code: u32, #[comptime] signed: bool, #[comptime] codec: Codec) -> f32 {
-    match comptime!(codec) {
-        Codec::Float(format) => {
+pub(super) fn magnitude(
+    code: u32,
+    #[comptime] signed: bool,
+    #[comptime] arithmetic: Arithmetic,
+) -> f32 {
+    match comptime!(arithmetic) {
+        Arithmetic::Float(float) => {
             if comptime!(signed) {
-                float8::decode_magnitude(code & 0x7f, format)
+                minifloat::decode_magnitude(code & 0x7f, float)
             } else {
-                float8::decode_magnitude(code, format)
+                minifloat::decode_magnitude(code, float)
             }
         }
-        Codec::Dynamic(signedness) => {
+        Arithmetic::DynamicExponent(signedness) => {
             let level = dynamic_exponent::level_of(code, signedness);
             dynamic_exponent::number(level, 0, signedness)
         }
-        Codec::Integer => f32::cast_from(min(code, 256 - code)),
-        Codec::Square => f32::cast_from(code * code),
+        Arithmetic::Integer(integer) => {
+            f32::cast_from(min(code, comptime!(integer.codes()) - code))
+        }
+        Arithmetic::Square => f32::cast_from(code * code),
     }
 }
 
 /// The sign of a code's number as the sign of an `f32`.
 #[cube]
-pub(super) fn sign_bit(code: u32, #[comptime] codec: Codec) -> u32 {
-    match comptime!(codec) {
-        Codec::Dynamic(signedness) => {
+pub(super) fn sign_bit(code: u32, #[comptime] arithmetic: Arithmetic) -> u32 {
+    match comptime!(arithmetic) {
+        Arithmetic::DynamicExponent(signedness) => {
             let negative = dynamic_exponent::is_negative(code, signedness);
             select(negative, 0x8000_0000u32, 0u32)
         }
-        _ => (code & 0x80) << 24,
+        // Of squares nobody asks for one.
+        Arithmetic::Integer(_) | Arithmetic::Float(_) | Arithmetic::Square => (code & 0x80) << 24,
     }
 }
 
@@ -541,7 +549,7 @@ fn encode(
     #[comptime] stochastic: bool,
 ) -> u32 {
     let bits = moment_bits(x, moment);
-    let codec = comptime!(format.encoding.codec(moment));
+    let arithmetic = comptime!(format.encoding.arithmetic(moment));
     let scaled = f32::reinterpret(bits) * comptime!(format.headroom(moment)) * inverse;
     let mut number = scaled;
     if comptime!(format.expand) {
@@ -553,11 +561,11 @@ fn encode(
         power,
         zero,
         table,
-        codec,
+        arithmetic,
         comptime!(format.expand),
     );
     let level = if comptime!(stochastic) {
-        dithered_level(number, nearest, dither, zero, codec)
+        dithered_level(number, nearest, dither, zero, arithmetic)
     } else {
         nearest
     };
@@ -569,7 +577,7 @@ fn encode(
         signed_code(
             select(nonzero, level, 0u32),
             u32::reinterpret(x) >> 31,
-            codec,
+            arithmetic,
         )
     }
 }
@@ -586,18 +594,18 @@ fn nearest_level(
     power: f32,
     zero: u32,
     table: &SharedMemory<u32>,
-    #[comptime] codec: Codec,
+    #[comptime] arithmetic: Arithmetic,
     #[comptime] expanded: bool,
 ) -> u32 {
-    match comptime!(codec) {
-        Codec::Float(format) => {
+    match comptime!(arithmetic) {
+        Arithmetic::Float(float) => {
             if comptime!(expanded) {
-                float8::cut_magnitude(x, HALF, format)
+                minifloat::cut_magnitude(x, HALF, float)
             } else {
-                float8::encode_magnitude(x, format)
+                minifloat::encode_magnitude(x, float)
             }
         }
-        Codec::Dynamic(signedness) => {
+        Arithmetic::DynamicExponent(signedness) => {
             if comptime!(expanded) {
                 let root = power_cube(scaled, power * dynamic_exponent::ROOT);
                 dynamic_exponent::level_of_root(root, table, PLACES_AT, signedness)
@@ -605,8 +613,8 @@ fn nearest_level(
                 dynamic_exponent::level(x, zero, table, PLACES_AT)
             }
         }
-        Codec::Integer => u32::reinterpret(min(x, 127.0f32) + ROUND_TO_EVEN) - ROUND_TO_EVEN_BITS,
-        Codec::Square => square_level(min(x, 65_025.0f32)),
+        Arithmetic::Integer(integer) => integer::level(x, integer),
+        Arithmetic::Square => square::level_cube(min(x, square::LARGEST)),
     }
 }
 
@@ -614,45 +622,35 @@ fn nearest_level(
 /// the part of the way to it that `x` has gone. `nearest` is the place of the nearest. See [`nearest_level`] for the
 /// minimum.
 #[cube]
-fn dithered_level(x: f32, nearest: u32, dither: u32, zero: u32, #[comptime] codec: Codec) -> u32 {
-    match comptime!(codec) {
-        Codec::Float(format) => {
-            float8::cut_magnitude(min(x, comptime!(format.largest())), dither, format)
+fn dithered_level(
+    x: f32,
+    nearest: u32,
+    dither: u32,
+    zero: u32,
+    #[comptime] arithmetic: Arithmetic,
+) -> u32 {
+    match comptime!(arithmetic) {
+        Arithmetic::Float(float) => {
+            minifloat::cut_magnitude(min(x, comptime!(float.largest())), dither, float)
         }
-        Codec::Dynamic(signedness) => {
+        Arithmetic::DynamicExponent(signedness) => {
             dynamic_exponent::dithered_level(min(x, 1.0f32), nearest, dither, zero, signedness)
         }
-        Codec::Integer => u32::cast_from((min(x, 127.0f32) + uniform16(dither)).floor()),
-        Codec::Square => {
-            let x = min(x, 65_025.0f32);
-            let nearest = f32::cast_from(nearest);
-            let lower = select(nearest * nearest > x, nearest - 1.0, nearest);
-            let gone = x - lower * lower;
-            let above = uniform16(dither) * (2.0 * lower + 1.0) < gone;
-            u32::cast_from(select(above, lower + 1.0, lower))
-        }
+        Arithmetic::Integer(integer) => integer::dithered_level(x, dither, integer),
+        Arithmetic::Square => square::dithered_level_cube(min(x, square::LARGEST), nearest, dither),
     }
-}
-
-/// The integer nearest to the root of `x`, a half rounded up.
-///
-/// The device's root may be off by a little; the squares that decide are exact.
-#[cube]
-fn square_level(x: f32) -> u32 {
-    let estimate = (fast::root(x) + 0.5f32).floor();
-    let below = (estimate - 0.5f32) * (estimate - 0.5f32);
-    let above = (estimate + 0.5f32) * (estimate + 0.5f32);
-    let level = u32::cast_from(estimate);
-    let raised = select(x >= above, level + 1, level);
-    select(x < below && level > 0, level - 1, raised)
 }
 
 /// The code of a level with a sign, 1 for negative.
 #[cube]
-fn signed_code(level: u32, sign: u32, #[comptime] codec: Codec) -> u32 {
-    match comptime!(codec) {
-        Codec::Float(_) => level | (sign << 7),
-        Codec::Dynamic(signedness) => dynamic_exponent::code(level, sign != 0, signedness),
-        Codec::Integer | Codec::Square => select(sign != 0, (256 - level) & 0xff, level),
+fn signed_code(level: u32, sign: u32, #[comptime] arithmetic: Arithmetic) -> u32 {
+    match comptime!(arithmetic) {
+        Arithmetic::Float(_) => level | (sign << 7),
+        Arithmetic::DynamicExponent(signedness) => {
+            dynamic_exponent::code(level, sign != 0, signedness)
+        }
+        Arithmetic::Integer(integer) => integer::signed_code(level, sign, integer),
+        // The sign is dropped.
+        Arithmetic::Square => level,
     }
 }

@@ -12,12 +12,15 @@
 use cubecl::prelude::*;
 
 use crate::{
-    dynamic_exponent::{self, SEGMENT_TABLE},
     fast,
+    number::{
+        Arithmetic,
+        dynamic_exponent::{self, SEGMENT_TABLE},
+    },
 };
 
 use super::{
-    Codec, Encoding, Moment, StateFormat,
+    Encoding, Moment, StateFormat,
     group::{magnitude, sign_bit},
     span::UNITS,
 };
@@ -35,10 +38,10 @@ pub(super) fn is_needed(format: Option<StateFormat>) -> bool {
 fn len(format: Option<StateFormat>, moment: Moment) -> usize {
     match format {
         Some(format) if is_needed(Some(format)) => {
-            let places = match format.encoding.codec(moment) {
-                Codec::Dynamic(signedness) if format.expand => signedness.root_table(),
-                Codec::Dynamic(_) => SEGMENT_TABLE,
-                _ => 0,
+            let places = match format.encoding.arithmetic(moment) {
+                Arithmetic::DynamicExponent(signedness) if format.expand => signedness.root_table(),
+                Arithmetic::DynamicExponent(_) => SEGMENT_TABLE,
+                Arithmetic::Integer(_) | Arithmetic::Float(_) | Arithmetic::Square => 0,
             };
             CODES + places
         }
@@ -60,28 +63,28 @@ pub(crate) fn fill_table(
             "a unit fills the entry of one code"
         ));
         let format = comptime!(format.unwrap());
-        let codec = comptime!(format.encoding.codec(moment));
+        let arithmetic = comptime!(format.encoding.arithmetic(moment));
         let code = UNIT_POS;
-        let magnitude = magnitude(code, comptime!(moment == Moment::First), codec);
+        let magnitude = magnitude(code, comptime!(moment == Moment::First), arithmetic);
         if comptime!(format.expand) {
             let largest = comptime!(format.encoding.largest(moment));
             let log2 = fast::log2(magnitude * comptime!(1.0 / largest));
             let below_largest = select(magnitude == 0.0, LOG2_ZERO, log2);
             let log2 = select(magnitude < largest, below_largest, 0.0f32);
-            let sign = sign_bit(code, codec) >> 31;
+            let sign = sign_bit(code, arithmetic) >> 31;
             table[code as usize] = u32::reinterpret(log2) & !1u32 | sign;
         } else {
-            table[code as usize] = u32::reinterpret(magnitude) | sign_bit(code, codec);
+            table[code as usize] = u32::reinterpret(magnitude) | sign_bit(code, arithmetic);
         }
-        match comptime!(codec) {
-            Codec::Dynamic(signedness) => {
+        match comptime!(arithmetic) {
+            Arithmetic::DynamicExponent(signedness) => {
                 if comptime!(format.expand) {
                     dynamic_exponent::fill_roots(&mut table, PLACES_AT, signedness);
                 } else {
                     dynamic_exponent::fill_segments(&mut table, PLACES_AT, signedness);
                 }
             }
-            _ => {}
+            Arithmetic::Integer(_) | Arithmetic::Float(_) | Arithmetic::Square => {}
         }
     }
     table

@@ -1,24 +1,31 @@
-//! The largest magnitude of each row, column or matrix: the first of the two reads of regions that do not fit on chip.
+//! The largest magnitude of each region: the first of two reads of the input.
+//!
+//! Three reductions make all of them: of rows, of groups of a row, and of stretches of a column.
 
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
 use crate::{
     device::{MatrixGeometry, MatrixView, array, cube_grid, empty, read_quad, read_width, storage},
-    format::Granularity,
+    granularity::Granularity,
+    number::storage::RUN,
     rounding::magnitude_bits,
+    scale::is_finite,
     shape::MatrixShape,
 };
 
-use super::tile::segment_max;
+use super::{
+    run::run_max,
+    tile::{Tile, read_run, run_position, run_read_width, segment_max, tile_position},
+};
 
 const UNITS: usize = 256;
-/// Rows that one cube reduces to one; longer columns take more than one launch, each on enough cubes.
+/// Rows that one cube reduces to one, at most; longer columns take more than one launch, each on enough cubes.
 const ROWS_OF_CUBE: usize = 256;
 /// Columns of a cube of the column kernel: neighbours, so that units read neighbouring addresses.
 const COLS_OF_CUBE: usize = 64;
 
-/// The largest magnitude, as f32, of each scale of this granularity: `[batch, rows, 1]`, `[batch, 1, cols]` or
-/// `[batch, 1, 1]`.
+/// The largest magnitude, as f32, of each region of this granularity: `[batch, scale_rows, scale_cols]`. By its bits,
+/// so that NaN lies above infinity above the rest.
 pub(super) fn launch<R: Runtime>(
     client: &ComputeClient<R>,
     x: &TensorHandle<R>,
@@ -26,20 +33,36 @@ pub(super) fn launch<R: Runtime>(
     granularity: Granularity,
 ) -> TensorHandle<R> {
     match granularity {
-        Granularity::Token => rows(client, x, view),
+        Granularity::Block(size) => {
+            let of_groups = groups(client, x, view, size);
+            columns(client, &of_groups, &contiguous(&of_groups), size)
+        }
+        Granularity::Group(size) => groups(client, x, view, size),
+        Granularity::Token => rows(client, x, view, Count::All),
         Granularity::Channel => {
-            let mut reduced = columns(client, x, view);
+            let mut reduced = columns(client, x, view, ROWS_OF_CUBE);
             while reduced.shape()[1] > 1 {
-                reduced = columns(client, &reduced, &contiguous(&reduced));
+                reduced = columns(client, &reduced, &contiguous(&reduced), ROWS_OF_CUBE);
             }
             reduced
         }
-        _ => {
-            let mut of_rows = rows(client, x, view);
-            of_rows.metadata.swap(1, 2);
-            rows(client, &of_rows, &contiguous(&of_rows))
-        }
+        Granularity::Tensor => matrices(client, x, view, Count::All),
     }
+}
+
+/// The largest of the maxima of regions, `[batch, scale_rows, scale_cols]`, that are finite: `[batch, 1, 1]`.
+pub(super) fn of_finite_regions<R: Runtime>(
+    client: &ComputeClient<R>,
+    maxima: &TensorHandle<R>,
+) -> TensorHandle<R> {
+    matrices(client, maxima, &contiguous(maxima), Count::Finite)
+}
+
+/// Which elements count for a maximum.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+enum Count {
+    All,
+    Finite,
 }
 
 /// The view of a tensor `[batch, rows, cols]` that this module made.
@@ -54,10 +77,22 @@ fn contiguous<R: Runtime>(tensor: &TensorHandle<R>) -> MatrixView {
     }
 }
 
+fn matrices<R: Runtime>(
+    client: &ComputeClient<R>,
+    x: &TensorHandle<R>,
+    view: &MatrixView,
+    count: Count,
+) -> TensorHandle<R> {
+    let mut of_rows = rows(client, x, view, count);
+    of_rows.metadata.swap(1, 2);
+    rows(client, &of_rows, &contiguous(&of_rows), Count::All)
+}
+
 fn rows<R: Runtime>(
     client: &ComputeClient<R>,
     x: &TensorHandle<R>,
     view: &MatrixView,
+    count: Count,
 ) -> TensorHandle<R> {
     let MatrixShape { batch, rows, .. } = view.shape;
     let out = empty(client, vec![batch, rows, 1], storage::<f32>());
@@ -75,19 +110,58 @@ fn rows<R: Runtime>(
             view.geometry(),
             batch as u32,
             width,
+            count,
             x.dtype,
         );
     }
     out
 }
 
+/// Groups of `size` neighbours of a row, a power of two from 16 on.
+fn groups<R: Runtime>(
+    client: &ComputeClient<R>,
+    x: &TensorHandle<R>,
+    view: &MatrixView,
+    size: usize,
+) -> TensorHandle<R> {
+    let MatrixShape { batch, rows, cols } = view.shape;
+    let out = empty(
+        client,
+        vec![batch, rows, cols.div_ceil(size)],
+        storage::<f32>(),
+    );
+    let tile = Tile::of_groups(size);
+    let width = run_read_width(x, view);
+    // SAFETY: reads are guarded by the shape in `geometry`, writes by the number of rows and groups.
+    #[allow(unsafe_code)]
+    unsafe {
+        group_absmax_kernel::launch_unchecked::<R>(
+            client,
+            cube_grid(tile.count(view)),
+            CubeDim::new_1d(UNITS as u32),
+            width,
+            array(x.clone()),
+            array(out.clone()),
+            view.geometry(),
+            batch as u32,
+            tile,
+            size,
+            width,
+            x.dtype,
+        );
+    }
+    out
+}
+
+/// Stretches of `rows_of_stretch` neighbours of a column.
 fn columns<R: Runtime>(
     client: &ComputeClient<R>,
     x: &TensorHandle<R>,
     view: &MatrixView,
+    rows_of_stretch: usize,
 ) -> TensorHandle<R> {
     let MatrixShape { batch, rows, cols } = view.shape;
-    let chunks = rows.div_ceil(ROWS_OF_CUBE);
+    let chunks = rows.div_ceil(rows_of_stretch);
     let out = empty(client, vec![batch, chunks, cols], storage::<f32>());
     let width = read_width(x, view);
     // SAFETY: reads are guarded by the shape in `geometry`, writes by the number of columns and chunks.
@@ -102,6 +176,7 @@ fn columns<R: Runtime>(
             array(out.clone()),
             view.geometry(),
             batch as u32,
+            rows_of_stretch,
             width,
             x.dtype,
         );
@@ -116,6 +191,7 @@ fn row_absmax_kernel<F: Numeric, N: Size>(
     geometry: MatrixGeometry,
     batch_size: u32,
     #[comptime] width: usize,
+    #[comptime] count: Count,
     #[define(F)] _dtype: StorageType,
 ) {
     let index = CUBE_POS as u32;
@@ -130,7 +206,12 @@ fn row_absmax_kernel<F: Numeric, N: Size>(
         let quad = read_quad::<F, N>(x, &geometry, batch, row, col, width);
         #[unroll]
         for lane in 0..4usize {
-            bits = max(bits, magnitude_bits(quad[lane]));
+            let of_element = magnitude_bits(quad[lane]);
+            if comptime!(count == Count::Finite) {
+                bits = max(bits, select(is_finite(of_element), of_element, 0u32));
+            } else {
+                bits = max(bits, of_element);
+            }
         }
         col += comptime!(4 * UNITS as u32);
     }
@@ -141,17 +222,49 @@ fn row_absmax_kernel<F: Numeric, N: Size>(
 }
 
 #[cube(launch_unchecked)]
+#[allow(clippy::too_many_arguments)]
+fn group_absmax_kernel<F: Numeric, N: Size>(
+    x: &Array<Vector<F, N>>,
+    out: &mut Array<f32>,
+    geometry: MatrixGeometry,
+    batch_size: u32,
+    #[comptime] tile: Tile,
+    #[comptime] size: usize,
+    #[comptime] width: usize,
+    #[define(F)] _dtype: StorageType,
+) {
+    let position = tile_position(&geometry, tile);
+    if position.batch >= batch_size {
+        terminate!();
+    }
+    let (tile_row, tile_col) = run_position(tile);
+    let (row, col) = (position.row + tile_row, position.col + tile_col);
+    let run = read_run::<F, N>(x, &geometry, position.batch, row, col, width);
+    let mut bits = run_max(&run);
+    if comptime!(size > RUN) {
+        bits = segment_max(bits, UNITS, comptime!(size / RUN));
+    }
+    let size = comptime!(size as u32);
+    if col % size == 0 && row < geometry.rows && col < geometry.cols {
+        let groups = geometry.cols.div_ceil(size);
+        let slot = (position.batch * geometry.rows + row) * groups + col / size;
+        out[slot as usize] = f32::reinterpret(bits);
+    }
+}
+
+#[cube(launch_unchecked)]
 fn column_absmax_kernel<F: Numeric, N: Size>(
     x: &Array<Vector<F, N>>,
     out: &mut Array<f32>,
     geometry: MatrixGeometry,
     batch_size: u32,
+    #[comptime] rows_of_stretch: usize,
     #[comptime] width: usize,
     #[define(F)] _dtype: StorageType,
 ) {
     let quads_of_cube = comptime!(COLS_OF_CUBE as u32 / 4);
     let rows_at_once = comptime!(UNITS as u32 * 4 / COLS_OF_CUBE as u32);
-    let chunks = geometry.rows.div_ceil(comptime!(ROWS_OF_CUBE as u32));
+    let chunks = geometry.rows.div_ceil(comptime!(rows_of_stretch as u32));
     let cubes_of_chunk = geometry.cols.div_ceil(comptime!(COLS_OF_CUBE as u32));
     let index = CUBE_POS as u32;
     let chunk_index = index / cubes_of_chunk;
@@ -162,13 +275,13 @@ fn column_absmax_kernel<F: Numeric, N: Size>(
     let chunk = chunk_index % chunks;
     let quad_of_cube = UNIT_POS % quads_of_cube;
     let col = index % cubes_of_chunk * comptime!(COLS_OF_CUBE as u32) + quad_of_cube * 4;
-    let first_row = chunk * comptime!(ROWS_OF_CUBE as u32) + UNIT_POS / quads_of_cube;
+    let first_row = chunk * comptime!(rows_of_stretch as u32) + UNIT_POS / quads_of_cube;
     let mut bits = Array::<u32>::new(4usize);
     #[unroll]
     for lane in 0..4usize {
         bits[lane] = 0u32;
     }
-    for step in 0..comptime!(ROWS_OF_CUBE as u32 * COLS_OF_CUBE as u32 / (4 * UNITS as u32)) {
+    for step in 0..comptime!(rows_of_stretch as u32 * COLS_OF_CUBE as u32 / (4 * UNITS as u32)) {
         let row = first_row + step * rows_at_once;
         let quad = read_quad::<F, N>(x, &geometry, batch, row, col, width);
         #[unroll]

@@ -18,13 +18,17 @@ use crate::{
         or_unused, read_width_up_to, storage,
     },
     exact,
-    format::{Format, Rounding, StochasticKey},
+    number::{
+        Integer,
+        int8::{packed, push_byte, stochastic_integer},
+        integer::{integer_of, nearest_sum},
+    },
     philox::NEIGHBOURS,
     rounding::{
-        RandomStream, integer_of, is_finite, magnitude_bits, nearest_sum, packed, push_byte,
-        random_quad, random_stream, random_words, scale_and_inverse, stochastic_integer,
-        stochastic_offset,
+        RandomStream, Rounding, StochasticKey, magnitude_bits, random_quad, random_stream,
+        random_words, stochastic_offset,
     },
+    scale::{fp32::scale_and_inverse_cube, is_finite},
 };
 
 use super::{
@@ -42,7 +46,7 @@ const PLANE: usize = 32;
 const PATCH_ROWS: usize = 4;
 /// Rows of the patches of a plane.
 const PLANE_ROWS: usize = PLANE / LANES * PATCH_ROWS;
-const Q_MAX: i32 = Format::Int8.q_max();
+const LARGEST: f32 = Integer::INT8.largest() as f32;
 const HIGH_HALF: u32 = 0xffff_0000;
 
 /// How a copy is rounded.
@@ -508,7 +512,7 @@ fn patch_scales(maxima: &Array<u32>, #[comptime] tile: BlockTile) -> PatchScales
     let different = comptime!(if tile.block == TILE { 1 } else { patches });
     #[unroll]
     for patch in 0..different {
-        let (scale, inverse) = scale_and_inverse(maxima[patch], Q_MAX);
+        let (scale, inverse) = scale_and_inverse_cube(maxima[patch], LARGEST);
         scales[patch] = scale;
         inverses[patch] = inverse;
     }

@@ -11,11 +11,12 @@ use cubecl::{
 use crate::{
     device::{MatrixView, storage},
     fallback::FallbackResidual,
-    format::{Format, Granularity, Layout, Rounding},
+    granularity::Granularity,
+    layout::Layout,
     shape::MatrixShape,
 };
 
-use super::{QuantizeSpec, Quantized, int10_words};
+use super::{QuantizeSpec, Quantized};
 
 /// Shape and element type of a tensor, if there is one.
 type Part = Option<(Vec<usize>, StorageType)>;
@@ -32,9 +33,15 @@ pub(crate) fn allocate<R: Runtime>(
         Some(_) => (transposed, None),
         None => (None, transposed),
     };
-    let [values, transposed, scales] = together(client, [values, transposed, scales]);
+    let of_matrices = spec.scale.has_tensor_scale();
+    let tensor_scale = of_matrices.then(|| (vec![view.shape.batch], storage::<f32>()));
+    let [values, transposed, scales, tensor_scale] =
+        together(client, [values, transposed, scales, tensor_scale]);
     let [second] = together(client, [second]);
-    quantized(view, spec, values, transposed.or(second), scales)
+    Quantized {
+        tensor_scale,
+        ..quantized(view, spec, values, transposed.or(second), scales)
+    }
 }
 
 /// The output buffers of the INT8 blocks of `view`, and those of their residuals if blocks may fall back.
@@ -48,12 +55,7 @@ pub(crate) fn allocate_input<R: Runtime>(
     layout: Layout,
     falls_back: bool,
 ) -> (Quantized<R>, Option<FallbackResidual<R>>) {
-    let spec = QuantizeSpec {
-        format: Format::Int8,
-        granularity: Granularity::Block(block),
-        rounding: Rounding::Nearest,
-        layout,
-    };
+    let spec = QuantizeSpec::int8(Granularity::Block(block)).with_layout(layout);
     let [values, transposed, scales] = parts(view, &spec);
     let (own_scales, saved_scales) = match transposed {
         Some(_) => (None, scales),
@@ -90,18 +92,20 @@ pub(crate) fn allocate_input<R: Runtime>(
 /// Values, transposed values and scales.
 fn parts(view: &MatrixView, spec: &QuantizeSpec) -> [Part; 3] {
     let MatrixShape { rows, cols, .. } = view.shape;
-    let (dtype, width): (StorageType, usize) = match spec.format {
-        Format::Int8 => (storage::<i8>(), cols),
-        Format::Int10 => (storage::<u32>(), int10_words(cols)),
+    let stored = spec.number.storage();
+    let copy = |rows, cols| {
+        (
+            view.tensor_shape(rows, stored.stored_cols(cols)),
+            stored.dtype(),
+        )
     };
-    let (row_major, transposed) = (spec.layout.row_major(), spec.layout.transposed());
     let scales = spec.granularity.scales_shape(view.shape);
     [
-        row_major.then(|| (view.tensor_shape(rows, width), dtype)),
-        transposed.then(|| (view.tensor_shape(cols, rows), storage::<i8>())),
+        spec.layout.row_major().then(|| copy(rows, cols)),
+        spec.layout.transposed().then(|| copy(cols, rows)),
         Some((
             view.tensor_shape(scales.rows, scales.cols),
-            storage::<f32>(),
+            spec.scale.dtype(),
         )),
     ]
 }
@@ -117,7 +121,9 @@ fn quantized<R: Runtime>(
         values,
         transposed,
         scales: scales.expect("every quantized matrix has scales"),
-        format: spec.format,
+        tensor_scale: None,
+        number: spec.number,
+        scale: spec.scale,
         granularity: spec.granularity,
         shape: view.shape,
         batched: view.batched,

@@ -5,20 +5,36 @@ use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 use crate::{
     device::{
         MatrixGeometry, MatrixView, array, check_dtype, check_float, cube_grid, empty,
-        is_contiguous, read_quad, read_width, storage, write_quad, write_width,
+        is_contiguous, or_unused, read_width, storage, write_quad, write_width,
     },
     error::KernelError,
-    format::Format,
+    number::{Storage, Symmetric, integer, minifloat},
+    scale::{ScaleNumber, load_scale},
     shape::MatrixShape,
 };
 
-use super::{Quantized, check_granularity, int10_words};
+use super::{
+    Quantized, check_granularity, check_number,
+    load::{Along, UNITS, load_codes, quad_position, quads},
+};
 
 const OPERATION: &str = "dequantize";
-const UNITS: u32 = 256;
 
-/// `q * scale`, computed in f32 and rounded once to `dtype` (f32, f16 or bf16): a contiguous tensor of the shape that
-/// was quantized, whichever copies of it were kept.
+/// The constants that the kernel is compiled for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct DequantizePlan {
+    number: Symmetric,
+    storage: Storage,
+    along: Along,
+    scale: ScaleNumber,
+    /// Stored elements read at once.
+    read: usize,
+    /// Values written at once.
+    write: usize,
+}
+
+/// The numbers of the values times their scales, computed in f32 and rounded once to `dtype` (f32, f16 or bf16): a
+/// contiguous tensor of the shape that was quantized, whichever copies of it were kept.
 ///
 /// # Errors
 ///
@@ -30,22 +46,9 @@ pub fn dequantize<R: Runtime>(
     dtype: StorageType,
 ) -> Result<TensorHandle<R>, KernelError> {
     check_float(client, OPERATION, "the output", dtype)?;
-    let stored = quantized
-        .values
-        .clone()
-        .or_else(|| {
-            quantized.transposed.clone().map(|mut transposed| {
-                let rank = transposed.shape().len();
-                transposed.metadata.swap(rank - 2, rank - 1);
-                transposed
-            })
-        })
-        .ok_or(KernelError::Unsupported {
-            operation: OPERATION,
-            reason: "no copy of the values was kept".into(),
-            remedy: "keep the row-major or the transposed copy",
-        })?;
-    let view = check(quantized, &stored)?;
+    let number = check_number(OPERATION, quantized.number)?;
+    let (stored, along) = stored_copy(quantized)?;
+    let view = check(quantized, &stored, along)?;
     let out = empty(
         client,
         view.tensor_shape(view.shape.rows, view.shape.cols),
@@ -55,89 +58,124 @@ pub fn dequantize<R: Runtime>(
         return Ok(out);
     }
     let (scale_rows, scale_cols) = quantized.granularity.scale_block(quantized.shape);
-    let quads = view.shape.batch * view.shape.rows * view.shape.cols.div_ceil(4);
-    let count = cube_grid(quads.div_ceil(UNITS as usize));
-    let out_width = write_width(view.shape.cols);
+    let stored_as = quantized.number.storage();
+    let plan = DequantizePlan {
+        number,
+        storage: stored_as,
+        along,
+        scale: quantized.scale,
+        read: match stored_as {
+            Storage::SignedBytes | Storage::Bytes => read_width(&stored, &view),
+            Storage::Nibbles | Storage::TenBits => 1,
+        },
+        write: write_width(view.shape.cols),
+    };
     // SAFETY: every access is guarded by the shapes in `geometry`, which are those of the buffers.
     #[allow(unsafe_code)]
     unsafe {
-        match quantized.format {
-            Format::Int8 => {
-                let width = read_width(&stored, &view);
-                dequantize_kernel::launch_unchecked::<R>(
-                    client,
-                    count,
-                    CubeDim::new_1d(UNITS),
-                    width,
-                    out_width,
-                    array(stored),
-                    array(quantized.scales.clone()),
-                    array(out.clone()),
-                    view.geometry(),
-                    view.shape.batch as u32,
-                    scale_rows as u32,
-                    scale_cols as u32,
-                    width,
-                    out_width,
-                    dtype,
-                );
-            }
-            Format::Int10 => dequantize_packed_kernel::launch_unchecked::<R>(
-                client,
-                count,
-                CubeDim::new_1d(UNITS),
-                out_width,
-                array(stored),
-                array(quantized.scales.clone()),
-                array(out.clone()),
-                view.geometry(),
-                view.shape.batch as u32,
-                scale_rows as u32,
-                scale_cols as u32,
-                out_width,
-                dtype,
-            ),
-        }
+        dequantize_kernel::launch_unchecked::<R>(
+            client,
+            cube_grid(quads(view.shape).div_ceil(UNITS as usize)),
+            CubeDim::new_1d(UNITS),
+            plan.read,
+            plan.write,
+            array(stored.clone()),
+            array(quantized.scales.clone()),
+            array(or_unused(
+                quantized.tensor_scale.as_ref(),
+                &quantized.scales,
+                storage::<f32>(),
+            )),
+            array(out.clone()),
+            view.geometry(),
+            view.shape.batch as u32,
+            scale_rows as u32,
+            scale_cols as u32,
+            plan,
+            stored.dtype,
+            quantized.scales.dtype,
+            dtype,
+        );
     }
     Ok(out)
 }
 
-/// The view of the matrix whose values, in `[.., rows, cols]`, are `stored`.
+/// The copy that is read, `[.., rows, cols]`, and along which of the two its codes are packed.
+fn stored_copy<R: Runtime>(
+    quantized: &Quantized<R>,
+) -> Result<(TensorHandle<R>, Along), KernelError> {
+    if let Some(values) = &quantized.values {
+        return Ok((values.clone(), Along::Rows));
+    }
+    let Some(transposed) = &quantized.transposed else {
+        return Err(KernelError::Unsupported {
+            operation: OPERATION,
+            reason: "no copy of the values was kept".into(),
+            remedy: "keep the row-major or the transposed copy",
+        });
+    };
+    let mut transposed = transposed.clone();
+    let rank = transposed.shape().len();
+    if rank >= 2 {
+        transposed.metadata.swap(rank - 2, rank - 1);
+    }
+    Ok((transposed, Along::Columns))
+}
+
+/// The view of the matrix whose stored values, in `[.., rows, cols]`, are `stored`.
 fn check<R: Runtime>(
     quantized: &Quantized<R>,
     stored: &TensorHandle<R>,
+    along: Along,
 ) -> Result<MatrixView, KernelError> {
     let Quantized {
         scales,
-        format,
+        tensor_scale,
+        number,
+        scale,
         granularity,
         shape,
         ..
     } = quantized;
     check_granularity(OPERATION, *granularity)?;
-    let (dtype, width) = match format {
-        Format::Int8 => (storage::<i8>(), shape.cols),
-        Format::Int10 => (storage::<u32>(), int10_words(shape.cols)),
-    };
+    let stored_as = number.storage();
     let remedy = "pass what `quantize` made";
-    check_dtype(OPERATION, "the values", stored, dtype, remedy)?;
-    check_dtype(OPERATION, "scales", scales, storage::<f32>(), remedy)?;
+    check_dtype(OPERATION, "the values", stored, stored_as.dtype(), remedy)?;
+    check_dtype(OPERATION, "scales", scales, scale.dtype(), remedy)?;
     let view = MatrixView::new(OPERATION, stored)?;
-    let values = MatrixShape {
-        cols: width,
-        ..*shape
+    let values = match along {
+        Along::Rows => MatrixShape {
+            cols: stored_as.stored_cols(shape.cols),
+            ..*shape
+        },
+        Along::Columns => MatrixShape {
+            rows: stored_as.stored_cols(shape.rows),
+            ..*shape
+        },
+    };
+    let has_tensor_scale = match tensor_scale {
+        None => !scale.has_tensor_scale(),
+        Some(tensor_scale) => {
+            scale.has_tensor_scale()
+                && tensor_scale.dtype == storage::<f32>()
+                && tensor_scale.shape().iter().product::<usize>() == shape.batch
+                && is_contiguous(tensor_scale)
+        }
     };
     if view.shape != values
         || MatrixView::new(OPERATION, scales)?.shape != granularity.scales_shape(*shape)
         || !is_contiguous(scales)
+        || !has_tensor_scale
     {
         return Err(KernelError::Shape {
             operation: OPERATION,
             got: format!(
-                "{shape:?} by {granularity:?} with values {:?} and scales {:?} of strides {:?}",
+                "{shape:?} of {number:?} by {granularity:?} with values {:?}, {scale:?} scales {:?} of strides {:?} and \
+                 tensor scales {:?}",
                 stored.shape(),
                 scales.shape(),
-                scales.strides()
+                scales.strides(),
+                tensor_scale.as_ref().map(|scale| scale.shape().to_vec()),
             ),
             remedy,
         });
@@ -148,116 +186,67 @@ fn check<R: Runtime>(
     })
 }
 
-/// Which four elements a unit works on.
-#[derive(CubeType, Clone, Copy)]
-struct QuadPosition {
-    batch: u32,
-    row: u32,
-    col: u32,
-}
-
-#[cube]
-fn quad_position(geometry: &MatrixGeometry) -> QuadPosition {
-    let quads_of_row = geometry.cols.div_ceil(4);
-    let index = CUBE_POS as u32 * UNITS + UNIT_POS;
-    let row = index / quads_of_row;
-    QuadPosition {
-        batch: row / geometry.rows,
-        row: row % geometry.rows,
-        col: index % quads_of_row * 4,
-    }
-}
-
 #[cube(launch_unchecked)]
 #[allow(clippy::too_many_arguments)]
-fn dequantize_kernel<F: Numeric, NV: Size, NO: Size>(
-    values: &Array<Vector<i8, NV>>,
-    scales: &Array<f32>,
+fn dequantize_kernel<V: Numeric, NV: Size, S: Numeric, F: Numeric, NO: Size>(
+    values: &Array<Vector<V, NV>>,
+    scales: &Array<S>,
+    tensor_scales: &Array<f32>,
     out: &mut Array<Vector<F, NO>>,
     geometry: MatrixGeometry,
     batch_size: u32,
     scale_rows: u32,
     scale_cols: u32,
-    #[comptime] width: usize,
-    #[comptime] out_width: usize,
+    #[comptime] plan: DequantizePlan,
+    #[define(V)] _values_dtype: StorageType,
+    #[define(S)] _scales_dtype: StorageType,
     #[define(F)] _dtype: StorageType,
 ) {
     let position = quad_position(&geometry);
     if position.batch < batch_size {
-        let quad = read_quad::<i8, NV>(
+        let (batch, row, col) = (position.batch, position.row, position.col);
+        let codes = load_codes::<V, NV>(
             values,
             &geometry,
-            position.batch,
-            position.row,
-            position.col,
-            width,
+            batch,
+            row,
+            col,
+            comptime!(plan.storage),
+            comptime!(plan.along),
+            comptime!(plan.read),
         );
-        write_scaled::<F, NO>(
-            out, &quad, scales, &geometry, &position, scale_rows, scale_cols, out_width,
-        );
-    }
-}
-
-#[cube(launch_unchecked)]
-#[allow(clippy::too_many_arguments)]
-fn dequantize_packed_kernel<F: Numeric, NO: Size>(
-    words: &Array<u32>,
-    scales: &Array<f32>,
-    out: &mut Array<Vector<F, NO>>,
-    geometry: MatrixGeometry,
-    batch_size: u32,
-    scale_rows: u32,
-    scale_cols: u32,
-    #[comptime] out_width: usize,
-    #[define(F)] _dtype: StorageType,
-) {
-    let position = quad_position(&geometry);
-    if position.batch < batch_size {
-        let start = position.batch * geometry.batch_stride
-            + position.row * geometry.row_stride
-            + position.col / 16 * 5;
-        let mut quad = Array::<f32>::new(4usize);
+        let grid_rows = geometry.rows.div_ceil(scale_rows);
+        let grid_cols = geometry.cols.div_ceil(scale_cols);
+        let first = (batch * grid_rows + row / scale_rows) * grid_cols;
+        let mut tensor_scale = 1.0f32;
+        if comptime!(plan.scale.has_tensor_scale()) {
+            tensor_scale = tensor_scales[batch as usize];
+        }
+        let mut scaled = Array::<f32>::new(4usize);
         #[unroll]
         for lane in 0..4u32 {
-            let bit = (position.col % 16 + lane) * 10;
-            let word = (start + bit / 32) as usize;
-            let shift = bit % 32;
-            let mut bits = words[word] >> shift;
-            if shift > 22 {
-                bits |= words[word + 1] << (32 - shift);
-            }
-            // The shifts drop what follows the ten bits and extend their sign.
-            quad[lane as usize] = f32::cast_from(i32::reinterpret(bits << 22) >> 22);
+            let col = min(col + lane, geometry.cols - 1);
+            let slot = first + col / scale_cols;
+            let scale = load_scale::<S>(scales, slot, tensor_scale, comptime!(plan.scale));
+            scaled[lane as usize] = number_of(codes[lane as usize], comptime!(plan.number)) * scale;
         }
-        write_scaled::<F, NO>(
-            out, &quad, scales, &geometry, &position, scale_rows, scale_cols, out_width,
+        let row_start = (batch * geometry.rows + row) * geometry.cols;
+        write_quad::<f32, F, NO>(
+            out,
+            &scaled,
+            row_start,
+            col,
+            geometry.cols,
+            comptime!(plan.write),
         );
     }
 }
 
-/// Multiplies four neighbours of a row by their scales and writes them.
+/// The number of a code.
 #[cube]
-#[allow(clippy::too_many_arguments)]
-fn write_scaled<F: Numeric, N: Size>(
-    out: &mut Array<Vector<F, N>>,
-    quad: &Array<f32>,
-    scales: &Array<f32>,
-    geometry: &MatrixGeometry,
-    position: &QuadPosition,
-    scale_rows: u32,
-    scale_cols: u32,
-    #[comptime] width: usize,
-) {
-    let grid_rows = geometry.rows.div_ceil(scale_rows);
-    let grid_cols = geometry.cols.div_ceil(scale_cols);
-    let scale_row = (position.batch * grid_rows + position.row / scale_rows) * grid_cols;
-    let mut scaled = Array::<f32>::new(4usize);
-    #[unroll]
-    for lane in 0..4u32 {
-        let col = min(position.col + lane, geometry.cols - 1);
-        scaled[lane as usize] =
-            quad[lane as usize] * scales[(scale_row + col / scale_cols) as usize];
+fn number_of(code: u32, #[comptime] number: Symmetric) -> f32 {
+    match comptime!(number) {
+        Symmetric::Integer(integer) => integer::decode(code, integer),
+        Symmetric::Float(float) => minifloat::decode(code, float),
     }
-    let row_start = (position.batch * geometry.rows + position.row) * geometry.cols;
-    write_quad::<f32, F, N>(out, &scaled, row_start, position.col, geometry.cols, width);
 }

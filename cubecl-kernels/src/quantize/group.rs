@@ -1,140 +1,181 @@
-//! Quantization by group: one read of the input. The units of a group reduce their maxima in shared memory, and round
+//! Quantization by group: one read of the input. The units of a group reduce their maxima in shared memory, and encode
 //! what they hold.
 
-use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
+use cubecl::{ir::StorageType, prelude::*};
 
 use crate::{
-    device::{MatrixGeometry, MatrixView, array, cube_grid, or_unused, read_quad, storage},
-    format::{Format, Layout, Rounding},
-    rounding::{RandomStream, magnitude_bits, random_stream, round_quad, scale_and_inverse},
+    device::{MatrixGeometry, array, cube_grid},
+    number::storage::RUN,
+    rounding::{RandomStream, random_stream},
+    scale::{ScaleNumber, region_scale, store_scale},
 };
 
 use super::{
-    QuantizeSpec, Quantized,
+    Input, QuantizeSpec, Quantized,
+    encode::{fill, run_encoding},
+    run::{RunEncoding, encode_run, run_max},
+    stored::{Copies, copy_args, write_copies},
     tile::{
-        Tile, TilePosition, UNITS, quad_position, segment_max, shared_tile_size, stage_quad,
-        tile_position, write_tile_quad, write_transposed,
+        Tile, TilePosition, UNITS, read_run, run_position, run_read_width, segment_max,
+        tile_position,
     },
 };
 
-const Q_MAX: i32 = Format::Int8.q_max();
+/// The constants that the kernel is compiled for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct GroupPlan {
+    group: usize,
+    encoding: RunEncoding,
+    copies: Copies,
+    scale: ScaleNumber,
+    /// Elements read at once.
+    read: usize,
+}
+
+impl GroupPlan {
+    const fn tile(&self) -> Tile {
+        Tile::of_groups(self.group)
+    }
+}
+
+/// True where a cube can both find the scales of its groups and write their copies: scales do not depend on other
+/// groups, and a tile of whole groups has whole runs along the columns.
+pub(super) fn reads_once(group: usize, spec: &QuantizeSpec) -> bool {
+    !spec.scale.has_tensor_scale()
+        && (!spec.layout.transposed() || Tile::of_groups(group).rows >= RUN)
+}
 
 pub(super) fn launch<R: Runtime>(
     client: &ComputeClient<R>,
-    x: &TensorHandle<R>,
-    view: &MatrixView,
-    spec: &QuantizeSpec,
+    input: &Input<R>,
     group: usize,
     output: &Quantized<R>,
 ) {
-    let tile = Tile::of_groups(group);
-    let widths = tile.widths(x, view);
-    let copy =
-        |tensor: &Option<TensorHandle<R>>| array(or_unused(tensor.as_ref(), x, storage::<i8>()));
+    let Input { x, view, spec, .. } = input;
+    let copies = Copies::new(spec.number.storage(), spec.layout, view.shape);
+    let [
+        (row_major_vector, row_major_dtype),
+        (transposed_vector, transposed_dtype),
+    ] = copies.vectors();
+    let [values, transposed] = copy_args(output, x);
+    let plan = GroupPlan {
+        group,
+        encoding: run_encoding(client, input, false),
+        copies,
+        scale: spec.scale,
+        read: run_read_width(x, view),
+    };
     // SAFETY: every access is guarded by the shapes in `geometry`, for which the outputs were allocated.
     #[allow(unsafe_code)]
     unsafe {
         quantize_group_kernel::launch_unchecked::<R>(
             client,
-            cube_grid(tile.count(view)),
+            cube_grid(plan.tile().count(view)),
             CubeDim::new_1d(UNITS as u32),
-            widths.0,
-            widths.1,
-            widths.2,
-            array(x.clone()),
-            copy(&output.values),
-            copy(&output.transposed),
+            plan.read,
+            row_major_vector,
+            transposed_vector,
+            array((*x).clone()),
+            values,
+            transposed,
             array(output.scales.clone()),
             view.geometry(),
             view.shape.batch as u32,
             random_stream(spec.rounding),
+            spec.number.largest(),
             0,
-            tile,
-            widths,
-            spec.layout,
-            spec.rounding != Rounding::Nearest,
+            plan,
             x.dtype,
+            row_major_dtype,
+            transposed_dtype,
+            output.scales.dtype,
         );
     }
 }
 
 #[cube(launch_unchecked)]
 #[allow(clippy::too_many_arguments)]
-fn quantize_group_kernel<F: Numeric, NX: Size, NV: Size, NT: Size>(
+fn quantize_group_kernel<
+    F: Numeric,
+    NX: Size,
+    V: Numeric,
+    NV: Size,
+    T: Numeric,
+    NT: Size,
+    S: Numeric,
+>(
     x: &Array<Vector<F, NX>>,
-    values: &mut Array<Vector<i8, NV>>,
-    transposed: &mut Array<Vector<i8, NT>>,
-    scales: &mut Array<f32>,
+    values: &mut Array<Vector<V, NV>>,
+    transposed: &mut Array<Vector<T, NT>>,
+    scales: &mut Array<S>,
     geometry: MatrixGeometry,
     batch_size: u32,
     random: RandomStream,
+    largest: f32,
     zero: u32,
-    #[comptime] tile: Tile,
-    #[comptime] widths: (usize, usize, usize),
-    #[comptime] layout: Layout,
-    #[comptime] stochastic: bool,
-    #[define(F)] _dtype: StorageType,
+    #[comptime] plan: GroupPlan,
+    #[define(F)] _x_dtype: StorageType,
+    #[define(V)] _values_dtype: StorageType,
+    #[define(T)] _transposed_dtype: StorageType,
+    #[define(S)] _scales_dtype: StorageType,
 ) {
+    let tile = comptime!(plan.tile());
     let position = tile_position(&geometry, tile);
     if position.batch >= batch_size {
         terminate!();
     }
-    let (tile_row, tile_col) = quad_position(0u32, tile);
+    let (tile_row, tile_col) = run_position(tile);
     let (row, col) = (position.row + tile_row, position.col + tile_col);
-    let quad = read_quad::<F, NX>(x, &geometry, position.batch, row, col, widths.0);
-    let inverses = group_inverses(scales, &quad, &geometry, &position, tile, Q_MAX);
-    let q = round_quad(
-        &quad,
+    let run = read_run::<F, NX>(x, &geometry, position.batch, row, col, plan.read);
+    let inverse = group_inverse::<S>(scales, &run, &geometry, &position, row, col, largest, plan);
+    let mut inverses = Array::<f32>::new(RUN);
+    fill(&mut inverses, inverse);
+    let codes = encode_run(
+        &run,
         &inverses,
         position.batch * geometry.rows + row,
         col,
         &random,
         zero,
-        stochastic,
-        Q_MAX,
+        comptime!(plan.encoding),
     );
-    if comptime!(layout.row_major()) {
-        write_tile_quad::<NV>(
-            values, &q, &geometry, &position, tile_row, tile_col, widths.1,
-        );
-    }
-    if comptime!(layout.transposed()) {
-        let mut shared = SharedMemory::<i8>::new(comptime!(shared_tile_size(tile, true)));
-        stage_quad(&mut shared, &q, tile_row, tile_col, tile);
-        sync_cube();
-        write_transposed::<NT>(transposed, &shared, &geometry, &position, tile, widths.2);
-    }
+    write_copies::<V, NV, T, NT>(
+        values,
+        transposed,
+        &codes,
+        &geometry,
+        &position,
+        tile_row,
+        tile_col,
+        tile,
+        comptime!(plan.copies),
+    );
 }
 
-/// The inverse scale of the group that this unit's four elements belong to, once for each of them. One unit of the
-/// group writes the scale to `[.., rows, groups of a row]`.
+/// The inverse scale of the group that this unit's run belongs to. One unit of the group writes the scale, to
+/// `[.., rows, groups of a row]`.
 #[cube]
-pub(super) fn group_inverses(
-    scales: &mut Array<f32>,
-    quad: &Array<f32>,
+#[allow(clippy::too_many_arguments)]
+fn group_inverse<S: Numeric>(
+    scales: &mut Array<S>,
+    run: &Array<f32>,
     geometry: &MatrixGeometry,
     position: &TilePosition,
-    #[comptime] tile: Tile,
-    #[comptime] q_max: i32,
-) -> Array<f32> {
-    let mut bits = 0u32;
-    #[unroll]
-    for lane in 0..4usize {
-        bits = max(bits, magnitude_bits(quad[lane]));
+    row: u32,
+    col: u32,
+    largest: f32,
+    #[comptime] plan: GroupPlan,
+) -> f32 {
+    let mut bits = run_max(run);
+    if comptime!(plan.group > RUN) {
+        bits = segment_max(bits, UNITS, comptime!(plan.group / RUN));
     }
-    let segment = comptime!(tile.cols / 4);
-    let (scale, inverse) = scale_and_inverse(segment_max(bits, UNITS, segment), q_max);
-    let row = position.row + UNIT_POS / comptime!(segment as u32);
-    if UNIT_POS % comptime!(segment as u32) == 0 && row < geometry.rows {
-        let size = comptime!(tile.cols as u32);
+    let (stored, inverse) = region_scale(bits, largest, 1.0f32, comptime!(plan.scale));
+    let size = comptime!(plan.group as u32);
+    if col % size == 0 && row < geometry.rows && col < geometry.cols {
         let groups = geometry.cols.div_ceil(size);
-        let slot = (position.batch * geometry.rows + row) * groups + position.col / size;
-        scales[slot as usize] = scale;
+        let slot = (position.batch * geometry.rows + row) * groups + col / size;
+        store_scale::<S>(scales, slot, stored, comptime!(plan.scale));
     }
-    let mut inverses = Array::<f32>::new(4usize);
-    #[unroll]
-    for lane in 0..4usize {
-        inverses[lane] = inverse;
-    }
-    inverses
+    inverse
 }

@@ -1,64 +1,49 @@
-//! Tiles of a matrix that a cube takes at once, four neighbours of a row in each unit's registers at a time.
-//!
-//! For the transposed copy the integers pass through a shared tile, whose rows are one byte longer than a multiple of
-//! four so that reading its columns does not meet in one bank.
+//! Tiles of a matrix that a cube takes at once, a run of 16 neighbours of a row in each unit's registers.
 
 use cubecl::{prelude::*, std::tensor::TensorHandle};
 
-use crate::device::{MatrixGeometry, MatrixView, read_width, write_quad, write_width};
+use crate::{
+    device::{MatrixGeometry, MatrixView, read_width_up_to},
+    number::storage::RUN,
+};
 
 /// Units of a cube.
 pub(super) const UNITS: usize = 256;
+/// Bytes that a unit reads at once, where it can.
+const VECTOR_BYTES: usize = 16;
 
-/// The tile of a cube.
+/// The tile of a cube: as many rows and columns as its units hold runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct Tile {
     /// Rows of the tile.
     pub rows: usize,
-    /// Columns of the tile, a multiple of 4.
+    /// Columns of the tile, a multiple of 16.
     pub cols: usize,
 }
 
 impl Tile {
-    /// A square, whose transposed copy is written in whole sectors.
+    /// A square, in which the runs of a transposed copy are as many as those of the rows.
     pub const SQUARE: Self = Self { rows: 64, cols: 64 };
 
-    /// As many groups of this size as a cube has units for, one below the other.
+    /// The squarest tile of whole groups of this size.
     pub const fn of_groups(size: usize) -> Self {
+        let cols = if size > 64 { size } else { 64 };
         Self {
-            rows: UNITS * 4 / size,
-            cols: size,
+            rows: UNITS * RUN / cols,
+            cols,
         }
     }
 
-    /// Groups of four that each unit holds.
-    pub const fn quads(&self) -> usize {
-        self.rows * self.cols / 4 / UNITS
-    }
-
     /// Tiles of all matrices.
-    pub fn count(&self, view: &MatrixView) -> usize {
+    pub const fn count(&self, view: &MatrixView) -> usize {
         let shape = view.shape;
         shape.batch * shape.rows.div_ceil(self.rows) * shape.cols.div_ceil(self.cols)
     }
+}
 
-    /// Elements read at once, and written at once to the row-major and to the transposed copy.
-    pub fn widths<R: Runtime>(
-        &self,
-        x: &TensorHandle<R>,
-        view: &MatrixView,
-    ) -> (usize, usize, usize) {
-        let transposed = if self.rows % 4 == 0 {
-            write_width(view.shape.rows)
-        } else {
-            1
-        };
-        (
-            read_width(x, view),
-            write_width(view.shape.cols),
-            transposed,
-        )
-    }
+/// How many elements of a run are read at once.
+pub(super) fn run_read_width<R: Runtime>(x: &TensorHandle<R>, view: &MatrixView) -> usize {
+    read_width_up_to(VECTOR_BYTES / x.dtype.size(), x, view)
 }
 
 /// Which tile a cube works on: the matrix, and the tile's first row and column.
@@ -84,12 +69,51 @@ pub(super) fn tile_position(geometry: &MatrixGeometry, #[comptime] tile: Tile) -
     }
 }
 
-/// Row and column, in the tile, of a unit's `index`-th four elements.
+/// Row and column, in the tile, of a unit's run.
 #[cube]
-pub(super) fn quad_position(#[comptime] index: u32, #[comptime] tile: Tile) -> (u32, u32) {
-    let quads_of_row = comptime!(tile.cols as u32 / 4);
-    let quad = UNIT_POS + comptime!(index * UNITS as u32);
-    (quad / quads_of_row, quad % quads_of_row * 4)
+pub(super) fn run_position(#[comptime] tile: Tile) -> (u32, u32) {
+    let runs_of_row = comptime!((tile.cols / RUN) as u32);
+    (
+        UNIT_POS / runs_of_row,
+        UNIT_POS % runs_of_row * comptime!(RUN as u32),
+    )
+}
+
+/// Reads a run as `f32`, from column `col`, a multiple of 16; 0 outside the matrix.
+#[cube]
+pub(super) fn read_run<F: Numeric, N: Size>(
+    x: &Array<Vector<F, N>>,
+    geometry: &MatrixGeometry,
+    batch: u32,
+    row: u32,
+    col: u32,
+    #[comptime] width: usize,
+) -> Array<f32> {
+    let mut run = Array::<f32>::new(RUN);
+    let start = batch * geometry.batch_stride + row * geometry.row_stride;
+    #[unroll]
+    for piece in 0..comptime!(RUN / width) {
+        let first = comptime!(piece * width);
+        #[unroll]
+        for lane in 0..width {
+            run[comptime!(first + lane)] = 0.0f32;
+        }
+        let at = col + comptime!((piece * width) as u32);
+        if row < geometry.rows && at < geometry.cols {
+            // More than one element at once is read only where columns are neighbours.
+            let index = if comptime!(width > 1) {
+                (start + at) / comptime!(width as u32)
+            } else {
+                start + at * geometry.col_stride
+            };
+            let vector = x[index as usize];
+            #[unroll]
+            for lane in 0..width {
+                run[comptime!(first + lane)] = f32::cast_from(vector[lane]);
+            }
+        }
+    }
+    run
 }
 
 /// The largest value among each `segment` consecutive units, a power of two.
@@ -112,85 +136,4 @@ pub(crate) fn segment_max(value: u32, #[comptime] units: usize, #[comptime] segm
         sync_cube();
     }
     shared[unit - in_segment]
-}
-
-/// Bytes of the shared tile behind the transposed copy.
-pub(super) fn shared_tile_size(tile: Tile, transposed: bool) -> usize {
-    if transposed {
-        tile.rows * (tile.cols + 1)
-    } else {
-        1
-    }
-}
-
-/// Puts four neighbours of a row into the shared tile.
-#[cube]
-pub(super) fn stage_quad(
-    shared: &mut SharedMemory<i8>,
-    q: &Array<i32>,
-    tile_row: u32,
-    tile_col: u32,
-    #[comptime] tile: Tile,
-) {
-    let pitch = comptime!(tile.cols as u32 + 1);
-    #[unroll]
-    for lane in 0..4u32 {
-        shared[(tile_row * pitch + tile_col + lane) as usize] = i8::cast_from(q[lane as usize]);
-    }
-}
-
-/// Writes the shared tile to the transposed copy, `[.., cols, rows]`.
-#[cube]
-pub(super) fn write_transposed<N: Size>(
-    transposed: &mut Array<Vector<i8, N>>,
-    shared: &SharedMemory<i8>,
-    geometry: &MatrixGeometry,
-    position: &TilePosition,
-    #[comptime] tile: Tile,
-    #[comptime] width: usize,
-) {
-    let pitch = comptime!(tile.cols as u32 + 1);
-    let pieces_of_col = comptime!((tile.rows / width) as u32);
-    let pieces = comptime!((tile.rows * tile.cols / width / UNITS) as u32);
-    for index in 0..pieces {
-        let piece = UNIT_POS + index * comptime!(UNITS as u32);
-        let tile_row = piece % pieces_of_col * comptime!(width as u32);
-        let tile_col = piece / pieces_of_col;
-        let row = position.row + tile_row;
-        let col = position.col + tile_col;
-        if row < geometry.rows && col < geometry.cols {
-            let mut vector = Vector::<i8, N>::empty();
-            #[unroll]
-            for lane in 0..comptime!(width as u32) {
-                vector[lane as usize] = shared[((tile_row + lane) * pitch + tile_col) as usize];
-            }
-            let start = (position.batch * geometry.cols + col) * geometry.rows + row;
-            transposed[(start / comptime!(width as u32)) as usize] = vector;
-        }
-    }
-}
-
-/// Writes four neighbours of a row of the tile to a row-major matrix, where they lie inside it.
-#[cube]
-pub(super) fn write_tile_quad<N: Size>(
-    out: &mut Array<Vector<i8, N>>,
-    q: &Array<i32>,
-    geometry: &MatrixGeometry,
-    position: &TilePosition,
-    tile_row: u32,
-    tile_col: u32,
-    #[comptime] width: usize,
-) {
-    let row = position.row + tile_row;
-    if row < geometry.rows {
-        let row_start = (position.batch * geometry.rows + row) * geometry.cols;
-        write_quad::<i32, i8, N>(
-            out,
-            q,
-            row_start,
-            position.col + tile_col,
-            geometry.cols,
-            width,
-        );
-    }
 }

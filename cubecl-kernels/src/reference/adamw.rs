@@ -6,9 +6,9 @@ use half::bf16;
 use crate::{
     adamw::{Coefficients, Hyperparameters, STATE_STEPS},
     error::KernelError,
-    format::StochasticKey,
     optimizer_state::{MAX_GROUP, Moment, StateFormat},
     philox,
+    rounding::StochasticKey,
 };
 
 use super::optimizer_state::{dequantize_groups, quantize_group, quantize_group_dithered};

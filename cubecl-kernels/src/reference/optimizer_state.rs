@@ -8,9 +8,10 @@
 
 use crate::{
     dynamic_range_expansion::{contract, expand, exponent},
-    format::MIN_ABSMAX,
-    optimizer_state::{Codec, MIN_NONZERO, Moment, NEUTRAL_EXPONENT, StateFormat},
+    number::{Integer, Minifloat, Signedness, square},
+    optimizer_state::{Encoding, MIN_NONZERO, Moment, NEUTRAL_EXPONENT, StateFormat},
     philox::uniform16,
+    scale::MIN_ABSMAX,
 };
 
 /// What a group's codes are multiplied and raised by.
@@ -154,38 +155,22 @@ fn encode_group(
         inverse,
         moment,
     };
-    // Each codec gets a loop of its own, without a branch on it inside.
-    match format.encoding.codec(moment) {
-        Codec::Float(float) => values.encode(
-            codes,
-            |magnitude| float.encode_magnitude(number(magnitude)),
-            |magnitude, dither| float.cut_magnitude(number(magnitude).min(float.largest()), dither),
-            |level, negative| level as u8 | u8::from(negative) << 7,
-        ),
-        Codec::Dynamic(signedness) => values.encode(
-            codes,
-            |magnitude| signedness.level(number(magnitude)),
-            |magnitude, dither| signedness.dithered_level(number(magnitude).min(1.0), dither),
-            |level, negative| signedness.code(level, negative),
-        ),
-        Codec::Integer => values.encode(
-            codes,
-            |magnitude| number(magnitude).min(127.0).round_ties_even() as u32,
-            |magnitude, dither| (number(magnitude).min(127.0) + uniform16(dither)).floor() as u32,
-            |level, negative| {
-                if negative {
-                    0u8.wrapping_sub(level as u8)
-                } else {
-                    level as u8
-                }
-            },
-        ),
-        Codec::Square => values.encode(
-            codes,
-            |magnitude| square_level(number(magnitude).min(65_025.0)),
-            |magnitude, dither| dithered_square_level(number(magnitude).min(65_025.0), dither),
-            |level, _| level as u8,
-        ),
+    // Each number gets a loop of its own, compiled for its constants.
+    match (format.encoding, moment) {
+        (Encoding::E4M3, Moment::First | Moment::Second) => {
+            values.encode_floats(codes, number, Minifloat::E4M3)
+        }
+        (Encoding::E5M2, Moment::First | Moment::Second) => {
+            values.encode_floats(codes, number, Minifloat::E5M2)
+        }
+        (Encoding::DynamicExponent, Moment::First) => {
+            values.encode_dynamic_exponents(codes, number, Signedness::Signed);
+        }
+        (Encoding::DynamicExponent, Moment::Second) => {
+            values.encode_dynamic_exponents(codes, number, Signedness::Unsigned);
+        }
+        (Encoding::Int8, Moment::First) => values.encode_integers(codes, number, Integer::INT8),
+        (Encoding::Int8, Moment::Second) => values.encode_squares(codes, number),
     }
     group
 }
@@ -198,29 +183,54 @@ pub fn dequantize_group(
     moment: Moment,
     x: &mut [f32],
 ) {
-    match format.encoding.codec(moment) {
-        Codec::Float(float) => each_value(codes, group, format, moment, x, |code| {
-            let magnitude = float.decode_magnitude(u32::from(code) & 0x7f);
-            if code & 0x80 == 0 {
-                magnitude
-            } else {
-                -magnitude
-            }
-        }),
-        Codec::Dynamic(signedness) => {
+    match (format.encoding, moment) {
+        (Encoding::E4M3, Moment::First | Moment::Second) => {
+            decode_floats(codes, group, format, moment, x, Minifloat::E4M3)
+        }
+        (Encoding::E5M2, Moment::First | Moment::Second) => {
+            decode_floats(codes, group, format, moment, x, Minifloat::E5M2)
+        }
+        (Encoding::DynamicExponent, Moment::First) => {
             each_value(codes, group, format, moment, x, |code| {
-                signedness.decode(code)
+                Signedness::Signed.decode(code)
             });
         }
-        Codec::Integer => {
+        (Encoding::DynamicExponent, Moment::Second) => {
             each_value(codes, group, format, moment, x, |code| {
-                f32::from(code as i8)
+                Signedness::Unsigned.decode(code)
             });
         }
-        Codec::Square => each_value(codes, group, format, moment, x, |code| {
-            f32::from(code) * f32::from(code)
-        }),
+        (Encoding::Int8, Moment::First) => {
+            each_value(codes, group, format, moment, x, |code| {
+                Integer::INT8.decode(u32::from(code))
+            });
+        }
+        (Encoding::Int8, Moment::Second) => {
+            each_value(codes, group, format, moment, x, |code| {
+                square::decode(u32::from(code))
+            });
+        }
     }
+}
+
+/// States hold no codes that are not finite, so that there is none to look for.
+#[inline(always)]
+fn decode_floats(
+    codes: &[u8],
+    group: GroupScale,
+    format: StateFormat,
+    moment: Moment,
+    x: &mut [f32],
+    float: Minifloat,
+) {
+    each_value(codes, group, format, moment, x, |code| {
+        let magnitude = float.decode_magnitude(u32::from(code) & float.magnitude());
+        if u32::from(code) & float.sign() == 0 {
+            magnitude
+        } else {
+            -magnitude
+        }
+    });
 }
 
 /// The scale of a group, and what its values are multiplied by; 0 for "all values are 0".
@@ -261,9 +271,57 @@ struct Values<'a> {
 }
 
 impl Values<'_> {
+    #[inline(always)]
+    fn encode_floats(&self, codes: &mut [u8], number: impl Fn(f32) -> f32, float: Minifloat) {
+        self.encode(
+            codes,
+            |magnitude| float.encode_magnitude(number(magnitude)),
+            |magnitude, dither| float.cut_magnitude(number(magnitude).min(float.largest()), dither),
+            |level, negative| level as u8 | u8::from(negative) << float.sign_shift(),
+        );
+    }
+
+    #[inline(always)]
+    fn encode_dynamic_exponents(
+        &self,
+        codes: &mut [u8],
+        number: impl Fn(f32) -> f32,
+        signedness: Signedness,
+    ) {
+        self.encode(
+            codes,
+            |magnitude| signedness.level(number(magnitude)),
+            |magnitude, dither| signedness.dithered_level(number(magnitude).min(1.0), dither),
+            |level, negative| signedness.code(level, negative),
+        );
+    }
+
+    #[inline(always)]
+    fn encode_integers(&self, codes: &mut [u8], number: impl Fn(f32) -> f32, integer: Integer) {
+        let largest = integer.largest() as f32;
+        self.encode(
+            codes,
+            |magnitude| number(magnitude).min(largest).round_ties_even() as u32,
+            |magnitude, dither| (number(magnitude).min(largest) + uniform16(dither)).floor() as u32,
+            |level, negative| integer.code(level, negative) as u8,
+        );
+    }
+
+    #[inline(always)]
+    fn encode_squares(&self, codes: &mut [u8], number: impl Fn(f32) -> f32) {
+        self.encode(
+            codes,
+            |magnitude| square::level(number(magnitude).min(square::LARGEST)),
+            |magnitude, dither| {
+                square::dithered_level(number(magnitude).min(square::LARGEST), dither)
+            },
+            |level, _| level as u8,
+        );
+    }
+
     /// `nearest` and `dithered` give the place of a magnitude among the encoding's, `code` the code of a place with a
     /// sign.
-    #[inline]
+    #[inline(always)]
     fn encode(
         &self,
         codes: &mut [u8],
@@ -284,7 +342,7 @@ impl Values<'_> {
         }
     }
 
-    #[inline]
+    #[inline(always)]
     fn each(
         &self,
         codes: &mut [u8],
@@ -324,33 +382,4 @@ fn each_value(
             (contract(base, group.exponent) * group.scale).copysign(number)
         };
     }
-}
-
-/// The integer nearest to the root of `x`, a half rounded up.
-#[inline]
-fn square_level(x: f32) -> u32 {
-    let estimate = (x.sqrt() + 0.5).floor();
-    let below = (estimate - 0.5) * (estimate - 0.5);
-    let above = (estimate + 0.5) * (estimate + 0.5);
-    let level = estimate as u32;
-    if x < below && level > 0 {
-        level - 1
-    } else if x >= above {
-        level + 1
-    } else {
-        level
-    }
-}
-
-/// One of the two integers around the root of `x`, so that with a random dither the mean of its square is `x`.
-#[inline]
-fn dithered_square_level(x: f32, dither: u32) -> u32 {
-    let nearest = square_level(x) as f32;
-    let lower = if nearest * nearest > x {
-        nearest - 1.0
-    } else {
-        nearest
-    };
-    let above = uniform16(dither) * (2.0 * lower + 1.0) < x - lower * lower;
-    lower as u32 + u32::from(above)
 }

@@ -8,10 +8,12 @@ use std::{fs, path::Path, process::Command};
 use cubecl::{ir::StorageType, std::tensor::TensorHandle};
 use cubecl_kernels::{
     fallback::FallbackState,
-    format::{Format, Granularity, Layout, Rounding, StochasticKey},
+    granularity::Granularity,
+    layout::Layout,
     linear_input::quantize_linear_input,
     quantize::{QuantizeSpec, quantize},
     reference,
+    rounding::{Rounding, StochasticKey},
     shape::MatrixShape,
 };
 use half::{bf16, f16};
@@ -38,10 +40,11 @@ const PITCH: usize = SHAPE.cols + 8;
 /// The layer under test has others around it.
 const LAYERS: usize = 3;
 const LAYER: usize = 1;
-/// What memory holds that nothing has written.
+/// A byte of memory that nothing has written.
 const UNWRITTEN: u8 = 0xa5;
 
-/// What a training step quantizes: a gradient, or X, in a layer of this threshold if its blocks may fall back.
+/// An operand that a training step quantizes: a gradient, or X, in a layer of this threshold if its blocks may fall
+/// back.
 #[derive(Debug, Clone, Copy)]
 enum Operand {
     Gradient,
@@ -107,7 +110,7 @@ fn equals_the_reference(
     }
 }
 
-/// What quantizing the operand launches.
+/// The kernel that quantizing the operand launches.
 fn source_of(float: StorageType, operand: Operand, key: StochasticKey) -> Source {
     let mut sources = sources_of(90, |client: &Client| {
         let MatrixShape { batch, rows, cols } = SHAPE;
@@ -115,12 +118,9 @@ fn source_of(float: StorageType, operand: Operand, key: StochasticKey) -> Source
         let (shape, strides) = ([batch, rows, cols], [rows * PITCH, PITCH, 1]);
         let x = TensorHandle::new(handle, shape, strides, float);
         let Operand::Input(threshold) = operand else {
-            let spec = QuantizeSpec {
-                format: Format::Int8,
-                granularity: Granularity::Block(BLOCK),
-                rounding: Rounding::Stochastic(key),
-                layout: Layout::Both,
-            };
+            let spec = QuantizeSpec::int8(Granularity::Block(BLOCK))
+                .with_rounding(Rounding::Stochastic(key))
+                .with_layout(Layout::Both);
             quantize(client, &x, &spec).expect("a matrix");
             return;
         };
@@ -140,15 +140,15 @@ fn source_of(float: StorageType, operand: Operand, key: StochasticKey) -> Source
     source
 }
 
-/// The buffers after the launch by the reference. Those of a fallback have no bytes where nothing falls back, and blocks
-/// that do not fall back leave the residual as it was.
+/// The buffers after the launch by the reference. Those of a fallback have no bytes where nothing falls back, and
+/// blocks that do not fall back leave the residual as it was.
 fn expected(x: &[f32], float: StorageType, operand: Operand, key: StochasticKey) -> Buffers {
     let mut pitched = vec![f32::NAN; SHAPE.batch * SHAPE.rows * PITCH];
     for (row, values) in pitched.chunks_mut(PITCH).zip(x.chunks(SHAPE.cols)) {
         row[..SHAPE.cols].copy_from_slice(values);
     }
-    let granularity = Granularity::Block(BLOCK);
-    let quantized = |rounding| reference::quantize(x, SHAPE, Format::Int8, granularity, rounding);
+    let spec = QuantizeSpec::int8(Granularity::Block(BLOCK));
+    let quantized = |rounding| reference::quantize(x, SHAPE, &spec.with_rounding(rounding));
     let (nearest, stochastic) = (
         quantized(Rounding::Nearest),
         quantized(Rounding::Stochastic(key)),

@@ -24,11 +24,15 @@ use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 use cubecl_kernels::{
     adamw::{AdamWTensors, Hyperparameters, adamw, initial_clock, initial_flag},
     fallback::{FallbackResidual, FallbackState},
-    format::{Format, Granularity, Layout, Rounding, StochasticKey},
     gemm::{Blueprint, GemmOperand, GemmProblem, Strategy, candidates, gemm, gemm_float, select},
+    granularity::Granularity,
+    layout::Layout,
     linear_input::quantize_linear_input,
+    number::Number,
     optimizer_state::{Moment, StateFormat, initial_state},
-    quantize::{QuantizeSpec, quantize},
+    quantize::{QuantizeSpec, dequantize, quantize, quantize_by, unpack_int4},
+    rounding::{Rounding, StochasticKey},
+    scale::ScaleNumber,
 };
 use half::{bf16, f16};
 use rstest::rstest;
@@ -290,6 +294,70 @@ fn quantize_sources(architecture: u16) -> Vec<Source> {
     sources
 }
 
+/// The kernels that quantize to every number, and back, each once: roundings and layouts go round, as in the tests on
+/// devices.
+fn number_sources(architecture: u16) -> Vec<Source> {
+    const NUMBERS: [Number; 6] = [
+        Number::Int4,
+        Number::Int8,
+        Number::Int10,
+        Number::E2M1,
+        Number::E4M3,
+        Number::E5M2,
+    ];
+    let key = Rounding::Stochastic(StochasticKey { seed: 1, stream: 2 });
+    let sources = sources_of(architecture, |client| {
+        let x = tensor(client, &[256, 256], dtype::<bf16>());
+        let given = tensor(client, &[1], dtype::<f32>());
+        let mut turn = 0;
+        for number in NUMBERS {
+            for (scale, granularity) in [
+                (ScaleNumber::F32, Granularity::Channel),
+                (ScaleNumber::F32, Granularity::Group(128)),
+                (ScaleNumber::E8M0, Granularity::Group(32)),
+                (ScaleNumber::E4M3, Granularity::Group(16)),
+            ] {
+                let spec = QuantizeSpec {
+                    number,
+                    scale,
+                    granularity,
+                    rounding: [Rounding::Nearest, key][turn % 2],
+                    layout: [Layout::Both, Layout::RowMajor, Layout::Transposed][turn % 3],
+                };
+                turn += 1;
+                let quantized = quantize(client, &x, &spec).expect("a matrix");
+                dequantize(client, &quantized, dtype::<bf16>()).expect("what was quantized");
+                if number == Number::Int4 {
+                    unpack_int4(client, &quantized).expect("an INT4 matrix");
+                }
+            }
+            let spec = QuantizeSpec::new(number, Granularity::Tensor)
+                .with_rounding([Rounding::Nearest, key][turn % 2]);
+            turn += 1;
+            quantize_by(client, &x, &spec, &given).expect("a matrix");
+        }
+    });
+    let sources: BTreeMap<String, Source> = sources
+        .into_iter()
+        .map(|source| (source.code.clone(), source))
+        .collect();
+    for kernel in [
+        "column_absmax_kernel",
+        "row_absmax_kernel",
+        "group_absmax_kernel",
+        "scales_kernel",
+        "encode_kernel",
+        "finish_kernel",
+        "quantize_group_kernel",
+        "dequantize_kernel",
+        "unpack_kernel",
+    ] {
+        let mut names = sources.values().map(|source| &source.name);
+        assert!(names.any(|name| name.starts_with(kernel)), "no {kernel}");
+    }
+    sources.into_values().collect()
+}
+
 /// What a training step quantizes in blocks: X with and without fallback, and a gradient.
 fn quantize_both(client: &Client, x: &Tensor, block: usize, layout: Layout) {
     let key = StochasticKey { seed: 1, stream: 2 };
@@ -303,12 +371,9 @@ fn quantize_both(client: &Client, x: &Tensor, block: usize, layout: Layout) {
     for state in [None, Some(state)] {
         quantize_linear_input(client, x, block, key, state).expect("a matrix");
     }
-    let spec = QuantizeSpec {
-        format: Format::Int8,
-        granularity: Granularity::Block(block),
-        rounding: Rounding::Stochastic(key),
-        layout,
-    };
+    let spec = QuantizeSpec::int8(Granularity::Block(block))
+        .with_rounding(Rounding::Stochastic(key))
+        .with_layout(layout);
     quantize(client, x, &spec).expect("a matrix");
 }
 
@@ -366,6 +431,14 @@ fn quantize_sources_share_a_multiprocessor(#[values(80, 89, 90, 120)] architectu
         assert!(cubes >= 2);
         let taken = cubes * (source.shared_memory + 64 + 1024);
         assert!(taken <= max_shared_memory(architecture) + 1024);
+    }
+}
+
+/// Portable kernels keep within what every device has, so that Vulkan runs them too.
+#[rstest]
+fn number_sources_take_little_shared_memory() {
+    for source in number_sources(80) {
+        assert!(source.shared_memory <= 32 << 10, "{}", source.name);
     }
 }
 
@@ -498,7 +571,8 @@ fn sources_use_the_instructions_and_fit_the_memory(#[values(80, 89, 90, 120)] ar
 #[ignore = "needs NVRTC: CUDA_PATH=$(.ci/nvrtc), then --test compile -- --ignored"]
 fn nvrtc_compiles_every_kernel(
     #[values((80, "sm_80"), (89, "sm_89"), (90, "sm_90a"), (120, "sm_120a"))] target: (u16, &str),
-    #[values(tensor_core_sources, adamw_sources, quantize_sources)] sources: fn(u16) -> Vec<Source>,
+    #[values(tensor_core_sources, adamw_sources, quantize_sources, number_sources)]
+    sources: fn(u16) -> Vec<Source>,
 ) {
     let (architecture, name) = target;
     compile(&sources(architecture), name);

@@ -2,12 +2,12 @@
 
 use cubecl_kernels::{
     adamw::Hyperparameters,
-    format::StochasticKey,
     optimizer_state::{Encoding, Moment, StateFormat},
     reference::{
         adamw::{MomentChunk, StateDither, Step, adamw, round_to_bf16},
         optimizer_state::{HostState, dequantize_state, quantize_group_dithered, quantize_state},
     },
+    rounding::StochasticKey,
 };
 use half::bf16;
 
@@ -440,8 +440,8 @@ mod on_device {
             AdamWTensors, adamw as adamw_on_device, find_nonfinite, initial_clock, initial_flag,
             tick,
         },
-        format::Rounding,
         optimizer_state::{StateTensor, dequantize_state as dequantize_on_device, initial_state},
+        rounding::Rounding,
     };
 
     use super::*;

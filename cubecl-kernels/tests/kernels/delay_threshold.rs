@@ -5,7 +5,7 @@ use cubecl_kernels::{
         DelayThreshold, MAX_THRESHOLD, MIN_THRESHOLD, delay_threshold, initial_state,
     },
     fallback::quantize_fallback,
-    format::Layout,
+    layout::Layout,
     reference,
     shape::MatrixShape,
 };

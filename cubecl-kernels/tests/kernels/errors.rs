@@ -1,24 +1,24 @@
 //! Inputs that an operation cannot work on are answered with what was wrong.
 
+use cubecl::std::tensor::TensorHandle;
 use cubecl_kernels::{
     KernelError,
     delay_threshold::{DelayThreshold, delay_threshold},
     fallback::{FallbackResidual, FallbackState, quantize_fallback},
-    format::{Format, Granularity, Layout, Rounding, StochasticKey},
     gemm::{GemmOperand, Strategy, gemm},
+    granularity::Granularity,
+    layout::Layout,
     linear_input::quantize_linear_input,
-    quantize::{QuantizeSpec, Quantized, dequantize, quantize},
+    number::{Number, Signedness},
+    quantize::{QuantizeSpec, Quantized, dequantize, quantize, unpack_int4},
+    rounding::StochasticKey,
+    scale::ScaleNumber,
     shape::MatrixShape,
 };
 
 use crate::device::{TestRuntime, client, dtype, upload, upload_i32};
 
-const SPEC: QuantizeSpec = QuantizeSpec {
-    format: Format::Int8,
-    granularity: Granularity::Block(32),
-    rounding: Rounding::Nearest,
-    layout: Layout::RowMajor,
-};
+const SPEC: QuantizeSpec = QuantizeSpec::int8(Granularity::Block(32));
 
 #[test]
 fn quantize_rejects() {
@@ -30,13 +30,19 @@ fn quantize_rejects() {
     assert!(matches!(error, KernelError::Shape { .. }), "{error}");
     let error = quantize(&client, &integers, &SPEC).unwrap_err();
     assert!(matches!(error, KernelError::Dtype { .. }), "{error}");
-    for (format, granularity) in [
-        (Format::Int8, Granularity::Block(48)),
-        (Format::Int8, Granularity::Group(8)),
-        (Format::Int10, Granularity::Token),
+    for (number, granularity) in [
+        (Number::Int8, Granularity::Block(48)),
+        (Number::Int8, Granularity::Group(8)),
+        (Number::Int10, Granularity::Group(24)),
+        (Number::E2M1, Granularity::Block(256)),
+        (Number::Square, Granularity::Token),
+        (
+            Number::DynamicExponent(Signedness::Unsigned),
+            Granularity::Tensor,
+        ),
     ] {
         let spec = QuantizeSpec {
-            format,
+            number,
             granularity,
             ..SPEC
         };
@@ -79,6 +85,31 @@ fn dequantize_rejects() {
         let error = dequantize(&client, &wrong, float).unwrap_err();
         assert!(matches!(error, KernelError::Shape { .. }), "{error}");
     }
+    let without_tensor_scale = Quantized {
+        scale: ScaleNumber::E4M3,
+        scales: TensorHandle::new_contiguous(
+            vec![1, 1],
+            quantized.scales.handle.clone(),
+            dtype::<u8>(),
+        ),
+        ..quantized.clone()
+    };
+    let error = dequantize(&client, &without_tensor_scale, float).unwrap_err();
+    assert!(error.to_string().contains("tensor scales None"), "{error}");
+    let scales_of_another_type = Quantized {
+        scale: ScaleNumber::E8M0,
+        ..quantized.clone()
+    };
+    let error = dequantize(&client, &scales_of_another_type, float).unwrap_err();
+    assert!(matches!(error, KernelError::Dtype { .. }), "{error}");
+    let error = unpack_int4(&client, &quantized).unwrap_err();
+    assert!(error.to_string().contains("INT4"), "{error}");
+    let claims_to_be_int4 = Quantized {
+        number: Number::Int4,
+        ..quantized.clone()
+    };
+    let error = unpack_int4(&client, &claims_to_be_int4).unwrap_err();
+    assert!(matches!(error, KernelError::Dtype { .. }), "{error}");
     let blocks_of_nothing = Quantized {
         granularity: Granularity::Block(0),
         ..quantized
@@ -169,6 +200,16 @@ fn gemm_rejects() {
         );
         let error = error.unwrap_err();
         assert!(error.to_string().contains("batch"), "{error}");
+    }
+    let x = upload(&client, &[1.0; 64 * 64], &[64, 64], dtype::<f32>());
+    for spec in [
+        QuantizeSpec::new(Number::Int4, block),
+        QuantizeSpec::new(Number::E4M3, block),
+        SPEC.with_scale(ScaleNumber::E8M0),
+    ] {
+        let quantized = quantize(&client, &x, &spec).expect("a matrix");
+        let error = quantized.operand().unwrap_err();
+        assert!(matches!(error, KernelError::Unsupported { .. }), "{error}");
     }
     let channel = operand(&[64, 64], Granularity::Channel);
     let error = product(&a, &channel, dtype::<f32>()).unwrap_err();

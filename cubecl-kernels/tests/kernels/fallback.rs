@@ -2,7 +2,7 @@
 
 use cubecl_kernels::{
     fallback::{FallbackQuantized, quantize_fallback},
-    format::Layout,
+    layout::Layout,
     reference,
     shape::MatrixShape,
 };
@@ -56,7 +56,7 @@ impl Layers {
 pub fn check(
     client: &Client,
     quantized: &FallbackQuantized<TestRuntime>,
-    expected: &reference::FallbackQuantized,
+    expected: &reference::ReferenceFallbackQuantized,
 ) {
     let shape = expected.base.shape;
     if let Some(values) = &quantized.base.values {

@@ -4,8 +4,9 @@ use cubecl::{ir::StorageType, std::tensor::TensorHandle};
 use cubecl_kernels::{
     KernelError,
     fallback::quantize_fallback,
-    format::{Format, Granularity, Layout, Rounding},
     gemm::{GemmOperand, GemmProblem, Strategy, candidates, gemm, select},
+    granularity::Granularity,
+    layout::Layout,
     quantize::{QuantizeSpec, Quantized, quantize},
     reference,
     shape::MatrixShape,
@@ -50,17 +51,16 @@ fn strategies(client: &Client, block: usize) -> Vec<Strategy> {
 }
 
 fn quantized(client: &Client, x: &Tensor, granularity: Granularity) -> Quantized<TestRuntime> {
-    let spec = QuantizeSpec {
-        format: Format::Int8,
-        granularity,
-        rounding: Rounding::Nearest,
-        layout: Layout::Both,
-    };
+    let spec = QuantizeSpec::int8(granularity).with_layout(Layout::Both);
     quantize(client, x, &spec).expect("a matrix")
 }
 
-fn reference_of(x: &[f32], shape: MatrixShape, granularity: Granularity) -> reference::Quantized {
-    reference::quantize(x, shape, Format::Int8, granularity, Rounding::Nearest)
+fn reference_of(
+    x: &[f32],
+    shape: MatrixShape,
+    granularity: Granularity,
+) -> reference::ReferenceQuantized {
+    reference::quantize(x, shape, &QuantizeSpec::int8(granularity))
 }
 
 fn matrix(client: &Client, x: &[f32], shape: MatrixShape) -> Tensor {

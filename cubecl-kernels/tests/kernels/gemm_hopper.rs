@@ -5,11 +5,12 @@ use cubecl::{ir::StorageType, std::tensor::TensorHandle};
 use cubecl_kernels::{
     KernelError,
     fallback::{FallbackResidual, quantize_fallback},
-    format::{Format, Granularity, Layout, Rounding},
     gemm::{
         Blueprint, GemmOperand, GemmProblem, Strategy, candidates, gemm, gemm_float,
         gemm_float_into, gemm_float_reads, select,
     },
+    granularity::Granularity,
+    layout::Layout,
     quantize::{QuantizeSpec, Quantized, quantize},
     shape::MatrixShape,
 };
@@ -52,12 +53,7 @@ fn has_hopper(client: &Client) -> bool {
 }
 
 fn quantized(client: &Client, x: &Tensor) -> Quantized<TestRuntime> {
-    let spec = QuantizeSpec {
-        format: Format::Int8,
-        granularity: Granularity::Block(BLOCK),
-        rounding: Rounding::Nearest,
-        layout: Layout::Both,
-    };
+    let spec = QuantizeSpec::int8(Granularity::Block(BLOCK)).with_layout(Layout::Both);
     quantize(client, x, &spec).expect("a matrix")
 }
 

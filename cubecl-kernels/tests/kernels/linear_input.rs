@@ -3,10 +3,12 @@
 use cubecl::std::tensor::TensorHandle;
 use cubecl_kernels::{
     fallback::{FallbackQuantized, FallbackState},
-    format::{Format, Granularity, Layout, Rounding, StochasticKey},
+    granularity::Granularity,
+    layout::Layout,
     linear_input::{LinearInput, quantize_linear_input},
     quantize::{QuantizeSpec, quantize},
     reference,
+    rounding::{Rounding, StochasticKey},
     shape::MatrixShape,
 };
 use rstest::rstest;
@@ -43,8 +45,13 @@ fn check(
     block: usize,
     threshold: Option<f32>,
 ) {
-    let quantized =
-        |rounding| reference::quantize(x, shape, Format::Int8, Granularity::Block(block), rounding);
+    let quantized = |rounding| {
+        reference::quantize(
+            x,
+            shape,
+            &QuantizeSpec::int8(Granularity::Block(block)).with_rounding(rounding),
+        )
+    };
     assert_eq!(input.forward.shape, shape);
     assert_eq!(input.saved.shape, shape);
     assert!(input.forward.transposed.is_none() && input.saved.values.is_none());
@@ -174,12 +181,9 @@ fn many_whole_tiles_equal_the_reference() {
             128,
             Some(100.0),
         );
-        let gradient = QuantizeSpec {
-            format: Format::Int8,
-            granularity: Granularity::Block(128),
-            rounding: Rounding::Stochastic(KEY),
-            layout: Layout::Both,
-        };
+        let gradient = QuantizeSpec::int8(Granularity::Block(128))
+            .with_rounding(Rounding::Stochastic(KEY))
+            .with_layout(Layout::Both);
         let quantized = quantize(&client, &tensor, &gradient).expect("a matrix");
         crate::quantize::check(&client, &quantized, &x, &gradient);
     }
@@ -235,12 +239,7 @@ fn a_second_layout_has_an_allocation_of_its_own() {
     let shape = MatrixShape::new(131, 257);
     let x = random.with_outliers(shape.num_elements());
     let tensor = upload_matrix(&client, &x, shape, dtype::<f32>(), Memory::Contiguous);
-    let spec = QuantizeSpec {
-        format: Format::Int8,
-        granularity: Granularity::Block(32),
-        rounding: Rounding::Nearest,
-        layout: Layout::Both,
-    };
+    let spec = QuantizeSpec::int8(Granularity::Block(32)).with_layout(Layout::Both);
     let matrix = quantize(&client, &tensor, &spec).expect("a matrix");
     let values = matrix.values.expect("a row-major copy");
     let transposed = matrix.transposed.expect("a transposed copy");

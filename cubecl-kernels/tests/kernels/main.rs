@@ -2,12 +2,14 @@
 //! only what runs on the host is tested.
 
 mod adamw;
-mod float8;
+mod given;
 mod host;
+mod number;
 mod optimizer_state;
 mod philox;
 mod random;
 mod reference;
+mod scales;
 
 #[cfg(any(feature = "cuda", feature = "vulkan"))]
 mod delay_threshold;

@@ -1,11 +1,11 @@
 //! Compressed moments: what holds of the formats by definition, and the kernels against the reference.
 
 use cubecl_kernels::{
-    dynamic_exponent::Signedness,
     dynamic_range_expansion::{contract, expand, exponent},
-    format::MIN_ABSMAX,
+    number::Signedness,
     optimizer_state::{Encoding, MIN_NONZERO, Moment, StateFormat},
     reference::optimizer_state::{HostState, dequantize_state, quantize_state},
+    scale::MIN_ABSMAX,
 };
 
 use crate::random::Random;

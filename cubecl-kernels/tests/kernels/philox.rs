@@ -1,8 +1,8 @@
 //! The generator against the known answers that Random123 ships (kat_vectors, philox4x32 with 10 rounds).
 
 use cubecl_kernels::{
-    format::StochasticKey,
     philox::{dither, dither_row, philox4x32},
+    rounding::StochasticKey,
 };
 
 #[test]

@@ -1,17 +1,23 @@
 //! Quantization and dequantization against the reference, to the bit.
 
+use cubecl::ir::StorageType;
 use cubecl_kernels::{
-    format::{Format, Granularity, Layout, Rounding, StochasticKey},
-    quantize::{QuantizeSpec, Quantized, dequantize, quantize},
-    reference,
+    gemm::{Strategy, gemm},
+    granularity::Granularity,
+    layout::Layout,
+    number::Number,
+    quantize::{QuantizeSpec, Quantized, dequantize, quantize, unpack_int4},
+    reference::{self, ReferenceQuantized},
+    rounding::{Rounding, StochasticKey},
+    scale::ScaleNumber,
     shape::MatrixShape,
 };
 use rstest::rstest;
 
 use crate::{
     device::{
-        Client, Memory, TestRuntime, assert_same_floats, assert_same_integers, client, dtype,
-        float_types, read, read_float, read_i8, rounded, upload, upload_matrix,
+        Client, Memory, Tensor, TestRuntime, assert_same_floats, assert_same_integers, client,
+        dtype, float_types, read, read_float, read_i8, rounded, upload, upload_matrix,
     },
     random::Random,
 };
@@ -49,50 +55,88 @@ const STOCHASTIC: Rounding = Rounding::Stochastic(StochasticKey {
     stream: 0xfedc_ba98_7654_3210,
 });
 
+/// The stored elements of a tensor, each as its bits.
+pub fn stored_bits(client: &Client, stored: &Tensor) -> Vec<u32> {
+    if stored.dtype == dtype::<u32>() {
+        return read(client, stored);
+    }
+    read::<u8>(client, stored)
+        .into_iter()
+        .map(u32::from)
+        .collect()
+}
+
 /// Compares all that a quantization wrote with the reference of the values `x` that it read.
 #[track_caller]
 pub fn check(client: &Client, quantized: &Quantized<TestRuntime>, x: &[f32], spec: &QuantizeSpec) {
     let what = format!("{:?}, {spec:?}", quantized.shape);
-    let expected = reference::quantize(
-        x,
-        quantized.shape,
-        spec.format,
-        spec.granularity,
-        spec.rounding,
+    let expected = reference::quantize(x, quantized.shape, spec);
+    let storage = spec.number.storage();
+    match spec.scale {
+        ScaleNumber::F32 => assert_same_floats(
+            &read(client, &quantized.scales),
+            &expected.scales,
+            &format!("{what}: scales"),
+        ),
+        ScaleNumber::E8M0 | ScaleNumber::E4M3 => assert_eq!(
+            read::<u8>(client, &quantized.scales),
+            expected.scale_bytes,
+            "{what}: scales"
+        ),
+    }
+    let tensor_scales = quantized
+        .tensor_scale
+        .as_ref()
+        .map(|scales| read(client, scales));
+    assert_same_floats(
+        &tensor_scales.unwrap_or_default(),
+        &expected.tensor_scales,
+        &format!("{what}: tensor scales"),
     );
-    let scales = read(client, &quantized.scales);
-    assert_same_floats(&scales, &expected.scales, &format!("{what}: scales"));
     assert_eq!(quantized.values.is_some(), spec.layout.row_major());
     assert_eq!(quantized.transposed.is_some(), spec.layout.transposed());
-    match (spec.format, &quantized.values) {
-        (Format::Int10, Some(words)) => assert_eq!(
-            read::<u32>(client, words),
-            reference::pack_int10(&expected.values, quantized.shape.cols),
-            "{what}: words"
-        ),
-        (_, Some(values)) => assert_same_integers(
-            &read_i8(client, values),
-            &expected.values,
-            &format!("{what}: values"),
-        ),
-        _ => {}
-    }
-    if let Some(transposed) = &quantized.transposed {
-        assert_same_integers(
-            &read_i8(client, transposed),
-            &expected.transposed().values,
-            &format!("{what}: transposed"),
-        );
+    for (copy, expected, name) in [
+        (&quantized.values, &expected, "values"),
+        (&quantized.transposed, &expected.transposed(), "transposed"),
+    ] {
+        let Some(copy) = copy else { continue };
+        assert_eq!(copy.dtype, storage.dtype(), "{what}: {name}");
+        let stored = reference::stored(&expected.values, expected.shape.cols, storage);
+        let bits = stored_bits(client, copy);
+        assert_eq!(bits.len(), stored.len(), "{what}: length of {name}");
+        if let Some(index) = bits.iter().zip(&stored).position(|(a, e)| a != e) {
+            panic!(
+                "{what}: {name}[{index}]: {:#x} instead of {:#x}",
+                bits[index], stored[index]
+            );
+        }
     }
     for float in float_types(client) {
-        let back = dequantize(client, quantized, float).expect("a float type of the device");
-        assert_eq!(back.shape().iter().product::<usize>(), x.len());
-        assert_same_floats(
-            &read_float(client, &back),
-            &rounded(&reference::dequantize(&expected), float),
-            &format!("{what}: dequantized to {float}"),
-        );
+        check_dequantized(client, quantized, &expected, float);
     }
+}
+
+/// Compares what comes back with the reference.
+#[track_caller]
+fn check_dequantized(
+    client: &Client,
+    quantized: &Quantized<TestRuntime>,
+    expected: &ReferenceQuantized,
+    float: StorageType,
+) {
+    let back = dequantize(client, quantized, float).expect("a float type of the device");
+    assert_eq!(
+        back.shape().iter().product::<usize>(),
+        expected.values.len()
+    );
+    assert_same_floats(
+        &read_float(client, &back),
+        &rounded(&reference::dequantize(expected), float),
+        &format!(
+            "{:?} of {:?}: dequantized to {float}",
+            quantized.shape, quantized.number
+        ),
+    );
 }
 
 #[rstest]
@@ -114,12 +158,9 @@ fn int8_equals_the_reference(#[case] granularity: Granularity) {
             (Rounding::Nearest, Layout::Both),
             (STOCHASTIC, Layout::RowMajor),
         ] {
-            let spec = QuantizeSpec {
-                format: Format::Int8,
-                granularity,
-                rounding,
-                layout,
-            };
+            let spec = QuantizeSpec::int8(granularity)
+                .with_rounding(rounding)
+                .with_layout(layout);
             let tensor = upload_matrix(&client, &x, shape, dtype::<f32>(), Memory::Contiguous);
             let quantized = quantize(&client, &tensor, &spec).expect("a matrix");
             check(&client, &quantized, &x, &spec);
@@ -135,12 +176,54 @@ fn int10_equals_the_reference(#[case] granularity: Granularity) {
     for shape in SHAPES {
         let x = random.with_special_values(shape);
         for rounding in [Rounding::Nearest, STOCHASTIC] {
-            let spec = QuantizeSpec {
-                format: Format::Int10,
-                granularity,
-                rounding,
-                layout: Layout::RowMajor,
-            };
+            let spec = QuantizeSpec::new(Number::Int10, granularity).with_rounding(rounding);
+            let tensor = upload_matrix(&client, &x, shape, dtype::<f32>(), Memory::Contiguous);
+            let quantized = quantize(&client, &tensor, &spec).expect("a matrix");
+            check(&client, &quantized, &x, &spec);
+        }
+    }
+}
+
+/// Every number with every kind of scale and every granularity.
+///
+/// Kernels compile slowly on software, so not every rounding and layout meets each of these. They go round: each number
+/// has each pair of them, and each granularity has all of them among the numbers. One shape has odd rows and columns, the
+/// other whole runs.
+#[rstest]
+fn every_number_equals_the_reference(
+    #[values(0, 1, 2, 3, 4, 5)] number: usize,
+    #[values(ScaleNumber::F32, ScaleNumber::E8M0, ScaleNumber::E4M3)] scale: ScaleNumber,
+) {
+    const NUMBERS: [Number; 6] = [
+        Number::Int4,
+        Number::Int8,
+        Number::Int10,
+        Number::E2M1,
+        Number::E4M3,
+        Number::E5M2,
+    ];
+    let (client, mut random) = (client(), Random::fresh());
+    let granularities = [
+        Granularity::Block(16),
+        Granularity::Block(128),
+        Granularity::Group([16, 32][number % 2]),
+        Granularity::Token,
+        Granularity::Channel,
+        Granularity::Tensor,
+    ];
+    for (index, granularity) in granularities.into_iter().enumerate() {
+        let turn = number + scale as usize + index;
+        let rounding = [Rounding::Nearest, STOCHASTIC][turn % 2];
+        let layout = [Layout::Both, Layout::RowMajor, Layout::Transposed][turn % 3];
+        let spec = QuantizeSpec {
+            number: NUMBERS[number],
+            scale,
+            granularity,
+            rounding,
+            layout,
+        };
+        for shape in [MatrixShape::new(67, 131), MatrixShape::batched(2, 80, 160)] {
+            let x = random.with_special_values(shape);
             let tensor = upload_matrix(&client, &x, shape, dtype::<f32>(), Memory::Contiguous);
             let quantized = quantize(&client, &tensor, &spec).expect("a matrix");
             check(&client, &quantized, &x, &spec);
@@ -164,12 +247,9 @@ fn float_types_and_strides_do_not_change_the_numbers() {
                     Granularity::Channel,
                     Granularity::Tensor,
                 ] {
-                    let spec = QuantizeSpec {
-                        format: Format::Int8,
-                        granularity,
-                        rounding: STOCHASTIC,
-                        layout: Layout::Both,
-                    };
+                    let spec = QuantizeSpec::int8(granularity)
+                        .with_rounding(STOCHASTIC)
+                        .with_layout(Layout::Both);
                     println!("{float} {memory:?}");
                     let quantized = quantize(&client, &tensor, &spec).expect("a matrix");
                     check(&client, &quantized, &x, &spec);
@@ -197,12 +277,9 @@ fn whole_tiles_equal_the_reference() {
                 (Rounding::Nearest, Layout::Transposed),
             ] {
                 for block in [32, 128] {
-                    let spec = QuantizeSpec {
-                        format: Format::Int8,
-                        granularity: Granularity::Block(block),
-                        rounding,
-                        layout,
-                    };
+                    let spec = QuantizeSpec::int8(Granularity::Block(block))
+                        .with_rounding(rounding)
+                        .with_layout(layout);
                     println!("{shape:?} {float} {spec:?}");
                     let quantized = quantize(&client, &tensor, &spec).expect("a matrix");
                     check(&client, &quantized, &x, &spec);
@@ -216,12 +293,9 @@ fn whole_tiles_equal_the_reference() {
 fn broadcast_inputs() {
     let (client, mut random) = (client(), Random::fresh());
     let row: Vec<f32> = (0..40).map(|_| random.normal()).collect();
-    let spec = QuantizeSpec {
-        format: Format::Int8,
-        granularity: Granularity::Block(16),
-        rounding: STOCHASTIC,
-        layout: Layout::Both,
-    };
+    let spec = QuantizeSpec::int8(Granularity::Block(16))
+        .with_rounding(STOCHASTIC)
+        .with_layout(Layout::Both);
     let mut tensor = upload(&client, &row, &[1, 40], dtype::<f32>());
     tensor = cubecl::std::tensor::TensorHandle::new(
         tensor.handle,
@@ -242,12 +316,7 @@ fn empty_inputs_give_empty_outputs() {
             Granularity::Token,
             Granularity::Tensor,
         ] {
-            let spec = QuantizeSpec {
-                format: Format::Int8,
-                granularity,
-                rounding: Rounding::Nearest,
-                layout: Layout::Both,
-            };
+            let spec = QuantizeSpec::int8(granularity).with_layout(Layout::Both);
             let x = upload(&client, &[], &shape, dtype::<f32>());
             let quantized = quantize(&client, &x, &spec).expect("a matrix");
             assert_eq!(
@@ -260,6 +329,149 @@ fn empty_inputs_give_empty_outputs() {
     }
 }
 
+/// Batches without rows have tensor scales all the same.
+#[test]
+fn empty_matrices_of_small_floats() {
+    let client = client();
+    for shape in [vec![0, 40], vec![40, 0], vec![2, 0, 3]] {
+        let x = upload(&client, &[], &shape, dtype::<f32>());
+        let spec = QuantizeSpec::NVFP4.with_layout(Layout::Both);
+        let quantized = quantize(&client, &x, &spec).expect("a matrix");
+        let tensor_scales: Vec<f32> = read(&client, &quantized.tensor_scale.clone().expect("one"));
+        assert!(tensor_scales.iter().all(|&scale| scale == 0.0));
+        assert_eq!(tensor_scales.len(), quantized.shape.batch);
+        let back = dequantize(&client, &quantized, dtype::<f32>()).expect("a float type");
+        assert_eq!(back.shape().to_vec(), shape);
+    }
+}
+
+/// Groups of all sizes, around those whose tiles are too flat for a transposed copy in one read.
+#[rstest]
+#[case(Number::Int4, ScaleNumber::E8M0, 64, Layout::Both)]
+#[case(Number::E2M1, ScaleNumber::F32, 128, Layout::Transposed)]
+#[case(Number::Int10, ScaleNumber::F32, 256, Layout::Both)]
+#[case(Number::E4M3, ScaleNumber::E8M0, 512, Layout::RowMajor)]
+#[case(Number::E5M2, ScaleNumber::F32, 512, Layout::Both)]
+#[case(Number::Int8, ScaleNumber::F32, 1024, Layout::Both)]
+fn groups_of_all_sizes(
+    #[case] number: Number,
+    #[case] scale: ScaleNumber,
+    #[case] size: usize,
+    #[case] layout: Layout,
+) {
+    let (client, mut random) = (client(), Random::fresh());
+    for shape in [MatrixShape::new(67, 1300), MatrixShape::new(20, 2048)] {
+        let x = random.with_special_values(shape);
+        let spec = QuantizeSpec::new(number, Granularity::Group(size))
+            .with_scale(scale)
+            .with_layout(layout)
+            .with_rounding(STOCHASTIC);
+        let tensor = upload_matrix(&client, &x, shape, dtype::<f32>(), Memory::Contiguous);
+        let quantized = quantize(&client, &tensor, &spec).expect("a matrix");
+        check(&client, &quantized, &x, &spec);
+    }
+}
+
+/// The formats that recipes use most, with every float type and stride; either copy gives back the same values.
+#[rstest]
+#[case(QuantizeSpec::MXFP8)]
+#[case(QuantizeSpec::MXFP4)]
+#[case(QuantizeSpec::NVFP4)]
+#[case(QuantizeSpec::NVFP4.with_granularity(Granularity::Block(16)))]
+#[case(QuantizeSpec::new(Number::E4M3, Granularity::Tensor))]
+fn common_formats_of_all_inputs(#[case] spec: QuantizeSpec) {
+    let (client, mut random) = (client(), Random::fresh());
+    let spec = spec.with_layout(Layout::Both).with_rounding(STOCHASTIC);
+    for shape in [MatrixShape::new(65, 136), MatrixShape::batched(2, 40, 67)] {
+        let x = random.with_outliers(shape.num_elements());
+        for float in float_types(&client) {
+            let x = rounded(&x, float);
+            for memory in [Memory::Contiguous, Memory::Transposed, Memory::Sliced] {
+                println!("{shape:?} {float} {memory:?}");
+                let tensor = upload_matrix(&client, &x, shape, float, memory);
+                let quantized = quantize(&client, &tensor, &spec).expect("a matrix");
+                check(&client, &quantized, &x, &spec);
+                let transposed_alone = Quantized {
+                    values: None,
+                    ..quantized
+                };
+                let expected = reference::quantize(&x, shape, &spec);
+                check_dequantized(&client, &transposed_alone, &expected, float);
+            }
+        }
+    }
+}
+
+#[test]
+fn broadcast_inputs_of_small_floats() {
+    let (client, mut random) = (client(), Random::fresh());
+    let row: Vec<f32> = (0..40).map(|_| random.normal()).collect();
+    let tensor = upload(&client, &row, &[1, 40], dtype::<f32>());
+    let broadcast = Tensor::new(
+        tensor.handle,
+        vec![2, 19, 40],
+        vec![0, 0, 1],
+        dtype::<f32>(),
+    );
+    let spec = QuantizeSpec::NVFP4.with_layout(Layout::Both);
+    let quantized = quantize(&client, &broadcast, &spec).expect("a matrix");
+    check(&client, &quantized, &row.repeat(2 * 19), &spec);
+}
+
+/// The same integers and scales, in both layouts, and so the same product by the INT8 kernels.
+#[test]
+fn int4_unpacks_to_the_same_integers() {
+    let (client, mut random) = (client(), Random::fresh());
+    for shape in [MatrixShape::new(66, 131), MatrixShape::batched(2, 64, 96)] {
+        let x: Vec<f32> = (0..shape.num_elements()).map(|_| random.normal()).collect();
+        let spec =
+            QuantizeSpec::new(Number::Int4, Granularity::Block(32)).with_layout(Layout::Both);
+        let tensor = upload_matrix(&client, &x, shape, dtype::<f32>(), Memory::Contiguous);
+        let quantized = quantize(&client, &tensor, &spec).expect("a matrix");
+        let unpacked = unpack_int4(&client, &quantized).expect("an INT4 matrix");
+        let expected = reference::quantize(&x, shape, &spec);
+        let values = unpacked.values.as_ref().expect("a row-major copy");
+        assert_same_integers(&read_i8(&client, values), &expected.values, "values");
+        let transposed = unpacked.transposed.as_ref().expect("a transposed copy");
+        let expected = expected.transposed();
+        assert_same_integers(
+            &read_i8(&client, transposed),
+            &expected.values,
+            "transposed",
+        );
+        let [of_unpacked, of_packed] = [&unpacked, &quantized]
+            .map(|matrix| dequantize(&client, matrix, dtype::<f32>()).expect("a float type"));
+        assert_same_floats(
+            &read(&client, &of_unpacked),
+            &read(&client, &of_packed),
+            "values",
+        );
+        // Over the columns of the transposed copy: the Gram matrix of the columns.
+        let operand = unpacked.operand_transposed().expect("a transposed copy");
+        let float = dtype::<f32>();
+        let product = gemm(
+            &client,
+            &operand,
+            &operand,
+            None,
+            None,
+            float,
+            Strategy::Portable,
+        );
+        let product: Vec<f32> = read(&client, &product.expect("two operands"));
+        for (got, exact) in product
+            .iter()
+            .zip(reference::gemm(&expected, &expected, None, None))
+        {
+            let off = (f64::from(*got) - exact).abs();
+            assert!(
+                off <= 1e-4 * exact.abs().max(1.0),
+                "{got} instead of {exact}"
+            );
+        }
+    }
+}
+
 #[test]
 fn stochastic_rounding_follows_its_key() {
     let (client, mut random) = (client(), Random::fresh());
@@ -267,12 +479,8 @@ fn stochastic_rounding_follows_its_key() {
     let x: Vec<f32> = (0..shape.num_elements()).map(|_| random.normal()).collect();
     let tensor = upload_matrix(&client, &x, shape, dtype::<f32>(), Memory::Contiguous);
     let values = |seed, stream| {
-        let spec = QuantizeSpec {
-            format: Format::Int8,
-            granularity: Granularity::Block(32),
-            rounding: Rounding::Stochastic(StochasticKey { seed, stream }),
-            layout: Layout::RowMajor,
-        };
+        let spec = QuantizeSpec::int8(Granularity::Block(32))
+            .with_rounding(Rounding::Stochastic(StochasticKey { seed, stream }));
         let quantized = quantize(&client, &tensor, &spec).expect("a matrix");
         read_i8(&client, &quantized.values.expect("a row-major copy"))
     };

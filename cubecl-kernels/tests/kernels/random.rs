@@ -5,7 +5,7 @@ use std::{
     time::{SystemTime, UNIX_EPOCH},
 };
 
-use cubecl_kernels::{format::StochasticKey, philox, shape::MatrixShape};
+use cubecl_kernels::{philox, rounding::StochasticKey, shape::MatrixShape};
 
 /// A sequential generator.
 pub struct Random {
@@ -86,9 +86,9 @@ impl Random {
         x
     }
 
-    /// A matrix of whole blocks of 128 x 128, which differ in kind, which changes from one to the next: ordinary, with an outlier,
-    /// all zeros, all too small for a scale, with NaN, with an infinity, with the largest float, of few values that
-    /// meet at ties.
+    /// A matrix of whole blocks of 128 x 128, which differ in kind, which changes from one to the next: ordinary, with
+    /// an outlier, all zeros, all too small for a scale, with NaN, with an infinity, with the largest float, of few
+    /// values that meet at ties.
     #[cfg(any(feature = "cuda", feature = "vulkan"))]
     pub fn with_blocks_of_all_kinds(&mut self, shape: MatrixShape) -> Vec<f32> {
         assert_eq!((shape.rows % 128, shape.cols % 128), (0, 0));

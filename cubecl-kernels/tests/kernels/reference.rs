@@ -1,11 +1,14 @@
 //! The reference against what the definitions say, and the paper's two claims on the accuracy of fallback.
 
 use cubecl_kernels::{
-    format::{Format, Granularity, MIN_ABSMAX, Rounding, StochasticKey},
+    granularity::Granularity,
+    quantize::QuantizeSpec,
     reference::{
-        FallbackQuantized, dequantize, dequantize_fallback, gemm, pack_int10, quantize,
+        ReferenceFallbackQuantized, dequantize, dequantize_fallback, gemm, pack_int10, quantize,
         quantize_fallback, quantize_to,
     },
+    rounding::{Rounding, StochasticKey},
+    scale::MIN_ABSMAX,
     shape::MatrixShape,
 };
 
@@ -23,7 +26,7 @@ fn quantization_error_is_half_a_step() {
         Granularity::Channel,
         Granularity::Tensor,
     ] {
-        let q = quantize(&x, shape, Format::Int8, granularity, Rounding::Nearest);
+        let q = quantize(&x, shape, &QuantizeSpec::int8(granularity));
         let back = dequantize(&q);
         for (index, (x, y)) in x.iter().zip(&back).enumerate() {
             let (batch, rest) = (index / (40 * 70), index % (40 * 70));
@@ -45,7 +48,7 @@ fn special_blocks() {
     x[17] = f32::NEG_INFINITY;
     x[33] = MIN_ABSMAX * 0.99;
     x[49] = MIN_ABSMAX;
-    let q = quantize(&x, shape, Format::Int8, group, Rounding::Nearest);
+    let q = quantize(&x, shape, &QuantizeSpec::int8(group));
     assert!(q.scales[0].is_nan() && q.scales[1].is_nan());
     assert_eq!(q.scales[2], 0.0);
     assert!(q.scales[3].is_normal());
@@ -86,9 +89,7 @@ fn stochastic_rounding_is_unbiased() {
         let q = quantize(
             &x,
             shape,
-            Format::Int8,
-            Granularity::Token,
-            Rounding::Stochastic(key),
+            &QuantizeSpec::int8(Granularity::Token).with_rounding(Rounding::Stochastic(key)),
         );
         let draws: Vec<i32> = q
             .values
@@ -110,15 +111,7 @@ fn product_of_exact_integers() {
         [127.0, 3.0, 9.0, -1.0, 0.0, 127.0],
     );
     let shape = MatrixShape::new(2, 3);
-    let quantize = |x: &[f32]| {
-        quantize(
-            x,
-            shape,
-            Format::Int8,
-            Granularity::Token,
-            Rounding::Nearest,
-        )
-    };
+    let quantize = |x: &[f32]| quantize(x, shape, &QuantizeSpec::int8(Granularity::Token));
     let c = gemm(&quantize(&a), &quantize(&b), None, Some(&[0.5, 0.0]));
     assert_eq!(
         c,
@@ -162,7 +155,7 @@ fn block_rmse(x: &[f32], shape: MatrixShape, block: usize, q_max: i32) -> f64 {
     rmse(x, dequantize(&q).into_iter().map(f64::from))
 }
 
-fn fallback_rmse(x: &[f32], quantized: &FallbackQuantized) -> f64 {
+fn fallback_rmse(x: &[f32], quantized: &ReferenceFallbackQuantized) -> f64 {
     rmse(x, dequantize_fallback(quantized).into_iter())
 }
 

@@ -6,7 +6,9 @@ use burn_quant_train::{
     ops::{FallbackQuantized, Layout, Operand, QuantOps, Quantized, Residual, StochasticKey},
     recipe::{Cast, Format, Granularity, Rounding},
 };
-use cubecl_kernels::{delay_threshold, format, reference, shape::MatrixShape};
+use cubecl_kernels::{
+    delay_threshold, quantize::QuantizeSpec, reference, rounding, shape::MatrixShape,
+};
 use half::{bf16, f16};
 use quant_train_tests::{
     Rng,
@@ -200,7 +202,7 @@ fn shape_of([rows, cols]: [usize; 2]) -> MatrixShape {
 /// Everything in a quantized matrix against the reference.
 fn compare<B: QuantOps>(
     quantized: &Quantized<B>,
-    expected: &reference::Quantized,
+    expected: &reference::ReferenceQuantized,
     layout: Layout,
     what: &str,
 ) {
@@ -266,8 +268,8 @@ fn quantize_blocks<B: QuantOps>(seed: u64) {
                 );
                 let (input, values) = in_form::<B>(&mut rng, &x, shape, form);
                 let (reference_rounding, key) = match rounding {
-                    Rounding::Nearest => (format::Rounding::Nearest, None),
-                    Rounding::Stochastic => (format::Rounding::Stochastic(key), Some(key)),
+                    Rounding::Nearest => (rounding::Rounding::Nearest, None),
+                    Rounding::Stochastic => (rounding::Rounding::Stochastic(key), Some(key)),
                 };
                 let cast = Cast::int8(block, rounding);
                 let quantized = B::quantize_matrix(input, cast, layout, key);
@@ -275,9 +277,7 @@ fn quantize_blocks<B: QuantOps>(seed: u64) {
                 let expected = reference::quantize(
                     &values,
                     shape_of(shape),
-                    Format::Int8,
-                    cast.granularity,
-                    reference_rounding,
+                    &QuantizeSpec::int8(cast.granularity).with_rounding(reference_rounding),
                 );
                 compare(&quantized, &expected, layout, &what);
                 let back =
@@ -324,13 +324,8 @@ fn quantize_granularities<B: QuantOps>(seed: u64) {
                 rounding: Rounding::Nearest,
             };
             let quantized = B::quantize_matrix(input, cast, Layout::Both, None);
-            let expected = reference::quantize(
-                &values,
-                shape_of(shape),
-                Format::Int8,
-                granularity,
-                format::Rounding::Nearest,
-            );
+            let expected =
+                reference::quantize(&values, shape_of(shape), &QuantizeSpec::int8(granularity));
             compare(&quantized, &expected, Layout::Both, &what);
         }
     }
@@ -354,9 +349,7 @@ fn quantize_int10<B: QuantOps>(seed: u64) {
         let expected = reference::quantize(
             &x,
             shape_of(shape),
-            Format::Int10,
-            granularity,
-            format::Rounding::Nearest,
+            &QuantizeSpec::new(Format::Int10, granularity),
         );
         let difference = first_difference(&back, &reference::dequantize(&expected));
         assert!(
@@ -374,7 +367,11 @@ fn fallback_case<B: QuantOps>(
     block: usize,
     threshold: f32,
     what: &str,
-) -> (Quantized<B>, Residual<B>, reference::FallbackQuantized) {
+) -> (
+    Quantized<B>,
+    Residual<B>,
+    reference::ReferenceFallbackQuantized,
+) {
     let device = B::Device::default();
     let thresholds = primitive(tensor::<B, 1>(&[f32::MAX, threshold, 0.0], [3], &device));
     // Counters go up from where they are.
@@ -433,9 +430,7 @@ fn threshold_for(rng: &mut Rng, values: &[f32], shape: [usize; 2], block: usize)
             let blocks = reference::quantize(
                 values,
                 shape_of(shape),
-                Format::Int8,
-                Granularity::Block(block),
-                format::Rounding::Nearest,
+                &QuantizeSpec::int8(Granularity::Block(block)),
             );
             let mut maxima: Vec<f32> = blocks
                 .scales
@@ -498,14 +493,14 @@ fn frobenius(got: &[f32], exact: &[f64]) -> f64 {
 }
 
 struct Problem<B: QuantOps> {
-    x: (Quantized<B>, reference::Quantized),
+    x: (Quantized<B>, reference::ReferenceQuantized),
     forward_x: (
         Quantized<B>,
         Option<Residual<B>>,
-        reference::FallbackQuantized,
+        reference::ReferenceFallbackQuantized,
     ),
-    w: (Quantized<B>, reference::Quantized),
-    dy: (Quantized<B>, reference::Quantized),
+    w: (Quantized<B>, reference::ReferenceQuantized),
+    dy: (Quantized<B>, reference::ReferenceQuantized),
     bias: Vec<f32>,
     sizes: [usize; 3],
     what: String,
@@ -524,17 +519,15 @@ fn problem<B: QuantOps>(rng: &mut Rng, seed: u64, kind: Values) -> Problem<B> {
         };
         let cast = Cast::int8(block, rounding);
         let (reference_rounding, key) = match rounding {
-            Rounding::Nearest => (format::Rounding::Nearest, None),
-            Rounding::Stochastic => (format::Rounding::Stochastic(key), Some(key)),
+            Rounding::Nearest => (rounding::Rounding::Nearest, None),
+            Rounding::Stochastic => (rounding::Rounding::Stochastic(key), Some(key)),
         };
         let input = in_form::<B>(rng, &x, shape, Form::Plain).0;
         let quantized = B::quantize_matrix(input, cast, layout, key);
         let expected = reference::quantize(
             &x,
             shape_of(shape),
-            Format::Int8,
-            cast.granularity,
-            reference_rounding,
+            &QuantizeSpec::int8(cast.granularity).with_rounding(reference_rounding),
         );
         (quantized, expected)
     };
@@ -711,13 +704,8 @@ fn other_products<B: QuantOps>(seed: u64) {
             };
             let input = in_form::<B>(&mut rng, &x, shape, Form::Plain).0;
             let quantized = B::quantize_matrix(input, cast, Layout::Both, None);
-            let expected = reference::quantize(
-                &x,
-                shape_of(shape),
-                Format::Int8,
-                granularity,
-                format::Rounding::Nearest,
-            );
+            let expected =
+                reference::quantize(&x, shape_of(shape), &QuantizeSpec::int8(granularity));
             (quantized, expected)
         };
         let (x, x_expected) = quantize([m, k], x_granularity);

@@ -1,8 +1,10 @@
 //! The claims of fallback-int8 on its own terms, on synthetic GLU activations with sparse outliers.
 
 use cubecl_kernels::{
-    format::{Format, Granularity, Rounding, StochasticKey},
-    reference::{self, FallbackQuantized},
+    granularity::Granularity,
+    quantize::QuantizeSpec,
+    reference::{self, ReferenceFallbackQuantized},
+    rounding::{Rounding, StochasticKey},
     shape::MatrixShape,
 };
 use quant_train_tests::{Rng, seed};
@@ -70,13 +72,7 @@ fn block_maxima(x: &[f32], shape: MatrixShape, block: usize) -> Vec<f32> {
 
 /// Nearest INT8 in blocks.
 fn int8(x: &[f32], shape: MatrixShape, block: usize) -> Vec<f64> {
-    let quantized = reference::quantize(
-        x,
-        shape,
-        Format::Int8,
-        Granularity::Block(block),
-        Rounding::Nearest,
-    );
+    let quantized = reference::quantize(x, shape, &QuantizeSpec::int8(Granularity::Block(block)));
     reference::dequantize(&quantized)
         .into_iter()
         .map(f64::from)
@@ -87,9 +83,7 @@ fn stochastic(x: &[f32], shape: MatrixShape, key: StochasticKey) -> Vec<f64> {
     let quantized = reference::quantize(
         x,
         shape,
-        Format::Int8,
-        Granularity::Block(BLOCK),
-        Rounding::Stochastic(key),
+        &QuantizeSpec::int8(Granularity::Block(BLOCK)).with_rounding(Rounding::Stochastic(key)),
     );
     reference::dequantize(&quantized)
         .into_iter()
@@ -117,7 +111,7 @@ fn fallback_by(
     x: &[f32],
     shape: MatrixShape,
     rate: f64,
-    score: impl Fn(&FallbackQuantized, &[usize]) -> f64,
+    score: impl Fn(&ReferenceFallbackQuantized, &[usize]) -> f64,
 ) -> Vec<f64> {
     let all = reference::quantize_fallback(x, shape, BLOCK, 0.0);
     let mut members = vec![Vec::new(); all.flags.len()];
@@ -134,7 +128,7 @@ fn fallback_by(
     {
         chosen[*block] = true;
     }
-    reference::dequantize_fallback(&FallbackQuantized {
+    reference::dequantize_fallback(&ReferenceFallbackQuantized {
         flags: chosen,
         ..all
     })

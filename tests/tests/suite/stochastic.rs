@@ -9,9 +9,8 @@ use burn_quant_train::{
     recipe::{Cast, Rounding},
 };
 use cubecl_kernels::{
-    format::{Format, Granularity, Rounding as ReferenceRounding},
-    reference,
-    shape::MatrixShape,
+    granularity::Granularity, quantize::QuantizeSpec, reference,
+    rounding::Rounding as ReferenceRounding, shape::MatrixShape,
 };
 use quant_train_tests::{
     Rng,
@@ -48,9 +47,7 @@ fn unbiased<B: QuantOps>(seed: u64) {
     let nearest = reference::quantize(
         &x,
         MatrixShape::new(shape[0], shape[1]),
-        Format::Int8,
-        Granularity::Block(block),
-        ReferenceRounding::Nearest,
+        &QuantizeSpec::int8(Granularity::Block(block)),
     );
     let scaled: Vec<f64> = (0..x.len())
         .map(|index| {
@@ -110,9 +107,8 @@ fn reproducible<B: QuantOps>(seed: u64) {
         let expected = reference::quantize(
             &x,
             MatrixShape::new(shape[0], shape[1]),
-            Format::Int8,
-            Granularity::Block(block),
-            ReferenceRounding::Stochastic(key),
+            &QuantizeSpec::int8(Granularity::Block(block))
+                .with_rounding(ReferenceRounding::Stochastic(key)),
         );
         let first = draw::<B>(&x, shape, block, key);
         assert_eq!(
@@ -153,9 +149,8 @@ fn reproducible<B: QuantOps>(seed: u64) {
         let expected = reference::quantize(
             &turned,
             MatrixShape::new(shape[1], shape[0]),
-            Format::Int8,
-            Granularity::Block(block),
-            ReferenceRounding::Stochastic(key),
+            &QuantizeSpec::int8(Granularity::Block(block))
+                .with_rounding(ReferenceRounding::Stochastic(key)),
         );
         let values = quantized
             .values

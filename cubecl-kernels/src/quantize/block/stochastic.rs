@@ -13,8 +13,8 @@ use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 use crate::{
     cuda_source::{CudaSource, float_knob, launch_source},
     device::{MAX_CUBES, MatrixView, read_width_up_to},
-    format::{STOCHASTIC_OFFSET, StochasticKey},
     quantize::staged::TILE,
+    rounding::{STOCHASTIC_OFFSET, StochasticKey},
 };
 
 use super::{BlockOutput, Round, fallback_buffers};

@@ -22,7 +22,7 @@ const SEGMENTS: usize = DECADES + 2;
 /// Half of the 256 codes less one: the code of 0 in the signed format.
 const SIGNED_ZERO: u32 = 127;
 
-/// Whether the format has negative numbers.
+/// The two kinds of dynamic exponents, with negative numbers and without.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Signedness {
     /// From -0.99297 to 1.
@@ -33,6 +33,7 @@ pub enum Signedness {
 
 impl Signedness {
     /// Numbers of the lowest decade.
+    #[inline]
     const fn first_count(self) -> u32 {
         match self {
             Signedness::Signed => 1,
@@ -41,20 +42,24 @@ impl Signedness {
     }
 
     /// Numbers of a decade.
+    #[inline]
     const fn count(self, decade: usize) -> u32 {
         self.first_count() << decade
     }
 
     /// `10^(e - 6) / (20 n)`, of which the numbers of a decade are multiples: `5^e / (2 * 10^7)` where `n = 2^e`.
+    #[inline]
     const fn unit(self, decade: usize) -> f64 {
         5u32.pow(decade as u32) as f64 / (2e7 * self.first_count() as f64)
     }
 
+    #[inline]
     const fn unit_f32(self, decade: usize) -> f32 {
         self.unit(decade) as f32
     }
 
     /// The inverse of the distance between neighbouring numbers of a segment, 0 where there is one number alone.
+    #[inline]
     const fn slope(self, segment: usize) -> f32 {
         if segment == 0 || segment > DECADES {
             return 0.0;
@@ -63,6 +68,7 @@ impl Signedness {
     }
 
     /// The place that the line of a segment has at 0, and half a place more.
+    #[inline]
     const fn intercept(self, segment: usize) -> f32 {
         if segment == 0 {
             return 0.0;
@@ -74,11 +80,13 @@ impl Signedness {
     }
 
     /// The last place of a segment, or above the decades more than that.
+    #[inline]
     const fn last(self, segment: usize) -> u32 {
         (self.first_count() << segment) - self.first_count()
     }
 
     /// Half way between the last number below a segment, which is not the first, and the segment's first.
+    #[inline]
     const fn lower_bound(self, segment: usize) -> f32 {
         if segment == 1 {
             // Half way to the smallest positive number.
@@ -93,12 +101,23 @@ impl Signedness {
         ((20 * self.count(below) + 18) as f64 * self.unit(below)) as f32
     }
 
+    /// All segments, as tables of the host.
+    #[inline]
+    const fn segments(self) -> &'static [Segment; SEGMENTS] {
+        match self {
+            Signedness::Signed => &SIGNED_SEGMENTS,
+            Signedness::Unsigned => &UNSIGNED_SEGMENTS,
+        }
+    }
+
     /// The smallest positive number.
+    #[inline]
     pub const fn smallest(self) -> f32 {
         ((2 * self.count(0) + 9) as f64 * self.unit(0)) as f32
     }
 
     /// The place of 1 among the numbers that are not negative.
+    #[inline]
     const fn one(self) -> u32 {
         match self {
             Signedness::Signed => 128,
@@ -107,14 +126,30 @@ impl Signedness {
     }
 
     /// How far `u` lies above the place.
+    #[inline]
     const fn offset(self) -> u32 {
         self.first_count() - 1
+    }
+
+    /// The code of 0.
+    #[inline]
+    pub const fn zero(self) -> u32 {
+        match self {
+            Signedness::Signed => SIGNED_ZERO,
+            Signedness::Unsigned => 0,
+        }
     }
 
     /// The code of the number nearest to `x`, which lies in `[-1, 1]`; what lies beyond is taken to the end. The
     /// unsigned format takes the magnitude.
     pub fn encode(self, x: f32) -> u8 {
         self.code(self.level(x.abs()), x < 0.0)
+    }
+
+    /// The code of one of the two numbers around `x`: of the upper magnitude where `dither / 2^32` is below the part of
+    /// the way to it that `x` has gone.
+    pub fn encode_stochastic(self, x: f32, dither: u32) -> u8 {
+        self.code(self.dithered_level(x.abs().min(1.0), dither), x < 0.0)
     }
 
     /// The number of a code.
@@ -149,16 +184,12 @@ impl Signedness {
     #[inline]
     pub(crate) fn level(self, x: f32) -> u32 {
         let x = x.min(1.0);
-        let (mut slope, mut intercept) = (self.slope(0), self.intercept(0));
-        let mut last = self.last(0);
-        for segment in 1..SEGMENTS {
-            if x >= self.lower_bound(segment) {
-                slope = self.slope(segment);
-                intercept = self.intercept(segment);
-                last = self.last(segment);
-            }
-        }
-        ((x * slope + intercept) as u32).min(last)
+        let segments = self.segments();
+        let above = segments[1..]
+            .iter()
+            .filter(|segment| x >= segment.lower_bound);
+        let segment = &segments[above.count()];
+        ((x * segment.slope + segment.intercept) as u32).min(segment.last)
     }
 
     /// The place of one of the two numbers around `x`, in `[0, 1]`: of the upper one where `dither / 2^32` is below the
@@ -186,6 +217,39 @@ impl Signedness {
         let decade = (u.ilog2() - self.first_count().ilog2()) as usize;
         (18 * u + 9 - 16 * self.count(decade)) as f32 * self.unit_f32(decade)
     }
+}
+
+/// The line of a segment.
+#[derive(Debug, Clone, Copy)]
+struct Segment {
+    /// Where it starts; of no account for the first one.
+    lower_bound: f32,
+    slope: f32,
+    intercept: f32,
+    last: u32,
+}
+
+static SIGNED_SEGMENTS: [Segment; SEGMENTS] = segments_of(Signedness::Signed);
+static UNSIGNED_SEGMENTS: [Segment; SEGMENTS] = segments_of(Signedness::Unsigned);
+
+const fn segments_of(signedness: Signedness) -> [Segment; SEGMENTS] {
+    let mut segments = [Segment {
+        lower_bound: 0.0,
+        slope: signedness.slope(0),
+        intercept: signedness.intercept(0),
+        last: signedness.last(0),
+    }; SEGMENTS];
+    let mut index = 1;
+    while index < SEGMENTS {
+        segments[index] = Segment {
+            lower_bound: signedness.lower_bound(index),
+            slope: signedness.slope(index),
+            intercept: signedness.intercept(index),
+            last: signedness.last(index),
+        };
+        index += 1;
+    }
+    segments
 }
 
 /// Entries of the table that [`fill_segments`] fills: one for each exponent of an `f32`, then the slopes of the
@@ -260,16 +324,19 @@ const ROOT_OFFSET: f32 = 2.0;
 const ROOT_STEPS: u32 = 22;
 
 impl Signedness {
+    #[inline]
     const fn bins(self) -> u32 {
         ROOT_BINS * self.first_count()
     }
 
     /// Entries of the table that [`fill_roots`] fills: one for each bin, and one for the root 1.
+    #[inline]
     pub(crate) const fn root_table(self) -> usize {
         self.bins() as usize + 1
     }
 
     /// The steps of a bin, as a shift.
+    #[inline]
     const fn bin_shift(self) -> u32 {
         ROOT_STEPS - self.bins().ilog2()
     }

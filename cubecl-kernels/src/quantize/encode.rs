@@ -1,0 +1,253 @@
+//! Encoding by scales that are known: the second read of the input, or the only one where the scale was given.
+
+use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
+
+use crate::{
+    device::{MatrixGeometry, MatrixView, array, cube_grid, has_u64, or_unused, storage},
+    granularity::Granularity,
+    number::storage::RUN,
+    rounding::{RandomStream, Rounding, random_stream},
+    scale::fp32::given_inverse_cube,
+};
+
+use super::{
+    Input, Quantized,
+    run::{RunEncoding, encode_run, run_max},
+    stored::{Copies, copy_args, write_copies},
+    tile::{Tile, UNITS, read_run, run_position, run_read_width, segment_max, tile_position},
+};
+
+/// Where the inverse scales come from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+enum Inverses {
+    /// One for each region; a run lies in one region.
+    OfRuns,
+    /// One for each region; neighbours of a run lie in regions of their own.
+    OfElements,
+    /// The inverse of a scale that was given. The maxima of tiles are wanted too.
+    Given,
+}
+
+/// The constants that the kernel is compiled for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct EncodePlan {
+    encoding: RunEncoding,
+    copies: Copies,
+    inverses: Inverses,
+    /// Elements read at once.
+    read: usize,
+}
+
+/// How the runs of a matrix are encoded on this device.
+pub(super) fn run_encoding<R: Runtime>(
+    client: &ComputeClient<R>,
+    input: &Input<R>,
+    takes_nan: bool,
+) -> RunEncoding {
+    RunEncoding {
+        number: input.number,
+        stochastic: input.spec.rounding != Rounding::Nearest,
+        wide: has_u64(client),
+        takes_nan,
+    }
+}
+
+/// Encodes by the inverse scales of regions, f32 `[batch, scale_rows, scale_cols]`.
+pub(super) fn by_regions<R: Runtime>(
+    client: &ComputeClient<R>,
+    input: &Input<R>,
+    inverses: &TensorHandle<R>,
+    output: &Quantized<R>,
+) {
+    let source = match input.spec.granularity {
+        Granularity::Channel => Inverses::OfElements,
+        Granularity::Block(_)
+        | Granularity::Group(_)
+        | Granularity::Token
+        | Granularity::Tensor => Inverses::OfRuns,
+    };
+    launch(client, input, source, inverses, None, output);
+}
+
+/// Encodes by the inverse of a scale that was given, f32 `[1]`, and writes the largest magnitude of each tile, f32
+/// `[tiles]`.
+pub(super) fn by_given<R: Runtime>(
+    client: &ComputeClient<R>,
+    input: &Input<R>,
+    scale: &TensorHandle<R>,
+    maxima: &TensorHandle<R>,
+    output: &Quantized<R>,
+) {
+    launch(client, input, Inverses::Given, scale, Some(maxima), output);
+}
+
+/// Tiles of the matrices of a view.
+pub(super) fn tiles(view: &MatrixView) -> usize {
+    Tile::SQUARE.count(view)
+}
+
+fn launch<R: Runtime>(
+    client: &ComputeClient<R>,
+    input: &Input<R>,
+    source: Inverses,
+    inverses: &TensorHandle<R>,
+    maxima: Option<&TensorHandle<R>>,
+    output: &Quantized<R>,
+) {
+    let Input { x, view, spec, .. } = input;
+    let copies = Copies::new(spec.number.storage(), spec.layout, view.shape);
+    let [
+        (row_major_vector, row_major_dtype),
+        (transposed_vector, transposed_dtype),
+    ] = copies.vectors();
+    let [values, transposed] = copy_args(output, x);
+    let plan = EncodePlan {
+        encoding: run_encoding(client, input, source == Inverses::Given),
+        copies,
+        inverses: source,
+        read: run_read_width(x, view),
+    };
+    let (scale_rows, scale_cols) = spec.granularity.scale_block(view.shape);
+    // SAFETY: every access is guarded by the shapes in `geometry`, for which the outputs were allocated.
+    #[allow(unsafe_code)]
+    unsafe {
+        encode_kernel::launch_unchecked::<R>(
+            client,
+            cube_grid(tiles(view)),
+            CubeDim::new_1d(UNITS as u32),
+            plan.read,
+            row_major_vector,
+            transposed_vector,
+            array((*x).clone()),
+            array(inverses.clone()),
+            array(or_unused(maxima, x, storage::<f32>())),
+            values,
+            transposed,
+            view.geometry(),
+            view.shape.batch as u32,
+            scale_rows as u32,
+            scale_cols as u32,
+            random_stream(spec.rounding),
+            0,
+            plan,
+            x.dtype,
+            row_major_dtype,
+            transposed_dtype,
+        );
+    }
+}
+
+#[cube(launch_unchecked)]
+#[allow(clippy::too_many_arguments)]
+fn encode_kernel<F: Numeric, NX: Size, V: Numeric, NV: Size, T: Numeric, NT: Size>(
+    x: &Array<Vector<F, NX>>,
+    inverses: &Array<f32>,
+    maxima: &mut Array<f32>,
+    values: &mut Array<Vector<V, NV>>,
+    transposed: &mut Array<Vector<T, NT>>,
+    geometry: MatrixGeometry,
+    batch_size: u32,
+    scale_rows: u32,
+    scale_cols: u32,
+    random: RandomStream,
+    zero: u32,
+    #[comptime] plan: EncodePlan,
+    #[define(F)] _x_dtype: StorageType,
+    #[define(V)] _values_dtype: StorageType,
+    #[define(T)] _transposed_dtype: StorageType,
+) {
+    let tile = comptime!(Tile::SQUARE);
+    let position = tile_position(&geometry, tile);
+    if position.batch >= batch_size {
+        terminate!();
+    }
+    let (tile_row, tile_col) = run_position(tile);
+    let (row, col) = (position.row + tile_row, position.col + tile_col);
+    let run = read_run::<F, NX>(x, &geometry, position.batch, row, col, plan.read);
+    if comptime!(plan.inverses == Inverses::Given) {
+        let bits = segment_max(run_max(&run), UNITS, UNITS);
+        if UNIT_POS == 0 {
+            maxima[CUBE_POS] = f32::reinterpret(bits);
+        }
+    }
+    let of_run = run_inverses(
+        inverses,
+        &geometry,
+        position.batch,
+        row,
+        col,
+        scale_rows,
+        scale_cols,
+        comptime!(plan.inverses),
+    );
+    let codes = encode_run(
+        &run,
+        &of_run,
+        position.batch * geometry.rows + row,
+        col,
+        &random,
+        zero,
+        comptime!(plan.encoding),
+    );
+    write_copies::<V, NV, T, NT>(
+        values,
+        transposed,
+        &codes,
+        &geometry,
+        &position,
+        tile_row,
+        tile_col,
+        tile,
+        comptime!(plan.copies),
+    );
+}
+
+/// The inverse scale of each element of a run; 0 outside the matrix.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+fn run_inverses(
+    inverses: &Array<f32>,
+    geometry: &MatrixGeometry,
+    batch: u32,
+    row: u32,
+    col: u32,
+    scale_rows: u32,
+    scale_cols: u32,
+    #[comptime] source: Inverses,
+) -> Array<f32> {
+    let mut of_run = Array::<f32>::new(RUN);
+    let grid_rows = geometry.rows.div_ceil(scale_rows);
+    let grid_cols = geometry.cols.div_ceil(scale_cols);
+    let first = (batch * grid_rows + row / scale_rows) * grid_cols;
+    match comptime!(source) {
+        Inverses::OfRuns => {
+            let mut inverse = 0.0f32;
+            if row < geometry.rows && col < geometry.cols {
+                inverse = inverses[(first + col / scale_cols) as usize];
+            }
+            fill(&mut of_run, inverse);
+        }
+        Inverses::OfElements =>
+        {
+            #[unroll]
+            for index in 0..comptime!(RUN as u32) {
+                let mut inverse = 0.0f32;
+                if row < geometry.rows && col + index < geometry.cols {
+                    inverse = inverses[(first + (col + index) / scale_cols) as usize];
+                }
+                of_run[index as usize] = inverse;
+            }
+        }
+        Inverses::Given => fill(&mut of_run, given_inverse_cube(inverses[0])),
+    }
+    of_run
+}
+
+/// Gives all elements of a run one inverse scale.
+#[cube]
+pub(super) fn fill(of_run: &mut Array<f32>, inverse: f32) {
+    #[unroll]
+    for index in 0..RUN {
+        of_run[index] = inverse;
+    }
+}

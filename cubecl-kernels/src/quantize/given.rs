@@ -1,0 +1,126 @@
+//! Quantization by a scale that was given: delayed scaling, learned step sizes (int4-hq-lss, section 3.1).
+
+use cubecl::{prelude::*, std::tensor::TensorHandle};
+
+use crate::{
+    device::{array, check_dtype, empty, storage},
+    error::KernelError,
+    granularity::Granularity,
+    rounding::magnitude_bits,
+    scale::{
+        ScaleNumber,
+        fp32::{given_inverse_cube, given_scale_cube},
+        is_finite,
+    },
+};
+
+use super::{Input, QuantizeSpec, Quantized, buffers::allocate, encode, tile::segment_max};
+
+const OPERATION: &str = "quantize_by";
+const UNITS: usize = 256;
+
+/// Quantizes `x`, a matrix of f32, f16 or bf16 with any strides, by a scale that is on the device already, and finds
+/// its largest magnitude in the same read.
+///
+/// - `spec`: [`Granularity::Tensor`] with [`ScaleNumber::F32`].
+/// - `scale`: f32 `[1]`. Values are encoded from their products with its inverse, and what is too large becomes the
+///   largest number.
+/// - returns the values, with one scale for each matrix, and the largest magnitude of all matrices, f32 `[1]`: not
+///   scaled, and NaN if they hold NaN or an infinity.
+///
+/// Nothing is hidden: the scale that goes with the values is NaN if that maximum is, or if the given scale is 0,
+/// negative, not finite, subnormal, or above 2^126. The numbers are those of
+/// [`reference::quantize_by`](crate::reference::quantize_by), to the bit.
+///
+/// # Errors
+///
+/// When `x` is no matrix or no float tensor, `scale` not f32 of one element, or `spec` not as above, or its number not
+/// symmetric.
+pub fn quantize_by<R: Runtime>(
+    client: &ComputeClient<R>,
+    x: &TensorHandle<R>,
+    spec: &QuantizeSpec,
+    scale: &TensorHandle<R>,
+) -> Result<(Quantized<R>, TensorHandle<R>), KernelError> {
+    check_given(spec)?;
+    let input = Input::new(client, OPERATION, x, spec)?;
+    check_dtype(OPERATION, "scale", scale, storage::<f32>(), "pass f32 [1]")?;
+    if scale.shape().iter().product::<usize>() != 1 {
+        return Err(KernelError::Shape {
+            operation: OPERATION,
+            got: format!("a scale of shape {:?}", scale.shape()),
+            remedy: "pass one number, f32 [1]",
+        });
+    }
+    let output = allocate(client, &input.view, spec);
+    let tiles = match input.view.shape.num_elements() {
+        0 => 0,
+        _ => encode::tiles(&input.view),
+    };
+    let maxima = empty(client, vec![tiles], storage::<f32>());
+    if tiles > 0 {
+        encode::by_given(client, &input, scale, &maxima, &output);
+    }
+    let absmax = empty(client, vec![1], storage::<f32>());
+    let scales = output.scales.shape().iter().product::<usize>();
+    // SAFETY: the kernel guards its indices with the number of tiles and of scales.
+    #[allow(unsafe_code)]
+    unsafe {
+        finish_kernel::launch_unchecked::<R>(
+            client,
+            CubeCount::Static(1, 1, 1),
+            CubeDim::new_1d(UNITS as u32),
+            array(maxima),
+            array(scale.clone()),
+            array(output.scales.clone()),
+            array(absmax.clone()),
+            tiles as u32,
+            scales as u32,
+        );
+    }
+    Ok((output, absmax))
+}
+
+/// Accepts one FP32 scale for each matrix.
+pub(crate) fn check_given(spec: &QuantizeSpec) -> Result<(), KernelError> {
+    let QuantizeSpec {
+        granularity, scale, ..
+    } = spec;
+    if (*granularity, *scale) == (Granularity::Tensor, ScaleNumber::F32) {
+        return Ok(());
+    }
+    Err(KernelError::Unsupported {
+        operation: OPERATION,
+        reason: format!("a given scale for {granularity:?} with scales of {scale:?}"),
+        remedy: "use Granularity::Tensor and ScaleNumber::F32",
+    })
+}
+
+/// The largest of the maxima of tiles, and the scale that goes with the values.
+#[cube(launch_unchecked)]
+fn finish_kernel(
+    maxima: &Array<f32>,
+    given: &Array<f32>,
+    scales: &mut Array<f32>,
+    absmax: &mut Array<f32>,
+    tiles: u32,
+    matrices: u32,
+) {
+    let mut bits = 0u32;
+    let mut tile = UNIT_POS;
+    while tile < tiles {
+        bits = max(bits, magnitude_bits(maxima[tile as usize]));
+        tile += comptime!(UNITS as u32);
+    }
+    let bits = segment_max(bits, UNITS, UNITS);
+    if UNIT_POS == 0 {
+        let quiet = select(is_finite(bits), 0u32, comptime!(f32::NAN.to_bits()));
+        absmax[0] = f32::reinterpret(bits | quiet);
+    }
+    let scale = given_scale_cube(given[0], given_inverse_cube(given[0]), bits);
+    let mut matrix = UNIT_POS;
+    while matrix < matrices {
+        scales[matrix as usize] = scale;
+        matrix += comptime!(UNITS as u32);
+    }
+}

@@ -1,0 +1,253 @@
+//! Quantization by a scale that was given, on the host and on the device, against the reference.
+
+use cubecl_kernels::{
+    granularity::Granularity,
+    host::{self, HostScales, HostValues},
+    number::Number,
+    quantize::QuantizeSpec,
+    reference,
+    rounding::{Rounding, StochasticKey},
+    shape::MatrixShape,
+};
+
+use crate::random::Random;
+
+const NUMBERS: [Number; 6] = [
+    Number::Int4,
+    Number::Int8,
+    Number::Int10,
+    Number::E2M1,
+    Number::E4M3,
+    Number::E5M2,
+];
+
+/// No value can be divided by these.
+const BAD_SCALES: [f32; 7] = [
+    0.0,
+    -0.5,
+    f32::NAN,
+    f32::INFINITY,
+    1e-40,
+    3.4e38,
+    f32::NEG_INFINITY,
+];
+
+fn stochastic(random: &mut Random) -> Rounding {
+    Rounding::Stochastic(StochasticKey {
+        seed: random.index(1 << 30) as u64,
+        stream: random.index(1 << 30) as u64,
+    })
+}
+
+/// Matrices, and scales that fit them, cut them off, lose them, or are none.
+fn cases(random: &mut Random, shape: MatrixShape, number: Number) -> Vec<(Vec<f32>, f32)> {
+    let count = shape.num_elements();
+    let plain: Vec<f32> = (0..count).map(|_| random.normal()).collect();
+    let outliers = random.with_outliers(count);
+    let special = random.with_special_values(shape);
+    let mut huge = plain.clone();
+    huge[0] = f32::MAX;
+    let mut cases: Vec<(Vec<f32>, f32)> = [3.0, 0.2, 1e4, f32::MIN_POSITIVE, 8.5e37]
+        .into_iter()
+        .map(|reach| (plain.clone(), reach / number.largest()))
+        .collect();
+    cases.extend([
+        (outliers, 3.0 / number.largest()),
+        (special, 3.0 / number.largest()),
+        (huge, 1e-30),
+        (vec![0.0; count], 0.1),
+        (vec![-0.0; count], 0.1),
+    ]);
+    cases.extend(BAD_SCALES.map(|scale| (plain.clone(), scale)));
+    cases
+}
+
+#[test]
+fn on_the_host() {
+    let mut random = Random::fresh();
+    for number in NUMBERS {
+        for shape in [MatrixShape::new(7, 33), MatrixShape::new(130, 64)] {
+            for (x, scale) in cases(&mut random, shape, number) {
+                for rounding in [Rounding::Nearest, stochastic(&mut random)] {
+                    let spec =
+                        QuantizeSpec::new(number, Granularity::Tensor).with_rounding(rounding);
+                    let (expected, absmax) = reference::quantize_by(&x, shape, &spec, scale);
+                    let size = [shape.rows, shape.cols];
+                    let (got, got_absmax) =
+                        host::quantize_by(&x, size, &spec, scale).expect("a matrix");
+                    let bits: Vec<u32> = match &got.values {
+                        HostValues::I8(values) => {
+                            values.iter().map(|&value| u32::from(value as u8)).collect()
+                        }
+                        HostValues::U8(values) => values.iter().copied().map(u32::from).collect(),
+                        HostValues::U32(values) => values.to_vec(),
+                    };
+                    let stored = reference::stored(&expected.values, shape.cols, number.storage());
+                    assert_eq!(bits, stored, "{number:?} by {scale:e}");
+                    let same =
+                        |a: f32, b: f32| a.to_bits() == b.to_bits() || (a.is_nan() && b.is_nan());
+                    assert!(same(got_absmax, absmax), "{got_absmax} instead of {absmax}");
+                    let HostScales::F32(scales) = got.scales else {
+                        panic!("an FP32 scale");
+                    };
+                    assert!(same(scales[0], expected.scales[0]), "{scales:?}");
+                }
+            }
+        }
+    }
+}
+
+/// The reference of one matrix, in numbers.
+#[test]
+fn saturation_and_what_must_not_be_hidden() {
+    let shape = MatrixShape::new(1, 4);
+    let by = |x: [f32; 4], number: Number, scale: f32| {
+        let spec = QuantizeSpec::new(number, Granularity::Tensor);
+        let (quantized, absmax) = reference::quantize_by(&x, shape, &spec, scale);
+        (
+            reference::dequantize(&quantized),
+            quantized.scales[0],
+            absmax,
+        )
+    };
+    for number in NUMBERS {
+        let largest = number.largest();
+        let (values, scale, absmax) = by([1.0, -1e30, 1e30, 0.0], number, 0.5);
+        assert_eq!(
+            values,
+            [1.0, -largest * 0.5, largest * 0.5, 0.0],
+            "{number:?}"
+        );
+        assert_eq!((scale, absmax), (0.5, 1e30));
+        for hidden in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+            let (values, scale, absmax) = by([1.0, hidden, -1.0, 0.0], number, 0.5);
+            assert!(values.iter().all(|value| value.is_nan()));
+            assert!(scale.is_nan() && absmax.is_nan());
+        }
+        for bad in BAD_SCALES {
+            let (values, scale, absmax) = by([1.0, -2.0, 0.0, 0.5], number, bad);
+            assert!(values.iter().all(|value| value.is_nan()) && scale.is_nan());
+            assert_eq!(absmax, 2.0);
+        }
+    }
+}
+
+#[cfg(any(feature = "cuda", feature = "vulkan"))]
+mod on_device {
+    use cubecl_kernels::{
+        KernelError,
+        layout::Layout,
+        quantize::{dequantize, quantize_by},
+        scale::ScaleNumber,
+    };
+
+    use super::*;
+    use crate::{
+        device::{
+            Client, Memory, Tensor, assert_same_floats, client, dtype, float_types, read,
+            read_float, rounded, upload, upload_i32, upload_matrix,
+        },
+        quantize::stored_bits,
+    };
+
+    #[track_caller]
+    fn check(
+        client: &Client,
+        tensor: &Tensor,
+        x: &[f32],
+        shape: MatrixShape,
+        spec: &QuantizeSpec,
+        scale: f32,
+    ) {
+        let what = format!("{shape:?}, {spec:?} by {scale:e}");
+        let (expected, absmax) = reference::quantize_by(x, shape, spec, scale);
+        let given = upload(client, &[scale], &[1], dtype::<f32>());
+        let (got, got_absmax) = quantize_by(client, tensor, spec, &given).expect("a matrix");
+        let storage = spec.number.storage();
+        if let Some(values) = &got.values {
+            let stored = reference::stored(&expected.values, shape.cols, storage);
+            assert_eq!(stored_bits(client, values), stored, "{what}: values");
+        }
+        if let Some(transposed) = &got.transposed {
+            let expected = expected.transposed();
+            let stored = reference::stored(&expected.values, shape.rows, storage);
+            assert_eq!(
+                stored_bits(client, transposed),
+                stored,
+                "{what}: transposed"
+            );
+        }
+        assert_same_floats(&read(client, &got.scales), &expected.scales, &what);
+        assert_same_floats(&read(client, &got_absmax), &[absmax], &what);
+        let back = dequantize(client, &got, dtype::<f32>()).expect("what was quantized");
+        assert_same_floats(
+            &read_float(client, &back),
+            &reference::dequantize(&expected),
+            &what,
+        );
+    }
+
+    #[test]
+    fn equals_the_reference() {
+        let (client, mut random) = (client(), Random::fresh());
+        for (index, number) in NUMBERS.into_iter().enumerate() {
+            // Each number with one pair of rounding and layout, on an odd and on an even shape.
+            let rounding = [Rounding::Nearest, stochastic(&mut random)][index % 2];
+            let layout = [Layout::Both, Layout::RowMajor, Layout::Transposed][index % 3];
+            let spec = QuantizeSpec::new(number, Granularity::Tensor)
+                .with_rounding(rounding)
+                .with_layout(layout);
+            for shape in [MatrixShape::new(67, 33), MatrixShape::batched(2, 80, 128)] {
+                for (x, scale) in cases(&mut random, shape, number) {
+                    let tensor =
+                        upload_matrix(&client, &x, shape, dtype::<f32>(), Memory::Contiguous);
+                    check(&client, &tensor, &x, shape, &spec, scale);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn float_types_strides_and_empty_matrices() {
+        let (client, mut random) = (client(), Random::fresh());
+        let shape = MatrixShape::new(40, 67);
+        let x = random.with_outliers(shape.num_elements());
+        let spec = QuantizeSpec::new(Number::E4M3, Granularity::Tensor);
+        for float in float_types(&client) {
+            let x = rounded(&x, float);
+            for memory in [Memory::Contiguous, Memory::Transposed, Memory::Sliced] {
+                let tensor = upload_matrix(&client, &x, shape, float, memory);
+                check(&client, &tensor, &x, shape, &spec, 0.01);
+            }
+        }
+        for shape in [vec![0, 40], vec![3, 0]] {
+            let tensor = upload(&client, &[], &shape, dtype::<f32>());
+            let shape = MatrixShape::new(shape[0], shape[1]);
+            check(&client, &tensor, &[], shape, &spec, 0.5);
+        }
+    }
+
+    #[test]
+    fn rejects() {
+        let client = client();
+        let x = upload(&client, &[1.0; 8], &[2, 4], dtype::<f32>());
+        let one = upload(&client, &[1.0], &[1], dtype::<f32>());
+        let spec = QuantizeSpec::int8(Granularity::Tensor);
+        let refused = |x: &Tensor, spec: &QuantizeSpec, scale: &Tensor| {
+            quantize_by(&client, x, spec, scale).expect_err("bad input")
+        };
+        for spec in [
+            spec.with_granularity(Granularity::Token),
+            spec.with_scale(ScaleNumber::E8M0),
+            spec.with_scale(ScaleNumber::E4M3),
+            QuantizeSpec::new(Number::Square, Granularity::Tensor),
+        ] {
+            let error = refused(&x, &spec, &one);
+            assert!(matches!(error, KernelError::Unsupported { .. }), "{error}");
+        }
+        let error = refused(&x, &spec, &x);
+        assert!(matches!(error, KernelError::Shape { .. }), "{error}");
+        let error = refused(&x, &spec, &upload_i32(&client, &[1], &[1]));
+        assert!(matches!(error, KernelError::Dtype { .. }), "{error}");
+    }
+}
