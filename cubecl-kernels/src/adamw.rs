@@ -38,7 +38,7 @@ const OPERATION: &str = "adamw";
 /// Keeps the random numbers that round the moments apart from those of the parameter: a bit that no step reaches.
 pub(crate) const STATE_STEPS: u32 = 1 << 31;
 
-/// What AdamW takes apart from the tensors.
+/// The numbers that AdamW takes beside the tensors.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Hyperparameters {
     /// The learning rate.
@@ -145,9 +145,13 @@ pub fn adamw<R: Runtime>(
         .iter()
         .filter(|tensors| tensors.len() > 0)
         .partition(|tensors| many::accepts(tensors));
-    many::launch(client, &small, clock, nonfinite, &coefficients);
-    for tensors in rest {
-        fused::launch(client, tensors, clock, nonfinite, &coefficients)?;
+    // SAFETY: all tensors and counters were checked, and the small ones were asked for.
+    #[allow(unsafe_code)]
+    unsafe {
+        many::launch(client, &small, clock, nonfinite, &coefficients);
+        for tensors in rest {
+            fused::launch(client, tensors, clock, nonfinite, &coefficients)?;
+        }
     }
     Ok(())
 }

@@ -29,7 +29,7 @@ pub struct DelayThreshold {
     pub alpha: f32,
 }
 
-/// What [`delay_threshold`] leaves behind.
+/// The state that [`delay_threshold`] leaves behind.
 #[derive(Debug)]
 pub struct DelayThresholdOutput<R: Runtime> {
     /// f32 `[layers]`: the buffer that was passed in, updated.

@@ -1,4 +1,4 @@
-//! What every launcher needs of its tensors and its device.
+//! The questions that every launcher asks its tensors and its device.
 
 use cubecl::{
     ir::{
@@ -35,7 +35,7 @@ pub(crate) struct MatrixView {
     pub batch_stride: usize,
     pub row_stride: usize,
     pub col_stride: usize,
-    /// Whether the tensor has a batch dimension.
+    /// True where the tensor has a batch dimension.
     pub batched: bool,
 }
 
@@ -125,7 +125,7 @@ pub(crate) fn check_float<R: Runtime>(
     Ok(())
 }
 
-/// Whether the elements of a tensor lie in memory in their order, without gaps.
+/// True where the elements of a tensor lie in memory in their order, without gaps.
 pub(crate) fn is_contiguous<R: Runtime>(tensor: &TensorHandle<R>) -> bool {
     let mut expected = 1;
     let dimensions = tensor.shape().iter().zip(tensor.strides().iter());
@@ -235,7 +235,7 @@ pub(crate) fn read_width_up_to<R: Runtime>(
         .unwrap_or(1)
 }
 
-/// Whether the device has plane operations, on planes of 32 units.
+/// True where the device has plane operations, on planes of 32 units.
 pub(crate) fn has_planes_of_32<R: Runtime>(client: &ComputeClient<R>) -> bool {
     let hardware = &client.properties().hardware;
     client.features().plane.contains(Plane::Ops)
@@ -243,7 +243,7 @@ pub(crate) fn has_planes_of_32<R: Runtime>(client: &ComputeClient<R>) -> bool {
         && hardware.plane_size_max == 32
 }
 
-/// Whether the device computes with integers of 64 bits.
+/// True where the device computes with integers of 64 bits.
 pub(crate) fn has_u64<R: Runtime>(client: &ComputeClient<R>) -> bool {
     client
         .features()

@@ -1,4 +1,4 @@
-//! What a launcher answers to inputs that it cannot work on.
+//! The answer of a launcher to inputs that it cannot work on.
 
 /// Why an operation was not launched. Every message names the operation, what it got, and the remedy.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -11,7 +11,7 @@ pub enum KernelError {
         operation: &'static str,
         /// The offending shapes, with the names of their tensors.
         got: String,
-        /// What to pass instead.
+        /// The inputs to pass instead.
         remedy: &'static str,
     },
     /// An input has, or the output was asked to have, an element type that the operation does not take.
@@ -23,7 +23,7 @@ pub enum KernelError {
         tensor: &'static str,
         /// The element type.
         dtype: String,
-        /// What to pass instead.
+        /// The inputs to pass instead.
         remedy: &'static str,
     },
     /// The parameters, or the device, rule the operation out.
@@ -31,9 +31,9 @@ pub enum KernelError {
     Unsupported {
         /// The function that was called.
         operation: &'static str,
-        /// What rules it out.
+        /// The reason that rules it out.
         reason: String,
-        /// What to do instead.
+        /// The way to go instead.
         remedy: &'static str,
     },
 }

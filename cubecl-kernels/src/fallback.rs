@@ -109,7 +109,11 @@ pub fn quantize_fallback<R: Runtime>(
             scales: &base.scales,
             fallback: Some(state.written(&residual)),
         };
-        block::launch(client, x, &view, block, None, &written);
+        // SAFETY: the outputs were allocated for this view, and the state was checked.
+        #[allow(unsafe_code)]
+        unsafe {
+            block::launch(client, x, &view, block, None, &written);
+        }
     }
     Ok(FallbackQuantized { base, residual })
 }
@@ -163,7 +167,7 @@ impl<'a, R: Runtime> FallbackState<'a, R> {
         })
     }
 
-    /// What a launch reads and writes of this state and of the residual.
+    /// The tensors that a launch reads and writes: this state and the residual.
     pub(crate) fn written<'b>(&'b self, residual: &'b FallbackResidual<R>) -> BlockFallback<'b, R> {
         BlockFallback {
             thresholds: self.thresholds,

@@ -29,11 +29,13 @@ mod autotune;
 pub mod blueprint;
 mod hopper;
 mod portable;
+mod rowwise;
 mod selector;
 mod tensor_core;
 
 pub use blueprint::Blueprint;
 pub use hopper::float::{gemm_float, gemm_float_into, gemm_float_reads, has_gemm_float};
+pub use rowwise::gemm_rowwise;
 pub use selector::{candidates, select};
 
 const OPERATION: &str = "gemm";
@@ -151,18 +153,19 @@ pub struct GemmProblem {
     pub b_scale_block: (usize, usize),
 }
 
-/// Everything that the kernels are launched with.
+/// Everything that the kernels are launched with. [`gemm`] alone makes it, after it has checked that all shapes and
+/// types fit: every launch relies on that.
 pub(crate) struct GemmArgs<'a, R: Runtime> {
-    pub a: &'a GemmOperand<R>,
-    pub b: &'a GemmOperand<R>,
-    pub fallback: Option<&'a FallbackResidual<R>>,
-    pub bias: Option<&'a TensorHandle<R>>,
-    pub out: &'a TensorHandle<R>,
-    pub problem: GemmProblem,
-    pub a_view: MatrixView,
-    pub b_view: MatrixView,
-    pub a_scales: MatrixView,
-    pub b_scales: MatrixView,
+    a: &'a GemmOperand<R>,
+    b: &'a GemmOperand<R>,
+    fallback: Option<&'a FallbackResidual<R>>,
+    bias: Option<&'a TensorHandle<R>>,
+    out: &'a TensorHandle<R>,
+    problem: GemmProblem,
+    a_view: MatrixView,
+    b_view: MatrixView,
+    a_scales: MatrixView,
+    b_scales: MatrixView,
 }
 
 /// `C = A B^T + bias`, of shape `[M, N]` (`[batch, M, N]` where A has a batch dimension), contiguous.
@@ -213,6 +216,9 @@ pub fn gemm<R: Runtime>(
         a_scale_block: (a.rows_per_scale, a.depth_per_scale),
         b_scale_block: (b.rows_per_scale, b.depth_per_scale),
     };
+    if strategy == Strategy::Auto && fallback.is_none() && rowwise::pays(client, &problem) {
+        return gemm_rowwise(client, a, b, bias, out_dtype, strategy);
+    }
     let ranked = selector::rank(client, &problem, strategy)?;
     let out = empty(client, a_view.tensor_shape(problem.m, problem.n), out_dtype);
     if problem.batch * problem.m * problem.n > 0 {

@@ -12,12 +12,12 @@ pub enum Layout {
 }
 
 impl Layout {
-    /// Whether the row-major copy is written.
+    /// True where the row-major copy is written.
     pub const fn row_major(&self) -> bool {
         matches!(self, Layout::RowMajor | Layout::Both)
     }
 
-    /// Whether the transposed copy is written.
+    /// True where the transposed copy is written.
     pub const fn transposed(&self) -> bool {
         matches!(self, Layout::Transposed | Layout::Both)
     }

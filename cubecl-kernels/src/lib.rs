@@ -62,11 +62,9 @@ pub mod softmax;
 pub mod transpose;
 
 mod arguments;
-mod cuda_source;
+mod cuda;
 mod device;
 mod exact;
 mod fast;
-mod fingerprint;
-mod flush_to_zero;
 
 pub use error::KernelError;

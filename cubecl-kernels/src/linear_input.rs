@@ -84,7 +84,11 @@ pub fn quantize_linear_input<R: Runtime>(
                 .zip(residual.as_ref())
                 .map(|(state, residual)| state.written(residual)),
         };
-        block::launch(client, x, &view, block, Some(key), &written);
+        // SAFETY: the outputs were allocated for this view, and the state was checked.
+        #[allow(unsafe_code)]
+        unsafe {
+            block::launch(client, x, &view, block, Some(key), &written);
+        }
     }
     let saved = Quantized {
         values: None,

@@ -28,7 +28,9 @@ use crate::{
 };
 
 pub(crate) mod arrays;
+mod code;
 pub(crate) mod group;
+pub(crate) mod group_scale;
 pub(crate) mod kernel;
 pub(crate) mod span;
 pub(crate) mod table;
@@ -42,7 +44,7 @@ pub(crate) const NEUTRAL_EXPONENT: u8 = 8;
 /// Largest group.
 pub const MAX_GROUP: usize = 2048;
 
-/// What the 256 codes of a state stand for.
+/// The numbers that the 256 codes of a state stand for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Encoding {
     /// [`Number::E4M3`], the same codes for both moments.
@@ -69,7 +71,7 @@ pub enum Moment {
 pub struct StateFormat {
     /// The meaning of a code.
     pub encoding: Encoding,
-    /// Whether dynamic range expansion comes before it.
+    /// True where dynamic range expansion comes before it.
     pub expand: bool,
     /// Elements that share a scale. In kernels a multiple of 4 up to [`MAX_GROUP`].
     pub group: usize,
@@ -159,7 +161,8 @@ impl StateFormat {
         elements + self.groups(elements) * (4 + usize::from(self.expand))
     }
 
-    /// What the largest magnitude of a group becomes before it is encoded: the largest number, or 1 before expansion.
+    /// The number that the largest magnitude of a group becomes before it is encoded: the largest one, or 1 before
+    /// expansion.
     pub(crate) const fn target(&self, moment: Moment) -> f32 {
         if self.expand {
             1.0
@@ -168,8 +171,8 @@ impl StateFormat {
         }
     }
 
-    /// What values are multiplied by before the group's inverse, which is as much larger: so that the inverse of the
-    /// largest float is still a normal one.
+    /// The factor of values before the group's inverse, which is as much larger: so that the inverse of the largest
+    /// float is still a normal one.
     pub(crate) const fn headroom(&self, moment: Moment) -> f32 {
         if self.target(moment) == 1.0 {
             0.25
@@ -212,7 +215,7 @@ impl<R: Runtime> StateTensor<R> {
         self.values.shape().iter().product()
     }
 
-    /// Whether there are none.
+    /// True where there are none.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -345,7 +348,11 @@ pub fn quantize_state<R: Runtime>(
     check_contiguous(OPERATION, x)?;
     check_format(OPERATION, format)?;
     let state = allocate(client, x.shape(), Some(format), moment);
-    kernel::quantize(client, x, &state, format)?;
+    // SAFETY: `x` was checked, and the state was allocated for its shape.
+    #[allow(unsafe_code)]
+    unsafe {
+        kernel::quantize(client, x, &state, format)?;
+    }
     Ok(state)
 }
 
@@ -360,6 +367,10 @@ pub fn dequantize_state<R: Runtime>(
 ) -> Result<TensorHandle<R>, KernelError> {
     state.check("dequantize_state")?;
     let out = empty(client, state.values.shape().to_vec(), storage::<f32>());
-    kernel::dequantize(client, state, &out)?;
+    // SAFETY: the state was checked, and `out` was allocated for its shape.
+    #[allow(unsafe_code)]
+    unsafe {
+        kernel::dequantize(client, state, &out)?;
+    }
     Ok(out)
 }

@@ -136,7 +136,7 @@ pub struct Quantized<R: Runtime> {
     pub granularity: Granularity,
     /// The shape of the input, in elements.
     pub shape: MatrixShape,
-    /// Whether the input had a batch dimension; the tensors then have one too.
+    /// True where the input had a batch dimension; the tensors then have one too.
     pub batched: bool,
 }
 
@@ -210,23 +210,27 @@ pub fn quantize<R: Runtime>(
             ..output
         });
     }
-    match spec.granularity {
-        Granularity::Block(block)
-            if spec.number == Number::Int8 && spec.scale == ScaleNumber::F32 =>
-        {
-            int8_blocks(client, &input, block, &output);
-        }
-        Granularity::Group(size) if group::reads_once(size, spec) => {
-            group::launch(client, &input, size, &output);
-        }
-        Granularity::Block(_)
-        | Granularity::Group(_)
-        | Granularity::Token
-        | Granularity::Channel
-        | Granularity::Tensor => {
-            let maxima = absmax::launch(client, x, &input.view, spec.granularity);
-            let inverses = scales::launch(client, maxima, &output);
-            encode::by_regions(client, &input, &inverses, &output);
+    // SAFETY: the output was allocated for this input, which is not empty.
+    #[allow(unsafe_code)]
+    unsafe {
+        match spec.granularity {
+            Granularity::Block(block)
+                if spec.number == Number::Int8 && spec.scale == ScaleNumber::F32 =>
+            {
+                int8_blocks(client, &input, block, &output);
+            }
+            Granularity::Group(size) if group::reads_once(size, spec) => {
+                group::launch(client, &input, size, &output);
+            }
+            Granularity::Block(_)
+            | Granularity::Group(_)
+            | Granularity::Token
+            | Granularity::Channel
+            | Granularity::Tensor => {
+                let maxima = absmax::launch(client, x, &input.view, spec.granularity);
+                let inverses = scales::launch(client, maxima, &output);
+                encode::by_regions(client, &input, &inverses, &output);
+            }
         }
     }
     Ok(output)
@@ -239,7 +243,11 @@ fn zeros<R: Runtime>(client: &ComputeClient<R>, like: &TensorHandle<R>) -> Tenso
     TensorHandle::new_contiguous(shape, client.create_from_slice(&bytes), like.dtype)
 }
 
-fn int8_blocks<R: Runtime>(
+/// # Safety
+///
+/// `output` was allocated for `input`, which is not empty.
+#[allow(unsafe_code)]
+unsafe fn int8_blocks<R: Runtime>(
     client: &ComputeClient<R>,
     input: &Input<R>,
     block: usize,
@@ -255,7 +263,11 @@ fn int8_blocks<R: Runtime>(
         scales: &output.scales,
         fallback: None,
     };
-    block::launch(client, input.x, &input.view, block, key, &written);
+    // SAFETY: the caller's promise is that of this function, but for the fallback, which there is not.
+    #[allow(unsafe_code)]
+    unsafe {
+        block::launch(client, input.x, &input.view, block, key, &written);
+    }
 }
 
 /// Accepts the block and group sizes that kernels are written for.

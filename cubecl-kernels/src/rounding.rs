@@ -27,8 +27,8 @@ pub struct StochasticKey {
     pub stream: u64,
 }
 
-/// What stochastic rounding adds to a value beside a random number in `[0, 1)` before it takes the floor, and takes
-/// away after it: 1.5 * 2^8.
+/// The number that stochastic rounding adds to a value, beside a random one in `[0, 1)`, before it takes the floor, and
+/// takes away after it: 1.5 * 2^8.
 ///
 /// It lifts `[-127, 127]` into `[257, 512)`, where the bits of an `f32` are a number with 15 bits behind the point: one
 /// sum rounds the value to a multiple of 2^-15 and adds the random bits to it, and the floor is a shift.

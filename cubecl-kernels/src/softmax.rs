@@ -23,12 +23,12 @@ const OPERATION_BACKWARD: &str = "softmax_backward";
 const UNITS: usize = 128;
 const PLANE: usize = 32;
 
-/// What becomes of scores before the exponential.
+/// The scaling and the mask of scores before the exponential.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AttentionScores {
     /// Multiplies the scores.
     pub scale: f32,
-    /// Whether query `i` sees only the keys up to `i + keys - queries`: the last query sees them all.
+    /// True where query `i` sees only the keys up to `i + keys - queries`: the last query sees them all.
     pub causal: bool,
 }
 
@@ -360,7 +360,7 @@ fn at_least_smallest(sum: f32) -> f32 {
     select(sum < f32::MIN_POSITIVE, f32::new(f32::MIN_POSITIVE), sum)
 }
 
-/// What units make of their values together.
+/// The number that units make of their values together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 enum Reduction {
     Max,

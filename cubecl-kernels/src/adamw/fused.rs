@@ -4,13 +4,14 @@ use cubecl::{CubeTask, ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
 use crate::{
     arguments::Arguments,
+    cuda::flush_to_zero,
     device::{cube_grid, has_u64, or_unused, storage},
     error::KernelError,
-    flush_to_zero,
     optimizer_state::{
         Moment, StateFormat,
         arrays::StateArrays,
-        group::{decode_state, group_scales, load_state, write_state},
+        group::{decode_state, load_state, write_state},
+        group_scale::group_scales,
         kernel::is_aligned,
         span::{Span, first_tile, quad_start, read_held, tile_stride, write_held},
         table::fill_table,
@@ -27,7 +28,7 @@ const INFINITY: u32 = f32::INFINITY.to_bits();
 /// The bits of an `f32` that a bf16 has.
 const BF16_BITS: u32 = 0xffff_0000;
 
-/// What a kernel is built for.
+/// The constants that a kernel is compiled for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct Plan {
     span: Span,
@@ -36,7 +37,7 @@ struct Plan {
     flagged: bool,
     stochastic: bool,
     stochastic_state: bool,
-    /// Whether the device multiplies to 64 bits.
+    /// True where the device multiplies to 64 bits.
     wide: bool,
 }
 
@@ -56,7 +57,13 @@ pub(super) fn span<R: Runtime>(
     )
 }
 
-pub(super) fn launch<R: Runtime>(
+/// AdamW on one tensor.
+///
+/// # Safety
+///
+/// It was checked by [`AdamWTensors::check`]; `clock` has two numbers, `nonfinite` one, all i32.
+#[allow(unsafe_code)]
+pub(super) unsafe fn launch<R: Runtime>(
     client: &ComputeClient<R>,
     tensors: &AdamWTensors<R>,
     clock: &TensorHandle<R>,
@@ -120,10 +127,8 @@ pub(super) fn launch<R: Runtime>(
             (None, None) => Box::new(KernelTask::new(kernel)),
             _ => flush_to_zero::task(client, kernel),
         };
-        // SAFETY: accesses are guarded by the number of elements, which `AdamWTensors::check` found to be that of all
-        // tensors, and by the number of groups that follows from it. The arguments were added in the order of the
-        // parameters.
-        #[allow(unsafe_code)]
+        // SAFETY: accesses are guarded by the number of elements, which by the caller's promise is that of all tensors,
+        // and by the number of groups that follows from it. The arguments were added in the order of the parameters.
         unsafe {
             client.launch_unchecked(task, cube_grid(stretch.cubes), arguments.finish());
         }

@@ -30,7 +30,14 @@ pub(super) fn batch_size<R: Runtime>(client: &ComputeClient<R>, bindings: usize)
     (limit.saturating_sub(SHARED_BINDINGS) / bindings).clamp(1, MAX_TENSORS)
 }
 
-pub(super) fn launch<R: Runtime>(
+/// AdamW on many small tensors.
+///
+/// # Safety
+///
+/// All were checked by [`AdamWTensors::check`], and [`accepts`] takes them; `clock` has two numbers, `nonfinite` one,
+/// all i32.
+#[allow(unsafe_code)]
+pub(super) unsafe fn launch<R: Runtime>(
     client: &ComputeClient<R>,
     tensors: &[&AdamWTensors<R>],
     clock: &TensorHandle<R>,
@@ -47,9 +54,8 @@ pub(super) fn launch<R: Runtime>(
     for batch in batches {
         let longest = batch.iter().map(|tensors| tensors.len()).max();
         let cubes = longest.unwrap_or_default().div_ceil(UNITS);
-        // SAFETY: accesses are guarded by each tensor's number of elements, which `AdamWTensors::check` found to be
-        // that of its gradient and moments.
-        #[allow(unsafe_code)]
+        // SAFETY: accesses are guarded by each tensor's number of elements, which by the caller's promise is that of
+        // its gradient and moments.
         unsafe {
             adamw_many_kernel::launch_unchecked::<R>(
                 client,

@@ -6,7 +6,7 @@ use crate::{arguments::Arguments, error::KernelError, exact, fast};
 
 use super::{Hyperparameters, OPERATION};
 
-/// What a step needs of the hyperparameters, derived once in f64.
+/// The hyperparameters as a step needs them, derived once in f64.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Coefficients {
     pub learning_rate: f32,
@@ -98,7 +98,7 @@ pub(crate) struct CoefficientsArg {
     decay: f32,
 }
 
-/// What is the same for all elements of a step.
+/// The numbers that are the same for all elements of a step.
 #[derive(CubeType, Clone, Copy)]
 pub(crate) struct Step {
     beta_1: f32,

@@ -62,7 +62,7 @@ impl<R: Runtime> AlignedValues<R> {
     }
 }
 
-/// Whether rows can be read 16 bytes at a time, and do not overlap.
+/// True where rows can be read 16 bytes at a time, and do not overlap.
 fn is_aligned<R: Runtime>(values: &TensorHandle<R>, view: &MatrixView) -> bool {
     let offset = values.handle.offset_start.unwrap_or_default() as usize;
     let is_single = view.shape.batch == 1;
@@ -110,7 +110,7 @@ impl<R: Runtime> Copied<R> {
     }
 }
 
-/// What a copy reads, and which of the rows it writes.
+/// The rows that a copy reads, and those that it writes.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 struct Geometry {
     /// The first of this copy's rows among those of all copies.

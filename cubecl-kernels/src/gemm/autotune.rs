@@ -33,8 +33,8 @@ pub(super) fn launch<R: Runtime>(client: &ComputeClient<R>, args: &GemmArgs<R>, 
     let first = ranked[0];
     let open = ranked.iter().take_while(|it| it.cost <= first.cost * OPEN);
     let open = open.count().min(MOST);
-    // Measured back to back, products in FP32 had 1.4% to gain on average, before they were written 64 bytes of a row at
-    // a time, which helps wide tiles most.
+    // Measured back to back, products in FP32 had 1.4% to gain on average, before they were written 64 bytes of a row
+    // at a time, which helps wide tiles most.
     let is_settled = first.cost <= SETTLED || args.out.dtype == storage::<f32>();
     if open == 1 || is_settled {
         super::launch(client, args, first.blueprint);
@@ -126,12 +126,12 @@ struct GemmAutotuneKey {
     block: usize,
     fallback: bool,
     out: StorageType,
-    /// Whether rows of the output are written 16 bytes at once.
+    /// True where rows of the output are written 16 bytes at once.
     aligned: bool,
     candidates: Vec<Candidate>,
 }
 
-/// What the blueprints of one product differ in.
+/// A blueprint by all that those of one product differ in.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 enum Candidate {
     Portable,

@@ -16,7 +16,11 @@ use cubecl::{
 };
 
 use crate::{
-    cuda_source::{CudaSource, float_knob, launch_source},
+    cuda::{
+        numbers::numbers,
+        source::{CudaSource, float_knob, launch_source},
+        tensor_map::TmaView,
+    },
     device::{MatrixView, or_unused, storage},
 };
 
@@ -28,9 +32,6 @@ use super::{
 };
 
 pub(super) mod float;
-mod tensor_map;
-
-use tensor_map::TmaView;
 
 /// A producer and two consumer warpgroups.
 const UNITS: u32 = 3 * 128;
@@ -117,7 +118,7 @@ fn stages<R: Runtime>(client: &ComputeClient<R>, stage_bytes: usize) -> usize {
     available / stage_bytes
 }
 
-/// Whether the device has `wgmma`: CUDA's architecture sm_90, no other.
+/// True where the device has `wgmma`: CUDA's architecture sm_90, no other.
 ///
 /// CubeCL does not name the architecture. TMA came with sm_90; its wide im2col form with sm_100, without `wgmma`.
 pub(super) fn is_supported<R: Runtime>(client: &ComputeClient<R>) -> bool {
@@ -140,49 +141,60 @@ pub(super) fn launch<R: Runtime>(
     } = AlignedValues::new(client, args);
     let residual = residual.unwrap_or_else(|| a.clone());
     let optional = |tensor: Option<&TensorHandle<R>>, dtype| or_unused(tensor, args.out, dtype);
-    let numbers: [[usize; 4]; 4] = [
-        [problem.batch, problem.m, problem.n, problem.k],
-        scale_strides(&args.a_scales),
-        scale_strides(&args.b_scales),
-        [usize::from(b_view.shape.batch > 1), 0, 0, 0],
-    ];
-    launch_source(
-        client,
-        GemmSource {
-            blueprint,
-            fallback: args.fallback.is_some(),
-            bias: args.bias.is_some(),
-            out_dtype: args.out.dtype,
-        },
-        blueprint.cube_count(),
-        vec![
-            tensor_map(&a, &a_view, HopperBlueprint::TILE_M),
-            tensor_map(&residual, &a_view, HopperBlueprint::TILE_M),
-            tensor_map(&b, &b_view, blueprint.tile_n),
-        ],
-        vec![
-            args.a.scales.clone(),
-            args.b.scales.clone(),
-            optional(args.fallback.map(|r| &r.scales), storage::<f32>()),
-            optional(args.fallback.map(|r| &r.flags), storage::<u32>()),
-            optional(args.bias, storage::<f32>()),
-            args.out.clone(),
-            a,
-            residual,
-            b,
-        ],
-        numbers.as_flattened().iter().map(|&n| n as u64).collect(),
-    );
+    let (of_a, of_b) = (&args.a_scales, &args.b_scales);
+    let numbers = GemmNumbers {
+        batch: problem.batch as u64,
+        m: problem.m as u64,
+        n: problem.n as u64,
+        k: problem.k as u64,
+        a_scale_batch: batch_stride(of_a),
+        a_scale_row: of_a.row_stride as u64,
+        a_scale_depth: of_a.col_stride as u64,
+        b_scale_batch: batch_stride(of_b),
+        b_scale_row: of_b.row_stride as u64,
+        b_scale_depth: of_b.col_stride as u64,
+        b_batched: u64::from(b_view.shape.batch > 1),
+    };
+    // SAFETY: `gemm` checked all shapes, from which the numbers come; the kernel guards its writes and its reads of
+    // scales, flags and bias with them. It reads an optional buffer only where a knob says that there is one.
+    #[allow(unsafe_code)]
+    unsafe {
+        launch_source(
+            client,
+            GemmSource {
+                blueprint,
+                fallback: args.fallback.is_some(),
+                bias: args.bias.is_some(),
+                out_dtype: args.out.dtype,
+            },
+            blueprint.cube_count(),
+            vec![
+                tensor_map(&a, &a_view, HopperBlueprint::TILE_M),
+                tensor_map(&residual, &a_view, HopperBlueprint::TILE_M),
+                tensor_map(&b, &b_view, blueprint.tile_n),
+            ],
+            vec![
+                args.a.scales.clone(),
+                args.b.scales.clone(),
+                optional(args.fallback.map(|r| &r.scales), storage::<f32>()),
+                optional(args.fallback.map(|r| &r.flags), storage::<u32>()),
+                optional(args.bias, storage::<f32>()),
+                args.out.clone(),
+                a,
+                residual,
+                b,
+            ],
+            &numbers,
+        );
+    }
 }
 
-/// Strides of scales in elements, those of a batch of one being 0, and a number that the kernel does not read.
-fn scale_strides(view: &MatrixView) -> [usize; 4] {
-    let batch = if view.shape.batch == 1 {
-        0
-    } else {
-        view.batch_stride
-    };
-    [batch, view.row_stride, view.col_stride, 0]
+/// The stride of a batch, 0 for a batch of one.
+fn batch_stride(view: &MatrixView) -> u64 {
+    match view.shape.batch {
+        1 => 0,
+        _ => view.batch_stride as u64,
+    }
 }
 
 /// Tiles of `rows` x 128 bytes of INT8 matrices.
@@ -200,6 +212,24 @@ fn tensor_map<R: Runtime>(
     view.bind(values)
 }
 
+numbers! {
+    /// The numbers of `hopper/gemm.cu`. Strides are in elements; those of a batch of one are 0.
+    struct GemmNumbers {
+        batch: u64,
+        m: u64,
+        n: u64,
+        k: u64,
+        a_scale_batch: u64,
+        a_scale_row: u64,
+        a_scale_depth: u64,
+        b_scale_batch: u64,
+        b_scale_row: u64,
+        b_scale_depth: u64,
+        /// 1 where each matrix of A has its own of B, 0 where one serves them all.
+        b_batched: u64,
+    }
+}
+
 /// `hopper/gemm.cu`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct GemmSource {
@@ -210,6 +240,8 @@ struct GemmSource {
 }
 
 impl CudaSource for GemmSource {
+    type Numbers = GemmNumbers;
+
     const TEXT: &'static str = concat!(
         include_str!("hopper/common.cu"),
         include_str!("hopper/gemm.cu")

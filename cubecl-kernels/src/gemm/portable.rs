@@ -300,7 +300,7 @@ fn stage_residual(
     stage(tile, residual, strides, batch, row_0, last_row, k, k_end);
 }
 
-/// Whether a block of this tile's rows fell back. Every unit reads the same flags, so all of a cube agree.
+/// True where a block of this tile's rows fell back. Every unit reads the same flags, so all of a cube agree.
 #[cube]
 fn any_falls_back(
     flags: &Tensor<u32>,

@@ -21,8 +21,8 @@ const TENSOR_CORE_TILES: [(usize, (usize, usize), f32); 2] =
     [(128, (64, 64), 1.0), (64, (32, 32), 0.85)];
 /// The speed of a cube that has no other on its multiprocessor, which would compute while it waits.
 const ALONE: f32 = 0.76;
-/// What two stages for each of two cubes may cost or save beside three for one, where shared memory allows no more:
-/// only a measurement can tell.
+/// The most that two stages for each of two cubes may cost or save beside three for one, where shared memory allows no
+/// more: only a measurement can tell.
 const UNSURE: f32 = 1.06;
 /// Assumed of a device that does not say how many it has.
 const MULTIPROCESSORS: usize = 64;

@@ -10,14 +10,15 @@ use crate::{
 use super::{
     Moment, NEUTRAL_EXPONENT, StateFormat, StateTensor,
     arrays::StateArrays,
-    group::{decode_state, group_scale, load_state, write_state},
+    group::{decode_state, load_state, write_state},
+    group_scale::group_scale,
     span::{Span, first_tile, read_held, tile_stride, write_held},
     table::fill_table,
 };
 
 const UNITS: usize = 256;
 
-/// Whether four elements of a tensor can be read at once.
+/// True where four elements of a tensor can be read at once.
 pub(crate) fn is_aligned<R: Runtime>(tensor: &TensorHandle<R>) -> bool {
     let offset = tensor.handle.offset_start.unwrap_or_default() as usize;
     offset % (4 * tensor.dtype.size()) == 0
@@ -57,8 +58,13 @@ fn fill<R: Runtime>(client: &ComputeClient<R>, out: &TensorHandle<R>, value: u8)
     }
 }
 
-/// Compresses `x` into `state`, which has this format.
-pub(super) fn quantize<R: Runtime>(
+/// Compresses `x` into `state`.
+///
+/// # Safety
+///
+/// `state` was allocated in this format for as many elements as `x` has, which is f32 and contiguous.
+#[allow(unsafe_code)]
+pub(super) unsafe fn quantize<R: Runtime>(
     client: &ComputeClient<R>,
     x: &TensorHandle<R>,
     state: &StateTensor<R>,
@@ -67,8 +73,7 @@ pub(super) fn quantize<R: Runtime>(
     let len = state.len();
     let span = Span::new(client, "quantize_state", &[Some(format)])?;
     for stretch in span.launches(len, is_aligned(x) && is_aligned(&state.values)) {
-        // SAFETY: every access is guarded by `len`, the number of elements of both tensors.
-        #[allow(unsafe_code)]
+        // SAFETY: every access is guarded by `len`, by the caller's promise the number of elements of both tensors.
         unsafe {
             quantize_kernel::launch_unchecked::<R>(
                 client,
@@ -91,7 +96,12 @@ pub(super) fn quantize<R: Runtime>(
 }
 
 /// Decompresses `state` into `out`.
-pub(super) fn dequantize<R: Runtime>(
+///
+/// # Safety
+///
+/// `state` was checked by [`StateTensor::check`]; `out` is f32, contiguous, and has as many elements.
+#[allow(unsafe_code)]
+pub(super) unsafe fn dequantize<R: Runtime>(
     client: &ComputeClient<R>,
     state: &StateTensor<R>,
     out: &TensorHandle<R>,
@@ -99,8 +109,7 @@ pub(super) fn dequantize<R: Runtime>(
     let len = state.len();
     let span = Span::new(client, "dequantize_state", &[state.format])?;
     for stretch in span.launches(len, is_aligned(&state.values) && is_aligned(out)) {
-        // SAFETY: every access is guarded by `len`, the number of elements of both tensors.
-        #[allow(unsafe_code)]
+        // SAFETY: every access is guarded by `len`, by the caller's promise the number of elements of both tensors.
         unsafe {
             dequantize_kernel::launch_unchecked::<R>(
                 client,

@@ -39,7 +39,7 @@ pub(crate) struct Span {
     pub tiles: u32,
     /// Units of a plane, where lanes exchange values without shared memory.
     pub plane: Option<usize>,
-    /// Whether all tiles of a launch lie in the tensor as a whole, so that no access needs a guard.
+    /// True where all tiles of a launch lie in the tensor as a whole, so that no access needs a guard.
     pub whole: bool,
     /// Elements that a kernel reads and writes at once: 4, or 1.
     pub width: usize,
@@ -186,7 +186,7 @@ pub(crate) fn quad_start(start: u32, len: u32, index: u32, #[comptime] span: Spa
     element
 }
 
-/// Whether an element that [`quad_start`] gave, or one behind it, exists: known to the compiler where all of them do.
+/// True where an element that [`quad_start`] gave, or one behind it, exists: known to the compiler where all do.
 #[cube]
 pub(crate) fn exists(element: u32, len: u32, #[comptime] span: Span) -> bool {
     if comptime!(span.whole && span.lanes * span.quads * 4 == span.run) {

@@ -1,4 +1,4 @@
-//! What a cube looks up in shared memory instead of computing it for each element.
+//! Tables in shared memory, in which a cube looks up numbers instead of computing them for each element.
 //!
 //! | entries | of | hold |
 //! | --- | --- | --- |
@@ -21,7 +21,7 @@ use crate::{
 
 use super::{
     Encoding, Moment, StateFormat,
-    group::{magnitude, sign_bit},
+    code::{magnitude, sign_bit},
     span::UNITS,
 };
 
@@ -30,7 +30,7 @@ const CODES: usize = 256;
 /// is a little less.
 pub(super) const LOG2_ZERO: f32 = -1e30;
 
-/// Whether a format has a table, the same for both moments.
+/// True where a format has a table, the same for both moments.
 pub(super) fn is_needed(format: Option<StateFormat>) -> bool {
     format.is_some_and(|format| format.expand || format.encoding == Encoding::DynamicExponent)
 }

@@ -53,7 +53,12 @@ pub(super) fn run_encoding<R: Runtime>(
 }
 
 /// Encodes by the inverse scales of regions, f32 `[batch, scale_rows, scale_cols]`.
-pub(super) fn by_regions<R: Runtime>(
+///
+/// # Safety
+///
+/// `output` was allocated for `input`, which is not empty, and the other tensors are as said.
+#[allow(unsafe_code)]
+pub(super) unsafe fn by_regions<R: Runtime>(
     client: &ComputeClient<R>,
     input: &Input<R>,
     inverses: &TensorHandle<R>,
@@ -66,19 +71,26 @@ pub(super) fn by_regions<R: Runtime>(
         | Granularity::Token
         | Granularity::Tensor => Inverses::OfRuns,
     };
-    launch(client, input, source, inverses, None, output);
+    // SAFETY: the caller's promise is that of this function.
+    unsafe { launch(client, input, source, inverses, None, output) }
 }
 
 /// Encodes by the inverse of a scale that was given, f32 `[1]`, and writes the largest magnitude of each tile, f32
 /// `[tiles]`.
-pub(super) fn by_given<R: Runtime>(
+///
+/// # Safety
+///
+/// `output` was allocated for `input`, which is not empty, and the other tensors are as said.
+#[allow(unsafe_code)]
+pub(super) unsafe fn by_given<R: Runtime>(
     client: &ComputeClient<R>,
     input: &Input<R>,
     scale: &TensorHandle<R>,
     maxima: &TensorHandle<R>,
     output: &Quantized<R>,
 ) {
-    launch(client, input, Inverses::Given, scale, Some(maxima), output);
+    // SAFETY: the caller's promise is that of this function.
+    unsafe { launch(client, input, Inverses::Given, scale, Some(maxima), output) }
 }
 
 /// Tiles of the matrices of a view.
@@ -86,7 +98,11 @@ pub(super) fn tiles(view: &MatrixView) -> usize {
     Tile::SQUARE.count(view)
 }
 
-fn launch<R: Runtime>(
+/// # Safety
+///
+/// `output` was allocated for `input`, which is not empty; `inverses` are what the source says, `maxima` f32 `[tiles]`.
+#[allow(unsafe_code)]
+unsafe fn launch<R: Runtime>(
     client: &ComputeClient<R>,
     input: &Input<R>,
     source: Inverses,
@@ -108,8 +124,8 @@ fn launch<R: Runtime>(
         read: run_read_width(x, view),
     };
     let (scale_rows, scale_cols) = spec.granularity.scale_block(view.shape);
-    // SAFETY: every access is guarded by the shapes in `geometry`, for which the outputs were allocated.
-    #[allow(unsafe_code)]
+    // SAFETY: every access is guarded by the shapes in `geometry`, for which by the caller's promise the outputs were
+    // allocated.
     unsafe {
         encode_kernel::launch_unchecked::<R>(
             client,

@@ -45,7 +45,13 @@ pub(super) fn reads_once(group: usize, spec: &QuantizeSpec) -> bool {
         && (!spec.layout.transposed() || Tile::of_groups(group).rows >= RUN)
 }
 
-pub(super) fn launch<R: Runtime>(
+/// Quantizes in groups of `group` neighbours.
+///
+/// # Safety
+///
+/// `output` was allocated for `input`, which is not empty.
+#[allow(unsafe_code)]
+pub(super) unsafe fn launch<R: Runtime>(
     client: &ComputeClient<R>,
     input: &Input<R>,
     group: usize,
@@ -65,8 +71,8 @@ pub(super) fn launch<R: Runtime>(
         scale: spec.scale,
         read: run_read_width(x, view),
     };
-    // SAFETY: every access is guarded by the shapes in `geometry`, for which the outputs were allocated.
-    #[allow(unsafe_code)]
+    // SAFETY: every access is guarded by the shapes in `geometry`, for which by the caller's promise the outputs were
+    // allocated.
     unsafe {
         quantize_group_kernel::launch_unchecked::<R>(
             client,

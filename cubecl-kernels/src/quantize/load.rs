@@ -45,8 +45,8 @@ pub(super) fn quad_position(geometry: &MatrixGeometry) -> QuadPosition {
     }
 }
 
-/// The codes of four neighbours of a row, from column `col`, a multiple of 4. The strides of `geometry` are those of the
-/// stored elements; `width` of them are read at once where one holds one code. Bits above a code may be anything.
+/// The codes of four neighbours of a row, from column `col`, a multiple of 4. The strides of `geometry` are those of
+/// the stored elements; `width` of them are read at once where one holds one code. Bits above a code may be anything.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 pub(super) fn load_codes<V: Numeric, N: Size>(

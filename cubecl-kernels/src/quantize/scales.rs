@@ -13,7 +13,12 @@ const UNITS: usize = 256;
 
 /// Writes the scales of regions, and where there are some the tensor scales, from the maxima of the regions, f32
 /// `[batch, scale_rows, scale_cols]`. Gives back the inverse scales in the place of the maxima.
-pub(super) fn launch<R: Runtime>(
+///
+/// # Safety
+///
+/// The maxima are those of the matrices that `output` was allocated for, which are not empty.
+#[allow(unsafe_code)]
+pub(super) unsafe fn launch<R: Runtime>(
     client: &ComputeClient<R>,
     maxima: TensorHandle<R>,
     output: &Quantized<R>,
@@ -25,8 +30,7 @@ pub(super) fn launch<R: Runtime>(
     let regions = maxima.shape().iter().product::<usize>();
     let optional =
         |tensor: Option<&TensorHandle<R>>| array(or_unused(tensor, &maxima, storage::<f32>()));
-    // SAFETY: the kernel guards its index with the number of regions.
-    #[allow(unsafe_code)]
+    // SAFETY: the kernel guards its index with the number of regions, by the caller's promise that of the scales.
     unsafe {
         scales_kernel::launch_unchecked::<R>(
             client,

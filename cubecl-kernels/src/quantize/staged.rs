@@ -25,7 +25,7 @@ pub(crate) struct StagedTile {
     pub units: usize,
     /// Bytes written at once to the transposed matrix: 16, 4 or 1.
     pub write: usize,
-    /// Whether no tile reaches over the edge of a matrix.
+    /// True where no tile reaches over the edge of a matrix.
     pub inside: bool,
 }
 

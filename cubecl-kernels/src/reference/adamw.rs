@@ -13,7 +13,7 @@ use crate::{
 
 use super::optimizer_state::{dequantize_groups, quantize_group, quantize_group_dithered};
 
-/// What is the same for all elements of a step.
+/// The numbers that are the same for all elements of a step.
 ///
 /// The order of operations is that of Burn's AdamW, so that FP32 moments give its parameters to the bit.
 #[derive(Debug, Clone, Copy, PartialEq)]

@@ -14,7 +14,7 @@ use crate::{
     scale::MIN_ABSMAX,
 };
 
-/// What a group's codes are multiplied and raised by.
+/// The scale and the power of a group's codes.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct GroupScale {
     /// `largest magnitude / largest number`; with expansion the largest magnitude. 0 for a group of zeros, NaN for one

@@ -1,4 +1,4 @@
-//! `stochastic.cu` on a CPU, as its launches set its knobs and numbers, against the reference to the bit.
+//! `whole_tiles.cu` on a CPU, as its launches set its knobs and numbers, against the reference to the bit.
 //!
 //! The machine's C++ compiler compiles it together with `emulator.cpp`, which has what the kernel uses of CUDA. Its
 //! sanitizers look for what the numbers need not show: races of the threads, and accesses outside of the buffers.
@@ -136,7 +136,7 @@ fn source_of(float: StorageType, operand: Operand, key: StochasticKey) -> Source
     });
     assert_eq!(sources.len(), 1);
     let source = sources.remove(0);
-    assert_eq!(source.name, "quantize_stochastic");
+    assert_eq!(source.name, "quantize_whole_tiles");
     source
 }
 

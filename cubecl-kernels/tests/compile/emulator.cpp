@@ -1,4 +1,4 @@
-// Runs the kernel of stochastic.cu on a CPU: the threads of a block are threads, blocks run one after the other.
+// Runs the kernel of whole_tiles.cu on a CPU: the threads of a block are threads, blocks run one after the other.
 //
 //   emulator IN OUT
 //
@@ -138,9 +138,9 @@ int main(int, char **arguments) {
     gridDim = {(uint32_t)grid[0], (uint32_t)grid[1], (uint32_t)grid[2]};
     const auto run = [&](uint32_t thread) {
         threadIdx = {thread, 0, 0};
-        quantize_stochastic(buffer<u8>(buffers, 0), buffer<u8>(buffers, 1), buffer<u8>(buffers, 2),
-                            buffer<float>(buffers, 3), buffer<u8>(buffers, 4), buffer<float>(buffers, 5),
-                            buffer<u32>(buffers, 6), buffer<float>(buffers, 7), buffer<int>(buffers, 8), numbers);
+        quantize_whole_tiles(buffer<u8>(buffers, 0), buffer<u8>(buffers, 1), buffer<u8>(buffers, 2),
+                             buffer<float>(buffers, 3), buffer<u8>(buffers, 4), buffer<float>(buffers, 5),
+                             buffer<u32>(buffers, 6), buffer<float>(buffers, 7), buffer<int>(buffers, 8), numbers);
     };
     for (blockIdx.z = 0; blockIdx.z < gridDim.z; blockIdx.z++)
         for (blockIdx.y = 0; blockIdx.y < gridDim.y; blockIdx.y++)

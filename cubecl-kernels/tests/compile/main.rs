@@ -52,7 +52,7 @@ fn tensor(client: &Client, shape: &[usize], dtype: StorageType) -> Tensor {
     TensorHandle::new_contiguous(shape.to_vec(), client.empty(bytes), dtype)
 }
 
-/// What a kernel depends on.
+/// All that a kernel depends on.
 #[derive(Clone, Copy)]
 struct Case {
     block: usize,
@@ -283,7 +283,7 @@ fn quantize_sources(architecture: u16) -> Vec<Source> {
             }
         }
     });
-    sources.retain(|source| source.name == "quantize_stochastic");
+    sources.retain(|source| source.name == "quantize_whole_tiles");
     let texts: BTreeSet<&str> = sources.iter().map(|source| source.code.as_str()).collect();
     let floats = if matches!(architecture, 89 | 120) {
         2
@@ -358,7 +358,7 @@ fn number_sources(architecture: u16) -> Vec<Source> {
     sources.into_values().collect()
 }
 
-/// What a training step quantizes in blocks: X with and without fallback, and a gradient.
+/// Quantizes in blocks as a training step does: X with and without fallback, and a gradient.
 fn quantize_both(client: &Client, x: &Tensor, block: usize, layout: Layout) {
     let key = StochasticKey { seed: 1, stream: 2 };
     let thresholds = tensor(client, &[1], dtype::<f32>());
@@ -492,7 +492,7 @@ fn hopper_sources_leave_memory_for_what_they_declare(
     }
 }
 
-/// What is on other architectures must not be taken for Hopper.
+/// Features of other architectures must not be taken for Hopper.
 #[rstest]
 fn no_hopper_source_elsewhere(#[values(80, 89, 100, 120)] architecture: u16) {
     let sources = sources_of(architecture, |client| {
@@ -500,6 +500,36 @@ fn no_hopper_source_elsewhere(#[values(80, 89, 100, 120)] architecture: u16) {
     });
     assert!(sources.iter().all(|source| source.name != "gemm_hopper"));
     assert!(!sources.is_empty());
+}
+
+/// A scale of a block that is deeper than K leaves the sum, but is no scale of a row: only such ones, and those of a
+/// whole matrix, take the way over blocks of 128.
+#[rstest]
+#[case::deep_blocks((64, 64), 98, false)]
+#[case::blocks_of_128((128, 128), 98, false)]
+#[case::one_block((64, 64), 50, true)]
+#[case::rows((1, 4), 98, true)]
+#[case::matrix((98, 4), 98, true)]
+fn scales_of_rows_and_matrices_go_over_blocks(
+    #[case] (rows_per_scale, depth_per_scale): (usize, usize),
+    #[case] rows: usize,
+    #[case] over_blocks: bool,
+) {
+    const K: usize = 4;
+    let sources = sources_of(90, |client| {
+        let scales = [rows.div_ceil(rows_per_scale), K.div_ceil(depth_per_scale)];
+        let operand = GemmOperand {
+            values: tensor(client, &[rows, K], dtype::<i8>()),
+            scales: tensor(client, &scales, dtype::<f32>()),
+            rows_per_scale,
+            depth_per_scale,
+        };
+        let out = dtype::<f32>();
+        gemm(client, &operand, &operand, None, None, out, Strategy::Auto).expect("a kernel");
+    });
+    let made = sources.iter().any(|source| source.name.contains("scales"));
+    let names: Vec<&str> = sources.iter().map(|source| source.name.as_str()).collect();
+    assert_eq!(made, over_blocks, "{names:?}");
 }
 
 /// The widest tiles, but where narrower ones keep more of the 108 multiprocessors busy: without a measurement.

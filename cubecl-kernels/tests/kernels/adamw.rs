@@ -297,7 +297,7 @@ fn stochastic_rounding_of_moments_is_unbiased() {
     }
 }
 
-/// What rounding does to AdamW in the long run: gradients that are noise of a fixed deviation for each element,
+/// The effect of rounding on AdamW in the long run: gradients that are noise of a fixed deviation for each element,
 /// deviations spread over an order of magnitude, and a drop of all of them to a tenth half way, as in training. Beside
 /// FP32's, the second moment and the size of the update after the drop.
 #[test]
@@ -566,8 +566,8 @@ mod on_device {
         kernels_equal_the_reference(&[(Some(format), Some(format))], &[1100 * 1024 + 5], None);
     }
 
-    /// What a cube does with several tiles, each of 2048 elements, is what cubes of one tile do: the tensor has more
-    /// tiles than cubes, its halves have not.
+    /// A cube of several tiles, each of 2048 elements, does the same as cubes of one tile: the tensor has more tiles
+    /// than cubes, its halves have not.
     #[test]
     fn many_tiles_are_as_one() {
         let (client, mut random) = (client(), Random::fresh());

@@ -85,7 +85,7 @@ pub fn check(
         .map(|&f| f == 1)
         .collect();
     assert_eq!(flags, expected.flags, "flags");
-    // What did not fall back is undefined.
+    // The residual of a block that did not fall back is undefined.
     let mut values = read_i8(client, &residual.values);
     for (index, value) in values.iter_mut().enumerate() {
         let (row, col) = (index / shape.cols, index % shape.cols);

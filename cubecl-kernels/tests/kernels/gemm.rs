@@ -4,7 +4,7 @@ use cubecl::{ir::StorageType, std::tensor::TensorHandle};
 use cubecl_kernels::{
     KernelError,
     fallback::quantize_fallback,
-    gemm::{GemmOperand, GemmProblem, Strategy, candidates, gemm, select},
+    gemm::{GemmOperand, GemmProblem, Strategy, candidates, gemm, gemm_rowwise, select},
     granularity::Granularity,
     layout::Layout,
     quantize::{QuantizeSpec, Quantized, quantize},
@@ -201,6 +201,100 @@ fn other_granularities(#[case] of_a: Granularity, #[case] of_b: Granularity) {
         dtype::<f32>(),
         "product",
     );
+}
+
+/// Scales that cover all of K through the kernels for square blocks, with each that the device has.
+#[rstest]
+#[case(Granularity::Token, Granularity::Token)]
+#[case(Granularity::Tensor, Granularity::Token)]
+#[case(Granularity::Token, Granularity::Tensor)]
+#[case(Granularity::Tensor, Granularity::Tensor)]
+fn scales_of_rows_and_matrices_in_blocks(#[case] of_a: Granularity, #[case] of_b: Granularity) {
+    let (client, mut random) = (client(), Random::fresh());
+    for strategy in strategies(&client, 128) {
+        for (batch, shared, m, n, k) in [
+            (1, true, 1, 1, 1),
+            (1, true, 130, 259, 300),
+            (2, true, 70, 81, 128),
+            (3, false, 33, 142, 513),
+            (1, true, 5, 3, 0),
+        ] {
+            // The kernel for Hopper has no empty sums; `Strategy::Auto` takes another one.
+            if k == 0 && strategy == Strategy::Hopper {
+                continue;
+            }
+            let a_shape = MatrixShape::batched(batch, m, k);
+            let b_shape = MatrixShape::batched(if shared { 1 } else { batch }, n, k);
+            let mut a = random.with_outliers(a_shape.num_elements());
+            let b = random.with_outliers(b_shape.num_elements());
+            if k > 0 {
+                a[..k].fill(0.0);
+            }
+            let bias: Vec<f32> = (0..n).map(|_| 10.0 * random.normal()).collect();
+            let expected = reference::gemm(
+                &reference_of(&a, a_shape, of_a),
+                &reference_of(&b, b_shape, of_b),
+                None,
+                Some(&bias),
+            );
+            let operand = |x: &[f32], shape, granularity| {
+                let quantized = quantized(&client, &matrix(&client, x, shape), granularity);
+                quantized.operand().expect("a row-major copy")
+            };
+            let (a, b) = (operand(&a, a_shape, of_a), operand(&b, b_shape, of_b));
+            let bias = upload(&client, &bias, &[n], dtype::<f32>());
+            for float in float_types(&client) {
+                let out = gemm_rowwise(&client, &a, &b, Some(&bias), float, strategy)
+                    .expect("operands that fit");
+                assert_close(
+                    &read_float(&client, &out),
+                    &expected,
+                    float,
+                    &format!("{strategy:?} {batch} x {m} x {n} x {k} to {float}"),
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn a_row_with_a_nan_makes_nan_of_that_row_alone() {
+    let client = client();
+    let (m, n, k) = (70, 9, 130);
+    let mut x = vec![1.0; m * k];
+    x[40 * k + 3] = f32::NAN;
+    let of_rows = |x: &[f32], rows| {
+        let x = matrix(&client, x, MatrixShape::new(rows, k));
+        let quantized = quantized(&client, &x, Granularity::Token);
+        quantized.operand().expect("a row-major copy")
+    };
+    let (a, b) = (of_rows(&x, m), of_rows(&vec![1.0; n * k], n));
+    for strategy in strategies(&client, 128) {
+        let out = gemm_rowwise(&client, &a, &b, None, dtype::<f32>(), strategy)
+            .expect("operands that fit");
+        for (index, value) in read_float(&client, &out).into_iter().enumerate() {
+            assert_eq!(value.is_nan(), index / n == 40, "{strategy:?}: {index}");
+        }
+    }
+}
+
+#[test]
+fn rowwise_products_refuse_scales_of_parts_of_a_row() {
+    let client = client();
+    let operand = |granularity| {
+        let x = matrix(&client, &[1.0; 64 * 200], MatrixShape::new(64, 200));
+        let quantized = quantized(&client, &x, granularity);
+        quantized.operand().expect("a row-major copy")
+    };
+    let rows = operand(Granularity::Token);
+    for other in [Granularity::Group(128), Granularity::Block(32)] {
+        let other = operand(other);
+        for (a, b) in [(&rows, &other), (&other, &rows)] {
+            let error = gemm_rowwise(&client, a, b, None, dtype::<f32>(), Strategy::Portable)
+                .expect_err("a scale for a part of a row");
+            assert!(matches!(error, KernelError::Unsupported { .. }), "{error}");
+        }
+    }
 }
 
 /// INT32 overflows past K = 133,144 when all values are extreme.

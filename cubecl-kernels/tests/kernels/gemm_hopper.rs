@@ -37,7 +37,7 @@ fn problem(batch: usize, m: usize, n: usize, k: usize) -> GemmProblem {
     }
 }
 
-/// Whether the device has the kernel; named in the output where it has not.
+/// True where the device has the kernel; named in the output where it has not.
 fn has_hopper(client: &Client) -> bool {
     match select(client, &problem(1, 1, 1, 1), Strategy::Hopper) {
         Ok(blueprint) => {
@@ -90,8 +90,8 @@ fn with_fallback(
     (operand, quantized.residual)
 }
 
-/// What the kernel is specified to compute, to the bit: exact products of blocks, times the product of their scales,
-/// added in FP32 with one rounding each, in ascending order of K, a residual right after its base.
+/// The numbers that the kernel is specified to compute, to the bit: exact products of blocks, times the product of
+/// their scales, added in FP32 with one rounding each, in ascending order of K, a residual right after its base.
 struct Reference<'a> {
     k: usize,
     a: Side<'a>,
@@ -633,7 +633,7 @@ fn float_nan() {
     }
 }
 
-/// What the float kernel cannot read, or was not meant for, is told.
+/// The float kernel refuses operands that it cannot read, or was not meant for, and says which.
 #[test]
 fn float_rejects() {
     let client = client();

@@ -207,7 +207,8 @@ fn whole_tiles_of_an_expanded_batch() {
     check(&client, &input, &x.repeat(2), shape, 128, None);
 }
 
-/// What the forward product reads is free before the backward pass only if it lies apart from the saved copy.
+/// The memory of the forward product's operand is free before the backward pass only if it lies apart from the saved
+/// copy.
 #[test]
 fn tensors_of_one_lifetime_share_an_allocation() {
     let (client, mut random) = (client(), Random::fresh());

@@ -53,7 +53,7 @@ pub fn moment_values(
         .collect()
 }
 
-/// What a moment is made of: groups of many spreads and magnitudes, of zeros, of one value, and not finite.
+/// A moment of assorted groups: of many spreads and magnitudes, of zeros, of one value, and not finite.
 fn assorted(random: &mut Random, count: usize, group: usize, moment: Moment) -> Vec<f32> {
     let mut x = Vec::with_capacity(count);
     while x.len() < count {
@@ -414,7 +414,7 @@ fn order_and_signs() {
     }
 }
 
-/// What a state dequantizes to quantizes to the same codes, and the same values up to rounding. Two exceptions follow
+/// The values of a state quantize to the same codes, and these to the same values up to rounding. Two exceptions follow
 /// from the formats: the dynamic exponent has no -1, so a group whose largest magnitude is negative shrinks by 0.7% and
 /// the others move against the new scale; and with expansion the smallest magnitude may have moved, so that the group
 /// gets another `k`. With the old `k` the codes stay; with the new one the values stay within the error of one

@@ -187,8 +187,8 @@ fn int10_equals_the_reference(#[case] granularity: Granularity) {
 /// Every number with every kind of scale and every granularity.
 ///
 /// Kernels compile slowly on software, so not every rounding and layout meets each of these. They go round: each number
-/// has each pair of them, and each granularity has all of them among the numbers. One shape has odd rows and columns, the
-/// other whole runs.
+/// has each pair of them, and each granularity has all of them among the numbers. One shape has odd rows and columns,
+/// the other whole runs.
 #[rstest]
 fn every_number_equals_the_reference(
     #[values(0, 1, 2, 3, 4, 5)] number: usize,

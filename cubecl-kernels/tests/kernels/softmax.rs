@@ -150,7 +150,7 @@ fn rows_without_a_visible_score_are_zero_and_nan_is_kept() {
     assert_eq!(p[12..16], [0.0, 1.0, 0.0, 0.0]);
     assert_eq!(p[16..], [0.5, 0.0, 0.5, 0.0]);
 
-    // What lies behind the causal mask does not count, in the scores or in the gradient.
+    // Numbers behind the causal mask do not count, in the scores or in the gradient.
     let hidden = [1.0, f32::NAN, infinity, 1.0];
     let attention = AttentionScores {
         scale: 1.0,

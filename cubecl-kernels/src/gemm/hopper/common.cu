@@ -1,4 +1,4 @@
-// What the Hopper kernels share: barriers, copies, the order of tiles, and the output. See gemm.cu.
+// The common part of the Hopper kernels: barriers, copies, the order of tiles, and the output. See gemm.cu.
 //
 // Knobs, defined in front of this text:
 //   TILE_N     columns of an output tile (its rows are 128)
@@ -9,7 +9,7 @@
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
-// What cuTensorMapEncodeTiled fills; passed by value, and only its address is used.
+// The structure that cuTensorMapEncodeTiled fills; passed by value, and only its address is used.
 struct alignas(64) TensorMap {
     u64 words[16];
 };

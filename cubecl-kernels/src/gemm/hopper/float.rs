@@ -6,16 +6,17 @@
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
 use crate::{
-    cuda_source::{CudaSource, float_knob, launch_source},
+    cuda::{
+        numbers::numbers,
+        source::{CudaSource, float_knob, launch_source},
+        tensor_map::{STRIDE_BYTES, TmaView},
+    },
     device::{check_dtype, check_float, empty, or_unused, storage},
     error::KernelError,
     gemm::{blueprint::HopperBlueprint, check_bias},
 };
 
-use super::{
-    UNITS, is_supported,
-    tensor_map::{STRIDE_BYTES, TmaView},
-};
+use super::{UNITS, is_supported};
 
 const OPERATION: &str = "gemm_float";
 const ELEMENT_BYTES: usize = 2;
@@ -26,12 +27,12 @@ const WHOLE_TILE: usize = 256;
 /// Widths of tiles and their speeds beside one another.
 const SPEEDS: [(usize, f32); 2] = [(256, 1.0), (128, 0.8)];
 
-/// Whether [`gemm_float`] has a kernel for the device: CUDA's architecture sm_90, no other.
+/// True where [`gemm_float`] has a kernel for the device: CUDA's architecture sm_90, no other.
 pub fn has_gemm_float<R: Runtime>(client: &ComputeClient<R>) -> bool {
     is_supported(client)
 }
 
-/// Whether [`gemm_float`] can read an operand `[.., rows, cols]` on this device as it lies in memory: one of bf16 or
+/// True where [`gemm_float`] can read an operand `[.., rows, cols]` on this device as it lies in memory: one of bf16 or
 /// f16 with strides that its description allows.
 pub fn gemm_float_reads<R: Runtime>(client: &ComputeClient<R>, operand: &TensorHandle<R>) -> bool {
     let fits = |matrices| Operand::new("the operand", operand, &matrices).is_ok();
@@ -132,7 +133,7 @@ impl Dimension {
         if self.stride == 0 { 1 } else { self.extent }
     }
 
-    /// Whether its elements follow one another in memory.
+    /// True where its elements follow one another in memory.
     fn is_dense(&self) -> bool {
         self.extent <= 1 || self.stride == 1
     }
@@ -182,7 +183,7 @@ impl Matrices {
         )
     }
 
-    /// Whether neighbours in memory are neighbours in a row, and no two elements share a place.
+    /// True where neighbours in memory are neighbours in a row, and no two elements share a place.
     fn can_be_written(&self) -> bool {
         let mut dimensions = [self.outer, self.inner, self.rows];
         dimensions.sort_by_key(|dimension| dimension.stride);
@@ -265,43 +266,48 @@ impl<'a, R: Runtime> Product<'a, R> {
         }
         let [wide, narrow] = HopperBlueprint::all(client, outer * inner, m, n, WHOLE_TILE, SPEEDS);
         let (blueprint, _) = if narrow.1 <= wide.1 { narrow } else { wide };
-        let is_many = |dimension: Dimension| usize::from(dimension.in_memory() > 1);
-        let numbers = [
-            outer,
-            inner,
-            m,
-            n,
-            k,
-            is_many(a.matrices.outer),
-            is_many(a.matrices.inner),
-            is_many(b.matrices.outer),
-            is_many(b.matrices.inner),
-            to.outer.stride,
-            to.inner.stride,
-            to.rows.stride,
-        ];
-        launch_source(
-            client,
-            FloatSource {
-                blueprint,
-                dtype: a.tensor.dtype,
-                along_rows: (a.along_rows, b.along_rows),
-                bias: self.bias.is_some(),
-                out_dtype: out.dtype,
-            },
-            blueprint.cube_count(),
-            vec![
-                a.view(HopperBlueprint::TILE_M).bind(a.tensor),
-                b.view(blueprint.tile_n).bind(b.tensor),
-            ],
-            vec![
-                or_unused(self.bias, out, storage::<f32>()),
-                out.clone(),
-                a.tensor.clone(),
-                b.tensor.clone(),
-            ],
-            numbers.map(|number| number as u64).to_vec(),
-        );
+        let is_many = |dimension: Dimension| u64::from(dimension.in_memory() > 1);
+        let numbers = FloatNumbers {
+            outer: outer as u64,
+            inner: inner as u64,
+            m: m as u64,
+            n: n as u64,
+            k: k as u64,
+            a_outer: is_many(a.matrices.outer),
+            a_inner: is_many(a.matrices.inner),
+            b_outer: is_many(b.matrices.outer),
+            b_inner: is_many(b.matrices.inner),
+            outer_stride: to.outer.stride as u64,
+            inner_stride: to.inner.stride as u64,
+            row_stride: to.rows.stride as u64,
+        };
+        // SAFETY: `Product::new` checked the operands and the bias, and the output has their product's shape; the
+        // kernel guards its writes and its reads of the bias with the numbers.
+        #[allow(unsafe_code)]
+        unsafe {
+            launch_source(
+                client,
+                FloatSource {
+                    blueprint,
+                    dtype: a.tensor.dtype,
+                    along_rows: (a.along_rows, b.along_rows),
+                    bias: self.bias.is_some(),
+                    out_dtype: out.dtype,
+                },
+                blueprint.cube_count(),
+                vec![
+                    a.view(HopperBlueprint::TILE_M).bind(a.tensor),
+                    b.view(blueprint.tile_n).bind(b.tensor),
+                ],
+                vec![
+                    or_unused(self.bias, out, storage::<f32>()),
+                    out.clone(),
+                    a.tensor.clone(),
+                    b.tensor.clone(),
+                ],
+                &numbers,
+            );
+        }
     }
 }
 
@@ -309,7 +315,7 @@ impl<'a, R: Runtime> Product<'a, R> {
 struct Operand<'a, R: Runtime> {
     tensor: &'a TensorHandle<R>,
     matrices: Matrices,
-    /// Whether neighbours in memory are neighbours along M or N, not along K.
+    /// True where neighbours in memory are neighbours along M or N, not along K.
     along_rows: bool,
 }
 
@@ -361,7 +367,7 @@ impl<'a, R: Runtime> Operand<'a, R> {
         }
     }
 
-    /// What TMA sees, in boxes for tiles of `tile` rows.
+    /// The matrices as TMA sees them, in boxes for tiles of `tile` rows.
     fn view(&self, tile: usize) -> TmaView<4> {
         let Matrices {
             outer,
@@ -393,6 +399,27 @@ impl<'a, R: Runtime> Operand<'a, R> {
     }
 }
 
+numbers! {
+    /// The numbers of `hopper/gemm_float.cu`.
+    struct FloatNumbers {
+        /// Matrices of C: `outer` times `inner` of them.
+        outer: u64,
+        inner: u64,
+        m: u64,
+        n: u64,
+        k: u64,
+        /// 1 where an operand has as many matrices in the dimension, 0 where one serves all of C.
+        a_outer: u64,
+        a_inner: u64,
+        b_outer: u64,
+        b_inner: u64,
+        /// Elements of C from a matrix to the next in each dimension, and from a row to the next.
+        outer_stride: u64,
+        inner_stride: u64,
+        row_stride: u64,
+    }
+}
+
 /// `hopper/gemm_float.cu`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct FloatSource {
@@ -404,6 +431,8 @@ struct FloatSource {
 }
 
 impl CudaSource for FloatSource {
+    type Numbers = FloatNumbers;
+
     const TEXT: &'static str = concat!(include_str!("common.cu"), include_str!("gemm_float.cu"));
     const ENTRY_POINT: &'static str = "gemm_float_hopper";
     const UNITS: u32 = UNITS;

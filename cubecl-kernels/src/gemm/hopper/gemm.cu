@@ -5,6 +5,7 @@
 //   STAGES     stages of the ring in shared memory
 //   FALLBACK   1: blocks of A whose flag is set add the product of their residual
 //   BIAS, OUT_F32, OUT_F16 or OUT_BF16   see common.cu, which comes before this text
+// and the structure Numbers, which hopper.rs describes.
 //
 // A block has three warpgroups (128 threads each) and works on one output tile after the other:
 //
@@ -21,14 +22,6 @@
 // slower.)
 //
 // Narrow tiles are for outputs that have few: hopper.rs has their speeds.
-
-// The launcher's numbers, in its order. Strides are in elements; those of a batch of one are 0.
-struct Numbers {
-    u64 batch, m, n, k;
-    u64 a_scale_batch, a_scale_row, a_scale_depth, unused_a;
-    u64 b_scale_batch, b_scale_row, b_scale_depth, unused_b;
-    u64 b_batched, unused[3];
-};
 
 #define DEPTH 128
 #define CHUNK 64
@@ -96,9 +89,9 @@ __device__ __forceinline__ void multiply_chunk(int *products, const u32 (*fragme
     products_commit();
 }
 
-// What the producer says of a stage: the products of the scales for the tile's first and second block of columns, the
-// one for the second of three chunks, and whether the stage is the tile's last. Every other tile of 192 columns begins
-// in the middle of a block, so that its second chunk lies in the second block.
+// The producer's note on a stage: the products of the scales for the tile's first and second block of columns, the one
+// for the second of three chunks, and 1 for the tile's last stage. Every other tile of 192 columns begins in the middle
+// of a block, so that its second chunk lies in the second block.
 struct __align__(16) Note {
     float first, second, middle, is_end;
 };
@@ -118,13 +111,13 @@ __device__ __forceinline__ void add_scaled(float *sums, const int *products, flo
 
 // ---- A consumer's sums ----------------------------------------------------------------------------------------------
 
-// What a consumer reads of the ring.
+// The ring as a consumer reads it.
 struct Stages {
     u32 memory, full, empty;
     const Note *notes;
-    // What a lane gives load_matrices for the first stage and step along K. A lane addresses one row of its warp's 16,
-    // and the first or the second 16 bytes of a step. The swizzle exchanges the 16-byte chunks of a row by an exclusive
-    // or with the row's index modulo 8.
+    // The address that a lane gives load_matrices for the first stage and step along K. A lane addresses one row of
+    // its warp's 16, and the first or the second 16 bytes of a step. The swizzle exchanges the 16-byte chunks of a row
+    // by an exclusive or with the row's index modulo 8.
     u32 fragments;
 };
 

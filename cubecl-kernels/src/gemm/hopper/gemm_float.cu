@@ -7,19 +7,10 @@
 //   IN         "bf16" or "f16", the type of A and B
 //   A_ALONG_MN, B_ALONG_MN   0: neighbours in memory are neighbours along K; 1: along M or N
 //   BIAS, OUT_F32, OUT_F16 or OUT_BF16   see common.cu, which comes before this text
+// and the structure Numbers, which float.rs describes.
 //
 // A producer warp and two consumer warpgroups, as in gemm.cu. There is nothing to convert between products here: the
 // sums stay where wgmma accumulates them, and one stage's products are always queued behind another's.
-
-// The launcher's numbers, in its order.
-struct Numbers {
-    // Matrices of C: `outer` times `inner` of them.
-    u64 outer, inner, m, n, k;
-    // Whether an operand has as many in the dimension (1), or one that serves all of C (0).
-    u64 a_outer, a_inner, b_outer, b_inner;
-    // Elements of C from a matrix to the next in each dimension, and from a row to the next.
-    u64 outer_stride, inner_stride, row_stride;
-};
 
 // Elements of a stage along K: 128 bytes.
 #define DEPTH 64

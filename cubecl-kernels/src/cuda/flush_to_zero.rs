@@ -12,13 +12,13 @@
 
 use cubecl::{CompilationError, Compiler, CubeTask, prelude::*};
 
-use crate::fingerprint::fnv_1a;
+use super::fingerprint::fnv_1a;
 
 /// The functions, as CUDA source.
 const DEFINITIONS: &str = include_str!("flush_to_zero.cu");
 const FINGERPRINT: u64 = fnv_1a(DEFINITIONS);
-/// What CubeCL writes for `f32`, the only float that these kernels compute in, and what is called instead. A power of
-/// 2, which CUDA's compiler would tell from others by its constant, comes before other powers.
+/// The calls that CubeCL writes for `f32`, the only float that these kernels compute in, and those in their place. A
+/// power of 2, which CUDA's compiler would tell from others by its constant, comes before other powers.
 const CALLS: [(&str, &str); 5] = [
     ("__powf(float(2.0), ", "exp2_ftz("),
     ("__powf(", "pow_ftz("),

@@ -10,14 +10,20 @@ use cubecl::{
     std::tensor::TensorHandle,
 };
 
-use crate::{device::storage, fingerprint::fnv_1a};
+use crate::device::storage;
+
+use super::{fingerprint::fnv_1a, numbers::Numbers};
 
 /// CUDA source with its knobs set: a value of this type is one kernel.
 ///
-/// CubeCL's cache of compiled kernels knows it by the text and by the fields in their order. So the knobs and the
-/// shared memory must follow from the fields alone, and a change of how they do must come with one of the text.
+/// CubeCL's cache of compiled kernels knows it by the fields in their order and by the fingerprints of two texts: the
+/// declaration of the numbers, and the kernel's own. So the knobs and the shared memory must follow from the fields
+/// alone, and a change of how they do must come with one of the text.
 pub(crate) trait CudaSource: Debug + Copy + Eq + Hash + Send + Sync + 'static {
-    /// The text, which reads the knobs as macros.
+    /// The numbers of a launch. Their declaration comes behind the knobs.
+    type Numbers: Numbers;
+
+    /// The text, which reads the knobs as macros, and takes the structure `Numbers` as its last parameter.
     const TEXT: &'static str;
     /// The name of the kernel in the text, a function `extern "C"`.
     const ENTRY_POINT: &'static str;
@@ -31,7 +37,7 @@ pub(crate) trait CudaSource: Debug + Copy + Eq + Hash + Send + Sync + 'static {
     fn shared_memory(&self) -> usize;
 }
 
-/// What knobs call an element type, behind `IN_` or `OUT_`.
+/// The name of an element type in knobs, behind `IN_` or `OUT_`.
 pub(crate) fn float_knob(dtype: StorageType) -> &'static str {
     if dtype == storage::<f32>() {
         "F32"
@@ -42,18 +48,24 @@ pub(crate) fn float_knob(dtype: StorageType) -> &'static str {
     }
 }
 
-/// Launches a kernel with the parameters: tensor maps, a pointer for each of them, buffers, and the numbers as one
-/// structure of 64-bit integers.
+/// Launches a kernel with the parameters: tensor maps, a pointer for each of them, buffers, and the numbers.
 ///
-/// What is read through tensor maps must be among the buffers too: CubeCL waits for the streams of these only.
-pub(crate) fn launch_source<R: Runtime, S: CudaSource>(
+/// Tensors that are read through tensor maps must be among the buffers too: CubeCL waits for the streams of these only.
+///
+/// # Safety
+///
+/// For these cubes and numbers, the kernel stays inside its buffers, which have the types of its parameters. Reads
+/// through tensor maps need no care: the maps bound them.
+#[allow(unsafe_code)]
+pub(crate) unsafe fn launch_source<R: Runtime, S: CudaSource>(
     client: &ComputeClient<R>,
     source: S,
     cubes: CubeCount,
     tensor_maps: Vec<TensorMapBinding>,
     buffers: Vec<TensorHandle<R>>,
-    numbers: Vec<u64>,
+    numbers: &S::Numbers,
 ) {
+    let numbers = numbers.words();
     let static_length = numbers.len();
     let buffers = buffers.into_iter().map(|b| b.handle.binding()).collect();
     let bindings = KernelArguments::new()
@@ -61,9 +73,7 @@ pub(crate) fn launch_source<R: Runtime, S: CudaSource>(
         .with_buffers(buffers)
         // With nothing dynamic in them, the numbers travel by value.
         .with_info(MetadataBindingInfo::new(numbers, static_length));
-    // SAFETY: reads through tensor maps are bounded by them, all others and the writes by the numbers and by the cubes,
-    // to which the callers checked all shapes. Unused buffers are neither read nor written.
-    #[allow(unsafe_code)]
+    // SAFETY: the caller's, who answers for every access.
     unsafe {
         client.launch_unchecked(Box::new(SourceKernel(source)), cubes, bindings);
     }
@@ -75,13 +85,13 @@ struct SourceKernel<S>(S);
 
 impl<S: CudaSource> SourceKernel<S> {
     /// Compiled kernels outlive the process in CubeCL's cache: another text must have another id.
-    const FINGERPRINT: u64 = fnv_1a(S::TEXT);
+    const FINGERPRINTS: [u64; 2] = [fnv_1a(S::Numbers::DECLARATION), fnv_1a(S::TEXT)];
 }
 
 impl<S: CudaSource> KernelMetadata for SourceKernel<S> {
     fn id(&self) -> KernelId {
         KernelId::new::<Self>()
-            .info((self.0, Self::FINGERPRINT))
+            .info((self.0, Self::FINGERPRINTS))
             .cube_dim(CubeDim::new_1d(S::UNITS))
     }
 
@@ -112,7 +122,7 @@ impl<S: CudaSource, C: Compiler> CubeTask<C> for SourceKernel<S> {
         )?;
         compiled.entrypoint_name = S::ENTRY_POINT.into();
         compiled.debug_name = Some(S::ENTRY_POINT);
-        compiled.source = format!("{}\n{}", self.0.knobs(), S::TEXT);
+        compiled.source = format!("{}\n{}{}", self.0.knobs(), S::Numbers::DECLARATION, S::TEXT);
         Ok(compiled)
     }
 }
@@ -157,6 +167,13 @@ mod tests {
     use cubecl::cuda::CudaCompiler;
 
     use super::*;
+    use crate::cuda::numbers::numbers;
+
+    numbers! {
+        struct ExampleNumbers {
+            rows: u64,
+        }
+    }
 
     #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
     struct Example {
@@ -164,6 +181,8 @@ mod tests {
     }
 
     impl CudaSource for Example {
+        type Numbers = ExampleNumbers;
+
         const TEXT: &'static str = "extern \"C\" __global__ void example() {}";
         const ENTRY_POINT: &'static str = "example";
         const UNITS: u32 = 96;
@@ -194,7 +213,8 @@ mod tests {
             assert_eq!(reservation.shared_memory_size(), stages * 49_152);
             assert_eq!(compiled.cube_dim, CubeDim::new_1d(96));
             assert_eq!(compiled.entrypoint_name, "example");
-            let expected = format!("#define STAGES {stages}\n{}", Example::TEXT);
+            let declaration = ExampleNumbers::DECLARATION;
+            let expected = format!("#define STAGES {stages}\n{declaration}{}", Example::TEXT);
             assert_eq!(compiled.source, expected);
         }
     }

@@ -1,5 +1,6 @@
 // Quantizes matrices in blocks of 128 x 128, on CUDA's sm_80 and later: a row-major copy, and a transposed one that is
-// rounded stochastically. The numbers are those of the portable kernel, quantize_block_kernel in block.rs, to the bit.
+// rounded stochastically. The numbers are those of quantize_block_kernel, the portable kernel in portable.rs, to the
+// bit.
 //
 // Knobs, defined in front of this text:
 //   IN_F32, IN_F16 or IN_BF16   the type of X
@@ -7,6 +8,7 @@
 //   FALLBACK                    1: blocks above the threshold get a residual
 //   CUBES                       cubes that share a multiprocessor
 //   DRAW_EARLY                  1: random words are drawn before the rounding; 0: where they are used
+// and the structure Numbers, which whole_tiles.rs describes.
 //
 // A block of threads, or cube, quantizes one tile, which is one block of the matrix. A thread has two patches of 4 x 8
 // elements: eight neighbours share the words of a Philox counter, and four rows are one word of the transposed copy.
@@ -50,14 +52,6 @@ typedef unsigned long long u64;
 // Rows of patches of a thread, and 16-byte vectors of such a row.
 #define LINES (PATCHES * PATCH_ROWS)
 #define VECTORS (PATCH_COLS * ELEMENT_BYTES / 16)
-
-// The launcher's numbers, in its order; strides in elements.
-struct Numbers {
-    u64 rows, cols, batch_stride, row_stride, layer;
-    u32 seed[2], stream[2];
-    // The bits of 384, which the compiler must not know: logic takes one constant and a register in one instruction.
-    u64 bits_of_384;
-};
 
 // Where a thread's first patch lies: in the tile, in the batch, whose rows Philox counts, and in a row-major copy.
 struct FirstPatch {
@@ -271,7 +265,7 @@ __device__ __forceinline__ u32 stochastic_word(u32 first, u32 second, bool zeros
     return (permute(first, second, 0x7531) ^ 0x80808080u) & (zeros ? 0u : 0xffffffffu);
 }
 
-// What the nearest integer misses of a value.
+// The part of a value that its nearest integer misses.
 __device__ __forceinline__ float residual_of(float value, float nearest, float scale) {
     return __fsub_rn(value, __fmul_rn(__fsub_rn(nearest, ROUND_TO_EVEN), scale));
 }
@@ -394,8 +388,9 @@ __device__ __forceinline__ void write_transposed(u8 *transposed, const u32 *stag
 // transposed: [batch, cols, rows], scales: [batch, rows / 128, cols / 128], all dense. With FALLBACK: residual_values
 // as values, residual_scales and flags as scales, thresholds: [layers], counts: [layers, 2]; else they are not touched.
 extern "C" __global__ void __launch_bounds__(UNITS, CUBES)
-quantize_stochastic(const u8 *x, u8 *values, u8 *transposed, float *scales, u8 *residual_values, float *residual_scales,
-                    u32 *flags, const float *thresholds, int *counts, const __grid_constant__ Numbers numbers) {
+quantize_whole_tiles(const u8 *x, u8 *values, u8 *transposed, float *scales, u8 *residual_values,
+                     float *residual_scales, u32 *flags, const float *thresholds, int *counts,
+                     const __grid_constant__ Numbers numbers) {
     extern __shared__ __align__(16) u8 memory[];
     __shared__ u32 of_warps[2][UNITS / 32];
     uint4 *const held = (uint4 *)memory + threadIdx.x;

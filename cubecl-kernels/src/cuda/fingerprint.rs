@@ -1,5 +1,5 @@
-//! What tells one CUDA source from another in the ids of kernels: CubeCL's cache of compiled kernels outlives the
-//! program.
+//! Fingerprints of texts, by which the ids of kernels tell one CUDA source from another: CubeCL's cache of compiled
+//! kernels outlives the program.
 
 /// The 64-bit FNV-1a hash: one that the compiler can compute, since each launch asks for it.
 pub(crate) const fn fnv_1a(text: &str) -> u64 {

@@ -1,7 +1,7 @@
 //! The kernel of CUDA source for what a training step quantizes most: whole tiles with a transposed stochastic copy.
 //!
 //! CubeCL names no byte permutation, no maximum of pairs and none of a warp, without which the rounding takes more
-//! instructions than memory leaves time for. So this kernel is CUDA source, `stochastic.cu`, and tells there what it
+//! instructions than memory leaves time for. So this kernel is CUDA source, `whole_tiles.cu`, and tells there what it
 //! does, and why; the portable kernel beside it is its specification, and does everything else.
 //!
 //! On one NVIDIA H200, 2026-11-22, CUDA events around 200 launches, median of 9, BF16: X with a residual in each fifth
@@ -11,7 +11,10 @@
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
 use crate::{
-    cuda_source::{CudaSource, float_knob, launch_source},
+    cuda::{
+        numbers::{halves, numbers},
+        source::{CudaSource, float_knob, launch_source},
+    },
     device::{MAX_CUBES, MatrixView, read_width_up_to},
     quantize::staged::TILE,
     rounding::{STOCHASTIC_OFFSET, StochasticKey},
@@ -27,7 +30,12 @@ const RESERVED: usize = 1024;
 
 /// Does what [`launch`](super::launch) does, if this kernel can and the device has it: CUDA's sm_80 and later, which
 /// alone copy asynchronously, where two tiles fit on a multiprocessor. Says whether it did.
-pub(super) fn launch<R: Runtime>(
+///
+/// # Safety
+///
+/// As for [`launch`](super::launch).
+#[allow(unsafe_code)]
+pub(super) unsafe fn launch<R: Runtime>(
     client: &ComputeClient<R>,
     x: &TensorHandle<R>,
     view: &MatrixView,
@@ -65,33 +73,38 @@ pub(super) fn launch<R: Runtime>(
         output.scales.clone(),
     ];
     buffers.extend(fallback_buffers(fallback, x));
-    launch_source(
-        client,
-        StochasticSource {
-            dtype: x.dtype,
-            row_stochastic: row_major == Round::Stochastic,
-            fallback: fallback.is_some(),
-            cubes,
-            draw_early: shape.num_elements() <= at_once * TILE * TILE,
-        },
-        CubeCount::Static(
-            (shape.cols / TILE) as u32,
-            (shape.rows / TILE) as u32,
-            shape.batch as u32,
-        ),
-        Vec::new(),
-        buffers,
-        vec![
-            shape.rows as u64,
-            shape.cols as u64,
-            view.batch_stride as u64,
-            view.row_stride as u64,
-            fallback.map_or(0, |fallback| fallback.layer.into()),
-            key.seed,
-            key.stream,
-            STOCHASTIC_OFFSET.to_bits().into(),
-        ],
-    );
+    // SAFETY: the cubes are the tiles of the input, none of which reaches over an edge; by the caller's promise the
+    // outputs hold as many, and the layer has a state. Without a fallback its buffers are not touched.
+    #[allow(unsafe_code)]
+    unsafe {
+        launch_source(
+            client,
+            WholeTilesSource {
+                dtype: x.dtype,
+                row_stochastic: row_major == Round::Stochastic,
+                fallback: fallback.is_some(),
+                cubes,
+                draw_early: shape.num_elements() <= at_once * TILE * TILE,
+            },
+            CubeCount::Static(
+                (shape.cols / TILE) as u32,
+                (shape.rows / TILE) as u32,
+                shape.batch as u32,
+            ),
+            Vec::new(),
+            buffers,
+            &WholeTilesNumbers {
+                rows: shape.rows as u64,
+                cols: shape.cols as u64,
+                batch_stride: view.batch_stride as u64,
+                row_stride: view.row_stride as u64,
+                layer: fallback.map_or(0, |fallback| fallback.layer.into()),
+                seed: halves(key.seed),
+                stream: halves(key.stream),
+                bits_of_384: STOCHASTIC_OFFSET.to_bits().into(),
+            },
+        );
+    }
     true
 }
 
@@ -109,20 +122,42 @@ fn tile_bytes(dtype: StorageType) -> usize {
     TILE * TILE * (dtype.size() + 1)
 }
 
-/// `stochastic.cu`.
+numbers! {
+    /// The numbers of `whole_tiles.cu`.
+    struct WholeTilesNumbers {
+        /// Of a matrix, multiples of 128.
+        rows: u64,
+        cols: u64,
+        /// Elements of X from a matrix to the next, and from a row to the next.
+        batch_stride: u64,
+        row_stride: u64,
+        /// The layer in the state of a fallback; else of no account.
+        layer: u64,
+        /// The key of the random numbers.
+        seed: [u32; 2],
+        stream: [u32; 2],
+        /// The bits of 384, which the compiler must not know: logic takes one constant and a register in one
+        /// instruction.
+        bits_of_384: u64,
+    }
+}
+
+/// `whole_tiles.cu`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-struct StochasticSource {
+struct WholeTilesSource {
     dtype: StorageType,
     row_stochastic: bool,
     fallback: bool,
     cubes: usize,
-    /// Whether all tiles are on the device at once, where random words are drawn before they are used.
+    /// All tiles are on the device at once, where random words are drawn before they are used.
     draw_early: bool,
 }
 
-impl CudaSource for StochasticSource {
-    const TEXT: &'static str = include_str!("stochastic.cu");
-    const ENTRY_POINT: &'static str = "quantize_stochastic";
+impl CudaSource for WholeTilesSource {
+    type Numbers = WholeTilesNumbers;
+
+    const TEXT: &'static str = include_str!("whole_tiles.cu");
+    const ENTRY_POINT: &'static str = "quantize_whole_tiles";
     const UNITS: u32 = 256;
 
     fn knobs(&self) -> String {

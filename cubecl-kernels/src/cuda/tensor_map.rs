@@ -8,10 +8,10 @@ use cubecl::{
 };
 
 /// Strides of TMA, except that of neighbours, are multiples of so many bytes.
-pub(in crate::gemm) const STRIDE_BYTES: usize = 16;
+pub(crate) const STRIDE_BYTES: usize = 16;
 
 /// Matrices whose columns are neighbours in memory, and the boxes that are copied at once.
-pub(super) struct TmaView<const RANK: usize> {
+pub(crate) struct TmaView<const RANK: usize> {
     /// Batch dimensions, rows, columns.
     pub shape: [usize; RANK],
     /// Elements from one to the next: multiples of [`STRIDE_BYTES`] and not 0, for columns 1. Where there is one only
