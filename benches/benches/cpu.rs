@@ -11,7 +11,7 @@ use benches::{
     random::Random,
     step::{
         architecture::{Architecture, Layer, Weight},
-        contender::Contender,
+        contender::{Contender, settle},
         input::Input,
         passes::Renewed,
     },
@@ -67,12 +67,12 @@ fn passes<B: Contender<Device: Default>>(
     let device = Default::default();
     let inputs = input.on::<B>(DType::F32, &device);
     let model = Architecture::init::<B>(weight, DType::F32, &device);
-    let (model, _) = B::settle(model, |model| inputs.backward(model.forward(inputs.x())));
+    let (model, _) = settle::<B, _>(model, |model| inputs.backward(model.forward(inputs.x())));
     let model = Renewed::new(model);
     group.bench_function(format!("{name}, both passes"), |b| {
         b.iter(|| model.backward(&inputs, model.forward(&inputs)));
     });
-    // What a forward pass saves is freed by its backward pass.
+    // The backward pass frees what the forward pass saved; its time does not count.
     group.bench_function(format!("{name}, forward"), |b| {
         b.iter_custom(|iterations| {
             let mut forward = Duration::ZERO;

@@ -13,7 +13,7 @@ use anyhow::{Context, Result};
 /// The sources of the kernels.
 const KERNELS: &str = "cubecl-kernels/src";
 
-/// What the first line of a log says.
+/// The first line of a log.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Header<'a> {
     commit: &'a str,
@@ -80,7 +80,7 @@ fn last_change(root: &Path) -> Option<String> {
     (output.status.success() && !commit.is_empty()).then(|| commit.to_owned())
 }
 
-/// Whether `commit` has `other` in its history; nothing where it is not known here.
+/// True if `commit` has `other` in its history; nothing where `commit` is not known here.
 fn has(root: &Path, commit: &str, other: &str) -> Result<Option<bool>> {
     let succeeds = |arguments: &[&str]| -> Result<Option<i32>> {
         let status = git(root, arguments).stdout(Stdio::null()).status();

@@ -1,4 +1,4 @@
-//! What other libraries do on the same machine, from the file that `benches/peers/peers.py` writes.
+//! Measurements of other libraries on the same machine, from the file that `benches/peers/peers.py` writes.
 
 use std::{fs, path::Path};
 
@@ -7,7 +7,7 @@ use serde::Deserialize;
 
 use crate::results::{GemmSpeed, Kernel, Peer, Spread, StepSpeed, Subject};
 
-/// The file of `peers.py`. What it was told to leave out is empty.
+/// The file of `peers.py`. Parts that it was told to leave out are empty.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Peers {

@@ -32,9 +32,9 @@ pub struct StateErrors {
     pub tensors: usize,
     /// Their elements in all.
     pub elements: usize,
-    /// What is added to the root of the second moment.
+    /// Added to the root of the second moment.
     pub epsilon: f64,
-    /// Mean of `(m / (sqrt(v) + epsilon))^2` with FP32 moments: the size of what the errors are errors of.
+    /// Mean of `(m / (sqrt(v) + epsilon))^2` with FP32 moments, to compare the errors with.
     pub mean_square: f64,
     /// The error of every pair of [`FORMATS`].
     pub pairs: Vec<PairError>,

@@ -9,26 +9,22 @@
 //! type Backend = QuantTrain<Autodiff<Flex>, FallbackInt8<f32>>;
 //! ```
 //!
-//! - [`QuantTrain`] is the backend decorator: it forwards every operation of Burn's backend traits to the inner
-//!   backend, applies the [precision policy](precision), and runs linear layers quantized.
 //! - [`recipe`] holds the recipes, which are rows of data.
-//! - [`optim`] holds the optimizers, which own the state of the layers; [`policy`] says which layers are quantized.
-//! - [`ops`] is the extension trait with the quantized operations; any backend gets them from float tensor operations,
-//!   CubeCL's backends and Flex from `cubecl-kernels`.
+//! - [`data`] holds the quantized operations, as functions of tensors, and the backends that run them.
+//! - [`layer`] says which layers are quantized, and keeps their state between steps.
+//! - [`backend`] is the decorator, [`QuantTrain`]: it forwards every operation of Burn's backend traits to the inner
+//!   backend, applies the [precision policy](backend::precision), and runs linear layers quantized.
+//! - [`optim`] holds the optimizers, which own the state of the layers.
+//!
+//! Each knows those above it, and none below.
 
 pub mod backend;
+pub mod data;
 pub mod layer;
-#[cfg(feature = "train")]
-pub mod metric;
-pub mod ops;
 pub mod optim;
-pub mod policy;
-pub mod precision;
 pub mod recipe;
-pub mod tag;
-pub mod tensor;
 
-mod linear;
-mod read;
+mod ops;
+mod warning;
 
 pub use backend::QuantTrain;

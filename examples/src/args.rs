@@ -5,6 +5,8 @@ use std::path::PathBuf;
 
 use anyhow::Result;
 use burn_quant_train::optim::{self, QuantAdamWConfig, StateFormat};
+use burn_quant_train::recipe::{NAMES, Name};
+use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{Parser, ValueEnum};
 use serde::{Deserialize, Serialize};
 
@@ -17,8 +19,8 @@ use crate::model::DecoderConfig;
 #[command(name = "pretrain", version, after_help = EXAMPLES)]
 pub struct Args {
     /// How to train; repeat it, or separate by commas [default: fallback-int8,mixed-precision]
-    #[arg(long, value_enum, value_delimiter = ',')]
-    pub recipe: Vec<Recipe>,
+    #[arg(long, value_parser = recipe_parser(), value_delimiter = ',')]
+    pub recipe: Vec<Name>,
     /// Seed of the weights, the data order and the rounding [default: 1, or that of the checkpoint]
     #[arg(long)]
     pub seed: Option<u64>,
@@ -76,9 +78,9 @@ pub struct Args {
     pub resume: Option<PathBuf>,
     /// Go on from the checkpoint in this folder under the recipes of --recipe
     ///
-    /// Weights, moments, learning-rate schedule, step and position in the text are the checkpoint's; past the end of the
-    /// schedule the learning rate stays at its lowest. With --seed or --seeds, data order and rounding differ from the
-    /// checkpoint on. The folder is not written to.
+    /// Weights, moments, learning-rate schedule, step and position in the text are the checkpoint's; past the end of
+    /// the schedule the learning rate stays at its lowest. With --seed or --seeds, data order and rounding differ from
+    /// the checkpoint on. The folder is not written to.
     #[arg(long, value_name = "DIR", conflicts_with = "resume", help_heading = CHECKPOINTS)]
     pub fork: Option<PathBuf>,
     /// The run to fork where the folder holds several, by the name of its folder
@@ -146,6 +148,13 @@ fn at_least_one(text: &str) -> Result<usize, String> {
     }
 }
 
+/// Takes the name of a recipe.
+pub fn recipe_parser() -> impl TypedValueParser<Value = Name> {
+    let choice = |name: &Name| PossibleValue::new(name.as_str()).help(name.about());
+    let choices = PossibleValuesParser::new(NAMES.iter().map(choice));
+    choices.try_map(|name| name.parse::<Name>())
+}
+
 fn seeds(text: &str) -> Result<usize, String> {
     match at_least_one(text)? {
         number @ ..=1000 => Ok(number),
@@ -158,18 +167,6 @@ fn rate(text: &str) -> Result<f64, String> {
         Ok(rate) if rate > 0.0 && rate <= 1.0 => Ok(rate),
         _ => Err("must be above 0 and at most 1".into()),
     }
-}
-
-/// A recipe of `burn-quant-train`.
-#[derive(ValueEnum, Serialize, Deserialize, Clone, Copy, Debug, PartialEq, Eq)]
-#[serde(rename_all = "kebab-case")]
-pub enum Recipe {
-    /// FP32 parameters, everything else in the compute dtype.
-    MixedPrecision,
-    /// INT8 matrix products of 128 x 128 blocks.
-    BlockInt8,
-    /// The same, with a second INT8 term for blocks that hold outliers.
-    FallbackInt8,
 }
 
 /// AdamW, by the format of its moments.
@@ -272,7 +269,7 @@ macro_rules! display_as_flag {
         }
     )*};
 }
-display_as_flag!(Recipe, Optimizer, StateRounding, Device, Compute, Preset);
+display_as_flag!(Optimizer, StateRounding, Device, Compute, Preset);
 
 /// The sizes of a run that a preset proposes.
 #[derive(Clone, Copy, Debug)]

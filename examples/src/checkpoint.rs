@@ -28,9 +28,9 @@ use burn::train::checkpoint::{
 use burn::train::metric::store::EventStoreClient;
 use burn::train::{Interrupter, Learner, LearningCheckpointer, LearningComponentsMarker};
 use burn_quant_train::optim::{AdamWRecord, QuantRecord};
+use burn_quant_train::recipe::Name;
 use serde::{Deserialize, Serialize};
 
-use crate::args::Recipe;
 use crate::config::Config;
 use crate::model::Decoder;
 use crate::report::Report;
@@ -52,7 +52,7 @@ pub struct State {
     /// Steps taken.
     pub step: usize,
     /// The recipe.
-    pub recipe: Recipe,
+    pub recipe: Name,
     /// The run's configuration.
     pub config: Config,
     /// SHA-256 of each record, by file name; filled in when they are written. Empty in the checkpoints of versions that

@@ -3,9 +3,10 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
+use burn_quant_train::recipe::Name;
 use serde::{Deserialize, Serialize};
 
-use crate::args::{Args, Compute, Device, Optimizer, Preset, Recipe, StateRounding};
+use crate::args::{Args, Compute, Device, Optimizer, Preset, StateRounding};
 use crate::checkpoint::State;
 use crate::model::DecoderConfig;
 
@@ -13,7 +14,7 @@ use crate::model::DecoderConfig;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Run {
     /// How it trains.
-    pub recipe: Recipe,
+    pub recipe: Name,
     /// Seed of the weights, the data order and the rounding.
     pub seed: u64,
 }
@@ -22,7 +23,7 @@ pub struct Run {
 #[derive(Serialize, Deserialize, Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Fork {
     /// The recipe of the run that left it.
-    pub recipe: Recipe,
+    pub recipe: Name,
     /// That run's seed.
     pub seed: u64,
     /// Steps it had taken.
@@ -35,7 +36,7 @@ pub struct Fork {
 #[derive(Serialize, Deserialize, Clone, Debug, PartialEq)]
 pub struct Config {
     /// Recipes, in the order of their runs.
-    pub recipes: Vec<Recipe>,
+    pub recipes: Vec<Name>,
     /// The format of the optimizer's moments.
     #[serde(default)]
     pub optimizer: Optimizer,
@@ -115,9 +116,10 @@ impl Config {
         .checked()
     }
 
-    /// The configuration of resumed runs: that of their folder, where only the total of steps, the device, the format
-    /// and the rounding of the optimizer's moments and where the text lies may change. Several recipes may be narrowed
-    /// down to some of them, and seeds be added.
+    /// The configuration of resumed runs: that of their folder.
+    ///
+    /// Only the total of steps, the device, the place of the text, and the format and the rounding of the optimizer's
+    /// moments may change. Several recipes may be narrowed down to some of them, and seeds may be added.
     ///
     /// # Errors
     ///
@@ -186,7 +188,7 @@ impl Config {
         config.checked()
     }
 
-    /// With what the command line may change of a checkpoint's configuration.
+    /// The configuration of a checkpoint with the changes that the command line may make to it.
     fn amended(mut self, args: &Args, folder: &Path) -> Result<Self> {
         let at = folder.display();
         macro_rules! unchanged {
@@ -300,10 +302,13 @@ impl Config {
     }
 }
 
+/// The recipes that are compared where none is named.
+const DEFAULT: [&str; 2] = ["fallback-int8", "mixed-precision"];
+
 /// The recipes that the command line names, or the two that are compared by default.
-fn recipes(args: &Args) -> Result<Vec<Recipe>> {
+fn recipes(args: &Args) -> Result<Vec<Name>> {
     if args.recipe.is_empty() {
-        return Ok(vec![Recipe::FallbackInt8, Recipe::MixedPrecision]);
+        return DEFAULT.iter().map(|name| Ok(name.parse()?)).collect();
     }
     for (i, recipe) in args.recipe.iter().enumerate() {
         ensure!(
@@ -320,7 +325,7 @@ fn absolute(path: &Path) -> PathBuf {
 }
 
 /// Names separated by commas.
-fn list(recipes: &[Recipe]) -> String {
-    let names: Vec<_> = recipes.iter().map(Recipe::to_string).collect();
+fn list(recipes: &[Name]) -> String {
+    let names: Vec<_> = recipes.iter().map(Name::to_string).collect();
     names.join(", ")
 }

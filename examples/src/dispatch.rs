@@ -1,47 +1,27 @@
 //! From the command line's words to types.
 //!
-//! Each line of the `match` below compiles the whole model, training loop and checkpoint code once more, so only the
-//! dtypes that a device is for are built: FP32 on the CPU (which has no faster one), BF16 with CUDA, FP16 and FP32 with
-//! Vulkan (which has no BF16). A device costs nothing unless its feature is on.
+//! Each line of the `match` below compiles the whole model, training loop and checkpoint code once more for each
+//! recipe. So only the dtypes that a device is for are built: FP32 on the CPU (which has no faster one), BF16 with
+//! CUDA, FP16 and FP32 with Vulkan (which has no BF16). A device costs nothing unless its feature is on.
 
 use std::panic::{AssertUnwindSafe, catch_unwind, set_hook, take_hook};
 
 use anyhow::{Result, bail, ensure};
-#[allow(unused_imports)]
 use burn::backend::Autodiff;
 #[cfg(feature = "flex")]
 use burn::backend::Flex;
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, ElementConversion, Tensor};
 #[allow(unused_imports)]
+use burn::tensor::{bf16, f16};
 use burn_quant_train::QuantTrain;
+use burn_quant_train::data::DataBackend;
 use burn_quant_train::optim::LayerBackend;
-#[allow(unused_imports)]
-use burn_quant_train::recipe::{BlockInt8, FallbackInt8, MixedPrecision};
+use burn_quant_train::recipe::{Chosen, ComputeDtype, Recipe};
 
-use crate::args::{Compute, Device, Recipe};
+use crate::args::{Compute, Device};
 use crate::memory::LiveBytes;
 use crate::train::{self, Ended, Job, Session};
-
-/// The recipes over one backend and compute dtype.
-#[allow(unused_macros)]
-macro_rules! recipes {
-    ($session:expr, $job:expr, $backend:ty, $compute:ty, $live_bytes:expr) => {{
-        type Inner = Autodiff<$backend>;
-        let (session, job) = ($session, $job);
-        match job.run.recipe {
-            Recipe::FallbackInt8 => {
-                start::<QuantTrain<Inner, FallbackInt8<$compute>>>(session, job, $live_bytes)
-            }
-            Recipe::BlockInt8 => {
-                start::<QuantTrain<Inner, BlockInt8<$compute>>>(session, job, $live_bytes)
-            }
-            Recipe::MixedPrecision => {
-                start::<QuantTrain<Inner, MixedPrecision<$compute>>>(session, job, $live_bytes)
-            }
-        }
-    }};
-}
 
 /// Trains a run on its device.
 ///
@@ -51,40 +31,52 @@ macro_rules! recipes {
 pub fn run(session: &Session<'_>, job: &Job) -> Result<Ended> {
     match (job.config.device, job.config.compute) {
         #[cfg(feature = "flex")]
-        (Device::Cpu, Compute::F32) => {
-            recipes!(session, job, Flex, f32, &|_| (session.live_bytes)())
-        }
+        (Device::Cpu, Compute::F32) => on::<Flex, f32>(session, job, &|_| (session.live_bytes)()),
         #[cfg(feature = "cuda")]
         (Device::Cuda, Compute::Bf16) => {
-            use burn::backend::Cuda;
-            recipes!(
-                session,
-                job,
-                Cuda,
-                burn::tensor::bf16,
-                &gpu::live_bytes::<gpu::Cuda>
-            )
+            on::<burn::backend::Cuda, bf16>(session, job, &gpu::live_bytes::<gpu::Cuda>)
         }
         #[cfg(feature = "vulkan")]
         (Device::Vulkan, Compute::F16) => {
-            use burn::backend::Vulkan;
-            recipes!(
-                session,
-                job,
-                Vulkan,
-                burn::tensor::f16,
-                &gpu::live_bytes::<gpu::Vulkan>
-            )
+            on::<burn::backend::Vulkan, f16>(session, job, &gpu::live_bytes::<gpu::Vulkan>)
         }
         #[cfg(feature = "vulkan")]
         (Device::Vulkan, Compute::F32) => {
-            use burn::backend::Vulkan;
-            recipes!(session, job, Vulkan, f32, &gpu::live_bytes::<gpu::Vulkan>)
+            on::<burn::backend::Vulkan, f32>(session, job, &gpu::live_bytes::<gpu::Vulkan>)
         }
         (device, compute) => {
             check_built(device, compute)?;
             bail!("--device {device} --compute {compute} is not built in")
         }
+    }
+}
+
+/// The run on a backend, in a compute dtype: in the recipe of its name.
+#[allow(dead_code)]
+fn on<B: DataBackend, E: ComputeDtype>(
+    session: &Session<'_>,
+    job: &Job,
+    live_bytes: LiveBytes<'_, B>,
+) -> Result<Ended> {
+    job.run.recipe.choose::<E, _>(Start::<B> {
+        session,
+        job,
+        live_bytes,
+    })
+}
+
+/// A run whose recipe is to be chosen.
+struct Start<'a, B: DataBackend> {
+    session: &'a Session<'a>,
+    job: &'a Job,
+    live_bytes: LiveBytes<'a, B>,
+}
+
+impl<B: DataBackend> Chosen for Start<'_, B> {
+    type Output = Result<Ended>;
+
+    fn with<R: Recipe>(self) -> Self::Output {
+        start::<QuantTrain<Autodiff<B>, R>>(self.session, self.job, self.live_bytes)
     }
 }
 
@@ -116,7 +108,6 @@ pub fn check_built(device: Device, compute: Compute) -> Result<()> {
     Ok(())
 }
 
-#[allow(dead_code)]
 fn start<B: LayerBackend>(
     session: &Session<'_>,
     job: &Job,

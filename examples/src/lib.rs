@@ -2,7 +2,7 @@
 //!
 //! - [`model`] is plain Burn and knows nothing of quantization; [`dispatch`] names the backends, [`train`] the
 //!   optimizer: these two are all that it takes to train in low precision.
-//! - [`data`] loads text; [`schedule`] is the learning rate; [`strategy`] counts steps inside Burn's supervised training.
+//! - [`data`] loads text; [`schedule`] is the learning rate; [`strategy`] counts steps inside Burn's training loop.
 //! - [`args`] is the command line; [`config`] says which runs it asks for; [`folder`] holds them, [`checkpoint`] one of
 //!   them, in [`sealed`] files.
 //! - [`metrics`], [`progress`] and [`memory`] say what happens, [`report`] and [`table`] what came of it, with the

@@ -1,4 +1,4 @@
-//! Losses of runs that diverged: JSON has no NaN, so that a loss which is none is written as `null`.
+//! Losses of runs that diverged. JSON has no NaN, so a loss that is NaN is written as `null`.
 
 use serde::{Deserialize, Deserializer};
 

@@ -4,9 +4,10 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
+use burn_quant_train::recipe::Name;
 use serde::{Deserialize, Serialize};
 
-use crate::args::{Compute, Device, Optimizer, Preset, Recipe, StateRounding};
+use crate::args::{Compute, Device, Optimizer, Preset, StateRounding};
 use crate::config::{Config, Fork};
 use crate::curve;
 use crate::{nan, rows};
@@ -15,7 +16,7 @@ use crate::{nan, rows};
 #[derive(Serialize, Deserialize, Clone, Debug)]
 pub struct Report {
     /// The recipe.
-    pub recipe: Recipe,
+    pub recipe: Name,
     /// The format of the optimizer's moments.
     pub optimizer: Optimizer,
     /// How the codes of 8-bit moments are rounded.
@@ -83,7 +84,7 @@ pub struct Measured {
 
 impl Report {
     /// Puts the results of a run together.
-    pub fn new(recipe: Recipe, config: &Config, losses: &[f64], measured: Measured) -> Self {
+    pub fn new(recipe: Name, config: &Config, losses: &[f64], measured: Measured) -> Self {
         let own = losses.len() - config.fork.map_or(0, |fork| fork.step).min(losses.len());
         let last = &losses[losses.len() - (losses.len() / 10).clamp(1, 50).min(own)..];
         let curve: Vec<_> = (1..).zip(losses.iter().copied()).collect();

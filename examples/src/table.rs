@@ -1,6 +1,7 @@
 //! The tables at the end.
 
-use crate::args::Recipe;
+use burn_quant_train::recipe::Name;
+
 use crate::data;
 use crate::report::Report;
 use crate::statistics::{Mean, paired_differences, percent};
@@ -42,8 +43,8 @@ pub fn runs(reports: &[Report]) -> String {
 
 /// A line for each recipe: its mean loss over the seeds, and its mean difference to `first` with a 95% interval. Empty
 /// where there is nothing to compare.
-pub fn comparison(reports: &[Report], first: Recipe) -> String {
-    let mut recipes: Vec<Recipe> = Vec::new();
+pub fn comparison(reports: &[Report], first: Name) -> String {
+    let mut recipes: Vec<Name> = Vec::new();
     for report in reports {
         if !recipes.contains(&report.recipe) {
             recipes.push(report.recipe);

@@ -10,8 +10,8 @@ use burn::grad_clipping::GradientClippingConfig;
 use burn::module::Module;
 use burn::train::metric::LearningRateMetric;
 use burn::train::{Learner, SupervisedTraining, TrainingStrategy};
-use burn_quant_train::metric::OptimizerMetric;
-use burn_quant_train::optim::{LayerBackend, QuantAdamWConfig};
+use burn_quant_train::optim::{LayerBackend, QuantAdamWConfig, metric::OptimizerMetric};
+use burn_quant_train::recipe::SlotKind;
 
 use crate::args::Args;
 use crate::checkpoint::{Checkpoints, Finished, State};
@@ -241,10 +241,12 @@ pub fn run<B: LayerBackend>(
         .with_interrupter(session.stop.interrupter.clone())
         .with_training_strategy(TrainingStrategy::Custom(strategy.clone()))
         .renderer(progress::Boxed(renderer));
-    let training = match B::ROW.linear {
-        Some(row) if row.fallback => training
-            .metric_train_numeric(OptimizerMetric::fallback_rate(&optim, FALLBACK_RATE_EVERY)),
-        _ => training,
+    let slots = B::ROW.and_then(|row| row.linear).map(|row| row.slots);
+    let mut slots = slots.unwrap_or_default().iter();
+    let training = if slots.any(|slot| slot.kind == SlotKind::DelayThreshold) {
+        training.metric_train_numeric(OptimizerMetric::fallback_rate(&optim, FALLBACK_RATE_EVERY))
+    } else {
+        training
     };
     // The dashboard closes when the result is dropped.
     drop(training.launch(Learner::new(model, optim, schedule)));

@@ -12,6 +12,9 @@ mod recipes {}
 #[doc = include_str!("../../book/src/optimizer.md")]
 mod optimizer {}
 
+#[doc = include_str!("../../book/src/optimizer-states.md")]
+mod optimizer_states {}
+
 #[doc = include_str!("../../book/src/adding-a-recipe.md")]
 mod adding_a_recipe {}
 

@@ -17,7 +17,7 @@ pub fn seed() -> u64 {
     }
 }
 
-/// Whether the backend has this type. Says so where it has not, since a test then leaves something out.
+/// True if the backend has this type. Says so where it has not, since a test then leaves something out.
 pub fn supports<B: Backend>(dtype: DType) -> bool {
     let device = B::Device::default();
     let supported = B::supports_dtype(&device, dtype);
@@ -25,6 +25,15 @@ pub fn supports<B: Backend>(dtype: DType) -> bool {
         println!("skipped: no {dtype:?} on {}", B::name(&device));
     }
     supported
+}
+
+/// A bound of the relative error, in Frobenius' norm, of products of FP32 matrices. On CUDA tensor cores read FP32 as
+/// TF32, which has 11 bits.
+pub fn float_product_error<B: Backend>() -> f64 {
+    match B::name(&B::Device::default()).contains("cuda") {
+        true => 1e-3,
+        false => 5e-6,
+    }
 }
 
 /// SplitMix64: every seed gives a sequence of its own.
@@ -108,7 +117,7 @@ pub fn primitive_ints<B: Backend>(primitive: &IntTensor<B>) -> Vec<i32> {
     tensor.to_data().iter::<i32>().collect()
 }
 
-/// Whether two lists hold the same bits, any NaN being like any other.
+/// True if two lists hold the same bits, any NaN being like any other.
 pub fn same_bits(a: &[f32], b: &[f32]) -> bool {
     a.len() == b.len() && first_difference(a, b).is_none()
 }

@@ -1,5 +1,5 @@
-//! What the tests of the workspace share: seeded random data, tiny models, a training loop, and the backends under
-//! test.
+//! Helpers that the tests of the workspace share: seeded random data, tiny models, a training loop, and the backends
+//! under test.
 //!
 //! Every test draws fresh data: [`seed`] takes its value from the clock, and from `QUANT_TRAIN_TEST_SEED` where that is
 //! set, so that a failure, whose message names the seed, can be had again.

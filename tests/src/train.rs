@@ -9,10 +9,17 @@ use burn::{
         Tensor,
         backend::{AutodiffBackend, Backend},
     },
+    train::{
+        metric::MetricDefinition,
+        renderer::{
+            EvaluationName, EvaluationProgress, MetricState, MetricsRenderer,
+            MetricsRendererEvaluation, MetricsRendererTraining, ProgressType, TrainingProgress,
+        },
+    },
 };
 use burn_quant_train::{
+    layer::LayerPolicy,
     optim::{LayerBackend, QuantAdamW, QuantAdamWConfig, QuantOptimizer},
-    policy::LayerPolicy,
 };
 
 use crate::{
@@ -21,7 +28,33 @@ use crate::{
     models::{Classifier, Sample, with_weights_of},
 };
 
-/// What a training run left behind.
+/// A renderer of Burn's learner that shows nothing.
+#[derive(Clone, Copy)]
+pub struct Silent;
+
+impl MetricsRendererTraining for Silent {
+    fn update_train(&mut self, _state: MetricState) {}
+
+    fn update_valid(&mut self, _state: MetricState) {}
+
+    fn render_train(&mut self, _item: TrainingProgress, _indicators: Vec<ProgressType>) {}
+
+    fn render_valid(&mut self, _item: TrainingProgress, _indicators: Vec<ProgressType>) {}
+}
+
+impl MetricsRendererEvaluation for Silent {
+    fn update_test(&mut self, _name: EvaluationName, _state: MetricState) {}
+
+    fn render_test(&mut self, _item: EvaluationProgress, _indicators: Vec<ProgressType>) {}
+}
+
+impl MetricsRenderer for Silent {
+    fn manual_close(&mut self) {}
+
+    fn register_metric(&mut self, _definition: MetricDefinition) {}
+}
+
+/// The outcome of a training run.
 #[derive(Debug)]
 pub struct Run<M> {
     /// The trained model.

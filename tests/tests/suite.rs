@@ -2,12 +2,15 @@
 
 mod suite {
     mod attention;
+    mod conformance;
     mod integers;
     mod matmul;
     mod moments;
-    mod passes;
     mod stochastic;
     mod training;
+
+    #[cfg(feature = "cuda")]
+    mod devices;
 
     #[cfg(feature = "flex")]
     mod bad_input;
@@ -20,5 +23,9 @@ mod suite {
     #[cfg(feature = "flex")]
     mod parity;
     #[cfg(feature = "flex")]
+    mod sharing;
+    #[cfg(feature = "flex")]
     mod state;
+    #[cfg(feature = "flex")]
+    mod survival;
 }

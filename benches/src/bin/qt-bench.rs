@@ -12,7 +12,7 @@ use benches::{
     gpu::Gpu,
     optimizer, quantize,
     results::write,
-    step::{layer, linear, pretrain},
+    step::{layer, linear, pretrain, recipes::Recipes},
     table,
 };
 use clap::{Args, Parser, Subcommand};
@@ -31,6 +31,8 @@ struct Cli {
     /// The file of peers.py on this machine, to compare with
     #[arg(long, value_name = "FILE", global = true)]
     peers: Option<PathBuf>,
+    #[command(flatten)]
+    recipes: Recipes,
 }
 
 #[derive(Subcommand, Debug)]
@@ -113,10 +115,10 @@ fn main() -> ExitCode {
     }
 }
 
-fn run(Cli { command, peers }: Cli) -> Result<()> {
+fn run(cli: Cli) -> Result<()> {
     let gpu = Gpu::open()?;
-    let (gpu, peers) = (&gpu, peers.as_deref());
-    match command {
+    let (gpu, recipes, peers) = (&gpu, &cli.recipes, cli.peers.as_deref());
+    match cli.command {
         Command::Gemm { settings, output } => {
             let json = output.json.as_deref();
             show(&gemm::run(gpu, &settings, peers, json)?, json)
@@ -127,15 +129,15 @@ fn run(Cli { command, peers }: Cli) -> Result<()> {
         ),
         Command::Linear { settings, output } => {
             let json = output.json.as_deref();
-            show(&linear::run(gpu, &settings, peers, json)?, json)
+            show(&linear::run(gpu, &settings, recipes, peers, json)?, json)
         }
         Command::Layer { settings, output } => {
             let json = output.json.as_deref();
-            show(&layer::run(gpu, &settings, peers, json)?, json)
+            show(&layer::run(gpu, &settings, recipes, peers, json)?, json)
         }
         Command::Pretrain { settings, output } => {
             let json = output.json.as_deref();
-            show(&pretrain::run(gpu, &settings, json)?, json)
+            show(&pretrain::run(gpu, &settings, recipes, json)?, json)
         }
         Command::Optimizer { settings, output } => show(
             &optimizer::run(gpu, &settings, peers)?,
@@ -160,10 +162,10 @@ fn run(Cli { command, peers }: Cli) -> Result<()> {
             let json = file("quantize.json");
             show(&quantize::run(gpu, &of_quantize, peers)?, json.as_deref())?;
             let json = file("linear.json");
-            let results = linear::run(gpu, &of_linear, peers, json.as_deref())?;
+            let results = linear::run(gpu, &of_linear, recipes, peers, json.as_deref())?;
             show(&results, json.as_deref())?;
             let json = file("layer.json");
-            let results = layer::run(gpu, &of_layer, peers, json.as_deref())?;
+            let results = layer::run(gpu, &of_layer, recipes, peers, json.as_deref())?;
             show(&results, json.as_deref())?;
             let json = file("optimizer.json");
             show(&optimizer::run(gpu, &of_optimizer, peers)?, json.as_deref())

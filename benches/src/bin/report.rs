@@ -4,8 +4,6 @@
 //! `book/results/NAME.json` is what `pretrain`, `qt-bench` or `states` wrote with `--json`, `book/results/NAME.md` a
 //! sentence that says how: command, machine, date. A page asks for the table with the lines `<!-- table:NAME -->` and
 //! `<!-- end -->`.
-//!
-//! `report --tidy` gives result files of older programs the layout of today's.
 
 use std::{
     collections::BTreeSet,
@@ -15,7 +13,7 @@ use std::{
 };
 
 use anyhow::{Context, Result, bail, ensure};
-use benches::{logs, markers, results, table};
+use benches::{logs, markers, table};
 
 fn main() -> ExitCode {
     match run() {
@@ -36,8 +34,7 @@ fn run() -> Result<()> {
     let check = match arguments.iter().map(String::as_str).collect::<Vec<_>>()[..] {
         [] => false,
         ["--check"] => true,
-        ["--tidy"] => return tidy(&results),
-        _ => bail!("usage: report [--check | --tidy]"),
+        _ => bail!("usage: report [--check]"),
     };
     for warning in logs::warnings(root, &logs_of(&results)?)? {
         eprintln!("report: warning: {warning}");
@@ -72,20 +69,6 @@ fn run() -> Result<()> {
         "{} differ from book/results; run: cargo run --bin report",
         stale.join(", ")
     );
-    Ok(())
-}
-
-/// Rewrites the result files that do not have today's layout.
-fn tidy(folder: &Path) -> Result<()> {
-    for path in files(folder, "json")? {
-        let at = path.display();
-        let text = fs::read_to_string(&path).with_context(|| format!("cannot read {at}"))?;
-        let tidied = results::tidy(&text).with_context(|| at.to_string())?;
-        if tidied != text {
-            fs::write(&path, tidied).with_context(|| format!("cannot write {at}"))?;
-            println!("wrote {at}");
-        }
-    }
     Ok(())
 }
 

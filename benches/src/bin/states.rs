@@ -24,7 +24,7 @@ use clap::Parser;
 struct Args {
     /// The optimizer's record, `optim-<step>.mpk` in a checkpoint of `pretrain --optimizer adamw`
     record: PathBuf,
-    /// What is added to the root of the second moment
+    /// Added to the root of the second moment
     #[arg(long, default_value_t = 1e-8)]
     epsilon: f64,
     /// Tensors with fewer elements do not count: they keep FP32 moments

@@ -27,7 +27,7 @@ use crate::{
 };
 use problem::{Operands, Problem};
 
-/// What is measured.
+/// The products to measure.
 #[derive(Args, Debug, Clone)]
 #[group(skip)]
 pub struct Settings {

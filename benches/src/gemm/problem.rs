@@ -7,6 +7,7 @@ use cubecl::cuda::CudaRuntime;
 use cubecl_kernels::{
     fallback::{FallbackResidual, quantize_fallback},
     granularity::Granularity,
+    layout::Layout,
     quantize::{QuantizeSpec, Quantized, quantize},
 };
 
@@ -69,7 +70,7 @@ impl Problem {
         }
     }
 
-    /// Whether the output is FP32, and not BF16: gradients of weights are.
+    /// True if the output is FP32, as gradients of weights are, and not BF16.
     pub fn output_is_f32(&self) -> bool {
         self.layer.is_some_and(|layer| layer.product == Product::Dw)
     }

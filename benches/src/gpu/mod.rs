@@ -145,7 +145,7 @@ impl Gpu {
     }
 }
 
-/// What nvidia-smi says of the first GPU.
+/// The values of these fields that nvidia-smi reports for the first GPU.
 fn query<const N: usize>(fields: [&str; N]) -> Result<[String; N]> {
     let output = Command::new("nvidia-smi")
         .arg(format!("--query-gpu={}", fields.join(",")))

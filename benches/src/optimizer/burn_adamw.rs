@@ -17,8 +17,10 @@ struct Model<B: Backend> {
     weight: Param<Tensor<B, 1>>,
 }
 
-/// The time of a step on `n` FP32 parameters, the gradients given, each step waited for: of steps that follow each other
-/// with nothing between, Burn's fusion can make one kernel, as no training loop lets it.
+/// The time of a step on `n` FP32 parameters, with the gradients given and each step waited for.
+///
+/// Of steps that follow each other with nothing between, Burn's fusion can make one kernel, as no training loop lets
+/// it.
 pub fn measure(gpu: &Gpu, n: usize) -> Result<Spread> {
     let device = CudaDevice::default();
     let mut random = gpu.random();

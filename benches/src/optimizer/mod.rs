@@ -23,7 +23,7 @@ use crate::{
     timing::Sampling,
 };
 
-/// What is measured.
+/// The tensor to measure.
 #[derive(Args, Debug, Clone)]
 #[group(skip)]
 pub struct Settings {
@@ -133,7 +133,7 @@ const BURN: &str = if cfg!(feature = "fusion") {
     "Burn AdamW"
 };
 
-/// What the optimizers are compared with.
+/// The figures that the optimizers are compared with.
 struct Rivals {
     copy_tb_per_s: f64,
     /// Time of Burn's AdamW for one parameter.

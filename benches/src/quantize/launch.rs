@@ -22,7 +22,7 @@ pub struct Fallback {
     pub counts: Tensor,
 }
 
-/// What one operand becomes.
+/// The outputs of quantizing one operand.
 pub struct Launched {
     /// Row-major values; for dY the transposed ones too.
     pub values: Quantized<CudaRuntime>,

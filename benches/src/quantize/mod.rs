@@ -19,7 +19,7 @@ use crate::{
 };
 use launch::Fallback;
 
-/// What is measured.
+/// The tensors to measure.
 #[derive(Args, Debug, Clone)]
 #[group(skip)]
 pub struct Settings {

@@ -6,7 +6,6 @@ mod quantize;
 mod run;
 mod spread;
 mod step;
-mod tidy;
 
 pub use gemm::{Fallback, GemmSpeed, Kernel, LayerProduct, Placement, Product};
 pub use optimizer::OptimizerSpeed;
@@ -14,7 +13,6 @@ pub use quantize::{Operand, QuantizeSpeed};
 pub use run::{Peer, Run, utc};
 pub use spread::{Spread, tb_per_s};
 pub use step::{PartSpeed, StepSpeed, Subject, TrainingSpeed};
-pub use tidy::tidy;
 
 use std::{fs, path::Path};
 

@@ -1,19 +1,18 @@
 //! The rows of `qt-bench linear`, `qt-bench layer` and `qt-bench pretrain`.
 
+use burn_quant_train::recipe::{NAMES, Name};
 use serde::{Deserialize, Serialize};
 
 use super::Spread;
 
 /// Whose forward and backward pass is measured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
+#[serde(into = "String", try_from = "String")]
 pub enum Subject {
     /// `Autodiff<B>`, parameters and activations in BF16.
     Burn,
-    /// `QuantTrain<Autodiff<B>, MixedPrecision>`: FP32 parameters, BF16 activations.
-    MixedPrecision,
-    /// `QuantTrain<Autodiff<B>, FallbackInt8>`: FP32 parameters, INT8 products, BF16 activations.
-    FallbackInt8,
+    /// `QuantTrain<Autodiff<B>, R>` with the recipe of this name: FP32 parameters, BF16 activations.
+    Recipe(Name),
     /// PyTorch in BF16.
     TorchEager,
     /// PyTorch in BF16, through `torch.compile`.
@@ -21,14 +20,32 @@ pub enum Subject {
 }
 
 impl Subject {
-    /// The name in tables.
-    pub const fn name(self) -> &'static str {
+    /// The recipe of this name.
+    ///
+    /// # Panics
+    ///
+    /// If there is none.
+    pub fn recipe(name: &str) -> Self {
+        Self::Recipe(name.parse().unwrap_or_else(|error| panic!("{error}")))
+    }
+
+    /// The name in tables: of a recipe, that of its type.
+    pub fn name(self) -> String {
         match self {
-            Self::Burn => "Burn BF16",
-            Self::MixedPrecision => "`MixedPrecision`",
-            Self::FallbackInt8 => "`FallbackInt8`",
-            Self::TorchEager => "PyTorch BF16",
-            Self::TorchCompiled => "PyTorch BF16, compiled",
+            Self::Recipe(name) => format!("`{}`", type_name(name.as_str())),
+            Self::Burn => String::from("Burn BF16"),
+            Self::TorchEager => String::from("PyTorch BF16"),
+            Self::TorchCompiled => String::from("PyTorch BF16, compiled"),
+        }
+    }
+
+    /// The name in result files.
+    const fn key(self) -> &'static str {
+        match self {
+            Self::Burn => "burn",
+            Self::Recipe(name) => name.as_str(),
+            Self::TorchEager => "torch-eager",
+            Self::TorchCompiled => "torch-compiled",
         }
     }
 
@@ -36,6 +53,34 @@ impl Subject {
     pub const fn is_torch(self) -> bool {
         matches!(self, Self::TorchEager | Self::TorchCompiled)
     }
+}
+
+impl From<Subject> for String {
+    fn from(subject: Subject) -> Self {
+        subject.key().to_owned()
+    }
+}
+
+impl TryFrom<String> for Subject {
+    type Error = String;
+
+    fn try_from(key: String) -> Result<Self, String> {
+        let recipes = NAMES.iter().copied().map(Self::Recipe);
+        [Self::Burn, Self::TorchEager, Self::TorchCompiled]
+            .into_iter()
+            .chain(recipes)
+            .find(|subject| subject.key() == key)
+            .ok_or_else(|| format!("{key:?} is no recipe, nor one of its rivals"))
+    }
+}
+
+/// The name of a recipe's type: `BlockInt8` of `block-int8`.
+fn type_name(recipe: &str) -> String {
+    let capitalized = |word: &str| {
+        let (first, rest) = word.split_at(word.len().min(1));
+        first.to_uppercase() + rest
+    };
+    recipe.split('-').map(capitalized).collect()
 }
 
 /// The time of a forward and a backward pass.
@@ -98,4 +143,23 @@ pub struct TrainingSpeed {
     pub step: Spread,
     /// Tokens of a batch over the median.
     pub tokens_per_s: f64,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn subjects_are_read_as_they_are_written() {
+        let recipes = NAMES.iter().copied().map(Subject::Recipe);
+        for subject in [Subject::Burn, Subject::TorchEager, Subject::TorchCompiled]
+            .into_iter()
+            .chain(recipes)
+        {
+            let text = serde_json::to_string(&subject).unwrap();
+            assert_eq!(serde_json::from_str::<Subject>(&text).unwrap(), subject);
+        }
+        assert!(serde_json::from_str::<Subject>("\"int3\"").is_err());
+        assert_eq!(Subject::recipe("fallback-int8").name(), "`FallbackInt8`");
+    }
 }

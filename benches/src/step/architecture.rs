@@ -25,7 +25,7 @@ pub trait Architecture {
 
 /// A layer: `[batch, sequence, hidden]` in and out.
 pub trait Layer<B: AutodiffBackend>: AutodiffModule<B> {
-    /// Whether the input is added to the output.
+    /// True if the layer adds its input to its output.
     const RESIDUAL: bool;
 
     /// The output.

@@ -7,7 +7,7 @@ use super::{
     architecture::{
         Architecture, DecoderWeights, Layer, Weight, causal_attention, gated, inner, norm,
     },
-    contender::Contender,
+    contender::{Contender, settle},
     input::Input,
     passes::{Passes, Renewed},
 };
@@ -70,7 +70,7 @@ impl<B: Contender> Breakdown<'_, B> {
     ) -> Result<PartSpeed> {
         let inputs = input.on::<B>(self.activations, self.device);
         let model = Architecture::init::<B>(weight, self.parameters, self.device);
-        let (model, _) = B::settle(model, |model| inputs.backward(model.forward(inputs.x())));
+        let (model, _) = settle::<B, _>(model, |model| inputs.backward(model.forward(inputs.x())));
         let model = Renewed::new(model);
         let passes = Passes::time::<B, _>(
             self.sampling,

@@ -1,4 +1,4 @@
-//! What a training loop does about a layer's weights, by backend.
+//! How a training loop treats a layer's weights, by backend.
 
 use std::sync::Arc;
 
@@ -10,100 +10,69 @@ use burn::{
 };
 use burn_quant_train::{
     QuantTrain,
-    ops::QuantOps,
+    data::DataBackend,
     optim::{LayerBackend, LayerConfig, QuantOptimizer},
-    recipe::{ComputeDtype, FallbackInt8, MixedPrecision, Recipe},
+    recipe::Recipe,
 };
 
 use super::upstream;
 use crate::results::Subject;
 
 /// A backend whose passes are measured.
-pub trait Contender: AutodiffBackend {
+pub trait Contender: LayerBackend {
     /// Its name in results.
-    const SUBJECT: Subject;
-
-    /// Attaches the state of quantized layers to a model and takes as many steps as its thresholds need to settle; the
-    /// weights stay what they are. Returns the mean fallback rate of the last step, if there is one.
-    fn settle<M: AutodiffModule<Self>>(
-        model: M,
-        gradients: impl Fn(&M) -> Self::Gradients,
-    ) -> (M, Option<f64>);
+    fn subject() -> Subject {
+        Self::ROW.map_or(Subject::Burn, |row| Subject::recipe(row.name))
+    }
 
     /// The gradients of all that `y` was computed from, where `gradient` is its own.
     fn backward_from(
         y: FloatTensor<Self>,
         gradient: FloatTensor<Self::InnerBackend>,
     ) -> Self::Gradients;
-
-    /// The model as after an optimizer step: without quantized copies of its weights.
-    fn renew<M: Module<Self>>(model: M) -> M;
 }
 
-impl<B: QuantOps> Contender for Autodiff<B> {
-    const SUBJECT: Subject = Subject::Burn;
-
-    fn settle<M: AutodiffModule<Self>>(
-        model: M,
-        _gradients: impl Fn(&M) -> Self::Gradients,
-    ) -> (M, Option<f64>) {
-        (model, None)
-    }
-
+impl<B: DataBackend> Contender for Autodiff<B> {
     fn backward_from(y: FloatTensor<Self>, gradient: FloatTensor<B>) -> Self::Gradients {
         upstream::backward::<B>(y, gradient)
     }
-
-    fn renew<M: Module<Self>>(model: M) -> M {
-        model
-    }
 }
 
-/// A recipe that is measured.
-pub trait Candidate: Recipe {
-    /// Its name in results.
-    const SUBJECT: Subject;
-}
-
-impl<E: ComputeDtype> Candidate for MixedPrecision<E> {
-    const SUBJECT: Subject = Subject::MixedPrecision;
-}
-
-impl<E: ComputeDtype> Candidate for FallbackInt8<E> {
-    const SUBJECT: Subject = Subject::FallbackInt8;
-}
-
-/// Enough for a threshold to go from 1 to 1 / 30 or to 30.
-const STEPS: usize = 16;
-
-impl<B: QuantOps, R: Candidate> Contender for QuantTrain<Autodiff<B>, R> {
-    const SUBJECT: Subject = R::SUBJECT;
-
-    fn settle<M: AutodiffModule<Self>>(
-        model: M,
-        gradients: impl Fn(&M) -> Self::Gradients,
-    ) -> (M, Option<f64>) {
-        let mut optimizer =
-            QuantOptimizer::new(SgdConfig::new().init::<Self, M>(), LayerConfig::default());
-        let mut model = optimizer.attach(model);
-        for _ in 0..STEPS {
-            let gradients = GradientsParams::from_grads(gradients(&model), &model);
-            model = optimizer.step(0.0, model, gradients);
-        }
-        let rates = optimizer.fallback_rates();
-        let sum: f64 = rates.iter().map(|(_, rate)| f64::from(*rate)).sum();
-        (model, (!rates.is_empty()).then(|| sum / rates.len() as f64))
-    }
-
+impl<B: DataBackend, R: Recipe> Contender for QuantTrain<Autodiff<B>, R> {
     fn backward_from(
         y: FloatTensor<Self>,
         gradient: FloatTensor<Self::InnerBackend>,
     ) -> Self::Gradients {
         upstream::backward::<B>(y.into_primitive(), gradient.into_primitive())
     }
+}
 
-    fn renew<M: Module<Self>>(model: M) -> M {
-        model.map(&mut DropCopies)
+/// Enough for a threshold to go from 1 to 1 / 30 or to 30.
+const STEPS: usize = 16;
+
+/// Attaches the state of quantized layers to a model and takes as many steps as its thresholds need to settle; the
+/// weights stay what they are. Returns the mean fallback rate of the last step, if there is one.
+pub fn settle<B: Contender, M: AutodiffModule<B>>(
+    model: M,
+    gradients: impl Fn(&M) -> <B as AutodiffBackend>::Gradients,
+) -> (M, Option<f64>) {
+    let mut optimizer =
+        QuantOptimizer::new(SgdConfig::new().init::<B, M>(), LayerConfig::default());
+    let mut model = optimizer.attach(model);
+    for _ in 0..STEPS {
+        let gradients = GradientsParams::from_grads(gradients(&model), &model);
+        model = optimizer.step(0.0, model, gradients);
+    }
+    let rates = optimizer.fallback_rates();
+    let sum: f64 = rates.iter().map(|(_, rate)| f64::from(*rate)).sum();
+    (model, (!rates.is_empty()).then(|| sum / rates.len() as f64))
+}
+
+/// The model as after an optimizer step: without quantized copies of its weights.
+pub fn renew<B: Contender, M: Module<B>>(model: M) -> M {
+    match B::ROW {
+        Some(_) => model.map(&mut DropCopies),
+        None => model,
     }
 }
 
@@ -116,8 +85,12 @@ impl<B: LayerBackend> ModuleMapper<B> for DropCopies {
             let TensorPrimitive::Float(primitive) = tensor.into_primitive() else {
                 unreachable!("a float parameter holds a float primitive while it is trained");
             };
-            let tag = Arc::new(B::tag(&primitive).without_copies());
-            Tensor::from_primitive(TensorPrimitive::Float(B::with_tag(primitive, tag)))
+            let tag = B::tag(&primitive).map(|tag| Arc::new(tag.without_copies()));
+            let renewed = match tag {
+                Some(tag) => B::with_tag(primitive, tag),
+                None => primitive,
+            };
+            Tensor::from_primitive(TensorPrimitive::Float(renewed))
         })
     }
 }

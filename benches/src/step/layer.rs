@@ -9,7 +9,7 @@ use burn::{
 };
 use burn_quant_train::{
     QuantTrain,
-    recipe::{FallbackInt8, MixedPrecision},
+    recipe::{Chosen, Recipe},
 };
 use clap::Args;
 
@@ -20,6 +20,7 @@ use super::{
     contender::Contender,
     input::Input,
     measure::Measure,
+    recipes::Recipes,
 };
 use crate::{
     gpu::{Gpu, Report},
@@ -29,7 +30,7 @@ use crate::{
     timing::Sampling,
 };
 
-/// What is measured.
+/// The decoder layers to measure.
 #[derive(Args, Debug, Clone)]
 #[group(skip)]
 pub struct Settings {
@@ -62,6 +63,7 @@ const FLEX: usize = 1024;
 pub fn run(
     gpu: &Gpu,
     settings: &Settings,
+    recipes: &Recipes,
     peers: Option<&Path>,
     json: Option<&Path>,
 ) -> Result<Results> {
@@ -88,19 +90,16 @@ pub fn run(
             weights: &weights,
             input: &input,
             breakdown: settings.breakdown,
+            reference,
             random: &mut random,
         };
-        let reference = reference.as_ref();
-        let (plain, outputs) = measured.on::<Autodiff<Cuda>>(DType::BF16, reference)?;
+        let (plain, outputs) = measured.on::<Autodiff<Cuda>>(DType::BF16)?;
         let of_burn = outputs.reference(measured.random);
-        let reference = Some(reference.unwrap_or(&of_burn));
+        measured.reference.get_or_insert(of_burn);
         report.add([plain])?;
-        let (mixed, _) = measured
-            .on::<QuantTrain<Autodiff<Cuda>, MixedPrecision<bf16>>>(DType::F32, reference)?;
-        report.add([mixed])?;
-        let (int8, _) =
-            measured.on::<QuantTrain<Autodiff<Cuda>, FallbackInt8<bf16>>>(DType::F32, reference)?;
-        report.add([int8])?;
+        for recipe in &recipes.names {
+            report.add([recipe.choose::<bf16, _>(&mut measured)?])?;
+        }
     }
     let rows = peers.iter().flat_map(Peers::layer);
     report.finish(peers.as_ref().map(Peers::run), rows)
@@ -118,16 +117,25 @@ struct Measured<'a> {
     weights: &'a DecoderWeights,
     input: &'a Input,
     breakdown: bool,
+    reference: Option<Reference>,
     random: &'a mut Random,
+}
+
+impl Chosen for &mut Measured<'_> {
+    type Output = Result<StepSpeed>;
+
+    fn with<R: Recipe>(self) -> Self::Output {
+        let (speed, _) = self.on::<QuantTrain<Autodiff<Cuda>, R>>(DType::F32)?;
+        Ok(speed)
+    }
 }
 
 impl Measured<'_> {
     fn on<B: Contender<Device = CudaDevice>>(
         &mut self,
         parameters: DType,
-        reference: Option<&Reference>,
     ) -> Result<(StepSpeed, Outputs)> {
-        let name = B::SUBJECT.name();
+        let name = B::subject().name();
         let device = CudaDevice::default();
         let measure = Measure::<B> {
             sampling: Sampling::LAYERS,
@@ -137,8 +145,8 @@ impl Measured<'_> {
             live_bytes: &|| self.gpu.live_bytes(),
         };
         let (mut speed, outputs) = measure
-            .run(self.weights, self.input, reference)
-            .map_err(|error| error.context(name))?;
+            .run(self.weights, self.input, self.reference.as_ref())
+            .map_err(|error| error.context(name.clone()))?;
         self.gpu.client.memory_cleanup();
         let (hidden, ms) = (speed.hidden, speed.both.median_ms);
         eprintln!("decoder layer, hidden {hidden}, {name}: {ms:.3} ms");

@@ -9,12 +9,13 @@ use burn::{
 };
 use burn_quant_train::{
     QuantTrain,
-    recipe::{FallbackInt8, MixedPrecision},
+    recipe::{Chosen, Recipe},
 };
 use clap::Args;
 
 use super::{
     architecture::Weight, check::Reference, contender::Contender, input::Input, measure::Measure,
+    recipes::Recipes,
 };
 use crate::{
     gpu::{Gpu, Report},
@@ -23,7 +24,7 @@ use crate::{
     timing::Sampling,
 };
 
-/// What is measured.
+/// The linear layers to measure.
 #[derive(Args, Debug, Clone)]
 #[group(skip)]
 pub struct Settings {
@@ -50,6 +51,7 @@ pub struct Settings {
 pub fn run(
     gpu: &Gpu,
     settings: &Settings,
+    recipes: &Recipes,
     peers: Option<&Path>,
     json: Option<&Path>,
 ) -> Result<Results> {
@@ -67,10 +69,10 @@ pub fn run(
             input: &input,
             reference: &reference,
         };
-        type Quant<R> = QuantTrain<Autodiff<Cuda>, R>;
         report.add([measure.on::<Autodiff<Cuda>>(DType::BF16)?])?;
-        report.add([measure.on::<Quant<MixedPrecision<bf16>>>(DType::F32)?])?;
-        report.add([measure.on::<Quant<FallbackInt8<bf16>>>(DType::F32)?])?;
+        for recipe in &recipes.names {
+            report.add([recipe.choose::<bf16, _>(&measure)?])?;
+        }
     }
     let rows = peers.iter().flat_map(Peers::linear);
     report.finish(peers.as_ref().map(Peers::run), rows)
@@ -83,9 +85,17 @@ struct Measured<'a> {
     reference: &'a Reference,
 }
 
+impl Chosen for &Measured<'_> {
+    type Output = Result<StepSpeed>;
+
+    fn with<R: Recipe>(self) -> Self::Output {
+        self.on::<QuantTrain<Autodiff<Cuda>, R>>(DType::F32)
+    }
+}
+
 impl Measured<'_> {
     fn on<B: Contender<Device = CudaDevice>>(&self, parameters: DType) -> Result<StepSpeed> {
-        let name = B::SUBJECT.name();
+        let name = B::subject().name();
         let measure = Measure::<B> {
             sampling: Sampling::LAYERS,
             device: &CudaDevice::default(),
@@ -95,7 +105,7 @@ impl Measured<'_> {
         };
         let (speed, _) = measure
             .run(self.weight, self.input, Some(self.reference))
-            .map_err(|error| error.context(name))?;
+            .map_err(|error| error.context(name.clone()))?;
         self.gpu.client.memory_cleanup();
         let (tokens, ms) = (speed.tokens, speed.both.median_ms);
         eprintln!("linear layer, {tokens} tokens, {name}: {ms:.3} ms");

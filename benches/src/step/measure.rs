@@ -2,18 +2,16 @@
 
 use anyhow::Result;
 use burn::tensor::DType;
+use burn_quant_train::recipe::Row;
 
 use super::{
     architecture::{Architecture, Layer},
     check::{Outputs, Reference},
-    contender::Contender,
+    contender::{Contender, settle},
     input::Input,
     passes::{Passes, Renewed, activation_bytes},
 };
-use crate::{
-    results::{StepSpeed, Subject},
-    timing::Sampling,
-};
+use crate::{results::StepSpeed, timing::Sampling};
 
 /// How a layer is measured.
 pub struct Measure<'a, B: Contender> {
@@ -48,11 +46,13 @@ impl<B: Contender> Measure<'_, B> {
         let inputs = input.on::<B>(self.activations, self.device);
         let model = architecture.init::<B>(self.parameters, self.device);
         let gradients = |model: &A::Layer<B>| inputs.backward(model.forward(inputs.x()));
-        let (model, fallback_rate) = B::settle(model, gradients);
+        let (model, fallback_rate) = settle::<B, _>(model, gradients);
         let outputs = Outputs::of(&model, &inputs, input)?;
         let [float, quantized] = LIMITS;
-        let limit = match B::SUBJECT {
-            Subject::FallbackInt8 => quantized,
+        let limit = match B::ROW {
+            Some(Row {
+                linear: Some(_), ..
+            }) => quantized,
             _ => float,
         };
         let error = reference.map(|reference| outputs.error(reference, limit));
@@ -66,7 +66,7 @@ impl<B: Contender> Measure<'_, B> {
             |tensors| model.backward(&inputs, tensors),
         )?;
         let speed = StepSpeed {
-            subject: B::SUBJECT,
+            subject: B::subject(),
             tokens: input.rows[0] * input.rows[1],
             hidden: input.features[0],
             forward: passes.forward,
@@ -95,6 +95,7 @@ mod tests {
     use super::*;
     use crate::{
         random::Random,
+        results::Subject,
         step::{
             architecture::{DecoderWeights, Weight},
             breakdown::Breakdown,
@@ -138,7 +139,7 @@ mod tests {
         let (mixed, _) = measure::<Mixed, _>(&weight, &input, reference.as_ref());
         assert_eq!(
             (mixed.subject, mixed.error),
-            (Subject::MixedPrecision, plain.error)
+            (Subject::recipe("mixed-precision"), plain.error)
         );
         let (int8, _) = measure::<Int8, _>(&weight, &input, reference.as_ref());
         assert!(

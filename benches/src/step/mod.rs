@@ -18,5 +18,7 @@ pub mod measure;
 pub mod passes;
 #[cfg(feature = "cuda")]
 pub mod pretrain;
+#[cfg(feature = "cuda")]
+pub mod recipes;
 pub mod training;
 mod upstream;

@@ -8,7 +8,11 @@ use burn::{
     tensor::{Tensor, backend::AutodiffBackend},
 };
 
-use super::{architecture::Layer, contender::Contender, input::Inputs};
+use super::{
+    architecture::Layer,
+    contender::{Contender, renew},
+    input::Inputs,
+};
 use crate::{
     results::Spread,
     timing::{Sampling, from_idle},
@@ -83,7 +87,7 @@ impl<M> Renewed<M> {
         M: Layer<B>,
     {
         let model = self.0.borrow_mut().take();
-        let model = B::renew(model.expect(PRESENT));
+        let model = renew::<B, _>(model.expect(PRESENT));
         let x = inputs.x();
         let y = model.forward(x.clone());
         self.0.replace(Some(model));

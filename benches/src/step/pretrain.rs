@@ -9,12 +9,15 @@ use burn::{
 };
 use burn_quant_train::{
     QuantTrain,
-    recipe::{FallbackInt8, MixedPrecision},
+    recipe::{Chosen, Recipe},
 };
 use clap::Args;
 use examples::args::Preset;
 
-use super::training::{Trainer, Training};
+use super::{
+    recipes::Recipes,
+    training::{Trainer, Training},
+};
 use crate::{
     gpu::{Gpu, Report},
     random::Random,
@@ -22,7 +25,7 @@ use crate::{
     timing::Sampling,
 };
 
-/// What is measured.
+/// The model to measure.
 #[derive(Args, Debug, Clone)]
 #[group(skip)]
 pub struct Settings {
@@ -34,19 +37,25 @@ pub struct Settings {
 /// Measures training steps on every backend. Says on stderr what it does, and writes what it has to `json` after each
 /// backend.
 ///
-/// What a program that trains in BF16 with plain Burn does first is done here for all: the device's default dtype
-/// becomes BF16.
+/// The device's default dtype becomes BF16 for all, as a program that trains in BF16 with plain Burn makes it first.
 ///
 /// # Errors
 ///
 /// The device failed, or has a default dtype already, or the file cannot be written.
-pub fn run(gpu: &Gpu, settings: &Settings, json: Option<&Path>) -> Result<Results> {
+pub fn run(
+    gpu: &Gpu,
+    settings: &Settings,
+    recipes: &Recipes,
+    json: Option<&Path>,
+) -> Result<Results> {
     let device = CudaDevice::default();
     set_default_dtypes::<Cuda>(&device, FloatDType::BF16, IntDType::I32)
         .map_err(|error| anyhow!("BF16 cannot be made the default dtype: {error:?}"))?;
     let (batch, sequence) = settings.preset.batch();
-    let measured = Measured {
+    let mut random = gpu.random();
+    let mut measured = Measured {
         gpu,
+        random: &mut random,
         training: Training {
             name: settings.preset.to_string(),
             model: settings.preset.model(sequence),
@@ -54,32 +63,39 @@ pub fn run(gpu: &Gpu, settings: &Settings, json: Option<&Path>) -> Result<Result
             sequence,
         },
     };
-    let mut random = gpu.random();
-    type Quant<R> = QuantTrain<Autodiff<Cuda>, R>;
     let mut report = Report::new(gpu, json, Rows::Pretrain)?;
-    report.add([measured.on::<Autodiff<Cuda>>(FloatDType::BF16, &mut random)?])?;
-    report.add([measured.on::<Quant<MixedPrecision<bf16>>>(FloatDType::F32, &mut random)?])?;
-    report.add([measured.on::<Quant<FallbackInt8<bf16>>>(FloatDType::F32, &mut random)?])?;
+    report.add([measured.on::<Autodiff<Cuda>>(FloatDType::BF16)?])?;
+    for recipe in &recipes.names {
+        report.add([recipe.choose::<bf16, _>(&mut measured)?])?;
+    }
     report.finish(None, [])
 }
 
 struct Measured<'a> {
     gpu: &'a Gpu,
+    random: &'a mut Random,
     training: Training,
+}
+
+impl Chosen for &mut Measured<'_> {
+    type Output = Result<TrainingSpeed>;
+
+    fn with<R: Recipe>(self) -> Self::Output {
+        self.on::<QuantTrain<Autodiff<Cuda>, R>>(FloatDType::F32)
+    }
 }
 
 impl Measured<'_> {
     fn on<B: Trainer<Device = CudaDevice>>(
-        &self,
+        &mut self,
         parameters: FloatDType,
-        random: &mut Random,
     ) -> Result<TrainingSpeed> {
-        let name = B::SUBJECT.name();
+        let name = B::subject().name();
         let device = CudaDevice::default();
         let speed = self
             .training
-            .time::<B>(Sampling::STEPS, parameters, random, &device)
-            .map_err(|error| error.context(name))?;
+            .time::<B>(Sampling::STEPS, parameters, self.random, &device)
+            .map_err(|error| error.context(name.clone()))?;
         self.gpu.client.memory_cleanup();
         eprintln!(
             "{}, {name}: {:.0} tokens/s",

@@ -10,13 +10,13 @@ use burn::{
         backend::{AutodiffBackend, Backend},
     },
 };
-use burn_quant_train::{QuantTrain, ops::QuantOps, optim::QuantAdamWConfig};
+use burn_quant_train::{QuantTrain, data::DataBackend, optim::QuantAdamWConfig, recipe::Recipe};
 use examples::{
     data::Batch,
     model::{Decoder, DecoderConfig, VOCABULARY},
 };
 
-use super::contender::{Candidate, Contender};
+use super::contender::Contender;
 use crate::{random::Random, results::TrainingSpeed, timing::Sampling};
 
 const LEARNING_RATE: f64 = 1e-3;
@@ -27,13 +27,13 @@ pub trait Trainer: Contender {
     fn optimizer<M: AutodiffModule<Self>>(model: M) -> (M, impl Optimizer<M, Self>);
 }
 
-impl<B: QuantOps> Trainer for Autodiff<B> {
+impl<B: DataBackend> Trainer for Autodiff<B> {
     fn optimizer<M: AutodiffModule<Self>>(model: M) -> (M, impl Optimizer<M, Self>) {
         (model, AdamWConfig::new().init())
     }
 }
 
-impl<B: QuantOps, R: Candidate> Trainer for QuantTrain<Autodiff<B>, R> {
+impl<B: DataBackend, R: Recipe> Trainer for QuantTrain<Autodiff<B>, R> {
     fn optimizer<M: AutodiffModule<Self>>(model: M) -> (M, impl Optimizer<M, Self>) {
         let optimizer = QuantAdamWConfig::new().init::<Self, M>();
         (optimizer.attach(model), optimizer)
@@ -98,7 +98,7 @@ impl Training {
         ensure!(after < before, "the loss went from {before} to {after}");
         let tokens = self.batch * self.sequence;
         Ok(TrainingSpeed {
-            subject: B::SUBJECT,
+            subject: B::subject(),
             model: self.name.clone(),
             parameters: count,
             batch: self.batch,
@@ -160,7 +160,7 @@ mod tests {
         let int8 = time::<QuantTrain<Autodiff<Flex>, FallbackInt8<f32>>>(&training);
         assert_eq!(
             [burn.subject, int8.subject],
-            [Subject::Burn, Subject::FallbackInt8]
+            [Subject::Burn, Subject::recipe("fallback-int8")]
         );
         assert_eq!(burn.parameters, int8.parameters);
         assert!(burn.tokens_per_s > 0.0 && int8.step.median_ms > 0.0);

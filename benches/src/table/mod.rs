@@ -1,4 +1,4 @@
-//! Markdown tables of result files. What a file holds shows in its fields.
+//! Markdown tables of result files. The fields of a file show which results it holds.
 
 mod gemm;
 mod optimizer_seeds;

@@ -1,4 +1,4 @@
-//! Runs of `pretrain` with several seeds: what of the differences between optimizers is chance.
+//! Runs of `pretrain` with several seeds: how much of the differences between optimizers is chance.
 
 use std::fmt::Write;
 

@@ -189,7 +189,7 @@ mod tests {
         };
         let ours = StepSpeed {
             fallback_rate: Some(0.2),
-            ..row(Subject::FallbackInt8, 1024, 2.0)
+            ..row(Subject::recipe("fallback-int8"), 1024, 2.0)
         };
         let lines = lines(vec![
             row(Subject::Burn, 1024, 6.0),
@@ -224,7 +224,7 @@ mod tests {
         };
         let lines = lines(vec![
             broken_down(Subject::Burn),
-            broken_down(Subject::FallbackInt8),
+            broken_down(Subject::recipe("fallback-int8")),
             row(Subject::TorchEager, 1024, 1.0),
         ]);
         let start = lines

@@ -61,7 +61,10 @@ mod tests {
             },
             tokens_per_s: 16_384_000.0 / ms,
         };
-        let rows = [row(Subject::Burn, 300.0), row(Subject::FallbackInt8, 150.0)];
+        let rows = [
+            row(Subject::Burn, 300.0),
+            row(Subject::recipe("fallback-int8"), 150.0),
+        ];
         let table = table(&run(), None, &rows).unwrap();
         let lines: Vec<&str> = table.lines().collect();
         assert_eq!(

@@ -3,7 +3,7 @@
 use burn_backend::{Scalar, ops::ActivationOps, tensor::FloatTensor};
 
 use super::{QuantTrain, forward::forward};
-use crate::{ops::QuantBackend, recipe::Recipe};
+use crate::{data::recorded::QuantBackend, recipe::Recipe};
 
 impl<B: QuantBackend, R: Recipe> ActivationOps<Self> for QuantTrain<B, R> {
     forward! {

@@ -7,9 +7,10 @@ use burn_backend::{
 };
 
 use super::QuantTrain;
-use crate::{ops::QuantOps, recipe::Recipe, tensor::QuantTensor};
+use super::tensor::QuantTensor;
+use crate::{data::DataBackend, recipe::Recipe};
 
-impl<B: QuantOps, C: CheckpointStrategy, R: Recipe> AutodiffBackend
+impl<B: DataBackend, C: CheckpointStrategy, R: Recipe> AutodiffBackend
     for QuantTrain<Autodiff<B, C>, R>
 {
     type InnerBackend = QuantTrain<B, R>;
@@ -47,9 +48,9 @@ impl<B: QuantOps, C: CheckpointStrategy, R: Recipe> AutodiffBackend
     }
 
     fn inner(tensor: FloatTensor<Self>) -> FloatTensor<Self::InnerBackend> {
-        QuantTensor::new(<Autodiff<B, C> as AutodiffBackend>::inner(
-            tensor.into_primitive(),
-        ))
+        let origin = tensor.origin();
+        let inner = <Autodiff<B, C> as AutodiffBackend>::inner(tensor.into_primitive());
+        QuantTensor::computed(inner, origin)
     }
 
     fn int_inner(tensor: IntTensor<Self>) -> IntTensor<Self::InnerBackend> {
@@ -65,9 +66,9 @@ impl<B: QuantOps, C: CheckpointStrategy, R: Recipe> AutodiffBackend
     }
 
     fn from_inner(tensor: FloatTensor<Self::InnerBackend>) -> FloatTensor<Self> {
-        QuantTensor::new(<Autodiff<B, C> as AutodiffBackend>::from_inner(
-            tensor.into_primitive(),
-        ))
+        let origin = tensor.origin();
+        let tracked = <Autodiff<B, C> as AutodiffBackend>::from_inner(tensor.into_primitive());
+        QuantTensor::computed(tracked, origin)
     }
 
     fn int_from_inner(tensor: IntTensor<Self::InnerBackend>) -> IntTensor<Self> {

@@ -7,8 +7,8 @@ use burn_backend::{
     tensor::{BoolTensor, Device, FloatTensor, IndexingUpdateOp, IntTensor},
 };
 
-use super::{QuantTrain, forward::forward};
-use crate::{ops::QuantBackend, recipe::Recipe, tensor::QuantTensor};
+use super::{QuantTrain, forward::forward, products, tensor::QuantTensor};
+use crate::{data::recorded::QuantBackend, recipe::Recipe};
 
 impl<B: QuantBackend, R: Recipe> FloatTensorOps<Self> for QuantTrain<B, R> {
     forward! {
@@ -135,7 +135,7 @@ impl<B: QuantBackend, R: Recipe> FloatTensorOps<Self> for QuantTrain<B, R> {
     }
 
     fn float_matmul(lhs: FloatTensor<Self>, rhs: FloatTensor<Self>) -> FloatTensor<Self> {
-        crate::linear::matmul::<B, R>(lhs, rhs)
+        products::matmul::<B, R>(lhs, rhs)
     }
 
     fn float_transpose(tensor: FloatTensor<Self>) -> FloatTensor<Self> {

@@ -3,7 +3,7 @@
 /// Forwards operations to the inner backend.
 ///
 /// Each line is an operation of one of Burn's traits: its name, the kind of every argument and of the result, and,
-/// after `=>`, its [precision class](crate::precision::Class); a line without one leaves dtypes alone. So the table of
+/// after `=>`, its [precision class](super::precision::Class); a line without one leaves dtypes alone. So the table of
 /// classes *is* the code, and a reader compares it with the book's line by line.
 ///
 /// Kinds: `Float`, `FloatRef`, `OptFloat`, `Floats` (a vector), `FloatPair`, `FloatAndInt`, `Int`, `Bool`, `Quant`,
@@ -16,17 +16,27 @@ macro_rules! forward {
     )* };
 
     (@body $name:ident ($($arg:ident: $kind:tt),*) -> $ret:tt) => {{
+        let _origin = forward!(@origin $ret ($($arg: $kind),*));
         $( let $arg = forward!(@lower $kind $arg); )*
-        forward!(@lift $ret B::$name($($arg),*))
+        forward!(@lift $ret _origin B::$name($($arg),*))
     }};
     (@body $name:ident ($($arg:ident: $kind:tt),*) -> $ret:tt => $class:ident) => {{
+        let _origin = forward!(@origin $ret ($($arg: $kind),*));
         $( let $arg = forward!(@lower $kind $arg); )*
-        let mut dtypes = crate::precision::Dtypes::default();
+        let mut dtypes = crate::backend::precision::Dtypes::default();
         $( forward!(@see $kind dtypes $arg); )*
-        let target = crate::precision::Class::$class.target(R::ROW.compute, &dtypes);
+        let target = crate::backend::precision::Class::$class.target(R::ROW.compute, &dtypes);
         $( let $arg = forward!(@cast $kind target $arg); )*
-        forward!(@lift $ret B::$name($($arg),*))
+        forward!(@lift $ret _origin B::$name($($arg),*))
     }};
+
+    // A tensor remembers the layer from whose weight it was computed.
+    (@origin Float ($($arg:ident: $kind:tt),*)) => {
+        crate::backend::tensor::one_origin([ $( forward!(@origin_of $kind $arg) ),* ])
+    };
+    (@origin $other:tt ($($arg:ident: $kind:tt),*)) => { () };
+    (@origin_of Float $x:ident) => { $x.origin() };
+    (@origin_of $other:tt $x:ident) => { None };
 
     (@type Float) => { FloatTensor<Self> };
     (@type FloatRef) => { &FloatTensor<Self> };
@@ -42,34 +52,34 @@ macro_rules! forward {
 
     (@lower Float $x:expr) => { $x.into_primitive() };
     (@lower FloatRef $x:expr) => { $x.primitive() };
-    (@lower OptFloat $x:expr) => { $x.map(crate::tensor::QuantTensor::into_primitive) };
+    (@lower OptFloat $x:expr) => { $x.map(crate::backend::tensor::QuantTensor::into_primitive) };
     (@lower Floats $x:expr) => {
-        $x.into_iter().map(crate::tensor::QuantTensor::into_primitive).collect::<Vec<_>>()
+        $x.into_iter().map(crate::backend::tensor::QuantTensor::into_primitive).collect::<Vec<_>>()
     };
-    (@lower Primitive $x:expr) => { crate::tensor::lower_primitive::<B, R>($x) };
+    (@lower Primitive $x:expr) => { crate::backend::tensor::lower_primitive::<B, R>($x) };
     (@lower $other:tt $x:expr) => { $x };
 
-    (@lift Float $x:expr) => { crate::tensor::QuantTensor::new($x) };
-    (@lift FloatPair $x:expr) => {{
+    (@lift Float $origin:ident $x:expr) => { crate::backend::tensor::QuantTensor::computed($x, $origin) };
+    (@lift FloatPair $origin:ident $x:expr) => {{
         let (first, second) = $x;
-        (crate::tensor::QuantTensor::new(first), crate::tensor::QuantTensor::new(second))
+        (crate::backend::tensor::QuantTensor::new(first), crate::backend::tensor::QuantTensor::new(second))
     }};
-    (@lift FloatAndInt $x:expr) => {{
+    (@lift FloatAndInt $origin:ident $x:expr) => {{
         let (values, indices) = $x;
-        (crate::tensor::QuantTensor::new(values), indices)
+        (crate::backend::tensor::QuantTensor::new(values), indices)
     }};
-    (@lift Primitive $x:expr) => { crate::tensor::lift_primitive::<B, R>($x) };
-    (@lift $other:tt $x:expr) => { $x };
+    (@lift Primitive $origin:ident $x:expr) => { crate::backend::tensor::lift_primitive::<B, R>($x) };
+    (@lift $other:tt $origin:ident $x:expr) => { $x };
 
     (@see Float $dtypes:ident $x:ident) => { $dtypes.see(&$x) };
     (@see OptFloat $dtypes:ident $x:ident) => { if let Some(x) = &$x { $dtypes.see(x) } };
     (@see Floats $dtypes:ident $x:ident) => { for x in &$x { $dtypes.see(x) } };
     (@see $other:tt $dtypes:ident $x:ident) => {};
 
-    (@cast Float $target:ident $x:ident) => { crate::precision::cast_to::<B>($x, $target) };
-    (@cast OptFloat $target:ident $x:ident) => { $x.map(|x| crate::precision::cast_to::<B>(x, $target)) };
+    (@cast Float $target:ident $x:ident) => { crate::data::cast_to::<B>($x, $target) };
+    (@cast OptFloat $target:ident $x:ident) => { $x.map(|x| crate::data::cast_to::<B>(x, $target)) };
     (@cast Floats $target:ident $x:ident) => {
-        $x.into_iter().map(|x| crate::precision::cast_to::<B>(x, $target)).collect::<Vec<_>>()
+        $x.into_iter().map(|x| crate::data::cast_to::<B>(x, $target)).collect::<Vec<_>>()
     };
     (@cast $other:tt $target:ident $x:ident) => { $x };
 }

@@ -10,7 +10,7 @@ use burn_backend::{
 };
 
 use super::{QuantTrain, forward::forward};
-use crate::{ops::QuantBackend, recipe::Recipe};
+use crate::{data::recorded::QuantBackend, recipe::Recipe};
 
 impl<B: QuantBackend, R: Recipe> IntTensorOps<Self> for QuantTrain<B, R> {
     forward! {

@@ -7,14 +7,23 @@ mod float;
 mod forward;
 mod int;
 mod module;
+pub mod precision;
+mod products;
 mod quantized;
+pub mod tensor;
 mod transaction;
 
 use std::marker::PhantomData;
 
 use burn_backend::{Backend, BackendTypes, DType, DTypeUsageSet, ExecutionError, TensorData};
 
-use crate::{layer, ops::QuantBackend, recipe::Recipe, tensor::QuantTensor};
+use tensor::QuantTensor;
+
+use crate::{
+    data::recorded::QuantBackend,
+    layer,
+    recipe::{Recipe, Row},
+};
 
 /// Trains on backend `B` by recipe `R`.
 ///
@@ -23,12 +32,17 @@ use crate::{layer, ops::QuantBackend, recipe::Recipe, tensor::QuantTensor};
 /// quantizes nothing (fallback-int8, appendix E: quantized evaluation lets blocks leak information between tokens).
 ///
 /// Int, bool and Burn's own quantized primitives are those of `B`; a float primitive is that of `B` plus a shared
-/// [tag](crate::tag::Tag).
+/// [tag](layer::tag::Tag).
 ///
 /// # Panics
 ///
 /// Operations panic, naming the operation and the remedy, when the device does not support the recipe's compute dtype.
 pub struct QuantTrain<B, R>(PhantomData<(B, R)>);
+
+impl<B, R: Recipe> QuantTrain<B, R> {
+    /// The recipe. A row that contradicts itself does not compile.
+    const ROW: Row = R::ROW.checked();
+}
 
 impl<B, R> Clone for QuantTrain<B, R> {
     fn clone(&self) -> Self {
@@ -46,7 +60,7 @@ impl<B, R> Default for QuantTrain<B, R> {
 
 impl<B, R: Recipe> std::fmt::Debug for QuantTrain<B, R> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "QuantTrain<{}>", R::ROW.name)
+        write!(f, "QuantTrain<{}>", Self::ROW.name)
     }
 }
 
@@ -83,7 +97,7 @@ impl<B: QuantBackend, R: Recipe> Backend for QuantTrain<B, R> {
     }
 
     fn name(device: &Self::Device) -> String {
-        format!("quant-train<{}, {}>", B::name(device), R::ROW.name)
+        format!("quant-train<{}, {}>", B::name(device), Self::ROW.name)
     }
 
     /// Seeds the inner backend and the stochastic rounding of the layers attached after this call.

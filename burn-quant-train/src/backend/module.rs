@@ -11,19 +11,33 @@ use burn_backend::{
     tensor::{BoolTensor, FloatTensor, IntTensor},
 };
 
-use super::{QuantTrain, forward::forward};
-use crate::{
-    ops::{
-        QuantBackend, QuantOps,
-        attention::{AttentionInputs, AttentionScores},
-    },
-    precision,
-    recipe::Recipe,
+use super::{
+    QuantTrain,
+    forward::forward,
+    precision::{Class, Dtypes},
+    products,
     tensor::QuantTensor,
+};
+use crate::{
+    data::{
+        DataBackend,
+        attention::{AttentionKernels, AttentionScores},
+        cast_to,
+        recorded::QuantBackend,
+    },
+    ops::attention::Attention,
+    recipe::Recipe,
 };
 
 /// Kernels index with 32 bits.
 const MAX_SCORES: usize = u32::MAX as usize;
+
+/// A tensor in the dtype of a class.
+fn in_class<B: QuantBackend, R: Recipe>(class: Class, tensor: FloatTensor<B>) -> FloatTensor<B> {
+    let mut dtypes = Dtypes::default();
+    dtypes.see(&tensor);
+    cast_to::<B>(tensor, class.target(R::ROW.compute, &dtypes))
+}
 
 impl<B: QuantBackend, R: Recipe> ModuleOps<Self> for QuantTrain<B, R> {
     forward! {
@@ -96,22 +110,21 @@ impl<B: QuantBackend, R: Recipe> ModuleOps<Self> for QuantTrain<B, R> {
         weight: FloatTensor<Self>,
         bias: Option<FloatTensor<Self>>,
     ) -> FloatTensor<Self> {
-        crate::linear::linear::<B, R>(x, weight, bias)
+        products::linear::<B, R>(x, weight, bias)
     }
 
     /// Gathers FP32 rows, then casts them: the table itself is never copied to the compute dtype.
     fn embedding(weights: FloatTensor<Self>, indices: IntTensor<Self>) -> FloatTensor<Self> {
         let rows = B::embedding(weights.into_primitive(), indices);
-        let mut dtypes = precision::Dtypes::default();
-        dtypes.see(&rows);
-        let target = precision::Class::Compute.target(R::ROW.compute, &dtypes);
-        QuantTensor::new(precision::cast_to::<B>(rows, target))
+        QuantTensor::new(in_class::<B, R>(Class::Compute, rows))
     }
 
-    /// In training: one node that saves Q, K and V, its softmax a kernel in FP32, where the backend has kernels and
-    /// nothing is added to the scores. Otherwise Burn builds attention from products and a softmax under autodiff, and
-    /// building it from *our* operations keeps the softmax in FP32; so it does with FP32 as the compute dtype, to
-    /// change no bit. Without autodiff the inner backend's fused kernel runs on compute-dtype operands.
+    /// Attention: one node in training where the backend has kernels, else Burn's composition.
+    ///
+    /// The node saves Q, K and V, and its softmax is a kernel in FP32. It is taken where nothing is added to the
+    /// scores. Otherwise Burn builds attention from products and a softmax under autodiff; building it from *our*
+    /// operations keeps the softmax in FP32. So it does with FP32 as the compute dtype, to change no bit. Without
+    /// autodiff the inner backend's fused kernel runs on operands in the compute dtype.
     fn attention(
         query: FloatTensor<Self>,
         key: FloatTensor<Self>,
@@ -120,14 +133,10 @@ impl<B: QuantBackend, R: Recipe> ModuleOps<Self> for QuantTrain<B, R> {
         attn_bias: Option<FloatTensor<Self>>,
         options: AttentionModuleOptions,
     ) -> FloatTensor<Self> {
-        let compute = |tensor: FloatTensor<Self>| {
-            let tensor = tensor.into_primitive();
-            let mut dtypes = precision::Dtypes::default();
-            dtypes.see(&tensor);
-            let target = precision::Class::Compute.target(R::ROW.compute, &dtypes);
-            precision::cast_to::<B>(tensor, target)
-        };
-        if !B::ad_enabled(&B::float_device(query.primitive())) {
+        let compute =
+            |tensor: FloatTensor<Self>| in_class::<B, R>(Class::Compute, tensor.into_primitive());
+        let device = B::float_device(query.primitive());
+        if !B::ad_enabled(&device) {
             return QuantTensor::new(B::attention(
                 compute(query),
                 compute(key),
@@ -141,26 +150,23 @@ impl<B: QuantBackend, R: Recipe> ModuleOps<Self> for QuantTrain<B, R> {
         let dtypes = [&query, &key, &value].map(TensorMetadata::dtype);
         let queries = query.shape()[..3].iter().product::<usize>();
         let scores = queries.checked_mul(key.shape()[2]);
-        let fusible = mask.is_none()
+        let by_kernels = mask.is_none()
             && attn_bias.is_none()
             && options.softcap.is_none()
             && R::ROW.compute != FloatDType::F32
             && !dtypes.contains(&DType::F64)
             && heads(&query) == heads(&key)
             && heads(&query) == heads(&value)
-            && scores.is_some_and(|scores| (1..=MAX_SCORES).contains(&scores));
-        if let (true, Some(kernels)) = (fusible, B::Base::attention_kernels()) {
+            && scores.is_some_and(|scores| (1..=MAX_SCORES).contains(&scores))
+            && <B::Base as DataBackend>::Kernels::attention_kernels(&device).is_some();
+        if by_kernels {
             let features = query.shape()[3] as f64;
             let scores = AttentionScores {
                 scale: options.scale.unwrap_or_else(|| 1.0 / features.sqrt()) as f32,
                 causal: options.is_causal,
             };
-            let inputs = AttentionInputs {
-                query: compute(query),
-                key: compute(key),
-                value: compute(value),
-            };
-            return QuantTensor::new(B::attention_by(kernels, inputs, scores));
+            let inputs = [query, key, value].map(compute);
+            return QuantTensor::new(B::record(Attention { scores }, inputs));
         }
         attention_fallback::<Self>(query, key, value, mask, attn_bias, options)
     }
@@ -174,16 +180,16 @@ impl<B: QuantBackend, R: Recipe> ModuleOps<Self> for QuantTrain<B, R> {
     ) -> FloatTensor<Self> {
         let tensor = tensor.into_primitive();
         let dtype = tensor.dtype();
-        let mut dtypes = precision::Dtypes::default();
+        let mut dtypes = Dtypes::default();
         dtypes.see(&tensor);
-        let full = precision::Class::Full.target(R::ROW.compute, &dtypes);
+        let full = Class::Full.target(R::ROW.compute, &dtypes);
         let output = B::layer_norm(
-            precision::cast_to::<B>(tensor, full),
-            precision::cast_to::<B>(gamma.into_primitive(), full),
-            beta.map(|beta| precision::cast_to::<B>(beta.into_primitive(), full)),
+            cast_to::<B>(tensor, full),
+            cast_to::<B>(gamma.into_primitive(), full),
+            beta.map(|beta| cast_to::<B>(beta.into_primitive(), full)),
             epsilon,
         );
-        QuantTensor::new(precision::cast_to::<B>(output, Some(dtype.into())))
+        QuantTensor::new(cast_to::<B>(output, Some(dtype.into())))
     }
 
     fn deform_conv2d_backward(

@@ -6,7 +6,8 @@ use burn_backend::{
 };
 
 use super::QuantTrain;
-use crate::{ops::QuantBackend, recipe::Recipe, tensor::QuantTensor};
+use super::tensor::QuantTensor;
+use crate::{data::recorded::QuantBackend, recipe::Recipe};
 
 impl<B: QuantBackend, R: Recipe> TransactionOps<Self> for QuantTrain<B, R> {
     async fn tr_execute(

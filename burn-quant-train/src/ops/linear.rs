@@ -1,293 +1,275 @@
-//! The two passes of a quantized linear layer as one operation each (fallback-int8, section 5.1): in a fused stream,
-//! what a pass makes for itself, the operands of its products, never becomes a tensor, and leading dimensions cost
-//! nothing.
+//! The quantized linear layer: Y = X W + bias, dX = dY Wᵀ, dW = Xᵀ dY, each product as its recipe's row says
+//! (fallback-int8, section 5.1, where a row has fallback).
+//!
+//! Each pass is one operation of the backend that holds the data, so the operands that a pass makes for its products
+//! never become tensors of a fused stream.
 
-use burn_backend::{FloatDType, Shape, TensorMetadata, tensor::FloatTensor};
+mod pass;
+mod plan;
 
-use super::{
-    InputCasts, Layout, LinearInput, Operand, QuantOps, Quantized, Residual, StochasticKey,
+use std::sync::Arc;
+
+use burn_backend::{
+    DType, FloatDType, IntDType, Scalar, Shape, TensorMetadata,
+    tensor::{Device, FloatTensor},
 };
-use crate::{layer::Layer, recipe::Cast};
 
-/// The forward pass: Y `[.., N]` = X `[.., K]` W + bias.
-#[derive(Debug)]
-pub struct LinearForward<'a, B: QuantOps> {
-    /// X.
-    pub x: LinearX<'a, B>,
-    /// The product.
-    pub product: LinearProduct<'a, B>,
-}
-
-/// The input of a forward pass.
-#[derive(Debug)]
-pub enum LinearX<'a, B: QuantOps> {
-    /// Quantized before, without fallback.
-    Quantized {
-        /// X as a matrix, `[rows, K]`.
-        matrix: &'a Quantized<B>,
-        /// `[.., K]`.
-        shape: Shape,
+use self::{
+    pass::{Backward, BackwardInputs, Form, Forward, ForwardInputs, Gradients, Source, with_last},
+    plan::{BackwardPlan, Plan, Stored},
+};
+use super::operand::Make;
+use crate::{
+    data::{
+        DataBackend, cast_to,
+        quantize::{Fallback, Quantized},
+        recorded::Recorded,
     },
-    /// To be quantized, for the product to nearest.
-    Float {
-        /// X, `[.., K]`, of any float dtype.
-        x: FloatTensor<B>,
-        /// What to make of X.
-        casts: InputCasts,
-        /// The layer with whose state X is quantized, where it is with fallback: its counters go up, and blocks that
-        /// fell back enter the product with their residuals.
-        fallback: Option<&'a Layer<B>>,
-        /// Whether X as the product takes it is wanted afterwards.
-        keeps_operand: bool,
+    layer::{
+        Layer,
+        tag::{CopyKey, Tag, View},
     },
+    recipe::{LinearRow, Residual, SavedX},
+};
+
+/// Y `[.., N]` = X `[.., K]` W `[K, N]` + bias `[N]`, of inputs X, W and, if there are three, the bias. W may have
+/// leading dimensions of 1.
+///
+/// W is quantized once for each value that it takes, which is once in each optimizer step, for each of the row's casts
+/// of it. An INT8 copy is one byte a parameter. A product that needs the other layout makes it for its own time.
+pub(crate) struct Linear<B: DataBackend> {
+    /// The layer.
+    pub layer: Arc<Layer<B>>,
+    /// The recipe's row.
+    pub row: LinearRow,
+    /// The dtype of Y, and of the operands of products that are not quantized.
+    pub compute: FloatDType,
+    /// The tag of X, if X is the matrix that the tag speaks of.
+    pub x_tag: Option<Arc<Tag<B>>>,
+    /// The tag of W.
+    pub weight_tag: Arc<Tag<B>>,
+    /// How W shows the tagged matrix: as it is, or transposed.
+    pub weight_view: View,
 }
 
-/// The product of the forward pass.
+/// The operands that a linear layer keeps for the backward pass, and the plan of that pass.
 #[derive(Debug)]
-pub struct LinearProduct<'a, B: QuantOps> {
-    /// W, `[K, N]`.
-    pub weight: LinearWeight<'a, B>,
-    /// `[N]`.
-    pub bias: Option<FloatTensor<B>>,
-    /// The dtype of Y.
-    pub dtype: FloatDType,
+pub(crate) struct Saved<B: DataBackend> {
+    /// Present if W needs a gradient.
+    x: Option<Kept<B>>,
+    /// Present if X needs a gradient.
+    weight: Option<Kept<B>>,
+    x_form: Form,
+    weight_form: Form,
+    bias: Option<DType>,
+    plan: BackwardPlan,
+    compute: FloatDType,
 }
 
-/// The weight of a forward pass.
-#[derive(Debug)]
-pub enum LinearWeight<'a, B: QuantOps> {
-    /// Quantized before.
-    Quantized(Operand<'a, B>),
-    /// To be quantized.
-    Float {
-        /// The weight, with leading dimensions of 1.
-        weight: FloatTensor<B>,
-        /// How it is quantized.
-        cast: Cast,
-        /// Whether the quantized matrix is the transpose of the weight.
-        transposed: bool,
-    },
-}
-
-/// What the forward pass returns.
-#[derive(Debug)]
-pub struct LinearOutput<B: QuantOps> {
-    /// Y.
-    pub y: FloatTensor<B>,
-    /// X as the product took it, without residuals, if it was wanted.
-    pub operand: Option<Quantized<B>>,
-    /// The copy of X for the backward pass, if it was wanted.
-    pub saved: Option<Quantized<B>>,
-    /// The weight, if it was to be quantized: row-major, one byte a parameter in INT8.
-    pub weight: Option<Quantized<B>>,
-}
-
-/// The backward pass, from dY `[.., N]`.
-#[derive(Debug)]
-pub struct LinearBackward<'a, B: QuantOps> {
-    /// dY, of any float dtype.
-    pub grad: FloatTensor<B>,
-    /// How dY is quantized.
-    pub cast: Cast,
-    /// The random numbers of its rounding.
-    pub key: Option<StochasticKey>,
-    /// W, `[K, N]`, where dX = dY Wᵀ is wanted, and what dX is.
-    pub weight: Option<(Operand<'a, B>, GradientForm)>,
-    /// X, `[rows, K]`, where dW = Xᵀ dY is wanted, and what dW is.
-    pub x: Option<(Operand<'a, B>, GradientForm)>,
-}
-
-/// Shape and dtype of a gradient: those of what it is the gradient of.
-#[derive(Debug, Clone)]
-pub struct GradientForm {
-    /// `[.., K]`, or `[K, N]` with leading dimensions of 1.
-    pub shape: Shape,
-    /// A float dtype.
-    pub dtype: FloatDType,
-}
-
-/// What the backward pass returns: those gradients that were wanted.
-#[derive(Debug)]
-pub struct LinearGradients<B: QuantOps> {
-    /// dX.
-    pub x: Option<FloatTensor<B>>,
-    /// dW.
-    pub weight: Option<FloatTensor<B>>,
-}
-
-impl<B: QuantOps> LinearForward<'_, B> {
-    /// The shape of Y.
-    pub(super) fn output_shape(&self) -> Shape {
-        let mut shape = match &self.x {
-            LinearX::Quantized { shape, .. } => shape.clone(),
-            LinearX::Float { x, .. } => x.shape(),
-        };
-        let last = shape.num_dims() - 1;
-        shape[last] = match &self.product.weight {
-            LinearWeight::Quantized(operand) => operand.shape()[1],
-            LinearWeight::Float { weight, .. } => flattened(&weight.shape())[1],
-        };
-        shape
-    }
-}
-
-impl<B: QuantOps> LinearBackward<'_, B> {
-    /// The copies of dY that the products read; `None` if there are none.
-    fn layout(&self) -> Option<Layout> {
-        match (&self.weight, &self.x) {
-            (Some(_), Some(_)) => Some(Layout::Both),
-            (Some(_), None) => Some(Layout::RowMajor),
-            (None, Some(_)) => Some(Layout::Transposed),
-            (None, None) => None,
+impl<B: DataBackend> Clone for Saved<B> {
+    fn clone(&self) -> Self {
+        Self {
+            x: self.x.clone(),
+            weight: self.weight.clone(),
+            x_form: self.x_form.clone(),
+            weight_form: self.weight_form.clone(),
+            ..*self
         }
     }
 }
 
-/// Rows and columns of a tensor whose dimensions but the last are rows.
-pub(super) fn flattened(shape: &Shape) -> [usize; 2] {
-    let (cols, rows) = shape
-        .split_last()
-        .expect("a matrix has at least one dimension");
-    [rows.iter().product(), *cols]
+/// An operand that waits for the backward pass.
+#[derive(Debug)]
+enum Kept<B: DataBackend> {
+    Copy(Arc<Quantized<B>>),
+    Float(FloatTensor<B>),
 }
 
-/// All dimensions but the last as rows.
-pub(super) fn flatten<B: QuantOps>(tensor: FloatTensor<B>) -> FloatTensor<B> {
-    let shape = tensor.shape();
-    match shape.num_dims() {
-        2 => tensor,
-        _ => B::float_reshape(tensor, Shape::new(flattened(&shape))),
+impl<B: DataBackend> Clone for Kept<B> {
+    fn clone(&self) -> Self {
+        match self {
+            Self::Copy(copy) => Self::Copy(copy.clone()),
+            Self::Float(tensor) => Self::Float(tensor.clone()),
+        }
     }
 }
 
-/// A weight with leading dimensions of 1, quantized: the matrix, or with `transposed` its transpose.
-fn quantized_weight<B: QuantOps>(
-    weight: FloatTensor<B>,
-    cast: Cast,
-    transposed: bool,
-    layout: Layout,
-) -> Quantized<B> {
-    let matrix = flatten::<B>(weight);
-    let matrix = match transposed {
-        false => matrix,
-        true => B::float_swap_dims(matrix, 0, 1),
-    };
-    B::quantize_matrix(matrix, cast, layout, None)
+impl<B: DataBackend> From<Kept<B>> for Source<B> {
+    fn from(kept: Kept<B>) -> Self {
+        match kept {
+            Kept::Copy(copy) => Self::Copy(Quantized::clone(&copy)),
+            Kept::Float(tensor) => Self::Float(tensor),
+        }
+    }
 }
 
-/// [`QuantOps::linear_forward`] by an operation for each step. The layers of a model wait for each other only while X
-/// is quantized.
-pub(super) fn forward<B: QuantOps>(call: LinearForward<'_, B>) -> LinearOutput<B> {
-    let shape = call.output_shape();
-    match call.x {
-        LinearX::Quantized { matrix, .. } => product(matrix.operand(), None, call.product, shape),
-        LinearX::Float {
-            x,
-            casts,
-            fallback,
+impl<B: DataBackend, const N: usize> Recorded<B, N> for Linear<B> {
+    type Saved = Saved<B>;
+
+    fn forward(self, inputs: [FloatTensor<B>; N], wanted: [bool; N]) -> (FloatTensor<B>, Saved<B>) {
+        let mut inputs = inputs.into_iter();
+        let (Some(x), Some(weight), bias) = (inputs.next(), inputs.next(), inputs.next()) else {
+            unreachable!("a linear layer has X and W");
+        };
+        let [wants_x, wants_weight] = [wanted[0], wanted[1]];
+        let device = B::float_device(&x);
+        let bank = self.layer.bank();
+        let plan = Plan::new(&self.layer, &self.row, self.weight_view, &device);
+        let forms = [Form::of(&x), Form::of(&weight)];
+        let bias_dtype = bias.as_ref().map(TensorMetadata::dtype);
+
+        // X: copies that other layers made of it are good for this one too.
+        let of_x = |key: CopyKey| self.x_tag.as_ref()?.find(key, plan.epoch(bank, key));
+        let saved_make = plan.saved.filter(|_| wants_weight);
+        let saved = saved_make.and_then(|make| of_x(make.factor.key));
+        let to_save = saved_make.filter(|_| saved.is_none());
+        // A copy with fallback is the layer's own: others have other thresholds.
+        let shares_operand = plan.residual == Residual::Never && self.x_tag.is_some();
+        let operand = match plan.forward {
+            Some([make, _]) if shares_operand => of_x(make.factor.key),
+            _ => None,
+        };
+        let kept_x = match (self.row.saved_x, wants_weight) {
+            (SavedX::Input, true) => Some(Kept::Float(x.clone())),
+            (SavedX::Input, false) | (SavedX::Operand, _) => None,
+        };
+        let keeps_operand = shares_operand && operand.is_none();
+        let x = match (&operand, to_save) {
+            (Some(copy), None) => Source::Copy(Quantized::clone(copy)),
+            _ => Source::Float(x),
+        };
+
+        // W: likewise, from run to run.
+        let of_weight = |key: CopyKey| self.weight_tag.find(key, plan.weight_epoch(bank, key));
+        let copy = plan.weight.and_then(|it| of_weight(it.key));
+        let other = plan.other_weight.and_then(|it| of_weight(it.key));
+        let missing = (plan.weight.is_some() && copy.is_none())
+            || (plan.other_weight.is_some() && other.is_none());
+        let weight_source = match &copy {
+            Some(copy) if !missing => Source::Copy(Quantized::clone(copy)),
+            _ => Source::Float(weight.clone()),
+        };
+        let operation = Forward {
+            x_shape: forms[0].shape.clone(),
+            shape: with_last(&forms[0].shape, &forms[1].shape),
+            product: plan.forward,
             keeps_operand,
-        } => {
-            let device = B::float_device(&x);
-            let x = flatten::<B>(x);
-            let input = match fallback {
-                None => B::quantize_input(x, casts, None),
-                Some(layer) => layer.with_fallback(&device, |fallback| {
-                    let mut input = B::quantize_input(x, casts, Some(fallback));
-                    let counts = input.counts.take();
-                    (
-                        input,
-                        counts.expect("a fallback state goes in and comes out"),
-                    )
-                }),
-            };
-            product_of_input(input, keeps_operand, call.product, shape)
-        }
-    }
-}
-
-/// The product of X, just quantized, and W, as Y of this shape, and the copies of X that are wanted.
-pub(super) fn product_of_input<B: QuantOps>(
-    input: LinearInput<B>,
-    keeps_operand: bool,
-    call: LinearProduct<'_, B>,
-    shape: Shape,
-) -> LinearOutput<B> {
-    let x = input.forward.operand();
-    let output = product(x, input.residual.as_ref(), call, shape);
-    LinearOutput {
-        operand: keeps_operand.then_some(input.forward),
-        saved: input.saved,
-        ..output
-    }
-}
-
-/// The product of X and W as Y of this shape.
-pub(super) fn product<B: QuantOps>(
-    x: Operand<'_, B>,
-    residual: Option<&Residual<B>>,
-    call: LinearProduct<'_, B>,
-    shape: Shape,
-) -> LinearOutput<B> {
-    let LinearProduct {
-        weight,
-        bias,
-        dtype,
-    } = call;
-    let by = |weight: Operand<'_, B>| {
-        let y = B::quantized_matmul(x, residual, weight, bias, dtype);
-        B::float_reshape(y, shape)
-    };
-    let (y, weight) = match weight {
-        LinearWeight::Quantized(weight) => (by(weight), None),
-        LinearWeight::Float {
-            weight,
-            cast,
-            transposed,
-        } => {
-            // The product sums along the rows of W, so it reads the layout in which these are neighbours: the second
-            // one, unless the matrix is the transpose. It lives for the product only.
-            let layout = match transposed {
-                false => Layout::Both,
-                true => Layout::RowMajor,
-            };
-            let matrix = quantized_weight::<B>(weight, cast, transposed, layout);
-            let y = by(Operand {
-                matrix: &matrix,
-                transpose: transposed,
-            });
-            let row_major = Quantized {
-                transposed: None,
-                ..matrix
-            };
-            (y, Some(row_major))
-        }
-    };
-    LinearOutput {
-        y,
-        operand: None,
-        saved: None,
-        weight,
-    }
-}
-
-/// [`QuantOps::linear_backward`] by an operation for each step.
-pub(super) fn backward<B: QuantOps>(call: LinearBackward<'_, B>) -> LinearGradients<B> {
-    let Some(layout) = call.layout() else {
-        return LinearGradients {
-            x: None,
-            weight: None,
+            saved: to_save,
+            weight: plan.weight.filter(|_| missing),
+            other_weight: plan.other_weight.filter(|_| missing),
+            transposed_weight: self.weight_view == View::Transposed,
+            compute: self.compute,
         };
-    };
-    let grad = B::quantize_matrix(flatten::<B>(call.grad), call.cast, layout, call.key);
-    let product = |a, b, form: GradientForm| {
-        let product = B::quantized_matmul(a, None, b, None, form.dtype);
-        B::float_reshape(product, form.shape)
-    };
-    LinearGradients {
-        x: call
-            .weight
-            .map(|(weight, form)| product(grad.operand(), weight.t(), form)),
-        // Straight from the accumulators.
-        weight: call.x.map(|(x, form)| product(x.t(), grad.operand(), form)),
+        let inputs = |fallback| ForwardInputs {
+            x,
+            weight: weight_source,
+            bias,
+            fallback,
+        };
+        let output = match plan.residual {
+            Residual::Never => B::run(operation, inputs(None)),
+            Residual::Always => B::run(operation, inputs(Some(every_block::<B>(&device)))),
+            Residual::Above(slot) => self.layer.with_fallback(slot, &device, |fallback| {
+                let mut output = B::run(operation, inputs(Some(fallback)));
+                let counts = output.counts.take();
+                (
+                    output,
+                    counts.expect("a fallback state goes in and comes out"),
+                )
+            }),
+        };
+
+        // Each copy that was made stays with its tensor.
+        let keep_x = |make: Make, copy| match &self.x_tag {
+            Some(tag) => tag.keep(make.factor.key, plan.epoch(bank, make.factor.key), copy),
+            None => Arc::new(copy),
+        };
+        if let (Some(copy), Some([make, _])) = (output.operand, plan.forward) {
+            keep_x(make, copy);
+        }
+        let made = output
+            .saved
+            .zip(to_save)
+            .map(|(copy, make)| keep_x(make, copy));
+        let keep_weight = |stored: Option<Stored>, made: Option<Quantized<B>>| {
+            let stored = stored?;
+            let epoch = plan.weight_epoch(bank, stored.key);
+            made.map(|copy| self.weight_tag.keep(stored.key, epoch, copy))
+        };
+        let copy = keep_weight(plan.weight, output.weight).or(copy);
+        let other = keep_weight(plan.other_weight, output.other_weight).or(other);
+        let kept_weight = || match plan.backward.input {
+            None => Kept::Float(weight),
+            Some(_) => Kept::Copy(
+                other
+                    .or(copy)
+                    .expect("a weight is quantized before or by the operation"),
+            ),
+        };
+        let [x_form, weight_form] = forms;
+        let saved = Saved {
+            x: kept_x.or(saved.or(made).map(Kept::Copy)),
+            weight: wants_x.then(kept_weight),
+            x_form,
+            weight_form,
+            bias: bias_dtype,
+            plan: plan.backward,
+            compute: self.compute,
+        };
+        (output.y, saved)
+    }
+
+    fn backward(
+        saved: Saved<B>,
+        gradient: FloatTensor<B>,
+        wanted: [bool; N],
+    ) -> [Option<FloatTensor<B>>; N] {
+        let [wants_x, wants_weight] = [wanted[0], wanted[1]];
+        let wants_bias = wanted.get(2).copied().unwrap_or_default();
+        let mut of_bias = saved.bias.filter(|_| wants_bias).map(|dtype| {
+            let gradient = cast_to::<B>(gradient.clone(), Some(FloatDType::F32));
+            cast_to::<B>(B::linear_bias_backward(gradient), Some(dtype.into()))
+        });
+        let weight = saved.weight.filter(|_| wants_x);
+        let x = saved.x.filter(|_| wants_weight);
+        let operation = Backward {
+            input: weight.is_some().then_some(saved.x_form),
+            weight: x.is_some().then_some(saved.weight_form),
+            plan: saved.plan,
+            compute: saved.compute,
+        };
+        let mut gradients = match (&weight, &x) {
+            (None, None) => Gradients {
+                input: None,
+                weight: None,
+            },
+            _ => B::run(
+                operation,
+                BackwardInputs {
+                    gradient,
+                    weight: weight.map(Source::from),
+                    x: x.map(Source::from),
+                },
+            ),
+        };
+        std::array::from_fn(|index| match index {
+            0 => gradients.input.take(),
+            1 => gradients.weight.take(),
+            _ => of_bias.take(),
+        })
+    }
+}
+
+/// A state in which every finite block falls back.
+fn every_block<B: DataBackend>(device: &Device<B>) -> Fallback<B> {
+    Fallback {
+        layer: 0,
+        thresholds: B::float_full(
+            Shape::new([1]),
+            Scalar::from(-1.0f32),
+            device,
+            FloatDType::F32,
+        ),
+        counts: B::int_zeros(Shape::new([1, 2]), device, IntDType::I32),
     }
 }

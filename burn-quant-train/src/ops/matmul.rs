@@ -1,80 +1,66 @@
-//! Products in the compute dtype by a kernel of our own, where the backend has one.
+//! Products in the compute dtype by a kernel of our own.
 
-use burn_autodiff::{
-    Autodiff,
-    checkpoint::{base::Checkpointer, strategy::CheckpointStrategy},
-    grads::Gradients,
-    ops::{Backward, Ops, OpsKind},
+use burn_backend::{TensorMetadata, tensor::FloatTensor};
+
+use crate::data::{
+    DataBackend, Kernels, Operation,
+    product::float_product,
+    recorded::Recorded,
+    tensors::{FloatMeta, On, Tensors},
 };
-use burn_backend::tensor::FloatTensor;
 
-use super::QuantOps;
+/// `left [.., M, K]` times `right [.., K, N]`, both BF16 or FP16 with the same leading dimensions, of the same dtype.
+pub(crate) struct Matmul;
 
-/// `lhs [.., M, K]` times `rhs [.., K, N]`, both BF16 or FP16 with the same leading dimensions, of the same dtype.
-pub type MatmulKernel<B> = fn(FloatTensor<B>, FloatTensor<B>) -> FloatTensor<B>;
+impl<B: DataBackend> Recorded<B, 2> for Matmul {
+    /// Each operand, if the other one needs a gradient.
+    type Saved = [Option<FloatTensor<B>>; 2];
 
-/// What a product keeps for the backward pass: each operand if the other one needs a gradient.
-#[derive(Debug)]
-struct Context<B: QuantOps> {
-    kernel: MatmulKernel<B>,
-    lhs: Option<FloatTensor<B>>,
-    rhs: Option<FloatTensor<B>>,
-}
-
-impl<B: QuantOps> Clone for Context<B> {
-    fn clone(&self) -> Self {
-        Self {
-            lhs: self.lhs.clone(),
-            rhs: self.rhs.clone(),
-            ..*self
-        }
+    fn forward(
+        self,
+        [left, right]: [FloatTensor<B>; 2],
+        [wants_left, wants_right]: [bool; 2],
+    ) -> (FloatTensor<B>, Self::Saved) {
+        let saved = [
+            wants_right.then(|| left.clone()),
+            wants_left.then(|| right.clone()),
+        ];
+        (B::run(FloatProduct, (left, right)), saved)
     }
-}
-
-/// The backward pass, for parents `lhs` and `rhs`.
-#[derive(Debug)]
-struct Matmul;
-
-impl<B: QuantOps> Backward<B, 2> for Matmul {
-    type State = Context<B>;
 
     fn backward(
-        self,
-        ops: Ops<Self::State, 2>,
-        grads: &mut Gradients,
-        _checkpointer: &mut Checkpointer,
-    ) {
-        let grad = grads.consume::<B>(&ops.node);
-        let [lhs_node, rhs_node] = ops.parents;
-        let Context { kernel, lhs, rhs } = ops.state;
-        if let (Some(node), Some(rhs)) = (lhs_node, rhs) {
-            let grad = kernel(grad.clone(), B::float_transpose(rhs));
-            grads.register::<B>(node.id, grad);
-        }
-        if let (Some(node), Some(lhs)) = (rhs_node, lhs) {
-            let grad = kernel(B::float_transpose(lhs), grad);
-            grads.register::<B>(node.id, grad);
-        }
+        [left, right]: Self::Saved,
+        gradient: FloatTensor<B>,
+        [wants_left, wants_right]: [bool; 2],
+    ) -> [Option<FloatTensor<B>>; 2] {
+        let of_left = right
+            .filter(|_| wants_left)
+            .map(|right| B::run(FloatProduct, (gradient.clone(), B::float_transpose(right))));
+        let of_right = left
+            .filter(|_| wants_right)
+            .map(|left| B::run(FloatProduct, (B::float_transpose(left), gradient)));
+        [of_left, of_right]
     }
 }
 
-/// The product by `kernel`, recorded.
-pub(super) fn recorded<B: QuantOps, C: CheckpointStrategy>(
-    kernel: MatmulKernel<B>,
-    lhs: FloatTensor<Autodiff<B, C>>,
-    rhs: FloatTensor<Autodiff<B, C>>,
-) -> FloatTensor<Autodiff<B, C>> {
-    let output = kernel(lhs.primitive.clone(), rhs.primitive.clone());
-    let nodes = [lhs.node.clone(), rhs.node.clone()];
-    match Matmul.prepare::<C>(nodes).compute_bound().stateful() {
-        OpsKind::Tracked(prep) => {
-            let context = Context {
-                kernel,
-                lhs: rhs.is_tracked().then(|| lhs.primitive.clone()),
-                rhs: lhs.is_tracked().then(|| rhs.primitive.clone()),
-            };
-            prep.finish(context, output)
-        }
-        OpsKind::UnTracked(prep) => prep.finish(output),
+/// The product of two float tensors of one dtype, in that dtype.
+#[derive(Debug, Clone)]
+struct FloatProduct;
+
+impl Operation for FloatProduct {
+    const NAME: &'static str = "matmul";
+    type Inputs = (FloatMeta, FloatMeta);
+    type Outputs = FloatMeta;
+
+    fn outline<T: Tensors>(&self, (left, right): &On<Self::Inputs, T>) -> FloatMeta {
+        let mut shape = left.shape();
+        let last = shape.num_dims() - 1;
+        shape[last] = right.shape()[last];
+        FloatMeta::new(shape, left.dtype())
+    }
+
+    fn run<K: Kernels>(self, (left, right): On<Self::Inputs, K>) -> FloatTensor<K> {
+        let dtype = left.dtype().into();
+        float_product::<K>(left, right, dtype)
     }
 }

@@ -8,18 +8,18 @@ use burn_backend::{
     tensor::{Device, IntTensor},
 };
 
-use crate::{ops::QuantOps, read::integers};
+use crate::data::{DataBackend, optimizer::tick, read::integers};
 
 /// Steps taken and skipped.
 #[derive(Debug, Clone)]
-pub(super) enum Clock<B: QuantOps> {
+pub(super) enum Clock<B: DataBackend> {
     /// Before the first step, or as loaded.
     Host([i32; 2]),
     /// INT32 `[2]`.
     Device(IntTensor<B>),
 }
 
-impl<B: QuantOps> Clock<B> {
+impl<B: DataBackend> Clock<B> {
     pub(super) fn on(&self, device: &Device<B>) -> IntTensor<B> {
         match self {
             Self::Host(counts) => B::int_from_data(TensorData::new(counts.to_vec(), [2]), device),
@@ -28,42 +28,58 @@ impl<B: QuantOps> Clock<B> {
     }
 
     /// Waits for the device.
-    pub(super) fn read(&self) -> [i32; 2] {
-        match self {
+    pub(super) fn read(&self) -> [u64; 2] {
+        let counts: [i32; 2] = match self {
             Self::Host(counts) => *counts,
             Self::Device(counts) => integers::<B>(counts.clone())
                 .try_into()
                 .expect("a clock holds two counts"),
-        }
+        };
+        counts.map(|count| u64::try_from(count).expect("a clock counts up from 0"))
     }
+}
+
+/// A count of a record as the device holds it.
+fn counted(steps: u64) -> i32 {
+    i32::try_from(steps).unwrap_or_else(|_| {
+        panic!(
+            "adamw: the optimizer record counts {steps} steps, but a clock holds at most {}; the file is damaged, go \
+             on from an earlier checkpoint",
+            i32::MAX
+        )
+    })
 }
 
 /// The clocks of all parameters.
 ///
-/// Whether a step is skipped is decided on the device, so the host does not know a count. It knows which parameters had
-/// a gradient, and those that had one in the same steps share a clock: all of them, unless some were frozen or are
-/// experts that a batch may leave out. A clock costs a launch a step, and the small parameters of two clocks share no
+/// The device decides if a step is skipped, so the host does not know a count. It knows which parameters had a
+/// gradient. Parameters with gradients in the same steps share a clock: all of them, unless some were frozen or are
+/// experts that a batch may leave out. A clock costs a launch a step, and small parameters of different clocks share no
 /// launch.
 #[derive(Debug, Clone)]
-pub(super) struct Clocks<B: QuantOps> {
+pub(super) struct Clocks<B: DataBackend> {
     /// The one at [`Clocks::EVERY_STEP`] counts the steps of the optimizer, and serves the parameters that took part in
     /// all.
     clocks: Vec<Clock<B>>,
     by_parameter: HashMap<ParamId, usize>,
 }
 
-impl<B: QuantOps> Clocks<B> {
+impl<B: DataBackend> Clocks<B> {
     const EVERY_STEP: usize = 0;
 
-    /// The clocks after these steps of the optimizer, taken and skipped, of which each parameter took part in this
-    /// many.
-    pub(super) fn new(counts: [i32; 2], taken: impl Iterator<Item = (ParamId, u64)>) -> Self {
-        let mut clocks = vec![Clock::Host(counts)];
-        let mut by_count = HashMap::from([(counts[0] as u64, Self::EVERY_STEP)]);
+    /// The clocks of an optimizer that has taken and skipped these steps. `taken` has each parameter's own count of
+    /// steps taken.
+    ///
+    /// # Panics
+    ///
+    /// If a count is more than INT32 holds.
+    pub(super) fn new(counts: [u64; 2], taken: impl Iterator<Item = (ParamId, u64)>) -> Self {
+        let mut clocks = vec![Clock::Host(counts.map(counted))];
+        let mut by_count = HashMap::from([(counts[0], Self::EVERY_STEP)]);
         let by_parameter = taken
             .map(|(id, count)| {
                 let clock = *by_count.entry(count).or_insert_with(|| {
-                    clocks.push(Clock::Host([count as i32, 0]));
+                    clocks.push(Clock::Host([counted(count), 0]));
                     clocks.len() - 1
                 });
                 (id, clock)
@@ -87,8 +103,8 @@ impl<B: QuantOps> Clocks<B> {
             by_parameter,
         } = self;
         let mut joined = match clocks[Self::EVERY_STEP] {
-            Clock::Host([0, _]) => Some(Self::EVERY_STEP),
-            _ => None,
+            Clock::Host([steps, _]) => (steps == 0).then_some(Self::EVERY_STEP),
+            Clock::Device(_) => None,
         };
         let mut ticking = HashSet::from([Self::EVERY_STEP]);
         for id in stepping {
@@ -111,7 +127,7 @@ impl<B: QuantOps> Clocks<B> {
             }
         }
         for clock in ticking {
-            clocks[clock] = Clock::Device(B::tick(clocks[clock].on(device), nonfinite));
+            clocks[clock] = Clock::Device(tick::<B>(clocks[clock].on(device), nonfinite.cloned()));
         }
     }
 
@@ -132,9 +148,47 @@ impl<B: QuantOps> Clocks<B> {
 
     /// The steps that each parameter took part in, those skipped not counted. Waits for the device.
     pub(super) fn taken(&self) -> impl Iterator<Item = (ParamId, u64)> {
-        let counts: Vec<[i32; 2]> = self.clocks.iter().map(Clock::read).collect();
+        let counts: Vec<[u64; 2]> = self.clocks.iter().map(Clock::read).collect();
         self.by_parameter
             .iter()
-            .map(move |(id, clock)| (*id, counts[*clock][0] as u64))
+            .map(move |(id, clock)| (*id, counts[*clock][0]))
+    }
+}
+
+#[cfg(all(test, feature = "flex"))]
+mod tests {
+    use std::panic::catch_unwind;
+
+    use burn_flex::Flex;
+
+    use super::*;
+
+    const MOST: u64 = i32::MAX as u64;
+
+    #[test]
+    fn counts_are_read_as_they_were_loaded() {
+        let id = ParamId::new();
+        let clocks = Clocks::<Flex>::new([MOST, 3], [(id, MOST - 1)].into_iter());
+        assert_eq!(clocks.every_step().read(), [MOST, 3]);
+        assert_eq!(clocks.taken().collect::<Vec<_>>(), [(id, MOST - 1)]);
+    }
+
+    #[test]
+    fn a_record_of_more_steps_than_a_clock_holds_is_refused() {
+        let over = MOST + 1;
+        // Cut to 32 bits, the last would be 3 steps.
+        for (counts, taken) in [
+            ([over, 0], 0),
+            ([0, over], 0),
+            ([0, 0], over),
+            ([0, 0], (1 << 32) + 3),
+        ] {
+            let load = || Clocks::<Flex>::new(counts, [(ParamId::new(), taken)].into_iter());
+            let refusal = catch_unwind(load).expect_err("more steps than a clock holds");
+            let message = refusal.downcast::<String>().expect("a formatted message");
+            let steps = counts.into_iter().chain([taken]).max().unwrap_or_default();
+            let expected = format!("the optimizer record counts {steps} steps");
+            assert!(message.contains(&expected), "{message}");
+        }
     }
 }

@@ -4,29 +4,7 @@ use burn::record::{PrecisionSettings, Record};
 use burn_backend::Backend;
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
-/// The state of one quantized layer.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct LayerRecord {
-    /// The weight's `ParamId`.
-    pub id: u64,
-    /// The module path, for the reader of a record.
-    pub path: String,
-    /// The fallback threshold.
-    pub threshold: f32,
-    /// The fallback rate of the last step; none before the first.
-    pub rate: Option<f32>,
-}
-
-/// The state of all quantized layers.
-#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
-pub struct LayersRecord {
-    /// The seed of stochastic rounding.
-    pub seed: u64,
-    /// Optimizer steps taken: the position in the stream of random numbers.
-    pub step: u64,
-    /// One entry for each quantized layer, in module order.
-    pub layers: Vec<LayerRecord>,
-}
+use crate::layer::LayersRecord;
 
 /// Record of a [`QuantOptimizer`](super::QuantOptimizer) around an optimizer with record `R`.
 #[derive(Debug, Clone)]

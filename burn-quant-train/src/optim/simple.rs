@@ -17,45 +17,47 @@ use burn_backend::{
 };
 
 use super::{
-    adamw::{Moments, QuantAdamWConfig, check_dtype},
-    moments::ParameterRecord,
+    adamw_record::ParameterRecord,
+    backend::ParameterBackend,
+    config::{QuantAdamWConfig, check_dtype},
+    moments::Moments,
     versioned::{VERSION, versioned_item},
 };
 use crate::{
-    layer,
-    ops::{
-        DataBackend, QuantOps, StochasticKey,
-        adamw::{AdamWItem, AdamWUpdate},
+    data::{
+        StochasticKey,
+        optimizer::{AdamWItem, AdamWUpdate, adamw, tick},
+        read::integers,
     },
-    read::integers,
+    layer,
 };
 
 /// [`QuantAdamW`](super::QuantAdamW) as Burn's `SimpleOptimizer`: the same step, for each tensor by itself. Made by
 /// [`QuantAdamWConfig::simple`].
 ///
-/// Seeing one tensor at a time it knows no paths, so there are no parameter groups, and each tensor whose gradient is
+/// It sees one tensor at a time and knows no paths. So there are no parameter groups, and a tensor whose gradient is
 /// not finite is skipped, or reported, by itself.
 ///
-/// A tensor's first step rounds to nearest where the others round stochastically. Which random numbers are taken is
-/// known after a step only: in a resumed run from the states of the other tensors.
+/// A tensor's first step rounds to nearest, also where later steps round stochastically. The tensor gets its stream of
+/// random numbers in its second step: by then the states of a resumed run have told which streams are taken.
 #[derive(Debug, Clone)]
 pub struct SimpleQuantAdamW {
     config: Arc<QuantAdamWConfig>,
-    /// Random streams given to tensors.
+    /// The number of random streams given to tensors.
     streams: Arc<AtomicU64>,
 }
 
 impl SimpleQuantAdamW {
-    pub(super) fn new(config: QuantAdamWConfig) -> Self {
+    fn new(config: QuantAdamWConfig) -> Self {
         Self {
             config: Arc::new(config),
             streams: Arc::default(),
         }
     }
 
-    /// The state of a tensor in its second step or a later one, when all states of a resumed run, those of this step at
-    /// least, have told which streams are taken.
-    fn with_stream<B: DataBackend>(&self, state: SimpleState<B>) -> SimpleState<B> {
+    /// The state with a stream of random numbers, from a tensor's second step on. By then all states of a resumed run,
+    /// those of this step at least, have told which streams are taken.
+    fn with_stream<B: ParameterBackend>(&self, state: SimpleState<B>) -> SimpleState<B> {
         let taken = state.streams.load(Ordering::Relaxed);
         self.streams.fetch_max(taken, Ordering::Relaxed);
         let stream = state
@@ -68,22 +70,46 @@ impl SimpleQuantAdamW {
     }
 }
 
+impl QuantAdamWConfig {
+    /// Makes the optimizer as a `SimpleOptimizer`, for Burn's `OptimizerAdaptor`.
+    ///
+    /// # Panics
+    ///
+    /// If a setting is out of its range, as [`adamw`](Self::adamw) says, and if there are groups, which need paths, or
+    /// clipping, which is the adaptor's.
+    pub fn simple(&self) -> SimpleQuantAdamW {
+        self.validate();
+        assert!(
+            self.groups.is_empty() && self.grad_clipping.is_none(),
+            "adamw: a SimpleOptimizer sees no parameter paths, so it has no groups, and OptimizerAdaptor does the \
+             clipping; use `adamw` or `init`, or take both out of the configuration"
+        );
+        SimpleQuantAdamW::new(self.clone())
+    }
+}
+
 /// The state of one tensor.
 #[derive(Debug, Clone)]
-pub struct SimpleState<B: DataBackend> {
+pub struct SimpleState<B: ParameterBackend> {
     moments: Moments<B::Base>,
     /// INT32 `[2]`: steps taken and skipped.
     clock: IntTensor<B::Base>,
     seed: u64,
-    /// Of the random numbers; none before the second step.
+    /// The stream of random numbers; none before the second step.
     stream: Option<u64>,
-    /// Of the optimizer that stepped it last, or as many as that had given out when the state was recorded.
+    /// The number of streams given out: the count of the optimizer that stepped this tensor last, or that count as it
+    /// was recorded.
     streams: Arc<AtomicU64>,
 }
 
-impl<B: DataBackend> SimpleOptimizer<B> for SimpleQuantAdamW {
+impl<B: ParameterBackend> SimpleOptimizer<B> for SimpleQuantAdamW {
     type State<const D: usize> = SimpleState<B>;
 
+    /// # Panics
+    ///
+    /// - If the gradient holds NaN or Inf, with [`OnNonfinite::Error`](super::OnNonfinite::Error).
+    /// - If the tensor is neither FP32 nor BF16.
+    /// - If it has another shape than its state, that of a loaded record.
     fn step<const D: usize>(
         &self,
         lr: LearningRate,
@@ -92,11 +118,13 @@ impl<B: DataBackend> SimpleOptimizer<B> for SimpleQuantAdamW {
         state: Option<SimpleState<B>>,
     ) -> (Tensor<B, D>, Option<SimpleState<B>>) {
         let [parameter, gradient] = [tensor, grad].map(|tensor| match tensor.into_primitive() {
-            TensorPrimitive::Float(primitive) => B::into_base(primitive),
+            TensorPrimitive::Float(primitive) => primitive,
             TensorPrimitive::QFloat(_) => {
                 unreachable!("a parameter holds a float primitive while it is trained")
             }
         });
+        let lineage = B::lineage(&parameter);
+        let [parameter, gradient] = [parameter, gradient].map(B::into_base);
         let (shape, device) = (parameter.shape(), B::Base::float_device(&parameter));
         check_dtype("a parameter", &parameter);
         let formats = self.config.formats(shape.num_elements());
@@ -125,7 +153,7 @@ impl<B: DataBackend> SimpleOptimizer<B> for SimpleQuantAdamW {
             .config
             .on_nonfinite
             .find::<B::Base>(gradients, &device, name);
-        let clock = B::Base::tick(clock, nonfinite.as_ref());
+        let clock = tick::<B::Base>(clock, nonfinite.clone());
         let item = AdamWItem {
             parameter,
             gradient,
@@ -135,7 +163,7 @@ impl<B: DataBackend> SimpleOptimizer<B> for SimpleQuantAdamW {
             state_key: key.and_then(|key| self.config.state_key(key)),
         };
         let hyperparameters = self.config.ungrouped(lr);
-        let mut updates = B::Base::adamw(vec![item], &clock, nonfinite.as_ref(), &hyperparameters);
+        let mut updates = adamw::<B::Base>(vec![item], clock.clone(), nonfinite, &hyperparameters);
         let AdamWUpdate {
             parameter,
             first,
@@ -148,7 +176,7 @@ impl<B: DataBackend> SimpleOptimizer<B> for SimpleQuantAdamW {
             stream,
             streams: self.streams.clone(),
         };
-        let parameter = TensorPrimitive::Float(B::from_base(parameter));
+        let parameter = TensorPrimitive::Float(B::successor(parameter, lineage));
         (Tensor::from_primitive(parameter), Some(state))
     }
 
@@ -166,7 +194,7 @@ versioned_item! {
     SimpleStateItem {
         clock: [i32; 2],
         seed: u64,
-        /// Not given to any tensor yet, if it is that of the number `streams`.
+        /// The tensor's stream; equal to `streams` if it has none yet.
         stream: u64,
         moments: ParameterRecord,
     }
@@ -177,7 +205,7 @@ versioned_item! {
 }
 
 /// The precision settings do not apply: the moments are stored as they are.
-impl<B: DataBackend> Record<B> for SimpleState<B> {
+impl<B: ParameterBackend> Record<B> for SimpleState<B> {
     type Item<S: PrecisionSettings> = SimpleStateItem;
 
     fn into_item<S: PrecisionSettings>(self) -> SimpleStateItem {

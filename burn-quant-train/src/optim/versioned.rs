@@ -27,8 +27,10 @@ where
         .ok_or_else(|| Error::missing_field(name))
 }
 
-/// Defines a serialized item: the fields of version 1 and those that version 2 added, which are their type's default in
-/// an item of version 1. A format that names no fields, such as bincode, holds nothing in their place.
+/// Defines a serialized item, from the fields of version 1 and those that version 2 added.
+///
+/// In an item of version 1 the added fields have their type's default. A format that names no fields, such as bincode,
+/// holds nothing in their place.
 macro_rules! versioned_item {
     (
         $(#[$attribute:meta])*

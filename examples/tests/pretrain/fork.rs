@@ -72,7 +72,7 @@ fn a_fork_goes_on_under_every_recipe() {
     let rates = runs[1]["fallback_rates"].as_object().unwrap();
     assert!(!rates.is_empty(), "layers that were not quantized before");
 
-    // Beyond the plan of the source, under its schedule; and another seed, with other data and rounding from the fork on.
+    // Beyond the plan of the source, under its schedule. Another seed gives other data and rounding from the fork on.
     let more = [
         "--recipe",
         "mixed-precision",

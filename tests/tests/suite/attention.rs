@@ -9,7 +9,7 @@ use burn::{
 };
 use burn_quant_train::{
     QuantTrain,
-    ops::QuantOps,
+    data::DataBackend,
     recipe::{MixedPrecision, Recipe},
 };
 use half::{bf16, f16};
@@ -112,7 +112,7 @@ fn options(is_causal: bool, scale: Option<f64>) -> AttentionModuleOptions {
 }
 
 /// Relative to the largest element: the scores and the output are rounded to the compute dtype.
-fn compare<B: QuantOps, R: Recipe>(problem: &Problem, tolerance: f32, seed: u64) {
+fn compare<B: DataBackend, R: Recipe>(problem: &Problem, tolerance: f32, seed: u64) {
     let expected = problem.solve::<Autodiff<Flex>>();
     let actual = problem.solve::<QuantTrain<Autodiff<B>, R>>();
     let names = ["output", "dQ", "dK", "dV"];
@@ -136,12 +136,12 @@ fn compare<B: QuantOps, R: Recipe>(problem: &Problem, tolerance: f32, seed: u64)
     }
 }
 
-/// Whether the backend has FP16 and BF16.
-fn has_16_bits<B: QuantOps>() -> [bool; 2] {
+/// For FP16 and for BF16, true if the backend has the type.
+fn has_16_bits<B: DataBackend>() -> [bool; 2] {
     [DType::F16, DType::BF16].map(supports::<B>)
 }
 
-fn equals_fp32<B: QuantOps>(seed: u64) {
+fn equals_fp32<B: DataBackend>(seed: u64) {
     let mut rng = Rng::new(seed);
     let [half, brain] = has_16_bits::<B>();
     for (shape, in_rows, options, masked) in [
@@ -169,7 +169,7 @@ fn equals_fp32<B: QuantOps>(seed: u64) {
     }
 }
 
-fn untracked<B: QuantOps>(seed: u64) {
+fn untracked<B: DataBackend>(seed: u64) {
     let [half, brain] = has_16_bits::<B>();
     untracked_in::<QuantTrain<Autodiff<B>, MixedPrecision<f32>>>(0.02, seed);
     if half {

@@ -1,4 +1,4 @@
-//! What cannot be computed is answered with what was wrong; what is empty is no error.
+//! Input that cannot be computed is answered with its fault; empty input is no error.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -12,28 +12,34 @@ use burn::{
 };
 use burn_quant_train::{
     QuantTrain,
-    ops::{
-        Layout, QuantOps, Quantized, StochasticKey,
-        adamw::{Moment, StateFormat},
+    data::{
+        DataBackend, StochasticKey,
+        optimizer::{Moment, StateFormat, compress_moment},
+        product::product,
+        quantize::{Fallback, QuantizeSpec, Quantized, dequantize, quantize, quantize_fallback},
     },
-    recipe::{Cast, FallbackInt8, Format, Granularity, Rounding},
+    recipe::FallbackInt8,
 };
-use quant_train_tests::data::{primitive, tensor};
+use cubecl_kernels::{granularity::Granularity, number::Number, rounding::Rounding};
+use quant_train_tests::{
+    data::{primitive, tensor},
+    models::One,
+    train::every_layer,
+};
 
-const NEAREST: Cast = Cast::int8(16, Rounding::Nearest);
+const NEAREST: QuantizeSpec = QuantizeSpec::int8(Granularity::Block(16));
 
 /// A tensor of ones.
-fn ones<B: QuantOps, const D: usize>(shape: [usize; D]) -> FloatTensor<B> {
+fn ones<B: DataBackend, const D: usize>(shape: [usize; D]) -> FloatTensor<B> {
     let values = vec![1.0; shape.iter().product()];
     primitive(tensor::<B, D>(&values, shape, &Default::default()))
 }
 
-fn quantized<B: QuantOps>(shape: [usize; 2], cast: Cast) -> Quantized<B> {
-    let key = StochasticKey { seed: 1, stream: 2 };
-    B::quantize_matrix(ones::<B, 2>(shape), cast, Layout::RowMajor, Some(key))
+fn quantized<B: DataBackend>(shape: [usize; 2], spec: QuantizeSpec) -> Quantized<B> {
+    quantize::<B>(ones::<B, 2>(shape), &spec)
 }
 
-/// A panic that says all of this.
+/// Panics unless `run` panics with a message that says all of this.
 #[track_caller]
 fn assert_panics<T>(says: &[&str], run: impl FnOnce() -> T) {
     let panic = catch_unwind(AssertUnwindSafe(run)).err().expect("a panic");
@@ -43,24 +49,29 @@ fn assert_panics<T>(says: &[&str], run: impl FnOnce() -> T) {
     }
 }
 
-fn reject<B: QuantOps>() {
+fn reject<B: DataBackend>() {
     assert_panics(&["quantize", "[2, 4, 4]", "flatten"], || {
-        B::quantize_matrix(ones::<B, 3>([2, 4, 4]), NEAREST, Layout::RowMajor, None)
+        quantize::<B>(ones::<B, 3>([2, 4, 4]), &NEAREST)
     });
     for granularity in [Granularity::Block(0), Granularity::Group(0)] {
-        let cast = Cast {
+        let spec = QuantizeSpec {
             granularity,
             ..NEAREST
         };
         assert_panics(&["quantize", "(0)", "at least one"], || {
-            quantized::<B>([4, 4], cast)
+            quantized::<B>([4, 4], spec)
         });
     }
     let counts = |layers: usize| -> IntTensor<B> {
         B::int_zeros([layers, 2].into(), &Default::default(), IntDType::I32)
     };
-    let fallback = |cast, layer, counts| {
-        B::quantize_fallback(ones::<B, 2>([4, 4]), cast, layer, ones::<B, 1>([2]), counts)
+    let fallback = |spec, layer, counts| {
+        let state = Fallback {
+            layer,
+            thresholds: ones::<B, 1>([2]),
+            counts,
+        };
+        quantize_fallback::<B>(ones::<B, 2>([4, 4]), &spec, state)
     };
     fallback(NEAREST, 1, counts(2));
     assert_panics(&["quantize_fallback", "layer 2", "[layers, 2]"], || {
@@ -69,34 +80,39 @@ fn reject<B: QuantOps>() {
     assert_panics(&["quantize_fallback", "[1, 2]", "[layers, 2]"], || {
         fallback(NEAREST, 0, counts(1))
     });
-    for cast in [
-        Cast {
-            format: Format::Int10,
+    let key = StochasticKey { seed: 1, stream: 2 };
+    for spec in [
+        QuantizeSpec {
+            number: Number::Int10,
             ..NEAREST
         },
-        Cast {
+        QuantizeSpec {
             granularity: Granularity::Token,
             ..NEAREST
         },
+        QuantizeSpec {
+            rounding: Rounding::Stochastic(key),
+            ..NEAREST
+        },
     ] {
-        assert_panics(&["quantize_fallback", "square blocks"], || {
-            fallback(cast, 0, counts(2))
+        assert_panics(&["quantize_fallback", "it works on"], || {
+            fallback(spec, 0, counts(2))
         });
     }
-    let product = |k, bias| {
+    let multiply = |k, bias| {
         let (a, b) = (
             quantized::<B>([4, 5], NEAREST),
             quantized::<B>([k, 6], NEAREST),
         );
         let bias = Some(ones::<B, 1>([bias]));
-        B::quantized_matmul(a.operand(), None, b.operand(), bias, FloatDType::F32)
+        product::<B>(a.operand(), None, b.operand(), bias, FloatDType::F32)
     };
-    product(5, 6);
-    assert_panics(&["quantized_matmul", "[4, 5]", "[4, 6]"], || product(4, 6));
-    assert_panics(&["quantized_matmul", "bias", "[4, 6]"], || product(5, 5));
+    multiply(5, 6);
+    assert_panics(&["product", "[4, 5]", "[4, 6]"], || multiply(4, 6));
+    assert_panics(&["product", "bias", "[4, 6]"], || multiply(5, 5));
     assert_panics(&["quantize_state", "group: 0"], || {
         let format = StateFormat::E4M3.with_group(0);
-        B::compress_moment(ones::<B, 2>([4, 4]), format, Moment::First)
+        compress_moment::<B>(ones::<B, 2>([4, 4]), format, Moment::First)
     });
 }
 
@@ -106,7 +122,7 @@ fn operations_reject() {
     reject::<NdArray>();
 }
 
-fn empty<B: QuantOps>() {
+fn empty<B: DataBackend>() {
     let granularities = [
         Granularity::Block(16),
         Granularity::Group(16),
@@ -116,15 +132,16 @@ fn empty<B: QuantOps>() {
     ];
     for shape in [[0, 5], [5, 0], [0, 0]] {
         for granularity in granularities {
-            for rounding in [Rounding::Nearest, Rounding::Stochastic] {
-                let cast = Cast {
+            let key = StochasticKey { seed: 1, stream: 2 };
+            for rounding in [Rounding::Nearest, Rounding::Stochastic(key)] {
+                let spec = QuantizeSpec {
                     granularity,
                     rounding,
                     ..NEAREST
                 };
-                let matrix = quantized::<B>(shape, cast);
-                let floats = B::dequantize_matrix(&matrix, FloatDType::F32);
-                assert_eq!(floats.shape(), shape.into(), "{cast:?}");
+                let matrix = quantized::<B>(shape, spec);
+                let floats = dequantize::<B>(&matrix, FloatDType::F32);
+                assert_eq!(floats.shape(), shape.into(), "{spec:?}");
             }
         }
     }
@@ -140,7 +157,9 @@ fn empty_matrices_stay_empty() {
 fn layers_reject() {
     type B = QuantTrain<Autodiff<Flex>, FallbackInt8<f32, 16>>;
     let device = Default::default();
-    let weight = Tensor::<B, 2>::ones([256, 512], &device).require_grad();
+    let optim = every_layer(1).init::<B, One<B>>();
+    let model = optim.attach(One::<B>::new(256, 512, false, &device));
+    let weight = model.linear.weight.val();
     let forward = |k, n| {
         let x = Tensor::<B, 3>::ones([2, 3, k], &device);
         linear(x, weight.clone(), Some(Tensor::ones([n], &device)))

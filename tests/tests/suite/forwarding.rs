@@ -105,7 +105,7 @@ fn names(names: &[&str]) -> BTreeSet<String> {
     names.iter().map(|name| (*name).to_owned()).collect()
 }
 
-/// What a command writes.
+/// The standard output of a command.
 fn output_of(command: &mut Command) -> Vec<u8> {
     let output = command.output().expect("the command runs");
     assert!(
@@ -201,7 +201,7 @@ fn impl_methods(source: &str, name: &str) -> BTreeSet<String> {
     methods
 }
 
-/// What stands between the braces of the first item whose text before the brace is wanted.
+/// The text between the braces of the first item whose text before the brace is wanted.
 fn body_after(source: &str, wanted: impl Fn(&str) -> bool) -> Option<String> {
     let (mut depth, mut start, mut body) = (0usize, 0, None);
     for (at, c) in source.char_indices() {

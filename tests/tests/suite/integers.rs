@@ -1,19 +1,30 @@
 //! The integers and scales of every backend are the reference's, to the bit; products lie within rounding of float64.
 
 use burn::tensor::{DType, FloatDType, Tensor, TensorData, backend::Backend, ops::FloatTensor};
-use burn_quant_train::{
-    layer::{DelayThreshold, FallbackState},
-    ops::{FallbackQuantized, Layout, Operand, QuantOps, Quantized, Residual, StochasticKey},
-    recipe::{Cast, Format, Granularity, Rounding},
+use burn_quant_train::data::{
+    DataBackend, Layout, StochasticKey,
+    product::product,
+    quantize::{
+        Fallback, FallbackQuantized, Format, QuantizeSpec, Quantized, Residual, Scales, dequantize,
+        quantize, quantize_fallback,
+    },
+    threshold::{DelayThreshold, Thresholds, delay_threshold},
 };
 use cubecl_kernels::{
-    delay_threshold, quantize::QuantizeSpec, reference, rounding, shape::MatrixShape,
+    delay_threshold as kernel,
+    granularity::Granularity,
+    number::Number,
+    reference::{self, ReferenceFallbackQuantized, ReferenceQuantized},
+    rounding::Rounding,
+    scale::ScaleNumber,
+    shape::MatrixShape,
 };
 use half::{bf16, f16};
 use quant_train_tests::{
     Rng,
     data::{
-        first_difference, lifted, primitive, primitive_floats, primitive_ints, same_bits, tensor,
+        first_difference, float_product_error, lifted, primitive, primitive_floats, primitive_ints,
+        same_bits, tensor,
     },
     on_every_backend, supports,
 };
@@ -21,7 +32,8 @@ use quant_train_tests::{
 on_every_backend! {
     blocks => quantize_blocks;
     other_granularities => quantize_granularities;
-    int10_groups => quantize_int10;
+    every_number => quantize_numbers;
+    products_of_every_number => number_products;
     fallback => quantize_with_fallback;
     fallback_of_blocks_with_nan_or_inf => fallback_not_finite;
     products_of_a_linear_layer => products;
@@ -31,7 +43,7 @@ on_every_backend! {
     the_smallest_matrix => smallest;
 }
 
-/// What the elements of a matrix are like.
+/// The kind of elements that a matrix has.
 #[derive(Debug, Clone, Copy)]
 enum Values {
     Normal,
@@ -195,14 +207,29 @@ fn supports_form<B: Backend>(form: Form) -> bool {
     }
 }
 
+/// INT8, to nearest.
+fn int8(granularity: Granularity, layout: Layout) -> QuantizeSpec {
+    QuantizeSpec::int8(granularity).with_layout(layout)
+}
+
+/// To nearest, and by random numbers of this key.
+fn roundings(key: StochasticKey) -> [Rounding; 2] {
+    [Rounding::Nearest, Rounding::Stochastic(key)]
+}
+
+/// The reference's answer to a spec.
+fn expected_of(x: &[f32], shape: [usize; 2], spec: &QuantizeSpec) -> ReferenceQuantized {
+    reference::quantize(x, shape_of(shape), spec)
+}
+
 fn shape_of([rows, cols]: [usize; 2]) -> MatrixShape {
     MatrixShape::new(rows, cols)
 }
 
 /// Everything in a quantized matrix against the reference.
-fn compare<B: QuantOps>(
+fn compare<B: DataBackend>(
     quantized: &Quantized<B>,
-    expected: &reference::ReferenceQuantized,
+    expected: &ReferenceQuantized,
     layout: Layout,
     what: &str,
 ) {
@@ -233,7 +260,10 @@ fn compare<B: QuantOps>(
         copies > 0,
         "{what}: no copy of the values, asked for {layout:?}"
     );
-    let scales = primitive_floats::<B, 2>(&quantized.scales);
+    let Scales::F32(scales) = &quantized.scales else {
+        panic!("{what}: scales of {:?}", quantized.format.scale);
+    };
+    let scales = primitive_floats::<B, 2>(scales);
     let difference = first_difference(&scales, &expected.scales);
     assert!(
         difference.is_none(),
@@ -246,7 +276,7 @@ fn odd_shape(rng: &mut Rng) -> [usize; 2] {
 }
 
 /// Every kind of values in every form, at a random shape, with a random block, rounding and layout.
-fn quantize_blocks<B: QuantOps>(seed: u64) {
+fn quantize_blocks<B: DataBackend>(seed: u64) {
     let mut rng = Rng::new(seed);
     let mut checked = 0;
     for kind in ALL {
@@ -262,26 +292,20 @@ fn quantize_blocks<B: QuantOps>(seed: u64) {
                 stream: rng.bits(),
             };
             let x = matrix(&mut rng, shape, kind);
-            for rounding in [Rounding::Nearest, Rounding::Stochastic] {
+            for rounding in roundings(key) {
                 let what = format!(
                     "seed {seed}: {kind:?} {form:?} {shape:?} block {block} {rounding:?} {layout:?}"
                 );
                 let (input, values) = in_form::<B>(&mut rng, &x, shape, form);
-                let (reference_rounding, key) = match rounding {
-                    Rounding::Nearest => (rounding::Rounding::Nearest, None),
-                    Rounding::Stochastic => (rounding::Rounding::Stochastic(key), Some(key)),
+                let spec = QuantizeSpec {
+                    rounding,
+                    ..int8(Granularity::Block(block), layout)
                 };
-                let cast = Cast::int8(block, rounding);
-                let quantized = B::quantize_matrix(input, cast, layout, key);
-                assert_eq!(quantized.cast, cast, "{what}");
-                let expected = reference::quantize(
-                    &values,
-                    shape_of(shape),
-                    &QuantizeSpec::int8(cast.granularity).with_rounding(reference_rounding),
-                );
+                let quantized = quantize::<B>(input, &spec);
+                assert_eq!(quantized.format, Format::of(&spec), "{what}");
+                let expected = expected_of(&values, shape, &spec);
                 compare(&quantized, &expected, layout, &what);
-                let back =
-                    primitive_floats::<B, 2>(&B::dequantize_matrix(&quantized, FloatDType::F32));
+                let back = primitive_floats::<B, 2>(&dequantize::<B>(&quantized, FloatDType::F32));
                 let difference = first_difference(&back, &reference::dequantize(&expected));
                 // 0 and -0 are the same number.
                 assert!(
@@ -295,7 +319,7 @@ fn quantize_blocks<B: QuantOps>(seed: u64) {
     assert!(checked >= 2 * 4 * ALL.len(), "only {checked} cases ran");
 }
 
-fn quantize_granularities<B: QuantOps>(seed: u64) {
+fn quantize_granularities<B: DataBackend>(seed: u64) {
     let mut rng = Rng::new(seed);
     let granularities = [
         Granularity::Group(16),
@@ -318,68 +342,138 @@ fn quantize_granularities<B: QuantOps>(seed: u64) {
             let what = format!("seed {seed}: {granularity:?} {kind:?} {form:?} {shape:?}");
             let x = matrix(&mut rng, shape, kind);
             let (input, values) = in_form::<B>(&mut rng, &x, shape, form);
-            let cast = Cast {
-                format: Format::Int8,
-                granularity,
-                rounding: Rounding::Nearest,
-            };
-            let quantized = B::quantize_matrix(input, cast, Layout::Both, None);
-            let expected =
-                reference::quantize(&values, shape_of(shape), &QuantizeSpec::int8(granularity));
+            let spec = int8(granularity, Layout::Both);
+            let quantized = quantize::<B>(input, &spec);
+            let expected = expected_of(&values, shape, &spec);
             compare(&quantized, &expected, Layout::Both, &what);
         }
     }
 }
 
-/// INT10 may be packed on a device, so its integers are compared after dequantization, which is exact to the bit.
-fn quantize_int10<B: QuantOps>(seed: u64) {
+const NUMBERS: [Number; 6] = [
+    Number::Int4,
+    Number::Int8,
+    Number::Int10,
+    Number::E2M1,
+    Number::E4M3,
+    Number::E5M2,
+];
+
+const GRANULARITIES: [Granularity; 5] = [
+    Granularity::Block(32),
+    Granularity::Group(16),
+    Granularity::Token,
+    Granularity::Channel,
+    Granularity::Tensor,
+];
+
+/// Every number that matrices hold, with scales of every kind. Codes may be packed, so what they stand for is compared,
+/// which no rounding separates from the codes.
+fn quantize_numbers<B: DataBackend>(seed: u64) {
     let mut rng = Rng::new(seed);
-    for _ in 0..5 {
-        let shape = odd_shape(&mut rng);
-        let x = matrix(&mut rng, shape, Values::Outliers);
-        let granularity = Granularity::Group(128);
-        let cast = Cast {
-            format: Format::Int10,
-            granularity,
-            rounding: Rounding::Nearest,
+    for number in NUMBERS {
+        for scale in [ScaleNumber::F32, ScaleNumber::E8M0, ScaleNumber::E4M3] {
+            let kind = rng.pick(&[Values::Outliers, Values::ZeroBlocks, Values::OneNan]);
+            let (form, shape) = (
+                rng.pick(&[Form::Plain, Form::Transposed]),
+                odd_shape(&mut rng),
+            );
+            let key = StochasticKey {
+                seed: rng.bits(),
+                stream: rng.bits(),
+            };
+            let spec = QuantizeSpec::new(number, rng.pick(&GRANULARITIES))
+                .with_scale(scale)
+                .with_rounding(rng.pick(&roundings(key)))
+                .with_layout(rng.pick(&[Layout::RowMajor, Layout::Transposed, Layout::Both]));
+            let what = format!("seed {seed}: {kind:?} {form:?} {shape:?} {spec:?}");
+            let x = matrix(&mut rng, shape, kind);
+            let (input, values) = in_form::<B>(&mut rng, &x, shape, form);
+            let quantized = quantize::<B>(input, &spec);
+            assert_eq!(quantized.format, Format::of(&spec), "{what}");
+            let back = primitive_floats::<B, 2>(&dequantize::<B>(&quantized, FloatDType::F32));
+            let expected = expected_of(&values, shape, &spec);
+            let difference = first_difference(&back, &reference::dequantize(&expected));
+            assert!(
+                difference.is_none_or(|(_, a, b)| a == b),
+                "{what}: {difference:?} (index, got, expected)"
+            );
+        }
+    }
+}
+
+/// A product of two operands of any numbers, in the granularities that products have.
+fn number_products<B: DataBackend>(seed: u64) {
+    let mut rng = Rng::new(seed);
+    for left in NUMBERS {
+        let right = rng.pick(&NUMBERS);
+        let scale = rng.pick(&[ScaleNumber::F32, ScaleNumber::E8M0, ScaleNumber::E4M3]);
+        let [m, k, n] = [1 + rng.below(70), 1 + rng.below(150), 1 + rng.below(70)];
+        let layout = rng.pick(&[Layout::RowMajor, Layout::Transposed, Layout::Both]);
+        // The right operand is quantized as its transpose, whose rows the product sums over.
+        let mut make = |shape: [usize; 2], number| {
+            let granularities = [
+                Granularity::Block(32),
+                Granularity::Group(16),
+                Granularity::Token,
+            ];
+            let spec = QuantizeSpec::new(number, rng.pick(&granularities)).with_layout(layout);
+            let spec = if number == left {
+                spec
+            } else {
+                spec.with_scale(scale)
+            };
+            let x = matrix(&mut rng, shape, Values::Normal);
+            let input = in_form::<B>(&mut rng, &x, shape, Form::Plain).0;
+            (quantize::<B>(input, &spec), expected_of(&x, shape, &spec))
         };
-        let input = in_form::<B>(&mut rng, &x, shape, Form::Plain).0;
-        let quantized = B::quantize_matrix(input, cast, Layout::RowMajor, None);
-        let back = primitive_floats::<B, 2>(&B::dequantize_matrix(&quantized, FloatDType::F32));
-        let expected = reference::quantize(
-            &x,
-            shape_of(shape),
-            &QuantizeSpec::new(Format::Int10, granularity),
-        );
-        let difference = first_difference(&back, &reference::dequantize(&expected));
+        let (a, a_expected) = make([m, k], left);
+        let (b, b_expected) = make([n, k], right);
+        let c = product::<B>(a.operand(), None, b.operand().t(), None, FloatDType::F32);
+        let exact = reference::gemm(&a_expected, &b_expected, None, None);
+        let error = frobenius(&primitive_floats::<B, 2>(&c), &exact);
+        let is_exact = |format: Format| {
+            matches!(format.number, Number::Int4 | Number::Int8) && format.scale == ScaleNumber::F32
+        };
+        let bound = match is_exact(a.format) && is_exact(b.format) {
+            true => 1e-6,
+            false => float_product_error::<B>(),
+        };
         assert!(
-            difference.is_none_or(|(_, a, b)| a == b),
-            "seed {seed}: {shape:?}: {difference:?} (index, got, expected)"
+            error <= bound,
+            "seed {seed}: {:?} x {:?} [{m}, {k}, {n}]: {error:e}",
+            a.format,
+            b.format
         );
     }
 }
 
 /// Quantizes with fallback as layer 1 of 3, and compares everything but the residual of blocks that did not fall back.
-fn fallback_case<B: QuantOps>(
+fn fallback_case<B: DataBackend>(
     input: FloatTensor<B>,
     values: &[f32],
     shape: [usize; 2],
     block: usize,
     threshold: f32,
     what: &str,
-) -> (
-    Quantized<B>,
-    Residual<B>,
-    reference::ReferenceFallbackQuantized,
-) {
+) -> (Quantized<B>, Residual<B>, ReferenceFallbackQuantized) {
     let device = B::Device::default();
     let thresholds = primitive(tensor::<B, 1>(&[f32::MAX, threshold, 0.0], [3], &device));
     // Counters go up from where they are.
     let before = [[5, 7], [2, 9], [0, 0]];
     let counts = B::int_from_data(TensorData::new(before.concat(), [3, 2]), &device);
-    let cast = Cast::int8(block, Rounding::Nearest);
-    let (quantized, counts) = B::quantize_fallback(input, cast, 1, thresholds, counts);
-    let FallbackQuantized { base, residual } = quantized;
+    let spec = int8(Granularity::Block(block), Layout::RowMajor);
+    let state = Fallback {
+        layer: 1,
+        thresholds,
+        counts,
+    };
+    let quantized = quantize_fallback::<B>(input, &spec, state);
+    let FallbackQuantized {
+        base,
+        residual,
+        counts,
+    } = quantized;
     let expected = reference::quantize_fallback(values, shape_of(shape), block, threshold);
     compare(
         &base,
@@ -427,11 +521,8 @@ fn threshold_for(rng: &mut Rng, values: &[f32], shape: [usize; 2], block: usize)
         0 => f32::MAX,
         1 => 0.0,
         _ => {
-            let blocks = reference::quantize(
-                values,
-                shape_of(shape),
-                &QuantizeSpec::int8(Granularity::Block(block)),
-            );
+            let spec = int8(Granularity::Block(block), Layout::RowMajor);
+            let blocks = expected_of(values, shape, &spec);
             let mut maxima: Vec<f32> = blocks
                 .scales
                 .iter()
@@ -444,7 +535,7 @@ fn threshold_for(rng: &mut Rng, values: &[f32], shape: [usize; 2], block: usize)
     }
 }
 
-fn quantize_with_fallback<B: QuantOps>(seed: u64) {
+fn quantize_with_fallback<B: DataBackend>(seed: u64) {
     let mut rng = Rng::new(seed);
     let finite = ALL
         .into_iter()
@@ -468,7 +559,7 @@ fn quantize_with_fallback<B: QuantOps>(seed: u64) {
 }
 
 /// A block with NaN or Inf does not fall back, dequantizes to NaN, and leaves the others alone.
-fn fallback_not_finite<B: QuantOps>(seed: u64) {
+fn fallback_not_finite<B: DataBackend>(seed: u64) {
     let mut rng = Rng::new(seed);
     for kind in [Values::OneNan, Values::OneInf] {
         for threshold in [0.0, f32::MAX] {
@@ -492,48 +583,42 @@ fn frobenius(got: &[f32], exact: &[f64]) -> f64 {
     (error / norm.max(f64::MIN_POSITIVE)).sqrt()
 }
 
-struct Problem<B: QuantOps> {
-    x: (Quantized<B>, reference::ReferenceQuantized),
+struct Problem<B: DataBackend> {
+    x: (Quantized<B>, ReferenceQuantized),
     forward_x: (
         Quantized<B>,
         Option<Residual<B>>,
-        reference::ReferenceFallbackQuantized,
+        ReferenceFallbackQuantized,
     ),
-    w: (Quantized<B>, reference::ReferenceQuantized),
-    dy: (Quantized<B>, reference::ReferenceQuantized),
+    w: (Quantized<B>, ReferenceQuantized),
+    dy: (Quantized<B>, ReferenceQuantized),
     bias: Vec<f32>,
     sizes: [usize; 3],
     what: String,
 }
 
 /// The operands of a linear layer's three products, quantized in the layouts that the layer asks for.
-fn problem<B: QuantOps>(rng: &mut Rng, seed: u64, kind: Values) -> Problem<B> {
+fn problem<B: DataBackend>(rng: &mut Rng, seed: u64, kind: Values) -> Problem<B> {
     let sizes = [1 + rng.below(120), 1 + rng.below(150), 1 + rng.below(120)];
     let [m, k, n] = sizes;
     let block = rng.pick(&[16, 32, 64, 128]);
-    let mut quantize = |shape: [usize; 2], kind: Values, layout: Layout, rounding: Rounding| {
+    let mut make = |shape: [usize; 2], kind: Values, layout: Layout, stochastic: bool| {
         let x = matrix(rng, shape, kind);
         let key = StochasticKey {
             seed: rng.bits(),
             stream: rng.bits(),
         };
-        let cast = Cast::int8(block, rounding);
-        let (reference_rounding, key) = match rounding {
-            Rounding::Nearest => (rounding::Rounding::Nearest, None),
-            Rounding::Stochastic => (rounding::Rounding::Stochastic(key), Some(key)),
+        let spec = QuantizeSpec {
+            rounding: roundings(key)[usize::from(stochastic)],
+            ..int8(Granularity::Block(block), layout)
         };
         let input = in_form::<B>(rng, &x, shape, Form::Plain).0;
-        let quantized = B::quantize_matrix(input, cast, layout, key);
-        let expected = reference::quantize(
-            &x,
-            shape_of(shape),
-            &QuantizeSpec::int8(cast.granularity).with_rounding(reference_rounding),
-        );
-        (quantized, expected)
+        let quantized = quantize::<B>(input, &spec);
+        (quantized, expected_of(&x, shape, &spec))
     };
-    let x = quantize([m, k], kind, Layout::Transposed, Rounding::Stochastic);
-    let w = quantize([k, n], Values::Normal, Layout::Both, Rounding::Nearest);
-    let dy = quantize([m, n], kind, Layout::Both, Rounding::Stochastic);
+    let x = make([m, k], kind, Layout::Transposed, true);
+    let w = make([k, n], Values::Normal, Layout::Both, false);
+    let dy = make([m, n], kind, Layout::Both, true);
     let values = matrix(rng, [m, k], kind);
     let threshold = threshold_for(rng, &values, [m, k], block);
     let what =
@@ -553,7 +638,7 @@ fn problem<B: QuantOps>(rng: &mut Rng, seed: u64, kind: Values) -> Problem<B> {
     }
 }
 
-impl<B: QuantOps> Problem<B> {
+impl<B: DataBackend> Problem<B> {
     fn bias(&self) -> FloatTensor<B> {
         primitive(tensor::<B, 1>(
             &self.bias,
@@ -565,7 +650,7 @@ impl<B: QuantOps> Problem<B> {
     /// Y = X W + bias, and its exact value.
     fn forward(&self, dtype: FloatDType) -> (FloatTensor<B>, Vec<f64>) {
         let (base, residual, expected) = &self.forward_x;
-        let y = B::quantized_matmul(
+        let y = product::<B>(
             base.operand(),
             residual.as_ref(),
             self.w.0.operand(),
@@ -586,7 +671,7 @@ impl<B: QuantOps> Problem<B> {
 
     /// dX = dY Wᵀ.
     fn grad_x(&self, dtype: FloatDType) -> (FloatTensor<B>, Vec<f64>) {
-        let dx = B::quantized_matmul(
+        let dx = product::<B>(
             self.dy.0.operand(),
             None,
             self.w.0.operand().t(),
@@ -598,7 +683,7 @@ impl<B: QuantOps> Problem<B> {
 
     /// dW = Xᵀ dY.
     fn grad_w(&self, dtype: FloatDType) -> (FloatTensor<B>, Vec<f64>) {
-        let dw = B::quantized_matmul(
+        let dw = product::<B>(
             self.x.0.operand().t(),
             None,
             self.dy.0.operand(),
@@ -612,7 +697,7 @@ impl<B: QuantOps> Problem<B> {
     }
 }
 
-fn products<B: QuantOps>(seed: u64) {
+fn products<B: DataBackend>(seed: u64) {
     let mut rng = Rng::new(seed);
     for kind in [
         Values::Normal,
@@ -650,7 +735,7 @@ fn products<B: QuantOps>(seed: u64) {
 
 /// BF16 and F16 results are the exact ones rounded once: half a unit in the last place, and what FP32 accumulation
 /// adds.
-fn half_products<B: QuantOps>(seed: u64) {
+fn half_products<B: DataBackend>(seed: u64) {
     let mut rng = Rng::new(seed);
     let formats = [
         (FloatDType::BF16, DType::BF16, 2f64.powi(-8)),
@@ -687,7 +772,7 @@ fn half_products<B: QuantOps>(seed: u64) {
 }
 
 /// Y = X W with X per token and W per channel, or both per tensor, as the table of recipes to come has them.
-fn other_products<B: QuantOps>(seed: u64) {
+fn other_products<B: DataBackend>(seed: u64) {
     let mut rng = Rng::new(seed);
     let pairs = [
         (Granularity::Token, Granularity::Channel),
@@ -695,26 +780,15 @@ fn other_products<B: QuantOps>(seed: u64) {
     ];
     for (x_granularity, w_granularity) in pairs {
         let [m, k, n] = [1 + rng.below(90), 1 + rng.below(200), 1 + rng.below(90)];
-        let mut quantize = |shape: [usize; 2], granularity: Granularity| {
+        let mut make = |shape: [usize; 2], granularity: Granularity| {
             let x = matrix(&mut rng, shape, Values::Normal);
-            let cast = Cast {
-                format: Format::Int8,
-                granularity,
-                rounding: Rounding::Nearest,
-            };
+            let spec = int8(granularity, Layout::Both);
             let input = in_form::<B>(&mut rng, &x, shape, Form::Plain).0;
-            let quantized = B::quantize_matrix(input, cast, Layout::Both, None);
-            let expected =
-                reference::quantize(&x, shape_of(shape), &QuantizeSpec::int8(granularity));
-            (quantized, expected)
+            (quantize::<B>(input, &spec), expected_of(&x, shape, &spec))
         };
-        let (x, x_expected) = quantize([m, k], x_granularity);
-        let (w, w_expected) = quantize([k, n], w_granularity);
-        let operand = |matrix| Operand {
-            matrix,
-            transpose: false,
-        };
-        let y = B::quantized_matmul(operand(&x), None, operand(&w), None, FloatDType::F32);
+        let (x, x_expected) = make([m, k], x_granularity);
+        let (w, w_expected) = make([k, n], w_granularity);
+        let y = product::<B>(x.operand(), None, w.operand(), None, FloatDType::F32);
         let exact = reference::gemm(&x_expected, &w_expected.transposed(), None, None);
         let error = frobenius(&primitive_floats::<B, 2>(&y), &exact);
         assert!(
@@ -725,7 +799,7 @@ fn other_products<B: QuantOps>(seed: u64) {
 }
 
 /// A few steps of the controller over many layers, from random counters, some of them at zero.
-fn controller<B: QuantOps>(seed: u64) {
+fn controller<B: DataBackend>(seed: u64) {
     let mut rng = Rng::new(seed);
     let device = B::Device::default();
     let config = DelayThreshold {
@@ -734,7 +808,7 @@ fn controller<B: QuantOps>(seed: u64) {
         rate_max: 0.3,
         alpha: 1.3,
     };
-    let expected_config = delay_threshold::DelayThreshold {
+    let expected_config = kernel::DelayThreshold {
         r_min: 0.1,
         r_max: 0.3,
         alpha: 1.3,
@@ -744,10 +818,10 @@ fn controller<B: QuantOps>(seed: u64) {
         .map(|_| (4.0 * rng.normal()).exp() as f32)
         .collect();
     // At both ends of the range that the controller moves in.
-    thresholds[0] = delay_threshold::MIN_THRESHOLD;
-    thresholds[1] = delay_threshold::MAX_THRESHOLD;
+    thresholds[0] = kernel::MIN_THRESHOLD;
+    thresholds[1] = kernel::MAX_THRESHOLD;
     let mut rates = vec![f32::NAN; layers];
-    let mut state = FallbackState::<B>::new(&thresholds, &rates, &device);
+    let mut state = Thresholds::<B>::new(&thresholds, &rates, &device);
     for step in 0..6 {
         let mut counts: Vec<[i32; 2]> = (0..layers)
             .map(|_| {
@@ -774,7 +848,7 @@ fn controller<B: QuantOps>(seed: u64) {
         counts[0] = [0, 10];
         counts[1] = [10, 10];
         state.counts = B::int_from_data(TensorData::new(counts.concat(), [layers, 2]), &device);
-        state = B::delay_threshold(state, &config);
+        state = delay_threshold::<B>(state, &config);
         reference::delay_threshold(&mut thresholds, &mut counts, &mut rates, &expected_config);
         let what = format!("seed {seed}, step {step}");
         let got = primitive_floats::<B, 1>(&state.thresholds);
@@ -798,19 +872,18 @@ fn controller<B: QuantOps>(seed: u64) {
     }
 }
 
-fn smallest<B: QuantOps>(_seed: u64) {
+fn smallest<B: DataBackend>(_seed: u64) {
     // Layers leave empty inputs to the inner backend; an all-zero matrix of one element is the smallest that is
     // quantized.
     let device = B::Device::default();
     let zero = Tensor::<B, 2>::zeros([1, 1], &device);
-    let quantized = B::quantize_matrix(
-        primitive(zero),
-        Cast::int8(16, Rounding::Nearest),
-        Layout::Both,
-        None,
-    );
-    assert_eq!(primitive_floats::<B, 2>(&quantized.scales), [0.0]);
-    let product = B::quantized_matmul(
+    let spec = int8(Granularity::Block(16), Layout::Both);
+    let quantized = quantize::<B>(primitive(zero), &spec);
+    let Scales::F32(scales) = &quantized.scales else {
+        panic!("scales of {:?}", quantized.format.scale);
+    };
+    assert_eq!(primitive_floats::<B, 2>(scales), [0.0]);
+    let product = product::<B>(
         quantized.operand(),
         None,
         quantized.operand().t(),

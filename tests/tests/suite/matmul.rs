@@ -4,7 +4,7 @@ use burn::{
     backend::{Autodiff, Flex},
     tensor::{DType, backend::AutodiffBackend, module::linear},
 };
-use burn_quant_train::{QuantTrain, ops::QuantOps, recipe::MixedPrecision};
+use burn_quant_train::{QuantTrain, data::DataBackend, recipe::MixedPrecision};
 use half::{bf16, f16};
 use quant_train_tests::{
     Rng,
@@ -87,7 +87,7 @@ fn solve_batched<A: AutodiffBackend>(
     ]
 }
 
-fn linear_layers<B: QuantOps>(seed: u64) {
+fn linear_layers<B: DataBackend>(seed: u64) {
     let mut rng = Rng::new(seed);
     for shape in [
         [2, 40, 64, 96],
@@ -110,7 +110,7 @@ fn linear_layers<B: QuantOps>(seed: u64) {
     }
 }
 
-fn batched<B: QuantOps>(seed: u64) {
+fn batched<B: DataBackend>(seed: u64) {
     let mut rng = Rng::new(seed);
     for shape in [[2, 3, 24, 16, 40], [1, 2, 5, 7, 9], [2, 1, 130, 64, 130]] {
         let [batch, heads, m, k, n] = shape;
@@ -128,7 +128,7 @@ fn batched<B: QuantOps>(seed: u64) {
 }
 
 /// Leading dimensions whose strides have nothing in common but a unit dimension between them.
-fn unit_dimensions<B: QuantOps>(seed: u64) {
+fn unit_dimensions<B: DataBackend>(seed: u64) {
     let mut rng = Rng::new(seed);
     let data = [2 * 4 * 16 * 24, 4 * 3 * 16 * 24, 4 * 2 * 24 * 8].map(|it| draw(&mut rng, it));
     let data = data.each_ref().map(Vec::as_slice);
@@ -154,7 +154,7 @@ fn unit_dimensions<B: QuantOps>(seed: u64) {
 type Training<B, E> = QuantTrain<Autodiff<B>, MixedPrecision<E>>;
 
 /// In the 16-bit dtypes that the backend has, or in FP32 where it has none.
-fn in_each_compute_dtype<B: QuantOps>(
+fn in_each_compute_dtype<B: DataBackend>(
     what: &str,
     expected: &[Vec<f32>],
     solve: impl Fn(DType) -> Vec<Vec<f32>>,

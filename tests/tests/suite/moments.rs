@@ -34,15 +34,18 @@ use burn::{
 };
 use burn_quant_train::{
     QuantTrain,
-    ops::{
-        DataBackend, QuantOps,
-        adamw::{AdamWItem, AdamWUpdate, Hyperparameters, Moment, MomentState},
+    data::{
+        DataBackend,
+        optimizer::{
+            AdamWItem, AdamWUpdate, Hyperparameters, Moment, MomentState, adamw as step_of,
+            compress_moment, decompress_moment, find_nonfinite, tick,
+        },
     },
+    layer::LayerPolicy,
     optim::{
-        AdamWRecord, OnNonfinite, ParameterGroup, ParameterRecord, QuantAdamW, QuantAdamWConfig,
-        SimpleQuantAdamW, SimpleState, StateFormat, StateRounding,
+        AdamWRecord, OnNonfinite, ParameterBackend, ParameterGroup, ParameterRecord, QuantAdamW,
+        QuantAdamWConfig, SimpleQuantAdamW, SimpleState, StateFormat, StateRounding,
     },
-    policy::LayerPolicy,
     recipe::FallbackInt8,
 };
 use cubecl_kernels::reference::{
@@ -195,7 +198,7 @@ impl Host {
         }
     }
 
-    fn upload<B: QuantOps>(&self, shape: [usize; 2]) -> MomentState<B> {
+    fn upload<B: DataBackend>(&self, shape: [usize; 2]) -> MomentState<B> {
         let device = B::Device::default();
         let codes = |codes: &[u8], shape: &[usize]| {
             B::int_from_data(TensorData::new(codes.to_vec(), shape), &device)
@@ -217,7 +220,7 @@ impl Host {
     }
 
     /// Checks the element types on the way: 8 bits are stored as 8 bits.
-    fn download<B: QuantOps>(state: &MomentState<B>) -> Self {
+    fn download<B: DataBackend>(state: &MomentState<B>) -> Self {
         match state {
             MomentState::Full(values) => Host::Full(full::<B, 2>(values)),
             MomentState::Coded {
@@ -293,7 +296,7 @@ impl Case {
             .to_vec()
     }
 
-    fn item<B: QuantOps>(&self) -> AdamWItem<B> {
+    fn item<B: DataBackend>(&self) -> AdamWItem<B> {
         let device = B::Device::default();
         AdamWItem {
             parameter: primitive::<B, 2>(tensor(&self.parameter, self.shape, &device)),
@@ -318,7 +321,7 @@ impl Case {
     }
 }
 
-fn clone_of<B: QuantOps>(item: &AdamWItem<B>) -> AdamWItem<B> {
+fn clone_of<B: DataBackend>(item: &AdamWItem<B>) -> AdamWItem<B> {
     AdamWItem {
         parameter: item.parameter.clone(),
         gradient: item.gradient.clone(),
@@ -373,14 +376,14 @@ fn assert_moments_equal(what: &str, actual: &Host, expected: &Host) {
     );
 }
 
-fn operation_steps<B: QuantOps>(seed: u64) {
+fn operation_steps<B: DataBackend>(seed: u64) {
     let mut rng = Rng::new(seed);
     for formats in pairs() {
         for t in [1, 2, 1000] {
             let mut cases = Case::of_every_size(&mut rng, formats);
             let items = cases.iter().map(Case::item::<B>).collect();
             let clock = from_counts::<B, 2>([t, 3]);
-            let updates = B::adamw(items, &clock, None, &HYPERPARAMETERS);
+            let updates = step_of::<B>(items, clock, None, &HYPERPARAMETERS);
             assert_eq!(updates.len(), cases.len());
             for (case, update) in cases.iter_mut().zip(updates) {
                 let what = format!("seed {seed}, {formats:?}, {:?}, step {t}", case.shape);
@@ -401,13 +404,13 @@ fn operation_steps<B: QuantOps>(seed: u64) {
     }
 }
 
-fn operation_skips<B: QuantOps>(seed: u64) {
+fn operation_skips<B: DataBackend>(seed: u64) {
     let mut rng = Rng::new(seed);
     for formats in pairs() {
         let cases = Case::of_every_size(&mut rng, formats);
         let items = cases.iter().map(Case::item::<B>).collect();
         let (clock, flag) = (from_counts::<B, 2>([7, 1]), from_counts::<B, 1>([2]));
-        let updates = B::adamw(items, &clock, Some(&flag), &HYPERPARAMETERS);
+        let updates = step_of::<B>(items, clock, Some(flag), &HYPERPARAMETERS);
         for (case, update) in cases.iter().zip(updates) {
             let what = format!("seed {seed}, {formats:?}, {:?}", case.shape);
             let parameter = full::<B, 2>(&update.parameter);
@@ -419,15 +422,15 @@ fn operation_skips<B: QuantOps>(seed: u64) {
 }
 
 /// The step is in place only where nobody can see it.
-fn operation_spares_clones<B: QuantOps>(seed: u64) {
+fn operation_spares_clones<B: DataBackend>(seed: u64) {
     let mut rng = Rng::new(seed);
     for formats in pairs() {
         let cases = Case::of_every_size(&mut rng, formats);
         let items: Vec<_> = cases.iter().map(Case::item::<B>).collect();
         let clock = from_counts::<B, 2>([1, 0]);
         let held = items.iter().map(clone_of).collect();
-        let updates = B::adamw(held, &clock, None, &HYPERPARAMETERS);
-        let ticked = B::tick(clock.clone(), None);
+        let updates = step_of::<B>(held, clock.clone(), None, &HYPERPARAMETERS);
+        let ticked = tick::<B>(clock.clone(), None);
         assert_eq!(
             (counts::<B>(&clock), counts::<B>(&ticked)),
             (vec![1, 0], vec![2, 0]),
@@ -453,7 +456,7 @@ fn operation_spares_clones<B: QuantOps>(seed: u64) {
     }
 }
 
-fn operation_converts<B: QuantOps>(seed: u64) {
+fn operation_converts<B: DataBackend>(seed: u64) {
     let (mut rng, shape) = (Rng::new(seed), [41, 127]);
     let device = B::Device::default();
     for formats in pairs() {
@@ -469,10 +472,10 @@ fn operation_converts<B: QuantOps>(seed: u64) {
             }
             let x = primitive::<B, 2>(tensor(&values, shape, &device));
             let expected = Host::new(values, Some(format), moment);
-            let actual = B::compress_moment(x, format, moment);
+            let actual = compress_moment::<B>(x, format, moment);
             assert_moments_equal(&what, &Host::download(&actual), &expected);
 
-            let decoded = B::decompress_moment(expected.upload(shape), moment);
+            let decoded = decompress_moment::<B>(expected.upload(shape), moment);
             let (decoded, expected) = (full::<B, 2>(&decoded), expected.values(moment));
             if !format.expand {
                 assert!(same_bits(&decoded, &expected), "{what}: decoded");
@@ -484,10 +487,10 @@ fn operation_converts<B: QuantOps>(seed: u64) {
     }
 }
 
-fn counters<B: QuantOps>(seed: u64) {
+fn counters<B: DataBackend>(seed: u64) {
     let tick = |flag: Option<i32>| {
         let flag = flag.map(|flag| from_counts::<B, 1>([flag]));
-        counts::<B>(&B::tick(from_counts::<B, 2>([5, 2]), flag.as_ref()))
+        counts::<B>(&tick::<B>(from_counts::<B, 2>([5, 2]), flag))
     };
     assert_eq!(tick(None), [6, 2]);
     assert_eq!(tick(Some(0)), [6, 2]);
@@ -507,7 +510,7 @@ fn counters<B: QuantOps>(seed: u64) {
             .map(|(values, shape)| tensor::<B, 2>(values, shape, &device).cast(dtype))
             .map(primitive)
             .collect();
-        counts::<B>(&B::find_nonfinite(&gradients, &device))
+        counts::<B>(&find_nonfinite::<B>(gradients, &device))
     };
     let supported = |dtype: &FloatDType| supports::<B>((*dtype).into());
     for dtype in [FloatDType::F32, FloatDType::F16, FloatDType::BF16]
@@ -720,7 +723,7 @@ fn serialized(record: AdamWRecord) -> Vec<u8> {
 fn assert_same_state<B, M>(what: &str, a: &QuantAdamW<M, B>, b: &QuantAdamW<M, B>)
 where
     QuantAdamW<M, B>: Optimizer<M, B, Record = AdamWRecord>,
-    B: AutodiffBackend<InnerBackend: DataBackend>,
+    B: AutodiffBackend<InnerBackend: ParameterBackend>,
     M: AutodiffModule<B>,
 {
     let (a, b) = (a.to_record(), b.to_record());
@@ -735,7 +738,7 @@ where
 }
 
 /// The optimizer finds each parameter, of any rank, its moments, and counts steps.
-fn ranks_step<B: QuantOps>(seed: u64) {
+fn ranks_step<B: DataBackend>(seed: u64) {
     for formats in pairs() {
         let expands = formats.iter().flatten().any(|format| format.expand);
         let what = |path: &str| format!("seed {seed}, {formats:?}, `{path}`");
@@ -807,7 +810,7 @@ fn ranks_step<B: QuantOps>(seed: u64) {
     }
 }
 
-fn ready_made_train<B: QuantOps>(seed: u64) {
+fn ready_made_train<B: DataBackend>(seed: u64) {
     fn losses<B: AutodiffBackend, M, O>(
         seed: u64,
         optimizer: &mut O,
@@ -833,7 +836,7 @@ fn ready_made_train<B: QuantOps>(seed: u64) {
             "{what}: ends at {coded}, FP32 at {full}, from {start}"
         );
     }
-    fn on_both<B: QuantOps, M, N>(model: &str, seed: u64)
+    fn on_both<B: DataBackend, M, N>(model: &str, seed: u64)
     where
         M: Classifier<Autodiff<B>> + AutodiffModule<Autodiff<B>>,
         N: Classifier<Fallback<B>> + AutodiffModule<Fallback<B>>,
@@ -864,7 +867,7 @@ fn ready_made_train<B: QuantOps>(seed: u64) {
 }
 
 /// Micro-batches, clipping by norm and a schedule at once.
-fn burns_ways<B: QuantOps>(seed: u64) {
+fn burns_ways<B: DataBackend>(seed: u64) {
     let batches = samples::<Plain<B>, Mlp<Plain<B>>>(seed, 90);
     let losses = |config: QuantAdamWConfig| {
         let config = config.with_grad_clipping(Some(GradientClippingConfig::Norm(0.5)));
@@ -887,7 +890,7 @@ fn burns_ways<B: QuantOps>(seed: u64) {
     }
 }
 
-fn sums_and_clips<B: QuantOps>(seed: u64) {
+fn sums_and_clips<B: DataBackend>(seed: u64) {
     let start = ranks::<Plain<B>>(seed);
     let part = |step| drawn::<Plain<B>, _>(&start, seed, step);
     let sum = || {
@@ -935,7 +938,7 @@ fn sums_and_clips<B: QuantOps>(seed: u64) {
     }
 }
 
-fn no_decay<B: QuantOps>(seed: u64) {
+fn no_decay<B: DataBackend>(seed: u64) {
     let (lr, decay) = (0.01, 0.1);
     for (name, config) in every_kind() {
         let config = config
@@ -966,7 +969,7 @@ fn no_decay<B: QuantOps>(seed: u64) {
     }
 }
 
-fn own_learning_rate<B: QuantOps>(seed: u64) {
+fn own_learning_rate<B: DataBackend>(seed: u64) {
     let start = ranks::<Plain<B>>(seed);
     let step = |config: &QuantAdamWConfig, lr| {
         let gradients = drawn::<Plain<B>, _>(&start, seed, 0);
@@ -1003,7 +1006,7 @@ fn own_learning_rate<B: QuantOps>(seed: u64) {
     }
 }
 
-fn skip<B: QuantOps>(seed: u64) {
+fn skip<B: DataBackend>(seed: u64) {
     let mut rng = Rng::new(seed);
     let clippings = [
         None,
@@ -1066,12 +1069,12 @@ fn skip<B: QuantOps>(seed: u64) {
     }
 }
 
-/// What a panic said.
+/// The message of a panic.
 fn message(panic: Box<dyn Any + Send>) -> String {
     panic.downcast_ref::<String>().cloned().expect("a message")
 }
 
-fn error<B: QuantOps>(seed: u64) {
+fn error<B: DataBackend>(seed: u64) {
     let poison = Poison::new(&mut Rng::new(seed));
     let clipping = Some(GradientClippingConfig::Value(0.01));
     for (name, config) in ready_made() {
@@ -1091,7 +1094,7 @@ fn error<B: QuantOps>(seed: u64) {
     }
 }
 
-fn propagate<B: QuantOps>(seed: u64) {
+fn propagate<B: DataBackend>(seed: u64) {
     let mut rng = Rng::new(seed);
     for (name, config) in every_kind() {
         let poison = Poison::new(&mut rng);
@@ -1146,7 +1149,7 @@ fn assert_nan<B: Backend, M: Module<B>>(what: &str, model: &M, bad: &str, elemen
 }
 
 /// A weight of ones in BF16, if this backend has the type.
-fn ones_in_bf16<B: QuantOps>(rows: usize) -> Option<One<Autodiff<B>>> {
+fn ones_in_bf16<B: DataBackend>(rows: usize) -> Option<One<Autodiff<B>>> {
     let device = B::Device::default();
     if !supports::<B>(DType::BF16) {
         return None;
@@ -1158,7 +1161,7 @@ fn ones_in_bf16<B: QuantOps>(rows: usize) -> Option<One<Autodiff<B>>> {
 }
 
 /// The update is a quarter of the distance between two BF16 numbers: to nearest, it would be lost.
-fn bf16_unbiased<B: QuantOps>(seed: u64) {
+fn bf16_unbiased<B: DataBackend>(seed: u64) {
     let (rows, lr, steps) = (256, 1e-3, 5);
     for (name, config) in every_kind() {
         let Some(mut model) = ones_in_bf16::<B>(rows) else {
@@ -1186,13 +1189,13 @@ fn bf16_unbiased<B: QuantOps>(seed: u64) {
     }
 }
 
-fn bf16_reproducible<B: QuantOps>(seed: u64) {
+fn bf16_reproducible<B: DataBackend>(seed: u64) {
     if let Some(start) = ones_in_bf16::<B>(16) {
         reproducible(start, QuantAdamWConfig::fp8(), seed);
     }
 }
 
-fn stochastic_moments_reproducible<B: QuantOps>(seed: u64) {
+fn stochastic_moments_reproducible<B: DataBackend>(seed: u64) {
     for (_, config) in ready_made() {
         let start = One::<Autodiff<B>>::new(16, 256, false, &B::Device::default());
         // Draws the weights now, so that clones start from the same ones.
@@ -1203,7 +1206,7 @@ fn stochastic_moments_reproducible<B: QuantOps>(seed: u64) {
 }
 
 /// Rounding at random follows from the seed and the step, also in a resumed run.
-fn reproducible<B: QuantOps>(start: One<Autodiff<B>>, config: QuantAdamWConfig, seed: u64) {
+fn reproducible<B: DataBackend>(start: One<Autodiff<B>>, config: QuantAdamWConfig, seed: u64) {
     let fresh = |seed| {
         config
             .clone()
@@ -1232,7 +1235,7 @@ fn reproducible<B: QuantOps>(start: One<Autodiff<B>>, config: QuantAdamWConfig, 
 }
 
 /// Moments are updated in place, but not those of a clone.
-fn clones<B: QuantOps>(seed: u64) {
+fn clones<B: DataBackend>(seed: u64) {
     for (name, config) in every_kind() {
         let what = format!("seed {seed}, {name}");
         let mut optimizer = config.adamw::<Plain<B>, Ranks<Plain<B>>>();
@@ -1268,7 +1271,7 @@ fn is_frozen(step: u64, path: &str) -> bool {
 }
 
 /// Burn counts the steps of each parameter.
-fn late_as_burns<B: QuantOps>(seed: u64) {
+fn late_as_burns<B: DataBackend>(seed: u64) {
     let start = ranks::<Plain<B>>(seed);
     let mut burns = AdamWConfig::new()
         .with_weight_decay(0.1)
@@ -1294,7 +1297,7 @@ fn late_as_burns<B: QuantOps>(seed: u64) {
 }
 
 /// A skipped step counts for no parameter, also where it would have been the first of one.
-fn late_and_skipped<B: QuantOps>(seed: u64) {
+fn late_and_skipped<B: DataBackend>(seed: u64) {
     let config = all(QuantAdamWConfig::fp8());
     let (mut optimizer, mut undisturbed) = (config.adamw(), config.adamw());
     let start = ranks::<Plain<B>>(seed);
@@ -1324,7 +1327,7 @@ fn late_and_skipped<B: QuantOps>(seed: u64) {
     );
 }
 
-fn late_and_resumed<B: QuantOps>(seed: u64) {
+fn late_and_resumed<B: DataBackend>(seed: u64) {
     for (name, config) in every_kind() {
         let fresh = || config.adamw::<Plain<B>, Ranks<Plain<B>>>();
         // Before, at and after the first gradient of parameters.
@@ -1427,7 +1430,7 @@ fn through_every_file(record: &AdamWRecord) -> [(&'static str, File); 9] {
     ]
 }
 
-fn resumed<B: QuantOps>(seed: u64) {
+fn resumed<B: DataBackend>(seed: u64) {
     for (name, config) in every_kind() {
         let fresh = || config.adamw::<Plain<B>, Ranks<Plain<B>>>();
         let mut optimizer = fresh();
@@ -1481,7 +1484,7 @@ fn a_quantized_run_resumes_bit_for_bit() {
 }
 
 /// In Burn's `OptimizerAdaptor` each tensor steps as in the whole optimizer, also after its record went through a file.
-fn one_at_a_time<B: QuantOps>(seed: u64) {
+fn one_at_a_time<B: DataBackend>(seed: u64) {
     for (name, config) in every_kind() {
         let what = format!("seed {seed}, {name}");
         let mut whole = config.adamw::<Plain<B>, Ranks<Plain<B>>>();
@@ -1497,7 +1500,7 @@ fn one_at_a_time<B: QuantOps>(seed: u64) {
 
 type Adaptor<B> = OptimizerAdaptor<SimpleQuantAdamW, Ranks<Plain<B>>, Plain<B>>;
 
-fn through_a_file<B: QuantOps>(optimizer: &Adaptor<B>, fresh: Adaptor<B>) -> Adaptor<B> {
+fn through_a_file<B: DataBackend>(optimizer: &Adaptor<B>, fresh: Adaptor<B>) -> Adaptor<B> {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let path = folder.path().join("moments");
     let recorder = BinFileRecorder::<HalfPrecisionSettings>::default();
@@ -1508,7 +1511,7 @@ fn through_a_file<B: QuantOps>(optimizer: &Adaptor<B>, fresh: Adaptor<B>) -> Ada
 }
 
 /// The random streams of all tensors.
-fn streams<B: QuantOps>(optimizer: &Adaptor<B>) -> Vec<u64> {
+fn streams<B: DataBackend>(optimizer: &Adaptor<B>) -> Vec<u64> {
     fn collect(value: &serde_json::Value, found: &mut Vec<u64>) {
         match value {
             serde_json::Value::Object(fields) => {
@@ -1530,7 +1533,7 @@ fn streams<B: QuantOps>(optimizer: &Adaptor<B>) -> Vec<u64> {
 
 /// Each tensor has random numbers of its own, the same ones in a resumed run: also a tensor that begins after it
 /// resumed, before all others in the module's order or between them.
-fn one_at_a_time_resumed<B: QuantOps>(seed: u64) {
+fn one_at_a_time_resumed<B: DataBackend>(seed: u64) {
     for late in ["norm", "line"] {
         for (name, config) in ready_made() {
             let what = format!("seed {seed}, {name}, late `{late}`");
@@ -1613,7 +1616,7 @@ fn a_record_is_as_small_as_its_state() {
 
 /// The moments of a record move into the optimizer's formats before its first step, here one that is skipped, so that
 /// nothing else happens to them.
-fn converted<B: QuantOps>(seed: u64) {
+fn converted<B: DataBackend>(seed: u64) {
     for (from_name, from) in every_kind() {
         let mut optimizer = from.adamw::<Plain<B>, Ranks<Plain<B>>>();
         let model = run(ranks::<Plain<B>>(seed), &mut optimizer, seed, 0..3);
@@ -1686,8 +1689,8 @@ fn converted_values(values: Vec<f32>, [from, to]: Formats, moment: Moment) -> Ve
     }
 }
 
-/// What the codes on both sides of each value's stand for, which a device may take for a value half way between two.
-/// The smallest codes are a factor apart.
+/// The values of the codes on both sides of each value's own. A device may take either for a value half way between
+/// two. The smallest codes are a factor apart.
 fn neighbours(values: &[f32], format: Option<StateFormat>, moment: Moment) -> [Vec<f32>; 2] {
     [1, u8::MAX].map(|step| {
         let mut host = Host::new(values.to_vec(), format, moment);
@@ -1700,7 +1703,7 @@ fn neighbours(values: &[f32], format: Option<StateFormat>, moment: Moment) -> [V
 }
 
 /// A parameter that the record knows but no step has touched is written again.
-fn untouched<B: QuantOps>(seed: u64) {
+fn untouched<B: DataBackend>(seed: u64) {
     let config = all(QuantAdamWConfig::fp8());
     let mut optimizer = config.adamw::<Plain<B>, Ranks<Plain<B>>>();
     let model = run(ranks::<Plain<B>>(seed), &mut optimizer, seed, 0..2);
@@ -1730,7 +1733,7 @@ fn untouched<B: QuantOps>(seed: u64) {
     assert_eq!(differing, [&frozen], "seed {seed}");
 }
 
-fn another_shape<B: QuantOps>(seed: u64) {
+fn another_shape<B: DataBackend>(seed: u64) {
     for (name, config) in every_kind() {
         // As many elements, and more.
         for shape in [[37, 24], [24, 38]] {

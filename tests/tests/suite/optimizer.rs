@@ -31,10 +31,8 @@ use burn::{
 };
 use burn_quant_train::{
     QuantTrain,
-    layer::DelayThreshold,
-    metric::OptimizerMetric,
-    optim::{LayerBackend, LayerConfig, LayersRecord, QuantAdamWConfig, QuantOptimizer},
-    policy::{Decision, LayerPolicy},
+    layer::{Decision, DelayThreshold, LayerPolicy, LayerRecord, LayersRecord},
+    optim::{LayerBackend, LayerConfig, QuantAdamWConfig, QuantOptimizer, metric::OptimizerMetric},
     recipe::{FallbackInt8, MixedPrecision},
 };
 use quant_train_tests::{
@@ -240,13 +238,13 @@ fn model_through_a_file<B: Backend, M: Module<B>>(model: &M, fresh: M) -> M {
 
 fn same_records(a: &LayersRecord, b: &LayersRecord) -> bool {
     let bits = |record: &LayersRecord| -> Vec<_> {
-        let layer = |layer: &burn_quant_train::optim::LayerRecord| {
-            (
-                layer.id,
-                layer.path.clone(),
-                layer.threshold.to_bits(),
-                layer.rate.map(f32::to_bits),
-            )
+        let layer = |layer: &LayerRecord| {
+            let slots: Vec<(String, Vec<u32>)> = layer
+                .slots
+                .iter()
+                .map(|(name, values)| (name.clone(), values.iter().map(|x| x.to_bits()).collect()))
+                .collect();
+            (layer.id, layer.path.clone(), slots)
         };
         record.layers.iter().map(layer).collect()
     };
@@ -301,7 +299,10 @@ fn a_resumed_run_goes_on_bit_for_bit() {
         optim.layers_record()
     );
     assert!(
-        record.layers.iter().any(|layer| layer.threshold != 1.0),
+        record
+            .layers
+            .iter()
+            .any(|layer| layer.threshold() != Some(1.0)),
         "seed {seed}: thresholds moved: {record:?}"
     );
     let (a, b) = (
@@ -330,8 +331,9 @@ fn thresholds_are_keyed_by_param_id() {
     assert_eq!(record.layers.layers.len(), 2);
     assert_eq!(record.layers.layers[0].id, run.model.up.weight.id.val());
     assert_eq!(record.layers.layers[0].path, "up");
-    record.layers.layers[0].threshold = 0.125;
-    record.layers.layers[1].threshold = 8.0;
+    for (layer, threshold) in record.layers.layers.iter_mut().zip([0.125, 8.0]) {
+        layer.slots.insert("threshold".into(), vec![threshold]);
+    }
     record.layers.layers.swap(0, 1);
 
     let threshold = |optim: &QuantOptimizer<_, Fallback>, path: &str| {
@@ -340,7 +342,8 @@ fn thresholds_are_keyed_by_param_id() {
             .iter()
             .find(|layer| layer.path == path)
             .expect("the layer is known")
-            .threshold
+            .threshold()
+            .expect("it has a threshold")
     };
     let fresh = || every_layer(seed).init::<Fallback, Mlp<Fallback>>();
     let swapped = fresh().load_record(record.clone());
@@ -837,7 +840,9 @@ fn views_and_metrics_do_not_clone_the_optimizer() {
 
 #[test]
 fn the_row_of_a_backend_is_its_recipes() {
-    assert_eq!(Fallback::ROW.name, "fallback-int8");
-    assert!(Fallback::ROW.linear.is_some_and(|row| row.fallback));
-    assert!(Mixed::ROW.linear.is_none());
+    let row = Fallback::ROW.expect("a recipe");
+    assert_eq!(row.name, "fallback-int8");
+    assert!(row.linear.is_some_and(|row| row.slots.len() == 1));
+    assert!(Mixed::ROW.expect("a recipe").linear.is_none());
+    assert!(Burn::ROW.is_none());
 }

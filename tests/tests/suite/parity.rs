@@ -13,7 +13,7 @@ use burn::{
 };
 use burn_quant_train::{
     QuantTrain,
-    ops::QuantOps,
+    data::DataBackend,
     optim::{LayerBackend, QuantAdamWConfig},
     recipe::MixedPrecision,
 };
@@ -106,11 +106,11 @@ where
 
 type Ours<B, C> = QuantTrain<Autodiff<B, C>, MixedPrecision<f32>>;
 
-fn encoder<B: QuantOps, C: CheckpointStrategy>() {
+fn encoder<B: DataBackend, C: CheckpointStrategy>() {
     compare::<Autodiff<B, C>, Encoder<_>, Ours<B, C>, Encoder<_>>();
 }
 
-fn conv_net<B: QuantOps, C: CheckpointStrategy>() {
+fn conv_net<B: DataBackend, C: CheckpointStrategy>() {
     compare::<Autodiff<B, C>, ConvNet<_>, Ours<B, C>, ConvNet<_>>();
 }
 

@@ -10,9 +10,13 @@ use burn::{
 };
 use burn_quant_train::{
     QuantTrain,
-    optim::{LayerBackend, LayersRecord, OnNonfinite, QuantAdamW, QuantOptimizer},
-    recipe::{BlockInt8, FallbackInt8},
-    tag::{self, Tag},
+    data::quantize::{Quantized, Scales},
+    layer::{
+        LayersRecord,
+        tag::{self, CopyKey, Tag},
+    },
+    optim::{LayerBackend, OnNonfinite, QuantAdamW, QuantOptimizer},
+    recipe::{BlockInt8, FallbackInt8, Rounding},
 };
 use quant_train_tests::{
     Rng,
@@ -28,8 +32,27 @@ type Block = QuantTrain<Autodiff<Flex>, BlockInt8<f32, 16>>;
 /// The tag of a float tensor.
 fn tag_of<B: LayerBackend, const D: usize>(tensor: &Tensor<B, D>) -> Arc<Tag<B::Base>> {
     match tensor.clone().into_primitive() {
-        TensorPrimitive::Float(primitive) => B::tag(&primitive).clone(),
+        TensorPrimitive::Float(primitive) => B::tag(&primitive).expect("tensors have tags").clone(),
         TensorPrimitive::QFloat(_) => panic!("a float tensor was expected"),
+    }
+}
+
+/// The only compressed copy that was rounded like this.
+#[track_caller]
+fn copy_of<B: LayerBackend, const D: usize>(
+    tensor: &Tensor<B, D>,
+    rounding: Rounding,
+) -> Arc<Quantized<B::Base>> {
+    let copies = tag_of(tensor).copies();
+    let mut found = copies
+        .into_iter()
+        .filter(|(key, _)| key.rounding == rounding);
+    match (found.next(), found.next()) {
+        (Some((_, copy)), None) => copy,
+        (first, second) => panic!(
+            "expected one {rounding:?} copy, found {:?}",
+            [first, second].map(|it| it.map(|(key, _): (CopyKey, _)| key))
+        ),
     }
 }
 
@@ -186,7 +209,11 @@ fn a_batch_of_zeros_works() {
 }
 
 fn thresholds_of(record: &LayersRecord) -> Vec<f32> {
-    record.layers.iter().map(|layer| layer.threshold).collect()
+    record
+        .layers
+        .iter()
+        .filter_map(|layer| layer.threshold())
+        .collect()
 }
 
 /// The training of one layer on inputs of a scale.
@@ -355,16 +382,11 @@ fn a_model_that_moves_keeps_its_state() {
 fn an_input_of_three_layers_is_saved_once() {
     let seed = seed();
     let device = Default::default();
-    let row = Fallback::ROW
-        .linear
-        .expect("the recipe quantizes linear layers");
     let (_optim, model) =
         attached::<Fallback, _>(&every_layer(seed), Three::new(32, 16, &device), seed);
     let x = tensor::<Fallback, 2>(&Rng::new(seed).normals(48 * 32, 1.0), [48, 32], &device);
     let y = model.q.forward(x.clone()) + model.k.forward(x.clone()) * model.v.forward(x.clone());
-    let saved = tag_of(&x).copy(row.saved_x, || {
-        panic!("the input was not saved under its tag")
-    });
+    let saved = copy_of(&x, Rounding::Stochastic);
     assert_eq!(
         Arc::strong_count(&saved),
         5,
@@ -378,10 +400,10 @@ fn an_input_of_three_layers_is_saved_once() {
     );
     // A reshape that shows the same matrix keeps the copy; an operation that changes the value does not.
     let reshaped = x.clone().reshape([3, 16, 32]);
-    assert!(Arc::ptr_eq(
-        &saved,
-        &tag_of(&reshaped).copy(row.saved_x, || panic!("the copy was lost"))
-    ));
+    assert!(
+        Arc::ptr_eq(&saved, &copy_of(&reshaped, Rounding::Stochastic)),
+        "the copy was lost"
+    );
     let other = tag_of(&(x * 1.0));
     assert!(
         !Arc::ptr_eq(&tag_of(&reshaped), &other),
@@ -394,9 +416,6 @@ fn an_input_of_three_layers_is_saved_once() {
 fn a_weight_is_quantized_once_an_optimizer_step() {
     let seed = seed();
     let device = Default::default();
-    let row = Fallback::ROW
-        .linear
-        .expect("the recipe quantizes linear layers");
     let (mut optim, mut model) =
         attached::<Fallback, _>(&every_layer(seed), One::new(32, 16, false, &device), seed);
     let mut rng = Rng::new(seed);
@@ -407,10 +426,7 @@ fn a_weight_is_quantized_once_an_optimizer_step() {
             let x = tensor::<Fallback, 2>(&rng.normals(16 * 32, 1.0), [16, 32], &device);
             let grads = model.linear.forward(x).sum().backward();
             accumulator.accumulate(&model, GradientsParams::from_grads(grads, &model));
-            let tag = tag_of(&model.linear.weight.val());
-            let copy = tag.copy(row.w, || {
-                panic!("the weight was not quantized under its tag")
-            });
+            let copy = copy_of(&model.linear.weight.val(), Rounding::Nearest);
             if micro_step == 0 {
                 copies.push(copy);
             } else {
@@ -428,31 +444,29 @@ fn a_weight_is_quantized_once_an_optimizer_step() {
     );
 }
 
-/// What a context holds: no float copy of the input. The input's own memory is freed while the graph lives.
+/// A context holds no float copy of the input. The input's own memory is freed while the graph lives.
 #[test]
 fn saved_contexts_are_int8() {
     let seed = seed();
     let device = Default::default();
-    let row = Fallback::ROW
-        .linear
-        .expect("the recipe quantizes linear layers");
     let (_optim, model) =
         attached::<Fallback, _>(&every_layer(seed), One::new(32, 16, false, &device), seed);
     let x = tensor::<Fallback, 2>(&Rng::new(seed).normals(48 * 32, 1.0), [48, 32], &device);
     let y = model.linear.forward(x.clone());
-    let saved = tag_of(&x).copy(row.saved_x, || {
-        panic!("the input was not saved under its tag")
-    });
+    let saved = copy_of(&x, Rounding::Stochastic);
     let values = saved
         .values
         .as_ref()
         .or(saved.transposed.as_ref())
         .expect("a copy of the values");
     assert_eq!(values.dtype(), burn::tensor::DType::I8);
+    let Scales::F32(scales) = &saved.scales else {
+        panic!("scales of {:?}", saved.format.scale);
+    };
     assert_eq!(
-        saved.scales.shape().num_elements(),
+        scales.shape().num_elements(),
         3 * 2,
-        "one FP32 scale for 16 x 16 values"
+        "one for 16 x 16 values"
     );
     drop(y);
 }

@@ -1,17 +1,11 @@
 //! Stochastic rounding: unbiased, and a function of seed, stream and coordinates alone.
 
-use std::collections::HashSet;
-
 use burn::tensor::FloatDType;
-use burn_quant_train::{
-    layer::{Bank, BankValues, DelayThreshold, Layer, Role},
-    ops::{Layout, QuantOps, StochasticKey},
-    recipe::{Cast, Rounding},
+use burn_quant_train::data::{
+    DataBackend, Layout, StochasticKey,
+    quantize::{QuantizeSpec, dequantize, quantize},
 };
-use cubecl_kernels::{
-    granularity::Granularity, quantize::QuantizeSpec, reference,
-    rounding::Rounding as ReferenceRounding, shape::MatrixShape,
-};
+use cubecl_kernels::{granularity::Granularity, reference, rounding::Rounding, shape::MatrixShape};
 use quant_train_tests::{
     Rng,
     data::{lifted, primitive, primitive_ints, tensor},
@@ -24,20 +18,26 @@ on_every_backend! {
     dequantized_draws_bracket_the_value => brackets;
 }
 
-fn stochastic(block: usize) -> Cast {
-    Cast::int8(block, Rounding::Stochastic)
+fn stochastic(block: usize, layout: Layout, key: StochasticKey) -> QuantizeSpec {
+    QuantizeSpec::int8(Granularity::Block(block))
+        .with_rounding(Rounding::Stochastic(key))
+        .with_layout(layout)
 }
 
-fn draw<B: QuantOps>(x: &[f32], shape: [usize; 2], block: usize, key: StochasticKey) -> Vec<i32> {
+fn draw<B: DataBackend>(
+    x: &[f32],
+    shape: [usize; 2],
+    block: usize,
+    key: StochasticKey,
+) -> Vec<i32> {
     let x = tensor::<B, 2>(x, shape, &Default::default());
-    let quantized =
-        B::quantize_matrix(primitive(x), stochastic(block), Layout::RowMajor, Some(key));
+    let quantized = quantize::<B>(primitive(x), &stochastic(block, Layout::RowMajor, key));
     primitive_ints::<B>(&quantized.values.expect("the row-major copy was asked for"))
 }
 
 /// A z-test of the sum over all elements and draws, and one of each element. With 400 elements the bounds 6.5 (each)
 /// and 5.5 (sum) give a false alarm in less than one of 10 million runs.
-fn unbiased<B: QuantOps>(seed: u64) {
+fn unbiased<B: DataBackend>(seed: u64) {
     const DRAWS: usize = 1500;
     let shape = [20, 20];
     let mut rng = Rng::new(seed);
@@ -95,7 +95,7 @@ fn unbiased<B: QuantOps>(seed: u64) {
 
 /// The bits are those of the reference, so the same on every backend and for every stride; another seed or stream gives
 /// others.
-fn reproducible<B: QuantOps>(seed: u64) {
+fn reproducible<B: DataBackend>(seed: u64) {
     let mut rng = Rng::new(seed);
     for block in [16, 32, 64, 128] {
         let shape = [1 + rng.below(150), 5 + rng.below(150)];
@@ -107,8 +107,7 @@ fn reproducible<B: QuantOps>(seed: u64) {
         let expected = reference::quantize(
             &x,
             MatrixShape::new(shape[0], shape[1]),
-            &QuantizeSpec::int8(Granularity::Block(block))
-                .with_rounding(ReferenceRounding::Stochastic(key)),
+            &stochastic(block, Layout::RowMajor, key),
         );
         let first = draw::<B>(&x, shape, block, key);
         assert_eq!(
@@ -143,14 +142,12 @@ fn reproducible<B: QuantOps>(seed: u64) {
 
         // A transposed view has logical coordinates of its own.
         let view = tensor::<B, 2>(&x, shape, &Default::default()).swap_dims(0, 1);
-        let quantized =
-            B::quantize_matrix(primitive(view), stochastic(block), Layout::Both, Some(key));
+        let quantized = quantize::<B>(primitive(view), &stochastic(block, Layout::Both, key));
         let turned = reference::transpose(&x, MatrixShape::new(shape[0], shape[1]));
         let expected = reference::quantize(
             &turned,
             MatrixShape::new(shape[1], shape[0]),
-            &QuantizeSpec::int8(Granularity::Block(block))
-                .with_rounding(ReferenceRounding::Stochastic(key)),
+            &stochastic(block, Layout::RowMajor, key),
         );
         let values = quantized
             .values
@@ -165,7 +162,7 @@ fn reproducible<B: QuantOps>(seed: u64) {
 }
 
 /// Each draw is the integer below or above, never further away; integers and zeros never move.
-fn brackets<B: QuantOps>(seed: u64) {
+fn brackets<B: DataBackend>(seed: u64) {
     let mut rng = Rng::new(seed);
     let mut x: Vec<f32> = (0..256).map(|_| rng.below(255) as f32 - 127.0).collect();
     x[17] = 127.0;
@@ -179,13 +176,11 @@ fn brackets<B: QuantOps>(seed: u64) {
 
     let x: Vec<f32> = rng.normals(256, 1.0);
     let device = Default::default();
-    let quantized = B::quantize_matrix(
+    let quantized = quantize::<B>(
         primitive(tensor::<B, 2>(&x, [16, 16], &device)),
-        stochastic(16),
-        Layout::RowMajor,
-        Some(key),
+        &stochastic(16, Layout::RowMajor, key),
     );
-    let back = lifted::<B, 2>(B::dequantize_matrix(&quantized, FloatDType::F32));
+    let back = lifted::<B, 2>(dequantize::<B>(&quantized, FloatDType::F32));
     let step = x.iter().fold(0.0f32, |max, x| max.max(x.abs())) / 127.0;
     for (x, back) in x.iter().zip(back.to_data().iter::<f32>()) {
         assert!(
@@ -193,38 +188,4 @@ fn brackets<B: QuantOps>(seed: u64) {
             "seed {seed}: {x} became {back}, with steps of {step}"
         );
     }
-}
-
-#[test]
-fn no_two_roundings_of_a_run_share_a_stream() {
-    type B = burn::backend::Flex;
-    let layers = 5;
-    let initial = BankValues {
-        thresholds: vec![1.0; layers],
-        rates: vec![f32::NAN; layers],
-    };
-    let bank = std::sync::Arc::new(Bank::<B>::new(7, 0, initial));
-    let all: Vec<Layer<B>> = (0..layers)
-        .map(|index| Layer::new(format!("{index}"), index, true, bank.clone()))
-        .collect();
-    let mut streams = HashSet::new();
-    let mut count = 0;
-    for _ in 0..20 {
-        for layer in &all {
-            for role in [Role::SavedInput, Role::OutputGradient] {
-                for _call in 0..4 {
-                    let key = layer.next_key(role);
-                    assert_eq!(key.seed, 7);
-                    streams.insert(key.stream);
-                    count += 1;
-                }
-            }
-        }
-        bank.advance(&DelayThreshold::default());
-    }
-    assert_eq!(
-        streams.len(),
-        count,
-        "two roundings share their random numbers"
-    );
 }

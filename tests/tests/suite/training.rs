@@ -9,8 +9,9 @@ use burn::{
 };
 use burn_quant_train::{
     QuantTrain,
+    data::DataBackend,
+    layer::LayerPolicy,
     optim::{LayerBackend, QuantAdamWConfig},
-    policy::LayerPolicy,
     recipe::{BlockInt8, FallbackInt8, MixedPrecision},
 };
 use half::bf16;
@@ -42,19 +43,15 @@ where
         .iter()
         .filter(|layer| layer.decision.is_quantized())
         .count();
-    let expected = if B::ROW.linear.is_some() {
-        quantized
-    } else {
-        0
-    };
+    let row = B::ROW.expect("a recipe");
+    let expected = if row.linear.is_some() { quantized } else { 0 };
     assert_eq!(
-        got,
-        expected,
+        got, expected,
         "{}: quantized layers of {layers:?}",
-        B::ROW.name
+        row.name
     );
     let run = train(model, &mut optim, 4e-3, &samples::<B, M>(seed, steps));
-    if B::ROW.linear.is_some_and(|row| row.fallback) {
+    if row.linear.is_some_and(|row| !row.slots.is_empty()) {
         assert_eq!(
             optim.fallback_rates().len(),
             quantized,
@@ -134,7 +131,7 @@ fn balanced_checkpointing_changes_no_bit_of_a_quantized_run() {
     );
 }
 
-/// What a linear layer is asked for.
+/// The sizes and options of a linear layer under test.
 #[derive(Debug, Clone, Copy)]
 struct Case {
     inputs: usize,
@@ -211,7 +208,8 @@ fn compare_layer<Q: LayerBackend, F: AutodiffBackend, const D: usize>(
     shape: [usize; D],
     seed: u64,
 ) {
-    let what = format!("seed {seed}, {}: {case:?} {shape:?}", Q::ROW.name);
+    let recipe = Q::ROW.expect("a recipe").name;
+    let what = format!("seed {seed}, {recipe}: {case:?} {shape:?}");
     let float = layer::<F, D>(case, shape, seed, |model| model);
     let quantized = layer::<Q, D>(case, shape, seed, |model| {
         let optim = all_layers().with_seed(Some(seed)).init::<Q, One<Q>>();
@@ -257,13 +255,9 @@ on_every_backend! {
     a_matrix_product_with_a_tied_embedding => tied;
 }
 
-fn shapes<B: burn_quant_train::ops::QuantOps>(seed: u64) {
+fn shapes<B: DataBackend>(seed: u64) {
     type Float<B> = Autodiff<B>;
-    fn on<B: burn_quant_train::ops::QuantOps, const D: usize>(
-        case: Case,
-        shape: [usize; D],
-        seed: u64,
-    ) {
+    fn on<B: DataBackend, const D: usize>(case: Case, shape: [usize; D], seed: u64) {
         compare_layer::<QuantTrain<Autodiff<B>, FallbackInt8<f32, 16>>, Float<B>, D>(
             case, shape, seed,
         );
@@ -351,8 +345,8 @@ fn tied_outcome<B: AutodiffBackend, const D: usize>(
     }
 }
 
-fn tied<B: burn_quant_train::ops::QuantOps>(seed: u64) {
-    fn on<B: burn_quant_train::ops::QuantOps, const D: usize>(shape: [usize; D], seed: u64) {
+fn tied<B: DataBackend>(seed: u64) {
+    fn on<B: DataBackend, const D: usize>(shape: [usize; D], seed: u64) {
         type Q<B> = QuantTrain<Autodiff<B>, FallbackInt8<f32, 16>>;
         let what = format!("seed {seed}: x {shape:?}");
         let float = tied_outcome::<Autodiff<B>, D>(shape, seed, |model| model);
@@ -390,6 +384,8 @@ fn validation_runs_unquantized() {
     let model = optim.attach(with_weights_of(One::<B>::new(20, 30, true, &device), seed));
     let x = Rng::new(seed).normals(40 * 20, 1.0);
     let trained = floats(&model.linear.forward(tensor::<B, 2>(&x, [40, 20], &device)));
+    let frozen = model.clone().no_grad();
+    let frozen = floats(&frozen.linear.forward(tensor::<B, 2>(&x, [40, 20], &device)));
     type Inner = <B as AutodiffBackend>::InnerBackend;
     let valid = floats(
         &model
@@ -406,6 +402,10 @@ fn validation_runs_unquantized() {
     assert!(
         same_bits(&valid, &plain),
         "seed {seed}: validation is not the inner backend's own"
+    );
+    assert!(
+        same_bits(&frozen, &plain),
+        "seed {seed}: a model of which nothing is trained is evaluated, on the training backend too"
     );
     assert_ne!(trained, plain, "seed {seed}: training is quantized");
     let _: Tensor<B, 2> = model.linear.weight.val();

@@ -1,0 +1,195 @@
+//! Which products run quantized: linear layers, and products with a two-dimensional weight.
+
+use std::sync::{
+    Arc,
+    atomic::{AtomicBool, Ordering},
+};
+
+use burn_backend::{DType, Shape, TensorMetadata, tensor::FloatTensor};
+
+use super::{
+    QuantTrain,
+    precision::{Class, Dtypes},
+    tensor::QuantTensor,
+};
+use crate::{
+    data::{DataBackend, cast_to, product::ProductKernels, recorded::QuantBackend},
+    layer::{
+        Layer, MIN_ELEMENTS,
+        tag::{Tag, View},
+    },
+    ops::{linear::Linear, matmul::Matmul},
+    recipe::Recipe,
+    warning::warn,
+};
+
+/// `ModuleOps::linear`: x `[.., K]`, weight `[K, N]`, bias `[N]`.
+pub(crate) fn linear<B: QuantBackend, R: Recipe>(
+    x: FloatTensor<QuantTrain<B, R>>,
+    weight: FloatTensor<QuantTrain<B, R>>,
+    bias: Option<FloatTensor<QuantTrain<B, R>>>,
+) -> FloatTensor<QuantTrain<B, R>> {
+    if let Some(layer) = quantized_layer::<B, R>(&x, &weight) {
+        return quantized::<B, R>(x, weight, bias, layer);
+    }
+    let (x, weight) = (x.into_primitive(), weight.into_primitive());
+    let bias = bias.map(QuantTensor::into_primitive);
+    let mut dtypes = Dtypes::default();
+    dtypes.see(&x);
+    dtypes.see(&weight);
+    let target = Class::Compute.target(QuantTrain::<B, R>::ROW.compute, &dtypes);
+    let (x, weight) = (cast_to::<B>(x, target), cast_to::<B>(weight, target));
+    let bias = bias.map(|bias| cast_to::<B>(bias, target));
+    let (mut shape, weight_shape) = (x.shape(), weight.shape());
+    let rank = shape.num_dims();
+    let is_matrix = weight_shape.num_dims() == 2;
+    let by_kernel = is_matrix && has_kernel::<B>(&x);
+    // Flex 0.21 reads outside of its memory in products of batches without elements, also in `Tensor::matmul`, but not
+    // in products of matrices without elements.
+    let is_empty = is_matrix && shape.num_elements() == 0;
+    if !by_kernel && !is_empty {
+        return QuantTensor::new(B::linear(x, weight, bias));
+    }
+    let rows = shape[..rank - 1].iter().product();
+    let matrix = B::float_reshape(x, Shape::new([rows, shape[rank - 1]]));
+    let y = match by_kernel {
+        true => B::record(Matmul, [matrix, weight]),
+        false => B::float_matmul(matrix, weight),
+    };
+    shape[rank - 1] = weight_shape[1];
+    let y = B::float_reshape(y, shape);
+    QuantTensor::new(match bias {
+        Some(bias) => {
+            let mut bias_shape = vec![1; rank];
+            bias_shape[rank - 1] = weight_shape[1];
+            B::float_add(y, B::float_reshape(bias, Shape::from(bias_shape)))
+        }
+        None => y,
+    })
+}
+
+/// True if the device has a kernel of ours for products with `operand`, which is for BF16 and FP16.
+fn has_kernel<B: QuantBackend>(operand: &FloatTensor<B>) -> bool {
+    let narrow = matches!(operand.dtype(), DType::BF16 | DType::F16);
+    narrow
+        && operand.shape().num_elements() > 0
+        && <B::Base as DataBackend>::Kernels::float_product_kernel(&B::float_device(operand))
+            .is_some()
+}
+
+/// `FloatTensorOps::float_matmul`: quantized if `rhs` is a weight, `[K, N]` with leading dimensions of 1.
+pub(crate) fn matmul<B: QuantBackend, R: Recipe>(
+    lhs: FloatTensor<QuantTrain<B, R>>,
+    rhs: FloatTensor<QuantTrain<B, R>>,
+) -> FloatTensor<QuantTrain<B, R>> {
+    if let Some(layer) = quantized_layer::<B, R>(&lhs, &rhs) {
+        return quantized::<B, R>(lhs, rhs, None, layer);
+    }
+    let (lhs, rhs) = (lhs.into_primitive(), rhs.into_primitive());
+    let mut dtypes = Dtypes::default();
+    dtypes.see(&lhs);
+    dtypes.see(&rhs);
+    let target = Class::Compute.target(QuantTrain::<B, R>::ROW.compute, &dtypes);
+    let (lhs, rhs) = (cast_to::<B>(lhs, target), cast_to::<B>(rhs, target));
+    let leading = |tensor: &FloatTensor<B>| {
+        let shape = tensor.shape();
+        let rank = shape.num_dims().checked_sub(2)?;
+        Some(shape[..rank].to_vec())
+    };
+    let same = leading(&lhs).is_some_and(|of_lhs| leading(&rhs) == Some(of_lhs));
+    let product = match same && has_kernel::<B>(&lhs) {
+        true => B::record(Matmul, [lhs, rhs]),
+        false => B::float_matmul(lhs, rhs),
+    };
+    QuantTensor::new(product)
+}
+
+/// The layer of `weight`, if the product runs quantized.
+///
+/// The recipe and the policy must quantize the layer, the shapes must be those of a linear layer, and a backward pass
+/// must follow. A product that nobody differentiates is evaluation, which is not quantized (fallback-int8, appendix E:
+/// quantized evaluation lets blocks leak information between tokens).
+fn quantized_layer<B: QuantBackend, R: Recipe>(
+    x: &QuantTensor<B>,
+    weight: &QuantTensor<B>,
+) -> Option<Arc<Layer<B::Base>>> {
+    QuantTrain::<B, R>::ROW.linear?;
+    let shape = weight.shape();
+    let rank = shape.num_dims();
+    let is_matrix = rank >= 2 && shape[..rank - 2].iter().all(|&dim| dim == 1);
+    let x_shape = x.shape();
+    let empty = x_shape.num_elements() == 0 || shape.num_elements() == 0;
+    let double = x.dtype() == DType::F64 || weight.dtype() == DType::F64;
+    let recorded = B::is_tracked(x.primitive()) || B::is_tracked(weight.primitive());
+    if !is_matrix || x_shape.num_dims() < rank || empty || double || !recorded {
+        return None;
+    }
+    match weight.tag().layer() {
+        Some(layer) => layer.is_quantized().then(|| layer.clone()),
+        None => {
+            say_unattached::<B, R>(weight.tag(), &shape);
+            None
+        }
+    }
+}
+
+/// Warns once that a weight is not quantized because no optimizer has named it.
+fn say_unattached<B: QuantBackend, R: Recipe>(tag: &Tag<B::Base>, shape: &Shape) {
+    static SAID: AtomicBool = AtomicBool::new(false);
+    if !tag.is_parameter()
+        || shape.num_elements() < MIN_ELEMENTS
+        || SAID.swap(true, Ordering::Relaxed)
+    {
+        return;
+    }
+    let text = format!(
+        "quant-train: a product with the trained weight {shape:?} is computed in {:?}, not by {}: no optimizer has \
+         named its layer. Call `attach(model)` of the `QuantOptimizer` before training. This is said once.",
+        QuantTrain::<B, R>::ROW.compute,
+        QuantTrain::<B, R>::ROW.name,
+    );
+    warn(&text);
+}
+
+fn quantized<B: QuantBackend, R: Recipe>(
+    x: QuantTensor<B>,
+    weight: QuantTensor<B>,
+    bias: Option<QuantTensor<B>>,
+    layer: Arc<Layer<B::Base>>,
+) -> QuantTensor<B> {
+    let (x_shape, w_shape) = (x.shape(), weight.shape());
+    let (k, w_k) = (
+        x_shape[x_shape.num_dims() - 1],
+        w_shape[w_shape.num_dims() - 2],
+    );
+    assert_eq!(
+        k,
+        w_k,
+        "linear `{}`: input {x_shape:?} has {k} features, but the weight {w_shape:?} takes {w_k}; pass an input \
+         [.., {w_k}]",
+        layer.path()
+    );
+    if let Some(bias) = &bias {
+        let (shape, n) = (bias.shape(), w_shape[w_shape.num_dims() - 1]);
+        assert!(
+            shape.as_slice() == [n],
+            "linear `{}`: bias {shape:?}, but the weight {w_shape:?} gives {n} features; pass a bias [{n}]",
+            layer.path()
+        );
+    }
+    let operation = Linear {
+        layer,
+        row: QuantTrain::<B, R>::ROW
+            .linear
+            .expect("a recipe without a row for linear layers quantizes none"),
+        compute: QuantTrain::<B, R>::ROW.compute,
+        x_tag: (x.view() == View::Rows).then(|| x.tag().clone()),
+        weight_tag: weight.tag().clone(),
+        weight_view: weight.view(),
+    };
+    let (x, weight) = (x.into_primitive(), weight.into_primitive());
+    QuantTensor::new(match bias.map(QuantTensor::into_primitive) {
+        Some(bias) => B::record(operation, [x, weight, bias]),
+        None => B::record(operation, [x, weight]),
+    })
+}

@@ -1,0 +1,184 @@
+//! AdamW by kernels, in place.
+
+use burn_backend::{
+    DType, Shape,
+    tensor::{FloatTensor, IntTensor},
+};
+use burn_cubecl::{
+    CubeBackend, CubeRuntime, FloatElement, IntElement, element::BoolElement,
+    kernel::into_contiguous, tensor::CubeTensor,
+};
+use cubecl_kernels::{
+    adamw::{self, AdamWTensors},
+    optimizer_state::{StateTensor, dequantize_state, quantize_state},
+    rounding::{Rounding, StochasticKey},
+};
+
+use super::tensors::{Cube, handle, own, tensor};
+use crate::data::{
+    kernels::checked,
+    optimizer::{
+        AdamWItem, AdamWUpdate, Hyperparameters, Moment, MomentState, OptimizerKernels, StateFormat,
+    },
+    tensors::{Bundle, Change},
+};
+
+impl<R: CubeRuntime, F: FloatElement, I: IntElement, BT: BoolElement> OptimizerKernels
+    for CubeBackend<R, F, I, BT>
+where
+    Self: Cube<R>,
+{
+    fn adamw(
+        items: Vec<AdamWItem<Self>>,
+        clock: &IntTensor<Self>,
+        nonfinite: Option<&IntTensor<Self>>,
+        hyperparameters: &Hyperparameters,
+    ) -> Vec<AdamWUpdate<Self>> {
+        let items: Vec<_> = items.into_iter().map(owned).collect();
+        let tensors: Vec<_> = items.iter().map(adamw_tensors).collect();
+        checked(adamw::adamw(
+            &clock.client,
+            &tensors,
+            &handle(&into_contiguous(clock.clone())),
+            nonfinite.map(handle).as_ref(),
+            hyperparameters,
+        ));
+        items
+            .into_iter()
+            .map(|item| AdamWUpdate {
+                parameter: item.parameter,
+                first: item.first,
+                second: item.second,
+            })
+            .collect()
+    }
+
+    fn tick(clock: IntTensor<Self>, nonfinite: Option<&IntTensor<Self>>) -> IntTensor<Self> {
+        let clock = own(clock);
+        checked(adamw::tick(
+            &clock.client,
+            &handle(&clock),
+            nonfinite.map(handle).as_ref(),
+        ));
+        clock
+    }
+
+    fn find_nonfinite(gradients: &[FloatTensor<Self>]) -> IntTensor<Self> {
+        let like = &gradients[0];
+        let flag = CubeTensor::new_contiguous(
+            like.client.clone(),
+            like.device.clone(),
+            Shape::new([1]),
+            adamw::initial_flag(&like.client).handle,
+            DType::I32,
+        );
+        let gradients: Vec<_> = gradients
+            .iter()
+            .map(|gradient| handle(&into_contiguous(gradient.clone())))
+            .collect();
+        checked(adamw::find_nonfinite(
+            &flag.client,
+            &gradients,
+            &handle(&flag),
+        ));
+        flag
+    }
+
+    fn compress_moment(
+        x: FloatTensor<Self>,
+        format: StateFormat,
+        moment: Moment,
+    ) -> MomentState<Self> {
+        let x = into_contiguous(x);
+        let StateTensor {
+            values,
+            scales,
+            exponents,
+            ..
+        } = checked(quantize_state(&x.client, &handle(&x), format, moment));
+        let scales = scales.expect("a compressed moment has scales");
+        MomentState::Coded {
+            format,
+            codes: tensor(&x, values, DType::U8),
+            scales: tensor(&x, scales, DType::F32),
+            exponents: exponents.map(|it| tensor(&x, it, DType::U8)),
+        }
+    }
+
+    fn decompress_moment(state: MomentState<Self>, moment: Moment) -> FloatTensor<Self> {
+        // Tensors that were just uploaded may have padded rows.
+        let state = MomentState::rebuild::<Self, Self>(state, &mut Each(into_contiguous));
+        let (MomentState::Full(like) | MomentState::Coded { codes: like, .. }) = &state;
+        let values = checked(dequantize_state(
+            &like.client,
+            &state_tensor(&state, moment),
+        ));
+        tensor(like, values, DType::F32)
+    }
+}
+
+/// Does the same to every tensor.
+struct Each<R: CubeRuntime>(fn(CubeTensor<R>) -> CubeTensor<R>);
+
+impl<B: Cube<R>, R: CubeRuntime> Change<B, B> for Each<R> {
+    fn float(&mut self, tensor: CubeTensor<R>) -> CubeTensor<R> {
+        self.0(tensor)
+    }
+
+    fn int(&mut self, tensor: CubeTensor<R>) -> CubeTensor<R> {
+        self.0(tensor)
+    }
+}
+
+fn owned<B: Cube<R>, R: CubeRuntime>(item: AdamWItem<B>) -> AdamWItem<B> {
+    AdamWItem {
+        parameter: own(item.parameter),
+        gradient: into_contiguous(item.gradient),
+        first: MomentState::rebuild::<B, B>(item.first, &mut Each(own)),
+        second: MomentState::rebuild::<B, B>(item.second, &mut Each(own)),
+        key: item.key,
+        state_key: item.state_key,
+    }
+}
+
+fn rounding(key: Option<StochasticKey>) -> Rounding {
+    key.map_or(Rounding::Nearest, Rounding::Stochastic)
+}
+
+fn adamw_tensors<B: Cube<R>, R: CubeRuntime>(item: &AdamWItem<B>) -> AdamWTensors<R> {
+    AdamWTensors {
+        parameter: handle(&item.parameter),
+        gradient: handle(&item.gradient),
+        first: state_tensor(&item.first, Moment::First),
+        second: state_tensor(&item.second, Moment::Second),
+        rounding: rounding(item.key),
+        state_rounding: rounding(item.state_key),
+    }
+}
+
+fn state_tensor<B: Cube<R>, R: CubeRuntime>(
+    state: &MomentState<B>,
+    moment: Moment,
+) -> StateTensor<R> {
+    match state {
+        MomentState::Full(values) => StateTensor {
+            values: handle(values),
+            scales: None,
+            exponents: None,
+            format: None,
+            moment,
+        },
+        MomentState::Coded {
+            format,
+            codes,
+            scales,
+            exponents,
+        } => StateTensor {
+            values: handle(codes),
+            scales: Some(handle(scales)),
+            exponents: exponents.as_ref().map(handle),
+            format: Some(*format),
+            moment,
+        },
+    }
+}

@@ -1,0 +1,288 @@
+//! Products by kernels.
+
+use std::sync::{Mutex, PoisonError};
+
+use burn_backend::{
+    DType, FloatDType, Shape, TensorMetadata,
+    tensor::{Device, FloatTensor},
+};
+use burn_cubecl::{
+    CubeBackend, CubeRuntime, FloatElement, IntElement, element::BoolElement,
+    kernel::into_contiguous, ops::numeric::empty_device_contiguous_dtype, tensor::CubeTensor,
+};
+use cubecl::{client::ComputeClient, ir::StorageType, std::tensor::TensorHandle};
+use cubecl_kernels::{
+    KernelError,
+    fallback::FallbackResidual,
+    gemm::{self, GemmOperand, Strategy},
+    granularity::Granularity,
+    number::Number,
+    quantize::unpack_int4,
+    transpose::transpose_int8,
+};
+
+use super::{
+    quantize::{dequantize, on_device, unwrap},
+    tensors::{Cube, handle, reshaped, tensor},
+};
+use crate::data::{
+    cast::cast_to,
+    kernels::checked,
+    product::{FloatProduct, ProductKernels, check_product, dequantized_product},
+    quantize::{Format, Operand, Quantized, Residual, ScaleNumber},
+};
+use crate::warning::warn;
+
+impl<R: CubeRuntime, F: FloatElement, I: IntElement, BT: BoolElement> ProductKernels
+    for CubeBackend<R, F, I, BT>
+where
+    Self: Cube<R>,
+{
+    fn product(
+        left: Operand<'_, Self>,
+        residual: Option<&Residual<Self>>,
+        right: Operand<'_, Self>,
+        bias: Option<FloatTensor<Self>>,
+        dtype: FloatDType,
+    ) -> FloatTensor<Self> {
+        check_product::<Self>(&left, &right, bias.as_ref());
+        let bias = bias.map(|bias| cast_to::<Self>(bias, Some(FloatDType::F32)));
+        let [of_left, of_right] =
+            [&left, &right].map(|operand| Arithmetic::of(operand.matrix.format));
+        match (of_left, of_right) {
+            (Arithmetic::Int8, Arithmetic::Int8) => {
+                int8_product(left, residual, right, bias, dtype)
+            }
+            (Arithmetic::Int8, Arithmetic::Float) | (Arithmetic::Float, _) => {
+                say_slow([left.matrix.format, right.matrix.format]);
+                dequantized_product(left, residual, right, bias, dtype, with_residual)
+            }
+        }
+    }
+
+    fn float_product_kernel(device: &Device<Self>) -> Option<FloatProduct<Self>> {
+        gemm::has_gemm_float(&R::client(device)).then_some(float_product::<Self, R>)
+    }
+}
+
+/// How an operand is multiplied.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Arithmetic {
+    /// As INT8, with INT32 sums.
+    Int8,
+    /// As the FP32 numbers that it stands for.
+    Float,
+}
+
+impl Arithmetic {
+    fn of(format: Format) -> Self {
+        match (format.number, format.scale) {
+            (Number::Int8 | Number::Int4, ScaleNumber::F32) => Self::Int8,
+            (Number::Int8 | Number::Int4, ScaleNumber::E8M0 | ScaleNumber::E4M3)
+            | (Number::Int10 | Number::E2M1 | Number::E4M3 | Number::E5M2, _)
+            | (Number::DynamicExponent(_) | Number::Square, _) => Self::Float,
+        }
+    }
+}
+
+/// Warns, once for each pair of formats, that a product has no kernel.
+fn say_slow(formats: [Format; 2]) {
+    static SAID: Mutex<Vec<[Format; 2]>> = Mutex::new(Vec::new());
+    let mut said = SAID.lock().unwrap_or_else(PoisonError::into_inner);
+    if said.contains(&formats) {
+        return;
+    }
+    said.push(formats);
+    let [left, right] = formats;
+    warn(&format!(
+        "quant-train: products of {left:?} and {right:?} have no kernel on this device: they are right, but are computed \
+         from FP32 copies, slower than without quantization. This is said once."
+    ));
+}
+
+fn int8_product<B: Cube<R>, R: CubeRuntime>(
+    left: Operand<'_, B>,
+    residual: Option<&Residual<B>>,
+    right: Operand<'_, B>,
+    bias: Option<CubeTensor<R>>,
+    dtype: FloatDType,
+) -> CubeTensor<R> {
+    let (like, dtype) = (on_device(left.matrix), DType::from(dtype));
+    let residual = residual.map(|residual| residual_of(&left, residual));
+    let bias = bias.map(|bias| handle(&into_contiguous(bias)));
+    // The kernel sums along the columns of the left operand and of the right one's transpose.
+    let [a, b] = [left, right.t()].map(|operand| along_columns(&like.client, operand));
+    let product = gemm::gemm(
+        &like.client,
+        &a,
+        &b,
+        residual.as_ref(),
+        bias.as_ref(),
+        dtype.into(),
+        Strategy::Auto,
+    );
+    tensor(like, checked(product), dtype)
+}
+
+fn residual_of<B: Cube<R>, R: CubeRuntime>(
+    left: &Operand<'_, B>,
+    residual: &Residual<B>,
+) -> FallbackResidual<R> {
+    let Granularity::Block(block) = left.matrix.format.granularity else {
+        panic!(
+            "product: residual blocks of {:?}; fallback is for square blocks",
+            left.matrix.format
+        );
+    };
+    assert!(
+        !left.transpose,
+        "product: the residual of a transposed operand; fallback is for Y = X W"
+    );
+    let indicator = residual.indicator.as_ref();
+    FallbackResidual {
+        values: handle(&residual.values),
+        scales: handle(&residual.scales),
+        flags: handle(indicator.expect("kernels write the indicator of fallback blocks")),
+        block,
+    }
+}
+
+/// An operand whose columns the product sums over, in the layout in which these are neighbours. A copy that is missing
+/// is made for the time of the product.
+fn along_columns<B: Cube<R>, R: CubeRuntime>(
+    client: &ComputeClient<R>,
+    operand: Operand<'_, B>,
+) -> GemmOperand<R> {
+    let matrix = unwrap(operand.matrix);
+    let mut matrix = match operand.matrix.format.number == Number::Int4 {
+        true => checked(unpack_int4(client, &matrix)),
+        false => matrix,
+    };
+    let flipped = |values: &TensorHandle<R>| checked(transpose_int8(client, values));
+    checked(match operand.transpose {
+        false => {
+            let other = &matrix.transposed;
+            matrix.values = matrix.values.or_else(|| other.as_ref().map(flipped));
+            matrix.operand()
+        }
+        true => {
+            let other = &matrix.values;
+            matrix.transposed = matrix.transposed.or_else(|| other.as_ref().map(flipped));
+            matrix.operand_transposed()
+        }
+    })
+}
+
+/// The FP32 values of a matrix, with its residual if there is one.
+fn with_residual<B: Cube<R>, R: CubeRuntime>(
+    matrix: &Quantized<B>,
+    residual: Option<&Residual<B>>,
+) -> CubeTensor<R> {
+    let base = dequantize(matrix, FloatDType::F32);
+    match residual {
+        None => base,
+        Some(residual) => {
+            let residual = residual.as_matrix(matrix);
+            B::float_add(base, dequantize(&residual, FloatDType::F32))
+        }
+    }
+}
+
+/// The product of `[.., M, K]` and `[.., K, N]` in `dtype`, by our kernel, or by Burn's where ours cannot read an
+/// operand.
+pub(super) fn float_product<B: Cube<R>, R: CubeRuntime>(
+    left: CubeTensor<R>,
+    right: CubeTensor<R>,
+    dtype: FloatDType,
+) -> CubeTensor<R> {
+    let out = DType::from(dtype);
+    let (mut shape, n) = (left.shape(), right.shape()[right.rank() - 1]);
+    let operand = |tensor: &CubeTensor<R>| match tensor.rank() {
+        2..=4 => handle(tensor),
+        _ => matrices(tensor.clone()),
+    };
+    let (a, b) = (operand(&left), transposed(operand(&right)));
+    match gemm::gemm_float(&left.client, &a, &b, None, out.into()) {
+        Ok(product) => {
+            let last = shape.num_dims() - 1;
+            shape[last] = n;
+            reshaped(tensor(&left, product, out), shape)
+        }
+        // TMA cannot read an operand, or there are more elements than 32 bits index.
+        Err(KernelError::Unsupported { .. } | KernelError::Shape { .. }) => {
+            cast_to::<B>(B::float_matmul(left, right), Some(dtype))
+        }
+        Err(error) => panic!("{error}"),
+    }
+}
+
+/// [`float_product`] of rank 4, in the dtype of its operands, for the heads of attention.
+///
+/// Where our kernel computes it, the heads lie side by side in the rows of the result's memory: `[batch, heads, M, N]`
+/// is a view of `[batch, M, heads, N]`, so that the layer reads the rows without a copy.
+pub(super) fn float_product_in_rows<B: Cube<R>, R: CubeRuntime>(
+    left: CubeTensor<R>,
+    right: CubeTensor<R>,
+) -> CubeTensor<R> {
+    let (a, b) = (handle(&left), handle(&right));
+    if [&a, &b]
+        .into_iter()
+        .all(|it| gemm::gemm_float_reads(&left.client, it))
+    {
+        let (of_left, of_right) = (left.shape(), right.shape());
+        let mut out = empty_device_contiguous_dtype(
+            left.client.clone(),
+            left.device.clone(),
+            Shape::new([of_left[0], of_left[2], of_left[1], of_right[3]]),
+            left.dtype,
+        );
+        out.meta.swap(1, 2);
+        if gemm::gemm_float_into(&left.client, &a, &transposed(b), None, &handle(&out)).is_ok() {
+            return out;
+        }
+    }
+    let dtype = left.dtype.into();
+    float_product::<B, R>(left, right, dtype)
+}
+
+/// `[.., rows, cols]` as a batch of matrices, a copy only where the leading dimensions have no common stride. A copy
+/// keeps the order of rows and columns in memory.
+pub(super) fn matrices<R: CubeRuntime>(tensor: CubeTensor<R>) -> TensorHandle<R> {
+    let (shape, strides) = (tensor.shape(), tensor.meta.strides().to_vec());
+    let [rows, cols] = [shape.num_dims() - 2, shape.num_dims() - 1];
+    let batch = shape[..rows].iter().product();
+    let leading: Vec<_> = (0..rows).filter(|&dim| shape[dim] != 1).collect();
+    let merges = leading
+        .windows(2)
+        .all(|dims| strides[dims[0]] == strides[dims[1]] * shape[dims[1]]);
+    if merges {
+        let whole = shape[rows] * strides[rows];
+        let batch_stride = leading.last().map_or(whole, |&dim| strides[dim]);
+        let dtype = StorageType::from(tensor.dtype);
+        return TensorHandle::new(
+            tensor.handle,
+            vec![batch, shape[rows], shape[cols]],
+            vec![batch_stride, strides[rows], strides[cols]],
+            dtype,
+        );
+    }
+    let by_columns = strides[rows] == 1 && strides[cols] != 1;
+    let mut tensor = tensor;
+    if by_columns {
+        tensor.meta.swap(rows, cols);
+    }
+    let shape = tensor.shape();
+    let matrices = Shape::new([batch, shape[rows], shape[cols]]);
+    let matrices = handle(&reshaped(into_contiguous(tensor), matrices));
+    match by_columns {
+        true => transposed(matrices),
+        false => matrices,
+    }
+}
+
+/// The matrices transposed, without a copy.
+fn transposed<R: CubeRuntime>(mut matrices: TensorHandle<R>) -> TensorHandle<R> {
+    let rank = matrices.shape().len();
+    matrices.metadata.swap(rank - 2, rank - 1);
+    matrices
+}

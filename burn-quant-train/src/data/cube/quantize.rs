@@ -1,0 +1,219 @@
+//! Quantized matrices by kernels.
+
+use burn_backend::{DType, FloatDType, tensor::FloatTensor};
+use burn_cubecl::{
+    CubeBackend, CubeRuntime, FloatElement, IntElement, element::BoolElement,
+    kernel::into_contiguous, tensor::CubeTensor,
+};
+use cubecl_kernels::{
+    fallback::{self, FallbackResidual, FallbackState},
+    granularity::Granularity,
+    layout::Layout,
+    linear_input::quantize_linear_input,
+    quantize,
+    rounding::{Rounding, StochasticKey},
+    shape::MatrixShape,
+};
+
+use super::tensors::{Cube, handle, tensor};
+use crate::data::{
+    kernels::checked,
+    quantize::{
+        Fallback, FallbackQuantized, Format, QuantizeKernels, QuantizeSpec, Quantized,
+        QuantizedInput, Residual, ScaleNumber, Scales, fallback_block, quantize_input_twice,
+    },
+    tensors::matrix_shape,
+};
+
+impl<R: CubeRuntime, F: FloatElement, I: IntElement, BT: BoolElement> QuantizeKernels
+    for CubeBackend<R, F, I, BT>
+where
+    Self: Cube<R>,
+{
+    fn quantize_matrix(x: FloatTensor<Self>, spec: &QuantizeSpec) -> Quantized<Self> {
+        matrix_shape(&x, "quantize");
+        wrap(
+            &x,
+            checked(quantize::quantize(&x.client, &handle(&x), spec)),
+        )
+    }
+
+    fn quantize_fallback(
+        x: FloatTensor<Self>,
+        spec: &QuantizeSpec,
+        fallback: Fallback<Self>,
+    ) -> FallbackQuantized<Self> {
+        matrix_shape(&x, "quantize_fallback");
+        let block = fallback_block("quantize_fallback", spec);
+        let layer = layer_index("quantize_fallback", &fallback);
+        let Fallback {
+            thresholds, counts, ..
+        } = fallback;
+        let counts = into_contiguous(counts);
+        let quantized = checked(fallback::quantize_fallback(
+            &x.client,
+            &handle(&x),
+            block,
+            spec.layout,
+            &handle(&thresholds),
+            layer,
+            &handle(&counts),
+        ));
+        FallbackQuantized {
+            base: wrap(&x, quantized.base),
+            residual: wrap_residual(&x, quantized.residual),
+            counts,
+        }
+    }
+
+    fn quantize_input(
+        x: FloatTensor<Self>,
+        forward: &QuantizeSpec,
+        saved: &QuantizeSpec,
+        fallback: Option<Fallback<Self>>,
+    ) -> QuantizedInput<Self> {
+        let Some((block, key)) = one_read(forward, saved) else {
+            return quantize_input_twice::<Self>(x, forward, saved, fallback);
+        };
+        matrix_shape(&x, "quantize_input");
+        // Kernels take the counters without padding between rows, and Burn pads the rows of tensors that it allocates
+        // on CUDA. From then on the kernels' own buffer goes round.
+        let fallback = fallback.map(|fallback| Fallback {
+            counts: into_contiguous(fallback.counts),
+            ..fallback
+        });
+        let tensors = fallback.as_ref().map(|it| {
+            let layer = layer_index("quantize_input", it);
+            (handle(&it.thresholds), handle(&it.counts), layer)
+        });
+        let state = tensors
+            .as_ref()
+            .map(|(thresholds, counts, layer)| FallbackState {
+                thresholds,
+                layer: *layer,
+                counts,
+            });
+        let input = checked(quantize_linear_input(
+            &x.client,
+            &handle(&x),
+            block,
+            key,
+            state,
+        ));
+        let residual = input.residual.map(|residual| wrap_residual(&x, residual));
+        QuantizedInput {
+            forward: wrap(&x, input.forward),
+            fallback: residual.zip(fallback.map(|fallback| fallback.counts)),
+            saved: wrap(&x, input.saved),
+        }
+    }
+
+    fn dequantize_matrix(matrix: &Quantized<Self>, dtype: FloatDType) -> FloatTensor<Self> {
+        dequantize::<Self, R>(matrix, dtype)
+    }
+}
+
+/// The layer as kernels take it, checked to be among those of the fallback state.
+fn layer_index<B: Cube<R>, R: CubeRuntime>(operation: &str, fallback: &Fallback<B>) -> u32 {
+    fallback.check(operation);
+    u32::try_from(fallback.layer).expect("32 bits index the thresholds of all layers")
+}
+
+/// The block size and the saved copy's key, if one kernel makes both copies: INT8 in blocks of one size, row-major to
+/// nearest, transposed and stochastic.
+fn one_read(forward: &QuantizeSpec, saved: &QuantizeSpec) -> Option<(usize, StochasticKey)> {
+    let (Granularity::Block(block), Rounding::Stochastic(key)) =
+        (forward.granularity, saved.rounding)
+    else {
+        return None;
+    };
+    let int8 = QuantizeSpec::int8(Granularity::Block(block));
+    let fits = *forward == int8
+        && *saved
+            == int8
+                .with_rounding(Rounding::Stochastic(key))
+                .with_layout(Layout::Transposed);
+    fits.then_some((block, key))
+}
+
+/// FP32, FP16 or BF16.
+pub(super) fn dequantize<B: Cube<R>, R: CubeRuntime>(
+    matrix: &Quantized<B>,
+    dtype: FloatDType,
+) -> CubeTensor<R> {
+    let (like, dtype) = (on_device(matrix), DType::from(dtype));
+    let dequantized = quantize::dequantize(&like.client, &unwrap(matrix), dtype.into());
+    tensor(like, checked(dequantized), dtype)
+}
+
+/// A tensor of the matrix, which says where it is.
+pub(super) fn on_device<B: Cube<R>, R: CubeRuntime>(matrix: &Quantized<B>) -> &CubeTensor<R> {
+    match &matrix.scales {
+        Scales::F32(scales) | Scales::E8M0(scales) | Scales::E4M3 { scales, .. } => scales,
+    }
+}
+
+fn wrap<B: Cube<R>, R: CubeRuntime>(
+    like: &CubeTensor<R>,
+    matrix: quantize::Quantized<R>,
+) -> Quantized<B> {
+    let format = Format {
+        number: matrix.number,
+        scale: matrix.scale,
+        granularity: matrix.granularity,
+    };
+    let values = |values| tensor(like, values, format.values_dtype());
+    Quantized {
+        shape: [matrix.shape.rows, matrix.shape.cols],
+        format,
+        values: matrix.values.map(values),
+        transposed: matrix.transposed.map(values),
+        scales: match matrix.scale {
+            ScaleNumber::F32 => Scales::F32(tensor(like, matrix.scales, DType::F32)),
+            ScaleNumber::E8M0 => Scales::E8M0(tensor(like, matrix.scales, DType::U8)),
+            ScaleNumber::E4M3 => {
+                let tensor_scale = matrix
+                    .tensor_scale
+                    .expect("E4M3 scales have one of the matrix");
+                Scales::E4M3 {
+                    scales: tensor(like, matrix.scales, DType::U8),
+                    tensor_scale: tensor(like, tensor_scale, DType::F32),
+                }
+            }
+        },
+    }
+}
+
+/// The matrix as kernels take it.
+pub(super) fn unwrap<B: Cube<R>, R: CubeRuntime>(matrix: &Quantized<B>) -> quantize::Quantized<R> {
+    let [rows, cols] = matrix.shape;
+    let (scales, tensor_scale) = match &matrix.scales {
+        Scales::F32(scales) | Scales::E8M0(scales) => (scales, None),
+        Scales::E4M3 {
+            scales,
+            tensor_scale,
+        } => (scales, Some(tensor_scale)),
+    };
+    quantize::Quantized {
+        values: matrix.values.as_ref().map(handle),
+        transposed: matrix.transposed.as_ref().map(handle),
+        scales: handle(scales),
+        tensor_scale: tensor_scale.map(handle),
+        number: matrix.format.number,
+        scale: matrix.format.scale,
+        granularity: matrix.format.granularity,
+        shape: MatrixShape::new(rows, cols),
+        batched: false,
+    }
+}
+
+fn wrap_residual<B: Cube<R>, R: CubeRuntime>(
+    like: &CubeTensor<R>,
+    residual: FallbackResidual<R>,
+) -> Residual<B> {
+    Residual {
+        values: tensor(like, residual.values, DType::I8),
+        scales: tensor(like, residual.scales, DType::F32),
+        indicator: Some(tensor(like, residual.flags, DType::U32)),
+    }
+}

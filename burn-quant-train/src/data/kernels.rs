@@ -1,0 +1,29 @@
+//! The kernels of a backend: one trait for each concern.
+
+use cubecl_kernels::KernelError;
+
+use super::{
+    attention::kernels::AttentionKernels, optimizer::kernels::OptimizerKernels,
+    product::kernels::ProductKernels, quantize::kernels::QuantizeKernels,
+    threshold::kernels::ThresholdKernels,
+};
+
+/// The kernels of a backend.
+///
+/// Their methods work on tensors in memory, in the order of the calls. No method has a default: each backend says what
+/// it does.
+pub trait Kernels:
+    QuantizeKernels + ProductKernels + AttentionKernels + OptimizerKernels + ThresholdKernels
+{
+}
+
+impl<B> Kernels for B where
+    B: QuantizeKernels + ProductKernels + AttentionKernels + OptimizerKernels + ThresholdKernels
+{
+}
+
+/// The result of a kernel. Burn's backend traits return no errors: the kernels' message names operation, shapes and
+/// remedy.
+pub(super) fn checked<T>(result: Result<T, KernelError>) -> T {
+    result.unwrap_or_else(|error| panic!("{error}"))
+}

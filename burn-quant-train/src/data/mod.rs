@@ -1,0 +1,38 @@
+//! Backends that hold data, and the operations that they run.
+//!
+//! An [`Operation`] takes tensors and gives tensors: the state that it reads goes in, and comes out changed. It is
+//! written once, in terms of the [`Kernels`] of a backend. [`DataBackend::run`] runs it: at once, or as one custom
+//! operation of a fused stream, which does not see the tensors that the operation makes for itself.
+//!
+//! | file | what it has |
+//! | --- | --- |
+//! | [`tensors`] | values built of tensors, on any kind of tensors |
+//! | [`quantize`], [`product`], [`attention`], [`optimizer`], [`threshold`] | a concern each: kernels and operations |
+//! | `kernels`, `operation` | the kernels of all concerns; operations, and the backends that run them |
+//! | [`recorded`] | operations with a backward pass: one type, one node for autodiff |
+//! | `host`, `cube`, `fusion` | the backends: in host memory, on CubeCL's runtimes, in a fused stream |
+//! | `cast`, `read` | casts between float dtypes; state read back to the host |
+
+pub mod attention;
+pub mod optimizer;
+pub mod product;
+pub mod quantize;
+pub mod recorded;
+pub mod tensors;
+pub mod threshold;
+
+mod cast;
+#[cfg(feature = "cubecl")]
+mod cube;
+#[cfg(feature = "fusion")]
+mod fusion;
+#[cfg(any(feature = "flex", feature = "ndarray"))]
+pub mod host;
+mod kernels;
+mod operation;
+pub(crate) mod read;
+
+pub use cast::cast_to;
+pub use cubecl_kernels::{layout::Layout, rounding::StochasticKey};
+pub use kernels::Kernels;
+pub use operation::{DataBackend, Operation};

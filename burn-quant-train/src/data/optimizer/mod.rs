@@ -1,0 +1,14 @@
+//! AdamW on a backend that holds data: the tensors and the kernels of a step.
+
+pub(super) mod kernels;
+mod moment;
+mod operations;
+
+pub use cubecl_kernels::{
+    adamw::Hyperparameters,
+    optimizer_state::{Encoding, MAX_GROUP, Moment, StateFormat},
+};
+pub use kernels::{AdamWItem, AdamWUpdate, OptimizerKernels};
+pub(crate) use moment::HostMoment;
+pub use moment::MomentState;
+pub use operations::{adamw, compress_moment, decompress_moment, find_nonfinite, tick};

@@ -1,0 +1,100 @@
+//! The kernels of products.
+
+use burn_backend::{
+    Backend, DType, FloatDType, Shape, TensorMetadata,
+    tensor::{Device, FloatTensor},
+};
+
+use crate::data::{
+    cast::cast_to,
+    quantize::{
+        fallback::Residual,
+        matrix::{Operand, Quantized},
+    },
+};
+
+/// Products on a backend that holds data.
+pub trait ProductKernels: Backend {
+    /// The product of two quantized matrices, `left` with the residuals of its fallback blocks if given, plus `bias`
+    /// `[columns]` (fallback-int8, algorithm 1). Integers accumulate in INT32 inside a block and in FP32 across blocks,
+    /// or in FP32 of dequantized values; rounds once, to `dtype`.
+    ///
+    /// # Panics
+    ///
+    /// If the inner dimensions differ, or `bias` does not have one element for each column, or the device does not
+    /// support `dtype`.
+    fn product(
+        left: Operand<'_, Self>,
+        residual: Option<&Residual<Self>>,
+        right: Operand<'_, Self>,
+        bias: Option<FloatTensor<Self>>,
+        dtype: FloatDType,
+    ) -> FloatTensor<Self>;
+
+    /// The kernel of products in BF16 and FP16, where the device has one that is faster than `float_matmul`.
+    fn float_product_kernel(device: &Device<Self>) -> Option<FloatProduct<Self>>;
+}
+
+/// The product of `left [.., M, K]` and `right [.., K, N]`, in the given dtype. The operands have one dtype and the
+/// same leading dimensions.
+pub type FloatProduct<B> = fn(FloatTensor<B>, FloatTensor<B>, FloatDType) -> FloatTensor<B>;
+
+/// The product of two float tensors of one dtype and the same leading dimensions, by the fastest kernel of the device.
+pub(crate) fn float_product<K: ProductKernels>(
+    left: FloatTensor<K>,
+    right: FloatTensor<K>,
+    dtype: FloatDType,
+) -> FloatTensor<K> {
+    let is_narrow = matches!(left.dtype(), DType::BF16 | DType::F16);
+    match K::float_product_kernel(&K::float_device(&left)) {
+        Some(kernel) if is_narrow => kernel(left, right, dtype),
+        Some(_) | None => cast_to::<K>(K::float_matmul(left, right), Some(dtype)),
+    }
+}
+
+/// The product of the numbers that the operands stand for, in FP32, plus `bias`; rounded once, to `dtype`.
+///
+/// `dequantize` makes the FP32 values of a matrix, with its residual if there is one.
+pub(crate) fn dequantized_product<B: Backend>(
+    left: Operand<'_, B>,
+    residual: Option<&Residual<B>>,
+    right: Operand<'_, B>,
+    bias: Option<FloatTensor<B>>,
+    dtype: FloatDType,
+    dequantize: impl Fn(&Quantized<B>, Option<&Residual<B>>) -> FloatTensor<B>,
+) -> FloatTensor<B> {
+    let factor = |operand: Operand<'_, B>, residual| {
+        let matrix = dequantize(operand.matrix, residual);
+        match operand.transpose {
+            true => B::float_swap_dims(matrix, 0, 1),
+            false => matrix,
+        }
+    };
+    let mut product = B::float_matmul(factor(left, residual), factor(right, None));
+    if let Some(bias) = bias {
+        let bias = cast_to::<B>(bias, Some(FloatDType::F32));
+        let row = Shape::new([1, right.shape()[1]]);
+        product = B::float_add(product, B::float_reshape(bias, row));
+    }
+    cast_to::<B>(product, Some(dtype))
+}
+
+/// Panics unless the product of these operands exists, with this bias if there is one.
+pub(crate) fn check_product<B: Backend>(
+    left: &Operand<'_, B>,
+    right: &Operand<'_, B>,
+    bias: Option<&FloatTensor<B>>,
+) {
+    let ([m, k], [k_right, n]) = (left.shape(), right.shape());
+    assert_eq!(
+        k, k_right,
+        "product: the inner dimensions of [{m}, {k}] and [{k_right}, {n}] differ"
+    );
+    if let Some(bias) = bias {
+        let shape = bias.shape();
+        assert!(
+            shape.as_slice() == [n],
+            "product: bias {shape:?} of a product [{m}, {n}]; pass a bias [{n}]"
+        );
+    }
+}

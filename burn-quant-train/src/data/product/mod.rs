@@ -1,0 +1,8 @@
+//! Products of matrices: of quantized ones, and of floats in the compute dtype.
+
+pub(super) mod kernels;
+mod operation;
+
+pub use kernels::{FloatProduct, ProductKernels};
+pub(crate) use kernels::{check_product, dequantized_product, float_product};
+pub use operation::product;

@@ -1,0 +1,108 @@
+//! The kernels that quantize and dequantize.
+
+use burn_backend::{Backend, FloatDType, tensor::FloatTensor};
+use cubecl_kernels::quantize::QuantizeSpec;
+
+use super::{
+    fallback::{Fallback, FallbackQuantized, Residual},
+    matrix::Quantized,
+};
+use crate::data::tensors::Tensors;
+
+/// Quantization on a backend that holds data. Matrices have two dimensions, any strides and any float dtype.
+///
+/// All backends give the numbers and scales of [`cubecl_kernels::reference`], bit for bit.
+pub trait QuantizeKernels: Backend {
+    /// Quantizes the matrix `x`.
+    ///
+    /// # Panics
+    ///
+    /// If `x` does not have two dimensions, or the kernels do not have the spec or the dtype of `x`.
+    fn quantize_matrix(x: FloatTensor<Self>, spec: &QuantizeSpec) -> Quantized<Self>;
+
+    /// Quantizes the matrix `x` with fallback: blocks whose largest magnitude exceeds the layer's threshold also get
+    /// their residual quantized (fallback-int8, sections 4.3 and 4.4). The counters of the layer go up by the blocks
+    /// that fell back and by all blocks.
+    ///
+    /// # Panics
+    ///
+    /// If `x` does not have two dimensions, if `spec` is not INT8 to nearest in square blocks, row-major, or if the
+    /// fallback's shapes do not fit.
+    fn quantize_fallback(
+        x: FloatTensor<Self>,
+        spec: &QuantizeSpec,
+        fallback: Fallback<Self>,
+    ) -> FallbackQuantized<Self>;
+
+    /// Quantizes the matrix `x` twice, `forward` with fallback if there is one: from one read where there is a kernel
+    /// for it.
+    ///
+    /// # Panics
+    ///
+    /// If `x` does not have two dimensions, or the kernels do not have one of the specs or the dtype of `x`. With a
+    /// fallback also if `forward` is not INT8 to nearest in square blocks, row-major, or if the fallback's shapes do
+    /// not fit.
+    fn quantize_input(
+        x: FloatTensor<Self>,
+        forward: &QuantizeSpec,
+        saved: &QuantizeSpec,
+        fallback: Option<Fallback<Self>>,
+    ) -> QuantizedInput<Self>;
+
+    /// The float matrix that a quantized one stands for: `q * scale`, rounded once to `dtype`.
+    ///
+    /// # Panics
+    ///
+    /// If the device does not support `dtype`, or the matrix holds neither copy of its values, or other shapes than its
+    /// format says.
+    fn dequantize_matrix(matrix: &Quantized<Self>, dtype: FloatDType) -> FloatTensor<Self>;
+}
+
+/// The input of a linear layer, quantized for its forward product and for its backward pass.
+#[derive(Debug, Clone)]
+pub struct QuantizedInput<T: Tensors> {
+    /// The operand of the forward product.
+    pub forward: Quantized<T>,
+    /// Its residuals and the counters, if there was a fallback state.
+    pub fallback: Option<(Residual<T>, T::Int)>,
+    /// The copy for the backward pass.
+    pub saved: Quantized<T>,
+}
+
+/// [`QuantizeKernels::quantize_input`] with a kernel for each copy.
+pub(crate) fn quantize_input_twice<K: QuantizeKernels>(
+    x: FloatTensor<K>,
+    forward: &QuantizeSpec,
+    saved: &QuantizeSpec,
+    fallback: Option<Fallback<K>>,
+) -> QuantizedInput<K> {
+    let saved = K::quantize_matrix(x.clone(), saved);
+    let (forward, fallback) = quantize_operand::<K>(x, forward, fallback);
+    QuantizedInput {
+        forward,
+        fallback,
+        saved,
+    }
+}
+
+/// A quantized matrix, and with fallback its residuals and the counters.
+pub(crate) type QuantizedOperand<T> = (Quantized<T>, Option<(Residual<T>, <T as Tensors>::Int)>);
+
+/// Quantizes a matrix, with fallback if there is one.
+pub(crate) fn quantize_operand<K: QuantizeKernels>(
+    x: FloatTensor<K>,
+    spec: &QuantizeSpec,
+    fallback: Option<Fallback<K>>,
+) -> QuantizedOperand<K> {
+    match fallback {
+        None => (K::quantize_matrix(x, spec), None),
+        Some(fallback) => {
+            let FallbackQuantized {
+                base,
+                residual,
+                counts,
+            } = K::quantize_fallback(x, spec, fallback);
+            (base, Some((residual, counts)))
+        }
+    }
+}

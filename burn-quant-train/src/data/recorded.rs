@@ -1,0 +1,124 @@
+//! Operations with a backward pass: one type for all of them, and one node of Burn's autodiff.
+
+use std::{fmt::Debug, marker::PhantomData};
+
+use burn_autodiff::{
+    Autodiff,
+    checkpoint::{base::Checkpointer, strategy::CheckpointStrategy},
+    grads::Gradients,
+    ops::{Backward, Ops, OpsKind},
+};
+use burn_backend::{
+    Backend,
+    tensor::{Device, FloatTensor},
+};
+
+use super::operation::DataBackend;
+
+/// An operation of `N` float tensors that has a backward pass.
+///
+/// Both passes are functions of tensors of a backend that holds data. `wanted` marks the inputs whose gradients are
+/// asked for. The forward pass saves what those need, and nothing where there are none.
+pub trait Recorded<B: DataBackend, const N: usize>: Send + 'static {
+    /// The values that the forward pass leaves for the backward pass.
+    type Saved: Clone + Debug + Send + 'static;
+
+    /// The output, and what the backward pass needs.
+    fn forward(
+        self,
+        inputs: [FloatTensor<B>; N],
+        wanted: [bool; N],
+    ) -> (FloatTensor<B>, Self::Saved);
+
+    /// The gradients of those inputs for which they are wanted, from that of the output.
+    fn backward(
+        saved: Self::Saved,
+        gradient: FloatTensor<B>,
+        wanted: [bool; N],
+    ) -> [Option<FloatTensor<B>>; N];
+}
+
+/// A backend that runs recorded operations: one that holds data, where nothing is recorded, or `Autodiff` over one.
+pub trait QuantBackend: Backend {
+    /// The backend that holds the data.
+    type Base: DataBackend<Device = Device<Self>>;
+
+    /// True if operations on this tensor are recorded.
+    fn is_tracked(tensor: &FloatTensor<Self>) -> bool;
+
+    /// Runs an operation, and records it where one of its inputs is tracked.
+    fn record<O: Recorded<Self::Base, N>, const N: usize>(
+        operation: O,
+        inputs: [FloatTensor<Self>; N],
+    ) -> FloatTensor<Self>;
+}
+
+impl<B: DataBackend> QuantBackend for B {
+    type Base = B;
+
+    fn is_tracked(_tensor: &FloatTensor<Self>) -> bool {
+        false
+    }
+
+    fn record<O: Recorded<B, N>, const N: usize>(
+        operation: O,
+        inputs: [FloatTensor<Self>; N],
+    ) -> FloatTensor<Self> {
+        let (output, _) = operation.forward(inputs, [false; N]);
+        output
+    }
+}
+
+impl<B: DataBackend, C: CheckpointStrategy> QuantBackend for Autodiff<B, C> {
+    type Base = B;
+
+    fn is_tracked(tensor: &FloatTensor<Self>) -> bool {
+        tensor.is_tracked()
+    }
+
+    fn record<O: Recorded<B, N>, const N: usize>(
+        operation: O,
+        inputs: [FloatTensor<Self>; N],
+    ) -> FloatTensor<Self> {
+        let wanted = inputs.each_ref().map(|input| input.is_tracked());
+        let nodes = inputs.each_ref().map(|input| input.node.clone());
+        let (output, saved) = operation.forward(inputs.map(|input| input.primitive), wanted);
+        match Node::<O>(PhantomData)
+            .prepare::<C>(nodes)
+            .compute_bound()
+            .stateful()
+        {
+            OpsKind::Tracked(prep) => prep.finish(saved, output),
+            OpsKind::UnTracked(prep) => prep.finish(output),
+        }
+    }
+}
+
+/// The node of a recorded operation.
+struct Node<O>(PhantomData<fn() -> O>);
+
+impl<O> Debug for Node<O> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(std::any::type_name::<O>())
+    }
+}
+
+impl<B: DataBackend, O: Recorded<B, N>, const N: usize> Backward<B, N> for Node<O> {
+    type State = O::Saved;
+
+    fn backward(
+        self,
+        ops: Ops<Self::State, N>,
+        gradients: &mut Gradients,
+        _checkpointer: &mut Checkpointer,
+    ) {
+        let gradient = gradients.consume::<B>(&ops.node);
+        let wanted = ops.parents.each_ref().map(Option::is_some);
+        let of_inputs = O::backward(ops.state, gradient, wanted);
+        for (parent, gradient) in ops.parents.into_iter().zip(of_inputs) {
+            if let Some((parent, gradient)) = parent.zip(gradient) {
+                gradients.register::<B>(parent.id, gradient);
+            }
+        }
+    }
+}

@@ -1,0 +1,231 @@
+//! The state that all layers of a model share.
+
+use std::sync::{Mutex, MutexGuard, PoisonError, Weak};
+
+use burn_backend::tensor::{Device, FloatTensor, IntTensor};
+
+use super::slot::{Controllers, SlotState, SlotValues, complete};
+use crate::{data::DataBackend, recipe::Slot};
+
+/// The state that all layers of a model share.
+///
+/// It has their slots, on each device that runs them, and the position in the stream of random numbers.
+pub struct Bank<B: DataBackend> {
+    slots: &'static [Slot],
+    controllers: Controllers,
+    home: Option<Device<B>>,
+    owner: Weak<()>,
+    state: Mutex<State<B>>,
+}
+
+struct State<B: DataBackend> {
+    seed: u64,
+    now: Now,
+    /// The values of every layer's slots before a device runs them.
+    initial: Vec<SlotValues>,
+    /// The slots on each device, in the order of the row's.
+    devices: Vec<(Device<B>, Vec<SlotState<B>>)>,
+}
+
+/// The present of a bank.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) struct Now {
+    /// Optimizer steps taken.
+    pub step: u64,
+    /// Counts steps and restored records: a step that is taken once more, from a record, is another time.
+    pub time: u64,
+}
+
+impl<B: DataBackend> Bank<B> {
+    /// A bank at optimizer step `step`, with a layer for each of the initial values.
+    ///
+    /// `seed` keys stochastic rounding; `home` is the device of the model; `owner` lives as long as an optimizer that
+    /// steps the bank. Device buffers are made at first use, on the
+    /// device of that use.
+    ///
+    /// # Panics
+    ///
+    /// If a value is none that its slot can have.
+    pub(crate) fn new(
+        seed: u64,
+        step: u64,
+        slots: &'static [Slot],
+        controllers: Controllers,
+        initial: Vec<SlotValues>,
+        home: Option<Device<B>>,
+        owner: Weak<()>,
+    ) -> Self {
+        let bank = Self {
+            slots,
+            controllers,
+            home,
+            owner,
+            state: Mutex::new(State {
+                seed,
+                now: Now::default(),
+                initial: Vec::new(),
+                devices: Vec::new(),
+            }),
+        };
+        bank.restore(seed, step, initial);
+        bank
+    }
+
+    /// The seed of stochastic rounding.
+    pub fn seed(&self) -> u64 {
+        self.lock().seed
+    }
+
+    /// Optimizer steps taken so far.
+    pub fn step(&self) -> u64 {
+        self.now().step
+    }
+
+    pub(crate) fn now(&self) -> Now {
+        self.lock().now
+    }
+
+    /// True while an optimizer steps the bank.
+    pub(crate) fn is_owned(&self) -> bool {
+        self.owner.strong_count() > 0
+    }
+
+    /// The device of the model when it was attached.
+    pub(super) fn home(&self) -> Option<&Device<B>> {
+        self.home.as_ref()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State<B>> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes over the seed, the step and the slots of a loaded record.
+    ///
+    /// # Panics
+    ///
+    /// If a value is none that its slot can have.
+    pub(crate) fn restore(&self, seed: u64, step: u64, mut values: Vec<SlotValues>) {
+        for (index, layer) in values.iter_mut().enumerate() {
+            for slot in self.slots {
+                complete(slot, &self.controllers, index, layer);
+            }
+        }
+        let mut state = self.lock();
+        let time = state.now.time + 1;
+        *state = State {
+            seed,
+            now: Now { step, time },
+            initial: values,
+            devices: Vec::new(),
+        };
+    }
+
+    /// Runs `f` on the thresholds of all layers, in the slot `name`, and on counters of fallback blocks, on `device`.
+    /// `f` returns the increased counters.
+    ///
+    /// Runs of several threads do not wait for each other: the first counts on from the slot's counters, the others
+    /// from zero, and all are added up. A device that runs layers for the first time in a step takes the values that
+    /// the others have, with counters at zero.
+    ///
+    /// # Panics
+    ///
+    /// If there is no such slot.
+    pub(super) fn with_thresholds<A>(
+        &self,
+        name: &str,
+        device: &Device<B>,
+        f: impl FnOnce(FloatTensor<B>, IntTensor<B>) -> (A, IntTensor<B>),
+    ) -> A {
+        let (time, lent) = {
+            let mut state = self.lock();
+            let time = state.now.time;
+            (time, self.slot(&mut state, name, device).lend())
+        };
+        // The lock is not held: a host's kernels hand work to a pool of threads, and one that waits takes up other
+        // work of the pool, which may be another run of a layer.
+        let (result, counts) = f(lent.thresholds, lent.counts);
+        let mut state = self.lock();
+        if state.now.time == time {
+            self.slot(&mut state, name, device)
+                .take_back(counts, lent.all);
+        }
+        result
+    }
+
+    fn slot<'a>(
+        &self,
+        state: &'a mut State<B>,
+        name: &str,
+        device: &Device<B>,
+    ) -> &'a mut SlotState<B> {
+        let slot = self.slots.iter().position(|slot| slot.name == name);
+        let slot = slot.unwrap_or_else(|| panic!("layers: no slot `{name}` in {:?}", self.slots));
+        let known = state.devices.iter().position(|(it, _)| it == device);
+        let index = known.unwrap_or_else(|| {
+            let values = self.values(state);
+            let slots = self.slots.iter();
+            let slots = slots
+                .map(|slot| SlotState::new(slot, &values, device))
+                .collect();
+            state.devices.push((device.clone(), slots));
+            state.devices.len() - 1
+        });
+        &mut state.devices[index].1[slot]
+    }
+
+    /// Ends an optimizer step, unless one has ended since step `seen`: moves every slot, on the device, and the random
+    /// stream. Returns the number of steps that ended.
+    ///
+    /// So clones of an optimizer that step copies of one model side by side, as data parallel training does, end each
+    /// step once.
+    pub(crate) fn end_step(&self, seen: u64) -> u64 {
+        let mut state = self.lock();
+        if state.now.step > seen {
+            return state.now.step;
+        }
+        let (devices, slots): (Vec<_>, Vec<_>) = state.devices.drain(..).unzip();
+        // From the slots of each device to the devices of each slot, and back.
+        let mut of_devices: Vec<_> = slots.into_iter().map(Vec::into_iter).collect();
+        let mut moved: Vec<Vec<SlotState<B>>> = devices.iter().map(|_| Vec::new()).collect();
+        for _slot in self.slots {
+            let of_slot = devices.iter().zip(&mut of_devices);
+            let of_slot =
+                of_slot.filter_map(|(device, slots)| Some((device.clone(), slots.next()?)));
+            let states = SlotState::advance(of_slot.collect(), &self.controllers);
+            moved
+                .iter_mut()
+                .zip(states)
+                .for_each(|(slots, state)| slots.push(state));
+        }
+        state.devices = devices.into_iter().zip(moved).collect();
+        state.now.step += 1;
+        state.now.time += 1;
+        state.now.step
+    }
+
+    /// The values of every layer's slots. Waits for the device: for records and metrics only.
+    pub fn read(&self) -> Vec<SlotValues> {
+        self.values(&self.lock())
+    }
+
+    fn values(&self, state: &State<B>) -> Vec<SlotValues> {
+        let mut values = state.initial.clone();
+        if let Some((_, slots)) = state.devices.first() {
+            for (slot, state) in self.slots.iter().zip(slots) {
+                state.read(slot, &mut values);
+            }
+        }
+        values
+    }
+}
+
+impl<B: DataBackend> std::fmt::Debug for Bank<B> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let state = self.lock();
+        f.debug_struct("Bank")
+            .field("seed", &state.seed)
+            .field("step", &state.now.step)
+            .field("layers", &state.initial.len())
+            .finish()
+    }
+}

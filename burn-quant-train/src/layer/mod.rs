@@ -1,0 +1,142 @@
+//! Linear layers between steps: which are quantized, and the state that they keep.
+//!
+//! A [`Layer`] is one linear layer as its weight's [tag](tag::Tag) knows it. The [`Bank`] holds the state of all layers
+//! of a model, on each device that runs them, and the position in the stream of random numbers. The
+//! [optimizer](crate::optim::QuantOptimizer) makes both, puts layers on weights, and moves the bank on.
+
+mod bank;
+mod policy;
+mod random;
+mod record;
+mod slot;
+pub mod tag;
+
+use std::{
+    collections::HashMap,
+    sync::{Arc, Mutex, PoisonError},
+};
+
+use burn_backend::{
+    DeviceOps,
+    tensor::{Device, IntTensor},
+};
+
+pub use crate::data::threshold::DelayThreshold;
+pub use bank::Bank;
+use bank::Now;
+pub(crate) use policy::covers;
+pub use policy::{Decision, LayerPolicy, MIN_ELEMENTS};
+pub use random::{Call, Role, in_lane};
+pub(crate) use random::{seed, set_seed};
+pub use record::{LayerRecord, LayersRecord};
+pub(crate) use slot::Controllers;
+pub use slot::SlotValues;
+
+use crate::data::{DataBackend, StochasticKey, quantize::Fallback};
+use random::lane;
+
+/// One linear layer.
+#[derive(Debug)]
+pub struct Layer<B: DataBackend> {
+    path: String,
+    index: usize,
+    quantized: bool,
+    bank: Arc<Bank<B>>,
+    calls: Mutex<Calls>,
+}
+
+/// How often a layer ran in the present step, by lane.
+#[derive(Debug, Default)]
+struct Calls {
+    now: Now,
+    of_lane: HashMap<u64, u64>,
+}
+
+impl<B: DataBackend> Layer<B> {
+    /// Layer number `index` of `bank`, found at module path `path`.
+    pub(crate) fn new(path: String, index: usize, quantized: bool, bank: Arc<Bank<B>>) -> Self {
+        Self {
+            path,
+            index,
+            quantized,
+            bank,
+            calls: Mutex::default(),
+        }
+    }
+
+    /// The module path, such as `layers.3.mlp.down`.
+    pub fn path(&self) -> &str {
+        &self.path
+    }
+
+    /// The position in the bank.
+    pub fn index(&self) -> usize {
+        self.index
+    }
+
+    /// True if the policy lets the recipe quantize this layer.
+    pub fn is_quantized(&self) -> bool {
+        self.quantized
+    }
+
+    /// The bank, shared with the other layers of the model.
+    pub fn bank(&self) -> &Arc<Bank<B>> {
+        &self.bank
+    }
+
+    /// Runs `f` on this layer's fallback state, in the threshold slot `name`, on `device`.
+    ///
+    /// `f` returns the increased counters beside its result.
+    ///
+    /// # Panics
+    ///
+    /// If the bank has no such slot.
+    pub fn with_fallback<A>(
+        &self,
+        name: &str,
+        device: &Device<B>,
+        f: impl FnOnce(Fallback<B>) -> (A, IntTensor<B>),
+    ) -> A {
+        self.bank
+            .with_thresholds(name, device, |thresholds, counts| {
+                f(Fallback {
+                    layer: self.index,
+                    thresholds,
+                    counts,
+                })
+            })
+    }
+
+    /// Counts a run of the layer on `device`, and tells it from all others: it has random numbers of its own.
+    ///
+    /// Each lane has a count of its own. So the order of threads does not matter where each thread works in a
+    /// [lane](in_lane) or on a device of its own.
+    pub(crate) fn next_call(&self, device: &Device<B>) -> Call {
+        let lane = lane(self.bank.home() == Some(device), device.id());
+        let mut calls = self.calls.lock().unwrap_or_else(PoisonError::into_inner);
+        let now = self.bank.now();
+        if calls.now != now {
+            *calls = Calls {
+                now,
+                ..Calls::default()
+            };
+        }
+        let index = calls.of_lane.entry(lane).or_default();
+        let call = Call {
+            step: now.step,
+            time: now.time,
+            lane,
+            index: *index,
+        };
+        *index += 1;
+        call
+    }
+
+    /// The key that rounds a tensor in this role, in this run of the layer.
+    pub fn key(&self, call: Call, role: Role) -> StochasticKey {
+        StochasticKey {
+            seed: self.bank.seed(),
+            stream: call.stream(self.index as u64, role),
+        }
+    }
+}

@@ -1,0 +1,206 @@
+//! Which layers a recipe quantizes, by module path.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+/// Weights with fewer elements than this stay in the compute dtype by default: on a small layer quantization costs more
+/// than the product saves.
+pub const MIN_ELEMENTS: usize = 16 * 1024;
+
+/// True if a weight is large enough to be worth quantizing.
+fn large_enough([rows, cols]: [usize; 2], min_elements: usize) -> bool {
+    rows * cols >= min_elements
+}
+
+/// Says which linear layers a recipe quantizes.
+///
+/// A pattern is a module path in which `*` stands for any characters, dots among them: `lm_head`, `layers.0.*`,
+/// `layers.*.mlp`. It matches a layer if it describes the layer's path or that of a module around it: `layers.*.mlp`
+/// covers `layers.3.mlp.down`. It may begin at any module: `lm_head` covers `model.lm_head`.
+///
+/// The default skips the vocabulary head by its usual name, `lm_head`, products with an embedding's table (a tied
+/// vocabulary head), and layers with fewer than [`MIN_ELEMENTS`] weights.
+///
+/// ```
+/// use burn_quant_train::layer::LayerPolicy;
+///
+/// let policy = LayerPolicy::default().only("layers.*.mlp").skip("layers.0");
+/// assert!(policy.decide("layers.3.mlp.down", [512, 512]).is_quantized());
+/// assert!(!policy.decide("layers.0.mlp.down", [512, 512]).is_quantized());
+/// assert!(!policy.decide("layers.3.attention.q", [512, 512]).is_quantized());
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LayerPolicy {
+    skip: Vec<String>,
+    only: Vec<String>,
+    min_elements: usize,
+    tied_embeddings: bool,
+}
+
+impl Default for LayerPolicy {
+    fn default() -> Self {
+        Self {
+            skip: vec![String::from("lm_head")],
+            ..Self::all()
+        }
+    }
+}
+
+impl LayerPolicy {
+    /// Quantizes every linear layer of at least [`MIN_ELEMENTS`] weights, the vocabulary head too.
+    pub fn all() -> Self {
+        Self {
+            skip: Vec::new(),
+            only: Vec::new(),
+            min_elements: MIN_ELEMENTS,
+            tied_embeddings: false,
+        }
+    }
+
+    /// Leaves the layers that match `pattern` in the compute dtype.
+    pub fn skip(mut self, pattern: impl Into<String>) -> Self {
+        self.skip.push(pattern.into());
+        self
+    }
+
+    /// Quantizes only layers that match `pattern`, or another pattern given to `only`.
+    pub fn only(mut self, pattern: impl Into<String>) -> Self {
+        self.only.push(pattern.into());
+        self
+    }
+
+    /// Quantizes products with an embedding's table too: the vocabulary head of a model with tied embeddings. Looking
+    /// rows up in the table stays exact.
+    pub fn tied_embeddings(mut self) -> Self {
+        self.tied_embeddings = true;
+        self
+    }
+
+    /// Leaves layers with fewer weights than this in the compute dtype.
+    pub fn min_elements(mut self, min_elements: usize) -> Self {
+        self.min_elements = min_elements;
+        self
+    }
+
+    /// The decision for the layer at module path `path`, with a weight `[rows, cols]` of this shape.
+    pub fn decide(&self, path: &str, shape: [usize; 2]) -> Decision {
+        if let Some(pattern) = self.skip.iter().find(|pattern| covers(pattern, path)) {
+            return Decision::Skipped(pattern.clone());
+        }
+        if !self.only.is_empty() && !self.only.iter().any(|pattern| covers(pattern, path)) {
+            return Decision::NotSelected;
+        }
+        if !large_enough(shape, self.min_elements) {
+            return Decision::Small(self.min_elements);
+        }
+        Decision::Quantized
+    }
+}
+
+impl LayerPolicy {
+    /// The decision for products with the table of the embedding at module path `path`.
+    pub(crate) fn decide_embedding(&self, path: &str, shape: [usize; 2]) -> Decision {
+        match self.tied_embeddings {
+            true => self.decide(path, shape),
+            false => Decision::Embedding,
+        }
+    }
+}
+
+/// The decision for a layer, and the reason.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Decision {
+    /// The recipe's row.
+    Quantized,
+    /// The compute dtype: a `skip` pattern, this one, matches.
+    Skipped(String),
+    /// The compute dtype: there are `only` patterns, and none matches.
+    NotSelected,
+    /// The compute dtype: fewer weights than this bound.
+    Small(usize),
+    /// The compute dtype: the table of an embedding.
+    Embedding,
+    /// The compute dtype: the recipe quantizes no linear layer.
+    Recipe,
+}
+
+impl Decision {
+    /// True if the layer is quantized.
+    pub fn is_quantized(&self) -> bool {
+        *self == Decision::Quantized
+    }
+}
+
+impl fmt::Display for Decision {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Decision::Quantized => write!(f, "quantized"),
+            Decision::Skipped(pattern) => write!(f, "compute dtype: skip(\"{pattern}\")"),
+            Decision::NotSelected => write!(f, "compute dtype: not among the layers of only(..)"),
+            Decision::Small(bound) => write!(f, "compute dtype: fewer than {bound} weights"),
+            Decision::Embedding => write!(f, "compute dtype: an embedding"),
+            Decision::Recipe => write!(f, "compute dtype: the recipe quantizes nothing"),
+        }
+    }
+}
+
+/// True if `pattern` describes `path`, or a module around it, from any module of the path on.
+pub(crate) fn covers(pattern: &str, path: &str) -> bool {
+    let starts = std::iter::once(0).chain(path.match_indices('.').map(|(dot, _)| dot + 1));
+    starts.into_iter().any(|start| {
+        let rest = &path[start..];
+        let ends = rest
+            .match_indices('.')
+            .map(|(dot, _)| dot)
+            .chain([rest.len()]);
+        ends.into_iter()
+            .any(|end| matches(pattern.as_bytes(), &rest.as_bytes()[..end]))
+    })
+}
+
+/// Glob match with `*` only.
+fn matches(pattern: &[u8], text: &[u8]) -> bool {
+    match pattern.split_first() {
+        None => text.is_empty(),
+        Some((b'*', rest)) => (0..=text.len()).any(|taken| matches(rest, &text[taken..])),
+        Some((first, rest)) => text.first() == Some(first) && matches(rest, &text[1..]),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rstest::rstest;
+
+    use super::*;
+
+    #[rstest]
+    #[case("lm_head", "lm_head", true)]
+    #[case("lm_head", "model.lm_head", true)]
+    #[case("lm_head", "model.lm_head_norm", false)]
+    #[case("layers.*.mlp", "layers.3.mlp.down", true)]
+    #[case("layers.*.mlp", "model.layers.3.mlp.down", true)]
+    #[case("layers.*.mlp", "layers.3.attention.q", false)]
+    #[case("layers.1", "layers.1.mlp.up", true)]
+    #[case("layers.1", "layers.11.mlp.up", false)]
+    #[case("*.down", "layers.0.mlp.down", true)]
+    #[case("*", "anything", true)]
+    fn patterns_cover_paths(#[case] pattern: &str, #[case] path: &str, #[case] expected: bool) {
+        assert_eq!(covers(pattern, path), expected);
+    }
+
+    #[test]
+    fn skip_wins_over_only_and_small_layers_stay() {
+        let policy = LayerPolicy::all()
+            .only("mlp")
+            .skip("mlp.up")
+            .min_elements(100);
+        assert_eq!(policy.decide("mlp.down", [10, 10]), Decision::Quantized);
+        assert_eq!(
+            policy.decide("mlp.up", [10, 10]),
+            Decision::Skipped("mlp.up".into())
+        );
+        assert_eq!(policy.decide("attention", [10, 10]), Decision::NotSelected);
+        assert_eq!(policy.decide("mlp.down", [9, 11]), Decision::Small(100));
+    }
+}

@@ -1,0 +1,227 @@
+//! Tags, which travel with a tensor's value.
+//!
+//! On a weight the tag holds the quantization state of its layer; on any tensor it holds the compressed copies made of
+//! it so far, so that an activation that several layers save is compressed and stored once, and a weight is quantized
+//! once per optimizer step. State that rides on tensors needs no registry, leaks nothing, and follows the tensor to
+//! other threads.
+
+use std::sync::{
+    Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak,
+    atomic::{AtomicBool, AtomicUsize, Ordering},
+};
+
+use super::{Bank, Call, Layer};
+use crate::{
+    data::{
+        DataBackend, Layout,
+        quantize::{Format, Quantized},
+    },
+    recipe::Rounding,
+};
+
+static LIVE: AtomicUsize = AtomicUsize::new(0);
+
+/// The number of tags alive in this process: one for each distinct tensor value that is held somewhere.
+pub fn live() -> usize {
+    LIVE.load(Ordering::Relaxed)
+}
+
+/// How a tensor shows the matrix that its tag speaks of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum View {
+    /// Leading dimensions flattened into rows, the last one the columns.
+    Rows,
+    /// The last two dimensions swapped, all leading ones 1.
+    Transposed,
+}
+
+/// Tells the compressed copies of a tensor apart.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct CopyKey {
+    /// How its numbers are to be read.
+    pub format: Format,
+    /// How values were rounded.
+    pub rounding: Rounding,
+    /// True for a copy of the tensor's transpose, which is made where scales do not turn with the matrix.
+    pub of_transpose: bool,
+    /// The order of its values: one of the two.
+    pub layout: Layout,
+}
+
+/// The time for which a stochastic copy is good: a step of a bank, in a lane. In longer use the error of one draw would
+/// become a bias.
+pub(crate) struct Epoch<B: DataBackend> {
+    bank: Weak<Bank<B>>,
+    time: u64,
+    lane: u64,
+}
+
+impl<B: DataBackend> Epoch<B> {
+    /// The epoch of a call of one of the bank's layers.
+    pub fn of(bank: &Arc<Bank<B>>, call: Call) -> Self {
+        Self {
+            bank: Arc::downgrade(bank),
+            time: call.time,
+            lane: call.lane,
+        }
+    }
+
+    fn is_over(&self) -> bool {
+        self.bank
+            .upgrade()
+            .is_none_or(|bank| bank.now().time != self.time)
+    }
+}
+
+impl<B: DataBackend> PartialEq for Epoch<B> {
+    fn eq(&self, other: &Self) -> bool {
+        Weak::ptr_eq(&self.bank, &other.bank) && self.time == other.time && self.lane == other.lane
+    }
+}
+
+/// A compressed copy of a tensor.
+struct SavedCopy<B: DataBackend> {
+    key: CopyKey,
+    /// `None` for a copy to nearest, which is good as long as the value.
+    epoch: Option<Epoch<B>>,
+    matrix: Arc<Quantized<B>>,
+}
+
+/// The state that travels with a tensor's value.
+///
+/// `B` is the backend that holds the data: the one inside `Autodiff`.
+pub struct Tag<B: DataBackend> {
+    layer: OnceLock<Arc<Layer<B>>>,
+    /// The layer from whose weight this value was computed.
+    origin: Option<Arc<Layer<B>>>,
+    parameter: AtomicBool,
+    copies: Mutex<Vec<SavedCopy<B>>>,
+}
+
+impl<B: DataBackend> Tag<B> {
+    /// A tag with nothing in it.
+    pub(crate) fn new() -> Self {
+        Self::from_origin(None)
+    }
+
+    /// A tag for the weight of `layer`.
+    pub(crate) fn with_layer(layer: Arc<Layer<B>>) -> Self {
+        let tag = Self::new();
+        let _ = tag.layer.set(layer);
+        tag
+    }
+
+    fn from_origin(origin: Option<Arc<Layer<B>>>) -> Self {
+        LIVE.fetch_add(1, Ordering::Relaxed);
+        Self {
+            layer: OnceLock::new(),
+            origin,
+            parameter: AtomicBool::new(false),
+            copies: Mutex::default(),
+        }
+    }
+
+    /// A tag for a value of the same shape that was computed from this one's.
+    ///
+    /// If it becomes a parameter, it is the weight of the same layer: so a layer outlives what a training loop does to
+    /// its weight.
+    pub(crate) fn descendant(&self) -> Self {
+        Self::from_origin(self.lineage().cloned())
+    }
+
+    /// The layer whose weight this is, or from whose weight it was computed.
+    pub(crate) fn lineage(&self) -> Option<&Arc<Layer<B>>> {
+        self.layer().or(self.origin.as_ref())
+    }
+
+    /// The same tag for a copy of the tensor on another device: the layer, without the compressed copies.
+    pub fn without_copies(&self) -> Self {
+        let tag = Self::from_origin(self.origin.clone());
+        if let Some(layer) = self.layer.get() {
+            let _ = tag.layer.set(layer.clone());
+        }
+        let parameter = self.parameter.load(Ordering::Relaxed);
+        tag.parameter.store(parameter, Ordering::Relaxed);
+        tag
+    }
+
+    /// Notes that gradients of this tensor are asked for, so that it is a parameter.
+    ///
+    /// If it was computed from a layer's weight, it becomes the weight of that layer.
+    pub(crate) fn set_parameter(&self) {
+        self.parameter.store(true, Ordering::Relaxed);
+        if let Some(origin) = &self.origin {
+            self.layer.get_or_init(|| origin.clone());
+        }
+    }
+
+    /// True if gradients of this tensor were asked for.
+    pub fn is_parameter(&self) -> bool {
+        self.parameter.load(Ordering::Relaxed)
+    }
+
+    /// The layer whose weight this is.
+    pub fn layer(&self) -> Option<&Arc<Layer<B>>> {
+        self.layer.get()
+    }
+
+    /// The compressed copies made so far.
+    pub fn copies(&self) -> Vec<(CopyKey, Arc<Quantized<B>>)> {
+        let copies = self.lock();
+        copies
+            .iter()
+            .map(|copy| (copy.key, copy.matrix.clone()))
+            .collect()
+    }
+
+    /// The compressed copy of this key that is good in this epoch, if one was made.
+    pub(crate) fn find(&self, key: CopyKey, epoch: Option<Epoch<B>>) -> Option<Arc<Quantized<B>>> {
+        let copies = self.lock();
+        let mut found = copies.iter();
+        let found = found.find(|copy| copy.key == key && copy.epoch == epoch)?;
+        Some(found.matrix.clone())
+    }
+
+    /// Keeps a compressed copy, unless there is one already, and returns the one that is kept. Copies whose epoch is
+    /// over make room for it.
+    pub(crate) fn keep(
+        &self,
+        key: CopyKey,
+        epoch: Option<Epoch<B>>,
+        matrix: Quantized<B>,
+    ) -> Arc<Quantized<B>> {
+        let mut copies = self.lock();
+        if let Some(kept) = copies
+            .iter()
+            .find(|copy| copy.key == key && copy.epoch == epoch)
+        {
+            return kept.matrix.clone();
+        }
+        copies.retain(|copy| !copy.epoch.as_ref().is_some_and(Epoch::is_over));
+        let matrix = Arc::new(matrix);
+        copies.push(SavedCopy {
+            key,
+            epoch,
+            matrix: matrix.clone(),
+        });
+        matrix
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Vec<SavedCopy<B>>> {
+        self.copies.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl<B: DataBackend> Drop for Tag<B> {
+    fn drop(&mut self) {
+        LIVE.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+impl<B: DataBackend> std::fmt::Debug for Tag<B> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Tag")
+            .field("layer", &self.layer().map(|layer| layer.path()))
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,478 @@
+//! Both passes on the device, each an operation of the backend that holds the data.
+
+use burn_backend::{
+    FloatDType, Shape, TensorMetadata,
+    tensor::{FloatTensor, IntTensor},
+};
+
+use super::plan::{BackwardPlan, Stored};
+use crate::{
+    data::{
+        Kernels, Layout, Operation, cast_to,
+        product::float_product,
+        quantize::{
+            Fallback, Quantized, QuantizedInput, Residual as ResidualBlocks, quantize_operand,
+        },
+        tensors::{Bundle, Change, FloatMeta, IntMeta, Outline, Tensors},
+    },
+    ops::operand::{Make, copies},
+};
+
+/// Shape and dtype of a gradient, which are those of its tensor.
+#[derive(Debug, Clone)]
+pub(super) struct Form {
+    pub shape: Shape,
+    pub dtype: FloatDType,
+}
+
+impl Form {
+    pub fn of(tensor: &impl TensorMetadata) -> Self {
+        Self {
+            shape: tensor.shape(),
+            dtype: tensor.dtype().into(),
+        }
+    }
+}
+
+/// A matrix that a pass reads: as it came, or quantized before.
+#[derive(Debug, Clone)]
+pub(super) enum Source<T: Tensors> {
+    Float(T::Float),
+    Copy(Quantized<T>),
+}
+
+impl Bundle for Source<Outline> {
+    type On<T: Tensors> = Source<T>;
+
+    fn rebuild<S: Tensors, T: Tensors>(
+        source: Source<S>,
+        change: &mut impl Change<S, T>,
+    ) -> Source<T> {
+        match source {
+            Source::Float(tensor) => Source::Float(change.float(tensor)),
+            Source::Copy(matrix) => Source::Copy(Quantized::rebuild(matrix, change)),
+        }
+    }
+}
+
+impl<T: Tensors> Source<T> {
+    /// Rows and columns, the leading dimensions being rows.
+    fn shape(&self) -> [usize; 2] {
+        match self {
+            Self::Float(tensor) => flattened(&tensor.shape()),
+            Self::Copy(matrix) => matrix.shape,
+        }
+    }
+}
+
+/// The forward pass.
+#[derive(Debug, Clone)]
+pub(super) struct Forward {
+    /// The shape of X, `[.., K]`.
+    pub x_shape: Shape,
+    /// The shape of Y, `[.., N]`.
+    pub shape: Shape,
+    pub product: Option<[Make; 2]>,
+    /// True if X as the product takes it is wanted afterwards.
+    pub keeps_operand: bool,
+    /// The copy of X to make for the backward pass.
+    pub saved: Option<Make>,
+    /// The copies of W to make.
+    pub weight: Option<Stored>,
+    pub other_weight: Option<Stored>,
+    /// True if the matrix of which copies are made is the transpose of W.
+    pub transposed_weight: bool,
+    pub compute: FloatDType,
+}
+
+#[derive(Debug, Clone)]
+pub(super) struct ForwardInputs<T: Tensors> {
+    /// X, `[.., K]`, of any float dtype, or a copy of the matrix.
+    pub x: Source<T>,
+    /// W, `[K, N]`, with leading dimensions of 1, or a copy of the tagged matrix.
+    pub weight: Source<T>,
+    /// `[N]`.
+    pub bias: Option<T::Float>,
+    pub fallback: Option<Fallback<T>>,
+}
+
+impl Bundle for ForwardInputs<Outline> {
+    type On<T: Tensors> = ForwardInputs<T>;
+
+    fn rebuild<S: Tensors, T: Tensors>(
+        inputs: ForwardInputs<S>,
+        change: &mut impl Change<S, T>,
+    ) -> ForwardInputs<T> {
+        ForwardInputs {
+            x: Source::rebuild(inputs.x, change),
+            weight: Source::rebuild(inputs.weight, change),
+            bias: inputs.bias.map(|bias| change.float(bias)),
+            fallback: Option::<Fallback<Outline>>::rebuild(inputs.fallback, change),
+        }
+    }
+}
+
+#[derive(Debug, Clone)]
+pub(super) struct ForwardOutputs<T: Tensors> {
+    /// Y, `[.., N]`.
+    pub y: T::Float,
+    /// X as the product took it, without residuals.
+    pub operand: Option<Quantized<T>>,
+    /// The copy of X for the backward pass.
+    pub saved: Option<Quantized<T>>,
+    /// The copies of W that were to be made.
+    pub weight: Option<Quantized<T>>,
+    pub other_weight: Option<Quantized<T>>,
+    /// The counters of the fallback state.
+    pub counts: Option<T::Int>,
+}
+
+impl Bundle for ForwardOutputs<Outline> {
+    type On<T: Tensors> = ForwardOutputs<T>;
+
+    fn rebuild<S: Tensors, T: Tensors>(
+        outputs: ForwardOutputs<S>,
+        change: &mut impl Change<S, T>,
+    ) -> ForwardOutputs<T> {
+        type Copy = Option<Quantized<Outline>>;
+        ForwardOutputs {
+            y: change.float(outputs.y),
+            operand: Copy::rebuild(outputs.operand, change),
+            saved: Copy::rebuild(outputs.saved, change),
+            weight: Copy::rebuild(outputs.weight, change),
+            other_weight: Copy::rebuild(outputs.other_weight, change),
+            counts: outputs.counts.map(|counts| change.int(counts)),
+        }
+    }
+}
+
+impl Forward {
+    /// The matrix that W's tag speaks of, of which copies are made.
+    fn tagged_matrix<K: Kernels>(&self, weight: &FloatTensor<K>) -> FloatTensor<K> {
+        let weight = flatten::<K>(weight.clone());
+        match self.transposed_weight {
+            true => K::float_swap_dims(weight, 0, 1),
+            false => weight,
+        }
+    }
+}
+
+impl Operation for Forward {
+    const NAME: &'static str = "linear_forward";
+    type Inputs = ForwardInputs<Outline>;
+    type Outputs = ForwardOutputs<Outline>;
+
+    fn outline<T: Tensors>(&self, inputs: &ForwardInputs<T>) -> ForwardOutputs<Outline> {
+        let x = flattened(&self.x_shape);
+        let mut tagged = inputs.weight.shape();
+        if self.transposed_weight && matches!(inputs.weight, Source::Float(_)) {
+            tagged.reverse();
+        }
+        let of = |shape: [usize; 2], make: &Make, layout| {
+            let [rows, cols] = shape;
+            let shape = match make.factor.key.of_transpose {
+                true => [cols, rows],
+                false => shape,
+            };
+            Quantized::outline(shape, &make.spec(layout))
+        };
+        let own = |shape, make: &Make| of(shape, make, make.factor.key.layout);
+        let of_weight = |stored: Stored| of(tagged, &stored.make, stored.key.layout);
+        let operand = self.product.filter(|_| self.keeps_operand);
+        ForwardOutputs {
+            y: FloatMeta::new(self.shape.clone(), self.compute),
+            operand: operand.map(|[make, _]| own(x, &make)),
+            saved: self.saved.map(|make| own(x, &make)),
+            weight: self.weight.map(of_weight),
+            other_weight: self.other_weight.map(of_weight),
+            counts: inputs.fallback.as_ref().map(|it| IntMeta::of(&it.counts)),
+        }
+    }
+
+    fn run<K: Kernels>(self, inputs: ForwardInputs<K>) -> ForwardOutputs<K> {
+        let ForwardInputs {
+            x,
+            weight,
+            bias,
+            fallback,
+        } = inputs;
+        let shape = self.shape.clone();
+        let other_weight = match (&weight, self.other_weight) {
+            (Source::Float(weight), Some(Stored { key, make })) => {
+                Some(make.copy::<K>(self.tagged_matrix::<K>(weight), key.layout))
+            }
+            (Source::Float(_), None) | (Source::Copy(_), _) => None,
+        };
+        let Some([of_x, of_weight]) = self.product else {
+            let (Source::Float(x), Source::Float(weight)) = (x, weight) else {
+                unreachable!("a product in the compute dtype takes floats");
+            };
+            let x = flatten::<K>(x);
+            let saved = copies::<K>(x.clone(), [self.saved.as_ref(), None]);
+            let [saved, _] = saved;
+            return ForwardOutputs {
+                y: K::float_reshape(
+                    compute_product::<K>(x, flatten::<K>(weight), bias, self.compute),
+                    shape,
+                ),
+                operand: None,
+                saved,
+                weight: None,
+                other_weight,
+                counts: None,
+            };
+        };
+        let (operand, fallback, saved) = match x {
+            Source::Copy(copy) => (copy, None, None),
+            Source::Float(x) => {
+                quantized_x::<K>(flatten::<K>(x), &of_x, self.saved.as_ref(), fallback)
+            }
+        };
+        let (copy, made) = match weight {
+            Source::Copy(copy) => (copy, None),
+            Source::Float(weight) => {
+                let kept = self.weight.expect("a float weight is to be quantized");
+                // The product reads along its inner dimension; the other layout lives for the product only.
+                let layout = match kept.key.layout == of_weight.factor.key.layout {
+                    true => kept.key.layout,
+                    false => Layout::Both,
+                };
+                let copy = of_weight.copy::<K>(self.tagged_matrix::<K>(&weight), layout);
+                let made = copy.in_layout(kept.key.layout);
+                (copy, Some(made))
+            }
+        };
+        let y = K::product(
+            of_x.factor.operand(&operand),
+            fallback.as_ref().map(|(residual, _)| residual),
+            of_weight.factor.operand(&copy),
+            bias,
+            self.compute,
+        );
+        ForwardOutputs {
+            y: K::float_reshape(y, shape),
+            operand: self.keeps_operand.then_some(operand),
+            saved,
+            weight: made,
+            other_weight,
+            counts: fallback.map(|(_, counts)| counts),
+        }
+    }
+}
+
+/// The operand of the forward product, its residual and the counters, and the copy for the backward pass.
+type QuantizedX<K> = (
+    Quantized<K>,
+    Option<(ResidualBlocks<K>, IntTensor<K>)>,
+    Option<Quantized<K>>,
+);
+
+fn quantized_x<K: Kernels>(
+    x: FloatTensor<K>,
+    operand: &Make,
+    saved: Option<&Make>,
+    fallback: Option<Fallback<K>>,
+) -> QuantizedX<K> {
+    let spec = operand.spec(operand.factor.key.layout);
+    match saved {
+        None => {
+            let (operand, fallback) = quantize_operand::<K>(x, &spec, fallback);
+            (operand, fallback, None)
+        }
+        Some(saved) if fallback.is_none() && operand.is_same_as(saved) => {
+            let [operand, saved] = copies::<K>(x, [Some(operand), Some(saved)]);
+            (operand.expect("it was asked for"), None, saved)
+        }
+        Some(saved) if saved.factor.key.of_transpose => {
+            let copy = saved.copy::<K>(x.clone(), saved.factor.key.layout);
+            let (operand, fallback) = quantize_operand::<K>(x, &spec, fallback);
+            (operand, fallback, Some(copy))
+        }
+        Some(saved) => {
+            let saved = saved.spec(saved.factor.key.layout);
+            let QuantizedInput {
+                forward,
+                fallback,
+                saved,
+            } = K::quantize_input(x, &spec, &saved, fallback);
+            (forward, fallback, Some(saved))
+        }
+    }
+}
+
+/// The product of two matrices in the compute dtype, plus a bias.
+fn compute_product<K: Kernels>(
+    left: FloatTensor<K>,
+    right: FloatTensor<K>,
+    bias: Option<FloatTensor<K>>,
+    compute: FloatDType,
+) -> FloatTensor<K> {
+    let [left, right] = [left, right].map(|it| cast_to::<K>(it, Some(compute)));
+    let product = float_product::<K>(left, right, compute);
+    match bias {
+        None => product,
+        Some(bias) => {
+            let row = Shape::new([1, bias.shape()[0]]);
+            let bias = cast_to::<K>(bias, Some(compute));
+            K::float_add(product, K::float_reshape(bias, row))
+        }
+    }
+}
+
+/// The backward pass, which computes the gradients that have a form.
+#[derive(Debug, Clone)]
+pub(super) struct Backward {
+    pub input: Option<Form>,
+    pub weight: Option<Form>,
+    pub plan: BackwardPlan,
+    pub compute: FloatDType,
+}
+
+#[derive(Debug, Clone)]
+pub(super) struct BackwardInputs<T: Tensors> {
+    /// dY, `[.., N]`, of any float dtype.
+    pub gradient: T::Float,
+    /// W, where dX is wanted.
+    pub weight: Option<Source<T>>,
+    /// X, where dW is wanted.
+    pub x: Option<Source<T>>,
+}
+
+impl Bundle for BackwardInputs<Outline> {
+    type On<T: Tensors> = BackwardInputs<T>;
+
+    fn rebuild<S: Tensors, T: Tensors>(
+        inputs: BackwardInputs<S>,
+        change: &mut impl Change<S, T>,
+    ) -> BackwardInputs<T> {
+        type Operand = Option<Source<Outline>>;
+        BackwardInputs {
+            gradient: change.float(inputs.gradient),
+            weight: Operand::rebuild(inputs.weight, change),
+            x: Operand::rebuild(inputs.x, change),
+        }
+    }
+}
+
+#[derive(Debug, Clone)]
+pub(super) struct Gradients<T: Tensors> {
+    /// dX.
+    pub input: Option<T::Float>,
+    /// dW.
+    pub weight: Option<T::Float>,
+}
+
+impl Bundle for Gradients<Outline> {
+    type On<T: Tensors> = Gradients<T>;
+
+    fn rebuild<S: Tensors, T: Tensors>(
+        gradients: Gradients<S>,
+        change: &mut impl Change<S, T>,
+    ) -> Gradients<T> {
+        Gradients {
+            input: gradients.input.map(|it| change.float(it)),
+            weight: gradients.weight.map(|it| change.float(it)),
+        }
+    }
+}
+
+impl Operation for Backward {
+    const NAME: &'static str = "linear_backward";
+    type Inputs = BackwardInputs<Outline>;
+    type Outputs = Gradients<Outline>;
+
+    fn outline<T: Tensors>(&self, _inputs: &BackwardInputs<T>) -> Gradients<Outline> {
+        let of = |form: &Form| FloatMeta::new(form.shape.clone(), form.dtype);
+        Gradients {
+            input: self.input.as_ref().map(of),
+            weight: self.weight.as_ref().map(of),
+        }
+    }
+
+    fn run<K: Kernels>(self, inputs: BackwardInputs<K>) -> Gradients<K> {
+        let BackwardPlan { input, weight } = self.plan;
+        let gradient = flatten::<K>(inputs.gradient);
+        let of_input = input.filter(|_| self.input.is_some());
+        let of_weight = weight.filter(|_| self.weight.is_some());
+        let makes = [
+            of_input.as_ref().map(|[gradient, _]| gradient),
+            of_weight.as_ref().map(|[_, gradient]| gradient),
+        ];
+        let quantized = copies::<K>(gradient.clone(), makes);
+        let float = |tensor| cast_to::<K>(tensor, Some(self.compute));
+        let transposed = |tensor| K::float_swap_dims(flatten::<K>(tensor), 0, 1);
+
+        let in_form = |product, form: Form| K::float_reshape(product, form.shape);
+        let input = inputs.weight.zip(self.input).map(|(weight, form)| {
+            let product = match (weight, &of_input, &quantized[0]) {
+                (Source::Copy(weight), Some([left, right]), Some(gradient)) => K::product(
+                    left.factor.operand(gradient),
+                    None,
+                    right.factor.operand(&weight),
+                    None,
+                    form.dtype,
+                ),
+                (Source::Float(weight), _, _) => float_product::<K>(
+                    float(gradient.clone()),
+                    float(transposed(weight)),
+                    form.dtype,
+                ),
+                (Source::Copy(_), ..) => {
+                    unreachable!("a quantized weight is for a quantized product")
+                }
+            };
+            in_form(product, form)
+        });
+        let weight = inputs.x.zip(self.weight).map(|(x, form)| {
+            let product = match (x, &of_weight, &quantized[1]) {
+                (x, Some([left, right]), Some(gradient)) => {
+                    let x = match x {
+                        Source::Copy(copy) => copy,
+                        Source::Float(x) => left.copy::<K>(flatten::<K>(x), left.factor.key.layout),
+                    };
+                    // Straight from the accumulators.
+                    K::product(
+                        left.factor.operand(&x),
+                        None,
+                        right.factor.operand(gradient),
+                        None,
+                        form.dtype,
+                    )
+                }
+                (Source::Float(x), _, _) => {
+                    float_product::<K>(float(transposed(x)), float(gradient), form.dtype)
+                }
+                (Source::Copy(_), ..) => {
+                    unreachable!("a quantized input is for a quantized product")
+                }
+            };
+            in_form(product, form)
+        });
+        Gradients { input, weight }
+    }
+}
+
+/// A shape with the last dimension of another one.
+pub(super) fn with_last(shape: &Shape, last: &Shape) -> Shape {
+    let mut shape = shape.clone();
+    let index = shape.num_dims() - 1;
+    shape[index] = last[last.num_dims() - 1];
+    shape
+}
+
+/// Rows and columns of a tensor whose dimensions but the last are rows.
+fn flattened(shape: &Shape) -> [usize; 2] {
+    let (cols, rows) = shape
+        .split_last()
+        .expect("a matrix has at least one dimension");
+    [rows.iter().product(), *cols]
+}
+
+/// All dimensions but the last as rows.
+fn flatten<K: Kernels>(tensor: FloatTensor<K>) -> FloatTensor<K> {
+    let shape = tensor.shape();
+    match shape.num_dims() {
+        2 => tensor,
+        _ => K::float_reshape(tensor, Shape::new(flattened(&shape))),
+    }
+}

@@ -1,0 +1,157 @@
+//! The plan of a run of a layer: the copies that its products read, from its row.
+
+use std::sync::Arc;
+
+use burn_backend::tensor::Device;
+
+use crate::{
+    data::{DataBackend, Layout},
+    layer::{
+        Bank, Call, Layer, Role,
+        tag::{CopyKey, Epoch, View},
+    },
+    ops::operand::{Factor, Make},
+    recipe::{Cast, LinearRow, Product, Residual, Rounding, SavedX},
+};
+
+/// The operands of both backward products, left and right; `None` for a product in the compute dtype.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct BackwardPlan {
+    /// dX = dY Wᵀ.
+    pub input: Option<[Make; 2]>,
+    /// dW = Xᵀ dY.
+    pub weight: Option<[Make; 2]>,
+}
+
+/// The plan of a run of a layer, from its row.
+pub(super) struct Plan {
+    /// Operands of the forward product; `None` in the compute dtype.
+    pub forward: Option<[Make; 2]>,
+    pub residual: Residual,
+    /// The copy of X for the backward pass, if it is made in the forward pass.
+    pub saved: Option<Make>,
+    /// The copy of W that is kept: the forward product's, and that of dX where both are one.
+    pub weight: Option<Stored>,
+    /// The copy of W that dX reads, where that is another one.
+    pub other_weight: Option<Stored>,
+    pub backward: BackwardPlan,
+    call: Call,
+}
+
+/// A copy of W that is kept from run to run.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Stored {
+    pub key: CopyKey,
+    pub make: Make,
+}
+
+impl Plan {
+    /// The plan of the layer's next run on `device`; `weight_view`: how W shows the matrix that copies are made of.
+    pub fn new<B: DataBackend>(
+        layer: &Layer<B>,
+        row: &LinearRow,
+        weight_view: View,
+        device: &Device<B>,
+    ) -> Self {
+        let call = layer.next_call(device);
+        let key = |role| move || layer.key(call, role);
+        let weight_key = |role| move || layer.key(call.of_weight(), role);
+        let is_transposed = weight_view == View::Transposed;
+
+        let forward = casts(&row.forward)
+            .map(|[x, weight]| [Factor::left(x, false), Factor::right(weight, is_transposed)]);
+        let input = casts(&row.input_gradient).map(|[gradient, weight]| {
+            [
+                Factor::left(gradient, false),
+                Factor::right(weight, !is_transposed),
+            ]
+        });
+        let weight = casts(&row.weight_gradient)
+            .map(|[x, gradient]| [Factor::left(x, true), Factor::right(gradient, false)]);
+
+        // Operands of the same numbers are one copy, so one draw.
+        let of_saved = match (&forward, &weight) {
+            (Some([x, _]), Some([saved, _])) if x.is_same_as(saved) => Role::Input,
+            _ => Role::SavedInput,
+        };
+        let of_gradient = match (&input, &weight) {
+            (Some([first, _]), Some([_, second])) if !first.is_same_as(second) => {
+                Role::OutputGradientOfWeight
+            }
+            _ => Role::OutputGradient,
+        };
+        let of_other = match (&forward, &input) {
+            (Some([_, first]), Some([_, second])) if first.is_same_as(second) => Role::Weight,
+            _ => Role::WeightOfInput,
+        };
+        let forward = forward.map(|[x, weight]| {
+            [
+                Make::new(x, key(Role::Input)),
+                Make::new(weight, weight_key(Role::Weight)),
+            ]
+        });
+        let input = input.map(|[gradient, weight]| {
+            [
+                Make::new(gradient, key(Role::OutputGradient)),
+                Make::new(weight, weight_key(of_other)),
+            ]
+        });
+        let weight = weight.map(|[x, gradient]| {
+            [
+                Make::new(x, key(of_saved)),
+                Make::new(gradient, key(of_gradient)),
+            ]
+        });
+
+        let of_forward = forward.map(|[_, weight]| weight);
+        let of_input = input.map(|[_, weight]| weight);
+        let shared = of_forward
+            .zip(of_input)
+            .is_some_and(|(a, b)| a.is_same_as(&b));
+        let stored = |make: Make, layout| Stored {
+            key: CopyKey {
+                layout,
+                ..make.factor.key
+            },
+            make,
+        };
+        // Row-major where both products read it: each makes the other layout for its own time if it needs that.
+        let own = |make: Make| stored(make, make.factor.key.layout);
+        Self {
+            forward,
+            residual: casts(&row.forward).map_or(Residual::Never, |[x, _]| x.residual),
+            saved: match row.saved_x {
+                SavedX::Operand => weight.map(|[x, _]| x),
+                SavedX::Input => None,
+            },
+            weight: match shared {
+                true => of_forward.map(|make| stored(make, Layout::RowMajor)),
+                false => of_forward.map(own),
+            },
+            other_weight: of_input.filter(|_| !shared).map(own),
+            backward: BackwardPlan { input, weight },
+            call,
+        }
+    }
+
+    /// The time for which a copy of X is good.
+    pub fn epoch<B: DataBackend>(&self, bank: &Arc<Bank<B>>, key: CopyKey) -> Option<Epoch<B>> {
+        (key.rounding == Rounding::Stochastic).then(|| Epoch::of(bank, self.call))
+    }
+
+    /// The time for which a copy of W is good.
+    pub fn weight_epoch<B: DataBackend>(
+        &self,
+        bank: &Arc<Bank<B>>,
+        key: CopyKey,
+    ) -> Option<Epoch<B>> {
+        (key.rounding == Rounding::Stochastic).then(|| Epoch::of(bank, self.call.of_weight()))
+    }
+}
+
+fn casts(product: &Product) -> Option<[&Cast; 2]> {
+    match product {
+        Product::Compute => None,
+        Product::Quantized { left, right } => Some([left, right]),
+    }
+}

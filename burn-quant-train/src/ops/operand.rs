@@ -1,0 +1,157 @@
+//! The copy of a matrix that a product reads, from the cast and the side of the product.
+
+use burn_backend::tensor::FloatTensor;
+use cubecl_kernels::{granularity, rounding};
+
+use crate::{
+    data::{
+        Kernels, Layout, StochasticKey,
+        quantize::{Format, Operand, QuantizeSpec, Quantized},
+        tensors::Tensors,
+    },
+    layer::tag::CopyKey,
+    recipe::{Cast, Granularity, Rounding},
+};
+
+/// A matrix as an operand of a quantized product.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Factor {
+    /// The copy that the product reads.
+    pub key: CopyKey,
+    /// True if the operand is the transpose of the matrix.
+    transpose: bool,
+}
+
+impl Factor {
+    /// The matrix, or its transpose, as the left operand: the product sums along the operand's columns.
+    pub fn left(cast: &Cast, transpose: bool) -> Self {
+        Self::new(cast, transpose, !transpose)
+    }
+
+    /// The matrix, or its transpose, as the right operand: the product sums along the operand's rows.
+    pub fn right(cast: &Cast, transpose: bool) -> Self {
+        Self::new(cast, transpose, transpose)
+    }
+
+    fn new(cast: &Cast, transpose: bool, sums_columns: bool) -> Self {
+        // Square blocks and whole matrices turn with the matrix. A row of the operand is a row or a column of the
+        // matrix. A group lies along the rows of the quantized matrix, so the transpose is quantized where the product
+        // does not sum along the matrix's rows.
+        use granularity::Granularity as Of;
+        let (granularity, of_transpose) = match cast.granularity {
+            Granularity::Block(side) => (Of::Block(side), false),
+            Granularity::Tensor => (Of::Tensor, false),
+            Granularity::Row if sums_columns => (Of::Token, false),
+            Granularity::Row => (Of::Channel, false),
+            Granularity::Group(size) => (Of::Group(size), !sums_columns),
+        };
+        Self {
+            key: CopyKey {
+                format: Format {
+                    number: cast.number,
+                    scale: cast.scale,
+                    granularity,
+                },
+                rounding: cast.rounding,
+                of_transpose,
+                // Products read along their inner dimension.
+                layout: match sums_columns != of_transpose {
+                    true => Layout::RowMajor,
+                    false => Layout::Transposed,
+                },
+            },
+            transpose,
+        }
+    }
+
+    /// True if copies for both hold the same numbers, in whatever order, where both round to nearest or draw alike.
+    pub fn is_same_as(&self, other: &Self) -> bool {
+        let any = |key| CopyKey {
+            layout: Layout::Both,
+            ..key
+        };
+        any(self.key) == any(other.key)
+    }
+
+    /// The operand that this copy of the matrix is.
+    pub fn operand<'a, T: Tensors>(&self, copy: &'a Quantized<T>) -> Operand<'a, T> {
+        Operand {
+            matrix: copy,
+            transpose: self.transpose != self.key.of_transpose,
+        }
+    }
+}
+
+/// A copy that is to be made.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Make {
+    /// The operand that it will be.
+    pub factor: Factor,
+    /// The random numbers of its rounding, if that is stochastic.
+    key: Option<StochasticKey>,
+}
+
+impl Make {
+    /// `key` gives the random numbers, if they are needed.
+    pub fn new(factor: Factor, key: impl FnOnce() -> StochasticKey) -> Self {
+        Self {
+            factor,
+            key: (factor.key.rounding == Rounding::Stochastic).then(key),
+        }
+    }
+
+    /// How the copy is quantized, in this layout.
+    pub fn spec(&self, layout: Layout) -> QuantizeSpec {
+        let Format {
+            number,
+            scale,
+            granularity,
+        } = self.factor.key.format;
+        QuantizeSpec {
+            number,
+            scale,
+            granularity,
+            rounding: match self.key {
+                None => rounding::Rounding::Nearest,
+                Some(key) => rounding::Rounding::Stochastic(key),
+            },
+            layout,
+        }
+    }
+
+    /// True if two copies hold the same numbers, in whatever order.
+    pub fn is_same_as(&self, other: &Self) -> bool {
+        self.factor.is_same_as(&other.factor) && self.key == other.key
+    }
+
+    /// Makes the copy of a matrix, in this layout.
+    pub fn copy<K: Kernels>(&self, matrix: FloatTensor<K>, layout: Layout) -> Quantized<K> {
+        let matrix = match self.factor.key.of_transpose {
+            true => K::float_swap_dims(matrix, 0, 1),
+            false => matrix,
+        };
+        K::quantize_matrix(matrix, &self.spec(layout))
+    }
+}
+
+/// Both copies of a matrix, from one read where they hold the same numbers.
+pub(super) fn copies<K: Kernels>(
+    matrix: FloatTensor<K>,
+    makes: [Option<&Make>; 2],
+) -> [Option<Quantized<K>>; 2] {
+    let one = |make: &Make, matrix| make.copy::<K>(matrix, make.factor.key.layout);
+    match makes {
+        [Some(first), Some(second)] if first.is_same_as(second) => {
+            let both = first.copy::<K>(matrix, Layout::Both);
+            [first, second].map(|make| Some(both.in_layout(make.factor.key.layout)))
+        }
+        [Some(first), Some(second)] => {
+            let first = one(first, matrix.clone());
+            [Some(first), Some(one(second, matrix))]
+        }
+        [first, second] => [
+            first.map(|make| one(make, matrix.clone())),
+            second.map(|make| one(make, matrix)),
+        ],
+    }
+}

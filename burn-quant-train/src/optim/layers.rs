@@ -1,0 +1,382 @@
+//! The layers of a model as its optimizer knows them: the decision for each, and its state.
+
+use std::{
+    collections::HashMap,
+    fmt,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+};
+
+use burn::{
+    module::{ModuleVisitor, Param, ParamId},
+    tensor::Tensor,
+};
+use burn_backend::tensor::Device;
+
+use super::backend::LayerBackend;
+use crate::{
+    data::DataBackend,
+    layer::{
+        self, Bank, Controllers, Decision, DelayThreshold, Layer, LayerPolicy, LayerRecord,
+        LayersRecord, SlotValues,
+    },
+    recipe::{Row, Slot},
+};
+
+/// How a [`QuantOptimizer`](super::QuantOptimizer) treats layers.
+#[derive(Debug, Clone, Default)]
+pub struct LayerConfig {
+    /// Which layers are quantized.
+    pub policy: LayerPolicy,
+    /// How thresholds follow fallback rates.
+    pub threshold: DelayThreshold,
+    /// The seed of stochastic rounding; `None`: the seed last given to `Backend::seed`.
+    pub seed: Option<u64>,
+}
+
+/// The policy's decision for one linear layer.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LayerReport {
+    /// The module path, such as `layers.3.mlp.down`.
+    pub path: String,
+    /// The paths of further modules that share the layer's weight.
+    pub shared_by: Vec<String>,
+    /// The weight's shape.
+    pub shape: [usize; 2],
+    /// Quantized, or why not.
+    pub decision: Decision,
+}
+
+impl fmt::Display for LayerReport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let [rows, cols] = self.shape;
+        write!(f, "{}", self.path)?;
+        for path in &self.shared_by {
+            write!(f, " = {path}")?;
+        }
+        write!(f, " [{rows}, {cols}]: {}", self.decision)
+    }
+}
+
+/// The layers of the model that the optimizer steps.
+pub(super) struct Layers<B: DataBackend> {
+    bank: Arc<Bank<B>>,
+    /// Dies with the optimizer and its clones.
+    owner: Arc<()>,
+    /// In module order.
+    layers: Vec<Known<B>>,
+    by_id: HashMap<ParamId, usize>,
+}
+
+/// A layer of the model.
+struct Known<B: DataBackend> {
+    id: ParamId,
+    report: LayerReport,
+    layer: Arc<Layer<B>>,
+}
+
+impl<B: DataBackend> Clone for Known<B> {
+    fn clone(&self) -> Self {
+        Self {
+            id: self.id,
+            report: self.report.clone(),
+            layer: self.layer.clone(),
+        }
+    }
+}
+
+impl<B: DataBackend> Layers<B> {
+    /// New layers for these weights, with the values that a record has for them.
+    pub fn new(
+        weights: Vec<Weight<B>>,
+        row: Option<&Row>,
+        config: &LayerConfig,
+        record: Option<&LayersRecord>,
+    ) -> Self {
+        let linear = row.and_then(|row| row.linear.as_ref());
+        let slots: &'static [Slot] = linear.map_or(&[], |row| row.slots);
+        let home = weights.first().map(|weight| weight.device.clone());
+        let reports: Vec<(ParamId, LayerReport)> = weights
+            .into_iter()
+            .map(|weight| {
+                let decision = match linear {
+                    None => Decision::Recipe,
+                    Some(_) => weight.decide(&config.policy),
+                };
+                let mut paths = weight.paths.into_iter();
+                let report = LayerReport {
+                    path: paths.next().unwrap_or_default(),
+                    shared_by: paths.collect(),
+                    shape: weight.shape,
+                    decision,
+                };
+                (weight.id, report)
+            })
+            .collect();
+        let quantized = reports
+            .iter()
+            .filter(|(_, report)| report.decision.is_quantized());
+        let values = quantized
+            .map(|(id, report)| values_of(record, *id, &report.path))
+            .collect();
+        let seed = config.seed.unwrap_or_else(layer::seed);
+        let (seed, step) = record.map_or((seed, 0), |record| (record.seed, record.step));
+        let controllers = Controllers {
+            threshold: config.threshold,
+        };
+        let owner = Arc::new(());
+        let of = Arc::downgrade(&owner);
+        let bank = Arc::new(Bank::new(seed, step, slots, controllers, values, home, of));
+        let mut index = 0;
+        let layers: Vec<_> = reports
+            .into_iter()
+            .map(|(id, report)| {
+                let quantized = report.decision.is_quantized();
+                let layer = Layer::new(report.path.clone(), index, quantized, bank.clone());
+                index += usize::from(quantized);
+                Known {
+                    id,
+                    report,
+                    layer: Arc::new(layer),
+                }
+            })
+            .collect();
+        let mut layers = Self {
+            bank,
+            owner,
+            layers,
+            by_id: HashMap::new(),
+        };
+        layers.index();
+        layers
+    }
+
+    fn index(&mut self) {
+        let by_id = self.layers.iter().enumerate();
+        self.by_id = by_id.map(|(index, layer)| (layer.id, index)).collect();
+    }
+
+    /// True if these are the layers of a model with these weights, by path, shape and id.
+    pub fn are_of(&self, weights: &[Weight<B>]) -> bool {
+        let mut ids = weights.iter().map(|weight| weight.id);
+        self.are_like(weights) && self.layers.iter().all(|known| ids.next() == Some(known.id))
+    }
+
+    /// True if these are the layers of a model with these weights, by path and shape.
+    fn are_like(&self, weights: &[Weight<B>]) -> bool {
+        weights.len() == self.layers.len()
+            && weights.iter().zip(&self.layers).all(|(weight, known)| {
+                let report = &known.report;
+                let paths = std::iter::once(&report.path).chain(&report.shared_by);
+                weight.shape == report.shape && weight.paths.iter().eq(paths)
+            })
+    }
+
+    /// The same layers with the ids of these weights, if paths and shapes are the same: a loaded model has those of its
+    /// file.
+    pub fn with_ids(&self, weights: &[Weight<B>]) -> Option<Self> {
+        if !self.are_like(weights) {
+            return None;
+        }
+        let known = weights.iter().zip(&self.layers);
+        let mut layers = Self {
+            bank: self.bank.clone(),
+            owner: self.owner.clone(),
+            layers: known
+                .map(|(weight, known)| Known {
+                    id: weight.id,
+                    ..known.clone()
+                })
+                .collect(),
+            by_id: HashMap::new(),
+        };
+        layers.index();
+        Some(layers)
+    }
+
+    /// Goes on from a record.
+    pub fn restore(&self, record: &LayersRecord) {
+        let quantized = self.layers.iter().filter(|it| it.layer.is_quantized());
+        let values = quantized
+            .map(|known| values_of(Some(record), known.id, &known.report.path))
+            .collect();
+        self.bank.restore(record.seed, record.step, values);
+    }
+
+    /// The layer of a parameter.
+    pub fn of(&self, id: &ParamId) -> Option<&Arc<Layer<B>>> {
+        let index = self.by_id.get(id)?;
+        Some(&self.layers[*index].layer)
+    }
+
+    /// See [`Bank::end_step`].
+    pub fn end_step(&self, seen: u64) -> u64 {
+        self.bank.end_step(seen)
+    }
+
+    fn reports(&self) -> Vec<LayerReport> {
+        let reports = self.layers.iter().map(|known| known.report.clone());
+        reports.collect()
+    }
+
+    /// Waits for the device.
+    pub fn record(&self) -> LayersRecord {
+        let quantized = self.layers.iter().filter(|it| it.layer.is_quantized());
+        let layers = quantized
+            .zip(self.bank.read())
+            .map(|(known, slots)| LayerRecord {
+                id: known.id.val(),
+                path: known.report.path.clone(),
+                slots,
+            });
+        LayersRecord {
+            seed: self.bank.seed(),
+            step: self.bank.step(),
+            layers: layers.collect(),
+        }
+    }
+}
+
+/// A record's values for a layer, found by the weight's id, or else by its path.
+///
+/// A model that was loaded from the same run has the record's ids. One that is loaded later has others.
+fn values_of(record: Option<&LayersRecord>, id: ParamId, path: &str) -> SlotValues {
+    let layers = record.map_or(&[][..], |record| &record.layers);
+    let by_id = layers.iter().find(|layer| layer.id == id.val());
+    let found = by_id.or_else(|| layers.iter().find(|layer| layer.path == path));
+    found.map(|layer| layer.slots.clone()).unwrap_or_default()
+}
+
+/// The layers of an optimizer, and a record that waits for them.
+pub(super) struct Shared<B: DataBackend> {
+    pub layers: Option<Arc<Layers<B>>>,
+    pub restored: Option<LayersRecord>,
+}
+
+pub(super) fn lock<B: DataBackend>(shared: &Mutex<Shared<B>>) -> MutexGuard<'_, Shared<B>> {
+    shared.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A view of the layers of an optimizer's model: the decision for each, and its state.
+///
+/// It is shared with the optimizer and its clones. It holds no moments, as a clone would. Made by
+/// [`QuantOptimizer::view`](super::QuantOptimizer::view).
+pub struct LayersView<B: DataBackend> {
+    pub(super) shared: Arc<Mutex<Shared<B>>>,
+}
+
+impl<B: DataBackend> Clone for LayersView<B> {
+    fn clone(&self) -> Self {
+        Self {
+            shared: self.shared.clone(),
+        }
+    }
+}
+
+impl<B: DataBackend> LayersView<B> {
+    /// The decision for every linear layer of the attached model; empty before a model is attached.
+    pub fn layers(&self) -> Vec<LayerReport> {
+        let shared = lock(&self.shared);
+        shared
+            .layers
+            .as_ref()
+            .map_or_else(Vec::new, |layers| layers.reports())
+    }
+
+    /// Path and fallback rate, in the last step, of every quantized layer.
+    ///
+    /// Empty before the first step, and for recipes without fallback. Waits for the device.
+    pub fn fallback_rates(&self) -> Vec<(String, f32)> {
+        let rated = |layer: LayerRecord| layer.rate().map(|rate| (layer.path, rate));
+        self.record().layers.into_iter().filter_map(rated).collect()
+    }
+
+    /// The state of the layers, as the optimizer's record holds it. Waits for the device.
+    pub fn record(&self) -> LayersRecord {
+        let shared = lock(&self.shared);
+        match (&shared.layers, &shared.restored) {
+            (Some(layers), _) => layers.record(),
+            (None, Some(restored)) => restored.clone(),
+            (None, None) => LayersRecord::default(),
+        }
+    }
+}
+
+/// A two-dimensional weight of a model.
+pub(super) struct Weight<B: DataBackend> {
+    pub id: ParamId,
+    /// The paths of the modules that have it.
+    paths: Vec<String>,
+    shape: [usize; 2],
+    embedding: bool,
+    device: Device<B>,
+}
+
+impl<B: DataBackend> Weight<B> {
+    /// The policy's decision. A weight that several modules share is quantized only if it would be in each.
+    fn decide(&self, policy: &LayerPolicy) -> Decision {
+        let decisions = self.paths.iter().map(|path| match self.embedding {
+            true => policy.decide_embedding(path, self.shape),
+            false => policy.decide(path, self.shape),
+        });
+        decisions
+            .max_by_key(|decision| !decision.is_quantized())
+            .unwrap_or(Decision::NotSelected)
+    }
+}
+
+/// Finds the two-dimensional weights of a module, with their paths. Draws no lazy parameter.
+pub(super) struct Survey<B: LayerBackend> {
+    path: Vec<String>,
+    containers: Vec<String>,
+    pub weights: Vec<Weight<B::Base>>,
+}
+
+impl<B: LayerBackend> Default for Survey<B> {
+    fn default() -> Self {
+        Self {
+            path: Vec::new(),
+            containers: Vec::new(),
+            weights: Vec::new(),
+        }
+    }
+}
+
+impl<B: LayerBackend> ModuleVisitor<B> for Survey<B> {
+    fn enter_module(&mut self, name: &str, container: &str) {
+        self.path.push(name.to_owned());
+        self.containers.push(container.to_owned());
+    }
+
+    fn exit_module(&mut self, _name: &str, _container: &str) {
+        self.path.pop();
+        self.containers.pop();
+    }
+
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
+        let shape = param.lazy_shape();
+        let Ok(shape) = <[usize; 2]>::try_from(shape.as_slice()) else {
+            return;
+        };
+        // The layer's name is its module's: `mlp.down`, not `mlp.down.weight`.
+        let module = match self.path.split_last() {
+            Some((last, module)) if last == "weight" && !module.is_empty() => module,
+            _ => &self.path,
+        };
+        let path = module.join(".");
+        let container = self.containers.last();
+        let embedding = container.is_some_and(|container| container == "Struct:Embedding");
+        match self.weights.iter_mut().find(|weight| weight.id == param.id) {
+            Some(weight) => {
+                weight.paths.push(path);
+                weight.embedding |= embedding;
+            }
+            None => self.weights.push(Weight {
+                id: param.id,
+                paths: vec![path],
+                shape,
+                embedding,
+                device: param.lazy_device(),
+            }),
+        }
+    }
+}

@@ -1,0 +1,131 @@
+//! Metrics for the dashboard of Burn's `Learner`.
+
+use std::sync::Arc;
+
+use burn::{
+    module::AutodiffModule,
+    train::metric::{
+        Metric, MetricAttributes, MetricMetadata, MetricName, Numeric, NumericAttributes,
+        NumericEntry, SerializedEntry,
+        state::{FormatOptions, NumericMetricState},
+    },
+};
+
+use super::{adamw::QuantAdamW, backend::LayerBackend, wrapper::QuantOptimizer};
+
+/// A number that the optimizer keeps on the device.
+///
+/// Reading it waits for the device, so it reads on every `every`-th update and repeats the value between.
+#[derive(Clone)]
+pub struct OptimizerMetric {
+    name: MetricName,
+    unit: Option<&'static str>,
+    state: NumericMetricState,
+    read: Arc<dyn Fn() -> f64 + Send + Sync>,
+    every: usize,
+    updates: usize,
+    last: f64,
+}
+
+impl OptimizerMetric {
+    /// The mean fallback rate over the quantized layers, in percent, in the last optimizer step. Give it the optimizer
+    /// that goes to the `Learner`.
+    ///
+    /// # Panics
+    ///
+    /// If `every` is 0.
+    pub fn fallback_rate<O, B>(optimizer: &QuantOptimizer<O, B>, every: usize) -> Self
+    where
+        B: LayerBackend,
+    {
+        let layers = optimizer.view();
+        let mean = move || {
+            let rates = layers.fallback_rates();
+            let sum: f64 = rates.iter().map(|(_, rate)| f64::from(*rate)).sum();
+            100.0 * sum / rates.len() as f64
+        };
+        Self::new("Fallback Rate", Some("%"), mean, every)
+    }
+
+    /// Steps that were skipped so far because a gradient held NaN or Inf; an epoch shows the mean of its readings. Give
+    /// it the optimizer that goes to the `Learner`.
+    ///
+    /// # Panics
+    ///
+    /// If `every` is 0.
+    pub fn skipped_steps<M, B>(
+        optimizer: &QuantOptimizer<QuantAdamW<M, B>, B>,
+        every: usize,
+    ) -> Self
+    where
+        M: AutodiffModule<B> + 'static,
+        B: LayerBackend,
+    {
+        let skipped = optimizer.inner().skipped_steps_reader();
+        Self::new("Skipped Steps", None, move || skipped() as f64, every)
+    }
+
+    fn new(
+        name: &str,
+        unit: Option<&'static str>,
+        read: impl Fn() -> f64 + Send + Sync + 'static,
+        every: usize,
+    ) -> Self {
+        assert!(
+            every > 0,
+            "metric {name}: `every` counts updates between reads and must be at least 1"
+        );
+        Self {
+            name: Arc::new(String::from(name)),
+            unit,
+            state: NumericMetricState::new(),
+            read: Arc::new(read),
+            every,
+            updates: 0,
+            last: f64::NAN,
+        }
+    }
+}
+
+impl Metric for OptimizerMetric {
+    type Input = ();
+
+    fn update(&mut self, _item: &(), _metadata: &MetricMetadata) -> SerializedEntry {
+        if self.updates.is_multiple_of(self.every) {
+            self.last = (self.read)();
+        }
+        self.updates += 1;
+        let format = FormatOptions::new(self.name());
+        let format = match self.unit {
+            Some(unit) => format.unit(unit).precision(1),
+            None => format.precision(0),
+        };
+        self.state.update(self.last, 1, format)
+    }
+
+    fn clear(&mut self) {
+        self.state.reset();
+    }
+
+    fn name(&self) -> MetricName {
+        self.name.clone()
+    }
+
+    fn attributes(&self) -> MetricAttributes {
+        NumericAttributes {
+            unit: self.unit.map(String::from),
+            higher_is_better: false,
+        }
+        .into()
+    }
+}
+
+impl Numeric for OptimizerMetric {
+    fn value(&self) -> NumericEntry {
+        self.state.current_value()
+    }
+
+    fn running_value(&self) -> NumericEntry {
+        self.state.running_value()
+    }
+}

@@ -1,0 +1,188 @@
+//! Any Burn optimizer with the state of quantized layers.
+
+use std::sync::{Arc, Mutex};
+
+use burn::{
+    module::{AutodiffModule, Module},
+    optim::{GradientsParams, LearningRate, MultiGradientsParams, Optimizer},
+};
+
+use super::{
+    attach::Attach,
+    backend::LayerBackend,
+    layers::{LayerConfig, LayerReport, Layers, LayersView, Shared, Survey, lock},
+    record::QuantRecord,
+};
+use crate::layer::LayersRecord;
+
+/// Any Burn optimizer `O`, owning the state of the quantized layers of the model it steps.
+///
+/// It implements Burn's `Optimizer`, so a `Learner`, gradient clipping, gradient accumulation and learning-rate
+/// schedulers work as they do with `O`.
+///
+/// # Attaching a model
+///
+/// A layer's state travels with its weight's tag. [`attach`](Self::attach) puts it there: it names the layers by module
+/// path, applies the policy, and restores the state of a loaded record. `step` attaches a model that is not attached
+/// yet. Until then nothing is quantized, and a warning says so once: call `attach` before the first forward pass.
+///
+/// From then on a weight keeps its layer, whatever Burn does to the module: see the table in the book, "Optimizer and checkpoints".
+///
+/// Clones share the layers' state, and each holds the wrapped optimizer's. Use [`view`](Self::view) to look at the
+/// layers only.
+pub struct QuantOptimizer<O, B: LayerBackend> {
+    inner: O,
+    config: LayerConfig,
+    shared: Arc<Mutex<Shared<B::Base>>>,
+    /// Steps of the layers when this clone last stepped.
+    seen: u64,
+}
+
+impl<O: Clone, B: LayerBackend> Clone for QuantOptimizer<O, B> {
+    fn clone(&self) -> Self {
+        Self {
+            inner: self.inner.clone(),
+            config: self.config.clone(),
+            shared: self.shared.clone(),
+            seen: self.seen,
+        }
+    }
+}
+
+impl<O, B: LayerBackend> QuantOptimizer<O, B> {
+    /// Wraps `inner`.
+    ///
+    /// # Panics
+    ///
+    /// If the threshold's settings are out of range: see
+    /// [`DelayThreshold::validate`](crate::layer::DelayThreshold::validate).
+    pub fn new(inner: O, config: LayerConfig) -> Self {
+        config.threshold.validate();
+        Self {
+            inner,
+            config,
+            shared: Arc::new(Mutex::new(Shared {
+                layers: None,
+                restored: None,
+            })),
+            seen: 0,
+        }
+    }
+
+    /// The wrapped optimizer.
+    pub fn inner(&self) -> &O {
+        &self.inner
+    }
+
+    /// Puts the layers' state on the weights of `model`, with the values of a loaded record if there is one. Lazy
+    /// parameters stay lazy.
+    pub fn attach<M: Module<B>>(&self, model: M) -> M {
+        let layers = self.adopt(&model);
+        model.map(&mut Attach {
+            layers: &layers,
+            asked: true,
+        })
+    }
+
+    /// The layers' state without the moments.
+    ///
+    /// It is for a metric, or for a look at the layers when a `Learner` has taken the optimizer.
+    pub fn view(&self) -> LayersView<B::Base> {
+        LayersView {
+            shared: self.shared.clone(),
+        }
+    }
+
+    /// [`LayersView::layers`].
+    pub fn layers(&self) -> Vec<LayerReport> {
+        self.view().layers()
+    }
+
+    /// [`LayersView::fallback_rates`].
+    pub fn fallback_rates(&self) -> Vec<(String, f32)> {
+        self.view().fallback_rates()
+    }
+
+    /// [`LayersView::record`].
+    pub fn layers_record(&self) -> LayersRecord {
+        self.view().record()
+    }
+
+    /// The layers of `model`: the known ones if its weights have the same paths and shapes, else new ones with the
+    /// values known for each weight.
+    fn adopt<M: Module<B>>(&self, model: &M) -> Arc<Layers<B::Base>> {
+        let mut survey = Survey::<B>::default();
+        model.visit(&mut survey);
+        let mut shared = lock(&self.shared);
+        let layers = match shared.layers.take() {
+            Some(known) if known.are_of(&survey.weights) => known,
+            known => {
+                let renamed = known.as_ref().and_then(|it| it.with_ids(&survey.weights));
+                Arc::new(renamed.unwrap_or_else(|| {
+                    let restored = shared.restored.take();
+                    let record = restored.or_else(|| known.map(|layers| layers.record()));
+                    let row = B::ROW;
+                    Layers::new(survey.weights, row.as_ref(), &self.config, record.as_ref())
+                }))
+            }
+        };
+        shared.layers = Some(layers.clone());
+        layers
+    }
+
+    fn stepped<M: AutodiffModule<B>>(&mut self, model: M, step: impl FnOnce(&mut O, M) -> M) -> M {
+        let layers = self.adopt(&model);
+        let model = step(&mut self.inner, model).map(&mut Attach {
+            layers: &layers,
+            asked: false,
+        });
+        self.seen = layers.end_step(self.seen);
+        model
+    }
+}
+
+impl<O, M, B> Optimizer<M, B> for QuantOptimizer<O, B>
+where
+    O: Optimizer<M, B>,
+    M: AutodiffModule<B>,
+    B: LayerBackend,
+{
+    type Record = QuantRecord<O::Record>;
+
+    fn step(&mut self, lr: LearningRate, module: M, grads: GradientsParams) -> M {
+        self.stepped(module, |inner, module| inner.step(lr, module, grads))
+    }
+
+    fn step_multi(&mut self, lr: LearningRate, module: M, grads: MultiGradientsParams) -> M {
+        self.stepped(module, |inner, module| inner.step_multi(lr, module, grads))
+    }
+
+    /// Waits for the device, to read the layers' state.
+    fn to_record(&self) -> Self::Record {
+        QuantRecord {
+            optimizer: self.inner.to_record(),
+            layers: self.layers_record(),
+        }
+    }
+
+    /// All clones share the loaded state of the layers, also those made before, such as a metric's. So do the weights
+    /// of an attached model, whether the model is loaded before or after.
+    fn load_record(self, record: Self::Record) -> Self {
+        let mut shared = lock(&self.shared);
+        // Written before a model was attached, a record knows neither layers nor their seed.
+        let is_blank = record.layers == LayersRecord::default();
+        let seen = record.layers.step;
+        match &shared.layers {
+            _ if is_blank => {}
+            Some(layers) => layers.restore(&record.layers),
+            None => shared.restored = Some(record.layers),
+        }
+        drop(shared);
+        Self {
+            inner: self.inner.load_record(record.optimizer),
+            config: self.config,
+            shared: self.shared,
+            seen,
+        }
+    }
+}

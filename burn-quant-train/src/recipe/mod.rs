@@ -1,0 +1,173 @@
+//! Recipes: the numbers that a linear layer's products are computed in. A recipe is a row of data in a file of its own.
+//!
+//! A [`Row`] says everything in which one recipe differs from another: for each of the three products of a linear layer
+//! the [`Cast`] of both operands, what is saved for the backward pass, and the [slots](Slot) that a layer keeps between
+//! steps. Rows that contradict themselves do not compile: see [`Row::checked`].
+//!
+//! To add a recipe, write its file beside the others and name it in the list below; the command line, the benchmarks,
+//! the tables and the conformance tests follow the list.
+
+mod cast;
+mod row;
+
+pub use cast::{Cast, Granularity, Number, Residual, Rounding, ScaleNumber};
+pub use row::{LinearRow, Product, Row, SavedX, Slot, SlotKind, THRESHOLD};
+
+use std::{
+    fmt::{self, Debug, Display},
+    str::FromStr,
+};
+
+use burn_backend::{FloatDType, bf16, f16};
+use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error};
+
+/// A recipe as a type: the second parameter of [`QuantTrain`](crate::QuantTrain).
+pub trait Recipe: Clone + Copy + Default + Debug + Send + Sync + 'static {
+    /// The recipe. [`QuantTrain`](crate::QuantTrain) refuses, at compile time, a row that contradicts itself.
+    const ROW: Row;
+}
+
+/// An element type that a recipe can compute in.
+pub trait ComputeDtype: Clone + Copy + Default + Debug + Send + Sync + 'static {
+    /// The dtype.
+    const DTYPE: FloatDType;
+}
+
+impl ComputeDtype for f32 {
+    const DTYPE: FloatDType = FloatDType::F32;
+}
+
+impl ComputeDtype for bf16 {
+    const DTYPE: FloatDType = FloatDType::BF16;
+}
+
+impl ComputeDtype for f16 {
+    const DTYPE: FloatDType = FloatDType::F16;
+}
+
+/// The name of a recipe, for programs whose users choose one. Written and read as the name alone.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Name {
+    name: &'static str,
+    about: &'static str,
+}
+
+impl Name {
+    /// The name, as in [`Row::name`](field@Row::name).
+    pub const fn as_str(self) -> &'static str {
+        self.name
+    }
+
+    /// The recipe in a line, as in [`Row::about`].
+    pub const fn about(self) -> &'static str {
+        self.about
+    }
+}
+
+impl Display for Name {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name)
+    }
+}
+
+impl Serialize for Name {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_str(self.name)
+    }
+}
+
+impl<'de> Deserialize<'de> for Name {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let name = String::deserialize(deserializer)?;
+        name.parse().map_err(D::Error::custom)
+    }
+}
+
+impl FromStr for Name {
+    type Err = UnknownRecipe;
+
+    fn from_str(name: &str) -> Result<Self, UnknownRecipe> {
+        let mut all = NAMES.iter().copied();
+        all.find(|it| it.name == name)
+            .ok_or_else(|| UnknownRecipe(name.to_owned()))
+    }
+}
+
+/// No recipe has this name.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("there is no recipe {0:?}; there are {all}", all = NAMES.iter().map(|it| it.name).collect::<Vec<_>>().join(", "))]
+pub struct UnknownRecipe(String);
+
+/// A program's work, to be done with the recipe that its user chose by name: see [`Name::choose`].
+pub trait Chosen {
+    /// The result.
+    type Output;
+
+    /// Does the work with the recipe `R`.
+    fn with<R: Recipe>(self) -> Self::Output;
+}
+
+/// Takes the list of all recipes: their modules and types, the baseline first.
+macro_rules! recipes {
+    ($dollar:tt $($module:ident :: $recipe:ident,)*) => {
+        $(
+            mod $module;
+            pub use $module::$recipe;
+        )*
+
+        /// The names of all recipes, in the order of the list.
+        pub const NAMES: &[Name] = &[$(<$recipe as Recipe>::ROW.name()),*];
+
+        impl Name {
+            /// Does `chosen` with the recipe of this name, in the compute dtype `E`.
+            ///
+            /// ```
+            /// use burn::{backend::{Autodiff, Flex}, tensor::backend::AutodiffBackend};
+            /// use burn_quant_train::{QuantTrain, recipe::{Chosen, Name, Recipe}};
+            ///
+            /// struct Train;
+            ///
+            /// impl Chosen for Train {
+            ///     type Output = &'static str;
+            ///
+            ///     fn with<R: Recipe>(self) -> &'static str {
+            ///         fn train<B: AutodiffBackend>() {}
+            ///         train::<QuantTrain<Autodiff<Flex>, R>>();
+            ///         R::ROW.name
+            ///     }
+            /// }
+            ///
+            /// let name: Name = "block-int8".parse()?;
+            /// assert_eq!(name.choose::<f32, _>(Train), "block-int8");
+            /// assert!("int3".parse::<Name>().is_err());
+            /// # Ok::<(), burn_quant_train::recipe::UnknownRecipe>(())
+            /// ```
+            pub fn choose<E: ComputeDtype, C: Chosen>(self, chosen: C) -> C::Output {
+                $(
+                    if self == <$recipe<E> as Recipe>::ROW.name() {
+                        return chosen.with::<$recipe<E>>();
+                    }
+                )*
+                unreachable!("a name is of the list")
+            }
+        }
+
+        /// Calls a macro with all recipes: `every_recipe!(each(..))` is `each! { (..) MixedPrecision BlockInt8 .. }`.
+        ///
+        /// For tests of each, by name. The names are those of [`recipe`](crate::recipe), each a type with the compute
+        /// dtype as its first parameter.
+        #[macro_export]
+        macro_rules! every_recipe {
+            ($dollar each:ident ($dollar ($dollar arguments:tt)*)) => {
+                $dollar each! { ($dollar ($dollar arguments)*) $($recipe)* }
+            };
+        }
+    };
+}
+
+recipes! {
+    $
+    mixed_precision::MixedPrecision,
+    block_int8::BlockInt8,
+    fallback_int8::FallbackInt8,
+}

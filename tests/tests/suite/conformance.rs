@@ -1,0 +1,662 @@
+//! The properties that every recipe of the list must have, on every backend.
+
+use std::sync::Arc;
+
+use burn::{
+    backend::Autodiff,
+    optim::{GradientsAccumulator, GradientsParams, Optimizer},
+    record::{BinBytesRecorder, FullPrecisionSettings, Recorder},
+    tensor::{Tensor, TensorPrimitive},
+};
+use burn_quant_train::{
+    QuantTrain,
+    data::{DataBackend, StochasticKey},
+    every_recipe,
+    layer::{Call, Layer, Role, tag::Tag},
+    optim::LayerBackend,
+    recipe::{Cast, Granularity, LinearRow, NAMES, Product, Recipe, Residual, Rounding},
+};
+use cubecl_kernels::{
+    granularity, quantize::QuantizeSpec, reference, rounding, shape::MatrixShape,
+};
+use quant_train_tests::{
+    Rng,
+    data::{float_product_error, floats, same_bits, tensor},
+    models::{Classifier, Mlp, One},
+    train::{attached, every_layer, parameters_of, samples, tail, train, transplant},
+};
+
+/// Makes a module of tests for each recipe, of one with each backend of this build.
+macro_rules! for_each_recipe {
+    (() $($recipe:ident)*) => {
+        /// The recipes that the tests below are made for.
+        const TESTED: &[&str] = &[
+            $(<burn_quant_train::recipe::$recipe<f32> as Recipe>::ROW.name),*
+        ];
+        $(
+            #[allow(non_snake_case)]
+            mod $recipe {
+                use burn_quant_train::{data::DataBackend, recipe};
+                type R = recipe::$recipe<f32>;
+
+                quant_train_tests::on_every_backend! {
+                    equals_the_reference => reference;
+                    nan_and_infinity_are_seen => not_finite;
+                    every_shape => shapes;
+                    a_resumed_run_is_exact => resume;
+                    accumulation_quantizes_a_weight_once => accumulation;
+                    nothing_is_left_behind => leak;
+                    learns => learning;
+                }
+
+                fn reference<B: DataBackend>(seed: u64) {
+                    super::equals_the_reference::<B, R>(seed);
+                }
+                fn not_finite<B: DataBackend>(seed: u64) {
+                    super::nan_and_infinity_are_seen::<B, R>(seed);
+                }
+                fn shapes<B: DataBackend>(seed: u64) {
+                    super::every_shape::<B, R>(seed);
+                }
+                fn resume<B: DataBackend>(seed: u64) {
+                    super::a_resumed_run_is_exact::<B, R>(seed);
+                }
+                fn accumulation<B: DataBackend>(seed: u64) {
+                    super::accumulation_quantizes_a_weight_once::<B, R>(seed);
+                }
+                fn leak<B: DataBackend>(seed: u64) {
+                    super::nothing_is_left_behind::<B, R>(seed);
+                }
+                fn learning<B: DataBackend>(seed: u64) {
+                    super::learns::<B, R>(seed);
+                }
+            }
+        )*
+    };
+}
+
+every_recipe!(for_each_recipe());
+
+type T<B, R> = QuantTrain<Autodiff<B>, R>;
+type M<B, R> = Mlp<T<B, R>>;
+
+#[test]
+fn the_list_is_tested_whole() {
+    let mut names: Vec<_> = NAMES.iter().map(|name| name.as_str()).collect();
+    assert_eq!(TESTED, names);
+    names.sort_unstable();
+    names.dedup();
+    assert_eq!(
+        names.len(),
+        NAMES.len(),
+        "two recipes share a name: {TESTED:?}"
+    );
+}
+
+/// The tag of a float tensor.
+fn tag_of<B: LayerBackend, const D: usize>(tensor: &Tensor<B, D>) -> Arc<Tag<B::Base>> {
+    match tensor.clone().into_primitive() {
+        TensorPrimitive::Float(primitive) => B::tag(&primitive).expect("tensors have tags").clone(),
+        TensorPrimitive::QFloat(_) => panic!("a float tensor was expected"),
+    }
+}
+
+/// A matrix in f64.
+#[derive(Debug, Clone)]
+struct Matrix {
+    shape: [usize; 2],
+    values: Vec<f64>,
+}
+
+impl Matrix {
+    fn of(values: &[f32], shape: [usize; 2]) -> Self {
+        Self {
+            shape,
+            values: values.iter().map(|x| f64::from(*x)).collect(),
+        }
+    }
+
+    fn t(&self) -> Self {
+        let [rows, cols] = self.shape;
+        let turned = (0..cols).flat_map(|col| (0..rows).map(move |row| (row, col)));
+        Self {
+            shape: [cols, rows],
+            values: turned
+                .map(|(row, col)| self.values[row * cols + col])
+                .collect(),
+        }
+    }
+
+    fn times(&self, other: &Self) -> Self {
+        let ([m, k], [_, n]) = (self.shape, other.shape);
+        let mut values = vec![0.0; m * n];
+        for row in 0..m {
+            for depth in 0..k {
+                let factor = self.values[row * k + depth];
+                let from = &other.values[depth * n..][..n];
+                let to = &mut values[row * n..][..n];
+                to.iter_mut()
+                    .zip(from)
+                    .for_each(|(to, from)| *to += factor * from);
+            }
+        }
+        Self {
+            shape: [m, n],
+            values,
+        }
+    }
+
+    /// The Frobenius norm.
+    fn norm(&self) -> f64 {
+        self.values.iter().map(|it| it.powi(2)).sum::<f64>().sqrt()
+    }
+
+    /// How far these numbers are from it, in the Frobenius norm.
+    fn distance(&self, got: &[f32]) -> f64 {
+        assert_eq!(got.len(), self.values.len());
+        let pairs = got.iter().zip(&self.values);
+        let squares = pairs.map(|(got, it)| (f64::from(*got) - it).powi(2));
+        squares.sum::<f64>().sqrt()
+    }
+
+    /// With this added to each row.
+    fn plus(mut self, row: &[f32]) -> Self {
+        for values in self.values.chunks_mut(row.len()) {
+            values
+                .iter_mut()
+                .zip(row)
+                .for_each(|(it, row)| *it += f64::from(*row));
+        }
+        self
+    }
+}
+
+/// The dimension of a stored matrix that a product sums over.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Inner {
+    Rows,
+    Cols,
+}
+
+/// The matrix that the product of a row sees in the place of this one, from the definitions.
+fn seen(
+    cast: &Cast,
+    values: &[f32],
+    shape: [usize; 2],
+    inner: Inner,
+    key: StochasticKey,
+    threshold: Option<f32>,
+) -> Matrix {
+    let [rows, cols] = shape;
+    let of = MatrixShape::new(rows, cols);
+    let rounding = match cast.rounding {
+        Rounding::Nearest => rounding::Rounding::Nearest,
+        Rounding::Stochastic => rounding::Rounding::Stochastic(key),
+    };
+    let fallback = match (cast.residual, cast.granularity) {
+        (Residual::Never, _) => None,
+        (Residual::Above(_), Granularity::Block(side)) => threshold.map(|it| (side, it)),
+        (Residual::Always, Granularity::Block(side)) => Some((side, -1.0)),
+        (residual, granularity) => panic!("{residual:?} of {granularity:?}"),
+    };
+    if let Some((side, threshold)) = fallback {
+        let quantized = reference::quantize_fallback(values, of, side, threshold);
+        return Matrix {
+            shape,
+            values: reference::dequantize_fallback(&quantized),
+        };
+    }
+    let spec = |granularity| {
+        QuantizeSpec::new(cast.number, granularity)
+            .with_scale(cast.scale)
+            .with_rounding(rounding)
+    };
+    let whole = |granularity| {
+        let quantized = reference::quantize(values, of, &spec(granularity));
+        Matrix::of(&reference::dequantize(&quantized), shape)
+    };
+    match (cast.granularity, inner) {
+        (Granularity::Block(side), _) => whole(granularity::Granularity::Block(side)),
+        (Granularity::Tensor, _) => whole(granularity::Granularity::Tensor),
+        (Granularity::Row, Inner::Cols) => whole(granularity::Granularity::Token),
+        (Granularity::Row, Inner::Rows) => whole(granularity::Granularity::Channel),
+        (Granularity::Group(size), Inner::Cols) => whole(granularity::Granularity::Group(size)),
+        (Granularity::Group(size), Inner::Rows) => {
+            let turned = reference::transpose(values, of);
+            let spec = spec(granularity::Granularity::Group(size));
+            let quantized = reference::quantize(&turned, of.transposed(), &spec);
+            Matrix::of(&reference::dequantize(&quantized), [cols, rows]).t()
+        }
+    }
+}
+
+/// A stored matrix as an operand.
+#[derive(Clone, Copy)]
+struct Stored<'a> {
+    values: &'a [f32],
+    shape: [usize; 2],
+    transpose: bool,
+    role: Role,
+}
+
+/// The product of a row, of the operands as it sees them.
+fn product_of<B: DataBackend>(
+    product: &Product,
+    [left, right]: [Stored<'_>; 2],
+    layer: &Layer<B>,
+    threshold: f32,
+) -> Matrix {
+    let casts = match product {
+        Product::Compute => [None, None],
+        Product::Quantized { left, right } => [Some(left), Some(right)],
+    };
+    let first_call = Call {
+        time: 0,
+        step: 0,
+        lane: 0,
+        index: 0,
+    };
+    let operand = |stored: Stored<'_>, cast: Option<&Cast>, is_left: bool| {
+        let Stored {
+            values,
+            shape,
+            transpose,
+            role,
+        } = stored;
+        let inner = if transpose == is_left {
+            Inner::Rows
+        } else {
+            Inner::Cols
+        };
+        let matrix = match cast {
+            None => Matrix::of(values, shape),
+            Some(cast) => {
+                let key = layer.key(first_call, role);
+                seen(cast, values, shape, inner, key, Some(threshold))
+            }
+        };
+        if transpose { matrix.t() } else { matrix }
+    };
+    operand(left, casts[0], true).times(&operand(right, casts[1], false))
+}
+
+fn left_of(product: &Product) -> Option<Cast> {
+    match product {
+        Product::Compute => None,
+        Product::Quantized { left, .. } => Some(left.with_residual(Residual::Never)),
+    }
+}
+
+fn right_of(product: &Product) -> Option<Cast> {
+    match product {
+        Product::Compute => None,
+        Product::Quantized { right, .. } => Some(*right),
+    }
+}
+
+/// Y, dX and dW of a layer, as the recipe's row defines them.
+struct Definition {
+    y: Matrix,
+    dx: Matrix,
+    dw: Matrix,
+}
+
+impl Definition {
+    /// For X `[rows, K]`, W `[K, N]` and dY `[rows, N]`.
+    fn new<B: DataBackend, R: Recipe>(
+        [x, w, dy]: [&[f32]; 3],
+        [rows, k, n]: [usize; 3],
+        layer: &Layer<B>,
+        threshold: f32,
+    ) -> Self {
+        let Some(row) = R::ROW.linear else {
+            let [x, w, dy] = [
+                Matrix::of(x, [rows, k]),
+                Matrix::of(w, [k, n]),
+                Matrix::of(dy, [rows, n]),
+            ];
+            return Self {
+                y: x.times(&w),
+                dx: dy.times(&w.t()),
+                dw: x.t().times(&dy),
+            };
+        };
+        let stored = |values, shape, transpose, role| Stored {
+            values,
+            shape,
+            transpose,
+            role,
+        };
+        // Operands whose casts are the same, of scales that turn with the matrix, are one copy, of one draw.
+        let of_same = |a: Option<Cast>, b: Option<Cast>, role: Role, other: Role| match (a, b) {
+            (Some(a), Some(b)) if a == b => match a.granularity {
+                Granularity::Block(_) | Granularity::Tensor => role,
+                Granularity::Row | Granularity::Group(_) => other,
+            },
+            (Some(_), Some(_)) | (None, _) | (_, None) => other,
+        };
+        let saved = of_same(
+            left_of(&row.forward),
+            left_of(&row.weight_gradient),
+            Role::Input,
+            Role::SavedInput,
+        );
+        let weight = of_same(
+            right_of(&row.forward),
+            right_of(&row.input_gradient),
+            Role::Weight,
+            Role::WeightOfInput,
+        );
+        let gradient = match row.input_gradient {
+            Product::Compute => Role::OutputGradient,
+            Product::Quantized { left, .. } => of_same(
+                Some(left),
+                right_of(&row.weight_gradient),
+                Role::OutputGradient,
+                Role::OutputGradientOfWeight,
+            ),
+        };
+        let product = |product: &Product, operands| product_of(product, operands, layer, threshold);
+        Self {
+            y: product(
+                &row.forward,
+                [
+                    stored(x, [rows, k], false, Role::Input),
+                    stored(w, [k, n], false, Role::Weight),
+                ],
+            ),
+            dx: product(
+                &row.input_gradient,
+                [
+                    stored(dy, [rows, n], false, Role::OutputGradient),
+                    stored(w, [k, n], true, weight),
+                ],
+            ),
+            dw: product(
+                &row.weight_gradient,
+                [
+                    stored(x, [rows, k], true, saved),
+                    stored(dy, [rows, n], false, gradient),
+                ],
+            ),
+        }
+    }
+}
+
+/// Numbers with a few outliers, some of which exceed a threshold.
+fn activations(rng: &mut Rng, count: usize) -> Vec<f32> {
+    let mut x = rng.normals(count, 1.0);
+    for _ in 0..1 + count / 700 {
+        let place = rng.below(count);
+        x[place] *= 30.0;
+    }
+    x
+}
+
+const THRESHOLD: f32 = 6.0;
+
+/// Each of the three products, for inputs of this shape, is the float64 product of what the row makes of its operands.
+fn check_shape<B: DataBackend, R: Recipe, const D: usize>(
+    seed: u64,
+    rng: &mut Rng,
+    shape: [usize; D],
+    n: usize,
+) {
+    let device = B::Device::default();
+    let k = shape[D - 1];
+    let rows = shape[..D - 1].iter().product();
+    let what = format!("seed {seed}: {} {shape:?} to {n}", R::ROW.name);
+    let mut config = every_layer(rng.bits());
+    config.threshold.initial = THRESHOLD;
+    let (_optim, model) =
+        attached::<T<B, R>, _>(&config, One::new(k, n, true, &device), rng.bits());
+    let weight = model.linear.weight.val();
+    let layer = tag_of(&weight).layer().expect("attached").clone();
+    let bias = floats(&model.linear.bias.as_ref().expect("a bias").val());
+    let (x, dy) = (activations(rng, rows * k), activations(rng, rows * n));
+    let definition =
+        Definition::new::<B, R>([&x, &floats(&weight), &dy], [rows, k, n], &layer, THRESHOLD);
+
+    let input = tensor::<T<B, R>, D>(&x, shape, &device).require_grad();
+    let y = model.linear.forward(input.clone());
+    let mut of_y = shape;
+    of_y[D - 1] = n;
+    assert_eq!(y.dims(), of_y, "{what}");
+    let of_y_got = floats(&y);
+    let grads = (y * tensor::<T<B, R>, D>(&dy, of_y, &device))
+        .sum()
+        .backward();
+    let dx = input.grad(&grads).expect("dX");
+    let dw = weight.grad(&grads).expect("dW");
+    assert_eq!(dx.dims(), shape, "{what}");
+    let of_bias = Matrix::of(&vec![1.0; rows], [rows, 1]).times(&Matrix::of(&bias, [1, n]));
+    let all = Matrix::of(&vec![1.0; rows], [1, rows]);
+    let exact = Matrix::of(&dy, [rows, n]);
+    let db = model
+        .linear
+        .bias
+        .as_ref()
+        .expect("a bias")
+        .val()
+        .grad(&grads)
+        .expect("db");
+    // FP32 sums of a few hundred products.
+    let exact_sums = 5e-6;
+    let bound = |product: fn(&LinearRow) -> &Product| match R::ROW.linear.as_ref().map(product) {
+        None | Some(Product::Compute) => float_product_error::<B>(),
+        Some(Product::Quantized { .. }) => exact_sums,
+    };
+    for (name, definition, scale, got, bound) in [
+        (
+            "Y",
+            definition.y.clone().plus(&bias),
+            definition.y.norm() + of_bias.norm(),
+            of_y_got,
+            bound(|row| &row.forward),
+        ),
+        (
+            "dX",
+            definition.dx.clone(),
+            definition.dx.norm(),
+            floats(&dx),
+            bound(|row| &row.input_gradient),
+        ),
+        (
+            "dW",
+            definition.dw.clone(),
+            definition.dw.norm(),
+            floats(&dw),
+            bound(|row| &row.weight_gradient),
+        ),
+        (
+            "db",
+            all.times(&exact),
+            exact.norm(),
+            floats(&db),
+            exact_sums,
+        ),
+    ] {
+        let error = definition.distance(&got) / scale.max(f64::MIN_POSITIVE);
+        assert!(error <= bound, "{what}: {name} differs by {error:e}");
+    }
+}
+
+fn equals_the_reference<B: DataBackend, R: Recipe>(seed: u64) {
+    let mut rng = Rng::new(seed);
+    let n = |rng: &mut Rng| 1 + rng.below(150);
+    for _ in 0..2 {
+        let [rows, k, outputs] = [n(&mut rng), n(&mut rng), n(&mut rng)];
+        check_shape::<B, R, 2>(seed, &mut rng, [rows, k], outputs);
+    }
+    let [sequence, k, outputs] = [1 + rng.below(60), n(&mut rng), n(&mut rng)];
+    check_shape::<B, R, 3>(seed, &mut rng, [3, sequence, k], outputs);
+}
+
+fn every_shape<B: DataBackend, R: Recipe>(seed: u64) {
+    let mut rng = Rng::new(seed);
+    check_shape::<B, R, 1>(seed, &mut rng, [37], 21);
+    check_shape::<B, R, 2>(seed, &mut rng, [1, 1], 1);
+    check_shape::<B, R, 2>(seed, &mut rng, [65, 1], 129);
+    check_shape::<B, R, 4>(seed, &mut rng, [2, 1, 5, 33], 17);
+}
+
+/// A value that is not finite reaches the outputs of its row, dX through W, and dW.
+fn nan_and_infinity_are_seen<B: DataBackend, R: Recipe>(seed: u64) {
+    let device = B::Device::default();
+    let (rows, k, n) = (40, 33, 17);
+    for value in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+        let what = format!("seed {seed}: {}, {value}", R::ROW.name);
+        let mut rng = Rng::new(seed);
+        let model = One::new(k, n, false, &device);
+        let (_optim, model) = attached::<T<B, R>, _>(&every_layer(seed), model, seed);
+        let (row, col) = (rng.below(rows), rng.below(k));
+        let mut x = rng.normals(rows * k, 1.0);
+        x[row * k + col] = value;
+        let x = tensor::<T<B, R>, 2>(&x, [rows, k], &device).require_grad();
+        let y = model.linear.forward(x.clone());
+        let of_row = floats(&y)[row * n..][..n].to_vec();
+        assert!(of_row.iter().all(|y| !y.is_finite()), "{what}: {of_row:?}");
+        let grads = y.sum().backward();
+        let dw = floats(&model.linear.weight.grad(&grads).expect("dW"));
+        let of_col = &dw[col * n..][..n];
+        assert!(
+            of_col.iter().all(|dw| !dw.is_finite()),
+            "{what}: {of_col:?}"
+        );
+
+        let y = model
+            .linear
+            .forward(tensor::<T<B, R>, 2>(&vec![1.0; k], [1, k], &device).require_grad());
+        let grads = (y * value).sum().backward();
+        let dw = floats(&model.linear.weight.grad(&grads).expect("dW"));
+        assert!(dw.iter().all(|dw| !dw.is_finite()), "{what}: dY");
+    }
+}
+
+/// Stopped after some steps, written to bytes, read into an optimizer and a model of other values, in either order, and
+/// gone on: the same losses and weights as without the stop.
+fn a_resumed_run_is_exact<B: DataBackend, R: Recipe>(seed: u64) {
+    let device = B::Device::default();
+    let batches = samples::<T<B, R>, M<B, R>>(seed, 6);
+    let (mut optim, model) =
+        attached::<T<B, R>, M<B, R>>(&every_layer(seed), Mlp::new(&device), seed);
+    let first = train(model, &mut optim, 1e-2, &batches[..3]);
+    let recorder = BinBytesRecorder::<FullPrecisionSettings>::default();
+    let bytes = Recorder::<T<B, R>>::record(&recorder, optim.to_record(), ()).expect("recorded");
+    let kept = first.model.clone();
+    let whole = train(first.model, &mut optim, 1e-2, &batches[3..]);
+
+    for model_first in [true, false] {
+        let what = format!("seed {seed}: {}, model first: {model_first}", R::ROW.name);
+        let (mut after, mut model) =
+            attached::<T<B, R>, M<B, R>>(&every_layer(seed + 1), Mlp::new(&device), seed + 1);
+        let record = Recorder::<T<B, R>>::load(&recorder, bytes.clone(), &device).expect("loaded");
+        if model_first {
+            model = transplant::<_, T<B, R>, _, _>(&kept, model, &device);
+            after = after.load_record(record);
+        } else {
+            after = after.load_record(record);
+            model = transplant::<_, T<B, R>, _, _>(&kept, model, &device);
+        }
+        let resumed = train(model, &mut after, 1e-2, &batches[3..]);
+        assert!(
+            same_bits(&resumed.losses, &whole.losses),
+            "{what}: {:?}, uninterrupted {:?}",
+            resumed.losses,
+            whole.losses
+        );
+        let ours = parameters_of::<T<B, R>, _>(&resumed.model);
+        let theirs = parameters_of::<T<B, R>, _>(&whole.model);
+        let same = ours.iter().zip(&theirs).all(|(a, b)| same_bits(a, b));
+        assert!(same, "{what}: weights");
+    }
+}
+
+fn accumulation_quantizes_a_weight_once<B: DataBackend, R: Recipe>(seed: u64) {
+    let device = B::Device::default();
+    let model = One::new(32, 16, false, &device);
+    let (mut optim, mut model) = attached::<T<B, R>, _>(&every_layer(seed), model, seed);
+    let mut rng = Rng::new(seed);
+    let mut before = Vec::new();
+    for step in 0..2 {
+        let mut accumulator = GradientsAccumulator::new();
+        let mut copies = Vec::new();
+        for micro_step in 0..3 {
+            let x =
+                tensor::<T<B, R>, 2>(&rng.normals(16 * 32, 1.0), [16, 32], &device).require_grad();
+            let grads = model.linear.forward(x).sum().backward();
+            accumulator.accumulate(&model, GradientsParams::from_grads(grads, &model));
+            let now = tag_of(&model.linear.weight.val()).copies();
+            if micro_step == 0 {
+                assert_eq!(now.is_empty(), R::ROW.linear.is_none(), "{}", R::ROW.name);
+                copies = now;
+            } else {
+                let same = copies.len() == now.len()
+                    && copies
+                        .iter()
+                        .zip(&now)
+                        .all(|((_, a), (_, b))| Arc::ptr_eq(a, b));
+                assert!(
+                    same,
+                    "{}: step {step}, micro step {micro_step}",
+                    R::ROW.name
+                );
+            }
+        }
+        model = optim.step(1e-2, model, accumulator.grads());
+        let renewed = before
+            .iter()
+            .zip(&copies)
+            .all(|(a, b): (&Arc<_>, &(_, Arc<_>))| !Arc::ptr_eq(a, &b.1));
+        assert!(renewed, "{}: a new weight, a new copy", R::ROW.name);
+        before = copies.into_iter().map(|(_, copy)| copy).collect();
+    }
+    // Waits for the device too: a process that ends before it may crash in its driver.
+    let weight = floats(&model.linear.weight.val());
+    assert!(
+        weight.iter().all(|it| it.is_finite()),
+        "{}: {weight:?}",
+        R::ROW.name
+    );
+}
+
+/// Nothing but model and optimizer holds a layer: no graph, no copy, no registry.
+fn nothing_is_left_behind<B: DataBackend, R: Recipe>(seed: u64) {
+    let device = B::Device::default();
+    let (mut optim, mut model) =
+        attached::<T<B, R>, M<B, R>>(&every_layer(seed), Mlp::new(&device), seed);
+    for _ in 0..3 {
+        let batches = samples::<T<B, R>, M<B, R>>(seed, 2);
+        model = train(model, &mut optim, 1e-3, &batches).model;
+    }
+    let layer = tag_of(&model.up.weight.val())
+        .layer()
+        .expect("attached")
+        .clone();
+    let weak = Arc::downgrade(&layer);
+    drop((layer, model, optim));
+    assert!(
+        weak.upgrade().is_none(),
+        "{}: a layer outlives its model",
+        R::ROW.name
+    );
+}
+
+fn learns<B: DataBackend, R: Recipe>(seed: u64) {
+    let device = B::Device::default();
+    let (mut optim, model) =
+        attached::<T<B, R>, M<B, R>>(&every_layer(seed), Mlp::new(&device), seed);
+    let losses = train(
+        model,
+        &mut optim,
+        1e-2,
+        &samples::<T<B, R>, M<B, R>>(seed, 60),
+    )
+    .losses;
+    let (first, last) = (losses[0], tail(&losses, 5));
+    assert!(
+        last < 0.8 * first,
+        "seed {seed}: {}: {losses:?}",
+        R::ROW.name
+    );
+}
