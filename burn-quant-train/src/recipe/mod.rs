@@ -170,4 +170,5 @@ recipes! {
     mixed_precision::MixedPrecision,
     block_int8::BlockInt8,
     fallback_int8::FallbackInt8,
+    per_tensor_int8::PerTensorInt8,
 }

@@ -1,0 +1,30 @@
+//! INT8 with a scale for each matrix.
+
+use std::marker::PhantomData;
+
+use burn_backend::bf16;
+
+use super::{Cast, ComputeDtype, Granularity, LinearRow, Number, Product, Recipe, Row, SavedX};
+
+/// INT8 linear layers with one scale for each matrix, a baseline of jetfire-int8 (section 7, table 4): a single outlier
+/// makes a whole matrix coarse. All but the granularity is as in [`BlockInt8`](super::BlockInt8).
+#[derive(Debug, Clone, Copy, Default)]
+pub struct PerTensorInt8<E = bf16>(PhantomData<E>);
+
+impl<E: ComputeDtype> Recipe for PerTensorInt8<E> {
+    const ROW: Row = Row {
+        name: "per-tensor-int8",
+        about: "INT8 products, a scale for each matrix",
+        compute: E::DTYPE,
+        linear: Some(LinearRow {
+            forward: Product::of(NEAREST, NEAREST),
+            input_gradient: Product::of(STOCHASTIC, NEAREST),
+            weight_gradient: Product::of(STOCHASTIC, STOCHASTIC),
+            saved_x: SavedX::Operand,
+            slots: &[],
+        }),
+    };
+}
+
+const NEAREST: Cast = Cast::new(Number::Int8, Granularity::Tensor);
+const STOCHASTIC: Cast = NEAREST.stochastic();
