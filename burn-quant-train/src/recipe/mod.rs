@@ -171,4 +171,5 @@ recipes! {
     block_int8::BlockInt8,
     fallback_int8::FallbackInt8,
     per_tensor_int8::PerTensorInt8,
+    switch_back_int8::SwitchBackInt8,
 }
