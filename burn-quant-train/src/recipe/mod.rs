@@ -172,4 +172,5 @@ recipes! {
     fallback_int8::FallbackInt8,
     per_tensor_int8::PerTensorInt8,
     switch_back_int8::SwitchBackInt8,
+    token_int8::TokenInt8,
 }
