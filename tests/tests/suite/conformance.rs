@@ -611,7 +611,7 @@ fn accumulation_quantizes_a_weight_once<B: DataBackend, R: Recipe>(seed: u64) {
         assert!(renewed, "{}: a new weight, a new copy", R::ROW.name);
         before = copies.into_iter().map(|(_, copy)| copy).collect();
     }
-    // Waits for the device too: a process that ends before it may crash in its driver.
+    // Waits for the device too: processes that ended here with work left on CUDA have crashed.
     let weight = floats(&model.linear.weight.val());
     assert!(
         weight.iter().all(|it| it.is_finite()),
