@@ -75,6 +75,16 @@ pub(crate) enum Symmetric {
 }
 
 impl Number {
+    /// The numbers that matrices are quantized to.
+    pub const SYMMETRIC: [Number; 6] = [
+        Number::Int4,
+        Number::Int8,
+        Number::Int10,
+        Number::E2M1,
+        Number::E4M3,
+        Number::E5M2,
+    ];
+
     pub(crate) const fn arithmetic(self) -> Arithmetic {
         match self {
             Number::Int4 => Arithmetic::Integer(Integer::INT4),
@@ -95,6 +105,11 @@ impl Number {
             Arithmetic::Float(float) => Some(Symmetric::Float(float)),
             Arithmetic::DynamicExponent(_) | Arithmetic::Square => None,
         }
+    }
+
+    /// True where every number has its negative, so that matrices can be quantized to it.
+    pub const fn is_symmetric(self) -> bool {
+        self.symmetric().is_some()
     }
 
     /// The largest number.

@@ -16,15 +16,15 @@ impl<E: ComputeDtype, const BLOCK: usize> Recipe for BlockInt8<E, BLOCK> {
         name: "block-int8",
         about: "INT8 products, a scale for each square block",
         compute: E::DTYPE,
-        linear: Some(block_int8(BLOCK)),
+        linear: Some(int8(Granularity::Block(BLOCK))),
     };
 }
 
-/// Rounds the operands of the forward product to nearest. dY and the saved X, from which only gradients are computed,
-/// are rounded stochastically, so that gradients are unbiased. Square blocks transpose for free: one copy of W and one
-/// of dY serve two products each.
-pub(super) const fn block_int8(side: usize) -> LinearRow {
-    let nearest = Cast::new(Number::Int8, Granularity::Block(side));
+/// All three products in INT8. The operands of the forward product are rounded to nearest. dY and the saved X, from
+/// which only gradients are computed, are rounded stochastically, so that gradients are unbiased. Square blocks and whole
+/// matrices transpose for free: one copy of W and one of dY serve two products each.
+pub(super) const fn int8(granularity: Granularity) -> LinearRow {
+    let nearest = Cast::new(Number::Int8, granularity);
     let stochastic = nearest.stochastic();
     LinearRow {
         forward: Product::of(nearest, nearest),

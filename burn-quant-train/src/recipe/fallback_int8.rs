@@ -6,7 +6,7 @@ use burn_backend::bf16;
 
 use super::{
     Cast, ComputeDtype, Granularity, LinearRow, Number, Product, Recipe, Residual, Row, Slot,
-    SlotKind, THRESHOLD, block_int8::block_int8,
+    SlotKind, THRESHOLD, block_int8::int8,
 };
 
 const SLOT: Slot = Slot {
@@ -29,13 +29,14 @@ impl<E: ComputeDtype, const BLOCK: usize> Recipe for FallbackInt8<E, BLOCK> {
 }
 
 const fn fallback_int8(side: usize) -> LinearRow {
-    let nearest = Cast::new(Number::Int8, Granularity::Block(side));
+    let granularity = Granularity::Block(side);
+    let nearest = Cast::new(Number::Int8, granularity);
     LinearRow {
         forward: Product::of(
             nearest.with_residual(Residual::Above(SLOT.name)),
             nearest,
         ),
         slots: &[SLOT],
-        ..block_int8(side)
+        ..int8(granularity)
     }
 }

@@ -4,7 +4,7 @@ use std::marker::PhantomData;
 
 use burn_backend::bf16;
 
-use super::{Cast, ComputeDtype, Granularity, LinearRow, Number, Product, Recipe, Row, SavedX};
+use super::{ComputeDtype, Granularity, Recipe, Row, block_int8::int8};
 
 /// INT8 linear layers with one scale for each matrix, a baseline of jetfire-int8 (section 7, table 4): a single outlier
 /// makes a whole matrix coarse. All but the granularity is as in [`BlockInt8`](super::BlockInt8).
@@ -16,15 +16,6 @@ impl<E: ComputeDtype> Recipe for PerTensorInt8<E> {
         name: "per-tensor-int8",
         about: "INT8 products, a scale for each matrix",
         compute: E::DTYPE,
-        linear: Some(LinearRow {
-            forward: Product::of(NEAREST, NEAREST),
-            input_gradient: Product::of(STOCHASTIC, NEAREST),
-            weight_gradient: Product::of(STOCHASTIC, STOCHASTIC),
-            saved_x: SavedX::Operand,
-            slots: &[],
-        }),
+        linear: Some(int8(Granularity::Tensor)),
     };
 }
-
-const NEAREST: Cast = Cast::new(Number::Int8, Granularity::Tensor);
-const STOCHASTIC: Cast = NEAREST.stochastic();

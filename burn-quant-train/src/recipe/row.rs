@@ -237,20 +237,27 @@ impl LinearRow {
         let mut index = 0;
         while index < self.slots.len() {
             let slot = &self.slots[index];
-            match slot.kind {
-                SlotKind::DelayThreshold => assert!(
-                    same(slot.name, THRESHOLD),
-                    "a slot of kind `SlotKind::DelayThreshold` is called `threshold`: metrics and records know it by that"
-                ),
+            let mut other = 0;
+            while other < index {
+                assert!(
+                    !same(self.slots[other].name, slot.name),
+                    "two slots of a row have the same name: records could not tell them apart"
+                );
+                other += 1;
             }
-            assert!(
-                same(slot.name, threshold),
-                "no cast of the row reads one of its slots: it would never move"
-            );
-            assert!(
-                index == 0,
-                "two slots of a row have the same name: records could not tell them apart"
-            );
+            match slot.kind {
+                SlotKind::DelayThreshold => {
+                    assert!(
+                        same(slot.name, THRESHOLD),
+                        "a slot of kind `SlotKind::DelayThreshold` is called `threshold`: metrics and records know it \
+                         by that"
+                    );
+                    assert!(
+                        same(slot.name, threshold),
+                        "no cast of the row reads one of its slots: it would never move"
+                    );
+                }
+            }
             index += 1;
         }
     }
@@ -258,19 +265,10 @@ impl LinearRow {
 
 impl Cast {
     const fn check(&self) {
-        match self.number {
-            Number::Int4
-            | Number::Int8
-            | Number::Int10
-            | Number::E2M1
-            | Number::E4M3
-            | Number::E5M2 => {}
-            Number::DynamicExponent(_) | Number::Square => {
-                panic!(
-                    "operands are integers, E2M1, E4M3 or E5M2: the other numbers are for optimizer states"
-                )
-            }
-        }
+        assert!(
+            self.number.is_symmetric(),
+            "operands are integers, E2M1, E4M3 or E5M2: the other numbers are for optimizer states"
+        );
         match self.granularity {
             Granularity::Block(side) => assert!(
                 matches!(side, 16 | 32 | 64 | 128),

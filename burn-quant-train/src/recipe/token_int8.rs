@@ -4,7 +4,7 @@ use std::marker::PhantomData;
 
 use burn_backend::bf16;
 
-use super::{Cast, ComputeDtype, Granularity, LinearRow, Number, Product, Recipe, Row, SavedX};
+use super::{ComputeDtype, Granularity, Recipe, Row, block_int8::int8};
 
 /// INT8 linear layers with a scale for each row of a product's left operand and each column of its right one.
 ///
@@ -19,15 +19,6 @@ impl<E: ComputeDtype> Recipe for TokenInt8<E> {
         name: "token-int8",
         about: "INT8 products, a scale for each token or channel",
         compute: E::DTYPE,
-        linear: Some(LinearRow {
-            forward: Product::of(NEAREST, NEAREST),
-            input_gradient: Product::of(STOCHASTIC, NEAREST),
-            weight_gradient: Product::of(STOCHASTIC, STOCHASTIC),
-            saved_x: SavedX::Operand,
-            slots: &[],
-        }),
+        linear: Some(int8(Granularity::Row)),
     };
 }
-
-const NEAREST: Cast = Cast::new(Number::Int8, Granularity::Row);
-const STOCHASTIC: Cast = NEAREST.stochastic();

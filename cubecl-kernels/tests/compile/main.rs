@@ -297,20 +297,12 @@ fn quantize_sources(architecture: u16) -> Vec<Source> {
 /// The kernels that quantize to every number, and back, each once: roundings and layouts go round, as in the tests on
 /// devices.
 fn number_sources(architecture: u16) -> Vec<Source> {
-    const NUMBERS: [Number; 6] = [
-        Number::Int4,
-        Number::Int8,
-        Number::Int10,
-        Number::E2M1,
-        Number::E4M3,
-        Number::E5M2,
-    ];
     let key = Rounding::Stochastic(StochasticKey { seed: 1, stream: 2 });
     let sources = sources_of(architecture, |client| {
         let x = tensor(client, &[256, 256], dtype::<bf16>());
         let given = tensor(client, &[1], dtype::<f32>());
         let mut turn = 0;
-        for number in NUMBERS {
+        for number in Number::SYMMETRIC {
             for (scale, granularity) in [
                 (ScaleNumber::F32, Granularity::Channel),
                 (ScaleNumber::F32, Granularity::Group(128)),

@@ -12,15 +12,6 @@ use cubecl_kernels::{
 
 use crate::random::Random;
 
-const NUMBERS: [Number; 6] = [
-    Number::Int4,
-    Number::Int8,
-    Number::Int10,
-    Number::E2M1,
-    Number::E4M3,
-    Number::E5M2,
-];
-
 /// No value can be divided by these.
 const BAD_SCALES: [f32; 7] = [
     0.0,
@@ -65,7 +56,7 @@ fn cases(random: &mut Random, shape: MatrixShape, number: Number) -> Vec<(Vec<f3
 #[test]
 fn on_the_host() {
     let mut random = Random::fresh();
-    for number in NUMBERS {
+    for number in Number::SYMMETRIC {
         for shape in [MatrixShape::new(7, 33), MatrixShape::new(130, 64)] {
             for (x, scale) in cases(&mut random, shape, number) {
                 for rounding in [Rounding::Nearest, stochastic(&mut random)] {
@@ -110,7 +101,7 @@ fn saturation_and_what_must_not_be_hidden() {
             absmax,
         )
     };
-    for number in NUMBERS {
+    for number in Number::SYMMETRIC {
         let largest = number.largest();
         let (values, scale, absmax) = by([1.0, -1e30, 1e30, 0.0], number, 0.5);
         assert_eq!(
@@ -190,7 +181,7 @@ mod on_device {
     #[test]
     fn equals_the_reference() {
         let (client, mut random) = (client(), Random::fresh());
-        for (index, number) in NUMBERS.into_iter().enumerate() {
+        for (index, number) in Number::SYMMETRIC.into_iter().enumerate() {
             // Each number with one pair of rounding and layout, on an odd and on an even shape.
             let rounding = [Rounding::Nearest, stochastic(&mut random)][index % 2];
             let layout = [Layout::Both, Layout::RowMajor, Layout::Transposed][index % 3];

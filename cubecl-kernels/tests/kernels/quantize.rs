@@ -194,14 +194,6 @@ fn every_number_equals_the_reference(
     #[values(0, 1, 2, 3, 4, 5)] number: usize,
     #[values(ScaleNumber::F32, ScaleNumber::E8M0, ScaleNumber::E4M3)] scale: ScaleNumber,
 ) {
-    const NUMBERS: [Number; 6] = [
-        Number::Int4,
-        Number::Int8,
-        Number::Int10,
-        Number::E2M1,
-        Number::E4M3,
-        Number::E5M2,
-    ];
     let (client, mut random) = (client(), Random::fresh());
     let granularities = [
         Granularity::Block(16),
@@ -216,7 +208,7 @@ fn every_number_equals_the_reference(
         let rounding = [Rounding::Nearest, STOCHASTIC][turn % 2];
         let layout = [Layout::Both, Layout::RowMajor, Layout::Transposed][turn % 3];
         let spec = QuantizeSpec {
-            number: NUMBERS[number],
+            number: Number::SYMMETRIC[number],
             scale,
             granularity,
             rounding,

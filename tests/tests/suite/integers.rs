@@ -350,15 +350,6 @@ fn quantize_granularities<B: DataBackend>(seed: u64) {
     }
 }
 
-const NUMBERS: [Number; 6] = [
-    Number::Int4,
-    Number::Int8,
-    Number::Int10,
-    Number::E2M1,
-    Number::E4M3,
-    Number::E5M2,
-];
-
 const GRANULARITIES: [Granularity; 5] = [
     Granularity::Block(32),
     Granularity::Group(16),
@@ -371,7 +362,7 @@ const GRANULARITIES: [Granularity; 5] = [
 /// which no rounding separates from the codes.
 fn quantize_numbers<B: DataBackend>(seed: u64) {
     let mut rng = Rng::new(seed);
-    for number in NUMBERS {
+    for number in Number::SYMMETRIC {
         for scale in [ScaleNumber::F32, ScaleNumber::E8M0, ScaleNumber::E4M3] {
             let kind = rng.pick(&[Values::Outliers, Values::ZeroBlocks, Values::OneNan]);
             let (form, shape) = (
@@ -405,8 +396,8 @@ fn quantize_numbers<B: DataBackend>(seed: u64) {
 /// A product of two operands of any numbers, in the granularities that products have.
 fn number_products<B: DataBackend>(seed: u64) {
     let mut rng = Rng::new(seed);
-    for left in NUMBERS {
-        let right = rng.pick(&NUMBERS);
+    for left in Number::SYMMETRIC {
+        let right = rng.pick(&Number::SYMMETRIC);
         let scale = rng.pick(&[ScaleNumber::F32, ScaleNumber::E8M0, ScaleNumber::E4M3]);
         let [m, k, n] = [1 + rng.below(70), 1 + rng.below(150), 1 + rng.below(70)];
         let layout = rng.pick(&[Layout::RowMajor, Layout::Transposed, Layout::Both]);
