@@ -26,6 +26,7 @@
 //! | --- | --- |
 //! | [`number`] | number formats: INT4, INT8, INT10, E2M1, E4M3, E5M2, and those of optimizer states |
 //! | [`scale`] | how scales are stored: FP32, E8M0, or E4M3 under an FP32 scale of the matrix |
+//! | [`hadamard`] | the size and the axis of a Hadamard transform |
 //! | [`granularity`] | which elements share a scale |
 //! | [`rounding`] | to nearest, or stochastic by a key |
 //! | [`layout`] | row-major and transposed copies |
@@ -47,6 +48,7 @@ pub mod error;
 pub mod fallback;
 pub mod gemm;
 pub mod granularity;
+pub mod hadamard;
 pub mod host;
 pub mod layout;
 pub mod linear_input;

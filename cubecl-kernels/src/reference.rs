@@ -11,6 +11,7 @@ pub mod adamw;
 pub mod delay_threshold;
 pub mod fallback;
 pub mod gemm;
+pub mod hadamard;
 pub mod matrix;
 pub mod number;
 pub mod optimizer_state;

@@ -3,6 +3,7 @@
 
 mod adamw;
 mod given;
+mod hadamard;
 mod host;
 mod number;
 mod optimizer_state;
