@@ -7,6 +7,7 @@
 //! | module | what it computes |
 //! | --- | --- |
 //! | [`quantize`] | quantization by block, group, token, channel or tensor, or by a given scale, and back |
+//! | [`quantize::learned_step`] | the Hadamard quantizer with a learned step size, and its backward pass |
 //! | [`fallback`] | INT8 block quantization with a second INT8 copy of the residual of outlier blocks |
 //! | [`linear_input`] | both INT8 copies of a linear layer's input from one read |
 //! | [`transpose`] | INT8 matrices transposed |

@@ -12,6 +12,7 @@ pub mod delay_threshold;
 pub mod fallback;
 pub mod gemm;
 pub mod hadamard;
+pub mod learned_step;
 pub mod matrix;
 pub mod number;
 pub mod optimizer_state;
