@@ -159,9 +159,7 @@ impl Elements {
 }
 
 /// The row-major copy of a saved matrix.
-fn saved_codes<'a, R: Runtime>(
-    quantized: &'a Quantized<R>,
-) -> Result<&'a TensorHandle<R>, KernelError> {
+fn saved_codes<R: Runtime>(quantized: &Quantized<R>) -> Result<&TensorHandle<R>, KernelError> {
     quantized
         .values
         .as_ref()
