@@ -18,6 +18,8 @@ use super::{Input, QuantizeSpec, Quantized, buffers::allocate, encode, tile::seg
 
 const OPERATION: &str = "quantize_by";
 const UNITS: usize = 256;
+/// Maxima of tiles that a unit reads in one turn.
+const READS: usize = 8;
 
 /// Quantizes `x`, a matrix of f32, f16 or bf16 with any strides, by a scale that is on the device already, and finds
 /// its largest magnitude in the same read.
@@ -136,10 +138,15 @@ fn finish_kernel(
     #[comptime] has_absmax: bool,
 ) {
     let mut bits = 0u32;
-    let mut tile = UNIT_POS;
-    while tile < tiles {
-        bits = max(bits, magnitude_bits(maxima[tile as usize]));
-        tile += comptime!(UNITS as u32);
+    let mut first = UNIT_POS;
+    while first < tiles {
+        // Reads of one turn do not wait for each other; behind the last tile it is read once more.
+        #[unroll]
+        for read in 0..comptime!(READS as u32) {
+            let tile = min(first + comptime!(read * UNITS as u32), tiles - 1);
+            bits = max(bits, magnitude_bits(maxima[tile as usize]));
+        }
+        first += comptime!((READS * UNITS) as u32);
     }
     let bits = segment_max(bits, UNITS, UNITS);
     if comptime!(has_absmax) {

@@ -32,6 +32,7 @@ use crate::{
 
 mod backward;
 mod forward;
+mod reduction;
 mod saved;
 mod sums;
 mod transformed;

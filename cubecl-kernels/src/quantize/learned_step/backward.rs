@@ -22,10 +22,12 @@ use crate::{
 use super::{
     LearnedStep, RowSample, SATURATION_GROUP, SavedRounding, check_matrix, check_rank,
     gradient_scale,
+    reduction::cube_sum,
     saved::{exact_run, round_run, saved_run},
-    sums::{Total, cube_sum, total},
+    sums::{Total, total},
     transformed::{
-        RunPlace, inverse_step, launch_size, run_place, shared_tile, tile_of, transform_tile,
+        RunPlace, TilePlan, inverse_step, launch_size, run_place, shared_tile, tile_of,
+        transform_tile,
     },
 };
 
@@ -275,7 +277,7 @@ fn check_gradient<'a, R: Runtime>(
 /// The constants that the kernel is compiled for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct BackwardPlan {
-    transform: HadamardTransform,
+    tile: TilePlan,
     /// True where rows of the gradient are sums of sampled ones.
     sampled: bool,
     /// True where elements come from the matrix itself.
@@ -333,7 +335,7 @@ fn launch<R: Runtime>(
         )
     });
     let plan = BackwardPlan {
-        transform,
+        tile: TilePlan::new(client, transform),
         sampled: positions.is_some(),
         exact: x.is_some(),
         read: [
@@ -426,14 +428,14 @@ fn backward_kernel<
     #[define(E)] _residuals_dtype: StorageType,
     #[define(Q)] _dtype: StorageType,
 ) {
-    let place = run_place(&geometry, comptime!(plan.transform.axis));
+    let place = run_place(&geometry, comptime!(plan.tile.transform.axis));
     if !place.inside {
         terminate!();
     }
     let mut shared = shared_tile();
     let elements = if comptime!(plan.exact) {
         let mut run = read_run::<F, NX>(x, &geometry, 0, place.row, place.col, plan.read[1]);
-        transform_tile(&mut run, &mut shared, plan.transform);
+        transform_tile(&mut run, &mut shared, plan.tile);
         exact_run(&round_run(&run, inverse_step(steps, layer), zero))
     } else {
         let numbers = read_numbers::<V, NV>(values, &geometry, &place, plan.read[2]);
@@ -447,7 +449,7 @@ fn backward_kernel<
             residual_weight,
             plan.read[3],
         );
-        saved_run(&numbers, flags, &deltas)
+        saved_run(&numbers, flags, &deltas, comptime!(plan.tile.planes))
     };
     let mut run = read_gradient::<G, NG>(
         gradient,
@@ -468,7 +470,7 @@ fn backward_kernel<
     if UNIT_POS == 0 {
         sums[CUBE_POS] = sum;
     }
-    transform_tile(&mut run, &mut shared, plan.transform);
+    transform_tile(&mut run, &mut shared, plan.tile);
     write_floats::<Q, NQ>(out, &run, &geometry, &place, plan.write);
 }
 

@@ -16,15 +16,17 @@ use crate::{
         run::run_max,
         staged::{byte_dtype, byte_width, write_words},
         stored::{Copies, copy_args, write_run},
-        tile::{UNITS, read_run, run_read_width, segment_max},
+        tile::{read_run, run_read_width},
     },
 };
 
 use super::{
     LearnedStep, RowSample, SATURATION_GROUP, SavedRounding, check_matrix,
+    reduction::cube_max,
     saved::{begins_group, group_flags, holds_groups, residual_words, round_run},
     transformed::{
-        inverse_step, launch_size, run_place, shared_tile, tile_of, transform_tile, transpose_codes,
+        TilePlan, inverse_step, launch_size, run_place, shared_tile, tile_of, transform_tile,
+        transpose_codes,
     },
 };
 
@@ -103,7 +105,7 @@ fn allocate_saved<R: Runtime>(
 /// The constants that the kernel is compiled for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct ForwardPlan {
-    transform: HadamardTransform,
+    tile: TilePlan,
     copies: Copies,
     /// Elements read at once.
     read: usize,
@@ -164,7 +166,7 @@ unsafe fn launch<R: Runtime>(
             sample.offset() as u32,
             0,
             ForwardPlan {
-                transform,
+                tile: TilePlan::new(client, transform),
                 copies,
                 read: run_read_width(x, view),
                 saves: saved.is_some(),
@@ -208,7 +210,7 @@ fn forward_kernel<
     #[define(T)] _transposed_dtype: StorageType,
     #[define(E)] _residuals_dtype: StorageType,
 ) {
-    let axis = comptime!(plan.transform.axis);
+    let axis = comptime!(plan.tile.transform.axis);
     let place = run_place(&geometry, axis);
     if !place.inside {
         terminate!();
@@ -216,8 +218,8 @@ fn forward_kernel<
     let (row, col) = (place.row, place.col);
     let mut run = read_run::<F, NX>(x, &geometry, 0, row, col, plan.read);
     let mut shared = shared_tile();
-    transform_tile(&mut run, &mut shared, plan.transform);
-    let bits = segment_max(run_max(&run), UNITS, UNITS);
+    transform_tile(&mut run, &mut shared, plan.tile);
+    let bits = cube_max(run_max(&run));
     if UNIT_POS == 0 {
         maxima[CUBE_POS] = f32::reinterpret(bits);
     }
@@ -240,7 +242,7 @@ fn forward_kernel<
             holds_groups(tile_of(axis)),
             "a tile of whole groups"
         ));
-        let flags = group_flags(&rounded);
+        let flags = group_flags(&rounded, comptime!(plan.tile.planes));
         if begins_group() && row < geometry.rows && col < geometry.cols {
             let groups = geometry.cols.div_ceil(comptime!(SATURATION_GROUP as u32));
             let at = row * groups + col / comptime!(SATURATION_GROUP as u32);

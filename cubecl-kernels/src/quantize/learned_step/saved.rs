@@ -79,7 +79,7 @@ fn extremes(numbers: &Array<f32>) -> u32 {
 /// The byte of [`SavedRounding::saturation`](super::SavedRounding) of the group that the unit's run begins; of no
 /// meaning in a unit whose run does not begin one. All units of the cube must call it together.
 #[cube]
-pub(super) fn group_flags(rounded: &RoundedRun) -> u32 {
+pub(super) fn group_flags(rounded: &RoundedRun, #[comptime] planes: bool) -> u32 {
     let mut flags = 0u32;
     let mut count = 0u32;
     #[unroll]
@@ -90,11 +90,22 @@ pub(super) fn group_flags(rounded: &RoundedRun) -> u32 {
         flags |= clamped << count;
         count += extreme;
     }
-    let mut of_units = SharedMemory::<u32>::new(UNITS);
-    of_units[UNIT_POS as usize] = flags;
-    sync_cube();
-    let next = of_units[min(UNIT_POS + 1, comptime!(UNITS as u32 - 1)) as usize];
+    let next = of_other_run(flags, planes);
     (flags | (next << count)) & comptime!((1u32 << FLAGS_OF_GROUP) - 1)
+}
+
+/// The value of the unit that holds the other run of the group.
+#[cube]
+fn of_other_run(value: u32, #[comptime] planes: bool) -> u32 {
+    comptime!(assert!(RUNS_OF_GROUP == 2, "groups of two runs"));
+    if comptime!(planes) {
+        plane_shuffle_xor(value, 1u32)
+    } else {
+        let mut of_units = SharedMemory::<u32>::new(UNITS);
+        of_units[UNIT_POS as usize] = value;
+        sync_cube();
+        of_units[(UNIT_POS ^ 1) as usize]
+    }
 }
 
 /// True for a unit whose run begins a group.
@@ -155,11 +166,9 @@ pub(super) fn saved_run(
     numbers: &Array<f32>,
     flags: u32,
     residuals: &Array<f32>,
+    #[comptime] planes: bool,
 ) -> StraightThroughRun {
-    let mut of_units = SharedMemory::<u32>::new(UNITS);
-    of_units[UNIT_POS as usize] = extremes(numbers);
-    sync_cube();
-    let before = of_units[UNIT_POS.saturating_sub(1) as usize];
+    let before = of_other_run(extremes(numbers), planes);
     let mut count = select(begins_group(), 0u32, before);
     let mut passes = Array::<f32>::new(RUN);
     let mut deltas = Array::<f32>::new(RUN);

@@ -15,8 +15,11 @@ use crate::{
 
 use super::{
     LARGEST, LARGEST_STEP, LearnedStep, check_matrix,
+    reduction::cube_sum,
     saved::round_run,
-    transformed::{inverse_step, launch_size, run_place, shared_tile, tile_of, transform_tile},
+    transformed::{
+        TilePlan, inverse_step, launch_size, run_place, shared_tile, tile_of, transform_tile,
+    },
 };
 
 /// Sets the step size of a layer to `2 mean|h| / sqrt(7)`, in place (Appendix A.4). The step size that there is stays
@@ -77,6 +80,9 @@ pub fn squared_error<R: Runtime>(
     Ok(out)
 }
 
+/// Sums of tiles that a unit reads in one turn.
+const READS: usize = 8;
+
 /// What is summed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 enum Term {
@@ -124,7 +130,7 @@ fn tile_sums<R: Runtime>(
             view.geometry(),
             step.layer as u32,
             0,
-            transform,
+            TilePlan::new(client, transform),
             term,
             read,
             x.dtype,
@@ -170,18 +176,18 @@ fn tile_sums_kernel<F: Numeric, NX: Size>(
     geometry: MatrixGeometry,
     layer: u32,
     zero: u32,
-    #[comptime] transform: HadamardTransform,
+    #[comptime] plan: TilePlan,
     #[comptime] term: Term,
     #[comptime] read: usize,
     #[define(F)] _x_dtype: StorageType,
 ) {
-    let place = run_place(&geometry, comptime!(transform.axis));
+    let place = run_place(&geometry, comptime!(plan.transform.axis));
     if !place.inside {
         terminate!();
     }
     let mut run = read_run::<F, NX>(x, &geometry, 0, place.row, place.col, read);
     let mut shared = shared_tile();
-    transform_tile(&mut run, &mut shared, transform);
+    transform_tile(&mut run, &mut shared, plan);
     let mut sum = 0.0f32;
     if comptime!(term == Term::Magnitude) {
         #[unroll]
@@ -215,10 +221,16 @@ fn total_kernel(
     #[comptime] total: Total,
 ) {
     let mut sum = 0.0f32;
-    let mut tile = UNIT_POS;
-    while tile < count {
-        sum += sums[tile as usize];
-        tile += comptime!(UNITS as u32);
+    let mut first = UNIT_POS;
+    while first < count {
+        // Reads of one turn do not wait for each other.
+        #[unroll]
+        for read in 0..comptime!(READS as u32) {
+            let tile = first + comptime!(read * UNITS as u32);
+            let of_tile = sums[min(tile, count - 1) as usize];
+            sum += select(tile < count, of_tile, 0.0f32);
+        }
+        first += comptime!((READS * UNITS) as u32);
     }
     let mean = cube_sum(sum) * factor;
     if UNIT_POS == 0 {
@@ -237,22 +249,4 @@ fn total_kernel(
             }
         }
     }
-}
-
-/// The sum of a value of each unit, in the order of a tree. All units of the cube must call it together, once.
-#[cube]
-pub(super) fn cube_sum(value: f32) -> f32 {
-    let mut shared = SharedMemory::<f32>::new(UNITS);
-    let unit = UNIT_POS as usize;
-    shared[unit] = value;
-    sync_cube();
-    #[unroll]
-    for step in 0..comptime!(UNITS.ilog2()) {
-        let distance = comptime!(UNITS >> (step + 1));
-        if unit < distance {
-            shared[unit] += shared[unit + distance];
-        }
-        sync_cube();
-    }
-    shared[0]
 }

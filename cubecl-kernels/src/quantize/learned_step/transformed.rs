@@ -1,22 +1,22 @@
 //! A tile of a matrix on its way through the Hadamard transform.
 //!
 //! Each unit holds a run of 16 neighbours of a row. The passes of small distances along a row take place in its
-//! registers. For the others the tile goes through shared memory, where each unit takes lines of up to 16 elements that
-//! lie further apart, makes up to four passes in its registers, and puts them back.
+//! registers, and those of larger ones between the units of a plane, where the device has planes. For all others the
+//! tile goes through shared memory: each unit takes lines of up to 16 elements that lie further apart, makes up to four
+//! passes in its registers, and puts them back.
 
 use cubecl::prelude::*;
 
 use crate::{
-    device::{MatrixGeometry, cube_grid},
+    device::{MatrixGeometry, cube_grid, has_planes_of_32},
     hadamard::{Axis, HadamardSize, HadamardTransform},
     number::storage::RUN,
     quantize::tile::{Tile, UNITS, run_position, tile_position},
     scale::fp32::given_inverse_cube,
 };
 
-/// Words of the shared tile: one is left out behind each run, so that units that write their runs at the same time
-/// meet in no bank.
-const SHARED_WORDS: usize = UNITS * (RUN + 1);
+/// Words of the shared tile.
+const SHARED_WORDS: usize = UNITS * (RUN + 1) + 16;
 /// Passes that a unit makes on one line.
 const PASSES: u32 = RUN.ilog2();
 
@@ -33,6 +33,23 @@ pub(super) const fn tile_of(axis: Axis) -> Tile {
             rows: ACROSS,
             cols: ALONG,
         },
+    }
+}
+
+/// How a tile is transformed on this device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) struct TilePlan {
+    pub transform: HadamardTransform,
+    /// True where the units of a plane read each other's registers.
+    pub planes: bool,
+}
+
+impl TilePlan {
+    pub fn new<R: Runtime>(client: &ComputeClient<R>, transform: HadamardTransform) -> Self {
+        Self {
+            transform,
+            planes: has_planes_of_32(client),
+        }
     }
 }
 
@@ -73,9 +90,24 @@ pub(super) fn shared_tile() -> SharedMemory<u32> {
 }
 
 /// The place in the shared tile of the element that is `index`-th in the tile's row-major order.
+///
+/// Shared memory has 32 banks. Along rows, a row of the tile has as many words: each row is rotated by one word more than
+/// the one before it, and by four more behind 16 of them. Along columns, a word is left out behind each run, and 16 behind
+/// 16 rows. In both, the units of a plane that write runs of rows, or read runs of columns, meet in no bank. Along rows,
+/// neither do those that read neighbours.
 #[cube]
-fn slot(index: u32) -> usize {
-    (index + index / comptime!(RUN as u32)) as usize
+fn slot(index: u32, #[comptime] axis: Axis) -> usize {
+    match comptime!(axis) {
+        Axis::Rows => {
+            let cols = comptime!(tile_of(Axis::Rows).cols as u32);
+            let row = index / cols;
+            (row * cols + (index + row + row / 16 * 4) % cols) as usize
+        }
+        Axis::Columns => {
+            let rows = index / comptime!(16 * tile_of(Axis::Columns).cols as u32);
+            (index + index / comptime!(RUN as u32) + rows * 16) as usize
+        }
+    }
 }
 
 /// Transforms the tile whose runs the units hold. All units of the cube must call it together.
@@ -83,34 +115,43 @@ fn slot(index: u32) -> usize {
 pub(super) fn transform_tile(
     run: &mut Array<f32>,
     shared: &mut SharedMemory<u32>,
-    #[comptime] transform: HadamardTransform,
+    #[comptime] plan: TilePlan,
 ) {
+    let transform = comptime!(plan.transform);
+    let axis = comptime!(transform.axis);
     let order = comptime!(transform.size.order());
     let (near, far) = comptime!((order.min(PASSES), order.saturating_sub(PASSES)));
-    match comptime!(transform.axis) {
+    match comptime!(axis) {
         Axis::Columns => {
             let length = comptime!(1usize << near);
             #[unroll]
             for line in 0..comptime!(RUN / length) {
                 butterflies(run, comptime!(line * length), length);
             }
-            if comptime!(far > 0) {
-                put_run(run, shared);
+            if comptime!(plan.planes) {
+                pass_units(run, far);
+            } else if comptime!(far > 0) {
+                put_run(run, shared, axis);
                 sync_cube();
-                pass_lines(shared, comptime!(RUN), comptime!(1usize << far));
-                take_run(run, shared);
+                pass_lines(shared, comptime!(RUN), comptime!(1usize << far), axis);
+                take_run(run, shared, axis);
             }
         }
         Axis::Rows => {
             if comptime!(near > 0) {
                 let spacing = comptime!(tile_of(Axis::Rows).cols);
-                put_run(run, shared);
+                put_run(run, shared, axis);
                 sync_cube();
-                pass_lines(shared, spacing, comptime!(1usize << near));
+                pass_lines(shared, spacing, comptime!(1usize << near), axis);
                 if comptime!(far > 0) {
-                    pass_lines(shared, comptime!(RUN * spacing), comptime!(1usize << far));
+                    pass_lines(
+                        shared,
+                        comptime!(RUN * spacing),
+                        comptime!(1usize << far),
+                        axis,
+                    );
                 }
-                take_run(run, shared);
+                take_run(run, shared, axis);
             }
         }
     }
@@ -123,23 +164,39 @@ pub(super) fn transform_tile(
     }
 }
 
+/// The passes among runs: of the run's own distance, and so on. The units of a block lie in one plane.
+#[cube]
+fn pass_units(run: &mut Array<f32>, #[comptime] passes: u32) {
+    #[unroll]
+    for pass in 0..passes {
+        let distance = comptime!(1u32 << pass);
+        let upper = UNIT_POS & distance != 0;
+        #[unroll]
+        for index in 0..RUN {
+            let own = run[index];
+            let other = plane_shuffle_xor(own, distance);
+            run[index] = select(upper, other - own, own + other);
+        }
+    }
+}
+
 /// Puts a unit's run into the shared tile.
 #[cube]
-fn put_run(run: &Array<f32>, shared: &mut SharedMemory<u32>) {
+fn put_run(run: &Array<f32>, shared: &mut SharedMemory<u32>, #[comptime] axis: Axis) {
     #[unroll]
     for index in 0..comptime!(RUN as u32) {
-        shared[slot(UNIT_POS * comptime!(RUN as u32) + index)] =
+        shared[slot(UNIT_POS * comptime!(RUN as u32) + index, axis)] =
             u32::reinterpret(run[index as usize]);
     }
 }
 
 /// Takes a unit's run back.
 #[cube]
-fn take_run(run: &mut Array<f32>, shared: &SharedMemory<u32>) {
+fn take_run(run: &mut Array<f32>, shared: &SharedMemory<u32>, #[comptime] axis: Axis) {
     #[unroll]
     for index in 0..comptime!(RUN as u32) {
         run[index as usize] =
-            f32::reinterpret(shared[slot(UNIT_POS * comptime!(RUN as u32) + index)]);
+            f32::reinterpret(shared[slot(UNIT_POS * comptime!(RUN as u32) + index, axis)]);
     }
 }
 
@@ -150,6 +207,7 @@ fn pass_lines(
     shared: &mut SharedMemory<u32>,
     #[comptime] spacing: usize,
     #[comptime] length: usize,
+    #[comptime] axis: Axis,
 ) {
     let apart = comptime!(spacing as u32);
     let mut lines = Array::<f32>::new(RUN);
@@ -160,13 +218,13 @@ fn pass_lines(
         #[unroll]
         for element in 0..comptime!(length as u32) {
             let held = comptime!((index * length as u32 + element) as usize);
-            lines[held] = f32::reinterpret(shared[slot(first + element * apart)]);
+            lines[held] = f32::reinterpret(shared[slot(first + element * apart, axis)]);
         }
         butterflies(&mut lines, comptime!(index as usize * length), length);
         #[unroll]
         for element in 0..comptime!(length as u32) {
             let held = comptime!((index * length as u32 + element) as usize);
-            shared[slot(first + element * apart)] = u32::reinterpret(lines[held]);
+            shared[slot(first + element * apart, axis)] = u32::reinterpret(lines[held]);
         }
     }
     sync_cube();
@@ -202,7 +260,7 @@ pub(super) fn transpose_codes(
     sync_cube();
     #[unroll]
     for index in 0..comptime!(RUN as u32) {
-        shared[slot(UNIT_POS * comptime!(RUN as u32) + index)] = codes[index as usize];
+        shared[slot(UNIT_POS * comptime!(RUN as u32) + index, axis)] = codes[index as usize];
     }
     sync_cube();
     let runs_of_col = comptime!((tile.rows / RUN) as u32);
@@ -212,7 +270,7 @@ pub(super) fn transpose_codes(
     #[unroll]
     for index in 0..comptime!(RUN as u32) {
         let at = (tile_row + index) * comptime!(tile.cols as u32) + tile_col;
-        of_col[index as usize] = shared[slot(at)];
+        of_col[index as usize] = shared[slot(at, axis)];
     }
     (of_col, tile_row, tile_col)
 }
