@@ -438,7 +438,7 @@ fn backward_kernel<
         transform_tile(&mut run, &mut shared, plan.tile);
         exact_run(&round_run(&run, inverse_step(steps, layer), zero))
     } else {
-        let numbers = read_numbers::<V, NV>(values, &geometry, &place, plan.read[2]);
+        let codes = read_codes::<V, NV>(values, &geometry, &place, plan.read[2]);
         let flags = read_flags(saturation, &geometry, &place);
         let deltas = read_residuals::<E, NE>(
             residuals,
@@ -449,7 +449,7 @@ fn backward_kernel<
             residual_weight,
             plan.read[3],
         );
-        saved_run(&numbers, flags, &deltas, comptime!(plan.tile.planes))
+        saved_run(&codes, flags, &deltas, comptime!(plan.tile.planes))
     };
     let mut run = read_gradient::<G, NG>(
         gradient,
@@ -511,31 +511,23 @@ fn read_gradient<G: Numeric, N: Size>(
     }
 }
 
-/// The numbers of a run of codes; 0 outside the matrix.
+/// A run of packed codes; 0 outside the matrix.
 #[cube]
-fn read_numbers<V: Numeric, N: Size>(
+fn read_codes<V: Numeric, N: Size>(
     values: &Array<Vector<V, N>>,
     geometry: &MatrixGeometry,
     place: &RunPlace,
     #[comptime] width: usize,
-) -> Array<f32> {
+) -> Array<u32> {
     let bytes = geometry.cols.div_ceil(2u32);
-    let words = read_words::<V, N>(
+    read_words::<V, N>(
         values,
         place.row * bytes,
         place.col / 2,
         select(place.row < geometry.rows, bytes, 0u32),
         comptime!(RUN_BYTES / 4),
         width,
-    );
-    let mut numbers = Array::<f32>::new(RUN);
-    #[unroll]
-    for index in 0..RUN {
-        let word = words[comptime!(index / 8)];
-        let code = word >> comptime!(index as u32 % 8 * 4);
-        numbers[index] = integer::decode(code, comptime!(Integer::INT4));
-    }
-    numbers
+    )
 }
 
 /// The byte of the group that a run lies in; 0 outside the matrix.

@@ -13,9 +13,8 @@ use crate::{
         Input, QuantizeSpec, Quantized,
         buffers::allocate,
         given::finish,
-        run::run_max,
         staged::{byte_dtype, byte_width, write_words},
-        stored::{Copies, copy_args, write_run},
+        stored::{Copies, copy_args},
         tile::{read_run, run_read_width},
     },
 };
@@ -23,10 +22,10 @@ use crate::{
 use super::{
     LearnedStep, RowSample, SATURATION_GROUP, SavedRounding, check_matrix,
     reduction::cube_max,
-    saved::{begins_group, group_flags, holds_groups, residual_words, round_run},
+    saved::{begins_group, group_flags, holds_groups, pack_sums, residual_words, round_run},
     transformed::{
         TilePlan, inverse_step, launch_size, run_place, shared_tile, tile_of, transform_tile,
-        transpose_codes,
+        transpose_tile,
     },
 };
 
@@ -219,20 +218,19 @@ fn forward_kernel<
     let mut run = read_run::<F, NX>(x, &geometry, 0, row, col, plan.read);
     let mut shared = shared_tile();
     transform_tile(&mut run, &mut shared, plan.tile);
-    let bits = cube_max(run_max(&run));
+    let rounded = round_run(&run, inverse_step(steps, layer), zero);
+    let bits = cube_max(rounded.largest);
     if UNIT_POS == 0 {
         maxima[CUBE_POS] = f32::reinterpret(bits);
     }
-    let rounded = round_run(&run, inverse_step(steps, layer), zero);
     if comptime!(plan.copies.layout.row_major()) {
         if row < geometry.rows {
-            write_run::<V, NV>(
+            write_codes::<V, NV>(
                 values,
-                &rounded.codes,
+                &rounded.sums,
                 row,
                 col,
                 geometry.cols,
-                comptime!(plan.copies.storage),
                 comptime!(plan.copies.row_major_width),
             );
         }
@@ -262,19 +260,41 @@ fn forward_kernel<
         }
     }
     if comptime!(plan.copies.layout.transposed()) {
-        let (codes, tile_row, tile_col) = transpose_codes(&rounded.codes, &mut shared, axis);
+        let (sums, tile_row, tile_col) = transpose_tile(&rounded.sums, &mut shared, axis);
         let row = row - place.tile_row + tile_row;
         let col = col - place.tile_col + tile_col;
         if col < geometry.cols {
-            write_run::<T, NT>(
+            write_codes::<T, NT>(
                 transposed,
-                &codes,
+                &sums,
                 col,
                 row,
                 geometry.rows,
-                comptime!(plan.copies.storage),
                 comptime!(plan.copies.transposed_width),
             );
         }
     }
+}
+
+/// Writes a run to the `row`-th of packed rows of `cols` codes, from column `col`, what of it lies inside.
+#[cube]
+fn write_codes<V: Numeric, N: Size>(
+    out: &mut Array<Vector<V, N>>,
+    sums: &Array<u32>,
+    row: u32,
+    col: u32,
+    cols: u32,
+    #[comptime] width: usize,
+) {
+    let row_bytes = cols.div_ceil(2u32);
+    write_words::<V, N>(
+        out,
+        &pack_sums(sums),
+        row * row_bytes,
+        col / 2,
+        row_bytes,
+        comptime!(RUN / 8),
+        width,
+        false,
+    );
 }

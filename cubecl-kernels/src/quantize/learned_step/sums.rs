@@ -9,8 +9,7 @@ use crate::{
     hadamard::HadamardTransform,
     number::storage::RUN,
     quantize::tile::{UNITS, read_run, run_read_width},
-    rounding::magnitude_bits,
-    scale::{MIN_ABSMAX_BITS, fp32::given_scale_cube},
+    scale::{MIN_ABSMAX_BITS, fp32::given_scale_cube, is_finite},
 };
 
 use super::{
@@ -199,10 +198,14 @@ fn tile_sums_kernel<F: Numeric, NX: Size>(
         #[unroll]
         for index in 0..RUN {
             let rest = rounded.numbers[index] - rounded.quotients[index];
-            let hidden = magnitude_bits(run[index]) >= comptime!(f32::INFINITY.to_bits());
-            let quiet = select(hidden, comptime!(f32::NAN.to_bits()), 0u32);
-            sum += f32::reinterpret(u32::reinterpret(rest * rest) | quiet);
+            sum += rest * rest;
         }
+        let quiet = select(
+            is_finite(rounded.largest),
+            0u32,
+            comptime!(f32::NAN.to_bits()),
+        );
+        sum = f32::reinterpret(u32::reinterpret(sum) | quiet);
     }
     let sum = cube_sum(sum);
     if UNIT_POS == 0 {

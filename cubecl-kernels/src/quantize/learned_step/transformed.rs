@@ -11,7 +11,7 @@ use crate::{
     device::{MatrixGeometry, cube_grid, has_planes_of_32},
     hadamard::{Axis, HadamardSize, HadamardTransform},
     number::storage::RUN,
-    quantize::tile::{Tile, UNITS, run_position, tile_position},
+    quantize::tile::{Tile, UNITS, run_position},
     scale::fp32::given_inverse_cube,
 };
 
@@ -72,14 +72,18 @@ pub(super) struct RunPlace {
 #[cube]
 pub(super) fn run_place(geometry: &MatrixGeometry, #[comptime] axis: Axis) -> RunPlace {
     let tile = comptime!(tile_of(axis));
-    let position = tile_position(geometry, tile);
+    let tiles_of_row = geometry.cols.div_ceil(comptime!(tile.cols as u32));
+    let tile_index = CUBE_POS as u32;
+    let row = tile_index / tiles_of_row;
+    let first_row = row * comptime!(tile.rows as u32);
+    let first_col = (tile_index - row * tiles_of_row) * comptime!(tile.cols as u32);
     let (tile_row, tile_col) = run_position(tile);
     RunPlace {
-        row: position.row + tile_row,
-        col: position.col + tile_col,
+        row: first_row + tile_row,
+        col: first_col + tile_col,
         tile_row,
         tile_col,
-        inside: position.batch == 0,
+        inside: first_row < geometry.rows,
     }
 }
 
@@ -170,12 +174,12 @@ fn pass_units(run: &mut Array<f32>, #[comptime] passes: u32) {
     #[unroll]
     for pass in 0..passes {
         let distance = comptime!(1u32 << pass);
-        let upper = UNIT_POS & distance != 0;
+        // The upper unit of two takes the difference. A product with 1 or -1 rounds nothing.
+        let sign = select(UNIT_POS & distance != 0, -1.0f32, 1.0f32);
         #[unroll]
         for index in 0..RUN {
             let own = run[index];
-            let other = plane_shuffle_xor(own, distance);
-            run[index] = select(upper, other - own, own + other);
+            run[index] = fma(own, sign, plane_shuffle_xor(own, distance));
         }
     }
 }
@@ -247,11 +251,11 @@ fn butterflies(line: &mut Array<f32>, #[comptime] first: usize, #[comptime] leng
     }
 }
 
-/// The codes of a tile, one in each word of its units' runs, as runs of 16 rows of a column. Returns the run's codes, its
-/// first row and its column in the tile. All units of the cube must call it together.
+/// The words that units hold, one for each element of their runs, as runs of 16 rows of a column. Returns the run's words,
+/// its first row and its column in the tile. All units of the cube must call it together.
 #[cube]
-pub(super) fn transpose_codes(
-    codes: &Array<u32>,
+pub(super) fn transpose_tile(
+    words: &Array<u32>,
     shared: &mut SharedMemory<u32>,
     #[comptime] axis: Axis,
 ) -> (Array<u32>, u32, u32) {
@@ -260,7 +264,7 @@ pub(super) fn transpose_codes(
     sync_cube();
     #[unroll]
     for index in 0..comptime!(RUN as u32) {
-        shared[slot(UNIT_POS * comptime!(RUN as u32) + index, axis)] = codes[index as usize];
+        shared[slot(UNIT_POS * comptime!(RUN as u32) + index, axis)] = words[index as usize];
     }
     sync_cube();
     let runs_of_col = comptime!((tile.rows / RUN) as u32);
