@@ -33,7 +33,9 @@ use crate::{
 mod backward;
 mod forward;
 mod reduction;
+mod rounded;
 mod saved;
+mod straight_through;
 mod sums;
 mod transformed;
 

@@ -23,7 +23,8 @@ use super::{
     LearnedStep, RowSample, SATURATION_GROUP, SavedRounding, check_matrix, check_rank,
     gradient_scale,
     reduction::cube_sum,
-    saved::{exact_run, round_run, saved_run},
+    rounded::round_run,
+    straight_through::{exact_run, saved_run},
     sums::{Total, total},
     transformed::{
         RunPlace, TilePlan, inverse_step, launch_size, run_place, shared_tile, tile_of,

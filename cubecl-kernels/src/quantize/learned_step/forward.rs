@@ -22,7 +22,8 @@ use crate::{
 use super::{
     LearnedStep, RowSample, SATURATION_GROUP, SavedRounding, check_matrix,
     reduction::cube_max,
-    saved::{begins_group, group_flags, holds_groups, pack_sums, residual_words, round_run},
+    rounded::{pack_sums, round_run},
+    saved::{begins_group, group_flags, holds_groups, residual_words},
     transformed::{
         TilePlan, inverse_step, launch_size, run_place, shared_tile, tile_of, transform_tile,
         transpose_tile,

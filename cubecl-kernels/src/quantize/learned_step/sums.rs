@@ -15,7 +15,7 @@ use crate::{
 use super::{
     LARGEST, LARGEST_STEP, LearnedStep, check_matrix,
     reduction::cube_sum,
-    saved::round_run,
+    rounded::round_run,
     transformed::{
         TilePlan, inverse_step, launch_size, run_place, shared_tile, tile_of, transform_tile,
     },
