@@ -2,6 +2,9 @@
 
 use crate::hadamard::{Axis, HadamardSize, HadamardTransform};
 
+/// Neighbours that are one vector, or two.
+const LANES: usize = 8;
+
 /// Transforms consecutive rows of `cols` elements in place: [`reference::hadamard`], to the bit. Along the rows' axis
 /// the band is made of whole blocks of rows.
 ///
@@ -11,45 +14,71 @@ pub(super) fn transform(band: &mut [f32], cols: usize, transform: HadamardTransf
     if size == HadamardSize::IDENTITY || band.is_empty() {
         return;
     }
-    let spacing = match axis {
-        Axis::Rows => cols,
-        Axis::Columns => 1,
-    };
-    for block in band.chunks_exact_mut(size.block() * spacing) {
-        let near = match (spacing, block.len()) {
-            (1, 2) => near::<2>(block),
-            (1, 4) => near::<4>(block),
-            (1, _) => near::<8>(block),
-            _ => 1,
-        };
-        let mut distance = near;
-        while distance < size.block() {
-            let half = distance * spacing;
-            for pair in block.chunks_exact_mut(2 * half) {
-                let (low, high) = pair.split_at_mut(half);
-                for (a, b) in low.iter_mut().zip(high) {
-                    (*a, *b) = (*a + *b, *a - *b);
-                }
+    match axis {
+        Axis::Rows => band
+            .chunks_exact_mut(size.block() * cols)
+            .for_each(|block| along_rows(block, cols)),
+        Axis::Columns => band.chunks_exact_mut(size.block()).for_each(along_columns),
+    }
+    let factor = size.factor();
+    band.iter_mut().for_each(|x| *x *= factor);
+}
+
+/// The passes among the rows of a block.
+fn along_rows(block: &mut [f32], cols: usize) {
+    let mut half = cols;
+    while half < block.len() {
+        for pair in block.chunks_exact_mut(2 * half) {
+            let (low, high) = pair.split_at_mut(half);
+            for (a, b) in low.iter_mut().zip(high) {
+                (*a, *b) = (*a + *b, *a - *b);
             }
-            distance *= 2;
         }
-        let factor = size.factor();
-        block.iter_mut().for_each(|x| *x *= factor);
+        half *= 2;
     }
 }
 
-/// The passes among each `N` neighbours. Returns the distance of the next pass, `N`.
-fn near<const N: usize>(block: &mut [f32]) -> usize {
-    for group in block.as_chunks_mut::<N>().0 {
-        let mut distance = 1;
-        while distance < N {
-            let before = *group;
-            for (index, out) in group.iter_mut().enumerate() {
-                let (a, b) = (before[index & !distance], before[index | distance]);
-                *out = if index & distance == 0 { a + b } else { a - b };
+/// The passes among the elements of a block.
+fn along_columns(block: &mut [f32]) {
+    match block.len() {
+        2 => near::<2>(block),
+        4 => near::<4>(block),
+        _ => near::<LANES>(block),
+    }
+    let mut half = LANES;
+    while half < block.len() {
+        for pair in block.chunks_exact_mut(2 * half) {
+            let (low, high) = pair.split_at_mut(half);
+            let vectors = low.as_chunks_mut::<LANES>().0.iter_mut();
+            for (low, high) in vectors.zip(high.as_chunks_mut::<LANES>().0) {
+                let (a, b) = (*low, *high);
+                *low = std::array::from_fn(|lane| a[lane] + b[lane]);
+                *high = std::array::from_fn(|lane| a[lane] - b[lane]);
             }
-            distance *= 2;
+        }
+        half *= 2;
+    }
+}
+
+/// The passes among each `N` neighbours, at most [`LANES`].
+fn near<const N: usize>(block: &mut [f32]) {
+    for group in block.as_chunks_mut::<N>().0 {
+        *group = pass::<N, 1>(*group);
+        if N > 2 {
+            *group = pass::<N, 2>(*group);
+        }
+        if N > 4 {
+            *group = pass::<N, 4>(*group);
         }
     }
-    N
+}
+
+/// One pass: a sum in the lower element of each two, in the upper one a difference. A product with 1 or -1 rounds nothing,
+/// and leaves one expression for all lanes.
+#[inline(always)]
+fn pass<const N: usize, const DISTANCE: usize>(group: [f32; N]) -> [f32; N] {
+    std::array::from_fn(|lane| {
+        let sign = if lane & DISTANCE == 0 { 1.0 } else { -1.0 };
+        group[(lane ^ DISTANCE) % N] + group[lane] * sign
+    })
 }

@@ -369,10 +369,14 @@ impl HostGradient<'_> {
                     Some(product) => out.copy_from_slice(product),
                     None => out.fill(0.0),
                 }
-                if let Some(product) = product(positions[rows + row]) {
-                    for (out, product) in out.iter_mut().zip(product) {
-                        *out += product;
+                match product(positions[rows + row]) {
+                    Some(product) => {
+                        for (out, product) in out.iter_mut().zip(product) {
+                            *out += product;
+                        }
                     }
+                    // The sum of -0 and nothing is 0.
+                    None => out.iter_mut().for_each(|out| *out += 0.0),
                 }
             }
         }
