@@ -9,6 +9,8 @@ mod dequantize;
 mod encode;
 mod fallback;
 mod grid;
+mod hadamard;
+pub mod learned_step;
 mod quantize;
 
 use std::borrow::Cow;

@@ -7,6 +7,7 @@
 //! | module | what it computes |
 //! | --- | --- |
 //! | [`quantize`] | quantization by block, group, token, channel or tensor, or by a given scale, and back |
+//! | [`quantize::learned_step`] | the Hadamard quantizer with a learned step size, and its backward pass |
 //! | [`fallback`] | INT8 block quantization with a second INT8 copy of the residual of outlier blocks |
 //! | [`linear_input`] | both INT8 copies of a linear layer's input from one read |
 //! | [`transpose`] | INT8 matrices transposed |
@@ -26,6 +27,7 @@
 //! | --- | --- |
 //! | [`number`] | number formats: INT4, INT8, INT10, E2M1, E4M3, E5M2, and those of optimizer states |
 //! | [`scale`] | how scales are stored: FP32, E8M0, or E4M3 under an FP32 scale of the matrix |
+//! | [`hadamard`] | the size and the axis of a Hadamard transform |
 //! | [`granularity`] | which elements share a scale |
 //! | [`rounding`] | to nearest, or stochastic by a key |
 //! | [`layout`] | row-major and transposed copies |
@@ -47,6 +49,7 @@ pub mod error;
 pub mod fallback;
 pub mod gemm;
 pub mod granularity;
+pub mod hadamard;
 pub mod host;
 pub mod layout;
 pub mod linear_input;

@@ -28,6 +28,7 @@ mod dequantize;
 mod encode;
 mod given;
 mod group;
+pub mod learned_step;
 mod load;
 mod run;
 mod scales;

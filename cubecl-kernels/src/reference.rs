@@ -11,6 +11,8 @@ pub mod adamw;
 pub mod delay_threshold;
 pub mod fallback;
 pub mod gemm;
+pub mod hadamard;
+pub mod learned_step;
 pub mod matrix;
 pub mod number;
 pub mod optimizer_state;

@@ -3,7 +3,7 @@
 use cubecl::{prelude::*, std::tensor::TensorHandle};
 
 use crate::{
-    device::{array, check_dtype, empty, storage},
+    device::{array, check_dtype, empty, or_unused, storage},
     error::KernelError,
     granularity::Granularity,
     rounding::magnitude_bits,
@@ -18,6 +18,8 @@ use super::{Input, QuantizeSpec, Quantized, buffers::allocate, encode, tile::seg
 
 const OPERATION: &str = "quantize_by";
 const UNITS: usize = 256;
+/// Maxima of tiles that a unit reads in one turn.
+const READS: usize = 8;
 
 /// Quantizes `x`, a matrix of f32, f16 or bf16 with any strides, by a scale that is on the device already, and finds
 /// its largest magnitude in the same read.
@@ -66,23 +68,45 @@ pub fn quantize_by<R: Runtime>(
         }
     }
     let absmax = empty(client, vec![1], storage::<f32>());
-    let scales = output.scales.shape().iter().product::<usize>();
-    // SAFETY: the kernel guards its indices with the number of tiles and of scales.
+    // SAFETY: the scale was checked, and the maxima are those of the tiles.
     #[allow(unsafe_code)]
+    unsafe {
+        finish(client, &maxima, (scale, 0), Some(&absmax), &output);
+    }
+    Ok((output, absmax))
+}
+
+/// Writes the scale that goes with values which were divided by the `slot`-th of the `given` scales, and the largest of
+/// the maxima of tiles, f32 `[1]`, where it is wanted.
+///
+/// # Safety
+///
+/// All tensors are f32 and contiguous, and `slot` is an index of `given`.
+#[allow(unsafe_code)]
+pub(super) unsafe fn finish<R: Runtime>(
+    client: &ComputeClient<R>,
+    maxima: &TensorHandle<R>,
+    (given, slot): (&TensorHandle<R>, usize),
+    absmax: Option<&TensorHandle<R>>,
+    output: &Quantized<R>,
+) {
+    let count = |tensor: &TensorHandle<R>| tensor.shape().iter().product::<usize>() as u32;
+    // SAFETY: the kernel guards its indices with the number of tiles and of scales.
     unsafe {
         finish_kernel::launch_unchecked::<R>(
             client,
             CubeCount::Static(1, 1, 1),
             CubeDim::new_1d(UNITS as u32),
-            array(maxima),
-            array(scale.clone()),
+            array(maxima.clone()),
+            array(given.clone()),
             array(output.scales.clone()),
-            array(absmax.clone()),
-            tiles as u32,
-            scales as u32,
+            array(or_unused(absmax, maxima, storage::<f32>())),
+            slot as u32,
+            count(maxima),
+            count(&output.scales),
+            absmax.is_some(),
         );
     }
-    Ok((output, absmax))
 }
 
 /// Accepts one FP32 scale for each matrix.
@@ -102,26 +126,37 @@ pub(crate) fn check_given(spec: &QuantizeSpec) -> Result<(), KernelError> {
 
 /// The largest of the maxima of tiles, and the scale that goes with the values.
 #[cube(launch_unchecked)]
+#[allow(clippy::too_many_arguments)]
 fn finish_kernel(
     maxima: &Array<f32>,
     given: &Array<f32>,
     scales: &mut Array<f32>,
     absmax: &mut Array<f32>,
+    slot: u32,
     tiles: u32,
     matrices: u32,
+    #[comptime] has_absmax: bool,
 ) {
     let mut bits = 0u32;
-    let mut tile = UNIT_POS;
-    while tile < tiles {
-        bits = max(bits, magnitude_bits(maxima[tile as usize]));
-        tile += comptime!(UNITS as u32);
+    let mut first = UNIT_POS;
+    while first < tiles {
+        // Reads of one turn do not wait for each other; behind the last tile it is read once more.
+        #[unroll]
+        for read in 0..comptime!(READS as u32) {
+            let tile = min(first + comptime!(read * UNITS as u32), tiles - 1);
+            bits = max(bits, magnitude_bits(maxima[tile as usize]));
+        }
+        first += comptime!((READS * UNITS) as u32);
     }
     let bits = segment_max(bits, UNITS, UNITS);
-    if UNIT_POS == 0 {
-        let quiet = select(is_finite(bits), 0u32, comptime!(f32::NAN.to_bits()));
-        absmax[0] = f32::reinterpret(bits | quiet);
+    if comptime!(has_absmax) {
+        if UNIT_POS == 0 {
+            let quiet = select(is_finite(bits), 0u32, comptime!(f32::NAN.to_bits()));
+            absmax[0] = f32::reinterpret(bits | quiet);
+        }
     }
-    let scale = given_scale_cube(given[0], given_inverse_cube(given[0]), bits);
+    let given = given[slot as usize];
+    let scale = given_scale_cube(given, given_inverse_cube(given), bits);
     let mut matrix = UNIT_POS;
     while matrix < matrices {
         scales[matrix as usize] = scale;

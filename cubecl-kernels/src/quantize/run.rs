@@ -139,6 +139,6 @@ fn float_code(
 
 /// By the bits, since comparisons of NaN differ between backends.
 #[cube]
-fn is_nan(x: f32) -> bool {
+pub(super) fn is_nan(x: f32) -> bool {
     magnitude_bits(x) > comptime!(f32::INFINITY.to_bits())
 }

@@ -26,11 +26,16 @@ use cubecl_kernels::{
     fallback::{FallbackResidual, FallbackState},
     gemm::{Blueprint, GemmOperand, GemmProblem, Strategy, candidates, gemm, gemm_float, select},
     granularity::Granularity,
+    hadamard::{Axis, HadamardSize, HadamardTransform},
     layout::Layout,
     linear_input::quantize_linear_input,
     number::Number,
     optimizer_state::{Moment, StateFormat, initial_state},
-    quantize::{QuantizeSpec, dequantize, quantize, quantize_by, unpack_int4},
+    quantize::{
+        QuantizeSpec, dequantize, learned_step,
+        learned_step::{ElementSource, Gradient, LearnedStep, RowSample},
+        quantize, quantize_by, unpack_int4,
+    },
     rounding::{Rounding, StochasticKey},
     scale::ScaleNumber,
 };
@@ -350,6 +355,77 @@ fn number_sources(architecture: u16) -> Vec<Source> {
     sources.into_values().collect()
 }
 
+/// The quantizer with a learned step size and its backward pass: each size of the transform along both axes, whole
+/// vectors and single elements, and each pair of a source of elements with a form of the gradient.
+fn learned_step_sources(architecture: u16) -> Vec<Source> {
+    let sources = sources_of(architecture, |client| {
+        for size in HadamardSize::all() {
+            for axis in [Axis::Rows, Axis::Columns] {
+                let transform = HadamardTransform { size, axis };
+                let layouts = [Layout::Both, Layout::RowMajor, Layout::Transposed];
+                let layout = layouts[size.order() as usize % 3];
+                launch_learned_step(client, [256, 256], transform, layout);
+            }
+        }
+        for transform in [HadamardTransform::of_rows, HadamardTransform::of_columns] {
+            let transform = transform(HadamardSize::IDENTITY);
+            launch_learned_step(client, [33, 77], transform, Layout::Both);
+        }
+    });
+    for kernel in [
+        "forward_kernel",
+        "backward_kernel",
+        "tile_sums_kernel",
+        "total_kernel",
+    ] {
+        let mut names = sources.iter().map(|source| &source.name);
+        assert!(names.any(|name| name.starts_with(kernel)), "no {kernel}");
+    }
+    sources
+}
+
+fn launch_learned_step(
+    client: &Client,
+    shape: [usize; 2],
+    transform: HadamardTransform,
+    layout: Layout,
+) {
+    let x = tensor(client, &shape, dtype::<bf16>());
+    let steps = tensor(client, &[4], dtype::<f32>());
+    let positions = tensor(client, &[2 * shape[0]], dtype::<i32>());
+    let step = LearnedStep {
+        steps: &steps,
+        layer: 1,
+    };
+    learned_step::cold_step(client, &x, step, transform).expect("a matrix");
+    learned_step::squared_error(client, &x, step, transform).expect("a matrix");
+    learned_step::quantize(client, &x, step, transform, layout, None).expect("a matrix");
+    let sample = RowSample::new(16, 3).expect("an offset below the interval");
+    let row_major = Layout::RowMajor;
+    let (quantized, rounding) =
+        learned_step::quantize(client, &x, step, transform, row_major, Some(sample))
+            .expect("a matrix");
+    let rounding = rounding.expect("it was asked for");
+    for (is_exact, is_sampled) in pairs_of_bools() {
+        let gradient = match is_sampled {
+            true => Gradient::Sampled {
+                products: &x,
+                positions: &positions,
+            },
+            false => Gradient::Dense(&x),
+        };
+        let source = match is_exact {
+            true => ElementSource::Exact { x: &x, step },
+            false => ElementSource::Saved {
+                quantized: &quantized,
+                rounding: &rounding,
+            },
+        };
+        learned_step::backward(client, gradient, source, transform, dtype::<bf16>())
+            .expect("valid tensors");
+    }
+}
+
 /// Quantizes in blocks as a training step does: X with and without fallback, and a gradient.
 fn quantize_both(client: &Client, x: &Tensor, block: usize, layout: Layout) {
     let key = StochasticKey { seed: 1, stream: 2 };
@@ -428,8 +504,10 @@ fn quantize_sources_share_a_multiprocessor(#[values(80, 89, 90, 120)] architectu
 
 /// Portable kernels keep within what every device has, so that Vulkan runs them too.
 #[rstest]
-fn number_sources_take_little_shared_memory() {
-    for source in number_sources(80) {
+fn portable_sources_take_little_shared_memory(
+    #[values(number_sources, learned_step_sources)] sources: fn(u16) -> Vec<Source>,
+) {
+    for source in sources(80) {
         assert!(source.shared_memory <= 32 << 10, "{}", source.name);
     }
 }
@@ -593,7 +671,13 @@ fn sources_use_the_instructions_and_fit_the_memory(#[values(80, 89, 90, 120)] ar
 #[ignore = "needs NVRTC: CUDA_PATH=$(.ci/nvrtc), then --test compile -- --ignored"]
 fn nvrtc_compiles_every_kernel(
     #[values((80, "sm_80"), (89, "sm_89"), (90, "sm_90a"), (120, "sm_120a"))] target: (u16, &str),
-    #[values(tensor_core_sources, adamw_sources, quantize_sources, number_sources)]
+    #[values(
+        tensor_core_sources,
+        adamw_sources,
+        quantize_sources,
+        number_sources,
+        learned_step_sources
+    )]
     sources: fn(u16) -> Vec<Source>,
 ) {
     let (architecture, name) = target;

@@ -3,7 +3,9 @@
 
 mod adamw;
 mod given;
+mod hadamard;
 mod host;
+mod learned_step;
 mod number;
 mod optimizer_state;
 mod philox;
