@@ -5,6 +5,7 @@
 //! them into vector instructions: rounding adds and takes away 1.5 * 2^23 instead of calling the C library.
 
 mod adamw;
+mod bit_splitting;
 mod dequantize;
 mod encode;
 mod fallback;
@@ -14,6 +15,7 @@ mod quantize;
 use std::borrow::Cow;
 
 pub use adamw::adamw;
+pub use bit_splitting::{HostBitSplit, bit_split, merge_parts};
 pub use dequantize::{dequantize, dequantize_fallback};
 pub use fallback::{HostFallbackQuantized, quantize_fallback};
 pub use quantize::{quantize, quantize_by};

@@ -9,6 +9,7 @@
 //! | [`quantize`] | quantization by block, group, token, channel or tensor, or by a given scale, and back |
 //! | [`fallback`] | INT8 block quantization with a second INT8 copy of the residual of outlier blocks |
 //! | [`linear_input`] | both INT8 copies of a linear layer's input from one read |
+//! | [`bit_splitting`] | a gradient as the sum of two INT4 matrices |
 //! | [`transpose`] | INT8 matrices transposed |
 //! | [`gemm`] | the product of two quantized matrices; on Hopper also of two in BF16 or FP16 |
 //! | [`adamw`](mod@adamw) | AdamW on compressed moments, and what lets it skip a step without asking the host |
@@ -41,6 +42,7 @@
 #![allow(clippy::manual_is_multiple_of, clippy::collapsible_if)]
 
 pub mod adamw;
+pub mod bit_splitting;
 pub mod delay_threshold;
 pub mod dynamic_range_expansion;
 pub mod error;
@@ -62,9 +64,11 @@ pub mod softmax;
 pub mod transpose;
 
 mod arguments;
+mod byte_tile;
 mod cuda;
 mod device;
 mod exact;
 mod fast;
+mod row_lanes;
 
 pub use error::KernelError;

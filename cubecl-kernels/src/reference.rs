@@ -8,6 +8,7 @@
 //! Matrices are contiguous slices, row-major, batch first.
 
 pub mod adamw;
+pub mod bit_splitting;
 pub mod delay_threshold;
 pub mod fallback;
 pub mod gemm;
@@ -18,6 +19,7 @@ pub mod packing;
 pub mod quantize;
 pub mod scale;
 
+pub use bit_splitting::{ReferenceBitSplit, bit_split, merge_parts};
 pub use delay_threshold::delay_threshold;
 pub use fallback::{ReferenceFallbackQuantized, dequantize_fallback, quantize_fallback};
 pub use gemm::gemm;

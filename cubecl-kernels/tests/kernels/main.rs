@@ -2,6 +2,7 @@
 //! only what runs on the host is tested.
 
 mod adamw;
+mod bit_splitting;
 mod given;
 mod host;
 mod number;
