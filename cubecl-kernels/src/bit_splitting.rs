@@ -9,7 +9,7 @@
 //! elements from the other one at most, and the kernel that splits writes each byte once.
 //!
 //! The *stacked parts* are the matrix of `2 N` rows that has the high part above the low part: row `i` of the high part
-//! is row `i`, that of the low part row `N + i`.
+//! is row `i`, that of the low part row `N + i`. [`leverage_score`](mod@crate::leverage_score) samples them.
 //!
 //! INT8 tensor cores need no sampling to halve anything: [`merge_parts`] gives `14 high + low`, one INT8 integer in
 //! `[-105, 105]`, which is the variant of section A.6 that keeps all rows with a score above 0.

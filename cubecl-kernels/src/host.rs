@@ -10,6 +10,7 @@ mod dequantize;
 mod encode;
 mod fallback;
 mod grid;
+mod leverage_score;
 mod quantize;
 
 use std::borrow::Cow;
@@ -18,6 +19,10 @@ pub use adamw::adamw;
 pub use bit_splitting::{HostBitSplit, bit_split, merge_parts};
 pub use dequantize::{dequantize, dequantize_fallback};
 pub use fallback::{HostFallbackQuantized, quantize_fallback};
+pub use leverage_score::{
+    HostRowSample, gather_int4_rows, gather_parts, gather_scaled, int4_row_norms, leverage_scores,
+    sample_rows,
+};
 pub use quantize::{quantize, quantize_by};
 
 use crate::{

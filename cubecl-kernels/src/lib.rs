@@ -10,6 +10,7 @@
 //! | [`fallback`] | INT8 block quantization with a second INT8 copy of the residual of outlier blocks |
 //! | [`linear_input`] | both INT8 copies of a linear layer's input from one read |
 //! | [`bit_splitting`] | a gradient as the sum of two INT4 matrices |
+//! | [`leverage_score`] | the rows of a split gradient that a product keeps, sampled by their scores |
 //! | [`transpose`] | INT8 matrices transposed |
 //! | [`gemm`] | the product of two quantized matrices; on Hopper also of two in BF16 or FP16 |
 //! | [`adamw`](mod@adamw) | AdamW on compressed moments, and what lets it skip a step without asking the host |
@@ -51,6 +52,7 @@ pub mod gemm;
 pub mod granularity;
 pub mod host;
 pub mod layout;
+pub mod leverage_score;
 pub mod linear_input;
 pub mod number;
 pub mod optimizer_state;

@@ -12,6 +12,7 @@ pub mod bit_splitting;
 pub mod delay_threshold;
 pub mod fallback;
 pub mod gemm;
+pub mod leverage_score;
 pub mod matrix;
 pub mod number;
 pub mod optimizer_state;
@@ -23,6 +24,10 @@ pub use bit_splitting::{ReferenceBitSplit, bit_split, merge_parts};
 pub use delay_threshold::delay_threshold;
 pub use fallback::{ReferenceFallbackQuantized, dequantize_fallback, quantize_fallback};
 pub use gemm::gemm;
+pub use leverage_score::{
+    ReferenceRowSample, gather_int4_rows, gather_parts, gather_scaled, int4_row_norms,
+    leverage_scores, sample_rows,
+};
 pub use matrix::{ReferenceQuantized, transpose};
 pub use packing::{pack_int10, stored};
 pub use quantize::{dequantize, quantize, quantize_by, quantize_to};

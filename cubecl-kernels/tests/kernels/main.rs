@@ -5,6 +5,7 @@ mod adamw;
 mod bit_splitting;
 mod given;
 mod host;
+mod leverage_score;
 mod number;
 mod optimizer_state;
 mod philox;
