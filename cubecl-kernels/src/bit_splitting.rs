@@ -42,7 +42,7 @@ use crate::{
         tile::{read_run, run_read_width},
     },
     rounding::{RandomStream, Rounding, random_stream, random_words, stochastic_offset},
-    row_lanes::{RowLanes, UNITS, row_and_first, row_sum},
+    row_lanes::{RowLanes, UNITS, row_and_first, row_sums},
     scale::fp32::scale_and_inverse_cube,
 };
 
@@ -217,15 +217,17 @@ fn bit_split_kernel<F: Numeric, NX: Size, V: Numeric, NV: Size>(
         scales[1] = scale / LOW_STEPS;
     }
     let (row, first) = row_and_first(plan.lanes);
-    let mut high_norm = 0u32;
-    let mut low_norm = 0u32;
+    // Of the high and of the low part.
+    let mut norms = Array::<u32>::new(2usize);
+    norms[0] = 0u32;
+    norms[1] = 0u32;
     if row < geometry.rows {
         let mut col = first;
         while col < geometry.cols {
             let run = read_run::<F, NX>(x, &geometry, 0u32, row, col, plan.read);
             let split = split_run(&run, inverse, row, col, &random, zero, plan);
-            high_norm += split.high_norm;
-            low_norm += split.low_norm;
+            norms[0] += split.high_norm;
+            norms[1] += split.low_norm;
             write_words::<V, NV>(
                 parts,
                 &pack_run(&split.bytes, comptime!(Storage::Bytes)),
@@ -239,11 +241,10 @@ fn bit_split_kernel<F: Numeric, NX: Size, V: Numeric, NV: Size>(
             col += comptime!(plan.lanes.stride() as u32);
         }
     }
-    high_norm = row_sum(high_norm, plan.lanes);
-    low_norm = row_sum(low_norm, plan.lanes);
+    row_sums(&mut norms, 2usize, plan.lanes);
     if row < geometry.rows && first == 0 {
-        squared_norms[row as usize] = high_norm;
-        squared_norms[(geometry.rows + row) as usize] = low_norm;
+        squared_norms[row as usize] = norms[0];
+        squared_norms[(geometry.rows + row) as usize] = norms[1];
     }
 }
 

@@ -44,23 +44,36 @@ pub(crate) fn row_and_first(#[comptime] lanes: RowLanes) -> (u32, u32) {
     )
 }
 
-/// The sum over the units of a row, for all of them. All units of the cube must call it together.
+/// Replaces each of these `count` values by its sum over the units of the row. All units of the cube must call it
+/// together.
 #[cube]
-pub(crate) fn row_sum(value: u32, #[comptime] lanes: RowLanes) -> u32 {
-    let mut shared = SharedMemory::<u32>::new(UNITS);
+pub(crate) fn row_sums(
+    values: &mut Array<u32>,
+    #[comptime] count: usize,
+    #[comptime] lanes: RowLanes,
+) {
+    let mut shared = SharedMemory::<u32>::new(comptime!(count * UNITS));
     let unit = UNIT_POS as usize;
     let in_row = unit % comptime!(lanes.lanes);
-    // The buffer may be read still by units that have not left an earlier reduction.
-    sync_cube();
-    shared[unit] = value;
+    #[unroll]
+    for index in 0..count {
+        shared[unit + comptime!(index * UNITS)] = values[index];
+    }
     sync_cube();
     #[unroll]
     for step in 0..comptime!(lanes.lanes.ilog2()) {
         let distance = comptime!(lanes.lanes >> (step + 1));
         if in_row < distance {
-            shared[unit] += shared[unit + distance];
+            #[unroll]
+            for index in 0..count {
+                let slot = unit + comptime!(index * UNITS);
+                shared[slot] += shared[slot + distance];
+            }
         }
         sync_cube();
     }
-    shared[unit - in_row]
+    #[unroll]
+    for index in 0..count {
+        values[index] = shared[unit - in_row + comptime!(index * UNITS)];
+    }
 }

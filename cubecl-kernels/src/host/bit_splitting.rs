@@ -53,15 +53,15 @@ impl HostBitSplit {
     }
 }
 
-/// The integer of the high part of an element.
+/// The integer in the low nibble of a byte: the high part of an element.
 #[inline]
-pub(super) fn high(byte: u8) -> i8 {
+pub(super) fn low_nibble(byte: u8) -> i8 {
     (byte << 4) as i8 >> 4
 }
 
-/// The integer of the low part of an element.
+/// The integer in the high nibble of a byte: the low part of an element.
 #[inline]
-pub(super) fn low(byte: u8) -> i8 {
+pub(super) fn high_nibble(byte: u8) -> i8 {
     byte as i8 >> 4
 }
 
@@ -110,8 +110,8 @@ pub fn bit_split(
                         }
                     }
                     let square = |q: i8| (i32::from(q) * i32::from(q)) as u32;
-                    *high_norm = parts.iter().map(|&byte| square(high(byte))).sum();
-                    *low_norm = parts.iter().map(|&byte| square(low(byte))).sum();
+                    *high_norm = parts.iter().map(|&byte| square(low_nibble(byte))).sum();
+                    *low_norm = parts.iter().map(|&byte| square(high_nibble(byte))).sum();
                 }
             });
     }
@@ -164,7 +164,7 @@ pub fn merge_parts(split: &HostBitSplit) -> Result<HostQuantized<'static>, Kerne
         .parts
         .par_iter()
         .with_min_len(1 << 14)
-        .map(|&byte| high(byte) * LOW_STEPS as i8 + low(byte))
+        .map(|&byte| low_nibble(byte) * LOW_STEPS as i8 + high_nibble(byte))
         .collect();
     Ok(HostQuantized {
         values: HostValues::I8(merged.into()),

@@ -15,7 +15,7 @@ use crate::{
 
 use super::{
     HostQuantized, HostScales, HostValues,
-    bit_splitting::{HostBitSplit, high, low},
+    bit_splitting::{HostBitSplit, high_nibble, low_nibble},
     quantize,
 };
 
@@ -70,7 +70,7 @@ pub fn int4_row_norms(x: &HostQuantized<'_>) -> Result<Vec<u32>, KernelError> {
         return Ok(vec![0; x.shape[0]]);
     }
     let square = |q: i8| (i32::from(q) * i32::from(q)) as u32;
-    let of_byte = |&byte: &u8| square(high(byte)) + square(low(byte));
+    let of_byte = |&byte: &u8| square(low_nibble(byte)) + square(high_nibble(byte));
     let norm = |row: &[u8]| row.iter().map(of_byte).sum();
     Ok(values.par_chunks(row_bytes).map(norm).collect())
 }
@@ -285,8 +285,8 @@ fn gathered_parts<T: Clone + Default + Send>(
         let factor = sample.factors[slot];
         let parts = split.parts[row % rows * cols..][..cols].iter().zip(out);
         match row < rows {
-            true => parts.for_each(|(&byte, out)| *out = value(high(byte), factor)),
-            false => parts.for_each(|(&byte, out)| *out = value(low(byte), factor)),
+            true => parts.for_each(|(&byte, out)| *out = value(low_nibble(byte), factor)),
+            false => parts.for_each(|(&byte, out)| *out = value(high_nibble(byte), factor)),
         }
     });
     Ok(out)
@@ -312,7 +312,7 @@ pub fn gather_int4_rows(
     each_kept_row(sample, &mut integers, cols, |_, row, out| {
         let stored = &values[row % rows * row_bytes..][..row_bytes];
         for (col, out) in out.iter_mut().enumerate() {
-            *out = high(storage::nibble(stored, col) as u8);
+            *out = low_nibble(storage::nibble(stored, col) as u8);
         }
     });
     let blocks = shape[0].div_ceil(SCALED_BLOCK) * cols.div_ceil(SCALED_BLOCK);

@@ -11,7 +11,7 @@ use crate::{
         Quantized,
         staged::{byte_dtype, byte_read_width, read_bytes},
     },
-    row_lanes::{RowLanes, UNITS, row_and_first, row_sum},
+    row_lanes::{RowLanes, UNITS, row_and_first, row_sums},
 };
 
 use super::{MAX_STACKED_ROWS, gather::check_int4};
@@ -70,7 +70,8 @@ fn int4_row_norms_kernel<V: Numeric, NV: Size>(
     #[define(V)] _values_dtype: StorageType,
 ) {
     let (row, first) = row_and_first(lanes);
-    let mut norm = 0u32;
+    let mut norm = Array::<u32>::new(1usize);
+    norm[0] = 0u32;
     if row < rows {
         let mut byte = first / 2;
         while byte < row_bytes {
@@ -92,13 +93,13 @@ fn int4_row_norms_kernel<V: Numeric, NV: Size>(
                 let integer = integer::decode(code, comptime!(Integer::INT4));
                 of_run += integer * integer;
             }
-            norm += u32::cast_from(of_run);
+            norm[0] += u32::cast_from(of_run);
             byte += comptime!(lanes.stride() as u32 / 2);
         }
     }
-    norm = row_sum(norm, lanes);
+    row_sums(&mut norm, 1usize, lanes);
     if row < rows && first == 0 {
-        norms[row as usize] = norm;
+        norms[row as usize] = norm[0];
     }
 }
 
