@@ -5,14 +5,15 @@
 //! low part reaches 7 at most. It is rounded stochastically, which makes the sum unbiased: the high part, which is not,
 //! is a shift that the low part takes back.
 //!
-//! Both parts of an element lie in one byte, the high part in the low nibble: whatever reads one part of a row is 16
-//! elements from the other one at most, and the kernel that splits writes each byte once.
+//! Both parts of an element lie in one byte, the high part in the low nibble. So the kernel that splits writes one byte
+//! for each element, and one that reads a part of a row reads whole bytes, 16 elements at once.
 //!
 //! The *stacked parts* are the matrix of `2 N` rows that has the high part above the low part: row `i` of the high part
 //! is row `i`, that of the low part row `N + i`. [`leverage_score`](mod@crate::leverage_score) samples them.
 //!
-//! INT8 tensor cores need no sampling to halve anything: [`merge_parts`] gives `14 high + low`, one INT8 integer in
-//! `[-105, 105]`, which is the variant of section A.6 that keeps all rows with a score above 0.
+//! INT8 tensor cores can do without sampling: [`merge_parts`] gives `14 high + low`, one INT8 integer in `[-105, 105]`,
+//! whose product costs as much as that of one part. It is the variant of section A.6, which keeps all rows with a score
+//! above 0.
 
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
@@ -34,14 +35,13 @@ use crate::{
         integer::{self, integer_of, nearest_sum},
         storage::{RUN, pack_run},
     },
-    philox::NEIGHBOURS,
     quantize::{
         QuantizeSpec, Quantized, absmax,
         buffers::allocate,
         staged::{CHUNK, byte_dtype, byte_read_width, byte_width, read_bytes, write_words},
         tile::{read_run, run_read_width},
     },
-    rounding::{RandomStream, Rounding, random_stream, random_words, stochastic_offset},
+    rounding::{RandomStream, Rounding, random_run, random_stream, stochastic_offset},
     row_lanes::{RowLanes, UNITS, row_and_first, row_sums},
     scale::fp32::scale_and_inverse_cube,
 };
@@ -266,18 +266,7 @@ fn split_run(
     zero: u32,
     #[comptime] plan: SplitPlan,
 ) -> SplitRun {
-    let mut words = Array::<u32>::new(comptime!(RUN / 2));
-    #[unroll]
-    for part in 0..comptime!(RUN / NEIGHBOURS) {
-        if comptime!(plan.stochastic) {
-            let index = col / comptime!(NEIGHBOURS as u32) + comptime!(part as u32);
-            let (b0, b1, b2, b3) = random_words(row, index, random, plan.wide);
-            words[comptime!(part * 4)] = b0;
-            words[comptime!(part * 4 + 1)] = b1;
-            words[comptime!(part * 4 + 2)] = b2;
-            words[comptime!(part * 4 + 3)] = b3;
-        }
-    }
+    let words = random_run(row, col, random, plan.stochastic, plan.wide);
     let mut bytes = Array::<u32>::new(RUN);
     // Sums of squares up to 49 are exact.
     let mut high_norm = 0.0f32;

@@ -47,11 +47,13 @@ use crate::{
 
 mod gather;
 mod sample;
+mod scaled;
 mod scores;
 
-pub use gather::{gather_int4_rows, gather_parts, gather_scaled};
+pub use gather::{gather_int4_rows, gather_parts};
 pub use sample::sample_rows;
 pub(crate) use sample::{BELOW_ONE, DRAW_BITS};
+pub use scaled::gather_scaled;
 pub(crate) use scores::root;
 pub use scores::{int4_row_norms, leverage_scores};
 

@@ -131,7 +131,8 @@ pub fn leverage_scores(
     Ok(part_norms.iter().enumerate().map(of_row).collect())
 }
 
-/// Draws the rows of stacked parts that are kept: [`reference::sample_rows`](crate::reference::sample_rows), to the bit.
+/// Draws the rows of stacked parts that are kept:
+/// [`reference::sample_rows`](crate::reference::sample_rows), to the bit.
 ///
 /// - `scores`: `[2 N]`.
 /// - `scales`: of the high and of the low part.

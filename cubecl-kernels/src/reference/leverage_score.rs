@@ -122,8 +122,8 @@ pub fn sum_in_lanes(values: impl Iterator<Item = f32>) -> f32 {
 /// (int4-hq-lss, section 4.2).
 ///
 /// Row `i` is kept if its probability is 1, or if the 31 high bits of the `i % 4`-th of the four words of Philox's
-/// counter `(0, i / 4)` are a number below `floor(probability * 2^31)`. Kept rows keep their order; those above [`capacity`] are dropped. If a scale is
-/// NaN, all probabilities are 1.
+/// counter `(0, i / 4)` are a number below `floor(probability * 2^31)`. Kept rows keep their order; those above
+/// [`capacity`] are dropped. If a scale is NaN, all probabilities are 1.
 ///
 /// - `scores`: those of [`leverage_scores`].
 /// - `scales`: of both parts.
