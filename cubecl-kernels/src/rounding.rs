@@ -147,8 +147,8 @@ pub(crate) fn random_quad(
     (select(upper, b2, b0), select(upper, b3, b1))
 }
 
-/// The eight random words of a run of 16 neighbours of a row, each for two of them, from column `col`, a multiple of 16;
-/// without stochastic rounding nothing that is read.
+/// The eight random words of a run of 16 neighbours of a row, each for two of them; `col` is a multiple of 16. Without
+/// stochastic rounding nothing that is read.
 #[cube]
 pub(crate) fn random_run(
     row: u32,

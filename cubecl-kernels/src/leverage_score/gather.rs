@@ -66,7 +66,8 @@ pub fn gather_parts<R: Runtime>(
 }
 
 /// For each kept row of stacked parts its row of X as INT8 `[capacity, D]`, [`Granularity::Block`] of 128, of which all
-/// have the scale of X: the other operand of `dW`, beside [`gather_scaled`](super::gather_scaled). The integers are exact; padding is 0.
+/// have the scale of X: the other operand of `dW`, beside [`gather_scaled`](super::gather_scaled). The integers are
+/// exact; padding is 0.
 ///
 /// - `x`: INT4 with a scale for the matrix, `[N, D]`, of which the row-major copy was written. The rows of both parts
 ///   are those of X.

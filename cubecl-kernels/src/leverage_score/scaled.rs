@@ -1,7 +1,7 @@
 //! The kept rows of the stacked parts times their factors, rounded to INT8 once more.
 //!
-//! A tile is a block: a unit holds the integers of its patch in 16 words, finds their largest product with the factors of
-//! its rows, and after the maximum of the block is known multiplies and rounds them.
+//! A tile is a block. A unit holds the integers of its patch in 16 words, finds their largest product with the factors
+//! of their rows, and multiplies and rounds them when it knows the maximum of the block.
 
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
