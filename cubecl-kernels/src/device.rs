@@ -28,6 +28,16 @@ pub(crate) fn empty<R: Runtime>(
     TensorHandle::new_contiguous(shape, handle, dtype)
 }
 
+/// A new contiguous tensor of zeros.
+pub(crate) fn zeros<R: Runtime>(
+    client: &ComputeClient<R>,
+    shape: Vec<usize>,
+    dtype: StorageType,
+) -> TensorHandle<R> {
+    let bytes = vec![0; shape.iter().product::<usize>().max(1) * dtype.size()];
+    TensorHandle::new_contiguous(shape, client.create_from_slice(&bytes), dtype)
+}
+
 /// A matrix argument: its shape and its strides in elements, batch first.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct MatrixView {
@@ -82,6 +92,17 @@ impl MatrixView {
             });
         }
         Ok(view)
+    }
+
+    /// A contiguous matrix.
+    pub fn contiguous(rows: usize, cols: usize) -> Self {
+        Self {
+            shape: MatrixShape::new(rows, cols),
+            batch_stride: 0,
+            row_stride: cols,
+            col_stride: 1,
+            batched: false,
+        }
     }
 
     /// The tensor shape of matrices of `rows` x `cols` with this view's batch dimension.

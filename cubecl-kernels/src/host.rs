@@ -5,19 +5,26 @@
 //! them into vector instructions: rounding adds and takes away 1.5 * 2^23 instead of calling the C library.
 
 mod adamw;
+mod bit_splitting;
 mod dequantize;
 mod encode;
 mod fallback;
 mod grid;
 mod hadamard;
 pub mod learned_step;
+mod leverage_score;
 mod quantize;
 
 use std::borrow::Cow;
 
 pub use adamw::adamw;
+pub use bit_splitting::{HostBitSplit, bit_split, merge_parts};
 pub use dequantize::{dequantize, dequantize_fallback};
 pub use fallback::{HostFallbackQuantized, quantize_fallback};
+pub use leverage_score::{
+    HostRowSample, gather_int4_rows, gather_parts, gather_scaled, int4_row_norms, leverage_scores,
+    sample_rows,
+};
 pub use quantize::{quantize, quantize_by};
 
 use crate::{

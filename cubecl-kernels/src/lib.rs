@@ -10,6 +10,8 @@
 //! | [`quantize::learned_step`] | the Hadamard quantizer with a learned step size, and its backward pass |
 //! | [`fallback`] | INT8 block quantization with a second INT8 copy of the residual of outlier blocks |
 //! | [`linear_input`] | both INT8 copies of a linear layer's input from one read |
+//! | [`bit_splitting`] | a gradient as the sum of two INT4 matrices |
+//! | [`leverage_score`] | the rows of a split gradient that a product keeps, sampled by their scores |
 //! | [`transpose`] | INT8 matrices transposed |
 //! | [`gemm`] | the product of two quantized matrices; on Hopper also of two in BF16 or FP16 |
 //! | [`adamw`](mod@adamw) | AdamW on compressed moments, and what lets it skip a step without asking the host |
@@ -43,6 +45,7 @@
 #![allow(clippy::manual_is_multiple_of, clippy::collapsible_if)]
 
 pub mod adamw;
+pub mod bit_splitting;
 pub mod delay_threshold;
 pub mod dynamic_range_expansion;
 pub mod error;
@@ -52,6 +55,7 @@ pub mod granularity;
 pub mod hadamard;
 pub mod host;
 pub mod layout;
+pub mod leverage_score;
 pub mod linear_input;
 pub mod number;
 pub mod optimizer_state;
@@ -65,9 +69,11 @@ pub mod softmax;
 pub mod transpose;
 
 mod arguments;
+mod byte_tile;
 mod cuda;
 mod device;
 mod exact;
 mod fast;
+mod row_lanes;
 
 pub use error::KernelError;

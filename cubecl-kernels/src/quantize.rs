@@ -21,7 +21,7 @@ use crate::{
     shape::MatrixShape,
 };
 
-mod absmax;
+pub(crate) mod absmax;
 pub(crate) mod block;
 pub(crate) mod buffers;
 mod dequantize;

@@ -8,11 +8,13 @@
 //! Matrices are contiguous slices, row-major, batch first.
 
 pub mod adamw;
+pub mod bit_splitting;
 pub mod delay_threshold;
 pub mod fallback;
 pub mod gemm;
 pub mod hadamard;
 pub mod learned_step;
+pub mod leverage_score;
 pub mod matrix;
 pub mod number;
 pub mod optimizer_state;
@@ -20,9 +22,14 @@ pub mod packing;
 pub mod quantize;
 pub mod scale;
 
+pub use bit_splitting::{ReferenceBitSplit, bit_split, merge_parts};
 pub use delay_threshold::delay_threshold;
 pub use fallback::{ReferenceFallbackQuantized, dequantize_fallback, quantize_fallback};
 pub use gemm::gemm;
+pub use leverage_score::{
+    ReferenceRowSample, gather_int4_rows, gather_parts, gather_scaled, int4_row_norms,
+    leverage_scores, sample_rows,
+};
 pub use matrix::{ReferenceQuantized, transpose};
 pub use packing::{pack_int10, stored};
 pub use quantize::{dequantize, quantize, quantize_by, quantize_to};

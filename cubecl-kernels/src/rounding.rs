@@ -4,7 +4,7 @@ use cubecl::prelude::*;
 
 use crate::{
     arguments::Arguments,
-    number::minifloat::MIDDLE,
+    number::{minifloat::MIDDLE, storage::RUN},
     philox::{NEIGHBOURS, philox4x32_cube},
 };
 
@@ -145,6 +145,32 @@ pub(crate) fn random_quad(
     let (b0, b1, b2, b3) = random_words(row, col / comptime!(NEIGHBOURS as u32), random, wide);
     let upper = col % comptime!(NEIGHBOURS as u32) != 0;
     (select(upper, b2, b0), select(upper, b3, b1))
+}
+
+/// The eight random words of a run of 16 neighbours of a row, each for two of them; `col` is a multiple of 16. Without
+/// stochastic rounding nothing that is read.
+#[cube]
+pub(crate) fn random_run(
+    row: u32,
+    col: u32,
+    random: &RandomStream,
+    #[comptime] stochastic: bool,
+    #[comptime] wide: bool,
+) -> Array<u32> {
+    let mut words = Array::<u32>::new(comptime!(RUN / 2));
+    if comptime!(stochastic) {
+        #[unroll]
+        for part in 0..comptime!(RUN / NEIGHBOURS) {
+            let index = col / comptime!(NEIGHBOURS as u32) + comptime!(part as u32);
+            let (b0, b1, b2, b3) = random_words(row, index, random, wide);
+            let first = comptime!(part * NEIGHBOURS / 2);
+            words[first] = b0;
+            words[comptime!(first + 1)] = b1;
+            words[comptime!(first + 2)] = b2;
+            words[comptime!(first + 3)] = b3;
+        }
+    }
+    words
 }
 
 /// [`philox::uniform16`](crate::philox::uniform16) in a kernel.

@@ -8,7 +8,10 @@ use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 use crate::{
     device::{MatrixView, array, check_dtype, cube_grid, empty, is_contiguous, storage},
     error::KernelError,
-    quantize::staged::{CHUNK, StagedTile, TILE, byte_dtype, byte_width, read_staged, stage_word},
+    quantize::staged::{
+        CHUNK, StagedTile, TILE, byte_dtype, byte_read_width, byte_width, read_bytes, read_staged,
+        stage_patch,
+    },
 };
 
 const OPERATION: &str = "transpose_int8";
@@ -47,11 +50,7 @@ pub fn transpose_int8<R: Runtime>(
     if shape.num_elements() == 0 {
         return Ok(out);
     }
-    let offset = values.handle.offset_start.unwrap_or_default() as usize;
-    let read = [CHUNK, 4]
-        .into_iter()
-        .find(|width| shape.cols % width == 0 && offset % width == 0)
-        .unwrap_or(1);
+    let read = byte_read_width(values, shape.cols, CHUNK);
     let tile = StagedTile {
         patch_cols: CHUNK,
         units: UNITS,
@@ -119,82 +118,21 @@ fn transpose_kernel<V: Numeric, NV: Size, T: Numeric, NT: Size>(
         }
         if row < rows {
             let start = (batch * rows + row) * cols;
-            read_chunk::<V, NV>(
+            read_bytes::<V, NV>(
                 values,
                 &mut lines,
                 start,
                 first_col + tile_col,
                 cols,
                 comptime!(line as usize * 4),
+                4usize,
                 read,
             );
         }
     }
-    #[unroll]
-    for word in 0..4usize {
-        // The bytes of two columns in two rows change places by pairs of rows, then pairs of rows do.
-        let (a, b) = (lines[word], lines[comptime!(word + 4)]);
-        let (c, d) = (lines[comptime!(word + 8)], lines[comptime!(word + 12)]);
-        let (even, odd) = interleave(a, b);
-        let (even_below, odd_below) = interleave(c, d);
-        let mut columns = Array::<u32>::new(4usize);
-        columns[0] = (even & 0xffff) | (even_below << 16);
-        columns[1] = (odd & 0xffff) | (odd_below << 16);
-        columns[2] = (even >> 16) | (even_below & 0xffff_0000u32);
-        columns[3] = (odd >> 16) | (odd_below & 0xffff_0000u32);
-        #[unroll]
-        for col in 0..4usize {
-            stage_word(
-                &mut staged,
-                columns[col],
-                tile_row / 4,
-                tile_col,
-                comptime!((word * 4 + col) as u32),
-                tile,
-            );
-        }
-    }
+    stage_patch(&mut staged, &lines, tile_row, tile_col, tile);
     sync_cube();
     read_staged::<T, NT>(
         transposed, &staged, rows, cols, batch, first_row, first_col, tile,
     );
-}
-
-/// The even bytes of two words by turns, and their odd bytes.
-#[cube]
-fn interleave(a: u32, b: u32) -> (u32, u32) {
-    (
-        (a & 0x00ff_00ff) | ((b & 0x00ff_00ff) << 8),
-        ((a >> 8) & 0x00ff_00ff) | (b & 0xff00_ff00u32),
-    )
-}
-
-/// Reads the 16 bytes of a row from column `col` into `words[first..first + 4]`, those that lie inside it.
-#[cube]
-fn read_chunk<V: Numeric, N: Size>(
-    values: &Array<Vector<V, N>>,
-    words: &mut Array<u32>,
-    row_start: u32,
-    col: u32,
-    cols: u32,
-    #[comptime] first: usize,
-    #[comptime] read: usize,
-) {
-    #[unroll]
-    for piece in 0..comptime!(CHUNK / read) {
-        let at = col + comptime!((piece * read) as u32);
-        if at < cols {
-            let vector = values[((row_start + at) / comptime!(read as u32)) as usize];
-            if comptime!(read == 1) {
-                let byte = u32::reinterpret(i32::cast_from(vector[0usize])) & 0xff;
-                words[comptime!(first + piece / 4)] |= byte << comptime!(piece as u32 % 4 * 8);
-            } else {
-                #[unroll]
-                for lane in 0..comptime!(read / 4) {
-                    words[comptime!(first + piece * read / 4 + lane)] =
-                        u32::cast_from(vector[lane]);
-                }
-            }
-        }
-    }
 }

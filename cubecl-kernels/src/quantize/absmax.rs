@@ -26,7 +26,7 @@ const COLS_OF_CUBE: usize = 64;
 
 /// The largest magnitude, as f32, of each region of this granularity: `[batch, scale_rows, scale_cols]`. By its bits,
 /// so that NaN lies above infinity above the rest.
-pub(super) fn launch<R: Runtime>(
+pub(crate) fn launch<R: Runtime>(
     client: &ComputeClient<R>,
     x: &TensorHandle<R>,
     view: &MatrixView,

@@ -5,8 +5,7 @@ use cubecl::prelude::*;
 use crate::{
     exact,
     number::{Symmetric, integer, minifloat, storage::RUN},
-    philox::NEIGHBOURS,
-    rounding::{RandomStream, magnitude_bits, random_words, stochastic_dither, stochastic_offset},
+    rounding::{RandomStream, magnitude_bits, random_run, stochastic_dither, stochastic_offset},
 };
 
 /// How runs are encoded.
@@ -45,7 +44,7 @@ pub(super) fn encode_run(
     zero: u32,
     #[comptime] encoding: RunEncoding,
 ) -> Array<u32> {
-    let words = random_run(row, col, random, encoding);
+    let words = random_run(row, col, random, encoding.stochastic, encoding.wide);
     let mut codes = Array::<u32>::new(RUN);
     #[unroll]
     for index in 0..RUN {
@@ -63,30 +62,6 @@ pub(super) fn encode_run(
         };
     }
     codes
-}
-
-/// The random words of a run, each for two neighbours.
-#[cube]
-fn random_run(
-    row: u32,
-    col: u32,
-    random: &RandomStream,
-    #[comptime] encoding: RunEncoding,
-) -> Array<u32> {
-    let mut words = Array::<u32>::new(comptime!(RUN / 2));
-    if comptime!(encoding.stochastic) {
-        #[unroll]
-        for part in 0..comptime!(RUN / NEIGHBOURS) {
-            let index = col / comptime!(NEIGHBOURS as u32) + comptime!(part as u32);
-            let (b0, b1, b2, b3) = random_words(row, index, random, encoding.wide);
-            let first = comptime!(part * NEIGHBOURS / 2);
-            words[first] = b0;
-            words[comptime!(first + 1)] = b1;
-            words[comptime!(first + 2)] = b2;
-            words[comptime!(first + 3)] = b3;
-        }
-    }
-    words
 }
 
 #[cube]

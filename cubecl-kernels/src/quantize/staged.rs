@@ -1,11 +1,12 @@
-//! A tile of 128 x 128 bytes on its way through shared memory from rows to columns, and the writing of bytes as words.
+//! A tile of 128 x 128 bytes on its way through shared memory from rows to columns, and the reading and writing of
+//! bytes as words.
 //!
 //! The tile is staged column by column, 32 words of four rows each. The eight 16-byte chunks of a column are permuted
 //! by an exclusive or with a number that changes from one patch of columns to the next: then the 32 units of a plane
 //! that write words of the same eight patches of columns and four neighbouring rows of words meet no bank twice, and
 //! neither do eight units that read the chunks of one column.
 
-use cubecl::{ir::StorageType, prelude::*};
+use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
 use crate::device::storage;
 
@@ -60,6 +61,96 @@ pub(crate) fn stage_word(
     let swizzle = first_col / comptime!(tile.patch_cols as u32) % CHUNKS_OF_COLUMN * 4;
     let start = (first_col + col) * WORDS_OF_COLUMN;
     staged[(start + (word_row ^ swizzle)) as usize] = word;
+}
+
+/// Puts a patch of four rows and [`CHUNK`] columns into the staged tile: `lines` has the four words of each row.
+#[cube]
+pub(crate) fn stage_patch(
+    staged: &mut SharedMemory<u32>,
+    lines: &Array<u32>,
+    tile_row: u32,
+    tile_col: u32,
+    #[comptime] tile: StagedTile,
+) {
+    #[unroll]
+    for word in 0..4usize {
+        // The bytes of two columns in two rows change places by pairs of rows, then pairs of rows do.
+        let (a, b) = (lines[word], lines[comptime!(word + 4)]);
+        let (c, d) = (lines[comptime!(word + 8)], lines[comptime!(word + 12)]);
+        let (even, odd) = interleave(a, b);
+        let (even_below, odd_below) = interleave(c, d);
+        let mut columns = Array::<u32>::new(4usize);
+        columns[0] = (even & 0xffff) | (even_below << 16);
+        columns[1] = (odd & 0xffff) | (odd_below << 16);
+        columns[2] = (even >> 16) | (even_below & 0xffff_0000u32);
+        columns[3] = (odd >> 16) | (odd_below & 0xffff_0000u32);
+        #[unroll]
+        for col in 0..4usize {
+            stage_word(
+                staged,
+                columns[col],
+                tile_row / 4,
+                tile_col,
+                comptime!((word * 4 + col) as u32),
+                tile,
+            );
+        }
+    }
+}
+
+/// The even bytes of two words by turns, and their odd bytes.
+#[cube]
+fn interleave(a: u32, b: u32) -> (u32, u32) {
+    (
+        (a & 0x00ff_00ff) | ((b & 0x00ff_00ff) << 8),
+        ((a >> 8) & 0x00ff_00ff) | (b & 0xff00_ff00u32),
+    )
+}
+
+/// Reads `count` words of a row of `cols` bytes, from byte `col`, into `words[first..first + count]`, of them the bytes
+/// that lie inside the row, `read` at once. The words must be 0 before.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+pub(crate) fn read_bytes<V: Numeric, N: Size>(
+    values: &Array<Vector<V, N>>,
+    words: &mut Array<u32>,
+    row_start: u32,
+    col: u32,
+    cols: u32,
+    #[comptime] first: usize,
+    #[comptime] count: usize,
+    #[comptime] read: usize,
+) {
+    #[unroll]
+    for piece in 0..comptime!(count * 4 / read) {
+        let at = col + comptime!((piece * read) as u32);
+        if at < cols {
+            let vector = values[((row_start + at) / comptime!(read as u32)) as usize];
+            if comptime!(read == 1) {
+                let byte = u32::reinterpret(i32::cast_from(vector[0usize])) & 0xff;
+                words[comptime!(first + piece / 4)] |= byte << comptime!(piece as u32 % 4 * 8);
+            } else {
+                #[unroll]
+                for lane in 0..comptime!(read / 4) {
+                    words[comptime!(first + piece * read / 4 + lane)] =
+                        u32::cast_from(vector[lane]);
+                }
+            }
+        }
+    }
+}
+
+/// How many bytes a kernel reads at once of the contiguous rows, `cols` bytes each, of a tensor: `most`, 4 or 1.
+pub(crate) fn byte_read_width<R: Runtime>(
+    tensor: &TensorHandle<R>,
+    cols: usize,
+    most: usize,
+) -> usize {
+    let offset = tensor.handle.offset_start.unwrap_or_default() as usize;
+    [most, 4]
+        .into_iter()
+        .find(|width| cols % width == 0 && offset % width == 0)
+        .unwrap_or(1)
 }
 
 /// Writes the staged tile to the transposed matrix, `[.., cols, rows]`, where it lies inside it.

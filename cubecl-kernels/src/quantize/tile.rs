@@ -42,7 +42,7 @@ impl Tile {
 }
 
 /// How many elements of a run are read at once.
-pub(super) fn run_read_width<R: Runtime>(x: &TensorHandle<R>, view: &MatrixView) -> usize {
+pub(crate) fn run_read_width<R: Runtime>(x: &TensorHandle<R>, view: &MatrixView) -> usize {
     read_width_up_to(VECTOR_BYTES / x.dtype.size(), x, view)
 }
 
@@ -81,7 +81,7 @@ pub(super) fn run_position(#[comptime] tile: Tile) -> (u32, u32) {
 
 /// Reads a run as `f32`, from column `col`, a multiple of 16; 0 outside the matrix.
 #[cube]
-pub(super) fn read_run<F: Numeric, N: Size>(
+pub(crate) fn read_run<F: Numeric, N: Size>(
     x: &Array<Vector<F, N>>,
     geometry: &MatrixGeometry,
     batch: u32,

@@ -23,11 +23,15 @@ use std::{
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 use cubecl_kernels::{
     adamw::{AdamWTensors, Hyperparameters, adamw, initial_clock, initial_flag},
+    bit_splitting::{bit_split, merge_parts},
     fallback::{FallbackResidual, FallbackState},
     gemm::{Blueprint, GemmOperand, GemmProblem, Strategy, candidates, gemm, gemm_float, select},
     granularity::Granularity,
     hadamard::{Axis, HadamardSize, HadamardTransform},
     layout::Layout,
+    leverage_score::{
+        gather_int4_rows, gather_parts, gather_scaled, int4_row_norms, leverage_scores, sample_rows,
+    },
     linear_input::quantize_linear_input,
     number::Number,
     optimizer_state::{Moment, StateFormat, initial_state},
@@ -426,6 +430,46 @@ fn launch_learned_step(
     }
 }
 
+/// The kernels that split a gradient and sample its rows, each once: with vectors of all widths, roundings and layouts.
+fn sampling_sources(architecture: u16) -> Vec<Source> {
+    let key = StochasticKey { seed: 1, stream: 2 };
+    let sources = sources_of(architecture, |client| {
+        for (turn, size) in [256, 132, 33].into_iter().enumerate() {
+            let rounding = [Rounding::Stochastic(key), Rounding::Nearest][turn % 2];
+            let layout = [Layout::Both, Layout::RowMajor, Layout::Transposed][turn];
+            let gradient = tensor(client, &[size, size], outputs()[2 - turn]);
+            let split = bit_split(client, &gradient, rounding).expect("a matrix");
+            merge_parts(client, &split, layout).expect("a split");
+            let int4 = QuantizeSpec::new(Number::Int4, Granularity::Tensor);
+            let x = quantize(client, &gradient, &int4).expect("a matrix");
+            let norms = int4_row_norms(client, &x).expect("an INT4 matrix");
+            let x_norms = (turn > 0).then_some(&norms);
+            let scores = leverage_scores(client, &split.squared_norms, x_norms).expect("norms");
+            let sample = sample_rows(client, &scores, &split.scales, size, key).expect("scores");
+            gather_parts(client, &split, &sample).expect("a sample of the split");
+            gather_scaled(client, &split, &sample, rounding, layout).expect("a sample");
+            gather_int4_rows(client, &x, &sample, layout).expect("a sample of X's rows");
+        }
+    });
+    let sources: BTreeMap<String, Source> = sources
+        .into_iter()
+        .map(|source| (source.code.clone(), source))
+        .collect();
+    for kernel in [
+        "bit_split_kernel",
+        "merge_kernel",
+        "int4_row_norms_kernel",
+        "leverage_scores_kernel",
+        "sample_rows_kernel",
+        "gather_kernel",
+        "gather_scaled_kernel",
+    ] {
+        let mut names = sources.values().map(|source| &source.name);
+        assert!(names.any(|name| name.starts_with(kernel)), "no {kernel}");
+    }
+    sources.into_values().collect()
+}
+
 /// Quantizes in blocks as a training step does: X with and without fallback, and a gradient.
 fn quantize_both(client: &Client, x: &Tensor, block: usize, layout: Layout) {
     let key = StochasticKey { seed: 1, stream: 2 };
@@ -505,7 +549,10 @@ fn quantize_sources_share_a_multiprocessor(#[values(80, 89, 90, 120)] architectu
 /// Portable kernels keep within what every device has, so that Vulkan runs them too.
 #[rstest]
 fn portable_sources_take_little_shared_memory(
-    #[values(number_sources, learned_step_sources)] sources: fn(u16) -> Vec<Source>,
+    #[values(number_sources, learned_step_sources, sampling_sources)] sources: fn(
+        u16,
+    )
+        -> Vec<Source>,
 ) {
     for source in sources(80) {
         assert!(source.shared_memory <= 32 << 10, "{}", source.name);
@@ -676,7 +723,8 @@ fn nvrtc_compiles_every_kernel(
         adamw_sources,
         quantize_sources,
         number_sources,
-        learned_step_sources
+        learned_step_sources,
+        sampling_sources
     )]
     sources: fn(u16) -> Vec<Source>,
 ) {

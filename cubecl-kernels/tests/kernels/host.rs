@@ -31,7 +31,7 @@ fn stored_bits(values: &HostValues<'_>) -> Vec<u32> {
 }
 
 #[track_caller]
-fn assert_same(got: &HostQuantized<'_>, expected: &ReferenceQuantized) {
+pub fn assert_same(got: &HostQuantized<'_>, expected: &ReferenceQuantized) {
     assert_eq!(got.shape, [expected.shape.rows, expected.shape.cols]);
     let stored = reference::stored(&expected.values, expected.shape.cols, got.number.storage());
     let bits = stored_bits(&got.values);

@@ -2,10 +2,12 @@
 //! only what runs on the host is tested.
 
 mod adamw;
+mod bit_splitting;
 mod given;
 mod hadamard;
 mod host;
 mod learned_step;
+mod leverage_score;
 mod number;
 mod optimizer_state;
 mod philox;
