@@ -9,7 +9,7 @@ use crate::{
     hadamard::{Axis, HadamardTransform},
     number::{Integer, Number, Storage, Symmetric, integer::ROUND_TO_EVEN, storage::nibble},
     quantize::learned_step::{
-        FLAGS_OF_GROUP, LARGEST, RESIDUAL_UNITS, RowSample, SATURATION_GROUP, gradient_scale,
+        FLAGS_OF_GROUP, LARGEST, RESIDUAL_UNITS, ResidualRows, SATURATION_GROUP, gradient_scale,
         is_step,
     },
     rounding::Rounding,
@@ -34,7 +34,7 @@ pub struct HostSavedRounding {
     /// `[sampled rows, cols]`: `254 (code - v)`.
     pub residuals: Vec<i8>,
     /// The rows that have residuals.
-    pub sample: RowSample,
+    pub sample: ResidualRows,
 }
 
 /// [`Gradient`](crate::quantize::learned_step::Gradient) in host memory.
@@ -93,7 +93,7 @@ pub fn quantize(
     shape: [usize; 2],
     step: f32,
     transform: HadamardTransform,
-    save: Option<RowSample>,
+    save: Option<ResidualRows>,
 ) -> Result<(HostQuantized<'static>, Option<HostSavedRounding>), KernelError> {
     let bands = Bands::new("host::learned_step::quantize", x, shape, transform)?;
     let [rows, cols] = shape;
@@ -144,7 +144,7 @@ pub fn quantize(
 }
 
 impl HostSavedRounding {
-    fn zeros([rows, cols]: [usize; 2], sample: RowSample) -> Self {
+    fn zeros([rows, cols]: [usize; 2], sample: ResidualRows) -> Self {
         Self {
             saturation: vec![0; rows * cols.div_ceil(SATURATION_GROUP)],
             residuals: vec![0; sample.count(rows) * cols],
@@ -181,7 +181,7 @@ impl HostSavedRounding {
 struct SavedBand<'a> {
     /// Its first row.
     first: usize,
-    sample: RowSample,
+    sample: ResidualRows,
     saturation: &'a mut [u8],
     residuals: &'a mut [i8],
 }

@@ -91,12 +91,12 @@ impl<R: Runtime> LearnedStep<'_, R> {
 /// The rows of which the backward pass knows the residuals: `offset`, `offset + interval`, and so on. Where every
 /// offset is as likely as any other, what is estimated from them is unbiased.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct RowSample {
+pub struct ResidualRows {
     interval: usize,
     offset: usize,
 }
 
-impl RowSample {
+impl ResidualRows {
     /// Every row.
     pub const ALL: Self = Self {
         interval: 1,
@@ -113,7 +113,7 @@ impl RowSample {
             return Ok(Self { interval, offset });
         }
         Err(KernelError::Unsupported {
-            operation: "RowSample::new",
+            operation: "ResidualRows::new",
             reason: format!("each {interval}-th row from row {offset} on"),
             remedy: "use an interval from 1 to 65,535 and an offset below it",
         })
@@ -157,7 +157,7 @@ pub struct SavedRounding<R: Runtime> {
     /// of which `delta` is the code.
     pub residuals: TensorHandle<R>,
     /// The rows that have residuals.
-    pub sample: RowSample,
+    pub sample: ResidualRows,
 }
 
 impl<R: Runtime> Clone for SavedRounding<R> {

@@ -14,8 +14,8 @@ use crate::{
     quantize::{
         QuantizeSpec,
         learned_step::{
-            FLAGS_OF_GROUP, LARGEST, RESIDUAL_UNITS, RowSample, SATURATION_GROUP, gradient_scale,
-            is_step,
+            FLAGS_OF_GROUP, LARGEST, RESIDUAL_UNITS, ResidualRows, SATURATION_GROUP,
+            gradient_scale, is_step,
         },
     },
     shape::MatrixShape,
@@ -104,7 +104,7 @@ impl LearnedStepQuantized {
 
     /// i8 `[sampled rows, cols]`: `254 (code - v)` rounded to the nearest integer, ties to even; 0 for a clamped
     /// element.
-    pub fn residuals(&self, sample: RowSample) -> Vec<i8> {
+    pub fn residuals(&self, sample: ResidualRows) -> Vec<i8> {
         let elements: Vec<(i32, f32)> = self.elements().collect();
         elements
             .chunks(self.quantized.shape.cols.max(1))
@@ -136,7 +136,7 @@ pub fn saved(
     cols: usize,
     saturation: &[u8],
     residuals: &[i8],
-    sample: RowSample,
+    sample: ResidualRows,
 ) -> Vec<StraightThrough> {
     let groups_of_row = cols.div_ceil(SATURATION_GROUP);
     let weight = f64::from(sample.residual_weight());

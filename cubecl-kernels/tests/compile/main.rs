@@ -37,7 +37,7 @@ use cubecl_kernels::{
     optimizer_state::{Moment, StateFormat, initial_state},
     quantize::{
         QuantizeSpec, dequantize, learned_step,
-        learned_step::{ElementSource, Gradient, LearnedStep, RowSample},
+        learned_step::{ElementSource, Gradient, LearnedStep, ResidualRows},
         quantize, quantize_by, unpack_int4,
     },
     rounding::{Rounding, StochasticKey},
@@ -404,7 +404,7 @@ fn launch_learned_step(
     learned_step::cold_step(client, &x, step, transform).expect("a matrix");
     learned_step::squared_error(client, &x, step, transform).expect("a matrix");
     learned_step::quantize(client, &x, step, transform, layout, None).expect("a matrix");
-    let sample = RowSample::new(16, 3).expect("an offset below the interval");
+    let sample = ResidualRows::new(16, 3).expect("an offset below the interval");
     let row_major = Layout::RowMajor;
     let (quantized, rounding) =
         learned_step::quantize(client, &x, step, transform, row_major, Some(sample))

@@ -15,7 +15,7 @@ use cubecl_kernels::{
     number::{Number, Storage},
     quantize::{
         QuantizeSpec,
-        learned_step::{RowSample, gradient_scale, is_step},
+        learned_step::{ResidualRows, gradient_scale, is_step},
     },
     reference::{
         self,
@@ -152,15 +152,15 @@ fn bad_steps(random: &mut Random) -> Vec<Case> {
         .collect()
 }
 
-fn sample(interval: usize, offset: usize) -> RowSample {
-    RowSample::new(interval, offset).expect("an offset below the interval")
+fn sample(interval: usize, offset: usize) -> ResidualRows {
+    ResidualRows::new(interval, offset).expect("an offset below the interval")
 }
 
 /// Some sample of rows, of every kind.
-fn samples(random: &mut Random) -> [RowSample; 3] {
+fn samples(random: &mut Random) -> [ResidualRows; 3] {
     let interval = 2 + random.index(30);
     [
-        RowSample::ALL,
+        ResidualRows::ALL,
         sample(interval, random.index(interval)),
         sample(1000, 999),
     ]
@@ -343,7 +343,7 @@ fn what_is_saved_of_a_row() {
     assert_eq!(quantized.quantized.values, [0, 2, -6, 7, -7, 7, -7, 0]);
     assert_eq!(quantized.saturation(), [0b1100]);
     assert_eq!(
-        quantized.residuals(RowSample::ALL),
+        quantized.residuals(ResidualRows::ALL),
         [-127, 127, 127, 64, 0, 0, 0, 0]
     );
     let deltas = quantized.exact().into_iter().map(|element| element.delta);
@@ -374,8 +374,8 @@ fn a_group_has_eight_flags() {
         &quantized.quantized.values,
         64,
         &saturation,
-        &quantized.residuals(RowSample::ALL),
-        RowSample::ALL,
+        &quantized.residuals(ResidualRows::ALL),
+        ResidualRows::ALL,
     );
     for (index, (saved, exact)) in saved.iter().zip(quantized.exact()).enumerate() {
         let is_ninth = index == 24;
@@ -396,13 +396,13 @@ fn backward_on_the_host() {
         }
     }
     for case in bad_steps(&mut random) {
-        check_host(&mut random, &case, RowSample::ALL);
+        check_host(&mut random, &case, ResidualRows::ALL);
     }
 }
 
 /// Both sources of elements, and both forms of the gradient.
 #[track_caller]
-fn check_host(random: &mut Random, case: &Case, sample: RowSample) {
+fn check_host(random: &mut Random, case: &Case, sample: ResidualRows) {
     let (shape, transform) = (case.shape, case.transform);
     let expected = case.reference();
     let (quantized, rounding) =
@@ -520,7 +520,7 @@ fn sampled_residuals_are_unbiased() {
     };
     let g = gradient(&mut random, shape);
     let quantized = case.reference();
-    let of = |sample: RowSample| {
+    let of = |sample: ResidualRows| {
         let (codes, rounding) =
             host::quantize(&case.x, shape, case.step, case.transform, Some(sample))
                 .expect("a matrix");
@@ -531,7 +531,7 @@ fn sampled_residuals_are_unbiased() {
         host::backward(HostGradient::Dense(&g), source, case.transform).expect("valid slices")
     };
     let (_, exact) = specified::backward(&g, &quantized.exact(), shape, case.transform);
-    let whole = f64::from(of(RowSample::ALL).step);
+    let whole = f64::from(of(ResidualRows::ALL).step);
     // A residual is off by at most half a unit, and these errors are independent.
     let norm = g.iter().map(|g| f64::from(*g).powi(2)).sum::<f64>().sqrt();
     let tolerance = 4.0 * norm * (0.5 / 254.0) * f64::from(gradient_scale(g.len()));
@@ -711,7 +711,7 @@ fn rejects_on_the_host() {
     is_shape(host::cold_step(&[0.0; 12], [2, 6], 1.0, transform).expect_err("six columns"));
     is_shape(host::squared_error(&[0.0; 12], [2, 6], 1.0, transform).expect_err("six columns"));
     let (quantized, rounding) =
-        host::quantize(&[1.0; 8], [2, 4], 1.0, transform, Some(RowSample::ALL)).expect("valid");
+        host::quantize(&[1.0; 8], [2, 4], 1.0, transform, Some(ResidualRows::ALL)).expect("valid");
     let rounding = rounding.expect("it was asked for");
     let source = HostElementSource::Saved {
         quantized: &quantized,
@@ -734,7 +734,7 @@ fn rejects_on_the_host() {
     let dense = HostGradient::Dense(&[0.0; 8]);
     is_shape(host::backward(dense, short, transform).expect_err("no residuals"));
     for (interval, offset) in [(0, 0), (3, 3), (1 << 16, 0)] {
-        let error = RowSample::new(interval, offset).expect_err("no such rows");
+        let error = ResidualRows::new(interval, offset).expect_err("no such rows");
         assert!(matches!(error, KernelError::Unsupported { .. }), "{error}");
     }
 }
@@ -796,7 +796,7 @@ mod on_device {
         case: &Case,
         x: &Tensor,
         layout: Layout,
-        save: Option<RowSample>,
+        save: Option<ResidualRows>,
     ) {
         let what = format!("{}, {layout:?}, {save:?}", case.name());
         let expected = case.reference();
@@ -865,7 +865,7 @@ mod on_device {
         }
         for case in bad_steps(&mut random) {
             let x = upload_case(&client, &case, dtype::<f32>(), Memory::Contiguous);
-            check_quantized(&client, &case, &x, Layout::Both, Some(RowSample::ALL));
+            check_quantized(&client, &case, &x, Layout::Both, Some(ResidualRows::ALL));
         }
     }
 
@@ -1232,7 +1232,7 @@ mod on_device {
                 step: 0.5,
             };
             let x = upload(&client, &[], &shape, dtype::<f32>());
-            check_quantized(&client, &case, &x, Layout::Both, Some(RowSample::ALL));
+            check_quantized(&client, &case, &x, Layout::Both, Some(ResidualRows::ALL));
             let steps = steps(&client, 0.5);
             let source = ElementSource::Exact {
                 x: &x,
@@ -1325,9 +1325,15 @@ mod on_device {
         is_shape(squared_error(&client, &batch, step, transform).map(|_| ()));
 
         let saved = |layout| {
-            let (quantized, rounding) =
-                quantize(&client, &x, step, transform, layout, Some(RowSample::ALL))
-                    .expect("valid");
+            let (quantized, rounding) = quantize(
+                &client,
+                &x,
+                step,
+                transform,
+                layout,
+                Some(ResidualRows::ALL),
+            )
+            .expect("valid");
             (quantized, rounding.expect("it was asked for"))
         };
         let back = |gradient, source| backward(&client, gradient, source, transform, float);

@@ -20,7 +20,7 @@ use crate::{
 };
 
 use super::{
-    LearnedStep, RowSample, SATURATION_GROUP, SavedRounding, check_matrix, check_rank,
+    LearnedStep, ResidualRows, SATURATION_GROUP, SavedRounding, check_matrix, check_rank,
     gradient_scale,
     reduction::cube_sum,
     rounded::round_run,
@@ -130,7 +130,7 @@ struct Elements {
     shape: [usize; 2],
     /// How the matrix itself is read, or what stands in for it.
     view: MatrixView,
-    sample: RowSample,
+    sample: ResidualRows,
 }
 
 impl Elements {
@@ -143,7 +143,7 @@ impl Elements {
             ElementSource::Exact { x, step } => {
                 step.check(OPERATION)?;
                 let view = check_matrix(client, OPERATION, x, transform)?;
-                (view, RowSample::ALL)
+                (view, ResidualRows::ALL)
             }
             ElementSource::Saved {
                 quantized,

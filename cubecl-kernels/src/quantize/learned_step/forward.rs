@@ -20,7 +20,7 @@ use crate::{
 };
 
 use super::{
-    LearnedStep, RowSample, SATURATION_GROUP, SavedRounding, check_matrix,
+    LearnedStep, ResidualRows, SATURATION_GROUP, SavedRounding, check_matrix,
     reduction::cube_max,
     rounded::{pack_sums, round_run},
     saved::{begins_group, group_flags, holds_groups, residual_words},
@@ -56,7 +56,7 @@ pub fn quantize<R: Runtime>(
     step: LearnedStep<'_, R>,
     transform: HadamardTransform,
     layout: Layout,
-    save: Option<RowSample>,
+    save: Option<ResidualRows>,
 ) -> Result<(Quantized<R>, Option<SavedRounding<R>>), KernelError> {
     check_matrix(client, OPERATION, x, transform)?;
     step.check(OPERATION)?;
@@ -91,7 +91,7 @@ pub fn quantize<R: Runtime>(
 fn allocate_saved<R: Runtime>(
     client: &ComputeClient<R>,
     view: &MatrixView,
-    sample: RowSample,
+    sample: ResidualRows,
 ) -> SavedRounding<R> {
     let (rows, cols) = (view.shape.rows, view.shape.cols);
     let groups = cols.div_ceil(SATURATION_GROUP);
@@ -139,7 +139,7 @@ unsafe fn launch<R: Runtime>(
         Some(_) => byte_width(view.shape.cols, RUN),
         None => RUN,
     };
-    let sample = saved.map_or(RowSample::ALL, |saved| saved.sample);
+    let sample = saved.map_or(ResidualRows::ALL, |saved| saved.sample);
     let optional = |tensor: Option<&TensorHandle<R>>, dtype| array(or_unused(tensor, x, dtype));
     let (cubes, units) = launch_size(tile_of(transform.axis).count(view));
     // SAFETY: every access is guarded by the shapes in `geometry`, for which by the caller's promise the outputs were
