@@ -27,7 +27,7 @@
 //!
 //! | module | what it names |
 //! | --- | --- |
-//! | [`number`] | number formats: INT4, INT8, INT10, E2M1, E4M3, E5M2, and those of optimizer states |
+//! | [`number`] | number formats: INT4, INT8, INT10, E2M1, E3M0, E4M3, E5M2, and those of optimizer states |
 //! | [`scale`] | how scales are stored: FP32, E8M0, or E4M3 under an FP32 scale of the matrix |
 //! | [`hadamard`] | the size and the axis of a Hadamard transform |
 //! | [`granularity`] | which elements share a scale |

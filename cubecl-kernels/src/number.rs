@@ -11,17 +11,19 @@
 //! | [`Number::Int8`] | two's complement | 127 | 1 | fallback-int8, section 3.1 |
 //! | [`Number::Int10`] | two's complement | 511 | 1 | fallback-int8, section 5.2 |
 //! | [`Number::E2M1`] | sign, 2 bits of exponent, 1 of mantissa | 6 | 2^-1 | OCP MX, section 5.3.3 |
+//! | [`Number::E3M0`] | sign, 3 bits of exponent | 16 | 2^-2 | LUQ, arXiv 2112.10769 |
 //! | [`Number::E4M3`] | sign, 4 bits of exponent, 3 of mantissa | 448 | 2^-9 | OCP OFP8, section 5 |
 //! | [`Number::E5M2`] | sign, 5 bits of exponent, 2 of mantissa | 57,344 | 2^-16 | OCP OFP8, section 5 |
 //! | [`Number::DynamicExponent`] | a place in a table | 1 | 5.5e-7, unsigned 3.25e-7 | [`dynamic_exponent`] |
 //! | [`Number::Square`] | the root of a square | 65,025 | 1 | [`optimizer_state`](crate::optimizer_state) |
 //!
-//! The first six are *symmetric*: their negatives are numbers too, and matrices are quantized to them. The last two
+//! The first seven are *symmetric*: their negatives are numbers too, and matrices are quantized to them. The last two
 //! hold the moments of optimizers.
 
 pub mod codes;
 pub mod dynamic_exponent;
 mod e2m1;
+mod e3m0;
 mod e4m3;
 mod e5m2;
 mod int10;
@@ -48,6 +50,8 @@ pub enum Number {
     Int10,
     /// 4-bit floats, two in a byte: the elements of MXFP4 and NVFP4.
     E2M1,
+    /// Powers of two in 4 bits, two in a byte: the numbers of LUQ.
+    E3M0,
     /// 8-bit floats of more precision.
     E4M3,
     /// 8-bit floats of more range.
@@ -76,11 +80,12 @@ pub(crate) enum Symmetric {
 
 impl Number {
     /// The numbers that matrices are quantized to.
-    pub const SYMMETRIC: [Number; 6] = [
+    pub const SYMMETRIC: [Number; 7] = [
         Number::Int4,
         Number::Int8,
         Number::Int10,
         Number::E2M1,
+        Number::E3M0,
         Number::E4M3,
         Number::E5M2,
     ];
@@ -91,6 +96,7 @@ impl Number {
             Number::Int8 => Arithmetic::Integer(Integer::INT8),
             Number::Int10 => Arithmetic::Integer(Integer::INT10),
             Number::E2M1 => Arithmetic::Float(Minifloat::E2M1),
+            Number::E3M0 => Arithmetic::Float(Minifloat::E3M0),
             Number::E4M3 => Arithmetic::Float(Minifloat::E4M3),
             Number::E5M2 => Arithmetic::Float(Minifloat::E5M2),
             Number::DynamicExponent(signedness) => Arithmetic::DynamicExponent(signedness),
@@ -147,7 +153,7 @@ impl Number {
     /// How codes lie in memory.
     pub const fn storage(self) -> Storage {
         match self {
-            Number::Int4 | Number::E2M1 => Storage::Nibbles,
+            Number::Int4 | Number::E2M1 | Number::E3M0 => Storage::Nibbles,
             Number::Int8 => Storage::SignedBytes,
             Number::Int10 => Storage::TenBits,
             Number::E4M3 | Number::E5M2 | Number::DynamicExponent(_) | Number::Square => {

@@ -305,6 +305,6 @@ pub(crate) fn check_number(
     number.symmetric().ok_or_else(|| KernelError::Unsupported {
         operation,
         reason: format!("a matrix of {number:?}, which is for optimizer states"),
-        remedy: "use an integer format, E2M1, E4M3 or E5M2",
+        remedy: "use an integer format, E2M1, E3M0, E4M3 or E5M2",
     })
 }

@@ -9,6 +9,9 @@ use cubecl::prelude::*;
 use crate::rounding::MAGNITUDE;
 
 const F32_EXPONENT: u32 = 0x7f80_0000;
+const F32_MANTISSA: u32 = 0x007f_ffff;
+/// The mantissa of a number in the middle between two powers of two.
+const F32_TIE: u32 = 0x0040_0000;
 /// Bits of the mantissa of an `f32`, and the step of its exponent.
 const F32_MANTISSA_BITS: u32 = 23;
 const EXPONENT_STEP: u32 = 1 << F32_MANTISSA_BITS;
@@ -132,7 +135,12 @@ impl Minifloat {
         let exponent = (x.to_bits() & F32_EXPONENT).max(self.smallest_normal_bits());
         let power = exponent + self.rounding_bits();
         let digits = (x + f32::from_bits(power)).to_bits() - power;
-        digits + ((exponent - self.smallest_normal_bits()) >> self.shift())
+        let code = digits + ((exponent - self.smallest_normal_bits()) >> self.shift());
+        // Without a mantissa the adder's even digit is the upper power, whichever code that has.
+        let is_odd_tie = self.mantissa_bits == 0
+            && x.to_bits() >= self.smallest_normal_bits()
+            && x.to_bits() & F32_MANTISSA == F32_TIE;
+        code - (code & u32::from(is_odd_tie))
     }
 
     /// The code, without sign, of `x` in `[0, largest]` moved up by `dither / 2^32` of the distance to the next number,
@@ -214,7 +222,14 @@ pub(crate) fn encode_magnitude(x: f32, #[comptime] format: Minifloat) -> u32 {
     let exponent = max(u32::reinterpret(x) & F32_EXPONENT, smallest_normal);
     let power = exponent + comptime!(format.rounding_bits());
     let digits = u32::reinterpret(x + f32::reinterpret(power)) - power;
-    digits + ((exponent - smallest_normal) >> comptime!(format.shift()))
+    let code = digits + ((exponent - smallest_normal) >> comptime!(format.shift()));
+    if comptime!(format.mantissa_bits == 0) {
+        let is_tie = u32::reinterpret(x) & F32_MANTISSA == F32_TIE;
+        let is_normal = u32::reinterpret(x) >= smallest_normal;
+        select(is_tie && is_normal, code - (code & 1), code)
+    } else {
+        code
+    }
 }
 
 /// [`Minifloat::cut_magnitude`] in a kernel.

@@ -39,6 +39,7 @@ impl Definition {
             Number::Int8 => Self::Integer { largest: 127 },
             Number::Int10 => Self::Integer { largest: 511 },
             Number::E2M1 => float(2, 1, 6.0),
+            Number::E3M0 => float(3, 0, 16.0),
             Number::E4M3 => float(4, 3, 448.0),
             Number::E5M2 => float(5, 2, 57_344.0),
             Number::DynamicExponent(_) | Number::Square => {
@@ -142,13 +143,12 @@ fn magnitude_code(v: f64, exponent_bits: u32, mantissa_bits: u32, u: Option<f32>
     };
     // The numbers from 2^exponent on are multiples of this step, up to the next power of two.
     let steps = v / 2f64.powi(exponent - mantissa_bits as i32);
-    let count = match u {
-        None => steps.round_ties_even(),
-        Some(u) => {
-            let gone = steps - steps.floor();
-            steps.floor() + f64::from(u8::from(gone + f64::from(u) + 2f64.powi(-16) >= 1.0))
-        }
-    };
+    let gone = steps - steps.floor();
     // A step is a code: from 0 below the smallest normal number, and 2^mantissa_bits of them for each exponent above.
-    count as i32 + ((exponent + bias - 1) << mantissa_bits)
+    let below = steps.floor() as i32 + ((exponent + bias - 1) << mantissa_bits);
+    let up = match u {
+        None => gone > 0.5 || (gone == 0.5 && below % 2 == 1),
+        Some(u) => gone + f64::from(u) + 2f64.powi(-16) >= 1.0,
+    };
+    below + i32::from(up)
 }

@@ -10,17 +10,19 @@ use rstest::rstest;
 use crate::random::Random;
 
 /// Exponent and mantissa bits.
-const FLOATS: [(Minifloat, Number, i32, i32); 3] = [
+const FLOATS: [(Minifloat, Number, i32, i32); 4] = [
     (Minifloat::E2M1, Number::E2M1, 2, 1),
+    (Minifloat::E3M0, Number::E3M0, 3, 0),
     (Minifloat::E4M3, Number::E4M3, 4, 3),
     (Minifloat::E5M2, Number::E5M2, 5, 2),
 ];
 
-const ALL: [Number; 9] = [
+const ALL: [Number; 10] = [
     Number::Int4,
     Number::Int8,
     Number::Int10,
     Number::E2M1,
+    Number::E3M0,
     Number::E4M3,
     Number::E5M2,
     Number::DynamicExponent(Signedness::Signed),
@@ -316,7 +318,7 @@ fn scaled_values(random: &mut Random, number: Number) -> Vec<f32> {
 
 /// Every draw of every value is the one that the reference defines, and one of the two numbers around the value.
 #[rstest]
-fn stochastic_codes_equal_the_reference(#[values(0, 1, 2, 3, 4, 5)] index: usize) {
+fn stochastic_codes_equal_the_reference(#[values(0, 1, 2, 3, 4, 5, 6)] index: usize) {
     let number = Number::SYMMETRIC[index];
     let defined = Definition::of(number);
     let mask = (1i32 << number.bits()) - 1;

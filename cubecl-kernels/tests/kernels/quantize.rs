@@ -191,7 +191,7 @@ fn int10_equals_the_reference(#[case] granularity: Granularity) {
 /// the other whole runs.
 #[rstest]
 fn every_number_equals_the_reference(
-    #[values(0, 1, 2, 3, 4, 5)] number: usize,
+    #[values(0, 1, 2, 3, 4, 5, 6)] number: usize,
     #[values(ScaleNumber::F32, ScaleNumber::E8M0, ScaleNumber::E4M3)] scale: ScaleNumber,
 ) {
     let (client, mut random) = (client(), Random::fresh());

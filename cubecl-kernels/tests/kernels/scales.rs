@@ -43,6 +43,7 @@ fn e8m0(number: Number, absmax: f32) -> u8 {
             // Nothing is cut off: the largest magnitude comes back to half of the largest distance between numbers.
             let distance = match number {
                 Number::E2M1 => 2.0,
+                Number::E3M0 => 8.0,
                 Number::E4M3 => 32.0,
                 Number::E5M2 => 8192.0,
                 Number::Int4

@@ -79,7 +79,7 @@ impl Arithmetic {
         match (format.number, format.scale) {
             (Number::Int8 | Number::Int4, ScaleNumber::F32) => Self::Int8,
             (Number::Int8 | Number::Int4, ScaleNumber::E8M0 | ScaleNumber::E4M3)
-            | (Number::Int10 | Number::E2M1 | Number::E4M3 | Number::E5M2, _)
+            | (Number::Int10 | Number::E2M1 | Number::E3M0 | Number::E4M3 | Number::E5M2, _)
             | (Number::DynamicExponent(_) | Number::Square, _) => Self::Float,
         }
     }
