@@ -48,6 +48,10 @@ pub struct Args {
     /// How the codes of 8-bit moments are rounded [default: nearest]
     #[arg(long, value_enum)]
     pub state_rounding: Option<StateRounding>,
+    /// Steps at the start in which INT4 recipes set their step sizes by the data before they learn them [default: a tenth
+    /// of the run]
+    #[arg(long, value_name = "STEPS")]
+    pub cold_start: Option<u64>,
     /// Text to train on, a file or a folder [default: the Rust sources under $CARGO_HOME/registry/src]
     #[arg(long, value_name = "PATH")]
     pub data: Option<PathBuf>,

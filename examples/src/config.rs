@@ -43,6 +43,9 @@ pub struct Config {
     /// How the codes of 8-bit moments are rounded.
     #[serde(default)]
     pub state_rounding: StateRounding,
+    /// Steps before step sizes are learned; older checkpoints have none, and no step sizes.
+    #[serde(default)]
+    pub cold_start: Option<u64>,
     /// Where to train.
     pub device: Device,
     /// The compute dtype.
@@ -90,10 +93,12 @@ impl Config {
         let defaults = preset.defaults();
         let device = args.device.unwrap_or(Device::Cpu);
         let sequence = args.sequence.unwrap_or(defaults.sequence);
+        let steps = args.steps.unwrap_or(defaults.steps);
         Self {
             recipes: recipes(args)?,
             optimizer: args.optimizer.unwrap_or_default(),
             state_rounding: args.state_rounding.unwrap_or_default(),
+            cold_start: Some(args.cold_start.unwrap_or(steps as u64 / 10)),
             device,
             compute: args.compute.unwrap_or(match device {
                 Device::Cpu => Compute::F32,
@@ -102,7 +107,7 @@ impl Config {
             }),
             preset,
             model: preset.model(sequence),
-            steps: args.steps.unwrap_or(defaults.steps),
+            steps,
             batch: args.batch.unwrap_or(defaults.batch),
             sequence,
             lr: args.lr.unwrap_or(defaults.lr),
@@ -118,8 +123,8 @@ impl Config {
 
     /// The configuration of resumed runs: that of their folder.
     ///
-    /// Only the total of steps, the device, the place of the text, and the format and the rounding of the optimizer's
-    /// moments may change. Several recipes may be narrowed down to some of them, and seeds may be added.
+    /// Only the total of steps, the device, the place of the text, the format and the rounding of the optimizer's moments, and
+    /// the cold start may change. Several recipes may be narrowed down to some of them, and seeds may be added.
     ///
     /// # Errors
     ///
@@ -213,6 +218,7 @@ impl Config {
         self.device = args.device.unwrap_or(self.device);
         self.optimizer = args.optimizer.unwrap_or(self.optimizer);
         self.state_rounding = args.state_rounding.unwrap_or(self.state_rounding);
+        self.cold_start = args.cold_start.or(self.cold_start);
         if args.data.is_some() {
             self.data = args.data.as_deref().map(absolute);
         }
@@ -269,6 +275,11 @@ impl Config {
     /// have one schedule, and the one that the checkpoint's run would have had.
     pub fn planned_steps(&self) -> usize {
         self.fork.map_or(self.steps, |fork| fork.planned_steps)
+    }
+
+    /// Steps before step sizes are learned.
+    pub fn cold_start(&self) -> u64 {
+        self.cold_start.unwrap_or_default()
     }
 
     /// Tells whether a checkpoint that was saved with another configuration belongs to this run.

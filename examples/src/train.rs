@@ -10,6 +10,7 @@ use burn::grad_clipping::GradientClippingConfig;
 use burn::module::Module;
 use burn::train::metric::LearningRateMetric;
 use burn::train::{Learner, SupervisedTraining, TrainingStrategy};
+use burn_quant_train::layer::LearnedSteps;
 use burn_quant_train::optim::{LayerBackend, QuantAdamWConfig, metric::OptimizerMetric};
 use burn_quant_train::recipe::SlotKind;
 
@@ -137,6 +138,10 @@ fn optimizer(config: &Config) -> QuantAdamWConfig {
         .with_weight_decay(0.1)
         .with_state_rounding(config.state_rounding.into())
         .with_grad_clipping(Some(GradientClippingConfig::Norm(1.0)))
+        .with_steps(LearnedSteps {
+            cold_start: config.cold_start(),
+            ..LearnedSteps::default()
+        })
 }
 
 /// Trains one run: the backend `B` is all that its recipe takes.

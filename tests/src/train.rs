@@ -18,7 +18,7 @@ use burn::{
     },
 };
 use burn_quant_train::{
-    layer::LayerPolicy,
+    layer::{LayerPolicy, LearnedSteps},
     optim::{LayerBackend, QuantAdamW, QuantAdamWConfig, QuantOptimizer},
 };
 
@@ -65,10 +65,14 @@ pub struct Run<M> {
     pub gradients: Vec<Vec<Vec<f32>>>,
 }
 
-/// AdamW for a model of which every linear layer is quantized, however small.
+/// AdamW for a model of which every linear layer is quantized, however small, and learns its step sizes after two steps.
 pub fn every_layer(seed: u64) -> QuantAdamWConfig {
     QuantAdamWConfig::new()
         .with_policy(LayerPolicy::all().min_elements(0))
+        .with_steps(LearnedSteps {
+            cold_start: 2,
+            ..LearnedSteps::default()
+        })
         .with_seed(Some(seed))
 }
 

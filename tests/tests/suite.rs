@@ -4,6 +4,8 @@ mod suite {
     mod attention;
     mod conformance;
     mod integers;
+    mod learned_definition;
+    mod learned_steps;
     mod matmul;
     mod moments;
     mod stochastic;

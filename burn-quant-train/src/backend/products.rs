@@ -13,12 +13,16 @@ use super::{
     tensor::QuantTensor,
 };
 use crate::{
-    data::{DataBackend, cast_to, product::ProductKernels, recorded::QuantBackend},
+    data::{
+        DataBackend, cast_to,
+        product::ProductKernels,
+        recorded::{QuantBackend, Recorded},
+    },
     layer::{
         Layer, MIN_ELEMENTS,
         tag::{Tag, View},
     },
-    ops::{linear::Linear, matmul::Matmul},
+    ops::{learned_linear::LearnedLinear, linear::Linear, matmul::Matmul},
     recipe::Recipe,
     warning::warn,
 };
@@ -177,16 +181,38 @@ fn quantized<B: QuantBackend, R: Recipe>(
             layer.path()
         );
     }
+    let row = QuantTrain::<B, R>::ROW
+        .linear
+        .expect("a recipe without a row for linear layers quantizes none");
+    if let Some(slots) = row.learned() {
+        let operation = LearnedLinear {
+            layer,
+            row,
+            slots,
+            compute: QuantTrain::<B, R>::ROW.compute,
+            weight_tag: weight.tag().clone(),
+            weight_view: weight.view(),
+        };
+        return recorded::<B, _>(operation, x, weight, bias);
+    }
     let operation = Linear {
         layer,
-        row: QuantTrain::<B, R>::ROW
-            .linear
-            .expect("a recipe without a row for linear layers quantizes none"),
+        row,
         compute: QuantTrain::<B, R>::ROW.compute,
         x_tag: (x.view() == View::Rows).then(|| x.tag().clone()),
         weight_tag: weight.tag().clone(),
         weight_view: weight.view(),
     };
+    recorded::<B, _>(operation, x, weight, bias)
+}
+
+/// Runs an operation of X, W and the bias, if there is one.
+fn recorded<B: QuantBackend, O: Recorded<B::Base, 2> + Recorded<B::Base, 3>>(
+    operation: O,
+    x: QuantTensor<B>,
+    weight: QuantTensor<B>,
+    bias: Option<QuantTensor<B>>,
+) -> QuantTensor<B> {
     let (x, weight) = (x.into_primitive(), weight.into_primitive());
     QuantTensor::new(match bias.map(QuantTensor::into_primitive) {
         Some(bias) => B::record(operation, [x, weight, bias]),

@@ -3,8 +3,9 @@
 use cubecl_kernels::KernelError;
 
 use super::{
-    attention::kernels::AttentionKernels, optimizer::kernels::OptimizerKernels,
-    product::kernels::ProductKernels, quantize::kernels::QuantizeKernels,
+    attention::kernels::AttentionKernels, learned_step::kernels::LearnedStepKernels,
+    optimizer::kernels::OptimizerKernels, product::kernels::ProductKernels,
+    quantize::kernels::QuantizeKernels, sampling::kernels::SamplingKernels,
     threshold::kernels::ThresholdKernels,
 };
 
@@ -13,12 +14,24 @@ use super::{
 /// Their methods work on tensors in memory, in the order of the calls. No method has a default: each backend says what
 /// it does.
 pub trait Kernels:
-    QuantizeKernels + ProductKernels + AttentionKernels + OptimizerKernels + ThresholdKernels
+    QuantizeKernels
+    + LearnedStepKernels
+    + SamplingKernels
+    + ProductKernels
+    + AttentionKernels
+    + OptimizerKernels
+    + ThresholdKernels
 {
 }
 
 impl<B> Kernels for B where
-    B: QuantizeKernels + ProductKernels + AttentionKernels + OptimizerKernels + ThresholdKernels
+    B: QuantizeKernels
+        + LearnedStepKernels
+        + SamplingKernels
+        + ProductKernels
+        + AttentionKernels
+        + OptimizerKernels
+        + ThresholdKernels
 {
 }
 

@@ -4,7 +4,10 @@ use std::sync::{Mutex, MutexGuard, PoisonError, Weak};
 
 use burn_backend::tensor::{Device, FloatTensor, IntTensor};
 
-use super::slot::{Controllers, SlotState, SlotValues, complete};
+use super::slot::{
+    Controllers, HadamardSizes, LearnedSteps, SlotState, SlotValues, StepSizes, ThresholdSlot,
+    complete,
+};
 use crate::{data::DataBackend, recipe::Slot};
 
 /// The state that all layers of a model share.
@@ -136,20 +139,83 @@ impl<B: DataBackend> Bank<B> {
         device: &Device<B>,
         f: impl FnOnce(FloatTensor<B>, IntTensor<B>) -> (A, IntTensor<B>),
     ) -> A {
-        let (time, lent) = {
+        let (time, (thresholds, lent)) = {
             let mut state = self.lock();
             let time = state.now.time;
-            (time, self.slot(&mut state, name, device).lend())
+            (time, self.thresholds(&mut state, name, device).lend())
         };
         // The lock is not held: a host's kernels hand work to a pool of threads, and one that waits takes up other
         // work of the pool, which may be another run of a layer.
-        let (result, counts) = f(lent.thresholds, lent.counts);
+        let (result, counts) = f(thresholds, lent.sum.clone());
         let mut state = self.lock();
         if state.now.time == time {
-            self.slot(&mut state, name, device)
-                .take_back(counts, lent.all);
+            self.thresholds(&mut state, name, device)
+                .take_back(lent.with(counts));
         }
         result
+    }
+
+    fn thresholds<'a>(
+        &self,
+        state: &'a mut State<B>,
+        name: &str,
+        device: &Device<B>,
+    ) -> &'a mut ThresholdSlot<B> {
+        match self.slot(state, name, device) {
+            SlotState::Threshold(slot) => slot,
+            SlotState::StepSize(_) | SlotState::HadamardSize(_) => {
+                panic!("layers: slot `{name}` holds no threshold")
+            }
+        }
+    }
+
+    /// Runs `f` on the step sizes in the slot `name`, on `device`; with a `time`, only while that is the bank's.
+    ///
+    /// # Panics
+    ///
+    /// If there is no such slot.
+    pub(super) fn with_steps<A>(
+        &self,
+        name: &str,
+        device: &Device<B>,
+        time: Option<u64>,
+        f: impl FnOnce(&mut StepSizes<B>) -> A,
+    ) -> Option<A> {
+        let mut state = self.lock();
+        if time.is_some_and(|time| time != state.now.time) {
+            return None;
+        }
+        match self.slot(&mut state, name, device) {
+            SlotState::StepSize(slot) => Some(f(slot)),
+            SlotState::Threshold(_) | SlotState::HadamardSize(_) => {
+                panic!("layers: slot `{name}` holds no step size")
+            }
+        }
+    }
+
+    /// Runs `f` on the sizes of transforms in the slot `name`, on `device`.
+    ///
+    /// # Panics
+    ///
+    /// If there is no such slot.
+    pub(super) fn with_hadamard<A>(
+        &self,
+        name: &str,
+        device: &Device<B>,
+        f: impl FnOnce(&mut HadamardSizes) -> A,
+    ) -> A {
+        let mut state = self.lock();
+        match self.slot(&mut state, name, device) {
+            SlotState::HadamardSize(slot) => f(slot),
+            SlotState::Threshold(_) | SlotState::StepSize(_) => {
+                panic!("layers: slot `{name}` holds no size of a transform")
+            }
+        }
+    }
+
+    /// How step sizes move.
+    pub(super) fn learned_steps(&self) -> &LearnedSteps {
+        &self.controllers.steps
     }
 
     fn slot<'a>(
@@ -191,7 +257,7 @@ impl<B: DataBackend> Bank<B> {
             let of_slot = devices.iter().zip(&mut of_devices);
             let of_slot =
                 of_slot.filter_map(|(device, slots)| Some((device.clone(), slots.next()?)));
-            let states = SlotState::advance(of_slot.collect(), &self.controllers);
+            let states = SlotState::advance(of_slot.collect(), &self.controllers, state.now.step);
             moved
                 .iter_mut()
                 .zip(states)

@@ -18,7 +18,7 @@ use std::{
 
 use burn_backend::{
     DeviceOps,
-    tensor::{Device, IntTensor},
+    tensor::{Device, FloatTensor, IntTensor},
 };
 
 pub use crate::data::threshold::DelayThreshold;
@@ -30,9 +30,13 @@ pub use random::{Call, Role, in_lane};
 pub(crate) use random::{seed, set_seed};
 pub use record::{LayerRecord, LayersRecord};
 pub(crate) use slot::Controllers;
-pub use slot::SlotValues;
+pub use slot::{HadamardChoice, LearnedSteps, SlotValues};
 
-use crate::data::{DataBackend, StochasticKey, quantize::Fallback};
+use crate::data::{
+    DataBackend, StochasticKey,
+    learned_step::{HadamardSize, LearnedStep},
+    quantize::Fallback,
+};
 use random::lane;
 
 /// One linear layer.
@@ -43,6 +47,14 @@ pub struct Layer<B: DataBackend> {
     quantized: bool,
     bank: Arc<Bank<B>>,
     calls: Mutex<Calls>,
+}
+
+/// A layer's step size for a run.
+pub(crate) struct StepSize<B: DataBackend> {
+    /// The step size.
+    pub step: LearnedStep<B>,
+    /// True if the run sets it before it uses it.
+    pub is_cold: bool,
 }
 
 /// How often a layer ran in the present step, by lane.
@@ -105,6 +117,84 @@ impl<B: DataBackend> Layer<B> {
                     counts,
                 })
             })
+    }
+
+    /// This layer's step size in the slot `name`, on `device`.
+    ///
+    /// # Panics
+    ///
+    /// If the bank has no such slot.
+    pub(crate) fn step_size(&self, name: &str, device: &Device<B>, call: Call) -> StepSize<B> {
+        let steps = self
+            .bank
+            .with_steps(name, device, None, |slot| slot.get(self.index));
+        let (steps, known) = steps.expect("it was asked for at any time");
+        StepSize {
+            step: LearnedStep {
+                steps,
+                layer: self.index,
+            },
+            is_cold: !known || self.bank.learned_steps().is_cold(call.step),
+        }
+    }
+
+    /// Takes over the step size that a run of the layer set.
+    pub(crate) fn set_step_size(
+        &self,
+        name: &str,
+        device: &Device<B>,
+        call: Call,
+        steps: FloatTensor<B>,
+    ) {
+        self.bank.with_steps(name, device, Some(call.time), |slot| {
+            slot.set(self.index, steps);
+        });
+    }
+
+    /// Adds a gradient, FP32 `[1]`, of this layer's step size, unless the step of that run is over.
+    ///
+    /// # Panics
+    ///
+    /// If the bank has no such slot.
+    pub(crate) fn add_step_gradient(
+        &self,
+        name: &str,
+        device: &Device<B>,
+        call: Call,
+        gradient: FloatTensor<B>,
+    ) {
+        self.bank.with_steps(name, device, Some(call.time), |slot| {
+            slot.add_gradient(self.index, gradient);
+        });
+    }
+
+    /// The size of this layer's transform, of the slot `name`: the one that it has, or the one that `choose` gives where it has
+    /// none or chooses again.
+    ///
+    /// # Panics
+    ///
+    /// If the bank has no such slot.
+    pub(crate) fn hadamard_size(
+        &self,
+        name: &str,
+        device: &Device<B>,
+        call: Call,
+        choose: impl FnOnce(HadamardChoice) -> HadamardSize,
+    ) -> HadamardSize {
+        let config = self.bank.learned_steps();
+        let known = self.bank.with_hadamard(name, device, |sizes| {
+            let again = config.chooses_again(call.step) && !sizes.was_chosen(self.index, call.time);
+            sizes.get(self.index).filter(|_| !again)
+        });
+        match (known, config.hadamard) {
+            (Some(size), HadamardChoice::SmallestError) => size,
+            (None, HadamardChoice::SmallestError) | (_, HadamardChoice::Order(_)) => {
+                let size = choose(config.hadamard);
+                self.bank
+                    .with_hadamard(name, device, |sizes| sizes.set(self.index, size, call.time));
+                size
+            }
+        }
     }
 
     /// Counts a run of the layer on `device`, and tells it from all others: it has random numbers of its own.

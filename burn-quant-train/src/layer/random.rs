@@ -78,6 +78,14 @@ pub enum Role {
     OutputGradientOfWeight = 4,
     /// W in dX, where it is quantized in another way than in Y.
     WeightOfInput = 5,
+    /// The rows of X whose residuals are kept for the gradient of its step size.
+    ResidualRows = 6,
+    /// The rows of dY that are sampled for dX.
+    SampledRows = 7,
+    /// The rows of dY that are sampled for dW.
+    SampledRowsOfWeight = 8,
+    /// The sampled rows of dY in dW.
+    SampledGradient = 9,
 }
 
 /// A run of a layer.
@@ -138,6 +146,10 @@ mod tests {
             Role::Weight,
             Role::OutputGradientOfWeight,
             Role::WeightOfInput,
+            Role::ResidualRows,
+            Role::SampledRows,
+            Role::SampledRowsOfWeight,
+            Role::SampledGradient,
         ];
         let mut streams = HashSet::new();
         let mut count = 0;

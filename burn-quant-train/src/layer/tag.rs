@@ -14,6 +14,7 @@ use super::{Bank, Call, Layer};
 use crate::{
     data::{
         DataBackend, Layout,
+        learned_step::HadamardTransform,
         quantize::{Format, Quantized},
     },
     recipe::Rounding,
@@ -44,12 +45,14 @@ pub struct CopyKey {
     pub rounding: Rounding,
     /// True for a copy of the tensor's transpose, which is made where scales do not turn with the matrix.
     pub of_transpose: bool,
-    /// The order of its values: one of the two.
+    /// The transform before a quantization by the layer's step size; `None` where the scales come from the data.
+    pub learned: Option<HadamardTransform>,
+    /// The order of its values.
     pub layout: Layout,
 }
 
-/// The time for which a stochastic copy is good: a step of a bank, in a lane. In longer use the error of one draw would
-/// become a bias.
+/// The time for which a copy is good that is stochastic or has a learned step size: a step of a bank, in a lane. In longer
+/// use the error of one draw would become a bias; a step size moves at every step.
 pub(crate) struct Epoch<B: DataBackend> {
     bank: Weak<Bank<B>>,
     time: u64,

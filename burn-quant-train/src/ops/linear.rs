@@ -15,10 +15,13 @@ use burn_backend::{
 };
 
 use self::{
-    pass::{Backward, BackwardInputs, Form, Forward, ForwardInputs, Gradients, Source, with_last},
+    pass::{Backward, BackwardInputs, Forward, ForwardInputs, Gradients},
     plan::{BackwardPlan, Plan, Stored},
 };
-use super::operand::Make;
+use super::{
+    matrix::{Form, Source, with_last},
+    operand::Make,
+};
 use crate::{
     data::{
         DataBackend, cast_to,

@@ -54,6 +54,7 @@ impl Factor {
                 },
                 rounding: cast.rounding,
                 of_transpose,
+                learned: None,
                 // Products read along their inner dimension.
                 layout: match sums_columns != of_transpose {
                     true => Layout::RowMajor,

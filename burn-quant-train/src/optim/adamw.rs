@@ -73,14 +73,16 @@ impl QuantAdamWConfig {
     ///
     /// # Panics
     ///
-    /// If a setting is out of its range: one that [`adamw`](Self::adamw) names, or one of the threshold's (see
-    /// [`DelayThreshold::validate`](crate::layer::DelayThreshold::validate)).
+    /// If a setting is out of its range: one that [`adamw`](Self::adamw) names, or one of those of layers
+    /// (see [`DelayThreshold::validate`](crate::layer::DelayThreshold::validate) and
+    /// [`LearnedSteps::validate`](crate::layer::LearnedSteps::validate)).
     pub fn init<B: LayerBackend, M: AutodiffModule<B>>(
         &self,
     ) -> QuantOptimizer<QuantAdamW<M, B>, B> {
         let config = LayerConfig {
             policy: self.policy.clone(),
             threshold: self.threshold,
+            steps: self.steps.clone(),
             seed: self.seed,
         };
         QuantOptimizer::new(self.adamw(), config)

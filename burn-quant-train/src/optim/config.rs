@@ -10,7 +10,7 @@ use crate::{
         StochasticKey,
         optimizer::{Hyperparameters, MAX_GROUP, StateFormat},
     },
-    layer::{DelayThreshold, LayerPolicy, covers},
+    layer::{DelayThreshold, LayerPolicy, LearnedSteps, covers},
 };
 
 /// How the codes of 8-bit moments are rounded.
@@ -89,6 +89,9 @@ pub struct QuantAdamWConfig {
     /// How the fallback threshold of a layer follows its fallback rate.
     #[config(default = "DelayThreshold::default()")]
     pub threshold: DelayThreshold,
+    /// How learned step sizes move.
+    #[config(default = "LearnedSteps::default()")]
+    pub steps: LearnedSteps,
     /// The seed of stochastic rounding; by default the seed last given to `Backend::seed` of a `QuantTrain`, or 0.
     pub seed: Option<u64>,
 }

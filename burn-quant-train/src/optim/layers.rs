@@ -17,7 +17,7 @@ use crate::{
     data::DataBackend,
     layer::{
         self, Bank, Controllers, Decision, DelayThreshold, Layer, LayerPolicy, LayerRecord,
-        LayersRecord, SlotValues,
+        LayersRecord, LearnedSteps, SlotValues,
     },
     recipe::{Row, Slot},
 };
@@ -29,6 +29,8 @@ pub struct LayerConfig {
     pub policy: LayerPolicy,
     /// How thresholds follow fallback rates.
     pub threshold: DelayThreshold,
+    /// How learned step sizes move.
+    pub steps: LearnedSteps,
     /// The seed of stochastic rounding; `None`: the seed last given to `Backend::seed`.
     pub seed: Option<u64>,
 }
@@ -122,6 +124,7 @@ impl<B: DataBackend> Layers<B> {
         let (seed, step) = record.map_or((seed, 0), |record| (record.seed, record.step));
         let controllers = Controllers {
             threshold: config.threshold,
+            steps: config.steps.clone(),
         };
         let owner = Arc::new(());
         let of = Arc::downgrade(&owner);

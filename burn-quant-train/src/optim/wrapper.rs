@@ -54,10 +54,12 @@ impl<O, B: LayerBackend> QuantOptimizer<O, B> {
     ///
     /// # Panics
     ///
-    /// If the threshold's settings are out of range: see
-    /// [`DelayThreshold::validate`](crate::layer::DelayThreshold::validate).
+    /// If the settings of thresholds or learned steps are out of range: see
+    /// [`DelayThreshold::validate`](crate::layer::DelayThreshold::validate) and
+    /// [`LearnedSteps::validate`](crate::layer::LearnedSteps::validate).
     pub fn new(inner: O, config: LayerConfig) -> Self {
         config.threshold.validate();
+        config.steps.validate();
         Self {
             inner,
             config,

@@ -28,6 +28,24 @@ pub enum Granularity {
     Tensor,
 }
 
+/// The origin of a scale.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum ScaleSource {
+    /// The largest magnitude of the elements that share the scale.
+    Data,
+    /// A step size that is learned beside the weights, in the layer's slot of this name (LSQ: int4-hq-lss, section 3.1).
+    Step(&'static str),
+}
+
+/// A linear map of the inner dimension before the operand is quantized.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Transform {
+    /// None.
+    Identity,
+    /// The block-diagonal Hadamard transform, whose size is in the layer's slot of this name (int4-hq-lss, section 3.3).
+    Hadamard(&'static str),
+}
+
 /// A second quantized copy, of the rest that the first one leaves (fallback-int8, section 4.3).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Residual {
@@ -44,10 +62,14 @@ pub enum Residual {
 pub struct Cast {
     /// The number format.
     pub number: Number,
-    /// The number format of the scales. A scale comes from the largest magnitude of the elements that share it.
+    /// The number format of the scales.
     pub scale: ScaleNumber,
+    /// Where scales come from.
+    pub source: ScaleSource,
     /// Which elements share one scale.
     pub granularity: Granularity,
+    /// The map before quantization.
+    pub transform: Transform,
     /// How values are rounded.
     pub rounding: Rounding,
     /// The second quantized copy, of the rest.
@@ -55,12 +77,14 @@ pub struct Cast {
 }
 
 impl Cast {
-    /// A cast to nearest, with FP32 scales and without a residual.
+    /// A cast to nearest, with FP32 scales from the data, and without a residual.
     pub const fn new(number: Number, granularity: Granularity) -> Self {
         Self {
             number,
             scale: ScaleNumber::F32,
+            source: ScaleSource::Data,
             granularity,
+            transform: Transform::Identity,
             rounding: Rounding::Nearest,
             residual: Residual::Never,
         }
@@ -69,6 +93,22 @@ impl Cast {
     /// The same with other scales.
     pub const fn with_scale(self, scale: ScaleNumber) -> Self {
         Self { scale, ..self }
+    }
+
+    /// The same with the step size of this slot.
+    pub const fn with_step(self, slot: &'static str) -> Self {
+        Self {
+            source: ScaleSource::Step(slot),
+            ..self
+        }
+    }
+
+    /// The same of the Hadamard transform whose size is in this slot.
+    pub const fn with_hadamard(self, slot: &'static str) -> Self {
+        Self {
+            transform: Transform::Hadamard(slot),
+            ..self
+        }
     }
 
     /// The same, rounded stochastically.

@@ -8,10 +8,16 @@
 //! the tables and the conformance tests follow the list.
 
 mod cast;
+mod check;
 mod row;
+mod slot;
 
-pub use cast::{Cast, Granularity, Number, Residual, Rounding, ScaleNumber};
-pub use row::{LinearRow, Product, Row, SavedX, Slot, SlotKind, THRESHOLD};
+pub use cast::{
+    Cast, Granularity, Number, Residual, Rounding, ScaleNumber, ScaleSource, Transform,
+};
+pub(crate) use row::LearnedSlots;
+pub use row::{LinearRow, Product, Row, Sampling, SavedX};
+pub use slot::{Slot, SlotKind, THRESHOLD};
 
 use std::{
     fmt::{self, Debug, Display},
@@ -173,4 +179,8 @@ recipes! {
     per_tensor_int8::PerTensorInt8,
     switch_back_int8::SwitchBackInt8,
     token_int8::TokenInt8,
+    hadamard_int4::HadamardInt4,
+    split_int4::SplitInt4,
+    lsq_int4::LsqInt4,
+    luq_int4::LuqInt4,
 }

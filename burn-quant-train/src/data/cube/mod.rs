@@ -1,9 +1,11 @@
 //! The kernels of `cubecl-kernels`, on every CubeCL runtime.
 
 mod attention;
+mod learned_step;
 mod optimizer;
 mod product;
 mod quantize;
+mod sampling;
 mod tensors;
 mod threshold;
 

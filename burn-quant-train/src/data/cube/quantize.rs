@@ -153,7 +153,7 @@ pub(super) fn on_device<B: Cube<R>, R: CubeRuntime>(matrix: &Quantized<B>) -> &C
     }
 }
 
-fn wrap<B: Cube<R>, R: CubeRuntime>(
+pub(super) fn wrap<B: Cube<R>, R: CubeRuntime>(
     like: &CubeTensor<R>,
     matrix: quantize::Quantized<R>,
 ) -> Quantized<B> {

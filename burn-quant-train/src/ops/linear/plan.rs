@@ -152,6 +152,6 @@ impl Plan {
 fn casts(product: &Product) -> Option<[&Cast; 2]> {
     match product {
         Product::Compute => None,
-        Product::Quantized { left, right } => Some([left, right]),
+        Product::Quantized { left, right, .. } => Some([left, right]),
     }
 }

@@ -1,0 +1,128 @@
+//! Thresholds of fallback.
+
+use burn_backend::{
+    IntDType, TensorMetadata,
+    tensor::{Device, FloatTensor, IntTensor},
+};
+
+use super::{
+    SlotValues,
+    accumulator::{Accumulator, LentSum},
+};
+use crate::data::{
+    DataBackend,
+    read::floats,
+    threshold::{DelayThreshold, Thresholds, delay_threshold},
+};
+
+/// The thresholds of all layers on one device, and the counters of blocks that fell back.
+#[derive(Debug, Clone)]
+pub(in crate::layer) struct ThresholdSlot<B: DataBackend> {
+    thresholds: FloatTensor<B>,
+    rates: FloatTensor<B>,
+    counts: Accumulator<IntTensor<B>>,
+}
+
+/// The name of the value beside a threshold that holds the fallback rate of the last step.
+pub(in crate::layer) fn rate_of(slot: &str) -> String {
+    format!("{slot}.rate")
+}
+
+/// Gives a layer without a threshold the one that it starts with.
+///
+/// # Panics
+///
+/// If layer number `index` has one that the controller never gives.
+pub(super) fn complete(
+    slot: &str,
+    controller: &DelayThreshold,
+    index: usize,
+    layer: &mut SlotValues,
+) {
+    let values = layer.entry(slot.to_owned()).or_default();
+    if values.is_empty() {
+        values.push(controller.initial);
+    }
+    assert!(
+        matches!(values[..], [value] if value > 0.0 && value.is_finite()),
+        "layers: slot `{slot}` of quantized layer {index} has {values:?} in the record, where one positive finite \
+         threshold belongs; the record is damaged, load another one",
+    );
+}
+
+impl<B: DataBackend> ThresholdSlot<B> {
+    pub(super) fn new(slot: &str, layers: &[SlotValues], device: &Device<B>) -> Self {
+        let column = |name: &str| -> Vec<f32> {
+            let value = |layer: &SlotValues| layer.get(name)?.first().copied();
+            let values = layers.iter().map(value);
+            values.map(|value| value.unwrap_or(f32::NAN)).collect()
+        };
+        Thresholds::new(&column(slot), &column(&rate_of(slot)), device).into()
+    }
+
+    /// Thresholds and counters for a run of a layer.
+    pub fn lend(&mut self) -> (FloatTensor<B>, LentSum<IntTensor<B>>) {
+        let counts = self.counts.lend(|counts| {
+            let device = B::int_device(counts);
+            B::int_zeros(counts.shape(), &device, IntDType::I32)
+        });
+        (self.thresholds.clone(), counts)
+    }
+
+    /// Takes the counters of a run.
+    pub fn take_back(&mut self, counts: LentSum<IntTensor<B>>) {
+        self.counts.take_back(counts, B::int_add);
+    }
+
+    /// Waits for the device.
+    pub(super) fn read(&self, slot: &str, layers: &mut [SlotValues]) {
+        let thresholds = floats::<B>(self.thresholds.clone());
+        let rates = floats::<B>(self.rates.clone());
+        for ((layer, threshold), rate) in layers.iter_mut().zip(thresholds).zip(rates) {
+            layer.insert(slot.to_owned(), vec![threshold]);
+            // Text formats have no NaN.
+            if !rate.is_nan() {
+                layer.insert(rate_of(slot), vec![rate]);
+            }
+        }
+    }
+
+    /// Moves the thresholds by the counts of this device and of others.
+    pub(super) fn advance(
+        self,
+        others: impl Iterator<Item = Self>,
+        device: &Device<B>,
+        controller: &DelayThreshold,
+    ) -> Self {
+        let of_others = others.flat_map(|other| other.counts.parts());
+        let of_others = of_others.map(|counts| B::int_to_device(counts, device));
+        let counts = self.counts.parts().chain(of_others).reduce(B::int_add);
+        let state = Thresholds {
+            thresholds: self.thresholds,
+            counts: counts.expect("a device has counters of its own"),
+            rates: self.rates,
+        };
+        delay_threshold(state, controller).into()
+    }
+
+    /// The same on another device, with counters at zero.
+    pub(super) fn to_device(&self, device: &Device<B>) -> Self {
+        let zeros = |counts: IntTensor<B>| B::int_zeros(counts.shape(), device, IntDType::I32);
+        let mut counts = self.counts.clone().parts();
+        Self {
+            thresholds: B::float_to_device(self.thresholds.clone(), device),
+            rates: B::float_to_device(self.rates.clone(), device),
+            counts: Accumulator::new(zeros(counts.next().expect("a sum has a first part"))),
+        }
+    }
+}
+
+impl<B: DataBackend> From<Thresholds<B>> for ThresholdSlot<B> {
+    fn from(state: Thresholds<B>) -> Self {
+        Self {
+            thresholds: state.thresholds,
+            rates: state.rates,
+            counts: Accumulator::new(state.counts),
+        }
+    }
+}

@@ -1,0 +1,81 @@
+//! Tensors whose dimensions but the last are rows, and matrices that a pass reads.
+
+use burn_backend::{FloatDType, Shape, TensorMetadata, tensor::FloatTensor};
+
+use crate::data::{
+    Kernels,
+    quantize::Quantized,
+    tensors::{Bundle, Change, Outline, Tensors},
+};
+
+/// Shape and dtype of a gradient, which are those of its tensor.
+#[derive(Debug, Clone)]
+pub(super) struct Form {
+    pub shape: Shape,
+    pub dtype: FloatDType,
+}
+
+impl Form {
+    pub fn of(tensor: &impl TensorMetadata) -> Self {
+        Self {
+            shape: tensor.shape(),
+            dtype: tensor.dtype().into(),
+        }
+    }
+}
+
+/// A matrix that a pass reads: as it came, or quantized before.
+#[derive(Debug, Clone)]
+pub(super) enum Source<T: Tensors> {
+    Float(T::Float),
+    Copy(Quantized<T>),
+}
+
+impl Bundle for Source<Outline> {
+    type On<T: Tensors> = Source<T>;
+
+    fn rebuild<S: Tensors, T: Tensors>(
+        source: Source<S>,
+        change: &mut impl Change<S, T>,
+    ) -> Source<T> {
+        match source {
+            Source::Float(tensor) => Source::Float(change.float(tensor)),
+            Source::Copy(matrix) => Source::Copy(Quantized::rebuild(matrix, change)),
+        }
+    }
+}
+
+impl<T: Tensors> Source<T> {
+    /// Rows and columns, the leading dimensions being rows.
+    pub fn shape(&self) -> [usize; 2] {
+        match self {
+            Self::Float(tensor) => flattened(&tensor.shape()),
+            Self::Copy(matrix) => matrix.shape,
+        }
+    }
+}
+
+/// A shape with the last dimension of another one.
+pub(super) fn with_last(shape: &Shape, last: &Shape) -> Shape {
+    let mut shape = shape.clone();
+    let index = shape.num_dims() - 1;
+    shape[index] = last[last.num_dims() - 1];
+    shape
+}
+
+/// Rows and columns of a tensor whose dimensions but the last are rows.
+pub(super) fn flattened(shape: &Shape) -> [usize; 2] {
+    let (cols, rows) = shape
+        .split_last()
+        .expect("a matrix has at least one dimension");
+    [rows.iter().product(), *cols]
+}
+
+/// All dimensions but the last as rows.
+pub(super) fn flatten<K: Kernels>(tensor: FloatTensor<K>) -> FloatTensor<K> {
+    let shape = tensor.shape();
+    match shape.num_dims() {
+        2 => tensor,
+        _ => K::float_reshape(tensor, Shape::new(flattened(&shape))),
+    }
+}

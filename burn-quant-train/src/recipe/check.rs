@@ -1,0 +1,676 @@
+//! The checks that refuse rows that contradict themselves.
+
+use burn_backend::FloatDType;
+
+use super::{
+    Cast, Granularity, LinearRow, Number, Product, Residual, Rounding, Row, Sampling, SavedX,
+    ScaleNumber, ScaleSource, SlotKind, THRESHOLD, Transform,
+};
+
+impl Row {
+    /// The row, if it does not contradict itself. Evaluated at compile time:
+    ///
+    /// ```compile_fail
+    /// use burn_backend::FloatDType;
+    /// use burn_quant_train::recipe::{Cast, Granularity, LinearRow, Number, Product, Row, SavedX};
+    ///
+    /// const INT8: Cast = Cast::new(Number::Int8, Granularity::Block(128));
+    /// // "a weight gradient in the compute dtype needs X as it came: use `saved_x: SavedX::Input`"
+    /// const ROW: Row = Row {
+    ///     name: "mine",
+    ///     about: "INT8 forward",
+    ///     compute: FloatDType::F32,
+    ///     linear: Some(LinearRow {
+    ///         forward: Product::of(INT8, INT8),
+    ///         input_gradient: Product::Compute,
+    ///         weight_gradient: Product::Compute,
+    ///         saved_x: SavedX::Operand,
+    ///         slots: &[],
+    ///     }),
+    /// }
+    /// .checked();
+    /// ```
+    ///
+    /// With `SavedX::Input` it compiles:
+    ///
+    /// ```
+    /// # use burn_backend::FloatDType;
+    /// # use burn_quant_train::recipe::{Cast, Granularity, LinearRow, Number, Product, Row, SavedX};
+    /// # const INT8: Cast = Cast::new(Number::Int8, Granularity::Block(128));
+    /// # const ROW: Row = Row {
+    /// #     name: "mine",
+    /// #     about: "INT8 forward",
+    /// #     compute: FloatDType::F32,
+    /// #     linear: Some(LinearRow {
+    /// #         forward: Product::of(INT8, INT8),
+    /// #         input_gradient: Product::Compute,
+    /// #         weight_gradient: Product::Compute,
+    /// saved_x: SavedX::Input,
+    /// #         slots: &[],
+    /// #     }),
+    /// # }
+    /// # .checked();
+    /// ```
+    ///
+    /// # Panics
+    ///
+    /// If it does, with a sentence that says what contradicts what.
+    pub const fn checked(self) -> Self {
+        assert!(
+            is_name(self.name),
+            "a recipe's name is of lower-case letters, digits and hyphens"
+        );
+        assert!(
+            matches!(
+                self.compute,
+                FloatDType::F32 | FloatDType::BF16 | FloatDType::F16
+            ),
+            "the compute dtype is FP32, BF16 or FP16"
+        );
+        if let Some(linear) = &self.linear {
+            linear.check();
+        }
+        self
+    }
+}
+
+impl LinearRow {
+    const fn check(&self) {
+        let [forward, input_gradient, weight_gradient] =
+            [&self.forward, &self.input_gradient, &self.weight_gradient];
+        assert!(
+            !(matches!(forward, Product::Compute)
+                && matches!(input_gradient, Product::Compute)
+                && matches!(weight_gradient, Product::Compute)),
+            "a row whose three products are all in the compute dtype quantizes nothing: use `linear: None`"
+        );
+        match !self.forward_step(0).is_empty() {
+            true => self.check_learned(),
+            false => self.check_scaled(),
+        }
+        self.check_slots();
+    }
+
+    /// Panics unless the products are of operands whose scales come from the data.
+    const fn check_scaled(&self) {
+        if let Product::Quantized { left, right, .. } = &self.forward {
+            left.check_scaled();
+            right.check_scaled();
+            self.check_residual(left);
+            refuse_residual(right);
+        }
+        if let Product::Quantized { left, right, .. } = &self.input_gradient {
+            left.check_scaled();
+            right.check_scaled();
+            refuse_residual(left);
+            refuse_residual(right);
+        }
+        match &self.weight_gradient {
+            Product::Quantized { left, right, .. } => {
+                left.check_scaled();
+                right.check_scaled();
+                refuse_residual(left);
+                refuse_residual(right);
+            }
+            Product::Compute => assert!(
+                matches!(self.saved_x, SavedX::Input),
+                "a weight gradient in the compute dtype needs X as it came: use `saved_x: SavedX::Input`"
+            ),
+        }
+        assert!(
+            !(is_sampled(&self.forward)
+                || is_sampled(&self.input_gradient)
+                || is_sampled(&self.weight_gradient)),
+            "rows are sampled in the backward products of rows with learned step sizes"
+        );
+    }
+
+    /// Panics unless the forward operands have learned step sizes and the backward products read them again.
+    const fn check_learned(&self) {
+        let (
+            Product::Quantized {
+                left: x,
+                right: weight,
+                sampling: Sampling::All,
+            },
+            Product::Quantized {
+                left: dy,
+                right: weight_again,
+                sampling,
+            },
+            Product::Quantized {
+                left: x_again,
+                right: dy_again,
+                sampling: sampling_again,
+            },
+        ) = (&self.forward, &self.input_gradient, &self.weight_gradient)
+        else {
+            panic!(
+                "a row with learned step sizes quantizes all three products, and samples none but the gradients'"
+            )
+        };
+        x.check_learned();
+        weight.check_learned();
+        assert!(
+            same_transform(x, weight),
+            "X and W have the same transform: it cancels in their product"
+        );
+        assert!(
+            same_learned(x, x_again) && same_learned(weight, weight_again),
+            "with learned step sizes the gradients' products read X and W as the forward product does"
+        );
+        dy.check_scaled();
+        dy_again.check_scaled();
+        assert!(
+            same_gradient(dy, dy_again) && sampling.is_leverage() == sampling_again.is_leverage(),
+            "with learned step sizes both gradients' products read dY in one form"
+        );
+        match dy.residual {
+            Residual::Never => {}
+            Residual::Above(_) => {
+                panic!("dY has a residual always or never: there is no threshold for it")
+            }
+            Residual::Always => assert!(
+                matches!(dy.number, Number::Int4),
+                "the residual of dY is that of bit splitting, of two INT4 parts"
+            ),
+        }
+        assert!(
+            !sampling.is_leverage() || matches!(dy.residual, Residual::Always),
+            "leverage scores sample the parts of bit splitting: dY has a residual always"
+        );
+        assert!(
+            matches!(self.saved_x, SavedX::Operand),
+            "with learned step sizes X is saved as the operand of the forward product"
+        );
+    }
+
+    /// Panics unless the residual of X in the forward product is one that kernels have.
+    const fn check_residual(&self, cast: &Cast) {
+        let slot = match cast.residual {
+            Residual::Never => return,
+            Residual::Above(slot) => Some(slot),
+            Residual::Always => None,
+        };
+        assert!(
+            matches!(cast.rounding, Rounding::Nearest),
+            "a residual is of a cast to nearest: a stochastic copy has none"
+        );
+        assert!(
+            matches!(
+                (cast.number, cast.scale, cast.granularity),
+                (Number::Int8, ScaleNumber::F32, Granularity::Block(_))
+            ),
+            "a residual is of INT8 in square blocks with FP32 scales"
+        );
+        if let Some(name) = slot {
+            assert!(
+                self.declares(name, SlotKind::DelayThreshold),
+                "the threshold of a residual is in a slot of kind `SlotKind::DelayThreshold` that the row declares"
+            );
+        }
+    }
+
+    /// The slot of the step size of the forward product's left or right operand; an empty name if there is none.
+    const fn forward_step(&self, operand: usize) -> &'static str {
+        match &self.forward {
+            Product::Compute => "",
+            Product::Quantized { left, right, .. } => match [left.source, right.source][operand] {
+                ScaleSource::Step(slot) => slot,
+                ScaleSource::Data => "",
+            },
+        }
+    }
+
+    /// The slot of the size of the forward product's transform; an empty name if there is none.
+    const fn hadamard(&self) -> &'static str {
+        match &self.forward {
+            Product::Compute => "",
+            Product::Quantized { left, .. } => match left.transform {
+                Transform::Hadamard(slot) => slot,
+                Transform::Identity => "",
+            },
+        }
+    }
+
+    /// True if the row declares a slot of this name and kind.
+    const fn declares(&self, name: &str, kind: SlotKind) -> bool {
+        let mut index = 0;
+        while index < self.slots.len() {
+            let slot = &self.slots[index];
+            if same(slot.name, name) && slot.kind as u8 == kind as u8 {
+                return true;
+            }
+            index += 1;
+        }
+        false
+    }
+
+    const fn check_slots(&self) {
+        let threshold = match self.forward {
+            Product::Quantized { left, .. } => match left.residual {
+                Residual::Above(slot) => slot,
+                Residual::Never | Residual::Always => "",
+            },
+            Product::Compute => "",
+        };
+        let [x, weight] = [self.forward_step(0), self.forward_step(1)];
+        assert!(
+            (x.is_empty() || self.declares(x, SlotKind::StepSize))
+                && (weight.is_empty() || self.declares(weight, SlotKind::StepSize)),
+            "a learned step size is in a slot of kind `SlotKind::StepSize` that the row declares"
+        );
+        let hadamard = self.hadamard();
+        assert!(
+            hadamard.is_empty() || self.declares(hadamard, SlotKind::HadamardSize),
+            "the size of a transform is in a slot of kind `SlotKind::HadamardSize` that the row declares"
+        );
+        let mut index = 0;
+        while index < self.slots.len() {
+            let slot = &self.slots[index];
+            let mut other = 0;
+            while other < index {
+                assert!(
+                    !same(self.slots[other].name, slot.name),
+                    "two slots of a row have the same name: records could not tell them apart"
+                );
+                other += 1;
+            }
+            match slot.kind {
+                SlotKind::DelayThreshold => {
+                    assert!(
+                        same(slot.name, THRESHOLD),
+                        "a slot of kind `SlotKind::DelayThreshold` is called `threshold`: metrics and records know it \
+                         by that"
+                    );
+                    assert!(
+                        same(slot.name, threshold),
+                        "no cast of the row reads one of its slots: it would never move"
+                    );
+                }
+                SlotKind::StepSize => {
+                    let of = [self.forward_step(0), self.forward_step(1)];
+                    assert!(
+                        same(slot.name, of[0]) || same(slot.name, of[1]),
+                        "no cast of the row reads one of its slots: it would never move"
+                    );
+                    assert!(
+                        !same(of[0], of[1]),
+                        "X and W have step sizes of their own: name two slots"
+                    );
+                }
+                SlotKind::HadamardSize => {
+                    assert!(
+                        same(slot.name, self.hadamard()),
+                        "no cast of the row reads one of its slots: it would never move"
+                    );
+                }
+            }
+            index += 1;
+        }
+    }
+}
+
+impl Sampling {
+    const fn is_leverage(self) -> bool {
+        matches!(self, Self::LeverageScore)
+    }
+}
+
+impl Cast {
+    /// Panics unless the scales come from the data and the operand is one that kernels quantize.
+    const fn check_scaled(&self) {
+        assert!(
+            matches!(self.source, ScaleSource::Data),
+            "learned step sizes are of the forward product's operands, of both"
+        );
+        assert!(
+            matches!(self.transform, Transform::Identity),
+            "a transform is of operands with learned step sizes"
+        );
+        self.check();
+    }
+
+    /// Panics unless the operand has a learned step size that kernels quantize by.
+    const fn check_learned(&self) {
+        assert!(
+            matches!(self.source, ScaleSource::Step(_)),
+            "either both operands of the forward product have learned step sizes, or none"
+        );
+        assert!(
+            matches!(
+                (
+                    self.number,
+                    self.scale,
+                    self.granularity,
+                    self.rounding,
+                    self.residual
+                ),
+                (
+                    Number::Int4,
+                    ScaleNumber::F32,
+                    Granularity::Tensor,
+                    Rounding::Nearest,
+                    Residual::Never
+                )
+            ),
+            "learned step sizes are of INT4 to nearest, one FP32 step for the matrix"
+        );
+    }
+
+    const fn check(&self) {
+        assert!(
+            self.number.is_symmetric(),
+            "operands are integers, E2M1, E3M0, E4M3 or E5M2: the other numbers are for optimizer states"
+        );
+        match self.granularity {
+            Granularity::Block(side) => assert!(
+                matches!(side, 16 | 32 | 64 | 128),
+                "blocks have side 16, 32, 64 or 128"
+            ),
+            Granularity::Group(size) => assert!(
+                size.is_power_of_two() && 16 <= size && size <= 1024,
+                "groups have a power of two of elements, from 16 to 1024"
+            ),
+            Granularity::Row | Granularity::Tensor => {}
+        }
+    }
+}
+
+const fn is_sampled(product: &Product) -> bool {
+    match product {
+        Product::Compute => false,
+        Product::Quantized { sampling, .. } => sampling.is_leverage(),
+    }
+}
+
+const fn same_transform(a: &Cast, b: &Cast) -> bool {
+    match (a.transform, b.transform) {
+        (Transform::Identity, Transform::Identity) => true,
+        (Transform::Hadamard(a), Transform::Hadamard(b)) => same(a, b),
+        (Transform::Identity, Transform::Hadamard(_))
+        | (Transform::Hadamard(_), Transform::Identity) => false,
+    }
+}
+
+/// True if two casts with learned step sizes are one.
+const fn same_learned(a: &Cast, b: &Cast) -> bool {
+    match (a.source, b.source) {
+        (ScaleSource::Step(of_a), ScaleSource::Step(of_b)) => {
+            b.check_learned();
+            same(of_a, of_b) && same_transform(a, b)
+        }
+        (ScaleSource::Data, _) | (_, ScaleSource::Data) => false,
+    }
+}
+
+/// True if two casts of a whole matrix are one.
+const fn same_gradient(a: &Cast, b: &Cast) -> bool {
+    let whole = matches!(
+        (a.scale, b.scale, a.granularity, b.granularity),
+        (
+            ScaleNumber::F32,
+            ScaleNumber::F32,
+            Granularity::Tensor,
+            Granularity::Tensor
+        )
+    );
+    let number = a.number.largest() == b.number.largest() && a.number.bits() == b.number.bits();
+    let rounding =
+        matches!(a.rounding, Rounding::Nearest) == matches!(b.rounding, Rounding::Nearest);
+    let residual = matches!(a.residual, Residual::Always) == matches!(b.residual, Residual::Always);
+    whole && number && rounding && residual
+}
+
+const fn refuse_residual(cast: &Cast) {
+    assert!(
+        matches!(cast.residual, Residual::Never),
+        "only X in the forward product has a residual: other operands are read transposed, or saved"
+    );
+}
+
+/// True for lower-case letters, digits and hyphens.
+const fn is_name(name: &str) -> bool {
+    let name = name.as_bytes();
+    let mut index = 0;
+    while index < name.len() {
+        if !(name[index].is_ascii_lowercase()
+            || name[index].is_ascii_digit()
+            || name[index] == b'-')
+        {
+            return false;
+        }
+        index += 1;
+    }
+    !name.is_empty()
+}
+
+/// True if two names are the same; `str` has no such `const fn`.
+const fn same(a: &str, b: &str) -> bool {
+    let (a, b) = (a.as_bytes(), b.as_bytes());
+    if a.len() != b.len() {
+        return false;
+    }
+    let mut index = 0;
+    while index < a.len() {
+        if a[index] != b[index] {
+            return false;
+        }
+        index += 1;
+    }
+    true
+}
+
+#[cfg(test)]
+mod tests {
+    use std::panic::catch_unwind;
+
+    use rstest::rstest;
+
+    use super::{super::Slot, *};
+
+    const NEAREST: Cast = Cast::new(Number::Int8, Granularity::Block(32));
+    const SLOT: Slot = Slot {
+        name: "threshold",
+        kind: SlotKind::DelayThreshold,
+    };
+    const GOOD: LinearRow = LinearRow {
+        forward: Product::of(NEAREST.with_residual(Residual::Above("threshold")), NEAREST),
+        input_gradient: Product::of(NEAREST.stochastic(), NEAREST),
+        weight_gradient: Product::of(NEAREST.stochastic(), NEAREST.stochastic()),
+        saved_x: SavedX::Operand,
+        slots: &[SLOT],
+    };
+
+    fn row(linear: LinearRow) -> Row {
+        Row {
+            name: "test",
+            about: "a row of a test",
+            compute: FloatDType::F32,
+            linear: Some(linear),
+        }
+    }
+
+    #[test]
+    fn rows_of_every_kind_are_accepted() {
+        let per_row = Cast::new(Number::Int8, Granularity::Row);
+        let rows = [
+            GOOD,
+            LEARNED,
+            LinearRow {
+                input_gradient: Product::of(DY, W),
+                weight_gradient: Product::of(X, DY),
+                ..LEARNED
+            },
+            LinearRow {
+                forward: Product::of(NEAREST.with_residual(Residual::Always), NEAREST),
+                slots: &[],
+                ..GOOD
+            },
+            LinearRow {
+                forward: Product::of(per_row, per_row),
+                input_gradient: Product::Compute,
+                weight_gradient: Product::Compute,
+                saved_x: SavedX::Input,
+                slots: &[],
+            },
+        ];
+        for linear in rows {
+            assert_eq!(row(linear).checked(), row(linear));
+        }
+    }
+
+    const STEPS: [Slot; 2] = [
+        Slot {
+            name: "step-x",
+            kind: SlotKind::StepSize,
+        },
+        Slot {
+            name: "step-w",
+            kind: SlotKind::StepSize,
+        },
+    ];
+    const SIZE: Slot = Slot {
+        name: "size",
+        kind: SlotKind::HadamardSize,
+    };
+    const INT4: Cast = Cast::new(Number::Int4, Granularity::Tensor);
+    const X: Cast = INT4.with_step("step-x").with_hadamard("size");
+    const W: Cast = INT4.with_step("step-w").with_hadamard("size");
+    const DY: Cast = INT4.stochastic().with_residual(Residual::Always);
+    const LEARNED: LinearRow = LinearRow {
+        forward: Product::of(X, W),
+        input_gradient: Product::of(DY, W).sampled(Sampling::LeverageScore),
+        weight_gradient: Product::of(X, DY).sampled(Sampling::LeverageScore),
+        saved_x: SavedX::Operand,
+        slots: &[STEPS[0], STEPS[1], SIZE],
+    };
+
+    const ABOVE: Residual = Residual::Above("threshold");
+
+    #[rstest]
+    #[case::nothing("quantizes nothing", LinearRow {
+        forward: Product::Compute,
+        input_gradient: Product::Compute,
+        weight_gradient: Product::Compute,
+        saved_x: SavedX::Input,
+        slots: &[],
+    })]
+    #[case::no_input("needs X as it came", LinearRow { weight_gradient: Product::Compute, ..GOOD })]
+    #[case::stochastic_residual("of a cast to nearest", LinearRow {
+        forward: Product::of(NEAREST.stochastic().with_residual(ABOVE), NEAREST),
+        ..GOOD
+    })]
+    #[case::residual_of_rows("INT8 in square blocks", LinearRow {
+        forward: Product::of(Cast::new(Number::Int8, Granularity::Row).with_residual(ABOVE), NEAREST),
+        ..GOOD
+    })]
+    #[case::no_slot("a slot of kind", LinearRow { slots: &[], ..GOOD })]
+    #[case::other_slot("a slot of kind", LinearRow {
+        forward: Product::of(NEAREST.with_residual(Residual::Above("limit")), NEAREST),
+        ..GOOD
+    })]
+    #[case::unread_slot("no cast of the row reads", LinearRow { forward: Product::of(NEAREST, NEAREST), ..GOOD })]
+    #[case::named_slot("is called `threshold`", LinearRow {
+        forward: Product::of(NEAREST.with_residual(Residual::Above("limit")), NEAREST),
+        slots: &[Slot { name: "limit", ..SLOT }],
+        ..GOOD
+    })]
+    #[case::two_slots("the same name", LinearRow { slots: &[SLOT, SLOT], ..GOOD })]
+    #[case::residual_of_w("only X in the forward product", LinearRow {
+        forward: Product::of(NEAREST, NEAREST.with_residual(ABOVE)),
+        ..GOOD
+    })]
+    #[case::residual_of_dy("only X in the forward product", LinearRow {
+        weight_gradient: Product::of(NEAREST, NEAREST.with_residual(Residual::Always)),
+        ..GOOD
+    })]
+    #[case::scaled_residual("with FP32 scales", LinearRow {
+        forward: Product::of(
+            NEAREST.with_scale(ScaleNumber::E8M0).with_residual(Residual::Always),
+            NEAREST,
+        ),
+        ..GOOD
+    })]
+    #[case::number("for optimizer states", LinearRow {
+        input_gradient: Product::of(Cast::new(Number::Square, Granularity::Row), NEAREST),
+        ..GOOD
+    })]
+    #[case::block("blocks have side", LinearRow {
+        input_gradient: Product::of(Cast::new(Number::Int8, Granularity::Block(48)), NEAREST),
+        ..GOOD
+    })]
+    #[case::one_step("either both operands", LinearRow { forward: Product::of(X, INT4), ..LEARNED })]
+    #[case::learned_int8("are of INT4 to nearest", LinearRow {
+        forward: Product::of(Cast { number: Number::Int8, ..X }, W),
+        ..LEARNED
+    })]
+    #[case::one_transform("X and W have the same transform", LinearRow {
+        forward: Product::of(X, INT4.with_step("step-w")),
+        ..LEARNED
+    })]
+    #[case::other_weight("as the forward product does", LinearRow {
+        input_gradient: Product::of(DY, INT4.with_step("step-x").with_hadamard("size"))
+            .sampled(Sampling::LeverageScore),
+        ..LEARNED
+    })]
+    #[case::compute_gradient("quantizes all three products", LinearRow {
+        input_gradient: Product::Compute,
+        ..LEARNED
+    })]
+    #[case::two_gradients("read dY in one form", LinearRow {
+        weight_gradient: Product::of(X, INT4).sampled(Sampling::LeverageScore),
+        ..LEARNED
+    })]
+    #[case::split_int8("of two INT4 parts", LinearRow {
+        input_gradient: Product::of(Cast { number: Number::Int8, ..DY }, W),
+        weight_gradient: Product::of(X, Cast { number: Number::Int8, ..DY }),
+        ..LEARNED
+    })]
+    #[case::sampled_whole("leverage scores sample the parts", LinearRow {
+        input_gradient: Product::of(INT4, W).sampled(Sampling::LeverageScore),
+        weight_gradient: Product::of(X, INT4).sampled(Sampling::LeverageScore),
+        ..LEARNED
+    })]
+    #[case::learned_input("saved as the operand", LinearRow { saved_x: SavedX::Input, ..LEARNED })]
+    #[case::no_step("in a slot of kind", LinearRow { slots: &[STEPS[0], SIZE], ..LEARNED })]
+    #[case::no_size("in a slot of kind", LinearRow { slots: &STEPS, ..LEARNED })]
+    #[case::one_slot("step sizes of their own", LinearRow {
+        forward: Product::of(X, X),
+        input_gradient: Product::of(DY, X).sampled(Sampling::LeverageScore),
+        slots: &[STEPS[0], SIZE],
+        ..LEARNED
+    })]
+    #[case::unread_size("no cast of the row reads", LinearRow { slots: &[SLOT, SIZE], ..GOOD })]
+    #[case::sampled_int8("rows are sampled in the backward products", LinearRow {
+        input_gradient: GOOD.input_gradient.sampled(Sampling::LeverageScore),
+        ..GOOD
+    })]
+    #[case::transform("a transform is of operands with learned step sizes", LinearRow {
+        input_gradient: Product::of(NEAREST.with_hadamard("size"), NEAREST),
+        ..GOOD
+    })]
+    #[case::step_of_gradient("of the forward product's operands", LinearRow {
+        input_gradient: Product::of(NEAREST.with_step("step-x"), NEAREST),
+        ..GOOD
+    })]
+    #[case::group("groups have a power of two", LinearRow {
+        input_gradient: Product::of(NEAREST, Cast::new(Number::Int8, Granularity::Group(8))),
+        ..GOOD
+    })]
+    fn contradictions_are_refused_with_a_sentence(#[case] says: &str, #[case] linear: LinearRow) {
+        let panic = catch_unwind(|| row(linear).checked()).expect_err("refused");
+        let text = panic.downcast_ref::<&str>().expect("a sentence");
+        assert!(text.contains(says), "{text:?} does not say {says:?}");
+    }
+
+    #[rstest]
+    #[case::capitals("lower-case", Row { name: "Test", ..row(GOOD) })]
+    #[case::no_name("lower-case", Row { name: "", ..row(GOOD) })]
+    #[case::doubles("FP32, BF16 or FP16", Row { compute: FloatDType::F64, ..row(GOOD) })]
+    fn names_and_dtypes_are_checked(#[case] says: &str, #[case] row: Row) {
+        let panic = catch_unwind(|| row.checked()).expect_err("refused");
+        let text = panic.downcast_ref::<&str>().expect("a sentence");
+        assert!(text.contains(says), "{text:?} does not say {says:?}");
+    }
+}
