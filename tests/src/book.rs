@@ -9,6 +9,9 @@ mod how_it_works {}
 #[doc = include_str!("../../book/src/recipes.md")]
 mod recipes {}
 
+#[doc = include_str!("../../book/src/int4.md")]
+mod int4 {}
+
 #[doc = include_str!("../../book/src/optimizer.md")]
 mod optimizer {}
 
