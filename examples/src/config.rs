@@ -43,9 +43,9 @@ pub struct Config {
     /// How the codes of 8-bit moments are rounded.
     #[serde(default)]
     pub state_rounding: StateRounding,
-    /// Steps before step sizes are learned; older checkpoints have none, and no step sizes.
+    /// Steps before step sizes are learned; 0 in older checkpoints, which have no step sizes.
     #[serde(default)]
-    pub cold_start: Option<u64>,
+    pub cold_start: u64,
     /// Where to train.
     pub device: Device,
     /// The compute dtype.
@@ -98,7 +98,7 @@ impl Config {
             recipes: recipes(args)?,
             optimizer: args.optimizer.unwrap_or_default(),
             state_rounding: args.state_rounding.unwrap_or_default(),
-            cold_start: Some(args.cold_start.unwrap_or(steps as u64 / 10)),
+            cold_start: args.cold_start.unwrap_or(steps as u64 / 10),
             device,
             compute: args.compute.unwrap_or(match device {
                 Device::Cpu => Compute::F32,
@@ -218,7 +218,7 @@ impl Config {
         self.device = args.device.unwrap_or(self.device);
         self.optimizer = args.optimizer.unwrap_or(self.optimizer);
         self.state_rounding = args.state_rounding.unwrap_or(self.state_rounding);
-        self.cold_start = args.cold_start.or(self.cold_start);
+        self.cold_start = args.cold_start.unwrap_or(self.cold_start);
         if args.data.is_some() {
             self.data = args.data.as_deref().map(absolute);
         }
@@ -275,11 +275,6 @@ impl Config {
     /// have one schedule, and the one that the checkpoint's run would have had.
     pub fn planned_steps(&self) -> usize {
         self.fork.map_or(self.steps, |fork| fork.planned_steps)
-    }
-
-    /// Steps before step sizes are learned.
-    pub fn cold_start(&self) -> u64 {
-        self.cold_start.unwrap_or_default()
     }
 
     /// Tells whether a checkpoint that was saved with another configuration belongs to this run.

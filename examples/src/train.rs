@@ -139,7 +139,7 @@ fn optimizer(config: &Config) -> QuantAdamWConfig {
         .with_state_rounding(config.state_rounding.into())
         .with_grad_clipping(Some(GradientClippingConfig::Norm(1.0)))
         .with_steps(LearnedSteps {
-            cold_start: config.cold_start(),
+            cold_start: config.cold_start,
             ..LearnedSteps::default()
         })
 }

@@ -32,11 +32,7 @@ pub use record::{LayerRecord, LayersRecord};
 pub(crate) use slot::Controllers;
 pub use slot::{HadamardChoice, LearnedSteps, SlotValues};
 
-use crate::data::{
-    DataBackend, StochasticKey,
-    learned_step::{HadamardSize, LearnedStep},
-    quantize::Fallback,
-};
+use crate::data::{DataBackend, StochasticKey, learned_step::HadamardSize, quantize::Fallback};
 use random::lane;
 
 /// One linear layer.
@@ -51,8 +47,8 @@ pub struct Layer<B: DataBackend> {
 
 /// A layer's step size for a run.
 pub(crate) struct StepSize<B: DataBackend> {
-    /// The step size.
-    pub step: LearnedStep<B>,
+    /// FP32 `[layers]`: that of this layer among those of all.
+    pub steps: FloatTensor<B>,
     /// True if the run sets it before it uses it.
     pub is_cold: bool,
 }
@@ -130,15 +126,16 @@ impl<B: DataBackend> Layer<B> {
             .with_steps(name, device, None, |slot| slot.get(self.index));
         let (steps, known) = steps.expect("it was asked for at any time");
         StepSize {
-            step: LearnedStep {
-                steps,
-                layer: self.index,
-            },
+            steps,
             is_cold: !known || self.bank.learned_steps().is_cold(call.step),
         }
     }
 
-    /// Takes over the step size that a run of the layer set.
+    /// Takes over the step size that a run of the layer set, unless the step of that run is over.
+    ///
+    /// # Panics
+    ///
+    /// If the bank has no such slot.
     pub(crate) fn set_step_size(
         &self,
         name: &str,
@@ -168,8 +165,8 @@ impl<B: DataBackend> Layer<B> {
         });
     }
 
-    /// The size of this layer's transform, of the slot `name`: the one that it has, or the one that `choose` gives where it has
-    /// none or chooses again.
+    /// The size of this layer's transform, of the slot `name`: the one that it has, or the one that `choose` gives where
+    /// it has none or chooses again.
     ///
     /// # Panics
     ///

@@ -15,10 +15,10 @@ use burn_backend::{DType, FloatDType, TensorMetadata, tensor::FloatTensor};
 use self::pass::{
     Backward, BackwardInputs, Forward, ForwardInputs, GradientKeys, GradientOperand, Gradients,
 };
-use super::matrix::{Form, Source, flattened, with_last};
+use super::matrix::{Form, Source, bias_gradient, flattened, with_last};
 use crate::{
     data::{
-        DataBackend, Layout, StochasticKey, cast_to,
+        DataBackend, Layout, StochasticKey,
         learned_step::{HadamardSize, HadamardTransform, LearnedMatrix, ResidualRows, spec},
         quantize::{Format, Quantized},
         recorded::Recorded,
@@ -179,8 +179,8 @@ impl<B: DataBackend, const N: usize> Recorded<B, N> for LearnedLinear<B> {
                 None => Source::Float(weight.clone()),
             },
             bias,
-            steps: of_x.step.steps,
-            weight_steps: copy.is_none().then_some(of_weight.step.steps),
+            steps: of_x.steps,
+            weight_steps: copy.is_none().then_some(of_weight.steps),
         };
         let output = B::run(operation, inputs);
         if let Some(steps) = output.steps {
@@ -236,10 +236,8 @@ impl<B: DataBackend, const N: usize> Recorded<B, N> for LearnedLinear<B> {
     ) -> [Option<FloatTensor<B>>; N] {
         let [wants_x, wants_weight] = [wanted[0], wanted[1]];
         let wants_bias = wanted.get(2).copied().unwrap_or_default();
-        let mut of_bias = saved.bias.filter(|_| wants_bias).map(|dtype| {
-            let gradient = cast_to::<B>(gradient.clone(), Some(FloatDType::F32));
-            cast_to::<B>(B::linear_bias_backward(gradient), Some(dtype.into()))
-        });
+        let of_bias = saved.bias.filter(|_| wants_bias);
+        let mut of_bias = of_bias.map(|dtype| bias_gradient::<B>(&gradient, dtype));
         let device = B::float_device(&gradient);
         // The step of an X that has no gradient itself, as a model's input, is learned with W.
         let visits_x = wants_x || (wants_weight && saved.learns);

@@ -19,12 +19,12 @@ use self::{
     plan::{BackwardPlan, Plan, Stored},
 };
 use super::{
-    matrix::{Form, Source, with_last},
+    matrix::{Form, Source, bias_gradient, with_last},
     operand::Make,
 };
 use crate::{
     data::{
-        DataBackend, cast_to,
+        DataBackend,
         quantize::{Fallback, Quantized},
         recorded::Recorded,
     },
@@ -229,10 +229,8 @@ impl<B: DataBackend, const N: usize> Recorded<B, N> for Linear<B> {
     ) -> [Option<FloatTensor<B>>; N] {
         let [wants_x, wants_weight] = [wanted[0], wanted[1]];
         let wants_bias = wanted.get(2).copied().unwrap_or_default();
-        let mut of_bias = saved.bias.filter(|_| wants_bias).map(|dtype| {
-            let gradient = cast_to::<B>(gradient.clone(), Some(FloatDType::F32));
-            cast_to::<B>(B::linear_bias_backward(gradient), Some(dtype.into()))
-        });
+        let of_bias = saved.bias.filter(|_| wants_bias);
+        let mut of_bias = of_bias.map(|dtype| bias_gradient::<B>(&gradient, dtype));
         let weight = saved.weight.filter(|_| wants_x);
         let x = saved.x.filter(|_| wants_weight);
         let operation = Backward {

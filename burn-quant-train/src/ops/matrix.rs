@@ -1,9 +1,9 @@
-//! Tensors whose dimensions but the last are rows, and matrices that a pass reads.
+//! Tensors whose dimensions but the last are rows: what both linear layers do with them.
 
-use burn_backend::{FloatDType, Shape, TensorMetadata, tensor::FloatTensor};
+use burn_backend::{Backend, DType, FloatDType, Shape, TensorMetadata, tensor::FloatTensor};
 
 use crate::data::{
-    Kernels,
+    Kernels, cast_to,
     quantize::Quantized,
     tensors::{Bundle, Change, Outline, Tensors},
 };
@@ -78,4 +78,10 @@ pub(super) fn flatten<K: Kernels>(tensor: FloatTensor<K>) -> FloatTensor<K> {
         2 => tensor,
         _ => K::float_reshape(tensor, Shape::new(flattened(&shape))),
     }
+}
+
+/// The gradient of a bias, `[N]`, from that of the output, `[.., N]`: summed up in FP32.
+pub(super) fn bias_gradient<B: Backend>(gradient: &FloatTensor<B>, dtype: DType) -> FloatTensor<B> {
+    let gradient = cast_to::<B>(gradient.clone(), Some(FloatDType::F32));
+    cast_to::<B>(B::linear_bias_backward(gradient), Some(dtype.into()))
 }

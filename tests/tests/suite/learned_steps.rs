@@ -9,7 +9,7 @@ use burn_quant_train::{
     QuantTrain,
     data::DataBackend,
     layer::{HadamardChoice, LearnedSteps, SlotValues},
-    optim::{QuantAdamWConfig, QuantOptimizer},
+    optim::{QuantAdamW, QuantAdamWConfig, QuantOptimizer},
     recipe::{HadamardInt4, LsqInt4, SplitInt4},
 };
 use cubecl_kernels::{
@@ -37,6 +37,7 @@ quant_train_tests::on_every_backend! {
 
 type Split<B> = QuantTrain<Autodiff<B>, SplitInt4<f32>>;
 type Sampled<B> = QuantTrain<Autodiff<B>, HadamardInt4<f32>>;
+type Optim<B> = QuantOptimizer<QuantAdamW<One<Split<B>>, Split<B>>, Split<B>>;
 type Lsq<B> = QuantTrain<Autodiff<B>, LsqInt4<f32>>;
 
 const K: usize = 64;
@@ -63,6 +64,19 @@ fn learned_from(cold_start: u64) -> LearnedSteps {
 /// The values of the one layer's slots.
 fn values<B: burn_quant_train::optim::LayerBackend, O>(optim: &QuantOptimizer<O, B>) -> SlotValues {
     optim.view().record().layers[0].slots.clone()
+}
+
+/// A training step on these inputs.
+fn step_on<B: DataBackend>(
+    optim: &mut Optim<B>,
+    model: One<Split<B>>,
+    x: &[f32],
+    rate: f64,
+) -> One<Split<B>> {
+    let x = tensor::<Split<B>, 2>(x, [x.len() / K, K], &B::Device::default()).require_grad();
+    let grads = model.linear.forward(x).square().sum().backward();
+    let grads = GradientsParams::from_grads(grads, &model);
+    optim.step(rate, model, grads)
 }
 
 fn close(got: f32, expected: f32, what: &str) {
@@ -100,13 +114,7 @@ fn cold_start<B: DataBackend>(seed: u64) {
             learned_step::cold_step(&x, [20 + step, K], of_x, 1.0),
             learned_step::cold_step(&weight, [K, N], of_w, 1.0),
         ];
-        let x = tensor::<Split<B>, 2>(&x, [20 + step, K], &device).require_grad();
-        let grads = model.linear.forward(x).square().sum().backward();
-        model = optim.step(
-            1e-2,
-            model.clone(),
-            GradientsParams::from_grads(grads, &model),
-        );
+        model = step_on(&mut optim, model, &x, 1e-2);
         let values = values(&optim);
         let what = format!("seed {seed}, step {step}");
         close(values["step-x"][0], expected[0], &what);
@@ -309,13 +317,7 @@ fn restart<B: DataBackend>(seed: u64) {
     for step in 0..5 {
         let x = inputs(&mut rng, 16);
         let cold = learned_step::cold_step(&x, [16, K], transforms()[0], 1.0);
-        let x = tensor::<Split<B>, 2>(&x, [16, K], &device).require_grad();
-        let grads = model.linear.forward(x).square().sum().backward();
-        model = optim.step(
-            1e-3,
-            model.clone(),
-            GradientsParams::from_grads(grads, &model),
-        );
+        model = step_on(&mut optim, model, &x, 1e-3);
         let values = values(&optim);
         let updates = values.get("step-x.updates").map_or(0.0, |it| it[0]);
         let expected = [0.0, 1.0, 2.0, 0.0, 1.0][step];
@@ -347,13 +349,7 @@ fn restarted_record<B: DataBackend>(seed: u64) {
             optim = config.init().load_record(record);
             model = optim.attach(model);
         }
-        let x = tensor::<Split<B>, 2>(&inputs(&mut rng, 16), [16, K], &device).require_grad();
-        let grads = model.linear.forward(x).square().sum().backward();
-        model = optim.step(
-            1e-3,
-            model.clone(),
-            GradientsParams::from_grads(grads, &model),
-        );
+        model = step_on(&mut optim, model, &inputs(&mut rng, 16), 1e-3);
     }
     let values = values(&optim);
     let names: Vec<_> = values.keys().collect();
