@@ -12,6 +12,7 @@
 //! - [`recipe`] holds the recipes, which are rows of data.
 //! - [`data`] holds the quantized operations, as functions of tensors, and the backends that run them.
 //! - [`layer`] says which layers are quantized, and keeps their state between steps.
+//! - [`saved`] holds what waits for the backward pass, and says how it is compressed.
 //! - [`backend`] is the decorator, [`QuantTrain`]: it forwards every operation of Burn's backend traits to the inner
 //!   backend, applies the [precision policy](backend::precision), and runs linear layers quantized.
 //! - [`optim`] holds the optimizers, which own the state of the layers.
@@ -23,7 +24,9 @@ pub mod data;
 pub mod layer;
 pub mod optim;
 pub mod recipe;
+pub mod saved;
 
+mod operations;
 mod ops;
 mod warning;
 

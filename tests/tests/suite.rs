@@ -8,6 +8,7 @@ mod suite {
     mod learned_steps;
     mod matmul;
     mod moments;
+    mod saved;
     mod stochastic;
     mod training;
 

@@ -13,6 +13,7 @@ use burn_quant_train::{
     data::DataBackend,
     optim::{LayerBackend, LayerConfig, QuantOptimizer},
     recipe::Recipe,
+    saved::{Held, HeldTensor, scope},
 };
 
 use super::upstream;
@@ -43,7 +44,9 @@ impl<B: DataBackend, R: Recipe> Contender for QuantTrain<Autodiff<B>, R> {
         y: FloatTensor<Self>,
         gradient: FloatTensor<Self::InnerBackend>,
     ) -> Self::Gradients {
-        upstream::backward::<B>(y.into_primitive(), gradient.into_primitive())
+        scope::compress_pending();
+        let gradient = HeldTensor::new(gradient.into_primitive());
+        upstream::backward::<Held<B>>(y.into_primitive(), gradient)
     }
 }
 

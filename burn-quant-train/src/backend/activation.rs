@@ -1,25 +1,50 @@
 //! Activation functions: forwarded, softmax and its kin in FP32.
 
-use burn_backend::{Scalar, ops::ActivationOps, tensor::FloatTensor};
+use burn_backend::{Scalar, TensorMetadata, ops::ActivationOps, tensor::FloatTensor};
 
-use super::{QuantTrain, forward::forward};
-use crate::{data::recorded::QuantBackend, recipe::Recipe};
+use super::{
+    QuantTrain,
+    forward::forward,
+    precision::{Class, in_class},
+    tensor::QuantTensor,
+};
+use crate::{
+    operations::activation_operations,
+    ops::{relu::Relu, softmax::Softmax},
+    recipe::Recipe,
+    saved::{
+        MIN_ELEMENTS,
+        recorded::{InsideTensor, QuantBackend},
+        scope,
+    },
+};
+
+/// True if what an operation on this tensor saves is compressed.
+fn compresses<B: QuantBackend>(tensor: &InsideTensor<B>) -> bool {
+    let is_large = tensor.shape().num_elements() >= MIN_ELEMENTS;
+    B::is_tracked(tensor) && is_large && scope::context().is_some()
+}
 
 impl<B: QuantBackend, R: Recipe> ActivationOps<Self> for QuantTrain<B, R> {
-    forward! {
-    leaky_relu(tensor: Float, negative_slope: (Scalar)) -> Float;
-    relu(tensor: Float) -> Float;
-    relu_backward(output: Float, grad: Float) -> Float => Promote;
-    gelu(tensor: Float) -> Float;
-    prelu(tensor: Float, alpha: Float) -> Float => Promote;
-    gelu_backward(x: Float, grad: Float) -> Float => Promote;
-    sigmoid(tensor: Float) -> Float;
-    sigmoid_backward(output: Float, grad: Float) -> Float => Promote;
-    hard_sigmoid(tensor: Float, alpha: (Scalar), beta: (Scalar)) -> Float;
-    log_sigmoid(tensor: Float) -> Float => Full;
-    softmax(tensor: Float, dim: (usize)) -> Float => Full;
-    log_softmax(tensor: Float, dim: (usize)) -> Float => Full;
-    softmin(tensor: Float, dim: (usize)) -> Float => Full;
-    log_sigmoid_backward(x: Float, grad: Float) -> Float => Promote;
+    activation_operations! { forward }
+
+    /// Where values wait compressed, a bit an element is saved in place of X.
+    fn relu(tensor: FloatTensor<Self>) -> FloatTensor<Self> {
+        let _scope = Self::scope();
+        let tensor = tensor.into_primitive();
+        QuantTensor::new(match compresses::<B>(&tensor) {
+            true => B::record(Relu, [tensor]),
+            false => <B::Inside>::relu(tensor),
+        })
+    }
+
+    /// In FP32. Where values wait compressed, P is saved in place of what Burn's composition saves.
+    fn softmax(tensor: FloatTensor<Self>, dim: usize) -> FloatTensor<Self> {
+        let _scope = Self::scope();
+        let tensor = in_class::<B, R>(Class::Full, tensor.into_primitive());
+        QuantTensor::new(match compresses::<B>(&tensor) {
+            true => B::record(Softmax { dim }, [tensor]),
+            false => <B::Inside>::softmax(tensor, dim),
+        })
     }
 }

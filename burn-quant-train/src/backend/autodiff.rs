@@ -8,7 +8,16 @@ use burn_backend::{
 
 use super::QuantTrain;
 use super::tensor::QuantTensor;
-use crate::{data::DataBackend, recipe::Recipe};
+use crate::{
+    data::DataBackend,
+    recipe::Recipe,
+    saved::{Held, HeldTensor},
+};
+
+/// A gradient as a tensor of the backend without autodiff.
+fn of_base<B: DataBackend>(gradient: HeldTensor<B>) -> QuantTensor<B> {
+    QuantTensor::new(gradient.into_value())
+}
 
 impl<B: DataBackend, C: CheckpointStrategy, R: Recipe> AutodiffBackend
     for QuantTrain<Autodiff<B, C>, R>
@@ -17,22 +26,23 @@ impl<B: DataBackend, C: CheckpointStrategy, R: Recipe> AutodiffBackend
     type Gradients = Gradients;
 
     fn backward(tensor: FloatTensor<Self>) -> Gradients {
-        <Autodiff<B, C> as AutodiffBackend>::backward(tensor.into_primitive())
+        Self::compress_pending();
+        <Autodiff<Held<B>, C> as AutodiffBackend>::backward(tensor.into_primitive())
     }
 
     fn grad(
         tensor: &FloatTensor<Self>,
         grads: &Gradients,
     ) -> Option<FloatTensor<Self::InnerBackend>> {
-        <Autodiff<B, C> as AutodiffBackend>::grad(tensor.primitive(), grads).map(QuantTensor::new)
+        <Autodiff<Held<B>, C> as AutodiffBackend>::grad(tensor.primitive(), grads).map(of_base)
     }
 
     fn grad_remove(
         tensor: &FloatTensor<Self>,
         grads: &mut Gradients,
     ) -> Option<FloatTensor<Self::InnerBackend>> {
-        <Autodiff<B, C> as AutodiffBackend>::grad_remove(tensor.primitive(), grads)
-            .map(QuantTensor::new)
+        <Autodiff<Held<B>, C> as AutodiffBackend>::grad_remove(tensor.primitive(), grads)
+            .map(of_base)
     }
 
     fn grad_replace(
@@ -40,17 +50,17 @@ impl<B: DataBackend, C: CheckpointStrategy, R: Recipe> AutodiffBackend
         grads: &mut Gradients,
         grad: FloatTensor<Self::InnerBackend>,
     ) {
-        <Autodiff<B, C> as AutodiffBackend>::grad_replace(
+        <Autodiff<Held<B>, C> as AutodiffBackend>::grad_replace(
             tensor.primitive(),
             grads,
-            grad.into_primitive(),
+            HeldTensor::new(grad.into_primitive()),
         )
     }
 
     fn inner(tensor: FloatTensor<Self>) -> FloatTensor<Self::InnerBackend> {
         let origin = tensor.origin();
-        let inner = <Autodiff<B, C> as AutodiffBackend>::inner(tensor.into_primitive());
-        QuantTensor::computed(inner, origin)
+        let inner = <Autodiff<Held<B>, C> as AutodiffBackend>::inner(tensor.into_primitive());
+        QuantTensor::computed(inner.into_value(), origin)
     }
 
     fn int_inner(tensor: IntTensor<Self>) -> IntTensor<Self::InnerBackend> {
@@ -67,7 +77,9 @@ impl<B: DataBackend, C: CheckpointStrategy, R: Recipe> AutodiffBackend
 
     fn from_inner(tensor: FloatTensor<Self::InnerBackend>) -> FloatTensor<Self> {
         let origin = tensor.origin();
-        let tracked = <Autodiff<B, C> as AutodiffBackend>::from_inner(tensor.into_primitive());
+        let tracked = <Autodiff<Held<B>, C> as AutodiffBackend>::from_inner(HeldTensor::new(
+            tensor.into_primitive(),
+        ));
         QuantTensor::computed(tracked, origin)
     }
 

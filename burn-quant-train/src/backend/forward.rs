@@ -1,24 +1,22 @@
 //! The macro that turns one line per operation into a forwarding method.
 
-/// Forwards operations to the inner backend.
-///
-/// Each line is an operation of one of Burn's traits: its name, the kind of every argument and of the result, and,
-/// after `=>`, its [precision class](super::precision::Class); a line without one leaves dtypes alone. So the table of
-/// classes *is* the code, and a reader compares it with the book's line by line.
-///
-/// Kinds: `Float`, `FloatRef`, `OptFloat`, `Floats` (a vector), `FloatPair`, `FloatAndInt`, `Int`, `Bool`, `Quant`,
-/// `Primitive` (float or quantized), and any other type in parentheses.
+/// Forwards operations of [the tables](crate::operations) to the backend inside, in the dtypes of their precision classes.
+/// A line without a class leaves dtypes alone.
 macro_rules! forward {
-    ($( $name:ident($($arg:ident: $kind:tt),*) -> $ret:tt $(=> $class:ident)?; )*) => { $(
+    ($( $name:ident($($arg:ident: $kind:tt),*) -> $ret:tt $(=> $class:ident)? $([ $($mark:tt)* ])?; )*) => { $(
         fn $name($($arg: forward!(@type $kind)),*) -> forward!(@type $ret) {
-            forward!(@body $name ($($arg: $kind),*) -> $ret $(=> $class)?)
+            let _scope = Self::scope();
+            forward!(@before $($class)?; $($($mark)*)?);
+            let result = forward!(@body $name ($($arg: $kind),*) -> $ret $(=> $class)?);
+            forward!(@mark $ret result $($($mark)*)?);
+            result
         }
     )* };
 
     (@body $name:ident ($($arg:ident: $kind:tt),*) -> $ret:tt) => {{
         let _origin = forward!(@origin $ret ($($arg: $kind),*));
         $( let $arg = forward!(@lower $kind $arg); )*
-        forward!(@lift $ret _origin B::$name($($arg),*))
+        forward!(@lift $ret _origin <B::Inside>::$name($($arg),*))
     }};
     (@body $name:ident ($($arg:ident: $kind:tt),*) -> $ret:tt => $class:ident) => {{
         let _origin = forward!(@origin $ret ($($arg: $kind),*));
@@ -27,8 +25,16 @@ macro_rules! forward {
         $( forward!(@see $kind dtypes $arg); )*
         let target = crate::backend::precision::Class::$class.target(R::ROW.compute, &dtypes);
         $( let $arg = forward!(@cast $kind target $arg); )*
-        forward!(@lift $ret _origin B::$name($($arg),*))
+        forward!(@lift $ret _origin <B::Inside>::$name($($arg),*))
     }};
+
+    // A product ends a fused stream: what waits to be compressed goes before it.
+    (@before Compute; $($mark:tt)*) => { Self::compress_pending() };
+    (@before $($class:ident)?; loss: $x:ident) => { $x.keep_loss() };
+    (@before $($class:ident)?; $($mark:tt)*) => {};
+
+    (@mark Float $result:ident exact output) => { $result.keep_exact() };
+    (@mark $ret:tt $result:ident $($mark:tt)*) => {};
 
     // A tensor remembers the layer from whose weight it was computed.
     (@origin Float ($($arg:ident: $kind:tt),*)) => {
@@ -39,7 +45,6 @@ macro_rules! forward {
     (@origin_of $other:tt $x:ident) => { None };
 
     (@type Float) => { FloatTensor<Self> };
-    (@type FloatRef) => { &FloatTensor<Self> };
     (@type OptFloat) => { Option<FloatTensor<Self>> };
     (@type Floats) => { Vec<FloatTensor<Self>> };
     (@type FloatPair) => { (FloatTensor<Self>, FloatTensor<Self>) };
@@ -48,10 +53,14 @@ macro_rules! forward {
     (@type Bool) => { BoolTensor<Self> };
     (@type Quant) => { QuantizedTensor<Self> };
     (@type Primitive) => { TensorPrimitive<Self> };
+    (@type DeformConv2dBackward) => { DeformConv2dBackward<Self> };
+    (@type MaxPool1dWithIndices) => { MaxPool1dWithIndices<Self> };
+    (@type MaxPool1dBackward) => { MaxPool1dBackward<Self> };
+    (@type MaxPool2dWithIndices) => { MaxPool2dWithIndices<Self> };
+    (@type MaxPool2dBackward) => { MaxPool2dBackward<Self> };
     (@type ($t:ty)) => { $t };
 
     (@lower Float $x:expr) => { $x.into_primitive() };
-    (@lower FloatRef $x:expr) => { $x.primitive() };
     (@lower OptFloat $x:expr) => { $x.map(crate::backend::tensor::QuantTensor::into_primitive) };
     (@lower Floats $x:expr) => {
         $x.into_iter().map(crate::backend::tensor::QuantTensor::into_primitive).collect::<Vec<_>>()
@@ -69,6 +78,30 @@ macro_rules! forward {
         (crate::backend::tensor::QuantTensor::new(values), indices)
     }};
     (@lift Primitive $origin:ident $x:expr) => { crate::backend::tensor::lift_primitive::<B, R>($x) };
+    (@lift DeformConv2dBackward $origin:ident $x:expr) => {{
+        let gradients = $x;
+        DeformConv2dBackward::new(
+            crate::backend::tensor::QuantTensor::new(gradients.x_grad),
+            crate::backend::tensor::QuantTensor::new(gradients.offset_grad),
+            crate::backend::tensor::QuantTensor::new(gradients.weight_grad),
+            gradients.mask_grad.map(crate::backend::tensor::QuantTensor::new),
+            gradients.bias_grad.map(crate::backend::tensor::QuantTensor::new),
+        )
+    }};
+    (@lift MaxPool1dWithIndices $origin:ident $x:expr) => {{
+        let pooled = $x;
+        MaxPool1dWithIndices::new(crate::backend::tensor::QuantTensor::new(pooled.output), pooled.indices)
+    }};
+    (@lift MaxPool2dWithIndices $origin:ident $x:expr) => {{
+        let pooled = $x;
+        MaxPool2dWithIndices::new(crate::backend::tensor::QuantTensor::new(pooled.output), pooled.indices)
+    }};
+    (@lift MaxPool1dBackward $origin:ident $x:expr) => {
+        MaxPool1dBackward::new(crate::backend::tensor::QuantTensor::new($x.x_grad))
+    };
+    (@lift MaxPool2dBackward $origin:ident $x:expr) => {
+        MaxPool2dBackward::new(crate::backend::tensor::QuantTensor::new($x.x_grad))
+    };
     (@lift $other:tt $origin:ident $x:expr) => { $x };
 
     (@see Float $dtypes:ident $x:ident) => { $dtypes.see(&$x) };
@@ -76,10 +109,10 @@ macro_rules! forward {
     (@see Floats $dtypes:ident $x:ident) => { for x in &$x { $dtypes.see(x) } };
     (@see $other:tt $dtypes:ident $x:ident) => {};
 
-    (@cast Float $target:ident $x:ident) => { crate::data::cast_to::<B>($x, $target) };
-    (@cast OptFloat $target:ident $x:ident) => { $x.map(|x| crate::data::cast_to::<B>(x, $target)) };
+    (@cast Float $target:ident $x:ident) => { crate::data::cast_to::<B::Inside>($x, $target) };
+    (@cast OptFloat $target:ident $x:ident) => { $x.map(|x| crate::data::cast_to::<B::Inside>(x, $target)) };
     (@cast Floats $target:ident $x:ident) => {
-        $x.into_iter().map(|x| crate::data::cast_to::<B>(x, $target)).collect::<Vec<_>>()
+        $x.into_iter().map(|x| crate::data::cast_to::<B::Inside>(x, $target)).collect::<Vec<_>>()
     };
     (@cast $other:tt $target:ident $x:ident) => { $x };
 }

@@ -20,9 +20,12 @@ use burn_backend::{Backend, BackendTypes, DType, DTypeUsageSet, ExecutionError, 
 use tensor::QuantTensor;
 
 use crate::{
-    data::recorded::QuantBackend,
     layer,
     recipe::{Recipe, Row},
+    saved::{
+        recorded::QuantBackend,
+        scope::{self, Scope},
+    },
 };
 
 /// Trains on backend `B` by recipe `R`.
@@ -31,8 +34,8 @@ use crate::{
 /// inference, `AutodiffBackend::InnerBackend`, is `QuantTrain<Inner, R>`, which applies the precision policy and
 /// quantizes nothing (fallback-int8, appendix E: quantized evaluation lets blocks leak information between tokens).
 ///
-/// Int, bool and Burn's own quantized primitives are those of `B`; a float primitive is that of `B` plus a shared
-/// [tag](layer::tag::Tag).
+/// Int, bool and Burn's own quantized primitives are those of `B`; a float primitive is that of
+/// [`B::Inside`](QuantBackend::Inside) plus a shared [tag](layer::tag::Tag).
 ///
 /// # Panics
 ///
@@ -42,6 +45,20 @@ pub struct QuantTrain<B, R>(PhantomData<(B, R)>);
 impl<B, R: Recipe> QuantTrain<B, R> {
     /// The recipe. A row that contradicts itself does not compile.
     const ROW: Row = R::ROW.checked();
+}
+
+impl<B: QuantBackend, R: Recipe> QuantTrain<B, R> {
+    /// An operation of the decorator, as long as it lives.
+    fn scope() -> Option<Scope> {
+        B::RECORDS.then(|| Scope::enter(Self::ROW.context))
+    }
+
+    /// Compresses what waits for it.
+    fn compress_pending() {
+        if B::RECORDS {
+            scope::compress_pending();
+        }
+    }
 }
 
 impl<B, R> Clone for QuantTrain<B, R> {

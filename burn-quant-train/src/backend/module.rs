@@ -4,8 +4,8 @@ use burn_backend::{
     DType, FloatDType, TensorMetadata,
     ops::{
         AttentionModuleOptions, ConvOptions, ConvTransposeOptions, DeformConv2dBackward,
-        DeformConvOptions, InterpolateOptions, MaxPool1dBackward, MaxPool1dWithIndices,
-        MaxPool2dBackward, MaxPool2dWithIndices, ModuleOps, UnfoldOptions,
+        DeformConvOptions, FloatTensorOps, InterpolateOptions, MaxPool1dBackward,
+        MaxPool1dWithIndices, MaxPool2dBackward, MaxPool2dWithIndices, ModuleOps, UnfoldOptions,
         attention::attention_fallback,
     },
     tensor::{BoolTensor, FloatTensor, IntTensor},
@@ -14,7 +14,7 @@ use burn_backend::{
 use super::{
     QuantTrain,
     forward::forward,
-    precision::{Class, Dtypes},
+    precision::{Class, Dtypes, in_class},
     products,
     tensor::QuantTensor,
 };
@@ -23,99 +23,33 @@ use crate::{
         DataBackend,
         attention::{AttentionKernels, AttentionScores},
         cast_to,
-        recorded::QuantBackend,
     },
+    operations::module_operations,
     ops::attention::Attention,
     recipe::Recipe,
+    saved::recorded::QuantBackend,
 };
 
 /// Kernels index with 32 bits.
 const MAX_SCORES: usize = u32::MAX as usize;
 
-/// A tensor in the dtype of a class.
-fn in_class<B: QuantBackend, R: Recipe>(class: Class, tensor: FloatTensor<B>) -> FloatTensor<B> {
-    let mut dtypes = Dtypes::default();
-    dtypes.see(&tensor);
-    cast_to::<B>(tensor, class.target(R::ROW.compute, &dtypes))
-}
-
 impl<B: QuantBackend, R: Recipe> ModuleOps<Self> for QuantTrain<B, R> {
-    forward! {
-    embedding_backward(weights: Float, output_grad: Float, indices: Int) -> Float => Promote;
-    linear_x_backward(weight: Float, output_grad: Float) -> Float => Promote;
-    linear_weight_backward(x: Float, output_grad: Float) -> Float => Promote;
-    linear_bias_backward(output_grad: Float) -> Float => Promote;
-    conv1d(x: Float, weight: Float, bias: OptFloat, options: (ConvOptions<1>)) -> Float => Compute;
-    conv1d_x_backward(x: Float, weight: Float, output_grad: Float, options: (ConvOptions<1>)) -> Float => Promote;
-    conv1d_weight_backward(x: Float, weight: Float, output_grad: Float, options: (ConvOptions<1>)) -> Float => Promote;
-    conv1d_bias_backward(x: Float, bias: Float, output_grad: Float) -> Float => Promote;
-    conv2d(x: Float, weight: Float, bias: OptFloat, options: (ConvOptions<2>)) -> Float => Compute;
-    conv2d_x_backward(x: Float, weight: Float, output_grad: Float, options: (ConvOptions<2>)) -> Float => Promote;
-    conv2d_weight_backward(x: Float, weight: Float, output_grad: Float, options: (ConvOptions<2>)) -> Float => Promote;
-    conv2d_bias_backward(x: Float, bias: Float, output_grad: Float) -> Float => Promote;
-    deform_conv2d(x: Float, offset: Float, weight: Float, mask: OptFloat, bias: OptFloat,
-        options: (DeformConvOptions<2>)) -> Float => Compute;
-    conv3d(x: Float, weight: Float, bias: OptFloat, options: (ConvOptions<3>)) -> Float => Compute;
-    conv3d_x_backward(x: Float, weight: Float, output_grad: Float, options: (ConvOptions<3>)) -> Float => Promote;
-    conv3d_weight_backward(x: Float, weight: Float, output_grad: Float, options: (ConvOptions<3>)) -> Float => Promote;
-    conv3d_bias_backward(x: Float, bias: Float, output_grad: Float) -> Float => Promote;
-    conv_transpose1d(x: Float, weight: Float, bias: OptFloat, options: (ConvTransposeOptions<1>)) -> Float => Compute;
-    conv_transpose1d_x_backward(weight: Float, output_grad: Float,
-        options: (ConvTransposeOptions<1>)) -> Float => Promote;
-    conv_transpose1d_weight_backward(x: Float, weight: Float, output_grad: Float,
-        options: (ConvTransposeOptions<1>)) -> Float => Promote;
-    conv_transpose1d_bias_backward(x: Float, bias: Float, output_grad: Float) -> Float => Promote;
-    conv_transpose2d(x: Float, weight: Float, bias: OptFloat, options: (ConvTransposeOptions<2>)) -> Float => Compute;
-    conv_transpose2d_x_backward(weight: Float, output_grad: Float,
-        options: (ConvTransposeOptions<2>)) -> Float => Promote;
-    conv_transpose2d_weight_backward(x: Float, weight: Float, output_grad: Float,
-        options: (ConvTransposeOptions<2>)) -> Float => Promote;
-    conv_transpose2d_bias_backward(x: Float, bias: Float, output_grad: Float) -> Float => Promote;
-    conv_transpose3d(x: Float, weight: Float, bias: OptFloat, options: (ConvTransposeOptions<3>)) -> Float => Compute;
-    conv_transpose3d_x_backward(weight: Float, output_grad: Float,
-        options: (ConvTransposeOptions<3>)) -> Float => Promote;
-    conv_transpose3d_weight_backward(x: Float, weight: Float, output_grad: Float,
-        options: (ConvTransposeOptions<3>)) -> Float => Promote;
-    conv_transpose3d_bias_backward(x: Float, bias: Float, output_grad: Float) -> Float => Promote;
-    unfold4d(x: Float, kernel_size: ([usize; 2]), options: (UnfoldOptions)) -> Float;
-    avg_pool1d(x: Float, kernel_size: (usize), stride: (usize), padding: (usize), count_include_pad: (bool),
-        ceil_mode: (bool)) -> Float;
-    avg_pool1d_backward(x: Float, grad: Float, kernel_size: (usize), stride: (usize), padding: (usize),
-        count_include_pad: (bool), ceil_mode: (bool)) -> Float => Promote;
-    avg_pool2d(x: Float, kernel_size: ([usize; 2]), stride: ([usize; 2]), padding: ([usize; 2]),
-        count_include_pad: (bool), ceil_mode: (bool)) -> Float;
-    avg_pool2d_backward(x: Float, grad: Float, kernel_size: ([usize; 2]), stride: ([usize; 2]), padding: ([usize; 2]),
-        count_include_pad: (bool), ceil_mode: (bool)) -> Float => Promote;
-    adaptive_avg_pool2d(x: Float, output_size: ([usize; 2])) -> Float;
-    adaptive_avg_pool2d_backward(x: Float, grad: Float) -> Float => Promote;
-    adaptive_avg_pool1d(x: Float, output_size: (usize)) -> Float;
-    adaptive_avg_pool1d_backward(x: Float, grad: Float) -> Float => Promote;
-    max_pool1d(x: Float, kernel_size: (usize), stride: (usize), padding: (usize), dilation: (usize),
-        ceil_mode: (bool)) -> Float;
-    max_pool2d(x: Float, kernel_size: ([usize; 2]), stride: ([usize; 2]), padding: ([usize; 2]),
-        dilation: ([usize; 2]), ceil_mode: (bool)) -> Float;
-    interpolate(x: Float, output_size: ([usize; 2]), options: (InterpolateOptions)) -> Float;
-    interpolate_backward(x: Float, grad: Float, output_size: ([usize; 2]),
-        options: (InterpolateOptions)) -> Float => Promote;
-    ctc_loss(log_probs: Float, targets: Int, input_lengths: Int, target_lengths: Int, blank: (usize)) -> Float => Full;
-    has_ctc_loss_backward() -> (bool);
-    ctc_loss_backward(log_probs: Float, targets: Int, input_lengths: Int, target_lengths: Int, grad_loss: Float,
-        blank: (usize)) -> Float => Full;
-    rfft(signal: Float, dim: (usize), n: (Option<usize>)) -> FloatPair => Full;
-    irfft(spectrum_re: Float, spectrum_im: Float, dim: (usize), n: (Option<usize>)) -> Float => Full;
-    }
+    module_operations! { forward }
 
     fn linear(
         x: FloatTensor<Self>,
         weight: FloatTensor<Self>,
         bias: Option<FloatTensor<Self>>,
     ) -> FloatTensor<Self> {
+        let _scope = Self::scope();
+        Self::compress_pending();
         products::linear::<B, R>(x, weight, bias)
     }
 
     /// Gathers FP32 rows, then casts them: the table itself is never copied to the compute dtype.
     fn embedding(weights: FloatTensor<Self>, indices: IntTensor<Self>) -> FloatTensor<Self> {
-        let rows = B::embedding(weights.into_primitive(), indices);
+        let _scope = Self::scope();
+        let rows = <B::Inside>::embedding(weights.into_primitive(), indices);
         QuantTensor::new(in_class::<B, R>(Class::Compute, rows))
     }
 
@@ -133,11 +67,13 @@ impl<B: QuantBackend, R: Recipe> ModuleOps<Self> for QuantTrain<B, R> {
         attn_bias: Option<FloatTensor<Self>>,
         options: AttentionModuleOptions,
     ) -> FloatTensor<Self> {
+        let _scope = Self::scope();
+        Self::compress_pending();
         let compute =
             |tensor: FloatTensor<Self>| in_class::<B, R>(Class::Compute, tensor.into_primitive());
-        let device = B::float_device(query.primitive());
+        let device = <B::Inside>::float_device(query.primitive());
         if !B::ad_enabled(&device) {
-            return QuantTensor::new(B::attention(
+            return QuantTensor::new(<B::Inside>::attention(
                 compute(query),
                 compute(key),
                 compute(value),
@@ -178,128 +114,18 @@ impl<B: QuantBackend, R: Recipe> ModuleOps<Self> for QuantTrain<B, R> {
         beta: Option<FloatTensor<Self>>,
         epsilon: f64,
     ) -> FloatTensor<Self> {
+        let _scope = Self::scope();
         let tensor = tensor.into_primitive();
         let dtype = tensor.dtype();
         let mut dtypes = Dtypes::default();
         dtypes.see(&tensor);
         let full = Class::Full.target(R::ROW.compute, &dtypes);
-        let output = B::layer_norm(
-            cast_to::<B>(tensor, full),
-            cast_to::<B>(gamma.into_primitive(), full),
-            beta.map(|beta| cast_to::<B>(beta.into_primitive(), full)),
+        let output = <B::Inside>::layer_norm(
+            cast_to::<B::Inside>(tensor, full),
+            cast_to::<B::Inside>(gamma.into_primitive(), full),
+            beta.map(|beta| cast_to::<B::Inside>(beta.into_primitive(), full)),
             epsilon,
         );
-        QuantTensor::new(cast_to::<B>(output, Some(dtype.into())))
-    }
-
-    fn deform_conv2d_backward(
-        x: FloatTensor<Self>,
-        offset: FloatTensor<Self>,
-        weight: FloatTensor<Self>,
-        mask: Option<FloatTensor<Self>>,
-        bias: Option<FloatTensor<Self>>,
-        output_grad: FloatTensor<Self>,
-        options: DeformConvOptions<2>,
-    ) -> DeformConv2dBackward<Self> {
-        let grads = B::deform_conv2d_backward(
-            x.into_primitive(),
-            offset.into_primitive(),
-            weight.into_primitive(),
-            mask.map(QuantTensor::into_primitive),
-            bias.map(QuantTensor::into_primitive),
-            output_grad.into_primitive(),
-            options,
-        );
-        DeformConv2dBackward::new(
-            QuantTensor::new(grads.x_grad),
-            QuantTensor::new(grads.offset_grad),
-            QuantTensor::new(grads.weight_grad),
-            grads.mask_grad.map(QuantTensor::new),
-            grads.bias_grad.map(QuantTensor::new),
-        )
-    }
-
-    fn max_pool1d_with_indices(
-        x: FloatTensor<Self>,
-        kernel_size: usize,
-        stride: usize,
-        padding: usize,
-        dilation: usize,
-        ceil_mode: bool,
-    ) -> MaxPool1dWithIndices<Self> {
-        let pooled = B::max_pool1d_with_indices(
-            x.into_primitive(),
-            kernel_size,
-            stride,
-            padding,
-            dilation,
-            ceil_mode,
-        );
-        MaxPool1dWithIndices::new(QuantTensor::new(pooled.output), pooled.indices)
-    }
-
-    fn max_pool1d_with_indices_backward(
-        x: FloatTensor<Self>,
-        kernel_size: usize,
-        stride: usize,
-        padding: usize,
-        dilation: usize,
-        ceil_mode: bool,
-        output_grad: FloatTensor<Self>,
-        indices: IntTensor<Self>,
-    ) -> MaxPool1dBackward<Self> {
-        let grads = B::max_pool1d_with_indices_backward(
-            x.into_primitive(),
-            kernel_size,
-            stride,
-            padding,
-            dilation,
-            ceil_mode,
-            output_grad.into_primitive(),
-            indices,
-        );
-        MaxPool1dBackward::new(QuantTensor::new(grads.x_grad))
-    }
-
-    fn max_pool2d_with_indices(
-        x: FloatTensor<Self>,
-        kernel_size: [usize; 2],
-        stride: [usize; 2],
-        padding: [usize; 2],
-        dilation: [usize; 2],
-        ceil_mode: bool,
-    ) -> MaxPool2dWithIndices<Self> {
-        let pooled = B::max_pool2d_with_indices(
-            x.into_primitive(),
-            kernel_size,
-            stride,
-            padding,
-            dilation,
-            ceil_mode,
-        );
-        MaxPool2dWithIndices::new(QuantTensor::new(pooled.output), pooled.indices)
-    }
-
-    fn max_pool2d_with_indices_backward(
-        x: FloatTensor<Self>,
-        kernel_size: [usize; 2],
-        stride: [usize; 2],
-        padding: [usize; 2],
-        dilation: [usize; 2],
-        ceil_mode: bool,
-        output_grad: FloatTensor<Self>,
-        indices: IntTensor<Self>,
-    ) -> MaxPool2dBackward<Self> {
-        let grads = B::max_pool2d_with_indices_backward(
-            x.into_primitive(),
-            kernel_size,
-            stride,
-            padding,
-            dilation,
-            ceil_mode,
-            output_grad.into_primitive(),
-            indices,
-        );
-        MaxPool2dBackward::new(QuantTensor::new(grads.x_grad))
+        QuantTensor::new(cast_to::<B::Inside>(output, Some(dtype.into())))
     }
 }

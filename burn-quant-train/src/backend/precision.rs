@@ -7,6 +7,12 @@
 
 use burn_backend::{DType, FloatDType, TensorMetadata};
 
+use crate::{
+    data::cast_to,
+    recipe::Recipe,
+    saved::recorded::{InsideTensor, QuantBackend},
+};
+
 /// How an operation treats the dtypes of its float operands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Class {
@@ -63,6 +69,16 @@ impl Class {
             Class::Follow => dtypes.mixed.then(|| dtypes.first.map(Into::into)).flatten(),
         }
     }
+}
+
+/// A tensor in the dtype of a class.
+pub(super) fn in_class<B: QuantBackend, R: Recipe>(
+    class: Class,
+    tensor: InsideTensor<B>,
+) -> InsideTensor<B> {
+    let mut dtypes = Dtypes::default();
+    dtypes.see(&tensor);
+    cast_to::<B::Inside>(tensor, class.target(R::ROW.compute, &dtypes))
 }
 
 #[cfg(test)]

@@ -5,7 +5,11 @@ use std::sync::{
     atomic::{AtomicBool, Ordering},
 };
 
-use burn_backend::{DType, Shape, TensorMetadata, tensor::FloatTensor};
+use burn_backend::{
+    DType, Shape, TensorMetadata,
+    ops::{FloatTensorOps, ModuleOps},
+    tensor::FloatTensor,
+};
 
 use super::{
     QuantTrain,
@@ -13,17 +17,14 @@ use super::{
     tensor::QuantTensor,
 };
 use crate::{
-    data::{
-        DataBackend, cast_to,
-        product::ProductKernels,
-        recorded::{QuantBackend, Recorded},
-    },
+    data::{DataBackend, cast_to, product::ProductKernels},
     layer::{
         Layer, MIN_ELEMENTS,
         tag::{Tag, View},
     },
     ops::{learned_linear::LearnedLinear, linear::Linear, matmul::Matmul},
     recipe::Recipe,
+    saved::recorded::{InsideTensor, QuantBackend, Recorded},
     warning::warn,
 };
 
@@ -42,8 +43,11 @@ pub(crate) fn linear<B: QuantBackend, R: Recipe>(
     dtypes.see(&x);
     dtypes.see(&weight);
     let target = Class::Compute.target(QuantTrain::<B, R>::ROW.compute, &dtypes);
-    let (x, weight) = (cast_to::<B>(x, target), cast_to::<B>(weight, target));
-    let bias = bias.map(|bias| cast_to::<B>(bias, target));
+    let (x, weight) = (
+        cast_to::<B::Inside>(x, target),
+        cast_to::<B::Inside>(weight, target),
+    );
+    let bias = bias.map(|bias| cast_to::<B::Inside>(bias, target));
     let (mut shape, weight_shape) = (x.shape(), weight.shape());
     let rank = shape.num_dims();
     let is_matrix = weight_shape.num_dims() == 2;
@@ -52,33 +56,35 @@ pub(crate) fn linear<B: QuantBackend, R: Recipe>(
     // in products of matrices without elements.
     let is_empty = is_matrix && shape.num_elements() == 0;
     if !by_kernel && !is_empty {
-        return QuantTensor::new(B::linear(x, weight, bias));
+        return QuantTensor::new(<B::Inside>::linear(x, weight, bias));
     }
     let rows = shape[..rank - 1].iter().product();
-    let matrix = B::float_reshape(x, Shape::new([rows, shape[rank - 1]]));
+    let matrix = <B::Inside>::float_reshape(x, Shape::new([rows, shape[rank - 1]]));
     let y = match by_kernel {
         true => B::record(Matmul, [matrix, weight]),
-        false => B::float_matmul(matrix, weight),
+        false => <B::Inside>::float_matmul(matrix, weight),
     };
     shape[rank - 1] = weight_shape[1];
-    let y = B::float_reshape(y, shape);
+    let y = <B::Inside>::float_reshape(y, shape);
     QuantTensor::new(match bias {
         Some(bias) => {
             let mut bias_shape = vec![1; rank];
             bias_shape[rank - 1] = weight_shape[1];
-            B::float_add(y, B::float_reshape(bias, Shape::from(bias_shape)))
+            <B::Inside>::float_add(y, <B::Inside>::float_reshape(bias, Shape::from(bias_shape)))
         }
         None => y,
     })
 }
 
 /// True if the device has a kernel of ours for products with `operand`, which is for BF16 and FP16.
-fn has_kernel<B: QuantBackend>(operand: &FloatTensor<B>) -> bool {
+fn has_kernel<B: QuantBackend>(operand: &InsideTensor<B>) -> bool {
     let narrow = matches!(operand.dtype(), DType::BF16 | DType::F16);
     narrow
         && operand.shape().num_elements() > 0
-        && <B::Base as DataBackend>::Kernels::float_product_kernel(&B::float_device(operand))
-            .is_some()
+        && <B::Base as DataBackend>::Kernels::float_product_kernel(&<B::Inside>::float_device(
+            operand,
+        ))
+        .is_some()
 }
 
 /// `FloatTensorOps::float_matmul`: quantized if `rhs` is a weight, `[K, N]` with leading dimensions of 1.
@@ -94,8 +100,11 @@ pub(crate) fn matmul<B: QuantBackend, R: Recipe>(
     dtypes.see(&lhs);
     dtypes.see(&rhs);
     let target = Class::Compute.target(QuantTrain::<B, R>::ROW.compute, &dtypes);
-    let (lhs, rhs) = (cast_to::<B>(lhs, target), cast_to::<B>(rhs, target));
-    let leading = |tensor: &FloatTensor<B>| {
+    let (lhs, rhs) = (
+        cast_to::<B::Inside>(lhs, target),
+        cast_to::<B::Inside>(rhs, target),
+    );
+    let leading = |tensor: &InsideTensor<B>| {
         let shape = tensor.shape();
         let rank = shape.num_dims().checked_sub(2)?;
         Some(shape[..rank].to_vec())
@@ -103,7 +112,7 @@ pub(crate) fn matmul<B: QuantBackend, R: Recipe>(
     let same = leading(&lhs).is_some_and(|of_lhs| leading(&rhs) == Some(of_lhs));
     let product = match same && has_kernel::<B>(&lhs) {
         true => B::record(Matmul, [lhs, rhs]),
-        false => B::float_matmul(lhs, rhs),
+        false => <B::Inside>::float_matmul(lhs, rhs),
     };
     QuantTensor::new(product)
 }

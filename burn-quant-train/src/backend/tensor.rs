@@ -3,20 +3,25 @@
 use std::sync::Arc;
 
 use burn_backend::{
-    DType, Shape, TensorMetadata, TensorPrimitive,
-    tensor::{Device, FloatTensor},
+    DType, Shape, TensorMetadata, TensorPrimitive, ops::FloatTensorOps, tensor::Device,
 };
 
 use super::QuantTrain;
 use crate::{
-    data::{DataBackend, recorded::QuantBackend},
+    data::DataBackend,
     layer::tag::{Tag, View},
     recipe::Recipe,
+    saved::{
+        cell::Handle,
+        recorded::{InsideTensor, QuantBackend},
+    },
 };
 
 /// A float primitive of [`QuantTrain`]: clones share the tag, operations that change the value start a new one.
 pub struct QuantTensor<B: QuantBackend> {
-    primitive: FloatTensor<B>,
+    // Before the handle: a cell settles when all that holds it waits for the backward pass.
+    primitive: InsideTensor<B>,
+    handle: Handle,
     tag: Arc<Tag<B::Base>>,
     view: View,
 }
@@ -25,6 +30,7 @@ impl<B: QuantBackend> Clone for QuantTensor<B> {
     fn clone(&self) -> Self {
         Self {
             primitive: self.primitive.clone(),
+            handle: self.handle.clone(),
             tag: self.tag.clone(),
             view: self.view,
         }
@@ -56,27 +62,52 @@ impl<B: QuantBackend> TensorMetadata for QuantTensor<B> {
 
 impl<B: QuantBackend> QuantTensor<B> {
     /// Wraps a primitive of the inner backend with a new, empty tag.
-    pub fn new(primitive: FloatTensor<B>) -> Self {
+    pub fn new(primitive: InsideTensor<B>) -> Self {
         Self::with_tag(primitive, Arc::new(Tag::new()))
     }
 
     /// Wraps a primitive with a tag that describes this very value.
-    pub fn with_tag(primitive: FloatTensor<B>, tag: Arc<Tag<B::Base>>) -> Self {
+    pub fn with_tag(primitive: InsideTensor<B>, tag: Arc<Tag<B::Base>>) -> Self {
+        Self::with_view(primitive, tag, View::Rows)
+    }
+
+    fn with_view(primitive: InsideTensor<B>, tag: Arc<Tag<B::Base>>, view: View) -> Self {
         Self {
+            handle: Handle::on(B::cell(&primitive)),
             primitive,
             tag,
-            view: View::Rows,
+            view,
         }
     }
 
     /// The inner backend's primitive.
-    pub fn primitive(&self) -> &FloatTensor<B> {
+    pub fn primitive(&self) -> &InsideTensor<B> {
         &self.primitive
     }
 
-    /// Unwraps the inner backend's primitive.
-    pub fn into_primitive(self) -> FloatTensor<B> {
-        self.primitive
+    /// Unwraps the inner backend's primitive, for an operation that takes it.
+    pub fn into_primitive(self) -> InsideTensor<B> {
+        self.into_parts().0
+    }
+
+    /// The primitive, the tag and the view.
+    fn into_parts(self) -> (InsideTensor<B>, Arc<Tag<B::Base>>, View) {
+        self.handle.consume();
+        (self.primitive, self.tag, self.view)
+    }
+
+    /// Keeps the value as it is until the backward pass.
+    pub(crate) fn keep_exact(&self) {
+        if let Some(cell) = B::cell(&self.primitive) {
+            cell.keep_exact();
+        }
+    }
+
+    /// Keeps the value as it is, and those from which it was computed elementwise: a loss ends in it.
+    pub(crate) fn keep_loss(&self) {
+        if let Some(cell) = B::cell(&self.primitive) {
+            cell.keep_loss();
+        }
     }
 
     /// The tag, shared with the clones of this tensor.
@@ -90,30 +121,28 @@ impl<B: QuantBackend> QuantTensor<B> {
     }
 
     /// Applies an operation that re-wraps the value without changing it: the tag stays.
-    pub fn map_same_value(self, operation: impl FnOnce(FloatTensor<B>) -> FloatTensor<B>) -> Self {
-        Self {
-            primitive: operation(self.primitive),
-            ..self
-        }
+    pub fn map_same_value(
+        self,
+        operation: impl FnOnce(InsideTensor<B>) -> InsideTensor<B>,
+    ) -> Self {
+        let (primitive, tag, view) = self.into_parts();
+        Self::with_view(operation(primitive), tag, view)
     }
 
     /// Moves to a device. The layer goes with the tensor; compressed copies do not go to another device.
     pub fn to_device(self, device: &Device<B>) -> Self {
-        let moves = B::float_device(&self.primitive) != *device;
-        let primitive = B::float_to_device(self.primitive, device);
+        let moves = <B::Inside>::float_device(&self.primitive) != *device;
+        let (primitive, tag, view) = self.into_parts();
+        let primitive = <B::Inside>::float_to_device(primitive, device);
         let tag = match moves {
-            true => Arc::new(self.tag.without_copies()),
-            false => self.tag,
+            true => Arc::new(tag.without_copies()),
+            false => tag,
         };
-        Self {
-            primitive,
-            tag,
-            view: self.view,
-        }
+        Self::with_view(primitive, tag, view)
     }
 
     /// Wraps a primitive that was computed from a tensor of this [origin](Self::origin), if there is one.
-    pub(crate) fn computed(primitive: FloatTensor<B>, origin: Option<Origin<B::Base>>) -> Self {
+    pub(crate) fn computed(primitive: InsideTensor<B>, origin: Option<Origin<B::Base>>) -> Self {
         match origin {
             Some((tag, shape)) if shape == primitive.shape() => {
                 Self::with_tag(primitive, Arc::new(tag.descendant()))
@@ -133,10 +162,13 @@ impl<B: QuantBackend> QuantTensor<B> {
     /// Under autodiff a tensor whose gradient is asked for is a parameter. Burn's modules also ask without autodiff, in
     /// vain: such a model is for inference, and nothing of it is quantized.
     pub fn set_require_grad(self, require_grad: bool) -> Self {
-        if require_grad && B::ad_enabled(&B::float_device(&self.primitive)) {
+        if require_grad && B::RECORDS {
             self.tag.set_parameter();
+            self.keep_exact();
         }
-        self.map_same_value(|primitive| B::float_set_require_grad(primitive, require_grad))
+        self.map_same_value(|primitive| {
+            <B::Inside>::float_set_require_grad(primitive, require_grad)
+        })
     }
 
     /// Swaps two dimensions; swapping the last two of a matrix keeps the tag, in the other view.
@@ -148,18 +180,11 @@ impl<B: QuantBackend> QuantTensor<B> {
             && dim1.max(dim2) == rank - 1
             && dim1.min(dim2) == rank - 2
             && shape[..rank - 2].iter().all(|&dim| dim == 1);
-        let primitive = B::float_swap_dims(self.primitive, dim1, dim2);
-        match (matrix, self.view) {
-            (true, View::Rows) => Self {
-                primitive,
-                tag: self.tag,
-                view: View::Transposed,
-            },
-            (true, View::Transposed) => Self {
-                primitive,
-                tag: self.tag,
-                view: View::Rows,
-            },
+        let (primitive, tag, view) = self.into_parts();
+        let primitive = <B::Inside>::float_swap_dims(primitive, dim1, dim2);
+        match (matrix, view) {
+            (true, View::Rows) => Self::with_view(primitive, tag, View::Transposed),
+            (true, View::Transposed) => Self::with_view(primitive, tag, View::Rows),
             (false, _) => Self::new(primitive),
         }
     }
@@ -170,13 +195,10 @@ impl<B: QuantBackend> QuantTensor<B> {
             View::Rows => shape.last() == self.shape().last(),
             View::Transposed => same_matrix(&self.shape(), &shape),
         };
-        let primitive = B::float_reshape(self.primitive, shape);
+        let (primitive, tag, view) = self.into_parts();
+        let primitive = <B::Inside>::float_reshape(primitive, shape);
         match keeps {
-            true => Self {
-                primitive,
-                tag: self.tag,
-                view: self.view,
-            },
+            true => Self::with_view(primitive, tag, view),
             false => Self::new(primitive),
         }
     }
@@ -193,7 +215,7 @@ fn same_matrix(a: &Shape, b: &Shape) -> bool {
 /// [`TensorPrimitive`] of the decorator as one of the inner backend.
 pub(crate) fn lower_primitive<B: QuantBackend, R: Recipe>(
     tensor: TensorPrimitive<QuantTrain<B, R>>,
-) -> TensorPrimitive<B> {
+) -> TensorPrimitive<B::Inside> {
     match tensor {
         TensorPrimitive::Float(tensor) => TensorPrimitive::Float(tensor.into_primitive()),
         TensorPrimitive::QFloat(tensor) => TensorPrimitive::QFloat(tensor),
@@ -202,7 +224,7 @@ pub(crate) fn lower_primitive<B: QuantBackend, R: Recipe>(
 
 /// [`TensorPrimitive`] of the inner backend as one of the decorator.
 pub(crate) fn lift_primitive<B: QuantBackend, R: Recipe>(
-    tensor: TensorPrimitive<B>,
+    tensor: TensorPrimitive<B::Inside>,
 ) -> TensorPrimitive<QuantTrain<B, R>> {
     match tensor {
         TensorPrimitive::Float(tensor) => TensorPrimitive::Float(QuantTensor::new(tensor)),

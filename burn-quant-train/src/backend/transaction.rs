@@ -7,7 +7,7 @@ use burn_backend::{
 
 use super::QuantTrain;
 use super::tensor::QuantTensor;
-use crate::{data::recorded::QuantBackend, recipe::Recipe};
+use crate::{recipe::Recipe, saved::recorded::QuantBackend};
 
 impl<B: QuantBackend, R: Recipe> TransactionOps<Self> for QuantTrain<B, R> {
     async fn tr_execute(
@@ -18,7 +18,7 @@ impl<B: QuantBackend, R: Recipe> TransactionOps<Self> for QuantTrain<B, R> {
             .into_iter()
             .map(QuantTensor::into_primitive)
             .collect();
-        B::tr_execute(TransactionPrimitive::new(
+        <B::Inside>::tr_execute(TransactionPrimitive::new(
             floats,
             transaction.read_qfloats,
             transaction.read_ints,

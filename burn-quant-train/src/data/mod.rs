@@ -9,7 +9,6 @@
 //! | [`tensors`] | values built of tensors, on any kind of tensors |
 //! | [`quantize`], [`learned_step`], [`sampling`], [`product`], [`attention`], [`optimizer`], [`threshold`] | a concern each: kernels and operations |
 //! | `kernels`, `operation` | the kernels of all concerns; operations, and the backends that run them |
-//! | [`recorded`] | operations with a backward pass: one type, one node for autodiff |
 //! | `host`, `cube`, `fusion` | the backends: in host memory, on CubeCL's runtimes, in a fused stream |
 //! | `cast`, `read` | casts between float dtypes; state read back to the host |
 
@@ -18,7 +17,6 @@ pub mod learned_step;
 pub mod optimizer;
 pub mod product;
 pub mod quantize;
-pub mod recorded;
 pub mod sampling;
 pub mod tensors;
 pub mod threshold;

@@ -5,8 +5,8 @@ use burn_backend::tensor::FloatTensor;
 use crate::data::{
     DataBackend,
     attention::{AttentionForward, AttentionGradients, AttentionInputs, AttentionScores},
-    recorded::Recorded,
 };
+use crate::saved::{HeldTensor, recorded::Recorded};
 
 /// `softmax(scale Q Kᵀ + mask) V`, of Q, K and V of one dtype, on a device that has kernels for it.
 pub(crate) struct Attention {
@@ -14,17 +14,17 @@ pub(crate) struct Attention {
 }
 
 impl<B: DataBackend> Recorded<B, 3> for Attention {
-    type Saved = (AttentionInputs<FloatTensor<B>>, AttentionScores);
+    type Saved = ([HeldTensor<B>; 3], AttentionScores);
 
     fn forward(
         self,
-        inputs: [FloatTensor<B>; 3],
+        inputs: [HeldTensor<B>; 3],
         _wanted: [bool; 3],
-    ) -> (FloatTensor<B>, Self::Saved) {
+    ) -> (HeldTensor<B>, Self::Saved) {
         let scores = self.scores;
-        let inputs = AttentionInputs::from(inputs);
-        let output = B::run(AttentionForward { scores }, inputs.clone());
-        (output, (inputs, scores))
+        let values = AttentionInputs::from(inputs.clone().map(HeldTensor::into_value));
+        let output = B::run(AttentionForward { scores }, values);
+        (HeldTensor::of("attention", output), (inputs, scores))
     }
 
     fn backward(
@@ -33,6 +33,7 @@ impl<B: DataBackend> Recorded<B, 3> for Attention {
         wanted: [bool; 3],
     ) -> [Option<FloatTensor<B>>; 3] {
         let wanted = wanted.into();
+        let inputs = AttentionInputs::from(inputs.map(HeldTensor::into_value));
         B::run(AttentionGradients { scores, wanted }, (inputs, gradient)).into_array()
     }
 }

@@ -21,13 +21,13 @@ use crate::{
         DataBackend, Layout, StochasticKey,
         learned_step::{HadamardSize, HadamardTransform, LearnedMatrix, ResidualRows, spec},
         quantize::{Format, Quantized},
-        recorded::Recorded,
     },
     layer::{
         Call, Layer, Role,
         tag::{CopyKey, Epoch, Tag, View},
     },
     recipe::{LearnedSlots, LinearRow, Rounding},
+    saved::{HeldTensor, recorded::Recorded},
 };
 
 /// Y `[.., N]` = X `[.., K]` W `[K, N]` + bias `[N]`, of inputs X, W and, if there are three, the bias. W may have
@@ -91,7 +91,7 @@ struct Operands<B: DataBackend> {
     x: LearnedMatrix<B>,
     weight: Arc<Quantized<B>>,
     /// W itself, which its quantizer's backward pass reads again.
-    exact_weight: FloatTensor<B>,
+    exact_weight: HeldTensor<B>,
 }
 
 /// Rows of X that keep residuals, at least: so many that the gradient of a step size is not left to chance.
@@ -125,24 +125,25 @@ fn weight_key(transform: HadamardTransform) -> CopyKey {
 impl<B: DataBackend, const N: usize> Recorded<B, N> for LearnedLinear<B> {
     type Saved = Saved<B>;
 
-    fn forward(self, inputs: [FloatTensor<B>; N], wanted: [bool; N]) -> (FloatTensor<B>, Saved<B>) {
+    fn forward(self, inputs: [HeldTensor<B>; N], wanted: [bool; N]) -> (HeldTensor<B>, Saved<B>) {
         let mut inputs = inputs.into_iter();
         let (Some(x), Some(weight), bias) = (inputs.next(), inputs.next(), inputs.next()) else {
             unreachable!("a linear layer has X and W");
         };
-        let device = B::float_device(&x);
+        let device = x.cell().device().clone();
         let call = self.layer.next_call(&device);
         let key = |role| self.layer.key(call, role);
         let slots = self.slots;
         let forms = [Form::of(&x), Form::of(&weight)];
         let bias_dtype = bias.as_ref().map(TensorMetadata::dtype);
         let [rows, features] = flattened(&forms[0].shape);
+        let x = x.into_value();
         let is_transposed = self.weight_view == View::Transposed;
 
         let size = match slots.hadamard {
             None => HadamardSize::IDENTITY,
             Some(slot) => self.layer.hadamard_size(slot, &device, call, |choice| {
-                choice::hadamard_size::<B>(choice, features, &x, &weight)
+                choice::hadamard_size::<B>(choice, features, &x, &weight.cell().read())
             }),
         };
         // A weight that is also used transposed has other input features there.
@@ -176,9 +177,9 @@ impl<B: DataBackend, const N: usize> Recorded<B, N> for LearnedLinear<B> {
             x,
             weight: match &copy {
                 Some(copy) => Source::Copy(Quantized::clone(copy)),
-                None => Source::Float(weight.clone()),
+                None => Source::Float(weight.cell().read()),
             },
-            bias,
+            bias: bias.map(HeldTensor::into_value),
             steps: of_x.steps,
             weight_steps: copy.is_none().then_some(of_weight.steps),
         };
@@ -226,7 +227,7 @@ impl<B: DataBackend, const N: usize> Recorded<B, N> for LearnedLinear<B> {
             },
             layer: self.layer,
         };
-        (output.y, saved)
+        (HeldTensor::of("linear", output.y), saved)
     }
 
     fn backward(
@@ -252,7 +253,7 @@ impl<B: DataBackend, const N: usize> Recorded<B, N> for LearnedLinear<B> {
                 gradient,
                 x: operands.x,
                 weight: Quantized::clone(&operands.weight),
-                exact_weight: operands.exact_weight,
+                exact_weight: operands.exact_weight.into_value(),
             };
             let Gradients { input, weight } = B::run(operation, inputs);
             let slots = [saved.slots.x, saved.slots.weight];

@@ -26,13 +26,13 @@ use crate::{
     data::{
         DataBackend,
         quantize::{Fallback, Quantized},
-        recorded::Recorded,
     },
     layer::{
         Layer,
         tag::{CopyKey, Tag, View},
     },
     recipe::{LinearRow, Residual, SavedX},
+    saved::{HeldTensor, recorded::Recorded},
 };
 
 /// Y `[.., N]` = X `[.., K]` W `[K, N]` + bias `[N]`, of inputs X, W and, if there are three, the bias. W may have
@@ -85,7 +85,7 @@ impl<B: DataBackend> Clone for Saved<B> {
 #[derive(Debug)]
 enum Kept<B: DataBackend> {
     Copy(Arc<Quantized<B>>),
-    Float(FloatTensor<B>),
+    Float(HeldTensor<B>),
 }
 
 impl<B: DataBackend> Clone for Kept<B> {
@@ -101,7 +101,7 @@ impl<B: DataBackend> From<Kept<B>> for Source<B> {
     fn from(kept: Kept<B>) -> Self {
         match kept {
             Kept::Copy(copy) => Self::Copy(Quantized::clone(&copy)),
-            Kept::Float(tensor) => Self::Float(tensor),
+            Kept::Float(tensor) => Self::Float(tensor.into_value()),
         }
     }
 }
@@ -109,13 +109,13 @@ impl<B: DataBackend> From<Kept<B>> for Source<B> {
 impl<B: DataBackend, const N: usize> Recorded<B, N> for Linear<B> {
     type Saved = Saved<B>;
 
-    fn forward(self, inputs: [FloatTensor<B>; N], wanted: [bool; N]) -> (FloatTensor<B>, Saved<B>) {
+    fn forward(self, inputs: [HeldTensor<B>; N], wanted: [bool; N]) -> (HeldTensor<B>, Saved<B>) {
         let mut inputs = inputs.into_iter();
         let (Some(x), Some(weight), bias) = (inputs.next(), inputs.next(), inputs.next()) else {
             unreachable!("a linear layer has X and W");
         };
         let [wants_x, wants_weight] = [wanted[0], wanted[1]];
-        let device = B::float_device(&x);
+        let device = x.cell().device().clone();
         let bank = self.layer.bank();
         let plan = Plan::new(&self.layer, &self.row, self.weight_view, &device);
         let forms = [Form::of(&x), Form::of(&weight)];
@@ -139,7 +139,7 @@ impl<B: DataBackend, const N: usize> Recorded<B, N> for Linear<B> {
         let keeps_operand = shares_operand && operand.is_none();
         let x = match (&operand, to_save) {
             (Some(copy), None) => Source::Copy(Quantized::clone(copy)),
-            _ => Source::Float(x),
+            _ => Source::Float(x.into_value()),
         };
 
         // W: likewise, from run to run.
@@ -150,7 +150,7 @@ impl<B: DataBackend, const N: usize> Recorded<B, N> for Linear<B> {
             || (plan.other_weight.is_some() && other.is_none());
         let weight_source = match &copy {
             Some(copy) if !missing => Source::Copy(Quantized::clone(copy)),
-            _ => Source::Float(weight.clone()),
+            _ => Source::Float(weight.cell().read()),
         };
         let operation = Forward {
             x_shape: forms[0].shape.clone(),
@@ -166,7 +166,7 @@ impl<B: DataBackend, const N: usize> Recorded<B, N> for Linear<B> {
         let inputs = |fallback| ForwardInputs {
             x,
             weight: weight_source,
-            bias,
+            bias: bias.map(HeldTensor::into_value),
             fallback,
         };
         let output = match plan.residual {
@@ -219,7 +219,7 @@ impl<B: DataBackend, const N: usize> Recorded<B, N> for Linear<B> {
             plan: plan.backward,
             compute: self.compute,
         };
-        (output.y, saved)
+        (HeldTensor::of("linear", output.y), saved)
     }
 
     fn backward(

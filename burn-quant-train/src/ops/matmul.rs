@@ -5,27 +5,28 @@ use burn_backend::{TensorMetadata, tensor::FloatTensor};
 use crate::data::{
     DataBackend, Kernels, Operation,
     product::float_product,
-    recorded::Recorded,
     tensors::{FloatMeta, On, Tensors},
 };
+use crate::saved::{HeldTensor, recorded::Recorded};
 
 /// `left [.., M, K]` times `right [.., K, N]`, both BF16 or FP16 with the same leading dimensions, of the same dtype.
 pub(crate) struct Matmul;
 
 impl<B: DataBackend> Recorded<B, 2> for Matmul {
     /// Each operand, if the other one needs a gradient.
-    type Saved = [Option<FloatTensor<B>>; 2];
+    type Saved = [Option<HeldTensor<B>>; 2];
 
     fn forward(
         self,
-        [left, right]: [FloatTensor<B>; 2],
+        [left, right]: [HeldTensor<B>; 2],
         [wants_left, wants_right]: [bool; 2],
-    ) -> (FloatTensor<B>, Self::Saved) {
+    ) -> (HeldTensor<B>, Self::Saved) {
         let saved = [
             wants_right.then(|| left.clone()),
             wants_left.then(|| right.clone()),
         ];
-        (B::run(FloatProduct, (left, right)), saved)
+        let product = B::run(FloatProduct, (left.into_value(), right.into_value()));
+        (HeldTensor::of("matmul", product), saved)
     }
 
     fn backward(
@@ -35,9 +36,11 @@ impl<B: DataBackend> Recorded<B, 2> for Matmul {
     ) -> [Option<FloatTensor<B>>; 2] {
         let of_left = right
             .filter(|_| wants_left)
+            .map(HeldTensor::into_value)
             .map(|right| B::run(FloatProduct, (gradient.clone(), B::float_transpose(right))));
         let of_right = left
             .filter(|_| wants_right)
+            .map(HeldTensor::into_value)
             .map(|left| B::run(FloatProduct, (B::float_transpose(left), gradient)));
         [of_left, of_right]
     }

@@ -6,3 +6,5 @@ pub(crate) mod linear;
 pub(crate) mod matmul;
 mod matrix;
 mod operand;
+pub(crate) mod relu;
+pub(crate) mod softmax;

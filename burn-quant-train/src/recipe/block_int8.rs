@@ -16,6 +16,7 @@ impl<E: ComputeDtype, const BLOCK: usize> Recipe for BlockInt8<E, BLOCK> {
         name: "block-int8",
         about: "INT8 products, a scale for each square block",
         compute: E::DTYPE,
+        context: None,
         linear: Some(int8(Granularity::Block(BLOCK))),
     };
 }

@@ -20,6 +20,7 @@ impl Row {
     ///     name: "mine",
     ///     about: "INT8 forward",
     ///     compute: FloatDType::F32,
+    ///     context: None,
     ///     linear: Some(LinearRow {
     ///         forward: Product::of(INT8, INT8),
     ///         input_gradient: Product::Compute,
@@ -41,6 +42,7 @@ impl Row {
     /// #     name: "mine",
     /// #     about: "INT8 forward",
     /// #     compute: FloatDType::F32,
+    /// #     context: None,
     /// #     linear: Some(LinearRow {
     /// #         forward: Product::of(INT8, INT8),
     /// #         input_gradient: Product::Compute,
@@ -67,6 +69,9 @@ impl Row {
             ),
             "the compute dtype is FP32, BF16 or FP16"
         );
+        if let Some(context) = &self.context {
+            context.check();
+        }
         if let Some(linear) = &self.linear {
             linear.check();
         }
@@ -487,6 +492,7 @@ mod tests {
             name: "test",
             about: "a row of a test",
             compute: FloatDType::F32,
+            context: None,
             linear: Some(linear),
         }
     }

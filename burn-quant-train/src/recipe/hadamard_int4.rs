@@ -19,6 +19,7 @@ impl<E: ComputeDtype> Recipe for HadamardInt4<E> {
         name: "hadamard-int4",
         about: "INT4 products of Hadamard-transformed operands; gradients in two INT4 parts, rows sampled by leverage score",
         compute: E::DTYPE,
+        context: None,
         linear: Some(learned_int4(HADAMARD, SPLIT, Sampling::LeverageScore)),
     };
 }

@@ -19,6 +19,7 @@ impl<E: ComputeDtype> Recipe for LsqInt4<E> {
         name: "lsq-int4",
         about: "INT4 products with learned step sizes, gradients in INT4 by their largest magnitude",
         compute: E::DTYPE,
+        context: None,
         linear: Some(learned_int4(LSQ, MINIMAX, Sampling::All)),
     };
 }

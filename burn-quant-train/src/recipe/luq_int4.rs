@@ -21,6 +21,7 @@ impl<E: ComputeDtype> Recipe for LuqInt4<E> {
         name: "luq-int4",
         about: "INT4 products with learned step sizes, gradients in powers of two",
         compute: E::DTYPE,
+        context: None,
         linear: Some(learned_int4(LSQ, LUQ, Sampling::All)),
     };
 }

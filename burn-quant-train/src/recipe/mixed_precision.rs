@@ -16,6 +16,7 @@ impl<E: ComputeDtype> Recipe for MixedPrecision<E> {
         name: "mixed-precision",
         about: "FP32 weights, everything else in the compute dtype",
         compute: E::DTYPE,
+        context: None,
         linear: None,
     };
 }

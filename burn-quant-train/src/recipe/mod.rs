@@ -9,12 +9,14 @@
 
 mod cast;
 mod check;
+pub mod context;
 mod row;
 mod slot;
 
 pub use cast::{
     Cast, Granularity, Number, Residual, Rounding, ScaleNumber, ScaleSource, Transform,
 };
+pub use context::Context;
 pub(crate) use row::LearnedSlots;
 pub use row::{LinearRow, Product, Row, Sampling, SavedX};
 pub use slot::{Slot, SlotKind, THRESHOLD};

@@ -16,6 +16,7 @@ impl<E: ComputeDtype> Recipe for PerTensorInt8<E> {
         name: "per-tensor-int8",
         about: "INT8 products, a scale for each matrix",
         compute: E::DTYPE,
+        context: None,
         linear: Some(int8(Granularity::Tensor)),
     };
 }

@@ -2,7 +2,7 @@
 
 use burn_backend::FloatDType;
 
-use super::{Cast, Name, ScaleSource, Slot, Transform};
+use super::{Cast, Context, Name, ScaleSource, Slot, Transform};
 
 /// A product of a linear layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -86,6 +86,8 @@ pub struct Row {
     pub about: &'static str,
     /// The dtype of what is not quantized: see [`precision`](crate::backend::precision).
     pub compute: FloatDType,
+    /// How all other values wait for the backward pass; `None`: as they are.
+    pub context: Option<Context>,
     /// The products of quantized linear layers; `None`: nothing is quantized.
     pub linear: Option<LinearRow>,
 }

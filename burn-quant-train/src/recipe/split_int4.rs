@@ -21,6 +21,7 @@ impl<E: ComputeDtype> Recipe for SplitInt4<E> {
         name: "split-int4",
         about: "INT4 products of Hadamard-transformed operands; gradients in two INT4 parts, all rows",
         compute: E::DTYPE,
+        context: None,
         linear: Some(learned_int4(HADAMARD, SPLIT, Sampling::All)),
     };
 }

@@ -19,6 +19,7 @@ impl<E: ComputeDtype> Recipe for SwitchBackInt8<E> {
         name: "switch-back-int8",
         about: "INT8 products per token and channel, the weight's gradient in the compute dtype",
         compute: E::DTYPE,
+        context: None,
         linear: Some(LinearRow {
             forward: Product::of(PER_ROW, PER_ROW),
             input_gradient: Product::of(PER_ROW, PER_ROW),

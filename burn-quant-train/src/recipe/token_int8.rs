@@ -19,6 +19,7 @@ impl<E: ComputeDtype> Recipe for TokenInt8<E> {
         name: "token-int8",
         about: "INT8 products, a scale for each token or channel",
         compute: E::DTYPE,
+        context: None,
         linear: Some(int8(Granularity::Row)),
     };
 }

@@ -1,6 +1,6 @@
 //! Operations with a backward pass: one type for all of them, and one node of Burn's autodiff.
 
-use std::{fmt::Debug, marker::PhantomData};
+use std::{fmt::Debug, marker::PhantomData, sync::Arc};
 
 use burn_autodiff::{
     Autodiff,
@@ -13,22 +13,21 @@ use burn_backend::{
     tensor::{Device, FloatTensor},
 };
 
-use super::operation::DataBackend;
+use super::{Cell, Held, HeldTensor};
+use crate::data::DataBackend;
 
 /// An operation of `N` float tensors that has a backward pass.
 ///
 /// Both passes are functions of tensors of a backend that holds data. `wanted` marks the inputs whose gradients are
-/// asked for. The forward pass saves what those need, and nothing where there are none.
+/// asked for. The forward pass saves what those need, and nothing where there are none: an input itself as the cell that
+/// it is, which is compressed as the recipe says.
 pub trait Recorded<B: DataBackend, const N: usize>: Send + 'static {
     /// The values that the forward pass leaves for the backward pass.
     type Saved: Clone + Debug + Send + 'static;
 
     /// The output, and what the backward pass needs.
-    fn forward(
-        self,
-        inputs: [FloatTensor<B>; N],
-        wanted: [bool; N],
-    ) -> (FloatTensor<B>, Self::Saved);
+    fn forward(self, inputs: [HeldTensor<B>; N], wanted: [bool; N])
+    -> (HeldTensor<B>, Self::Saved);
 
     /// The gradients of those inputs for which they are wanted, from that of the output.
     fn backward(
@@ -38,48 +37,85 @@ pub trait Recorded<B: DataBackend, const N: usize>: Send + 'static {
     ) -> [Option<FloatTensor<B>>; N];
 }
 
-/// A backend that runs recorded operations: one that holds data, where nothing is recorded, or `Autodiff` over one.
+/// A backend that [`QuantTrain`](crate::QuantTrain) decorates: one that holds data, where nothing is recorded, or
+/// `Autodiff` over one.
 pub trait QuantBackend: Backend {
     /// The backend that holds the data.
     type Base: DataBackend<Device = Device<Self>>;
 
+    /// The backend that runs the operations: this one, or the same autodiff over [`Held`].
+    type Inside: Backend<
+            Device = Device<Self>,
+            FloatElem = Self::FloatElem,
+            IntElem = Self::IntElem,
+            BoolElem = Self::BoolElem,
+            IntTensorPrimitive = Self::IntTensorPrimitive,
+            BoolTensorPrimitive = Self::BoolTensorPrimitive,
+            QuantizedTensorPrimitive = Self::QuantizedTensorPrimitive,
+        >;
+
+    /// True if operations may be recorded.
+    const RECORDS: bool;
+
     /// True if operations on this tensor are recorded.
-    fn is_tracked(tensor: &FloatTensor<Self>) -> bool;
+    fn is_tracked(tensor: &FloatTensor<Self::Inside>) -> bool;
+
+    /// The cell of a tensor, where there are cells.
+    fn cell(tensor: &FloatTensor<Self::Inside>) -> Option<&Arc<Cell<Self::Base>>>;
 
     /// Runs an operation, and records it where one of its inputs is tracked.
     fn record<O: Recorded<Self::Base, N>, const N: usize>(
         operation: O,
-        inputs: [FloatTensor<Self>; N],
-    ) -> FloatTensor<Self>;
+        inputs: [FloatTensor<Self::Inside>; N],
+    ) -> FloatTensor<Self::Inside>;
 }
+
+/// A float tensor of the backend that runs the operations.
+pub(crate) type InsideTensor<B> = FloatTensor<<B as QuantBackend>::Inside>;
 
 impl<B: DataBackend> QuantBackend for B {
     type Base = B;
 
+    type Inside = B;
+
+    const RECORDS: bool = false;
+
     fn is_tracked(_tensor: &FloatTensor<Self>) -> bool {
         false
+    }
+
+    fn cell(_tensor: &FloatTensor<Self>) -> Option<&Arc<Cell<B>>> {
+        None
     }
 
     fn record<O: Recorded<B, N>, const N: usize>(
         operation: O,
         inputs: [FloatTensor<Self>; N],
     ) -> FloatTensor<Self> {
-        let (output, _) = operation.forward(inputs, [false; N]);
-        output
+        let (output, _) = operation.forward(inputs.map(HeldTensor::new), [false; N]);
+        output.into_value()
     }
 }
 
 impl<B: DataBackend, C: CheckpointStrategy> QuantBackend for Autodiff<B, C> {
     type Base = B;
 
-    fn is_tracked(tensor: &FloatTensor<Self>) -> bool {
+    type Inside = Autodiff<Held<B>, C>;
+
+    const RECORDS: bool = true;
+
+    fn is_tracked(tensor: &InsideTensor<Self>) -> bool {
         tensor.is_tracked()
+    }
+
+    fn cell(tensor: &InsideTensor<Self>) -> Option<&Arc<Cell<B>>> {
+        Some(tensor.primitive.cell())
     }
 
     fn record<O: Recorded<B, N>, const N: usize>(
         operation: O,
-        inputs: [FloatTensor<Self>; N],
-    ) -> FloatTensor<Self> {
+        inputs: [InsideTensor<Self>; N],
+    ) -> InsideTensor<Self> {
         let wanted = inputs.each_ref().map(|input| input.is_tracked());
         let nodes = inputs.each_ref().map(|input| input.node.clone());
         let (output, saved) = operation.forward(inputs.map(|input| input.primitive), wanted);
@@ -103,7 +139,7 @@ impl<O> Debug for Node<O> {
     }
 }
 
-impl<B: DataBackend, O: Recorded<B, N>, const N: usize> Backward<B, N> for Node<O> {
+impl<B: DataBackend, O: Recorded<B, N>, const N: usize> Backward<Held<B>, N> for Node<O> {
     type State = O::Saved;
 
     fn backward(
@@ -112,12 +148,12 @@ impl<B: DataBackend, O: Recorded<B, N>, const N: usize> Backward<B, N> for Node<
         gradients: &mut Gradients,
         _checkpointer: &mut Checkpointer,
     ) {
-        let gradient = gradients.consume::<B>(&ops.node);
+        let gradient = gradients.consume::<Held<B>>(&ops.node).into_value();
         let wanted = ops.parents.each_ref().map(Option::is_some);
         let of_inputs = O::backward(ops.state, gradient, wanted);
         for (parent, gradient) in ops.parents.into_iter().zip(of_inputs) {
             if let Some((parent, gradient)) = parent.zip(gradient) {
-                gradients.register::<B>(parent.id, gradient);
+                gradients.register::<Held<B>>(parent.id, HeldTensor::new(gradient));
             }
         }
     }

@@ -1,0 +1,23 @@
+//! Operations of activation functions.
+
+/// Gives the operations to a macro: see [`operations`](crate::operations).
+macro_rules! activation_operations {
+    ($forward:ident) => {
+        $forward! {
+            leaky_relu(tensor: Float, negative_slope: (Scalar)) -> Float [exact: tensor];
+            relu_backward(output: Float, grad: Float) -> Float => Promote;
+            gelu(tensor: Float) -> Float;
+            prelu(tensor: Float, alpha: Float) -> Float => Promote [exact: tensor];
+            gelu_backward(x: Float, grad: Float) -> Float => Promote;
+            sigmoid(tensor: Float) -> Float [again];
+            sigmoid_backward(output: Float, grad: Float) -> Float => Promote;
+            hard_sigmoid(tensor: Float, alpha: (Scalar), beta: (Scalar)) -> Float;
+            log_sigmoid(tensor: Float) -> Float => Full [exact output];
+            log_softmax(tensor: Float, dim: (usize)) -> Float => Full [exact output];
+            softmin(tensor: Float, dim: (usize)) -> Float => Full;
+            log_sigmoid_backward(x: Float, grad: Float) -> Float => Promote;
+        }
+    };
+}
+
+pub(crate) use activation_operations;

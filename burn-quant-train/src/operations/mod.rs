@@ -1,0 +1,31 @@
+//! Burn's operations as tables, for the two decorators.
+//!
+//! Each line is an operation of one of Burn's traits: its name, the kind of every argument and of the result. What follows
+//! is optional: after `=>` its [precision class](crate::backend::precision::Class), and in brackets what is to be known of
+//! a value that waits for the backward pass:
+//!
+//! - `again`: the result is cheap to compute again from its operands;
+//! - `exact: a b`: these operands must be kept exactly, since the gradient may magnify what a number format changes in
+//!   them, without a bound (a reciprocal, a logarithm, an exponential) or by a sign (a rectifier);
+//! - `exact output`: the result must be, a log-probability;
+//! - `loss: x`: x is a loss, an error of which is in every gradient, and so is what it was computed from elementwise.
+//!
+//! So the table of precision classes *is* the code, and a reader compares it with the book's line by line.
+//!
+//! Kinds: `Float`, `OptFloat`, `Floats` (a vector), `FloatPair`, `FloatAndInt`, `Int`, `Bool`, `Quant`,
+//! `Primitive` (float or quantized), the structs that Burn's pooling and deformable convolution return, and any other
+//! type in parentheses.
+
+mod activation;
+mod bool;
+mod float;
+mod int;
+mod module;
+mod quantized;
+
+pub(crate) use activation::activation_operations;
+pub(crate) use bool::bool_operations;
+pub(crate) use float::float_operations;
+pub(crate) use int::int_operations;
+pub(crate) use module::module_operations;
+pub(crate) use quantized::quantized_operations;

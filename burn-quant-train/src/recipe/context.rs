@@ -1,0 +1,105 @@
+//! How values wait for the backward pass: contexts (fallback-int8, section 5.2; coat-fp8, section 5).
+
+use std::{fmt::Debug, marker::PhantomData};
+
+use super::{Number, Recipe, Row};
+
+/// The format in which a value waits for the backward pass: numbers to nearest, with an FP32 scale for each group of
+/// neighbours.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Context {
+    /// The number format: INT8, INT10, INT4, E4M3 or E5M2.
+    pub number: Number,
+    /// Neighbours that share a scale: a power of two from 16 to 1,024.
+    pub group: usize,
+}
+
+impl Context {
+    pub(super) const fn check(&self) {
+        assert!(
+            matches!(
+                self.number,
+                Number::Int4 | Number::Int8 | Number::Int10 | Number::E4M3 | Number::E5M2
+            ),
+            "a context is of INT4, INT8, INT10, E4M3 or E5M2"
+        );
+        assert!(
+            self.group.is_power_of_two() && self.group >= 16 && self.group <= 1024,
+            "the group of a context is a power of two from 16 to 1024"
+        );
+    }
+
+    /// Bytes of an element, scales included.
+    pub const fn bytes(&self) -> f64 {
+        let bits = match self.number {
+            Number::Int4 | Number::E2M1 | Number::E3M0 => 4.0,
+            Number::Int10 => 10.0,
+            Number::Int8
+            | Number::E4M3
+            | Number::E5M2
+            | Number::DynamicExponent(_)
+            | Number::Square => 8.0,
+        };
+        bits / 8.0 + 4.0 / self.group as f64
+    }
+}
+
+/// A [`Context`] as a type.
+pub trait ContextFormat: Clone + Copy + Default + Debug + Send + Sync + 'static {
+    /// The context; `None` keeps values as they are.
+    const CONTEXT: Option<Context>;
+}
+
+/// Values as they are.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Exact;
+
+impl ContextFormat for Exact {
+    const CONTEXT: Option<Context> = None;
+}
+
+/// Takes a list of types and their number formats.
+macro_rules! formats {
+    ($($(#[$about:meta])* $name:ident: $number:ident,)*) => { $(
+        $(#[$about])*
+        #[derive(Debug, Clone, Copy, Default)]
+        pub struct $name<const GROUP: usize = 128>;
+
+        impl<const GROUP: usize> ContextFormat for $name<GROUP> {
+            const CONTEXT: Option<Context> = Some(Context {
+                number: Number::$number,
+                group: GROUP,
+            });
+        }
+    )* };
+}
+
+formats! {
+    /// INT10: 1.28 bytes an element in groups of 128 (fallback-int8, section 5.2).
+    Int10: Int10,
+    /// INT8: 1.03 bytes an element in groups of 128.
+    Int8: Int8,
+    /// E4M3: 1.25 bytes an element in groups of 16 (coat-fp8, section 5.1, with BF16 scales there).
+    E4M3: E4M3,
+    /// INT4: 0.53 bytes an element in groups of 128. For measurements: gradients suffer.
+    Int4: Int4,
+}
+
+/// Recipe `R` with contexts of format `F`.
+///
+/// ```
+/// use burn::backend::{Autodiff, Flex};
+/// use burn_quant_train::{QuantTrain, recipe::{MixedPrecision, context::{Contexts, Int10}}};
+///
+/// // Memory without quantized products.
+/// type Backend = QuantTrain<Autodiff<Flex>, Contexts<MixedPrecision<f32>, Int10>>;
+/// ```
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Contexts<R, F>(PhantomData<(R, F)>);
+
+impl<R: Recipe, F: ContextFormat> Recipe for Contexts<R, F> {
+    const ROW: Row = Row {
+        context: F::CONTEXT,
+        ..R::ROW
+    };
+}

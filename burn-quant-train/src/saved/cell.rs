@@ -1,0 +1,399 @@
+//! What a tensor holds, and when that changes.
+
+use std::{
+    fmt::Debug,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError, Weak,
+        atomic::{AtomicBool, AtomicUsize, Ordering},
+    },
+};
+
+use burn_backend::{
+    DType, Shape, TensorMetadata,
+    tensor::{Device, FloatTensor},
+};
+
+use super::{
+    again::{Again, Origin},
+    bits::Bits,
+    compress::{self, Compress, Decompress},
+    report, scope,
+};
+use crate::{
+    data::{DataBackend, quantize::Quantized},
+    recipe::Context,
+};
+
+/// Values of fewer elements stay exact: statistics, gains, small models.
+pub const MIN_ELEMENTS: usize = 4096;
+/// Computations that may stand on each other before one reads memory.
+const MAX_DEPTH: usize = 6;
+/// Elementwise operations between a value and the loss that keep it exact.
+const LOSS_DEPTH: usize = 8;
+
+/// A value that forward code and nodes of autodiff share.
+pub struct Cell<B: DataBackend> {
+    shape: Shape,
+    dtype: DType,
+    device: Device<B>,
+    state: Mutex<State<B>>,
+    /// The operation that made it, if that is cheap and what it makes may be compressed.
+    origin: Option<Origin<B>>,
+    /// The format in which it may wait; `None` for what is not made by the forward pass.
+    context: Option<Context>,
+    exact: AtomicBool,
+    /// True if its values are 0 and 1.
+    is_mask: bool,
+    /// How many tensors of the outer decorator hold it.
+    handles: AtomicUsize,
+    /// Names the operation that made it.
+    operation: &'static str,
+}
+
+#[derive(Debug)]
+enum State<B: DataBackend> {
+    Exact(FloatTensor<B>),
+    Compressed(Quantized<B>),
+    Bits(Bits<B>),
+    Again(Again<B>),
+    /// Handed to a compression. Seen by others only after that panicked.
+    Taken,
+}
+
+impl<B: DataBackend> Clone for State<B> {
+    fn clone(&self) -> Self {
+        match self {
+            Self::Exact(value) => Self::Exact(value.clone()),
+            Self::Compressed(matrix) => Self::Compressed(matrix.clone()),
+            Self::Bits(bits) => Self::Bits(bits.clone()),
+            Self::Again(again) => Self::Again(again.clone()),
+            Self::Taken => Self::Taken,
+        }
+    }
+}
+
+/// The float primitive of [`Held`](super::Held): a share in a cell.
+pub struct HeldTensor<B: DataBackend>(Arc<Cell<B>>);
+
+impl<B: DataBackend> Clone for HeldTensor<B> {
+    fn clone(&self) -> Self {
+        Self(self.0.clone())
+    }
+}
+
+impl<B: DataBackend> Debug for HeldTensor<B> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("HeldTensor")
+            .field("operation", &self.0.operation)
+            .field("shape", &self.0.shape)
+            .finish_non_exhaustive()
+    }
+}
+
+impl<B: DataBackend> TensorMetadata for HeldTensor<B> {
+    fn dtype(&self) -> DType {
+        self.0.dtype
+    }
+
+    fn shape(&self) -> Shape {
+        self.0.shape.clone()
+    }
+
+    fn rank(&self) -> usize {
+        self.0.shape.num_dims()
+    }
+}
+
+impl<B: DataBackend> HeldTensor<B> {
+    /// A cell of its own for a value.
+    pub fn new(value: FloatTensor<B>) -> Self {
+        Self::made(value, "constant", None)
+    }
+
+    /// A cell for the result of an operation of this name.
+    pub fn of(operation: &'static str, value: FloatTensor<B>) -> Self {
+        Self::made(value, operation, None)
+    }
+
+    /// A cell for values that are 0 and 1.
+    pub(super) fn mask(operation: &'static str, value: FloatTensor<B>) -> Self {
+        Self::held(value, operation, None, true)
+    }
+
+    /// A cell for the result of an operation.
+    pub(super) fn made(
+        value: FloatTensor<B>,
+        operation: &'static str,
+        origin: Option<Origin<B>>,
+    ) -> Self {
+        Self::held(value, operation, origin, false)
+    }
+
+    fn held(
+        value: FloatTensor<B>,
+        operation: &'static str,
+        origin: Option<Origin<B>>,
+        is_mask: bool,
+    ) -> Self {
+        let context = scope::context();
+        let cell = Arc::new(Cell {
+            shape: value.shape(),
+            dtype: value.dtype(),
+            device: B::float_device(&value),
+            state: Mutex::new(State::Exact(value)),
+            origin,
+            context,
+            exact: AtomicBool::new(false),
+            is_mask,
+            handles: AtomicUsize::new(0),
+            operation,
+        });
+        if context.is_some() {
+            scope::created(&cell);
+        }
+        report::created(&cell);
+        Self(cell)
+    }
+
+    /// The cell.
+    pub fn cell(&self) -> &Arc<Cell<B>> {
+        &self.0
+    }
+
+    /// The value, owned where this is the last share, so that operations in place stay in place.
+    pub fn into_value(self) -> FloatTensor<B> {
+        match Arc::try_unwrap(self.0) {
+            Ok(cell) => {
+                let state = cell.state.into_inner();
+                let state = state.unwrap_or_else(PoisonError::into_inner);
+                state.into_value(cell.shape, cell.dtype)
+            }
+            Err(cell) => cell.read(),
+        }
+    }
+}
+
+impl<B: DataBackend> State<B> {
+    fn into_value(self, shape: Shape, dtype: DType) -> FloatTensor<B> {
+        match self {
+            Self::Exact(value) => value,
+            Self::Compressed(matrix) => {
+                let dtype = dtype.into();
+                B::run(Decompress { shape, dtype }, matrix)
+            }
+            Self::Bits(bits) => bits.into_floats(),
+            Self::Again(again) => again.compute(),
+            Self::Taken => panic!("a saved value is lost: its compression panicked"),
+        }
+    }
+}
+
+impl<B: DataBackend> Cell<B> {
+    /// The value.
+    pub fn read(&self) -> FloatTensor<B> {
+        let state = self.lock().clone();
+        state.into_value(self.shape.clone(), self.dtype)
+    }
+
+    /// Its device.
+    pub fn device(&self) -> &Device<B> {
+        &self.device
+    }
+
+    /// Keeps the value as it is.
+    pub fn keep_exact(&self) {
+        self.exact.store(true, Ordering::Relaxed);
+    }
+
+    /// Keeps what a loss was computed from as it is: an error there is in every gradient.
+    pub(crate) fn keep_loss(&self) {
+        self.keep_made_from(LOSS_DEPTH);
+    }
+
+    fn keep_made_from(&self, depth: usize) {
+        self.keep_exact();
+        if let Some(origin) = self.origin.as_ref().filter(|_| depth > 0) {
+            origin
+                .operands()
+                .for_each(|operand| operand.keep_made_from(depth - 1));
+        }
+    }
+
+    /// How many computations stand on each other in it.
+    pub(super) fn depth(&self) -> usize {
+        match &*self.lock() {
+            State::Again(again) => again.depth(),
+            State::Exact(_) | State::Compressed(_) | State::Bits(_) | State::Taken => 0,
+        }
+    }
+
+    fn is_exact(&self) -> bool {
+        self.exact.load(Ordering::Relaxed)
+    }
+
+    fn elements(&self) -> usize {
+        self.shape.num_elements()
+    }
+
+    fn is_small(&self) -> bool {
+        self.elements() < MIN_ELEMENTS
+    }
+
+    /// How many nodes and computations hold it, if the caller has one share.
+    fn holders(self: &Arc<Self>) -> usize {
+        Arc::strong_count(self).saturating_sub(1 + self.handles.load(Ordering::Acquire))
+    }
+
+    /// How it can be computed again from what is kept anyway.
+    fn again(self: &Arc<Self>) -> Option<Again<B>> {
+        let exact = self.is_exact();
+        self.origin.as_ref()?.again(|operand| {
+            let stays_exact = operand.is_exact() || operand.is_small();
+            // A parameter, or a constant of a module. What forward code holds for now must not be much larger.
+            let is_held = operand.has_handles()
+                && (operand.is_exact() || operand.elements() <= 2 * self.elements());
+            let is_kept = operand.holders() > 0 || operand.is_small() || is_held;
+            is_kept && (stays_exact || !exact) && operand.depth() < MAX_DEPTH
+        })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State<B>> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// What a scope does with cells of any backend.
+pub(super) trait Settle: Send + Sync {
+    /// One handle more.
+    fn acquire(&self);
+
+    /// One handle less. True if it was the last.
+    fn release(&self) -> bool;
+
+    /// True while forward code may read it.
+    fn has_handles(&self) -> bool;
+
+    /// Forward code will not read it again: if something waits for it, it becomes a computation to be done again, or is
+    /// to be compressed, which the result says.
+    fn settle(self: Arc<Self>) -> bool;
+
+    /// Compresses the value.
+    fn compress(self: Arc<Self>);
+}
+
+impl<B: DataBackend> Settle for Cell<B> {
+    fn acquire(&self) {
+        self.handles.fetch_add(1, Ordering::AcqRel);
+    }
+
+    fn release(&self) -> bool {
+        self.handles.fetch_sub(1, Ordering::AcqRel) == 1
+    }
+
+    fn has_handles(&self) -> bool {
+        self.handles.load(Ordering::Acquire) > 0
+    }
+
+    fn settle(self: Arc<Self>) -> bool {
+        let waits = self.context.is_some() && self.holders() > 0 && !self.is_small();
+        if !waits || !matches!(&*self.lock(), State::Exact(_)) {
+            return false;
+        }
+        match self.again() {
+            Some(again) => {
+                *self.lock() = State::Again(again);
+                false
+            }
+            None => true,
+        }
+    }
+
+    fn compress(self: Arc<Self>) {
+        let is_float = matches!(self.dtype, DType::F32 | DType::BF16 | DType::F16);
+        let Some(context) = self.context.filter(|_| is_float && !self.is_exact()) else {
+            return;
+        };
+        if self.has_handles() || self.holders() == 0 {
+            return;
+        }
+        // By ownership: in a fused stream the last read of a tensor is what frees it.
+        let mut state = self.lock();
+        match std::mem::replace(&mut *state, State::Taken) {
+            State::Exact(value) => {
+                *state = match self.is_mask {
+                    true => State::Bits(Bits::of(value)),
+                    false => State::Compressed(B::run(Compress { context }, value)),
+                };
+            }
+            other => *state = other,
+        }
+    }
+}
+
+impl<B: DataBackend> report::Accounted for Cell<B> {
+    fn row(self: Arc<Self>) -> Option<report::Saved> {
+        if self.has_handles() || self.holders() == 0 {
+            return None;
+        }
+        let exact = self.elements() * self.dtype.size();
+        let (form, bytes) = match &*self.lock() {
+            State::Exact(_) => (report::Form::Exact, exact),
+            State::Compressed(matrix) => (
+                report::Form::Compressed(matrix.format.number),
+                compress::bytes(matrix),
+            ),
+            State::Bits(bits) => (report::Form::Bits, bits.bytes()),
+            State::Again(_) => (report::Form::Again, 0),
+            State::Taken => return None,
+        };
+        Some(report::Saved {
+            operation: self.operation,
+            shape: self.shape.to_vec(),
+            form,
+            elements: self.elements(),
+            bytes,
+        })
+    }
+}
+
+/// A handle of forward code on a cell: counted as long as it lives.
+#[derive(Default)]
+pub(crate) struct Handle(Option<Weak<dyn Settle>>);
+
+impl Handle {
+    /// A handle on the cell, if there is one.
+    pub fn on<B: DataBackend>(cell: Option<&Arc<Cell<B>>>) -> Self {
+        Self(cell.map(|cell| {
+            cell.acquire();
+            Arc::downgrade(cell) as Weak<dyn Settle>
+        }))
+    }
+
+    /// Ends with the operation that now takes the value.
+    pub fn consume(mut self) {
+        let Some(cell) = self.0.take() else { return };
+        if let Some(cell) = scope::consume(cell).and_then(|cell| cell.upgrade()) {
+            cell.release();
+        }
+    }
+}
+
+impl Clone for Handle {
+    fn clone(&self) -> Self {
+        if let Some(cell) = self.0.as_ref().and_then(Weak::upgrade) {
+            cell.acquire();
+        }
+        Self(self.0.clone())
+    }
+}
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        let Some(cell) = self.0.take() else { return };
+        if let Some(cell) = scope::consume(cell).and_then(|cell| cell.upgrade())
+            && cell.release()
+        {
+            scope::settle(cell);
+        }
+    }
+}

@@ -1,0 +1,109 @@
+//! From float tensors to contexts and back.
+
+use burn_backend::{FloatDType, Shape, TensorMetadata, tensor::FloatTensor};
+use cubecl_kernels::{
+    granularity::Granularity, layout::Layout, quantize::QuantizeSpec, rounding::Rounding,
+};
+
+use crate::{
+    data::{
+        Kernels, Operation,
+        quantize::{Format, Quantized, Scales},
+        tensors::{FloatMeta, On, Outline, Tensors},
+    },
+    recipe::Context,
+};
+
+/// Compresses a tensor of any shape: groups of neighbours share a scale.
+#[derive(Debug, Clone)]
+pub struct Compress {
+    /// The format.
+    pub context: Context,
+}
+
+impl Compress {
+    fn spec(&self) -> QuantizeSpec {
+        QuantizeSpec::new(self.context.number, Granularity::Group(self.context.group))
+            .with_rounding(Rounding::Nearest)
+            .with_layout(Layout::RowMajor)
+    }
+}
+
+impl Operation for Compress {
+    const NAME: &'static str = "compress";
+    type Inputs = FloatMeta;
+    type Outputs = Quantized<Outline>;
+
+    fn outline<T: Tensors>(&self, tensor: &T::Float) -> Quantized<Outline> {
+        let shape = matrix_form(&tensor.shape(), self.context.group);
+        Quantized::outline(shape, &self.spec())
+    }
+
+    fn run<K: Kernels>(self, tensor: FloatTensor<K>) -> Quantized<K> {
+        let shape = matrix_form(&tensor.shape(), self.context.group);
+        let matrix = K::float_reshape(tensor, Shape::new(shape));
+        K::quantize_matrix(matrix, &self.spec())
+    }
+}
+
+/// The tensor of this shape and dtype that a compressed one stands for.
+#[derive(Debug, Clone)]
+pub struct Decompress {
+    /// Its shape.
+    pub shape: Shape,
+    /// Its dtype.
+    pub dtype: FloatDType,
+}
+
+impl Operation for Decompress {
+    const NAME: &'static str = "decompress";
+    type Inputs = Quantized<Outline>;
+    type Outputs = FloatMeta;
+
+    fn outline<T: Tensors>(&self, _matrix: &On<Self::Inputs, T>) -> FloatMeta {
+        FloatMeta::new(self.shape.clone(), self.dtype)
+    }
+
+    fn run<K: Kernels>(self, matrix: Quantized<K>) -> FloatTensor<K> {
+        K::float_reshape(K::dequantize_matrix(&matrix, self.dtype), self.shape)
+    }
+}
+
+/// Rows and columns of a tensor as a matrix: so many of its last dimensions are columns that they fill a group.
+fn matrix_form(shape: &Shape, group: usize) -> [usize; 2] {
+    let mut cols = 1;
+    for &dim in shape.as_slice().iter().rev() {
+        if cols >= group {
+            break;
+        }
+        cols *= dim;
+    }
+    [shape.num_elements() / cols.max(1), cols]
+}
+
+/// Bytes of a compressed tensor, scales included.
+pub(crate) fn bytes<T: Tensors>(matrix: &Quantized<T>) -> usize {
+    let format: &Format = &matrix.format;
+    let values = format.values_shape(matrix.shape).num_elements();
+    let scales = format.scales_shape(matrix.shape).num_elements();
+    let scale = match matrix.scales {
+        Scales::F32(_) => 4,
+        Scales::E8M0(_) | Scales::E4M3 { .. } => 1,
+    };
+    values * format.values_dtype().size() + scales * scale
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_group_is_filled_from_as_many_dimensions_as_it_takes() {
+        assert_eq!(matrix_form(&Shape::new([4, 128, 256]), 128), [512, 256]);
+        assert_eq!(matrix_form(&Shape::new([2, 4, 8, 64]), 128), [8, 512]);
+        assert_eq!(matrix_form(&Shape::new([4096, 1]), 128), [1, 4096]);
+        assert_eq!(matrix_form(&Shape::new([7, 3, 3]), 128), [1, 63]);
+        assert_eq!(matrix_form(&Shape::new([0, 8]), 128), [0, 8]);
+        assert_eq!(matrix_form(&Shape::new([8, 0]), 128), [0, 0]);
+    }
+}

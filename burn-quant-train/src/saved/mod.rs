@@ -1,0 +1,142 @@
+//! What waits for the backward pass: every value that a node of autodiff saves, compressed, each once.
+//!
+//! [`QuantTrain<Autodiff<B>, R>`](crate::QuantTrain) computes on `Autodiff<Held<B>>`. [`Held`] is a second decorator, inside
+//! autodiff, whose float primitive is a shared [`Cell`]. So what autodiff's nodes save are cells, of every operation and of
+//! every model, and a cell may change how it holds its value:
+//!
+//! - *exact*, as it came;
+//! - *compressed*, in the [context](crate::recipe::Context) of the recipe's row; whoever reads it gets it dequantized;
+//! - *again*, as a cheap operation of other cells that are kept anyway.
+//!
+//! The decorator outside counts the handles that forward code has on a cell. When the last one goes, and a node still
+//! holds the cell, nobody will read it before the backward pass. Then it becomes a computation to be done again if its
+//! operands stay, else it is compressed at the next matrix product or at the start of the backward pass, where a fused
+//! stream ends anyway.
+//!
+//! Some cells stay exact: parameters; values of fewer than [`MIN_ELEMENTS`] elements; operands whose error a gradient
+//! magnifies without a bound, which the tables in `operations` mark; log-probabilities; the elementwise
+//! operations that end in the mean or the sum of a loss.
+//!
+//! | file | what it has |
+//! | --- | --- |
+//! | [`cell`] | what a tensor holds, and when that changes |
+//! | [`scope`] | an operation of the outer decorator: the handles that end with it, the cells made in it |
+//! | [`again`] | computations to be done again |
+//! | [`bits`] | masks, a bit an element |
+//! | [`compress`] | from float tensors to contexts and back |
+//! | [`recorded`] | operations with a backward pass of our own: one type, one node for autodiff |
+//! | [`report`] | what waits now, by operation |
+//! | `float`, `int`, `bool`, `module`, `activation`, `quantized`, `transaction` | [`Held`]'s operations |
+
+mod activation;
+pub mod again;
+pub mod bits;
+mod bool;
+pub mod cell;
+pub mod compress;
+mod float;
+mod forward;
+mod int;
+mod module;
+mod quantized;
+pub mod recorded;
+pub mod report;
+pub mod scope;
+mod transaction;
+
+use std::marker::PhantomData;
+
+use burn_backend::{Backend, BackendTypes, DType, DTypeUsageSet, ExecutionError, TensorData};
+
+pub use cell::{Cell, HeldTensor, MIN_ELEMENTS};
+pub use report::{ActivationReport, Recording};
+pub use scope::{choose_context, compress_pending};
+
+use crate::data::DataBackend;
+
+/// Backend `B` with [cells](Cell) as float tensors. Stands inside autodiff.
+pub struct Held<B>(PhantomData<B>);
+
+impl<B> Clone for Held<B> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<B> Copy for Held<B> {}
+
+impl<B> Default for Held<B> {
+    fn default() -> Self {
+        Self(PhantomData)
+    }
+}
+
+impl<B> std::fmt::Debug for Held<B> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Held")
+    }
+}
+
+impl<B: DataBackend> BackendTypes for Held<B> {
+    type Device = B::Device;
+    type FloatTensorPrimitive = HeldTensor<B>;
+    type FloatElem = B::FloatElem;
+    type IntTensorPrimitive = B::IntTensorPrimitive;
+    type IntElem = B::IntElem;
+    type BoolTensorPrimitive = B::BoolTensorPrimitive;
+    type BoolElem = B::BoolElem;
+    type QuantizedTensorPrimitive = B::QuantizedTensorPrimitive;
+}
+
+impl<B: DataBackend> Backend for Held<B> {
+    fn ad_enabled(device: &Self::Device) -> bool {
+        B::ad_enabled(device)
+    }
+
+    fn memory_persistent_allocations<
+        Output: Send,
+        Input: Send,
+        Func: Fn(Input) -> Output + Send,
+    >(
+        device: &Self::Device,
+        input: Input,
+        func: Func,
+    ) -> Output {
+        B::memory_persistent_allocations(device, input, func)
+    }
+
+    fn memory_cleanup(device: &Self::Device) {
+        B::memory_cleanup(device)
+    }
+
+    fn name(device: &Self::Device) -> String {
+        format!("held<{}>", B::name(device))
+    }
+
+    fn seed(device: &Self::Device, seed: u64) {
+        B::seed(device, seed)
+    }
+
+    fn sync(device: &Self::Device) -> Result<(), ExecutionError> {
+        B::sync(device)
+    }
+
+    fn staging<'a, Iter>(data: Iter, device: &Self::Device)
+    where
+        Iter: Iterator<Item = &'a mut TensorData>,
+    {
+        B::staging(data, device)
+    }
+
+    fn supports_dtype(device: &Self::Device, dtype: DType) -> bool {
+        B::supports_dtype(device, dtype)
+    }
+
+    fn dtype_usage(device: &Self::Device, dtype: DType) -> DTypeUsageSet {
+        B::dtype_usage(device, dtype)
+    }
+
+    fn device_count(type_id: u16) -> usize {
+        B::device_count(type_id)
+    }
+}

@@ -1,0 +1,444 @@
+//! What waits for the backward pass: compressed once, gradients as good as exact, nothing hidden, nothing kept too long.
+
+use burn::{
+    backend::{
+        Autodiff, Flex,
+        autodiff::checkpoint::strategy::{
+            BalancedCheckpointing, CheckpointStrategy, NoCheckpointing,
+        },
+    },
+    module::AutodiffModule,
+    nn::{
+        DropoutConfig, LayerNormConfig, LinearConfig, LstmConfig, RmsNormConfig,
+        RotaryEncodingConfig, SwiGluConfig,
+        attention::{MhaInput, MultiHeadAttentionConfig},
+        conv::Conv2dConfig,
+        transformer::{TransformerEncoderConfig, TransformerEncoderInput},
+    },
+    optim::GradientsParams,
+    tensor::{
+        Tensor, TensorMetadata,
+        activation::{relu, sigmoid, softmax},
+        backend::AutodiffBackend,
+    },
+};
+use burn_quant_train::{
+    QuantTrain,
+    data::DataBackend,
+    recipe::{
+        FallbackInt8, MixedPrecision, Number, Recipe,
+        context::{ContextFormat, Contexts, Exact, Int8, Int10},
+    },
+    saved::{
+        ActivationReport, Recording,
+        bits::Bits,
+        report::{self, Form},
+    },
+};
+use quant_train_tests::{
+    Rng,
+    data::{cosine, floats, primitive, primitive_floats, same_bits, tensor},
+    models::{Classifier, Encoder, with_weights_of},
+    on_every_backend, seed,
+    train::{attached, every_layer, gradients_of, samples, tail, train},
+};
+
+on_every_backend! {
+    gradients_are_near_the_exact_ones => gradients_are_near;
+    masks_take_a_bit_and_are_exact => masks_are_exact;
+    bits_are_those_of_the_mask => bits_are_the_mask;
+    what_several_operations_read_is_compressed_once => compressed_once;
+    nan_is_seen_and_infinite_scores_do_no_harm => not_finite;
+    nothing_waits_after_the_backward_pass => nothing_waits;
+}
+
+type Training<F, B = Flex, C = NoCheckpointing> =
+    QuantTrain<Autodiff<B, C>, Contexts<MixedPrecision<f32>, F>>;
+
+/// The gradients of a module's parameters and, last, of its input, and what waited for them.
+fn passes<B: AutodiffBackend, M: AutodiffModule<B>, const D: usize>(
+    seed: u64,
+    shape: [usize; 3],
+    module: M,
+    forward: impl Fn(&M, Tensor<B, 3>) -> Tensor<B, D>,
+) -> (Vec<Vec<f32>>, ActivationReport) {
+    let device = Default::default();
+    let module = with_weights_of(module, seed);
+    let mut rng = Rng::new(seed);
+    let random = |rng: &mut Rng, size| rng.normals(size, 1.0);
+    let x = random(&mut rng, shape.iter().product());
+    let x: Tensor<B, 3> = tensor(&x, shape, &device).require_grad();
+    let recording = Recording::start();
+    let y = forward(&module, x.clone());
+    let target = random(&mut rng, y.shape().num_elements());
+    let target: Tensor<B, D> = tensor(&target, y.dims(), &device);
+    let loss = (y - target).square().mean();
+    let saved = recording.report();
+    let gradients = loss.backward();
+    let of_x = x.grad(&gradients).expect("a gradient of x");
+    let of_module = GradientsParams::from_grads(gradients, &module);
+    let mut all = gradients_of::<B, M>(&module, &of_module);
+    all.push(floats(&of_x));
+    (all, saved)
+}
+
+/// A module of Burn's with the gradients of a pass.
+struct Case {
+    name: &'static str,
+    gradients: Vec<Vec<f32>>,
+    saved: ActivationReport,
+}
+
+/// Burn's modules, taken as they are.
+fn cases<B: DataBackend, F: ContextFormat, C: CheckpointStrategy>(seed: u64) -> Vec<Case> {
+    let device = &Default::default();
+    let shape = [4, 64, 128];
+    let mut cases = Vec::new();
+    macro_rules! case {
+        ($name:literal, $shape:expr, $module:expr, $forward:expr) => {{
+            let (gradients, saved) =
+                passes::<Training<F, B, C>, _, _>(seed, $shape, $module.init(device), $forward);
+            cases.push(Case {
+                name: $name,
+                gradients,
+                saved,
+            });
+        }};
+    }
+    case!("SwiGlu", shape, SwiGluConfig::new(128, 256), |m, x| m
+        .forward(x));
+    case!("RmsNorm", shape, RmsNormConfig::new(128), |m, x| m
+        .forward(x));
+    case!("LayerNorm", shape, LayerNormConfig::new(128), |m, x| m
+        .forward(x));
+    case!(
+        "RotaryEncoding",
+        shape,
+        RotaryEncodingConfig::new(64, 128),
+        |m, x: Tensor<_, 3>| m.forward(x.unsqueeze_dim::<4>(1))
+    );
+    case!(
+        "MultiHeadAttention",
+        shape,
+        MultiHeadAttentionConfig::new(128, 4).with_dropout(0.0),
+        |m, x| m.forward(MhaInput::self_attn(x)).context
+    );
+    case!(
+        "TransformerEncoder",
+        shape,
+        TransformerEncoderConfig::new(128, 256, 4, 2).with_dropout(0.0),
+        |m, x| m.forward(TransformerEncoderInput::new(x))
+    );
+    case!(
+        "Lstm",
+        [32, 12, 128],
+        LstmConfig::new(128, 256, true),
+        |m, x| m.forward(x, None).0
+    );
+    case!(
+        "Conv2d",
+        [4, 64, 64],
+        Conv2dConfig::new([1, 8], [3, 3]),
+        |m, x: Tensor<_, 3>| relu(m.forward(x.unsqueeze_dim::<4>(1)))
+    );
+    cases
+}
+
+/// The least cosine of the gradients of one parameter; those that are noise around 0, as of the bias of attention's keys,
+/// say nothing.
+fn worst(got: &[Vec<f32>], exact: &[Vec<f32>]) -> f64 {
+    let norm = |values: &[f32]| {
+        values
+            .iter()
+            .map(|it| f64::from(*it).powi(2))
+            .sum::<f64>()
+            .sqrt()
+    };
+    let rms = |values: &[f32]| norm(values) / (values.len() as f64).sqrt();
+    let largest = exact.iter().map(|it| rms(it)).fold(0.0, f64::max);
+    let pairs = got.iter().zip(exact);
+    pairs
+        .filter(|(_, exact)| rms(exact) > 1e-3 * largest)
+        .map(|(got, exact)| cosine(got, exact))
+        .fold(1.0, f64::min)
+}
+
+fn assert_near(seed: u64, got: &[Case], exact: &[Case], [whole, least]: [f64; 2]) {
+    for (got, exact) in got.iter().zip(exact) {
+        let all = cosine(&got.gradients.concat(), &exact.gradients.concat());
+        let worst = worst(&got.gradients, &exact.gradients);
+        let (bytes, of_exact) = (got.saved.bytes(), exact.saved.bytes());
+        println!(
+            "{}: {of_exact} -> {bytes} bytes, cosine {all:.6}, worst {worst:.6}",
+            got.name
+        );
+        assert!(
+            all >= whole && worst >= least,
+            "{}, seed {seed}: cosine {all}, worst {worst}",
+            got.name
+        );
+    }
+}
+
+/// fallback-int8, Fig. 7a: with INT10 at least 0.9999 for the model's gradient, 0.999 for each parameter's.
+fn gradients_are_near<B: DataBackend>(seed: u64) {
+    let exact = cases::<B, Exact, NoCheckpointing>(seed);
+    let ten = cases::<B, Int10, NoCheckpointing>(seed);
+    assert_near(seed, &ten, &exact, [0.9999, 0.999]);
+    let eight = cases::<B, Int8, NoCheckpointing>(seed);
+    assert_near(seed, &eight, &exact, [0.9995, 0.99]);
+    for (ten, exact) in ten.iter().zip(&exact) {
+        let (got, of_exact) = (ten.saved.bytes() as f64, exact.saved.bytes() as f64);
+        // The difference to the target is kept exactly, a loss: of one operation that is what waits.
+        let is_one = matches!(
+            ten.name,
+            "RmsNorm" | "LayerNorm" | "RotaryEncoding" | "Conv2d"
+        );
+        let bound = if is_one { 1.0 } else { 0.5 };
+        assert!(
+            got <= bound * of_exact,
+            "{}: {of_exact} -> {got} bytes\n{}",
+            ten.name,
+            ten.saved
+        );
+    }
+}
+
+#[test]
+fn burns_checkpointing_composes() {
+    let seed = seed();
+    let exact = cases::<Flex, Exact, BalancedCheckpointing>(seed);
+    let ten = cases::<Flex, Int10, BalancedCheckpointing>(seed);
+    assert_near(seed, &ten, &exact, [0.9999, 0.999]);
+}
+
+#[test]
+fn exact_contexts_keep_the_bits_of_burn() {
+    let seed = seed();
+    type Plain = Autodiff<Flex>;
+    let device = &Default::default();
+    let config = TransformerEncoderConfig::new(128, 256, 4, 2).with_dropout(0.0);
+    let shape = [4, 64, 128];
+    let forward = |m: &burn::nn::transformer::TransformerEncoder<Plain>, x| {
+        m.forward(TransformerEncoderInput::new(x))
+    };
+    let (plain, _) = passes::<Plain, _, 3>(seed, shape, config.init(device), forward);
+    let exact = cases::<Flex, Exact, NoCheckpointing>(seed);
+    let exact = exact
+        .iter()
+        .find(|case| case.name == "TransformerEncoder")
+        .expect("a case of this name");
+    for (index, (got, burn)) in exact.gradients.iter().zip(&plain).enumerate() {
+        assert!(
+            same_bits(got, burn),
+            "seed {seed}: gradient {index} differs"
+        );
+    }
+}
+
+#[test]
+fn gradients_are_equal_run_by_run_and_on_any_thread() {
+    let seed = seed();
+    let all = |cases: Vec<Case>| -> Vec<f32> {
+        cases
+            .into_iter()
+            .flat_map(|case| case.gradients)
+            .flatten()
+            .collect()
+    };
+    let here = all(cases::<Flex, Int10, NoCheckpointing>(seed));
+    let threads: Vec<_> = (0..2)
+        .map(|_| std::thread::spawn(move || cases::<Flex, Int10, NoCheckpointing>(seed)))
+        .collect();
+    for thread in threads {
+        let there = all(thread.join().expect("no panic"));
+        assert!(same_bits(&there, &here), "seed {seed}");
+    }
+}
+
+#[test]
+fn the_backward_pass_may_run_on_another_thread() {
+    let seed = seed();
+    let device = Default::default();
+    let values = Rng::new(seed).normals(64 * 128, 1.0);
+    let gradient = |elsewhere: bool| {
+        let x: Tensor<Training<Int10>, 2> = tensor(&values, [64, 128], &device).require_grad();
+        let loss = (x.clone() * x.clone() * x.clone()).sum();
+        let backward = move || loss.backward();
+        let gradients = match elsewhere {
+            true => std::thread::spawn(backward).join().expect("no panic"),
+            false => backward(),
+        };
+        floats(&x.grad(&gradients).expect("a gradient"))
+    };
+    let (here, there) = (gradient(false), gradient(true));
+    assert!(cosine(&here, &there) > 0.9999, "seed {seed}");
+}
+
+fn masks_are_exact<B: DataBackend>(seed: u64) {
+    let device = Default::default();
+    let mut rng = Rng::new(seed);
+    let values = rng.normals(65 * 129, 1.0);
+    let upstream = rng.normals(65 * 129, 1.0);
+    let recording = Recording::start();
+    let x: Tensor<Training<Int10, B>, 2> = tensor(&values, [65, 129], &device).require_grad();
+    let upstream_tensor = tensor(&upstream, [65, 129], &device);
+    let dropped = DropoutConfig::new(0.3).init().forward(relu(x.clone()));
+    let kept = floats(&dropped.clone().detach());
+    let loss = (dropped * upstream_tensor).sum();
+    let saved = recording.report();
+    let mask = saved.values.iter().find(|it| it.form == Form::Bits);
+    let mask = mask.unwrap_or_else(|| panic!("no mask of a bit an element:\n{saved}"));
+    assert_eq!(mask.bytes, 4 * (65usize * 129).div_ceil(32));
+    let gradients = loss.backward();
+    let got = floats(&x.grad(&gradients).expect("a gradient"));
+    for (index, (&x, &upstream)) in values.iter().zip(&upstream).enumerate() {
+        // Dropped elements of positive ones are 0; what is not dropped is scaled by 1/0.7.
+        let passes = kept[index] != 0.0;
+        let expected = if passes { upstream / 0.7 } else { 0.0 };
+        assert!(
+            (got[index] - expected).abs() <= 1e-6 * expected.abs(),
+            "seed {seed}: element {index}, x {x}: {} for {expected}",
+            got[index]
+        );
+    }
+}
+
+fn bits_are_the_mask<B: DataBackend>(seed: u64) {
+    let device = Default::default();
+    let mut rng = Rng::new(seed);
+    for shape in [[1, 1], [3, 31], [4, 32], [5, 33], [64, 65]] {
+        let mut values = rng.normals(shape[0] * shape[1], 1.0);
+        for special in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 0.0, -0.0, 1e-38] {
+            let index = rng.below(values.len());
+            values[index] = special;
+        }
+        let x: Tensor<B, 2> = tensor(&values, shape, &device);
+        let bits = Bits::<B>::of(primitive(x));
+        assert_eq!(bits.bytes(), 4 * values.len().div_ceil(32));
+        let got = bits.into_floats();
+        assert_eq!(got.shape().to_vec(), shape);
+        let expected = values.iter().map(|it| if *it <= 0.0 { 0.0 } else { 1.0 });
+        let expected: Vec<f32> = expected.collect();
+        assert_eq!(
+            primitive_floats::<B, 2>(&got),
+            expected,
+            "seed {seed}, {shape:?}"
+        );
+    }
+}
+
+/// Four operations save x; one compressed copy of it waits, and what is cheap is computed again from it.
+fn compressed_once<B: DataBackend>(seed: u64) {
+    let device = Default::default();
+    let linear = LinearConfig::new(128, 128).with_bias(false);
+    let linear = with_weights_of(linear.init::<Training<Int10, B>>(&device), seed);
+    let values = Rng::new(seed).normals(64 * 128, 1.0);
+    let recording = Recording::start();
+    let x: Tensor<Training<Int10, B>, 2> = tensor(&values, [64, 128], &device);
+    let x = linear.forward(x);
+    let squared = x.clone() * x.clone();
+    let y = linear.forward(x.clone()) * squared + sigmoid(x.clone()) * x;
+    let loss = linear.forward(y).sum();
+    let saved = recording.report();
+    let compressed = |it: &&report::Saved| it.form == Form::Compressed(Number::Int10);
+    let linears = saved.values.iter().filter(compressed);
+    let of_linears: Vec<_> = linears.filter(|it| it.operation == "linear").collect();
+    assert_eq!(
+        of_linears.len(),
+        2,
+        "x and the product that the squares multiply:\n{saved}"
+    );
+    let again = saved
+        .values
+        .iter()
+        .filter(|it| it.form == Form::Again)
+        .count();
+    assert!(
+        again >= 2,
+        "the squares and the sigmoid are computed again:\n{saved}"
+    );
+    assert!(
+        saved.values.iter().all(|it| it.shape != [128, 128]),
+        "parameters are no activations:\n{saved}"
+    );
+    drop(loss);
+}
+
+fn not_finite<B: DataBackend>(seed: u64) {
+    let device = Default::default();
+    let mut rng = Rng::new(seed);
+    let mut values = rng.normals(64 * 128, 1.0);
+    // Scores that are masked by minus infinity, in a softmax composed by hand.
+    let of_scores = |values: &[f32], exact: bool| -> Vec<f32> {
+        fn gradient<T: AutodiffBackend>(values: &[f32]) -> Vec<f32> {
+            let device = Default::default();
+            let x: Tensor<T, 2> = tensor(values, [64, 128], &device).require_grad();
+            let mask = Tensor::<T, 2>::ones([64, 128], &device).triu(7).bool();
+            let scores = x.clone().mask_fill(mask, f32::NEG_INFINITY);
+            let shifted = scores.clone() - scores.max_dim(1).detach();
+            let exp = shifted.exp();
+            let p = exp.clone() / exp.sum_dim(1);
+            let q = softmax(x.clone() * 0.5, 1);
+            let gradients = (p * q).square().sum().backward();
+            floats(&x.grad(&gradients).expect("a gradient"))
+        }
+        match exact {
+            true => gradient::<Training<Exact, B>>(values),
+            false => gradient::<Training<Int10, B>>(values),
+        }
+    };
+    let (got, expected) = (of_scores(&values, false), of_scores(&values, true));
+    assert!(got.iter().all(|it| it.is_finite()), "seed {seed}");
+    let near = cosine(&got, &expected);
+    assert!(near > 0.999, "seed {seed}: {near}");
+
+    let index = rng.below(values.len());
+    values[index] = f32::NAN;
+    let x: Tensor<Training<Int10, B>, 2> = tensor(&values, [64, 128], &device).require_grad();
+    let y = x.clone() * 2.0;
+    let gradients = (y.clone() * y).sum().backward();
+    let gradient = floats(&x.grad(&gradients).expect("a gradient"));
+    assert!(gradient[index].is_nan(), "seed {seed}: NaN was hidden");
+}
+
+fn nothing_waits<B: DataBackend>(seed: u64) {
+    let recording = Recording::start();
+    let device = Default::default();
+    let model = SwiGluConfig::new(128, 256).init::<Training<Int10, B>>(&device);
+    let values = Rng::new(seed).normals(64 * 128, 1.0);
+    for _ in 0..3 {
+        let x: Tensor<Training<Int10, B>, 2> = tensor(&values, [64, 128], &device);
+        let loss = model.forward(x).square().mean();
+        let waiting = recording.report();
+        assert!(waiting.bytes() > 0, "seed {seed}");
+        let gradients = GradientsParams::from_grads(loss.backward(), &model);
+        drop((loss, gradients));
+        let after = recording.report();
+        assert_eq!(after.values, [], "seed {seed}");
+    }
+}
+
+/// Losses of a run with every layer quantized.
+fn losses<R: Recipe>(seed: u64) -> Vec<f32> {
+    type Backend<R> = QuantTrain<Autodiff<Flex>, R>;
+    let device = Default::default();
+    let (mut optim, model) =
+        attached::<Backend<R>, _>(&every_layer(seed), Encoder::new(&device), seed);
+    let samples = samples::<Backend<R>, Encoder<_>>(seed, 60);
+    train(model, &mut optim, 4e-3, &samples).losses
+}
+
+#[test]
+fn a_quantized_encoder_trains_with_contexts() {
+    let seed = seed();
+    let exact = losses::<FallbackInt8<f32, 16>>(seed);
+    let ten = losses::<Contexts<FallbackInt8<f32, 16>, Int10>>(seed);
+    let (first, exact, ten) = (exact[0], tail(&exact, 10), tail(&ten, 10));
+    println!("{first} -> exact {exact}, INT10 {ten}");
+    assert!(ten < 0.6 * first, "seed {seed}: {first} -> {ten}");
+    assert!(
+        (ten - exact).abs() < 0.1 * first,
+        "seed {seed}: {ten} beside {exact}"
+    );
+}
