@@ -5,7 +5,8 @@ use std::path::PathBuf;
 
 use anyhow::Result;
 use burn_quant_train::optim::{self, QuantAdamWConfig, StateFormat};
-use burn_quant_train::recipe::{NAMES, Name};
+use burn_quant_train::recipe::context::{self, ContextFormat};
+use burn_quant_train::recipe::{Context, NAMES, Name};
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{Parser, ValueEnum};
 use serde::{Deserialize, Serialize};
@@ -52,6 +53,9 @@ pub struct Args {
     /// of the run]
     #[arg(long, value_name = "STEPS")]
     pub cold_start: Option<u64>,
+    /// How activations wait for the backward pass, but for the inputs of quantized layers [default: exact]
+    #[arg(long, value_enum)]
+    pub contexts: Option<Contexts>,
     /// Text to train on, a file or a folder [default: the Rust sources under $CARGO_HOME/registry/src]
     #[arg(long, value_name = "PATH")]
     pub data: Option<PathBuf>,
@@ -97,6 +101,9 @@ pub struct Args {
     /// Print what every linear layer got
     #[arg(long, help_heading = OUTPUT)]
     pub layers: bool,
+    /// Print what waits for the backward pass of the last step, by operation
+    #[arg(long, help_heading = OUTPUT)]
+    pub memory: bool,
     /// Print plain lines even in a terminal
     #[arg(long, help_heading = OUTPUT)]
     pub plain: bool,
@@ -227,6 +234,36 @@ impl From<StateRounding> for optim::StateRounding {
     }
 }
 
+/// How activations wait for the backward pass.
+#[derive(ValueEnum, Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[serde(rename_all = "kebab-case")]
+pub enum Contexts {
+    /// As they are.
+    #[default]
+    Exact,
+    /// INT10 in groups of 128.
+    Int10,
+    /// INT8 in groups of 128.
+    Int8,
+    /// E4M3 in groups of 16.
+    E4m3,
+    /// INT4 in groups of 32, for measurements.
+    Int4,
+}
+
+impl Contexts {
+    /// The library's context.
+    pub fn context(self) -> Option<Context> {
+        match self {
+            Self::Exact => context::Exact::CONTEXT,
+            Self::Int10 => <context::Int10>::CONTEXT,
+            Self::Int8 => <context::Int8>::CONTEXT,
+            Self::E4m3 => context::E4M3::<16>::CONTEXT,
+            Self::Int4 => context::Int4::<32>::CONTEXT,
+        }
+    }
+}
+
 /// Where to train.
 #[derive(ValueEnum, Serialize, Deserialize, Clone, Copy, Debug, PartialEq, Eq)]
 #[serde(rename_all = "kebab-case")]
@@ -273,7 +310,7 @@ macro_rules! display_as_flag {
         }
     )*};
 }
-display_as_flag!(Optimizer, StateRounding, Device, Compute, Preset);
+display_as_flag!(Optimizer, StateRounding, Contexts, Device, Compute, Preset);
 
 /// The sizes of a run that a preset proposes.
 #[derive(Clone, Copy, Debug)]

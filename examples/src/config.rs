@@ -6,7 +6,7 @@ use anyhow::{Context, Result, ensure};
 use burn_quant_train::recipe::Name;
 use serde::{Deserialize, Serialize};
 
-use crate::args::{Args, Compute, Device, Optimizer, Preset, StateRounding};
+use crate::args::{Args, Compute, Contexts, Device, Optimizer, Preset, StateRounding};
 use crate::checkpoint::State;
 use crate::model::DecoderConfig;
 
@@ -46,6 +46,9 @@ pub struct Config {
     /// Steps before step sizes are learned; 0 in older checkpoints, which have no step sizes.
     #[serde(default)]
     pub cold_start: u64,
+    /// How activations wait for the backward pass.
+    #[serde(default)]
+    pub contexts: Contexts,
     /// Where to train.
     pub device: Device,
     /// The compute dtype.
@@ -99,6 +102,7 @@ impl Config {
             optimizer: args.optimizer.unwrap_or_default(),
             state_rounding: args.state_rounding.unwrap_or_default(),
             cold_start: args.cold_start.unwrap_or(steps as u64 / 10),
+            contexts: args.contexts.unwrap_or_default(),
             device,
             compute: args.compute.unwrap_or(match device {
                 Device::Cpu => Compute::F32,
@@ -123,8 +127,8 @@ impl Config {
 
     /// The configuration of resumed runs: that of their folder.
     ///
-    /// Only the total of steps, the device, the place of the text, the format and the rounding of the optimizer's moments, and
-    /// the cold start may change. Several recipes may be narrowed down to some of them, and seeds may be added.
+    /// Only the total of steps, the device, the place of the text, the format and the rounding of the optimizer's moments, the
+    /// cold start and the contexts may change. Several recipes may be narrowed down to some of them, and seeds may be added.
     ///
     /// # Errors
     ///
@@ -219,6 +223,7 @@ impl Config {
         self.optimizer = args.optimizer.unwrap_or(self.optimizer);
         self.state_rounding = args.state_rounding.unwrap_or(self.state_rounding);
         self.cold_start = args.cold_start.unwrap_or(self.cold_start);
+        self.contexts = args.contexts.unwrap_or(self.contexts);
         if args.data.is_some() {
             self.data = args.data.as_deref().map(absolute);
         }

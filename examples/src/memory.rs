@@ -5,6 +5,8 @@ use burn::optim::{GradientsParams, Optimizer};
 use burn::tensor::Tensor;
 use burn::tensor::backend::{AutodiffBackend, BackendTypes};
 
+use burn_quant_train::saved::{ActivationReport, Recording, compress_pending};
+
 use crate::data::Batch;
 use crate::model::Decoder;
 
@@ -23,6 +25,8 @@ pub fn saved_activations<B: AutodiffBackend>(
 ) -> u64 {
     let forward = || -> Tensor<B, 1> {
         let loss = model.loss(batch.clone());
+        // As the backward pass begins.
+        compress_pending();
         B::sync(device).expect("the device works");
         loss
     };
@@ -32,6 +36,17 @@ pub fn saved_activations<B: AutodiffBackend>(
     let after = live_bytes(device);
     drop((first, second));
     after.saturating_sub(before)
+}
+
+/// What waits for the backward pass of this batch, the quantized copies of linear layers aside.
+///
+/// Nothing else may be running.
+pub fn report<B: AutodiffBackend>(model: &Decoder<B>, batch: &Batch<B>) -> ActivationReport {
+    let recording = Recording::start();
+    let loss = model.loss(batch.clone());
+    let saved = recording.report();
+    drop(loss);
+    saved
 }
 
 /// Bytes that an optimizer holds after its first step: those that are freed when it goes.

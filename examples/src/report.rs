@@ -7,7 +7,7 @@ use anyhow::{Context, Result, ensure};
 use burn_quant_train::recipe::Name;
 use serde::{Deserialize, Serialize};
 
-use crate::args::{Compute, Device, Optimizer, Preset, StateRounding};
+use crate::args::{Compute, Contexts, Device, Optimizer, Preset, StateRounding};
 use crate::config::{Config, Fork};
 use crate::curve;
 use crate::{nan, rows};
@@ -21,6 +21,9 @@ pub struct Report {
     pub optimizer: Optimizer,
     /// How the codes of 8-bit moments are rounded.
     pub state_rounding: StateRounding,
+    /// How activations waited for the backward pass.
+    #[serde(default)]
+    pub contexts: Contexts,
     /// The model's size.
     pub preset: Preset,
     /// Where it trained.
@@ -97,6 +100,7 @@ impl Report {
             recipe,
             optimizer: config.optimizer,
             state_rounding: config.state_rounding,
+            contexts: config.contexts,
             preset: config.preset,
             device: config.device,
             compute: config.compute,
@@ -123,8 +127,19 @@ impl Report {
 
     /// True if these are the results that a run with this configuration would end with, the run being the same.
     pub fn answers(&self, config: &Config) -> bool {
-        (self.steps, self.optimizer, self.state_rounding)
-            == (config.steps, config.optimizer, config.state_rounding)
+        let of_run = (
+            self.steps,
+            self.optimizer,
+            self.state_rounding,
+            self.contexts,
+        );
+        let of_config = (
+            config.steps,
+            config.optimizer,
+            config.state_rounding,
+            config.contexts,
+        );
+        of_run == of_config
     }
 
     /// Lowest, mean and highest fallback rate of the layers, for people.

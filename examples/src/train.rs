@@ -13,12 +13,13 @@ use burn::train::{Learner, SupervisedTraining, TrainingStrategy};
 use burn_quant_train::layer::LearnedSteps;
 use burn_quant_train::optim::{LayerBackend, QuantAdamWConfig, metric::OptimizerMetric};
 use burn_quant_train::recipe::SlotKind;
+use burn_quant_train::saved::choose_context;
 
 use crate::args::Args;
 use crate::checkpoint::{Checkpoints, Finished, State};
 use crate::config::{Config, Run};
 use crate::data::{Text, Windows};
-use crate::memory::{LiveBytes, optimizer_state, saved_activations};
+use crate::memory::{self, LiveBytes, optimizer_state, saved_activations};
 use crate::metrics::{History, Loss, TokensPerSecond};
 use crate::model::Decoder;
 use crate::progress::{self, Lines};
@@ -164,6 +165,7 @@ pub fn run<B: LayerBackend>(
             interrupted: false,
         });
     }
+    choose_context(Some(config.contexts.context()));
     B::seed(device, config.seed);
 
     // The model knows nothing of the recipe; the optimizer is AdamW that also looks after quantized layers.
@@ -269,6 +271,9 @@ pub fn run<B: LayerBackend>(
     };
     let losses = history.losses();
     let fallback_rates = layers.fallback_rates();
+    if args.memory {
+        println!("{}", memory::report(&outcome.model, &probe));
+    }
     let activation_bytes = saved_activations(&outcome.model, &probe, device, live_bytes);
     let optimizer_bytes = optimizer_state(
         outcome.model,

@@ -19,7 +19,7 @@ use super::{
 /// [`Mean::interval`]'s.
 pub(super) fn table(runs: &[Value]) -> Result<String> {
     check_conditions_but(runs, &["seed", "forked_from"])?;
-    let first = text(&runs[0], "recipe")?;
+    let first = name(&runs[0])?;
     let forked = runs.iter().any(|run| !run["forked_from"].is_null());
     let mut out = format!(
         "{}recipe | seeds | validation loss, mean | against {first} | 95% interval | tokens/s | saved activations |\n\
@@ -27,32 +27,31 @@ pub(super) fn table(runs: &[Value]) -> Result<String> {
         if forked { "| checkpoint | " } else { "| " },
         if forked { "| --- |" } else { "|" },
     );
-    let mut kinds: Vec<[&Value; 2]> = Vec::new();
+    let mut kinds: Vec<(&Value, String)> = Vec::new();
     for run in runs {
-        let kind = [&run["forked_from"], &run["recipe"]];
+        let kind = (&run["forked_from"], name(run)?);
         if !kinds.contains(&kind) {
             kinds.push(kind);
         }
     }
-    for [fork, recipe] in kinds {
-        let of = |recipe: &str| -> Vec<&Value> {
+    for (fork, kind) in kinds {
+        let of = |kind: &str| -> Vec<&Value> {
             let of_checkpoint = runs.iter().filter(|run| run["forked_from"] == *fork);
             of_checkpoint
-                .filter(|run| run["recipe"] == recipe)
+                .filter(|run| name(run).is_ok_and(|name| name == kind))
                 .collect()
         };
-        let recipe = recipe.as_str().unwrap_or_default();
-        let of_kind = of(recipe);
+        let of_kind = of(&kind);
         let by_seed = losses_by_seed(&of_kind)?;
         for (index, (seed, _)) in by_seed.iter().enumerate() {
             ensure!(
                 by_seed[..index].iter().all(|(other, _)| other != seed),
-                "two runs of {recipe} have the same seed, {seed}"
+                "two runs of {kind} have the same seed, {seed}"
             );
         }
-        let differences = match recipe == first {
+        let differences = match kind == first {
             true => Vec::new(),
-            false => paired_differences(&by_seed, &losses_by_seed(&of(first))?),
+            false => paired_differences(&by_seed, &losses_by_seed(&of(&first))?),
         };
         if forked {
             let name = checkpoint(of_kind[0])?;
@@ -63,7 +62,7 @@ pub(super) fn table(runs: &[Value]) -> Result<String> {
         let losses: Vec<f64> = by_seed.iter().map(|(_, loss)| *loss).collect();
         writeln!(
             out,
-            "| `{recipe}` | {} | {:.4} | {} | {} | {} | {} |",
+            "| `{kind}` | {} | {:.4} | {} | {} | {} | {} |",
             of_kind.len(),
             Mean::of(&losses).map_or(f64::NAN, |it| it.value),
             difference.map_or_else(none, |it| percent(it.value)),
@@ -85,6 +84,15 @@ pub(super) fn table(runs: &[Value]) -> Result<String> {
         seeds(runs)
     )?;
     Ok(out)
+}
+
+/// Names the recipe of a run, and its contexts where they are not exact.
+fn name(run: &Value) -> Result<String> {
+    let recipe = text(run, "recipe")?;
+    Ok(match run["contexts"].as_str() {
+        None | Some("exact") => recipe.to_owned(),
+        Some(contexts) => format!("{recipe}, {contexts}"),
+    })
 }
 
 fn mean(runs: &[&Value], field: &str) -> Result<f64> {
