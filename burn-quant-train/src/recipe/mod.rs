@@ -183,4 +183,5 @@ recipes! {
     split_int4::SplitInt4,
     lsq_int4::LsqInt4,
     luq_int4::LuqInt4,
+    current_fp8::CurrentFp8,
 }
