@@ -184,4 +184,5 @@ recipes! {
     lsq_int4::LsqInt4,
     luq_int4::LuqInt4,
     current_fp8::CurrentFp8,
+    rowwise_fp8::RowwiseFp8,
 }
