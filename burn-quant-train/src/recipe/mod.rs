@@ -185,4 +185,5 @@ recipes! {
     luq_int4::LuqInt4,
     current_fp8::CurrentFp8,
     rowwise_fp8::RowwiseFp8,
+    block_fp8::BlockFp8,
 }
