@@ -186,4 +186,5 @@ recipes! {
     current_fp8::CurrentFp8,
     rowwise_fp8::RowwiseFp8,
     block_fp8::BlockFp8,
+    mxfp8::Mxfp8,
 }
