@@ -187,4 +187,5 @@ recipes! {
     rowwise_fp8::RowwiseFp8,
     block_fp8::BlockFp8,
     mxfp8::Mxfp8,
+    mxfp4::Mxfp4,
 }
