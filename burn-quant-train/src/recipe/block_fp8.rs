@@ -8,13 +8,13 @@ use super::{
     Cast, ComputeDtype, Granularity, LinearRow, Number, Product, Recipe, Row, SavedX, ScaleNumber,
 };
 
-/// FP8 linear layers in blocks (DeepSeek-V3, arXiv 2412.19437, section 3.3): E4M3 everywhere, a scale for each 1x128 group
-/// of X and dY and for each 128x128 block of W.
+/// FP8 linear layers in blocks (DeepSeek-V3, arXiv 2412.19437, section 3.3): E4M3 everywhere, a scale for each 1x128
+/// group of X and dY and for each 128x128 block of W.
 ///
-/// Groups lie along the dimension that a product sums over. dX reads dY in groups along the outputs, dW reads dY and X in
-/// groups along the tokens: both copies are quantized from the matrix itself, since a requantized copy would carry two
-/// rounding errors. Blocks turn with W: one copy serves Y and dX. dY has no square blocks: with these DeepSeek-V3's runs
-/// diverged (appendix B.2).
+/// Groups lie along the dimension that a product sums over. dX reads dY in groups along the outputs, dW reads dY and X
+/// in groups along the tokens: both copies are quantized from the matrix itself, since a requantized copy would carry
+/// two rounding errors. Blocks turn with W: one copy serves Y and dX. dY has no square blocks: with these DeepSeek-V3's
+/// runs diverged (appendix B.2).
 ///
 /// With `POWERS`, the default, scales are powers of two, the smallest with which nothing saturates, in one byte, as
 /// TransformerEngine has them by default; else FP32, as the paper's. A power of two changes no bit of a number's

@@ -9,9 +9,9 @@ use super::{
     mxfp8::microscaled,
 };
 
-/// MXFP4 linear layers (training-precision-guide, "FP4 Training on Blackwell"): Y = X W of E2M1 in groups of 32 with powers
-/// of two as scales; dY in E5M2 with a scale for the matrix, and W in dX = dY Wᵀ in E4M3, since gradients lose too much
-/// in four bits.
+/// MXFP4 linear layers (training-precision-guide, "FP4 Training on Blackwell"): Y = X W of E2M1 in groups of 32 with
+/// powers of two as scales; dY in E5M2 with a scale for the matrix, and W in dX = dY Wᵀ in E4M3, since gradients lose
+/// too much in four bits.
 ///
 /// X is saved for dW = Xᵀ dY in E2M1, in groups along the tokens: 4.25 bits an element. The guide has 16 elements to a
 /// scale; OCP's MXFP4 has 32 (OCP Microscaling Formats, section 5), and so have the products of hardware.

@@ -8,8 +8,8 @@ use super::{
     Cast, ComputeDtype, Granularity, LinearRow, Number, Product, Recipe, Row, SavedX, ScaleNumber,
 };
 
-/// MXFP8 linear layers (OCP Microscaling Formats, section 5): E4M3 in groups of 32 along the dimension that a product sums
-/// over, with powers of two as scales.
+/// MXFP8 linear layers (OCP Microscaling Formats, section 5): E4M3 in groups of 32 along the dimension that a product
+/// sums over, with powers of two as scales.
 ///
 /// Scales are rounded up to the power of two with which nothing saturates: rounding down, as OCP's specification
 /// suggests, can diverge (arXiv 2506.08027). Groups do not turn with the matrix, so every operand of every
