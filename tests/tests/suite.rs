@@ -3,6 +3,7 @@
 mod suite {
     mod attention;
     mod conformance;
+    mod delayed_scaling;
     mod integers;
     mod learned_definition;
     mod learned_steps;

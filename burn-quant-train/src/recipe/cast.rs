@@ -35,6 +35,9 @@ pub enum ScaleSource {
     Data,
     /// A step size that is learned beside the weights, in the layer's slot of this name (LSQ: int4-hq-lss, section 3.1).
     Step(&'static str),
+    /// The largest magnitudes of earlier steps, in the layer's slot of this name (delayed scaling: NVIDIA's
+    /// TransformerEngine). Where there are none yet, that of the matrix.
+    History(&'static str),
 }
 
 /// A linear map of the inner dimension before the operand is quantized.
@@ -99,6 +102,14 @@ impl Cast {
     pub const fn with_step(self, slot: &'static str) -> Self {
         Self {
             source: ScaleSource::Step(slot),
+            ..self
+        }
+    }
+
+    /// The same with the history of maxima of this slot.
+    pub const fn with_history(self, slot: &'static str) -> Self {
+        Self {
+            source: ScaleSource::History(slot),
             ..self
         }
     }

@@ -184,6 +184,7 @@ recipes! {
     lsq_int4::LsqInt4,
     luq_int4::LuqInt4,
     current_fp8::CurrentFp8,
+    delayed_fp8::DelayedFp8,
     rowwise_fp8::RowwiseFp8,
     block_fp8::BlockFp8,
     mxfp8::Mxfp8,
