@@ -9,6 +9,7 @@ mod suite {
     mod learned_steps;
     mod matmul;
     mod moments;
+    mod small_floats;
     mod stochastic;
     mod training;
 

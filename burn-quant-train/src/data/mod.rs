@@ -11,7 +11,8 @@
 //! | `kernels`, `operation` | the kernels of all concerns; operations, and the backends that run them |
 //! | [`recorded`] | operations with a backward pass: one type, one node for autodiff |
 //! | `host`, `cube`, `fusion` | the backends: in host memory, on CubeCL's runtimes, in a fused stream |
-//! | `cast`, `read` | casts between float dtypes; state read back to the host |
+//! | `cast`, `random_hadamard` | casts between float dtypes; a transform by Burn's operations |
+//! | `read` | state read back to the host |
 
 pub mod attention;
 pub mod learned_step;
@@ -32,6 +33,7 @@ mod fusion;
 pub mod host;
 mod kernels;
 mod operation;
+pub(crate) mod random_hadamard;
 pub(crate) mod read;
 
 pub use cast::cast_to;

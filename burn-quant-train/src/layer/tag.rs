@@ -47,6 +47,8 @@ pub struct CopyKey {
     pub of_transpose: bool,
     /// The transform before a quantization by the layer's step size; `None` where the scales come from the data.
     pub learned: Option<HadamardTransform>,
+    /// True for a copy made after a random Hadamard transform of its rows.
+    pub rotated: bool,
     /// The slot whose history of maxima scales it; `None` where the scales are its own.
     pub history: Option<&'static str>,
     /// The order of its values.

@@ -7,10 +7,11 @@ use crate::{
     data::{
         Kernels, Layout, StochasticKey,
         quantize::{DelayedMaximum, Format, Operand, QuantizeSpec, Quantized},
+        random_hadamard::{random_hadamard, transformed_cols},
         tensors::{Outline, Tensors},
     },
     layer::tag::CopyKey,
-    recipe::{Cast, Granularity, Rounding, ScaleSource},
+    recipe::{Cast, Granularity, Rounding, ScaleSource, Transform},
 };
 
 /// A matrix as an operand of a quantized product.
@@ -55,6 +56,10 @@ impl Factor {
                 rounding: cast.rounding,
                 of_transpose,
                 learned: None,
+                rotated: match cast.transform {
+                    Transform::RandomHadamard => true,
+                    Transform::Identity | Transform::Hadamard(_) => false,
+                },
                 history: match cast.source {
                     ScaleSource::History(slot) => Some(slot),
                     ScaleSource::Data | ScaleSource::Step(_) => None,
@@ -136,8 +141,12 @@ impl Make {
 
     /// The outline of the copy of a matrix of this shape, in this layout.
     pub fn outline(&self, [rows, cols]: [usize; 2], layout: Layout) -> Quantized<Outline> {
-        let shape = match self.factor.key.of_transpose {
+        let [rows, cols] = match self.factor.key.of_transpose {
             true => [cols, rows],
+            false => [rows, cols],
+        };
+        let shape = match self.factor.key.rotated {
+            true => [rows, transformed_cols(cols)],
             false => [rows, cols],
         };
         match self.factor.key.history {
@@ -156,6 +165,10 @@ impl Make {
     ) -> Quantized<K> {
         let matrix = match self.factor.key.of_transpose {
             true => K::float_swap_dims(matrix, 0, 1),
+            false => matrix,
+        };
+        let matrix = match self.factor.key.rotated {
+            true => random_hadamard::<K>(matrix),
             false => matrix,
         };
         let spec = self.spec(layout);

@@ -47,6 +47,9 @@ pub enum Transform {
     Identity,
     /// The block-diagonal Hadamard transform, whose size is in the layer's slot of this name (int4-hq-lss, section 3.3).
     Hadamard(&'static str),
+    /// The block-diagonal Hadamard transform of 16 with fixed random signs (NVFP4, arXiv 2509.25149). The dimension is
+    /// filled up with zeros to whole blocks.
+    RandomHadamard,
 }
 
 /// A second quantized copy, of the rest that the first one leaves (fallback-int8, section 4.3).
@@ -118,6 +121,14 @@ impl Cast {
     pub const fn with_hadamard(self, slot: &'static str) -> Self {
         Self {
             transform: Transform::Hadamard(slot),
+            ..self
+        }
+    }
+
+    /// The same of the Hadamard transform of 16 with random signs.
+    pub const fn with_random_hadamard(self) -> Self {
+        Self {
+            transform: Transform::RandomHadamard,
             ..self
         }
     }

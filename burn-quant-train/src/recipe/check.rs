@@ -124,6 +124,9 @@ impl LinearRow {
             "rows are sampled in the backward products of rows with learned step sizes"
         );
         self.check_histories();
+        check_rotation(&self.forward);
+        check_rotation(&self.input_gradient);
+        check_rotation(&self.weight_gradient);
     }
 
     /// Panics unless X, W and dY have a history each, if any, that the row declares.
@@ -183,6 +186,10 @@ impl LinearRow {
         };
         x.check_learned();
         weight.check_learned();
+        assert!(
+            !matches!(x.transform, Transform::RandomHadamard),
+            "learned step sizes are of operands without a transform, or of one whose size is in a slot"
+        );
         assert!(
             same_transform(x, weight),
             "X and W have the same transform: it cancels in their product"
@@ -260,7 +267,7 @@ impl LinearRow {
             Product::Compute => "",
             Product::Quantized { left, .. } => match left.transform {
                 Transform::Hadamard(slot) => slot,
-                Transform::Identity => "",
+                Transform::Identity | Transform::RandomHadamard => "",
             },
         }
     }
@@ -364,8 +371,15 @@ impl Cast {
             "learned step sizes are of the forward product's operands, of both"
         );
         assert!(
-            matches!(self.transform, Transform::Identity),
-            "a transform is of operands with learned step sizes"
+            !matches!(self.transform, Transform::Hadamard(_)),
+            "a transform whose size is in a slot is of operands with learned step sizes"
+        );
+        assert!(
+            matches!(
+                (self.transform, self.granularity),
+                (Transform::Identity, _) | (Transform::RandomHadamard, Granularity::Group(_))
+            ),
+            "a random Hadamard transform is of operands in groups, which lie along the dimension that is summed over"
         );
         self.check();
     }
@@ -441,6 +455,16 @@ impl Cast {
     }
 }
 
+/// Panics unless both operands have the random Hadamard transform, or none.
+const fn check_rotation(product: &Product) {
+    if let Product::Quantized { left, right, .. } = product {
+        assert!(
+            same_transform(left, right),
+            "both operands of a product have a random Hadamard transform, or none: it cancels in their product"
+        );
+    }
+}
+
 /// True unless both names are those of one slot.
 const fn differ(a: &str, b: &str) -> bool {
     a.is_empty() || !same(a, b)
@@ -463,8 +487,10 @@ const fn same_transform(a: &Cast, b: &Cast) -> bool {
     match (a.transform, b.transform) {
         (Transform::Identity, Transform::Identity) => true,
         (Transform::Hadamard(a), Transform::Hadamard(b)) => same(a, b),
-        (Transform::Identity, Transform::Hadamard(_))
-        | (Transform::Hadamard(_), Transform::Identity) => false,
+        (Transform::RandomHadamard, Transform::RandomHadamard) => true,
+        (Transform::Identity, Transform::Hadamard(_) | Transform::RandomHadamard)
+        | (Transform::Hadamard(_), Transform::Identity | Transform::RandomHadamard)
+        | (Transform::RandomHadamard, Transform::Identity | Transform::Hadamard(_)) => false,
     }
 }
 
@@ -575,6 +601,13 @@ mod tests {
             LEARNED,
             DELAYED,
             LinearRow {
+                weight_gradient: Product::of(
+                    GROUP.with_random_hadamard(),
+                    GROUP.stochastic().with_random_hadamard(),
+                ),
+                ..GOOD
+            },
+            LinearRow {
                 weight_gradient: Product::of(E4M3, DELAYED_DY.stochastic()),
                 ..DELAYED
             },
@@ -627,6 +660,7 @@ mod tests {
         slots: &[STEPS[0], STEPS[1], SIZE],
     };
 
+    const GROUP: Cast = Cast::new(Number::E2M1, Granularity::Group(16));
     const HISTORIES: [Slot; 3] = [
         Slot {
             name: "amax-x",
@@ -753,7 +787,24 @@ mod tests {
         input_gradient: GOOD.input_gradient.sampled(Sampling::LeverageScore),
         ..GOOD
     })]
-    #[case::transform("a transform is of operands with learned step sizes", LinearRow {
+    #[case::one_rotation("it cancels in their product", LinearRow {
+        weight_gradient: Product::of(GROUP.with_random_hadamard(), GROUP),
+        ..GOOD
+    })]
+    #[case::rotated_blocks("of operands in groups", LinearRow {
+        weight_gradient: Product::of(NEAREST.with_random_hadamard(), NEAREST.with_random_hadamard()),
+        ..GOOD
+    })]
+    #[case::rotated_gradient("of operands in groups", LinearRow {
+        input_gradient: Product::of(DY.with_random_hadamard(), W).sampled(Sampling::LeverageScore),
+        weight_gradient: Product::of(X, DY.with_random_hadamard()).sampled(Sampling::LeverageScore),
+        ..LEARNED
+    })]
+    #[case::rotated_steps("whose size is in a slot", LinearRow {
+        forward: Product::of(X.with_random_hadamard(), W.with_random_hadamard()),
+        ..LEARNED
+    })]
+    #[case::transform("of operands with learned step sizes", LinearRow {
         input_gradient: Product::of(NEAREST.with_hadamard("size"), NEAREST),
         ..GOOD
     })]

@@ -189,4 +189,5 @@ recipes! {
     block_fp8::BlockFp8,
     mxfp8::Mxfp8,
     mxfp4::Mxfp4,
+    nvfp4::Nvfp4,
 }

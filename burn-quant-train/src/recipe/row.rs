@@ -176,7 +176,7 @@ impl LinearRow {
             x,
             weight,
             hadamard: match left.transform {
-                Transform::Identity => None,
+                Transform::Identity | Transform::RandomHadamard => None,
                 Transform::Hadamard(slot) => Some(slot),
             },
         })

@@ -17,6 +17,7 @@ use burn_quant_train::{
     optim::LayerBackend,
     recipe::{
         Cast, Granularity, LinearRow, NAMES, Product, Recipe, Residual, Rounding, ScaleSource,
+        Transform,
     },
 };
 use cubecl_kernels::{
@@ -233,12 +234,30 @@ fn seen(
         (Granularity::Tensor, _) => whole(granularity::Granularity::Tensor),
         (Granularity::Row, Inner::Cols) => whole(granularity::Granularity::Token),
         (Granularity::Row, Inner::Rows) => whole(granularity::Granularity::Channel),
-        (Granularity::Group(size), Inner::Cols) => whole(granularity::Granularity::Group(size)),
-        (Granularity::Group(size), Inner::Rows) => {
-            let turned = reference::transpose(values, of);
+        (Granularity::Group(size), _) => {
+            let mut lines = match inner {
+                Inner::Cols => values.to_vec(),
+                Inner::Rows => reference::transpose(values, of),
+            };
+            let [count, mut length] = match inner {
+                Inner::Cols => [rows, cols],
+                Inner::Rows => [cols, rows],
+            };
+            match cast.transform {
+                Transform::Identity => {}
+                Transform::RandomHadamard => {
+                    lines = reference::hadamard::random_hadamard(&lines, [count, length]);
+                    length = lines.len() / count;
+                }
+                Transform::Hadamard(slot) => panic!("{slot:?} without a learned step size"),
+            }
             let spec = spec(granularity::Granularity::Group(size));
-            let quantized = reference::quantize(&turned, of.transposed(), &spec);
-            Matrix::of(&reference::dequantize(&quantized), [cols, rows]).t()
+            let quantized = reference::quantize(&lines, MatrixShape::new(count, length), &spec);
+            let seen = Matrix::of(&reference::dequantize(&quantized), [count, length]);
+            match inner {
+                Inner::Cols => seen,
+                Inner::Rows => seen.t(),
+            }
         }
     }
 }
