@@ -72,6 +72,23 @@ impl HadamardSize {
     }
 }
 
+/// The size of the blocks of the random Hadamard transform (NVFP4, arXiv 2509.25149).
+pub const RANDOM_SIZE: HadamardSize = HadamardSize { order: 4 };
+
+/// The signs of the elements of a block before the random Hadamard transform: one vector for all blocks, drawn once
+/// (arXiv 2509.25149). They are the first bits of the fraction of pi.
+pub const RANDOM_SIGNS: [f32; 16] = {
+    let mut signs = [1.0; 16];
+    let mut index = 0;
+    while index < signs.len() {
+        if 0x243f >> (15 - index) & 1 == 1 {
+            signs[index] = -1.0;
+        }
+        index += 1;
+    }
+    signs
+};
+
 /// Along which axis of a matrix `[rows, cols]` blocks lie.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Axis {

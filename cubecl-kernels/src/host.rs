@@ -25,7 +25,7 @@ pub use leverage_score::{
     HostRowSample, gather_int4_rows, gather_parts, gather_scaled, int4_row_norms, leverage_scores,
     sample_rows,
 };
-pub use quantize::{quantize, quantize_by};
+pub use quantize::{quantize, quantize_by, quantize_delayed};
 
 use crate::{
     error::KernelError,

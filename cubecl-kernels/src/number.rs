@@ -137,6 +137,17 @@ impl Number {
         }
     }
 
+    /// Bits that a significand needs, the leading one among them: a float format of this precision, and of enough
+    /// range, holds every number exactly.
+    pub const fn precision(self) -> u32 {
+        match self.arithmetic() {
+            Arithmetic::Integer(integer) => u32::BITS - (integer.largest() as u32).leading_zeros(),
+            Arithmetic::Float(float) => float.mantissa_bits + 1,
+            Arithmetic::DynamicExponent(_) => f32::MANTISSA_DIGITS,
+            Arithmetic::Square => u32::BITS - (square::LARGEST as u32).leading_zeros(),
+        }
+    }
+
     /// The code of zero.
     pub const fn zero(self) -> u32 {
         match self.arithmetic() {

@@ -6,6 +6,7 @@
 //! | INT8 in blocks, FP32 scales | once | `block` |
 //! | groups, scales that do not depend on the matrix | once | `group` |
 //! | a scale that was given | once | `given` |
+//! | the scale of a maximum that earlier data had | once, where there is none twice | `delayed` |
 //! | everything else | twice: for the maxima of the regions, and to encode | `absmax`, `scales`, `encode` |
 
 use cubecl::{prelude::*, std::tensor::TensorHandle};
@@ -24,6 +25,7 @@ use crate::{
 pub(crate) mod absmax;
 pub(crate) mod block;
 pub(crate) mod buffers;
+mod delayed;
 mod dequantize;
 mod encode;
 mod given;
@@ -39,6 +41,7 @@ mod unpack;
 
 use block::{BlockOutput, Round};
 use buffers::allocate;
+pub use delayed::{DelayedMaximum, quantize_delayed};
 pub use dequantize::dequantize;
 pub(crate) use given::check_given;
 pub use given::quantize_by;

@@ -32,5 +32,5 @@ pub use leverage_score::{
 };
 pub use matrix::{ReferenceQuantized, transpose};
 pub use packing::{pack_int10, stored};
-pub use quantize::{dequantize, quantize, quantize_by, quantize_to};
+pub use quantize::{dequantize, quantize, quantize_by, quantize_delayed, quantize_to};
 pub use scale::absmax;

@@ -70,6 +70,13 @@ pub(crate) fn is_finite(absmax_bits: u32) -> bool {
     absmax_bits < INFINITY
 }
 
+/// True for a maximum that gets a scale: a positive number from [`MIN_ABSMAX`] on.
+#[cube]
+pub(crate) fn has_scale(absmax_bits: u32) -> bool {
+    // Bits of negative numbers and of NaN lie above infinity's.
+    is_finite(absmax_bits) && absmax_bits >= MIN_ABSMAX_BITS
+}
+
 /// The scale of a region of this maximum, and what its values are multiplied by: 0 for "all values are 0". The scale
 /// comes as it is stored, a byte, or the bits of an `f32`. `largest` is that of the number.
 #[cube]

@@ -12,6 +12,9 @@ mod recipes {}
 #[doc = include_str!("../../book/src/int4.md")]
 mod int4 {}
 
+#[doc = include_str!("../../book/src/fp8.md")]
+mod fp8 {}
+
 #[doc = include_str!("../../book/src/memory.md")]
 mod memory {}
 

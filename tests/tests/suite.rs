@@ -3,12 +3,14 @@
 mod suite {
     mod attention;
     mod conformance;
+    mod delayed_scaling;
     mod integers;
     mod learned_definition;
     mod learned_steps;
     mod matmul;
     mod moments;
     mod saved;
+    mod small_floats;
     mod stochastic;
     mod training;
 

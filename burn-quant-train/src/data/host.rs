@@ -33,8 +33,9 @@ use super::{
     },
     product::{FloatProduct, ProductKernels, check_product, dequantized_product},
     quantize::{
-        Fallback, FallbackQuantized, Format, Operand, QuantizeKernels, QuantizeSpec, Quantized,
-        QuantizedInput, Residual, Scales, fallback_block, quantize_input_twice,
+        DelayedMaximum, Fallback, FallbackQuantized, Format, Operand, QuantizeKernels,
+        QuantizeSpec, Quantized, QuantizedInput, Residual, Scales, fallback_block,
+        quantize_input_twice,
     },
     read::{floats, int_data, integers},
     tensors::{On, matrix_shape},
@@ -93,6 +94,25 @@ impl<B: HostBackend> QuantizeKernels for B {
         let spec = spec.with_layout(Layout::RowMajor);
         let quantized = B::with_floats(x, |x| host::quantize(x, shape, &spec));
         upload(checked(quantized), &device)
+    }
+
+    fn quantize_delayed(
+        x: FloatTensor<B>,
+        spec: &QuantizeSpec,
+        delayed: &DelayedMaximum<B>,
+    ) -> Quantized<B> {
+        let shape = matrix_shape(&x, "quantize_delayed");
+        delayed.check("quantize_delayed");
+        let device = B::float_device(&x);
+        let spec = spec.with_layout(Layout::RowMajor);
+        let maximum = B::with_floats(delayed.maxima.clone(), |maxima| maxima[delayed.layer]);
+        let quantized = B::with_floats(x, |x| host::quantize_delayed(x, shape, &spec, maximum));
+        let (quantized, absmax) = checked(quantized);
+        let absmax = TensorData::new(vec![absmax], [1]);
+        Quantized {
+            absmax: Some(B::float_from_data(absmax, &device)),
+            ..upload(quantized, &device)
+        }
     }
 
     fn quantize_fallback(
@@ -249,6 +269,7 @@ fn upload<B: HostBackend>(matrix: HostQuantized<'_>, device: &Device<B>) -> Quan
         format,
         values: Some(B::int_from_data(values, device)),
         transposed: None,
+        absmax: None,
         scales: match matrix.scales {
             HostScales::F32(scales) => Scales::F32(floats(scales.into_owned(), of_scales.clone())),
             HostScales::E8M0(scales) => Scales::E8M0(bytes(scales)),

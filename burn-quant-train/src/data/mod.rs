@@ -10,7 +10,8 @@
 //! | [`quantize`], [`learned_step`], [`sampling`], [`product`], [`attention`], [`optimizer`], [`threshold`] | a concern each: kernels and operations |
 //! | `kernels`, `operation` | the kernels of all concerns; operations, and the backends that run them |
 //! | `host`, `cube`, `fusion` | the backends: in host memory, on CubeCL's runtimes, in a fused stream |
-//! | `cast`, `read` | casts between float dtypes; state read back to the host |
+//! | `cast`, `random_hadamard` | casts between float dtypes; a transform by Burn's operations |
+//! | `read` | state read back to the host |
 
 pub mod attention;
 pub mod learned_step;
@@ -30,6 +31,7 @@ mod fusion;
 pub mod host;
 mod kernels;
 mod operation;
+pub(crate) mod random_hadamard;
 pub(crate) mod read;
 
 pub use cast::cast_to;

@@ -5,8 +5,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError, Weak};
 use burn_backend::tensor::{Device, FloatTensor, IntTensor};
 
 use super::slot::{
-    Controllers, HadamardSizes, LearnedSteps, SlotState, SlotValues, StepSizes, ThresholdSlot,
-    complete,
+    AmaxHistories, Controllers, HadamardSizes, LearnedSteps, SlotState, SlotValues, StepSizes,
+    ThresholdSlot, complete,
 };
 use crate::{data::DataBackend, recipe::Slot};
 
@@ -163,7 +163,7 @@ impl<B: DataBackend> Bank<B> {
     ) -> &'a mut ThresholdSlot<B> {
         match self.slot(state, name, device) {
             SlotState::Threshold(slot) => slot,
-            SlotState::StepSize(_) | SlotState::HadamardSize(_) => {
+            SlotState::StepSize(_) | SlotState::AmaxHistory(_) | SlotState::HadamardSize(_) => {
                 panic!("layers: slot `{name}` holds no threshold")
             }
         }
@@ -187,8 +187,33 @@ impl<B: DataBackend> Bank<B> {
         }
         match self.slot(&mut state, name, device) {
             SlotState::StepSize(slot) => Some(f(slot)),
-            SlotState::Threshold(_) | SlotState::HadamardSize(_) => {
+            SlotState::Threshold(_) | SlotState::AmaxHistory(_) | SlotState::HadamardSize(_) => {
                 panic!("layers: slot `{name}` holds no step size")
+            }
+        }
+    }
+
+    /// Runs `f` on the histories of maxima in the slot `name`, on `device`; with a `time`, only while that is the
+    /// bank's.
+    ///
+    /// # Panics
+    ///
+    /// If there is no such slot.
+    pub(super) fn with_histories<A>(
+        &self,
+        name: &str,
+        device: &Device<B>,
+        time: Option<u64>,
+        f: impl FnOnce(&mut AmaxHistories<B>) -> A,
+    ) -> Option<A> {
+        let mut state = self.lock();
+        if time.is_some_and(|time| time != state.now.time) {
+            return None;
+        }
+        match self.slot(&mut state, name, device) {
+            SlotState::AmaxHistory(slot) => Some(f(slot)),
+            SlotState::Threshold(_) | SlotState::StepSize(_) | SlotState::HadamardSize(_) => {
+                panic!("layers: slot `{name}` holds no history of maxima")
             }
         }
     }
@@ -207,7 +232,7 @@ impl<B: DataBackend> Bank<B> {
         let mut state = self.lock();
         match self.slot(&mut state, name, device) {
             SlotState::HadamardSize(slot) => f(slot),
-            SlotState::Threshold(_) | SlotState::StepSize(_) => {
+            SlotState::Threshold(_) | SlotState::StepSize(_) | SlotState::AmaxHistory(_) => {
                 panic!("layers: slot `{name}` holds no size of a transform")
             }
         }
@@ -231,7 +256,7 @@ impl<B: DataBackend> Bank<B> {
             let values = self.values(state);
             let slots = self.slots.iter();
             let slots = slots
-                .map(|slot| SlotState::new(slot, &values, device))
+                .map(|slot| SlotState::new(slot, &self.controllers, &values, device))
                 .collect();
             state.devices.push((device.clone(), slots));
             state.devices.len() - 1

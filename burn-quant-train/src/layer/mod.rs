@@ -30,9 +30,13 @@ pub use random::{Call, Role, in_lane};
 pub(crate) use random::{seed, set_seed};
 pub use record::{LayerRecord, LayersRecord};
 pub(crate) use slot::Controllers;
-pub use slot::{HadamardChoice, LearnedSteps, SlotValues};
+pub use slot::{AmaxAlgorithm, DelayedScaling, HadamardChoice, LearnedSteps, SlotValues};
 
-use crate::data::{DataBackend, StochasticKey, learned_step::HadamardSize, quantize::Fallback};
+use crate::data::{
+    DataBackend, StochasticKey,
+    learned_step::HadamardSize,
+    quantize::{DelayedMaximum, Fallback},
+};
 use random::lane;
 
 /// One linear layer.
@@ -163,6 +167,39 @@ impl<B: DataBackend> Layer<B> {
         self.bank.with_steps(name, device, Some(call.time), |slot| {
             slot.add_gradient(self.index, gradient);
         });
+    }
+
+    /// The maximum that this layer's data had in earlier steps, of the slot `name`, on `device`.
+    ///
+    /// # Panics
+    ///
+    /// If the bank has no such slot.
+    pub(crate) fn delayed_maximum(&self, name: &str, device: &Device<B>) -> DelayedMaximum<B> {
+        let maxima = self
+            .bank
+            .with_histories(name, device, None, |slot| slot.maxima());
+        DelayedMaximum {
+            layer: self.index,
+            maxima: maxima.expect("it was asked for at any time"),
+        }
+    }
+
+    /// Takes the largest magnitude, FP32 `[1]`, of this layer's data in a run, unless the step of that run is over.
+    ///
+    /// # Panics
+    ///
+    /// If the bank has no such slot.
+    pub(crate) fn note_maximum(
+        &self,
+        name: &str,
+        device: &Device<B>,
+        call: Call,
+        absmax: FloatTensor<B>,
+    ) {
+        self.bank
+            .with_histories(name, device, Some(call.time), |slot| {
+                slot.note(self.index, absmax);
+            });
     }
 
     /// The size of this layer's transform, of the slot `name`: the one that it has, or the one that `choose` gives where

@@ -1,6 +1,7 @@
 //! Slots: named state of layers, for each device that runs them, and how it moves at a step.
 
 mod accumulator;
+mod amax_history;
 mod hadamard;
 mod step_size;
 mod threshold;
@@ -14,6 +15,8 @@ use crate::{
     recipe::{Slot, SlotKind},
 };
 
+pub(super) use amax_history::AmaxHistories;
+pub use amax_history::{AmaxAlgorithm, DelayedScaling};
 pub(super) use hadamard::HadamardSizes;
 pub(super) use step_size::StepSizes;
 pub use step_size::{HadamardChoice, LearnedSteps};
@@ -29,6 +32,8 @@ pub(crate) struct Controllers {
     pub threshold: DelayThreshold,
     /// The controller of step sizes.
     pub steps: LearnedSteps,
+    /// How scales follow histories of maxima.
+    pub scaling: DelayedScaling,
 }
 
 /// The state of one slot of all layers, on one device.
@@ -36,6 +41,7 @@ pub(crate) struct Controllers {
 pub(super) enum SlotState<B: DataBackend> {
     Threshold(ThresholdSlot<B>),
     StepSize(StepSizes<B>),
+    AmaxHistory(AmaxHistories<B>),
     HadamardSize(HadamardSizes),
 }
 
@@ -55,18 +61,30 @@ pub(super) fn complete(
             threshold::complete(slot.name, &controllers.threshold, index, layer);
         }
         SlotKind::StepSize => step_size::complete(slot.name, index, layer),
+        SlotKind::AmaxHistory => amax_history::complete(slot.name, index, layer),
         SlotKind::HadamardSize => hadamard::complete(slot.name, index, layer),
     }
 }
 
 impl<B: DataBackend> SlotState<B> {
     /// Uploads the slot of layers with these [complete] values.
-    pub fn new(slot: &Slot, layers: &[SlotValues], device: &Device<B>) -> Self {
+    pub fn new(
+        slot: &Slot,
+        controllers: &Controllers,
+        layers: &[SlotValues],
+        device: &Device<B>,
+    ) -> Self {
         match slot.kind {
             SlotKind::DelayThreshold => {
                 Self::Threshold(ThresholdSlot::new(slot.name, layers, device))
             }
             SlotKind::StepSize => Self::StepSize(StepSizes::new(slot.name, layers, device)),
+            SlotKind::AmaxHistory => Self::AmaxHistory(AmaxHistories::new(
+                slot.name,
+                layers,
+                device,
+                &controllers.scaling,
+            )),
             SlotKind::HadamardSize => Self::HadamardSize(HadamardSizes::new(slot.name, layers)),
         }
     }
@@ -76,6 +94,7 @@ impl<B: DataBackend> SlotState<B> {
         match self {
             Self::Threshold(state) => state.read(slot.name, layers),
             Self::StepSize(state) => state.read(slot.name, layers),
+            Self::AmaxHistory(state) => state.read(slot.name, layers),
             Self::HadamardSize(state) => state.read(slot.name, layers),
         }
     }
@@ -97,21 +116,28 @@ impl<B: DataBackend> SlotState<B> {
             Self::Threshold(state) => {
                 let others = others.filter_map(|it| match it {
                     Self::Threshold(state) => Some(state),
-                    Self::StepSize(_) | Self::HadamardSize(_) => None,
+                    Self::StepSize(_) | Self::AmaxHistory(_) | Self::HadamardSize(_) => None,
                 });
                 Self::Threshold(state.advance(others, &device, &controllers.threshold))
             }
             Self::StepSize(state) => {
                 let others = others.filter_map(|it| match it {
                     Self::StepSize(state) => Some(state),
-                    Self::Threshold(_) | Self::HadamardSize(_) => None,
+                    Self::Threshold(_) | Self::AmaxHistory(_) | Self::HadamardSize(_) => None,
                 });
                 Self::StepSize(state.advance(others, &device, &controllers.steps, step))
+            }
+            Self::AmaxHistory(state) => {
+                let others = others.filter_map(|it| match it {
+                    Self::AmaxHistory(state) => Some(state),
+                    Self::Threshold(_) | Self::StepSize(_) | Self::HadamardSize(_) => None,
+                });
+                Self::AmaxHistory(state.advance(others, &device, &controllers.scaling, step))
             }
             Self::HadamardSize(state) => {
                 let others = others.filter_map(|it| match it {
                     Self::HadamardSize(state) => Some(state),
-                    Self::Threshold(_) | Self::StepSize(_) => None,
+                    Self::Threshold(_) | Self::StepSize(_) | Self::AmaxHistory(_) => None,
                 });
                 Self::HadamardSize(state.advance(others))
             }
@@ -124,6 +150,7 @@ impl<B: DataBackend> SlotState<B> {
         match self {
             Self::Threshold(state) => Self::Threshold(state.to_device(device)),
             Self::StepSize(state) => Self::StepSize(state.to_device(device)),
+            Self::AmaxHistory(state) => Self::AmaxHistory(state.to_device(device)),
             Self::HadamardSize(state) => Self::HadamardSize(state.clone()),
         }
     }

@@ -47,12 +47,17 @@ pub struct CopyKey {
     pub of_transpose: bool,
     /// The transform before a quantization by the layer's step size; `None` where the scales come from the data.
     pub learned: Option<HadamardTransform>,
+    /// True for a copy made after a random Hadamard transform of its rows.
+    pub rotated: bool,
+    /// The slot whose history of maxima scales it; `None` where the scales are its own.
+    pub history: Option<&'static str>,
     /// The order of its values.
     pub layout: Layout,
 }
 
-/// The time for which a copy is good that is stochastic or has a learned step size: a step of a bank, in a lane. In longer
-/// use the error of one draw would become a bias; a step size moves at every step.
+/// The time for which a copy is good that is stochastic, has a learned step size or a scale of earlier steps: a step of
+/// a bank, in a lane. In longer use the error of one draw would become a bias; step sizes and scales move at every
+/// step.
 pub(crate) struct Epoch<B: DataBackend> {
     bank: Weak<Bank<B>>,
     time: u64,
@@ -85,7 +90,7 @@ impl<B: DataBackend> PartialEq for Epoch<B> {
 /// A compressed copy of a tensor.
 struct SavedCopy<B: DataBackend> {
     key: CopyKey,
-    /// `None` for a copy to nearest, which is good as long as the value.
+    /// `None` for a copy to nearest with scales of its own, which is good as long as the value.
     epoch: Option<Epoch<B>>,
     matrix: Arc<Quantized<B>>,
 }

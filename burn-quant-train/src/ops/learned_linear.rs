@@ -118,6 +118,8 @@ fn weight_key(transform: HadamardTransform) -> CopyKey {
         rounding: Rounding::Nearest,
         of_transpose: false,
         learned: Some(transform),
+        rotated: false,
+        history: None,
         layout: Layout::Both,
     }
 }

@@ -4,6 +4,7 @@
 //! Each pass is one operation of the backend that holds the data, so the operands that a pass makes for its products
 //! never become tensors of a fused stream.
 
+mod history;
 mod pass;
 mod plan;
 
@@ -15,6 +16,7 @@ use burn_backend::{
 };
 
 use self::{
+    history::History,
     pass::{Backward, BackwardInputs, Forward, ForwardInputs, Gradients},
     plan::{BackwardPlan, Plan, Stored},
 };
@@ -67,6 +69,8 @@ pub(crate) struct Saved<B: DataBackend> {
     bias: Option<DType>,
     plan: BackwardPlan,
     compute: FloatDType,
+    /// Present if dY has a history of maxima.
+    history: Option<History<B>>,
 }
 
 impl<B: DataBackend> Clone for Saved<B> {
@@ -76,6 +80,7 @@ impl<B: DataBackend> Clone for Saved<B> {
             weight: self.weight.clone(),
             x_form: self.x_form.clone(),
             weight_form: self.weight_form.clone(),
+            history: self.history.clone(),
             ..*self
         }
     }
@@ -121,6 +126,10 @@ impl<B: DataBackend, const N: usize> Recorded<B, N> for Linear<B> {
         let forms = [Form::of(&x), Form::of(&weight)];
         let bias_dtype = bias.as_ref().map(TensorMetadata::dtype);
 
+        let [x_history, weight_history, gradient_history] =
+            History::of_row(&self.row, &self.layer, plan.call);
+        let delayed = |history: &Option<History<B>>| history.as_ref().map(|it| it.delayed(&device));
+
         // X: copies that other layers made of it are good for this one too.
         let of_x = |key: CopyKey| self.x_tag.as_ref()?.find(key, plan.epoch(bank, key));
         let saved_make = plan.saved.filter(|_| wants_weight);
@@ -136,7 +145,9 @@ impl<B: DataBackend, const N: usize> Recorded<B, N> for Linear<B> {
             (SavedX::Input, true) => Some(Kept::Float(x.clone())),
             (SavedX::Input, false) | (SavedX::Operand, _) => None,
         };
-        let keeps_operand = shares_operand && operand.is_none();
+        // A copy with a history brings its maximum along.
+        let is_noted = matches!(plan.forward, Some([make, _]) if make.has_history());
+        let keeps_operand = (shares_operand || is_noted) && operand.is_none();
         let x = match (&operand, to_save) {
             (Some(copy), None) => Source::Copy(Quantized::clone(copy)),
             _ => Source::Float(x.into_value()),
@@ -168,6 +179,7 @@ impl<B: DataBackend, const N: usize> Recorded<B, N> for Linear<B> {
             weight: weight_source,
             bias: bias.map(HeldTensor::into_value),
             fallback,
+            delayed: [delayed(&x_history), delayed(&weight_history)],
         };
         let output = match plan.residual {
             Residual::Never => B::run(operation, inputs(None)),
@@ -187,9 +199,9 @@ impl<B: DataBackend, const N: usize> Recorded<B, N> for Linear<B> {
             Some(tag) => tag.keep(make.factor.key, plan.epoch(bank, make.factor.key), copy),
             None => Arc::new(copy),
         };
-        if let (Some(copy), Some([make, _])) = (output.operand, plan.forward) {
-            keep_x(make, copy);
-        }
+        let made_operand = output.operand.zip(plan.forward);
+        let made_operand = made_operand.map(|(copy, [make, _])| keep_x(make, copy));
+        let operand = operand.or(made_operand);
         let made = output
             .saved
             .zip(to_save)
@@ -201,6 +213,13 @@ impl<B: DataBackend, const N: usize> Recorded<B, N> for Linear<B> {
         };
         let copy = keep_weight(plan.weight, output.weight).or(copy);
         let other = keep_weight(plan.other_weight, output.other_weight).or(other);
+        let saved = saved.or(made);
+        if let Some(history) = x_history {
+            history.note_copies(&device, [operand.as_ref(), saved.as_ref()]);
+        }
+        if let Some(history) = weight_history {
+            history.note_copies(&device, [copy.as_ref(), other.as_ref()]);
+        }
         let kept_weight = || match plan.backward.input {
             None => Kept::Float(weight),
             Some(_) => Kept::Copy(
@@ -211,13 +230,14 @@ impl<B: DataBackend, const N: usize> Recorded<B, N> for Linear<B> {
         };
         let [x_form, weight_form] = forms;
         let saved = Saved {
-            x: kept_x.or(saved.or(made).map(Kept::Copy)),
+            x: kept_x.or(saved.map(Kept::Copy)),
             weight: wants_x.then(kept_weight),
             x_form,
             weight_form,
             bias: bias_dtype,
             plan: plan.backward,
             compute: self.compute,
+            history: gradient_history,
         };
         (HeldTensor::of("linear", output.y), saved)
     }
@@ -229,6 +249,7 @@ impl<B: DataBackend, const N: usize> Recorded<B, N> for Linear<B> {
     ) -> [Option<FloatTensor<B>>; N] {
         let [wants_x, wants_weight] = [wanted[0], wanted[1]];
         let wants_bias = wanted.get(2).copied().unwrap_or_default();
+        let device = B::float_device(&gradient);
         let of_bias = saved.bias.filter(|_| wants_bias);
         let mut of_bias = of_bias.map(|dtype| bias_gradient::<B>(&gradient, dtype));
         let weight = saved.weight.filter(|_| wants_x);
@@ -243,6 +264,7 @@ impl<B: DataBackend, const N: usize> Recorded<B, N> for Linear<B> {
             (None, None) => Gradients {
                 input: None,
                 weight: None,
+                absmax: None,
             },
             _ => B::run(
                 operation,
@@ -250,9 +272,13 @@ impl<B: DataBackend, const N: usize> Recorded<B, N> for Linear<B> {
                     gradient,
                     weight: weight.map(Source::from),
                     x: x.map(Source::from),
+                    delayed: saved.history.as_ref().map(|it| it.delayed(&device)),
                 },
             ),
         };
+        if let Some((history, absmax)) = saved.history.zip(gradients.absmax.take()) {
+            history.note(&device, absmax);
+        }
         std::array::from_fn(|index| match index {
             0 => gradients.input.take(),
             1 => gradients.weight.take(),

@@ -6,11 +6,12 @@ use cubecl_kernels::{granularity, rounding};
 use crate::{
     data::{
         Kernels, Layout, StochasticKey,
-        quantize::{Format, Operand, QuantizeSpec, Quantized},
-        tensors::Tensors,
+        quantize::{DelayedMaximum, Format, Operand, QuantizeSpec, Quantized},
+        random_hadamard::{random_hadamard, transformed_cols},
+        tensors::{Outline, Tensors},
     },
     layer::tag::CopyKey,
-    recipe::{Cast, Granularity, Rounding},
+    recipe::{Cast, Granularity, Rounding, ScaleSource, Transform},
 };
 
 /// A matrix as an operand of a quantized product.
@@ -55,6 +56,14 @@ impl Factor {
                 rounding: cast.rounding,
                 of_transpose,
                 learned: None,
+                rotated: match cast.transform {
+                    Transform::RandomHadamard => true,
+                    Transform::Identity | Transform::Hadamard(_) => false,
+                },
+                history: match cast.source {
+                    ScaleSource::History(slot) => Some(slot),
+                    ScaleSource::Data | ScaleSource::Step(_) => None,
+                },
                 // Products read along their inner dimension.
                 layout: match sums_columns != of_transpose {
                     true => Layout::RowMajor,
@@ -120,30 +129,68 @@ impl Make {
         }
     }
 
+    /// True if a history of maxima scales the copy.
+    pub fn has_history(&self) -> bool {
+        self.factor.key.history.is_some()
+    }
+
     /// True if two copies hold the same numbers, in whatever order.
     pub fn is_same_as(&self, other: &Self) -> bool {
         self.factor.is_same_as(&other.factor) && self.key == other.key
     }
 
-    /// Makes the copy of a matrix, in this layout.
-    pub fn copy<K: Kernels>(&self, matrix: FloatTensor<K>, layout: Layout) -> Quantized<K> {
+    /// The outline of the copy of a matrix of this shape, in this layout.
+    pub fn outline(&self, [rows, cols]: [usize; 2], layout: Layout) -> Quantized<Outline> {
+        let [rows, cols] = match self.factor.key.of_transpose {
+            true => [cols, rows],
+            false => [rows, cols],
+        };
+        let shape = match self.factor.key.rotated {
+            true => [rows, transformed_cols(cols)],
+            false => [rows, cols],
+        };
+        match self.factor.key.history {
+            None => Quantized::outline(shape, &self.spec(layout)),
+            Some(_) => Quantized::delayed_outline(shape, &self.spec(layout)),
+        }
+    }
+
+    /// Makes the copy of a matrix, in this layout. `delayed`: the maximum that the matrix had in earlier steps, where
+    /// it has a history.
+    pub fn copy<K: Kernels>(
+        &self,
+        matrix: FloatTensor<K>,
+        layout: Layout,
+        delayed: Option<&DelayedMaximum<K>>,
+    ) -> Quantized<K> {
         let matrix = match self.factor.key.of_transpose {
             true => K::float_swap_dims(matrix, 0, 1),
             false => matrix,
         };
-        K::quantize_matrix(matrix, &self.spec(layout))
+        let matrix = match self.factor.key.rotated {
+            true => random_hadamard::<K>(matrix),
+            false => matrix,
+        };
+        let spec = self.spec(layout);
+        match (self.factor.key.history, delayed) {
+            (None, _) => K::quantize_matrix(matrix, &spec),
+            (Some(_), Some(delayed)) => K::quantize_delayed(matrix, &spec, delayed),
+            (Some(slot), None) => panic!("a copy with the history `{slot}` reads its maximum"),
+        }
     }
 }
 
-/// Both copies of a matrix, from one read where they hold the same numbers.
+/// Both copies of a matrix, from one read where they hold the same numbers. `delayed`: the maximum that the matrix had
+/// in earlier steps, where it has a history.
 pub(super) fn copies<K: Kernels>(
     matrix: FloatTensor<K>,
     makes: [Option<&Make>; 2],
+    delayed: Option<&DelayedMaximum<K>>,
 ) -> [Option<Quantized<K>>; 2] {
-    let one = |make: &Make, matrix| make.copy::<K>(matrix, make.factor.key.layout);
+    let one = |make: &Make, matrix| make.copy::<K>(matrix, make.factor.key.layout, delayed);
     match makes {
         [Some(first), Some(second)] if first.is_same_as(second) => {
-            let both = first.copy::<K>(matrix, Layout::Both);
+            let both = first.copy::<K>(matrix, Layout::Both, delayed);
             [first, second].map(|make| Some(both.in_layout(make.factor.key.layout)))
         }
         [Some(first), Some(second)] => {

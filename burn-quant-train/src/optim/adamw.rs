@@ -74,8 +74,9 @@ impl QuantAdamWConfig {
     /// # Panics
     ///
     /// If a setting is out of its range: one that [`adamw`](Self::adamw) names, or one of those of layers
-    /// (see [`DelayThreshold::validate`](crate::layer::DelayThreshold::validate) and
-    /// [`LearnedSteps::validate`](crate::layer::LearnedSteps::validate)).
+    /// (see [`DelayThreshold::validate`](crate::layer::DelayThreshold::validate),
+    /// [`LearnedSteps::validate`](crate::layer::LearnedSteps::validate) and
+    /// [`DelayedScaling::validate`](crate::layer::DelayedScaling::validate)).
     pub fn init<B: LayerBackend, M: AutodiffModule<B>>(
         &self,
     ) -> QuantOptimizer<QuantAdamW<M, B>, B> {
@@ -83,6 +84,7 @@ impl QuantAdamWConfig {
             policy: self.policy.clone(),
             threshold: self.threshold,
             steps: self.steps.clone(),
+            scaling: self.scaling,
             seed: self.seed,
         };
         QuantOptimizer::new(self.adamw(), config)

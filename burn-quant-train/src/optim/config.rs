@@ -10,7 +10,7 @@ use crate::{
         StochasticKey,
         optimizer::{Hyperparameters, MAX_GROUP, StateFormat},
     },
-    layer::{DelayThreshold, LayerPolicy, LearnedSteps, covers},
+    layer::{DelayThreshold, DelayedScaling, LayerPolicy, LearnedSteps, covers},
 };
 
 /// How the codes of 8-bit moments are rounded.
@@ -92,6 +92,9 @@ pub struct QuantAdamWConfig {
     /// How learned step sizes move.
     #[config(default = "LearnedSteps::default()")]
     pub steps: LearnedSteps,
+    /// How scales follow the maxima of earlier steps.
+    #[config(default = "DelayedScaling::default()")]
+    pub scaling: DelayedScaling,
     /// The seed of stochastic rounding; by default the seed last given to `Backend::seed` of a `QuantTrain`, or 0.
     pub seed: Option<u64>,
 }

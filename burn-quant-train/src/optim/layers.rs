@@ -16,8 +16,8 @@ use super::backend::LayerBackend;
 use crate::{
     data::DataBackend,
     layer::{
-        self, Bank, Controllers, Decision, DelayThreshold, Layer, LayerPolicy, LayerRecord,
-        LayersRecord, LearnedSteps, SlotValues,
+        self, Bank, Controllers, Decision, DelayThreshold, DelayedScaling, Layer, LayerPolicy,
+        LayerRecord, LayersRecord, LearnedSteps, SlotValues,
     },
     recipe::{Row, Slot},
 };
@@ -31,6 +31,8 @@ pub struct LayerConfig {
     pub threshold: DelayThreshold,
     /// How learned step sizes move.
     pub steps: LearnedSteps,
+    /// How scales follow histories of maxima.
+    pub scaling: DelayedScaling,
     /// The seed of stochastic rounding; `None`: the seed last given to `Backend::seed`.
     pub seed: Option<u64>,
 }
@@ -125,6 +127,7 @@ impl<B: DataBackend> Layers<B> {
         let controllers = Controllers {
             threshold: config.threshold,
             steps: config.steps.clone(),
+            scaling: config.scaling,
         };
         let owner = Arc::new(());
         let of = Arc::downgrade(&owner);

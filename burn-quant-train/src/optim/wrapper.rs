@@ -54,12 +54,14 @@ impl<O, B: LayerBackend> QuantOptimizer<O, B> {
     ///
     /// # Panics
     ///
-    /// If the settings of thresholds or learned steps are out of range: see
-    /// [`DelayThreshold::validate`](crate::layer::DelayThreshold::validate) and
-    /// [`LearnedSteps::validate`](crate::layer::LearnedSteps::validate).
+    /// If the settings of thresholds, learned steps or delayed scaling are out of range: see
+    /// [`DelayThreshold::validate`](crate::layer::DelayThreshold::validate),
+    /// [`LearnedSteps::validate`](crate::layer::LearnedSteps::validate) and
+    /// [`DelayedScaling::validate`](crate::layer::DelayedScaling::validate).
     pub fn new(inner: O, config: LayerConfig) -> Self {
         config.threshold.validate();
         config.steps.validate();
+        config.scaling.validate();
         Self {
             inner,
             config,

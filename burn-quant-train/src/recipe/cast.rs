@@ -35,6 +35,9 @@ pub enum ScaleSource {
     Data,
     /// A step size that is learned beside the weights, in the layer's slot of this name (LSQ: int4-hq-lss, section 3.1).
     Step(&'static str),
+    /// The largest magnitudes of earlier steps, in the layer's slot of this name (delayed scaling: NVIDIA's
+    /// TransformerEngine). Where there are none yet, that of the matrix.
+    History(&'static str),
 }
 
 /// A linear map of the inner dimension before the operand is quantized.
@@ -44,6 +47,9 @@ pub enum Transform {
     Identity,
     /// The block-diagonal Hadamard transform, whose size is in the layer's slot of this name (int4-hq-lss, section 3.3).
     Hadamard(&'static str),
+    /// The block-diagonal Hadamard transform of 16 with fixed random signs (NVFP4, arXiv 2509.25149). The dimension is
+    /// filled up with zeros to whole blocks.
+    RandomHadamard,
 }
 
 /// A second quantized copy, of the rest that the first one leaves (fallback-int8, section 4.3).
@@ -103,10 +109,26 @@ impl Cast {
         }
     }
 
+    /// The same with the history of maxima of this slot.
+    pub const fn with_history(self, slot: &'static str) -> Self {
+        Self {
+            source: ScaleSource::History(slot),
+            ..self
+        }
+    }
+
     /// The same of the Hadamard transform whose size is in this slot.
     pub const fn with_hadamard(self, slot: &'static str) -> Self {
         Self {
             transform: Transform::Hadamard(slot),
+            ..self
+        }
+    }
+
+    /// The same of the Hadamard transform of 16 with random signs.
+    pub const fn with_random_hadamard(self) -> Self {
+        Self {
+            transform: Transform::RandomHadamard,
             ..self
         }
     }

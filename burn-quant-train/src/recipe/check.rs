@@ -4,7 +4,7 @@ use burn_backend::FloatDType;
 
 use super::{
     Cast, Granularity, LinearRow, Number, Product, Residual, Rounding, Row, Sampling, SavedX,
-    ScaleNumber, ScaleSource, SlotKind, THRESHOLD, Transform,
+    ScaleNumber, ScaleSource, SlotKind, THRESHOLD, Transform, row::history_of,
 };
 
 impl Row {
@@ -96,24 +96,24 @@ impl LinearRow {
         self.check_slots();
     }
 
-    /// Panics unless the products are of operands whose scales come from the data.
+    /// Panics unless the products are of operands whose scales come from the data, of this step or of earlier ones.
     const fn check_scaled(&self) {
         if let Product::Quantized { left, right, .. } = &self.forward {
-            left.check_scaled();
-            right.check_scaled();
+            left.check_unlearned();
+            right.check_unlearned();
             self.check_residual(left);
             refuse_residual(right);
         }
         if let Product::Quantized { left, right, .. } = &self.input_gradient {
-            left.check_scaled();
-            right.check_scaled();
+            left.check_unlearned();
+            right.check_unlearned();
             refuse_residual(left);
             refuse_residual(right);
         }
         match &self.weight_gradient {
             Product::Quantized { left, right, .. } => {
-                left.check_scaled();
-                right.check_scaled();
+                left.check_unlearned();
+                right.check_unlearned();
                 refuse_residual(left);
                 refuse_residual(right);
             }
@@ -127,6 +127,41 @@ impl LinearRow {
                 || is_sampled(&self.input_gradient)
                 || is_sampled(&self.weight_gradient)),
             "rows are sampled in the backward products of rows with learned step sizes"
+        );
+        self.check_histories();
+        check_rotation(&self.forward);
+        check_rotation(&self.input_gradient);
+        check_rotation(&self.weight_gradient);
+    }
+
+    /// Panics unless X, W and dY have a history each, if any, that the row declares.
+    const fn check_histories(&self) {
+        let [x, weight, gradient] = self.histories();
+        assert!(
+            (x.is_empty() || self.declares(x, SlotKind::AmaxHistory))
+                && (weight.is_empty() || self.declares(weight, SlotKind::AmaxHistory))
+                && (gradient.is_empty() || self.declares(gradient, SlotKind::AmaxHistory)),
+            "a history of maxima is in a slot of kind `SlotKind::AmaxHistory` that the row declares"
+        );
+        assert!(
+            differ(x, weight) && differ(x, gradient) && differ(weight, gradient),
+            "X, W and dY have histories of their own: name a slot for each"
+        );
+        let [of_x, of_weight] = self.forward.operands();
+        let [of_gradient, of_weight_again] = self.input_gradient.operands();
+        let [of_x_again, of_gradient_again] = self.weight_gradient.operands();
+        assert!(
+            is_history(of_x, x)
+                && is_history(of_x_again, x)
+                && is_history(of_weight, weight)
+                && is_history(of_weight_again, weight)
+                && is_history(of_gradient, gradient)
+                && is_history(of_gradient_again, gradient),
+            "a matrix has one history: both of its casts name the same slot"
+        );
+        assert!(
+            history_of(of_x_again).is_empty() || matches!(self.saved_x, SavedX::Operand),
+            "X is scaled by its history in the forward pass: use `saved_x: SavedX::Operand`"
         );
     }
 
@@ -156,6 +191,10 @@ impl LinearRow {
         };
         x.check_learned();
         weight.check_learned();
+        assert!(
+            !matches!(x.transform, Transform::RandomHadamard),
+            "learned step sizes are of operands without a transform, or of one whose size is in a slot"
+        );
         assert!(
             same_transform(x, weight),
             "X and W have the same transform: it cancels in their product"
@@ -222,7 +261,7 @@ impl LinearRow {
             Product::Compute => "",
             Product::Quantized { left, right, .. } => match [left.source, right.source][operand] {
                 ScaleSource::Step(slot) => slot,
-                ScaleSource::Data => "",
+                ScaleSource::Data | ScaleSource::History(_) => "",
             },
         }
     }
@@ -233,7 +272,7 @@ impl LinearRow {
             Product::Compute => "",
             Product::Quantized { left, .. } => match left.transform {
                 Transform::Hadamard(slot) => slot,
-                Transform::Identity => "",
+                Transform::Identity | Transform::RandomHadamard => "",
             },
         }
     }
@@ -304,6 +343,13 @@ impl LinearRow {
                         "X and W have step sizes of their own: name two slots"
                     );
                 }
+                SlotKind::AmaxHistory => {
+                    let [x, weight, gradient] = self.histories();
+                    assert!(
+                        same(slot.name, x) || same(slot.name, weight) || same(slot.name, gradient),
+                        "no cast of the row reads one of its slots: it would never move"
+                    );
+                }
                 SlotKind::HadamardSize => {
                     assert!(
                         same(slot.name, self.hadamard()),
@@ -330,10 +376,42 @@ impl Cast {
             "learned step sizes are of the forward product's operands, of both"
         );
         assert!(
-            matches!(self.transform, Transform::Identity),
-            "a transform is of operands with learned step sizes"
+            !matches!(self.transform, Transform::Hadamard(_)),
+            "a transform whose size is in a slot is of operands with learned step sizes"
+        );
+        assert!(
+            matches!(
+                (self.transform, self.granularity),
+                (Transform::Identity, _) | (Transform::RandomHadamard, Granularity::Group(_))
+            ),
+            "a random Hadamard transform is of operands in groups, which lie along the dimension that is summed over"
         );
         self.check();
+    }
+
+    /// Panics unless the scales come from the data, of this step or of earlier ones, and the operand is one that
+    /// kernels quantize.
+    const fn check_unlearned(&self) {
+        if let ScaleSource::History(_) = self.source {
+            assert!(
+                matches!(
+                    (self.scale, self.granularity),
+                    (ScaleNumber::F32, Granularity::Tensor)
+                ),
+                "a history of maxima scales whole matrices, with FP32 scales"
+            );
+            assert!(
+                matches!(self.residual, Residual::Never),
+                "an operand with a history of maxima has no residual"
+            );
+            Self {
+                source: ScaleSource::Data,
+                ..*self
+            }
+            .check_scaled();
+        } else {
+            self.check_scaled();
+        }
     }
 
     /// Panics unless the operand has a learned step size that kernels quantize by.
@@ -382,6 +460,27 @@ impl Cast {
     }
 }
 
+/// Panics unless both operands have the random Hadamard transform, or none.
+const fn check_rotation(product: &Product) {
+    if let Product::Quantized { left, right, .. } = product {
+        assert!(
+            same_transform(left, right),
+            "both operands of a product have a random Hadamard transform, or none: it cancels in their product"
+        );
+    }
+}
+
+/// True unless both names are those of one slot.
+const fn differ(a: &str, b: &str) -> bool {
+    a.is_empty() || !same(a, b)
+}
+
+/// True if the cast is scaled by no other history than this one.
+const fn is_history(cast: Option<Cast>, slot: &str) -> bool {
+    let own = history_of(cast);
+    own.is_empty() || same(own, slot)
+}
+
 const fn is_sampled(product: &Product) -> bool {
     match product {
         Product::Compute => false,
@@ -393,8 +492,10 @@ const fn same_transform(a: &Cast, b: &Cast) -> bool {
     match (a.transform, b.transform) {
         (Transform::Identity, Transform::Identity) => true,
         (Transform::Hadamard(a), Transform::Hadamard(b)) => same(a, b),
-        (Transform::Identity, Transform::Hadamard(_))
-        | (Transform::Hadamard(_), Transform::Identity) => false,
+        (Transform::RandomHadamard, Transform::RandomHadamard) => true,
+        (Transform::Identity, Transform::Hadamard(_) | Transform::RandomHadamard)
+        | (Transform::Hadamard(_), Transform::Identity | Transform::RandomHadamard)
+        | (Transform::RandomHadamard, Transform::Identity | Transform::Hadamard(_)) => false,
     }
 }
 
@@ -405,7 +506,8 @@ const fn same_learned(a: &Cast, b: &Cast) -> bool {
             b.check_learned();
             same(of_a, of_b) && same_transform(a, b)
         }
-        (ScaleSource::Data, _) | (_, ScaleSource::Data) => false,
+        (ScaleSource::Data | ScaleSource::History(_), _)
+        | (_, ScaleSource::Data | ScaleSource::History(_)) => false,
     }
 }
 
@@ -503,6 +605,18 @@ mod tests {
         let rows = [
             GOOD,
             LEARNED,
+            DELAYED,
+            LinearRow {
+                weight_gradient: Product::of(
+                    GROUP.with_random_hadamard(),
+                    GROUP.stochastic().with_random_hadamard(),
+                ),
+                ..GOOD
+            },
+            LinearRow {
+                weight_gradient: Product::of(E4M3, DELAYED_DY.stochastic()),
+                ..DELAYED
+            },
             LinearRow {
                 input_gradient: Product::of(DY, W),
                 weight_gradient: Product::of(X, DY),
@@ -550,6 +664,33 @@ mod tests {
         weight_gradient: Product::of(X, DY).sampled(Sampling::LeverageScore),
         saved_x: SavedX::Operand,
         slots: &[STEPS[0], STEPS[1], SIZE],
+    };
+
+    const GROUP: Cast = Cast::new(Number::E2M1, Granularity::Group(16));
+    const HISTORIES: [Slot; 3] = [
+        Slot {
+            name: "amax-x",
+            kind: SlotKind::AmaxHistory,
+        },
+        Slot {
+            name: "amax-w",
+            kind: SlotKind::AmaxHistory,
+        },
+        Slot {
+            name: "amax-dy",
+            kind: SlotKind::AmaxHistory,
+        },
+    ];
+    const E4M3: Cast = Cast::new(Number::E4M3, Granularity::Tensor);
+    const DELAYED_X: Cast = E4M3.with_history("amax-x");
+    const DELAYED_W: Cast = E4M3.with_history("amax-w");
+    const DELAYED_DY: Cast = E4M3.with_history("amax-dy");
+    const DELAYED: LinearRow = LinearRow {
+        forward: Product::of(DELAYED_X, DELAYED_W),
+        input_gradient: Product::of(DELAYED_DY, DELAYED_W),
+        weight_gradient: Product::of(DELAYED_X, DELAYED_DY),
+        saved_x: SavedX::Operand,
+        slots: &HISTORIES,
     };
 
     const ABOVE: Residual = Residual::Above("threshold");
@@ -652,7 +793,24 @@ mod tests {
         input_gradient: GOOD.input_gradient.sampled(Sampling::LeverageScore),
         ..GOOD
     })]
-    #[case::transform("a transform is of operands with learned step sizes", LinearRow {
+    #[case::one_rotation("it cancels in their product", LinearRow {
+        weight_gradient: Product::of(GROUP.with_random_hadamard(), GROUP),
+        ..GOOD
+    })]
+    #[case::rotated_blocks("of operands in groups", LinearRow {
+        weight_gradient: Product::of(NEAREST.with_random_hadamard(), NEAREST.with_random_hadamard()),
+        ..GOOD
+    })]
+    #[case::rotated_gradient("of operands in groups", LinearRow {
+        input_gradient: Product::of(DY.with_random_hadamard(), W).sampled(Sampling::LeverageScore),
+        weight_gradient: Product::of(X, DY.with_random_hadamard()).sampled(Sampling::LeverageScore),
+        ..LEARNED
+    })]
+    #[case::rotated_steps("whose size is in a slot", LinearRow {
+        forward: Product::of(X.with_random_hadamard(), W.with_random_hadamard()),
+        ..LEARNED
+    })]
+    #[case::transform("of operands with learned step sizes", LinearRow {
         input_gradient: Product::of(NEAREST.with_hadamard("size"), NEAREST),
         ..GOOD
     })]
@@ -660,6 +818,30 @@ mod tests {
         input_gradient: Product::of(NEAREST.with_step("step-x"), NEAREST),
         ..GOOD
     })]
+    #[case::no_history("`SlotKind::AmaxHistory`", LinearRow { slots: &[HISTORIES[0], HISTORIES[1]], ..DELAYED })]
+    #[case::unread_history("no cast of the row reads", LinearRow { slots: &[SLOT, HISTORIES[0]], ..GOOD })]
+    #[case::one_history("histories of their own", LinearRow {
+        forward: Product::of(DELAYED_X, DELAYED_X),
+        input_gradient: Product::of(DELAYED_DY, DELAYED_X),
+        ..DELAYED
+    })]
+    #[case::two_histories("both of its casts name the same slot", LinearRow {
+        input_gradient: Product::of(DELAYED_DY, E4M3.with_history("other")),
+        ..DELAYED
+    })]
+    #[case::history_of_rows("scales whole matrices", LinearRow {
+        forward: Product::of(Cast::new(Number::E4M3, Granularity::Row).with_history("amax-x"), DELAYED_W),
+        ..DELAYED
+    })]
+    #[case::history_of_powers("with FP32 scales", LinearRow {
+        forward: Product::of(DELAYED_X.with_scale(ScaleNumber::E8M0), DELAYED_W),
+        ..DELAYED
+    })]
+    #[case::history_of_residual("has no residual", LinearRow {
+        forward: Product::of(DELAYED_X.with_residual(Residual::Always), DELAYED_W),
+        ..DELAYED
+    })]
+    #[case::late_history("use `saved_x: SavedX::Operand`", LinearRow { saved_x: SavedX::Input, ..DELAYED })]
     #[case::group("groups have a power of two", LinearRow {
         input_gradient: Product::of(NEAREST, Cast::new(Number::Int8, Granularity::Group(8))),
         ..GOOD

@@ -66,7 +66,7 @@ pub(super) const fn learned_int4(
         weight_gradient: Product::of(x, gradient).sampled(sampling),
         saved_x: SavedX::Operand,
         slots: match x.transform {
-            Transform::Identity => &STEPS,
+            Transform::Identity | Transform::RandomHadamard => &STEPS,
             Transform::Hadamard(_) => &[STEPS[0], STEPS[1], SIZE],
         },
     }

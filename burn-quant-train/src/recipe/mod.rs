@@ -185,4 +185,11 @@ recipes! {
     split_int4::SplitInt4,
     lsq_int4::LsqInt4,
     luq_int4::LuqInt4,
+    current_fp8::CurrentFp8,
+    delayed_fp8::DelayedFp8,
+    rowwise_fp8::RowwiseFp8,
+    block_fp8::BlockFp8,
+    mxfp8::Mxfp8,
+    mxfp4::Mxfp4,
+    nvfp4::Nvfp4,
 }

@@ -40,6 +40,14 @@ impl Product {
         }
     }
 
+    /// The casts of the left and the right operand; none in the compute dtype.
+    pub(crate) const fn operands(&self) -> [Option<Cast>; 2] {
+        match self {
+            Self::Compute => [None, None],
+            Self::Quantized { left, right, .. } => [Some(*left), Some(*right)],
+        }
+    }
+
     /// The same of sampled rows of dY. A product in the compute dtype stays as it is.
     pub const fn sampled(self, sampling: Sampling) -> Self {
         match self {
@@ -102,6 +110,30 @@ impl Row {
     }
 }
 
+/// The slot of the history that the first of two casts of a matrix is scaled by, else that of the second.
+const fn either(first: Option<Cast>, second: Option<Cast>) -> &'static str {
+    let slot = history_of(first);
+    match slot.is_empty() {
+        true => history_of(second),
+        false => slot,
+    }
+}
+
+/// The slot of the history that an operand is scaled by; an empty name where it has none.
+pub(super) const fn history_of(cast: Option<Cast>) -> &'static str {
+    match cast {
+        Some(Cast {
+            source: ScaleSource::History(slot),
+            ..
+        }) => slot,
+        Some(Cast {
+            source: ScaleSource::Data | ScaleSource::Step(_),
+            ..
+        })
+        | None => "",
+    }
+}
+
 /// The slots of a row with learned step sizes.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct LearnedSlots {
@@ -114,6 +146,25 @@ pub(crate) struct LearnedSlots {
 }
 
 impl LinearRow {
+    /// The slots of the histories of maxima that X, W and dY are scaled by; an empty name where a matrix has none.
+    pub(crate) const fn histories(&self) -> [&'static str; 3] {
+        let casts = [
+            self.forward.operands(),
+            self.input_gradient.operands(),
+            self.weight_gradient.operands(),
+        ];
+        let [
+            [x, weight],
+            [gradient, weight_of_input],
+            [x_of_weight, gradient_of_weight],
+        ] = casts;
+        [
+            either(x, x_of_weight),
+            either(weight, weight_of_input),
+            either(gradient, gradient_of_weight),
+        ]
+    }
+
     /// The slots, if the forward product takes learned step sizes: then the backward pass reads the operands of the forward
     /// product, and the steps have gradients.
     pub(crate) const fn learned(&self) -> Option<LearnedSlots> {
@@ -127,7 +178,7 @@ impl LinearRow {
             x,
             weight,
             hadamard: match left.transform {
-                Transform::Identity => None,
+                Transform::Identity | Transform::RandomHadamard => None,
                 Transform::Hadamard(slot) => Some(slot),
             },
         })

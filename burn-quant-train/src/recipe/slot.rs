@@ -20,6 +20,9 @@ pub enum SlotKind {
     DelayThreshold,
     /// A learned step size (int4-hq-lss, sections 3.1, A.3 and A.4). On the device.
     StepSize,
+    /// The largest magnitudes that a matrix had in earlier steps, and the one of them that its scale follows (delayed
+    /// scaling). On the device.
+    AmaxHistory,
     /// The size of a Hadamard transform, chosen by the quantization error that it leaves (int4-hq-lss, section A.5).
     /// Known to the host.
     HadamardSize,

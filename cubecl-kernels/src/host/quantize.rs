@@ -7,7 +7,7 @@ use crate::{
     layout::Layout,
     number::Storage,
     quantize::{QuantizeSpec, check_given},
-    scale::{ScaleNumber, e8m0, fp32, two_level},
+    scale::{MIN_ABSMAX, ScaleNumber, e8m0, fp32, two_level},
 };
 
 use super::{
@@ -89,10 +89,7 @@ pub fn quantize_by(
             HostValues::U32(by_inverses(x, &encoder, spec, &[inverse], ten_bit_row).into())
         }
     };
-    let largest = x
-        .par_chunks(encoder.grid.band_rows() * encoder.grid.cols.max(1))
-        .map(|x| absmax([x].into_iter()))
-        .reduce(|| 0.0, larger);
+    let largest = largest_magnitude(x, &encoder.grid);
     let absmax = if largest.is_finite() {
         largest
     } else {
@@ -111,6 +108,41 @@ pub fn quantize_by(
         shape,
     };
     Ok((quantized, absmax))
+}
+
+/// Quantizes by the scale of a maximum that earlier data had, or where there is none by that of the data:
+/// [`reference::quantize_delayed`](crate::reference::quantize_delayed), to the bit.
+///
+/// # Errors
+///
+/// As [`quantize_by`].
+pub fn quantize_delayed(
+    x: &[f32],
+    shape: [usize; 2],
+    spec: &QuantizeSpec,
+    delayed: f32,
+) -> Result<(HostQuantized<'static>, f32), KernelError> {
+    let absmax = match has_scale(delayed) {
+        true => delayed,
+        false => largest_magnitude(x, &Grid::new(shape, spec.granularity)),
+    };
+    let scale = match has_scale(absmax) {
+        true => absmax / spec.number.largest(),
+        false => 1.0,
+    };
+    quantize_by(x, shape, spec, scale)
+}
+
+/// True for a maximum that gets a scale, unless it is that of zeros or of what is not finite.
+fn has_scale(absmax: f32) -> bool {
+    (MIN_ABSMAX..=f32::MAX).contains(&absmax)
+}
+
+/// The largest magnitude of all elements, by the order of the bits.
+fn largest_magnitude(x: &[f32], grid: &Grid) -> f32 {
+    x.par_chunks(grid.band_rows() * grid.cols.max(1))
+        .map(|x| absmax([x].into_iter()))
+        .reduce(|| 0.0, larger)
 }
 
 fn encoder(

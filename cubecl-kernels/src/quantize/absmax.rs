@@ -5,15 +5,19 @@
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
 use crate::{
-    device::{MatrixGeometry, MatrixView, array, cube_grid, empty, read_quad, read_width, storage},
+    device::{
+        MatrixGeometry, MatrixView, array, cube_grid, empty, or_unused, read_quad, read_width,
+        storage,
+    },
     granularity::Granularity,
     number::storage::RUN,
     rounding::magnitude_bits,
-    scale::is_finite,
+    scale::{has_scale, is_finite},
     shape::MatrixShape,
 };
 
 use super::{
+    delayed::DelayedMaximum,
     run::run_max,
     tile::{Tile, read_run, run_position, run_read_width, segment_max, tile_position},
 };
@@ -38,7 +42,7 @@ pub(crate) fn launch<R: Runtime>(
             columns(client, &of_groups, &contiguous(&of_groups), size)
         }
         Granularity::Group(size) => groups(client, x, view, size),
-        Granularity::Token => rows(client, x, view, Count::All),
+        Granularity::Token => rows(client, x, view, Count::All, None),
         Granularity::Channel => {
             let mut reduced = columns(client, x, view, ROWS_OF_CUBE);
             while reduced.shape()[1] > 1 {
@@ -46,8 +50,19 @@ pub(crate) fn launch<R: Runtime>(
             }
             reduced
         }
-        Granularity::Tensor => matrices(client, x, view, Count::All),
+        Granularity::Tensor => matrices(client, x, view, Count::All, None),
     }
+}
+
+/// The largest magnitude of each matrix, `[batch, 1, 1]`, which is found only where there is no delayed maximum that
+/// gets a scale: else undefined, and `x` is not read.
+pub(super) fn unless_delayed<R: Runtime>(
+    client: &ComputeClient<R>,
+    x: &TensorHandle<R>,
+    view: &MatrixView,
+    delayed: DelayedMaximum<R>,
+) -> TensorHandle<R> {
+    matrices(client, x, view, Count::All, Some(delayed))
 }
 
 /// The largest of the maxima of regions, `[batch, scale_rows, scale_cols]`, that are finite: `[batch, 1, 1]`.
@@ -55,7 +70,7 @@ pub(super) fn of_finite_regions<R: Runtime>(
     client: &ComputeClient<R>,
     maxima: &TensorHandle<R>,
 ) -> TensorHandle<R> {
-    matrices(client, maxima, &contiguous(maxima), Count::Finite)
+    matrices(client, maxima, &contiguous(maxima), Count::Finite, None)
 }
 
 /// Which elements count for a maximum.
@@ -82,10 +97,11 @@ fn matrices<R: Runtime>(
     x: &TensorHandle<R>,
     view: &MatrixView,
     count: Count,
+    unless: Option<DelayedMaximum<R>>,
 ) -> TensorHandle<R> {
-    let mut of_rows = rows(client, x, view, count);
+    let mut of_rows = rows(client, x, view, count, unless);
     of_rows.metadata.swap(1, 2);
-    rows(client, &of_rows, &contiguous(&of_rows), Count::All)
+    rows(client, &of_rows, &contiguous(&of_rows), Count::All, unless)
 }
 
 fn rows<R: Runtime>(
@@ -93,11 +109,14 @@ fn rows<R: Runtime>(
     x: &TensorHandle<R>,
     view: &MatrixView,
     count: Count,
+    unless: Option<DelayedMaximum<R>>,
 ) -> TensorHandle<R> {
     let MatrixShape { batch, rows, .. } = view.shape;
     let out = empty(client, vec![batch, rows, 1], storage::<f32>());
     let width = read_width(x, view);
-    // SAFETY: reads are guarded by the shape in `geometry`, writes by the number of rows.
+    let delayed = unless.map(|delayed| delayed.maxima);
+    // SAFETY: reads are guarded by the shape in `geometry`, writes by the number of rows. The layer is an index of the
+    // delayed maxima.
     #[allow(unsafe_code)]
     unsafe {
         row_absmax_kernel::launch_unchecked::<R>(
@@ -106,11 +125,14 @@ fn rows<R: Runtime>(
             CubeDim::new_1d(UNITS as u32),
             width,
             array(x.clone()),
+            array(or_unused(delayed, x, storage::<f32>())),
             array(out.clone()),
             view.geometry(),
             batch as u32,
+            unless.map_or(0, |delayed| delayed.layer) as u32,
             width,
             count,
+            unless.is_some(),
             x.dtype,
         );
     }
@@ -185,18 +207,27 @@ fn columns<R: Runtime>(
 }
 
 #[cube(launch_unchecked)]
+#[allow(clippy::too_many_arguments)]
 fn row_absmax_kernel<F: Numeric, N: Size>(
     x: &Array<Vector<F, N>>,
+    delayed: &Array<f32>,
     out: &mut Array<f32>,
     geometry: MatrixGeometry,
     batch_size: u32,
+    layer: u32,
     #[comptime] width: usize,
     #[comptime] count: Count,
+    #[comptime] unless_delayed: bool,
     #[define(F)] _dtype: StorageType,
 ) {
     let index = CUBE_POS as u32;
     if index >= batch_size * geometry.rows {
         terminate!();
+    }
+    if comptime!(unless_delayed) {
+        if has_scale(u32::reinterpret(delayed[layer as usize])) {
+            terminate!();
+        }
     }
     let batch = index / geometry.rows;
     let row = index % geometry.rows;

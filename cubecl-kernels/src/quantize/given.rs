@@ -54,7 +54,16 @@ pub fn quantize_by<R: Runtime>(
             remedy: "pass one number, f32 [1]",
         });
     }
-    let output = allocate(client, &input.view, spec);
+    Ok(by_scale(client, &input, scale))
+}
+
+/// [`quantize_by`] of what was checked.
+pub(super) fn by_scale<R: Runtime>(
+    client: &ComputeClient<R>,
+    input: &Input<R>,
+    scale: &TensorHandle<R>,
+) -> (Quantized<R>, TensorHandle<R>) {
+    let output = allocate(client, &input.view, input.spec);
     let tiles = match input.view.shape.num_elements() {
         0 => 0,
         _ => encode::tiles(&input.view),
@@ -64,7 +73,7 @@ pub fn quantize_by<R: Runtime>(
         // SAFETY: the output was allocated for this input, and the given scale was checked.
         #[allow(unsafe_code)]
         unsafe {
-            encode::by_given(client, &input, scale, &maxima, &output);
+            encode::by_given(client, input, scale, &maxima, &output);
         }
     }
     let absmax = empty(client, vec![1], storage::<f32>());
@@ -73,7 +82,7 @@ pub fn quantize_by<R: Runtime>(
     unsafe {
         finish(client, &maxima, (scale, 0), Some(&absmax), &output);
     }
-    Ok((output, absmax))
+    (output, absmax)
 }
 
 /// Writes the scale that goes with values which were divided by the `slot`-th of the `given` scales, and the largest of

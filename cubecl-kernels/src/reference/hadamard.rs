@@ -1,6 +1,6 @@
 //! The block-diagonal Hadamard transform (int4-hq-lss, section 3.3).
 
-use crate::hadamard::{Axis, HadamardTransform};
+use crate::hadamard::{Axis, HadamardTransform, RANDOM_SIGNS, RANDOM_SIZE};
 
 /// The transform of `x`, `[rows, cols]`, in FP32.
 ///
@@ -42,4 +42,24 @@ pub fn hadamard(x: &[f32], shape: [usize; 2], transform: HadamardTransform) -> V
     let factor = transform.size.factor();
     out.iter_mut().for_each(|x| *x *= factor);
     out
+}
+
+/// The random Hadamard transform of each row of `x`, `[rows, cols]` (arXiv 2509.25149): [`hadamard`] in blocks of
+/// [`RANDOM_SIZE`], of elements that are first multiplied by [`RANDOM_SIGNS`]. The columns are filled up with zeros to
+/// whole blocks: `[rows, cols of whole blocks]`.
+///
+/// # Panics
+///
+/// When `x` does not have as many elements as `shape`.
+pub fn random_hadamard(x: &[f32], [rows, cols]: [usize; 2]) -> Vec<f32> {
+    assert_eq!(x.len(), rows * cols, "random_hadamard: elements of x");
+    let block = RANDOM_SIZE.block();
+    let whole = cols.next_multiple_of(block);
+    let signed = (0..rows * whole).map(|index| match (index / whole, index % whole) {
+        (row, col) if col < cols => x[row * cols + col] * RANDOM_SIGNS[col % block],
+        (_, _) => 0.0,
+    });
+    let signed: Vec<f32> = signed.collect();
+    let transform = HadamardTransform::of_columns(RANDOM_SIZE);
+    hadamard(&signed, [rows, whole], transform)
 }

@@ -8,7 +8,7 @@ use crate::{
 use super::{
     matrix::{ReferenceQuantized, coordinates},
     number::Definition,
-    scale::{RegionScale, absmax, given_inverse, region_scale, tensor_scale},
+    scale::{RegionScale, absmax, given_inverse, region_scale, scale_and_inverse, tensor_scale},
 };
 
 /// Quantizes `x`: each value is encoded from its product with the inverse scale of its region (fallback-int8, section
@@ -110,6 +110,28 @@ pub fn quantize_by(
     quantized.scales.fill(kept);
     encode(x, &inverses, spec.rounding, &mut quantized);
     (quantized, absmax)
+}
+
+/// [`quantize_by`] the scale `delayed / largest number` of a maximum that earlier data had; where that is none that
+/// gets a scale, by that of the data's own maximum, and where that is none either, by 1.
+///
+/// # Panics
+///
+/// As [`quantize_by`].
+pub fn quantize_delayed(
+    x: &[f32],
+    shape: MatrixShape,
+    spec: &QuantizeSpec,
+    delayed: f32,
+) -> (ReferenceQuantized, f32) {
+    let largest = spec.number.largest();
+    let of_maximum = |absmax: f32| match scale_and_inverse(absmax.max(0.0), largest) {
+        (_, 0.0) => None,
+        (scale, _) => Some(scale),
+    };
+    let scale = of_maximum(delayed).or_else(|| of_maximum(absmax(x.iter().copied())));
+    let scale = scale.unwrap_or(1.0);
+    quantize_by(x, shape, spec, scale)
 }
 
 /// All values and scales 0.

@@ -36,9 +36,9 @@ use cubecl_kernels::{
     number::Number,
     optimizer_state::{Moment, StateFormat, initial_state},
     quantize::{
-        QuantizeSpec, dequantize, learned_step,
+        DelayedMaximum, QuantizeSpec, dequantize, learned_step,
         learned_step::{ElementSource, Gradient, LearnedStep, ResidualRows},
-        quantize, quantize_by, unpack_int4,
+        quantize, quantize_by, quantize_delayed, unpack_int4,
     },
     rounding::{Rounding, StochasticKey},
     scale::ScaleNumber,
@@ -336,6 +336,11 @@ fn number_sources(architecture: u16) -> Vec<Source> {
                 .with_rounding([Rounding::Nearest, key][turn % 2]);
             turn += 1;
             quantize_by(client, &x, &spec, &given).expect("a matrix");
+            let delayed = DelayedMaximum {
+                maxima: &given,
+                layer: 0,
+            };
+            quantize_delayed(client, &x, &spec, delayed).expect("a matrix");
         }
     });
     let sources: BTreeMap<String, Source> = sources
@@ -349,6 +354,7 @@ fn number_sources(architecture: u16) -> Vec<Source> {
         "scales_kernel",
         "encode_kernel",
         "finish_kernel",
+        "choose_kernel",
         "quantize_group_kernel",
         "dequantize_kernel",
         "unpack_kernel",

@@ -53,6 +53,19 @@ fn cases(random: &mut Random, shape: MatrixShape, number: Number) -> Vec<(Vec<f3
     cases
 }
 
+/// Bit for bit, any NaN being like any other.
+fn same(a: f32, b: f32) -> bool {
+    a.to_bits() == b.to_bits() || (a.is_nan() && b.is_nan())
+}
+
+fn bits(values: &HostValues<'_>) -> Vec<u32> {
+    match values {
+        HostValues::I8(values) => values.iter().map(|&value| u32::from(value as u8)).collect(),
+        HostValues::U8(values) => values.iter().copied().map(u32::from).collect(),
+        HostValues::U32(values) => values.to_vec(),
+    }
+}
+
 #[test]
 fn on_the_host() {
     let mut random = Random::fresh();
@@ -62,26 +75,29 @@ fn on_the_host() {
                 for rounding in [Rounding::Nearest, stochastic(&mut random)] {
                     let spec =
                         QuantizeSpec::new(number, Granularity::Tensor).with_rounding(rounding);
-                    let (expected, absmax) = reference::quantize_by(&x, shape, &spec, scale);
                     let size = [shape.rows, shape.cols];
-                    let (got, got_absmax) =
-                        host::quantize_by(&x, size, &spec, scale).expect("a matrix");
-                    let bits: Vec<u32> = match &got.values {
-                        HostValues::I8(values) => {
-                            values.iter().map(|&value| u32::from(value as u8)).collect()
-                        }
-                        HostValues::U8(values) => values.iter().copied().map(u32::from).collect(),
-                        HostValues::U32(values) => values.to_vec(),
-                    };
-                    let stored = reference::stored(&expected.values, shape.cols, number.storage());
-                    assert_eq!(bits, stored, "{number:?} by {scale:e}");
-                    let same =
-                        |a: f32, b: f32| a.to_bits() == b.to_bits() || (a.is_nan() && b.is_nan());
-                    assert!(same(got_absmax, absmax), "{got_absmax} instead of {absmax}");
-                    let HostScales::F32(scales) = got.scales else {
-                        panic!("an FP32 scale");
-                    };
-                    assert!(same(scales[0], expected.scales[0]), "{scales:?}");
+                    let delayed = scale * number.largest();
+                    for (expected, got) in [
+                        (
+                            reference::quantize_by(&x, shape, &spec, scale),
+                            host::quantize_by(&x, size, &spec, scale),
+                        ),
+                        (
+                            reference::quantize_delayed(&x, shape, &spec, delayed),
+                            host::quantize_delayed(&x, size, &spec, delayed),
+                        ),
+                    ] {
+                        let ((expected, absmax), (got, got_absmax)) =
+                            (expected, got.expect("a matrix"));
+                        let stored =
+                            reference::stored(&expected.values, shape.cols, number.storage());
+                        assert_eq!(bits(&got.values), stored, "{number:?} by {scale:e}");
+                        assert!(same(got_absmax, absmax), "{got_absmax} instead of {absmax}");
+                        let HostScales::F32(scales) = got.scales else {
+                            panic!("an FP32 scale");
+                        };
+                        assert!(same(scales[0], expected.scales[0]), "{scales:?}");
+                    }
                 }
             }
         }
@@ -123,20 +139,68 @@ fn saturation_and_what_must_not_be_hidden() {
     }
 }
 
+/// A layer without a maximum takes that of its data; one that there is counts, however badly it fits.
+#[test]
+fn without_a_delayed_maximum_the_data_gives_one() {
+    let mut random = Random::fresh();
+    for number in Number::SYMMETRIC {
+        let spec = QuantizeSpec::new(number, Granularity::Tensor);
+        let shape = MatrixShape::new(9, 14);
+        // Far from 1, so that a scale of 1 would saturate or lose everything.
+        let far = [1e-12f32, 1e12][random.index(2)];
+        let x: Vec<f32> = (0..shape.num_elements())
+            .map(|_| far * random.normal())
+            .collect();
+        let current = reference::quantize(&x, shape, &spec);
+        let largest = x.iter().fold(0.0f32, |largest, x| largest.max(x.abs()));
+        for none in [0.0, -0.5, f32::NAN, f32::INFINITY, 1e-40, f32::NEG_INFINITY] {
+            let (delayed, absmax) = reference::quantize_delayed(&x, shape, &spec, none);
+            assert_eq!(absmax, largest);
+            assert_eq!(delayed.scales, current.scales, "{number:?}");
+            // One multiplies by 1 / scale, the other by largest / absmax: they may differ by a rounding.
+            let differ = delayed.values.iter().zip(&current.values);
+            let differ = differ.filter(|(a, b)| a != b).count();
+            assert!(differ <= 2, "{number:?}: {differ} values differ");
+        }
+        let delayed = largest * 0.1;
+        assert_eq!(
+            reference::quantize_delayed(&x, shape, &spec, delayed),
+            reference::quantize_by(&x, shape, &spec, delayed / number.largest())
+        );
+        // What has no scale of its own: zeros, too small, not finite.
+        for (value, expected) in [
+            (0.0, 0.0),
+            (1e-40, 0.0),
+            (f32::NAN, f32::NAN),
+            (f32::INFINITY, f32::NAN),
+        ] {
+            let mut x = vec![0.0; shape.num_elements()];
+            x[5] = value;
+            let (delayed, _) = reference::quantize_delayed(&x, shape, &spec, 0.0);
+            let got = reference::dequantize(&delayed);
+            assert!(
+                got.iter().all(|&got| same(got.abs(), expected)),
+                "{number:?} of {value}: {got:?}"
+            );
+        }
+    }
+}
+
 #[cfg(any(feature = "cuda", feature = "vulkan"))]
 mod on_device {
     use cubecl_kernels::{
         KernelError,
         layout::Layout,
-        quantize::{dequantize, quantize_by},
+        quantize::{DelayedMaximum, Quantized, dequantize, quantize_by, quantize_delayed},
+        reference::ReferenceQuantized,
         scale::ScaleNumber,
     };
 
     use super::*;
     use crate::{
         device::{
-            Client, Memory, Tensor, assert_same_floats, client, dtype, float_types, read,
-            read_float, rounded, upload, upload_i32, upload_matrix,
+            Client, Memory, Tensor, TestRuntime, assert_same_floats, client, dtype, float_types,
+            read, read_float, rounded, upload, upload_i32, upload_matrix,
         },
         quantize::stored_bits,
     };
@@ -151,9 +215,33 @@ mod on_device {
         scale: f32,
     ) {
         let what = format!("{shape:?}, {spec:?} by {scale:e}");
-        let (expected, absmax) = reference::quantize_by(x, shape, spec, scale);
         let given = upload(client, &[scale], &[1], dtype::<f32>());
-        let (got, got_absmax) = quantize_by(client, tensor, spec, &given).expect("a matrix");
+        let expected = reference::quantize_by(x, shape, spec, scale);
+        let got = quantize_by(client, tensor, spec, &given).expect("a matrix");
+        check_both(client, got, expected, shape, spec, &what);
+        // Of the maxima of three layers.
+        let maxima = [7.0, scale * spec.number.largest(), 0.0];
+        let uploaded = upload(client, &maxima, &[3], dtype::<f32>());
+        for layer in [1, 2] {
+            let delayed = DelayedMaximum {
+                maxima: &uploaded,
+                layer,
+            };
+            let expected = reference::quantize_delayed(x, shape, spec, maxima[layer]);
+            let got = quantize_delayed(client, tensor, spec, delayed).expect("a matrix");
+            check_both(client, got, expected, shape, spec, &what);
+        }
+    }
+
+    #[track_caller]
+    fn check_both(
+        client: &Client,
+        (got, got_absmax): (Quantized<TestRuntime>, Tensor),
+        (expected, absmax): (ReferenceQuantized, f32),
+        shape: MatrixShape,
+        spec: &QuantizeSpec,
+        what: &str,
+    ) {
         let storage = spec.number.storage();
         if let Some(values) = &got.values {
             let stored = reference::stored(&expected.values, shape.cols, storage);
@@ -168,13 +256,13 @@ mod on_device {
                 "{what}: transposed"
             );
         }
-        assert_same_floats(&read(client, &got.scales), &expected.scales, &what);
-        assert_same_floats(&read(client, &got_absmax), &[absmax], &what);
+        assert_same_floats(&read(client, &got.scales), &expected.scales, what);
+        assert_same_floats(&read(client, &got_absmax), &[absmax], what);
         let back = dequantize(client, &got, dtype::<f32>()).expect("what was quantized");
         assert_same_floats(
             &read_float(client, &back),
             &reference::dequantize(&expected),
-            &what,
+            what,
         );
     }
 
@@ -240,5 +328,10 @@ mod on_device {
         assert!(matches!(error, KernelError::Shape { .. }), "{error}");
         let error = refused(&x, &spec, &upload_i32(&client, &[1], &[1]));
         assert!(matches!(error, KernelError::Dtype { .. }), "{error}");
+        for (maxima, layer) in [(&one, 1), (&x, 0)] {
+            let delayed = DelayedMaximum { maxima, layer };
+            let error = quantize_delayed(&client, &x, &spec, delayed).expect_err("bad input");
+            assert!(matches!(error, KernelError::Shape { .. }), "{error}");
+        }
     }
 }

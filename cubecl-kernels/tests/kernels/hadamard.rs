@@ -3,7 +3,10 @@
 use cubecl_kernels::{
     KernelError,
     hadamard::{HadamardSize, HadamardTransform},
-    reference::{self, hadamard::hadamard},
+    reference::{
+        self,
+        hadamard::{hadamard, random_hadamard},
+    },
     shape::MatrixShape,
 };
 
@@ -22,6 +25,42 @@ fn matrix(order: u32) -> Vec<Vec<f64>> {
     let upper = half.iter().map(|row| joined(row, 1.0));
     let lower = half.iter().map(|row| joined(row, -1.0));
     upper.chain(lower).collect()
+}
+
+/// A product of rows of two matrices is that of their random transforms, also where the last block is not whole.
+#[test]
+fn random_transforms_cancel_in_products() {
+    let mut random = Random::fresh();
+    for cols in [1, 15, 16, 17, 40, 64] {
+        let [a, b] =
+            [0; 2].map(|_| -> Vec<f32> { (0..2 * cols).map(|_| random.normal()).collect() });
+        let products = |a: &[f32], b: &[f32]| -> Vec<f64> {
+            let cols = a.len() / 2;
+            let rows = a
+                .chunks(cols)
+                .flat_map(|a| b.chunks(cols).map(move |b| (a, b)));
+            let terms = |(a, b): (&[f32], &[f32])| {
+                let pairs = a.iter().zip(b);
+                pairs.map(|(a, b)| f64::from(*a) * f64::from(*b)).sum()
+            };
+            rows.map(terms).collect()
+        };
+        let [of_a, of_b] = [&a, &b].map(|x| random_hadamard(x, [2, cols]));
+        assert_eq!(of_a.len(), 2 * cols.next_multiple_of(16));
+        for (plain, rotated) in products(&a, &b).iter().zip(products(&of_a, &of_b)) {
+            assert!(
+                (plain - rotated).abs() < 1e-4,
+                "{cols}: {plain} and {rotated}"
+            );
+        }
+        // An outlier comes to all elements of its block alike.
+        let mut outlier = vec![0.0; 2 * cols];
+        outlier[cols - 1] = 8.0;
+        let spread = random_hadamard(&outlier, [2, cols]);
+        let (last, other) = spread.split_at(spread.len() / 2);
+        assert!(other.iter().all(|x| *x == 0.0));
+        assert!(last[last.len() - 16..].iter().all(|x| x.abs() == 2.0));
+    }
 }
 
 /// The largest difference of two slices.

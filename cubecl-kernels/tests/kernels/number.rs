@@ -243,6 +243,25 @@ fn symmetric_numbers() {
     assert_eq!(symmetric.collect::<Vec<_>>(), Number::SYMMETRIC);
 }
 
+/// So many bits of a significand hold every number, and for the numbers of matrices one bit less does not.
+#[test]
+fn precision_is_that_of_the_longest_significand() {
+    for number in ALL {
+        let bits = |value: f32| match value.to_bits() & 0x007f_ffff {
+            0 => 1,
+            mantissa => f32::MANTISSA_DIGITS - mantissa.trailing_zeros(),
+        };
+        let finite = (0..1u32 << number.bits())
+            .map(|code| number.decode(code))
+            .filter(|value| value.is_finite());
+        let longest = finite.map(bits).max().expect("there are numbers");
+        match number.is_symmetric() {
+            true => assert_eq!(number.precision(), longest, "{number:?}"),
+            false => assert!(number.precision() >= longest, "{number:?}"),
+        }
+    }
+}
+
 /// The constants agree with the codes.
 #[test]
 fn largest_smallest_and_zero() {

@@ -15,7 +15,10 @@ use burn_quant_train::{
     every_recipe,
     layer::{Call, Layer, Role, tag::Tag},
     optim::LayerBackend,
-    recipe::{Cast, Granularity, LinearRow, NAMES, Product, Recipe, Residual, Rounding},
+    recipe::{
+        Cast, Granularity, LinearRow, NAMES, Product, Recipe, Residual, Rounding, ScaleSource,
+        Transform,
+    },
 };
 use cubecl_kernels::{
     granularity, quantize::QuantizeSpec, reference, rounding, shape::MatrixShape,
@@ -152,12 +155,12 @@ impl Matrix {
     }
 
     /// The Frobenius norm.
-    fn norm(&self) -> f64 {
+    pub fn norm(&self) -> f64 {
         self.values.iter().map(|it| it.powi(2)).sum::<f64>().sqrt()
     }
 
     /// How far these numbers are from it, in the Frobenius norm.
-    fn distance(&self, got: &[f32]) -> f64 {
+    pub fn distance(&self, got: &[f32]) -> f64 {
         assert_eq!(got.len(), self.values.len());
         let pairs = got.iter().zip(&self.values);
         let squares = pairs.map(|(got, it)| (f64::from(*got) - it).powi(2));
@@ -216,6 +219,12 @@ fn seen(
             .with_scale(cast.scale)
             .with_rounding(rounding)
     };
+    if let ScaleSource::History(_) = cast.source {
+        // The layer has not run before.
+        let spec = spec(granularity::Granularity::Tensor);
+        let (quantized, _) = reference::quantize_delayed(values, of, &spec, 0.0);
+        return Matrix::of(&reference::dequantize(&quantized), shape);
+    }
     let whole = |granularity| {
         let quantized = reference::quantize(values, of, &spec(granularity));
         Matrix::of(&reference::dequantize(&quantized), shape)
@@ -225,12 +234,30 @@ fn seen(
         (Granularity::Tensor, _) => whole(granularity::Granularity::Tensor),
         (Granularity::Row, Inner::Cols) => whole(granularity::Granularity::Token),
         (Granularity::Row, Inner::Rows) => whole(granularity::Granularity::Channel),
-        (Granularity::Group(size), Inner::Cols) => whole(granularity::Granularity::Group(size)),
-        (Granularity::Group(size), Inner::Rows) => {
-            let turned = reference::transpose(values, of);
+        (Granularity::Group(size), _) => {
+            let mut lines = match inner {
+                Inner::Cols => values.to_vec(),
+                Inner::Rows => reference::transpose(values, of),
+            };
+            let [count, mut length] = match inner {
+                Inner::Cols => [rows, cols],
+                Inner::Rows => [cols, rows],
+            };
+            match cast.transform {
+                Transform::Identity => {}
+                Transform::RandomHadamard => {
+                    lines = reference::hadamard::random_hadamard(&lines, [count, length]);
+                    length = lines.len() / count;
+                }
+                Transform::Hadamard(slot) => panic!("{slot:?} without a learned step size"),
+            }
             let spec = spec(granularity::Granularity::Group(size));
-            let quantized = reference::quantize(&turned, of.transposed(), &spec);
-            Matrix::of(&reference::dequantize(&quantized), [cols, rows]).t()
+            let quantized = reference::quantize(&lines, MatrixShape::new(count, length), &spec);
+            let seen = Matrix::of(&reference::dequantize(&quantized), [count, length]);
+            match inner {
+                Inner::Cols => seen,
+                Inner::Rows => seen.t(),
+            }
         }
     }
 }
@@ -405,11 +432,25 @@ fn activations(rng: &mut Rng, count: usize) -> Vec<f32> {
 const THRESHOLD: f32 = 6.0;
 
 /// Each of the three products, for inputs of this shape, is the float64 product of what the row makes of its operands.
-fn check_shape<B: DataBackend, R: Recipe, const D: usize>(
+pub(crate) fn check_shape<B: DataBackend, R: Recipe, const D: usize>(
     seed: u64,
     rng: &mut Rng,
     shape: [usize; D],
     n: usize,
+) {
+    let rows: usize = shape[..D - 1].iter().product();
+    let x = activations(rng, rows * shape[D - 1]);
+    let dy = activations(rng, rows * n);
+    check_data::<B, R, D>(seed, rng, shape, n, [&x, &dy]);
+}
+
+/// The same for this X and this dY.
+pub(crate) fn check_data<B: DataBackend, R: Recipe, const D: usize>(
+    seed: u64,
+    rng: &mut Rng,
+    shape: [usize; D],
+    n: usize,
+    [x, dy]: [&[f32]; 2],
 ) {
     let device = B::Device::default();
     let k = shape[D - 1];
@@ -422,26 +463,24 @@ fn check_shape<B: DataBackend, R: Recipe, const D: usize>(
     let weight = model.linear.weight.val();
     let layer = tag_of(&weight).layer().expect("attached").clone();
     let bias = floats(&model.linear.bias.as_ref().expect("a bias").val());
-    let (x, dy) = (activations(rng, rows * k), activations(rng, rows * n));
-
-    let input = tensor::<T<B, R>, D>(&x, shape, &device).require_grad();
+    let input = tensor::<T<B, R>, D>(x, shape, &device).require_grad();
     let y = model.linear.forward(input.clone());
     let mut of_y = shape;
     of_y[D - 1] = n;
     assert_eq!(y.dims(), of_y, "{what}");
     let of_y_got = floats(&y);
-    let grads = (y * tensor::<T<B, R>, D>(&dy, of_y, &device))
+    let grads = (y * tensor::<T<B, R>, D>(dy, of_y, &device))
         .sum()
         .backward();
     // Step sizes that are set by the data are those of the run.
     let definition =
-        Definition::new::<B, R>([&x, &floats(&weight), &dy], [rows, k, n], &layer, THRESHOLD);
+        Definition::new::<B, R>([x, &floats(&weight), dy], [rows, k, n], &layer, THRESHOLD);
     let dx = input.grad(&grads).expect("dX");
     let dw = weight.grad(&grads).expect("dW");
     assert_eq!(dx.dims(), shape, "{what}");
     let of_bias = Matrix::of(&vec![1.0; rows], [rows, 1]).times(&Matrix::of(&bias, [1, n]));
     let all = Matrix::of(&vec![1.0; rows], [1, rows]);
-    let exact = Matrix::of(&dy, [rows, n]);
+    let exact = Matrix::of(dy, [rows, n]);
     let db = model
         .linear
         .bias

@@ -27,7 +27,7 @@ fn slots(row: &LinearRow) -> Option<([&'static str; 2], Option<&'static str>)> {
         return None;
     };
     let hadamard = match left.transform {
-        Transform::Identity => None,
+        Transform::Identity | Transform::RandomHadamard => None,
         Transform::Hadamard(slot) => Some(slot),
     };
     Some(([x, weight], hadamard))

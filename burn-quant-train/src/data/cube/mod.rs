@@ -1,6 +1,7 @@
 //! The kernels of `cubecl-kernels`, on every CubeCL runtime.
 
 mod attention;
+mod exact_product;
 mod learned_step;
 mod optimizer;
 mod product;

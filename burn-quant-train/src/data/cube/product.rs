@@ -22,6 +22,7 @@ use cubecl_kernels::{
 };
 
 use super::{
+    exact_product::exact_product,
     quantize::{dequantize, on_device, unwrap},
     tensors::{Cube, handle, reshaped, tensor},
 };
@@ -54,8 +55,14 @@ where
                 int8_product(left, residual, right, bias, dtype)
             }
             (Arithmetic::Int8, Arithmetic::Float) | (Arithmetic::Float, _) => {
-                say_slow([left.matrix.format, right.matrix.format]);
-                dequantized_product(left, residual, right, bias, dtype, with_residual)
+                let exact = match residual {
+                    None => exact_product::<Self, R>(&left, &right, bias.as_ref(), dtype),
+                    Some(_) => None,
+                };
+                exact.unwrap_or_else(|| {
+                    say_slow([left.matrix.format, right.matrix.format]);
+                    dequantized_product(left, residual, right, bias, dtype, with_residual)
+                })
             }
         }
     }
@@ -70,7 +77,7 @@ where
 enum Arithmetic {
     /// As INT8, with INT32 sums.
     Int8,
-    /// As the FP32 numbers that it stands for.
+    /// As the floats that it stands for.
     Float,
 }
 

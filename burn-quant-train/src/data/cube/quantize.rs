@@ -19,8 +19,9 @@ use super::tensors::{Cube, handle, tensor};
 use crate::data::{
     kernels::checked,
     quantize::{
-        Fallback, FallbackQuantized, Format, QuantizeKernels, QuantizeSpec, Quantized,
-        QuantizedInput, Residual, ScaleNumber, Scales, fallback_block, quantize_input_twice,
+        DelayedMaximum, Fallback, FallbackQuantized, Format, QuantizeKernels, QuantizeSpec,
+        Quantized, QuantizedInput, Residual, ScaleNumber, Scales, fallback_block,
+        quantize_input_twice,
     },
     tensors::matrix_shape,
 };
@@ -36,6 +37,25 @@ where
             &x,
             checked(quantize::quantize(&x.client, &handle(&x), spec)),
         )
+    }
+
+    fn quantize_delayed(
+        x: FloatTensor<Self>,
+        spec: &QuantizeSpec,
+        delayed: &DelayedMaximum<Self>,
+    ) -> Quantized<Self> {
+        matrix_shape(&x, "quantize_delayed");
+        let maxima = handle(&into_contiguous(delayed.maxima.clone()));
+        let delayed = quantize::DelayedMaximum {
+            maxima: &maxima,
+            layer: delayed.layer,
+        };
+        let quantized = quantize::quantize_delayed(&x.client, &handle(&x), spec, delayed);
+        let (quantized, absmax) = checked(quantized);
+        Quantized {
+            absmax: Some(tensor(&x, absmax, DType::F32)),
+            ..wrap(&x, quantized)
+        }
     }
 
     fn quantize_fallback(
@@ -166,6 +186,7 @@ pub(super) fn wrap<B: Cube<R>, R: CubeRuntime>(
     Quantized {
         shape: [matrix.shape.rows, matrix.shape.cols],
         format,
+        absmax: None,
         values: matrix.values.map(values),
         transposed: matrix.transposed.map(values),
         scales: match matrix.scale {

@@ -74,6 +74,7 @@ where
             values: Some(self.values.clone()),
             transposed: None,
             scales: Scales::F32(self.scales.clone()),
+            absmax: None,
             ..*base
         }
     }

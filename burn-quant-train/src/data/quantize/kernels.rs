@@ -4,6 +4,7 @@ use burn_backend::{Backend, FloatDType, tensor::FloatTensor};
 use cubecl_kernels::quantize::QuantizeSpec;
 
 use super::{
+    delayed::DelayedMaximum,
     fallback::{Fallback, FallbackQuantized, Residual},
     matrix::Quantized,
 };
@@ -19,6 +20,19 @@ pub trait QuantizeKernels: Backend {
     ///
     /// If `x` does not have two dimensions, or the kernels do not have the spec or the dtype of `x`.
     fn quantize_matrix(x: FloatTensor<Self>, spec: &QuantizeSpec) -> Quantized<Self>;
+
+    /// Quantizes the matrix `x` by the scale of a maximum that earlier data had, or where there is none by that of its
+    /// own, and finds its largest magnitude (delayed scaling: [`cubecl_kernels::reference::quantize_delayed`]).
+    ///
+    /// # Panics
+    ///
+    /// If `x` does not have two dimensions, if `spec` has not one FP32 scale for the matrix, if the kernels do not have
+    /// the number or the dtype of `x`, or if the layer is not among those of the maxima.
+    fn quantize_delayed(
+        x: FloatTensor<Self>,
+        spec: &QuantizeSpec,
+        delayed: &DelayedMaximum<Self>,
+    ) -> Quantized<Self>;
 
     /// Quantizes the matrix `x` with fallback: blocks whose largest magnitude exceeds the layer's threshold also get
     /// their residual quantized (fallback-int8, sections 4.3 and 4.4). The counters of the layer go up by the blocks

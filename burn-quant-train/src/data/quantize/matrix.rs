@@ -119,6 +119,9 @@ pub struct Quantized<T: Tensors> {
     pub transposed: Option<T::Int>,
     /// The scales, in the orientation of the matrix.
     pub scales: Scales<T>,
+    /// The largest magnitude of what was quantized, FP32 `[1]`, NaN if it held NaN or an infinity: where the scale does
+    /// not follow from it.
+    pub absmax: Option<T::Float>,
 }
 
 impl Bundle for Quantized<Outline> {
@@ -134,6 +137,7 @@ impl Bundle for Quantized<Outline> {
             values: matrix.values.map(|values| change.int(values)),
             transposed: matrix.transposed.map(|values| change.int(values)),
             scales: Scales::rebuild(matrix.scales, change),
+            absmax: matrix.absmax.map(|absmax| change.float(absmax)),
         }
     }
 }
@@ -150,6 +154,15 @@ impl Quantized<Outline> {
             values: spec.layout.row_major().then(|| stored(shape)),
             transposed: spec.layout.transposed().then(|| stored([cols, rows])),
             scales: Scales::outline(shape, format),
+            absmax: None,
+        }
+    }
+
+    /// The outline of what a quantization by a delayed maximum gives.
+    pub(crate) fn delayed_outline(shape: [usize; 2], spec: &QuantizeSpec) -> Self {
+        Self {
+            absmax: Some(FloatMeta::new([1], DType::F32)),
+            ..Self::outline(shape, spec)
         }
     }
 }
@@ -175,6 +188,7 @@ impl<T: Tensors> Quantized<T> {
             values: kept(&self.values, &self.transposed, layout.row_major()),
             transposed: kept(&self.transposed, &self.values, layout.transposed()),
             scales: self.scales.clone(),
+            absmax: self.absmax.clone(),
             ..*self
         }
     }

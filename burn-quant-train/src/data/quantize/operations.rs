@@ -4,6 +4,7 @@ use burn_backend::{FloatDType, tensor::FloatTensor};
 use cubecl_kernels::quantize::QuantizeSpec;
 
 use super::{
+    delayed::DelayedMaximum,
     fallback::{Fallback, FallbackQuantized, Residual, fallback_block},
     matrix::{Format, Quantized},
 };
@@ -38,6 +39,41 @@ impl Operation for Quantize {
 
     fn run<K: Kernels>(self, x: FloatTensor<K>) -> Quantized<K> {
         K::quantize_matrix(x, &self.spec)
+    }
+}
+
+/// Quantizes the matrix `x` by the scale of a delayed maximum: see
+/// [`QuantizeKernels::quantize_delayed`](super::QuantizeKernels::quantize_delayed).
+///
+/// # Panics
+///
+/// If `x` does not have two dimensions, if `spec` has not one FP32 scale for the matrix, if the kernels do not have the
+/// number or the dtype of `x`, or if the layer is not among those of the maxima.
+pub fn quantize_delayed<B: DataBackend>(
+    x: FloatTensor<B>,
+    spec: &QuantizeSpec,
+    delayed: DelayedMaximum<B>,
+) -> Quantized<B> {
+    B::run(QuantizeDelayed { spec: *spec }, (x, delayed))
+}
+
+#[derive(Debug, Clone)]
+struct QuantizeDelayed {
+    spec: QuantizeSpec,
+}
+
+impl Operation for QuantizeDelayed {
+    const NAME: &'static str = "quantize_delayed";
+    type Inputs = (FloatMeta, DelayedMaximum<Outline>);
+    type Outputs = Quantized<Outline>;
+
+    fn outline<T: Tensors>(&self, (x, delayed): &On<Self::Inputs, T>) -> Quantized<Outline> {
+        delayed.check(Self::NAME);
+        Quantized::delayed_outline(matrix_shape(x, Self::NAME), &self.spec)
+    }
+
+    fn run<K: Kernels>(self, (x, delayed): On<Self::Inputs, K>) -> Quantized<K> {
+        K::quantize_delayed(x, &self.spec, &delayed)
     }
 }
 

@@ -1,7 +1,7 @@
 //! Both passes on the device, each an operation of the backend that holds the data.
 
 use burn_backend::{
-    FloatDType, Shape, TensorMetadata,
+    DType, FloatDType, Shape, TensorMetadata,
     tensor::{FloatTensor, IntTensor},
 };
 
@@ -11,7 +11,8 @@ use crate::{
         Kernels, Layout, Operation, cast_to,
         product::float_product,
         quantize::{
-            Fallback, Quantized, QuantizedInput, Residual as ResidualBlocks, quantize_operand,
+            DelayedMaximum, Fallback, Quantized, QuantizedInput, Residual as ResidualBlocks,
+            quantize_operand,
         },
         tensors::{Bundle, Change, FloatMeta, IntMeta, Outline, Tensors},
     },
@@ -50,6 +51,8 @@ pub(super) struct ForwardInputs<T: Tensors> {
     /// `[N]`.
     pub bias: Option<T::Float>,
     pub fallback: Option<Fallback<T>>,
+    /// The maxima that X and W had in earlier steps, where they have a history.
+    pub delayed: [Option<DelayedMaximum<T>>; 2],
 }
 
 impl Bundle for ForwardInputs<Outline> {
@@ -64,6 +67,9 @@ impl Bundle for ForwardInputs<Outline> {
             weight: Source::rebuild(inputs.weight, change),
             bias: inputs.bias.map(|bias| change.float(bias)),
             fallback: Option::<Fallback<Outline>>::rebuild(inputs.fallback, change),
+            delayed: inputs
+                .delayed
+                .map(|it| Option::<DelayedMaximum<Outline>>::rebuild(it, change)),
         }
     }
 }
@@ -124,16 +130,8 @@ impl Operation for Forward {
         if self.transposed_weight && matches!(inputs.weight, Source::Float(_)) {
             tagged.reverse();
         }
-        let of = |shape: [usize; 2], make: &Make, layout| {
-            let [rows, cols] = shape;
-            let shape = match make.factor.key.of_transpose {
-                true => [cols, rows],
-                false => shape,
-            };
-            Quantized::outline(shape, &make.spec(layout))
-        };
-        let own = |shape, make: &Make| of(shape, make, make.factor.key.layout);
-        let of_weight = |stored: Stored| of(tagged, &stored.make, stored.key.layout);
+        let own = |shape, make: &Make| make.outline(shape, make.factor.key.layout);
+        let of_weight = |stored: Stored| stored.make.outline(tagged, stored.key.layout);
         let operand = self.product.filter(|_| self.keeps_operand);
         ForwardOutputs {
             y: FloatMeta::new(self.shape.clone(), self.compute),
@@ -151,11 +149,13 @@ impl Operation for Forward {
             weight,
             bias,
             fallback,
+            delayed: [delayed_x, delayed_weight],
         } = inputs;
+        let delayed_weight = delayed_weight.as_ref();
         let shape = self.shape.clone();
         let other_weight = match (&weight, self.other_weight) {
             (Source::Float(weight), Some(Stored { key, make })) => {
-                Some(make.copy::<K>(self.tagged_matrix::<K>(weight), key.layout))
+                Some(make.copy::<K>(self.tagged_matrix::<K>(weight), key.layout, delayed_weight))
             }
             (Source::Float(_), None) | (Source::Copy(_), _) => None,
         };
@@ -164,7 +164,7 @@ impl Operation for Forward {
                 unreachable!("a product in the compute dtype takes floats");
             };
             let x = flatten::<K>(x);
-            let saved = copies::<K>(x.clone(), [self.saved.as_ref(), None]);
+            let saved = copies::<K>(x.clone(), [self.saved.as_ref(), None], delayed_x.as_ref());
             let [saved, _] = saved;
             return ForwardOutputs {
                 y: K::float_reshape(
@@ -180,9 +180,13 @@ impl Operation for Forward {
         };
         let (operand, fallback, saved) = match x {
             Source::Copy(copy) => (copy, None, None),
-            Source::Float(x) => {
-                quantized_x::<K>(flatten::<K>(x), &of_x, self.saved.as_ref(), fallback)
-            }
+            Source::Float(x) => quantized_x::<K>(
+                flatten::<K>(x),
+                &of_x,
+                self.saved.as_ref(),
+                fallback,
+                delayed_x.as_ref(),
+            ),
         };
         let (copy, made) = match weight {
             Source::Copy(copy) => (copy, None),
@@ -193,7 +197,8 @@ impl Operation for Forward {
                     true => kept.key.layout,
                     false => Layout::Both,
                 };
-                let copy = of_weight.copy::<K>(self.tagged_matrix::<K>(&weight), layout);
+                let matrix = self.tagged_matrix::<K>(&weight);
+                let copy = of_weight.copy::<K>(matrix, layout, delayed_weight);
                 let made = copy.in_layout(kept.key.layout);
                 (copy, Some(made))
             }
@@ -228,7 +233,12 @@ fn quantized_x<K: Kernels>(
     operand: &Make,
     saved: Option<&Make>,
     fallback: Option<Fallback<K>>,
+    delayed: Option<&DelayedMaximum<K>>,
 ) -> QuantizedX<K> {
+    if delayed.is_some() {
+        let [operand, saved] = copies::<K>(x, [Some(operand), saved], delayed);
+        return (operand.expect("it was asked for"), None, saved);
+    }
     let spec = operand.spec(operand.factor.key.layout);
     match saved {
         None => {
@@ -236,11 +246,11 @@ fn quantized_x<K: Kernels>(
             (operand, fallback, None)
         }
         Some(saved) if fallback.is_none() && operand.is_same_as(saved) => {
-            let [operand, saved] = copies::<K>(x, [Some(operand), Some(saved)]);
+            let [operand, saved] = copies::<K>(x, [Some(operand), Some(saved)], None);
             (operand.expect("it was asked for"), None, saved)
         }
         Some(saved) if saved.factor.key.of_transpose => {
-            let copy = saved.copy::<K>(x.clone(), saved.factor.key.layout);
+            let copy = saved.copy::<K>(x.clone(), saved.factor.key.layout, None);
             let (operand, fallback) = quantize_operand::<K>(x, &spec, fallback);
             (operand, fallback, Some(copy))
         }
@@ -292,6 +302,8 @@ pub(super) struct BackwardInputs<T: Tensors> {
     pub weight: Option<Source<T>>,
     /// X, where dW is wanted.
     pub x: Option<Source<T>>,
+    /// The maximum that dY had in earlier steps, where it has a history.
+    pub delayed: Option<DelayedMaximum<T>>,
 }
 
 impl Bundle for BackwardInputs<Outline> {
@@ -306,6 +318,7 @@ impl Bundle for BackwardInputs<Outline> {
             gradient: change.float(inputs.gradient),
             weight: Operand::rebuild(inputs.weight, change),
             x: Operand::rebuild(inputs.x, change),
+            delayed: Option::<DelayedMaximum<Outline>>::rebuild(inputs.delayed, change),
         }
     }
 }
@@ -316,6 +329,8 @@ pub(super) struct Gradients<T: Tensors> {
     pub input: Option<T::Float>,
     /// dW.
     pub weight: Option<T::Float>,
+    /// The largest magnitude of dY, FP32 `[1]`, where it has a history.
+    pub absmax: Option<T::Float>,
 }
 
 impl Bundle for Gradients<Outline> {
@@ -328,7 +343,23 @@ impl Bundle for Gradients<Outline> {
         Gradients {
             input: gradients.input.map(|it| change.float(it)),
             weight: gradients.weight.map(|it| change.float(it)),
+            absmax: gradients.absmax.map(|it| change.float(it)),
         }
+    }
+}
+
+impl Backward {
+    /// The copies of dY that the products of the wanted gradients read.
+    fn gradients(&self) -> [Option<Make>; 2] {
+        let BackwardPlan { input, weight } = self.plan;
+        [
+            input
+                .filter(|_| self.input.is_some())
+                .map(|[gradient, _]| gradient),
+            weight
+                .filter(|_| self.weight.is_some())
+                .map(|[_, gradient]| gradient),
+        ]
     }
 }
 
@@ -337,24 +368,31 @@ impl Operation for Backward {
     type Inputs = BackwardInputs<Outline>;
     type Outputs = Gradients<Outline>;
 
-    fn outline<T: Tensors>(&self, _inputs: &BackwardInputs<T>) -> Gradients<Outline> {
+    fn outline<T: Tensors>(&self, inputs: &BackwardInputs<T>) -> Gradients<Outline> {
         let of = |form: &Form| FloatMeta::new(form.shape.clone(), form.dtype);
+        let has_history = self
+            .gradients()
+            .into_iter()
+            .flatten()
+            .any(|make| make.has_history());
+        let delayed = inputs.delayed.as_ref().filter(|_| has_history);
         Gradients {
             input: self.input.as_ref().map(of),
             weight: self.weight.as_ref().map(of),
+            absmax: delayed.map(|_| FloatMeta::new([1], DType::F32)),
         }
     }
 
     fn run<K: Kernels>(self, inputs: BackwardInputs<K>) -> Gradients<K> {
+        let makes = self.gradients();
         let BackwardPlan { input, weight } = self.plan;
         let gradient = flatten::<K>(inputs.gradient);
         let of_input = input.filter(|_| self.input.is_some());
         let of_weight = weight.filter(|_| self.weight.is_some());
-        let makes = [
-            of_input.as_ref().map(|[gradient, _]| gradient),
-            of_weight.as_ref().map(|[_, gradient]| gradient),
-        ];
-        let quantized = copies::<K>(gradient.clone(), makes);
+        let makes = makes.each_ref().map(Option::as_ref);
+        let quantized = copies::<K>(gradient.clone(), makes, inputs.delayed.as_ref());
+        let absmax = quantized.iter().flatten();
+        let absmax = absmax.filter_map(|copy| copy.absmax.clone()).next();
         let float = |tensor| cast_to::<K>(tensor, Some(self.compute));
         let transposed = |tensor| K::float_swap_dims(flatten::<K>(tensor), 0, 1);
 
@@ -384,7 +422,9 @@ impl Operation for Backward {
                 (x, Some([left, right]), Some(gradient)) => {
                     let x = match x {
                         Source::Copy(copy) => copy,
-                        Source::Float(x) => left.copy::<K>(flatten::<K>(x), left.factor.key.layout),
+                        Source::Float(x) => {
+                            left.copy::<K>(flatten::<K>(x), left.factor.key.layout, None)
+                        }
                     };
                     // Straight from the accumulators.
                     K::product(
@@ -404,6 +444,10 @@ impl Operation for Backward {
             };
             in_form(product, form)
         });
-        Gradients { input, weight }
+        Gradients {
+            input,
+            weight,
+            absmax,
+        }
     }
 }

@@ -35,7 +35,7 @@ pub(super) struct Plan {
     /// The copy of W that dX reads, where that is another one.
     pub other_weight: Option<Stored>,
     pub backward: BackwardPlan,
-    call: Call,
+    pub call: Call,
 }
 
 /// A copy of W that is kept from run to run.
@@ -136,7 +136,7 @@ impl Plan {
 
     /// The time for which a copy of X is good.
     pub fn epoch<B: DataBackend>(&self, bank: &Arc<Bank<B>>, key: CopyKey) -> Option<Epoch<B>> {
-        (key.rounding == Rounding::Stochastic).then(|| Epoch::of(bank, self.call))
+        is_of_a_step(key).then(|| Epoch::of(bank, self.call))
     }
 
     /// The time for which a copy of W is good.
@@ -145,8 +145,13 @@ impl Plan {
         bank: &Arc<Bank<B>>,
         key: CopyKey,
     ) -> Option<Epoch<B>> {
-        (key.rounding == Rounding::Stochastic).then(|| Epoch::of(bank, self.call.of_weight()))
+        is_of_a_step(key).then(|| Epoch::of(bank, self.call.of_weight()))
     }
+}
+
+/// True for a copy that is good for a step only.
+fn is_of_a_step(key: CopyKey) -> bool {
+    key.rounding == Rounding::Stochastic || key.history.is_some()
 }
 
 fn casts(product: &Product) -> Option<[&Cast; 2]> {

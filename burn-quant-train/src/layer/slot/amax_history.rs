@@ -1,0 +1,290 @@
+//! Histories of largest magnitudes, by which delayed scaling quantizes.
+
+use burn_backend::{
+    FloatDType, Scalar, Shape, Slice, TensorData, TensorMetadata, get_device_settings,
+    tensor::{BoolTensor, Device, FloatTensor},
+};
+use cubecl_kernels::scale::MIN_ABSMAX;
+use serde::{Deserialize, Serialize};
+
+use super::SlotValues;
+use crate::data::{DataBackend, read::floats};
+
+/// How the scale of a matrix follows from the largest magnitudes that it had in earlier steps (delayed scaling:
+/// NVIDIA's TransformerEngine, whose defaults these are).
+///
+/// A step has one maximum for each matrix: that of all runs of the layer, on all devices. One that is not finite, or 0
+/// or below 2^-100, is not kept: history and scale stay as they are. A matrix without a history is scaled by its own
+/// maximum, so a first step saturates nothing.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DelayedScaling {
+    /// The number of steps whose maxima are kept.
+    pub history: usize,
+    /// The largest number stands for `2^margin` times the maximum: room for magnitudes that grow.
+    pub margin: u32,
+    /// Which of the maxima counts.
+    pub algorithm: AmaxAlgorithm,
+    /// The scale moves at each so many optimizer steps. A matrix that has no scale yet does not wait for it.
+    pub interval: u64,
+}
+
+/// Which maximum of a history the scale follows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum AmaxAlgorithm {
+    /// The largest one.
+    Max,
+    /// That of the last step in which the layer ran.
+    MostRecent,
+}
+
+impl Default for DelayedScaling {
+    /// The largest of 1024 maxima, no margin, at every step.
+    fn default() -> Self {
+        Self {
+            history: 1024,
+            margin: 0,
+            algorithm: AmaxAlgorithm::Max,
+            interval: 1,
+        }
+    }
+}
+
+/// Runs of a layer in a step whose maxima are held one by one.
+const MANY_RUNS: usize = 64;
+/// Far more than any format has room for.
+const LARGEST_MARGIN: u32 = 64;
+
+impl DelayedScaling {
+    /// Checks the settings.
+    ///
+    /// # Panics
+    ///
+    /// If the history or the interval is empty, or the margin above 64.
+    pub fn validate(&self) {
+        assert!(
+            self.history > 0,
+            "delayed scaling: a history of no steps; use one of at least 1 step, such as 1024"
+        );
+        assert!(
+            self.interval > 0,
+            "delayed scaling: an interval of no steps; use one of at least 1 step"
+        );
+        assert!(
+            self.margin <= LARGEST_MARGIN,
+            "delayed scaling: a margin of 2^{}; use an exponent from 0 to {LARGEST_MARGIN}, such as 0",
+            self.margin
+        );
+    }
+
+    /// True if scales move at the end of this step.
+    fn is_due(&self, step: u64) -> bool {
+        (step + 1).is_multiple_of(self.interval)
+    }
+}
+
+/// The histories of all layers on one device.
+#[derive(Debug, Clone)]
+pub(in crate::layer) struct AmaxHistories<B: DataBackend> {
+    /// FP32 `[layers]`: the magnitude that becomes the largest number; 0 for a layer that has none yet.
+    maxima: FloatTensor<B>,
+    /// FP32 `[layers, history]`, the last step first; 0 where there was no step yet.
+    history: FloatTensor<B>,
+    /// For each layer the maxima of its runs in the present step, FP32 `[1]`.
+    now: Vec<Vec<FloatTensor<B>>>,
+}
+
+/// The name of the values beside a maximum that it follows.
+fn history_of(slot: &str) -> String {
+    format!("{slot}.history")
+}
+
+/// Checks the history in a record.
+///
+/// # Panics
+///
+/// If layer number `index` has a maximum that delayed scaling never keeps.
+pub(super) fn complete(slot: &str, index: usize, layer: &SlotValues) {
+    let history = history_of(slot);
+    for (name, at_most) in [(slot, 1), (&history, usize::MAX)] {
+        let values = layer.get(name).map_or(&[][..], Vec::as_slice);
+        let is_kept = |value: &f32| (MIN_ABSMAX..=f32::MAX).contains(value);
+        assert!(
+            values.len() <= at_most && values.iter().all(is_kept),
+            "layers: slot `{name}` of quantized layer {index} has {values:?} in the record, where largest magnitudes \
+             belong, positive and finite; the record is damaged, load another one",
+        );
+    }
+}
+
+impl<B: DataBackend> AmaxHistories<B> {
+    pub(super) fn new(
+        slot: &str,
+        layers: &[SlotValues],
+        device: &Device<B>,
+        config: &DelayedScaling,
+    ) -> Self {
+        let name = history_of(slot);
+        let values_of = |layer: &SlotValues, name: &str, count: usize| {
+            let mut values = layer.get(name).cloned().unwrap_or_default();
+            values.resize(count, 0.0);
+            values
+        };
+        let column = |name: &str, count: usize| -> FloatTensor<B> {
+            let values = layers
+                .iter()
+                .flat_map(|layer| values_of(layer, name, count));
+            let values = TensorData::new(values.collect::<Vec<_>>(), [layers.len(), count]);
+            B::float_from_data(values, device)
+        };
+        let maxima = column(slot, 1);
+        Self {
+            maxima: B::float_reshape(maxima, Shape::new([layers.len()])),
+            history: column(&name, config.history),
+            now: vec![Vec::new(); layers.len()],
+        }
+    }
+
+    /// The magnitudes that become the largest number, FP32 `[layers]`; 0 where there is none.
+    pub fn maxima(&self) -> FloatTensor<B> {
+        self.maxima.clone()
+    }
+
+    /// Takes the maximum of a run, FP32 `[1]`.
+    pub fn note(&mut self, layer: usize, absmax: FloatTensor<B>) {
+        let maxima = &mut self.now[layer];
+        maxima.push(absmax);
+        // Forward passes that no step follows do not pile up.
+        if maxima.len() >= MANY_RUNS {
+            let maxima = std::mem::take(maxima);
+            let largest = largest_of::<B>(maxima, Shape::new([1, MANY_RUNS]));
+            self.now[layer].push(B::float_reshape(largest, Shape::new([1])));
+        }
+    }
+
+    /// Waits for the device.
+    pub(super) fn read(&self, slot: &str, layers: &mut [SlotValues]) {
+        let length = self.history.shape()[1];
+        let maxima = floats::<B>(self.maxima.clone());
+        let histories = floats::<B>(self.history.clone());
+        let kept = |values: &[f32]| -> Vec<f32> {
+            let kept = values.iter().copied();
+            kept.take_while(|value| *value > 0.0).collect()
+        };
+        for (index, layer) in layers.iter_mut().enumerate() {
+            for (name, values) in [
+                (slot.to_owned(), kept(&maxima[index..=index])),
+                (
+                    history_of(slot),
+                    kept(&histories[index * length..][..length]),
+                ),
+            ] {
+                match values.is_empty() {
+                    true => layer.remove(&name),
+                    false => layer.insert(name, values),
+                };
+            }
+        }
+    }
+
+    /// Ends step number `step`: adds the largest maximum of all runs, on this device and on others, to the histories,
+    /// and lets the scales follow.
+    pub(super) fn advance(
+        mut self,
+        others: impl Iterator<Item = Self>,
+        device: &Device<B>,
+        config: &DelayedScaling,
+        step: u64,
+    ) -> Self {
+        for other in others {
+            for (mine, theirs) in self.now.iter_mut().zip(other.now) {
+                mine.extend(theirs.into_iter().map(|it| B::float_to_device(it, device)));
+            }
+        }
+        match self.of_step(device) {
+            None => self,
+            Some(latest) => self.follow(latest, config, step),
+        }
+    }
+
+    /// The largest maximum of each layer's runs, FP32 `[layers, 1]`: 0 for a layer that did not run, infinite for one
+    /// that saw what is not finite. `None` if none ran.
+    fn of_step(&mut self, device: &Device<B>) -> Option<FloatTensor<B>> {
+        let layers = self.now.len();
+        let runs = self
+            .now
+            .iter()
+            .map(Vec::len)
+            .max()
+            .filter(|runs| *runs > 0)?;
+        let zero = B::float_zeros(Shape::new([1]), device, FloatDType::F32);
+        let mut all = Vec::with_capacity(layers * runs);
+        for maxima in &mut self.now {
+            let missing = runs - maxima.len();
+            all.append(maxima);
+            all.extend(std::iter::repeat_n(zero.clone(), missing));
+        }
+        Some(largest_of::<B>(all, Shape::new([layers, runs])))
+    }
+
+    fn follow(mut self, latest: FloatTensor<B>, config: &DelayedScaling, step: u64) -> Self {
+        let [layers, length] = [self.now.len(), self.history.shape()[1]];
+        let bools = get_device_settings::<B>(&B::float_device(&latest)).bool_dtype;
+        let large = B::float_greater_equal_elem(latest.clone(), Scalar::from(MIN_ABSMAX), bools);
+        let finite = B::float_lower_equal_elem(latest.clone(), Scalar::from(f32::MAX), bools);
+        let kept = B::bool_and(large, finite);
+
+        let earlier = [Slice::from(0..layers), Slice::from(0..length - 1)];
+        let shifted = match length {
+            1 => latest,
+            _ => B::float_cat(
+                vec![latest, B::float_slice(self.history.clone(), &earlier)],
+                1,
+            ),
+        };
+        let everywhere = B::bool_expand(kept.clone(), Shape::new([layers, length]));
+        self.history = B::float_mask_where(self.history, everywhere, shifted);
+
+        let maximum = match config.algorithm {
+            AmaxAlgorithm::Max => B::float_max_dim(self.history.clone(), 1),
+            AmaxAlgorithm::MostRecent => {
+                let first = [Slice::from(0..layers), Slice::from(0..1)];
+                B::float_slice(self.history.clone(), &first)
+            }
+        };
+        let factor = 2f32.powi(config.margin as i32);
+        let maximum = B::float_mul_scalar(maximum, Scalar::from(factor));
+        let maximum = B::float_clamp_max(maximum, Scalar::from(f32::MAX));
+        let row = Shape::new([layers]);
+        let maximum = B::float_reshape(maximum, row.clone());
+        let kept = B::bool_reshape(kept, row);
+        let moves: BoolTensor<B> = match config.is_due(step) {
+            true => kept,
+            false => {
+                let none = B::float_equal_elem(self.maxima.clone(), Scalar::from(0.0f32), bools);
+                B::bool_and(kept, none)
+            }
+        };
+        self.maxima = B::float_mask_where(self.maxima, moves, maximum);
+        self
+    }
+
+    /// The same on another device, before the runs of a step.
+    pub(super) fn to_device(&self, device: &Device<B>) -> Self {
+        Self {
+            maxima: B::float_to_device(self.maxima.clone(), device),
+            history: B::float_to_device(self.history.clone(), device),
+            now: vec![Vec::new(); self.now.len()],
+        }
+    }
+}
+
+/// The largest number of each row of a matrix of this shape, FP32 `[rows, 1]`, made of these numbers, FP32 `[1]`:
+/// infinite for a row with one that is not finite.
+fn largest_of<B: DataBackend>(numbers: Vec<FloatTensor<B>>, shape: Shape) -> FloatTensor<B> {
+    let matrix = B::float_reshape(B::float_cat(numbers, 0), shape);
+    // NaN is not larger than any number.
+    let bools = get_device_settings::<B>(&B::float_device(&matrix)).bool_dtype;
+    let finite = B::float_lower_equal_elem(matrix.clone(), Scalar::from(f32::MAX), bools);
+    let matrix = B::float_mask_fill(matrix, B::bool_not(finite), Scalar::from(f32::INFINITY));
+    B::float_max_dim(matrix, 1)
+}

@@ -1,0 +1,130 @@
+//! Delayed scaling: the scale of a maximum that earlier data had, or where there is none yet, of the data's own (the
+//! FP8 recipe of NVIDIA's TransformerEngine).
+
+use cubecl::{prelude::*, std::tensor::TensorHandle};
+
+use crate::{
+    device::{array, check_dtype, empty, is_contiguous, or_unused, storage},
+    error::KernelError,
+    rounding::magnitude_bits,
+    scale::has_scale,
+};
+
+use super::{
+    Input, QuantizeSpec, Quantized, absmax,
+    given::{by_scale, check_given},
+};
+
+const OPERATION: &str = "quantize_delayed";
+
+/// The maximum that a layer's data had in earlier steps, among those of all layers.
+#[derive(Debug)]
+pub struct DelayedMaximum<'a, R: Runtime> {
+    /// f32 `[layers]`, contiguous: 0 for a layer that has none yet.
+    pub maxima: &'a TensorHandle<R>,
+    /// The index of the layer.
+    pub layer: usize,
+}
+
+impl<R: Runtime> Clone for DelayedMaximum<'_, R> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<R: Runtime> Copy for DelayedMaximum<'_, R> {}
+
+impl<R: Runtime> DelayedMaximum<'_, R> {
+    fn check(&self) -> Result<(), KernelError> {
+        let Self { maxima, layer } = self;
+        check_dtype(OPERATION, "maxima", maxima, storage::<f32>(), "pass f32")?;
+        let shape = maxima.shape();
+        if shape.len() == 1 && *layer < shape[0] && is_contiguous(maxima) {
+            return Ok(());
+        }
+        Err(KernelError::Shape {
+            operation: OPERATION,
+            got: format!("layer {layer} of maxima {shape:?}"),
+            remedy: "pass contiguous maxima [layers] and the index of a layer",
+        })
+    }
+}
+
+/// Quantizes `x`, a matrix of f32, f16 or bf16 with any strides, by the scale `maximum / largest number` of its layer's
+/// delayed maximum, and finds its own largest magnitude in the same read: [`quantize_by`](super::quantize_by), with the
+/// same outputs.
+///
+/// - `spec`: [`Granularity::Tensor`](crate::granularity::Granularity::Tensor) with
+///   [`ScaleNumber::F32`](crate::scale::ScaleNumber::F32).
+///
+/// A layer whose maximum is 0, or another one that gets no scale, takes that of `x` instead, and scale 1 if `x` has
+/// none either. Which of them it is, is decided on the device: `x` is read once more where there is no delayed maximum.
+/// The numbers are those of [`reference::quantize_delayed`](crate::reference::quantize_delayed), to the bit.
+///
+/// # Errors
+///
+/// As [`quantize_by`](super::quantize_by), and when `delayed` is not one of the maxima.
+pub fn quantize_delayed<R: Runtime>(
+    client: &ComputeClient<R>,
+    x: &TensorHandle<R>,
+    spec: &QuantizeSpec,
+    delayed: DelayedMaximum<R>,
+) -> Result<(Quantized<R>, TensorHandle<R>), KernelError> {
+    check_given(spec)?;
+    let input = Input::new(client, OPERATION, x, spec)?;
+    delayed.check()?;
+    let (of_data, matrices) = match input.view.shape.num_elements() {
+        0 => (None, 0),
+        _ => {
+            let of_data = absmax::unless_delayed(client, x, &input.view, delayed);
+            (Some(of_data), input.view.shape.batch)
+        }
+    };
+    let scale = empty(client, vec![1], storage::<f32>());
+    // SAFETY: the layer is an index of the delayed maxima, and those of the data are as many as is said.
+    #[allow(unsafe_code)]
+    unsafe {
+        choose_kernel::launch_unchecked::<R>(
+            client,
+            CubeCount::Static(1, 1, 1),
+            CubeDim::new_1d(1),
+            array(delayed.maxima.clone()),
+            array(or_unused(
+                of_data.as_ref(),
+                delayed.maxima,
+                storage::<f32>(),
+            )),
+            array(scale.clone()),
+            delayed.layer as u32,
+            matrices as u32,
+            spec.number.largest(),
+        );
+    }
+    Ok(by_scale(client, &input, &scale))
+}
+
+/// The scale of the delayed maximum of the layer, or that of the data.
+#[cube(launch_unchecked)]
+fn choose_kernel(
+    delayed: &Array<f32>,
+    of_data: &Array<f32>,
+    scale: &mut Array<f32>,
+    layer: u32,
+    matrices: u32,
+    largest: f32,
+) {
+    let mut bits = u32::reinterpret(delayed[layer as usize]);
+    if !has_scale(bits) {
+        bits = 0u32;
+        let mut matrix = 0u32;
+        while matrix < matrices {
+            bits = max(bits, magnitude_bits(of_data[matrix as usize]));
+            matrix += 1u32;
+        }
+    }
+    let mut chosen = 1.0f32;
+    if has_scale(bits) {
+        chosen = f32::reinterpret(bits) / largest;
+    }
+    scale[0] = chosen;
+}
