@@ -13,7 +13,7 @@ use crate::{
     ops::{relu::Relu, softmax::Softmax},
     recipe::Recipe,
     saved::{
-        MIN_ELEMENTS,
+        MIN_COMPRESSED,
         recorded::{InsideTensor, QuantBackend},
         scope,
     },
@@ -21,7 +21,7 @@ use crate::{
 
 /// True if what an operation on this tensor saves is compressed.
 fn compresses<B: QuantBackend>(tensor: &InsideTensor<B>) -> bool {
-    let is_large = tensor.shape().num_elements() >= MIN_ELEMENTS;
+    let is_large = tensor.shape().num_elements() >= MIN_COMPRESSED;
     B::is_tracked(tensor) && is_large && scope::context().is_some()
 }
 

@@ -4,10 +4,10 @@
 macro_rules! activation_operations {
     ($forward:ident) => {
         $forward! {
-            leaky_relu(tensor: Float, negative_slope: (Scalar)) -> Float [exact: tensor];
+            leaky_relu(tensor: Float, negative_slope: (Scalar)) -> Float;
             relu_backward(output: Float, grad: Float) -> Float => Promote;
             gelu(tensor: Float) -> Float;
-            prelu(tensor: Float, alpha: Float) -> Float => Promote [exact: tensor];
+            prelu(tensor: Float, alpha: Float) -> Float => Promote;
             gelu_backward(x: Float, grad: Float) -> Float => Promote;
             sigmoid(tensor: Float) -> Float [again];
             sigmoid_backward(output: Float, grad: Float) -> Float => Promote;

@@ -9,7 +9,7 @@ macro_rules! bool_operations {
             bool_ones(shape: (Shape), device: (&Device<Self>), dtype: (BoolDType)) -> Bool;
             bool_from_data(data: (TensorData), device: (&Device<Self>)) -> Bool;
             bool_into_int(tensor: Bool, out_dtype: (IntDType)) -> Int;
-            bool_into_float(tensor: Bool, out_dtype: (FloatDType)) -> Float;
+            bool_into_float(tensor: Bool, out_dtype: (FloatDType)) -> Float [mask];
             bool_device(tensor: (&BoolTensor<Self>)) -> (Device<Self>);
             bool_to_device(tensor: Bool, device: (&Device<Self>)) -> Bool;
             bool_reshape(tensor: Bool, shape: (Shape)) -> Bool;

@@ -4,9 +4,12 @@
 //! is optional: after `=>` its [precision class](crate::backend::precision::Class), and in brackets what is to be known of
 //! a value that waits for the backward pass:
 //!
-//! - `again`: the result is cheap to compute again from its operands;
+//! - `again`: the result is cheap to compute again from its operands, though they be compressed; `again if exact`: only if
+//!   they are not, since a sum or a difference may be far smaller than its terms and their errors; `again over small`: only
+//!   if they are not, or the divisor is a number a row;
+//! - `mask`: the result is of zeros and ones;
 //! - `exact: a b`: these operands must be kept exactly, since the gradient may magnify what a number format changes in
-//!   them, without a bound (a reciprocal, a logarithm, an exponential) or by a sign (a rectifier);
+//!   them, without a bound (a reciprocal, a logarithm, an exponential) or by a comparison;
 //! - `exact output`: the result must be, a log-probability;
 //! - `loss: x`: x is a loss, an error of which is in every gradient, and so is what it was computed from elementwise.
 //!

@@ -17,7 +17,7 @@ macro_rules! module_operations {
             conv2d_weight_backward(x: Float, weight: Float, output_grad: Float, options: (ConvOptions<2>)) -> Float => Promote;
             conv2d_bias_backward(x: Float, bias: Float, output_grad: Float) -> Float => Promote;
             deform_conv2d(x: Float, offset: Float, weight: Float, mask: OptFloat, bias: OptFloat,
-                options: (DeformConvOptions<2>)) -> Float => Compute;
+                options: (DeformConvOptions<2>)) -> Float => Compute [exact: offset];
             conv3d(x: Float, weight: Float, bias: OptFloat, options: (ConvOptions<3>)) -> Float => Compute;
             conv3d_x_backward(x: Float, weight: Float, output_grad: Float, options: (ConvOptions<3>)) -> Float => Promote;
             conv3d_weight_backward(x: Float, weight: Float, output_grad: Float, options: (ConvOptions<3>)) -> Float => Promote;
@@ -60,7 +60,8 @@ macro_rules! module_operations {
             interpolate(x: Float, output_size: ([usize; 2]), options: (InterpolateOptions)) -> Float;
             interpolate_backward(x: Float, grad: Float, output_size: ([usize; 2]),
                 options: (InterpolateOptions)) -> Float => Promote;
-            ctc_loss(log_probs: Float, targets: Int, input_lengths: Int, target_lengths: Int, blank: (usize)) -> Float => Full;
+            ctc_loss(log_probs: Float, targets: Int, input_lengths: Int, target_lengths: Int, blank: (usize)) -> Float
+                => Full [exact: log_probs];
             has_ctc_loss_backward() -> (bool);
             ctc_loss_backward(log_probs: Float, targets: Int, input_lengths: Int, target_lengths: Int, grad_loss: Float,
                 blank: (usize)) -> Float => Full;

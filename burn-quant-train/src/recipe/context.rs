@@ -15,7 +15,7 @@ pub struct Context {
 }
 
 impl Context {
-    pub(super) const fn check(&self) {
+    pub(crate) const fn check(&self) {
         assert!(
             matches!(
                 self.number,

@@ -13,39 +13,91 @@ use crate::data::DataBackend;
 /// An operation on tensors in memory.
 type Computation<B> = dyn Fn(Vec<FloatTensor<B>>) -> FloatTensor<B> + Send + Sync;
 
-/// The cheap operation that made a cell.
+/// The operands from which a computation may be done again.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum From {
+    /// Compressed ones too.
+    Any,
+    /// Those that stay exact.
+    Exact,
+    /// Those that stay exact; also others over a small divisor, the second operand.
+    OverSmall,
+}
+
+/// Cells that an origin remembers at most.
+const MAX_EARLIER: usize = 16;
+
+/// The operation that made a cell.
 ///
 /// It refers to its operands weakly: what nobody uses keeps nothing alive, and hinders no operation in place.
 pub struct Origin<B: DataBackend> {
     operands: Vec<Weak<Cell<B>>>,
-    compute: Arc<Computation<B>>,
+    /// Where operands of the operation end with it: what those were made from.
+    earlier: Vec<Weak<Cell<B>>>,
+    /// The operation, if it is cheap.
+    computation: Option<(From, Arc<Computation<B>>)>,
 }
 
 impl<B: DataBackend> Origin<B> {
-    pub(super) fn new(
-        operands: Vec<Weak<Cell<B>>>,
+    /// An operation on these operands, before it takes them.
+    pub(super) fn of<'a>(operands: impl Iterator<Item = &'a Arc<Cell<B>>>) -> Self {
+        let mut origin = Self {
+            operands: Vec::new(),
+            earlier: Vec::new(),
+            computation: None,
+        };
+        for operand in operands {
+            origin.operands.push(Arc::downgrade(operand));
+            let ends = Arc::strong_count(operand) == 1;
+            if let Some(before) = operand.origin().filter(|_| ends) {
+                let earlier = before.operands.iter().chain(&before.earlier);
+                origin.earlier.extend(earlier.cloned());
+            }
+        }
+        origin.earlier.truncate(MAX_EARLIER);
+        origin
+    }
+
+    /// The same of an operation that is cheap to do again.
+    pub(super) fn again(
+        self,
+        from: From,
         compute: impl Fn(Vec<FloatTensor<B>>) -> FloatTensor<B> + Send + Sync + 'static,
     ) -> Self {
         Self {
-            operands,
-            compute: Arc::new(compute),
+            computation: Some((from, Arc::new(compute))),
+            ..self
         }
     }
 
-    /// The operands that are still there.
-    pub(super) fn operands(&self) -> impl Iterator<Item = Arc<Cell<B>>> {
-        self.operands.iter().filter_map(Weak::upgrade)
+    /// The cells that are still there of those that led to this one.
+    pub(super) fn made_from(&self) -> impl Iterator<Item = Arc<Cell<B>>> {
+        let cells = self.operands.iter().chain(&self.earlier);
+        cells.filter_map(Weak::upgrade)
     }
 
-    /// The same with its operands, if all of them are there and `stays`.
-    pub(super) fn again(&self, stays: impl Fn(&Arc<Cell<B>>) -> bool) -> Option<Again<B>> {
+    /// The computation with its operands, if all of them are there, `stays`, and it may be done from them. `exact`: only if
+    /// its result is what it was.
+    pub(super) fn to_do(
+        &self,
+        exact: bool,
+        stays: impl Fn(&Arc<Cell<B>>) -> bool,
+    ) -> Option<Again<B>> {
+        let (from, compute) = self.computation.as_ref()?;
         let operands = self.operands.iter().map(|operand| {
             let operand = operand.upgrade()?;
             stays(&operand).then_some(operand)
         });
-        Some(Again {
-            operands: operands.collect::<Option<Vec<_>>>()?,
-            compute: self.compute.clone(),
+        let operands = operands.collect::<Option<Vec<_>>>()?;
+        let all_exact = operands.iter().all(|operand| operand.stays_exact());
+        let may = match from {
+            From::Any => !exact,
+            From::Exact => false,
+            From::OverSmall => !exact && operands.last().is_some_and(|it| it.is_small()),
+        };
+        (may || all_exact).then(|| Again {
+            operands,
+            compute: compute.clone(),
         })
     }
 }
@@ -68,10 +120,9 @@ impl<B: DataBackend> Again<B> {
         (self.compute)(self.operands.iter().map(|operand| operand.read()).collect())
     }
 
-    /// How many computations stand on each other, this one included.
-    pub(super) fn depth(&self) -> usize {
-        let below = self.operands.iter().map(|operand| operand.depth()).max();
-        1 + below.unwrap_or(0)
+    /// The cells that it reads.
+    pub(super) fn operands(&self) -> &[Arc<Cell<B>>] {
+        &self.operands
     }
 }
 

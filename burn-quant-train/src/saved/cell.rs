@@ -1,4 +1,4 @@
-//! What a tensor holds, and when that changes.
+//! The value of a tensor: how it is held, and when that changes.
 
 use std::{
     fmt::Debug,
@@ -24,9 +24,9 @@ use crate::{
     recipe::Context,
 };
 
-/// Values of fewer elements stay exact: statistics, gains, small models.
-pub const MIN_ELEMENTS: usize = 4096;
-/// Computations that may stand on each other before one reads memory.
+/// Values of fewer elements stay exact: gains, small models.
+pub const MIN_COMPRESSED: usize = 4096;
+/// Computations that may stand on each other.
 const MAX_DEPTH: usize = 6;
 /// Elementwise operations between a value and the loss that keep it exact.
 const LOSS_DEPTH: usize = 8;
@@ -37,13 +37,15 @@ pub struct Cell<B: DataBackend> {
     dtype: DType,
     device: Device<B>,
     state: Mutex<State<B>>,
-    /// The operation that made it, if that is cheap and what it makes may be compressed.
+    /// The operation that made it, if what it makes may be compressed.
     origin: Option<Origin<B>>,
     /// The format in which it may wait; `None` for what is not made by the forward pass.
     context: Option<Context>,
     exact: AtomicBool,
     /// True if its values are 0 and 1.
     is_mask: bool,
+    /// Computations that stand on each other on top of it.
+    above: AtomicUsize,
     /// How many tensors of the outer decorator hold it.
     handles: AtomicUsize,
     /// Names the operation that made it.
@@ -116,7 +118,7 @@ impl<B: DataBackend> HeldTensor<B> {
     }
 
     /// A cell for values that are 0 and 1.
-    pub(super) fn mask(operation: &'static str, value: FloatTensor<B>) -> Self {
+    pub(crate) fn mask(operation: &'static str, value: FloatTensor<B>) -> Self {
         Self::held(value, operation, None, true)
     }
 
@@ -145,6 +147,7 @@ impl<B: DataBackend> HeldTensor<B> {
             context,
             exact: AtomicBool::new(false),
             is_mask,
+            above: AtomicUsize::new(0),
             handles: AtomicUsize::new(0),
             operation,
         });
@@ -200,9 +203,11 @@ impl<B: DataBackend> Cell<B> {
         &self.device
     }
 
-    /// Keeps the value as it is.
+    /// Keeps the value as it is, unless it is too late for that.
     pub fn keep_exact(&self) {
-        self.exact.store(true, Ordering::Relaxed);
+        if matches!(&*self.lock(), State::Exact(_)) {
+            self.exact.store(true, Ordering::Relaxed);
+        }
     }
 
     /// Keeps what a loss was computed from as it is: an error there is in every gradient.
@@ -214,16 +219,34 @@ impl<B: DataBackend> Cell<B> {
         self.keep_exact();
         if let Some(origin) = self.origin.as_ref().filter(|_| depth > 0) {
             origin
-                .operands()
-                .for_each(|operand| operand.keep_made_from(depth - 1));
+                .made_from()
+                .for_each(|cell| cell.keep_made_from(depth - 1));
         }
     }
 
+    /// The operation that made it.
+    pub(super) fn origin(&self) -> Option<&Origin<B>> {
+        self.origin.as_ref()
+    }
+
     /// How many computations stand on each other in it.
-    pub(super) fn depth(&self) -> usize {
+    fn depth(&self) -> usize {
         match &*self.lock() {
-            State::Again(again) => again.depth(),
+            State::Again(again) => {
+                let below = again.operands().iter().map(|operand| operand.depth());
+                1 + below.max().unwrap_or(0)
+            }
             State::Exact(_) | State::Compressed(_) | State::Bits(_) | State::Taken => 0,
+        }
+    }
+
+    /// Notes that so many computations stand on it.
+    fn raise(&self, above: usize) {
+        self.above.fetch_max(above, Ordering::Relaxed);
+        if let State::Again(again) = &*self.lock() {
+            for operand in again.operands() {
+                operand.raise(above + 1);
+            }
         }
     }
 
@@ -235,8 +258,14 @@ impl<B: DataBackend> Cell<B> {
         self.shape.num_elements()
     }
 
-    fn is_small(&self) -> bool {
-        self.elements() < MIN_ELEMENTS
+    /// True for few elements, and for a number a row: what stays exact without being marked.
+    pub(super) fn is_small(&self) -> bool {
+        self.elements() < MIN_COMPRESSED || self.shape.last() == Some(&1)
+    }
+
+    /// True if it is never compressed.
+    pub(super) fn stays_exact(&self) -> bool {
+        self.is_exact() || self.is_small() || self.context.is_none()
     }
 
     /// How many nodes and computations hold it, if the caller has one share.
@@ -246,14 +275,12 @@ impl<B: DataBackend> Cell<B> {
 
     /// How it can be computed again from what is kept anyway.
     fn again(self: &Arc<Self>) -> Option<Again<B>> {
-        let exact = self.is_exact();
-        self.origin.as_ref()?.again(|operand| {
-            let stays_exact = operand.is_exact() || operand.is_small();
-            // A parameter, or a constant of a module. What forward code holds for now must not be much larger.
-            let is_held = operand.has_handles()
-                && (operand.is_exact() || operand.elements() <= 2 * self.elements());
+        let above = self.above.load(Ordering::Relaxed);
+        self.origin()?.to_do(self.is_exact(), |operand| {
+            // A parameter, a constant of a module, or what forward code holds for now, which must not be much larger.
+            let is_held = operand.has_handles() && operand.elements() <= 2 * self.elements();
             let is_kept = operand.holders() > 0 || operand.is_small() || is_held;
-            is_kept && (stays_exact || !exact) && operand.depth() < MAX_DEPTH
+            is_kept && operand.depth() + 1 + above <= MAX_DEPTH
         })
     }
 
@@ -262,7 +289,7 @@ impl<B: DataBackend> Cell<B> {
     }
 }
 
-/// What a scope does with cells of any backend.
+/// A cell of any backend, for its scope.
 pub(super) trait Settle: Send + Sync {
     /// One handle more.
     fn acquire(&self);
@@ -301,6 +328,8 @@ impl<B: DataBackend> Settle for Cell<B> {
         }
         match self.again() {
             Some(again) => {
+                let above = self.above.load(Ordering::Relaxed) + 1;
+                again.operands().iter().for_each(|it| it.raise(above));
                 *self.lock() = State::Again(again);
                 false
             }
@@ -369,7 +398,8 @@ impl Handle {
         }))
     }
 
-    /// Ends with the operation that now takes the value.
+    /// Ends with the operation that now takes the value. Where none runs, the value is about to be read, and it stays as it
+    /// is.
     pub fn consume(mut self) {
         let Some(cell) = self.0.take() else { return };
         if let Some(cell) = scope::consume(cell).and_then(|cell| cell.upgrade()) {

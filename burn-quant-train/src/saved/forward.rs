@@ -5,39 +5,53 @@ macro_rules! forward {
     ($( $name:ident($($arg:ident: $kind:tt),*) -> $ret:tt $(=> $class:ident)? $([ $($mark:tt)* ])?; )*) => { $(
         fn $name($($arg: forward!(@type $kind)),*) -> forward!(@type $ret) {
             forward!(@exact $($($mark)*)?);
-            let _origin = forward!(@origin [ $($($mark)*)? ] $name($($arg: $kind),*));
+            let _origin = forward!(@origin $ret [ $($($mark)*)? ] $name($($arg: $kind),*));
             $( let $arg = forward!(@lower $kind $arg); )*
-            forward!(@lift $ret $name _origin B::$name($($arg),*))
+            forward!(@lift $ret [ $($($mark)*)? ] $name _origin B::$name($($arg),*))
         }
     )* };
 
-    (@exact) => {};
-    (@exact again) => {};
     (@exact exact output) => {};
-    (@exact loss: $x:ident) => {};
-    (@exact again, exact: $($x:ident)+) => { forward!(@exact exact: $($x)+) };
     (@exact exact: $($x:ident)+) => {
         if crate::saved::scope::context().is_some() {
             $( $x.cell().keep_exact(); )+
         }
     };
+    (@exact again over small, exact: $x:ident) => { forward!(@exact exact: $x) };
+    (@exact again, exact: $x:ident) => { forward!(@exact exact: $x) };
+    (@exact $($mark:tt)*) => {};
 
-    (@origin [ again $($mark:tt)* ] $name:ident($($arg:ident: $kind:tt),*)) => {
+    (@origin Float [ $($mark:tt)* ] $name:ident($($arg:ident: $kind:tt),*)) => {
         crate::saved::scope::context().is_some().then(|| {
             let operands = [ $( forward!(@note $kind $arg) ),* ];
-            let operands = operands.into_iter().flatten().collect();
-            $( let $arg = forward!(@own $kind $arg); )*
-            crate::saved::again::Origin::new(operands, move |values| {
-                let mut _values = values.into_iter();
-                $( let $arg = forward!(@lend $kind _values $arg); )*
-                B::$name($($arg),*)
-            })
+            let origin = crate::saved::again::Origin::of(operands.into_iter().flatten());
+            forward!(@again [ $($mark)* ] origin $name($($arg: $kind),*))
         })
     };
-    (@origin [ $($mark:tt)* ] $name:ident($($arg:ident: $kind:tt),*)) => { None };
+    (@origin $ret:tt [ $($mark:tt)* ] $name:ident($($arg:ident: $kind:tt),*)) => { () };
 
-    (@note Float $x:ident) => { Some(std::sync::Arc::downgrade($x.cell())) };
-    (@note $other:tt $x:ident) => { None };
+    (@again [ again if exact ] $origin:ident $name:ident($($arg:ident: $kind:tt),*)) => {
+        $origin.again(crate::saved::again::From::Exact, forward!(@closure $name($($arg: $kind),*)))
+    };
+    (@again [ again over small, $($mark:tt)* ] $origin:ident $name:ident($($arg:ident: $kind:tt),*)) => {
+        $origin.again(crate::saved::again::From::OverSmall, forward!(@closure $name($($arg: $kind),*)))
+    };
+    (@again [ again $($mark:tt)* ] $origin:ident $name:ident($($arg:ident: $kind:tt),*)) => {
+        $origin.again(crate::saved::again::From::Any, forward!(@closure $name($($arg: $kind),*)))
+    };
+    (@again [ $($mark:tt)* ] $origin:ident $name:ident($($arg:ident: $kind:tt),*)) => { $origin };
+
+    (@closure $name:ident($($arg:ident: $kind:tt),*)) => {{
+        $( let $arg = forward!(@own $kind $arg); )*
+        move |values: Vec<_>| {
+            let mut _values = values.into_iter();
+            $( let $arg = forward!(@lend $kind _values $arg); )*
+            B::$name($($arg),*)
+        }
+    }};
+
+    (@note Float $x:ident) => { Some($x.cell()) };
+    (@note $other:tt $x:ident) => { None::<&std::sync::Arc<crate::saved::Cell<B>>> };
     (@own Float $x:ident) => { () };
     (@own (&[$t:ty]) $x:ident) => { $x.to_vec() };
     (@own ($t:ty) $x:ident) => { $x.clone() };
@@ -77,29 +91,30 @@ macro_rules! forward {
     };
     (@lower $other:tt $x:expr) => { $x };
 
-    (@wrap $name:ident $x:expr) => { crate::saved::HeldTensor::made($x, stringify!($name), None) };
-    (@lift Float $name:ident $origin:ident $x:expr) => {
+    (@wrap $name:ident $x:expr) => { crate::saved::HeldTensor::of(stringify!($name), $x) };
+    (@lift Float [ mask ] $name:ident $origin:ident $x:expr) => {{
+        let _: Option<crate::saved::again::Origin<B>> = $origin;
+        crate::saved::HeldTensor::mask(stringify!($name), $x)
+    }};
+    (@lift Float [ $($mark:tt)* ] $name:ident $origin:ident $x:expr) => {
         crate::saved::HeldTensor::made($x, stringify!($name), $origin)
     };
-    (@lift FloatPair $name:ident $origin:ident $x:expr) => {{
-        let _: Option<()> = $origin;
+    (@lift $ret:tt [ $($mark:tt)* ] $name:ident $origin:ident $x:expr) => { forward!(@lift $ret $name $x) };
+    (@lift FloatPair $name:ident $x:expr) => {{
         let (first, second) = $x;
         (forward!(@wrap $name first), forward!(@wrap $name second))
     }};
-    (@lift FloatAndInt $name:ident $origin:ident $x:expr) => {{
-        let _: Option<()> = $origin;
+    (@lift FloatAndInt $name:ident $x:expr) => {{
         let (values, indices) = $x;
         (forward!(@wrap $name values), indices)
     }};
-    (@lift Primitive $name:ident $origin:ident $x:expr) => {{
-        let _: Option<()> = $origin;
+    (@lift Primitive $name:ident $x:expr) => {
         match $x {
             TensorPrimitive::Float(tensor) => TensorPrimitive::Float(forward!(@wrap $name tensor)),
             TensorPrimitive::QFloat(tensor) => TensorPrimitive::QFloat(tensor),
         }
-    }};
-    (@lift DeformConv2dBackward $name:ident $origin:ident $x:expr) => {{
-        let _: Option<()> = $origin;
+    };
+    (@lift DeformConv2dBackward $name:ident $x:expr) => {{
         let gradients = $x;
         DeformConv2dBackward::new(
             forward!(@wrap $name gradients.x_grad),
@@ -109,28 +124,21 @@ macro_rules! forward {
             gradients.bias_grad.map(|gradient| forward!(@wrap $name gradient)),
         )
     }};
-    (@lift MaxPool1dWithIndices $name:ident $origin:ident $x:expr) => {{
-        let _: Option<()> = $origin;
+    (@lift MaxPool1dWithIndices $name:ident $x:expr) => {{
         let pooled = $x;
         MaxPool1dWithIndices::new(forward!(@wrap $name pooled.output), pooled.indices)
     }};
-    (@lift MaxPool2dWithIndices $name:ident $origin:ident $x:expr) => {{
-        let _: Option<()> = $origin;
+    (@lift MaxPool2dWithIndices $name:ident $x:expr) => {{
         let pooled = $x;
         MaxPool2dWithIndices::new(forward!(@wrap $name pooled.output), pooled.indices)
     }};
-    (@lift MaxPool1dBackward $name:ident $origin:ident $x:expr) => {{
-        let _: Option<()> = $origin;
+    (@lift MaxPool1dBackward $name:ident $x:expr) => {
         MaxPool1dBackward::new(forward!(@wrap $name $x.x_grad))
-    }};
-    (@lift MaxPool2dBackward $name:ident $origin:ident $x:expr) => {{
-        let _: Option<()> = $origin;
+    };
+    (@lift MaxPool2dBackward $name:ident $x:expr) => {
         MaxPool2dBackward::new(forward!(@wrap $name $x.x_grad))
-    }};
-    (@lift $other:tt $name:ident $origin:ident $x:expr) => {{
-        let _: Option<()> = $origin;
-        $x
-    }};
+    };
+    (@lift $other:tt $name:ident $x:expr) => { $x };
 }
 
 pub(crate) use forward;

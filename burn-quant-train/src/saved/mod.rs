@@ -1,4 +1,4 @@
-//! What waits for the backward pass: every value that a node of autodiff saves, compressed, each once.
+//! The values that wait for the backward pass: all that nodes of autodiff save, compressed, each once.
 //!
 //! [`QuantTrain<Autodiff<B>, R>`](crate::QuantTrain) computes on `Autodiff<Held<B>>`. [`Held`] is a second decorator, inside
 //! autodiff, whose float primitive is a shared [`Cell`]. So what autodiff's nodes save are cells, of every operation and of
@@ -13,19 +13,19 @@
 //! operands stay, else it is compressed at the next matrix product or at the start of the backward pass, where a fused
 //! stream ends anyway.
 //!
-//! Some cells stay exact: parameters; values of fewer than [`MIN_ELEMENTS`] elements; operands whose error a gradient
+//! Some cells stay exact: parameters; values of fewer than [`MIN_COMPRESSED`] elements, or a number a row; operands whose error a gradient
 //! magnifies without a bound, which the tables in `operations` mark; log-probabilities; the elementwise
 //! operations that end in the mean or the sum of a loss.
 //!
 //! | file | what it has |
 //! | --- | --- |
-//! | [`cell`] | what a tensor holds, and when that changes |
+//! | [`cell`] | how a value is held, and when that changes |
 //! | [`scope`] | an operation of the outer decorator: the handles that end with it, the cells made in it |
 //! | [`again`] | computations to be done again |
 //! | [`bits`] | masks, a bit an element |
 //! | [`compress`] | from float tensors to contexts and back |
 //! | [`recorded`] | operations with a backward pass of our own: one type, one node for autodiff |
-//! | [`report`] | what waits now, by operation |
+//! | [`report`] | the values that wait now, by operation |
 //! | `float`, `int`, `bool`, `module`, `activation`, `quantized`, `transaction` | [`Held`]'s operations |
 
 mod activation;
@@ -48,7 +48,7 @@ use std::marker::PhantomData;
 
 use burn_backend::{Backend, BackendTypes, DType, DTypeUsageSet, ExecutionError, TensorData};
 
-pub use cell::{Cell, HeldTensor, MIN_ELEMENTS};
+pub use cell::{Cell, HeldTensor, MIN_COMPRESSED};
 pub use report::{ActivationReport, Recording};
 pub use scope::{choose_context, compress_pending};
 

@@ -19,7 +19,7 @@ use crate::data::DataBackend;
 /// An operation of `N` float tensors that has a backward pass.
 ///
 /// Both passes are functions of tensors of a backend that holds data. `wanted` marks the inputs whose gradients are
-/// asked for. The forward pass saves what those need, and nothing where there are none: an input itself as the cell that
+/// asked for. The forward pass saves what those need: an input itself as the cell that
 /// it is, which is compressed as the recipe says.
 pub trait Recorded<B: DataBackend, const N: usize>: Send + 'static {
     /// The values that the forward pass leaves for the backward pass.

@@ -1,4 +1,4 @@
-//! What waits for the backward pass now.
+//! The values that wait for the backward pass now.
 
 use std::{
     cell::RefCell,

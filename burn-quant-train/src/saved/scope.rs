@@ -3,7 +3,7 @@
 use std::{
     cell::RefCell,
     sync::{
-        Arc, Mutex, PoisonError, Weak,
+        Arc, PoisonError, RwLock, Weak,
         atomic::{AtomicBool, Ordering},
     },
 };
@@ -75,14 +75,21 @@ pub fn compress_pending() {
 }
 
 /// A program's own choice, in place of the recipes'.
-static CHOSEN: Mutex<Option<Context>> = Mutex::new(None);
+static CHOSEN: RwLock<Option<Option<Context>>> = RwLock::new(None);
 /// True if there is one: most programs never take the lock.
 static IS_CHOSEN: AtomicBool = AtomicBool::new(false);
 
 /// Chooses the context of all values in this process, in place of the recipes' rows, for programs whose users choose one:
 /// see [`Contexts`](crate::recipe::context::Contexts) for the same as a type. `None` gives the choice back to the rows.
+///
+/// # Panics
+///
+/// If the context is none that there is: see [`Context`].
 pub fn choose_context(chosen: Option<Option<Context>>) {
-    *CHOSEN.lock().unwrap_or_else(PoisonError::into_inner) = chosen.flatten();
+    if let Some(context) = chosen.flatten() {
+        context.check();
+    }
+    *CHOSEN.write().unwrap_or_else(PoisonError::into_inner) = chosen;
     IS_CHOSEN.store(chosen.is_some(), Ordering::Release);
 }
 
@@ -94,10 +101,10 @@ impl Scope {
     pub fn enter(context: Option<Context>) -> Self {
         with(|frame| {
             if frame.depth == 0 {
-                frame.context = match IS_CHOSEN.load(Ordering::Acquire) {
-                    true => *CHOSEN.lock().unwrap_or_else(PoisonError::into_inner),
-                    false => context,
-                };
+                let chosen = IS_CHOSEN
+                    .load(Ordering::Acquire)
+                    .then(|| *CHOSEN.read().unwrap_or_else(PoisonError::into_inner));
+                frame.context = chosen.flatten().unwrap_or(context);
             }
             frame.depth += 1;
         });
