@@ -1,10 +1,11 @@
-//! Quantization and AdamW on slices in host memory: the numbers of [`reference`](mod@crate::reference), in one pass
-//! where that is possible and on all cores, for backends whose tensors live there.
+//! Quantization, attention and AdamW on slices in host memory: the numbers of [`reference`](mod@crate::reference), in
+//! one pass where that is possible and on all cores, for backends whose tensors live there.
 //!
 //! Matrices are contiguous and row-major. The inner loops have no calls and no branches, so that the compiler turns
 //! them into vector instructions: rounding adds and takes away 1.5 * 2^23 instead of calling the C library.
 
 mod adamw;
+mod attention;
 mod bit_splitting;
 mod dequantize;
 mod encode;
@@ -18,6 +19,7 @@ mod quantize;
 use std::borrow::Cow;
 
 pub use adamw::adamw;
+pub use attention::{HostAttention, attention, attention_backward};
 pub use bit_splitting::{HostBitSplit, bit_split, merge_parts};
 pub use dequantize::{dequantize, dequantize_fallback};
 pub use fallback::{HostFallbackQuantized, quantize_fallback};

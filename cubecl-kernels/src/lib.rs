@@ -17,6 +17,7 @@
 //! | [`adamw`](mod@adamw) | AdamW on compressed moments, and what lets it skip a step without asking the host |
 //! | [`optimizer_state`] | moments of an optimizer as 8-bit codes with a scale for each group, and back |
 //! | [`dynamic_range_expansion`] | powers that stretch a group to the range of its codes |
+//! | [`attention`](mod@attention) | attention and its gradients, without the scores in memory |
 //! | [`softmax`](mod@softmax) | the softmax of attention scores and its gradient |
 //! | [`delay_threshold`] | the controller that keeps the rate of fallback blocks in its range |
 //! | [`philox`] | the counter-based random bits of stochastic rounding |
@@ -45,6 +46,7 @@
 #![allow(clippy::manual_is_multiple_of, clippy::collapsible_if)]
 
 pub mod adamw;
+pub mod attention;
 pub mod bit_splitting;
 pub mod delay_threshold;
 pub mod dynamic_range_expansion;

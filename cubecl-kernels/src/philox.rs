@@ -33,8 +33,7 @@ pub fn philox4x32(counter: [u32; 4], key: [u32; 2]) -> [u32; 4] {
 
 /// A random number in `[0, 1)`, a multiple of 2^-24: the lane `col % 4` of the counter `(row, col / 4)`.
 pub fn uniform(key: StochasticKey, row: usize, col: usize) -> f32 {
-    let word = neighbours(key, row, col / 4)[col % 4];
-    (word >> 8) as f32 * 2f32.powi(-24)
+    uniform24(neighbours(key, row, col / 4)[col % 4])
 }
 
 /// The random number in `[0, 1)`, a multiple of 2^-15, that decides the rounding of one element.
@@ -82,6 +81,12 @@ pub(crate) fn neighbours(key: StochasticKey, row: usize, index: usize) -> [u32; 
         (key.stream >> 32) as u32,
     ];
     philox4x32(counter, [key.seed as u32, (key.seed >> 32) as u32])
+}
+
+/// A random number in `[0, 1)` from the 24 high bits of a word, exactly.
+#[inline]
+pub(crate) fn uniform24(word: u32) -> f32 {
+    (word >> 8) as f32 * 2f32.powi(-24)
 }
 
 /// A random number in `[0, 1)` from the 16 high bits of a word, exactly.

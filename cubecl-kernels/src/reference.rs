@@ -3,11 +3,12 @@
 //!
 //! Quantization is specified to the bit. All of its arithmetic is `f32`, each operation rounded to nearest even,
 //! after an exact conversion of the input; a product that feeds a sum is rounded on its own. The matrix product is
-//! evaluated in `f64` over the same numbers and scales; a kernel may differ from it by its `f32` accumulation.
+//! evaluated in `f64` over the same numbers and scales, and so is attention; a kernel may differ by its `f32` accumulation.
 //!
 //! Matrices are contiguous slices, row-major, batch first.
 
 pub mod adamw;
+pub mod attention;
 pub mod bit_splitting;
 pub mod delay_threshold;
 pub mod fallback;

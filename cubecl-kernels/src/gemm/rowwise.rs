@@ -40,13 +40,13 @@ pub(super) fn pays<R: Runtime>(client: &ComputeClient<R>, problem: &GemmProblem)
     is_rowwise && (has_kernel(Strategy::Hopper) || has_kernel(Strategy::TensorCore))
 }
 
-/// `C = A B^T + bias` as [`gemm`] computes it, for operands whose scales cover all of K: of whole rows, or of the whole
-/// matrix. `strategy` is for the product in blocks of 128.
+/// `C = A B^T + bias` as [`gemm`](fn@gemm) computes it, for operands whose scales cover all of K: of whole rows, or of
+/// the whole matrix. `strategy` is for the product in blocks of 128.
 ///
 /// # Errors
 ///
-/// When shapes or element types differ from those that [`gemm`] takes, a scale does not cover all of K, or `strategy`
-/// names a kernel that the device rules out.
+/// When shapes or element types differ from those that [`gemm`](fn@gemm) takes, a scale does not cover all of K, or
+/// `strategy` names a kernel that the device rules out.
 pub fn gemm_rowwise<R: Runtime>(
     client: &ComputeClient<R>,
     a: &GemmOperand<R>,

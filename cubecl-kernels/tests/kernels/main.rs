@@ -2,6 +2,7 @@
 //! only what runs on the host is tested.
 
 mod adamw;
+mod attention;
 mod bit_splitting;
 mod given;
 mod hadamard;
