@@ -103,7 +103,6 @@ mod tests {
         assert_eq!(matrix_form(&Shape::new([2, 4, 8, 64]), 128), [8, 512]);
         assert_eq!(matrix_form(&Shape::new([4096, 1]), 128), [1, 4096]);
         assert_eq!(matrix_form(&Shape::new([7, 3, 3]), 128), [1, 63]);
-        assert_eq!(matrix_form(&Shape::new([0, 8]), 128), [0, 8]);
-        assert_eq!(matrix_form(&Shape::new([8, 0]), 128), [0, 0]);
+        assert_eq!(matrix_form(&Shape::new([0, 8]), 128), [0, 0]);
     }
 }
