@@ -4,9 +4,9 @@ use std::sync::{Mutex, MutexGuard, PoisonError, Weak};
 
 use burn_backend::tensor::{Device, FloatTensor, IntTensor};
 
-use super::slot::{
-    AmaxHistories, Controllers, HadamardSizes, LearnedSteps, SlotState, SlotValues, StepSizes,
-    ThresholdSlot, complete,
+use super::{
+    Call,
+    slot::{Controllers, LearnedSteps, OfSlot, SlotState, SlotValues, ThresholdSlot, complete},
 };
 use crate::{data::DataBackend, recipe::Slot};
 
@@ -142,100 +142,59 @@ impl<B: DataBackend> Bank<B> {
         let (time, (thresholds, lent)) = {
             let mut state = self.lock();
             let time = state.now.time;
-            (time, self.thresholds(&mut state, name, device).lend())
+            (
+                time,
+                self.state_of::<ThresholdSlot<B>>(&mut state, name, device)
+                    .lend(),
+            )
         };
         // The lock is not held: a host's kernels hand work to a pool of threads, and one that waits takes up other
         // work of the pool, which may be another run of a layer.
         let (result, counts) = f(thresholds, lent.sum.clone());
         let mut state = self.lock();
         if state.now.time == time {
-            self.thresholds(&mut state, name, device)
+            self.state_of::<ThresholdSlot<B>>(&mut state, name, device)
                 .take_back(lent.with(counts));
         }
         result
     }
 
-    fn thresholds<'a>(
+    /// Runs `f` on the state of all layers in the slot `name`, on `device`.
+    ///
+    /// # Panics
+    ///
+    /// If there is no such slot, or it holds something else.
+    pub(super) fn with_slot<S: OfSlot<B>, A>(
+        &self,
+        name: &str,
+        device: &Device<B>,
+        f: impl FnOnce(&mut S) -> A,
+    ) -> A {
+        f(self.state_of(&mut self.lock(), name, device))
+    }
+
+    /// [`Self::with_slot`], unless the step of `call` is over.
+    pub(super) fn in_step_of<S: OfSlot<B>>(
+        &self,
+        call: Call,
+        name: &str,
+        device: &Device<B>,
+        f: impl FnOnce(&mut S),
+    ) {
+        let mut state = self.lock();
+        if state.now.time == call.time {
+            f(self.state_of(&mut state, name, device));
+        }
+    }
+
+    fn state_of<'a, S: OfSlot<B> + 'a>(
         &self,
         state: &'a mut State<B>,
         name: &str,
         device: &Device<B>,
-    ) -> &'a mut ThresholdSlot<B> {
-        match self.slot(state, name, device) {
-            SlotState::Threshold(slot) => slot,
-            SlotState::StepSize(_) | SlotState::AmaxHistory(_) | SlotState::HadamardSize(_) => {
-                panic!("layers: slot `{name}` holds no threshold")
-            }
-        }
-    }
-
-    /// Runs `f` on the step sizes in the slot `name`, on `device`; with a `time`, only while that is the bank's.
-    ///
-    /// # Panics
-    ///
-    /// If there is no such slot.
-    pub(super) fn with_steps<A>(
-        &self,
-        name: &str,
-        device: &Device<B>,
-        time: Option<u64>,
-        f: impl FnOnce(&mut StepSizes<B>) -> A,
-    ) -> Option<A> {
-        let mut state = self.lock();
-        if time.is_some_and(|time| time != state.now.time) {
-            return None;
-        }
-        match self.slot(&mut state, name, device) {
-            SlotState::StepSize(slot) => Some(f(slot)),
-            SlotState::Threshold(_) | SlotState::AmaxHistory(_) | SlotState::HadamardSize(_) => {
-                panic!("layers: slot `{name}` holds no step size")
-            }
-        }
-    }
-
-    /// Runs `f` on the histories of maxima in the slot `name`, on `device`; with a `time`, only while that is the
-    /// bank's.
-    ///
-    /// # Panics
-    ///
-    /// If there is no such slot.
-    pub(super) fn with_histories<A>(
-        &self,
-        name: &str,
-        device: &Device<B>,
-        time: Option<u64>,
-        f: impl FnOnce(&mut AmaxHistories<B>) -> A,
-    ) -> Option<A> {
-        let mut state = self.lock();
-        if time.is_some_and(|time| time != state.now.time) {
-            return None;
-        }
-        match self.slot(&mut state, name, device) {
-            SlotState::AmaxHistory(slot) => Some(f(slot)),
-            SlotState::Threshold(_) | SlotState::StepSize(_) | SlotState::HadamardSize(_) => {
-                panic!("layers: slot `{name}` holds no history of maxima")
-            }
-        }
-    }
-
-    /// Runs `f` on the sizes of transforms in the slot `name`, on `device`.
-    ///
-    /// # Panics
-    ///
-    /// If there is no such slot.
-    pub(super) fn with_hadamard<A>(
-        &self,
-        name: &str,
-        device: &Device<B>,
-        f: impl FnOnce(&mut HadamardSizes) -> A,
-    ) -> A {
-        let mut state = self.lock();
-        match self.slot(&mut state, name, device) {
-            SlotState::HadamardSize(slot) => f(slot),
-            SlotState::Threshold(_) | SlotState::StepSize(_) | SlotState::AmaxHistory(_) => {
-                panic!("layers: slot `{name}` holds no size of a transform")
-            }
-        }
+    ) -> &'a mut S {
+        S::of(self.slot(state, name, device))
+            .unwrap_or_else(|| panic!("layers: slot `{name}` holds no {}", S::WHAT))
     }
 
     /// How step sizes move.

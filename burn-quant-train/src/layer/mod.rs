@@ -31,6 +31,7 @@ pub(crate) use random::{seed, set_seed};
 pub use record::{LayerRecord, LayersRecord};
 pub(crate) use slot::Controllers;
 pub use slot::{AmaxAlgorithm, DelayedScaling, HadamardChoice, LearnedSteps, SlotValues};
+use slot::{AmaxHistories, HadamardSizes, StepSizes};
 
 use crate::data::{
     DataBackend, StochasticKey,
@@ -125,10 +126,8 @@ impl<B: DataBackend> Layer<B> {
     ///
     /// If the bank has no such slot.
     pub(crate) fn step_size(&self, name: &str, device: &Device<B>, call: Call) -> StepSize<B> {
-        let steps = self
-            .bank
-            .with_steps(name, device, None, |slot| slot.get(self.index));
-        let (steps, known) = steps.expect("it was asked for at any time");
+        let of_layer = |slot: &mut StepSizes<B>| slot.get(self.index);
+        let (steps, known) = self.bank.with_slot(name, device, of_layer);
         StepSize {
             steps,
             is_cold: !known || self.bank.learned_steps().is_cold(call.step),
@@ -147,9 +146,10 @@ impl<B: DataBackend> Layer<B> {
         call: Call,
         steps: FloatTensor<B>,
     ) {
-        self.bank.with_steps(name, device, Some(call.time), |slot| {
-            slot.set(self.index, steps);
-        });
+        self.bank
+            .in_step_of(call, name, device, |slot: &mut StepSizes<B>| {
+                slot.set(self.index, steps);
+            });
     }
 
     /// Adds a gradient, FP32 `[1]`, of this layer's step size, unless the step of that run is over.
@@ -164,9 +164,10 @@ impl<B: DataBackend> Layer<B> {
         call: Call,
         gradient: FloatTensor<B>,
     ) {
-        self.bank.with_steps(name, device, Some(call.time), |slot| {
-            slot.add_gradient(self.index, gradient);
-        });
+        self.bank
+            .in_step_of(call, name, device, |slot: &mut StepSizes<B>| {
+                slot.add_gradient(self.index, gradient);
+            });
     }
 
     /// The maximum that this layer's data had in earlier steps, of the slot `name`, on `device`.
@@ -175,12 +176,10 @@ impl<B: DataBackend> Layer<B> {
     ///
     /// If the bank has no such slot.
     pub(crate) fn delayed_maximum(&self, name: &str, device: &Device<B>) -> DelayedMaximum<B> {
-        let maxima = self
-            .bank
-            .with_histories(name, device, None, |slot| slot.maxima());
+        let maxima = |slot: &mut AmaxHistories<B>| slot.maxima();
         DelayedMaximum {
             layer: self.index,
-            maxima: maxima.expect("it was asked for at any time"),
+            maxima: self.bank.with_slot(name, device, maxima),
         }
     }
 
@@ -197,7 +196,7 @@ impl<B: DataBackend> Layer<B> {
         absmax: FloatTensor<B>,
     ) {
         self.bank
-            .with_histories(name, device, Some(call.time), |slot| {
+            .in_step_of(call, name, device, |slot: &mut AmaxHistories<B>| {
                 slot.note(self.index, absmax);
             });
     }
@@ -216,16 +215,21 @@ impl<B: DataBackend> Layer<B> {
         choose: impl FnOnce(HadamardChoice) -> HadamardSize,
     ) -> HadamardSize {
         let config = self.bank.learned_steps();
-        let known = self.bank.with_hadamard(name, device, |sizes| {
-            let again = config.chooses_again(call.step) && !sizes.was_chosen(self.index, call.time);
-            sizes.get(self.index).filter(|_| !again)
-        });
+        let known = self
+            .bank
+            .with_slot(name, device, |sizes: &mut HadamardSizes| {
+                let again =
+                    config.chooses_again(call.step) && !sizes.was_chosen(self.index, call.time);
+                sizes.get(self.index).filter(|_| !again)
+            });
         match (known, config.hadamard) {
             (Some(size), HadamardChoice::SmallestError) => size,
             (None, HadamardChoice::SmallestError) | (_, HadamardChoice::Order(_)) => {
                 let size = choose(config.hadamard);
                 self.bank
-                    .with_hadamard(name, device, |sizes| sizes.set(self.index, size, call.time));
+                    .with_slot(name, device, |sizes: &mut HadamardSizes| {
+                        sizes.set(self.index, size, call.time);
+                    });
                 size
             }
         }

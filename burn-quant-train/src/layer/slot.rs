@@ -66,6 +66,47 @@ pub(super) fn complete(
     }
 }
 
+/// A kind of state, as one of those that a slot can hold.
+pub(super) trait OfSlot<B: DataBackend>: Sized {
+    /// Names what it holds.
+    const WHAT: &'static str;
+
+    /// That of a slot, if it holds this kind.
+    fn of(slot: &mut SlotState<B>) -> Option<&mut Self>;
+
+    /// The same, taken out.
+    fn take(slot: SlotState<B>) -> Option<Self>;
+}
+
+macro_rules! of_slot {
+    ($($variant:ident: $state:ty = $what:literal,)*) => { $(
+        impl<B: DataBackend> OfSlot<B> for $state {
+            const WHAT: &'static str = $what;
+
+            fn of(slot: &mut SlotState<B>) -> Option<&mut Self> {
+                let SlotState::$variant(state) = slot else {
+                    return None;
+                };
+                Some(state)
+            }
+
+            fn take(slot: SlotState<B>) -> Option<Self> {
+                let SlotState::$variant(state) = slot else {
+                    return None;
+                };
+                Some(state)
+            }
+        }
+    )* };
+}
+
+of_slot! {
+    Threshold: ThresholdSlot<B> = "threshold",
+    StepSize: StepSizes<B> = "step size",
+    AmaxHistory: AmaxHistories<B> = "history of maxima",
+    HadamardSize: HadamardSizes = "size of a transform",
+}
+
 impl<B: DataBackend> SlotState<B> {
     /// Uploads the slot of layers with these [complete] values.
     pub fn new(
@@ -114,32 +155,19 @@ impl<B: DataBackend> SlotState<B> {
         let others = others.into_iter();
         let moved = match first {
             Self::Threshold(state) => {
-                let others = others.filter_map(|it| match it {
-                    Self::Threshold(state) => Some(state),
-                    Self::StepSize(_) | Self::AmaxHistory(_) | Self::HadamardSize(_) => None,
-                });
+                let others = others.filter_map(ThresholdSlot::take);
                 Self::Threshold(state.advance(others, &device, &controllers.threshold))
             }
             Self::StepSize(state) => {
-                let others = others.filter_map(|it| match it {
-                    Self::StepSize(state) => Some(state),
-                    Self::Threshold(_) | Self::AmaxHistory(_) | Self::HadamardSize(_) => None,
-                });
+                let others = others.filter_map(StepSizes::take);
                 Self::StepSize(state.advance(others, &device, &controllers.steps, step))
             }
             Self::AmaxHistory(state) => {
-                let others = others.filter_map(|it| match it {
-                    Self::AmaxHistory(state) => Some(state),
-                    Self::Threshold(_) | Self::StepSize(_) | Self::HadamardSize(_) => None,
-                });
+                let others = others.filter_map(AmaxHistories::take);
                 Self::AmaxHistory(state.advance(others, &device, &controllers.scaling, step))
             }
             Self::HadamardSize(state) => {
-                let others = others.filter_map(|it| match it {
-                    Self::HadamardSize(state) => Some(state),
-                    Self::Threshold(_) | Self::StepSize(_) | Self::AmaxHistory(_) => None,
-                });
-                Self::HadamardSize(state.advance(others))
+                Self::HadamardSize(state.advance(others.filter_map(HadamardSizes::take)))
             }
         };
         let copies: Vec<_> = other_devices.iter().map(|it| moved.to_device(it)).collect();
