@@ -101,7 +101,7 @@ pub struct Args {
     /// Print what every linear layer got
     #[arg(long, help_heading = OUTPUT)]
     pub layers: bool,
-    /// Print what waits for the backward pass of the last step, by operation
+    /// Print what waits for the backward pass of a batch after the last step, by operation
     #[arg(long, help_heading = OUTPUT)]
     pub memory: bool,
     /// Print plain lines even in a terminal
