@@ -4,7 +4,9 @@
 /// A line without a class leaves dtypes alone.
 macro_rules! forward {
     ($( $name:ident($($arg:ident: $kind:tt),*) -> $ret:tt $(=> $class:ident)? $([ $($mark:tt)* ])?; )*) => { $(
-        fn $name($($arg: forward!(@type $kind)),*) -> forward!(@type $ret) {
+        fn $name(
+            $($arg: crate::operations::kind_type!($kind)),*
+        ) -> crate::operations::kind_type!($ret) {
             let _scope = Self::scope();
             forward!(@before $($class)?; $($($mark)*)?);
             let result = forward!(@body $name ($($arg: $kind),*) -> $ret $(=> $class)?);
@@ -44,65 +46,14 @@ macro_rules! forward {
     (@origin_of Float $x:ident) => { $x.origin() };
     (@origin_of $other:tt $x:ident) => { None };
 
-    (@type Float) => { FloatTensor<Self> };
-    (@type OptFloat) => { Option<FloatTensor<Self>> };
-    (@type Floats) => { Vec<FloatTensor<Self>> };
-    (@type FloatPair) => { (FloatTensor<Self>, FloatTensor<Self>) };
-    (@type FloatAndInt) => { (FloatTensor<Self>, IntTensor<Self>) };
-    (@type Int) => { IntTensor<Self> };
-    (@type Bool) => { BoolTensor<Self> };
-    (@type Quant) => { QuantizedTensor<Self> };
-    (@type Primitive) => { TensorPrimitive<Self> };
-    (@type DeformConv2dBackward) => { DeformConv2dBackward<Self> };
-    (@type MaxPool1dWithIndices) => { MaxPool1dWithIndices<Self> };
-    (@type MaxPool1dBackward) => { MaxPool1dBackward<Self> };
-    (@type MaxPool2dWithIndices) => { MaxPool2dWithIndices<Self> };
-    (@type MaxPool2dBackward) => { MaxPool2dBackward<Self> };
-    (@type ($t:ty)) => { $t };
-
-    (@lower Float $x:expr) => { $x.into_primitive() };
-    (@lower OptFloat $x:expr) => { $x.map(crate::backend::tensor::QuantTensor::into_primitive) };
-    (@lower Floats $x:expr) => {
-        $x.into_iter().map(crate::backend::tensor::QuantTensor::into_primitive).collect::<Vec<_>>()
+    (@lower $kind:tt $x:expr) => {
+        crate::operations::unwrap_kind!($kind, crate::backend::tensor::QuantTensor::into_primitive, $x)
     };
-    (@lower Primitive $x:expr) => { crate::backend::tensor::lower_primitive::<B, R>($x) };
-    (@lower $other:tt $x:expr) => { $x };
 
     (@lift Float $origin:ident $x:expr) => { crate::backend::tensor::QuantTensor::computed($x, $origin) };
-    (@lift FloatPair $origin:ident $x:expr) => {{
-        let (first, second) = $x;
-        (crate::backend::tensor::QuantTensor::new(first), crate::backend::tensor::QuantTensor::new(second))
-    }};
-    (@lift FloatAndInt $origin:ident $x:expr) => {{
-        let (values, indices) = $x;
-        (crate::backend::tensor::QuantTensor::new(values), indices)
-    }};
-    (@lift Primitive $origin:ident $x:expr) => { crate::backend::tensor::lift_primitive::<B, R>($x) };
-    (@lift DeformConv2dBackward $origin:ident $x:expr) => {{
-        let gradients = $x;
-        DeformConv2dBackward::new(
-            crate::backend::tensor::QuantTensor::new(gradients.x_grad),
-            crate::backend::tensor::QuantTensor::new(gradients.offset_grad),
-            crate::backend::tensor::QuantTensor::new(gradients.weight_grad),
-            gradients.mask_grad.map(crate::backend::tensor::QuantTensor::new),
-            gradients.bias_grad.map(crate::backend::tensor::QuantTensor::new),
-        )
-    }};
-    (@lift MaxPool1dWithIndices $origin:ident $x:expr) => {{
-        let pooled = $x;
-        MaxPool1dWithIndices::new(crate::backend::tensor::QuantTensor::new(pooled.output), pooled.indices)
-    }};
-    (@lift MaxPool2dWithIndices $origin:ident $x:expr) => {{
-        let pooled = $x;
-        MaxPool2dWithIndices::new(crate::backend::tensor::QuantTensor::new(pooled.output), pooled.indices)
-    }};
-    (@lift MaxPool1dBackward $origin:ident $x:expr) => {
-        MaxPool1dBackward::new(crate::backend::tensor::QuantTensor::new($x.x_grad))
+    (@lift $ret:tt $origin:ident $x:expr) => {
+        crate::operations::wrap_kind!($ret, crate::backend::tensor::QuantTensor::new, $x)
     };
-    (@lift MaxPool2dBackward $origin:ident $x:expr) => {
-        MaxPool2dBackward::new(crate::backend::tensor::QuantTensor::new($x.x_grad))
-    };
-    (@lift $other:tt $origin:ident $x:expr) => { $x };
 
     (@see Float $dtypes:ident $x:ident) => { $dtypes.see(&$x) };
     (@see OptFloat $dtypes:ident $x:ident) => { if let Some(x) = &$x { $dtypes.see(x) } };

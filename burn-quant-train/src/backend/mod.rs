@@ -21,6 +21,7 @@ use tensor::QuantTensor;
 
 use crate::{
     layer,
+    operations::backend_operations,
     recipe::{Recipe, Row},
     saved::{
         recorded::QuantBackend,
@@ -93,25 +94,7 @@ impl<B: QuantBackend, R: Recipe> BackendTypes for QuantTrain<B, R> {
 }
 
 impl<B: QuantBackend, R: Recipe> Backend for QuantTrain<B, R> {
-    fn ad_enabled(device: &Self::Device) -> bool {
-        B::ad_enabled(device)
-    }
-
-    fn memory_persistent_allocations<
-        Output: Send,
-        Input: Send,
-        Func: Fn(Input) -> Output + Send,
-    >(
-        device: &Self::Device,
-        input: Input,
-        func: Func,
-    ) -> Output {
-        B::memory_persistent_allocations(device, input, func)
-    }
-
-    fn memory_cleanup(device: &Self::Device) {
-        B::memory_cleanup(device)
-    }
+    backend_operations! {}
 
     fn name(device: &Self::Device) -> String {
         format!("quant-train<{}, {}>", B::name(device), Self::ROW.name)
@@ -121,28 +104,5 @@ impl<B: QuantBackend, R: Recipe> Backend for QuantTrain<B, R> {
     fn seed(device: &Self::Device, seed: u64) {
         layer::set_seed(seed);
         B::seed(device, seed)
-    }
-
-    fn sync(device: &Self::Device) -> Result<(), ExecutionError> {
-        B::sync(device)
-    }
-
-    fn staging<'a, Iter>(data: Iter, device: &Self::Device)
-    where
-        Iter: Iterator<Item = &'a mut TensorData>,
-    {
-        B::staging(data, device)
-    }
-
-    fn supports_dtype(device: &Self::Device, dtype: DType) -> bool {
-        B::supports_dtype(device, dtype)
-    }
-
-    fn dtype_usage(device: &Self::Device, dtype: DType) -> DTypeUsageSet {
-        B::dtype_usage(device, dtype)
-    }
-
-    fn device_count(type_id: u16) -> usize {
-        B::device_count(type_id)
     }
 }

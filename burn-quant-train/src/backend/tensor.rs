@@ -2,22 +2,18 @@
 
 use std::sync::Arc;
 
-use burn_backend::{
-    DType, Shape, TensorMetadata, TensorPrimitive, ops::FloatTensorOps, tensor::Device,
-};
+use burn_backend::{DType, Shape, TensorMetadata, ops::FloatTensorOps, tensor::Device};
 
-use super::QuantTrain;
 use crate::{
     data::DataBackend,
     layer::tag::{Tag, View},
-    recipe::Recipe,
     saved::{
         cell::Handle,
         recorded::{InsideTensor, QuantBackend},
     },
 };
 
-/// A float primitive of [`QuantTrain`]: clones share the tag, operations that change the value start a new one.
+/// A float primitive of [`QuantTrain`](super::QuantTrain): clones share the tag, operations that change the value start a new one.
 pub struct QuantTensor<B: QuantBackend> {
     // Before the handle: a cell settles when all that holds it waits for the backward pass.
     primitive: InsideTensor<B>,
@@ -210,26 +206,6 @@ fn same_matrix(a: &Shape, b: &Shape) -> bool {
         shape.iter().copied().skip_while(|&dim| dim == 1).collect()
     };
     trimmed(a) == trimmed(b)
-}
-
-/// [`TensorPrimitive`] of the decorator as one of the inner backend.
-pub(crate) fn lower_primitive<B: QuantBackend, R: Recipe>(
-    tensor: TensorPrimitive<QuantTrain<B, R>>,
-) -> TensorPrimitive<B::Inside> {
-    match tensor {
-        TensorPrimitive::Float(tensor) => TensorPrimitive::Float(tensor.into_primitive()),
-        TensorPrimitive::QFloat(tensor) => TensorPrimitive::QFloat(tensor),
-    }
-}
-
-/// [`TensorPrimitive`] of the inner backend as one of the decorator.
-pub(crate) fn lift_primitive<B: QuantBackend, R: Recipe>(
-    tensor: TensorPrimitive<B::Inside>,
-) -> TensorPrimitive<QuantTrain<B, R>> {
-    match tensor {
-        TensorPrimitive::Float(tensor) => TensorPrimitive::Float(QuantTensor::new(tensor)),
-        TensorPrimitive::QFloat(tensor) => TensorPrimitive::QFloat(tensor),
-    }
 }
 
 /// Tag and shape of a tensor that is a layer's weight, or was computed from one.

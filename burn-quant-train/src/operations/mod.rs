@@ -20,15 +20,19 @@
 //! type in parentheses.
 
 mod activation;
+mod backend;
 mod bool;
 mod float;
 mod int;
+mod kind;
 mod module;
 mod quantized;
 
 pub(crate) use activation::activation_operations;
+pub(crate) use backend::backend_operations;
 pub(crate) use bool::bool_operations;
 pub(crate) use float::float_operations;
 pub(crate) use int::int_operations;
+pub(crate) use kind::{kind_type, unwrap_kind, wrap_kind};
 pub(crate) use module::module_operations;
 pub(crate) use quantized::quantized_operations;

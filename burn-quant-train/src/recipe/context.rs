@@ -28,20 +28,6 @@ impl Context {
             "the group of a context is a power of two from 16 to 1024"
         );
     }
-
-    /// Bytes of an element, scales included.
-    pub const fn bytes(&self) -> f64 {
-        let bits = match self.number {
-            Number::Int4 | Number::E2M1 | Number::E3M0 => 4.0,
-            Number::Int10 => 10.0,
-            Number::Int8
-            | Number::E4M3
-            | Number::E5M2
-            | Number::DynamicExponent(_)
-            | Number::Square => 8.0,
-        };
-        bits / 8.0 + 4.0 / self.group as f64
-    }
 }
 
 /// A [`Context`] as a type.

@@ -289,8 +289,8 @@ impl<B: DataBackend> Cell<B> {
     }
 }
 
-/// A cell of any backend, for its scope.
-pub(super) trait Settle: Send + Sync {
+/// A cell of any backend.
+pub(super) trait AnyCell: Send + Sync {
     /// One handle more.
     fn acquire(&self);
 
@@ -306,9 +306,12 @@ pub(super) trait Settle: Send + Sync {
 
     /// Compresses the value.
     fn compress(self: Arc<Self>);
+
+    /// Its row of a report, if it waits for the backward pass and for nothing else. The caller has one share.
+    fn row(self: Arc<Self>) -> Option<report::Saved>;
 }
 
-impl<B: DataBackend> Settle for Cell<B> {
+impl<B: DataBackend> AnyCell for Cell<B> {
     fn acquire(&self) {
         self.handles.fetch_add(1, Ordering::AcqRel);
     }
@@ -357,9 +360,7 @@ impl<B: DataBackend> Settle for Cell<B> {
             other => *state = other,
         }
     }
-}
 
-impl<B: DataBackend> report::Accounted for Cell<B> {
     fn row(self: Arc<Self>) -> Option<report::Saved> {
         if self.has_handles() || self.holders() == 0 {
             return None;
@@ -387,14 +388,14 @@ impl<B: DataBackend> report::Accounted for Cell<B> {
 
 /// A handle of forward code on a cell: counted as long as it lives.
 #[derive(Default)]
-pub(crate) struct Handle(Option<Weak<dyn Settle>>);
+pub(crate) struct Handle(Option<Weak<dyn AnyCell>>);
 
 impl Handle {
     /// A handle on the cell, if there is one.
     pub fn on<B: DataBackend>(cell: Option<&Arc<Cell<B>>>) -> Self {
         Self(cell.map(|cell| {
             cell.acquire();
-            Arc::downgrade(cell) as Weak<dyn Settle>
+            Arc::downgrade(cell) as Weak<dyn AnyCell>
         }))
     }
 

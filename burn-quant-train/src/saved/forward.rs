@@ -3,10 +3,14 @@
 /// Runs operations of [the tables](crate::operations) on the values of cells.
 macro_rules! forward {
     ($( $name:ident($($arg:ident: $kind:tt),*) -> $ret:tt $(=> $class:ident)? $([ $($mark:tt)* ])?; )*) => { $(
-        fn $name($($arg: forward!(@type $kind)),*) -> forward!(@type $ret) {
+        fn $name(
+            $($arg: crate::operations::kind_type!($kind)),*
+        ) -> crate::operations::kind_type!($ret) {
             forward!(@exact $($($mark)*)?);
             let _origin = forward!(@origin $ret [ $($($mark)*)? ] $name($($arg: $kind),*));
-            $( let $arg = forward!(@lower $kind $arg); )*
+            $(
+                let $arg = crate::operations::unwrap_kind!($kind, crate::saved::HeldTensor::into_value, $arg);
+            )*
             forward!(@lift $ret [ $($($mark)*)? ] $name _origin B::$name($($arg),*))
         }
     )* };
@@ -62,36 +66,6 @@ macro_rules! forward {
     (@lend (&[$t:ty]) $values:ident $x:ident) => { $x.as_slice() };
     (@lend ($t:ty) $values:ident $x:ident) => { $x.clone() };
 
-    (@type Float) => { FloatTensor<Self> };
-    (@type OptFloat) => { Option<FloatTensor<Self>> };
-    (@type Floats) => { Vec<FloatTensor<Self>> };
-    (@type FloatPair) => { (FloatTensor<Self>, FloatTensor<Self>) };
-    (@type FloatAndInt) => { (FloatTensor<Self>, IntTensor<Self>) };
-    (@type Int) => { IntTensor<Self> };
-    (@type Bool) => { BoolTensor<Self> };
-    (@type Quant) => { QuantizedTensor<Self> };
-    (@type Primitive) => { TensorPrimitive<Self> };
-    (@type DeformConv2dBackward) => { DeformConv2dBackward<Self> };
-    (@type MaxPool1dWithIndices) => { MaxPool1dWithIndices<Self> };
-    (@type MaxPool1dBackward) => { MaxPool1dBackward<Self> };
-    (@type MaxPool2dWithIndices) => { MaxPool2dWithIndices<Self> };
-    (@type MaxPool2dBackward) => { MaxPool2dBackward<Self> };
-    (@type ($t:ty)) => { $t };
-
-    (@lower Float $x:expr) => { $x.into_value() };
-    (@lower OptFloat $x:expr) => { $x.map(crate::saved::HeldTensor::into_value) };
-    (@lower Floats $x:expr) => {
-        $x.into_iter().map(crate::saved::HeldTensor::into_value).collect::<Vec<_>>()
-    };
-    (@lower Primitive $x:expr) => {
-        match $x {
-            TensorPrimitive::Float(tensor) => TensorPrimitive::Float(tensor.into_value()),
-            TensorPrimitive::QFloat(tensor) => TensorPrimitive::QFloat(tensor),
-        }
-    };
-    (@lower $other:tt $x:expr) => { $x };
-
-    (@wrap $name:ident $x:expr) => { crate::saved::HeldTensor::of(stringify!($name), $x) };
     (@lift Float [ mask ] $name:ident $origin:ident $x:expr) => {{
         let _: Option<crate::saved::again::Origin<B>> = $origin;
         crate::saved::HeldTensor::mask(stringify!($name), $x)
@@ -99,46 +73,9 @@ macro_rules! forward {
     (@lift Float [ $($mark:tt)* ] $name:ident $origin:ident $x:expr) => {
         crate::saved::HeldTensor::made($x, stringify!($name), $origin)
     };
-    (@lift $ret:tt [ $($mark:tt)* ] $name:ident $origin:ident $x:expr) => { forward!(@lift $ret $name $x) };
-    (@lift FloatPair $name:ident $x:expr) => {{
-        let (first, second) = $x;
-        (forward!(@wrap $name first), forward!(@wrap $name second))
-    }};
-    (@lift FloatAndInt $name:ident $x:expr) => {{
-        let (values, indices) = $x;
-        (forward!(@wrap $name values), indices)
-    }};
-    (@lift Primitive $name:ident $x:expr) => {
-        match $x {
-            TensorPrimitive::Float(tensor) => TensorPrimitive::Float(forward!(@wrap $name tensor)),
-            TensorPrimitive::QFloat(tensor) => TensorPrimitive::QFloat(tensor),
-        }
+    (@lift $ret:tt [ $($mark:tt)* ] $name:ident $origin:ident $x:expr) => {
+        crate::operations::wrap_kind!($ret, |value| crate::saved::HeldTensor::of(stringify!($name), value), $x)
     };
-    (@lift DeformConv2dBackward $name:ident $x:expr) => {{
-        let gradients = $x;
-        DeformConv2dBackward::new(
-            forward!(@wrap $name gradients.x_grad),
-            forward!(@wrap $name gradients.offset_grad),
-            forward!(@wrap $name gradients.weight_grad),
-            gradients.mask_grad.map(|gradient| forward!(@wrap $name gradient)),
-            gradients.bias_grad.map(|gradient| forward!(@wrap $name gradient)),
-        )
-    }};
-    (@lift MaxPool1dWithIndices $name:ident $x:expr) => {{
-        let pooled = $x;
-        MaxPool1dWithIndices::new(forward!(@wrap $name pooled.output), pooled.indices)
-    }};
-    (@lift MaxPool2dWithIndices $name:ident $x:expr) => {{
-        let pooled = $x;
-        MaxPool2dWithIndices::new(forward!(@wrap $name pooled.output), pooled.indices)
-    }};
-    (@lift MaxPool1dBackward $name:ident $x:expr) => {
-        MaxPool1dBackward::new(forward!(@wrap $name $x.x_grad))
-    };
-    (@lift MaxPool2dBackward $name:ident $x:expr) => {
-        MaxPool2dBackward::new(forward!(@wrap $name $x.x_grad))
-    };
-    (@lift $other:tt $name:ident $x:expr) => { $x };
 }
 
 pub(crate) use forward;

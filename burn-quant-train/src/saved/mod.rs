@@ -52,7 +52,7 @@ pub use cell::{Cell, HeldTensor, MIN_COMPRESSED};
 pub use report::{ActivationReport, Recording};
 pub use scope::{choose_context, compress_pending};
 
-use crate::data::DataBackend;
+use crate::{data::DataBackend, operations::backend_operations};
 
 /// Backend `B` with [cells](Cell) as float tensors. Stands inside autodiff.
 pub struct Held<B>(PhantomData<B>);
@@ -89,25 +89,7 @@ impl<B: DataBackend> BackendTypes for Held<B> {
 }
 
 impl<B: DataBackend> Backend for Held<B> {
-    fn ad_enabled(device: &Self::Device) -> bool {
-        B::ad_enabled(device)
-    }
-
-    fn memory_persistent_allocations<
-        Output: Send,
-        Input: Send,
-        Func: Fn(Input) -> Output + Send,
-    >(
-        device: &Self::Device,
-        input: Input,
-        func: Func,
-    ) -> Output {
-        B::memory_persistent_allocations(device, input, func)
-    }
-
-    fn memory_cleanup(device: &Self::Device) {
-        B::memory_cleanup(device)
-    }
+    backend_operations! {}
 
     fn name(device: &Self::Device) -> String {
         format!("held<{}>", B::name(device))
@@ -115,28 +97,5 @@ impl<B: DataBackend> Backend for Held<B> {
 
     fn seed(device: &Self::Device, seed: u64) {
         B::seed(device, seed)
-    }
-
-    fn sync(device: &Self::Device) -> Result<(), ExecutionError> {
-        B::sync(device)
-    }
-
-    fn staging<'a, Iter>(data: Iter, device: &Self::Device)
-    where
-        Iter: Iterator<Item = &'a mut TensorData>,
-    {
-        B::staging(data, device)
-    }
-
-    fn supports_dtype(device: &Self::Device, dtype: DType) -> bool {
-        B::supports_dtype(device, dtype)
-    }
-
-    fn dtype_usage(device: &Self::Device, dtype: DType) -> DTypeUsageSet {
-        B::dtype_usage(device, dtype)
-    }
-
-    fn device_count(type_id: u16) -> usize {
-        B::device_count(type_id)
     }
 }

@@ -8,10 +8,10 @@ use std::{
     sync::{Arc, Weak},
 };
 
-use super::cell::Cell;
+use super::cell::{AnyCell, Cell};
 use crate::{data::DataBackend, recipe::Number};
 
-type Cells = Option<Vec<Weak<dyn Accounted>>>;
+type Cells = Option<Vec<Weak<dyn AnyCell>>>;
 
 thread_local! {
     /// The cells of the recording of this thread.
@@ -23,12 +23,6 @@ fn with<T: Default>(work: impl FnOnce(&mut Cells) -> T) -> T {
     CELLS
         .try_with(|cells| work(&mut cells.borrow_mut()))
         .unwrap_or_default()
-}
-
-/// A cell of any backend.
-pub(super) trait Accounted: Send + Sync {
-    /// Its row, if it waits for the backward pass and for nothing else. The caller has one share.
-    fn row(self: Arc<Self>) -> Option<Saved>;
 }
 
 /// How a value is held.
@@ -66,7 +60,7 @@ pub(super) fn created<B: DataBackend>(cell: &Arc<Cell<B>>) {
             if cells.len() == cells.capacity() {
                 cells.retain(|cell| cell.strong_count() > 0);
             }
-            cells.push(Arc::downgrade(cell) as Weak<dyn Accounted>);
+            cells.push(Arc::downgrade(cell) as Weak<dyn AnyCell>);
         }
     });
 }
@@ -120,7 +114,7 @@ impl Recording {
             noted.filter_map(Weak::upgrade).collect()
         });
         ActivationReport {
-            values: cells.into_iter().filter_map(Accounted::row).collect(),
+            values: cells.into_iter().filter_map(AnyCell::row).collect(),
         }
     }
 }

@@ -8,7 +8,7 @@ use std::{
     },
 };
 
-use super::cell::{Cell, Settle};
+use super::cell::{AnyCell, Cell};
 use crate::{data::DataBackend, recipe::Context};
 
 /// The operation that runs, and what waits to be compressed.
@@ -18,11 +18,11 @@ struct Frame {
     depth: usize,
     context: Option<Context>,
     /// Cells whose handles end with the operation.
-    consumed: Vec<Weak<dyn Settle>>,
+    consumed: Vec<Weak<dyn AnyCell>>,
     /// Cells made in the operation: those that autodiff makes of a composition never have a handle.
-    created: Vec<Weak<dyn Settle>>,
+    created: Vec<Weak<dyn AnyCell>>,
     /// Cells that the next product compresses.
-    pending: Vec<Weak<dyn Settle>>,
+    pending: Vec<Weak<dyn AnyCell>>,
 }
 
 thread_local! {
@@ -41,12 +41,12 @@ pub(crate) fn context() -> Option<Context> {
 
 /// Notes a cell made by the operation that runs.
 pub(super) fn created<B: DataBackend>(cell: &Arc<Cell<B>>) {
-    let cell = Arc::downgrade(cell) as Weak<dyn Settle>;
+    let cell = Arc::downgrade(cell) as Weak<dyn AnyCell>;
     with(|frame| frame.created.push(cell));
 }
 
 /// Gives a handle to the operation that runs, which ends it. Gives it back where none runs.
-pub(super) fn consume(cell: Weak<dyn Settle>) -> Option<Weak<dyn Settle>> {
+pub(super) fn consume(cell: Weak<dyn AnyCell>) -> Option<Weak<dyn AnyCell>> {
     let mut cell = Some(cell);
     with(|frame| {
         if frame.depth > 0 {
@@ -56,8 +56,8 @@ pub(super) fn consume(cell: Weak<dyn Settle>) -> Option<Weak<dyn Settle>> {
     cell
 }
 
-/// Settles a cell whose last handle went.
-pub(super) fn settle(cell: Arc<dyn Settle>) {
+/// AnyCells a cell whose last handle went.
+pub(super) fn settle(cell: Arc<dyn AnyCell>) {
     let reference = Arc::downgrade(&cell);
     if cell.settle() {
         with(|frame| frame.pending.push(reference));
@@ -128,7 +128,7 @@ impl Drop for Scope {
             return;
         };
         // All handles end before a cell is settled: a cell with a handle is not kept for its nodes.
-        let is_free = |cell: &Weak<dyn Settle>| cell.upgrade().is_some_and(|cell| cell.release());
+        let is_free = |cell: &Weak<dyn AnyCell>| cell.upgrade().is_some_and(|cell| cell.release());
         let released: Vec<_> = consumed.into_iter().filter(is_free).collect();
         released.iter().filter_map(Weak::upgrade).for_each(settle);
         for cell in created.iter().filter_map(Weak::upgrade) {

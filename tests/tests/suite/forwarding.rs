@@ -42,9 +42,10 @@ fn every_operation_is_implemented(folder: &str, decorator: &str, left_out: &[&st
         }
         let ours = read(sources.join(folder).join(our_file));
         let table = sources.join("operations").join(our_file);
-        let ours = match table.exists() && our_file != "mod.rs" {
-            true => with_table(&ours, &read(table)),
-            false => ours,
+        let ours = match our_file {
+            "mod.rs" => with_methods(&ours, &read(sources.join("operations/backend.rs"))),
+            _ if table.exists() => with_table(&ours, &read(table)),
+            _ => ours,
         };
         let demanded = trait_methods(&read(burn.join("src/backend").join(burn_file)), name);
         let implemented = impl_methods(&ours, name, decorator);
@@ -204,6 +205,16 @@ fn with_table(source: &str, table: &str) -> String {
         .split_once("_operations! { forward }")
         .expect("the decorator takes the table");
     format!("{before};\nforward! {{{rows}}}{after}")
+}
+
+/// The source with shared methods in the place where it takes them.
+fn with_methods(source: &str, shared: &str) -> String {
+    let (_, methods) = shared.split_once("() => {").expect("a macro");
+    let (methods, _) = methods.rsplit_once("};").expect("a macro ends");
+    let (before, after) = source
+        .split_once("backend_operations! {}")
+        .expect("the decorator takes the methods");
+    format!("{before}{methods}{after}")
 }
 
 /// The methods of `impl .. NAME .. for DECORATOR`, plain ones and rows of a `forward!` table.
