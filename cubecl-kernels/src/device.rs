@@ -1,6 +1,7 @@
 //! The questions that every launcher asks its tensors and its device.
 
 use cubecl::{
+    features::Tma,
     ir::{
         StorageType,
         features::{Plane, TypeUsage},
@@ -262,6 +263,14 @@ pub(crate) fn has_planes_of_32<R: Runtime>(client: &ComputeClient<R>) -> bool {
     client.features().plane.contains(Plane::Ops)
         && hardware.plane_size_min == 32
         && hardware.plane_size_max == 32
+}
+
+/// True where the device has `wgmma`: CUDA's architecture sm_90, no other.
+///
+/// CubeCL does not name the architecture. TMA came with sm_90; its wide im2col form with sm_100, without `wgmma`.
+pub(crate) fn is_hopper<R: Runtime>(client: &ComputeClient<R>) -> bool {
+    let tma = client.features().tma;
+    R::name(client) == "cuda" && tma.contains(Tma::Base) && !tma.contains(Tma::Im2colWide)
 }
 
 /// True where the device computes with integers of 64 bits.

@@ -21,7 +21,7 @@ use super::{
 use crate::{
     data::{
         DataBackend,
-        attention::{AttentionKernels, AttentionScores},
+        attention::{AttentionInputs, AttentionKernels, AttentionScores, is_flash},
         cast_to,
     },
     operations::module_operations,
@@ -55,10 +55,11 @@ impl<B: QuantBackend, R: Recipe> ModuleOps<Self> for QuantTrain<B, R> {
 
     /// Attention: one node in training where the backend has kernels, else Burn's composition.
     ///
-    /// The node saves Q, K and V, and its softmax is a kernel in FP32. It is taken where nothing is added to the
-    /// scores. Otherwise Burn builds attention from products and a softmax under autodiff; building it from *our*
-    /// operations keeps the softmax in FP32. So it does with FP32 as the compute dtype, to change no bit. Without
-    /// autodiff the inner backend's fused kernel runs on operands in the compute dtype.
+    /// The node saves nothing of the size of the scores, and its softmax is computed in FP32, in a kernel that has scores in
+    /// registers only or, where there is none, between two products. It is taken where nothing is added to the scores.
+    /// Otherwise Burn builds attention from products and a softmax under autodiff; building it from *our* operations keeps
+    /// the softmax in FP32. So it does with FP32 as the compute dtype, to change no bit. Without autodiff the inner
+    /// backend's fused kernel runs on operands in the compute dtype.
     fn attention(
         query: FloatTensor<Self>,
         key: FloatTensor<Self>,
@@ -84,27 +85,37 @@ impl<B: QuantBackend, R: Recipe> ModuleOps<Self> for QuantTrain<B, R> {
         }
         let heads = |tensor: &FloatTensor<Self>| tensor.shape()[..2].to_vec();
         let dtypes = [&query, &key, &value].map(TensorMetadata::dtype);
-        let queries = query.shape()[..3].iter().product::<usize>();
-        let scores = queries.checked_mul(key.shape()[2]);
-        let by_kernels = mask.is_none()
+        let has_kernels = mask.is_none()
             && attn_bias.is_none()
             && options.softcap.is_none()
             && R::ROW.compute != FloatDType::F32
             && !dtypes.contains(&DType::F64)
             && heads(&query) == heads(&key)
             && heads(&query) == heads(&value)
-            && scores.is_some_and(|scores| (1..=MAX_SCORES).contains(&scores))
             && <B::Base as DataBackend>::Kernels::attention_kernels(&device).is_some();
-        if by_kernels {
-            let features = query.shape()[3] as f64;
-            let scores = AttentionScores {
-                scale: options.scale.unwrap_or_else(|| 1.0 / features.sqrt()) as f32,
-                causal: options.is_causal,
-            };
-            let inputs = [query, key, value].map(compute);
-            return QuantTensor::new(B::record(Attention { scores }, inputs));
+        if !has_kernels {
+            return attention_fallback::<Self>(query, key, value, mask, attn_bias, options);
         }
-        attention_fallback::<Self>(query, key, value, mask, attn_bias, options)
+        let features = query.shape()[3] as f64;
+        let scores = AttentionScores {
+            scale: options.scale.unwrap_or_else(|| 1.0 / features.sqrt()) as f32,
+            causal: options.is_causal,
+        };
+        let queries = query.shape()[..3].iter().product::<usize>();
+        let count = queries.checked_mul(key.shape()[2]);
+        let inputs = AttentionInputs::from([query, key, value]);
+        let is_flash = is_flash::<<B::Base as DataBackend>::Kernels, _>(
+            &device,
+            R::ROW.compute.into(),
+            &inputs,
+            scores,
+        );
+        if is_flash || count.is_some_and(|count| (1..=MAX_SCORES).contains(&count)) {
+            let attention = Attention { scores, is_flash };
+            return QuantTensor::new(B::record(attention, inputs.map(compute).into_array()));
+        }
+        let AttentionInputs { query, key, value } = inputs;
+        attention_fallback::<Self>(query, key, value, None, None, options)
     }
 
     /// Statistics in FP32; the output returns to the input's dtype, so that the residual stream keeps its width.

@@ -264,7 +264,7 @@ impl<B: DataBackend> Cell<B> {
     }
 
     /// True if it is never compressed.
-    pub(super) fn stays_exact(&self) -> bool {
+    pub(crate) fn stays_exact(&self) -> bool {
         self.is_exact() || self.is_small() || self.context.is_none()
     }
 

@@ -158,8 +158,10 @@ impl CubeKernel for Reservation {
 
 #[cube]
 fn touch_shared_memory(#[comptime] bytes: usize) {
-    let mut memory = SharedMemory::<u32>::new(comptime!(bytes / 4));
-    memory[UNIT_POS as usize] = UNIT_POS;
+    if comptime!(bytes > 0) {
+        let mut memory = SharedMemory::<u32>::new(comptime!(bytes / 4));
+        memory[UNIT_POS as usize] = UNIT_POS;
+    }
 }
 
 #[cfg(all(test, feature = "cuda"))]

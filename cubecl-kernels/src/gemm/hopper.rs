@@ -11,9 +11,7 @@
 //! On one NVIDIA H200, 2026-11-21, BF16 out, M = N = K, CUDA events around 10 or 20 launches of the source alone,
 //! median of 5: 885 TOP/s at 2048, 1113 to 1133 at 4096, 1161 to 1199 at 8192.
 
-use cubecl::{
-    features::Tma, ir::StorageType, prelude::*, server::TensorMapBinding, std::tensor::TensorHandle,
-};
+use cubecl::{ir::StorageType, prelude::*, server::TensorMapBinding, std::tensor::TensorHandle};
 
 use crate::{
     cuda::{
@@ -116,14 +114,6 @@ pub(super) fn ranked<R: Runtime>(
 fn stages<R: Runtime>(client: &ComputeClient<R>, stage_bytes: usize) -> usize {
     let available = client.properties().hardware.max_shared_memory_size - DECLARED;
     available / stage_bytes
-}
-
-/// True where the device has `wgmma`: CUDA's architecture sm_90, no other.
-///
-/// CubeCL does not name the architecture. TMA came with sm_90; its wide im2col form with sm_100, without `wgmma`.
-pub(super) fn is_supported<R: Runtime>(client: &ComputeClient<R>) -> bool {
-    let tma = client.features().tma;
-    R::name(client) == "cuda" && tma.contains(Tma::Base) && !tma.contains(Tma::Im2colWide)
 }
 
 pub(super) fn launch<R: Runtime>(
@@ -243,6 +233,7 @@ impl CudaSource for GemmSource {
     type Numbers = GemmNumbers;
 
     const TEXT: &'static str = concat!(
+        include_str!("../cuda/hopper.cu"),
         include_str!("hopper/common.cu"),
         include_str!("hopper/gemm.cu")
     );

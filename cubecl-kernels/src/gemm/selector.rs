@@ -2,7 +2,10 @@
 
 use cubecl::{features::MmaConfig, prelude::*};
 
-use crate::{device::storage, error::KernelError};
+use crate::{
+    device::{is_hopper, storage},
+    error::KernelError,
+};
 
 use super::{
     GemmProblem, OPERATION, Strategy,
@@ -211,7 +214,7 @@ fn wgmma<R: Runtime>(
     client: &ComputeClient<R>,
     problem: &GemmProblem,
 ) -> Result<Vec<Ranked>, String> {
-    if !hopper::is_supported(client) {
+    if !is_hopper(client) {
         return Err("a device that is not of CUDA's architecture sm_90".into());
     }
     let square = (HopperBlueprint::TILE_M, HopperBlueprint::DEPTH);

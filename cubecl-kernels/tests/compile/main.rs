@@ -23,6 +23,7 @@ use std::{
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 use cubecl_kernels::{
     adamw::{AdamWTensors, Hyperparameters, adamw, initial_clock, initial_flag},
+    attention::{AttentionGradients, AttentionOptions, Band, attention, attention_backward},
     bit_splitting::{bit_split, merge_parts},
     fallback::{FallbackResidual, FallbackState},
     gemm::{Blueprint, GemmOperand, GemmProblem, Strategy, candidates, gemm, gemm_float, select},
@@ -230,6 +231,51 @@ fn hopper_sources(name: &str) -> Vec<Source> {
     };
     assert_eq!(sources.len(), tiles * outputs().len() * others, "{name}");
     sources.into_values().collect()
+}
+
+/// All passes of attention, for both types and widths of heads.
+fn attention_sources(architecture: u16) -> Vec<Source> {
+    let options = AttentionOptions {
+        band: Band::CAUSAL,
+        ..AttentionOptions::new(0.1)
+    };
+    let wanted = AttentionGradients {
+        query: true,
+        key: true,
+        value: true,
+        bias: false,
+    };
+    let sources = sources_of(architecture, |client| {
+        for (float, width) in [
+            (dtype::<bf16>(), 64),
+            (dtype::<bf16>(), 128),
+            (dtype::<f16>(), 40),
+            (dtype::<f16>(), 96),
+        ] {
+            let heads = |heads, sequence| tensor(client, &[2, heads, sequence, width], float);
+            let (query, key, value) = (heads(4, 200), heads(2, 300), heads(2, 300));
+            let Ok(forward) = attention(client, &query, &key, &value, &options) else {
+                continue;
+            };
+            let inputs = [&query, &key, &value];
+            let gradient = heads(4, 200);
+            attention_backward(client, inputs, &forward, &gradient, wanted, &options)
+                .expect("what has a forward pass");
+        }
+    });
+    assert_eq!(sources.len(), if architecture == 90 { 4 * 4 } else { 0 });
+    sources
+}
+
+#[rstest]
+fn attention_leaves_memory_for_what_it_declares() {
+    const BARRIERS: usize = 1024;
+    for source in attention_sources(90) {
+        assert!(source.shared_memory <= max_shared_memory(90) - BARRIERS);
+        let knob = source.code.split_once("#define STAGES ").expect("a knob").1;
+        let stages: usize = knob[..1].parse().expect("a digit");
+        assert!(stages >= 4 || source.name == "attention_rows_hopper");
+    }
 }
 
 /// AdamW on one pair of state formats of each kind that is compressed, with and without all that is optional. Of their
@@ -623,6 +669,7 @@ fn no_hopper_source_elsewhere(#[values(80, 89, 100, 120)] architecture: u16) {
     });
     assert!(sources.iter().all(|source| source.name != "gemm_hopper"));
     assert!(!sources.is_empty());
+    assert!(attention_sources(architecture).is_empty());
 }
 
 /// A scale of a block that is deeper than K leaves the sum, but is no scale of a row: only such ones, and those of a
@@ -742,6 +789,12 @@ fn nvrtc_compiles_every_kernel(
 #[ignore = "needs NVRTC: CUDA_PATH=$(.ci/nvrtc), then --test compile -- --ignored"]
 fn nvrtc_compiles_every_hopper_source(#[values("gemm_hopper", "gemm_float_hopper")] name: &str) {
     compile(&hopper_sources(name), "sm_90a");
+}
+
+#[rstest]
+#[ignore = "needs NVRTC: CUDA_PATH=$(.ci/nvrtc), then --test compile -- --ignored"]
+fn nvrtc_compiles_attention() {
+    compile(&attention_sources(90), "sm_90a");
 }
 
 fn compile(sources: &[Source], architecture: &str) {

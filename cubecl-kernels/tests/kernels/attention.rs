@@ -1,5 +1,7 @@
 //! Attention: the reference against finite differences, everything else against the reference.
 
+#[cfg(any(feature = "cuda", feature = "vulkan"))]
+mod hopper;
 mod host;
 mod problem;
 mod reference;

@@ -1,21 +1,28 @@
-//! Attention from products and a softmax that is one kernel; nothing of the size of the scores is saved.
+//! Attention by its own kernel, or from products and a softmax that is one kernel; nothing of the size of the scores is
+//! saved.
 
 use burn_backend::{
-    TensorMetadata,
+    DType, Shape, TensorMetadata,
     tensor::{Device, FloatTensor},
 };
 use burn_cubecl::{
     CubeBackend, CubeRuntime, FloatElement, IntElement, element::BoolElement,
     kernel::into_contiguous, tensor::CubeTensor,
 };
-use cubecl_kernels::{gemm, softmax};
+use cubecl_kernels::{
+    attention::{self, AttentionOptions, AttentionOutput, AttentionShape, Band},
+    gemm, softmax,
+};
 
 use super::{
     product::{float_product, float_product_in_rows, matrices},
     tensors::{Cube, handle, reshaped, tensor},
 };
 use crate::data::{
-    attention::{Attention, AttentionInputs, AttentionKernels, AttentionScores},
+    attention::{
+        Attention, AttentionBackward, AttentionGradients, AttentionInputs, AttentionKernels,
+        AttentionScores, FlashOutput,
+    },
     kernels::checked,
 };
 
@@ -26,9 +33,101 @@ where
 {
     fn attention_kernels(_device: &Device<Self>) -> Option<Attention<Self>> {
         Some(Attention {
+            is_flash: is_flash::<R>,
             forward: forward::<Self, R>,
             backward: backward::<Self, R>,
+            flash,
+            flash_backward,
         })
+    }
+}
+
+fn options(scores: AttentionScores) -> AttentionOptions {
+    AttentionOptions {
+        band: if scores.causal {
+            Band::CAUSAL
+        } else {
+            Band::ALL
+        },
+        ..AttentionOptions::new(scores.scale)
+    }
+}
+
+fn is_flash<R: CubeRuntime>(
+    device: &R::Device,
+    dtype: DType,
+    shapes: &AttentionInputs<Shape>,
+    scores: AttentionScores,
+) -> bool {
+    let AttentionInputs { query, key, value } = shapes;
+    let shape = AttentionShape::new("attention", query, key, value);
+    let client = R::client(device);
+    shape.is_ok_and(|shape| {
+        attention::has_attention(&client, dtype.into(), &shape, &options(scores))
+    })
+}
+
+fn flash<R: CubeRuntime>(
+    inputs: AttentionInputs<CubeTensor<R>>,
+    scores: AttentionScores,
+) -> FlashOutput<CubeTensor<R>> {
+    let AttentionInputs { query, key, value } = inputs.map(heads);
+    let forward = attention::attention(
+        &query.client,
+        &handle(&query),
+        &handle(&key),
+        &handle(&value),
+        &options(scores),
+    );
+    let AttentionOutput {
+        output,
+        log_sum_exp,
+    } = checked(forward);
+    FlashOutput {
+        output: tensor(&query, output, query.dtype),
+        log_sum_exp: tensor(&query, log_sum_exp, DType::F32),
+    }
+}
+
+fn flash_backward<R: CubeRuntime>(
+    backward: AttentionBackward<CubeTensor<R>>,
+    forward: FlashOutput<CubeTensor<R>>,
+) -> AttentionInputs<Option<CubeTensor<R>>> {
+    let AttentionBackward {
+        inputs,
+        gradient,
+        wanted,
+        scores,
+    } = backward;
+    let inputs = inputs.map(heads).into_array();
+    let forward = AttentionOutput {
+        output: handle(&heads(forward.output)),
+        log_sum_exp: handle(&into_contiguous(forward.log_sum_exp)),
+    };
+    let [query, key, value] = inputs.each_ref().map(handle);
+    let gradients = checked(attention::attention_backward(
+        &inputs[0].client,
+        [&query, &key, &value],
+        &forward,
+        &handle(&heads(gradient)),
+        attention::AttentionGradients {
+            query: wanted.query,
+            key: wanted.key,
+            value: wanted.value,
+            bias: false,
+        },
+        &options(scores),
+    ));
+    let like = &inputs[0];
+    AttentionInputs::from([gradients.query, gradients.key, gradients.value])
+        .map(|gradient| gradient.map(|gradient| tensor(like, gradient, like.dtype)))
+}
+
+/// A tensor in memory as the kernel of attention reads it.
+fn heads<R: CubeRuntime>(tensor: CubeTensor<R>) -> CubeTensor<R> {
+    match attention::attention_reads(&handle(&tensor)) {
+        true => tensor,
+        false => into_contiguous(tensor),
     }
 }
 
@@ -43,11 +142,14 @@ fn forward<B: Cube<R>, R: CubeRuntime>(
 
 /// The gradients of Q, K and V (the chain rule through `O = P V`, `P = softmax(S)`, `S = scale Q Kᵀ`).
 fn backward<B: Cube<R>, R: CubeRuntime>(
-    inputs: AttentionInputs<FloatTensor<B>>,
-    gradient: FloatTensor<B>,
-    wanted: AttentionInputs<bool>,
-    scores: AttentionScores,
-) -> AttentionInputs<Option<FloatTensor<B>>> {
+    backward: AttentionBackward<FloatTensor<B>>,
+) -> AttentionGradients<B> {
+    let AttentionBackward {
+        inputs,
+        gradient,
+        wanted,
+        scores,
+    } = backward;
     let AttentionInputs { query, key, value } = inputs.map(readable);
     let gradient = readable(gradient);
     let of_probabilities = product::<B, R>(gradient.clone(), B::float_transpose(value));

@@ -11,12 +11,12 @@ use crate::{
         source::{CudaSource, float_knob, launch_source},
         tensor_map::{STRIDE_BYTES, TmaView},
     },
-    device::{check_dtype, check_float, empty, or_unused, storage},
+    device::{check_dtype, check_float, empty, is_hopper, or_unused, storage},
     error::KernelError,
     gemm::{blueprint::HopperBlueprint, check_bias},
 };
 
-use super::{UNITS, is_supported};
+use super::UNITS;
 
 const OPERATION: &str = "gemm_float";
 const ELEMENT_BYTES: usize = 2;
@@ -29,14 +29,14 @@ const SPEEDS: [(usize, f32); 2] = [(256, 1.0), (128, 0.8)];
 
 /// True where [`gemm_float`] has a kernel for the device: CUDA's architecture sm_90, no other.
 pub fn has_gemm_float<R: Runtime>(client: &ComputeClient<R>) -> bool {
-    is_supported(client)
+    is_hopper(client)
 }
 
 /// True where [`gemm_float`] can read an operand `[.., rows, cols]` on this device as it lies in memory: one of bf16 or
 /// f16 with strides that its description allows.
 pub fn gemm_float_reads<R: Runtime>(client: &ComputeClient<R>, operand: &TensorHandle<R>) -> bool {
     let fits = |matrices| Operand::new("the operand", operand, &matrices).is_ok();
-    is_supported(client) && is_operand_type(operand.dtype) && Matrices::new(operand).is_ok_and(fits)
+    is_hopper(client) && is_operand_type(operand.dtype) && Matrices::new(operand).is_ok_and(fits)
 }
 
 /// `C = A B^T + bias`, of shape `[.., M, N]` with the batch dimensions of A, contiguous, with FP32 sums.
@@ -233,7 +233,7 @@ impl<'a, R: Runtime> Product<'a, R> {
             });
         }
         check_bias(OPERATION, bias, of_b.rows.extent)?;
-        if !is_supported(client) {
+        if !is_hopper(client) {
             return Err(unsupported(
                 "a device that is not of CUDA's architecture sm_90".into(),
             ));
@@ -433,7 +433,11 @@ struct FloatSource {
 impl CudaSource for FloatSource {
     type Numbers = FloatNumbers;
 
-    const TEXT: &'static str = concat!(include_str!("common.cu"), include_str!("gemm_float.cu"));
+    const TEXT: &'static str = concat!(
+        include_str!("../../cuda/hopper.cu"),
+        include_str!("common.cu"),
+        include_str!("gemm_float.cu")
+    );
     const ENTRY_POINT: &'static str = "gemm_float_hopper";
     const UNITS: u32 = UNITS;
 

@@ -4,7 +4,7 @@
 //   TILE_N     64, 128, 192 or 256, the columns of an output tile (its rows are 128)
 //   STAGES     stages of the ring in shared memory
 //   FALLBACK   1: blocks of A whose flag is set add the product of their residual
-//   BIAS, OUT_F32, OUT_F16 or OUT_BF16   see common.cu, which comes before this text
+//   BIAS, OUT_F32, OUT_F16 or OUT_BF16   see hopper.cu and common.cu, which come before this text
 // and the structure Numbers, which hopper.rs describes.
 //
 // A block has three warpgroups (128 threads each) and works on one output tile after the other:

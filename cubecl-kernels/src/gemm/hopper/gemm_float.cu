@@ -6,7 +6,7 @@
 //   STAGES     stages of the ring in shared memory
 //   IN         "bf16" or "f16", the type of A and B
 //   A_ALONG_MN, B_ALONG_MN   0: neighbours in memory are neighbours along K; 1: along M or N
-//   BIAS, OUT_F32, OUT_F16 or OUT_BF16   see common.cu, which comes before this text
+//   BIAS, OUT_F32, OUT_F16 or OUT_BF16   see hopper.cu and common.cu, which come before this text
 // and the structure Numbers, which float.rs describes.
 //
 // A producer warp and two consumer warpgroups, as in gemm.cu. There is nothing to convert between products here: the
@@ -37,11 +37,6 @@ template <bool AlongMN> __device__ __forceinline__ u32 step_bytes() {
     return AlongMN ? 16 * 128 : 16 * 2;
 }
 
-#define FLOATS_4(x, i) "+f"(x[i]), "+f"(x[i + 1]), "+f"(x[i + 2]), "+f"(x[i + 3])
-#define FLOATS_16(x, i) FLOATS_4(x, i), FLOATS_4(x, i + 4), FLOATS_4(x, i + 8), FLOATS_4(x, i + 12)
-#define FLOATS_64(x, i) FLOATS_16(x, i), FLOATS_16(x, i + 16), FLOATS_16(x, i + 32), FLOATS_16(x, i + 48)
-#define TEXT_OF(x) #x
-#define TEXT(x) TEXT_OF(x)
 
 // sums[64, TILE_N] (+)= a[64, 16] b[TILE_N, 16]^T for a warpgroup; without `add`, what was there is ignored.
 // Asynchronous: `sums` may be touched only after products_wait. The last two numbers tell operands along M or N.

@@ -1,0 +1,614 @@
+//! Attention on Hopper's warpgroup matrix instructions (`wgmma`), fed by its tensor memory accelerator (TMA).
+//!
+//! CUDA source in four texts: `hopper/forward.cu`; `hopper/rows.cu`, `hopper/queries.cu` and `hopper/keys.cu` for the
+//! backward pass, which computes the scores once for dQ and once for dK and dV. That is 7 products in place of 5, but no
+//! sum leaves its registers, and each has one order: results repeat to the bit.
+
+use std::{fmt::Debug, hash::Hash, marker::PhantomData};
+
+use cubecl::{ir::StorageType, prelude::*, server::TensorMapBinding, std::tensor::TensorHandle};
+
+use crate::{
+    cuda::{
+        numbers::numbers,
+        source::{CudaSource, float_knob, launch_source},
+        tensor_map::{STRIDE_BYTES, TmaView},
+    },
+    device::{check_dtype, empty, is_hopper, storage},
+    error::KernelError,
+};
+
+use super::{AttentionGradients, AttentionOptions, AttentionShape};
+
+const FORWARD: &str = "attention";
+const BACKWARD: &str = "attention_backward";
+/// A producer and two consumer warpgroups.
+const UNITS: u32 = 3 * 128;
+/// Rows that the consumers of a block have together: 64 each.
+const ROWS: usize = 128;
+/// Features of a panel: 128 bytes.
+const PANEL: usize = 64;
+/// The widest heads.
+const MAX_WIDTH: usize = 128;
+const ELEMENT_BYTES: usize = 2;
+/// Elements in what is read and written at once.
+const VECTOR: usize = STRIDE_BYTES / ELEMENT_BYTES;
+/// Bytes of shared memory that a kernel leaves to what it declares itself.
+const DECLARED: usize = 1024;
+/// Stages that hide all of memory's latency.
+const MAX_STAGES: usize = 6;
+/// Bytes of the L2 cache that operands of a section of heads may take.
+const SECTION_BYTES: usize = 32 << 20;
+/// Units of a block of `rows.cu`.
+const ROW_UNITS: usize = 256;
+
+/// What the forward pass leaves.
+#[derive(Debug, Clone)]
+pub struct AttentionOutput<R: Runtime> {
+    /// O, bf16 or f16 `[batch, heads, queries, value_width]`, in the memory of `[batch, queries, heads, value_width]`.
+    pub output: TensorHandle<R>,
+    /// L, f32 `[batch, heads, queries]`, contiguous; negative infinity for a row that sees nothing.
+    pub log_sum_exp: TensorHandle<R>,
+}
+
+/// True where [`attention`] has a kernel: on CUDA's architecture sm_90, no other, for bf16 and f16, heads of at most 128
+/// features, a multiple of 8, and a positive scale, with neither soft cap nor dropout; something to compute.
+pub fn has_attention<R: Runtime>(
+    client: &ComputeClient<R>,
+    dtype: StorageType,
+    shape: &AttentionShape,
+    options: &AttentionOptions,
+) -> bool {
+    unsupported(client, dtype, shape, options).is_none()
+}
+
+/// True where [`attention`] and [`attention_backward`] can read a tensor `[batch, heads, sequence, features]` as it lies
+/// in memory: neighbours are neighbours along the features, and all other steps multiples of 16 bytes.
+pub fn attention_reads<R: Runtime>(tensor: &TensorHandle<R>) -> bool {
+    Heads::new(FORWARD, "the operand", tensor).is_ok()
+}
+
+/// The forward pass.
+///
+/// - `query`: bf16 or f16 `[batch, heads, queries, width]`; `key`: the same type, `[batch, kv_heads, keys, width]`;
+///   `value`: the same type, `[batch, kv_heads, keys, value_width]`; in memory as [`attention_reads`] says.
+///
+/// # Errors
+///
+/// [`KernelError::Unsupported`] where [`has_attention`] or [`attention_reads`] is false; the others where shapes or
+/// types do not fit each other.
+pub fn attention<R: Runtime>(
+    client: &ComputeClient<R>,
+    query: &TensorHandle<R>,
+    key: &TensorHandle<R>,
+    value: &TensorHandle<R>,
+    options: &AttentionOptions,
+) -> Result<AttentionOutput<R>, KernelError> {
+    let problem = Problem::new(FORWARD, client, [query, key, value], options)?;
+    let AttentionShape {
+        batch,
+        heads,
+        queries,
+        value_width,
+        ..
+    } = problem.shape;
+    let result = AttentionOutput {
+        output: in_rows(client, [batch, heads, queries, value_width], query.dtype),
+        log_sum_exp: empty(client, problem.shape.rows().to_vec(), storage::<f32>()),
+    };
+    let keys = Pass::<Forward>::of(&problem).tile;
+    let maps = vec![
+        problem.query.map(ROWS),
+        problem.key.map(keys),
+        problem.value.map(keys),
+    ];
+    let mut buffers = vec![result.output.clone(), result.log_sum_exp.clone()];
+    buffers.extend([query, key, value].map(Clone::clone));
+    let of_keys = problem.shape.keys * problem.head_bytes();
+    let blocks = batch * heads * queries.div_ceil(ROWS);
+    problem.launch::<Forward>(
+        client,
+        blocks,
+        maps,
+        buffers,
+        of_keys,
+        problem.shape.group(),
+    );
+    Ok(result)
+}
+
+/// The gradients that are wanted of Q, K and V; there is none of a bias.
+///
+/// - `query`, `key`, `value`, `options`: those of the forward pass, and `forward` what it left.
+/// - `gradient`: that of the output, of its shape and type, in memory as [`attention_reads`] says.
+///
+/// # Errors
+///
+/// As [`attention`].
+pub fn attention_backward<R: Runtime>(
+    client: &ComputeClient<R>,
+    [query, key, value]: [&TensorHandle<R>; 3],
+    forward: &AttentionOutput<R>,
+    gradient: &TensorHandle<R>,
+    wanted: AttentionGradients<bool>,
+    options: &AttentionOptions,
+) -> Result<AttentionGradients<Option<TensorHandle<R>>>, KernelError> {
+    let mut problem = Problem::new(BACKWARD, client, [query, key, value], options)?;
+    let shape = problem.shape;
+    for (name, tensor) in [("output", &forward.output), ("gradient", gradient)] {
+        check_dtype(
+            BACKWARD,
+            name,
+            tensor,
+            query.dtype,
+            "use the type of the query",
+        )?;
+        if tensor.shape().to_vec() != shape.output() {
+            return Err(KernelError::Shape {
+                operation: BACKWARD,
+                got: format!("{name} {:?} for {shape:?}", tensor.shape()),
+                remedy: "pass one of the output's shape",
+            });
+        }
+    }
+    let output = Heads::new(BACKWARD, "output", &forward.output)?;
+    let of_output = Heads::new(BACKWARD, "gradient", gradient)?;
+    let AttentionShape {
+        batch,
+        heads,
+        kv_heads,
+        queries,
+        keys,
+        width,
+        value_width,
+    } = shape;
+
+    let padded = queries.next_multiple_of(ROWS);
+    let rows = empty(client, vec![batch, heads, padded, 2], storage::<f32>());
+    problem.strides = [output.strides(), of_output.strides()];
+    let lanes = problem.dim / VECTOR;
+    problem.launch::<Rows>(
+        client,
+        batch * heads * padded * lanes / ROW_UNITS,
+        vec![],
+        vec![
+            forward.output.clone(),
+            gradient.clone(),
+            forward.log_sum_exp.clone(),
+            rows.clone(),
+        ],
+        0,
+        1,
+    );
+
+    let inputs = || [query, key, value, gradient].map(Clone::clone);
+    let of_query = wanted.query.then(|| {
+        let of_query = in_rows(client, [batch, heads, queries, width], query.dtype);
+        let tile = Pass::<Queries>::of(&problem).tile;
+        let maps = vec![
+            problem.query.map(ROWS),
+            problem.key.map(tile),
+            problem.value.map(tile),
+            of_output.map(ROWS),
+        ];
+        let mut buffers = vec![rows.clone(), of_query.clone()];
+        buffers.extend(inputs());
+        let blocks = batch * heads * queries.div_ceil(ROWS);
+        problem.launch::<Queries>(
+            client,
+            blocks,
+            maps,
+            buffers,
+            keys * problem.head_bytes(),
+            shape.group(),
+        );
+        of_query
+    });
+    let of_keys = (wanted.key || wanted.value).then(|| {
+        let of_key = in_rows(client, [batch, kv_heads, keys, width], query.dtype);
+        let of_value = in_rows(client, [batch, kv_heads, keys, value_width], query.dtype);
+        let tile = Pass::<Keys>::of(&problem).tile;
+        let maps = vec![
+            problem.query.map(tile),
+            problem.key.map(ROWS),
+            problem.value.map(ROWS),
+            of_output.map(tile),
+        ];
+        let mut buffers = vec![rows.clone(), of_key.clone(), of_value.clone()];
+        buffers.extend(inputs());
+        let blocks = batch * kv_heads * keys.div_ceil(ROWS);
+        let of_group = queries * shape.group() * problem.head_bytes();
+        problem.launch::<Keys>(client, blocks, maps, buffers, of_group, 1);
+        (of_key, of_value)
+    });
+    let (of_key, of_value) = of_keys.unzip();
+    Ok(AttentionGradients {
+        query: of_query,
+        key: of_key.filter(|_| wanted.key),
+        value: of_value.filter(|_| wanted.value),
+        bias: None,
+    })
+}
+
+/// A new tensor `[batch, heads, rows, width]` in the memory of `[batch, rows, heads, width]`.
+fn in_rows<R: Runtime>(
+    client: &ComputeClient<R>,
+    [batch, heads, rows, width]: [usize; 4],
+    dtype: StorageType,
+) -> TensorHandle<R> {
+    let mut tensor = empty(client, vec![batch, rows, heads, width], dtype);
+    tensor.metadata.swap(1, 2);
+    tensor
+}
+
+/// Why there is no kernel.
+fn unsupported<R: Runtime>(
+    client: &ComputeClient<R>,
+    dtype: StorageType,
+    shape: &AttentionShape,
+    options: &AttentionOptions,
+) -> Option<String> {
+    let AttentionShape {
+        batch,
+        heads,
+        kv_heads,
+        queries,
+        keys,
+        width,
+        value_width,
+    } = *shape;
+    let fits = |width: usize| width % VECTOR == 0 && width <= MAX_WIDTH;
+    // Positions, and sums of two of them, are signed numbers of 32 bits.
+    let short = |sequence: usize| sequence <= 1 << 28;
+    if !is_hopper(client) {
+        Some("a device that is not of CUDA's architecture sm_90".into())
+    } else if dtype != storage::<half::bf16>() && dtype != storage::<half::f16>() {
+        Some(format!("tensors of {dtype}"))
+    } else if !fits(width) || !fits(value_width) {
+        Some(format!("heads of {width} and {value_width} features"))
+    } else if batch * heads * kv_heads * queries * keys == 0 || !short(queries) || !short(keys) {
+        Some(format!("scores {:?}", shape.scores()))
+    } else if !(options.scale > 0.0 && options.scale.is_finite()) {
+        Some(format!("a scale of {}", options.scale))
+    } else if options.softcap.is_some() || options.dropout.is_some() {
+        Some("a soft cap or dropout".into())
+    } else {
+        None
+    }
+}
+
+/// A tensor `[batch, heads, sequence, features]` that TMA can read as it lies in memory.
+struct Heads<'a, R: Runtime> {
+    tensor: &'a TensorHandle<R>,
+}
+
+impl<'a, R: Runtime> Heads<'a, R> {
+    fn new(
+        operation: &'static str,
+        name: &'static str,
+        tensor: &'a TensorHandle<R>,
+    ) -> Result<Self, KernelError> {
+        let (shape, strides) = (tensor.shape(), tensor.strides());
+        let offset = tensor.handle.offset_start.unwrap_or_default() as usize;
+        let steps =
+            |dim: usize| shape[dim] == 1 || (strides[dim] > 0 && strides[dim] % VECTOR == 0);
+        let fits = shape.len() == 4
+            && offset % STRIDE_BYTES == 0
+            && (strides[3] == 1 || shape[3] == 1)
+            && (0..3).all(steps);
+        match fits {
+            true => Ok(Self { tensor }),
+            false => Err(KernelError::Unsupported {
+                operation,
+                reason: format!(
+                    "{name} of shape {shape:?} with strides {strides:?} and an offset of {offset} bytes"
+                ),
+                remedy: "pass a contiguous copy",
+            }),
+        }
+    }
+
+    fn dimensions(&self) -> [usize; 4] {
+        let shape = self.tensor.shape();
+        [shape[0], shape[1], shape[2], shape[3]]
+    }
+
+    /// Elements from a batch, a head and a row to the next.
+    fn strides(&self) -> [u64; 3] {
+        let strides = self.tensor.strides();
+        [strides[0], strides[1], strides[2]].map(|stride| stride as u64)
+    }
+
+    /// Boxes of `rows` rows and a panel.
+    fn map(&self, rows: usize) -> TensorMapBinding {
+        let (shape, strides) = (self.dimensions(), self.tensor.strides());
+        // TMA never takes the stride of a single row, but checks it.
+        let pitch = match shape[2] {
+            1 => shape[3].next_multiple_of(VECTOR),
+            _ => strides[2],
+        };
+        TmaView {
+            shape,
+            strides: [strides[0], strides[1], pitch, 1],
+            tile: [rows, PANEL],
+        }
+        .bind(self.tensor)
+    }
+}
+
+/// Attention that has kernels.
+struct Problem<'a, R: Runtime> {
+    shape: AttentionShape,
+    options: AttentionOptions,
+    dtype: StorageType,
+    query: Heads<'a, R>,
+    key: Heads<'a, R>,
+    value: Heads<'a, R>,
+    /// Features of a head in shared memory.
+    dim: usize,
+    /// Bytes of shared memory for stages and what else the kernel asks for.
+    memory: usize,
+    /// The strides of the output and of its gradient, where they are read without TMA.
+    strides: [[u64; 3]; 2],
+}
+
+impl<'a, R: Runtime> Problem<'a, R> {
+    fn new(
+        operation: &'static str,
+        client: &ComputeClient<R>,
+        [query, key, value]: [&'a TensorHandle<R>; 3],
+        options: &AttentionOptions,
+    ) -> Result<Self, KernelError> {
+        let shape = AttentionShape::new(operation, query.shape(), key.shape(), value.shape())?;
+        for (name, tensor) in [("key", key), ("value", value)] {
+            check_dtype(
+                operation,
+                name,
+                tensor,
+                query.dtype,
+                "use the type of the query",
+            )?;
+        }
+        if let Some(reason) = unsupported(client, query.dtype, &shape, options) {
+            return Err(KernelError::Unsupported {
+                operation,
+                reason,
+                remedy: "compose attention of products and a softmax",
+            });
+        }
+        let widest = usize::max(shape.width, shape.value_width);
+        Ok(Self {
+            shape,
+            options: *options,
+            dtype: query.dtype,
+            query: Heads::new(operation, "query", query)?,
+            key: Heads::new(operation, "key", key)?,
+            value: Heads::new(operation, "value", value)?,
+            dim: widest.next_multiple_of(PANEL),
+            memory: client.properties().hardware.max_shared_memory_size - DECLARED,
+            strides: Default::default(),
+        })
+    }
+
+    /// Bytes of a row of a head and of its value, or its gradient.
+    fn head_bytes(&self) -> usize {
+        2 * self.dim * ELEMENT_BYTES
+    }
+
+    /// Launches a pass. `section_bytes`: what a head's blocks read of other rows; `group`: heads that read the same.
+    fn launch<P: Kernel>(
+        &self,
+        client: &ComputeClient<R>,
+        blocks: usize,
+        maps: Vec<TensorMapBinding>,
+        buffers: Vec<TensorHandle<R>>,
+        section_bytes: usize,
+        group: usize,
+    ) {
+        let shape = &self.shape;
+        // No bound is farther away than all positions together.
+        let bound = |bound: Option<u32>| {
+            let all = shape.queries + shape.keys;
+            bound.map_or(all, |bound| all.min(bound as usize)) as u64
+        };
+        let section = (SECTION_BYTES / section_bytes.max(1)).max(1) * group;
+        let [out, gradient] = self.strides;
+        let numbers = AttentionNumbers {
+            queries: shape.queries as u64,
+            keys: shape.keys as u64,
+            heads: shape.heads as u64,
+            batches: shape.batch as u64,
+            group: shape.group() as u64,
+            before: bound(self.options.band.left),
+            behind: bound(self.options.band.right),
+            section: section.min(shape.batch * shape.heads) as u64,
+            scale: u64::from(self.options.scale.to_bits()),
+            width: shape.width as u64,
+            value_width: shape.value_width as u64,
+            padded: shape.queries.next_multiple_of(ROWS) as u64,
+            out_batch: out[0],
+            out_head: out[1],
+            out_row: out[2],
+            gradient_batch: gradient[0],
+            gradient_head: gradient[1],
+            gradient_row: gradient[2],
+        };
+        // SAFETY: `Problem::new` and its callers checked the tensors; kernels guard reads without TMA and all writes
+        // with the numbers, for which the outputs were allocated.
+        #[allow(unsafe_code)]
+        unsafe {
+            let blocks = CubeCount::Static(blocks as u32, 1, 1);
+            launch_source(client, Pass::<P>::of(self), blocks, maps, buffers, &numbers);
+        }
+    }
+}
+
+numbers! {
+    /// The numbers of all passes.
+    struct AttentionNumbers {
+        queries: u64,
+        keys: u64,
+        heads: u64,
+        batches: u64,
+        /// Heads of queries that read one of keys.
+        group: u64,
+        /// Keys before and behind a query's own that it sees.
+        before: u64,
+        behind: u64,
+        /// Heads whose blocks come together.
+        section: u64,
+        /// The bits of an f32.
+        scale: u64,
+        width: u64,
+        value_width: u64,
+        /// Queries of a head with their padding.
+        padded: u64,
+        /// Elements from one to the next in the output and in its gradient.
+        out_batch: u64,
+        out_head: u64,
+        out_row: u64,
+        gradient_batch: u64,
+        gradient_head: u64,
+        gradient_row: u64,
+    }
+}
+
+/// A text and what it holds in shared memory.
+trait Kernel: Debug + Copy + Eq + Hash + Send + Sync + 'static {
+    const TEXT: &'static str;
+    const ENTRY_POINT: &'static str;
+    const UNITS: u32 = UNITS;
+    /// Tiles of the block's own rows.
+    const OWN: usize;
+    /// Tiles of a stage.
+    const STAGED: usize;
+    /// Bytes of a stage beside them, for each row.
+    const ROW_BYTES: usize = 0;
+
+    /// Rows of a tile of a stage.
+    fn tile(dim: usize) -> usize;
+}
+
+macro_rules! text {
+    ($file:literal) => {
+        concat!(
+            include_str!("../cuda/hopper.cu"),
+            include_str!("hopper/common.cu"),
+            include_str!($file)
+        )
+    };
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct Forward;
+
+impl Kernel for Forward {
+    const TEXT: &'static str = text!("hopper/forward.cu");
+    const ENTRY_POINT: &'static str = "attention_forward_hopper";
+    const OWN: usize = 1;
+    const STAGED: usize = 1;
+
+    fn tile(_dim: usize) -> usize {
+        128
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct Rows;
+
+impl Kernel for Rows {
+    const TEXT: &'static str = text!("hopper/rows.cu");
+    const ENTRY_POINT: &'static str = "attention_rows_hopper";
+    const UNITS: u32 = ROW_UNITS as u32;
+    const OWN: usize = 0;
+    const STAGED: usize = 0;
+
+    fn tile(_dim: usize) -> usize {
+        0
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct Queries;
+
+impl Kernel for Queries {
+    const TEXT: &'static str = text!("hopper/queries.cu");
+    const ENTRY_POINT: &'static str = "attention_queries_hopper";
+    const OWN: usize = 2;
+    const STAGED: usize = 2;
+
+    fn tile(dim: usize) -> usize {
+        if dim == MAX_WIDTH { 64 } else { 128 }
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct Keys;
+
+impl Kernel for Keys {
+    const TEXT: &'static str = text!("hopper/keys.cu");
+    const ENTRY_POINT: &'static str = "attention_keys_hopper";
+    const OWN: usize = 2;
+    const STAGED: usize = 2;
+    const ROW_BYTES: usize = 8;
+
+    fn tile(_dim: usize) -> usize {
+        64
+    }
+}
+
+/// A kernel with its knobs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct Pass<P> {
+    dim: usize,
+    tile: usize,
+    stages: usize,
+    dtype: StorageType,
+    kernel: PhantomData<P>,
+}
+
+impl<P: Kernel> Pass<P> {
+    fn of<R: Runtime>(problem: &Problem<'_, R>) -> Self {
+        let (dim, tile) = (problem.dim, P::tile(problem.dim));
+        let mut pass = Self {
+            dim,
+            tile,
+            stages: 0,
+            dtype: problem.dtype,
+            kernel: PhantomData,
+        };
+        let left = problem.memory - pass.shared_memory();
+        pass.stages = match pass.stage_bytes() {
+            0 => 1,
+            bytes => (left / bytes).min(MAX_STAGES),
+        };
+        pass
+    }
+
+    fn stage_bytes(&self) -> usize {
+        self.tile * (P::STAGED * self.dim * ELEMENT_BYTES + P::ROW_BYTES)
+    }
+}
+
+impl<P: Kernel> CudaSource for Pass<P> {
+    type Numbers = AttentionNumbers;
+
+    const TEXT: &'static str = P::TEXT;
+    const ENTRY_POINT: &'static str = P::ENTRY_POINT;
+    const UNITS: u32 = P::UNITS;
+
+    fn knobs(&self) -> String {
+        let out = float_knob(self.dtype);
+        format!(
+            "#define TILE_N {}\n#define STAGED_ROWS {}\n#define STAGES {}\n#define IN \"{}\"\n#define OUT_{out}",
+            self.dim,
+            self.tile,
+            self.stages,
+            out.to_lowercase(),
+        )
+    }
+
+    fn shared_memory(&self) -> usize {
+        P::OWN * ROWS * self.dim * ELEMENT_BYTES + self.stages * self.stage_bytes()
+    }
+}

@@ -1,0 +1,202 @@
+// The common part of attention on Hopper: the order of blocks, which keys a query sees, and products of tiles.
+//
+// Knobs, defined in front of this text: those of hopper.cu, which comes before this text, with
+//   TILE_N     64 or 128, the features of a head; what lies past those that it has is 0
+//   STAGED_ROWS   keys or queries of a stage
+//   IN         "bf16" or "f16", the type of all matrices, which OUT_* names too
+// and the structure Numbers, which hopper.rs describes.
+//
+// A producer warp and two consumer warpgroups of 64 rows each, as in the products.
+
+#define DIM TILE_N
+#define CONSUMERS 2
+// Rows that the consumers of a block have together.
+#define ROWS (64 * CONSUMERS)
+// Elements of a row of swizzled shared memory. A tile lies in panels of so many features, each with all of its rows.
+#define PANEL 64
+#define LOG2_E 1.4426950408889634f
+#define LN_2 0.6931471805599453f
+#define INFINITE __int_as_float(0x7f800000)
+
+// ---- Order of blocks ------------------------------------------------------------------------------------------------
+
+struct Work {
+    u32 batch, head, tile;
+};
+
+// A block's batch, head and tile. Heads are taken in sections whose other operands fit into the L2 cache, and of a
+// section first all first tiles, then all second ones: the caller numbers those first that take longest.
+__device__ __forceinline__ Work work_of(u32 index, u32 tiles, u32 heads, u32 batches, u32 section) {
+    const u32 first = index / (section * tiles) * section;
+    const u32 width = min(section, heads * batches - first);
+    index -= first * tiles;
+    const u32 head = first + index % width;
+    return {head / heads, head % heads, index / width};
+}
+
+// ---- Visibility -----------------------------------------------------------------------------------------------------
+
+// Query i sees the keys from i + offset - before to i + offset + behind that there are: attention::Band.
+struct Band {
+    int offset, before, behind, keys;
+};
+
+// Numbers from `first` to `last`, inclusive; none where the last is less.
+struct Range {
+    int first, last;
+};
+
+__device__ __forceinline__ Band band_of(const Numbers &numbers) {
+    return {(int)numbers.keys - (int)numbers.queries, (int)numbers.before, (int)numbers.behind, (int)numbers.keys};
+}
+
+// The keys that a query sees.
+__device__ __forceinline__ Range keys_of(const Band &band, int query) {
+    const int own = query + band.offset;
+    return {max(own - band.before, 0), min(own + band.behind, band.keys - 1)};
+}
+
+// The keys that queries from `first` to `last` see, of all of them together.
+__device__ __forceinline__ Range keys_of(const Band &band, int first, int last) {
+    return {keys_of(band, first).first, keys_of(band, last).last};
+}
+
+// True if each of these queries sees each of these keys.
+__device__ __forceinline__ bool all_visible(const Band &band, Range queries, Range keys) {
+    return keys.first >= keys_of(band, queries.last).first && keys.last <= keys_of(band, queries.first).last;
+}
+
+// ---- Products of tiles ----------------------------------------------------------------------------------------------
+
+// Describes a tile in shared memory whose rows are summed along, or, with StepBytes, whose rows are summed over: see
+// gemm_float.cu. StepBytes is the distance of panels.
+template <int StepBytes> __device__ __forceinline__ u64 descriptor(u32 address) {
+    return (u64)((address & 0x3ffff) >> 4) | (u64)(StepBytes ? StepBytes / 16 : 1) << 16 | (u64)64 << 32 |
+           (u64)1 << 62;
+}
+
+// sums[64, N] (+)= a[64, 16] b[N, 16]^T, both in shared memory.
+template <int N> __device__ __forceinline__ void multiply(float *sums, u64 a, u64 b, bool add) {
+    if (N == 128)
+        asm volatile("{\n"
+                     ".reg .pred add;\n"
+                     "setp.ne.b32 add, %66, 0;\n"
+                     "wgmma.mma_async.sync.aligned.m64n128k16.f32." IN "." IN " {"
+                     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+                     "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+                     "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+                     "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+                     "}, %64, %65, add, 1, 1, 0, 0;\n"
+                     "}"
+                     : FLOATS_64(sums, 0)
+                     : "l"(a), "l"(b), "r"((int)add));
+    else
+        asm volatile("{\n"
+                     ".reg .pred add;\n"
+                     "setp.ne.b32 add, %34, 0;\n"
+                     "wgmma.mma_async.sync.aligned.m64n64k16.f32." IN "." IN " {"
+                     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+                     "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+                     "}, %32, %33, add, 1, 1, 0, 0;\n"
+                     "}"
+                     : FLOATS_16(sums, 0), FLOATS_16(sums, 16)
+                     : "l"(a), "l"(b), "r"((int)add));
+}
+
+// sums[64, DIM] (+)= a[64, 16] b[16, DIM], a in registers.
+__device__ __forceinline__ void multiply(float *sums, const u32 *a, u64 b, bool add) {
+#if DIM == 128
+    asm volatile("{\n"
+                 ".reg .pred add;\n"
+                 "setp.ne.b32 add, %69, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n128k16.f32." IN "." IN " {"
+                 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+                 "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+                 "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+                 "}, {%64, %65, %66, %67}, %68, add, 1, 1, 1;\n"
+                 "}"
+                 : FLOATS_64(sums, 0)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));
+#else
+    asm volatile("{\n"
+                 ".reg .pred add;\n"
+                 "setp.ne.b32 add, %37, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32." IN "." IN " {"
+                 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+                 "}, {%32, %33, %34, %35}, %36, add, 1, 1, 1;\n"
+                 "}"
+                 : FLOATS_16(sums, 0), FLOATS_16(sums, 16)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));
+#endif
+}
+
+// sums[64, N] = a[64, DIM] b[N, DIM]^T: `a` is 64 rows of a tile of ARows, `b` a tile of N rows. Asynchronous, as are all
+// products: their registers may be touched only after products_wait.
+template <int ARows, int N> __device__ __forceinline__ void start_over_features(float *sums, u32 a, u32 b) {
+#pragma unroll
+    for (int step = 0; step < DIM / 16; step++) {
+        const u32 panel = step * 16 / PANEL, within = step * 16 % PANEL * 2;
+        multiply<N>(sums, descriptor<0>(a + panel * ARows * 128 + within), descriptor<0>(b + panel * N * 128 + within),
+                    step > 0);
+    }
+    products_commit();
+}
+
+// sums[64, DIM] (+)= a[64, Rows] b[Rows, DIM]: `a` in registers as `pack_operand` leaves it, `b` a tile.
+template <int Rows> __device__ __forceinline__ void start_over_rows(float *sums, const u32 *a, u32 b, bool add) {
+#pragma unroll
+    for (int step = 0; step < Rows / 16; step++)
+        multiply(sums, a + 4 * step, descriptor<Rows * 128>(b + step * 16 * 128), add || step > 0);
+    products_commit();
+}
+
+// Rounds 64 x Cols sums of a warpgroup to the left operand of a product: wgmma wants in a lane what it left there.
+template <int Cols> __device__ __forceinline__ void pack_operand(const float *sums, u32 *a) {
+#pragma unroll
+    for (int i = 0; i < Cols / 4; i++)
+        a[i] = pack(sums[2 * i], sums[2 * i + 1]);
+}
+
+// Keeps the compiler from moving reads and writes of `x` across this place: it does not know that wgmma goes on reading
+// and writing registers after its instruction.
+template <int Count> __device__ __forceinline__ void pin(float *x) {
+#pragma unroll
+    for (int i = 0; i < Count; i++)
+        asm volatile("" : "+f"(x[i])::"memory");
+}
+
+template <int Count> __device__ __forceinline__ void pin(u32 *x) {
+#pragma unroll
+    for (int i = 0; i < Count; i++)
+        asm volatile("" : "+r"(x[i])::"memory");
+}
+
+// Starts the copy of `Rows` rows of a head, all of its features.
+template <int Rows>
+__device__ __forceinline__ void copy_rows(u32 to, const TensorMap *map, u32 row, u32 head, u32 batch, u32 barrier) {
+#pragma unroll
+    for (u32 panel = 0; panel < DIM / PANEL; panel++)
+        copy_tile(to + panel * Rows * 128, map, panel * PANEL, row, head, batch, barrier);
+}
+
+// A consumer's warp writes its 16 rows of a head, from `row` on, into a tensor that has `heads` of `width` features side by
+// side in each of its `rows`.
+__device__ __forceinline__ void write_head(const float *sums, Out *out, const Work &work, u32 heads, u32 row, u32 rows,
+                                           u32 width) {
+    const u64 start = ((u64)work.batch * rows * heads + work.head) * width;
+    write_aligned(sums, out + start, row, 0, rows, width, heads * width);
+}
+
+// ---- Exponentials ---------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ float exp2_approximately(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+__device__ __forceinline__ float as_float(u64 bits) {
+    return __uint_as_float((u32)bits);
+}

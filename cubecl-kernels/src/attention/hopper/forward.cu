@@ -1,0 +1,197 @@
+// O = softmax(scale Q K^T) V and its log-sum-exp, scores only in registers, on sm_90a.
+//
+// Texts before this one: hopper.cu, attention/hopper/common.cu.
+//
+// Each consumer has 64 queries and walks through the keys from the last that they see to the first, so that what is
+// hidden comes at once and the other tiles need no mask. The scores of a tile are multiplied while the probabilities of
+// the last one are multiplied with its values, and the exponentials of one consumer run under the products of the other
+// (FlashAttention-3: Shah et al., 2024, sections 3.1 and 3.2).
+
+#define KEYS STAGED_ROWS
+#define QUERY_BYTES (ROWS * DIM * 2)
+#define STAGE_BYTES (KEYS * DIM * 2)
+
+// The largest score of each of a lane's two rows so far, and the lane's part of the sum of exponentials.
+struct Statistics {
+    float largest[2], sum[2];
+};
+
+// Makes exponentials of scores, and takes them into the statistics; `decay`: the factors of what was summed before.
+__device__ __forceinline__ void exponentiate(float *scores, Statistics &statistics, float *decay, float factor) {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        float largest = statistics.largest[h];
+#pragma unroll
+        for (int j = 0; j < KEYS / 8; j++)
+            largest = fmaxf(largest, fmaxf(scores[4 * j + 2 * h], scores[4 * j + 2 * h + 1]));
+        largest = fmaxf(largest, __shfl_xor_sync(EVERYONE, largest, 1));
+        largest = fmaxf(largest, __shfl_xor_sync(EVERYONE, largest, 2));
+        // Where nothing is visible, there is no maximum to subtract.
+        const float shift = largest == -INFINITE ? 0.0f : largest * factor;
+        decay[h] = exp2_approximately(fmaf(statistics.largest[h], factor, -shift));
+        float sum = 0.0f;
+#pragma unroll
+        for (int j = 0; j < KEYS / 8; j++)
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                float &score = scores[4 * j + 2 * h + e];
+                score = exp2_approximately(fmaf(score, factor, -shift));
+                sum += score;
+            }
+        statistics.sum[h] = fmaf(statistics.sum[h], decay[h], sum);
+        statistics.largest[h] = largest;
+    }
+}
+
+// Hides from the 64 queries from `query` on what they do not see of the keys from `key` on.
+__device__ __forceinline__ void hide(float *scores, const Band &band, int query, int key) {
+    if (all_visible(band, {query, query + 63}, {key, key + KEYS - 1}))
+        return;
+    const u32 thread = threadIdx.x % 128, row = thread / 32 * 16 + thread % 32 / 4;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const Range visible = keys_of(band, query + row + 8 * h);
+        const int first = visible.first - key, last = visible.last - key;
+#pragma unroll
+        for (int j = 0; j < KEYS / 8; j++)
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                const int at = 8 * j + 2 * (thread % 4) + e;
+                if (at < first || at > last)
+                    scores[4 * j + 2 * h + e] = -INFINITE;
+            }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(384, 1)
+    attention_forward_hopper(const __grid_constant__ TensorMap query_map, const __grid_constant__ TensorMap key_map,
+                             const __grid_constant__ TensorMap value_map, const void *, const void *, const void *,
+                             Out *__restrict__ out, float *__restrict__ log_sum_exp, const void *, const void *,
+                             const void *, const __grid_constant__ Numbers numbers) {
+    extern __shared__ __align__(1024) unsigned char memory_[];
+    __shared__ u64 full_barriers[STAGES], empty_barriers[STAGES], query_barrier_[1];
+
+    const u32 memory = shared_address(memory_), ring = memory + QUERY_BYTES;
+    const u32 full = shared_address(full_barriers), empty = shared_address(empty_barriers);
+    const u32 query_barrier = shared_address(query_barrier_);
+    if (threadIdx.x == 0)
+        barrier_init(query_barrier, 1);
+    ring_init(full, empty);
+
+    const Band band = band_of(numbers);
+    const u32 queries = numbers.queries, tiles = (queries + ROWS - 1) / ROWS;
+    const Work work = work_of(blockIdx.x, tiles, numbers.heads, numbers.batches, numbers.section);
+    // The last queries of a causal head see most.
+    const int first_query = (tiles - 1 - work.tile) * ROWS;
+    const Range keys = keys_of(band, first_query, min(first_query + ROWS, (int)queries) - 1);
+    const int first_tile = keys.first / KEYS;
+    const int count = keys.last < keys.first ? 0 : keys.last / KEYS - first_tile + 1;
+
+    u32 stage = 0, parity = 0;
+
+    if (threadIdx.x < 128) {
+        // The producer's registers go to the consumers: 24 + 2 * 240 <= 3 * 168.
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+        if (threadIdx.x > 0 || count == 0)
+            return;
+        const u32 key_head = work.head / numbers.group;
+        barrier_arrive_expect(query_barrier, QUERY_BYTES);
+        copy_rows<ROWS>(memory, &query_map, first_query, work.head, work.batch, query_barrier);
+        // In the order in which they are used: the values of a tile behind the keys of the next one.
+        for (int i = 0; i <= count; i++) {
+            for (int of_values = 0; of_values < 2; of_values++) {
+                const int tile = count - 1 - i + of_values;
+                if (tile < 0 || tile >= count)
+                    continue;
+                barrier_wait(empty + 8 * stage, parity ^ 1);
+                const u32 barrier = full + 8 * stage;
+                barrier_arrive_expect(barrier, STAGE_BYTES);
+                copy_rows<KEYS>(ring + stage * STAGE_BYTES, of_values ? &value_map : &key_map,
+                                (first_tile + tile) * KEYS, key_head, work.batch, barrier);
+                next_stage(stage, parity);
+            }
+        }
+        return;
+    }
+
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+    const u32 consumer = threadIdx.x / 128 - 1;
+    const int query = first_query + consumer * 64;
+    const u32 own = memory + consumer * 64 * 128;
+    const float factor = as_float(numbers.scale) * LOG2_E;
+    float sums[DIM / 2], scores[KEYS / 2];
+    u32 probabilities[KEYS / 4];
+    Statistics statistics = {{-INFINITE, -INFINITE}, {0.0f, 0.0f}};
+    float decay[2];
+#pragma unroll
+    for (int i = 0; i < DIM / 2; i++)
+        sums[i] = 0.0f;
+
+    if (count > 0) {
+        barrier_wait(query_barrier, 0);
+        barrier_wait(full + 8 * stage, parity);
+        products_fence();
+        start_over_features<ROWS, KEYS>(scores, own, ring + stage * STAGE_BYTES);
+        products_wait<0>();
+        pin<KEYS / 2>(scores);
+        release(empty + 8 * stage);
+        next_stage(stage, parity);
+        hide(scores, band, query, (first_tile + count - 1) * KEYS);
+        exponentiate(scores, statistics, decay, factor);
+        pack_operand<KEYS>(scores, probabilities);
+        for (int tile = count - 2; tile >= 0; tile--) {
+            const u32 of_keys = stage;
+            barrier_wait(full + 8 * stage, parity);
+            pin<KEYS / 2>(scores);
+            pin<KEYS / 4>(probabilities);
+            pin<DIM / 2>(sums);
+            products_fence();
+            start_over_features<ROWS, KEYS>(scores, own, ring + stage * STAGE_BYTES);
+            next_stage(stage, parity);
+            barrier_wait(full + 8 * stage, parity);
+            start_over_rows<KEYS>(sums, probabilities, ring + stage * STAGE_BYTES, true);
+            products_wait<1>();
+            pin<KEYS / 2>(scores);
+            release(empty + 8 * of_keys);
+            hide(scores, band, query, (first_tile + tile) * KEYS);
+            exponentiate(scores, statistics, decay, factor);
+            products_wait<0>();
+            pin<DIM / 2>(sums);
+            pin<KEYS / 4>(probabilities);
+            release(empty + 8 * stage);
+            next_stage(stage, parity);
+#pragma unroll
+            for (int i = 0; i < DIM / 2; i++)
+                sums[i] *= decay[i / 2 % 2];
+            pack_operand<KEYS>(scores, probabilities);
+        }
+        barrier_wait(full + 8 * stage, parity);
+        pin<KEYS / 4>(probabilities);
+        pin<DIM / 2>(sums);
+        products_fence();
+        start_over_rows<KEYS>(sums, probabilities, ring + stage * STAGE_BYTES, true);
+        products_wait<0>();
+        pin<DIM / 2>(sums);
+    }
+
+    const u32 warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
+    const u32 head = work.batch * numbers.heads + work.head;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        float sum = statistics.sum[h];
+        sum += __shfl_xor_sync(EVERYONE, sum, 1);
+        sum += __shfl_xor_sync(EVERYONE, sum, 2);
+        const bool is_empty = sum == 0.0f;
+        const float inverse = 1.0f / sum;
+#pragma unroll
+        for (int j = 0; j < DIM / 8; j++)
+#pragma unroll
+            for (int e = 0; e < 2; e++)
+                sums[4 * j + 2 * h + e] = is_empty ? 0.0f : sums[4 * j + 2 * h + e] * inverse;
+        const u32 row = query + warp * 16 + lane / 4 + 8 * h;
+        if (lane % 4 == 0 && row < queries)
+            log_sum_exp[(u64)head * queries + row] =
+                is_empty ? -INFINITE : statistics.largest[h] * as_float(numbers.scale) + logf(sum);
+    }
+    write_head(sums, out, work, numbers.heads, query + warp * 16, queries, numbers.value_width);
+}
