@@ -223,7 +223,7 @@ where
             let nonfinite = nonfinite
                 .clone()
                 .map(|flag| Base::<B>::int_to_device(flag, &device));
-            let updates = adamw::<Base<B>>(items, clock, nonfinite, &hyperparameters);
+            let updates = adamw::<Base<B>>(items, clock, nonfinite, None, &hyperparameters);
             for (id, update) in ids.into_iter().zip(updates) {
                 let AdamWUpdate {
                     parameter,

@@ -163,7 +163,8 @@ impl<B: ParameterBackend> SimpleOptimizer<B> for SimpleQuantAdamW {
             state_key: key.and_then(|key| self.config.state_key(key)),
         };
         let hyperparameters = self.config.ungrouped(lr);
-        let mut updates = adamw::<B::Base>(vec![item], clock.clone(), nonfinite, &hyperparameters);
+        let mut updates =
+            adamw::<B::Base>(vec![item], clock.clone(), nonfinite, None, &hyperparameters);
         let AdamWUpdate {
             parameter,
             first,

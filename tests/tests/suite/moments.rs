@@ -383,7 +383,7 @@ fn operation_steps<B: DataBackend>(seed: u64) {
             let mut cases = Case::of_every_size(&mut rng, formats);
             let items = cases.iter().map(Case::item::<B>).collect();
             let clock = from_counts::<B, 2>([t, 3]);
-            let updates = step_of::<B>(items, clock, None, &HYPERPARAMETERS);
+            let updates = step_of::<B>(items, clock, None, None, &HYPERPARAMETERS);
             assert_eq!(updates.len(), cases.len());
             for (case, update) in cases.iter_mut().zip(updates) {
                 let what = format!("seed {seed}, {formats:?}, {:?}, step {t}", case.shape);
@@ -410,7 +410,7 @@ fn operation_skips<B: DataBackend>(seed: u64) {
         let cases = Case::of_every_size(&mut rng, formats);
         let items = cases.iter().map(Case::item::<B>).collect();
         let (clock, flag) = (from_counts::<B, 2>([7, 1]), from_counts::<B, 1>([2]));
-        let updates = step_of::<B>(items, clock, Some(flag), &HYPERPARAMETERS);
+        let updates = step_of::<B>(items, clock, Some(flag), None, &HYPERPARAMETERS);
         for (case, update) in cases.iter().zip(updates) {
             let what = format!("seed {seed}, {formats:?}, {:?}", case.shape);
             let parameter = full::<B, 2>(&update.parameter);
@@ -429,7 +429,7 @@ fn operation_spares_clones<B: DataBackend>(seed: u64) {
         let items: Vec<_> = cases.iter().map(Case::item::<B>).collect();
         let clock = from_counts::<B, 2>([1, 0]);
         let held = items.iter().map(clone_of).collect();
-        let updates = step_of::<B>(held, clock.clone(), None, &HYPERPARAMETERS);
+        let updates = step_of::<B>(held, clock.clone(), None, None, &HYPERPARAMETERS);
         let ticked = tick::<B>(clock.clone(), None);
         assert_eq!(
             (counts::<B>(&clock), counts::<B>(&ticked)),
