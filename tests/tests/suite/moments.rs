@@ -1797,7 +1797,13 @@ fn a_record_of_version_1_is_read() {
     assert_eq!(load(message_pack), expected);
     let bincode = through_a_file_of(BinFileRecorder::<Full>::default(), item(1));
     assert_eq!(load(bincode), expected);
-    for version in [0, 3] {
+    // Version 2 had the steps of late parameters behind that.
+    let fewer_steps = BTreeMap::from([(7u64, 1u64)]);
+    let bincode = through_a_file_of(BinFileRecorder::<Full>::default(), (item(2), fewer_steps));
+    let late = HashMap::from([(ParamId::from(7), 1)]);
+    let read = load(bincode);
+    assert_eq!((read.fewer_steps, read.loss_scale), (late, None));
+    for version in [0, 4] {
         let read = catch_unwind(|| -> Item {
             through_a_file_of(BinFileRecorder::<Full>::default(), item(version))
         });
@@ -1838,7 +1844,7 @@ fn a_tensors_record_of_version_1_is_read() {
     let state: SimpleState<Flex> = Record::<Flex>::from_item::<Full>(item, &Default::default());
     let item = Record::<Flex>::into_item::<Full>(state);
     let expected = serde_json::json!({
-        "version": 2,
+        "version": 3,
         "clock": [2, 1],
         "seed": seed,
         "stream": 5,
@@ -1930,8 +1936,8 @@ fn a_damaged_record_is_refused() {
     let cases: [(&str, Edit, &str); 8] = [
         (
             "version",
-            |item, _| item["version"] = 3.into(),
-            "has version 3",
+            |item, _| item["version"] = 4.into(),
+            "has version 4",
         ),
         (
             "shape",
