@@ -14,12 +14,15 @@
 //! 1. [`find_nonfinite`] raises the flag.
 //! 2. [`tick`] counts the step, as taken or as skipped.
 //! 3. [`adamw`] reads both; under a raised flag it writes nothing.
+//! 4. Where losses are scaled, [`adamw`] divides the gradients that it reads by the scale, and
+//!    [`update_loss_scale`](crate::loss_scaling::update_loss_scale) moves it.
 
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
 use crate::{
     device::{check_contiguous, check_dtype, check_float, storage},
     error::KernelError,
+    loss_scaling::check_scale,
     optimizer_state::StateTensor,
     rounding::Rounding,
 };
@@ -119,6 +122,8 @@ impl<R: Runtime> AdamWTensors<R> {
 /// - `tensors`: see [`AdamWTensors`]. Small ones with f32 parameters and f32 moments share launches.
 /// - `clock`: i32 `[2]`, the steps taken and skipped, after [`tick`] counted this one.
 /// - `nonfinite`: i32 `[1]`; while it is not 0, nothing is changed.
+/// - `loss_scale`: f32 `[1]`, a [scale](crate::loss_scaling::is_scale) that the gradients have and are divided by as
+///   they are read; without it they are taken as they are.
 ///
 /// The moments are those of [`reference::adamw`](mod@crate::reference::adamw), to the bit where no state is expanded;
 /// the parameters within the rounding of a few `f32` operations. A gradient that is not finite, with `nonfinite` 0 or
@@ -133,9 +138,13 @@ pub fn adamw<R: Runtime>(
     tensors: &[AdamWTensors<R>],
     clock: &TensorHandle<R>,
     nonfinite: Option<&TensorHandle<R>>,
+    loss_scale: Option<&TensorHandle<R>>,
     hyperparameters: &Hyperparameters,
 ) -> Result<(), KernelError> {
     check_counters(OPERATION, clock, nonfinite)?;
+    if let Some(scale) = loss_scale {
+        check_scale(OPERATION, scale)?;
+    }
     let coefficients = Coefficients::new(hyperparameters)?;
     for tensors in tensors {
         tensors.check(client)?;
@@ -145,12 +154,12 @@ pub fn adamw<R: Runtime>(
         .iter()
         .filter(|tensors| tensors.len() > 0)
         .partition(|tensors| many::accepts(tensors));
-    // SAFETY: all tensors and counters were checked, and the small ones were asked for.
+    // SAFETY: all tensors, counters and the scale were checked, and the small ones were asked for.
     #[allow(unsafe_code)]
     unsafe {
-        many::launch(client, &small, clock, nonfinite, &coefficients);
+        many::launch(client, &small, clock, nonfinite, loss_scale, &coefficients);
         for tensors in rest {
-            fused::launch(client, tensors, clock, nonfinite, &coefficients)?;
+            fused::launch(client, tensors, clock, nonfinite, loss_scale, &coefficients)?;
         }
     }
     Ok(())

@@ -15,6 +15,7 @@
 //! | [`transpose`] | INT8 matrices transposed |
 //! | [`gemm`] | the product of two quantized matrices; on Hopper also of two in BF16 or FP16 |
 //! | [`adamw`](mod@adamw) | AdamW on compressed moments, and what lets it skip a step without asking the host |
+//! | [`loss_scaling`] | the schedule of the scale of losses, in FP16 training |
 //! | [`optimizer_state`] | moments of an optimizer as 8-bit codes with a scale for each group, and back |
 //! | [`dynamic_range_expansion`] | powers that stretch a group to the range of its codes |
 //! | [`attention`](mod@attention) | attention and its gradients, without the scores in memory |
@@ -59,6 +60,7 @@ pub mod host;
 pub mod layout;
 pub mod leverage_score;
 pub mod linear_input;
+pub mod loss_scaling;
 pub mod number;
 pub mod optimizer_state;
 pub mod philox;

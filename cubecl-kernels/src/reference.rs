@@ -16,6 +16,7 @@ pub mod gemm;
 pub mod hadamard;
 pub mod learned_step;
 pub mod leverage_score;
+pub mod loss_scaling;
 pub mod matrix;
 pub mod number;
 pub mod optimizer_state;
@@ -31,6 +32,7 @@ pub use leverage_score::{
     ReferenceRowSample, gather_int4_rows, gather_parts, gather_scaled, int4_row_norms,
     leverage_scores, sample_rows,
 };
+pub use loss_scaling::update_loss_scale;
 pub use matrix::{ReferenceQuantized, transpose};
 pub use packing::{pack_int10, stored};
 pub use quantize::{dequantize, quantize, quantize_by, quantize_delayed, quantize_to};

@@ -66,9 +66,13 @@ pub struct Args {
     /// Where to train [default: cpu]
     #[arg(long, value_enum, help_heading = DEVICE)]
     pub device: Option<Device>,
-    /// The compute dtype [default: f32 on the CPU, bf16 with CUDA, f16 with Vulkan]
+    /// The compute dtype; f16 on the CPU and with CUDA trains mixed-precision alone [default: f32 on the CPU, bf16 with
+    /// CUDA, f16 with Vulkan]
     #[arg(long, value_enum, help_heading = DEVICE)]
     pub compute: Option<Compute>,
+    /// Scale losses, so that FP16 gradients do not vanish [default: on with --compute f16, else off]
+    #[arg(long, value_enum, help_heading = DEVICE)]
+    pub loss_scaling: Option<LossScaling>,
 
     /// Where checkpoints go [default: the resumed folder, target/pretrain-fork with --fork, else target/pretrain]
     #[arg(long, value_name = "DIR", help_heading = CHECKPOINTS)]
@@ -288,6 +292,27 @@ pub enum Compute {
     F16,
 }
 
+/// Whether losses are scaled.
+#[derive(ValueEnum, Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[serde(rename_all = "kebab-case")]
+pub enum LossScaling {
+    /// They are as they are.
+    #[default]
+    Off,
+    /// By a scale that follows the gradients, as in AMP.
+    On,
+}
+
+impl LossScaling {
+    /// The library's settings.
+    pub fn config(self) -> Option<optim::LossScaling> {
+        match self {
+            Self::Off => None,
+            Self::On => Some(optim::LossScaling::default()),
+        }
+    }
+}
+
 /// The model's size, with defaults to match.
 #[derive(ValueEnum, Serialize, Deserialize, Clone, Copy, Debug, PartialEq, Eq)]
 #[serde(rename_all = "kebab-case")]
@@ -310,7 +335,15 @@ macro_rules! display_as_flag {
         }
     )*};
 }
-display_as_flag!(Optimizer, StateRounding, Contexts, Device, Compute, Preset);
+display_as_flag!(
+    Optimizer,
+    StateRounding,
+    Contexts,
+    Device,
+    Compute,
+    LossScaling,
+    Preset
+);
 
 /// The sizes of a run that a preset proposes.
 #[derive(Clone, Copy, Debug)]

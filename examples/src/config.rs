@@ -6,7 +6,7 @@ use anyhow::{Context, Result, ensure};
 use burn_quant_train::recipe::Name;
 use serde::{Deserialize, Serialize};
 
-use crate::args::{Args, Compute, Contexts, Device, Optimizer, Preset, StateRounding};
+use crate::args::{Args, Compute, Contexts, Device, LossScaling, Optimizer, Preset, StateRounding};
 use crate::checkpoint::State;
 use crate::model::DecoderConfig;
 
@@ -53,6 +53,9 @@ pub struct Config {
     pub device: Device,
     /// The compute dtype.
     pub compute: Compute,
+    /// Whether losses are scaled.
+    #[serde(default)]
+    pub loss_scaling: LossScaling,
     /// The model's size.
     pub preset: Preset,
     /// The shape of the model.
@@ -97,6 +100,11 @@ impl Config {
         let device = args.device.unwrap_or(Device::Cpu);
         let sequence = args.sequence.unwrap_or(defaults.sequence);
         let steps = args.steps.unwrap_or(defaults.steps);
+        let compute = args.compute.unwrap_or(match device {
+            Device::Cpu => Compute::F32,
+            Device::Cuda => Compute::Bf16,
+            Device::Vulkan => Compute::F16,
+        });
         Self {
             recipes: recipes(args)?,
             optimizer: args.optimizer.unwrap_or_default(),
@@ -104,10 +112,10 @@ impl Config {
             cold_start: args.cold_start.unwrap_or(steps as u64 / 10),
             contexts: args.contexts.unwrap_or_default(),
             device,
-            compute: args.compute.unwrap_or(match device {
-                Device::Cpu => Compute::F32,
-                Device::Cuda => Compute::Bf16,
-                Device::Vulkan => Compute::F16,
+            compute,
+            loss_scaling: args.loss_scaling.unwrap_or(match compute {
+                Compute::F16 => LossScaling::On,
+                Compute::F32 | Compute::Bf16 => LossScaling::Off,
             }),
             preset,
             model: preset.model(sequence),
@@ -127,8 +135,9 @@ impl Config {
 
     /// The configuration of resumed runs: that of their folder.
     ///
-    /// Only the total of steps, the device, the place of the text, the format and the rounding of the optimizer's moments, the
-    /// cold start and the contexts may change. Several recipes may be narrowed down to some of them, and seeds may be added.
+    /// Only the total of steps, the device, the place of the text, the format and the rounding of the optimizer's
+    /// moments, the cold start, the contexts and loss scaling may change. Several recipes may be narrowed down to some
+    /// of them, and seeds may be added.
     ///
     /// # Errors
     ///
@@ -224,6 +233,7 @@ impl Config {
         self.state_rounding = args.state_rounding.unwrap_or(self.state_rounding);
         self.cold_start = args.cold_start.unwrap_or(self.cold_start);
         self.contexts = args.contexts.unwrap_or(self.contexts);
+        self.loss_scaling = args.loss_scaling.unwrap_or(self.loss_scaling);
         if args.data.is_some() {
             self.data = args.data.as_deref().map(absolute);
         }

@@ -2,7 +2,8 @@
 //!
 //! Each line of the `match` below compiles the whole model, training loop and checkpoint code once more for each
 //! recipe. So only the dtypes that a device is for are built: FP32 on the CPU (which has no faster one), BF16 with
-//! CUDA, FP16 and FP32 with Vulkan (which has no BF16). A device costs nothing unless its feature is on.
+//! CUDA, FP16 and FP32 with Vulkan (which has no BF16); FP16 elsewhere for the recipe that is compared with it in BF16
+//! or FP32. A device costs nothing unless its feature is on.
 
 use std::panic::{AssertUnwindSafe, catch_unwind, set_hook, take_hook};
 
@@ -17,9 +18,10 @@ use burn::tensor::{bf16, f16};
 use burn_quant_train::QuantTrain;
 use burn_quant_train::data::DataBackend;
 use burn_quant_train::optim::LayerBackend;
-use burn_quant_train::recipe::{Chosen, ComputeDtype, Recipe};
+use burn_quant_train::recipe::{Chosen, ComputeDtype, MixedPrecision, Recipe};
 
 use crate::args::{Compute, Device};
+use crate::config::Config;
 use crate::memory::LiveBytes;
 use crate::train::{self, Ended, Job, Session};
 
@@ -32,6 +34,14 @@ pub fn run(session: &Session<'_>, job: &Job) -> Result<Ended> {
     match (job.config.device, job.config.compute) {
         #[cfg(feature = "flex")]
         (Device::Cpu, Compute::F32) => on::<Flex, f32>(session, job, &|_| (session.live_bytes)()),
+        #[cfg(feature = "flex")]
+        (Device::Cpu, Compute::F16) => {
+            mixed_precision::<Flex, f16>(session, job, &|_| (session.live_bytes)())
+        }
+        #[cfg(feature = "cuda")]
+        (Device::Cuda, Compute::F16) => {
+            mixed_precision::<burn::backend::Cuda, f16>(session, job, &gpu::live_bytes::<gpu::Cuda>)
+        }
         #[cfg(feature = "cuda")]
         (Device::Cuda, Compute::Bf16) => {
             on::<burn::backend::Cuda, bf16>(session, job, &gpu::live_bytes::<gpu::Cuda>)
@@ -45,7 +55,7 @@ pub fn run(session: &Session<'_>, job: &Job) -> Result<Ended> {
             on::<burn::backend::Vulkan, f32>(session, job, &gpu::live_bytes::<gpu::Vulkan>)
         }
         (device, compute) => {
-            check_built(device, compute)?;
+            check_built(&job.config)?;
             bail!("--device {device} --compute {compute} is not built in")
         }
     }
@@ -65,6 +75,16 @@ fn on<B: DataBackend, E: ComputeDtype>(
     })
 }
 
+/// The run on a backend, in a compute dtype that is built for one recipe there.
+#[allow(dead_code)]
+fn mixed_precision<B: DataBackend, E: ComputeDtype>(
+    session: &Session<'_>,
+    job: &Job,
+    live_bytes: LiveBytes<'_, B>,
+) -> Result<Ended> {
+    start::<QuantTrain<Autodiff<B>, MixedPrecision<E>>>(session, job, live_bytes)
+}
+
 /// A run whose recipe is to be chosen.
 struct Start<'a, B: DataBackend> {
     session: &'a Session<'a>,
@@ -80,15 +100,24 @@ impl<B: DataBackend> Chosen for Start<'_, B> {
     }
 }
 
-/// Tells early whether this build can train on a device in a dtype.
+/// Tells early whether this build can train these runs.
 ///
 /// # Errors
 ///
 /// It cannot.
-pub fn check_built(device: Device, compute: Compute) -> Result<()> {
+pub fn check_built(config: &Config) -> Result<()> {
+    let (device, compute) = (config.device, config.compute);
     let (built, feature, dtypes): (_, _, &[Compute]) = match device {
-        Device::Cpu => (cfg!(feature = "flex"), "flex", &[Compute::F32]),
-        Device::Cuda => (cfg!(feature = "cuda"), "cuda", &[Compute::Bf16]),
+        Device::Cpu => (
+            cfg!(feature = "flex"),
+            "flex",
+            &[Compute::F32, Compute::F16],
+        ),
+        Device::Cuda => (
+            cfg!(feature = "cuda"),
+            "cuda",
+            &[Compute::Bf16, Compute::F16],
+        ),
         Device::Vulkan => (
             cfg!(feature = "vulkan"),
             "vulkan",
@@ -105,6 +134,13 @@ pub fn check_built(device: Device, compute: Compute) -> Result<()> {
         "--device {device} computes in {}, not in {compute}",
         names.join(" or ")
     );
+    let alone = <MixedPrecision as Recipe>::ROW.name;
+    let other = config.recipes.iter().find(|it| it.as_str() != alone);
+    if let (Device::Cpu | Device::Cuda, Compute::F16, Some(other)) = (device, compute, other) {
+        bail!(
+            "--device {device} --compute {compute} trains {alone}, not {other}: add --recipe {alone}"
+        );
+    }
     Ok(())
 }
 

@@ -60,7 +60,7 @@ pub fn main(live_bytes: fn() -> u64) -> ExitCode {
 
 fn pretrain(args: &Args, live_bytes: fn() -> u64) -> Result<ExitCode> {
     let (origin, mut config) = Origin::of(args)?;
-    dispatch::check_built(config.device, config.compute)?;
+    dispatch::check_built(&config)?;
     let json = args.json.as_deref().map(ResultFile::new).transpose()?;
     let text = Text::load(config.data.as_deref(), config.sequence)?;
     let fingerprint = text.fingerprint();

@@ -1,6 +1,7 @@
 //! A Llama-style decoder from Burn's modules: RMSNorm, rotary positions, SwiGLU, causal attention.
 //!
-//! Nothing here knows of quantization: the same code trains on `Autodiff<Flex>` and on any `QuantTrain` backend.
+//! Nothing here knows of quantization: the same code trains on `Autodiff<Flex>` and on any `QuantTrain` backend. A
+//! `Learner` has the model compute its gradients, so the model holds what scales its loss.
 
 use burn::config::Config;
 use burn::module::{AutodiffModule, Initializer, Module, ModuleVisitor, Param};
@@ -15,6 +16,7 @@ use burn::tensor::module::attention;
 use burn::tensor::ops::AttentionModuleOptions;
 use burn::tensor::{Int, Tensor, TensorData};
 use burn::train::{InferenceStep, TrainOutput, TrainStep};
+use burn_quant_train::optim::LossScaler;
 
 use crate::data::Batch;
 use crate::metrics::StepOutput;
@@ -76,6 +78,7 @@ impl DecoderConfig {
             layers,
             norm: RmsNormConfig::new(hidden).init(device),
             lm_head: linear(hidden, VOCABULARY, std),
+            loss_scaler: LossScaler::default(),
         }
     }
 }
@@ -88,6 +91,8 @@ pub struct Decoder<B: Backend> {
     layers: Vec<Layer<B>>,
     norm: RmsNorm<B>,
     lm_head: Linear<B>,
+    #[module(skip)]
+    loss_scaler: LossScaler,
 }
 
 impl<B: Backend> Decoder<B> {
@@ -107,6 +112,14 @@ impl<B: Backend> Decoder<B> {
         CrossEntropyLossConfig::new()
             .init(&device)
             .forward(logits.flatten::<2>(0, 1), batch.targets.flatten::<1>(0, 1))
+    }
+
+    /// The same model, its losses scaled in training.
+    pub fn with_loss_scaler(self, loss_scaler: LossScaler) -> Self {
+        Self {
+            loss_scaler,
+            ..self
+        }
     }
 
     /// Draws the lazily initialized weights now, in the order of the modules, so that a seed means one model.
@@ -246,7 +259,7 @@ impl<B: AutodiffBackend> TrainStep for Decoder<B> {
     fn step(&self, batch: Batch<B>) -> TrainOutput<StepOutput<B>> {
         let tokens = batch.tokens();
         let loss = self.loss(batch);
-        let gradients = loss.backward();
+        let gradients = self.loss_scaler.scale(loss.clone()).backward();
         let output = StepOutput {
             loss: loss.detach(),
             tokens,

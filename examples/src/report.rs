@@ -7,7 +7,7 @@ use anyhow::{Context, Result, ensure};
 use burn_quant_train::recipe::Name;
 use serde::{Deserialize, Serialize};
 
-use crate::args::{Compute, Contexts, Device, Optimizer, Preset, StateRounding};
+use crate::args::{Compute, Contexts, Device, LossScaling, Optimizer, Preset, StateRounding};
 use crate::config::{Config, Fork};
 use crate::curve;
 use crate::{nan, rows};
@@ -30,6 +30,9 @@ pub struct Report {
     pub device: Device,
     /// The compute dtype.
     pub compute: Compute,
+    /// Whether losses were scaled.
+    #[serde(default)]
+    pub loss_scaling: LossScaling,
     /// Optimizer steps.
     pub steps: usize,
     /// Sequences in a batch.
@@ -104,6 +107,7 @@ impl Report {
             preset: config.preset,
             device: config.device,
             compute: config.compute,
+            loss_scaling: config.loss_scaling,
             steps: losses.len(),
             batch: config.batch,
             sequence: config.sequence,
@@ -132,12 +136,14 @@ impl Report {
             self.optimizer,
             self.state_rounding,
             self.contexts,
+            self.loss_scaling,
         );
         let of_config = (
             config.steps,
             config.optimizer,
             config.state_rounding,
             config.contexts,
+            config.loss_scaling,
         );
         of_run == of_config
     }

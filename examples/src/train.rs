@@ -15,7 +15,7 @@ use burn_quant_train::optim::{LayerBackend, QuantAdamWConfig, metric::OptimizerM
 use burn_quant_train::recipe::SlotKind;
 use burn_quant_train::saved::choose_context;
 
-use crate::args::Args;
+use crate::args::{Args, LossScaling};
 use crate::checkpoint::{Checkpoints, Finished, State};
 use crate::config::{Config, Run};
 use crate::data::{Text, Windows};
@@ -27,8 +27,8 @@ use crate::report::{Measured, Report};
 use crate::schedule::Schedule;
 use crate::strategy::{StepByStep, Stop};
 
-/// Steps between two readings of the fallback rate for the dashboard: each waits for the device.
-const FALLBACK_RATE_EVERY: usize = 20;
+/// Steps between two readings of the optimizer's numbers for the dashboard: each waits for the device.
+const READ_EVERY: usize = 20;
 
 /// All that the runs of a process share.
 pub struct Session<'a> {
@@ -139,6 +139,7 @@ fn optimizer(config: &Config) -> QuantAdamWConfig {
         .with_weight_decay(0.1)
         .with_state_rounding(config.state_rounding.into())
         .with_grad_clipping(Some(GradientClippingConfig::Norm(1.0)))
+        .with_loss_scaling(config.loss_scaling.config())
         .with_steps(LearnedSteps {
             cold_start: config.cold_start,
             ..LearnedSteps::default()
@@ -181,7 +182,7 @@ pub fn run<B: LayerBackend>(
         }
         None => ((model, optim, schedule), Vec::new()),
     };
-    let model = optim.attach(model);
+    let model = optim.attach(model).with_loss_scaler(optim.loss_scaler());
     // They see the same layers and the same count after the learner has taken the optimizer.
     let layers = optim.view();
     let skipped_steps = optim.inner().skipped_steps_reader();
@@ -251,9 +252,15 @@ pub fn run<B: LayerBackend>(
     let slots = B::ROW.and_then(|row| row.linear).map(|row| row.slots);
     let mut slots = slots.unwrap_or_default().iter();
     let training = if slots.any(|slot| slot.kind == SlotKind::DelayThreshold) {
-        training.metric_train_numeric(OptimizerMetric::fallback_rate(&optim, FALLBACK_RATE_EVERY))
+        training.metric_train_numeric(OptimizerMetric::fallback_rate(&optim, READ_EVERY))
     } else {
         training
+    };
+    let training = match config.loss_scaling {
+        LossScaling::On => {
+            training.metric_train_numeric(OptimizerMetric::loss_scale(&optim, READ_EVERY))
+        }
+        LossScaling::Off => training,
     };
     // The dashboard closes when the result is dropped.
     drop(training.launch(Learner::new(model, optim, schedule)));
@@ -277,7 +284,10 @@ pub fn run<B: LayerBackend>(
     let activation_bytes = saved_activations(&outcome.model, &probe, device, live_bytes);
     let optimizer_bytes = optimizer_state(
         outcome.model,
-        optim_config.adamw::<B, Decoder<B>>(),
+        // The probe's loss is not scaled, and a scale takes 8 bytes.
+        optim_config
+            .with_loss_scaling(None)
+            .adamw::<B, Decoder<B>>(),
         &probe,
         device,
         live_bytes,

@@ -7,6 +7,7 @@ mod suite {
     mod integers;
     mod learned_definition;
     mod learned_steps;
+    mod loss_scaling;
     mod matmul;
     mod moments;
     mod saved;

@@ -62,6 +62,7 @@ fn step(
         std::slice::from_ref(&tensors),
         &clock,
         None,
+        None,
         &HYPERPARAMETERS,
     )?;
     let step = Step::new(&HYPERPARAMETERS, T)?;

@@ -201,7 +201,16 @@ fn measure(
     tick(client, &clock, None)?;
     let sync = || gpu.sync();
     let step = Sampling::LONG.time(
-        || Ok(adamw(client, &tensors, &clock, None, &HYPERPARAMETERS)?),
+        || {
+            Ok(adamw(
+                client,
+                &tensors,
+                &clock,
+                None,
+                None,
+                &HYPERPARAMETERS,
+            )?)
+        },
         sync,
     )?;
     let with_search = Sampling::LONG.time(
@@ -213,6 +222,7 @@ fn measure(
                 &tensors,
                 &clock,
                 Some(&flag),
+                None,
                 &HYPERPARAMETERS,
             )?)
         },

@@ -28,8 +28,8 @@ use super::{
     kernels::checked,
     operation::{DataBackend, Operation},
     optimizer::{
-        AdamWItem, AdamWUpdate, HostMoment, Hyperparameters, Moment, MomentState, OptimizerKernels,
-        StateFormat,
+        AdamWItem, AdamWUpdate, HostMoment, Hyperparameters, LossScale, LossScaling, Moment,
+        MomentState, OptimizerKernels, StateFormat,
     },
     product::{FloatProduct, ProductKernels, check_product, dequantized_product},
     quantize::{
@@ -329,6 +329,7 @@ impl<B: HostBackend> OptimizerKernels for B {
         items: Vec<AdamWItem<B>>,
         clock: &IntTensor<B>,
         nonfinite: Option<&IntTensor<B>>,
+        loss_scale: Option<&FloatTensor<B>>,
         hyperparameters: &Hyperparameters,
     ) -> Vec<AdamWUpdate<B>> {
         let skip = is_raised::<B>(nonfinite);
@@ -337,6 +338,10 @@ impl<B: HostBackend> OptimizerKernels for B {
             panic!("adamw: the clock is at step {taken}; pass one that counts up from 0")
         });
         let step = checked(Step::new(hyperparameters, t));
+        let step = match loss_scale {
+            Some(scale) => step.of_scaled_loss(floats::<B>(scale.clone())[0]),
+            None => step,
+        };
         items
             .into_iter()
             .map(|item| match skip {
@@ -368,6 +373,18 @@ impl<B: HostBackend> OptimizerKernels for B {
         let flag = i32::try_from(flag).expect("INT32 counts the gradients of a step");
         let device = B::float_device(&gradients[0]);
         B::int_from_data(TensorData::new(vec![flag], [1]), &device)
+    }
+
+    fn update_loss_scale(
+        state: LossScale<B>,
+        nonfinite: &IntTensor<B>,
+        config: &LossScaling,
+    ) -> LossScale<B> {
+        let device = B::float_device(&state.scale);
+        let (mut scale, mut good_steps) = state.read();
+        let good = !is_raised::<B>(Some(nonfinite));
+        reference::update_loss_scale(&mut scale, &mut good_steps, good, config);
+        LossScale::new(scale, good_steps, &device)
     }
 
     fn compress_moment(x: FloatTensor<B>, format: StateFormat, moment: Moment) -> MomentState<B> {

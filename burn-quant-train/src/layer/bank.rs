@@ -6,7 +6,10 @@ use burn_backend::tensor::{Device, FloatTensor, IntTensor};
 
 use super::{
     Call,
-    slot::{Controllers, LearnedSteps, OfSlot, SlotState, SlotValues, ThresholdSlot, complete},
+    slot::{
+        Controllers, LearnedSteps, OfSlot, ScaledStep, SlotState, SlotValues, ThresholdSlot,
+        complete,
+    },
 };
 use crate::{data::DataBackend, recipe::Slot};
 
@@ -224,11 +227,12 @@ impl<B: DataBackend> Bank<B> {
     }
 
     /// Ends an optimizer step, unless one has ended since step `seen`: moves every slot, on the device, and the random
-    /// stream. Returns the number of steps that ended.
+    /// stream. `scaled` has the scales of losses around the step, if they are scaled. Returns the number of steps that
+    /// ended.
     ///
     /// So clones of an optimizer that step copies of one model side by side, as data parallel training does, end each
     /// step once.
-    pub(crate) fn end_step(&self, seen: u64) -> u64 {
+    pub(crate) fn end_step(&self, seen: u64, scaled: Option<&ScaledStep<B>>) -> u64 {
         let mut state = self.lock();
         if state.now.step > seen {
             return state.now.step;
@@ -237,11 +241,17 @@ impl<B: DataBackend> Bank<B> {
         // From the slots of each device to the devices of each slot, and back.
         let mut of_devices: Vec<_> = slots.into_iter().map(Vec::into_iter).collect();
         let mut moved: Vec<Vec<SlotState<B>>> = devices.iter().map(|_| Vec::new()).collect();
-        for _slot in self.slots {
+        for slot in self.slots {
             let of_slot = devices.iter().zip(&mut of_devices);
             let of_slot =
                 of_slot.filter_map(|(device, slots)| Some((device.clone(), slots.next()?)));
-            let states = SlotState::advance(of_slot.collect(), &self.controllers, state.now.step);
+            let states = SlotState::advance(
+                slot,
+                of_slot.collect(),
+                &self.controllers,
+                state.now.step,
+                scaled,
+            );
             moved
                 .iter_mut()
                 .zip(states)

@@ -29,9 +29,9 @@ pub use policy::{Decision, LayerPolicy, MIN_ELEMENTS};
 pub use random::{Call, Role, in_lane};
 pub(crate) use random::{seed, set_seed};
 pub use record::{LayerRecord, LayersRecord};
-pub(crate) use slot::Controllers;
 pub use slot::{AmaxAlgorithm, DelayedScaling, HadamardChoice, LearnedSteps, SlotValues};
 use slot::{AmaxHistories, HadamardSizes, StepSizes};
+pub(crate) use slot::{Controllers, ScaledStep};
 
 use crate::data::{
     DataBackend, StochasticKey,

@@ -8,7 +8,7 @@ mod threshold;
 
 use std::collections::BTreeMap;
 
-use burn_backend::tensor::Device;
+use burn_backend::tensor::{Device, FloatTensor};
 
 use crate::{
     data::{DataBackend, threshold::DelayThreshold},
@@ -34,6 +34,18 @@ pub(crate) struct Controllers {
     pub steps: LearnedSteps,
     /// How scales follow histories of maxima.
     pub scaling: DelayedScaling,
+    /// The slot of the history of maxima of dY; an empty name where there is none.
+    pub gradient_history: &'static str,
+}
+
+/// The scales of losses around an optimizer step, FP32 `[1]`. Gradients, dY among them, are multiplied by the scale of
+/// their step.
+#[derive(Debug, Clone)]
+pub(crate) struct ScaledStep<B: DataBackend> {
+    /// That of the step.
+    pub used: FloatTensor<B>,
+    /// That of the next one.
+    pub next: FloatTensor<B>,
 }
 
 /// The state of one slot of all layers, on one device.
@@ -143,9 +155,11 @@ impl<B: DataBackend> SlotState<B> {
     /// Ends step number `step`: moves the slot by what all devices counted, on the first of them, and copies it to the
     /// others.
     pub fn advance(
+        slot: &Slot,
         mut devices: Vec<(Device<B>, Self)>,
         controllers: &Controllers,
         step: u64,
+        scaled: Option<&ScaledStep<B>>,
     ) -> Vec<Self> {
         let others = devices.split_off(devices.len().min(1));
         let Some((device, first)) = devices.pop() else {
@@ -160,11 +174,17 @@ impl<B: DataBackend> SlotState<B> {
             }
             Self::StepSize(state) => {
                 let others = others.filter_map(StepSizes::take);
-                Self::StepSize(state.advance(others, &device, &controllers.steps, step))
+                Self::StepSize(state.advance(others, &device, &controllers.steps, step, scaled))
             }
             Self::AmaxHistory(state) => {
                 let others = others.filter_map(AmaxHistories::take);
-                Self::AmaxHistory(state.advance(others, &device, &controllers.scaling, step))
+                let state = state.advance(others, &device, &controllers.scaling, step);
+                Self::AmaxHistory(match scaled {
+                    Some(scaled) if slot.name == controllers.gradient_history => {
+                        state.rescaled(scaled, &device)
+                    }
+                    Some(_) | None => state,
+                })
             }
             Self::HadamardSize(state) => {
                 Self::HadamardSize(state.advance(others.filter_map(HadamardSizes::take)))

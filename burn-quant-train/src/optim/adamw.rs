@@ -4,16 +4,20 @@ use std::{
     collections::HashMap,
     iter,
     marker::PhantomData,
-    sync::{Arc, Mutex, PoisonError},
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
 };
 
 use burn::{
     grad_clipping::GradientClipping,
     module::{AutodiffModule, ParamId},
     optim::{GradientsParams, LearningRate, MultiGradientsParams, Optimizer, adaptor::GradAdaptor},
+    tensor::Tensor,
 };
 use burn_backend::{
-    AutodiffBackend, TensorMetadata,
+    AutodiffBackend, FloatDType, TensorMetadata,
     ops::{FloatTensorOps, IntTensorOps},
     tensor::{Device, FloatTensor},
 };
@@ -24,6 +28,7 @@ use super::{
     clocks::{Clock, Clocks},
     config::{QuantAdamWConfig, check_dtype},
     layers::LayerConfig,
+    loss_scaling::{LossScaler, Scaling},
     moments::Moments,
     parameters::{Base, PutBack, Take, Taken, clip},
     wrapper::QuantOptimizer,
@@ -34,6 +39,7 @@ use crate::{
         optimizer::{AdamWItem, AdamWUpdate, Hyperparameters, adamw},
     },
     layer,
+    warning::warn,
 };
 
 #[derive(Debug, Clone)]
@@ -50,6 +56,7 @@ struct State<B: DataBackend> {
 pub struct QuantAdamW<M, B: AutodiffBackend<InnerBackend: ParameterBackend>> {
     config: Arc<QuantAdamWConfig>,
     clipping: Option<GradientClipping>,
+    loss_scaling: Option<Scaling<B>>,
     state: State<Base<B>>,
     /// The clock of every step, which clones of the optimizer see.
     published: Arc<Mutex<Clock<Base<B>>>>,
@@ -61,6 +68,7 @@ impl<M, B: AutodiffBackend<InnerBackend: ParameterBackend>> Clone for QuantAdamW
         Self {
             config: self.config.clone(),
             clipping: self.clipping.clone(),
+            loss_scaling: self.loss_scaling.clone(),
             state: self.state.clone(),
             published: self.published.clone(),
             module: PhantomData,
@@ -87,11 +95,17 @@ impl QuantAdamWConfig {
             scaling: self.scaling,
             seed: self.seed,
         };
-        QuantOptimizer::new(self.adamw(), config)
+        if self.loss_scaling.is_none() && B::ROW.is_some_and(|row| row.compute == FloatDType::F16) {
+            say_unscaled();
+        }
+        let adamw = self.adamw();
+        let scaler = adamw.loss_scaler();
+        QuantOptimizer::new(adamw, config).with_loss_scaler(scaler)
     }
 
-    /// Makes the optimizer without layers, for `Autodiff` over any [`DataBackend`]: 8-bit moments for a model
-    /// that is not quantized.
+    /// Makes the optimizer without layers, for `Autodiff` over any [`DataBackend`]: 8-bit moments for a model that is
+    /// not quantized. Where losses are scaled, layers need an optimizer made by [`init`](Self::init), which tells them
+    /// of the scale.
     ///
     /// # Panics
     ///
@@ -101,6 +115,8 @@ impl QuantAdamWConfig {
     /// - If the weight decay, or that or the learning rate of a parameter group, is negative or not finite.
     /// - If a moment's group is not a multiple of 4 up to 2048, or the groups of the two moments are not a power of
     ///   two, at most 128, apart.
+    /// - If losses are scaled and a setting of that is out of its range (see [`LossScaling::check`]), or steps with
+    ///   gradients that are not finite are not [skipped](super::OnNonfinite::Skip).
     pub fn adamw<B, M>(&self) -> QuantAdamW<M, B>
     where
         B: AutodiffBackend<InnerBackend: ParameterBackend>,
@@ -110,6 +126,7 @@ impl QuantAdamWConfig {
         QuantAdamW {
             config: Arc::new(self.clone()),
             clipping: self.grad_clipping.as_ref().map(|it| it.init()),
+            loss_scaling: self.loss_scaling.map(Scaling::new),
             state: State {
                 moments: HashMap::new(),
                 restored: HashMap::new(),
@@ -119,6 +136,18 @@ impl QuantAdamWConfig {
             published: Arc::new(Mutex::new(Clock::Host([0, 0]))),
             module: PhantomData,
         }
+    }
+}
+
+/// Warns once that FP16 gradients are not scaled.
+fn say_unscaled() {
+    static SAID: AtomicBool = AtomicBool::new(false);
+    if !SAID.swap(true, Ordering::Relaxed) {
+        warn(
+            "quant-train: the recipe computes in FP16, where gradients below 6e-8 are lost, and losses are not scaled. \
+             Configure AdamW by `with_loss_scaling(Some(LossScaling::default()))` and write \
+             `optim.scale(loss).backward()`. This is said once.",
+        );
     }
 }
 
@@ -154,6 +183,38 @@ where
         move || skipped(&published)
     }
 
+    /// Multiplies losses by the scale of this optimizer and its clones; leaves them as they are without loss scaling.
+    pub fn loss_scaler(&self) -> LossScaler {
+        let scaling = self.loss_scaling.as_ref();
+        scaling.map(Scaling::scaler).unwrap_or_default()
+    }
+
+    /// [`LossScaler::scale`].
+    ///
+    /// ```
+    /// use burn::{backend::{Autodiff, Flex}, nn::{Linear, LinearConfig}, tensor::Tensor};
+    /// use burn::optim::{GradientsParams, Optimizer};
+    /// use burn_quant_train::optim::{LossScaling, QuantAdamWConfig};
+    ///
+    /// type Backend = Autodiff<Flex>;
+    /// let config = QuantAdamWConfig::new().with_loss_scaling(Some(LossScaling::default()));
+    /// let mut optim = config.adamw::<Backend, Linear<Backend>>();
+    /// let model: Linear<Backend> = LinearConfig::new(4, 4).init(&Default::default());
+    /// let loss = model.forward(Tensor::<Backend, 2>::ones([2, 4], &Default::default())).square().mean();
+    /// let gradients = GradientsParams::from_grads(optim.scale(loss).backward(), &model);
+    /// let model = optim.step(1e-3, model, gradients);
+    /// assert_eq!(optim.loss_scale(), Some(65_536.0));
+    /// # let _ = model;
+    /// ```
+    pub fn scale<const D: usize>(&self, loss: Tensor<B, D>) -> Tensor<B, D> {
+        self.loss_scaler().scale(loss)
+    }
+
+    /// The scale of the next step; none without loss scaling. Waits for the device.
+    pub fn loss_scale(&self) -> Option<f32> {
+        self.loss_scaler().read::<B>()
+    }
+
     fn stepped(&mut self, lr: LearningRate, module: M, grads: GradAdaptor) -> M {
         let mut take = Take::<B>::new(grads);
         let module = module.map(&mut take);
@@ -172,6 +233,8 @@ where
         taken: Vec<Taken<Base<B>>>,
     ) -> HashMap<ParamId, FloatTensor<Base<B>>> {
         let home = Base::<B>::float_device(&taken[0].parameter);
+        let loss_scale = self.loss_scaling.as_mut().map(|it| it.begin_step(&home));
+        let scale = loss_scale.as_ref().map(|it| it.scale.clone());
         // The gradients before clipping, which may hide an infinity.
         let gradients = || {
             let gradients = taken.iter().map(|taken| taken.gradient.clone());
@@ -191,7 +254,7 @@ where
             let device = Base::<B>::float_device(&taken.parameter);
             let hyperparameters = self.config.hyperparameters(lr, &taken.place.path);
             let clock = self.state.clocks.index_of(&taken.id);
-            let (id, item) = self.item(taken, &device);
+            let (id, item) = self.item(taken, &device, scale.clone());
             let found = batches.iter().position(|batch| {
                 batch.device == device
                     && batch.clock == clock
@@ -210,6 +273,8 @@ where
             batches[index].ids.push(id);
             batches[index].items.push(item);
         }
+        // Clipped gradients are unscaled already.
+        let scale = scale.filter(|_| self.clipping.is_none());
         let mut updated = HashMap::new();
         for batch in batches {
             let Batch {
@@ -223,7 +288,10 @@ where
             let nonfinite = nonfinite
                 .clone()
                 .map(|flag| Base::<B>::int_to_device(flag, &device));
-            let updates = adamw::<Base<B>>(items, clock, nonfinite, &hyperparameters);
+            let scale = scale
+                .clone()
+                .map(|scale| Base::<B>::float_to_device(scale, &device));
+            let updates = adamw::<Base<B>>(items, clock, nonfinite, scale, &hyperparameters);
             for (id, update) in ids.into_iter().zip(updates) {
                 let AdamWUpdate {
                     parameter,
@@ -233,6 +301,11 @@ where
                 self.state.moments.insert(id, Moments { first, second });
                 updated.insert(id, parameter);
             }
+        }
+        if let (Some(scaling), Some(used), Some(nonfinite)) =
+            (&mut self.loss_scaling, loss_scale, nonfinite)
+        {
+            scaling.end_step(used, nonfinite);
         }
         *self
             .published
@@ -245,6 +318,7 @@ where
         &mut self,
         taken: Taken<Base<B>>,
         device: &Device<Base<B>>,
+        loss_scale: Option<FloatTensor<Base<B>>>,
     ) -> (ParamId, AdamWItem<Base<B>>) {
         let Taken {
             id,
@@ -256,7 +330,7 @@ where
         let name = place.name();
         check_dtype(&name, &parameter);
         let gradient = match &self.clipping {
-            Some(clipping) => clip::<B>(clipping, gradient),
+            Some(clipping) => clip::<B>(clipping, gradient, loss_scale),
             None => gradient,
         };
         let formats = self.config.formats(shape.num_elements());
@@ -302,6 +376,7 @@ where
     ///
     /// - If a gradient holds NaN or Inf, with [`OnNonfinite::Error`](super::OnNonfinite::Error).
     /// - If a parameter is neither FP32 nor BF16.
+    /// - If losses are to be scaled, and none was since the last step.
     /// - If a parameter has another shape than its moments, those of a loaded record.
     fn step(&mut self, lr: LearningRate, module: M, grads: GradientsParams) -> M {
         self.stepped(lr, module, grads.into())
@@ -311,6 +386,7 @@ where
     ///
     /// - If a gradient holds NaN or Inf, with [`OnNonfinite::Error`](super::OnNonfinite::Error).
     /// - If a parameter is neither FP32 nor BF16.
+    /// - If losses are to be scaled, and none was since the last step.
     /// - If a parameter has another shape than its moments, those of a loaded record.
     fn step_multi(&mut self, lr: LearningRate, module: M, grads: MultiGradientsParams) -> M {
         self.stepped(lr, module, grads.into())
@@ -329,6 +405,7 @@ where
             skipped,
             seed: self.state.seed,
             parameters,
+            loss_scale: self.loss_scaling.as_ref().map(Scaling::record),
             fewer_steps: self
                 .state
                 .clocks
@@ -349,7 +426,9 @@ where
             .published
             .lock()
             .unwrap_or_else(PoisonError::into_inner) = clocks.every_step().clone();
+        let loss_scaling = self.loss_scaling;
         Self {
+            loss_scaling: loss_scaling.map(|it| it.restored(record.loss_scale)),
             state: State {
                 moments: HashMap::new(),
                 restored: record.parameters,

@@ -14,6 +14,7 @@ use cubecl_kernels::reference::optimizer_state::HostState;
 use serde::{Deserialize, Serialize};
 
 use super::{
+    loss_scaling::LossScaleRecord,
     moments::Moments,
     versioned::{VERSION, versioned_item},
 };
@@ -35,6 +36,8 @@ pub struct AdamWRecord {
     pub parameters: HashMap<ParamId, Arc<ParameterRecord>>,
     /// Steps taken by each parameter that had no gradient in some. Adam's bias correction counts for each parameter.
     pub fewer_steps: HashMap<ParamId, u64>,
+    /// The scale of losses; none where they are not scaled.
+    pub loss_scale: Option<LossScaleRecord>,
 }
 
 impl AdamWRecord {
@@ -180,6 +183,9 @@ versioned_item! {
     since 2 {
         fewer_steps: BTreeMap<u64, u64>,
     }
+    since 3 {
+        loss_scale: Option<LossScaleRecord>,
+    }
 }
 
 /// The precision settings do not apply: the moments are stored as they are.
@@ -202,15 +208,19 @@ impl<B: Backend> Record<B> for AdamWRecord {
                 .into_iter()
                 .map(|(id, steps)| (id.val(), steps))
                 .collect(),
+            loss_scale: self.loss_scale,
         }
     }
 
     /// # Panics
     ///
-    /// If one of the parameters is incomplete.
+    /// If one of the parameters is incomplete, or the scale of losses none that an optimizer can go on with.
     fn from_item<S: PrecisionSettings>(item: AdamWRecordItem, _device: &B::Device) -> Self {
         for (id, record) in &item.parameters {
             record.check(&format!("parameter {id}"));
+        }
+        if let Some(record) = &item.loss_scale {
+            record.check();
         }
         Self {
             steps: item.steps,
@@ -226,6 +236,7 @@ impl<B: Backend> Record<B> for AdamWRecord {
                 .into_iter()
                 .map(|(id, steps)| (ParamId::from(id), steps))
                 .collect(),
+            loss_scale: item.loss_scale,
         }
     }
 }

@@ -8,7 +8,7 @@ use super::nonfinite::OnNonfinite;
 use crate::{
     data::{
         StochasticKey,
-        optimizer::{Hyperparameters, MAX_GROUP, StateFormat},
+        optimizer::{Hyperparameters, LossScaling, MAX_GROUP, StateFormat},
     },
     layer::{DelayThreshold, DelayedScaling, LayerPolicy, LearnedSteps, covers},
 };
@@ -83,6 +83,9 @@ pub struct QuantAdamWConfig {
     /// How a step treats gradients that hold NaN or Inf.
     #[config(default = "OnNonfinite::Skip")]
     pub on_nonfinite: OnNonfinite,
+    /// How losses are scaled, for FP16; none: they are not. With it every loss goes through
+    /// [`QuantOptimizer::scale`](super::QuantOptimizer::scale).
+    pub loss_scaling: Option<LossScaling>,
     /// Which layers are quantized.
     #[config(default = "LayerPolicy::default()")]
     pub policy: LayerPolicy,
@@ -158,6 +161,22 @@ impl QuantAdamWConfig {
             }
         }
         self.validate_moments();
+        self.validate_loss_scaling();
+    }
+
+    fn validate_loss_scaling(&self) {
+        let Some(scaling) = &self.loss_scaling else {
+            return;
+        };
+        if let Err(error) = scaling.check() {
+            panic!("adamw: {error}");
+        }
+        assert!(
+            self.on_nonfinite == OnNonfinite::Skip,
+            "adamw: losses are to be scaled with OnNonfinite::{:?}; use OnNonfinite::Skip: gradients that hold Inf \
+             show that the scale is too large",
+            self.on_nonfinite
+        );
     }
 
     fn validate_moments(&self) {

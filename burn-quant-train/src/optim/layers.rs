@@ -17,7 +17,7 @@ use crate::{
     data::DataBackend,
     layer::{
         self, Bank, Controllers, Decision, DelayThreshold, DelayedScaling, Layer, LayerPolicy,
-        LayerRecord, LayersRecord, LearnedSteps, SlotValues,
+        LayerRecord, LayersRecord, LearnedSteps, ScaledStep, SlotValues,
     },
     recipe::{Row, Slot},
 };
@@ -128,6 +128,7 @@ impl<B: DataBackend> Layers<B> {
             threshold: config.threshold,
             steps: config.steps.clone(),
             scaling: config.scaling,
+            gradient_history: linear.map_or("", |row| row.histories()[2]),
         };
         let owner = Arc::new(());
         let of = Arc::downgrade(&owner);
@@ -215,8 +216,8 @@ impl<B: DataBackend> Layers<B> {
     }
 
     /// See [`Bank::end_step`].
-    pub fn end_step(&self, seen: u64) -> u64 {
-        self.bank.end_step(seen)
+    pub fn end_step(&self, seen: u64, scaled: Option<&ScaledStep<B>>) -> u64 {
+        self.bank.end_step(seen, scaled)
     }
 
     fn reports(&self) -> Vec<LayerReport> {

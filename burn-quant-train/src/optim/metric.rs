@@ -65,6 +65,21 @@ impl OptimizerMetric {
         Self::new("Skipped Steps", None, move || skipped() as f64, every)
     }
 
+    /// The scale of losses; NaN where they are not scaled. Give it the optimizer that goes to the `Learner`.
+    ///
+    /// # Panics
+    ///
+    /// If `every` is 0.
+    pub fn loss_scale<M, B>(optimizer: &QuantOptimizer<QuantAdamW<M, B>, B>, every: usize) -> Self
+    where
+        M: AutodiffModule<B> + 'static,
+        B: LayerBackend,
+    {
+        let scaler = optimizer.loss_scaler();
+        let scale = move || scaler.read::<B>().map_or(f64::NAN, f64::from);
+        Self::new("Loss Scale", None, scale, every)
+    }
+
     fn new(
         name: &str,
         unit: Option<&'static str>,

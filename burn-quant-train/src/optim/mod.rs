@@ -11,6 +11,7 @@ mod backend;
 mod clocks;
 mod config;
 mod layers;
+mod loss_scaling;
 #[cfg(feature = "train")]
 pub mod metric;
 mod moments;
@@ -21,12 +22,13 @@ mod simple;
 mod versioned;
 mod wrapper;
 
-pub use crate::data::optimizer::{Encoding, StateFormat};
+pub use crate::data::optimizer::{Encoding, LossScaling, StateFormat};
 pub use adamw::QuantAdamW;
 pub use adamw_record::{AdamWRecord, ParameterRecord};
 pub use backend::{LayerBackend, ParameterBackend};
 pub use config::{ParameterGroup, QuantAdamWConfig, StateRounding};
 pub use layers::{LayerConfig, LayerReport, LayersView};
+pub use loss_scaling::{LossScaleRecord, LossScaler};
 pub use nonfinite::OnNonfinite;
 pub use record::QuantRecord;
 pub use simple::{SimpleQuantAdamW, SimpleState};

@@ -14,6 +14,7 @@ use burn_backend::{
 };
 
 use super::backend::ParameterBackend;
+use crate::data::cast_to;
 
 /// The backend that holds the data of an optimizer's parameters.
 pub(super) type Base<B> = <<B as AutodiffBackend>::InnerBackend as ParameterBackend>::Base;
@@ -105,14 +106,25 @@ impl<B: AutodiffBackend<InnerBackend: ParameterBackend>> ModuleMapper<B> for Tak
     }
 }
 
-/// The clipped gradient; clipping does not depend on the rank.
+/// The clipped gradient, divided by the scale of the loss if it has one: in FP32, where nothing is lost by that.
+/// Clipping does not depend on the rank.
 pub(super) fn clip<B: AutodiffBackend<InnerBackend: ParameterBackend>>(
     clipping: &GradientClipping,
     gradient: FloatTensor<Base<B>>,
+    loss_scale: Option<FloatTensor<Base<B>>>,
 ) -> FloatTensor<Base<B>> {
     let shape = gradient.shape();
     let flat = Shape::new([shape.num_elements()]);
-    let gradient = B::InnerBackend::from_base(Base::<B>::float_reshape(gradient, flat));
+    let gradient = Base::<B>::float_reshape(gradient, flat);
+    let gradient = match loss_scale {
+        Some(scale) => {
+            let scale = Base::<B>::float_to_device(scale, &Base::<B>::float_device(&gradient));
+            let gradient = cast_to::<Base<B>>(gradient, Some(FloatDType::F32));
+            Base::<B>::float_div(gradient, scale)
+        }
+        None => gradient,
+    };
+    let gradient = B::InnerBackend::from_base(gradient);
     let gradient = Tensor::<B::InnerBackend, 1>::from_primitive(TensorPrimitive::Float(gradient));
     let clipped = primitive::<B, 1>(clipping.clip_gradient(gradient));
     Base::<B>::float_reshape(B::InnerBackend::into_base(clipped), shape)

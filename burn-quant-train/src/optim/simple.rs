@@ -75,14 +75,19 @@ impl QuantAdamWConfig {
     ///
     /// # Panics
     ///
-    /// If a setting is out of its range, as [`adamw`](Self::adamw) says, and if there are groups, which need paths, or
-    /// clipping, which is the adaptor's.
+    /// If a setting is out of its range, as [`adamw`](Self::adamw) says, and if there are groups, which need paths,
+    /// clipping, which is the adaptor's, or loss scaling, whose scale moves with a step of all tensors.
     pub fn simple(&self) -> SimpleQuantAdamW {
         self.validate();
         assert!(
             self.groups.is_empty() && self.grad_clipping.is_none(),
             "adamw: a SimpleOptimizer sees no parameter paths, so it has no groups, and OptimizerAdaptor does the \
              clipping; use `adamw` or `init`, or take both out of the configuration"
+        );
+        assert!(
+            self.loss_scaling.is_none(),
+            "adamw: a SimpleOptimizer does not see the gradients of a step together, by which a loss scale moves; use \
+             `adamw` or `init`, or take `loss_scaling` out of the configuration"
         );
         SimpleQuantAdamW::new(self.clone())
     }
@@ -163,7 +168,8 @@ impl<B: ParameterBackend> SimpleOptimizer<B> for SimpleQuantAdamW {
             state_key: key.and_then(|key| self.config.state_key(key)),
         };
         let hyperparameters = self.config.ungrouped(lr);
-        let mut updates = adamw::<B::Base>(vec![item], clock.clone(), nonfinite, &hyperparameters);
+        let mut updates =
+            adamw::<B::Base>(vec![item], clock.clone(), nonfinite, None, &hyperparameters);
         let AdamWUpdate {
             parameter,
             first,

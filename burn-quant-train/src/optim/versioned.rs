@@ -3,7 +3,7 @@
 use serde::de::{Error, SeqAccess};
 
 /// The version of the items that this build writes.
-pub(super) const VERSION: u32 = 2;
+pub(super) const VERSION: u32 = 3;
 
 /// Fails for versions that this build does not read.
 pub(super) fn check_version<E: Error>(version: u32) -> Result<(), E> {
@@ -27,26 +27,26 @@ where
         .ok_or_else(|| Error::missing_field(name))
 }
 
-/// Defines a serialized item, from the fields of version 1 and those that version 2 added.
+/// Defines a serialized item, from the fields of version 1 and those that later versions added.
 ///
-/// In an item of version 1 the added fields have their type's default. A format that names no fields, such as bincode,
-/// holds nothing in their place.
+/// In an item of an older version the added fields have their type's default. A format that names no fields, such as
+/// bincode, holds nothing in their place.
 macro_rules! versioned_item {
     (
         $(#[$attribute:meta])*
         $item:ident {
             $($(#[$old_attribute:meta])* $old:ident: $old_type:ty,)*
         }
-        since 2 {
+        $(since $since:literal {
             $($(#[$new_attribute:meta])* $new:ident: $new_type:ty,)*
-        }
+        })*
     ) => {
         $(#[$attribute])*
         #[derive(Debug, Clone, serde::Serialize)]
         pub struct $item {
             version: u32,
             $($(#[$old_attribute])* $old: $old_type,)*
-            $($(#[$new_attribute])* $new: $new_type,)*
+            $($($(#[$new_attribute])* $new: $new_type,)*)*
         }
 
         impl<'de> serde::Deserialize<'de> for $item {
@@ -58,7 +58,7 @@ macro_rules! versioned_item {
                 struct Named {
                     version: u32,
                     $($old: $old_type,)*
-                    $(#[serde(default)] $new: $new_type,)*
+                    $($(#[serde(default)] $new: $new_type,)*)*
                 }
 
                 struct Fields;
@@ -76,10 +76,10 @@ macro_rules! versioned_item {
                         Ok($item {
                             version,
                             $($old: field(&mut fields, stringify!($old))?,)*
-                            $($new: match version {
-                                1 => Default::default(),
-                                _ => field(&mut fields, stringify!($new))?,
-                            },)*
+                            $($($new: match version < $since {
+                                true => Default::default(),
+                                false => field(&mut fields, stringify!($new))?,
+                            },)*)*
                         })
                     }
 
@@ -89,12 +89,12 @@ macro_rules! versioned_item {
                         Ok($item {
                             version: named.version,
                             $($old: named.$old,)*
-                            $($new: named.$new,)*
+                            $($($new: named.$new,)*)*
                         })
                     }
                 }
 
-                let names = &["version", $(stringify!($old),)* $(stringify!($new),)*];
+                let names = &["version", $(stringify!($old),)* $($(stringify!($new),)*)*];
                 deserializer.deserialize_struct(stringify!($item), names, Fields)
             }
         }

@@ -5,12 +5,15 @@ use std::sync::{Arc, Mutex};
 use burn::{
     module::{AutodiffModule, Module},
     optim::{GradientsParams, LearningRate, MultiGradientsParams, Optimizer},
+    tensor::Tensor,
 };
 
 use super::{
+    adamw::QuantAdamW,
     attach::Attach,
     backend::LayerBackend,
     layers::{LayerConfig, LayerReport, Layers, LayersView, Shared, Survey, lock},
+    loss_scaling::LossScaler,
     record::QuantRecord,
 };
 use crate::layer::LayersRecord;
@@ -34,6 +37,8 @@ pub struct QuantOptimizer<O, B: LayerBackend> {
     inner: O,
     config: LayerConfig,
     shared: Arc<Mutex<Shared<B::Base>>>,
+    /// That of the wrapped optimizer.
+    loss_scaler: LossScaler,
     /// Steps of the layers when this clone last stepped.
     seen: u64,
 }
@@ -44,6 +49,7 @@ impl<O: Clone, B: LayerBackend> Clone for QuantOptimizer<O, B> {
             inner: self.inner.clone(),
             config: self.config.clone(),
             shared: self.shared.clone(),
+            loss_scaler: self.loss_scaler.clone(),
             seen: self.seen,
         }
     }
@@ -69,7 +75,17 @@ impl<O, B: LayerBackend> QuantOptimizer<O, B> {
                 layers: None,
                 restored: None,
             })),
+            loss_scaler: LossScaler::default(),
             seen: 0,
+        }
+    }
+
+    /// Tells the layers of the scale that the wrapped optimizer gives to losses: what they learn from gradients is
+    /// divided by it.
+    pub(super) fn with_loss_scaler(self, loss_scaler: LossScaler) -> Self {
+        Self {
+            loss_scaler,
+            ..self
         }
     }
 
@@ -140,8 +156,21 @@ impl<O, B: LayerBackend> QuantOptimizer<O, B> {
             layers: &layers,
             asked: false,
         });
-        self.seen = layers.end_step(self.seen);
+        let scaled = self.loss_scaler.take_step::<B>();
+        self.seen = layers.end_step(self.seen, scaled.as_ref());
         model
+    }
+}
+
+impl<M: AutodiffModule<B>, B: LayerBackend> QuantOptimizer<QuantAdamW<M, B>, B> {
+    /// [`QuantAdamW::scale`].
+    pub fn scale<const D: usize>(&self, loss: Tensor<B, D>) -> Tensor<B, D> {
+        self.inner.scale(loss)
+    }
+
+    /// [`QuantAdamW::loss_scaler`].
+    pub fn loss_scaler(&self) -> LossScaler {
+        self.inner.loss_scaler()
     }
 }
 
@@ -186,6 +215,7 @@ where
             inner: self.inner.load_record(record.optimizer),
             config: self.config,
             shared: self.shared,
+            loss_scaler: self.loss_scaler,
             seen,
         }
     }

@@ -7,6 +7,7 @@ use crate::{
     cuda::flush_to_zero,
     device::{cube_grid, has_u64, or_unused, storage},
     error::KernelError,
+    loss_scaling::inverse,
     optimizer_state::{
         Moment, StateFormat,
         arrays::StateArrays,
@@ -35,6 +36,7 @@ struct Plan {
     first: Option<StateFormat>,
     second: Option<StateFormat>,
     flagged: bool,
+    scaled: bool,
     stochastic: bool,
     stochastic_state: bool,
     /// True where the device multiplies to 64 bits.
@@ -61,13 +63,15 @@ pub(super) fn span<R: Runtime>(
 ///
 /// # Safety
 ///
-/// It was checked by [`AdamWTensors::check`]; `clock` has two numbers, `nonfinite` one, all i32.
+/// It was checked by [`AdamWTensors::check`]; `clock` has two numbers, `nonfinite` one, all i32;
+/// `loss_scale` has one, f32.
 #[allow(unsafe_code)]
 pub(super) unsafe fn launch<R: Runtime>(
     client: &ComputeClient<R>,
     tensors: &AdamWTensors<R>,
     clock: &TensorHandle<R>,
     nonfinite: Option<&TensorHandle<R>>,
+    loss_scale: Option<&TensorHandle<R>>,
     coefficients: &Coefficients,
 ) -> Result<(), KernelError> {
     let AdamWTensors {
@@ -84,6 +88,7 @@ pub(super) unsafe fn launch<R: Runtime>(
         .all(is_aligned);
     let stochastic = *rounding != Rounding::Nearest && parameter.dtype != storage::<f32>();
     let flag = or_unused(nonfinite, clock, storage::<i32>());
+    let scale = or_unused(loss_scale, clock, storage::<f32>());
     for stretch in span.launches(tensors.len(), aligned) {
         let width = stretch.span.width;
         let mut arguments = Arguments::default();
@@ -100,6 +105,7 @@ pub(super) unsafe fn launch<R: Runtime>(
             second.add_to(&mut arguments, width),
             arguments.array(clock, 1),
             arguments.array(&flag, 1),
+            arguments.array(&scale, 1),
             coefficients.add_to(&mut arguments),
             add_random_stream(*rounding, &mut arguments),
             add_random_stream(*state_rounding, &mut arguments),
@@ -113,6 +119,7 @@ pub(super) unsafe fn launch<R: Runtime>(
                 first: first.format,
                 second: second.format,
                 flagged: nonfinite.is_some(),
+                scaled: loss_scale.is_some(),
                 stochastic,
                 stochastic_state: *state_rounding != Rounding::Nearest,
                 wide: has_u64(client),
@@ -145,6 +152,7 @@ fn adamw_kernel<P: Numeric, G: Numeric, S1: Numeric, S2: Numeric, N: Size>(
     second: &mut StateArrays<S2, N>,
     clock: &Array<i32>,
     nonfinite: &Array<i32>,
+    loss_scale: &Array<f32>,
     coefficients: CoefficientsArg,
     random: RandomStream,
     state_random: RandomStream,
@@ -173,7 +181,7 @@ fn adamw_kernel<P: Numeric, G: Numeric, S1: Numeric, S2: Numeric, N: Size>(
         let start = tile * comptime!(span.elements() as u32);
         // All loads come before the arithmetic, so that their latencies overlap.
         let mut p = read_held::<P, f32, N>(parameter, start, len, span, 0);
-        let g = read_held::<G, f32, N>(gradient, start, len, span, 0);
+        let mut g = read_held::<G, f32, N>(gradient, start, len, span, 0);
         let first_loaded = load_state::<S1, N>(
             first,
             start,
@@ -206,6 +214,13 @@ fn adamw_kernel<P: Numeric, G: Numeric, S1: Numeric, S2: Numeric, N: Size>(
         );
         // Powers have no exact specification that an exact sum could serve.
         let exactly = comptime!((!is_expanded(plan.first), !is_expanded(plan.second)));
+        if comptime!(plan.scaled) {
+            let unscale = inverse(loss_scale[0]);
+            #[unroll]
+            for slot in 0..comptime!(span.held()) {
+                g[slot] *= unscale;
+            }
+        }
         #[unroll]
         for slot in 0..comptime!(span.held()) {
             m[slot] = first_moment(m[slot], g[slot], &step, zero, exactly.0);

@@ -2,7 +2,10 @@
 
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
-use crate::device::{or_unused, storage};
+use crate::{
+    device::{or_unused, storage},
+    loss_scaling::inverse,
+};
 
 use super::{
     AdamWTensors, Coefficients,
@@ -13,8 +16,8 @@ const UNITS: usize = 256;
 /// Above it the launch of a kernel that reads four elements at once pays.
 const MAX_LEN: usize = 1 << 16;
 const MAX_TENSORS: usize = 8;
-/// Bindings that do not depend on the number of tensors: the clock, the flag, and the scalars and shapes.
-const SHARED_BINDINGS: usize = 3;
+/// Bindings that do not depend on the number of tensors: the clock, the flag, the scale, and the scalars and shapes.
+const SHARED_BINDINGS: usize = 4;
 const BINDINGS_OF_TENSOR: usize = 4;
 
 pub(super) fn accepts<R: Runtime>(tensors: &AdamWTensors<R>) -> bool {
@@ -35,16 +38,18 @@ pub(super) fn batch_size<R: Runtime>(client: &ComputeClient<R>, bindings: usize)
 /// # Safety
 ///
 /// All were checked by [`AdamWTensors::check`], and [`accepts`] takes them; `clock` has two numbers, `nonfinite` one,
-/// all i32.
+/// all i32; `loss_scale` has one, f32.
 #[allow(unsafe_code)]
 pub(super) unsafe fn launch<R: Runtime>(
     client: &ComputeClient<R>,
     tensors: &[&AdamWTensors<R>],
     clock: &TensorHandle<R>,
     nonfinite: Option<&TensorHandle<R>>,
+    loss_scale: Option<&TensorHandle<R>>,
     coefficients: &Coefficients,
 ) {
     let flag = or_unused(nonfinite, clock, storage::<i32>());
+    let scale = or_unused(loss_scale, clock, storage::<f32>());
     // A launch takes gradients of one type, and cubes for the longest of its tensors.
     let mut sorted = tensors.to_vec();
     sorted.sort_by_key(|tensors| (tensors.gradient.dtype.to_string(), tensors.len()));
@@ -80,9 +85,11 @@ pub(super) unsafe fn launch<R: Runtime>(
                 batch.iter().map(|t| t.len() as u32).collect(),
                 clock.clone().into_arg(),
                 flag.clone().into_arg(),
+                scale.clone().into_arg(),
                 coefficients.launch(),
                 0,
                 nonfinite.is_some(),
+                loss_scale.is_some(),
                 batch[0].gradient.dtype,
             );
         }
@@ -99,9 +106,11 @@ fn adamw_many_kernel<G: Numeric>(
     lens: &Sequence<u32>,
     clock: &Tensor<i32>,
     nonfinite: &Tensor<i32>,
+    loss_scale: &Tensor<f32>,
     coefficients: CoefficientsArg,
     zero: u32,
     #[comptime] flagged: bool,
+    #[comptime] scaled: bool,
     #[define(G)] _gradient_dtype: StorageType,
 ) {
     if comptime!(flagged) {
@@ -115,7 +124,10 @@ fn adamw_many_kernel<G: Numeric>(
     for index in 0..lens.len() {
         if CUBE_POS_Y == index as u32 && element < *lens.index(index) {
             let at = element as usize;
-            let g = f32::cast_from(gradients.index(index)[at]);
+            let mut g = f32::cast_from(gradients.index(index)[at]);
+            if comptime!(scaled) {
+                g *= inverse(loss_scale[0]);
+            }
             let m = first_moment(first.index(index)[at], g, &step, zero, true);
             let v = second_moment(second.index(index)[at], g, &step, zero, true);
             let p = parameter(parameters.index(index)[at], m, v, &step);

@@ -23,6 +23,8 @@ pub struct Step {
     correction_1: f32,
     /// `1 - beta_2^t`
     correction_2: f32,
+    /// The inverse of the scale that the gradients have.
+    unscale: f32,
 }
 
 impl Step {
@@ -38,13 +40,23 @@ impl Step {
             coefficients,
             correction_1: 1.0 - coefficients.beta_1.powi(t),
             correction_2: 1.0 - coefficients.beta_2.powi(t),
+            unscale: 1.0,
         })
+    }
+
+    /// The step for the gradients of a loss that was multiplied by this [scale](crate::loss_scaling::is_scale).
+    pub fn of_scaled_loss(self, scale: f32) -> Self {
+        Self {
+            unscale: 1.0 / scale,
+            ..self
+        }
     }
 
     /// Updates one element: the moments in place, the parameter as the result.
     #[inline]
     pub fn update(&self, p: f32, g: f32, m: &mut f32, v: &mut f32) -> f32 {
         let c = &self.coefficients;
+        let g = g * self.unscale;
         *m = *m * c.beta_1 + g * c.one_minus_beta_1;
         *v = *v * c.beta_2 + g * g * c.one_minus_beta_2;
         let root = (*v / self.correction_2).sqrt();

@@ -34,6 +34,7 @@ use cubecl_kernels::{
         gather_int4_rows, gather_parts, gather_scaled, int4_row_norms, leverage_scores, sample_rows,
     },
     linear_input::quantize_linear_input,
+    loss_scaling::{LossScaling, initial_loss_scale},
     number::Number,
     optimizer_state::{Moment, StateFormat, initial_state},
     quantize::{
@@ -305,10 +306,11 @@ fn adamw_sources(architecture: u16) -> Vec<Source> {
             initial_state(client, &[LEN], format, moment).expect("a format of this device")
         };
         let (clock, flag) = (initial_clock(client), initial_flag(client));
+        let (scale, _) = initial_loss_scale(client, &LossScaling::default());
         for (first, second) in formats {
-            for (dtype, rounding, flag) in [
-                (dtype::<f32>(), Rounding::Nearest, None),
-                (dtype::<bf16>(), key, Some(&flag)),
+            for (dtype, rounding, flag, scale) in [
+                (dtype::<f32>(), Rounding::Nearest, None, None),
+                (dtype::<bf16>(), key, Some(&flag), Some(&scale)),
             ] {
                 let tensors = AdamWTensors {
                     parameter: tensor(client, &[LEN], dtype),
@@ -318,7 +320,8 @@ fn adamw_sources(architecture: u16) -> Vec<Source> {
                     rounding,
                     state_rounding: rounding,
                 };
-                adamw(client, &[tensors], &clock, flag, &hyperparameters).expect("valid tensors");
+                adamw(client, &[tensors], &clock, flag, scale, &hyperparameters)
+                    .expect("valid tensors");
             }
         }
     });

@@ -518,8 +518,15 @@ mod on_device {
                 exact.step(&g, &HYPERPARAMETERS);
                 tensors.gradient = upload(&client, &g, &[n], dtype::<f32>());
                 tick(&client, &clock, None).expect("a clock");
-                adamw_on_device(&client, &[tensors.clone()], &clock, None, &HYPERPARAMETERS)
-                    .expect("tensors that fit");
+                adamw_on_device(
+                    &client,
+                    &[tensors.clone()],
+                    &clock,
+                    None,
+                    None,
+                    &HYPERPARAMETERS,
+                )
+                .expect("tensors that fit");
                 let what = |name| format!("{name} of {n} in step {}", exact.t);
                 let (m, v) = (&tensors.first.values, &tensors.second.values);
                 assert_close(&read_float(&client, m), &exact.m, 1e-3, &what("m"));
@@ -547,8 +554,15 @@ mod on_device {
             let mut tensors = tensors(&client, &p, (None, None));
             tensors.gradient = upload(&client, &g, &[n], dtype::<f32>());
             let clock = upload_i32(&client, &[t, 0], &[2]);
-            adamw_on_device(&client, &[tensors.clone()], &clock, None, &HYPERPARAMETERS)
-                .expect("tensors that fit");
+            adamw_on_device(
+                &client,
+                &[tensors.clone()],
+                &clock,
+                None,
+                None,
+                &HYPERPARAMETERS,
+            )
+            .expect("tensors that fit");
             let p = read_float(&client, &tensors.parameter);
             assert_close(&p, &exact.p, 1e-3, &format!("p in step {t}"));
         }
@@ -591,8 +605,15 @@ mod on_device {
                     tensors.gradient =
                         upload(&client, &g[range.clone()], &[range.len()], dtype::<f32>());
                     tick(&client, &clock, None).expect("a clock");
-                    adamw_on_device(&client, &[tensors.clone()], &clock, None, &HYPERPARAMETERS)
-                        .expect("tensors that fit");
+                    adamw_on_device(
+                        &client,
+                        &[tensors.clone()],
+                        &clock,
+                        None,
+                        None,
+                        &HYPERPARAMETERS,
+                    )
+                    .expect("tensors that fit");
                 }
                 bytes(&client, &tensors)
             };
@@ -635,8 +656,15 @@ mod on_device {
                     adamw(&step, &mut p, &g, m.chunk(), v.chunk(), dither);
                     tensors.gradient = upload(&client, &g, &[n], dtype::<f32>());
                     tick(&client, &clock, None).expect("a clock");
-                    adamw_on_device(&client, &[tensors.clone()], &clock, None, &HYPERPARAMETERS)
-                        .expect("tensors that fit");
+                    adamw_on_device(
+                        &client,
+                        &[tensors.clone()],
+                        &clock,
+                        None,
+                        None,
+                        &HYPERPARAMETERS,
+                    )
+                    .expect("tensors that fit");
                     let what = format!("{pair:?}, {n}, step {t}");
                     let actual = read_float(&client, &tensors.parameter);
                     for (a, e) in actual.iter().zip(&p) {
@@ -712,7 +740,7 @@ mod on_device {
         let (clock, flag) = (initial_clock(&client), initial_flag(&client));
         let step = |list: &[AdamWTensors<TestRuntime>]| {
             tick(&client, &clock, Some(&flag)).expect("a clock");
-            adamw_on_device(&client, list, &clock, Some(&flag), &HYPERPARAMETERS)
+            adamw_on_device(&client, list, &clock, Some(&flag), None, &HYPERPARAMETERS)
                 .expect("tensors that fit");
         };
         let search = |list: &[AdamWTensors<TestRuntime>]| {
@@ -775,8 +803,15 @@ mod on_device {
             g[5] = f32::NAN;
             tensors.gradient = upload(&client, &g, &[n], dtype::<f32>());
             let clock = upload_i32(&client, &[1, 0], &[2]);
-            adamw_on_device(&client, &[tensors.clone()], &clock, None, &HYPERPARAMETERS)
-                .expect("tensors that fit");
+            adamw_on_device(
+                &client,
+                &[tensors.clone()],
+                &clock,
+                None,
+                None,
+                &HYPERPARAMETERS,
+            )
+            .expect("tensors that fit");
             let p = read_float(&client, &tensors.parameter);
             assert_eq!(p.iter().filter(|p| p.is_nan()).count(), 1);
             for state in [&tensors.first, &tensors.second] {
@@ -805,8 +840,15 @@ mod on_device {
             let step = Step::new(&HYPERPARAMETERS, 1).expect("betas below 1");
             adamw(&step, &mut p, &g, m.chunk(), v.chunk(), None);
             let clock = upload_i32(&client, &[1, 0], &[2]);
-            adamw_on_device(&client, &[tensors.clone()], &clock, None, &HYPERPARAMETERS)
-                .expect("tensors that fit");
+            adamw_on_device(
+                &client,
+                &[tensors.clone()],
+                &clock,
+                None,
+                None,
+                &HYPERPARAMETERS,
+            )
+            .expect("tensors that fit");
             let actual = read_float(&client, &tensors.parameter);
             for (index, (a, e)) in actual.iter().zip(&p).enumerate() {
                 assert!(
@@ -836,8 +878,15 @@ mod on_device {
                 let step = Step::new(&HYPERPARAMETERS, 1).expect("betas below 1");
                 adamw(&step, &mut p, &g, m.chunk(), v.chunk(), None);
                 let clock = upload_i32(&client, &[1, 0], &[2]);
-                adamw_on_device(&client, &[tensors.clone()], &clock, None, &HYPERPARAMETERS)
-                    .expect("tensors that fit");
+                adamw_on_device(
+                    &client,
+                    &[tensors.clone()],
+                    &clock,
+                    None,
+                    None,
+                    &HYPERPARAMETERS,
+                )
+                .expect("tensors that fit");
                 for (a, e) in read_float(&client, &tensors.parameter).iter().zip(&p) {
                     assert!(
                         (a - e).abs() <= 1e-6 * e.abs(),
@@ -857,8 +906,15 @@ mod on_device {
         tensors.gradient = upload(&client, &vec![-0.5; n], &[n], dtype::<f32>());
         tensors.rounding = Rounding::Stochastic(key);
         let clock = upload_i32(&client, &[1, 0], &[2]);
-        adamw_on_device(&client, &[tensors.clone()], &clock, None, &HYPERPARAMETERS)
-            .expect("tensors that fit");
+        adamw_on_device(
+            &client,
+            &[tensors.clone()],
+            &clock,
+            None,
+            None,
+            &HYPERPARAMETERS,
+        )
+        .expect("tensors that fit");
         let step = Step::new(&HYPERPARAMETERS, 1).expect("betas below 1");
         let updated = step.update(p, -0.5, &mut 0.0, &mut 0.0);
         let z = z_score(updated, &read_float(&client, &tensors.parameter));
@@ -874,6 +930,7 @@ mod on_device {
                 &client,
                 std::slice::from_ref(tensors),
                 clock,
+                None,
                 None,
                 &HYPERPARAMETERS,
             )

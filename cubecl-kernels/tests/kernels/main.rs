@@ -9,6 +9,7 @@ mod hadamard;
 mod host;
 mod learned_step;
 mod leverage_score;
+mod loss_scaling;
 mod number;
 mod optimizer_state;
 mod philox;

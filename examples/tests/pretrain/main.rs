@@ -2,6 +2,7 @@
 
 mod damage;
 mod fork;
+mod fp16;
 mod seeds;
 
 use std::fs;
@@ -214,7 +215,6 @@ fn bad_flags_are_one_clear_line() {
     fails(&pretrain(&["--batch", "x"]), "whole number");
     fails(&pretrain(&["--lr", "2"]), "--lr");
     fails(&pretrain(&["--what"]), "--what");
-    fails(&pretrain(&["--compute", "f16"]), "not in f16");
     fails(
         &pretrain(&["--recipe", "block-int8,block-int8"]),
         "block-int8 twice",

@@ -383,7 +383,7 @@ fn operation_steps<B: DataBackend>(seed: u64) {
             let mut cases = Case::of_every_size(&mut rng, formats);
             let items = cases.iter().map(Case::item::<B>).collect();
             let clock = from_counts::<B, 2>([t, 3]);
-            let updates = step_of::<B>(items, clock, None, &HYPERPARAMETERS);
+            let updates = step_of::<B>(items, clock, None, None, &HYPERPARAMETERS);
             assert_eq!(updates.len(), cases.len());
             for (case, update) in cases.iter_mut().zip(updates) {
                 let what = format!("seed {seed}, {formats:?}, {:?}, step {t}", case.shape);
@@ -410,7 +410,7 @@ fn operation_skips<B: DataBackend>(seed: u64) {
         let cases = Case::of_every_size(&mut rng, formats);
         let items = cases.iter().map(Case::item::<B>).collect();
         let (clock, flag) = (from_counts::<B, 2>([7, 1]), from_counts::<B, 1>([2]));
-        let updates = step_of::<B>(items, clock, Some(flag), &HYPERPARAMETERS);
+        let updates = step_of::<B>(items, clock, Some(flag), None, &HYPERPARAMETERS);
         for (case, update) in cases.iter().zip(updates) {
             let what = format!("seed {seed}, {formats:?}, {:?}", case.shape);
             let parameter = full::<B, 2>(&update.parameter);
@@ -429,7 +429,7 @@ fn operation_spares_clones<B: DataBackend>(seed: u64) {
         let items: Vec<_> = cases.iter().map(Case::item::<B>).collect();
         let clock = from_counts::<B, 2>([1, 0]);
         let held = items.iter().map(clone_of).collect();
-        let updates = step_of::<B>(held, clock.clone(), None, &HYPERPARAMETERS);
+        let updates = step_of::<B>(held, clock.clone(), None, None, &HYPERPARAMETERS);
         let ticked = tick::<B>(clock.clone(), None);
         assert_eq!(
             (counts::<B>(&clock), counts::<B>(&ticked)),
@@ -1797,7 +1797,13 @@ fn a_record_of_version_1_is_read() {
     assert_eq!(load(message_pack), expected);
     let bincode = through_a_file_of(BinFileRecorder::<Full>::default(), item(1));
     assert_eq!(load(bincode), expected);
-    for version in [0, 3] {
+    // Version 2 had the steps of late parameters behind that.
+    let fewer_steps = BTreeMap::from([(7u64, 1u64)]);
+    let bincode = through_a_file_of(BinFileRecorder::<Full>::default(), (item(2), fewer_steps));
+    let late = HashMap::from([(ParamId::from(7), 1)]);
+    let read = load(bincode);
+    assert_eq!((read.fewer_steps, read.loss_scale), (late, None));
+    for version in [0, 4] {
         let read = catch_unwind(|| -> Item {
             through_a_file_of(BinFileRecorder::<Full>::default(), item(version))
         });
@@ -1838,7 +1844,7 @@ fn a_tensors_record_of_version_1_is_read() {
     let state: SimpleState<Flex> = Record::<Flex>::from_item::<Full>(item, &Default::default());
     let item = Record::<Flex>::into_item::<Full>(state);
     let expected = serde_json::json!({
-        "version": 2,
+        "version": 3,
         "clock": [2, 1],
         "seed": seed,
         "stream": 5,
@@ -1930,8 +1936,8 @@ fn a_damaged_record_is_refused() {
     let cases: [(&str, Edit, &str); 8] = [
         (
             "version",
-            |item, _| item["version"] = 3.into(),
-            "has version 3",
+            |item, _| item["version"] = 4.into(),
+            "has version 4",
         ),
         (
             "shape",

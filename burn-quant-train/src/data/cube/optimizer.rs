@@ -10,6 +10,7 @@ use burn_cubecl::{
 };
 use cubecl_kernels::{
     adamw::{self, AdamWTensors},
+    loss_scaling,
     optimizer_state::{StateTensor, dequantize_state, quantize_state},
     rounding::{Rounding, StochasticKey},
 };
@@ -18,7 +19,8 @@ use super::tensors::{Cube, handle, own, tensor};
 use crate::data::{
     kernels::checked,
     optimizer::{
-        AdamWItem, AdamWUpdate, Hyperparameters, Moment, MomentState, OptimizerKernels, StateFormat,
+        AdamWItem, AdamWUpdate, Hyperparameters, LossScale, LossScaling, Moment, MomentState,
+        OptimizerKernels, StateFormat,
     },
     tensors::{Bundle, Change},
 };
@@ -32,6 +34,7 @@ where
         items: Vec<AdamWItem<Self>>,
         clock: &IntTensor<Self>,
         nonfinite: Option<&IntTensor<Self>>,
+        loss_scale: Option<&FloatTensor<Self>>,
         hyperparameters: &Hyperparameters,
     ) -> Vec<AdamWUpdate<Self>> {
         let items: Vec<_> = items.into_iter().map(owned).collect();
@@ -41,6 +44,7 @@ where
             &tensors,
             &handle(&into_contiguous(clock.clone())),
             nonfinite.map(handle).as_ref(),
+            loss_scale.map(handle).as_ref(),
             hyperparameters,
         ));
         items
@@ -82,6 +86,25 @@ where
             &handle(&flag),
         ));
         flag
+    }
+
+    fn update_loss_scale(
+        state: LossScale<Self>,
+        nonfinite: &IntTensor<Self>,
+        config: &LossScaling,
+    ) -> LossScale<Self> {
+        let state: LossScale<Self> = LossScale {
+            scale: own(state.scale),
+            good_steps: own(state.good_steps),
+        };
+        checked(loss_scaling::update_loss_scale(
+            &state.scale.client,
+            &handle(&state.scale),
+            &handle(&state.good_steps),
+            &handle(nonfinite),
+            config,
+        ));
+        state
     }
 
     fn compress_moment(

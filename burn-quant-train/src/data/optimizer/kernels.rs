@@ -6,11 +6,12 @@ use burn_backend::{
 };
 use cubecl_kernels::{
     adamw::Hyperparameters,
+    loss_scaling::LossScaling,
     optimizer_state::{Moment, StateFormat},
     rounding::StochasticKey,
 };
 
-use super::moment::MomentState;
+use super::{loss_scale::LossScale, moment::MomentState};
 use crate::data::tensors::{Bundle, Change, Outline, Tensors};
 
 /// A parameter with what AdamW reads and writes of it.
@@ -83,6 +84,7 @@ pub trait OptimizerKernels: Backend {
     ///
     /// - `clock`: INT32 `[2]`, the steps taken and skipped, this one counted: see [`tick`](Self::tick)
     /// - `nonfinite`: INT32 `[1]`; if it is not 0, nothing changes
+    /// - `loss_scale`: FP32 `[1]`, the scale that the gradients have and are divided by; `None`: they have none
     ///
     /// # Panics
     ///
@@ -92,6 +94,7 @@ pub trait OptimizerKernels: Backend {
         items: Vec<AdamWItem<Self>>,
         clock: &IntTensor<Self>,
         nonfinite: Option<&IntTensor<Self>>,
+        loss_scale: Option<&FloatTensor<Self>>,
         hyperparameters: &Hyperparameters,
     ) -> Vec<AdamWUpdate<Self>>;
 
@@ -109,6 +112,19 @@ pub trait OptimizerKernels: Backend {
     ///
     /// If there is none, or one has a dtype that the device does not support.
     fn find_nonfinite(gradients: &[FloatTensor<Self>]) -> IntTensor<Self>;
+
+    /// Moves the scale of losses at the end of a step, without a host read: down if `nonfinite`, INT32 `[1]`, is not 0,
+    /// up after so many steps in which it was.
+    ///
+    /// # Panics
+    ///
+    /// If a tensor does not have one element; on devices also if a dtype is not as [`LossScale`] says, or a setting is
+    /// out of its range: see [`LossScaling::check`].
+    fn update_loss_scale(
+        state: LossScale<Self>,
+        nonfinite: &IntTensor<Self>,
+        config: &LossScaling,
+    ) -> LossScale<Self>;
 
     /// Compresses one moment of an optimizer (coat-fp8, section 4).
     ///

@@ -6,11 +6,13 @@ use burn_backend::{
 };
 use cubecl_kernels::{
     adamw::Hyperparameters,
+    loss_scaling::LossScaling,
     optimizer_state::{Moment, StateFormat},
 };
 
 use super::{
     kernels::{AdamWItem, AdamWUpdate},
+    loss_scale::LossScale,
     moment::MomentState,
 };
 use crate::data::{
@@ -29,12 +31,13 @@ pub fn adamw<B: DataBackend>(
     items: Vec<AdamWItem<B>>,
     clock: IntTensor<B>,
     nonfinite: Option<IntTensor<B>>,
+    loss_scale: Option<FloatTensor<B>>,
     hyperparameters: &Hyperparameters,
 ) -> Vec<AdamWUpdate<B>> {
     let operation = AdamW {
         hyperparameters: *hyperparameters,
     };
-    B::run(operation, ((clock, nonfinite), items))
+    B::run(operation, ((clock, nonfinite), (loss_scale, items)))
 }
 
 #[derive(Debug, Clone)]
@@ -44,11 +47,14 @@ struct AdamW {
 
 impl Operation for AdamW {
     const NAME: &'static str = "adamw";
-    /// Clock and flag, and the parameters.
-    type Inputs = ((IntMeta, Option<IntMeta>), Vec<AdamWItem<Outline>>);
+    /// Clock and flag, and the scale of the gradients with the parameters.
+    type Inputs = (
+        (IntMeta, Option<IntMeta>),
+        (Option<FloatMeta>, Vec<AdamWItem<Outline>>),
+    );
     type Outputs = Vec<AdamWUpdate<Outline>>;
 
-    fn outline<T: Tensors>(&self, (_, items): &On<Self::Inputs, T>) -> Self::Outputs {
+    fn outline<T: Tensors>(&self, (_, (_, items)): &On<Self::Inputs, T>) -> Self::Outputs {
         let of = |state: &MomentState<T>| MomentState::outline(state.shape(), state.format());
         items
             .iter()
@@ -62,9 +68,15 @@ impl Operation for AdamW {
 
     fn run<K: Kernels>(
         self,
-        ((clock, nonfinite), items): On<Self::Inputs, K>,
+        ((clock, nonfinite), (loss_scale, items)): On<Self::Inputs, K>,
     ) -> Vec<AdamWUpdate<K>> {
-        K::adamw(items, &clock, nonfinite.as_ref(), &self.hyperparameters)
+        K::adamw(
+            items,
+            &clock,
+            nonfinite.as_ref(),
+            loss_scale.as_ref(),
+            &self.hyperparameters,
+        )
     }
 }
 
@@ -123,6 +135,43 @@ impl Operation for FindNonfinite {
 
     fn run<K: Kernels>(self, gradients: Vec<FloatTensor<K>>) -> IntTensor<K> {
         K::find_nonfinite(&gradients)
+    }
+}
+
+/// Moves the scale of losses at the end of a step: see
+/// [`OptimizerKernels::update_loss_scale`](super::OptimizerKernels::update_loss_scale).
+///
+/// # Panics
+///
+/// If a tensor does not have one element; on devices also if a dtype is not as [`LossScale`] says, or a setting is out
+/// of its range: see [`LossScaling::check`].
+pub fn update_loss_scale<B: DataBackend>(
+    state: LossScale<B>,
+    nonfinite: IntTensor<B>,
+    config: &LossScaling,
+) -> LossScale<B> {
+    B::run(UpdateLossScale { config: *config }, (state, nonfinite))
+}
+
+#[derive(Debug, Clone)]
+struct UpdateLossScale {
+    config: LossScaling,
+}
+
+impl Operation for UpdateLossScale {
+    const NAME: &'static str = "update_loss_scale";
+    type Inputs = (LossScale<Outline>, IntMeta);
+    type Outputs = LossScale<Outline>;
+
+    fn outline<T: Tensors>(&self, (state, _): &On<Self::Inputs, T>) -> LossScale<Outline> {
+        LossScale {
+            scale: FloatMeta::of(&state.scale),
+            good_steps: IntMeta::of(&state.good_steps),
+        }
+    }
+
+    fn run<K: Kernels>(self, (state, nonfinite): On<Self::Inputs, K>) -> LossScale<K> {
+        K::update_loss_scale(state, &nonfinite, &self.config)
     }
 }
 

@@ -7,7 +7,7 @@ use burn_backend::{
 use cubecl_kernels::scale::MIN_ABSMAX;
 use serde::{Deserialize, Serialize};
 
-use super::SlotValues;
+use super::{ScaledStep, SlotValues};
 use crate::data::{DataBackend, read::floats};
 
 /// How the scale of a matrix follows from the largest magnitudes that it had in earlier steps (delayed scaling:
@@ -266,6 +266,25 @@ impl<B: DataBackend> AmaxHistories<B> {
         };
         self.maxima = B::float_mask_where(self.maxima, moves, maximum);
         self
+    }
+
+    /// The maxima as they are under the next step's loss scale: those of gradients move with it. One that would leave
+    /// the range of what is kept stays.
+    pub(super) fn rescaled(self, scaled: &ScaledStep<B>, device: &Device<B>) -> Self {
+        let bools = get_device_settings::<B>(device).bool_dtype;
+        let on = |scale: &FloatTensor<B>| B::float_to_device(scale.clone(), device);
+        let factor = B::float_div(on(&scaled.next), on(&scaled.used));
+        let moved = |maxima: FloatTensor<B>, factor: FloatTensor<B>| {
+            let moved = B::float_mul(maxima.clone(), factor);
+            let large = B::float_greater_equal_elem(moved.clone(), Scalar::from(MIN_ABSMAX), bools);
+            let finite = B::float_lower_equal_elem(moved.clone(), Scalar::from(f32::MAX), bools);
+            B::float_mask_where(maxima, B::bool_and(large, finite), moved)
+        };
+        Self {
+            maxima: moved(self.maxima, factor.clone()),
+            history: moved(self.history, B::float_reshape(factor, Shape::new([1, 1]))),
+            now: self.now,
+        }
     }
 
     /// The same on another device, before the runs of a step.

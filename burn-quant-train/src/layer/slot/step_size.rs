@@ -7,7 +7,7 @@ use burn_backend::{
 use cubecl_kernels::quantize::learned_step::is_step;
 use serde::{Deserialize, Serialize};
 
-use super::SlotValues;
+use super::{ScaledStep, SlotValues};
 use crate::data::{DataBackend, read::floats};
 
 /// How learned step sizes move, and how the sizes of their Hadamard transforms are chosen (int4-hq-lss, Appendices A.3 to
@@ -214,12 +214,14 @@ impl<B: DataBackend> StepSizes<B> {
     }
 
     /// Ends a step: learns the step sizes from the gradients of this device and of others, unless the step was cold.
+    /// Those of a scaled loss are divided by its scale: Adam's moments outlive it.
     pub(super) fn advance(
         mut self,
         others: impl Iterator<Item = Self>,
         device: &Device<B>,
         config: &LearnedSteps,
         step: u64,
+        scaled: Option<&ScaledStep<B>>,
     ) -> Self {
         for other in others {
             for layer in 0..self.known.len() {
@@ -233,6 +235,12 @@ impl<B: DataBackend> StepSizes<B> {
         self.set_now.fill(false);
         let gradients = zeros_like::<B>(&self.gradients);
         let gradients = std::mem::replace(&mut self.gradients, gradients);
+        let gradients = match scaled {
+            Some(scaled) => {
+                B::float_div(gradients, B::float_to_device(scaled.used.clone(), device))
+            }
+            None => gradients,
+        };
         match config.is_cold(step) {
             true => {
                 self.adam = self.adam.map(|tensor| zeros_like::<B>(&tensor));
