@@ -115,8 +115,9 @@ impl QuantAdamWConfig {
     /// - If the weight decay, or that or the learning rate of a parameter group, is negative or not finite.
     /// - If a moment's group is not a multiple of 4 up to 2048, or the groups of the two moments are not a power of
     ///   two, at most 128, apart.
-    /// - If losses are scaled and a setting of that is out of its range (see [`LossScaling::check`]), or steps with
-    ///   gradients that are not finite are not [skipped](super::OnNonfinite::Skip).
+    /// - If losses are scaled and a setting of that is out of its range (see
+    ///   [`LossScaling::check`](super::LossScaling::check)), or steps with gradients that are not finite are not
+    ///   [skipped](super::OnNonfinite::Skip).
     pub fn adamw<B, M>(&self) -> QuantAdamW<M, B>
     where
         B: AutodiffBackend<InnerBackend: ParameterBackend>,

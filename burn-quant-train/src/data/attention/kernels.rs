@@ -25,9 +25,12 @@ pub struct Attention<B: Backend> {
     /// `forward` where `is_flash`, with what `flash_backward` needs.
     pub flash: fn(AttentionInputs<FloatTensor<B>>, AttentionScores) -> FlashOutput<FloatTensor<B>>,
     /// `backward` where `is_flash`.
-    pub flash_backward:
-        fn(AttentionBackward<FloatTensor<B>>, FlashOutput<FloatTensor<B>>) -> AttentionGradients<B>,
+    pub flash_backward: FlashBackward<B>,
 }
+
+/// The gradients, from what those of the composition follow from and what the forward pass left.
+pub type FlashBackward<B> =
+    fn(AttentionBackward<FloatTensor<B>>, FlashOutput<FloatTensor<B>>) -> AttentionGradients<B>;
 
 /// What the gradients follow from.
 #[derive(Debug, Clone)]

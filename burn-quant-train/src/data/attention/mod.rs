@@ -7,7 +7,7 @@ mod operations;
 pub use cubecl_kernels::softmax::AttentionScores;
 pub use kernels::{
     Attention, AttentionBackward, AttentionGradients, AttentionInputs, AttentionKernels,
-    FlashOutput,
+    FlashBackward, FlashOutput,
 };
 pub(crate) use operations::{
     AttentionForward, ComposedGradients, FlashForward, FlashGradients, Gradients, is_flash,
