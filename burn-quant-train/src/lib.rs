@@ -11,6 +11,7 @@
 //!
 //! - [`recipe`] holds the recipes, which are rows of data.
 //! - [`data`] holds the quantized operations, as functions of tensors, and the backends that run them.
+//! - [`health`] has the figures of what quantization does to a model.
 //! - [`layer`] says which layers are quantized, and keeps their state between steps.
 //! - [`saved`] holds what waits for the backward pass, and says how it is compressed.
 //! - [`backend`] is the decorator, [`QuantTrain`]: it forwards every operation of Burn's backend traits to the inner
@@ -21,6 +22,7 @@
 
 pub mod backend;
 pub mod data;
+pub mod health;
 pub mod layer;
 pub mod optim;
 pub mod recipe;

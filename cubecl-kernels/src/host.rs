@@ -14,6 +14,8 @@ mod grid;
 mod hadamard;
 pub mod learned_step;
 mod leverage_score;
+mod magnitude;
+mod quantization_error;
 mod quantize;
 
 use std::borrow::Cow;
@@ -27,6 +29,8 @@ pub use leverage_score::{
     HostRowSample, gather_int4_rows, gather_parts, gather_scaled, int4_row_norms, leverage_scores,
     sample_rows,
 };
+pub use magnitude::magnitudes;
+pub use quantization_error::quantization_error;
 pub use quantize::{quantize, quantize_by, quantize_delayed};
 
 use crate::{

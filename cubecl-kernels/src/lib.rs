@@ -7,6 +7,8 @@
 //! | module | what it computes |
 //! | --- | --- |
 //! | [`quantize`] | quantization by block, group, token, channel or tensor, or by a given scale, and back |
+//! | [`quantization_error`](mod@quantization_error) | how far the numbers that a matrix became are from the matrix |
+//! | [`magnitude`] | the largest magnitude of a matrix, and how many elements it has in each octave below |
 //! | [`quantize::learned_step`] | the Hadamard quantizer with a learned step size, and its backward pass |
 //! | [`fallback`] | INT8 block quantization with a second INT8 copy of the residual of outlier blocks |
 //! | [`linear_input`] | both INT8 copies of a linear layer's input from one read |
@@ -61,9 +63,11 @@ pub mod layout;
 pub mod leverage_score;
 pub mod linear_input;
 pub mod loss_scaling;
+pub mod magnitude;
 pub mod number;
 pub mod optimizer_state;
 pub mod philox;
+pub mod quantization_error;
 pub mod quantize;
 pub mod reference;
 pub mod rounding;

@@ -32,6 +32,7 @@ mod given;
 mod group;
 pub mod learned_step;
 mod load;
+pub(crate) mod reduction;
 mod run;
 mod scales;
 pub(crate) mod staged;

@@ -17,10 +17,12 @@ pub mod hadamard;
 pub mod learned_step;
 pub mod leverage_score;
 pub mod loss_scaling;
+pub mod magnitude;
 pub mod matrix;
 pub mod number;
 pub mod optimizer_state;
 pub mod packing;
+pub mod quantization_error;
 pub mod quantize;
 pub mod scale;
 
@@ -33,7 +35,9 @@ pub use leverage_score::{
     leverage_scores, sample_rows,
 };
 pub use loss_scaling::update_loss_scale;
+pub use magnitude::magnitudes;
 pub use matrix::{ReferenceQuantized, transpose};
 pub use packing::{pack_int10, stored};
+pub use quantization_error::quantization_error;
 pub use quantize::{dequantize, quantize, quantize_by, quantize_delayed, quantize_to};
 pub use scale::absmax;

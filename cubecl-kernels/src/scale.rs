@@ -55,6 +55,15 @@ impl ScaleNumber {
         }
     }
 
+    /// The scale that a stored number stands for, that of a byte being its value; `tensor_scale` counts for E4M3 only.
+    pub fn decode(self, stored: f32, tensor_scale: f32) -> f32 {
+        match self {
+            ScaleNumber::F32 => stored,
+            ScaleNumber::E8M0 => e8m0::decode(stored as u8),
+            ScaleNumber::E4M3 => two_level::decode(stored as u8, tensor_scale),
+        }
+    }
+
     /// True where each matrix has a tensor scale too.
     pub const fn has_tensor_scale(self) -> bool {
         match self {

@@ -108,6 +108,13 @@ pub struct Args {
     /// Print what waits for the backward pass of a batch after the last step, by operation
     #[arg(long, help_heading = OUTPUT)]
     pub memory: bool,
+    /// Measure what quantization does to every layer each so many steps, print it, and leave it in the run's folder as
+    /// health.html, health.csv and health.jsonl [default: a tenth of the run, at most 100 steps]
+    #[arg(long, value_name = "STEPS", value_parser = at_least_one_step, num_args = 0..=1, help_heading = OUTPUT)]
+    pub health: Option<Option<u64>>,
+    /// Measure as well what these recipes would do to the same layers
+    #[arg(long, value_parser = recipe_parser(), value_delimiter = ',', requires = "health", help_heading = OUTPUT)]
+    pub what_if: Vec<Name>,
     /// Print plain lines even in a terminal
     #[arg(long, help_heading = OUTPUT)]
     pub plain: bool,
@@ -153,6 +160,10 @@ impl Args {
             anyhow::anyhow!(line.trim_start_matches("error: ").to_owned())
         })
     }
+}
+
+fn at_least_one_step(text: &str) -> Result<u64, String> {
+    Ok(at_least_one(text)? as u64)
 }
 
 fn at_least_one(text: &str) -> Result<usize, String> {

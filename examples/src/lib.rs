@@ -6,7 +6,7 @@
 //! - [`args`] is the command line; [`config`] says which runs it asks for; [`folder`] holds them, [`checkpoint`] one of
 //!   them, in [`sealed`] files.
 //! - [`metrics`], [`progress`] and [`memory`] say what happens, [`report`] and [`table`] what came of it, with the
-//!   [`statistics`] of several seeds; result files have [`rows`] and thinned loss [`curve`]s.
+//!   [`statistics`] of several seeds, [`health`] what became of each layer; result files have [`rows`] and thinned loss [`curve`]s.
 
 pub mod args;
 pub mod checkpoint;
@@ -15,6 +15,7 @@ pub mod curve;
 pub mod data;
 pub mod dispatch;
 pub mod folder;
+pub mod health;
 pub mod memory;
 pub mod metrics;
 pub mod model;

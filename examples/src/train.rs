@@ -11,14 +11,17 @@ use burn::module::Module;
 use burn::train::metric::LearningRateMetric;
 use burn::train::{Learner, SupervisedTraining, TrainingStrategy};
 use burn_quant_train::layer::LearnedSteps;
-use burn_quant_train::optim::{LayerBackend, QuantAdamWConfig, metric::OptimizerMetric};
-use burn_quant_train::recipe::SlotKind;
+use burn_quant_train::optim::{
+    LayerBackend, LayerReport, QuantAdamWConfig, metric::OptimizerMetric,
+};
+use burn_quant_train::recipe::{Product, SavedX, SlotKind};
 use burn_quant_train::saved::choose_context;
 
 use crate::args::{Args, LossScaling};
 use crate::checkpoint::{Checkpoints, Finished, State};
 use crate::config::{Config, Run};
 use crate::data::{Text, Windows};
+use crate::health::{self, About, LayerMemory};
 use crate::memory::{self, LiveBytes, optimizer_state, saved_activations};
 use crate::metrics::{History, Loss, TokensPerSecond};
 use crate::model::Decoder;
@@ -131,7 +134,7 @@ pub enum Ended {
 }
 
 /// AdamW with the settings that all runs share.
-fn optimizer(config: &Config) -> QuantAdamWConfig {
+fn optimizer(config: &Config, args: &Args) -> QuantAdamWConfig {
     config
         .optimizer
         .config()
@@ -140,10 +143,27 @@ fn optimizer(config: &Config) -> QuantAdamWConfig {
         .with_state_rounding(config.state_rounding.into())
         .with_grad_clipping(Some(GradientClippingConfig::Norm(1.0)))
         .with_loss_scaling(config.loss_scaling.config())
+        .with_health(health::config(args, config.steps))
         .with_steps(LearnedSteps {
             cold_start: config.cold_start,
             ..LearnedSteps::default()
         })
+}
+
+/// What the layers hold between the passes, by the recipe's row.
+fn layer_memory<B: LayerBackend>(layers: &[LayerReport]) -> Vec<LayerMemory> {
+    let row = B::ROW.and_then(|row| row.linear);
+    let saved = row.filter(|row| row.saved_x == SavedX::Operand);
+    let saved = saved.and_then(|row| match row.weight_gradient {
+        Product::Quantized { left, .. } => Some(left.number.bits()),
+        Product::Compute => None,
+    });
+    let layers = layers.iter().map(|layer| LayerMemory {
+        layer: layer.path.clone(),
+        weight: layer.shape.iter().product(),
+        saved_bits: saved.filter(|_| layer.decision.is_quantized()),
+    });
+    layers.collect()
 }
 
 /// Trains one run: the backend `B` is all that its recipe takes.
@@ -172,7 +192,7 @@ pub fn run<B: LayerBackend>(
     // The model knows nothing of the recipe; the optimizer is AdamW that also looks after quantized layers.
     let model = config.model.init::<B>(device);
     model.materialize();
-    let optim_config = optimizer(config);
+    let optim_config = optimizer(config, args);
     let optim = optim_config.init::<B, Decoder<B>>();
     let schedule = Schedule::new(config.planned_steps(), first_step, config.lr)?;
     let ((model, optim, schedule), losses) = match &job.from {
@@ -262,6 +282,12 @@ pub fn run<B: LayerBackend>(
         }
         LossScaling::Off => training,
     };
+    let training = match args.health {
+        Some(_) => training
+            .metric_train_numeric(OptimizerMetric::worst_noise(&optim))
+            .metric_train_numeric(OptimizerMetric::worst_underflow(&optim)),
+        None => training,
+    };
     // The dashboard closes when the result is dropped.
     drop(training.launch(Learner::new(model, optim, schedule)));
 
@@ -269,6 +295,16 @@ pub fn run<B: LayerBackend>(
     let outcome = outcome.context("training ended without a result")?;
     if let Some(failure) = outcome.failure {
         return Err(failure);
+    }
+    if args.health.is_some() {
+        let title = format!("{}, {} preset", job.label, config.preset);
+        let about = About {
+            title: &title,
+            losses: &history.losses(),
+            memory: &layer_memory::<B>(&layers.layers()),
+        };
+        let files = health::Files::new(job.checkpoints.folder());
+        print!("{}", files.write(first_step, layers.take_health(), &about)?);
     }
     let Some(valid_loss) = outcome.valid_loss else {
         return Ok(Ended::Early {

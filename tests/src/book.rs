@@ -21,6 +21,9 @@ mod fp16 {}
 #[doc = include_str!("../../book/src/memory.md")]
 mod memory {}
 
+#[doc = include_str!("../../book/src/health.md")]
+mod health {}
+
 #[doc = include_str!("../../book/src/optimizer.md")]
 mod optimizer {}
 

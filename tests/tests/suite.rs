@@ -4,6 +4,7 @@ mod suite {
     mod attention;
     mod conformance;
     mod delayed_scaling;
+    mod health;
     mod integers;
     mod learned_definition;
     mod learned_steps;
@@ -18,6 +19,8 @@ mod suite {
     #[cfg(feature = "cuda")]
     mod devices;
 
+    #[cfg(feature = "flex")]
+    mod advice;
     #[cfg(feature = "flex")]
     mod bad_input;
     #[cfg(feature = "flex")]

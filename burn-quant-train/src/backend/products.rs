@@ -22,7 +22,7 @@ use crate::{
         Layer, MIN_ELEMENTS,
         tag::{Tag, View},
     },
-    ops::{learned_linear::LearnedLinear, linear::Linear, matmul::Matmul},
+    ops::{learned_linear::LearnedLinear, linear::Linear, matmul::Matmul, watch::Watched},
     recipe::Recipe,
     saved::recorded::{InsideTensor, QuantBackend, Recorded},
     warning::warn,
@@ -34,6 +34,14 @@ pub(crate) fn linear<B: QuantBackend, R: Recipe>(
     weight: FloatTensor<QuantTrain<B, R>>,
     bias: Option<FloatTensor<QuantTrain<B, R>>>,
 ) -> FloatTensor<QuantTrain<B, R>> {
+    measured::<B, R>(x, weight, |x, weight| linear_of::<B, R>(x, weight, bias))
+}
+
+fn linear_of<B: QuantBackend, R: Recipe>(
+    x: QuantTensor<B>,
+    weight: QuantTensor<B>,
+    bias: Option<QuantTensor<B>>,
+) -> QuantTensor<B> {
     if let Some(layer) = quantized_layer::<B, R>(&x, &weight) {
         return quantized::<B, R>(x, weight, bias, layer);
     }
@@ -92,6 +100,13 @@ pub(crate) fn matmul<B: QuantBackend, R: Recipe>(
     lhs: FloatTensor<QuantTrain<B, R>>,
     rhs: FloatTensor<QuantTrain<B, R>>,
 ) -> FloatTensor<QuantTrain<B, R>> {
+    measured::<B, R>(lhs, rhs, matmul_of::<B, R>)
+}
+
+fn matmul_of<B: QuantBackend, R: Recipe>(
+    lhs: QuantTensor<B>,
+    rhs: QuantTensor<B>,
+) -> QuantTensor<B> {
     if let Some(layer) = quantized_layer::<B, R>(&lhs, &rhs) {
         return quantized::<B, R>(lhs, rhs, None, layer);
     }
@@ -127,6 +142,20 @@ fn quantized_layer<B: QuantBackend, R: Recipe>(
     weight: &QuantTensor<B>,
 ) -> Option<Arc<Layer<B::Base>>> {
     QuantTrain::<B, R>::ROW.linear?;
+    if !is_trained_linear::<B>(x, weight) {
+        return None;
+    }
+    match weight.tag().layer() {
+        Some(layer) => layer.is_quantized().then(|| layer.clone()),
+        None => {
+            say_unattached::<B, R>(weight.tag(), &weight.shape());
+            None
+        }
+    }
+}
+
+/// True if the shapes are those of a linear layer, there is something to compute, and a backward pass follows.
+fn is_trained_linear<B: QuantBackend>(x: &QuantTensor<B>, weight: &QuantTensor<B>) -> bool {
     let shape = weight.shape();
     let rank = shape.num_dims();
     let is_matrix = rank >= 2 && shape[..rank - 2].iter().all(|&dim| dim == 1);
@@ -134,16 +163,25 @@ fn quantized_layer<B: QuantBackend, R: Recipe>(
     let empty = x_shape.num_elements() == 0 || shape.num_elements() == 0;
     let double = x.dtype() == DType::F64 || weight.dtype() == DType::F64;
     let recorded = B::is_tracked(x.primitive()) || B::is_tracked(weight.primitive());
-    if !is_matrix || x_shape.num_dims() < rank || empty || double || !recorded {
-        return None;
-    }
-    match weight.tag().layer() {
-        Some(layer) => layer.is_quantized().then(|| layer.clone()),
-        None => {
-            say_unattached::<B, R>(weight.tag(), &shape);
-            None
-        }
-    }
+    is_matrix && x_shape.num_dims() >= rank && !empty && !double && recorded
+}
+
+/// A product, measured if it is a layer's and this step of it is: [`health`](crate::health).
+fn measured<B: QuantBackend, R: Recipe>(
+    x: QuantTensor<B>,
+    weight: QuantTensor<B>,
+    product: impl FnOnce(QuantTensor<B>, QuantTensor<B>) -> QuantTensor<B>,
+) -> QuantTensor<B> {
+    let layer = weight.tag().layer();
+    let watched = layer.and_then(|layer| Watched::of(layer, &QuantTrain::<B, R>::ROW));
+    let watched = watched.filter(|_| is_trained_linear::<B>(&x, &weight));
+    let cells = B::cell(x.primitive()).zip(B::cell(weight.primitive()));
+    let Some((watched, (of_x, of_weight))) = watched.zip(cells) else {
+        return product(x, weight);
+    };
+    watched.inputs(of_x, of_weight);
+    let y = product(x, weight);
+    QuantTensor::new(B::record(watched, [y.into_primitive()]))
 }
 
 /// Warns once that a weight is not quantized because no optimizer has named it.

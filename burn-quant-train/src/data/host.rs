@@ -1,6 +1,7 @@
 //! Backends whose tensors are in host memory: `cubecl_kernels::host` works on their slices. Products are of dequantized
 //! matrices, by the backend's own matrix product: a scaled INT8 block is a matrix that FP32 holds exactly.
 
+mod health;
 mod learned_step;
 mod sampling;
 

@@ -3,10 +3,10 @@
 use cubecl_kernels::KernelError;
 
 use super::{
-    attention::kernels::AttentionKernels, learned_step::kernels::LearnedStepKernels,
-    optimizer::kernels::OptimizerKernels, product::kernels::ProductKernels,
-    quantize::kernels::QuantizeKernels, sampling::kernels::SamplingKernels,
-    threshold::kernels::ThresholdKernels,
+    attention::kernels::AttentionKernels, health::kernels::HealthKernels,
+    learned_step::kernels::LearnedStepKernels, optimizer::kernels::OptimizerKernels,
+    product::kernels::ProductKernels, quantize::kernels::QuantizeKernels,
+    sampling::kernels::SamplingKernels, threshold::kernels::ThresholdKernels,
 };
 
 /// The kernels of a backend.
@@ -21,6 +21,7 @@ pub trait Kernels:
     + AttentionKernels
     + OptimizerKernels
     + ThresholdKernels
+    + HealthKernels
 {
 }
 
@@ -32,6 +33,7 @@ impl<B> Kernels for B where
         + AttentionKernels
         + OptimizerKernels
         + ThresholdKernels
+        + HealthKernels
 {
 }
 

@@ -5,7 +5,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError, Weak};
 use burn_backend::tensor::{Device, FloatTensor, IntTensor};
 
 use super::{
-    Call,
+    Call, Watch,
     slot::{
         Controllers, LearnedSteps, OfSlot, ScaledStep, SlotState, SlotValues, ThresholdSlot,
         complete,
@@ -21,6 +21,7 @@ pub struct Bank<B: DataBackend> {
     controllers: Controllers,
     home: Option<Device<B>>,
     owner: Weak<()>,
+    watch: Option<Watch<B>>,
     state: Mutex<State<B>>,
 }
 
@@ -46,7 +47,7 @@ impl<B: DataBackend> Bank<B> {
     /// A bank at optimizer step `step`, with a layer for each of the initial values.
     ///
     /// `seed` keys stochastic rounding; `home` is the device of the model; `owner` lives as long as an optimizer that
-    /// steps the bank. Device buffers are made at first use, on the
+    /// steps the bank; `watch` measures layers. Device buffers are made at first use, on the
     /// device of that use.
     ///
     /// # Panics
@@ -60,12 +61,14 @@ impl<B: DataBackend> Bank<B> {
         initial: Vec<SlotValues>,
         home: Option<Device<B>>,
         owner: Weak<()>,
+        watch: Option<Watch<B>>,
     ) -> Self {
         let bank = Self {
             slots,
             controllers,
             home,
             owner,
+            watch,
             state: Mutex::new(State {
                 seed,
                 now: Now::default(),
@@ -96,6 +99,11 @@ impl<B: DataBackend> Bank<B> {
         self.owner.strong_count() > 0
     }
 
+    /// What measures the layers.
+    pub(crate) fn watch(&self) -> Option<&Watch<B>> {
+        self.watch.as_ref()
+    }
+
     /// The device of the model when it was attached.
     pub(super) fn home(&self) -> Option<&Device<B>> {
         self.home.as_ref()
@@ -117,6 +125,9 @@ impl<B: DataBackend> Bank<B> {
             }
         }
         let mut state = self.lock();
+        if let Some(watch) = &self.watch {
+            watch.clear();
+        }
         let time = state.now.time + 1;
         *state = State {
             seed,
@@ -228,7 +239,7 @@ impl<B: DataBackend> Bank<B> {
 
     /// Ends an optimizer step, unless one has ended since step `seen`: moves every slot, on the device, and the random
     /// stream. `scaled` has the scales of losses around the step, if they are scaled. Returns the number of steps that
-    /// ended.
+    /// ended. Waits for the device where the step was measured.
     ///
     /// So clones of an optimizer that step copies of one model side by side, as data parallel training does, end each
     /// step once.
@@ -258,8 +269,13 @@ impl<B: DataBackend> Bank<B> {
                 .for_each(|(slots, state)| slots.push(state));
         }
         state.devices = devices.into_iter().zip(moved).collect();
+        let watch = self.watch.as_ref();
+        let watch = watch.filter(|watch| watch.is_due(state.now.step));
         state.now.step += 1;
         state.now.time += 1;
+        if let Some(watch) = watch {
+            watch.end_step(state.now.step, &self.values(&state));
+        }
         state.now.step
     }
 

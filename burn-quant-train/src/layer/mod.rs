@@ -5,6 +5,7 @@
 //! [optimizer](crate::optim::QuantOptimizer) makes both, puts layers on weights, and moves the bank on.
 
 mod bank;
+mod health;
 mod policy;
 mod random;
 mod record;
@@ -17,20 +18,21 @@ use std::{
 };
 
 use burn_backend::{
-    DeviceOps,
+    DeviceOps, IntDType, Shape, TensorMetadata,
     tensor::{Device, FloatTensor, IntTensor},
 };
 
 pub use crate::data::threshold::DelayThreshold;
 pub use bank::Bank;
-use bank::Now;
+pub(crate) use bank::Now;
+pub(crate) use health::{Sample as HealthSample, Watch};
 pub(crate) use policy::covers;
 pub use policy::{Decision, LayerPolicy, MIN_ELEMENTS};
 pub use random::{Call, Role, in_lane};
 pub(crate) use random::{seed, set_seed};
 pub use record::{LayerRecord, LayersRecord};
 pub use slot::{AmaxAlgorithm, DelayedScaling, HadamardChoice, LearnedSteps, SlotValues};
-use slot::{AmaxHistories, HadamardSizes, StepSizes};
+use slot::{AmaxHistories, HadamardSizes, StepSizes, ThresholdSlot};
 pub(crate) use slot::{Controllers, ScaledStep};
 
 use crate::data::{
@@ -38,6 +40,7 @@ use crate::data::{
     learned_step::HadamardSize,
     quantize::{DelayedMaximum, Fallback},
 };
+use crate::recipe::{LinearMatrix, Name};
 use random::lane;
 
 /// One linear layer.
@@ -199,6 +202,75 @@ impl<B: DataBackend> Layer<B> {
             .in_step_of(call, name, device, |slot: &mut AmaxHistories<B>| {
                 slot.note(self.index, absmax);
             });
+    }
+
+    /// The present, if this step of the layer is measured.
+    pub(crate) fn measured_now(&self) -> Option<Now> {
+        let now = self.bank.now();
+        let watch = self.bank.watch()?;
+        (watch.is_due(now.step) && watch.watches(&self.path)).then_some(now)
+    }
+
+    /// True if the layer's weight has not been measured in this step.
+    pub(crate) fn measures_weight(&self) -> bool {
+        let watch = self.bank.watch();
+        watch.is_some_and(|watch| !watch.has(&self.path, LinearMatrix::W))
+    }
+
+    /// Recipes that are to be applied to what is measured.
+    pub(crate) fn what_if(&self) -> Vec<Name> {
+        let watch = self.bank.watch();
+        watch.map_or_else(Vec::new, |watch| watch.config().what_if.clone())
+    }
+
+    /// Adds what was measured in a run, unless the step of that run is over.
+    pub(crate) fn add_sample(&self, now: Now, sample: HealthSample<B>) {
+        if let Some(watch) = self.bank.watch().filter(|_| self.bank.now() == now) {
+            watch.add(sample);
+        }
+    }
+
+    /// The layer's threshold in the slot `name`, on `device`, with counters at zero.
+    ///
+    /// # Panics
+    ///
+    /// If the bank has no such slot.
+    pub(crate) fn present_threshold(&self, name: &str, device: &Device<B>) -> Fallback<B> {
+        let thresholds = |slot: &mut ThresholdSlot<B>| slot.thresholds();
+        let thresholds = self.bank.with_slot(name, device, thresholds);
+        let counts = Shape::new([thresholds.shape()[0], 2]);
+        Fallback {
+            layer: self.index,
+            counts: B::int_zeros(counts, device, IntDType::I32),
+            thresholds,
+        }
+    }
+
+    /// The step sizes of all layers in the slot `name`, on `device`, and the index of this one; none if it has none yet, or
+    /// sets it in each run.
+    ///
+    /// # Panics
+    ///
+    /// If the bank has no such slot.
+    pub(crate) fn present_step(
+        &self,
+        name: &str,
+        device: &Device<B>,
+    ) -> Option<(FloatTensor<B>, usize)> {
+        let of_layer = |slot: &mut StepSizes<B>| slot.get(self.index);
+        let (steps, known) = self.bank.with_slot(name, device, of_layer);
+        let is_cold = self.bank.learned_steps().is_cold(self.bank.step());
+        (known && !is_cold).then_some((steps, self.index))
+    }
+
+    /// The size of the layer's transform in the slot `name`, if it has one.
+    ///
+    /// # Panics
+    ///
+    /// If the bank has no such slot.
+    pub(crate) fn present_size(&self, name: &str, device: &Device<B>) -> Option<HadamardSize> {
+        let of_layer = |slot: &mut HadamardSizes| slot.get(self.index);
+        self.bank.with_slot(name, device, of_layer)
     }
 
     /// The size of this layer's transform, of the slot `name`: the one that it has, or the one that `choose` gives where

@@ -93,6 +93,7 @@ impl QuantAdamWConfig {
             threshold: self.threshold,
             steps: self.steps.clone(),
             scaling: self.scaling,
+            health: self.health.clone(),
             seed: self.seed,
         };
         if self.loss_scaling.is_none() && B::ROW.is_some_and(|row| row.compute == FloatDType::F16) {

@@ -10,6 +10,7 @@ use crate::{
         StochasticKey,
         optimizer::{Hyperparameters, LossScaling, MAX_GROUP, StateFormat},
     },
+    health::HealthConfig,
     layer::{DelayThreshold, DelayedScaling, LayerPolicy, LearnedSteps, covers},
 };
 
@@ -98,6 +99,8 @@ pub struct QuantAdamWConfig {
     /// How scales follow the maxima of earlier steps.
     #[config(default = "DelayedScaling::default()")]
     pub scaling: DelayedScaling,
+    /// What is measured of the layers, and how often; none: nothing.
+    pub health: Option<HealthConfig>,
     /// The seed of stochastic rounding; by default the seed last given to `Backend::seed` of a `QuantTrain`, or 0.
     pub seed: Option<u64>,
 }

@@ -15,9 +15,10 @@ use burn_backend::tensor::Device;
 use super::backend::LayerBackend;
 use crate::{
     data::DataBackend,
+    health::{HealthConfig, HealthReport},
     layer::{
         self, Bank, Controllers, Decision, DelayThreshold, DelayedScaling, Layer, LayerPolicy,
-        LayerRecord, LayersRecord, LearnedSteps, ScaledStep, SlotValues,
+        LayerRecord, LayersRecord, LearnedSteps, ScaledStep, SlotValues, Watch,
     },
     recipe::{Row, Slot},
 };
@@ -33,6 +34,8 @@ pub struct LayerConfig {
     pub steps: LearnedSteps,
     /// How scales follow histories of maxima.
     pub scaling: DelayedScaling,
+    /// What is measured, and how often; `None`: nothing.
+    pub health: Option<HealthConfig>,
     /// The seed of stochastic rounding; `None`: the seed last given to `Backend::seed`.
     pub seed: Option<u64>,
 }
@@ -119,6 +122,9 @@ impl<B: DataBackend> Layers<B> {
         let quantized = reports
             .iter()
             .filter(|(_, report)| report.decision.is_quantized());
+        let paths = quantized.clone().map(|(_, report)| report.path.clone());
+        let watch = config.health.clone();
+        let watch = watch.map(|config| Watch::new(config, paths.collect()));
         let values = quantized
             .map(|(id, report)| values_of(record, *id, &report.path))
             .collect();
@@ -132,7 +138,16 @@ impl<B: DataBackend> Layers<B> {
         };
         let owner = Arc::new(());
         let of = Arc::downgrade(&owner);
-        let bank = Arc::new(Bank::new(seed, step, slots, controllers, values, home, of));
+        let bank = Arc::new(Bank::new(
+            seed,
+            step,
+            slots,
+            controllers,
+            values,
+            home,
+            of,
+            watch,
+        ));
         let mut index = 0;
         let layers: Vec<_> = reports
             .into_iter()
@@ -295,6 +310,22 @@ impl<B: DataBackend> LayersView<B> {
     pub fn fallback_rates(&self) -> Vec<(String, f32)> {
         let rated = |layer: LayerRecord| layer.rate().map(|rate| (layer.path, rate));
         self.record().layers.into_iter().filter_map(rated).collect()
+    }
+
+    /// The reports of the steps that were measured since they were last taken; of the last 64 if there were more.
+    pub fn take_health(&self) -> Vec<HealthReport> {
+        let shared = lock(&self.shared);
+        let watch = shared
+            .layers
+            .as_ref()
+            .and_then(|layers| layers.bank.watch());
+        watch.map_or_else(Vec::new, Watch::take)
+    }
+
+    /// The report of the last step that was measured, taken or not.
+    pub fn last_health(&self) -> Option<HealthReport> {
+        let shared = lock(&self.shared);
+        shared.layers.as_ref()?.bank.watch()?.last()
     }
 
     /// The state of the layers, as the optimizer's record holds it. Waits for the device.

@@ -12,6 +12,7 @@ use burn::{
 };
 
 use super::{adamw::QuantAdamW, backend::LayerBackend, wrapper::QuantOptimizer};
+use crate::health::{CastHealth, MatrixHealth};
 
 /// A number that the optimizer keeps on the device.
 ///
@@ -78,6 +79,43 @@ impl OptimizerMetric {
         let scaler = optimizer.loss_scaler();
         let scale = move || scaler.read::<B>().map_or(f64::NAN, f64::from);
         Self::new("Loss Scale", None, scale, every)
+    }
+
+    /// The largest noise of an operand of any layer, in the last step that was measured: the squared error in percent of the
+    /// squared values. Give it the optimizer that goes to the `Learner`, which measures by its
+    /// [`HealthConfig`](crate::health::HealthConfig).
+    pub fn worst_noise<O, B>(optimizer: &QuantOptimizer<O, B>) -> Self
+    where
+        B: LayerBackend,
+    {
+        Self::worst(optimizer, "Worst Noise", |cast| cast.noise)
+    }
+
+    /// The largest share of values of an operand of any layer that became 0, in percent, in the last step that was
+    /// measured: as [`worst_noise`](Self::worst_noise).
+    pub fn worst_underflow<O, B>(optimizer: &QuantOptimizer<O, B>) -> Self
+    where
+        B: LayerBackend,
+    {
+        Self::worst(optimizer, "Worst Underflow", |cast| Some(cast.underflow))
+    }
+
+    fn worst<O, B>(
+        optimizer: &QuantOptimizer<O, B>,
+        name: &str,
+        figure: fn(&CastHealth) -> Option<f64>,
+    ) -> Self
+    where
+        B: LayerBackend,
+    {
+        let layers = optimizer.view();
+        let worst = move || {
+            let report = layers.last_health();
+            let matrices = report.iter().flat_map(|report| &report.matrices);
+            let figures = matrices.flat_map(MatrixHealth::running).filter_map(figure);
+            100.0 * figures.fold(f64::NAN, f64::max)
+        };
+        Self::new(name, Some("%"), worst, 1)
     }
 
     fn new(

@@ -6,6 +6,7 @@
 
 mod adamw;
 mod adamw_record;
+pub mod advice;
 mod attach;
 mod backend;
 mod clocks;

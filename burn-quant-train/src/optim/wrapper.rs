@@ -16,7 +16,10 @@ use super::{
     loss_scaling::LossScaler,
     record::QuantRecord,
 };
-use crate::layer::LayersRecord;
+use crate::{
+    health::{HealthConfig, HealthReport},
+    layer::LayersRecord,
+};
 
 /// Any Burn optimizer `O`, owning the state of the quantized layers of the model it steps.
 ///
@@ -60,14 +63,15 @@ impl<O, B: LayerBackend> QuantOptimizer<O, B> {
     ///
     /// # Panics
     ///
-    /// If the settings of thresholds, learned steps or delayed scaling are out of range: see
+    /// If the settings of thresholds, learned steps, delayed scaling or health are out of range: see
     /// [`DelayThreshold::validate`](crate::layer::DelayThreshold::validate),
-    /// [`LearnedSteps::validate`](crate::layer::LearnedSteps::validate) and
-    /// [`DelayedScaling::validate`](crate::layer::DelayedScaling::validate).
+    /// [`LearnedSteps::validate`](crate::layer::LearnedSteps::validate),
+    /// [`DelayedScaling::validate`](crate::layer::DelayedScaling::validate) and [`HealthConfig::validate`].
     pub fn new(inner: O, config: LayerConfig) -> Self {
         config.threshold.validate();
         config.steps.validate();
         config.scaling.validate();
+        config.health.iter().for_each(HealthConfig::validate);
         Self {
             inner,
             config,
@@ -121,6 +125,11 @@ impl<O, B: LayerBackend> QuantOptimizer<O, B> {
     /// [`LayersView::fallback_rates`].
     pub fn fallback_rates(&self) -> Vec<(String, f32)> {
         self.view().fallback_rates()
+    }
+
+    /// [`LayersView::take_health`].
+    pub fn take_health(&self) -> Vec<HealthReport> {
+        self.view().take_health()
     }
 
     /// [`LayersView::record`].

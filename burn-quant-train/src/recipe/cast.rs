@@ -1,5 +1,7 @@
 //! How an operand of a product is quantized.
 
+use std::fmt;
+
 pub use cubecl_kernels::{number::Number, scale::ScaleNumber};
 
 /// How a scaled value becomes one of its number format (fallback-int8, section 3.1).
@@ -144,5 +146,39 @@ impl Cast {
     /// The same with a residual.
     pub const fn with_residual(self, residual: Residual) -> Self {
         Self { residual, ..self }
+    }
+}
+
+impl fmt::Display for Cast {
+    /// In the words of the tables, such as `INT8 128x128 with fallback`.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", format!("{:?}", self.number).to_uppercase())?;
+        match (self.source, self.granularity) {
+            (ScaleSource::Step(_), _) => write!(f, " by a learned step")?,
+            (ScaleSource::History(_), _) => write!(f, " by earlier maxima")?,
+            (ScaleSource::Data, Granularity::Block(side)) => write!(f, " {side}x{side}")?,
+            (ScaleSource::Data, Granularity::Group(size)) => write!(f, " 1x{size}")?,
+            (ScaleSource::Data, Granularity::Row) => write!(f, " per row")?,
+            (ScaleSource::Data, Granularity::Tensor) => write!(f, " per tensor")?,
+        }
+        match self.scale {
+            ScaleNumber::F32 => {}
+            ScaleNumber::E8M0 => write!(f, ", E8M0 scales")?,
+            ScaleNumber::E4M3 => write!(f, ", E4M3 scales")?,
+        }
+        match self.transform {
+            Transform::Identity => {}
+            Transform::Hadamard(_) => write!(f, ", Hadamard")?,
+            Transform::RandomHadamard => write!(f, ", random Hadamard")?,
+        }
+        match self.rounding {
+            Rounding::Nearest => {}
+            Rounding::Stochastic => write!(f, ", stochastic")?,
+        }
+        match self.residual {
+            Residual::Never => Ok(()),
+            Residual::Above(_) => write!(f, ", with fallback"),
+            Residual::Always => write!(f, ", in two parts"),
+        }
     }
 }

@@ -18,7 +18,7 @@ pub use cast::{
 };
 pub use context::Context;
 pub(crate) use row::LearnedSlots;
-pub use row::{LinearRow, Product, Row, Sampling, SavedX};
+pub use row::{LinearMatrix, LinearOperand, LinearRow, Product, Row, Sampling, SavedX};
 pub use slot::{Slot, SlotKind, THRESHOLD};
 
 use std::{
@@ -105,6 +105,21 @@ impl FromStr for Name {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("there is no recipe {0:?}; there are {all}", all = NAMES.iter().map(|it| it.name).collect::<Vec<_>>().join(", "))]
 pub struct UnknownRecipe(String);
+
+impl Name {
+    /// The row of the recipe of this name, computing in BF16.
+    pub fn row(self) -> Row {
+        struct RowOf;
+        impl Chosen for RowOf {
+            type Output = Row;
+
+            fn with<R: Recipe>(self) -> Row {
+                R::ROW
+            }
+        }
+        self.choose::<bf16, _>(RowOf)
+    }
+}
 
 /// A program's work, to be done with the recipe that its user chose by name: see [`Name::choose`].
 pub trait Chosen {

@@ -1,8 +1,11 @@
 //! The content of a recipe.
 
-use burn_backend::FloatDType;
+use std::fmt;
 
-use super::{Cast, Context, Name, ScaleSource, Slot, Transform};
+use burn_backend::FloatDType;
+use serde::{Deserialize, Serialize};
+
+use super::{Cast, Context, Name, Residual, ScaleSource, Slot, Transform};
 
 /// A product of a linear layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -102,11 +105,73 @@ pub struct Row {
 
 impl Row {
     /// The name and the line about it, for the list of all recipes.
-    pub(super) const fn name(&self) -> Name {
+    pub(crate) const fn name(&self) -> Name {
         Name {
             name: self.name,
             about: self.about,
         }
+    }
+}
+
+/// An operand of the products of a linear layer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum LinearOperand {
+    /// X in Y = X W.
+    X,
+    /// W in Y = X W.
+    W,
+    /// dY in dX = dY Wᵀ.
+    Gradient,
+    /// W in dX = dY Wᵀ.
+    WeightOfInput,
+    /// X in dW = Xᵀ dY.
+    SavedX,
+    /// dY in dW = Xᵀ dY.
+    GradientOfWeight,
+}
+
+/// A matrix that products of a linear layer read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub enum LinearMatrix {
+    /// The input.
+    X,
+    /// The weight.
+    W,
+    /// The gradient of the output.
+    Gradient,
+}
+
+impl LinearOperand {
+    /// The matrix that it is.
+    pub const fn matrix(self) -> LinearMatrix {
+        match self {
+            Self::X | Self::SavedX => LinearMatrix::X,
+            Self::W | Self::WeightOfInput => LinearMatrix::W,
+            Self::Gradient | Self::GradientOfWeight => LinearMatrix::Gradient,
+        }
+    }
+}
+
+impl fmt::Display for LinearOperand {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::X => "X",
+            Self::W => "W",
+            Self::Gradient => "dY",
+            Self::WeightOfInput => "W in dX",
+            Self::SavedX => "saved X",
+            Self::GradientOfWeight => "dY in dW",
+        })
+    }
+}
+
+impl fmt::Display for LinearMatrix {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::X => "X",
+            Self::W => "W",
+            Self::Gradient => "dY",
+        })
     }
 }
 
@@ -146,6 +211,20 @@ pub(crate) struct LearnedSlots {
 }
 
 impl LinearRow {
+    /// The operands that are quantized, and how.
+    pub fn operands(&self) -> impl Iterator<Item = (LinearOperand, Cast)> {
+        use LinearOperand::{Gradient, GradientOfWeight, SavedX, W, WeightOfInput, X};
+        let products = [
+            (&self.forward, [X, W]),
+            (&self.input_gradient, [Gradient, WeightOfInput]),
+            (&self.weight_gradient, [SavedX, GradientOfWeight]),
+        ];
+        products.into_iter().flat_map(|(product, operands)| {
+            let casts = operands.into_iter().zip(product.operands());
+            casts.filter_map(|(operand, cast)| Some((operand, cast?)))
+        })
+    }
+
     /// The slots of the histories of maxima that X, W and dY are scaled by; an empty name where a matrix has none.
     pub(crate) const fn histories(&self) -> [&'static str; 3] {
         let casts = [
@@ -163,6 +242,21 @@ impl LinearRow {
             either(weight, weight_of_input),
             either(gradient, gradient_of_weight),
         ]
+    }
+
+    /// The slot of the threshold above which blocks of X fall back, if they do.
+    pub(crate) const fn threshold(&self) -> Option<&'static str> {
+        match self.forward {
+            Product::Quantized {
+                left:
+                    Cast {
+                        residual: Residual::Above(slot),
+                        ..
+                    },
+                ..
+            } => Some(slot),
+            Product::Quantized { .. } | Product::Compute => None,
+        }
     }
 
     /// The slots, if the forward product takes learned step sizes: then the backward pass reads the operands of the forward

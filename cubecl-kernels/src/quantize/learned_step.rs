@@ -32,7 +32,6 @@ use crate::{
 
 mod backward;
 mod forward;
-mod reduction;
 mod rounded;
 mod saved;
 mod straight_through;

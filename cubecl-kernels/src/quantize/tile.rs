@@ -8,7 +8,7 @@ use crate::{
 };
 
 /// Units of a cube.
-pub(super) const UNITS: usize = 256;
+pub(crate) const UNITS: usize = 256;
 /// Bytes that a unit reads at once, where it can.
 const VECTOR_BYTES: usize = 16;
 

@@ -3,6 +3,7 @@
 mod damage;
 mod fork;
 mod fp16;
+mod health;
 mod seeds;
 
 use std::fs;

@@ -13,6 +13,7 @@ use burn_quant_train::{
     QuantTrain,
     data::{DataBackend, StochasticKey},
     every_recipe,
+    health::HealthConfig,
     layer::{Call, Layer, Role, tag::Tag},
     optim::LayerBackend,
     recipe::{
@@ -51,6 +52,7 @@ macro_rules! for_each_recipe {
                     accumulation_quantizes_a_weight_once => accumulation;
                     nothing_is_left_behind => leak;
                     learns => learning;
+                    measuring_changes_no_bit => measuring;
                 }
 
                 fn reference<B: DataBackend>(seed: u64) {
@@ -73,6 +75,9 @@ macro_rules! for_each_recipe {
                 }
                 fn learning<B: DataBackend>(seed: u64) {
                     super::learns::<B, R>(seed);
+                }
+                fn measuring<B: DataBackend>(seed: u64) {
+                    super::measuring_changes_no_bit::<B, R>(seed);
                 }
             }
         )*
@@ -708,4 +713,65 @@ fn learns<B: DataBackend, R: Recipe>(seed: u64) {
         "seed {seed}: {}: {losses:?}",
         R::ROW.name
     );
+}
+
+/// With every other step measured, and all recipes tried on what is at hand, a run has the bits that it has without.
+fn measuring_changes_no_bit<B: DataBackend, R: Recipe>(seed: u64) {
+    let batches = samples::<T<B, R>, M<B, R>>(seed, 5);
+    let run = |health: Option<HealthConfig>| {
+        let config = every_layer(seed).with_health(health);
+        let model = M::<B, R>::new(&Default::default());
+        let (mut optim, model) = attached(&config, model, seed);
+        let run = train(model, &mut optim, 1e-2, &batches);
+        (run.losses, parameters_of(&run.model), optim.take_health())
+    };
+    let all = NAMES
+        .iter()
+        .fold(HealthConfig::every(2), |it, name| it.what_if(*name));
+    let (losses, parameters, none) = run(None);
+    let (measured, measured_parameters, reports) = run(Some(all));
+    let name = R::ROW.name;
+    assert!(none.is_empty());
+    assert!(
+        same_bits(&losses, &measured),
+        "{name}, seed {seed}: {losses:?} became {measured:?}"
+    );
+    for (plain, measured) in parameters.iter().zip(&measured_parameters) {
+        assert!(
+            same_bits(plain, measured),
+            "{name}, seed {seed}: parameters differ"
+        );
+    }
+    let steps: Vec<_> = reports.iter().map(|report| report.step).collect();
+    assert_eq!(steps, [2, 4]);
+    for report in &reports {
+        // X, W and dY of both layers.
+        assert_eq!(report.matrices.len(), 6, "{name}: {report:?}");
+        for matrix in &report.matrices {
+            let all = matrix.histogram.iter().sum::<u64>();
+            assert_eq!(all, matrix.elements, "{name}: {matrix:?}");
+            let is_of = |recipe: &str| matrix.casts.iter().any(|cast| cast.recipe == recipe);
+            for other in NAMES.iter().filter(|other| other.row().linear.is_some()) {
+                let row = other.row().linear.expect("it was asked");
+                let quantizes = row.operands().any(|(it, _)| it.matrix() == matrix.matrix);
+                assert_eq!(
+                    is_of(other.as_str()),
+                    quantizes,
+                    "{name}: {other} of {matrix:?}"
+                );
+            }
+            for cast in &matrix.casts {
+                assert_eq!(cast.runs, cast.recipe == name);
+                let noise = cast.noise.expect("finite values");
+                assert!((0.0..1.0).contains(&noise), "{name}, seed {seed}: {cast:?}");
+                let cosine = cast.cosine.expect("finite values");
+                assert!(
+                    (0.5..1.0 + 1e-6).contains(&cosine),
+                    "{name}, seed {seed}: {cast:?}"
+                );
+                let [smallest, largest] = cast.scales.expect("finite scales");
+                assert!(0.0 <= smallest && smallest <= largest, "{name}: {cast:?}");
+            }
+        }
+    }
 }

@@ -2,6 +2,7 @@
 
 mod attention;
 mod exact_product;
+mod health;
 mod learned_step;
 mod optimizer;
 mod product;

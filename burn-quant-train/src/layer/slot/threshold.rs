@@ -60,6 +60,11 @@ impl<B: DataBackend> ThresholdSlot<B> {
         Thresholds::new(&column(slot), &column(&rate_of(slot)), device).into()
     }
 
+    /// The thresholds, FP32 `[layers]`.
+    pub fn thresholds(&self) -> FloatTensor<B> {
+        self.thresholds.clone()
+    }
+
     /// Thresholds and counters for a run of a layer.
     pub fn lend(&mut self) -> (FloatTensor<B>, LentSum<IntTensor<B>>) {
         let counts = self.counts.lend(|counts| {

@@ -13,6 +13,7 @@ use crate::{
     number::{Integer, Number, Storage, integer, storage::RUN},
     quantize::{
         Quantized,
+        reduction::cube_sum,
         staged::byte_width,
         tile::{read_run, run_read_width},
     },
@@ -22,7 +23,6 @@ use crate::{
 use super::{
     LearnedStep, ResidualRows, SATURATION_GROUP, SavedRounding, check_matrix, check_rank,
     gradient_scale,
-    reduction::cube_sum,
     rounded::round_run,
     straight_through::{exact_run, saved_run},
     sums::{Total, total},
@@ -467,7 +467,7 @@ fn backward_kernel<
         sum += run[index] * elements.deltas[index];
         run[index] = run[index] * elements.passes[index];
     }
-    let sum = cube_sum(sum);
+    let sum = cube_sum::<f32>(sum);
     if UNIT_POS == 0 {
         sums[CUBE_POS] = sum;
     }

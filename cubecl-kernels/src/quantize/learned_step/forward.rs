@@ -13,6 +13,7 @@ use crate::{
         Input, QuantizeSpec, Quantized,
         buffers::allocate,
         given::finish,
+        reduction::cube_max,
         staged::{byte_dtype, byte_width, write_words},
         stored::{Copies, copy_args},
         tile::{read_run, run_read_width},
@@ -21,7 +22,6 @@ use crate::{
 
 use super::{
     LearnedStep, ResidualRows, SATURATION_GROUP, SavedRounding, check_matrix,
-    reduction::cube_max,
     rounded::{pack_sums, round_run},
     saved::{begins_group, group_flags, holds_groups, residual_words},
     transformed::{

@@ -8,13 +8,15 @@ use crate::{
     error::KernelError,
     hadamard::HadamardTransform,
     number::storage::RUN,
-    quantize::tile::{UNITS, read_run, run_read_width},
+    quantize::{
+        reduction::cube_sum,
+        tile::{UNITS, read_run, run_read_width},
+    },
     scale::{MIN_ABSMAX_BITS, fp32::given_scale_cube, is_finite},
 };
 
 use super::{
     LARGEST, LARGEST_STEP, LearnedStep, check_matrix,
-    reduction::cube_sum,
     rounded::round_run,
     transformed::{
         TilePlan, inverse_step, launch_size, run_place, shared_tile, tile_of, transform_tile,
@@ -207,7 +209,7 @@ fn tile_sums_kernel<F: Numeric, NX: Size>(
         );
         sum = f32::reinterpret(u32::reinterpret(sum) | quiet);
     }
-    let sum = cube_sum(sum);
+    let sum = cube_sum::<f32>(sum);
     if UNIT_POS == 0 {
         sums[CUBE_POS] = sum;
     }
@@ -235,7 +237,7 @@ fn total_kernel(
         }
         first += comptime!((READS * UNITS) as u32);
     }
-    let mean = cube_sum(sum) * factor;
+    let mean = cube_sum::<f32>(sum) * factor;
     if UNIT_POS == 0 {
         match comptime!(total) {
             Total::Plain => out[0] = mean,

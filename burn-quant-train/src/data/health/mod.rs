@@ -1,0 +1,9 @@
+//! The figures of a layer's health: magnitudes of matrices, and errors of what they are quantized to.
+
+pub(super) mod kernels;
+
+pub use cubecl_kernels::{
+    magnitude::{BINS, TINY, ZEROS},
+    quantization_error::{COUNTS, SUMS, unit},
+};
+pub use kernels::{HealthKernels, Magnitudes, QuantizationError};

@@ -1,0 +1,159 @@
+//! The sums that the figures of a matrix are made of, over all runs of a layer in a step.
+
+use super::report::{CastHealth, MatrixHealth};
+use crate::{
+    data::health::{BINS, COUNTS, SUMS, TINY, ZEROS, unit},
+    recipe::{Cast, LinearMatrix, LinearOperand, Name, ScaleNumber},
+};
+
+/// A cast that was measured.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Label {
+    pub recipe: Name,
+    pub operand: LinearOperand,
+    pub cast: Cast,
+    /// True for one of the running recipe.
+    pub runs: bool,
+    /// Its place among the casts that were computed: recipes share them.
+    pub index: usize,
+}
+
+/// The sums of a matrix of a layer.
+#[derive(Debug, Clone)]
+pub(crate) struct MatrixSums {
+    layer: String,
+    matrix: LinearMatrix,
+    elements: u64,
+    absmax: f32,
+    histogram: [u64; BINS],
+    labels: Vec<Label>,
+    casts: Vec<CastSums>,
+}
+
+/// The sums of a cast, of values themselves.
+#[derive(Debug, Clone, Copy)]
+struct CastSums {
+    sums: [f64; SUMS],
+    counts: [u64; COUNTS],
+    scales: [f32; 2],
+}
+
+impl MatrixSums {
+    /// From what a probe found: `numbers` are the largest magnitude and for each cast sums and scales, `counts` the
+    /// histogram and for each cast the counts.
+    pub fn new(
+        layer: String,
+        matrix: LinearMatrix,
+        elements: u64,
+        labels: Vec<Label>,
+        numbers: &[f32],
+        counts: &[u32],
+    ) -> Self {
+        let (absmax, numbers) = numbers.split_first().expect("a probe has a maximum");
+        let (histogram, counts) = counts.split_at(BINS);
+        let scale_of = |index: usize| {
+            let of_cast = labels.iter().find(|label| label.index == index);
+            of_cast.map_or(ScaleNumber::F32, |label| label.cast.scale)
+        };
+        // Sums are of squares of values times the unit.
+        let square = f64::from(unit(*absmax)).powi(2);
+        let casts = numbers.chunks(SUMS + 3).zip(counts.chunks(COUNTS));
+        let casts = casts.enumerate().map(|(index, (numbers, counts))| {
+            let (sums, scales) = numbers.split_at(SUMS);
+            let scale = |stored| scale_of(index).decode(stored, scales[2]);
+            CastSums {
+                sums: std::array::from_fn(|sum| f64::from(sums[sum]) / square),
+                counts: std::array::from_fn(|count| u64::from(counts[count])),
+                scales: [scale(scales[0]), scale(scales[1])],
+            }
+        });
+        Self {
+            layer,
+            matrix,
+            elements,
+            absmax: *absmax,
+            histogram: std::array::from_fn(|bin| u64::from(histogram[bin])),
+            casts: casts.collect(),
+            labels,
+        }
+    }
+
+    /// True if both are of one matrix of one layer.
+    pub fn is_of(&self, other: &Self) -> bool {
+        self.layer == other.layer && self.matrix == other.matrix
+    }
+
+    /// Adds another run of the layer.
+    pub fn add(&mut self, other: &Self) {
+        let largest = match self.absmax.is_nan() || self.absmax >= other.absmax {
+            true => self.absmax,
+            false => other.absmax,
+        };
+        let mine = octaves_below(largest, self.absmax);
+        let theirs = octaves_below(largest, other.absmax);
+        let mut histogram = [0; BINS];
+        for (counts, below) in [(&self.histogram, mine), (&other.histogram, theirs)] {
+            for (bin, count) in counts.iter().enumerate() {
+                let bin = match bin {
+                    ZEROS => ZEROS,
+                    _ => TINY.min(bin + below),
+                };
+                histogram[bin] += count;
+            }
+        }
+        self.histogram = histogram;
+        self.absmax = largest;
+        self.elements += other.elements;
+        for (mine, theirs) in self.casts.iter_mut().zip(&other.casts) {
+            let sums = mine.sums.iter_mut().zip(theirs.sums);
+            sums.for_each(|(mine, theirs)| *mine += theirs);
+            let counts = mine.counts.iter_mut().zip(theirs.counts);
+            counts.for_each(|(mine, theirs)| *mine += theirs);
+            mine.scales = [
+                mine.scales[0].min(theirs.scales[0]),
+                mine.scales[1].max(theirs.scales[1]),
+            ];
+        }
+    }
+
+    /// The figures.
+    pub fn figures(self) -> MatrixHealth {
+        let elements = self.elements;
+        let absmax = self.absmax.is_finite().then_some(self.absmax);
+        let casts = self.labels.iter().map(|label| {
+            let CastSums {
+                sums: [xx, ee, xy, yy],
+                counts: [underflown, saturated],
+                scales,
+            } = self.casts[label.index];
+            let share = |count: u64| count as f64 / elements.max(1) as f64;
+            let finite = |value: f64| value.is_finite().then_some(value);
+            CastHealth {
+                recipe: label.recipe.to_string(),
+                operand: label.operand,
+                runs: label.runs,
+                cast: label.cast.to_string(),
+                underflow: share(underflown),
+                saturation: share(saturated),
+                noise: finite(ee / xx),
+                cosine: finite(xy / (xx * yy).sqrt()),
+                // Backends differ in the least of numbers with NaN.
+                scales: absmax.map(|_| scales),
+            }
+        });
+        MatrixHealth {
+            layer: self.layer,
+            matrix: self.matrix,
+            elements,
+            absmax,
+            histogram: self.histogram.to_vec(),
+            casts: casts.collect(),
+        }
+    }
+}
+
+/// Octaves from the larger of two magnitudes down to the other.
+fn octaves_below(largest: f32, absmax: f32) -> usize {
+    let octave = |value: f32| ((value.to_bits() & i32::MAX as u32) >> 23) as usize;
+    octave(largest).saturating_sub(octave(absmax))
+}

@@ -1,0 +1,327 @@
+//! The figures of health, against what they are said to be.
+
+use burn::{
+    backend::Autodiff,
+    optim::{GradientsAccumulator, GradientsParams, Optimizer},
+};
+use burn_quant_train::{
+    QuantTrain,
+    data::DataBackend,
+    health::{CastHealth, HealthConfig, HealthReport, MatrixHealth, ZEROS},
+    optim::QuantAdamWConfig,
+    recipe::{
+        BlockInt8, CurrentFp8, DelayedFp8, FallbackInt8, Granularity, LinearMatrix, LinearOperand,
+        MixedPrecision, NAMES, Recipe, Residual, Rounding, ScaleNumber, ScaleSource, Transform,
+    },
+};
+use cubecl_kernels::{granularity, quantize::QuantizeSpec, reference, shape::MatrixShape};
+use quant_train_tests::{
+    Rng,
+    data::tensor,
+    models::One,
+    on_every_backend,
+    train::{attached, every_layer},
+};
+
+on_every_backend! {
+    figures_are_those_of_the_reference => figures;
+    fallback_counts_with_the_layers_threshold => fallback;
+    a_delayed_scale_saturates_what_has_grown => saturation;
+    runs_of_a_step_add_up => runs;
+    what_is_not_finite_is_said => not_finite;
+    patterns_name_what_is_measured => patterns;
+}
+
+type T<B, R> = QuantTrain<Autodiff<B>, R>;
+
+const SHAPE: [usize; 3] = [160, 144, 136];
+
+/// X and dY of a layer, and its weight's seed.
+struct Data {
+    x: Vec<f32>,
+    gradient: Vec<f32>,
+    seed: u64,
+}
+
+impl Data {
+    /// X with a few outliers.
+    fn new(seed: u64) -> Self {
+        let mut rng = Rng::new(seed);
+        let [rows, k, n] = SHAPE;
+        let mut x = rng.normals(rows * k, 1.0);
+        for _ in 0..20 {
+            let index = rng.below(x.len());
+            x[index] *= 50.0;
+        }
+        x[0] = 0.0;
+        Self {
+            x,
+            gradient: rng.normals(rows * n, 1e-6),
+            seed,
+        }
+    }
+}
+
+/// Trains one layer for a step on each of these data, and gives what was measured.
+fn measured<B: DataBackend, R: Recipe>(
+    config: QuantAdamWConfig,
+    data: &[Data],
+) -> Vec<HealthReport> {
+    let device = Default::default();
+    let [rows, k, n] = SHAPE;
+    let model = One::<T<B, R>>::new(k, n, true, &device);
+    let (mut optim, mut model) = attached(&config, model, data[0].seed);
+    for data in data {
+        let x = tensor::<T<B, R>, 2>(&data.x, [rows, k], &device);
+        let gradient = tensor::<T<B, R>, 2>(&data.gradient, [rows, n], &device);
+        let loss = (model.linear.forward(x.require_grad()) * gradient).sum();
+        let gradients = GradientsParams::from_grads(loss.backward(), &model);
+        model = optim.step(0.0, model, gradients);
+    }
+    optim.take_health()
+}
+
+#[track_caller]
+fn matrix(report: &HealthReport, matrix: LinearMatrix) -> &MatrixHealth {
+    let found = report.matrices.iter().find(|it| it.matrix == matrix);
+    found.unwrap_or_else(|| panic!("no {matrix} in {report:?}"))
+}
+
+/// Figures by their definitions, of values and what they became.
+#[track_caller]
+fn assert_figures(cast: &CastHealth, x: &[f32], y: &[f32], what: &str) {
+    let dot = |a: &[f32], b: &[f32]| -> f64 {
+        let pairs = a.iter().zip(b);
+        pairs.map(|(a, b)| f64::from(*a) * f64::from(*b)).sum()
+    };
+    let rest: Vec<f32> = x.iter().zip(y).map(|(x, y)| x - y).collect();
+    let near = |found: Option<f64>, expected: f64| {
+        let found = found.expect("finite values");
+        assert!(
+            (found - expected).abs() <= 1e-4 * expected.abs() + 1e-12,
+            "{what}: {found} instead of {expected} in {cast:?}"
+        );
+    };
+    near(cast.noise, dot(&rest, &rest) / dot(x, x));
+    near(cast.cosine, dot(x, y) / (dot(x, x) * dot(y, y)).sqrt());
+    let underflown = x.iter().zip(y).filter(|(x, y)| **x != 0.0 && **y == 0.0);
+    near(
+        Some(cast.underflow),
+        underflown.count() as f64 / x.len() as f64,
+    );
+}
+
+fn transposed(x: &[f32], [rows, cols]: [usize; 2]) -> Vec<f32> {
+    reference::transpose(x, MatrixShape::new(rows, cols))
+}
+
+/// All casts to nearest by the data alone, of every recipe, on a model that quantizes nothing.
+fn figures<B: DataBackend>(seed: u64) {
+    let [rows, k, n] = SHAPE;
+    let data = Data::new(seed);
+    let health = NAMES
+        .iter()
+        .fold(HealthConfig::every(1), |it, name| it.what_if(*name));
+    let config = every_layer(seed).with_health(Some(health));
+    let reports = measured::<B, MixedPrecision<f32>>(config, std::slice::from_ref(&data));
+    let [report] = &reports[..] else {
+        panic!("one step was measured: {reports:?}");
+    };
+    assert_eq!((report.step, report.layers.len()), (1, 0));
+    let mut tested = 0;
+    for (which, values, shape) in [
+        (LinearMatrix::X, &data.x, [rows, k]),
+        (LinearMatrix::Gradient, &data.gradient, [rows, n]),
+    ] {
+        let found = matrix(report, which);
+        assert_eq!(found.layer, "linear");
+        let absmax = reference::absmax(values.iter().copied());
+        assert_eq!(found.absmax, Some(absmax));
+        assert_eq!(found.elements as usize, values.len());
+        let zeros = values.iter().filter(|x| **x == 0.0).count();
+        assert_eq!(found.histogram[ZEROS] as usize, zeros);
+        for name in NAMES {
+            let Some(row) = name.row().linear else {
+                continue;
+            };
+            for (operand, cast) in row.operands().filter(|(it, _)| it.matrix() == which) {
+                let plain = cast.source == ScaleSource::Data
+                    && cast.transform == Transform::Identity
+                    && cast.rounding == Rounding::Nearest
+                    && cast.residual == Residual::Never
+                    && cast.scale == ScaleNumber::F32;
+                let labels = found.casts.iter();
+                let mut labels =
+                    labels.filter(|it| it.recipe == name.as_str() && it.operand == operand);
+                let Some(label) = labels.next().filter(|_| plain) else {
+                    continue;
+                };
+                // The product sums along the columns of X and of dY in dX, along the rows in dW.
+                let sums_columns = matches!(operand, LinearOperand::X | LinearOperand::Gradient);
+                let (granularity, turn) = match cast.granularity {
+                    Granularity::Block(side) => (granularity::Granularity::Block(side), false),
+                    Granularity::Tensor => (granularity::Granularity::Tensor, false),
+                    Granularity::Row => (granularity::Granularity::Token, !sums_columns),
+                    Granularity::Group(size) => {
+                        (granularity::Granularity::Group(size), !sums_columns)
+                    }
+                };
+                let (of, [rows, cols]) = match turn {
+                    true => (transposed(values, shape), [shape[1], shape[0]]),
+                    false => (values.clone(), shape),
+                };
+                let spec = QuantizeSpec::new(cast.number, granularity);
+                let quantized = reference::quantize(&of, MatrixShape::new(rows, cols), &spec);
+                let became = reference::dequantize(&quantized);
+                let what = format!("{name} {operand}, seed {seed}");
+                assert_figures(label, &of, &became, &what);
+                assert_eq!(label.saturation, 0.0, "{what}");
+                let fold = |f: fn(f32, f32) -> f32| {
+                    let scales = quantized.scales.iter().copied();
+                    scales.reduce(f).expect("a scale")
+                };
+                assert_eq!(
+                    label.scales,
+                    Some([fold(f32::min), fold(f32::max)]),
+                    "{what}"
+                );
+                tested += 1;
+            }
+        }
+    }
+    assert!(tested >= 8, "{tested} casts were compared");
+}
+
+/// The running recipe's X is quantized with the threshold of its layer.
+fn fallback<B: DataBackend>(seed: u64) {
+    let [rows, k, _] = SHAPE;
+    let data = Data::new(seed);
+    let mut config = every_layer(seed).with_health(Some(HealthConfig::every(1)));
+    for initial in [1e-3, 60.0, 1e6] {
+        config.threshold.initial = initial;
+        let reports = measured::<B, FallbackInt8<f32>>(config.clone(), std::slice::from_ref(&data));
+        let found = matrix(&reports[0], LinearMatrix::X);
+        let x = found
+            .casts
+            .iter()
+            .find(|cast| cast.operand == LinearOperand::X);
+        let shape = MatrixShape::new(rows, k);
+        let quantized = reference::quantize_fallback(&data.x, shape, 128, initial);
+        let became = reference::dequantize_fallback(&quantized);
+        let became: Vec<_> = became.into_iter().map(|y| y as f32).collect();
+        let what = format!("threshold {initial}, seed {seed}");
+        assert_figures(x.expect("X is quantized"), &data.x, &became, &what);
+        let [layer] = &reports[0].layers[..] else {
+            panic!("one layer is quantized: {reports:?}");
+        };
+        let blocks = quantized.flags.len();
+        let rate = quantized.flags.iter().filter(|flag| **flag).count() as f32 / blocks as f32;
+        assert_eq!((layer.layer.as_str(), layer.rate), ("linear", Some(rate)));
+    }
+}
+
+/// Values ten times larger than those that the scale is of saturate.
+fn saturation<B: DataBackend>(seed: u64) {
+    let small = Data::new(seed);
+    let large = Data {
+        x: small.x.iter().map(|x| 10.0 * x).collect(),
+        gradient: small.gradient.clone(),
+        seed,
+    };
+    let absmax = reference::absmax(small.x.iter().copied());
+    let beyond = large.x.iter().filter(|x| x.abs() > absmax).count();
+    let config = every_layer(seed).with_health(Some(HealthConfig::every(1)));
+    let reports = measured::<B, DelayedFp8<f32>>(config.clone(), &[small, large]);
+    let shares = reports.iter().map(|report| {
+        let x = matrix(report, LinearMatrix::X).running().next();
+        x.expect("X is quantized").saturation
+    });
+    let shares: Vec<_> = shares.collect();
+    let [rows, k, _] = SHAPE;
+    assert_eq!(
+        shares,
+        [0.0, beyond as f64 / (rows * k) as f64],
+        "seed {seed}"
+    );
+    assert!(beyond > 0);
+}
+
+/// Three micro-batches of a step are one matrix, the weight is counted once.
+fn runs<B: DataBackend>(seed: u64) {
+    type R = CurrentFp8<f32>;
+    let device = Default::default();
+    let [rows, k, n] = SHAPE;
+    let config = every_layer(seed).with_health(Some(HealthConfig::every(1)));
+    let model = One::<T<B, R>>::new(k, n, false, &device);
+    let (mut optim, model) = attached(&config, model, seed);
+    let mut accumulator = GradientsAccumulator::new();
+    let mut rng = Rng::new(seed);
+    let mut all = Vec::new();
+    for scale in [1e-3, 8.0, 1.0] {
+        let x = rng.normals(rows * k, scale);
+        let y = model
+            .linear
+            .forward(tensor::<T<B, R>, 2>(&x, [rows, k], &device));
+        let gradients = GradientsParams::from_grads(y.sum().backward(), &model);
+        accumulator.accumulate(&model, gradients);
+        all.extend(x);
+    }
+    optim.step(0.0, model, accumulator.grads());
+    let reports = optim.take_health();
+    let x = matrix(&reports[0], LinearMatrix::X);
+    let (absmax, histogram) = reference::magnitudes(&all);
+    let histogram: Vec<_> = histogram.into_iter().map(u64::from).collect();
+    assert_eq!(
+        (x.absmax, &x.histogram),
+        (Some(absmax), &histogram),
+        "seed {seed}"
+    );
+    assert_eq!(x.elements as usize, 3 * rows * k);
+    assert_eq!(
+        matrix(&reports[0], LinearMatrix::W).elements as usize,
+        k * n
+    );
+    assert!(optim.take_health().is_empty(), "reports are taken once");
+}
+
+fn not_finite<B: DataBackend>(seed: u64) {
+    let mut data = Data::new(seed);
+    data.x[5] = f32::NAN;
+    let config = every_layer(seed).with_health(Some(HealthConfig::every(1)));
+    let reports = measured::<B, BlockInt8<f32>>(config, &[data]);
+    let x = matrix(&reports[0], LinearMatrix::X);
+    assert!(x.is_not_finite());
+    assert!(
+        x.casts
+            .iter()
+            .all(|cast| cast.noise.is_none() && cast.scales.is_none())
+    );
+    let json = serde_json::to_string(&reports).expect("plain data");
+    let again: Vec<HealthReport> = serde_json::from_str(&json).expect("what was written");
+    assert_eq!(again, reports);
+}
+
+fn patterns<B: DataBackend>(seed: u64) {
+    let data = || [Data::new(seed)];
+    let config = every_layer(seed);
+    let of = |pattern: &str| {
+        config
+            .clone()
+            .with_health(Some(HealthConfig::every(1).layers(pattern)))
+    };
+    let reports = measured::<B, BlockInt8<f32>>(of("other"), &data());
+    assert!(reports[0].matrices.is_empty());
+    let reports = measured::<B, BlockInt8<f32>>(of("lin*"), &data());
+    assert_eq!(reports[0].matrices.len(), 3);
+    let rare = config.with_health(Some(HealthConfig::every(2)));
+    assert!(measured::<B, BlockInt8<f32>>(rare, &data()).is_empty());
+}
+
+#[cfg(feature = "flex")]
+#[test]
+#[should_panic(expected = "health: measures every 0 steps")]
+fn steps_are_counted_from_one() {
+    type B = T<burn::backend::Flex, BlockInt8<f32>>;
+    let config = QuantAdamWConfig::new().with_health(Some(HealthConfig::every(0)));
+    let _ = config.init::<B, One<B>>();
+}
