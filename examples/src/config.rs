@@ -326,10 +326,20 @@ impl Config {
 /// The recipes that are compared where none is named.
 const DEFAULT: [&str; 2] = ["fallback-int8", "mixed-precision"];
 
+/// The recipe and the baseline that are compared where none is named.
+///
+/// # Errors
+///
+/// None: they are in the list of recipes.
+pub fn default_recipes() -> Result<[Name; 2]> {
+    let [recipe, baseline] = DEFAULT;
+    Ok([recipe.parse()?, baseline.parse()?])
+}
+
 /// The recipes that the command line names, or the two that are compared by default.
 fn recipes(args: &Args) -> Result<Vec<Name>> {
     if args.recipe.is_empty() {
-        return DEFAULT.iter().map(|name| Ok(name.parse()?)).collect();
+        return Ok(default_recipes()?.to_vec());
     }
     for (i, recipe) in args.recipe.iter().enumerate() {
         ensure!(

@@ -38,6 +38,9 @@ pub enum Origin<'a> {
     },
 }
 
+/// Where checkpoints of new runs go unless the command line says otherwise.
+pub const DEFAULT: &str = "target/pretrain";
+
 impl<'a> Origin<'a> {
     /// Reads the command line, and makes the configuration of the runs. Nothing is written.
     ///
@@ -69,7 +72,7 @@ impl<'a> Origin<'a> {
     /// Where checkpoints go unless the command line says otherwise.
     pub fn default_out(&self) -> &Path {
         match self {
-            Self::New => Path::new("target/pretrain"),
+            Self::New => Path::new(DEFAULT),
             Self::Resumed(folder) => folder,
             Self::Forked { .. } => Path::new("target/pretrain-fork"),
         }

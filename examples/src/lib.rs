@@ -3,7 +3,7 @@
 //! - [`model`] is plain Burn and knows nothing of quantization; [`dispatch`] names the backends, [`train`] the
 //!   optimizer: these two are all that it takes to train in low precision.
 //! - [`data`] loads text; [`schedule`] is the learning rate; [`strategy`] counts steps inside Burn's training loop.
-//! - [`args`] is the command line; [`config`] says which runs it asks for; [`folder`] holds them, [`checkpoint`] one of
+//! - `first_run` is what happens without flags; [`args`] is the command line; [`config`] says which runs it asks for; [`folder`] holds them, [`checkpoint`] one of
 //!   them, in [`sealed`] files.
 //! - [`metrics`], [`progress`] and [`memory`] say what happens, [`report`] and [`table`] what came of it, with the
 //!   [`statistics`] of several seeds, [`health`] what became of each layer; result files have [`rows`] and thinned loss [`curve`]s.
@@ -14,6 +14,7 @@ pub mod config;
 pub mod curve;
 pub mod data;
 pub mod dispatch;
+mod first_run;
 pub mod folder;
 pub mod health;
 pub mod memory;
@@ -30,6 +31,7 @@ pub mod strategy;
 pub mod table;
 pub mod train;
 
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Mutex;
 use std::sync::atomic::Ordering;
@@ -60,23 +62,6 @@ pub fn main(live_bytes: fn() -> u64) -> ExitCode {
 }
 
 fn pretrain(args: &Args, live_bytes: fn() -> u64) -> Result<ExitCode> {
-    let (origin, mut config) = Origin::of(args)?;
-    dispatch::check_built(&config)?;
-    let json = args.json.as_deref().map(ResultFile::new).transpose()?;
-    let text = Text::load(config.data.as_deref(), config.sequence)?;
-    let fingerprint = text.fingerprint();
-    if let Some(folder) = origin.folder() {
-        ensure!(
-            fingerprint == config.fingerprint,
-            "the text has changed since the checkpoint in {} was made",
-            folder.display()
-        );
-    }
-    config.fingerprint = fingerprint;
-    println!("data: {}", text.description);
-
-    let out = args.out.as_deref().unwrap_or(origin.default_out());
-    let starts = origin.prepare(&config, out)?;
     let stop = Stop::default();
     let on_ctrl_c = stop.clone();
     ctrlc::set_handler(move || {
@@ -84,43 +69,79 @@ fn pretrain(args: &Args, live_bytes: fn() -> u64) -> Result<ExitCode> {
         on_ctrl_c.interrupter.stop(Some("Ctrl-C"));
     })
     .context("cannot listen for Ctrl-C")?;
-
-    let labels = config.runs().into_iter().map(|run| config.label(run));
-    let session = Session {
-        args,
-        out,
-        text: &text,
+    let program = Program {
         stop: &stop,
-        label_width: labels.map(|it| it.len()).max().unwrap_or(0),
         live_bytes,
-        before: Mutex::default(),
     };
-    let Done {
-        reports,
-        stopped,
-        interrupted,
-    } = train_all(&session, &config, starts)?;
-    if !reports.is_empty() {
-        print!("\n{}", table::runs(&reports));
-        let comparison = table::comparison(&reports, config.recipes[0]);
-        if !comparison.is_empty() {
-            print!("\n{comparison}");
-        }
+    if first_run::is_asked_for(args) {
+        return first_run::run(&program, args);
     }
-    if stopped {
-        println!("go on with: pretrain --resume {}", out.display());
+    let done = program.train(args)?;
+    if done.stopped {
+        println!("go on with: pretrain --resume {}", done.out.display());
     }
-    if let Some(json) = json {
-        json.write(&reports)?;
-    }
-    Ok(match interrupted {
+    Ok(match done.interrupted {
         true => ExitCode::from(130),
         false => ExitCode::SUCCESS,
     })
 }
 
+/// What all sets of runs of a process share.
+struct Program<'a> {
+    stop: &'a Stop,
+    /// Bytes live in the process's allocator.
+    live_bytes: fn() -> u64,
+}
+
+impl Program<'_> {
+    /// Trains the runs that a command line asks for, and prints and writes their tables.
+    fn train(&self, args: &Args) -> Result<Done> {
+        let (origin, mut config) = Origin::of(args)?;
+        dispatch::check_built(&config)?;
+        let json = args.json.as_deref().map(ResultFile::new).transpose()?;
+        let text = Text::load(config.data.as_deref(), config.sequence)?;
+        let fingerprint = text.fingerprint();
+        if let Some(folder) = origin.folder() {
+            ensure!(
+                fingerprint == config.fingerprint,
+                "the text has changed since the checkpoint in {} was made",
+                folder.display()
+            );
+        }
+        config.fingerprint = fingerprint;
+        println!("data: {}", text.description);
+
+        let out = args.out.as_deref().unwrap_or(origin.default_out());
+        let starts = origin.prepare(&config, out)?;
+        let labels = config.runs().into_iter().map(|run| config.label(run));
+        let session = Session {
+            args,
+            out,
+            text: &text,
+            stop: self.stop,
+            label_width: labels.map(|it| it.len()).max().unwrap_or(0),
+            live_bytes: self.live_bytes,
+            before: Mutex::default(),
+        };
+        let done = train_all(&session, &config, starts)?;
+        if !done.reports.is_empty() {
+            print!("\n{}", table::runs(&done.reports));
+            let comparison = table::comparison(&done.reports, config.recipes[0]);
+            if !comparison.is_empty() {
+                print!("\n{comparison}");
+            }
+        }
+        if let Some(json) = json {
+            json.write(&done.reports)?;
+        }
+        Ok(done)
+    }
+}
+
 /// The outcome of all runs.
 struct Done {
+    /// The folder of the runs.
+    out: PathBuf,
     /// The results of those that are complete, in their order.
     reports: Vec<Report>,
     /// True if any was stopped before its end.
@@ -132,6 +153,7 @@ struct Done {
 fn train_all(session: &Session<'_>, config: &Config, starts: Vec<Start>) -> Result<Done> {
     let runs = config.runs();
     let mut done = Done {
+        out: session.out.to_owned(),
         reports: Vec::new(),
         stopped: false,
         interrupted: false,

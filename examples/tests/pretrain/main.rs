@@ -1,6 +1,7 @@
 //! `pretrain` as its users see it: the text that it loads, its errors, its checkpoints, its results.
 
 mod damage;
+mod first_run;
 mod fork;
 mod fp16;
 mod health;
@@ -47,6 +48,9 @@ fn path(path: &Path) -> &str {
 
 /// Flags of a run small enough for a test: steps of 32 tokens.
 const SMALL: [&str; 6] = ["--batch", "2", "--sequence", "16", "--validation", "4"];
+
+/// Two recipes from scratch.
+const BOTH: [&str; 2] = ["--recipe", "fallback-int8,mixed-precision"];
 
 /// A run of 6 steps.
 fn small_run(data: &Path, out: &Path, more: &[&str]) -> Output {
@@ -269,14 +273,18 @@ fn a_resumed_run_goes_on_bit_for_bit() {
     let output = succeeded(&small_run(
         data.path(),
         &whole,
-        &["--json", path(&whole_json)],
+        &[&BOTH[..], &["--json", path(&whole_json)]].concat(),
     ));
     assert!(!output.contains('\u{1b}'), "no escape codes in a pipe");
     assert!(output.contains("step      6/6"), "{output}");
     assert!(output.contains("One seed: no interval"), "{output}");
     assert!(!output.contains("seed 1"), "{output}");
 
-    let stopped = succeeded(&small_run(data.path(), &parts, &["--stop-after", "3"]));
+    let stopped = succeeded(&small_run(
+        data.path(),
+        &parts,
+        &[&BOTH[..], &["--stop-after", "3"]].concat(),
+    ));
     assert!(stopped.contains("--resume"), "{stopped}");
     for other in [
         ["--preset", "small"],
