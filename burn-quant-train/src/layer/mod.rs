@@ -21,7 +21,7 @@ use burn_backend::{
     tensor::{Device, FloatTensor, IntTensor},
 };
 
-pub use crate::data::threshold::DelayThreshold;
+pub use crate::data::threshold::{DelayThreshold, ThresholdFactor};
 pub use bank::Bank;
 use bank::Now;
 pub(crate) use policy::covers;
