@@ -4,6 +4,7 @@ mod damage;
 mod fork;
 mod fp16;
 mod seeds;
+mod thresholds;
 
 use std::fs;
 use std::path::Path;
