@@ -4,6 +4,7 @@ use std::fmt::{self, Display};
 use std::path::PathBuf;
 
 use anyhow::Result;
+use burn_quant_train::layer::DelayThreshold;
 use burn_quant_train::optim::{self, QuantAdamWConfig, StateFormat};
 use burn_quant_train::recipe::context::{self, ContextFormat};
 use burn_quant_train::recipe::{Context, NAMES, Name};
@@ -58,6 +59,9 @@ pub struct Args {
     /// How activations wait for the backward pass, but for the inputs of quantized layers [default: exact]
     #[arg(long, value_enum)]
     pub contexts: Option<Contexts>,
+    /// How fallback thresholds follow fallback rates [default: settling]
+    #[arg(long, value_enum)]
+    pub threshold: Option<Threshold>,
     /// Text to train on, a file or a folder [default: the Rust sources under $CARGO_HOME/registry/src]
     #[arg(long, value_name = "PATH")]
     pub data: Option<PathBuf>,
@@ -281,6 +285,32 @@ impl Contexts {
     }
 }
 
+/// How fallback thresholds follow fallback rates.
+#[derive(ValueEnum, Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[serde(rename_all = "kebab-case")]
+pub enum Threshold {
+    /// By a factor for each layer, which becomes smaller when the threshold turns around.
+    #[default]
+    Settling,
+    /// By one factor, as in the paper.
+    Paper,
+}
+
+impl Threshold {
+    /// The library's settings.
+    pub fn config(self) -> DelayThreshold {
+        match self {
+            Self::Settling => DelayThreshold::default(),
+            Self::Paper => DelayThreshold::paper(),
+        }
+    }
+
+    /// That of runs which do not name it: they are from before there was another.
+    pub(crate) fn unnamed() -> Self {
+        Self::Paper
+    }
+}
+
 /// Where to train.
 #[derive(ValueEnum, Serialize, Deserialize, Clone, Copy, Debug, PartialEq, Eq)]
 #[serde(rename_all = "kebab-case")]
@@ -352,6 +382,7 @@ display_as_flag!(
     Optimizer,
     StateRounding,
     Contexts,
+    Threshold,
     Device,
     Compute,
     LossScaling,

@@ -33,6 +33,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::config::Config;
 use crate::model::Decoder;
+use crate::rates::RateReadings;
 use crate::report::Report;
 use crate::schedule::Schedule;
 use crate::{nan, sealed};
@@ -59,6 +60,9 @@ pub struct State {
     /// wrote no checksums.
     #[serde(default)]
     pub sums: BTreeMap<String, String>,
+    /// The readings of fallback rates.
+    #[serde(default)]
+    pub rates: RateReadings,
     /// The loss of each step.
     #[serde(deserialize_with = "nan::numbers")]
     pub losses: Vec<f64>,

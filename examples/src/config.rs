@@ -6,7 +6,9 @@ use anyhow::{Context, Result, ensure};
 use burn_quant_train::recipe::Name;
 use serde::{Deserialize, Serialize};
 
-use crate::args::{Args, Compute, Contexts, Device, LossScaling, Optimizer, Preset, StateRounding};
+use crate::args::{
+    Args, Compute, Contexts, Device, LossScaling, Optimizer, Preset, StateRounding, Threshold,
+};
 use crate::checkpoint::State;
 use crate::model::DecoderConfig;
 
@@ -49,6 +51,9 @@ pub struct Config {
     /// How activations wait for the backward pass.
     #[serde(default)]
     pub contexts: Contexts,
+    /// How fallback thresholds follow fallback rates.
+    #[serde(default = "Threshold::unnamed")]
+    pub threshold: Threshold,
     /// Where to train.
     pub device: Device,
     /// The compute dtype.
@@ -111,6 +116,7 @@ impl Config {
             state_rounding: args.state_rounding.unwrap_or_default(),
             cold_start: args.cold_start.unwrap_or(steps as u64 / 10),
             contexts: args.contexts.unwrap_or_default(),
+            threshold: args.threshold.unwrap_or_default(),
             device,
             compute,
             loss_scaling: args.loss_scaling.unwrap_or(match compute {
@@ -136,8 +142,8 @@ impl Config {
     /// The configuration of resumed runs: that of their folder.
     ///
     /// Only the total of steps, the device, the place of the text, the format and the rounding of the optimizer's
-    /// moments, the cold start, the contexts and loss scaling may change. Several recipes may be narrowed down to some
-    /// of them, and seeds may be added.
+    /// moments, the cold start, the contexts, how thresholds follow rates, and loss scaling may change. Several recipes
+    /// may be narrowed down to some of them, and seeds may be added.
     ///
     /// # Errors
     ///
@@ -233,6 +239,7 @@ impl Config {
         self.state_rounding = args.state_rounding.unwrap_or(self.state_rounding);
         self.cold_start = args.cold_start.unwrap_or(self.cold_start);
         self.contexts = args.contexts.unwrap_or(self.contexts);
+        self.threshold = args.threshold.unwrap_or(self.threshold);
         self.loss_scaling = args.loss_scaling.unwrap_or(self.loss_scaling);
         if args.data.is_some() {
             self.data = args.data.as_deref().map(absolute);

@@ -22,6 +22,7 @@ pub mod metrics;
 pub mod model;
 mod nan;
 pub mod progress;
+pub mod rates;
 pub mod report;
 pub mod rows;
 pub mod schedule;

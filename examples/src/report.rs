@@ -7,9 +7,12 @@ use anyhow::{Context, Result, ensure};
 use burn_quant_train::recipe::Name;
 use serde::{Deserialize, Serialize};
 
-use crate::args::{Compute, Contexts, Device, LossScaling, Optimizer, Preset, StateRounding};
+use crate::args::{
+    Compute, Contexts, Device, LossScaling, Optimizer, Preset, StateRounding, Threshold,
+};
 use crate::config::{Config, Fork};
 use crate::curve;
+use crate::rates::RateReadings;
 use crate::{nan, rows};
 
 /// The result of a run.
@@ -24,6 +27,9 @@ pub struct Report {
     /// How activations waited for the backward pass.
     #[serde(default)]
     pub contexts: Contexts,
+    /// How fallback thresholds followed fallback rates.
+    #[serde(default = "Threshold::unnamed")]
+    pub threshold: Threshold,
     /// The model's size.
     pub preset: Preset,
     /// Where it trained.
@@ -70,6 +76,13 @@ pub struct Report {
     pub fallback_rate: Option<f64>,
     /// Fallback rate of each layer in the last step.
     pub fallback_rates: BTreeMap<String, f32>,
+    /// How often the rates were read: after every step on a CPU, less often on GPUs, which are waited for; and of a
+    /// forked run none from before the fork.
+    #[serde(default)]
+    pub rate_readings: usize,
+    /// By layer, the share of these readings that lay in the range which the threshold follows.
+    #[serde(default)]
+    pub rates_in_range: BTreeMap<String, f64>,
     /// Step and training loss, [thinned](curve::thinned).
     #[serde(deserialize_with = "nan::curve")]
     pub loss_curve: Vec<(usize, f64)>,
@@ -86,6 +99,7 @@ pub struct Measured {
     pub optimizer_bytes: u64,
     pub skipped_steps: u64,
     pub fallback_rates: Vec<(String, f32)>,
+    pub rates: RateReadings,
 }
 
 impl Report {
@@ -104,6 +118,7 @@ impl Report {
             optimizer: config.optimizer,
             state_rounding: config.state_rounding,
             contexts: config.contexts,
+            threshold: config.threshold,
             preset: config.preset,
             device: config.device,
             compute: config.compute,
@@ -125,6 +140,8 @@ impl Report {
             skipped_steps: measured.skipped_steps,
             fallback_rate: (!rates.is_empty()).then(|| mean(&rates)),
             fallback_rates: measured.fallback_rates.into_iter().collect(),
+            rate_readings: measured.rates.readings,
+            rates_in_range: measured.rates.shares(),
             loss_curve: curve::thinned(&curve),
         }
     }
@@ -136,6 +153,7 @@ impl Report {
             self.optimizer,
             self.state_rounding,
             self.contexts,
+            self.threshold,
             self.loss_scaling,
         );
         let of_config = (
@@ -143,6 +161,7 @@ impl Report {
             config.optimizer,
             config.state_rounding,
             config.contexts,
+            config.threshold,
             config.loss_scaling,
         );
         of_run == of_config

@@ -23,6 +23,7 @@ use crate::checkpoint::{Checkpoints, Components, State};
 use crate::metrics::History;
 use crate::model::{Decoder, InnerDecoder};
 use crate::progress;
+use crate::rates::RateReadings;
 
 /// Asks a run to stop: Ctrl-C, or the dashboard.
 #[derive(Clone, Default)]
@@ -40,6 +41,9 @@ impl Stop {
     }
 }
 
+/// Reads path and fallback rate of every layer.
+pub type ReadRates = Box<dyn Fn() -> Vec<(String, f32)> + Send + Sync>;
+
 /// The outcome of training.
 pub struct Outcome<B: AutodiffBackend> {
     /// The trained model.
@@ -52,6 +56,8 @@ pub struct Outcome<B: AutodiffBackend> {
     pub valid_loss: Option<f64>,
     /// Training speed without the first steps, checkpoints and validation.
     pub tokens_per_second: f64,
+    /// The readings of fallback rates.
+    pub rates: RateReadings,
     /// A checkpoint that could not be written ends the run.
     pub failure: Option<anyhow::Error>,
 }
@@ -60,10 +66,14 @@ pub struct Outcome<B: AutodiffBackend> {
 pub struct StepByStep<B: AutodiffBackend> {
     /// Where checkpoints go.
     pub checkpoints: Checkpoints,
-    /// Their state; step, losses and checksums are filled in.
+    /// Their state; step, losses, readings and checksums are filled in.
     pub state: State,
     /// Losses, as the metrics' thread reads them.
     pub history: History,
+    /// Reads the fallback rates, for recipes with fallback.
+    pub read_rates: Option<ReadRates>,
+    /// Steps between two readings.
+    pub read_every: usize,
     /// Steps between checkpoints.
     pub checkpoint_every: usize,
     /// Stop early after this step.
@@ -83,6 +93,7 @@ impl<B: AutodiffBackend> StepByStep<B> {
         &self,
         learner: &Learner<Components<B, O>>,
         step: usize,
+        rates: &RateReadings,
         components: &TrainingComponents<Components<B, O>>,
     ) -> anyhow::Result<()> {
         let mut losses = self.history.wait_for(step);
@@ -90,6 +101,7 @@ impl<B: AutodiffBackend> StepByStep<B> {
         let state = State {
             step,
             losses,
+            rates: rates.clone(),
             ..self.state.clone()
         };
         self.checkpoints
@@ -117,6 +129,7 @@ where
         let steps = train.num_items();
         let mut step = self.state.step;
         let mut clock = Clock::new(steps - step.min(steps));
+        let mut rates = self.state.rates.clone();
         let mut failure = None;
         let mut interrupted = false;
 
@@ -130,6 +143,11 @@ where
             learner.lr_step();
             let output = learner.train_step(batch);
             learner.optimizer_step(output.grads);
+            if let Some(read) = &self.read_rates
+                && step.is_multiple_of(self.read_every)
+            {
+                rates.take(read());
+            }
             components
                 .event_processor
                 .process_train(LearnerEvent::ProcessedItem(TrainingItem::new(
@@ -148,7 +166,7 @@ where
             let stopped = interrupted || self.stop_after.is_some_and(|it| step >= it);
             if stopped || step.is_multiple_of(self.checkpoint_every) || step == steps {
                 clock.pause(|| B::sync(&self.device).expect("the device works"));
-                failure = self.save(&learner, step, &components).err();
+                failure = self.save(&learner, step, &rates, &components).err();
                 clock.go_on();
             }
             if stopped || failure.is_some() {
@@ -195,6 +213,7 @@ where
             interrupted: interrupted && !complete,
             valid_loss,
             tokens_per_second,
+            rates,
             failure,
         });
         (model, components.event_processor)

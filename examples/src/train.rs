@@ -17,7 +17,7 @@ use burn_quant_train::optim::{
 use burn_quant_train::recipe::{Product, SavedX, SlotKind};
 use burn_quant_train::saved::choose_context;
 
-use crate::args::{Args, LossScaling};
+use crate::args::{Args, Device, LossScaling};
 use crate::checkpoint::{Checkpoints, Finished, State};
 use crate::config::{Config, Run};
 use crate::data::{Text, Windows};
@@ -26,12 +26,21 @@ use crate::memory::{self, LiveBytes, optimizer_state, saved_activations};
 use crate::metrics::{History, Loss, TokensPerSecond};
 use crate::model::Decoder;
 use crate::progress::{self, Lines};
+use crate::rates::RateReadings;
 use crate::report::{Measured, Report};
 use crate::schedule::Schedule;
-use crate::strategy::{StepByStep, Stop};
+use crate::strategy::{ReadRates, StepByStep, Stop};
 
 /// Steps between two readings of the optimizer's numbers for the dashboard: each waits for the device.
 const READ_EVERY: usize = 20;
+
+/// Steps between two readings of the fallback rates for the report.
+fn rates_every(device: Device) -> usize {
+    match device {
+        Device::Cpu => 1,
+        Device::Cuda | Device::Vulkan => READ_EVERY,
+    }
+}
 
 /// All that the runs of a process share.
 pub struct Session<'a> {
@@ -118,6 +127,15 @@ impl Job {
             "{position}{label}: {parameters} parameters, {steps} steps of {tokens} tokens{begins}"
         )
     }
+
+    /// The readings of fallback rates that it goes on from.
+    fn rates(&self) -> RateReadings {
+        let at_the_fork = |step| self.config.fork.is_some_and(|fork| fork.step == step);
+        match &self.from {
+            Some((_, state)) if !at_the_fork(state.step) => state.rates.clone(),
+            Some(_) | None => RateReadings::default(),
+        }
+    }
 }
 
 /// How a run ended.
@@ -144,6 +162,7 @@ fn optimizer(config: &Config, args: &Args) -> QuantAdamWConfig {
         .with_grad_clipping(Some(GradientClippingConfig::Norm(1.0)))
         .with_loss_scaling(config.loss_scaling.config())
         .with_health(health::config(args, config.steps))
+        .with_threshold(config.threshold.config())
         .with_steps(LearnedSteps {
             cold_start: config.cold_start,
             ..LearnedSteps::default()
@@ -240,6 +259,9 @@ pub fn run<B: LayerBackend>(
     };
     session.remember(*run, history.clone());
 
+    let slots = B::ROW.and_then(|row| row.linear).map(|row| row.slots);
+    let mut slots = slots.unwrap_or_default().iter();
+    let has_thresholds = slots.any(|slot| slot.kind == SlotKind::DelayThreshold);
     let strategy = Arc::new(StepByStep::<B> {
         checkpoints: job.checkpoints.clone(),
         state: State {
@@ -247,9 +269,15 @@ pub fn run<B: LayerBackend>(
             recipe: run.recipe,
             config: config.clone(),
             sums: BTreeMap::new(),
+            rates: job.rates(),
             losses: Vec::new(),
         },
         history: history.clone(),
+        read_rates: has_thresholds.then(|| -> ReadRates {
+            let layers = layers.clone();
+            Box::new(move || layers.fallback_rates())
+        }),
+        read_every: rates_every(config.device),
         checkpoint_every: args
             .checkpoint_every
             .unwrap_or_else(|| (config.steps / 5).max(100)),
@@ -269,9 +297,7 @@ pub fn run<B: LayerBackend>(
         .with_interrupter(session.stop.interrupter.clone())
         .with_training_strategy(TrainingStrategy::Custom(strategy.clone()))
         .renderer(progress::Boxed(renderer));
-    let slots = B::ROW.and_then(|row| row.linear).map(|row| row.slots);
-    let mut slots = slots.unwrap_or_default().iter();
-    let training = if slots.any(|slot| slot.kind == SlotKind::DelayThreshold) {
+    let training = if has_thresholds {
         training.metric_train_numeric(OptimizerMetric::fallback_rate(&optim, READ_EVERY))
     } else {
         training
@@ -336,6 +362,7 @@ pub fn run<B: LayerBackend>(
         optimizer_bytes,
         skipped_steps: skipped_steps(),
         fallback_rates,
+        rates: outcome.rates,
     };
     let report = Report::new(run.recipe, config, &losses, measured);
     job.checkpoints.finish(&Finished {

@@ -5,6 +5,7 @@ mod optimizer_seeds;
 mod optimizer_speed;
 mod optimizers;
 mod quantize;
+mod rates;
 mod recipe_seeds;
 mod runs;
 mod states;

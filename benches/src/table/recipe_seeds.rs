@@ -1,5 +1,5 @@
 //! Runs of `pretrain` with one optimizer, by recipe, over several seeds or from common checkpoints: which of the
-//! differences between recipes are chance.
+//! differences between recipes are chance. Where fallback rates were read, how many of them lie in their range.
 
 use std::fmt::Write;
 
@@ -10,6 +10,7 @@ use serde_json::Value;
 use super::{
     grouped, mebibytes,
     optimizers::{BASELINE, label},
+    rates,
     runs::{check_conditions_but, checkpoint, conditions_but_seed, losses_by_seed, number, text},
 };
 
@@ -21,11 +22,14 @@ pub(super) fn table(runs: &[Value]) -> Result<String> {
     check_conditions_but(runs, &["seed", "forked_from"])?;
     let first = name(&runs[0])?;
     let forked = runs.iter().any(|run| !run["forked_from"].is_null());
+    let rated = runs.iter().any(rates::were_read);
     let mut out = format!(
-        "{}recipe | seeds | validation loss, mean | against {first} | 95% interval | tokens/s | saved activations |\n\
-         {} --- | ---: | ---: | ---: | ---: | ---: | ---: |\n",
+        "{}recipe | seeds | validation loss, mean | against {first} | 95% interval | tokens/s | saved activations |{}\n\
+         {} --- | ---: | ---: | ---: | ---: | ---: | ---: |{}\n",
         if forked { "| checkpoint | " } else { "| " },
+        if rated { rates::HEADER } else { "" },
         if forked { "| --- |" } else { "|" },
+        if rated { rates::RULE } else { "" },
     );
     let mut kinds: Vec<(&Value, String)> = Vec::new();
     for run in runs {
@@ -60,9 +64,13 @@ pub(super) fn table(runs: &[Value]) -> Result<String> {
         let difference = Mean::of(&differences);
         let none = || String::from("-");
         let losses: Vec<f64> = by_seed.iter().map(|(_, loss)| *loss).collect();
+        let rates = match rated {
+            true => rates::cells(&of_kind)?,
+            false => String::new(),
+        };
         writeln!(
             out,
-            "| `{kind}` | {} | {:.4} | {} | {} | {} | {} |",
+            "| `{kind}` | {} | {:.4} | {} | {} | {} | {} |{rates}",
             of_kind.len(),
             Mean::of(&losses).map_or(f64::NAN, |it| it.value),
             difference.map_or_else(none, |it| percent(it.value)),
@@ -86,13 +94,13 @@ pub(super) fn table(runs: &[Value]) -> Result<String> {
     Ok(out)
 }
 
-/// Names the recipe of a run, and its contexts where they are not exact.
+/// Names the recipe of a run, its contexts where they are not exact, and how its thresholds followed the rates where
+/// these were read.
 fn name(run: &Value) -> Result<String> {
-    let recipe = text(run, "recipe")?;
-    Ok(match run["contexts"].as_str() {
-        None | Some("exact") => recipe.to_owned(),
-        Some(contexts) => format!("{recipe}, {contexts}"),
-    })
+    let contexts = run["contexts"].as_str().filter(|it| *it != "exact");
+    let threshold = run["threshold"].as_str().filter(|_| rates::were_read(run));
+    let parts = [Some(text(run, "recipe")?), contexts, threshold];
+    Ok(parts.into_iter().flatten().collect::<Vec<_>>().join(", "))
 }
 
 fn mean(runs: &[&Value], field: &str) -> Result<f64> {
@@ -158,6 +166,51 @@ mod tests {
             ]
         );
         assert!(lines[6].ends_with("20,480,000 tokens, seeds 1, 2."));
+    }
+
+    #[test]
+    fn rates_that_were_read_are_shown() {
+        let rated = |seed, threshold: &str, rates: &str, shares: &str| {
+            let run = run("fallback-int8", seed, 1.0, "null");
+            let run = run.strip_suffix('}').unwrap();
+            format!(
+                r#"{run}, "threshold": "{threshold}", "rate_readings": 8, "fallback_rates": {rates},
+                "rates_in_range": {shares}}}"#
+            )
+        };
+        let json = format!(
+            "[{}, {}, {}, {}]",
+            run("mixed-precision", 1, 1.0, "null"),
+            rated(
+                1,
+                "paper",
+                r#"{"up": 0.0, "down": 0.3}"#,
+                r#"{"up": 0.25, "down": 0.75}"#
+            ),
+            rated(
+                2,
+                "paper",
+                r#"{"up": 0.9, "down": 0.9}"#,
+                r#"{"up": 0.0, "down": 0.0}"#
+            ),
+            rated(
+                1,
+                "settling",
+                r#"{"up": 0.1, "down": 0.2}"#,
+                r#"{"up": 1.0, "down": 0.5}"#
+            ),
+        );
+        let table = of(&json).unwrap();
+        let lines: Vec<&str> = table.lines().collect();
+        assert!(lines[0].ends_with(
+            "| saved activations | layers in range at the end | steps in range, mean of layers |"
+        ));
+        assert!(lines[1].ends_with("| ---: | ---: |"));
+        assert!(lines[2].ends_with("| 1.5 MiB | - | - |"), "{}", lines[2]);
+        assert!(lines[3].starts_with("| `fallback-int8, paper` | 2 |"));
+        assert!(lines[3].ends_with("| 1.5 MiB | 1 of 4 | 25% |"));
+        assert!(lines[4].starts_with("| `fallback-int8, settling` | 1 |"));
+        assert!(lines[4].ends_with("| 1.5 MiB | 2 of 2 | 75% |"));
     }
 
     #[test]

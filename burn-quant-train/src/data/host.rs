@@ -312,16 +312,18 @@ impl<B: HostBackend> ThresholdKernels for B {
     fn delay_threshold(state: Thresholds<B>, config: &DelayThreshold) -> Thresholds<B> {
         let device = B::float_device(&state.thresholds);
         let mut thresholds = floats::<B>(state.thresholds);
+        let mut moves = floats::<B>(state.moves);
         let mut rates = floats::<B>(state.rates);
         let counts = integers::<B>(state.counts);
         let (counts, _) = counts.as_chunks();
         reference::delay_threshold(
             &mut thresholds,
+            &mut moves,
             &mut counts.to_vec(),
             &mut rates,
             &config.kernel(),
         );
-        Thresholds::new(&thresholds, &rates, &device)
+        Thresholds::new(&thresholds, &moves, &rates, &device)
     }
 }
 

@@ -22,7 +22,7 @@ use burn_backend::{
     tensor::{Device, FloatTensor, IntTensor},
 };
 
-pub use crate::data::threshold::DelayThreshold;
+pub use crate::data::threshold::{DelayThreshold, ThresholdFactor};
 pub use bank::Bank;
 pub(crate) use bank::Now;
 pub(crate) use health::{Sample as HealthSample, Watch};

@@ -351,7 +351,8 @@ fn unsettled(reports: &[HealthReport]) -> Vec<Finding> {
         let (text, look) = match (swings, lowest > rate_max) {
             (true, _) => (
                 "is between",
-                "no threshold settles: its blocks have nearly one maximum",
+                "no threshold settles: its blocks have nearly one maximum. A constant factor also swings where their maxima lie \
+                 close together: see ThresholdFactor",
             ),
             (false, true) => (
                 "stays between",

@@ -9,9 +9,10 @@ use cubecl_kernels::{
     reference,
     shape::MatrixShape,
 };
+use rstest::rstest;
 
 use crate::{
-    device::{Memory, client, dtype, read, upload, upload_i32, upload_matrix},
+    device::{Client, Memory, client, dtype, read, upload, upload_i32, upload_matrix},
     random::Random,
 };
 
@@ -19,40 +20,136 @@ const PAPER: DelayThreshold = DelayThreshold {
     r_min: 0.1,
     r_max: 0.3,
     alpha: 1.3,
+    alpha_min: 1.3,
 };
 
-#[test]
-fn equals_the_reference() {
-    let client = client();
-    let mut thresholds = [1.0, 1.0, 7.5, 3.0, MIN_THRESHOLD, MAX_THRESHOLD];
-    let mut counts = [[0, 100], [50, 100], [20, 100], [0, 0], [0, 9], [9, 9]];
-    let mut rates = [0.7; 6];
-    let device = (
-        upload(&client, &thresholds, &[6], dtype::<f32>()),
-        upload_i32(&client, counts.as_flattened(), &[6, 2]),
-        upload(&client, &rates, &[6], dtype::<f32>()),
+const ADAPTIVE: DelayThreshold = DelayThreshold {
+    alpha_min: 1.001,
+    ..PAPER
+};
+
+/// Thresholds, moves, counts and rates on the host.
+struct State {
+    thresholds: Vec<f32>,
+    moves: Vec<f32>,
+    counts: Vec<[i32; 2]>,
+    rates: Vec<f32>,
+}
+
+/// One step on the device and one of the reference.
+fn compare(client: &Client, state: &mut State, config: DelayThreshold) {
+    let layers = state.thresholds.len();
+    let column = |values: &[f32]| upload(client, values, &[layers], dtype::<f32>());
+    let device = [&state.thresholds, &state.moves, &state.rates].map(|it| column(it));
+    let counts = upload_i32(client, state.counts.as_flattened(), &[layers, 2]);
+    let [thresholds, moves, rates] = &device;
+    let output = delay_threshold(client, thresholds, moves, &counts, rates, config)
+        .expect("shapes that fit");
+    reference::delay_threshold(
+        &mut state.thresholds,
+        &mut state.moves,
+        &mut state.counts,
+        &mut state.rates,
+        &config,
     );
-    let output =
-        delay_threshold(&client, &device.0, &device.1, &device.2, PAPER).expect("shapes that fit");
-    reference::delay_threshold(&mut thresholds, &mut counts, &mut rates, &PAPER);
-    assert_eq!(read::<f32>(&client, &output.thresholds), thresholds);
-    assert_eq!(read::<i32>(&client, &output.counts), counts.as_flattened());
-    assert_eq!(read::<f32>(&client, &output.rates), rates);
-    assert_eq!(thresholds[3], 3.0);
-    assert_eq!(rates[3], 0.7);
-    assert_eq!(read::<f32>(&client, &device.0), thresholds, "in place");
+    for (name, returned, in_place, expected) in [
+        (
+            "thresholds",
+            &output.thresholds,
+            thresholds,
+            &state.thresholds,
+        ),
+        ("moves", &output.moves, moves, &state.moves),
+        ("rates", &output.rates, rates, &state.rates),
+    ] {
+        assert_eq!(
+            &read::<f32>(client, returned),
+            expected,
+            "{name}, {config:?}"
+        );
+        assert_eq!(&read::<f32>(client, in_place), expected, "{name} in place");
+    }
+    assert_eq!(
+        read::<i32>(client, &output.counts),
+        state.counts.as_flattened()
+    );
+}
+
+#[rstest]
+fn equals_the_reference(#[values(PAPER, ADAPTIVE)] config: DelayThreshold) {
+    let client = client();
+    let mut state = State {
+        thresholds: vec![
+            1.0,
+            1.0,
+            7.5,
+            3.0,
+            MIN_THRESHOLD,
+            MAX_THRESHOLD,
+            0.0,
+            f32::INFINITY,
+        ],
+        moves: vec![0.0, 0.0, 0.1, -0.2, -0.3, 0.3, 0.3, -0.3],
+        counts: vec![
+            [0, 100],
+            [50, 100],
+            [20, 100],
+            [0, 0],
+            [0, 9],
+            [9, 9],
+            [9, 9],
+            [0, 9],
+        ],
+        rates: vec![0.7; 8],
+    };
+    compare(&client, &mut state, config);
+    assert_eq!(
+        state.thresholds,
+        [
+            1.0 / 1.3,
+            1.3,
+            7.5,
+            3.0,
+            MIN_THRESHOLD,
+            MAX_THRESHOLD,
+            MIN_THRESHOLD,
+            MAX_THRESHOLD
+        ]
+    );
+    assert_eq!((state.moves[2], state.moves[3]), (0.1, -0.2));
+    assert_eq!(state.rates[3], 0.7);
+}
+
+/// Many steps of layers that turn and go on at random, from every factor to every other.
+#[rstest]
+fn goes_on_as_the_reference(#[values(PAPER, ADAPTIVE)] config: DelayThreshold) {
+    let (client, mut random) = (client(), Random::fresh());
+    let layers = 150;
+    let mut state = State {
+        thresholds: (0..layers).map(|_| (4.0 * random.normal()).exp()).collect(),
+        moves: vec![0.0; layers],
+        counts: vec![[0; 2]; layers],
+        rates: vec![0.5; layers],
+    };
+    for _ in 0..40 {
+        for counts in &mut state.counts {
+            let total = [0, 1, 3, 10, 8192][random.index(5)];
+            *counts = [random.index(total as usize + 1) as i32, total];
+        }
+        compare(&client, &mut state, config);
+    }
 }
 
 /// Layers that start a thousand times too low and too high come into the range, and follow a drift of the activations.
-#[test]
-fn rates_reach_their_range_and_follow_drift() {
+#[rstest]
+fn rates_reach_their_range_and_follow_drift(#[values(PAPER, ADAPTIVE)] config: DelayThreshold) {
     let (client, mut random) = (client(), Random::fresh());
     let shape = MatrixShape::new(128, 128);
     let state = initial_state(&client, 2, 1.0);
     let starts = [1e-3, 1e3];
     let thresholds = upload(&client, &starts, &[2], dtype::<f32>());
     let mut rates = vec![0.0; 2];
-    for (magnitude, steps) in [(1.0f32, 40), (5.0, 12), (0.3, 16)] {
+    for (magnitude, steps) in [(1.0f32, 40), (5.0, 24), (0.3, 32)] {
         for _ in 0..steps {
             // 64 blocks of 16 x 16, their maxima spread evenly over an order of magnitude.
             let mut x: Vec<f32> = (0..shape.num_elements()).map(|_| random.normal()).collect();
@@ -73,8 +170,15 @@ fn rates_reach_their_range_and_follow_drift() {
                 )
                 .expect("a matrix");
             }
-            let output = delay_threshold(&client, &thresholds, &state.counts, &state.rates, PAPER)
-                .expect("shapes that fit");
+            let output = delay_threshold(
+                &client,
+                &thresholds,
+                &state.moves,
+                &state.counts,
+                &state.rates,
+                config,
+            )
+            .expect("shapes that fit");
             rates = read::<f32>(&client, &output.rates);
         }
         for &rate in &rates {

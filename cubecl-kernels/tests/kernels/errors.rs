@@ -135,13 +135,38 @@ fn fallback_and_threshold_reject() {
     )
     .unwrap_err();
     assert!(error.to_string().contains("layer 2"), "{error}");
-    let config = DelayThreshold {
-        r_min: 0.3,
-        r_max: 0.1,
+    let good = DelayThreshold {
+        r_min: 0.1,
+        r_max: 0.3,
         alpha: 1.3,
+        alpha_min: 1.001,
     };
-    let error = delay_threshold(&client, &thresholds, &counts, &thresholds, config).unwrap_err();
-    assert!(matches!(error, KernelError::Unsupported { .. }), "{error}");
+    let step = |moves, config| {
+        delay_threshold(&client, &thresholds, moves, &counts, &thresholds, config).unwrap_err()
+    };
+    for config in [
+        DelayThreshold { r_min: 0.4, ..good },
+        DelayThreshold { alpha: 1.0, ..good },
+        DelayThreshold {
+            alpha_min: 1.0,
+            ..good
+        },
+        DelayThreshold {
+            alpha_min: 1.4,
+            ..good
+        },
+        DelayThreshold {
+            alpha_min: f32::NAN,
+            ..good
+        },
+    ] {
+        let error = step(&thresholds, config);
+        assert!(matches!(error, KernelError::Unsupported { .. }), "{error}");
+    }
+    let error = step(&matrix, good);
+    assert!(matches!(error, KernelError::Shape { .. }), "{error}");
+    let error = step(&counts, good);
+    assert!(matches!(error, KernelError::Dtype { .. }), "{error}");
 }
 
 #[test]

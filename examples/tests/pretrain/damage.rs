@@ -74,5 +74,6 @@ pub fn age(file: &Path) {
     };
     config.remove("seeds").unwrap();
     config.remove("fork").unwrap();
+    config.remove("threshold").unwrap();
     fs::write(file, serde_json::to_string_pretty(&content).unwrap()).unwrap();
 }

@@ -6,6 +6,7 @@ mod fork;
 mod fp16;
 mod health;
 mod seeds;
+mod thresholds;
 
 use std::fs;
 use std::path::Path;

@@ -8,7 +8,7 @@ use burn_quant_train::data::{
         Fallback, FallbackQuantized, Format, QuantizeSpec, Quantized, Residual, Scales, dequantize,
         quantize, quantize_fallback,
     },
-    threshold::{DelayThreshold, Thresholds, delay_threshold},
+    threshold::{DelayThreshold, ThresholdFactor, Thresholds, delay_threshold},
 };
 use cubecl_kernels::{
     delay_threshold as kernel,
@@ -39,7 +39,7 @@ on_every_backend! {
     products_of_a_linear_layer => products;
     products_in_half_precision => half_products;
     products_of_other_granularities => other_products;
-    thresholds => controller;
+    thresholds => controllers;
     the_smallest_matrix => smallest;
 }
 
@@ -789,21 +789,37 @@ fn other_products<B: DataBackend>(seed: u64) {
     }
 }
 
-/// A few steps of the controller over many layers, from random counters, some of them at zero.
-fn controller<B: DataBackend>(seed: u64) {
+/// The paper's controller, and the one with factors that adapt.
+fn controllers<B: DataBackend>(seed: u64) {
+    for (factor, alpha_min) in [
+        (ThresholdFactor::Constant, 1.3),
+        (ThresholdFactor::Adaptive { smallest: 1.01 }, 1.01),
+    ] {
+        let config = DelayThreshold {
+            initial: 1.0,
+            rate_min: 0.1,
+            rate_max: 0.3,
+            alpha: 1.3,
+            factor,
+        };
+        let expected = kernel::DelayThreshold {
+            r_min: 0.1,
+            r_max: 0.3,
+            alpha: 1.3,
+            alpha_min,
+        };
+        controller::<B>(seed, &config, &expected);
+    }
+}
+
+/// A few steps of a controller over many layers, from random counters, some of them at zero.
+fn controller<B: DataBackend>(
+    seed: u64,
+    config: &DelayThreshold,
+    expected_config: &kernel::DelayThreshold,
+) {
     let mut rng = Rng::new(seed);
     let device = B::Device::default();
-    let config = DelayThreshold {
-        initial: 1.0,
-        rate_min: 0.1,
-        rate_max: 0.3,
-        alpha: 1.3,
-    };
-    let expected_config = kernel::DelayThreshold {
-        r_min: 0.1,
-        r_max: 0.3,
-        alpha: 1.3,
-    };
     let layers = 70;
     let mut thresholds: Vec<f32> = (0..layers)
         .map(|_| (4.0 * rng.normal()).exp() as f32)
@@ -812,7 +828,8 @@ fn controller<B: DataBackend>(seed: u64) {
     thresholds[0] = kernel::MIN_THRESHOLD;
     thresholds[1] = kernel::MAX_THRESHOLD;
     let mut rates = vec![f32::NAN; layers];
-    let mut state = Thresholds::<B>::new(&thresholds, &rates, &device);
+    let mut moves = vec![0.0; layers];
+    let mut state = Thresholds::<B>::new(&thresholds, &moves, &rates, &device);
     for step in 0..6 {
         let mut counts: Vec<[i32; 2]> = (0..layers)
             .map(|_| {
@@ -839,14 +856,26 @@ fn controller<B: DataBackend>(seed: u64) {
         counts[0] = [0, 10];
         counts[1] = [10, 10];
         state.counts = B::int_from_data(TensorData::new(counts.concat(), [layers, 2]), &device);
-        state = delay_threshold::<B>(state, &config);
-        reference::delay_threshold(&mut thresholds, &mut counts, &mut rates, &expected_config);
+        state = delay_threshold::<B>(state, config);
+        reference::delay_threshold(
+            &mut thresholds,
+            &mut moves,
+            &mut counts,
+            &mut rates,
+            expected_config,
+        );
         let what = format!("seed {seed}, step {step}");
         let got = primitive_floats::<B, 1>(&state.thresholds);
         assert!(
             same_bits(&got, &thresholds),
             "{what}: thresholds {:?}",
             first_difference(&got, &thresholds)
+        );
+        let got = primitive_floats::<B, 1>(&state.moves);
+        assert!(
+            same_bits(&got, &moves),
+            "{what}: moves {:?}",
+            first_difference(&got, &moves)
         );
         let got = primitive_floats::<B, 1>(&state.rates);
         assert!(

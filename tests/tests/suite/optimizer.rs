@@ -31,7 +31,7 @@ use burn::{
 };
 use burn_quant_train::{
     QuantTrain,
-    layer::{Decision, DelayThreshold, LayerPolicy, LayerRecord, LayersRecord},
+    layer::{Decision, DelayThreshold, LayerPolicy, LayerRecord, LayersRecord, ThresholdFactor},
     optim::{LayerBackend, LayerConfig, QuantAdamWConfig, QuantOptimizer, metric::OptimizerMetric},
     recipe::{FallbackInt8, MixedPrecision},
 };
@@ -370,12 +370,63 @@ fn thresholds_are_keyed_by_param_id() {
     );
 }
 
-/// Feeds a layer with inputs whose blocks have a wide distribution of maxima, times `scale(step)`; returns its rates.
-fn rates(seed: u64, initial: f32, steps: usize, scale: impl Fn(usize) -> f64) -> Vec<f32> {
-    let threshold = DelayThreshold {
-        initial,
-        ..DelayThreshold::default()
+/// A record of a version that had no moves: the threshold stays, and its first move has the largest factor.
+#[test]
+fn records_without_moves_are_read() {
+    let seed = seed();
+    let mut optim = every_layer(seed).init::<Fallback, Mlp<Fallback>>();
+    let start = optim.attach(model::<Fallback, Mlp<Fallback>>(seed));
+    let batches = samples::<Fallback, Mlp<Fallback>>(seed, 9);
+    let run = train(start, &mut optim, 1e-2, &batches[..8]);
+    let mut record = optim.to_record();
+    let moved = |record: &LayersRecord| {
+        let layers = record.layers.iter();
+        let moves = layers.filter_map(|layer| layer.slots.get("threshold.move"));
+        moves.flatten().copied().collect::<Vec<f32>>()
     };
+    let thresholds = |record: &LayersRecord| {
+        let layers = record.layers.iter();
+        layers
+            .filter_map(|layer| layer.threshold())
+            .collect::<Vec<f32>>()
+    };
+    assert!(!moved(&record.layers).is_empty(), "{record:?}");
+    for layer in &mut record.layers.layers {
+        layer.slots.remove("threshold.move");
+        // So low that the next step moves it.
+        layer.slots.insert("threshold".into(), vec![1e-6]);
+    }
+    let mut old = every_layer(seed)
+        .init::<Fallback, Mlp<Fallback>>()
+        .load_record(record);
+    let attached = old.attach(run.model);
+    assert_eq!(thresholds(&old.layers_record()), [1e-6; 2]);
+    assert!(moved(&old.layers_record()).is_empty());
+    train(attached, &mut old, 1e-2, &batches[8..]);
+    let alpha = DelayThreshold::default().alpha;
+    assert_eq!(moved(&old.layers_record()), [alpha - 1.0; 2]);
+    assert_eq!(thresholds(&old.layers_record()), [1e-6 * alpha; 2]);
+}
+
+/// Settings that were written before factors could adapt are the paper's.
+#[test]
+fn settings_without_a_factor_are_those_of_the_paper() {
+    let text = r#"{"initial": 1.0, "rate_min": 0.1, "rate_max": 0.3, "alpha": 1.3}"#;
+    let settings: DelayThreshold = serde_json::from_str(text).expect("settings");
+    assert_eq!(settings, DelayThreshold::paper());
+    assert_ne!(settings, DelayThreshold::default());
+    let text = serde_json::to_string(&DelayThreshold::default()).expect("JSON");
+    let settings: DelayThreshold = serde_json::from_str(&text).expect("settings");
+    assert_eq!(settings, DelayThreshold::default());
+}
+
+/// Feeds a layer with inputs whose blocks have a wide distribution of maxima, times `scale(step)`; returns its rates.
+fn rates(
+    threshold: DelayThreshold,
+    seed: u64,
+    steps: usize,
+    scale: impl Fn(usize) -> f64,
+) -> Vec<f32> {
     let device = Default::default();
     let (mut optim, mut model) = attached::<Fallback, _>(
         &every_layer(seed).with_threshold(threshold),
@@ -406,13 +457,21 @@ fn the_controller_reaches_its_range_and_stays_there_while_the_scale_drifts() {
     let seed = seed();
     let inside = |rate: &f32| (0.1..=0.3).contains(rate);
     let drifts: [(&str, f64); 3] = [("up", 1.03), ("down", 0.97), ("not at all", 1.0)];
-    for (name, drift) in drifts {
+    let controllers = [DelayThreshold::paper(), DelayThreshold::default()];
+    for (controller, (name, drift)) in controllers
+        .into_iter()
+        .flat_map(|controller| drifts.map(|drift| (controller, drift)))
+    {
         for initial in [6.0 * 1000.0, 6.0 / 1000.0] {
+            let threshold = DelayThreshold {
+                initial,
+                ..controller
+            };
             // The scale stands still for 32 steps, then drifts.
-            let rates = rates(seed, initial, 75, |step| {
+            let rates = rates(threshold, seed, 75, |step| {
                 drift.powi(step.saturating_sub(32) as i32)
             });
-            let what = format!("seed {seed}, from {initial}, drifting {name}: {rates:?}");
+            let what = format!("seed {seed}, {threshold:?}, drifting {name}: {rates:?}");
             assert!(!inside(&rates[0]), "it starts outside: {what}");
             let arrival = rates
                 .iter()
@@ -487,6 +546,27 @@ fn bad_settings_are_refused_by_name() {
                 ..good
             },
             "alpha must be finite and above 1, got NaN",
+        ),
+        (
+            DelayThreshold {
+                factor: ThresholdFactor::Adaptive { smallest: 1.0 },
+                ..good
+            },
+            "smallest factor must be above 1 and at most alpha, 1.3, got 1",
+        ),
+        (
+            DelayThreshold {
+                factor: ThresholdFactor::Adaptive { smallest: 1.31 },
+                ..good
+            },
+            "smallest factor must be above 1 and at most alpha, 1.3, got 1.31",
+        ),
+        (
+            DelayThreshold {
+                factor: ThresholdFactor::Adaptive { smallest: f32::NAN },
+                ..good
+            },
+            "smallest factor must be above 1 and at most alpha, 1.3, got NaN",
         ),
         (
             DelayThreshold {

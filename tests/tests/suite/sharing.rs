@@ -273,3 +273,15 @@ fn damaged_thresholds_are_refused() {
         .insert(THRESHOLD.into(), vec![bad]);
     let _ = optim.load_record(record);
 }
+
+#[test]
+#[should_panic(expected = "where one finite move belongs")]
+fn damaged_moves_of_thresholds_are_refused() {
+    let (optim, _model) = attached::<T, _>(&every_layer(1), Mlp::<T>::new(&Default::default()), 1);
+    let mut record = optim.to_record();
+    let bad = Rng::new(seed()).pick(&[f32::NAN, f32::NEG_INFINITY, f32::INFINITY]);
+    record.layers.layers[0]
+        .slots
+        .insert("threshold.move".into(), vec![bad]);
+    let _ = optim.load_record(record);
+}

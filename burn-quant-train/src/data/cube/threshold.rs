@@ -25,6 +25,7 @@ where
         checked(delay_threshold::delay_threshold(
             &state.thresholds.client,
             &handle(&state.thresholds),
+            &handle(&state.moves),
             &handle(&state.counts),
             &handle(&state.rates),
             config.kernel(),

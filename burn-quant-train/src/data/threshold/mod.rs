@@ -3,5 +3,5 @@
 pub(super) mod kernels;
 mod operation;
 
-pub use kernels::{DelayThreshold, ThresholdKernels, Thresholds};
+pub use kernels::{DelayThreshold, ThresholdFactor, ThresholdKernels, Thresholds};
 pub use operation::delay_threshold;

@@ -34,6 +34,7 @@ impl Operation for DelayThresholdStep {
     fn outline<T: Tensors>(&self, state: &Thresholds<T>) -> Thresholds<Outline> {
         Thresholds {
             thresholds: FloatMeta::of(&state.thresholds),
+            moves: FloatMeta::of(&state.moves),
             counts: IntMeta::of(&state.counts),
             rates: FloatMeta::of(&state.rates),
         }

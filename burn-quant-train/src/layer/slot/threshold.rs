@@ -19,6 +19,7 @@ use crate::data::{
 #[derive(Debug, Clone)]
 pub(in crate::layer) struct ThresholdSlot<B: DataBackend> {
     thresholds: FloatTensor<B>,
+    moves: FloatTensor<B>,
     rates: FloatTensor<B>,
     counts: Accumulator<IntTensor<B>>,
 }
@@ -28,11 +29,16 @@ pub(in crate::layer) fn rate_of(slot: &str) -> String {
     format!("{slot}.rate")
 }
 
+/// The name of the value beside a threshold that holds its last move.
+fn move_of(slot: &str) -> String {
+    format!("{slot}.move")
+}
+
 /// Gives a layer without a threshold the one that it starts with.
 ///
 /// # Panics
 ///
-/// If layer number `index` has one that the controller never gives.
+/// If layer number `index` has one, or a move, that the controller never gives.
 pub(super) fn complete(
     slot: &str,
     controller: &DelayThreshold,
@@ -48,16 +54,28 @@ pub(super) fn complete(
         "layers: slot `{slot}` of quantized layer {index} has {values:?} in the record, where one positive finite \
          threshold belongs; the record is damaged, load another one",
     );
+    let moves = layer.get(&move_of(slot)).map_or(&[][..], Vec::as_slice);
+    assert!(
+        moves.len() <= 1 && moves.iter().all(|it| it.is_finite()),
+        "layers: slot `{}` of quantized layer {index} has {moves:?} in the record, where one finite move belongs; the record \
+         is damaged, load another one",
+        move_of(slot)
+    );
 }
 
 impl<B: DataBackend> ThresholdSlot<B> {
     pub(super) fn new(slot: &str, layers: &[SlotValues], device: &Device<B>) -> Self {
-        let column = |name: &str| -> Vec<f32> {
+        let column = |name: &str, missing: f32| -> Vec<f32> {
             let value = |layer: &SlotValues| layer.get(name)?.first().copied();
             let values = layers.iter().map(value);
-            values.map(|value| value.unwrap_or(f32::NAN)).collect()
+            values.map(|value| value.unwrap_or(missing)).collect()
         };
-        Thresholds::new(&column(slot), &column(&rate_of(slot)), device).into()
+        let thresholds = column(slot, f32::NAN);
+        let (moves, rates) = (
+            column(&move_of(slot), 0.0),
+            column(&rate_of(slot), f32::NAN),
+        );
+        Thresholds::new(&thresholds, &moves, &rates, device).into()
     }
 
     /// The thresholds, FP32 `[layers]`.
@@ -82,9 +100,14 @@ impl<B: DataBackend> ThresholdSlot<B> {
     /// Waits for the device.
     pub(super) fn read(&self, slot: &str, layers: &mut [SlotValues]) {
         let thresholds = floats::<B>(self.thresholds.clone());
+        let moves = floats::<B>(self.moves.clone());
         let rates = floats::<B>(self.rates.clone());
-        for ((layer, threshold), rate) in layers.iter_mut().zip(thresholds).zip(rates) {
+        for (index, layer) in layers.iter_mut().enumerate() {
+            let (threshold, last, rate) = (thresholds[index], moves[index], rates[index]);
             layer.insert(slot.to_owned(), vec![threshold]);
+            if last != 0.0 {
+                layer.insert(move_of(slot), vec![last]);
+            }
             // Text formats have no NaN.
             if !rate.is_nan() {
                 layer.insert(rate_of(slot), vec![rate]);
@@ -104,6 +127,7 @@ impl<B: DataBackend> ThresholdSlot<B> {
         let counts = self.counts.parts().chain(of_others).reduce(B::int_add);
         let state = Thresholds {
             thresholds: self.thresholds,
+            moves: self.moves,
             counts: counts.expect("a device has counters of its own"),
             rates: self.rates,
         };
@@ -116,6 +140,7 @@ impl<B: DataBackend> ThresholdSlot<B> {
         let mut counts = self.counts.clone().parts();
         Self {
             thresholds: B::float_to_device(self.thresholds.clone(), device),
+            moves: B::float_to_device(self.moves.clone(), device),
             rates: B::float_to_device(self.rates.clone(), device),
             counts: Accumulator::new(zeros(counts.next().expect("a sum has a first part"))),
         }
@@ -126,6 +151,7 @@ impl<B: DataBackend> From<Thresholds<B>> for ThresholdSlot<B> {
     fn from(state: Thresholds<B>) -> Self {
         Self {
             thresholds: state.thresholds,
+            moves: state.moves,
             rates: state.rates,
             counts: Accumulator::new(state.counts),
         }
