@@ -7,3 +7,17 @@ pub(crate) fn warn(text: &str) {
         false => eprintln!("{text}"),
     }
 }
+
+/// Warns the first time that this place is reached, with a format string and its arguments, and says that it does so once.
+macro_rules! warn_once {
+    ($($text:tt)*) => {{
+        use std::sync::atomic::{AtomicBool, Ordering};
+
+        static SAID: AtomicBool = AtomicBool::new(false);
+        if !SAID.swap(true, Ordering::Relaxed) {
+            $crate::warning::warn(&format!("{} This is said once.", format_args!($($text)*)));
+        }
+    }};
+}
+
+pub(crate) use warn_once;

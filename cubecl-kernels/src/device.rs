@@ -147,6 +147,11 @@ pub(crate) fn check_float<R: Runtime>(
     Ok(())
 }
 
+/// True for the element types of matrices that `wgmma` multiplies as floats here: bf16 and f16.
+pub(crate) fn is_operand_type(dtype: StorageType) -> bool {
+    dtype == storage::<half::bf16>() || dtype == storage::<half::f16>()
+}
+
 /// True where the elements of a tensor lie in memory in their order, without gaps.
 pub(crate) fn is_contiguous<R: Runtime>(tensor: &TensorHandle<R>) -> bool {
     let mut expected = 1;

@@ -147,24 +147,7 @@ impl Args {
     ///
     /// Whatever clap finds wrong.
     pub fn from_command_line() -> Result<Self> {
-        Self::try_parse().map_err(|error| {
-            if !error.use_stderr() {
-                error.exit();
-            }
-            // Clap explains over many lines; what comes before the first hint says what is wrong.
-            let text = error.to_string();
-            let lines = text.lines().map(str::trim);
-            let about = lines.take_while(|it| {
-                !it.starts_with("Usage:")
-                    && !it.starts_with("tip:")
-                    && !it.starts_with("For more information")
-            });
-            let line = about
-                .filter(|it| !it.is_empty())
-                .collect::<Vec<_>>()
-                .join(" ");
-            anyhow::anyhow!(line.trim_start_matches("error: ").to_owned())
-        })
+        parsed()
     }
 }
 
@@ -172,7 +155,29 @@ fn at_least_one_step(text: &str) -> Result<u64, String> {
     Ok(at_least_one(text)? as u64)
 }
 
-fn at_least_one(text: &str) -> Result<usize, String> {
+/// The process's arguments, with errors of one line; help and version end the process.
+pub(crate) fn parsed<A: Parser>() -> Result<A> {
+    A::try_parse().map_err(|error| {
+        if !error.use_stderr() {
+            error.exit();
+        }
+        // Clap explains over many lines; what comes before the first hint says what is wrong.
+        let text = error.to_string();
+        let lines = text.lines().map(str::trim);
+        let about = lines.take_while(|it| {
+            !it.starts_with("Usage:")
+                && !it.starts_with("tip:")
+                && !it.starts_with("For more information")
+        });
+        let line = about
+            .filter(|it| !it.is_empty())
+            .collect::<Vec<_>>()
+            .join(" ");
+        anyhow::anyhow!(line.trim_start_matches("error: ").to_owned())
+    })
+}
+
+pub(crate) fn at_least_one(text: &str) -> Result<usize, String> {
     match text.parse() {
         Ok(0) => Err("must be at least 1".into()),
         Ok(number) => Ok(number),

@@ -7,7 +7,10 @@
 //!   them, in [`sealed`] files.
 //! - [`metrics`], [`progress`] and [`memory`] say what happens, [`report`] and [`table`] what came of it, with the
 //!   [`statistics`] of several seeds, [`health`] what became of each layer; result files have [`rows`] and thinned loss [`curve`]s.
+//!
+//! `quant-train`: [`advise`] says beforehand what a training step holds, and which recipe to take.
 
+pub mod advise;
 pub mod args;
 pub mod checkpoint;
 pub mod config;

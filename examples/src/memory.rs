@@ -23,8 +23,17 @@ pub fn saved_activations<B: AutodiffBackend>(
     device: &B::Device,
     live_bytes: LiveBytes<'_, B>,
 ) -> u64 {
-    let forward = || -> Tensor<B, 1> {
-        let loss = model.loss(batch.clone());
+    saved_by(|| model.loss(batch.clone()), device, live_bytes)
+}
+
+/// The same of the forward pass of any model, which ends in a loss of shape `[1]`.
+pub fn saved_by<B: AutodiffBackend>(
+    loss: impl Fn() -> Tensor<B, 1>,
+    device: &B::Device,
+    live_bytes: LiveBytes<'_, B>,
+) -> u64 {
+    let forward = || {
+        let loss = loss();
         // As the backward pass begins.
         compress_pending();
         B::sync(device).expect("the device works");

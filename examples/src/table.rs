@@ -96,12 +96,12 @@ fn several_seeds(reports: &[Report]) -> bool {
     reports.windows(2).any(|pair| pair[0].seed != pair[1].seed)
 }
 
-fn columns<T: Into<String>, const N: usize>(cells: [T; N]) -> Vec<String> {
+pub(crate) fn columns<T: Into<String>, const N: usize>(cells: [T; N]) -> Vec<String> {
     cells.into_iter().map(Into::into).collect()
 }
 
 /// The first column to the left, the others to the right, and a rule under the first line.
-fn aligned(lines: &[Vec<String>]) -> String {
+pub(crate) fn aligned(lines: &[Vec<String>]) -> String {
     let width = |column: usize| {
         let cells = lines.iter().map(|line| line[column].chars().count());
         cells.max().unwrap_or(0)

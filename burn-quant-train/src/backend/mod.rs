@@ -17,6 +17,8 @@ use std::marker::PhantomData;
 
 use burn_backend::{Backend, BackendTypes, DType, DTypeUsageSet, ExecutionError, TensorData};
 
+pub use crate::ops::linear::kept::Kept;
+
 use tensor::QuantTensor;
 
 use crate::{

@@ -1,9 +1,6 @@
 //! Which products run quantized: linear layers, and products with a two-dimensional weight.
 
-use std::sync::{
-    Arc,
-    atomic::{AtomicBool, Ordering},
-};
+use std::sync::Arc;
 
 use burn_backend::{
     DType, Shape, TensorMetadata,
@@ -25,7 +22,7 @@ use crate::{
     ops::{learned_linear::LearnedLinear, linear::Linear, matmul::Matmul, watch::Watched},
     recipe::Recipe,
     saved::recorded::{InsideTensor, QuantBackend, Recorded},
-    warning::warn,
+    warning::warn_once,
 };
 
 /// `ModuleOps::linear`: x `[.., K]`, weight `[K, N]`, bias `[N]`.
@@ -186,20 +183,15 @@ fn measured<B: QuantBackend, R: Recipe>(
 
 /// Warns once that a weight is not quantized because no optimizer has named it.
 fn say_unattached<B: QuantBackend, R: Recipe>(tag: &Tag<B::Base>, shape: &Shape) {
-    static SAID: AtomicBool = AtomicBool::new(false);
-    if !tag.is_parameter()
-        || shape.num_elements() < MIN_ELEMENTS
-        || SAID.swap(true, Ordering::Relaxed)
-    {
+    if !tag.is_parameter() || shape.num_elements() < MIN_ELEMENTS {
         return;
     }
-    let text = format!(
+    warn_once!(
         "quant-train: a product with the trained weight {shape:?} is computed in {:?}, not by {}: no optimizer has \
-         named its layer. Call `attach(model)` of the `QuantOptimizer` before training. This is said once.",
+         named its layer. Call `attach(model)` of the `QuantOptimizer` before training.",
         QuantTrain::<B, R>::ROW.compute,
         QuantTrain::<B, R>::ROW.name,
     );
-    warn(&text);
 }
 
 fn quantized<B: QuantBackend, R: Recipe>(

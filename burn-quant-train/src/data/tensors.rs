@@ -153,6 +153,33 @@ impl<A: Bundle, B: Bundle> Bundle for (A, B) {
     }
 }
 
+/// The bytes of all tensors of a value.
+pub(crate) fn bytes<A: Bundle>(outline: On<A, Outline>) -> usize {
+    struct Sum(usize);
+
+    impl Sum {
+        fn add(&mut self, tensor: &impl TensorMetadata) {
+            self.0 += tensor.shape().num_elements() * tensor.dtype().size();
+        }
+    }
+
+    impl Change<Outline, Outline> for Sum {
+        fn float(&mut self, tensor: FloatMeta) -> FloatMeta {
+            self.add(&tensor);
+            tensor
+        }
+
+        fn int(&mut self, tensor: IntMeta) -> IntMeta {
+            self.add(&tensor);
+            tensor
+        }
+    }
+
+    let mut sum = Sum(0);
+    A::rebuild(outline, &mut sum);
+    sum.0
+}
+
 /// Rows and columns of a matrix.
 ///
 /// # Panics

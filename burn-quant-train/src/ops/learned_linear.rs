@@ -111,6 +111,11 @@ fn residual_rows(rows: usize, learns: bool, key: StochasticKey) -> ResidualRows 
     ResidualRows::new(interval, offset).expect("an offset is below its interval")
 }
 
+/// As many rows of X as may keep residuals.
+pub(crate) fn most_residual_rows(rows: usize) -> ResidualRows {
+    residual_rows(rows, true, StochasticKey { seed: 0, stream: 0 })
+}
+
 /// Identifies the copy of the tagged matrix after this transform.
 fn weight_key(transform: HadamardTransform) -> CopyKey {
     CopyKey {

@@ -5,6 +5,7 @@
 //! never become tensors of a fused stream.
 
 mod history;
+pub(crate) mod kept;
 mod pass;
 mod plan;
 

@@ -74,6 +74,34 @@ impl Factor {
         }
     }
 
+    /// The outline of the copy of a matrix of this shape, in this layout.
+    pub fn outline(&self, [rows, cols]: [usize; 2], layout: Layout) -> Quantized<Outline> {
+        let [rows, cols] = match self.key.of_transpose {
+            true => [cols, rows],
+            false => [rows, cols],
+        };
+        let shape = match self.key.rotated {
+            true => [rows, transformed_cols(cols)],
+            false => [rows, cols],
+        };
+        let Format {
+            number,
+            scale,
+            granularity,
+        } = self.key.format;
+        let spec = QuantizeSpec {
+            number,
+            scale,
+            granularity,
+            rounding: rounding::Rounding::Nearest,
+            layout,
+        };
+        match self.key.history {
+            None => Quantized::outline(shape, &spec),
+            Some(_) => Quantized::delayed_outline(shape, &spec),
+        }
+    }
+
     /// True if copies for both hold the same numbers, in whatever order, where both round to nearest or draw alike.
     pub fn is_same_as(&self, other: &Self) -> bool {
         let any = |key| CopyKey {
@@ -140,19 +168,8 @@ impl Make {
     }
 
     /// The outline of the copy of a matrix of this shape, in this layout.
-    pub fn outline(&self, [rows, cols]: [usize; 2], layout: Layout) -> Quantized<Outline> {
-        let [rows, cols] = match self.factor.key.of_transpose {
-            true => [cols, rows],
-            false => [rows, cols],
-        };
-        let shape = match self.factor.key.rotated {
-            true => [rows, transformed_cols(cols)],
-            false => [rows, cols],
-        };
-        match self.factor.key.history {
-            None => Quantized::outline(shape, &self.spec(layout)),
-            Some(_) => Quantized::delayed_outline(shape, &self.spec(layout)),
-        }
+    pub fn outline(&self, shape: [usize; 2], layout: Layout) -> Quantized<Outline> {
+        self.factor.outline(shape, layout)
     }
 
     /// Makes the copy of a matrix, in this layout. `delayed`: the maximum that the matrix had in earlier steps, where

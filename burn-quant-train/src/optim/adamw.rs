@@ -4,10 +4,7 @@ use std::{
     collections::HashMap,
     iter,
     marker::PhantomData,
-    sync::{
-        Arc, Mutex, PoisonError,
-        atomic::{AtomicBool, Ordering},
-    },
+    sync::{Arc, Mutex, PoisonError},
 };
 
 use burn::{
@@ -39,7 +36,7 @@ use crate::{
         optimizer::{AdamWItem, AdamWUpdate, Hyperparameters, adamw},
     },
     layer,
-    warning::warn,
+    warning::warn_once,
 };
 
 #[derive(Debug, Clone)]
@@ -143,14 +140,11 @@ impl QuantAdamWConfig {
 
 /// Warns once that FP16 gradients are not scaled.
 fn say_unscaled() {
-    static SAID: AtomicBool = AtomicBool::new(false);
-    if !SAID.swap(true, Ordering::Relaxed) {
-        warn(
-            "quant-train: the recipe computes in FP16, where gradients below 6e-8 are lost, and losses are not scaled. \
-             Configure AdamW by `with_loss_scaling(Some(LossScaling::default()))` and write \
-             `optim.scale(loss).backward()`. This is said once.",
-        );
-    }
+    warn_once!(
+        "quant-train: the recipe computes in FP16, where gradients below 6e-8 are lost, and losses are not scaled. \
+         Configure AdamW by `with_loss_scaling(Some(LossScaling::default()))` and write \
+         `optim.scale(loss).backward()`."
+    );
 }
 
 fn skipped<B: DataBackend>(clock: &Mutex<Clock<B>>) -> u64 {

@@ -9,10 +9,7 @@
 //!
 //! Values that come from elsewhere have no layer until the next step attaches the model again.
 
-use std::sync::{
-    Arc,
-    atomic::{AtomicBool, Ordering},
-};
+use std::sync::Arc;
 
 use burn::{
     module::{ModuleMapper, Param, ParamMapper},
@@ -22,7 +19,7 @@ use burn::{
 use super::{backend::LayerBackend, layers::Layers};
 use crate::{
     layer::{Layer, tag::Tag},
-    warning::warn,
+    warning::warn_once,
 };
 
 /// Puts layers on the tags of a module's weights.
@@ -80,13 +77,10 @@ impl<B: LayerBackend> ModuleMapper<B> for Attach<'_, B> {
 
 /// Warns once that a step left layers to the optimizer that they belong to.
 fn say_of_another() {
-    static SAID: AtomicBool = AtomicBool::new(false);
-    if !SAID.swap(true, Ordering::Relaxed) {
-        warn(
-            "quant-train: a `QuantOptimizer` stepped weights whose layers belong to another one, which keeps them. Call \
-             `attach(model)` of the optimizer that the layers are to follow. This is said once.",
-        );
-    }
+    warn_once!(
+        "quant-train: a `QuantOptimizer` stepped weights whose layers belong to another one, which keeps them. Call \
+         `attach(model)` of the optimizer that the layers are to follow."
+    );
 }
 
 /// The tensor as the layer's weight.

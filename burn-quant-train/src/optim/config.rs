@@ -244,6 +244,17 @@ impl QuantAdamWConfig {
     }
 }
 
+impl QuantAdamWConfig {
+    /// Bytes of both moments of a parameter with so many elements, scales included.
+    pub fn state_bytes(&self, elements: usize) -> usize {
+        let of_format = |format: Option<StateFormat>| match format {
+            None => elements * size_of::<f32>(),
+            Some(format) => format.bytes(elements),
+        };
+        self.formats(elements).map(of_format).into_iter().sum()
+    }
+}
+
 const DECAY: &str = "a decay in [0, 1), such as 0.9";
 const FACTOR: &str = "a finite number that is not negative, such as 0.1";
 

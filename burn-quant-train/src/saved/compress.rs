@@ -9,7 +9,7 @@ use crate::{
     data::{
         Kernels, Operation,
         quantize::{Format, Quantized, Scales},
-        tensors::{FloatMeta, On, Outline, Tensors},
+        tensors::{self, FloatMeta, On, Outline, Tensors},
     },
     recipe::Context,
 };
@@ -79,6 +79,15 @@ fn matrix_form(shape: &Shape, group: usize) -> [usize; 2] {
         cols *= dim;
     }
     [shape.num_elements() / cols.max(1), cols]
+}
+
+impl Context {
+    /// Bytes of a tensor of this shape that waits in this format, scales included.
+    pub fn bytes(self, shape: impl Into<Shape>) -> usize {
+        let shape = matrix_form(&shape.into(), self.group);
+        let outline = Quantized::outline(shape, &Compress { context: self }.spec());
+        tensors::bytes::<Quantized<Outline>>(outline)
+    }
 }
 
 /// Bytes of a compressed tensor, scales included.

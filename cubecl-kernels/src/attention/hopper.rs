@@ -14,7 +14,7 @@ use crate::{
         source::{CudaSource, float_knob, launch_source},
         tensor_map::{STRIDE_BYTES, TmaView},
     },
-    device::{check_dtype, empty, is_hopper, storage},
+    device::{check_dtype, empty, is_hopper, is_operand_type, storage},
     error::KernelError,
 };
 
@@ -262,7 +262,7 @@ fn unsupported<R: Runtime>(
     let short = |sequence: usize| sequence <= 1 << 28;
     if !is_hopper(client) {
         Some("a device that is not of CUDA's architecture sm_90".into())
-    } else if dtype != storage::<half::bf16>() && dtype != storage::<half::f16>() {
+    } else if !is_operand_type(dtype) {
         Some(format!("tensors of {dtype}"))
     } else if !fits(width) || !fits(value_width) {
         Some(format!("heads of {width} and {value_width} features"))
@@ -477,84 +477,50 @@ numbers! {
 trait Kernel: Debug + Copy + Eq + Hash + Send + Sync + 'static {
     const TEXT: &'static str;
     const ENTRY_POINT: &'static str;
-    const UNITS: u32 = UNITS;
+    const UNITS: u32;
     /// Tiles of the block's own rows.
     const OWN: usize;
     /// Tiles of a stage.
     const STAGED: usize;
     /// Bytes of a stage beside them, for each row.
-    const ROW_BYTES: usize = 0;
+    const ROW_BYTES: usize;
 
-    /// Rows of a tile of a stage.
-    fn tile(dim: usize) -> usize;
+    /// Rows of a tile of a stage, for heads of 64 and of 128 features in shared memory.
+    const TILES: [usize; 2];
 }
 
-macro_rules! text {
-    ($file:literal) => {
-        concat!(
-            include_str!("../cuda/hopper.cu"),
-            include_str!("hopper/common.cu"),
-            include_str!($file)
-        )
+macro_rules! kernels {
+    ($(
+        $kernel:ident: $file:literal $entry_point:literal,
+        $units:expr, $own:expr, $staged:expr, $row_bytes:expr, $tiles:expr;
+    )*) => {
+        $(
+            #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+            struct $kernel;
+
+            impl Kernel for $kernel {
+                const TEXT: &'static str = concat!(
+                    include_str!("../cuda/hopper.cu"),
+                    include_str!("hopper/common.cu"),
+                    include_str!($file)
+                );
+                const ENTRY_POINT: &'static str = $entry_point;
+                const UNITS: u32 = $units;
+                const OWN: usize = $own;
+                const STAGED: usize = $staged;
+                const ROW_BYTES: usize = $row_bytes;
+                const TILES: [usize; 2] = $tiles;
+            }
+        )*
     };
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-struct Forward;
-
-impl Kernel for Forward {
-    const TEXT: &'static str = text!("hopper/forward.cu");
-    const ENTRY_POINT: &'static str = "attention_forward_hopper";
-    const OWN: usize = 1;
-    const STAGED: usize = 1;
-
-    fn tile(_dim: usize) -> usize {
-        128
-    }
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-struct Rows;
-
-impl Kernel for Rows {
-    const TEXT: &'static str = text!("hopper/rows.cu");
-    const ENTRY_POINT: &'static str = "attention_rows_hopper";
-    const UNITS: u32 = ROW_UNITS as u32;
-    const OWN: usize = 0;
-    const STAGED: usize = 0;
-
-    fn tile(_dim: usize) -> usize {
-        0
-    }
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-struct Queries;
-
-impl Kernel for Queries {
-    const TEXT: &'static str = text!("hopper/queries.cu");
-    const ENTRY_POINT: &'static str = "attention_queries_hopper";
-    const OWN: usize = 2;
-    const STAGED: usize = 2;
-
-    fn tile(dim: usize) -> usize {
-        if dim == MAX_WIDTH { 64 } else { 128 }
-    }
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-struct Keys;
-
-impl Kernel for Keys {
-    const TEXT: &'static str = text!("hopper/keys.cu");
-    const ENTRY_POINT: &'static str = "attention_keys_hopper";
-    const OWN: usize = 2;
-    const STAGED: usize = 2;
-    const ROW_BYTES: usize = 8;
-
-    fn tile(_dim: usize) -> usize {
-        64
-    }
+kernels! {
+    // Text and entry point; units, own tiles, staged tiles, bytes of a row, rows of a tile.
+    Forward: "hopper/forward.cu" "attention_forward_hopper", UNITS, 1, 1, 0, [128, 128];
+    Rows: "hopper/rows.cu" "attention_rows_hopper", ROW_UNITS as u32, 0, 0, 0, [0, 0];
+    Queries: "hopper/queries.cu" "attention_queries_hopper", UNITS, 2, 2, 0, [128, 64];
+    Keys: "hopper/keys.cu" "attention_keys_hopper", UNITS, 2, 2, 8, [64, 64];
 }
 
 /// A kernel with its knobs.
@@ -569,7 +535,7 @@ struct Pass<P> {
 
 impl<P: Kernel> Pass<P> {
     fn of<R: Runtime>(problem: &Problem<'_, R>) -> Self {
-        let (dim, tile) = (problem.dim, P::tile(problem.dim));
+        let (dim, tile) = (problem.dim, P::TILES[problem.dim / PANEL - 1]);
         let mut pass = Self {
             dim,
             tile,

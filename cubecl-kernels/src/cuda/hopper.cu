@@ -105,6 +105,31 @@ __device__ __forceinline__ void copy_tile(u32 to, const TensorMap *map, u32 k, u
 #define REGISTERS_16(x, i)                                                                                             \
     REGISTERS_4(x, i), REGISTERS_4(x, i + 4), REGISTERS_4(x, i + 8), REGISTERS_4(x, i + 12)
 
+// The registers of 32, 64 and 128 sums in the text of an instruction whose first operands they are.
+#define SUMS_32                                                                                                        \
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                                           \
+    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define SUMS_64                                                                                                        \
+    SUMS_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "                       \
+            "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define SUMS_128                                                                                                       \
+    SUMS_64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "                       \
+            "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "                         \
+            "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "             \
+            "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+
+// Describes an operand in shared memory, swizzled by TMA in groups of 8 rows of 128 bytes:
+//   bits  0..13  address / 16
+//   bits 16..29  where rows run along M or N: bytes / 16 from one box of rows to the next, BoxBytes; where they run along
+//                K: not used, 1, and BoxBytes is 0
+//   bits 32..45  bytes / 16 from one group of 8 rows to the next: 8 * 128 / 16 = 64. Rows follow one another along M or
+//                N where a row runs along K, and along K where it runs along M or N
+//   bits 62..63  the swizzle: 1 is that of 128 bytes
+// A product that begins inside the 128 bytes of a row is told its address: hardware swizzles addresses, not offsets.
+template <int BoxBytes> __device__ __forceinline__ u64 descriptor(u32 address) {
+    return (u64)((address & 0x3ffff) >> 4) | (u64)(BoxBytes ? BoxBytes / 16 : 1) << 16 | (u64)64 << 32 | (u64)1 << 62;
+}
+
 #define TEXT_OF(x) #x
 #define TEXT(x) TEXT_OF(x)
 
@@ -122,6 +147,27 @@ __device__ __forceinline__ void products_commit() {
 template <int Pending> __device__ __forceinline__ void products_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
 }
+
+// Keeps the compiler from moving reads and writes of `x` across this place: it does not know that wgmma goes on reading
+// and writing registers after its instruction.
+template <int Count> __device__ __forceinline__ void pin(float *x) {
+#pragma unroll
+    for (int i = 0; i < Count; i++)
+        asm volatile("" : "+f"(x[i])::"memory");
+}
+
+template <int Count> __device__ __forceinline__ void pin(u32 *x) {
+#pragma unroll
+    for (int i = 0; i < Count; i++)
+        asm volatile("" : "+r"(x[i])::"memory");
+}
+
+template <int Count> __device__ __forceinline__ void pin(int *x) {
+#pragma unroll
+    for (int i = 0; i < Count; i++)
+        asm volatile("" : "+r"(x[i])::"memory");
+}
+
 // ---- Output ---------------------------------------------------------------------------------------------------------
 
 #if defined(OUT_F32)

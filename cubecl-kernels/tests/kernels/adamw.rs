@@ -464,6 +464,14 @@ mod on_device {
         }
     }
 
+    /// A step of one tensor, none skipped.
+    #[track_caller]
+    fn step_on_device(client: &Client, tensors: &AdamWTensors<TestRuntime>, clock: &Tensor) {
+        let list = std::slice::from_ref(tensors);
+        adamw_on_device(client, list, clock, None, None, &HYPERPARAMETERS)
+            .expect("tensors that fit");
+    }
+
     fn download(client: &Client, state: &StateTensor<TestRuntime>) -> HostMoment {
         match state.format {
             None => HostMoment::Full(read(client, &state.values)),
@@ -518,15 +526,7 @@ mod on_device {
                 exact.step(&g, &HYPERPARAMETERS);
                 tensors.gradient = upload(&client, &g, &[n], dtype::<f32>());
                 tick(&client, &clock, None).expect("a clock");
-                adamw_on_device(
-                    &client,
-                    &[tensors.clone()],
-                    &clock,
-                    None,
-                    None,
-                    &HYPERPARAMETERS,
-                )
-                .expect("tensors that fit");
+                step_on_device(&client, &tensors, &clock);
                 let what = |name| format!("{name} of {n} in step {}", exact.t);
                 let (m, v) = (&tensors.first.values, &tensors.second.values);
                 assert_close(&read_float(&client, m), &exact.m, 1e-3, &what("m"));
@@ -554,15 +554,7 @@ mod on_device {
             let mut tensors = tensors(&client, &p, (None, None));
             tensors.gradient = upload(&client, &g, &[n], dtype::<f32>());
             let clock = upload_i32(&client, &[t, 0], &[2]);
-            adamw_on_device(
-                &client,
-                &[tensors.clone()],
-                &clock,
-                None,
-                None,
-                &HYPERPARAMETERS,
-            )
-            .expect("tensors that fit");
+            step_on_device(&client, &tensors, &clock);
             let p = read_float(&client, &tensors.parameter);
             assert_close(&p, &exact.p, 1e-3, &format!("p in step {t}"));
         }
@@ -605,15 +597,7 @@ mod on_device {
                     tensors.gradient =
                         upload(&client, &g[range.clone()], &[range.len()], dtype::<f32>());
                     tick(&client, &clock, None).expect("a clock");
-                    adamw_on_device(
-                        &client,
-                        &[tensors.clone()],
-                        &clock,
-                        None,
-                        None,
-                        &HYPERPARAMETERS,
-                    )
-                    .expect("tensors that fit");
+                    step_on_device(&client, &tensors, &clock);
                 }
                 bytes(&client, &tensors)
             };
@@ -656,15 +640,7 @@ mod on_device {
                     adamw(&step, &mut p, &g, m.chunk(), v.chunk(), dither);
                     tensors.gradient = upload(&client, &g, &[n], dtype::<f32>());
                     tick(&client, &clock, None).expect("a clock");
-                    adamw_on_device(
-                        &client,
-                        &[tensors.clone()],
-                        &clock,
-                        None,
-                        None,
-                        &HYPERPARAMETERS,
-                    )
-                    .expect("tensors that fit");
+                    step_on_device(&client, &tensors, &clock);
                     let what = format!("{pair:?}, {n}, step {t}");
                     let actual = read_float(&client, &tensors.parameter);
                     for (a, e) in actual.iter().zip(&p) {
@@ -803,15 +779,7 @@ mod on_device {
             g[5] = f32::NAN;
             tensors.gradient = upload(&client, &g, &[n], dtype::<f32>());
             let clock = upload_i32(&client, &[1, 0], &[2]);
-            adamw_on_device(
-                &client,
-                &[tensors.clone()],
-                &clock,
-                None,
-                None,
-                &HYPERPARAMETERS,
-            )
-            .expect("tensors that fit");
+            step_on_device(&client, &tensors, &clock);
             let p = read_float(&client, &tensors.parameter);
             assert_eq!(p.iter().filter(|p| p.is_nan()).count(), 1);
             for state in [&tensors.first, &tensors.second] {
@@ -840,15 +808,7 @@ mod on_device {
             let step = Step::new(&HYPERPARAMETERS, 1).expect("betas below 1");
             adamw(&step, &mut p, &g, m.chunk(), v.chunk(), None);
             let clock = upload_i32(&client, &[1, 0], &[2]);
-            adamw_on_device(
-                &client,
-                &[tensors.clone()],
-                &clock,
-                None,
-                None,
-                &HYPERPARAMETERS,
-            )
-            .expect("tensors that fit");
+            step_on_device(&client, &tensors, &clock);
             let actual = read_float(&client, &tensors.parameter);
             for (index, (a, e)) in actual.iter().zip(&p).enumerate() {
                 assert!(
@@ -878,15 +838,7 @@ mod on_device {
                 let step = Step::new(&HYPERPARAMETERS, 1).expect("betas below 1");
                 adamw(&step, &mut p, &g, m.chunk(), v.chunk(), None);
                 let clock = upload_i32(&client, &[1, 0], &[2]);
-                adamw_on_device(
-                    &client,
-                    &[tensors.clone()],
-                    &clock,
-                    None,
-                    None,
-                    &HYPERPARAMETERS,
-                )
-                .expect("tensors that fit");
+                step_on_device(&client, &tensors, &clock);
                 for (a, e) in read_float(&client, &tensors.parameter).iter().zip(&p) {
                     assert!(
                         (a - e).abs() <= 1e-6 * e.abs(),
@@ -906,15 +858,7 @@ mod on_device {
         tensors.gradient = upload(&client, &vec![-0.5; n], &[n], dtype::<f32>());
         tensors.rounding = Rounding::Stochastic(key);
         let clock = upload_i32(&client, &[1, 0], &[2]);
-        adamw_on_device(
-            &client,
-            &[tensors.clone()],
-            &clock,
-            None,
-            None,
-            &HYPERPARAMETERS,
-        )
-        .expect("tensors that fit");
+        step_on_device(&client, &tensors, &clock);
         let step = Step::new(&HYPERPARAMETERS, 1).expect("betas below 1");
         let updated = step.update(p, -0.5, &mut 0.0, &mut 0.0);
         let z = z_score(updated, &read_float(&client, &tensors.parameter));

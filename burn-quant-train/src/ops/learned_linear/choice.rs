@@ -1,7 +1,5 @@
 //! The choice of a transform's size (int4-hq-lss, Appendix A.5).
 
-use std::sync::atomic::{AtomicBool, Ordering};
-
 use burn_backend::{FloatDType, Shape, tensor::FloatTensor};
 
 use crate::{
@@ -13,7 +11,7 @@ use crate::{
     },
     layer::HadamardChoice,
     ops::matrix::flatten,
-    warning::warn,
+    warning::warn_once,
 };
 
 /// Errors whose ratio is below this count as equal.
@@ -75,16 +73,12 @@ fn smallest_close_to_best(sizes: Vec<HadamardSize>, errors: Vec<f64>) -> Hadamar
 
 /// Warns once that a layer's inputs are no multiple of the blocks that were asked for.
 fn say_smaller(features: usize, wanted: HadamardSize, largest: HadamardSize) {
-    static SAID: AtomicBool = AtomicBool::new(false);
-    if SAID.swap(true, Ordering::Relaxed) {
-        return;
-    }
-    warn(&format!(
+    warn_once!(
         "quant-train: {features} features are no multiple of {}, so the Hadamard transform of their layer has blocks of {} at \
-         most. This is said once.",
+         most.",
         wanted.block(),
         largest.block(),
-    ));
+    );
 }
 
 /// The mean squared errors of X and W, quantized after transforms of these sizes by the step sizes of a cold start: FP32

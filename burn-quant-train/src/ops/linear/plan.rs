@@ -45,6 +45,61 @@ pub(super) struct Stored {
     pub make: Make,
 }
 
+/// The operands of a layer's products, left and right, from its row; `None` for a product in the compute dtype.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Factors {
+    /// Y = X W.
+    forward: Option<[Factor; 2]>,
+    /// dX = dY Wᵀ.
+    input: Option<[Factor; 2]>,
+    /// dW = Xᵀ dY.
+    weight: Option<[Factor; 2]>,
+    saved_x: SavedX,
+}
+
+impl Factors {
+    /// `weight_view`: how W shows the matrix that copies are made of.
+    pub fn of(row: &LinearRow, weight_view: View) -> Self {
+        let is_transposed = weight_view == View::Transposed;
+        Self {
+            forward: casts(&row.forward)
+                .map(|[x, weight]| [Factor::left(x, false), Factor::right(weight, is_transposed)]),
+            input: casts(&row.input_gradient).map(|[gradient, weight]| {
+                [
+                    Factor::left(gradient, false),
+                    Factor::right(weight, !is_transposed),
+                ]
+            }),
+            weight: casts(&row.weight_gradient)
+                .map(|[x, gradient]| [Factor::left(x, true), Factor::right(gradient, false)]),
+            saved_x: row.saved_x,
+        }
+    }
+
+    /// The copy of X that is made in the forward pass for the backward pass.
+    pub fn saved(&self) -> Option<Factor> {
+        match self.saved_x {
+            SavedX::Operand => self.weight.map(|[x, _]| x),
+            SavedX::Input => None,
+        }
+    }
+
+    /// The copies of W that are kept from run to run, and their layouts: that of the forward product, and that of dX
+    /// where it is another one.
+    pub fn weights(&self) -> [Option<(Factor, Layout)>; 2] {
+        let of_forward = self.forward.map(|[_, weight]| weight);
+        let of_input = self.input.map(|[_, weight]| weight);
+        let own = |factor: Factor| (factor, factor.key.layout);
+        match (of_forward, of_input) {
+            // Row-major where both products read it: each makes the other layout for its own time if it needs that.
+            (Some(first), Some(second)) if first.is_same_as(&second) => {
+                [Some((first, Layout::RowMajor)), None]
+            }
+            (first, second) => [first.map(own), second.map(own)],
+        }
+    }
+}
+
 impl Plan {
     /// The plan of the layer's next run on `device`; `weight_view`: how W shows the matrix that copies are made of.
     pub fn new<B: DataBackend>(
@@ -56,18 +111,13 @@ impl Plan {
         let call = layer.next_call(device);
         let key = |role| move || layer.key(call, role);
         let weight_key = |role| move || layer.key(call.of_weight(), role);
-        let is_transposed = weight_view == View::Transposed;
-
-        let forward = casts(&row.forward)
-            .map(|[x, weight]| [Factor::left(x, false), Factor::right(weight, is_transposed)]);
-        let input = casts(&row.input_gradient).map(|[gradient, weight]| {
-            [
-                Factor::left(gradient, false),
-                Factor::right(weight, !is_transposed),
-            ]
-        });
-        let weight = casts(&row.weight_gradient)
-            .map(|[x, gradient]| [Factor::left(x, true), Factor::right(gradient, false)]);
+        let factors = Factors::of(row, weight_view);
+        let Factors {
+            forward,
+            input,
+            weight,
+            ..
+        } = factors;
 
         // Operands of the same numbers are one copy, so one draw.
         let of_saved = match (&forward, &weight) {
@@ -103,32 +153,21 @@ impl Plan {
             ]
         });
 
-        let of_forward = forward.map(|[_, weight]| weight);
-        let of_input = input.map(|[_, weight]| weight);
-        let shared = of_forward
-            .zip(of_input)
-            .is_some_and(|(a, b)| a.is_same_as(&b));
-        let stored = |make: Make, layout| Stored {
-            key: CopyKey {
+        let stored = |(factor, layout): (Factor, Layout), make: Option<[Make; 2]>| {
+            let [_, make] = make?;
+            let key = CopyKey {
                 layout,
-                ..make.factor.key
-            },
-            make,
+                ..factor.key
+            };
+            Some(Stored { key, make })
         };
-        // Row-major where both products read it: each makes the other layout for its own time if it needs that.
-        let own = |make: Make| stored(make, make.factor.key.layout);
+        let [of_forward, of_input] = factors.weights();
         Self {
             forward,
             residual: casts(&row.forward).map_or(Residual::Never, |[x, _]| x.residual),
-            saved: match row.saved_x {
-                SavedX::Operand => weight.map(|[x, _]| x),
-                SavedX::Input => None,
-            },
-            weight: match shared {
-                true => of_forward.map(|make| stored(make, Layout::RowMajor)),
-                false => of_forward.map(own),
-            },
-            other_weight: of_input.filter(|_| !shared).map(own),
+            saved: factors.saved().and(weight.map(|[x, _]| x)),
+            weight: of_forward.and_then(|it| stored(it, forward)),
+            other_weight: of_input.and_then(|it| stored(it, input)),
             backward: BackwardPlan { input, weight },
             call,
         }

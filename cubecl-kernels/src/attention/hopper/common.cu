@@ -66,14 +66,25 @@ __device__ __forceinline__ bool all_visible(const Band &band, Range queries, Ran
     return keys.first >= keys_of(band, queries.last).first && keys.last <= keys_of(band, queries.first).last;
 }
 
-// ---- Products of tiles ----------------------------------------------------------------------------------------------
+// ---- A block's queries ----------------------------------------------------------------------------------------------
 
-// Describes a tile in shared memory whose rows are summed along, or, with StepBytes, whose rows are summed over: see
-// gemm_float.cu. StepBytes is the distance of panels.
-template <int StepBytes> __device__ __forceinline__ u64 descriptor(u32 address) {
-    return (u64)((address & 0x3ffff) >> 4) | (u64)(StepBytes ? StepBytes / 16 : 1) << 16 | (u64)64 << 32 |
-           (u64)1 << 62;
+// A block's batch and head, its first query, and the keys that one of its queries sees: `count` tiles of them.
+struct QueryWork {
+    Work work;
+    int first_query, first_tile, count;
+};
+
+template <int Keys> __device__ __forceinline__ QueryWork query_work_of(const Numbers &numbers, const Band &band) {
+    const u32 queries = numbers.queries, tiles = (queries + ROWS - 1) / ROWS;
+    const Work work = work_of(blockIdx.x, tiles, numbers.heads, numbers.batches, numbers.section);
+    // The last queries of a causal head see most.
+    const int first_query = (tiles - 1 - work.tile) * ROWS;
+    const Range keys = keys_of(band, first_query, min(first_query + ROWS, (int)queries) - 1);
+    const int first_tile = keys.first / Keys;
+    return {work, first_query, first_tile, keys.last < keys.first ? 0 : keys.last / Keys - first_tile + 1};
 }
+
+// ---- Products of tiles ----------------------------------------------------------------------------------------------
 
 // sums[64, N] (+)= a[64, 16] b[N, 16]^T, both in shared memory.
 template <int N> __device__ __forceinline__ void multiply(float *sums, u64 a, u64 b, bool add) {
@@ -82,11 +93,7 @@ template <int N> __device__ __forceinline__ void multiply(float *sums, u64 a, u6
                      ".reg .pred add;\n"
                      "setp.ne.b32 add, %66, 0;\n"
                      "wgmma.mma_async.sync.aligned.m64n128k16.f32." IN "." IN " {"
-                     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-                     "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-                     "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-                     "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-                     "}, %64, %65, add, 1, 1, 0, 0;\n"
+                     SUMS_64 "}, %64, %65, add, 1, 1, 0, 0;\n"
                      "}"
                      : FLOATS_64(sums, 0)
                      : "l"(a), "l"(b), "r"((int)add));
@@ -95,9 +102,7 @@ template <int N> __device__ __forceinline__ void multiply(float *sums, u64 a, u6
                      ".reg .pred add;\n"
                      "setp.ne.b32 add, %34, 0;\n"
                      "wgmma.mma_async.sync.aligned.m64n64k16.f32." IN "." IN " {"
-                     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-                     "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-                     "}, %32, %33, add, 1, 1, 0, 0;\n"
+                     SUMS_32 "}, %32, %33, add, 1, 1, 0, 0;\n"
                      "}"
                      : FLOATS_16(sums, 0), FLOATS_16(sums, 16)
                      : "l"(a), "l"(b), "r"((int)add));
@@ -110,11 +115,7 @@ __device__ __forceinline__ void multiply(float *sums, const u32 *a, u64 b, bool 
                  ".reg .pred add;\n"
                  "setp.ne.b32 add, %69, 0;\n"
                  "wgmma.mma_async.sync.aligned.m64n128k16.f32." IN "." IN " {"
-                 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-                 "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-                 "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-                 "}, {%64, %65, %66, %67}, %68, add, 1, 1, 1;\n"
+                 SUMS_64 "}, {%64, %65, %66, %67}, %68, add, 1, 1, 1;\n"
                  "}"
                  : FLOATS_64(sums, 0)
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));
@@ -123,9 +124,7 @@ __device__ __forceinline__ void multiply(float *sums, const u32 *a, u64 b, bool 
                  ".reg .pred add;\n"
                  "setp.ne.b32 add, %37, 0;\n"
                  "wgmma.mma_async.sync.aligned.m64n64k16.f32." IN "." IN " {"
-                 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-                 "}, {%32, %33, %34, %35}, %36, add, 1, 1, 1;\n"
+                 SUMS_32 "}, {%32, %33, %34, %35}, %36, add, 1, 1, 1;\n"
                  "}"
                  : FLOATS_16(sums, 0), FLOATS_16(sums, 16)
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));
@@ -157,20 +156,6 @@ template <int Cols> __device__ __forceinline__ void pack_operand(const float *su
 #pragma unroll
     for (int i = 0; i < Cols / 4; i++)
         a[i] = pack(sums[2 * i], sums[2 * i + 1]);
-}
-
-// Keeps the compiler from moving reads and writes of `x` across this place: it does not know that wgmma goes on reading
-// and writing registers after its instruction.
-template <int Count> __device__ __forceinline__ void pin(float *x) {
-#pragma unroll
-    for (int i = 0; i < Count; i++)
-        asm volatile("" : "+f"(x[i])::"memory");
-}
-
-template <int Count> __device__ __forceinline__ void pin(u32 *x) {
-#pragma unroll
-    for (int i = 0; i < Count; i++)
-        asm volatile("" : "+r"(x[i])::"memory");
 }
 
 // Starts the copy of `Rows` rows of a head, all of its features.

@@ -79,13 +79,8 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     ring_init(full, empty);
 
     const Band band = band_of(numbers);
-    const u32 queries = numbers.queries, tiles = (queries + ROWS - 1) / ROWS;
-    const Work work = work_of(blockIdx.x, tiles, numbers.heads, numbers.batches, numbers.section);
-    // The last queries of a causal head see most.
-    const int first_query = (tiles - 1 - work.tile) * ROWS;
-    const Range keys = keys_of(band, first_query, min(first_query + ROWS, (int)queries) - 1);
-    const int first_tile = keys.first / KEYS;
-    const int count = keys.last < keys.first ? 0 : keys.last / KEYS - first_tile + 1;
+    const u32 queries = numbers.queries;
+    const auto [work, first_query, first_tile, count] = query_work_of<KEYS>(numbers, band);
 
     u32 stage = 0, parity = 0;
 

@@ -11,7 +11,7 @@ use crate::{
         source::{CudaSource, float_knob, launch_source},
         tensor_map::{STRIDE_BYTES, TmaView},
     },
-    device::{check_dtype, check_float, empty, is_hopper, or_unused, storage},
+    device::{check_dtype, check_float, empty, is_hopper, is_operand_type, or_unused, storage},
     error::KernelError,
     gemm::{blueprint::HopperBlueprint, check_bias},
 };
@@ -101,10 +101,6 @@ pub fn gemm_float_into<R: Runtime>(
     }
     product.launch(client, out, &matrices);
     Ok(())
-}
-
-fn is_operand_type(dtype: StorageType) -> bool {
-    dtype == storage::<half::bf16>() || dtype == storage::<half::f16>()
 }
 
 fn unsupported(reason: String) -> KernelError {

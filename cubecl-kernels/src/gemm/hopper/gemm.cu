@@ -44,16 +44,6 @@ __device__ __forceinline__ void load_matrices(u32 *words, u32 address) {
                  : "memory");
 }
 
-// Describes B in shared memory, whose rows have 128 bytes along K, swizzled by TMA in groups of 8 rows:
-//   bits  0..13  address / 16
-//   bits 16..29  leading dimension offset, not used by swizzled layouts along K: 1
-//   bits 32..45  bytes / 16 from one group of 8 rows to the next: 8 * 128 / 16 = 64
-//   bits 62..63  the swizzle: 1 is that of 128 bytes
-// A product of depth 32 inside the 128 bytes starts 32 bytes further: hardware swizzles addresses, not offsets.
-__device__ __forceinline__ u64 descriptor(u32 address) {
-    return (u64)((address & 0x3ffff) >> 4) | (u64)1 << 16 | (u64)64 << 32 | (u64)1 << 62;
-}
-
 #define REGISTERS_32(x) REGISTERS_16(x, 0), REGISTERS_16(x, 16)
 
 // products[64, 64] (+)= a[64, 32] b[64, 32]^T for a warpgroup, in INT32. Without `add`, what was there is ignored, so
@@ -63,29 +53,19 @@ __device__ __forceinline__ void multiply(int *products, const u32 *a, u64 b, boo
                  ".reg .pred add;\n"
                  "setp.ne.b32 add, %37, 0;\n"
                  "wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8 {"
-                 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-                 "}, {%32, %33, %34, %35}, %36, add;\n"
+                 SUMS_32 "}, {%32, %33, %34, %35}, %36, add;\n"
                  "}"
                  : REGISTERS_32(products)
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));
 }
 
-// Keeps the compiler from moving reads and writes of `products` across this place: it does not know that wgmma goes on
-// writing registers after its instruction.
-__device__ __forceinline__ void products_pin(int *products) {
-#pragma unroll
-    for (int i = 0; i < CHUNK / 2; i++)
-        asm volatile("" : "+r"(products[i])::"memory");
-}
-
 // Starts the products of a chunk: those of the 64 rows of A in `fragments` and the 64 rows of B from the address `b`.
 __device__ __forceinline__ void multiply_chunk(int *products, const u32 (*fragments)[4], u32 b) {
-    products_pin(products);
+    pin<CHUNK / 2>(products);
     products_fence();
 #pragma unroll
     for (int step = 0; step < DEPTH / 32; step++)
-        multiply(products, fragments[step], descriptor(b + step * 32), step > 0);
+        multiply(products, fragments[step], descriptor<0>(b + step * 32), step > 0);
     products_commit();
 }
 
@@ -154,7 +134,7 @@ __device__ __forceinline__ void add_tile(float *sums, const Stages &stages, u32 
         // The fragments of A are still being read by the last chunk's products. While this consumer waits for them, the
         // other one keeps the tensor cores busy.
         products_wait<0>();
-        products_pin(pending);
+        pin<CHUNK / 2>(pending);
         if (pending_stage < STAGES)
             release(stages.empty + 8 * pending_stage);
         u32 fragments[DEPTH / 32][4];
@@ -167,7 +147,7 @@ __device__ __forceinline__ void add_tile(float *sums, const Stages &stages, u32 
             } else {
                 int *const done = products[(chunk - 1) % SETS];
                 products_wait<1>();
-                products_pin(done);
+                pin<CHUNK / 2>(done);
                 add_scaled(sums + (chunk - 1) * CHUNK / 2, done, scale_of(note, chunk - 1));
             }
         }
@@ -176,7 +156,7 @@ __device__ __forceinline__ void add_tile(float *sums, const Stages &stages, u32 
         next_stage(stage, parity);
     } while (!last);
     products_wait<0>();
-    products_pin(pending);
+    pin<CHUNK / 2>(pending);
     release(stages.empty + 8 * pending_stage);
     add_scaled(sums + (CHUNKS - 1) * CHUNK / 2, pending, pending_scale);
 }
@@ -198,7 +178,7 @@ __device__ __forceinline__ void add_narrow_tile(float *sums, u32 count, const St
                 int products[CHUNK / 2];
                 multiply_chunk(products, fragments, b + chunk * CHUNK * DEPTH);
                 products_wait<0>();
-                products_pin(products);
+                pin<CHUNK / 2>(products);
                 add_scaled(sums + chunk * CHUNK / 2, products, scale_of(note, chunk));
             }
         }

@@ -22,21 +22,10 @@
 #define BOX 64
 #define BOX_BYTES (BOX * DEPTH * 2)
 
-// Describes an operand in shared memory, swizzled by TMA in groups of 8 rows of 128 bytes:
-//   bits  0..13  address / 16
-//   bits 16..29  along M or N: bytes / 16 from a box to the next; along K: not used, 1
-//   bits 32..45  bytes / 16 from one group of 8 rows to the next: 8 * 128 / 16 = 64. Rows follow one another along M or
-//                N where a row runs along K, and along K where it runs along M or N
-//   bits 62..63  the swizzle: 1 is that of 128 bytes
-template <bool AlongMN> __device__ __forceinline__ u64 descriptor(u32 address) {
-    return (u64)((address & 0x3ffff) >> 4) | (u64)(AlongMN ? BOX_BYTES / 16 : 1) << 16 | (u64)64 << 32 | (u64)1 << 62;
-}
-
 // The bytes from one product of depth 16 to the next: 16 elements of a row, or 16 rows.
 template <bool AlongMN> __device__ __forceinline__ u32 step_bytes() {
     return AlongMN ? 16 * 128 : 16 * 2;
 }
-
 
 // sums[64, TILE_N] (+)= a[64, 16] b[TILE_N, 16]^T for a warpgroup; without `add`, what was there is ignored.
 // Asynchronous: `sums` may be touched only after products_wait. The last two numbers tell operands along M or N.
@@ -46,15 +35,7 @@ __device__ __forceinline__ void multiply(float *sums, u64 a, u64 b, bool add) {
                  ".reg .pred add;\n"
                  "setp.ne.b32 add, %130, 0;\n"
                  "wgmma.mma_async.sync.aligned.m64n256k16.f32." IN "." IN " {"
-                 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-                 "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-                 "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
-                 "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
-                 "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
-                 "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
-                 "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
-                 "}, %128, %129, add, 1, 1, " TEXT(A_ALONG_MN) ", " TEXT(B_ALONG_MN) ";\n"
+                 SUMS_128 "}, %128, %129, add, 1, 1, " TEXT(A_ALONG_MN) ", " TEXT(B_ALONG_MN) ";\n"
                  "}"
                  : FLOATS_64(sums, 0), FLOATS_64(sums, 64)
                  : "l"(a), "l"(b), "r"((int)add));
@@ -63,23 +44,11 @@ __device__ __forceinline__ void multiply(float *sums, u64 a, u64 b, bool add) {
                  ".reg .pred add;\n"
                  "setp.ne.b32 add, %66, 0;\n"
                  "wgmma.mma_async.sync.aligned.m64n128k16.f32." IN "." IN " {"
-                 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-                 "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-                 "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-                 "}, %64, %65, add, 1, 1, " TEXT(A_ALONG_MN) ", " TEXT(B_ALONG_MN) ";\n"
+                 SUMS_64 "}, %64, %65, add, 1, 1, " TEXT(A_ALONG_MN) ", " TEXT(B_ALONG_MN) ";\n"
                  "}"
                  : FLOATS_64(sums, 0)
                  : "l"(a), "l"(b), "r"((int)add));
 #endif
-}
-
-// Keeps the compiler from moving reads and writes of `sums` across this place: it does not know that wgmma goes on
-// writing registers after its instruction.
-__device__ __forceinline__ void sums_pin(float *sums) {
-#pragma unroll
-    for (int i = 0; i < TILE_N / 2; i++)
-        asm volatile("" : "+f"(sums[i])::"memory");
 }
 
 // Starts the copies of `rows` rows of an operand, `depth` being the first element along K.
@@ -155,8 +124,9 @@ extern "C" __global__ void __launch_bounds__(384, 1)
             products_fence();
 #pragma unroll
             for (int step = 0; step < DEPTH / 16; step++)
-                multiply(sums, descriptor<A_ALONG_MN>(a + step * step_bytes<A_ALONG_MN>()),
-                         descriptor<B_ALONG_MN>(b + step * step_bytes<B_ALONG_MN>()), block > 0 || step > 0);
+                multiply(sums, descriptor<A_ALONG_MN * BOX_BYTES>(a + step * step_bytes<A_ALONG_MN>()),
+                         descriptor<B_ALONG_MN * BOX_BYTES>(b + step * step_bytes<B_ALONG_MN>()),
+                         block > 0 || step > 0);
             products_commit();
             // The stage before this one has been read when its products are done.
             products_wait<1>();
@@ -166,7 +136,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
             next_stage(stage, parity);
         }
         products_wait<0>();
-        sums_pin(sums);
+        pin<TILE_N / 2>(sums);
         release(empty + 8 * previous);
         const u32 outer = tile.batch / inner_count, inner = tile.batch % inner_count;
         write_sums(sums, bias, out + outer * numbers.outer_stride + inner * numbers.inner_stride,

@@ -1,0 +1,349 @@
+//! What a forward pass leaves for the backward pass, operation by operation: what `pretrain --memory` lists, computed
+//! from sizes. The operations are those of [`crate::model`]; a test compares the two.
+
+use burn_quant_train::layer::LayerPolicy;
+use burn_quant_train::recipe::{Context, Row};
+use burn_quant_train::saved::MIN_COMPRESSED;
+use serde::Serialize;
+
+use super::device::Device;
+use super::shapes::{Family, Linear, Reads, Shapes};
+use crate::args::Compute;
+
+/// Bytes of an FP32 number.
+const FULL: usize = 4;
+
+/// How attention is computed, and so what it saves.
+#[derive(Serialize, Clone, Copy, Debug, PartialEq, Eq)]
+#[serde(rename_all = "kebab-case")]
+pub enum AttentionForm {
+    /// From Burn's operations: scores and probabilities wait.
+    Composed,
+    /// From two products and a softmax between them, in one node: Q, K and V wait.
+    Products,
+    /// By a kernel without scores in memory: Q, K, V, the output and a number a query wait.
+    Flash,
+}
+
+impl AttentionForm {
+    /// That of a device: kernels are for BF16 and FP16, that for Hopper for heads of at most 128 features.
+    pub fn on(device: Device, compute: Compute, head_width: usize) -> Self {
+        match (device, compute) {
+            (Device::Cpu, _) | (_, Compute::F32) => Self::Composed,
+            _ if device.is_hopper() && head_width.is_multiple_of(8) && head_width <= 128 => {
+                Self::Flash
+            }
+            _ => Self::Products,
+        }
+    }
+}
+
+/// A training step of a model, as far as activations depend on it.
+#[derive(Clone, Copy, Debug)]
+pub struct Step<'a> {
+    /// The model.
+    pub model: &'a Shapes,
+    /// Sequences in a batch.
+    pub batch: usize,
+    /// Tokens in a sequence.
+    pub sequence: usize,
+    /// The dtype of what is not quantized.
+    pub compute: Compute,
+    /// How attention is computed.
+    pub attention: AttentionForm,
+    /// The recipe.
+    pub row: &'a Row,
+    /// How values wait; none: as they are.
+    pub context: Option<Context>,
+}
+
+/// What becomes of a value under a context.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Waits {
+    /// It is compressed.
+    Compressed,
+    /// It is computed again from others that wait.
+    Again,
+    /// It stays as it is.
+    Exact,
+}
+
+/// Values that wait for the backward pass.
+#[derive(Clone, Copy, Debug)]
+struct Value {
+    count: usize,
+    shape: [usize; 2],
+    /// Bytes of an element.
+    size: usize,
+    waits: Waits,
+}
+
+impl Value {
+    fn bytes(&self, context: Option<Context>) -> usize {
+        let elements = self.shape[0] * self.shape[1];
+        let is_small = elements < MIN_COMPRESSED || self.shape[1] == 1;
+        let bytes = match (context, self.waits) {
+            (Some(_), Waits::Again) if !is_small => 0,
+            (Some(context), Waits::Compressed) if !is_small => context.bytes(self.shape),
+            (Some(_), Waits::Compressed | Waits::Again | Waits::Exact) | (None, _) => {
+                elements * self.size
+            }
+        };
+        self.count * bytes
+    }
+}
+
+impl Step<'_> {
+    /// Bytes that wait for the backward pass, quantized copies of the inputs of layers among them.
+    pub fn saved(&self) -> usize {
+        let values = [
+            self.norms(),
+            self.attention(),
+            self.feed_forward(),
+            self.loss(),
+        ];
+        let values = values.concat();
+        let of_values: usize = values.iter().map(|value| value.bytes(self.context)).sum();
+        let of_inputs: usize = Reads::ALL.map(|reads| self.input(reads)).iter().sum();
+        of_values + self.model.layers * of_inputs + self.head()
+    }
+
+    fn tokens(&self) -> usize {
+        self.batch * self.sequence
+    }
+
+    /// Bytes of a number in the compute dtype.
+    fn size(&self) -> usize {
+        match self.compute {
+            Compute::F32 => FULL,
+            Compute::Bf16 | Compute::F16 => 2,
+        }
+    }
+
+    fn is_narrow(&self) -> bool {
+        self.size() < FULL
+    }
+
+    /// Values of `features` for each token, in the compute dtype.
+    fn values(&self, count: usize, features: usize, waits: Waits) -> Value {
+        Value {
+            count,
+            shape: [self.tokens(), features],
+            size: self.size(),
+            waits,
+        }
+    }
+
+    /// The residual stream, the embedding and the sum behind each half of a layer, and what norms make of it.
+    fn norms(&self) -> Vec<Value> {
+        let count = 1 + 2 * self.model.layers;
+        let value = |features, size, waits| Value {
+            size,
+            ..self.values(count, features, waits)
+        };
+        let (hidden, size) = (self.model.hidden, self.size());
+        match self.model.family {
+            // The stream, also in FP32; what it is divided by, in FP32 and in the compute dtype, and the quotient.
+            Family::Llama => {
+                let mut values = vec![
+                    value(hidden, size, Waits::Compressed),
+                    value(1, FULL, Waits::Exact),
+                    value(1, size, Waits::Exact),
+                    value(hidden, size, Waits::Again),
+                ];
+                let in_full = value(hidden, FULL, Waits::Again);
+                values.extend(self.is_narrow().then_some(in_full));
+                values
+            }
+            // The difference to the mean, in place of the stream, the variance and its root, and the quotient.
+            Family::Gpt2 => vec![
+                value(hidden, FULL, Waits::Compressed),
+                value(1, FULL, Waits::Exact),
+                value(1, FULL, Waits::Exact),
+                value(hidden, FULL, Waits::Again),
+            ],
+        }
+    }
+
+    fn attention(&self) -> Vec<Value> {
+        let Shapes {
+            layers,
+            heads,
+            head_width,
+            ..
+        } = *self.model;
+        let rotary = Value {
+            count: 4 * layers,
+            shape: [self.sequence, head_width],
+            size: self.size(),
+            waits: Waits::Again,
+        };
+        let mut values = vec![self.values(3 * layers, self.model.heads_width(), Waits::Compressed)];
+        values.extend((self.model.family == Family::Llama).then_some(rotary));
+        match self.attention {
+            AttentionForm::Composed => values.extend(self.scores()),
+            AttentionForm::Products => {}
+            // Of inputs that wait compressed the kernel's output is computed again.
+            AttentionForm::Flash if self.context.is_some() => {}
+            AttentionForm::Flash => {
+                values.push(Value {
+                    size: FULL,
+                    ..self.values(layers, heads, Waits::Exact)
+                });
+                // The next layer reads the same memory; it keeps that where it keeps its input as it came.
+                let keeps_input = self.keeps_input(Reads::Heads);
+                let output = self.values(layers, self.model.heads_width(), Waits::Exact);
+                values.extend((!keeps_input).then_some(output));
+            }
+        }
+        values
+    }
+
+    /// Scores before their exponential, and behind it before and after the division, and the largest of each row.
+    fn scores(&self) -> Vec<Value> {
+        let Shapes { layers, heads, .. } = *self.model;
+        let of_scores = |size, waits| Value {
+            size,
+            ..self.values(layers, heads * self.sequence, waits)
+        };
+        let probabilities = match self.is_narrow() {
+            true => Waits::Compressed,
+            false => Waits::Again,
+        };
+        let largest = Value {
+            count: layers,
+            shape: [self.tokens() * heads, 1],
+            size: FULL,
+            waits: Waits::Exact,
+        };
+        vec![
+            of_scores(FULL, Waits::Exact),
+            of_scores(FULL, Waits::Again),
+            of_scores(self.size(), probabilities),
+            largest,
+        ]
+    }
+
+    /// What the feed-forward network saves inside, the input of its last layer aside.
+    fn feed_forward(&self) -> Vec<Value> {
+        let Shapes { layers, ffn, .. } = *self.model;
+        match self.model.family {
+            // Gate and up; the gate's sigmoid and its product with it.
+            Family::Llama => vec![
+                self.values(2 * layers, ffn, Waits::Compressed),
+                self.values(2 * layers, ffn, Waits::Again),
+            ],
+            // What GELU reads.
+            Family::Gpt2 => vec![self.values(layers, ffn, Waits::Compressed)],
+        }
+    }
+
+    /// The log-probabilities' terms in FP32: log-softmax and losses are of that class.
+    fn loss(&self) -> Vec<Value> {
+        [self.model.vocabulary, 1]
+            .map(|features| Value {
+                size: FULL,
+                ..self.values(1, features, Waits::Exact)
+            })
+            .to_vec()
+    }
+
+    /// True if the recipe quantizes the layer.
+    fn is_quantized(&self, path: &str, shape: [usize; 2]) -> bool {
+        let decision = LayerPolicy::default().decide(path, shape);
+        self.row.linear.is_some() && decision.is_quantized()
+    }
+
+    fn readers(&self, reads: Reads) -> Vec<Linear> {
+        let mut linears = self.model.linears();
+        linears.retain(|linear| linear.reads == reads);
+        linears
+    }
+
+    /// True if a layer of the row keeps this input as it came.
+    fn keeps_input(&self, reads: Reads) -> bool {
+        let keeps = |linear: &Linear| match self.row.linear {
+            Some(row) if self.is_quantized(linear.path, linear.shape) => {
+                row.kept(self.tokens(), linear.shape).input.is_none()
+            }
+            _ => true,
+        };
+        self.readers(reads).iter().any(keeps)
+    }
+
+    /// The input of the layers that read it: as it came, once, or their quantized copies; and casts of their weights.
+    fn input(&self, reads: Reads) -> usize {
+        let readers = self.readers(reads);
+        let waits = match reads {
+            Reads::Attention | Reads::FeedForward | Reads::Inside => self.products(),
+            Reads::Heads => Waits::Compressed,
+        };
+        let float = self
+            .values(1, self.model.features(reads), waits)
+            .bytes(self.context);
+        let exact = readers
+            .iter()
+            .filter(|it| !self.is_quantized(it.path, it.shape));
+        let casts: usize = exact.map(|it| self.cast(it.shape)).sum();
+        let float = match self.keeps_input(reads) {
+            true => float,
+            false => 0,
+        };
+        float + casts + self.copies(&readers)
+    }
+
+    /// What becomes of the outputs of norms and of what is inside a feed-forward network: in Llama they are products,
+    /// in GPT-2 sums and what GELU makes, which are not computed again.
+    fn products(&self) -> Waits {
+        match self.model.family {
+            Family::Llama => Waits::Again,
+            Family::Gpt2 => Waits::Compressed,
+        }
+    }
+
+    /// Bytes of the quantized copies of an input.
+    fn copies(&self, readers: &[Linear]) -> usize {
+        let Some(row) = self.row.linear else {
+            return 0;
+        };
+        let quantized = readers
+            .iter()
+            .filter(|it| self.is_quantized(it.path, it.shape));
+        let kept: Vec<_> = quantized
+            .map(|it| row.kept(self.tokens(), it.shape))
+            .collect();
+        let bytes = kept.iter().filter_map(|it| it.input);
+        match kept.iter().all(|it| it.shares_input) {
+            true => bytes.max().unwrap_or(0),
+            false => bytes.sum(),
+        }
+    }
+
+    /// The copy in a narrow compute dtype of a weight that is not quantized.
+    fn cast(&self, [inputs, outputs]: [usize; 2]) -> usize {
+        let cast = Value {
+            count: 1,
+            shape: [inputs, outputs],
+            size: self.size(),
+            waits: Waits::Again,
+        };
+        match self.is_narrow() {
+            true => cast.bytes(self.context),
+            false => 0,
+        }
+    }
+
+    /// The vocabulary head's input and its weight's copy. The default policy does not quantize it.
+    fn head(&self) -> usize {
+        let Shapes {
+            hidden, vocabulary, ..
+        } = *self.model;
+        let waits = match self.model.family {
+            Family::Llama => Waits::Again,
+            // A sum, and so near the loss that it is kept as it is.
+            Family::Gpt2 => Waits::Exact,
+        };
+        let input = self.values(1, hidden, waits);
+        input.bytes(self.context) + self.cast([hidden, vocabulary])
+    }
+}

@@ -1,0 +1,137 @@
+//! The bytes that a training step holds.
+
+use burn_quant_train::layer::LayerPolicy;
+use burn_quant_train::recipe::{Chosen, Name, Recipe, Row};
+use serde::Serialize;
+
+use super::Question;
+use super::activations::Step;
+use super::shapes::Shapes;
+use crate::args::{Contexts, Optimizer};
+
+/// Bytes of an FP32 number.
+const FULL: usize = 4;
+
+/// A way to train.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Case {
+    /// The recipe.
+    pub recipe: Name,
+    /// How activations wait for the backward pass.
+    pub contexts: Contexts,
+    /// The format of the optimizer's moments.
+    pub optimizer: Optimizer,
+}
+
+/// What a training step holds, in bytes.
+#[derive(Serialize, Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Memory {
+    /// Weights, FP32.
+    pub weights: u64,
+    /// Their gradients, FP32, at the end of the backward pass.
+    pub gradients: u64,
+    /// The optimizer's moments, scales included.
+    pub moments: u64,
+    /// Quantized copies of weights, which stay from step to step.
+    pub copies: u64,
+    /// What waits for the backward pass at its beginning.
+    pub activations: u64,
+    /// The most that is held at once, what operations take for their own time aside: weights, moments, copies, and at
+    /// the beginning of the backward pass activations with the gradient of the logits, or at its end all gradients.
+    pub peak: u64,
+}
+
+impl Memory {
+    /// That of a batch of `batch` sequences.
+    pub fn of(question: &Question, case: &Case, batch: usize) -> Self {
+        let model = &question.model;
+        let row = row(case.recipe);
+        let step = Step {
+            model,
+            batch,
+            sequence: question.sequence,
+            compute: question.compute,
+            attention: question.attention(),
+            row: &row,
+            context: case.contexts.context().or(row.context),
+        };
+        let weights = model.parameters() * FULL;
+        let optimizer = case.optimizer.config();
+        let moments: usize = model
+            .elements()
+            .into_iter()
+            .map(|elements| optimizer.state_bytes(elements))
+            .sum();
+        let copies = copies(model, &row);
+        let activations = step.saved();
+        let of_logits = batch * question.sequence * model.vocabulary * FULL;
+        let peak = weights + moments + copies + usize::max(activations + of_logits, weights);
+        let [weights, moments, copies, activations, peak] =
+            [weights, moments, copies, activations, peak].map(|bytes| bytes as u64);
+        Self {
+            weights,
+            gradients: weights,
+            moments,
+            copies,
+            activations,
+            peak,
+        }
+    }
+}
+
+/// The row of a recipe. It does not depend on the compute dtype but for naming it.
+pub fn row(recipe: Name) -> Row {
+    struct ItsRow;
+
+    impl Chosen for ItsRow {
+        type Output = Row;
+
+        fn with<R: Recipe>(self) -> Row {
+            R::ROW
+        }
+    }
+
+    recipe.choose::<f32, _>(ItsRow)
+}
+
+/// Bytes of the quantized copies of all weights.
+fn copies(model: &Shapes, row: &Row) -> usize {
+    let Some(linear) = row.linear else {
+        return 0;
+    };
+    let policy = LayerPolicy::default();
+    let linears = model.linears();
+    let quantized = linears
+        .iter()
+        .filter(|it| policy.decide(it.path, it.shape).is_quantized());
+    // Copies of W do not depend on the rows of X.
+    let of_layer: usize = quantized.map(|it| linear.kept(1, it.shape).weight).sum();
+    model.layers * of_layer
+}
+
+/// Sequences in a batch that is larger than any in use.
+const MANY: usize = 1 << 24;
+
+/// The largest number of sequences that fits, 0 where one does not; `fits` is true up to some number.
+pub fn largest(fits: impl Fn(usize) -> bool) -> usize {
+    let (mut good, mut bad) = (0, MANY);
+    while bad - good > 1 {
+        let middle = good + (bad - good) / 2;
+        match fits(middle) {
+            true => good = middle,
+            false => bad = middle,
+        }
+    }
+    good
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_largest_is_the_last_that_fits() {
+        assert_eq!(largest(|batch| batch <= 37), 37);
+        assert_eq!(largest(|_| false), 0);
+    }
+}

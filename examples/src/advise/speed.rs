@@ -1,0 +1,169 @@
+//! Speeds that were measured, from the book's result files. What is not in them is not known.
+
+use std::sync::LazyLock;
+
+use burn_quant_train::recipe::{MixedPrecision, Name, Recipe};
+use serde::Deserialize;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use super::Question;
+use super::device::Device;
+use super::memory::Case;
+use crate::args::{Compute, Contexts, Optimizer};
+
+/// A measurement.
+#[derive(Serialize, Clone, Copy, Debug, PartialEq)]
+#[serde(rename_all = "kebab-case")]
+pub enum Speed {
+    /// Training of this model with this batch on this device.
+    Training {
+        /// Tokens a second.
+        tokens_per_s: f64,
+        /// The result file.
+        source: &'static str,
+    },
+    /// Both passes of a decoder layer of nearly this width on this device, without an optimizer.
+    Layer {
+        /// Times as fast as mixed precision in the same run.
+        of_mixed_precision: f64,
+        /// The layer's width.
+        hidden: usize,
+        /// Tokens in its batch.
+        tokens: usize,
+        /// The result file.
+        source: &'static str,
+    },
+}
+
+/// A result file of `qt-bench`.
+#[derive(Deserialize)]
+struct Bench<T> {
+    rows: Vec<T>,
+}
+
+/// A training run: of `qt-bench pretrain`, or of `pretrain`.
+#[derive(Deserialize)]
+struct Training {
+    #[serde(alias = "recipe")]
+    subject: String,
+    parameters: usize,
+    batch: usize,
+    sequence: usize,
+    tokens_per_s: f64,
+}
+
+/// A layer of `qt-bench layer`.
+#[derive(Deserialize)]
+struct Layer {
+    subject: String,
+    tokens: usize,
+    hidden: usize,
+    both: Spread,
+}
+
+#[derive(Deserialize)]
+struct Spread {
+    median_ms: f64,
+}
+
+/// The result files that say how fast training is, with the device that each is of.
+struct Results {
+    training: [(Device, Compute, &'static str, Vec<Training>); 2],
+    layers: (&'static str, Vec<Layer>),
+}
+
+macro_rules! result {
+    ($name:literal) => {
+        (
+            concat!("book/results/", $name),
+            include_str!(concat!(
+                env!("CARGO_MANIFEST_DIR"),
+                "/../book/results/",
+                $name
+            )),
+        )
+    };
+}
+
+fn parsed<T: DeserializeOwned>((source, text): (&'static str, &str)) -> (&'static str, T) {
+    let parsed = serde_json::from_str(text);
+    (
+        source,
+        parsed.unwrap_or_else(|error| panic!("{source}: {error}")),
+    )
+}
+
+static RESULTS: LazyLock<Results> = LazyLock::new(|| {
+    let (h200, of_h200) = parsed::<Bench<Training>>(result!("h200-pretrain.json"));
+    let (cpu, of_cpu) = parsed(result!("cpu-tiny.json"));
+    let (layer, of_layers) = parsed::<Bench<Layer>>(result!("h200-layer.json"));
+    Results {
+        training: [
+            (Device::H200, Compute::Bf16, h200, of_h200.rows),
+            (Device::Cpu, Compute::F32, cpu, of_cpu),
+        ],
+        layers: (layer, of_layers.rows),
+    }
+});
+
+/// Widths of a layer and of the model that is asked for may differ by this factor.
+const NEARLY: f64 = 2.0;
+
+/// What was measured of this way to train; none: nothing.
+pub fn of(question: &Question, case: &Case) -> Option<Speed> {
+    if case.contexts != Contexts::Exact {
+        return None;
+    }
+    training(question, case).or_else(|| layer(question, case.recipe))
+}
+
+fn training(question: &Question, case: &Case) -> Option<Speed> {
+    let Question {
+        model,
+        batch,
+        sequence,
+        device,
+        compute,
+        ..
+    } = question;
+    if case.optimizer != Optimizer::Adamw {
+        return None;
+    }
+    let parameters = model.parameters();
+    let of_device = |(on, of, _, _): &&(Device, Compute, _, _)| on == device && of == compute;
+    let (_, _, source, runs) = RESULTS.training.iter().find(of_device)?;
+    let run = runs.iter().find(|run| {
+        run.subject == case.recipe.as_str()
+            && run.parameters == parameters
+            && [run.batch, run.sequence] == [*batch, *sequence]
+    })?;
+    Some(Speed::Training {
+        tokens_per_s: run.tokens_per_s,
+        source,
+    })
+}
+
+fn layer(question: &Question, recipe: Name) -> Option<Speed> {
+    if question.device != Device::H200 || question.compute != Compute::Bf16 {
+        return None;
+    }
+    let (source, layers) = &RESULTS.layers;
+    let distance = |layer: &Layer| {
+        let ratio = layer.hidden as f64 / question.model.hidden as f64;
+        ratio.ln().abs()
+    };
+    let of = |name: &str| {
+        let own = layers.iter().filter(|layer| layer.subject == name);
+        own.min_by(|a, b| distance(a).total_cmp(&distance(b)))
+    };
+    let own = of(recipe.as_str()).filter(|layer| distance(layer) <= NEARLY.ln())?;
+    let baseline = of(<MixedPrecision<f32> as Recipe>::ROW.name)
+        .filter(|layer| [layer.hidden, layer.tokens] == [own.hidden, own.tokens])?;
+    Some(Speed::Layer {
+        of_mixed_precision: baseline.both.median_ms / own.both.median_ms,
+        hidden: own.hidden,
+        tokens: own.tokens,
+        source,
+    })
+}

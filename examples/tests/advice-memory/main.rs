@@ -1,0 +1,305 @@
+//! The bytes that `quant-train advise` computes beside those that an allocator counts, of the `tiny` preset and others
+//! on the CPU. One test, since nothing else may allocate meanwhile.
+
+mod gpt2;
+
+use burn::backend::{Autodiff, Flex};
+use burn::optim::GradientsParams;
+use burn::tensor::backend::Backend;
+use burn::tensor::{Int, Tensor, TensorData, f16};
+use burn_quant_train::QuantTrain;
+use burn_quant_train::optim::{LayerBackend, QuantAdamWConfig};
+use burn_quant_train::recipe::{Chosen, FallbackInt8, MixedPrecision, NAMES, Recipe};
+use burn_quant_train::saved::{choose_context, compress_pending};
+use examples::advise::Question;
+use examples::advise::activations::{AttentionForm, Step};
+use examples::advise::device::Device;
+use examples::advise::memory::{Case, Memory};
+use examples::advise::shapes::Shapes;
+use examples::args::{Compute, Contexts, Optimizer};
+use examples::data::Batch;
+use examples::memory::{optimizer_state, saved_activations, saved_by};
+use examples::model::{Decoder, DecoderConfig, VOCABULARY};
+use peak_alloc::PeakAlloc;
+
+#[global_allocator]
+static ALLOCATOR: PeakAlloc = PeakAlloc;
+
+fn live() -> u64 {
+    ALLOCATOR.current_usage() as u64
+}
+
+/// A way to train a model of these sizes.
+#[derive(Clone)]
+struct Subject {
+    config: DecoderConfig,
+    batch: usize,
+    sequence: usize,
+    compute: Compute,
+    case: Case,
+    /// The share by which activations may be off.
+    bound: f64,
+}
+
+/// What an allocator counts.
+#[derive(Debug)]
+struct Counted {
+    weights: u64,
+    moments: u64,
+    copies: u64,
+    activations: u64,
+    peak: u64,
+}
+
+impl Subject {
+    fn batch<B: Backend>(&self) -> Batch<B> {
+        let tokens = |salt: usize| -> Tensor<B, 2, Int> {
+            let count = self.batch * self.sequence;
+            let values = (0..count).map(|index| ((index * 31 + salt * 17) % VOCABULARY) as i64);
+            let data = TensorData::new(values.collect(), [self.batch, self.sequence]);
+            Tensor::from_data(data, &Default::default())
+        };
+        Batch {
+            inputs: tokens(1),
+            targets: tokens(2),
+        }
+    }
+
+    fn count<B: LayerBackend<Device = <Flex as burn::tensor::backend::BackendTypes>::Device>>(
+        &self,
+    ) -> Counted {
+        let device = Default::default();
+        choose_context(Some(self.case.contexts.context()));
+        B::seed(&device, 1);
+        let batch = self.batch::<B>();
+        let start = live();
+        let model = self.config.init::<B>(&device);
+        model.materialize();
+        let weights = live() - start;
+        let config = self.case.optimizer.config();
+        let mut optim = config.init::<B, Decoder<B>>();
+        let model = optim.attach(model);
+
+        // The first step makes the moments, and what else a layer keeps between steps.
+        let step = |optim: &mut _, model: Decoder<B>| {
+            let gradients = model.loss(batch.clone()).backward();
+            let gradients = GradientsParams::from_grads(gradients, &model);
+            burn::optim::Optimizer::step(optim, 0.0, model, gradients)
+        };
+        let model = step(&mut optim, model);
+        ALLOCATOR.reset_peak_usage();
+        let model = step(&mut optim, model);
+        let peak = ALLOCATOR.peak_usage() as u64 - start;
+
+        // Copies are made of the new weights.
+        let before = live();
+        let loss = model.loss(batch.clone());
+        compress_pending();
+        let both = live() - before;
+        drop(loss.backward());
+        let activations = saved_activations(&model, &batch, &device, &|_| live());
+        let copies = both.saturating_sub(activations);
+        drop(optim);
+        let moments = optimizer_state(
+            model,
+            config.adamw::<B, Decoder<B>>(),
+            &batch,
+            &device,
+            &|_| live(),
+        );
+        Counted {
+            weights,
+            moments,
+            copies,
+            activations,
+            peak,
+        }
+    }
+
+    fn counted(&self) -> Counted {
+        struct Count<'a>(&'a Subject);
+
+        impl Chosen for Count<'_> {
+            type Output = Counted;
+
+            fn with<R: Recipe>(self) -> Counted {
+                self.0.count::<QuantTrain<Autodiff<Flex>, R>>()
+            }
+        }
+
+        match self.compute {
+            Compute::F32 => self.case.recipe.choose::<f32, _>(Count(self)),
+            Compute::F16 => self.count::<QuantTrain<Autodiff<Flex>, MixedPrecision<f16>>>(),
+            Compute::Bf16 => unreachable!("no BF16 on the CPU"),
+        }
+    }
+
+    fn computed(&self) -> Memory {
+        let question = Question {
+            model: Shapes::from(&self.config),
+            batch: self.batch,
+            sequence: self.sequence,
+            device: Device::Cpu,
+            compute: self.compute,
+            memory: None,
+            recipes: Vec::new(),
+            contexts: Vec::new(),
+            optimizers: Vec::new(),
+        };
+        Memory::of(&question, &self.case, self.batch)
+    }
+
+    /// Prints the figures, and says which are off by more than a share.
+    fn compare(&self) -> Vec<String> {
+        let (counted, computed) = (self.counted(), self.computed());
+        // A CPU holds one of the two layouts that recipes with learned step sizes ask for.
+        let is_learned = self.case.recipe.as_str().ends_with("int4");
+        let copies = computed.copies / if is_learned { 2 } else { 1 };
+        // The backward pass holds what it dequantizes for its own time, which is not computed.
+        let peak = match self.case.contexts {
+            Contexts::Exact => 0.1,
+            _ => 0.25,
+        };
+        // Modules, tables of rotary positions, maps and nodes are beside the numbers, and do not grow with them.
+        let pairs = [
+            ("weights", counted.weights, computed.weights, 0.06),
+            ("moments", counted.moments, computed.moments, 0.05),
+            ("copies", counted.copies, copies, 0.1),
+            (
+                "activations",
+                counted.activations,
+                computed.activations,
+                self.bound,
+            ),
+            ("peak", counted.peak, computed.peak, peak),
+        ];
+        let Case {
+            recipe,
+            contexts,
+            optimizer,
+        } = self.case;
+        let name = format!("{recipe}, {contexts}, {optimizer}, {}", self.compute);
+        let mut wrong = Vec::new();
+        let mut line = name.clone();
+        for (what, counted, computed, bound) in pairs {
+            let off = (computed as f64 - counted as f64) / counted.max(1) as f64;
+            line += &format!("; {what} {computed} of {counted} ({:+.2}%)", 100.0 * off);
+            // Where nothing is kept, tags and counters are all there is.
+            let both_small = counted.max(computed) < 64 << 10;
+            if off.abs() > bound && !both_small {
+                wrong.push(format!("{name}: {what} {computed} instead of {counted}"));
+            }
+        }
+        println!("{line}");
+        wrong
+    }
+}
+
+/// What a GPT-2 saves, by a recipe and a context: counted, and computed.
+fn gpt2_saved<R: Recipe>(contexts: Contexts) -> [u64; 2] {
+    type Train<R> = QuantTrain<Autodiff<Flex>, R>;
+    let (batch, sequence) = (4, 96);
+    let device = Default::default();
+    let shapes = gpt2::shapes(sequence);
+    let subject = Subject {
+        config: DecoderConfig::new(128, 384, 4, 1, sequence),
+        batch,
+        sequence,
+        compute: Compute::F32,
+        case: Case {
+            recipe: NAMES[0],
+            contexts,
+            optimizer: Optimizer::Adamw,
+        },
+        bound: 0.1,
+    };
+    choose_context(Some(contexts.context()));
+    let model = gpt2::Gpt2::<Train<R>>::new(&shapes, &device);
+    let optim = QuantAdamWConfig::new().init::<Train<R>, gpt2::Gpt2<Train<R>>>();
+    let model = optim.attach(model);
+    let tokens = subject.batch();
+    let counted = saved_by(|| model.loss(tokens.clone()), &device, &|_| live());
+    let step = Step {
+        model: &shapes,
+        batch,
+        sequence,
+        compute: Compute::F32,
+        attention: AttentionForm::Composed,
+        row: &R::ROW,
+        context: contexts.context(),
+    };
+    [counted, step.saved() as u64]
+}
+
+#[test]
+fn computed_bytes_are_those_that_are_counted() {
+    let tiny = DecoderConfig::new(128, 384, 4, 4, 128);
+    let subject = |recipe, contexts, optimizer| Subject {
+        config: tiny.clone(),
+        batch: 8,
+        sequence: 128,
+        compute: Compute::F32,
+        case: Case {
+            recipe,
+            contexts,
+            optimizer,
+        },
+        bound: match contexts {
+            Contexts::Exact => 0.012,
+            _ => 0.05,
+        },
+    };
+    let optimizers = [
+        Optimizer::Adamw,
+        Optimizer::Fp8Adamw,
+        Optimizer::Int8Adamw,
+        Optimizer::DynamicAdamw8bit,
+    ];
+    let mut subjects: Vec<_> = NAMES
+        .iter()
+        .zip(optimizers.iter().cycle())
+        .flat_map(|(&recipe, &optimizer)| {
+            [Contexts::Exact, Contexts::Int8].map(|contexts| subject(recipe, contexts, optimizer))
+        })
+        .collect();
+    let mixed = NAMES[0];
+    for contexts in [Contexts::Exact, Contexts::Int10] {
+        subjects.push(Subject {
+            compute: Compute::F16,
+            ..subject(mixed, contexts, Optimizer::Adamw)
+        });
+    }
+    // With more to save, nodes weigh less.
+    subjects.push(Subject {
+        batch: 32,
+        bound: 0.02,
+        ..subject(mixed, Contexts::Int8, Optimizer::Adamw)
+    });
+    // Other ratios of sizes, and little to save.
+    subjects.push(Subject {
+        bound: 0.1,
+        config: DecoderConfig::new(192, 256, 2, 3, 96),
+        batch: 5,
+        sequence: 96,
+        ..subject(mixed, Contexts::Int10, Optimizer::Adamw)
+    });
+    let mut wrong: Vec<_> = subjects.iter().flat_map(Subject::compare).collect();
+    for contexts in [Contexts::Exact, Contexts::Int8] {
+        for (name, [counted, computed]) in [
+            (
+                "mixed-precision",
+                gpt2_saved::<MixedPrecision<f32>>(contexts),
+            ),
+            ("fallback-int8", gpt2_saved::<FallbackInt8<f32>>(contexts)),
+        ] {
+            let off = computed as f64 / counted as f64 - 1.0;
+            let line = format!(
+                "GPT-2, {name}, {contexts}: {computed} of {counted} ({:+.2}%)",
+                100.0 * off
+            );
+            println!("{line}");
+            wrong.extend((off.abs() > 0.1).then_some(line));
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
