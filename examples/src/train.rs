@@ -14,7 +14,7 @@ use burn_quant_train::layer::LearnedSteps;
 use burn_quant_train::optim::{
     LayerBackend, LayerReport, QuantAdamWConfig, metric::OptimizerMetric,
 };
-use burn_quant_train::recipe::{Product, SavedX, SlotKind};
+use burn_quant_train::recipe::SlotKind;
 use burn_quant_train::saved::choose_context;
 
 use crate::args::{Args, Device, LossScaling};
@@ -169,18 +169,13 @@ fn optimizer(config: &Config, args: &Args) -> QuantAdamWConfig {
         })
 }
 
-/// What the layers hold between the passes, by the recipe's row.
+/// What the layers' memory follows from.
 fn layer_memory<B: LayerBackend>(layers: &[LayerReport]) -> Vec<LayerMemory> {
     let row = B::ROW.and_then(|row| row.linear);
-    let saved = row.filter(|row| row.saved_x == SavedX::Operand);
-    let saved = saved.and_then(|row| match row.weight_gradient {
-        Product::Quantized { left, .. } => Some(left.number.bits()),
-        Product::Compute => None,
-    });
     let layers = layers.iter().map(|layer| LayerMemory {
         layer: layer.path.clone(),
-        weight: layer.shape.iter().product(),
-        saved_bits: saved.filter(|_| layer.decision.is_quantized()),
+        shape: layer.shape,
+        row: row.filter(|_| layer.decision.is_quantized()),
     });
     layers.collect()
 }

@@ -1,7 +1,7 @@
 //! The bytes that a training step holds.
 
 use burn_quant_train::layer::LayerPolicy;
-use burn_quant_train::recipe::{Chosen, Name, Recipe, Row};
+use burn_quant_train::recipe::{Name, Row};
 use serde::Serialize;
 
 use super::Question;
@@ -45,7 +45,7 @@ impl Memory {
     /// That of a batch of `batch` sequences.
     pub fn of(question: &Question, case: &Case, batch: usize) -> Self {
         let model = &question.model;
-        let row = row(case.recipe);
+        let row = case.recipe.row();
         let step = Step {
             model,
             batch,
@@ -77,21 +77,6 @@ impl Memory {
             peak,
         }
     }
-}
-
-/// The row of a recipe. It does not depend on the compute dtype but for naming it.
-pub fn row(recipe: Name) -> Row {
-    struct ItsRow;
-
-    impl Chosen for ItsRow {
-        type Output = Row;
-
-        fn with<R: Recipe>(self) -> Row {
-            R::ROW
-        }
-    }
-
-    recipe.choose::<f32, _>(ItsRow)
 }
 
 /// Bytes of the quantized copies of all weights.

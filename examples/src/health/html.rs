@@ -154,23 +154,30 @@ fn heat_cell(cell: Option<Cell>) -> Markup {
 
 fn memory(about: &About<'_>, last: &HealthReport) -> Markup {
     let inputs = of_kind(last, LinearMatrix::X);
-    let input_of = |layer: &str| inputs.iter().find(|matrix| matrix.layer == layer);
-    let mib = |bytes: f64| format!("{:.2}", bytes / f64::from(1 << 20));
+    let rows_of = |layer: &str, width: usize| {
+        let input = inputs.iter().find(|matrix| matrix.layer == layer);
+        input.map(|matrix| matrix.elements as usize / width.max(1))
+    };
+    let mib = |bytes: usize| format!("{:.2}", bytes as f64 / f64::from(1 << 20));
     html! {
         p.note {
-            "MiB: the FP32 weight, and the input that waits for the backward pass, without its scales; "
-            "layers that are given one input save it once."
+            "MiB: the FP32 weight, the quantized copies of it that stay, and that of the input that waits for the backward "
+            "pass, all as on a GPU. Layers that are given one input save it once."
         }
         div.wide { table {
-            tr { th { "layer" } th { "weight" } th { "bits of an element" } th { "input" } }
+            tr { th { "layer" } th { "weight" } th { "its copies" } th { "saved input" } }
             @for layer in about.memory {
+                @let kept = layer.row.map(|row| {
+                    row.kept(rows_of(&layer.layer, layer.shape[0]).unwrap_or(0), layer.shape)
+                });
                 tr {
                     td { (layer.layer) }
-                    td { (mib(4.0 * layer.weight as f64)) }
-                    td { @match layer.saved_bits { Some(bits) => (bits), None => "as it came" } }
+                    td { (mib(4 * layer.shape.iter().product::<usize>())) }
+                    td { @if let Some(kept) = kept { (mib(kept.weight)) } }
                     td {
-                        @if let Some((matrix, bits)) = input_of(&layer.layer).zip(layer.saved_bits) {
-                            (mib(matrix.elements as f64 * f64::from(bits) / 8.0))
+                        @match kept.and_then(|kept| kept.input) {
+                            Some(bytes) => (mib(bytes)),
+                            None => "as it came",
                         }
                     }
                 }

@@ -17,6 +17,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 use burn_quant_train::health::{HealthConfig, HealthReport};
 use burn_quant_train::optim::advice::{Advice, advise};
+use burn_quant_train::recipe::LinearRow;
 
 use crate::args::Args;
 
@@ -39,18 +40,18 @@ pub struct About<'a> {
     pub title: &'a str,
     /// Loss of each step.
     pub losses: &'a [f64],
-    /// What each layer holds.
+    /// The layers.
     pub memory: &'a [LayerMemory],
 }
 
-/// What a layer holds between the passes of a batch, in bytes.
+/// What a layer's memory follows from.
 pub struct LayerMemory {
     /// The module path.
     pub layer: String,
-    /// Elements of the weight.
-    pub weight: usize,
-    /// Bits of an element of the saved input; none where the layer is not quantized.
-    pub saved_bits: Option<u32>,
+    /// The shape of the weight.
+    pub shape: [usize; 2],
+    /// The row of the recipe, if the layer is quantized.
+    pub row: Option<LinearRow>,
 }
 
 /// The files of a run.

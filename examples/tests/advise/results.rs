@@ -1,7 +1,6 @@
 //! What the advice computes beside what the H200 measured, in the book's result files.
 
 use examples::advise::activations::{AttentionForm, Step};
-use examples::advise::memory;
 use examples::advise::shapes::Shapes;
 use examples::report::Report;
 
@@ -34,7 +33,7 @@ fn saved_activations_and_moments_are_those_that_the_h200_measured() {
 fn compare(file: &str, report: &Report) {
     let model = Shapes::from(&report.preset.model(report.sequence));
     assert_eq!(model.parameters(), report.parameters);
-    let row = memory::row(report.recipe);
+    let row = report.recipe.row();
     let step = Step {
         model: &model,
         batch: report.batch,
