@@ -150,7 +150,8 @@ fn notes(question: &Question, rows: &[Row], taken: &Row) -> Vec<String> {
     notes.extend(about_narrow_floats(question.device).map(str::to_owned));
     if question.device != Device::Cpu {
         notes.push(
-            "peaks are computed, not measured: pools and what operations take for their own time come on top"
+            "peaks are computed, not measured: pools and what operations take for their own time come on top, with \
+             contexts a fifth of the peak on a CPU"
                 .to_owned(),
         );
     }
