@@ -1,12 +1,12 @@
 //! What `pretrain` does when it is asked for nothing: a comparison that says something within minutes.
 //!
-//! Two runs from scratch differ by chance more than two recipes do. So one run trains most of the steps in mixed precision, and
-//! both recipes go on from its checkpoint, each with several seeds.
+//! Two runs from scratch differ by chance more than two recipes do. So one run trains most of the steps in mixed
+//! precision, and both recipes go on from its checkpoint, each with several seeds.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use anyhow::Result;
+use anyhow::{Result, ensure};
 use burn_quant_train::recipe::Name;
 use textplots::{Chart, Plot, Shape};
 
@@ -16,6 +16,8 @@ use crate::report::{Report, ResultFile};
 use crate::statistics::{Mean, paired_differences, percent};
 use crate::{Done, Program, curve, data, dispatch, folder};
 
+/// Steps of which a third is one.
+const SHORTEST: usize = 3;
 /// Seeds of each recipe.
 const SEEDS: usize = 4;
 
@@ -39,6 +41,10 @@ pub fn run(program: &Program<'_>, args: &Args) -> Result<ExitCode> {
         let preset = args.preset.unwrap_or(Preset::Tiny);
         preset.defaults().steps
     });
+    ensure!(
+        steps >= SHORTEST,
+        "--steps {steps} leaves none to compare recipes in: use at least {SHORTEST}, or --recipe for runs from the start"
+    );
     let first = steps - steps / 3;
     let [recipe, baseline] = config::default_recipes()?;
     println!(
@@ -58,8 +64,13 @@ pub fn run(program: &Program<'_>, args: &Args) -> Result<ExitCode> {
         ..args.clone()
     };
     let begun = program.train(&base)?;
+    let [of_base, of_forks] = ["base", "forks"].map(|name| out.join(name).display().to_string());
     if begun.interrupted {
-        return Ok(stopped(&base));
+        println!(
+            "go on with: pretrain --resume {of_base} --stop-after {first}\n\
+             and then:   pretrain --fork {of_base} --out {of_forks} --recipe {baseline},{recipe} --seeds {SEEDS}"
+        );
+        return Ok(ExitCode::from(130));
     }
     let forks = Args {
         recipe: vec![baseline, recipe],
@@ -70,17 +81,11 @@ pub fn run(program: &Program<'_>, args: &Args) -> Result<ExitCode> {
     };
     let done = program.train(&forks)?;
     if done.interrupted {
-        return Ok(stopped(&forks));
+        println!("go on with: pretrain --resume {of_forks}");
+        return Ok(ExitCode::from(130));
     }
     print!("\n{}", summary(&done, recipe, baseline));
     Ok(ExitCode::SUCCESS)
-}
-
-fn stopped(args: &Args) -> ExitCode {
-    if let Some(out) = &args.out {
-        println!("go on with: pretrain --resume {}", out.display());
-    }
-    ExitCode::from(130)
 }
 
 /// A curve, what the recipe cost and saved, and what to try next.

@@ -44,6 +44,9 @@ impl Stop {
 /// Reads path and fallback rate of every layer.
 pub type ReadRates = Box<dyn Fn() -> Vec<(String, f32)> + Send + Sync>;
 
+/// What is done after each optimizer step.
+pub type AfterStep = Box<dyn Fn() -> anyhow::Result<()> + Send + Sync>;
+
 /// The outcome of training.
 pub struct Outcome<B: AutodiffBackend> {
     /// The trained model.
@@ -58,7 +61,7 @@ pub struct Outcome<B: AutodiffBackend> {
     pub tokens_per_second: f64,
     /// The readings of fallback rates.
     pub rates: RateReadings,
-    /// A checkpoint that could not be written ends the run.
+    /// A file that could not be written ends the run.
     pub failure: Option<anyhow::Error>,
 }
 
@@ -74,6 +77,8 @@ pub struct StepByStep<B: AutodiffBackend> {
     pub read_rates: Option<ReadRates>,
     /// Steps between two readings.
     pub read_every: usize,
+    /// Called after each optimizer step; an error ends the run.
+    pub after_step: AfterStep,
     /// Steps between checkpoints.
     pub checkpoint_every: usize,
     /// Stop early after this step.
@@ -143,6 +148,7 @@ where
             learner.lr_step();
             let output = learner.train_step(batch);
             learner.optimizer_step(output.grads);
+            failure = (self.after_step)().err();
             if let Some(read) = &self.read_rates
                 && step.is_multiple_of(self.read_every)
             {
@@ -164,7 +170,8 @@ where
 
             interrupted = self.stop.requested();
             let stopped = interrupted || self.stop_after.is_some_and(|it| step >= it);
-            if stopped || step.is_multiple_of(self.checkpoint_every) || step == steps {
+            let saves = stopped || step.is_multiple_of(self.checkpoint_every) || step == steps;
+            if saves && failure.is_none() {
                 clock.pause(|| B::sync(&self.device).expect("the device works"));
                 failure = self.save(&learner, step, &rates, &components).err();
                 clock.go_on();

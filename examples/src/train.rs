@@ -257,6 +257,10 @@ pub fn run<B: LayerBackend>(
     let slots = B::ROW.and_then(|row| row.linear).map(|row| row.slots);
     let mut slots = slots.unwrap_or_default().iter();
     let has_thresholds = slots.any(|slot| slot.kind == SlotKind::DelayThreshold);
+    let files = args
+        .health
+        .map(|_| health::Files::begin(job.checkpoints.folder(), first_step));
+    let files = files.transpose()?;
     let strategy = Arc::new(StepByStep::<B> {
         checkpoints: job.checkpoints.clone(),
         state: State {
@@ -273,6 +277,13 @@ pub fn run<B: LayerBackend>(
             Box::new(move || layers.fallback_rates())
         }),
         read_every: rates_every(config.device),
+        after_step: {
+            let (files, layers) = (files.clone(), layers.clone());
+            Box::new(move || match (&files, layers.take_health()) {
+                (Some(files), reports) if !reports.is_empty() => files.add(&reports),
+                (Some(_) | None, _) => Ok(()),
+            })
+        },
         checkpoint_every: args
             .checkpoint_every
             .unwrap_or_else(|| (config.steps / 5).max(100)),
@@ -317,17 +328,23 @@ pub fn run<B: LayerBackend>(
     if let Some(failure) = outcome.failure {
         return Err(failure);
     }
-    if args.health.is_some() {
+    // What follows are no training steps.
+    layers.measure_health(false);
+    let about_health = || -> Result<()> {
+        let Some(files) = &files else {
+            return Ok(());
+        };
         let title = format!("{}, {} preset", job.label, config.preset);
         let about = About {
             title: &title,
             losses: &history.losses(),
             memory: &layer_memory::<B>(&layers.layers()),
         };
-        let files = health::Files::new(job.checkpoints.folder());
-        print!("{}", files.write(first_step, layers.take_health(), &about)?);
-    }
+        print!("{}", files.finish(&about)?);
+        Ok(())
+    };
     let Some(valid_loss) = outcome.valid_loss else {
+        about_health()?;
         return Ok(Ended::Early {
             step: outcome.step,
             interrupted: outcome.interrupted,
@@ -365,5 +382,6 @@ pub fn run<B: LayerBackend>(
         report: report.clone(),
         losses,
     })?;
+    about_health()?;
     Ok(Ended::Complete(Box::new(report)))
 }

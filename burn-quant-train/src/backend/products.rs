@@ -176,8 +176,9 @@ fn measured<B: QuantBackend, R: Recipe>(
     let Some((watched, (of_x, of_weight))) = watched.zip(cells) else {
         return product(x, weight);
     };
-    watched.inputs(of_x, of_weight);
+    let (of_x, of_weight) = (of_x.read(), of_weight.read());
     let y = product(x, weight);
+    watched.inputs(of_x, of_weight);
     QuantTensor::new(B::record(watched, [y.into_primitive()]))
 }
 

@@ -31,9 +31,9 @@ pub struct HealthConfig {
     pub layers: Vec<String>,
     /// Recipes that are not running, and are applied to the same matrices.
     ///
-    /// A cast with a threshold, a learned step or a history has the layer's own only where its recipe runs. Elsewhere it has
-    /// the threshold at which just under a fifth of the blocks fall back, the step of a cold start after the largest
-    /// transform, or the matrix' own maximum.
+    /// A cast with a threshold, a learned step or a history has the layer's own only where the running recipe has that
+    /// cast. Elsewhere it has the lowest threshold, of some that are 4% apart, at which less than a fifth of the blocks
+    /// fall back; the step of a cold start after the largest transform; or the matrix' own maximum.
     pub what_if: Vec<Name>,
 }
 
@@ -55,7 +55,9 @@ impl HealthConfig {
 
     /// The same with another recipe applied to the same matrices.
     pub fn what_if(mut self, recipe: Name) -> Self {
-        self.what_if.push(recipe);
+        if !self.what_if.contains(&recipe) {
+            self.what_if.push(recipe);
+        }
         self
     }
 

@@ -3,6 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::{TINY, ZEROS};
+use crate::data::threshold::DelayThreshold;
 use crate::recipe::{LinearMatrix, LinearOperand};
 
 /// What a measured step showed: plain data, for programs that draw or store it.
@@ -14,6 +15,8 @@ pub struct HealthReport {
     pub matrices: Vec<MatrixHealth>,
     /// The state of the quantized layers after the step, in module order.
     pub layers: Vec<LayerState>,
+    /// The controller of their thresholds.
+    pub controller: DelayThreshold,
 }
 
 /// The state of a quantized layer.
@@ -42,8 +45,8 @@ pub struct MatrixHealth {
     /// Elements in each octave below that of the largest magnitude, all those further below, and zeros: see
     /// [`BINS`](super::BINS).
     pub histogram: Vec<u64>,
-    /// What it was quantized to, and what it would be by other recipes. Operands of a recipe that are the same numbers are
-    /// one.
+    /// What it was quantized to, and what it would be by other recipes. Operands of a recipe that are the same numbers
+    /// have the same figures.
     pub casts: Vec<CastHealth>,
 }
 

@@ -126,7 +126,7 @@ impl<B: DataBackend> Bank<B> {
         }
         let mut state = self.lock();
         if let Some(watch) = &self.watch {
-            watch.clear();
+            watch.restore(step);
         }
         let time = state.now.time + 1;
         *state = State {
@@ -226,7 +226,7 @@ impl<B: DataBackend> Bank<B> {
         let slot = slot.unwrap_or_else(|| panic!("layers: no slot `{name}` in {:?}", self.slots));
         let known = state.devices.iter().position(|(it, _)| it == device);
         let index = known.unwrap_or_else(|| {
-            let values = self.values(state);
+            let values = self.values_of(state)();
             let slots = self.slots.iter();
             let slots = slots
                 .map(|slot| SlotState::new(slot, &self.controllers, &values, device))
@@ -269,29 +269,38 @@ impl<B: DataBackend> Bank<B> {
                 .for_each(|(slots, state)| slots.push(state));
         }
         state.devices = devices.into_iter().zip(moved).collect();
-        let watch = self.watch.as_ref();
-        let watch = watch.filter(|watch| watch.is_due(state.now.step));
+        let ended = state.now;
         state.now.step += 1;
         state.now.time += 1;
-        if let Some(watch) = watch {
-            watch.end_step(state.now.step, &self.values(&state));
+        let step = state.now.step;
+        let watch = self.watch.as_ref();
+        if let Some(watch) = watch.filter(|watch| watch.is_due(ended.step)) {
+            let values = self.values_of(&state);
+            // Runs of layers do not wait while the device is read.
+            drop(state);
+            watch.end_step(ended, &values());
         }
-        state.now.step
+        step
     }
 
     /// The values of every layer's slots. Waits for the device: for records and metrics only.
     pub fn read(&self) -> Vec<SlotValues> {
-        self.values(&self.lock())
+        let values = self.values_of(&self.lock());
+        values()
     }
 
-    fn values(&self, state: &State<B>) -> Vec<SlotValues> {
+    /// Reads the values of every layer's slots as they are now.
+    fn values_of(&self, state: &State<B>) -> impl FnOnce() -> Vec<SlotValues> + use<B> {
         let mut values = state.initial.clone();
-        if let Some((_, slots)) = state.devices.first() {
-            for (slot, state) in self.slots.iter().zip(slots) {
+        let first = state.devices.first();
+        let states = first.map_or_else(Vec::new, |(_, states)| states.clone());
+        let slots = self.slots;
+        move || {
+            for (slot, state) in slots.iter().zip(states) {
                 state.read(slot, &mut values);
             }
+            values
         }
-        values
     }
 }
 

@@ -1,8 +1,11 @@
 //! What is measured of the layers of a model, until it is asked for.
 
 use std::{
-    collections::VecDeque,
-    sync::{Mutex, MutexGuard, PoisonError},
+    collections::{HashMap, VecDeque},
+    sync::{
+        Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
 };
 
 use burn_backend::{
@@ -10,7 +13,7 @@ use burn_backend::{
     tensor::{Device, FloatTensor, IntTensor},
 };
 
-use super::{SlotValues, policy::covers, slot::rate_of};
+use super::{DelayThreshold, Now, SlotValues, policy::covers, slot::rate_of};
 use crate::{
     data::{
         DataBackend,
@@ -18,10 +21,13 @@ use crate::{
     },
     health::{HealthConfig, HealthReport, Label, LayerState, MatrixSums},
     recipe::{LinearMatrix, THRESHOLD},
+    warning::warn,
 };
 
 /// Reports that wait for a reader; then the oldest goes.
 const UNREAD: usize = 64;
+/// Runs of a layer in a step that are measured: their samples wait on the device.
+const RUNS: usize = 64;
 
 /// What a probe found of a matrix, on its device.
 pub(crate) struct Sample<B: DataBackend> {
@@ -38,21 +44,61 @@ pub(crate) struct Sample<B: DataBackend> {
 /// Measures the layers of a model.
 pub(crate) struct Watch<B: DataBackend> {
     config: HealthConfig,
+    controller: DelayThreshold,
     /// The paths of the quantized layers, in their order.
     paths: Vec<String>,
-    samples: Mutex<Vec<Sample<B>>>,
-    reports: Mutex<VecDeque<HealthReport>>,
-    last: Mutex<Option<HealthReport>>,
+    is_on: AtomicBool,
+    present: Mutex<Present<B>>,
+    reports: Mutex<Reports>,
+}
+
+/// What was measured in the present step.
+struct Present<B: DataBackend> {
+    now: Now,
+    /// Runs of each matrix of each layer.
+    runs: HashMap<(String, LinearMatrix), usize>,
+    samples: Vec<Sample<B>>,
+}
+
+impl<B: DataBackend> Present<B> {
+    fn at(now: Now) -> Self {
+        Self {
+            now,
+            runs: HashMap::new(),
+            samples: Vec::new(),
+        }
+    }
+}
+
+#[derive(Default)]
+struct Reports {
+    unread: VecDeque<HealthReport>,
+    last: Option<HealthReport>,
 }
 
 impl<B: DataBackend> Watch<B> {
-    pub fn new(config: HealthConfig, paths: Vec<String>) -> Self {
+    /// Measures the layers at these paths, quantized or not; `quantized` are those that the recipe quantizes.
+    pub fn new(
+        config: HealthConfig,
+        controller: DelayThreshold,
+        paths: &[&str],
+        quantized: Vec<String>,
+    ) -> Self {
+        for pattern in &config.layers {
+            if !paths.iter().any(|path| covers(pattern, path)) {
+                warn(&format!(
+                    "quant-train: health is to measure the layers `{pattern}`, and the model has none; it has {}",
+                    paths.join(", ")
+                ));
+            }
+        }
         Self {
             config,
-            paths,
-            samples: Mutex::default(),
+            controller,
+            paths: quantized,
+            is_on: AtomicBool::new(true),
+            present: Mutex::new(Present::at(Now::default())),
             reports: Mutex::default(),
-            last: Mutex::default(),
         }
     }
 
@@ -60,35 +106,62 @@ impl<B: DataBackend> Watch<B> {
         &self.config
     }
 
+    /// Measures from now on, or does not.
+    pub fn switch(&self, on: bool) {
+        self.is_on.store(on, Ordering::Relaxed);
+    }
+
     /// True if step number `step`, counted from 0, is measured.
     pub fn is_due(&self, step: u64) -> bool {
         (step + 1).is_multiple_of(self.config.every)
     }
 
-    /// True if the layer at this path is measured.
+    /// True if the layer at this path is measured now.
     pub fn watches(&self, path: &str) -> bool {
         let patterns = &self.config.layers;
-        patterns.is_empty() || patterns.iter().any(|pattern| covers(pattern, path))
+        let is_named = patterns.is_empty() || patterns.iter().any(|pattern| covers(pattern, path));
+        is_named && self.is_on.load(Ordering::Relaxed)
     }
 
-    /// True if this matrix of a layer has been measured in this step.
-    pub fn has(&self, path: &str, matrix: LinearMatrix) -> bool {
-        let is_it = |sample: &Sample<B>| sample.matrix == matrix && sample.layer == path;
-        lock(&self.samples).iter().any(is_it)
+    /// True if a run of a layer is to measure this matrix: the weight once a step, and as many runs as there is room for.
+    pub fn claims(&self, now: Now, path: &str, matrix: LinearMatrix) -> bool {
+        let mut present = lock(&self.present);
+        if present.now != now {
+            *present = Present::at(now);
+        }
+        let runs = present.runs.entry((path.to_owned(), matrix)).or_default();
+        *runs += 1;
+        *runs
+            <= match matrix {
+                LinearMatrix::W => 1,
+                LinearMatrix::X | LinearMatrix::Gradient => RUNS,
+            }
     }
 
-    pub fn add(&self, sample: Sample<B>) {
-        lock(&self.samples).push(sample);
+    /// Adds a sample of a matrix that was claimed at this time, unless that is over.
+    pub fn add(&self, now: Now, sample: Sample<B>) {
+        let mut present = lock(&self.present);
+        if present.now == now {
+            present.samples.push(sample);
+        }
     }
 
-    /// Forgets what was measured of a step that is given up.
-    pub fn clear(&self) {
-        lock(&self.samples).clear();
+    /// Forgets the present step, and what was measured after step number `step`: a record of that is restored.
+    pub fn restore(&self, step: u64) {
+        *lock(&self.present) = Present::at(Now::default());
+        let mut reports = lock(&self.reports);
+        reports.unread.retain(|report| report.step <= step);
+        reports.last = reports.last.take().filter(|report| report.step <= step);
     }
 
-    /// Ends a measured step, after which `step` were taken and layers have these values. Waits for the device.
-    pub fn end_step(&self, step: u64, values: &[SlotValues]) {
-        let samples = std::mem::take(&mut *lock(&self.samples));
+    /// Ends a measured step, which began at `now`, and after which layers have these values. Waits for the device.
+    pub fn end_step(&self, now: Now, values: &[SlotValues]) {
+        let mut present = lock(&self.present);
+        let samples = match present.now == now {
+            true => std::mem::replace(&mut *present, Present::at(Now::default())).samples,
+            false => Vec::new(),
+        };
+        drop(present);
         let mut matrices: Vec<MatrixSums> = Vec::new();
         for sums in read(samples) {
             match matrices.iter_mut().find(|known| known.is_of(&sums)) {
@@ -106,26 +179,27 @@ impl<B: DataBackend> Watch<B> {
             }
         });
         let report = HealthReport {
-            step,
+            step: now.step + 1,
             matrices: matrices.into_iter().map(MatrixSums::figures).collect(),
             layers: layers.collect(),
+            controller: self.controller,
         };
-        *lock(&self.last) = Some(report.clone());
         let mut reports = lock(&self.reports);
-        if reports.len() == UNREAD {
-            reports.pop_front();
+        if reports.unread.len() == UNREAD {
+            reports.unread.pop_front();
         }
-        reports.push_back(report);
+        reports.last = Some(report.clone());
+        reports.unread.push_back(report);
     }
 
-    /// The last report, taken or not.
-    pub fn last(&self) -> Option<HealthReport> {
-        lock(&self.last).clone()
+    /// Works on the last report, taken or not.
+    pub fn with_last<A>(&self, work: impl FnOnce(Option<&HealthReport>) -> A) -> A {
+        work(lock(&self.reports).last.as_ref())
     }
 
     /// The reports since they were last taken.
     pub fn take(&self) -> Vec<HealthReport> {
-        lock(&self.reports).drain(..).collect()
+        lock(&self.reports).unread.drain(..).collect()
     }
 }
 

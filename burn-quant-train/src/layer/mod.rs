@@ -40,7 +40,6 @@ use crate::data::{
     learned_step::HadamardSize,
     quantize::{DelayedMaximum, Fallback},
 };
-use crate::recipe::{LinearMatrix, Name};
 use random::lane;
 
 /// One linear layer.
@@ -206,28 +205,14 @@ impl<B: DataBackend> Layer<B> {
 
     /// The present, if this step of the layer is measured.
     pub(crate) fn measured_now(&self) -> Option<Now> {
-        let now = self.bank.now();
         let watch = self.bank.watch()?;
+        let now = self.bank.now();
         (watch.is_due(now.step) && watch.watches(&self.path)).then_some(now)
     }
 
-    /// True if the layer's weight has not been measured in this step.
-    pub(crate) fn measures_weight(&self) -> bool {
-        let watch = self.bank.watch();
-        watch.is_some_and(|watch| !watch.has(&self.path, LinearMatrix::W))
-    }
-
-    /// Recipes that are to be applied to what is measured.
-    pub(crate) fn what_if(&self) -> Vec<Name> {
-        let watch = self.bank.watch();
-        watch.map_or_else(Vec::new, |watch| watch.config().what_if.clone())
-    }
-
-    /// Adds what was measured in a run, unless the step of that run is over.
-    pub(crate) fn add_sample(&self, now: Now, sample: HealthSample<B>) {
-        if let Some(watch) = self.bank.watch().filter(|_| self.bank.now() == now) {
-            watch.add(sample);
-        }
+    /// What measures the layer.
+    pub(crate) fn watch(&self) -> Option<&Watch<B>> {
+        self.bank.watch()
     }
 
     /// The layer's threshold in the slot `name`, on `device`, with counters at zero.

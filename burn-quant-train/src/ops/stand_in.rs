@@ -21,8 +21,8 @@ use crate::{
 /// (fallback-int8, appendix D).
 const FALLBACK_RATE: f32 = 0.2;
 /// Thresholds that are tried, each lower than the one before by this factor.
-const THRESHOLDS: i32 = 64;
-const THRESHOLD_FACTOR: f32 = 0.8;
+const THRESHOLDS: i32 = 160;
+const THRESHOLD_FACTOR: f32 = 0.96;
 
 /// An operand that is to be made again.
 #[derive(Debug, Clone, Copy)]

@@ -16,7 +16,7 @@ use crate::{
     health::Label,
     layer::{HealthSample, Layer, Now},
     recipe::{LinearMatrix, LinearRow, Name, Row},
-    saved::{Cell, HeldTensor, recorded::Recorded},
+    saved::{HeldTensor, recorded::Recorded},
 };
 
 /// Measures a run of a layer. As an operation of the layer's output it changes nothing, and sees the gradient.
@@ -57,17 +57,20 @@ impl<B: DataBackend> Watched<B> {
         })
     }
 
-    /// Measures X `[.., K]` and W `[K, N]`, the latter once a step.
-    pub fn inputs(&self, x: &Cell<B>, weight: &Cell<B>) {
-        self.measure(LinearMatrix::X, x.read());
-        if self.layer.measures_weight() {
-            self.measure(LinearMatrix::W, weight.read());
-        }
+    /// Measures X `[.., K]` and W `[K, N]`, after the product: what that chooses and sets is what it was made with.
+    pub fn inputs(&self, x: FloatTensor<B>, weight: FloatTensor<B>) {
+        self.measure(LinearMatrix::X, x);
+        self.measure(LinearMatrix::W, weight);
     }
 
     fn measure(&self, matrix: LinearMatrix, value: FloatTensor<B>) {
+        let (layer, now) = (&self.layer, self.now);
+        let watch = layer.watch();
+        let Some(watch) = watch.filter(|it| it.claims(now, layer.path(), matrix)) else {
+            return;
+        };
         let device = B::float_device(&value);
-        let (casts, labels) = self.casts(matrix);
+        let (casts, labels) = self.casts(matrix, &watch.config().what_if);
         let elements = value.shape().num_elements() as u64;
         let state = match self.row {
             Some(row) => self.state(matrix, &row, &device),
@@ -79,10 +82,10 @@ impl<B: DataBackend> Watched<B> {
             state,
         };
         let Probed { numbers, counts } = B::run(probe, inputs);
-        self.layer.add_sample(
-            self.now,
+        watch.add(
+            now,
             HealthSample {
-                layer: self.layer.path().to_owned(),
+                layer: layer.path().to_owned(),
                 matrix,
                 elements,
                 labels,
@@ -93,15 +96,14 @@ impl<B: DataBackend> Watched<B> {
     }
 
     /// The casts of a matrix, of the running recipe and of others, each computed once, and a label for each use of one.
-    fn casts(&self, matrix: LinearMatrix) -> (Vec<Remake>, Vec<Label>) {
-        let others = self.layer.what_if().into_iter();
+    fn casts(&self, matrix: LinearMatrix, what_if: &[Name]) -> (Vec<Remake>, Vec<Label>) {
+        let others = what_if.iter().copied();
         let others = others.filter(|name| self.row.is_none() || *name != self.recipe);
         let others = others.filter_map(|name| Some((name, name.row().linear?, false)));
         let running = self.row.map(|row| (self.recipe, row, true));
         let mut casts: Vec<Remake> = Vec::new();
         let mut labels: Vec<Label> = Vec::new();
         for (recipe, row, runs) in running.into_iter().chain(others) {
-            let first = labels.len();
             for (operand, cast) in row.operands().filter(|(it, _)| it.matrix() == matrix) {
                 let key = self.key(casts.len());
                 let remake = Remake {
@@ -115,15 +117,13 @@ impl<B: DataBackend> Watched<B> {
                 if known.is_none() {
                     casts.push(remake);
                 }
-                if labels[first..].iter().all(|label| label.index != index) {
-                    labels.push(Label {
-                        recipe,
-                        operand,
-                        cast,
-                        runs,
-                        index,
-                    });
-                }
+                labels.push(Label {
+                    recipe,
+                    operand,
+                    cast,
+                    runs,
+                    index,
+                });
             }
         }
         (casts, labels)

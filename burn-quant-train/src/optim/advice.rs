@@ -28,8 +28,8 @@ const OUTSTANDING: f64 = 10.0;
 const QUIET: f64 = 0.003;
 /// Measured steps at the end of which a threshold that has not settled is named.
 const STEPS_TO_SETTLE: usize = 4;
-/// Thresholds whose range is one factor, but for rounding, go up and down by turns.
-const TURNING: f32 = 1.01;
+/// A threshold that moves by less stands still: the smallest factor of the adaptive controller is ten times as large.
+const STILL: f32 = 1.0001;
 /// Another recipe helps if it leaves a quarter of the trouble.
 const HELPS: f64 = 0.25;
 
@@ -241,16 +241,29 @@ fn of_casts<'a>(
     matrix: &'a MatrixHealth,
     medians: &'a BTreeMap<String, f64>,
 ) -> impl Iterator<Item = Finding> + 'a {
-    matrix.running().filter_map(move |cast| {
+    // Operands that are the same numbers have one finding.
+    let running: Vec<_> = matrix.running().collect();
+    let is_first = move |index: usize| {
+        let same = |a: &CastHealth, b: &CastHealth| (&a.cast, a.noise) == (&b.cast, b.noise);
+        running[..index]
+            .iter()
+            .all(|other| !same(other, running[index]))
+    };
+    let casts = matrix.running().enumerate();
+    let casts = casts.filter_map(move |(index, cast)| is_first(index).then_some(cast));
+    casts.filter_map(move |cast| {
         let nonzero = (1.0 - matrix.zeros()).max(f64::MIN_POSITIVE);
         let lost = cast.underflow / nonzero;
         let octaves = matrix.median_octave().unwrap_or(0);
-        let noise = cast.noise.unwrap_or(0.0);
+        let noise = cast.noise.unwrap_or(f64::INFINITY);
         let percent = |share: f64| format!("{:.1}%", 100.0 * share);
         let decibel = -10.0 * noise.log10();
         let median = medians.get(&cast.operand.to_string()).copied();
         let median = median.unwrap_or(noise);
-        let (fault, weight, figure) = if cast.saturation > SATURATED {
+        let (fault, weight, figure) = if noise.is_infinite() {
+            let figure = String::from("it became NaN or infinite");
+            (Fault::NotFinite, 1.0, figure)
+        } else if cast.saturation > SATURATED {
             let share = percent(cast.saturation);
             let figure = format!("{share} of the values lie beyond the largest number");
             (Fault::Saturation, cast.saturation, figure)
@@ -316,16 +329,13 @@ fn remedy(matrix: &MatrixHealth, cast: &CastHealth, fault: Fault) -> Remedy {
 
 /// Layers whose fallback rate was outside the range of the controller in each of the last measured steps.
 fn unsettled(reports: &[HealthReport]) -> Vec<Finding> {
-    let DelayThreshold {
-        rate_min,
-        rate_max,
-        alpha,
-        ..
-    } = DelayThreshold::default();
     let Some(first) = reports.len().checked_sub(STEPS_TO_SETTLE) else {
         return Vec::new();
     };
     let last = &reports[first..];
+    let DelayThreshold {
+        rate_min, rate_max, ..
+    } = last[STEPS_TO_SETTLE - 1].controller;
     let layers = last[0].layers.iter().map(|state| &state.layer);
     let findings = layers.filter_map(|layer| {
         let states = last.iter().filter_map(|report| {
@@ -339,16 +349,17 @@ fn unsettled(reports: &[HealthReport]) -> Vec<Finding> {
         if rates.len() < STEPS_TO_SETTLE || outside.count() < rates.len() {
             return None;
         }
-        let range = |values: &mut dyn Iterator<Item = f32>| {
-            let start = (f32::INFINITY, f32::NEG_INFINITY);
-            values.fold(start, |(least, most), it| (least.min(it), most.max(it)))
-        };
-        let (lowest, highest) = range(&mut rates.iter().copied());
-        let (least, most) = range(&mut states.filter_map(|state| state.threshold));
-        // A threshold that goes up and down by turns may have been measured in one phase only.
-        let turns = most <= alpha * least * TURNING;
-        let swings = turns || lowest < rate_min && highest > rate_max;
-        let (text, look) = match (swings, lowest > rate_max) {
+        let fold = |f: fn(f32, f32) -> f32| rates.iter().copied().reduce(f);
+        let (lowest, highest) = fold(f32::min).zip(fold(f32::max))?;
+        let thresholds: Vec<_> = states.filter_map(|state| state.threshold).collect();
+        // A threshold that goes up and down by turns may have been measured in one phase only; one that still moves goes one
+        // way.
+        let ratios = thresholds.windows(2).map(|pair| pair[1] / pair[0]);
+        let moves = |way: fn(f32, f32) -> bool| ratios.clone().all(|ratio| way(ratio, STILL));
+        let rises = moves(|ratio, still| ratio > still);
+        let falls = moves(|ratio, still| ratio < 1.0 / still);
+        let swings = !rises && !falls;
+        let (text, look) = match (swings, rises) {
             (true, _) => (
                 "is between",
                 "no threshold settles: its blocks have nearly one maximum. A constant factor also swings where their maxima lie \

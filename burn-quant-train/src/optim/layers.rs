@@ -124,7 +124,8 @@ impl<B: DataBackend> Layers<B> {
             .filter(|(_, report)| report.decision.is_quantized());
         let paths = quantized.clone().map(|(_, report)| report.path.clone());
         let watch = config.health.clone();
-        let watch = watch.map(|config| Watch::new(config, paths.collect()));
+        let all: Vec<_> = reports.iter().map(|(_, it)| it.path.as_str()).collect();
+        let watch = watch.map(|it| Watch::new(it, config.threshold, &all, paths.collect()));
         let values = quantized
             .map(|(id, report)| values_of(record, *id, &report.path))
             .collect();
@@ -322,10 +323,30 @@ impl<B: DataBackend> LayersView<B> {
         watch.map_or_else(Vec::new, Watch::take)
     }
 
-    /// The report of the last step that was measured, taken or not.
-    pub fn last_health(&self) -> Option<HealthReport> {
+    /// Works on the report of the last step that was measured, taken or not.
+    pub fn with_last_health<A>(&self, work: impl FnOnce(Option<&HealthReport>) -> A) -> A {
         let shared = lock(&self.shared);
-        shared.layers.as_ref()?.bank.watch()?.last()
+        let watch = shared
+            .layers
+            .as_ref()
+            .and_then(|layers| layers.bank.watch());
+        match watch {
+            Some(watch) => watch.with_last(work),
+            None => work(None),
+        }
+    }
+
+    /// Measures from now on, or does not: products of a model that are evaluated with gradients would else count for a
+    /// measured step.
+    pub fn measure_health(&self, on: bool) {
+        let shared = lock(&self.shared);
+        if let Some(watch) = shared
+            .layers
+            .as_ref()
+            .and_then(|layers| layers.bank.watch())
+        {
+            watch.switch(on);
+        }
     }
 
     /// The state of the layers, as the optimizer's record holds it. Waits for the device.

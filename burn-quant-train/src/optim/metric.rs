@@ -110,10 +110,11 @@ impl OptimizerMetric {
     {
         let layers = optimizer.view();
         let worst = move || {
-            let report = layers.last_health();
-            let matrices = report.iter().flat_map(|report| &report.matrices);
-            let figures = matrices.flat_map(MatrixHealth::running).filter_map(figure);
-            100.0 * figures.fold(f64::NAN, f64::max)
+            layers.with_last_health(|report| {
+                let matrices = report.iter().flat_map(|report| &report.matrices);
+                let figures = matrices.flat_map(MatrixHealth::running).filter_map(figure);
+                100.0 * figures.fold(f64::NAN, f64::max)
+            })
         };
         Self::new(name, Some("%"), worst, 1)
     }
@@ -148,6 +149,11 @@ impl Metric for OptimizerMetric {
             self.last = (self.read)();
         }
         self.updates += 1;
+        // A mean over an epoch would stay NaN.
+        if self.last.is_nan() {
+            let none = NumericEntry::Value(self.last).serialize();
+            return SerializedEntry::new(String::from("-"), none);
+        }
         let format = FormatOptions::new(self.name());
         let format = match self.unit {
             Some(unit) => format.unit(unit).precision(1),

@@ -3,7 +3,7 @@
 use std::cmp::Ordering;
 
 use burn_quant_train::health::{CastHealth, HealthReport, MatrixHealth};
-use burn_quant_train::recipe::LinearOperand;
+use burn_quant_train::recipe::{LinearMatrix, LinearOperand};
 
 /// The operands, in the order of columns.
 pub const OPERANDS: [LinearOperand; 6] = [
@@ -83,13 +83,6 @@ fn worse_first(a: f64, b: f64) -> Ordering {
     b.is_nan().cmp(&a.is_nan()).then(a.total_cmp(&b))
 }
 
-/// The lowest ratio of a layer in a report, if it is quantized.
-pub fn worst_of(report: &HealthReport, layer: &str) -> Option<f64> {
-    let rows = rows(report);
-    let row = rows.iter().find(|row| row.layer == layer)?;
-    Some(row.worst())
-}
-
 /// A ratio on a scale from 0, 10 dB and less, to 1, 50 dB and more.
 pub fn on_scale(snr_db: f64) -> f64 {
     ((snr_db - 10.0) / 40.0).clamp(0.0, 1.0)
@@ -105,10 +98,7 @@ pub fn decibel(snr_db: Option<f64>) -> String {
 }
 
 /// All matrices of one kind, with their layers, in the order of the report.
-pub fn of_kind<'a>(
-    report: &'a HealthReport,
-    kind: burn_quant_train::recipe::LinearMatrix,
-) -> Vec<&'a MatrixHealth> {
+pub fn of_kind(report: &HealthReport, kind: LinearMatrix) -> Vec<&MatrixHealth> {
     let matrices = report.matrices.iter();
     matrices.filter(|matrix| matrix.matrix == kind).collect()
 }

@@ -11,7 +11,7 @@ mod plot;
 mod table;
 
 use std::fs;
-use std::io::ErrorKind;
+use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
@@ -55,44 +55,60 @@ pub struct LayerMemory {
 }
 
 /// The files of a run.
+#[derive(Clone)]
 pub struct Files {
     folder: PathBuf,
 }
 
-impl Files {
-    /// Those in the folder of a run.
-    pub fn new(folder: &Path) -> Self {
-        Self {
-            folder: folder.to_owned(),
-        }
-    }
+const REPORTS: &str = "health.jsonl";
 
-    /// Adds the reports of this process, which began at step `first`, and writes all files anew. Gives what is to be
-    /// printed.
+impl Files {
+    /// Those in the folder of a run that goes on after step `first`: later reports in them are removed.
     ///
     /// # Errors
     ///
     /// A file that cannot be read or written.
-    pub fn write(
-        &self,
-        first: usize,
-        reports: Vec<HealthReport>,
-        about: &About<'_>,
-    ) -> Result<String> {
-        let mut all = self.read()?;
-        all.retain(|report| report.step <= first as u64);
-        all.extend(reports);
-        let advice = advise(&all);
-        let lines = all.iter().map(serde_json::to_string);
-        let lines = lines.collect::<Result<Vec<_>, _>>()?;
-        self.put("health.jsonl", lines.join("\n") + "\n")?;
-        self.put("health.csv", csv::rows(&all)?)?;
-        let page = self.put("health.html", html::page(about, &all, &advice)?)?;
-        Ok(printed(about.title, &all, &advice, &page))
+    pub fn begin(folder: &Path, first: usize) -> Result<Self> {
+        let files = Self {
+            folder: folder.to_owned(),
+        };
+        let mut reports = match first {
+            0 => Vec::new(),
+            _ => files.read()?,
+        };
+        reports.retain(|report| report.step <= first as u64);
+        files.put(REPORTS, lines(&reports)?)?;
+        Ok(files)
+    }
+
+    /// Adds reports.
+    ///
+    /// # Errors
+    ///
+    /// The file cannot be written.
+    pub fn add(&self, reports: &[HealthReport]) -> Result<()> {
+        let path = self.folder.join(REPORTS);
+        let text = lines(reports)?;
+        let file = fs::OpenOptions::new().append(true).open(&path);
+        let written = file.and_then(|mut file| file.write_all(text.as_bytes()));
+        written.with_context(|| format!("cannot write {}", path.display()))
+    }
+
+    /// Writes the other files from the reports of the run. Gives what is to be printed.
+    ///
+    /// # Errors
+    ///
+    /// A file that cannot be read or written.
+    pub fn finish(&self, about: &About<'_>) -> Result<String> {
+        let reports = self.read()?;
+        let advice = advise(&reports);
+        self.put("health.csv", csv::rows(&reports)?)?;
+        let page = self.put("health.html", html::page(about, &reports, &advice)?)?;
+        Ok(printed(about.title, &reports, &advice, &page))
     }
 
     fn read(&self) -> Result<Vec<HealthReport>> {
-        let path = self.folder.join("health.jsonl");
+        let path = self.folder.join(REPORTS);
         let text = match fs::read_to_string(&path) {
             Ok(text) => text,
             Err(error) if error.kind() == ErrorKind::NotFound => String::new(),
@@ -115,6 +131,14 @@ impl Files {
         fs::write(&path, content).with_context(context)?;
         Ok(path)
     }
+}
+
+/// A report a line.
+fn lines(reports: &[HealthReport]) -> Result<String> {
+    let lines = reports
+        .iter()
+        .map(|report| Ok(serde_json::to_string(report)? + "\n"));
+    lines.collect()
 }
 
 fn printed(title: &str, reports: &[HealthReport], advice: &Advice, page: &Path) -> String {

@@ -5,7 +5,7 @@ use burn_quant_train::health::{HealthReport, MatrixHealth, TINY};
 use plotters::prelude::*;
 use plotters::style::colors::colormaps::{ColorMap, ViridisRGB};
 
-use super::figures::{on_scale, worst_of};
+use super::figures::{on_scale, rows};
 
 /// A grey that shows on light and on dark.
 const GREY: RGBColor = RGBColor(128, 128, 128);
@@ -57,9 +57,13 @@ pub fn losses(losses: &[f64]) -> Result<String> {
 ///
 /// As [`losses`].
 pub fn layers_by_step(layers: &[String], reports: &[HealthReport]) -> Result<String> {
+    let tables: Vec<_> = reports.iter().map(rows).collect();
     let cells = layers.iter().map(|layer| {
-        let cells = reports.iter().map(|report| worst_of(report, layer));
-        cells.map(|ratio| ratio.map(on_scale)).collect()
+        let rows = tables
+            .iter()
+            .map(|rows| rows.iter().find(|row| row.layer == layer));
+        rows.map(|row| row.map(|row| on_scale(row.worst())))
+            .collect()
     });
     let steps: Vec<_> = reports
         .iter()

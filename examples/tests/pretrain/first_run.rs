@@ -46,16 +46,37 @@ fn forks_of_one_run_are_compared() {
     }
 }
 
-/// What it recommends is taken by the command line.
+/// What it recommends, but for the preset and the device, is taken word for word.
 #[test]
 fn what_comes_next_works() {
-    let data = corpus();
-    let folder = tempfile::tempdir().unwrap();
-    for next in [
-        &["--recipe", "fallback-int8", "--health"][..],
-        &["--recipe", "hadamard-int4,luq-int4"],
-        &["--contexts", "int10", "--recipe", "fallback-int8"],
-    ] {
-        succeeded(&small_run(data.path(), folder.path(), next));
+    let (data, folder) = (corpus(), tempfile::tempdir().unwrap());
+    let printed = succeeded(&small_run(data.path(), &folder.path().join("first"), &[]));
+    let next = printed
+        .lines()
+        .filter_map(|line| line.split_once("pretrain --"));
+    let next: Vec<_> = next
+        .map(|(_, rest)| rest.split("  ").next().unwrap())
+        .collect();
+    assert_eq!(next.len(), 4, "{printed}");
+    for (index, flags) in next
+        .into_iter()
+        .filter(|it| !it.contains("cuda"))
+        .enumerate()
+    {
+        let flags = format!("--{flags}");
+        let flags: Vec<_> = flags.split_whitespace().collect();
+        let out = folder.path().join(index.to_string());
+        succeeded(&small_run(data.path(), &out, &flags));
     }
+}
+
+#[test]
+fn a_third_of_two_steps_is_none() {
+    let (data, folder) = (corpus(), tempfile::tempdir().unwrap());
+    let out = folder.path().join("out");
+    fails(
+        &run_of("2", data.path(), &out, &[]),
+        "--steps 2 leaves none",
+    );
+    assert!(!out.exists());
 }

@@ -9,8 +9,8 @@ use burn::{
 };
 use burn_quant_train::{
     QuantTrain,
-    health::HealthConfig,
-    layer::LayerPolicy,
+    health::{HealthConfig, HealthReport, LayerState},
+    layer::{DelayThreshold, LayerPolicy},
     optim::advice::{Advice, Fault, Remedy, advise},
     recipe::{BlockInt8, CurrentFp8, FallbackInt8, Name, Recipe},
 };
@@ -205,4 +205,31 @@ fn a_healthy_stack_has_nothing_that_stands_out() {
     assert!(advice.findings.is_empty(), "seed {seed}: {advice}");
     assert_eq!(advice.to_string(), "nothing stands out");
     assert_eq!(advise(&[]).findings, []);
+}
+
+/// Rates are judged by the range of the controller that runs.
+#[test]
+fn another_range_is_another_verdict() {
+    let state = |rate| LayerState {
+        layer: String::from("it"),
+        threshold: Some(1.0),
+        rate: Some(rate),
+    };
+    let advice = |rate, controller| {
+        let report = |step| HealthReport {
+            step,
+            matrices: Vec::new(),
+            layers: vec![state(rate)],
+            controller,
+        };
+        advise(&[1, 2, 3, 4].map(report)).findings.len()
+    };
+    let high = DelayThreshold {
+        rate_min: 0.3,
+        rate_max: 0.5,
+        ..DelayThreshold::default()
+    };
+    let found =
+        [0.2, 0.4].map(|rate| (advice(rate, DelayThreshold::default()), advice(rate, high)));
+    assert_eq!(found, [(0, 1), (1, 0)]);
 }

@@ -723,13 +723,14 @@ fn measuring_changes_no_bit<B: DataBackend, R: Recipe>(seed: u64) {
         let model = M::<B, R>::new(&Default::default());
         let (mut optim, model) = attached(&config, model, seed);
         let run = train(model, &mut optim, 1e-2, &batches);
-        (run.losses, parameters_of(&run.model), optim.take_health())
+        let kept = (parameters_of(&run.model), optim.layers_record());
+        (run.losses, kept, optim.take_health())
     };
     let all = NAMES
         .iter()
         .fold(HealthConfig::every(2), |it, name| it.what_if(*name));
-    let (losses, parameters, none) = run(None);
-    let (measured, measured_parameters, reports) = run(Some(all));
+    let (losses, (parameters, layers), none) = run(None);
+    let (measured, (measured_parameters, measured_layers), reports) = run(Some(all));
     let name = R::ROW.name;
     assert!(none.is_empty());
     assert!(
@@ -741,6 +742,10 @@ fn measuring_changes_no_bit<B: DataBackend, R: Recipe>(seed: u64) {
             same_bits(plain, measured),
             "{name}, seed {seed}: parameters differ"
         );
+    }
+    // Weights have ids of their own.
+    for (plain, measured) in layers.layers.iter().zip(&measured_layers.layers) {
+        assert_eq!(plain.slots, measured.slots, "{name}, seed {seed}");
     }
     let steps: Vec<_> = reports.iter().map(|report| report.step).collect();
     assert_eq!(steps, [2, 4]);

@@ -11,16 +11,18 @@ use burn_quant_train::{
     optim::QuantAdamWConfig,
     recipe::{
         BlockInt8, CurrentFp8, DelayedFp8, FallbackInt8, Granularity, LinearMatrix, LinearOperand,
-        MixedPrecision, NAMES, Recipe, Residual, Rounding, ScaleNumber, ScaleSource, Transform,
+        MixedPrecision, NAMES, Number, Recipe, Residual, Rounding, ScaleNumber, ScaleSource,
+        Transform,
+        context::{Contexts, Int10},
     },
 };
 use cubecl_kernels::{granularity, quantize::QuantizeSpec, reference, shape::MatrixShape};
 use quant_train_tests::{
     Rng,
-    data::tensor,
-    models::One,
+    data::{same_bits, tensor},
+    models::{Classifier, Mlp, One},
     on_every_backend,
-    train::{attached, every_layer},
+    train::{accumulated, attached, every_layer, parameters_of, samples},
 };
 
 on_every_backend! {
@@ -30,6 +32,9 @@ on_every_backend! {
     runs_of_a_step_add_up => runs;
     what_is_not_finite_is_said => not_finite;
     patterns_name_what_is_measured => patterns;
+    a_threshold_that_is_not_there_is_near_the_rate => what_if_fallback;
+    compressed_contexts_keep_their_bits => contexts;
+    measuring_can_be_switched_off => switched;
 }
 
 type T<B, R> = QuantTrain<Autodiff<B>, R>;
@@ -256,7 +261,8 @@ fn runs<B: DataBackend>(seed: u64) {
     let (mut optim, model) = attached(&config, model, seed);
     let mut accumulator = GradientsAccumulator::new();
     let mut rng = Rng::new(seed);
-    let mut all = Vec::new();
+    let (mut all, mut became) = (Vec::new(), Vec::new());
+    let mut scales = Vec::new();
     for scale in [1e-3, 8.0, 1.0] {
         let x = rng.normals(rows * k, scale);
         let y = model
@@ -264,6 +270,10 @@ fn runs<B: DataBackend>(seed: u64) {
             .forward(tensor::<T<B, R>, 2>(&x, [rows, k], &device));
         let gradients = GradientsParams::from_grads(y.sum().backward(), &model);
         accumulator.accumulate(&model, gradients);
+        let spec = QuantizeSpec::new(Number::E4M3, granularity::Granularity::Tensor);
+        let quantized = reference::quantize(&x, MatrixShape::new(rows, k), &spec);
+        became.extend(reference::dequantize(&quantized));
+        scales.extend(quantized.scales);
         all.extend(x);
     }
     optim.step(0.0, model, accumulator.grads());
@@ -277,6 +287,11 @@ fn runs<B: DataBackend>(seed: u64) {
         "seed {seed}"
     );
     assert_eq!(x.elements as usize, 3 * rows * k);
+    let cast = x.casts.iter().find(|cast| cast.operand == LinearOperand::X);
+    let cast = cast.expect("X is quantized");
+    assert_figures(cast, &all, &became, &format!("three runs, seed {seed}"));
+    scales.sort_by(f32::total_cmp);
+    assert_eq!(cast.scales, Some([scales[0], scales[2]]), "seed {seed}");
     assert_eq!(
         matrix(&reports[0], LinearMatrix::W).elements as usize,
         k * n
@@ -315,6 +330,84 @@ fn patterns<B: DataBackend>(seed: u64) {
     assert_eq!(reports[0].matrices.len(), 3);
     let rare = config.with_health(Some(HealthConfig::every(2)));
     assert!(measured::<B, BlockInt8<f32>>(rare, &data()).is_empty());
+}
+
+/// What `fallback-int8` would do lies between what no block and what every block would give, with blocks that differ little.
+fn what_if_fallback<B: DataBackend>(seed: u64) {
+    let device = Default::default();
+    let [rows, k, n] = [1024, 256, 16];
+    let health = HealthConfig::every(1).what_if("fallback-int8".parse().expect("a recipe"));
+    let config = every_layer(seed).with_health(Some(health));
+    let model = One::<T<B, MixedPrecision<f32>>>::new(k, n, false, &device);
+    let (mut optim, model) = attached(&config, model, seed);
+    let data = Rng::new(seed).normals(rows * k, 1.0);
+    let x = tensor::<T<B, MixedPrecision<f32>>, 2>(&data, [rows, k], &device);
+    let loss = model.linear.forward(x).sum();
+    let gradients = GradientsParams::from_grads(loss.backward(), &model);
+    optim.step(0.0, model, gradients);
+    let reports = optim.take_health();
+    let cast = &matrix(&reports[0], LinearMatrix::X).casts[0];
+    // The noise of each block falls to nothing where it falls back: 16 blocks, of which 1 to 3 do.
+    let shape = MatrixShape::new(rows, k);
+    let noise = |threshold| {
+        let quantized = reference::quantize_fallback(&data, shape, 128, threshold);
+        let became = reference::dequantize_fallback(&quantized);
+        let pairs = data.iter().map(|x| f64::from(*x)).zip(became);
+        pairs.map(|(x, y)| (x - y) * (x - y)).sum::<f64>()
+    };
+    let signal: f64 = data.iter().map(|x| f64::from(*x) * f64::from(*x)).sum();
+    let share = cast.noise.expect("finite values") * signal / noise(f32::MAX);
+    assert!(
+        (0.75..0.97).contains(&share),
+        "seed {seed}: {share} of the noise without fallback"
+    );
+}
+
+/// Inputs that wait compressed are read as the product read them, in two micro-batches.
+fn contexts<B: DataBackend>(seed: u64) {
+    type R = Contexts<FallbackInt8<f32>, Int10>;
+    let run = |health: Option<HealthConfig>| {
+        let config = every_layer(seed).with_health(health);
+        let model = Mlp::<T<B, R>>::new(&Default::default());
+        let (mut optim, model) = attached(&config, model, seed);
+        let batches = samples::<T<B, R>, Mlp<T<B, R>>>(seed, 6);
+        let run = accumulated(model, &mut optim, &batches);
+        (
+            run.losses,
+            parameters_of(&run.model),
+            optim.take_health().len(),
+        )
+    };
+    let (plain, measured) = (run(None), run(Some(HealthConfig::every(1))));
+    assert!(same_bits(&plain.0, &measured.0), "seed {seed}");
+    for (plain, measured) in plain.1.iter().zip(&measured.1) {
+        assert!(same_bits(plain, measured), "seed {seed}");
+    }
+    assert_eq!((plain.2, measured.2), (0, 2));
+}
+
+fn switched<B: DataBackend>(seed: u64) {
+    type R = BlockInt8<f32>;
+    let device = Default::default();
+    let [rows, k, n] = SHAPE;
+    let config = every_layer(seed).with_health(Some(HealthConfig::every(1)));
+    let (mut optim, model) = attached(&config, One::<T<B, R>>::new(k, n, false, &device), seed);
+    let loss = |scale| {
+        let x = Rng::new(seed).normals(rows * k, scale);
+        model
+            .linear
+            .forward(tensor::<T<B, R>, 2>(&x, [rows, k], &device))
+            .sum()
+    };
+    optim.view().measure_health(false);
+    drop(loss(1e6));
+    optim.view().measure_health(true);
+    let gradients = GradientsParams::from_grads(loss(1.0).backward(), &model);
+    optim.step(0.0, model.clone(), gradients);
+    let reports = optim.take_health();
+    let x = matrix(&reports[0], LinearMatrix::X);
+    assert_eq!(x.elements as usize, rows * k);
+    assert!(x.absmax.is_some_and(|absmax| absmax < 100.0), "seed {seed}");
 }
 
 #[cfg(feature = "flex")]
