@@ -8,7 +8,8 @@ pub(crate) fn warn(text: &str) {
     }
 }
 
-/// Warns the first time that this place is reached, with a format string and its arguments, and says that it does so once.
+/// Warns the first time that this place is reached, with a format string and its arguments, and says that it does so
+/// once.
 macro_rules! warn_once {
     ($($text:tt)*) => {{
         use std::sync::atomic::{AtomicBool, Ordering};

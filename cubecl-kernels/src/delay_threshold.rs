@@ -4,10 +4,10 @@
 //! layer keeps a threshold from the last step and moves it by a factor when its rate left the target range.
 //!
 //! With the paper's one factor for all moves, no threshold settles where the largest magnitudes of a layer's blocks lie
-//! closer together than that factor: each move takes the rate across its whole range. So a layer has a factor of its own,
-//! which adapts by the rule of Rprop (Riedmiller and Braun, 1993): what it has above 1 is halved when the threshold turns
-//! around, and grows by a fifth when it goes on. Halving more than a fifth undoes matters: where the rate is noise,
-//! turns and repeats are equally likely, and the factor still becomes small.
+//! closer together than that factor: each move takes the rate across its whole range. So a layer has a factor of its
+//! own, which adapts by the rule of Rprop (Riedmiller and Braun, 1993): what it has above 1 is halved when the
+//! threshold turns around, and grows by a fifth when it goes on. Halving more than a fifth undoes matters: where the
+//! rate is noise, turns and repeats are equally likely, and the factor still becomes small.
 
 use cubecl::{calculate_cube_count_elemwise, prelude::*, std::tensor::TensorHandle};
 
@@ -38,8 +38,8 @@ pub struct DelayThreshold {
     pub r_max: f32,
     /// The largest factor of one step, and that of a layer's first, above 1. The paper takes 1.3.
     pub alpha: f32,
-    /// The smallest factor of one step, above 1 and at most `alpha`. With `alpha` itself every step has the same factor,
-    /// as in the paper.
+    /// The smallest factor of one step, above 1 and at most `alpha`. With `alpha` itself every step has the same
+    /// factor, as in the paper.
     pub alpha_min: f32,
 }
 
@@ -59,14 +59,14 @@ pub struct DelayThresholdOutput<R: Runtime> {
 /// Moves the threshold of every layer at once, on the device.
 ///
 /// - `thresholds`: f32 `[layers]`, updated in place, kept within [`MIN_THRESHOLD`] and [`MAX_THRESHOLD`] by every move.
-/// - `moves`: f32 `[layers]`, updated in place: what the factor of the layer's last move has above 1, negative where the
-///   threshold fell; 0 before the first.
+/// - `moves`: f32 `[layers]`, updated in place: what the factor of the layer's last move has above 1, negative where
+///   the threshold fell; 0 before the first.
 /// - `counts`: i32 `[layers, 2]`, the blocks that fell back and all blocks since the last call, as
 ///   [`quantize_fallback`](crate::fallback::quantize_fallback) adds them up; zeroed.
 /// - `rates`: f32 `[layers]`, receives the fallback rate of each layer.
 ///
-/// A layer whose total is 0 (it did not run) keeps its threshold and its rate. All must be contiguous. The same buffers are
-/// also returned, for callers that thread state through outputs.
+/// A layer whose total is 0 (it did not run) keeps its threshold and its rate. All must be contiguous. The same buffers
+/// are also returned, for callers that thread state through outputs.
 ///
 /// # Errors
 ///

@@ -1,5 +1,5 @@
-//! How far quantized values are from those that they stand for: what becomes signal-to-noise ratio, cosine, and the shares
-//! of values that underflow or saturate.
+//! How far quantized values are from those that they stand for: what becomes signal-to-noise ratio, cosine, and the
+//! shares of values that underflow or saturate.
 
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
@@ -57,8 +57,8 @@ pub struct QuantizationError<R: Runtime> {
 /// - `x`: f32, f16 or bf16 `[rows, cols]`, any strides.
 /// - `y`: f32, of the same shape, any strides.
 /// - `absmax`: f32 `[1]`, the largest magnitude of `x`.
-/// - `limit`: f32 `[1]`, the magnitude of the largest number under the one scale of the matrix; `None` where each scale is
-///   of the values' own maximum, so that none saturates.
+/// - `limit`: f32 `[1]`, the magnitude of the largest number under the one scale of the matrix; `None` where each scale
+///   is of the values' own maximum, so that none saturates.
 ///
 /// # Errors
 ///

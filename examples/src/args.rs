@@ -52,8 +52,8 @@ pub struct Args {
     /// How the codes of 8-bit moments are rounded [default: nearest]
     #[arg(long, value_enum)]
     pub state_rounding: Option<StateRounding>,
-    /// Steps at the start in which INT4 recipes set their step sizes by the data before they learn them [default: a tenth
-    /// of the run]
+    /// Steps at the start in which INT4 recipes set their step sizes by the data before they learn them [default: a
+    /// tenth of the run]
     #[arg(long, value_name = "STEPS")]
     pub cold_start: Option<u64>,
     /// How activations wait for the backward pass, but for the inputs of quantized layers [default: exact]

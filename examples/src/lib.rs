@@ -3,8 +3,8 @@
 //! - [`model`] is plain Burn and knows nothing of quantization; [`dispatch`] names the backends, [`train`] the
 //!   optimizer: these two are all that it takes to train in low precision.
 //! - [`data`] loads text; [`schedule`] is the learning rate; [`strategy`] counts steps inside Burn's training loop.
-//! - `first_run` is what happens without flags; [`args`] is the command line; [`config`] says which runs it asks for; [`folder`] holds them, [`checkpoint`] one of
-//!   them, in [`sealed`] files.
+//! - `first_run` is what happens without flags; [`args`] is the command line; [`config`] says which runs it asks for;
+//!   [`folder`] holds them, [`checkpoint`] one of them, in [`sealed`] files.
 //! - [`metrics`], [`progress`] and [`memory`] say what happens, [`report`] and [`table`] what came of it, with the
 //!   [`statistics`] of several seeds, [`health`] what became of each layer; result files have [`rows`] and thinned loss [`curve`]s.
 //!

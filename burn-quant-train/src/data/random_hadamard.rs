@@ -1,4 +1,5 @@
-//! The random Hadamard transform of a matrix and its inverse, by operations that every backend computes to the same bits.
+//! The random Hadamard transform of a matrix and its inverse, by operations that every backend computes to the same
+//! bits.
 
 use burn_backend::{Backend, FloatDType, Scalar, Shape, Slice, TensorData, tensor::FloatTensor};
 use cubecl_kernels::hadamard::{HadamardSize, RANDOM_SIGNS, RANDOM_SIZE};
@@ -38,8 +39,8 @@ pub(crate) fn random_hadamard<B: Backend>(matrix: FloatTensor<B>) -> FloatTensor
     )
 }
 
-/// The matrix, FP32 `[rows, cols]`, whose [`random_hadamard`] `values` is, FP32 `[rows, whole]`: the transform is orthogonal
-/// and symmetric but for its signs.
+/// The matrix, FP32 `[rows, cols]`, whose [`random_hadamard`] `values` is, FP32 `[rows, whole]`: the transform is
+/// orthogonal and symmetric but for its signs.
 pub(crate) fn inverse_random_hadamard<B: Backend>(
     values: FloatTensor<B>,
     cols: usize,
@@ -59,8 +60,8 @@ fn signed<B: Backend>(values: FloatTensor<B>, blocks: usize) -> FloatTensor<B> {
     B::float_mul(B::float_reshape(values, Shape::new([blocks, block])), signs)
 }
 
-/// The block-diagonal Hadamard transform of each row of `matrix`, FP32 `[rows, cols]`, whose columns are whole blocks. It is
-/// its own inverse.
+/// The block-diagonal Hadamard transform of each row of `matrix`, FP32 `[rows, cols]`, whose columns are whole blocks.
+/// It is its own inverse.
 pub(crate) fn hadamard<B: Backend>(matrix: FloatTensor<B>, size: HadamardSize) -> FloatTensor<B> {
     let [rows, cols] = matrix_shape(&matrix, "hadamard");
     let mut values = matrix;

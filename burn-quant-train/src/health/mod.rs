@@ -1,5 +1,5 @@
-//! The health of quantized training: what quantization does to the inputs, the weights and the gradients of linear layers,
-//! and what other recipes would do to them.
+//! The health of quantized training: what quantization does to the inputs, the weights and the gradients of linear
+//! layers, and what other recipes would do to them.
 //!
 //! A [`HealthConfig`] of the optimizer says how often which layers are measured; [`LayersView::take_health`] has the
 //! [`HealthReport`]s, one for each step that was measured, and [`advise`] says what they mean.
@@ -26,8 +26,8 @@ use crate::recipe::Name;
 pub struct HealthConfig {
     /// Every so many optimizer steps are measured: with 100, the 100th, the 200th, and so on.
     pub every: u64,
-    /// The layers that are measured: patterns as those of a [`LayerPolicy`](crate::layer::LayerPolicy). All where there are
-    /// none.
+    /// The layers that are measured: patterns as those of a [`LayerPolicy`](crate::layer::LayerPolicy). All where there
+    /// are none.
     pub layers: Vec<String>,
     /// Recipes that are not running, and are applied to the same matrices.
     ///

@@ -30,8 +30,8 @@ pub struct LayerState {
     pub rate: Option<f32>,
 }
 
-/// The figures of a matrix of a layer, over all its runs in the step. A gradient is as the layer got it: times the scale
-/// of the loss, where losses are scaled.
+/// The figures of a matrix of a layer, over all its runs in the step. A gradient is as the layer got it: times the
+/// scale of the loss, where losses are scaled.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct MatrixHealth {
     /// The module path of the layer.

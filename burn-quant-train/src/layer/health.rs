@@ -123,7 +123,8 @@ impl<B: DataBackend> Watch<B> {
         is_named && self.is_on.load(Ordering::Relaxed)
     }
 
-    /// True if a run of a layer is to measure this matrix: the weight once a step, and as many runs as there is room for.
+    /// True if a run of a layer is to measure this matrix: the weight once a step, and as many runs as there is room
+    /// for.
     pub fn claims(&self, now: Now, path: &str, matrix: LinearMatrix) -> bool {
         let mut present = lock(&self.present);
         if present.now != now {

@@ -231,8 +231,8 @@ impl<B: DataBackend> Layer<B> {
         }
     }
 
-    /// The step sizes of all layers in the slot `name`, on `device`, and the index of this one; none if it has none yet, or
-    /// sets it in each run.
+    /// The step sizes of all layers in the slot `name`, on `device`, and the index of this one; none if it has none
+    /// yet, or sets it in each run.
     ///
     /// # Panics
     ///
@@ -258,8 +258,8 @@ impl<B: DataBackend> Layer<B> {
         self.bank.with_slot(name, device, of_layer)
     }
 
-    /// The size of this layer's transform, of the slot `name`: the one that it has, or the one that `choose` gives where
-    /// it has none or chooses again.
+    /// The size of this layer's transform, of the slot `name`: the one that it has, or the one that `choose` gives
+    /// where it has none or chooses again.
     ///
     /// # Panics
     ///

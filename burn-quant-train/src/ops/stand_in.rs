@@ -282,8 +282,8 @@ fn extremes<K: Kernels>(scales: &Scales<K>) -> FloatTensor<K> {
     K::float_cat(vec![one(smallest), one(largest), one(of_scales)], 0)
 }
 
-/// A fallback state for one layer: of some thresholds the smallest at which less than [`FALLBACK_RATE`] of the blocks of
-/// this copy fall back. `largest` is the largest number.
+/// A fallback state for one layer: of some thresholds the smallest at which less than [`FALLBACK_RATE`] of the blocks
+/// of this copy fall back. `largest` is the largest number.
 fn at_rate<K: Kernels>(copy: &Quantized<K>, largest: f32) -> Fallback<K> {
     let Scales::F32(scales) = &copy.scales else {
         unreachable!("fallback has FP32 scales");

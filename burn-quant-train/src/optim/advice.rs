@@ -256,6 +256,11 @@ fn of_casts<'a>(
         let lost = cast.underflow / nonzero;
         let octaves = matrix.median_octave().unwrap_or(0);
         let noise = cast.noise.unwrap_or(f64::INFINITY);
+        // Gradients have a wide range without outliers, and what becomes 0 at random is right on average.
+        let by_outliers = match matrix.matrix {
+            LinearMatrix::X | LinearMatrix::W => UNDERFLOWN_BY_OUTLIERS,
+            LinearMatrix::Gradient => UNDERFLOWN,
+        };
         let percent = |share: f64| format!("{:.1}%", 100.0 * share);
         let decibel = -10.0 * noise.log10();
         let median = medians.get(&cast.operand.to_string()).copied();
@@ -267,7 +272,7 @@ fn of_casts<'a>(
             let share = percent(cast.saturation);
             let figure = format!("{share} of the values lie beyond the largest number");
             (Fault::Saturation, cast.saturation, figure)
-        } else if octaves >= OUTLIER_OCTAVES && lost > UNDERFLOWN_BY_OUTLIERS {
+        } else if octaves >= OUTLIER_OCTAVES && lost > by_outliers {
             let share = percent(lost);
             let figure =
                 format!("the largest magnitude is 2^{octaves} times the median, and {share} of the values become 0");

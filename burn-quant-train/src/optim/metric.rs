@@ -81,8 +81,8 @@ impl OptimizerMetric {
         Self::new("Loss Scale", None, scale, every)
     }
 
-    /// The largest noise of an operand of any layer, in the last step that was measured: the squared error in percent of the
-    /// squared values. Give it the optimizer that goes to the `Learner`, which measures by its
+    /// The largest noise of an operand of any layer, in the last step that was measured: the squared error in percent
+    /// of the squared values. Give it the optimizer that goes to the `Learner`, which measures by its
     /// [`HealthConfig`](crate::health::HealthConfig).
     pub fn worst_noise<O, B>(optimizer: &QuantOptimizer<O, B>) -> Self
     where

@@ -259,8 +259,8 @@ impl LinearRow {
         }
     }
 
-    /// The slots, if the forward product takes learned step sizes: then the backward pass reads the operands of the forward
-    /// product, and the steps have gradients.
+    /// The slots, if the forward product takes learned step sizes: then the backward pass reads the operands of the
+    /// forward product, and the steps have gradients.
     pub(crate) const fn learned(&self) -> Option<LearnedSlots> {
         let Product::Quantized { left, right, .. } = &self.forward else {
             return None;

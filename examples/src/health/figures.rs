@@ -24,6 +24,31 @@ pub struct Cell {
     pub underflow: f64,
 }
 
+impl Cell {
+    fn is_same_as(self, other: Self) -> bool {
+        let bits = |cell: Self| (cell.snr_db.map(f64::to_bits), cell.underflow.to_bits());
+        bits(self) == bits(other)
+    }
+}
+
+/// The operands that a row has, but for those that are the same numbers as another one in all of them.
+pub fn columns(rows: &[Row<'_>]) -> Vec<usize> {
+    let cells = |column: usize| rows.iter().map(move |row| row.cells[column]);
+    let same = |a: usize, b: usize| {
+        let mut pairs = cells(a).zip(cells(b));
+        OPERANDS[a].matrix() == OPERANDS[b].matrix()
+            && pairs.all(|(a, b)| a.zip(b).is_some_and(|(a, b)| a.is_same_as(b)))
+    };
+    let mut columns: Vec<usize> = Vec::new();
+    for column in 0..OPERANDS.len() {
+        let is_used = cells(column).any(|cell| cell.is_some());
+        if is_used && !columns.iter().any(|&other| same(column, other)) {
+            columns.push(column);
+        }
+    }
+    columns
+}
+
 /// A layer's casts by operand.
 pub struct Row<'a> {
     /// The module path.

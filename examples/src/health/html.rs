@@ -7,7 +7,7 @@ use burn_quant_train::recipe::LinearMatrix;
 use maud::{DOCTYPE, Markup, PreEscaped, html};
 use plotters::style::colors::colormaps::{ColorMap, ViridisRGB};
 
-use super::figures::{Cell, OPERANDS, decibel, of_kind, on_scale, rows};
+use super::figures::{Cell, OPERANDS, columns, decibel, of_kind, on_scale, rows};
 use super::{About, plot};
 
 const STYLE: &str = "
@@ -71,7 +71,7 @@ fn of_reports(
             p.note { "The lowest of a layer's operands: dark is 10 dB and less, light 50 dB and more, red is not defined." }
             (svg(plot::layers_by_step(&layers, reports)?))
             h2 { "Layer by operand, step " (last.step) }
-            p.note { "Decibel, and the share of values that became 0; the worst layer first." }
+            p.note { "Decibel, and the share of values that became 0; the worst layer first. Operands that are the same numbers share a column." }
             (heat_map(&rows))
         }
         @for (kind, name) in [
@@ -114,8 +114,7 @@ fn findings(advice: &Advice) -> Markup {
 }
 
 fn heat_map(rows: &[super::figures::Row<'_>]) -> Markup {
-    let is_used = |column: usize| rows.iter().any(|row| row.cells[column].is_some());
-    let columns: Vec<usize> = (0..OPERANDS.len()).filter(|it| is_used(*it)).collect();
+    let columns = columns(rows);
     html! {
         div.wide { table {
             tr {

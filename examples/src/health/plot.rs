@@ -88,7 +88,7 @@ pub fn histograms(matrices: &[&MatrixHealth]) -> Result<String> {
         let shade = |count: u64| (count > 0).then(|| 1.0 + share(count).log10() / 6.0);
         shown.into_iter().map(shade).collect()
     });
-    let octaves: Vec<_> = (0..=OCTAVES).map(|octave| format!("-{octave}")).collect();
+    let octaves: Vec<_> = (0..=OCTAVES).map(|octave| format!("2^-{octave}")).collect();
     grid(&names, &cells.collect::<Vec<_>>(), &octaves)
 }
 

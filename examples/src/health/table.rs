@@ -3,7 +3,7 @@
 use burn_quant_train::health::HealthReport;
 use plotters::style::colors::colormaps::{ColorMap, ViridisRGB};
 
-use super::figures::{Cell, OPERANDS, decibel, on_scale, rows};
+use super::figures::{Cell, OPERANDS, columns, decibel, on_scale, rows};
 
 /// Layers that are shown; the others are better.
 const LAYERS: usize = 20;
@@ -15,9 +15,7 @@ pub fn heat_map(report: &HealthReport, colours: bool) -> String {
     if rows.is_empty() {
         return String::from("no layer is quantized\n");
     }
-    let columns: Vec<usize> = (0..OPERANDS.len())
-        .filter(|&column| rows.iter().any(|row| row.cells[column].is_some()))
-        .collect();
+    let columns = columns(&rows);
     let shown = &rows[..rows.len().min(LAYERS)];
     let width = shown.iter().map(|row| row.layer.len()).max().unwrap_or(0);
     let mut text = format!("{:width$}", "dB, lost");

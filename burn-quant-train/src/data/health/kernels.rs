@@ -13,7 +13,8 @@ pub struct Magnitudes<T: Tensors> {
     pub histogram: T::Int,
 }
 
-/// The comparison of a matrix with what it became: see [`cubecl_kernels::quantization_error`](mod@cubecl_kernels::quantization_error).
+/// The comparison of a matrix with what it became: see
+/// [`cubecl_kernels::quantization_error`](mod@cubecl_kernels::quantization_error).
 #[derive(Debug, Clone)]
 pub struct QuantizationError<T: Tensors> {
     /// FP32 `[SUMS]`.
@@ -32,8 +33,8 @@ pub trait HealthKernels: Backend {
     /// If `x` does not have two dimensions.
     fn magnitudes(x: FloatTensor<Self>) -> Magnitudes<Self>;
 
-    /// Compares the matrix `x`, of any float dtype and of largest magnitude `absmax`, FP32 `[1]`, with `y`, FP32, what it
-    /// became. `limit`, FP32 `[1]`: the magnitude from which on values saturate.
+    /// Compares the matrix `x`, of any float dtype and of largest magnitude `absmax`, FP32 `[1]`, with `y`, FP32, what
+    /// it became. `limit`, FP32 `[1]`: the magnitude from which on values saturate.
     ///
     /// # Panics
     ///

@@ -28,11 +28,11 @@ pub enum ThresholdFactor {
     /// `alpha` (fallback-int8, algorithm 2). Where the largest magnitudes of a layer's blocks lie closer together than
     /// that, the fallback rate goes from 0 to 1 and back.
     Constant,
-    /// One for each layer, from `smallest` to `alpha`. What it has above 1 is halved when the threshold turns around, and
-    /// grows by a fifth when it moves on the same way (the rule of Rprop: Riedmiller and Braun, 1993).
+    /// One for each layer, from `smallest` to `alpha`. What it has above 1 is halved when the threshold turns around,
+    /// and grows by a fifth when it moves on the same way (the rule of Rprop: Riedmiller and Braun, 1993).
     Adaptive {
-        /// Greater than 1 and at most `alpha`. The closer to 1, the closer to each other may the magnitudes lie, and the
-        /// longer does it take until the factor is large again where a layer's magnitudes begin to drift.
+        /// Greater than 1 and at most `alpha`. The closer to 1, the closer to each other may the magnitudes lie, and
+        /// the longer does it take until the factor is large again where a layer's magnitudes begin to drift.
         smallest: f32,
     },
 }

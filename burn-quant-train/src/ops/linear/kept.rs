@@ -25,8 +25,8 @@ pub struct Kept {
 }
 
 impl LinearRow {
-    /// What a layer of this row keeps for an X of `rows` rows and a weight of `inputs` x `outputs`, scales included, on a
-    /// GPU; a CPU holds one layout where a GPU holds both.
+    /// What a layer of this row keeps for an X of `rows` rows and a weight of `inputs` x `outputs`, scales included, on
+    /// a GPU; a CPU holds one layout where a GPU holds both.
     pub fn kept(&self, rows: usize, [inputs, outputs]: [usize; 2]) -> Kept {
         match self.learned() {
             Some(_) => learned([rows, inputs], [inputs, outputs]),
