@@ -47,7 +47,7 @@ impl<B: DataBackend> Bank<B> {
     /// A bank at optimizer step `step`, with a layer for each of the initial values.
     ///
     /// `seed` keys stochastic rounding; `home` is the device of the model; `owner` lives as long as an optimizer that
-    /// steps the bank; `watch` measures layers. Device buffers are made at first use, on the
+    /// steps the bank. Device buffers are made at first use, on the
     /// device of that use.
     ///
     /// # Panics
@@ -61,14 +61,13 @@ impl<B: DataBackend> Bank<B> {
         initial: Vec<SlotValues>,
         home: Option<Device<B>>,
         owner: Weak<()>,
-        watch: Option<Watch<B>>,
     ) -> Self {
         let bank = Self {
             slots,
             controllers,
             home,
             owner,
-            watch,
+            watch: None,
             state: Mutex::new(State {
                 seed,
                 now: Now::default(),
@@ -78,6 +77,11 @@ impl<B: DataBackend> Bank<B> {
         };
         bank.restore(seed, step, initial);
         bank
+    }
+
+    /// The same with what measures its layers.
+    pub(crate) fn with_watch(self, watch: Option<Watch<B>>) -> Self {
+        Self { watch, ..self }
     }
 
     /// The seed of stochastic rounding.

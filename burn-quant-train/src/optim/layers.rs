@@ -139,16 +139,8 @@ impl<B: DataBackend> Layers<B> {
         };
         let owner = Arc::new(());
         let of = Arc::downgrade(&owner);
-        let bank = Arc::new(Bank::new(
-            seed,
-            step,
-            slots,
-            controllers,
-            values,
-            home,
-            of,
-            watch,
-        ));
+        let bank =
+            Arc::new(Bank::new(seed, step, slots, controllers, values, home, of).with_watch(watch));
         let mut index = 0;
         let layers: Vec<_> = reports
             .into_iter()
