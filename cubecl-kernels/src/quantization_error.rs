@@ -19,7 +19,8 @@ use crate::{
 
 const OPERATION: &str = "quantization_error";
 
-/// Sums of one comparison, in this order: of `x²`, `(x - y)²`, `x y` and `y²`, all of values times [`unit`](unit())`(absmax)`.
+/// Sums of one comparison, in this order: of `x²`, `(x - y)²`, `x y` and `y²`, all of values times the [`unit()`] of
+/// `absmax`.
 pub const SUMS: usize = 4;
 /// Counts of one comparison, in this order: values that underflow, those that are not 0 and became 0; and values that
 /// saturate, those that are finite and lie beyond the largest number under their scale.
@@ -201,7 +202,7 @@ fn error_kernel<F: Numeric, NX: Size, NY: Size>(
     }
 }
 
-/// [`unit`] in a kernel.
+/// [`unit()`] in a kernel.
 #[cube]
 fn unit_cube(absmax: f32) -> f32 {
     let exponent = magnitude_bits(absmax) >> EXPONENT_BITS;
