@@ -1,8 +1,8 @@
 //! `--health`: what quantization does to each layer, on the terminal and in files.
 //!
-//! - [`table`] is the terminal's heat map: layers by operands, the worst on top;
-//! - [`csv`] is for other tools, and so is `health.jsonl`, a report a line, which a resumed run goes on with;
-//! - [`html`] is a page with all of it, one file without network, drawn by [`plot`].
+//! - `table` is the terminal's heat map: layers by operands, the worst on top;
+//! - `csv` is for other tools, and so is `health.jsonl`, a report a line, which a resumed run goes on with;
+//! - `html` is a page with all of it, one file without network, drawn by `plot`.
 
 mod csv;
 mod figures;
