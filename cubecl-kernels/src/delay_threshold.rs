@@ -43,6 +43,16 @@ pub struct DelayThreshold {
     pub alpha_min: f32,
 }
 
+impl DelayThreshold {
+    /// The paper's settings.
+    pub const PAPER: Self = Self {
+        r_min: 0.1,
+        r_max: 0.3,
+        alpha: 1.3,
+        alpha_min: 1.3,
+    };
+}
+
 /// The state that [`delay_threshold`] leaves behind.
 #[derive(Debug)]
 pub struct DelayThresholdOutput<R: Runtime> {

@@ -95,6 +95,22 @@ impl MatrixView {
         Ok(view)
     }
 
+    /// Reads a tensor of rank 2 as a matrix.
+    pub fn one<R: Runtime>(
+        operation: &'static str,
+        name: &'static str,
+        tensor: &TensorHandle<R>,
+    ) -> Result<Self, KernelError> {
+        match tensor.shape().len() {
+            2 => Self::new(operation, tensor),
+            _ => Err(KernelError::Shape {
+                operation,
+                got: format!("{name} of shape {:?}", tensor.shape()),
+                remedy: "pass a matrix [rows, cols]",
+            }),
+        }
+    }
+
     /// A contiguous matrix.
     pub fn contiguous(rows: usize, cols: usize) -> Self {
         Self {

@@ -23,6 +23,26 @@ pub const TINY: usize = BINS - 2;
 /// The bin of zeros.
 pub const ZEROS: usize = BINS - 1;
 
+/// The octave of a magnitude: its exponent as FP32 stores it. NaN and infinities share the highest.
+pub fn octave(value: f32) -> usize {
+    (value.abs().to_bits() >> EXPONENT_BITS) as usize
+}
+
+/// Adds a histogram whose largest magnitude lies `below` octaves below that of `sum`.
+pub fn add_histogram<T: Copy + std::ops::AddAssign>(
+    sum: &mut [T; BINS],
+    histogram: &[T; BINS],
+    below: usize,
+) {
+    for (bin, count) in histogram.iter().enumerate() {
+        let bin = match bin {
+            ZEROS => ZEROS,
+            _ => TINY.min(bin + below),
+        };
+        sum[bin] += *count;
+    }
+}
+
 /// Elements that a cube counts at a time.
 const STAGE: usize = 4 * UNITS;
 /// Units that share a bin, each with a part of the stage.
@@ -31,7 +51,7 @@ const PARTS: usize = UNITS / BINS;
 const MAX_CUBES: usize = 2048;
 /// Stands for an element outside the matrix.
 const NO_BIN: u32 = BINS as u32;
-const EXPONENT_BITS: u32 = 23;
+pub(crate) const EXPONENT_BITS: u32 = f32::MANTISSA_DIGITS - 1;
 
 /// The magnitudes of a matrix.
 #[derive(Debug)]
@@ -53,15 +73,8 @@ pub fn magnitudes<R: Runtime>(
     client: &ComputeClient<R>,
     x: &TensorHandle<R>,
 ) -> Result<Magnitudes<R>, KernelError> {
-    let view = MatrixView::new(OPERATION, x)?;
+    let view = MatrixView::one(OPERATION, "x", x)?;
     check_float(client, OPERATION, "x", x.dtype)?;
-    if view.batched {
-        return Err(KernelError::Shape {
-            operation: OPERATION,
-            got: format!("a tensor of shape {:?}", x.shape()),
-            remedy: "pass a matrix [rows, cols]",
-        });
-    }
     if view.shape.num_elements() == 0 {
         return Ok(Magnitudes {
             absmax: zeros(client, vec![1], storage::<f32>()),

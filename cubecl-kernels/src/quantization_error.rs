@@ -9,6 +9,7 @@ use crate::{
         read_width, storage, zeros,
     },
     error::KernelError,
+    magnitude::{EXPONENT_BITS, octave},
     quantize::{
         reduction::{cube_sum, totals},
         tile::UNITS,
@@ -33,14 +34,13 @@ pub const BEYOND: f32 = 1.0 + 1.0 / (1 << 20) as f32;
 const QUADS_OF_UNIT: usize = 8;
 /// More cubes than a device holds at once gain nothing.
 const MAX_CUBES: usize = 2048;
-const EXPONENT_BITS: u32 = 23;
 /// Exponent fields between which the unit and its inverse are normal numbers.
 const EXPONENTS: (u32, u32) = (1, 253);
 
 /// The power of two by which values are multiplied before their squares are summed up, so that neither under- nor
 /// overflows: it brings `absmax` near 1. That of NaN is the one of the largest number.
 pub fn unit(absmax: f32) -> f32 {
-    let exponent = (absmax.to_bits() & i32::MAX as u32) >> EXPONENT_BITS;
+    let exponent = octave(absmax) as u32;
     f32::from_bits((254 - exponent.clamp(EXPONENTS.0, EXPONENTS.1)) << EXPONENT_BITS)
 }
 
@@ -71,13 +71,11 @@ pub fn quantization_error<R: Runtime>(
     absmax: &TensorHandle<R>,
     limit: Option<&TensorHandle<R>>,
 ) -> Result<QuantizationError<R>, KernelError> {
-    let (view, of_y) = (
-        MatrixView::new(OPERATION, x)?,
-        MatrixView::new(OPERATION, y)?,
-    );
+    let view = MatrixView::one(OPERATION, "x", x)?;
+    let of_y = MatrixView::one(OPERATION, "y", y)?;
     check_float(client, OPERATION, "x", x.dtype)?;
     check_dtype(OPERATION, "y", y, storage::<f32>(), "dequantize to f32")?;
-    if x.shape() != y.shape() || view.batched {
+    if x.shape() != y.shape() {
         return Err(KernelError::Shape {
             operation: OPERATION,
             got: format!("x {:?} and y {:?}", x.shape(), y.shape()),

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
-use burn_quant_train::recipe::Name;
+use burn_quant_train::recipe::{FallbackInt8, MixedPrecision, Name, Recipe};
 use serde::{Deserialize, Serialize};
 
 use crate::args::{
@@ -330,23 +330,16 @@ impl Config {
     }
 }
 
-/// The recipes that are compared where none is named.
-const DEFAULT: [&str; 2] = ["fallback-int8", "mixed-precision"];
-
 /// The recipe and the baseline that are compared where none is named.
-///
-/// # Errors
-///
-/// None: they are in the list of recipes.
-pub fn default_recipes() -> Result<[Name; 2]> {
-    let [recipe, baseline] = DEFAULT;
-    Ok([recipe.parse()?, baseline.parse()?])
-}
+pub const DEFAULT: [Name; 2] = [
+    <FallbackInt8<f32> as Recipe>::ROW.name(),
+    <MixedPrecision<f32> as Recipe>::ROW.name(),
+];
 
 /// The recipes that the command line names, or the two that are compared by default.
 fn recipes(args: &Args) -> Result<Vec<Name>> {
     if args.recipe.is_empty() {
-        return Ok(default_recipes()?.to_vec());
+        return Ok(DEFAULT.to_vec());
     }
     for (i, recipe) in args.recipe.iter().enumerate() {
         ensure!(

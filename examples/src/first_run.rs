@@ -10,8 +10,8 @@ use anyhow::{Result, ensure};
 use burn_quant_train::recipe::Name;
 use textplots::{Chart, Plot, Shape};
 
-use crate::args::{Args, Preset};
-use crate::config::{self, Config};
+use crate::args::{Args, Device};
+use crate::config::{Config, DEFAULT};
 use crate::report::{Report, ResultFile};
 use crate::statistics::{Mean, paired_differences, percent};
 use crate::{Done, Program, curve, data, dispatch, folder};
@@ -37,24 +37,18 @@ pub fn run(program: &Program<'_>, args: &Args) -> Result<ExitCode> {
         .out
         .clone()
         .unwrap_or_else(|| PathBuf::from(folder::DEFAULT));
-    let steps = args.steps.unwrap_or_else(|| {
-        let preset = args.preset.unwrap_or(Preset::Tiny);
-        preset.defaults().steps
-    });
+    let [recipe, baseline] = DEFAULT;
+    let config = Config::new(args)?;
+    dispatch::check_built(&config)?;
+    let steps = config.steps;
     ensure!(
         steps >= SHORTEST,
         "--steps {steps} leaves none to compare recipes in: use at least {SHORTEST}, or --recipe for runs from the start"
     );
     let first = steps - steps / 3;
-    let [recipe, baseline] = config::default_recipes()?;
     println!(
         "{first} of {steps} steps under {baseline}; then the rest under {baseline} and {recipe}, with {SEEDS} seeds each"
     );
-    let both = Args {
-        recipe: vec![recipe, baseline],
-        ..args.clone()
-    };
-    dispatch::check_built(&Config::new(&both)?)?;
     args.json.as_deref().map(ResultFile::new).transpose()?;
     let base = Args {
         recipe: vec![baseline],
@@ -125,7 +119,7 @@ fn summary(done: &Done, recipe: Name, baseline: Name) -> String {
         "cost   {:.2} times the time of a step on this device{}\n",
         1.0 / ratio(|it| it.tokens_per_s),
         match ours.first().map(|report| report.device) {
-            Some(crate::args::Device::Cpu) => "; it is GPUs that multiply INT8 faster",
+            Some(Device::Cpu) => "; it is GPUs that multiply INT8 faster",
             Some(_) | None => "",
         }
     );

@@ -55,14 +55,19 @@ use train::{Ended, Job, Session};
 ///
 /// Ends with 0, with 2 after one line on the standard error, or with 130 after Ctrl-C.
 pub fn main(live_bytes: fn() -> u64) -> ExitCode {
-    match Args::from_command_line().and_then(|args| pretrain(&args, live_bytes)) {
-        Ok(code) => code,
-        Err(error) => {
-            let line = format!("{error:#}").replace('\n', " ");
-            eprintln!("pretrain: {line}");
-            ExitCode::from(2)
-        }
-    }
+    ended(
+        "pretrain",
+        Args::from_command_line().and_then(|args| pretrain(&args, live_bytes)),
+    )
+}
+
+/// The exit code of a program; an error becomes one line on the standard error, and 2.
+fn ended(program: &str, result: Result<ExitCode>) -> ExitCode {
+    result.unwrap_or_else(|error| {
+        let line = format!("{error:#}").replace('\n', " ");
+        eprintln!("{program}: {line}");
+        ExitCode::from(2)
+    })
 }
 
 fn pretrain(args: &Args, live_bytes: fn() -> u64) -> Result<ExitCode> {

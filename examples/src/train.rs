@@ -279,9 +279,9 @@ pub fn run<B: LayerBackend>(
         read_every: rates_every(config.device),
         after_step: {
             let (files, layers) = (files.clone(), layers.clone());
-            Box::new(move || match (&files, layers.take_health()) {
-                (Some(files), reports) if !reports.is_empty() => files.add(&reports),
-                (Some(_) | None, _) => Ok(()),
+            Box::new(move || match &files {
+                Some(files) => files.add(&layers.take_health()),
+                None => Ok(()),
             })
         },
         checkpoint_every: args

@@ -12,7 +12,7 @@ mod sums;
 
 pub use cubecl_kernels::magnitude::{BINS, TINY, ZEROS};
 pub use report::{CastHealth, HealthReport, LayerState, MatrixHealth};
-pub(crate) use sums::{Label, MatrixSums};
+pub(crate) use sums::{Label, MatrixSums, NUMBERS};
 
 use serde::{Deserialize, Serialize};
 

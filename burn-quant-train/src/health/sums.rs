@@ -1,10 +1,15 @@
 //! The sums that the figures of a matrix are made of, over all runs of a layer in a step.
 
+use cubecl_kernels::reference::absmax;
+
 use super::report::{CastHealth, MatrixHealth};
 use crate::{
-    data::health::{BINS, COUNTS, SUMS, TINY, ZEROS, unit},
+    data::health::{BINS, COUNTS, SUMS, add_histogram, octave, unit},
     recipe::{Cast, LinearMatrix, LinearOperand, Name, ScaleNumber},
 };
+
+/// Numbers of a cast: its sums, the smallest and the largest scale as they are stored, and the scale of scales.
+pub(crate) const NUMBERS: usize = SUMS + 3;
 
 /// A cast that was measured.
 #[derive(Debug, Clone, Copy)]
@@ -57,7 +62,7 @@ impl MatrixSums {
         };
         // Sums are of squares of values times the unit.
         let square = f64::from(unit(*absmax)).powi(2);
-        let casts = numbers.chunks(SUMS + 3).zip(counts.chunks(COUNTS));
+        let casts = numbers.chunks(NUMBERS).zip(counts.chunks(COUNTS));
         let casts = casts.enumerate().map(|(index, (numbers, counts))| {
             let (sums, scales) = numbers.split_at(SUMS);
             let scale = |stored| scale_of(index).decode(stored, scales[2]);
@@ -85,21 +90,11 @@ impl MatrixSums {
 
     /// Adds another run of the layer.
     pub fn add(&mut self, other: &Self) {
-        let largest = match self.absmax.is_nan() || self.absmax >= other.absmax {
-            true => self.absmax,
-            false => other.absmax,
-        };
-        let mine = octaves_below(largest, self.absmax);
-        let theirs = octaves_below(largest, other.absmax);
+        let largest = absmax([self.absmax, other.absmax].into_iter());
         let mut histogram = [0; BINS];
-        for (counts, below) in [(&self.histogram, mine), (&other.histogram, theirs)] {
-            for (bin, count) in counts.iter().enumerate() {
-                let bin = match bin {
-                    ZEROS => ZEROS,
-                    _ => TINY.min(bin + below),
-                };
-                histogram[bin] += count;
-            }
+        for part in [&*self, other] {
+            let below = octave(largest) - octave(part.absmax);
+            add_histogram(&mut histogram, &part.histogram, below);
         }
         self.histogram = histogram;
         self.absmax = largest;
@@ -150,10 +145,4 @@ impl MatrixSums {
             casts: casts.collect(),
         }
     }
-}
-
-/// Octaves from the larger of two magnitudes down to the other.
-fn octaves_below(largest: f32, absmax: f32) -> usize {
-    let octave = |value: f32| ((value.to_bits() & i32::MAX as u32) >> 23) as usize;
-    octave(largest).saturating_sub(octave(absmax))
 }

@@ -37,7 +37,7 @@ pub(crate) use slot::{Controllers, ScaledStep};
 
 use crate::data::{
     DataBackend, StochasticKey,
-    learned_step::HadamardSize,
+    learned_step::{HadamardSize, LearnedStep},
     quantize::{DelayedMaximum, Fallback},
 };
 use random::lane;
@@ -122,17 +122,17 @@ impl<B: DataBackend> Layer<B> {
             })
     }
 
-    /// This layer's step size in the slot `name`, on `device`.
+    /// This layer's step size in the slot `name`, on `device`, for a run in step number `step`.
     ///
     /// # Panics
     ///
     /// If the bank has no such slot.
-    pub(crate) fn step_size(&self, name: &str, device: &Device<B>, call: Call) -> StepSize<B> {
+    pub(crate) fn step_size(&self, name: &str, device: &Device<B>, step: u64) -> StepSize<B> {
         let of_layer = |slot: &mut StepSizes<B>| slot.get(self.index);
         let (steps, known) = self.bank.with_slot(name, device, of_layer);
         StepSize {
             steps,
-            is_cold: !known || self.bank.learned_steps().is_cold(call.step),
+            is_cold: !known || self.bank.learned_steps().is_cold(step),
         }
     }
 
@@ -231,8 +231,7 @@ impl<B: DataBackend> Layer<B> {
         }
     }
 
-    /// The step sizes of all layers in the slot `name`, on `device`, and the index of this one; none if it has none
-    /// yet, or sets it in each run.
+    /// The layer's step size in the slot `name`, on `device`; none if a run of step number `step` sets it.
     ///
     /// # Panics
     ///
@@ -241,11 +240,11 @@ impl<B: DataBackend> Layer<B> {
         &self,
         name: &str,
         device: &Device<B>,
-    ) -> Option<(FloatTensor<B>, usize)> {
-        let of_layer = |slot: &mut StepSizes<B>| slot.get(self.index);
-        let (steps, known) = self.bank.with_slot(name, device, of_layer);
-        let is_cold = self.bank.learned_steps().is_cold(self.bank.step());
-        (known && !is_cold).then_some((steps, self.index))
+        step: u64,
+    ) -> Option<LearnedStep<B>> {
+        let StepSize { steps, is_cold } = self.step_size(name, device, step);
+        let layer = self.index;
+        (!is_cold).then_some(LearnedStep { steps, layer })
     }
 
     /// The size of the layer's transform in the slot `name`, if it has one.

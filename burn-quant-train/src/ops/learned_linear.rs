@@ -162,8 +162,8 @@ impl<B: DataBackend, const N: usize> Recorded<B, N> for LearnedLinear<B> {
             true => HadamardTransform::of_columns(size),
             false => HadamardTransform::of_rows(size),
         };
-        let of_x = self.layer.step_size(slots.x, &device, call);
-        let of_weight = self.layer.step_size(slots.weight, &device, call);
+        let of_x = self.layer.step_size(slots.x, &device, call.step);
+        let of_weight = self.layer.step_size(slots.weight, &device, call.step);
         let learns = !of_x.is_cold && !of_weight.is_cold;
 
         let copy_key = weight_key(of_tagged);

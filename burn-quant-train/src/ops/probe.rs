@@ -9,14 +9,14 @@ use super::{
     matrix::flatten,
     stand_in::{CastState, Remake, StandIn},
 };
-use crate::data::{
-    Kernels, Operation,
-    health::{BINS, COUNTS, SUMS},
-    tensors::{Bundle, Change, FloatMeta, IntMeta, Outline, Tensors},
+use crate::{
+    data::{
+        Kernels, Operation,
+        health::{BINS, COUNTS},
+        tensors::{Bundle, Change, FloatMeta, IntMeta, Outline, Tensors},
+    },
+    health::NUMBERS,
 };
-
-/// Numbers of a cast: the sums, then the scales of [`StandIn`].
-pub(super) const NUMBERS: usize = SUMS + 3;
 
 /// Measures a matrix.
 #[derive(Debug, Clone)]

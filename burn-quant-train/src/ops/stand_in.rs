@@ -40,8 +40,7 @@ pub(super) struct Remake {
 pub(super) struct CastState<T: Tensors> {
     pub fallback: Option<Fallback<T>>,
     pub delayed: Option<DelayedMaximum<T>>,
-    /// FP32 `[layers]`, and the index of the layer.
-    pub steps: Option<(T::Float, usize)>,
+    pub step: Option<LearnedStep<T>>,
     /// The size of the layer's transform.
     pub size: Option<HadamardSize>,
 }
@@ -51,7 +50,7 @@ impl<T: Tensors> Default for CastState<T> {
         Self {
             fallback: None,
             delayed: None,
-            steps: None,
+            step: None,
             size: None,
         }
     }
@@ -67,9 +66,10 @@ impl Bundle for CastState<Outline> {
         CastState {
             fallback: Option::<Fallback<Outline>>::rebuild(state.fallback, change),
             delayed: Option::<DelayedMaximum<Outline>>::rebuild(state.delayed, change),
-            steps: state
-                .steps
-                .map(|(steps, layer)| (change.float(steps), layer)),
+            step: state.step.map(|step| LearnedStep {
+                steps: change.float(step.steps),
+                layer: step.layer,
+            }),
             size: state.size,
         }
     }
@@ -86,7 +86,8 @@ pub(super) struct StandIn<K: Kernels> {
 }
 
 impl<K: Kernels> StandIn<K> {
-    fn exact_scales(matrix: &Quantized<K>, values: FloatTensor<K>) -> Self {
+    /// The values of a copy whose scales are of the matrix' own maxima.
+    fn unlimited(matrix: &Quantized<K>, values: FloatTensor<K>) -> Self {
         Self {
             values,
             limit: None,
@@ -135,7 +136,7 @@ impl Remake {
                     Transform::RandomHadamard => inverse_random_hadamard::<K>(values, cols),
                     Transform::Identity | Transform::Hadamard(_) => values,
                 };
-                StandIn::exact_scales(&copy, self.turned::<K>(values))
+                StandIn::unlimited(&copy, self.turned::<K>(values))
             }
         }
     }
@@ -171,17 +172,11 @@ impl Remake {
             true => HadamardTransform::of_rows(size),
             false => HadamardTransform::of_columns(size),
         };
-        let step = match &state.steps {
-            Some((steps, layer)) => LearnedStep {
-                steps: steps.clone(),
-                layer: *layer,
-            },
-            None => {
-                let ones = scalar::<K>(&matrix, 1.0);
-                let cold = |steps| LearnedStep { steps, layer: 0 };
-                cold(K::cold_step(matrix.clone(), cold(ones), transform))
-            }
-        };
+        let step = state.step.clone().unwrap_or_else(|| {
+            let cold = |steps| LearnedStep { steps, layer: 0 };
+            let ones = cold(scalar::<K>(&matrix, 1.0));
+            cold(K::cold_step(matrix.clone(), ones, transform))
+        });
         let copy = K::quantize_learned(matrix, &step, transform, Layout::RowMajor, None).matrix;
         let codes = K::dequantize_matrix(&copy, FloatDType::F32);
         let values = match is_weight {
@@ -194,7 +189,7 @@ impl Remake {
         StandIn {
             // After a transform the limit is not one of the matrix' own elements.
             limit: (size == HadamardSize::IDENTITY).then(|| self.limit::<K>(&copy.scales)),
-            ..StandIn::exact_scales(&copy, values)
+            ..StandIn::unlimited(&copy, values)
         }
     }
 
@@ -227,7 +222,7 @@ impl Remake {
             K::quantize_fallback(matrix, &spec, fallback);
         let rest = K::dequantize_matrix(&residual.as_matrix(&base), FloatDType::F32);
         let values = K::float_add(K::dequantize_matrix(&base, FloatDType::F32), rest);
-        StandIn::exact_scales(&base, values)
+        StandIn::unlimited(&base, values)
     }
 
     fn delayed<K: Kernels>(&self, matrix: FloatTensor<K>, state: &CastState<K>) -> StandIn<K> {
@@ -240,7 +235,7 @@ impl Remake {
         let values = K::dequantize_matrix(&copy, FloatDType::F32);
         StandIn {
             limit: Some(self.limit::<K>(&copy.scales)),
-            ..StandIn::exact_scales(&copy, self.turned::<K>(values))
+            ..StandIn::unlimited(&copy, self.turned::<K>(values))
         }
     }
 

@@ -150,7 +150,7 @@ impl<B: DataBackend> Watched<B> {
         CastState {
             fallback: threshold.map(|slot| layer.present_threshold(slot, device)),
             delayed: (!history.is_empty()).then(|| layer.delayed_maximum(history, device)),
-            steps: step.and_then(|slot| layer.present_step(slot, device)),
+            step: step.and_then(|slot| layer.present_step(slot, device, self.now.step)),
             size: hadamard.and_then(|slot| layer.present_size(slot, device)),
         }
     }

@@ -1,6 +1,6 @@
 //! What health reports mean: which layers suffer under a recipe, by which figure, and what to change.
 
-use std::{cmp::Reverse, collections::BTreeMap, fmt};
+use std::{cmp::Reverse, collections::HashMap, fmt};
 
 use serde::{Deserialize, Serialize};
 
@@ -193,10 +193,10 @@ pub fn advise(reports: &[HealthReport]) -> Advice {
 }
 
 /// The median noise over the layers of each operand of the running recipe.
-fn median_noises(report: &HealthReport) -> BTreeMap<String, f64> {
-    let mut noises: BTreeMap<String, Vec<f64>> = BTreeMap::new();
+fn median_noises(report: &HealthReport) -> HashMap<LinearOperand, f64> {
+    let mut noises: HashMap<LinearOperand, Vec<f64>> = HashMap::new();
     for cast in report.matrices.iter().flat_map(MatrixHealth::running) {
-        let of_operand = noises.entry(cast.operand.to_string()).or_default();
+        let of_operand = noises.entry(cast.operand).or_default();
         of_operand.extend(cast.noise);
     }
     let medians = noises.into_iter().filter_map(|(operand, mut noises)| {
@@ -239,7 +239,7 @@ fn of_values(matrix: &MatrixHealth) -> Option<Finding> {
 /// What is wrong with a matrix as the running recipe quantizes it: one finding for each operand, the worst.
 fn of_casts<'a>(
     matrix: &'a MatrixHealth,
-    medians: &'a BTreeMap<String, f64>,
+    medians: &'a HashMap<LinearOperand, f64>,
 ) -> impl Iterator<Item = Finding> + 'a {
     // Operands that are the same numbers have one finding.
     let running: Vec<_> = matrix.running().collect();
@@ -263,7 +263,7 @@ fn of_casts<'a>(
         };
         let percent = |share: f64| format!("{:.1}%", 100.0 * share);
         let decibel = -10.0 * noise.log10();
-        let median = medians.get(&cast.operand.to_string()).copied();
+        let median = medians.get(&cast.operand).copied();
         let median = median.unwrap_or(noise);
         let (fault, weight, figure) = if noise.is_infinite() {
             let figure = String::from("it became NaN or infinite");

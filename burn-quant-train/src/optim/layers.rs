@@ -307,38 +307,35 @@ impl<B: DataBackend> LayersView<B> {
 
     /// The reports of the steps that were measured since they were last taken; of the last 64 if there were more.
     pub fn take_health(&self) -> Vec<HealthReport> {
-        let shared = lock(&self.shared);
-        let watch = shared
-            .layers
-            .as_ref()
-            .and_then(|layers| layers.bank.watch());
-        watch.map_or_else(Vec::new, Watch::take)
+        self.with_watch(|watch| watch.map_or_else(Vec::new, Watch::take))
     }
 
     /// Works on the report of the last step that was measured, taken or not.
     pub fn with_last_health<A>(&self, work: impl FnOnce(Option<&HealthReport>) -> A) -> A {
-        let shared = lock(&self.shared);
-        let watch = shared
-            .layers
-            .as_ref()
-            .and_then(|layers| layers.bank.watch());
-        match watch {
+        self.with_watch(|watch| match watch {
             Some(watch) => watch.with_last(work),
             None => work(None),
-        }
+        })
     }
 
     /// Measures from now on, or does not: products of a model that are evaluated with gradients would else count for a
     /// measured step.
     pub fn measure_health(&self, on: bool) {
+        self.with_watch(|watch| {
+            if let Some(watch) = watch {
+                watch.switch(on);
+            }
+        });
+    }
+
+    fn with_watch<A>(&self, work: impl FnOnce(Option<&Watch<B>>) -> A) -> A {
         let shared = lock(&self.shared);
-        if let Some(watch) = shared
-            .layers
-            .as_ref()
-            .and_then(|layers| layers.bank.watch())
-        {
-            watch.switch(on);
-        }
+        work(
+            shared
+                .layers
+                .as_ref()
+                .and_then(|layers| layers.bank.watch()),
+        )
     }
 
     /// The state of the layers, as the optimizer's record holds it. Waits for the device.

@@ -104,8 +104,8 @@ pub struct Row {
 }
 
 impl Row {
-    /// The name and the line about it, for the list of all recipes.
-    pub(crate) const fn name(&self) -> Name {
+    /// The recipe's name as a type, with the line about it.
+    pub const fn name(&self) -> Name {
         Name {
             name: self.name,
             about: self.about,

@@ -188,23 +188,7 @@ fn check_matrix<R: Runtime>(
     transform: HadamardTransform,
 ) -> Result<MatrixView, KernelError> {
     check_float(client, operation, "x", x.dtype)?;
-    let view = check_rank(operation, "x", x)?;
+    let view = MatrixView::one(operation, "x", x)?;
     transform.check(operation, [view.shape.rows, view.shape.cols])?;
     Ok(view)
-}
-
-/// Reads a tensor of rank 2.
-fn check_rank<R: Runtime>(
-    operation: &'static str,
-    name: &'static str,
-    tensor: &TensorHandle<R>,
-) -> Result<MatrixView, KernelError> {
-    if tensor.shape().len() == 2 {
-        return MatrixView::new(operation, tensor);
-    }
-    Err(KernelError::Shape {
-        operation,
-        got: format!("{name} of shape {:?}", tensor.shape()),
-        remedy: "pass one matrix [rows, cols]",
-    })
 }

@@ -4,6 +4,7 @@
 mod adamw;
 mod attention;
 mod bit_splitting;
+mod delay_threshold;
 mod given;
 mod hadamard;
 mod host;
@@ -19,8 +20,6 @@ mod random;
 mod reference;
 mod scales;
 
-#[cfg(any(feature = "cuda", feature = "vulkan"))]
-mod delay_threshold;
 #[cfg(any(feature = "cuda", feature = "vulkan"))]
 mod device;
 #[cfg(any(feature = "cuda", feature = "vulkan"))]

@@ -24,7 +24,7 @@ use burn_quant_train::recipe::Name;
 use serde::Serialize;
 
 use crate::args::{Compute, Contexts, Optimizer};
-use crate::rows;
+use crate::{ended, rows};
 use activations::AttentionForm;
 use args::{AdviseArgs, Cli, Command};
 use device::Device;
@@ -35,24 +35,17 @@ use speed::Speed;
 
 /// Runs the program: 0, or 2 after one line on the standard error.
 pub fn main() -> ExitCode {
-    match Cli::from_command_line().and_then(run) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            let line = format!("{error:#}").replace('\n', " ");
-            eprintln!("quant-train: {line}");
-            ExitCode::from(2)
-        }
-    }
+    ended("quant-train", Cli::from_command_line().and_then(run))
 }
 
-fn run(cli: Cli) -> Result<()> {
+fn run(cli: Cli) -> Result<ExitCode> {
     let Command::Advise(args) = cli.command;
     let advice = Advice::of(&args)?;
     match args.json {
         true => print!("{}", rows::to_string(&advice)?),
         false => print!("{}", table::text(&advice)),
     }
-    Ok(())
+    Ok(ExitCode::SUCCESS)
 }
 
 /// What training a model takes.

@@ -35,7 +35,7 @@ pub struct Recommendation {
 ///
 /// None has quantized products: with contexts a quantized layer keeps its own copy of X beside what others keep of it.
 fn by_caution() -> [(Case, &'static str); 4] {
-    let mixed = name_of::<MixedPrecision<f32>>();
+    let mixed = <MixedPrecision<f32> as Recipe>::ROW.name();
     let case = |contexts, optimizer| Case {
         recipe: mixed,
         contexts,
@@ -62,10 +62,6 @@ fn by_caution() -> [(Case, &'static str); 4] {
              time on GPUs was not measured",
         ),
     ]
-}
-
-fn name_of<R: Recipe>() -> Name {
-    R::ROW.name.parse().expect("a recipe is of the list")
 }
 
 /// The first way by caution that fits, or where no memory was given the first.

@@ -87,6 +87,9 @@ impl Files {
     ///
     /// The file cannot be written.
     pub fn add(&self, reports: &[HealthReport]) -> Result<()> {
+        if reports.is_empty() {
+            return Ok(());
+        }
         let path = self.folder.join(REPORTS);
         let text = lines(reports)?;
         let file = fs::OpenOptions::new().append(true).open(&path);

@@ -3,7 +3,7 @@
 pub(super) mod kernels;
 
 pub use cubecl_kernels::{
-    magnitude::{BINS, TINY, ZEROS},
+    magnitude::{BINS, TINY, ZEROS, add_histogram, octave},
     quantization_error::{COUNTS, SUMS, unit},
 };
 pub use kernels::{HealthKernels, Magnitudes, QuantizationError};

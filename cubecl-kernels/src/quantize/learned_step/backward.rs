@@ -21,8 +21,7 @@ use crate::{
 };
 
 use super::{
-    LearnedStep, ResidualRows, SATURATION_GROUP, SavedRounding, check_matrix, check_rank,
-    gradient_scale,
+    LearnedStep, ResidualRows, SATURATION_GROUP, SavedRounding, check_matrix, gradient_scale,
     rounded::round_run,
     straight_through::{exact_run, saved_run},
     sums::{Total, total},
@@ -247,7 +246,7 @@ fn check_gradient<'a, R: Runtime>(
         } => (products, Some(positions)),
     };
     check_float(client, OPERATION, "the gradient", matrix.dtype)?;
-    let view = check_rank(OPERATION, "a gradient", matrix)?;
+    let view = MatrixView::one(OPERATION, "a gradient", matrix)?;
     let fits = match positions {
         None => view.shape.rows == rows,
         Some(positions) => {
@@ -315,7 +314,7 @@ fn launch<R: Runtime>(
     transform: HadamardTransform,
     out: &TensorHandle<R>,
 ) -> Result<TensorHandle<R>, KernelError> {
-    let gradient_view = check_rank(OPERATION, "a gradient", gradient)?;
+    let gradient_view = MatrixView::one(OPERATION, "a gradient", gradient)?;
     let Elements {
         shape: [_, cols],
         view,
