@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What PyTorch and Triton do on this machine's first GPU, as the file that `qt-bench --peers` reads.
 
-    python3 peers.py --json peers.json [--only gemm,linear,layer,optimizer,copy]
+    python3 peers.py --json peers.json [--only gemm,attention,linear,layer,pretrain,optimizer,copy]
 
 Times are taken as qt-bench takes them: the host's clock around batches of launches that follow each other without
 waiting, medians over the batches. Matrix products are replayed from a CUDA graph, so that Python's own time does not
@@ -21,6 +21,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 SAMPLES = 20
 SAMPLE_S = 0.010
@@ -180,6 +181,57 @@ def measure_gemm(sizes):
     return results
 
 
+# Attention
+
+TOKENS, FEATURES, GROUP = 16_384, 2048, 4
+BACKENDS = {"torch-cudnn": SDPBackend.CUDNN_ATTENTION, "torch-flash": SDPBackend.FLASH_ATTENTION}
+
+
+def attention_problems(widths, sequences):
+    """Those of `qt-bench attention`."""
+    for width in widths:
+        heads = FEATURES // width
+        for sequence in sequences:
+            for causal, kv_heads in ((True, heads), (False, heads), (True, heads // GROUP)):
+                yield {"batch": TOKENS // sequence, "heads": heads, "kv_heads": kv_heads, "sequence": sequence,
+                       "width": width, "causal": causal}
+
+
+def random_heads(problem, heads):
+    """Heads beside each other in memory, as a linear layer leaves them."""
+    rows = torch.randn(problem["batch"], problem["sequence"], heads, problem["width"], device="cuda",
+                       dtype=torch.bfloat16)
+    return rows.transpose(1, 2).requires_grad_()
+
+
+def measure_attention(widths, sequences):
+    results = []
+    for problem in attention_problems(widths, sequences):
+        q = random_heads(problem, problem["heads"])
+        k, v = (random_heads(problem, problem["kv_heads"]) for _ in range(2))
+        gradient = torch.randn_like(q)
+        for kernel, backend in BACKENDS.items():
+            def forward():
+                return F.scaled_dot_product_attention(q, k, v, is_causal=problem["causal"],
+                                                      enable_gqa=problem["heads"] != problem["kv_heads"])
+
+            def backward():
+                torch.autograd.grad(output, (q, k, v), gradient, retain_graph=True)
+
+            row = {"kernel": kernel, **problem, "forward": None, "backward": None}
+            try:
+                with sdpa_kernel([backend]):
+                    output = forward()
+                    row["forward"] = timed(forward)
+                    row["backward"] = timed(backward)
+            except RuntimeError as error:
+                print(f"{kernel}, {problem}: {error}", file=sys.stderr)
+            results.append(row)
+            times = [row[of] and round(row[of]["median_ms"], 3) for of in ("forward", "backward")]
+            print(f"{kernel}, {problem}: {times} ms", file=sys.stderr)
+    return results
+
+
 # Layers
 
 
@@ -267,6 +319,102 @@ def measure_layer(sizes):
     return results
 
 
+# Whole training steps
+
+# Hidden, heads, layers, batch, sequence: examples/src/args.rs.
+PRESETS = {"tiny": (128, 4, 4, 8, 128), "small": (512, 8, 9, 32, 512), "medium": (768, 12, 16, 16, 1024)}
+VOCABULARY = 256
+
+
+class Layer(nn.Module):
+    """A layer of examples/src/model.rs."""
+
+    def __init__(self, hidden, heads):
+        super().__init__()
+        self.heads = heads
+        self.attention_norm, self.mlp_norm = RmsNorm(hidden), RmsNorm(hidden)
+        self.q, self.k, self.v, self.o = (nn.Linear(hidden, hidden, bias=False) for _ in range(4))
+        self.gate, self.up = (nn.Linear(hidden, 3 * hidden, bias=False) for _ in range(2))
+        self.down = nn.Linear(3 * hidden, hidden, bias=False)
+
+    def forward(self, x, rotate):
+        h = self.attention_norm(x)
+        q, k, v = (of(h).unflatten(-1, (self.heads, -1)).transpose(1, 2) for of in (self.q, self.k, self.v))
+        mixed = F.scaled_dot_product_attention(rotate(q), rotate(k), v, is_causal=True)
+        x = x + self.o(mixed.transpose(1, 2).flatten(2))
+        h = self.mlp_norm(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+class Model(nn.Module):
+    """The decoder of examples/src/model.rs, and its loss."""
+
+    def __init__(self, hidden, heads, layers, sequence):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, hidden)
+        self.layers = nn.ModuleList(Layer(hidden, heads) for _ in range(layers))
+        self.norm, self.head = RmsNorm(hidden), nn.Linear(hidden, VOCABULARY, bias=False)
+        width = hidden // heads
+        angles = torch.outer(torch.arange(sequence), 10_000 ** (-torch.arange(0, width, 2) / width)).repeat(1, 2)
+        self.register_buffer("cos", angles.cos().bfloat16())
+        self.register_buffer("sin", angles.sin().bfloat16())
+
+    def rotate(self, x):
+        low, high = x.chunk(2, dim=-1)
+        return x * self.cos + torch.cat((-high, low), dim=-1) * self.sin
+
+    def forward(self, tokens, targets):
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x, self.rotate)
+        return F.cross_entropy(self.head(self.norm(x)).float().flatten(0, 1), targets.flatten())
+
+
+def measure_pretrain(preset, sequences):
+    """Steps of BF16 autocast over FP32 parameters, with fused AdamW."""
+    hidden, heads, layers, batch, of_preset = PRESETS[preset]
+    results = []
+    for sequence in sequences or [of_preset]:
+        shape = (batch * of_preset // sequence, sequence)
+        tokens, targets = (torch.randint(0, VOCABULARY, shape, device="cuda") for _ in range(2))
+        for subject in ("torch-eager", "torch-compiled"):
+            torch._dynamo.reset()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_reserved()
+            model = Model(hidden, heads, layers, sequence).cuda()
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+            run = torch.compile(model, dynamic=False) if subject == "torch-compiled" else model
+
+            def loss():
+                with torch.autocast("cuda", torch.bfloat16):
+                    return run(tokens, targets)
+
+            def step():
+                loss().backward()
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+
+            for _ in range(4):
+                step()
+            spread_ms = timed(step)
+            taken = torch.cuda.max_memory_reserved() - before
+            allocated = torch.cuda.memory_allocated()
+            held = loss()
+            activations = torch.cuda.memory_allocated() - allocated
+            del held
+            results.append({
+                "subject": subject, "model": preset, "parameters": sum(it.numel() for it in model.parameters()),
+                "batch": shape[0], "sequence": sequence, "step": spread_ms,
+                "tokens_per_s": 1e3 * tokens.numel() / spread_ms["median_ms"], "activation_bytes": activations,
+                "peak_bytes": taken,
+            })
+            print(f"{subject}, {preset}, {shape}: {results[-1]['tokens_per_s']:.0f} tokens/s, held "
+                  f"{activations >> 20} MiB, taken {taken >> 20} MiB", file=sys.stderr)
+            del model, optimizer, run
+    return results
+
+
 # Optimizer and copy
 
 
@@ -287,7 +435,7 @@ def numbers(text):
     return [int(number) for number in text.split(",")]
 
 
-PARTS = ["copy", "gemm", "linear", "layer", "optimizer"]
+PARTS = ["copy", "gemm", "attention", "linear", "layer", "pretrain", "optimizer"]
 
 
 def main():
@@ -295,9 +443,13 @@ def main():
     parser.add_argument("--json", required=True, help="file to write")
     parser.add_argument("--only", type=lambda text: text.split(","), default=PARTS, help="parts to measure")
     parser.add_argument("--sizes", type=numbers, default=[2048, 4096, 8192], help="M = N = K of products")
+    parser.add_argument("--widths", type=numbers, default=[64, 128], help="features of heads")
+    parser.add_argument("--sequences", type=numbers, default=[1024, 2048, 4096, 8192, 16384], help="of attention")
     parser.add_argument("--features", type=int, default=4096, help="features of the linear layer")
     parser.add_argument("--tokens", type=numbers, default=[2048, 8192], help="rows of its input")
     parser.add_argument("--hidden", type=numbers, default=[1024, 2048, 4096], help="features of decoder layers")
+    parser.add_argument("--preset", choices=PRESETS, default="medium", help="of the program pretrain")
+    parser.add_argument("--preset-sequences", type=numbers, default=[], help="in batches of as many tokens")
     parser.add_argument("--parameters", type=int, default=1 << 28, help="parameters of the optimizer")
     args = parser.parse_args()
     unknown = set(args.only) - set(PARTS)
@@ -310,8 +462,10 @@ def main():
     measures = {
         "copy": measure_copy,
         "gemm": lambda: measure_gemm(args.sizes),
+        "attention": lambda: measure_attention(args.widths, args.sequences),
         "linear": lambda: measure_linear(args.features, args.tokens),
         "layer": lambda: measure_layer(args.hidden),
+        "pretrain": lambda: measure_pretrain(args.preset, args.preset_sequences),
         "optimizer": lambda: measure_optimizer(args.parameters),
     }
     results = {

@@ -8,6 +8,8 @@
 //! | `states` | the error of compressed optimizer states, on those of a checkpoint |
 //! | `report` | nothing: it writes the tables, also those of `pretrain --json`, and names old logs |
 
+#[cfg(feature = "cuda")]
+pub mod attention;
 pub mod format;
 #[cfg(feature = "cuda")]
 pub mod gemm;

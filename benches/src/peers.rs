@@ -5,7 +5,9 @@ use std::{fs, path::Path};
 use anyhow::{Context, Result, ensure};
 use serde::Deserialize;
 
-use crate::results::{GemmSpeed, Kernel, Peer, Spread, StepSpeed, Subject};
+use crate::results::{
+    AttentionSpeed, GemmSpeed, Kernel, Peer, Spread, StepSpeed, Subject, TrainingSpeed,
+};
 
 /// The file of `peers.py`. Parts that it was told to leave out are empty.
 #[derive(Debug, Clone, Deserialize)]
@@ -15,9 +17,13 @@ pub struct Peers {
     #[serde(default)]
     gemm: Vec<Gemm>,
     #[serde(default)]
+    attention: Vec<AttentionSpeed>,
+    #[serde(default)]
     linear: Vec<Step>,
     #[serde(default)]
     layer: Vec<Step>,
+    #[serde(default)]
+    pretrain: Vec<TrainingSpeed>,
     #[serde(default)]
     optimizer: Vec<Torch>,
     #[serde(default)]
@@ -84,8 +90,15 @@ impl Peers {
             peers.run.device
         );
         let times = peers.gemm.iter().map(|it| it.time);
+        let of_attention = peers.attention.iter();
+        let times = times.chain(
+            of_attention
+                .flat_map(|it| [it.forward, it.backward])
+                .flatten(),
+        );
         let times = times.chain(peers.linear.iter().flat_map(|it| [it.forward, it.both]));
         let times = times.chain(peers.layer.iter().flat_map(|it| [it.forward, it.both]));
+        let times = times.chain(peers.pretrain.iter().map(|it| it.step));
         let times = times.chain(peers.optimizer.iter().map(|it| it.time));
         let mut times = times.chain(peers.copy.iter().map(|it| it.time));
         ensure!(
@@ -117,6 +130,11 @@ impl Peers {
         self.gemm.iter().map(row).collect()
     }
 
+    /// Attention, as lines of `qt-bench attention`.
+    pub fn attention(&self) -> Vec<AttentionSpeed> {
+        self.attention.clone()
+    }
+
     /// The linear layers, as lines of `qt-bench linear`.
     pub fn linear(&self) -> Vec<StepSpeed> {
         steps(&self.linear)
@@ -125,6 +143,11 @@ impl Peers {
     /// The decoder layers, as lines of `qt-bench layer`.
     pub fn layer(&self) -> Vec<StepSpeed> {
         steps(&self.layer)
+    }
+
+    /// Training steps, as lines of `qt-bench pretrain`.
+    pub fn pretrain(&self) -> Vec<TrainingSpeed> {
+        self.pretrain.clone()
     }
 
     /// PyTorch's fused AdamW.
@@ -174,6 +197,11 @@ mod tests {
                          {{"kernel": "cublas-bf16", "m": 4, "n": 5, "k": 6, "time": {TIME}}}],
             "layer": [{{"subject": "torch-eager", "tokens": 2048, "hidden": 1024, "forward": {TIME}, "both": {TIME},
                        "activation_bytes": 77}}],
+            "attention": [{{"kernel": "torch-cudnn", "batch": 1, "heads": 4, "kv_heads": 2, "sequence": 8, "width": 64,
+                           "causal": true, "forward": {TIME}, "backward": null}}],
+            "pretrain": [{{"subject": "torch-compiled", "model": "medium", "parameters": 9, "batch": 16,
+                          "sequence": 1024, "step": {TIME}, "tokens_per_s": 8192.0, "activation_bytes": 5,
+                          "peak_bytes": 6}}],
             "optimizer": [{{"parameters": 5, "time": {TIME}}}], "copy": [{{"bytes": 9, "time": {TIME}}}]"#
         ))
         .unwrap();
@@ -190,6 +218,10 @@ mod tests {
         );
         assert_eq!(layer[0].activation_bytes, Some(77));
         assert!(peers.linear().is_empty());
+        let attention = peers.attention();
+        assert_eq!(attention[0].problem.kv_heads, 2);
+        assert!(attention[0].forward.is_some() && attention[0].backward.is_none());
+        assert_eq!(peers.pretrain()[0].peak_bytes, Some(6));
         assert_eq!(peers.optimizer().map(|it| it.time.median_ms), Some(2.0));
         assert_eq!(peers.copy()[0].bytes, 9);
     }

@@ -8,7 +8,7 @@ use std::{
 
 use anyhow::{Context, Result};
 use benches::{
-    gemm,
+    attention, gemm,
     gpu::Gpu,
     optimizer, quantize,
     results::write,
@@ -41,6 +41,13 @@ enum Command {
     Gemm {
         #[command(flatten)]
         settings: gemm::Settings,
+        #[command(flatten)]
+        output: Output,
+    },
+    /// Attention without scores in memory, both passes
+    Attention {
+        #[command(flatten)]
+        settings: attention::Settings,
         #[command(flatten)]
         output: Output,
     },
@@ -84,6 +91,8 @@ enum Command {
         #[command(flatten)]
         gemm: gemm::Settings,
         #[command(flatten)]
+        attention: attention::Settings,
+        #[command(flatten)]
         quantize: quantize::Settings,
         #[command(flatten)]
         linear: linear::Settings,
@@ -123,6 +132,10 @@ fn run(cli: Cli) -> Result<()> {
             let json = output.json.as_deref();
             show(&gemm::run(gpu, &settings, peers, json)?, json)
         }
+        Command::Attention { settings, output } => {
+            let json = output.json.as_deref();
+            show(&attention::run(gpu, &settings, peers, json)?, json)
+        }
         Command::Quantize { settings, output } => show(
             &quantize::run(gpu, &settings, peers)?,
             output.json.as_deref(),
@@ -137,7 +150,7 @@ fn run(cli: Cli) -> Result<()> {
         }
         Command::Pretrain { settings, output } => {
             let json = output.json.as_deref();
-            show(&pretrain::run(gpu, &settings, recipes, json)?, json)
+            show(&pretrain::run(gpu, &settings, recipes, peers, json)?, json)
         }
         Command::Optimizer { settings, output } => show(
             &optimizer::run(gpu, &settings, peers)?,
@@ -145,6 +158,7 @@ fn run(cli: Cli) -> Result<()> {
         ),
         Command::All {
             gemm: of_gemm,
+            attention: of_attention,
             quantize: of_quantize,
             linear: of_linear,
             layer: of_layer,
@@ -158,6 +172,9 @@ fn run(cli: Cli) -> Result<()> {
             let file = |name: &str| results.as_ref().map(|folder| folder.join(name));
             let json = file("gemm.json");
             let results = gemm::run(gpu, &of_gemm, peers, json.as_deref())?;
+            show(&results, json.as_deref())?;
+            let json = file("attention.json");
+            let results = attention::run(gpu, &of_attention, peers, json.as_deref())?;
             show(&results, json.as_deref())?;
             let json = file("quantize.json");
             show(&quantize::run(gpu, &of_quantize, peers)?, json.as_deref())?;

@@ -5,9 +5,9 @@ use cubecl::prelude::*;
 use cubecl_kernels::{KernelError, gemm::gemm_float};
 use half::bf16;
 
-use super::check::{bf16_rows, check_float};
+use super::check::check_float;
 use crate::{
-    gpu::{Gpu, normal_matrix},
+    gpu::{Gpu, bf16_rows, normal_matrix},
     random::Random,
     results::Spread,
     timing::Sampling,

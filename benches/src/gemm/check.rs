@@ -2,11 +2,10 @@
 
 use anyhow::{Result, ensure};
 use cubecl_kernels::granularity::Granularity;
-use half::bf16;
 
 use super::{Operands, Problem};
 use crate::{
-    gpu::{Gpu, Tensor, gather_rows},
+    gpu::{Gpu, Tensor, bf16_rows, gather_rows},
     random::Random,
 };
 
@@ -111,17 +110,6 @@ pub fn check(
         }
     }
     Ok(())
-}
-
-/// Rows of a BF16 tensor.
-///
-/// # Errors
-///
-/// The device failed.
-pub(super) fn bf16_rows(gpu: &Gpu, x: &Tensor, rows: &[usize]) -> Result<Vec<f32>> {
-    let bits: Vec<u16> = gpu.download(&gather_rows::<u16>(gpu, x, rows))?;
-    let values = bits.into_iter().map(|bits| bf16::from_bits(bits).to_f32());
-    Ok(values.collect())
 }
 
 /// Compares an element of a product of BF16 matrices, in BF16, with the sum of the products of its factors.

@@ -1,6 +1,8 @@
 //! Some rows of a matrix.
 
+use anyhow::Result;
 use cubecl::{cuda::CudaRuntime, prelude::*};
+use half::bf16;
 
 use super::Gpu;
 
@@ -25,6 +27,17 @@ pub fn gather_rows<T: Numeric + CubePrimitive>(
         cols as u32,
     );
     out
+}
+
+/// The rows `rows` of a contiguous BF16 tensor `[.., cols]`, on the host.
+///
+/// # Errors
+///
+/// The device failed.
+pub fn bf16_rows(gpu: &Gpu, x: &super::Tensor, rows: &[usize]) -> Result<Vec<f32>> {
+    let bits: Vec<u16> = gpu.download(&gather_rows::<u16>(gpu, x, rows))?;
+    let values = bits.into_iter().map(|bits| bf16::from_bits(bits).to_f32());
+    Ok(values.collect())
 }
 
 #[cube(launch)]

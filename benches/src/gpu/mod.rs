@@ -23,7 +23,7 @@ use crate::{
     results::{Run, utc},
 };
 pub use copy::copy;
-pub use gather::gather_rows;
+pub use gather::{bf16_rows, gather_rows};
 pub use normal::{OUTLIER, normal_matrix};
 pub use report::Report;
 
@@ -98,6 +98,19 @@ impl Gpu {
     pub fn live_bytes(&self) -> Option<u64> {
         let usage = self.client.memory_usage();
         usage.ok().map(|usage| usage.bytes_in_use)
+    }
+
+    /// Bytes of the device that are in use, by whatever program, as the driver says.
+    ///
+    /// # Errors
+    ///
+    /// The driver does not tell.
+    pub fn used_bytes(&self) -> Result<u64> {
+        let [mebibytes] = query(["memory.used"])?;
+        let mebibytes: u64 = mebibytes
+            .parse()
+            .with_context(|| format!("nvidia-smi says that {mebibytes} MiB are in use"))?;
+        Ok(mebibytes << 20)
     }
 
     /// A tensor with undefined contents.

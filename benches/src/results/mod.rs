@@ -1,5 +1,6 @@
 //! The result files of `qt-bench`.
 
+mod attention;
 mod gemm;
 mod optimizer;
 mod quantize;
@@ -7,6 +8,7 @@ mod run;
 mod spread;
 mod step;
 
+pub use attention::{AttentionKernel, AttentionPass, AttentionProblem, AttentionSpeed};
 pub use gemm::{Fallback, GemmSpeed, Kernel, LayerProduct, Placement, Product};
 pub use optimizer::OptimizerSpeed;
 pub use quantize::{Operand, QuantizeSpeed};
@@ -48,6 +50,8 @@ pub struct Results {
 pub enum Rows {
     /// `qt-bench gemm`.
     Gemm(Vec<GemmSpeed>),
+    /// `qt-bench attention`.
+    Attention(Vec<AttentionSpeed>),
     /// `qt-bench quantize`.
     Quantize(Vec<QuantizeSpeed>),
     /// `qt-bench linear`.

@@ -128,6 +128,7 @@ pub struct PartSpeed {
 
 /// The time of a training step: forward and backward pass, and AdamW.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct TrainingSpeed {
     /// Whose.
     pub subject: Subject,
@@ -143,6 +144,13 @@ pub struct TrainingSpeed {
     pub step: Spread,
     /// Tokens of a batch over the median.
     pub tokens_per_s: f64,
+    /// Bytes that wait between the passes, the loss among them; none where nobody asked.
+    #[serde(default)]
+    pub activation_bytes: Option<u64>,
+    /// Bytes that the program had taken from the device after these steps, free ones of its pools among them, and not
+    /// before its first tensor; none where nobody asked.
+    #[serde(default)]
+    pub peak_bytes: Option<u64>,
 }
 
 #[cfg(test)]

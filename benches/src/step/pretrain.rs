@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use anyhow::{Result, anyhow};
+use anyhow::{Result, anyhow, ensure};
 use burn::{
     backend::{Autodiff, Cuda, cuda::CudaDevice},
     tensor::{FloatDType, IntDType, bf16, set_default_dtypes},
@@ -16,10 +16,11 @@ use examples::args::Preset;
 
 use super::{
     recipes::Recipes,
-    training::{Trainer, Training},
+    training::{Gauges, Trainer, Training},
 };
 use crate::{
     gpu::{Gpu, Report},
+    peers::Peers,
     random::Random,
     results::{Results, Rows, TrainingSpeed},
     timing::Sampling,
@@ -32,49 +33,88 @@ pub struct Settings {
     /// The model, and its batch
     #[arg(long, value_enum, default_value = "medium")]
     pub preset: Preset,
+    /// Lengths of sequences, in batches of as many tokens as the preset's [default: the preset's]
+    #[arg(long, value_delimiter = ',', value_name = "N,..")]
+    pub sequences: Vec<usize>,
+    /// Leave out plain Burn: memory that its pools keep would count with that of the recipes
+    #[arg(long)]
+    pub without_burn: bool,
 }
 
-/// Measures training steps on every backend. Says on stderr what it does, and writes what it has to `json` after each
+impl Settings {
+    /// Trainings of the preset, one for each length.
+    fn trainings(&self) -> Result<Vec<Training>> {
+        let (batch, sequence) = self.preset.batch();
+        let sequences = match self.sequences.as_slice() {
+            [] => vec![sequence],
+            given => given.to_vec(),
+        };
+        let of = |of_batch: usize| {
+            ensure!(
+                of_batch > 0 && (batch * sequence).is_multiple_of(of_batch),
+                "each of --sequences must divide {}, the tokens of a batch of `{}`",
+                batch * sequence,
+                self.preset
+            );
+            Ok(Training {
+                name: self.preset.to_string(),
+                model: self.preset.model(of_batch),
+                batch: batch * sequence / of_batch,
+                sequence: of_batch,
+            })
+        };
+        sequences.into_iter().map(of).collect()
+    }
+}
+
+/// Measures training steps on every backend, by the length of sequences. Says on stderr what it does, and writes what it has to `json` after each
 /// backend.
 ///
 /// The device's default dtype becomes BF16 for all, as a program that trains in BF16 with plain Burn makes it first.
 ///
 /// # Errors
 ///
-/// The device failed, or has a default dtype already, or the file cannot be written.
+/// A length that does not divide the preset's tokens, a device that failed or has a default dtype already, a file of
+/// peers that is none of this GPU, or a file that cannot be written.
 pub fn run(
     gpu: &Gpu,
     settings: &Settings,
     recipes: &Recipes,
+    peers: Option<&Path>,
     json: Option<&Path>,
 ) -> Result<Results> {
+    let trainings = settings.trainings()?;
+    let peers = peers.map(|path| Peers::read(path, &gpu.name)).transpose()?;
+    let before = gpu.used_bytes()?;
     let device = CudaDevice::default();
     set_default_dtypes::<Cuda>(&device, FloatDType::BF16, IntDType::I32)
         .map_err(|error| anyhow!("BF16 cannot be made the default dtype: {error:?}"))?;
-    let (batch, sequence) = settings.preset.batch();
     let mut random = gpu.random();
-    let mut measured = Measured {
-        gpu,
-        random: &mut random,
-        training: Training {
-            name: settings.preset.to_string(),
-            model: settings.preset.model(sequence),
-            batch,
-            sequence,
-        },
-    };
     let mut report = Report::new(gpu, json, Rows::Pretrain)?;
-    report.add([measured.on::<Autodiff<Cuda>>(FloatDType::BF16)?])?;
-    for recipe in &recipes.names {
-        report.add([recipe.choose::<bf16, _>(&mut measured)?])?;
+    for training in trainings {
+        let mut measured = Measured {
+            gpu,
+            random: &mut random,
+            training,
+            before,
+        };
+        if !settings.without_burn {
+            report.add([measured.on::<Autodiff<Cuda>>(FloatDType::BF16)?])?;
+        }
+        for recipe in &recipes.names {
+            report.add([recipe.choose::<bf16, _>(&mut measured)?])?;
+        }
     }
-    report.finish(None, [])
+    let rows = peers.iter().flat_map(Peers::pretrain);
+    report.finish(peers.as_ref().map(Peers::run), rows)
 }
 
 struct Measured<'a> {
     gpu: &'a Gpu,
     random: &'a mut Random,
     training: Training,
+    /// Bytes of the device that were in use before the first tensor.
+    before: u64,
 }
 
 impl Chosen for &mut Measured<'_> {
@@ -92,14 +132,24 @@ impl Measured<'_> {
     ) -> Result<TrainingSpeed> {
         let name = B::subject().name();
         let device = CudaDevice::default();
+        let (gpu, before) = (self.gpu, self.before);
+        let memory = Gauges {
+            live: &|_| gpu.live_bytes().unwrap_or_default(),
+            taken: &|| Ok(gpu.used_bytes()?.saturating_sub(before)),
+        };
         let speed = self
             .training
-            .time::<B>(Sampling::STEPS, parameters, self.random, &device)
+            .time::<B>(Sampling::STEPS, parameters, self.random, &device, &memory)
             .map_err(|error| error.context(name.clone()))?;
         self.gpu.client.memory_cleanup();
         eprintln!(
-            "{}, {name}: {:.0} tokens/s",
-            speed.model, speed.tokens_per_s
+            "{}, {} x {}, {name}: {:.0} tokens/s, {} bytes held, {} taken",
+            speed.model,
+            speed.batch,
+            speed.sequence,
+            speed.tokens_per_s,
+            speed.activation_bytes.unwrap_or_default(),
+            speed.peak_bytes.unwrap_or_default()
         );
         Ok(speed)
     }

@@ -13,6 +13,7 @@ use burn::{
 use burn_quant_train::{QuantTrain, data::DataBackend, optim::QuantAdamWConfig, recipe::Recipe};
 use examples::{
     data::Batch,
+    memory::{LiveBytes, saved_activations},
     model::{Decoder, DecoderConfig, VOCABULARY},
 };
 
@@ -50,6 +51,14 @@ impl<B: Backend> ModuleMapper<B> for Cast {
     }
 }
 
+/// What tells how much memory a training takes.
+pub struct Gauges<'a, B: Backend> {
+    /// Bytes of the tensors that live.
+    pub live: LiveBytes<'a, B>,
+    /// Bytes that this program has taken from the device.
+    pub taken: &'a dyn Fn() -> Result<u64>,
+}
+
 /// A model and how it is trained.
 #[derive(Debug, Clone)]
 pub struct Training {
@@ -64,7 +73,7 @@ pub struct Training {
 }
 
 impl Training {
-    /// The time of a step, steps following each other without waiting, on random tokens.
+    /// The time of a step, steps following each other without waiting, on random tokens, and the memory of it.
     ///
     /// # Errors
     ///
@@ -75,6 +84,7 @@ impl Training {
         parameters: FloatDType,
         random: &mut Random,
         device: &B::Device,
+        memory: &Gauges<'_, B>,
     ) -> Result<TrainingSpeed> {
         let model = self.model.init::<B>(device).map(&mut Cast(parameters));
         let count = model.num_params();
@@ -93,7 +103,9 @@ impl Training {
             },
             || B::sync(device).context("the device failed"),
         )?;
+        let peak_bytes = (memory.taken)()?;
         let model = model.context("the last step failed")?;
+        let activation_bytes = saved_activations(&model, &batch, device, memory.live);
         let after = loss(&model);
         ensure!(after < before, "the loss went from {before} to {after}");
         let tokens = self.batch * self.sequence;
@@ -105,6 +117,8 @@ impl Training {
             sequence: self.sequence,
             step,
             tokens_per_s: 1e3 * tokens as f64 / step.median_ms,
+            activation_bytes: Some(activation_bytes),
+            peak_bytes: Some(peak_bytes),
         })
     }
 
@@ -153,6 +167,10 @@ mod tests {
                     FloatDType::F32,
                     &mut Random::new(3),
                     &Default::default(),
+                    &Gauges {
+                        live: &|_| 7,
+                        taken: &|| Ok(9),
+                    },
                 )
                 .unwrap()
         }
@@ -163,6 +181,7 @@ mod tests {
             [Subject::Burn, Subject::recipe("fallback-int8")]
         );
         assert_eq!(burn.parameters, int8.parameters);
+        assert_eq!((burn.activation_bytes, burn.peak_bytes), (Some(0), Some(9)));
         assert!(burn.tokens_per_s > 0.0 && int8.step.median_ms > 0.0);
     }
 }

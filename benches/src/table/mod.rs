@@ -1,5 +1,6 @@
 //! Markdown tables of result files. The fields of a file show which results it holds.
 
+mod attention;
 mod gemm;
 mod optimizer_seeds;
 mod optimizer_speed;
@@ -25,6 +26,7 @@ use crate::results::{Peer, Results, Rows, Run, Spread};
 /// | the same with several seeds | by recipe, or by recipe and optimizer, over the seeds |
 /// | forks of checkpoints with one optimizer | by checkpoint and recipe, over the seeds |
 /// | `qt-bench gemm` | by product and kernel, beside peers |
+/// | `qt-bench attention` | by width, length, heads, mask and pass, beside peers |
 /// | `qt-bench quantize` | by tensor, beside device copies |
 /// | `qt-bench linear`, `qt-bench layer` | by size and backend, beside peers, and where the time goes |
 /// | `qt-bench pretrain` | by backend |
@@ -43,6 +45,7 @@ pub fn of(json: &str) -> Result<String> {
         let Results { run, peer, rows } = serde_json::from_value(value)?;
         return match rows {
             Rows::Gemm(rows) => gemm::table(&run, peer.as_ref(), &rows),
+            Rows::Attention(rows) => attention::table(&run, peer.as_ref(), &rows),
             Rows::Quantize(rows) => quantize::table(&run, peer.as_ref(), &rows),
             Rows::Linear(rows) | Rows::Layer(rows) => steps::table(&run, peer.as_ref(), &rows),
             Rows::Pretrain(rows) => training::table(&run, peer.as_ref(), &rows),

@@ -4,24 +4,32 @@ use std::fmt::Write;
 
 use anyhow::{Result, ensure};
 
-use super::{conditions, grouped, ratio, spread};
+use super::{conditions, grouped, mebibytes, ratio, spread};
 use crate::results::{Peer, Run, Subject, TrainingSpeed};
 
 /// One line for each subject, and one on the device.
 pub(super) fn table(run: &Run, peer: Option<&Peer>, rows: &[TrainingSpeed]) -> Result<String> {
     ensure!(!rows.is_empty(), "no results");
     let mut out = String::from(
-        "| preset | parameters | batch | | step (10% to 90%) | tokens/s | against Burn |\n\
-         | --- | ---: | ---: | --- | ---: | ---: | ---: |\n",
+        "| preset | parameters | batch | | step (10% to 90%) | tokens/s | against Burn | against PyTorch compiled | held | \
+         taken |\n\
+         | --- | ---: | ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: |\n",
     );
     for row in rows {
-        let burn = rows
-            .iter()
-            .find(|other| other.subject == Subject::Burn && other.model == row.model)
-            .filter(|_| row.subject != Subject::Burn);
+        let against = |subject: Subject| {
+            let same = |other: &&TrainingSpeed| {
+                other.subject == subject
+                    && other.model == row.model
+                    && [other.batch, other.sequence] == [row.batch, row.sequence]
+            };
+            let other = rows.iter().find(same).filter(|_| row.subject != subject);
+            ratio(other.map(|other| row.tokens_per_s / other.tokens_per_s))
+        };
+        let memory =
+            |bytes: Option<u64>| bytes.map_or(String::from("-"), |it| mebibytes(it as f64));
         writeln!(
             out,
-            "| `{}` | {} | {} x {} | {} | {} | {} | {} |",
+            "| `{}` | {} | {} x {} | {} | {} | {} | {} | {} | {} | {} |",
             row.model,
             grouped(row.parameters as f64),
             row.batch,
@@ -29,13 +37,17 @@ pub(super) fn table(run: &Run, peer: Option<&Peer>, rows: &[TrainingSpeed]) -> R
             row.subject.name(),
             spread(row.step),
             grouped(row.tokens_per_s),
-            ratio(burn.map(|burn| row.tokens_per_s / burn.tokens_per_s)),
+            against(Subject::Burn),
+            against(Subject::TorchCompiled),
+            memory(row.activation_bytes),
+            memory(row.peak_bytes),
         )?;
     }
     write!(
         out,
         "\nForward pass, backward pass and AdamW, steps following each other without waiting. Burn keeps parameters and moments in \
-         BF16, the recipes in FP32. {}",
+         BF16, the recipes and PyTorch, which casts by itself, in FP32. Held: what waits between the passes. Taken: what the \
+         program had taken from the device after these steps, free bytes of its pools among them. {}",
         conditions(run, peer),
     )?;
     Ok(out)
@@ -60,18 +72,25 @@ mod tests {
                 p90_ms: ms + 1.0,
             },
             tokens_per_s: 16_384_000.0 / ms,
+            activation_bytes: Some(3 << 20),
+            peak_bytes: None,
         };
         let rows = [
             row(Subject::Burn, 300.0),
             row(Subject::recipe("fallback-int8"), 150.0),
+            row(Subject::TorchCompiled, 100.0),
         ];
         let table = table(&run(), None, &rows).unwrap();
         let lines: Vec<&str> = table.lines().collect();
         assert_eq!(
             lines[2],
-            "| `medium` | 123,456,789 | 16 x 1024 | Burn BF16 | 300.000 ms (299.000 to 301.000) | 54,613 | - |"
+            "| `medium` | 123,456,789 | 16 x 1024 | Burn BF16 | 300.000 ms (299.000 to 301.000) | 54,613 | - | 0.33x | 3.0 MiB | - |"
         );
-        assert!(lines[3].ends_with("| 109,227 | 2.00x |"), "{}", lines[3]);
+        assert!(
+            lines[3].ends_with("| 109,227 | 2.00x | 0.67x | 3.0 MiB | - |"),
+            "{}",
+            lines[3]
+        );
         assert!(super::table(&run(), None, &[]).is_err());
     }
 }
