@@ -278,6 +278,25 @@ pub(crate) fn read_width_up_to<R: Runtime>(
         .unwrap_or(1)
 }
 
+/// Elements that a kernel reads and writes at once where each of these tensors, of one element type, holds contiguous
+/// rows of `cols`: those of 16 bytes, or the largest half, quarter and so on of them that divides rows and offsets.
+pub(crate) fn vector_width<R: Runtime>(cols: usize, tensors: &[&TensorHandle<R>]) -> usize {
+    const BYTES: usize = 16;
+    let fits = |tensor: &TensorHandle<R>, width: usize| {
+        let offset = tensor.handle.offset_start.unwrap_or_default() as usize;
+        cols % width == 0 && offset % (width * tensor.dtype.size()) == 0
+    };
+    let mut width = tensors
+        .iter()
+        .map(|tensor| BYTES / tensor.dtype.size())
+        .min()
+        .unwrap_or(1);
+    while width > 1 && !tensors.iter().all(|tensor| fits(tensor, width)) {
+        width /= 2;
+    }
+    width
+}
+
 /// True where the device has plane operations, on planes of 32 units.
 pub(crate) fn has_planes_of_32<R: Runtime>(client: &ComputeClient<R>) -> bool {
     let hardware = &client.properties().hardware;

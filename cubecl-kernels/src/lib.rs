@@ -22,6 +22,9 @@
 //! | [`dynamic_range_expansion`] | powers that stretch a group to the range of its codes |
 //! | [`attention`](mod@attention) | attention and its gradients, without the scores in memory |
 //! | [`softmax`](mod@softmax) | the softmax of attention scores and its gradient |
+//! | [`rms_norm`](mod@rms_norm) | RMSNorm and its gradients |
+//! | [`swiglu`](mod@swiglu) | the gate of a SwiGLU layer and its gradients |
+//! | [`embedding`] | the gradient of an embedding's table |
 //! | [`delay_threshold`] | the controller that keeps the rate of fallback blocks in its range |
 //! | [`philox`] | the counter-based random bits of stochastic rounding |
 //! | [`host`] | quantization, with and without fallback, and AdamW on slices in host memory |
@@ -53,6 +56,7 @@ pub mod attention;
 pub mod bit_splitting;
 pub mod delay_threshold;
 pub mod dynamic_range_expansion;
+pub mod embedding;
 pub mod error;
 pub mod fallback;
 pub mod gemm;
@@ -70,10 +74,12 @@ pub mod philox;
 pub mod quantization_error;
 pub mod quantize;
 pub mod reference;
+pub mod rms_norm;
 pub mod rounding;
 pub mod scale;
 pub mod shape;
 pub mod softmax;
+pub mod swiglu;
 pub mod transpose;
 
 mod arguments;

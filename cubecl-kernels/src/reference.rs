@@ -3,7 +3,8 @@
 //!
 //! Quantization is specified to the bit. All of its arithmetic is `f32`, each operation rounded to nearest even,
 //! after an exact conversion of the input; a product that feeds a sum is rounded on its own. The matrix product is
-//! evaluated in `f64` over the same numbers and scales, and so is attention; a kernel may differ by its `f32` accumulation.
+//! evaluated in `f64` over the same numbers and scales, and so are attention, RMSNorm and SwiGLU; a kernel may differ by
+//! its `f32` accumulation.
 //!
 //! Matrices are contiguous slices, row-major, batch first.
 
@@ -11,6 +12,7 @@ pub mod adamw;
 pub mod attention;
 pub mod bit_splitting;
 pub mod delay_threshold;
+pub mod embedding;
 pub mod fallback;
 pub mod gemm;
 pub mod hadamard;
@@ -24,10 +26,13 @@ pub mod optimizer_state;
 pub mod packing;
 pub mod quantization_error;
 pub mod quantize;
+pub mod rms_norm;
 pub mod scale;
+pub mod swiglu;
 
 pub use bit_splitting::{ReferenceBitSplit, bit_split, merge_parts};
 pub use delay_threshold::delay_threshold;
+pub use embedding::embedding_gradient;
 pub use fallback::{ReferenceFallbackQuantized, dequantize_fallback, quantize_fallback};
 pub use gemm::gemm;
 pub use leverage_score::{

@@ -2,6 +2,7 @@
 
 mod suite {
     mod attention;
+    mod composition;
     mod conformance;
     mod delayed_scaling;
     mod health;

@@ -4,12 +4,13 @@ use burn_backend::{Scalar, TensorMetadata, ops::ActivationOps, tensor::FloatTens
 
 use super::{
     QuantTrain,
+    composition::compose,
     forward::forward,
     precision::{Class, in_class},
     tensor::QuantTensor,
 };
 use crate::{
-    operations::activation_operations,
+    operations::{activation_operations, composed_activation_operations},
     ops::{relu::Relu, softmax::Softmax},
     recipe::Recipe,
     saved::{
@@ -27,6 +28,7 @@ fn compresses<B: QuantBackend>(tensor: &InsideTensor<B>) -> bool {
 
 impl<B: QuantBackend, R: Recipe> ActivationOps<Self> for QuantTrain<B, R> {
     activation_operations! { forward }
+    composed_activation_operations! { compose }
 
     /// Where values wait compressed, a bit an element is saved in place of X.
     fn relu(tensor: FloatTensor<Self>) -> FloatTensor<Self> {

@@ -7,11 +7,16 @@ use burn_backend::{
     tensor::{BoolTensor, Device, FloatTensor, IndexingUpdateOp, IntTensor},
 };
 
-use super::{QuantTrain, forward::forward, products, tensor::QuantTensor};
-use crate::{operations::float_operations, recipe::Recipe, saved::recorded::QuantBackend};
+use super::{QuantTrain, composition::compose, forward::forward, products, tensor::QuantTensor};
+use crate::{
+    operations::{composed_float_operations, float_operations},
+    recipe::Recipe,
+    saved::recorded::QuantBackend,
+};
 
 impl<B: QuantBackend, R: Recipe> FloatTensorOps<Self> for QuantTrain<B, R> {
     float_operations! { forward }
+    composed_float_operations! { compose }
 
     forward! {
     float_random(shape: (Shape), distribution: (Distribution), device: (&Device<Self>), dtype: (FloatDType)) -> Float;
@@ -22,7 +27,7 @@ impl<B: QuantBackend, R: Recipe> FloatTensorOps<Self> for QuantTrain<B, R> {
     }
 
     fn float_device(tensor: &FloatTensor<Self>) -> Device<Self> {
-        <B::Inside>::float_device(tensor.primitive())
+        tensor.device()
     }
 
     fn float_is_require_grad(tensor: &FloatTensor<Self>) -> bool {

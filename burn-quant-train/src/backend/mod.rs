@@ -3,6 +3,7 @@
 mod activation;
 mod autodiff;
 mod bool;
+mod composition;
 mod float;
 mod forward;
 mod int;

@@ -36,6 +36,10 @@ const MAX_SCORES: usize = u32::MAX as usize;
 impl<B: QuantBackend, R: Recipe> ModuleOps<Self> for QuantTrain<B, R> {
     module_operations! { forward }
 
+    forward! {
+    embedding_backward(weights: Float, output_grad: Float, indices: Int) -> Float => Promote;
+    }
+
     fn linear(
         x: FloatTensor<Self>,
         weight: FloatTensor<Self>,

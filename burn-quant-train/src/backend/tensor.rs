@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use burn_backend::{DType, Shape, TensorMetadata, ops::FloatTensorOps, tensor::Device};
 
+use super::composition::Waiting;
 use crate::{
     data::DataBackend,
     layer::tag::{Tag, View},
@@ -15,18 +16,32 @@ use crate::{
 
 /// A float primitive of [`QuantTrain`](super::QuantTrain): clones share the tag, operations that change the value start a new one.
 pub struct QuantTensor<B: QuantBackend> {
-    // Before the handle: a cell settles when all that holds it waits for the backward pass.
-    primitive: InsideTensor<B>,
-    handle: Handle,
+    value: Value<B>,
     tag: Arc<Tag<B::Base>>,
     view: View,
+}
+
+/// The value of a tensor.
+enum Value<B: QuantBackend> {
+    // The primitive before the handle: a cell settles when all that holds it waits for the backward pass.
+    Ready(InsideTensor<B>, Handle),
+    /// One of a composition that may have a kernel as a whole.
+    Waiting(Arc<Waiting<B>>),
+}
+
+impl<B: QuantBackend> Clone for Value<B> {
+    fn clone(&self) -> Self {
+        match self {
+            Self::Ready(primitive, handle) => Self::Ready(primitive.clone(), handle.clone()),
+            Self::Waiting(waiting) => Self::Waiting(waiting.clone()),
+        }
+    }
 }
 
 impl<B: QuantBackend> Clone for QuantTensor<B> {
     fn clone(&self) -> Self {
         Self {
-            primitive: self.primitive.clone(),
-            handle: self.handle.clone(),
+            value: self.value.clone(),
             tag: self.tag.clone(),
             view: self.view,
         }
@@ -35,24 +50,28 @@ impl<B: QuantBackend> Clone for QuantTensor<B> {
 
 impl<B: QuantBackend> std::fmt::Debug for QuantTensor<B> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("QuantTensor")
-            .field("primitive", &self.primitive)
-            .field("tag", &self.tag)
-            .finish()
+        let mut out = f.debug_struct("QuantTensor");
+        match &self.value {
+            Value::Ready(primitive, _) => out.field("primitive", primitive),
+            Value::Waiting(waiting) => out.field("waiting", waiting),
+        };
+        out.field("tag", &self.tag).finish()
     }
 }
 
 impl<B: QuantBackend> TensorMetadata for QuantTensor<B> {
     fn dtype(&self) -> DType {
-        self.primitive.dtype()
+        match &self.value {
+            Value::Ready(primitive, _) => primitive.dtype(),
+            Value::Waiting(waiting) => waiting.dtype(),
+        }
     }
 
     fn shape(&self) -> Shape {
-        self.primitive.shape()
-    }
-
-    fn rank(&self) -> usize {
-        self.primitive.rank()
+        match &self.value {
+            Value::Ready(primitive, _) => primitive.shape(),
+            Value::Waiting(waiting) => waiting.shape(),
+        }
     }
 }
 
@@ -68,17 +87,45 @@ impl<B: QuantBackend> QuantTensor<B> {
     }
 
     fn with_view(primitive: InsideTensor<B>, tag: Arc<Tag<B::Base>>, view: View) -> Self {
+        let handle = Handle::on(B::cell(&primitive));
         Self {
-            handle: Handle::on(B::cell(&primitive)),
-            primitive,
+            value: Value::Ready(primitive, handle),
             tag,
             view,
         }
     }
 
+    /// A tensor whose value is computed when it is read.
+    pub(super) fn waiting(waiting: Waiting<B>) -> Self {
+        Self {
+            value: Value::Waiting(Arc::new(waiting)),
+            tag: Arc::new(Tag::new()),
+            view: View::Rows,
+        }
+    }
+
+    /// What has not been computed yet.
+    pub(super) fn as_waiting(&self) -> Option<&Waiting<B>> {
+        match &self.value {
+            Value::Ready(..) => None,
+            Value::Waiting(waiting) => waiting.pending(),
+        }
+    }
+
     /// The inner backend's primitive.
     pub fn primitive(&self) -> &InsideTensor<B> {
-        &self.primitive
+        match &self.value {
+            Value::Ready(primitive, _) => primitive,
+            Value::Waiting(waiting) => waiting.value().primitive(),
+        }
+    }
+
+    /// Where it lies, or will lie.
+    pub fn device(&self) -> Device<B> {
+        match &self.value {
+            Value::Ready(primitive, _) => <B::Inside>::float_device(primitive),
+            Value::Waiting(waiting) => waiting.device(),
+        }
     }
 
     /// Unwraps the inner backend's primitive, for an operation that takes it.
@@ -88,20 +135,27 @@ impl<B: QuantBackend> QuantTensor<B> {
 
     /// The primitive, the tag and the view.
     fn into_parts(self) -> (InsideTensor<B>, Arc<Tag<B::Base>>, View) {
-        self.handle.consume();
-        (self.primitive, self.tag, self.view)
+        let Self { value, tag, view } = self;
+        let primitive = match value {
+            Value::Ready(primitive, handle) => {
+                handle.consume();
+                primitive
+            }
+            Value::Waiting(waiting) => Waiting::into_value(waiting).into_primitive(),
+        };
+        (primitive, tag, view)
     }
 
     /// Keeps the value as it is until the backward pass.
     pub(crate) fn keep_exact(&self) {
-        if let Some(cell) = B::cell(&self.primitive) {
+        if let Some(cell) = B::cell(self.primitive()) {
             cell.keep_exact();
         }
     }
 
     /// Keeps the value as it is, and those from which it was computed elementwise: a loss ends in it.
     pub(crate) fn keep_loss(&self) {
-        if let Some(cell) = B::cell(&self.primitive) {
+        if let Some(cell) = B::cell(self.primitive()) {
             cell.keep_loss();
         }
     }
@@ -127,7 +181,7 @@ impl<B: QuantBackend> QuantTensor<B> {
 
     /// Moves to a device. The layer goes with the tensor; compressed copies do not go to another device.
     pub fn to_device(self, device: &Device<B>) -> Self {
-        let moves = <B::Inside>::float_device(&self.primitive) != *device;
+        let moves = self.device() != *device;
         let (primitive, tag, view) = self.into_parts();
         let primitive = <B::Inside>::float_to_device(primitive, device);
         let tag = match moves {

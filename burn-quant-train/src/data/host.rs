@@ -26,6 +26,7 @@ use cubecl_kernels::{
 use super::{
     attention::{Attention, AttentionKernels},
     cast::cast_to,
+    composition::{CompositionKernels, Compositions},
     kernels::checked,
     operation::{DataBackend, Operation},
     optimizer::{
@@ -304,6 +305,12 @@ impl<B: HostBackend> ProductKernels for B {
 
 impl<B: HostBackend> AttentionKernels for B {
     fn attention_kernels(_device: &Device<B>) -> Option<Attention<B>> {
+        None
+    }
+}
+
+impl<B: HostBackend> CompositionKernels for B {
+    fn composition_kernels(_device: &Device<B>) -> Option<Compositions<B>> {
         None
     }
 }

@@ -3,10 +3,11 @@
 use cubecl_kernels::KernelError;
 
 use super::{
-    attention::kernels::AttentionKernels, health::kernels::HealthKernels,
-    learned_step::kernels::LearnedStepKernels, optimizer::kernels::OptimizerKernels,
-    product::kernels::ProductKernels, quantize::kernels::QuantizeKernels,
-    sampling::kernels::SamplingKernels, threshold::kernels::ThresholdKernels,
+    attention::kernels::AttentionKernels, composition::kernels::CompositionKernels,
+    health::kernels::HealthKernels, learned_step::kernels::LearnedStepKernels,
+    optimizer::kernels::OptimizerKernels, product::kernels::ProductKernels,
+    quantize::kernels::QuantizeKernels, sampling::kernels::SamplingKernels,
+    threshold::kernels::ThresholdKernels,
 };
 
 /// The kernels of a backend.
@@ -19,6 +20,7 @@ pub trait Kernels:
     + SamplingKernels
     + ProductKernels
     + AttentionKernels
+    + CompositionKernels
     + OptimizerKernels
     + ThresholdKernels
     + HealthKernels
@@ -31,6 +33,7 @@ impl<B> Kernels for B where
         + SamplingKernels
         + ProductKernels
         + AttentionKernels
+        + CompositionKernels
         + OptimizerKernels
         + ThresholdKernels
         + HealthKernels

@@ -9,7 +9,6 @@ macro_rules! activation_operations {
             gelu(tensor: Float) -> Float;
             prelu(tensor: Float, alpha: Float) -> Float => Promote;
             gelu_backward(x: Float, grad: Float) -> Float => Promote;
-            sigmoid(tensor: Float) -> Float [again];
             sigmoid_backward(output: Float, grad: Float) -> Float => Promote;
             hard_sigmoid(tensor: Float, alpha: (Scalar), beta: (Scalar)) -> Float;
             log_sigmoid(tensor: Float) -> Float => Full [exact output];
@@ -20,4 +19,15 @@ macro_rules! activation_operations {
     };
 }
 
+/// The same of those with which compositions begin that have a kernel as a whole: see
+/// [`composition`](crate::backend::composition).
+macro_rules! composed_activation_operations {
+    ($forward:ident) => {
+        $forward! {
+            sigmoid(tensor: Float) -> Float [again];
+        }
+    };
+}
+
 pub(crate) use activation_operations;
+pub(crate) use composed_activation_operations;

@@ -12,15 +12,12 @@ macro_rules! float_operations {
             float_empty(shape: (Shape), device: (&Device<Self>), dtype: (FloatDType)) -> Float;
             float_repeat_dim(tensor: Float, dim: (usize), times: (usize)) -> Float;
             float_add(lhs: Float, rhs: Float) -> Float => Promote [again if exact];
-            float_add_scalar(lhs: Float, rhs: (Scalar)) -> Float [again if exact];
             float_clamp_min(tensor: Float, min: (Scalar)) -> Float;
             float_clamp_max(tensor: Float, max: (Scalar)) -> Float;
             float_clamp(tensor: Float, min: (Scalar), max: (Scalar)) -> Float;
             float_sub(lhs: Float, rhs: Float) -> Float => Promote [again if exact];
             float_sub_scalar(lhs: Float, rhs: (Scalar)) -> Float [again if exact];
-            float_mul(lhs: Float, rhs: Float) -> Float => Promote [again];
             float_mul_scalar(lhs: Float, rhs: (Scalar)) -> Float [again];
-            float_div(lhs: Float, rhs: Float) -> Float => Promote [again over small, exact: rhs];
             float_div_scalar(lhs: Float, rhs: (Scalar)) -> Float [again];
             float_remainder(lhs: Float, rhs: Float) -> Float => Promote [exact: lhs rhs];
             float_remainder_scalar(lhs: Float, rhs: (Scalar)) -> Float;
@@ -56,22 +53,18 @@ macro_rules! float_operations {
             float_prod(tensor: Float) -> Float => Full;
             float_prod_dim(tensor: Float, dim: (usize)) -> Float => Full;
             float_mean(tensor: Float) -> Float => Full [loss: tensor];
-            float_mean_dim(tensor: Float, dim: (usize)) -> Float => Full;
             float_cumsum(tensor: Float, dim: (usize)) -> Float => Full;
             float_cumprod(tensor: Float, dim: (usize)) -> Float => Full [exact: tensor];
             float_cummin(tensor: Float, dim: (usize)) -> Float [exact: tensor];
             float_cummax(tensor: Float, dim: (usize)) -> Float [exact: tensor];
-            float_cast(tensor: Float, dtype: (FloatDType)) -> Float [again];
             float_exp(tensor: Float) -> Float => Full [again, exact: tensor];
             float_log(tensor: Float) -> Float => Full [exact: tensor];
             float_log1p(tensor: Float) -> Float => Full [exact: tensor];
             float_powf(lhs: Float, rhs: Float) -> Float => Full [exact: lhs rhs];
             float_powi(lhs: Float, rhs: Int) -> Float => Full;
-            float_powi_scalar(lhs: Float, rhs: (Scalar)) -> Float => Full;
             float_powi_scalar_impl(lhs: Float, rhs: (Scalar)) -> Float => Full;
             float_powf_scalar(tensor: Float, value: (Scalar)) -> Float => Full;
             float_powf_scalar_impl(tensor: Float, value: (Scalar)) -> Float => Full [exact: tensor];
-            float_sqrt(tensor: Float) -> Float [again, exact: tensor];
             float_abs(tensor: Float) -> Float [again, exact: tensor];
             float_cos(tensor: Float) -> Float [exact: tensor];
             float_sin(tensor: Float) -> Float [exact: tensor];
@@ -121,4 +114,21 @@ macro_rules! float_operations {
     };
 }
 
+/// The same of those with which compositions begin or go on that have a kernel as a whole: see
+/// [`composition`](crate::backend::composition).
+macro_rules! composed_float_operations {
+    ($forward:ident) => {
+        $forward! {
+            float_add_scalar(lhs: Float, rhs: (Scalar)) -> Float [again if exact];
+            float_mul(lhs: Float, rhs: Float) -> Float => Promote [again];
+            float_div(lhs: Float, rhs: Float) -> Float => Promote [again over small, exact: rhs];
+            float_mean_dim(tensor: Float, dim: (usize)) -> Float => Full;
+            float_cast(tensor: Float, dtype: (FloatDType)) -> Float [again];
+            float_powi_scalar(lhs: Float, rhs: (Scalar)) -> Float => Full;
+            float_sqrt(tensor: Float) -> Float [again, exact: tensor];
+        }
+    };
+}
+
+pub(crate) use composed_float_operations;
 pub(crate) use float_operations;

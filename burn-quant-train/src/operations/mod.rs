@@ -28,10 +28,10 @@ mod kind;
 mod module;
 mod quantized;
 
-pub(crate) use activation::activation_operations;
+pub(crate) use activation::{activation_operations, composed_activation_operations};
 pub(crate) use backend::backend_operations;
 pub(crate) use bool::bool_operations;
-pub(crate) use float::float_operations;
+pub(crate) use float::{composed_float_operations, float_operations};
 pub(crate) use int::int_operations;
 pub(crate) use kind::{kind_type, unwrap_kind, wrap_kind};
 pub(crate) use module::module_operations;

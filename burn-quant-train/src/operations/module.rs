@@ -4,7 +4,6 @@
 macro_rules! module_operations {
     ($forward:ident) => {
         $forward! {
-            embedding_backward(weights: Float, output_grad: Float, indices: Int) -> Float => Promote;
             linear_x_backward(weight: Float, output_grad: Float) -> Float => Promote;
             linear_weight_backward(x: Float, output_grad: Float) -> Float => Promote;
             linear_bias_backward(output_grad: Float) -> Float => Promote;

@@ -8,6 +8,8 @@ mod matrix;
 mod operand;
 mod probe;
 pub(crate) mod relu;
+pub(crate) mod rms_norm;
 pub(crate) mod softmax;
 mod stand_in;
+pub(crate) mod swiglu;
 pub(crate) mod watch;

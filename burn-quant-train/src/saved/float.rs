@@ -8,10 +8,14 @@ use burn_backend::{
 };
 
 use super::{Held, HeldTensor, forward::forward};
-use crate::{data::DataBackend, operations::float_operations};
+use crate::{
+    data::DataBackend,
+    operations::{composed_float_operations, float_operations},
+};
 
 impl<B: DataBackend> FloatTensorOps<Self> for Held<B> {
     float_operations! { forward }
+    composed_float_operations! { forward }
 
     forward! {
     float_matmul(lhs: Float, rhs: Float) -> Float;

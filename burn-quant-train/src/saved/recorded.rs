@@ -60,6 +60,9 @@ pub trait QuantBackend: Backend {
     /// True if operations on this tensor are recorded.
     fn is_tracked(tensor: &FloatTensor<Self::Inside>) -> bool;
 
+    /// True if both are one tensor: of one value, with one place in autodiff's graph.
+    fn is_same(one: &FloatTensor<Self::Inside>, other: &FloatTensor<Self::Inside>) -> bool;
+
     /// The cell of a tensor, where there are cells.
     fn cell(tensor: &FloatTensor<Self::Inside>) -> Option<&Arc<Cell<Self::Base>>>;
 
@@ -81,6 +84,11 @@ impl<B: DataBackend> QuantBackend for B {
     const RECORDS: bool = false;
 
     fn is_tracked(_tensor: &FloatTensor<Self>) -> bool {
+        false
+    }
+
+    /// Nothing is composed where nothing is recorded.
+    fn is_same(_one: &FloatTensor<Self>, _other: &FloatTensor<Self>) -> bool {
         false
     }
 
@@ -106,6 +114,11 @@ impl<B: DataBackend, C: CheckpointStrategy> QuantBackend for Autodiff<B, C> {
 
     fn is_tracked(tensor: &InsideTensor<Self>) -> bool {
         tensor.is_tracked()
+    }
+
+    fn is_same(one: &InsideTensor<Self>, other: &InsideTensor<Self>) -> bool {
+        Arc::ptr_eq(&one.node, &other.node)
+            && Arc::ptr_eq(one.primitive.cell(), other.primitive.cell())
     }
 
     fn cell(tensor: &InsideTensor<Self>) -> Option<&Arc<Cell<B>>> {

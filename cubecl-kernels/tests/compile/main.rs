@@ -25,6 +25,7 @@ use cubecl_kernels::{
     adamw::{AdamWTensors, Hyperparameters, adamw, initial_clock, initial_flag},
     attention::{AttentionGradients, AttentionOptions, Band, attention, attention_backward},
     bit_splitting::{bit_split, merge_parts},
+    embedding::embedding_gradient,
     fallback::{FallbackResidual, FallbackState},
     gemm::{Blueprint, GemmOperand, GemmProblem, Strategy, candidates, gemm, gemm_float, select},
     granularity::Granularity,
@@ -42,8 +43,10 @@ use cubecl_kernels::{
         learned_step::{ElementSource, Gradient, LearnedStep, ResidualRows},
         quantize, quantize_by, quantize_delayed, unpack_int4,
     },
+    rms_norm::{rms_norm, rms_norm_backward},
     rounding::{Rounding, StochasticKey},
     scale::ScaleNumber,
+    swiglu::{swiglu, swiglu_backward},
 };
 use half::{bf16, f16};
 use rstest::rstest;
@@ -525,6 +528,46 @@ fn sampling_sources(architecture: u16) -> Vec<Source> {
     sources.into_values().collect()
 }
 
+/// RMSNorm, SwiGLU and the gradient of an embedding, for each type and for vectors of all widths, single ones and many in
+/// a unit, part planes and several.
+fn layer_sources(architecture: u16) -> Vec<Source> {
+    let sources = sources_of(architecture, |client| {
+        let indices = tensor(client, &[40], dtype::<i32>());
+        for (turn, cols) in [1, 20, 129, 768, 1100, 4096, 8191, 8192]
+            .into_iter()
+            .enumerate()
+        {
+            for (index, float) in outputs().into_iter().enumerate() {
+                let x = tensor(client, &[40, cols], float);
+                let gain = tensor(client, &[cols], outputs()[(turn + index) % 3]);
+                let forward = rms_norm(client, &x, &gain, 1e-6).expect("rows and a gain");
+                rms_norm_backward(client, &x, &gain, &forward.inverse_rms, &x)
+                    .expect("what had a forward pass");
+                swiglu(client, &x, &x).expect("tensors of one shape");
+                swiglu_backward(client, &x, &x, &x).expect("tensors of one shape");
+                embedding_gradient(client, &indices, &x, 100).expect("tokens");
+            }
+        }
+    });
+    let sources: BTreeMap<String, Source> = sources
+        .into_iter()
+        .map(|source| (source.code.clone(), source))
+        .collect();
+    for kernel in [
+        "rms_norm_kernel",
+        "rms_norm_backward_kernel",
+        "swiglu_kernel",
+        "swiglu_backward_kernel",
+        "zero_kernel",
+        "sort_kernel",
+        "sum_kernel",
+    ] {
+        let mut names = sources.values().map(|source| &source.name);
+        assert!(names.any(|name| name.starts_with(kernel)), "no {kernel}");
+    }
+    sources.into_values().collect()
+}
+
 /// Quantizes in blocks as a training step does: X with and without fallback, and a gradient.
 fn quantize_both(client: &Client, x: &Tensor, block: usize, layout: Layout) {
     let key = StochasticKey { seed: 1, stream: 2 };
@@ -604,10 +647,8 @@ fn quantize_sources_share_a_multiprocessor(#[values(80, 89, 90, 120)] architectu
 /// Portable kernels keep within what every device has, so that Vulkan runs them too.
 #[rstest]
 fn portable_sources_take_little_shared_memory(
-    #[values(number_sources, learned_step_sources, sampling_sources)] sources: fn(
-        u16,
-    )
-        -> Vec<Source>,
+    #[values(number_sources, learned_step_sources, sampling_sources, layer_sources)]
+    sources: fn(u16) -> Vec<Source>,
 ) {
     for source in sources(80) {
         assert!(source.shared_memory <= 32 << 10, "{}", source.name);
@@ -780,7 +821,8 @@ fn nvrtc_compiles_every_kernel(
         quantize_sources,
         number_sources,
         learned_step_sources,
-        sampling_sources
+        sampling_sources,
+        layer_sources
     )]
     sources: fn(u16) -> Vec<Source>,
 ) {
@@ -810,6 +852,14 @@ fn compile(sources: &[Source], architecture: &str) {
                     let code = nvrtc.compile(&source.code, architecture);
                     let code =
                         code.unwrap_or_else(|log| panic!("{architecture}: {log}\n{}", source.code));
+                    if architecture == "sm_90a" {
+                        use std::hash::{Hash, Hasher};
+                        let mut h = std::collections::hash_map::DefaultHasher::new();
+                        source.code.hash(&mut h);
+                        let n = format!("/tmp/dump/{}_{:x}", source.name, h.finish());
+                        std::fs::write(format!("{n}.cu"), &source.code).unwrap();
+                        std::fs::write(format!("{n}.cubin"), &code).unwrap();
+                    }
                     assert!(
                         code.starts_with(b"\x7fELF"),
                         "{architecture}: no machine code"

@@ -69,6 +69,21 @@ pub fn upload(client: &Client, x: &[f32], shape: &[usize], float: StorageType) -
     TensorHandle::new_contiguous(shape.to_vec(), client.create_from_slice(&bytes), float)
 }
 
+/// A contiguous tensor that does not start where its buffer does.
+pub fn upload_with_offset(
+    client: &Client,
+    x: &[f32],
+    shape: &[usize],
+    float: StorageType,
+) -> Tensor {
+    // CUDA binds buffers from any element on, so that no vector is aligned; other devices from few places.
+    let before = if cfg!(feature = "cuda") { 3 } else { 256 };
+    let buffer = [&vec![f32::NAN; before], x, &[f32::NAN; 16]].concat();
+    let handle = client.create_from_slice(&to_bytes(&buffer, float));
+    let handle = handle.offset_start((before * float.size()) as u64);
+    TensorHandle::new_contiguous(shape.to_vec(), handle, float)
+}
+
 /// A contiguous tensor of i32.
 pub fn upload_i32(client: &Client, x: &[i32], shape: &[usize]) -> Tensor {
     let handle = client.create_from_slice(bytemuck::cast_slice(x));

@@ -5,6 +5,7 @@ mod adamw;
 mod attention;
 mod bit_splitting;
 mod delay_threshold;
+mod embedding;
 mod given;
 mod hadamard;
 mod host;
@@ -18,7 +19,9 @@ mod philox;
 mod quantization_error;
 mod random;
 mod reference;
+mod rms_norm;
 mod scales;
+mod swiglu;
 
 #[cfg(any(feature = "cuda", feature = "vulkan"))]
 mod device;

@@ -1,6 +1,7 @@
 //! The kernels of `cubecl-kernels`, on every CubeCL runtime.
 
 mod attention;
+mod composition;
 mod exact_product;
 mod health;
 mod learned_step;

@@ -102,8 +102,9 @@ fn say_slow(formats: [Format; 2]) {
     said.push(formats);
     let [left, right] = formats;
     warn(&format!(
-        "quant-train: products of {left:?} and {right:?} have no kernel on this device: they are right, but are computed \
-         from FP32 copies, slower than without quantization. This is said once."
+        "quant-train: products of {left:?} and {right:?} have no kernel on this device: they are computed from FP32 \
+         copies, slower than without quantization, and as exact as the device's products of FP32, in which some round \
+         operands to TF32. This is said once."
     ));
 }
 

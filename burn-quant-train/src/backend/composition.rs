@@ -1,0 +1,362 @@
+//! Compositions of Burn's operations that have a kernel as a whole, found as models compute them.
+//!
+//! | composition | as | operations |
+//! | --- | --- | --- |
+//! | RMSNorm | `burn::nn::RmsNorm` | `x / sqrt(mean(cast(x, FP32)²) + epsilon) gain` |
+//! | SwiGLU | `burn::nn::SwiGlu`, `silu(gate) * up` | `gate sigmoid(gate) up` |
+//!
+//! An operation with which a composition begins, or goes on, computes nothing: its result [waits](Waiting). The last
+//! operation records the whole, with a kernel for each pass. Whatever else reads a waiting result has it computed as Burn
+//! does, so that a model which departs from a composition loses nothing, and nothing is computed twice.
+//!
+//! Compositions are looked for in training, on devices that have kernels for them, where x is narrower than FP32: with
+//! FP32 as the compute dtype no bit differs from Burn's. The whole is computed in FP32 and rounded once.
+
+use std::{
+    fmt,
+    sync::{Arc, OnceLock},
+};
+
+use burn_backend::{
+    Backend, DType, FloatDType, Scalar, Shape, TensorMetadata,
+    ops::{ActivationOps, FloatTensorOps},
+    tensor::{Device, FloatTensor},
+};
+
+use super::{QuantTrain, forward::forward, tensor::QuantTensor};
+use crate::{
+    data::{
+        DataBackend,
+        composition::{CompositionKernels, Compositions},
+    },
+    operations::{composed_activation_operations, composed_float_operations},
+    ops::{rms_norm::RmsNorm, swiglu::Swiglu},
+    recipe::Recipe,
+    saved::recorded::QuantBackend,
+};
+
+/// Methods of [`OneByOne`], from the tables.
+macro_rules! declare {
+    ($( $name:ident($($arg:ident: $kind:tt),*) -> $ret:tt $(=> $class:ident)? $([ $($mark:tt)* ])?; )*) => { $(
+        fn $name(
+            $($arg: crate::operations::kind_type!($kind)),*
+        ) -> crate::operations::kind_type!($ret);
+    )* };
+}
+
+/// Operations that may belong to a composition: looked for there first, else computed one by one.
+macro_rules! compose {
+    ($( $name:ident($($arg:ident: $kind:tt),*) -> $ret:tt $(=> $class:ident)? $([ $($mark:tt)* ])?; )*) => { $(
+        fn $name(
+            $($arg: crate::operations::kind_type!($kind)),*
+        ) -> crate::operations::kind_type!($ret) {
+            match crate::backend::composition::$name::<B, R>($(&$arg),*) {
+                Some(result) => result,
+                None => <Self as crate::backend::composition::OneByOne>::$name($($arg),*),
+            }
+        }
+    )* };
+}
+
+pub(super) use compose;
+
+/// The operations of the tables, each by itself.
+pub(super) trait OneByOne: Backend {
+    composed_float_operations! { declare }
+    composed_activation_operations! { declare }
+}
+
+impl<B: QuantBackend, R: Recipe> OneByOne for QuantTrain<B, R> {
+    composed_float_operations! { forward }
+    composed_activation_operations! { forward }
+}
+
+/// The result of an operation of a composition, not computed yet.
+pub(super) struct Waiting<B: QuantBackend> {
+    step: Step<B>,
+    shape: Shape,
+    dtype: DType,
+    device: Device<B>,
+    /// Computes it by itself.
+    compute: fn(&Step<B>) -> QuantTensor<B>,
+    value: OnceLock<QuantTensor<B>>,
+}
+
+/// The operation, and its operands.
+#[derive(Debug)]
+enum Step<B: QuantBackend> {
+    /// x in FP32.
+    Widened(QuantTensor<B>),
+    Squared(QuantTensor<B>),
+    /// The mean of the last dimension.
+    Mean(QuantTensor<B>),
+    /// Epsilon added.
+    Shifted(QuantTensor<B>, Scalar),
+    Root(QuantTensor<B>),
+    /// In the dtype of x.
+    Narrowed(QuantTensor<B>, FloatDType),
+    /// x, over its root mean square.
+    Normalized(QuantTensor<B>, QuantTensor<B>),
+    Sigmoid(QuantTensor<B>),
+    /// x, times its sigmoid.
+    Silu(QuantTensor<B>, QuantTensor<B>),
+}
+
+impl<B: QuantBackend> Step<B> {
+    /// Computes it by itself.
+    fn compute<R: Recipe>(&self) -> QuantTensor<B> {
+        type By<B, R> = QuantTrain<B, R>;
+        match self {
+            Self::Widened(x) => <By<B, R> as OneByOne>::float_cast(x.clone(), FloatDType::F32),
+            Self::Squared(x) => <By<B, R> as OneByOne>::float_powi_scalar(x.clone(), 2.into()),
+            Self::Mean(x) => <By<B, R> as OneByOne>::float_mean_dim(x.clone(), x.rank() - 1),
+            Self::Shifted(x, by) => <By<B, R> as OneByOne>::float_add_scalar(x.clone(), *by),
+            Self::Root(x) => <By<B, R> as OneByOne>::float_sqrt(x.clone()),
+            Self::Narrowed(x, dtype) => <By<B, R> as OneByOne>::float_cast(x.clone(), *dtype),
+            Self::Normalized(x, rms) => <By<B, R> as OneByOne>::float_div(x.clone(), rms.clone()),
+            Self::Sigmoid(x) => <By<B, R> as OneByOne>::sigmoid(x.clone()),
+            Self::Silu(x, sigmoid) => <By<B, R> as OneByOne>::float_mul(x.clone(), sigmoid.clone()),
+        }
+    }
+}
+
+impl<B: QuantBackend> Waiting<B> {
+    /// What an operation on `x` and on its device gives.
+    fn of<R: Recipe>(
+        x: &QuantTensor<B>,
+        step: Step<B>,
+        shape: Shape,
+        dtype: DType,
+    ) -> QuantTensor<B> {
+        QuantTensor::waiting(Self {
+            step,
+            shape,
+            dtype,
+            device: x.device(),
+            compute: Step::compute::<R>,
+            value: OnceLock::new(),
+        })
+    }
+
+    /// Of the shape and dtype of `x`.
+    fn like<R: Recipe>(x: &QuantTensor<B>, step: Step<B>) -> QuantTensor<B> {
+        Self::of::<R>(x, step, x.shape(), x.dtype())
+    }
+
+    /// Itself, as long as nobody has asked for the value: then it is one like any other.
+    pub fn pending(&self) -> Option<&Self> {
+        self.value.get().is_none().then_some(self)
+    }
+
+    /// The value, which is computed once.
+    pub fn value(&self) -> &QuantTensor<B> {
+        self.value.get_or_init(|| (self.compute)(&self.step))
+    }
+
+    /// The value, owned where this is the last share.
+    pub fn into_value(waiting: Arc<Self>) -> QuantTensor<B> {
+        waiting.value();
+        match Arc::try_unwrap(waiting) {
+            Ok(waiting) => waiting.value.into_inner().expect("a computed value"),
+            Err(waiting) => waiting.value().clone(),
+        }
+    }
+
+    pub fn shape(&self) -> Shape {
+        self.shape.clone()
+    }
+
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    pub fn device(&self) -> Device<B> {
+        self.device.clone()
+    }
+}
+
+impl<B: QuantBackend> fmt::Debug for Waiting<B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Waiting({:?})", self.step)
+    }
+}
+
+/// The kernels, if compositions are looked for that begin with this tensor.
+fn kernels<B: QuantBackend, R: Recipe>(
+    x: &QuantTensor<B>,
+) -> Option<Compositions<<B::Base as DataBackend>::Kernels>> {
+    let narrow = R::ROW.compute != FloatDType::F32 && matches!(x.dtype(), DType::BF16 | DType::F16);
+    // What is computed from a weight remembers its layer, which a composition would forget.
+    if !B::RECORDS || !narrow || x.rank() == 0 || x.origin().is_some() {
+        return None;
+    }
+    let device = x.device();
+    B::ad_enabled(&device)
+        .then(|| <B::Base as DataBackend>::Kernels::composition_kernels(&device))
+        .flatten()
+}
+
+/// True if both are one tensor.
+fn is_same<B: QuantBackend>(one: &QuantTensor<B>, other: &QuantTensor<B>) -> bool {
+    one.as_waiting().is_none()
+        && other.as_waiting().is_none()
+        && B::is_same(one.primitive(), other.primitive())
+}
+
+/// x and epsilon, if this is the root of the mean square of x, in FP32.
+fn root_mean_square<B: QuantBackend>(root: &QuantTensor<B>) -> Option<(&QuantTensor<B>, Scalar)> {
+    let Step::Root(shifted) = step(root)? else {
+        return None;
+    };
+    let Step::Shifted(mean, epsilon) = step(shifted)? else {
+        return None;
+    };
+    let Step::Mean(squared) = step(mean)? else {
+        return None;
+    };
+    let Step::Squared(wide) = step(squared)? else {
+        return None;
+    };
+    let Step::Widened(x) = step(wide)? else {
+        return None;
+    };
+    Some((x, *epsilon))
+}
+
+fn step<B: QuantBackend>(tensor: &QuantTensor<B>) -> Option<&Step<B>> {
+    tensor.as_waiting().map(|waiting| &waiting.step)
+}
+
+pub(super) fn float_cast<B: QuantBackend, R: Recipe>(
+    x: &QuantTensor<B>,
+    dtype: &FloatDType,
+) -> Option<QuantTensor<B>> {
+    if let Some((of, _)) = root_mean_square(x) {
+        let narrowed = Step::Narrowed(x.clone(), *dtype);
+        let dtype = DType::from(*dtype);
+        return (of.dtype() == dtype).then(|| Waiting::of::<R>(x, narrowed, x.shape(), dtype));
+    }
+    let kernels = kernels::<B, R>(x).filter(|_| *dtype == FloatDType::F32)?;
+    let columns = x.shape()[x.rank() - 1];
+    (kernels.has_rms_norm)(x.dtype(), columns)
+        .then(|| Waiting::of::<R>(x, Step::Widened(x.clone()), x.shape(), DType::F32))
+}
+
+pub(super) fn float_powi_scalar<B: QuantBackend, R: Recipe>(
+    x: &QuantTensor<B>,
+    power: &Scalar,
+) -> Option<QuantTensor<B>> {
+    match step(x)? {
+        Step::Widened(_) if power.elem::<f64>() == 2.0 => {
+            Some(Waiting::like::<R>(x, Step::Squared(x.clone())))
+        }
+        _ => None,
+    }
+}
+
+pub(super) fn float_mean_dim<B: QuantBackend, R: Recipe>(
+    x: &QuantTensor<B>,
+    dim: &usize,
+) -> Option<QuantTensor<B>> {
+    match step(x)? {
+        Step::Squared(_) if dim + 1 == x.rank() => {
+            let mut shape = x.shape();
+            shape[*dim] = 1;
+            Some(Waiting::of::<R>(x, Step::Mean(x.clone()), shape, x.dtype()))
+        }
+        _ => None,
+    }
+}
+
+pub(super) fn float_add_scalar<B: QuantBackend, R: Recipe>(
+    x: &QuantTensor<B>,
+    by: &Scalar,
+) -> Option<QuantTensor<B>> {
+    match step(x)? {
+        Step::Mean(_) => Some(Waiting::like::<R>(x, Step::Shifted(x.clone(), *by))),
+        _ => None,
+    }
+}
+
+pub(super) fn float_sqrt<B: QuantBackend, R: Recipe>(x: &QuantTensor<B>) -> Option<QuantTensor<B>> {
+    match step(x)? {
+        Step::Shifted(..) => Some(Waiting::like::<R>(x, Step::Root(x.clone()))),
+        _ => None,
+    }
+}
+
+pub(super) fn float_div<B: QuantBackend, R: Recipe>(
+    x: &QuantTensor<B>,
+    by: &QuantTensor<B>,
+) -> Option<QuantTensor<B>> {
+    match step(by)? {
+        Step::Narrowed(root, _) if is_same(x, root_mean_square(root)?.0) => Some(
+            Waiting::like::<R>(x, Step::Normalized(x.clone(), by.clone())),
+        ),
+        _ => None,
+    }
+}
+
+pub(super) fn sigmoid<B: QuantBackend, R: Recipe>(x: &QuantTensor<B>) -> Option<QuantTensor<B>> {
+    kernels::<B, R>(x)?;
+    Some(Waiting::like::<R>(x, Step::Sigmoid(x.clone())))
+}
+
+pub(super) fn float_mul<B: QuantBackend, R: Recipe>(
+    left: &QuantTensor<B>,
+    right: &QuantTensor<B>,
+) -> Option<QuantTensor<B>> {
+    product::<B, R>(left, right).or_else(|| product::<B, R>(right, left))
+}
+
+/// The product of what may wait, and of another tensor.
+fn product<B: QuantBackend, R: Recipe>(
+    waiting: &QuantTensor<B>,
+    other: &QuantTensor<B>,
+) -> Option<QuantTensor<B>> {
+    match step(waiting)? {
+        Step::Sigmoid(x) if is_same(x, other) => Some(Waiting::like::<R>(
+            x,
+            Step::Silu(x.clone(), waiting.clone()),
+        )),
+        Step::Silu(gate, _) => swiglu::<B, R>(gate, other),
+        Step::Normalized(x, rms) => {
+            let Step::Narrowed(root, _) = step(rms)? else {
+                return None;
+            };
+            let (_, epsilon) = root_mean_square(root)?;
+            rms_norm::<B, R>(x, epsilon.elem(), other)
+        }
+        _ => None,
+    }
+}
+
+fn swiglu<B: QuantBackend, R: Recipe>(
+    gate: &QuantTensor<B>,
+    up: &QuantTensor<B>,
+) -> Option<QuantTensor<B>> {
+    let fits = gate.shape() == up.shape() && gate.dtype() == up.dtype() && up.origin().is_none();
+    fits.then(|| {
+        let _scope = QuantTrain::<B, R>::scope();
+        let inputs = [gate, up].map(|it| it.clone().into_primitive());
+        QuantTensor::new(B::record(Swiglu, inputs))
+    })
+}
+
+/// RMSNorm, if the gain is a row with leading dimensions of size 1.
+fn rms_norm<B: QuantBackend, R: Recipe>(
+    x: &QuantTensor<B>,
+    epsilon: f64,
+    gain: &QuantTensor<B>,
+) -> Option<QuantTensor<B>> {
+    let (shape, of_gain) = (x.shape(), gain.shape());
+    let fits = of_gain.last() == shape.last()
+        && of_gain.num_elements() == shape[shape.num_dims() - 1]
+        && of_gain.num_dims() == shape.num_dims()
+        && matches!(gain.dtype(), DType::F32 | DType::BF16 | DType::F16);
+    fits.then(|| {
+        let _scope = QuantTrain::<B, R>::scope();
+        let inputs = [x, gain].map(|it| it.clone().into_primitive());
+        QuantTensor::new(B::record(RmsNorm { epsilon }, inputs))
+    })
+}

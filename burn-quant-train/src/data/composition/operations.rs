@@ -1,0 +1,142 @@
+//! The operations of compositions.
+
+use burn_backend::{
+    FloatDType, Shape, TensorMetadata,
+    tensor::{FloatTensor, IntTensor},
+};
+
+use super::kernels::{CompositionKernels, Compositions};
+use crate::data::{
+    kernels::Kernels,
+    operation::Operation,
+    tensors::{FloatMeta, IntMeta, On, Tensors},
+};
+
+/// Columns, and the rows that all leading dimensions count.
+fn rows_and_columns(shape: &Shape) -> [usize; 2] {
+    let columns = shape.last().copied().unwrap_or(1);
+    [
+        shape.num_elements().checked_div(columns).unwrap_or(0),
+        columns,
+    ]
+}
+
+/// RMSNorm (Zhang & Sennrich, 2019, equation 4) of x `[.., columns]`, with a gain of so many elements.
+#[derive(Debug, Clone)]
+pub(crate) struct RmsNormForward {
+    pub epsilon: f32,
+}
+
+impl Operation for RmsNormForward {
+    const NAME: &'static str = "rms_norm";
+    /// x and the gain.
+    type Inputs = (FloatMeta, FloatMeta);
+    /// The output, and the inverse of each row's root mean square, f32 `[rows, 1]`.
+    type Outputs = (FloatMeta, FloatMeta);
+
+    fn outline<T: Tensors>(&self, (x, _): &On<Self::Inputs, T>) -> Self::Outputs {
+        let [rows, _] = rows_and_columns(&x.shape());
+        let of_rows = FloatMeta::new(Shape::new([rows, 1]), FloatDType::F32);
+        (FloatMeta::of(x), of_rows)
+    }
+
+    fn run<K: Kernels>(self, inputs: On<Self::Inputs, K>) -> On<Self::Outputs, K> {
+        (kernels::<K>(&inputs.0).rms_norm)(inputs, self.epsilon)
+    }
+}
+
+/// Its gradients.
+#[derive(Debug, Clone)]
+pub(crate) struct RmsNormGradients;
+
+impl Operation for RmsNormGradients {
+    const NAME: &'static str = "rms_norm_backward";
+    /// x and the gain; the inverse root mean squares and the gradient of the output.
+    type Inputs = ((FloatMeta, FloatMeta), (FloatMeta, FloatMeta));
+    /// Those of x, and of the gain, f32 `[columns]`.
+    type Outputs = (FloatMeta, FloatMeta);
+
+    fn outline<T: Tensors>(&self, ((x, _), _): &On<Self::Inputs, T>) -> Self::Outputs {
+        let [_, columns] = rows_and_columns(&x.shape());
+        let of_gain = FloatMeta::new(Shape::new([1, columns]), FloatDType::F32);
+        (FloatMeta::of(x), of_gain)
+    }
+
+    fn run<K: Kernels>(
+        self,
+        ((x, gain), (inverse_rms, gradient)): On<Self::Inputs, K>,
+    ) -> On<Self::Outputs, K> {
+        let backward = kernels::<K>(&x).rms_norm_backward;
+        let (of_x, parts) = backward([x, gain, inverse_rms, gradient]);
+        (of_x, K::float_sum_dim(parts, 0))
+    }
+}
+
+/// `silu(gate) up` (Shazeer, 2020, equation 6, without the matrices).
+#[derive(Debug, Clone)]
+pub(crate) struct SwigluForward;
+
+impl Operation for SwigluForward {
+    const NAME: &'static str = "swiglu";
+    /// gate and up.
+    type Inputs = (FloatMeta, FloatMeta);
+    type Outputs = FloatMeta;
+
+    fn outline<T: Tensors>(&self, (gate, _): &On<Self::Inputs, T>) -> FloatMeta {
+        FloatMeta::of(gate)
+    }
+
+    fn run<K: Kernels>(self, inputs: On<Self::Inputs, K>) -> FloatTensor<K> {
+        (kernels::<K>(&inputs.0).swiglu)(inputs)
+    }
+}
+
+/// Its gradients.
+#[derive(Debug, Clone)]
+pub(crate) struct SwigluGradients;
+
+impl Operation for SwigluGradients {
+    const NAME: &'static str = "swiglu_backward";
+    /// gate and up, and the gradient of the output.
+    type Inputs = ((FloatMeta, FloatMeta), FloatMeta);
+    /// Those of gate and up.
+    type Outputs = (FloatMeta, FloatMeta);
+
+    fn outline<T: Tensors>(&self, ((gate, up), _): &On<Self::Inputs, T>) -> Self::Outputs {
+        (FloatMeta::of(gate), FloatMeta::of(up))
+    }
+
+    fn run<K: Kernels>(self, ((gate, up), gradient): On<Self::Inputs, K>) -> On<Self::Outputs, K> {
+        (kernels::<K>(&gate).swiglu_backward)([gate, up, gradient])
+    }
+}
+
+/// The gradient of an embedding's table.
+#[derive(Debug, Clone)]
+pub(crate) struct EmbeddingGradient {
+    pub rows: usize,
+}
+
+impl Operation for EmbeddingGradient {
+    const NAME: &'static str = "embedding_backward";
+    /// The gradient of the rows that were gathered, `[.., columns]`, and their indices.
+    type Inputs = (FloatMeta, IntMeta);
+    type Outputs = FloatMeta;
+
+    fn outline<T: Tensors>(&self, (gradient, _): &On<Self::Inputs, T>) -> FloatMeta {
+        let [_, columns] = rows_and_columns(&gradient.shape());
+        FloatMeta::new(Shape::new([self.rows, columns]), gradient.dtype())
+    }
+
+    fn run<K: Kernels>(
+        self,
+        (gradient, indices): (FloatTensor<K>, IntTensor<K>),
+    ) -> FloatTensor<K> {
+        (kernels::<K>(&gradient).embedding_gradient)(gradient, indices, self.rows)
+    }
+}
+
+fn kernels<K: CompositionKernels>(tensor: &FloatTensor<K>) -> Compositions<K> {
+    K::composition_kernels(&K::float_device(tensor))
+        .expect("compositions by kernels are for devices that have them")
+}

@@ -1,0 +1,69 @@
+//! RMSNorm that saves its input, and one number a row (Zhang & Sennrich, 2019, equation 4).
+
+use burn_backend::{FloatDType, TensorMetadata, tensor::FloatTensor};
+
+use crate::{
+    data::{
+        DataBackend, cast_to,
+        composition::{RmsNormForward, RmsNormGradients},
+    },
+    saved::{HeldTensor, recorded::Recorded},
+};
+
+/// `x / sqrt(mean(x²) + epsilon) gain` of x `[.., columns]`, on a device that has a kernel for it. The gain has as many
+/// elements as a row, and leading dimensions of size 1.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct RmsNorm {
+    pub epsilon: f64,
+}
+
+/// What the backward pass needs.
+#[derive(Debug, Clone)]
+pub(crate) struct Saved<B: DataBackend> {
+    x: HeldTensor<B>,
+    gain: HeldTensor<B>,
+    /// f32 `[rows, 1]`.
+    inverse_rms: HeldTensor<B>,
+}
+
+impl<B: DataBackend> Recorded<B, 2> for RmsNorm {
+    type Saved = Saved<B>;
+
+    fn forward(
+        self,
+        [x, gain]: [HeldTensor<B>; 2],
+        _wanted: [bool; 2],
+    ) -> (HeldTensor<B>, Self::Saved) {
+        let norm = RmsNormForward {
+            epsilon: self.epsilon as f32,
+        };
+        let values = (x.clone().into_value(), gain.clone().into_value());
+        let (output, inverse_rms) = B::run(norm, values);
+        let saved = Saved {
+            x,
+            gain,
+            inverse_rms: HeldTensor::of("rms_norm", inverse_rms),
+        };
+        (HeldTensor::of("rms_norm", output), saved)
+    }
+
+    fn backward(
+        Saved {
+            x,
+            gain,
+            inverse_rms,
+        }: Self::Saved,
+        gradient: FloatTensor<B>,
+        wanted: [bool; 2],
+    ) -> [Option<FloatTensor<B>>; 2] {
+        let [wants_x, wants_gain] = wanted;
+        let (shape, dtype) = (gain.shape(), FloatDType::from(gain.dtype()));
+        let inputs = (
+            (x.into_value(), gain.into_value()),
+            (inverse_rms.into_value(), gradient),
+        );
+        let (of_x, of_gain) = B::run(RmsNormGradients, inputs);
+        let of_gain = || cast_to::<B>(B::float_reshape(of_gain, shape), Some(dtype));
+        [wants_x.then_some(of_x), wants_gain.then(of_gain)]
+    }
+}

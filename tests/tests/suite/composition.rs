@@ -1,0 +1,350 @@
+//! Compositions that have a kernel as a whole: as Burn computes them, and what departs from them too.
+
+use burn::{
+    backend::{Autodiff, Flex},
+    module::{Module, ModuleMapper, Param},
+    nn::{EmbeddingConfig, RmsNormConfig, SwiGluConfig},
+    tensor::{
+        DType, Int, Tensor, TensorData,
+        activation::{sigmoid, silu},
+        backend::{AutodiffBackend, Backend},
+    },
+};
+use burn_quant_train::{
+    QuantTrain,
+    data::DataBackend,
+    recipe::{MixedPrecision, Recipe},
+    saved::Recording,
+};
+use half::{bf16, f16};
+use quant_train_tests::{
+    Rng,
+    data::{floats, tensor},
+    on_every_backend, supports,
+};
+
+on_every_backend! {
+    norms_and_gates_equal_those_of_fp32 => equal_fp32;
+    what_departs_from_a_composition_is_computed_as_it_is => departures;
+    a_composition_leaves_its_inputs => leaves_its_inputs;
+    without_a_narrow_dtype_nothing_is_composed => not_in_fp32;
+    tables_get_the_gradients_of_burn => embedding;
+}
+
+const COLUMNS: usize = 40;
+
+/// A tensor and the gain of a norm, in the dtype of the test: what [`compare`] differentiates.
+struct Inputs<B: Backend> {
+    x: Tensor<B, 3>,
+    y: Tensor<B, 3>,
+    gain: Tensor<B, 1>,
+}
+
+/// Calls a check for each 16-bit dtype that the backend has.
+macro_rules! in_16_bits {
+    ($backend:ty, $check:ident($($arg:expr),*)) => {
+        if supports::<$backend>(DType::F16) {
+            $check::<$backend, MixedPrecision<f16>>(DType::F16, 2e-2, $($arg),*);
+        }
+        if supports::<$backend>(DType::BF16) {
+            $check::<$backend, MixedPrecision<bf16>>(DType::BF16, 1e-1, $($arg),*);
+        }
+    };
+}
+
+/// Numbers that BF16 holds, and of this size FP16 too, so that both sides compute on the same ones.
+fn draw(rng: &mut Rng, count: usize) -> Vec<f32> {
+    let mut normal = || bf16::from_f64(rng.normal()).to_f32();
+    (0..count).map(|_| normal()).collect()
+}
+
+/// Output and gradients for the loss `sum(weights * output)`. Inputs reach `forward` in `dtype`, in another shape than their
+/// leaves: what has that of a parameter may be a weight, which is not looked at.
+fn solve<A: AutodiffBackend>(
+    [x, y, gain, weights]: &[Vec<f32>; 4],
+    dtype: DType,
+    forward: impl Fn(Inputs<A>) -> Tensor<A, 3>,
+) -> [Vec<f32>; 4] {
+    let device = A::Device::default();
+    let shape = [2, x.len() / (2 * COLUMNS), COLUMNS];
+    let leaf = |data: &[f32]| tensor::<A, 1>(data, [data.len()], &device).require_grad();
+    let (x, y) = (leaf(x), leaf(y));
+    let gain = tensor::<A, 1>(gain, [COLUMNS], &device).require_grad();
+    let output = forward(Inputs {
+        x: x.clone().reshape(shape).cast(dtype),
+        y: y.clone().reshape(shape).cast(dtype),
+        gain: gain.clone(),
+    });
+    let weights = tensor::<A, 3>(weights, shape, &device);
+    let gradients = (output.clone().cast(DType::F32) * weights).sum().backward();
+    let of = |leaf: &Tensor<A, 1>| leaf.grad(&gradients).map_or(vec![], |it| floats(&it));
+    [floats(&output), of(&x), of(&y), of(&gain)]
+}
+
+/// Relative to the largest element: results are rounded to the compute dtype.
+fn assert_near(what: &str, actual: &[f32], expected: &[f32], tolerance: f32) {
+    assert_eq!(actual.len(), expected.len(), "{what}");
+    let largest = expected.iter().fold(0.0f32, |most, x| most.max(x.abs()));
+    for (index, (a, e)) in actual.iter().zip(expected).enumerate() {
+        let near = (a - e).abs() <= tolerance * largest;
+        assert!(near, "{what}[{index}]: {a} instead of {e}");
+    }
+}
+
+/// The same function of both backends.
+macro_rules! compare {
+    ($name:expr, $recipe:ty, $backend:ty, $dtype:expr, $tolerance:expr, $data:expr, $forward:expr) => {{
+        let expected = solve::<Autodiff<Flex>>($data, DType::F32, $forward);
+        let actual = solve::<QuantTrain<Autodiff<$backend>, $recipe>>($data, $dtype, $forward);
+        for (part, (actual, expected)) in ["output", "dx", "dy", "dgain"]
+            .iter()
+            .zip(actual.iter().zip(&expected))
+        {
+            let what = format!("{}, {:?}: {part}", $name, $dtype);
+            assert_near(&what, actual, expected, $tolerance);
+        }
+    }};
+}
+
+fn norm<B: Backend>(x: Tensor<B, 3>, gain: Tensor<B, 1>) -> Tensor<B, 3> {
+    normalized(x, 1e-5) * gain.unsqueeze()
+}
+
+/// As `burn::nn::RmsNorm` has it.
+fn normalized<B: Backend>(x: Tensor<B, 3>, epsilon: f32) -> Tensor<B, 3> {
+    let dtype = x.dtype();
+    x.clone() / root_mean_square(x, epsilon).cast(dtype)
+}
+
+fn root_mean_square<B: Backend>(x: Tensor<B, 3>, epsilon: f32) -> Tensor<B, 3> {
+    (x.cast(DType::F32).square().mean_dim(2) + epsilon).sqrt()
+}
+
+fn equal_fp32<B: DataBackend>(seed: u64) {
+    in_16_bits!(B, modules(seed));
+}
+
+fn modules<B: DataBackend, R: Recipe>(dtype: DType, tolerance: f32, seed: u64) {
+    for (rows, columns) in [(1, 16), (3, 7), (2, 129), (130, 40), (5, 768)] {
+        let mut rng = Rng::new(seed ^ (rows * 1000 + columns) as u64);
+        let data = [rows * columns, columns, rows * columns].map(|count| draw(&mut rng, count));
+        let expected = of_modules::<Autodiff<Flex>>(&data, DType::F32);
+        let actual = of_modules::<QuantTrain<Autodiff<B>, R>>(&data, dtype);
+        for (part, (actual, expected)) in actual.iter().zip(&expected).enumerate() {
+            let what = format!("seed {seed}, {rows} x {columns}, {dtype:?}: part {part}");
+            assert_near(&what, actual, expected, tolerance);
+        }
+    }
+}
+
+/// Output of Burn's modules, and the gradients of the input and of their parameters.
+fn of_modules<A: AutodiffBackend>(
+    [x, gain, weights]: &[Vec<f32>; 3],
+    dtype: DType,
+) -> Vec<Vec<f32>> {
+    struct Fill<'a>(&'a [f32]);
+
+    impl<B: Backend> ModuleMapper<B> for Fill<'_> {
+        fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
+            param.map(|tensor| {
+                let values = self.0.iter().copied().cycle().map(|it| 0.1 * it);
+                let values = values.take(tensor.shape().num_elements()).collect();
+                Tensor::from_data(TensorData::new(values, tensor.shape()), &tensor.device())
+                    .require_grad()
+            })
+        }
+    }
+
+    let device = A::Device::default();
+    let columns = gain.len();
+    let rows = x.len() / columns;
+    let norm = RmsNormConfig::new(columns).init::<A>(&device);
+    let mut norm = norm.map(&mut Fill(gain));
+    norm.epsilon = 1e-2;
+    let gate = SwiGluConfig::new(columns, columns).init::<A>(&device);
+    let gate = gate.map(&mut Fill(gain));
+    let leaf = tensor::<A, 1>(x, [x.len()], &device).require_grad();
+    let normed = norm.forward(leaf.clone().reshape([rows, columns]).cast(dtype));
+    let output = normed.clone() + gate.forward(normed);
+    let weights = tensor::<A, 2>(weights, [rows, columns], &device);
+    let gradients = (output.clone().cast(DType::F32) * weights).sum().backward();
+    let of_gain = norm.gamma.val().grad(&gradients).expect("of the gain");
+    let of_gate = gate.linear_inner.weight.val().grad(&gradients);
+    vec![
+        floats(&output),
+        floats(&leaf.grad(&gradients).expect("of x")),
+        floats(&of_gain),
+        floats(&of_gate.expect("of the gate")),
+    ]
+}
+
+fn departures<B: DataBackend>(seed: u64) {
+    in_16_bits!(B, depart(seed));
+}
+
+fn depart<B: DataBackend, R: Recipe>(dtype: DType, tolerance: f32, seed: u64) {
+    let mut rng = Rng::new(seed);
+    let count = 2 * 5 * COLUMNS;
+    let data = &[count, count, COLUMNS, count].map(|count| draw(&mut rng, count));
+    macro_rules! case {
+        ($name:literal, |$inputs:ident| $forward:expr) => {
+            compare!(
+                format!("seed {seed}, {}", $name),
+                R,
+                B,
+                dtype,
+                tolerance,
+                data,
+                |$inputs: Inputs<_>| $forward
+            )
+        };
+    }
+    case!("a norm", |i| norm(i.x, i.gain) + i.y);
+    case!("a gate", |i| silu(i.x) * i.y + i.gain.unsqueeze());
+    case!("a gate from the right", |i| i.y * silu(i.x)
+        + i.gain.unsqueeze());
+    case!("a gate of itself", |i| silu(i.x.clone()) * i.x
+        + i.y * i.gain.unsqueeze());
+    case!("a gate and what it is made of", |i| {
+        let gate = silu(i.x);
+        gate.clone() * i.y + gate * i.gain.unsqueeze()
+    });
+    case!("a sigmoid of another", |i| i.y.clone() * sigmoid(i.x)
+        + i.gain.unsqueeze());
+    case!("a sigmoid twice", |i| {
+        let sigmoid = sigmoid(i.x.clone());
+        i.x * sigmoid.clone() * i.y + sigmoid * i.gain.unsqueeze()
+    });
+    case!("a norm without a gain", |i| normalized(i.x, 1e-5)
+        + i.y * i.gain.unsqueeze());
+    case!("a norm with a matrix as its gain", |i| normalized(
+        i.x, 1e-5
+    ) * i.y
+        + i.gain.unsqueeze());
+    case!("a norm over that of another", |i| {
+        let dtype = i.x.dtype();
+        i.x / root_mean_square(i.y, 0.1).cast(dtype) * i.gain.unsqueeze()
+    });
+    case!("a norm and its root mean square", |i| {
+        let dtype = i.x.dtype();
+        let root = root_mean_square(i.x.clone(), 0.1);
+        i.x / root.clone().cast(dtype) * i.gain.unsqueeze() + i.y * root.cast(dtype)
+    });
+    case!("a norm whose input is detached", |i| {
+        let dtype = i.x.dtype();
+        let x = i.x.clone().detach();
+        x / root_mean_square(i.x, 0.1).cast(dtype) * i.gain.unsqueeze() + i.y
+    });
+    case!("the mean of another dimension", |i| {
+        let dtype = i.x.dtype();
+        let mean = i.x.clone().cast(DType::F32).square().mean_dim(1);
+        i.x / (mean + 0.1).sqrt().cast(dtype) * i.gain.unsqueeze() + i.y
+    });
+    case!("another power", |i| {
+        let dtype = i.x.dtype();
+        let mean = i.x.clone().cast(DType::F32).powi_scalar(4).mean_dim(2);
+        i.x / (mean + 0.1).sqrt().cast(dtype) * i.gain.unsqueeze() + i.y
+    });
+    case!("a wide tensor that goes on", |i| {
+        let wide = i.x.clone().cast(DType::F32);
+        let dtype = i.x.dtype();
+        let root = (wide.clone().square().mean_dim(2) + 0.1).sqrt();
+        (wide / root).cast(dtype) * i.gain.unsqueeze() + i.y
+    });
+    case!("two norms in a row", |i| norm(
+        norm(i.x, i.gain.clone()),
+        i.gain
+    ) * i.y);
+    case!("one input of two norms", |i| norm(
+        i.x.clone(),
+        i.gain.clone()
+    ) + norm(i.x, i.gain * 2.0)
+        * i.y);
+}
+
+/// The operations of what waits for the backward pass of a norm and a gate.
+fn operations<A: AutodiffBackend>(dtype: DType, seed: u64) -> Vec<&'static str> {
+    let device = A::Device::default();
+    let mut rng = Rng::new(seed);
+    let mut leaf = |count| tensor::<A, 1>(&draw(&mut rng, count), [count], &device).require_grad();
+    let [x, y] = [(); 2].map(|()| leaf(5120).reshape([2, 64, 40]).cast(dtype));
+    let gain = leaf(40);
+    let recording = Recording::start();
+    let gate = silu(norm(x.clone(), gain)) * y;
+    let report = recording.report();
+    let _ = (gate.sum() + x.sum()).backward();
+    report.values.iter().map(|value| value.operation).collect()
+}
+
+fn leaves_its_inputs<B: DataBackend>(seed: u64) {
+    in_16_bits!(B, leave(seed));
+}
+
+fn leave<B: DataBackend, R: Recipe>(dtype: DType, _tolerance: f32, seed: u64) {
+    let name = B::name(&B::Device::default());
+    let has_kernels = ["cuda", "wgpu", "vulkan"]
+        .iter()
+        .any(|it| name.contains(it));
+    let mut left = operations::<QuantTrain<Autodiff<B>, R>>(dtype, seed);
+    left.retain(|operation| !matches!(*operation, "constant" | "float_cast" | "float_reshape"));
+    left.sort_unstable();
+    match has_kernels {
+        // The norm's output, which is the gate, and its root mean squares.
+        true => assert_eq!(left, ["rms_norm", "rms_norm"], "seed {seed}, {dtype:?}"),
+        false => assert!(left.len() > 3, "seed {seed}, {dtype:?}: {left:?}"),
+    }
+}
+
+/// Not even where there are kernels: results are Burn's to the bit.
+fn not_in_fp32<B: DataBackend>(seed: u64) {
+    let mut rng = Rng::new(seed);
+    let count = 2 * 5 * COLUMNS;
+    let data = &[count, count, COLUMNS, count].map(|count| draw(&mut rng, count));
+    fn forward<B: Backend>(i: Inputs<B>) -> Tensor<B, 3> {
+        norm(silu(i.x) * i.y, i.gain)
+    }
+    let burn = solve::<Autodiff<B>>(data, DType::F32, forward);
+    let ours = solve::<QuantTrain<Autodiff<B>, MixedPrecision<f32>>>(data, DType::F32, forward);
+    assert_eq!(ours, burn, "seed {seed}");
+}
+
+/// To the bit: both add one token after the other.
+fn embedding<B: DataBackend>(seed: u64) {
+    let mut rng = Rng::new(seed);
+    for (rows, columns, tokens) in [(7, 3, 50), (100, 16, 20), (2, 33, 1)] {
+        let indices: Vec<i32> = (0..tokens).map(|_| rng.below(rows) as i32).collect();
+        let weights = rng.normals(tokens * columns, 1.0);
+        let case = Table {
+            rows,
+            columns,
+            indices,
+            weights,
+        };
+        let expected = case.gradient::<Autodiff<Flex>>();
+        let ours = case.gradient::<QuantTrain<Autodiff<B>, MixedPrecision<f32>>>();
+        assert_eq!(
+            ours, expected,
+            "seed {seed}, {rows} x {columns}, {tokens} tokens"
+        );
+    }
+}
+
+struct Table {
+    rows: usize,
+    columns: usize,
+    indices: Vec<i32>,
+    weights: Vec<f32>,
+}
+
+impl Table {
+    fn gradient<A: AutodiffBackend>(&self) -> Vec<f32> {
+        let device = A::Device::default();
+        let table = EmbeddingConfig::new(self.rows, self.columns).init::<A>(&device);
+        let tokens = self.indices.len();
+        let indices = TensorData::new(self.indices.clone(), [1, tokens]);
+        let rows = table.forward(Tensor::<A, 2, Int>::from_data(indices, &device));
+        let weights = tensor::<A, 3>(&self.weights, [1, tokens, self.columns], &device);
+        let gradients = (rows * weights).sum().backward();
+        floats(&table.weight.val().grad(&gradients).expect("of the table"))
+    }
+}
