@@ -6,10 +6,10 @@
 //! add up those of each index as they come: in ascending order of tokens. A sum that a stretch leaves unfinished, the
 //! same cube goes on with.
 //!
-//! A token's place in the order is the number of tokens before it: those of smaller index, and earlier ones of the same.
-//! To count them takes a comparison for each pair of tokens, whatever the size of the table: by arithmetic about 20 µs
-//! for 16,384 tokens on an H200, and 1.5 ms for 131,072. An index that many tokens have takes as long as it has
-//! stretches, about 2 µs each: one cube adds them one after the other.
+//! A token's place in the order is the number of tokens before it: those of smaller index, and earlier ones of the
+//! same. To count them takes a comparison for each pair of tokens, whatever the size of the table. On an H200 that should
+//! be about 20 µs for 16,384 tokens, and 1.5 ms for 131,072: by arithmetic, not measured. An index that many tokens have
+//! takes as long as it has stretches, one after the other.
 
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
@@ -32,6 +32,8 @@ const PART: usize = TILE / PARTS;
 const PLACES: usize = 32;
 /// Vectors of a row that a cube adds up, each a unit's.
 const LANES: usize = 32;
+/// Vectors that a unit reads at a time.
+const TURNS: usize = PLACES * LANES / UNITS;
 /// The key of what is no token: larger than those of tokens, and no larger than a signed number may be.
 const NONE: u32 = i32::MAX as u32;
 
@@ -297,21 +299,29 @@ fn sum_kernel<F: Numeric, N: Size>(
     let mut sums = Array::<f32>::new(width);
     let mut tile = SharedMemory::<Vector<F, N>>::new(comptime!(PLACES * LANES));
     let mut tile_keys = SharedMemory::<u32>::new(PLACES);
+    let mut tile_tokens = SharedMemory::<u32>::new(PLACES);
     while goes_on {
         // Units may still read the places before.
         sync_cube();
         if UNIT_POS < comptime!(PLACES as u32) {
-            tile_keys[UNIT_POS as usize] = key_at(keys, place + UNIT_POS, tokens);
+            let key = key_at(keys, place + UNIT_POS, tokens);
+            tile_keys[UNIT_POS as usize] = key;
+            // Behind the cube's own places only the last row is wanted; for others the cache has the first token.
+            let is_wanted = key < rows && (is_first || key == last);
+            let at = place + select(is_wanted, UNIT_POS, 0u32);
+            tile_tokens[UNIT_POS as usize] = order[at as usize];
+        }
+        sync_cube();
+        // All loads come before the first store, so that their latencies overlap.
+        let mut loaded = Array::<Vector<F, N>>::new(TURNS);
+        #[unroll]
+        for turn in 0..TURNS {
+            let token = tile_tokens[(line + comptime!((turn * UNITS / LANES) as u32)) as usize];
+            loaded[turn] = gradient[(token * vectors + min(col, vectors - 1)) as usize];
         }
         #[unroll]
-        for turn in 0..comptime!(PLACES * LANES / UNITS) {
-            let slot = line + comptime!((turn * UNITS / LANES) as u32);
-            let at = min(place + slot, tokens - 1) as usize;
-            // Behind the cube's own places only the last row is wanted; for others the cache has the first token.
-            let is_wanted = is_first || keys[at] == last;
-            let token = select(is_wanted, order[at], order[place as usize]);
-            let index = token * vectors + min(col, vectors - 1);
-            tile[(slot * comptime!(LANES as u32) + lane) as usize] = gradient[index as usize];
+        for turn in 0..TURNS {
+            tile[(UNIT_POS + comptime!((turn * UNITS) as u32)) as usize] = loaded[turn];
         }
         sync_cube();
         if line == 0 && col < vectors {

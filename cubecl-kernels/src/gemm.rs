@@ -35,6 +35,7 @@ mod tensor_core;
 
 pub use blueprint::Blueprint;
 pub use hopper::float::{gemm_float, gemm_float_into, gemm_float_reads, has_gemm_float};
+pub use hopper::fp8::{Fp8Operand, gemm_fp8, has_gemm_fp8};
 pub use rowwise::gemm_rowwise;
 pub use selector::{candidates, select};
 

@@ -3,8 +3,8 @@
 //!
 //! Quantization is specified to the bit. All of its arithmetic is `f32`, each operation rounded to nearest even,
 //! after an exact conversion of the input; a product that feeds a sum is rounded on its own. The matrix product is
-//! evaluated in `f64` over the same numbers and scales, and so are attention, RMSNorm and SwiGLU; a kernel may differ by
-//! its `f32` accumulation.
+//! evaluated in `f64` over the same numbers and scales, and so are attention, RMSNorm and SwiGLU; a kernel may differ
+//! by its `f32` accumulation.
 //!
 //! Matrices are contiguous slices, row-major, batch first.
 

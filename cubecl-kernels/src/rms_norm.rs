@@ -8,9 +8,9 @@
 //! dx = r (g dy - x r mean(g dy x r))     dg = sum over rows of dy x r
 //! ```
 //!
-//! Built from tensor operations, either pass moves the matrix through memory several times. Here the units of a row keep
-//! it in registers between the sum and the result, so that each element is read once and written once. All arithmetic
-//! is FP32, rounded once at the end. Every sum has one order, so that a repetition gives the same bits.
+//! Built from tensor operations, either pass moves the matrix through memory several times. Here the units of a row
+//! keep it in registers between the sum and the result, so that each element is read once and written once. All
+//! arithmetic is FP32, rounded once at the end. Every sum has one order, so that a repetition gives the same bits.
 
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
@@ -470,8 +470,8 @@ fn write_held<F: Numeric, N: Size>(
     }
 }
 
-/// The sum of a row's units' values, in all of them. Its order is the same on every device: that of a tree in each plane,
-/// whose last level are neighbours, then plane after plane.
+/// The sum of a row's units' values, in all of them. Its order is the same on every device: that of a tree in each
+/// plane, whose last level are neighbours, then plane after plane.
 #[cube]
 fn row_sum(value: f32, #[comptime] units: RowUnits) -> f32 {
     let tree = comptime!(units.tree());

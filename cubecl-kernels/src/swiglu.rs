@@ -24,8 +24,8 @@ const UNITS: usize = 256;
 ///
 /// - `gate`, `up`: f32, f16 or bf16, of one shape and type, contiguous. The result is like them.
 ///
-/// `silu` is good to about `1e-7 (10 + |gate|)` of its value, and may be 0 where `s` is below the normal `f32`. It is NaN
-/// of NaN and of negative infinity.
+/// `silu` is good to about `1e-7 (10 + |gate|)` of its value, and may be 0 where `s` is below the normal `f32`. It is
+/// NaN of NaN and of negative infinity.
 ///
 /// # Errors
 ///

@@ -63,7 +63,7 @@ impl<R: Runtime> AlignedValues<R> {
 }
 
 /// True where rows can be read 16 bytes at a time, and do not overlap.
-fn is_aligned<R: Runtime>(values: &TensorHandle<R>, view: &MatrixView) -> bool {
+pub(super) fn is_aligned<R: Runtime>(values: &TensorHandle<R>, view: &MatrixView) -> bool {
     let offset = values.handle.offset_start.unwrap_or_default() as usize;
     let is_single = view.shape.batch == 1;
     let batch_stride = if is_single { 0 } else { view.batch_stride };

@@ -30,6 +30,7 @@ use super::{
 };
 
 pub(super) mod float;
+pub(super) mod fp8;
 
 /// A producer and two consumer warpgroups.
 const UNITS: u32 = 3 * 128;
@@ -235,6 +236,7 @@ impl CudaSource for GemmSource {
     const TEXT: &'static str = concat!(
         include_str!("../cuda/hopper.cu"),
         include_str!("hopper/common.cu"),
+        include_str!("hopper/chunks.cu"),
         include_str!("hopper/gemm.cu")
     );
     const ENTRY_POINT: &'static str = "gemm_hopper";

@@ -27,7 +27,10 @@ use cubecl_kernels::{
     bit_splitting::{bit_split, merge_parts},
     embedding::embedding_gradient,
     fallback::{FallbackResidual, FallbackState},
-    gemm::{Blueprint, GemmOperand, GemmProblem, Strategy, candidates, gemm, gemm_float, select},
+    gemm::{
+        Blueprint, GemmOperand, GemmProblem, Strategy, candidates, gemm, gemm_float, gemm_fp8,
+        select,
+    },
     granularity::Granularity,
     hadamard::{Axis, HadamardSize, HadamardTransform},
     layout::Layout,
@@ -199,6 +202,48 @@ fn launch_float(client: &Client, size: usize) {
             }
         }
     }
+}
+
+/// Every `gemm_fp8` of the widths of tiles that outputs of these sizes get: numbers, scales of rows or of more, bias,
+/// output.
+fn fp8_sources() -> Vec<Source> {
+    let scales = [
+        (Granularity::Tensor, ScaleNumber::F32),
+        (Granularity::Token, ScaleNumber::E8M0),
+        (Granularity::Group(128), ScaleNumber::F32),
+        (Granularity::Block(128), ScaleNumber::E8M0),
+    ];
+    let sources = sources_of(90, |client| {
+        for (rows, cols) in [(128, 64), (4096, 128), (4096, 1536), (4096, 4096)] {
+            for (of_a, of_b) in scales.iter().flat_map(|a| scales.map(|b| (*a, b))) {
+                for numbers in [[Number::E4M3; 2], [Number::E5M2, Number::E4M3]] {
+                    let [a, b] = [(rows, of_a, numbers[0]), (cols, of_b, numbers[1])].map(
+                        |(rows, (granularity, scale), number)| {
+                            let x = tensor(client, &[rows, 256], dtype::<f32>());
+                            let spec = QuantizeSpec::new(number, granularity).with_scale(scale);
+                            let x = quantize(client, &x, &spec).expect("a matrix");
+                            x.fp8_operand().expect("a row-major copy")
+                        },
+                    );
+                    let bias = tensor(client, &[cols], dtype::<f32>());
+                    for (bias, out) in [
+                        (None, dtype::<bf16>()),
+                        (Some(&bias), dtype::<f32>()),
+                        (Some(&bias), dtype::<f16>()),
+                    ] {
+                        gemm_fp8(client, &a, &b, bias, out).expect("a device that has the kernel");
+                    }
+                }
+            }
+        }
+    });
+    let sources: BTreeMap<String, Source> = sources
+        .into_iter()
+        .filter(|source| source.name == "gemm_fp8_hopper")
+        .map(|source| (source.code.clone(), source))
+        .collect();
+    assert!(sources.len() >= 3 * 16 * 2, "{}", sources.len());
+    sources.into_values().collect()
 }
 
 fn tensor_core_sources(architecture: u16) -> Vec<Source> {
@@ -528,8 +573,8 @@ fn sampling_sources(architecture: u16) -> Vec<Source> {
     sources.into_values().collect()
 }
 
-/// RMSNorm, SwiGLU and the gradient of an embedding, for each type and for vectors of all widths, single ones and many in
-/// a unit, part planes and several.
+/// RMSNorm, SwiGLU and the gradient of an embedding, for each type and for vectors of all widths, single ones and many
+/// in a unit, part planes and several.
 fn layer_sources(architecture: u16) -> Vec<Source> {
     let sources = sources_of(architecture, |client| {
         let indices = tensor(client, &[40], dtype::<i32>());
@@ -838,6 +883,12 @@ fn nvrtc_compiles_every_hopper_source(#[values("gemm_hopper", "gemm_float_hopper
 
 #[rstest]
 #[ignore = "needs NVRTC: CUDA_PATH=$(.ci/nvrtc), then --test compile -- --ignored"]
+fn nvrtc_compiles_every_fp8_product() {
+    compile(&fp8_sources(), "sm_90a");
+}
+
+#[rstest]
+#[ignore = "needs NVRTC: CUDA_PATH=$(.ci/nvrtc), then --test compile -- --ignored"]
 fn nvrtc_compiles_attention() {
     compile(&attention_sources(90), "sm_90a");
 }
@@ -852,14 +903,6 @@ fn compile(sources: &[Source], architecture: &str) {
                     let code = nvrtc.compile(&source.code, architecture);
                     let code =
                         code.unwrap_or_else(|log| panic!("{architecture}: {log}\n{}", source.code));
-                    if architecture == "sm_90a" {
-                        use std::hash::{Hash, Hasher};
-                        let mut h = std::collections::hash_map::DefaultHasher::new();
-                        source.code.hash(&mut h);
-                        let n = format!("/tmp/dump/{}_{:x}", source.name, h.finish());
-                        std::fs::write(format!("{n}.cu"), &source.code).unwrap();
-                        std::fs::write(format!("{n}.cubin"), &code).unwrap();
-                    }
                     assert!(
                         code.starts_with(b"\x7fELF"),
                         "{architecture}: no machine code"

@@ -32,6 +32,8 @@ mod fallback;
 #[cfg(any(feature = "cuda", feature = "vulkan"))]
 mod gemm;
 #[cfg(any(feature = "cuda", feature = "vulkan"))]
+mod gemm_fp8;
+#[cfg(any(feature = "cuda", feature = "vulkan"))]
 mod gemm_hopper;
 #[cfg(any(feature = "cuda", feature = "vulkan"))]
 mod linear_input;

@@ -112,6 +112,14 @@ impl Step<'_> {
         self.batch * self.sequence
     }
 
+    /// True where the device has kernels for compositions of operations: where it has them for attention.
+    fn composes(&self) -> bool {
+        match self.attention {
+            AttentionForm::Composed => false,
+            AttentionForm::Products | AttentionForm::Flash => true,
+        }
+    }
+
     /// Bytes of a number in the compute dtype.
     fn size(&self) -> usize {
         match self.compute {
@@ -143,6 +151,11 @@ impl Step<'_> {
         };
         let (hidden, size) = (self.model.hidden, self.size());
         match self.model.family {
+            // The stream, and a number a row.
+            Family::Llama if self.composes() => vec![
+                value(hidden, size, Waits::Compressed),
+                value(1, FULL, Waits::Exact),
+            ],
             // The stream, also in FP32; what it is divided by, in FP32 and in the compute dtype, and the quotient.
             Family::Llama => {
                 let mut values = vec![
@@ -228,6 +241,9 @@ impl Step<'_> {
     fn feed_forward(&self) -> Vec<Value> {
         let Shapes { layers, ffn, .. } = *self.model;
         match self.model.family {
+            Family::Llama if self.composes() => {
+                vec![self.values(2 * layers, ffn, Waits::Compressed)]
+            }
             // Gate and up; the gate's sigmoid and its product with it.
             Family::Llama => vec![
                 self.values(2 * layers, ffn, Waits::Compressed),
@@ -292,10 +308,11 @@ impl Step<'_> {
         float + casts + self.copies(&readers)
     }
 
-    /// What becomes of the outputs of norms and of what is inside a feed-forward network: in Llama they are products,
-    /// in GPT-2 sums and what GELU makes, which are not computed again.
+    /// What becomes of the outputs of norms and of what is inside a feed-forward network: in Llama they are products, where
+    /// Burn composes them, in GPT-2 sums and what GELU makes, which are not computed again.
     fn products(&self) -> Waits {
         match self.model.family {
+            Family::Llama if self.composes() => Waits::Compressed,
             Family::Llama => Waits::Again,
             Family::Gpt2 => Waits::Compressed,
         }
@@ -339,7 +356,7 @@ impl Step<'_> {
             hidden, vocabulary, ..
         } = *self.model;
         let waits = match self.model.family {
-            Family::Llama => Waits::Again,
+            Family::Llama => self.products(),
             // A sum, and so near the loss that it is kept as it is.
             Family::Gpt2 => Waits::Exact,
         };

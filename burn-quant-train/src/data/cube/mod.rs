@@ -3,6 +3,7 @@
 mod attention;
 mod composition;
 mod exact_product;
+mod fp8_product;
 mod health;
 mod learned_step;
 mod optimizer;

@@ -23,6 +23,7 @@ use cubecl_kernels::{
 
 use super::{
     exact_product::exact_product,
+    fp8_product::fp8_product,
     quantize::{dequantize, on_device, unwrap},
     tensors::{Cube, handle, reshaped, tensor},
 };
@@ -55,11 +56,12 @@ where
                 int8_product(left, residual, right, bias, dtype)
             }
             (Arithmetic::Int8, Arithmetic::Float) | (Arithmetic::Float, _) => {
-                let exact = match residual {
-                    None => exact_product::<Self, R>(&left, &right, bias.as_ref(), dtype),
+                let by_kernel = match residual {
+                    None => fp8_product::<Self, R>(left, right, bias.as_ref(), dtype)
+                        .or_else(|| exact_product::<Self, R>(&left, &right, bias.as_ref(), dtype)),
                     Some(_) => None,
                 };
-                exact.unwrap_or_else(|| {
+                by_kernel.unwrap_or_else(|| {
                     say_slow([left.matrix.format, right.matrix.format]);
                     dequantized_product(left, residual, right, bias, dtype, with_residual)
                 })

@@ -4,7 +4,7 @@
 //   TILE_N     64, 128, 192 or 256, the columns of an output tile (its rows are 128)
 //   STAGES     stages of the ring in shared memory
 //   FALLBACK   1: blocks of A whose flag is set add the product of their residual
-//   BIAS, OUT_F32, OUT_F16 or OUT_BF16   see hopper.cu and common.cu, which come before this text
+//   BIAS, OUT_F32, OUT_F16 or OUT_BF16   see hopper.cu, common.cu and chunks.cu, which come before this text
 // and the structure Numbers, which hopper.rs describes.
 //
 // A block has three warpgroups (128 threads each) and works on one output tile after the other:
@@ -23,26 +23,7 @@
 //
 // Narrow tiles are for outputs that have few: hopper.rs has their speeds.
 
-#define DEPTH 128
-#define CHUNK 64
-#define CHUNKS (TILE_N / CHUNK)
-// Sets of INT32 registers of add_tile: a stage's last chunk and the next one's first must not share one. Tiles of one
-// chunk do not go through it.
-#define SETS (CHUNKS % 2 ? CHUNKS : 2)
-#define A_BYTES (TILE_M * DEPTH)
-#define B_BYTES (TILE_N * DEPTH)
-#define STAGE_BYTES (A_BYTES + B_BYTES)
-
 // ---- wgmma ----------------------------------------------------------------------------------------------------------
-
-// Reads four 8 x 16 byte matrices, whose rows start at the addresses that lanes 0-7, 8-15, 16-23 and 24-31 give. A lane
-// gets of each the four bytes at row lane / 4, column 4 * (lane % 4).
-__device__ __forceinline__ void load_matrices(u32 *words, u32 address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-                 : "r"(address)
-                 : "memory");
-}
 
 #define REGISTERS_32(x) REGISTERS_16(x, 0), REGISTERS_16(x, 16)
 
@@ -69,19 +50,6 @@ __device__ __forceinline__ void multiply_chunk(int *products, const u32 (*fragme
     products_commit();
 }
 
-// The producer's note on a stage: the products of the scales for the tile's first and second block of columns, the one
-// for the second of three chunks, and 1 for the tile's last stage. Every other tile of 192 columns begins in the middle
-// of a block, so that its second chunk lies in the second block.
-struct __align__(16) Note {
-    float first, second, middle, is_end;
-};
-
-__device__ __forceinline__ float scale_of(const Note &note, int chunk) {
-    if (CHUNKS == 3 && chunk == 1)
-        return note.middle;
-    return chunk < 128 / CHUNK ? note.first : note.second;
-}
-
 // Adds a chunk's products, exact integers below 2^21, to its sums.
 __device__ __forceinline__ void add_scaled(float *sums, const int *products, float scale) {
 #pragma unroll
@@ -90,28 +58,6 @@ __device__ __forceinline__ void add_scaled(float *sums, const int *products, flo
 }
 
 // ---- A consumer's sums ----------------------------------------------------------------------------------------------
-
-// The ring as a consumer reads it.
-struct Stages {
-    u32 memory, full, empty;
-    const Note *notes;
-    // The address that a lane gives load_matrices for the first stage and step along K. A lane addresses one row of
-    // its warp's 16, and the first or the second 16 bytes of a step. The swizzle exchanges the 16-byte chunks of a row
-    // by an exclusive or with the row's index modulo 8.
-    u32 fragments;
-};
-
-__device__ __forceinline__ Stages stages_of(u32 memory, u32 full, u32 empty, const Note *notes) {
-    const u32 row = (threadIdx.x - 128) / 32 * 16 + threadIdx.x % 16;
-    const u32 chunk = threadIdx.x % 32 / 16;
-    return {memory, full, empty, notes, memory + row * DEPTH + (chunk ^ row % 8) * 16};
-}
-
-__device__ __forceinline__ void load_fragments(u32 (*fragments)[4], u32 first) {
-#pragma unroll
-    for (u32 step = 0; step < DEPTH / 32; step++)
-        load_matrices(fragments[step], first ^ 2 * step * 16);
-}
 
 // Adds the products of a tile's stages to its sums.
 __device__ __forceinline__ void add_tile(float *sums, const Stages &stages, u32 &stage, u32 &parity) {

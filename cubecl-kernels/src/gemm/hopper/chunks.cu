@@ -1,0 +1,58 @@
+// The common part of the products of 8-bit matrices on Hopper: a tile in chunks of 64 columns, and the rows of A that a
+// consumer multiplies them with, read into registers. See gemm.cu.
+//
+// Knobs, defined in front of this text: those of hopper.cu and common.cu, which come before this text.
+
+#define DEPTH 128
+#define CHUNK 64
+#define CHUNKS (TILE_N / CHUNK)
+// Sets of registers for products of add_tile: a stage's last chunk and the next one's first must not share one. Tiles of one
+// chunk do not go through it.
+#define SETS (CHUNKS % 2 ? CHUNKS : 2)
+#define A_BYTES (TILE_M * DEPTH)
+#define B_BYTES (TILE_N * DEPTH)
+#define STAGE_BYTES (A_BYTES + B_BYTES)
+
+// Reads four 8 x 16 byte matrices, whose rows start at the addresses that lanes 0-7, 8-15, 16-23 and 24-31 give. A lane
+// gets of each the four bytes at row lane / 4, column 4 * (lane % 4).
+__device__ __forceinline__ void load_matrices(u32 *words, u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+// The producer's note on a stage: the products of the scales for the tile's first and second block of columns, the one
+// for the second of three chunks, and 1 for the tile's last stage. Every other tile of 192 columns begins in the middle
+// of a block, so that its second chunk lies in the second block.
+struct __align__(16) Note {
+    float first, second, middle, is_end;
+};
+
+__device__ __forceinline__ float scale_of(const Note &note, int chunk) {
+    if (CHUNKS == 3 && chunk == 1)
+        return note.middle;
+    return chunk < 128 / CHUNK ? note.first : note.second;
+}
+
+// The ring as a consumer reads it.
+struct Stages {
+    u32 memory, full, empty;
+    const Note *notes;
+    // The address that a lane gives load_matrices for the first stage and step along K. A lane addresses one row of
+    // its warp's 16, and the first or the second 16 bytes of a step. The swizzle exchanges the 16-byte chunks of a row
+    // by an exclusive or with the row's index modulo 8.
+    u32 fragments;
+};
+
+__device__ __forceinline__ Stages stages_of(u32 memory, u32 full, u32 empty, const Note *notes) {
+    const u32 row = (threadIdx.x - 128) / 32 * 16 + threadIdx.x % 16;
+    const u32 chunk = threadIdx.x % 32 / 16;
+    return {memory, full, empty, notes, memory + row * DEPTH + (chunk ^ row % 8) * 16};
+}
+
+__device__ __forceinline__ void load_fragments(u32 (*fragments)[4], u32 first) {
+#pragma unroll
+    for (u32 step = 0; step < DEPTH / 32; step++)
+        load_matrices(fragments[step], first ^ 2 * step * 16);
+}

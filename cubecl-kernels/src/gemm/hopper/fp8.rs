@@ -1,0 +1,389 @@
+//! Products of FP8 matrices on `wgmma` (Micikevicius et al., arXiv 2209.05433; scales along K as in DeepSeek-V3, arXiv
+//! 2412.19437, section 3.3).
+//!
+//! The tensor cores' own sums keep about 14 bits, so what 128 elements along K give is scaled and added in FP32: an
+//! output is good to about 2^-13 of the largest of these parts.
+
+use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
+
+use crate::{
+    cuda::{
+        numbers::numbers,
+        source::{CudaSource, float_knob, launch_source},
+    },
+    device::{MatrixView, check_dtype, check_float, empty, is_hopper, or_unused, storage},
+    error::KernelError,
+    gemm::{align::is_aligned, blueprint::HopperBlueprint, check_bias},
+    number::Number,
+    quantize::Quantized,
+    scale::ScaleNumber,
+};
+
+use super::{UNITS, batch_stride, tensor_map};
+
+const OPERATION: &str = "gemm_fp8";
+/// Elements along K of a scale, and rows where they share it, unless it is for all.
+const BLOCK: usize = 128;
+/// Widths of tiles and their speeds beside one another, as those of INT8.
+const SPEEDS: [(usize, f32); 4] = HopperBlueprint::SPEEDS;
+
+/// One operand of a product: FP8 codes with K along the rows, and their scales.
+#[derive(Debug)]
+pub struct Fp8Operand<R: Runtime> {
+    /// u8 `[.., rows, K]`, the last stride 1: codes of `number`.
+    pub values: TensorHandle<R>,
+    /// [`Number::E4M3`] or [`Number::E5M2`].
+    pub number: Number,
+    /// Of the type of `scale`, `[.., ceil(rows / rows_per_scale), ceil(K / depth_per_scale)]`, any strides.
+    pub scales: TensorHandle<R>,
+    /// [`ScaleNumber::F32`] or [`ScaleNumber::E8M0`].
+    pub scale: ScaleNumber,
+    /// Rows that share a scale: 1, 128, or at least all.
+    pub rows_per_scale: usize,
+    /// Elements along K that share a scale: 128, or at least K.
+    pub depth_per_scale: usize,
+}
+
+impl<R: Runtime> Clone for Fp8Operand<R> {
+    fn clone(&self) -> Self {
+        Self {
+            values: self.values.clone(),
+            scales: self.scales.clone(),
+            ..*self
+        }
+    }
+}
+
+impl<R: Runtime> Quantized<R> {
+    /// The matrix as an operand of [`gemm_fp8`], K along its columns; `None` without a row-major copy.
+    pub fn fp8_operand(&self) -> Option<Fp8Operand<R>> {
+        let (rows_per_scale, depth_per_scale) = self.granularity.scale_block(self.shape);
+        Some(Fp8Operand {
+            values: self.values.clone()?,
+            number: self.number,
+            scales: self.scales.clone(),
+            scale: self.scale,
+            rows_per_scale,
+            depth_per_scale,
+        })
+    }
+
+    /// The transposed matrix as an operand, K along the rows of the input; `None` without a transposed copy.
+    pub fn fp8_operand_transposed(&self) -> Option<Fp8Operand<R>> {
+        let (depth_per_scale, rows_per_scale) = self.granularity.scale_block(self.shape);
+        let mut scales = self.scales.clone();
+        let rank = scales.shape().len();
+        scales.metadata.swap(rank - 2, rank - 1);
+        Some(Fp8Operand {
+            values: self.transposed.clone()?,
+            number: self.number,
+            scales,
+            scale: self.scale,
+            rows_per_scale,
+            depth_per_scale,
+        })
+    }
+}
+
+/// True where [`gemm_fp8`] has a kernel for the device: CUDA's architecture sm_90, no other.
+pub fn has_gemm_fp8<R: Runtime>(client: &ComputeClient<R>) -> bool {
+    is_hopper(client)
+}
+
+/// `C = A B^T + bias`, of shape `[M, N]` (`[batch, M, N]` where A has a batch dimension), contiguous.
+///
+/// - `a`, `b`: the operands. A batch of one in `b`, or a `b` of rank 2, is shared by all matrices of `a`.
+/// - `bias`: f32 `[N]`, contiguous, added in FP32.
+/// - `out_dtype`: f32, f16 or bf16; the FP32 sum is rounded to it once.
+///
+/// A code or a scale of NaN makes NaN of all that it touches.
+///
+/// # Errors
+///
+/// [`KernelError::Unsupported`] where the device is not of CUDA's architecture sm_90, K is 0, rows of the operands do not
+/// start at multiples of 16 bytes, or numbers or scales are others; another product must do it then. The other errors tell
+/// of shapes or element types that differ from these.
+pub fn gemm_fp8<R: Runtime>(
+    client: &ComputeClient<R>,
+    a: &Fp8Operand<R>,
+    b: &Fp8Operand<R>,
+    bias: Option<&TensorHandle<R>>,
+    out_dtype: StorageType,
+) -> Result<TensorHandle<R>, KernelError> {
+    check_float(client, OPERATION, "the output", out_dtype)?;
+    if !is_hopper(client) {
+        return Err(unsupported(
+            "a device that is not of CUDA's architecture sm_90".into(),
+        ));
+    }
+    let (of_a, of_b) = (Checked::new("a", a)?, Checked::new("b", b)?);
+    let (a_shape, b_shape) = (of_a.view.shape, of_b.view.shape);
+    if a_shape.cols != b_shape.cols || !(b_shape.batch == 1 || b_shape.batch == a_shape.batch) {
+        return Err(KernelError::Shape {
+            operation: OPERATION,
+            got: format!("a {:?}, b {:?}", a.values.shape(), b.values.shape()),
+            remedy: "pass a [.., M, K] and b [.., N, K] of one K, and a batch of b that is 1 or that of a",
+        });
+    }
+    check_bias(OPERATION, bias, b_shape.rows)?;
+    if a_shape.cols == 0 {
+        return Err(unsupported("an empty sum".into()));
+    }
+    let (batch, m, n) = (a_shape.batch, a_shape.rows, b_shape.rows);
+    let out = empty(client, of_a.view.tensor_shape(m, n), out_dtype);
+    if batch * m * n == 0 {
+        return Ok(out);
+    }
+    let ranked = HopperBlueprint::all(client, batch, m, n, HopperBlueprint::CHUNK, SPEEDS);
+    let cheapest = ranked.into_iter().min_by(|a, b| a.1.total_cmp(&b.1));
+    let (blueprint, _) = cheapest.expect("widths of tiles");
+    let numbers = Fp8Numbers {
+        batch: batch as u64,
+        m: m as u64,
+        n: n as u64,
+        k: a_shape.cols as u64,
+        a_scale_batch: batch_stride(&of_a.scales),
+        a_scale_row: of_a.scale_strides[0],
+        a_scale_depth: of_a.scale_strides[1],
+        b_scale_batch: batch_stride(&of_b.scales),
+        b_scale_row: of_b.scale_strides[0],
+        b_scale_depth: of_b.scale_strides[1],
+        b_batched: u64::from(b_shape.batch > 1),
+    };
+    // SAFETY: all shapes were checked, from which the numbers come; the kernel guards its writes and its reads of scales
+    // and bias with them. It reads the bias only where a knob says that there is one.
+    #[allow(unsafe_code)]
+    unsafe {
+        launch_source(
+            client,
+            Fp8Source {
+                blueprint,
+                operands: [of_a.knobs, of_b.knobs],
+                bias: bias.is_some(),
+                out_dtype,
+            },
+            blueprint.cube_count(),
+            vec![
+                tensor_map(&a.values, &of_a.view, HopperBlueprint::TILE_M),
+                tensor_map(&b.values, &of_b.view, blueprint.tile_n),
+            ],
+            vec![
+                a.scales.clone(),
+                b.scales.clone(),
+                or_unused(bias, &out, storage::<f32>()),
+                out.clone(),
+                a.values.clone(),
+                b.values.clone(),
+            ],
+            &numbers,
+        );
+    }
+    Ok(out)
+}
+
+fn unsupported(reason: String) -> KernelError {
+    KernelError::Unsupported {
+        operation: OPERATION,
+        reason,
+        remedy: "use another product",
+    }
+}
+
+/// What the kernel depends on of an operand.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct OperandKnobs {
+    number: Fp8Number,
+    /// True where each row has scales of its own.
+    by_rows: bool,
+    /// True for scales in bytes.
+    e8m0: bool,
+}
+
+/// A number that the instruction multiplies.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+enum Fp8Number {
+    E4M3,
+    E5M2,
+}
+
+impl Fp8Number {
+    const fn name(self) -> &'static str {
+        match self {
+            Self::E4M3 => "e4m3",
+            Self::E5M2 => "e5m2",
+        }
+    }
+}
+
+/// An operand that fits.
+struct Checked {
+    view: MatrixView,
+    scales: MatrixView,
+    /// Elements from a row's scale to the next row's, or the next 128 rows', and along K; 0 where one is for all.
+    scale_strides: [u64; 2],
+    knobs: OperandKnobs,
+}
+
+impl Checked {
+    fn new<R: Runtime>(name: &'static str, operand: &Fp8Operand<R>) -> Result<Self, KernelError> {
+        let Fp8Operand {
+            ref values,
+            number,
+            ref scales,
+            scale,
+            rows_per_scale,
+            depth_per_scale,
+        } = *operand;
+        let number = match number {
+            Number::E4M3 => Fp8Number::E4M3,
+            Number::E5M2 => Fp8Number::E5M2,
+            Number::Int8
+            | Number::Int10
+            | Number::Int4
+            | Number::E2M1
+            | Number::E3M0
+            | Number::DynamicExponent(_)
+            | Number::Square => return Err(unsupported(format!("operand {name} of {number:?}"))),
+        };
+        let e8m0 = match scale {
+            ScaleNumber::F32 => false,
+            ScaleNumber::E8M0 => true,
+            ScaleNumber::E4M3 => {
+                return Err(unsupported(format!(
+                    "operand {name} with scales of {scale:?}"
+                )));
+            }
+        };
+        check_dtype(
+            OPERATION,
+            name,
+            values,
+            storage::<u8>(),
+            "pass codes of FP8",
+        )?;
+        check_dtype(
+            OPERATION,
+            "scales",
+            scales,
+            scale.dtype(),
+            "pass those of the operand",
+        )?;
+        let (view, of_scales) = (
+            MatrixView::new(OPERATION, values)?,
+            MatrixView::new(OPERATION, scales)?,
+        );
+        let shape = view.shape;
+        let count = |extent: usize, by: usize| extent.div_ceil(by.max(1));
+        let fits = rows_per_scale > 0
+            && depth_per_scale > 0
+            && of_scales.shape.batch == shape.batch
+            && of_scales.shape.rows == count(shape.rows, rows_per_scale)
+            && of_scales.shape.cols == count(shape.cols, depth_per_scale);
+        if !fits {
+            return Err(KernelError::Shape {
+                operation: OPERATION,
+                got: format!(
+                    "operand {name}: values {:?}, scales {:?} of {rows_per_scale} x {depth_per_scale} each",
+                    values.shape(),
+                    scales.shape()
+                ),
+                remedy: "pass scales [.., ceil(rows / rows_per_scale), ceil(K / depth_per_scale)]",
+            });
+        }
+        let stride = |per_scale: usize, extent: usize, stride: usize| match per_scale {
+            _ if per_scale >= extent => Some(0),
+            BLOCK => Some(stride as u64),
+            _ => None,
+        };
+        let by_rows = rows_per_scale == 1;
+        let of_rows = match by_rows {
+            true => Some(of_scales.row_stride as u64),
+            false => stride(rows_per_scale, shape.rows, of_scales.row_stride),
+        };
+        let of_depth = stride(depth_per_scale, shape.cols, of_scales.col_stride);
+        let (Some(of_rows), Some(of_depth)) = (of_rows, of_depth) else {
+            return Err(unsupported(format!(
+                "operand {name} with scales of {rows_per_scale} x {depth_per_scale} elements"
+            )));
+        };
+        if !is_aligned(values, &view) || (shape.cols > 1 && view.col_stride != 1) {
+            return Err(unsupported(format!(
+                "operand {name} of shape {:?} with strides {:?}, whose rows do not start and end at multiples of 16 bytes",
+                values.shape(),
+                values.strides()
+            )));
+        }
+        Ok(Self {
+            view,
+            scales: of_scales,
+            scale_strides: [of_rows, of_depth],
+            knobs: OperandKnobs {
+                number,
+                by_rows,
+                e8m0,
+            },
+        })
+    }
+}
+
+numbers! {
+    /// The numbers of `hopper/gemm_fp8.cu`. Strides are in elements; those of a batch of one are 0.
+    struct Fp8Numbers {
+        batch: u64,
+        m: u64,
+        n: u64,
+        k: u64,
+        a_scale_batch: u64,
+        a_scale_row: u64,
+        a_scale_depth: u64,
+        b_scale_batch: u64,
+        b_scale_row: u64,
+        b_scale_depth: u64,
+        /// 1 where each matrix of A has its own of B, 0 where one serves them all.
+        b_batched: u64,
+    }
+}
+
+/// `hopper/gemm_fp8.cu`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct Fp8Source {
+    blueprint: HopperBlueprint,
+    operands: [OperandKnobs; 2],
+    bias: bool,
+    out_dtype: StorageType,
+}
+
+impl CudaSource for Fp8Source {
+    type Numbers = Fp8Numbers;
+
+    const TEXT: &'static str = concat!(
+        include_str!("../../cuda/hopper.cu"),
+        include_str!("common.cu"),
+        include_str!("chunks.cu"),
+        include_str!("gemm_fp8.cu")
+    );
+    const ENTRY_POINT: &'static str = "gemm_fp8_hopper";
+    const UNITS: u32 = UNITS;
+
+    fn knobs(&self) -> String {
+        let [a, b] = self.operands;
+        format!(
+            "#define TILE_N {}\n#define STAGES {}\n#define IN \"{}.{}\"\n#define A_ROWS {}\n#define B_ROWS {}\n\
+             #define A_E8M0 {}\n#define B_E8M0 {}\n#define BIAS {}\n#define OUT_{}",
+            self.blueprint.tile_n,
+            self.blueprint.stages,
+            a.number.name(),
+            b.number.name(),
+            u8::from(a.by_rows),
+            u8::from(b.by_rows),
+            u8::from(a.e8m0),
+            u8::from(b.e8m0),
+            u8::from(self.bias),
+            float_knob(self.out_dtype),
+        )
+    }
+
+    fn shared_memory(&self) -> usize {
+        self.blueprint.shared_memory()
+    }
+}

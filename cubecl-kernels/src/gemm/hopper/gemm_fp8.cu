@@ -1,0 +1,350 @@
+// C[M, N] = A[M, K] B[N, K]^T + bias[N] of FP8 matrices with scales, on sm_90a.
+//
+// Knobs, defined in front of this text:
+//   TILE_N     64, 128, 192 or 256, the columns of an output tile (its rows are 128)
+//   STAGES     stages of the ring in shared memory
+//   IN         "e4m3.e4m3", "e4m3.e5m2", "e5m2.e4m3" or "e5m2.e5m2", the types of A and B
+//   A_ROWS     1: each row of A has scales of its own; 0: 128 rows have them together
+//   B_ROWS     the same of B
+//   A_E8M0, B_E8M0   1: scales are bytes, powers of two; 0: FP32
+//   BIAS, OUT_F32, OUT_F16 or OUT_BF16   see hopper.cu, common.cu and chunks.cu, which come before this text
+// and the structure Numbers, which fp8.rs describes. Along K a scale is for 128 elements, or for all, where its stride is 0.
+//
+// A producer warp and two consumer warpgroups, as in gemm.cu, and like there chunk by chunk: the tensor cores' own sums
+// keep about 14 bits, so those of each 128 elements are scaled and added to FP32 sums in registers (DeepSeek-V3, arXiv
+// 2412.19437, section 3.3.2). Scales of rows cost nothing: a lane has elements of two rows. Those of columns cost a
+// multiplication an element; the producer puts them beside the stage.
+
+#if A_E8M0
+typedef unsigned char AScale;
+#else
+typedef float AScale;
+#endif
+#if B_E8M0
+typedef unsigned char BScale;
+#else
+typedef float BScale;
+#endif
+
+__device__ __forceinline__ float decoded(float scale) {
+    return scale;
+}
+
+// The power of two of a byte; 255 is NaN, and 0 stands for 0.
+__device__ __forceinline__ float decoded(unsigned char scale) {
+    return __uint_as_float((u32)scale << 23 | (scale == 255 ? 1u << 22 : 0));
+}
+
+// ---- wgmma ----------------------------------------------------------------------------------------------------------
+
+#define FLOATS_32(x) FLOATS_16(x, 0), FLOATS_16(x, 16)
+
+// products[64, 64] (+)= a[64, 32] b[64, 32]^T for a warpgroup. Without `add`, what was there is ignored. Asynchronous:
+// neither `products` nor `a` may be touched before products_wait.
+__device__ __forceinline__ void multiply(float *products, const u32 *a, u64 b, bool add) {
+    asm volatile("{\n"
+                 ".reg .pred add;\n"
+                 "setp.ne.b32 add, %37, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k32.f32." IN " {"
+                 SUMS_32 "}, {%32, %33, %34, %35}, %36, add, 1, 1;\n"
+                 "}"
+                 : FLOATS_32(products)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));
+}
+
+// Starts the products of a chunk: those of the 64 rows of A in `fragments` and the 64 rows of B from the address `b`.
+__device__ __forceinline__ void multiply_chunk(float *products, const u32 (*fragments)[4], u32 b) {
+    pin<CHUNK / 2>(products);
+    products_fence();
+#pragma unroll
+    for (int step = 0; step < DEPTH / 32; step++)
+        multiply(products, fragments[step], descriptor<0>(b + step * 32), step > 0);
+    products_commit();
+}
+
+// ---- Scales ---------------------------------------------------------------------------------------------------------
+
+// The scales of the two rows of a lane, lane / 4 and 8 behind it, read a stage ahead.
+struct RowScales {
+#if A_ROWS
+    const AScale *first, *second;
+    u64 depth_stride;
+    u32 block, blocks;
+    float next[2];
+
+    __device__ __forceinline__ void read() {
+        const u64 at = min(block, blocks - 1) * depth_stride;
+        next[0] = decoded(first[at]);
+        next[1] = decoded(second[at]);
+        block++;
+    }
+#endif
+
+    // Those of the next stage.
+    __device__ __forceinline__ void take(float *rows) {
+#if A_ROWS
+        rows[0] = next[0];
+        rows[1] = next[1];
+        read();
+#else
+        rows[0] = rows[1] = 1.0f;
+#endif
+    }
+};
+
+// What the products of a chunk are multiplied with. `cols` is in shared memory: the scale of the lane's first column of
+// the chunk. Without `counts` the products are zeros, and the scales of columns are not looked at.
+struct ChunkScales {
+    float rows[2];
+    float block;
+    const float *cols;
+    bool counts;
+};
+
+__device__ __forceinline__ void add_scaled(float *sums, const float *products, const ChunkScales &scales) {
+    const float rows[2] = {scales.rows[0] * scales.block, scales.rows[1] * scales.block};
+#pragma unroll
+    for (int j = 0; j < CHUNK / 8; j++) {
+#if B_ROWS
+        const float2 read = *(const float2 *)(scales.cols + 8 * j);
+        const float cols[2] = {scales.counts ? read.x : 0.0f, scales.counts ? read.y : 0.0f};
+#endif
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+#if B_ROWS
+            const float scale = rows[i / 2] * cols[i % 2];
+#else
+            const float scale = rows[i / 2];
+#endif
+            sums[4 * j + i] = fmaf(products[4 * j + i], scale, sums[4 * j + i]);
+        }
+    }
+}
+
+// ---- A consumer's sums ----------------------------------------------------------------------------------------------
+
+// The scales of columns of a stage, from the lane's first one on.
+__device__ __forceinline__ const float *cols_of(const float (*col_scales)[TILE_N], u32 stage, int chunk) {
+    return col_scales[stage] + chunk * CHUNK + 2 * (threadIdx.x % 4);
+}
+
+// Adds the products of a tile's stages to its sums. See gemm.cu, of which this is the twin.
+__device__ __forceinline__ void add_tile(float *sums, const Stages &stages, RowScales &row_scales,
+                                         const float (*col_scales)[TILE_N], u32 &stage, u32 &parity) {
+    float products[SETS][CHUNK / 2];
+    float *const pending = products[(CHUNKS - 1) % SETS];
+#pragma unroll
+    for (int i = 0; i < CHUNK / 2; i++)
+        pending[i] = 0.0f;
+    ChunkScales of_pending = {{0.0f, 0.0f}, 0.0f, cols_of(col_scales, 0, CHUNKS - 1), false};
+    u32 pending_stage = STAGES;
+    bool last;
+    do {
+        barrier_wait(stages.full + 8 * stage, parity);
+        const Note note = stages.notes[stage];
+        last = note.is_end != 0.0f;
+        ChunkScales scales;
+        row_scales.take(scales.rows);
+        scales.counts = true;
+        const u32 b = stages.memory + stage * STAGE_BYTES + A_BYTES;
+        products_wait<0>();
+        pin<CHUNK / 2>(pending);
+#if !B_ROWS
+        if (pending_stage < STAGES)
+            release(stages.empty + 8 * pending_stage);
+#endif
+        u32 fragments[DEPTH / 32][4];
+        load_fragments(fragments, stages.fragments + stage * STAGE_BYTES);
+#pragma unroll
+        for (int chunk = 0; chunk < CHUNKS; chunk++) {
+            multiply_chunk(products[chunk % SETS], fragments, b + chunk * CHUNK * DEPTH);
+            if (chunk == 0) {
+                add_scaled(sums + (CHUNKS - 1) * CHUNK / 2, pending, of_pending);
+#if B_ROWS
+                // Only now are the scales of the pending chunk's columns read.
+                if (pending_stage < STAGES)
+                    release(stages.empty + 8 * pending_stage);
+#endif
+            } else {
+                float *const done = products[(chunk - 1) % SETS];
+                products_wait<1>();
+                pin<CHUNK / 2>(done);
+                scales.block = scale_of(note, chunk - 1);
+                scales.cols = cols_of(col_scales, stage, chunk - 1);
+                add_scaled(sums + (chunk - 1) * CHUNK / 2, done, scales);
+            }
+        }
+        of_pending = scales;
+        of_pending.block = scale_of(note, CHUNKS - 1);
+        of_pending.cols = cols_of(col_scales, stage, CHUNKS - 1);
+        pending_stage = stage;
+        next_stage(stage, parity);
+    } while (!last);
+    products_wait<0>();
+    pin<CHUNK / 2>(pending);
+    add_scaled(sums + (CHUNKS - 1) * CHUNK / 2, pending, of_pending);
+    release(stages.empty + 8 * pending_stage);
+}
+
+// The same for a tile of which only `count` chunks lie in the output, one after the other.
+__device__ __forceinline__ void add_narrow_tile(float *sums, u32 count, const Stages &stages, RowScales &row_scales,
+                                                const float (*col_scales)[TILE_N], u32 &stage, u32 &parity) {
+    bool last;
+    do {
+        barrier_wait(stages.full + 8 * stage, parity);
+        const Note note = stages.notes[stage];
+        last = note.is_end != 0.0f;
+        ChunkScales scales;
+        row_scales.take(scales.rows);
+        scales.counts = true;
+        const u32 b = stages.memory + stage * STAGE_BYTES + A_BYTES;
+        u32 fragments[DEPTH / 32][4];
+        load_fragments(fragments, stages.fragments + stage * STAGE_BYTES);
+#pragma unroll
+        for (int chunk = 0; chunk == 0 || chunk < CHUNKS - 1; chunk++) {
+            if (chunk < count) {
+                float products[CHUNK / 2];
+                multiply_chunk(products, fragments, b + chunk * CHUNK * DEPTH);
+                products_wait<0>();
+                pin<CHUNK / 2>(products);
+                scales.block = scale_of(note, chunk);
+                scales.cols = cols_of(col_scales, stage, chunk);
+                add_scaled(sums + chunk * CHUNK / 2, products, scales);
+            }
+        }
+        // A warp's lanes have all read their scales: they have waited for the last products as one.
+        __syncwarp();
+        release(stages.empty + 8 * stage);
+        next_stage(stage, parity);
+    } while (!last);
+}
+
+// ---- The kernel -----------------------------------------------------------------------------------------------------
+
+// Registers of the producer, which reads scales of columns ahead, and of the consumers: at most 3 * 168 in all.
+#if B_ROWS
+#define PRODUCER_REGISTERS 40
+#define CONSUMER_REGISTERS 232
+#else
+#define PRODUCER_REGISTERS 24
+#define CONSUMER_REGISTERS 240
+#endif
+
+extern "C" __global__ void __launch_bounds__(384, 1)
+    gemm_fp8_hopper(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map, const void *,
+                    const void *, const AScale *__restrict__ a_scales, const BScale *__restrict__ b_scales,
+                    const float *__restrict__ bias, Out *__restrict__ out, const void *, const void *,
+                    const __grid_constant__ Numbers numbers) {
+    // The swizzle repeats every 1024 bytes, so tiles must begin at multiples of that.
+    extern __shared__ __align__(1024) unsigned char ring[];
+    __shared__ u64 full_barriers[STAGES], empty_barriers[STAGES];
+    __shared__ Note notes[STAGES];
+    __shared__ __align__(16) Staging staging[8];
+#if B_ROWS
+    __shared__ __align__(16) float col_scales[STAGES][TILE_N];
+#else
+    const float(*const col_scales)[TILE_N] = nullptr;
+#endif
+
+    const u32 m = numbers.m, n = numbers.n, k = numbers.k;
+    const Tiles tiles = tiles_of(numbers.batch, m, n);
+    const u32 blocks = (k + DEPTH - 1) / DEPTH;
+    const u32 full = shared_address(full_barriers), empty = shared_address(empty_barriers);
+    const u32 memory = shared_address(ring);
+
+    ring_init(full, empty);
+    const u32 raster = 16;
+    u32 stage = 0, parity = 0;
+
+    if (threadIdx.x < 128) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 " TEXT(PRODUCER_REGISTERS) ";");
+        if (threadIdx.x >= 32)
+            return;
+        const u32 lane = threadIdx.x;
+        u32 index;
+        for (u32 turn = 0; (index = tile_index(turn)) < tiles.all; turn++) {
+            const Tile tile = tile_of(index, tiles, raster);
+            const u32 b_batch = numbers.b_batched ? tile.batch : 0;
+            const bool begins_inside = tile.n * TILE_N % 128 != 0;
+            const AScale *const of_a = a_scales + tile.batch * numbers.a_scale_batch + tile.m * numbers.a_scale_row;
+            const BScale *const of_b = b_scales + b_batch * numbers.b_scale_batch;
+#if !B_ROWS
+            const u32 b_first = tile.n * TILE_N / 128, b_second = min(b_first + 1, (n - 1) / 128);
+#else
+            // A lane reads the scales of every 32nd column, of the block to come.
+            float ahead[TILE_N / 32];
+#pragma unroll
+            for (int i = 0; i < TILE_N / 32; i++)
+                ahead[i] = decoded(of_b[min(tile.n * TILE_N + 32 * i + lane, n - 1) * numbers.b_scale_row]);
+#endif
+            for (u32 block = 0; block < blocks; block++) {
+                const float base = A_ROWS ? 1.0f : decoded(of_a[block * numbers.a_scale_depth]);
+                float first = base, second = base;
+#if !B_ROWS
+                const BScale *const here = of_b + block * numbers.b_scale_depth;
+                first *= decoded(here[b_first * numbers.b_scale_row]);
+                second *= decoded(here[b_second * numbers.b_scale_row]);
+#endif
+                barrier_wait(empty + 8 * stage, parity ^ 1);
+#if B_ROWS
+#pragma unroll
+                for (int i = 0; i < TILE_N / 32; i++)
+                    col_scales[stage][32 * i + lane] = ahead[i];
+                __syncwarp();
+#endif
+                if (lane == 0) {
+                    const bool last = block + 1 == blocks;
+                    notes[stage] = {first, second, begins_inside ? second : first, last ? 1.0f : 0.0f};
+                    const u32 to = memory + stage * STAGE_BYTES, barrier = full + 8 * stage;
+                    // The arrival releases the notes to the consumers.
+                    barrier_arrive_expect(barrier, STAGE_BYTES);
+                    copy_tile(to, &a_map, block * DEPTH, tile.m * TILE_M, tile.batch, barrier);
+                    copy_tile(to + A_BYTES, &b_map, block * DEPTH, tile.n * TILE_N, b_batch, barrier);
+                }
+#if B_ROWS
+                const u64 depth = min(block + 1, blocks - 1) * numbers.b_scale_depth;
+#pragma unroll
+                for (int i = 0; i < TILE_N / 32; i++)
+                    ahead[i] =
+                        decoded(of_b[min(tile.n * TILE_N + 32 * i + lane, n - 1) * numbers.b_scale_row + depth]);
+#endif
+                // The other lanes' next wait is for another stage.
+                __syncwarp();
+                next_stage(stage, parity);
+            }
+        }
+        return;
+    }
+
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 " TEXT(CONSUMER_REGISTERS) ";");
+    const u32 consumer = threadIdx.x / 128 - 1;
+    const u32 warp = threadIdx.x % 128 / 32;
+    const Stages stages = stages_of(memory, full, empty, notes);
+    u32 index;
+    for (u32 turn = 0; (index = tile_index(turn)) < tiles.all; turn++) {
+        const Tile tile = tile_of(index, tiles, raster);
+        const u32 first_row = tile.m * TILE_M + consumer * 64 + warp * 16;
+        RowScales row_scales;
+#if A_ROWS
+        const u32 row = first_row + threadIdx.x % 32 / 4;
+        const AScale *const of_a = a_scales + tile.batch * numbers.a_scale_batch;
+        row_scales.first = of_a + min(row, m - 1) * numbers.a_scale_row;
+        row_scales.second = of_a + min(row + 8, m - 1) * numbers.a_scale_row;
+        row_scales.depth_stride = numbers.a_scale_depth;
+        row_scales.block = 0;
+        row_scales.blocks = blocks;
+        row_scales.read();
+#endif
+        float sums[TILE_N / 2];
+#pragma unroll
+        for (int i = 0; i < TILE_N / 2; i++)
+            sums[i] = 0.0f;
+        const u32 chunks = (n - tile.n * TILE_N + CHUNK - 1) / CHUNK;
+        if (CHUNKS == 1 || chunks < CHUNKS)
+            add_narrow_tile(sums, chunks, stages, row_scales, col_scales, stage, parity);
+        else
+            add_tile(sums, stages, row_scales, col_scales, stage, parity);
+        write_sums(sums, bias, out + tile.batch * (u64)m * n, staging[4 * consumer + warp], first_row,
+                   tile.n * TILE_N, m, n, n, n * sizeof(Out) % 16 == 0);
+    }
+}
