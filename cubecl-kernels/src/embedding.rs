@@ -7,9 +7,9 @@
 //! same cube goes on with.
 //!
 //! A token's place in the order is the number of tokens before it: those of smaller index, and earlier ones of the
-//! same. To count them takes a comparison for each pair of tokens, whatever the size of the table. On an H200 that should
-//! be about 20 µs for 16,384 tokens, and 1.5 ms for 131,072: by arithmetic, not measured. An index that many tokens have
-//! takes as long as it has stretches, one after the other.
+//! same. To count them takes a comparison for each pair of tokens, whatever the size of the table. On an H200 that
+//! should be about 20 µs for 16,384 tokens, and 1.5 ms for 131,072: by arithmetic, not measured. An index that many
+//! tokens have takes as long as it has stretches, one after the other.
 
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 

@@ -1,6 +1,7 @@
 //! The rows of `qt-bench linear`, `qt-bench layer` and `qt-bench pretrain`.
 
 use burn_quant_train::recipe::{NAMES, Name};
+use examples::args::Contexts;
 use serde::{Deserialize, Serialize};
 
 use super::Spread;
@@ -144,6 +145,9 @@ pub struct TrainingSpeed {
     pub step: Spread,
     /// Tokens of a batch over the median.
     pub tokens_per_s: f64,
+    /// How activations wait for the backward pass; none where only one way is known.
+    #[serde(default)]
+    pub contexts: Option<Contexts>,
     /// Bytes that wait between the passes, the loss among them; none where nobody asked.
     #[serde(default)]
     pub activation_bytes: Option<u64>,

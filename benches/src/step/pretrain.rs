@@ -10,9 +10,10 @@ use burn::{
 use burn_quant_train::{
     QuantTrain,
     recipe::{Chosen, Recipe},
+    saved::choose_context,
 };
 use clap::Args;
-use examples::args::Preset;
+use examples::args::{Contexts, Preset};
 
 use super::{
     recipes::Recipes,
@@ -36,6 +37,9 @@ pub struct Settings {
     /// Lengths of sequences, in batches of as many tokens as the preset's [default: the preset's]
     #[arg(long, value_delimiter = ',', value_name = "N,..")]
     pub sequences: Vec<usize>,
+    /// How activations of the recipes wait for the backward pass
+    #[arg(long, value_enum, default_value = "exact")]
+    pub contexts: Contexts,
     /// Leave out plain Burn: memory that its pools keep would count with that of the recipes
     #[arg(long)]
     pub without_burn: bool,
@@ -96,8 +100,10 @@ pub fn run(
             gpu,
             random: &mut random,
             training,
+            contexts: settings.contexts,
             before,
         };
+        choose_context(Some(settings.contexts.context()));
         if !settings.without_burn {
             report.add([measured.on::<Autodiff<Cuda>>(FloatDType::BF16)?])?;
         }
@@ -113,6 +119,7 @@ struct Measured<'a> {
     gpu: &'a Gpu,
     random: &'a mut Random,
     training: Training,
+    contexts: Contexts,
     /// Bytes of the device that were in use before the first tensor.
     before: u64,
 }
@@ -142,6 +149,8 @@ impl Measured<'_> {
             .time::<B>(Sampling::STEPS, parameters, self.random, &device, &memory)
             .map_err(|error| error.context(name.clone()))?;
         self.gpu.client.memory_cleanup();
+        let contexts = B::ROW.map(|_| self.contexts);
+        let speed = TrainingSpeed { contexts, ..speed };
         eprintln!(
             "{}, {} x {}, {name}: {:.0} tokens/s, {} bytes held, {} taken",
             speed.model,

@@ -117,6 +117,7 @@ impl Training {
             sequence: self.sequence,
             step,
             tokens_per_s: 1e3 * tokens as f64 / step.median_ms,
+            contexts: None,
             activation_bytes: Some(activation_bytes),
             peak_bytes: Some(peak_bytes),
         })

@@ -3,9 +3,11 @@
 use std::fmt::Write;
 
 use anyhow::{Result, ensure};
+use clap::ValueEnum;
 
 use super::{conditions, grouped, mebibytes, ratio, spread};
 use crate::results::{Peer, Run, Subject, TrainingSpeed};
+use examples::args::Contexts;
 
 /// One line for each subject, and one on the device.
 pub(super) fn table(run: &Run, peer: Option<&Peer>, rows: &[TrainingSpeed]) -> Result<String> {
@@ -34,7 +36,7 @@ pub(super) fn table(run: &Run, peer: Option<&Peer>, rows: &[TrainingSpeed]) -> R
             grouped(row.parameters as f64),
             row.batch,
             row.sequence,
-            row.subject.name(),
+            subject(row),
             spread(row.step),
             grouped(row.tokens_per_s),
             against(Subject::Burn),
@@ -51,6 +53,18 @@ pub(super) fn table(run: &Run, peer: Option<&Peer>, rows: &[TrainingSpeed]) -> R
         conditions(run, peer),
     )?;
     Ok(out)
+}
+
+/// Whose step it is, and how its activations wait where that is not as they are.
+fn subject(row: &TrainingSpeed) -> String {
+    let name = row.subject.name();
+    match row.contexts {
+        None | Some(Contexts::Exact) => name,
+        Some(contexts) => {
+            let format = contexts.to_possible_value().expect("no format is hidden");
+            format!("{name}, {} contexts", format.get_name())
+        }
+    }
 }
 
 #[cfg(test)]
@@ -72,6 +86,7 @@ mod tests {
                 p90_ms: ms + 1.0,
             },
             tokens_per_s: 16_384_000.0 / ms,
+            contexts: None,
             activation_bytes: Some(3 << 20),
             peak_bytes: None,
         };
