@@ -40,7 +40,7 @@ pub struct Settings {
     /// How activations of the recipes wait for the backward pass
     #[arg(long, value_enum, default_value = "exact")]
     pub contexts: Contexts,
-    /// Leave out plain Burn: memory that its pools keep would count with that of the recipes
+    /// Leave out plain Burn. What is taken from the device is told of the first backend only, since its pools keep it
     #[arg(long)]
     pub without_burn: bool,
 }
@@ -94,6 +94,7 @@ pub fn run(
     set_default_dtypes::<Cuda>(&device, FloatDType::BF16, IntDType::I32)
         .map_err(|error| anyhow!("BF16 cannot be made the default dtype: {error:?}"))?;
     let mut random = gpu.random();
+    let mut first = true;
     let mut report = Report::new(gpu, json, Rows::Pretrain)?;
     for training in trainings {
         let mut measured = Measured {
@@ -102,6 +103,7 @@ pub fn run(
             training,
             contexts: settings.contexts,
             before,
+            first: &mut first,
         };
         choose_context(Some(settings.contexts.context()));
         if !settings.without_burn {
@@ -122,6 +124,8 @@ struct Measured<'a> {
     contexts: Contexts,
     /// Bytes of the device that were in use before the first tensor.
     before: u64,
+    /// True until something was measured.
+    first: &'a mut bool,
 }
 
 impl Chosen for &mut Measured<'_> {
@@ -150,15 +154,20 @@ impl Measured<'_> {
             .map_err(|error| error.context(name.clone()))?;
         self.gpu.client.memory_cleanup();
         let contexts = B::ROW.map(|_| self.contexts);
-        let speed = TrainingSpeed { contexts, ..speed };
+        let is_first = std::mem::take(self.first);
+        let speed = TrainingSpeed {
+            contexts,
+            peak_bytes: speed.peak_bytes.filter(|_| is_first),
+            ..speed
+        };
         eprintln!(
-            "{}, {} x {}, {name}: {:.0} tokens/s, {} bytes held, {} taken",
+            "{}, {} x {}, {name}: {:.0} tokens/s, {} bytes held, {:?} taken",
             speed.model,
             speed.batch,
             speed.sequence,
             speed.tokens_per_s,
             speed.activation_bytes.unwrap_or_default(),
-            speed.peak_bytes.unwrap_or_default()
+            speed.peak_bytes
         );
         Ok(speed)
     }
