@@ -1,8 +1,8 @@
 //! Products of FP8 matrices on `wgmma` (Micikevicius et al., arXiv 2209.05433; scales along K as in DeepSeek-V3, arXiv
 //! 2412.19437, section 3.3).
 //!
-//! The tensor cores' own sums keep about 14 bits, so what 128 elements along K give is scaled and added in FP32: an
-//! output is good to about 2^-13 of the largest of these parts.
+//! The tensor cores' own sums keep about 14 bits: of each product is cut off what lies more than 13 bits below the largest
+//! of those that are added at once. So what 128 elements along K give is scaled and added in FP32.
 
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
