@@ -167,7 +167,7 @@ fn what_fits_and_what_is_recommended_follow_the_memory() {
     assert_eq!(tight["recommendation"]["optimizer"], "fp8-adamw");
     assert_eq!(tight["recommendation"]["contexts"], "exact");
 
-    let tighter = advice(&format!("{:.4}", peak / 2.0));
+    let tighter = advice(&format!("{:.4}", peak * 0.65));
     assert_eq!(tighter["recommendation"]["recipe"], "mixed-precision");
     assert_eq!(tighter["recommendation"]["contexts"], "int10");
 
