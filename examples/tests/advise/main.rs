@@ -138,7 +138,7 @@ fn a_preset_gets_tables_and_a_recommendation() {
         "nvfp4",
         "int8-adamw",
         "not measured",
-        "206323 tokens/s",
+        "363159 tokens/s",
         "Take mixed-precision in bf16, with exact contexts and adamw",
     ] {
         assert!(text.contains(expected), "no {expected:?} in:\n{text}");

@@ -42,13 +42,14 @@ fn compare(file: &str, report: &Report) {
         .map(|it| config.state_bytes(it))
         .sum();
     let what = format!("{file}, {}: moments", report.preset);
-    assert_close(&what, moments, report.optimizer_bytes);
+    assert_close(&what, moments, report.optimizer_bytes, 1.0);
 }
 
-fn assert_close(what: &str, computed: usize, measured: u64) {
+/// Within so many percent.
+fn assert_close(what: &str, computed: usize, measured: u64, within: f64) {
     let off = 100.0 * (computed as f64 / measured as f64 - 1.0);
     println!("{what} {computed} of {measured} ({off:+.2}%)");
-    assert!(off.abs() < 1.0, "{what} {computed} of {measured}");
+    assert!(off.abs() < within, "{what} {computed} of {measured}");
 }
 
 /// What `qt-bench pretrain` measured, of recipes with their activations as they are.
@@ -84,6 +85,7 @@ fn activations_are_those_that_the_h200_measured() {
             &what,
             step.saved(),
             row["activation_bytes"].as_u64().unwrap(),
+            2.5,
         );
         seen += 1;
     }

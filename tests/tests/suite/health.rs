@@ -354,7 +354,7 @@ fn what_if_fallback<B: DataBackend>(seed: u64) {
     optim.step(0.0, model, gradients);
     let reports = optim.take_health();
     let cast = &matrix(&reports[0], LinearMatrix::X).casts[0];
-    // The noise of each block falls to nothing where it falls back: 16 blocks, of which 1 to 3 do.
+    // The noise of each block falls to nothing where it falls back: 16 blocks, of which the 1 to 3 do that have most of it.
     let shape = MatrixShape::new(rows, k);
     let noise = |threshold| {
         let quantized = reference::quantize_fallback(&data, shape, 128, threshold);
@@ -365,7 +365,7 @@ fn what_if_fallback<B: DataBackend>(seed: u64) {
     let signal: f64 = data.iter().map(|x| f64::from(*x) * f64::from(*x)).sum();
     let share = cast.noise.expect("finite values") * signal / noise(f32::MAX);
     assert!(
-        (0.75..0.97).contains(&share),
+        (0.6..0.95).contains(&share),
         "seed {seed}: {share} of the noise without fallback"
     );
 }
