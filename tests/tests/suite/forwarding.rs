@@ -44,7 +44,7 @@ fn every_operation_is_implemented(folder: &str, decorator: &str, left_out: &[&st
         let table = sources.join("operations").join(our_file);
         let ours = match our_file {
             "mod.rs" => with_methods(&ours, &read(sources.join("operations/backend.rs"))),
-            _ if table.exists() => with_table(&ours, &read(table)),
+            _ if table.exists() => with_tables(&ours, &read(table)),
             _ => ours,
         };
         let demanded = trait_methods(&read(burn.join("src/backend").join(burn_file)), name);
@@ -101,15 +101,17 @@ fn the_parser_sees_what_is_missing() {
             fn one(x: u8) -> u8 { fn inner() {} inner(); x }
             /* fn commented() */
             fn two<T: Into<String>>(x: T);
+            fn four(x: u8) -> u8;
             fn three() -> impl Future<Output = ()> + Send { async {} }
             #[cfg(feature = \"distributed\")]
             /// A comment between.
             fn far_away();
         }
-        pub trait OpsOfOthers { fn four(); }";
+        pub trait OpsOfOthers { fn five(); }";
     let implementation = "
         impl<B> Ops<Self> for QuantTrain<B> {
             ops_operations! { forward }
+            more_ops_operations! { other }
             async fn three() { fn two() {} }
         }
         impl<B> OpsOfOthers for QuantTrain<B> { fn two() {} }";
@@ -120,12 +122,19 @@ fn the_parser_sees_what_is_missing() {
                     one(x: (u8)) -> (u8) => Promote [again];
                 }
             };
+        }
+        macro_rules! more_ops_operations {
+            ($forward:ident) => {
+                $forward! {
+                    four(x: (u8)) -> (u8);
+                }
+            };
         }";
     let demanded = trait_methods(definition, "Ops");
-    let implementation = with_table(implementation, table);
+    let implementation = with_tables(implementation, table);
     let implemented = impl_methods(&implementation, "Ops", "QuantTrain");
-    assert_eq!(demanded, names(&["one", "three", "two"]));
-    assert_eq!(implemented, names(&["one", "three"]));
+    assert_eq!(demanded, names(&["four", "one", "three", "two"]));
+    assert_eq!(implemented, names(&["four", "one", "three"]));
 }
 
 fn names(names: &[&str]) -> BTreeSet<String> {
@@ -197,14 +206,21 @@ fn trait_methods(source: &str, name: &str) -> BTreeSet<String> {
     functions(&body.unwrap_or_default())
 }
 
-/// The source with the rows of a shared table in the place where it takes them.
-fn with_table(source: &str, table: &str) -> String {
-    let (_, rows) = table.split_once("$forward! {").expect("a table");
-    let (rows, _) = rows.split_once('}').expect("a table ends");
-    let (before, after) = source
-        .split_once("_operations! { forward }")
-        .expect("the decorator takes the table");
-    format!("{before};\nforward! {{{rows}}}{after}")
+/// The source with the rows of each shared table in the place where it takes them, whichever macro it gives them to.
+fn with_tables(source: &str, tables: &str) -> String {
+    let mut source = source.to_owned();
+    for table in tables.split("macro_rules! ").skip(1) {
+        let (name, table) = table.split_once(' ').expect("a table has a name");
+        let (_, rows) = table.split_once("$forward! {").expect("a table");
+        let (rows, _) = rows.split_once('}').expect("a table ends");
+        let taken = format!("    {name}! {{");
+        let (before, after) = source
+            .split_once(&taken)
+            .unwrap_or_else(|| panic!("the decorator does not take {name}"));
+        let (_, after) = after.split_once('}').expect("the call of a macro ends");
+        source = format!("{before};\nforward! {{{rows}}}{after}");
+    }
+    source
 }
 
 /// The source with shared methods in the place where it takes them.
