@@ -17,7 +17,7 @@ use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 use crate::{
     device::{
         array, check_contiguous, check_dtype, check_float, cube_grid, empty, has_planes_of_32,
-        storage, vector_width, zeros,
+        is_operand_type, storage, vector_width, zeros,
     },
     error::KernelError,
 };
@@ -59,12 +59,7 @@ pub struct RmsNormGradients<R: Runtime> {
 
 /// True for the rows that the kernels take: of 1 to [`MAX_COLS`] elements of f32, f16 or bf16.
 pub fn has_rms_norm(dtype: StorageType, cols: usize) -> bool {
-    let floats = [
-        storage::<f32>(),
-        storage::<half::f16>(),
-        storage::<half::bf16>(),
-    ];
-    floats.contains(&dtype) && (1..=MAX_COLS).contains(&cols)
+    (dtype == storage::<f32>() || is_operand_type(dtype)) && (1..=MAX_COLS).contains(&cols)
 }
 
 /// Each row of `x` divided by its root mean square, times the gain.

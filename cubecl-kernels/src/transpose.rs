@@ -1,4 +1,4 @@
-//! The transposition of INT8 matrices: one read, one write, 16 bytes at a time.
+//! The transposition of matrices of INT8 or FP8 codes: one read, one write, 16 bytes at a time.
 //!
 //! Square blocks quantize the same way in either layout, so a weight is kept once, row-major, and gets its other layout
 //! for the time of one product.
@@ -14,26 +14,28 @@ use crate::{
     },
 };
 
-const OPERATION: &str = "transpose_int8";
+const OPERATION: &str = "transpose_bytes";
 const UNITS: usize = 256;
 /// Chunks of a row of a tile.
 const CHUNKS: usize = TILE / CHUNK;
 const STAGED_WORDS: usize = TILE * TILE / 4;
 
-/// The transposed copy of a batch of INT8 matrices.
+/// The transposed copy of a batch of matrices of a byte an element.
 ///
-/// - `values`: i8 `[rows, cols]` or `[batch, rows, cols]`, contiguous.
-/// - returns i8 `[cols, rows]` or `[batch, cols, rows]`, contiguous.
+/// - `values`: i8 or u8 `[rows, cols]` or `[batch, rows, cols]`, contiguous.
+/// - returns as many `[cols, rows]` or `[batch, cols, rows]`, of the same type, contiguous.
 ///
 /// # Errors
 ///
-/// When `values` is no matrix, not of i8, or not contiguous.
-pub fn transpose_int8<R: Runtime>(
+/// When `values` is no matrix, neither of i8 nor of u8, or not contiguous.
+pub fn transpose_bytes<R: Runtime>(
     client: &ComputeClient<R>,
     values: &TensorHandle<R>,
 ) -> Result<TensorHandle<R>, KernelError> {
     let view = MatrixView::new(OPERATION, values)?;
-    check_dtype(OPERATION, "values", values, storage::<i8>(), "use i8")?;
+    if values.dtype != storage::<u8>() {
+        check_dtype(OPERATION, "values", values, storage::<i8>(), "use i8 or u8")?;
+    }
     if !is_contiguous(values) {
         return Err(KernelError::Unsupported {
             operation: OPERATION,
@@ -45,7 +47,7 @@ pub fn transpose_int8<R: Runtime>(
     let out = empty(
         client,
         view.tensor_shape(shape.cols, shape.rows),
-        storage::<i8>(),
+        values.dtype,
     );
     if shape.num_elements() == 0 {
         return Ok(out);

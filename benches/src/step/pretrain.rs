@@ -96,6 +96,7 @@ pub fn run(
     let mut random = gpu.random();
     let mut first = true;
     let mut report = Report::new(gpu, json, Rows::Pretrain)?;
+    choose_context(Some(settings.contexts.context()));
     for training in trainings {
         let mut measured = Measured {
             gpu,
@@ -105,7 +106,6 @@ pub fn run(
             before,
             first: &mut first,
         };
-        choose_context(Some(settings.contexts.context()));
         if !settings.without_burn {
             report.add([measured.on::<Autodiff<Cuda>>(FloatDType::BF16)?])?;
         }

@@ -2,19 +2,19 @@
 
 use burn_backend::{DType, FloatDType};
 use burn_cubecl::{CubeRuntime, kernel::into_contiguous, tensor::CubeTensor};
-use cubecl::{client::ComputeClient, ir::StorageType, std::tensor::TensorHandle};
+use cubecl::client::ComputeClient;
 use cubecl_kernels::{
     KernelError,
     gemm::{self, Fp8Operand},
     number::Number,
-    transpose::transpose_int8,
 };
 
 use super::{
+    product::in_layout,
     quantize::{on_device, unwrap},
     tensors::{Cube, handle, tensor},
 };
-use crate::data::{kernels::checked, quantize::Operand};
+use crate::data::quantize::Operand;
 
 /// The product plus a bias in FP32, `[columns]`, if both operands are FP8 and the device has a kernel for numbers, scales
 /// and strides.
@@ -49,35 +49,15 @@ pub(super) fn fp8_product<B: Cube<R>, R: CubeRuntime>(
     }
 }
 
-/// An operand whose columns the product sums over, in the layout in which these are neighbours. A copy that is missing is
-/// made for the time of the product.
+/// An operand whose columns the product sums over, in the layout in which these are neighbours.
 fn along_columns<B: Cube<R>, R: CubeRuntime>(
     client: &ComputeClient<R>,
     operand: Operand<'_, B>,
 ) -> Fp8Operand<R> {
-    let mut matrix = unwrap(operand.matrix);
-    let flipped = |values: &TensorHandle<R>| flipped(client, values);
+    let matrix = in_layout(client, unwrap(operand.matrix), operand.transpose);
     let operand = match operand.transpose {
-        false => {
-            let other = &matrix.transposed;
-            matrix.values = matrix.values.or_else(|| other.as_ref().map(flipped));
-            matrix.fp8_operand()
-        }
-        true => {
-            let other = &matrix.values;
-            matrix.transposed = matrix.transposed.or_else(|| other.as_ref().map(flipped));
-            matrix.fp8_operand_transposed()
-        }
+        false => matrix.fp8_operand(),
+        true => matrix.fp8_operand_transposed(),
     };
     operand.expect("a matrix has values in one layout at least")
-}
-
-/// The transposed copy of codes of a byte each.
-fn flipped<R: CubeRuntime>(client: &ComputeClient<R>, values: &TensorHandle<R>) -> TensorHandle<R> {
-    let of_type = |mut values: TensorHandle<R>, dtype: DType| {
-        values.dtype = StorageType::from(dtype);
-        values
-    };
-    let codes = of_type(values.clone(), DType::I8);
-    of_type(checked(transpose_int8(client, &codes)), DType::U8)
 }

@@ -17,8 +17,8 @@ use cubecl_kernels::{
     gemm::{self, GemmOperand, Strategy},
     granularity::Granularity,
     number::Number,
-    quantize::unpack_int4,
-    transpose::transpose_int8,
+    quantize::{Quantized as DeviceMatrix, unpack_int4},
+    transpose::transpose_bytes,
 };
 
 use super::{
@@ -164,23 +164,31 @@ fn along_columns<B: Cube<R>, R: CubeRuntime>(
     operand: Operand<'_, B>,
 ) -> GemmOperand<R> {
     let matrix = unwrap(operand.matrix);
-    let mut matrix = match operand.matrix.format.number == Number::Int4 {
+    let matrix = match operand.matrix.format.number == Number::Int4 {
         true => checked(unpack_int4(client, &matrix)),
         false => matrix,
     };
-    let flipped = |values: &TensorHandle<R>| checked(transpose_int8(client, values));
+    let matrix = in_layout(client, matrix, operand.transpose);
     checked(match operand.transpose {
-        false => {
-            let other = &matrix.transposed;
-            matrix.values = matrix.values.or_else(|| other.as_ref().map(flipped));
-            matrix.operand()
-        }
-        true => {
-            let other = &matrix.values;
-            matrix.transposed = matrix.transposed.or_else(|| other.as_ref().map(flipped));
-            matrix.operand_transposed()
-        }
+        false => matrix.operand(),
+        true => matrix.operand_transposed(),
     })
+}
+
+/// A matrix of a byte an element that has its values, or transposed those. A copy that is missing is made.
+pub(super) fn in_layout<R: CubeRuntime>(
+    client: &ComputeClient<R>,
+    mut matrix: DeviceMatrix<R>,
+    transposed: bool,
+) -> DeviceMatrix<R> {
+    let (wanted, other) = match transposed {
+        false => (&mut matrix.values, &matrix.transposed),
+        true => (&mut matrix.transposed, &matrix.values),
+    };
+    if let (None, Some(other)) = (&wanted, other) {
+        *wanted = Some(checked(transpose_bytes(client, other)));
+    }
+    matrix
 }
 
 /// The FP32 values of a matrix, with its residual if there is one.

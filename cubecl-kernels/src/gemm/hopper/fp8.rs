@@ -7,10 +7,7 @@
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
 use crate::{
-    cuda::{
-        numbers::numbers,
-        source::{CudaSource, float_knob, launch_source},
-    },
+    cuda::source::{CudaSource, float_knob, launch_source},
     device::{MatrixView, check_dtype, check_float, empty, is_hopper, or_unused, storage},
     error::KernelError,
     gemm::{align::is_aligned, blueprint::HopperBlueprint, check_bias},
@@ -19,7 +16,7 @@ use crate::{
     scale::ScaleNumber,
 };
 
-use super::{UNITS, batch_stride, tensor_map};
+use super::{GemmNumbers, UNITS, batch_stride, tensor_map};
 
 const OPERATION: &str = "gemm_fp8";
 /// Elements along K of a scale, and rows where they share it, unless it is for all.
@@ -137,7 +134,7 @@ pub fn gemm_fp8<R: Runtime>(
     let ranked = HopperBlueprint::all(client, batch, m, n, HopperBlueprint::CHUNK, SPEEDS);
     let cheapest = ranked.into_iter().min_by(|a, b| a.1.total_cmp(&b.1));
     let (blueprint, _) = cheapest.expect("widths of tiles");
-    let numbers = Fp8Numbers {
+    let numbers = GemmNumbers {
         batch: batch as u64,
         m: m as u64,
         n: n as u64,
@@ -326,24 +323,6 @@ impl Checked {
     }
 }
 
-numbers! {
-    /// The numbers of `hopper/gemm_fp8.cu`. Strides are in elements; those of a batch of one are 0.
-    struct Fp8Numbers {
-        batch: u64,
-        m: u64,
-        n: u64,
-        k: u64,
-        a_scale_batch: u64,
-        a_scale_row: u64,
-        a_scale_depth: u64,
-        b_scale_batch: u64,
-        b_scale_row: u64,
-        b_scale_depth: u64,
-        /// 1 where each matrix of A has its own of B, 0 where one serves them all.
-        b_batched: u64,
-    }
-}
-
 /// `hopper/gemm_fp8.cu`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct Fp8Source {
@@ -354,7 +333,7 @@ struct Fp8Source {
 }
 
 impl CudaSource for Fp8Source {
-    type Numbers = Fp8Numbers;
+    type Numbers = GemmNumbers;
 
     const TEXT: &'static str = concat!(
         include_str!("../../cuda/hopper.cu"),
