@@ -244,23 +244,22 @@ class RmsNorm(nn.Module):
         return F.rms_norm(x, (x.shape[-1],), self.gamma, 1e-5)
 
 
-class Decoder(nn.Module):
-    """The layer of benches/src/step/architecture.rs."""
+class Layer(nn.Module):
+    """A decoder layer: of benches/src/step/architecture.rs, and, with rotary positions, of examples/src/model.rs."""
 
-    def __init__(self, hidden):
+    def __init__(self, hidden, heads, inner):
         super().__init__()
-        inner = hidden * 8 // 3 // BLOCK * BLOCK
+        self.heads = heads
         self.attention_norm, self.mlp_norm = RmsNorm(hidden), RmsNorm(hidden)
         self.q, self.k, self.v, self.o = (nn.Linear(hidden, hidden, bias=False) for _ in range(4))
         self.gate, self.up = (nn.Linear(hidden, inner, bias=False) for _ in range(2))
         self.down = nn.Linear(inner, hidden, bias=False)
 
-    def forward(self, x):
-        batch, sequence, hidden = x.shape
+    def forward(self, x, rotate=lambda heads: heads):
         h = self.attention_norm(x)
-        q, k, v = (linear(h).view(batch, sequence, -1, BLOCK).transpose(1, 2) for linear in (self.q, self.k, self.v))
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.o(mixed.transpose(1, 2).reshape(batch, sequence, hidden))
+        q, k, v = (of(h).unflatten(-1, (self.heads, -1)).transpose(1, 2) for of in (self.q, self.k, self.v))
+        mixed = F.scaled_dot_product_attention(rotate(q), rotate(k), v, is_causal=True)
+        x = x + self.o(mixed.transpose(1, 2).flatten(2))
         h = self.mlp_norm(x)
         return x + self.down(F.silu(self.gate(h)) * self.up(h))
 
@@ -304,7 +303,7 @@ def measure_linear(features, tokens):
 def measure_layer(sizes):
     results = []
     for hidden in sizes:
-        layer = Decoder(hidden).to("cuda", torch.bfloat16)
+        layer = Layer(hidden, hidden // BLOCK, hidden * 8 // 3 // BLOCK * BLOCK).to("cuda", torch.bfloat16)
         x = random_input(BATCH, SEQUENCE, hidden)
         results.append(measure_module("torch-eager", layer, x))
         try:
@@ -326,33 +325,13 @@ PRESETS = {"tiny": (128, 4, 4, 8, 128), "small": (512, 8, 9, 32, 512), "medium":
 VOCABULARY = 256
 
 
-class Layer(nn.Module):
-    """A layer of examples/src/model.rs."""
-
-    def __init__(self, hidden, heads):
-        super().__init__()
-        self.heads = heads
-        self.attention_norm, self.mlp_norm = RmsNorm(hidden), RmsNorm(hidden)
-        self.q, self.k, self.v, self.o = (nn.Linear(hidden, hidden, bias=False) for _ in range(4))
-        self.gate, self.up = (nn.Linear(hidden, 3 * hidden, bias=False) for _ in range(2))
-        self.down = nn.Linear(3 * hidden, hidden, bias=False)
-
-    def forward(self, x, rotate):
-        h = self.attention_norm(x)
-        q, k, v = (of(h).unflatten(-1, (self.heads, -1)).transpose(1, 2) for of in (self.q, self.k, self.v))
-        mixed = F.scaled_dot_product_attention(rotate(q), rotate(k), v, is_causal=True)
-        x = x + self.o(mixed.transpose(1, 2).flatten(2))
-        h = self.mlp_norm(x)
-        return x + self.down(F.silu(self.gate(h)) * self.up(h))
-
-
 class Model(nn.Module):
     """The decoder of examples/src/model.rs, and its loss."""
 
     def __init__(self, hidden, heads, layers, sequence):
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, hidden)
-        self.layers = nn.ModuleList(Layer(hidden, heads) for _ in range(layers))
+        self.layers = nn.ModuleList(Layer(hidden, heads, 3 * hidden) for _ in range(layers))
         self.norm, self.head = RmsNorm(hidden), nn.Linear(hidden, VOCABULARY, bias=False)
         width = hidden // heads
         angles = torch.outer(torch.arange(sequence), 10_000 ** (-torch.arange(0, width, 2) / width)).repeat(1, 2)

@@ -1,10 +1,13 @@
 //! Seeded random data, and tensors to and from the host.
 
+use std::sync::Arc;
+
 use burn::tensor::{
     DType, Int, Tensor, TensorData, TensorPrimitive,
     backend::Backend,
     ops::{FloatTensor, IntTensor},
 };
+use burn_quant_train::{layer::tag::Tag, optim::LayerBackend};
 
 /// A fresh seed, or that of `QUANT_TRAIN_TEST_SEED`.
 pub fn seed() -> u64 {
@@ -99,6 +102,16 @@ pub fn primitive<B: Backend, const D: usize>(tensor: Tensor<B, D>) -> FloatTenso
 /// A float primitive as a tensor.
 pub fn lifted<B: Backend, const D: usize>(primitive: FloatTensor<B>) -> Tensor<B, D> {
     Tensor::from_primitive(TensorPrimitive::Float(primitive))
+}
+
+/// The tag of a float tensor.
+///
+/// # Panics
+///
+/// If the tensor is quantized.
+pub fn tag_of<B: LayerBackend, const D: usize>(tensor: &Tensor<B, D>) -> Arc<Tag<B::Base>> {
+    let primitive = primitive(tensor.clone());
+    B::tag(&primitive).expect("tensors have tags").clone()
 }
 
 /// The values of a float tensor, widened to `f32`.

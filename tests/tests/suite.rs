@@ -5,6 +5,7 @@ mod suite {
     mod composition;
     mod conformance;
     mod delayed_scaling;
+    mod flow;
     mod health;
     mod integers;
     mod learned_definition;

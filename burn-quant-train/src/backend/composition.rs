@@ -1,16 +1,18 @@
-//! Compositions of Burn's operations that have a kernel as a whole, found as models compute them.
+//! Compositions of Burn's operations that are one operation as a whole, found as models compute them.
 //!
 //! | composition | as | operations |
 //! | --- | --- | --- |
 //! | RMSNorm | `burn::nn::RmsNorm` | `x / sqrt(mean(cast(x, FP32)²) + epsilon) gain` |
 //! | SwiGLU | `burn::nn::SwiGlu`, `silu(gate) * up` | `gate sigmoid(gate) up` |
+//! | GELU, in a flow | `burn::nn::Gelu` | one |
 //!
 //! An operation with which a composition begins, or goes on, computes nothing: its result [waits](Waiting). The last
 //! operation records the whole, with a kernel for each pass. Whatever else reads a waiting result has it computed as Burn
 //! does, so that a model which departs from a composition loses nothing, and nothing is computed twice.
 //!
-//! Compositions are looked for in training, on devices that have kernels for them, where x is narrower than FP32: with
-//! FP32 as the compute dtype no bit differs from Burn's. The whole is computed in FP32 and rounded once.
+//! Compositions are looked for in training: of recipes with a [flow](crate::recipe::Flow), whose operators they are, and
+//! else on devices that have kernels for them, where x is narrower than FP32: with FP32 as the compute dtype no bit differs
+//! from Burn's. The whole is computed in FP32 and rounded once.
 
 use std::{
     fmt,
@@ -23,7 +25,7 @@ use burn_backend::{
     tensor::{Device, FloatTensor},
 };
 
-use super::{QuantTrain, forward::forward, tensor::QuantTensor};
+use super::{QuantTrain, flow, forward::forward, tensor::QuantTensor};
 use crate::{
     data::{
         DataBackend,
@@ -181,7 +183,15 @@ impl<B: QuantBackend> fmt::Debug for Waiting<B> {
     }
 }
 
-/// The kernels, if compositions are looked for that begin with this tensor.
+/// True if the operations on this tensor may begin a composition, of those which kernels that there are `have`.
+fn begins<B: QuantBackend, R: Recipe>(
+    x: &QuantTensor<B>,
+    have: impl FnOnce(&Compositions<<B::Base as DataBackend>::Kernels>) -> bool,
+) -> bool {
+    flow::flow::<B, R>(x).is_some() || kernels::<B, R>(x).is_some_and(|kernels| have(&kernels))
+}
+
+/// The kernels that compositions which begin with this tensor are looked for to have.
 fn kernels<B: QuantBackend, R: Recipe>(
     x: &QuantTensor<B>,
 ) -> Option<Compositions<<B::Base as DataBackend>::Kernels>> {
@@ -217,10 +227,20 @@ fn root_mean_square<B: QuantBackend>(root: &QuantTensor<B>) -> Option<(&QuantTen
     let Step::Squared(wide) = step(squared)? else {
         return None;
     };
-    let Step::Widened(x) = step(wide)? else {
-        return None;
-    };
-    Some((x, *epsilon))
+    match step(wide) {
+        Some(Step::Widened(x)) => Some((x, *epsilon)),
+        Some(_) => None,
+        // Burn leaves out the cast of what is FP32.
+        None => Some((wide, *epsilon)),
+    }
+}
+
+/// What was narrowed to the dtype of x, or the tensor itself.
+fn narrowed<B: QuantBackend>(tensor: &QuantTensor<B>) -> &QuantTensor<B> {
+    match step(tensor) {
+        Some(Step::Narrowed(wide, _)) => wide,
+        _ => tensor,
+    }
 }
 
 fn step<B: QuantBackend>(tensor: &QuantTensor<B>) -> Option<&Step<B>> {
@@ -236,9 +256,12 @@ pub(super) fn float_cast<B: QuantBackend, R: Recipe>(
         let dtype = DType::from(*dtype);
         return (of.dtype() == dtype).then(|| Waiting::of::<R>(x, narrowed, x.shape(), dtype));
     }
-    let kernels = kernels::<B, R>(x).filter(|_| *dtype == FloatDType::F32)?;
-    let columns = x.shape()[x.rank() - 1];
-    (kernels.has_rms_norm)(x.dtype(), columns)
+    let widens = *dtype == FloatDType::F32 && x.dtype() != DType::F32;
+    let has_kernel = |kernels: &Compositions<_>| {
+        let columns = x.shape()[x.rank() - 1];
+        (kernels.has_rms_norm)(x.dtype(), columns)
+    };
+    (widens && begins::<B, R>(x, has_kernel))
         .then(|| Waiting::of::<R>(x, Step::Widened(x.clone()), x.shape(), DType::F32))
 }
 
@@ -246,12 +269,12 @@ pub(super) fn float_powi_scalar<B: QuantBackend, R: Recipe>(
     x: &QuantTensor<B>,
     power: &Scalar,
 ) -> Option<QuantTensor<B>> {
-    match step(x)? {
-        Step::Widened(_) if power.elem::<f64>() == 2.0 => {
-            Some(Waiting::like::<R>(x, Step::Squared(x.clone())))
-        }
-        _ => None,
-    }
+    let begins = match step(x) {
+        Some(Step::Widened(_)) => true,
+        Some(_) => false,
+        None => x.dtype() == DType::F32 && flow::flow::<B, R>(x).is_some(),
+    };
+    (begins && power.elem::<f64>() == 2.0).then(|| Waiting::like::<R>(x, Step::Squared(x.clone())))
 }
 
 pub(super) fn float_mean_dim<B: QuantBackend, R: Recipe>(
@@ -289,17 +312,12 @@ pub(super) fn float_div<B: QuantBackend, R: Recipe>(
     x: &QuantTensor<B>,
     by: &QuantTensor<B>,
 ) -> Option<QuantTensor<B>> {
-    match step(by)? {
-        Step::Narrowed(root, _) if is_same(x, root_mean_square(root)?.0) => Some(
-            Waiting::like::<R>(x, Step::Normalized(x.clone(), by.clone())),
-        ),
-        _ => None,
-    }
+    is_same(x, root_mean_square(narrowed(by))?.0)
+        .then(|| Waiting::like::<R>(x, Step::Normalized(x.clone(), by.clone())))
 }
 
 pub(super) fn sigmoid<B: QuantBackend, R: Recipe>(x: &QuantTensor<B>) -> Option<QuantTensor<B>> {
-    kernels::<B, R>(x)?;
-    Some(Waiting::like::<R>(x, Step::Sigmoid(x.clone())))
+    begins::<B, R>(x, |_| true).then(|| Waiting::like::<R>(x, Step::Sigmoid(x.clone())))
 }
 
 pub(super) fn float_mul<B: QuantBackend, R: Recipe>(
@@ -321,14 +339,18 @@ fn product<B: QuantBackend, R: Recipe>(
         )),
         Step::Silu(gate, _) => swiglu::<B, R>(gate, other),
         Step::Normalized(x, rms) => {
-            let Step::Narrowed(root, _) = step(rms)? else {
-                return None;
-            };
-            let (_, epsilon) = root_mean_square(root)?;
+            let (_, epsilon) = root_mean_square(narrowed(rms))?;
             rms_norm::<B, R>(x, epsilon.elem(), other)
         }
         _ => None,
     }
+}
+
+pub(super) fn gelu<B: QuantBackend, R: Recipe>(x: &QuantTensor<B>) -> Option<QuantTensor<B>> {
+    let flow = flow::flow::<B, R>(x)?;
+    let _scope = QuantTrain::<B, R>::scope();
+    let x = flow::read(flow, x.clone());
+    Some(QuantTensor::of_flow(<B::Inside>::gelu(x)))
 }
 
 fn swiglu<B: QuantBackend, R: Recipe>(
@@ -338,8 +360,14 @@ fn swiglu<B: QuantBackend, R: Recipe>(
     let fits = gate.shape() == up.shape() && gate.dtype() == up.dtype() && up.origin().is_none();
     fits.then(|| {
         let _scope = QuantTrain::<B, R>::scope();
-        let inputs = [gate, up].map(|it| it.clone().into_primitive());
-        QuantTensor::new(B::record(Swiglu, inputs))
+        let (gate_up, flow) = ([gate, up].map(Clone::clone), flow::flow::<B, R>(gate));
+        match flow {
+            Some(flow) => {
+                let inputs = gate_up.map(|it| flow::read(flow, it));
+                QuantTensor::of_flow(B::record(Swiglu, inputs))
+            }
+            None => QuantTensor::new(B::record(Swiglu, gate_up.map(QuantTensor::into_primitive))),
+        }
     })
 }
 
@@ -356,7 +384,11 @@ fn rms_norm<B: QuantBackend, R: Recipe>(
         && matches!(gain.dtype(), DType::F32 | DType::BF16 | DType::F16);
     fits.then(|| {
         let _scope = QuantTrain::<B, R>::scope();
-        let inputs = [x, gain].map(|it| it.clone().into_primitive());
-        QuantTensor::new(B::record(RmsNorm { epsilon }, inputs))
+        let (flow, norm) = (flow::flow::<B, R>(x), RmsNorm { epsilon });
+        let (x, gain) = (x.clone(), gain.clone().into_primitive());
+        match flow {
+            Some(flow) => QuantTensor::of_flow(B::record(norm, [flow::read(flow, x), gain])),
+            None => QuantTensor::new(B::record(norm, [x.into_primitive(), gain])),
+        }
     })
 }

@@ -5,6 +5,7 @@ mod autodiff;
 mod bool;
 mod composition;
 mod float;
+mod flow;
 mod forward;
 mod int;
 mod module;

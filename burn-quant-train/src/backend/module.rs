@@ -12,7 +12,7 @@ use burn_backend::{
 };
 
 use super::{
-    QuantTrain,
+    QuantTrain, flow,
     forward::forward,
     precision::{Class, Dtypes, in_class},
     products,
@@ -25,7 +25,7 @@ use crate::{
         cast_to,
     },
     operations::module_operations,
-    ops::attention::Attention,
+    ops::{attention::Attention, layer_norm::LayerNorm},
     recipe::Recipe,
     saved::recorded::QuantBackend,
 };
@@ -122,7 +122,7 @@ impl<B: QuantBackend, R: Recipe> ModuleOps<Self> for QuantTrain<B, R> {
         attention_fallback::<Self>(query, key, value, None, None, options)
     }
 
-    /// Statistics in FP32; the output returns to the input's dtype, so that the residual stream keeps its width.
+    /// In a flow one operator. Else statistics are in FP32; the output returns to the input's dtype, so that the residual stream keeps its width.
     fn layer_norm(
         tensor: FloatTensor<Self>,
         gamma: FloatTensor<Self>,
@@ -130,6 +130,14 @@ impl<B: QuantBackend, R: Recipe> ModuleOps<Self> for QuantTrain<B, R> {
         epsilon: f64,
     ) -> FloatTensor<Self> {
         let _scope = Self::scope();
+        if let Some(flow) = flow::flow::<B, R>(&tensor) {
+            let norm = LayerNorm { epsilon };
+            let (x, gain) = (flow::read(flow, tensor), gamma.into_primitive());
+            return QuantTensor::of_flow(match beta.map(QuantTensor::into_primitive) {
+                Some(bias) => B::record(norm, [x, gain, bias]),
+                None => B::record(norm, [x, gain]),
+            });
+        }
         let tensor = tensor.into_primitive();
         let dtype = tensor.dtype();
         let mut dtypes = Dtypes::default();

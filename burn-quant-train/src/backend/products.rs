@@ -242,6 +242,7 @@ fn quantized<B: QuantBackend, R: Recipe>(
         x_tag: (x.view() == View::Rows).then(|| x.tag().clone()),
         weight_tag: weight.tag().clone(),
         weight_view: weight.view(),
+        flow: QuantTrain::<B, R>::ROW.flow,
     };
     recorded::<B, _>(operation, x, weight, bias)
 }

@@ -86,6 +86,8 @@ pub enum Role {
     SampledRowsOfWeight = 8,
     /// The sampled rows of dY in dW.
     SampledGradient = 9,
+    /// dX, on its way to the operator that made X.
+    InputGradient = 10,
 }
 
 /// A run of a layer.
@@ -150,6 +152,7 @@ mod tests {
             Role::SampledRows,
             Role::SampledRowsOfWeight,
             Role::SampledGradient,
+            Role::InputGradient,
         ];
         let mut streams = HashSet::new();
         let mut count = 0;

@@ -103,6 +103,8 @@ pub struct Tag<B: DataBackend> {
     /// The layer from whose weight this value was computed.
     origin: Option<Arc<Layer<B>>>,
     parameter: AtomicBool,
+    /// True for what an operator of the recipe's flow made.
+    flows: bool,
     copies: Mutex<Vec<SavedCopy<B>>>,
 }
 
@@ -119,12 +121,20 @@ impl<B: DataBackend> Tag<B> {
         tag
     }
 
+    /// A tag for what an operator of the recipe's flow made.
+    pub(crate) fn of_flow() -> Self {
+        let mut tag = Self::new();
+        tag.flows = true;
+        tag
+    }
+
     fn from_origin(origin: Option<Arc<Layer<B>>>) -> Self {
         LIVE.fetch_add(1, Ordering::Relaxed);
         Self {
             layer: OnceLock::new(),
             origin,
             parameter: AtomicBool::new(false),
+            flows: false,
             copies: Mutex::default(),
         }
     }
@@ -166,6 +176,11 @@ impl<B: DataBackend> Tag<B> {
     /// True if gradients of this tensor were asked for.
     pub fn is_parameter(&self) -> bool {
         self.parameter.load(Ordering::Relaxed)
+    }
+
+    /// True if an operator of the recipe's flow made this value.
+    pub(crate) fn flows(&self) -> bool {
+        self.flows
     }
 
     /// The layer whose weight this is.

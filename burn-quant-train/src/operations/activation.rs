@@ -6,7 +6,6 @@ macro_rules! activation_operations {
         $forward! {
             leaky_relu(tensor: Float, negative_slope: (Scalar)) -> Float;
             relu_backward(output: Float, grad: Float) -> Float => Promote;
-            gelu(tensor: Float) -> Float;
             prelu(tensor: Float, alpha: Float) -> Float => Promote;
             gelu_backward(x: Float, grad: Float) -> Float => Promote;
             sigmoid_backward(output: Float, grad: Float) -> Float => Promote;
@@ -19,11 +18,12 @@ macro_rules! activation_operations {
     };
 }
 
-/// The same of those with which compositions begin that have a kernel as a whole: see
+/// The same of those that are compositions, or with which compositions begin: see
 /// [`composition`](crate::backend::composition).
 macro_rules! composed_activation_operations {
     ($forward:ident) => {
         $forward! {
+            gelu(tensor: Float) -> Float;
             sigmoid(tensor: Float) -> Float [again];
         }
     };

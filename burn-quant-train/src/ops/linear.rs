@@ -34,7 +34,7 @@ use crate::{
         Layer,
         tag::{CopyKey, Tag, View},
     },
-    recipe::{LinearRow, Residual, SavedX},
+    recipe::{Flow, LinearRow, Residual, SavedX},
     saved::{HeldTensor, recorded::Recorded},
 };
 
@@ -56,6 +56,8 @@ pub(crate) struct Linear<B: DataBackend> {
     pub weight_tag: Arc<Tag<B>>,
     /// How W shows the tagged matrix: as it is, or transposed.
     pub weight_view: View,
+    /// The flow, if the recipe has one.
+    pub flow: Option<Flow>,
 }
 
 /// The operands that a linear layer keeps for the backward pass, and the plan of that pass.
@@ -69,6 +71,8 @@ pub(crate) struct Saved<B: DataBackend> {
     weight_form: Form,
     bias: Option<DType>,
     plan: BackwardPlan,
+    /// The copy of dX in which it flows back, if it does.
+    input_gradient: Option<Make>,
     compute: FloatDType,
     /// Present if dY has a history of maxima.
     history: Option<History<B>>,
@@ -124,6 +128,11 @@ impl<B: DataBackend, const N: usize> Recorded<B, N> for Linear<B> {
         let device = x.cell().device().clone();
         let bank = self.layer.bank();
         let plan = Plan::new(&self.layer, &self.row, self.weight_view, &device);
+        // dX goes the way that X came.
+        let flow = self
+            .flow
+            .filter(|_| self.x_tag.as_ref().is_some_and(|tag| tag.flows()));
+        let input_gradient = flow.and_then(|flow| plan.input_gradient(&self.layer, &flow));
         let forms = [Form::of(&x), Form::of(&weight)];
         let bias_dtype = bias.as_ref().map(TensorMetadata::dtype);
 
@@ -237,6 +246,7 @@ impl<B: DataBackend, const N: usize> Recorded<B, N> for Linear<B> {
             weight_form,
             bias: bias_dtype,
             plan: plan.backward,
+            input_gradient,
             compute: self.compute,
             history: gradient_history,
         };
@@ -259,6 +269,7 @@ impl<B: DataBackend, const N: usize> Recorded<B, N> for Linear<B> {
             input: weight.is_some().then_some(saved.x_form),
             weight: x.is_some().then_some(saved.weight_form),
             plan: saved.plan,
+            input_gradient: saved.input_gradient,
             compute: saved.compute,
         };
         let mut gradients = match (&weight, &x) {

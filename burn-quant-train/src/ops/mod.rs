@@ -1,6 +1,8 @@
 //! The operations that have a backward pass of their own: forward beside backward, a file each.
 
 pub(crate) mod attention;
+pub(crate) mod flow;
+pub(crate) mod layer_norm;
 pub(crate) mod learned_linear;
 pub(crate) mod linear;
 pub(crate) mod matmul;

@@ -28,6 +28,7 @@ impl<E: ComputeDtype, const POWERS: bool> Recipe for BlockFp8<E, POWERS> {
         about: "E4M3 products, a scale for each 1x128 group of X and dY and each 128x128 block of W",
         compute: E::DTYPE,
         context: None,
+        flow: None,
         linear: Some(block_fp8(match POWERS {
             true => ScaleNumber::E8M0,
             false => ScaleNumber::F32,

@@ -17,6 +17,7 @@ impl<E: ComputeDtype, const BLOCK: usize> Recipe for BlockInt8<E, BLOCK> {
         about: "INT8 products, a scale for each square block",
         compute: E::DTYPE,
         context: None,
+        flow: None,
         linear: Some(int8(Granularity::Block(BLOCK))),
     };
 }

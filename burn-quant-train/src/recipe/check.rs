@@ -3,7 +3,7 @@
 use burn_backend::FloatDType;
 
 use super::{
-    Cast, Granularity, LinearRow, Number, Product, Residual, Rounding, Row, Sampling, SavedX,
+    Cast, Flow, Granularity, LinearRow, Number, Product, Residual, Rounding, Row, Sampling, SavedX,
     ScaleNumber, ScaleSource, SlotKind, THRESHOLD, Transform, row::history_of,
 };
 
@@ -21,6 +21,7 @@ impl Row {
     ///     about: "INT8 forward",
     ///     compute: FloatDType::F32,
     ///     context: None,
+    ///     flow: None,
     ///     linear: Some(LinearRow {
     ///         forward: Product::of(INT8, INT8),
     ///         input_gradient: Product::Compute,
@@ -43,6 +44,7 @@ impl Row {
     /// #     about: "INT8 forward",
     /// #     compute: FloatDType::F32,
     /// #     context: None,
+    /// #     flow: None,
     /// #     linear: Some(LinearRow {
     /// #         forward: Product::of(INT8, INT8),
     /// #         input_gradient: Product::Compute,
@@ -72,10 +74,26 @@ impl Row {
         if let Some(context) = &self.context {
             context.check();
         }
+        if let Some(flow) = &self.flow {
+            flow.check();
+        }
         if let Some(linear) = &self.linear {
             linear.check();
         }
         self
+    }
+}
+
+impl Flow {
+    const fn check(&self) {
+        self.activations.check_flow();
+        assert!(
+            matches!(self.activations.rounding, Rounding::Nearest),
+            "the activations of a flow are rounded to nearest: one copy serves both passes"
+        );
+        if let Some(gradients) = &self.gradients {
+            gradients.check_flow();
+        }
     }
 }
 
@@ -389,6 +407,29 @@ impl Cast {
         self.check();
     }
 
+    /// Panics unless an operator of a flow can read such a copy.
+    const fn check_flow(&self) {
+        assert!(
+            matches!(
+                self.granularity,
+                Granularity::Block(_) | Granularity::Group(_)
+            ),
+            "a flow has scales for square blocks or for groups"
+        );
+        assert!(
+            matches!(self.source, ScaleSource::Data),
+            "a flow has scales from the data: between layers there is no slot"
+        );
+        assert!(
+            matches!(
+                (self.transform, self.residual),
+                (Transform::Identity, Residual::Never)
+            ),
+            "a flow has no transform and no residual: operators read the values themselves"
+        );
+        self.check_scaled();
+    }
+
     /// Panics unless the scales come from the data, of this step or of earlier ones, and the operand is one that
     /// kernels quantize.
     const fn check_unlearned(&self) {
@@ -595,7 +636,26 @@ mod tests {
             about: "a row of a test",
             compute: FloatDType::F32,
             context: None,
+            flow: None,
             linear: Some(linear),
+        }
+    }
+
+    fn flowing(activations: Cast, gradients: Option<Cast>) -> Row {
+        Row {
+            flow: Some(Flow {
+                activations,
+                gradients,
+            }),
+            ..row(GOOD)
+        }
+    }
+
+    #[test]
+    fn flows_are_accepted() {
+        for gradients in [None, Some(NEAREST.stochastic()), Some(GROUP)] {
+            let row = flowing(NEAREST, gradients);
+            assert_eq!(row.checked(), row);
         }
     }
 
@@ -856,7 +916,15 @@ mod tests {
     #[case::capitals("lower-case", Row { name: "Test", ..row(GOOD) })]
     #[case::no_name("lower-case", Row { name: "", ..row(GOOD) })]
     #[case::doubles("FP32, BF16 or FP16", Row { compute: FloatDType::F64, ..row(GOOD) })]
-    fn names_and_dtypes_are_checked(#[case] says: &str, #[case] row: Row) {
+    #[case::flow_of_matrices("blocks or for groups", flowing(E4M3, None))]
+    #[case::flow_of_slots("scales from the data", flowing(GROUP.with_history("amax-x"), None))]
+    #[case::flow_with_residual("no residual", flowing(NEAREST.with_residual(Residual::Always), None))]
+    #[case::flow_at_random("rounded to nearest", flowing(NEAREST.stochastic(), None))]
+    #[case::flow_of_rows_back(
+        "blocks or for groups",
+        flowing(NEAREST, Some(Cast::new(Number::Int8, Granularity::Row)))
+    )]
+    fn names_dtypes_and_flows_are_checked(#[case] says: &str, #[case] row: Row) {
         let panic = catch_unwind(|| row.checked()).expect_err("refused");
         let text = panic.downcast_ref::<&str>().expect("a sentence");
         assert!(text.contains(says), "{text:?} does not say {says:?}");

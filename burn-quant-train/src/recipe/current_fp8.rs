@@ -21,6 +21,7 @@ impl<E: ComputeDtype> Recipe for CurrentFp8<E> {
         about: "E4M3 products, gradients in E5M2, a scale for each matrix from its data",
         compute: E::DTYPE,
         context: None,
+        flow: None,
         linear: Some(LinearRow {
             forward: Product::of(E4M3, E4M3),
             input_gradient: Product::of(E5M2, E4M3),

@@ -24,6 +24,7 @@ impl<E: ComputeDtype> Recipe for DelayedFp8<E> {
         about: "E4M3 products, gradients in E5M2, a scale for each matrix from the maxima of earlier steps",
         compute: E::DTYPE,
         context: None,
+        flow: None,
         linear: Some(LinearRow {
             forward: Product::of(X, W),
             input_gradient: Product::of(DY, W),

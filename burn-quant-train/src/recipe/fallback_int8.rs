@@ -25,6 +25,7 @@ impl<E: ComputeDtype, const BLOCK: usize> Recipe for FallbackInt8<E, BLOCK> {
         about: "INT8 in square blocks, with a second INT8 term for blocks that hold outliers",
         compute: E::DTYPE,
         context: None,
+        flow: None,
         linear: Some(fallback_int8(BLOCK)),
     };
 }

@@ -20,6 +20,7 @@ impl<E: ComputeDtype> Recipe for HadamardInt4<E> {
         about: "INT4 products of Hadamard-transformed operands; gradients in two INT4 parts, rows sampled by leverage score",
         compute: E::DTYPE,
         context: None,
+        flow: None,
         linear: Some(learned_int4(HADAMARD, SPLIT, Sampling::LeverageScore)),
     };
 }

@@ -20,6 +20,7 @@ impl<E: ComputeDtype> Recipe for LsqInt4<E> {
         about: "INT4 products with learned step sizes, gradients in INT4 by their largest magnitude",
         compute: E::DTYPE,
         context: None,
+        flow: None,
         linear: Some(learned_int4(LSQ, MINIMAX, Sampling::All)),
     };
 }

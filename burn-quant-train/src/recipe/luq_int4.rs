@@ -22,6 +22,7 @@ impl<E: ComputeDtype> Recipe for LuqInt4<E> {
         about: "INT4 products with learned step sizes, gradients in powers of two",
         compute: E::DTYPE,
         context: None,
+        flow: None,
         linear: Some(learned_int4(LSQ, LUQ, Sampling::All)),
     };
 }

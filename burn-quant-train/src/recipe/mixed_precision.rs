@@ -17,6 +17,7 @@ impl<E: ComputeDtype> Recipe for MixedPrecision<E> {
         about: "FP32 weights, everything else in the compute dtype",
         compute: E::DTYPE,
         context: None,
+        flow: None,
         linear: None,
     };
 }

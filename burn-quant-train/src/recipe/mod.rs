@@ -1,8 +1,8 @@
 //! Recipes: the numbers that a linear layer's products are computed in. A recipe is a row of data in a file of its own.
 //!
 //! A [`Row`] says everything in which one recipe differs from another: for each of the three products of a linear layer
-//! the [`Cast`] of both operands, what is saved for the backward pass, and the [slots](Slot) that a layer keeps between
-//! steps. Rows that contradict themselves do not compile: see [`Row::checked`].
+//! the [`Cast`] of both operands, what is saved for the backward pass, what [flows](Flow) between layers, and the
+//! [slots](Slot) that a layer keeps between steps. Rows that contradict themselves do not compile: see [`Row::checked`].
 //!
 //! To add a recipe, write its file beside the others and name it in the list below; the command line, the benchmarks,
 //! the tables and the conformance tests follow the list.
@@ -10,6 +10,7 @@
 mod cast;
 mod check;
 pub mod context;
+mod flow;
 mod row;
 mod slot;
 
@@ -17,6 +18,7 @@ pub use cast::{
     Cast, Granularity, Number, Residual, Rounding, ScaleNumber, ScaleSource, Transform,
 };
 pub use context::Context;
+pub use flow::Flow;
 pub(crate) use row::LearnedSlots;
 pub use row::{LinearMatrix, LinearOperand, LinearRow, Product, Row, Sampling, SavedX};
 pub use slot::{Slot, SlotKind, THRESHOLD};
@@ -207,4 +209,6 @@ recipes! {
     mxfp8::Mxfp8,
     mxfp4::Mxfp4,
     nvfp4::Nvfp4,
+    jetfire_int8::JetfireInt8,
+    coat_fp8::CoatFp8,
 }

@@ -24,6 +24,7 @@ impl<E: ComputeDtype> Recipe for Mxfp4<E> {
         about: "E2M1 products in groups of 32 with powers of two as scales, gradients in E5M2",
         compute: E::DTYPE,
         context: None,
+        flow: None,
         linear: Some(LinearRow {
             forward: Product::of(E2M1, E2M1),
             input_gradient: Product::of(E5M2, microscaled(Number::E4M3)),

@@ -23,6 +23,7 @@ impl<E: ComputeDtype> Recipe for Mxfp8<E> {
         about: "E4M3 products in groups of 32 with powers of two as scales",
         compute: E::DTYPE,
         context: None,
+        flow: None,
         linear: Some(LinearRow {
             forward: Product::of(E4M3, E4M3),
             input_gradient: Product::of(E4M3, E4M3),

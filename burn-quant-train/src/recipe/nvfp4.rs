@@ -28,6 +28,7 @@ impl<E: ComputeDtype> Recipe for Nvfp4<E> {
         about: "E2M1 products in groups of 16 with E4M3 scales, the weight's gradient after a Hadamard transform",
         compute: E::DTYPE,
         context: None,
+        flow: None,
         linear: Some(LinearRow {
             forward: Product::of(GROUP, BLOCK),
             input_gradient: Product::of(GROUP.stochastic(), BLOCK),

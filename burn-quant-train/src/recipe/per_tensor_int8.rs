@@ -17,6 +17,7 @@ impl<E: ComputeDtype> Recipe for PerTensorInt8<E> {
         about: "INT8 products, a scale for each matrix",
         compute: E::DTYPE,
         context: None,
+        flow: None,
         linear: Some(int8(Granularity::Tensor)),
     };
 }

@@ -5,7 +5,7 @@ use std::fmt;
 use burn_backend::FloatDType;
 use serde::{Deserialize, Serialize};
 
-use super::{Cast, Context, Name, Residual, ScaleSource, Slot, Transform};
+use super::{Cast, Context, Flow, Name, Residual, ScaleSource, Slot, Transform};
 
 /// A product of a linear layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -99,6 +99,8 @@ pub struct Row {
     pub compute: FloatDType,
     /// How all other values wait for the backward pass; `None`: as they are.
     pub context: Option<Context>,
+    /// The numbers in which values pass between linear layers; `None`: in the compute dtype.
+    pub flow: Option<Flow>,
     /// The products of quantized linear layers; `None`: nothing is quantized.
     pub linear: Option<LinearRow>,
 }

@@ -22,6 +22,7 @@ impl<E: ComputeDtype> Recipe for RowwiseFp8<E> {
         about: "E4M3 products per token and channel, the weight's gradient in the compute dtype",
         compute: E::DTYPE,
         context: None,
+        flow: None,
         linear: Some(LinearRow {
             forward: Product::of(PER_ROW, PER_ROW),
             input_gradient: Product::of(PER_ROW, PER_TENSOR),

@@ -22,6 +22,7 @@ impl<E: ComputeDtype> Recipe for SplitInt4<E> {
         about: "INT4 products of Hadamard-transformed operands; gradients in two INT4 parts, all rows",
         compute: E::DTYPE,
         context: None,
+        flow: None,
         linear: Some(learned_int4(HADAMARD, SPLIT, Sampling::All)),
     };
 }

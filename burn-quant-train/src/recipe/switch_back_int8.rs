@@ -20,6 +20,7 @@ impl<E: ComputeDtype> Recipe for SwitchBackInt8<E> {
         about: "INT8 products per token and channel, the weight's gradient in the compute dtype",
         compute: E::DTYPE,
         context: None,
+        flow: None,
         linear: Some(LinearRow {
             forward: Product::of(PER_ROW, PER_ROW),
             input_gradient: Product::of(PER_ROW, PER_ROW),

@@ -20,6 +20,7 @@ impl<E: ComputeDtype> Recipe for TokenInt8<E> {
         about: "INT8 products, a scale for each token or channel",
         compute: E::DTYPE,
         context: None,
+        flow: None,
         linear: Some(int8(Granularity::Row)),
     };
 }

@@ -137,12 +137,23 @@ impl<B: DataBackend> HeldTensor<B> {
         origin: Option<Origin<B>>,
         is_mask: bool,
     ) -> Self {
+        let form = (value.shape(), value.dtype(), B::float_device(&value));
+        Self::in_state(State::Exact(value), form, operation, origin, is_mask)
+    }
+
+    fn in_state(
+        state: State<B>,
+        (shape, dtype, device): (Shape, DType, Device<B>),
+        operation: &'static str,
+        origin: Option<Origin<B>>,
+        is_mask: bool,
+    ) -> Self {
         let context = scope::context();
         let cell = Arc::new(Cell {
-            shape: value.shape(),
-            dtype: value.dtype(),
-            device: B::float_device(&value),
-            state: Mutex::new(State::Exact(value)),
+            shape,
+            dtype,
+            device,
+            state: Mutex::new(state),
             origin,
             context,
             exact: AtomicBool::new(false),
@@ -156,6 +167,12 @@ impl<B: DataBackend> HeldTensor<B> {
         }
         report::created(&cell);
         Self(cell)
+    }
+
+    /// A cell of the shape and dtype of another, for an operation that gives a quantized matrix.
+    pub(crate) fn quantized(operation: &'static str, matrix: Quantized<B>, like: &Cell<B>) -> Self {
+        let form = (like.shape.clone(), like.dtype, like.device.clone());
+        Self::in_state(State::Compressed(matrix), form, operation, None, false)
     }
 
     /// The cell.

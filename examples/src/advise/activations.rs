@@ -2,7 +2,7 @@
 //! from sizes. The operations are those of [`crate::model`]; a test compares the two.
 
 use burn_quant_train::layer::LayerPolicy;
-use burn_quant_train::recipe::{Context, Row};
+use burn_quant_train::recipe::{Context, Flow, Row};
 use burn_quant_train::saved::MIN_COMPRESSED;
 use serde::Serialize;
 
@@ -66,6 +66,8 @@ enum Waits {
     Again,
     /// It stays as it is.
     Exact,
+    /// As it flows.
+    Flows(Flow),
 }
 
 /// Values that wait for the backward pass.
@@ -83,6 +85,7 @@ impl Value {
         let elements = self.shape[0] * self.shape[1];
         let is_small = elements < MIN_COMPRESSED || self.shape[1] == 1;
         let bytes = match (context, self.waits) {
+            (_, Waits::Flows(flow)) => flow.bytes(self.shape),
             (Some(_), Waits::Again) if !is_small => 0,
             (Some(context), Waits::Compressed) if !is_small => context.bytes(self.shape),
             (Some(_), Waits::Compressed | Waits::Again | Waits::Exact) | (None, _) => {
@@ -112,12 +115,17 @@ impl Step<'_> {
         self.batch * self.sequence
     }
 
-    /// True where the device has kernels for compositions of operations: where it has them for attention.
+    /// True where compositions are one operation: in a flow, and where the device has kernels for them, as for attention.
     fn composes(&self) -> bool {
         match self.attention {
-            AttentionForm::Composed => false,
+            AttentionForm::Composed => self.row.flow.is_some(),
             AttentionForm::Products | AttentionForm::Flash => true,
         }
+    }
+
+    /// How waits what an operator of a flow reads.
+    fn read_by_operator(&self) -> Waits {
+        self.row.flow.map_or(Waits::Compressed, Waits::Flows)
     }
 
     /// Bytes of a number in the compute dtype.
@@ -153,7 +161,7 @@ impl Step<'_> {
         match self.model.family {
             // The stream, and a number a row.
             Family::Llama if self.composes() => vec![
-                value(hidden, size, Waits::Compressed),
+                value(hidden, size, self.read_by_operator()),
                 value(1, FULL, Waits::Exact),
             ],
             // The stream, also in FP32; what it is divided by, in FP32 and in the compute dtype, and the quotient.
@@ -168,6 +176,12 @@ impl Step<'_> {
                 values.extend(self.is_narrow().then_some(in_full));
                 values
             }
+            // The stream, and two numbers a row.
+            Family::Gpt2 if self.row.flow.is_some() => vec![
+                value(hidden, size, self.read_by_operator()),
+                value(1, FULL, Waits::Exact),
+                value(1, FULL, Waits::Exact),
+            ],
             // The difference to the mean, in place of the stream, the variance and its root, and the quotient.
             Family::Gpt2 => vec![
                 value(hidden, FULL, Waits::Compressed),
@@ -242,7 +256,7 @@ impl Step<'_> {
         let Shapes { layers, ffn, .. } = *self.model;
         match self.model.family {
             Family::Llama if self.composes() => {
-                vec![self.values(2 * layers, ffn, Waits::Compressed)]
+                vec![self.values(2 * layers, ffn, self.read_by_operator())]
             }
             // Gate and up; the gate's sigmoid and its product with it.
             Family::Llama => vec![
@@ -250,7 +264,7 @@ impl Step<'_> {
                 self.values(2 * layers, ffn, Waits::Again),
             ],
             // What GELU reads.
-            Family::Gpt2 => vec![self.values(layers, ffn, Waits::Compressed)],
+            Family::Gpt2 => vec![self.values(layers, ffn, self.read_by_operator())],
         }
     }
 

@@ -9,7 +9,7 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, TensorData, f16};
 use burn_quant_train::QuantTrain;
 use burn_quant_train::optim::{LayerBackend, QuantAdamWConfig};
-use burn_quant_train::recipe::{Chosen, FallbackInt8, MixedPrecision, NAMES, Recipe};
+use burn_quant_train::recipe::{Chosen, FallbackInt8, JetfireInt8, MixedPrecision, NAMES, Recipe};
 use burn_quant_train::saved::{choose_context, compress_pending};
 use examples::advise::Question;
 use examples::advise::activations::{AttentionForm, Step};
@@ -156,8 +156,9 @@ impl Subject {
         let is_learned = self.case.recipe.as_str().ends_with("int4");
         let copies = computed.copies / if is_learned { 2 } else { 1 };
         // The backward pass holds what it dequantizes for its own time, which is not computed.
+        let flows = self.case.recipe.row().flow.is_some();
         let peak = match self.case.contexts {
-            Contexts::Exact => 0.1,
+            Contexts::Exact if !flows => 0.1,
             _ => 0.25,
         };
         // Modules, tables of rotary positions, maps and nodes are beside the numbers, and do not grow with them.
@@ -291,6 +292,7 @@ fn computed_bytes_are_those_that_are_counted() {
                 gpt2_saved::<MixedPrecision<f32>>(contexts),
             ),
             ("fallback-int8", gpt2_saved::<FallbackInt8<f32>>(contexts)),
+            ("jetfire-int8", gpt2_saved::<JetfireInt8<f32>>(contexts)),
         ] {
             let off = computed as f64 / counted as f64 - 1.0;
             let line = format!(

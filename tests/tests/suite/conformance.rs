@@ -7,15 +7,13 @@ use burn::{
     backend::Autodiff,
     optim::{GradientsAccumulator, GradientsParams, Optimizer},
     record::{BinBytesRecorder, FullPrecisionSettings, Recorder},
-    tensor::{Tensor, TensorPrimitive},
 };
 use burn_quant_train::{
     QuantTrain,
     data::{DataBackend, StochasticKey},
     every_recipe,
     health::HealthConfig,
-    layer::{Call, Layer, Role, tag::Tag},
-    optim::LayerBackend,
+    layer::{Call, Layer, Role},
     recipe::{
         Cast, Granularity, LinearRow, NAMES, Number, Product, Recipe, Residual, Rounding,
         ScaleNumber, ScaleSource, Transform,
@@ -26,7 +24,7 @@ use cubecl_kernels::{
 };
 use quant_train_tests::{
     Rng,
-    data::{float_product_error, floats, same_bits, tensor},
+    data::{float_product_error, floats, same_bits, tag_of, tensor},
     models::{Classifier, Mlp, One},
     train::{attached, every_layer, parameters_of, samples, tail, train, transplant},
 };
@@ -100,14 +98,6 @@ fn the_list_is_tested_whole() {
         NAMES.len(),
         "two recipes share a name: {TESTED:?}"
     );
-}
-
-/// The tag of a float tensor.
-fn tag_of<B: LayerBackend, const D: usize>(tensor: &Tensor<B, D>) -> Arc<Tag<B::Base>> {
-    match tensor.clone().into_primitive() {
-        TensorPrimitive::Float(primitive) => B::tag(&primitive).expect("tensors have tags").clone(),
-        TensorPrimitive::QFloat(_) => panic!("a float tensor was expected"),
-    }
 }
 
 /// A matrix in f64.

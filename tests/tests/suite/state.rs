@@ -13,14 +13,14 @@ use burn_quant_train::{
     data::quantize::{Quantized, Scales},
     layer::{
         LayersRecord,
-        tag::{self, CopyKey, Tag},
+        tag::{self, CopyKey},
     },
     optim::{LayerBackend, OnNonfinite, QuantAdamW, QuantOptimizer},
     recipe::{BlockInt8, FallbackInt8, Rounding},
 };
 use quant_train_tests::{
     Rng,
-    data::{floats, same_bits, tensor},
+    data::{floats, same_bits, tag_of, tensor},
     models::{Classifier, Encoder, Mlp, One, Three},
     seed,
     train::{attached, every_layer, samples, train},
@@ -28,14 +28,6 @@ use quant_train_tests::{
 
 type Fallback = QuantTrain<Autodiff<Flex>, FallbackInt8<f32, 16>>;
 type Block = QuantTrain<Autodiff<Flex>, BlockInt8<f32, 16>>;
-
-/// The tag of a float tensor.
-fn tag_of<B: LayerBackend, const D: usize>(tensor: &Tensor<B, D>) -> Arc<Tag<B::Base>> {
-    match tensor.clone().into_primitive() {
-        TensorPrimitive::Float(primitive) => B::tag(&primitive).expect("tensors have tags").clone(),
-        TensorPrimitive::QFloat(_) => panic!("a float tensor was expected"),
-    }
-}
 
 /// The only compressed copy that was rounded like this.
 #[track_caller]

@@ -5,7 +5,10 @@ use burn_backend::{
     tensor::{FloatTensor, IntTensor},
 };
 
-use super::kernels::{CompositionKernels, Compositions};
+use super::{
+    floats,
+    kernels::{CompositionKernels, Compositions},
+};
 use crate::data::{
     kernels::Kernels,
     operation::Operation,
@@ -13,7 +16,7 @@ use crate::data::{
 };
 
 /// Columns, and the rows that all leading dimensions count.
-fn rows_and_columns(shape: &Shape) -> [usize; 2] {
+pub(super) fn rows_and_columns(shape: &Shape) -> [usize; 2] {
     let columns = shape.last().copied().unwrap_or(1);
     [
         shape.num_elements().checked_div(columns).unwrap_or(0),
@@ -41,7 +44,10 @@ impl Operation for RmsNormForward {
     }
 
     fn run<K: Kernels>(self, inputs: On<Self::Inputs, K>) -> On<Self::Outputs, K> {
-        (kernels::<K>(&inputs.0).rms_norm)(inputs, self.epsilon)
+        match norm_kernels::<K>(&inputs.0) {
+            Some(kernels) => (kernels.rms_norm)(inputs, self.epsilon),
+            None => floats::rms_norm::<K>(inputs, self.epsilon),
+        }
     }
 }
 
@@ -66,9 +72,63 @@ impl Operation for RmsNormGradients {
         self,
         ((x, gain), (inverse_rms, gradient)): On<Self::Inputs, K>,
     ) -> On<Self::Outputs, K> {
-        let backward = kernels::<K>(&x).rms_norm_backward;
-        let (of_x, parts) = backward([x, gain, inverse_rms, gradient]);
-        (of_x, K::float_sum_dim(parts, 0))
+        match norm_kernels::<K>(&x) {
+            Some(kernels) => {
+                let (of_x, parts) = (kernels.rms_norm_backward)([x, gain, inverse_rms, gradient]);
+                (of_x, K::float_sum_dim(parts, 0))
+            }
+            None => floats::rms_norm_backward::<K>([x, gain, inverse_rms, gradient]),
+        }
+    }
+}
+
+/// Layer normalization (Ba et al., 2016, equation 3) of x `[.., columns]`, with a gain and perhaps a bias of so many
+/// elements.
+#[derive(Debug, Clone)]
+pub(crate) struct LayerNormForward {
+    pub epsilon: f64,
+}
+
+impl Operation for LayerNormForward {
+    const NAME: &'static str = "layer_norm";
+    /// x and the gain; the bias.
+    type Inputs = ((FloatMeta, FloatMeta), Option<FloatMeta>);
+    /// The output; each row's mean, and the inverse of its standard deviation, f32 `[rows, 1]`.
+    type Outputs = (FloatMeta, (FloatMeta, FloatMeta));
+
+    fn outline<T: Tensors>(&self, ((x, _), _): &On<Self::Inputs, T>) -> Self::Outputs {
+        let [rows, _] = rows_and_columns(&x.shape());
+        let of_rows = || FloatMeta::new(Shape::new([rows, 1]), FloatDType::F32);
+        (FloatMeta::of(x), (of_rows(), of_rows()))
+    }
+
+    fn run<K: Kernels>(self, (inputs, bias): On<Self::Inputs, K>) -> On<Self::Outputs, K> {
+        floats::layer_norm::<K>(inputs, bias, self.epsilon)
+    }
+}
+
+/// Its gradients.
+#[derive(Debug, Clone)]
+pub(crate) struct LayerNormGradients;
+
+impl Operation for LayerNormGradients {
+    const NAME: &'static str = "layer_norm_backward";
+    /// x, the gain and the gradient of the output; the rows' means and the inverses of their standard deviations.
+    type Inputs = (((FloatMeta, FloatMeta), FloatMeta), (FloatMeta, FloatMeta));
+    /// That of x; those of the gain and of the bias, f32 `[1, columns]`.
+    type Outputs = (FloatMeta, (FloatMeta, FloatMeta));
+
+    fn outline<T: Tensors>(&self, (((x, _), _), _): &On<Self::Inputs, T>) -> Self::Outputs {
+        let [_, columns] = rows_and_columns(&x.shape());
+        let of_columns = || FloatMeta::new(Shape::new([1, columns]), FloatDType::F32);
+        (FloatMeta::of(x), (of_columns(), of_columns()))
+    }
+
+    fn run<K: Kernels>(
+        self,
+        (((x, gain), gradient), statistics): On<Self::Inputs, K>,
+    ) -> On<Self::Outputs, K> {
+        floats::layer_norm_backward::<K>([x, gain, gradient], statistics)
     }
 }
 
@@ -87,7 +147,10 @@ impl Operation for SwigluForward {
     }
 
     fn run<K: Kernels>(self, inputs: On<Self::Inputs, K>) -> FloatTensor<K> {
-        (kernels::<K>(&inputs.0).swiglu)(inputs)
+        match kernels::<K>(&inputs.0) {
+            Some(kernels) => (kernels.swiglu)(inputs),
+            None => floats::swiglu::<K>(inputs),
+        }
     }
 }
 
@@ -107,7 +170,10 @@ impl Operation for SwigluGradients {
     }
 
     fn run<K: Kernels>(self, ((gate, up), gradient): On<Self::Inputs, K>) -> On<Self::Outputs, K> {
-        (kernels::<K>(&gate).swiglu_backward)([gate, up, gradient])
+        match kernels::<K>(&gate) {
+            Some(kernels) => (kernels.swiglu_backward)([gate, up, gradient]),
+            None => floats::swiglu_backward::<K>([gate, up, gradient]),
+        }
     }
 }
 
@@ -132,11 +198,18 @@ impl Operation for EmbeddingGradient {
         self,
         (gradient, indices): (FloatTensor<K>, IntTensor<K>),
     ) -> FloatTensor<K> {
-        (kernels::<K>(&gradient).embedding_gradient)(gradient, indices, self.rows)
+        let kernels = kernels::<K>(&gradient);
+        let kernels = kernels.expect("an embedding's gradient is asked for where it has a kernel");
+        (kernels.embedding_gradient)(gradient, indices, self.rows)
     }
 }
 
-fn kernels<K: CompositionKernels>(tensor: &FloatTensor<K>) -> Compositions<K> {
+fn kernels<K: CompositionKernels>(tensor: &FloatTensor<K>) -> Option<Compositions<K>> {
     K::composition_kernels(&K::float_device(tensor))
-        .expect("compositions by kernels are for devices that have them")
+}
+
+/// The kernels, if they take rows like those of x.
+fn norm_kernels<K: CompositionKernels>(x: &FloatTensor<K>) -> Option<Compositions<K>> {
+    let [_, columns] = rows_and_columns(&x.shape());
+    kernels::<K>(x).filter(|kernels| (kernels.has_rms_norm)(x.dtype(), columns))
 }

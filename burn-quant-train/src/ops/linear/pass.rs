@@ -291,6 +291,8 @@ pub(super) struct Backward {
     pub input: Option<Form>,
     pub weight: Option<Form>,
     pub plan: BackwardPlan,
+    /// The copy of dX whose values are given back.
+    pub input_gradient: Option<Make>,
     pub compute: FloatDType,
 }
 
@@ -414,6 +416,13 @@ impl Operation for Backward {
                 (Source::Copy(_), ..) => {
                     unreachable!("a quantized weight is for a quantized product")
                 }
+            };
+            let product = match self.input_gradient {
+                Some(make) => {
+                    let copy = make.copy::<K>(product, make.factor.key.layout, None);
+                    K::dequantize_matrix(&copy, form.dtype)
+                }
+                None => product,
             };
             in_form(product, form)
         });

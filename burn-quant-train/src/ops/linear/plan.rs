@@ -11,7 +11,7 @@ use crate::{
         tag::{CopyKey, Epoch, View},
     },
     ops::operand::{Factor, Make},
-    recipe::{Cast, LinearRow, Product, Residual, Rounding, SavedX},
+    recipe::{Cast, Flow, LinearRow, Product, Residual, Rounding, SavedX},
 };
 
 /// The operands of both backward products, left and right; `None` for a product in the compute dtype.
@@ -171,6 +171,13 @@ impl Plan {
             backward: BackwardPlan { input, weight },
             call,
         }
+    }
+
+    /// The copy of dX in which it flows back to the operator that made X.
+    pub fn input_gradient<B: DataBackend>(&self, layer: &Layer<B>, flow: &Flow) -> Option<Make> {
+        let cast = flow.gradients.as_ref()?;
+        let key = || layer.key(self.call, Role::InputGradient);
+        Some(Make::new(Factor::left(cast, false), key))
     }
 
     /// The time for which a copy of X is good.

@@ -1,0 +1,30 @@
+//! Operators of a recipe's [flow](Flow): what they read, and what they make.
+
+use burn_backend::{DType, TensorMetadata};
+
+use super::{QuantTrain, tensor::QuantTensor};
+use crate::{
+    layer::tag::View,
+    ops,
+    recipe::{Flow, Recipe},
+    saved::recorded::{InsideTensor, QuantBackend},
+};
+
+/// The flow of which an operator on this tensor is a part: in training, of a recipe that has one.
+pub(super) fn flow<B: QuantBackend, R: Recipe>(x: &QuantTensor<B>) -> Option<Flow> {
+    let flow = QuantTrain::<B, R>::ROW.flow.filter(|_| B::RECORDS)?;
+    let is_float = matches!(x.dtype(), DType::F32 | DType::BF16 | DType::F16);
+    let has_rows = x.rank() >= 2 && x.shape().num_elements() > 0;
+    // What is computed from a weight remembers its layer, which an operator would forget.
+    let takes_part = is_float && has_rows && x.origin().is_none();
+    (takes_part && B::ad_enabled(&x.device())).then_some(flow)
+}
+
+/// What an operator reads of a tensor: its value as it flows.
+pub(super) fn read<B: QuantBackend>(flow: Flow, x: QuantTensor<B>) -> InsideTensor<B> {
+    let operation = ops::flow::Flow {
+        cast: flow.activations,
+        tag: (x.view() == View::Rows).then(|| x.tag().clone()),
+    };
+    B::record(operation, [x.into_primitive()])
+}

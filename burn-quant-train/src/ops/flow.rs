@@ -1,0 +1,89 @@
+//! What an operator of a flow reads: its input, rounded, which waits like this for the backward pass (jetfire-int8,
+//! section 3.2; coat-fp8, section 5.2).
+
+use std::sync::Arc;
+
+use burn_backend::{Shape, TensorMetadata, tensor::FloatTensor};
+
+use super::{
+    matrix::{flatten, flattened},
+    operand::{Factor, Make},
+};
+use crate::{
+    data::{
+        DataBackend, Kernels, Operation,
+        quantize::Quantized,
+        tensors::{self, FloatMeta, On, Outline, Tensors},
+    },
+    layer::tag::Tag,
+    recipe::{self, Cast},
+    saved::{HeldTensor, recorded::Recorded},
+};
+
+/// The value of x, rounded, with the gradient that its reader gives.
+pub(crate) struct Flow<B: DataBackend> {
+    /// How: to nearest.
+    pub cast: Cast,
+    /// The tag of x, if x is the matrix that the tag speaks of: operators that read one tensor share a copy.
+    pub tag: Option<Arc<Tag<B>>>,
+}
+
+impl<B: DataBackend> Recorded<B, 1> for Flow<B> {
+    type Saved = ();
+
+    fn forward(self, [x]: [HeldTensor<B>; 1], _wanted: [bool; 1]) -> (HeldTensor<B>, ()) {
+        let factor = Factor::left(&self.cast, false);
+        let found = self.tag.as_ref().and_then(|tag| tag.find(factor.key, None));
+        let copy = found.unwrap_or_else(|| {
+            let make = Make::new(factor, || {
+                unreachable!("activations are rounded to nearest")
+            });
+            let copy = B::run(Round { make }, x.cell().read());
+            match &self.tag {
+                Some(tag) => tag.keep(factor.key, None, copy),
+                None => Arc::new(copy),
+            }
+        });
+        let rounded = HeldTensor::quantized("flow", Quantized::clone(&copy), x.cell());
+        (rounded, ())
+    }
+
+    fn backward(
+        (): (),
+        gradient: FloatTensor<B>,
+        _wanted: [bool; 1],
+    ) -> [Option<FloatTensor<B>>; 1] {
+        [Some(gradient)]
+    }
+}
+
+impl recipe::Flow {
+    /// Bytes of a tensor of this shape as it flows, scales included.
+    pub fn bytes(&self, shape: impl Into<Shape>) -> usize {
+        let factor = Factor::left(&self.activations, false);
+        let outline = factor.outline(flattened(&shape.into()), factor.key.layout);
+        tensors::bytes::<Quantized<Outline>>(outline)
+    }
+}
+
+/// Quantizes x `[.., columns]` as a matrix.
+#[derive(Debug, Clone)]
+struct Round {
+    make: Make,
+}
+
+impl Operation for Round {
+    const NAME: &'static str = "flow";
+    type Inputs = FloatMeta;
+    type Outputs = Quantized<Outline>;
+
+    fn outline<T: Tensors>(&self, x: &T::Float) -> Quantized<Outline> {
+        self.make
+            .outline(flattened(&x.shape()), self.make.factor.key.layout)
+    }
+
+    fn run<K: Kernels>(self, x: FloatTensor<K>) -> On<Self::Outputs, K> {
+        self.make
+            .copy::<K>(flatten::<K>(x), self.make.factor.key.layout, None)
+    }
+}

@@ -1,0 +1,95 @@
+//! Layer normalization that saves its input, and two numbers a row (Ba et al., 2016, equation 3).
+
+use burn_backend::{FloatDType, TensorMetadata, tensor::FloatTensor};
+
+use crate::{
+    data::{
+        DataBackend, cast_to,
+        composition::{LayerNormForward, LayerNormGradients},
+    },
+    saved::{HeldTensor, recorded::Recorded},
+};
+
+/// `(x - mean(x)) / sqrt(variance(x) + epsilon) gain + bias` of inputs x `[.., columns]`, the gain and, if there are three,
+/// the bias, of so many elements each.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct LayerNorm {
+    pub epsilon: f64,
+}
+
+/// What the backward pass needs.
+#[derive(Debug, Clone)]
+pub(crate) struct Saved<B: DataBackend> {
+    x: HeldTensor<B>,
+    gain: HeldTensor<B>,
+    bias: Option<FloatDType>,
+    /// f32 `[rows, 1]`.
+    mean: HeldTensor<B>,
+    /// f32 `[rows, 1]`.
+    inverse_deviation: HeldTensor<B>,
+}
+
+impl<B: DataBackend, const N: usize> Recorded<B, N> for LayerNorm {
+    type Saved = Saved<B>;
+
+    fn forward(
+        self,
+        inputs: [HeldTensor<B>; N],
+        _wanted: [bool; N],
+    ) -> (HeldTensor<B>, Self::Saved) {
+        let mut inputs = inputs.into_iter();
+        let (Some(x), Some(gain), bias) = (inputs.next(), inputs.next(), inputs.next()) else {
+            unreachable!("a normalization has x and a gain");
+        };
+        let norm = LayerNormForward {
+            epsilon: self.epsilon,
+        };
+        let bias_dtype = bias.as_ref().map(|bias| bias.dtype().into());
+        let values = (
+            (x.clone().into_value(), gain.clone().into_value()),
+            bias.map(HeldTensor::into_value),
+        );
+        let (output, (mean, inverse_deviation)) = B::run(norm, values);
+        let [mean, inverse_deviation] =
+            [mean, inverse_deviation].map(|it| HeldTensor::of("layer_norm", it));
+        let saved = Saved {
+            x,
+            gain,
+            bias: bias_dtype,
+            mean,
+            inverse_deviation,
+        };
+        (HeldTensor::of("layer_norm", output), saved)
+    }
+
+    fn backward(
+        Saved {
+            x,
+            gain,
+            bias,
+            mean,
+            inverse_deviation,
+        }: Self::Saved,
+        gradient: FloatTensor<B>,
+        wanted: [bool; N],
+    ) -> [Option<FloatTensor<B>>; N] {
+        let (shape, dtype) = (gain.shape(), FloatDType::from(gain.dtype()));
+        let inputs = (
+            ((x.into_value(), gain.into_value()), gradient),
+            (mean.into_value(), inverse_deviation.into_value()),
+        );
+        let (of_x, (of_gain, of_bias)) = B::run(LayerNormGradients, inputs);
+        let in_form =
+            |tensor, dtype| cast_to::<B>(B::float_reshape(tensor, shape.clone()), Some(dtype));
+        let (mut of_x, mut of_gain, mut of_bias) = (Some(of_x), Some(of_gain), Some(of_bias));
+        std::array::from_fn(|index| match (index, wanted[index]) {
+            (_, false) => None,
+            (0, true) => of_x.take(),
+            (1, true) => of_gain.take().map(|it| in_form(it, dtype)),
+            (_, true) => of_bias
+                .take()
+                .zip(bias)
+                .map(|(it, dtype)| in_form(it, dtype)),
+        })
+    }
+}
