@@ -23,6 +23,7 @@
 //! | [`attention`](mod@attention) | attention and its gradients, without the scores in memory |
 //! | [`softmax`](mod@softmax) | the softmax of attention scores and its gradient |
 //! | [`rms_norm`](mod@rms_norm) | RMSNorm and its gradients |
+//! | [`layer_norm`](mod@layer_norm) | layer normalization and its gradients |
 //! | [`swiglu`](mod@swiglu) | the gate of a SwiGLU layer and its gradients |
 //! | [`embedding`] | the gradient of an embedding's table |
 //! | [`delay_threshold`] | the controller that keeps the rate of fallback blocks in its range |
@@ -63,6 +64,7 @@ pub mod gemm;
 pub mod granularity;
 pub mod hadamard;
 pub mod host;
+pub mod layer_norm;
 pub mod layout;
 pub mod leverage_score;
 pub mod linear_input;
@@ -89,5 +91,6 @@ mod device;
 mod exact;
 mod fast;
 mod row_lanes;
+mod row_units;
 
 pub use error::KernelError;

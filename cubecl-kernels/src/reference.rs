@@ -3,8 +3,8 @@
 //!
 //! Quantization is specified to the bit. All of its arithmetic is `f32`, each operation rounded to nearest even,
 //! after an exact conversion of the input; a product that feeds a sum is rounded on its own. The matrix product is
-//! evaluated in `f64` over the same numbers and scales, and so are attention, RMSNorm and SwiGLU; a kernel may differ
-//! by its `f32` accumulation.
+//! evaluated in `f64` over the same numbers and scales, and so are attention, RMSNorm, layer normalization and SwiGLU;
+//! a kernel may differ by its `f32` accumulation.
 //!
 //! Matrices are contiguous slices, row-major, batch first.
 
@@ -16,6 +16,7 @@ pub mod embedding;
 pub mod fallback;
 pub mod gemm;
 pub mod hadamard;
+pub mod layer_norm;
 pub mod learned_step;
 pub mod leverage_score;
 pub mod loss_scaling;

@@ -4,6 +4,7 @@
 //! | --- | --- | --- |
 //! | RMSNorm | `burn::nn::RmsNorm` | `x / sqrt(mean(cast(x, FP32)²) + epsilon) gain` |
 //! | SwiGLU | `burn::nn::SwiGlu`, `silu(gate) * up` | `gate sigmoid(gate) up` |
+//! | layer normalization | `burn::nn::LayerNorm` | one |
 //! | GELU, in a flow | `burn::nn::Gelu` | one |
 //!
 //! An operation with which a composition begins, or goes on, computes nothing: its result [waits](Waiting). The last
@@ -32,7 +33,7 @@ use crate::{
         composition::{CompositionKernels, Compositions},
     },
     operations::{composed_activation_operations, composed_float_operations},
-    ops::{rms_norm::RmsNorm, swiglu::Swiglu},
+    ops::{layer_norm::LayerNorm, rms_norm::RmsNorm, swiglu::Swiglu},
     recipe::Recipe,
     saved::recorded::QuantBackend,
 };
@@ -191,6 +192,14 @@ fn begins<B: QuantBackend, R: Recipe>(
     flow::flow::<B, R>(x).is_some() || kernels::<B, R>(x).is_some_and(|kernels| have(&kernels))
 }
 
+/// The same of a norm of its rows.
+fn begins_norm<B: QuantBackend, R: Recipe>(x: &QuantTensor<B>) -> bool {
+    begins::<B, R>(x, |kernels| {
+        let columns = x.shape()[x.rank() - 1];
+        (kernels.has_norms)(x.dtype(), columns)
+    })
+}
+
 /// The kernels that compositions which begin with this tensor are looked for to have.
 fn kernels<B: QuantBackend, R: Recipe>(
     x: &QuantTensor<B>,
@@ -257,11 +266,7 @@ pub(super) fn float_cast<B: QuantBackend, R: Recipe>(
         return (of.dtype() == dtype).then(|| Waiting::of::<R>(x, narrowed, x.shape(), dtype));
     }
     let widens = *dtype == FloatDType::F32 && x.dtype() != DType::F32;
-    let has_kernel = |kernels: &Compositions<_>| {
-        let columns = x.shape()[x.rank() - 1];
-        (kernels.has_rms_norm)(x.dtype(), columns)
-    };
-    (widens && begins::<B, R>(x, has_kernel))
+    (widens && begins_norm::<B, R>(x))
         .then(|| Waiting::of::<R>(x, Step::Widened(x.clone()), x.shape(), DType::F32))
 }
 
@@ -346,11 +351,33 @@ fn product<B: QuantBackend, R: Recipe>(
     }
 }
 
+/// Layer normalization, if it is one operation.
+pub(super) fn layer_norm<B: QuantBackend, R: Recipe>(
+    x: &QuantTensor<B>,
+    gain: &QuantTensor<B>,
+    bias: Option<&QuantTensor<B>>,
+    epsilon: f64,
+) -> Option<QuantTensor<B>> {
+    let is_narrow = |it: &QuantTensor<B>| it.dtype() != DType::F64;
+    let same = bias.is_none_or(|bias| bias.dtype() == gain.dtype());
+    if !(same && is_narrow(gain) && begins_norm::<B, R>(x)) {
+        return None;
+    }
+    let (norm, flow) = (LayerNorm { epsilon }, flow::flow::<B, R>(x));
+    let [gain, x] = [gain, x].map(Clone::clone);
+    let (x, gain) = (flow::enter(flow, x), gain.into_primitive());
+    let output = match bias {
+        Some(bias) => B::record(norm, [x, gain, bias.clone().into_primitive()]),
+        None => B::record(norm, [x, gain]),
+    };
+    Some(flow::leave(flow, output))
+}
+
 pub(super) fn gelu<B: QuantBackend, R: Recipe>(x: &QuantTensor<B>) -> Option<QuantTensor<B>> {
     let flow = flow::flow::<B, R>(x)?;
     let _scope = QuantTrain::<B, R>::scope();
-    let x = flow::read(flow, x.clone());
-    Some(QuantTensor::of_flow(<B::Inside>::gelu(x)))
+    let x = flow::enter(Some(flow), x.clone());
+    Some(flow::leave(Some(flow), <B::Inside>::gelu(x)))
 }
 
 fn swiglu<B: QuantBackend, R: Recipe>(
@@ -360,14 +387,9 @@ fn swiglu<B: QuantBackend, R: Recipe>(
     let fits = gate.shape() == up.shape() && gate.dtype() == up.dtype() && up.origin().is_none();
     fits.then(|| {
         let _scope = QuantTrain::<B, R>::scope();
-        let (gate_up, flow) = ([gate, up].map(Clone::clone), flow::flow::<B, R>(gate));
-        match flow {
-            Some(flow) => {
-                let inputs = gate_up.map(|it| flow::read(flow, it));
-                QuantTensor::of_flow(B::record(Swiglu, inputs))
-            }
-            None => QuantTensor::new(B::record(Swiglu, gate_up.map(QuantTensor::into_primitive))),
-        }
+        let flow = flow::flow::<B, R>(gate);
+        let inputs = [gate, up].map(|it| flow::enter(flow, it.clone()));
+        flow::leave(flow, B::record(Swiglu, inputs))
     })
 }
 
@@ -384,11 +406,8 @@ fn rms_norm<B: QuantBackend, R: Recipe>(
         && matches!(gain.dtype(), DType::F32 | DType::BF16 | DType::F16);
     fits.then(|| {
         let _scope = QuantTrain::<B, R>::scope();
-        let (flow, norm) = (flow::flow::<B, R>(x), RmsNorm { epsilon });
-        let (x, gain) = (x.clone(), gain.clone().into_primitive());
-        match flow {
-            Some(flow) => QuantTensor::of_flow(B::record(norm, [flow::read(flow, x), gain])),
-            None => QuantTensor::new(B::record(norm, [x.into_primitive(), gain])),
-        }
+        let flow = flow::flow::<B, R>(x);
+        let (x, gain) = (flow::enter(flow, x.clone()), gain.clone().into_primitive());
+        flow::leave(flow, B::record(RmsNorm { epsilon }, [x, gain]))
     })
 }

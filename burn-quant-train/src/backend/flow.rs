@@ -1,10 +1,12 @@
 //! Operators of a recipe's [flow](Flow): what they read, and what they make.
 
+use std::sync::Arc;
+
 use burn_backend::{DType, TensorMetadata};
 
 use super::{QuantTrain, tensor::QuantTensor};
 use crate::{
-    layer::tag::View,
+    layer::tag::{Tag, View},
     ops,
     recipe::{Flow, Recipe},
     saved::recorded::{InsideTensor, QuantBackend},
@@ -20,11 +22,22 @@ pub(super) fn flow<B: QuantBackend, R: Recipe>(x: &QuantTensor<B>) -> Option<Flo
     (takes_part && B::ad_enabled(&x.device())).then_some(flow)
 }
 
-/// What an operator reads of a tensor: its value as it flows.
-pub(super) fn read<B: QuantBackend>(flow: Flow, x: QuantTensor<B>) -> InsideTensor<B> {
+/// What an operator reads of a tensor: its value, in a flow as it flows.
+pub(super) fn enter<B: QuantBackend>(flow: Option<Flow>, x: QuantTensor<B>) -> InsideTensor<B> {
+    let Some(flow) = flow else {
+        return x.into_primitive();
+    };
     let operation = ops::flow::Flow {
         cast: flow.activations,
         tag: (x.view() == View::Rows).then(|| x.tag().clone()),
     };
     B::record(operation, [x.into_primitive()])
+}
+
+/// What an operator made: in a flow its gradient flows back.
+pub(super) fn leave<B: QuantBackend>(flow: Option<Flow>, made: InsideTensor<B>) -> QuantTensor<B> {
+    match flow {
+        Some(_) => QuantTensor::with_tag(made, Arc::new(Tag::of_flow())),
+        None => QuantTensor::new(made),
+    }
 }

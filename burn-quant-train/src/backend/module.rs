@@ -12,7 +12,7 @@ use burn_backend::{
 };
 
 use super::{
-    QuantTrain, flow,
+    QuantTrain, composition,
     forward::forward,
     precision::{Class, Dtypes, in_class},
     products,
@@ -25,7 +25,7 @@ use crate::{
         cast_to,
     },
     operations::module_operations,
-    ops::{attention::Attention, layer_norm::LayerNorm},
+    ops::attention::Attention,
     recipe::Recipe,
     saved::recorded::QuantBackend,
 };
@@ -122,7 +122,8 @@ impl<B: QuantBackend, R: Recipe> ModuleOps<Self> for QuantTrain<B, R> {
         attention_fallback::<Self>(query, key, value, None, None, options)
     }
 
-    /// In a flow one operator. Else statistics are in FP32; the output returns to the input's dtype, so that the residual stream keeps its width.
+    /// [One operation](composition), or Burn's with statistics in FP32. The output has the input's dtype, so that the residual
+    /// stream keeps its width.
     fn layer_norm(
         tensor: FloatTensor<Self>,
         gamma: FloatTensor<Self>,
@@ -130,13 +131,9 @@ impl<B: QuantBackend, R: Recipe> ModuleOps<Self> for QuantTrain<B, R> {
         epsilon: f64,
     ) -> FloatTensor<Self> {
         let _scope = Self::scope();
-        if let Some(flow) = flow::flow::<B, R>(&tensor) {
-            let norm = LayerNorm { epsilon };
-            let (x, gain) = (flow::read(flow, tensor), gamma.into_primitive());
-            return QuantTensor::of_flow(match beta.map(QuantTensor::into_primitive) {
-                Some(bias) => B::record(norm, [x, gain, bias]),
-                None => B::record(norm, [x, gain]),
-            });
+        let whole = composition::layer_norm::<B, R>(&tensor, &gamma, beta.as_ref(), epsilon);
+        if let Some(output) = whole {
+            return output;
         }
         let tensor = tensor.into_primitive();
         let dtype = tensor.dtype();

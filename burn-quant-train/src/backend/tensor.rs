@@ -86,11 +86,6 @@ impl<B: QuantBackend> QuantTensor<B> {
         Self::with_view(primitive, tag, View::Rows)
     }
 
-    /// Wraps what an operator of the recipe's flow made.
-    pub(super) fn of_flow(primitive: InsideTensor<B>) -> Self {
-        Self::with_tag(primitive, Arc::new(Tag::of_flow()))
-    }
-
     fn with_view(primitive: InsideTensor<B>, tag: Arc<Tag<B::Base>>, view: View) -> Self {
         let handle = Handle::on(B::cell(&primitive));
         Self {

@@ -42,7 +42,7 @@ impl<B: DataBackend, const N: usize> Recorded<B, N> for LayerNorm {
             unreachable!("a normalization has x and a gain");
         };
         let norm = LayerNormForward {
-            epsilon: self.epsilon,
+            epsilon: self.epsilon as f32,
         };
         let bias_dtype = bias.as_ref().map(|bias| bias.dtype().into());
         let values = (

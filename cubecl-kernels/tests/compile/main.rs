@@ -33,6 +33,7 @@ use cubecl_kernels::{
     },
     granularity::Granularity,
     hadamard::{Axis, HadamardSize, HadamardTransform},
+    layer_norm::{layer_norm, layer_norm_backward},
     layout::Layout,
     leverage_score::{
         gather_int4_rows, gather_parts, gather_scaled, int4_row_norms, leverage_scores, sample_rows,
@@ -573,8 +574,8 @@ fn sampling_sources(architecture: u16) -> Vec<Source> {
     sources.into_values().collect()
 }
 
-/// RMSNorm, SwiGLU and the gradient of an embedding, for each type and for vectors of all widths, single ones and many
-/// in a unit, part planes and several.
+/// RMSNorm, layer normalization with and without a bias, SwiGLU and the gradient of an embedding, for each type and for
+/// vectors of all widths, single ones and many in a unit, part planes and several.
 fn layer_sources(architecture: u16) -> Vec<Source> {
     let sources = sources_of(architecture, |client| {
         let indices = tensor(client, &[40], dtype::<i32>());
@@ -587,6 +588,11 @@ fn layer_sources(architecture: u16) -> Vec<Source> {
                 let gain = tensor(client, &[cols], outputs()[(turn + index) % 3]);
                 let forward = rms_norm(client, &x, &gain, 1e-6).expect("rows and a gain");
                 rms_norm_backward(client, &x, &gain, &forward.inverse_rms, &x)
+                    .expect("what had a forward pass");
+                let bias = (turn % 2 == 0).then_some(&gain);
+                let forward = layer_norm(client, &x, &gain, bias, 1e-6).expect("rows and a gain");
+                let [mean, scale] = [&forward.mean, &forward.inverse_deviation];
+                layer_norm_backward(client, &x, &gain, mean, scale, &x)
                     .expect("what had a forward pass");
                 swiglu(client, &x, &x).expect("tensors of one shape");
                 swiglu_backward(client, &x, &x, &x).expect("tensors of one shape");
@@ -601,6 +607,8 @@ fn layer_sources(architecture: u16) -> Vec<Source> {
     for kernel in [
         "rms_norm_kernel",
         "rms_norm_backward_kernel",
+        "layer_norm_kernel",
+        "layer_norm_backward_kernel",
         "swiglu_kernel",
         "swiglu_backward_kernel",
         "zero_kernel",

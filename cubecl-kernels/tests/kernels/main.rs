@@ -9,6 +9,7 @@ mod embedding;
 mod given;
 mod hadamard;
 mod host;
+mod layer_norm;
 mod learned_step;
 mod leverage_score;
 mod loss_scaling;
@@ -20,6 +21,7 @@ mod quantization_error;
 mod random;
 mod reference;
 mod rms_norm;
+mod rows;
 mod scales;
 mod swiglu;
 

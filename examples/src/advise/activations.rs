@@ -177,7 +177,7 @@ impl Step<'_> {
                 values
             }
             // The stream, and two numbers a row.
-            Family::Gpt2 if self.row.flow.is_some() => vec![
+            Family::Gpt2 if self.composes() => vec![
                 value(hidden, size, self.read_by_operator()),
                 value(1, FULL, Waits::Exact),
                 value(1, FULL, Waits::Exact),

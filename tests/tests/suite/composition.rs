@@ -3,7 +3,7 @@
 use burn::{
     backend::{Autodiff, Flex},
     module::{Module, ModuleMapper, Param},
-    nn::{EmbeddingConfig, RmsNormConfig, SwiGluConfig},
+    nn::{EmbeddingConfig, LayerNormConfig, RmsNormConfig, SwiGluConfig},
     tensor::{
         DType, Int, Tensor, TensorData,
         activation::{sigmoid, silu},
@@ -164,17 +164,25 @@ fn of_modules<A: AutodiffBackend>(
     let gate = SwiGluConfig::new(columns, columns).init::<A>(&device);
     let gate = gate.map(&mut Fill(gain));
     let leaf = tensor::<A, 1>(x, [x.len()], &device).require_grad();
-    let normed = norm.forward(leaf.clone().reshape([rows, columns]).cast(dtype));
-    let output = normed.clone() + gate.forward(normed);
+    let layer_norm = LayerNormConfig::new(columns).with_epsilon(1e-2);
+    let layer_norm = layer_norm.init::<A>(&device).map(&mut Fill(gain));
+    let x = leaf.clone().reshape([rows, columns]).cast(dtype);
+    let normed = norm.forward(x.clone());
+    let output = normed.clone() + gate.forward(normed) + layer_norm.forward(x);
     let weights = tensor::<A, 2>(weights, [rows, columns], &device);
     let gradients = (output.clone().cast(DType::F32) * weights).sum().backward();
     let of_gain = norm.gamma.val().grad(&gradients).expect("of the gain");
     let of_gate = gate.linear_inner.weight.val().grad(&gradients);
+    let bias = layer_norm.beta.as_ref().expect("a bias").val();
+    let of_layer_norm = [layer_norm.gamma.val(), bias].map(|it| it.grad(&gradients));
+    let [of_layer_gain, of_bias] = of_layer_norm.map(|it| floats(&it.expect("of the layer norm")));
     vec![
         floats(&output),
         floats(&leaf.grad(&gradients).expect("of x")),
         floats(&of_gain),
         floats(&of_gate.expect("of the gate")),
+        of_layer_gain,
+        of_bias,
     ]
 }
 
@@ -262,18 +270,25 @@ fn depart<B: DataBackend, R: Recipe>(dtype: DType, tolerance: f32, seed: u64) {
         * i.y);
 }
 
-/// The operations of what waits for the backward pass of a norm and a gate.
-fn operations<A: AutodiffBackend>(dtype: DType, seed: u64) -> Vec<&'static str> {
+/// The operations of what waits for the backward pass of a function of x, y and a gain.
+fn operations<A: AutodiffBackend>(
+    dtype: DType,
+    seed: u64,
+    forward: impl Fn([Tensor<A, 3>; 2], Tensor<A, 1>) -> Tensor<A, 3>,
+) -> Vec<&'static str> {
     let device = A::Device::default();
     let mut rng = Rng::new(seed);
     let mut leaf = |count| tensor::<A, 1>(&draw(&mut rng, count), [count], &device).require_grad();
     let [x, y] = [(); 2].map(|()| leaf(5120).reshape([2, 64, 40]).cast(dtype));
     let gain = leaf(40);
     let recording = Recording::start();
-    let gate = silu(norm(x.clone(), gain)) * y;
+    let output = forward([x.clone(), y], gain);
     let report = recording.report();
-    let _ = (gate.sum() + x.sum()).backward();
-    report.values.iter().map(|value| value.operation).collect()
+    let _ = (output.sum() + x.sum()).backward();
+    let mut left: Vec<_> = report.values.iter().map(|value| value.operation).collect();
+    left.retain(|operation| !matches!(*operation, "constant" | "float_cast" | "float_reshape"));
+    left.sort_unstable();
+    left
 }
 
 fn leaves_its_inputs<B: DataBackend>(seed: u64) {
@@ -285,13 +300,31 @@ fn leave<B: DataBackend, R: Recipe>(dtype: DType, _tolerance: f32, seed: u64) {
     let has_kernels = ["cuda", "wgpu", "vulkan"]
         .iter()
         .any(|it| name.contains(it));
-    let mut left = operations::<QuantTrain<Autodiff<B>, R>>(dtype, seed);
-    left.retain(|operation| !matches!(*operation, "constant" | "float_cast" | "float_reshape"));
-    left.sort_unstable();
+    type T<B, R> = QuantTrain<Autodiff<B>, R>;
+    let gate = operations::<T<B, R>>(dtype, seed, |[x, y], gain| silu(norm(x, gain)) * y);
+    let layer_norm = operations::<T<B, R>>(dtype, seed, |[x, _], gain| {
+        let mut norm = LayerNormConfig::new(COLUMNS).init(&gain.device());
+        norm.gamma = Param::from_tensor(gain);
+        norm.forward(x)
+    });
     match has_kernels {
-        // The norm's output, which is the gate, and its root mean squares.
-        true => assert_eq!(left, ["rms_norm", "rms_norm"], "seed {seed}, {dtype:?}"),
-        false => assert!(left.len() > 3, "seed {seed}, {dtype:?}: {left:?}"),
+        true => {
+            // The norm's output, which is the gate, and its root mean squares.
+            assert_eq!(gate, ["rms_norm", "rms_norm"], "seed {seed}, {dtype:?}");
+            // Means and inverse deviations.
+            assert_eq!(
+                layer_norm,
+                ["layer_norm", "layer_norm"],
+                "seed {seed}, {dtype:?}"
+            );
+        }
+        false => {
+            assert!(gate.len() > 3, "seed {seed}, {dtype:?}: {gate:?}");
+            assert!(
+                layer_norm.len() > 2,
+                "seed {seed}, {dtype:?}: {layer_norm:?}"
+            );
+        }
     }
 }
 

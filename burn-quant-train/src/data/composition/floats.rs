@@ -2,7 +2,7 @@
 
 use burn_backend::{Backend, FloatDType, Scalar, Shape, TensorMetadata, tensor::FloatTensor};
 
-use super::{Pair, operations::rows_and_columns};
+use super::{NormInputs, Pair, WithPair, operations::rows_and_columns};
 use crate::data::cast_to;
 
 /// FP32 `[rows, columns]`.
@@ -66,16 +66,15 @@ pub(super) fn rms_norm_backward<B: Backend>(
 
 /// The output, in the dtype of x, and the rows' means and inverse standard deviations, f32 `[rows, 1]`.
 pub(super) fn layer_norm<B: Backend>(
-    (x, gain): Pair<B>,
-    bias: Option<FloatTensor<B>>,
-    epsilon: f64,
-) -> (FloatTensor<B>, Pair<B>) {
+    ((x, gain), bias): NormInputs<B>,
+    epsilon: f32,
+) -> WithPair<B> {
     let (shape, dtype) = (x.shape(), x.dtype().into());
     let x = wide::<B>(x);
     let mean = B::float_mean_dim(x.clone(), 1);
     let centered = B::float_sub(x, mean.clone());
     let variance = mean_of_product::<B>(centered.clone(), centered.clone());
-    let inverse_deviation = inverse_root::<B>(variance, epsilon);
+    let inverse_deviation = inverse_root::<B>(variance, epsilon.into());
     let normal = B::float_mul(centered, inverse_deviation.clone());
     let output = B::float_mul(normal, wide_row::<B>(gain));
     let output = match bias {
@@ -90,7 +89,7 @@ pub(super) fn layer_norm<B: Backend>(
 pub(super) fn layer_norm_backward<B: Backend>(
     [x, gain, gradient]: [FloatTensor<B>; 3],
     (mean, inverse_deviation): Pair<B>,
-) -> (FloatTensor<B>, Pair<B>) {
+) -> WithPair<B> {
     let (shape, dtype) = (x.shape(), x.dtype().into());
     let centered = B::float_sub(wide::<B>(x), mean);
     let normal = B::float_mul(centered, inverse_deviation.clone());

@@ -8,7 +8,7 @@ mod floats;
 pub(super) mod kernels;
 mod operations;
 
-pub use kernels::{CompositionKernels, Compositions, Pair};
+pub use kernels::{CompositionKernels, Compositions, NormInputs, Pair, WithPair};
 pub(crate) use operations::{
     EmbeddingGradient, LayerNormForward, LayerNormGradients, RmsNormForward, RmsNormGradients,
     SwigluForward, SwigluGradients,

@@ -86,7 +86,7 @@ impl Operation for RmsNormGradients {
 /// elements.
 #[derive(Debug, Clone)]
 pub(crate) struct LayerNormForward {
-    pub epsilon: f64,
+    pub epsilon: f32,
 }
 
 impl Operation for LayerNormForward {
@@ -102,8 +102,11 @@ impl Operation for LayerNormForward {
         (FloatMeta::of(x), (of_rows(), of_rows()))
     }
 
-    fn run<K: Kernels>(self, (inputs, bias): On<Self::Inputs, K>) -> On<Self::Outputs, K> {
-        floats::layer_norm::<K>(inputs, bias, self.epsilon)
+    fn run<K: Kernels>(self, inputs: On<Self::Inputs, K>) -> On<Self::Outputs, K> {
+        match norm_kernels::<K>(&inputs.0.0) {
+            Some(kernels) => (kernels.layer_norm)(inputs, self.epsilon),
+            None => floats::layer_norm::<K>(inputs, self.epsilon),
+        }
     }
 }
 
@@ -128,7 +131,14 @@ impl Operation for LayerNormGradients {
         self,
         (((x, gain), gradient), statistics): On<Self::Inputs, K>,
     ) -> On<Self::Outputs, K> {
-        floats::layer_norm_backward::<K>([x, gain, gradient], statistics)
+        match norm_kernels::<K>(&x) {
+            Some(kernels) => {
+                let (of_x, (gain, bias)) =
+                    (kernels.layer_norm_backward)([x, gain, gradient], statistics);
+                (of_x, (K::float_sum_dim(gain, 0), K::float_sum_dim(bias, 0)))
+            }
+            None => floats::layer_norm_backward::<K>([x, gain, gradient], statistics),
+        }
     }
 }
 
@@ -211,5 +221,5 @@ fn kernels<K: CompositionKernels>(tensor: &FloatTensor<K>) -> Option<Composition
 /// The kernels, if they take rows like those of x.
 fn norm_kernels<K: CompositionKernels>(x: &FloatTensor<K>) -> Option<Compositions<K>> {
     let [_, columns] = rows_and_columns(&x.shape());
-    kernels::<K>(x).filter(|kernels| (kernels.has_rms_norm)(x.dtype(), columns))
+    kernels::<K>(x).filter(|kernels| (kernels.has_norms)(x.dtype(), columns))
 }

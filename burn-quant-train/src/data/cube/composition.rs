@@ -5,8 +5,10 @@ use burn_cubecl::{
     CubeBackend, CubeRuntime, FloatElement, IntElement, element::BoolElement,
     kernel::into_contiguous, tensor::CubeTensor,
 };
+use cubecl::std::tensor::TensorHandle;
 use cubecl_kernels::{
     embedding,
+    layer_norm::{self, LayerNormGradients, LayerNormOutput},
     rms_norm::{self, RmsNormGradients, RmsNormOutput},
     swiglu,
 };
@@ -24,9 +26,14 @@ where
 {
     fn composition_kernels(_device: &Device<Self>) -> Option<Compositions<Self>> {
         Some(Compositions {
-            has_rms_norm: |dtype, columns| rms_norm::has_rms_norm(dtype.into(), columns),
+            has_norms: |dtype, columns| {
+                rms_norm::has_rms_norm(dtype.into(), columns)
+                    && layer_norm::has_layer_norm(dtype.into(), columns)
+            },
             rms_norm,
             rms_norm_backward,
+            layer_norm,
+            layer_norm_backward,
             swiglu,
             swiglu_backward,
             embedding_gradient: embedding_gradient::<Self, R>,
@@ -34,27 +41,29 @@ where
     }
 }
 
-fn rms_norm<R: CubeRuntime>(
-    (x, gain): (CubeTensor<R>, CubeTensor<R>),
-    epsilon: f32,
-) -> (CubeTensor<R>, CubeTensor<R>) {
+/// A [pair](crate::data::composition::Pair).
+type Two<R> = (CubeTensor<R>, CubeTensor<R>);
+
+fn rms_norm<R: CubeRuntime>((x, gain): Two<R>, epsilon: f32) -> Two<R> {
     let (x, gain) = (into_contiguous(x), flat(gain));
     let norm = rms_norm::rms_norm(&x.client, &handle(&x), &handle(&gain), epsilon);
     let RmsNormOutput {
         output,
         inverse_rms,
     } = checked(norm);
-    let of_rows = tensor(&x, inverse_rms, DType::F32);
-    let rows = of_rows.shape().num_elements();
-    (
-        tensor(&x, output, x.dtype),
-        reshaped(of_rows, Shape::new([rows, 1])),
-    )
+    (tensor(&x, output, x.dtype), of_rows(&x, inverse_rms))
+}
+
+/// A number for each row of `x`, `[rows, 1]`.
+fn of_rows<R: CubeRuntime>(x: &CubeTensor<R>, numbers: TensorHandle<R>) -> CubeTensor<R> {
+    let numbers = tensor(x, numbers, DType::F32);
+    let rows = numbers.shape().num_elements();
+    reshaped(numbers, Shape::new([rows, 1]))
 }
 
 fn rms_norm_backward<R: CubeRuntime>(
     [x, gain, inverse_rms, gradient]: [CubeTensor<R>; 4],
-) -> (CubeTensor<R>, CubeTensor<R>) {
+) -> Two<R> {
     let (x, gradient) = (into_contiguous(x), into_contiguous(gradient));
     let gradients = rms_norm::rms_norm_backward(
         &x.client,
@@ -67,13 +76,47 @@ fn rms_norm_backward<R: CubeRuntime>(
     (tensor(&x, input, x.dtype), tensor(&x, gain, DType::F32))
 }
 
-fn swiglu<R: CubeRuntime>((gate, up): (CubeTensor<R>, CubeTensor<R>)) -> CubeTensor<R> {
+fn layer_norm<R: CubeRuntime>(
+    ((x, gain), bias): (Two<R>, Option<CubeTensor<R>>),
+    epsilon: f32,
+) -> (CubeTensor<R>, Two<R>) {
+    let (x, gain) = (into_contiguous(x), handle(&flat(gain)));
+    let bias = bias.map(|bias| handle(&flat(bias)));
+    let norm = layer_norm::layer_norm(&x.client, &handle(&x), &gain, bias.as_ref(), epsilon);
+    let LayerNormOutput {
+        output,
+        mean,
+        inverse_deviation,
+    } = checked(norm);
+    let statistics = (of_rows(&x, mean), of_rows(&x, inverse_deviation));
+    (tensor(&x, output, x.dtype), statistics)
+}
+
+fn layer_norm_backward<R: CubeRuntime>(
+    [x, gain, gradient]: [CubeTensor<R>; 3],
+    (mean, inverse_deviation): Two<R>,
+) -> (CubeTensor<R>, Two<R>) {
+    let (x, gradient) = (into_contiguous(x), into_contiguous(gradient));
+    let gradients = layer_norm::layer_norm_backward(
+        &x.client,
+        &handle(&x),
+        &handle(&flat(gain)),
+        &handle(&flat(mean)),
+        &handle(&flat(inverse_deviation)),
+        &handle(&gradient),
+    );
+    let LayerNormGradients { input, gain, bias } = checked(gradients);
+    let [gain, bias] = [gain, bias].map(|it| tensor(&x, it, DType::F32));
+    (tensor(&x, input, x.dtype), (gain, bias))
+}
+
+fn swiglu<R: CubeRuntime>((gate, up): Two<R>) -> CubeTensor<R> {
     let (gate, up) = (into_contiguous(gate), into_contiguous(up));
     let output = swiglu::swiglu(&gate.client, &handle(&gate), &handle(&up));
     tensor(&gate, checked(output), gate.dtype)
 }
 
-fn swiglu_backward<R: CubeRuntime>(operands: [CubeTensor<R>; 3]) -> (CubeTensor<R>, CubeTensor<R>) {
+fn swiglu_backward<R: CubeRuntime>(operands: [CubeTensor<R>; 3]) -> Two<R> {
     let [gate, up, gradient] = operands.map(into_contiguous);
     let gradients = swiglu::swiglu_backward(
         &gate.client,

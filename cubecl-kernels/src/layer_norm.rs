@@ -1,0 +1,363 @@
+//! Layer normalization (Ba, Kiros and Hinton, "Layer Normalization", 2016, equation 3) and its gradients, each in one
+//! launch.
+//!
+//! For a row `x`, with gain `g` and bias `b`, and from the gradient `dy` of the output:
+//!
+//! ```text
+//! m = mean(x)    v = mean((x - m)²)    s = 1 / sqrt(v + epsilon)    n = (x - m) s    y = n g + b
+//! p = g dy       dx = s (p - mean(p) - n mean(p n))
+//! dg = sum over rows of dy n           db = sum over rows of dy
+//! ```
+//!
+//! As in [`rms_norm`](mod@crate::rms_norm), the units of a row keep it in registers, so that each element is read once
+//! and written once. The variance is the mean of squares of what is left without the mean, never a difference of two
+//! means, which would cancel where a row's mean is large and its deviation small. All arithmetic is FP32, rounded once
+//! at the end. Every sum has one order, so that a repetition gives the same bits.
+
+use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
+
+pub use crate::row_units::MAX_COLS;
+use crate::{
+    device::{
+        array, check_contiguous, check_dtype, cube_grid, empty, or_unused, storage, vector_width,
+        zeros,
+    },
+    error::KernelError,
+    row_units::{
+        RowUnits, add_rows, check_backward, check_rows, has_rows, held_zeros, inverse_cols,
+        read_held, row_sum, row_sums, vector_index, write_held,
+    },
+};
+
+const OPERATION: &str = "layer_norm";
+const OPERATION_BACKWARD: &str = "layer_norm_backward";
+
+/// The output of [`layer_norm`].
+#[derive(Debug)]
+pub struct LayerNormOutput<R: Runtime> {
+    /// The normalized rows, of the shape and type of `x`, contiguous.
+    pub output: TensorHandle<R>,
+    /// `m` of each row, f32 `[rows]`.
+    pub mean: TensorHandle<R>,
+    /// `s` of each row, f32 `[rows]`.
+    pub inverse_deviation: TensorHandle<R>,
+}
+
+/// The gradients of [`layer_norm_backward`].
+#[derive(Debug)]
+pub struct LayerNormGradients<R: Runtime> {
+    /// Of `x`, of its shape and type, contiguous.
+    pub input: TensorHandle<R>,
+    /// Of the gain, f32 `[parts, cols]`: the sum over parts is the gradient. There is at least one part.
+    pub gain: TensorHandle<R>,
+    /// Of the bias, as that of the gain.
+    pub bias: TensorHandle<R>,
+}
+
+/// True for the rows that the kernels take: of 1 to [`MAX_COLS`] elements of f32, f16 or bf16.
+pub fn has_layer_norm(dtype: StorageType, cols: usize) -> bool {
+    has_rows(dtype, cols)
+}
+
+/// Each row of `x` less its mean, divided by its standard deviation, times the gain, plus the bias where there is one.
+///
+/// - `x`: f32, f16 or bf16 `[.., cols]`, contiguous.
+/// - `gain`: f32, f16 or bf16 of `cols` elements, contiguous. Its type may be another one.
+/// - `bias`: of the length and type of the gain, contiguous.
+/// - `epsilon`: added to the variance. Where it is positive, rows of zeros give the bias.
+///
+/// A row with NaN or an infinity is NaN, and so is one whose sum overflows. Where only the sum of a row's squares
+/// overflows, `s` is 0, and the row is the bias.
+///
+/// # Errors
+///
+/// When shapes or element types differ from these, or rows are none of [`has_layer_norm`].
+pub fn layer_norm<R: Runtime>(
+    client: &ComputeClient<R>,
+    x: &TensorHandle<R>,
+    gain: &TensorHandle<R>,
+    bias: Option<&TensorHandle<R>>,
+    epsilon: f32,
+) -> Result<LayerNormOutput<R>, KernelError> {
+    let [rows, cols] = check_rows(client, OPERATION, x, gain)?;
+    if let Some(bias) = bias {
+        check_bias(bias, gain)?;
+    }
+    let output = empty(client, x.shape().to_vec(), x.dtype);
+    let mean = empty(client, vec![rows], storage::<f32>());
+    let inverse_deviation = empty(client, vec![rows], storage::<f32>());
+    if rows > 0 {
+        let has_bias = bias.is_some();
+        let bias = or_unused(bias, gain, gain.dtype);
+        let units = RowUnits::new(client, cols, vector_width(cols, &[x]));
+        let gain_width = vector_width(units.width, &[gain, &bias]);
+        // SAFETY: rows are guarded by their number, columns by their own, for which the outputs were allocated; a
+        // stand-in for the bias is not read.
+        #[allow(unsafe_code)]
+        unsafe {
+            layer_norm_kernel::launch_unchecked::<R>(
+                client,
+                cube_grid(rows.div_ceil(units.rows)),
+                CubeDim::new_1d(units.of_cube() as u32),
+                units.width,
+                gain_width,
+                array(x.clone()),
+                array(gain.clone()),
+                array(bias),
+                array(output.clone()),
+                array(mean.clone()),
+                array(inverse_deviation.clone()),
+                rows as u32,
+                epsilon,
+                units,
+                gain_width,
+                has_bias,
+                x.dtype,
+                gain.dtype,
+            );
+        }
+    }
+    Ok(LayerNormOutput {
+        output,
+        mean,
+        inverse_deviation,
+    })
+}
+
+/// The gradients of `x`, of the gain and of the bias, from that of the output of [`layer_norm`].
+///
+/// - `x`, `gain`: as there.
+/// - `mean`, `inverse_deviation`: f32 `[rows]`, as it gave them.
+/// - `gradient`: of the shape and type of `x`, contiguous.
+///
+/// # Errors
+///
+/// When shapes or element types differ from these, or rows are none of [`has_layer_norm`].
+pub fn layer_norm_backward<R: Runtime>(
+    client: &ComputeClient<R>,
+    x: &TensorHandle<R>,
+    gain: &TensorHandle<R>,
+    mean: &TensorHandle<R>,
+    inverse_deviation: &TensorHandle<R>,
+    gradient: &TensorHandle<R>,
+) -> Result<LayerNormGradients<R>, KernelError> {
+    let [rows, cols] = check_rows(client, OPERATION_BACKWARD, x, gain)?;
+    check_backward(
+        OPERATION_BACKWARD,
+        x,
+        rows,
+        gradient,
+        &[("mean", mean), ("inverse_deviation", inverse_deviation)],
+    )?;
+    let input = empty(client, x.shape().to_vec(), x.dtype);
+    if rows == 0 {
+        let none = || zeros(client, vec![1, cols], storage::<f32>());
+        return Ok(LayerNormGradients {
+            input,
+            gain: none(),
+            bias: none(),
+        });
+    }
+    let units = RowUnits::new(client, cols, vector_width(cols, &[x, gradient]));
+    let gain_width = vector_width(units.width, &[gain]);
+    let parts = units.backward_cubes(rows);
+    let of_gain = empty(client, vec![parts, cols], storage::<f32>());
+    let of_bias = empty(client, vec![parts, cols], storage::<f32>());
+    let part_width = vector_width(units.width, &[&of_gain, &of_bias]);
+    // SAFETY: rows are guarded by their number, columns by their own, for which the outputs were allocated; there are
+    // as many cubes as parts.
+    #[allow(unsafe_code)]
+    unsafe {
+        layer_norm_backward_kernel::launch_unchecked::<R>(
+            client,
+            CubeCount::Static(parts as u32, 1, 1),
+            CubeDim::new_1d(units.of_cube() as u32),
+            units.width,
+            gain_width,
+            part_width,
+            array(x.clone()),
+            array(gain.clone()),
+            array(mean.clone()),
+            array(inverse_deviation.clone()),
+            array(gradient.clone()),
+            array(input.clone()),
+            array(of_gain.clone()),
+            array(of_bias.clone()),
+            rows as u32,
+            units,
+            gain_width,
+            part_width,
+            x.dtype,
+            gain.dtype,
+        );
+    }
+    Ok(LayerNormGradients {
+        input,
+        gain: of_gain,
+        bias: of_bias,
+    })
+}
+
+/// Accepts a bias of the length and type of the gain.
+fn check_bias<R: Runtime>(
+    bias: &TensorHandle<R>,
+    gain: &TensorHandle<R>,
+) -> Result<(), KernelError> {
+    let remedy = "pass a bias of the element type of the gain";
+    check_dtype(OPERATION, "bias", bias, gain.dtype, remedy)?;
+    if check_contiguous(OPERATION, bias)? == check_contiguous(OPERATION, gain)? {
+        return Ok(());
+    }
+    Err(KernelError::Shape {
+        operation: OPERATION,
+        got: format!("gain {:?} and bias {:?}", gain.shape(), bias.shape()),
+        remedy: "pass a bias for each column",
+    })
+}
+
+#[cube(launch_unchecked)]
+#[allow(clippy::too_many_arguments)]
+fn layer_norm_kernel<F: Numeric, G: Numeric, N: Size, NG: Size>(
+    x: &Array<Vector<F, N>>,
+    gain: &Array<Vector<G, NG>>,
+    bias: &Array<Vector<G, NG>>,
+    output: &mut Array<Vector<F, N>>,
+    mean: &mut Array<f32>,
+    inverse_deviation: &mut Array<f32>,
+    rows: u32,
+    epsilon: f32,
+    #[comptime] units: RowUnits,
+    #[comptime] gain_width: usize,
+    #[comptime] has_bias: bool,
+    #[define(F)] _dtype: StorageType,
+    #[define(G)] _gain_dtype: StorageType,
+) {
+    let elements = comptime!(units.elements());
+    let first = CUBE_POS as u32 * comptime!(units.rows as u32);
+    if first >= rows {
+        terminate!();
+    }
+    let row = first + UNIT_POS / comptime!(units.lanes as u32);
+    // Units past the last row take part in what the others wait for, and write nothing.
+    let read_row = min(row, rows - 1);
+    let mut values = read_held::<F, N>(x, read_row, units, units.width);
+    let gains = read_held::<G, NG>(gain, 0u32, units, gain_width);
+    let mut sum = 0.0f32;
+    #[unroll]
+    for index in 0..elements {
+        sum += values[index];
+    }
+    let center = row_sum(sum, units) * inverse_cols(units);
+    subtract(&mut values, center, units);
+    let mut squares = 0.0f32;
+    #[unroll]
+    for index in 0..elements {
+        squares += values[index] * values[index];
+    }
+    let variance = row_sum(squares, units) * inverse_cols(units);
+    let scale = (variance + epsilon).inverse_sqrt();
+    if row < rows {
+        #[unroll]
+        for index in 0..elements {
+            values[index] = values[index] * scale * gains[index];
+        }
+        if comptime!(has_bias) {
+            let biases = read_held::<G, NG>(bias, 0u32, units, gain_width);
+            #[unroll]
+            for index in 0..elements {
+                values[index] += biases[index];
+            }
+        }
+        write_held::<F, N>(output, &values, row, units, units.width);
+        if UNIT_POS % comptime!(units.lanes as u32) == 0 {
+            mean[row as usize] = center;
+            inverse_deviation[row as usize] = scale;
+        }
+    }
+}
+
+#[cube(launch_unchecked)]
+#[allow(clippy::too_many_arguments)]
+fn layer_norm_backward_kernel<F: Numeric, G: Numeric, N: Size, NG: Size, NP: Size>(
+    x: &Array<Vector<F, N>>,
+    gain: &Array<Vector<G, NG>>,
+    mean: &Array<f32>,
+    inverse_deviation: &Array<f32>,
+    gradient: &Array<Vector<F, N>>,
+    of_x: &mut Array<Vector<F, N>>,
+    of_gain: &mut Array<Vector<f32, NP>>,
+    of_bias: &mut Array<Vector<f32, NP>>,
+    rows: u32,
+    #[comptime] units: RowUnits,
+    #[comptime] gain_width: usize,
+    #[comptime] part_width: usize,
+    #[define(F)] _dtype: StorageType,
+    #[define(G)] _gain_dtype: StorageType,
+) {
+    let elements = comptime!(units.elements());
+    let row_of_cube = UNIT_POS / comptime!(units.lanes as u32);
+    let mut gain_sums = held_zeros(units);
+    let mut bias_sums = held_zeros(units);
+    let mut first = CUBE_POS as u32 * comptime!(units.rows as u32);
+    while first < rows {
+        let row = first + row_of_cube;
+        // Units past the last row take part in what the others wait for, and add and write nothing.
+        let read_row = min(row, rows - 1);
+        let mut normalized = read_held::<F, N>(x, read_row, units, units.width);
+        let mut gradients = read_held::<F, N>(gradient, read_row, units, units.width);
+        subtract(&mut normalized, mean[read_row as usize], units);
+        let scale = inverse_deviation[read_row as usize];
+        // The cache has them. In registers they would leave room for fewer cubes.
+        let gains = read_held::<G, NG>(gain, 0u32, units, gain_width);
+        // Of `p`, and of `p n`: together, they wait once for the row's units.
+        let mut sums = Array::<f32>::new(2usize);
+        sums[0] = 0.0f32;
+        sums[1] = 0.0f32;
+        #[unroll]
+        for index in 0..elements {
+            normalized[index] *= scale;
+            let of_gain = gradients[index] * normalized[index];
+            gain_sums[index] += select(row < rows, of_gain, 0.0f32);
+            bias_sums[index] += select(row < rows, gradients[index], 0.0f32);
+            gradients[index] *= gains[index];
+            sums[0] += gradients[index];
+            sums[1] += gradients[index] * normalized[index];
+        }
+        row_sums(&mut sums, 2usize, units);
+        let mean_sum = sums[0] * inverse_cols(units);
+        let mean_product = sums[1] * inverse_cols(units);
+        if row < rows {
+            #[unroll]
+            for index in 0..elements {
+                let rest = gradients[index] - mean_sum - normalized[index] * mean_product;
+                gradients[index] = scale * rest;
+            }
+            write_held::<F, N>(of_x, &gradients, row, units, units.width);
+        }
+        first += CUBE_COUNT as u32 * comptime!(units.rows as u32);
+    }
+    add_rows(&mut gain_sums, row_of_cube, units);
+    add_rows(&mut bias_sums, row_of_cube, units);
+    if row_of_cube == comptime!(units.rows as u32 - 1) {
+        write_held::<f32, NP>(of_gain, &gain_sums, CUBE_POS as u32, units, part_width);
+        write_held::<f32, NP>(of_bias, &bias_sums, CUBE_POS as u32, units, part_width);
+    }
+}
+
+/// Subtracts the mean from the elements of a row that this unit holds. Past the end of the row they remain 0, so that
+/// no sum counts them.
+#[cube]
+fn subtract(held: &mut Array<f32>, mean: f32, #[comptime] units: RowUnits) {
+    #[unroll]
+    for piece in 0..units.held {
+        let (_, is_inside) = vector_index(piece, units);
+        #[unroll]
+        for lane in 0..units.width {
+            let slot = comptime!(piece * units.width + lane);
+            held[slot] -= mean;
+            if comptime!(units.is_last(piece)) {
+                held[slot] = select(is_inside, held[slot], 0.0f32);
+            }
+        }
+    }
+}

@@ -1,0 +1,361 @@
+//! Rows of which a few units of a cube hold one in registers, so that a kernel can sum over a row and go back to its
+//! elements: what both normalizations are made of.
+
+use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
+
+use crate::{
+    device::{
+        check_contiguous, check_dtype, check_float, has_planes_of_32, is_operand_type, storage,
+    },
+    error::KernelError,
+};
+
+/// The longest rows that units keep in registers.
+pub const MAX_COLS: usize = 8192;
+const PLANE: usize = 32;
+/// Units of a cube, where its rows are shorter than a plane takes.
+const UNITS: usize = 128;
+/// Units of a cube at most.
+const MAX_UNITS: usize = 256;
+/// Elements that a unit holds at most where a plane takes a row, which spares waiting for other planes.
+const MOST_HELD: usize = 32;
+/// Elements that a unit holds at most where several planes share a row, as long as there are more units.
+const HELD: usize = 16;
+/// Units of a backward pass. Each cube leaves a row of sums, which another kernel must add up: as many cubes as run at
+/// a time on a large device, and no more. The number must not depend on the device, as the order of sums does on it.
+const BACKWARD_UNITS: usize = 1 << 16;
+
+/// True for rows of 1 to [`MAX_COLS`] elements of f32, f16 or bf16.
+pub(crate) fn has_rows(dtype: StorageType, cols: usize) -> bool {
+    (dtype == storage::<f32>() || is_operand_type(dtype)) && (1..=MAX_COLS).contains(&cols)
+}
+
+/// Rows and columns of `x`, for which there is a gain.
+pub(crate) fn check_rows<R: Runtime>(
+    client: &ComputeClient<R>,
+    operation: &'static str,
+    x: &TensorHandle<R>,
+    gain: &TensorHandle<R>,
+) -> Result<[usize; 2], KernelError> {
+    check_float(client, operation, "x", x.dtype)?;
+    check_float(client, operation, "gain", gain.dtype)?;
+    let len = check_contiguous(operation, x)?;
+    let gains = check_contiguous(operation, gain)?;
+    let cols = x.shape().last().copied().unwrap_or_default();
+    if gains != cols || !has_rows(x.dtype, cols) {
+        return Err(KernelError::Shape {
+            operation,
+            got: format!("x {:?} and gain {:?}", x.shape(), gain.shape()),
+            remedy: "pass rows of 1 to 8192 elements, and a gain for each column",
+        });
+    }
+    Ok([len / cols, cols])
+}
+
+/// Accepts a gradient of the shape and type of `x`, and for each row an f32 of each of `statistics`, named.
+pub(crate) fn check_backward<R: Runtime>(
+    operation: &'static str,
+    x: &TensorHandle<R>,
+    rows: usize,
+    gradient: &TensorHandle<R>,
+    statistics: &[(&'static str, &TensorHandle<R>)],
+) -> Result<(), KernelError> {
+    for (name, statistic) in statistics {
+        let remedy = "pass what the forward pass gave";
+        check_dtype(operation, name, statistic, storage::<f32>(), remedy)?;
+    }
+    check_contiguous(operation, gradient)?;
+    let mut fits = gradient.shape() == x.shape() && gradient.dtype == x.dtype;
+    let mut got = format!(
+        "x {:?} of {}, gradient {:?} of {}",
+        x.shape(),
+        x.dtype,
+        gradient.shape(),
+        gradient.dtype
+    );
+    for (name, statistic) in statistics {
+        fits &= check_contiguous(operation, statistic)? == rows;
+        got += &format!(", {name} {:?}", statistic.shape());
+    }
+    if fits {
+        return Ok(());
+    }
+    Err(KernelError::Shape {
+        operation,
+        got,
+        remedy: "pass a gradient of the shape and type of x, and a number for each row",
+    })
+}
+
+/// How the units of a cube share rows: the vectors of a row go to its units in turn.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct RowUnits {
+    /// Elements of a row.
+    pub cols: usize,
+    /// Elements of a vector.
+    pub width: usize,
+    /// Units of a row: a power of two up to a plane, or whole planes.
+    pub lanes: usize,
+    /// Vectors that a unit holds.
+    pub held: usize,
+    /// Rows of a cube at a time.
+    pub rows: usize,
+    /// True where units exchange values without shared memory.
+    pub planes: bool,
+}
+
+impl RowUnits {
+    /// For rows of `cols` elements, read `width` at once.
+    pub fn new<R: Runtime>(client: &ComputeClient<R>, cols: usize, width: usize) -> Self {
+        let vectors = cols / width;
+        let lanes = if cols <= PLANE * MOST_HELD {
+            vectors.next_power_of_two().min(PLANE)
+        } else {
+            cols.div_ceil(PLANE * HELD).min(MAX_UNITS / PLANE) * PLANE
+        };
+        Self {
+            cols,
+            width,
+            lanes,
+            held: vectors.div_ceil(lanes),
+            rows: (UNITS / lanes).max(1),
+            planes: has_planes_of_32(client),
+        }
+    }
+
+    /// Units of a cube.
+    pub const fn of_cube(&self) -> usize {
+        self.lanes * self.rows
+    }
+
+    /// Vectors of a row.
+    pub const fn vectors(&self) -> usize {
+        self.cols / self.width
+    }
+
+    /// Elements that a unit holds.
+    pub const fn elements(&self) -> usize {
+        self.held * self.width
+    }
+
+    /// True where a unit's vector of this number may lie past the end of the row.
+    pub const fn is_last(&self, piece: usize) -> bool {
+        (piece + 1) * self.lanes > self.vectors()
+    }
+
+    /// Units that exchange values within a plane.
+    pub const fn tree(&self) -> usize {
+        if self.lanes < PLANE {
+            self.lanes
+        } else {
+            PLANE
+        }
+    }
+
+    /// Cubes of a backward pass, more of them where each holds little.
+    pub fn backward_cubes(&self, rows: usize) -> usize {
+        let factor = (HELD / self.elements()).clamp(1, 4);
+        let cubes = BACKWARD_UNITS * factor / self.of_cube();
+        rows.div_ceil(self.rows).min(cubes)
+    }
+}
+
+/// The factor that makes a mean of a row's sum.
+#[cube]
+pub(crate) fn inverse_cols(#[comptime] units: RowUnits) -> f32 {
+    f32::new(comptime!((1.0 / units.cols as f64) as f32))
+}
+
+/// A zero for each element that a unit holds.
+#[cube]
+pub(crate) fn held_zeros(#[comptime] units: RowUnits) -> Array<f32> {
+    let elements = comptime!(units.elements());
+    let mut held = Array::<f32>::new(elements);
+    #[unroll]
+    for index in 0..elements {
+        held[index] = 0.0f32;
+    }
+    held
+}
+
+/// A unit's vector of this number, in its row; where that lies past the end, the row's last.
+#[cube]
+pub(crate) fn vector_index(#[comptime] piece: usize, #[comptime] units: RowUnits) -> (u32, bool) {
+    let lane = UNIT_POS % comptime!(units.lanes as u32);
+    let index = lane + comptime!((piece * units.lanes) as u32);
+    let last = comptime!(units.vectors() as u32 - 1);
+    if comptime!(units.is_last(piece)) {
+        (min(index, last), index <= last)
+    } else {
+        (index, true.runtime())
+    }
+}
+
+/// All elements of a row that this unit holds, as `f32`, read `width` at once; 0 past the end of the row.
+#[cube]
+pub(crate) fn read_held<F: Numeric, N: Size>(
+    x: &Array<Vector<F, N>>,
+    row: u32,
+    #[comptime] units: RowUnits,
+    #[comptime] width: usize,
+) -> Array<f32> {
+    let mut held = Array::<f32>::new(comptime!(units.elements()));
+    let reads = comptime!(units.width / width);
+    #[unroll]
+    for piece in 0..units.held {
+        let (index, is_inside) = vector_index(piece, units);
+        let start = (row * comptime!(units.vectors() as u32) + index) * comptime!(reads as u32);
+        #[unroll]
+        for read in 0..reads {
+            let vector = x[(start + comptime!(read as u32)) as usize];
+            #[unroll]
+            for lane in 0..width {
+                let slot = comptime!(piece * units.width + read * width + lane);
+                held[slot] = f32::cast_from(vector[lane]);
+                if comptime!(units.is_last(piece)) {
+                    held[slot] = select(is_inside, held[slot], 0.0f32);
+                }
+            }
+        }
+    }
+    held
+}
+
+/// Writes all elements of a row that this unit holds, `width` at once.
+#[cube]
+pub(crate) fn write_held<F: Numeric, N: Size>(
+    out: &mut Array<Vector<F, N>>,
+    held: &Array<f32>,
+    row: u32,
+    #[comptime] units: RowUnits,
+    #[comptime] width: usize,
+) {
+    let writes = comptime!(units.width / width);
+    #[unroll]
+    for piece in 0..units.held {
+        let (index, is_inside) = vector_index(piece, units);
+        let start = (row * comptime!(units.vectors() as u32) + index) * comptime!(writes as u32);
+        if is_inside {
+            #[unroll]
+            for write in 0..writes {
+                let mut vector = Vector::<F, N>::empty();
+                #[unroll]
+                for lane in 0..width {
+                    let slot = comptime!(piece * units.width + write * width + lane);
+                    vector[lane] = F::cast_from(held[slot]);
+                }
+                out[(start + comptime!(write as u32)) as usize] = vector;
+            }
+        }
+    }
+}
+
+/// The sum of a row's units' values, in all of them: [`row_sums`] of one value.
+#[cube]
+pub(crate) fn row_sum(value: f32, #[comptime] units: RowUnits) -> f32 {
+    let mut sums = Array::<f32>::new(1usize);
+    sums[0] = value;
+    row_sums(&mut sums, 1usize, units);
+    sums[0]
+}
+
+/// Replaces each of these `count` values by its sum over the row's units. The order of a sum is the same on every
+/// device: that of a tree in each plane, whose last level are neighbours, then plane after plane.
+#[cube]
+pub(crate) fn row_sums(
+    sums: &mut Array<f32>,
+    #[comptime] count: usize,
+    #[comptime] units: RowUnits,
+) {
+    let tree = comptime!(units.tree());
+    if comptime!(units.planes) {
+        #[unroll]
+        for step in 0..comptime!(tree.ilog2()) {
+            #[unroll]
+            for index in 0..count {
+                sums[index] +=
+                    plane_shuffle_xor(sums[index], comptime!((tree >> (step + 1)) as u32));
+            }
+        }
+        if comptime!(units.lanes > PLANE) {
+            let planes = comptime!(units.lanes / PLANE);
+            let mut shared = SharedMemory::<f32>::new(comptime!(count * planes));
+            // Units may still read the sums of an earlier row.
+            sync_cube();
+            if UNIT_POS % comptime!(PLANE as u32) == 0 {
+                let plane = (UNIT_POS / comptime!(PLANE as u32)) as usize;
+                #[unroll]
+                for index in 0..count {
+                    shared[plane + comptime!(index * planes)] = sums[index];
+                }
+            }
+            sync_cube();
+            #[unroll]
+            for index in 0..count {
+                sums[index] = shared[comptime!(index * planes)];
+                #[unroll]
+                for plane in 1..planes {
+                    sums[index] += shared[comptime!(index * planes + plane)];
+                }
+            }
+        }
+    } else {
+        let all = comptime!(units.of_cube());
+        let mut shared = SharedMemory::<f32>::new(comptime!(count * all));
+        let unit = UNIT_POS as usize;
+        let in_tree = unit % tree;
+        sync_cube();
+        #[unroll]
+        for index in 0..count {
+            shared[unit + comptime!(index * all)] = sums[index];
+        }
+        sync_cube();
+        #[unroll]
+        for step in 0..comptime!(tree.ilog2()) {
+            let distance = comptime!(tree >> (step + 1));
+            if in_tree < distance {
+                #[unroll]
+                for index in 0..count {
+                    let slot = unit + comptime!(index * all);
+                    shared[slot] += shared[slot + distance];
+                }
+            }
+            sync_cube();
+        }
+        #[unroll]
+        for index in 0..count {
+            if comptime!(units.lanes > PLANE) {
+                sums[index] = shared[comptime!(index * all)];
+                #[unroll]
+                for plane in 1..comptime!(units.lanes / PLANE) {
+                    sums[index] += shared[comptime!(index * all + plane * PLANE)];
+                }
+            } else {
+                sums[index] = shared[unit - in_tree + comptime!(index * all)];
+            }
+        }
+    }
+}
+
+/// Adds the sums of a cube's rows up, one row after the other, into those of the last.
+#[cube]
+pub(crate) fn add_rows(sums: &mut Array<f32>, row_of_cube: u32, #[comptime] units: RowUnits) {
+    if comptime!(units.rows > 1) {
+        let elements = comptime!(units.elements());
+        let mut shared = SharedMemory::<f32>::new(comptime!(units.lanes * elements));
+        let lane = UNIT_POS as usize % units.lanes;
+        for row in 0..comptime!(units.rows as u32) {
+            if row == row_of_cube {
+                #[unroll]
+                for index in 0..elements {
+                    let slot = lane + comptime!(index * units.lanes);
+                    if row > 0 {
+                        sums[index] += shared[slot];
+                    }
+                    shared[slot] = sums[index];
+                }
+            }
+            sync_cube();
+        }
+    }
+}
