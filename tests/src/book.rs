@@ -15,6 +15,9 @@ mod int4 {}
 #[doc = include_str!("../../book/src/fp8.md")]
 mod fp8 {}
 
+#[doc = include_str!("../../book/src/flow.md")]
+mod flow {}
+
 #[doc = include_str!("../../book/src/fp16.md")]
 mod fp16 {}
 

@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use burn_backend::{Shape, TensorMetadata, tensor::FloatTensor};
+use burn_backend::{Shape, tensor::FloatTensor};
 
 use super::{
     matrix::{flatten, flattened},
@@ -11,9 +11,9 @@ use super::{
 };
 use crate::{
     data::{
-        DataBackend, Kernels, Operation,
-        quantize::Quantized,
-        tensors::{self, FloatMeta, On, Outline, Tensors},
+        DataBackend,
+        quantize::{Quantized, quantize},
+        tensors::{self, Outline},
     },
     layer::tag::Tag,
     recipe::{self, Cast},
@@ -38,7 +38,8 @@ impl<B: DataBackend> Recorded<B, 1> for Flow<B> {
             let make = Make::new(factor, || {
                 unreachable!("activations are rounded to nearest")
             });
-            let copy = B::run(Round { make }, x.cell().read());
+            let matrix = flatten::<B>(x.cell().read());
+            let copy = quantize::<B>(matrix, &make.spec(factor.key.layout));
             match &self.tag {
                 Some(tag) => tag.keep(factor.key, None, copy),
                 None => Arc::new(copy),
@@ -63,27 +64,5 @@ impl recipe::Flow {
         let factor = Factor::left(&self.activations, false);
         let outline = factor.outline(flattened(&shape.into()), factor.key.layout);
         tensors::bytes::<Quantized<Outline>>(outline)
-    }
-}
-
-/// Quantizes x `[.., columns]` as a matrix.
-#[derive(Debug, Clone)]
-struct Round {
-    make: Make,
-}
-
-impl Operation for Round {
-    const NAME: &'static str = "flow";
-    type Inputs = FloatMeta;
-    type Outputs = Quantized<Outline>;
-
-    fn outline<T: Tensors>(&self, x: &T::Float) -> Quantized<Outline> {
-        self.make
-            .outline(flattened(&x.shape()), self.make.factor.key.layout)
-    }
-
-    fn run<K: Kernels>(self, x: FloatTensor<K>) -> On<Self::Outputs, K> {
-        self.make
-            .copy::<K>(flatten::<K>(x), self.make.factor.key.layout, None)
     }
 }

@@ -3,7 +3,7 @@
 use burn_backend::{Backend, DType, FloatDType, Shape, TensorMetadata, tensor::FloatTensor};
 
 use crate::data::{
-    Kernels, cast_to,
+    cast_to,
     quantize::Quantized,
     tensors::{Bundle, Change, Outline, Tensors},
 };
@@ -72,11 +72,11 @@ pub(super) fn flattened(shape: &Shape) -> [usize; 2] {
 }
 
 /// All dimensions but the last as rows.
-pub(super) fn flatten<K: Kernels>(tensor: FloatTensor<K>) -> FloatTensor<K> {
+pub(super) fn flatten<B: Backend>(tensor: FloatTensor<B>) -> FloatTensor<B> {
     let shape = tensor.shape();
     match shape.num_dims() {
         2 => tensor,
-        _ => K::float_reshape(tensor, Shape::new(flattened(&shape))),
+        _ => B::float_reshape(tensor, Shape::new(flattened(&shape))),
     }
 }
 
