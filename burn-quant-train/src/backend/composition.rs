@@ -33,8 +33,8 @@ use crate::{
         composition::{CompositionKernels, Compositions},
     },
     operations::{composed_activation_operations, composed_float_operations},
-    ops::{layer_norm::LayerNorm, rms_norm::RmsNorm, swiglu::Swiglu},
-    recipe::Recipe,
+    ops::{gelu::Gelu, layer_norm::LayerNorm, rms_norm::RmsNorm, swiglu::Swiglu},
+    recipe::{Flow, Recipe},
     saved::recorded::QuantBackend,
 };
 
@@ -184,23 +184,33 @@ impl<B: QuantBackend> fmt::Debug for Waiting<B> {
     }
 }
 
-/// True if the operations on this tensor may begin a composition, of those which kernels that there are `have`.
+/// True if a composition may begin with this tensor: in a flow, or where the kernels are such that `have` is true of them.
 fn begins<B: QuantBackend, R: Recipe>(
     x: &QuantTensor<B>,
     have: impl FnOnce(&Compositions<<B::Base as DataBackend>::Kernels>) -> bool,
 ) -> bool {
-    flow::flow::<B, R>(x).is_some() || kernels::<B, R>(x).is_some_and(|kernels| have(&kernels))
+    flow::of::<B, R>(x).is_some() || kernels::<B, R>(x).is_some_and(|kernels| have(&kernels))
 }
 
-/// The same of a norm of its rows.
+/// The flow of an operator with these inputs, x first: where a gradient of one of them is asked for. Evaluation reads values
+/// as they are, on the backend of training too.
+fn flow_of<B: QuantBackend, R: Recipe, const N: usize>(
+    inputs: [&QuantTensor<B>; N],
+) -> Option<Flow> {
+    let is_trained = || inputs.iter().any(|it| B::is_tracked(it.primitive()));
+    flow::of::<B, R>(inputs[0]).filter(|_| is_trained())
+}
+
+/// True if a norm of the rows of this tensor may begin.
 fn begins_norm<B: QuantBackend, R: Recipe>(x: &QuantTensor<B>) -> bool {
-    begins::<B, R>(x, |kernels| {
-        let columns = x.shape()[x.rank() - 1];
-        (kernels.has_norms)(x.dtype(), columns)
-    })
+    begins::<B, R>(x, |kernels| has_norms(kernels, x))
 }
 
-/// The kernels that compositions which begin with this tensor are looked for to have.
+fn has_norms<B: QuantBackend, K: Backend>(kernels: &Compositions<K>, x: &QuantTensor<B>) -> bool {
+    (kernels.has_norms)(x.dtype(), x.shape()[x.rank() - 1])
+}
+
+/// The kernels, if compositions that begin with this tensor have some outside of a flow.
 fn kernels<B: QuantBackend, R: Recipe>(
     x: &QuantTensor<B>,
 ) -> Option<Compositions<<B::Base as DataBackend>::Kernels>> {
@@ -277,7 +287,7 @@ pub(super) fn float_powi_scalar<B: QuantBackend, R: Recipe>(
     let begins = match step(x) {
         Some(Step::Widened(_)) => true,
         Some(_) => false,
-        None => x.dtype() == DType::F32 && flow::flow::<B, R>(x).is_some(),
+        None => x.dtype() == DType::F32 && flow::of::<B, R>(x).is_some(),
     };
     (begins && power.elem::<f64>() == 2.0).then(|| Waiting::like::<R>(x, Step::Squared(x.clone())))
 }
@@ -317,7 +327,7 @@ pub(super) fn float_div<B: QuantBackend, R: Recipe>(
     x: &QuantTensor<B>,
     by: &QuantTensor<B>,
 ) -> Option<QuantTensor<B>> {
-    is_same(x, root_mean_square(narrowed(by))?.0)
+    (x.dtype() == by.dtype() && is_same(x, root_mean_square(narrowed(by))?.0))
         .then(|| Waiting::like::<R>(x, Step::Normalized(x.clone(), by.clone())))
 }
 
@@ -351,21 +361,27 @@ fn product<B: QuantBackend, R: Recipe>(
     }
 }
 
-/// Layer normalization, if it is one operation.
+/// Layer normalization, if it is one operation: of parameters with as many elements as a row.
 pub(super) fn layer_norm<B: QuantBackend, R: Recipe>(
     x: &QuantTensor<B>,
     gain: &QuantTensor<B>,
     bias: Option<&QuantTensor<B>>,
     epsilon: f64,
 ) -> Option<QuantTensor<B>> {
-    let is_narrow = |it: &QuantTensor<B>| it.dtype() != DType::F64;
-    let same = bias.is_none_or(|bias| bias.dtype() == gain.dtype());
-    if !(same && is_narrow(gain) && begins_norm::<B, R>(x)) {
+    let columns = x.shape().last().copied()?;
+    let fits = |it: &QuantTensor<B>| {
+        it.shape().num_elements() == columns && it.dtype() == gain.dtype() && is_float(it)
+    };
+    if !(fits(gain) && bias.is_none_or(fits)) {
         return None;
     }
-    let (norm, flow) = (LayerNorm { epsilon }, flow::flow::<B, R>(x));
-    let [gain, x] = [gain, x].map(Clone::clone);
-    let (x, gain) = (flow::enter(flow, x), gain.into_primitive());
+    let flow = flow_of::<B, R, 3>([x, gain, bias.unwrap_or(gain)]);
+    let has_kernel = || kernels::<B, R>(x).is_some_and(|kernels| has_norms(&kernels, x));
+    if flow.is_none() && !has_kernel() {
+        return None;
+    }
+    let norm = LayerNorm { epsilon };
+    let (x, gain) = (flow::enter(flow, x.clone()), gain.clone().into_primitive());
     let output = match bias {
         Some(bias) => B::record(norm, [x, gain, bias.clone().into_primitive()]),
         None => B::record(norm, [x, gain]),
@@ -373,11 +389,15 @@ pub(super) fn layer_norm<B: QuantBackend, R: Recipe>(
     Some(flow::leave(flow, output))
 }
 
+fn is_float<B: QuantBackend>(tensor: &QuantTensor<B>) -> bool {
+    matches!(tensor.dtype(), DType::F32 | DType::BF16 | DType::F16)
+}
+
 pub(super) fn gelu<B: QuantBackend, R: Recipe>(x: &QuantTensor<B>) -> Option<QuantTensor<B>> {
-    let flow = flow::flow::<B, R>(x)?;
+    let flow = flow_of::<B, R, 1>([x])?;
     let _scope = QuantTrain::<B, R>::scope();
     let x = flow::enter(Some(flow), x.clone());
-    Some(flow::leave(Some(flow), <B::Inside>::gelu(x)))
+    Some(flow::leave(Some(flow), B::record(Gelu, [x])))
 }
 
 fn swiglu<B: QuantBackend, R: Recipe>(
@@ -385,9 +405,9 @@ fn swiglu<B: QuantBackend, R: Recipe>(
     up: &QuantTensor<B>,
 ) -> Option<QuantTensor<B>> {
     let fits = gate.shape() == up.shape() && gate.dtype() == up.dtype() && up.origin().is_none();
-    fits.then(|| {
+    let flow = flow_of::<B, R, 2>([gate, up]);
+    (fits && (flow.is_some() || kernels::<B, R>(gate).is_some())).then(|| {
         let _scope = QuantTrain::<B, R>::scope();
-        let flow = flow::flow::<B, R>(gate);
         let inputs = [gate, up].map(|it| flow::enter(flow, it.clone()));
         flow::leave(flow, B::record(Swiglu, inputs))
     })
@@ -403,10 +423,10 @@ fn rms_norm<B: QuantBackend, R: Recipe>(
     let fits = of_gain.last() == shape.last()
         && of_gain.num_elements() == shape[shape.num_dims() - 1]
         && of_gain.num_dims() == shape.num_dims()
-        && matches!(gain.dtype(), DType::F32 | DType::BF16 | DType::F16);
-    fits.then(|| {
+        && is_float(gain);
+    let flow = flow_of::<B, R, 2>([x, gain]);
+    (fits && (flow.is_some() || kernels::<B, R>(x).is_some())).then(|| {
         let _scope = QuantTrain::<B, R>::scope();
-        let flow = flow::flow::<B, R>(x);
         let (x, gain) = (flow::enter(flow, x.clone()), gain.clone().into_primitive());
         flow::leave(flow, B::record(RmsNorm { epsilon }, [x, gain]))
     })

@@ -7,13 +7,13 @@ use burn_backend::{DType, TensorMetadata};
 use super::{QuantTrain, tensor::QuantTensor};
 use crate::{
     layer::tag::{Tag, View},
-    ops,
+    ops::flow::ReadRounded,
     recipe::{Flow, Recipe},
     saved::recorded::{InsideTensor, QuantBackend},
 };
 
-/// The flow of which an operator on this tensor is a part: in training, of a recipe that has one.
-pub(super) fn flow<B: QuantBackend, R: Recipe>(x: &QuantTensor<B>) -> Option<Flow> {
+/// The flow of which an operator on this tensor may be a part: of a recipe that has one, where a backward pass may follow.
+pub(super) fn of<B: QuantBackend, R: Recipe>(x: &QuantTensor<B>) -> Option<Flow> {
     let flow = QuantTrain::<B, R>::ROW.flow.filter(|_| B::RECORDS)?;
     let is_float = matches!(x.dtype(), DType::F32 | DType::BF16 | DType::F16);
     let has_rows = x.rank() >= 2 && x.shape().num_elements() > 0;
@@ -27,7 +27,7 @@ pub(super) fn enter<B: QuantBackend>(flow: Option<Flow>, x: QuantTensor<B>) -> I
     let Some(flow) = flow else {
         return x.into_primitive();
     };
-    let operation = ops::flow::Flow {
+    let operation = ReadRounded {
         cast: flow.activations,
         tag: (x.view() == View::Rows).then(|| x.tag().clone()),
     };

@@ -122,7 +122,7 @@ impl<B: QuantBackend, R: Recipe> ModuleOps<Self> for QuantTrain<B, R> {
         attention_fallback::<Self>(query, key, value, None, None, options)
     }
 
-    /// [One operation](composition), or Burn's with statistics in FP32. The output has the input's dtype, so that the residual
+    /// One operation, or Burn's with statistics in FP32. The output has the input's dtype, so that the residual
     /// stream keeps its width.
     fn layer_norm(
         tensor: FloatTensor<Self>,

@@ -25,7 +25,7 @@ pub struct QuantTensor<B: QuantBackend> {
 enum Value<B: QuantBackend> {
     // The primitive before the handle: a cell settles when all that holds it waits for the backward pass.
     Ready(InsideTensor<B>, Handle),
-    /// One of a composition that may have a kernel as a whole.
+    /// One of a composition that may be one operation as a whole.
     Waiting(Arc<Waiting<B>>),
 }
 

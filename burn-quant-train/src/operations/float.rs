@@ -114,7 +114,7 @@ macro_rules! float_operations {
     };
 }
 
-/// The same of those with which compositions begin or go on that have a kernel as a whole: see
+/// The same of those with which compositions begin or go on: see
 /// [`composition`](crate::backend::composition).
 macro_rules! composed_float_operations {
     ($forward:ident) => {

@@ -21,14 +21,14 @@ use crate::{
 };
 
 /// The value of x, rounded, with the gradient that its reader gives.
-pub(crate) struct Flow<B: DataBackend> {
+pub(crate) struct ReadRounded<B: DataBackend> {
     /// How: to nearest.
     pub cast: Cast,
     /// The tag of x, if x is the matrix that the tag speaks of: operators that read one tensor share a copy.
     pub tag: Option<Arc<Tag<B>>>,
 }
 
-impl<B: DataBackend> Recorded<B, 1> for Flow<B> {
+impl<B: DataBackend> Recorded<B, 1> for ReadRounded<B> {
     type Saved = ();
 
     fn forward(self, [x]: [HeldTensor<B>; 1], _wanted: [bool; 1]) -> (HeldTensor<B>, ()) {

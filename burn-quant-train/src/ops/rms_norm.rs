@@ -10,7 +10,7 @@ use crate::{
     saved::{HeldTensor, recorded::Recorded},
 };
 
-/// `x / sqrt(mean(x²) + epsilon) gain` of x `[.., columns]`, on a device that has a kernel for it. The gain has as many
+/// `x / sqrt(mean(x²) + epsilon) gain` of x `[.., columns]`. The gain has as many
 /// elements as a row, and leading dimensions of size 1.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct RmsNorm {

@@ -10,7 +10,7 @@ use crate::{
     saved::{HeldTensor, recorded::Recorded},
 };
 
-/// `silu(gate) up`, of one shape and dtype, on a device that has a kernel for it.
+/// `silu(gate) up`, of one shape and dtype.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Swiglu;
 

@@ -76,11 +76,25 @@ impl Row {
         }
         if let Some(flow) = &self.flow {
             flow.check();
+            assert!(
+                flow.gradients.is_none() || self.gives_back_scaled(),
+                "the gradients of a flow are given back by linear layers whose scales come from the data"
+            );
         }
         if let Some(linear) = &self.linear {
             linear.check();
         }
         self
+    }
+}
+
+impl Row {
+    /// True if linear layers are quantized, by other scales than learned ones.
+    const fn gives_back_scaled(&self) -> bool {
+        match &self.linear {
+            Some(linear) => linear.forward_step(0).is_empty(),
+            None => false,
+        }
     }
 }
 
@@ -919,6 +933,8 @@ mod tests {
     #[case::flow_of_matrices("blocks or for groups", flowing(E4M3, None))]
     #[case::flow_of_slots("scales from the data", flowing(GROUP.with_history("amax-x"), None))]
     #[case::flow_with_residual("no residual", flowing(NEAREST.with_residual(Residual::Always), None))]
+    #[case::flow_without_layers("given back by linear layers", Row { linear: None, ..flowing(NEAREST, Some(NEAREST)) })]
+    #[case::flow_of_learned("given back by linear layers", Row { linear: Some(LEARNED), ..flowing(NEAREST, Some(NEAREST)) })]
     #[case::flow_at_random("rounded to nearest", flowing(NEAREST.stochastic(), None))]
     #[case::flow_of_rows_back(
         "blocks or for groups",

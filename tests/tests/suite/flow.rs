@@ -2,7 +2,7 @@
 
 use burn::{
     backend::{Autodiff, Flex},
-    module::Param,
+    module::{Module, Param},
     nn::{
         Gelu, LayerNormConfig, RmsNormConfig,
         transformer::{TransformerEncoderConfig, TransformerEncoderInput},
@@ -43,6 +43,8 @@ on_every_backend! {
     operators_keep_what_they_read => kept;
     nan_and_infinity_are_seen => not_finite;
     validation_reads_values_as_they_are => validation;
+    a_frozen_model_reads_values_as_they_are => frozen;
+    norms_that_are_not_quite_burns_keep_their_dtype => other_norms;
     tensors_without_rows_or_elements_do_not_flow => odd_shapes;
 }
 
@@ -336,6 +338,61 @@ fn validation<B: DataBackend>(seed: u64) {
     let x = tensor::<QuantTrain<B, JetfireInt8<f32>>, 2>(&values, [33, 40], &device);
     let plain = gelu(tensor::<B, 2>(&values, [33, 40], &device));
     assert!(same_bits(&floats(&gelu(x)), &floats(&plain)), "seed {seed}");
+}
+
+/// On the backend of training, where no gradient is asked for.
+fn frozen<B: DataBackend>(seed: u64) {
+    fn outputs<A: Backend>(values: &[f32]) -> Vec<Vec<f32>> {
+        let device = A::Device::default();
+        let x = tensor::<A, 3>(values, [2, 33, 40], &device);
+        let layer_norm = LayerNormConfig::new(40).init::<A>(&device).no_grad();
+        let rms_norm = RmsNormConfig::new(40).init::<A>(&device).no_grad();
+        let outputs = [
+            layer_norm.forward(x.clone()),
+            rms_norm.forward(x.clone()),
+            gelu(x.clone()),
+            silu(x.clone()) * x,
+        ];
+        outputs.iter().map(floats).collect()
+    }
+    let values = Rng::new(seed).normals(2 * 33 * 40, 1.0);
+    let ours = outputs::<QuantTrain<Autodiff<B>, JetfireInt8<f32>>>(&values);
+    let burns = outputs::<Autodiff<B>>(&values);
+    for (operator, (ours, burns)) in ours.iter().zip(&burns).enumerate() {
+        assert!(same_bits(ours, burns), "seed {seed}: operator {operator}");
+    }
+}
+
+/// `x / rms(x)` whose root stays FP32: what follows is as Burn has it.
+fn other_norms<B: DataBackend>(seed: u64) {
+    if !supports::<B>(DType::F16) {
+        return;
+    }
+    fn solve<A: AutodiffBackend>(values: &[f32]) -> (DType, Vec<f32>, Vec<f32>) {
+        let device = A::Device::default();
+        let leaf = tensor::<A, 1>(values, [values.len()], &device).require_grad();
+        let x = leaf.clone().reshape([33, 40]).cast(DType::F16);
+        let root = (x.clone().cast(DType::F32).square().mean_dim(1) + 0.1).sqrt();
+        let output = x.cast(DType::F32) / root;
+        let gradients = output.clone().sum().backward();
+        let of_leaf = leaf.grad(&gradients).expect("of the leaf");
+        (output.dtype(), floats(&output), floats(&of_leaf))
+    }
+    let values = Rng::new(seed).normals(33 * 40, 1.0);
+    let (dtype, ours, slopes) = solve::<QuantTrain<Autodiff<B>, JetfireInt8<f32>>>(&values);
+    let (_, burns, expected) = solve::<Autodiff<B>>(&values);
+    assert_eq!(dtype, DType::F32, "seed {seed}");
+    assert_near(&format!("seed {seed}: output"), &ours, &burns, 1e-6);
+    assert_near(&format!("seed {seed}: dx"), &slopes, &expected, 1e-5);
+
+    // Divided as FP16 by FP32, the quotient is what the promotion of both gives, and says so.
+    let device = B::Device::default();
+    type T<B> = QuantTrain<Autodiff<B>, JetfireInt8<f32>>;
+    let x = tensor::<T<B>, 2>(&values, [33, 40], &device).cast(DType::F16);
+    let root = (x.clone().cast(DType::F32).square().mean_dim(1) + 0.1).sqrt();
+    let quotient = x / root;
+    let said = quotient.dtype();
+    assert_eq!(said, quotient.to_data().dtype, "seed {seed}");
 }
 
 fn odd_shapes<B: DataBackend>(seed: u64) {

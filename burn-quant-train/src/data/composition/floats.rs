@@ -1,5 +1,7 @@
 //! Compositions from float operations in FP32, for backends without kernels for them.
 
+use std::f64::consts::{FRAC_1_SQRT_2, FRAC_2_SQRT_PI};
+
 use burn_backend::{Backend, FloatDType, Scalar, Shape, TensorMetadata, tensor::FloatTensor};
 
 use super::{NormInputs, Pair, WithPair, operations::rows_and_columns};
@@ -126,4 +128,32 @@ pub(super) fn swiglu_backward<B: Backend>([gate, up, gradient]: [FloatTensor<B>;
     let of_gate = B::float_mul(B::float_mul(gradient, up), slope);
     let [of_gate, of_up] = [of_gate, of_up].map(|it| like::<B>(it, shape.clone(), dtype));
     (of_gate, of_up)
+}
+
+/// Φ(x), the distribution function of the standard normal distribution.
+fn normal_distribution<B: Backend>(x: FloatTensor<B>) -> FloatTensor<B> {
+    let scaled = B::float_mul_scalar(x, Scalar::from(FRAC_1_SQRT_2));
+    let shifted = B::float_add_scalar(B::float_erf(scaled), Scalar::from(1.0));
+    B::float_mul_scalar(shifted, Scalar::from(0.5))
+}
+
+/// `x Φ(x)`.
+pub(super) fn gelu<B: Backend>(x: FloatTensor<B>) -> FloatTensor<B> {
+    let (shape, dtype) = (x.shape(), x.dtype().into());
+    let x = wide::<B>(x);
+    let output = B::float_mul(x.clone(), normal_distribution::<B>(x));
+    like::<B>(output, shape, dtype)
+}
+
+/// The gradient of x: of x, and of the gradient of the output.
+pub(super) fn gelu_backward<B: Backend>((x, gradient): Pair<B>) -> FloatTensor<B> {
+    let (shape, dtype) = (x.shape(), x.dtype().into());
+    let (x, gradient) = (wide::<B>(x), wide::<B>(gradient));
+    // The slope is Φ(x) + x φ(x), φ being the density.
+    let square = B::float_mul(x.clone(), x.clone());
+    let power = B::float_exp(B::float_mul_scalar(square, Scalar::from(-0.5)));
+    let density = B::float_mul_scalar(power, Scalar::from(0.5 * FRAC_2_SQRT_PI * FRAC_1_SQRT_2));
+    let slope = B::float_mul(x.clone(), density);
+    let slope = B::float_add(slope, normal_distribution::<B>(x));
+    like::<B>(B::float_mul(gradient, slope), shape, dtype)
 }

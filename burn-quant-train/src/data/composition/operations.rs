@@ -187,6 +187,43 @@ impl Operation for SwigluGradients {
     }
 }
 
+/// GELU (Hendrycks & Gimpel, 2016, section 2).
+#[derive(Debug, Clone)]
+pub(crate) struct GeluForward;
+
+impl Operation for GeluForward {
+    const NAME: &'static str = "gelu";
+    type Inputs = FloatMeta;
+    type Outputs = FloatMeta;
+
+    fn outline<T: Tensors>(&self, x: &T::Float) -> FloatMeta {
+        FloatMeta::of(x)
+    }
+
+    fn run<K: Kernels>(self, x: FloatTensor<K>) -> FloatTensor<K> {
+        floats::gelu::<K>(x)
+    }
+}
+
+/// Its gradient.
+#[derive(Debug, Clone)]
+pub(crate) struct GeluGradient;
+
+impl Operation for GeluGradient {
+    const NAME: &'static str = "gelu_backward";
+    /// x, and the gradient of the output.
+    type Inputs = (FloatMeta, FloatMeta);
+    type Outputs = FloatMeta;
+
+    fn outline<T: Tensors>(&self, (x, _): &On<Self::Inputs, T>) -> FloatMeta {
+        FloatMeta::of(x)
+    }
+
+    fn run<K: Kernels>(self, inputs: On<Self::Inputs, K>) -> FloatTensor<K> {
+        floats::gelu_backward::<K>(inputs)
+    }
+}
+
 /// The gradient of an embedding's table.
 #[derive(Debug, Clone)]
 pub(crate) struct EmbeddingGradient {
