@@ -184,12 +184,13 @@ impl<B: QuantBackend> fmt::Debug for Waiting<B> {
     }
 }
 
-/// True if a composition may begin with this tensor: in a flow, or where the kernels are such that `have` is true of them.
-fn begins<B: QuantBackend, R: Recipe>(
+/// True if a composition on this tensor is one operation: in a flow, or where there are kernels, and `have` is true of them.
+fn is_one<B: QuantBackend, R: Recipe>(
+    flow: Option<Flow>,
     x: &QuantTensor<B>,
     have: impl FnOnce(&Compositions<<B::Base as DataBackend>::Kernels>) -> bool,
 ) -> bool {
-    flow::of::<B, R>(x).is_some() || kernels::<B, R>(x).is_some_and(|kernels| have(&kernels))
+    flow.is_some() || kernels::<B, R>(x).is_some_and(|kernels| have(&kernels))
 }
 
 /// The flow of an operator with these inputs, x first: where a gradient of one of them is asked for. Evaluation reads values
@@ -201,13 +202,11 @@ fn flow_of<B: QuantBackend, R: Recipe, const N: usize>(
     flow::of::<B, R>(inputs[0]).filter(|_| is_trained())
 }
 
-/// True if a norm of the rows of this tensor may begin.
-fn begins_norm<B: QuantBackend, R: Recipe>(x: &QuantTensor<B>) -> bool {
-    begins::<B, R>(x, |kernels| has_norms(kernels, x))
-}
-
-fn has_norms<B: QuantBackend, K: Backend>(kernels: &Compositions<K>, x: &QuantTensor<B>) -> bool {
-    (kernels.has_norms)(x.dtype(), x.shape()[x.rank() - 1])
+/// The same of a norm of the tensor's rows.
+fn is_one_norm<B: QuantBackend, R: Recipe>(flow: Option<Flow>, x: &QuantTensor<B>) -> bool {
+    is_one::<B, R>(flow, x, |kernels| {
+        (kernels.has_norms)(x.dtype(), x.shape()[x.rank() - 1])
+    })
 }
 
 /// The kernels, if compositions that begin with this tensor have some outside of a flow.
@@ -276,7 +275,7 @@ pub(super) fn float_cast<B: QuantBackend, R: Recipe>(
         return (of.dtype() == dtype).then(|| Waiting::of::<R>(x, narrowed, x.shape(), dtype));
     }
     let widens = *dtype == FloatDType::F32 && x.dtype() != DType::F32;
-    (widens && begins_norm::<B, R>(x))
+    (widens && is_one_norm::<B, R>(flow::of::<B, R>(x), x))
         .then(|| Waiting::of::<R>(x, Step::Widened(x.clone()), x.shape(), DType::F32))
 }
 
@@ -332,7 +331,8 @@ pub(super) fn float_div<B: QuantBackend, R: Recipe>(
 }
 
 pub(super) fn sigmoid<B: QuantBackend, R: Recipe>(x: &QuantTensor<B>) -> Option<QuantTensor<B>> {
-    begins::<B, R>(x, |_| true).then(|| Waiting::like::<R>(x, Step::Sigmoid(x.clone())))
+    is_one::<B, R>(flow::of::<B, R>(x), x, |_| true)
+        .then(|| Waiting::like::<R>(x, Step::Sigmoid(x.clone())))
 }
 
 pub(super) fn float_mul<B: QuantBackend, R: Recipe>(
@@ -376,8 +376,7 @@ pub(super) fn layer_norm<B: QuantBackend, R: Recipe>(
         return None;
     }
     let flow = flow_of::<B, R, 3>([x, gain, bias.unwrap_or(gain)]);
-    let has_kernel = || kernels::<B, R>(x).is_some_and(|kernels| has_norms(&kernels, x));
-    if flow.is_none() && !has_kernel() {
+    if !is_one_norm::<B, R>(flow, x) {
         return None;
     }
     let norm = LayerNorm { epsilon };
@@ -406,7 +405,7 @@ fn swiglu<B: QuantBackend, R: Recipe>(
 ) -> Option<QuantTensor<B>> {
     let fits = gate.shape() == up.shape() && gate.dtype() == up.dtype() && up.origin().is_none();
     let flow = flow_of::<B, R, 2>([gate, up]);
-    (fits && (flow.is_some() || kernels::<B, R>(gate).is_some())).then(|| {
+    (fits && is_one::<B, R>(flow, gate, |_| true)).then(|| {
         let _scope = QuantTrain::<B, R>::scope();
         let inputs = [gate, up].map(|it| flow::enter(flow, it.clone()));
         flow::leave(flow, B::record(Swiglu, inputs))
@@ -425,7 +424,7 @@ fn rms_norm<B: QuantBackend, R: Recipe>(
         && of_gain.num_dims() == shape.num_dims()
         && is_float(gain);
     let flow = flow_of::<B, R, 2>([x, gain]);
-    (fits && (flow.is_some() || kernels::<B, R>(x).is_some())).then(|| {
+    (fits && is_one::<B, R>(flow, x, |_| true)).then(|| {
         let _scope = QuantTrain::<B, R>::scope();
         let (x, gain) = (flow::enter(flow, x.clone()), gain.clone().into_primitive());
         flow::leave(flow, B::record(RmsNorm { epsilon }, [x, gain]))

@@ -8,8 +8,7 @@ use super::{
     Cast, ComputeDtype, Flow, Granularity, LinearRow, Number, Product, Recipe, Row, SavedX,
 };
 
-/// Jetfire: INT8 in `BLOCK` x `BLOCK` blocks in linear layers and between them (jetfire-int8,
-/// sections 3 to 6).
+/// Jetfire: INT8 in `BLOCK` x `BLOCK` blocks in linear layers and between them (jetfire-int8, sections 3 to 6).
 ///
 /// Everything is rounded to nearest in the forward pass, and stochastically in the backward pass. What a layer reads is
 /// what it keeps for its gradients: a byte an element. A square block turns with its matrix, so no second copy is needed.
