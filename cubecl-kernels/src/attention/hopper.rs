@@ -1,8 +1,8 @@
 //! Attention on Hopper's warpgroup matrix instructions (`wgmma`), fed by its tensor memory accelerator (TMA).
 //!
-//! CUDA source in four texts: `hopper/forward.cu`; `hopper/rows.cu`, `hopper/queries.cu` and `hopper/keys.cu` for the
-//! backward pass, which computes the scores once for dQ and once for dK and dV. That is 7 products in place of 5, but no
-//! sum leaves its registers, and each has one order: results repeat to the bit.
+//! CUDA source in four texts: `hopper/forward.cu`; `hopper/rows.cu`, `hopper/gradients.cu` and `hopper/queries.cu` for the
+//! backward pass. Blocks of it share keys, and sums of dK and dV stay in registers; those of dQ are added in memory, in
+//! FP32, by blocks that take turns: each sum has one order, and results repeat to the bit.
 
 use std::{fmt::Debug, hash::Hash, marker::PhantomData};
 
@@ -24,8 +24,10 @@ const FORWARD: &str = "attention";
 const BACKWARD: &str = "attention_backward";
 /// A producer and two consumer warpgroups.
 const UNITS: u32 = 3 * 128;
-/// Rows that the consumers of a block have together: 64 each.
-const ROWS: usize = 128;
+/// Rows of a consumer.
+const CONSUMER_ROWS: usize = 64;
+/// Rows that the consumers of a block have together.
+const ROWS: usize = 2 * CONSUMER_ROWS;
 /// Features of a panel: 128 bytes.
 const PANEL: usize = 64;
 /// The widest heads.
@@ -165,6 +167,12 @@ pub fn attention_backward<R: Runtime>(
 
     let padded = queries.next_multiple_of(ROWS);
     let rows = empty(client, vec![batch, heads, padded, 2], storage::<f32>());
+    let tile = Pass::<Gradients>::of(&problem).tile;
+    let turns = empty(
+        client,
+        vec![1 + batch * heads * padded / tile],
+        storage::<u32>(),
+    );
     problem.strides = [output.strides(), of_output.strides()];
     let lanes = problem.dim / VECTOR;
     problem.launch::<Rows>(
@@ -176,56 +184,53 @@ pub fn attention_backward<R: Runtime>(
             gradient.clone(),
             forward.log_sum_exp.clone(),
             rows.clone(),
+            turns.clone(),
         ],
         0,
         1,
     );
 
-    let inputs = || [query, key, value, gradient].map(Clone::clone);
+    let sums = empty(
+        client,
+        vec![batch, heads, padded, problem.dim],
+        storage::<f32>(),
+    );
+    let of_key = in_rows(client, [batch, kv_heads, keys, width], query.dtype);
+    let of_value = in_rows(client, [batch, kv_heads, keys, value_width], query.dtype);
+    let maps = vec![
+        problem.query.map(tile),
+        problem.key.map(ROWS),
+        problem.value.map(ROWS),
+        of_output.map(tile),
+    ];
+    let mut buffers = vec![rows, turns, sums.clone(), of_key.clone(), of_value.clone()];
+    buffers.extend([query, key, value, gradient].map(Clone::clone));
+    let of_group = queries * shape.group() * (problem.head_bytes() + problem.dim * size_of::<f32>());
+    problem.launch::<Gradients>(
+        client,
+        batch * kv_heads * keys.div_ceil(ROWS),
+        maps,
+        buffers,
+        of_group,
+        1,
+    );
+
     let of_query = wanted.query.then(|| {
         let of_query = in_rows(client, [batch, heads, queries, width], query.dtype);
-        let tile = Pass::<Queries>::of(&problem).tile;
-        let maps = vec![
-            problem.query.map(ROWS),
-            problem.key.map(tile),
-            problem.value.map(tile),
-            of_output.map(ROWS),
-        ];
-        let mut buffers = vec![rows.clone(), of_query.clone()];
-        buffers.extend(inputs());
-        let blocks = batch * heads * queries.div_ceil(ROWS);
         problem.launch::<Queries>(
             client,
-            blocks,
-            maps,
-            buffers,
-            keys * problem.head_bytes(),
-            shape.group(),
+            batch * heads * padded / CONSUMER_ROWS,
+            vec![],
+            vec![sums, of_query.clone()],
+            0,
+            1,
         );
         of_query
     });
-    let of_keys = (wanted.key || wanted.value).then(|| {
-        let of_key = in_rows(client, [batch, kv_heads, keys, width], query.dtype);
-        let of_value = in_rows(client, [batch, kv_heads, keys, value_width], query.dtype);
-        let tile = Pass::<Keys>::of(&problem).tile;
-        let maps = vec![
-            problem.query.map(tile),
-            problem.key.map(ROWS),
-            problem.value.map(ROWS),
-            of_output.map(tile),
-        ];
-        let mut buffers = vec![rows.clone(), of_key.clone(), of_value.clone()];
-        buffers.extend(inputs());
-        let blocks = batch * kv_heads * keys.div_ceil(ROWS);
-        let of_group = queries * shape.group() * problem.head_bytes();
-        problem.launch::<Keys>(client, blocks, maps, buffers, of_group, 1);
-        (of_key, of_value)
-    });
-    let (of_key, of_value) = of_keys.unzip();
     Ok(AttentionGradients {
         query: of_query,
-        key: of_key.filter(|_| wanted.key),
-        value: of_value.filter(|_| wanted.value),
+        key: wanted.key.then_some(of_key),
+        value: wanted.value.then_some(of_value),
         bias: None,
     })
 }
@@ -484,6 +489,10 @@ trait Kernel: Debug + Copy + Eq + Hash + Send + Sync + 'static {
     const STAGED: usize;
     /// Bytes of a stage beside them, for each row.
     const ROW_BYTES: usize;
+    /// Tiles of scores, the block's own rows times those of a stage.
+    const SCORES: usize;
+    /// Tiles of sums in FP32 for the rows of a stage.
+    const SUMS: usize;
 
     /// Rows of a tile of a stage, for heads of 64 and of 128 features in shared memory.
     const TILES: [usize; 2];
@@ -492,7 +501,7 @@ trait Kernel: Debug + Copy + Eq + Hash + Send + Sync + 'static {
 macro_rules! kernels {
     ($(
         $kernel:ident: $file:literal $entry_point:literal,
-        $units:expr, $own:expr, $staged:expr, $row_bytes:expr, $tiles:expr;
+        $units:expr, $own:expr, $staged:expr, $row_bytes:expr, $scores:expr, $sums:expr, $tiles:expr;
     )*) => {
         $(
             #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -509,6 +518,8 @@ macro_rules! kernels {
                 const OWN: usize = $own;
                 const STAGED: usize = $staged;
                 const ROW_BYTES: usize = $row_bytes;
+                const SCORES: usize = $scores;
+                const SUMS: usize = $sums;
                 const TILES: [usize; 2] = $tiles;
             }
         )*
@@ -516,11 +527,11 @@ macro_rules! kernels {
 }
 
 kernels! {
-    // Text and entry point; units, own tiles, staged tiles, bytes of a row, rows of a tile.
-    Forward: "hopper/forward.cu" "attention_forward_hopper", UNITS, 1, 1, 0, [128, 128];
-    Rows: "hopper/rows.cu" "attention_rows_hopper", ROW_UNITS as u32, 0, 0, 0, [0, 0];
-    Queries: "hopper/queries.cu" "attention_queries_hopper", UNITS, 2, 2, 0, [128, 64];
-    Keys: "hopper/keys.cu" "attention_keys_hopper", UNITS, 2, 2, 8, [64, 64];
+    // Text and entry point; units, own tiles, staged tiles, bytes of a row, tiles of scores and of sums, rows of a tile.
+    Forward: "hopper/forward.cu" "attention_forward_hopper", UNITS, 1, 1, 0, 0, 0, [128, 128];
+    Rows: "hopper/rows.cu" "attention_rows_hopper", ROW_UNITS as u32, 0, 0, 0, 0, 0, [128, 64];
+    Gradients: "hopper/gradients.cu" "attention_gradients_hopper", UNITS, 2, 2, 8, 2, 1, [128, 64];
+    Queries: "hopper/queries.cu" "attention_queries_hopper", 128, 0, 0, 0, 0, 0, [128, 64];
 }
 
 /// A kernel with its knobs.
@@ -575,6 +586,8 @@ impl<P: Kernel> CudaSource for Pass<P> {
     }
 
     fn shared_memory(&self) -> usize {
-        P::OWN * ROWS * self.dim * ELEMENT_BYTES + self.stages * self.stage_bytes()
+        let own = P::OWN * ROWS * self.dim + P::SCORES * ROWS * self.tile;
+        let sums = P::SUMS * self.tile * self.dim;
+        own * ELEMENT_BYTES + sums * size_of::<f32>() + self.stages * self.stage_bytes()
     }
 }

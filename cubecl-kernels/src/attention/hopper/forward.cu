@@ -57,10 +57,19 @@ __device__ __forceinline__ void hide(float *scores, const Band &band, int query,
 #pragma unroll
             for (int e = 0; e < 2; e++) {
                 const int at = 8 * j + 2 * (thread % 4) + e;
-                if (at < first || at > last)
+                if (at < first | at > last)
                     scores[4 * j + 2 * h + e] = -INFINITE;
             }
     }
+}
+
+// Consumers take turns to issue products: a barrier of the block for each, at which one waits and the other arrives.
+__device__ __forceinline__ void await_turn(u32 consumer) {
+    asm volatile("bar.sync %0, %1;" ::"r"(1 + consumer), "n"(128 * CONSUMERS) : "memory");
+}
+
+__device__ __forceinline__ void give_turn(u32 consumer) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(1 + consumer), "n"(128 * CONSUMERS) : "memory");
 }
 
 extern "C" __global__ void __launch_bounds__(384, 1)
@@ -134,8 +143,12 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         hide(scores, band, query, (first_tile + count - 1) * KEYS);
         exponentiate(scores, statistics, decay, factor);
         pack_operand<KEYS>(scores, probabilities);
+        // While one consumer's products run, the other has its exponentials.
+        if (consumer == 1)
+            give_turn(0);
         for (int tile = count - 2; tile >= 0; tile--) {
             const u32 of_keys = stage;
+            await_turn(consumer);
             barrier_wait(full + 8 * stage, parity);
             pin<KEYS / 2>(scores);
             pin<KEYS / 4>(probabilities);
@@ -145,6 +158,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
             next_stage(stage, parity);
             barrier_wait(full + 8 * stage, parity);
             start_over_rows<KEYS>(sums, probabilities, ring + stage * STAGE_BYTES, true);
+            give_turn(1 - consumer);
             products_wait<1>();
             pin<KEYS / 2>(scores);
             release(empty + 8 * of_keys);
@@ -160,6 +174,8 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                 sums[i] *= decay[i / 2 % 2];
             pack_operand<KEYS>(scores, probabilities);
         }
+        if (consumer == 0)
+            await_turn(0);
         barrier_wait(full + 8 * stage, parity);
         pin<KEYS / 4>(probabilities);
         pin<DIM / 2>(sums);

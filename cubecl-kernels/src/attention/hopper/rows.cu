@@ -1,5 +1,6 @@
 // What the backward pass needs of each query: its log-sum-exp, base 2, and Delta = dO·O. Rows of padding, of which each
-// head has as many as make it whole tiles, get what makes all their probabilities 0.
+// head has as many as make it whole tiles, get what makes all their probabilities 0. And the zeros that gradients.cu
+// counts from: its blocks, and for each tile of queries the blocks that had their turn.
 //
 // Texts before this one: hopper.cu, attention/hopper/common.cu.
 
@@ -26,7 +27,7 @@ __device__ __forceinline__ float dot(u32 a, u32 b, float sum) {
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     attention_rows_hopper(const Out *__restrict__ out, const Out *__restrict__ gradient,
-                          const float *__restrict__ log_sum_exp, float2 *__restrict__ rows,
+                          const float *__restrict__ log_sum_exp, float2 *__restrict__ rows, u32 *__restrict__ turns,
                           const __grid_constant__ Numbers numbers) {
     const u32 padded = numbers.padded, queries = numbers.queries;
     const u32 index = blockIdx.x * BLOCK_ROWS + threadIdx.x / LANES, lane = threadIdx.x % LANES;
@@ -48,5 +49,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         const float log = row < queries ? log_sum_exp[(u64)head * queries + row] : INFINITE;
         // A row that sees nothing has no probabilities either way.
         rows[index] = make_float2(log == -INFINITE ? 0.0f : log * LOG2_E, sum);
+        if (index == 0)
+            turns[0] = 0;
+        if (index % STAGED_ROWS == 0)
+            turns[1 + index / STAGED_ROWS] = 0;
     }
 }
