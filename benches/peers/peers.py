@@ -161,6 +161,12 @@ def measure_gemm(sizes):
         check("cuBLAS BF16", a @ b, lambda rows: a[rows].double(), lambda cols: b[:, cols].T.double(), 5e-3)
         add("cublas-bf16", n, timed_graph(lambda: torch.matmul(a, b)))
 
+        x, y = (torch.randn(n, n, device="cuda").to(torch.float8_e4m3fn) for _ in range(2))
+        scale = torch.ones((), device="cuda")
+        fp8 = lambda: torch._scaled_mm(x, y.T, scale, scale, out_dtype=torch.bfloat16, use_fast_accum=True)
+        check("cuBLAS FP8", fp8(), lambda rows: x[rows].double(), lambda cols: y[cols].double(), 1e-2)
+        add("cublas-fp8", n, timed_graph(fp8))
+
         x, y = (quantized_normal(n) for _ in range(2))
         exact = torch._int_mm(x, y.T)
         check("cuBLAS INT8", exact, lambda rows: x[rows].double(), lambda cols: y[cols].double(), 0.0)

@@ -5,7 +5,7 @@ use cubecl::prelude::*;
 use cubecl_kernels::{KernelError, gemm::gemm_float};
 use half::bf16;
 
-use super::check::check_float;
+use super::check::{Accumulation, check_float};
 use crate::{
     gpu::{Gpu, bf16_rows, normal_matrix},
     random::Random,
@@ -42,7 +42,8 @@ pub fn measure(gpu: &Gpu, random: &mut Random, size: usize) -> Result<Result<Spr
         for (j, &col) in cols.iter().enumerate() {
             let (a, b) = (&of_a[i * size..][..size], &of_b[j * size..][..size]);
             let factors = a.iter().copied().zip(b.iter().copied());
-            check_float(of_out[i * size + col], factors, [row, col])?;
+            let actual = of_out[i * size + col];
+            check_float(actual, factors, Accumulation::Float, [row, col])?;
         }
     }
     drop(out);

@@ -6,7 +6,7 @@ use burn::{
     tensor::{DType, Tensor, TensorData, backend::Backend, bf16},
 };
 
-use super::check::check_float;
+use super::check::{Accumulation, check_float};
 use crate::{random::Random, results::Spread, timing::Sampling};
 
 /// Rows and columns of the sample that is checked.
@@ -40,7 +40,7 @@ pub fn measure(random: &mut Random, size: usize) -> Result<Spread> {
             let col = random.below(size);
             let factors =
                 (0..size).map(|depth| (host_a[row * size + depth], host_b[depth * size + col]));
-            check_float(of_row[col], factors, [row, col])?;
+            check_float(of_row[col], factors, Accumulation::Float, [row, col])?;
         }
     }
     drop(product);

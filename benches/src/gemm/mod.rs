@@ -1,8 +1,9 @@
-//! The speed of products of block-quantized matrices, beside that of BF16 matrices.
+//! The speed of products of block-quantized and of FP8 matrices, beside that of BF16 matrices.
 
 mod bf16_gemm;
 mod burn_matmul;
 mod check;
+mod fp8_gemm;
 mod problem;
 
 use std::path::Path;
@@ -40,8 +41,11 @@ pub struct Settings {
     )]
     pub sizes: Vec<usize>,
     /// Measure the products of the layers of models instead, briefly, and odd sizes and a batch
-    #[arg(long)]
+    #[arg(long, conflicts_with = "floats")]
     pub shapes: bool,
+    /// Leave out INT8 products
+    #[arg(long)]
+    pub floats: bool,
     /// The vocabulary of these models
     #[arg(long, default_value_t = 32_000, value_name = "N")]
     pub vocabulary: usize,
@@ -83,6 +87,9 @@ impl Settings {
     }
 
     fn problems(&self) -> Vec<Problem> {
+        if self.floats {
+            return Vec::new();
+        }
         let mut problems = if self.shapes {
             of_layers(self.vocabulary)
         } else {
@@ -127,10 +134,18 @@ pub fn run(
     }
     if !settings.shapes {
         for &size in &settings.sizes {
-            report.add([
-                ours_bf16(gpu, &mut random, size)?,
-                burn(gpu, &mut random, size)?,
-            ])?;
+            let bf16 = bf16_gemm::measure(gpu, &mut random, size);
+            let mut ours = vec![(Kernel::HopperBf16, bf16)];
+            for (kernel, granularities) in fp8_gemm::SCALINGS {
+                let fp8 = fp8_gemm::measure(gpu, &mut random, size, granularities);
+                ours.push((kernel, fp8));
+            }
+            let ours = ours
+                .into_iter()
+                .map(|(kernel, time)| float(kernel, size, time));
+            report.add(ours.collect::<Result<Vec<_>>>()?)?;
+            gpu.client.memory_cleanup();
+            report.add([burn(gpu, &mut random, size)?])?;
         }
     }
     let peers = peers.filter(|_| !settings.shapes);
@@ -249,17 +264,15 @@ fn output(problem: &Problem) -> StorageType {
     }
 }
 
-/// The line of our own product of square BF16 matrices.
-fn ours_bf16(gpu: &Gpu, random: &mut Random, size: usize) -> Result<GemmSpeed> {
-    let time = bf16_gemm::measure(gpu, random, size)
-        .with_context(|| format!("our BF16 product of size {size}"))?;
-    gpu.client.memory_cleanup();
+/// The line of one of our products of square float matrices.
+fn float(kernel: Kernel, size: usize, time: Result<Result<Spread, String>>) -> Result<GemmSpeed> {
+    let time = time.with_context(|| format!("{} of size {size}", kernel.name()))?;
     let problem = Problem::new(size, size, size);
     let row = GemmSpeed {
         block: None,
         ..match time {
-            Err(reason) => problem.unavailable(Kernel::HopperBf16, reason),
-            Ok(time) => problem.timed(Kernel::HopperBf16, time),
+            Err(reason) => problem.unavailable(kernel, reason),
+            Ok(time) => problem.timed(kernel, time),
         }
     };
     say(&size.to_string(), &row);

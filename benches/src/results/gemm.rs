@@ -14,10 +14,18 @@ pub enum Kernel {
     Hopper,
     /// Ours, of BF16 matrices, on `wgmma` instructions.
     HopperBf16,
+    /// Ours, of E4M3 matrices with a scale each.
+    HopperFp8Tensor,
+    /// The same with a scale for each row of A and of B.
+    HopperFp8Row,
+    /// The same with a scale for each 1 x 128 of A and 128 x 128 of B.
+    HopperFp8Block,
     /// Burn's own product of BF16 matrices.
     BurnBf16,
     /// PyTorch's product of BF16 matrices.
     CublasBf16,
+    /// PyTorch's product of E4M3 matrices with a scale each.
+    CublasFp8,
     /// PyTorch's product of INT8 matrices without scales.
     CublasInt8,
     /// A Triton kernel with a scale for each 128 x 128 block.
@@ -31,8 +39,12 @@ impl Kernel {
             Self::TensorCore => "ours, tensor cores",
             Self::Hopper => "ours, Hopper",
             Self::HopperBf16 => "ours, Hopper BF16",
+            Self::HopperFp8Tensor => "ours, Hopper FP8, tensors",
+            Self::HopperFp8Row => "ours, Hopper FP8, rows",
+            Self::HopperFp8Block => "ours, Hopper FP8, blocks",
             Self::BurnBf16 => "Burn BF16",
             Self::CublasBf16 => "cuBLAS BF16",
+            Self::CublasFp8 => "cuBLAS FP8, tensors",
             Self::CublasInt8 => "cuBLAS INT8, no scales",
             Self::TritonInt8 => "Triton INT8",
         }

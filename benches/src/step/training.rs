@@ -1,6 +1,6 @@
 //! Whole training steps of the model of `pretrain`: forward and backward pass, and AdamW.
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Error, Result, ensure};
 use burn::{
     backend::Autodiff,
     module::{AutodiffModule, Module, ModuleMapper, Param},
@@ -14,7 +14,7 @@ use burn_quant_train::{QuantTrain, data::DataBackend, optim::QuantAdamWConfig, r
 use examples::{
     data::Batch,
     memory::{LiveBytes, saved_activations},
-    model::{Decoder, DecoderConfig, VOCABULARY},
+    model::{DecoderConfig, VOCABULARY},
 };
 
 use super::contender::Contender;
@@ -90,23 +90,24 @@ impl Training {
         let count = model.num_params();
         let (model, mut optimizer) = B::optimizer(model);
         let batch = self.tokens::<B>(random, device);
-        let loss = |model: &Decoder<B>| -> f32 { model.loss(batch.clone()).into_scalar().elem() };
-        let before = loss(&model);
         let mut model = Some(model);
-        let step = sampling.time(
-            || {
-                let current = model.take().context("a step failed before this one")?;
-                let gradients = current.loss(batch.clone()).backward();
-                let gradients = GradientsParams::from_grads(gradients, &current);
-                model = Some(optimizer.step(LEARNING_RATE, current, gradients));
-                Ok(())
-            },
+        let mut step = || {
+            let current = model.take().context("a step failed before this one")?;
+            let loss = current.loss(batch.clone());
+            let gradients = GradientsParams::from_grads(loss.backward(), &current);
+            model = Some(optimizer.step(LEARNING_RATE, current, gradients));
+            Ok::<_, Error>(loss.inner())
+        };
+        // Of training steps: Burn keeps what a loss saved until the next backward pass, here beside what a step saves.
+        let before: f32 = step()?.into_scalar().elem();
+        let times = sampling.time(
+            || step().map(drop),
             || B::sync(device).context("the device failed"),
         )?;
         let peak_bytes = (memory.taken)()?;
+        let after: f32 = step()?.into_scalar().elem();
         let model = model.context("the last step failed")?;
         let activation_bytes = saved_activations(&model, &batch, device, memory.live);
-        let after = loss(&model);
         ensure!(after < before, "the loss went from {before} to {after}");
         let tokens = self.batch * self.sequence;
         Ok(TrainingSpeed {
@@ -115,8 +116,8 @@ impl Training {
             parameters: count,
             batch: self.batch,
             sequence: self.sequence,
-            step,
-            tokens_per_s: 1e3 * tokens as f64 / step.median_ms,
+            step: times,
+            tokens_per_s: 1e3 * tokens as f64 / times.median_ms,
             contexts: None,
             activation_bytes: Some(activation_bytes),
             peak_bytes: Some(peak_bytes),

@@ -8,7 +8,12 @@ use super::{conditions, ratio, spread};
 use crate::results::{Fallback, GemmSpeed, Kernel, LayerProduct, Peer, Placement, Product, Run};
 
 /// The kernels that the others are compared with.
-const RIVALS: [Kernel; 3] = [Kernel::BurnBf16, Kernel::CublasBf16, Kernel::TritonInt8];
+const RIVALS: [Kernel; 4] = [
+    Kernel::BurnBf16,
+    Kernel::CublasBf16,
+    Kernel::CublasFp8,
+    Kernel::TritonInt8,
+];
 
 /// One line for each product by itself, one for each layer and kernel, and one on the device.
 pub(super) fn table(run: &Run, peer: Option<&Peer>, rows: &[GemmSpeed]) -> Result<String> {

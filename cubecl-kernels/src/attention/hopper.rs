@@ -205,7 +205,8 @@ pub fn attention_backward<R: Runtime>(
     ];
     let mut buffers = vec![rows, turns, sums.clone(), of_key.clone(), of_value.clone()];
     buffers.extend([query, key, value, gradient].map(Clone::clone));
-    let of_group = queries * shape.group() * (problem.head_bytes() + problem.dim * size_of::<f32>());
+    let of_group =
+        queries * shape.group() * (problem.head_bytes() + problem.dim * size_of::<f32>());
     problem.launch::<Gradients>(
         client,
         batch * kv_heads * keys.div_ceil(ROWS),

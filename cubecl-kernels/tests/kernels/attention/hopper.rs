@@ -206,6 +206,29 @@ fn repeats_to_the_bit() {
     assert_eq!(first.gradients, second.gradients);
 }
 
+/// Exponentials of scores that are not there, with a log-sum-exp far below 0, would overflow.
+#[rstest]
+fn scores_far_below_zero(#[values([64, 64], [128, 128])] width: [usize; 2]) {
+    let (client, mut random) = (client(), Random::fresh());
+    for (band, sequence) in [(Band::ALL, [70, 300]), (Band::CAUSAL, [300, 300])] {
+        let kind = Kind {
+            band,
+            ..Kind::plain([1, 2, 1], sequence, width)
+        };
+        let float = dtype::<bf16>();
+        let mut problem = draw(&mut random, kind, float);
+        if !has_kernels(&client, &problem, float) {
+            return;
+        }
+        problem.query.fill(-8.0);
+        for x in &mut problem.key {
+            *x = rounded(&[8.0 + x.signum() * 0.0625], float)[0];
+        }
+        let results = solve(&client, &problem, float, Heads::Contiguous);
+        compare(&results, &problem.solve(), float, &format!("{kind:?}"));
+    }
+}
+
 /// NaN reaches what reads it, and nothing else; large scores do not overflow.
 #[rstest]
 fn keeps_nan_where_it_is_seen() {
