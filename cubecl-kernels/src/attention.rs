@@ -25,19 +25,7 @@
 //! whose scores are all negative infinity. NaN and positive infinity in what a row sees make the row NaN. Those of a
 //! query and a key that do not see each other may reach each other's results or not.
 //!
-//! Here are the kernels, for Hopper; [`host::attention`](crate::host::attention()) computes on CPUs, with every option. On
-//! one NVIDIA H200, 2026-11-23, BF16, 16,384 tokens, CUDA events around 10 launches of the sources alone, median of 5,
-//! beside PyTorch 2.11's cuDNN in the same run, TFLOP/s with the backward pass counted as five products:
-//!
-//! | width, sequence, mask | forward | cuDNN | backward | cuDNN |
-//! | --- | ---: | ---: | ---: | ---: |
-//! | 64, 1,024, causal | 217 | 340 | 170 | 239 |
-//! | 64, 4,096, causal | 334 | 436 | 237 | 375 |
-//! | 64, 16,384, causal | 386 | 458 | 264 | 425 |
-//! | 128, 1,024, causal | 344 | 440 | 245 | 302 |
-//! | 128, 4,096, causal | 543 | 572 | 320 | 470 |
-//! | 128, 16,384, causal | 607 | 591 | 353 | 515 |
-//! | 128, 16,384, none | 527 | 596 | 354 | 528 |
+//! Here are the kernels, for Hopper; [`host::attention`](crate::host::attention()) computes on CPUs, with every option.
 //!
 //! A probability of the backward pass is good to about `2^-24 |L|`, as `L` is an FP32 number.
 

@@ -50,6 +50,8 @@ pub struct Cell<B: DataBackend> {
     handles: AtomicUsize,
     /// Names the operation that made it.
     operation: &'static str,
+    /// Two dimensions that are swapped in memory: heads are slices of a layer's rows, and so compressed without a copy.
+    swapped: Option<[usize; 2]>,
 }
 
 #[derive(Debug)]
@@ -72,6 +74,13 @@ impl<B: DataBackend> Clone for State<B> {
             Self::Taken => Self::Taken,
         }
     }
+}
+
+/// A tensor's shape, dtype and device.
+type Form<B> = (Shape, DType, Device<B>);
+
+fn form_of<B: DataBackend>(value: &FloatTensor<B>) -> Form<B> {
+    (value.shape(), value.dtype(), B::float_device(value))
 }
 
 /// The float primitive of [`Held`](super::Held): a share in a cell.
@@ -131,22 +140,35 @@ impl<B: DataBackend> HeldTensor<B> {
         Self::held(value, operation, origin, false)
     }
 
+    /// A cell for the result of an operation that swapped two dimensions.
+    pub(super) fn swapped(
+        value: FloatTensor<B>,
+        operation: &'static str,
+        origin: Option<Origin<B>>,
+        dims: [usize; 2],
+    ) -> Self {
+        let form = form_of::<B>(&value);
+        let state = State::Exact(value);
+        Self::in_state(state, form, operation, origin, false, Some(dims))
+    }
+
     fn held(
         value: FloatTensor<B>,
         operation: &'static str,
         origin: Option<Origin<B>>,
         is_mask: bool,
     ) -> Self {
-        let form = (value.shape(), value.dtype(), B::float_device(&value));
-        Self::in_state(State::Exact(value), form, operation, origin, is_mask)
+        let form = form_of::<B>(&value);
+        Self::in_state(State::Exact(value), form, operation, origin, is_mask, None)
     }
 
     fn in_state(
         state: State<B>,
-        (shape, dtype, device): (Shape, DType, Device<B>),
+        (shape, dtype, device): Form<B>,
         operation: &'static str,
         origin: Option<Origin<B>>,
         is_mask: bool,
+        swapped: Option<[usize; 2]>,
     ) -> Self {
         let context = scope::context();
         let cell = Arc::new(Cell {
@@ -161,6 +183,7 @@ impl<B: DataBackend> HeldTensor<B> {
             above: AtomicUsize::new(0),
             handles: AtomicUsize::new(0),
             operation,
+            swapped,
         });
         if context.is_some() {
             scope::created(&cell);
@@ -172,7 +195,8 @@ impl<B: DataBackend> HeldTensor<B> {
     /// A cell of the shape and dtype of another, for an operation that gives a quantized matrix.
     pub(crate) fn quantized(operation: &'static str, matrix: Quantized<B>, like: &Cell<B>) -> Self {
         let form = (like.shape.clone(), like.dtype, like.device.clone());
-        Self::in_state(State::Compressed(matrix), form, operation, None, false)
+        let state = State::Compressed(matrix);
+        Self::in_state(state, form, operation, None, false, None)
     }
 
     /// The cell.
@@ -186,7 +210,7 @@ impl<B: DataBackend> HeldTensor<B> {
             Ok(cell) => {
                 let state = cell.state.into_inner();
                 let state = state.unwrap_or_else(PoisonError::into_inner);
-                state.into_value(cell.shape, cell.dtype)
+                state.into_value(cell.shape, cell.dtype, cell.swapped)
             }
             Err(cell) => cell.read(),
         }
@@ -194,12 +218,23 @@ impl<B: DataBackend> HeldTensor<B> {
 }
 
 impl<B: DataBackend> State<B> {
-    fn into_value(self, shape: Shape, dtype: DType) -> FloatTensor<B> {
+    fn into_value(
+        self,
+        mut shape: Shape,
+        dtype: DType,
+        swapped: Option<[usize; 2]>,
+    ) -> FloatTensor<B> {
         match self {
             Self::Exact(value) => value,
             Self::Compressed(matrix) => {
                 let dtype = dtype.into();
-                B::run(Decompress { shape, dtype }, matrix)
+                match swapped {
+                    None => B::run(Decompress { shape, dtype }, matrix),
+                    Some([a, b]) => {
+                        shape.swap(a, b);
+                        B::float_swap_dims(B::run(Decompress { shape, dtype }, matrix), a, b)
+                    }
+                }
             }
             Self::Bits(bits) => bits.into_floats(),
             Self::Again(again) => again.compute(),
@@ -212,7 +247,7 @@ impl<B: DataBackend> Cell<B> {
     /// The value.
     pub fn read(&self) -> FloatTensor<B> {
         let state = self.lock().clone();
-        state.into_value(self.shape.clone(), self.dtype)
+        state.into_value(self.shape.clone(), self.dtype, self.swapped)
     }
 
     /// Its device.
@@ -371,7 +406,13 @@ impl<B: DataBackend> AnyCell for Cell<B> {
             State::Exact(value) => {
                 *state = match self.is_mask {
                     true => State::Bits(Bits::of(value)),
-                    false => State::Compressed(B::run(Compress { context }, value)),
+                    false => {
+                        let value = match self.swapped {
+                            None => value,
+                            Some([a, b]) => B::float_swap_dims(value, a, b),
+                        };
+                        State::Compressed(B::run(Compress { context }, value))
+                    }
                 };
             }
             other => *state = other,

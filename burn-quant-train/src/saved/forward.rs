@@ -11,7 +11,7 @@ macro_rules! forward {
             $(
                 let $arg = crate::operations::unwrap_kind!($kind, crate::saved::HeldTensor::into_value, $arg);
             )*
-            forward!(@lift $ret [ $($($mark)*)? ] $name _origin B::$name($($arg),*))
+            forward!(@lift $ret [ $($($mark)*)? ] $name($($arg),*) _origin)
         }
     )* };
 
@@ -66,15 +66,22 @@ macro_rules! forward {
     (@lend (&[$t:ty]) $values:ident $x:ident) => { $x.as_slice() };
     (@lend ($t:ty) $values:ident $x:ident) => { $x.clone() };
 
-    (@lift Float [ mask ] $name:ident $origin:ident $x:expr) => {{
+    (@lift Float [ mask ] $name:ident($($arg:ident),*) $origin:ident) => {{
         let _: Option<crate::saved::again::Origin<B>> = $origin;
-        crate::saved::HeldTensor::mask(stringify!($name), $x)
+        crate::saved::HeldTensor::mask(stringify!($name), B::$name($($arg),*))
     }};
-    (@lift Float [ $($mark:tt)* ] $name:ident $origin:ident $x:expr) => {
-        crate::saved::HeldTensor::made($x, stringify!($name), $origin)
+    (@lift Float [ again swapped ] $name:ident($tensor:ident, $a:ident, $b:ident) $origin:ident) => {
+        crate::saved::HeldTensor::swapped(B::$name($tensor, $a, $b), stringify!($name), $origin, [$a, $b])
     };
-    (@lift $ret:tt [ $($mark:tt)* ] $name:ident $origin:ident $x:expr) => {
-        crate::operations::wrap_kind!($ret, |value| crate::saved::HeldTensor::of(stringify!($name), value), $x)
+    (@lift Float [ $($mark:tt)* ] $name:ident($($arg:ident),*) $origin:ident) => {
+        crate::saved::HeldTensor::made(B::$name($($arg),*), stringify!($name), $origin)
+    };
+    (@lift $ret:tt [ $($mark:tt)* ] $name:ident($($arg:ident),*) $origin:ident) => {
+        crate::operations::wrap_kind!(
+            $ret,
+            |value| crate::saved::HeldTensor::of(stringify!($name), value),
+            B::$name($($arg),*)
+        )
     };
 }
 

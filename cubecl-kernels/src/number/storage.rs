@@ -84,6 +84,23 @@ pub(crate) fn pack_run(codes: &Array<u32>, #[comptime] storage: Storage) -> Arra
     words
 }
 
+/// The codes of a run's words. Bits above a code may be anything.
+#[cube]
+pub(crate) fn unpack_run(words: &Array<u32>, #[comptime] storage: Storage) -> Array<u32> {
+    let mut codes = Array::<u32>::new(RUN);
+    #[unroll]
+    for index in 0..comptime!(RUN as u32) {
+        let word = comptime!((index * storage.bits() / 32) as usize);
+        let shift = comptime!(index * storage.bits() % 32);
+        let mut code = words[word] >> shift;
+        if comptime!(shift + storage.bits() > 32) {
+            code |= words[comptime!(word + 1)] << comptime!(32 - shift);
+        }
+        codes[index as usize] = code;
+    }
+    codes
+}
+
 /// Packs codes of four bits, two in a byte; a last nibble without a code is 0.
 pub(crate) fn pack_nibbles(codes: &[u16], out: &mut [u8]) {
     for (pair, out) in codes.chunks(2).zip(out) {

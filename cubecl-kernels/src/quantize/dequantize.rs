@@ -1,14 +1,20 @@
 //! From quantized values back to floats.
+//!
+//! Memory bounds it. Where rows of the row-major copy are whole runs and a run has one scale, a unit reads a run, 16 codes,
+//! in words, and writes it in vectors of 16 bytes; else four neighbours of a row.
 
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
 use crate::{
     device::{
         MatrixGeometry, MatrixView, array, check_dtype, check_float, cube_grid, empty,
-        is_contiguous, or_unused, read_width, storage, write_quad, write_width,
+        is_contiguous, or_unused, read_width, storage, vector_width, write_quad, write_width,
     },
     error::KernelError,
-    number::{Storage, Symmetric, integer, minifloat},
+    number::{
+        Storage, Symmetric, integer, minifloat,
+        storage::{RUN, unpack_run},
+    },
     scale::{ScaleNumber, load_scale},
     shape::MatrixShape,
 };
@@ -28,6 +34,18 @@ struct DequantizePlan {
     along: Along,
     scale: ScaleNumber,
     /// Stored elements read at once.
+    read: usize,
+    /// Values written at once.
+    write: usize,
+}
+
+/// The constants that the kernel of runs is compiled for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct RunPlan {
+    number: Symmetric,
+    storage: Storage,
+    scale: ScaleNumber,
+    /// Words read at once.
     read: usize,
     /// Values written at once.
     write: usize,
@@ -59,6 +77,10 @@ pub fn dequantize<R: Runtime>(
     }
     let (scale_rows, scale_cols) = quantized.granularity.scale_block(quantized.shape);
     let stored_as = quantized.number.storage();
+    if along == Along::Rows && has_whole_runs(&stored, &view, scale_cols) {
+        launch_runs(client, quantized, number, &stored, &view, &out);
+        return Ok(out);
+    }
     let plan = DequantizePlan {
         number,
         storage: stored_as,
@@ -98,6 +120,71 @@ pub fn dequantize<R: Runtime>(
         );
     }
     Ok(out)
+}
+
+/// True if the stored rows follow one another without gaps, are whole runs, and elements of a run share a scale.
+fn has_whole_runs<R: Runtime>(
+    stored: &TensorHandle<R>,
+    view: &MatrixView,
+    scale_cols: usize,
+) -> bool {
+    let offset = stored.handle.offset_start.unwrap_or_default() as usize;
+    is_contiguous(stored) && offset % 16 == 0 && view.shape.cols % RUN == 0 && scale_cols % RUN == 0
+}
+
+fn launch_runs<R: Runtime>(
+    client: &ComputeClient<R>,
+    quantized: &Quantized<R>,
+    number: Symmetric,
+    stored: &TensorHandle<R>,
+    view: &MatrixView,
+    out: &TensorHandle<R>,
+) {
+    let (shape, stored_as) = (view.shape, quantized.number.storage());
+    let (scale_rows, scale_cols) = quantized.granularity.scale_block(shape);
+    let run_words = stored_as.run_words();
+    let plan = RunPlan {
+        number,
+        storage: stored_as,
+        scale: quantized.scale,
+        // Runs of five words start at multiples of 4 bytes.
+        read: if run_words == 5 { 1 } else { run_words },
+        write: vector_width(RUN, &[out]),
+    };
+    let runs = shape.num_elements() / RUN;
+    let words = TensorHandle::new_contiguous(
+        vec![runs * run_words],
+        stored.handle.clone(),
+        storage::<u32>(),
+    );
+    // SAFETY: a unit whose run lies behind the matrix does nothing; of the others the run, its scale and its place in the
+    // output lie inside of their buffers, whose shapes `check` has compared.
+    #[allow(unsafe_code)]
+    unsafe {
+        dequantize_runs_kernel::launch_unchecked::<R>(
+            client,
+            cube_grid(runs.div_ceil(UNITS as usize)),
+            CubeDim::new_1d(UNITS),
+            plan.read,
+            plan.write,
+            array(words),
+            array(quantized.scales.clone()),
+            array(or_unused(
+                quantized.tensor_scale.as_ref(),
+                &quantized.scales,
+                storage::<f32>(),
+            )),
+            array(out.clone()),
+            runs as u32,
+            shape.rows as u32,
+            shape.cols as u32,
+            scale_rows as u32,
+            scale_cols as u32,
+            plan,
+            quantized.scales.dtype,
+            out.dtype,
+        );
+    }
 }
 
 /// The copy that is read, `[.., rows, cols]`, and along which of the two its codes are packed.
@@ -239,6 +326,61 @@ fn dequantize_kernel<V: Numeric, NV: Size, S: Numeric, F: Numeric, NO: Size>(
             geometry.cols,
             comptime!(plan.write),
         );
+    }
+}
+
+/// A unit dequantizes a run.
+#[cube(launch_unchecked)]
+#[allow(clippy::too_many_arguments)]
+fn dequantize_runs_kernel<NW: Size, S: Numeric, F: Numeric, NO: Size>(
+    values: &Array<Vector<u32, NW>>,
+    scales: &Array<S>,
+    tensor_scales: &Array<f32>,
+    out: &mut Array<Vector<F, NO>>,
+    runs: u32,
+    rows: u32,
+    cols: u32,
+    scale_rows: u32,
+    scale_cols: u32,
+    #[comptime] plan: RunPlan,
+    #[define(S)] _scales_dtype: StorageType,
+    #[define(F)] _dtype: StorageType,
+) {
+    let run = CUBE_POS as u32 * UNITS + UNIT_POS;
+    if run < runs {
+        let mut words = Array::<u32>::new(comptime!(plan.storage.run_words()));
+        let reads = comptime!(plan.storage.run_words() / plan.read);
+        #[unroll]
+        for read in 0..reads {
+            let vector = values[run as usize * reads + read];
+            #[unroll]
+            for lane in 0..comptime!(plan.read) {
+                words[comptime!(read * plan.read + lane)] = vector[lane];
+            }
+        }
+        let codes = unpack_run(&words, comptime!(plan.storage));
+        let runs_of_row = cols / comptime!(RUN as u32);
+        let (row, col) = (run / runs_of_row, run % runs_of_row * comptime!(RUN as u32));
+        let batch = row / rows;
+        let first = (batch * rows.div_ceil(scale_rows) + row % rows / scale_rows)
+            * cols.div_ceil(scale_cols);
+        let mut tensor_scale = 1.0f32;
+        if comptime!(plan.scale.has_tensor_scale()) {
+            tensor_scale = tensor_scales[batch as usize];
+        }
+        let slot = first + col / scale_cols;
+        let scale = load_scale::<S>(scales, slot, tensor_scale, comptime!(plan.scale));
+        let writes = comptime!(RUN / plan.write);
+        #[unroll]
+        for write in 0..writes {
+            let mut vector = Vector::<F, NO>::empty();
+            #[unroll]
+            for lane in 0..comptime!(plan.write) {
+                let code = codes[comptime!(write * plan.write + lane)];
+                vector[lane] = F::cast_from(number_of(code, comptime!(plan.number)) * scale);
+            }
+            out[run as usize * writes + write] = vector;
+        }
     }
 }
 

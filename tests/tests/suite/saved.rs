@@ -50,6 +50,7 @@ on_every_backend! {
     masks_take_a_bit_and_are_exact => masks_are_exact;
     bits_are_those_of_the_mask => bits_are_the_mask;
     what_several_operations_read_is_compressed_once => compressed_once;
+    heads_are_compressed_as_they_lie_in_memory => heads_as_they_lie;
     nan_is_seen_and_infinite_scores_do_no_harm => not_finite;
     nothing_waits_after_the_backward_pass => nothing_waits;
 }
@@ -415,6 +416,38 @@ fn bits_are_the_mask<B: DataBackend>(seed: u64) {
             "seed {seed}, {shape:?}"
         );
     }
+}
+
+/// A tensor with two dimensions swapped waits in the groups of the tensor that it is a view of.
+fn heads_as_they_lie<B: DataBackend>(seed: u64) {
+    let device = Default::default();
+    let linear = LinearConfig::new(128, 128).with_bias(false);
+    let linear = with_weights_of(linear.init::<Training<Int10, B>>(&device), seed);
+    let mut rng = Rng::new(seed);
+    let x = rng.normals(64 * 128, 1.0);
+    let factors = rng.normals(64 * 128, 1.0);
+    let gradient = |swaps: bool| {
+        let recording = Recording::start();
+        let x: Tensor<Training<Int10, B>, 2> = tensor(&x, [64, 128], &device);
+        let factors = tensor(&factors, [2, 32, 4, 32], &device).require_grad();
+        let of_heads = |tensor: Tensor<Training<Int10, B>, 4>| match swaps {
+            true => tensor.swap_dims(1, 2),
+            false => tensor,
+        };
+        let heads = of_heads(linear.forward(x).reshape([2, 32, 4, 32]));
+        let product = of_heads(heads * of_heads(factors.clone()));
+        let loss = linear.forward(product.reshape([64, 128])).sum();
+        let saved = recording.report();
+        let gradients = loss.backward();
+        let of_factors = factors.grad(&gradients).expect("a gradient");
+        (floats(&of_factors), saved)
+    };
+    let ((as_they_lie, _), (swapped, saved)) = (gradient(false), gradient(true));
+    let is_of_heads = |it: &report::Saved| {
+        it.operation == "float_swap_dims" && it.form == Form::Compressed(Number::Int10)
+    };
+    assert!(saved.values.iter().any(is_of_heads), "{saved}");
+    assert!(same_bits(&swapped, &as_they_lie), "seed {seed}");
 }
 
 /// Four operations save x; one compressed copy of it waits, and what is cheap is computed again from it.
