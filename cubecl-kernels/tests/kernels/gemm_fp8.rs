@@ -11,7 +11,7 @@ use cubecl_kernels::{
     scale::ScaleNumber,
     shape::MatrixShape,
 };
-use half::bf16;
+use half::{bf16, f16};
 use rstest::rstest;
 
 use crate::{
@@ -91,8 +91,13 @@ fn rounding(x: f64, float: StorageType) -> f64 {
 fn compare(what: &str, actual: &[f32], expected: &[Element], float: StorageType) {
     assert_eq!(actual.len(), expected.len(), "{what}");
     for (index, (&actual, &Element { sum, off })) in actual.iter().zip(expected).enumerate() {
-        let error = (f64::from(actual) - sum).abs();
         let bound = off + rounding(sum, float) + 1e-30;
+        // What rounds to more than the largest number is infinite.
+        let overflows = float == dtype::<f16>() && sum.abs() + bound >= 65_520.0;
+        if overflows && f64::from(actual) == f64::INFINITY.copysign(sum) {
+            continue;
+        }
+        let error = (f64::from(actual) - sum).abs();
         assert!(
             error <= bound,
             "{what}: element {index} is {actual} instead of {sum}"

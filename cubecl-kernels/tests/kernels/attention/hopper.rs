@@ -220,9 +220,12 @@ fn scores_far_below_zero(#[values([64, 64], [128, 128])] width: [usize; 2]) {
         if !has_kernels(&client, &problem, float) {
             return;
         }
-        problem.query.fill(-8.0);
-        for x in &mut problem.key {
-            *x = rounded(&[8.0 + x.signum() * 0.0625], float)[0];
+        // One feature that moves all scores: -512 times the scale.
+        for x in problem.query.chunks_mut(width[0]) {
+            x[0] = -256.0;
+        }
+        for x in problem.key.chunks_mut(width[0]) {
+            x[0] = 2.0;
         }
         let results = solve(&client, &problem, float, Heads::Contiguous);
         compare(&results, &problem.solve(), float, &format!("{kind:?}"));
