@@ -2,11 +2,12 @@
 
 use std::{fs, path::Path};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use serde::Deserialize;
 
 use crate::results::{
-    AttentionSpeed, GemmSpeed, Kernel, Peer, Spread, StepSpeed, Subject, TrainingSpeed,
+    AttentionSpeed, GemmSpeed, Kernel, Peer, Results, Rows, Spread, StepSpeed, Subject,
+    TrainingSpeed,
 };
 
 /// The file of `peers.py`. Parts that it was told to leave out are empty.
@@ -106,6 +107,25 @@ impl Peers {
             "a time is not positive"
         );
         Ok(peers)
+    }
+
+    /// Adds to results the lines of their benchmark, as a run does at its end: for one that was cut short.
+    ///
+    /// # Errors
+    ///
+    /// The results have such lines, or are of a benchmark that the file has no lines for.
+    pub fn join(&self, results: &mut Results) -> Result<()> {
+        ensure!(results.peer.is_none(), "the results have lines of peers");
+        match &mut results.rows {
+            Rows::Gemm(rows) => rows.extend(self.gemm()),
+            Rows::Attention(rows) => rows.extend(self.attention()),
+            Rows::Linear(rows) => rows.extend(self.linear()),
+            Rows::Layer(rows) => rows.extend(self.layer()),
+            Rows::Pretrain(rows) => rows.extend(self.pretrain()),
+            Rows::Quantize(_) => bail!("peers.py does not quantize"),
+        }
+        results.peer = Some(self.run());
+        Ok(())
     }
 
     /// Machine, date, command and versions.
@@ -224,6 +244,23 @@ mod tests {
         assert_eq!(peers.pretrain()[0].peak_bytes, Some(6));
         assert_eq!(peers.optimizer().map(|it| it.time.median_ms), Some(2.0));
         assert_eq!(peers.copy()[0].bytes, 9);
+    }
+
+    #[test]
+    fn results_that_were_cut_short_get_the_lines_of_peers_once() {
+        let peers = parse(&format!(
+            r#", "attention": [{{"kernel": "torch-cudnn", "batch": 1, "heads": 4, "kv_heads": 2, "sequence": 8, "width": 64,
+                           "causal": true, "forward": {TIME}, "backward": null}}]"#
+        ))
+        .unwrap();
+        let results = r#"{"run": {"device": "NVIDIA H200", "driver": "1", "max_sm_mhz": 1, "sm_mhz": 1, "memory_mhz": 1,
+            "date": "2026-11-21T12:00:00Z", "command": "qt-bench attention", "features": [], "seed": 1}, "peer": null,
+            "bench": "attention", "rows": []}"#;
+        let mut results: Results = serde_json::from_str(results).unwrap();
+        peers.join(&mut results).unwrap();
+        assert_eq!(results.rows, Rows::Attention(peers.attention()));
+        assert_eq!(results.peer, Some(peers.run()));
+        assert!(peers.join(&mut results).is_err());
     }
 
     #[test]

@@ -4,6 +4,8 @@
 //! `book/results/NAME.json` is what `pretrain`, `qt-bench` or `states` wrote with `--json`, `book/results/NAME.md` a
 //! sentence that says how: command, machine, date. A page asks for the table with the lines `<!-- table:NAME -->` and
 //! `<!-- end -->`.
+//!
+//! `report join RESULTS PEERS` adds what `peers.py` measured to a result file of the same run that was cut short.
 
 use std::{
     collections::BTreeSet,
@@ -13,7 +15,12 @@ use std::{
 };
 
 use anyhow::{Context, Result, bail, ensure};
-use benches::{logs, markers, table};
+use benches::{
+    logs, markers,
+    peers::Peers,
+    results::{Results, write},
+    table,
+};
 
 fn main() -> ExitCode {
     match run() {
@@ -34,7 +41,8 @@ fn run() -> Result<()> {
     let check = match arguments.iter().map(String::as_str).collect::<Vec<_>>()[..] {
         [] => false,
         ["--check"] => true,
-        _ => bail!("usage: report [--check]"),
+        ["join", results, peers] => return join(Path::new(results), Path::new(peers)),
+        _ => bail!("usage: report [--check | join RESULTS PEERS]"),
     };
     for warning in logs::warnings(root, &logs_of(&results)?)? {
         eprintln!("report: warning: {warning}");
@@ -70,6 +78,19 @@ fn run() -> Result<()> {
         stale.join(", ")
     );
     Ok(())
+}
+
+/// Adds the lines of a file of `peers.py` to a result file.
+fn join(path: &Path, peers: &Path) -> Result<()> {
+    let shown = path.display();
+    let text = fs::read_to_string(path).with_context(|| format!("cannot read {shown}"))?;
+    let mut results: Results =
+        serde_json::from_str(&text).with_context(|| format!("{shown} is no result file"))?;
+    let peers = Peers::read(peers, &results.run.device)?;
+    peers
+        .join(&mut results)
+        .with_context(|| shown.to_string())?;
+    write(path, &results)
 }
 
 /// The pages that may ask for tables.
