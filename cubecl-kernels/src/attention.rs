@@ -25,7 +25,8 @@
 //! whose scores are all negative infinity. NaN and positive infinity in what a row sees make the row NaN. Those of a
 //! query and a key that do not see each other may reach each other's results or not.
 //!
-//! Here are the kernels, for Hopper; [`host::attention`](crate::host::attention()) computes on CPUs, with every option.
+//! Here are the kernels, a file each ([`AttentionKernel`]); [`host::attention`](crate::host::attention()) computes on CPUs,
+//! with every option.
 //!
 //! A probability of the backward pass is good to about `2^-24 |L|`, as `L` is an FP32 number.
 
@@ -33,9 +34,203 @@ mod hopper;
 
 use std::ops::Range;
 
-use crate::{error::KernelError, philox, rounding::StochasticKey};
+use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
-pub use hopper::{AttentionOutput, attention, attention_backward, attention_reads, has_attention};
+use crate::{device::check_dtype, error::KernelError, philox, rounding::StochasticKey};
+
+const FORWARD: &str = "attention";
+const BACKWARD: &str = "attention_backward";
+
+/// The tensors that attention reads, on a device.
+#[derive(Debug, Clone)]
+pub struct AttentionTensors<R: Runtime> {
+    /// Q, `[batch, heads, queries, width]`.
+    pub query: TensorHandle<R>,
+    /// K, of the same type, `[batch, kv_heads, keys, width]`.
+    pub key: TensorHandle<R>,
+    /// V, of the same type, `[batch, kv_heads, keys, value_width]`.
+    pub value: TensorHandle<R>,
+    /// True (a `u8` or `u32` that is not 0) where a key is hidden from a query. Each dimension is that of the scores, or 1.
+    pub mask: Option<TensorHandle<R>>,
+    /// Added to the scores; of the type of the query. Each dimension is that of the scores, or 1.
+    pub bias: Option<TensorHandle<R>>,
+}
+
+/// What the forward pass leaves.
+#[derive(Debug, Clone)]
+pub struct AttentionOutput<R: Runtime> {
+    /// O, `[batch, heads, queries, value_width]`, of the type of the query, in the memory of
+    /// `[batch, queries, heads, value_width]`.
+    pub output: TensorHandle<R>,
+    /// L, f32 `[batch, heads, queries]`, contiguous; negative infinity for a row that sees nothing.
+    pub log_sum_exp: TensorHandle<R>,
+}
+
+/// What says whether a kernel computes it.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct AttentionProblem {
+    /// The type of Q, K and V.
+    pub dtype: StorageType,
+    /// The sizes.
+    pub shape: AttentionShape,
+    /// The options.
+    pub options: AttentionOptions,
+    /// True where there is a mask.
+    pub is_masked: bool,
+    /// True where there is a bias.
+    pub is_biased: bool,
+}
+
+impl AttentionProblem {
+    /// That of these tensors.
+    fn of<R: Runtime>(
+        operation: &'static str,
+        tensors: &AttentionTensors<R>,
+        options: &AttentionOptions,
+    ) -> Result<Self, KernelError> {
+        let AttentionTensors {
+            query,
+            key,
+            value,
+            mask,
+            bias,
+        } = tensors;
+        let shape = AttentionShape::new(operation, query.shape(), key.shape(), value.shape())?;
+        let dtype = query.dtype;
+        let of_query = "use the type of the query";
+        check_dtype(operation, "key", key, dtype, of_query)?;
+        check_dtype(operation, "value", value, dtype, of_query)?;
+        if let Some(mask) = mask {
+            check_broadcast(operation, "mask", mask.shape(), &shape)?;
+        }
+        if let Some(bias) = bias {
+            check_broadcast(operation, "bias", bias.shape(), &shape)?;
+            check_dtype(operation, "bias", bias, dtype, of_query)?;
+        }
+        check_options(operation, &shape, options)?;
+        Ok(Self {
+            dtype,
+            shape,
+            options: *options,
+            is_masked: mask.is_some(),
+            is_biased: bias.is_some(),
+        })
+    }
+}
+
+/// A kernel of attention, the fastest first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum AttentionKernel {
+    /// CUDA's architecture sm_90, no other: bf16 and f16, heads of at most 128 features, a multiple of 8, a positive
+    /// scale; neither mask, bias, soft cap nor dropout; something to compute.
+    Hopper,
+}
+
+impl AttentionKernel {
+    /// All, the fastest first.
+    pub const ALL: [Self; 1] = [Self::Hopper];
+
+    /// The fastest that computes this on the client's device.
+    pub fn of<R: Runtime>(client: &ComputeClient<R>, problem: &AttentionProblem) -> Option<Self> {
+        let mut kernels = Self::ALL.into_iter();
+        kernels.find(|kernel| kernel.unsupported(client, problem).is_none())
+    }
+
+    /// True where the kernel can read a tensor `[batch, heads, sequence, features]` as it lies in memory. For Hopper's,
+    /// neighbours are neighbours along the features, and all other steps are multiples of 16 bytes.
+    pub fn reads<R: Runtime>(self, tensor: &TensorHandle<R>) -> bool {
+        match self {
+            Self::Hopper => hopper::reads(tensor),
+        }
+    }
+
+    /// Why it does not compute this.
+    fn unsupported<R: Runtime>(
+        self,
+        client: &ComputeClient<R>,
+        problem: &AttentionProblem,
+    ) -> Option<String> {
+        match self {
+            Self::Hopper => hopper::unsupported(client, problem),
+        }
+    }
+
+    fn check<R: Runtime>(
+        self,
+        operation: &'static str,
+        client: &ComputeClient<R>,
+        problem: &AttentionProblem,
+    ) -> Result<(), KernelError> {
+        match self.unsupported(client, problem) {
+            None => Ok(()),
+            Some(reason) => Err(KernelError::Unsupported {
+                operation,
+                reason: format!("{self:?} has no kernel for {reason}"),
+                remedy: "ask AttentionKernel::of, or compose attention of products and a softmax",
+            }),
+        }
+    }
+
+    /// The forward pass.
+    ///
+    /// # Errors
+    ///
+    /// [`KernelError::Unsupported`] where the kernel does not compute this ([`AttentionKernel::of`]) or does not read a
+    /// tensor as it lies in memory ([`AttentionKernel::reads`]); the others where shapes or types do not fit each other.
+    pub fn forward<R: Runtime>(
+        self,
+        client: &ComputeClient<R>,
+        tensors: &AttentionTensors<R>,
+        options: &AttentionOptions,
+    ) -> Result<AttentionOutput<R>, KernelError> {
+        let problem = AttentionProblem::of(FORWARD, tensors, options)?;
+        self.check(FORWARD, client, &problem)?;
+        match self {
+            Self::Hopper => hopper::forward(client, tensors, &problem),
+        }
+    }
+
+    /// The gradients that are wanted.
+    ///
+    /// - `tensors`, `options`: those of the forward pass, and `forward` what it left.
+    /// - `gradient`: that of the output, of its shape and type.
+    ///
+    /// # Errors
+    ///
+    /// As [`AttentionKernel::forward`]; [`KernelError::Unsupported`] where the gradient of a bias is wanted and there is none.
+    pub fn backward<R: Runtime>(
+        self,
+        client: &ComputeClient<R>,
+        tensors: &AttentionTensors<R>,
+        forward: &AttentionOutput<R>,
+        gradient: &TensorHandle<R>,
+        wanted: AttentionGradients<bool>,
+        options: &AttentionOptions,
+    ) -> Result<AttentionGradients<Option<TensorHandle<R>>>, KernelError> {
+        let problem = AttentionProblem::of(BACKWARD, tensors, options)?;
+        self.check(BACKWARD, client, &problem)?;
+        for (name, tensor) in [("output", &forward.output), ("gradient", gradient)] {
+            check_dtype(
+                BACKWARD,
+                name,
+                tensor,
+                problem.dtype,
+                "use the type of the query",
+            )?;
+            if tensor.shape().to_vec() != problem.shape.output() {
+                return Err(KernelError::Shape {
+                    operation: BACKWARD,
+                    got: format!("{name} {:?} for {:?}", tensor.shape(), problem.shape),
+                    remedy: "pass one of the output's shape",
+                });
+            }
+        }
+        check_wanted(wanted, problem.is_biased)?;
+        match self {
+            Self::Hopper => hopper::backward(client, tensors, forward, gradient, wanted, &problem),
+        }
+    }
+}
 
 /// What attention does beside its tensors.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -283,6 +478,18 @@ pub struct AttentionGradients<A> {
     pub value: A,
     /// Of the bias.
     pub bias: A,
+}
+
+/// Refuses the gradient of a bias that is not there.
+fn check_wanted(wanted: AttentionGradients<bool>, is_biased: bool) -> Result<(), KernelError> {
+    match wanted.bias && !is_biased {
+        true => Err(KernelError::Unsupported {
+            operation: BACKWARD,
+            reason: "the gradient of a bias that is not there".into(),
+            remedy: "ask for it where there is a bias",
+        }),
+        false => Ok(()),
+    }
 }
 
 /// Accepts options that attention can be computed with.

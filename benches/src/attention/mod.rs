@@ -8,7 +8,8 @@ use anyhow::{Context, Result, ensure};
 use clap::Args;
 use cubecl_kernels::{
     attention::{
-        AttentionGradients, AttentionOptions, AttentionOutput, Band, attention, attention_backward,
+        AttentionGradients, AttentionKernel as Kernel, AttentionOptions, AttentionOutput,
+        AttentionTensors, Band,
     },
     error::KernelError,
 };
@@ -132,13 +133,23 @@ impl Operands {
         }
     }
 
+    fn tensors(&self) -> AttentionTensors<cubecl::cuda::CudaRuntime> {
+        let [query, key, value] = [&self.query, &self.key, &self.value].map(|it| it.heads.clone());
+        AttentionTensors {
+            query,
+            key,
+            value,
+            mask: None,
+            bias: None,
+        }
+    }
+
     fn forward(
         &self,
         gpu: &Gpu,
         options: &AttentionOptions,
     ) -> Result<AttentionOutput<cubecl::cuda::CudaRuntime>, KernelError> {
-        let [query, key, value] = [&self.query, &self.key, &self.value].map(|it| &it.heads);
-        attention(&gpu.client, query, key, value, options)
+        Kernel::Hopper.forward(&gpu.client, &self.tensors(), options)
     }
 
     fn backward(
@@ -147,9 +158,9 @@ impl Operands {
         forward: &AttentionOutput<cubecl::cuda::CudaRuntime>,
         options: &AttentionOptions,
     ) -> Result<AttentionGradients<Option<Tensor>>, KernelError> {
-        attention_backward(
+        Kernel::Hopper.backward(
             &gpu.client,
-            [&self.query, &self.key, &self.value].map(|it| &it.heads),
+            &self.tensors(),
             forward,
             &self.gradient.heads,
             AttentionGradients {

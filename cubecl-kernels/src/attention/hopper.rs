@@ -14,14 +14,15 @@ use crate::{
         source::{CudaSource, float_knob, launch_source},
         tensor_map::{STRIDE_BYTES, TmaView},
     },
-    device::{check_dtype, empty, is_hopper, is_operand_type, storage},
+    device::{empty, is_hopper, is_operand_type, storage},
     error::KernelError,
 };
 
-use super::{AttentionGradients, AttentionOptions, AttentionShape};
+use super::{
+    AttentionGradients, AttentionOptions, AttentionOutput, AttentionProblem, AttentionShape,
+    AttentionTensors, BACKWARD, FORWARD,
+};
 
-const FORWARD: &str = "attention";
-const BACKWARD: &str = "attention_backward";
 /// A producer and two consumer warpgroups.
 const UNITS: u32 = 3 * 128;
 /// Rows of a consumer.
@@ -44,49 +45,20 @@ const SECTION_BYTES: usize = 32 << 20;
 /// Units of a block of `rows.cu`.
 const ROW_UNITS: usize = 256;
 
-/// What the forward pass leaves.
-#[derive(Debug, Clone)]
-pub struct AttentionOutput<R: Runtime> {
-    /// O, bf16 or f16 `[batch, heads, queries, value_width]`, in the memory of `[batch, queries, heads, value_width]`.
-    pub output: TensorHandle<R>,
-    /// L, f32 `[batch, heads, queries]`, contiguous; negative infinity for a row that sees nothing.
-    pub log_sum_exp: TensorHandle<R>,
-}
-
-/// True where [`attention`] has a kernel: on CUDA's architecture sm_90, no other, for bf16 and f16, heads of at most 128
-/// features, a multiple of 8, and a positive scale, with neither soft cap nor dropout; something to compute.
-pub fn has_attention<R: Runtime>(
-    client: &ComputeClient<R>,
-    dtype: StorageType,
-    shape: &AttentionShape,
-    options: &AttentionOptions,
-) -> bool {
-    unsupported(client, dtype, shape, options).is_none()
-}
-
-/// True where [`attention`] and [`attention_backward`] can read a tensor `[batch, heads, sequence, features]` as it lies
-/// in memory: neighbours are neighbours along the features, and all other steps multiples of 16 bytes.
-pub fn attention_reads<R: Runtime>(tensor: &TensorHandle<R>) -> bool {
+/// True where the kernels can read a tensor `[batch, heads, sequence, features]` as it lies in memory: neighbours are
+/// neighbours along the features, and all other steps multiples of 16 bytes.
+pub(super) fn reads<R: Runtime>(tensor: &TensorHandle<R>) -> bool {
     Heads::new(FORWARD, "the operand", tensor).is_ok()
 }
 
 /// The forward pass.
-///
-/// - `query`: bf16 or f16 `[batch, heads, queries, width]`; `key`: the same type, `[batch, kv_heads, keys, width]`;
-///   `value`: the same type, `[batch, kv_heads, keys, value_width]`; in memory as [`attention_reads`] says.
-///
-/// # Errors
-///
-/// [`KernelError::Unsupported`] where [`has_attention`] or [`attention_reads`] is false; the others where shapes or
-/// types do not fit each other.
-pub fn attention<R: Runtime>(
+pub(super) fn forward<R: Runtime>(
     client: &ComputeClient<R>,
-    query: &TensorHandle<R>,
-    key: &TensorHandle<R>,
-    value: &TensorHandle<R>,
-    options: &AttentionOptions,
+    tensors: &AttentionTensors<R>,
+    problem: &AttentionProblem,
 ) -> Result<AttentionOutput<R>, KernelError> {
-    let problem = Problem::new(FORWARD, client, [query, key, value], options)?;
+    let problem = Problem::new(FORWARD, client, tensors, problem)?;
+    let [query, key, value] = problem.inputs();
     let AttentionShape {
         batch,
         heads,
@@ -119,40 +91,18 @@ pub fn attention<R: Runtime>(
     Ok(result)
 }
 
-/// The gradients that are wanted of Q, K and V; there is none of a bias.
-///
-/// - `query`, `key`, `value`, `options`: those of the forward pass, and `forward` what it left.
-/// - `gradient`: that of the output, of its shape and type, in memory as [`attention_reads`] says.
-///
-/// # Errors
-///
-/// As [`attention`].
-pub fn attention_backward<R: Runtime>(
+/// The gradients that are wanted of Q, K and V.
+pub(super) fn backward<R: Runtime>(
     client: &ComputeClient<R>,
-    [query, key, value]: [&TensorHandle<R>; 3],
+    tensors: &AttentionTensors<R>,
     forward: &AttentionOutput<R>,
     gradient: &TensorHandle<R>,
     wanted: AttentionGradients<bool>,
-    options: &AttentionOptions,
+    problem: &AttentionProblem,
 ) -> Result<AttentionGradients<Option<TensorHandle<R>>>, KernelError> {
-    let mut problem = Problem::new(BACKWARD, client, [query, key, value], options)?;
+    let mut problem = Problem::new(BACKWARD, client, tensors, problem)?;
+    let [query, key, value] = problem.inputs();
     let shape = problem.shape;
-    for (name, tensor) in [("output", &forward.output), ("gradient", gradient)] {
-        check_dtype(
-            BACKWARD,
-            name,
-            tensor,
-            query.dtype,
-            "use the type of the query",
-        )?;
-        if tensor.shape().to_vec() != shape.output() {
-            return Err(KernelError::Shape {
-                operation: BACKWARD,
-                got: format!("{name} {:?} for {shape:?}", tensor.shape()),
-                remedy: "pass one of the output's shape",
-            });
-        }
-    }
     let output = Heads::new(BACKWARD, "output", &forward.output)?;
     let of_output = Heads::new(BACKWARD, "gradient", gradient)?;
     let AttentionShape {
@@ -247,13 +197,17 @@ fn in_rows<R: Runtime>(
     tensor
 }
 
-/// Why there is no kernel.
-fn unsupported<R: Runtime>(
+/// What there is no kernel for.
+pub(super) fn unsupported<R: Runtime>(
     client: &ComputeClient<R>,
-    dtype: StorageType,
-    shape: &AttentionShape,
-    options: &AttentionOptions,
+    problem: &AttentionProblem,
 ) -> Option<String> {
+    let AttentionProblem {
+        dtype,
+        shape,
+        options,
+        ..
+    } = *problem;
     let AttentionShape {
         batch,
         heads,
@@ -262,7 +216,7 @@ fn unsupported<R: Runtime>(
         keys,
         width,
         value_width,
-    } = *shape;
+    } = shape;
     let fits = |width: usize| width % VECTOR == 0 && width <= MAX_WIDTH;
     // Positions, and sums of two of them, are signed numbers of 32 bits.
     let short = |sequence: usize| sequence <= 1 << 28;
@@ -276,6 +230,8 @@ fn unsupported<R: Runtime>(
         Some(format!("scores {:?}", shape.scores()))
     } else if !(options.scale > 0.0 && options.scale.is_finite()) {
         Some(format!("a scale of {}", options.scale))
+    } else if problem.is_masked || problem.is_biased {
+        Some("a mask or a bias".into())
     } else if options.softcap.is_some() || options.dropout.is_some() {
         Some("a soft cap or dropout".into())
     } else {
@@ -362,38 +318,32 @@ impl<'a, R: Runtime> Problem<'a, R> {
     fn new(
         operation: &'static str,
         client: &ComputeClient<R>,
-        [query, key, value]: [&'a TensorHandle<R>; 3],
-        options: &AttentionOptions,
+        tensors: &'a AttentionTensors<R>,
+        problem: &AttentionProblem,
     ) -> Result<Self, KernelError> {
-        let shape = AttentionShape::new(operation, query.shape(), key.shape(), value.shape())?;
-        for (name, tensor) in [("key", key), ("value", value)] {
-            check_dtype(
-                operation,
-                name,
-                tensor,
-                query.dtype,
-                "use the type of the query",
-            )?;
-        }
-        if let Some(reason) = unsupported(client, query.dtype, &shape, options) {
-            return Err(KernelError::Unsupported {
-                operation,
-                reason,
-                remedy: "compose attention of products and a softmax",
-            });
-        }
+        let AttentionProblem {
+            dtype,
+            shape,
+            options,
+            ..
+        } = *problem;
         let widest = usize::max(shape.width, shape.value_width);
         Ok(Self {
             shape,
-            options: *options,
-            dtype: query.dtype,
-            query: Heads::new(operation, "query", query)?,
-            key: Heads::new(operation, "key", key)?,
-            value: Heads::new(operation, "value", value)?,
+            options,
+            dtype,
+            query: Heads::new(operation, "query", &tensors.query)?,
+            key: Heads::new(operation, "key", &tensors.key)?,
+            value: Heads::new(operation, "value", &tensors.value)?,
             dim: widest.next_multiple_of(PANEL),
             memory: client.properties().hardware.max_shared_memory_size - DECLARED,
             strides: Default::default(),
         })
+    }
+
+    /// Q, K and V.
+    fn inputs(&self) -> [&'a TensorHandle<R>; 3] {
+        [self.query.tensor, self.key.tensor, self.value.tensor]
     }
 
     /// Bytes of a row of a head and of its value, or its gradient.

@@ -23,7 +23,7 @@ use std::{
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 use cubecl_kernels::{
     adamw::{AdamWTensors, Hyperparameters, adamw, initial_clock, initial_flag},
-    attention::{AttentionGradients, AttentionOptions, Band, attention, attention_backward},
+    attention::{AttentionGradients, AttentionKernel, AttentionOptions, AttentionTensors, Band},
     bit_splitting::{bit_split, merge_parts},
     embedding::embedding_gradient,
     fallback::{FallbackResidual, FallbackState},
@@ -303,13 +303,20 @@ fn attention_sources(architecture: u16) -> Vec<Source> {
             (dtype::<f16>(), 96),
         ] {
             let heads = |heads, sequence| tensor(client, &[2, heads, sequence, width], float);
-            let (query, key, value) = (heads(4, 200), heads(2, 300), heads(2, 300));
-            let Ok(forward) = attention(client, &query, &key, &value, &options) else {
+            let tensors = AttentionTensors {
+                query: heads(4, 200),
+                key: heads(2, 300),
+                value: heads(2, 300),
+                mask: None,
+                bias: None,
+            };
+            let kernel = AttentionKernel::Hopper;
+            let Ok(forward) = kernel.forward(client, &tensors, &options) else {
                 continue;
             };
-            let inputs = [&query, &key, &value];
             let gradient = heads(4, 200);
-            attention_backward(client, inputs, &forward, &gradient, wanted, &options)
+            kernel
+                .backward(client, &tensors, &forward, &gradient, wanted, &options)
                 .expect("what has a forward pass");
         }
     });

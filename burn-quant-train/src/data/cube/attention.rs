@@ -10,7 +10,10 @@ use burn_cubecl::{
     kernel::into_contiguous, tensor::CubeTensor,
 };
 use cubecl_kernels::{
-    attention::{self, AttentionOptions, AttentionOutput, AttentionShape, Band},
+    attention::{
+        self, AttentionKernel, AttentionOptions, AttentionOutput, AttentionProblem, AttentionShape,
+        AttentionTensors, Band,
+    },
     gemm, softmax,
 };
 
@@ -42,6 +45,9 @@ where
     }
 }
 
+/// The one kernel that there is.
+const KERNEL: AttentionKernel = AttentionKernel::Hopper;
+
 fn options(scores: AttentionScores) -> AttentionOptions {
     AttentionOptions {
         band: if scores.causal {
@@ -63,29 +69,41 @@ fn is_flash<R: CubeRuntime>(
     let shape = AttentionShape::new("attention", query, key, value);
     let client = R::client(device);
     shape.is_ok_and(|shape| {
-        attention::has_attention(&client, dtype.into(), &shape, &options(scores))
+        let problem = AttentionProblem {
+            dtype: dtype.into(),
+            shape,
+            options: options(scores),
+            is_masked: false,
+            is_biased: false,
+        };
+        AttentionKernel::of(&client, &problem).is_some()
     })
+}
+
+fn tensors<R: CubeRuntime>(inputs: &AttentionInputs<CubeTensor<R>>) -> AttentionTensors<R> {
+    AttentionTensors {
+        query: handle(&inputs.query),
+        key: handle(&inputs.key),
+        value: handle(&inputs.value),
+        mask: None,
+        bias: None,
+    }
 }
 
 fn flash<R: CubeRuntime>(
     inputs: AttentionInputs<CubeTensor<R>>,
     scores: AttentionScores,
 ) -> FlashOutput<CubeTensor<R>> {
-    let AttentionInputs { query, key, value } = inputs.map(heads);
-    let forward = attention::attention(
-        &query.client,
-        &handle(&query),
-        &handle(&key),
-        &handle(&value),
-        &options(scores),
-    );
+    let inputs = inputs.map(heads);
+    let like = &inputs.query;
+    let forward = KERNEL.forward(&like.client, &tensors(&inputs), &options(scores));
     let AttentionOutput {
         output,
         log_sum_exp,
     } = checked(forward);
     FlashOutput {
-        output: tensor(&query, output, query.dtype),
-        log_sum_exp: tensor(&query, log_sum_exp, DType::F32),
+        output: tensor(like, output, like.dtype),
+        log_sum_exp: tensor(like, log_sum_exp, DType::F32),
     }
 }
 
@@ -99,15 +117,15 @@ fn flash_backward<R: CubeRuntime>(
         wanted,
         scores,
     } = backward;
-    let inputs = inputs.map(heads).into_array();
+    let inputs = inputs.map(heads);
     let forward = AttentionOutput {
         output: handle(&heads(forward.output)),
         log_sum_exp: handle(&into_contiguous(forward.log_sum_exp)),
     };
-    let [query, key, value] = inputs.each_ref().map(handle);
-    let gradients = checked(attention::attention_backward(
-        &inputs[0].client,
-        [&query, &key, &value],
+    let like = &inputs.query;
+    let gradients = checked(KERNEL.backward(
+        &like.client,
+        &tensors(&inputs),
         &forward,
         &handle(&heads(gradient)),
         attention::AttentionGradients {
@@ -118,14 +136,13 @@ fn flash_backward<R: CubeRuntime>(
         },
         &options(scores),
     ));
-    let like = &inputs[0];
     AttentionInputs::from([gradients.query, gradients.key, gradients.value])
         .map(|gradient| gradient.map(|gradient| tensor(like, gradient, like.dtype)))
 }
 
 /// A tensor in memory as the kernel of attention reads it.
 fn heads<R: CubeRuntime>(tensor: CubeTensor<R>) -> CubeTensor<R> {
-    match attention::attention_reads(&handle(&tensor)) {
+    match KERNEL.reads(&handle(&tensor)) {
         true => tensor,
         false => into_contiguous(tensor),
     }

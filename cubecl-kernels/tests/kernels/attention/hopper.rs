@@ -4,8 +4,8 @@ use cubecl::{ir::StorageType, std::tensor::TensorHandle};
 use cubecl_kernels::{
     KernelError,
     attention::{
-        AttentionGradients, AttentionOptions, Band, Dropout, attention, attention_backward,
-        attention_reads, has_attention,
+        AttentionGradients, AttentionKernel, AttentionOptions, AttentionProblem, AttentionTensors,
+        Band, Dropout,
     },
     rounding::StochasticKey,
 };
@@ -27,7 +27,14 @@ const WANTED: AttentionGradients<bool> = AttentionGradients {
 
 /// True where the device has the kernels; named in the output where it has not.
 fn has_kernels(client: &Client, problem: &Problem, float: StorageType) -> bool {
-    let has = has_attention(client, float, &problem.shape, &problem.options);
+    let problem = AttentionProblem {
+        dtype: float,
+        shape: problem.shape,
+        options: problem.options,
+        is_masked: problem.mask.is_some(),
+        is_biased: problem.bias.is_some(),
+    };
+    let has = AttentionKernel::of(client, &problem) == Some(AttentionKernel::Hopper);
     if !has {
         println!("skipped: this device has no wgmma");
     }
@@ -96,9 +103,18 @@ fn solve(client: &Client, problem: &Problem, float: StorageType, at: Heads) -> R
     ]
     .map(|(x, shape)| upload(client, x, shape, float, at));
     let options = &problem.options;
-    let forward = attention(client, &query, &key, &value, options).expect("a device that has it");
-    let inputs = [&query, &key, &value];
-    let gradients = attention_backward(client, inputs, &forward, &gradient, WANTED, options)
+    let tensors = AttentionTensors {
+        query,
+        key,
+        value,
+        mask: None,
+        bias: None,
+    };
+    let kernel = AttentionKernel::Hopper;
+    let forward = kernel.forward(client, &tensors, options);
+    let forward = forward.expect("a device that has it");
+    let gradients = kernel
+        .backward(client, &tensors, &forward, &gradient, WANTED, options)
         .expect("what has a forward pass");
     Results {
         output: in_heads(client, &forward.output),
@@ -299,7 +315,15 @@ fn refuses(#[case] options: AttentionOptions, #[case] width: usize, #[case] reas
         float,
         Heads::Contiguous,
     );
-    let error = attention(&client, &x, &x, &x, &options).expect_err("no kernel");
+    let tensors = AttentionTensors {
+        query: x.clone(),
+        key: x.clone(),
+        value: x,
+        mask: None,
+        bias: None,
+    };
+    let error = AttentionKernel::Hopper.forward(&client, &tensors, &options);
+    let error = error.expect_err("no kernel");
     assert!(matches!(error, KernelError::Unsupported { .. }), "{error}");
     let message = error.to_string();
     assert!(
@@ -311,14 +335,16 @@ fn refuses(#[case] options: AttentionOptions, #[case] width: usize, #[case] reas
 #[rstest]
 fn reads_aligned_rows_only() {
     let client = client();
-    let tensor = |strides: [usize; 4], offset: u64| -> TensorHandle<TestRuntime> {
+    let reads = |strides: [usize; 4], offset: u64| {
         let handle = client.empty(1 << 16).offset_start(offset);
-        TensorHandle::new(handle, vec![2, 3, 5, 16], strides.to_vec(), dtype::<f16>())
+        let tensor: TensorHandle<TestRuntime> =
+            TensorHandle::new(handle, vec![2, 3, 5, 16], strides.to_vec(), dtype::<f16>());
+        AttentionKernel::Hopper.reads(&tensor)
     };
-    assert!(attention_reads(&tensor([240, 80, 16, 1], 0)));
-    assert!(attention_reads(&tensor([240, 16, 48, 1], 256)));
-    assert!(!attention_reads(&tensor([240, 80, 16, 1], 2)));
-    assert!(!attention_reads(&tensor([240, 80, 1, 5], 0)));
-    assert!(!attention_reads(&tensor([255, 85, 17, 1], 0)));
-    assert!(!attention_reads(&tensor([0, 80, 16, 1], 0)));
+    assert!(reads([240, 80, 16, 1], 0));
+    assert!(reads([240, 16, 48, 1], 256));
+    assert!(!reads([240, 80, 16, 1], 2));
+    assert!(!reads([240, 80, 1, 5], 0));
+    assert!(!reads([255, 85, 17, 1], 0));
+    assert!(!reads([0, 80, 16, 1], 0));
 }
