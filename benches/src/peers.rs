@@ -109,21 +109,32 @@ impl Peers {
         Ok(peers)
     }
 
-    /// Adds to results the lines of their benchmark, as a run does at its end: for one that was cut short.
+    /// Adds to results the lines of their benchmark, as a run with `--peers` does at its end: for one that was cut short.
     ///
     /// # Errors
     ///
-    /// The results have such lines, or are of a benchmark that the file has no lines for.
+    /// The results have such lines, are of a run that was not told of peers, or are of a benchmark that the file has no
+    /// lines for.
     pub fn join(&self, results: &mut Results) -> Result<()> {
         ensure!(results.peer.is_none(), "the results have lines of peers");
-        match &mut results.rows {
-            Rows::Gemm(rows) => rows.extend(self.gemm()),
-            Rows::Attention(rows) => rows.extend(self.attention()),
-            Rows::Linear(rows) => rows.extend(self.linear()),
-            Rows::Layer(rows) => rows.extend(self.layer()),
-            Rows::Pretrain(rows) => rows.extend(self.pretrain()),
-            Rows::Quantize(_) => bail!("peers.py does not quantize"),
+        ensure!(
+            results.run.command.contains("--peers"),
+            "the results are of a run without --peers, of which nothing says that it is the peers' run"
+        );
+        fn extend<T>(rows: &mut Vec<T>, peers: impl IntoIterator<Item = T>) -> bool {
+            let before = rows.len();
+            rows.extend(peers);
+            rows.len() > before
         }
+        let has_grown = match &mut results.rows {
+            Rows::Gemm(rows) => extend(rows, self.gemm()),
+            Rows::Attention(rows) => extend(rows, self.attention()),
+            Rows::Linear(rows) => extend(rows, self.linear()),
+            Rows::Layer(rows) => extend(rows, self.layer()),
+            Rows::Pretrain(rows) => extend(rows, self.pretrain()),
+            Rows::Quantize(_) => bail!("peers.py does not quantize"),
+        };
+        ensure!(has_grown, "the peers' file has no lines of this benchmark");
         results.peer = Some(self.run());
         Ok(())
     }

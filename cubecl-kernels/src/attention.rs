@@ -226,6 +226,9 @@ impl AttentionKernel {
             }
         }
         check_wanted(wanted, problem.is_biased)?;
+        if wanted == AttentionGradients::default() {
+            return Ok(AttentionGradients::default());
+        }
         match self {
             Self::Hopper => hopper::backward(client, tensors, forward, gradient, wanted, &problem),
         }

@@ -135,15 +135,12 @@ pub fn run(
     if !settings.shapes {
         for &size in &settings.sizes {
             let bf16 = bf16_gemm::measure(gpu, &mut random, size);
-            let mut ours = vec![(Kernel::HopperBf16, bf16)];
+            report.add([float(Kernel::HopperBf16, size, bf16)?])?;
             for (kernel, granularities) in fp8_gemm::SCALINGS {
+                gpu.client.memory_cleanup();
                 let fp8 = fp8_gemm::measure(gpu, &mut random, size, granularities);
-                ours.push((kernel, fp8));
+                report.add([float(kernel, size, fp8)?])?;
             }
-            let ours = ours
-                .into_iter()
-                .map(|(kernel, time)| float(kernel, size, time));
-            report.add(ours.collect::<Result<Vec<_>>>()?)?;
             gpu.client.memory_cleanup();
             report.add([burn(gpu, &mut random, size)?])?;
         }

@@ -32,20 +32,21 @@ impl<'a, T: Clone> Report<'a, T> {
         })
     }
 
-    /// Adds lines and writes the file, if there is one.
+    /// Adds lines and writes the file, if there is one. The clocks are those of now, when the device has been busy.
     ///
     /// # Errors
     ///
-    /// The file cannot be written.
+    /// The driver does not tell the circumstances, or the file cannot be written.
     pub fn add(&mut self, rows: impl IntoIterator<Item = T>) -> Result<()> {
         self.rows.extend(rows);
+        self.run = self.gpu.run()?;
         match self.json {
             None => Ok(()),
             Some(path) => write(path, &self.results(None)),
         }
     }
 
-    /// All lines, and those of `peer`. The clocks are those of now, when the device has been busy.
+    /// All lines, and those of `peer`.
     ///
     /// # Errors
     ///
@@ -55,8 +56,8 @@ impl<'a, T: Clone> Report<'a, T> {
         peer: Option<Peer>,
         of_peer: impl IntoIterator<Item = T>,
     ) -> Result<Results> {
-        self.rows.extend(of_peer);
         self.run = self.gpu.run()?;
+        self.rows.extend(of_peer);
         Ok(self.results(peer))
     }
 

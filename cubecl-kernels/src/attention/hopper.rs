@@ -42,6 +42,9 @@ const DECLARED: usize = 1024;
 const MAX_STAGES: usize = 6;
 /// Bytes of the L2 cache that operands of a section of heads may take.
 const SECTION_BYTES: usize = 32 << 20;
+/// Rows of the tiles of the backward pass, for heads of 64 and of 128 features: one for its three texts, since `rows.cu` clears
+/// the turns that blocks of `gradients.cu` wait for.
+const OF_BACKWARD: [usize; 2] = [128, 64];
 /// Units of a block of `rows.cu`.
 const ROW_UNITS: usize = 256;
 
@@ -91,7 +94,7 @@ pub(super) fn forward<R: Runtime>(
     Ok(result)
 }
 
-/// The gradients that are wanted of Q, K and V.
+/// The gradients that are wanted of Q, K and V. All are computed where one is wanted.
 pub(super) fn backward<R: Runtime>(
     client: &ComputeClient<R>,
     tensors: &AttentionTensors<R>,
@@ -480,9 +483,9 @@ macro_rules! kernels {
 kernels! {
     // Text and entry point; units, own tiles, staged tiles, bytes of a row, tiles of scores and of sums, rows of a tile.
     Forward: "hopper/forward.cu" "attention_forward_hopper", UNITS, 1, 1, 0, 0, 0, [128, 128];
-    Rows: "hopper/rows.cu" "attention_rows_hopper", ROW_UNITS as u32, 0, 0, 0, 0, 0, [128, 64];
-    Gradients: "hopper/gradients.cu" "attention_gradients_hopper", UNITS, 2, 2, 8, 2, 1, [128, 64];
-    Queries: "hopper/queries.cu" "attention_queries_hopper", 128, 0, 0, 0, 0, 0, [128, 64];
+    Rows: "hopper/rows.cu" "attention_rows_hopper", ROW_UNITS as u32, 0, 0, 0, 0, 0, OF_BACKWARD;
+    Gradients: "hopper/gradients.cu" "attention_gradients_hopper", UNITS, 2, 2, 8, 2, 1, OF_BACKWARD;
+    Queries: "hopper/queries.cu" "attention_queries_hopper", 128, 0, 0, 0, 0, 0, OF_BACKWARD;
 }
 
 /// A kernel with its knobs.

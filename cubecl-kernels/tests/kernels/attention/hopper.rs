@@ -142,7 +142,7 @@ fn compare(results: &Results, problem: &Problem, float: StorageType, what: &str)
     let expected = &problem.solve();
     // Probabilities, and the gradients of scores, are rounded to the type of the inputs, and so is the result.
     let tolerance = if float == dtype::<f16>() { 3e-3 } else { 2e-2 };
-    let of_gradients = f64::max(tolerance, of_delta(problem, expected, float));
+    let [of_query, of_key] = of_delta(problem, expected, float).map(|it| it.max(tolerance));
     assert_close(
         &results.output,
         &expected.forward.output,
@@ -157,23 +157,24 @@ fn compare(results: &Results, problem: &Problem, float: StorageType, what: &str)
         &format!("{what}: log-sum-exp"),
     );
     let of = &expected.gradients;
-    for (name, actual, expected) in [
-        ("query", &results.gradients[0], &of.query),
-        ("key", &results.gradients[1], &of.key),
-        ("value", &results.gradients[2], &of.value),
+    let [query, key, value] = &results.gradients;
+    for (name, actual, expected, tolerance) in [
+        ("query", query, &of.query, of_query),
+        ("key", key, &of.key, of_key),
+        ("value", value, &of.value, tolerance),
     ] {
         assert_close(
             actual,
             expected,
-            of_gradients,
+            tolerance,
             &format!("{what}: gradient of {name}"),
         );
     }
 }
 
-/// What the rounding of the output makes of the gradients of queries and keys: Delta is a sum over it, and cancels with dP where
-/// one key takes all. As a part of the largest gradient.
-fn of_delta(problem: &Problem, expected: &Expected, float: StorageType) -> f64 {
+/// What the rounding of the output makes of the gradients of queries and of keys: Delta is a sum over it, and what it is off by
+/// is in all of a row's dS, times their probabilities. Relative to the largest gradient, as [`assert_close`] has it.
+fn of_delta(problem: &Problem, expected: &Expected, float: StorageType) -> [f64; 2] {
     let unit = if float == dtype::<f16>() { -12 } else { -9 };
     let output = &expected.forward.output;
     let width = problem.gradient.len() / expected.forward.log_sum_exp.len();
@@ -181,11 +182,12 @@ fn of_delta(problem: &Problem, expected: &Expected, float: StorageType) -> f64 {
     let terms: Vec<f64> = terms.map(|(o, &g)| (o * f64::from(g)).abs()).collect();
     let largest = |values: &mut dyn Iterator<Item = f64>| values.fold(0.0, f64::max);
     let off = 2f64.powi(unit) * largest(&mut terms.chunks(width).map(|row| row.iter().sum()));
-    let magnitude = |x: &[f32]| largest(&mut x.iter().map(|x| f64::from(x.abs())));
-    let factor = magnitude(&problem.query).max(magnitude(&problem.key));
     let of = &expected.gradients;
-    let gradients = [&of.query, &of.key].map(|x| largest(&mut x.iter().map(|x| x.abs())));
-    off * f64::from(problem.options.scale) * factor / gradients[0].min(gradients[1]).max(0.5)
+    [(&of.query, &problem.key), (&of.key, &problem.query)].map(|(gradient, factor)| {
+        let factor = largest(&mut factor.iter().map(|x| f64::from(x.abs())));
+        let gradient = largest(&mut gradient.iter().map(|x| x.abs()));
+        off * f64::from(problem.options.scale) * factor / gradient.max(0.5)
+    })
 }
 
 /// One query, tiles, their neighbours and between; more queries than keys and fewer; heads that fill panels and do not.
