@@ -15,6 +15,8 @@ pub mod format;
 pub mod gemm;
 #[cfg(feature = "cuda")]
 pub mod gpu;
+#[cfg(feature = "cuda")]
+pub mod int4;
 pub mod logs;
 pub mod markers;
 #[cfg(feature = "cuda")]

@@ -132,7 +132,7 @@ impl Peers {
             Rows::Linear(rows) => extend(rows, self.linear()),
             Rows::Layer(rows) => extend(rows, self.layer()),
             Rows::Pretrain(rows) => extend(rows, self.pretrain()),
-            Rows::Quantize(_) => bail!("peers.py does not quantize"),
+            Rows::Quantize(_) | Rows::Int4(_) => bail!("peers.py does not quantize"),
         };
         ensure!(has_grown, "the peers' file has no lines of this benchmark");
         results.peer = Some(self.run());

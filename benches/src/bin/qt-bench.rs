@@ -10,7 +10,7 @@ use anyhow::{Context, Result};
 use benches::{
     attention, gemm,
     gpu::Gpu,
-    optimizer, quantize,
+    int4, optimizer, quantize,
     results::write,
     step::{layer, linear, pretrain, recipes::Recipes},
     table,
@@ -58,6 +58,13 @@ enum Command {
         #[command(flatten)]
         output: Output,
     },
+    /// The stages of an INT4 linear layer
+    Int4 {
+        #[command(flatten)]
+        settings: int4::Settings,
+        #[command(flatten)]
+        output: Output,
+    },
     /// Forward and backward pass of a linear layer
     Linear {
         #[command(flatten)]
@@ -94,6 +101,8 @@ enum Command {
         attention: attention::Settings,
         #[command(flatten)]
         quantize: quantize::Settings,
+        #[command(flatten)]
+        int4: int4::Settings,
         #[command(flatten)]
         linear: linear::Settings,
         #[command(flatten)]
@@ -140,6 +149,10 @@ fn run(cli: Cli) -> Result<()> {
             &quantize::run(gpu, &settings, peers)?,
             output.json.as_deref(),
         ),
+        Command::Int4 { settings, output } => {
+            let json = output.json.as_deref();
+            show(&int4::run(gpu, &settings, json)?, json)
+        }
         Command::Linear { settings, output } => {
             let json = output.json.as_deref();
             show(&linear::run(gpu, &settings, recipes, peers, json)?, json)
@@ -160,6 +173,7 @@ fn run(cli: Cli) -> Result<()> {
             gemm: of_gemm,
             attention: of_attention,
             quantize: of_quantize,
+            int4: of_int4,
             linear: of_linear,
             layer: of_layer,
             optimizer: of_optimizer,
@@ -178,6 +192,9 @@ fn run(cli: Cli) -> Result<()> {
             show(&results, json.as_deref())?;
             let json = file("quantize.json");
             show(&quantize::run(gpu, &of_quantize, peers)?, json.as_deref())?;
+            let json = file("int4.json");
+            let results = int4::run(gpu, &of_int4, json.as_deref())?;
+            show(&results, json.as_deref())?;
             let json = file("linear.json");
             let results = linear::run(gpu, &of_linear, recipes, peers, json.as_deref())?;
             show(&results, json.as_deref())?;

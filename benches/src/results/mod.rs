@@ -2,6 +2,7 @@
 
 mod attention;
 mod gemm;
+mod int4;
 mod optimizer;
 mod quantize;
 mod run;
@@ -10,6 +11,7 @@ mod step;
 
 pub use attention::{AttentionKernel, AttentionPass, AttentionProblem, AttentionSpeed};
 pub use gemm::{Fallback, GemmSpeed, Kernel, LayerProduct, Placement, Product};
+pub use int4::{Stage, StageSpeed};
 pub use optimizer::OptimizerSpeed;
 pub use quantize::{Operand, QuantizeSpeed};
 pub use run::{Peer, Run, utc};
@@ -54,6 +56,8 @@ pub enum Rows {
     Attention(Vec<AttentionSpeed>),
     /// `qt-bench quantize`.
     Quantize(Vec<QuantizeSpeed>),
+    /// `qt-bench int4`.
+    Int4(Vec<StageSpeed>),
     /// `qt-bench linear`.
     Linear(Vec<StepSpeed>),
     /// `qt-bench layer`.

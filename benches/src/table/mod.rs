@@ -2,6 +2,7 @@
 
 mod attention;
 mod gemm;
+mod int4;
 mod optimizer_seeds;
 mod optimizer_speed;
 mod optimizers;
@@ -28,6 +29,7 @@ use crate::results::{Peer, Results, Rows, Run, Spread};
 /// | `qt-bench gemm` | by product and kernel, beside peers |
 /// | `qt-bench attention` | by width, length, heads, mask and pass, beside peers |
 /// | `qt-bench quantize` | by tensor, beside device copies |
+/// | `qt-bench int4` | by size and stage |
 /// | `qt-bench linear`, `qt-bench layer` | by size and backend, beside peers, and where the time goes |
 /// | `qt-bench pretrain` | by backend |
 /// | `qt-bench optimizer` | by optimizer |
@@ -47,6 +49,7 @@ pub fn of(json: &str) -> Result<String> {
             Rows::Gemm(rows) => gemm::table(&run, peer.as_ref(), &rows),
             Rows::Attention(rows) => attention::table(&run, peer.as_ref(), &rows),
             Rows::Quantize(rows) => quantize::table(&run, peer.as_ref(), &rows),
+            Rows::Int4(rows) => int4::table(&run, peer.as_ref(), &rows),
             Rows::Linear(rows) | Rows::Layer(rows) => steps::table(&run, peer.as_ref(), &rows),
             Rows::Pretrain(rows) => training::table(&run, peer.as_ref(), &rows),
         };
