@@ -265,9 +265,13 @@ mod tests {
         ))
         .unwrap();
         let results = r#"{"run": {"device": "NVIDIA H200", "driver": "1", "max_sm_mhz": 1, "sm_mhz": 1, "memory_mhz": 1,
-            "date": "2026-11-21T12:00:00Z", "command": "qt-bench attention", "features": [], "seed": 1}, "peer": null,
-            "bench": "attention", "rows": []}"#;
+            "date": "2026-11-21T12:00:00Z", "command": "qt-bench attention --peers peers.json", "features": [], "seed": 1},
+            "peer": null, "bench": "attention", "rows": []}"#;
         let mut results: Results = serde_json::from_str(results).unwrap();
+        assert!(parse("").unwrap().join(&mut results).is_err());
+        let mut alone = results.clone();
+        alone.run.command = "qt-bench attention".into();
+        assert!(peers.join(&mut alone).is_err());
         peers.join(&mut results).unwrap();
         assert_eq!(results.rows, Rows::Attention(peers.attention()));
         assert_eq!(results.peer, Some(peers.run()));
