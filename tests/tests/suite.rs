@@ -2,6 +2,7 @@
 
 mod suite {
     mod attention;
+    mod checkpoint;
     mod composition;
     mod conformance;
     mod delayed_scaling;

@@ -19,7 +19,12 @@ use crate::{
         Layer, MIN_ELEMENTS,
         tag::{Tag, View},
     },
-    ops::{learned_linear::LearnedLinear, linear::Linear, matmul::Matmul, watch::Watched},
+    ops::{
+        learned_linear::LearnedLinear,
+        linear::{Linear, Run},
+        matmul::Matmul,
+        watch::Watched,
+    },
     recipe::Recipe,
     saved::recorded::{InsideTensor, QuantBackend, Recorded},
     warning::warn_once,
@@ -235,14 +240,17 @@ fn quantized<B: QuantBackend, R: Recipe>(
         };
         return recorded::<B, _>(operation, x, weight, bias);
     }
+    let x_tag = (x.view() == View::Rows).then(|| x.tag().clone());
+    let flows = x_tag.as_ref().is_some_and(|tag| tag.flows());
     let operation = Linear {
         layer,
+        run: Run::Next,
         row,
         compute: QuantTrain::<B, R>::ROW.compute,
-        x_tag: (x.view() == View::Rows).then(|| x.tag().clone()),
+        x_tag,
         weight_tag: weight.tag().clone(),
         weight_view: weight.view(),
-        flow: QuantTrain::<B, R>::ROW.flow,
+        flow: QuantTrain::<B, R>::ROW.flow.filter(|_| flows),
     };
     recorded::<B, _>(operation, x, weight, bias)
 }

@@ -13,7 +13,7 @@ use std::sync::{
 use super::{Bank, Call, Layer};
 use crate::{
     data::{
-        DataBackend, Layout,
+        DataBackend, Layout, StochasticKey,
         learned_step::HadamardTransform,
         quantize::{Format, Quantized},
     },
@@ -95,6 +95,13 @@ struct SavedCopy<B: DataBackend> {
     matrix: Arc<Quantized<B>>,
 }
 
+/// The random numbers that a copy was rounded with.
+struct Draw<B: DataBackend> {
+    key: CopyKey,
+    epoch: Option<Epoch<B>>,
+    random: StochasticKey,
+}
+
 /// The state that travels with a tensor's value.
 ///
 /// `B` is the backend that holds the data: the one inside `Autodiff`.
@@ -106,6 +113,10 @@ pub struct Tag<B: DataBackend> {
     /// True for what an operator of the recipe's flow made.
     flows: bool,
     copies: Mutex<Vec<SavedCopy<B>>>,
+    /// The tag of the value as the second run of its block makes it, while something waits for that run.
+    second_run: Mutex<Weak<Self>>,
+    /// The draws of copies that are to be made once more.
+    draws: Mutex<Vec<Draw<B>>>,
 }
 
 impl<B: DataBackend> Tag<B> {
@@ -136,6 +147,8 @@ impl<B: DataBackend> Tag<B> {
             parameter: AtomicBool::new(false),
             flows: false,
             copies: Mutex::default(),
+            second_run: Mutex::default(),
+            draws: Mutex::default(),
         }
     }
 
@@ -230,9 +243,47 @@ impl<B: DataBackend> Tag<B> {
         matrix
     }
 
-    fn lock(&self) -> MutexGuard<'_, Vec<SavedCopy<B>>> {
-        self.copies.lock().unwrap_or_else(PoisonError::into_inner)
+    /// The tag for the copies that the second run of a [block](crate::saved::checkpoint()) makes of the value: one for all
+    /// operations of the block that read it. It has no copies, so that none waits for that run.
+    pub(crate) fn second_run(&self) -> Arc<Self> {
+        let mut second = lock(&self.second_run);
+        second.upgrade().unwrap_or_else(|| {
+            let tag = Arc::new(Self::new());
+            *second = Arc::downgrade(&tag);
+            tag
+        })
     }
+
+    /// The random numbers for a copy of this key in this epoch: those of the first call. So both runs of a block make one
+    /// copy, whichever of its operations makes it.
+    pub(crate) fn draw(
+        &self,
+        key: CopyKey,
+        epoch: Option<Epoch<B>>,
+        random: StochasticKey,
+    ) -> StochasticKey {
+        // The values of a copy in another layout are the same.
+        let key = CopyKey {
+            layout: Layout::Both,
+            ..key
+        };
+        let mut draws = lock(&self.draws);
+        let known = draws.iter();
+        let mut known = known.filter(|draw| draw.key == key && draw.epoch == epoch);
+        if let Some(draw) = known.next() {
+            return draw.random;
+        }
+        draws.push(Draw { key, epoch, random });
+        random
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Vec<SavedCopy<B>>> {
+        lock(&self.copies)
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl<B: DataBackend> Drop for Tag<B> {

@@ -21,6 +21,7 @@ use crate::{
 };
 
 /// The value of x, rounded, with the gradient that its reader gives.
+#[derive(Clone)]
 pub(crate) struct ReadRounded<B: DataBackend> {
     /// How: to nearest.
     pub cast: Cast,
@@ -30,6 +31,14 @@ pub(crate) struct ReadRounded<B: DataBackend> {
 
 impl<B: DataBackend> Recorded<B, 1> for ReadRounded<B> {
     type Saved = ();
+
+    /// Without the tag, whose copy would wait for the second run: then each operator rounds its own, to the same.
+    fn again(&mut self, _inputs: &[HeldTensor<B>; 1]) -> Option<Self> {
+        Some(Self {
+            tag: None,
+            ..self.clone()
+        })
+    }
 
     fn forward(self, [x]: [HeldTensor<B>; 1], _wanted: [bool; 1]) -> (HeldTensor<B>, ()) {
         let factor = Factor::left(&self.cast, false);

@@ -17,6 +17,10 @@ pub(crate) struct Gelu;
 impl<B: DataBackend> Recorded<B, 1> for Gelu {
     type Saved = HeldTensor<B>;
 
+    fn again(&mut self, _inputs: &[HeldTensor<B>; 1]) -> Option<Self> {
+        Some(*self)
+    }
+
     fn forward(self, [x]: [HeldTensor<B>; 1], _wanted: [bool; 1]) -> (HeldTensor<B>, Self::Saved) {
         let output = B::run(GeluForward, x.clone().into_value());
         (HeldTensor::of("gelu", output), x)

@@ -34,6 +34,7 @@ use crate::{
 /// leading dimensions of 1.
 ///
 /// W is quantized once in each optimizer step, in both layouts: a byte a parameter.
+#[derive(Clone)]
 pub(crate) struct LearnedLinear<B: DataBackend> {
     /// The layer.
     pub layer: Arc<Layer<B>>,
@@ -131,6 +132,11 @@ fn weight_key(transform: HadamardTransform) -> CopyKey {
 
 impl<B: DataBackend, const N: usize> Recorded<B, N> for LearnedLinear<B> {
     type Saved = Saved<B>;
+
+    /// The forward pass sets step sizes, and draws the rows whose residuals it keeps.
+    fn again(&mut self, _inputs: &[HeldTensor<B>; N]) -> Option<Self> {
+        None
+    }
 
     fn forward(self, inputs: [HeldTensor<B>; N], wanted: [bool; N]) -> (HeldTensor<B>, Saved<B>) {
         let mut inputs = inputs.into_iter();

@@ -31,7 +31,7 @@ use crate::{
         quantize::{Fallback, Quantized},
     },
     layer::{
-        Layer,
+        Call, Layer,
         tag::{CopyKey, Tag, View},
     },
     recipe::{Flow, LinearRow, Residual, SavedX},
@@ -43,9 +43,12 @@ use crate::{
 ///
 /// W is quantized once for each value that it takes, which is once in each optimizer step, for each of the row's casts
 /// of it. An INT8 copy is one byte a parameter. A product that needs the other layout makes it for its own time.
+#[derive(Clone)]
 pub(crate) struct Linear<B: DataBackend> {
     /// The layer.
     pub layer: Arc<Layer<B>>,
+    /// Which run of the layer it is.
+    pub run: Run<B>,
     /// The recipe's row.
     pub row: LinearRow,
     /// The dtype of Y, and of the operands of products that are not quantized.
@@ -56,8 +59,19 @@ pub(crate) struct Linear<B: DataBackend> {
     pub weight_tag: Arc<Tag<B>>,
     /// How W shows the tagged matrix: as it is, or transposed.
     pub weight_view: View,
-    /// The flow, if the recipe has one.
+    /// The flow that X came by, if it did: dX goes the same way.
     pub flow: Option<Flow>,
+}
+
+/// A run of a layer.
+#[derive(Debug, Clone)]
+pub(crate) enum Run<B: DataBackend> {
+    /// The next one.
+    Next,
+    /// This one, before the second run of its block, for which X has that tag.
+    First(Call, Option<Arc<Tag<B>>>),
+    /// This one once more: its blocks and maxima were counted.
+    Second(Call),
 }
 
 /// The operands that a linear layer keeps for the backward pass, and the plan of that pass.
@@ -119,6 +133,18 @@ impl<B: DataBackend> From<Kept<B>> for Source<B> {
 impl<B: DataBackend, const N: usize> Recorded<B, N> for Linear<B> {
     type Saved = Saved<B>;
 
+    /// With a tag of X of its own: copies in the first one would wait for the second run.
+    fn again(&mut self, inputs: &[HeldTensor<B>; N]) -> Option<Self> {
+        let call = self.layer.next_call(inputs[0].cell().device());
+        let x_tag = self.x_tag.as_ref().map(|tag| tag.second_run());
+        self.run = Run::First(call, x_tag.clone());
+        Some(Self {
+            run: Run::Second(call),
+            x_tag,
+            ..self.clone()
+        })
+    }
+
     fn forward(self, inputs: [HeldTensor<B>; N], wanted: [bool; N]) -> (HeldTensor<B>, Saved<B>) {
         let mut inputs = inputs.into_iter();
         let (Some(x), Some(weight), bias) = (inputs.next(), inputs.next(), inputs.next()) else {
@@ -127,12 +153,15 @@ impl<B: DataBackend, const N: usize> Recorded<B, N> for Linear<B> {
         let [wants_x, wants_weight] = [wanted[0], wanted[1]];
         let device = x.cell().device().clone();
         let bank = self.layer.bank();
-        let plan = Plan::new(&self.layer, &self.row, self.weight_view, &device);
-        // dX goes the way that X came.
-        let flow = self
+        let (call, is_counted, draws) = match &self.run {
+            Run::Next => (self.layer.next_call(&device), true, None),
+            Run::First(call, second_tag) => (*call, true, second_tag.as_ref()),
+            Run::Second(call) => (*call, false, self.x_tag.as_ref()),
+        };
+        let plan = Plan::new(&self.layer, &self.row, self.weight_view, call);
+        let input_gradient = self
             .flow
-            .filter(|_| self.x_tag.as_ref().is_some_and(|tag| tag.flows()));
-        let input_gradient = flow.and_then(|flow| plan.input_gradient(&self.layer, &flow));
+            .and_then(|flow| plan.input_gradient(&self.layer, &flow));
         let forms = [Form::of(&x), Form::of(&weight)];
         let bias_dtype = bias.as_ref().map(TensorMetadata::dtype);
 
@@ -142,12 +171,23 @@ impl<B: DataBackend, const N: usize> Recorded<B, N> for Linear<B> {
 
         // X: copies that other layers made of it are good for this one too.
         let of_x = |key: CopyKey| self.x_tag.as_ref()?.find(key, plan.epoch(bank, key));
-        let saved_make = plan.saved.filter(|_| wants_weight);
+        let drawn = |make: Make| match draws {
+            None => make,
+            Some(tag) => {
+                let key = make.factor.key;
+                make.drawn(|random| tag.draw(key, plan.epoch(bank, key), random))
+            }
+        };
+        let saved_make = plan.saved.filter(|_| wants_weight).map(drawn);
         let saved = saved_make.and_then(|make| of_x(make.factor.key));
         let to_save = saved_make.filter(|_| saved.is_none());
         // A copy with fallback is the layer's own: others have other thresholds.
         let shares_operand = plan.residual == Residual::Never && self.x_tag.is_some();
-        let operand = match plan.forward {
+        let product = plan.forward.map(|[x, weight]| match shares_operand {
+            true => [drawn(x), weight],
+            false => [x, weight],
+        });
+        let operand = match product {
             Some([make, _]) if shares_operand => of_x(make.factor.key),
             _ => None,
         };
@@ -156,7 +196,7 @@ impl<B: DataBackend, const N: usize> Recorded<B, N> for Linear<B> {
             (SavedX::Input, false) | (SavedX::Operand, _) => None,
         };
         // A copy with a history brings its maximum along.
-        let is_noted = matches!(plan.forward, Some([make, _]) if make.has_history());
+        let is_noted = matches!(product, Some([make, _]) if make.has_history());
         let keeps_operand = (shares_operand || is_noted) && operand.is_none();
         let x = match (&operand, to_save) {
             (Some(copy), None) => Source::Copy(Quantized::clone(copy)),
@@ -176,7 +216,7 @@ impl<B: DataBackend, const N: usize> Recorded<B, N> for Linear<B> {
         let operation = Forward {
             x_shape: forms[0].shape.clone(),
             shape: with_last(&forms[0].shape, &forms[1].shape),
-            product: plan.forward,
+            product,
             keeps_operand,
             saved: to_save,
             weight: plan.weight.filter(|_| missing),
@@ -195,12 +235,11 @@ impl<B: DataBackend, const N: usize> Recorded<B, N> for Linear<B> {
             Residual::Never => B::run(operation, inputs(None)),
             Residual::Always => B::run(operation, inputs(Some(every_block::<B>(&device)))),
             Residual::Above(slot) => self.layer.with_fallback(slot, &device, |fallback| {
+                let before = (!is_counted).then(|| fallback.counts.clone());
                 let mut output = B::run(operation, inputs(Some(fallback)));
                 let counts = output.counts.take();
-                (
-                    output,
-                    counts.expect("a fallback state goes in and comes out"),
-                )
+                let counts = counts.expect("a fallback state goes in and comes out");
+                (output, before.unwrap_or(counts))
             }),
         };
 
@@ -209,7 +248,7 @@ impl<B: DataBackend, const N: usize> Recorded<B, N> for Linear<B> {
             Some(tag) => tag.keep(make.factor.key, plan.epoch(bank, make.factor.key), copy),
             None => Arc::new(copy),
         };
-        let made_operand = output.operand.zip(plan.forward);
+        let made_operand = output.operand.zip(product);
         let made_operand = made_operand.map(|(copy, [make, _])| keep_x(make, copy));
         let operand = operand.or(made_operand);
         let made = output
@@ -224,10 +263,10 @@ impl<B: DataBackend, const N: usize> Recorded<B, N> for Linear<B> {
         let copy = keep_weight(plan.weight, output.weight).or(copy);
         let other = keep_weight(plan.other_weight, output.other_weight).or(other);
         let saved = saved.or(made);
-        if let Some(history) = x_history {
+        if let Some(history) = x_history.filter(|_| is_counted) {
             history.note_copies(&device, [operand.as_ref(), saved.as_ref()]);
         }
-        if let Some(history) = weight_history {
+        if let Some(history) = weight_history.filter(|_| is_counted) {
             history.note_copies(&device, [copy.as_ref(), other.as_ref()]);
         }
         let kept_weight = || match plan.backward.input {

@@ -10,11 +10,16 @@ use crate::data::{
 use crate::saved::{HeldTensor, recorded::Recorded};
 
 /// `left [.., M, K]` times `right [.., K, N]`, both BF16 or FP16 with the same leading dimensions, of the same dtype.
+#[derive(Debug, Clone, Copy)]
 pub(crate) struct Matmul;
 
 impl<B: DataBackend> Recorded<B, 2> for Matmul {
     /// Each operand, if the other one needs a gradient.
     type Saved = [Option<HeldTensor<B>>; 2];
+
+    fn again(&mut self, _inputs: &[HeldTensor<B>; 2]) -> Option<Self> {
+        Some(*self)
+    }
 
     fn forward(
         self,

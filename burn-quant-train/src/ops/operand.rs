@@ -138,6 +138,14 @@ impl Make {
         }
     }
 
+    /// The same with the random numbers that `draw` has for these, if they are needed.
+    pub fn drawn(self, draw: impl FnOnce(StochasticKey) -> StochasticKey) -> Self {
+        Self {
+            key: self.key.map(draw),
+            ..self
+        }
+    }
+
     /// How the copy is quantized, in this layout.
     pub fn spec(&self, layout: Layout) -> QuantizeSpec {
         let Format {

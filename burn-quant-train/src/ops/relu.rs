@@ -8,11 +8,16 @@ use crate::{
 };
 
 /// `max(x, 0)`. As Burn has it, the gradient is 0 where x is 0, and passes where x is NaN.
+#[derive(Debug, Clone, Copy)]
 pub(crate) struct Relu;
 
 impl<B: DataBackend> Recorded<B, 1> for Relu {
     /// 1 where the gradient passes.
     type Saved = HeldTensor<B>;
+
+    fn again(&mut self, _inputs: &[HeldTensor<B>; 1]) -> Option<Self> {
+        Some(*self)
+    }
 
     fn forward(self, [x]: [HeldTensor<B>; 1], _wanted: [bool; 1]) -> (HeldTensor<B>, Self::Saved) {
         let x = x.into_value();

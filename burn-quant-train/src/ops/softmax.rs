@@ -8,6 +8,7 @@ use crate::{
 };
 
 /// The softmax of a dimension.
+#[derive(Debug, Clone, Copy)]
 pub(crate) struct Softmax {
     pub dim: usize,
 }
@@ -15,6 +16,10 @@ pub(crate) struct Softmax {
 impl<B: DataBackend> Recorded<B, 1> for Softmax {
     /// The output, and the dimension.
     type Saved = (HeldTensor<B>, usize);
+
+    fn again(&mut self, _inputs: &[HeldTensor<B>; 1]) -> Option<Self> {
+        Some(*self)
+    }
 
     fn forward(self, [x]: [HeldTensor<B>; 1], _wanted: [bool; 1]) -> (HeldTensor<B>, Self::Saved) {
         let output = HeldTensor::of("softmax", B::softmax(x.into_value(), self.dim));

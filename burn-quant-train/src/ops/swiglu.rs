@@ -17,6 +17,10 @@ pub(crate) struct Swiglu;
 impl<B: DataBackend> Recorded<B, 2> for Swiglu {
     type Saved = [HeldTensor<B>; 2];
 
+    fn again(&mut self, _inputs: &[HeldTensor<B>; 2]) -> Option<Self> {
+        Some(*self)
+    }
+
     fn forward(
         self,
         inputs: [HeldTensor<B>; 2],

@@ -159,6 +159,11 @@ impl<B: DataBackend> Watched<B> {
 impl<B: DataBackend> Recorded<B, 1> for Watched<B> {
     type Saved = Self;
 
+    /// A run is measured once.
+    fn again(&mut self, _inputs: &[HeldTensor<B>; 1]) -> Option<Self> {
+        None
+    }
+
     fn forward(self, inputs: [HeldTensor<B>; 1], _wanted: [bool; 1]) -> (HeldTensor<B>, Self) {
         let [output] = inputs;
         (output, self)

@@ -2,6 +2,7 @@
 
 use std::{
     fmt::{self, Debug},
+    mem,
     sync::{Arc, Weak},
 };
 
@@ -98,6 +99,7 @@ impl<B: DataBackend> Origin<B> {
         (may || all_exact).then(|| Again {
             operands,
             compute: compute.clone(),
+            of_block: false,
         })
     }
 }
@@ -112,9 +114,36 @@ impl<B: DataBackend> Debug for Origin<B> {
 pub struct Again<B: DataBackend> {
     operands: Vec<Arc<Cell<B>>>,
     compute: Arc<Computation<B>>,
+    /// True for one of a block that is computed again as a whole.
+    of_block: bool,
 }
 
 impl<B: DataBackend> Again<B> {
+    /// An operation of a [block](super::checkpoint) on these operands, before it takes them; none without an operand, since
+    /// there is nothing that such a value could be computed from.
+    pub(super) fn of_block<F>(
+        operands: Vec<Arc<Cell<B>>>,
+        compute: impl FnOnce() -> F,
+    ) -> Option<Self>
+    where
+        F: Fn(Vec<FloatTensor<B>>) -> FloatTensor<B> + Send + Sync + 'static,
+    {
+        let compute: Arc<Computation<B>> = match operands.is_empty() {
+            true => return None,
+            false => Arc::new(compute()),
+        };
+        Some(Self {
+            operands,
+            compute,
+            of_block: true,
+        })
+    }
+
+    /// True for an operation of a block: what it gives is kept from its first reader to its last one.
+    pub(super) fn is_of_block(&self) -> bool {
+        self.of_block
+    }
+
     /// The result.
     pub(super) fn compute(&self) -> FloatTensor<B> {
         (self.compute)(self.operands.iter().map(|operand| operand.read()).collect())
@@ -131,6 +160,20 @@ impl<B: DataBackend> Clone for Again<B> {
         Self {
             operands: self.operands.clone(),
             compute: self.compute.clone(),
+            ..*self
+        }
+    }
+}
+
+/// A loop: computations of a block may stand on each other in thousands.
+impl<B: DataBackend> Drop for Again<B> {
+    fn drop(&mut self) {
+        let mut operands = mem::take(&mut self.operands);
+        while let Some(operand) = operands.pop() {
+            let last = Arc::into_inner(operand).into_iter();
+            for mut again in last.flat_map(Cell::into_computations) {
+                operands.append(&mut again.operands);
+            }
         }
     }
 }

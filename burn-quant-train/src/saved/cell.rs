@@ -52,6 +52,10 @@ pub struct Cell<B: DataBackend> {
     operation: &'static str,
     /// Two dimensions that are swapped in memory: heads are slices of a layer's rows, and so compressed without a copy.
     swapped: Option<[usize; 2]>,
+    /// True for what a block made for itself alone.
+    in_block: AtomicBool,
+    /// How the block's second run makes it, until nobody needs it before that.
+    of_block: Mutex<Option<Again<B>>>,
 }
 
 #[derive(Debug)]
@@ -170,7 +174,7 @@ impl<B: DataBackend> HeldTensor<B> {
         is_mask: bool,
         swapped: Option<[usize; 2]>,
     ) -> Self {
-        let context = scope::context();
+        let (context, in_block) = (scope::context(), scope::in_block());
         let cell = Arc::new(Cell {
             shape,
             dtype,
@@ -184,8 +188,10 @@ impl<B: DataBackend> HeldTensor<B> {
             handles: AtomicUsize::new(0),
             operation,
             swapped,
+            in_block: AtomicBool::new(in_block),
+            of_block: Mutex::default(),
         });
-        if context.is_some() {
+        if context.is_some() || in_block {
             scope::created(&cell);
         }
         report::created(&cell);
@@ -197,6 +203,14 @@ impl<B: DataBackend> HeldTensor<B> {
         let form = (like.shape.clone(), like.dtype, like.device.clone());
         let state = State::Compressed(matrix);
         Self::in_state(state, form, operation, None, false, None)
+    }
+
+    /// The same, made again so in the second run of its block, if it is of one.
+    pub(super) fn of_block(self, again: Option<Again<B>>) -> Self {
+        if again.is_some() {
+            *lock(&self.0.of_block) = again;
+        }
+        self
     }
 
     /// The cell.
@@ -247,7 +261,41 @@ impl<B: DataBackend> Cell<B> {
     /// The value.
     pub fn read(&self) -> FloatTensor<B> {
         let state = self.lock().clone();
-        state.into_value(self.shape.clone(), self.dtype, self.swapped)
+        match state {
+            State::Again(again) if again.is_of_block() => self.run_again(&again),
+            state => state.into_value(self.shape.clone(), self.dtype, self.swapped),
+        }
+    }
+
+    /// The value by the second run of its block: those that it stands on first, each once. A loop, since a block may be
+    /// deep.
+    fn run_again(&self, again: &Again<B>) -> FloatTensor<B> {
+        let mut waiting = again.operands().to_vec();
+        while let Some(cell) = waiting.last().cloned() {
+            let Some(again) = cell.of_second_run() else {
+                waiting.pop();
+                continue;
+            };
+            let before = again.operands().iter();
+            let before = before.filter(|operand| operand.of_second_run().is_some());
+            let count = waiting.len();
+            waiting.extend(before.cloned());
+            if waiting.len() == count {
+                *cell.lock() = State::Exact(again.compute());
+                waiting.pop();
+            }
+        }
+        let value = again.compute();
+        *self.lock() = State::Exact(value.clone());
+        value
+    }
+
+    /// How the second run of its block makes it, if it has not yet.
+    fn of_second_run(&self) -> Option<Again<B>> {
+        match &*self.lock() {
+            State::Again(again) => again.is_of_block().then(|| again.clone()),
+            State::Exact(_) | State::Compressed(_) | State::Bits(_) | State::Taken => None,
+        }
     }
 
     /// Its device.
@@ -284,6 +332,7 @@ impl<B: DataBackend> Cell<B> {
     /// How many computations stand on each other in it.
     fn depth(&self) -> usize {
         match &*self.lock() {
+            State::Again(again) if again.is_of_block() => 0,
             State::Again(again) => {
                 let below = again.operands().iter().map(|operand| operand.depth());
                 1 + below.max().unwrap_or(0)
@@ -295,7 +344,9 @@ impl<B: DataBackend> Cell<B> {
     /// Notes that so many computations stand on it.
     fn raise(&self, above: usize) {
         self.above.fetch_max(above, Ordering::Relaxed);
-        if let State::Again(again) = &*self.lock() {
+        if let State::Again(again) = &*self.lock()
+            && !again.is_of_block()
+        {
             for operand in again.operands() {
                 operand.raise(above + 1);
             }
@@ -332,13 +383,35 @@ impl<B: DataBackend> Cell<B> {
             // A parameter, a constant of a module, or what forward code holds for now, which must not be much larger.
             let is_held = operand.has_handles() && operand.elements() <= 2 * self.elements();
             let is_kept = operand.holders() > 0 || operand.is_small() || is_held;
+            let is_kept = is_kept && !operand.is_in_block();
             is_kept && operand.depth() + 1 + above <= MAX_DEPTH
         })
     }
 
-    fn lock(&self) -> MutexGuard<'_, State<B>> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    /// True for what a block made for itself alone.
+    fn is_in_block(&self) -> bool {
+        self.in_block.load(Ordering::Acquire)
     }
+
+    /// How it would have been made again.
+    pub(super) fn into_computations(self) -> impl Iterator<Item = Again<B>> {
+        let state = self.state.into_inner();
+        let of_state = match state.unwrap_or_else(PoisonError::into_inner) {
+            State::Again(again) => Some(again),
+            State::Exact(_) | State::Compressed(_) | State::Bits(_) | State::Taken => None,
+        };
+        let of_block = self.of_block.into_inner();
+        let of_block = of_block.unwrap_or_else(PoisonError::into_inner);
+        of_state.into_iter().chain(of_block)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State<B>> {
+        lock(&self.state)
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// A cell of any backend.
@@ -359,6 +432,9 @@ pub(super) trait AnyCell: Send + Sync {
     /// Compresses the value.
     fn compress(self: Arc<Self>);
 
+    /// It is what its block gave: it waits like other values.
+    fn leave_block(&self);
+
     /// Its row of a report, if it waits for the backward pass and for nothing else. The caller has one share.
     fn row(self: Arc<Self>) -> Option<report::Saved>;
 }
@@ -377,11 +453,17 @@ impl<B: DataBackend> AnyCell for Cell<B> {
     }
 
     fn settle(self: Arc<Self>) -> bool {
-        let waits = self.context.is_some() && self.holders() > 0 && !self.is_small();
-        if !waits || !matches!(&*self.lock(), State::Exact(_)) {
+        let of_block = lock(&self.of_block).take();
+        let waits = self.holders() > 0 && !self.is_small();
+        if let Some(again) = of_block.filter(|_| waits) {
+            *self.lock() = State::Again(again);
             return false;
         }
-        match self.again() {
+        let may_wait = self.context.is_some() || self.is_in_block();
+        if !(waits && may_wait && matches!(&*self.lock(), State::Exact(_))) {
+            return false;
+        }
+        match self.again().filter(|_| !self.is_in_block()) {
             Some(again) => {
                 let above = self.above.load(Ordering::Relaxed) + 1;
                 again.operands().iter().for_each(|it| it.raise(above));
@@ -394,19 +476,19 @@ impl<B: DataBackend> AnyCell for Cell<B> {
 
     fn compress(self: Arc<Self>) {
         let is_float = matches!(self.dtype, DType::F32 | DType::BF16 | DType::F16);
-        let Some(context) = self.context.filter(|_| is_float && !self.is_exact()) else {
-            return;
-        };
-        if self.has_handles() || self.holders() == 0 {
+        let packs = self.is_mask || self.context.is_some();
+        let waits = !self.has_handles() && self.holders() > 0;
+        if !(is_float && packs && waits) || self.is_exact() {
             return;
         }
         // By ownership: in a fused stream the last read of a tensor is what frees it.
         let mut state = self.lock();
         match std::mem::replace(&mut *state, State::Taken) {
             State::Exact(value) => {
-                *state = match self.is_mask {
-                    true => State::Bits(Bits::of(value)),
-                    false => {
+                *state = match (self.is_mask, self.context) {
+                    (true, _) => State::Bits(Bits::of(value)),
+                    (false, None) => State::Exact(value),
+                    (false, Some(context)) => {
                         let value = match self.swapped {
                             None => value,
                             Some([a, b]) => B::float_swap_dims(value, a, b),
@@ -417,6 +499,11 @@ impl<B: DataBackend> AnyCell for Cell<B> {
             }
             other => *state = other,
         }
+    }
+
+    fn leave_block(&self) {
+        self.in_block.store(false, Ordering::Release);
+        lock(&self.of_block).take();
     }
 
     fn row(self: Arc<Self>) -> Option<report::Saved> {

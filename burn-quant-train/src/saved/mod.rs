@@ -22,6 +22,7 @@
 //! | [`cell`] | how a value is held, and when that changes |
 //! | [`scope`] | an operation of the outer decorator: the handles that end with it, the cells made in it |
 //! | [`again`] | computations to be done again |
+//! | [`checkpoint()`] | blocks that are computed again as a whole |
 //! | [`bits`] | masks, a bit an element |
 //! | [`compress`] | from float tensors to contexts and back |
 //! | [`recorded`] | operations with a backward pass of our own: one type, one node for autodiff |
@@ -33,6 +34,7 @@ pub mod again;
 pub mod bits;
 mod bool;
 pub mod cell;
+mod checkpoint;
 pub mod compress;
 mod float;
 mod forward;
@@ -49,6 +51,7 @@ use std::marker::PhantomData;
 use burn_backend::{Backend, BackendTypes, DType, DTypeUsageSet, ExecutionError, TensorData};
 
 pub use cell::{Cell, HeldTensor, MIN_COMPRESSED};
+pub use checkpoint::checkpoint;
 pub use report::{ActivationReport, Recording};
 pub use scope::{choose_context, compress_pending};
 

@@ -1,6 +1,10 @@
 //! Operations with a backward pass: one type for all of them, and one node of Burn's autodiff.
 
-use std::{fmt::Debug, marker::PhantomData, sync::Arc};
+use std::{
+    fmt::Debug,
+    marker::PhantomData,
+    sync::{Arc, Mutex, PoisonError},
+};
 
 use burn_autodiff::{
     Autodiff,
@@ -13,7 +17,7 @@ use burn_backend::{
     tensor::{Device, FloatTensor},
 };
 
-use super::{Cell, Held, HeldTensor};
+use super::{Cell, Held, HeldTensor, again::Again, scope};
 use crate::data::DataBackend;
 
 /// An operation of `N` float tensors that has a backward pass.
@@ -21,9 +25,13 @@ use crate::data::DataBackend;
 /// Both passes are functions of tensors of a backend that holds data. `wanted` marks the inputs whose gradients are
 /// asked for. The forward pass saves what those need: an input itself as the cell that
 /// it is, which is compressed as the recipe says.
-pub trait Recorded<B: DataBackend, const N: usize>: Send + 'static {
+pub trait Recorded<B: DataBackend, const N: usize>: Clone + Send + Sync + 'static {
     /// The values that the forward pass leaves for the backward pass.
     type Saved: Clone + Debug + Send + 'static;
+
+    /// The operation that does the same in the second run of a [block](super::checkpoint()), without being counted: what
+    /// both draw is settled now. `None` if it cannot be done twice; its output then waits as without a block, and what it saved.
+    fn again(&mut self, inputs: &[HeldTensor<B>; N]) -> Option<Self>;
 
     /// The output, and what the backward pass needs.
     fn forward(self, inputs: [HeldTensor<B>; N], wanted: [bool; N])
@@ -126,12 +134,36 @@ impl<B: DataBackend, C: CheckpointStrategy> QuantBackend for Autodiff<B, C> {
     }
 
     fn record<O: Recorded<B, N>, const N: usize>(
-        operation: O,
+        mut operation: O,
         inputs: [InsideTensor<Self>; N],
     ) -> InsideTensor<Self> {
         let wanted = inputs.each_ref().map(|input| input.is_tracked());
         let nodes = inputs.each_ref().map(|input| input.node.clone());
-        let (output, saved) = operation.forward(inputs.map(|input| input.primitive), wanted);
+        let inputs = inputs.map(|input| input.primitive);
+        let again = match scope::in_block() {
+            true => operation.again(&inputs),
+            false => None,
+        };
+        let (output, saved) = match again {
+            None => {
+                let (output, saved) = operation.forward(inputs, wanted);
+                (output, Waiting::Saved(saved))
+            }
+            Some(again) => {
+                let second = Arc::new(SecondRun {
+                    operation: again,
+                    wanted,
+                    saved: Mutex::default(),
+                });
+                let (output, _) = operation.forward(inputs.clone(), wanted);
+                let cells = inputs.each_ref().map(|input| input.cell().clone()).into();
+                let run = second.clone();
+                let of_block = Again::of_block(cells, || {
+                    move |values: Vec<FloatTensor<B>>| run.output(values).into_value()
+                });
+                (output.of_block(of_block), Waiting::Again(second, inputs))
+            }
+        };
         match Node::<O>(PhantomData)
             .prepare::<C>(nodes)
             .compute_bound()
@@ -140,6 +172,70 @@ impl<B: DataBackend, C: CheckpointStrategy> QuantBackend for Autodiff<B, C> {
             OpsKind::Tracked(prep) => prep.finish(saved, output),
             OpsKind::UnTracked(prep) => prep.finish(output),
         }
+    }
+}
+
+/// What a node has for the backward pass.
+enum Waiting<B: DataBackend, O: Recorded<B, N>, const N: usize> {
+    /// What the forward pass saved.
+    Saved(O::Saved),
+    /// In a block, what the second run will save, of these inputs.
+    Again(Arc<SecondRun<B, O, N>>, [HeldTensor<B>; N]),
+}
+
+impl<B: DataBackend, O: Recorded<B, N>, const N: usize> Waiting<B, O, N> {
+    fn into_saved(self) -> O::Saved {
+        match self {
+            Self::Saved(saved) => saved,
+            Self::Again(second, inputs) => {
+                let taken = second.take();
+                // Nobody has asked for the output.
+                taken.unwrap_or_else(|| {
+                    second.output(inputs.map(HeldTensor::into_value).into());
+                    second.take().expect("a run leaves what it saves")
+                })
+            }
+        }
+    }
+}
+
+impl<B: DataBackend, O: Recorded<B, N>, const N: usize> Clone for Waiting<B, O, N> {
+    fn clone(&self) -> Self {
+        match self {
+            Self::Saved(saved) => Self::Saved(saved.clone()),
+            Self::Again(second, inputs) => Self::Again(second.clone(), inputs.clone()),
+        }
+    }
+}
+
+impl<B: DataBackend, O: Recorded<B, N>, const N: usize> Debug for Waiting<B, O, N> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Saved(saved) => saved.fmt(f),
+            Self::Again(..) => f.write_str("Again"),
+        }
+    }
+}
+
+/// The second run of an operation in a block: whoever needs its output first has it run, and its node takes what it saved.
+struct SecondRun<B: DataBackend, O: Recorded<B, N>, const N: usize> {
+    operation: O,
+    wanted: [bool; N],
+    saved: Mutex<Option<O::Saved>>,
+}
+
+impl<B: DataBackend, O: Recorded<B, N>, const N: usize> SecondRun<B, O, N> {
+    fn output(&self, values: Vec<FloatTensor<B>>) -> HeldTensor<B> {
+        let inputs: Vec<_> = values.into_iter().map(HeldTensor::new).collect();
+        let inputs = inputs.try_into().expect("a value for each input");
+        let (output, saved) = self.operation.clone().forward(inputs, self.wanted);
+        *self.saved.lock().unwrap_or_else(PoisonError::into_inner) = Some(saved);
+        output
+    }
+
+    fn take(&self) -> Option<O::Saved> {
+        let mut saved = self.saved.lock().unwrap_or_else(PoisonError::into_inner);
+        saved.take()
     }
 }
 
@@ -153,7 +249,7 @@ impl<O> Debug for Node<O> {
 }
 
 impl<B: DataBackend, O: Recorded<B, N>, const N: usize> Backward<Held<B>, N> for Node<O> {
-    type State = O::Saved;
+    type State = Waiting<B, O, N>;
 
     fn backward(
         self,
@@ -163,7 +259,7 @@ impl<B: DataBackend, O: Recorded<B, N>, const N: usize> Backward<Held<B>, N> for
     ) {
         let gradient = gradients.consume::<Held<B>>(&ops.node).into_value();
         let wanted = ops.parents.each_ref().map(Option::is_some);
-        let of_inputs = O::backward(ops.state, gradient, wanted);
+        let of_inputs = O::backward(ops.state.into_saved(), gradient, wanted);
         for (parent, gradient) in ops.parents.into_iter().zip(of_inputs) {
             if let Some((parent, gradient)) = parent.zip(gradient) {
                 gradients.register::<Held<B>>(parent.id, HeldTensor::new(gradient));

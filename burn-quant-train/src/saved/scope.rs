@@ -17,6 +17,8 @@ struct Frame {
     /// Operations of the outer decorator that are made of others are nested.
     depth: usize,
     context: Option<Context>,
+    /// The cells made in the block that is computed again in the backward pass, while one runs.
+    block: Option<Vec<Weak<dyn AnyCell>>>,
     /// Cells whose handles end with the operation.
     consumed: Vec<Weak<dyn AnyCell>>,
     /// Cells made in the operation: those that autodiff makes of a composition never have a handle.
@@ -39,10 +41,42 @@ pub(crate) fn context() -> Option<Context> {
     with(|frame| frame.context).flatten()
 }
 
+/// True while a [block](super::checkpoint) runs.
+pub(super) fn in_block() -> bool {
+    with(|frame| frame.depth > 0 && frame.block.is_some()).unwrap_or(false)
+}
+
+/// Starts a block, unless one runs, to which then all belongs. True if it started.
+pub(super) fn enter_block() -> bool {
+    with(|frame| {
+        let starts = frame.block.is_none();
+        frame.block.get_or_insert_default();
+        starts
+    })
+    .unwrap_or(false)
+}
+
+/// Ends the block. What forward code still holds was its result, and waits like other values.
+pub(super) fn leave_block() {
+    let made = with(|frame| frame.block.take())
+        .flatten()
+        .unwrap_or_default();
+    for cell in made.iter().filter_map(Weak::upgrade) {
+        if cell.has_handles() {
+            cell.leave_block();
+        }
+    }
+}
+
 /// Notes a cell made by the operation that runs.
 pub(super) fn created<B: DataBackend>(cell: &Arc<Cell<B>>) {
     let cell = Arc::downgrade(cell) as Weak<dyn AnyCell>;
-    with(|frame| frame.created.push(cell));
+    with(|frame| {
+        frame.created.push(cell.clone());
+        if let Some(block) = &mut frame.block {
+            block.push(cell);
+        }
+    });
 }
 
 /// Gives a handle to the operation that runs, which ends it. Gives it back where none runs.
@@ -56,7 +90,7 @@ pub(super) fn consume(cell: Weak<dyn AnyCell>) -> Option<Weak<dyn AnyCell>> {
     cell
 }
 
-/// AnyCells a cell whose last handle went.
+/// Settles a cell whose last handle went.
 pub(super) fn settle(cell: Arc<dyn AnyCell>) {
     let reference = Arc::downgrade(&cell);
     if cell.settle() {

@@ -2,8 +2,6 @@
 
 use std::sync::Arc;
 
-use burn_backend::tensor::Device;
-
 use crate::{
     data::{DataBackend, Layout},
     layer::{
@@ -101,14 +99,13 @@ impl Factors {
 }
 
 impl Plan {
-    /// The plan of the layer's next run on `device`; `weight_view`: how W shows the matrix that copies are made of.
+    /// The plan of this run of the layer; `weight_view`: how W shows the matrix that copies are made of.
     pub fn new<B: DataBackend>(
         layer: &Layer<B>,
         row: &LinearRow,
         weight_view: View,
-        device: &Device<B>,
+        call: Call,
     ) -> Self {
-        let call = layer.next_call(device);
         let key = |role| move || layer.key(call, role);
         let weight_key = |role| move || layer.key(call.of_weight(), role);
         let factors = Factors::of(row, weight_view);

@@ -1,0 +1,404 @@
+//! Blocks that are computed again: the same gradients, the memory of what they read and give, and each run counted once.
+
+use burn::{
+    backend::{Autodiff, Flex},
+    module::{AutodiffModule, Module},
+    nn::{
+        DropoutConfig, LayerNorm, LayerNormConfig, Linear, LinearConfig, Lstm, LstmConfig, RmsNorm,
+        RmsNormConfig, SwiGlu, SwiGluConfig,
+        transformer::{TransformerEncoder, TransformerEncoderConfig, TransformerEncoderInput},
+    },
+    optim::{GradientsParams, Optimizer},
+    tensor::{
+        Tensor,
+        activation::gelu,
+        backend::{AutodiffBackend, Backend},
+    },
+};
+use burn_quant_train::{
+    QuantTrain,
+    data::DataBackend,
+    optim::LayerBackend,
+    recipe::{
+        CoatFp8, MixedPrecision, Recipe,
+        context::{ContextFormat, Contexts, Int10},
+    },
+    saved::{ActivationReport, Recording, checkpoint, report::Form},
+};
+use quant_train_tests::{
+    Rng,
+    data::{cosine, floats, same_bits, tensor},
+    models::with_weights_of,
+    on_every_backend, seed,
+    train::{attached, every_layer, gradients_of, parameters_of},
+};
+
+on_every_backend! {
+    gradients_are_those_without_blocks => gradients_are_the_same;
+    what_a_block_makes_does_not_wait => little_waits;
+    dropout_keeps_its_mask => keeps_its_mask;
+}
+
+type Plain<B> = QuantTrain<Autodiff<B>, MixedPrecision<f32>>;
+
+const SHAPE: [usize; 3] = [4, 64, 128];
+const INPUT: usize = 4 * 64 * 128;
+
+fn block_if<I, O>(is_block: bool, f: impl FnOnce(I) -> O, input: I) -> O {
+    match is_block {
+        true => checkpoint(f, input),
+        false => f(input),
+    }
+}
+
+/// The gradients of a module's parameters and, last, of its input, and what waited for them.
+fn passes<B: AutodiffBackend, M: AutodiffModule<B>>(
+    seed: u64,
+    module: M,
+    forward: impl Fn(&M, Tensor<B, 3>) -> Tensor<B, 3>,
+) -> (Vec<Vec<f32>>, ActivationReport) {
+    let device = Default::default();
+    let module = with_weights_of(module, seed);
+    let mut rng = Rng::new(seed);
+    let x = tensor::<B, 3>(&rng.normals(INPUT, 1.0), SHAPE, &device).require_grad();
+    let recording = Recording::start();
+    let y = forward(&module, x.clone() * 1.5);
+    let upstream = tensor(
+        &rng.normals(y.shape().num_elements(), 1.0),
+        y.dims(),
+        &device,
+    );
+    let loss = (y * upstream).sum();
+    let saved = recording.report();
+    let gradients = loss.backward();
+    let of_x = x.grad(&gradients).expect("a gradient of x");
+    let of_module = GradientsParams::from_grads(gradients, &module);
+    let mut all = gradients_of::<B, M>(&module, &of_module);
+    all.push(floats(&of_x));
+    let left = recording.report();
+    assert_eq!(left.bytes(), 0, "left behind: {left}");
+    (all, saved)
+}
+
+/// Layers with a residual connection, each a block or not.
+#[derive(Module, Debug)]
+struct Layers<B: Backend> {
+    norms: Vec<RmsNorm<B>>,
+    feeds: Vec<SwiGlu<B>>,
+}
+
+impl<B: Backend> Layers<B> {
+    fn new(count: usize) -> Self {
+        let device = Default::default();
+        let norm = |_| RmsNormConfig::new(128).init(&device);
+        let feed = |_| SwiGluConfig::new(128, 128).init(&device);
+        Self {
+            norms: (0..count).map(norm).collect(),
+            feeds: (0..count).map(feed).collect(),
+        }
+    }
+
+    fn forward(&self, mut x: Tensor<B, 3>, blocks: bool) -> Tensor<B, 3> {
+        for (norm, feed) in self.norms.iter().zip(&self.feeds) {
+            let layer = |x: Tensor<B, 3>| x.clone() + feed.forward(norm.forward(x));
+            x = block_if(blocks, layer, x);
+        }
+        x
+    }
+}
+
+/// Burn's modules as one block each, and layers as several, with the gradients without blocks and with them.
+fn cases<T: AutodiffBackend>(seed: u64) -> Vec<(&'static str, [Vec<Vec<f32>>; 2])> {
+    let device = &Default::default();
+    let encoder = || -> TransformerEncoder<T> {
+        let config = TransformerEncoderConfig::new(128, 96, 4, 2);
+        config.with_dropout(0.0).init(device)
+    };
+    let both = |of: &dyn Fn(bool) -> Vec<Vec<f32>>| [of(false), of(true)];
+    vec![
+        (
+            "TransformerEncoder",
+            both(&|blocks| {
+                let forward = |encoder: &TransformerEncoder<T>, x| {
+                    let forward = |x| encoder.forward(TransformerEncoderInput::new(x));
+                    block_if(blocks, forward, x)
+                };
+                passes(seed, encoder(), forward).0
+            }),
+        ),
+        (
+            "layers",
+            both(&|blocks| {
+                let forward = |layers: &Layers<T>, x| layers.forward(x, blocks);
+                passes(seed, Layers::new(3), forward).0
+            }),
+        ),
+        (
+            "a block of blocks",
+            both(&|blocks| {
+                let forward =
+                    |layers: &Layers<T>, x| block_if(blocks, |x| layers.forward(x, blocks), x);
+                passes(seed, Layers::new(2), forward).0
+            }),
+        ),
+        (
+            "LayerNorm, concatenation, GELU",
+            both(&|blocks| {
+                let forward = |norm: &LayerNorm<T>, x: Tensor<T, 3>| {
+                    let forward = |x: Tensor<T, 3>| {
+                        let x = norm.forward(x);
+                        let [left, right] =
+                            [0..64, 64..128].map(|half| x.clone().narrow(2, half.start, 64));
+                        gelu(Tensor::cat(vec![right.tanh(), left], 2)).swap_dims(1, 2)
+                    };
+                    block_if(blocks, forward, x)
+                };
+                passes(seed, LayerNormConfig::new(128).init(device), forward).0
+            }),
+        ),
+        (
+            "Lstm",
+            both(&|blocks| {
+                let lstm: Lstm<T> = LstmConfig::new(128, 16, true).init(device);
+                passes(seed, lstm, |lstm, x| {
+                    block_if(blocks, |x| lstm.forward(x, None).0, x)
+                })
+                .0
+            }),
+        ),
+    ]
+}
+
+fn gradients_are_the_same<B: DataBackend>(seed: u64) {
+    for (name, [without, with]) in cases::<Plain<B>>(seed) {
+        for (index, (with, without)) in with.iter().zip(&without).enumerate() {
+            let what = format!("seed {seed}: {name}, gradient {index}");
+            // A fused stream may fuse the second run in another way.
+            assert!(cosine(with, without) > 1.0 - 1e-9, "{what}");
+        }
+    }
+}
+
+#[cfg(feature = "flex")]
+#[test]
+fn gradients_are_the_same_bits() {
+    let seed = seed();
+    for (name, [without, with]) in cases::<Plain<Flex>>(seed) {
+        for (index, (with, without)) in with.iter().zip(&without).enumerate() {
+            assert!(
+                same_bits(with, without),
+                "seed {seed}: {name}, gradient {index}"
+            );
+        }
+    }
+}
+
+fn little_waits<B: DataBackend>(seed: u64) {
+    const COUNT: usize = 4;
+    let waiting = |blocks: bool| {
+        let forward = move |layers: &Layers<Plain<B>>, x| layers.forward(x, blocks);
+        passes(seed, Layers::new(COUNT), forward).1
+    };
+    let (without, with) = (waiting(false), waiting(true));
+    // What each layer reads, and what the loss does.
+    let most = (COUNT + 3) * INPUT * size_of::<f32>();
+    assert!(with.bytes() <= most, "seed {seed}: {with}");
+    assert!(without.bytes() > 3 * most, "seed {seed}: {without}");
+}
+
+/// Dropped elements have gradient 0, and no others.
+fn keeps_its_mask<B: DataBackend>(seed: u64) {
+    let device = Default::default();
+    let values = Rng::new(seed).normals(INPUT, 1.0);
+    let x: Tensor<Plain<B>, 3> = tensor(&values, SHAPE, &device).require_grad();
+    let recording = Recording::start();
+    let dropout = DropoutConfig::new(0.4).init();
+    let y = checkpoint(|x: Tensor<_, 3>| dropout.forward(x * 2.0) * 3.0, x.clone());
+    let forward = floats(&y.clone().detach());
+    let loss = y.sum();
+    let saved = recording.report();
+    assert!(
+        saved.values.iter().any(|it| it.form == Form::Bits),
+        "no mask of a bit an element: {saved}"
+    );
+    let gradients = loss.backward();
+    let gradient = floats(&x.grad(&gradients).expect("a gradient"));
+    let is_dropped = |x: &f32| *x == 0.0;
+    let dropped = gradient.iter().filter(|x| is_dropped(x)).count() as f64;
+    assert!((dropped / INPUT as f64 - 0.4).abs() < 0.05, "seed {seed}");
+    for (index, (y, gradient)) in forward.iter().zip(&gradient).enumerate() {
+        assert_eq!(
+            is_dropped(y),
+            is_dropped(gradient),
+            "seed {seed}: element {index}"
+        );
+    }
+}
+
+/// Blocks under contexts read what these hold of their inputs: gradients are near the exact ones.
+#[cfg(feature = "flex")]
+#[test]
+fn contexts_compress_what_blocks_read() {
+    type Compressed<F> = QuantTrain<Autodiff<Flex>, Contexts<MixedPrecision<f32>, F>>;
+    fn all<F: ContextFormat>(seed: u64, blocks: bool) -> (Vec<Vec<f32>>, ActivationReport) {
+        let forward = move |layers: &Layers<Compressed<F>>, x| layers.forward(x, blocks);
+        passes(seed, Layers::new(3), forward)
+    }
+    let seed = seed();
+    let (exact, _) = all::<burn_quant_train::recipe::context::Exact>(seed, false);
+    let ((compressed, without), (blocks, with)) =
+        (all::<Int10>(seed, false), all::<Int10>(seed, true));
+    assert!(2 * with.bytes() < without.bytes(), "{with}\n{without}");
+    for (gradients, name) in [(compressed, "contexts"), (blocks, "blocks")] {
+        for (index, (exact, gradient)) in exact.iter().zip(&gradients).enumerate() {
+            let cosine = cosine(exact, gradient);
+            assert!(cosine > 0.999, "seed {seed}: {name}, {index}: {cosine}");
+        }
+    }
+}
+
+/// Operators of a flow are of the block too.
+#[cfg(feature = "flex")]
+#[test]
+fn a_flow_in_a_block_does_not_wait() {
+    type Flow = QuantTrain<Autodiff<Flex>, CoatFp8<f32>>;
+    let seed = seed();
+    let waiting = |blocks| {
+        let (_, model) = attached(&every_layer(seed), Gated::<Flow>::new(), seed);
+        let x = Rng::new(seed).normals(128 * 64, 1.0);
+        let x = tensor::<Flow, 2>(&x, [128, 64], &Default::default()).require_grad();
+        let recording = Recording::start();
+        let loss = block_if(blocks, |x| model.forward(x), x * 2.0).mean();
+        let report = recording.report();
+        let _ = loss.backward();
+        report
+    };
+    let (without, with) = (waiting(false), waiting(true));
+    assert!(
+        with.bytes() <= 128 * 64 * size_of::<f32>(),
+        "seed {seed}: {with}"
+    );
+    assert!(without.bytes() > 2 * with.bytes(), "seed {seed}: {without}");
+}
+
+/// As deep as Burn's autodiff follows a graph on the stack of a thread.
+#[cfg(feature = "flex")]
+#[test]
+fn a_block_may_be_deep() {
+    let leaf = || Tensor::<Plain<Flex>, 2>::ones([64, 64], &Default::default()).require_grad();
+    let deep = |x: Tensor<Plain<Flex>, 2>| (0..8_000).fold(x, |x, _| x * 1.0).exp().log();
+    drop(checkpoint(deep, leaf()));
+    let x = leaf();
+    let y = checkpoint(deep, x.clone());
+    let gradient = x.grad(&y.sum().backward()).expect("a gradient");
+    assert_eq!(floats(&gradient), vec![1.0; 64 * 64]);
+}
+
+#[cfg(feature = "flex")]
+#[test]
+fn a_panic_ends_a_block() {
+    let device = Default::default();
+    let x = Tensor::<Plain<Flex>, 2>::ones([64, 128], &device).require_grad();
+    let y = x.clone();
+    let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(move || {
+        checkpoint(|x: Tensor<Plain<Flex>, 2>| x.reshape([1, 1]), y)
+    }));
+    assert!(panicked.is_err());
+    let recording = Recording::start();
+    let loss = (x.clone().exp() * x.clone()).sum();
+    assert!(recording.report().bytes() > 0, "still in a block");
+    let gradient = x.grad(&loss.backward()).expect("a gradient");
+    assert_eq!(floats(&gradient), vec![2.0 * 1f32.exp(); 64 * 128]);
+}
+
+/// Without the decorator and without autodiff it is a call.
+#[cfg(feature = "flex")]
+#[test]
+fn serves_every_backend() {
+    let values = |x: Tensor<Autodiff<Flex>, 1>| floats(&checkpoint(|x| x * 2.0, x));
+    assert_eq!(values(Tensor::from([1.0, 2.0])), [2.0, 4.0]);
+    let plain: Tensor<QuantTrain<Flex, MixedPrecision<f32>>, 1> = Tensor::from([1.0, 2.0]);
+    assert_eq!(floats(&checkpoint(|x| x * 2.0, plain)), [2.0, 4.0]);
+}
+
+/// Layers of which two share their input, wide enough that activations are no small values.
+#[derive(Module, Debug)]
+struct Gated<B: Backend> {
+    norm: LayerNorm<B>,
+    up: Linear<B>,
+    gate: Linear<B>,
+    down: Linear<B>,
+}
+
+impl<B: Backend> Gated<B> {
+    fn new() -> Self {
+        let device = Default::default();
+        let linear = |inputs, outputs| LinearConfig::new(inputs, outputs).init(&device);
+        Self {
+            norm: LayerNormConfig::new(64).init(&device),
+            up: linear(64, 96),
+            gate: linear(64, 96),
+            down: linear(96, 64),
+        }
+    }
+
+    fn forward(&self, x: Tensor<B, 2>) -> Tensor<B, 2> {
+        let normal = self.norm.forward(x.clone());
+        let up = gelu(self.up.forward(normal.clone()));
+        x + self.down.forward(up * self.gate.forward(normal))
+    }
+}
+
+/// Losses of some steps, gradients of the last one and weights after it.
+fn trained<B: LayerBackend + AutodiffBackend>(seed: u64, blocks: bool) -> Vec<Vec<f32>> {
+    let device = Default::default();
+    let (mut optimizer, mut model) = attached(&every_layer(seed), Gated::<B>::new(), seed);
+    let mut rng = Rng::new(seed);
+    let mut all = vec![Vec::new()];
+    for _ in 0..4 {
+        let mut matrix = || tensor::<B, 2>(&rng.normals(96 * 64, 1.0), [96, 64], &device);
+        let (x, target) = (matrix(), matrix());
+        let y = block_if(blocks, |x| model.forward(x), x * 2.0);
+        let loss = (y - target).square().mean();
+        all[0].extend(floats(&loss));
+        let gradients = GradientsParams::from_grads(loss.backward(), &model);
+        all.truncate(1);
+        all.extend(gradients_of::<B, _>(&model, &gradients));
+        model = optimizer.step(1e-2, model, gradients);
+    }
+    all.extend(parameters_of(&model));
+    all
+}
+
+fn changes_no_bit<B: DataBackend, R: Recipe>(seed: u64) {
+    let [without, with] =
+        [false, true].map(|blocks| trained::<QuantTrain<Autodiff<B>, R>>(seed, blocks));
+    for (index, (with, without)) in with.iter().zip(&without).enumerate() {
+        assert!(
+            same_bits(with, without),
+            "seed {seed}: {}, tensor {index}",
+            R::ROW.name
+        );
+    }
+}
+
+/// Layers that share an input, and operators between them, by every recipe.
+mod recipes {
+    /// Makes a module of tests for each recipe, of one with each backend of this build.
+    macro_rules! for_each_recipe {
+        (() $($recipe:ident)*) => { $(
+            #[allow(non_snake_case)]
+            mod $recipe {
+                quant_train_tests::on_every_backend! {
+                    a_block_changes_no_bit => no_bit;
+                }
+
+                fn no_bit<B: burn_quant_train::data::DataBackend>(seed: u64) {
+                    super::super::changes_no_bit::<B, burn_quant_train::recipe::$recipe<f32>>(seed);
+                }
+            }
+        )* };
+    }
+
+    burn_quant_train::every_recipe!(for_each_recipe());
+}
