@@ -10,6 +10,7 @@ count. Needs PyTorch and Triton; results are checked against float64 before they
 
 import argparse
 import datetime
+import itertools
 import json
 import math
 import subprocess
@@ -22,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 SAMPLES = 20
 SAMPLE_S = 0.010
@@ -334,8 +336,9 @@ VOCABULARY = 256
 class Model(nn.Module):
     """The decoder of examples/src/model.rs, and its loss."""
 
-    def __init__(self, hidden, heads, layers, sequence):
+    def __init__(self, hidden, heads, layers, sequence, checkpointing):
         super().__init__()
+        self.checkpointing = checkpointing
         self.embedding = nn.Embedding(VOCABULARY, hidden)
         self.layers = nn.ModuleList(Layer(hidden, heads, 3 * hidden) for _ in range(layers))
         self.norm, self.head = RmsNorm(hidden), nn.Linear(hidden, VOCABULARY, bias=False)
@@ -351,23 +354,26 @@ class Model(nn.Module):
     def forward(self, tokens, targets):
         x = self.embedding(tokens)
         for layer in self.layers:
-            x = layer(x, self.rotate)
+            if self.checkpointing:
+                x = checkpoint(layer, x, self.rotate, use_reentrant=False)
+            else:
+                x = layer(x, self.rotate)
         return F.cross_entropy(self.head(self.norm(x)).float().flatten(0, 1), targets.flatten())
 
 
-def measure_pretrain(preset, sequences):
-    """Steps of BF16 autocast over FP32 parameters, with fused AdamW."""
+def measure_pretrain(preset, sequences, checkpointing):
+    """Steps of BF16 autocast over FP32 parameters, with fused AdamW; also with activation checkpointing of each layer."""
     hidden, heads, layers, batch, of_preset = PRESETS[preset]
     results = []
     for sequence in sequences or [of_preset]:
         shape = (batch * of_preset // sequence, sequence)
         tokens, targets = (torch.randint(0, VOCABULARY, shape, device="cuda") for _ in range(2))
-        for subject in ("torch-eager", "torch-compiled"):
+        for again, subject in itertools.product(checkpointing, ("torch-eager", "torch-compiled")):
             torch._dynamo.reset()
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_reserved()
-            model = Model(hidden, heads, layers, sequence).cuda()
+            model = Model(hidden, heads, layers, sequence, again == "layers").cuda()
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
             run = torch.compile(model, dynamic=False) if subject == "torch-compiled" else model
 
@@ -390,11 +396,11 @@ def measure_pretrain(preset, sequences):
             del held
             results.append({
                 "subject": subject, "model": preset, "parameters": sum(it.numel() for it in model.parameters()),
-                "batch": shape[0], "sequence": sequence, "step": spread_ms,
+                "batch": shape[0], "sequence": sequence, "checkpointing": again, "step": spread_ms,
                 "tokens_per_s": 1e3 * tokens.numel() / spread_ms["median_ms"], "activation_bytes": activations,
                 "peak_bytes": taken,
             })
-            print(f"{subject}, {preset}, {shape}: {results[-1]['tokens_per_s']:.0f} tokens/s, held "
+            print(f"{subject}, {preset}, {shape}, run again: {again}: {results[-1]['tokens_per_s']:.0f} tokens/s, held "
                   f"{activations >> 20} MiB, taken {taken >> 20} MiB", file=sys.stderr)
             del model, optimizer, run
     return results
@@ -435,6 +441,8 @@ def main():
     parser.add_argument("--hidden", type=numbers, default=[1024, 2048, 4096], help="features of decoder layers")
     parser.add_argument("--preset", choices=PRESETS, default="medium", help="of the program pretrain")
     parser.add_argument("--preset-sequences", type=numbers, default=[], help="in batches of as many tokens")
+    parser.add_argument("--checkpointing", type=lambda text: text.split(","), default=["none"],
+                        help="none, layers: which parts of its model run again in the backward pass")
     parser.add_argument("--parameters", type=int, default=1 << 28, help="parameters of the optimizer")
     args = parser.parse_args()
     unknown = set(args.only) - set(PARTS)
@@ -450,7 +458,7 @@ def main():
         "attention": lambda: measure_attention(args.widths, args.sequences),
         "linear": lambda: measure_linear(args.features, args.tokens),
         "layer": lambda: measure_layer(args.hidden),
-        "pretrain": lambda: measure_pretrain(args.preset, args.preset_sequences),
+        "pretrain": lambda: measure_pretrain(args.preset, args.preset_sequences, args.checkpointing),
         "optimizer": lambda: measure_optimizer(args.parameters),
     }
     results = {

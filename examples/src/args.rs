@@ -59,6 +59,9 @@ pub struct Args {
     /// How activations wait for the backward pass, but for the inputs of quantized layers [default: exact]
     #[arg(long, value_enum)]
     pub contexts: Option<Contexts>,
+    /// Which parts of the model keep their input alone and run again in the backward pass [default: none]
+    #[arg(long, value_enum)]
+    pub checkpointing: Option<Checkpointing>,
     /// How fallback thresholds follow fallback rates [default: settling]
     #[arg(long, value_enum)]
     pub threshold: Option<Threshold>,
@@ -340,6 +343,17 @@ pub enum Compute {
     F16,
 }
 
+/// Which parts of the model run again in the backward pass, so that only what they read waits for it.
+#[derive(ValueEnum, Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[serde(rename_all = "kebab-case")]
+pub enum Checkpointing {
+    /// None.
+    #[default]
+    None,
+    /// Each layer of the decoder.
+    Layers,
+}
+
 /// Whether losses are scaled.
 #[derive(ValueEnum, Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[serde(rename_all = "kebab-case")]
@@ -390,6 +404,7 @@ display_as_flag!(
     Threshold,
     Device,
     Compute,
+    Checkpointing,
     LossScaling,
     Preset
 );

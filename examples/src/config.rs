@@ -7,7 +7,8 @@ use burn_quant_train::recipe::{FallbackInt8, MixedPrecision, Name, Recipe};
 use serde::{Deserialize, Serialize};
 
 use crate::args::{
-    Args, Compute, Contexts, Device, LossScaling, Optimizer, Preset, StateRounding, Threshold,
+    Args, Checkpointing, Compute, Contexts, Device, LossScaling, Optimizer, Preset, StateRounding,
+    Threshold,
 };
 use crate::checkpoint::State;
 use crate::model::DecoderConfig;
@@ -51,6 +52,9 @@ pub struct Config {
     /// How activations wait for the backward pass.
     #[serde(default)]
     pub contexts: Contexts,
+    /// Which parts of the model run again in the backward pass.
+    #[serde(default)]
+    pub checkpointing: Checkpointing,
     /// How fallback thresholds follow fallback rates.
     #[serde(default = "Threshold::unnamed")]
     pub threshold: Threshold,
@@ -116,6 +120,7 @@ impl Config {
             state_rounding: args.state_rounding.unwrap_or_default(),
             cold_start: args.cold_start.unwrap_or(steps as u64 / 10),
             contexts: args.contexts.unwrap_or_default(),
+            checkpointing: args.checkpointing.unwrap_or_default(),
             threshold: args.threshold.unwrap_or_default(),
             device,
             compute,
@@ -142,7 +147,7 @@ impl Config {
     /// The configuration of resumed runs: that of their folder.
     ///
     /// Only the total of steps, the device, the place of the text, the format and the rounding of the optimizer's
-    /// moments, the cold start, the contexts, how thresholds follow rates, and loss scaling may change. Several recipes
+    /// moments, the cold start, the contexts, checkpointing, how thresholds follow rates, and loss scaling may change. Several recipes
     /// may be narrowed down to some of them, and seeds may be added.
     ///
     /// # Errors
@@ -239,6 +244,7 @@ impl Config {
         self.state_rounding = args.state_rounding.unwrap_or(self.state_rounding);
         self.cold_start = args.cold_start.unwrap_or(self.cold_start);
         self.contexts = args.contexts.unwrap_or(self.contexts);
+        self.checkpointing = args.checkpointing.unwrap_or(self.checkpointing);
         self.threshold = args.threshold.unwrap_or(self.threshold);
         self.loss_scaling = args.loss_scaling.unwrap_or(self.loss_scaling);
         if args.data.is_some() {

@@ -16,7 +16,7 @@ use burn::tensor::module::attention;
 use burn::tensor::ops::AttentionModuleOptions;
 use burn::tensor::{Int, Tensor, TensorData};
 use burn::train::{InferenceStep, TrainOutput, TrainStep};
-use burn_quant_train::optim::LossScaler;
+use burn_quant_train::{optim::LossScaler, saved::checkpoint};
 
 use crate::data::Batch;
 use crate::metrics::StepOutput;
@@ -79,6 +79,7 @@ impl DecoderConfig {
             norm: RmsNormConfig::new(hidden).init(device),
             lm_head: linear(hidden, VOCABULARY, std),
             loss_scaler: LossScaler::default(),
+            checkpointing: false,
         }
     }
 }
@@ -93,6 +94,8 @@ pub struct Decoder<B: Backend> {
     lm_head: Linear<B>,
     #[module(skip)]
     loss_scaler: LossScaler,
+    #[module(skip)]
+    checkpointing: bool,
 }
 
 impl<B: Backend> Decoder<B> {
@@ -100,7 +103,11 @@ impl<B: Backend> Decoder<B> {
     pub fn forward(&self, tokens: Tensor<B, 2, Int>) -> Tensor<B, 3> {
         let mut x = self.embedding.forward(tokens);
         for layer in &self.layers {
-            x = layer.forward(x, &self.rotary);
+            let layer = |x| layer.forward(x, &self.rotary);
+            x = match self.checkpointing {
+                true => checkpoint(layer, x),
+                false => layer(x),
+            };
         }
         self.lm_head.forward(self.norm.forward(x))
     }
@@ -118,6 +125,14 @@ impl<B: Backend> Decoder<B> {
     pub fn with_loss_scaler(self, loss_scaler: LossScaler) -> Self {
         Self {
             loss_scaler,
+            ..self
+        }
+    }
+
+    /// The same model, each layer of which runs again in the backward pass, so that only its input waits.
+    pub fn with_checkpointing(self, checkpointing: bool) -> Self {
+        Self {
+            checkpointing,
             ..self
         }
     }

@@ -8,7 +8,8 @@ use burn_quant_train::recipe::Name;
 use serde::{Deserialize, Serialize};
 
 use crate::args::{
-    Compute, Contexts, Device, LossScaling, Optimizer, Preset, StateRounding, Threshold,
+    Checkpointing, Compute, Contexts, Device, LossScaling, Optimizer, Preset, StateRounding,
+    Threshold,
 };
 use crate::config::{Config, Fork};
 use crate::curve;
@@ -27,6 +28,9 @@ pub struct Report {
     /// How activations waited for the backward pass.
     #[serde(default)]
     pub contexts: Contexts,
+    /// Which parts of the model ran again in the backward pass.
+    #[serde(default)]
+    pub checkpointing: Checkpointing,
     /// How fallback thresholds followed fallback rates.
     #[serde(default = "Threshold::unnamed")]
     pub threshold: Threshold,
@@ -118,6 +122,7 @@ impl Report {
             optimizer: config.optimizer,
             state_rounding: config.state_rounding,
             contexts: config.contexts,
+            checkpointing: config.checkpointing,
             threshold: config.threshold,
             preset: config.preset,
             device: config.device,
@@ -153,6 +158,7 @@ impl Report {
             self.optimizer,
             self.state_rounding,
             self.contexts,
+            self.checkpointing,
             self.threshold,
             self.loss_scaling,
         );
@@ -161,6 +167,7 @@ impl Report {
             config.optimizer,
             config.state_rounding,
             config.contexts,
+            config.checkpointing,
             config.threshold,
             config.loss_scaling,
         );

@@ -17,7 +17,7 @@ use burn_quant_train::optim::{
 use burn_quant_train::recipe::SlotKind;
 use burn_quant_train::saved::choose_context;
 
-use crate::args::{Args, Device, LossScaling};
+use crate::args::{Args, Checkpointing, Device, LossScaling};
 use crate::checkpoint::{Checkpoints, Finished, State};
 use crate::config::{Config, Run};
 use crate::data::{Text, Windows};
@@ -216,7 +216,10 @@ pub fn run<B: LayerBackend>(
         }
         None => ((model, optim, schedule), Vec::new()),
     };
-    let model = optim.attach(model).with_loss_scaler(optim.loss_scaler());
+    let model = optim
+        .attach(model)
+        .with_loss_scaler(optim.loss_scaler())
+        .with_checkpointing(config.checkpointing == Checkpointing::Layers);
     // They see the same layers and the same count after the learner has taken the optimizer.
     let layers = optim.view();
     let skipped_steps = optim.inner().skipped_steps_reader();

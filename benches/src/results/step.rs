@@ -1,7 +1,7 @@
 //! The rows of `qt-bench linear`, `qt-bench layer` and `qt-bench pretrain`.
 
 use burn_quant_train::recipe::{NAMES, Name};
-use examples::args::Contexts;
+use examples::args::{Checkpointing, Contexts};
 use serde::{Deserialize, Serialize};
 
 use super::Spread;
@@ -148,6 +148,9 @@ pub struct TrainingSpeed {
     /// How activations wait for the backward pass; none where only one way is known.
     #[serde(default)]
     pub contexts: Option<Contexts>,
+    /// Which parts of the model run again in the backward pass.
+    #[serde(default)]
+    pub checkpointing: Checkpointing,
     /// Bytes that wait between the passes, the loss among them; none where nobody asked.
     #[serde(default)]
     pub activation_bytes: Option<u64>,

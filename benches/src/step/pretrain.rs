@@ -13,7 +13,7 @@ use burn_quant_train::{
     saved::choose_context,
 };
 use clap::Args;
-use examples::args::{Contexts, Preset};
+use examples::args::{Checkpointing, Contexts, Preset};
 
 use super::{
     recipes::Recipes,
@@ -40,6 +40,9 @@ pub struct Settings {
     /// How activations of the recipes wait for the backward pass
     #[arg(long, value_enum, default_value = "exact")]
     pub contexts: Contexts,
+    /// Which parts of the recipes' models keep their input alone and run again in the backward pass
+    #[arg(long, value_enum, default_value = "none")]
+    pub checkpointing: Checkpointing,
     /// Leave out plain Burn. What is taken from the device is told of the first backend only, since its pools keep it
     #[arg(long)]
     pub without_burn: bool,
@@ -65,6 +68,7 @@ impl Settings {
                 model: self.preset.model(of_batch),
                 batch: batch * sequence / of_batch,
                 sequence: of_batch,
+                checkpointing: self.checkpointing,
             })
         };
         sequences.into_iter().map(of).collect()

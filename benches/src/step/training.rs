@@ -12,6 +12,7 @@ use burn::{
 };
 use burn_quant_train::{QuantTrain, data::DataBackend, optim::QuantAdamWConfig, recipe::Recipe};
 use examples::{
+    args::Checkpointing,
     data::Batch,
     memory::{LiveBytes, saved_activations},
     model::{DecoderConfig, VOCABULARY},
@@ -70,6 +71,8 @@ pub struct Training {
     pub batch: usize,
     /// Tokens in a sequence.
     pub sequence: usize,
+    /// Which parts of the model run again in the backward pass.
+    pub checkpointing: Checkpointing,
 }
 
 impl Training {
@@ -88,6 +91,9 @@ impl Training {
     ) -> Result<TrainingSpeed> {
         let model = self.model.init::<B>(device).map(&mut Cast(parameters));
         let count = model.num_params();
+        // For Burn alone a block is a call.
+        let checkpointing = B::ROW.map_or(Checkpointing::None, |_| self.checkpointing);
+        let model = model.with_checkpointing(checkpointing == Checkpointing::Layers);
         let (model, mut optimizer) = B::optimizer(model);
         let batch = self.tokens::<B>(random, device);
         let mut model = Some(model);
@@ -119,6 +125,7 @@ impl Training {
             step: times,
             tokens_per_s: 1e3 * tokens as f64 / times.median_ms,
             contexts: None,
+            checkpointing,
             activation_bytes: Some(activation_bytes),
             peak_bytes: Some(peak_bytes),
         })
@@ -161,6 +168,7 @@ mod tests {
             model: DecoderConfig::new(128, 384, 2, 1, 16),
             batch: 2,
             sequence: 16,
+            checkpointing: Checkpointing::Layers,
         };
         fn time<B: Trainer<Device: Default>>(training: &Training) -> TrainingSpeed {
             training
@@ -181,6 +189,10 @@ mod tests {
         assert_eq!(
             [burn.subject, int8.subject],
             [Subject::Burn, Subject::recipe("fallback-int8")]
+        );
+        assert_eq!(
+            [burn.checkpointing, int8.checkpointing],
+            [Checkpointing::None, Checkpointing::Layers]
         );
         assert_eq!(burn.parameters, int8.parameters);
         assert_eq!((burn.activation_bytes, burn.peak_bytes), (Some(0), Some(9)));

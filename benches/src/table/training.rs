@@ -7,7 +7,7 @@ use clap::ValueEnum;
 
 use super::{conditions, grouped, mebibytes, ratio, spread};
 use crate::results::{Peer, Run, Subject, TrainingSpeed};
-use examples::args::Contexts;
+use examples::args::{Checkpointing, Contexts};
 
 /// One line for each subject, and one on the device.
 pub(super) fn table(run: &Run, peer: Option<&Peer>, rows: &[TrainingSpeed]) -> Result<String> {
@@ -21,10 +21,11 @@ pub(super) fn table(run: &Run, peer: Option<&Peer>, rows: &[TrainingSpeed]) -> R
         let against = |subject: Subject| {
             let same = |other: &&TrainingSpeed| {
                 other.subject == subject
+                    && other.checkpointing == Checkpointing::None
                     && other.model == row.model
                     && [other.batch, other.sequence] == [row.batch, row.sequence]
             };
-            let other = rows.iter().find(same).filter(|_| row.subject != subject);
+            let other = rows.iter().find(same).filter(|other| *other != row);
             ratio(other.map(|other| row.tokens_per_s / other.tokens_per_s))
         };
         let memory =
@@ -55,15 +56,16 @@ pub(super) fn table(run: &Run, peer: Option<&Peer>, rows: &[TrainingSpeed]) -> R
     Ok(out)
 }
 
-/// Whose step it is, and how its activations wait where that is not as they are.
+/// Whose step it is, how its activations wait where that is not as they are, and what of the model runs again.
 fn subject(row: &TrainingSpeed) -> String {
-    let name = row.subject.name();
-    match row.contexts {
-        None | Some(Contexts::Exact) => name,
-        Some(contexts) => {
-            let format = contexts.to_possible_value().expect("no format is hidden");
-            format!("{name}, {} contexts", format.get_name())
-        }
+    let mut name = row.subject.name();
+    if let Some(contexts) = row.contexts.filter(|it| *it != Contexts::Exact) {
+        let format = contexts.to_possible_value().expect("no format is hidden");
+        name += &format!(", {} contexts", format.get_name());
+    }
+    match row.checkpointing {
+        Checkpointing::None => name,
+        Checkpointing::Layers => name + ", layers run again",
     }
 }
 
@@ -87,6 +89,7 @@ mod tests {
             },
             tokens_per_s: 16_384_000.0 / ms,
             contexts: None,
+            checkpointing: Checkpointing::None,
             activation_bytes: Some(3 << 20),
             peak_bytes: None,
         };

@@ -1,7 +1,7 @@
 //! Blocks that are computed again: the same gradients, the memory of what they read and give, and each run counted once.
 
 use burn::{
-    backend::{Autodiff, Flex},
+    backend::{Autodiff, Flex, autodiff::checkpoint::strategy::BalancedCheckpointing},
     module::{AutodiffModule, Module},
     nn::{
         DropoutConfig, LayerNorm, LayerNormConfig, Linear, LinearConfig, Lstm, LstmConfig, RmsNorm,
@@ -179,11 +179,8 @@ fn gradients_are_the_same<B: DataBackend>(seed: u64) {
     }
 }
 
-#[cfg(feature = "flex")]
-#[test]
-fn gradients_are_the_same_bits() {
-    let seed = seed();
-    for (name, [without, with]) in cases::<Plain<Flex>>(seed) {
+fn gradients_are_the_same_bits<T: AutodiffBackend>(seed: u64) {
+    for (name, [without, with]) in cases::<T>(seed) {
         for (index, (with, without)) in with.iter().zip(&without).enumerate() {
             assert!(
                 same_bits(with, without),
@@ -191,6 +188,19 @@ fn gradients_are_the_same_bits() {
             );
         }
     }
+}
+
+#[cfg(feature = "flex")]
+#[test]
+fn a_block_changes_no_bit() {
+    gradients_are_the_same_bits::<Plain<Flex>>(seed());
+}
+
+#[cfg(feature = "flex")]
+#[test]
+fn a_block_changes_no_bit_beside_burns_checkpointing() {
+    type Balanced = QuantTrain<Autodiff<Flex, BalancedCheckpointing>, MixedPrecision<f32>>;
+    gradients_are_the_same_bits::<Balanced>(seed());
 }
 
 fn little_waits<B: DataBackend>(seed: u64) {
