@@ -5,6 +5,7 @@ mod first_run;
 mod fork;
 mod fp16;
 mod health;
+mod memory;
 mod seeds;
 mod thresholds;
 
