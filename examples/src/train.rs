@@ -291,6 +291,7 @@ pub fn run<B: LayerBackend>(
         stop: session.stop.clone(),
         dashboard,
         device: device.clone(),
+        draws: (config.model.dropout > 0.0).then_some(config.seed),
         outcome: Mutex::default(),
     });
     let training = SupervisedTraining::new(session.out, Arc::new(train), Arc::new(valid))

@@ -17,7 +17,7 @@ use examples::advise::activations::{AttentionForm, Step};
 use examples::advise::device::Device;
 use examples::advise::memory::{Case, Memory};
 use examples::advise::shapes::Shapes;
-use examples::args::{Compute, Contexts, Optimizer};
+use examples::args::{Compute, Contexts, Optimizer, Preset};
 use examples::data::Batch;
 use examples::memory::{optimizer_state, report, saved_activations, saved_by};
 use examples::model::{Decoder, DecoderConfig, VOCABULARY};
@@ -199,7 +199,11 @@ impl Subject {
             contexts,
             optimizer,
         } = self.case;
-        let name = format!("{recipe}, {contexts}, {optimizer}, {}", self.compute);
+        let family = self.config.family;
+        let name = format!(
+            "{family:?}, {recipe}, {contexts}, {optimizer}, {}",
+            self.compute
+        );
         let mut wrong = Vec::new();
         let mut line = name.clone();
         for (what, counted, computed, bound) in pairs {
@@ -288,6 +292,19 @@ fn computed_bytes_are_those_that_are_counted() {
         subjects.push(Subject {
             compute: Compute::F16,
             ..subject(mixed, contexts, Optimizer::Adamw)
+        });
+    }
+    for (recipe, contexts) in [
+        (mixed, Contexts::Exact),
+        (mixed, Contexts::Int8),
+        (<FallbackInt8 as Recipe>::ROW.name(), Contexts::Exact),
+        (<JetfireInt8 as Recipe>::ROW.name(), Contexts::Exact),
+        (<JetfireInt8 as Recipe>::ROW.name(), Contexts::Int8),
+    ] {
+        subjects.push(Subject {
+            config: Preset::Gpt2Tiny.model(128),
+            bound: 0.05,
+            ..subject(recipe, contexts, Optimizer::Adamw)
         });
     }
     // With more to save, nodes weigh less.

@@ -4,6 +4,7 @@ mod damage;
 mod first_run;
 mod fork;
 mod fp16;
+mod gpt2;
 mod health;
 mod memory;
 mod seeds;
