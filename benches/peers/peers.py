@@ -253,7 +253,7 @@ class RmsNorm(nn.Module):
 
 
 class Layer(nn.Module):
-    """A decoder layer: of benches/src/step/architecture.rs, and, with rotary positions, of examples/src/model.rs."""
+    """A decoder layer: of benches/src/step/architecture.rs, and, with rotary positions, of examples/src/model/mod.rs."""
 
     def __init__(self, hidden, heads, inner):
         super().__init__()
@@ -334,7 +334,7 @@ VOCABULARY = 256
 
 
 class Model(nn.Module):
-    """The decoder of examples/src/model.rs, and its loss."""
+    """The decoder of examples/src/model/mod.rs, and its loss."""
 
     def __init__(self, hidden, heads, layers, sequence, checkpointing):
         super().__init__()

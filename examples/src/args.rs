@@ -12,9 +12,9 @@ use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{Parser, ValueEnum};
 use serde::{Deserialize, Serialize};
 
-use crate::model::DecoderConfig;
+use crate::model::{DecoderConfig, Family};
 
-/// Pretrains a small Llama-style model on bytes of real text, once with each recipe, and compares them.
+/// Pretrains a small Llama-style or GPT-2-style model on bytes of real text, once with each recipe, and compares them.
 ///
 /// Without flags: two thirds of a run under mixed-precision, from where it goes on under mixed-precision and under
 /// fallback-int8 with four seeds each, on the CPU, within five minutes.
@@ -31,7 +31,7 @@ pub struct Args {
     /// Train every recipe with so many seeds, --seed and those that follow it [default: 1]
     #[arg(long, value_name = "N", value_parser = seeds)]
     pub seeds: Option<usize>,
-    /// The model's size: about 1M, 30M or 124M parameters [default: tiny]
+    /// The model: about 1M, 30M or 124M parameters, in Llama's style or in GPT-2's [default: tiny]
     #[arg(long, value_enum)]
     pub preset: Option<Preset>,
     /// Optimizer steps in all; a resumed or forked run goes on to this number [default: the preset's]
@@ -43,6 +43,9 @@ pub struct Args {
     /// Bytes in a sequence [default: the preset's]
     #[arg(long, value_parser = at_least_one)]
     pub sequence: Option<usize>,
+    /// The share of values that presets in GPT-2's style drop in training [default: 0.1]
+    #[arg(long, value_name = "RATE", value_parser = dropout)]
+    pub dropout: Option<f64>,
     /// Peak learning rate [default: the preset's]
     #[arg(long, value_parser = rate)]
     pub lr: Option<f64>,
@@ -114,7 +117,8 @@ pub struct Args {
     /// Print what every linear layer got
     #[arg(long, help_heading = OUTPUT)]
     pub layers: bool,
-    /// Print what waits for the backward pass of a batch after the last step, by operation
+    /// Print what waits for the backward pass of a batch after the last step, by layer and by operation, and leave it in
+    /// the run's folder as memory.svg, memory.csv and memory.jsonl
     #[arg(long, help_heading = OUTPUT)]
     pub memory: bool,
     /// Measure what quantization does to every layer each so many steps, print it, and leave it in the run's folder as
@@ -199,6 +203,13 @@ fn seeds(text: &str) -> Result<usize, String> {
     match at_least_one(text)? {
         number @ ..=1000 => Ok(number),
         _ => Err("must be at most 1000".into()),
+    }
+}
+
+fn dropout(text: &str) -> Result<f64, String> {
+    match text.parse() {
+        Ok(rate) if (0.0..1.0).contains(&rate) => Ok(rate),
+        _ => Err("must be at least 0 and below 1".into()),
     }
 }
 
@@ -385,6 +396,12 @@ pub enum Preset {
     Small,
     /// About 124M parameters.
     Medium,
+    /// As `tiny`, in GPT-2's style.
+    Gpt2Tiny,
+    /// As `small`, in GPT-2's style.
+    Gpt2Small,
+    /// As `medium`, in GPT-2's style.
+    Gpt2Medium,
 }
 
 macro_rules! display_as_flag {
@@ -428,11 +445,29 @@ impl Preset {
     /// The model of this preset.
     pub fn model(self, sequence: usize) -> DecoderConfig {
         let (hidden, layers, heads) = match self {
-            Self::Tiny => (128, 4, 4),
-            Self::Small => (512, 9, 8),
-            Self::Medium => (768, 16, 12),
+            Self::Tiny | Self::Gpt2Tiny => (128, 4, 4),
+            Self::Small | Self::Gpt2Small => (512, 9, 8),
+            Self::Medium | Self::Gpt2Medium => (768, 16, 12),
         };
-        DecoderConfig::new(hidden, 3 * hidden, heads, layers, sequence)
+        let family = self.family();
+        // Llama's network has three matrices, GPT-2's two.
+        let (ratio, dropout) = match family {
+            Family::Llama => (3, 0.0),
+            Family::Gpt2 => (4, 0.1),
+        };
+        DecoderConfig {
+            family,
+            dropout,
+            ..DecoderConfig::new(hidden, ratio * hidden, heads, layers, sequence)
+        }
+    }
+
+    /// The style of its layers.
+    pub fn family(self) -> Family {
+        match self {
+            Self::Tiny | Self::Small | Self::Medium => Family::Llama,
+            Self::Gpt2Tiny | Self::Gpt2Small | Self::Gpt2Medium => Family::Gpt2,
+        }
     }
 
     /// Sequences in a batch, and bytes in a sequence, unless the command line says otherwise.
@@ -446,9 +481,9 @@ impl Preset {
     /// The sizes that the command line may leave out.
     pub fn defaults(self) -> Defaults {
         let (steps, batch, sequence, lr, validation) = match self {
-            Self::Tiny => (120, 8, 128, 3e-3, 64),
-            Self::Small => (1250, 32, 512, 1e-3, 1024),
-            Self::Medium => (2000, 16, 1024, 6e-4, 512),
+            Self::Tiny | Self::Gpt2Tiny => (120, 8, 128, 3e-3, 64),
+            Self::Small | Self::Gpt2Small => (1250, 32, 512, 1e-3, 1024),
+            Self::Medium | Self::Gpt2Medium => (2000, 16, 1024, 6e-4, 512),
         };
         Defaults {
             steps,

@@ -11,7 +11,7 @@ use crate::args::{
     Threshold,
 };
 use crate::checkpoint::State;
-use crate::model::DecoderConfig;
+use crate::model::{DecoderConfig, Family};
 
 /// One of the runs of a configuration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -109,6 +109,11 @@ impl Config {
         let device = args.device.unwrap_or(Device::Cpu);
         let sequence = args.sequence.unwrap_or(defaults.sequence);
         let steps = args.steps.unwrap_or(defaults.steps);
+        let model = preset.model(sequence);
+        ensure!(
+            args.dropout.is_none() || model.family == Family::Gpt2,
+            "--dropout is for presets in GPT-2's style: the model of --preset {preset} has none"
+        );
         let compute = args.compute.unwrap_or(match device {
             Device::Cpu => Compute::F32,
             Device::Cuda => Compute::Bf16,
@@ -129,7 +134,10 @@ impl Config {
                 Compute::F32 | Compute::Bf16 => LossScaling::Off,
             }),
             preset,
-            model: preset.model(sequence),
+            model: DecoderConfig {
+                dropout: args.dropout.unwrap_or(model.dropout),
+                ..model
+            },
             steps,
             batch: args.batch.unwrap_or(defaults.batch),
             sequence,
@@ -233,8 +241,18 @@ impl Config {
             )*};
         }
         unchanged!(preset, compute, batch, sequence, lr, validation);
+        let dropout = self.model.dropout;
         ensure!(
-            self.model == self.preset.model(self.sequence),
+            args.dropout.is_none_or(|asked| asked == dropout),
+            "the checkpoint in {at} was made with --dropout {dropout}, not {}",
+            args.dropout.unwrap_or_default()
+        );
+        let of_preset = DecoderConfig {
+            dropout,
+            ..self.preset.model(self.sequence)
+        };
+        ensure!(
+            self.model == of_preset,
             "the checkpoint in {at} is of another shape than today's preset {}",
             self.preset
         );

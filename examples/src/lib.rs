@@ -1,4 +1,4 @@
-//! `pretrain`: a small Llama-style model on bytes of real text, once with each recipe, and a table that compares them.
+//! `pretrain`: a small Llama-style or GPT-2-style model on bytes of real text, once with each recipe, and a table that compares them.
 //!
 //! - [`model`] is plain Burn and knows nothing of quantization; [`dispatch`] names the backends, [`train`] the
 //!   optimizer: these two are all that it takes to train in low precision.
@@ -24,6 +24,7 @@ pub mod memory;
 pub mod metrics;
 pub mod model;
 mod nan;
+mod picture;
 pub mod progress;
 pub mod rates;
 pub mod report;

@@ -36,6 +36,9 @@ pub struct Report {
     pub threshold: Threshold,
     /// The model's size.
     pub preset: Preset,
+    /// The share of values that the model dropped in training.
+    #[serde(default)]
+    pub dropout: f64,
     /// Where it trained.
     pub device: Device,
     /// The compute dtype.
@@ -125,6 +128,7 @@ impl Report {
             checkpointing: config.checkpointing,
             threshold: config.threshold,
             preset: config.preset,
+            dropout: config.model.dropout,
             device: config.device,
             compute: config.compute,
             loss_scaling: config.loss_scaling,

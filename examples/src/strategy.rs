@@ -20,6 +20,7 @@ use burn::train::{
 };
 
 use crate::checkpoint::{Checkpoints, Components, State};
+use crate::data::mix;
 use crate::metrics::History;
 use crate::model::{Decoder, InnerDecoder};
 use crate::progress;
@@ -89,6 +90,8 @@ pub struct StepByStep<B: AutodiffBackend> {
     pub dashboard: bool,
     /// Where to train.
     pub device: B::Device,
+    /// The seed of a run whose model draws random numbers.
+    pub draws: Option<u64>,
     /// Filled in at the end.
     pub outcome: Mutex<Option<Outcome<B>>>,
 }
@@ -146,6 +149,10 @@ where
             let tokens = batch.tokens();
             step += 1;
             learner.lr_step();
+            if let Some(seed) = self.draws {
+                // Burn's generators have no state that a checkpoint could hold: each step has numbers of its own.
+                B::seed(&self.device, mix(mix(seed, 2), step as u64));
+            }
             let output = learner.train_step(batch);
             learner.optimizer_step(output.grads);
             failure = (self.after_step)().err();

@@ -294,6 +294,7 @@ pub fn run<B: LayerBackend>(
         stop: session.stop.clone(),
         dashboard,
         device: device.clone(),
+        draws: (config.model.dropout > 0.0).then_some(config.seed),
         outcome: Mutex::default(),
     });
     let training = SupervisedTraining::new(session.out, Arc::new(train), Arc::new(valid))
@@ -356,7 +357,13 @@ pub fn run<B: LayerBackend>(
     let losses = history.losses();
     let fallback_rates = layers.fallback_rates();
     if args.memory {
-        println!("{}", memory::report(&outcome.model, &probe));
+        let title = format!("{}, {} preset", job.label, config.preset);
+        let report = memory::report(&outcome.model, &probe);
+        let flow = B::ROW.and_then(|row| row.flow);
+        print!(
+            "{}",
+            memory::show(&title, &report, flow.as_ref(), job.checkpoints.folder())?
+        );
     }
     let activation_bytes = saved_activations(&outcome.model, &probe, device, live_bytes);
     let optimizer_bytes = optimizer_state(

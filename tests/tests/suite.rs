@@ -14,6 +14,7 @@ mod suite {
     mod loss_scaling;
     mod matmul;
     mod moments;
+    mod report;
     mod saved;
     mod small_floats;
     mod stochastic;

@@ -11,9 +11,10 @@ use super::{change, grouped, mebibytes};
 const BASELINE: &str = "mixed-precision";
 
 /// The fields that all runs of a file have in common, named in the line under the table.
-const CONDITIONS: [&str; 10] = [
+const CONDITIONS: [&str; 11] = [
     "forked_from",
     "preset",
+    "dropout",
     "device",
     "compute",
     "parameters",
@@ -107,10 +108,13 @@ pub(super) fn forked_from(run: &Value) -> Result<String> {
 
 /// The same without the seed, open at its end.
 pub(super) fn conditions_but_seed(run: &Value) -> Result<String> {
+    let dropout = run.get("dropout").and_then(Value::as_f64);
+    let dropout = dropout.filter(|rate| *rate > 0.0);
     Ok(format!(
-        "\n`{}` preset, {} parameters, on `{}`, computing in `{}`: {} steps of {} sequences of {} bytes, {} tokens",
+        "\n`{}` preset, {} parameters{}, on `{}`, computing in `{}`: {} steps of {} sequences of {} bytes, {} tokens",
         text(run, "preset")?,
         grouped(number(run, "parameters")?),
+        dropout.map_or_else(String::new, |rate| format!(", dropout {rate}")),
         text(run, "device")?,
         text(run, "compute")?,
         grouped(number(run, "steps")?),
@@ -191,6 +195,10 @@ mod tests {
             lines[5],
             "`tiny` preset, 1,049,728 parameters, on `cpu`, computing in `f32`: 240 steps of 8 sequences of 128 bytes, \
              245,760 tokens, seed 1."
+        );
+        let dropping = of(&json.replace("\"tiny\",", "\"gpt2-tiny\", \"dropout\": 0.1,")).unwrap();
+        assert!(
+            dropping.contains("`gpt2-tiny` preset, 1,049,728 parameters, dropout 0.1, on `cpu`")
         );
     }
 

@@ -26,7 +26,10 @@ use crate::{
         watch::Watched,
     },
     recipe::Recipe,
-    saved::recorded::{InsideTensor, QuantBackend, Recorded},
+    saved::{
+        recorded::{InsideTensor, QuantBackend, Recorded},
+        report::Running,
+    },
     warning::warn_once,
 };
 
@@ -175,6 +178,7 @@ fn measured<B: QuantBackend, R: Recipe>(
     product: impl FnOnce(QuantTensor<B>, QuantTensor<B>) -> QuantTensor<B>,
 ) -> QuantTensor<B> {
     let layer = weight.tag().layer();
+    let _running = layer.map(|layer| Running::layer(layer.path()));
     let watched = layer.and_then(|layer| Watched::of(layer, &QuantTrain::<B, R>::ROW));
     let watched = watched.filter(|_| is_trained_linear::<B>(&x, &weight));
     let cells = B::cell(x.primitive()).zip(B::cell(weight.primitive()));

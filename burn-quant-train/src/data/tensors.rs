@@ -153,30 +153,34 @@ impl<A: Bundle, B: Bundle> Bundle for (A, B) {
     }
 }
 
-/// The bytes of all tensors of a value.
+/// The bytes of all tensors of a value of which there is an outline.
 pub(crate) fn bytes<A: Bundle>(outline: On<A, Outline>) -> usize {
+    bytes_of::<A, Outline>(outline)
+}
+
+/// The bytes of all tensors of a value.
+pub(crate) fn bytes_of<A: Bundle, T: Tensors>(value: On<A, T>) -> usize {
     struct Sum(usize);
 
     impl Sum {
-        fn add(&mut self, tensor: &impl TensorMetadata) {
+        fn add<const FLOAT: bool>(&mut self, tensor: &impl TensorMetadata) -> Meta<FLOAT> {
             self.0 += tensor.shape().num_elements() * tensor.dtype().size();
+            Meta::of(tensor)
         }
     }
 
-    impl Change<Outline, Outline> for Sum {
-        fn float(&mut self, tensor: FloatMeta) -> FloatMeta {
-            self.add(&tensor);
-            tensor
+    impl<T: Tensors> Change<T, Outline> for Sum {
+        fn float(&mut self, tensor: T::Float) -> FloatMeta {
+            self.add(&tensor)
         }
 
-        fn int(&mut self, tensor: IntMeta) -> IntMeta {
-            self.add(&tensor);
-            tensor
+        fn int(&mut self, tensor: T::Int) -> IntMeta {
+            self.add(&tensor)
         }
     }
 
     let mut sum = Sum(0);
-    A::rebuild(outline, &mut sum);
+    A::rebuild::<T, Outline>(value, &mut sum);
     sum.0
 }
 

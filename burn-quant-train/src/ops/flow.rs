@@ -17,7 +17,7 @@ use crate::{
     },
     layer::tag::Tag,
     recipe::{self, Cast},
-    saved::{HeldTensor, recorded::Recorded},
+    saved::{HeldTensor, recorded::Recorded, report},
 };
 
 /// The value of x, rounded, with the gradient that its reader gives.
@@ -55,6 +55,7 @@ impl<B: DataBackend> Recorded<B, 1> for ReadRounded<B> {
             }
         });
         let rounded = HeldTensor::quantized("flow", Quantized::clone(&copy), x.cell());
+        report::shares(&copy);
         (rounded, ())
     }
 

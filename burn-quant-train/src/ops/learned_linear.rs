@@ -21,13 +21,14 @@ use crate::{
         DataBackend, Layout, StochasticKey,
         learned_step::{HadamardSize, HadamardTransform, LearnedMatrix, ResidualRows, spec},
         quantize::{Format, Quantized},
+        tensors::{self, Outline},
     },
     layer::{
         Call, Layer, Role,
         tag::{CopyKey, Epoch, Tag, View},
     },
     recipe::{LearnedSlots, LinearRow, Rounding},
-    saved::{HeldTensor, recorded::Recorded},
+    saved::{HeldTensor, recorded::Recorded, report::Operands},
 };
 
 /// Y `[.., N]` = X `[.., K]` W `[K, N]` + bias `[N]`, of inputs X, W and, if there are three, the bias. W may have
@@ -58,11 +59,12 @@ pub(crate) struct Saved<B: DataBackend> {
     /// True if the step sizes are learned in this step.
     learns: bool,
     /// Present if a gradient is wanted.
-    operands: Option<Operands<B>>,
+    operands: Option<Matrices<B>>,
     x_form: Form,
     weight_form: Form,
     bias: Option<DType>,
     backward: Backward,
+    noted: Operands,
 }
 
 impl<B: DataBackend> Clone for Saved<B> {
@@ -73,6 +75,7 @@ impl<B: DataBackend> Clone for Saved<B> {
             x_form: self.x_form.clone(),
             weight_form: self.weight_form.clone(),
             backward: self.backward.clone(),
+            noted: self.noted.clone(),
             ..*self
         }
     }
@@ -88,7 +91,7 @@ impl<B: DataBackend> std::fmt::Debug for Saved<B> {
 }
 
 #[derive(Debug, Clone)]
-struct Operands<B: DataBackend> {
+struct Matrices<B: DataBackend> {
     x: LearnedMatrix<B>,
     weight: Arc<Quantized<B>>,
     /// W itself, which its quantizer's backward pass reads again.
@@ -219,11 +222,18 @@ impl<B: DataBackend, const N: usize> Recorded<B, N> for LearnedLinear<B> {
             sampled: key(Role::SampledGradient),
         };
         let [x_form, weight_form] = forms;
+        let mut noted = Operands::default();
+        if let Some(x) = &output.x {
+            let number = x.matrix.format.number;
+            let bytes = || tensors::bytes_of::<LearnedMatrix<Outline>, B>(x.clone());
+            noted.note_own(number, &x_form.shape, x_form.dtype.into(), bytes);
+            noted.note(true, &copy, &weight_form.shape, weight_form.dtype.into());
+        }
         let saved = Saved {
             call,
             slots,
             learns,
-            operands: output.x.map(|x| Operands {
+            operands: output.x.map(|x| Matrices {
                 x,
                 weight: copy,
                 exact_weight: weight,
@@ -241,6 +251,7 @@ impl<B: DataBackend, const N: usize> Recorded<B, N> for LearnedLinear<B> {
                 compute: self.compute,
             },
             layer: self.layer,
+            noted,
         };
         (HeldTensor::of("linear", output.y), saved)
     }

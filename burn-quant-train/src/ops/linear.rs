@@ -35,7 +35,7 @@ use crate::{
         tag::{CopyKey, Tag, View},
     },
     recipe::{Flow, LinearRow, Residual, SavedX},
-    saved::{HeldTensor, recorded::Recorded},
+    saved::{HeldTensor, recorded::Recorded, report::Operands},
 };
 
 /// Y `[.., N]` = X `[.., K]` W `[K, N]` + bias `[N]`, of inputs X, W and, if there are three, the bias. W may have
@@ -90,6 +90,7 @@ pub(crate) struct Saved<B: DataBackend> {
     compute: FloatDType,
     /// Present if dY has a history of maxima.
     history: Option<History<B>>,
+    noted: Operands,
 }
 
 impl<B: DataBackend> Clone for Saved<B> {
@@ -100,6 +101,7 @@ impl<B: DataBackend> Clone for Saved<B> {
             x_form: self.x_form.clone(),
             weight_form: self.weight_form.clone(),
             history: self.history.clone(),
+            noted: self.noted.clone(),
             ..*self
         }
     }
@@ -269,6 +271,15 @@ impl<B: DataBackend, const N: usize> Recorded<B, N> for Linear<B> {
         if let Some(history) = weight_history.filter(|_| is_counted) {
             history.note_copies(&device, [copy.as_ref(), other.as_ref()]);
         }
+        let [x_form, weight_form] = forms;
+        let x = kept_x.or(saved.map(Kept::Copy));
+        let mut noted = Operands::default();
+        if let Some(Kept::Copy(copy)) = &x {
+            noted.note(false, copy, &x_form.shape, x_form.dtype.into());
+        }
+        for copy in [&copy, &other].into_iter().flatten() {
+            noted.note(true, copy, &weight_form.shape, weight_form.dtype.into());
+        }
         let kept_weight = || match plan.backward.input {
             None => Kept::Float(weight),
             Some(_) => Kept::Copy(
@@ -277,9 +288,8 @@ impl<B: DataBackend, const N: usize> Recorded<B, N> for Linear<B> {
                     .expect("a weight is quantized before or by the operation"),
             ),
         };
-        let [x_form, weight_form] = forms;
         let saved = Saved {
-            x: kept_x.or(saved.map(Kept::Copy)),
+            x,
             weight: wants_x.then(kept_weight),
             x_form,
             weight_form,
@@ -288,6 +298,7 @@ impl<B: DataBackend, const N: usize> Recorded<B, N> for Linear<B> {
             input_gradient,
             compute: self.compute,
             history: gradient_history,
+            noted,
         };
         (HeldTensor::of("linear", output.y), saved)
     }

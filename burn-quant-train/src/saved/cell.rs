@@ -16,11 +16,11 @@ use burn_backend::{
 use super::{
     again::{Again, Origin},
     bits::Bits,
-    compress::{self, Compress, Decompress},
+    compress::{Compress, Decompress},
     report, scope,
 };
 use crate::{
-    data::{DataBackend, quantize::Quantized},
+    data::{DataBackend, quantize::Quantized, tensors},
     recipe::Context,
 };
 
@@ -436,7 +436,7 @@ pub(super) trait AnyCell: Send + Sync {
     fn leave_block(&self);
 
     /// Its row of a report, if it waits for the backward pass and for nothing else. The caller has one share.
-    fn row(self: Arc<Self>) -> Option<report::Saved>;
+    fn row(self: Arc<Self>, layer: String) -> Option<report::Saved>;
 }
 
 impl<B: DataBackend> AnyCell for Cell<B> {
@@ -506,7 +506,7 @@ impl<B: DataBackend> AnyCell for Cell<B> {
         lock(&self.of_block).take();
     }
 
-    fn row(self: Arc<Self>) -> Option<report::Saved> {
+    fn row(self: Arc<Self>, layer: String) -> Option<report::Saved> {
         if self.has_handles() || self.holders() == 0 {
             return None;
         }
@@ -515,15 +515,17 @@ impl<B: DataBackend> AnyCell for Cell<B> {
             State::Exact(_) => (report::Form::Exact, exact),
             State::Compressed(matrix) => (
                 report::Form::Compressed(matrix.format.number),
-                compress::bytes(matrix),
+                tensors::bytes_of::<Quantized<tensors::Outline>, B>(matrix.clone()),
             ),
             State::Bits(bits) => (report::Form::Bits, bits.bytes()),
             State::Again(_) => (report::Form::Again, 0),
             State::Taken => return None,
         };
         Some(report::Saved {
+            layer,
             operation: self.operation,
             shape: self.shape.to_vec(),
+            dtype: self.dtype,
             form,
             elements: self.elements(),
             bytes,

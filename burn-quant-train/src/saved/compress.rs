@@ -8,7 +8,7 @@ use cubecl_kernels::{
 use crate::{
     data::{
         Kernels, Operation,
-        quantize::{Format, Quantized, Scales},
+        quantize::Quantized,
         tensors::{self, FloatMeta, On, Outline, Tensors},
     },
     recipe::Context,
@@ -88,18 +88,6 @@ impl Context {
         let outline = Quantized::outline(shape, &Compress { context: self }.spec());
         tensors::bytes::<Quantized<Outline>>(outline)
     }
-}
-
-/// Bytes of a compressed tensor, scales included.
-pub(crate) fn bytes<T: Tensors>(matrix: &Quantized<T>) -> usize {
-    let format: &Format = &matrix.format;
-    let values = format.values_shape(matrix.shape).num_elements();
-    let scales = format.scales_shape(matrix.shape).num_elements();
-    let scale = match matrix.scales {
-        Scales::F32(_) => 4,
-        Scales::E8M0(_) | Scales::E4M3 { .. } => 1,
-    };
-    values * format.values_dtype().size() + scales * scale
 }
 
 #[cfg(test)]

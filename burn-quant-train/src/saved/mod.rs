@@ -26,7 +26,7 @@
 //! | [`bits`] | masks, a bit an element |
 //! | [`compress`] | from float tensors to contexts and back |
 //! | [`recorded`] | operations with a backward pass of our own: one type, one node for autodiff |
-//! | [`report`] | the values that wait now, by operation |
+//! | [`report`] | the values that wait now, by layer and operation |
 //! | `float`, `int`, `bool`, `module`, `activation`, `quantized`, `transaction` | [`Held`]'s operations |
 
 mod activation;
@@ -52,7 +52,7 @@ use burn_backend::{Backend, BackendTypes, DType, DTypeUsageSet, ExecutionError, 
 
 pub use cell::{Cell, HeldTensor, MIN_COMPRESSED};
 pub use checkpoint::checkpoint;
-pub use report::{ActivationReport, Recording};
+pub use report::{ActivationReport, Recording, named};
 pub use scope::{choose_context, compress_pending};
 
 use crate::{data::DataBackend, operations::backend_operations};

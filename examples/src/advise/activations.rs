@@ -68,6 +68,8 @@ enum Waits {
     Exact,
     /// As it flows.
     Flows(Flow),
+    /// It is a mask: a bit an element.
+    Bits,
 }
 
 /// Values that wait for the backward pass.
@@ -88,9 +90,9 @@ impl Value {
             (_, Waits::Flows(flow)) => flow.bytes(self.shape),
             (Some(_), Waits::Again) if !is_small => 0,
             (Some(context), Waits::Compressed) if !is_small => context.bytes(self.shape),
-            (Some(_), Waits::Compressed | Waits::Again | Waits::Exact) | (None, _) => {
-                elements * self.size
-            }
+            (Some(_), Waits::Bits) if !is_small => elements.div_ceil(32) * 4,
+            (Some(_), Waits::Compressed | Waits::Again | Waits::Exact | Waits::Bits)
+            | (None, _) => elements * self.size,
         };
         self.count * bytes
     }
@@ -103,6 +105,7 @@ impl Step<'_> {
             self.norms(),
             self.attention(),
             self.feed_forward(),
+            self.masks(),
             self.loss(),
         ];
         let values = values.concat();
@@ -266,6 +269,17 @@ impl Step<'_> {
             // What GELU reads.
             Family::Gpt2 => vec![self.values(layers, ffn, self.read_by_operator())],
         }
+    }
+
+    /// What dropout multiplies by.
+    fn masks(&self) -> Vec<Value> {
+        let Shapes { layers, hidden, .. } = *self.model;
+        let masks = self.values(1 + 2 * layers, hidden, Waits::Bits);
+        self.model
+            .has_dropout
+            .then_some(masks)
+            .into_iter()
+            .collect()
     }
 
     /// The log-probabilities' terms in FP32: log-softmax and losses are of that class.

@@ -182,6 +182,7 @@ impl AdviseArgs {
                 Family::Gpt2 => sequence,
             },
             is_tied: self.tied,
+            has_dropout: false,
         })
     }
 }

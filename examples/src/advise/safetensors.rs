@@ -106,12 +106,12 @@ const ROLES: [Roles; 2] = [
     },
     Roles {
         family: Family::Gpt2,
-        embedding: &["wte.weight"],
-        positions: &["wpe.weight"],
-        queries: &["attn.c_attn.weight"],
+        embedding: &["wte.weight", "embedding.weight"],
+        positions: &["wpe.weight", "positions.weight"],
+        queries: &["attn.c_attn.weight", "attention.qkv.weight"],
         keys: &[],
-        heads: &["attn.c_proj.weight"],
-        inside: &["mlp.c_fc.weight"],
+        heads: &["attn.c_proj.weight", "attention.o.weight"],
+        inside: &["mlp.c_fc.weight", "mlp.up.weight"],
     },
 ];
 
@@ -217,6 +217,7 @@ impl<'a> Names<'a> {
             vocabulary,
             positions: positions.map_or(0, |(_, [positions, _])| positions),
             is_tied: self.matrix(HEADS)?.is_none(),
+            has_dropout: false,
         })
     }
 }

@@ -1,21 +1,10 @@
 //! The sizes of a model.
 
 use anyhow::{Result, ensure};
-use clap::ValueEnum;
 use serde::Serialize;
 
+pub use crate::model::Family;
 use crate::model::{DecoderConfig, VOCABULARY};
-
-/// The layers of a decoder.
-#[derive(ValueEnum, Serialize, Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[serde(rename_all = "kebab-case")]
-pub enum Family {
-    /// RMSNorm, rotary positions, SwiGLU, no biases.
-    #[default]
-    Llama,
-    /// LayerNorm, learned positions, GELU, biases, one layer for queries, keys and values.
-    Gpt2,
-}
 
 /// The sizes of a decoder.
 #[derive(Serialize, Clone, Debug, PartialEq)]
@@ -40,6 +29,8 @@ pub struct Shapes {
     pub positions: usize,
     /// True if the embedding's table is the vocabulary head too.
     pub is_tied: bool,
+    /// True if values are dropped behind the embedding and each half of a layer.
+    pub has_dropout: bool,
 }
 
 /// What a linear layer of a decoder layer multiplies.
@@ -79,7 +70,7 @@ pub struct Linear {
 impl From<&DecoderConfig> for Shapes {
     fn from(config: &DecoderConfig) -> Self {
         Self {
-            family: Family::Llama,
+            family: config.family,
             hidden: config.hidden,
             layers: config.layers,
             heads: config.heads,
@@ -87,8 +78,12 @@ impl From<&DecoderConfig> for Shapes {
             head_width: config.hidden / config.heads,
             ffn: config.mlp_hidden,
             vocabulary: VOCABULARY,
-            positions: 0,
+            positions: match config.family {
+                Family::Llama => 0,
+                Family::Gpt2 => config.max_sequence,
+            },
             is_tied: false,
+            has_dropout: config.dropout > 0.0,
         }
     }
 }
@@ -216,6 +211,7 @@ mod tests {
             vocabulary: 32000,
             positions: 0,
             is_tied: false,
+            has_dropout: false,
         };
         assert_eq!(llama.parameters(), 6_738_415_616);
         let gpt2 = Shapes {
@@ -229,6 +225,7 @@ mod tests {
             vocabulary: 50257,
             positions: 1024,
             is_tied: true,
+            has_dropout: false,
         };
         assert_eq!(gpt2.parameters(), 124_439_808);
         assert!(

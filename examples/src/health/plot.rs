@@ -1,14 +1,13 @@
-//! Pictures, as SVG whose text takes the colour of the page.
+//! Pictures of the page.
 
-use anyhow::{Result, anyhow};
+use anyhow::Result;
 use burn_quant_train::health::{HealthReport, MatrixHealth, TINY};
 use plotters::prelude::*;
 use plotters::style::colors::colormaps::{ColorMap, ViridisRGB};
 
 use super::figures::{on_scale, rows};
+use crate::picture::{GREY, draw};
 
-/// A grey that shows on light and on dark.
-const GREY: RGBColor = RGBColor(128, 128, 128);
 const LINE: RGBColor = RGBColor(66, 133, 244);
 const ROW: u32 = 16;
 const WIDTH: u32 = 900;
@@ -131,19 +130,4 @@ fn grid(names: &[String], cells: &[Vec<Option<f64>>], columns: &[String]) -> Res
         }
         Ok(())
     })
-}
-
-type Area<'a> = DrawingArea<SVGBackend<'a>, plotters::coord::Shift>;
-
-fn draw(
-    size: (u32, u32),
-    picture: impl FnOnce(&Area<'_>) -> Result<(), Box<dyn std::error::Error>>,
-) -> Result<String> {
-    let mut svg = String::new();
-    {
-        let area = SVGBackend::with_string(&mut svg, size).into_drawing_area();
-        let drawn = picture(&area).and_then(|()| Ok(area.present()?));
-        drawn.map_err(|error| anyhow!("cannot draw: {error}"))?;
-    }
-    Ok(svg)
 }

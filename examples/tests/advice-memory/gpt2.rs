@@ -104,5 +104,6 @@ pub fn shapes(sequence: usize) -> Shapes {
         vocabulary: VOCABULARY,
         positions: sequence,
         is_tied: true,
+        has_dropout: false,
     }
 }

@@ -10,15 +10,16 @@ use burn::tensor::{Int, Tensor, TensorData, f16};
 use burn_quant_train::QuantTrain;
 use burn_quant_train::optim::{LayerBackend, QuantAdamWConfig};
 use burn_quant_train::recipe::{Chosen, FallbackInt8, JetfireInt8, MixedPrecision, NAMES, Recipe};
+use burn_quant_train::saved::report::Total;
 use burn_quant_train::saved::{choose_context, compress_pending};
 use examples::advise::Question;
 use examples::advise::activations::{AttentionForm, Step};
 use examples::advise::device::Device;
 use examples::advise::memory::{Case, Memory};
 use examples::advise::shapes::Shapes;
-use examples::args::{Compute, Contexts, Optimizer};
+use examples::args::{Compute, Contexts, Optimizer, Preset};
 use examples::data::Batch;
-use examples::memory::{optimizer_state, saved_activations, saved_by};
+use examples::memory::{optimizer_state, report, saved_activations, saved_by};
 use examples::model::{Decoder, DecoderConfig, VOCABULARY};
 use peak_alloc::PeakAlloc;
 
@@ -49,6 +50,10 @@ struct Counted {
     copies: u64,
     activations: u64,
     peak: u64,
+    /// What a report of activations says.
+    reported: u64,
+    /// What it says of copies of weights.
+    reported_copies: u64,
 }
 
 impl Subject {
@@ -99,6 +104,7 @@ impl Subject {
         drop(loss.backward());
         let activations = saved_activations(&model, &batch, &device, &|_| live());
         let copies = both.saturating_sub(activations);
+        let report = report(&model, &batch);
         drop(optim);
         let moments = optimizer_state(
             model,
@@ -113,6 +119,8 @@ impl Subject {
             copies,
             activations,
             peak,
+            reported: report.bytes() as u64,
+            reported_copies: Total::of(&report.weights).bytes as u64,
         }
     }
 
@@ -173,13 +181,29 @@ impl Subject {
                 self.bound,
             ),
             ("peak", counted.peak, computed.peak, peak),
+            (
+                "reported",
+                counted.activations,
+                counted.reported,
+                self.bound,
+            ),
+            (
+                "reported copies",
+                counted.copies,
+                counted.reported_copies,
+                0.1,
+            ),
         ];
         let Case {
             recipe,
             contexts,
             optimizer,
         } = self.case;
-        let name = format!("{recipe}, {contexts}, {optimizer}, {}", self.compute);
+        let family = self.config.family;
+        let name = format!(
+            "{family:?}, {recipe}, {contexts}, {optimizer}, {}",
+            self.compute
+        );
         let mut wrong = Vec::new();
         let mut line = name.clone();
         for (what, counted, computed, bound) in pairs {
@@ -268,6 +292,19 @@ fn computed_bytes_are_those_that_are_counted() {
         subjects.push(Subject {
             compute: Compute::F16,
             ..subject(mixed, contexts, Optimizer::Adamw)
+        });
+    }
+    for (recipe, contexts) in [
+        (mixed, Contexts::Exact),
+        (mixed, Contexts::Int8),
+        (<FallbackInt8 as Recipe>::ROW.name(), Contexts::Exact),
+        (<JetfireInt8 as Recipe>::ROW.name(), Contexts::Exact),
+        (<JetfireInt8 as Recipe>::ROW.name(), Contexts::Int8),
+    ] {
+        subjects.push(Subject {
+            config: Preset::Gpt2Tiny.model(128),
+            bound: 0.05,
+            ..subject(recipe, contexts, Optimizer::Adamw)
         });
     }
     // With more to save, nodes weigh less.

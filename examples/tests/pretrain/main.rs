@@ -5,7 +5,9 @@ mod damage;
 mod first_run;
 mod fork;
 mod fp16;
+mod gpt2;
 mod health;
+mod memory;
 mod seeds;
 mod thresholds;
 

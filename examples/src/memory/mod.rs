@@ -1,10 +1,22 @@
 //! The memory that training keeps, measured, not computed: the bytes of activations that a forward pass leaves for the
 //! backward pass, and the bytes of optimizer state.
+//!
+//! `--memory` says what the activations are: `table` on the terminal, by layer and by operation; `rows` for other tools;
+//! `plot` as a picture.
 
+mod plot;
+mod rows;
+mod table;
+
+use std::fs;
+use std::path::Path;
+
+use anyhow::{Context, Result};
 use burn::optim::{GradientsParams, Optimizer};
 use burn::tensor::Tensor;
 use burn::tensor::backend::{AutodiffBackend, BackendTypes};
 
+use burn_quant_train::recipe::Flow;
 use burn_quant_train::saved::{ActivationReport, Recording, compress_pending};
 
 use crate::data::Batch;
@@ -47,15 +59,43 @@ pub fn saved_by<B: AutodiffBackend>(
     after.saturating_sub(before)
 }
 
-/// What waits for the backward pass of this batch, the quantized copies of linear layers aside.
-///
-/// Nothing else may be running.
+/// What waits for the backward pass of this batch.
 pub fn report<B: AutodiffBackend>(model: &Decoder<B>, batch: &Batch<B>) -> ActivationReport {
     let recording = Recording::start();
     let loss = model.loss(batch.clone());
     let saved = recording.report();
     drop(loss);
     saved
+}
+
+/// Writes a report into the folder of its run as `memory.svg`, `memory.csv` and `memory.jsonl`. Gives what is to be printed;
+/// `title` names the run.
+///
+/// # Errors
+///
+/// A file that cannot be written.
+pub fn show(
+    title: &str,
+    report: &ActivationReport,
+    flow: Option<&Flow>,
+    folder: &Path,
+) -> Result<String> {
+    fs::create_dir_all(folder).with_context(|| format!("cannot create {}", folder.display()))?;
+    let rows = rows::of(report);
+    let files = [
+        ("memory.svg", plot::layers(title, report)?),
+        ("memory.csv", rows::csv(&rows)?),
+        ("memory.jsonl", rows::json_lines(&rows)?),
+    ];
+    for (name, content) in files {
+        let path = folder.join(name);
+        fs::write(&path, content).with_context(|| format!("cannot write {}", path.display()))?;
+    }
+    let tables = table::all(report, flow);
+    let folder = folder.display();
+    Ok(format!(
+        "\n{title}: what waits for the backward pass\n{tables}\nmore in {folder}/memory.svg, memory.csv and memory.jsonl\n"
+    ))
 }
 
 /// Bytes that an optimizer holds after its first step: those that are freed when it goes.

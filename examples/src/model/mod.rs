@@ -1,9 +1,10 @@
-//! A Llama-style decoder from Burn's modules: RMSNorm, rotary positions, SwiGLU, causal attention.
+//! Decoders from Burn's modules: in Llama's style with RMSNorm, rotary positions and SwiGLU, and [in GPT-2's](gpt2).
 //!
 //! Nothing here knows of quantization: the same code trains on `Autodiff<Flex>` and on any `QuantTrain` backend. A
 //! `Learner` has the model compute its gradients, so the model holds what scales its loss.
 
-use burn::config::Config;
+pub mod gpt2;
+
 use burn::module::{AutodiffModule, Initializer, Module, ModuleVisitor, Param};
 use burn::nn::loss::CrossEntropyLossConfig;
 use burn::nn::{
@@ -17,16 +18,33 @@ use burn::tensor::ops::AttentionModuleOptions;
 use burn::tensor::{Int, Tensor, TensorData};
 use burn::train::{InferenceStep, TrainOutput, TrainStep};
 use burn_quant_train::{optim::LossScaler, saved::checkpoint};
+use clap::ValueEnum;
+use serde::{Deserialize, Serialize};
 
+use self::gpt2::Gpt2;
 use crate::data::Batch;
 use crate::metrics::StepOutput;
 
 /// Tokens are bytes.
 pub const VOCABULARY: usize = 256;
 
+/// The layers of a decoder.
+#[derive(ValueEnum, Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[serde(rename_all = "kebab-case")]
+pub enum Family {
+    /// RMSNorm, rotary positions, SwiGLU, no biases.
+    #[default]
+    Llama,
+    /// LayerNorm, learned positions, GELU, biases, one layer for queries, keys and values.
+    Gpt2,
+}
+
 /// The sizes of a [`Decoder`].
-#[derive(Config, Debug, PartialEq)]
+#[derive(Serialize, Deserialize, Clone, Debug, PartialEq)]
 pub struct DecoderConfig {
+    /// Its layers; Llama's in checkpoints from before there were others.
+    #[serde(default)]
+    pub family: Family,
     /// Width of the residual stream.
     pub hidden: usize,
     /// Width inside the feed-forward network.
@@ -35,62 +53,112 @@ pub struct DecoderConfig {
     pub heads: usize,
     /// Decoder layers.
     pub layers: usize,
-    /// Longest sequence that the rotary table covers.
+    /// Longest sequence: positions are learned or tabulated for so many tokens.
     pub max_sequence: usize,
+    /// The share of values that GPT-2's dropout sets to zero in training.
+    #[serde(default)]
+    pub dropout: f64,
 }
 
+/// Standard deviation of the weights.
+const STD: f64 = 0.02;
+
 impl DecoderConfig {
+    /// The sizes of a decoder in Llama's style.
+    pub fn new(
+        hidden: usize,
+        mlp_hidden: usize,
+        heads: usize,
+        layers: usize,
+        max_sequence: usize,
+    ) -> Self {
+        Self {
+            family: Family::Llama,
+            hidden,
+            mlp_hidden,
+            heads,
+            layers,
+            max_sequence,
+            dropout: 0.0,
+        }
+    }
+
     /// Initializes the model. Weights are drawn from N(0, 0.02), those that end in the residual stream from a
     /// distribution narrower by the square root of the number of such additions (GPT-2's scheme).
     pub fn init<B: Backend>(&self, device: &B::Device) -> Decoder<B> {
-        let std = 0.02;
-        let into_residual = std / (2.0 * self.layers as f64).sqrt();
-        let linear = |inputs, outputs, std| {
-            LinearConfig::new(inputs, outputs)
-                .with_bias(false)
-                .with_initializer(Initializer::Normal { mean: 0.0, std })
-                .init(device)
+        let hidden = self.hidden;
+        let is_llama = self.family == Family::Llama;
+        let layers = match self.family {
+            Family::Llama => (0..self.layers).map(|_| self.layer(device)).collect(),
+            Family::Gpt2 => Vec::new(),
         };
-        let (hidden, mlp) = (self.hidden, self.mlp_hidden);
-        let layers = (0..self.layers)
-            .map(|_| Layer {
-                attention_norm: RmsNormConfig::new(hidden).init(device),
-                attention: Attention {
-                    q: linear(hidden, hidden, std),
-                    k: linear(hidden, hidden, std),
-                    v: linear(hidden, hidden, std),
-                    o: linear(hidden, hidden, into_residual),
-                    heads: self.heads,
-                },
-                mlp_norm: RmsNormConfig::new(hidden).init(device),
-                mlp: Mlp {
-                    gate: linear(hidden, mlp, std),
-                    up: linear(hidden, mlp, std),
-                    down: linear(mlp, hidden, into_residual),
-                },
-            })
-            .collect();
         Decoder {
-            embedding: EmbeddingConfig::new(VOCABULARY, hidden)
-                .with_initializer(Initializer::Normal { mean: 0.0, std })
-                .init(device),
-            rotary: Rotary::new(self.max_sequence, hidden / self.heads, device),
+            embedding: embedding(VOCABULARY, hidden, device),
+            rotary: is_llama.then(|| Rotary::new(self.max_sequence, hidden / self.heads, device)),
             layers,
-            norm: RmsNormConfig::new(hidden).init(device),
-            lm_head: linear(hidden, VOCABULARY, std),
+            norm: is_llama.then(|| RmsNormConfig::new(hidden).init(device)),
+            gpt2: (self.family == Family::Gpt2).then(|| Gpt2::new(self, device)),
+            lm_head: linear(hidden, VOCABULARY, STD, device),
             loss_scaler: LossScaler::default(),
             checkpointing: false,
         }
     }
+
+    /// Of the weights that end in the residual stream.
+    fn std_into_residual(&self) -> f64 {
+        STD / (2.0 * self.layers as f64).sqrt()
+    }
+
+    fn layer<B: Backend>(&self, device: &B::Device) -> Layer<B> {
+        let (hidden, mlp) = (self.hidden, self.mlp_hidden);
+        let into_residual = self.std_into_residual();
+        Layer {
+            attention_norm: RmsNormConfig::new(hidden).init(device),
+            attention: Attention {
+                q: linear(hidden, hidden, STD, device),
+                k: linear(hidden, hidden, STD, device),
+                v: linear(hidden, hidden, STD, device),
+                o: linear(hidden, hidden, into_residual, device),
+                heads: self.heads,
+            },
+            mlp_norm: RmsNormConfig::new(hidden).init(device),
+            mlp: Mlp {
+                gate: linear(hidden, mlp, STD, device),
+                up: linear(hidden, mlp, STD, device),
+                down: linear(mlp, hidden, into_residual, device),
+            },
+        }
+    }
+}
+
+fn normal(std: f64) -> Initializer {
+    Initializer::Normal { mean: 0.0, std }
+}
+
+fn embedding<B: Backend>(rows: usize, hidden: usize, device: &B::Device) -> Embedding<B> {
+    EmbeddingConfig::new(rows, hidden)
+        .with_initializer(normal(STD))
+        .init(device)
+}
+
+/// A linear layer without a bias.
+fn linear<B: Backend>(inputs: usize, outputs: usize, std: f64, device: &B::Device) -> Linear<B> {
+    LinearConfig::new(inputs, outputs)
+        .with_bias(false)
+        .with_initializer(normal(std))
+        .init(device)
 }
 
 /// The decoder: bytes in, logits of the next byte out.
+///
+/// Llama's parts are its own, where checkpoints from before there were others have them.
 #[derive(Module, Debug)]
 pub struct Decoder<B: Backend> {
     embedding: Embedding<B>,
-    rotary: Rotary<B>,
+    rotary: Option<Rotary<B>>,
     layers: Vec<Layer<B>>,
-    norm: RmsNorm<B>,
+    norm: Option<RmsNorm<B>>,
+    gpt2: Option<Gpt2<B>>,
     lm_head: Linear<B>,
     #[module(skip)]
     loss_scaler: LossScaler,
@@ -101,15 +169,18 @@ pub struct Decoder<B: Backend> {
 impl<B: Backend> Decoder<B> {
     /// Logits of shape `[batch, sequence, VOCABULARY]` for tokens of shape `[batch, sequence]`.
     pub fn forward(&self, tokens: Tensor<B, 2, Int>) -> Tensor<B, 3> {
-        let mut x = self.embedding.forward(tokens);
-        for layer in &self.layers {
-            let layer = |x| layer.forward(x, &self.rotary);
-            x = match self.checkpointing {
-                true => checkpoint(layer, x),
-                false => layer(x),
-            };
-        }
-        self.lm_head.forward(self.norm.forward(x))
+        let x = self.embedding.forward(tokens);
+        let x = match (&self.gpt2, &self.rotary, &self.norm) {
+            (Some(gpt2), _, _) => gpt2.forward(x, self.checkpointing),
+            (None, Some(rotary), Some(norm)) => {
+                let layers = self.layers.iter();
+                norm.forward(layers.fold(x, |x, layer| {
+                    block(self.checkpointing, |x| layer.forward(x, rotary), x)
+                }))
+            }
+            (None, _, _) => unreachable!("a decoder is of one family"),
+        };
+        self.lm_head.forward(x)
     }
 
     /// Mean cross entropy, in nats per byte, of shape `[1]`.
@@ -189,14 +260,33 @@ impl<B: Backend> Attention<B> {
             .forward(split(self.k.forward(x.clone())))
             .swap_dims(1, 2);
         let v = split(self.v.forward(x)).swap_dims(1, 2);
-        let causal = AttentionModuleOptions {
-            is_causal: true,
-            ..Default::default()
-        };
-        let mixed = attention(q, k, v, None, None, causal);
-        self.o
-            .forward(mixed.swap_dims(1, 2).reshape([batch, sequence, hidden]))
+        self.o.forward(mixed(q, k, v))
     }
+}
+
+/// Runs a layer, in the backward pass once more if it is a block of its own.
+fn block<B: Backend>(
+    checkpointing: bool,
+    layer: impl FnOnce(Tensor<B, 3>) -> Tensor<B, 3>,
+    x: Tensor<B, 3>,
+) -> Tensor<B, 3> {
+    match checkpointing {
+        true => checkpoint(layer, x),
+        false => layer(x),
+    }
+}
+
+/// The values `[batch, sequence, hidden]` that each token reads from itself and those before it, of queries, keys and
+/// values `[batch, heads, sequence, width]`.
+fn mixed<B: Backend>(q: Tensor<B, 4>, k: Tensor<B, 4>, v: Tensor<B, 4>) -> Tensor<B, 3> {
+    let [batch, heads, sequence, width] = q.dims();
+    let causal = AttentionModuleOptions {
+        is_causal: true,
+        ..Default::default()
+    };
+    attention(q, k, v, None, None, causal)
+        .swap_dims(1, 2)
+        .reshape([batch, sequence, heads * width])
 }
 
 /// Rotary positions (Su et al., "RoFormer", equation 34) from the table of Burn's [`RotaryEncoding`]: `x cos + turned
