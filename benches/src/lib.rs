@@ -6,10 +6,12 @@
 //! | `peers/peers.py` | the same in PyTorch and Triton |
 //! | `cargo bench` | the CPU path |
 //! | `states` | the error of compressed optimizer states, on those of a checkpoint |
+//! | `errors` | what quantization does to the tensors of a checkpoint |
 //! | `report` | nothing: it writes the tables, also those of `pretrain --json`, and names old logs |
 
 #[cfg(feature = "cuda")]
 pub mod attention;
+pub mod errors;
 pub mod format;
 #[cfg(feature = "cuda")]
 pub mod gemm;
@@ -22,6 +24,7 @@ pub mod markers;
 #[cfg(feature = "cuda")]
 pub mod optimizer;
 pub mod peers;
+pub mod plot;
 #[cfg(feature = "cuda")]
 pub mod quantize;
 pub mod random;

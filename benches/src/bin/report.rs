@@ -1,9 +1,9 @@
-//! Writes the tables of measured results into the book and the README, or checks them, and warns of logs under
-//! `book/results` that are older than the kernels.
+//! Writes the tables of measured results into the book and the README, and the pictures of those that have one, or
+//! checks them, and warns of logs under `book/results` that are older than the kernels.
 //!
-//! `book/results/NAME.json` is what `pretrain`, `qt-bench` or `states` wrote with `--json`, `book/results/NAME.md` a
-//! sentence that says how: command, machine, date. A page asks for the table with the lines `<!-- table:NAME -->` and
-//! `<!-- end -->`.
+//! `book/results/NAME.json` is what `pretrain`, `qt-bench`, `states` or `errors` wrote with `--json`,
+//! `book/results/NAME.md` a sentence that says how: command, machine, date. A page asks for the table with the lines
+//! `<!-- table:NAME -->` and `<!-- end -->`, and shows the picture as `pictures/NAME.svg`.
 //!
 //! `report join RESULTS PEERS` adds what `peers.py` measured to a result file of the same run that was cut short.
 
@@ -18,6 +18,7 @@ use anyhow::{Context, Result, bail, ensure};
 use benches::{
     logs, markers,
     peers::Peers,
+    plot,
     results::{Results, write},
     table,
 };
@@ -71,6 +72,20 @@ fn run() -> Result<()> {
             asked.contains(&name),
             "no page shows book/results/{name}.json"
         );
+        let picture = root.join(format!("book/src/pictures/{name}.svg"));
+        let Some(svg) = drawn(&results, &name)? else {
+            continue;
+        };
+        if fs::read_to_string(&picture).is_ok_and(|it| it == svg) {
+            continue;
+        }
+        let shown = picture.strip_prefix(root).unwrap_or(&picture).display();
+        if check {
+            stale.push(shown.to_string());
+        } else {
+            fs::write(&picture, svg).with_context(|| format!("cannot write {shown}"))?;
+            println!("wrote {shown}");
+        }
     }
     ensure!(
         stale.is_empty(),
@@ -136,6 +151,14 @@ fn files(folder: &Path, extension: &str) -> Result<Vec<PathBuf>> {
     }
     files.sort();
     Ok(files)
+}
+
+/// The picture of a result file, if there is one of such files.
+fn drawn(results: &Path, name: &str) -> Result<Option<String>> {
+    let json = results.join(format!("{name}.json"));
+    let text =
+        fs::read_to_string(&json).with_context(|| format!("cannot read {}", json.display()))?;
+    plot::of(&text).with_context(|| format!("{name}.json"))
 }
 
 /// The table of a result file and the sentence that says how it was made.

@@ -1,6 +1,7 @@
 //! Markdown tables of result files. The fields of a file show which results it holds.
 
 mod attention;
+pub(crate) mod errors;
 mod gemm;
 mod int4;
 mod optimizer_seeds;
@@ -34,6 +35,7 @@ use crate::results::{Peer, Results, Rows, Run, Spread};
 /// | `qt-bench pretrain` | by backend |
 /// | `qt-bench optimizer` | by optimizer |
 /// | `states` | errors by the formats of both moments, beside those of the paper |
+/// | `errors` | by sweep, beside those of the papers |
 ///
 /// # Errors
 ///
@@ -42,6 +44,9 @@ pub fn of(json: &str) -> Result<String> {
     let value: Value = serde_json::from_str(json).context("not JSON")?;
     if value.get("pairs").is_some() {
         return states::table(&serde_json::from_value(value)?);
+    }
+    if value.get("errors").is_some() {
+        return errors::table(&serde_json::from_value(value)?);
     }
     if value.get("bench").is_some() {
         let Results { run, peer, rows } = serde_json::from_value(value)?;
@@ -184,6 +189,7 @@ pub(crate) mod tests {
             "[1]",
             "[{}]",
             "{\"pairs\": 1}",
+            "{\"errors\": \"contexts\", \"rows\": []}",
             "[{\"median_ms\": 1}]",
             "{\"bench\": \"gemm\", \"rows\": []}",
         ] {
