@@ -45,7 +45,7 @@ where
     }
 }
 
-/// The one kernel that there is.
+/// The kernel that is taken.
 const KERNEL: AttentionKernel = AttentionKernel::Hopper;
 
 fn options(scores: AttentionScores) -> AttentionOptions {
@@ -76,7 +76,7 @@ fn is_flash<R: CubeRuntime>(
             is_masked: false,
             is_biased: false,
         };
-        AttentionKernel::of(&client, &problem).is_some()
+        AttentionKernel::of(&client, &problem) == Some(KERNEL)
     })
 }
 
