@@ -31,12 +31,18 @@
 //! A probability of the backward pass is good to about `2^-24 |L|`, as `L` is an FP32 number.
 
 mod hopper;
+mod portable;
 
 use std::ops::Range;
 
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
-use crate::{device::check_dtype, error::KernelError, philox, rounding::StochasticKey};
+use crate::{
+    device::{check_dtype, empty},
+    error::KernelError,
+    philox,
+    rounding::StochasticKey,
+};
 
 const FORWARD: &str = "attention";
 const BACKWARD: &str = "attention_backward";
@@ -124,11 +130,14 @@ pub enum AttentionKernel {
     /// CUDA's architecture sm_90, no other: bf16 and f16, heads of at most 128 features, a multiple of 8, a positive
     /// scale; neither mask, bias, soft cap nor dropout; something to compute.
     Hopper,
+    /// Any device with 32 KiB of shared memory: f32, f16 and bf16 where it has the type, heads of at most 256 features,
+    /// every option.
+    Portable,
 }
 
 impl AttentionKernel {
     /// All, the fastest first.
-    pub const ALL: [Self; 1] = [Self::Hopper];
+    pub const ALL: [Self; 2] = [Self::Hopper, Self::Portable];
 
     /// The fastest that computes this on the client's device.
     pub fn of<R: Runtime>(client: &ComputeClient<R>, problem: &AttentionProblem) -> Option<Self> {
@@ -137,10 +146,12 @@ impl AttentionKernel {
     }
 
     /// True where the kernel can read a tensor `[batch, heads, sequence, features]` as it lies in memory. For Hopper's,
-    /// neighbours are neighbours along the features, and all other steps are multiples of 16 bytes.
+    /// neighbours are neighbours along the features, and all other steps are multiples of 16 bytes; the portable one's reads
+    /// what 32 bits index.
     pub fn reads<R: Runtime>(self, tensor: &TensorHandle<R>) -> bool {
         match self {
             Self::Hopper => hopper::reads(tensor),
+            Self::Portable => portable::reads(tensor),
         }
     }
 
@@ -152,6 +163,7 @@ impl AttentionKernel {
     ) -> Option<String> {
         match self {
             Self::Hopper => hopper::unsupported(client, problem),
+            Self::Portable => portable::unsupported(client, problem),
         }
     }
 
@@ -187,6 +199,7 @@ impl AttentionKernel {
         self.check(FORWARD, client, &problem)?;
         match self {
             Self::Hopper => hopper::forward(client, tensors, &problem),
+            Self::Portable => portable::forward(client, tensors, &problem),
         }
     }
 
@@ -231,6 +244,9 @@ impl AttentionKernel {
         }
         match self {
             Self::Hopper => hopper::backward(client, tensors, forward, gradient, wanted, &problem),
+            Self::Portable => {
+                portable::backward(client, tensors, forward, gradient, wanted, &problem)
+            }
         }
     }
 }
@@ -481,6 +497,17 @@ pub struct AttentionGradients<A> {
     pub value: A,
     /// Of the bias.
     pub bias: A,
+}
+
+/// A new tensor `[batch, heads, rows, width]` in the memory of `[batch, rows, heads, width]`.
+fn in_rows<R: Runtime>(
+    client: &ComputeClient<R>,
+    [batch, heads, rows, width]: [usize; 4],
+    dtype: StorageType,
+) -> TensorHandle<R> {
+    let mut tensor = empty(client, vec![batch, rows, heads, width], dtype);
+    tensor.metadata.swap(1, 2);
+    tensor
 }
 
 /// Refuses the gradient of a bias that is not there.

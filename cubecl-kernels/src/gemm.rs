@@ -14,7 +14,7 @@
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
 use crate::{
-    device::{MatrixView, check_dtype, check_float, empty, storage},
+    device::{MatrixView, check_dtype, check_float, empty, is_operand_type, storage},
     error::KernelError,
     fallback::FallbackResidual,
     granularity::Granularity,
@@ -40,6 +40,13 @@ pub use rowwise::gemm_rowwise;
 pub use selector::{candidates, select};
 
 const OPERATION: &str = "gemm";
+
+/// True where the device has matrix instructions for products of 16-bit floats.
+pub fn has_tensor_cores<R: Runtime>(client: &ComputeClient<R>) -> bool {
+    let matmul = &client.features().matmul;
+    let mut configs = matmul.cmma.iter().chain(&matmul.mma);
+    configs.any(|config| is_operand_type(config.a_type))
+}
 
 /// Which kernel computes a product.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

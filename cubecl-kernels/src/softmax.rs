@@ -350,7 +350,7 @@ fn weights<F: Numeric, N: Size>(
 
 /// The device's own exponential, good to about 1e-6 near 0; NaN stays NaN.
 #[cube(fast_math = FastMath::ReducedPrecision.into())]
-fn exp(x: f32) -> f32 {
+pub(crate) fn exp(x: f32) -> f32 {
     x.exp()
 }
 

@@ -1,6 +1,7 @@
 //! The decorator: [`QuantTrain`] implements Burn's `Backend`, and `AutodiffBackend` over `Autodiff`.
 
 mod activation;
+mod attention;
 mod autodiff;
 mod bool;
 mod composition;

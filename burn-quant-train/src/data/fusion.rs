@@ -15,7 +15,7 @@ use burn_ir::{CustomOpIr, HandleContainer, OperationIr, TensorIr};
 use super::{
     kernels::Kernels,
     operation::{DataBackend, Operation},
-    tensors::{Bundle, Change, FloatMeta, IntMeta, Meta, On, Outline},
+    tensors::{BoolMeta, Bundle, Change, FloatMeta, IntMeta, Meta, On, Outline},
 };
 
 type Tensor<B> = FusionTensor<<B as FusionBackend>::FusionRuntime>;
@@ -99,6 +99,12 @@ impl<B: FusionBackend> Change<Fusion<B>, Outline> for Collect<'_, B> {
         self.0.push(tensor);
         meta
     }
+
+    fn bool(&mut self, tensor: Tensor<B>) -> BoolMeta {
+        let meta = Meta::of(&tensor);
+        self.0.push(tensor);
+        meta
+    }
 }
 
 /// Notes the shapes and dtypes of an outline.
@@ -111,6 +117,11 @@ impl Change<Outline, Outline> for Note<'_> {
     }
 
     fn int(&mut self, meta: IntMeta) -> IntMeta {
+        self.0.push((meta.shape(), meta.dtype()));
+        meta
+    }
+
+    fn bool(&mut self, meta: BoolMeta) -> BoolMeta {
         self.0.push((meta.shape(), meta.dtype()));
         meta
     }
@@ -133,6 +144,10 @@ impl<B: FusionBackend> Change<Outline, Fusion<B>> for Hand<B> {
     fn int(&mut self, _meta: IntMeta) -> Tensor<B> {
         self.next()
     }
+
+    fn bool(&mut self, _meta: BoolMeta) -> Tensor<B> {
+        self.next()
+    }
 }
 
 /// Takes the tensors of the backend under the stream from its handles.
@@ -150,6 +165,11 @@ impl<B: FusionBackend> Change<Outline, B> for Take<'_, B> {
     fn int(&mut self, _meta: IntMeta) -> B::IntTensorPrimitive {
         let input = self.inputs.next().expect(AS_REGISTERED);
         self.handles.get_int_tensor::<B>(input)
+    }
+
+    fn bool(&mut self, _meta: BoolMeta) -> B::BoolTensorPrimitive {
+        let input = self.inputs.next().expect(AS_REGISTERED);
+        self.handles.get_bool_tensor::<B>(input)
     }
 }
 
@@ -171,6 +191,13 @@ impl<B: FusionBackend> Change<B, Outline> for Give<'_, B> {
         let meta = Meta::of(&tensor);
         let output = self.outputs.next().expect(AS_REGISTERED);
         self.handles.register_int_tensor::<B>(&output.id, tensor);
+        meta
+    }
+
+    fn bool(&mut self, tensor: B::BoolTensorPrimitive) -> BoolMeta {
+        let meta = Meta::of(&tensor);
+        let output = self.outputs.next().expect(AS_REGISTERED);
+        self.handles.register_bool_tensor::<B>(&output.id, tensor);
         meta
     }
 }

@@ -1,6 +1,7 @@
 //! Backends whose tensors are in host memory: `cubecl_kernels::host` works on their slices. Products are of dequantized
 //! matrices, by the backend's own matrix product: a scaled INT8 block is a matrix that FP32 holds exactly.
 
+mod attention;
 mod health;
 mod learned_step;
 mod sampling;
@@ -24,7 +25,6 @@ use cubecl_kernels::{
 };
 
 use super::{
-    attention::{Attention, AttentionKernels},
     cast::cast_to,
     composition::{CompositionKernels, Compositions},
     kernels::checked,
@@ -299,12 +299,6 @@ impl<B: HostBackend> ProductKernels for B {
     }
 
     fn float_product_kernel(_device: &Device<B>) -> Option<FloatProduct<B>> {
-        None
-    }
-}
-
-impl<B: HostBackend> AttentionKernels for B {
-    fn attention_kernels(_device: &Device<B>) -> Option<Attention<B>> {
         None
     }
 }

@@ -8,7 +8,7 @@
 
 use burn_backend::{
     Backend, TensorData,
-    tensor::{FloatTensor, IntTensor},
+    tensor::{BoolTensor, FloatTensor, IntTensor},
 };
 
 /// The values of a float tensor, as FP32.
@@ -36,6 +36,15 @@ pub(crate) fn integers<B: Backend>(tensor: IntTensor<B>) -> Vec<i32> {
 /// Also if the tensor has another dtype.
 pub(crate) fn bytes<B: Backend>(tensor: IntTensor<B>) -> Vec<u8> {
     int_data::<B>(tensor).into_vec().expect("a tensor of U8")
+}
+
+/// The values of a tensor of truth values.
+pub(crate) fn bools<B: Backend>(tensor: BoolTensor<B>) -> Vec<bool> {
+    burn_backend::try_read_sync(B::bool_into_data(tensor))
+        .expect("state is read where blocking reads are possible")
+        .expect("the device returns the state")
+        .iter::<bool>()
+        .collect()
 }
 
 /// The data of an integer tensor, in its dtype.

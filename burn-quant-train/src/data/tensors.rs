@@ -8,7 +8,7 @@ use std::fmt::Debug;
 
 use burn_backend::{
     Backend, DType, Shape, TensorMetadata,
-    tensor::{FloatTensor, IntTensor},
+    tensor::{BoolTensor, FloatTensor, IntTensor},
 };
 
 /// A kind of tensors: those of a backend, or stand-ins for them.
@@ -17,11 +17,14 @@ pub trait Tensors: 'static {
     type Float: TensorMetadata + 'static;
     /// A tensor of integers.
     type Int: TensorMetadata + 'static;
+    /// A tensor of truth values.
+    type Bool: TensorMetadata + 'static;
 }
 
 impl<B: Backend> Tensors for B {
     type Float = FloatTensor<B>;
     type Int = IntTensor<B>;
+    type Bool = BoolTensor<B>;
 }
 
 /// Shapes and dtypes in the place of tensors.
@@ -31,21 +34,24 @@ pub struct Outline;
 impl Tensors for Outline {
     type Float = FloatMeta;
     type Int = IntMeta;
+    type Bool = BoolMeta;
 }
 
-/// Shape and dtype of a tensor, of floats or of integers.
+/// Shape and dtype of a tensor, of the kind that a letter names.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Meta<const FLOAT: bool> {
+pub struct Meta<const KIND: char> {
     shape: Shape,
     dtype: DType,
 }
 
 /// Shape and dtype of a tensor of floats.
-pub type FloatMeta = Meta<true>;
+pub type FloatMeta = Meta<'f'>;
 /// Shape and dtype of a tensor of integers.
-pub type IntMeta = Meta<false>;
+pub type IntMeta = Meta<'i'>;
+/// Shape and dtype of a tensor of truth values.
+pub type BoolMeta = Meta<'b'>;
 
-impl<const FLOAT: bool> Meta<FLOAT> {
+impl<const KIND: char> Meta<KIND> {
     /// The shape and dtype of a tensor to come.
     pub fn new(shape: impl Into<Shape>, dtype: impl Into<DType>) -> Self {
         Self {
@@ -60,7 +66,7 @@ impl<const FLOAT: bool> Meta<FLOAT> {
     }
 }
 
-impl<const FLOAT: bool> TensorMetadata for Meta<FLOAT> {
+impl<const KIND: char> TensorMetadata for Meta<KIND> {
     fn dtype(&self) -> DType {
         self.dtype
     }
@@ -77,6 +83,9 @@ pub trait Change<S: Tensors, T: Tensors> {
 
     /// A tensor of integers.
     fn int(&mut self, tensor: S::Int) -> T::Int;
+
+    /// A tensor of truth values.
+    fn bool(&mut self, tensor: S::Bool) -> T::Bool;
 }
 
 /// A value with tensors in it.
@@ -163,7 +172,7 @@ pub(crate) fn bytes_of<A: Bundle, T: Tensors>(value: On<A, T>) -> usize {
     struct Sum(usize);
 
     impl Sum {
-        fn add<const FLOAT: bool>(&mut self, tensor: &impl TensorMetadata) -> Meta<FLOAT> {
+        fn add<const KIND: char>(&mut self, tensor: &impl TensorMetadata) -> Meta<KIND> {
             self.0 += tensor.shape().num_elements() * tensor.dtype().size();
             Meta::of(tensor)
         }
@@ -175,6 +184,10 @@ pub(crate) fn bytes_of<A: Bundle, T: Tensors>(value: On<A, T>) -> usize {
         }
 
         fn int(&mut self, tensor: T::Int) -> IntMeta {
+            self.add(&tensor)
+        }
+
+        fn bool(&mut self, tensor: T::Bool) -> BoolMeta {
             self.add(&tensor)
         }
     }

@@ -1,56 +1,103 @@
-//! Attention: Q, K and V are saved, and nothing of the size of the scores.
+//! Attention: Q, K and V are saved, a mask and a bias as they came, and nothing else of the size of the scores.
 
-use burn_backend::tensor::FloatTensor;
+use burn_backend::tensor::{BoolTensor, FloatTensor};
 
 use crate::data::{
     DataBackend,
     attention::{
-        AttentionForward, AttentionInputs, AttentionScores, ComposedGradients, FlashForward,
-        FlashGradients, FlashOutput, Gradients,
+        AttentionGradients, AttentionInputs, AttentionOptions, AttentionWay, ComposedForward,
+        ComposedGradients, FlashForward, FlashGradients, FlashOutput, Gradients,
     },
 };
 use crate::saved::{HeldTensor, recorded::Recorded};
 
-/// `softmax(scale Q Kᵀ + mask) V`, of Q, K and V of one dtype, on a device that has kernels for it.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Attention {
-    pub scores: AttentionScores,
-    /// True for the kernel that holds no scores in memory.
-    pub is_flash: bool,
+/// Attention of Q, K, V and, if there are four inputs, a bias, of one dtype, on a device that has kernels for it.
+#[derive(Debug, Clone)]
+pub(crate) struct Attention<B: DataBackend> {
+    pub options: AttentionOptions,
+    pub way: AttentionWay,
+    /// True where a key is hidden from a query.
+    pub mask: Option<BoolTensor<B>>,
 }
 
 /// What the backward pass needs.
 #[derive(Debug, Clone)]
 pub(crate) struct Saved<B: DataBackend> {
-    inputs: [HeldTensor<B>; 3],
-    attention: Attention,
+    inputs: Inputs<B>,
+    attention: Attention<B>,
     /// What the kernel left, if it is for the inputs as they will be read. Of inputs that wait compressed, the output is
     /// computed again: the gradient is then that of one function, and its probabilities sum to 1.
     forward: Option<FlashOutput<HeldTensor<B>>>,
 }
 
-impl<B: DataBackend> Recorded<B, 3> for Attention {
+/// Q, K, V and the bias.
+#[derive(Debug, Clone)]
+struct Inputs<B: DataBackend> {
+    of_heads: [HeldTensor<B>; 3],
+    /// Stays exact: what it is off by is in the scores, whose exponential multiplies it.
+    bias: Option<HeldTensor<B>>,
+}
+
+impl<B: DataBackend> Inputs<B> {
+    fn of<const N: usize>(inputs: [HeldTensor<B>; N]) -> Self {
+        let mut inputs = inputs.into_iter();
+        let (Some(query), Some(key), Some(value), bias) =
+            (inputs.next(), inputs.next(), inputs.next(), inputs.next())
+        else {
+            unreachable!("attention has queries, keys and values");
+        };
+        if let Some(bias) = &bias {
+            bias.cell().keep_exact();
+        }
+        Self {
+            of_heads: [query, key, value],
+            bias,
+        }
+    }
+
+    fn stay_exact(&self) -> bool {
+        let mut inputs = self.of_heads.iter();
+        inputs.all(|input| input.cell().stays_exact())
+    }
+
+    fn into_values(self, mask: Option<BoolTensor<B>>) -> AttentionInputs<B> {
+        let [query, key, value] = self.of_heads.map(HeldTensor::into_value);
+        AttentionInputs {
+            query,
+            key,
+            value,
+            mask,
+            bias: self.bias.map(HeldTensor::into_value),
+        }
+    }
+}
+
+impl<B: DataBackend, const N: usize> Recorded<B, N> for Attention<B> {
     type Saved = Saved<B>;
 
-    fn again(&mut self, _inputs: &[HeldTensor<B>; 3]) -> Option<Self> {
-        Some(*self)
+    fn again(&mut self, _inputs: &[HeldTensor<B>; N]) -> Option<Self> {
+        Some(self.clone())
     }
 
     fn forward(
         self,
-        inputs: [HeldTensor<B>; 3],
-        _wanted: [bool; 3],
+        inputs: [HeldTensor<B>; N],
+        _wanted: [bool; N],
     ) -> (HeldTensor<B>, Self::Saved) {
-        let scores = self.scores;
-        let values = AttentionInputs::from(inputs.clone().map(HeldTensor::into_value));
-        let (output, forward) = if self.is_flash {
-            let forward = B::run(FlashForward { scores }, values);
-            let forward = forward.map(|tensor| HeldTensor::of("attention", tensor));
-            let exact = inputs.iter().all(|input| input.cell().stays_exact());
-            (forward.output.clone(), exact.then_some(forward))
-        } else {
-            let output = B::run(AttentionForward { scores }, values);
-            (HeldTensor::of("attention", output), None)
+        let options = self.options;
+        let inputs = Inputs::of(inputs);
+        let values = inputs.clone().into_values(self.mask.clone());
+        let (output, forward) = match self.way {
+            AttentionWay::Flash => {
+                let forward = B::run(FlashForward { options }, values);
+                let forward = forward.map(|tensor| HeldTensor::of("attention", tensor));
+                let output = forward.output.clone();
+                (output, inputs.stay_exact().then_some(forward))
+            }
+            AttentionWay::Composed => {
+                let output = B::run(ComposedForward { options }, values);
+                (HeldTensor::of("attention", output), None)
+            }
         };
         let saved = Saved {
             inputs,
@@ -63,21 +110,36 @@ impl<B: DataBackend> Recorded<B, 3> for Attention {
     fn backward(
         saved: Self::Saved,
         gradient: FloatTensor<B>,
-        wanted: [bool; 3],
-    ) -> [Option<FloatTensor<B>>; 3] {
-        let Attention { scores, is_flash } = saved.attention;
-        let wanted = wanted.into();
-        let inputs = AttentionInputs::from(saved.inputs.map(HeldTensor::into_value));
-        let gradients = Gradients { scores, wanted };
-        let of_inputs = if is_flash {
-            let forward = match saved.forward {
-                Some(forward) => forward.map(HeldTensor::into_value),
-                None => B::run(FlashForward { scores }, inputs.clone()),
-            };
-            B::run(FlashGradients(gradients), ((inputs, gradient), forward))
-        } else {
-            B::run(ComposedGradients(gradients), (inputs, gradient))
+        wanted: [bool; N],
+    ) -> [Option<FloatTensor<B>>; N] {
+        let Attention { options, way, mask } = saved.attention;
+        let inputs = saved.inputs.into_values(mask);
+        let wants = |index| wanted.get(index).copied().unwrap_or_default();
+        let gradients = Gradients {
+            options,
+            wanted: AttentionGradients {
+                query: wants(0),
+                key: wants(1),
+                value: wants(2),
+                bias: wants(3),
+            },
         };
-        of_inputs.into_array()
+        let AttentionGradients {
+            query,
+            key,
+            value,
+            bias,
+        } = match way {
+            AttentionWay::Flash => {
+                let forward = match saved.forward {
+                    Some(forward) => forward.map(HeldTensor::into_value),
+                    None => B::run(FlashForward { options }, inputs.clone()),
+                };
+                B::run(FlashGradients(gradients), ((inputs, gradient), forward))
+            }
+            AttentionWay::Composed => B::run(ComposedGradients(gradients), (inputs, gradient)),
+        };
+        let mut of_inputs = [query, key, value, bias].into_iter();
+        std::array::from_fn(|_| of_inputs.next().flatten())
     }
 }

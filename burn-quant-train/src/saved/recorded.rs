@@ -49,7 +49,7 @@ pub trait Recorded<B: DataBackend, const N: usize>: Clone + Send + Sync + 'stati
 /// `Autodiff` over one.
 pub trait QuantBackend: Backend {
     /// The backend that holds the data.
-    type Base: DataBackend<Device = Device<Self>>;
+    type Base: DataBackend<Device = Device<Self>, BoolTensorPrimitive = Self::BoolTensorPrimitive>;
 
     /// The backend that runs the operations: this one, or the same autodiff over [`Held`].
     type Inside: Backend<

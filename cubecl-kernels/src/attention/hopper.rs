@@ -20,7 +20,7 @@ use crate::{
 
 use super::{
     AttentionGradients, AttentionOptions, AttentionOutput, AttentionProblem, AttentionShape,
-    AttentionTensors, BACKWARD, FORWARD,
+    AttentionTensors, BACKWARD, FORWARD, in_rows,
 };
 
 /// A producer and two consumer warpgroups.
@@ -187,17 +187,6 @@ pub(super) fn backward<R: Runtime>(
         value: wanted.value.then_some(of_value),
         bias: None,
     })
-}
-
-/// A new tensor `[batch, heads, rows, width]` in the memory of `[batch, rows, heads, width]`.
-fn in_rows<R: Runtime>(
-    client: &ComputeClient<R>,
-    [batch, heads, rows, width]: [usize; 4],
-    dtype: StorageType,
-) -> TensorHandle<R> {
-    let mut tensor = empty(client, vec![batch, rows, heads, width], dtype);
-    tensor.metadata.swap(1, 2);
-    tensor
 }
 
 /// What there is no kernel for.

@@ -23,7 +23,9 @@ use std::{
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 use cubecl_kernels::{
     adamw::{AdamWTensors, Hyperparameters, adamw, initial_clock, initial_flag},
-    attention::{AttentionGradients, AttentionKernel, AttentionOptions, AttentionTensors, Band},
+    attention::{
+        AttentionGradients, AttentionKernel, AttentionOptions, AttentionTensors, Band, Dropout,
+    },
     bit_splitting::{bit_split, merge_parts},
     embedding::embedding_gradient,
     fallback::{FallbackResidual, FallbackState},
@@ -283,7 +285,7 @@ fn hopper_sources(name: &str) -> Vec<Source> {
     sources.into_values().collect()
 }
 
-/// All passes of attention, for both types and widths of heads.
+/// All passes of Hopper's attention, for both types and widths of heads.
 fn attention_sources(architecture: u16) -> Vec<Source> {
     let options = AttentionOptions {
         band: Band::CAUSAL,
@@ -322,6 +324,78 @@ fn attention_sources(architecture: u16) -> Vec<Source> {
     });
     assert_eq!(sources.len(), if architecture == 90 { 4 * 4 } else { 0 });
     sources
+}
+
+/// All passes of the portable attention: each type, sums of one panel and of the most, with every option and with none, and
+/// each form of a bias.
+fn portable_attention_sources(architecture: u16) -> Vec<Source> {
+    let wanted = AttentionGradients {
+        query: true,
+        key: true,
+        value: true,
+        bias: true,
+    };
+    let key = StochasticKey { seed: 1, stream: 2 };
+    let sources = sources_of(architecture, |client| {
+        for (turn, float) in outputs().into_iter().enumerate() {
+            for width in [24, 256] {
+                let heads = |heads, sequence| tensor(client, &[2, heads, sequence, width], float);
+                let of_scores = [[1, 4, 200, 300], [2, 1, 1, 300], [1, 1, 200, 1]][turn];
+                let masks = [dtype::<u8>(), dtype::<u32>()];
+                let tensors = AttentionTensors {
+                    query: heads(4, 200),
+                    key: heads(2, 300),
+                    value: heads(2, 300),
+                    mask: Some(tensor(client, &of_scores, masks[turn % 2])),
+                    bias: Some(tensor(client, &of_scores, float)),
+                };
+                let options = AttentionOptions {
+                    softcap: Some(3.0),
+                    band: Band::CAUSAL,
+                    dropout: Some(Dropout { rate: 0.1, key }),
+                    ..AttentionOptions::new(0.1)
+                };
+                launch_portable_attention(client, &tensors, &options, wanted);
+                let tensors = AttentionTensors {
+                    mask: None,
+                    bias: None,
+                    ..tensors
+                };
+                let wanted = AttentionGradients {
+                    bias: false,
+                    ..wanted
+                };
+                launch_portable_attention(client, &tensors, &AttentionOptions::new(0.1), wanted);
+            }
+        }
+    });
+    for kernel in [
+        "attention_forward_kernel",
+        "attention_rows_kernel",
+        "attention_queries_kernel",
+        "attention_keys_kernel",
+        "attention_bias_kernel",
+        "attention_bias_total_kernel",
+    ] {
+        let mut names = sources.iter().map(|source| &source.name);
+        assert!(names.any(|name| name.starts_with(kernel)), "no {kernel}");
+    }
+    sources
+}
+
+fn launch_portable_attention(
+    client: &Client,
+    tensors: &AttentionTensors<OfflineCuda>,
+    options: &AttentionOptions,
+    wanted: AttentionGradients<bool>,
+) {
+    let kernel = AttentionKernel::Portable;
+    let forward = kernel.forward(client, tensors, options);
+    let forward = forward.expect("every device has the kernel");
+    let gradient = forward.output.clone();
+    kernel
+        .backward(client, tensors, &forward, &gradient, wanted, options)
+        .expect("what has a forward pass");
 }
 
 #[rstest]
@@ -713,7 +787,13 @@ fn quantize_sources_share_a_multiprocessor(#[values(80, 89, 90, 120)] architectu
 /// Portable kernels keep within what every device has, so that Vulkan runs them too.
 #[rstest]
 fn portable_sources_take_little_shared_memory(
-    #[values(number_sources, learned_step_sources, sampling_sources, layer_sources)]
+    #[values(
+        number_sources,
+        learned_step_sources,
+        sampling_sources,
+        layer_sources,
+        portable_attention_sources
+    )]
     sources: fn(u16) -> Vec<Source>,
 ) {
     for source in sources(80) {
@@ -888,7 +968,8 @@ fn nvrtc_compiles_every_kernel(
         number_sources,
         learned_step_sources,
         sampling_sources,
-        layer_sources
+        layer_sources,
+        portable_attention_sources
     )]
     sources: fn(u16) -> Vec<Source>,
 ) {

@@ -3,5 +3,7 @@
 #[cfg(any(feature = "cuda", feature = "vulkan"))]
 mod hopper;
 mod host;
+#[cfg(any(feature = "cuda", feature = "vulkan"))]
+mod portable;
 mod problem;
 mod reference;

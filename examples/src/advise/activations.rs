@@ -23,13 +23,17 @@ pub enum AttentionForm {
     Products,
     /// By a kernel without scores in memory: Q, K, V, the output and a number a query wait.
     Flash,
+    /// The same on a CPU, which has no kernels for other compositions.
+    Tiles,
 }
 
 impl AttentionForm {
-    /// That of a device: kernels are for BF16 and FP16, that for Hopper for heads of at most 128 features.
+    /// That of a device, of a causal mask and nothing else: kernels are for BF16 and FP16, that for Hopper for heads of at most
+    /// 128 features.
     pub fn on(device: Device, compute: Compute, head_width: usize) -> Self {
         match (device, compute) {
-            (Device::Cpu, _) | (_, Compute::F32) => Self::Composed,
+            (_, Compute::F32) => Self::Composed,
+            (Device::Cpu, _) => Self::Tiles,
             _ if device.is_hopper() && head_width.is_multiple_of(8) && head_width <= 128 => {
                 Self::Flash
             }
@@ -121,7 +125,7 @@ impl Step<'_> {
     /// True where compositions are one operation: in a flow, and where the device has kernels for them, as for attention.
     fn composes(&self) -> bool {
         match self.attention {
-            AttentionForm::Composed => self.row.flow.is_some(),
+            AttentionForm::Composed | AttentionForm::Tiles => self.row.flow.is_some(),
             AttentionForm::Products | AttentionForm::Flash => true,
         }
     }
@@ -214,8 +218,8 @@ impl Step<'_> {
             AttentionForm::Composed => values.extend(self.scores()),
             AttentionForm::Products => {}
             // Of inputs that wait compressed the kernel's output is computed again.
-            AttentionForm::Flash if self.context.is_some() => {}
-            AttentionForm::Flash => {
+            AttentionForm::Flash | AttentionForm::Tiles if self.context.is_some() => {}
+            AttentionForm::Flash | AttentionForm::Tiles => {
                 values.push(Value {
                     size: FULL,
                     ..self.values(layers, heads, Waits::Exact)

@@ -35,7 +35,7 @@ fn model(advice: &Advice) -> String {
     let attention = match advice.attention {
         AttentionForm::Composed => "scores wait for the backward pass",
         AttentionForm::Products => "Q, K and V wait for the backward pass",
-        AttentionForm::Flash => "no scores in memory",
+        AttentionForm::Flash | AttentionForm::Tiles => "no scores in memory",
     };
     let bytes = advice.rows.first().map(|row| row.bytes);
     let each = bytes.map_or(0, |bytes| bytes.weights);

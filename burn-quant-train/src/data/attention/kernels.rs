@@ -1,12 +1,12 @@
 //! The kernels of attention.
 
 use burn_backend::{
-    Backend, DType, Shape,
+    Backend, DType, TensorMetadata,
     tensor::{Device, FloatTensor},
 };
-use cubecl_kernels::softmax::AttentionScores;
+use cubecl_kernels::attention::{AttentionGradients, AttentionOptions, AttentionShape};
 
-use crate::data::tensors::{Bundle, Change, Tensors};
+use crate::data::tensors::{Bundle, Change, Outline, Tensors};
 
 /// Attention on a backend that holds data.
 pub trait AttentionKernels: Backend {
@@ -16,37 +16,86 @@ pub trait AttentionKernels: Backend {
 
 /// Attention by kernels.
 pub struct Attention<B: Backend> {
-    /// True where tensors of this dtype and of these shapes have a kernel that holds no scores in memory.
-    pub is_flash: fn(&Device<B>, DType, &AttentionInputs<Shape>, AttentionScores) -> bool,
-    /// `softmax(scale Q Kᵀ + mask) V`, in memory in the order of rows.
-    pub forward: fn(AttentionInputs<FloatTensor<B>>, AttentionScores) -> FloatTensor<B>,
-    /// The gradients of those inputs that are wanted. Scores and probabilities are computed again.
-    pub backward: fn(AttentionBackward<FloatTensor<B>>) -> AttentionGradients<B>,
-    /// `forward` where `is_flash`, with what `flash_backward` needs.
-    pub flash: fn(AttentionInputs<FloatTensor<B>>, AttentionScores) -> FlashOutput<FloatTensor<B>>,
-    /// `backward` where `is_flash`.
-    pub flash_backward: FlashBackward<B>,
+    /// How the device computes this, if its kernels do.
+    pub way: fn(&Device<B>, &AttentionProblem) -> Option<AttentionWay>,
+    /// Kernels that hold no scores in memory.
+    pub flash: Flash<B>,
+    /// Kernels that hold scores in memory while they run, where there are some.
+    pub composed: Option<Composed<B>>,
 }
 
-/// The gradients, from what those of the composition follow from and what the forward pass left.
-pub type FlashBackward<B> =
-    fn(AttentionBackward<FloatTensor<B>>, FlashOutput<FloatTensor<B>>) -> AttentionGradients<B>;
+/// How kernels compute attention.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum AttentionWay {
+    /// Without scores in memory.
+    Flash,
+    /// By products and a softmax that is one kernel: scores are in memory while the operation runs. Nothing but a scale
+    /// and a causal mask, as many heads of keys as of queries.
+    Composed,
+}
+
+/// What says whether kernels compute it.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct AttentionProblem {
+    /// The dtype of Q, K and V.
+    pub dtype: DType,
+    /// The sizes.
+    pub shape: AttentionShape,
+    /// The options.
+    pub options: AttentionOptions,
+    /// True where there is a mask.
+    pub is_masked: bool,
+    /// True where there is a bias.
+    pub is_biased: bool,
+}
+
+/// Attention without scores in memory.
+pub struct Flash<B: Backend> {
+    /// The output, with what the backward pass needs.
+    pub forward: fn(AttentionInputs<B>, &AttentionOptions) -> FlashOutput<FloatTensor<B>>,
+    /// The gradients that are wanted. Scores are computed again.
+    pub backward: fn(AttentionBackward<B>, FlashOutput<FloatTensor<B>>) -> OfInputs<B>,
+}
+
+/// Attention by products and a softmax.
+pub struct Composed<B: Backend> {
+    /// The output, in memory in the order of rows.
+    pub forward: fn(AttentionInputs<B>, &AttentionOptions) -> FloatTensor<B>,
+    /// The gradients that are wanted. Scores and probabilities are computed again.
+    pub backward: fn(AttentionBackward<B>) -> OfInputs<B>,
+}
 
 /// What the gradients follow from.
 #[derive(Debug, Clone)]
-pub struct AttentionBackward<A> {
+pub struct AttentionBackward<T: Tensors> {
     /// Those of the forward pass.
-    pub inputs: AttentionInputs<A>,
+    pub inputs: AttentionInputs<T>,
     /// That of the output.
-    pub gradient: A,
+    pub gradient: T::Float,
     /// The inputs whose gradients are wanted.
-    pub wanted: AttentionInputs<bool>,
-    /// The scores of the forward pass.
-    pub scores: AttentionScores,
+    pub wanted: AttentionGradients<bool>,
+    /// The options of the forward pass.
+    pub options: AttentionOptions,
 }
 
 /// The gradients that are wanted.
-pub type AttentionGradients<B> = AttentionInputs<Option<FloatTensor<B>>>;
+pub type OfInputs<B> = AttentionGradients<Option<FloatTensor<B>>>;
+
+impl<A: Bundle> Bundle for AttentionGradients<A> {
+    type On<T: Tensors> = AttentionGradients<A::On<T>>;
+
+    fn rebuild<S: Tensors, T: Tensors>(
+        gradients: AttentionGradients<A::On<S>>,
+        change: &mut impl Change<S, T>,
+    ) -> AttentionGradients<A::On<T>> {
+        AttentionGradients {
+            query: A::rebuild(gradients.query, change),
+            key: A::rebuild(gradients.key, change),
+            value: A::rebuild(gradients.value, change),
+            bias: A::rebuild(gradients.bias, change),
+        }
+    }
+}
 
 /// What attention without scores in memory leaves.
 #[derive(Debug, Clone)]
@@ -78,46 +127,48 @@ impl<A: Bundle> Bundle for FlashOutput<A> {
     }
 }
 
-/// Query, key and value, `[batch, heads, sequence, features]`, of one dtype; or one value for each of them.
-#[derive(Debug, Clone, Copy)]
-pub struct AttentionInputs<A> {
-    /// Q.
-    pub query: A,
-    /// K.
-    pub key: A,
-    /// V.
-    pub value: A,
+/// What attention reads. Floats are of one dtype.
+#[derive(Debug, Clone)]
+pub struct AttentionInputs<T: Tensors> {
+    /// Q, `[batch, heads, queries, features]`.
+    pub query: T::Float,
+    /// K, `[batch, heads of keys, keys, features]`.
+    pub key: T::Float,
+    /// V, `[batch, heads of keys, keys, features of V]`.
+    pub value: T::Float,
+    /// True where a key is hidden from a query. Each dimension is that of the scores, `[batch, heads, queries, keys]`, or 1.
+    pub mask: Option<T::Bool>,
+    /// Added to the scores. Each dimension is that of the scores, or 1.
+    pub bias: Option<T::Float>,
 }
 
-impl<A> AttentionInputs<A> {
-    /// Applies `f` to each.
-    pub fn map<B>(self, mut f: impl FnMut(A) -> B) -> AttentionInputs<B> {
-        AttentionInputs {
-            query: f(self.query),
-            key: f(self.key),
-            value: f(self.value),
-        }
-    }
-
-    /// Query, key, value.
-    pub(crate) fn into_array(self) -> [A; 3] {
-        [self.query, self.key, self.value]
-    }
-}
-
-impl<A> From<[A; 3]> for AttentionInputs<A> {
-    fn from([query, key, value]: [A; 3]) -> Self {
-        Self { query, key, value }
+impl<T: Tensors> AttentionInputs<T> {
+    /// What computing with them asks of kernels; `None` where their shapes do not fit each other.
+    pub fn problem(&self, dtype: DType, options: AttentionOptions) -> Option<AttentionProblem> {
+        let [query, key, value] = [&self.query, &self.key, &self.value].map(|it| it.shape());
+        Some(AttentionProblem {
+            dtype,
+            shape: AttentionShape::new("attention", &query, &key, &value).ok()?,
+            options,
+            is_masked: self.mask.is_some(),
+            is_biased: self.bias.is_some(),
+        })
     }
 }
 
-impl<A: Bundle> Bundle for AttentionInputs<A> {
-    type On<T: Tensors> = AttentionInputs<A::On<T>>;
+impl Bundle for AttentionInputs<Outline> {
+    type On<T: Tensors> = AttentionInputs<T>;
 
     fn rebuild<S: Tensors, T: Tensors>(
-        inputs: AttentionInputs<A::On<S>>,
+        inputs: AttentionInputs<S>,
         change: &mut impl Change<S, T>,
-    ) -> AttentionInputs<A::On<T>> {
-        inputs.map(|input| A::rebuild(input, change))
+    ) -> AttentionInputs<T> {
+        AttentionInputs {
+            query: change.float(inputs.query),
+            key: change.float(inputs.key),
+            value: change.float(inputs.value),
+            mask: inputs.mask.map(|mask| change.bool(mask)),
+            bias: inputs.bias.map(|bias| change.float(bias)),
+        }
     }
 }

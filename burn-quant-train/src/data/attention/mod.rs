@@ -1,14 +1,14 @@
-//! Attention without saved scores: by a kernel that has them in registers only, else by a softmax that is one kernel
-//! between two products.
+//! Attention without saved scores: by a kernel that has them in registers only or, on CPUs, a tile at a time; else by a
+//! softmax that is one kernel between two products.
 
 pub(super) mod kernels;
 mod operations;
 
-pub use cubecl_kernels::softmax::AttentionScores;
+pub use cubecl_kernels::attention::{AttentionGradients, AttentionOptions, AttentionShape, Band};
 pub use kernels::{
-    Attention, AttentionBackward, AttentionGradients, AttentionInputs, AttentionKernels,
-    FlashBackward, FlashOutput,
+    Attention, AttentionBackward, AttentionInputs, AttentionKernels, AttentionProblem,
+    AttentionWay, Composed, Flash, FlashOutput, OfInputs,
 };
 pub(crate) use operations::{
-    AttentionForward, ComposedGradients, FlashForward, FlashGradients, Gradients, is_flash,
+    ComposedForward, ComposedGradients, FlashForward, FlashGradients, Gradients, way,
 };

@@ -1,75 +1,68 @@
 //! The operations of attention: forward and backward, with scores in memory for the time of the operation, and without.
 
 use burn_backend::{
-    DType, FloatDType, Shape, TensorMetadata,
+    FloatDType, Shape, TensorMetadata,
     tensor::{Device, FloatTensor},
 };
-use cubecl_kernels::softmax::AttentionScores;
+use cubecl_kernels::attention::{AttentionGradients, AttentionOptions};
 
 use super::kernels::{
-    Attention, AttentionBackward, AttentionInputs, AttentionKernels, FlashOutput,
+    Attention, AttentionBackward, AttentionInputs, AttentionKernels, AttentionProblem,
+    AttentionWay, Composed, FlashOutput, OfInputs,
 };
 use crate::data::{
     kernels::Kernels,
     operation::Operation,
-    tensors::{FloatMeta, On, Tensors},
+    tensors::{FloatMeta, On, Outline, Tensors},
 };
 
-/// True where [`FlashForward`] and [`FlashGradients`] can be run on inputs of this dtype.
-pub(crate) fn is_flash<K: Kernels, T: TensorMetadata>(
+/// How the device's kernels compute this, if they do.
+pub(crate) fn way<K: Kernels>(
     device: &Device<K>,
-    dtype: DType,
-    inputs: &AttentionInputs<T>,
-    scores: AttentionScores,
-) -> bool {
-    let shapes = AttentionInputs {
-        query: inputs.query.shape(),
-        key: inputs.key.shape(),
-        value: inputs.value.shape(),
-    };
-    K::attention_kernels(device)
-        .is_some_and(|kernels| (kernels.is_flash)(device, dtype, &shapes, scores))
+    problem: &AttentionProblem,
+) -> Option<AttentionWay> {
+    (K::attention_kernels(device)?.way)(device, problem)
 }
 
-fn output<T: Tensors>(inputs: &AttentionInputs<T::Float>) -> FloatMeta {
+fn output<T: Tensors>(inputs: &AttentionInputs<T>) -> FloatMeta {
     let mut shape: Shape = inputs.query.shape();
     shape[3] = inputs.value.shape()[3];
     FloatMeta::new(shape, inputs.query.dtype())
 }
 
-/// `softmax(scale Q Kᵀ + mask) V`, `[batch, heads, queries, features of V]`, by the device's kernels.
+/// The output, `[batch, heads, queries, features of V]`, by products and a softmax: [`AttentionWay::Composed`].
 #[derive(Debug, Clone)]
-pub(crate) struct AttentionForward {
-    pub scores: AttentionScores,
+pub(crate) struct ComposedForward {
+    pub options: AttentionOptions,
 }
 
-impl Operation for AttentionForward {
+impl Operation for ComposedForward {
     const NAME: &'static str = "attention";
-    type Inputs = AttentionInputs<FloatMeta>;
+    type Inputs = AttentionInputs<Outline>;
     type Outputs = FloatMeta;
 
-    fn outline<T: Tensors>(&self, inputs: &On<Self::Inputs, T>) -> FloatMeta {
-        output::<T>(inputs)
+    fn outline<T: Tensors>(&self, inputs: &AttentionInputs<T>) -> FloatMeta {
+        output(inputs)
     }
 
-    fn run<K: Kernels>(self, inputs: On<Self::Inputs, K>) -> FloatTensor<K> {
-        (kernels::<K>(&inputs.query).forward)(inputs, self.scores)
+    fn run<K: Kernels>(self, inputs: AttentionInputs<K>) -> FloatTensor<K> {
+        (composed::<K>(&inputs.query).forward)(inputs, &self.options)
     }
 }
 
-/// The same with the log-sum-exp.
+/// The same with the log-sum-exp: [`AttentionWay::Flash`].
 #[derive(Debug, Clone)]
 pub(crate) struct FlashForward {
-    pub scores: AttentionScores,
+    pub options: AttentionOptions,
 }
 
 impl Operation for FlashForward {
     const NAME: &'static str = "flash_attention";
-    type Inputs = AttentionInputs<FloatMeta>;
+    type Inputs = AttentionInputs<Outline>;
     type Outputs = FlashOutput<FloatMeta>;
 
-    fn outline<T: Tensors>(&self, inputs: &On<Self::Inputs, T>) -> FlashOutput<FloatMeta> {
-        let output = output::<T>(inputs);
+    fn outline<T: Tensors>(&self, inputs: &AttentionInputs<T>) -> FlashOutput<FloatMeta> {
+        let output = output(inputs);
         let rows = Shape::from(&output.shape()[..3]);
         FlashOutput {
             output,
@@ -77,59 +70,63 @@ impl Operation for FlashForward {
         }
     }
 
-    fn run<K: Kernels>(self, inputs: On<Self::Inputs, K>) -> FlashOutput<FloatTensor<K>> {
-        (kernels::<K>(&inputs.query).flash)(inputs, self.scores)
+    fn run<K: Kernels>(self, inputs: AttentionInputs<K>) -> FlashOutput<FloatTensor<K>> {
+        (kernels::<K>(&inputs.query).flash.forward)(inputs, &self.options)
     }
 }
 
 /// What both operations of the backward pass are told.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Gradients {
-    pub scores: AttentionScores,
-    pub wanted: AttentionInputs<bool>,
+    pub options: AttentionOptions,
+    pub wanted: AttentionGradients<bool>,
 }
 
 impl Gradients {
     fn outline<T: Tensors>(
         &self,
-        inputs: &AttentionInputs<T::Float>,
-    ) -> AttentionInputs<Option<FloatMeta>> {
-        let inputs = [&inputs.query, &inputs.key, &inputs.value];
-        let mut wanted = self.wanted.into_array().into_iter();
-        inputs
-            .map(|input| wanted.next()?.then(|| FloatMeta::of(input)))
-            .into()
+        inputs: &AttentionInputs<T>,
+    ) -> AttentionGradients<Option<FloatMeta>> {
+        let meta = |wanted: bool, input: &T::Float| wanted.then(|| FloatMeta::of(input));
+        let of_bias = inputs.bias.as_ref();
+        AttentionGradients {
+            query: meta(self.wanted.query, &inputs.query),
+            key: meta(self.wanted.key, &inputs.key),
+            value: meta(self.wanted.value, &inputs.value),
+            bias: of_bias.and_then(|bias| meta(self.wanted.bias, bias)),
+        }
     }
 
-    fn backward<A>(self, inputs: AttentionInputs<A>, gradient: A) -> AttentionBackward<A> {
+    fn backward<T: Tensors>(
+        self,
+        inputs: AttentionInputs<T>,
+        gradient: T::Float,
+    ) -> AttentionBackward<T> {
         AttentionBackward {
             inputs,
             gradient,
             wanted: self.wanted,
-            scores: self.scores,
+            options: self.options,
         }
     }
 }
 
-/// The gradients of Q, K and V, those that are wanted.
+/// The gradients that are wanted.
 #[derive(Debug, Clone)]
 pub(crate) struct ComposedGradients(pub Gradients);
 
 impl Operation for ComposedGradients {
     const NAME: &'static str = "attention_backward";
-    /// Q, K, V, and the gradient of the output.
-    type Inputs = (AttentionInputs<FloatMeta>, FloatMeta);
-    type Outputs = AttentionInputs<Option<FloatMeta>>;
+    /// Those of the forward pass, and the gradient of the output.
+    type Inputs = (AttentionInputs<Outline>, FloatMeta);
+    type Outputs = AttentionGradients<Option<FloatMeta>>;
 
     fn outline<T: Tensors>(&self, (inputs, _): &On<Self::Inputs, T>) -> Self::Outputs {
-        self.0.outline::<T>(inputs)
+        self.0.outline(inputs)
     }
 
-    fn run<K: Kernels>(
-        self,
-        (inputs, gradient): On<Self::Inputs, K>,
-    ) -> AttentionInputs<Option<FloatTensor<K>>> {
-        (kernels::<K>(&gradient).backward)(self.0.backward(inputs, gradient))
+    fn run<K: Kernels>(self, (inputs, gradient): On<Self::Inputs, K>) -> OfInputs<K> {
+        (composed::<K>(&gradient).backward)(self.0.backward(inputs, gradient))
     }
 }
 
@@ -141,24 +138,26 @@ impl Operation for FlashGradients {
     const NAME: &'static str = "flash_attention_backward";
     /// Those of [`ComposedGradients`], and what the forward pass left.
     type Inputs = (
-        (AttentionInputs<FloatMeta>, FloatMeta),
+        (AttentionInputs<Outline>, FloatMeta),
         FlashOutput<FloatMeta>,
     );
-    type Outputs = AttentionInputs<Option<FloatMeta>>;
+    type Outputs = AttentionGradients<Option<FloatMeta>>;
 
     fn outline<T: Tensors>(&self, ((inputs, _), _): &On<Self::Inputs, T>) -> Self::Outputs {
-        self.0.outline::<T>(inputs)
+        self.0.outline(inputs)
     }
 
-    fn run<K: Kernels>(
-        self,
-        ((inputs, gradient), forward): On<Self::Inputs, K>,
-    ) -> AttentionInputs<Option<FloatTensor<K>>> {
-        (kernels::<K>(&gradient).flash_backward)(self.0.backward(inputs, gradient), forward)
+    fn run<K: Kernels>(self, ((inputs, gradient), forward): On<Self::Inputs, K>) -> OfInputs<K> {
+        (kernels::<K>(&gradient).flash.backward)(self.0.backward(inputs, gradient), forward)
     }
 }
 
 fn kernels<K: AttentionKernels>(tensor: &FloatTensor<K>) -> Attention<K> {
     K::attention_kernels(&K::float_device(tensor))
         .expect("attention by kernels is for devices that have them")
+}
+
+fn composed<K: AttentionKernels>(tensor: &FloatTensor<K>) -> Composed<K> {
+    let composed = kernels::<K>(tensor).composed;
+    composed.expect("attention by products and a softmax is for devices that have it")
 }

@@ -2,19 +2,18 @@
 //! saved.
 
 use burn_backend::{
-    DType, Shape, TensorMetadata,
+    BoolStore, DType, TensorMetadata,
     tensor::{Device, FloatTensor},
 };
 use burn_cubecl::{
     CubeBackend, CubeRuntime, FloatElement, IntElement, element::BoolElement,
     kernel::into_contiguous, tensor::CubeTensor,
 };
+use cubecl::{client::ComputeClient, std::tensor::TensorHandle};
 use cubecl_kernels::{
-    attention::{
-        self, AttentionKernel, AttentionOptions, AttentionOutput, AttentionProblem, AttentionShape,
-        AttentionTensors, Band,
-    },
-    gemm, softmax,
+    attention::{self, AttentionKernel, AttentionOutput, AttentionTensors},
+    gemm,
+    softmax::{self, AttentionScores},
 };
 
 use super::{
@@ -24,7 +23,8 @@ use super::{
 use crate::data::{
     attention::{
         Attention, AttentionBackward, AttentionGradients, AttentionInputs, AttentionKernels,
-        AttentionScores, FlashOutput,
+        AttentionOptions, AttentionProblem, AttentionWay, Band, Composed, Flash, FlashOutput,
+        OfInputs,
     },
     kernels::checked,
 };
@@ -36,149 +36,227 @@ where
 {
     fn attention_kernels(_device: &Device<Self>) -> Option<Attention<Self>> {
         Some(Attention {
-            is_flash: is_flash::<R>,
-            forward: forward::<Self, R>,
-            backward: backward::<Self, R>,
-            flash,
-            flash_backward,
+            way: way::<R>,
+            flash: Flash {
+                forward: flash::<Self, R>,
+                backward: flash_backward::<Self, R>,
+            },
+            composed: Some(Composed {
+                forward: forward::<Self, R>,
+                backward: backward::<Self, R>,
+            }),
         })
     }
 }
 
-/// The one kernel that there is.
-const KERNEL: AttentionKernel = AttentionKernel::Hopper;
+/// Scores that our own composition may hold while it runs: kernels index with 32 bits.
+const MAX_COMPOSED: usize = u32::MAX as usize;
+/// Scores that Burn's composition may hold from the forward pass to the backward pass, 12 bytes each.
+const MAX_SAVED: usize = 1 << 26;
 
-fn options(scores: AttentionScores) -> AttentionOptions {
-    AttentionOptions {
-        band: if scores.causal {
-            Band::CAUSAL
-        } else {
-            Band::ALL
-        },
-        ..AttentionOptions::new(scores.scale)
-    }
-}
-
-fn is_flash<R: CubeRuntime>(
-    device: &R::Device,
-    dtype: DType,
-    shapes: &AttentionInputs<Shape>,
-    scores: AttentionScores,
-) -> bool {
-    let AttentionInputs { query, key, value } = shapes;
-    let shape = AttentionShape::new("attention", query, key, value);
+/// The rule by which attention is computed.
+///
+/// Hopper's kernel where it can. Else products on tensor cores, since the portable kernel computes on ordinary FP32 units,
+/// of which a GPU has a tenth of the arithmetic or less: our own composition where only a scale and a causal mask are asked
+/// for, and Burn's elsewhere. The portable kernel where these hold too many scores in memory; and for what our own
+/// composition does not compute, on devices without tensor cores. This is by arithmetic: no GPU has timed the portable
+/// kernel.
+fn way<R: CubeRuntime>(device: &R::Device, problem: &AttentionProblem) -> Option<AttentionWay> {
     let client = R::client(device);
-    shape.is_ok_and(|shape| {
-        let problem = AttentionProblem {
-            dtype: dtype.into(),
-            shape,
-            options: options(scores),
-            is_masked: false,
-            is_biased: false,
-        };
-        AttentionKernel::of(&client, &problem).is_some()
-    })
-}
-
-fn tensors<R: CubeRuntime>(inputs: &AttentionInputs<CubeTensor<R>>) -> AttentionTensors<R> {
-    AttentionTensors {
-        query: handle(&inputs.query),
-        key: handle(&inputs.key),
-        value: handle(&inputs.value),
-        mask: None,
-        bias: None,
+    let scores = problem.shape.scores().into_iter();
+    let scores = scores.fold(1usize, |product, extent| product.saturating_mul(extent));
+    let composed = composes(problem) && (1..=MAX_COMPOSED).contains(&scores);
+    match AttentionKernel::of(&client, &of_kernel(problem)) {
+        Some(AttentionKernel::Hopper) => Some(AttentionWay::Flash),
+        Some(AttentionKernel::Portable)
+            if !composed && (scores > MAX_SAVED || !gemm::has_tensor_cores(&client)) =>
+        {
+            Some(AttentionWay::Flash)
+        }
+        Some(AttentionKernel::Portable) | None => composed.then_some(AttentionWay::Composed),
     }
 }
 
-fn flash<R: CubeRuntime>(
-    inputs: AttentionInputs<CubeTensor<R>>,
-    scores: AttentionScores,
+/// True where a softmax between two products is all.
+fn composes(problem: &AttentionProblem) -> bool {
+    let AttentionProblem {
+        shape,
+        options,
+        is_masked,
+        is_biased,
+        ..
+    } = problem;
+    !is_masked
+        && !is_biased
+        && options.softcap.is_none()
+        && options.dropout.is_none()
+        && [Band::ALL, Band::CAUSAL].contains(&options.band)
+        && shape.heads == shape.kv_heads
+}
+
+fn of_kernel(problem: &AttentionProblem) -> attention::AttentionProblem {
+    let AttentionProblem {
+        dtype,
+        shape,
+        options,
+        is_masked,
+        is_biased,
+    } = *problem;
+    attention::AttentionProblem {
+        dtype: dtype.into(),
+        shape,
+        options,
+        is_masked,
+        is_biased,
+    }
+}
+
+/// Inputs as a kernel reads them.
+struct Launch<R: CubeRuntime> {
+    kernel: AttentionKernel,
+    tensors: AttentionTensors<R>,
+    /// Q.
+    like: CubeTensor<R>,
+}
+
+impl<R: CubeRuntime> Launch<R> {
+    /// For the fastest kernel that computes this.
+    fn of<B: Cube<R>>(inputs: AttentionInputs<B>, options: &AttentionOptions) -> Self {
+        let like = inputs.query.clone();
+        let problem = inputs.problem(like.dtype, *options);
+        let kernel = problem.and_then(|it| AttentionKernel::of(&like.client, &of_kernel(&it)));
+        let kernel = kernel.expect("attention without scores is for what has a kernel");
+        let readable = |tensor| readable_by(kernel, tensor);
+        let bias = inputs.bias;
+        Self {
+            kernel,
+            tensors: AttentionTensors {
+                query: readable(inputs.query),
+                key: readable(inputs.key),
+                value: readable(inputs.value),
+                mask: inputs.mask.map(|mask| flags(kernel, mask)),
+                bias: bias.map(readable),
+            },
+            like,
+        }
+    }
+
+    fn client(&self) -> &ComputeClient<R> {
+        &self.like.client
+    }
+}
+
+/// A tensor in memory as a kernel reads it.
+fn readable_by<R: CubeRuntime>(kernel: AttentionKernel, tensor: CubeTensor<R>) -> TensorHandle<R> {
+    let it = handle(&tensor);
+    match kernel.reads(&it) {
+        true => it,
+        false => handle(&into_contiguous(tensor)),
+    }
+}
+
+/// The bytes or words of a mask.
+fn flags<R: CubeRuntime>(kernel: AttentionKernel, mask: CubeTensor<R>) -> TensorHandle<R> {
+    let dtype = match mask.dtype {
+        DType::Bool(BoolStore::U8 | BoolStore::Native) => DType::U8,
+        DType::Bool(BoolStore::U32) => DType::U32,
+        other => other,
+    };
+    let mut it = readable_by(kernel, mask);
+    it.dtype = dtype.into();
+    it
+}
+
+fn flash<B: Cube<R>, R: CubeRuntime>(
+    inputs: AttentionInputs<B>,
+    options: &AttentionOptions,
 ) -> FlashOutput<CubeTensor<R>> {
-    let inputs = inputs.map(heads);
-    let like = &inputs.query;
-    let forward = KERNEL.forward(&like.client, &tensors(&inputs), &options(scores));
+    let launch = Launch::of(inputs, options);
+    let forward = (launch.kernel).forward(launch.client(), &launch.tensors, options);
     let AttentionOutput {
         output,
         log_sum_exp,
     } = checked(forward);
+    let like = &launch.like;
     FlashOutput {
         output: tensor(like, output, like.dtype),
         log_sum_exp: tensor(like, log_sum_exp, DType::F32),
     }
 }
 
-fn flash_backward<R: CubeRuntime>(
-    backward: AttentionBackward<CubeTensor<R>>,
+fn flash_backward<B: Cube<R>, R: CubeRuntime>(
+    backward: AttentionBackward<B>,
     forward: FlashOutput<CubeTensor<R>>,
-) -> AttentionInputs<Option<CubeTensor<R>>> {
+) -> OfInputs<B> {
     let AttentionBackward {
         inputs,
         gradient,
         wanted,
-        scores,
+        options,
     } = backward;
-    let inputs = inputs.map(heads);
+    let launch = Launch::of(inputs, &options);
+    let kernel = launch.kernel;
     let forward = AttentionOutput {
-        output: handle(&heads(forward.output)),
+        output: readable_by(kernel, forward.output),
         log_sum_exp: handle(&into_contiguous(forward.log_sum_exp)),
     };
-    let like = &inputs.query;
-    let gradients = checked(KERNEL.backward(
-        &like.client,
-        &tensors(&inputs),
+    let gradients = checked(kernel.backward(
+        launch.client(),
+        &launch.tensors,
         &forward,
-        &handle(&heads(gradient)),
-        attention::AttentionGradients {
-            query: wanted.query,
-            key: wanted.key,
-            value: wanted.value,
-            bias: false,
-        },
-        &options(scores),
+        &readable_by(kernel, gradient),
+        wanted,
+        &options,
     ));
-    AttentionInputs::from([gradients.query, gradients.key, gradients.value])
-        .map(|gradient| gradient.map(|gradient| tensor(like, gradient, like.dtype)))
-}
-
-/// A tensor in memory as the kernel of attention reads it.
-fn heads<R: CubeRuntime>(tensor: CubeTensor<R>) -> CubeTensor<R> {
-    match KERNEL.reads(&handle(&tensor)) {
-        true => tensor,
-        false => into_contiguous(tensor),
+    let like = &launch.like;
+    let wrap = |it: Option<TensorHandle<R>>| it.map(|it| tensor(like, it, like.dtype));
+    AttentionGradients {
+        query: wrap(gradients.query),
+        key: wrap(gradients.key),
+        value: wrap(gradients.value),
+        bias: wrap(gradients.bias),
     }
 }
 
 fn forward<B: Cube<R>, R: CubeRuntime>(
-    inputs: AttentionInputs<FloatTensor<B>>,
-    scores: AttentionScores,
+    inputs: AttentionInputs<B>,
+    options: &AttentionOptions,
 ) -> FloatTensor<B> {
-    let AttentionInputs { query, key, value } = inputs.map(readable);
+    let [query, key, value] = [inputs.query, inputs.key, inputs.value].map(readable);
     let of_scores = product::<B, R>(query, B::float_transpose(key));
-    product_in_rows::<B, R>(softmax(of_scores, scores), value)
+    product_in_rows::<B, R>(softmax(of_scores, scores(options)), value)
+}
+
+/// What the softmax takes of the options; there are no others.
+fn scores(options: &AttentionOptions) -> AttentionScores {
+    AttentionScores {
+        scale: options.scale,
+        causal: options.band == Band::CAUSAL,
+    }
 }
 
 /// The gradients of Q, K and V (the chain rule through `O = P V`, `P = softmax(S)`, `S = scale Q Kᵀ`).
-fn backward<B: Cube<R>, R: CubeRuntime>(
-    backward: AttentionBackward<FloatTensor<B>>,
-) -> AttentionGradients<B> {
+fn backward<B: Cube<R>, R: CubeRuntime>(backward: AttentionBackward<B>) -> OfInputs<B> {
     let AttentionBackward {
         inputs,
         gradient,
         wanted,
-        scores,
+        options,
     } = backward;
-    let AttentionInputs { query, key, value } = inputs.map(readable);
+    let [query, key, value] = [inputs.query, inputs.key, inputs.value].map(readable);
     let gradient = readable(gradient);
     let of_probabilities = product::<B, R>(gradient.clone(), B::float_transpose(value));
     let of_scores = product::<B, R>(query.clone(), B::float_transpose(key.clone()));
-    let (probabilities, of_scores) = softmax_backward(of_scores, of_probabilities, scores);
+    let (probabilities, of_scores) =
+        softmax_backward(of_scores, of_probabilities, scores(&options));
     let of_value = || product_in_rows::<B, R>(B::float_transpose(probabilities), gradient);
     let of_query = || product_in_rows::<B, R>(of_scores.clone(), key);
     let of_key = || product_in_rows::<B, R>(B::float_transpose(of_scores.clone()), query);
-    AttentionInputs {
+    AttentionGradients {
         value: wanted.value.then(of_value),
         query: wanted.query.then(of_query),
         key: wanted.key.then(of_key),
+        bias: None,
     }
 }
 

@@ -151,6 +151,10 @@ impl<B: Cube<R>, R: CubeRuntime> Change<B, B> for Each<R> {
     fn int(&mut self, tensor: CubeTensor<R>) -> CubeTensor<R> {
         self.0(tensor)
     }
+
+    fn bool(&mut self, tensor: CubeTensor<R>) -> CubeTensor<R> {
+        self.0(tensor)
+    }
 }
 
 fn owned<B: Cube<R>, R: CubeRuntime>(item: AdamWItem<B>) -> AdamWItem<B> {

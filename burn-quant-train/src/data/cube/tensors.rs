@@ -10,6 +10,7 @@ pub(super) trait Cube<R: CubeRuntime>:
         Device = R::Device,
         FloatTensorPrimitive = CubeTensor<R>,
         IntTensorPrimitive = CubeTensor<R>,
+        BoolTensorPrimitive = CubeTensor<R>,
     >
 {
 }
@@ -19,6 +20,7 @@ impl<B, R: CubeRuntime> Cube<R> for B where
             Device = R::Device,
             FloatTensorPrimitive = CubeTensor<R>,
             IntTensorPrimitive = CubeTensor<R>,
+            BoolTensorPrimitive = CubeTensor<R>,
         >
 {
 }

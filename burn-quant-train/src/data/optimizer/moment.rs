@@ -2,7 +2,7 @@
 
 use burn_backend::{
     Backend, DType, FloatDType, IntDType, Shape, TensorData, TensorMetadata,
-    tensor::{Device, FloatTensor, IntTensor},
+    tensor::{BoolTensor, Device, FloatTensor, IntTensor},
 };
 use cubecl_kernels::{
     optimizer_state::{Moment, StateFormat},
@@ -133,6 +133,10 @@ impl<B: Backend> Change<B, B> for MoveTo<'_, B> {
 
     fn int(&mut self, tensor: IntTensor<B>) -> IntTensor<B> {
         B::int_to_device(tensor, self.0)
+    }
+
+    fn bool(&mut self, tensor: BoolTensor<B>) -> BoolTensor<B> {
+        B::bool_to_device(tensor, self.0)
     }
 }
 

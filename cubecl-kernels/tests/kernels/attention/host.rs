@@ -8,7 +8,7 @@ use cubecl_kernels::{
     rounding::StochasticKey,
 };
 
-use super::problem::{Kind, Problem, assert_close, kinds, tolerance};
+use super::problem::{Kind, Problem, assert_close, kinds, rows_of_a_bias, tolerance};
 use crate::random::Random;
 
 const ALL: AttentionGradients<bool> = AttentionGradients {
@@ -35,14 +35,6 @@ fn solve(problem: &Problem) -> (HostAttention, AttentionGradients<Option<Vec<f32
         wanted(problem),
     );
     (forward, gradients.expect("a problem that fits"))
-}
-
-/// Rows of scores that an element of the bias is added to: its gradient is the sum of theirs, and cancels where the element is
-/// added to all keys of a row.
-fn rows_of_a_bias(problem: &Problem) -> f64 {
-    let rows = |shape: &[usize]| shape[..3].iter().product::<usize>().max(1) as f64;
-    let of_bias = problem.bias.as_ref().map(|(_, shape)| rows(shape));
-    of_bias.map_or(1.0, |of_bias| rows(&problem.shape.scores()) / of_bias)
 }
 
 #[track_caller]

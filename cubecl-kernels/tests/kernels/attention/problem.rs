@@ -334,6 +334,14 @@ pub fn tolerance(expected: &Expected) -> f64 {
     f64::max(1e-5, 4.0 * largest * f64::from(f32::EPSILON))
 }
 
+/// Rows of scores that an element of the bias is added to: its gradient is the sum of theirs, and cancels where the element is
+/// added to all keys of a row.
+pub fn rows_of_a_bias(problem: &Problem) -> f64 {
+    let rows = |shape: &[usize]| shape[..3].iter().product::<usize>().max(1) as f64;
+    let of_bias = problem.bias.as_ref().map(|(_, shape)| rows(shape));
+    of_bias.map_or(1.0, |of_bias| rows(&problem.shape.scores()) / of_bias)
+}
+
 /// The largest difference, relative to the largest magnitude that is expected, or to 0.5 where all of it cancels: inputs
 /// are of order one. Infinite where only one is not finite.
 #[track_caller]

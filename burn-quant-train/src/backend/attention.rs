@@ -1,0 +1,141 @@
+//! Attention: by the kernels of the device, or as Burn composes it.
+
+use burn_backend::{
+    DType, FloatDType, Shape, TensorMetadata,
+    ops::{AttentionModuleOptions, FloatTensorOps, ModuleOps, attention::attention_fallback},
+    tensor::{BoolTensor, FloatTensor},
+};
+
+use super::{
+    QuantTrain,
+    precision::{Class, in_class},
+    tensor::QuantTensor,
+};
+use crate::{
+    data::{
+        DataBackend,
+        attention::{AttentionOptions, AttentionProblem, AttentionShape, Band, way},
+    },
+    ops::attention::Attention,
+    recipe::Recipe,
+    saved::recorded::QuantBackend,
+};
+
+type Float<B, R> = FloatTensor<QuantTrain<B, R>>;
+type Bool<B, R> = BoolTensor<QuantTrain<B, R>>;
+
+/// [`ModuleOps::attention`](burn_backend::ops::ModuleOps::attention).
+pub(super) fn attention<B: QuantBackend, R: Recipe>(
+    query: Float<B, R>,
+    key: Float<B, R>,
+    value: Float<B, R>,
+    mask: Option<Bool<B, R>>,
+    bias: Option<Float<B, R>>,
+    options: AttentionModuleOptions,
+) -> Float<B, R> {
+    let compute = |tensor: Float<B, R>| in_class::<B, R>(Class::Compute, tensor.into_primitive());
+    let is_grouped = query.shape()[1] != key.shape()[1];
+    if !is_grouped && !B::ad_enabled(&query.device()) {
+        return QuantTensor::new(<B::Inside>::attention(
+            compute(query),
+            compute(key),
+            compute(value),
+            mask,
+            bias.map(compute),
+            options,
+        ));
+    }
+    let problem = problem::<B, R>(
+        [&query, &key, &value],
+        mask.as_ref(),
+        bias.as_ref(),
+        options,
+    );
+    let device = query.device();
+    let way_of =
+        |problem: &AttentionProblem| way::<<B::Base as DataBackend>::Kernels>(&device, problem);
+    let record = |options, way, [query, key, value]: [Float<B, R>; 3], mask, bias| {
+        let attention = Attention { options, way, mask };
+        let [query, key, value] = [query, key, value].map(compute);
+        QuantTensor::new(match bias {
+            None => B::record(attention, [query, key, value]),
+            Some(bias) => B::record(attention, [query, key, value, compute(bias)]),
+        })
+    };
+    if let Some(problem) = &problem
+        && let Some(way) = way_of(problem)
+    {
+        return record(problem.options, way, [query, key, value], mask, bias);
+    }
+    let heads = query.shape()[1];
+    let [key, value] = [key, value].map(|it| with_heads::<B, R>(it, heads));
+    let repeated = problem.map(|mut problem| {
+        problem.shape.kv_heads = heads;
+        problem
+    });
+    match repeated
+        .filter(|_| is_grouped)
+        .and_then(|it| Some((it.options, way_of(&it)?)))
+    {
+        Some((options, way)) => record(options, way, [query, key, value], mask, bias),
+        None => attention_fallback::<QuantTrain<B, R>>(query, key, value, mask, bias, options),
+    }
+}
+
+/// What is asked of kernels, if it is anything that they may compute.
+fn problem<B: QuantBackend, R: Recipe>(
+    inputs: [&Float<B, R>; 3],
+    mask: Option<&Bool<B, R>>,
+    bias: Option<&Float<B, R>>,
+    options: AttentionModuleOptions,
+) -> Option<AttentionProblem> {
+    let mut floats = inputs.into_iter().chain(bias);
+    let [query, key, value] = inputs.map(TensorMetadata::shape);
+    let shape = AttentionShape::new("attention", &query, &key, &value).ok()?;
+    let softcap = options.softcap.map(|softcap| softcap as f32);
+    let computes = R::ROW.compute != FloatDType::F32
+        && floats.all(|it| it.dtype() != DType::F64)
+        && softcap.is_none_or(|softcap| softcap > 0.0 && softcap.is_finite())
+        && mask.is_none_or(|mask| fits(&mask.shape(), &shape))
+        && bias.is_none_or(|bias| fits(&bias.shape(), &shape));
+    computes.then(|| AttentionProblem {
+        dtype: R::ROW.compute.into(),
+        shape,
+        options: AttentionOptions {
+            softcap,
+            band: if options.is_causal {
+                Band::CAUSAL
+            } else {
+                Band::ALL
+            },
+            ..AttentionOptions::new(match options.scale {
+                Some(scale) => scale as f32,
+                None => (1.0 / (shape.width as f64).sqrt()) as f32,
+            })
+        },
+        is_masked: mask.is_some(),
+        is_biased: bias.is_some(),
+    })
+}
+
+/// True for a shape that is broadcast to the scores.
+fn fits(shape: &Shape, of: &AttentionShape) -> bool {
+    let scores = of.scores();
+    let dimensions = shape.iter().zip(scores);
+    shape.num_dims() == scores.len() && { dimensions }
+        .all(|(&extent, of_scores)| extent == 1 || extent == of_scores)
+}
+
+/// Keys or values `[batch, heads of keys, keys, features]`, each repeated for the query heads that read it.
+fn with_heads<B: QuantBackend, R: Recipe>(tensor: Float<B, R>, heads: usize) -> Float<B, R> {
+    let [batch, of_keys, keys, features] = tensor.shape().dims();
+    if of_keys == heads || of_keys == 0 || !heads.is_multiple_of(of_keys) {
+        return tensor;
+    }
+    type By<B, R> = QuantTrain<B, R>;
+    let group = heads / of_keys;
+    let tensor = By::<B, R>::float_reshape(tensor, Shape::new([batch, of_keys, 1, keys, features]));
+    let tensor =
+        By::<B, R>::float_expand(tensor, Shape::new([batch, of_keys, group, keys, features]));
+    By::<B, R>::float_reshape(tensor, Shape::new([batch, heads, keys, features]))
+}

@@ -1,0 +1,198 @@
+//! The gradients of keys and values: a cube for each tile of keys of each of their heads, which goes through the queries
+//! of all heads that read them, so that each sum has one order.
+
+use cubecl::{ir::StorageType, prelude::*};
+
+use super::{
+    scores::{Place, Plan, Problem, first_query, last_query, of_scores, rows_of, scores, tile_of},
+    tile::{
+        ELEMENTS, OWN, PITCH, Strides4, TILE, add_products, head_of, operands, products, unit_col,
+        unit_row, write_rows, zeros,
+    },
+};
+
+/// Which gradients a launch computes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) struct Wanted {
+    pub key: bool,
+    pub value: bool,
+}
+
+#[cube(launch_unchecked)]
+#[allow(clippy::too_many_arguments)]
+pub(super) fn attention_keys_kernel<F: Numeric, M: Numeric>(
+    query: &Array<F>,
+    key: &Array<F>,
+    value: &Array<F>,
+    mask: &Array<M>,
+    bias: &Array<F>,
+    gradient: &Array<F>,
+    log_sum_exp: &Array<f32>,
+    delta: &Array<f32>,
+    of_key: &mut Array<F>,
+    of_value: &mut Array<F>,
+    problem: Problem,
+    gradient_strides: Strides4,
+    #[comptime] wanted: Wanted,
+    #[comptime] plan: Plan,
+    #[define(F)] _dtype: StorageType,
+    #[define(M)] _mask_dtype: StorageType,
+) {
+    let tiles = problem.keys.div_ceil(comptime!(TILE as u32));
+    let kv_heads = problem.heads / problem.group;
+    let head = CUBE_POS as u32 / tiles;
+    if head >= problem.batches * kv_heads {
+        terminate!();
+    }
+    let batch = head / kv_heads;
+    let kv_head = head % kv_heads;
+    let col = CUBE_POS as u32 % tiles * comptime!(TILE as u32);
+    let keys = head_of(&problem.key, batch, kv_head, problem.keys, problem.width);
+    let values = head_of(
+        &problem.value,
+        batch,
+        kv_head,
+        problem.keys,
+        problem.value_width,
+    );
+
+    let mut memory = operands();
+    // Probabilities, then gradients of the scores, with the queries outermost.
+    let mut tile = SharedMemory::<f32>::new(comptime!(TILE * PITCH));
+    let mut key_sums = zeros(comptime!(if wanted.key {
+        ELEMENTS * plan.panels
+    } else {
+        1
+    }));
+    let mut value_sums = zeros(comptime!(if wanted.value {
+        ELEMENTS * plan.value_panels
+    } else {
+        1
+    }));
+    let end = last_query(&problem, col + comptime!(TILE as u32));
+    for of_group in 0..problem.group {
+        let mut place = Place {
+            batch,
+            head: kv_head * problem.group + of_group,
+            row: tile_of(first_query(&problem, col)),
+            col,
+        };
+        let queries = head_of(
+            &problem.query,
+            batch,
+            place.head,
+            problem.queries,
+            problem.width,
+        );
+        let gradients = head_of(
+            &gradient_strides,
+            batch,
+            place.head,
+            problem.queries,
+            problem.value_width,
+        );
+        while place.row < end {
+            let of_keys = products::<F>(query, &queries, place.row, key, &keys, col, &mut memory);
+            let scores = scores::<F, M>(&of_keys, mask, bias, &problem, &place, plan);
+            let of_values = if comptime!(wanted.key) {
+                products::<F>(
+                    gradient,
+                    &gradients,
+                    place.row,
+                    value,
+                    &values,
+                    col,
+                    &mut memory,
+                )
+            } else {
+                zeros(ELEMENTS)
+            };
+            let rows = rows_of(log_sum_exp, delta, &problem, &place);
+            let of_tile = of_scores(&scores, &of_values, &rows, &problem, &place, plan);
+            if comptime!(wanted.value) {
+                write_tile(&mut tile, &of_tile.probabilities);
+                add_products::<F>(
+                    &mut value_sums,
+                    &tile,
+                    gradient,
+                    &gradients,
+                    place.row,
+                    &mut memory,
+                    plan.value_panels,
+                );
+                // Others may still read the probabilities.
+                sync_cube();
+            }
+            if comptime!(wanted.key) {
+                write_tile(&mut tile, &of_tile.before_cap);
+                add_products::<F>(
+                    &mut key_sums,
+                    &tile,
+                    query,
+                    &queries,
+                    place.row,
+                    &mut memory,
+                    plan.panels,
+                );
+                sync_cube();
+            }
+            place.row += comptime!(TILE as u32);
+        }
+    }
+    let kept = factors_of(1.0f32);
+    let scales = factors_of(problem.scale);
+    if comptime!(wanted.value) {
+        write_rows::<F>(
+            of_value,
+            &value_sums,
+            &kept,
+            batch,
+            kv_head,
+            kv_heads,
+            col,
+            problem.keys,
+            problem.value_width,
+            plan.value_panels,
+        );
+    }
+    if comptime!(wanted.key) {
+        write_rows::<F>(
+            of_key,
+            &key_sums,
+            &scales,
+            batch,
+            kv_head,
+            kv_heads,
+            col,
+            problem.keys,
+            problem.width,
+            plan.panels,
+        );
+    }
+}
+
+/// The same for all rows.
+#[cube]
+fn factors_of(factor: f32) -> Array<f32> {
+    let mut factors = Array::<f32>::new(OWN);
+    #[unroll]
+    for i in 0..OWN {
+        factors[i] = factor;
+    }
+    factors
+}
+
+/// Writes what the unit has of a tile, rows outermost.
+#[cube]
+pub(super) fn write_tile(tile: &mut SharedMemory<f32>, values: &Array<f32>) {
+    #[unroll]
+    for i in 0..OWN {
+        #[unroll]
+        for j in 0..OWN {
+            let at = (unit_row() + comptime!(i as u32)) * comptime!(PITCH as u32)
+                + unit_col()
+                + comptime!(j as u32);
+            tile[at as usize] = values[comptime!(i * OWN + j)];
+        }
+    }
+}
