@@ -3,7 +3,7 @@
 use burn_quant_train::recipe::Name;
 use examples::advise::activations::{AttentionForm, Step};
 use examples::advise::shapes::Shapes;
-use examples::args::{Checkpointing, Compute, Preset};
+use examples::args::{Compute, Preset};
 use examples::report::Report;
 
 /// Runs that measured moments.
@@ -79,7 +79,6 @@ fn activations_are_those_that_the_h200_measured() {
             attention: AttentionForm::Flash,
             row: &recipe.row(),
             context: None,
-            checkpointing: Checkpointing::None,
         };
         let what = format!("{recipe}, {batch} x {sequence}: activations");
         assert_close(
