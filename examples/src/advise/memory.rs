@@ -7,7 +7,7 @@ use serde::Serialize;
 use super::Question;
 use super::activations::Step;
 use super::shapes::Shapes;
-use crate::args::{Checkpointing, Contexts, Optimizer};
+use crate::args::{Contexts, Optimizer};
 
 /// Bytes of an FP32 number.
 const FULL: usize = 4;
@@ -37,8 +37,7 @@ pub struct Memory {
     /// What waits for the backward pass at its beginning.
     pub activations: u64,
     /// The most that is held at once, what operations take for their own time aside: weights, moments, copies, and at
-    /// the beginning of the backward pass activations with the gradient of the logits, or with a layer that runs again, or at
-    /// its end all gradients.
+    /// the beginning of the backward pass activations with the gradient of the logits, or at its end all gradients.
     pub peak: u64,
 }
 
@@ -55,7 +54,6 @@ impl Memory {
             attention: question.attention(),
             row: &row,
             context: case.contexts.context().or(row.context),
-            checkpointing: question.checkpointing,
         };
         let weights = model.parameters() * FULL;
         let optimizer = case.optimizer.config();
@@ -67,12 +65,7 @@ impl Memory {
         let copies = copies(model, &row);
         let activations = step.saved();
         let of_logits = batch * question.sequence * model.vocabulary * FULL;
-        let of_block = match question.checkpointing {
-            Checkpointing::None => 0,
-            Checkpointing::Layers => step.of_one_layer(),
-        };
-        let at_start = activations + usize::max(of_logits, of_block);
-        let peak = weights + moments + copies + usize::max(at_start, weights);
+        let peak = weights + moments + copies + usize::max(activations + of_logits, weights);
         let [weights, moments, copies, activations, peak] =
             [weights, moments, copies, activations, peak].map(|bytes| bytes as u64);
         Self {

@@ -23,7 +23,7 @@ use anyhow::Result;
 use burn_quant_train::recipe::Name;
 use serde::Serialize;
 
-use crate::args::{Checkpointing, Compute, Contexts, Optimizer};
+use crate::args::{Compute, Contexts, Optimizer};
 use crate::{ended, rows};
 use activations::AttentionForm;
 use args::{AdviseArgs, Cli, Command};
@@ -67,8 +67,6 @@ pub struct Advice {
     pub attention: AttentionForm,
     /// Bytes that training may hold; none: not asked.
     pub memory: Option<u64>,
-    /// Which parts of the model run again in the backward pass.
-    pub checkpointing: Checkpointing,
     /// A row for each recipe, context and optimizer.
     pub rows: Vec<Row>,
     /// Which to take.
@@ -114,7 +112,6 @@ impl Advice {
             device: question.device,
             compute: question.compute,
             memory: question.memory,
-            checkpointing: question.checkpointing,
             rows,
         })
     }
@@ -141,8 +138,6 @@ pub struct Question {
     pub contexts: Vec<Contexts>,
     /// The optimizers to look at.
     pub optimizers: Vec<Optimizer>,
-    /// Which parts of the model run again in the backward pass.
-    pub checkpointing: Checkpointing,
 }
 
 impl Question {

@@ -5,10 +5,10 @@ use burn_quant_train::recipe::{MixedPrecision, Name, Recipe};
 use serde::Serialize;
 
 use super::device::{Device, Narrowest};
-use super::memory::{Case, Memory};
+use super::memory::Case;
 use super::speed::Speed;
 use super::{Question, Row};
-use crate::args::{Checkpointing, Compute, Contexts, Optimizer};
+use crate::args::{Compute, Contexts, Optimizer};
 
 /// A way to train, and its reasons.
 #[derive(Serialize, Clone, Debug)]
@@ -84,7 +84,6 @@ pub fn recommend(question: &Question, rows: &[Row]) -> Recommendation {
     };
     let mut reasons = vec![why.to_owned(), about_compute(question)];
     reasons.extend(about_memory(row, ways.first().map(|(row, _)| *row)));
-    reasons.extend(about_checkpointing(question, row));
     Recommendation {
         recipe: row.recipe,
         contexts: row.contexts,
@@ -139,25 +138,6 @@ fn about_memory(row: &Row, first: Option<&Row>) -> Option<String> {
             ))
         }
     }
-}
-
-/// What does not fit may fit if layers run again: that changes no number, and costs a forward pass.
-fn about_checkpointing(question: &Question, row: &Row) -> Option<String> {
-    let is_asked = question.checkpointing == Checkpointing::None && row.fits == Some(false);
-    let question = Question {
-        checkpointing: Checkpointing::Layers,
-        ..is_asked.then(|| question.clone())?
-    };
-    let case = Case {
-        recipe: row.recipe,
-        contexts: row.contexts,
-        optimizer: row.optimizer,
-    };
-    let peak = Memory::of(&question, &case, question.batch).peak;
-    Some(format!(
-        "with --checkpointing layers, for one more forward pass, it would hold {}",
-        super::table::gib(peak)
-    ))
 }
 
 fn notes(question: &Question, rows: &[Row], taken: &Row) -> Vec<String> {

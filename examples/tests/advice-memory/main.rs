@@ -9,9 +9,7 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, TensorData, f16};
 use burn_quant_train::QuantTrain;
 use burn_quant_train::optim::{LayerBackend, QuantAdamWConfig};
-use burn_quant_train::recipe::{
-    Chosen, FallbackInt8, HadamardInt4, JetfireInt8, MixedPrecision, NAMES, Recipe,
-};
+use burn_quant_train::recipe::{Chosen, FallbackInt8, JetfireInt8, MixedPrecision, NAMES, Recipe};
 use burn_quant_train::saved::report::Total;
 use burn_quant_train::saved::{choose_context, compress_pending};
 use examples::advise::Question;
@@ -19,7 +17,7 @@ use examples::advise::activations::{AttentionForm, Step};
 use examples::advise::device::Device;
 use examples::advise::memory::{Case, Memory};
 use examples::advise::shapes::Shapes;
-use examples::args::{Checkpointing, Compute, Contexts, Optimizer, Preset};
+use examples::args::{Compute, Contexts, Optimizer, Preset};
 use examples::data::Batch;
 use examples::memory::{optimizer_state, report, saved_activations, saved_by};
 use examples::model::{Decoder, DecoderConfig, VOCABULARY};
@@ -40,7 +38,6 @@ struct Subject {
     sequence: usize,
     compute: Compute,
     case: Case,
-    checkpointing: Checkpointing,
     /// The share by which activations may be off.
     bound: f64,
 }
@@ -86,9 +83,7 @@ impl Subject {
         let weights = live() - start;
         let config = self.case.optimizer.config();
         let mut optim = config.init::<B, Decoder<B>>();
-        let model = optim
-            .attach(model)
-            .with_checkpointing(self.checkpointing == Checkpointing::Layers);
+        let model = optim.attach(model);
 
         // The first step makes the moments, and what else a layer keeps between steps.
         let step = |optim: &mut _, model: Decoder<B>| {
@@ -158,7 +153,6 @@ impl Subject {
             recipes: Vec::new(),
             contexts: Vec::new(),
             optimizers: Vec::new(),
-            checkpointing: self.checkpointing,
         };
         Memory::of(&question, &self.case, self.batch)
     }
@@ -207,8 +201,8 @@ impl Subject {
         } = self.case;
         let family = self.config.family;
         let name = format!(
-            "{family:?}, {recipe}, {contexts}, {optimizer}, {}, run again: {}",
-            self.compute, self.checkpointing
+            "{family:?}, {recipe}, {contexts}, {optimizer}, {}",
+            self.compute
         );
         let mut wrong = Vec::new();
         let mut line = name.clone();
@@ -242,7 +236,6 @@ fn gpt2_saved<R: Recipe>(contexts: Contexts) -> [u64; 2] {
             contexts,
             optimizer: Optimizer::Adamw,
         },
-        checkpointing: Checkpointing::None,
         bound: 0.1,
     };
     choose_context(Some(contexts.context()));
@@ -259,7 +252,6 @@ fn gpt2_saved<R: Recipe>(contexts: Contexts) -> [u64; 2] {
         attention: AttentionForm::Composed,
         row: &R::ROW,
         context: contexts.context(),
-        checkpointing: Checkpointing::None,
     };
     [counted, step.saved() as u64]
 }
@@ -277,7 +269,6 @@ fn computed_bytes_are_those_that_are_counted() {
             contexts,
             optimizer,
         },
-        checkpointing: Checkpointing::None,
         bound: match contexts {
             Contexts::Exact => 0.012,
             _ => 0.05,
@@ -315,21 +306,6 @@ fn computed_bytes_are_those_that_are_counted() {
         subjects.push(Subject {
             config: Preset::Gpt2Tiny.model(128),
             bound: 0.05,
-            ..subject(recipe, contexts, Optimizer::Adamw)
-        });
-    }
-    let fallback = <FallbackInt8 as Recipe>::ROW.name();
-    let learned = <HadamardInt4 as Recipe>::ROW.name();
-    for (preset, recipe, contexts) in [
-        (Preset::Tiny, fallback, Contexts::Exact),
-        (Preset::Tiny, fallback, Contexts::Int8),
-        (Preset::Tiny, learned, Contexts::Exact),
-        (Preset::Gpt2Tiny, mixed, Contexts::Exact),
-    ] {
-        subjects.push(Subject {
-            config: preset.model(128),
-            checkpointing: Checkpointing::Layers,
-            bound: 0.1,
             ..subject(recipe, contexts, Optimizer::Adamw)
         });
     }
