@@ -244,7 +244,7 @@ impl<B: DataBackend> Tag<B> {
     }
 
     /// The tag for the copies that the second run of a [block](crate::saved::checkpoint()) makes of the value: one for all
-    /// operations of the block that read it. It has no copies, so that none waits for that run.
+    /// operations of blocks that read it, as long as one of them waits. It has no copies, so that none waits for that run.
     pub(crate) fn second_run(&self) -> Arc<Self> {
         let mut second = lock(&self.second_run);
         second.upgrade().unwrap_or_else(|| {

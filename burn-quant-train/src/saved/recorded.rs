@@ -3,7 +3,7 @@
 use std::{
     fmt::Debug,
     marker::PhantomData,
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
 use burn_autodiff::{
@@ -150,18 +150,19 @@ impl<B: DataBackend, C: CheckpointStrategy> QuantBackend for Autodiff<B, C> {
                 (output, Waiting::Saved(saved))
             }
             Some(again) => {
+                let cells = inputs.each_ref().map(|input| input.cell().clone()).into();
                 let second = Arc::new(SecondRun {
                     operation: again,
                     wanted,
+                    inputs: Mutex::new(Some(inputs.clone())),
                     saved: Mutex::default(),
                 });
-                let (output, _) = operation.forward(inputs.clone(), wanted);
-                let cells = inputs.each_ref().map(|input| input.cell().clone()).into();
+                let (output, _) = operation.forward(inputs, wanted);
                 let run = second.clone();
                 let of_block = Again::of_block(cells, || {
                     move |values: Vec<FloatTensor<B>>| run.output(values).into_value()
                 });
-                (output.of_block(of_block), Waiting::Again(second, inputs))
+                (output.of_block(of_block), Waiting::Again(second))
             }
         };
         match Node::<O>(PhantomData)
@@ -179,21 +180,21 @@ impl<B: DataBackend, C: CheckpointStrategy> QuantBackend for Autodiff<B, C> {
 enum Waiting<B: DataBackend, O: Recorded<B, N>, const N: usize> {
     /// What the forward pass saved.
     Saved(O::Saved),
-    /// In a block, what the second run will save, of these inputs.
-    Again(Arc<SecondRun<B, O, N>>, [HeldTensor<B>; N]),
+    /// In a block, what the second run will save.
+    Again(Arc<SecondRun<B, O, N>>),
 }
 
 impl<B: DataBackend, O: Recorded<B, N>, const N: usize> Waiting<B, O, N> {
     fn into_saved(self) -> O::Saved {
         match self {
             Self::Saved(saved) => saved,
-            Self::Again(second, inputs) => {
-                let taken = second.take();
-                // Nobody has asked for the output.
-                taken.unwrap_or_else(|| {
+            Self::Again(second) => {
+                // There are inputs as long as nobody has asked for the output.
+                let inputs = second.take_inputs();
+                if let Some(inputs) = inputs {
                     second.output(inputs.map(HeldTensor::into_value).into());
-                    second.take().expect("a run leaves what it saves")
-                })
+                }
+                second.take_saved().expect("a run leaves what it saves")
             }
         }
     }
@@ -203,7 +204,7 @@ impl<B: DataBackend, O: Recorded<B, N>, const N: usize> Clone for Waiting<B, O, 
     fn clone(&self) -> Self {
         match self {
             Self::Saved(saved) => Self::Saved(saved.clone()),
-            Self::Again(second, inputs) => Self::Again(second.clone(), inputs.clone()),
+            Self::Again(second) => Self::Again(second.clone()),
         }
     }
 }
@@ -212,7 +213,7 @@ impl<B: DataBackend, O: Recorded<B, N>, const N: usize> Debug for Waiting<B, O, 
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Saved(saved) => saved.fmt(f),
-            Self::Again(..) => f.write_str("Again"),
+            Self::Again(_) => f.write_str("Again"),
         }
     }
 }
@@ -221,6 +222,8 @@ impl<B: DataBackend, O: Recorded<B, N>, const N: usize> Debug for Waiting<B, O, 
 struct SecondRun<B: DataBackend, O: Recorded<B, N>, const N: usize> {
     operation: O,
     wanted: [bool; N],
+    /// What the node runs it on. Nothing once it has run: the node then needs what that saved alone.
+    inputs: Mutex<Option<[HeldTensor<B>; N]>>,
     saved: Mutex<Option<O::Saved>>,
 }
 
@@ -229,14 +232,22 @@ impl<B: DataBackend, O: Recorded<B, N>, const N: usize> SecondRun<B, O, N> {
         let inputs: Vec<_> = values.into_iter().map(HeldTensor::new).collect();
         let inputs = inputs.try_into().expect("a value for each input");
         let (output, saved) = self.operation.clone().forward(inputs, self.wanted);
-        *self.saved.lock().unwrap_or_else(PoisonError::into_inner) = Some(saved);
+        *lock(&self.saved) = Some(saved);
+        drop(self.take_inputs());
         output
     }
 
-    fn take(&self) -> Option<O::Saved> {
-        let mut saved = self.saved.lock().unwrap_or_else(PoisonError::into_inner);
-        saved.take()
+    fn take_inputs(&self) -> Option<[HeldTensor<B>; N]> {
+        lock(&self.inputs).take()
     }
+
+    fn take_saved(&self) -> Option<O::Saved> {
+        lock(&self.saved).take()
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// The node of a recorded operation.

@@ -62,8 +62,10 @@ pub(super) fn leave_block() {
         .flatten()
         .unwrap_or_default();
     for cell in made.iter().filter_map(Weak::upgrade) {
-        if cell.has_handles() {
-            cell.leave_block();
+        match cell.has_handles() {
+            true => cell.leave_block(),
+            // Read outside of an operation last, which ends a handle without settling the cell.
+            false => settle(cell),
         }
     }
 }
