@@ -28,6 +28,7 @@ pub mod optim;
 pub mod recipe;
 pub mod saved;
 
+mod lock;
 mod operations;
 mod ops;
 mod warning;

@@ -1,6 +1,6 @@
 //! The state that all layers of a model share.
 
-use std::sync::{Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Mutex, MutexGuard, Weak};
 
 use burn_backend::tensor::{Device, FloatTensor, IntTensor};
 
@@ -11,7 +11,7 @@ use super::{
         complete,
     },
 };
-use crate::{data::DataBackend, recipe::Slot};
+use crate::{data::DataBackend, lock::lock, recipe::Slot};
 
 /// The state that all layers of a model share.
 ///
@@ -114,7 +114,7 @@ impl<B: DataBackend> Bank<B> {
     }
 
     fn lock(&self) -> MutexGuard<'_, State<B>> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
     /// Takes over the seed, the step and the slots of a loaded record.

@@ -3,7 +3,7 @@
 use std::{
     collections::{HashMap, VecDeque},
     sync::{
-        Mutex, MutexGuard, PoisonError,
+        Mutex,
         atomic::{AtomicBool, Ordering},
     },
 };
@@ -20,6 +20,7 @@ use crate::{
         read::{floats, integers},
     },
     health::{HealthConfig, HealthReport, Label, LayerState, MatrixSums},
+    lock::lock,
     recipe::{LinearMatrix, THRESHOLD},
     warning::warn,
 };
@@ -202,10 +203,6 @@ impl<B: DataBackend> Watch<B> {
     pub fn take(&self) -> Vec<HealthReport> {
         lock(&self.reports).unread.drain(..).collect()
     }
-}
-
-fn lock<A>(mutex: &Mutex<A>) -> MutexGuard<'_, A> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// The values of samples, of all those of a device at once.

@@ -14,7 +14,7 @@ pub mod tag;
 
 use std::{
     collections::HashMap,
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex},
 };
 
 use burn_backend::{
@@ -35,10 +35,13 @@ pub use slot::{AmaxAlgorithm, DelayedScaling, HadamardChoice, LearnedSteps, Slot
 use slot::{AmaxHistories, HadamardSizes, StepSizes, ThresholdSlot};
 pub(crate) use slot::{Controllers, ScaledStep};
 
-use crate::data::{
-    DataBackend, StochasticKey,
-    learned_step::{HadamardSize, LearnedStep},
-    quantize::{DelayedMaximum, Fallback},
+use crate::{
+    data::{
+        DataBackend, StochasticKey,
+        learned_step::{HadamardSize, LearnedStep},
+        quantize::{DelayedMaximum, Fallback},
+    },
+    lock::lock,
 };
 use random::lane;
 
@@ -297,7 +300,7 @@ impl<B: DataBackend> Layer<B> {
     /// [lane](in_lane) or on a device of its own.
     pub(crate) fn next_call(&self, device: &Device<B>) -> Call {
         let lane = lane(self.bank.home() == Some(device), device.id());
-        let mut calls = self.calls.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut calls = lock(&self.calls);
         let now = self.bank.now();
         if calls.now != now {
             *calls = Calls {

@@ -6,7 +6,7 @@
 //! other threads.
 
 use std::sync::{
-    Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak,
+    Arc, Mutex, MutexGuard, OnceLock, Weak,
     atomic::{AtomicBool, AtomicUsize, Ordering},
 };
 
@@ -17,6 +17,7 @@ use crate::{
         learned_step::HadamardTransform,
         quantize::{Format, Quantized},
     },
+    lock::lock,
     recipe::Rounding,
 };
 
@@ -280,10 +281,6 @@ impl<B: DataBackend> Tag<B> {
     fn lock(&self) -> MutexGuard<'_, Vec<SavedCopy<B>>> {
         lock(&self.copies)
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl<B: DataBackend> Drop for Tag<B> {

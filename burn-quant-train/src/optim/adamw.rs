@@ -4,7 +4,7 @@ use std::{
     collections::HashMap,
     iter,
     marker::PhantomData,
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex},
 };
 
 use burn::{
@@ -36,6 +36,7 @@ use crate::{
         optimizer::{AdamWItem, AdamWUpdate, Hyperparameters, adamw},
     },
     layer,
+    lock::lock,
     warning::warn_once,
 };
 
@@ -148,8 +149,7 @@ fn say_unscaled() {
 }
 
 fn skipped<B: DataBackend>(clock: &Mutex<Clock<B>>) -> u64 {
-    let clock = clock.lock().unwrap_or_else(PoisonError::into_inner);
-    let [_, skipped] = clock.read();
+    let [_, skipped] = lock(clock).read();
     skipped
 }
 
@@ -303,10 +303,7 @@ where
         {
             scaling.end_step(used, nonfinite);
         }
-        *self
-            .published
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner) = self.state.clocks.every_step().clone();
+        *lock(&self.published) = self.state.clocks.every_step().clone();
         updated
     }
 
@@ -418,10 +415,7 @@ where
         let counts = [record.steps, record.skipped];
         let taken = record.parameters.keys().map(|id| (*id, record.taken(id)));
         let clocks = Clocks::new(counts, taken);
-        *self
-            .published
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner) = clocks.every_step().clone();
+        *lock(&self.published) = clocks.every_step().clone();
         let loss_scaling = self.loss_scaling;
         Self {
             loss_scaling: loss_scaling.map(|it| it.restored(record.loss_scale)),

@@ -3,7 +3,7 @@
 use std::{
     collections::HashMap,
     fmt,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex},
 };
 
 use burn::{
@@ -20,6 +20,7 @@ use crate::{
         self, Bank, Controllers, Decision, DelayThreshold, DelayedScaling, Layer, LayerPolicy,
         LayerRecord, LayersRecord, LearnedSteps, ScaledStep, SlotValues, Watch,
     },
+    lock::lock,
     recipe::{Row, Slot},
 };
 
@@ -265,10 +266,6 @@ fn values_of(record: Option<&LayersRecord>, id: ParamId, path: &str) -> SlotValu
 pub(super) struct Shared<B: DataBackend> {
     pub layers: Option<Arc<Layers<B>>>,
     pub restored: Option<LayersRecord>,
-}
-
-pub(super) fn lock<B: DataBackend>(shared: &Mutex<Shared<B>>) -> MutexGuard<'_, Shared<B>> {
-    shared.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// A view of the layers of an optimizer's model: the decision for each, and its state.

@@ -7,7 +7,7 @@ use std::{
     any::{Any, type_name},
     fmt,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc, Mutex, MutexGuard,
         atomic::{AtomicU64, Ordering},
     },
 };
@@ -26,6 +26,7 @@ use crate::{
         optimizer::{LossScale, LossScaling, is_scale, update_loss_scale},
     },
     layer::ScaledStep,
+    lock::lock,
 };
 
 /// Multiplies losses by the scale of an optimizer, which divides the gradients by it.
@@ -149,9 +150,7 @@ impl<B: Backend> Scale<B> {
 
 impl<B: AutodiffBackend> Shared<B> {
     fn published(&self) -> MutexGuard<'_, Published<B::InnerBackend>> {
-        self.published
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
+        lock(&self.published)
     }
 }
 

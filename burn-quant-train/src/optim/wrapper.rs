@@ -12,13 +12,14 @@ use super::{
     adamw::QuantAdamW,
     attach::Attach,
     backend::LayerBackend,
-    layers::{LayerConfig, LayerReport, Layers, LayersView, Shared, Survey, lock},
+    layers::{LayerConfig, LayerReport, Layers, LayersView, Shared, Survey},
     loss_scaling::LossScaler,
     record::QuantRecord,
 };
 use crate::{
     health::{HealthConfig, HealthReport},
     layer::LayersRecord,
+    lock::lock,
 };
 
 /// Any Burn optimizer `O`, owning the state of the quantized layers of the model it steps.

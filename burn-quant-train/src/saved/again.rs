@@ -99,7 +99,6 @@ impl<B: DataBackend> Origin<B> {
         (may || all_exact).then(|| Again {
             operands,
             compute: compute.clone(),
-            of_block: false,
         })
     }
 }
@@ -114,8 +113,6 @@ impl<B: DataBackend> Debug for Origin<B> {
 pub struct Again<B: DataBackend> {
     operands: Vec<Arc<Cell<B>>>,
     compute: Arc<Computation<B>>,
-    /// True for one of a block that is computed again as a whole.
-    of_block: bool,
 }
 
 impl<B: DataBackend> Again<B> {
@@ -128,20 +125,10 @@ impl<B: DataBackend> Again<B> {
     where
         F: Fn(Vec<FloatTensor<B>>) -> FloatTensor<B> + Send + Sync + 'static,
     {
-        let compute: Arc<Computation<B>> = match operands.is_empty() {
-            true => return None,
-            false => Arc::new(compute()),
-        };
-        Some(Self {
+        (!operands.is_empty()).then(|| Self {
             operands,
-            compute,
-            of_block: true,
+            compute: Arc::new(compute()),
         })
-    }
-
-    /// True for an operation of a block: what it gives is kept from its first reader to its last one.
-    pub(super) fn is_of_block(&self) -> bool {
-        self.of_block
     }
 
     /// The result.
@@ -160,7 +147,6 @@ impl<B: DataBackend> Clone for Again<B> {
         Self {
             operands: self.operands.clone(),
             compute: self.compute.clone(),
-            ..*self
         }
     }
 }

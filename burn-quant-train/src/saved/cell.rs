@@ -21,6 +21,7 @@ use super::{
 };
 use crate::{
     data::{DataBackend, quantize::Quantized, tensors},
+    lock::lock,
     recipe::Context,
 };
 
@@ -64,6 +65,8 @@ enum State<B: DataBackend> {
     Compressed(Quantized<B>),
     Bits(Bits<B>),
     Again(Again<B>),
+    /// To be computed by the second run of its block, for all readers.
+    OfBlock(Again<B>),
     /// Handed to a compression. Seen by others only after that panicked.
     Taken,
 }
@@ -75,6 +78,7 @@ impl<B: DataBackend> Clone for State<B> {
             Self::Compressed(matrix) => Self::Compressed(matrix.clone()),
             Self::Bits(bits) => Self::Bits(bits.clone()),
             Self::Again(again) => Self::Again(again.clone()),
+            Self::OfBlock(again) => Self::OfBlock(again.clone()),
             Self::Taken => Self::Taken,
         }
     }
@@ -251,7 +255,7 @@ impl<B: DataBackend> State<B> {
                 }
             }
             Self::Bits(bits) => bits.into_floats(),
-            Self::Again(again) => again.compute(),
+            Self::Again(again) | Self::OfBlock(again) => again.compute(),
             Self::Taken => panic!("a saved value is lost: its compression panicked"),
         }
     }
@@ -262,7 +266,7 @@ impl<B: DataBackend> Cell<B> {
     pub fn read(&self) -> FloatTensor<B> {
         let state = self.lock().clone();
         match state {
-            State::Again(again) if again.is_of_block() => self.run_again(&again),
+            State::OfBlock(again) => self.run_again(&again),
             state => state.into_value(self.shape.clone(), self.dtype, self.swapped),
         }
     }
@@ -293,8 +297,12 @@ impl<B: DataBackend> Cell<B> {
     /// How the second run of its block makes it, if it has not yet.
     fn of_second_run(&self) -> Option<Again<B>> {
         match &*self.lock() {
-            State::Again(again) => again.is_of_block().then(|| again.clone()),
-            State::Exact(_) | State::Compressed(_) | State::Bits(_) | State::Taken => None,
+            State::OfBlock(again) => Some(again.clone()),
+            State::Exact(_)
+            | State::Compressed(_)
+            | State::Bits(_)
+            | State::Again(_)
+            | State::Taken => None,
         }
     }
 
@@ -332,21 +340,22 @@ impl<B: DataBackend> Cell<B> {
     /// How many computations stand on each other in it.
     fn depth(&self) -> usize {
         match &*self.lock() {
-            State::Again(again) if again.is_of_block() => 0,
             State::Again(again) => {
                 let below = again.operands().iter().map(|operand| operand.depth());
                 1 + below.max().unwrap_or(0)
             }
-            State::Exact(_) | State::Compressed(_) | State::Bits(_) | State::Taken => 0,
+            State::Exact(_)
+            | State::Compressed(_)
+            | State::Bits(_)
+            | State::OfBlock(_)
+            | State::Taken => 0,
         }
     }
 
     /// Notes that so many computations stand on it.
     fn raise(&self, above: usize) {
         self.above.fetch_max(above, Ordering::Relaxed);
-        if let State::Again(again) = &*self.lock()
-            && !again.is_of_block()
-        {
+        if let State::Again(again) = &*self.lock() {
             for operand in again.operands() {
                 operand.raise(above + 1);
             }
@@ -397,7 +406,7 @@ impl<B: DataBackend> Cell<B> {
     pub(super) fn into_computations(self) -> impl Iterator<Item = Again<B>> {
         let state = self.state.into_inner();
         let of_state = match state.unwrap_or_else(PoisonError::into_inner) {
-            State::Again(again) => Some(again),
+            State::Again(again) | State::OfBlock(again) => Some(again),
             State::Exact(_) | State::Compressed(_) | State::Bits(_) | State::Taken => None,
         };
         let of_block = self.of_block.into_inner();
@@ -408,10 +417,6 @@ impl<B: DataBackend> Cell<B> {
     fn lock(&self) -> MutexGuard<'_, State<B>> {
         lock(&self.state)
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// A cell of any backend.
@@ -456,7 +461,7 @@ impl<B: DataBackend> AnyCell for Cell<B> {
         let of_block = lock(&self.of_block).take();
         let waits = self.holders() > 0 && !self.is_small();
         if let Some(again) = of_block.filter(|_| waits) {
-            *self.lock() = State::Again(again);
+            *self.lock() = State::OfBlock(again);
             return false;
         }
         let may_wait = self.context.is_some() || self.is_in_block();
@@ -518,7 +523,7 @@ impl<B: DataBackend> AnyCell for Cell<B> {
                 tensors::bytes_of::<Quantized<tensors::Outline>, B>(matrix.clone()),
             ),
             State::Bits(bits) => (report::Form::Bits, bits.bytes()),
-            State::Again(_) => (report::Form::Again, 0),
+            State::Again(_) | State::OfBlock(_) => (report::Form::Again, 0),
             State::Taken => return None,
         };
         Some(report::Saved {

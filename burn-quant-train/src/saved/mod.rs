@@ -6,7 +6,9 @@
 //!
 //! - *exact*, as it came;
 //! - *compressed*, in the [context](crate::recipe::Context) of the recipe's row; whoever reads it gets it dequantized;
-//! - *again*, as a cheap operation of other cells that are kept anyway.
+//! - *bits*, a mask of zeros and ones;
+//! - *again*, as a cheap operation of other cells that are kept anyway, or as one of a [block](checkpoint()) that runs
+//!   again.
 //!
 //! The decorator outside counts the handles that forward code has on a cell. When the last one goes, and a node still
 //! holds the cell, nobody will read it before the backward pass. Then it becomes a computation to be done again if its

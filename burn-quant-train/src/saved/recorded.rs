@@ -3,7 +3,7 @@
 use std::{
     fmt::Debug,
     marker::PhantomData,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex},
 };
 
 use burn_autodiff::{
@@ -18,7 +18,7 @@ use burn_backend::{
 };
 
 use super::{Cell, Held, HeldTensor, again::Again, scope};
-use crate::data::DataBackend;
+use crate::{data::DataBackend, lock::lock};
 
 /// An operation of `N` float tensors that has a backward pass.
 ///
@@ -244,10 +244,6 @@ impl<B: DataBackend, O: Recorded<B, N>, const N: usize> SecondRun<B, O, N> {
     fn take_saved(&self) -> Option<O::Saved> {
         lock(&self.saved).take()
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// The node of a recorded operation.

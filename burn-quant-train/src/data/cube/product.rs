@@ -1,6 +1,6 @@
 //! Products by kernels.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
 use burn_backend::{
     DType, FloatDType, Shape, TensorMetadata,
@@ -33,7 +33,7 @@ use crate::data::{
     product::{FloatProduct, ProductKernels, check_product, dequantized_product},
     quantize::{Format, Operand, Quantized, Residual, ScaleNumber},
 };
-use crate::warning::warn;
+use crate::{lock::lock, warning::warn};
 
 impl<R: CubeRuntime, F: FloatElement, I: IntElement, BT: BoolElement> ProductKernels
     for CubeBackend<R, F, I, BT>
@@ -97,7 +97,7 @@ impl Arithmetic {
 /// Warns, once for each pair of formats, that a product has no kernel.
 fn say_slow(formats: [Format; 2]) {
     static SAID: Mutex<Vec<[Format; 2]>> = Mutex::new(Vec::new());
-    let mut said = SAID.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut said = lock(&SAID);
     if said.contains(&formats) {
         return;
     }
