@@ -24,7 +24,7 @@ pub mod memory;
 pub mod metrics;
 pub mod model;
 mod nan;
-mod picture;
+pub mod picture;
 pub mod progress;
 pub mod rates;
 pub mod report;

@@ -8,17 +8,17 @@ use plotters::prelude::*;
 pub(crate) const GREY: RGBColor = RGBColor(128, 128, 128);
 
 /// What is drawn on.
-pub(crate) type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
+pub type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
+
+/// Whether a part of a picture was drawn.
+pub type Drawn = Result<(), Box<dyn std::error::Error>>;
 
 /// A picture of this width and height, for a page that gives its text a colour.
 ///
 /// # Errors
 ///
 /// A picture that the library does not draw.
-pub(crate) fn draw(
-    size: (u32, u32),
-    picture: impl FnOnce(&Area<'_>) -> Result<(), Box<dyn std::error::Error>>,
-) -> Result<String> {
+pub fn draw(size: (u32, u32), picture: impl FnOnce(&Area<'_>) -> Drawn) -> Result<String> {
     let mut svg = String::new();
     {
         let area = SVGBackend::with_string(&mut svg, size).into_drawing_area();

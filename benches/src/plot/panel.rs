@@ -1,8 +1,8 @@
 //! Panels of lines, and of rows of points, with a legend below.
 
-use anyhow::{Result, anyhow};
+use anyhow::Result;
+use examples::picture::{self, Area, Drawn};
 use plotters::{
-    coord::Shift,
     element::DashedPathElement,
     prelude::*,
     style::text_anchor::{HPos, Pos, VPos},
@@ -27,9 +27,6 @@ const LEGEND_LINE: u32 = 26;
 const FONT: &str = "sans-serif";
 const SMALL: u32 = 17;
 const LARGE: u32 = 20;
-
-pub type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
-type Drawn = Result<(), Box<dyn std::error::Error>>;
 
 /// How the values of a line or of points are marked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -209,28 +206,20 @@ pub fn picture(
 ) -> Result<String> {
     let legend_lines = legend.len().div_ceil(columns) as u32;
     let size = (WIDTH, height + TITLE + LEGEND_LINE * legend_lines + 12);
-    let mut svg = String::new();
-    {
-        let area = SVGBackend::with_string(&mut svg, size).into_drawing_area();
-        let drawn = (|| -> Drawn {
-            area.fill(&WHITE)?;
-            let centred = text(LARGE).pos(Pos::new(HPos::Center, VPos::Center));
-            let middle = (WIDTH as i32 / 2, TITLE as i32 / 2 + 2);
-            area.draw(&Text::new(title.to_owned(), middle, centred))?;
-            let (_, below) = area.split_vertically(TITLE);
-            let (above, below) = below.split_vertically(height);
-            let parts = above.split_evenly((1, panels));
-            for (index, part) in parts.iter().enumerate() {
-                draw(part, index)?;
-            }
-            draw_legend(&below, legend, columns)?;
-            area.present()?;
-            Ok(())
-        })();
-        drawn.map_err(|error| anyhow!("cannot draw: {error}"))?;
-    }
-    svg.push('\n');
-    Ok(svg)
+    let svg = picture::draw(size, |area| {
+        area.fill(&WHITE)?;
+        let centred = text(LARGE).pos(Pos::new(HPos::Center, VPos::Center));
+        let middle = (WIDTH as i32 / 2, TITLE as i32 / 2 + 2);
+        area.draw(&Text::new(title.to_owned(), middle, centred))?;
+        let (_, below) = area.split_vertically(TITLE);
+        let (above, below) = below.split_vertically(height);
+        let parts = above.split_evenly((1, panels));
+        for (index, part) in parts.iter().enumerate() {
+            draw(part, index)?;
+        }
+        draw_legend(&below, legend, columns)
+    })?;
+    Ok(svg + "\n")
 }
 
 fn text(size: u32) -> TextStyle<'static> {
