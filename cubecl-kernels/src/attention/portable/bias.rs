@@ -9,12 +9,11 @@ use cubecl::{ir::StorageType, prelude::*};
 use super::{
     keys::write_tile,
     scores::{
-        Place, Plan, Problem, first_key, first_query, last_key, last_query, of_scores, rows_of,
-        scores, tile_of,
+        Place, Plan, Problem, first_key, first_query, gradient_head, key_head, last_key,
+        last_query, of_scores, query_head, rows_of, scores, tile_of, value_head,
     },
     tile::{
-        ELEMENTS, OWN, PITCH, Strides4, TILE, UNITS, head_of, operands, products, unit_col,
-        unit_row, zeros,
+        ELEMENTS, OWN, PITCH, Strides4, TILE, UNITS, operands, products, unit_col, unit_row, zeros,
     },
 };
 
@@ -73,22 +72,10 @@ pub(super) fn attention_bias_kernel<F: Numeric, M: Numeric, O: Numeric>(
     for batch in first_batch..end(first_batch, problem.batches, own.batch) {
         for head in first_head..end(first_head, problem.heads, own.head) {
             let kv_head = head / problem.group;
-            let queries = head_of(&problem.query, batch, head, problem.queries, problem.width);
-            let keys = head_of(&problem.key, batch, kv_head, problem.keys, problem.width);
-            let values = head_of(
-                &problem.value,
-                batch,
-                kv_head,
-                problem.keys,
-                problem.value_width,
-            );
-            let gradients = head_of(
-                &gradient_strides,
-                batch,
-                head,
-                problem.queries,
-                problem.value_width,
-            );
+            let queries = query_head(&problem, batch, head);
+            let keys = key_head(&problem, batch, kv_head);
+            let values = value_head(&problem, batch, kv_head);
+            let gradients = gradient_head(&problem, &gradient_strides, batch, head);
             let mut row = rows_start;
             while row < rows_end {
                 let mut place = Place {

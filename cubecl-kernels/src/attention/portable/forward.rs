@@ -6,11 +6,12 @@ use crate::softmax::exp;
 
 use super::{
     scores::{
-        Place, Plan, Problem, Scores, factors, first_key, is_hidden, last_key, scores, tile_of,
+        Plan, Problem, Scores, factors, is_hidden, key_head, last_key, query_head, scores,
+        tile_of_queries, value_head,
     },
     tile::{
-        ELEMENTS, OWN, PITCH, SIDE, TILE, add_products, head_of, operands, products, unit_col,
-        unit_row, write_rows, zeros,
+        ELEMENTS, OWN, PITCH, SIDE, TILE, add_products, operands, products, unit_col, unit_row,
+        write_rows, zeros,
     },
 };
 
@@ -38,37 +39,11 @@ pub(super) fn attention_forward_kernel<F: Numeric, M: Numeric>(
     if head >= problem.batches * problem.heads {
         terminate!();
     }
-    let mut place = Place {
-        batch: head / problem.heads,
-        head: head % problem.heads,
-        row: CUBE_POS as u32 % tiles * comptime!(TILE as u32),
-        col: tile_of(first_key(
-            &problem,
-            CUBE_POS as u32 % tiles * comptime!(TILE as u32),
-        )),
-    };
+    let mut place = tile_of_queries(&problem, head, CUBE_POS as u32 % tiles);
     let kv_head = place.head / problem.group;
-    let of_query = head_of(
-        &problem.query,
-        place.batch,
-        place.head,
-        problem.queries,
-        problem.width,
-    );
-    let of_key = head_of(
-        &problem.key,
-        place.batch,
-        kv_head,
-        problem.keys,
-        problem.width,
-    );
-    let of_value = head_of(
-        &problem.value,
-        place.batch,
-        kv_head,
-        problem.keys,
-        problem.value_width,
-    );
+    let of_query = query_head(&problem, place.batch, place.head);
+    let of_key = key_head(&problem, place.batch, kv_head);
+    let of_value = value_head(&problem, place.batch, kv_head);
 
     let mut memory = operands();
     // Weights of the scores, with the keys outermost.

@@ -4,10 +4,13 @@
 use cubecl::{ir::StorageType, prelude::*};
 
 use super::{
-    scores::{Place, Plan, Problem, first_query, last_query, of_scores, rows_of, scores, tile_of},
+    scores::{
+        Place, Plan, Problem, first_query, gradient_head, key_head, last_query, of_scores,
+        query_head, rows_of, scores, tile_of, value_head,
+    },
     tile::{
-        ELEMENTS, OWN, PITCH, Strides4, TILE, add_products, head_of, operands, products, unit_col,
-        unit_row, write_rows, zeros,
+        ELEMENTS, OWN, PITCH, Strides4, TILE, add_products, operands, products, unit_col, unit_row,
+        write_rows, zeros,
     },
 };
 
@@ -47,14 +50,8 @@ pub(super) fn attention_keys_kernel<F: Numeric, M: Numeric>(
     let batch = head / kv_heads;
     let kv_head = head % kv_heads;
     let col = CUBE_POS as u32 % tiles * comptime!(TILE as u32);
-    let keys = head_of(&problem.key, batch, kv_head, problem.keys, problem.width);
-    let values = head_of(
-        &problem.value,
-        batch,
-        kv_head,
-        problem.keys,
-        problem.value_width,
-    );
+    let keys = key_head(&problem, batch, kv_head);
+    let values = value_head(&problem, batch, kv_head);
 
     let mut memory = operands();
     // Probabilities, then gradients of the scores, with the queries outermost.
@@ -77,20 +74,8 @@ pub(super) fn attention_keys_kernel<F: Numeric, M: Numeric>(
             row: tile_of(first_query(&problem, col)),
             col,
         };
-        let queries = head_of(
-            &problem.query,
-            batch,
-            place.head,
-            problem.queries,
-            problem.width,
-        );
-        let gradients = head_of(
-            &gradient_strides,
-            batch,
-            place.head,
-            problem.queries,
-            problem.value_width,
-        );
+        let queries = query_head(&problem, batch, place.head);
+        let gradients = gradient_head(&problem, &gradient_strides, batch, place.head);
         while place.row < end {
             let of_keys = products::<F>(query, &queries, place.row, key, &keys, col, &mut memory);
             let scores = scores::<F, M>(&of_keys, mask, bias, &problem, &place, plan);

@@ -3,10 +3,13 @@
 use cubecl::{ir::StorageType, prelude::*};
 
 use super::{
-    scores::{Place, Plan, Problem, first_key, last_key, of_scores, rows_of, scores, tile_of},
+    scores::{
+        Plan, Problem, gradient_head, key_head, last_key, of_scores, query_head, rows_of, scores,
+        tile_of_queries, value_head,
+    },
     tile::{
-        ELEMENTS, OWN, PITCH, Strides4, TILE, add_products, head_of, operands, products, unit_col,
-        unit_row, write_rows, zeros,
+        ELEMENTS, OWN, PITCH, Strides4, TILE, add_products, operands, products, unit_col, unit_row,
+        write_rows, zeros,
     },
 };
 
@@ -33,44 +36,12 @@ pub(super) fn attention_queries_kernel<F: Numeric, M: Numeric>(
     if head >= problem.batches * problem.heads {
         terminate!();
     }
-    let mut place = Place {
-        batch: head / problem.heads,
-        head: head % problem.heads,
-        row: CUBE_POS as u32 % tiles * comptime!(TILE as u32),
-        col: tile_of(first_key(
-            &problem,
-            CUBE_POS as u32 % tiles * comptime!(TILE as u32),
-        )),
-    };
+    let mut place = tile_of_queries(&problem, head, CUBE_POS as u32 % tiles);
     let kv_head = place.head / problem.group;
-    let queries = head_of(
-        &problem.query,
-        place.batch,
-        place.head,
-        problem.queries,
-        problem.width,
-    );
-    let keys = head_of(
-        &problem.key,
-        place.batch,
-        kv_head,
-        problem.keys,
-        problem.width,
-    );
-    let values = head_of(
-        &problem.value,
-        place.batch,
-        kv_head,
-        problem.keys,
-        problem.value_width,
-    );
-    let gradients = head_of(
-        &gradient_strides,
-        place.batch,
-        place.head,
-        problem.queries,
-        problem.value_width,
-    );
+    let queries = query_head(&problem, place.batch, place.head);
+    let keys = key_head(&problem, place.batch, kv_head);
+    let values = value_head(&problem, place.batch, kv_head);
+    let gradients = gradient_head(&problem, &gradient_strides, place.batch, place.head);
 
     let mut memory = operands();
     // Gradients of the scores, with the keys outermost.

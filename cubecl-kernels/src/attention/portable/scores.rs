@@ -7,7 +7,7 @@ use crate::{
     softmax::exp,
 };
 
-use super::tile::{ELEMENTS, OWN, Strides4, TILE, unit_col, unit_row};
+use super::tile::{ELEMENTS, Head, OWN, Strides4, TILE, head_of, unit_col, unit_row};
 
 /// Queries, and keys, of a head: sums of four such numbers have 32 bits.
 pub(super) const MAX_SEQUENCE: usize = 1 << 28;
@@ -67,6 +67,48 @@ pub(super) struct Place {
     /// The first query and the first key.
     pub row: u32,
     pub col: u32,
+}
+
+/// The tile of queries of this number, of this head of all batches, beside the first tile of keys that they see.
+#[cube]
+pub(super) fn tile_of_queries(problem: &Problem, head: u32, tile: u32) -> Place {
+    let row = tile * comptime!(TILE as u32);
+    Place {
+        batch: head / problem.heads,
+        head: head % problem.heads,
+        row,
+        col: tile_of(first_key(problem, row)),
+    }
+}
+
+/// The queries of a head.
+#[cube]
+pub(super) fn query_head(problem: &Problem, batch: u32, head: u32) -> Head {
+    head_of(&problem.query, batch, head, problem.queries, problem.width)
+}
+
+/// The keys of a head of keys.
+#[cube]
+pub(super) fn key_head(problem: &Problem, batch: u32, kv_head: u32) -> Head {
+    head_of(&problem.key, batch, kv_head, problem.keys, problem.width)
+}
+
+/// The values of a head of keys.
+#[cube]
+pub(super) fn value_head(problem: &Problem, batch: u32, kv_head: u32) -> Head {
+    head_of(
+        &problem.value,
+        batch,
+        kv_head,
+        problem.keys,
+        problem.value_width,
+    )
+}
+
+/// The gradients of a head's outputs, which lie in memory by these strides.
+#[cube]
+pub(super) fn gradient_head(problem: &Problem, strides: &Strides4, batch: u32, head: u32) -> Head {
+    head_of(strides, batch, head, problem.queries, problem.value_width)
 }
 
 /// Scores of a unit.
