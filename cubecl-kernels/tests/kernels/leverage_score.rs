@@ -451,6 +451,25 @@ impl Problem {
         sum
     }
 
+    /// What rounding the low part, in rows that are kept as in the last split, adds to the variance of each element.
+    fn variance_of_rounding(&self) -> Vec<f64> {
+        let [rows, cols] = self.split.shape;
+        let probabilities = probabilities(&self.scores_without_x, rows);
+        let step = f64::from(self.split.scales[1]);
+        let elements = self.gradient.iter().enumerate();
+        let variances = elements.map(|(index, &value)| {
+            let steps = f64::from(value) / step;
+            let up = steps - steps.floor();
+            // A row that has no low part in this split has one in another.
+            let kept = match probabilities[rows + index / cols] {
+                0.0 => 1.0,
+                probability => f64::from(probability),
+            };
+            step * step * up * (1.0 - up) / kept
+        });
+        variances.collect()
+    }
+
     /// The weight gradient of the kept rows, with exact factors.
     fn weight_gradient(&self, sample: &HostRowSample) -> Vec<f64> {
         let mut sum = vec![0.0; self.split.shape[1] * X_COLS];
@@ -568,18 +587,23 @@ impl Draws {
         )
     }
 
-    /// The mean must be the centre. `variance` is that of each element, else it is estimated from the draws.
+    /// The variance of each element, estimated from the draws. An event that none of them saw is not in it.
+    fn estimated_variance(&self) -> Vec<f64> {
+        let squares = self.squares.iter();
+        squares.map(|square| square / self.count()).collect()
+    }
+
+    /// The mean must be the centre. `variance` is that of each element.
     ///
     /// A few hundred means of thousands of draws are normal but for their far tails: beyond 7 deviations lie 3e-12 of
     /// a normal distribution, which leaves room for tails that are fifty times heavier.
     #[track_caller]
-    fn assert_unbiased(&self, variance: Option<&[f64]>) {
+    fn assert_unbiased(&self, variance: &[f64]) {
         let largest = self
             .centre
             .iter()
             .fold(0f64, |most, value| most.max(value.abs()));
-        for (index, sum) in self.sum.iter().enumerate() {
-            let variance = variance.map_or(self.squares[index] / self.count(), |v| v[index]);
+        for (index, (sum, variance)) in self.sum.iter().zip(variance).enumerate() {
             let deviation = (variance / self.count()).sqrt();
             let error = sum / self.count();
             // Factors are rounded to 24 bits, and dithers to 15.
@@ -622,7 +646,7 @@ fn weight_gradient_is_unbiased_with_the_predicted_variance() {
     let draws = Draws::of(DRAWS, exact.clone(), || {
         problem.weight_gradient(&problem.sample(&mut random))
     });
-    draws.assert_unbiased(Some(&variance));
+    draws.assert_unbiased(&variance);
     draws.assert_variance(of_norms);
 
     let uniform = vec![0.5; 2 * rows];
@@ -637,7 +661,7 @@ fn weight_gradient_is_unbiased_with_the_predicted_variance() {
         }
         sum
     });
-    uniform_draws.assert_unbiased(Some(&uniform_variance));
+    uniform_draws.assert_unbiased(&uniform_variance);
     uniform_draws.assert_variance(of_uniform);
     let ((uniform, uniform_deviation), (leverage, leverage_deviation)) =
         (uniform_draws.variance(), draws.variance());
@@ -675,7 +699,7 @@ fn activation_gradient_is_unbiased_with_the_predicted_variance() {
         let sample = problem.draw(&problem.scores_without_x, &mut random);
         problem.activation_gradient(&sample)
     });
-    draws.assert_unbiased(Some(&variance));
+    draws.assert_unbiased(&variance);
     draws.assert_variance(variance.iter().sum());
 }
 
@@ -691,13 +715,18 @@ fn splitting_and_sampling_together_are_unbiased() {
         let sample = problem.sample(&mut random);
         problem.weight_gradient_int8(&sample, &mut random)
     });
-    of_weight.assert_unbiased(None);
+    of_weight.assert_unbiased(&of_weight.estimated_variance());
     let of_activation = Draws::of(DRAWS, gradient, || {
         problem.split_again(&mut random);
         let sample = problem.draw(&problem.scores_without_x, &mut random);
         problem.activation_gradient(&sample)
     });
-    of_activation.assert_unbiased(None);
+    // An element just beside a multiple of the step is rounded away from it in few draws, or in none of them, so that
+    // its variance cannot be estimated from these.
+    let estimated = of_activation.estimated_variance();
+    let of_rounding = problem.variance_of_rounding();
+    let variance = estimated.iter().zip(of_rounding).map(|(&x, y)| x.max(y));
+    of_activation.assert_unbiased(&variance.collect::<Vec<_>>());
 }
 
 /// Rounding scaled rows to INT8 in blocks leaves the estimate unbiased and adds little to its variance.
@@ -714,7 +743,7 @@ fn rounding_of_scaled_rows_adds_little_variance() {
         let of_rounding = Draws::of(DRAWS / 2, problem.weight_gradient(&sample), || {
             problem.weight_gradient_int8(&sample, &mut random)
         });
-        of_rounding.assert_unbiased(None);
+        of_rounding.assert_unbiased(&of_rounding.estimated_variance());
         let of_splitting = Draws::of(DRAWS / 20, problem.exact_weight_gradient(), || {
             problem.split_again(&mut random);
             problem.expected_weight_gradient(&vec![1.0; 2 * rows]).0

@@ -8,22 +8,10 @@ use cubecl_kernels::{
     rounding::StochasticKey,
 };
 
-use super::problem::{Kind, Problem, assert_close, kinds, rows_of_a_bias, tolerance};
-use crate::random::Random;
-
-const ALL: AttentionGradients<bool> = AttentionGradients {
-    query: true,
-    key: true,
-    value: true,
-    bias: true,
+use super::problem::{
+    ALL_GRADIENTS, Kind, Problem, assert_close, assert_row_is_nan, kinds, rows_of_a_bias, tolerance,
 };
-
-fn wanted(problem: &Problem) -> AttentionGradients<bool> {
-    AttentionGradients {
-        bias: problem.bias.is_some(),
-        ..ALL
-    }
-}
+use crate::random::Random;
 
 fn solve(problem: &Problem) -> (HostAttention, AttentionGradients<Option<Vec<f32>>>) {
     let forward = attention(&problem.inputs(), &problem.options).expect("a problem that fits");
@@ -32,7 +20,7 @@ fn solve(problem: &Problem) -> (HostAttention, AttentionGradients<Option<Vec<f32
         &problem.options,
         &forward,
         &problem.gradient,
-        wanted(problem),
+        problem.wanted(),
     );
     (forward, gradients.expect("a problem that fits"))
 }
@@ -141,19 +129,7 @@ fn nan_and_infinity_stay_visible() {
         problem.query[row * 4..][..4].fill(bad);
         problem.key[0] = 1.0;
         let (forward, gradients) = solve(&problem);
-        for (index, output) in forward.output.chunks(4).enumerate() {
-            let all_nan = output.iter().all(|x| x.is_nan());
-            let finite = output.iter().all(|x| x.is_finite());
-            assert!(
-                if index == row { all_nan } else { finite },
-                "{bad}: row {index}: {output:?}"
-            );
-        }
-        assert!(forward.log_sum_exp[row].is_nan());
-        let of_query = gradients.query.expect("wanted");
-        assert!(of_query[row * 4..][..4].iter().all(|x| x.is_nan()));
-        let of_key = gradients.key.expect("wanted");
-        assert!(of_key[..4].iter().all(|x| x.is_nan()), "the row sees key 0");
+        assert_row_is_nan(bad, row, &forward.output, &forward.log_sum_exp, &gradients);
     }
     // Negative infinity hides a key; where it hides all, the row is zero.
     let mut problem = Problem::draw(&mut random, Kind::plain([1, 1, 1], [2, 3], [4, 4]));
@@ -322,7 +298,7 @@ fn bad_inputs_are_refused() {
         &problem.options,
         &forward,
         &problem.gradient,
-        ALL,
+        ALL_GRADIENTS,
     );
     assert!(matches!(without_bias, Err(KernelError::Unsupported { .. })));
     let broadcast = Broadcast {

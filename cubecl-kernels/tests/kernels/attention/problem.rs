@@ -68,6 +68,14 @@ impl Kind {
 
 const ALL: Dims = [true; 4];
 
+/// Every gradient, that of a bias too.
+pub const ALL_GRADIENTS: AttentionGradients<bool> = AttentionGradients {
+    query: true,
+    key: true,
+    value: true,
+    bias: true,
+};
+
 /// Every option alone, every two of some, and all at once, over sequences of one, of a tile, beside it and between, with
 /// more queries than keys and fewer, grouped heads, and values of another width.
 pub fn kinds() -> Vec<Kind> {
@@ -185,6 +193,14 @@ pub fn kinds() -> Vec<Kind> {
 }
 
 impl Problem {
+    /// All gradients that there are.
+    pub fn wanted(&self) -> AttentionGradients<bool> {
+        AttentionGradients {
+            bias: self.bias.is_some(),
+            ..ALL_GRADIENTS
+        }
+    }
+
     pub fn draw(random: &mut Random, kind: Kind) -> Self {
         let [batch, heads, kv_heads] = kind.heads;
         let [queries, keys] = kind.sequence;
@@ -359,4 +375,29 @@ pub fn error(actual: &[f32], expected: &[f64]) -> f64 {
         }
     });
     differences.fold(0.0, f64::max)
+}
+
+/// Asserts that one head of width 4 whose query `row` is not finite, and sees key 0, shows it: NaN in all that the row
+/// gives, and in no other output.
+#[track_caller]
+pub fn assert_row_is_nan(
+    bad: f32,
+    row: usize,
+    output: &[f32],
+    log_sum_exp: &[f32],
+    gradients: &AttentionGradients<Option<Vec<f32>>>,
+) {
+    for (index, output) in output.chunks(4).enumerate() {
+        let all_nan = output.iter().all(|x| x.is_nan());
+        let finite = output.iter().all(|x| x.is_finite());
+        assert!(
+            if index == row { all_nan } else { finite },
+            "{bad}: row {index}: {output:?}"
+        );
+    }
+    assert!(log_sum_exp[row].is_nan());
+    let of_query = gradients.query.as_ref().expect("wanted");
+    assert!(of_query[row * 4..][..4].iter().all(|x| x.is_nan()));
+    let of_key = gradients.key.as_ref().expect("wanted");
+    assert!(of_key[..4].iter().all(|x| x.is_nan()), "the row sees key 0");
 }
