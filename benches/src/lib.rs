@@ -7,7 +7,7 @@
 //! | `cargo bench` | the CPU path |
 //! | `states` | the error of compressed optimizer states, on those of a checkpoint |
 //! | `errors` | what quantization does to the tensors of a checkpoint |
-//! | `report` | nothing: it writes the tables, also those of `pretrain --json`, and names old logs |
+//! | `report` | nothing: it writes the tables, also those of `pretrain --json`, names old logs, and compares forks step by step |
 
 #[cfg(feature = "cuda")]
 pub mod attention;
@@ -23,6 +23,7 @@ pub mod logs;
 pub mod markers;
 #[cfg(feature = "cuda")]
 pub mod optimizer;
+pub mod paired;
 pub mod peers;
 pub mod plot;
 #[cfg(feature = "cuda")]

@@ -6,6 +6,9 @@
 //! `<!-- table:NAME -->` and `<!-- end -->`, and shows the picture as `pictures/NAME.svg`.
 //!
 //! `report join RESULTS PEERS` adds what `peers.py` measured to a result file of the same run that was cut short.
+//!
+//! `report pair RESULTS RUN...` writes how the training losses of forks differ from that of the first one, step by step;
+//! a RUN is the folder that `pretrain` leaves the checkpoints of a run in.
 
 use std::{
     collections::BTreeSet,
@@ -17,6 +20,7 @@ use std::{
 use anyhow::{Context, Result, bail, ensure};
 use benches::{
     logs, markers,
+    paired::PairedLosses,
     peers::Peers,
     plot,
     results::{Results, write},
@@ -43,7 +47,8 @@ fn run() -> Result<()> {
         [] => false,
         ["--check"] => true,
         ["join", results, peers] => return join(Path::new(results), Path::new(peers)),
-        _ => bail!("usage: report [--check | join RESULTS PEERS]"),
+        ["pair", results, ref runs @ ..] => return pair(Path::new(results), runs),
+        _ => bail!("usage: report [--check | join RESULTS PEERS | pair RESULTS RUN...]"),
     };
     for warning in logs::warnings(root, &logs_of(&results)?)? {
         eprintln!("report: warning: {warning}");
@@ -106,6 +111,15 @@ fn join(path: &Path, peers: &Path) -> Result<()> {
         .join(&mut results)
         .with_context(|| shown.to_string())?;
     write(path, &results)
+}
+
+/// Writes the comparison of the forks in these folders with the first one, and shows it.
+fn pair(path: &Path, runs: &[&str]) -> Result<()> {
+    let runs: Vec<&Path> = runs.iter().map(Path::new).collect();
+    let losses = PairedLosses::of(&runs)?;
+    write(path, &losses)?;
+    println!("{}", table::of(&serde_json::to_string(&losses)?)?);
+    Ok(())
 }
 
 /// The pages that may ask for tables.

@@ -7,6 +7,7 @@ mod int4;
 mod optimizer_seeds;
 mod optimizer_speed;
 mod optimizers;
+mod paired;
 mod quantize;
 mod rates;
 mod recipe_seeds;
@@ -36,6 +37,7 @@ use crate::results::{Peer, Results, Rows, Run, Spread};
 /// | `qt-bench optimizer` | by optimizer |
 /// | `states` | errors by the formats of both moments, beside those of the paper |
 /// | `errors` | by sweep, beside those of the papers |
+/// | `report pair` | by fork, beside the first one |
 ///
 /// # Errors
 ///
@@ -44,6 +46,9 @@ pub fn of(json: &str) -> Result<String> {
     let value: Value = serde_json::from_str(json).context("not JSON")?;
     if value.get("pairs").is_some() {
         return states::table(&serde_json::from_value(value)?);
+    }
+    if value.get("paired").is_some() {
+        return paired::table(&serde_json::from_value(value)?);
     }
     if value.get("errors").is_some() {
         return errors::table(&serde_json::from_value(value)?);

@@ -94,8 +94,8 @@ pub(super) fn table(runs: &[Value]) -> Result<String> {
     Ok(out)
 }
 
-/// Names the recipe of a run, its contexts where they are not exact, what of the model ran again, and how its thresholds
-/// followed the rates where these were read.
+/// Names the recipe of a run, its contexts where they are not exact, what of the model ran again, and how its
+/// thresholds followed the rates where these were read.
 fn name(run: &Value) -> Result<String> {
     let contexts = run["contexts"].as_str().filter(|it| *it != "exact");
     let threshold = run["threshold"].as_str().filter(|_| rates::were_read(run));
