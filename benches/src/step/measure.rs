@@ -27,8 +27,19 @@ pub struct Measure<'a, B: Contender> {
     pub live_bytes: &'a dyn Fn() -> Option<u64>,
 }
 
-/// Relative errors of float and of quantized layers above which something is wrong.
-const LIMITS: [f64; 2] = [0.05, 0.2];
+/// The relative error above which something is wrong with a layer: of floats, of 8 bits, and of 4, where gradients may
+/// be as far off as they are long, since half of their rows are drawn.
+fn error_limit(row: Option<Row>) -> f64 {
+    let Some(linear) = row.and_then(|row| row.linear) else {
+        return 0.05;
+    };
+    let bits = linear.operands().map(|(_, cast)| cast.number.bits()).min();
+    if bits.is_some_and(|bits| bits < 8) {
+        1.0
+    } else {
+        0.2
+    }
+}
 
 impl<B: Contender> Measure<'_, B> {
     /// Compares outputs and gradients with `reference`, where there is one, and measures both passes. Also returns the
@@ -48,13 +59,7 @@ impl<B: Contender> Measure<'_, B> {
         let gradients = |model: &A::Layer<B>| inputs.backward(model.forward(inputs.x()));
         let (model, fallback_rate) = settle::<B, _>(model, gradients);
         let outputs = Outputs::of(&model, &inputs, input)?;
-        let [float, quantized] = LIMITS;
-        let limit = match B::ROW {
-            Some(Row {
-                linear: Some(_), ..
-            }) => quantized,
-            _ => float,
-        };
+        let limit = error_limit(B::ROW);
         let error = reference.map(|reference| outputs.error(reference, limit));
         let error = error.transpose()?;
         let activation_bytes = activation_bytes(&model, &inputs, self.device, self.live_bytes)?;

@@ -19,7 +19,7 @@ use burn_quant_train::{
 use half::{bf16, f16};
 use quant_train_tests::{
     Rng,
-    data::{floats, tensor},
+    data::{float_product_error, floats, tensor},
     on_every_backend, supports,
 };
 
@@ -197,8 +197,8 @@ impl Problem {
         }
     }
 
-    /// Output, and gradients of Q, K, V and the bias for the loss `sum(weights * output)`. `repeats`: keys and values of
-    /// shared heads are repeated first, for a backend that does not share heads.
+    /// Output, and gradients of Q, K, V and the bias for the loss `sum(weights * output)`. `repeats`: keys and values
+    /// of shared heads are repeated first, for a backend that does not share heads.
     fn solve<A: AutodiffBackend>(&self, repeats: bool) -> Vec<Vec<f32>> {
         let device = A::Device::default();
         let Kind {
@@ -343,7 +343,8 @@ fn untracked_in<A: AutodiffBackend>(tolerance: f32, seed: u64) {
     );
 }
 
-/// What waits between the passes of attention on activations, with a mask of all keys and a soft cap.
+/// What waits between the passes of attention on activations, with a mask of all keys and a soft cap; causal instead
+/// where tensor cores compute that, and Burn's composition what is masked.
 fn saved_by<A: AutodiffBackend>(seed: u64, sequence: usize) -> ActivationReport {
     let device = A::Device::default();
     A::seed(&device, seed);
@@ -353,14 +354,17 @@ fn saved_by<A: AutodiffBackend>(seed: u64, sequence: usize) -> ActivationReport 
         TensorData::new(vec![false; sequence], [1, 1, 1, sequence]),
         &device,
     );
+    let has_tensor_cores = A::name(&device).contains("cuda");
     let options = AttentionModuleOptions {
-        softcap: Some(5.0),
+        softcap: (!has_tensor_cores).then_some(5.0),
+        is_causal: has_tensor_cores,
         ..Default::default()
     };
+    let hidden = (!has_tensor_cores).then_some(hidden);
     let recording = Recording::start();
     // What attention reads is no parameter, and is not cheap to compute again.
     let [q, k, v] = [q, k, v].map(|x| x.matmul(draw([1, 1, 32, 32])));
-    let output = attention(q, k, v, Some(hidden), None, options);
+    let output = attention(q, k, v, hidden, None, options);
     let loss = output.sum();
     let saved = recording.report();
     loss.backward();
@@ -446,7 +450,10 @@ fn shares_heads_in_inference<B: DataBackend>(seed: u64) {
             );
         }
     };
-    close(of::<QuantTrain<B, MixedPrecision<f32>>>([&q, &k, &v]), 1e-3);
+    close(
+        of::<QuantTrain<B, MixedPrecision<f32>>>([&q, &k, &v]),
+        4.0 * f32::max(2.5e-4, float_product_error::<B>() as f32),
+    );
     if supports::<B>(DType::F16) {
         close(of::<QuantTrain<B, MixedPrecision<f16>>>([&q, &k, &v]), 1e-2);
     }
