@@ -1,4 +1,5 @@
-//! `pretrain`: a small Llama-style or GPT-2-style model on bytes of real text, once with each recipe, and a table that compares them.
+//! `pretrain`: a small Llama-style or GPT-2-style model on bytes of real text, once with each recipe, and a table that
+//! compares them.
 //!
 //! - [`model`] is plain Burn and knows nothing of quantization; [`dispatch`] names the backends, [`train`] the
 //!   optimizer: these two are all that it takes to train in low precision.
@@ -6,12 +7,15 @@
 //! - `first_run` is what happens without flags; [`args`] is the command line; [`config`] says which runs it asks for;
 //!   [`folder`] holds them, [`checkpoint`] one of them, in [`sealed`] files.
 //! - [`metrics`], [`progress`] and [`memory`] say what happens, [`report`] and [`table`] what came of it, with the
-//!   [`statistics`] of several seeds, [`health`] what became of each layer; result files have [`rows`] and thinned loss [`curve`]s.
+//!   [`statistics`] of several seeds, [`health`] what became of each layer; result files have [`rows`] and thinned loss
+//!   [`curve`]s.
 //!
 //! `quant-train`: [`advise`] says beforehand what a training step holds, and which recipe to take.
 
 pub mod advise;
 pub mod args;
+#[cfg(any(test, feature = "cuda", feature = "vulkan"))]
+mod caches;
 pub mod checkpoint;
 pub mod config;
 pub mod curve;
@@ -72,6 +76,8 @@ fn ended(program: &str, result: Result<ExitCode>) -> ExitCode {
 }
 
 fn pretrain(args: &Args, live_bytes: fn() -> u64) -> Result<ExitCode> {
+    #[cfg(any(feature = "cuda", feature = "vulkan"))]
+    caches::keep_compiled();
     let stop = Stop::default();
     let on_ctrl_c = stop.clone();
     ctrlc::set_handler(move || {
