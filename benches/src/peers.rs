@@ -109,7 +109,8 @@ impl Peers {
         Ok(peers)
     }
 
-    /// Adds to results the lines of their benchmark, as a run with `--peers` does at its end: for one that was cut short.
+    /// Adds to results the lines of their benchmark, as a run with `--peers` does at its end: for one that was cut
+    /// short.
     ///
     /// # Errors
     ///

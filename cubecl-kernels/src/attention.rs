@@ -25,8 +25,8 @@
 //! whose scores are all negative infinity. NaN and positive infinity in what a row sees make the row NaN. Those of a
 //! query and a key that do not see each other may reach each other's results or not.
 //!
-//! Here are the kernels, a file each ([`AttentionKernel`]); [`host::attention`](crate::host::attention()) computes on CPUs,
-//! with every option.
+//! Here are the kernels, a file each ([`AttentionKernel`]); [`host::attention`](crate::host::attention()) computes on
+//! CPUs, with every option.
 //!
 //! A probability of the backward pass is good to about `2^-24 |L|`, as `L` is an FP32 number.
 
@@ -56,7 +56,8 @@ pub struct AttentionTensors<R: Runtime> {
     pub key: TensorHandle<R>,
     /// V, of the same type, `[batch, kv_heads, keys, value_width]`.
     pub value: TensorHandle<R>,
-    /// True (a `u8` or `u32` that is not 0) where a key is hidden from a query. Each dimension is that of the scores, or 1.
+    /// True (a `u8` or `u32` that is not 0) where a key is hidden from a query. Each dimension is that of the scores,
+    /// or 1.
     pub mask: Option<TensorHandle<R>>,
     /// Added to the scores; of the type of the query. Each dimension is that of the scores, or 1.
     pub bias: Option<TensorHandle<R>>,
@@ -146,8 +147,8 @@ impl AttentionKernel {
     }
 
     /// True where the kernel can read a tensor `[batch, heads, sequence, features]` as it lies in memory. For Hopper's,
-    /// neighbours are neighbours along the features, and all other steps are multiples of 16 bytes; the portable one's reads
-    /// what 32 bits index.
+    /// neighbours are neighbours along the features, and all other steps are multiples of 16 bytes; the portable one's
+    /// reads what 32 bits index.
     pub fn reads<R: Runtime>(self, tensor: &TensorHandle<R>) -> bool {
         match self {
             Self::Hopper => hopper::reads(tensor),
@@ -188,7 +189,8 @@ impl AttentionKernel {
     /// # Errors
     ///
     /// [`KernelError::Unsupported`] where the kernel does not compute this ([`AttentionKernel::of`]) or does not read a
-    /// tensor as it lies in memory ([`AttentionKernel::reads`]); the others where shapes or types do not fit each other.
+    /// tensor as it lies in memory ([`AttentionKernel::reads`]); the others where shapes or types do not fit each
+    /// other.
     pub fn forward<R: Runtime>(
         self,
         client: &ComputeClient<R>,
@@ -210,7 +212,8 @@ impl AttentionKernel {
     ///
     /// # Errors
     ///
-    /// As [`AttentionKernel::forward`]; [`KernelError::Unsupported`] where the gradient of a bias is wanted and there is none.
+    /// As [`AttentionKernel::forward`]; [`KernelError::Unsupported`] where the gradient of a bias is wanted and there
+    /// is none.
     pub fn backward<R: Runtime>(
         self,
         client: &ComputeClient<R>,

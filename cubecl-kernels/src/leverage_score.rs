@@ -36,8 +36,8 @@
 //! exact ([`gather_parts`]). For `dW` kept rows are the depth of the product, along which no integer product carries a
 //! real factor for each element. So rows are scaled and rounded once more, to INT8 in square blocks and stochastically
 //! ([`gather_scaled`]). Where `p_i < 1` it is proportional to the norm of the row, or to its product with that of X, so
-//! that scaled rows have like magnitudes. In the tests' gradients of 256 rows, of magnitudes that differ by factors from
-//! 1 to 55, this rounding adds 0.1% to 2% to the variance of splitting and sampling together.
+//! that scaled rows have like magnitudes. In the tests' gradients of 256 rows, of magnitudes that differ by factors
+//! from 1 to 55, this rounding adds 0.1% to 2% to the variance of splitting and sampling together.
 
 use cubecl::{prelude::*, std::tensor::TensorHandle};
 

@@ -117,8 +117,8 @@ pub struct Args {
     /// Print what every linear layer got
     #[arg(long, help_heading = OUTPUT)]
     pub layers: bool,
-    /// Print what waits for the backward pass of a batch after the last step, by layer and by operation, and leave it in
-    /// the run's folder as memory.svg, memory.csv and memory.jsonl
+    /// Print what waits for the backward pass of a batch after the last step, by layer and by operation, and leave it
+    /// in the run's folder as memory.svg, memory.csv and memory.jsonl
     #[arg(long, help_heading = OUTPUT)]
     pub memory: bool,
     /// Measure what quantization does to every layer each so many steps, print it, and leave it in the run's folder as

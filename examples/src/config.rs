@@ -155,8 +155,8 @@ impl Config {
     /// The configuration of resumed runs: that of their folder.
     ///
     /// Only the total of steps, the device, the place of the text, the format and the rounding of the optimizer's
-    /// moments, the cold start, the contexts, checkpointing, how thresholds follow rates, and loss scaling may change. Several recipes
-    /// may be narrowed down to some of them, and seeds may be added.
+    /// moments, the cold start, the contexts, checkpointing, how thresholds follow rates, and loss scaling may change.
+    /// Several recipes may be narrowed down to some of them, and seeds may be added.
     ///
     /// # Errors
     ///

@@ -30,8 +30,8 @@ pub fn supports<B: Backend>(dtype: DType) -> bool {
     supported
 }
 
-/// A bound of the relative error, in Frobenius' norm, of products of FP32 matrices, and of FP8. On CUDA tensor cores read
-/// FP32 as TF32, which has 11 bits, and their sums of FP8 products keep about 14 bits.
+/// A bound of the relative error, in Frobenius' norm, of products of FP32 matrices, and of FP8. On CUDA tensor cores
+/// read FP32 as TF32, which has 11 bits, and their sums of FP8 products keep about 14 bits.
 pub fn float_product_error<B: Backend>() -> f64 {
     match B::name(&B::Device::default()).contains("cuda") {
         true => 1e-3,

@@ -65,7 +65,8 @@ pub struct Run<M> {
     pub gradients: Vec<Vec<Vec<f32>>>,
 }
 
-/// AdamW for a model of which every linear layer is quantized, however small, and learns its step sizes after two steps.
+/// AdamW for a model of which every linear layer is quantized, however small, and learns its step sizes after two
+/// steps.
 pub fn every_layer(seed: u64) -> QuantAdamWConfig {
     QuantAdamWConfig::new()
         .with_policy(LayerPolicy::all().min_elements(0))

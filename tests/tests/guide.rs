@@ -1,5 +1,5 @@
-//! The claims of the training-precision guide that the book's "Choosing a precision" repeats, each with its figures. Run
-//! it with `--nocapture` to see them.
+//! The claims of the training-precision guide that the book's "Choosing a precision" repeats, each with its figures.
+//! Run it with `--nocapture` to see them.
 
 use burn_quant_train::optim::{QuantAdamWConfig, StateFormat};
 use burn_quant_train::recipe::Number;

@@ -75,8 +75,8 @@ impl Settings {
     }
 }
 
-/// Measures training steps on every backend, by the length of sequences. Says on stderr what it does, and writes what it has to `json` after each
-/// backend.
+/// Measures training steps on every backend, by the length of sequences. Says on stderr what it does, and writes what
+/// it has to `json` after each backend.
 ///
 /// The device's default dtype becomes BF16 for all, as a program that trains in BF16 with plain Burn makes it first.
 ///

@@ -8,12 +8,12 @@
 //! | GELU, in a flow | `burn::nn::Gelu` | one |
 //!
 //! An operation with which a composition begins, or goes on, computes nothing: its result [waits](Waiting). The last
-//! operation records the whole, with a kernel for each pass. Whatever else reads a waiting result has it computed as Burn
-//! does, so that a model which departs from a composition loses nothing, and nothing is computed twice.
+//! operation records the whole, with a kernel for each pass. Whatever else reads a waiting result has it computed as
+//! Burn does, so that a model which departs from a composition loses nothing, and nothing is computed twice.
 //!
-//! Compositions are looked for in training: of recipes with a [flow](crate::recipe::Flow), whose operators they are, and
-//! else on devices that have kernels for them, where x is narrower than FP32: with FP32 as the compute dtype no bit differs
-//! from Burn's. The whole is computed in FP32 and rounded once.
+//! Compositions are looked for in training: of recipes with a [flow](crate::recipe::Flow), whose operators they are,
+//! and else on devices that have kernels for them, where x is narrower than FP32: with FP32 as the compute dtype no bit
+//! differs from Burn's. The whole is computed in FP32 and rounded once.
 
 use std::{
     fmt,
@@ -184,7 +184,8 @@ impl<B: QuantBackend> fmt::Debug for Waiting<B> {
     }
 }
 
-/// True if a composition on this tensor is one operation: in a flow, or where there are kernels, and `have` is true of them.
+/// True if a composition on this tensor is one operation: in a flow, or where there are kernels, and `have` is true of
+/// them.
 fn is_one<B: QuantBackend, R: Recipe>(
     flow: Option<Flow>,
     x: &QuantTensor<B>,
@@ -193,8 +194,8 @@ fn is_one<B: QuantBackend, R: Recipe>(
     flow.is_some() || kernels::<B, R>(x).is_some_and(|kernels| have(&kernels))
 }
 
-/// The flow of an operator with these inputs, x first: where a gradient of one of them is asked for. Evaluation reads values
-/// as they are, on the backend of training too.
+/// The flow of an operator with these inputs, x first: where a gradient of one of them is asked for. Evaluation reads
+/// values as they are, on the backend of training too.
 fn flow_of<B: QuantBackend, R: Recipe, const N: usize>(
     inputs: [&QuantTensor<B>; N],
 ) -> Option<Flow> {

@@ -12,7 +12,8 @@ use crate::{
     saved::recorded::{InsideTensor, QuantBackend},
 };
 
-/// The flow of which an operator on this tensor may be a part: of a recipe that has one, where a backward pass may follow.
+/// The flow of which an operator on this tensor may be a part: of a recipe that has one, where a backward pass may
+/// follow.
 pub(super) fn of<B: QuantBackend, R: Recipe>(x: &QuantTensor<B>) -> Option<Flow> {
     let flow = QuantTrain::<B, R>::ROW.flow.filter(|_| B::RECORDS)?;
     let is_float = matches!(x.dtype(), DType::F32 | DType::BF16 | DType::F16);

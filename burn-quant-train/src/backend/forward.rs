@@ -1,7 +1,7 @@
 //! The macro that turns one line per operation into a forwarding method.
 
-/// Forwards operations of [the tables](crate::operations) to the backend inside, in the dtypes of their precision classes.
-/// A line without a class leaves dtypes alone.
+/// Forwards operations of [the tables](crate::operations) to the backend inside, in the dtypes of their precision
+/// classes. A line without a class leaves dtypes alone.
 macro_rules! forward {
     ($( $name:ident($($arg:ident: $kind:tt),*) -> $ret:tt $(=> $class:ident)? $([ $($mark:tt)* ])?; )*) => { $(
         fn $name(

@@ -47,15 +47,15 @@ impl<B: QuantBackend, R: Recipe> ModuleOps<Self> for QuantTrain<B, R> {
 
     /// Attention: one node in training where the backend has kernels, else Burn's composition.
     ///
-    /// The node saves nothing of the size of the scores but a mask and a bias that were given, and its softmax is computed
-    /// in FP32, in a kernel that has scores in registers only or, on devices where products on tensor cores are faster,
-    /// between two products. Keys and values may have fewer heads than queries, a number that divides theirs: query head
-    /// `h` reads head `h / (heads / heads of keys)`.
+    /// The node saves nothing of the size of the scores but a mask and a bias that were given, and its softmax is
+    /// computed in FP32, in a kernel that has scores in registers only or, on devices where products on tensor cores
+    /// are faster, between two products. Keys and values may have fewer heads than queries, a number that divides
+    /// theirs: query head `h` reads head `h / (heads / heads of keys)`.
     ///
-    /// Where kernels do not compute it, Burn builds attention from products and a softmax under autodiff, after keys and
-    /// values are repeated for heads that share them; building it from *our* operations keeps the softmax in FP32. So it
-    /// does with FP32 as the compute dtype, to change no bit. Without autodiff the inner backend's fused kernel runs on
-    /// operands in the compute dtype.
+    /// Where kernels do not compute it, Burn builds attention from products and a softmax under autodiff, after keys
+    /// and values are repeated for heads that share them; building it from *our* operations keeps the softmax in FP32.
+    /// So it does with FP32 as the compute dtype, to change no bit. Without autodiff the inner backend's fused kernel
+    /// runs on operands in the compute dtype.
     fn attention(
         query: FloatTensor<Self>,
         key: FloatTensor<Self>,

@@ -14,7 +14,8 @@ use crate::{
     },
 };
 
-/// A float primitive of [`QuantTrain`](super::QuantTrain): clones share the tag, operations that change the value start a new one.
+/// A float primitive of [`QuantTrain`](super::QuantTrain): clones share the tag, operations that change the value start
+/// a new one.
 pub struct QuantTensor<B: QuantBackend> {
     value: Value<B>,
     tag: Arc<Tag<B::Base>>,

@@ -244,8 +244,9 @@ impl<B: DataBackend> Tag<B> {
         matrix
     }
 
-    /// The tag for the copies that the second run of a [block](crate::saved::checkpoint()) makes of the value: one for all
-    /// operations of blocks that read it, as long as one of them waits. It has no copies, so that none waits for that run.
+    /// The tag for the copies that the second run of a [block](crate::saved::checkpoint()) makes of the value: one for
+    /// all operations of blocks that read it, as long as one of them waits. It has no copies, so that none waits for
+    /// that run.
     pub(crate) fn second_run(&self) -> Arc<Self> {
         let mut second = lock(&self.second_run);
         second.upgrade().unwrap_or_else(|| {
@@ -255,8 +256,8 @@ impl<B: DataBackend> Tag<B> {
         })
     }
 
-    /// The random numbers for a copy of this key in this epoch: those of the first call. So both runs of a block make one
-    /// copy, whichever of its operations makes it.
+    /// The random numbers for a copy of this key in this epoch: those of the first call. So both runs of a block make
+    /// one copy, whichever of its operations makes it.
     pub(crate) fn draw(
         &self,
         key: CopyKey,

@@ -1,12 +1,13 @@
 //! Burn's operations as tables, for the two decorators.
 //!
-//! Each line is an operation of one of Burn's traits: its name, the kind of every argument and of the result. What follows
-//! is optional: after `=>` its [precision class](crate::backend::precision::Class), and in brackets what is to be known of
-//! a value that waits for the backward pass:
+//! Each line is an operation of one of Burn's traits: its name, the kind of every argument and of the result. What
+//! follows is optional: after `=>` its [precision class](crate::backend::precision::Class), and in brackets what is to
+//! be known of a value that waits for the backward pass:
 //!
-//! - `again`: the result is cheap to compute again from its operands, though they be compressed; `again if exact`: only if
-//!   they are not, since a sum or a difference may be far smaller than its terms and their errors; `again over small`: only
-//!   if they are not, or the divisor is a number a row; `again swapped`: its dimensions are those of the operand, swapped;
+//! - `again`: the result is cheap to compute again from its operands, though they be compressed; `again if exact`: only
+//!   if they are not, since a sum or a difference may be far smaller than its terms and their errors; `again over
+//!   small`: only if they are not, or the divisor is a number a row; `again swapped`: its dimensions are those of the
+//!   operand, swapped;
 //! - `mask`: the result is of zeros and ones;
 //! - `exact: a b`: these operands must be kept exactly, since the gradient may magnify what a number format changes in
 //!   them, without a bound (a reciprocal, a logarithm, an exponential) or by a comparison;

@@ -25,8 +25,8 @@ pub(crate) struct Attention<B: DataBackend> {
 pub(crate) struct Saved<B: DataBackend> {
     inputs: Inputs<B>,
     attention: Attention<B>,
-    /// What the kernel left, if it is for the inputs as they will be read. Of inputs that wait compressed, the output is
-    /// computed again: the gradient is then that of one function, and its probabilities sum to 1.
+    /// What the kernel left, if it is for the inputs as they will be read. Of inputs that wait compressed, the output
+    /// is computed again: the gradient is then that of one function, and its probabilities sum to 1.
     forward: Option<FlashOutput<HeldTensor<B>>>,
 }
 

@@ -10,8 +10,8 @@ use crate::{
     saved::{HeldTensor, recorded::Recorded},
 };
 
-/// `(x - mean(x)) / sqrt(variance(x) + epsilon) gain + bias` of inputs x `[.., columns]`, the gain and, if there are three,
-/// the bias, of so many elements each.
+/// `(x - mean(x)) / sqrt(variance(x) + epsilon) gain + bias` of inputs x `[.., columns]`, the gain and, if there are
+/// three, the bias, of so many elements each.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct LayerNorm {
     pub epsilon: f64,

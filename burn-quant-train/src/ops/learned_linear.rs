@@ -1,9 +1,9 @@
 //! The linear layer with learned step sizes: Y = X W + bias of matrices that are transformed and quantized to INT4, and
 //! gradients of X, of W and of both step sizes (int4-hq-lss: HQ-MM, section 3.3; LSS-MM, section 4.2; Appendix A.3).
 //!
-//! The forward product is of codes of `X H` and `H W`: H is symmetric and orthogonal, so the transforms cancel. Backward,
-//! products give the gradients of the values that the codes stand for, and the straight-through estimator those of X, W and
-//! the steps.
+//! The forward product is of codes of `X H` and `H W`: H is symmetric and orthogonal, so the transforms cancel.
+//! Backward, products give the gradients of the values that the codes stand for, and the straight-through estimator
+//! those of X, W and the steps.
 
 mod choice;
 mod pass;

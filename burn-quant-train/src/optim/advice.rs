@@ -357,8 +357,8 @@ fn unsettled(reports: &[HealthReport]) -> Vec<Finding> {
         let fold = |f: fn(f32, f32) -> f32| rates.iter().copied().reduce(f);
         let (lowest, highest) = fold(f32::min).zip(fold(f32::max))?;
         let thresholds: Vec<_> = states.filter_map(|state| state.threshold).collect();
-        // A threshold that goes up and down by turns may have been measured in one phase only; one that still moves goes one
-        // way.
+        // A threshold that goes up and down by turns may have been measured in one phase only; one that still moves
+        // goes one way.
         let ratios = thresholds.windows(2).map(|pair| pair[1] / pair[0]);
         let moves = |way: fn(f32, f32) -> bool| ratios.clone().all(|ratio| way(ratio, STILL));
         let rises = moves(|ratio, still| ratio > still);

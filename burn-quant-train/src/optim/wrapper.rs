@@ -33,7 +33,8 @@ use crate::{
 /// path, applies the policy, and restores the state of a loaded record. `step` attaches a model that is not attached
 /// yet. Until then nothing is quantized, and a warning says so once: call `attach` before the first forward pass.
 ///
-/// From then on a weight keeps its layer, whatever Burn does to the module: see the table in the book, "Optimizer and checkpoints".
+/// From then on a weight keeps its layer, whatever Burn does to the module: see the table in the book, "Optimizer and
+/// checkpoints".
 ///
 /// Clones share the layers' state, and each holds the wrapped optimizer's. Use [`view`](Self::view) to look at the
 /// layers only.

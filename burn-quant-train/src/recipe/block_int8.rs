@@ -23,8 +23,8 @@ impl<E: ComputeDtype, const BLOCK: usize> Recipe for BlockInt8<E, BLOCK> {
 }
 
 /// All three products in INT8. The operands of the forward product are rounded to nearest. dY and the saved X, from
-/// which only gradients are computed, are rounded stochastically, so that gradients are unbiased. Square blocks and whole
-/// matrices transpose for free: one copy of W and one of dY serve two products each.
+/// which only gradients are computed, are rounded stochastically, so that gradients are unbiased. Square blocks and
+/// whole matrices transpose for free: one copy of W and one of dY serve two products each.
 pub(super) const fn int8(granularity: Granularity) -> LinearRow {
     let nearest = Cast::new(Number::Int8, granularity);
     let stochastic = nearest.stochastic();

@@ -35,7 +35,8 @@ pub enum Granularity {
 pub enum ScaleSource {
     /// The largest magnitude of the elements that share the scale.
     Data,
-    /// A step size that is learned beside the weights, in the layer's slot of this name (LSQ: int4-hq-lss, section 3.1).
+    /// A step size that is learned beside the weights, in the layer's slot of this name (LSQ: int4-hq-lss, section
+    /// 3.1).
     Step(&'static str),
     /// The largest magnitudes of earlier steps, in the layer's slot of this name (delayed scaling: NVIDIA's
     /// TransformerEngine). Where there are none yet, that of the matrix.
@@ -47,7 +48,8 @@ pub enum ScaleSource {
 pub enum Transform {
     /// None.
     Identity,
-    /// The block-diagonal Hadamard transform, whose size is in the layer's slot of this name (int4-hq-lss, section 3.3).
+    /// The block-diagonal Hadamard transform, whose size is in the layer's slot of this name (int4-hq-lss, section
+    /// 3.3).
     Hadamard(&'static str),
     /// The block-diagonal Hadamard transform of 16 with fixed random signs (NVFP4, arXiv 2509.25149). The dimension is
     /// filled up with zeros to whole blocks.

@@ -4,9 +4,9 @@ use super::Cast;
 
 /// The numbers in which values pass from one operator to the next.
 ///
-/// Operators of a flow are layer normalization, RMSNorm, GELU and SwiGLU's gate. Each reads its input rounded like this,
-/// and keeps for the backward pass what it read: a value that several read is rounded once. Linear layers round what they
-/// read by their own [row](super::LinearRow). Sums and attention read values as they are.
+/// Operators of a flow are layer normalization, RMSNorm, GELU and SwiGLU's gate. Each reads its input rounded like
+/// this, and keeps for the backward pass what it read: a value that several read is rounded once. Linear layers round
+/// what they read by their own [row](super::LinearRow). Sums and attention read values as they are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Flow {
     /// The input of an operator, to nearest.

@@ -35,7 +35,8 @@ pub(super) const HADAMARD: [Cast; 2] = [
     LSQ[0].with_hadamard(SIZE.name),
     LSQ[1].with_hadamard(SIZE.name),
 ];
-/// dY in a high and a low part: the high one to nearest, the low one so that the sum is unbiased (section 4.2, equation 5).
+/// dY in a high and a low part: the high one to nearest, the low one so that the sum is unbiased (section 4.2, equation
+/// 5).
 pub(super) const SPLIT: Cast = Cast::new(Number::Int4, Granularity::Tensor)
     .stochastic()
     .with_residual(Residual::Always);

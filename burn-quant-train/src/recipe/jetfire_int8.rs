@@ -11,7 +11,8 @@ use super::{
 /// Jetfire: INT8 in `BLOCK` x `BLOCK` blocks in linear layers and between them (jetfire-int8, sections 3 to 6).
 ///
 /// Everything is rounded to nearest in the forward pass, and stochastically in the backward pass. What a layer reads is
-/// what it keeps for its gradients: a byte an element. A square block turns with its matrix, so no second copy is needed.
+/// what it keeps for its gradients: a byte an element. A square block turns with its matrix, so no second copy is
+/// needed.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct JetfireInt8<E = bf16, const BLOCK: usize = 32>(PhantomData<E>);
 

@@ -9,8 +9,8 @@ use super::{
     hadamard_int4::{LSQ, learned_int4},
 };
 
-/// The state of the art that int4-hq-lss compares with (section 5): learned step sizes without a transform (LSQ), and dY in
-/// powers of two of 4 bits, rounded stochastically (LUQ: Chmiel et al., arXiv 2112.10769).
+/// The state of the art that int4-hq-lss compares with (section 5): learned step sizes without a transform (LSQ), and
+/// dY in powers of two of 4 bits, rounded stochastically (LUQ: Chmiel et al., arXiv 2112.10769).
 ///
 /// No hardware multiplies powers of two by INT4: products of dY are computed from FP32 copies.
 #[derive(Debug, Clone, Copy, Default)]

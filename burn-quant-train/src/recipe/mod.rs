@@ -2,7 +2,8 @@
 //!
 //! A [`Row`] says everything in which one recipe differs from another: for each of the three products of a linear layer
 //! the [`Cast`] of both operands, what is saved for the backward pass, what [flows](Flow) between layers, and the
-//! [slots](Slot) that a layer keeps between steps. Rows that contradict themselves do not compile: see [`Row::checked`].
+//! [slots](Slot) that a layer keeps between steps. Rows that contradict themselves do not compile: see
+//! [`Row::checked`].
 //!
 //! To add a recipe, write its file beside the others and name it in the list below; the command line, the benchmarks,
 //! the tables and the conformance tests follow the list.

@@ -77,8 +77,8 @@ impl<B: DataBackend> Origin<B> {
         cells.filter_map(Weak::upgrade)
     }
 
-    /// The computation with its operands, if all of them are there, `stays`, and it may be done from them. `exact`: only if
-    /// its result is what it was.
+    /// The computation with its operands, if all of them are there, `stays`, and it may be done from them. `exact`:
+    /// only if its result is what it was.
     pub(super) fn to_do(
         &self,
         exact: bool,
@@ -116,8 +116,8 @@ pub struct Again<B: DataBackend> {
 }
 
 impl<B: DataBackend> Again<B> {
-    /// An operation of a [block](super::checkpoint) on these operands, before it takes them; none without an operand, since
-    /// there is nothing that such a value could be computed from.
+    /// An operation of a [block](super::checkpoint) on these operands, before it takes them; none without an operand,
+    /// since there is nothing that such a value could be computed from.
     pub(super) fn of_block<F>(
         operands: Vec<Arc<Cell<B>>>,
         compute: impl FnOnce() -> F,

@@ -60,7 +60,8 @@ fn words(shape: &Shape) -> usize {
     shape.num_elements().div_ceil(WORD)
 }
 
-/// The value of each bit of a word, `[1, 32]`. That of the highest is negative, so a sum of distinct bits never overflows.
+/// The value of each bit of a word, `[1, 32]`. That of the highest is negative, so a sum of distinct bits never
+/// overflows.
 fn values<K: Kernels>(device: &Device<K>) -> IntTensor<K> {
     let values: Vec<i32> = (0..WORD as u32).map(|bit| 1i32 << bit).collect();
     K::int_from_data(TensorData::new(values, [1, WORD]), device)

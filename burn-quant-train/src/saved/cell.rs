@@ -551,8 +551,8 @@ impl Handle {
         }))
     }
 
-    /// Ends with the operation that now takes the value. Where none runs, the value is about to be read, and it stays as it
-    /// is.
+    /// Ends with the operation that now takes the value. Where none runs, the value is about to be read, and it stays
+    /// as it is.
     pub fn consume(mut self) {
         let Some(cell) = self.0.take() else { return };
         if let Some(cell) = scope::consume(cell).and_then(|cell| cell.upgrade()) {

@@ -2,21 +2,21 @@
 //! 2016, "Training Deep Nets with Sublinear Memory Cost").
 //!
 //! Nodes of autodiff are recorded as ever. But what an operation of a block makes, and nothing outside of the block
-//! holds, is forgotten when forward code lets go of it, and keeps the operation and the cells that this reads. The first
-//! node of the block that asks for such a value in the backward pass has it computed again, with all that it stands on;
-//! each value then stays until its last reader is done. So there is the memory of one block at a time, and one more
-//! forward pass.
+//! holds, is forgotten when forward code lets go of it, and keeps the operation and the cells that this reads. The
+//! first node of the block that asks for such a value in the backward pass has it computed again, with all that it
+//! stands on; each value then stays until its last reader is done. So there is the memory of one block at a time, and
+//! one more forward pass.
 
 use super::scope;
 
 /// Runs a part of a model, such as a layer, of which only `input` and the result wait for the backward pass: what is
 /// between is computed again when that comes to it.
 ///
-/// With exact contexts gradients are those without a block, to the bit: operations of the second run draw the same random
-/// numbers, masks of dropout are kept (a bit an element), and thresholds and histories count the first run alone. They
-/// are read as they are in the second run, so the backward pass ends before the optimizer's next step. If contexts
-/// compress `input`, the second run reads what the context holds. A stochastic copy of a matrix that a layer outside of
-/// the block made first is drawn anew by those inside, which is as unbiased.
+/// With exact contexts gradients are those without a block, to the bit: operations of the second run draw the same
+/// random numbers, masks of dropout are kept (a bit an element), and thresholds and histories count the first run
+/// alone. They are read as they are in the second run, so the backward pass ends before the optimizer's next step. If
+/// contexts compress `input`, the second run reads what the context holds. A stochastic copy of a matrix that a layer
+/// outside of the block made first is drawn anew by those inside, which is as unbiased.
 ///
 /// Layers with learned step sizes keep their operands and results as without a block. A block inside of a block belongs
 /// to the outer one. Without autodiff, and on backends without the decorator, it is a call of `block`.

@@ -1,8 +1,8 @@
 //! The values that wait for the backward pass: all that nodes of autodiff save, compressed, each once.
 //!
-//! [`QuantTrain<Autodiff<B>, R>`](crate::QuantTrain) computes on `Autodiff<Held<B>>`. [`Held`] is a second decorator, inside
-//! autodiff, whose float primitive is a shared [`Cell`]. So what autodiff's nodes save are cells, of every operation and of
-//! every model, and a cell may change how it holds its value:
+//! [`QuantTrain<Autodiff<B>, R>`](crate::QuantTrain) computes on `Autodiff<Held<B>>`. [`Held`] is a second decorator,
+//! inside autodiff, whose float primitive is a shared [`Cell`]. So what autodiff's nodes save are cells, of every
+//! operation and of every model, and a cell may change how it holds its value:
 //!
 //! - *exact*, as it came;
 //! - *compressed*, in the [context](crate::recipe::Context) of the recipe's row; whoever reads it gets it dequantized;
@@ -15,9 +15,9 @@
 //! operands stay, else it is compressed at the next matrix product or at the start of the backward pass, where a fused
 //! stream ends anyway.
 //!
-//! Some cells stay exact: parameters; values of fewer than [`MIN_COMPRESSED`] elements, or a number a row; operands whose error a gradient
-//! magnifies without a bound, which the tables in `operations` mark; log-probabilities; the elementwise
-//! operations that end in the mean or the sum of a loss.
+//! Some cells stay exact: parameters; values of fewer than [`MIN_COMPRESSED`] elements, or a number a row; operands
+//! whose error a gradient magnifies without a bound, which the tables in `operations` mark; log-probabilities; the
+//! elementwise operations that end in the mean or the sum of a loss.
 //!
 //! | file | what it has |
 //! | --- | --- |

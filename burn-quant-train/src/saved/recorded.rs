@@ -29,8 +29,9 @@ pub trait Recorded<B: DataBackend, const N: usize>: Clone + Send + Sync + 'stati
     /// The values that the forward pass leaves for the backward pass.
     type Saved: Clone + Debug + Send + 'static;
 
-    /// The operation that does the same in the second run of a [block](super::checkpoint()), without being counted: what
-    /// both draw is settled now. `None` if it cannot be done twice; its output then waits as without a block, and what it saved.
+    /// The operation that does the same in the second run of a [block](super::checkpoint()), without being counted:
+    /// what both draw is settled now. `None` if it cannot be done twice; its output then waits as without a block, and
+    /// what it saved.
     fn again(&mut self, inputs: &[HeldTensor<B>; N]) -> Option<Self>;
 
     /// The output, and what the backward pass needs.
@@ -218,7 +219,8 @@ impl<B: DataBackend, O: Recorded<B, N>, const N: usize> Debug for Waiting<B, O, 
     }
 }
 
-/// The second run of an operation in a block: whoever needs its output first has it run, and its node takes what it saved.
+/// The second run of an operation in a block: whoever needs its output first has it run, and its node takes what it
+/// saved.
 struct SecondRun<B: DataBackend, O: Recorded<B, N>, const N: usize> {
     operation: O,
     wanted: [bool; N],

@@ -195,9 +195,9 @@ impl Drop for Running {
 
 /// Runs a part of a model's forward pass under a name, by which an [`ActivationReport`] tells what the part leaves.
 ///
-/// Linear layers go by the paths that the optimizer gave them, and what is made between them by the layer that runs next;
-/// neither needs a name. A part without linear layers does, such as a convolution. Names in names are joined by dots. It is
-/// `forward()` alone where the thread has no [`Recording`].
+/// Linear layers go by the paths that the optimizer gave them, and what is made between them by the layer that runs
+/// next; neither needs a name. A part without linear layers does, such as a convolution. Names in names are joined by
+/// dots. It is `forward()` alone where the thread has no [`Recording`].
 ///
 /// ```
 /// use burn::{backend::{Autodiff, Flex}, tensor::{Tensor, activation::tanh}};
@@ -253,8 +253,8 @@ pub enum Form {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Saved {
     /// The linear layer that made it, by its module path, or the [name](named) of the part that did. Of what was made
-    /// between linear layers the next one to run, or `after` the last one. Empty where no layer has a path: an optimizer gives
-    /// them.
+    /// between linear layers the next one to run, or `after` the last one. Empty where no layer has a path: an
+    /// optimizer gives them.
     pub layer: String,
     /// The operation that made it, as Burn's backend traits name it; of an operand the one that reads it.
     pub operation: &'static str,
@@ -465,8 +465,8 @@ impl ActivationReport {
         Total::of(&self.values)
     }
 
-    /// The totals of the values of each key, such as `|value| value.layer.clone()`: that of the most bytes first, and of
-    /// equal ones the one that was made first.
+    /// The totals of the values of each key, such as `|value| value.layer.clone()`: that of the most bytes first, and
+    /// of equal ones the one that was made first.
     pub fn totals<K: Clone + Eq + Hash>(&self, key: impl Fn(&Saved) -> K) -> Vec<(K, Total)> {
         let mut places = HashMap::new();
         let mut totals: Vec<(K, Total)> = Vec::new();
@@ -482,8 +482,8 @@ impl ActivationReport {
         totals
     }
 
-    /// Where a flow broke: the values of operations that do not belong to it and keep more than it would, the small ones
-    /// aside, each with the bytes that it would take in the flow. The loss is among them: no flow reaches it.
+    /// Where a flow broke: the values of operations that do not belong to it and keep more than it would, the small
+    /// ones aside, each with the bytes that it would take in the flow. The loss is among them: no flow reaches it.
     pub fn breaks(&self, flow: &Flow) -> Vec<(&Saved, usize)> {
         let values = self.values.iter();
         values

@@ -115,8 +115,9 @@ static CHOSEN: RwLock<Option<Option<Context>>> = RwLock::new(None);
 /// True if there is one: most programs never take the lock.
 static IS_CHOSEN: AtomicBool = AtomicBool::new(false);
 
-/// Chooses the context of all values in this process, in place of the recipes' rows, for programs whose users choose one:
-/// see [`Contexts`](crate::recipe::context::Contexts) for the same as a type. `None` gives the choice back to the rows.
+/// Chooses the context of all values in this process, in place of the recipes' rows, for programs whose users choose
+/// one: see [`Contexts`](crate::recipe::context::Contexts) for the same as a type. `None` gives the choice back to the
+/// rows.
 ///
 /// # Panics
 ///

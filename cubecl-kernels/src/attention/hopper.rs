@@ -1,8 +1,8 @@
 //! Attention on Hopper's warpgroup matrix instructions (`wgmma`), fed by its tensor memory accelerator (TMA).
 //!
-//! CUDA source in four texts: `hopper/forward.cu`; `hopper/rows.cu`, `hopper/gradients.cu` and `hopper/queries.cu` for the
-//! backward pass. Blocks of it share keys, and sums of dK and dV stay in registers; those of dQ are added in memory, in
-//! FP32, by blocks that take turns: each sum has one order, and results repeat to the bit.
+//! CUDA source in four texts: `hopper/forward.cu`; `hopper/rows.cu`, `hopper/gradients.cu` and `hopper/queries.cu` for
+//! the backward pass. Blocks of it share keys, and sums of dK and dV stay in registers; those of dQ are added in
+//! memory, in FP32, by blocks that take turns: each sum has one order, and results repeat to the bit.
 
 use std::{fmt::Debug, hash::Hash, marker::PhantomData};
 
@@ -42,8 +42,8 @@ const DECLARED: usize = 1024;
 const MAX_STAGES: usize = 6;
 /// Bytes of the L2 cache that operands of a section of heads may take.
 const SECTION_BYTES: usize = 32 << 20;
-/// Rows of the tiles of the backward pass, for heads of 64 and of 128 features: one for its three texts, since `rows.cu` clears
-/// the turns that blocks of `gradients.cu` wait for.
+/// Rows of the tiles of the backward pass, for heads of 64 and of 128 features: one for its three texts, since
+/// `rows.cu` clears the turns that blocks of `gradients.cu` wait for.
 const OF_BACKWARD: [usize; 2] = [128, 64];
 /// Units of a block of `rows.cu`.
 const ROW_UNITS: usize = 256;
@@ -470,7 +470,8 @@ macro_rules! kernels {
 }
 
 kernels! {
-    // Text and entry point; units, own tiles, staged tiles, bytes of a row, tiles of scores and of sums, rows of a tile.
+    // Text and entry point; units, own tiles, staged tiles, bytes of a row, tiles of scores and of sums, rows of a
+    // tile.
     Forward: "hopper/forward.cu" "attention_forward_hopper", UNITS, 1, 1, 0, 0, 0, [128, 128];
     Rows: "hopper/rows.cu" "attention_rows_hopper", ROW_UNITS as u32, 0, 0, 0, 0, 0, OF_BACKWARD;
     Gradients: "hopper/gradients.cu" "attention_gradients_hopper", UNITS, 2, 2, 8, 2, 1, OF_BACKWARD;

@@ -96,7 +96,8 @@ pub(super) fn forward<R: Runtime>(
     };
     let cubes = shape.batch * shape.heads * shape.queries.div_ceil(TILE);
     if cubes > 0 {
-        // SAFETY: accesses are guarded by the shape, which the tensors were checked against and the results allocated for.
+        // SAFETY: accesses are guarded by the shape, which the tensors were checked against and the results allocated
+        // for.
         #[allow(unsafe_code)]
         unsafe {
             attention_forward_kernel::launch_unchecked::<R>(

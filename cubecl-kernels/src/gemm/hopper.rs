@@ -204,7 +204,8 @@ fn tensor_map<R: Runtime>(
 }
 
 numbers! {
-    /// The numbers of `hopper/gemm.cu` and `hopper/gemm_fp8.cu`. Strides are in elements; those of a batch of one are 0.
+    /// The numbers of `hopper/gemm.cu` and `hopper/gemm_fp8.cu`. Strides are in elements; those of a batch of one are
+    /// 0.
     struct GemmNumbers {
         batch: u64,
         m: u64,

@@ -73,8 +73,8 @@ fn near<const N: usize>(block: &mut [f32]) {
     }
 }
 
-/// One pass: a sum in the lower element of each two, in the upper one a difference. A product with 1 or -1 rounds nothing,
-/// and leaves one expression for all lanes.
+/// One pass: a sum in the lower element of each two, in the upper one a difference. A product with 1 or -1 rounds
+/// nothing, and leaves one expression for all lanes.
 #[inline(always)]
 fn pass<const N: usize, const DISTANCE: usize>(group: [f32; N]) -> [f32; N] {
     std::array::from_fn(|lane| {

@@ -82,8 +82,8 @@ pub struct HostLearnedStepGradients {
 }
 
 /// Quantizes the transform of `x`, `[rows, cols]`, to INT4 by the step size `step`:
-/// [`reference::learned_step::quantize`](crate::reference::learned_step::quantize), to the bit. `save` names the rows of
-/// which residuals are kept for the backward pass; `None` keeps nothing for it.
+/// [`reference::learned_step::quantize`](crate::reference::learned_step::quantize), to the bit. `save` names the rows
+/// of which residuals are kept for the backward pass; `None` keeps nothing for it.
 ///
 /// # Errors
 ///

@@ -1,8 +1,8 @@
 //! E3M0, the powers of two of LUQ (logarithmic unbiased quantization: Chmiel et al., arXiv 2112.10769; a baseline of
 //! int4-hq-lss): 0, 0.25, 0.5, 1, 2, 4, 8, 16 and their negatives.
 //!
-//! Stochastic rounding is LUQ's: between two powers it is linear in the value, and below the smallest power a value becomes
-//! that or 0, so that the expectation is the value everywhere.
+//! Stochastic rounding is LUQ's: between two powers it is linear in the value, and below the smallest power a value
+//! becomes that or 0, so that the expectation is the value everywhere.
 
 use super::Minifloat;
 

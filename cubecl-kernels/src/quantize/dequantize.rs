@@ -1,7 +1,7 @@
 //! From quantized values back to floats.
 //!
-//! Memory bounds it. Where rows of the row-major copy are whole runs and a run has one scale, a unit reads a run, 16 codes,
-//! in words, and writes it in vectors of 16 bytes; else four neighbours of a row.
+//! Memory bounds it. Where rows of the row-major copy are whole runs and a run has one scale, a unit reads a run, 16
+//! codes, in words, and writes it in vectors of 16 bytes; else four neighbours of a row.
 
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
@@ -157,8 +157,8 @@ fn launch_runs<R: Runtime>(
         stored.handle.clone(),
         storage::<u32>(),
     );
-    // SAFETY: a unit whose run lies behind the matrix does nothing; of the others the run, its scale and its place in the
-    // output lie inside of their buffers, whose shapes `check` has compared.
+    // SAFETY: a unit whose run lies behind the matrix does nothing; of the others the run, its scale and its place in
+    // the output lie inside of their buffers, whose shapes `check` has compared.
     #[allow(unsafe_code)]
     unsafe {
         dequantize_runs_kernel::launch_unchecked::<R>(

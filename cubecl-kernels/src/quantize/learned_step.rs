@@ -1,10 +1,10 @@
 //! The Hadamard quantizer with a learned step size, and its backward pass (int4-hq-lss, sections 3.1 and 3.3, equation
 //! 4, Appendices A.3 to A.5).
 //!
-//! A matrix is transformed, `h = x H`, divided by the step size, `v = h / s`, and `v` is clamped to `[-7, 7]` and rounded
-//! to INT4. Its values `Z = s * code` stand for `h`, and never for `x`: in a product of two such matrices the transforms
-//! cancel. The step size is a parameter that is learned. It lies on the device, in one buffer for all layers, and the
-//! host does not read it.
+//! A matrix is transformed, `h = x H`, divided by the step size, `v = h / s`, and `v` is clamped to `[-7, 7]` and
+//! rounded to INT4. Its values `Z = s * code` stand for `h`, and never for `x`: in a product of two such matrices the
+//! transforms cancel. The step size is a parameter that is learned. It lies on the device, in one buffer for all
+//! layers, and the host does not read it.
 //!
 //! | function | what it computes | how often `x` is read |
 //! | --- | --- | --- |
@@ -152,8 +152,8 @@ pub struct SavedRounding<R: Runtime> {
     /// is 1 where the `j`-th element of such a code is, of the 32 neighbours of a row that the byte is for, in their
     /// order. The ninth element of such a code and those behind it count as clamped.
     pub saturation: TensorHandle<R>,
-    /// i8 `[sampled rows, cols]`: `254 (code - v)` rounded to the nearest integer, ties to even; 0 for clamped elements,
-    /// of which `delta` is the code.
+    /// i8 `[sampled rows, cols]`: `254 (code - v)` rounded to the nearest integer, ties to even; 0 for clamped
+    /// elements, of which `delta` is the code.
     pub residuals: TensorHandle<R>,
     /// The rows that have residuals.
     pub sample: ResidualRows,

@@ -1,5 +1,5 @@
-//! Attention and its gradients in `f64`, from the equations of [`attention`](mod@crate::attention): every score of every
-//! head in memory.
+//! Attention and its gradients in `f64`, from the equations of [`attention`](mod@crate::attention): every score of
+//! every head in memory.
 
 use crate::{
     attention::{

@@ -5,8 +5,8 @@ use crate::delay_threshold::{DelayThreshold, GROWTH, MAX_THRESHOLD, MIN_THRESHOL
 /// One step of the threshold of every layer (fallback-int8, Algorithm 2), with factors that adapt as Rprop's.
 ///
 /// `moves` holds what the factor of each layer's last move had above 1, negative where the threshold fell, and 0 before
-/// the first. `counts` holds, for each layer, the blocks that fell back and all blocks since the last step; it is zeroed. A
-/// layer without blocks keeps its threshold, its move and its rate.
+/// the first. `counts` holds, for each layer, the blocks that fell back and all blocks since the last step; it is
+/// zeroed. A layer without blocks keeps its threshold, its move and its rate.
 pub fn delay_threshold(
     thresholds: &mut [f32],
     moves: &mut [f32],

@@ -4,8 +4,8 @@ use crate::hadamard::{Axis, HadamardTransform, RANDOM_SIGNS, RANDOM_SIZE};
 
 /// The transform of `x`, `[rows, cols]`, in FP32.
 ///
-/// A block of `2^k` elements takes `k` passes, with distances 1, 2, 4, .. `2^(k-1)` in this order: two elements `(a, b)`
-/// of that distance become `(a + b, a - b)`. Then each element is multiplied by [`HadamardSize::factor`] once.
+/// A block of `2^k` elements takes `k` passes, with distances 1, 2, 4, .. `2^(k-1)` in this order: two elements `(a,
+/// b)` of that distance become `(a + b, a - b)`. Then each element is multiplied by [`HadamardSize::factor`] once.
 ///
 /// A device may take a subnormal number for 0.
 ///

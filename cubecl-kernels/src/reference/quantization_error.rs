@@ -2,8 +2,8 @@
 
 use crate::quantization_error::{BEYOND, COUNTS, SUMS, unit};
 
-/// Sums and counts of [`quantization_error`](mod@crate::quantization_error): of a matrix `x`, of largest magnitude `absmax`, and
-/// of `y`, what it became.
+/// Sums and counts of [`quantization_error`](mod@crate::quantization_error): of a matrix `x`, of largest magnitude
+/// `absmax`, and of `y`, what it became.
 ///
 /// # Panics
 ///

@@ -326,8 +326,8 @@ fn attention_sources(architecture: u16) -> Vec<Source> {
     sources
 }
 
-/// All passes of the portable attention: each type, sums of one panel and of the most, with every option and with none, and
-/// each form of a bias.
+/// All passes of the portable attention: each type, sums of one panel and of the most, with every option and with none,
+/// and each form of a bias.
 fn portable_attention_sources(architecture: u16) -> Vec<Source> {
     let wanted = AttentionGradients {
         query: true,

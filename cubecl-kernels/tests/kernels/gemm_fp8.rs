@@ -22,8 +22,8 @@ use crate::{
     random::Random,
 };
 
-/// Tensor cores cut off what lies more than 13 bits below the largest of the FP8 products that they add at once: as a part of
-/// the largest product of the sum and of the root of their number, eight deviations.
+/// Tensor cores cut off what lies more than 13 bits below the largest of the FP8 products that they add at once: as a
+/// part of the largest product of the sum and of the root of their number, eight deviations.
 const ACCUMULATION: f64 = 1.2e-3;
 
 /// A matrix on the device, and the numbers that it stands for, row-major.

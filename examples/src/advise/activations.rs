@@ -28,8 +28,8 @@ pub enum AttentionForm {
 }
 
 impl AttentionForm {
-    /// That of a device, of a causal mask and nothing else: kernels are for BF16 and FP16, that for Hopper for heads of at most
-    /// 128 features.
+    /// That of a device, of a causal mask and nothing else: kernels are for BF16 and FP16, that for Hopper for heads of
+    /// at most 128 features.
     pub fn on(device: Device, compute: Compute, head_width: usize) -> Self {
         match (device, compute) {
             (_, Compute::F32) => Self::Composed,
@@ -122,7 +122,8 @@ impl Step<'_> {
         self.batch * self.sequence
     }
 
-    /// True where compositions are one operation: in a flow, and where the device has kernels for them, as for attention.
+    /// True where compositions are one operation: in a flow, and where the device has kernels for them, as for
+    /// attention.
     fn composes(&self) -> bool {
         match self.attention {
             AttentionForm::Composed | AttentionForm::Tiles => self.row.flow.is_some(),
@@ -340,8 +341,8 @@ impl Step<'_> {
         float + casts + self.copies(&readers)
     }
 
-    /// What becomes of the outputs of norms and of what is inside a feed-forward network: in Llama they are products, where
-    /// Burn composes them, in GPT-2 sums and what GELU makes, which are not computed again.
+    /// What becomes of the outputs of norms and of what is inside a feed-forward network: in Llama they are products,
+    /// where Burn composes them, in GPT-2 sums and what GELU makes, which are not computed again.
     fn products(&self) -> Waits {
         match self.model.family {
             Family::Llama if self.composes() => Waits::Compressed,

@@ -1,8 +1,8 @@
 //! The memory that training keeps, measured, not computed: the bytes of activations that a forward pass leaves for the
 //! backward pass, and the bytes of optimizer state.
 //!
-//! `--memory` says what the activations are: `table` on the terminal, by layer and by operation; `rows` for other tools;
-//! `plot` as a picture.
+//! `--memory` says what the activations are: `table` on the terminal, by layer and by operation; `rows` for other
+//! tools; `plot` as a picture.
 
 mod plot;
 mod rows;
@@ -68,8 +68,8 @@ pub fn report<B: AutodiffBackend>(model: &Decoder<B>, batch: &Batch<B>) -> Activ
     saved
 }
 
-/// Writes a report into the folder of its run as `memory.svg`, `memory.csv` and `memory.jsonl`. Gives what is to be printed;
-/// `title` names the run.
+/// Writes a report into the folder of its run as `memory.svg`, `memory.csv` and `memory.jsonl`. Gives what is to be
+/// printed; `title` names the run.
 ///
 /// # Errors
 ///

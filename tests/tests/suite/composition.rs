@@ -58,8 +58,8 @@ fn draw(rng: &mut Rng, count: usize) -> Vec<f32> {
     (0..count).map(|_| normal()).collect()
 }
 
-/// Output and gradients for the loss `sum(weights * output)`. Inputs reach `forward` in `dtype`, in another shape than their
-/// leaves: what has that of a parameter may be a weight, which is not looked at.
+/// Output and gradients for the loss `sum(weights * output)`. Inputs reach `forward` in `dtype`, in another shape than
+/// their leaves: what has that of a parameter may be a weight, which is not looked at.
 fn solve<A: AutodiffBackend>(
     [x, y, gain, weights]: &[Vec<f32>; 4],
     dtype: DType,

@@ -332,8 +332,9 @@ fn patterns<B: DataBackend>(seed: u64) {
     assert!(measured::<B, BlockInt8<f32>>(rare, &data()).is_empty());
 }
 
-/// What `fallback-int8` would do lies between what no block and what every block would give, with blocks that differ little:
-/// the maximum of each is 5% above that of the one before, a little more than the steps in which a threshold is looked for.
+/// What `fallback-int8` would do lies between what no block and what every block would give, with blocks that differ
+/// little: the maximum of each is 5% above that of the one before, a little more than the steps in which a threshold is
+/// looked for.
 fn what_if_fallback<B: DataBackend>(seed: u64) {
     let device = Default::default();
     let [rows, k, n] = [1024, 256, 16];
@@ -354,7 +355,8 @@ fn what_if_fallback<B: DataBackend>(seed: u64) {
     optim.step(0.0, model, gradients);
     let reports = optim.take_health();
     let cast = &matrix(&reports[0], LinearMatrix::X).casts[0];
-    // The noise of each block falls to nothing where it falls back: 16 blocks, of which the 1 to 3 do that have most of it.
+    // The noise of each block falls to nothing where it falls back: 16 blocks, of which the 1 to 3 do that have most of
+    // it.
     let shape = MatrixShape::new(rows, k);
     let noise = |threshold| {
         let quantized = reference::quantize_fallback(&data, shape, 128, threshold);

@@ -33,8 +33,8 @@ fn slots(row: &LinearRow) -> Option<([&'static str; 2], Option<&'static str>)> {
     Some(([x, weight], hadamard))
 }
 
-/// Y, dX and dW of the first run of a layer, for X `[rows, K]`, W `[K, N]` and dY `[rows, N]`, with the step sizes and the
-/// transform that the layer has; `None` for a row whose scales come from the data.
+/// Y, dX and dW of the first run of a layer, for X `[rows, K]`, W `[K, N]` and dY `[rows, N]`, with the step sizes and
+/// the transform that the layer has; `None` for a row whose scales come from the data.
 pub(crate) fn definition<B: DataBackend>(
     row: &LinearRow,
     [x, w, dy]: [&[f32]; 3],

@@ -127,14 +127,15 @@ fn cold_start<B: DataBackend>(seed: u64) {
     }
 }
 
-/// The first step of Adam is as long as the learning rate, against the sign of the gradient, which that of the surrogate's
-/// finite difference is.
+/// The first step of Adam is as long as the learning rate, against the sign of the gradient, which that of the
+/// surrogate's finite difference is.
 fn learning<B: DataBackend>(seed: u64) {
     let (device, mut rng) = (B::Device::default(), Rng::new(seed));
     let rows = 40;
     let mut seen = 0;
     for trial in 0..6 {
-        // The layer begins with the step size of its data, here with one that is too small or too large for what follows.
+        // The layer begins with the step size of its data, here with one that is too small or too large for what
+        // follows.
         let config = config(seed + trial, learned_from(1));
         let (mut optim, mut model) =
             attached::<Split<B>, _>(&config, One::new(K, N, false, &device), seed + trial);
@@ -387,8 +388,8 @@ fn transposed<B: DataBackend>(seed: u64) {
     );
 }
 
-/// Features of a few channels that are far larger than the others (figure 1): the chosen transform is larger than without them,
-/// and INT4 is closer to the exact product than without a transform, by more the larger they are.
+/// Features of a few channels that are far larger than the others (figure 1): the chosen transform is larger than
+/// without them, and INT4 is closer to the exact product than without a transform, by more the larger they are.
 fn choice<B: DataBackend>(seed: u64) {
     let device = B::Device::default();
     let (rows, k) = (64, 256);

@@ -1,4 +1,5 @@
-//! What waits for the backward pass: compressed once, gradients as good as exact, nothing hidden, nothing kept too long.
+//! What waits for the backward pass: compressed once, gradients as good as exact, nothing hidden, nothing kept too
+//! long.
 
 use burn::{
     backend::{
@@ -172,8 +173,8 @@ fn cases<B: DataBackend, F: ContextFormat, C: CheckpointStrategy>(seed: u64) -> 
     cases
 }
 
-/// The least cosine of the gradients of one parameter; those that are noise around 0, as of the bias of attention's keys,
-/// say nothing.
+/// The least cosine of the gradients of one parameter; those that are noise around 0, as of the bias of attention's
+/// keys, say nothing.
 fn worst(got: &[Vec<f32>], exact: &[Vec<f32>]) -> f64 {
     let norm = |values: &[f32]| {
         values

@@ -136,7 +136,8 @@ pub struct AttentionInputs<T: Tensors> {
     pub key: T::Float,
     /// V, `[batch, heads of keys, keys, features of V]`.
     pub value: T::Float,
-    /// True where a key is hidden from a query. Each dimension is that of the scores, `[batch, heads, queries, keys]`, or 1.
+    /// True where a key is hidden from a query. Each dimension is that of the scores, `[batch, heads, queries, keys]`,
+    /// or 1.
     pub mask: Option<T::Bool>,
     /// Added to the scores. Each dimension is that of the scores, or 1.
     pub bias: Option<T::Float>,

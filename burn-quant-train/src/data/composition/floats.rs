@@ -50,8 +50,8 @@ pub(super) fn rms_norm<B: Backend>((x, gain): Pair<B>, epsilon: f32) -> Pair<B> 
     (like::<B>(output, shape, dtype), inverse_rms)
 }
 
-/// The gradients of x, and of the gain, f32 `[1, columns]`: of x, the gain, the inverse root mean squares and the gradient
-/// of the output.
+/// The gradients of x, and of the gain, f32 `[1, columns]`: of x, the gain, the inverse root mean squares and the
+/// gradient of the output.
 pub(super) fn rms_norm_backward<B: Backend>(
     [x, gain, inverse_rms, gradient]: [FloatTensor<B>; 4],
 ) -> Pair<B> {
@@ -86,8 +86,8 @@ pub(super) fn layer_norm<B: Backend>(
     (like::<B>(output, shape, dtype), (mean, inverse_deviation))
 }
 
-/// The gradients of x, and of the gain and the bias, f32 `[1, columns]`: of x, the gain and the gradient of the output, and
-/// of what [`layer_norm`] gave of the rows.
+/// The gradients of x, and of the gain and the bias, f32 `[1, columns]`: of x, the gain and the gradient of the output,
+/// and of what [`layer_norm`] gave of the rows.
 pub(super) fn layer_norm_backward<B: Backend>(
     [x, gain, gradient]: [FloatTensor<B>; 3],
     (mean, inverse_deviation): Pair<B>,

@@ -24,17 +24,17 @@ pub type WithPair<B> = (FloatTensor<B>, Pair<B>);
 pub struct Compositions<B: Backend> {
     /// True where both norms and their backward passes take rows of this dtype and of so many elements.
     pub has_norms: fn(DType, usize) -> bool,
-    /// The output, in the dtype of x `[.., columns]`, and the inverse of each row's root mean square, f32 `[rows, 1]`, of x,
-    /// the gain, of so many elements as a row and any float dtype, and epsilon.
+    /// The output, in the dtype of x `[.., columns]`, and the inverse of each row's root mean square, f32 `[rows, 1]`,
+    /// of x, the gain, of so many elements as a row and any float dtype, and epsilon.
     pub rms_norm: fn(Pair<B>, f32) -> Pair<B>,
     /// The gradient of x, and that of the gain in parts, f32 `[parts, columns]`: of x, the gain, the inverse root mean
     /// squares and the gradient of the output.
     pub rms_norm_backward: fn([FloatTensor<B>; 4]) -> Pair<B>,
-    /// The output, in the dtype of x `[.., columns]`, and the mean and the inverse deviation of each row, f32 `[rows, 1]`: of
-    /// the inputs, and epsilon.
+    /// The output, in the dtype of x `[.., columns]`, and the mean and the inverse deviation of each row, f32 `[rows,
+    /// 1]`: of the inputs, and epsilon.
     pub layer_norm: fn(NormInputs<B>, f32) -> WithPair<B>,
-    /// The gradient of x, and those of the gain and of the bias in parts, f32 `[parts, columns]`: of x, the gain and the
-    /// gradient of the output; and of the means and the inverse deviations.
+    /// The gradient of x, and those of the gain and of the bias in parts, f32 `[parts, columns]`: of x, the gain and
+    /// the gradient of the output; and of the means and the inverse deviations.
     pub layer_norm_backward: fn([FloatTensor<B>; 3], Pair<B>) -> WithPair<B>,
     /// `silu(gate) up`, of tensors of one shape and dtype.
     pub swiglu: fn(Pair<B>) -> FloatTensor<B>,

@@ -1,8 +1,8 @@
 //! Compositions of Burn's operations that are one operation: RMSNorm, SwiGLU's gate, GELU, layer normalization, and the
 //! gradient of an embedding. Without a kernel all but the last are computed from float operations, in FP32.
 //!
-//! One kernel reads each tensor once. Operation by operation, a norm of a decoder layer of width 768 takes seven times as
-//! long on an H200, and leaves more for the backward pass.
+//! One kernel reads each tensor once. Operation by operation, a norm of a decoder layer of width 768 takes seven times
+//! as long on an H200, and leaves more for the backward pass.
 
 mod floats;
 pub(super) mod kernels;

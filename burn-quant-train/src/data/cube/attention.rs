@@ -56,11 +56,11 @@ const MAX_SAVED: usize = 1 << 26;
 
 /// The rule by which attention is computed.
 ///
-/// Hopper's kernel where it can. Else products on tensor cores, since the portable kernel computes on ordinary FP32 units,
-/// of which a GPU has a tenth of the arithmetic or less: our own composition where only a scale and a causal mask are asked
-/// for, and Burn's elsewhere. The portable kernel where these hold too many scores in memory; and for what our own
-/// composition does not compute, on devices without tensor cores. This is by arithmetic: no GPU has timed the portable
-/// kernel.
+/// Hopper's kernel where it can. Else products on tensor cores, since the portable kernel computes on ordinary FP32
+/// units, of which a GPU has a tenth of the arithmetic or less: our own composition where only a scale and a causal
+/// mask are asked for, and Burn's elsewhere. The portable kernel where these hold too many scores in memory; and for
+/// what our own composition does not compute, on devices without tensor cores. This is by arithmetic: no GPU has timed
+/// the portable kernel.
 fn way<R: CubeRuntime>(device: &R::Device, problem: &AttentionProblem) -> Option<AttentionWay> {
     let client = R::client(device);
     let scores = problem.shape.scores().into_iter();

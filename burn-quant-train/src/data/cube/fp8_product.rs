@@ -16,8 +16,8 @@ use super::{
 };
 use crate::data::quantize::Operand;
 
-/// The product plus a bias in FP32, `[columns]`, if both operands are FP8 and the device has a kernel for numbers, scales
-/// and strides.
+/// The product plus a bias in FP32, `[columns]`, if both operands are FP8 and the device has a kernel for numbers,
+/// scales and strides.
 pub(super) fn fp8_product<B: Cube<R>, R: CubeRuntime>(
     left: Operand<'_, B>,
     right: Operand<'_, B>,

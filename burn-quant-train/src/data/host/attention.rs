@@ -104,8 +104,8 @@ fn forward<B: HostBackend>(
     })
 }
 
-/// The same tensor `[batch, heads, queries, features]` in the memory of `[batch, queries, heads, features]`: the layer behind
-/// it reads rows, and then shares them with what waits for the backward pass.
+/// The same tensor `[batch, heads, queries, features]` in the memory of `[batch, queries, heads, features]`: the layer
+/// behind it reads rows, and then shares them with what waits for the backward pass.
 fn in_rows<B: HostBackend>(tensor: FloatTensor<B>) -> FloatTensor<B> {
     let [batch, heads, queries, features] = dimensions(&tensor);
     let rows = B::float_swap_dims(tensor, 1, 2);

@@ -44,13 +44,13 @@ pub enum ElementSource<T: Tensors> {
     Saved(LearnedMatrix<T>),
 }
 
-/// Quantization by learned step sizes on a backend that holds data. Matrices have two dimensions, any strides and any float
-/// dtype.
+/// Quantization by learned step sizes on a backend that holds data. Matrices have two dimensions, any strides and any
+/// float dtype.
 ///
 /// Codes, and what is saved, are those of [`cubecl_kernels::reference::learned_step`], bit for bit.
 pub trait LearnedStepKernels: Backend {
-    /// Quantizes the transform of the matrix `x`. `save` names the rows whose residuals are kept; without it nothing is kept
-    /// for the backward pass.
+    /// Quantizes the transform of the matrix `x`. `save` names the rows whose residuals are kept; without it nothing is
+    /// kept for the backward pass.
     ///
     /// # Panics
     ///
@@ -63,7 +63,8 @@ pub trait LearnedStepKernels: Backend {
         save: Option<ResidualRows>,
     ) -> LearnedMatrix<Self>;
 
-    /// The gradients of the matrix, in `dtype`, and of its step size, FP32 `[1]` (int4-hq-lss, equation 4 and Appendix A.3).
+    /// The gradients of the matrix, in `dtype`, and of its step size, FP32 `[1]` (int4-hq-lss, equation 4 and Appendix
+    /// A.3).
     ///
     /// # Panics
     ///

@@ -1,4 +1,5 @@
-//! Quantization by learned step sizes, of Hadamard-transformed matrices (HQ and LSQ: int4-hq-lss, sections 3.1 and 3.3).
+//! Quantization by learned step sizes, of Hadamard-transformed matrices (HQ and LSQ: int4-hq-lss, sections 3.1 and
+//! 3.3).
 
 pub(super) mod kernels;
 mod matrix;

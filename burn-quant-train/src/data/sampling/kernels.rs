@@ -47,8 +47,8 @@ pub trait SamplingKernels: Backend {
     /// Both parts as one INT8 matrix.
     fn merge_parts(split: &BitSplit<Self>, layout: Layout) -> Quantized<Self>;
 
-    /// The leverage score of each row of both parts, FP32 `[2 rows]`: its norm, times that of the row of the INT4 matrix
-    /// `x`, if there is one (int4-hq-lss, Propositions 4.1 and B.2).
+    /// The leverage score of each row of both parts, FP32 `[2 rows]`: its norm, times that of the row of the INT4
+    /// matrix `x`, if there is one (int4-hq-lss, Propositions 4.1 and B.2).
     ///
     /// # Panics
     ///

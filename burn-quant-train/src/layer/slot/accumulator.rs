@@ -1,7 +1,7 @@
 //! A sum on a device that runs of layers add to.
 
-/// A sum that runs of layers add to. Runs of several threads do not wait for each other: the first counts on from the sum,
-/// the others from zero, and all are added up.
+/// A sum that runs of layers add to. Runs of several threads do not wait for each other: the first counts on from the
+/// sum, the others from zero, and all are added up.
 #[derive(Debug, Clone)]
 pub(super) struct Accumulator<A> {
     sum: A,

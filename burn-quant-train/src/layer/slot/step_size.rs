@@ -10,18 +10,19 @@ use serde::{Deserialize, Serialize};
 use super::{ScaledStep, SlotValues};
 use crate::data::{DataBackend, read::floats};
 
-/// How learned step sizes move, and how the sizes of their Hadamard transforms are chosen (int4-hq-lss, Appendices A.3 to
-/// A.5).
+/// How learned step sizes move, and how the sizes of their Hadamard transforms are chosen (int4-hq-lss, Appendices A.3
+/// to A.5).
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct LearnedSteps {
     /// The learning rate of the logarithm of a step size, by Adam: so a step stays positive, and one rate fits steps of
     /// any magnitude. A gradient that is not finite leaves its step alone; steps of other layers go on, also where the
     /// optimizer skips the weights' step.
     pub learning_rate: f32,
-    /// The number of optimizer steps at the start during which a step size is not learned, but set anew for each matrix by
-    /// its mean magnitude. A layer without a step size, as in a model that was trained without quantization, begins so
-    /// whenever it first runs. A matrix that is zero has no such step size, so weights that begin at zero need a cold start of
-    /// two steps at least. Where several runs of a layer share a cold step, the last one sets its step size.
+    /// The number of optimizer steps at the start during which a step size is not learned, but set anew for each matrix
+    /// by its mean magnitude. A layer without a step size, as in a model that was trained without quantization, begins
+    /// so whenever it first runs. A matrix that is zero has no such step size, so weights that begin at zero need a
+    /// cold start of two steps at least. Where several runs of a layer share a cold step, the last one sets its step
+    /// size.
     pub cold_start: u64,
     /// Optimizer steps during which step sizes are set so again, and the transforms' sizes chosen.
     pub restarts: Vec<u64>,
@@ -250,8 +251,8 @@ impl<B: DataBackend> StepSizes<B> {
         }
     }
 
-    /// One step of Adam on the logarithms. Layers whose gradient is zero, which did not run or began with a step size of their
-    /// data, or is not finite, stay as they are.
+    /// One step of Adam on the logarithms. Layers whose gradient is zero, which did not run or began with a step size
+    /// of their data, or is not finite, stay as they are.
     fn learn(mut self, gradient: FloatTensor<B>, config: &LearnedSteps) -> Self {
         let by = |tensor, factor: f32| B::float_mul_scalar(tensor, Scalar::from(factor));
         let bools = get_device_settings::<B>(&B::float_device(&gradient)).bool_dtype;

@@ -61,8 +61,8 @@ fn smallest_error<B: DataBackend>(
     smallest_close_to_best(sizes, products.collect())
 }
 
-/// The smallest size whose error is within [`CLOSE`] of the smallest error. Where nothing is gained, as of matrices without
-/// outliers, errors differ by chance only, and a larger transform costs more.
+/// The smallest size whose error is within [`CLOSE`] of the smallest error. Where nothing is gained, as of matrices
+/// without outliers, errors differ by chance only, and a larger transform costs more.
 fn smallest_close_to_best(sizes: Vec<HadamardSize>, errors: Vec<f64>) -> HadamardSize {
     let best = errors.iter().copied().fold(f64::INFINITY, f64::min);
     let mut pairs = sizes.into_iter().zip(errors);
@@ -81,8 +81,8 @@ fn say_smaller(features: usize, wanted: HadamardSize, largest: HadamardSize) {
     );
 }
 
-/// The mean squared errors of X and W, quantized after transforms of these sizes by the step sizes of a cold start: FP32
-/// `[2 sizes]`, X and W in turn.
+/// The mean squared errors of X and W, quantized after transforms of these sizes by the step sizes of a cold start:
+/// FP32 `[2 sizes]`, X and W in turn.
 #[derive(Debug, Clone)]
 struct QuantizationErrors {
     sizes: Vec<HadamardSize>,

@@ -207,7 +207,8 @@ pub(super) enum GradientOperand {
         /// How it is rounded.
         rounding: Rounding,
     },
-    /// In a high and a low INT4 part, all rows of both: they are one INT8 matrix (int4-hq-lss, equation 5 and Appendix A.6).
+    /// In a high and a low INT4 part, all rows of both: they are one INT8 matrix (int4-hq-lss, equation 5 and Appendix
+    /// A.6).
     Split {
         /// How the low part is rounded.
         rounding: Rounding,

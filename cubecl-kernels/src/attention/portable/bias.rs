@@ -1,8 +1,8 @@
 //! The gradient of the bias: the gradients of the scores, summed over what the bias is broadcast along.
 //!
-//! A cube has a tile of the bias and goes through all tiles of scores that it is added to, one after the other, with the
-//! sum in registers. A bias with one row or one column has few tiles; there each head of each batch has a sum of its
-//! own, and a second launch adds those up. So each sum has one order.
+//! A cube has a tile of the bias and goes through all tiles of scores that it is added to, one after the other, with
+//! the sum in registers. A bias with one row or one column has few tiles; there each head of each batch has a sum of
+//! its own, and a second launch adds those up. So each sum has one order.
 
 use cubecl::{ir::StorageType, prelude::*};
 

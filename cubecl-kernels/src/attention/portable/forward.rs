@@ -153,8 +153,8 @@ fn write_of_units(values: &Array<f32>, of_units: &mut SharedMemory<f32>) -> u32 
     start
 }
 
-/// Raises the maxima of the rows to those of a tile, and lowers what was summed up below the old ones. NaN is passed over:
-/// the weights that it makes are NaN.
+/// Raises the maxima of the rows to those of a tile, and lowers what was summed up below the old ones. NaN is passed
+/// over: the weights that it makes are NaN.
 #[cube]
 fn raise(
     maxima: &mut Array<f32>,

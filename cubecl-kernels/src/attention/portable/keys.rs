@@ -1,5 +1,5 @@
-//! The gradients of keys and values: a cube for each tile of keys of each of their heads, which goes through the queries
-//! of all heads that read them, so that each sum has one order.
+//! The gradients of keys and values: a cube for each tile of keys of each of their heads, which goes through the
+//! queries of all heads that read them, so that each sum has one order.
 
 use cubecl::{ir::StorageType, prelude::*};
 

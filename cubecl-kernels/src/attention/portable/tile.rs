@@ -250,8 +250,8 @@ fn element<F: Numeric>(x: &Array<F>, of_x: &Head, row: u32, col: u32) -> f32 {
     value
 }
 
-/// Writes sums of 64 rows, each times its factor, as rows from `row` on of a new tensor `[batch, heads, rows, width]` in
-/// the memory of `[batch, rows, heads, width]`.
+/// Writes sums of 64 rows, each times its factor, as rows from `row` on of a new tensor `[batch, heads, rows, width]`
+/// in the memory of `[batch, rows, heads, width]`.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 pub(super) fn write_rows<F: Numeric>(

@@ -1,8 +1,8 @@
 //! Products of FP8 matrices on `wgmma` (Micikevicius et al., arXiv 2209.05433; scales along K as in DeepSeek-V3, arXiv
 //! 2412.19437, section 3.3).
 //!
-//! The tensor cores' own sums keep about 14 bits: of each product is cut off what lies more than 13 bits below the largest
-//! of those that are added at once. So what 128 elements along K give is scaled and added in FP32.
+//! The tensor cores' own sums keep about 14 bits: of each product is cut off what lies more than 13 bits below the
+//! largest of those that are added at once. So what 128 elements along K give is scaled and added in FP32.
 
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
@@ -97,9 +97,9 @@ pub fn has_gemm_fp8<R: Runtime>(client: &ComputeClient<R>) -> bool {
 ///
 /// # Errors
 ///
-/// [`KernelError::Unsupported`] where the device is not of CUDA's architecture sm_90, K is 0, rows of the operands do not
-/// start at multiples of 16 bytes, or numbers or scales are others; another product must do it then. The other errors tell
-/// of shapes or element types that differ from these.
+/// [`KernelError::Unsupported`] where the device is not of CUDA's architecture sm_90, K is 0, rows of the operands do
+/// not start at multiples of 16 bytes, or numbers or scales are others; another product must do it then. The other
+/// errors tell of shapes or element types that differ from these.
 pub fn gemm_fp8<R: Runtime>(
     client: &ComputeClient<R>,
     a: &Fp8Operand<R>,
@@ -147,8 +147,8 @@ pub fn gemm_fp8<R: Runtime>(
         b_scale_depth: of_b.scale_strides[1],
         b_batched: u64::from(b_shape.batch > 1),
     };
-    // SAFETY: all shapes were checked, from which the numbers come; the kernel guards its writes and its reads of scales
-    // and bias with them. It reads the bias only where a knob says that there is one.
+    // SAFETY: all shapes were checked, from which the numbers come; the kernel guards its writes and its reads of
+    // scales and bias with them. It reads the bias only where a knob says that there is one.
     #[allow(unsafe_code)]
     unsafe {
         launch_source(

@@ -41,8 +41,8 @@ pub enum Gradient<'a, R: Runtime> {
     /// All of it: f32, f16 or bf16 `[rows, cols]`, any strides.
     Dense(&'a TensorHandle<R>),
     /// The products of the rows that were sampled of a gradient in two parts (int4-hq-lss, section 4.2): row `i` is the
-    /// sum of the products at `positions[i]` and at `positions[rows + i]`, where a position outside of them, as -1, adds
-    /// nothing.
+    /// sum of the products at `positions[i]` and at `positions[rows + i]`, where a position outside of them, as -1,
+    /// adds nothing.
     Sampled {
         /// f32, f16 or bf16 `[capacity, cols]`, any strides.
         products: &'a TensorHandle<R>,
@@ -62,8 +62,8 @@ pub enum ElementSource<'a, R: Runtime> {
         step: LearnedStep<'a, R>,
     },
     /// What the quantizer kept. The gradient of the step size is then an estimate: clamped elements count as they are,
-    /// and the residuals of the sampled rows for those of all rows. It is unbiased but for the rounding of the residuals
-    /// and for groups of more than eight elements of code 7 or -7.
+    /// and the residuals of the sampled rows for those of all rows. It is unbiased but for the rounding of the
+    /// residuals and for groups of more than eight elements of code 7 or -7.
     Saved {
         /// The codes: the row-major copy.
         quantized: &'a Quantized<R>,
@@ -88,9 +88,10 @@ pub struct LearnedStepGradients<R: Runtime> {
 /// - `transform`: the one that the matrix was quantized with.
 /// - `dtype`: the element type of the matrix' gradient: f32, f16 or bf16.
 ///
-/// The sum is FP32, in one order whatever the device. NaN of the gradient reaches both results, also where `I` or `delta`
-/// is 0. The numbers are those of [`reference::learned_step::backward`](crate::reference::learned_step::backward): the
-/// matrix' gradient to the bit before it is rounded to `dtype`.
+/// The sum is FP32, in one order whatever the device. NaN of the gradient reaches both results, also where `I` or
+/// `delta` is 0. The numbers are those of
+/// [`reference::learned_step::backward`](crate::reference::learned_step::backward): the matrix' gradient to the bit
+/// before it is rounded to `dtype`.
 ///
 /// # Errors
 ///

@@ -39,9 +39,9 @@ const OPERATION: &str = "learned_step::quantize";
 /// - `layout`: which copies are written, each packed along its own rows: see [`Quantized`].
 /// - `save`: the rows of which residuals are kept for the backward pass; `None` keeps nothing for it.
 ///
-/// The one scale of the result is `s`, and NaN where the transform holds NaN or an infinity, or where `s` is 0, negative,
-/// not finite, subnormal or above 2^126. Codes of NaN are 0, and so are all codes where `s` is such a one; of neither is
-/// anything clamped.
+/// The one scale of the result is `s`, and NaN where the transform holds NaN or an infinity, or where `s` is 0,
+/// negative, not finite, subnormal or above 2^126. Codes of NaN are 0, and so are all codes where `s` is such a one; of
+/// neither is anything clamped.
 ///
 /// The result is that of [`quantize_by`](crate::quantize::quantize_by) on the transform, and that of
 /// [`reference::learned_step::quantize`](crate::reference::learned_step::quantize), to the bit.

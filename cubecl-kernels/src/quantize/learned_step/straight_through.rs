@@ -34,8 +34,8 @@ pub(super) fn exact_run(rounded: &RoundedRun) -> StraightThroughRun {
     StraightThroughRun { passes, deltas }
 }
 
-/// From what was saved: the packed codes, the byte of the group, and `delta` of those that are not clamped. All units of
-/// the cube must call it together.
+/// From what was saved: the packed codes, the byte of the group, and `delta` of those that are not clamped. All units
+/// of the cube must call it together.
 #[cube]
 pub(super) fn saved_run(
     words: &Array<u32>,

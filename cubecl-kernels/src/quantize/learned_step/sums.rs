@@ -52,9 +52,9 @@ pub fn cold_step<R: Runtime>(
     Ok(step.steps.clone())
 }
 
-/// The mean of `(Z - h)^2`, f32 `[1]`, if `x` were quantized by this step size (Appendix A.5). Since `H` is orthogonal it
-/// is the error of the matrix itself too, so that the sizes of `H` compare by it. NaN where the matrix holds NaN or an
-/// infinity or the step size has no inverse; 0 for an empty matrix.
+/// The mean of `(Z - h)^2`, f32 `[1]`, if `x` were quantized by this step size (Appendix A.5). Since `H` is orthogonal
+/// it is the error of the matrix itself too, so that the sizes of `H` compare by it. NaN where the matrix holds NaN or
+/// an infinity or the step size has no inverse; 0 for an empty matrix.
 ///
 /// - `x`: f32, f16 or bf16 `[rows, cols]`, any strides.
 ///
@@ -140,8 +140,8 @@ fn tile_sums<R: Runtime>(
     sums
 }
 
-/// Adds up the sums of tiles, f32, and writes what becomes of them to `out`: f32 `[1]`, or the step sizes themselves for
-/// [`Total::Step`]. The step size is not read for [`Total::Plain`].
+/// Adds up the sums of tiles, f32, and writes what becomes of them to `out`: f32 `[1]`, or the step sizes themselves
+/// for [`Total::Step`]. The step size is not read for [`Total::Plain`].
 pub(super) fn total<R: Runtime>(
     client: &ComputeClient<R>,
     sums: &TensorHandle<R>,

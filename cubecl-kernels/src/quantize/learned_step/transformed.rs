@@ -20,7 +20,8 @@ const SHARED_WORDS: usize = UNITS * (RUN + 1) + 16;
 /// Passes that a unit makes on one line.
 const PASSES: u32 = RUN.ilog2();
 
-/// The tile that a cube transforms: whole blocks of the largest size along the axis, so that no block lies in two tiles.
+/// The tile that a cube transforms: whole blocks of the largest size along the axis, so that no block lies in two
+/// tiles.
 pub(super) const fn tile_of(axis: Axis) -> Tile {
     const ALONG: usize = HadamardSize::LARGEST.block();
     const ACROSS: usize = UNITS * RUN / ALONG;
@@ -95,10 +96,10 @@ pub(super) fn shared_tile() -> SharedMemory<u32> {
 
 /// The place in the shared tile of the element that is `index`-th in the tile's row-major order.
 ///
-/// Shared memory has 32 banks. Along rows, a row of the tile has as many words: each row is rotated by one word more than
-/// the one before it, and by four more behind 16 of them. Along columns, a word is left out behind each run, and 16 behind
-/// 16 rows. In both, the units of a plane that write runs of rows, or read runs of columns, meet in no bank. Along rows,
-/// neither do those that read neighbours.
+/// Shared memory has 32 banks. Along rows, a row of the tile has as many words: each row is rotated by one word more
+/// than the one before it, and by four more behind 16 of them. Along columns, a word is left out behind each run, and
+/// 16 behind 16 rows. In both, the units of a plane that write runs of rows, or read runs of columns, meet in no bank.
+/// Along rows, neither do those that read neighbours.
 #[cube]
 fn slot(index: u32, #[comptime] axis: Axis) -> usize {
     match comptime!(axis) {
@@ -204,8 +205,8 @@ fn take_run(run: &mut Array<f32>, shared: &SharedMemory<u32>, #[comptime] axis: 
     }
 }
 
-/// The passes along lines of `length` elements that are `spacing` apart in the tile's row-major order, and a wait for all
-/// units.
+/// The passes along lines of `length` elements that are `spacing` apart in the tile's row-major order, and a wait for
+/// all units.
 #[cube]
 fn pass_lines(
     shared: &mut SharedMemory<u32>,
@@ -251,8 +252,8 @@ fn butterflies(line: &mut Array<f32>, #[comptime] first: usize, #[comptime] leng
     }
 }
 
-/// The words that units hold, one for each element of their runs, as runs of 16 rows of a column. Returns the run's words,
-/// its first row and its column in the tile. All units of the cube must call it together.
+/// The words that units hold, one for each element of their runs, as runs of 16 rows of a column. Returns the run's
+/// words, its first row and its column in the tile. All units of the cube must call it together.
 #[cube]
 pub(super) fn transpose_tile(
     words: &Array<u32>,

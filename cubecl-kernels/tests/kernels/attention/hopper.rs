@@ -172,8 +172,9 @@ fn compare(results: &Results, problem: &Problem, float: StorageType, what: &str)
     }
 }
 
-/// What the rounding of the output makes of the gradients of queries and of keys: Delta is a sum over it, and what it is off by
-/// is in all of a row's dS, times their probabilities. Relative to the largest gradient, as [`assert_close`] has it.
+/// What the rounding of the output makes of the gradients of queries and of keys: Delta is a sum over it, and what it
+/// is off by is in all of a row's dS, times their probabilities. Relative to the largest gradient, as [`assert_close`]
+/// has it.
 fn of_delta(problem: &Problem, expected: &Expected, float: StorageType) -> [f64; 2] {
     let unit = if float == dtype::<f16>() { -12 } else { -9 };
     let output = &expected.forward.output;

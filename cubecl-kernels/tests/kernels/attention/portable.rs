@@ -217,8 +217,8 @@ fn compare(results: &Results, problem: &Problem, rounding: f64, what: &str) {
     }
 }
 
-/// How much larger the terms of a bias's gradient are than what errors are relative to, where all keys of a row share an
-/// element: a row's gradients of scores are as large as its `dO·O`, and add up to 0.
+/// How much larger the terms of a bias's gradient are than what errors are relative to, where all keys of a row share
+/// an element: a row's gradients of scores are as large as its `dO·O`, and add up to 0.
 fn cancellation(problem: &Problem, expected: &Expected) -> f64 {
     if !matches!(problem.bias, Some((_, [_, _, _, 1]))) {
         return 1.0;

@@ -76,8 +76,8 @@ pub const ALL_GRADIENTS: AttentionGradients<bool> = AttentionGradients {
     bias: true,
 };
 
-/// Every option alone, every two of some, and all at once, over sequences of one, of a tile, beside it and between, with
-/// more queries than keys and fewer, grouped heads, and values of another width.
+/// Every option alone, every two of some, and all at once, over sequences of one, of a tile, beside it and between,
+/// with more queries than keys and fewer, grouped heads, and values of another width.
 pub fn kinds() -> Vec<Kind> {
     let window = |left, right| Band { left, right };
     let base = Kind::plain([2, 3, 3], [37, 37], [16, 16]);
@@ -341,8 +341,8 @@ pub fn assert_close(actual: &[f32], expected: &[f64], tolerance: f64, what: &str
     );
 }
 
-/// How close FP32 comes: 1e-5, or what the rounding of a log-sum-exp makes of probabilities, where that is more. Four times
-/// that, since errors of gradients add up where the gradients themselves cancel.
+/// How close FP32 comes: 1e-5, or what the rounding of a log-sum-exp makes of probabilities, where that is more. Four
+/// times that, since errors of gradients add up where the gradients themselves cancel.
 pub fn tolerance(expected: &Expected) -> f64 {
     let log_sum_exp = expected.forward.log_sum_exp.iter();
     let finite = log_sum_exp.filter(|x| x.is_finite());
@@ -350,16 +350,16 @@ pub fn tolerance(expected: &Expected) -> f64 {
     f64::max(1e-5, 4.0 * largest * f64::from(f32::EPSILON))
 }
 
-/// Rows of scores that an element of the bias is added to: its gradient is the sum of theirs, and cancels where the element is
-/// added to all keys of a row.
+/// Rows of scores that an element of the bias is added to: its gradient is the sum of theirs, and cancels where the
+/// element is added to all keys of a row.
 pub fn rows_of_a_bias(problem: &Problem) -> f64 {
     let rows = |shape: &[usize]| shape[..3].iter().product::<usize>().max(1) as f64;
     let of_bias = problem.bias.as_ref().map(|(_, shape)| rows(shape));
     of_bias.map_or(1.0, |of_bias| rows(&problem.shape.scores()) / of_bias)
 }
 
-/// The largest difference, relative to the largest magnitude that is expected, or to 0.5 where all of it cancels: inputs
-/// are of order one. Infinite where only one is not finite.
+/// The largest difference, relative to the largest magnitude that is expected, or to 0.5 where all of it cancels:
+/// inputs are of order one. Infinite where only one is not finite.
 #[track_caller]
 pub fn error(actual: &[f32], expected: &[f64]) -> f64 {
     assert_eq!(actual.len(), expected.len(), "length");
