@@ -9,6 +9,8 @@
 
 use std::f32::consts::FRAC_1_SQRT_2;
 
+use cubecl::prelude::*;
+
 use crate::error::KernelError;
 
 /// The size of the blocks of a Hadamard transform: `2^k`, with `k` from 0 to 7.
@@ -146,5 +148,26 @@ impl HadamardTransform {
             ),
             remedy: "use blocks that divide the axis: HadamardSize::largest finds them",
         })
+    }
+}
+
+/// The passes of the transform among `length` elements from element `first` on.
+#[cube]
+pub(crate) fn butterflies(
+    line: &mut Array<f32>,
+    #[comptime] first: usize,
+    #[comptime] length: usize,
+) {
+    #[unroll]
+    for pass in 0..comptime!(length.ilog2()) {
+        let distance = comptime!(1usize << pass);
+        #[unroll]
+        for pair in 0..comptime!(length / 2) {
+            let low = comptime!(first + pair / distance * 2 * distance + pair % distance);
+            let high = comptime!(low + distance);
+            let (a, b) = (line[low], line[high]);
+            line[low] = a + b;
+            line[high] = a - b;
+        }
     }
 }

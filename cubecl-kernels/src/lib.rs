@@ -12,6 +12,7 @@
 //! | [`quantize::learned_step`] | the Hadamard quantizer with a learned step size, and its backward pass |
 //! | [`fallback`] | INT8 block quantization with a second INT8 copy of the residual of outlier blocks |
 //! | [`linear_input`] | both INT8 copies of a linear layer's input from one read |
+//! | [`random_hadamard`](mod@random_hadamard) | the random Hadamard transform of the rows of a matrix |
 //! | [`bit_splitting`] | a gradient as the sum of two INT4 matrices |
 //! | [`leverage_score`] | the rows of a split gradient that a product keeps, sampled by their scores |
 //! | [`transpose`] | INT8 matrices transposed |
@@ -75,6 +76,7 @@ pub mod optimizer_state;
 pub mod philox;
 pub mod quantization_error;
 pub mod quantize;
+pub mod random_hadamard;
 pub mod reference;
 pub mod rms_norm;
 pub mod rounding;

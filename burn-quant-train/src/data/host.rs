@@ -39,6 +39,7 @@ use super::{
         QuantizeSpec, Quantized, QuantizedInput, Residual, Scales, fallback_block,
         quantize_input_twice,
     },
+    random_hadamard::random_hadamard,
     read::{floats, int_data, integers},
     tensors::{On, matrix_shape},
     threshold::{DelayThreshold, ThresholdKernels, Thresholds},
@@ -96,6 +97,10 @@ impl<B: HostBackend> QuantizeKernels for B {
         let spec = spec.with_layout(Layout::RowMajor);
         let quantized = B::with_floats(x, |x| host::quantize(x, shape, &spec));
         upload(checked(quantized), &device)
+    }
+
+    fn random_hadamard(x: FloatTensor<B>) -> FloatTensor<B> {
+        random_hadamard::<B>(x)
     }
 
     fn quantize_delayed(

@@ -7,7 +7,7 @@ use crate::{
     data::{
         Kernels, Layout, StochasticKey,
         quantize::{DelayedMaximum, Format, Operand, QuantizeSpec, Quantized},
-        random_hadamard::{random_hadamard, transformed_cols},
+        random_hadamard::transformed_cols,
         tensors::{Outline, Tensors},
     },
     layer::tag::CopyKey,
@@ -193,7 +193,7 @@ impl Make {
             false => matrix,
         };
         let matrix = match self.factor.key.rotated {
-            true => random_hadamard::<K>(matrix),
+            true => K::random_hadamard(matrix),
             false => matrix,
         };
         let spec = self.spec(layout);

@@ -49,6 +49,7 @@ use cubecl_kernels::{
         learned_step::{ElementSource, Gradient, LearnedStep, ResidualRows},
         quantize, quantize_by, quantize_delayed, unpack_int4,
     },
+    random_hadamard::random_hadamard,
     rms_norm::{rms_norm, rms_norm_backward},
     rounding::{Rounding, StochasticKey},
     scale::ScaleNumber,
@@ -326,47 +327,44 @@ fn attention_sources(architecture: u16) -> Vec<Source> {
     sources
 }
 
-/// All passes of the portable attention: each type, sums of one panel and of the most, with every option and with none,
-/// and each form of a bias.
+/// All passes of the portable attention, for each type: sums of the most panels with every option and each form of a
+/// bias, and of one panel with none.
 fn portable_attention_sources(architecture: u16) -> Vec<Source> {
-    let wanted = AttentionGradients {
+    let wanted = |bias| AttentionGradients {
         query: true,
         key: true,
         value: true,
-        bias: true,
+        bias,
     };
     let key = StochasticKey { seed: 1, stream: 2 };
     let sources = sources_of(architecture, |client| {
         for (turn, float) in outputs().into_iter().enumerate() {
-            for width in [24, 256] {
+            let plain = |width| {
                 let heads = |heads, sequence| tensor(client, &[2, heads, sequence, width], float);
-                let of_scores = [[1, 4, 200, 300], [2, 1, 1, 300], [1, 1, 200, 1]][turn];
-                let masks = [dtype::<u8>(), dtype::<u32>()];
-                let tensors = AttentionTensors {
+                AttentionTensors {
                     query: heads(4, 200),
                     key: heads(2, 300),
                     value: heads(2, 300),
-                    mask: Some(tensor(client, &of_scores, masks[turn % 2])),
-                    bias: Some(tensor(client, &of_scores, float)),
-                };
-                let options = AttentionOptions {
-                    softcap: Some(3.0),
-                    band: Band::CAUSAL,
-                    dropout: Some(Dropout { rate: 0.1, key }),
-                    ..AttentionOptions::new(0.1)
-                };
-                launch_portable_attention(client, &tensors, &options, wanted);
-                let tensors = AttentionTensors {
                     mask: None,
                     bias: None,
-                    ..tensors
-                };
-                let wanted = AttentionGradients {
-                    bias: false,
-                    ..wanted
-                };
-                launch_portable_attention(client, &tensors, &AttentionOptions::new(0.1), wanted);
-            }
+                }
+            };
+            let of_scores = [[1, 4, 200, 300], [2, 1, 1, 300], [1, 1, 200, 1]][turn];
+            let flags = [dtype::<u8>(), dtype::<u32>()][turn % 2];
+            let tensors = AttentionTensors {
+                mask: Some(tensor(client, &of_scores, flags)),
+                bias: Some(tensor(client, &of_scores, float)),
+                ..plain(256)
+            };
+            let options = AttentionOptions {
+                softcap: Some(3.0),
+                band: Band::CAUSAL,
+                dropout: Some(Dropout { rate: 0.1, key }),
+                ..AttentionOptions::new(0.1)
+            };
+            launch_portable_attention(client, &tensors, &options, wanted(true));
+            let options = AttentionOptions::new(0.1);
+            launch_portable_attention(client, &plain(24), &options, wanted(false));
         }
     });
     for kernel in [
@@ -551,7 +549,8 @@ fn number_sources(architecture: u16) -> Vec<Source> {
 }
 
 /// The quantizer with a learned step size and its backward pass: each size of the transform along both axes, whole
-/// vectors and single elements, and each pair of a source of elements with a form of the gradient.
+/// vectors and single elements, and each pair of a source of elements with a form of the gradient. And the random
+/// transform, of both orders of memory.
 fn learned_step_sources(architecture: u16) -> Vec<Source> {
     let sources = sources_of(architecture, |client| {
         for size in HadamardSize::all() {
@@ -566,12 +565,19 @@ fn learned_step_sources(architecture: u16) -> Vec<Source> {
             let transform = transform(HadamardSize::IDENTITY);
             launch_learned_step(client, [33, 77], transform, Layout::Both);
         }
+        for float in outputs() {
+            let mut x = tensor(client, &[40, 77], float);
+            random_hadamard(client, &x).expect("a matrix");
+            x.metadata.swap(0, 1);
+            random_hadamard(client, &x).expect("a matrix");
+        }
     });
     for kernel in [
         "forward_kernel",
         "backward_kernel",
         "tile_sums_kernel",
         "total_kernel",
+        "random_hadamard_kernel",
     ] {
         let mut names = sources.iter().map(|source| &source.name);
         assert!(names.any(|name| name.starts_with(kernel)), "no {kernel}");

@@ -42,6 +42,8 @@ mod linear_input;
 #[cfg(any(feature = "cuda", feature = "vulkan"))]
 mod quantize;
 #[cfg(any(feature = "cuda", feature = "vulkan"))]
+mod random_hadamard;
+#[cfg(any(feature = "cuda", feature = "vulkan"))]
 mod softmax;
 #[cfg(any(feature = "cuda", feature = "vulkan"))]
 mod transpose;

@@ -10,13 +10,14 @@ use cubecl_kernels::{
     granularity::Granularity,
     layout::Layout,
     linear_input::quantize_linear_input,
-    quantize,
+    quantize, random_hadamard,
     rounding::{Rounding, StochasticKey},
     shape::MatrixShape,
 };
 
 use super::tensors::{Cube, handle, tensor};
 use crate::data::{
+    cast::cast_to,
     kernels::checked,
     quantize::{
         DelayedMaximum, Fallback, FallbackQuantized, Format, QuantizeKernels, QuantizeSpec,
@@ -37,6 +38,16 @@ where
             &x,
             checked(quantize::quantize(&x.client, &handle(&x), spec)),
         )
+    }
+
+    fn random_hadamard(x: FloatTensor<Self>) -> FloatTensor<Self> {
+        matrix_shape(&x, "random_hadamard");
+        let x = match x.dtype {
+            DType::F32 | DType::F16 | DType::BF16 => x,
+            _ => cast_to::<Self>(x, Some(FloatDType::F32)),
+        };
+        let transform = random_hadamard::random_hadamard(&x.client, &handle(&x));
+        tensor(&x, checked(transform), DType::F32)
     }
 
     fn quantize_delayed(

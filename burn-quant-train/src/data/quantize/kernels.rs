@@ -21,6 +21,15 @@ pub trait QuantizeKernels: Backend {
     /// If `x` does not have two dimensions, or the kernels do not have the spec or the dtype of `x`.
     fn quantize_matrix(x: FloatTensor<Self>, spec: &QuantizeSpec) -> Quantized<Self>;
 
+    /// The random Hadamard transform of each row of the matrix `x`: FP32 `[rows, whole]`, where the columns are filled
+    /// up with zeros to whole blocks ([`cubecl_kernels::reference::hadamard::random_hadamard`], bit for bit, but for
+    /// subnormal numbers).
+    ///
+    /// # Panics
+    ///
+    /// If `x` does not have two dimensions, or the kernels do not index as many elements.
+    fn random_hadamard(x: FloatTensor<Self>) -> FloatTensor<Self>;
+
     /// Quantizes the matrix `x` by the scale of a maximum that earlier data had, or where there is none by that of its
     /// own, and finds its largest magnitude (delayed scaling: [`cubecl_kernels::reference::quantize_delayed`]).
     ///

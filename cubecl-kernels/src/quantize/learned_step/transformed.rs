@@ -9,7 +9,7 @@ use cubecl::prelude::*;
 
 use crate::{
     device::{MatrixGeometry, cube_grid, has_planes_of_32},
-    hadamard::{Axis, HadamardSize, HadamardTransform},
+    hadamard::{Axis, HadamardSize, HadamardTransform, butterflies},
     number::storage::RUN,
     quantize::tile::{Tile, UNITS, run_position},
     scale::fp32::given_inverse_cube,
@@ -233,23 +233,6 @@ fn pass_lines(
         }
     }
     sync_cube();
-}
-
-/// The passes among `length` elements from element `first` on.
-#[cube]
-fn butterflies(line: &mut Array<f32>, #[comptime] first: usize, #[comptime] length: usize) {
-    #[unroll]
-    for pass in 0..comptime!(length.ilog2()) {
-        let distance = comptime!(1usize << pass);
-        #[unroll]
-        for pair in 0..comptime!(length / 2) {
-            let low = comptime!(first + pair / distance * 2 * distance + pair % distance);
-            let high = comptime!(low + distance);
-            let (a, b) = (line[low], line[high]);
-            line[low] = a + b;
-            line[high] = a - b;
-        }
-    }
 }
 
 /// The words that units hold, one for each element of their runs, as runs of 16 rows of a column. Returns the run's
