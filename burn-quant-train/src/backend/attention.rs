@@ -14,7 +14,7 @@ use super::{
 use crate::{
     data::{
         DataBackend,
-        attention::{AttentionOptions, AttentionProblem, AttentionShape, Band, way},
+        attention::{AttentionOptions, AttentionProblem, AttentionShape, AttentionWay, Band, way},
     },
     ops::attention::Attention,
     recipe::Recipe,
@@ -35,7 +35,22 @@ pub(super) fn attention<B: QuantBackend, R: Recipe>(
 ) -> Float<B, R> {
     let compute = |tensor: Float<B, R>| in_class::<B, R>(Class::Compute, tensor.into_primitive());
     let is_grouped = query.shape()[1] != key.shape()[1];
-    if !is_grouped && !B::ad_enabled(&query.device()) {
+    let problem = problem::<B, R>(
+        [&query, &key, &value],
+        mask.as_ref(),
+        bias.as_ref(),
+        options,
+    );
+    let device = query.device();
+    let trains = B::ad_enabled(&device);
+    let way_of = |problem: &AttentionProblem| {
+        way::<<B::Base as DataBackend>::Kernels>(&device, problem, trains)
+    };
+    let own_way = problem.as_ref().and_then(way_of);
+    // A kernel without scores serves evaluation too: in a program that trains it has been compiled, and Burn's would be
+    // tuned first.
+    let is_inner = !is_grouped && own_way != Some(AttentionWay::Flash);
+    if is_inner && !trains {
         return QuantTensor::new(<B::Inside>::attention(
             compute(query),
             compute(key),
@@ -45,15 +60,6 @@ pub(super) fn attention<B: QuantBackend, R: Recipe>(
             options,
         ));
     }
-    let problem = problem::<B, R>(
-        [&query, &key, &value],
-        mask.as_ref(),
-        bias.as_ref(),
-        options,
-    );
-    let device = query.device();
-    let way_of =
-        |problem: &AttentionProblem| way::<<B::Base as DataBackend>::Kernels>(&device, problem);
     let record = |options, way, [query, key, value]: [Float<B, R>; 3], mask, bias| {
         let attention = Attention { options, way, mask };
         let [query, key, value] = [query, key, value].map(compute);
@@ -62,9 +68,7 @@ pub(super) fn attention<B: QuantBackend, R: Recipe>(
             Some(bias) => B::record(attention, [query, key, value, compute(bias)]),
         })
     };
-    if let Some(problem) = &problem
-        && let Some(way) = way_of(problem)
-    {
+    if let (Some(problem), Some(way)) = (&problem, own_way) {
         return record(problem.options, way, [query, key, value], mask, bias);
     }
     let heads = query.shape()[1];

@@ -54,8 +54,8 @@ impl<B: QuantBackend, R: Recipe> ModuleOps<Self> for QuantTrain<B, R> {
     ///
     /// Where kernels do not compute it, Burn builds attention from products and a softmax under autodiff, after keys
     /// and values are repeated for heads that share them; building it from *our* operations keeps the softmax in FP32.
-    /// So it does with FP32 as the compute dtype, to change no bit. Without autodiff the inner backend's fused kernel
-    /// runs on operands in the compute dtype.
+    /// So it does with FP32 as the compute dtype, to change no bit. Without autodiff, and without a kernel that has
+    /// scores in registers only, the inner backend's fused kernel runs on operands in the compute dtype.
     fn attention(
         query: FloatTensor<Self>,
         key: FloatTensor<Self>,

@@ -17,7 +17,7 @@ pub trait AttentionKernels: Backend {
 /// Attention by kernels.
 pub struct Attention<B: Backend> {
     /// How the device computes this, if its kernels do.
-    pub way: fn(&Device<B>, &AttentionProblem) -> Option<AttentionWay>,
+    pub way: fn(&Device<B>, &AttentionProblem, trains: bool) -> Option<AttentionWay>,
     /// Kernels that hold no scores in memory.
     pub flash: Flash<B>,
     /// Kernels that hold scores in memory while they run, where there are some.

@@ -16,12 +16,14 @@ use crate::data::{
     tensors::{FloatMeta, On, Outline, Tensors},
 };
 
-/// How the device's kernels compute this, if they do.
+/// How the device's kernels compute this, if they do. `trains`: whether a backward pass may follow, for which Burn's
+/// composition saves scores.
 pub(crate) fn way<K: Kernels>(
     device: &Device<K>,
     problem: &AttentionProblem,
+    trains: bool,
 ) -> Option<AttentionWay> {
-    (K::attention_kernels(device)?.way)(device, problem)
+    (K::attention_kernels(device)?.way)(device, problem, trains)
 }
 
 fn output<T: Tensors>(inputs: &AttentionInputs<T>) -> FloatMeta {

@@ -59,17 +59,24 @@ const MAX_SAVED: usize = 1 << 26;
 /// Hopper's kernel where it can. Else products on tensor cores, since the portable kernel computes on ordinary FP32
 /// units, of which a GPU has a tenth of the arithmetic or less: our own composition where only a scale and a causal
 /// mask are asked for, and Burn's elsewhere. The portable kernel where these hold too many scores in memory; and for
-/// what our own composition does not compute, on devices without tensor cores. This is by arithmetic: no GPU has timed
-/// the portable kernel.
-fn way<R: CubeRuntime>(device: &R::Device, problem: &AttentionProblem) -> Option<AttentionWay> {
+/// what our own composition does not compute, on devices without tensor cores. Both in training, or where Burn's would
+/// repeat keys. This is by arithmetic: no GPU has timed the portable kernel.
+fn way<R: CubeRuntime>(
+    device: &R::Device,
+    problem: &AttentionProblem,
+    trains: bool,
+) -> Option<AttentionWay> {
     let client = R::client(device);
     let scores = problem.shape.scores().into_iter();
     let scores = scores.fold(1usize, |product, extent| product.saturating_mul(extent));
     let composed = composes(problem) && (1..=MAX_COMPOSED).contains(&scores);
+    let saves_or_repeats = trains || problem.shape.heads != problem.shape.kv_heads;
     match AttentionKernel::of(&client, &of_kernel(problem)) {
         Some(AttentionKernel::Hopper) => Some(AttentionWay::Flash),
         Some(AttentionKernel::Portable)
-            if !composed && (scores > MAX_SAVED || !gemm::has_tensor_cores(&client)) =>
+            if saves_or_repeats
+                && !composed
+                && (scores > MAX_SAVED || !gemm::has_tensor_cores(&client)) =>
         {
             Some(AttentionWay::Flash)
         }

@@ -35,7 +35,11 @@ impl<B: HostBackend> AttentionKernels for B {
 }
 
 /// Everything in 16 bits: the composition widens each operand for each product there.
-fn way<B: HostBackend>(_device: &Device<B>, problem: &AttentionProblem) -> Option<AttentionWay> {
+fn way<B: HostBackend>(
+    _device: &Device<B>,
+    problem: &AttentionProblem,
+    _trains: bool,
+) -> Option<AttentionWay> {
     match problem.dtype {
         DType::F16 | DType::BF16 => Some(AttentionWay::Flash),
         _ => None,
