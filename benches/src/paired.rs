@@ -1,16 +1,16 @@
 //! Training losses of forks of one checkpoint, step by step.
 //!
-//! Forks with one seed read the same batches from the same weights on. Most of what a loss owes to its batch is in both,
-//! so the difference of their training losses is known to a hundredth of a percent, where validation losses of one
-//! checkpoint and another differ by a tenth.
+//! Forks with one seed read the same batches from the same weights on. Most of what a loss owes to its batch is in
+//! both, so a mean over some hundred steps shows a difference of a few hundredths of a percent, where validation losses
+//! of one checkpoint and another differ by a tenth.
 
-use std::{fs, path::Path};
+use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
 use examples::{
-    checkpoint::{Finished, State},
+    checkpoint::{Checkpoints, Finished, State},
     config::{Config, Fork},
-    sealed,
+    nan, sealed,
     statistics::Mean,
 };
 use serde::{Deserialize, Serialize};
@@ -33,6 +33,8 @@ pub struct PairedLosses {
     pub of: [String; 3],
     /// The seed of the forks.
     pub seed: u64,
+    /// The last step that all of them took.
+    pub step: usize,
     /// Each fork, the baseline first.
     pub paired: Vec<PairedRun>,
 }
@@ -42,22 +44,23 @@ pub struct PairedLosses {
 pub struct PairedRun {
     /// Its recipe.
     pub recipe: String,
-    /// The last step that both took.
+    /// The last step that it and the baseline took.
     pub step: usize,
-    /// The difference over all steps behind the checkpoint; none of the baseline itself.
-    pub all: Option<Difference>,
-    /// Over the last 200 of them.
+    /// The difference over the steps that all runs took; none of the baseline itself.
+    pub common: Option<Difference>,
+    /// Over the last 200 steps that it and the baseline took.
     pub last: Option<Difference>,
-    /// The validation loss of a run that ended.
+    /// The validation loss of a run that ended, if it is a number.
     pub validation: Option<f64>,
 }
 
 /// By how much a loss is above another, as a part of it.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Difference {
-    /// The mean.
+    /// The mean; NaN of a run that diverged.
+    #[serde(deserialize_with = "nan::number")]
     pub mean: f64,
-    /// The bounds of its 95% interval, over means of 20 steps.
+    /// The bounds of its 95% interval, over means of 20 steps as if they were independent.
     pub interval: Option<[f64; 2]>,
 }
 
@@ -73,25 +76,27 @@ impl PairedLosses {
         let baseline = runs.first().context("no run")?;
         let config = &baseline.config;
         let fork = config.fork.context("the first run is no fork")?;
-        let mut paired = Vec::new();
         for (run, folder) in runs.iter().zip(folders) {
-            let at = folder.display();
             ensure!(
-                data(&run.config) == data(config),
-                "{at} is of another checkpoint, seed, text or batch than the first run"
+                but_recipe(&run.config) == but_recipe(config),
+                "{} is of another checkpoint, seed, text or setting than the first run",
+                folder.display()
             );
+        }
+        let common = runs.iter().map(|run| run.losses.len()).min().unwrap_or(0);
+        let mut paired = Vec::new();
+        for (index, (run, folder)) in runs.iter().zip(folders).enumerate() {
             let end = run.losses.len().min(baseline.losses.len());
-            let difference = |from: usize| {
+            let difference = |from: usize, to: usize| {
                 let from = from.max(fork.step);
-                let compared = from + WINDOW <= end && run.recipe != baseline.recipe;
-                compared
-                    .then(|| Difference::of(&run.losses[from..end], &baseline.losses[from..end]))
+                let is_enough = index > 0 && from + WINDOW <= to;
+                is_enough.then(|| Difference::of(&run.losses[from..to], &baseline.losses[from..to]))
             };
             paired.push(PairedRun {
                 recipe: run.recipe.to_string(),
                 step: end,
-                all: difference(0),
-                last: difference(end.saturating_sub(LAST)),
+                common: difference(0, common),
+                last: difference(end.saturating_sub(LAST), end),
                 validation: validation(folder)?,
             });
         }
@@ -105,6 +110,7 @@ impl PairedLosses {
                 config.compute.to_string(),
             ],
             seed: config.seed,
+            step: common,
             paired,
         })
     }
@@ -123,48 +129,31 @@ impl Difference {
         let mean = Mean::of(&differences).expect("a window");
         Self {
             mean: mean.value,
-            interval: mean.interval(),
+            interval: mean
+                .interval()
+                .filter(|it| it.iter().all(|bound| bound.is_finite())),
         }
     }
 }
 
-/// What decides which batches a fork reads, and from which weights on.
-fn data(config: &Config) -> impl PartialEq {
-    let Config {
-        preset,
-        batch,
-        sequence,
-        seed,
-        fork,
-        ..
-    } = config;
-    (
-        *preset,
-        *batch,
-        *sequence,
-        *seed,
-        config.fingerprint.clone(),
-        *fork,
-    )
+/// A run but for its recipe, and for where its text lay, which has a fingerprint.
+fn but_recipe(config: &Config) -> Config {
+    Config {
+        recipes: Vec::new(),
+        data: None,
+        ..config.clone()
+    }
 }
 
-/// The newest checkpoint of a run, without its records.
+/// The state of the newest checkpoint of a run, whose records, unlike [`Checkpoints::state`], need not be there.
 fn newest(folder: &Path) -> Result<State> {
     let at = folder.display();
-    let mut steps = Vec::new();
-    for entry in fs::read_dir(folder).with_context(|| format!("cannot read {at}"))? {
-        let name = entry?.file_name();
-        let step = name
-            .to_str()
-            .and_then(|it| it.strip_prefix("step-")?.parse::<usize>().ok());
-        steps.extend(step);
-    }
-    let newest = steps.into_iter().max();
+    let newest = Checkpoints::new(folder.to_path_buf()).newest();
     let newest = newest.with_context(|| format!("{at} has no checkpoint"))?;
     sealed::read_json(&folder.join(format!("step-{newest}/run.json")))
 }
 
-/// The validation loss of a run that ended.
+/// The validation loss of a run that ended, if it is a number.
 fn validation(folder: &Path) -> Result<Option<f64>> {
     let report = folder.join("report.json");
     match report.exists() {
@@ -177,6 +166,8 @@ fn validation(folder: &Path) -> Result<Option<f64>> {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
 
     #[test]
@@ -195,6 +186,63 @@ mod tests {
         let mut losses = vec![1.5; 2 * WINDOW + 1];
         losses[0] = f64::NAN;
         assert_eq!(Difference::of(&losses, &baselines).mean, 0.5);
+    }
+
+    /// Writes the newest state of a fork with this recipe, which changes what `change` changes.
+    fn write(folder: &Path, recipe: &str, losses: &[f64], change: impl Fn(&mut serde_json::Value)) {
+        let mut state = serde_json::json!({
+            "step": losses.len(), "recipe": recipe, "losses": losses,
+            "config": {
+                "recipes": [recipe], "optimizer": "adamw", "state_rounding": "nearest", "cold_start": 1,
+                "contexts": "exact", "checkpointing": "none", "threshold": "settling", "device": "cpu",
+                "compute": "f32", "loss_scaling": "off", "preset": "tiny", "steps": 200, "batch": 8,
+                "sequence": 128, "lr": 1e-3, "seed": 2, "seeds": 1, "validation": 4, "data": folder,
+                "model": {"family": "llama", "hidden": 128, "mlp_hidden": 384, "heads": 4, "layers": 4,
+                          "max_sequence": 128, "dropout": 0.0},
+                "fingerprint": "00", "fork": {"recipe": "mixed-precision", "seed": 1, "step": 50, "planned_steps": 200},
+            },
+        });
+        change(&mut state);
+        let step = folder.join(format!("step-{}", losses.len()));
+        fs::create_dir_all(&step).expect("a folder");
+        sealed::write_json(&step.join("run.json"), &state).expect("a file");
+    }
+
+    #[test]
+    fn runs_are_compared_over_the_steps_that_all_took() {
+        let root = tempfile::tempdir().expect("a folder");
+        let [a, b, c] = ["a", "b", "c"].map(|name| root.path().join(name));
+        let losses = |count: usize, factor: f64| -> Vec<f64> {
+            let behind = |step| if step < 50 { 1.0 } else { factor };
+            (0..count)
+                .map(|step| behind(step) * (3.0 - step as f64 / 100.0))
+                .collect()
+        };
+        write(&a, "mixed-precision", &losses(180, 1.0), |_| ());
+        write(&b, "fallback-int8", &losses(200, 1.01), |_| ());
+        write(&c, "block-int8", &losses(110, f64::NAN), |_| ());
+        let paired = PairedLosses::of(&[&a, &b, &c]).expect("forks of one checkpoint");
+        assert_eq!((paired.step, paired.paired[1].step), (110, 180));
+        assert_eq!(paired.paired[0].common, None);
+        let of_b = paired.paired[1].common.expect("steps");
+        assert!((of_b.mean - 0.01).abs() < 1e-9);
+        // What diverged is shown, and the file is read back.
+        let text = serde_json::to_string(&paired).expect("JSON");
+        let table = crate::table::of(&text).expect("a table");
+        assert!(table.contains("| `block-int8` | 110 | NaN% |"), "{table}");
+
+        for (change, value) in [("seed", 3), ("batch", 4), ("cold_start", 2)] {
+            write(&b, "fallback-int8", &losses(200, 1.01), |state| {
+                state["config"][change] = value.into();
+            });
+            let error = PairedLosses::of(&[&a, &b]).expect_err(change);
+            assert!(error.to_string().contains("than the first run"), "{error}");
+        }
+        write(&a, "mixed-precision", &losses(180, 1.0), |state| {
+            state["config"]["fork"] = serde_json::Value::Null;
+        });
+        let error = PairedLosses::of(&[&a]).expect_err("no fork");
+        assert!(error.to_string().contains("is no fork"), "{error}");
     }
 
     #[test]

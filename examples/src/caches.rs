@@ -15,8 +15,8 @@ use cubecl::config::{CubeClRuntimeConfig, RuntimeConfig, cache::CacheConfig};
 /// Has CubeCL keep the kernels that it compiles, unless a `cubecl.toml` says where: in `target`, or in the user's cache
 /// where there is none. To be called before anything asks for a device.
 ///
-/// CubeCL knows a kernel by its name and its parameters, not by its code. So each build of the program has a folder of its
-/// own, and removes those of the builds that it replaced.
+/// CubeCL knows a kernel by its name and its parameters, not by its code. So each build of the program has a folder of
+/// its own, and removes those of the builds that it replaced.
 #[cfg(any(feature = "cuda", feature = "vulkan"))]
 pub fn keep_compiled() {
     let mut config = CubeClRuntimeConfig::from_current_dir().override_from_env();

@@ -27,7 +27,7 @@ pub mod health;
 pub mod memory;
 pub mod metrics;
 pub mod model;
-mod nan;
+pub mod nan;
 pub mod picture;
 pub mod progress;
 pub mod rates;

@@ -7,8 +7,8 @@
 //!
 //! `report join RESULTS PEERS` adds what `peers.py` measured to a result file of the same run that was cut short.
 //!
-//! `report pair RESULTS RUN...` writes how the training losses of forks differ from that of the first one, step by step;
-//! a RUN is the folder that `pretrain` leaves the checkpoints of a run in.
+//! `report pair RESULTS RUN...` writes how the training losses of forks differ from that of the first one, step by
+//! step; a RUN is the folder that `pretrain` leaves the checkpoints of a run in.
 
 use std::{
     collections::BTreeSet,

@@ -16,29 +16,32 @@ pub(super) fn table(losses: &PairedLosses) -> Result<String> {
         tokens,
         of: [preset, device, compute],
         seed,
+        step,
         paired,
     } = losses;
     let mut out = format!(
-        "| recipe | to step | training loss against {baseline} (95%) | its last 200 steps (95%) | validation loss |\n\
-         | --- | ---: | ---: | ---: | ---: |\n"
+        "| recipe | to step | training loss against {baseline}, steps {} to {} | last 200 steps | validation loss |\n\
+         | --- | ---: | ---: | ---: | ---: |\n",
+        grouped((fork.step + 1) as f64),
+        grouped(*step as f64),
     );
     for run in paired {
         let validation = run
             .validation
             .map_or(String::from("-"), |it| format!("{it:.4}"));
-        let (all, last) = (cell(run.all), cell(run.last));
+        let (common, last) = (cell(run.common), cell(run.last));
         writeln!(
             out,
-            "| `{}` | {} | {all} | {last} | {validation} |",
+            "| `{}` | {} | {common} | {last} | {validation} |",
             run.recipe,
             grouped(run.step as f64),
         )?;
     }
     writeln!(
         out,
-        "\nForks of `{}`, seed {}, from step {} of {} on, with seed {seed}: `{preset}` preset on `{device}`, computing in \
-         `{compute}`, {} tokens a step. Compared are the steps that both runs took; intervals are over means of 20 steps. A \
-         validation loss is there where a run went to its end.",
+        "\nForks of `{}`, seed {}, from step {} of {} on, with seed {seed}: `{preset}` preset on `{device}`, computing \
+         in `{compute}`, {} tokens a step. Differences of training losses are those of the steps that both runs took, \
+         their 95% intervals over means of 20 steps. A validation loss is there where a run went to its end.",
         fork.recipe,
         fork.seed,
         grouped(fork.step as f64),
@@ -69,10 +72,10 @@ mod tests {
 
     #[test]
     fn shows_what_was_compared() {
-        let run = |recipe: &str, all, validation| PairedRun {
+        let run = |recipe: &str, common, validation| PairedRun {
             recipe: recipe.into(),
             step: 1031,
-            all,
+            common,
             last: None,
             validation,
         };
@@ -91,6 +94,7 @@ mod tests {
             tokens: 16_384,
             of: ["small", "cuda", "bf16"].map(String::from),
             seed: 21,
+            step: 1031,
             paired: vec![
                 run("mixed-precision", None, None),
                 run("block-fp8", Some(difference), Some(0.70834)),

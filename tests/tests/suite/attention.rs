@@ -29,6 +29,7 @@ on_every_backend! {
     attention_saves_no_scores => saves_no_scores;
     contexts_compress_queries_keys_and_values => compresses;
     inference_shares_heads => shares_heads_in_inference;
+    evaluation_gives_what_training_gives => evaluates_as_it_trains;
 }
 
 const BATCH: usize = 2;
@@ -456,5 +457,43 @@ fn shares_heads_in_inference<B: DataBackend>(seed: u64) {
     );
     if supports::<B>(DType::F16) {
         close(of::<QuantTrain<B, MixedPrecision<f16>>>([&q, &k, &v]), 1e-2);
+    }
+}
+
+/// By whichever kernels each takes.
+fn evaluates_as_it_trains<B: DataBackend>(seed: u64) {
+    fn of<A: Backend>(
+        inputs: &[Vec<f32>; 3],
+        tracked: impl Fn(Tensor<A, 4>) -> Tensor<A, 4>,
+    ) -> Vec<f32> {
+        let shape = [BATCH, HEADS, 70, FEATURES];
+        let [q, k, v] =
+            [0, 1, 2].map(|it| tracked(tensor(&inputs[it], shape, &Default::default())));
+        let options = AttentionModuleOptions {
+            is_causal: true,
+            ..Default::default()
+        };
+        floats(&attention(q, k, v, None, None, options))
+    }
+    fn compare<B: DataBackend, R: Recipe>(seed: u64) {
+        let mut rng = Rng::new(seed);
+        let inputs = [(); 3].map(|()| rng.normals(BATCH * HEADS * 70 * FEATURES, 1.0));
+        let training = of::<QuantTrain<Autodiff<B>, R>>(&inputs, |x| x.require_grad());
+        let evaluation = of::<QuantTrain<B, R>>(&inputs, |x| x);
+        for (a, b) in training.iter().zip(&evaluation) {
+            assert!(
+                (a - b).abs() < 2e-2,
+                "seed {seed}, {}: {a} and {b}",
+                R::ROW.name
+            );
+        }
+        assert_eq!(training.len(), evaluation.len());
+    }
+    let [half, brain] = has_16_bits::<B>();
+    if half {
+        compare::<B, MixedPrecision<f16>>(seed);
+    }
+    if brain {
+        compare::<B, MixedPrecision<bf16>>(seed);
     }
 }

@@ -361,43 +361,72 @@ impl<B: Backend> Gated<B> {
     }
 }
 
-/// Losses of some steps, gradients of the last one and weights after it.
-fn trained<B: LayerBackend + AutodiffBackend>(seed: u64, blocks: bool) -> Vec<Vec<f32>> {
+/// What some steps of training leave.
+struct Trained {
+    losses: Vec<f32>,
+    /// Of the last step.
+    gradients: Vec<Vec<f32>>,
+    weights: Vec<Vec<f32>>,
+}
+
+fn trained<B: LayerBackend + AutodiffBackend>(seed: u64, steps: usize, blocks: bool) -> Trained {
     let device = Default::default();
     let (mut optimizer, mut model) = attached(&every_layer(seed), Gated::<B>::new(), seed);
     let mut rng = Rng::new(seed);
-    let mut all = vec![Vec::new()];
-    for _ in 0..4 {
+    let (mut losses, mut of_step) = (Vec::new(), Vec::new());
+    for _ in 0..steps {
         let mut matrix = || tensor::<B, 2>(&rng.normals(96 * 64, 1.0), [96, 64], &device);
         let (x, target) = (matrix(), matrix());
         let y = block_if(blocks, |x| model.forward(x), x * 2.0);
         let loss = (y - target).square().mean();
-        all[0].extend(floats(&loss));
+        losses.extend(floats(&loss));
         let gradients = GradientsParams::from_grads(loss.backward(), &model);
-        all.truncate(1);
-        all.extend(gradients_of::<B, _>(&model, &gradients));
+        of_step = gradients_of::<B, _>(&model, &gradients);
         model = optimizer.step(1e-2, model, gradients);
     }
-    all.extend(parameters_of(&model));
-    all
+    Trained {
+        losses,
+        gradients: of_step,
+        weights: parameters_of(&model),
+    }
 }
 
 fn changes_nothing<B: DataBackend, R: Recipe>(seed: u64) {
-    let [without, with] =
-        [false, true].map(|blocks| trained::<QuantTrain<Autodiff<B>, R>>(seed, blocks));
-    // On CUDA operations are fused as they come, those of a second run in another way, and what a fused kernel rounds
-    // differently may be quantized to the next number.
-    let equal = |a: &[f32], b: &[f32]| match B::name(&Default::default()).contains("cuda") {
-        true => cosine(a, b) > 0.9,
-        false => same_bits(a, b),
+    let what = |part: &str, index: usize| format!("seed {seed}: {}, {part} {index}", R::ROW.name);
+    let train = |steps| {
+        [false, true].map(|blocks| trained::<QuantTrain<Autodiff<B>, R>>(seed, steps, blocks))
     };
-    for (index, (with, without)) in with.iter().zip(&without).enumerate() {
-        assert!(
-            equal(with, without),
-            "seed {seed}: {}, tensor {index}, cosine {}",
-            R::ROW.name,
-            cosine(with, without)
-        );
+    if B::name(&Default::default()).contains("cuda") {
+        // There a fused second run may give other last bits, which quantization can make other numbers of, and each
+        // step starts from what the last one left.
+        let [without, with] = train(1);
+        let off = match R::ROW.linear {
+            None => float_product_error::<B>().powi(2),
+            Some(_) => 0.05,
+        };
+        for (index, (a, b)) in without.gradients.iter().zip(&with.gradients).enumerate() {
+            assert!(
+                cosine(a, b) > 1.0 - off,
+                "{}: {}",
+                what("gradient", index),
+                cosine(a, b)
+            );
+        }
+        return;
+    }
+    let [without, with] = train(4);
+    assert!(
+        same_bits(&without.losses, &with.losses),
+        "{}",
+        what("loss", 0)
+    );
+    for (part, without, with) in [
+        ("gradient", without.gradients, with.gradients),
+        ("weight", without.weights, with.weights),
+    ] {
+        for (index, (a, b)) in without.iter().zip(&with).enumerate() {
+            assert!(same_bits(a, b), "{}", what(part, index));
+        }
     }
 }
 
