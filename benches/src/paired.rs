@@ -8,9 +8,9 @@ use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
 use examples::{
-    checkpoint::{Checkpoints, Finished, State},
+    checkpoint::{Checkpoints, State},
     config::{Config, Fork},
-    nan, sealed,
+    nan,
     statistics::Mean,
 };
 use serde::{Deserialize, Serialize};
@@ -70,22 +70,29 @@ impl PairedLosses {
     /// # Errors
     ///
     /// A folder without a checkpoint, a damaged one, a run that is no fork, or one of another checkpoint, seed, text or
-    /// batch than the first.
+    /// setting than the first.
     pub fn of(folders: &[&Path]) -> Result<Self> {
-        let runs: Vec<State> = folders.iter().map(|it| newest(it)).collect::<Result<_>>()?;
+        let checkpoints = folders.iter().map(|it| Checkpoints::new(it.to_path_buf()));
+        let checkpoints: Vec<Checkpoints> = checkpoints.collect();
+        let states = checkpoints.iter().map(|it| {
+            let at = it.folder().display();
+            it.state_alone()?
+                .with_context(|| format!("{at} has no checkpoint"))
+        });
+        let runs: Vec<State> = states.collect::<Result<_>>()?;
         let baseline = runs.first().context("no run")?;
         let config = &baseline.config;
         let fork = config.fork.context("the first run is no fork")?;
-        for (run, folder) in runs.iter().zip(folders) {
+        for (run, checkpoints) in runs.iter().zip(&checkpoints) {
             ensure!(
                 but_recipe(&run.config) == but_recipe(config),
                 "{} is of another checkpoint, seed, text or setting than the first run",
-                folder.display()
+                checkpoints.folder().display()
             );
         }
         let common = runs.iter().map(|run| run.losses.len()).min().unwrap_or(0);
         let mut paired = Vec::new();
-        for (index, (run, folder)) in runs.iter().zip(folders).enumerate() {
+        for (index, (run, checkpoints)) in runs.iter().zip(&checkpoints).enumerate() {
             let end = run.losses.len().min(baseline.losses.len());
             let difference = |from: usize, to: usize| {
                 let from = from.max(fork.step);
@@ -97,7 +104,10 @@ impl PairedLosses {
                 step: end,
                 common: difference(0, common),
                 last: difference(end.saturating_sub(LAST), end),
-                validation: validation(folder)?,
+                validation: checkpoints
+                    .finished()?
+                    .map(|it| it.report.val_loss)
+                    .filter(|it| it.is_finite()),
             });
         }
         Ok(Self {
@@ -145,28 +155,11 @@ fn but_recipe(config: &Config) -> Config {
     }
 }
 
-/// The state of the newest checkpoint of a run, whose records, unlike [`Checkpoints::state`], need not be there.
-fn newest(folder: &Path) -> Result<State> {
-    let at = folder.display();
-    let newest = Checkpoints::new(folder.to_path_buf()).newest();
-    let newest = newest.with_context(|| format!("{at} has no checkpoint"))?;
-    sealed::read_json(&folder.join(format!("step-{newest}/run.json")))
-}
-
-/// The validation loss of a run that ended, if it is a number.
-fn validation(folder: &Path) -> Result<Option<f64>> {
-    let report = folder.join("report.json");
-    match report.exists() {
-        true => Ok(Some(
-            sealed::read_json::<Finished>(&report)?.report.val_loss,
-        )),
-        false => Ok(None),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::fs;
+
+    use examples::sealed;
 
     use super::*;
 

@@ -6,7 +6,7 @@
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
 use crate::{
-    device::{MatrixView, array, check_float, cube_grid, empty, storage},
+    device::{MatrixGeometry, MatrixView, array, check_float, cube_grid, empty, storage},
     error::KernelError,
     hadamard::{RANDOM_SIGNS, RANDOM_SIZE, butterflies},
 };
@@ -57,29 +57,13 @@ pub fn random_hadamard<R: Runtime>(
             CubeDim::new_1d(UNITS as u32),
             array(x.clone()),
             array(out.clone()),
-            MatrixOfBlocksLaunch::new(
-                blocks as u32,
-                shape.rows as u32,
-                shape.cols as u32,
-                view.batch_stride as u32,
-                view.row_stride as u32,
-                view.col_stride as u32,
-            ),
+            blocks as u32,
+            view.geometry(),
             view.row_stride < view.col_stride,
             x.dtype,
         );
     }
     Ok(out)
-}
-
-#[derive(CubeType, CubeLaunch, Clone, Copy)]
-struct MatrixOfBlocks {
-    blocks: u32,
-    rows: u32,
-    cols: u32,
-    batch_stride: u32,
-    row_stride: u32,
-    col_stride: u32,
 }
 
 // CubeCL unrolls ranges, and no iterators.
@@ -88,38 +72,39 @@ struct MatrixOfBlocks {
 fn random_hadamard_kernel<F: Numeric>(
     x: &Array<F>,
     out: &mut Array<f32>,
-    matrix: MatrixOfBlocks,
+    blocks: u32,
+    geometry: MatrixGeometry,
     #[comptime] by_columns: bool,
     #[define(F)] _dtype: StorageType,
 ) {
     let index = CUBE_POS as u32 * comptime!(UNITS as u32) + UNIT_POS;
-    if index >= matrix.blocks {
+    if index >= blocks {
         terminate!();
     }
-    let blocks_of_row = matrix.cols.div_ceil(comptime!(BLOCK as u32));
-    let of_batch = matrix.rows * blocks_of_row;
+    let blocks_of_row = geometry.cols.div_ceil(comptime!(BLOCK as u32));
+    let of_batch = geometry.rows * blocks_of_row;
     let batch = index / of_batch;
     let within = index % of_batch;
     let (row, block) = if comptime!(by_columns) {
-        (within % matrix.rows, within / matrix.rows)
+        (within % geometry.rows, within / geometry.rows)
     } else {
         (within / blocks_of_row, within % blocks_of_row)
     };
-    let start = batch * matrix.batch_stride + row * matrix.row_stride;
+    let start = batch * geometry.batch_stride + row * geometry.row_stride;
     let first = block * comptime!(BLOCK as u32);
     let mut run = Array::<f32>::new(BLOCK);
     #[unroll]
     for element in 0..BLOCK {
         let col = first + comptime!(element as u32);
         let mut value = 0.0f32;
-        if col < matrix.cols {
-            let read = f32::cast_from(x[(start + col * matrix.col_stride) as usize]);
+        if col < geometry.cols {
+            let read = f32::cast_from(x[(start + col * geometry.col_stride) as usize]);
             value = read * comptime!(RANDOM_SIGNS[element]);
         }
         run[element] = value;
     }
     butterflies(&mut run, 0usize, BLOCK);
-    let to = ((batch * matrix.rows + row) * blocks_of_row + block) * comptime!(BLOCK as u32);
+    let to = ((batch * geometry.rows + row) * blocks_of_row + block) * comptime!(BLOCK as u32);
     #[unroll]
     for element in 0..BLOCK {
         out[(to + comptime!(element as u32)) as usize] =

@@ -136,6 +136,19 @@ impl Checkpoints {
     ///
     /// The state or a record is damaged or cannot be read.
     pub fn state(&self) -> Result<Option<State>> {
+        let state = self.state_alone()?;
+        if let Some(state) = &state {
+            self.check(state)?;
+        }
+        Ok(state)
+    }
+
+    /// The same without a look at the records, which need not be there.
+    ///
+    /// # Errors
+    ///
+    /// The state is damaged or cannot be read.
+    pub fn state_alone(&self) -> Result<Option<State>> {
         let Some(step) = self.newest() else {
             return Ok(None);
         };
@@ -145,7 +158,6 @@ impl Checkpoints {
             "the checkpoint in {} is damaged",
             self.step_folder(step).display()
         );
-        self.check(&state)?;
         Ok(Some(state))
     }
 

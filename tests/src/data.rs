@@ -30,10 +30,15 @@ pub fn supports<B: Backend>(dtype: DType) -> bool {
     supported
 }
 
+/// True of CUDA, where operations are fused and tuned, and products run on tensor cores.
+pub fn is_cuda<B: Backend>() -> bool {
+    B::name(&B::Device::default()).contains("cuda")
+}
+
 /// A bound of the relative error, in Frobenius' norm, of products of FP32 matrices, and of FP8. On CUDA tensor cores
 /// read FP32 as TF32, which has 11 bits, and their sums of FP8 products keep about 14 bits.
 pub fn float_product_error<B: Backend>() -> f64 {
-    match B::name(&B::Device::default()).contains("cuda") {
+    match is_cuda::<B>() {
         true => 1e-3,
         false => 5e-6,
     }

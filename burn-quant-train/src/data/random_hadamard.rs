@@ -1,5 +1,5 @@
-//! The random Hadamard transform of a matrix and its inverse, by operations that every backend computes to the same
-//! bits.
+//! The random Hadamard transform of a matrix on the host, and its inverse on any backend, by operations that all compute
+//! to the same bits.
 
 use burn_backend::{Backend, FloatDType, Scalar, Shape, Slice, TensorData, tensor::FloatTensor};
 use cubecl_kernels::hadamard::{HadamardSize, RANDOM_SIGNS, RANDOM_SIZE};

@@ -19,7 +19,7 @@ use burn_quant_train::{
 use half::{bf16, f16};
 use quant_train_tests::{
     Rng,
-    data::{float_product_error, floats, tensor},
+    data::{float_product_error, floats, is_cuda, tensor},
     on_every_backend, supports,
 };
 
@@ -355,7 +355,7 @@ fn saved_by<A: AutodiffBackend>(seed: u64, sequence: usize) -> ActivationReport 
         TensorData::new(vec![false; sequence], [1, 1, 1, sequence]),
         &device,
     );
-    let has_tensor_cores = A::name(&device).contains("cuda");
+    let has_tensor_cores = is_cuda::<A>();
     let options = AttentionModuleOptions {
         softcap: (!has_tensor_cores).then_some(5.0),
         is_causal: has_tensor_cores,
