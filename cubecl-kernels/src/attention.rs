@@ -30,8 +30,13 @@
 //!
 //! A probability of the backward pass is good to about `2^-24 |L|`, as `L` is an FP32 number.
 
+mod delta;
+mod heads;
 mod hopper;
+mod launch;
 mod portable;
+mod scores;
+mod tensor_core;
 
 use std::ops::Range;
 
@@ -131,6 +136,8 @@ pub enum AttentionKernel {
     /// CUDA's architecture sm_90, no other: bf16 and f16, heads of at most 128 features, a multiple of 8, a positive
     /// scale; neither mask, bias, soft cap nor dropout; something to compute.
     Hopper,
+    /// NVIDIA devices from sm_80 on: bf16 and f16, heads of at most 256 features, a multiple of 8, every option.
+    TensorCore,
     /// Any device with 32 KiB of shared memory: f32, f16 and bf16 where it has the type, heads of at most 256 features,
     /// every option.
     Portable,
@@ -138,7 +145,7 @@ pub enum AttentionKernel {
 
 impl AttentionKernel {
     /// All, the fastest first.
-    pub const ALL: [Self; 2] = [Self::Hopper, Self::Portable];
+    pub const ALL: [Self; 3] = [Self::Hopper, Self::TensorCore, Self::Portable];
 
     /// The fastest that computes this on the client's device.
     pub fn of<R: Runtime>(client: &ComputeClient<R>, problem: &AttentionProblem) -> Option<Self> {
@@ -146,24 +153,26 @@ impl AttentionKernel {
         kernels.find(|kernel| kernel.unsupported(client, problem).is_none())
     }
 
-    /// True where the kernel can read a tensor `[batch, heads, sequence, features]` as it lies in memory. For Hopper's,
-    /// neighbours are neighbours along the features, and all other steps are multiples of 16 bytes; the portable one's
-    /// reads what 32 bits index.
+    /// True where the kernel can read Q, K, V, O or the gradient of O `[batch, heads, sequence, features]` as it lies in
+    /// memory. The portable kernel reads what 32 bits index, as every kernel reads a mask and a bias. For the others,
+    /// neighbours are neighbours along the features, and all other steps are multiples of 16 bytes.
     pub fn reads<R: Runtime>(self, tensor: &TensorHandle<R>) -> bool {
         match self {
             Self::Hopper => hopper::reads(tensor),
-            Self::Portable => portable::reads(tensor),
+            Self::TensorCore => tensor_core::reads(tensor),
+            Self::Portable => launch::is_indexed(tensor),
         }
     }
 
-    /// Why it does not compute this.
-    fn unsupported<R: Runtime>(
+    /// Why it does not compute this on the client's device; none where it does.
+    pub fn unsupported<R: Runtime>(
         self,
         client: &ComputeClient<R>,
         problem: &AttentionProblem,
     ) -> Option<String> {
         match self {
             Self::Hopper => hopper::unsupported(client, problem),
+            Self::TensorCore => tensor_core::unsupported(client, problem),
             Self::Portable => portable::unsupported(client, problem),
         }
     }
@@ -201,6 +210,7 @@ impl AttentionKernel {
         self.check(FORWARD, client, &problem)?;
         match self {
             Self::Hopper => hopper::forward(client, tensors, &problem),
+            Self::TensorCore => tensor_core::forward(client, tensors, &problem),
             Self::Portable => portable::forward(client, tensors, &problem),
         }
     }
@@ -247,6 +257,9 @@ impl AttentionKernel {
         }
         match self {
             Self::Hopper => hopper::backward(client, tensors, forward, gradient, wanted, &problem),
+            Self::TensorCore => {
+                tensor_core::backward(client, tensors, forward, gradient, wanted, &problem)
+            }
             Self::Portable => {
                 portable::backward(client, tensors, forward, gradient, wanted, &problem)
             }

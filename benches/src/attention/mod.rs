@@ -5,7 +5,7 @@ mod check;
 use std::{fmt, path::Path};
 
 use anyhow::{Context, Result, ensure};
-use clap::Args;
+use clap::{Args, ValueEnum};
 use cubecl_kernels::{
     attention::{
         AttentionGradients, AttentionKernel as Kernel, AttentionOptions, AttentionOutput,
@@ -45,6 +45,44 @@ pub struct Settings {
         value_name = "N,.."
     )]
     pub sequences: Vec<usize>,
+    /// Kernels of ours
+    #[arg(
+        long,
+        value_enum,
+        value_delimiter = ',',
+        default_values = ["hopper"],
+        value_name = "KERNEL,.."
+    )]
+    pub kernels: Vec<OwnKernel>,
+}
+
+/// A kernel that can be measured.
+#[derive(ValueEnum, Debug, Clone, Copy, PartialEq, Eq)]
+pub enum OwnKernel {
+    /// `wgmma` instructions, sm_90
+    Hopper,
+    /// `mma.sync` instructions, from sm_80 on
+    TensorCore,
+    /// Ordinary arithmetic, any device
+    Portable,
+}
+
+impl OwnKernel {
+    const fn kernel(self) -> Kernel {
+        match self {
+            Self::Hopper => Kernel::Hopper,
+            Self::TensorCore => Kernel::TensorCore,
+            Self::Portable => Kernel::Portable,
+        }
+    }
+
+    const fn in_results(self) -> AttentionKernel {
+        match self {
+            Self::Hopper => AttentionKernel::Hopper,
+            Self::TensorCore => AttentionKernel::TensorCore,
+            Self::Portable => AttentionKernel::Portable,
+        }
+    }
 }
 
 /// Tokens of all sequences together, as FlashAttention's authors measure.
@@ -147,18 +185,20 @@ impl Operands {
     fn forward(
         &self,
         gpu: &Gpu,
+        kernel: Kernel,
         options: &AttentionOptions,
     ) -> Result<AttentionOutput<cubecl::cuda::CudaRuntime>, KernelError> {
-        Kernel::Hopper.forward(&gpu.client, &self.tensors(), options)
+        kernel.forward(&gpu.client, &self.tensors(), options)
     }
 
     fn backward(
         &self,
         gpu: &Gpu,
+        kernel: Kernel,
         forward: &AttentionOutput<cubecl::cuda::CudaRuntime>,
         options: &AttentionOptions,
     ) -> Result<AttentionGradients<Option<Tensor>>, KernelError> {
-        Kernel::Hopper.backward(
+        kernel.backward(
             &gpu.client,
             &self.tensors(),
             forward,
@@ -205,35 +245,44 @@ pub fn run(
     let mut random = gpu.random();
     let mut report = Report::new(gpu, json, Rows::Attention)?;
     for problem in &problems {
-        let row = measure(gpu, &mut random, problem);
-        report.add([row.with_context(|| Described(problem).to_string())?])?;
-        gpu.client.memory_cleanup();
+        for &kernel in &settings.kernels {
+            let row = measure(gpu, &mut random, problem, kernel);
+            report.add([row.with_context(|| Described(problem).to_string())?])?;
+            gpu.client.memory_cleanup();
+        }
     }
     let rows = peers.iter().flat_map(Peers::attention);
     report.finish(peers.as_ref().map(Peers::run), rows)
 }
 
-fn measure(gpu: &Gpu, random: &mut Random, problem: &AttentionProblem) -> Result<AttentionSpeed> {
+fn measure(
+    gpu: &Gpu,
+    random: &mut Random,
+    problem: &AttentionProblem,
+    own: OwnKernel,
+) -> Result<AttentionSpeed> {
     let (operands, options) = (Operands::new(gpu, random, problem), options(problem));
-    let forward = operands.forward(gpu, &options)?;
-    let gradients = operands.backward(gpu, &forward, &options)?;
+    let kernel = own.kernel();
+    let forward = operands.forward(gpu, kernel, &options)?;
+    let gradients = operands.backward(gpu, kernel, &forward, &options)?;
     check::check(gpu, random, problem, &operands, &forward, &gradients)?;
     drop(gradients);
     let time = |launch: &dyn Fn() -> Result<(), KernelError>| -> Result<Spread> {
         Sampling::SHORT.time(|| Ok(launch()?), || gpu.sync())
     };
     let row = AttentionSpeed {
-        kernel: AttentionKernel::Hopper,
+        kernel: own.in_results(),
         problem: *problem,
-        forward: Some(time(&|| operands.forward(gpu, &options).map(drop))?),
+        forward: Some(time(&|| operands.forward(gpu, kernel, &options).map(drop))?),
         backward: Some(time(&|| {
-            operands.backward(gpu, &forward, &options).map(drop)
+            operands.backward(gpu, kernel, &forward, &options).map(drop)
         })?),
     };
     let tera_flops = |pass| row.tera_flops(pass).unwrap_or_default();
     eprintln!(
-        "{}: forward {:.0}, backward {:.0} TFLOP/s",
+        "{}: {} kernel: forward {:.0}, backward {:.0} TFLOP/s",
         Described(problem),
+        row.kernel.name(),
         tera_flops(AttentionPass::Forward),
         tera_flops(AttentionPass::Backward)
     );

@@ -10,6 +10,10 @@ use super::Spread;
 pub enum AttentionKernel {
     /// Ours, on `wgmma` instructions.
     Hopper,
+    /// Ours, on `mma.sync` instructions.
+    TensorCore,
+    /// Ours, in ordinary arithmetic.
+    Portable,
     /// PyTorch's `scaled_dot_product_attention` with its cuDNN backend.
     TorchCudnn,
     /// The same with its FlashAttention backend.
@@ -20,7 +24,9 @@ impl AttentionKernel {
     /// The name in tables.
     pub const fn name(self) -> &'static str {
         match self {
-            Self::Hopper => "ours, Hopper",
+            Self::Hopper => "Hopper",
+            Self::TensorCore => "tensor core",
+            Self::Portable => "portable",
             Self::TorchCudnn => "PyTorch, cuDNN",
             Self::TorchFlash => "PyTorch, FlashAttention",
         }

@@ -7,6 +7,12 @@ use anyhow::{Result, ensure};
 use super::{conditions, ratio, spread};
 use crate::results::{AttentionKernel, AttentionPass, AttentionProblem, AttentionSpeed, Peer, Run};
 
+/// Ours.
+const OWN: [AttentionKernel; 3] = [
+    AttentionKernel::Hopper,
+    AttentionKernel::TensorCore,
+    AttentionKernel::Portable,
+];
 /// Whose speed ours is compared with.
 const RIVALS: [AttentionKernel; 2] = [AttentionKernel::TorchCudnn, AttentionKernel::TorchFlash];
 
@@ -17,22 +23,20 @@ pub(super) fn table(run: &Run, peer: Option<&Peer>, rows: &[AttentionSpeed]) -> 
         .into_iter()
         .filter(|rival| rows.iter().any(|row| row.kernel == *rival))
         .collect();
-    let mut out =
-        String::from("| width | sequence | heads | mask | pass | time (10% to 90%) | TFLOP/s |");
+    let mut out = String::from(
+        "| width | sequence | heads | mask | kernel | pass | time (10% to 90%) | TFLOP/s |",
+    );
     for rival in &rivals {
         write!(out, " {} |", rival.name())?;
     }
     if !rivals.is_empty() {
         out.push_str(" of the faster |");
     }
-    out.push_str("\n| ---: | ---: | --- | --- | --- | ---: | ---: |");
+    out.push_str("\n| ---: | ---: | --- | --- | --- | --- | ---: | ---: |");
     let columns = rivals.len() + usize::from(!rivals.is_empty());
     out.push_str(&" ---: |".repeat(columns));
     out.push('\n');
-    for row in rows
-        .iter()
-        .filter(|row| row.kernel == AttentionKernel::Hopper)
-    {
+    for row in rows.iter().filter(|row| OWN.contains(&row.kernel)) {
         for pass in [AttentionPass::Forward, AttentionPass::Backward] {
             line(&mut out, rows, row, pass, &rivals)?;
         }
@@ -72,7 +76,8 @@ fn line(
     };
     write!(
         out,
-        "| {width} | {sequence} | {batch} x {heads}{of_keys} | {mask} | {name} |"
+        "| {width} | {sequence} | {batch} x {heads}{of_keys} | {mask} | {} | {name} |",
+        row.kernel.name()
     )?;
     let ours = row.tera_flops(pass);
     match row.time(pass) {
@@ -148,7 +153,7 @@ mod tests {
         assert!(lines[0].ends_with("| PyTorch, cuDNN | PyTorch, FlashAttention | of the faster |"));
         assert_eq!(
             lines[2],
-            "| 128 | 1000 | 1 x 16, 4 of keys | causal | forward | 0.010 ms (0.010 to 0.010) | 410 | 512 | 256 | 0.80x |"
+            "| 128 | 1000 | 1 x 16, 4 of keys | causal | Hopper | forward | 0.010 ms (0.010 to 0.010) | 410 | 512 | 256 | 0.80x |"
         );
         assert!(
             lines[3].ends_with("| 512 | 640 | - | 0.80x |"),

@@ -330,70 +330,112 @@ fn attention_sources(architecture: u16) -> Vec<Source> {
 /// All passes of the portable attention, for each type: sums of the most panels with every option and each form of a
 /// bias, and of one panel with none.
 fn portable_attention_sources(architecture: u16) -> Vec<Source> {
-    let wanted = |bias| AttentionGradients {
-        query: true,
-        key: true,
-        value: true,
-        bias,
-    };
-    let key = StochasticKey { seed: 1, stream: 2 };
     let sources = sources_of(architecture, |client| {
         for (turn, float) in outputs().into_iter().enumerate() {
-            let plain = |width| {
-                let heads = |heads, sequence| tensor(client, &[2, heads, sequence, width], float);
-                AttentionTensors {
-                    query: heads(4, 200),
-                    key: heads(2, 300),
-                    value: heads(2, 300),
-                    mask: None,
-                    bias: None,
-                }
-            };
-            let of_scores = [[1, 4, 200, 300], [2, 1, 1, 300], [1, 1, 200, 1]][turn];
-            let flags = [dtype::<u8>(), dtype::<u32>()][turn % 2];
-            let tensors = AttentionTensors {
-                mask: Some(tensor(client, &of_scores, flags)),
-                bias: Some(tensor(client, &of_scores, float)),
-                ..plain(256)
-            };
-            let options = AttentionOptions {
-                softcap: Some(3.0),
-                band: Band::CAUSAL,
-                dropout: Some(Dropout { rate: 0.1, key }),
-                ..AttentionOptions::new(0.1)
-            };
-            launch_portable_attention(client, &tensors, &options, wanted(true));
-            let options = AttentionOptions::new(0.1);
-            launch_portable_attention(client, &plain(24), &options, wanted(false));
+            let kernel = AttentionKernel::Portable;
+            launch_attention(client, kernel, float, 256, Some(turn));
+            launch_attention(client, kernel, float, 24, None);
         }
     });
-    for kernel in [
-        "attention_forward_kernel",
-        "attention_rows_kernel",
-        "attention_queries_kernel",
-        "attention_keys_kernel",
-        "attention_bias_kernel",
-        "attention_bias_total_kernel",
-    ] {
-        let mut names = sources.iter().map(|source| &source.name);
-        assert!(names.any(|name| name.starts_with(kernel)), "no {kernel}");
-    }
+    assert_passes(
+        &sources,
+        &[
+            "attention_forward_kernel",
+            "attention_delta_kernel",
+            "attention_queries_kernel",
+            "attention_keys_kernel",
+            "attention_bias_kernel",
+            "attention_bias_total_kernel",
+        ],
+    );
     sources
 }
 
-fn launch_portable_attention(
+/// All passes of attention on matrix instructions, for each type, with tiles for each width of heads, every option and
+/// none. Those of the portable kernel among them are not here.
+fn tensor_core_attention_sources(architecture: u16) -> Vec<Source> {
+    let mut sources = sources_of(architecture, |client| {
+        for (turn, float) in [dtype::<bf16>(), dtype::<f16>()].into_iter().enumerate() {
+            let kernel = AttentionKernel::TensorCore;
+            for width in [40, 64, 128, 256] {
+                launch_attention(client, kernel, float, width, None);
+            }
+            launch_attention(client, kernel, float, 128, Some(turn));
+        }
+    });
+    sources.retain(|source| !source.name.starts_with("attention_bias"));
+    assert_passes(
+        &sources,
+        &[
+            "attention_forward_tensor_core_kernel",
+            "attention_delta_kernel",
+            "attention_queries_tensor_core_kernel",
+            "attention_keys_tensor_core_kernel",
+        ],
+    );
+    sources
+}
+
+#[track_caller]
+fn assert_passes(sources: &[Source], names: &[&str]) {
+    for name in names {
+        let mut found = sources.iter().map(|source| &source.name);
+        assert!(found.any(|found| found.starts_with(name)), "no {name}");
+    }
+}
+
+/// Launches all passes: with every option, and the bias and mask of this turn, or with none.
+fn launch_attention(
     client: &Client,
-    tensors: &AttentionTensors<OfflineCuda>,
-    options: &AttentionOptions,
-    wanted: AttentionGradients<bool>,
+    kernel: AttentionKernel,
+    float: StorageType,
+    width: usize,
+    turn: Option<usize>,
 ) {
-    let kernel = AttentionKernel::Portable;
-    let forward = kernel.forward(client, tensors, options);
-    let forward = forward.expect("every device has the kernel");
+    let heads = |heads, sequence| tensor(client, &[2, heads, sequence, width], float);
+    let broadcast = |turn: usize| [[1, 4, 200, 300], [2, 1, 1, 300], [1, 1, 200, 1]][turn];
+    let flags = |turn: usize| [dtype::<u8>(), dtype::<u32>()][turn % 2];
+    let tensors = AttentionTensors {
+        query: heads(4, 200),
+        key: heads(2, 300),
+        value: heads(2, 300),
+        mask: turn.map(|turn| tensor(client, &broadcast(turn), flags(turn))),
+        bias: turn.map(|turn| tensor(client, &broadcast(turn), float)),
+    };
+    let mut options = AttentionOptions::new(0.1);
+    if turn.is_some() {
+        let key = StochasticKey { seed: 1, stream: 2 };
+        options = AttentionOptions {
+            softcap: Some(3.0),
+            band: Band::CAUSAL,
+            dropout: Some(Dropout { rate: 0.1, key }),
+            ..options
+        };
+    }
+    let forward = kernel.forward(client, &tensors, &options);
+    let forward = forward.expect("the architecture has the kernel");
     let gradient = forward.output.clone();
+    let wanted = AttentionGradients {
+        query: true,
+        key: true,
+        value: true,
+        bias: turn.is_some(),
+    };
     kernel
-        .backward(client, tensors, &forward, &gradient, wanted, options)
+        .backward(client, &tensors, &forward, &gradient, wanted, &options)
         .expect("what has a forward pass");
+}
+
+#[rstest]
+fn tensor_core_attention_fits_into_shared_memory(#[values(80, 86, 89, 90)] architecture: u16) {
+    for source in tensor_core_attention_sources(architecture) {
+        assert!(
+            source.shared_memory <= max_shared_memory(architecture),
+            "{}: {} bytes",
+            source.name,
+            source.shared_memory
+        );
+    }
 }
 
 #[rstest]
@@ -975,7 +1017,8 @@ fn nvrtc_compiles_every_kernel(
         learned_step_sources,
         sampling_sources,
         layer_sources,
-        portable_attention_sources
+        portable_attention_sources,
+        tensor_core_attention_sources
     )]
     sources: fn(u16) -> Vec<Source>,
 ) {

@@ -18,7 +18,7 @@ use cubecl::{
     future::DynFut,
     ir::{
         AddressType, DeviceProperties, ElemType, FloatKind, HardwareProperties, IntKind,
-        MemoryDeviceProperties, TargetProperties, UIntKind, VectorSize,
+        MemoryDeviceProperties, StorageType, TargetProperties, UIntKind, VectorSize,
     },
     profile::{ProfileDuration, TimingMethod},
     server::{
@@ -163,12 +163,14 @@ fn properties(arch: u16) -> DeviceProperties {
     properties.register_address_type(AddressType::U64);
     let (i8_type, i32_type) = (ElemType::Int(IntKind::I8), ElemType::Int(IntKind::I32));
     let f16_type = ElemType::Float(FloatKind::F16);
+    let bf16_type = ElemType::Float(FloatKind::BF16);
+    let f32_type = ElemType::Float(FloatKind::F32);
     for element in [
         i8_type,
         i32_type,
         f16_type,
-        ElemType::Float(FloatKind::BF16),
-        ElemType::Float(FloatKind::F32),
+        bf16_type,
+        f32_type,
         ElemType::UInt(UIntKind::U8),
         ElemType::UInt(UIntKind::U16),
         ElemType::UInt(UIntKind::U32),
@@ -190,15 +192,24 @@ fn properties(arch: u16) -> DeviceProperties {
     if arch >= 100 {
         features.tma.insert(Tma::Im2colWide);
     }
-    features.matmul.ldmatrix.insert(f16_type.into());
-    features.matmul.mma.insert(MmaConfig {
-        a_type: i8_type.into(),
-        b_type: i8_type.into(),
-        cd_type: i32_type.into(),
-        m: 16,
-        n: 8,
-        k: 32,
-    });
+    let matmul = &mut features.matmul;
+    let mut multiplies = |operand: ElemType, sum: ElemType, k| {
+        matmul.mma.insert(MmaConfig {
+            a_type: operand.into(),
+            b_type: operand.into(),
+            cd_type: sum.into(),
+            m: 16,
+            n: 8,
+            k,
+        });
+    };
+    multiplies(i8_type, i32_type, 32);
+    for float in [f16_type, bf16_type] {
+        multiplies(float, f32_type, 16);
+    }
+    matmul
+        .ldmatrix
+        .extend([f16_type, bf16_type].map(StorageType::from));
     properties
 }
 

@@ -7,3 +7,7 @@ mod host;
 mod portable;
 mod problem;
 mod reference;
+#[cfg(any(feature = "cuda", feature = "vulkan"))]
+mod solve;
+#[cfg(any(feature = "cuda", feature = "vulkan"))]
+mod tensor_core;

@@ -56,11 +56,12 @@ const MAX_SAVED: usize = 1 << 26;
 
 /// The rule by which attention is computed.
 ///
-/// Hopper's kernel where it can. Else products on tensor cores, since the portable kernel computes on ordinary FP32
-/// units, of which a GPU has a tenth of the arithmetic or less: our own composition where only a scale and a causal
-/// mask are asked for, and Burn's elsewhere. The portable kernel where these hold too many scores in memory; and for
-/// what our own composition does not compute, on devices without tensor cores. Both in training, or where Burn's would
-/// repeat keys. This is by arithmetic: no GPU has timed the portable kernel.
+/// A kernel on matrix instructions where there is one. Else products on tensor cores, since the portable kernel
+/// computes on ordinary FP32 units, of which a GPU has a tenth of the arithmetic or less: our own composition where
+/// only a scale and a causal mask are asked for, and Burn's elsewhere. The portable kernel where these hold too many
+/// scores in memory; and for what our own composition does not compute, on devices without tensor cores. Both in
+/// training, or where Burn's would repeat keys. Between the portable kernel and the others the rule is by arithmetic:
+/// no GPU has timed it.
 fn way<R: CubeRuntime>(
     device: &R::Device,
     problem: &AttentionProblem,
@@ -72,7 +73,7 @@ fn way<R: CubeRuntime>(
     let composed = composes(problem) && (1..=MAX_COMPOSED).contains(&scores);
     let saves_or_repeats = trains || problem.shape.heads != problem.shape.kv_heads;
     match AttentionKernel::of(&client, &of_kernel(problem)) {
-        Some(AttentionKernel::Hopper) => Some(AttentionWay::Flash),
+        Some(AttentionKernel::Hopper | AttentionKernel::TensorCore) => Some(AttentionWay::Flash),
         Some(AttentionKernel::Portable)
             if saves_or_repeats
                 && !composed

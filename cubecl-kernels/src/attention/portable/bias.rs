@@ -6,15 +6,19 @@
 
 use cubecl::{ir::StorageType, prelude::*};
 
-use super::{
-    keys::write_tile,
+use crate::attention::{
+    heads::Strides4,
     scores::{
-        Place, Plan, Problem, first_key, first_query, gradient_head, key_head, last_key,
-        last_query, of_scores, query_head, rows_of, scores, tile_of, value_head,
+        Place, Problem, first_key, first_query, gradient_head, key_head, last_key, last_query,
+        query_head, tile_of, value_head,
     },
-    tile::{
-        ELEMENTS, OWN, PITCH, Strides4, TILE, UNITS, operands, products, unit_col, unit_row, zeros,
-    },
+};
+
+use super::{
+    Plan,
+    keys::write_tile,
+    scores::{of_scores, rows_of, scores},
+    tile::{ELEMENTS, OWN, PITCH, TILE, UNITS, operands, products, unit_col, unit_row, zeros},
 };
 
 /// The dimensions of the scores that a tensor has of its own: it is broadcast along the others.
@@ -66,7 +70,7 @@ pub(super) fn attention_bias_kernel<F: Numeric, M: Numeric, O: Numeric>(
     let mut rows_start = row_0;
     let mut rows_end = min(row_0 + tile, problem.queries);
     if comptime!(!own.row) {
-        rows_start = tile_of(first_query(&problem, col_0));
+        rows_start = tile_of(first_query(&problem, col_0), TILE);
         rows_end = last_query(&problem, col_0 + tile);
     }
     for batch in first_batch..end(first_batch, problem.batches, own.batch) {
@@ -88,7 +92,7 @@ pub(super) fn attention_bias_kernel<F: Numeric, M: Numeric, O: Numeric>(
                 let seen_end = last_key(&problem, row + tile);
                 let mut cols_end = min(col_0 + tile, seen_end);
                 if comptime!(!own.col) {
-                    place.col = tile_of(seen_start);
+                    place.col = tile_of(seen_start, TILE);
                     cols_end = seen_end;
                 }
                 while place.col < cols_end {
@@ -96,7 +100,8 @@ pub(super) fn attention_bias_kernel<F: Numeric, M: Numeric, O: Numeric>(
                     if place.col + tile > seen_start {
                         let of_keys =
                             products::<F>(query, &queries, row, key, &keys, place.col, &mut memory);
-                        let scores = scores::<F, M>(&of_keys, mask, bias, &problem, &place, plan);
+                        let scores =
+                            scores::<F, M>(&of_keys, mask, bias, &problem, &place, plan.asked);
                         let of_values = products::<F>(
                             gradient,
                             &gradients,
@@ -107,7 +112,8 @@ pub(super) fn attention_bias_kernel<F: Numeric, M: Numeric, O: Numeric>(
                             &mut memory,
                         );
                         let rows = rows_of(log_sum_exp, delta, &problem, &place);
-                        let of_tile = of_scores(&scores, &of_values, &rows, &problem, &place, plan);
+                        let of_tile =
+                            of_scores(&scores, &of_values, &rows, &problem, &place, plan.asked);
                         #[unroll]
                         for slot in 0..ELEMENTS {
                             sums[slot] += of_tile.gradients[slot];

@@ -2,13 +2,14 @@
 
 use cubecl::{ir::StorageType, prelude::*};
 
-use crate::softmax::exp;
+use crate::{
+    attention::scores::{Problem, key_head, last_key, place_of_queries, query_head, value_head},
+    softmax::exp,
+};
 
 use super::{
-    scores::{
-        Plan, Problem, Scores, factors, is_hidden, key_head, last_key, query_head, scores,
-        tile_of_queries, value_head,
-    },
+    Plan,
+    scores::{Scores, factors, is_hidden, scores},
     tile::{
         ELEMENTS, OWN, PITCH, SIDE, TILE, add_products, operands, products, unit_col, unit_row,
         write_rows, zeros,
@@ -39,7 +40,8 @@ pub(super) fn attention_forward_kernel<F: Numeric, M: Numeric>(
     if head >= problem.batches * problem.heads {
         terminate!();
     }
-    let mut place = tile_of_queries(&problem, head, CUBE_POS as u32 % tiles);
+    let row = CUBE_POS as u32 % tiles * comptime!(TILE as u32);
+    let mut place = place_of_queries(&problem, head, row, TILE);
     let kv_head = place.head / problem.group;
     let of_query = query_head(&problem, place.batch, place.head);
     let of_key = key_head(&problem, place.batch, kv_head);
@@ -67,7 +69,7 @@ pub(super) fn attention_forward_kernel<F: Numeric, M: Numeric>(
             place.col,
             &mut memory,
         );
-        let scores = scores::<F, M>(&of_tile, mask, bias, &problem, &place, plan);
+        let scores = scores::<F, M>(&of_tile, mask, bias, &problem, &place, plan.asked);
         raise(
             &mut maxima,
             &mut totals,
@@ -76,7 +78,7 @@ pub(super) fn attention_forward_kernel<F: Numeric, M: Numeric>(
             &mut of_units,
             plan.value_panels,
         );
-        let factors = factors(&problem, &place, plan);
+        let factors = factors(&problem, &place, plan.asked);
         #[unroll]
         for i in 0..OWN {
             #[unroll]

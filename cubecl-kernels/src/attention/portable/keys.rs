@@ -3,23 +3,22 @@
 
 use cubecl::{ir::StorageType, prelude::*};
 
-use super::{
+use crate::attention::{
+    heads::Strides4,
     scores::{
-        Place, Plan, Problem, first_query, gradient_head, key_head, last_query, of_scores,
-        query_head, rows_of, scores, tile_of, value_head,
-    },
-    tile::{
-        ELEMENTS, OWN, PITCH, Strides4, TILE, add_products, operands, products, unit_col, unit_row,
-        write_rows, zeros,
+        Place, Problem, Wanted, first_query, gradient_head, key_head, last_query, query_head,
+        tile_of, value_head,
     },
 };
 
-/// Which gradients a launch computes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(super) struct Wanted {
-    pub key: bool,
-    pub value: bool,
-}
+use super::{
+    Plan,
+    scores::{of_scores, rows_of, scores},
+    tile::{
+        ELEMENTS, OWN, PITCH, TILE, add_products, operands, products, unit_col, unit_row,
+        write_rows, zeros,
+    },
+};
 
 #[cube(launch_unchecked)]
 #[allow(clippy::too_many_arguments)]
@@ -71,14 +70,14 @@ pub(super) fn attention_keys_kernel<F: Numeric, M: Numeric>(
         let mut place = Place {
             batch,
             head: kv_head * problem.group + of_group,
-            row: tile_of(first_query(&problem, col)),
+            row: tile_of(first_query(&problem, col), TILE),
             col,
         };
         let queries = query_head(&problem, batch, place.head);
         let gradients = gradient_head(&problem, &gradient_strides, batch, place.head);
         while place.row < end {
             let of_keys = products::<F>(query, &queries, place.row, key, &keys, col, &mut memory);
-            let scores = scores::<F, M>(&of_keys, mask, bias, &problem, &place, plan);
+            let scores = scores::<F, M>(&of_keys, mask, bias, &problem, &place, plan.asked);
             let of_values = if comptime!(wanted.key) {
                 products::<F>(
                     gradient,
@@ -93,7 +92,7 @@ pub(super) fn attention_keys_kernel<F: Numeric, M: Numeric>(
                 zeros(ELEMENTS)
             };
             let rows = rows_of(log_sum_exp, delta, &problem, &place);
-            let of_tile = of_scores(&scores, &of_values, &rows, &problem, &place, plan);
+            let of_tile = of_scores(&scores, &of_values, &rows, &problem, &place, plan.asked);
             if comptime!(wanted.value) {
                 write_tile(&mut tile, &of_tile.probabilities);
                 add_products::<F>(

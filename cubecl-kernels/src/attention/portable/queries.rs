@@ -2,13 +2,18 @@
 
 use cubecl::{ir::StorageType, prelude::*};
 
-use super::{
+use crate::attention::{
+    heads::Strides4,
     scores::{
-        Plan, Problem, gradient_head, key_head, last_key, of_scores, query_head, rows_of, scores,
-        tile_of_queries, value_head,
+        Problem, gradient_head, key_head, last_key, place_of_queries, query_head, value_head,
     },
+};
+
+use super::{
+    Plan,
+    scores::{of_scores, rows_of, scores},
     tile::{
-        ELEMENTS, OWN, PITCH, Strides4, TILE, add_products, operands, products, unit_col, unit_row,
+        ELEMENTS, OWN, PITCH, TILE, add_products, operands, products, unit_col, unit_row,
         write_rows, zeros,
     },
 };
@@ -36,7 +41,8 @@ pub(super) fn attention_queries_kernel<F: Numeric, M: Numeric>(
     if head >= problem.batches * problem.heads {
         terminate!();
     }
-    let mut place = tile_of_queries(&problem, head, CUBE_POS as u32 % tiles);
+    let row = CUBE_POS as u32 % tiles * comptime!(TILE as u32);
+    let mut place = place_of_queries(&problem, head, row, TILE);
     let kv_head = place.head / problem.group;
     let queries = query_head(&problem, place.batch, place.head);
     let keys = key_head(&problem, place.batch, kv_head);
@@ -59,7 +65,7 @@ pub(super) fn attention_queries_kernel<F: Numeric, M: Numeric>(
             place.col,
             &mut memory,
         );
-        let scores = scores::<F, M>(&of_keys, mask, bias, &problem, &place, plan);
+        let scores = scores::<F, M>(&of_keys, mask, bias, &problem, &place, plan.asked);
         let of_values = products::<F>(
             gradient,
             &gradients,
@@ -69,7 +75,7 @@ pub(super) fn attention_queries_kernel<F: Numeric, M: Numeric>(
             place.col,
             &mut memory,
         );
-        let of_tile = of_scores(&scores, &of_values, &rows, &problem, &place, plan);
+        let of_tile = of_scores(&scores, &of_values, &rows, &problem, &place, plan.asked);
         #[unroll]
         for i in 0..OWN {
             #[unroll]

@@ -3,7 +3,9 @@
 //! A unit has 4 x 4 neighbours of a product of 64 x 64. Operands pass through shared memory, 16 deep at a time and with
 //! the depth outermost, so that units read neighbouring words.
 
-use cubecl::{prelude::*, std::tensor::TensorHandle};
+use cubecl::prelude::*;
+
+use crate::attention::heads::Head;
 
 /// Rows and columns of a tile.
 pub(super) const TILE: usize = 64;
@@ -20,52 +22,6 @@ pub(super) const ELEMENTS: usize = OWN * OWN;
 /// Words from a row of a tile in shared memory to the next: one more than needed, so that units that write a column of
 /// it write to different banks.
 pub(super) const PITCH: usize = TILE + 1;
-
-/// Elements from one to the next of a tensor of four dimensions; 0 along those that it is broadcast along.
-#[derive(CubeType, CubeLaunch, Clone, Copy)]
-pub(super) struct Strides4 {
-    pub batch: u32,
-    pub head: u32,
-    pub row: u32,
-    pub col: u32,
-}
-
-impl Strides4 {
-    /// Those of a tensor of four dimensions; nothing steps along a dimension of one.
-    pub(super) fn of<R: Runtime>(tensor: &TensorHandle<R>) -> Strides4Launch<R> {
-        let (shape, strides) = (tensor.shape(), tensor.strides());
-        let step = |dim: usize| {
-            if shape[dim] == 1 {
-                0
-            } else {
-                strides[dim] as u32
-            }
-        };
-        Strides4Launch::new(step(0), step(1), step(2), step(3))
-    }
-}
-
-/// The rows of a head.
-#[derive(CubeType, Clone, Copy)]
-pub(super) struct Head {
-    start: u32,
-    rows: u32,
-    width: u32,
-    row_stride: u32,
-    col_stride: u32,
-}
-
-/// Head `head` of a batch, of so many rows and features.
-#[cube]
-pub(super) fn head_of(strides: &Strides4, batch: u32, head: u32, rows: u32, width: u32) -> Head {
-    Head {
-        start: batch * strides.batch + head * strides.head,
-        rows,
-        width,
-        row_stride: strides.row,
-        col_stride: strides.col,
-    }
-}
 
 /// The first row of a unit in its tile.
 #[cube]

@@ -1,6 +1,6 @@
 //! The portable kernels against the reference, with every option, on inputs that are rounded first.
 
-use cubecl::{ir::StorageType, std::tensor::TensorHandle};
+use cubecl::std::tensor::TensorHandle;
 use cubecl_kernels::{
     KernelError,
     attention::{
@@ -11,175 +11,18 @@ use cubecl_kernels::{
 use half::{bf16, f16};
 use rstest::rstest;
 
-use super::problem::{
-    Expected, Kind, Problem, assert_close, assert_row_is_nan, kinds, rows_of_a_bias, tolerance,
+use super::{
+    problem::{
+        Expected, Kind, Problem, assert_close, assert_row_is_nan, kinds, rows_of_a_bias, tolerance,
+    },
+    solve::{Memory, Results, draw, solve, solve_for},
 };
 use crate::{
-    device::{
-        Client, Tensor, client, dtype, float_types, read, read_float, rounded, to_bytes, upload,
-    },
+    device::{client, dtype, float_types, upload},
     random::Random,
 };
 
 const KERNEL: AttentionKernel = AttentionKernel::Portable;
-/// Where the elements of a tensor of four dimensions lie.
-#[derive(Debug, Clone, Copy, PartialEq)]
-enum Memory {
-    Contiguous,
-    /// `[batch, rows, heads, width]`, rows that begin and end with something else.
-    InRows,
-    /// Rows and features change places.
-    Transposed,
-}
-
-impl Memory {
-    /// Elements from one to the next, and all that are needed.
-    fn strides(self, [batch, heads, rows, width]: [usize; 4]) -> ([usize; 4], usize) {
-        match self {
-            Self::Contiguous => (
-                [heads * rows * width, rows * width, width, 1],
-                batch * heads * rows * width,
-            ),
-            Self::InRows => {
-                let pitch = heads * width + 3;
-                ([rows * pitch, width, pitch, 1], batch * rows * pitch)
-            }
-            Self::Transposed => (
-                [heads * rows * width, rows * width, 1, rows],
-                batch * heads * rows * width,
-            ),
-        }
-    }
-}
-
-/// The places of all elements, in their order.
-fn places([b, h, r, w]: [usize; 4], strides: [usize; 4]) -> impl Iterator<Item = usize> {
-    let [sb, sh, sr, sw] = strides;
-    (0..b).flat_map(move |b| {
-        (0..h).flat_map(move |h| {
-            (0..r).flat_map(move |r| (0..w).map(move |w| b * sb + h * sh + r * sr + w * sw))
-        })
-    })
-}
-
-fn on_device(
-    client: &Client,
-    x: &[f32],
-    shape: [usize; 4],
-    float: StorageType,
-    memory: Memory,
-) -> Tensor {
-    let (strides, len) = memory.strides(shape);
-    let mut buffer = vec![f32::NAN; len.max(4)];
-    for (place, &x) in places(shape, strides).zip(x) {
-        buffer[place] = x;
-    }
-    let handle = client.create_from_slice(&to_bytes(&buffer, float));
-    TensorHandle::new(handle, shape.to_vec(), strides.to_vec(), float)
-}
-
-/// A mask in words: bytes are not on every device.
-fn mask_on_device(client: &Client, mask: &[bool], shape: [usize; 4]) -> Tensor {
-    let mut words: Vec<u32> = mask.iter().map(|&hidden| 7 * u32::from(hidden)).collect();
-    words.resize(words.len().max(4), 0);
-    let handle = client.create_from_slice(bytemuck::cast_slice(&words));
-    TensorHandle::new_contiguous(shape.to_vec(), handle, dtype::<u32>())
-}
-
-/// The elements of a result in the order of its shape.
-fn elements(client: &Client, tensor: &Tensor) -> Vec<f32> {
-    let data = read_float(client, tensor);
-    let four = |x: &[usize]| [x[0], x[1], x[2], x[3]];
-    places(four(tensor.shape()), four(tensor.strides()))
-        .map(|place| data[place])
-        .collect()
-}
-
-#[derive(Debug, Clone)]
-struct Results {
-    output: Vec<f32>,
-    log_sum_exp: Vec<f32>,
-    gradients: AttentionGradients<Option<Vec<f32>>>,
-}
-
-impl Results {
-    /// All bits, NaN among them.
-    fn bits(&self) -> Vec<Vec<u32>> {
-        let of = &self.gradients;
-        let gradients = [&of.query, &of.key, &of.value, &of.bias];
-        let gradients = gradients.into_iter().flatten();
-        let all = [&self.output, &self.log_sum_exp].into_iter();
-        all.chain(gradients)
-            .map(|x| x.iter().map(|x| x.to_bits()).collect())
-            .collect()
-    }
-}
-
-fn tensors(
-    client: &Client,
-    problem: &Problem,
-    float: StorageType,
-    memory: Memory,
-) -> (AttentionTensors<crate::device::TestRuntime>, Tensor) {
-    let shape = &problem.shape;
-    let to = |x: &[f32], shape| on_device(client, x, shape, float, memory);
-    let tensors = AttentionTensors {
-        query: to(&problem.query, shape.query()),
-        key: to(&problem.key, shape.key()),
-        value: to(&problem.value, shape.value()),
-        mask: (problem.mask.as_ref()).map(|(mask, shape)| mask_on_device(client, mask, *shape)),
-        bias: problem.bias.as_ref().map(|(bias, shape)| to(bias, *shape)),
-    };
-    (tensors, to(&problem.gradient, shape.output()))
-}
-
-fn solve(client: &Client, problem: &Problem, float: StorageType, memory: Memory) -> Results {
-    solve_for(client, problem, float, memory, problem.wanted())
-}
-
-fn solve_for(
-    client: &Client,
-    problem: &Problem,
-    float: StorageType,
-    memory: Memory,
-    wanted: AttentionGradients<bool>,
-) -> Results {
-    let (tensors, gradient) = tensors(client, problem, float, memory);
-    let options = &problem.options;
-    let forward = KERNEL.forward(client, &tensors, options);
-    let forward = forward.expect("every device has the kernel");
-    let gradients = KERNEL
-        .backward(client, &tensors, &forward, &gradient, wanted, options)
-        .expect("what has a forward pass");
-    let elements = |tensor: Option<Tensor>| tensor.map(|tensor| elements(client, &tensor));
-    Results {
-        output: elements(Some(forward.output)).expect("it is there"),
-        log_sum_exp: read(client, &forward.log_sum_exp),
-        gradients: AttentionGradients {
-            query: elements(gradients.query),
-            key: elements(gradients.key),
-            value: elements(gradients.value),
-            bias: elements(gradients.bias),
-        },
-    }
-}
-
-/// Inputs as the kernel sees them.
-fn draw(random: &mut Random, kind: Kind, float: StorageType) -> Problem {
-    let mut problem = Problem::draw(random, kind);
-    let bias = problem.bias.as_mut().map(|(bias, _)| bias);
-    let floats = [
-        &mut problem.query,
-        &mut problem.key,
-        &mut problem.value,
-        &mut problem.gradient,
-    ];
-    for x in floats.into_iter().chain(bias) {
-        *x = rounded(x, float);
-    }
-    problem
-}
-
 /// `rounding`: half a unit in the last place of what results are rounded to; 0 for FP32.
 #[track_caller]
 fn compare(results: &Results, problem: &Problem, rounding: f64, what: &str) {
@@ -246,7 +89,7 @@ fn equals_the_reference(
     for kind in kinds().into_iter().step_by(every) {
         let float = dtype::<f32>();
         let problem = draw(&mut random, kind, float);
-        let results = solve(&client, &problem, float, memory);
+        let results = solve(KERNEL, &client, &problem, float, memory);
         compare(&results, &problem, 0.0, &format!("{memory:?} {kind:?}"));
     }
 }
@@ -262,7 +105,7 @@ fn equals_the_reference_in_16_bits() {
         };
         for kind in kinds().into_iter().skip(1).step_by(3) {
             let problem = draw(&mut random, kind, float);
-            let results = solve(&client, &problem, float, Memory::InRows);
+            let results = solve(KERNEL, &client, &problem, float, Memory::InRows);
             compare(&results, &problem, rounding, &format!("{float} {kind:?}"));
         }
     }
@@ -298,7 +141,7 @@ fn equals_the_reference_on_what_comes() {
             ..kind
         };
         let problem = draw(&mut random, kind, dtype::<f32>());
-        let results = solve(&client, &problem, dtype::<f32>(), Memory::InRows);
+        let results = solve(KERNEL, &client, &problem, dtype::<f32>(), Memory::InRows);
         compare(&results, &problem, 0.0, &format!("{kind:?}"));
     }
 }
@@ -312,7 +155,7 @@ fn repeats_to_the_bit() {
         ..Kind::plain([2, 4, 2], [150, 170], [16, 24])
     };
     let problem = draw(&mut random, kind, dtype::<f32>());
-    let solve = || solve(&client, &problem, dtype::<f32>(), Memory::InRows).bits();
+    let solve = || solve(KERNEL, &client, &problem, dtype::<f32>(), Memory::InRows).bits();
     assert_eq!(solve(), solve());
 }
 
@@ -328,10 +171,10 @@ fn large_scores_and_equal_ones() {
         .for_each(|x| *x = (*x * 4.0).round() * 64.0);
     problem.key.iter_mut().for_each(|x| *x = (*x * 2.0).round());
     problem.options.scale = 1.0;
-    let results = solve(&client, &problem, float, Memory::Contiguous);
+    let results = solve(KERNEL, &client, &problem, float, Memory::Contiguous);
     compare(&results, &problem, 0.0, "scores of thousands");
     problem.key.fill(1.0);
-    let results = solve(&client, &problem, float, Memory::Contiguous);
+    let results = solve(KERNEL, &client, &problem, float, Memory::Contiguous);
     compare(&results, &problem, 0.0, "equal keys");
 }
 
@@ -352,7 +195,7 @@ fn nan_and_infinity_stay_visible(#[values(None, Some(5.0))] softcap: Option<f32>
         let mut problem = draw(&mut random, kind, float);
         problem.query[row * 4..][..4].fill(bad);
         problem.key[..4].fill(1.0);
-        let results = solve(&client, &problem, float, Memory::Contiguous);
+        let results = solve(KERNEL, &client, &problem, float, Memory::Contiguous);
         let Results {
             output,
             log_sum_exp,
@@ -370,7 +213,7 @@ fn negative_infinity_hides() {
     let infinity = f32::INFINITY;
     let bias = vec![-infinity, -infinity, -infinity, 0.0, -infinity, -infinity];
     problem.bias = Some((bias, [1, 1, 2, 3]));
-    let results = solve(&client, &problem, float, Memory::Contiguous);
+    let results = solve(KERNEL, &client, &problem, float, Memory::Contiguous);
     assert_eq!(results.output[..4], [0.0; 4]);
     assert_eq!(results.log_sum_exp[0], f32::NEG_INFINITY);
     assert_eq!(results.output[4..], problem.value[..4]);
@@ -402,7 +245,7 @@ fn a_bias_is_not_read_where_nothing_is_seen() {
             *bias = f32::NAN;
         }
     }
-    let solve = |problem| solve(&client, problem, float, Memory::Contiguous).bits();
+    let solve = |problem| solve(KERNEL, &client, problem, float, Memory::Contiguous).bits();
     assert_eq!(solve(&problem), solve(&with_nan));
 }
 
@@ -420,7 +263,13 @@ fn nothing_in_gives_nothing() {
             ..Kind::plain(heads, sequence, [4, 6])
         };
         let problem = draw(&mut random, kind, dtype::<f32>());
-        let results = solve(&client, &problem, dtype::<f32>(), Memory::Contiguous);
+        let results = solve(
+            KERNEL,
+            &client,
+            &problem,
+            dtype::<f32>(),
+            Memory::Contiguous,
+        );
         compare(&results, &problem, 0.0, &format!("{kind:?}"));
     }
 }
@@ -434,7 +283,7 @@ fn only_what_is_wanted(#[values([8, 8], [200, 100])] width: [usize; 2]) {
         ..Kind::plain([1, 2, 1], [20, 30], width)
     };
     let problem = draw(&mut random, kind, float);
-    let all = solve(&client, &problem, float, Memory::Contiguous).gradients;
+    let all = solve(KERNEL, &client, &problem, float, Memory::Contiguous).gradients;
     for which in 0..16 {
         let [query, key, value, bias] = [1, 2, 4, 8].map(|bit| which & bit != 0);
         let wanted = AttentionGradients {
@@ -443,7 +292,8 @@ fn only_what_is_wanted(#[values([8, 8], [200, 100])] width: [usize; 2]) {
             value,
             bias,
         };
-        let some = solve_for(&client, &problem, float, Memory::Contiguous, wanted).gradients;
+        let some =
+            solve_for(KERNEL, &client, &problem, float, Memory::Contiguous, wanted).gradients;
         assert_eq!(some.query, all.query.clone().filter(|_| query));
         assert_eq!(some.key, all.key.clone().filter(|_| key));
         assert_eq!(some.value, all.value.clone().filter(|_| value));
