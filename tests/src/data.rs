@@ -149,6 +149,11 @@ pub fn first_difference(a: &[f32], b: &[f32]) -> Option<(usize, f32, f32)> {
         .map(|index| (index, a[index], b[index]))
 }
 
+/// Length of a vector.
+pub fn norm(x: &[f32]) -> f64 {
+    x.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt()
+}
+
 /// Cosine of the angle between two vectors.
 pub fn cosine(a: &[f32], b: &[f32]) -> f64 {
     assert_eq!(a.len(), b.len(), "lengths");

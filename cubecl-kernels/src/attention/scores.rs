@@ -215,17 +215,15 @@ pub(super) fn score(product: f32, problem: &Problem, #[comptime] asked: Asked) -
     }
 }
 
-/// The probability of a score, with dropout's factor, and the gradient of the score; 0 where the key is hidden.
+/// A probability with dropout's factor, and the gradient of its score; 0 where the key is hidden.
 #[cube]
 pub(super) fn gradient(
-    score: f32,
+    probability: f32,
     hidden: bool,
-    log_sum_exp: f32,
     delta: f32,
     of_probability: f32,
     factor: f32,
 ) -> (f32, f32) {
-    let probability = exp(score - log_sum_exp);
     let gradient = probability * (of_probability * factor - delta);
     (
         select(hidden, 0.0f32, probability * factor),

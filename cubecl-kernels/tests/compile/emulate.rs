@@ -1,9 +1,4 @@
 //! `whole_tiles.cu` on a CPU, as its launches set its knobs and numbers, against the reference to the bit.
-//!
-//! The machine's C++ compiler compiles it together with `emulator.cpp`, which has what the kernel uses of CUDA. Its
-//! sanitizers look for what the numbers need not show: races of the threads, and accesses outside of the buffers.
-
-use std::{fs, path::Path, process::Command};
 
 use cubecl::{ir::StorageType, std::tensor::TensorHandle};
 use cubecl_kernels::{
@@ -23,6 +18,7 @@ use super::{
     Client,
     device::{assert_same_integers, rounded, to_bytes},
     dtype,
+    emulator::{Sanitizer, run},
     offline::{Source, sources_of},
     random::Random,
     tensor,
@@ -94,9 +90,9 @@ fn equals_the_reference(
     let name = format!("emulate-{float}-{operand:?}-{draw_early}");
     // They do not go together, and that for threads is slow.
     let sanitizer = if float == dtype::<bf16>() {
-        "thread"
+        Sanitizer::Threads
     } else {
-        "address,undefined"
+        Sanitizer::Addresses
     };
     let expected = expected(&x, float, operand, key);
     let mut before = expected.clone();
@@ -199,95 +195,4 @@ fn one_nan(floats: &mut [u8]) {
             bytes.copy_from_slice(&f32::NAN.to_le_bytes());
         }
     }
-}
-
-/// The buffers after the launch. `name` is that of the folder to work in.
-fn run(source: &Source, buffers: &Buffers, name: &str, sanitizer: &str) -> Buffers {
-    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
-    fs::create_dir_all(&folder).expect("a folder");
-    let kernel = without_asm(&source.code).replace("extern __shared__", "extern");
-    fs::write(folder.join("kernel.cu"), kernel).expect("a file");
-    let (program, input, output) = (
-        folder.join("emulator"),
-        folder.join("in"),
-        folder.join("out"),
-    );
-    succeed(
-        Command::new(std::env::var("CXX").unwrap_or_else(|_| "c++".into()))
-            .args([
-                "-std=c++20",
-                "-O1",
-                "-ffp-contract=off",
-                "-fno-strict-aliasing",
-                "-pthread",
-            ])
-            .arg(format!("-fsanitize={sanitizer}"))
-            .arg(format!("-DSHARED_BYTES={}", source.shared_memory))
-            .arg(format!("-I{}", folder.display()))
-            .arg(concat!(
-                env!("CARGO_MANIFEST_DIR"),
-                "/tests/compile/emulator.cpp"
-            ))
-            .arg("-o")
-            .arg(&program),
-    );
-    let lengths: Vec<usize> = buffers.iter().map(Vec::len).collect();
-    let mut header: Vec<u64> = source.cubes.iter().map(|&count| count.into()).collect();
-    header.extend(lengths.iter().map(|&length| length as u64));
-    header.extend(&source.numbers);
-    fs::write(
-        &input,
-        [bytemuck::cast_slice(&header), &buffers.concat()].concat(),
-    )
-    .expect("a file");
-    succeed(Command::new(program).args([&input, &output]));
-    let written = fs::read(output).expect("the buffers");
-    let mut rest = &written[..];
-    std::array::from_fn(|index| rest.split_off(..lengths[index]).expect("a buffer").to_vec())
-}
-
-fn succeed(command: &mut Command) {
-    let output = command.output();
-    let output = output.unwrap_or_else(|error| panic!("{command:?}: {error}"));
-    let messages = String::from_utf8_lossy(&output.stderr);
-    assert!(
-        output.status.success(),
-        "{command:?}: {}\n{messages}",
-        output.status
-    );
-}
-
-/// The text with a call in place of each statement `asm(..);`.
-fn without_asm(source: &str) -> String {
-    let mut parts = source.split("asm");
-    let mut text = String::from(parts.next().unwrap_or_default());
-    for part in parts {
-        let (statement, rest) = part.split_once(");").expect("the end of a statement");
-        text += &call(statement);
-        text += rest;
-    }
-    text
-}
-
-/// `ptx_INSTRUCTION(..);` for `("INSTRUCTION ..;" : "constraint"(operand), ..`; nothing for an
-/// empty text.
-fn call(statement: &str) -> String {
-    let mut quoted = statement.split('"').skip(1);
-    let text = quoted.next().expect("a text");
-    let instruction = text.split([' ', ';']).next().unwrap_or_default();
-    if instruction.is_empty() {
-        return ";".into();
-    }
-    // Behind each constraint stands its operand, behind a clobbered name nothing.
-    let operands: Vec<&str> = quoted
-        .skip(2)
-        .step_by(2)
-        .map(|operand| operand.trim_end_matches([' ', ',', ':', '\n']))
-        .filter(|operand| !operand.is_empty())
-        .collect();
-    format!(
-        "ptx_{}({});",
-        instruction.replace('.', "_"),
-        operands.join(", ")
-    )
 }

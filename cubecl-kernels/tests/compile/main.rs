@@ -5,12 +5,17 @@
 #![cfg(feature = "cuda")]
 
 mod emulate;
+mod emulate_attention;
+mod emulator;
 mod nvrtc;
 mod offline;
 
 #[allow(dead_code)]
 #[path = "../kernels/device.rs"]
 mod device;
+#[allow(dead_code)]
+#[path = "../kernels/attention/problem.rs"]
+mod problem;
 #[allow(dead_code)]
 #[path = "../kernels/random.rs"]
 mod random;

@@ -44,6 +44,8 @@ pub struct Source {
     pub shared_memory: usize,
     /// Cubes along each axis.
     pub cubes: [u32; 3],
+    /// Units of a cube.
+    pub units: u32,
     /// The numbers that the kernel takes beside its buffers.
     pub numbers: Vec<u64>,
 }
@@ -266,6 +268,7 @@ impl ComputeServer for OfflineServer {
         };
         let source = Source {
             cubes: [x, y, z],
+            units: compiled.cube_dim.num_elems(),
             numbers: arguments.info.data,
             name: compiled.entrypoint_name,
             shared_memory: representation.shared_memory_size(),

@@ -28,7 +28,7 @@ use burn_quant_train::{
 };
 use quant_train_tests::{
     Rng,
-    data::{cosine, float_product_error, floats, is_cuda, same_bits, tensor},
+    data::{cosine, float_product_error, floats, is_cuda, norm, same_bits, tensor},
     models::with_weights_of,
     on_every_backend, seed,
     train::{attached, every_layer, gradients_of, parameters_of},
@@ -172,11 +172,17 @@ fn cases<T: AutodiffBackend>(seed: u64) -> Vec<(&'static str, [Vec<Vec<f32>>; 2]
 
 fn gradients_are_the_same<B: DataBackend>(seed: u64) {
     for (name, [without, with]) in cases::<Plain<B>>(seed) {
+        // A fused stream may fuse the second run in another way.
+        let error = f64::max(3e-5, float_product_error::<B>());
+        let largest = without.iter().map(|it| norm(it)).fold(0.0, f64::max);
         for (index, (with, without)) in with.iter().zip(&without).enumerate() {
             let what = format!("seed {seed}: {name}, gradient {index}");
-            // A fused stream may fuse the second run in another way.
-            let off = f64::max(1e-9, float_product_error::<B>().powi(2));
-            assert!(cosine(with, without) > 1.0 - off, "{what}");
+            // The bias of keys moves no probability: rounding is all that its gradient is.
+            let vanishes = norm(without).max(norm(with)) < error * largest;
+            assert!(
+                vanishes || cosine(with, without) > 1.0 - error.powi(2),
+                "{what}"
+            );
         }
     }
 }

@@ -2,12 +2,15 @@
 
 use cubecl::prelude::*;
 
-use crate::attention::{
-    DRAWS,
-    scores::{
-        Asked, Place, Problem, bias_of, dropout_words, factor, finite, gradient, is_masked, score,
-        sees,
+use crate::{
+    attention::{
+        DRAWS,
+        scores::{
+            Asked, Place, Problem, bias_of, dropout_words, factor, finite, gradient, is_masked,
+            score, sees,
+        },
     },
+    softmax::exp,
 };
 
 use super::tile::{ELEMENTS, OWN, unit_col, unit_row};
@@ -173,9 +176,8 @@ pub(super) fn of_scores(
         for j in 0..OWN {
             let slot = comptime!(i * OWN + j);
             let (probability, gradient) = gradient(
-                scores.values[slot],
+                exp(scores.values[slot] - rows.log_sum_exp[i]),
                 is_hidden(scores.hidden, slot),
-                rows.log_sum_exp[i],
                 rows.delta[i],
                 of_probabilities[slot],
                 factors[slot],

@@ -2,14 +2,13 @@
 
 use cubecl::{ir::StorageType, prelude::*};
 
-use crate::{
-    attention::scores::{Problem, key_head, last_key, place_of_queries, query_head, value_head},
-    softmax::exp,
+use crate::attention::scores::{
+    Problem, key_head, last_key, place_of_queries, query_head, value_head,
 };
 
 use super::{
     Plan,
-    scores::{factors, scores},
+    scores::{LEAST, factors, scores, weight},
     staged::{
         add_products, fill, plane_row, products, slot, staged, unit_col, unit_row, wait,
         write_rows, zeros,
@@ -58,7 +57,7 @@ pub(super) fn attention_forward_tensor_core_kernel<F: Numeric, M: Numeric, C: Si
     #[unroll]
     for half in 0..2usize {
         totals[half] = 0.0f32;
-        maxima[half] = f32::new(f32::MIN);
+        maxima[half] = f32::new(LEAST);
     }
     if place.col < end {
         fill::<F, C>(
@@ -132,7 +131,7 @@ pub(super) fn attention_forward_tensor_core_kernel<F: Numeric, M: Numeric, C: Si
             }
             // Four units have a row.
             let max = of_row_max(max);
-            let decay = exp(maxima[half] - max);
+            let decay = weight(maxima[half], max);
             maxima[half] = max;
             totals[half] *= decay;
             #[unroll]
@@ -145,7 +144,7 @@ pub(super) fn attention_forward_tensor_core_kernel<F: Numeric, M: Numeric, C: Si
                 #[unroll]
                 for side in 0..2usize {
                     let slot = comptime!(slot(result, half, side));
-                    let weight = exp(weights[slot] - max);
+                    let weight = weight(weights[slot], max);
                     totals[half] += weight;
                     weights[slot] = weight * factors[slot];
                 }

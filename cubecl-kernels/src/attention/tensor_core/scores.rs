@@ -2,12 +2,15 @@
 
 use cubecl::prelude::*;
 
-use crate::attention::{
-    DRAWS,
-    scores::{
-        Asked, Place, Problem, bias_of, dropout_words, factor, finite, gradient, is_masked, score,
-        sees,
+use crate::{
+    attention::{
+        DRAWS,
+        scores::{
+            Asked, Place, Problem, bias_of, dropout_words, factor, finite, gradient, is_masked,
+            score, sees,
+        },
     },
+    fast::exp2,
 };
 
 use super::staged::{MMA_N, OWN, plane_row, slot, unit_col, unit_row};
@@ -153,6 +156,16 @@ pub(super) fn is_hidden(score: f32) -> bool {
     score < f32::new(f32::MIN)
 }
 
+/// The least maximum of a row: what its logarithms to base 2 are taken of is finite too.
+pub(super) const LEAST: f32 = f32::MIN / 2.0;
+
+/// `exp(score - reference)` in few instructions, good to about `2^-24` of the larger one's magnitude; NaN stays NaN.
+#[cube]
+pub(super) fn weight(score: f32, reference: f32) -> f32 {
+    let log2_e = std::f32::consts::LOG2_E;
+    exp2(fma(score, log2_e, -(reference * log2_e)))
+}
+
 /// The factors of dropout of a unit's scores; all 1 without dropout.
 #[cube]
 pub(super) fn factors(
@@ -249,9 +262,8 @@ pub(super) fn of_scores<P: Size>(
                 let row = (start + min(row, problem.queries - 1)) as usize;
                 let score = scores.values[slot];
                 let (probability, of_score) = gradient(
-                    score,
+                    weight(score, finite(log_sum_exp[row])),
                     is_hidden(score),
-                    finite(log_sum_exp[row]),
                     delta[row],
                     pair[side],
                     factors[slot],
