@@ -161,6 +161,9 @@ impl<'a, R: Runtime> Launch<'a, R> {
     }
 }
 
+/// Computes the gradients of keys and of values that there are tensors for.
+type LaunchKeys<R> = fn(&Backward<R>, Option<&TensorHandle<R>>, Option<&TensorHandle<R>>);
+
 /// What the kernels of the backward pass are launched with.
 pub(super) struct Backward<'a, R: Runtime> {
     pub launch: Launch<'a, R>,
@@ -196,7 +199,7 @@ impl<'a, R: Runtime> Backward<'a, R> {
     pub(super) fn of_keys(
         &self,
         wanted: AttentionGradients<bool>,
-        launch: fn(&Self, Option<&TensorHandle<R>>, Option<&TensorHandle<R>>),
+        launch: LaunchKeys<R>,
     ) -> [Option<TensorHandle<R>>; 2] {
         let Launch {
             client, problem, ..

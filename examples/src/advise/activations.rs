@@ -28,13 +28,16 @@ pub enum AttentionForm {
 }
 
 impl AttentionForm {
-    /// That of a device, of a causal mask and nothing else: kernels are for BF16 and FP16, that for Hopper for heads of
-    /// at most 128 features.
+    /// That of a device, of a causal mask and nothing else: kernels are for BF16 and FP16, and those that save no scores
+    /// for NVIDIA devices from sm_80 on, heads of at most 256 features, a multiple of 8.
     pub fn on(device: Device, compute: Compute, head_width: usize) -> Self {
         match (device, compute) {
             (_, Compute::F32) => Self::Composed,
             (Device::Cpu, _) => Self::Tiles,
-            _ if device.is_hopper() && head_width.is_multiple_of(8) && head_width <= 128 => {
+            _ if device.has_flash_attention()
+                && head_width.is_multiple_of(8)
+                && head_width <= 256 =>
+            {
                 Self::Flash
             }
             _ => Self::Products,

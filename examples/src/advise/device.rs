@@ -66,8 +66,9 @@ impl Device {
         }
     }
 
-    /// True where the kernels for Hopper run.
-    pub fn is_hopper(self) -> bool {
-        matches!(self, Self::H100 | Self::H200)
+    /// True where attention has a kernel on matrix instructions, which leaves its output for the backward pass; assumed
+    /// of a GPU that is not named, since it takes more memory.
+    pub fn has_flash_attention(self) -> bool {
+        !matches!(self, Self::Cpu | Self::V100 | Self::T4)
     }
 }
