@@ -153,15 +153,21 @@ impl AttentionKernel {
         kernels.find(|kernel| kernel.unsupported(client, problem).is_none())
     }
 
-    /// True where the kernel can read Q, K, V, O or the gradient of O `[batch, heads, sequence, features]` as it lies in
-    /// memory. The portable kernel reads what 32 bits index, as every kernel reads a mask and a bias. For the others,
-    /// neighbours are neighbours along the features, and all other steps are multiples of 16 bytes.
+    /// True where the kernel can read Q, K, V, O or the gradient of O `[batch, heads, sequence, features]` as it lies
+    /// in memory. The portable kernel reads what 32 bits index. For the others, neighbours are neighbours along the
+    /// features, and all other steps are multiples of 16 bytes; for Hopper's none is 0.
     pub fn reads<R: Runtime>(self, tensor: &TensorHandle<R>) -> bool {
         match self {
             Self::Hopper => hopper::reads(tensor),
             Self::TensorCore => tensor_core::reads(tensor),
             Self::Portable => launch::is_indexed(tensor),
         }
+    }
+
+    /// True where every kernel with a mask or a bias can read one as it lies in memory: 32 bits index it. Steps may
+    /// be 0.
+    pub fn reads_scores<R: Runtime>(tensor: &TensorHandle<R>) -> bool {
+        launch::is_indexed(tensor)
     }
 
     /// Why it does not compute this on the client's device; none where it does.

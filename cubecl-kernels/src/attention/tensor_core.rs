@@ -24,7 +24,7 @@ use super::{
     AttentionGradients, AttentionOutput, AttentionProblem, AttentionShape, AttentionTensors,
     BACKWARD, FORWARD,
     heads::Strides4,
-    hopper, in_rows,
+    in_rows,
     launch::{self, Backward, Launch},
     portable,
     scores::{Asked, Wanted},
@@ -37,7 +37,7 @@ use staged::{CHUNK, MMA_K, MMA_M, MMA_N, PLANE, pitch};
 
 /// Elements of a result that are written at once.
 const PAIR: usize = 2;
-/// Bytes that the barriers have.
+/// Bytes that barriers have, and what lies between tiles that start at multiples of 128.
 const BARRIERS: usize = 1 << 10;
 
 /// What a kernel is compiled for.
@@ -76,7 +76,8 @@ enum Pass {
 }
 
 impl Pass {
-    /// Tiles whose sums and scores fit into registers, and whose operands fit into the shared memory of sm_86 and sm_89.
+    /// Tiles whose sums and scores fit into registers, and whose operands fit into the shared memory of sm_86 and
+    /// sm_89.
     fn layout(self, shape: &AttentionShape) -> Layout {
         let widest = usize::max(shape.width, shape.value_width);
         let cols = match (self, widest) {
@@ -108,10 +109,17 @@ impl Pass {
     }
 }
 
-/// True where the kernels can read a tensor as it lies in memory: neighbours are neighbours along the features, all
-/// other steps are multiples of 16 bytes, and 32 bits index it.
+/// True where the kernels can read a tensor `[batch, heads, sequence, features]` as it lies in memory: neighbours are
+/// neighbours along the features, all other steps are multiples of 16 bytes, 0 among them, and 32 bits index it.
 pub(super) fn reads<R: Runtime>(tensor: &TensorHandle<R>) -> bool {
-    hopper::reads(tensor) && launch::is_indexed(tensor)
+    let (shape, strides) = (tensor.shape(), tensor.strides());
+    let offset = tensor.handle.offset_start.unwrap_or_default() as usize;
+    let steps = |dim: usize| shape[dim] == 1 || strides[dim] % CHUNK == 0;
+    let is_aligned = shape.len() == 4
+        && offset % (CHUNK * size_of::<u16>()) == 0
+        && (shape[3] == 1 || strides[3] == 1)
+        && (0..3).all(steps);
+    (shape.contains(&0) || is_aligned) && launch::is_indexed(tensor)
 }
 
 /// What there is no kernel for.

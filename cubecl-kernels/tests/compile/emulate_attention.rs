@@ -64,8 +64,7 @@ fn equals_the_reference(
     let floats = |x: &[f32]| to_bytes(x, float);
     let none = || vec![0; 16];
     let mask = problem.mask.as_ref().map_or_else(none, |(mask, _)| {
-        let words: Vec<u32> = mask.iter().map(|&hidden| hidden.into()).collect();
-        bytemuck::cast_slice(&words).to_vec()
+        mask.iter().map(|&hidden| hidden.into()).collect()
     });
     let bias = problem
         .bias
@@ -153,7 +152,7 @@ fn sources(problem: &Problem, float: StorageType) -> Vec<Source> {
             query: new(&shape.query()),
             key: new(&shape.key()),
             value: new(&shape.value()),
-            mask: (problem.mask.as_ref()).map(|(_, shape)| tensor(client, shape, dtype::<u32>())),
+            mask: (problem.mask.as_ref()).map(|(_, shape)| tensor(client, shape, dtype::<u8>())),
             bias: problem.bias.as_ref().map(|(_, shape)| new(shape)),
         };
         let kernel = AttentionKernel::TensorCore;

@@ -356,13 +356,14 @@ fn portable_attention_sources(architecture: u16) -> Vec<Source> {
     sources
 }
 
-/// All passes of attention on matrix instructions, for each type, with tiles for each width of heads, every option and
-/// none. Those of the portable kernel among them are not here.
+/// All passes of attention on matrix instructions, with tiles for each width of heads, and with every option for each
+/// type. Those of the portable kernel among them are not here.
 fn tensor_core_attention_sources(architecture: u16) -> Vec<Source> {
+    let types = [(dtype::<bf16>(), [64, 256]), (dtype::<f16>(), [40, 128])];
     let mut sources = sources_of(architecture, |client| {
-        for (turn, float) in [dtype::<bf16>(), dtype::<f16>()].into_iter().enumerate() {
+        for (turn, (float, widths)) in types.into_iter().enumerate() {
             let kernel = AttentionKernel::TensorCore;
-            for width in [40, 64, 128, 256] {
+            for width in widths {
                 launch_attention(client, kernel, float, width, None);
             }
             launch_attention(client, kernel, float, 128, Some(turn));

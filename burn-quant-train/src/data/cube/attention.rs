@@ -60,8 +60,8 @@ const MAX_SAVED: usize = 1 << 26;
 /// computes on ordinary FP32 units, of which a GPU has a tenth of the arithmetic or less: our own composition where
 /// only a scale and a causal mask are asked for, and Burn's elsewhere. The portable kernel where these hold too many
 /// scores in memory; and for what our own composition does not compute, on devices without tensor cores. Both in
-/// training, or where Burn's would repeat keys. Between the portable kernel and the others the rule is by arithmetic:
-/// no GPU has timed it.
+/// training, or where Burn's would repeat keys. Between the portable kernel and the compositions the rule is by
+/// arithmetic.
 fn way<R: CubeRuntime>(
     device: &R::Device,
     problem: &AttentionProblem,
@@ -135,15 +135,14 @@ impl<R: CubeRuntime> Launch<R> {
         let kernel = problem.and_then(|it| AttentionKernel::of(&like.client, &of_kernel(&it)));
         let kernel = kernel.expect("attention without scores is for what has a kernel");
         let readable = |tensor| readable_by(kernel, tensor);
-        let bias = inputs.bias;
         Self {
             kernel,
             tensors: AttentionTensors {
                 query: readable(inputs.query),
                 key: readable(inputs.key),
                 value: readable(inputs.value),
-                mask: inputs.mask.map(|mask| flags(kernel, mask)),
-                bias: bias.map(readable),
+                mask: inputs.mask.map(flags),
+                bias: inputs.bias.map(of_scores),
             },
             like,
         }
@@ -163,14 +162,23 @@ fn readable_by<R: CubeRuntime>(kernel: AttentionKernel, tensor: CubeTensor<R>) -
     }
 }
 
+/// A mask or a bias in memory as kernels read it: most often as it came, which may be broadcast.
+fn of_scores<R: CubeRuntime>(tensor: CubeTensor<R>) -> TensorHandle<R> {
+    let it = handle(&tensor);
+    match AttentionKernel::reads_scores(&it) {
+        true => it,
+        false => handle(&into_contiguous(tensor)),
+    }
+}
+
 /// The bytes or words of a mask.
-fn flags<R: CubeRuntime>(kernel: AttentionKernel, mask: CubeTensor<R>) -> TensorHandle<R> {
+fn flags<R: CubeRuntime>(mask: CubeTensor<R>) -> TensorHandle<R> {
     let dtype = match mask.dtype {
         DType::Bool(BoolStore::U8 | BoolStore::Native) => DType::U8,
         DType::Bool(BoolStore::U32) => DType::U32,
         other => other,
     };
-    let mut it = readable_by(kernel, mask);
+    let mut it = of_scores(mask);
     it.dtype = dtype.into();
     it
 }

@@ -8,7 +8,7 @@ use crate::attention::scores::{
 
 use super::{
     Plan,
-    scores::{LEAST, factors, scores, weight},
+    scores::{factors, scores, weight},
     staged::{
         add_products, fill, plane_row, products, slot, staged, unit_col, unit_row, wait,
         write_rows, zeros,
@@ -57,7 +57,7 @@ pub(super) fn attention_forward_tensor_core_kernel<F: Numeric, M: Numeric, C: Si
     #[unroll]
     for half in 0..2usize {
         totals[half] = 0.0f32;
-        maxima[half] = f32::new(LEAST);
+        maxima[half] = f32::new(f32::MIN);
     }
     if place.col < end {
         fill::<F, C>(
@@ -115,6 +115,7 @@ pub(super) fn attention_forward_tensor_core_kernel<F: Numeric, M: Numeric, C: Si
             layout,
             asked,
         );
+        // Scores, until their maximum is known.
         let mut weights = scores.values;
         let factors = factors(&problem, &place, layout, asked);
         #[unroll]

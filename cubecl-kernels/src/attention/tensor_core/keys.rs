@@ -48,24 +48,24 @@ pub(super) fn attention_keys_tensor_core_kernel<F: Numeric, M: Numeric, C: Size,
     }
     let batch = head / kv_heads;
     let kv_head = head % kv_heads;
-    let col = CUBE_POS as u32 % tiles * comptime!(rows as u32);
+    let first_key = CUBE_POS as u32 % tiles * comptime!(rows as u32);
     let key_rows = key_head(&problem, batch, kv_head);
     let value_rows = value_head(&problem, batch, kv_head);
-    let first = tile_of(first_query(&problem, col), cols);
-    let end = last_query(&problem, col + comptime!(rows as u32));
+    let first = tile_of(first_query(&problem, first_key), cols);
+    let end = last_query(&problem, first_key + comptime!(rows as u32));
 
     let mut keys = staged::<F, C>(rows, plan.steps);
     let mut values = staged::<F, C>(rows, plan.value_steps);
     let mut queries = staged::<F, C>(cols, plan.steps);
     let mut gradients = staged::<F, C>(cols, plan.value_steps);
-    let of_keys = comptime!(if wanted.key { 2 * plan.steps } else { 0 });
-    let of_values = comptime!(if wanted.value {
+    let key_results = comptime!(if wanted.key { 2 * plan.steps } else { 0 });
+    let value_results = comptime!(if wanted.value {
         2 * plan.value_steps
     } else {
         0
     });
-    let mut key_sums = zeros::<P>(of_keys);
-    let mut value_sums = zeros::<P>(of_values);
+    let mut key_sums = zeros::<P>(key_results);
+    let mut value_sums = zeros::<P>(value_results);
     if first < end {
         let head = kv_head * problem.group;
         let query_rows = query_head(&problem, batch, head);
@@ -74,7 +74,7 @@ pub(super) fn attention_keys_tensor_core_kernel<F: Numeric, M: Numeric, C: Size,
             &mut keys,
             key,
             &key_rows,
-            col,
+            first_key,
             rows,
             plan.steps,
             plan.units(),
@@ -88,15 +88,18 @@ pub(super) fn attention_keys_tensor_core_kernel<F: Numeric, M: Numeric, C: Size,
             plan.steps,
             plan.units(),
         );
-        fill::<F, C>(
-            &mut values,
-            value,
-            &value_rows,
-            col,
-            rows,
-            plan.value_steps,
-            plan.units(),
-        );
+        // For dV alone no probability has a gradient.
+        if comptime!(wanted.key) {
+            fill::<F, C>(
+                &mut values,
+                value,
+                &value_rows,
+                first_key,
+                rows,
+                plan.value_steps,
+                plan.units(),
+            );
+        }
         fill::<F, C>(
             &mut gradients,
             gradient,
@@ -107,7 +110,9 @@ pub(super) fn attention_keys_tensor_core_kernel<F: Numeric, M: Numeric, C: Size,
             plan.units(),
         );
         wait::<F, C>(&mut keys);
-        wait::<F, C>(&mut values);
+        if comptime!(wanted.key) {
+            wait::<F, C>(&mut values);
+        }
     }
     // Tiles of the queries of all heads of the group, one after the other.
     let of_head = select(
@@ -122,7 +127,7 @@ pub(super) fn attention_keys_tensor_core_kernel<F: Numeric, M: Numeric, C: Size,
             batch,
             head: kv_head * problem.group + turn / of_head,
             row: first + turn % of_head * comptime!(cols as u32),
-            col,
+            col: first_key,
         };
         turn += 1;
         let next_head = kv_head * problem.group + turn / of_head;
@@ -143,8 +148,11 @@ pub(super) fn attention_keys_tensor_core_kernel<F: Numeric, M: Numeric, C: Size,
             asked,
         );
         wait::<F, C>(&mut gradients);
-        let of_values =
-            products::<F, C, P>(&values, plane_row(), &gradients, cols, plan.value_steps);
+        let of_values = if comptime!(wanted.key) {
+            products::<F, C, P>(&values, plane_row(), &gradients, cols, plan.value_steps)
+        } else {
+            zeros::<P>(layout.results())
+        };
         let of_tile = of_scores::<P>(
             &scores,
             &of_values,
@@ -206,7 +214,7 @@ pub(super) fn attention_keys_tensor_core_kernel<F: Numeric, M: Numeric, C: Size,
             batch,
             kv_head,
             kv_heads,
-            col,
+            first_key,
             problem.keys,
             problem.value_width,
             plan.value_steps,
@@ -220,7 +228,7 @@ pub(super) fn attention_keys_tensor_core_kernel<F: Numeric, M: Numeric, C: Size,
             batch,
             kv_head,
             kv_heads,
-            col,
+            first_key,
             problem.keys,
             problem.width,
             plan.steps,

@@ -156,14 +156,10 @@ pub(super) fn is_hidden(score: f32) -> bool {
     score < f32::new(f32::MIN)
 }
 
-/// The least maximum of a row: what its logarithms to base 2 are taken of is finite too.
-pub(super) const LEAST: f32 = f32::MIN / 2.0;
-
-/// `exp(score - reference)` in few instructions, good to about `2^-24` of the larger one's magnitude; NaN stays NaN.
+/// `exp(score - reference)` in few instructions; NaN stays NaN.
 #[cube]
 pub(super) fn weight(score: f32, reference: f32) -> f32 {
-    let log2_e = std::f32::consts::LOG2_E;
-    exp2(fma(score, log2_e, -(reference * log2_e)))
+    exp2((score - reference) * std::f32::consts::LOG2_E)
 }
 
 /// The factors of dropout of a unit's scores; all 1 without dropout.

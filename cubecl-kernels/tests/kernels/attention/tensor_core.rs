@@ -1,5 +1,6 @@
 //! The kernels on matrix instructions against the reference, with every option, on inputs that are rounded first.
 
+use cubecl::std::tensor::TensorHandle;
 use cubecl_kernels::attention::{AttentionGradients, AttentionKernel, Band};
 use half::{bf16, f16};
 use rstest::rstest;
@@ -9,7 +10,7 @@ use super::{
     solve::{Memory, compare_16_bits, draw, has, solve, solve_for},
 };
 use crate::{
-    device::{client, dtype},
+    device::{TestRuntime, client, dtype},
     random::Random,
 };
 
@@ -146,6 +147,70 @@ fn a_bias_hides_and_is_hidden() {
     assert_eq!(results.bits(), solve(&with_nan).bits());
     assert_eq!(results.output[8..16], [0.0; 8]);
     assert_eq!(results.log_sum_exp[1], f32::NEG_INFINITY);
+}
+
+/// A row whose keys all have the least bias that there is gives the mean of their values.
+#[rstest]
+fn the_least_scores_are_not_hidden() {
+    let (client, mut random) = (client(), Random::fresh());
+    let float = dtype::<bf16>();
+    let kind = Kind {
+        bias: Some([false, false, true, true]),
+        ..Kind::plain([1, 1, 1], [5, 70], [16, 16])
+    };
+    let mut problem = draw(&mut random, kind, float);
+    if !has(KERNEL, &client, &problem, float) {
+        return;
+    }
+    let (bias, _) = problem.bias.as_mut().expect("a bias");
+    bias[..70].fill(bf16::MIN.to_f32());
+    let results = solve(KERNEL, &client, &problem, float, Memory::Contiguous);
+    assert_close(
+        &results.output,
+        &problem.solve().forward.output,
+        2e-2,
+        "output",
+    );
+}
+
+#[rstest]
+fn nothing_in_gives_nothing() {
+    let (client, mut random) = (client(), Random::fresh());
+    let float = dtype::<f16>();
+    for (heads, sequence) in [
+        ([0, 2, 2], [3, 3]),
+        ([1, 0, 0], [3, 3]),
+        ([1, 2, 1], [0, 3]),
+        ([1, 2, 1], [3, 0]),
+    ] {
+        let kind = Kind::plain(heads, sequence, [8, 16]);
+        let problem = draw(&mut random, kind, float);
+        if !has(KERNEL, &client, &problem, float) {
+            return;
+        }
+        let results = solve(KERNEL, &client, &problem, float, Memory::Contiguous);
+        compare_16_bits(&results, &problem, float, &format!("{kind:?}"));
+    }
+}
+
+#[rstest]
+fn reads_aligned_rows_only() {
+    let client = client();
+    let reads = |shape: [usize; 4], strides: [usize; 4], offset: u64| {
+        let handle = client.empty(1 << 16).offset_start(offset);
+        let tensor: TensorHandle<TestRuntime> =
+            TensorHandle::new(handle, shape.to_vec(), strides.to_vec(), dtype::<f16>());
+        KERNEL.reads(&tensor)
+    };
+    let shape = [2, 3, 5, 16];
+    assert!(reads(shape, [240, 80, 16, 1], 0));
+    assert!(reads(shape, [240, 16, 48, 1], 256));
+    assert!(reads(shape, [240, 0, 16, 1], 16));
+    assert!(reads([1, 3, 5, 16], [3, 80, 16, 1], 0));
+    assert!(reads([2, 3, 0, 16], [0, 0, 16, 1], 0));
+    assert!(!reads(shape, [240, 80, 16, 1], 2));
+    assert!(!reads(shape, [240, 80, 1, 5], 0));
+    assert!(!reads(shape, [255, 85, 17, 1], 0));
 }
 
 #[rstest]
