@@ -7,7 +7,7 @@ use cubecl::{
 };
 
 use crate::{
-    device::{check_float, has_u64, or_unused, storage},
+    device::{check_float, empty, has_u64, or_unused, storage},
     error::KernelError,
     rounding::{Rounding, random_stream},
 };
@@ -18,7 +18,7 @@ use super::{
     delta::delta,
     heads::{Strides4, Strides4Launch},
     in_rows,
-    scores::{Asked, DropoutNumbersLaunch, MAX_SEQUENCE, ProblemLaunch},
+    scores::{Asked, DropoutNumbersLaunch, MAX_SEQUENCE, ProblemLaunch, Wanted},
 };
 
 /// The widest heads: their sums are in registers.
@@ -99,6 +99,15 @@ impl<'a, R: Runtime> Launch<'a, R> {
         })
     }
 
+    /// What the forward pass writes.
+    pub(super) fn new_output(&self) -> AttentionOutput<R> {
+        let shape = &self.problem.shape;
+        AttentionOutput {
+            output: in_rows(self.client, shape.output(), self.problem.dtype),
+            log_sum_exp: empty(self.client, shape.rows().to_vec(), storage::<f32>()),
+        }
+    }
+
     pub(super) fn mask(&self) -> TensorHandle<R> {
         or_unused(
             self.tensors.mask.as_ref(),
@@ -161,8 +170,8 @@ impl<'a, R: Runtime> Launch<'a, R> {
     }
 }
 
-/// Computes the gradients of keys and of values that there are tensors for.
-type LaunchKeys<R> = fn(&Backward<R>, Option<&TensorHandle<R>>, Option<&TensorHandle<R>>);
+/// Computes the gradients of keys and of values that are wanted, into these tensors; the other one it does not write.
+type LaunchKeys<R> = fn(&Backward<R>, Wanted, [TensorHandle<R>; 2]);
 
 /// What the kernels of the backward pass are launched with.
 pub(super) struct Backward<'a, R: Runtime> {
@@ -208,13 +217,28 @@ impl<'a, R: Runtime> Backward<'a, R> {
         let new = |shape| in_rows(client, shape, problem.dtype);
         let key = wanted.key.then(|| new(shape.key()));
         let value = wanted.value.then(|| new(shape.value()));
-        match (&key, &value) {
-            (Some(_), Some(_)) if shape.width + shape.value_width > SUMS => {
-                launch(self, key.as_ref(), None);
-                launch(self, None, value.as_ref());
-            }
-            (None, None) => {}
-            (_, _) => launch(self, key.as_ref(), value.as_ref()),
+        let launch = |key: Option<&TensorHandle<R>>, value: Option<&TensorHandle<R>>| {
+            let wanted = Wanted {
+                key: key.is_some(),
+                value: value.is_some(),
+            };
+            let Some(any) = key.or(value) else {
+                return;
+            };
+            launch(
+                self,
+                wanted,
+                [key, value].map(|it| or_unused(it, any, problem.dtype)),
+            );
+        };
+        if shape.batch * shape.kv_heads * shape.keys == 0 {
+            return [key, value];
+        }
+        if shape.width + shape.value_width > SUMS {
+            launch(key.as_ref(), None);
+            launch(None, value.as_ref());
+        } else {
+            launch(key.as_ref(), value.as_ref());
         }
         [key, value]
     }
@@ -230,7 +254,7 @@ pub(super) fn is_indexed<R: Runtime>(tensor: &TensorHandle<R>) -> bool {
 }
 
 /// Accepts a tensor that the kernels read.
-pub(super) fn check_reads<R: Runtime>(
+fn check_reads<R: Runtime>(
     operation: &'static str,
     name: &'static str,
     tensor: &TensorHandle<R>,

@@ -17,7 +17,7 @@ mod tile;
 use cubecl::{prelude::*, std::tensor::TensorHandle};
 
 use crate::{
-    device::{array, cube_grid, empty, or_unused, storage, zeros},
+    device::{array, cube_grid, empty, storage, zeros},
     error::KernelError,
 };
 
@@ -80,10 +80,7 @@ pub(super) fn forward<R: Runtime>(
 ) -> Result<AttentionOutput<R>, KernelError> {
     let launch = Launch::new(FORWARD, client, tensors, problem, launch::is_indexed)?;
     let shape = &problem.shape;
-    let result = AttentionOutput {
-        output: in_rows(client, shape.output(), problem.dtype),
-        log_sum_exp: empty(client, shape.rows().to_vec(), storage::<f32>()),
-    };
+    let result = launch.new_output();
     let cubes = shape.batch * shape.heads * shape.queries.div_ceil(TILE);
     if cubes > 0 {
         // SAFETY: accesses are guarded by the shape, which the tensors were checked against and the results allocated
@@ -170,11 +167,10 @@ fn of_queries<R: Runtime>(backward: &Backward<R>) -> TensorHandle<R> {
     of_query
 }
 
-/// Computes what there is a tensor for.
 fn launch_keys<R: Runtime>(
     backward: &Backward<R>,
-    key: Option<&TensorHandle<R>>,
-    value: Option<&TensorHandle<R>>,
+    wanted: Wanted,
+    [key, value]: [TensorHandle<R>; 2],
 ) {
     let Launch {
         client,
@@ -184,14 +180,6 @@ fn launch_keys<R: Runtime>(
     } = backward.launch;
     let shape = &problem.shape;
     let cubes = shape.batch * shape.kv_heads * shape.keys.div_ceil(TILE);
-    if cubes == 0 {
-        return;
-    }
-    let wanted = Wanted {
-        key: key.is_some(),
-        value: value.is_some(),
-    };
-    let any = key.or(value).unwrap_or(&backward.delta);
     // SAFETY: as in the forward pass. What is not wanted is not written.
     #[allow(unsafe_code)]
     unsafe {
@@ -207,8 +195,8 @@ fn launch_keys<R: Runtime>(
             array(backward.gradient.clone()),
             array(backward.log_sum_exp.clone()),
             array(backward.delta.clone()),
-            array(or_unused(key, any, problem.dtype)),
-            array(or_unused(value, any, problem.dtype)),
+            array(key),
+            array(value),
             backward.launch.problem(),
             Strides4::of(backward.gradient),
             wanted,

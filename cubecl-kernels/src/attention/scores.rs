@@ -47,7 +47,7 @@ pub(super) struct DropoutNumbers {
 }
 
 /// What of a problem a kernel is compiled for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub(super) struct Asked {
     pub has_mask: bool,
     pub has_bias: bool,

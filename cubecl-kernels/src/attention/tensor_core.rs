@@ -16,7 +16,7 @@ mod staged;
 use cubecl::{features::MmaConfig, prelude::*, std::tensor::TensorHandle};
 
 use crate::{
-    device::{array, cube_grid, empty, or_unused, storage},
+    device::{array, cube_grid, storage},
     error::KernelError,
 };
 
@@ -33,7 +33,7 @@ use forward::attention_forward_tensor_core_kernel;
 use keys::attention_keys_tensor_core_kernel;
 use queries::attention_queries_tensor_core_kernel;
 use scores::Layout;
-use staged::{CHUNK, MMA_K, MMA_M, MMA_N, PLANE, pitch};
+use staged::{CHUNK, MMA_K, MMA_M, MMA_N, PLANE, RowsSize};
 
 /// Elements of a result that are written at once.
 const PAIR: usize = 2;
@@ -51,14 +51,42 @@ struct Plan {
 }
 
 impl Plan {
-    fn new<R: Runtime>(launch: &Launch<R>, pass: Pass) -> Self {
-        let shape = &launch.problem.shape;
+    fn new(asked: Asked, shape: &AttentionShape, pass: Pass) -> Self {
         Self {
-            asked: launch.asked,
+            asked,
             layout: pass.layout(shape),
             steps: shape.width.div_ceil(MMA_K),
             value_steps: shape.value_width.div_ceil(MMA_K),
         }
+    }
+
+    /// So many rows of queries or keys in shared memory.
+    const fn keys(&self, rows: usize) -> RowsSize {
+        self.rows_of(rows, self.steps)
+    }
+
+    /// So many rows of values or gradients in shared memory.
+    const fn values(&self, rows: usize) -> RowsSize {
+        self.rows_of(rows, self.value_steps)
+    }
+
+    const fn rows_of(&self, rows: usize, steps: usize) -> RowsSize {
+        RowsSize {
+            rows,
+            steps,
+            units: self.units(),
+        }
+    }
+
+    /// Bytes of shared memory that a pass takes at most.
+    const fn memory(&self, pass: Pass) -> usize {
+        let Layout { rows, cols, .. } = self.layout;
+        let own = match pass {
+            Pass::Forward => 0,
+            Pass::Queries | Pass::Keys => self.values(rows).bytes(),
+        };
+        let others = self.keys(cols).bytes() + self.values(cols).bytes();
+        self.keys(rows).bytes() + own + others + BARRIERS
     }
 
     /// Units of a cube.
@@ -95,18 +123,6 @@ impl Pass {
             cols,
         }
     }
-
-    /// Bytes of shared memory.
-    fn memory(self, shape: &AttentionShape) -> usize {
-        let Layout { rows, cols, .. } = self.layout(shape);
-        let row = |width: usize| pitch(width.div_ceil(MMA_K)) * CHUNK * size_of::<u16>();
-        let (of_key, of_value) = (row(shape.width), row(shape.value_width));
-        let own = match self {
-            Self::Forward => of_key,
-            Self::Queries | Self::Keys => of_key + of_value,
-        };
-        rows * own + cols * (of_key + of_value) + BARRIERS
-    }
 }
 
 /// True where the kernels can read a tensor `[batch, heads, sequence, features]` as it lies in memory: neighbours are
@@ -137,7 +153,8 @@ pub(super) fn unsupported<R: Runtime>(
         n: MMA_N as u32,
         k: MMA_K as u32,
     });
-    let memory = [Pass::Forward, Pass::Queries, Pass::Keys].map(|pass| pass.memory(&shape));
+    let takes = |pass| Plan::new(Asked::default(), &shape, pass).memory(pass);
+    let memory = [Pass::Forward, Pass::Queries, Pass::Keys].map(takes);
     if !multiplies || !features.matmul.ldmatrix.contains(&dtype) || !features.copy_async {
         Some(format!("matrix instructions of {dtype} on this device"))
     } else if hardware.plane_size_min != PLANE as u32
@@ -164,12 +181,9 @@ pub(super) fn forward<R: Runtime>(
     problem: &AttentionProblem,
 ) -> Result<AttentionOutput<R>, KernelError> {
     let launch = Launch::new(FORWARD, client, tensors, problem, reads)?;
-    let plan = Plan::new(&launch, Pass::Forward);
+    let plan = Plan::new(launch.asked, &problem.shape, Pass::Forward);
     let shape = &problem.shape;
-    let result = AttentionOutput {
-        output: in_rows(client, shape.output(), problem.dtype),
-        log_sum_exp: empty(client, shape.rows().to_vec(), storage::<f32>()),
-    };
+    let result = launch.new_output();
     let cubes = shape.batch * shape.heads * shape.queries.div_ceil(plan.layout.rows);
     if cubes > 0 {
         // SAFETY: accesses are guarded by the shape, which the tensors were checked against and the results allocated
@@ -227,7 +241,7 @@ fn of_queries<R: Runtime>(backward: &Backward<R>) -> TensorHandle<R> {
         problem,
         ..
     } = backward.launch;
-    let plan = Plan::new(&backward.launch, Pass::Queries);
+    let plan = Plan::new(backward.launch.asked, &problem.shape, Pass::Queries);
     let shape = &problem.shape;
     let of_query = in_rows(client, shape.query(), problem.dtype);
     let cubes = shape.batch * shape.heads * shape.queries.div_ceil(plan.layout.rows);
@@ -262,11 +276,10 @@ fn of_queries<R: Runtime>(backward: &Backward<R>) -> TensorHandle<R> {
     of_query
 }
 
-/// Computes what there is a tensor for.
 fn launch_keys<R: Runtime>(
     backward: &Backward<R>,
-    key: Option<&TensorHandle<R>>,
-    value: Option<&TensorHandle<R>>,
+    wanted: Wanted,
+    [key, value]: [TensorHandle<R>; 2],
 ) {
     let Launch {
         client,
@@ -274,17 +287,9 @@ fn launch_keys<R: Runtime>(
         problem,
         ..
     } = backward.launch;
-    let plan = Plan::new(&backward.launch, Pass::Keys);
+    let plan = Plan::new(backward.launch.asked, &problem.shape, Pass::Keys);
     let shape = &problem.shape;
     let cubes = shape.batch * shape.kv_heads * shape.keys.div_ceil(plan.layout.rows);
-    if cubes == 0 {
-        return;
-    }
-    let wanted = Wanted {
-        key: key.is_some(),
-        value: value.is_some(),
-    };
-    let any = key.or(value).unwrap_or(&backward.delta);
     // SAFETY: as in the forward pass. What is not wanted is not written.
     #[allow(unsafe_code)]
     unsafe {
@@ -302,8 +307,8 @@ fn launch_keys<R: Runtime>(
             array(backward.gradient.clone()),
             array(backward.log_sum_exp.clone()),
             array(backward.delta.clone()),
-            array(or_unused(key, any, problem.dtype)),
-            array(or_unused(value, any, problem.dtype)),
+            array(key),
+            array(value),
             backward.launch.problem(),
             Strides4::of(backward.gradient),
             f32::NEG_INFINITY,

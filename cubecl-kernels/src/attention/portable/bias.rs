@@ -16,9 +16,11 @@ use crate::attention::{
 
 use super::{
     Plan,
-    keys::write_tile,
     scores::{of_scores, rows_of, scores},
-    tile::{ELEMENTS, OWN, PITCH, TILE, UNITS, operands, products, unit_col, unit_row, zeros},
+    tile::{
+        ELEMENTS, OWN, PITCH, TILE, UNITS, operands, products, unit_col, unit_row, write_tile,
+        zeros,
+    },
 };
 
 /// The dimensions of the scores that a tensor has of its own: it is broadcast along the others.

@@ -15,8 +15,8 @@ use super::{
     Plan,
     scores::{of_scores, rows_of, scores},
     tile::{
-        ELEMENTS, OWN, PITCH, TILE, add_products, operands, products, unit_col, unit_row,
-        write_rows, zeros,
+        ELEMENTS, PITCH, TILE, add_products, factors_of, operands, products, write_rows,
+        write_tile, zeros,
     },
 };
 
@@ -123,13 +123,11 @@ pub(super) fn attention_keys_kernel<F: Numeric, M: Numeric>(
             place.row += comptime!(TILE as u32);
         }
     }
-    let kept = factors_of(1.0f32);
-    let scales = factors_of(problem.scale);
     if comptime!(wanted.value) {
         write_rows::<F>(
             of_value,
             &value_sums,
-            &kept,
+            &factors_of(1.0f32),
             batch,
             kv_head,
             kv_heads,
@@ -143,7 +141,7 @@ pub(super) fn attention_keys_kernel<F: Numeric, M: Numeric>(
         write_rows::<F>(
             of_key,
             &key_sums,
-            &scales,
+            &factors_of(problem.scale),
             batch,
             kv_head,
             kv_heads,
@@ -152,31 +150,5 @@ pub(super) fn attention_keys_kernel<F: Numeric, M: Numeric>(
             problem.width,
             plan.panels,
         );
-    }
-}
-
-/// The same for all rows.
-#[cube]
-fn factors_of(factor: f32) -> Array<f32> {
-    let mut factors = Array::<f32>::new(OWN);
-    #[unroll]
-    for i in 0..OWN {
-        factors[i] = factor;
-    }
-    factors
-}
-
-/// Writes what the unit has of a tile, rows outermost.
-#[cube]
-pub(super) fn write_tile(tile: &mut SharedMemory<f32>, values: &Array<f32>) {
-    #[unroll]
-    for i in 0..OWN {
-        #[unroll]
-        for j in 0..OWN {
-            let at = (unit_row() + comptime!(i as u32)) * comptime!(PITCH as u32)
-                + unit_col()
-                + comptime!(j as u32);
-            tile[at as usize] = values[comptime!(i * OWN + j)];
-        }
     }
 }

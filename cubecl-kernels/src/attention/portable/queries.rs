@@ -13,8 +13,8 @@ use super::{
     Plan,
     scores::{of_scores, rows_of, scores},
     tile::{
-        ELEMENTS, OWN, PITCH, TILE, add_products, operands, products, unit_col, unit_row,
-        write_rows, zeros,
+        ELEMENTS, OWN, PITCH, TILE, add_products, factors_of, operands, products, unit_col,
+        unit_row, write_rows, zeros,
     },
 };
 
@@ -97,15 +97,10 @@ pub(super) fn attention_queries_kernel<F: Numeric, M: Numeric>(
         );
         place.col += comptime!(TILE as u32);
     }
-    let mut scales = Array::<f32>::new(OWN);
-    #[unroll]
-    for i in 0..OWN {
-        scales[i] = problem.scale;
-    }
     write_rows::<F>(
         of_query,
         &sums,
-        &scales,
+        &factors_of(problem.scale),
         place.batch,
         place.head,
         problem.heads,

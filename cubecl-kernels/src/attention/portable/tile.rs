@@ -241,3 +241,29 @@ pub(super) fn write_rows<F: Numeric>(
         }
     }
 }
+
+/// The same for all rows.
+#[cube]
+pub(super) fn factors_of(factor: f32) -> Array<f32> {
+    let mut factors = Array::<f32>::new(OWN);
+    #[unroll]
+    for i in 0..OWN {
+        factors[i] = factor;
+    }
+    factors
+}
+
+/// Writes what the unit has of a tile, rows outermost.
+#[cube]
+pub(super) fn write_tile(tile: &mut SharedMemory<f32>, values: &Array<f32>) {
+    #[unroll]
+    for i in 0..OWN {
+        #[unroll]
+        for j in 0..OWN {
+            let at = (unit_row() + comptime!(i as u32)) * comptime!(PITCH as u32)
+                + unit_col()
+                + comptime!(j as u32);
+            tile[at as usize] = values[comptime!(i * OWN + j)];
+        }
+    }
+}

@@ -48,9 +48,9 @@ pub(super) fn attention_forward_tensor_core_kernel<F: Numeric, M: Numeric, C: Si
     let of_value = value_head(&problem, place.batch, kv_head);
     let end = last_key(&problem, row + comptime!(rows as u32));
 
-    let mut queries = staged::<F, C>(rows, plan.steps);
-    let mut keys = staged::<F, C>(cols, plan.steps);
-    let mut values = staged::<F, C>(cols, plan.value_steps);
+    let mut queries = staged::<F, C>(plan.keys(rows));
+    let mut keys = staged::<F, C>(plan.keys(cols));
+    let mut values = staged::<F, C>(plan.values(cols));
     let mut sums = zeros::<P>(comptime!(2 * plan.value_steps));
     let mut totals = Array::<f32>::new(2usize);
     let mut maxima = Array::<f32>::new(2usize);
@@ -60,50 +60,18 @@ pub(super) fn attention_forward_tensor_core_kernel<F: Numeric, M: Numeric, C: Si
         maxima[half] = f32::new(f32::MIN);
     }
     if place.col < end {
-        fill::<F, C>(
-            &mut queries,
-            query,
-            &of_query,
-            row,
-            rows,
-            plan.steps,
-            plan.units(),
-        );
-        fill::<F, C>(
-            &mut keys,
-            key,
-            &of_key,
-            place.col,
-            cols,
-            plan.steps,
-            plan.units(),
-        );
-        fill::<F, C>(
-            &mut values,
-            value,
-            &of_value,
-            place.col,
-            cols,
-            plan.value_steps,
-            plan.units(),
-        );
+        fill::<F, C>(&mut queries, query, &of_query, row);
+        fill::<F, C>(&mut keys, key, &of_key, place.col);
+        fill::<F, C>(&mut values, value, &of_value, place.col);
         wait::<F, C>(&mut queries);
     }
     while place.col < end {
         let next = place.col + comptime!(cols as u32);
         wait::<F, C>(&mut keys);
-        let of_tile = products::<F, C, P>(&queries, plane_row(), &keys, cols, plan.steps);
+        let of_tile = products::<F, C, P>(&queries, &keys);
         sync_cube();
         if next < end {
-            fill::<F, C>(
-                &mut keys,
-                key,
-                &of_key,
-                next,
-                cols,
-                plan.steps,
-                plan.units(),
-            );
+            fill::<F, C>(&mut keys, key, &of_key, next);
         }
         let scores = scores::<F, M, P>(
             &of_tile,
@@ -152,18 +120,10 @@ pub(super) fn attention_forward_tensor_core_kernel<F: Numeric, M: Numeric, C: Si
             }
         }
         wait::<F, C>(&mut values);
-        add_products::<F, C, P>(&mut sums, &weights, &values, cols, plan.value_steps);
+        add_products::<F, C, P>(&mut sums, &weights, &values);
         sync_cube();
         if next < end {
-            fill::<F, C>(
-                &mut values,
-                value,
-                &of_value,
-                next,
-                cols,
-                plan.value_steps,
-                plan.units(),
-            );
+            fill::<F, C>(&mut values, value, &of_value, next);
         }
         place.col = next;
     }

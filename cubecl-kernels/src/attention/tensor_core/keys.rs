@@ -14,7 +14,7 @@ use crate::attention::{
 use super::{
     Plan,
     scores::{of_scores, scores},
-    staged::{add_products, both, fill, plane_row, products, staged, wait, write_rows, zeros},
+    staged::{add_products, both, fill, products, staged, wait, write_rows, zeros},
 };
 
 #[cube(launch_unchecked)]
@@ -54,10 +54,10 @@ pub(super) fn attention_keys_tensor_core_kernel<F: Numeric, M: Numeric, C: Size,
     let first = tile_of(first_query(&problem, first_key), cols);
     let end = last_query(&problem, first_key + comptime!(rows as u32));
 
-    let mut keys = staged::<F, C>(rows, plan.steps);
-    let mut values = staged::<F, C>(rows, plan.value_steps);
-    let mut queries = staged::<F, C>(cols, plan.steps);
-    let mut gradients = staged::<F, C>(cols, plan.value_steps);
+    let mut keys = staged::<F, C>(plan.keys(rows));
+    let mut values = staged::<F, C>(plan.values(rows));
+    let mut queries = staged::<F, C>(plan.keys(cols));
+    let mut gradients = staged::<F, C>(plan.values(cols));
     let key_results = comptime!(if wanted.key { 2 * plan.steps } else { 0 });
     let value_results = comptime!(if wanted.value {
         2 * plan.value_steps
@@ -70,45 +70,13 @@ pub(super) fn attention_keys_tensor_core_kernel<F: Numeric, M: Numeric, C: Size,
         let head = kv_head * problem.group;
         let query_rows = query_head(&problem, batch, head);
         let gradient_rows = gradient_head(&problem, &gradient_strides, batch, head);
-        fill::<F, C>(
-            &mut keys,
-            key,
-            &key_rows,
-            first_key,
-            rows,
-            plan.steps,
-            plan.units(),
-        );
-        fill::<F, C>(
-            &mut queries,
-            query,
-            &query_rows,
-            first,
-            cols,
-            plan.steps,
-            plan.units(),
-        );
+        fill::<F, C>(&mut keys, key, &key_rows, first_key);
+        fill::<F, C>(&mut queries, query, &query_rows, first);
         // For dV alone no probability has a gradient.
         if comptime!(wanted.key) {
-            fill::<F, C>(
-                &mut values,
-                value,
-                &value_rows,
-                first_key,
-                rows,
-                plan.value_steps,
-                plan.units(),
-            );
+            fill::<F, C>(&mut values, value, &value_rows, first_key);
         }
-        fill::<F, C>(
-            &mut gradients,
-            gradient,
-            &gradient_rows,
-            first,
-            cols,
-            plan.value_steps,
-            plan.units(),
-        );
+        fill::<F, C>(&mut gradients, gradient, &gradient_rows, first);
         wait::<F, C>(&mut keys);
         if comptime!(wanted.key) {
             wait::<F, C>(&mut values);
@@ -136,7 +104,7 @@ pub(super) fn attention_keys_tensor_core_kernel<F: Numeric, M: Numeric, C: Size,
         let gradient_rows = gradient_head(&problem, &gradient_strides, batch, next_head);
 
         wait::<F, C>(&mut queries);
-        let of_tile = products::<F, C, P>(&keys, plane_row(), &queries, cols, plan.steps);
+        let of_tile = products::<F, C, P>(&keys, &queries);
         let scores = scores::<F, M, P>(
             &of_tile,
             mask,
@@ -149,7 +117,7 @@ pub(super) fn attention_keys_tensor_core_kernel<F: Numeric, M: Numeric, C: Size,
         );
         wait::<F, C>(&mut gradients);
         let of_values = if comptime!(wanted.key) {
-            products::<F, C, P>(&values, plane_row(), &gradients, cols, plan.value_steps)
+            products::<F, C, P>(&values, &gradients)
         } else {
             zeros::<P>(layout.results())
         };
@@ -164,46 +132,18 @@ pub(super) fn attention_keys_tensor_core_kernel<F: Numeric, M: Numeric, C: Size,
             asked,
         );
         if comptime!(wanted.value) {
-            add_products::<F, C, P>(
-                &mut value_sums,
-                &of_tile.probabilities,
-                &gradients,
-                cols,
-                plan.value_steps,
-            );
+            add_products::<F, C, P>(&mut value_sums, &of_tile.probabilities, &gradients);
         }
         sync_cube();
         if turn < count {
-            fill::<F, C>(
-                &mut gradients,
-                gradient,
-                &gradient_rows,
-                next_row,
-                cols,
-                plan.value_steps,
-                plan.units(),
-            );
+            fill::<F, C>(&mut gradients, gradient, &gradient_rows, next_row);
         }
         if comptime!(wanted.key) {
-            add_products::<F, C, P>(
-                &mut key_sums,
-                &of_tile.gradients,
-                &queries,
-                cols,
-                plan.steps,
-            );
+            add_products::<F, C, P>(&mut key_sums, &of_tile.gradients, &queries);
         }
         sync_cube();
         if turn < count {
-            fill::<F, C>(
-                &mut queries,
-                query,
-                &query_rows,
-                next_row,
-                cols,
-                plan.steps,
-                plan.units(),
-            );
+            fill::<F, C>(&mut queries, query, &query_rows, next_row);
         }
     }
     if comptime!(wanted.value) {

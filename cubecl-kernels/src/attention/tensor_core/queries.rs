@@ -12,7 +12,7 @@ use crate::attention::{
 use super::{
     Plan,
     scores::{of_scores, scores},
-    staged::{add_products, both, fill, plane_row, products, staged, wait, write_rows, zeros},
+    staged::{add_products, both, fill, products, staged, wait, write_rows, zeros},
 };
 
 #[cube(launch_unchecked)]
@@ -51,55 +51,23 @@ pub(super) fn attention_queries_tensor_core_kernel<F: Numeric, M: Numeric, C: Si
     let gradient_rows = gradient_head(&problem, &gradient_strides, place.batch, place.head);
     let end = last_key(&problem, row + comptime!(rows as u32));
 
-    let mut queries = staged::<F, C>(rows, plan.steps);
-    let mut gradients = staged::<F, C>(rows, plan.value_steps);
-    let mut keys = staged::<F, C>(cols, plan.steps);
-    let mut values = staged::<F, C>(cols, plan.value_steps);
+    let mut queries = staged::<F, C>(plan.keys(rows));
+    let mut gradients = staged::<F, C>(plan.values(rows));
+    let mut keys = staged::<F, C>(plan.keys(cols));
+    let mut values = staged::<F, C>(plan.values(cols));
     let mut sums = zeros::<P>(comptime!(2 * plan.steps));
     if place.col < end {
-        fill::<F, C>(
-            &mut queries,
-            query,
-            &query_rows,
-            row,
-            rows,
-            plan.steps,
-            plan.units(),
-        );
-        fill::<F, C>(
-            &mut keys,
-            key,
-            &key_rows,
-            place.col,
-            cols,
-            plan.steps,
-            plan.units(),
-        );
-        fill::<F, C>(
-            &mut gradients,
-            gradient,
-            &gradient_rows,
-            row,
-            rows,
-            plan.value_steps,
-            plan.units(),
-        );
-        fill::<F, C>(
-            &mut values,
-            value,
-            &value_rows,
-            place.col,
-            cols,
-            plan.value_steps,
-            plan.units(),
-        );
+        fill::<F, C>(&mut queries, query, &query_rows, row);
+        fill::<F, C>(&mut keys, key, &key_rows, place.col);
+        fill::<F, C>(&mut gradients, gradient, &gradient_rows, row);
+        fill::<F, C>(&mut values, value, &value_rows, place.col);
         wait::<F, C>(&mut queries);
         wait::<F, C>(&mut gradients);
     }
     while place.col < end {
         let next = place.col + comptime!(cols as u32);
         wait::<F, C>(&mut keys);
-        let of_keys = products::<F, C, P>(&queries, plane_row(), &keys, cols, plan.steps);
+        let of_keys = products::<F, C, P>(&queries, &keys);
         let scores = scores::<F, M, P>(
             &of_keys,
             mask,
@@ -111,19 +79,10 @@ pub(super) fn attention_queries_tensor_core_kernel<F: Numeric, M: Numeric, C: Si
             asked,
         );
         wait::<F, C>(&mut values);
-        let of_values =
-            products::<F, C, P>(&gradients, plane_row(), &values, cols, plan.value_steps);
+        let of_values = products::<F, C, P>(&gradients, &values);
         sync_cube();
         if next < end {
-            fill::<F, C>(
-                &mut values,
-                value,
-                &value_rows,
-                next,
-                cols,
-                plan.value_steps,
-                plan.units(),
-            );
+            fill::<F, C>(&mut values, value, &value_rows, next);
         }
         let of_tile = of_scores::<P>(
             &scores,
@@ -135,18 +94,10 @@ pub(super) fn attention_queries_tensor_core_kernel<F: Numeric, M: Numeric, C: Si
             layout,
             asked,
         );
-        add_products::<F, C, P>(&mut sums, &of_tile.gradients, &keys, cols, plan.steps);
+        add_products::<F, C, P>(&mut sums, &of_tile.gradients, &keys);
         sync_cube();
         if next < end {
-            fill::<F, C>(
-                &mut keys,
-                key,
-                &key_rows,
-                next,
-                cols,
-                plan.steps,
-                plan.units(),
-            );
+            fill::<F, C>(&mut keys, key, &key_rows, next);
         }
         place.col = next;
     }

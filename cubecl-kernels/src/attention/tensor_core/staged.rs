@@ -22,29 +22,49 @@ pub(super) const CHUNK: usize = 8;
 /// Elements of a result of the matrix instruction that a unit has.
 pub(super) const OWN: usize = MMA_M * MMA_N / PLANE;
 
-/// Chunks from a row to the next: an odd number, so that the eight rows that `ldmatrix` reads at once lie in different
-/// banks. `steps` instructions are as deep as a row is wide.
-pub(super) const fn pitch(steps: usize) -> usize {
-    steps * MMA_K / CHUNK + 1
-}
-
 /// Rows of a head in shared memory, and the barrier that says that they have come.
 #[derive(CubeType)]
 pub(super) struct Staged<F: Numeric, C: Size> {
     values: SharedMemory<Vector<F, C>>,
     arrived: Shared<Barrier>,
     parity: u32,
+    #[cube(comptime)]
+    size: RowsSize,
+}
+
+/// How many rows there are, how many matrix instructions are as deep as one, and by how many units they are copied.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) struct RowsSize {
+    pub rows: usize,
+    pub steps: usize,
+    pub units: usize,
+}
+
+impl RowsSize {
+    /// Chunks of a row.
+    const fn chunks(&self) -> usize {
+        self.steps * MMA_K / CHUNK
+    }
+
+    /// Chunks from a row to the next: an odd number, so that the eight rows that `ldmatrix` reads at once lie in
+    /// different banks.
+    const fn pitch(&self) -> usize {
+        self.chunks() + 1
+    }
+
+    /// Bytes of shared memory.
+    pub(super) const fn bytes(&self) -> usize {
+        self.rows * self.pitch() * CHUNK * size_of::<u16>()
+    }
 }
 
 #[cube]
-pub(super) fn staged<F: Numeric, C: Size>(
-    #[comptime] rows: usize,
-    #[comptime] steps: usize,
-) -> Staged<F, C> {
+pub(super) fn staged<F: Numeric, C: Size>(#[comptime] size: RowsSize) -> Staged<F, C> {
     Staged::<F, C> {
-        values: SharedMemory::new_aligned(comptime!(rows * pitch(steps)), 128usize),
+        values: SharedMemory::new_aligned(comptime!(size.rows * size.pitch()), 128usize),
         arrived: Barrier::shared(CUBE_DIM, UNIT_POS == 0),
         parity: 0u32.runtime(),
+        size,
     }
 }
 
@@ -55,19 +75,17 @@ pub(super) fn fill<F: Numeric, C: Size>(
     x: &Array<Vector<F, C>>,
     of_x: &Head,
     row_0: u32,
-    #[comptime] rows: usize,
-    #[comptime] steps: usize,
-    #[comptime] units: usize,
 ) {
+    let size = comptime!(staged.size);
     let chunk = comptime!(CHUNK as u32);
-    let chunks = comptime!((steps * MMA_K / CHUNK) as u32);
-    let copies = comptime!((rows * steps * MMA_K / CHUNK).div_ceil(units));
+    let chunks = comptime!(size.chunks() as u32);
+    let copies = comptime!((size.rows * size.chunks()).div_ceil(size.units));
     #[unroll]
     for copy in 0..copies {
-        let index = UNIT_POS + comptime!((copy * units) as u32);
+        let index = UNIT_POS + comptime!((copy * size.units) as u32);
         let row = index / chunks;
         let col = index % chunks;
-        if row < comptime!(rows as u32) {
+        if row < comptime!(size.rows as u32) {
             let is_inside = row_0 + row < of_x.rows && col * chunk < of_x.width;
             // No address past the end of the tensor may be formed.
             let from = select(
@@ -77,7 +95,7 @@ pub(super) fn fill<F: Numeric, C: Size>(
             );
             let from = of_x.start / chunk + from;
             let length = select(is_inside, 1u32, 0u32);
-            let to = row * comptime!(pitch(steps) as u32) + col;
+            let to = row * comptime!(size.pitch() as u32) + col;
             copy_async_checked(
                 &x.slice(from as usize, (from + length) as usize),
                 &mut staged.values.slice_mut(to as usize, to as usize + 1),
@@ -102,14 +120,13 @@ fn left<F: Numeric, C: Size, P: Size>(
     staged: &Staged<F, C>,
     row: u32,
     #[comptime] step: usize,
-    #[comptime] steps: usize,
 ) -> Array<Vector<F, P>> {
     let lane = UNIT_POS % comptime!(PLANE as u32);
     // `ldmatrix` takes the addresses of the rows of matrix i from the lanes from 8 i: here the upper and the lower rows
     // of the left half, then of the right half.
     let row = row + lane % 16;
     let chunk = lane / 16 + comptime!((step * MMA_K / CHUNK) as u32);
-    let at = (row * comptime!(pitch(steps) as u32) + chunk) as usize;
+    let at = (row * comptime!(staged.size.pitch() as u32) + chunk) as usize;
     let definition = MmaDefinition::<F, F, f32>::new(MMA_M, MMA_N, MMA_K);
     definition.load_matrix::<Vector<F, C>, P>(
         &staged.values.slice(at, at + 1),
@@ -132,12 +149,11 @@ fn right<F: Numeric, C: Size, P: Size>(
     staged: &Staged<F, C>,
     #[comptime] row: usize,
     #[comptime] step: usize,
-    #[comptime] steps: usize,
 ) -> Right<F, P> {
     let lane = UNIT_POS % comptime!(PLANE as u32);
     let row = lane / 16 * 8 + lane % 8 + comptime!(row as u32);
     let chunk = lane / 8 % 2 + comptime!((step * MMA_K / CHUNK) as u32);
-    let at = row * comptime!(pitch(steps) as u32) + chunk;
+    let at = row * comptime!(staged.size.pitch() as u32) + chunk;
     load_right::<F, C, P>(staged, at, false)
 }
 
@@ -147,12 +163,11 @@ fn right_transposed<F: Numeric, C: Size, P: Size>(
     staged: &Staged<F, C>,
     #[comptime] row: usize,
     #[comptime] step: usize,
-    #[comptime] steps: usize,
 ) -> Right<F, P> {
     let lane = UNIT_POS % comptime!(PLANE as u32);
     let row = lane % 16 + comptime!(row as u32);
     let chunk = lane / 16 + comptime!((step * MMA_K / CHUNK) as u32);
-    let at = row * comptime!(pitch(steps) as u32) + chunk;
+    let at = row * comptime!(staged.size.pitch() as u32) + chunk;
     load_right::<F, C, P>(staged, at, true)
 }
 
@@ -192,50 +207,37 @@ pub(super) fn zeros<P: Size>(#[comptime] count: usize) -> Sequence<Array<Vector<
     sums
 }
 
-/// Products of 16 rows, from `row` on, and the first `cols` of others.
+/// Products of the 16 rows of this unit's plane and all others.
 #[cube]
 pub(super) fn products<F: Numeric, C: Size, P: Size>(
     rows: &Staged<F, C>,
-    row: u32,
     others: &Staged<F, C>,
-    #[comptime] cols: usize,
-    #[comptime] steps: usize,
 ) -> Sequence<Array<Vector<f32, P>>> {
     let definition = MmaDefinition::<F, F, f32>::new(MMA_M, MMA_N, MMA_K);
+    let cols = comptime!(others.size.rows);
     let mut sums = zeros::<P>(comptime!(cols / MMA_N));
     #[unroll]
-    for step in 0..steps {
-        let of_rows = left::<F, C, P>(rows, row, step, steps);
+    for step in 0..comptime!(rows.size.steps) {
+        let of_rows = left::<F, C, P>(rows, plane_row(), step);
         #[unroll]
         for pair in 0..comptime!(cols / (2 * MMA_N)) {
-            let of_others = right::<F, C, P>(others, comptime!(pair * 2 * MMA_N), step, steps);
-            definition.execute_inplace(
-                &of_rows,
-                &of_others.first,
-                sums.index_mut(comptime!(2 * pair)),
-            );
-            definition.execute_inplace(
-                &of_rows,
-                &of_others.second,
-                sums.index_mut(comptime!(2 * pair + 1)),
-            );
+            let of_others = right::<F, C, P>(others, comptime!(pair * 2 * MMA_N), step);
+            add_pair::<F, P>(&definition, &of_rows, &of_others, &mut sums, pair);
         }
     }
     sums
 }
 
-/// Adds the products of weights of `depth` rows, as [`slot`] counts them, and those rows.
+/// Adds the products of weights of all rows, as [`slot`] counts them, and those rows.
 #[cube]
 pub(super) fn add_products<F: Numeric, C: Size, P: Size>(
     sums: &mut Sequence<Array<Vector<f32, P>>>,
     weights: &Array<f32>,
     rows: &Staged<F, C>,
-    #[comptime] depth: usize,
-    #[comptime] steps: usize,
 ) {
     let definition = MmaDefinition::<F, F, f32>::new(MMA_M, MMA_N, MMA_K);
     #[unroll]
-    for row in 0..comptime!(depth / MMA_K) {
+    for row in 0..comptime!(rows.size.rows / MMA_K) {
         let mut of_weights = Array::<Vector<F, P>>::new(4usize);
         #[unroll]
         for register in 0..4usize {
@@ -246,20 +248,24 @@ pub(super) fn add_products<F: Numeric, C: Size, P: Size>(
             of_weights[register] = pair;
         }
         #[unroll]
-        for step in 0..steps {
-            let of_rows = right_transposed::<F, C, P>(rows, comptime!(row * MMA_K), step, steps);
-            definition.execute_inplace(
-                &of_weights,
-                &of_rows.first,
-                sums.index_mut(comptime!(2 * step)),
-            );
-            definition.execute_inplace(
-                &of_weights,
-                &of_rows.second,
-                sums.index_mut(comptime!(2 * step + 1)),
-            );
+        for step in 0..comptime!(rows.size.steps) {
+            let of_rows = right_transposed::<F, C, P>(rows, comptime!(row * MMA_K), step);
+            add_pair::<F, P>(&definition, &of_weights, &of_rows, sums, step);
         }
     }
+}
+
+/// Adds two products side by side to the sums of this pair.
+#[cube]
+fn add_pair<F: Numeric, P: Size>(
+    definition: &MmaDefinition<F, F, f32>,
+    left: &Array<Vector<F, P>>,
+    right: &Right<F, P>,
+    sums: &mut Sequence<Array<Vector<f32, P>>>,
+    #[comptime] pair: usize,
+) {
+    definition.execute_inplace(left, &right.first, sums.index_mut(comptime!(2 * pair)));
+    definition.execute_inplace(left, &right.second, sums.index_mut(comptime!(2 * pair + 1)));
 }
 
 /// Where a unit has the element of a result: the upper row or the lower one, the left neighbour or the right one.

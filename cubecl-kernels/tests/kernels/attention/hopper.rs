@@ -11,7 +11,7 @@ use rstest::rstest;
 
 use super::{
     problem::Kind,
-    solve::{Memory, compare_16_bits, draw, has, solve},
+    solve::{Memory, at_the_ends_of_tiles, compare_16_bits, draw, has, solve},
 };
 use crate::{
     device::{TestRuntime, client, dtype, rounded, upload},
@@ -20,34 +20,14 @@ use crate::{
 
 const KERNEL: AttentionKernel = AttentionKernel::Hopper;
 
-/// One query, tiles, their neighbours and between; more queries than keys and fewer; heads that fill panels and do not.
+/// Heads that fill panels and do not.
 #[rstest]
 fn equals_the_reference(
     #[values([64, 64], [128, 128], [8, 16], [96, 40])] width: [usize; 2],
     #[values(Band::ALL, Band::CAUSAL, Band { left: Some(70), right: Some(3) })] band: Band,
     #[values(Memory::Contiguous, Memory::InAlignedRows)] memory: Memory,
 ) {
-    let (client, mut random) = (client(), Random::fresh());
-    for (heads, sequence) in [
-        ([2, 3, 3], [128, 128]),
-        ([1, 4, 2], [130, 301]),
-        ([1, 2, 1], [301, 37]),
-        ([2, 1, 1], [1, 65]),
-        ([1, 2, 2], [257, 1]),
-    ] {
-        for float in [dtype::<bf16>(), dtype::<f16>()] {
-            let kind = Kind {
-                band,
-                ..Kind::plain(heads, sequence, width)
-            };
-            let problem = draw(&mut random, kind, float);
-            if !has(KERNEL, &client, &problem, float) {
-                return;
-            }
-            let results = solve(KERNEL, &client, &problem, float, memory);
-            compare_16_bits(&results, &problem, float, &format!("{float} {kind:?}"));
-        }
-    }
+    at_the_ends_of_tiles(KERNEL, width, band, memory);
 }
 
 #[rstest]

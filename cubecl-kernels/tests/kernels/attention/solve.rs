@@ -2,13 +2,13 @@
 
 use cubecl::{ir::StorageType, std::tensor::TensorHandle};
 use cubecl_kernels::attention::{
-    AttentionGradients, AttentionKernel, AttentionProblem, AttentionTensors,
+    AttentionGradients, AttentionKernel, AttentionProblem, AttentionTensors, Band,
 };
-use half::f16;
+use half::{bf16, f16};
 
 use super::problem::{Expected, Kind, Problem, assert_close};
 use crate::{
-    device::{Client, Tensor, TestRuntime, dtype, read, read_float, rounded, to_bytes},
+    device::{Client, Tensor, TestRuntime, client, dtype, read, read_float, rounded, to_bytes},
     random::Random,
 };
 
@@ -254,4 +254,34 @@ fn of_delta(problem: &Problem, expected: &Expected, float: StorageType) -> [f64;
         let gradient = largest(&mut gradient.iter().map(|x| x.abs()));
         off * f64::from(problem.options.scale.abs()) * factor / gradient.max(0.5)
     })
+}
+
+/// Compares with the reference one query, tiles, their neighbours and between; more queries than keys and fewer.
+pub fn at_the_ends_of_tiles(
+    kernel: AttentionKernel,
+    width: [usize; 2],
+    band: Band,
+    memory: Memory,
+) {
+    let (client, mut random) = (client(), Random::fresh());
+    for (heads, sequence) in [
+        ([2, 3, 3], [128, 128]),
+        ([1, 4, 2], [130, 301]),
+        ([1, 2, 1], [301, 37]),
+        ([2, 1, 1], [1, 65]),
+        ([1, 2, 2], [257, 1]),
+    ] {
+        for float in [dtype::<bf16>(), dtype::<f16>()] {
+            let kind = Kind {
+                band,
+                ..Kind::plain(heads, sequence, width)
+            };
+            let problem = draw(&mut random, kind, float);
+            if !has(kernel, &client, &problem, float) {
+                return;
+            }
+            let results = solve(kernel, &client, &problem, float, memory);
+            compare_16_bits(&results, &problem, float, &format!("{float} {kind:?}"));
+        }
+    }
 }

@@ -7,7 +7,7 @@ use rstest::rstest;
 
 use super::{
     problem::{Kind, Problem, assert_close, assert_row_is_nan, kinds},
-    solve::{Memory, compare_16_bits, draw, has, solve, solve_for},
+    solve::{Memory, at_the_ends_of_tiles, compare_16_bits, draw, has, solve, solve_for},
 };
 use crate::{
     device::{TestRuntime, client, dtype},
@@ -40,33 +40,13 @@ fn equals_the_reference(#[values(Memory::Contiguous, Memory::InAlignedRows)] mem
     }
 }
 
-/// One query, tiles, their neighbours and between; more queries than keys and fewer; heads of each number of sums.
+/// Heads of each number of sums.
 #[rstest]
 fn equals_the_reference_at_the_ends_of_tiles(
     #[values([64, 64], [128, 128], [8, 16], [96, 40], [256, 200])] width: [usize; 2],
     #[values(Band::ALL, Band::CAUSAL, Band { left: Some(70), right: Some(3) })] band: Band,
 ) {
-    let (client, mut random) = (client(), Random::fresh());
-    for (heads, sequence) in [
-        ([2, 3, 3], [128, 128]),
-        ([1, 4, 2], [130, 301]),
-        ([1, 2, 1], [301, 37]),
-        ([2, 1, 1], [1, 65]),
-        ([1, 2, 2], [257, 1]),
-    ] {
-        for float in [dtype::<bf16>(), dtype::<f16>()] {
-            let kind = Kind {
-                band,
-                ..Kind::plain(heads, sequence, width)
-            };
-            let problem = draw(&mut random, kind, float);
-            if !has(KERNEL, &client, &problem, float) {
-                return;
-            }
-            let results = solve(KERNEL, &client, &problem, float, Memory::InAlignedRows);
-            compare_16_bits(&results, &problem, float, &format!("{float} {kind:?}"));
-        }
-    }
+    at_the_ends_of_tiles(KERNEL, width, band, Memory::InAlignedRows);
 }
 
 #[rstest]
