@@ -4,7 +4,6 @@ use std::process::Command;
 
 #[test]
 fn tables_and_pictures_are_those_of_the_results() {
-    // What it warns of, logs that are older than the kernels, is to be seen: `-- --nocapture` shows it.
     let status = Command::new(env!("CARGO_BIN_EXE_report"))
         .arg("--check")
         .status()
