@@ -7,6 +7,7 @@ mod suite {
     mod conformance;
     mod delayed_scaling;
     mod flow;
+    mod half;
     mod health;
     mod integers;
     mod learned_definition;

@@ -80,14 +80,28 @@ fn half_ulp(x: f64, float: StorageType) -> f64 {
     2f64.powi(exponent - digits as i32)
 }
 
-/// f32: within 1e-6 of the norm. f16 and bf16: each element within one rounding of an f32 sum.
 #[track_caller]
 fn assert_close(actual: &[f32], expected: &[f64], float: StorageType, what: &str) {
+    assert_close_with(actual, expected, &[], float, what);
+}
+
+/// f32: within 1e-6 of the norm. f16 and bf16: each element within one rounding of an f32 sum. The norm is at least that
+/// of the bias, which products may cancel but for their rounding.
+#[track_caller]
+fn assert_close_with(
+    actual: &[f32],
+    expected: &[f64],
+    bias: &[f32],
+    float: StorageType,
+    what: &str,
+) {
     assert_eq!(actual.len(), expected.len(), "{what}: length");
     if expected.is_empty() {
         return;
     }
-    let norm = expected.iter().map(|e| e * e).sum::<f64>().sqrt();
+    let norm = |of: &mut dyn Iterator<Item = f64>| of.map(|e| e * e).sum::<f64>().sqrt();
+    let norm =
+        norm(&mut expected.iter().copied()).max(norm(&mut bias.iter().copied().map(f64::from)));
     if float == dtype::<f32>() {
         let error = actual
             .iter()
@@ -153,13 +167,14 @@ fn blocks_of_all_sizes(#[values(16, 32, 64, 128)] block: usize) {
                 quantized.operand().expect("a row-major copy")
             };
             let (a, b) = (operand(&a, a_shape), operand(&b, b_shape));
-            let bias = upload(&client, &bias, &[n], dtype::<f32>());
+            let of_columns = upload(&client, &bias, &[n], dtype::<f32>());
             for float in float_types(&client) {
-                let out = gemm(&client, &a, &b, None, Some(&bias), float, strategy)
+                let out = gemm(&client, &a, &b, None, Some(&of_columns), float, strategy)
                     .expect("operands that fit");
-                assert_close(
+                assert_close_with(
                     &read_float(&client, &out),
                     &expected,
+                    &bias,
                     float,
                     &format!("{strategy:?} {batch} x {m} x {n} x {k} to {float}"),
                 );
