@@ -64,7 +64,8 @@ fn masks<B: DataBackend>(seed: u64) {
     }
 }
 
-/// dX and dW of linear layers with activations between, of losses whose gradients are far from the ends of FP16.
+/// dX and dW of linear layers with activations between, of losses whose gradients are far from the ends of FP16. What
+/// rounds to the other side of zero, ReLU lets pass or not: one in a thousand of BF16.
 fn chains<B: DataBackend>(seed: u64) {
     fn gradients<B: LayerBackend>(seed: u64, activation: &str) -> [Vec<f32>; 3] {
         let (rows, width) = (512, 32);
@@ -92,22 +93,27 @@ fn chains<B: DataBackend>(seed: u64) {
         let dx = x.grad(&gradients).expect("it asks for one");
         [floats(&dx), up, down]
     }
-    fn check<B: DataBackend, R: Recipe>(seed: u64, name: &str, failures: &mut Vec<String>) {
+    fn check<B: DataBackend, R: Recipe>(
+        seed: u64,
+        name: &str,
+        least: f64,
+        failures: &mut Vec<String>,
+    ) {
         for activation in ["none", "relu", "gelu", "silu"] {
             let exact = gradients::<QuantTrain<Autodiff<B>, MixedPrecision<f32>>>(seed, activation);
             let rounded = gradients::<QuantTrain<Autodiff<B>, R>>(seed, activation);
             let cosines = [0, 1, 2].map(|it| cosine(&rounded[it], &exact[it]));
-            if !cosines.iter().all(|it| *it > 0.999) {
+            if !cosines.iter().all(|it| *it > least) {
                 failures.push(format!("{name}, {activation}: dX, dW, dW {cosines:.6?}"));
             }
         }
     }
     let mut failures = Vec::new();
     if supports::<B>(FloatDType::F16.into()) {
-        check::<B, MixedPrecision<f16>>(seed, "FP16", &mut failures);
+        check::<B, MixedPrecision<f16>>(seed, "FP16", 0.9995, &mut failures);
     }
     if supports::<B>(FloatDType::BF16.into()) {
-        check::<B, MixedPrecision<bf16>>(seed, "BF16", &mut failures);
+        check::<B, MixedPrecision<bf16>>(seed, "BF16", 0.997, &mut failures);
     }
     assert!(failures.is_empty(), "seed {seed}: {failures:#?}");
 }
