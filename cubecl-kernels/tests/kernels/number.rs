@@ -377,12 +377,15 @@ fn stochastic_codes_are_unbiased() {
                 .map(|u| f64::from(number.decode(number.encode(x, Some(u)))))
                 .collect();
             let mean = draws.iter().sum::<f64>() / draws.len() as f64;
-            // Of the numbers around x, even where no random number is small enough to reach the farther one.
+            // Between the numbers around x, even where no random number is small enough to reach the farther one; or, of
+            // a number itself, to the one that a rounded sum reaches.
             let (below, above) = around(number, x);
+            let lowest = draws.iter().copied().fold(f64::from(below), f64::min);
+            let highest = draws.iter().copied().fold(f64::from(above), f64::max);
             let coarseness = 2f64.powi(if number == Number::Int10 { -14 } else { -15 });
             let off = (mean - f64::from(x)).abs();
             assert!(
-                off <= coarseness * f64::from(above - below),
+                off <= coarseness * (highest - lowest),
                 "{number:?}: {x:e} has mean {mean:e}"
             );
         }
