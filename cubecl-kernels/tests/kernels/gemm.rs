@@ -80,6 +80,11 @@ fn half_ulp(x: f64, float: StorageType) -> f64 {
     2f64.powi(exponent - digits as i32)
 }
 
+/// The Frobenius norm.
+fn norm_of(values: impl Iterator<Item = f64>) -> f64 {
+    values.map(|it| it * it).sum::<f64>().sqrt()
+}
+
 #[track_caller]
 fn assert_close(actual: &[f32], expected: &[f64], float: StorageType, what: &str) {
     assert_close_with(actual, expected, &[], float, what);
@@ -99,16 +104,11 @@ fn assert_close_with(
     if expected.is_empty() {
         return;
     }
-    let norm = |of: &mut dyn Iterator<Item = f64>| of.map(|e| e * e).sum::<f64>().sqrt();
-    let norm =
-        norm(&mut expected.iter().copied()).max(norm(&mut bias.iter().copied().map(f64::from)));
+    let of_bias = norm_of(bias.iter().map(|&it| f64::from(it)));
+    let norm = norm_of(expected.iter().copied()).max(of_bias);
     if float == dtype::<f32>() {
-        let error = actual
-            .iter()
-            .zip(expected)
-            .map(|(&a, e)| (f64::from(a) - e).powi(2))
-            .sum::<f64>()
-            .sqrt();
+        let pairs = actual.iter().zip(expected);
+        let error = norm_of(pairs.map(|(&a, e)| f64::from(a) - e));
         assert!(
             error <= 1e-6 * norm,
             "{what}: error {error:e} of norm {norm:e}"

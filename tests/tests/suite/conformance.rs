@@ -145,6 +145,16 @@ impl Matrix {
         }
     }
 
+    /// `of` each number and the one in its place in another matrix.
+    pub fn zip(&self, other: &Self, of: impl Fn(f64, f64) -> f64) -> Self {
+        assert_eq!(self.shape, other.shape);
+        let pairs = self.values.iter().zip(&other.values);
+        Self {
+            shape: self.shape,
+            values: pairs.map(|(it, other)| of(*it, *other)).collect(),
+        }
+    }
+
     pub fn floats(&self) -> Vec<f32> {
         self.values.iter().map(|it| *it as f32).collect()
     }
