@@ -20,7 +20,7 @@ use crate::{
         tag::{Tag, View},
     },
     ops::{
-        learned_linear::LearnedLinear,
+        learned_linear::{self, LearnedLinear},
         linear::{Linear, Run},
         matmul::Matmul,
         watch::Watched,
@@ -236,6 +236,7 @@ fn quantized<B: QuantBackend, R: Recipe>(
     if let Some(slots) = row.learned() {
         let operation = LearnedLinear {
             layer,
+            run: learned_linear::Run::Next,
             row,
             slots,
             compute: QuantTrain::<B, R>::ROW.compute,

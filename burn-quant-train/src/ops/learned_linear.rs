@@ -8,7 +8,7 @@
 mod choice;
 mod pass;
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use burn_backend::{DType, FloatDType, TensorMetadata, tensor::FloatTensor};
 
@@ -39,6 +39,8 @@ use crate::{
 pub(crate) struct LearnedLinear<B: DataBackend> {
     /// The layer.
     pub layer: Arc<Layer<B>>,
+    /// Which run of the layer it is.
+    pub run: Run,
     /// The recipe's row.
     pub row: LinearRow,
     /// The row's slots.
@@ -49,6 +51,29 @@ pub(crate) struct LearnedLinear<B: DataBackend> {
     pub weight_tag: Arc<Tag<B>>,
     /// How W shows the tagged matrix: as it is, or transposed.
     pub weight_view: View,
+}
+
+/// A run of a layer.
+#[derive(Debug, Clone)]
+pub(crate) enum Run {
+    /// The next one.
+    Next,
+    /// The next one, which settles what the second run of its block does.
+    First(Arc<OnceLock<Settled>>),
+    /// That one once more: it sets no step size.
+    Second(Arc<OnceLock<Settled>>),
+}
+
+/// What a run takes from the layer's state, which it may move, beside the step sizes themselves.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Settled {
+    call: Call,
+    /// The size of the transform.
+    size: HadamardSize,
+    /// True if X has the step size of a cold start, which does not depend on the state.
+    is_cold: bool,
+    /// The same of W.
+    is_cold_weight: bool,
 }
 
 /// The matrices that a layer keeps for the backward pass, and what it is to do with them.
@@ -133,12 +158,39 @@ fn weight_key(transform: HadamardTransform) -> CopyKey {
     }
 }
 
+impl<B: DataBackend> LearnedLinear<B> {
+    /// Counts a run of the layer, and settles what it is.
+    fn settle(&self, x: &FloatTensor<B>, weight: &HeldTensor<B>) -> Settled {
+        let device = weight.cell().device();
+        let call = self.layer.next_call(device);
+        let [_, features] = flattened(&x.shape());
+        let size = match self.slots.hadamard {
+            None => HadamardSize::IDENTITY,
+            Some(slot) => self.layer.hadamard_size(slot, device, call, |choice| {
+                choice::hadamard_size::<B>(choice, features, x, &weight.cell().read())
+            }),
+        };
+        let is_cold = |slot| self.layer.step_size(slot, device, call.step).is_cold;
+        Settled {
+            call,
+            // A weight that is also used transposed has other input features there.
+            size: HadamardSize::largest(features, size),
+            is_cold: is_cold(self.slots.x),
+            is_cold_weight: is_cold(self.slots.weight),
+        }
+    }
+}
+
 impl<B: DataBackend, const N: usize> Recorded<B, N> for LearnedLinear<B> {
     type Saved = Saved<B>;
 
-    /// The forward pass sets step sizes, and draws the rows whose residuals it keeps.
     fn again(&mut self, _inputs: &[HeldTensor<B>; N]) -> Option<Self> {
-        None
+        let settled = Arc::default();
+        self.run = Run::First(Arc::clone(&settled));
+        Some(Self {
+            run: Run::Second(settled),
+            ..self.clone()
+        })
     }
 
     fn forward(self, inputs: [HeldTensor<B>; N], wanted: [bool; N]) -> (HeldTensor<B>, Saved<B>) {
@@ -149,36 +201,34 @@ impl<B: DataBackend, const N: usize> Recorded<B, N> for LearnedLinear<B> {
         // The quantizer's backward pass compares W with its clamp.
         weight.cell().keep_exact();
         let device = x.cell().device().clone();
-        let call = self.layer.next_call(&device);
-        let key = |role| self.layer.key(call, role);
         let slots = self.slots;
         let forms = [Form::of(&x), Form::of(&weight)];
         let bias_dtype = bias.as_ref().map(TensorMetadata::dtype);
-        let [rows, features] = flattened(&forms[0].shape);
+        let [rows, _] = flattened(&forms[0].shape);
         let x = x.into_value();
         let is_transposed = self.weight_view == View::Transposed;
 
-        let size = match slots.hadamard {
-            None => HadamardSize::IDENTITY,
-            Some(slot) => self.layer.hadamard_size(slot, &device, call, |choice| {
-                choice::hadamard_size::<B>(choice, features, &x, &weight.cell().read())
-            }),
+        let settled = match &self.run {
+            Run::Next => self.settle(&x, &weight),
+            Run::First(settled) => *settled.get_or_init(|| self.settle(&x, &weight)),
+            Run::Second(settled) => *settled.get().expect("a block's first run is over"),
         };
-        // A weight that is also used transposed has other input features there.
-        let size = HadamardSize::largest(features, size);
+        let is_second = matches!(self.run, Run::Second(_));
+        let Settled { call, size, .. } = settled;
+        let key = |role| self.layer.key(call, role);
+        let steps = |slot| self.layer.step_size(slot, &device, call.step).steps;
         // The inputs of the layer are the rows of W.
         let of_tagged = match is_transposed {
             true => HadamardTransform::of_columns(size),
             false => HadamardTransform::of_rows(size),
         };
-        let of_x = self.layer.step_size(slots.x, &device, call.step);
-        let of_weight = self.layer.step_size(slots.weight, &device, call.step);
-        let learns = !of_x.is_cold && !of_weight.is_cold;
+        let learns = !settled.is_cold && !settled.is_cold_weight;
 
         let copy_key = weight_key(of_tagged);
         let epoch = || Some(Epoch::of(self.layer.bank(), call.of_weight()));
         let copy = self.weight_tag.find(copy_key, epoch());
-        let needs_backward = wanted[0] || wanted[1];
+        let is_first = matches!(self.run, Run::First(_));
+        let needs_backward = (wanted[0] || wanted[1]) && !is_first;
         let operation = Forward {
             x_shape: forms[0].shape.clone(),
             shape: with_last(&forms[0].shape, &forms[1].shape),
@@ -186,8 +236,8 @@ impl<B: DataBackend, const N: usize> Recorded<B, N> for LearnedLinear<B> {
             size,
             of_tagged,
             layer: self.layer.index(),
-            sets_step: of_x.is_cold,
-            sets_weight_step: copy.is_none() && of_weight.is_cold,
+            sets_step: settled.is_cold,
+            sets_weight_step: copy.is_none() && settled.is_cold_weight,
             transposed_weight: is_transposed,
             keeps_x: needs_backward.then(|| residual_rows(rows, learns, key(Role::ResidualRows))),
         };
@@ -198,14 +248,14 @@ impl<B: DataBackend, const N: usize> Recorded<B, N> for LearnedLinear<B> {
                 None => Source::Float(weight.cell().read()),
             },
             bias: bias.map(HeldTensor::into_value),
-            steps: of_x.steps,
-            weight_steps: copy.is_none().then_some(of_weight.steps),
+            steps: steps(slots.x),
+            weight_steps: copy.is_none().then(|| steps(slots.weight)),
         };
         let output = B::run(operation, inputs);
-        if let Some(steps) = output.steps {
+        if let Some(steps) = output.steps.filter(|_| !is_second) {
             self.layer.set_step_size(slots.x, &device, call, steps);
         }
-        if let Some(steps) = output.weight_steps {
+        if let Some(steps) = output.weight_steps.filter(|_| !is_second) {
             self.layer.set_step_size(slots.weight, &device, call, steps);
         }
         let made = output

@@ -21,7 +21,7 @@ use burn_quant_train::{
     data::DataBackend,
     optim::LayerBackend,
     recipe::{
-        CoatFp8, MixedPrecision, Recipe,
+        CoatFp8, FallbackInt8, HadamardInt4, MixedPrecision, Recipe,
         context::{ContextFormat, Contexts, Int10},
     },
     saved::{ActivationReport, Recording, checkpoint, report::Form},
@@ -275,28 +275,33 @@ fn contexts_compress_what_blocks_read() {
     }
 }
 
-/// Operators of a flow are of the block too.
+/// Quantized operands, results of layers and operators of a flow are of the block too.
 #[cfg(feature = "flex")]
 #[test]
-fn a_flow_in_a_block_does_not_wait() {
-    type Flow = QuantTrain<Autodiff<Flex>, CoatFp8<f32>>;
+fn what_a_quantized_layer_makes_does_not_wait() {
+    fn check<R: Recipe>(seed: u64) {
+        type Train<R> = QuantTrain<Autodiff<Flex>, R>;
+        let waiting = |blocks| {
+            let (_, model) = attached(&every_layer(seed), Gated::<Train<R>>::new(), seed);
+            let x = Rng::new(seed).normals(128 * 64, 1.0);
+            let x = tensor::<Train<R>, 2>(&x, [128, 64], &Default::default()).require_grad();
+            let recording = Recording::start();
+            let loss = block_if(blocks, |x| model.forward(x), x * 2.0).mean();
+            let report = recording.report();
+            let _ = loss.backward();
+            report
+        };
+        let (without, with) = (waiting(false), waiting(true));
+        let what = format!("seed {seed}: {}", R::ROW.name);
+        // What the block reads, and a few numbers a row.
+        let most = 128 * (64 + 8) * size_of::<f32>();
+        assert!(with.bytes() <= most, "{what}: {with}");
+        assert!(without.bytes() > 2 * with.bytes(), "{what}: {without}");
+    }
     let seed = seed();
-    let waiting = |blocks| {
-        let (_, model) = attached(&every_layer(seed), Gated::<Flow>::new(), seed);
-        let x = Rng::new(seed).normals(128 * 64, 1.0);
-        let x = tensor::<Flow, 2>(&x, [128, 64], &Default::default()).require_grad();
-        let recording = Recording::start();
-        let loss = block_if(blocks, |x| model.forward(x), x * 2.0).mean();
-        let report = recording.report();
-        let _ = loss.backward();
-        report
-    };
-    let (without, with) = (waiting(false), waiting(true));
-    assert!(
-        with.bytes() <= 128 * 64 * size_of::<f32>(),
-        "seed {seed}: {with}"
-    );
-    assert!(without.bytes() > 2 * with.bytes(), "seed {seed}: {without}");
+    check::<FallbackInt8>(seed);
+    check::<CoatFp8>(seed);
+    check::<HadamardInt4>(seed);
 }
 
 /// As deep as Burn's autodiff follows a graph on the stack of a thread.
