@@ -8,7 +8,7 @@ use serde::Serialize;
 
 use super::device::Device;
 use super::shapes::{Family, Linear, Reads, Shapes};
-use crate::args::Compute;
+use crate::args::{Checkpointing, Compute};
 
 /// Bytes of an FP32 number.
 const FULL: usize = 4;
@@ -62,6 +62,8 @@ pub struct Step<'a> {
     pub row: &'a Row,
     /// How values wait; none: as they are.
     pub context: Option<Context>,
+    /// Which parts of the model run again in the backward pass.
+    pub checkpointing: Checkpointing,
 }
 
 /// What becomes of a value under a context.
@@ -90,9 +92,17 @@ struct Value {
 }
 
 impl Value {
+    fn elements(&self) -> usize {
+        self.shape[0] * self.shape[1]
+    }
+
+    /// True for what is kept as it is in any case.
+    fn is_small(&self) -> bool {
+        self.elements() < MIN_COMPRESSED || self.shape[1] == 1
+    }
+
     fn bytes(&self, context: Option<Context>) -> usize {
-        let elements = self.shape[0] * self.shape[1];
-        let is_small = elements < MIN_COMPRESSED || self.shape[1] == 1;
+        let (elements, is_small) = (self.elements(), self.is_small());
         let bytes = match (context, self.waits) {
             (_, Waits::Flows(flow)) => flow.bytes(self.shape),
             (Some(_), Waits::Again) if !is_small => 0,
@@ -108,17 +118,58 @@ impl Value {
 impl Step<'_> {
     /// Bytes that wait for the backward pass, quantized copies of the inputs of layers among them.
     pub fn saved(&self) -> usize {
-        let values = [
-            self.norms(),
-            self.attention(),
-            self.feed_forward(),
-            self.masks(),
-            self.loss(),
-        ];
-        let values = values.concat();
-        let of_values: usize = values.iter().map(|value| value.bytes(self.context)).sum();
+        let of_loss = self.bytes(&self.loss()) + self.head();
+        match self.checkpointing {
+            Checkpointing::None => self.of_layers() + of_loss,
+            Checkpointing::Layers => self.of_blocks() + of_loss,
+        }
+    }
+
+    /// What a layer holds while its backward pass runs, where it has run again: nothing of it waits compressed then.
+    pub fn of_one_layer(&self) -> usize {
+        let step = Step {
+            model: &self.model.with_layers(1),
+            context: None,
+            ..*self
+        };
+        step.of_layers()
+    }
+
+    fn bytes(&self, values: &[Value]) -> usize {
+        values.iter().map(|value| value.bytes(self.context)).sum()
+    }
+
+    /// What layers leave, and the norm behind them.
+    fn of_layers(&self) -> usize {
+        let norms = self.norms(1 + 2 * self.model.layers);
+        let values = [norms, self.attention(), self.feed_forward(), self.masks()];
         let of_inputs: usize = Reads::ALL.map(|reads| self.input(reads)).iter().sum();
-        of_values + self.model.layers * of_inputs + self.head()
+        self.bytes(&values.concat()) + self.model.layers * of_inputs
+    }
+
+    /// What layers leave of which each is a block: what they read, what the norm behind them leaves, and what is kept in a
+    /// block too: masks, a bit an element, and what is small.
+    fn of_blocks(&self) -> usize {
+        let Shapes { layers, hidden, .. } = *self.model;
+        let norms = self.norms(2 * layers);
+        let mut small = [norms, self.attention(), self.feed_forward()].concat();
+        // A kernel's numbers are saved by its node, which runs again.
+        small.retain(|value| value.is_small() && !self.composes());
+        let inputs = self.values(layers, hidden, Waits::Compressed);
+        let values = [self.norms(1), vec![inputs], small].concat();
+        self.bytes(&values) + self.masks_in_bits()
+    }
+
+    /// Of masks in blocks, and of the embedding's, which waits as others do.
+    fn masks_in_bits(&self) -> usize {
+        let mut bytes = 0;
+        for mut masks in self.masks() {
+            let of_embedding = Value { count: 1, ..masks };
+            masks.count -= 1;
+            let elements = masks.elements();
+            bytes += of_embedding.bytes(self.context) + masks.count * elements.div_ceil(32) * 4;
+        }
+        bytes
     }
 
     fn tokens(&self) -> usize {
@@ -161,9 +212,8 @@ impl Step<'_> {
         }
     }
 
-    /// The residual stream, the embedding and the sum behind each half of a layer, and what norms make of it.
-    fn norms(&self) -> Vec<Value> {
-        let count = 1 + 2 * self.model.layers;
+    /// The residual stream, the embedding and the sum behind each half of a layer, and what so many norms make of it.
+    fn norms(&self, count: usize) -> Vec<Value> {
         let value = |features, size, waits| Value {
             size,
             ..self.values(count, features, waits)

@@ -10,7 +10,9 @@ use super::Question;
 use super::device::Device;
 use super::safetensors;
 use super::shapes::{Family, Shapes};
-use crate::args::{Compute, Contexts, Optimizer, Preset, at_least_one, parsed, recipe_parser};
+use crate::args::{
+    Checkpointing, Compute, Contexts, Optimizer, Preset, at_least_one, parsed, recipe_parser,
+};
 
 /// Helps with low-precision training.
 #[derive(Parser, Clone, Debug)]
@@ -87,6 +89,9 @@ pub struct AdviseArgs {
     /// Contexts to look at [default: exact, int10 and int8]
     #[arg(long, value_enum, value_delimiter = ',')]
     pub contexts: Vec<Contexts>,
+    /// Which parts of the model keep their input alone and run again in the backward pass
+    #[arg(long, value_enum, default_value_t = Checkpointing::None)]
+    pub checkpointing: Checkpointing,
     /// Print JSON
     #[arg(long)]
     pub json: bool,
@@ -142,6 +147,7 @@ impl AdviseArgs {
                 &[Contexts::Exact, Contexts::Int10, Contexts::Int8],
             ),
             optimizers: Optimizer::value_variants().to_vec(),
+            checkpointing: self.checkpointing,
         })
     }
 

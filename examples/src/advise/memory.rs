@@ -7,7 +7,7 @@ use serde::Serialize;
 use super::Question;
 use super::activations::Step;
 use super::shapes::Shapes;
-use crate::args::{Contexts, Optimizer};
+use crate::args::{Checkpointing, Contexts, Optimizer};
 
 /// Bytes of an FP32 number.
 const FULL: usize = 4;
@@ -37,7 +37,8 @@ pub struct Memory {
     /// What waits for the backward pass at its beginning.
     pub activations: u64,
     /// The most that is held at once, what operations take for their own time aside: weights, moments, copies, and at
-    /// the beginning of the backward pass activations with the gradient of the logits, or at its end all gradients.
+    /// the beginning of the backward pass activations with the gradient of the logits, or at its end all gradients; where
+    /// layers run again, what one of them makes is beside these.
     pub peak: u64,
 }
 
@@ -54,6 +55,7 @@ impl Memory {
             attention: question.attention(),
             row: &row,
             context: case.contexts.context().or(row.context),
+            checkpointing: question.checkpointing,
         };
         let weights = model.parameters() * FULL;
         let optimizer = case.optimizer.config();
@@ -65,7 +67,17 @@ impl Memory {
         let copies = copies(model, &row);
         let activations = step.saved();
         let of_logits = batch * question.sequence * model.vocabulary * FULL;
-        let peak = weights + moments + copies + usize::max(activations + of_logits, weights);
+        let (at_start, at_end) = match question.checkpointing {
+            Checkpointing::None => (activations + of_logits, weights),
+            Checkpointing::Layers => {
+                // The last layer to run again is the model's first: all others have their gradients.
+                let others = model.with_layers(model.layers - 1).parameters() * FULL;
+                let block = step.of_one_layer();
+                let at_start = activations + usize::max(of_logits, block);
+                (at_start, usize::max(weights, others + block))
+            }
+        };
+        let peak = weights + moments + copies + usize::max(at_start, at_end);
         let [weights, moments, copies, activations, peak] =
             [weights, moments, copies, activations, peak].map(|bytes| bytes as u64);
         Self {

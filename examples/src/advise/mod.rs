@@ -23,7 +23,7 @@ use anyhow::Result;
 use burn_quant_train::recipe::Name;
 use serde::Serialize;
 
-use crate::args::{Compute, Contexts, Optimizer};
+use crate::args::{Checkpointing, Compute, Contexts, Optimizer};
 use crate::{ended, rows};
 use activations::AttentionForm;
 use args::{AdviseArgs, Cli, Command};
@@ -67,6 +67,8 @@ pub struct Advice {
     pub attention: AttentionForm,
     /// Bytes that training may hold; none: not asked.
     pub memory: Option<u64>,
+    /// Which parts of the model run again in the backward pass.
+    pub checkpointing: Checkpointing,
     /// A row for each recipe, context and optimizer.
     pub rows: Vec<Row>,
     /// Which to take.
@@ -92,6 +94,16 @@ pub struct Row {
     pub speed: Option<Speed>,
 }
 
+impl Row {
+    fn case(&self) -> Case {
+        Case {
+            recipe: self.recipe,
+            contexts: self.contexts,
+            optimizer: self.optimizer,
+        }
+    }
+}
+
 impl Advice {
     /// The advice that the command line asks for.
     ///
@@ -112,6 +124,7 @@ impl Advice {
             device: question.device,
             compute: question.compute,
             memory: question.memory,
+            checkpointing: question.checkpointing,
             rows,
         })
     }
@@ -138,6 +151,8 @@ pub struct Question {
     pub contexts: Vec<Contexts>,
     /// The optimizers to look at.
     pub optimizers: Vec<Optimizer>,
+    /// Which parts of the model run again in the backward pass.
+    pub checkpointing: Checkpointing,
 }
 
 impl Question {

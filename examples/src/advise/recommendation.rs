@@ -7,8 +7,9 @@ use serde::Serialize;
 use super::device::{Device, Narrowest};
 use super::memory::Case;
 use super::speed::Speed;
+use super::table::gib;
 use super::{Question, Row};
-use crate::args::{Compute, Contexts, Optimizer};
+use crate::args::{Checkpointing, Compute, Contexts, Optimizer};
 
 /// A way to train, and its reasons.
 #[derive(Serialize, Clone, Debug)]
@@ -83,7 +84,9 @@ pub fn recommend(question: &Question, rows: &[Row]) -> Recommendation {
         None => (smallest(rows), "the least memory of what was asked for"),
     };
     let mut reasons = vec![why.to_owned(), about_compute(question)];
-    reasons.extend(about_memory(row, ways.first().map(|(row, _)| *row)));
+    let first = ways.first().map(|(row, _)| *row);
+    reasons.extend(about_memory(row, first));
+    reasons.extend(about_checkpointing(question, row, first));
     Recommendation {
         recipe: row.recipe,
         contexts: row.contexts,
@@ -134,10 +137,38 @@ fn about_memory(row: &Row, first: Option<&Row>) -> Option<String> {
                 first.recipe,
                 first.contexts,
                 first.optimizer,
-                super::table::gib(first.bytes.peak),
+                gib(first.bytes.peak),
             ))
         }
     }
+}
+
+/// Layers that run again change no number, and cost a forward pass. Where something else was given up to fit, the first
+/// way by caution that would fit so, else what the way that was taken would hold.
+fn about_checkpointing(question: &Question, taken: &Row, first: Option<&Row>) -> Option<String> {
+    let gave_up = first.is_none_or(|first| first.fits == Some(false));
+    if question.memory.is_none() || question.checkpointing == Checkpointing::Layers || !gave_up {
+        return None;
+    }
+    let again = Question {
+        checkpointing: Checkpointing::Layers,
+        ..question.clone()
+    };
+    let cases = again.cases();
+    let is_asked = |case: &Case| cases.contains(case);
+    let cautious = by_caution().map(|(case, _)| case).into_iter();
+    let mut rows = cautious.filter(is_asked).map(|case| again.row(&case));
+    let (row, would) = match rows.find(|row| row.fits == Some(true)) {
+        Some(row) => (row, "would fit"),
+        None => (again.row(&taken.case()), "would not fit either"),
+    };
+    Some(format!(
+        "with --checkpointing layers, for one more forward pass, {} with {} contexts and {} {would}: {}",
+        row.recipe,
+        row.contexts,
+        row.optimizer,
+        gib(row.bytes.peak)
+    ))
 }
 
 fn notes(question: &Question, rows: &[Row], taken: &Row) -> Vec<String> {

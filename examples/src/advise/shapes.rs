@@ -188,6 +188,14 @@ impl Shapes {
         self.elements().iter().sum()
     }
 
+    /// The same model of so many layers.
+    pub fn with_layers(&self, layers: usize) -> Self {
+        Self {
+            layers,
+            ..self.clone()
+        }
+    }
+
     fn has_biases(&self) -> bool {
         self.family == Family::Gpt2
     }

@@ -10,7 +10,7 @@ use serde::de::DeserializeOwned;
 use super::Question;
 use super::device::Device;
 use super::memory::Case;
-use crate::args::{Compute, Contexts, Optimizer};
+use crate::args::{Checkpointing, Compute, Contexts, Optimizer};
 
 /// A measurement.
 #[derive(Serialize, Clone, Copy, Debug, PartialEq)]
@@ -112,7 +112,7 @@ const NEARLY: f64 = 2.0;
 
 /// What was measured of this way to train; none: nothing.
 pub fn of(question: &Question, case: &Case) -> Option<Speed> {
-    if case.contexts != Contexts::Exact {
+    if case.contexts != Contexts::Exact || question.checkpointing != Checkpointing::None {
         return None;
     }
     training(question, case).or_else(|| layer(question, case.recipe))

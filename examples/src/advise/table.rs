@@ -4,6 +4,7 @@ use super::activations::AttentionForm;
 use super::shapes::Shapes;
 use super::speed::Speed;
 use super::{Advice, Row};
+use crate::args::Checkpointing;
 use crate::table::{aligned, columns};
 
 /// A number of bytes in GiB, or in MiB where that is less than a tenth of one.
@@ -40,10 +41,16 @@ fn model(advice: &Advice) -> String {
     let bytes = advice.rows.first().map(|row| row.bytes);
     let each = bytes.map_or(0, |bytes| bytes.weights);
     let memory = advice.memory.map(|limit| format!(", of {}", gib(limit)));
+    let again = match advice.checkpointing {
+        Checkpointing::None => "",
+        Checkpointing::Layers => {
+            "; each layer keeps its input alone and runs again in the backward pass"
+        }
+    };
     format!(
         "{} parameters: {layers} layers of width {hidden}, {heads} heads ({kv_heads} of keys), feed-forward {ffn}, \
          vocabulary {vocabulary}\n\
-         {} sequences of {} tokens, computing in {}{}; attention: {attention}\n\
+         {} sequences of {} tokens, computing in {}{}; attention: {attention}{again}\n\
          weights {}, their gradients as much, both FP32\n",
         advice.parameters,
         advice.batch,

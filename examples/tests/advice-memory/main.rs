@@ -9,7 +9,9 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, TensorData, f16};
 use burn_quant_train::QuantTrain;
 use burn_quant_train::optim::{LayerBackend, QuantAdamWConfig};
-use burn_quant_train::recipe::{Chosen, FallbackInt8, JetfireInt8, MixedPrecision, NAMES, Recipe};
+use burn_quant_train::recipe::{
+    Chosen, FallbackInt8, HadamardInt4, JetfireInt8, MixedPrecision, NAMES, Recipe,
+};
 use burn_quant_train::saved::report::Total;
 use burn_quant_train::saved::{choose_context, compress_pending};
 use examples::advise::Question;
@@ -17,7 +19,7 @@ use examples::advise::activations::{AttentionForm, Step};
 use examples::advise::device::Device;
 use examples::advise::memory::{Case, Memory};
 use examples::advise::shapes::Shapes;
-use examples::args::{Compute, Contexts, Optimizer, Preset};
+use examples::args::{Checkpointing, Compute, Contexts, Optimizer, Preset};
 use examples::data::Batch;
 use examples::memory::{optimizer_state, report, saved_activations, saved_by};
 use examples::model::{Decoder, DecoderConfig, VOCABULARY};
@@ -38,6 +40,7 @@ struct Subject {
     sequence: usize,
     compute: Compute,
     case: Case,
+    checkpointing: Checkpointing,
     /// The share by which activations may be off.
     bound: f64,
 }
@@ -83,7 +86,9 @@ impl Subject {
         let weights = live() - start;
         let config = self.case.optimizer.config();
         let mut optim = config.init::<B, Decoder<B>>();
-        let model = optim.attach(model);
+        let model = optim
+            .attach(model)
+            .with_checkpointing(self.checkpointing == Checkpointing::Layers);
 
         // The first step makes the moments, and what else a layer keeps between steps.
         let step = |optim: &mut _, model: Decoder<B>| {
@@ -153,6 +158,7 @@ impl Subject {
             recipes: Vec::new(),
             contexts: Vec::new(),
             optimizers: Vec::new(),
+            checkpointing: self.checkpointing,
         };
         Memory::of(&question, &self.case, self.batch)
     }
@@ -163,10 +169,11 @@ impl Subject {
         // A CPU holds one of the two layouts that recipes with learned step sizes ask for.
         let is_learned = self.case.recipe.as_str().ends_with("int4");
         let copies = computed.copies / if is_learned { 2 } else { 1 };
-        // The backward pass holds what it dequantizes for its own time, which is not computed.
+        // The backward pass holds what it dequantizes for its own time, which is not computed; where layers run again, what
+        // their operations take is a larger share.
         let flows = self.case.recipe.row().flow.is_some();
-        let peak = match self.case.contexts {
-            Contexts::Exact if !flows => 0.1,
+        let peak = match (self.case.contexts, self.checkpointing) {
+            (Contexts::Exact, Checkpointing::None) if !flows => 0.1,
             _ => 0.25,
         };
         // Modules, tables of rotary positions, maps and nodes are beside the numbers, and do not grow with them.
@@ -189,7 +196,11 @@ impl Subject {
             ),
             (
                 "reported copies",
-                counted.copies,
+                // A report lists those of layers outside of blocks.
+                match self.checkpointing {
+                    Checkpointing::None => counted.copies,
+                    Checkpointing::Layers => 0,
+                },
                 counted.reported_copies,
                 0.1,
             ),
@@ -201,8 +212,8 @@ impl Subject {
         } = self.case;
         let family = self.config.family;
         let name = format!(
-            "{family:?}, {recipe}, {contexts}, {optimizer}, {}",
-            self.compute
+            "{family:?}, {recipe}, {contexts}, {optimizer}, {}, run again: {}",
+            self.compute, self.checkpointing
         );
         let mut wrong = Vec::new();
         let mut line = name.clone();
@@ -236,6 +247,7 @@ fn gpt2_saved<R: Recipe>(contexts: Contexts) -> [u64; 2] {
             contexts,
             optimizer: Optimizer::Adamw,
         },
+        checkpointing: Checkpointing::None,
         bound: 0.1,
     };
     choose_context(Some(contexts.context()));
@@ -252,6 +264,7 @@ fn gpt2_saved<R: Recipe>(contexts: Contexts) -> [u64; 2] {
         attention: AttentionForm::Composed,
         row: &R::ROW,
         context: contexts.context(),
+        checkpointing: Checkpointing::None,
     };
     [counted, step.saved() as u64]
 }
@@ -269,6 +282,7 @@ fn computed_bytes_are_those_that_are_counted() {
             contexts,
             optimizer,
         },
+        checkpointing: Checkpointing::None,
         bound: match contexts {
             Contexts::Exact => 0.012,
             _ => 0.05,
@@ -311,6 +325,28 @@ fn computed_bytes_are_those_that_are_counted() {
         subjects.push(Subject {
             config: Preset::Gpt2Tiny.model(128),
             bound: 0.05,
+            ..subject(recipe, contexts, Optimizer::Adamw)
+        });
+    }
+    let fallback = <FallbackInt8 as Recipe>::ROW.name();
+    let learned = <HadamardInt4 as Recipe>::ROW.name();
+    // In narrow rows, numbers a row weigh too much, and nodes in small batches.
+    let wide = DecoderConfig::new(512, 1536, 8, 2, 128);
+    let gpt2 = Preset::Gpt2Tiny.model(128);
+    for (config, batch, recipe, contexts) in [
+        (&wide, 24, fallback, Contexts::Exact),
+        (&wide, 24, fallback, Contexts::Int8),
+        (&wide, 24, learned, Contexts::Exact),
+        (&gpt2, 64, mixed, Contexts::Exact),
+    ] {
+        subjects.push(Subject {
+            config: config.clone(),
+            batch,
+            checkpointing: Checkpointing::Layers,
+            bound: match contexts {
+                Contexts::Exact => 0.05,
+                _ => 0.1,
+            },
             ..subject(recipe, contexts, Optimizer::Adamw)
         });
     }

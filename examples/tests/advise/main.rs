@@ -187,6 +187,48 @@ fn what_fits_and_what_is_recommended_follow_the_memory() {
 }
 
 #[test]
+fn layers_that_run_again_hold_less_and_are_named_where_something_is_given_up() {
+    let advice = |gib: &str, more: &[&str]| {
+        let args = ["--preset", "medium", "--device", "h200", "--memory", gib];
+        json(&[&args, more].concat())
+    };
+    let reasons = |advice: &Value| advice["recommendation"]["reasons"].to_string();
+    let names = |advice: &Value| reasons(advice).contains("--checkpointing layers");
+    assert!(!names(&advice("100", &[])));
+    let tight = advice("4", &[]);
+    let expected = "mixed-precision with exact contexts and adamw would fit: ";
+    assert!(reasons(&tight).contains(expected), "{}", reasons(&tight));
+    let least = advice("0.5", &[]);
+    assert!(
+        reasons(&least).contains("would not fit either: "),
+        "{}",
+        reasons(&least)
+    );
+
+    let again = advice("4", &["--checkpointing", "layers"]);
+    assert_eq!(again["checkpointing"], "layers");
+    assert_eq!(again["recommendation"]["contexts"], "exact");
+    assert_eq!(again["recommendation"]["optimizer"], "adamw");
+    assert!(!names(&again));
+    let of = |advice: &Value, recipe: &str| {
+        let row = row(advice, recipe, "exact", "adamw");
+        let bytes = |what: &str| row["bytes"][what].as_u64().unwrap();
+        assert!(bytes("peak") > bytes("activations") + bytes("weights"));
+        bytes("activations")
+    };
+    for recipe in ["mixed-precision", "fallback-int8", "hadamard-int4"] {
+        assert!(
+            of(&again, recipe) * 8 < of(&tight, recipe),
+            "{recipe}: {} of {}",
+            of(&again, recipe),
+            of(&tight, recipe)
+        );
+        // Speeds were measured without.
+        assert!(row(&again, recipe, "exact", "adamw")["speed"].is_null());
+    }
+}
+
+#[test]
 fn speeds_are_those_of_the_results() {
     let of_layer = json(&[
         "--hidden",

@@ -3,7 +3,7 @@
 use burn_quant_train::recipe::Name;
 use examples::advise::activations::{AttentionForm, Step};
 use examples::advise::shapes::Shapes;
-use examples::args::{Compute, Preset};
+use examples::args::{Checkpointing, Compute, Preset};
 use examples::report::Report;
 
 /// Runs that measured moments.
@@ -52,20 +52,32 @@ fn assert_close(what: &str, computed: usize, measured: u64, within: f64) {
     assert!(off.abs() < within, "{what} {computed} of {measured}");
 }
 
-/// What `qt-bench pretrain` measured, of recipes with their activations as they are.
+/// What `qt-bench pretrain` measured, of recipes with their activations as they are, and of layers that run again.
 #[test]
-fn activations_are_those_that_the_h200_measured() {
-    let path = concat!(
-        env!("CARGO_MANIFEST_DIR"),
-        "/../book/results/h200-pretrain.json"
-    );
+fn activations_are_those_that_gpus_measured() {
+    let files = ["h200-pretrain", "h100-pretrain", "h100-pretrain-layers"];
+    let seen: Vec<_> = files.into_iter().flat_map(compare_activations).collect();
+    for checkpointing in [Checkpointing::None, Checkpointing::Layers] {
+        let count = seen.iter().filter(|of| **of == checkpointing).count();
+        assert!(count >= 2, "{checkpointing}: {count}");
+    }
+}
+
+/// What ran again in each run of a recipe in the file.
+fn compare_activations(file: &str) -> Vec<Checkpointing> {
+    let path = format!("{}/../book/results/{file}.json", env!("CARGO_MANIFEST_DIR"));
     let results: serde_json::Value =
         serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();
-    let mut seen = 0;
+    let mut seen = Vec::new();
     for row in results["rows"].as_array().unwrap() {
         let recipe = row["subject"].as_str().unwrap().parse::<Name>();
         let (Ok(recipe), Some("exact")) = (recipe, row["contexts"].as_str()) else {
             continue;
+        };
+        let checkpointing = match row["checkpointing"].as_str() {
+            None | Some("none") => Checkpointing::None,
+            Some("layers") => Checkpointing::Layers,
+            Some(other) => panic!("{file}: {other}"),
         };
         let size = |field: &str| row[field].as_u64().unwrap() as usize;
         let [batch, sequence] = ["batch", "sequence"].map(size);
@@ -79,15 +91,13 @@ fn activations_are_those_that_the_h200_measured() {
             attention: AttentionForm::Flash,
             row: &recipe.row(),
             context: None,
+            checkpointing,
         };
-        let what = format!("{recipe}, {batch} x {sequence}: activations");
-        assert_close(
-            &what,
-            step.saved(),
-            row["activation_bytes"].as_u64().unwrap(),
-            2.5,
-        );
-        seen += 1;
+        let what =
+            format!("{file}, {recipe}, {batch} x {sequence}, run again: {checkpointing}: saved");
+        let measured = row["activation_bytes"].as_u64().unwrap();
+        assert_close(&what, step.saved(), measured, 2.5);
+        seen.push(checkpointing);
     }
-    assert!(seen >= 2, "{seen}");
+    seen
 }
