@@ -8,7 +8,7 @@
 mod choice;
 mod pass;
 
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 
 use burn_backend::{DType, FloatDType, TensorMetadata, tensor::FloatTensor};
 
@@ -54,14 +54,14 @@ pub(crate) struct LearnedLinear<B: DataBackend> {
 }
 
 /// A run of a layer.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Copy)]
 pub(crate) enum Run {
     /// The next one.
     Next,
-    /// The next one, which settles what the second run of its block does.
-    First(Arc<OnceLock<Settled>>),
-    /// That one once more: it sets no step size.
-    Second(Arc<OnceLock<Settled>>),
+    /// This one, before the second run of its block.
+    First(Settled),
+    /// This one once more: it sets no step size.
+    Second(Settled),
 }
 
 /// What a run takes from the layer's state, which it may move, beside the step sizes themselves.
@@ -70,7 +70,7 @@ pub(crate) struct Settled {
     call: Call,
     /// The size of the transform.
     size: HadamardSize,
-    /// True if X has the step size of a cold start, which does not depend on the state.
+    /// True if X has the step size of a cold start, which is of its own data.
     is_cold: bool,
     /// The same of W.
     is_cold_weight: bool,
@@ -160,14 +160,19 @@ fn weight_key(transform: HadamardTransform) -> CopyKey {
 
 impl<B: DataBackend> LearnedLinear<B> {
     /// Counts a run of the layer, and settles what it is.
-    fn settle(&self, x: &FloatTensor<B>, weight: &HeldTensor<B>) -> Settled {
-        let device = weight.cell().device();
+    fn settle(&self, x: &HeldTensor<B>, weight: &HeldTensor<B>) -> Settled {
+        let device = x.cell().device();
         let call = self.layer.next_call(device);
         let [_, features] = flattened(&x.shape());
         let size = match self.slots.hadamard {
             None => HadamardSize::IDENTITY,
             Some(slot) => self.layer.hadamard_size(slot, device, call, |choice| {
-                choice::hadamard_size::<B>(choice, features, x, &weight.cell().read())
+                choice::hadamard_size::<B>(
+                    choice,
+                    features,
+                    &x.cell().read(),
+                    &weight.cell().read(),
+                )
             }),
         };
         let is_cold = |slot| self.layer.step_size(slot, device, call.step).is_cold;
@@ -179,21 +184,14 @@ impl<B: DataBackend> LearnedLinear<B> {
             is_cold_weight: is_cold(self.slots.weight),
         }
     }
-}
 
-impl<B: DataBackend, const N: usize> Recorded<B, N> for LearnedLinear<B> {
-    type Saved = Saved<B>;
-
-    fn again(&mut self, _inputs: &[HeldTensor<B>; N]) -> Option<Self> {
-        let settled = Arc::default();
-        self.run = Run::First(Arc::clone(&settled));
-        Some(Self {
-            run: Run::Second(settled),
-            ..self.clone()
-        })
-    }
-
-    fn forward(self, inputs: [HeldTensor<B>; N], wanted: [bool; N]) -> (HeldTensor<B>, Saved<B>) {
+    /// The forward pass, and Y if it is wanted.
+    fn pass<const N: usize>(
+        self,
+        inputs: [HeldTensor<B>; N],
+        wanted: [bool; N],
+        wants_y: bool,
+    ) -> (Option<HeldTensor<B>>, Saved<B>) {
         let mut inputs = inputs.into_iter();
         let (Some(x), Some(weight), bias) = (inputs.next(), inputs.next(), inputs.next()) else {
             unreachable!("a linear layer has X and W");
@@ -205,14 +203,13 @@ impl<B: DataBackend, const N: usize> Recorded<B, N> for LearnedLinear<B> {
         let forms = [Form::of(&x), Form::of(&weight)];
         let bias_dtype = bias.as_ref().map(TensorMetadata::dtype);
         let [rows, _] = flattened(&forms[0].shape);
-        let x = x.into_value();
         let is_transposed = self.weight_view == View::Transposed;
 
-        let settled = match &self.run {
+        let settled = match self.run {
             Run::Next => self.settle(&x, &weight),
-            Run::First(settled) => *settled.get_or_init(|| self.settle(&x, &weight)),
-            Run::Second(settled) => *settled.get().expect("a block's first run is over"),
+            Run::First(settled) | Run::Second(settled) => settled,
         };
+        let x = x.into_value();
         let is_second = matches!(self.run, Run::Second(_));
         let Settled { call, size, .. } = settled;
         let key = |role| self.layer.key(call, role);
@@ -239,6 +236,7 @@ impl<B: DataBackend, const N: usize> Recorded<B, N> for LearnedLinear<B> {
             sets_step: settled.is_cold,
             sets_weight_step: copy.is_none() && settled.is_cold_weight,
             transposed_weight: is_transposed,
+            wants_y,
             keeps_x: needs_backward.then(|| residual_rows(rows, learns, key(Role::ResidualRows))),
         };
         let inputs = ForwardInputs {
@@ -303,7 +301,29 @@ impl<B: DataBackend, const N: usize> Recorded<B, N> for LearnedLinear<B> {
             layer: self.layer,
             noted,
         };
-        (HeldTensor::of("linear", output.y), saved)
+        (output.y.map(|y| HeldTensor::of("linear", y)), saved)
+    }
+}
+
+impl<B: DataBackend, const N: usize> Recorded<B, N> for LearnedLinear<B> {
+    type Saved = Saved<B>;
+
+    fn again(&mut self, inputs: &[HeldTensor<B>; N]) -> Option<Self> {
+        let settled = self.settle(&inputs[0], &inputs[1]);
+        self.run = Run::First(settled);
+        Some(Self {
+            run: Run::Second(settled),
+            ..self.clone()
+        })
+    }
+
+    fn forward(self, inputs: [HeldTensor<B>; N], wanted: [bool; N]) -> (HeldTensor<B>, Saved<B>) {
+        let (y, saved) = self.pass(inputs, wanted, true);
+        (y.expect("Y was wanted"), saved)
+    }
+
+    fn save(self, inputs: [HeldTensor<B>; N], wanted: [bool; N]) -> Saved<B> {
+        self.pass(inputs, wanted, false).1
     }
 
     fn backward(

@@ -132,22 +132,14 @@ impl<B: DataBackend> From<Kept<B>> for Source<B> {
     }
 }
 
-impl<B: DataBackend, const N: usize> Recorded<B, N> for Linear<B> {
-    type Saved = Saved<B>;
-
-    /// With a tag of X of its own: copies in the first one would wait for the second run.
-    fn again(&mut self, inputs: &[HeldTensor<B>; N]) -> Option<Self> {
-        let call = self.layer.next_call(inputs[0].cell().device());
-        let x_tag = self.x_tag.as_ref().map(|tag| tag.second_run());
-        self.run = Run::First(call, x_tag.clone());
-        Some(Self {
-            run: Run::Second(call),
-            x_tag,
-            ..self.clone()
-        })
-    }
-
-    fn forward(self, inputs: [HeldTensor<B>; N], wanted: [bool; N]) -> (HeldTensor<B>, Saved<B>) {
+impl<B: DataBackend> Linear<B> {
+    /// The forward pass, and Y if it is wanted.
+    fn pass<const N: usize>(
+        self,
+        inputs: [HeldTensor<B>; N],
+        wanted: [bool; N],
+        wants_y: bool,
+    ) -> (Option<HeldTensor<B>>, Saved<B>) {
         let mut inputs = inputs.into_iter();
         let (Some(x), Some(weight), bias) = (inputs.next(), inputs.next(), inputs.next()) else {
             unreachable!("a linear layer has X and W");
@@ -225,6 +217,7 @@ impl<B: DataBackend, const N: usize> Recorded<B, N> for Linear<B> {
             other_weight: plan.other_weight.filter(|_| missing),
             transposed_weight: self.weight_view == View::Transposed,
             compute: self.compute,
+            wants_y,
         };
         let inputs = |fallback| ForwardInputs {
             x,
@@ -300,7 +293,32 @@ impl<B: DataBackend, const N: usize> Recorded<B, N> for Linear<B> {
             history: gradient_history,
             noted,
         };
-        (HeldTensor::of("linear", output.y), saved)
+        (output.y.map(|y| HeldTensor::of("linear", y)), saved)
+    }
+}
+
+impl<B: DataBackend, const N: usize> Recorded<B, N> for Linear<B> {
+    type Saved = Saved<B>;
+
+    /// With a tag of X of its own: copies in the first one would wait for the second run.
+    fn again(&mut self, inputs: &[HeldTensor<B>; N]) -> Option<Self> {
+        let call = self.layer.next_call(inputs[0].cell().device());
+        let x_tag = self.x_tag.as_ref().map(|tag| tag.second_run());
+        self.run = Run::First(call, x_tag.clone());
+        Some(Self {
+            run: Run::Second(call),
+            x_tag,
+            ..self.clone()
+        })
+    }
+
+    fn forward(self, inputs: [HeldTensor<B>; N], wanted: [bool; N]) -> (HeldTensor<B>, Saved<B>) {
+        let (y, saved) = self.pass(inputs, wanted, true);
+        (y.expect("Y was wanted"), saved)
+    }
+
+    fn save(self, inputs: [HeldTensor<B>; N], wanted: [bool; N]) -> Saved<B> {
+        self.pass(inputs, wanted, false).1
     }
 
     fn backward(

@@ -38,6 +38,12 @@ pub trait Recorded<B: DataBackend, const N: usize>: Clone + Send + Sync + 'stati
     fn forward(self, inputs: [HeldTensor<B>; N], wanted: [bool; N])
     -> (HeldTensor<B>, Self::Saved);
 
+    /// What the forward pass leaves for the backward pass, where nobody reads its output, as of the last operation of a
+    /// [block](super::checkpoint()) that runs again. An operation whose output is dear leaves that out.
+    fn save(self, inputs: [HeldTensor<B>; N], wanted: [bool; N]) -> Self::Saved {
+        self.forward(inputs, wanted).1
+    }
+
     /// The gradients of those inputs for which they are wanted, from that of the output.
     fn backward(
         saved: Self::Saved,
@@ -192,10 +198,13 @@ impl<B: DataBackend, O: Recorded<B, N>, const N: usize> Waiting<B, O, N> {
             Self::Again(second) => {
                 // There are inputs as long as nobody has asked for the output.
                 let inputs = second.take_inputs();
-                if let Some(inputs) = inputs {
-                    second.output(inputs.map(HeldTensor::into_value).into());
+                match inputs {
+                    Some(inputs) => {
+                        let values = inputs.map(|input| HeldTensor::new(input.into_value()));
+                        second.operation.clone().save(values, second.wanted)
+                    }
+                    None => second.take_saved().expect("a run leaves what it saves"),
                 }
-                second.take_saved().expect("a run leaves what it saves")
             }
         }
     }
@@ -274,5 +283,81 @@ impl<B: DataBackend, O: Recorded<B, N>, const N: usize> Backward<Held<B>, N> for
                 gradients.register::<Held<B>>(parent.id, HeldTensor::new(gradient));
             }
         }
+    }
+}
+
+#[cfg(all(test, feature = "flex"))]
+mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use burn_backend::{AutodiffBackend, Scalar, TensorData, ops::FloatTensorOps};
+    use burn_flex::Flex;
+
+    use super::*;
+    use crate::saved::{MIN_COMPRESSED, checkpoint, scope::Scope};
+
+    type B = Autodiff<Flex>;
+    type Inside = <B as QuantBackend>::Inside;
+
+    /// Doubles its input.
+    #[derive(Clone, Default)]
+    struct Double {
+        forward: Arc<AtomicUsize>,
+        save: Arc<AtomicUsize>,
+    }
+
+    impl Double {
+        /// How often its output was made, and how often only what it saves.
+        fn runs(&self) -> [usize; 2] {
+            [&self.forward, &self.save].map(|count| count.load(Ordering::Relaxed))
+        }
+    }
+
+    impl Recorded<Flex, 1> for Double {
+        type Saved = ();
+
+        fn again(&mut self, _inputs: &[HeldTensor<Flex>; 1]) -> Option<Self> {
+            Some(self.clone())
+        }
+
+        fn forward(self, [x]: [HeldTensor<Flex>; 1], _: [bool; 1]) -> (HeldTensor<Flex>, ()) {
+            self.forward.fetch_add(1, Ordering::Relaxed);
+            let y = Flex::float_mul_scalar(x.into_value(), Scalar::from(2.0));
+            (HeldTensor::new(y), ())
+        }
+
+        fn save(self, _: [HeldTensor<Flex>; 1], _: [bool; 1]) {
+            self.save.fetch_add(1, Ordering::Relaxed);
+        }
+
+        fn backward(
+            (): (),
+            gradient: FloatTensor<Flex>,
+            _: [bool; 1],
+        ) -> [Option<FloatTensor<Flex>>; 1] {
+            [Some(Flex::float_mul_scalar(gradient, Scalar::from(2.0)))]
+        }
+    }
+
+    /// The second run makes again what others read, and nothing else.
+    #[test]
+    fn the_last_operation_of_a_block_makes_no_output_again() {
+        let data = TensorData::new(vec![1f32; MIN_COMPRESSED], [MIN_COMPRESSED]);
+        let x = Inside::float_from_data(data, &Default::default());
+        let x = Inside::float_set_require_grad(x, true);
+        let (first, last) = (Double::default(), Double::default());
+        let both = |x| {
+            let _scope = Scope::enter(None);
+            let y = B::record(first.clone(), [x]);
+            B::record(last.clone(), [y])
+        };
+        let y = checkpoint(both, x.clone());
+        assert_eq!([first.runs(), last.runs()], [[1, 0]; 2]);
+        let gradients = Inside::backward(y);
+        assert_eq!([first.runs(), last.runs()], [[2, 0], [1, 1]]);
+        let gradient = Inside::grad(&x, &gradients).expect("a gradient of x");
+        let values = burn_backend::read_sync(Flex::float_into_data(gradient.into_value()));
+        let values = values.expect("a read").into_vec::<f32>();
+        assert_eq!(values.expect("FP32"), vec![4.0; MIN_COMPRESSED]);
     }
 }

@@ -19,9 +19,10 @@ use burn::{
 use burn_quant_train::{
     QuantTrain,
     data::DataBackend,
-    optim::LayerBackend,
+    layer::LearnedSteps,
+    optim::{LayerBackend, QuantAdamWConfig},
     recipe::{
-        CoatFp8, FallbackInt8, HadamardInt4, MixedPrecision, Recipe,
+        CoatFp8, FallbackInt8, HadamardInt4, LuqInt4, MixedPrecision, Recipe,
         context::{ContextFormat, Contexts, Int10},
     },
     saved::{ActivationReport, Recording, checkpoint, report::Form},
@@ -365,10 +366,12 @@ impl<B: Backend> Gated<B> {
         }
     }
 
+    /// One layer runs twice.
     fn forward(&self, x: Tensor<B, 2>) -> Tensor<B, 2> {
         let normal = self.norm.forward(x.clone());
         let up = gelu(self.up.forward(normal.clone()));
-        x + self.down.forward(up * self.gate.forward(normal))
+        let gate = self.gate.forward(normal.clone() * 3.0) + self.gate.forward(normal);
+        x + self.down.forward(up * gate)
     }
 }
 
@@ -380,9 +383,14 @@ struct Trained {
     weights: Vec<Vec<f32>>,
 }
 
-fn trained<B: LayerBackend + AutodiffBackend>(seed: u64, steps: usize, blocks: bool) -> Trained {
+fn trained<B: LayerBackend + AutodiffBackend>(
+    config: &QuantAdamWConfig,
+    seed: u64,
+    steps: usize,
+    blocks: bool,
+) -> Trained {
     let device = Default::default();
-    let (mut optimizer, mut model) = attached(&every_layer(seed), Gated::<B>::new(), seed);
+    let (mut optimizer, mut model) = attached(config, Gated::<B>::new(), seed);
     let mut rng = Rng::new(seed);
     let (mut losses, mut of_step) = (Vec::new(), Vec::new());
     for _ in 0..steps {
@@ -402,10 +410,11 @@ fn trained<B: LayerBackend + AutodiffBackend>(seed: u64, steps: usize, blocks: b
     }
 }
 
-fn changes_nothing<B: DataBackend, R: Recipe>(seed: u64) {
+fn changes_nothing<B: DataBackend, R: Recipe>(seed: u64, config: &QuantAdamWConfig) {
     let what = |part: &str, index: usize| format!("seed {seed}: {}, {part} {index}", R::ROW.name);
     let train = |steps| {
-        [false, true].map(|blocks| trained::<QuantTrain<Autodiff<B>, R>>(seed, steps, blocks))
+        [false, true]
+            .map(|blocks| trained::<QuantTrain<Autodiff<B>, R>>(config, seed, steps, blocks))
     };
     if is_cuda::<B>() {
         // There a fused second run may give other last bits, which quantization can make other numbers of, and each
@@ -441,6 +450,19 @@ fn changes_nothing<B: DataBackend, R: Recipe>(seed: u64) {
     }
 }
 
+/// Without a cold start the first run of a layer sets its step size, and the next one learns.
+#[cfg(feature = "flex")]
+#[test]
+fn step_sizes_without_a_cold_start_are_set_once() {
+    let seed = seed();
+    let config = every_layer(seed).with_steps(LearnedSteps {
+        cold_start: 0,
+        ..LearnedSteps::default()
+    });
+    changes_nothing::<Flex, HadamardInt4>(seed, &config);
+    changes_nothing::<Flex, LuqInt4>(seed, &config);
+}
+
 /// Layers that share an input, and operators between them, by every recipe.
 mod recipes {
     /// Makes a module of tests for each recipe, of one with each backend of this build.
@@ -453,7 +475,10 @@ mod recipes {
                 }
 
                 fn no_change<B: burn_quant_train::data::DataBackend>(seed: u64) {
-                    super::super::changes_nothing::<B, burn_quant_train::recipe::$recipe<f32>>(seed);
+                    let config = quant_train_tests::train::every_layer(seed);
+                    super::super::changes_nothing::<B, burn_quant_train::recipe::$recipe<f32>>(
+                        seed, &config,
+                    );
                 }
             }
         )* };

@@ -37,6 +37,8 @@ pub(super) struct Forward {
     pub sets_weight_step: bool,
     /// True if the matrix of which a copy is made is the transpose of W.
     pub transposed_weight: bool,
+    /// True if Y is wanted.
+    pub wants_y: bool,
     /// The rows of X that keep residuals, if the backward pass needs X.
     pub keeps_x: Option<ResidualRows>,
 }
@@ -74,8 +76,8 @@ impl Bundle for ForwardInputs<Outline> {
 
 #[derive(Debug, Clone)]
 pub(super) struct ForwardOutputs<T: Tensors> {
-    /// Y, `[.., N]`.
-    pub y: T::Float,
+    /// Y, `[.., N]`, if it was wanted.
+    pub y: Option<T::Float>,
     /// X for the backward pass.
     pub x: Option<LearnedMatrix<T>>,
     /// The copy of W, if one was to be made.
@@ -93,7 +95,7 @@ impl Bundle for ForwardOutputs<Outline> {
         change: &mut impl Change<S, T>,
     ) -> ForwardOutputs<T> {
         ForwardOutputs {
-            y: change.float(outputs.y),
+            y: outputs.y.map(|y| change.float(y)),
             x: Option::<LearnedMatrix<Outline>>::rebuild(outputs.x, change),
             weight: Option::<Quantized<Outline>>::rebuild(outputs.weight, change),
             steps: outputs.steps.map(|steps| change.float(steps)),
@@ -121,7 +123,9 @@ impl Operation for Forward {
         };
         let of_weight = inputs.weight_steps.as_ref();
         ForwardOutputs {
-            y: FloatMeta::new(self.shape.clone(), self.compute),
+            y: self
+                .wants_y
+                .then(|| FloatMeta::new(self.shape.clone(), self.compute)),
             x: self.keeps_x.map(|rows| {
                 let shape = flattened(&self.x_shape);
                 LearnedMatrix::outline(shape, Layout::RowMajor, Some(rows))
@@ -161,9 +165,11 @@ impl Operation for Forward {
             transpose: self.transposed_weight,
         };
         let left = quantized.matrix.operand();
-        let y = K::product(left, None, right, inputs.bias, self.compute);
+        let product = || K::product(left, None, right, inputs.bias, self.compute);
         ForwardOutputs {
-            y: K::float_reshape(y, self.shape.clone()),
+            y: self
+                .wants_y
+                .then(|| K::float_reshape(product(), self.shape.clone())),
             x: self.keeps_x.map(|_| quantized),
             weight: made,
             steps,

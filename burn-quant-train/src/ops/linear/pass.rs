@@ -40,6 +40,8 @@ pub(super) struct Forward {
     /// True if the matrix of which copies are made is the transpose of W.
     pub transposed_weight: bool,
     pub compute: FloatDType,
+    /// True if Y is wanted.
+    pub wants_y: bool,
 }
 
 #[derive(Debug, Clone)]
@@ -76,8 +78,8 @@ impl Bundle for ForwardInputs<Outline> {
 
 #[derive(Debug, Clone)]
 pub(super) struct ForwardOutputs<T: Tensors> {
-    /// Y, `[.., N]`.
-    pub y: T::Float,
+    /// Y, `[.., N]`, if it was wanted.
+    pub y: Option<T::Float>,
     /// X as the product took it, without residuals.
     pub operand: Option<Quantized<T>>,
     /// The copy of X for the backward pass.
@@ -98,7 +100,7 @@ impl Bundle for ForwardOutputs<Outline> {
     ) -> ForwardOutputs<T> {
         type Copy = Option<Quantized<Outline>>;
         ForwardOutputs {
-            y: change.float(outputs.y),
+            y: outputs.y.map(|y| change.float(y)),
             operand: Copy::rebuild(outputs.operand, change),
             saved: Copy::rebuild(outputs.saved, change),
             weight: Copy::rebuild(outputs.weight, change),
@@ -134,7 +136,9 @@ impl Operation for Forward {
         let of_weight = |stored: Stored| stored.make.outline(tagged, stored.key.layout);
         let operand = self.product.filter(|_| self.keeps_operand);
         ForwardOutputs {
-            y: FloatMeta::new(self.shape.clone(), self.compute),
+            y: self
+                .wants_y
+                .then(|| FloatMeta::new(self.shape.clone(), self.compute)),
             operand: operand.map(|[make, _]| own(x, &make)),
             saved: self.saved.map(|make| own(x, &make)),
             weight: self.weight.map(of_weight),
@@ -166,11 +170,9 @@ impl Operation for Forward {
             let x = flatten::<K>(x);
             let saved = copies::<K>(x.clone(), [self.saved.as_ref(), None], delayed_x.as_ref());
             let [saved, _] = saved;
+            let product = || compute_product::<K>(x, flatten::<K>(weight), bias, self.compute);
             return ForwardOutputs {
-                y: K::float_reshape(
-                    compute_product::<K>(x, flatten::<K>(weight), bias, self.compute),
-                    shape,
-                ),
+                y: self.wants_y.then(|| K::float_reshape(product(), shape)),
                 operand: None,
                 saved,
                 weight: None,
@@ -203,15 +205,17 @@ impl Operation for Forward {
                 (copy, Some(made))
             }
         };
-        let y = K::product(
-            of_x.factor.operand(&operand),
-            fallback.as_ref().map(|(residual, _)| residual),
-            of_weight.factor.operand(&copy),
-            bias,
-            self.compute,
-        );
+        let product = || {
+            K::product(
+                of_x.factor.operand(&operand),
+                fallback.as_ref().map(|(residual, _)| residual),
+                of_weight.factor.operand(&copy),
+                bias,
+                self.compute,
+            )
+        };
         ForwardOutputs {
-            y: K::float_reshape(y, shape),
+            y: self.wants_y.then(|| K::float_reshape(product(), shape)),
             operand: self.keeps_operand.then_some(operand),
             saved,
             weight: made,
