@@ -129,8 +129,8 @@ mod on_device {
         assert_close(&bias, &slopes.bias, &sizes.bias, f32, &what);
     }
 
-    /// `1 / sqrt(mean((x - m)²) + epsilon)` of the means that a kernel gave: far from zero, what rounding takes from a mean
-    /// is a share of the deviation.
+    /// `1 / sqrt(mean((x - m)²) + epsilon)` of the means that a kernel gave: far from zero, what rounding takes from a
+    /// mean is a share of the deviation.
     fn scales_of_means(x: &[f64], cols: usize, means: &[f32], epsilon: f64) -> Vec<f64> {
         let rows = x.chunks(cols).zip(means);
         rows.map(|(x, &mean)| {

@@ -79,6 +79,8 @@ enum Waits {
     Flows(Flow),
     /// It is a mask: a bit an element.
     Bits,
+    /// It is a mask in a block: the same without contexts.
+    BitsInBlock,
 }
 
 /// Values that wait for the backward pass.
@@ -107,9 +109,10 @@ impl Value {
             (_, Waits::Flows(flow)) => flow.bytes(self.shape),
             (Some(_), Waits::Again) if !is_small => 0,
             (Some(context), Waits::Compressed) if !is_small => context.bytes(self.shape),
-            (Some(_), Waits::Bits) if !is_small => elements.div_ceil(32) * 4,
-            (Some(_), Waits::Compressed | Waits::Again | Waits::Exact | Waits::Bits)
-            | (None, _) => elements * self.size,
+            (Some(_), Waits::Bits) | (_, Waits::BitsInBlock) if !is_small => {
+                elements.div_ceil(32) * 4
+            }
+            _ => elements * self.size,
         };
         self.count * bytes
     }
@@ -125,14 +128,14 @@ impl Step<'_> {
         }
     }
 
-    /// What a layer holds while its backward pass runs, where it has run again: nothing of it waits compressed then.
+    /// What a layer makes again and holds while its backward pass runs: nothing of it waits compressed then.
     pub fn of_one_layer(&self) -> usize {
         let step = Step {
             model: &self.model.with_layers(1),
             context: None,
             ..*self
         };
-        step.of_layers()
+        step.inside_layers(step.norms(2))
     }
 
     fn bytes(&self, values: &[Value]) -> usize {
@@ -141,35 +144,38 @@ impl Step<'_> {
 
     /// What layers leave, and the norm behind them.
     fn of_layers(&self) -> usize {
-        let norms = self.norms(1 + 2 * self.model.layers);
-        let values = [norms, self.attention(), self.feed_forward(), self.masks()];
+        let count = 1 + 2 * self.model.layers;
+        let masks = self.masks(count, Waits::Bits);
+        self.inside_layers([self.norms(count), masks].concat())
+    }
+
+    /// These values, and those of attention, the feed-forward network and the inputs of linear layers.
+    fn inside_layers(&self, beside: Vec<Value>) -> usize {
+        let values = [beside, self.attention(), self.feed_forward()];
         let of_inputs: usize = Reads::ALL.map(|reads| self.input(reads)).iter().sum();
         self.bytes(&values.concat()) + self.model.layers * of_inputs
     }
 
-    /// What layers leave of which each is a block: what they read, what the norm behind them leaves, and what is kept in a
-    /// block too: masks, a bit an element, and what is small.
-    fn of_blocks(&self) -> usize {
+    /// What layers leave of which each is a block: what they read, what the norm behind them leaves, and what is kept
+    /// in a block too: masks, a bit an element, and what is small, but for a kernel's own, which makes it again.
+    pub fn of_blocks(&self) -> usize {
         let Shapes { layers, hidden, .. } = *self.model;
-        let norms = self.norms(2 * layers);
-        let mut small = [norms, self.attention(), self.feed_forward()].concat();
-        // A kernel's numbers are saved by its node, which runs again.
-        small.retain(|value| value.is_small() && !self.composes());
-        let inputs = self.values(layers, hidden, Waits::Compressed);
-        let values = [self.norms(1), vec![inputs], small].concat();
-        self.bytes(&values) + self.masks_in_bits()
-    }
-
-    /// Of masks in blocks, and of the embedding's, which waits as others do.
-    fn masks_in_bits(&self) -> usize {
-        let mut bytes = 0;
-        for mut masks in self.masks() {
-            let of_embedding = Value { count: 1, ..masks };
-            masks.count -= 1;
-            let elements = masks.elements();
-            bytes += of_embedding.bytes(self.context) + masks.count * elements.div_ceil(32) * 4;
+        let mut small = Vec::new();
+        if !self.composes() {
+            small.extend(self.norms(2 * layers));
         }
-        bytes
+        if self.attention == AttentionForm::Composed {
+            small.extend(self.attention());
+        }
+        small.retain(Value::is_small);
+        let values = [
+            vec![self.values(layers, hidden, Waits::Compressed)],
+            self.norms(1),
+            small,
+            self.masks(1, Waits::Bits),
+            self.masks(2 * layers, Waits::BitsInBlock),
+        ];
+        self.bytes(&values.concat())
     }
 
     fn tokens(&self) -> usize {
@@ -329,15 +335,11 @@ impl Step<'_> {
         }
     }
 
-    /// What dropout multiplies by.
-    fn masks(&self) -> Vec<Value> {
-        let Shapes { layers, hidden, .. } = *self.model;
-        let masks = self.values(1 + 2 * layers, hidden, Waits::Bits);
-        self.model
-            .has_dropout
-            .then_some(masks)
-            .into_iter()
-            .collect()
+    /// What so many dropouts multiply by.
+    fn masks(&self, count: usize, waits: Waits) -> Vec<Value> {
+        let masks = self.values(count, self.model.hidden, waits);
+        let masks = self.model.has_dropout.then_some(masks);
+        masks.into_iter().collect()
     }
 
     /// The log-probabilities' terms in FP32: log-softmax and losses are of that class.

@@ -37,8 +37,8 @@ pub struct Memory {
     /// What waits for the backward pass at its beginning.
     pub activations: u64,
     /// The most that is held at once, what operations take for their own time aside: weights, moments, copies, and at
-    /// the beginning of the backward pass activations with the gradient of the logits, or at its end all gradients; where
-    /// layers run again, what one of them makes is beside these.
+    /// the beginning of the backward pass activations with the gradient of the logits, or at its end all gradients; or,
+    /// where layers run again, what one of them makes beside what waits or has its gradient by then.
     pub peak: u64,
 }
 
@@ -70,11 +70,17 @@ impl Memory {
         let (at_start, at_end) = match question.checkpointing {
             Checkpointing::None => (activations + of_logits, weights),
             Checkpointing::Layers => {
-                // The last layer to run again is the model's first: all others have their gradients.
-                let others = model.with_layers(model.layers - 1).parameters() * FULL;
                 let block = step.of_one_layer();
-                let at_start = activations + usize::max(of_logits, block);
-                (at_start, usize::max(weights, others + block))
+                // The last layer runs again when the head has its gradient, the first when all others have theirs.
+                let head = model.vocabulary * model.hidden * FULL;
+                let last = step.of_blocks() + block + head;
+                let others = model.with_layers(model.layers - 1);
+                let behind = others.parameters() - others.before_layers();
+                let first = behind * FULL + block;
+                (
+                    usize::max(activations + of_logits, last),
+                    usize::max(weights, first),
+                )
             }
         };
         let peak = weights + moments + copies + usize::max(at_start, at_end);

@@ -67,13 +67,7 @@ fn by_caution() -> [(Case, &'static str); 4] {
 
 /// The first way by caution that fits, or where no memory was given the first.
 pub fn recommend(question: &Question, rows: &[Row]) -> Recommendation {
-    let of = |case: &Case| {
-        rows.iter().find(|row| {
-            row.recipe == case.recipe
-                && row.contexts == case.contexts
-                && row.optimizer == case.optimizer
-        })
-    };
+    let of = |case: &Case| rows.iter().find(|row| row.case() == *case);
     let ways: Vec<_> = by_caution()
         .into_iter()
         .filter_map(|(case, why)| Some((of(&case)?, why)))
@@ -143,24 +137,32 @@ fn about_memory(row: &Row, first: Option<&Row>) -> Option<String> {
     }
 }
 
-/// Layers that run again change no number, and cost a forward pass. Where something else was given up to fit, the first
-/// way by caution that would fit so, else what the way that was taken would hold.
+/// Where something was given up to fit, or nothing fits: the first way of those that give up less that would fit if
+/// layers ran again, for one more forward pass; where nothing fits, else what the way that was taken would hold.
 fn about_checkpointing(question: &Question, taken: &Row, first: Option<&Row>) -> Option<String> {
-    let gave_up = first.is_none_or(|first| first.fits == Some(false));
-    if question.memory.is_none() || question.checkpointing == Checkpointing::Layers || !gave_up {
+    let is_too_large = |row: &Row| row.fits == Some(false);
+    let gave_up = is_too_large(taken) || first.is_some_and(is_too_large);
+    if question.checkpointing == Checkpointing::Layers || !gave_up {
         return None;
     }
     let again = Question {
         checkpointing: Checkpointing::Layers,
         ..question.clone()
     };
-    let cases = again.cases();
-    let is_asked = |case: &Case| cases.contains(case);
-    let cautious = by_caution().map(|(case, _)| case).into_iter();
-    let mut rows = cautious.filter(is_asked).map(|case| again.row(&case));
-    let (row, would) = match rows.find(|row| row.fits == Some(true)) {
-        Some(row) => (row, "would fit"),
-        None => (again.row(&taken.case()), "would not fit either"),
+    let (asked, taken_case) = (again.cases(), taken.case());
+    let before = by_caution().map(|(case, _)| case).into_iter();
+    let before = before
+        .filter(|case| asked.contains(case))
+        .take_while(|case| *case != taken_case);
+    let of_taken = is_too_large(taken).then(|| again.row(&taken_case));
+    let rows = before.map(|case| again.row(&case)).chain(of_taken.clone());
+    let row = rows
+        .into_iter()
+        .find(|row| !is_too_large(row))
+        .or(of_taken)?;
+    let would = match is_too_large(&row) {
+        true => "would not fit either",
+        false => "would fit",
     };
     Some(format!(
         "with --checkpointing layers, for one more forward pass, {} with {} contexts and {} {would}: {}",

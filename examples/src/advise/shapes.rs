@@ -188,6 +188,16 @@ impl Shapes {
         self.elements().iter().sum()
     }
 
+    /// Parameters that are read before the first layer alone: the embedding's, unless it is the vocabulary head too,
+    /// and those of positions.
+    pub fn before_layers(&self) -> usize {
+        let embedding = match self.is_tied {
+            true => 0,
+            false => self.vocabulary,
+        };
+        (embedding + self.positions) * self.hidden
+    }
+
     /// The same model of so many layers.
     pub fn with_layers(&self, layers: usize) -> Self {
         Self {

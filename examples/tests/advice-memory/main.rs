@@ -169,8 +169,8 @@ impl Subject {
         // A CPU holds one of the two layouts that recipes with learned step sizes ask for.
         let is_learned = self.case.recipe.as_str().ends_with("int4");
         let copies = computed.copies / if is_learned { 2 } else { 1 };
-        // The backward pass holds what it dequantizes for its own time, which is not computed; where layers run again, what
-        // their operations take is a larger share.
+        // The backward pass holds what it dequantizes for its own time, which is not computed; where layers run again,
+        // what their operations take is a larger share.
         let flows = self.case.recipe.row().flow.is_some();
         let peak = match (self.case.contexts, self.checkpointing) {
             (Contexts::Exact, Checkpointing::None) if !flows => 0.1,

@@ -205,6 +205,12 @@ fn layers_that_run_again_hold_less_and_are_named_where_something_is_given_up() {
         reasons(&least)
     );
 
+    // A recipe that is none of the cautious ways.
+    let fallback = |gib: &str| reasons(&advice(gib, &["--recipe", "fallback-int8"]));
+    assert!(!fallback("100").contains("--checkpointing"));
+    assert!(fallback("2").contains("fallback-int8 with"));
+    assert!(fallback("2").contains(" would fit: "));
+
     let again = advice("4", &["--checkpointing", "layers"]);
     assert_eq!(again["checkpointing"], "layers");
     assert_eq!(again["recommendation"]["contexts"], "exact");
