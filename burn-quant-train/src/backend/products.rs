@@ -20,10 +20,7 @@ use crate::{
         tag::{Tag, View},
     },
     ops::{
-        learned_linear::{self, LearnedLinear},
-        linear::{Linear, Run},
-        matmul::Matmul,
-        watch::Watched,
+        learned_linear::LearnedLinear, linear::Linear, matmul::Matmul, run::Run, watch::Watched,
     },
     recipe::Recipe,
     saved::{
@@ -236,7 +233,7 @@ fn quantized<B: QuantBackend, R: Recipe>(
     if let Some(slots) = row.learned() {
         let operation = LearnedLinear {
             layer,
-            run: learned_linear::Run::Next,
+            run: Run::Next,
             row,
             slots,
             compute: QuantTrain::<B, R>::ROW.compute,

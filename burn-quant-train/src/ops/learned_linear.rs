@@ -15,7 +15,10 @@ use burn_backend::{DType, FloatDType, TensorMetadata, tensor::FloatTensor};
 use self::pass::{
     Backward, BackwardInputs, Forward, ForwardInputs, GradientKeys, GradientOperand, Gradients,
 };
-use super::matrix::{Form, Source, bias_gradient, flattened, with_last};
+use super::{
+    matrix::{Form, Source, bias_gradient, flattened, with_last},
+    run::Run,
+};
 use crate::{
     data::{
         DataBackend, Layout, StochasticKey,
@@ -40,7 +43,7 @@ pub(crate) struct LearnedLinear<B: DataBackend> {
     /// The layer.
     pub layer: Arc<Layer<B>>,
     /// Which run of the layer it is.
-    pub run: Run,
+    pub run: Run<Settled>,
     /// The recipe's row.
     pub row: LinearRow,
     /// The row's slots.
@@ -51,17 +54,6 @@ pub(crate) struct LearnedLinear<B: DataBackend> {
     pub weight_tag: Arc<Tag<B>>,
     /// How W shows the tagged matrix: as it is, or transposed.
     pub weight_view: View,
-}
-
-/// A run of a layer.
-#[derive(Debug, Clone, Copy)]
-pub(crate) enum Run {
-    /// The next one.
-    Next,
-    /// This one, before the second run of its block.
-    First(Settled),
-    /// This one once more: it sets no step size.
-    Second(Settled),
 }
 
 /// What a run takes from the layer's state, which it may move, beside the step sizes themselves.
@@ -210,7 +202,6 @@ impl<B: DataBackend> LearnedLinear<B> {
             Run::First(settled) | Run::Second(settled) => settled,
         };
         let x = x.into_value();
-        let is_second = matches!(self.run, Run::Second(_));
         let Settled { call, size, .. } = settled;
         let key = |role| self.layer.key(call, role);
         let steps = |slot| self.layer.step_size(slot, &device, call.step).steps;
@@ -224,8 +215,7 @@ impl<B: DataBackend> LearnedLinear<B> {
         let copy_key = weight_key(of_tagged);
         let epoch = || Some(Epoch::of(self.layer.bank(), call.of_weight()));
         let copy = self.weight_tag.find(copy_key, epoch());
-        let is_first = matches!(self.run, Run::First(_));
-        let needs_backward = (wanted[0] || wanted[1]) && !is_first;
+        let needs_backward = (wanted[0] || wanted[1]) && !self.run.is_first();
         let operation = Forward {
             x_shape: forms[0].shape.clone(),
             shape: with_last(&forms[0].shape, &forms[1].shape),
@@ -250,10 +240,11 @@ impl<B: DataBackend> LearnedLinear<B> {
             weight_steps: copy.is_none().then(|| steps(slots.weight)),
         };
         let output = B::run(operation, inputs);
-        if let Some(steps) = output.steps.filter(|_| !is_second) {
+        let sets = !self.run.is_second();
+        if let Some(steps) = output.steps.filter(|_| sets) {
             self.layer.set_step_size(slots.x, &device, call, steps);
         }
-        if let Some(steps) = output.weight_steps.filter(|_| !is_second) {
+        if let Some(steps) = output.weight_steps.filter(|_| sets) {
             self.layer.set_step_size(slots.weight, &device, call, steps);
         }
         let made = output

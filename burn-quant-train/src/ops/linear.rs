@@ -24,6 +24,7 @@ use self::{
 use super::{
     matrix::{Form, Source, bias_gradient, with_last},
     operand::Make,
+    run::Run,
 };
 use crate::{
     data::{
@@ -48,7 +49,7 @@ pub(crate) struct Linear<B: DataBackend> {
     /// The layer.
     pub layer: Arc<Layer<B>>,
     /// Which run of the layer it is.
-    pub run: Run<B>,
+    pub run: Run<Settled<B>>,
     /// The recipe's row.
     pub row: LinearRow,
     /// The dtype of Y, and of the operands of products that are not quantized.
@@ -63,15 +64,12 @@ pub(crate) struct Linear<B: DataBackend> {
     pub flow: Option<Flow>,
 }
 
-/// A run of a layer.
+/// What both runs in a block are.
 #[derive(Debug, Clone)]
-pub(crate) enum Run<B: DataBackend> {
-    /// The next one.
-    Next,
-    /// This one, before the second run of its block, for which X has that tag.
-    First(Call, Option<Arc<Tag<B>>>),
-    /// This one once more: its blocks and maxima were counted.
-    Second(Call),
+pub(crate) struct Settled<B: DataBackend> {
+    call: Call,
+    /// The tag of X in the second run, which has the random numbers of copies for both.
+    tag: Option<Arc<Tag<B>>>,
 }
 
 /// The operands that a linear layer keeps for the backward pass, and the plan of that pass.
@@ -147,11 +145,11 @@ impl<B: DataBackend> Linear<B> {
         let [wants_x, wants_weight] = [wanted[0], wanted[1]];
         let device = x.cell().device().clone();
         let bank = self.layer.bank();
-        let (call, is_counted, draws) = match &self.run {
-            Run::Next => (self.layer.next_call(&device), true, None),
-            Run::First(call, second_tag) => (*call, true, second_tag.as_ref()),
-            Run::Second(call) => (*call, false, self.x_tag.as_ref()),
+        let (call, draws) = match &self.run {
+            Run::Next => (self.layer.next_call(&device), None),
+            Run::First(settled) | Run::Second(settled) => (settled.call, settled.tag.as_ref()),
         };
+        let is_counted = !self.run.is_second();
         let plan = Plan::new(&self.layer, &self.row, self.weight_view, call);
         let input_gradient = self
             .flow
@@ -303,11 +301,12 @@ impl<B: DataBackend, const N: usize> Recorded<B, N> for Linear<B> {
     /// With a tag of X of its own: copies in the first one would wait for the second run.
     fn again(&mut self, inputs: &[HeldTensor<B>; N]) -> Option<Self> {
         let call = self.layer.next_call(inputs[0].cell().device());
-        let x_tag = self.x_tag.as_ref().map(|tag| tag.second_run());
-        self.run = Run::First(call, x_tag.clone());
+        let tag = self.x_tag.as_ref().map(|tag| tag.second_run());
+        let settled = Settled { call, tag };
+        self.run = Run::First(settled.clone());
         Some(Self {
-            run: Run::Second(call),
-            x_tag,
+            x_tag: settled.tag.clone(),
+            run: Run::Second(settled),
             ..self.clone()
         })
     }

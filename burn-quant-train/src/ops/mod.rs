@@ -12,6 +12,7 @@ mod operand;
 mod probe;
 pub(crate) mod relu;
 pub(crate) mod rms_norm;
+pub(crate) mod run;
 pub(crate) mod softmax;
 mod stand_in;
 pub(crate) mod swiglu;

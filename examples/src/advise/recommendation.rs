@@ -151,15 +151,13 @@ fn about_checkpointing(question: &Question, taken: &Row, first: Option<&Row>) ->
     };
     let (asked, taken_case) = (again.cases(), taken.case());
     let before = by_caution().map(|(case, _)| case).into_iter();
-    let before = before
+    let mut before = before
         .filter(|case| asked.contains(case))
-        .take_while(|case| *case != taken_case);
-    let of_taken = is_too_large(taken).then(|| again.row(&taken_case));
-    let rows = before.map(|case| again.row(&case)).chain(of_taken.clone());
-    let row = rows
-        .into_iter()
+        .take_while(|case| *case != taken_case)
+        .map(|case| again.row(&case));
+    let row = before
         .find(|row| !is_too_large(row))
-        .or(of_taken)?;
+        .or_else(|| is_too_large(taken).then(|| again.row(&taken_case)))?;
     let would = match is_too_large(&row) {
         true => "would not fit either",
         false => "would fit",
