@@ -146,6 +146,9 @@ impl<B: DataBackend, C: CheckpointStrategy> QuantBackend for Autodiff<B, C> {
     ) -> InsideTensor<Self> {
         let wanted = inputs.each_ref().map(|input| input.is_tracked());
         let nodes = inputs.each_ref().map(|input| input.node.clone());
+        // What nobody holds, a backward pass of another thread frees: the operations behind the inputs, and with them
+        // gradients, if it ends before this operation is in the graph.
+        let _held = inputs.each_ref().map(|input| input.rc.clone());
         let inputs = inputs.map(|input| input.primitive);
         let again = match scope::in_block() {
             true => operation.again(&inputs),
@@ -300,10 +303,22 @@ mod tests {
     type Inside = <B as QuantBackend>::Inside;
 
     /// Doubles its input.
-    #[derive(Clone, Default)]
+    #[derive(Clone)]
     struct Double {
         forward: Arc<AtomicUsize>,
         save: Arc<AtomicUsize>,
+        /// What happens elsewhere while it runs.
+        meanwhile: fn(),
+    }
+
+    impl Default for Double {
+        fn default() -> Self {
+            Self {
+                forward: Arc::default(),
+                save: Arc::default(),
+                meanwhile: || {},
+            }
+        }
     }
 
     impl Double {
@@ -322,6 +337,7 @@ mod tests {
 
         fn forward(self, [x]: [HeldTensor<Flex>; 1], _: [bool; 1]) -> (HeldTensor<Flex>, ()) {
             self.forward.fetch_add(1, Ordering::Relaxed);
+            (self.meanwhile)();
             let y = Flex::float_mul_scalar(x.into_value(), Scalar::from(2.0));
             (HeldTensor::new(y), ())
         }
@@ -339,12 +355,46 @@ mod tests {
         }
     }
 
+    fn parameter() -> InsideTensor<B> {
+        let data = TensorData::new(vec![1f32; MIN_COMPRESSED], [MIN_COMPRESSED]);
+        let x = Inside::float_from_data(data, &Default::default());
+        Inside::float_set_require_grad(x, true)
+    }
+
+    fn assert_gradient(x: &InsideTensor<B>, gradients: &Gradients, expected: f32) {
+        let gradient = Inside::grad(x, gradients).expect("a gradient of x");
+        let values = burn_backend::read_sync(Flex::float_into_data(gradient.into_value()));
+        let values = values.expect("a read").into_vec::<f32>();
+        assert_eq!(values.expect("FP32"), vec![expected; MIN_COMPRESSED]);
+    }
+
+    /// The second step's graph has nothing that anyone holds while its second operation runs: not the parameter, which
+    /// the first backward pass took out of it.
+    #[test]
+    fn a_backward_pass_of_another_thread_takes_no_gradient() {
+        let elsewhere = || {
+            let other = || {
+                drop(Inside::backward(B::record(
+                    Double::default(),
+                    [parameter()],
+                )))
+            };
+            std::thread::spawn(other).join().expect("a backward pass");
+        };
+        let x = parameter();
+        drop(Inside::backward(B::record(Double::default(), [x.clone()])));
+        let y = B::record(Double::default(), [x.clone()]);
+        let during = Double {
+            meanwhile: elsewhere,
+            ..Double::default()
+        };
+        assert_gradient(&x, &Inside::backward(B::record(during, [y])), 4.0);
+    }
+
     /// The second run makes again what others read, and nothing else.
     #[test]
     fn the_last_operation_of_a_block_makes_no_output_again() {
-        let data = TensorData::new(vec![1f32; MIN_COMPRESSED], [MIN_COMPRESSED]);
-        let x = Inside::float_from_data(data, &Default::default());
-        let x = Inside::float_set_require_grad(x, true);
+        let x = parameter();
         let (first, last) = (Double::default(), Double::default());
         let both = |x| {
             let _scope = Scope::enter(None);
@@ -355,9 +405,6 @@ mod tests {
         assert_eq!([first.runs(), last.runs()], [[1, 0]; 2]);
         let gradients = Inside::backward(y);
         assert_eq!([first.runs(), last.runs()], [[2, 0], [1, 1]]);
-        let gradient = Inside::grad(&x, &gradients).expect("a gradient of x");
-        let values = burn_backend::read_sync(Flex::float_into_data(gradient.into_value()));
-        let values = values.expect("a read").into_vec::<f32>();
-        assert_eq!(values.expect("FP32"), vec![4.0; MIN_COMPRESSED]);
+        assert_gradient(&x, &gradients, 4.0);
     }
 }

@@ -19,7 +19,7 @@ use burn_quant_train::{
 use cubecl_kernels::{granularity, quantize::QuantizeSpec, reference, shape::MatrixShape};
 use quant_train_tests::{
     Rng,
-    data::{cosine, same_bits, tensor},
+    data::{same_bits, tensor},
     models::{Classifier, Mlp, One},
     on_every_backend,
     train::{accumulated, attached, every_layer, parameters_of, samples},
@@ -388,14 +388,9 @@ fn contexts<B: DataBackend>(seed: u64) {
         )
     };
     let (plain, measured) = (run(None), run(Some(HealthConfig::every(1))));
-    // A fused stream may fuse what it also measures in another way, and quantization makes other numbers of last bits.
-    let is_same = |plain: &[f32], measured: &[f32]| match cfg!(feature = "fusion") {
-        true => cosine(plain, measured) > 0.999,
-        false => same_bits(plain, measured),
-    };
-    assert!(is_same(&plain.0, &measured.0), "seed {seed}");
+    assert!(same_bits(&plain.0, &measured.0), "seed {seed}");
     for (plain, measured) in plain.1.iter().zip(&measured.1) {
-        assert!(is_same(plain, measured), "seed {seed}");
+        assert!(same_bits(plain, measured), "seed {seed}");
     }
     assert_eq!((plain.2, measured.2), (0, 2));
 }
