@@ -27,6 +27,7 @@ macro_rules! forward {
         $( forward!(@see $kind dtypes $arg); )*
         let target = crate::backend::precision::Class::$class.target(R::ROW.compute, &dtypes);
         $( let $arg = forward!(@cast $kind target $arg); )*
+        $( let _held = forward!(@hold $kind $arg); )*
         forward!(@lift $ret _origin <B::Inside>::$name($($arg),*))
     }};
 
@@ -66,6 +67,10 @@ macro_rules! forward {
         $x.into_iter().map(|x| crate::data::cast_to::<B::Inside>(x, $target)).collect::<Vec<_>>()
     };
     (@cast $other:tt $target:ident $x:ident) => { $x };
+
+    // Burn's operations of many tensors let them go before they are in the graph.
+    (@hold Floats $x:ident) => { $x.iter().map(<B as crate::saved::recorded::QuantBackend>::hold).collect::<Vec<_>>() };
+    (@hold $other:tt $x:ident) => { () };
 }
 
 pub(crate) use forward;

@@ -14,7 +14,10 @@ use super::{
     tensor::QuantTensor,
 };
 use crate::{
-    data::{DataBackend, cast_to, product::ProductKernels},
+    data::{
+        DataBackend, cast_to,
+        product::{ProductKernels, product_dims},
+    },
     layer::{
         Layer, MIN_ELEMENTS,
         tag::{Tag, View},
@@ -61,14 +64,14 @@ fn linear_of<B: QuantBackend, R: Recipe>(
     let (mut shape, weight_shape) = (x.shape(), weight.shape());
     let rank = shape.num_dims();
     let is_matrix = weight_shape.num_dims() == 2;
-    let by_kernel = is_matrix && has_kernel::<B>(&x);
+    let rows = shape[..rank - 1].iter().product();
+    let by_kernel = is_matrix && has_kernel::<B>(&x, [rows, shape[rank - 1], weight_shape[1]]);
     // Flex 0.21 reads outside of its memory in products of batches without elements, also in `Tensor::matmul`, but not
     // in products of matrices without elements.
     let is_empty = is_matrix && shape.num_elements() == 0;
     if !by_kernel && !is_empty {
         return QuantTensor::new(<B::Inside>::linear(x, weight, bias));
     }
-    let rows = shape[..rank - 1].iter().product();
     let matrix = <B::Inside>::float_reshape(x, Shape::new([rows, shape[rank - 1]]));
     let y = match by_kernel {
         true => B::record(Matmul, [matrix, weight]),
@@ -86,15 +89,12 @@ fn linear_of<B: QuantBackend, R: Recipe>(
     })
 }
 
-/// True if the device has a kernel of ours for products with `operand`, which is for BF16 and FP16.
-fn has_kernel<B: QuantBackend>(operand: &InsideTensor<B>) -> bool {
-    let narrow = matches!(operand.dtype(), DType::BF16 | DType::F16);
-    narrow
-        && operand.shape().num_elements() > 0
-        && <B::Base as DataBackend>::Kernels::float_product_kernel(&<B::Inside>::float_device(
-            operand,
-        ))
-        .is_some()
+/// True if the device has a kernel of ours for a product `[M, K, N]` of which this is the left operand.
+fn has_kernel<B: QuantBackend>(left: &InsideTensor<B>, dims: [usize; 3]) -> bool {
+    type Kernels<B> = <<B as QuantBackend>::Base as DataBackend>::Kernels;
+    let device = <B::Inside>::float_device(left);
+    left.shape().num_elements() > 0
+        && Kernels::<B>::float_product_kernel(&device, left.dtype(), dims).is_some()
 }
 
 /// `FloatTensorOps::float_matmul`: quantized if `rhs` is a weight, `[K, N]` with leading dimensions of 1.
@@ -127,7 +127,8 @@ fn matmul_of<B: QuantBackend, R: Recipe>(
         Some(shape[..rank].to_vec())
     };
     let same = leading(&lhs).is_some_and(|of_lhs| leading(&rhs) == Some(of_lhs));
-    let product = match same && has_kernel::<B>(&lhs) {
+    let has_kernel = || has_kernel::<B>(&lhs, product_dims(&lhs.shape(), &rhs.shape()));
+    let product = match same && has_kernel() {
         true => B::record(Matmul, [lhs, rhs]),
         false => <B::Inside>::float_matmul(lhs, rhs),
     };

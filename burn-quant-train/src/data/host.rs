@@ -303,7 +303,11 @@ impl<B: HostBackend> ProductKernels for B {
         dequantized_product(left, residual, right, bias, dtype, dequantize)
     }
 
-    fn float_product_kernel(_device: &Device<B>) -> Option<FloatProduct<B>> {
+    fn float_product_kernel(
+        _device: &Device<B>,
+        _dtype: DType,
+        _dims: [usize; 3],
+    ) -> Option<FloatProduct<B>> {
         None
     }
 }

@@ -9,7 +9,7 @@ use crate::data::{
 };
 use crate::saved::{HeldTensor, recorded::Recorded};
 
-/// `left [.., M, K]` times `right [.., K, N]`, both BF16 or FP16 with the same leading dimensions, of the same dtype.
+/// `left [.., M, K]` times `right [.., K, N]`, of one dtype and the same leading dimensions, in that dtype.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Matmul;
 

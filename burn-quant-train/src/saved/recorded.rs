@@ -7,7 +7,7 @@ use std::{
 };
 
 use burn_autodiff::{
-    Autodiff,
+    Autodiff, NodeId,
     checkpoint::{base::Checkpointer, strategy::CheckpointStrategy},
     grads::Gradients,
     ops::{Backward, Ops, OpsKind},
@@ -81,6 +81,12 @@ pub trait QuantBackend: Backend {
     /// The cell of a tensor, where there are cells.
     fn cell(tensor: &FloatTensor<Self::Inside>) -> Option<&Arc<Cell<Self::Base>>>;
 
+    /// Keeps the operations that made a tensor in autodiff's graph as long as the result lives, but not its value.
+    ///
+    /// At the end of a backward pass of any thread Burn frees the operations of all graphs that no tensor holds. An
+    /// operation that lets go of its input before it is in the graph itself loses the gradients behind it.
+    fn hold(tensor: &FloatTensor<Self::Inside>) -> Option<Arc<NodeId>>;
+
     /// Runs an operation, and records it where one of its inputs is tracked.
     fn record<O: Recorded<Self::Base, N>, const N: usize>(
         operation: O,
@@ -108,6 +114,10 @@ impl<B: DataBackend> QuantBackend for B {
     }
 
     fn cell(_tensor: &FloatTensor<Self>) -> Option<&Arc<Cell<B>>> {
+        None
+    }
+
+    fn hold(_tensor: &FloatTensor<Self>) -> Option<Arc<NodeId>> {
         None
     }
 
@@ -140,15 +150,17 @@ impl<B: DataBackend, C: CheckpointStrategy> QuantBackend for Autodiff<B, C> {
         Some(tensor.primitive.cell())
     }
 
+    fn hold(tensor: &InsideTensor<Self>) -> Option<Arc<NodeId>> {
+        Some(tensor.rc.clone())
+    }
+
     fn record<O: Recorded<B, N>, const N: usize>(
         mut operation: O,
         inputs: [InsideTensor<Self>; N],
     ) -> InsideTensor<Self> {
         let wanted = inputs.each_ref().map(|input| input.is_tracked());
         let nodes = inputs.each_ref().map(|input| input.node.clone());
-        // What nobody holds, a backward pass of another thread frees: the operations behind the inputs, and with them
-        // gradients, if it ends before this operation is in the graph.
-        let _held = inputs.each_ref().map(|input| input.rc.clone());
+        let _held = inputs.each_ref().map(Self::hold);
         let inputs = inputs.map(|input| input.primitive);
         let again = match scope::in_block() {
             true => operation.again(&inputs),

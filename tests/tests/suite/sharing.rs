@@ -1,6 +1,12 @@
 //! Layers that threads, models, optimizers and records share.
 
-use std::{sync::mpsc, time::Duration};
+use std::{
+    sync::{
+        atomic::{AtomicBool, Ordering},
+        mpsc,
+    },
+    time::Duration,
+};
 
 use burn::{
     backend::{Autodiff, Flex},
@@ -45,6 +51,35 @@ fn thresholds(record: &LayersRecord) -> Vec<Option<f32>> {
         .iter()
         .map(|layer| layer.threshold())
         .collect()
+}
+
+/// Burn's concatenation lets go of its inputs before it is in the graph, and takes its time with large ones. A step
+/// before has taken the parameter out of the graph.
+#[test]
+fn backward_passes_of_other_threads_take_no_gradients() {
+    const COUNT: usize = 1 << 21;
+    let device = Default::default();
+    let parameter = |count| Tensor::<T, 1>::ones([count], &device).require_grad();
+    let is_over = AtomicBool::new(false);
+    let found: Vec<bool> = std::thread::scope(|threads| {
+        threads.spawn(|| {
+            while !is_over.load(Ordering::Relaxed) {
+                parameter(1).mul_scalar(2.0).backward();
+            }
+        });
+        let x = parameter(COUNT);
+        let gradient = || {
+            let both = vec![x.clone().mul_scalar(2.0), x.clone().mul_scalar(3.0)];
+            x.grad(&Tensor::cat(both, 0).sum().backward())
+        };
+        let of_steps = (0..10).map(|_| gradient());
+        let of_steps =
+            of_steps.map(|it| it.is_some_and(|it| it.equal_elem(5.0).all().into_scalar()));
+        let found = of_steps.collect();
+        is_over.store(true, Ordering::Relaxed);
+        found
+    });
+    assert_eq!(found, [true; 10]);
 }
 
 /// A worker of the pool that waits for its kernel takes up another run of the layer. Both count their blocks.

@@ -17,7 +17,7 @@ use cubecl_kernels::{
 };
 
 use super::{
-    product::{float_product, float_product_in_rows, matrices},
+    product::{burns_product, float_product, float_product_in_rows, matrices},
     tensors::{Cube, handle, reshaped, tensor},
 };
 use crate::data::{
@@ -292,7 +292,7 @@ fn product<B: Cube<R>, R: CubeRuntime>(left: CubeTensor<R>, right: CubeTensor<R>
     let dtype = left.dtype.into();
     match gemm::has_gemm_float(&left.client) {
         true => float_product::<B, R>(left, right, dtype),
-        false => B::float_matmul(left, right),
+        false => burns_product::<B, R>(left, right),
     }
 }
 
@@ -303,7 +303,7 @@ fn product_in_rows<B: Cube<R>, R: CubeRuntime>(
 ) -> CubeTensor<R> {
     match gemm::has_gemm_float(&left.client) {
         true => float_product_in_rows::<B, R>(left, right),
-        false => B::float_matmul(left, right),
+        false => burns_product::<B, R>(left, right),
     }
 }
 

@@ -18,7 +18,7 @@ use burn_cubecl::{CubeRuntime, kernel::into_contiguous, tensor::CubeTensor};
 use cubecl_kernels::{gemm, granularity::Granularity};
 
 use super::{
-    product::float_product,
+    product::{burns_product, float_product},
     quantize::{dequantize, on_device},
     tensors::{Cube, handle},
 };
@@ -86,10 +86,10 @@ fn multiply<B: Cube<R>, R: CubeRuntime>(
             return float_product::<B, R>(left, right, dtype);
         }
         let [left, right] = [left, right].map(|it| cast_to::<B>(it, Some(FloatDType::F32)));
-        return cast_to::<B>(B::float_matmul(left, right), Some(dtype));
+        return cast_to::<B>(burns_product::<B, R>(left, right), Some(dtype));
     }
     let [left, right] = [left, right].map(|factor| factor.floats(FloatDType::F32));
-    cast_to::<B>(B::float_matmul(left, right), Some(dtype))
+    cast_to::<B>(burns_product::<B, R>(left, right), Some(dtype))
 }
 
 impl<B: Cube<R>, R: CubeRuntime> Factor<B, R> {

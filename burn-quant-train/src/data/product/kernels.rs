@@ -31,8 +31,13 @@ pub trait ProductKernels: Backend {
         dtype: FloatDType,
     ) -> FloatTensor<Self>;
 
-    /// The kernel of products in BF16 and FP16, where the device has one that is faster than `float_matmul`.
-    fn float_product_kernel(device: &Device<Self>) -> Option<FloatProduct<Self>>;
+    /// The kernel of products `[M, K, N]` of this dtype, where the device has one that is faster than `float_matmul`, or
+    /// one that is right where that may be wrong.
+    fn float_product_kernel(
+        device: &Device<Self>,
+        dtype: DType,
+        dims: [usize; 3],
+    ) -> Option<FloatProduct<Self>>;
 }
 
 /// The product of `left [.., M, K]` and `right [.., K, N]`, in the given dtype. The operands have one dtype and the
@@ -45,17 +50,23 @@ pub(crate) fn float_product<K: ProductKernels>(
     right: FloatTensor<K>,
     dtype: FloatDType,
 ) -> FloatTensor<K> {
-    let is_narrow = matches!(left.dtype(), DType::BF16 | DType::F16);
-    match K::float_product_kernel(&K::float_device(&left)) {
-        Some(kernel) if is_narrow => kernel(left, right, dtype),
-        Some(_) | None => cast_to::<K>(K::float_matmul(left, right), Some(dtype)),
+    let dims = product_dims(&left.shape(), &right.shape());
+    match K::float_product_kernel(&K::float_device(&left), left.dtype(), dims) {
+        Some(kernel) => kernel(left, right, dtype),
+        None => cast_to::<K>(K::float_matmul(left, right), Some(dtype)),
     }
+}
+
+/// M, K and N of `[.., M, K]` times `[.., K, N]`.
+pub(crate) fn product_dims(left: &Shape, right: &Shape) -> [usize; 3] {
+    let rank = left.num_dims();
+    [left[rank - 2], left[rank - 1], right[right.num_dims() - 1]]
 }
 
 /// The product of the numbers that the operands stand for, in FP32, plus `bias`; rounded once, to `dtype`.
 ///
 /// `dequantize` makes the FP32 values of a matrix, with its residual if there is one.
-pub(crate) fn dequantized_product<B: Backend>(
+pub(crate) fn dequantized_product<B: ProductKernels>(
     left: Operand<'_, B>,
     residual: Option<&Residual<B>>,
     right: Operand<'_, B>,
@@ -70,10 +81,11 @@ pub(crate) fn dequantized_product<B: Backend>(
             false => matrix,
         }
     };
-    let mut product = B::float_matmul(factor(left, residual), factor(right, None));
+    let (left, right) = (factor(left, residual), factor(right, None));
+    let mut product = float_product::<B>(left, right, FloatDType::F32);
     if let Some(bias) = bias {
         let bias = cast_to::<B>(bias, Some(FloatDType::F32));
-        let row = Shape::new([1, right.shape()[1]]);
+        let row = Shape::new([1, bias.shape()[0]]);
         product = B::float_add(product, B::float_reshape(bias, row));
     }
     cast_to::<B>(product, Some(dtype))
