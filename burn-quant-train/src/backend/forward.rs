@@ -18,6 +18,7 @@ macro_rules! forward {
     (@body $name:ident ($($arg:ident: $kind:tt),*) -> $ret:tt) => {{
         let _origin = forward!(@origin $ret ($($arg: $kind),*));
         $( let $arg = forward!(@lower $kind $arg); )*
+        $( let _held = forward!(@hold $kind $arg); )*
         forward!(@lift $ret _origin <B::Inside>::$name($($arg),*))
     }};
     (@body $name:ident ($($arg:ident: $kind:tt),*) -> $ret:tt => $class:ident) => {{

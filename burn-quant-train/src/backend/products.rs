@@ -14,10 +14,7 @@ use super::{
     tensor::QuantTensor,
 };
 use crate::{
-    data::{
-        DataBackend, cast_to,
-        product::{ProductKernels, product_dims},
-    },
+    data::{DataBackend, cast_to, product::ProductKernels},
     layer::{
         Layer, MIN_ELEMENTS,
         tag::{Tag, View},
@@ -65,7 +62,9 @@ fn linear_of<B: QuantBackend, R: Recipe>(
     let rank = shape.num_dims();
     let is_matrix = weight_shape.num_dims() == 2;
     let rows = shape[..rank - 1].iter().product();
-    let by_kernel = is_matrix && has_kernel::<B>(&x, [rows, shape[rank - 1], weight_shape[1]]);
+    // Burn's dW sums over the rows of each batch by itself.
+    let of_batch = shape[..rank - 1].last().copied().unwrap_or(1);
+    let by_kernel = is_matrix && has_kernel::<B>([&x, &weight], of_batch);
     // Flex 0.21 reads outside of its memory in products of batches without elements, also in `Tensor::matmul`, but not
     // in products of matrices without elements.
     let is_empty = is_matrix && shape.num_elements() == 0;
@@ -89,12 +88,20 @@ fn linear_of<B: QuantBackend, R: Recipe>(
     })
 }
 
-/// True if the device has a kernel of ours for a product `[M, K, N]` of which this is the left operand.
-fn has_kernel<B: QuantBackend>(left: &InsideTensor<B>, dims: [usize; 3]) -> bool {
+/// True if the device has a kernel of ours for a product of `rows` rows, or for those of its gradients.
+fn has_kernel<B: QuantBackend>([left, right]: [&InsideTensor<B>; 2], rows: usize) -> bool {
     type Kernels<B> = <<B as QuantBackend>::Base as DataBackend>::Kernels;
+    let [of_left, of_right] = [left, right].map(|it| it.shape());
+    let last = |shape: &Shape| shape[shape.num_dims() - 1];
+    let sums = [
+        Some(last(&of_left)),
+        B::is_tracked(left).then(|| last(&of_right)),
+        B::is_tracked(right).then_some(rows),
+    ];
+    let sums: Vec<_> = sums.into_iter().flatten().collect();
     let device = <B::Inside>::float_device(left);
-    left.shape().num_elements() > 0
-        && Kernels::<B>::float_product_kernel(&device, left.dtype(), dims).is_some()
+    of_left.num_elements() > 0
+        && Kernels::<B>::float_product_kernel(&device, left.dtype(), &sums).is_some()
 }
 
 /// `FloatTensorOps::float_matmul`: quantized if `rhs` is a weight, `[K, N]` with leading dimensions of 1.
@@ -121,18 +128,28 @@ fn matmul_of<B: QuantBackend, R: Recipe>(
         cast_to::<B::Inside>(lhs, target),
         cast_to::<B::Inside>(rhs, target),
     );
-    let leading = |tensor: &InsideTensor<B>| {
-        let shape = tensor.shape();
-        let rank = shape.num_dims().checked_sub(2)?;
-        Some(shape[..rank].to_vec())
-    };
-    let same = leading(&lhs).is_some_and(|of_lhs| leading(&rhs) == Some(of_lhs));
-    let has_kernel = || has_kernel::<B>(&lhs, product_dims(&lhs.shape(), &rhs.shape()));
-    let product = match same && has_kernel() {
-        true => B::record(Matmul, [lhs, rhs]),
-        false => <B::Inside>::float_matmul(lhs, rhs),
-    };
-    QuantTensor::new(product)
+    let (of_lhs, of_rhs) = (lhs.shape(), rhs.shape());
+    let rank = of_lhs.num_dims();
+    if rank < 2 || of_rhs.num_dims() != rank || !has_kernel::<B>([&lhs, &rhs], of_lhs[rank - 2]) {
+        return QuantTensor::new(<B::Inside>::float_matmul(lhs, rhs));
+    }
+    if of_lhs[..rank - 2] == of_rhs[..rank - 2] {
+        return QuantTensor::new(B::record(Matmul, [lhs, rhs]));
+    }
+    let [k, n] = [of_rhs[rank - 2], of_rhs[rank - 1]];
+    if of_rhs.num_elements() != k * n {
+        return QuantTensor::new(<B::Inside>::float_matmul(lhs, rhs));
+    }
+    // One matrix for the whole batch multiplies all of its rows.
+    let mut shape = of_lhs;
+    let rows = shape[..rank - 1].iter().product();
+    let lhs = <B::Inside>::float_reshape(lhs, Shape::new([rows, k]));
+    let rhs = <B::Inside>::float_reshape(rhs, Shape::new([k, n]));
+    shape[rank - 1] = n;
+    QuantTensor::new(<B::Inside>::float_reshape(
+        B::record(Matmul, [lhs, rhs]),
+        shape,
+    ))
 }
 
 /// The layer of `weight`, if the product runs quantized.

@@ -306,7 +306,7 @@ impl<B: HostBackend> ProductKernels for B {
     fn float_product_kernel(
         _device: &Device<B>,
         _dtype: DType,
-        _dims: [usize; 3],
+        _sums: &[usize],
     ) -> Option<FloatProduct<B>> {
         None
     }

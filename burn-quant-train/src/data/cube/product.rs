@@ -78,11 +78,10 @@ where
     fn float_product_kernel(
         device: &Device<Self>,
         dtype: DType,
-        dims: [usize; 3],
+        sums: &[usize],
     ) -> Option<FloatProduct<Self>> {
         let is_faster = is_narrow(dtype) && gemm::has_gemm_float(&R::client(device));
-        // The gradients' products sum over M and over N.
-        let is_safer = !dims.into_iter().all(is_summed_rightly);
+        let is_safer = !sums.iter().copied().all(is_summed_rightly);
         (is_faster || is_safer).then_some(float_product::<Self, R>)
     }
 }
@@ -225,8 +224,8 @@ fn is_narrow(dtype: DType) -> bool {
 
 /// True if all of Burn's products that autotune may take sum over this many elements rightly.
 ///
-/// Those of cubek 0.2 that have two buffers read a stage past the end of a sum that is an odd number of stages long: of
-/// 16 or 32 elements in FP32, and twice that in 16 bits. See the book, "Results", "Products of Burn's that are wrong".
+/// Those of cubek 0.2 that have two buffers read a stage past the end of a sum that is an odd number of stages long: of 8,
+/// 16 or 32 elements, or of a plane where planes are wider. See the book, "Results", "Products of Burn's that are wrong".
 fn is_summed_rightly(elements: usize) -> bool {
     !cfg!(feature = "autotune") || elements.is_multiple_of(128)
 }
@@ -255,7 +254,7 @@ pub(super) fn float_product<B: Cube<R>, R: CubeRuntime>(
     dtype: FloatDType,
 ) -> CubeTensor<R> {
     let by_burn = |left, right| cast_to::<B>(burns_product::<B, R>(left, right), Some(dtype));
-    if !is_narrow(left.dtype) {
+    if !is_narrow(left.dtype) || !gemm::has_gemm_float(&left.client) {
         return by_burn(left, right);
     }
     let out = DType::from(dtype);

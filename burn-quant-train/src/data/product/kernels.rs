@@ -31,12 +31,12 @@ pub trait ProductKernels: Backend {
         dtype: FloatDType,
     ) -> FloatTensor<Self>;
 
-    /// The kernel of products `[M, K, N]` of this dtype, where the device has one that is faster than `float_matmul`, or
-    /// one that is right where that may be wrong.
+    /// The kernel of products of this dtype that sum over these numbers of elements, where the device has one that is
+    /// faster than `float_matmul`, or one that is right where that may be wrong.
     fn float_product_kernel(
         device: &Device<Self>,
         dtype: DType,
-        dims: [usize; 3],
+        sums: &[usize],
     ) -> Option<FloatProduct<Self>>;
 }
 
@@ -50,17 +50,11 @@ pub(crate) fn float_product<K: ProductKernels>(
     right: FloatTensor<K>,
     dtype: FloatDType,
 ) -> FloatTensor<K> {
-    let dims = product_dims(&left.shape(), &right.shape());
-    match K::float_product_kernel(&K::float_device(&left), left.dtype(), dims) {
+    let sum = left.shape()[left.rank() - 1];
+    match K::float_product_kernel(&K::float_device(&left), left.dtype(), &[sum]) {
         Some(kernel) => kernel(left, right, dtype),
         None => cast_to::<K>(K::float_matmul(left, right), Some(dtype)),
     }
-}
-
-/// M, K and N of `[.., M, K]` times `[.., K, N]`.
-pub(crate) fn product_dims(left: &Shape, right: &Shape) -> [usize; 3] {
-    let rank = left.num_dims();
-    [left[rank - 2], left[rank - 1], right[right.num_dims() - 1]]
 }
 
 /// The product of the numbers that the operands stand for, in FP32, plus `bias`; rounded once, to `dtype`.

@@ -4,5 +4,5 @@ pub(super) mod kernels;
 mod operation;
 
 pub use kernels::{FloatProduct, ProductKernels};
-pub(crate) use kernels::{check_product, dequantized_product, float_product, product_dims};
+pub(crate) use kernels::{check_product, dequantized_product, float_product};
 pub use operation::product;
