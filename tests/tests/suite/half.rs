@@ -59,8 +59,8 @@ fn masks<B: DataBackend>(seed: u64) {
 }
 
 /// dX and dW of linear layers with activations between beside those of Burn on the host, of losses whose gradients are
-/// far from the ends of FP16. What rounds to the other side of zero, ReLU lets pass or not: one in a thousand of BF16; a device may read FP32 as TF32, which has
-/// the bits of FP16.
+/// far from the ends of FP16. What rounds to the other side of zero, ReLU lets pass or not: one in a thousand of BF16.
+/// A device may read FP32 as TF32, which has the bits of FP16.
 fn chains<B: DataBackend>(seed: u64) {
     fn gradients<B: LayerBackend>(seed: u64, activation: &str) -> [Vec<f32>; 3] {
         let (rows, width) = (512, 32);
