@@ -147,8 +147,11 @@ fn of_modules<A: AutodiffBackend>(
     impl<B: Backend> ModuleMapper<B> for Fill<'_> {
         fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
             param.map(|tensor| {
-                let values = self.0.iter().copied().cycle().map(|it| 0.1 * it);
-                let values = values.take(tensor.shape().num_elements()).collect();
+                let count = self.0.len();
+                // Each row of a matrix begins with another one: rows that are alike sum to nothing all at once.
+                let values = (0..tensor.shape().num_elements())
+                    .map(|index| 0.1 * self.0[(index + index / count) % count])
+                    .collect();
                 Tensor::from_data(TensorData::new(values, tensor.shape()), &tensor.device())
                     .require_grad()
             })
