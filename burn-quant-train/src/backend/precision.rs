@@ -3,7 +3,8 @@
 //! Parameters stay FP32; the recipe's *compute dtype* (BF16, FP16 or FP32) is the dtype of matrix products and of the
 //! elementwise operations between them; reductions, softmax, normalization statistics, exponentials, logarithms and
 //! losses run in FP32. With FP32 as the compute dtype nothing is cast, and results on a CPU equal the inner backend's
-//! bit for bit. FP64 tensors are never narrowed. Source: design.md, "Precision policy", after the training-precision guide.
+//! bit for bit. FP64 tensors are never narrowed. Source: design.md, "Precision policy", after the
+//! training-precision guide.
 
 use burn_backend::{DType, FloatDType, TensorMetadata};
 

@@ -58,26 +58,22 @@ fn linear_of<B: QuantBackend, R: Recipe>(
         cast_to::<B::Inside>(weight, target),
     );
     let bias = bias.map(|bias| cast_to::<B::Inside>(bias, target));
-    let (mut shape, weight_shape) = (x.shape(), weight.shape());
+    let (shape, weight_shape) = (x.shape(), weight.shape());
     let rank = shape.num_dims();
     let is_matrix = weight_shape.num_dims() == 2;
-    let rows = shape[..rank - 1].iter().product();
     // Burn's dW sums over the rows of each batch by itself.
-    let of_batch = shape[..rank - 1].last().copied().unwrap_or(1);
-    let by_kernel = is_matrix && has_kernel::<B>([&x, &weight], of_batch);
+    let rows = shape[..rank - 1].last().copied().unwrap_or(1);
+    let by_kernel = is_matrix && has_kernel::<B>([&x, &weight], rows);
     // Flex 0.21 reads outside of its memory in products of batches without elements, also in `Tensor::matmul`, but not
     // in products of matrices without elements.
     let is_empty = is_matrix && shape.num_elements() == 0;
     if !by_kernel && !is_empty {
         return QuantTensor::new(<B::Inside>::linear(x, weight, bias));
     }
-    let matrix = <B::Inside>::float_reshape(x, Shape::new([rows, shape[rank - 1]]));
-    let y = match by_kernel {
-        true => B::record(Matmul, [matrix, weight]),
-        false => <B::Inside>::float_matmul(matrix, weight),
-    };
-    shape[rank - 1] = weight_shape[1];
-    let y = <B::Inside>::float_reshape(y, shape);
+    let y = by_rows::<B>(x, weight, |rows, weight| match by_kernel {
+        true => B::record(Matmul, [rows, weight]),
+        false => <B::Inside>::float_matmul(rows, weight),
+    });
     QuantTensor::new(match bias {
         Some(bias) => {
             let mut bias_shape = vec![1; rank];
@@ -88,19 +84,32 @@ fn linear_of<B: QuantBackend, R: Recipe>(
     })
 }
 
+/// The product of all rows of x `[.., K]` with a matrix `[K, N]`, as one product of matrices.
+fn by_rows<B: QuantBackend>(
+    x: InsideTensor<B>,
+    matrix: InsideTensor<B>,
+    product: impl FnOnce(InsideTensor<B>, InsideTensor<B>) -> InsideTensor<B>,
+) -> InsideTensor<B> {
+    let mut shape = x.shape();
+    let last = shape.num_dims() - 1;
+    let rows = Shape::new([shape[..last].iter().product(), shape[last]]);
+    shape[last] = matrix.shape()[1];
+    let y = product(<B::Inside>::float_reshape(x, rows), matrix);
+    <B::Inside>::float_reshape(y, shape)
+}
+
 /// True if the device has a kernel of ours for a product of `rows` rows, or for those of its gradients.
 fn has_kernel<B: QuantBackend>([left, right]: [&InsideTensor<B>; 2], rows: usize) -> bool {
     type Kernels<B> = <<B as QuantBackend>::Base as DataBackend>::Kernels;
-    let [of_left, of_right] = [left, right].map(|it| it.shape());
-    let last = |shape: &Shape| shape[shape.num_dims() - 1];
+    let [k, n] = [left, right].map(|it| it.shape()[it.rank() - 1]);
+    let of_gradient = |is_wanted, sum| if is_wanted { sum } else { k };
     let sums = [
-        Some(last(&of_left)),
-        B::is_tracked(left).then(|| last(&of_right)),
-        B::is_tracked(right).then_some(rows),
+        k,
+        of_gradient(B::is_tracked(left), n),
+        of_gradient(B::is_tracked(right), rows),
     ];
-    let sums: Vec<_> = sums.into_iter().flatten().collect();
     let device = <B::Inside>::float_device(left);
-    of_left.num_elements() > 0
+    left.shape().num_elements() > 0
         && Kernels::<B>::float_product_kernel(&device, left.dtype(), &sums).is_some()
 }
 
@@ -133,23 +142,17 @@ fn matmul_of<B: QuantBackend, R: Recipe>(
     if rank < 2 || of_rhs.num_dims() != rank || !has_kernel::<B>([&lhs, &rhs], of_lhs[rank - 2]) {
         return QuantTensor::new(<B::Inside>::float_matmul(lhs, rhs));
     }
-    if of_lhs[..rank - 2] == of_rhs[..rank - 2] {
-        return QuantTensor::new(B::record(Matmul, [lhs, rhs]));
-    }
-    let [k, n] = [of_rhs[rank - 2], of_rhs[rank - 1]];
-    if of_rhs.num_elements() != k * n {
-        return QuantTensor::new(<B::Inside>::float_matmul(lhs, rhs));
-    }
-    // One matrix for the whole batch multiplies all of its rows.
-    let mut shape = of_lhs;
-    let rows = shape[..rank - 1].iter().product();
-    let lhs = <B::Inside>::float_reshape(lhs, Shape::new([rows, k]));
-    let rhs = <B::Inside>::float_reshape(rhs, Shape::new([k, n]));
-    shape[rank - 1] = n;
-    QuantTensor::new(<B::Inside>::float_reshape(
-        B::record(Matmul, [lhs, rhs]),
-        shape,
-    ))
+    let product = |lhs, rhs| B::record(Matmul, [lhs, rhs]);
+    let (leading, matrix) = of_rhs.split_at(rank - 2);
+    QuantTensor::new(if *leading == of_lhs[..rank - 2] {
+        product(lhs, rhs)
+    } else if leading.iter().all(|&dim| dim == 1) {
+        // One matrix for a whole batch.
+        let matrix = Shape::new([matrix[0], matrix[1]]);
+        by_rows::<B>(lhs, <B::Inside>::float_reshape(rhs, matrix), product)
+    } else {
+        <B::Inside>::float_matmul(lhs, rhs)
+    })
 }
 
 /// The layer of `weight`, if the product runs quantized.

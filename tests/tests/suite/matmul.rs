@@ -15,7 +15,6 @@ use quant_train_tests::{
 on_every_backend! {
     linear_layers_in_the_compute_dtype_equal_fp32 => linear_layers;
     batched_products_in_the_compute_dtype_equal_fp32 => batched;
-    one_matrix_multiplies_the_rows_of_a_batch => one_matrix;
     unit_dimensions_between_permuted_and_cut_ones_do_not_count => unit_dimensions;
 }
 
@@ -43,17 +42,30 @@ fn assert_close(actual: &[Vec<f32>], expected: &[Vec<f32>], tolerance: f32, what
     }
 }
 
+/// How the rows of a batch are multiplied with one matrix.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Form {
+    Linear,
+    WithBias,
+    /// By a product of tensors of one rank.
+    Matmul,
+}
+
 /// Output, and gradients of all operands for the loss `sum(weights * output)`.
 fn solve_linear<A: AutodiffBackend>(
     [x, w, bias, weights]: [&[f32]; 4],
     [batch, rows, k, n]: [usize; 4],
-    biased: bool,
+    form: Form,
 ) -> Vec<Vec<f32>> {
     let device = A::Device::default();
     let x = tensor::<A, 3>(x, [batch, rows, k], &device).require_grad();
     let w = tensor::<A, 2>(w, [k, n], &device).require_grad();
     let bias = tensor::<A, 1>(bias, [n], &device).require_grad();
-    let y = linear(x.clone(), w.clone(), biased.then(|| bias.clone()));
+    let y = match form {
+        Form::Linear => linear(x.clone(), w.clone(), None),
+        Form::WithBias => linear(x.clone(), w.clone(), Some(bias.clone())),
+        Form::Matmul => x.clone().matmul(w.clone().unsqueeze()),
+    };
     let weights = tensor::<A, 3>(weights, [batch, rows, n], &device);
     let grads = (y.clone().cast(DType::F32) * weights).sum().backward();
     let mut parts = vec![
@@ -61,7 +73,7 @@ fn solve_linear<A: AutodiffBackend>(
         floats(&x.grad(&grads).expect("x")),
         floats(&w.grad(&grads).expect("w")),
     ];
-    if biased {
+    if form == Form::WithBias {
         parts.push(floats(&bias.grad(&grads).expect("bias")));
     }
     parts
@@ -95,19 +107,22 @@ fn linear_layers<B: DataBackend>(seed: u64) {
         [1, 7, 33, 5],
         [3, 1, 16, 8],
         [1, 300, 136, 264],
+        [3, 5, 7, 9],
+        [2, 128, 128, 128],
         // Burn's dW would sum over 32 rows of each batch.
         [4, 32, 512, 512],
+        [4, 32, 512, 96],
     ] {
         let [batch, rows, k, n] = shape;
         let data = [batch * rows * k, k * n, n, batch * rows * n].map(|it| draw(&mut rng, it));
         let data = data.each_ref().map(Vec::as_slice);
-        for biased in [false, true] {
-            let expected = solve_linear::<Autodiff<Flex>>(data, shape, biased);
-            let what = format!("seed {seed}, {shape:?}, bias {biased}");
+        for form in [Form::Linear, Form::WithBias, Form::Matmul] {
+            let expected = solve_linear::<Autodiff<Flex>>(data, shape, form);
+            let what = format!("seed {seed}, {shape:?}, {form:?}");
             in_each_compute_dtype::<B>(&what, &expected, |dtype| match dtype {
-                DType::BF16 => solve_linear::<Training<B, bf16>>(data, shape, biased),
-                DType::F16 => solve_linear::<Training<B, f16>>(data, shape, biased),
-                _ => solve_linear::<Training<B, f32>>(data, shape, biased),
+                DType::BF16 => solve_linear::<Training<B, bf16>>(data, shape, form),
+                DType::F16 => solve_linear::<Training<B, f16>>(data, shape, form),
+                _ => solve_linear::<Training<B, f32>>(data, shape, form),
             });
         }
     }
@@ -126,38 +141,6 @@ fn batched<B: DataBackend>(seed: u64) {
             DType::BF16 => solve_batched::<Training<B, bf16>>(data, shape),
             DType::F16 => solve_batched::<Training<B, f16>>(data, shape),
             _ => solve_batched::<Training<B, f32>>(data, shape),
-        });
-    }
-}
-
-fn one_matrix<B: DataBackend>(seed: u64) {
-    fn solve<A: AutodiffBackend>(
-        [a, b, weights]: [&[f32]; 3],
-        [batch, m, k, n]: [usize; 4],
-    ) -> Vec<Vec<f32>> {
-        let device = A::Device::default();
-        let a = tensor::<A, 3>(a, [batch, m, k], &device).require_grad();
-        let b = tensor::<A, 3>(b, [1, k, n], &device).require_grad();
-        let y = a.clone().matmul(b.clone());
-        let weights = tensor::<A, 3>(weights, [batch, m, n], &device);
-        let grads = (y.clone().cast(DType::F32) * weights).sum().backward();
-        vec![
-            floats(&y),
-            floats(&a.grad(&grads).expect("a")),
-            floats(&b.grad(&grads).expect("b")),
-        ]
-    }
-    let mut rng = Rng::new(seed);
-    for shape in [[4, 32, 512, 96], [3, 5, 7, 9], [2, 128, 128, 128]] {
-        let [batch, m, k, n] = shape;
-        let data = [batch * m * k, k * n, batch * m * n].map(|it| draw(&mut rng, it));
-        let data = data.each_ref().map(Vec::as_slice);
-        let expected = solve::<Autodiff<Flex>>(data, shape);
-        let what = format!("seed {seed}, {shape:?}");
-        in_each_compute_dtype::<B>(&what, &expected, |dtype| match dtype {
-            DType::BF16 => solve::<Training<B, bf16>>(data, shape),
-            DType::F16 => solve::<Training<B, f16>>(data, shape),
-            _ => solve::<Training<B, f32>>(data, shape),
         });
     }
 }

@@ -17,7 +17,7 @@ use cubecl_kernels::{
 };
 
 use super::{
-    product::{burns_product, float_product, float_product_in_rows, matrices},
+    product::{float_product, float_product_in_rows, matrices},
     tensors::{Cube, handle, reshaped, tensor},
 };
 use crate::data::{
@@ -240,7 +240,7 @@ fn forward<B: Cube<R>, R: CubeRuntime>(
 ) -> FloatTensor<B> {
     let [query, key, value] = [inputs.query, inputs.key, inputs.value].map(readable);
     let of_scores = product::<B, R>(query, B::float_transpose(key));
-    product_in_rows::<B, R>(softmax(of_scores, scores(options)), value)
+    float_product_in_rows::<B, R>(softmax(of_scores, scores(options)), value)
 }
 
 /// What the softmax takes of the options; there are no others.
@@ -265,9 +265,9 @@ fn backward<B: Cube<R>, R: CubeRuntime>(backward: AttentionBackward<B>) -> OfInp
     let of_scores = product::<B, R>(query.clone(), B::float_transpose(key.clone()));
     let (probabilities, of_scores) =
         softmax_backward(of_scores, of_probabilities, scores(&options));
-    let of_value = || product_in_rows::<B, R>(B::float_transpose(probabilities), gradient);
-    let of_query = || product_in_rows::<B, R>(of_scores.clone(), key);
-    let of_key = || product_in_rows::<B, R>(B::float_transpose(of_scores.clone()), query);
+    let of_value = || float_product_in_rows::<B, R>(B::float_transpose(probabilities), gradient);
+    let of_query = || float_product_in_rows::<B, R>(of_scores.clone(), key);
+    let of_key = || float_product_in_rows::<B, R>(B::float_transpose(of_scores.clone()), query);
     AttentionGradients {
         value: wanted.value.then(of_value),
         query: wanted.query.then(of_query),
@@ -290,21 +290,7 @@ fn readable<R: CubeRuntime>(operand: CubeTensor<R>) -> CubeTensor<R> {
 /// The product of `[batch, heads, M, K]` and `[batch, heads, K, N]`, in their dtype.
 fn product<B: Cube<R>, R: CubeRuntime>(left: CubeTensor<R>, right: CubeTensor<R>) -> CubeTensor<R> {
     let dtype = left.dtype.into();
-    match gemm::has_gemm_float(&left.client) {
-        true => float_product::<B, R>(left, right, dtype),
-        false => burns_product::<B, R>(left, right),
-    }
-}
-
-/// The same for a result that layers see as rows: in the memory of `[batch, M, heads, N]` where that costs nothing.
-fn product_in_rows<B: Cube<R>, R: CubeRuntime>(
-    left: CubeTensor<R>,
-    right: CubeTensor<R>,
-) -> CubeTensor<R> {
-    match gemm::has_gemm_float(&left.client) {
-        true => float_product_in_rows::<B, R>(left, right),
-        false => burns_product::<B, R>(left, right),
-    }
+    float_product::<B, R>(left, right, dtype)
 }
 
 /// The probabilities of scores `[batch, heads, queries, keys]`, in their dtype.
