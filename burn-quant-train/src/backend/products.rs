@@ -92,6 +92,9 @@ fn by_rows<B: QuantBackend>(
 ) -> InsideTensor<B> {
     let mut shape = x.shape();
     let last = shape.num_dims() - 1;
+    if last == 1 {
+        return product(x, matrix);
+    }
     let rows = Shape::new([shape[..last].iter().product(), shape[last]]);
     shape[last] = matrix.shape()[1];
     let y = product(<B::Inside>::float_reshape(x, rows), matrix);
