@@ -159,6 +159,8 @@ pub struct GemmProblem {
     pub a_scale_block: (usize, usize),
     /// Rows and depth of a scale of B.
     pub b_scale_block: (usize, usize),
+    /// True if blocks of A may have a residual.
+    pub fallback: bool,
 }
 
 /// Everything that the kernels are launched with. [`gemm`] alone makes it, after it has checked that all shapes and
@@ -223,8 +225,9 @@ pub fn gemm<R: Runtime>(
         k: a_shape.cols,
         a_scale_block: (a.rows_per_scale, a.depth_per_scale),
         b_scale_block: (b.rows_per_scale, b.depth_per_scale),
+        fallback: fallback.is_some(),
     };
-    if strategy == Strategy::Auto && fallback.is_none() && rowwise::pays(client, &problem) {
+    if strategy == Strategy::Auto && !problem.fallback && rowwise::pays(client, &problem) {
         return gemm_rowwise(client, a, b, bias, out_dtype, strategy);
     }
     let ranked = selector::rank(client, &problem, strategy)?;

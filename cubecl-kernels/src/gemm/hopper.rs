@@ -4,7 +4,7 @@
 //! through NVRTC for `sm_90a`, keeps it in its caches, encodes the tensor maps, and runs it on its memory and streams
 //! as it does with its own kernels. What the kernel does, and why, is told in the source.
 //!
-//! The result is specified to the bit: an exact INT32 product for each 128-deep block, times the FP32 product of its
+//! The result is specified to the bit: an exact INT32 product for each block along K, times the FP32 product of its
 //! two scales, is added to the FP32 sum with one fused multiply-add, in ascending order of K, a residual right after
 //! its base.
 //!
@@ -38,9 +38,9 @@ const UNITS: u32 = 3 * 128;
 const DECLARED: usize = 24 * 1024;
 
 impl HopperBlueprint {
-    /// Rows of an output tile: those of a scale block, so that a block that falls back costs its own products only.
+    /// Rows of an output tile: those of the largest scale block, so that one that falls back costs its own products only.
     pub const TILE_M: usize = 128;
-    /// Depth of a stage of INT8: that of a scale block, and the 128 bytes that a row of swizzled shared memory holds.
+    /// Depth of a stage of INT8: that of the largest scale block, and the 128 bytes that a row of swizzled shared memory holds.
     pub const DEPTH: usize = 128;
 
     /// Columns of a tile of INT8 products that are computed at once, where any of them lies in the output.
@@ -154,6 +154,7 @@ pub(super) fn launch<R: Runtime>(
             client,
             GemmSource {
                 blueprint,
+                block: problem.a_scale_block.0,
                 fallback: args.fallback.is_some(),
                 bias: args.bias.is_some(),
                 out_dtype: args.out.dtype,
@@ -226,6 +227,7 @@ numbers! {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct GemmSource {
     blueprint: HopperBlueprint,
+    block: usize,
     fallback: bool,
     bias: bool,
     out_dtype: StorageType,
@@ -245,9 +247,10 @@ impl CudaSource for GemmSource {
 
     fn knobs(&self) -> String {
         format!(
-            "#define TILE_N {}\n#define STAGES {}\n#define FALLBACK {}\n#define BIAS {}\n#define OUT_{}",
+            "#define TILE_N {}\n#define STAGES {}\n#define BLOCK {}\n#define FALLBACK {}\n#define BIAS {}\n#define OUT_{}",
             self.blueprint.tile_n,
             self.blueprint.stages,
+            self.block,
             u8::from(self.fallback),
             u8::from(self.bias),
             float_knob(self.out_dtype),

@@ -217,12 +217,19 @@ fn wgmma<R: Runtime>(
     if !is_hopper(client) {
         return Err("a device that is not of CUDA's architecture sm_90".into());
     }
-    let square = (HopperBlueprint::TILE_M, HopperBlueprint::DEPTH);
-    if problem.a_scale_block != square || problem.b_scale_block != square {
+    let block = problem.a_scale_block.0;
+    let square = (block, block);
+    if problem.a_scale_block != square
+        || problem.b_scale_block != square
+        || !matches!(block, 32 | 64 | 128)
+    {
         return Err(format!(
-            "scales of {:?} and {:?} elements, not square blocks of 128",
+            "scales of {:?} and {:?} elements, not square blocks of 32, 64 or 128",
             problem.a_scale_block, problem.b_scale_block
         ));
+    }
+    if problem.fallback && block != HopperBlueprint::DEPTH {
+        return Err(format!("a residual in blocks of {block}, not 128"));
     }
     if problem.k == 0 {
         return Err("an empty sum".into());

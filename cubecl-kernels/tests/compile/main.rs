@@ -123,14 +123,16 @@ fn tensor_core_cases() -> Vec<Case> {
 fn hopper_cases() -> Vec<Case> {
     let mut cases = Vec::new();
     for out in outputs() {
-        for (has_fallback, has_bias) in pairs_of_bools() {
-            cases.push(Case {
-                block: 128,
-                size: 256,
-                has_fallback,
-                has_bias,
-                out,
-            });
+        for (block, has_fallback) in [(32, false), (64, false), (128, false), (128, true)] {
+            for has_bias in [false, true] {
+                cases.push(Case {
+                    block,
+                    size: 256,
+                    has_fallback,
+                    has_bias,
+                    out,
+                });
+            }
         }
     }
     cases
@@ -152,13 +154,17 @@ fn problem(m: usize, n: usize, block: usize) -> GemmProblem {
         k: 256,
         a_scale_block: (block, block),
         b_scale_block: (block, block),
+        fallback: false,
     }
 }
 
 /// Launches every blueprint that the case may choose, and says how many these are.
 fn launch(client: &Client, case: Case, strategy: Strategy) -> usize {
     let Case { block, size, .. } = case;
-    let problem = problem(size, size, block);
+    let problem = GemmProblem {
+        fallback: case.has_fallback,
+        ..problem(size, size, block)
+    };
     let blueprints = candidates(client, &problem, strategy).expect("a device that has the kernel");
     let blocks = size.div_ceil(block);
     let values = || tensor(client, &[size, size], dtype::<i8>());
@@ -283,7 +289,8 @@ fn hopper_sources(name: &str) -> Vec<Source> {
         .map(|source| (source.code.clone(), source))
         .collect();
     let (tiles, others) = match name {
-        "gemm_hopper" => (4, pairs_of_bools().len()),
+        // Blocks and fallback, the bias.
+        "gemm_hopper" => (4, 4 * 2),
         // The input's type, both operands' layouts, the bias.
         _ => (2, 2 * pairs_of_bools().len() * 2),
     };

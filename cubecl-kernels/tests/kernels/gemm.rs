@@ -50,6 +50,13 @@ fn strategies(client: &Client, block: usize) -> Vec<Strategy> {
         .collect()
 }
 
+/// Those that add residuals: the kernel for Hopper does for blocks of 128.
+fn strategies_with_fallback(client: &Client, block: usize) -> Vec<Strategy> {
+    let mut strategies = strategies(client, block);
+    strategies.retain(|&strategy| strategy != Strategy::Hopper || block == 128);
+    strategies
+}
+
 fn quantized(client: &Client, x: &Tensor, granularity: Granularity) -> Quantized<TestRuntime> {
     let spec = QuantizeSpec::int8(granularity).with_layout(Layout::Both);
     quantize(client, x, &spec).expect("a matrix")
@@ -418,7 +425,7 @@ fn fallback_blocks_are_added(
         )
         .expect("a matrix");
         let b = quantized(&client, &matrix(&client, &b, b_shape), granularity);
-        for strategy in strategies(&client, block) {
+        for strategy in strategies_with_fallback(&client, block) {
             let out = gemm(
                 &client,
                 &a.base.operand().expect("a row-major copy"),
@@ -480,6 +487,10 @@ fn empty_products() {
     };
     for strategy in strategies(&client, 32) {
         for (m, n, k) in [(0, 3, 4), (3, 0, 4), (3, 2, 0)] {
+            // The kernel for Hopper has no empty sums; `Strategy::Auto` takes another one.
+            if k == 0 && strategy == Strategy::Hopper {
+                continue;
+            }
             let bias = upload(&client, &[5.0, 6.0, 7.0][..n], &[n], dtype::<f32>());
             let out = gemm(
                 &client,
@@ -594,6 +605,7 @@ fn problem(batch: usize, m: usize, n: usize, k: usize, block: usize) -> GemmProb
         k,
         a_scale_block: (block, block),
         b_scale_block: (block, block),
+        fallback: false,
     }
 }
 
@@ -602,6 +614,7 @@ fn problem(batch: usize, m: usize, n: usize, k: usize, block: usize) -> GemmProb
 #[rstest]
 fn candidates_give_the_same_bits(#[values(32, 64, 128)] block: usize) {
     let (client, mut random) = (client(), Random::fresh());
+    let with_fallback = strategies_with_fallback(&client, block);
     for strategy in strategies(&client, block) {
         for (batch, m, n, k) in [
             (1, 2000, 2101, 301),
@@ -638,7 +651,9 @@ fn candidates_give_the_same_bits(#[values(32, 64, 128)] block: usize) {
                 (dtype::<bf16>(), Some(&a.residual), Some(&bias)),
                 (dtype::<bf16>(), None, None),
             ] {
-                if !client.features().supports_type(float) {
+                if !client.features().supports_type(float)
+                    || residual.is_some() && !with_fallback.contains(&strategy)
+                {
                     continue;
                 }
                 let products = blueprints.iter().map(|&blueprint| {

@@ -28,6 +28,7 @@ const BLOCK: usize = 128;
 
 fn problem(batch: usize, m: usize, n: usize, k: usize) -> GemmProblem {
     GemmProblem {
+        fallback: false,
         batch,
         m,
         n,
@@ -52,8 +53,8 @@ fn has_hopper(client: &Client) -> bool {
     }
 }
 
-fn quantized(client: &Client, x: &Tensor) -> Quantized<TestRuntime> {
-    let spec = QuantizeSpec::int8(Granularity::Block(BLOCK)).with_layout(Layout::Both);
+fn quantized(client: &Client, x: &Tensor, block: usize) -> Quantized<TestRuntime> {
+    let spec = QuantizeSpec::int8(Granularity::Block(block)).with_layout(Layout::Both);
     quantize(client, x, &spec).expect("a matrix")
 }
 
@@ -69,10 +70,17 @@ fn values(random: &mut Random, count: usize) -> Vec<f32> {
     x
 }
 
-fn operand(client: &Client, random: &mut Random, shape: MatrixShape) -> GemmOperand<TestRuntime> {
+fn operand(
+    client: &Client,
+    random: &mut Random,
+    shape: MatrixShape,
+    block: usize,
+) -> GemmOperand<TestRuntime> {
     let x = values(random, shape.num_elements());
     let x = upload_matrix(client, &x, shape, dtype::<f32>(), Memory::Contiguous);
-    quantized(client, &x).operand().expect("a row-major copy")
+    quantized(client, &x, block)
+        .operand()
+        .expect("a row-major copy")
 }
 
 fn with_fallback(
@@ -126,10 +134,11 @@ impl<'a> Side<'a> {
             };
             batch + row * strides[rank - 2] + col * strides[rank - 1]
         };
-        let start = block * BLOCK;
+        let side = self.operand.rows_per_scale;
+        let start = block * side;
         let values = index(&self.operand.values, row, start);
-        let scale = index(&self.operand.scales, row / BLOCK, block);
-        (values, BLOCK.min(k - start), scale)
+        let scale = index(&self.operand.scales, row / side, block);
+        (values, side.min(k - start), scale)
     }
 }
 
@@ -173,7 +182,7 @@ impl<'a> Reference<'a> {
 
     fn at(&self, batch: usize, row: usize, col: usize, bias: f32) -> f32 {
         let mut sum = 0.0f32;
-        for block in 0..self.k.div_ceil(BLOCK) {
+        for block in 0..self.k.div_ceil(self.a.operand.depth_per_scale) {
             let (a, depth, a_scale) = self.a.block(batch, row, block, self.k);
             let (b, _, b_scale) = self.b.block(batch, col, block, self.k);
             let b_values = &self.b.values[b..b + depth];
@@ -227,7 +236,13 @@ fn compare(
     };
     let expected = [expected(&vec![0.0; n]), expected(&bias)];
     let bias = upload(client, &bias, &[n], dtype::<f32>());
-    let widths = candidates(client, &problem(batch, m, n, k), Strategy::Hopper).expect("a kernel");
+    let problem = GemmProblem {
+        a_scale_block: (a.rows_per_scale, a.depth_per_scale),
+        b_scale_block: (b.rows_per_scale, b.depth_per_scale),
+        fallback: fallback.is_some(),
+        ..problem(batch, m, n, k)
+    };
+    let widths = candidates(client, &problem, Strategy::Hopper).expect("a kernel");
     let mut widths = widths.iter().cycle().skip(random.index(widths.len()));
     for float in float_types(client) {
         for (bias, expected) in [None, Some(&bias)].into_iter().zip(&expected) {
@@ -263,16 +278,23 @@ fn compare(
 #[case::narrow_column_of_two_chunks(1, 4100, 4162, 272)]
 #[case::narrow_column_of_three_chunks(1, 4100, 4226, 145)]
 #[case::narrow_columns_only(2, 300, 60, 384)]
-fn same_bits(#[case] batch: usize, #[case] m: usize, #[case] n: usize, #[case] k: usize) {
+fn same_bits(
+    #[case] batch: usize,
+    #[case] m: usize,
+    #[case] n: usize,
+    #[case] k: usize,
+    #[values(32, 64, 128)] block: usize,
+) {
     let (client, mut random) = (client(), Random::fresh());
     if !has_hopper(&client) {
         return;
     }
     let a_shape = MatrixShape::batched(batch, m, k);
-    let a = operand(&client, &mut random, a_shape);
+    let a = operand(&client, &mut random, a_shape, block);
     for b_batch in [1, batch] {
-        let b = operand(&client, &mut random, MatrixShape::batched(b_batch, n, k));
-        let what = format!("{batch} x {m} x {n} x {k}");
+        let b_shape = MatrixShape::batched(b_batch, n, k);
+        let b = operand(&client, &mut random, b_shape, block);
+        let what = format!("{batch} x {m} x {n} x {k}, blocks of {block}");
         compare(&client, &mut random, &a, &b, None, &what);
     }
 }
@@ -292,7 +314,7 @@ fn same_bits_with_fallback(#[values(0.0, 500.0, 2000.0, 1e30)] threshold: f32) {
         let a_shape = MatrixShape::batched(batch, m, k);
         let x = values(&mut random, a_shape.num_elements());
         let (a, residual) = with_fallback(&client, &x, a_shape, threshold);
-        let b = operand(&client, &mut random, MatrixShape::new(n, k));
+        let b = operand(&client, &mut random, MatrixShape::new(n, k), BLOCK);
         let what = format!("{batch} x {m} x {n} x {k}, threshold {threshold}");
         compare(&client, &mut random, &a, &b, Some(&residual), &what);
     }
@@ -313,7 +335,9 @@ fn nan_blocks() {
     y[..128 * k].fill(0.0);
     let (a, residual) = with_fallback(&client, &x, MatrixShape::new(m, k), 0.0);
     let y = upload(&client, &y, &[n, k], dtype::<f32>());
-    let b = quantized(&client, &y).operand().expect("a row-major copy");
+    let b = quantized(&client, &y, BLOCK)
+        .operand()
+        .expect("a row-major copy");
     compare(&client, &mut random, &a, &b, Some(&residual), "NaN blocks");
     let out = gemm(
         &client,
@@ -335,8 +359,8 @@ fn nan_blocks() {
 }
 
 /// The transposed copies, whose scales are read with exchanged strides.
-#[test]
-fn transposed_operands() {
+#[rstest]
+fn transposed_operands(#[values(32, 64, 128)] block: usize) {
     let (client, mut random) = (client(), Random::fresh());
     if !has_hopper(&client) {
         return;
@@ -349,7 +373,7 @@ fn transposed_operands() {
             &[k, rows],
             dtype::<f32>(),
         );
-        quantized(&client, &x)
+        quantized(&client, &x, block)
             .operand_transposed()
             .expect("both copies")
     });
@@ -364,11 +388,16 @@ fn windows(#[values(16, 5)] padding: usize) {
         return;
     }
     let (m, n, k) = (300, 600, 512);
-    let wide = operand(&client, &mut random, MatrixShape::new(m, k + padding));
-    let mut a = operand(&client, &mut random, MatrixShape::new(m, k));
+    let wide = operand(
+        &client,
+        &mut random,
+        MatrixShape::new(m, k + padding),
+        BLOCK,
+    );
+    let mut a = operand(&client, &mut random, MatrixShape::new(m, k), BLOCK);
     a.values.handle = wide.values.handle;
     a.values.metadata.strides_mut()[0] = k + padding;
-    let b = operand(&client, &mut random, MatrixShape::new(n, k));
+    let b = operand(&client, &mut random, MatrixShape::new(n, k), BLOCK);
     compare(
         &client,
         &mut random,
@@ -393,14 +422,32 @@ fn selection() {
     let fits = problem(1, 300, 300, 300);
     assert!(is_hopper(&fits));
     assert!(!is_hopper(&GemmProblem { k: 0, ..fits }));
-    let other_blocks = GemmProblem {
+    let small_blocks = GemmProblem {
         a_scale_block: (64, 64),
         b_scale_block: (64, 64),
         ..fits
     };
-    assert!(!is_hopper(&other_blocks));
-    let error = select(&client, &other_blocks, Strategy::Hopper);
-    assert!(matches!(error, Err(KernelError::Unsupported { .. })));
+    assert!(is_hopper(&small_blocks));
+    let others = [
+        GemmProblem {
+            fallback: true,
+            ..small_blocks
+        },
+        GemmProblem {
+            a_scale_block: (16, 16),
+            b_scale_block: (16, 16),
+            ..fits
+        },
+        GemmProblem {
+            a_scale_block: (64, 64),
+            ..fits
+        },
+    ];
+    for other in others {
+        let error = select(&client, &other, Strategy::Hopper);
+        assert!(matches!(error, Err(KernelError::Unsupported { .. })));
+        assert!(!is_hopper(&other));
+    }
 }
 
 /// Integers up to 8, whose sums of products are exact in FP32, in all layouts: neighbours along K or along the rows.

@@ -1,14 +1,18 @@
 // The common part of the products of 8-bit matrices on Hopper: a tile in chunks of 64 columns, and the rows of A that a
 // consumer multiplies them with, read into registers. See gemm.cu.
 //
-// Knobs, defined in front of this text: those of hopper.cu and common.cu, which come before this text.
+// Knobs, defined in front of this text: those of hopper.cu and common.cu, which come before this text, and
+//   BLOCK      32, 64 or 128, the rows, columns and depth of a scale
 
 #define DEPTH 128
 #define CHUNK 64
 #define CHUNKS (TILE_N / CHUNK)
-// Sets of registers for products of add_tile: a stage's last chunk and the next one's first must not share one. Tiles of one
-// chunk do not go through it.
-#define SETS (CHUNKS % 2 ? CHUNKS : 2)
+// Scale blocks along a stage's depth, and the products that are added by themselves: of a chunk and a scale block's depth.
+#define SUBS (DEPTH / BLOCK)
+#define UNITS (SUBS * CHUNKS)
+// Sets of registers for products of add_tile: a stage's last unit and the next one's first must not share one. A stage of
+// one unit does not go through it.
+#define SETS (UNITS % 2 ? UNITS : 2)
 #define A_BYTES (TILE_M * DEPTH)
 #define B_BYTES (TILE_N * DEPTH)
 #define STAGE_BYTES (A_BYTES + B_BYTES)
@@ -22,18 +26,32 @@ __device__ __forceinline__ void load_matrices(u32 *words, u32 address) {
                  : "memory");
 }
 
-// The producer's note on a stage: the products of the scales for the tile's first and second block of columns, the one
-// for the second of three chunks, and 1 for the tile's last stage. Every other tile of 192 columns begins in the middle
-// of a block, so that its second chunk lies in the second block.
+// The producer's note on a stage: its scales, and 1 for the tile's last stage.
+#if BLOCK == DEPTH
+// The products of the scales for the tile's first and second block of columns, and the one for the second of three
+// chunks: every other tile of 192 columns begins in the middle of a block, so that its second chunk lies in the second.
 struct __align__(16) Note {
     float first, second, middle, is_end;
 };
+// Consumers keep it in registers.
+typedef const Note NoteOfStage;
 
 __device__ __forceinline__ float scale_of(const Note &note, int chunk) {
     if (CHUNKS == 3 && chunk == 1)
         return note.middle;
     return chunk < 128 / CHUNK ? note.first : note.second;
 }
+#else
+#define ROW_BLOCKS (TILE_M / BLOCK)
+#define COL_BLOCKS (TILE_N / BLOCK)
+struct __align__(16) Note {
+    float of_a[SUBS][ROW_BLOCKS];
+    float of_b[SUBS][COL_BLOCKS];
+    float is_end;
+};
+// Too many for registers: consumers read them from shared memory, one by one.
+typedef const Note &NoteOfStage;
+#endif
 
 // The ring as a consumer reads it.
 struct Stages {

@@ -1,9 +1,10 @@
-// C[M, N] = A[M, K] B[N, K]^T + bias[N] of INT8 matrices with FP32 scales for blocks of 128 x 128, on sm_90a.
+// C[M, N] = A[M, K] B[N, K]^T + bias[N] of INT8 matrices with FP32 scales for square blocks of 32, 64 or 128, on sm_90a.
 //
 // Knobs, defined in front of this text:
 //   TILE_N     64, 128, 192 or 256, the columns of an output tile (its rows are 128)
 //   STAGES     stages of the ring in shared memory
-//   FALLBACK   1: blocks of A whose flag is set add the product of their residual
+//   BLOCK      32, 64 or 128, the rows, columns and depth of a scale
+//   FALLBACK   1: blocks of A whose flag is set add the product of their residual; blocks of 128 only
 //   BIAS, OUT_F32, OUT_F16 or OUT_BF16   see hopper.cu, common.cu and chunks.cu, which come before this text
 // and the structure Numbers, which hopper.rs describes.
 //
@@ -20,6 +21,10 @@
 // narrow would need both operands at the full rate of shared memory; with A in registers, read once for all chunks of a
 // stage, B's half of it is left. (Chunks of 128 with both operands in shared memory, in one set of registers, are 8%
 // slower.)
+//
+// Smaller blocks are converted more often: each 32 x 32 products of 32 elements cost as much as those of 128. An I2F takes
+// two cycles of its pipe and covers the FFMA, so that 64 columns of a step of 32 take the tensor cores 32 cycles and the
+// conversion 64: half of the peak is the bound for blocks of 32, and there is none for 64.
 //
 // Narrow tiles are for outputs that have few: hopper.rs has their speeds.
 
@@ -40,44 +45,61 @@ __device__ __forceinline__ void multiply(int *products, const u32 *a, u64 b, boo
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));
 }
 
-// Starts the products of a chunk: those of the 64 rows of A in `fragments` and the 64 rows of B from the address `b`.
+// Starts the products of a unit: those of the 64 rows of A in `fragments` and the 64 rows of B from the address `b`, as
+// deep as a scale block.
 __device__ __forceinline__ void multiply_chunk(int *products, const u32 (*fragments)[4], u32 b) {
     pin<CHUNK / 2>(products);
     products_fence();
 #pragma unroll
-    for (int step = 0; step < DEPTH / 32; step++)
+    for (int step = 0; step < BLOCK / 32; step++)
         multiply(products, fragments[step], descriptor<0>(b + step * 32), step > 0);
     products_commit();
 }
 
-// Adds a chunk's products, exact integers below 2^21, to its sums.
-__device__ __forceinline__ void add_scaled(float *sums, const int *products, float scale) {
+// The products of the scales for the first and the second 32 columns of a unit.
+struct Scales {
+    float first, second;
+};
+
+__device__ __forceinline__ Scales scales_of(const Note &note, int sub, int chunk) {
+#if BLOCK == DEPTH
+    const float scale = scale_of(note, chunk);
+    return {scale, scale};
+#else
+    const float of_a = note.of_a[sub][(threadIdx.x - 128) / 32 * 16 / BLOCK];
+    const float *of_b = &note.of_b[sub][chunk * (CHUNK / BLOCK)];
+    return {of_a * of_b[0], of_a * of_b[CHUNK / BLOCK - 1]};
+#endif
+}
+
+// Adds a unit's products, exact integers below 2^21, to the sums of its chunk.
+__device__ __forceinline__ void add_scaled(float *sums, const int *products, const Scales &scales) {
 #pragma unroll
     for (int i = 0; i < CHUNK / 2; i++)
-        sums[i] = fmaf((float)products[i], scale, sums[i]);
+        sums[i] = fmaf((float)products[i], i < CHUNK / 4 ? scales.first : scales.second, sums[i]);
 }
 
 // ---- A consumer's sums ----------------------------------------------------------------------------------------------
 
 // Adds the products of a tile's stages to its sums.
 __device__ __forceinline__ void add_tile(float *sums, const Stages &stages, u32 &stage, u32 &parity) {
-    // The chunk that is computed, the one that is converted, and of three chunks the third.
+    // The unit that is computed, the one that is converted, and of three units the third.
     int products[SETS][CHUNK / 2];
-    int *const pending = products[(CHUNKS - 1) % SETS];
+    int *const pending = products[(UNITS - 1) % SETS];
 #pragma unroll
     for (int i = 0; i < CHUNK / 2; i++)
         pending[i] = 0;
-    // The scale of the last stage's last chunk, which is converted while the first chunk of the next stage is computed.
-    // Before the tile's first stage it stands for zeros.
-    float pending_scale = 0.0f;
+    // The scales of the last stage's last unit, which is converted while the first unit of the next stage is computed.
+    // Before the tile's first stage they stand for zeros.
+    Scales pending_scales = {0.0f, 0.0f};
     u32 pending_stage = STAGES;
     bool last;
     do {
         barrier_wait(stages.full + 8 * stage, parity);
-        const Note note = stages.notes[stage];
+        NoteOfStage note = stages.notes[stage];
         last = note.is_end != 0.0f;
         const u32 b = stages.memory + stage * STAGE_BYTES + A_BYTES;
-        // The fragments of A are still being read by the last chunk's products. While this consumer waits for them, the
+        // The fragments of A are still being read by the last unit's products. While this consumer waits for them, the
         // other one keeps the tensor cores busy.
         products_wait<0>();
         pin<CHUNK / 2>(pending);
@@ -86,34 +108,35 @@ __device__ __forceinline__ void add_tile(float *sums, const Stages &stages, u32 
         u32 fragments[DEPTH / 32][4];
         load_fragments(fragments, stages.fragments + stage * STAGE_BYTES);
 #pragma unroll
-        for (int chunk = 0; chunk < CHUNKS; chunk++) {
-            multiply_chunk(products[chunk % SETS], fragments, b + chunk * CHUNK * DEPTH);
-            if (chunk == 0) {
-                add_scaled(sums + (CHUNKS - 1) * CHUNK / 2, pending, pending_scale);
-            } else {
-                int *const done = products[(chunk - 1) % SETS];
+        for (int unit = 0; unit < UNITS; unit++) {
+            const int sub = unit / CHUNKS, chunk = unit % CHUNKS;
+            multiply_chunk(products[unit % SETS], fragments + sub * (BLOCK / 32), b + chunk * CHUNK * DEPTH + sub * BLOCK);
+            if (unit > 0) {
+                int *const done = products[(unit - 1) % SETS];
                 products_wait<1>();
                 pin<CHUNK / 2>(done);
-                add_scaled(sums + (chunk - 1) * CHUNK / 2, done, scale_of(note, chunk - 1));
+                add_scaled(sums + (unit - 1) % CHUNKS * CHUNK / 2, done, pending_scales);
+            } else {
+                add_scaled(sums + (CHUNKS - 1) * CHUNK / 2, pending, pending_scales);
             }
+            pending_scales = scales_of(note, sub, chunk);
         }
-        pending_scale = scale_of(note, CHUNKS - 1);
         pending_stage = stage;
         next_stage(stage, parity);
     } while (!last);
     products_wait<0>();
     pin<CHUNK / 2>(pending);
     release(stages.empty + 8 * pending_stage);
-    add_scaled(sums + (CHUNKS - 1) * CHUNK / 2, pending, pending_scale);
+    add_scaled(sums + (CHUNKS - 1) * CHUNK / 2, pending, pending_scales);
 }
 
-// The same for a tile of which only `count` chunks lie in the output: fewer than CHUNKS, or the only one. They are
-// multiplied and added one after the other: only the other consumer's work overlaps.
+// The same for a tile of which only `count` chunks lie in the output, fewer than CHUNKS, or whose stages are one unit. They
+// are multiplied and added one after the other: only the other consumer's work overlaps.
 __device__ __forceinline__ void add_narrow_tile(float *sums, u32 count, const Stages &stages, u32 &stage, u32 &parity) {
     bool last;
     do {
         barrier_wait(stages.full + 8 * stage, parity);
-        const Note note = stages.notes[stage];
+        NoteOfStage note = stages.notes[stage];
         last = note.is_end != 0.0f;
         const u32 b = stages.memory + stage * STAGE_BYTES + A_BYTES;
         u32 fragments[DEPTH / 32][4];
@@ -121,11 +144,14 @@ __device__ __forceinline__ void add_narrow_tile(float *sums, u32 count, const St
 #pragma unroll
         for (int chunk = 0; chunk == 0 || chunk < CHUNKS - 1; chunk++) {
             if (chunk < count) {
-                int products[CHUNK / 2];
-                multiply_chunk(products, fragments, b + chunk * CHUNK * DEPTH);
-                products_wait<0>();
-                pin<CHUNK / 2>(products);
-                add_scaled(sums + chunk * CHUNK / 2, products, scale_of(note, chunk));
+#pragma unroll
+                for (int sub = 0; sub < SUBS; sub++) {
+                    int products[CHUNK / 2];
+                    multiply_chunk(products, fragments + sub * (BLOCK / 32), b + chunk * CHUNK * DEPTH + sub * BLOCK);
+                    products_wait<0>();
+                    pin<CHUNK / 2>(products);
+                    add_scaled(sums + chunk * CHUNK / 2, products, scales_of(note, sub, chunk));
+                }
             }
         }
         release(stages.empty + 8 * stage);
@@ -213,6 +239,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                 tile.m = row_order[tile.m];
 #endif
             const u32 b_batch = numbers.b_batched ? tile.batch : 0;
+#if BLOCK == DEPTH
             const u32 b_last = (n - 1) / 128;
             const u32 b_first = tile.n * TILE_N / 128;
             const bool begins_inside = tile.n * TILE_N % 128 != 0;
@@ -263,6 +290,36 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                     }
                 }
             }
+#else
+            // Each lane reads and notes a scale of A and one of B.
+            const u32 a_sub = lane / ROW_BLOCKS, b_sub = lane / COL_BLOCKS;
+            const u32 a_block = min(tile.m * ROW_BLOCKS + lane % ROW_BLOCKS, (m - 1) / BLOCK);
+            const u32 b_block = min(tile.n * COL_BLOCKS + lane % COL_BLOCKS, (n - 1) / BLOCK);
+            const float *a_scale = a_scales + tile.batch * numbers.a_scale_batch + a_block * numbers.a_scale_row;
+            const float *b_scale = b_scales + b_batch * numbers.b_scale_batch + b_block * numbers.b_scale_row;
+            for (u32 block = 0; block < blocks; block++) {
+                // Behind K products are 0: times -0 and added, they change no sum, not even its sign.
+                const u32 of_a = block * SUBS + a_sub, of_b = block * SUBS + b_sub;
+                const float from_a = of_a * BLOCK < k ? a_scale[of_a * numbers.a_scale_depth] : -0.0f;
+                const float from_b = of_b * BLOCK < k ? b_scale[of_b * numbers.b_scale_depth] : 1.0f;
+                barrier_wait(empty + 8 * stage, parity ^ 1);
+                if (a_sub < SUBS)
+                    notes[stage].of_a[a_sub][lane % ROW_BLOCKS] = from_a;
+                if (b_sub < SUBS)
+                    notes[stage].of_b[b_sub][lane % COL_BLOCKS] = from_b;
+                if (lane == 0)
+                    notes[stage].is_end = block + 1 == blocks ? 1.0f : 0.0f;
+                __syncwarp();
+                if (lane == 0) {
+                    const u32 to = memory + stage * STAGE_BYTES, barrier = full + 8 * stage;
+                    // The arrival releases the warp's notes to the consumers.
+                    barrier_arrive_expect(barrier, STAGE_BYTES);
+                    copy_tile(to, &a_map, block * DEPTH, tile.m * TILE_M, tile.batch, barrier);
+                    copy_tile(to + A_BYTES, &b_map, block * DEPTH, tile.n * TILE_N, b_batch, barrier);
+                }
+                next_stage(stage, parity);
+            }
+#endif
         }
         return;
     }
@@ -283,7 +340,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         for (int i = 0; i < TILE_N / 2; i++)
             sums[i] = 0.0f;
         const u32 chunks = (n - tile.n * TILE_N + CHUNK - 1) / CHUNK;
-        if (CHUNKS == 1 || chunks < CHUNKS)
+        if (UNITS == 1 || chunks < CHUNKS)
             add_narrow_tile(sums, chunks, stages, stage, parity);
         else
             add_tile(sums, stages, stage, parity);
