@@ -146,11 +146,13 @@ __device__ __forceinline__ void add_narrow_tile(float *sums, u32 count, const St
             if (chunk < count) {
 #pragma unroll
                 for (int sub = 0; sub < SUBS; sub++) {
+                    // Read before the warp waits as one, so that no lane still reads them when the stage is released.
+                    const Scales scales = scales_of(note, sub, chunk);
                     int products[CHUNK / 2];
                     multiply_chunk(products, fragments + sub * (BLOCK / 32), b + chunk * CHUNK * DEPTH + sub * BLOCK);
                     products_wait<0>();
                     pin<CHUNK / 2>(products);
-                    add_scaled(sums + chunk * CHUNK / 2, products, scales_of(note, sub, chunk));
+                    add_scaled(sums + chunk * CHUNK / 2, products, scales);
                 }
             }
         }
