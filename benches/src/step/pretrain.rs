@@ -150,7 +150,11 @@ impl Measured<'_> {
         let (gpu, before) = (self.gpu, self.before);
         let memory = Gauges {
             live: &|_| gpu.live_bytes().unwrap_or_default(),
-            taken: &|| Ok(gpu.used_bytes()?.saturating_sub(before)),
+            // Less than what lives: another program had not yet given back its memory when this one began.
+            taken: &|| {
+                let (used, live) = (gpu.used_bytes()?, gpu.live_bytes().unwrap_or_default());
+                Ok(used.checked_sub(before).filter(|&taken| taken >= live))
+            },
         };
         let speed = self
             .training

@@ -56,8 +56,8 @@ impl<B: Backend> ModuleMapper<B> for Cast {
 pub struct Gauges<'a, B: Backend> {
     /// Bytes of the tensors that live.
     pub live: LiveBytes<'a, B>,
-    /// Bytes that this program has taken from the device.
-    pub taken: &'a dyn Fn() -> Result<u64>,
+    /// Bytes that this program has taken from the device; none where that cannot be told.
+    pub taken: &'a dyn Fn() -> Result<Option<u64>>,
 }
 
 /// A model and how it is trained.
@@ -127,7 +127,7 @@ impl Training {
             contexts: None,
             checkpointing,
             activation_bytes: Some(activation_bytes),
-            peak_bytes: Some(peak_bytes),
+            peak_bytes,
         })
     }
 
@@ -179,7 +179,7 @@ mod tests {
                     &Default::default(),
                     &Gauges {
                         live: &|_| 7,
-                        taken: &|| Ok(9),
+                        taken: &|| Ok(Some(9)),
                     },
                 )
                 .unwrap()
