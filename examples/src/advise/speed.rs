@@ -69,8 +69,8 @@ struct Spread {
 
 /// The result files that say how fast training is, with the device that each is of.
 struct Results {
-    training: [(Device, Compute, &'static str, Vec<Training>); 2],
-    layers: (&'static str, Vec<Layer>),
+    training: [(Device, Compute, &'static str, Vec<Training>); 3],
+    layers: [(Device, &'static str, Vec<Layer>); 2],
 }
 
 macro_rules! result {
@@ -96,14 +96,20 @@ fn parsed<T: DeserializeOwned>((source, text): (&'static str, &str)) -> (&'stati
 
 static RESULTS: LazyLock<Results> = LazyLock::new(|| {
     let (h200, of_h200) = parsed::<Bench<Training>>(result!("h200-pretrain.json"));
+    let (h100, of_h100) = parsed::<Bench<Training>>(result!("h100-pretrain.json"));
     let (cpu, of_cpu) = parsed(result!("cpu-tiny.json"));
-    let (layer, of_layers) = parsed::<Bench<Layer>>(result!("h200-layer.json"));
+    let (on_h200, of_h200_layers) = parsed::<Bench<Layer>>(result!("h200-layer.json"));
+    let (on_h100, of_h100_layers) = parsed::<Bench<Layer>>(result!("h100-layer.json"));
     Results {
         training: [
             (Device::H200, Compute::Bf16, h200, of_h200.rows),
+            (Device::H100, Compute::Bf16, h100, of_h100.rows),
             (Device::Cpu, Compute::F32, cpu, of_cpu),
         ],
-        layers: (layer, of_layers.rows),
+        layers: [
+            (Device::H200, on_h200, of_h200_layers.rows),
+            (Device::H100, on_h100, of_h100_layers.rows),
+        ],
     }
 });
 
@@ -145,10 +151,11 @@ fn training(question: &Question, case: &Case) -> Option<Speed> {
 }
 
 fn layer(question: &Question, recipe: Name) -> Option<Speed> {
-    if question.device != Device::H200 || question.compute != Compute::Bf16 {
+    if question.compute != Compute::Bf16 {
         return None;
     }
-    let (source, layers) = &RESULTS.layers;
+    let of_device = |(on, _, _): &&(Device, _, _)| *on == question.device;
+    let (_, source, layers) = RESULTS.layers.iter().find(of_device)?;
     let distance = |layer: &Layer| {
         let ratio = layer.hidden as f64 / question.model.hidden as f64;
         ratio.ln().abs()

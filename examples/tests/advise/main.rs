@@ -236,6 +236,20 @@ fn layers_that_run_again_hold_less_and_are_named_where_something_is_given_up() {
 
 #[test]
 fn speeds_are_those_of_the_results() {
+    for device in ["h200", "h100"] {
+        speeds_of_a_layer(device);
+    }
+    let elsewhere = json(&["--preset", "medium", "--device", "a100"]);
+    assert!(
+        elsewhere["rows"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .all(|row| row["speed"].is_null())
+    );
+}
+
+fn speeds_of_a_layer(device: &str) {
     let of_layer = json(&[
         "--hidden",
         "4096",
@@ -246,14 +260,12 @@ fn speeds_are_those_of_the_results() {
         "--vocabulary",
         "32000",
         "--device",
-        "h200",
+        device,
     ]);
     let speed = &row(&of_layer, "fallback-int8", "exact", "adamw")["speed"]["layer"];
     assert_eq!(speed["hidden"], 4096);
-    let file = concat!(
-        env!("CARGO_MANIFEST_DIR"),
-        "/../book/results/h200-layer.json"
-    );
+    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../book/results");
+    let file = format!("{folder}/{device}-layer.json");
     let results: Value = serde_json::from_str(&fs::read_to_string(file).unwrap()).unwrap();
     let time = |subject: &str| {
         let rows = results["rows"].as_array().unwrap();
@@ -270,14 +282,6 @@ fn speeds_are_those_of_the_results() {
             Value::Null
         );
     }
-    let elsewhere = json(&["--preset", "medium", "--device", "a100"]);
-    assert!(
-        elsewhere["rows"]
-            .as_array()
-            .unwrap()
-            .iter()
-            .all(|row| row["speed"].is_null())
-    );
 }
 
 #[test]
