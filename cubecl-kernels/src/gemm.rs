@@ -57,7 +57,7 @@ pub enum Strategy {
     Portable,
     /// `mma` instructions on INT8 tiles: NVIDIA devices from sm_80 on, square blocks of 32, 64 or 128.
     TensorCore,
-    /// `wgmma` instructions: NVIDIA devices of sm_90, square blocks of 128.
+    /// `wgmma` instructions: NVIDIA devices of sm_90, square blocks of 32, 64 or 128, residuals in those of 128.
     Hopper,
     /// One of the problem's [`candidates`].
     Exactly(Blueprint),

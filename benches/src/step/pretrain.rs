@@ -150,10 +150,11 @@ impl Measured<'_> {
         let (gpu, before) = (self.gpu, self.before);
         let memory = Gauges {
             live: &|_| gpu.live_bytes().unwrap_or_default(),
-            // Less than what lives: another program had not yet given back its memory when this one began.
+            // Less than what lives: another program gave memory back since this one began, and the difference is not
+            // this one's.
             taken: &|| {
-                let (used, live) = (gpu.used_bytes()?, gpu.live_bytes().unwrap_or_default());
-                Ok(used.checked_sub(before).filter(|&taken| taken >= live))
+                let taken = gpu.used_bytes()?.checked_sub(before);
+                Ok(taken.filter(|&taken| gpu.live_bytes().is_some_and(|live| taken >= live)))
             },
         };
         let speed = self

@@ -92,6 +92,7 @@ fn by_rows<B: QuantBackend>(
 ) -> InsideTensor<B> {
     let mut shape = x.shape();
     let last = shape.num_dims() - 1;
+    // A reshape would be an operation of its own, with a value of its own to save.
     if last == 1 {
         return product(x, matrix);
     }

@@ -141,6 +141,21 @@ fn greatest_common_divisor(a: usize, b: usize) -> usize {
     }
 }
 
+/// Side of the scale blocks that kernels on matrix instructions take.
+fn square_block(problem: &GemmProblem) -> Result<usize, String> {
+    let GemmProblem {
+        a_scale_block: of_a,
+        b_scale_block: of_b,
+        ..
+    } = *problem;
+    match of_a {
+        (block @ (32 | 64 | 128), depth) if depth == block && of_b == of_a => Ok(block),
+        _ => Err(format!(
+            "scales of {of_a:?} and {of_b:?} elements, not square blocks of 32, 64 or 128"
+        )),
+    }
+}
+
 fn tensor_core<R: Runtime>(
     client: &ComputeClient<R>,
     problem: &GemmProblem,
@@ -160,17 +175,7 @@ fn tensor_core<R: Runtime>(
     {
         return Err("a device without INT8 m16n8k32 instructions, ldmatrix and cp.async".into());
     }
-    let block = problem.a_scale_block.0;
-    let square = (block, block);
-    if problem.a_scale_block != square
-        || problem.b_scale_block != square
-        || !matches!(block, 32 | 64 | 128)
-    {
-        return Err(format!(
-            "scales of {:?} and {:?} elements, not square blocks of 32, 64 or 128",
-            problem.a_scale_block, problem.b_scale_block
-        ));
-    }
+    let block = square_block(problem)?;
     let hardware = &client.properties().hardware;
     let multiprocessors = hardware
         .num_streaming_multiprocessors
@@ -217,17 +222,7 @@ fn wgmma<R: Runtime>(
     if !is_hopper(client) {
         return Err("a device that is not of CUDA's architecture sm_90".into());
     }
-    let block = problem.a_scale_block.0;
-    let square = (block, block);
-    if problem.a_scale_block != square
-        || problem.b_scale_block != square
-        || !matches!(block, 32 | 64 | 128)
-    {
-        return Err(format!(
-            "scales of {:?} and {:?} elements, not square blocks of 32, 64 or 128",
-            problem.a_scale_block, problem.b_scale_block
-        ));
-    }
+    let block = square_block(problem)?;
     if problem.fallback && block != HopperBlueprint::DEPTH {
         return Err(format!("a residual in blocks of {block}, not 128"));
     }

@@ -321,8 +321,8 @@ fn same_bits_with_fallback(#[values(0.0, 500.0, 2000.0, 1e30)] threshold: f32) {
 }
 
 /// A block of NaN makes NaN of its rows or columns of the output, also where it is multiplied by zeros.
-#[test]
-fn nan_blocks() {
+#[rstest]
+fn nan_blocks(#[values(32, 64, 128)] block: usize) {
     let (client, mut random) = (client(), Random::fresh());
     if !has_hopper(&client) {
         return;
@@ -333,17 +333,22 @@ fn nan_blocks() {
     let mut y = values(&mut random, n * k);
     y[300 * k + 450] = f32::INFINITY;
     y[..128 * k].fill(0.0);
-    let (a, residual) = with_fallback(&client, &x, MatrixShape::new(m, k), 0.0);
-    let y = upload(&client, &y, &[n, k], dtype::<f32>());
-    let b = quantized(&client, &y, BLOCK)
-        .operand()
-        .expect("a row-major copy");
-    compare(&client, &mut random, &a, &b, Some(&residual), "NaN blocks");
+    let [x_matrix, y] = [(m, &x), (n, &y)]
+        .map(|(rows, values)| upload(&client, values, &[rows, k], dtype::<f32>()));
+    let operand = |x: &Tensor| quantized(&client, x, block).operand();
+    let (a, residual) = if block == BLOCK {
+        let (a, residual) = with_fallback(&client, &x, MatrixShape::new(m, k), 0.0);
+        (a, Some(residual))
+    } else {
+        (operand(&x_matrix).expect("a row-major copy"), None)
+    };
+    let (b, residual) = (operand(&y).expect("a row-major copy"), residual.as_ref());
+    compare(&client, &mut random, &a, &b, residual, "NaN blocks");
     let out = gemm(
         &client,
         &a,
         &b,
-        Some(&residual),
+        residual,
         None,
         dtype::<f32>(),
         Strategy::Hopper,
@@ -353,7 +358,7 @@ fn nan_blocks() {
         .enumerate()
     {
         let (row, col) = (index / n, index % n);
-        let expected = (128..256).contains(&row) || (256..384).contains(&col);
+        let expected = row / block == 200 / block || col / block == 300 / block;
         assert_eq!(value.is_nan(), expected, "row {row}, column {col}");
     }
 }
@@ -382,7 +387,7 @@ fn transposed_operands(#[values(32, 64, 128)] block: usize) {
 
 /// Rows of a larger matrix: aligned, and such that the operand has to be copied.
 #[rstest]
-fn windows(#[values(16, 5)] padding: usize) {
+fn windows(#[values(16, 5)] padding: usize, #[values(32, 64, 128)] block: usize) {
     let (client, mut random) = (client(), Random::fresh());
     if !has_hopper(&client) {
         return;
@@ -392,12 +397,12 @@ fn windows(#[values(16, 5)] padding: usize) {
         &client,
         &mut random,
         MatrixShape::new(m, k + padding),
-        BLOCK,
+        block,
     );
-    let mut a = operand(&client, &mut random, MatrixShape::new(m, k), BLOCK);
+    let mut a = operand(&client, &mut random, MatrixShape::new(m, k), block);
     a.values.handle = wide.values.handle;
     a.values.metadata.strides_mut()[0] = k + padding;
-    let b = operand(&client, &mut random, MatrixShape::new(n, k), BLOCK);
+    let b = operand(&client, &mut random, MatrixShape::new(n, k), block);
     compare(
         &client,
         &mut random,

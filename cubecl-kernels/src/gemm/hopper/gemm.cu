@@ -11,7 +11,7 @@
 // A block has three warpgroups (128 threads each) and works on one output tile after the other:
 //
 //   producer      one warp of the first warpgroup; fills the ring: a stage is one step along K, a tile of A (or of A's
-//                 residual) and one of B, copied by TMA, and the products of their scales
+//                 residual) and one of B, copied by TMA, and a note of their scales
 //   consumers     two warpgroups, each for 64 rows of the tile; multiply a stage with wgmma, then scale and add to FP32
 //                 sums in their registers
 //
@@ -22,11 +22,15 @@
 // stage, B's half of it is left. (Chunks of 128 with both operands in shared memory, in one set of registers, are 8%
 // slower.)
 //
-// Smaller blocks are converted more often: each 32 x 32 products of 32 elements cost as much as those of 128. An I2F takes
-// two cycles of its pipe and covers the FFMA, so that 64 columns of a step of 32 take the tensor cores 32 cycles and the
-// conversion 64: half of the peak is the bound for blocks of 32, and there is none for 64.
+// Smaller blocks convert more often: a 32-deep product needs as many conversions as a 128-deep one. Those of 64 columns
+// are 64 instructions of 76, and two consumers share a scheduler: 152 cycles for two such products, which take the tensor
+// cores 64 cycles where they are 32 deep and 128 where they are 64 deep. That bounds the speed at 42% and 84% of the peak.
 //
 // Narrow tiles are for outputs that have few: hopper.rs has their speeds.
+
+#if FALLBACK && BLOCK != DEPTH
+#error "a stage of several blocks has no place for their residuals"
+#endif
 
 // ---- wgmma ----------------------------------------------------------------------------------------------------------
 
