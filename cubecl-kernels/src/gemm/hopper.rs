@@ -38,9 +38,11 @@ const UNITS: u32 = 3 * 128;
 const DECLARED: usize = 24 * 1024;
 
 impl HopperBlueprint {
-    /// Rows of an output tile: those of the largest scale block, so that one that falls back costs its own products only.
+    /// Rows of an output tile: those of the largest scale block, so that one that falls back costs its own products
+    /// only.
     pub const TILE_M: usize = 128;
-    /// Depth of a stage of INT8: that of the largest scale block, and the 128 bytes that a row of swizzled shared memory holds.
+    /// Depth of a stage of INT8: that of the largest scale block, and the 128 bytes that a row of swizzled shared
+    /// memory holds.
     pub const DEPTH: usize = 128;
 
     /// Columns of a tile of INT8 products that are computed at once, where any of them lies in the output.
@@ -248,7 +250,8 @@ impl CudaSource for GemmSource {
 
     fn knobs(&self) -> String {
         format!(
-            "#define TILE_N {}\n#define STAGES {}\n#define BLOCK {}\n#define FALLBACK {}\n#define BIAS {}\n#define OUT_{}",
+            "#define TILE_N {}\n#define STAGES {}\n#define BLOCK {}\n#define FALLBACK {}\n#define BIAS {}\n\
+             #define OUT_{}",
             self.blueprint.tile_n,
             self.blueprint.stages,
             self.block,

@@ -28,13 +28,13 @@ const BLOCK: usize = 128;
 
 fn problem(batch: usize, m: usize, n: usize, k: usize) -> GemmProblem {
     GemmProblem {
-        fallback: false,
         batch,
         m,
         n,
         k,
         a_scale_block: (BLOCK, BLOCK),
         b_scale_block: (BLOCK, BLOCK),
+        fallback: false,
     }
 }
 

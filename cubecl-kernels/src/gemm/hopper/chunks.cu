@@ -7,11 +7,12 @@
 #define DEPTH 128
 #define CHUNK 64
 #define CHUNKS (TILE_N / CHUNK)
-// Scale blocks along a stage's depth, and the products that are added by themselves: of a chunk and a scale block's depth.
+// Scale blocks along a stage's depth, and the products that are added by themselves: of a chunk and a scale block's
+// depth.
 #define SUBS (DEPTH / BLOCK)
 #define UNITS (SUBS * CHUNKS)
-// Sets of registers for products of add_tile: a stage's last unit and the next one's first must not share one. A stage of
-// one unit does not go through it.
+// Sets of registers for products of add_tile: a stage's last unit and the next one's first must not share one. A stage
+// of one unit does not go through it.
 #define SETS (UNITS % 2 ? UNITS : 2)
 #define A_BYTES (TILE_M * DEPTH)
 #define B_BYTES (TILE_N * DEPTH)
@@ -24,6 +25,15 @@ __device__ __forceinline__ void load_matrices(u32 *words, u32 address) {
                  : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
                  : "r"(address)
                  : "memory");
+}
+
+// Starts the copies of both operands' tiles into the stage at `to`. The arrival releases the producer's note to the
+// consumers.
+__device__ __forceinline__ void copy_stage(u32 to, u32 barrier, const TensorMap *a, const TensorMap *b, u32 depth,
+                                           const Tile &tile, u32 b_batch) {
+    barrier_arrive_expect(barrier, STAGE_BYTES);
+    copy_tile(to, a, depth, tile.m * TILE_M, tile.batch, barrier);
+    copy_tile(to + A_BYTES, b, depth, tile.n * TILE_N, b_batch, barrier);
 }
 
 // The producer's note on a stage: its scales, and 1 for the tile's last stage.

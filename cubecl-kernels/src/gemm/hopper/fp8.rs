@@ -347,7 +347,8 @@ impl CudaSource for Fp8Source {
     fn knobs(&self) -> String {
         let [a, b] = self.operands;
         format!(
-            "#define TILE_N {}\n#define STAGES {}\n#define BLOCK 128\n#define IN \"{}.{}\"\n#define A_ROWS {}\n#define B_ROWS {}\n\
+            "#define TILE_N {}\n#define STAGES {}\n#define BLOCK 128\n#define IN \"{}.{}\"\n\
+             #define A_ROWS {}\n#define B_ROWS {}\n\
              #define A_E8M0 {}\n#define B_E8M0 {}\n#define BIAS {}\n#define OUT_{}",
             self.blueprint.tile_n,
             self.blueprint.stages,

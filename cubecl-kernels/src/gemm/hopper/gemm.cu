@@ -1,4 +1,5 @@
-// C[M, N] = A[M, K] B[N, K]^T + bias[N] of INT8 matrices with FP32 scales for square blocks of 32, 64 or 128, on sm_90a.
+// C[M, N] = A[M, K] B[N, K]^T + bias[N] of INT8 matrices with FP32 scales for square blocks of 32, 64 or 128, on
+// sm_90a.
 //
 // Knobs, defined in front of this text:
 //   TILE_N     64, 128, 192 or 256, the columns of an output tile (its rows are 128)
@@ -23,8 +24,9 @@
 // slower.)
 //
 // Smaller blocks convert more often: a 32-deep product needs as many conversions as a 128-deep one. Those of 64 columns
-// are 64 instructions of 76, and two consumers share a scheduler: 152 cycles for two such products, which take the tensor
-// cores 64 cycles where they are 32 deep and 128 where they are 64 deep. That bounds the speed at 42% and 84% of the peak.
+// are 64 instructions of 76, and two consumers share a scheduler: 152 cycles for two such products, which take the
+// tensor cores 64 cycles where they are 32 deep and 128 where they are 64 deep. That bounds the speed at 42% and 84% of
+// the peak.
 //
 // Narrow tiles are for outputs that have few: hopper.rs has their speeds.
 
@@ -114,7 +116,8 @@ __device__ __forceinline__ void add_tile(float *sums, const Stages &stages, u32 
 #pragma unroll
         for (int unit = 0; unit < UNITS; unit++) {
             const int sub = unit / CHUNKS, chunk = unit % CHUNKS;
-            multiply_chunk(products[unit % SETS], fragments + sub * (BLOCK / 32), b + chunk * CHUNK * DEPTH + sub * BLOCK);
+            multiply_chunk(products[unit % SETS], fragments + sub * (BLOCK / 32),
+                           b + chunk * CHUNK * DEPTH + sub * BLOCK);
             if (unit > 0) {
                 int *const done = products[(unit - 1) % SETS];
                 products_wait<1>();
@@ -134,8 +137,8 @@ __device__ __forceinline__ void add_tile(float *sums, const Stages &stages, u32 
     add_scaled(sums + (CHUNKS - 1) * CHUNK / 2, pending, pending_scales);
 }
 
-// The same for a tile of which only `count` chunks lie in the output, fewer than CHUNKS, or whose stages are one unit. They
-// are multiplied and added one after the other: only the other consumer's work overlaps.
+// The same for a tile of which only `count` chunks lie in the output, fewer than CHUNKS, or whose stages are one unit.
+// They are multiplied and added one after the other: only the other consumer's work overlaps.
 __device__ __forceinline__ void add_narrow_tile(float *sums, u32 count, const Stages &stages, u32 &stage, u32 &parity) {
     bool last;
     do {
@@ -283,12 +286,8 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                             const bool last = start + i + 1 == blocks && step + 1 == steps;
                             const float first = scale * scale_0, second = scale * scale_1;
                             notes[stage] = {first, second, begins_inside ? second : first, last ? 1.0f : 0.0f};
-                            const u32 to = memory + stage * STAGE_BYTES, barrier = full + 8 * stage;
-                            // The arrival releases the notes to the consumers.
-                            barrier_arrive_expect(barrier, STAGE_BYTES);
-                            const u32 depth = (start + i) * DEPTH;
-                            copy_tile(to, step ? &residual_map : &a_map, depth, tile.m * TILE_M, tile.batch, barrier);
-                            copy_tile(to + A_BYTES, &b_map, depth, tile.n * TILE_N, b_batch, barrier);
+                            copy_stage(memory + stage * STAGE_BYTES, full + 8 * stage, step ? &residual_map : &a_map,
+                                       &b_map, (start + i) * DEPTH, tile, b_batch);
                         }
                         // The other lanes' next wait is for another stage, but the warp's shuffles need all of it.
                         __syncwarp();
@@ -316,13 +315,9 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                 if (lane == 0)
                     notes[stage].is_end = block + 1 == blocks ? 1.0f : 0.0f;
                 __syncwarp();
-                if (lane == 0) {
-                    const u32 to = memory + stage * STAGE_BYTES, barrier = full + 8 * stage;
-                    // The arrival releases the warp's notes to the consumers.
-                    barrier_arrive_expect(barrier, STAGE_BYTES);
-                    copy_tile(to, &a_map, block * DEPTH, tile.m * TILE_M, tile.batch, barrier);
-                    copy_tile(to + A_BYTES, &b_map, block * DEPTH, tile.n * TILE_N, b_batch, barrier);
-                }
+                if (lane == 0)
+                    copy_stage(memory + stage * STAGE_BYTES, full + 8 * stage, &a_map, &b_map, block * DEPTH, tile,
+                               b_batch);
                 next_stage(stage, parity);
             }
 #endif

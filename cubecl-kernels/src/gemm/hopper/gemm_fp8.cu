@@ -295,11 +295,8 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                 if (lane == 0) {
                     const bool last = block + 1 == blocks;
                     notes[stage] = {first, second, begins_inside ? second : first, last ? 1.0f : 0.0f};
-                    const u32 to = memory + stage * STAGE_BYTES, barrier = full + 8 * stage;
-                    // The arrival releases the notes to the consumers.
-                    barrier_arrive_expect(barrier, STAGE_BYTES);
-                    copy_tile(to, &a_map, block * DEPTH, tile.m * TILE_M, tile.batch, barrier);
-                    copy_tile(to + A_BYTES, &b_map, block * DEPTH, tile.n * TILE_N, b_batch, barrier);
+                    copy_stage(memory + stage * STAGE_BYTES, full + 8 * stage, &a_map, &b_map, block * DEPTH, tile,
+                               b_batch);
                 }
 #if B_ROWS
                 const u64 depth = min(block + 1, blocks - 1) * numbers.b_scale_depth;
