@@ -57,7 +57,8 @@ pub enum Strategy {
     Portable,
     /// `mma` instructions on INT8 tiles: NVIDIA devices from sm_80 on, square blocks of 32, 64 or 128.
     TensorCore,
-    /// `wgmma` instructions: NVIDIA devices of sm_90, square blocks of 32, 64 or 128, residuals in those of 128.
+    /// `wgmma` instructions: NVIDIA devices of sm_90; square blocks of 32, 64 or 128, residuals in those of 128, or scales
+    /// of rows or whole matrices, with K up to 2^17.
     Hopper,
     /// One of the problem's [`candidates`].
     Exactly(Blueprint),
@@ -258,6 +259,7 @@ fn launch<R: Runtime>(client: &ComputeClient<R>, args: &GemmArgs<R>, blueprint: 
         Blueprint::Portable(blueprint) => portable::launch(client, args, blueprint),
         Blueprint::TensorCore(blueprint) => tensor_core::launch(client, args, blueprint),
         Blueprint::Hopper(blueprint) => hopper::launch(client, args, blueprint),
+        Blueprint::HopperRowwise(blueprint) => hopper::rowwise::launch(client, args, blueprint),
     }
 }
 

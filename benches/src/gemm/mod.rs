@@ -1,10 +1,10 @@
-//! The speed of products of block-quantized and of FP8 matrices, beside that of BF16 matrices.
+//! The speed of products of INT8 and of FP8 matrices, beside that of BF16 matrices.
 
 mod bf16_gemm;
 mod burn_matmul;
 mod check;
-mod fp8_gemm;
 mod problem;
+mod scaled;
 
 use std::path::Path;
 
@@ -135,11 +135,13 @@ pub fn run(
     if !settings.shapes {
         for &size in &settings.sizes {
             let bf16 = bf16_gemm::measure(gpu, &mut random, size);
-            report.add([float(Kernel::HopperBf16, size, bf16)?])?;
-            for (kernel, granularities) in fp8_gemm::SCALINGS {
+            report.add([without_blocks(Kernel::HopperBf16, size, bf16)?])?;
+            let is_wanted = |scaling: scaled::Scaling| !(settings.floats && scaling.is_int8());
+            let scalings = scaled::SCALINGS.into_iter().filter(|it| is_wanted(it.1));
+            for (kernel, scaling) in scalings {
                 gpu.client.memory_cleanup();
-                let fp8 = fp8_gemm::measure(gpu, &mut random, size, granularities);
-                report.add([float(kernel, size, fp8)?])?;
+                let time = scaled::measure(gpu, &mut random, size, scaling);
+                report.add([without_blocks(kernel, size, time)?])?;
             }
             gpu.client.memory_cleanup();
             report.add([burn(gpu, &mut random, size)?])?;
@@ -261,8 +263,12 @@ fn output(problem: &Problem) -> StorageType {
     }
 }
 
-/// The line of one of our products of square float matrices.
-fn float(kernel: Kernel, size: usize, time: Result<Result<Spread, String>>) -> Result<GemmSpeed> {
+/// The line of one of our products of square matrices that are not in square blocks.
+fn without_blocks(
+    kernel: Kernel,
+    size: usize,
+    time: Result<Result<Spread, String>>,
+) -> Result<GemmSpeed> {
     let time = time.with_context(|| format!("{} of size {size}", kernel.name()))?;
     let problem = Problem::new(size, size, size);
     let row = GemmSpeed {

@@ -14,6 +14,10 @@ pub enum Kernel {
     Hopper,
     /// Ours, of BF16 matrices, on `wgmma` instructions.
     HopperBf16,
+    /// Ours, of INT8 matrices with a scale each.
+    HopperInt8Tensor,
+    /// The same with a scale for each row of A and of B.
+    HopperInt8Row,
     /// Ours, of E4M3 matrices with a scale each.
     HopperFp8Tensor,
     /// The same with a scale for each row of A and of B.
@@ -39,6 +43,8 @@ impl Kernel {
             Self::TensorCore => "ours, tensor cores",
             Self::Hopper => "ours, Hopper",
             Self::HopperBf16 => "ours, Hopper BF16",
+            Self::HopperInt8Tensor => "ours, Hopper INT8, tensors",
+            Self::HopperInt8Row => "ours, Hopper INT8, rows",
             Self::HopperFp8Tensor => "ours, Hopper FP8, tensors",
             Self::HopperFp8Row => "ours, Hopper FP8, rows",
             Self::HopperFp8Block => "ours, Hopper FP8, blocks",

@@ -104,18 +104,21 @@ __device__ __forceinline__ void copy_tile(u32 to, const TensorMap *map, u32 k, u
 #define REGISTERS_4(x, i) "+r"(x[i]), "+r"(x[i + 1]), "+r"(x[i + 2]), "+r"(x[i + 3])
 #define REGISTERS_16(x, i)                                                                                             \
     REGISTERS_4(x, i), REGISTERS_4(x, i + 4), REGISTERS_4(x, i + 8), REGISTERS_4(x, i + 12)
+#define REGISTERS_32(x, i) REGISTERS_16(x, i), REGISTERS_16(x, i + 16)
+#define REGISTERS_64(x, i) REGISTERS_32(x, i), REGISTERS_32(x, i + 32)
 
-// The registers of 32, 64 and 128 sums in the text of an instruction whose first operands they are.
+// The registers of 32, 64, 96 and 128 sums in the text of an instruction whose first operands they are.
 #define SUMS_32                                                                                                        \
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                                           \
     "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define SUMS_64                                                                                                        \
     SUMS_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "                       \
             "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define SUMS_128                                                                                                       \
+#define SUMS_96                                                                                                        \
     SUMS_64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "                       \
-            "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "                         \
-            "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "             \
+            "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define SUMS_128                                                                                                       \
+    SUMS_96 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "           \
             "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
 // Describes an operand in shared memory, swizzled by TMA in groups of 8 rows of 128 bytes:

@@ -137,6 +137,7 @@ enum Candidate {
     Portable,
     TensorCore { tile: usize, stages: usize },
     Hopper { tile_n: usize },
+    HopperRowwise { tile_n: usize },
 }
 
 impl From<Blueprint> for Candidate {
@@ -148,6 +149,7 @@ impl From<Blueprint> for Candidate {
                 stages: it.stages,
             },
             Blueprint::Hopper(it) => Self::Hopper { tile_n: it.tile_n },
+            Blueprint::HopperRowwise(it) => Self::HopperRowwise { tile_n: it.tile_n },
         }
     }
 }

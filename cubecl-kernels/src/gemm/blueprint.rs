@@ -7,8 +7,10 @@ pub enum Blueprint {
     Portable(PortableBlueprint),
     /// The tensor-core kernel.
     TensorCore(TensorCoreBlueprint),
-    /// The Hopper kernel.
+    /// The Hopper kernel for scales of square blocks.
     Hopper(HopperBlueprint),
+    /// The Hopper kernel for scales that cover all of K.
+    HopperRowwise(HopperBlueprint),
 }
 
 /// Parameters of the portable kernel, whose cubes of 16 x 16 units compute tiles of 64 x 64 outputs.
@@ -32,7 +34,7 @@ pub struct TensorCoreBlueprint {
     pub stages: usize,
 }
 
-/// Parameters of the Hopper kernel, whose output tiles have 128 rows.
+/// Parameters of the Hopper kernels, whose output tiles have 128 rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct HopperBlueprint {
     /// Columns of an output tile: 64, 128, 192 or 256.

@@ -31,6 +31,7 @@ use super::{
 
 pub(super) mod float;
 pub(super) mod fp8;
+pub(super) mod rowwise;
 
 /// A producer and two consumer warpgroups.
 const UNITS: u32 = 3 * 128;
@@ -101,7 +102,7 @@ impl HopperBlueprint {
     }
 }
 
-/// The blueprints of a product.
+/// The blueprints of a product in square blocks.
 pub(super) fn ranked<R: Runtime>(
     client: &ComputeClient<R>,
     problem: &GemmProblem,
@@ -135,20 +136,7 @@ pub(super) fn launch<R: Runtime>(
     } = AlignedValues::new(client, args);
     let residual = residual.unwrap_or_else(|| a.clone());
     let optional = |tensor: Option<&TensorHandle<R>>, dtype| or_unused(tensor, args.out, dtype);
-    let (of_a, of_b) = (&args.a_scales, &args.b_scales);
-    let numbers = GemmNumbers {
-        batch: problem.batch as u64,
-        m: problem.m as u64,
-        n: problem.n as u64,
-        k: problem.k as u64,
-        a_scale_batch: batch_stride(of_a),
-        a_scale_row: of_a.row_stride as u64,
-        a_scale_depth: of_a.col_stride as u64,
-        b_scale_batch: batch_stride(of_b),
-        b_scale_row: of_b.row_stride as u64,
-        b_scale_depth: of_b.col_stride as u64,
-        b_batched: u64::from(b_view.shape.batch > 1),
-    };
+    let numbers = GemmNumbers::of(args, &b_view);
     // SAFETY: `gemm` checked all shapes, from which the numbers come; the kernel guards its writes and its reads of
     // scales, flags and bias with them. It reads an optional buffer only where a knob says that there is one.
     #[allow(unsafe_code)]
@@ -186,10 +174,12 @@ pub(super) fn launch<R: Runtime>(
 
 /// The stride of a batch, 0 for a batch of one.
 fn batch_stride(view: &MatrixView) -> u64 {
-    match view.shape.batch {
-        1 => 0,
-        _ => view.batch_stride as u64,
-    }
+    stride(view.shape.batch, view.batch_stride)
+}
+
+/// The stride of a dimension, 0 where there is one only.
+fn stride(extent: usize, stride: usize) -> u64 {
+    if extent == 1 { 0 } else { stride as u64 }
 }
 
 /// Tiles of `rows` x 128 bytes of INT8 matrices.
@@ -207,9 +197,30 @@ fn tensor_map<R: Runtime>(
     view.bind(values)
 }
 
+impl GemmNumbers {
+    /// Those of a product whose B is read as `b_view` says.
+    fn of<R: Runtime>(args: &GemmArgs<R>, b_view: &MatrixView) -> Self {
+        let problem = args.problem;
+        let (of_a, of_b) = (&args.a_scales, &args.b_scales);
+        Self {
+            batch: problem.batch as u64,
+            m: problem.m as u64,
+            n: problem.n as u64,
+            k: problem.k as u64,
+            a_scale_batch: batch_stride(of_a),
+            a_scale_row: stride(of_a.shape.rows, of_a.row_stride),
+            a_scale_depth: of_a.col_stride as u64,
+            b_scale_batch: batch_stride(of_b),
+            b_scale_row: stride(of_b.shape.rows, of_b.row_stride),
+            b_scale_depth: of_b.col_stride as u64,
+            b_batched: u64::from(b_view.shape.batch > 1),
+        }
+    }
+}
+
 numbers! {
-    /// The numbers of `hopper/gemm.cu` and `hopper/gemm_fp8.cu`. Strides are in elements; those of a batch of one are
-    /// 0.
+    /// The numbers of `hopper/gemm.cu`, `hopper/gemm_fp8.cu` and `hopper/gemm_rowwise.cu`. Strides are in elements; those
+    /// of one batch or one row of scales are 0.
     struct GemmNumbers {
         batch: u64,
         m: u64,

@@ -1,4 +1,5 @@
-//! Products whose scales cover all of K, by the kernels for square blocks: rowwise and per-tensor scaling.
+//! Products whose scales cover all of K, by the kernels for square blocks: rowwise and per-tensor scaling, where no kernel
+//! has them itself.
 //!
 //! Such a scale leaves the sum. That of a whole matrix is given to every block; those of rows are 1 in the product, in
 //! FP32, and multiply its elements afterwards. That costs one more read and write of the result, and has tensor cores
@@ -24,20 +25,24 @@ const OPERATION: &str = "gemm_rowwise";
 const BLOCK: usize = HopperBlueprint::DEPTH;
 const UNITS: u32 = 256;
 
+/// True where the scales of a product cover all of K, each those of rows or of a whole matrix.
+pub(super) fn covers_k(problem: &GemmProblem) -> bool {
+    let is = |block, rows| Scaling::of(block, rows, problem.k).is_some();
+    is(problem.a_scale_block, problem.m) && is(problem.b_scale_block, problem.n)
+}
+
 /// True where a product is of this kind, and the device computes those of blocks by better means than this kind's.
 pub(super) fn pays<R: Runtime>(client: &ComputeClient<R>, problem: &GemmProblem) -> bool {
-    let is = |block, rows| Scaling::of(block, rows, problem.k).is_some();
-    let square = (BLOCK, BLOCK);
-    let is_rowwise = is(problem.a_scale_block, problem.m)
-        && is(problem.b_scale_block, problem.n)
-        && (problem.a_scale_block, problem.b_scale_block) != (square, square);
     let of_blocks = GemmProblem {
-        a_scale_block: square,
-        b_scale_block: square,
+        a_scale_block: (BLOCK, BLOCK),
+        b_scale_block: (BLOCK, BLOCK),
         ..*problem
     };
-    let has_kernel = |strategy| selector::rank(client, &of_blocks, strategy).is_ok();
-    is_rowwise && (has_kernel(Strategy::Hopper) || has_kernel(Strategy::TensorCore))
+    let has_kernel = |problem, strategy| selector::rank(client, problem, strategy).is_ok();
+    let by_instructions = |problem| {
+        has_kernel(problem, Strategy::Hopper) || has_kernel(problem, Strategy::TensorCore)
+    };
+    covers_k(problem) && !by_instructions(problem) && by_instructions(&of_blocks)
 }
 
 /// `C = A B^T + bias` as [`gemm`](fn@gemm) computes it, for operands whose scales cover all of K: of whole rows, or of

@@ -10,7 +10,7 @@ use crate::{
 use super::{
     GemmProblem, OPERATION, Strategy,
     blueprint::{Blueprint, HopperBlueprint, PortableBlueprint, TensorCoreBlueprint},
-    hopper,
+    hopper, rowwise,
 };
 
 /// Depth at which INT32 sums of products of INT8 are scaled at the latest: 2^17 * 127^2 < 2^31.
@@ -97,7 +97,7 @@ pub(super) fn rank<R: Runtime>(
             let of_kernel = match blueprint {
                 Blueprint::Portable(_) => Strategy::Portable,
                 Blueprint::TensorCore(_) => Strategy::TensorCore,
-                Blueprint::Hopper(_) => Strategy::Hopper,
+                Blueprint::Hopper(_) | Blueprint::HopperRowwise(_) => Strategy::Hopper,
             };
             let mut ranked = rank(client, problem, of_kernel)?;
             ranked.retain(|candidate| candidate.blueprint == blueprint);
@@ -222,12 +222,19 @@ fn wgmma<R: Runtime>(
     if !is_hopper(client) {
         return Err("a device that is not of CUDA's architecture sm_90".into());
     }
-    let block = square_block(problem)?;
-    if problem.fallback && block != HopperBlueprint::DEPTH {
-        return Err(format!("a residual in blocks of {block}, not 128"));
-    }
     if problem.k == 0 {
         return Err("an empty sum".into());
     }
-    Ok(hopper::ranked(client, problem).into())
+    match square_block(problem) {
+        Ok(block) if problem.fallback && block != HopperBlueprint::DEPTH => {
+            Err(format!("a residual in blocks of {block}, not 128"))
+        }
+        Ok(_) => Ok(hopper::ranked(client, problem).into()),
+        Err(_) if rowwise::covers_k(problem) && !problem.fallback && problem.k <= MAX_DEPTH => {
+            Ok(hopper::rowwise::ranked(client, problem).into())
+        }
+        Err(reason) => Err(format!(
+            "{reason}, nor of rows or matrices with K up to {MAX_DEPTH}"
+        )),
+    }
 }

@@ -199,6 +199,34 @@ fn launch(client: &Client, case: Case, strategy: Strategy) -> usize {
     blueprints.len()
 }
 
+/// Every product with scales over all of K.
+fn launch_rowwise(client: &Client) {
+    const SIZE: usize = 256;
+    let operand = |rows_per_scale: usize| GemmOperand {
+        values: tensor(client, &[SIZE, SIZE], dtype::<i8>()),
+        scales: tensor(client, &[SIZE / rows_per_scale, 1], dtype::<f32>()),
+        rows_per_scale,
+        depth_per_scale: SIZE,
+    };
+    let (a, b) = (operand(1), operand(SIZE));
+    let problem = GemmProblem {
+        a_scale_block: (a.rows_per_scale, a.depth_per_scale),
+        b_scale_block: (b.rows_per_scale, b.depth_per_scale),
+        ..problem(SIZE, SIZE, 128)
+    };
+    let blueprints = candidates(client, &problem, Strategy::Hopper).expect("the device's kernel");
+    let bias = tensor(client, &[SIZE], dtype::<f32>());
+    for out in outputs() {
+        for (bias, &blueprint) in [None, Some(&bias)]
+            .into_iter()
+            .flat_map(|bias| blueprints.iter().map(move |it| (bias, it)))
+        {
+            let strategy = Strategy::Exactly(blueprint);
+            gemm(client, &a, &b, None, bias, out, strategy).expect("a candidate");
+        }
+    }
+}
+
 /// Every `gemm_float` of one tile width.
 fn launch_float(client: &Client, size: usize) {
     let bias = tensor(client, &[size], dtype::<f32>());
@@ -275,12 +303,13 @@ fn tensor_core_sources(architecture: u16) -> Vec<Source> {
     sources
 }
 
-/// The sources of all `gemm_hopper` or `gemm_float_hopper`, no two the same.
+/// The sources of all `gemm_hopper`, `gemm_rowwise_hopper` or `gemm_float_hopper`, no two the same.
 fn hopper_sources(name: &str) -> Vec<Source> {
     let sources = sources_of(90, |client| {
         for case in hopper_cases() {
             launch(client, case, Strategy::Hopper);
         }
+        launch_rowwise(client);
         for size in [256, 4096] {
             launch_float(client, size);
         }
@@ -292,6 +321,7 @@ fn hopper_sources(name: &str) -> Vec<Source> {
         .collect();
     let expected = match name {
         "gemm_hopper" => 4 * hopper_cases().len(),
+        "gemm_rowwise_hopper" => 4 * outputs().len() * 2,
         // Widths of tiles, the input's type, both operands' layouts, the output's type, the bias.
         _ => 2 * 2 * pairs_of_bools().len() * outputs().len() * 2,
     };
@@ -902,7 +932,7 @@ fn adamw_calls_functions_that_flush_to_zero() {
 
 #[rstest]
 fn hopper_sources_leave_memory_for_what_they_declare(
-    #[values("gemm_hopper", "gemm_float_hopper")] name: &str,
+    #[values("gemm_hopper", "gemm_rowwise_hopper", "gemm_float_hopper")] name: &str,
 ) {
     // Barriers, the scales of stages, staging memory and the order of rows.
     const DECLARED: usize = 24 * 1024;
@@ -925,33 +955,41 @@ fn no_hopper_source_elsewhere(#[values(80, 89, 100, 120)] architecture: u16) {
 }
 
 /// A scale of a block that is deeper than K leaves the sum, but is no scale of a row: only such ones, and those of a
-/// whole matrix, take the way over blocks of 128.
+/// whole matrix, take the way over blocks of 128, or on Hopper their own kernel.
 #[rstest]
-#[case::deep_blocks((64, 64), 98, false)]
-#[case::blocks_of_128((128, 128), 98, false)]
-#[case::one_block((64, 64), 50, true)]
-#[case::rows((1, 4), 98, true)]
-#[case::matrix((98, 4), 98, true)]
-fn scales_of_rows_and_matrices_go_over_blocks(
+#[case::deep_blocks((64, 64), 98, "gemm_tensor_core", "gemm_hopper")]
+#[case::blocks_of_128((128, 128), 98, "gemm_tensor_core", "gemm_hopper")]
+#[case::one_block((48, 48), 40, "block_scales", "gemm_rowwise_hopper")]
+#[case::rows((1, 4), 98, "scale_rows", "gemm_rowwise_hopper")]
+#[case::matrix((98, 4), 98, "block_scales", "gemm_rowwise_hopper")]
+fn kernels_of_scales_over_k(
     #[case] (rows_per_scale, depth_per_scale): (usize, usize),
     #[case] rows: usize,
-    #[case] over_blocks: bool,
+    #[case] of_ampere: &str,
+    #[case] of_hopper: &str,
 ) {
     const K: usize = 4;
-    let sources = sources_of(90, |client| {
-        let scales = [rows.div_ceil(rows_per_scale), K.div_ceil(depth_per_scale)];
-        let operand = GemmOperand {
-            values: tensor(client, &[rows, K], dtype::<i8>()),
-            scales: tensor(client, &scales, dtype::<f32>()),
-            rows_per_scale,
-            depth_per_scale,
-        };
-        let out = dtype::<f32>();
-        gemm(client, &operand, &operand, None, None, out, Strategy::Auto).expect("a kernel");
-    });
-    let made = sources.iter().any(|source| source.name.contains("scales"));
-    let names: Vec<&str> = sources.iter().map(|source| source.name.as_str()).collect();
-    assert_eq!(made, over_blocks, "{names:?}");
+    for (architecture, expected) in [(80, of_ampere), (90, of_hopper)] {
+        let sources = sources_of(architecture, |client| {
+            let scales = [rows.div_ceil(rows_per_scale), K.div_ceil(depth_per_scale)];
+            let operand = GemmOperand {
+                values: tensor(client, &[rows, K], dtype::<i8>()),
+                scales: tensor(client, &scales, dtype::<f32>()),
+                rows_per_scale,
+                depth_per_scale,
+            };
+            let out = dtype::<f32>();
+            gemm(client, &operand, &operand, None, None, out, Strategy::Auto).expect("a kernel");
+        });
+        let names: Vec<&str> = sources.iter().map(|source| source.name.as_str()).collect();
+        let of_rows = |name: &&str| name.contains("scale_rows") || name.contains("block_scales");
+        assert!(
+            names.iter().any(|name| name.starts_with(expected)),
+            "{names:?}"
+        );
+        let over_blocks = expected.contains("scale");
+        assert_eq!(names.iter().any(of_rows), over_blocks, "{names:?}");
+    }
 }
 
 /// The widest tiles, but where narrower ones keep more of the 108 multiprocessors busy: without a measurement.
@@ -1042,7 +1080,9 @@ fn nvrtc_compiles_every_kernel(
 
 #[rstest]
 #[ignore = "needs NVRTC: CUDA_PATH=$(.ci/nvrtc), then --test compile -- --ignored"]
-fn nvrtc_compiles_every_hopper_source(#[values("gemm_hopper", "gemm_float_hopper")] name: &str) {
+fn nvrtc_compiles_every_hopper_source(
+    #[values("gemm_hopper", "gemm_rowwise_hopper", "gemm_float_hopper")] name: &str,
+) {
     compile(&hopper_sources(name), "sm_90a");
 }
 

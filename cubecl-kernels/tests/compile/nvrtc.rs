@@ -70,7 +70,7 @@ impl Nvrtc {
     ///
     /// # Errors
     ///
-    /// The compiler's messages.
+    /// The compiler's messages; also where it compiles, but has each `wgmma` wait for the one before it.
     #[allow(unsafe_code)]
     pub fn compile(&self, source: &str, architecture: &str) -> Result<Vec<u8>, String> {
         let source = CString::new(source).expect("source without NUL");
@@ -78,7 +78,10 @@ impl Nvrtc {
             .includes
             .iter()
             .map(|path| format!("--include-path={}", path.display()))
-            .chain([format!("--gpu-architecture={architecture}")])
+            .chain([
+                format!("--gpu-architecture={architecture}"),
+                "--ptxas-options=--verbose".into(),
+            ])
             .map(|option| CString::new(option).expect("an option without NUL"))
             .collect();
         let options: Vec<*const c_char> = options.iter().map(|option| option.as_ptr()).collect();
@@ -90,12 +93,13 @@ impl Nvrtc {
             assert_eq!(status, 0, "nvrtcCreateProgram");
             let compile = self.function::<Compile>("nvrtcCompileProgram");
             let status = compile(program, options.len() as c_int, options.as_ptr());
-            let output = if status == 0 {
+            let log = self.output(program, "nvrtcGetProgramLogSize", "nvrtcGetProgramLog");
+            let log = CStr::from_bytes_until_nul(&log).expect("a log that ends");
+            let log = log.to_string_lossy();
+            let output = if status == 0 && !log.contains("serialized") {
                 Ok(self.output(program, "nvrtcGetCUBINSize", "nvrtcGetCUBIN"))
             } else {
-                let log = self.output(program, "nvrtcGetProgramLogSize", "nvrtcGetProgramLog");
-                let log = CStr::from_bytes_until_nul(&log).expect("a log that ends");
-                Err(log.to_string_lossy().into_owned())
+                Err(log.into_owned())
             };
             let destroy =
                 self.function::<unsafe extern "C" fn(*mut Program) -> c_int>("nvrtcDestroyProgram");

@@ -53,8 +53,8 @@ fn has_hopper(client: &Client) -> bool {
     }
 }
 
-fn quantized(client: &Client, x: &Tensor, block: usize) -> Quantized<TestRuntime> {
-    let spec = QuantizeSpec::int8(Granularity::Block(block)).with_layout(Layout::Both);
+fn quantized(client: &Client, x: &Tensor, granularity: Granularity) -> Quantized<TestRuntime> {
+    let spec = QuantizeSpec::int8(granularity).with_layout(Layout::Both);
     quantize(client, x, &spec).expect("a matrix")
 }
 
@@ -74,11 +74,11 @@ fn operand(
     client: &Client,
     random: &mut Random,
     shape: MatrixShape,
-    block: usize,
+    granularity: Granularity,
 ) -> GemmOperand<TestRuntime> {
     let x = values(random, shape.num_elements());
     let x = upload_matrix(client, &x, shape, dtype::<f32>(), Memory::Contiguous);
-    quantized(client, &x, block)
+    quantized(client, &x, granularity)
         .operand()
         .expect("a row-major copy")
 }
@@ -98,8 +98,8 @@ fn with_fallback(
     (operand, quantized.residual)
 }
 
-/// The numbers that the kernel is specified to compute, to the bit: exact products of blocks, times the product of
-/// their scales, added in FP32 with one rounding each, in ascending order of K, a residual right after its base.
+/// The numbers that the kernels are specified to compute, to the bit: exact products of what shares its scales, times the
+/// product of these, added in FP32 with one rounding each, in ascending order of K, a residual right after its base.
 struct Reference<'a> {
     k: usize,
     a: Side<'a>,
@@ -123,7 +123,7 @@ impl<'a> Side<'a> {
         }
     }
 
-    /// The row's integers in the block, and where the block's scale lies.
+    /// Where the row's integers in the block lie, how many they are, and where the block's scale lies.
     fn block(&self, batch: usize, row: usize, block: usize, k: usize) -> (usize, usize, usize) {
         let index = |tensor: &Tensor, row: usize, col: usize| {
             let (shape, strides) = (tensor.shape(), tensor.strides());
@@ -134,11 +134,15 @@ impl<'a> Side<'a> {
             };
             batch + row * strides[rank - 2] + col * strides[rank - 1]
         };
-        let side = self.operand.rows_per_scale;
-        let start = block * side;
+        let GemmOperand {
+            rows_per_scale,
+            depth_per_scale,
+            ..
+        } = *self.operand;
+        let start = block * depth_per_scale;
         let values = index(&self.operand.values, row, start);
-        let scale = index(&self.operand.scales, row / side, block);
-        (values, side.min(k - start), scale)
+        let scale = index(&self.operand.scales, row / rows_per_scale, block);
+        (values, depth_per_scale.min(k - start), scale)
     }
 }
 
@@ -290,10 +294,10 @@ fn same_bits(
         return;
     }
     let a_shape = MatrixShape::batched(batch, m, k);
-    let a = operand(&client, &mut random, a_shape, block);
+    let a = operand(&client, &mut random, a_shape, Granularity::Block(block));
     for b_batch in [1, batch] {
         let b_shape = MatrixShape::batched(b_batch, n, k);
-        let b = operand(&client, &mut random, b_shape, block);
+        let b = operand(&client, &mut random, b_shape, Granularity::Block(block));
         let what = format!("{batch} x {m} x {n} x {k}, blocks of {block}");
         compare(&client, &mut random, &a, &b, None, &what);
     }
@@ -314,7 +318,12 @@ fn same_bits_with_fallback(#[values(0.0, 500.0, 2000.0, 1e30)] threshold: f32) {
         let a_shape = MatrixShape::batched(batch, m, k);
         let x = values(&mut random, a_shape.num_elements());
         let (a, residual) = with_fallback(&client, &x, a_shape, threshold);
-        let b = operand(&client, &mut random, MatrixShape::new(n, k), BLOCK);
+        let b = operand(
+            &client,
+            &mut random,
+            MatrixShape::new(n, k),
+            Granularity::Block(BLOCK),
+        );
         let what = format!("{batch} x {m} x {n} x {k}, threshold {threshold}");
         compare(&client, &mut random, &a, &b, Some(&residual), &what);
     }
@@ -335,7 +344,7 @@ fn nan_blocks(#[values(32, 64, 128)] block: usize) {
     y[..128 * k].fill(0.0);
     let [x_matrix, y] = [(m, &x), (n, &y)]
         .map(|(rows, values)| upload(&client, values, &[rows, k], dtype::<f32>()));
-    let operand = |x: &Tensor| quantized(&client, x, block).operand();
+    let operand = |x: &Tensor| quantized(&client, x, Granularity::Block(block)).operand();
     let (a, residual) = if block == BLOCK {
         let (a, residual) = with_fallback(&client, &x, MatrixShape::new(m, k), 0.0);
         (a, Some(residual))
@@ -365,7 +374,15 @@ fn nan_blocks(#[values(32, 64, 128)] block: usize) {
 
 /// The transposed copies, whose scales are read with exchanged strides.
 #[rstest]
-fn transposed_operands(#[values(32, 64, 128)] block: usize) {
+fn transposed_operands(
+    #[values(
+        Granularity::Block(32),
+        Granularity::Block(64),
+        Granularity::Block(128),
+        Granularity::Channel
+    )]
+    granularity: Granularity,
+) {
     let (client, mut random) = (client(), Random::fresh());
     if !has_hopper(&client) {
         return;
@@ -378,7 +395,7 @@ fn transposed_operands(#[values(32, 64, 128)] block: usize) {
             &[k, rows],
             dtype::<f32>(),
         );
-        quantized(&client, &x, block)
+        quantized(&client, &x, granularity)
             .operand_transposed()
             .expect("both copies")
     });
@@ -387,7 +404,16 @@ fn transposed_operands(#[values(32, 64, 128)] block: usize) {
 
 /// Rows of a larger matrix: aligned, and such that the operand has to be copied.
 #[rstest]
-fn windows(#[values(16, 5)] padding: usize, #[values(32, 64, 128)] block: usize) {
+fn windows(
+    #[values(16, 5)] padding: usize,
+    #[values(
+        Granularity::Block(32),
+        Granularity::Block(64),
+        Granularity::Block(128),
+        Granularity::Token
+    )]
+    granularity: Granularity,
+) {
     let (client, mut random) = (client(), Random::fresh());
     if !has_hopper(&client) {
         return;
@@ -397,12 +423,12 @@ fn windows(#[values(16, 5)] padding: usize, #[values(32, 64, 128)] block: usize)
         &client,
         &mut random,
         MatrixShape::new(m, k + padding),
-        block,
+        granularity,
     );
-    let mut a = operand(&client, &mut random, MatrixShape::new(m, k), block);
+    let mut a = operand(&client, &mut random, MatrixShape::new(m, k), granularity);
     a.values.handle = wide.values.handle;
     a.values.metadata.strides_mut()[0] = k + padding;
-    let b = operand(&client, &mut random, MatrixShape::new(n, k), block);
+    let b = operand(&client, &mut random, MatrixShape::new(n, k), granularity);
     compare(
         &client,
         &mut random,
@@ -411,6 +437,100 @@ fn windows(#[values(16, 5)] padding: usize, #[values(32, 64, 128)] block: usize)
         None,
         &format!("padding {padding}"),
     );
+}
+
+/// Scales of rows and of whole matrices, in every pairing.
+#[rstest]
+#[case::one_tile(1, 128, 256, 129)]
+#[case::wide_tiles(1, 2048, 2048, 4224)]
+#[case::more_tiles_than_multiprocessors(1, 1500, 8200, 640)]
+#[case::odd_columns(1, 300, 401, 1000)]
+#[case::odd_depth(1, 513, 1030, 777)]
+#[case::batches(3, 257, 384, 392)]
+#[case::narrow_columns_only(2, 300, 60, 384)]
+#[case::one_row(1, 1, 300, 200)]
+#[case::one_column(2, 140, 1, 16)]
+fn same_bits_with_scales_over_k(
+    #[case] batch: usize,
+    #[case] m: usize,
+    #[case] n: usize,
+    #[case] k: usize,
+    #[values(Granularity::Token, Granularity::Tensor)] of_a: Granularity,
+    #[values(Granularity::Token, Granularity::Tensor)] of_b: Granularity,
+) {
+    let (client, mut random) = (client(), Random::fresh());
+    if !has_hopper(&client) {
+        return;
+    }
+    let a_shape = MatrixShape::batched(batch, m, k);
+    let a = operand(&client, &mut random, a_shape, of_a);
+    for b_batch in [1, batch] {
+        let b_shape = MatrixShape::batched(b_batch, n, k);
+        let b = operand(&client, &mut random, b_shape, of_b);
+        let what = format!("{batch} x {m} x {n} x {k}, scales of {of_a:?} and {of_b:?}");
+        compare(&client, &mut random, &a, &b, None, &what);
+    }
+}
+
+/// The deepest sum that INT32 holds whatever the integers, and one that is deeper, which takes another way.
+#[rstest]
+#[case(1 << 17, true)]
+#[case((1 << 17) + 1, false)]
+fn longest_exact_sum(#[case] k: usize, #[case] fits: bool) {
+    let client = client();
+    if !has_hopper(&client) {
+        return;
+    }
+    let (m, n) = (130, 70);
+    let of_ones = |rows: usize| {
+        let x = upload(&client, &vec![1.0; rows * k], &[rows, k], dtype::<f32>());
+        let quantized = quantized(&client, &x, Granularity::Token);
+        quantized.operand().expect("a row-major copy")
+    };
+    let (a, b) = (of_ones(m), of_ones(n));
+    let product = |strategy| gemm(&client, &a, &b, None, None, dtype::<f32>(), strategy);
+    assert_eq!(product(Strategy::Hopper).is_ok(), fits);
+    let out = read_float(&client, &product(Strategy::Auto).expect("a kernel"));
+    for (index, value) in out.into_iter().enumerate() {
+        let error = (value - k as f32).abs() / k as f32;
+        assert!(error < 1e-5, "{value} at {index}, where the sum is {k}");
+    }
+}
+
+/// A row's scale of NaN makes NaN of that row alone, that of a matrix of everything, also where the integers are 0.
+#[rstest]
+fn nan_scales_over_k(#[values(Granularity::Token, Granularity::Tensor)] of_a: Granularity) {
+    let (client, mut random) = (client(), Random::fresh());
+    if !has_hopper(&client) {
+        return;
+    }
+    let (m, n, k) = (300, 200, 150);
+    let mut x = values(&mut random, m * k);
+    x[200 * k + 130] = f32::NAN;
+    let x = upload(&client, &x, &[m, k], dtype::<f32>());
+    let quantized = quantized(&client, &x, of_a);
+    let a = quantized.operand().expect("a row-major copy");
+    let b = operand(
+        &client,
+        &mut random,
+        MatrixShape::new(n, k),
+        Granularity::Token,
+    );
+    compare(&client, &mut random, &a, &b, None, "NaN over K");
+    let out = gemm(
+        &client,
+        &a,
+        &b,
+        None,
+        None,
+        dtype::<f32>(),
+        Strategy::Hopper,
+    );
+    let out = read_float(&client, &out.expect("operands that fit"));
+    for (index, value) in out.into_iter().enumerate() {
+        let expected = of_a == Granularity::Tensor || index / n == 200;
+        assert_eq!(value.is_nan(), expected, "element {index}");
+    }
 }
 
 /// Auto takes the kernel where it can, and the others where it cannot.
@@ -422,7 +542,10 @@ fn selection() {
     }
     let is_hopper = |problem: &GemmProblem| {
         let blueprint = select(&client, problem, Strategy::Auto).expect("a kernel");
-        matches!(blueprint, Blueprint::Hopper(_))
+        matches!(
+            blueprint,
+            Blueprint::Hopper(_) | Blueprint::HopperRowwise(_)
+        )
     };
     let fits = problem(1, 300, 300, 300);
     assert!(is_hopper(&fits));
@@ -433,6 +556,12 @@ fn selection() {
         ..fits
     };
     assert!(is_hopper(&small_blocks));
+    let rowwise = GemmProblem {
+        a_scale_block: (1, 300),
+        b_scale_block: (300, 300),
+        ..fits
+    };
+    assert!(is_hopper(&rowwise));
     let others = [
         GemmProblem {
             fallback: true,
@@ -446,6 +575,14 @@ fn selection() {
         GemmProblem {
             a_scale_block: (64, 64),
             ..fits
+        },
+        GemmProblem {
+            b_scale_block: (1, 128),
+            ..rowwise
+        },
+        GemmProblem {
+            b_scale_block: (128, 128),
+            ..rowwise
         },
     ];
     for other in others {

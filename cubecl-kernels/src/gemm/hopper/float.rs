@@ -432,6 +432,7 @@ impl CudaSource for FloatSource {
     const TEXT: &'static str = concat!(
         include_str!("../../cuda/hopper.cu"),
         include_str!("common.cu"),
+        include_str!("accumulate.cu"),
         include_str!("gemm_float.cu")
     );
     const ENTRY_POINT: &'static str = "gemm_float_hopper";

@@ -36,8 +36,6 @@
 
 // ---- wgmma ----------------------------------------------------------------------------------------------------------
 
-#define REGISTERS_32(x) REGISTERS_16(x, 0), REGISTERS_16(x, 16)
-
 // products[64, 64] (+)= a[64, 32] b[64, 32]^T for a warpgroup, in INT32. Without `add`, what was there is ignored, so
 // that nobody has to set it to zero. Asynchronous: neither `products` nor `a` may be touched before products_wait.
 __device__ __forceinline__ void multiply(int *products, const u32 *a, u64 b, bool add) {
@@ -47,7 +45,7 @@ __device__ __forceinline__ void multiply(int *products, const u32 *a, u64 b, boo
                  "wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8 {"
                  SUMS_32 "}, {%32, %33, %34, %35}, %36, add;\n"
                  "}"
-                 : REGISTERS_32(products)
+                 : REGISTERS_32(products, 0)
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));
 }
 

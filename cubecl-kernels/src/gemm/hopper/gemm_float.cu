@@ -6,17 +6,14 @@
 //   STAGES     stages of the ring in shared memory
 //   IN         "bf16" or "f16", the type of A and B
 //   A_ALONG_MN, B_ALONG_MN   0: neighbours in memory are neighbours along K; 1: along M or N
-//   BIAS, OUT_F32, OUT_F16 or OUT_BF16   see hopper.cu and common.cu, which come before this text
+//   BIAS, OUT_F32, OUT_F16 or OUT_BF16   see hopper.cu, common.cu and accumulate.cu, which come before this text
 // and the structure Numbers, which float.rs describes.
 //
-// A producer warp and two consumer warpgroups, as in gemm.cu. There is nothing to convert between products here: the
-// sums stay where wgmma accumulates them, and one stage's products are always queued behind another's.
+// A producer warp and two consumer warpgroups, as in gemm.cu. There is nothing to convert between products here: see
+// accumulate.cu.
 
 // Elements of a stage along K: 128 bytes.
 #define DEPTH 64
-#define A_BYTES (TILE_M * DEPTH * 2)
-#define B_BYTES (TILE_N * DEPTH * 2)
-#define STAGE_BYTES (A_BYTES + B_BYTES)
 // Bytes of a box of 64 elements along M or N and a stage's depth along K, where neighbours along M or N are neighbours
 // in memory: 128 bytes is as wide as a swizzled box can be.
 #define BOX 64
@@ -27,27 +24,19 @@ template <bool AlongMN> __device__ __forceinline__ u32 step_bytes() {
     return AlongMN ? 16 * 128 : 16 * 2;
 }
 
-// sums[64, TILE_N] (+)= a[64, 16] b[TILE_N, 16]^T for a warpgroup; without `add`, what was there is ignored.
-// Asynchronous: `sums` may be touched only after products_wait. The last two numbers tell operands along M or N.
-__device__ __forceinline__ void multiply(float *sums, u64 a, u64 b, bool add) {
+// sums[64, TILE_N] += a[64, 16] b[TILE_N, 16]^T for a warpgroup. Asynchronous: `sums` may be touched only after
+// products_wait. The last two numbers tell operands along M or N.
+__device__ __forceinline__ void multiply(float *sums, u64 a, u64 b) {
 #if TILE_N == 256
-    asm volatile("{\n"
-                 ".reg .pred add;\n"
-                 "setp.ne.b32 add, %130, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n256k16.f32." IN "." IN " {"
-                 SUMS_128 "}, %128, %129, add, 1, 1, " TEXT(A_ALONG_MN) ", " TEXT(B_ALONG_MN) ";\n"
-                 "}"
+    asm volatile("wgmma.mma_async.sync.aligned.m64n256k16.f32." IN "." IN " {"
+                 SUMS_128 "}, %128, %129, 1, 1, 1, " TEXT(A_ALONG_MN) ", " TEXT(B_ALONG_MN) ";"
                  : FLOATS_64(sums, 0), FLOATS_64(sums, 64)
-                 : "l"(a), "l"(b), "r"((int)add));
+                 : "l"(a), "l"(b));
 #else
-    asm volatile("{\n"
-                 ".reg .pred add;\n"
-                 "setp.ne.b32 add, %66, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n128k16.f32." IN "." IN " {"
-                 SUMS_64 "}, %64, %65, add, 1, 1, " TEXT(A_ALONG_MN) ", " TEXT(B_ALONG_MN) ";\n"
-                 "}"
+    asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32." IN "." IN " {"
+                 SUMS_64 "}, %64, %65, 1, 1, 1, " TEXT(A_ALONG_MN) ", " TEXT(B_ALONG_MN) ";"
                  : FLOATS_64(sums, 0)
-                 : "l"(a), "l"(b), "r"((int)add));
+                 : "l"(a), "l"(b));
 #endif
 }
 
@@ -115,29 +104,12 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     for (u32 turn = 0; (index = tile_index(turn)) < tiles.all; turn++) {
         const Tile tile = tile_of(index, tiles, 16);
         float sums[TILE_N / 2];
-        u32 previous = 0;
-        for (u32 block = 0; block < blocks; block++) {
-            barrier_wait(full + 8 * stage, parity);
-            // The 64 rows of a consumer are 64 rows of 128 bytes, or one box.
-            const u32 a = memory + stage * STAGE_BYTES + consumer * BOX_BYTES;
-            const u32 b = memory + stage * STAGE_BYTES + A_BYTES;
-            products_fence();
+        accumulate(sums, blocks, memory, full, empty, stage, parity, [&](u32 a, u32 b) {
 #pragma unroll
             for (int step = 0; step < DEPTH / 16; step++)
                 multiply(sums, descriptor<A_ALONG_MN * BOX_BYTES>(a + step * step_bytes<A_ALONG_MN>()),
-                         descriptor<B_ALONG_MN * BOX_BYTES>(b + step * step_bytes<B_ALONG_MN>()),
-                         block > 0 || step > 0);
-            products_commit();
-            // The stage before this one has been read when its products are done.
-            products_wait<1>();
-            if (block > 0)
-                release(empty + 8 * previous);
-            previous = stage;
-            next_stage(stage, parity);
-        }
-        products_wait<0>();
-        pin<TILE_N / 2>(sums);
-        release(empty + 8 * previous);
+                         descriptor<B_ALONG_MN * BOX_BYTES>(b + step * step_bytes<B_ALONG_MN>()));
+        });
         const u32 outer = tile.batch / inner_count, inner = tile.batch % inner_count;
         write_sums(sums, bias, out + outer * numbers.outer_stride + inner * numbers.inner_stride,
                    staging[4 * consumer + warp], tile.m * TILE_M + consumer * 64 + warp * 16, tile.n * TILE_N, m, n,

@@ -1,0 +1,113 @@
+//! Products of INT8 matrices whose scales cover all of K, those of rows or of whole matrices, on `wgmma`: rowwise and
+//! per-tensor scaling.
+//!
+//! The result is specified to the bit: the exact INT32 sum along K, times the FP32 product of its two scales, rounded
+//! once.
+
+use cubecl::{ir::StorageType, prelude::*};
+
+use crate::{
+    cuda::source::{CudaSource, float_knob, launch_source},
+    device::{or_unused, storage},
+    gemm::{
+        GemmArgs, GemmProblem,
+        align::AlignedValues,
+        blueprint::{Blueprint, HopperBlueprint},
+        selector::Ranked,
+    },
+};
+
+use super::{GemmNumbers, UNITS, tensor_map};
+
+/// Columns that are computed at once: those of the widest tile.
+const WHOLE_TILE: usize = 256;
+/// Widths of tiles and their speeds beside one another.
+const SPEEDS: [(usize, f32); 4] = [(256, 1.0), (192, 0.92), (128, 0.78), (64, 0.5)];
+
+/// The blueprints of a product.
+pub(in crate::gemm) fn ranked<R: Runtime>(
+    client: &ComputeClient<R>,
+    problem: &GemmProblem,
+) -> [Ranked; SPEEDS.len()] {
+    let GemmProblem { batch, m, n, .. } = *problem;
+    HopperBlueprint::all(client, batch, m, n, WHOLE_TILE, SPEEDS).map(|(blueprint, cost)| Ranked {
+        blueprint: Blueprint::HopperRowwise(blueprint),
+        cost,
+    })
+}
+
+pub(in crate::gemm) fn launch<R: Runtime>(
+    client: &ComputeClient<R>,
+    args: &GemmArgs<R>,
+    blueprint: HopperBlueprint,
+) {
+    let AlignedValues {
+        a,
+        a_view,
+        residual: _,
+        b,
+        b_view,
+    } = AlignedValues::new(client, args);
+    // SAFETY: `gemm` checked all shapes, from which the numbers come; the kernel guards its writes and its reads of
+    // scales and bias with them. It reads the bias only where a knob says that there is one.
+    #[allow(unsafe_code)]
+    unsafe {
+        launch_source(
+            client,
+            RowwiseSource {
+                blueprint,
+                bias: args.bias.is_some(),
+                out_dtype: args.out.dtype,
+            },
+            blueprint.cube_count(),
+            vec![
+                tensor_map(&a, &a_view, HopperBlueprint::TILE_M),
+                tensor_map(&b, &b_view, blueprint.tile_n),
+            ],
+            vec![
+                args.a.scales.clone(),
+                args.b.scales.clone(),
+                or_unused(args.bias, args.out, storage::<f32>()),
+                args.out.clone(),
+                a,
+                b,
+            ],
+            &GemmNumbers::of(args, &b_view),
+        );
+    }
+}
+
+/// `hopper/gemm_rowwise.cu`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct RowwiseSource {
+    blueprint: HopperBlueprint,
+    bias: bool,
+    out_dtype: StorageType,
+}
+
+impl CudaSource for RowwiseSource {
+    type Numbers = GemmNumbers;
+
+    const TEXT: &'static str = concat!(
+        include_str!("../../cuda/hopper.cu"),
+        include_str!("common.cu"),
+        include_str!("accumulate.cu"),
+        include_str!("gemm_rowwise.cu")
+    );
+    const ENTRY_POINT: &'static str = "gemm_rowwise_hopper";
+    const UNITS: u32 = UNITS;
+
+    fn knobs(&self) -> String {
+        format!(
+            "#define TILE_N {}\n#define STAGES {}\n#define BIAS {}\n#define OUT_{}",
+            self.blueprint.tile_n,
+            self.blueprint.stages,
+            u8::from(self.bias),
+            float_knob(self.out_dtype),
+        )
+    }
+
+    fn shared_memory(&self) -> usize {
+        self.blueprint.shared_memory()
+    }
+}
