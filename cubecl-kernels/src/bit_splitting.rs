@@ -32,6 +32,7 @@ use crate::{
     layout::Layout,
     number::{
         Integer, Storage,
+        int4::{NIBBLE_SIGNS, NIBBLES},
         integer::{self, integer_of, nearest_sum},
         storage::{RUN, pack_run},
     },
@@ -414,7 +415,3 @@ fn merged(bytes: u32) -> u32 {
     let low = ((bytes >> 4) & NIBBLES) ^ NIBBLE_SIGNS;
     (high * comptime!(LOW_STEPS as u32) + low + NIBBLE_SIGNS) ^ 0x8080_8080u32
 }
-
-/// The low nibbles of four bytes, and their sign bits.
-pub(crate) const NIBBLES: u32 = 0x0f0f_0f0f;
-pub(crate) const NIBBLE_SIGNS: u32 = 0x0808_0808;

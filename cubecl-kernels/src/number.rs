@@ -27,7 +27,7 @@ mod e3m0;
 mod e4m3;
 mod e5m2;
 mod int10;
-mod int4;
+pub(crate) mod int4;
 pub(crate) mod int8;
 pub(crate) mod integer;
 pub(crate) mod minifloat;

@@ -145,6 +145,23 @@ pub struct Quantized<R: Runtime> {
     pub batched: bool,
 }
 
+impl<R: Runtime> Quantized<R> {
+    /// The matrix with this one of its copies; as it is where that was not written, or both are meant.
+    pub fn only(self, layout: Layout) -> Self {
+        match layout {
+            Layout::RowMajor if self.values.is_some() => Self {
+                transposed: None,
+                ..self
+            },
+            Layout::Transposed if self.transposed.is_some() => Self {
+                values: None,
+                ..self
+            },
+            Layout::RowMajor | Layout::Transposed | Layout::Both => self,
+        }
+    }
+}
+
 impl<R: Runtime> Clone for Quantized<R> {
     fn clone(&self) -> Self {
         Self {

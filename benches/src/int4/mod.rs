@@ -329,22 +329,23 @@ enum Cost {
 
 /// The matrix as an operand that is summed over its columns; INT4 codes are unpacked first, as in training.
 fn rows_of(gpu: &Gpu, matrix: &Matrix) -> Result<Operand> {
-    let matrix = bytes_of(gpu, matrix)?;
+    let matrix = bytes_of(gpu, matrix, Layout::RowMajor)?;
     Ok(matrix.operand()?)
 }
 
 /// The same for its transpose.
 fn columns_of(gpu: &Gpu, matrix: &Matrix) -> Result<Operand> {
-    let mut matrix = bytes_of(gpu, matrix)?;
+    let mut matrix = bytes_of(gpu, matrix, Layout::Transposed)?;
     if let (None, Some(values)) = (&matrix.transposed, &matrix.values) {
         matrix.transposed = Some(transpose_bytes(&gpu.client, values)?);
     }
     Ok(matrix.operand_transposed()?)
 }
 
-fn bytes_of(gpu: &Gpu, matrix: &Matrix) -> Result<Matrix> {
+fn bytes_of(gpu: &Gpu, matrix: &Matrix, layout: Layout) -> Result<Matrix> {
+    let matrix = matrix.clone().only(layout);
     match matrix.number == Number::Int4 {
-        true => Ok(unpack_int4(&gpu.client, matrix)?),
-        false => Ok(matrix.clone()),
+        true => Ok(unpack_int4(&gpu.client, &matrix)?),
+        false => Ok(matrix),
     }
 }

@@ -1,5 +1,5 @@
-//! Products whose scales cover all of K, by the kernels for square blocks: rowwise and per-tensor scaling, where no kernel
-//! has them itself.
+//! Products whose scales cover all of K, rowwise and per-tensor scaling, by the kernels for square blocks, where no
+//! kernel has them itself.
 //!
 //! Such a scale leaves the sum. That of a whole matrix is given to every block; those of rows are 1 in the product, in
 //! FP32, and multiply its elements afterwards. That costs one more read and write of the result, and has tensor cores

@@ -3,7 +3,7 @@
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
 use crate::{
-    bit_splitting::{BitSplit, NIBBLE_SIGNS, NIBBLES},
+    bit_splitting::BitSplit,
     byte_tile::{
         self, ByteCopies, LINE_WORDS, PATCH_ROWS, PatchPosition, patch_position, write_patch,
         zero_patch,
@@ -12,7 +12,10 @@ use crate::{
     error::KernelError,
     granularity::Granularity,
     layout::Layout,
-    number::{Number, Storage},
+    number::{
+        Number, Storage,
+        int4::{NIBBLES, signed_nibbles, spread},
+    },
     quantize::{
         QuantizeSpec, Quantized,
         buffers::allocate,
@@ -376,17 +379,4 @@ fn kept_row(kept: &Array<i32>, slot: u32, rows: u32) -> u32 {
         row = u32::reinterpret(kept[slot as usize]);
     }
     row
-}
-
-/// Four nibbles in the lower half of a word as four bytes, with their signs.
-#[cube]
-fn spread(nibbles: u32) -> u32 {
-    let pairs = (nibbles | (nibbles << 8)) & 0x00ff_00ff;
-    signed_nibbles((pairs | (pairs << 4)) & NIBBLES)
-}
-
-/// The sign of each low nibble of four bytes in the high one, which must be 0 before.
-#[cube]
-fn signed_nibbles(nibbles: u32) -> u32 {
-    nibbles | ((nibbles & NIBBLE_SIGNS) * 0x1e)
 }

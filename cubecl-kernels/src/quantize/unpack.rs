@@ -3,28 +3,30 @@
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
 use crate::{
-    device::{
-        MatrixGeometry, MatrixView, array, check_dtype, cube_grid, empty, storage, write_quad,
-        write_width,
-    },
+    device::{array, check_dtype, cube_grid, empty, is_contiguous, storage},
     error::KernelError,
-    number::{Integer, Number, Storage, integer},
+    number::{Number, Storage, int4::spread, storage::RUN},
     shape::MatrixShape,
 };
 
 use super::{
     Quantized,
-    load::{Along, UNITS, load_codes, quad_position, quads},
+    staged::{byte_dtype, byte_read_width, byte_width, read_bytes, write_words},
 };
 
 const OPERATION: &str = "unpack_int4";
+const UNITS: u32 = 256;
+/// Words of a run, packed and unpacked.
+const PACKED_WORDS: usize = RUN / 8;
+const WORDS: usize = RUN / 4;
 
 /// The integers of an INT4 matrix as INT8, in all copies that there are, under the same scales: an operand of INT8
 /// products, which have the same integers.
 ///
 /// # Errors
 ///
-/// When `quantized` is not INT4, or holds tensors of other shapes or element types than [`Quantized`] says.
+/// When `quantized` is not INT4, or its copies have other shapes or element types than [`Quantized`] says, or are not
+/// contiguous.
 pub fn unpack_int4<R: Runtime>(
     client: &ComputeClient<R>,
     quantized: &Quantized<R>,
@@ -58,75 +60,101 @@ fn unpack_copy<R: Runtime>(
 ) -> Result<TensorHandle<R>, KernelError> {
     let remedy = "pass what `quantize` made";
     check_dtype(OPERATION, "a copy", copy, storage::<u8>(), remedy)?;
-    let stored = MatrixView::new(OPERATION, copy)?;
-    let expected = MatrixShape {
-        cols: Storage::Nibbles.stored_cols(shape.cols),
-        ..shape
-    };
-    if stored.shape != expected {
+    let stored_cols = Storage::Nibbles.stored_cols(shape.cols);
+    let expected = tensor_shape(copy, shape, stored_cols);
+    if copy.shape().to_vec() != expected || !is_contiguous(copy) {
         return Err(KernelError::Shape {
             operation: OPERATION,
-            got: format!("{shape:?} with a copy {:?}", copy.shape()),
+            got: format!(
+                "{shape:?} with a copy {:?} of strides {:?}",
+                copy.shape(),
+                copy.strides()
+            ),
             remedy,
         });
     }
-    let view = MatrixView { shape, ..stored };
     let out = empty(
         client,
-        view.tensor_shape(shape.rows, shape.cols),
+        tensor_shape(copy, shape, shape.cols),
         storage::<i8>(),
     );
     if shape.num_elements() == 0 {
         return Ok(out);
     }
-    let width = write_width(shape.cols);
-    // SAFETY: every access is guarded by the shape in `geometry`, which is that of both buffers.
+    let rows = shape.batch * shape.rows;
+    let read = byte_read_width(copy, stored_cols, RUN / 2);
+    let write = byte_width(shape.cols, RUN);
+    // SAFETY: every access is guarded by the number of rows and the lengths of theirs, which are those of both buffers.
     #[allow(unsafe_code)]
     unsafe {
         unpack_kernel::launch_unchecked::<R>(
             client,
-            cube_grid(quads(shape).div_ceil(UNITS as usize)),
+            cube_grid((rows * shape.cols.div_ceil(RUN)).div_ceil(UNITS as usize)),
             CubeDim::new_1d(UNITS),
-            1,
-            width,
+            read.div_ceil(4),
+            write.div_ceil(4),
             array(copy.clone()),
             array(out.clone()),
-            view.geometry(),
-            shape.batch as u32,
-            width,
-            copy.dtype,
+            rows as u32,
+            shape.cols as u32,
+            stored_cols as u32,
+            read,
+            write,
+            byte_dtype(read),
+            byte_dtype(write),
         );
     }
     Ok(out)
 }
 
+/// The shape of a copy with so many columns, with as many dimensions as it has.
+fn tensor_shape<R: Runtime>(copy: &TensorHandle<R>, shape: MatrixShape, cols: usize) -> Vec<usize> {
+    match copy.shape().len() {
+        2 => vec![shape.rows, cols],
+        _ => vec![shape.batch, shape.rows, cols],
+    }
+}
+
+/// A unit unpacks a run.
 #[cube(launch_unchecked)]
-fn unpack_kernel<V: Numeric, NV: Size, NO: Size>(
+#[allow(clippy::too_many_arguments)]
+fn unpack_kernel<V: Numeric, NV: Size, T: Numeric, NT: Size>(
     values: &Array<Vector<V, NV>>,
-    out: &mut Array<Vector<i8, NO>>,
-    geometry: MatrixGeometry,
-    batch_size: u32,
-    #[comptime] width: usize,
+    out: &mut Array<Vector<T, NT>>,
+    rows: u32,
+    cols: u32,
+    stored_cols: u32,
+    #[comptime] read: usize,
+    #[comptime] write: usize,
     #[define(V)] _values_dtype: StorageType,
+    #[define(T)] _out_dtype: StorageType,
 ) {
-    let at = quad_position(&geometry);
-    if at.batch < batch_size {
-        let codes = load_codes::<V, NV>(
-            values,
-            &geometry,
-            at.batch,
-            at.row,
-            at.col,
-            comptime!(Storage::Nibbles),
-            comptime!(Along::Rows),
-            1usize,
-        );
-        let mut integers = Array::<f32>::new(4usize);
+    let runs_of_row = cols.div_ceil(comptime!(RUN as u32));
+    let index = CUBE_POS as u32 * UNITS + UNIT_POS;
+    let row = index / runs_of_row;
+    let col = (index - row * runs_of_row) * comptime!(RUN as u32);
+    if row < rows {
+        let mut packed = Array::<u32>::new(PACKED_WORDS);
         #[unroll]
-        for lane in 0..4usize {
-            integers[lane] = integer::decode(codes[lane], comptime!(Integer::INT4));
+        for word in 0..PACKED_WORDS {
+            packed[word] = 0u32.runtime();
         }
-        let row_start = (at.batch * geometry.rows + at.row) * geometry.cols;
-        write_quad::<f32, i8, NO>(out, &integers, row_start, at.col, geometry.cols, width);
+        read_bytes::<V, NV>(
+            values,
+            &mut packed,
+            row * stored_cols,
+            col / 2,
+            stored_cols,
+            0usize,
+            PACKED_WORDS,
+            read,
+        );
+        let mut words = Array::<u32>::new(WORDS);
+        #[unroll]
+        for word in 0..PACKED_WORDS {
+            words[comptime!(2 * word)] = spread(packed[word] & 0xffff);
+            words[comptime!(2 * word + 1)] = spread(packed[word] >> 16);
+        }
+        write_words::<T, NT>(out, &words, row * cols, col, cols, WORDS, write, false);
     }
 }

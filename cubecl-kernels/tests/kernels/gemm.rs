@@ -24,7 +24,8 @@ use crate::{
 
 /// The strategies that this device has for square blocks of this size. One that is missing is named in the output.
 fn strategies(client: &Client, block: usize) -> Vec<Strategy> {
-    let x = upload(client, &[1.0; 4], &[2, 2], dtype::<f32>());
+    // More than a block, whose scale would be that of the matrix.
+    let x = upload(client, &[1.0; 129 * 129], &[129, 129], dtype::<f32>());
     let operand = quantized(client, &x, Granularity::Block(block)).operand();
     let operand = operand.expect("a row-major copy");
     [Strategy::Portable, Strategy::TensorCore, Strategy::Hopper]

@@ -22,6 +22,7 @@ use cubecl_kernels::{
     fallback::FallbackResidual,
     gemm::{self, GemmOperand, Strategy},
     granularity::Granularity,
+    layout::Layout,
     number::Number,
     quantize::{Quantized as DeviceMatrix, unpack_int4},
     transpose::transpose_bytes,
@@ -175,7 +176,10 @@ fn along_columns<B: Cube<R>, R: CubeRuntime>(
     client: &ComputeClient<R>,
     operand: Operand<'_, B>,
 ) -> GemmOperand<R> {
-    let matrix = unwrap(operand.matrix);
+    let matrix = unwrap(operand.matrix).only(match operand.transpose {
+        false => Layout::RowMajor,
+        true => Layout::Transposed,
+    });
     let matrix = match operand.matrix.format.number == Number::Int4 {
         true => checked(unpack_int4(client, &matrix)),
         false => matrix,

@@ -137,7 +137,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         });
         float sums[TILE_N / 2];
         scale_products(sums, products, scales);
-        write_sums(sums, bias, out + tile.batch * (u64)m * n, staging[4 * consumer + warp], first_row, first_col, m, n, n,
-                   n * sizeof(Out) % 16 == 0);
+        write_sums(sums, bias, out + tile.batch * (u64)m * n, staging[4 * consumer + warp], first_row, first_col, m, n,
+                   n, n * sizeof(Out) % 16 == 0);
     }
 }
