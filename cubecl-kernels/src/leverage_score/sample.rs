@@ -22,8 +22,6 @@ const ROWS_OF_COUNTER: usize = 4;
 /// High bits of a random word that decide: one less than there are, so that their number fits a signed integer too, by
 /// way of which some devices convert.
 pub(crate) const DRAW_BITS: u32 = 31;
-/// Scores that a unit reads at once.
-const AT_ONCE: usize = 8;
 /// Stands for no row, and for no place.
 const NO_ROW: i32 = -1;
 /// The largest `f32` below 1.
@@ -272,29 +270,18 @@ fn sums_of(
         let lane = UNIT_POS + comptime!((part * units) as u32);
         let mut count = 0.0f32;
         let mut sum = 0.0f32;
-        let mut first = lane;
-        while first < stacked {
-            // Reads that do not wait for each other: this is one cube, and each takes longer than what is done with it.
-            let mut of_lane = Array::<f32>::new(AT_ONCE);
-            #[unroll]
-            for step in 0..comptime!(AT_ONCE as u32) {
-                let row = min(first + step * comptime!(LANES as u32), stacked - 1);
-                of_lane[step as usize] = scores[row as usize];
-            }
-            #[unroll]
-            for step in 0..comptime!(AT_ONCE as u32) {
-                let score = of_lane[step as usize];
-                let is_row = first + step * comptime!(LANES as u32) < stacked;
-                let is_below = score * ratio < 1.0f32;
-                let counted = if comptime!(scored) {
-                    score > 0.0f32
-                } else {
-                    !is_below
-                };
-                count += select(is_row && counted, 1.0f32, 0.0f32);
-                sum += select(is_row && is_below, score, 0.0f32);
-            }
-            first += comptime!((AT_ONCE * LANES) as u32);
+        let mut row = lane;
+        while row < stacked {
+            let score = scores[row as usize];
+            let is_below = score * ratio < 1.0f32;
+            let counted = if comptime!(scored) {
+                score > 0.0f32
+            } else {
+                !is_below
+            };
+            count += select(counted, 1.0f32, 0.0f32);
+            sum += select(is_below, score, 0.0f32);
+            row += comptime!(LANES as u32);
         }
         counts[lane as usize] = count;
         sums[lane as usize] = sum;

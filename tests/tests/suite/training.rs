@@ -364,11 +364,18 @@ fn tied<B: DataBackend>(seed: u64) {
             float.dx.as_ref().expect("tracked"),
         );
         near(&format!("{what}: table"), &quantized.dw[0], &float.dw[0]);
-        // By default an embedding's table is left alone.
+        // By default an embedding's table is left alone: what is left is the rounding of another product, where ours
+        // replace Burn's.
         let default = with(LayerPolicy::all());
+        let error = |y: &[f32]| {
+            let squares =
+                std::iter::zip(y, &float.y).map(|(y, exact)| f64::from(y - exact).powi(2));
+            squares.sum::<f64>().sqrt()
+        };
+        let (of_default, of_quantized) = (error(&default.y), error(&quantized.y));
         assert!(
-            same_bits(&default.y, &float.y),
-            "{what}: the default policy quantized an embedding"
+            of_default < 0.2 * of_quantized,
+            "{what}: the default policy quantized an embedding: error {of_default} beside {of_quantized}"
         );
     }
     on::<B, 2>([39, 24], seed);
