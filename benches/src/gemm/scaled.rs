@@ -116,6 +116,10 @@ pub fn measure(
         Err(KernelError::Unsupported { reason, .. }) => return Ok(Err(reason)),
         out => out?,
     };
+    let accumulation = match scaling.number {
+        Number::E4M3 => Accumulation::Fp8,
+        _ => Accumulation::Float,
+    };
     let rows = random.stratified(STRETCH, size);
     let cols = random.stratified(STRETCH, size);
     let a_rows: Vec<f32> = gpu.download(&gather_rows::<f32>(gpu, &a_values, &rows))?;
@@ -126,7 +130,7 @@ pub fn measure(
             let (a, b) = (&a_rows[i * size..][..size], &b_rows[j * size..][..size]);
             let factors = a.iter().copied().zip(b.iter().copied());
             let actual = of_out[i * size + col];
-            check_float(actual, factors, Accumulation::Fp8, [row, col])?;
+            check_float(actual, factors, accumulation, [row, col])?;
         }
     }
     drop((out, a_values, b_values));

@@ -158,12 +158,18 @@ fn key<R: Runtime>(product: &Product<R>) -> GemmAutotuneKey {
     let args = product.args;
     let GemmProblem { batch, m, n, k, .. } = args.problem;
     let of_candidate = |it: &Ranked| Candidate::from(it.blueprint);
+    // A scale of the whole matrix has as many rows as that, and they are no other problem.
+    let rowwise = |it: &Ranked| matches!(it.blueprint, Blueprint::HopperRowwise(_));
+    let block = match product.candidates.iter().any(rowwise) {
+        true => 0,
+        false => args.a.rows_per_scale,
+    };
     GemmAutotuneKey::new(
         batch,
         m.next_multiple_of(128),
         n.next_multiple_of(64),
         k,
-        args.a.rows_per_scale,
+        block,
         args.fallback.is_some(),
         args.out.dtype,
         n * args.out.dtype.size() % 16 == 0,

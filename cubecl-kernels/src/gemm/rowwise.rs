@@ -48,6 +48,9 @@ pub(super) fn pays<R: Runtime>(client: &ComputeClient<R>, problem: &GemmProblem)
 /// `C = A B^T + bias` as [`gemm`](fn@gemm) computes it, for operands whose scales cover all of K: of whole rows, or of
 /// the whole matrix. `strategy` is for the product in blocks of 128.
 ///
+/// Up to K = 2^17, [`gemm`](fn@gemm) takes a faster kernel on Hopper, whose sums are integers over all of K; here they
+/// are added in FP32 from block to block.
+///
 /// # Errors
 ///
 /// When shapes or element types differ from those that [`gemm`](fn@gemm) takes, a scale does not cover all of K, or

@@ -233,6 +233,7 @@ fn wgmma<R: Runtime>(
         Err(_) if rowwise::covers_k(problem) && !problem.fallback && problem.k <= MAX_DEPTH => {
             Ok(hopper::rowwise::ranked(client, problem).into())
         }
+        Err(reason) if problem.fallback => Err(format!("a residual, and {reason}")),
         Err(reason) => Err(format!(
             "{reason}, nor of rows or matrices with K up to {MAX_DEPTH}"
         )),

@@ -3,7 +3,7 @@
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
 use crate::{
-    device::{array, check_dtype, cube_grid, empty, is_contiguous, storage},
+    device::{MatrixView, array, check_dtype, cube_grid, empty, is_contiguous, storage},
     error::KernelError,
     number::{Number, Storage, int4::spread, storage::RUN},
     shape::MatrixShape,
@@ -61,8 +61,12 @@ fn unpack_copy<R: Runtime>(
     let remedy = "pass what `quantize` made";
     check_dtype(OPERATION, "a copy", copy, storage::<u8>(), remedy)?;
     let stored_cols = Storage::Nibbles.stored_cols(shape.cols);
-    let expected = tensor_shape(copy, shape, stored_cols);
-    if copy.shape().to_vec() != expected || !is_contiguous(copy) {
+    let view = MatrixView::new(OPERATION, copy)?;
+    let stored = MatrixShape {
+        cols: stored_cols,
+        ..shape
+    };
+    if view.shape != stored || !is_contiguous(copy) {
         return Err(KernelError::Shape {
             operation: OPERATION,
             got: format!(
@@ -75,7 +79,7 @@ fn unpack_copy<R: Runtime>(
     }
     let out = empty(
         client,
-        tensor_shape(copy, shape, shape.cols),
+        view.tensor_shape(shape.rows, shape.cols),
         storage::<i8>(),
     );
     if shape.num_elements() == 0 {
@@ -105,14 +109,6 @@ fn unpack_copy<R: Runtime>(
         );
     }
     Ok(out)
-}
-
-/// The shape of a copy with so many columns, with as many dimensions as it has.
-fn tensor_shape<R: Runtime>(copy: &TensorHandle<R>, shape: MatrixShape, cols: usize) -> Vec<usize> {
-    match copy.shape().len() {
-        2 => vec![shape.rows, cols],
-        _ => vec![shape.batch, shape.rows, cols],
-    }
 }
 
 /// A unit unpacks a run.

@@ -960,6 +960,7 @@ fn no_hopper_source_elsewhere(#[values(80, 89, 100, 120)] architecture: u16) {
 #[case::deep_blocks((64, 64), 98, "gemm_tensor_core", "gemm_hopper")]
 #[case::blocks_of_128((128, 128), 98, "gemm_tensor_core", "gemm_hopper")]
 #[case::one_block((48, 48), 40, "block_scales", "gemm_rowwise_hopper")]
+#[case::one_square_block((64, 64), 50, "gemm_tensor_core", "gemm_hopper")]
 #[case::rows((1, 4), 98, "scale_rows", "gemm_rowwise_hopper")]
 #[case::matrix((98, 4), 98, "block_scales", "gemm_rowwise_hopper")]
 fn kernels_of_scales_over_k(
@@ -982,13 +983,13 @@ fn kernels_of_scales_over_k(
             gemm(client, &operand, &operand, None, None, out, Strategy::Auto).expect("a kernel");
         });
         let names: Vec<&str> = sources.iter().map(|source| source.name.as_str()).collect();
-        let of_rows = |name: &&str| name.contains("scale_rows") || name.contains("block_scales");
+        let of_scales = |name: &&str| name.contains("scale_rows") || name.contains("block_scales");
         assert!(
             names.iter().any(|name| name.starts_with(expected)),
             "{names:?}"
         );
         let over_blocks = expected.contains("scale");
-        assert_eq!(names.iter().any(of_rows), over_blocks, "{names:?}");
+        assert_eq!(names.iter().any(of_scales), over_blocks, "{names:?}");
     }
 }
 

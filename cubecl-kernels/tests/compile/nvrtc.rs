@@ -96,6 +96,10 @@ impl Nvrtc {
             let log = self.output(program, "nvrtcGetProgramLogSize", "nvrtcGetProgramLog");
             let log = CStr::from_bytes_until_nul(&log).expect("a log that ends");
             let log = log.to_string_lossy();
+            assert!(
+                status != 0 || log.contains("ptxas info"),
+                "ptxas says nothing, and so not that products are serialized: {log}"
+            );
             let output = if status == 0 && !log.contains("serialized") {
                 Ok(self.output(program, "nvrtcGetCUBINSize", "nvrtcGetCUBIN"))
             } else {

@@ -110,6 +110,14 @@ fn dequantize_rejects() {
     };
     let error = unpack_int4(&client, &claims_to_be_int4).unwrap_err();
     assert!(matches!(error, KernelError::Dtype { .. }), "{error}");
+    let spec = QuantizeSpec::new(Number::Int4, Granularity::Tensor);
+    let int4 = quantize(&client, &matrix, &spec).expect("a matrix");
+    let more_than_its_copy_has = Quantized {
+        shape: MatrixShape::batched(3, int4.shape.rows, int4.shape.cols),
+        ..int4
+    };
+    let error = unpack_int4(&client, &more_than_its_copy_has).unwrap_err();
+    assert!(matches!(error, KernelError::Shape { .. }), "{error}");
     let blocks_of_nothing = Quantized {
         granularity: Granularity::Block(0),
         ..quantized

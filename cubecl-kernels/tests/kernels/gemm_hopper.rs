@@ -98,8 +98,8 @@ fn with_fallback(
     (operand, quantized.residual)
 }
 
-/// The numbers that the kernels are specified to compute, to the bit: exact products of what shares its scales, times the
-/// product of these, added in FP32 with one rounding each, in ascending order of K, a residual right after its base.
+/// The numbers that the kernels are specified to compute, to the bit: exact products of what shares its scales, times
+/// the product of these, added in FP32 with one rounding each, in ascending order of K, a residual right after its base.
 struct Reference<'a> {
     k: usize,
     a: Side<'a>,
@@ -540,13 +540,9 @@ fn selection() {
     if !has_hopper(&client) {
         return;
     }
-    let is_hopper = |problem: &GemmProblem| {
-        let blueprint = select(&client, problem, Strategy::Auto).expect("a kernel");
-        matches!(
-            blueprint,
-            Blueprint::Hopper(_) | Blueprint::HopperRowwise(_)
-        )
-    };
+    let auto = |problem: &GemmProblem| select(&client, problem, Strategy::Auto).expect("a kernel");
+    let is_hopper = |problem: &GemmProblem| matches!(auto(problem), Blueprint::Hopper(_));
+    let is_rowwise = |problem: &GemmProblem| matches!(auto(problem), Blueprint::HopperRowwise(_));
     let fits = problem(1, 300, 300, 300);
     assert!(is_hopper(&fits));
     assert!(!is_hopper(&GemmProblem { k: 0, ..fits }));
@@ -561,8 +557,12 @@ fn selection() {
         b_scale_block: (300, 300),
         ..fits
     };
-    assert!(is_hopper(&rowwise));
+    assert!(is_rowwise(&rowwise));
     let others = [
+        GemmProblem {
+            fallback: true,
+            ..rowwise
+        },
         GemmProblem {
             fallback: true,
             ..small_blocks
@@ -588,7 +588,7 @@ fn selection() {
     for other in others {
         let error = select(&client, &other, Strategy::Hopper);
         assert!(matches!(error, Err(KernelError::Unsupported { .. })));
-        assert!(!is_hopper(&other));
+        assert!(!is_hopper(&other) && !is_rowwise(&other));
     }
 }
 

@@ -414,7 +414,13 @@ fn broadcast_inputs_of_small_floats() {
 #[test]
 fn int4_unpacks_to_the_same_integers() {
     let (client, mut random) = (client(), Random::fresh());
-    for shape in [MatrixShape::new(66, 131), MatrixShape::batched(2, 64, 96)] {
+    // Rows that are read and written by 1 and 1, by 8 and 16, and by 4 and 4 bytes; those of its transpose by 1 and 4.
+    let shapes = [
+        MatrixShape::new(66, 131),
+        MatrixShape::batched(2, 64, 96),
+        MatrixShape::new(36, 40),
+    ];
+    for shape in shapes {
         let x: Vec<f32> = (0..shape.num_elements()).map(|_| random.normal()).collect();
         let spec =
             QuantizeSpec::new(Number::Int4, Granularity::Block(32)).with_layout(Layout::Both);

@@ -22,6 +22,7 @@ __device__ __forceinline__ void accumulate(Sum *sums, u32 blocks, u32 memory, u3
 #pragma unroll
     for (int i = 0; i < TILE_N / 2; i++)
         sums[i] = 0;
+    pin<TILE_N / 2>(sums);
     u32 previous = 0;
     for (u32 block = 0; block < blocks; block++) {
         barrier_wait(full + 8 * stage, parity);
