@@ -73,6 +73,11 @@ pub fn sample_rows<R: Runtime>(
     }
     let units = client.properties().hardware.max_units_per_cube as usize;
     let units = (1 << units.ilog2()).min(LANES);
+    let offset = scores.handle.offset_start.unwrap_or_default();
+    let width = match stacked % 4 == 0 && offset % 16 == 0 {
+        true => 4,
+        false => 1,
+    };
     // SAFETY: every access is guarded by the number of stacked rows and the capacity, for which the tensors were
     // checked and allocated.
     #[allow(unsafe_code)]
@@ -81,6 +86,8 @@ pub fn sample_rows<R: Runtime>(
             client,
             CubeCount::Static(1, 1, 1),
             CubeDim::new_1d(units as u32),
+            width,
+            array(scores.clone()),
             array(scores.clone()),
             array(scales.clone()),
             array(sample.rows.clone()),
@@ -94,27 +101,31 @@ pub fn sample_rows<R: Runtime>(
             expected.min(stacked) as f32,
             random_stream(Rounding::Stochastic(key)),
             units,
+            width,
             has_u64(client),
         );
     }
     Ok(sample)
 }
 
+/// `pieces` are the scores, `width` at once.
 #[cube(launch_unchecked)]
 #[allow(clippy::too_many_arguments)]
-fn sample_rows_kernel(
+fn sample_rows_kernel<N: Size>(
     scores: &Array<f32>,
+    pieces: &Array<Vector<f32, N>>,
     scales: &Array<f32>,
     rows: &mut Array<i32>,
     factors: &mut Array<f32>,
-    positions: &mut Array<i32>,
+    positions: &mut Array<Vector<i32, N>>,
     count: &mut Array<i32>,
-    probabilities: &mut Array<f32>,
+    probabilities: &mut Array<Vector<f32, N>>,
     stacked: u32,
     capacity: u32,
     expected: f32,
     random: RandomStream,
     #[comptime] units: usize,
+    #[comptime] width: usize,
     #[comptime] wide: bool,
 ) {
     let rule = find_rule(scores, scales, stacked, expected, units);
@@ -124,6 +135,26 @@ fn sample_rows_kernel(
     while first < stacked {
         let of_unit = first + UNIT_POS * comptime!(ROWS_OF_UNIT as u32);
         let mut drawn = Array::<f32>::new(ROWS_OF_UNIT);
+        #[unroll]
+        for piece in 0..comptime!(ROWS_OF_UNIT / width) {
+            #[unroll]
+            for lane in 0..width {
+                drawn[comptime!(piece * width + lane)] = 0.0f32;
+            }
+            let row = of_unit + comptime!((piece * width) as u32);
+            if row < stacked {
+                let at = (row / comptime!(width as u32)) as usize;
+                let of_piece = pieces[at];
+                let mut vector = Vector::<f32, N>::empty();
+                #[unroll]
+                for lane in 0..width {
+                    let probability = probability(of_piece[lane], &rule);
+                    vector[lane] = probability;
+                    drawn[comptime!(piece * width + lane)] = probability;
+                }
+                probabilities[at] = vector;
+            }
+        }
         let mut mask = 0u32;
         #[unroll]
         for part in 0..comptime!(ROWS_OF_UNIT / ROWS_OF_COUNTER) {
@@ -137,36 +168,37 @@ fn sample_rows_kernel(
             words[3] = w3;
             #[unroll]
             for lane in 0..ROWS_OF_COUNTER {
+                // Behind the last row the probability is 0.
                 let of_rows = comptime!(part * ROWS_OF_COUNTER + lane);
-                let row = from + comptime!(lane as u32);
-                drawn[of_rows] = 0.0f32;
-                if row < stacked {
-                    let probability = probability(scores[row as usize], &rule);
-                    probabilities[row as usize] = probability;
-                    drawn[of_rows] = probability;
-                    if is_kept(probability, words[lane]) {
-                        mask |= comptime!(1u32 << of_rows as u32);
-                    }
+                if is_kept(drawn[of_rows], words[lane]) {
+                    mask |= comptime!(1u32 << of_rows as u32);
                 }
             }
         }
         let (before, total) = sum_before(&mut shared, mask.count_ones(), units);
         let mut slot = kept + before;
         #[unroll]
-        for of_rows in 0..comptime!(ROWS_OF_UNIT as u32) {
-            let row = of_unit + of_rows;
-            if row < stacked {
+        for piece in 0..comptime!(ROWS_OF_UNIT / width) {
+            let first_of_piece = of_unit + comptime!((piece * width) as u32);
+            let mut vector = Vector::<i32, N>::empty();
+            #[unroll]
+            for lane in 0..width {
+                let of_rows = comptime!(piece * width + lane);
                 let mut position = NO_ROW.runtime();
-                if mask & comptime!(1u32 << of_rows) != 0 {
+                if mask & comptime!(1u32 << of_rows as u32) != 0 {
                     if slot < capacity {
+                        let row = first_of_piece + comptime!(lane as u32);
                         position = i32::cast_from(slot);
                         rows[slot as usize] = i32::cast_from(row);
                         let part = row / (stacked / 2);
-                        factors[slot as usize] = scales[part as usize] / drawn[of_rows as usize];
+                        factors[slot as usize] = scales[part as usize] / drawn[of_rows];
                     }
                     slot += 1;
                 }
-                positions[row as usize] = position;
+                vector[lane] = position;
+            }
+            if first_of_piece < stacked {
+                positions[(first_of_piece / comptime!(width as u32)) as usize] = vector;
             }
         }
         kept += total;

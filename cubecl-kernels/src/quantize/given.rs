@@ -19,7 +19,7 @@ use super::{Input, QuantizeSpec, Quantized, buffers::allocate, encode, tile::seg
 const OPERATION: &str = "quantize_by";
 const UNITS: usize = 256;
 /// Maxima of tiles that a unit reads in one turn.
-const READS: usize = 8;
+const READS: usize = 32;
 
 /// Quantizes `x`, a matrix of f32, f16 or bf16 with any strides, by a scale that is on the device already, and finds
 /// its largest magnitude in the same read.

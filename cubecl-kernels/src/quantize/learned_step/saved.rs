@@ -11,8 +11,8 @@ use crate::{
 };
 
 use super::{
-    FLAGS_OF_GROUP, RESIDUAL_UNITS, SATURATION_GROUP,
-    rounded::{RoundedRun, is_clamped, is_extreme},
+    FLAGS_OF_GROUP, LARGEST, RESIDUAL_UNITS, SATURATION_GROUP,
+    rounded::{NIBBLES, RoundedRun, is_clamped, pack_sums},
 };
 
 /// Runs of a group.
@@ -25,17 +25,46 @@ pub(super) fn group_flags(rounded: &RoundedRun, #[comptime] planes: bool) -> u32
     let mut flags = 0u32;
     let mut count = 0u32;
     if rounded.has_extremes {
+        let words = pack_sums(&rounded.sums);
         #[unroll]
-        for index in 0..RUN {
-            let extreme = u32::cast_from(is_extreme(rounded.numbers[index]));
-            let clamped = u32::cast_from(is_clamped(rounded.quotients[index]));
-            // Only extreme numbers are clamped.
-            flags |= clamped << count;
-            count += extreme;
+        for word in 0..comptime!(RUN / 8) {
+            let mut extremes = extreme_nibbles(words[word]);
+            let clamped = clamped_nibbles(&rounded.quotients, word);
+            // Few of a run are extreme, so that a turn for each is shorter than one for each element.
+            while extremes != 0 {
+                let others = extremes & (extremes - 1);
+                // Only extreme numbers are clamped.
+                flags |= select(clamped & (extremes ^ others) == 0, 0u32, 1u32) << count;
+                count += 1;
+                extremes = others;
+            }
         }
     }
     let next = of_other_run(flags, planes);
     (flags | (next << count)) & comptime!((1u32 << FLAGS_OF_GROUP) - 1)
+}
+
+/// The highest bit of each nibble of a word of codes that is 7 or -7.
+#[cube]
+fn extreme_nibbles(codes: u32) -> u32 {
+    let (second, third, lowest) = (codes << 1, codes << 2, codes << 3);
+    // -7 is 1001, and there is no -8, 1000.
+    ((!codes & second & third & lowest) | (codes & !second & !third)) & comptime!(NIBBLES * 8)
+}
+
+/// The highest bit of each nibble that the `word`-th eight elements of a run have in a word, where they are clamped;
+/// the bits below have no meaning.
+#[cube]
+fn clamped_nibbles(quotients: &Array<f32>, #[comptime] word: usize) -> u32 {
+    let mut nibbles = 0u32;
+    #[unroll]
+    for index in 0..8usize {
+        let v = quotients[comptime!(8 * word + 7 - index)];
+        // Negative where v is clamped. The shift of the two words takes one instruction.
+        let room = LARGEST - f32::abs(v);
+        nibbles = (nibbles << 4) | (u32::reinterpret(room) >> 28);
+    }
+    nibbles
 }
 
 /// The value of the unit that holds the other run of the group.

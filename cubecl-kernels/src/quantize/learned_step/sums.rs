@@ -82,7 +82,7 @@ pub fn squared_error<R: Runtime>(
 }
 
 /// Sums of tiles that a unit reads in one turn.
-const READS: usize = 8;
+const READS: usize = 32;
 
 /// What is summed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
