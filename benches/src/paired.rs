@@ -219,7 +219,7 @@ mod tests {
         assert_eq!(paired.paired[0].common, None);
         let of_b = paired.paired[1].common.expect("steps");
         assert!((of_b.mean - 0.01).abs() < 1e-9);
-        // What diverged is shown, and the file is read back.
+        // A run that diverged is shown, and the file is read back.
         let text = serde_json::to_string(&paired).expect("JSON");
         let table = crate::table::of(&text).expect("a table");
         assert!(table.contains("| `block-int8` | 110 | NaN% |"), "{table}");

@@ -97,7 +97,7 @@ fn weight_gradient(x: &Captured, gradient: &Captured) -> Vec<f32> {
     product.into_iter().map(|it| it as f32).collect()
 }
 
-/// What is noted multiplies to the gradients of the weights, layer by layer.
+/// The tensors that are noted multiply to the gradients of the weights, layer by layer.
 #[test]
 fn what_is_captured_makes_the_gradients() {
     let (bytes, _) = recorded();

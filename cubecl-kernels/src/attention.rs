@@ -21,9 +21,9 @@
 //! Algorithms 1 and 4; one saved number a row: FlashAttention-2, Dao, 2023). Memory grows with the sequence, not with
 //! its square.
 //!
-//! What a query does not see has probability 0, its bias is not read, and a row that sees nothing gives 0, as does one
-//! whose scores are all negative infinity. NaN and positive infinity in what a row sees make the row NaN. Those of a
-//! query and a key that do not see each other may reach each other's results or not.
+//! A key that a query does not see has probability 0, its bias is not read, and a row that sees nothing gives 0, as
+//! does one whose scores are all negative infinity. NaN and positive infinity in what a row sees make the row NaN. Those
+//! of a query and a key that do not see each other may reach each other's results or not.
 //!
 //! Here are the kernels, a file each ([`AttentionKernel`]); [`host::attention`](crate::host::attention()) computes on
 //! CPUs, with every option.
@@ -68,7 +68,7 @@ pub struct AttentionTensors<R: Runtime> {
     pub bias: Option<TensorHandle<R>>,
 }
 
-/// What the forward pass leaves.
+/// The tensors that the forward pass leaves.
 #[derive(Debug, Clone)]
 pub struct AttentionOutput<R: Runtime> {
     /// O, `[batch, heads, queries, value_width]`, of the type of the query, in the memory of
@@ -78,7 +78,7 @@ pub struct AttentionOutput<R: Runtime> {
     pub log_sum_exp: TensorHandle<R>,
 }
 
-/// What says whether a kernel computes it.
+/// The properties that say whether a kernel computes it.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AttentionProblem {
     /// The type of Q, K and V.
@@ -273,7 +273,7 @@ impl AttentionKernel {
     }
 }
 
-/// What attention does beside its tensors.
+/// The options of attention beside its tensors.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AttentionOptions {
     /// Multiplies the products of queries and keys: any number, also 0 or a negative one.
@@ -323,7 +323,7 @@ impl Band {
         right: Some(0),
     };
 
-    /// What both bands show.
+    /// The keys that both bands show.
     pub fn and(self, other: Self) -> Self {
         let nearer = |a: Option<u32>, b: Option<u32>| [a, b].into_iter().flatten().min();
         Self {

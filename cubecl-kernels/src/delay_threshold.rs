@@ -24,9 +24,9 @@ pub const MAX_THRESHOLD: f32 = 1.0 / MIN_ABSMAX;
 
 const OPERATION: &str = "delay_threshold";
 
-/// What a factor has above 1 is multiplied by this when the threshold turns around (Rprop's η⁻).
+/// The part of a factor above 1 is multiplied by this when the threshold turns around (Rprop's η⁻).
 pub const SHRINK: f32 = 0.5;
-/// What a factor has above 1 is multiplied by this when the threshold goes on as before (Rprop's η⁺).
+/// The part of a factor above 1 is multiplied by this when the threshold goes on as before (Rprop's η⁺).
 pub const GROWTH: f32 = 1.2;
 
 /// The target range of the fallback rate, and how fast a threshold moves towards it.
@@ -253,7 +253,7 @@ fn delay_threshold_kernel(
     }
 }
 
-/// What the next factor has above 1. `along` is that of the last one, positive where the threshold goes on as before.
+/// The next factor's part above 1. `along` is that of the last one, positive where the threshold goes on as before.
 #[cube]
 fn next_excess(along: f32, largest: f32, smallest: f32) -> f32 {
     let adapted = select(along < 0.0, -along * SHRINK, along * GROWTH);

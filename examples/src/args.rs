@@ -365,7 +365,7 @@ pub enum Checkpointing {
     Layers,
 }
 
-/// Whether losses are scaled.
+/// The scaling of losses.
 #[derive(ValueEnum, Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[serde(rename_all = "kebab-case")]
 pub enum LossScaling {

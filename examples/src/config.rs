@@ -62,7 +62,7 @@ pub struct Config {
     pub device: Device,
     /// The compute dtype.
     pub compute: Compute,
-    /// Whether losses are scaled.
+    /// The scaling of losses.
     #[serde(default)]
     pub loss_scaling: LossScaling,
     /// The model's size.

@@ -1,4 +1,4 @@
-//! What `pretrain` does when it is asked for nothing: a comparison that says something within minutes.
+//! The run of `pretrain` when it is asked for nothing: a comparison that says something within minutes.
 //!
 //! Two runs from scratch differ by chance more than two recipes do. So one run trains most of the steps in mixed
 //! precision, and both recipes go on from its checkpoint, each with several seeds.

@@ -102,7 +102,7 @@ fn pretrain(args: &Args, live_bytes: fn() -> u64) -> Result<ExitCode> {
     })
 }
 
-/// What all sets of runs of a process share.
+/// The state that all sets of runs of a process share.
 struct Program<'a> {
     stop: &'a Stop,
     /// Bytes live in the process's allocator.

@@ -7,10 +7,10 @@ use plotters::prelude::*;
 /// A grey that shows on light and on dark.
 pub(crate) const GREY: RGBColor = RGBColor(128, 128, 128);
 
-/// What is drawn on.
+/// The canvas.
 pub type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 
-/// Whether a part of a picture was drawn.
+/// The outcome of drawing a part of a picture.
 pub type Drawn = Result<(), Box<dyn std::error::Error>>;
 
 /// A picture of this width and height, for a page that gives its text a colour.

@@ -43,7 +43,7 @@ pub struct Report {
     pub device: Device,
     /// The compute dtype.
     pub compute: Compute,
-    /// Whether losses were scaled.
+    /// The scaling of losses.
     #[serde(default)]
     pub loss_scaling: LossScaling,
     /// Optimizer steps.

@@ -45,7 +45,7 @@ impl Stop {
 /// Reads path and fallback rate of every layer.
 pub type ReadRates = Box<dyn Fn() -> Vec<(String, f32)> + Send + Sync>;
 
-/// What is done after each optimizer step.
+/// The work after each optimizer step.
 pub type AfterStep = Box<dyn Fn() -> anyhow::Result<()> + Send + Sync>;
 
 /// The outcome of training.

@@ -169,7 +169,7 @@ fn optimizer(config: &Config, args: &Args) -> QuantAdamWConfig {
         })
 }
 
-/// What the layers' memory follows from.
+/// The shapes that the layers' memory follows from.
 fn layer_memory<B: LayerBackend>(layers: &[LayerReport]) -> Vec<LayerMemory> {
     let row = B::ROW.and_then(|row| row.linear);
     let layers = layers.iter().map(|layer| LayerMemory {
@@ -332,7 +332,7 @@ pub fn run<B: LayerBackend>(
     if let Some(failure) = outcome.failure {
         return Err(failure);
     }
-    // What follows are no training steps.
+    // The passes that follow are no training steps.
     layers.measure_health(false);
     let about_health = || -> Result<()> {
         let Some(files) = &files else {

@@ -127,7 +127,8 @@ fn int8_zeros_two_fifths_of_gradients_that_span_orders_and_groups_keep_them() {
     }
 }
 
-/// What is not lost is not exact: with the scales of blocks, INT8 keeps normal gradients better than both FP8 formats.
+/// Values that are not lost are not exact: with the scales of blocks, INT8 keeps normal gradients better than both FP8
+/// formats.
 #[test]
 fn int8_is_more_exact_than_fp8_where_nothing_is_far_out() {
     let seed = seed();

@@ -1,4 +1,4 @@
-//! What quantization does to the tensors of a model that trains, on a checkpoint of `pretrain`.
+//! The errors of quantized tensors in a model that trains, on a checkpoint of `pretrain`.
 
 use std::{
     path::{Path, PathBuf},

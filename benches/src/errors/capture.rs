@@ -1,4 +1,4 @@
-//! What a step of the decoder reads and what flows back.
+//! The tensors that a step of the decoder reads, and the gradients that flow back.
 
 use anyhow::{Context, Result};
 use burn::{
@@ -21,17 +21,17 @@ pub type Exactly = Autodiff<Flex>;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Kind {
-    /// What norms read.
+    /// The inputs of norms.
     Residual,
-    /// What norms give: the inputs of queries, keys, values, gate and up.
+    /// The outputs of norms: the inputs of queries, keys, values, gate and up.
     Normed,
-    /// What attention gives.
+    /// The outputs of attention.
     Mixed,
     /// Gate and up.
     Gated,
-    /// What SwiGLU gives.
+    /// The outputs of SwiGLU.
     Product,
-    /// What the head reads.
+    /// The inputs of the head.
     Last,
     /// The output gradients of queries, keys and values.
     GradientQkv,
@@ -112,7 +112,7 @@ impl Place {
 /// A matrix of a step, tokens by features.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Captured {
-    /// What it is.
+    /// Its kind.
     pub kind: Kind,
     /// Rows and columns.
     pub shape: [usize; 2],

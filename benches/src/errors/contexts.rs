@@ -32,11 +32,11 @@ pub const BITS: std::ops::RangeInclusive<u32> = 4..=16;
 /// Neighbours that share a scale (fallback-int8, section 5.2).
 const GROUP: usize = 128;
 
-/// What waits compressed.
+/// The tensors that wait compressed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Saved {
-    /// What norms and SwiGLU's product read, as in the papers.
+    /// The inputs of norms and of SwiGLU's product, as in the papers.
     Operators,
     /// All that the library compresses: also what linear layers and attention read.
     All,
@@ -45,7 +45,7 @@ pub enum Saved {
 /// The gradients of a step under a context, beside those of exact ones.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct ContextError {
-    /// What is compressed.
+    /// The tensors that are compressed.
     pub saved: Saved,
     /// The number format.
     pub numbers: String,
@@ -139,7 +139,7 @@ pub fn exact(model: &Decoder<Exactly>, batch: &Batch<Exactly>) -> Gradients {
     Gradients::of(model, model.loss(batch.clone(), &mut Exact))
 }
 
-/// What norms and SwiGLU's product read, in [`BITS`] bits and in BF16.
+/// The inputs of norms and of SwiGLU's product, in [`BITS`] bits and in BF16.
 pub fn of_operators(model: &Decoder<Exactly>, batch: &Batch<Exactly>) -> Vec<ContextError> {
     let exact = exact(model, batch);
     let integers = BITS.map(|bits| (Numbers::Integer(bits), Some(GROUP)));

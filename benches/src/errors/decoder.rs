@@ -35,14 +35,14 @@ pub enum Place {
     Head,
 }
 
-/// What a pass does where layers and operators read. As it stands it does nothing.
+/// The work of a pass where layers and operators read. As it stands there is none.
 pub trait Step<B: Backend> {
-    /// What the first layer reads, `[batch, sequence, hidden]`.
+    /// The input of the first layer, `[batch, sequence, hidden]`.
     fn first(&mut self, x: Tensor<B, 3>) -> Tensor<B, 3> {
         x
     }
 
-    /// What the last layer gives.
+    /// The output of the last layer.
     fn last(&mut self, x: Tensor<B, 3>) -> Tensor<B, 3> {
         x
     }

@@ -30,7 +30,7 @@ pub const COARSE_TO_FINE: [Granularity; 3] = [
 /// The formats that are compared.
 pub const FORMATS: [Number; 3] = [Number::Int8, Number::E4M3, Number::E5M2];
 
-/// What a format of numbers with scales of a granularity does to the matrices of a kind.
+/// The error of the matrices of a kind in a format of numbers with scales of a granularity.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct MatrixError {
     /// The matrices.

@@ -23,7 +23,7 @@ pub const GROUPS: [usize; 6] = [4, 8, 16, 32, 64, 128];
 
 const E4M3: Numbers = Numbers::Format(Number::E4M3);
 
-/// What a pass rounds to E4M3.
+/// The tensors that a pass rounds to E4M3.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Flow {
@@ -38,7 +38,7 @@ pub enum Flow {
 /// The error of a flow in the forward and the backward pass, and of contexts alone.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct GroupError {
-    /// What is rounded.
+    /// The tensors that are rounded.
     pub flow: Flow,
     /// Of what the last decoder layer gives: the mean squared error over the mean square.
     pub forward: f64,
@@ -48,7 +48,7 @@ pub struct GroupError {
     pub contexts: Option<ContextsAlone>,
 }
 
-/// What contexts do alone.
+/// The effect of contexts alone.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct ContextsAlone {
     /// Error of what operators read, the norm of the error over that of the matrix, root mean square over the matrices.
@@ -126,7 +126,7 @@ struct Ends<S> {
     step: S,
     /// Zeros that were added to what the first layer reads: their gradient is its.
     first: Option<Tensor<Exactly, 3>>,
-    /// What the last layer gave.
+    /// The output of the last layer.
     last: Vec<f32>,
 }
 
@@ -165,7 +165,7 @@ impl<S: Step<Exactly>> Step<Exactly> for Ends<S> {
     }
 }
 
-/// What the last layer gave, and the gradient of what the first one read.
+/// The output of the last layer, and the gradient of the first one's input.
 struct Passes {
     last: Vec<f32>,
     first_gradient: Vec<f32>,

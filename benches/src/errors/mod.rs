@@ -1,4 +1,4 @@
-//! What quantization does to the tensors of a model that trains: its activations, its gradients, and the gradients of
+//! The errors of quantized tensors in a model that trains: its activations, its gradients, and the gradients of
 //! its weights under compressed contexts, by format, granularity, bits, groups and transforms, to be compared with the
 //! papers' figures.
 //!

@@ -6,7 +6,7 @@ use cubecl_kernels::{
     rounding::Rounding, shape::MatrixShape,
 };
 
-/// What values are rounded to, to nearest.
+/// The numbers that values are rounded to, to nearest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Numbers {
     /// A format of the library, with FP32 scales.

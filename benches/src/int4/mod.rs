@@ -123,7 +123,7 @@ impl Matrices {
     }
 }
 
-/// What the backward pass has of X and W.
+/// X and W as the backward pass has them.
 struct Saved {
     x: Matrix,
     rounding: SavedRounding<CudaRuntime>,
@@ -317,7 +317,7 @@ impl Layer<'_> {
     }
 }
 
-/// What bounds a stage.
+/// The bound of a stage.
 enum Cost {
     /// Bytes that must move.
     Bytes(usize),

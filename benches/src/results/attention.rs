@@ -33,7 +33,7 @@ impl AttentionKernel {
     }
 }
 
-/// What attention is computed of: BF16, as many keys as queries.
+/// The problem of attention: BF16, as many keys as queries.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AttentionProblem {
     /// Sequences at once.
@@ -55,7 +55,7 @@ pub struct AttentionProblem {
 pub struct AttentionSpeed {
     /// Who computed it.
     pub kernel: AttentionKernel,
-    /// What was computed.
+    /// The pass that was computed.
     #[serde(flatten)]
     pub problem: AttentionProblem,
     /// The forward pass; none where the kernel cannot compute it.

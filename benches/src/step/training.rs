@@ -52,7 +52,7 @@ impl<B: Backend> ModuleMapper<B> for Cast {
     }
 }
 
-/// What tells how much memory a training takes.
+/// The counters that tell how much memory a training takes.
 pub struct Gauges<'a, B: Backend> {
     /// Bytes of the tensors that live.
     pub live: LiveBytes<'a, B>,

@@ -86,7 +86,7 @@ pub(super) fn attention<B: QuantBackend, R: Recipe>(
     }
 }
 
-/// What is asked of kernels, if it is anything that they may compute.
+/// The problem for kernels, if it is one that they may compute.
 fn problem<B: QuantBackend, R: Recipe>(
     inputs: [&Float<B, R>; 3],
     mask: Option<&Bool<B, R>>,

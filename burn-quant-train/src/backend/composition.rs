@@ -124,7 +124,7 @@ impl<B: QuantBackend> Step<B> {
 }
 
 impl<B: QuantBackend> Waiting<B> {
-    /// What an operation on `x` and on its device gives.
+    /// The result of an operation on `x` and on its device.
     fn of<R: Recipe>(
         x: &QuantTensor<B>,
         step: Step<B>,
@@ -215,7 +215,7 @@ fn kernels<B: QuantBackend, R: Recipe>(
     x: &QuantTensor<B>,
 ) -> Option<Compositions<<B::Base as DataBackend>::Kernels>> {
     let narrow = R::ROW.compute != FloatDType::F32 && matches!(x.dtype(), DType::BF16 | DType::F16);
-    // What is computed from a weight remembers its layer, which a composition would forget.
+    // A tensor that is computed from a weight remembers its layer, which a composition would forget.
     if !B::RECORDS || !narrow || x.rank() == 0 || x.origin().is_some() {
         return None;
     }
@@ -254,7 +254,7 @@ fn root_mean_square<B: QuantBackend>(root: &QuantTensor<B>) -> Option<(&QuantTen
     }
 }
 
-/// What was narrowed to the dtype of x, or the tensor itself.
+/// The tensor that was narrowed to the dtype of x, or the tensor itself.
 fn narrowed<B: QuantBackend>(tensor: &QuantTensor<B>) -> &QuantTensor<B> {
     match step(tensor) {
         Some(Step::Narrowed(wide, _)) => wide,

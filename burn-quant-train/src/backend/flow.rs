@@ -18,12 +18,12 @@ pub(super) fn of<B: QuantBackend, R: Recipe>(x: &QuantTensor<B>) -> Option<Flow>
     let flow = QuantTrain::<B, R>::ROW.flow.filter(|_| B::RECORDS)?;
     let is_float = matches!(x.dtype(), DType::F32 | DType::BF16 | DType::F16);
     let has_rows = x.rank() >= 2 && x.shape().num_elements() > 0;
-    // What is computed from a weight remembers its layer, which an operator would forget.
+    // A tensor that is computed from a weight remembers its layer, which an operator would forget.
     let takes_part = is_float && has_rows && x.origin().is_none();
     (takes_part && B::ad_enabled(&x.device())).then_some(flow)
 }
 
-/// What an operator reads of a tensor: its value, in a flow as it flows.
+/// The value that an operator reads of a tensor: in a flow as it flows.
 pub(super) fn enter<B: QuantBackend>(flow: Option<Flow>, x: QuantTensor<B>) -> InsideTensor<B> {
     let Some(flow) = flow else {
         return x.into_primitive();
@@ -35,7 +35,7 @@ pub(super) fn enter<B: QuantBackend>(flow: Option<Flow>, x: QuantTensor<B>) -> I
     B::record(operation, [x.into_primitive()])
 }
 
-/// What an operator made: in a flow its gradient flows back.
+/// The output of an operator: in a flow its gradient flows back.
 pub(super) fn leave<B: QuantBackend>(flow: Option<Flow>, made: InsideTensor<B>) -> QuantTensor<B> {
     match flow {
         Some(_) => QuantTensor::with_tag(made, Arc::new(Tag::of_flow())),

@@ -105,7 +105,7 @@ impl<B: QuantBackend> QuantTensor<B> {
         }
     }
 
-    /// What has not been computed yet.
+    /// A value that has not been computed yet.
     pub(super) fn as_waiting(&self) -> Option<&Waiting<B>> {
         match &self.value {
             Value::Ready(..) => None,

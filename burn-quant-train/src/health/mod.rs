@@ -18,7 +18,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::recipe::Name;
 
-/// What is measured, and how often.
+/// The measurements, and how often they are made.
 ///
 /// A step that is measured takes longer, and the host waits for the device at its end; other steps do nothing more than
 /// without. Measuring changes no bit of the training.

@@ -1,4 +1,4 @@
-//! What a measured step showed.
+//! The figures of a measured step.
 
 use serde::{Deserialize, Serialize};
 
@@ -6,7 +6,7 @@ use super::{TINY, ZEROS};
 use crate::data::threshold::DelayThreshold;
 use crate::recipe::{LinearMatrix, LinearOperand};
 
-/// What a measured step showed: plain data, for programs that draw or store it.
+/// The figures of a measured step: plain data, for programs that draw or store it.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct HealthReport {
     /// Optimizer steps taken when the measured one was over.
@@ -45,7 +45,7 @@ pub struct MatrixHealth {
     /// Elements in each octave below that of the largest magnitude, all those further below, and zeros: see
     /// [`BINS`](super::BINS).
     pub histogram: Vec<u64>,
-    /// What it was quantized to, and what it would be by other recipes. Operands of a recipe that are the same numbers
+    /// Its quantized form, and those that other recipes would give it. Operands of a recipe that are the same numbers
     /// have the same figures.
     pub casts: Vec<CastHealth>,
 }

@@ -103,7 +103,7 @@ impl<B: DataBackend> Bank<B> {
         self.owner.strong_count() > 0
     }
 
-    /// What measures the layers.
+    /// The instrument that measures the layers.
     pub(crate) fn watch(&self) -> Option<&Watch<B>> {
         self.watch.as_ref()
     }

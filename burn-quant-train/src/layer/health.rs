@@ -1,4 +1,4 @@
-//! What is measured of the layers of a model, until it is asked for.
+//! The measurements of a model's layers, until they are asked for.
 
 use std::{
     collections::{HashMap, VecDeque},
@@ -30,7 +30,7 @@ const UNREAD: usize = 64;
 /// Runs of a layer in a step that are measured: their samples wait on the device.
 const RUNS: usize = 64;
 
-/// What a probe found of a matrix, on its device.
+/// The findings of a probe in a matrix, on its device.
 pub(crate) struct Sample<B: DataBackend> {
     /// The module path of the layer.
     pub layer: String,
@@ -53,7 +53,7 @@ pub(crate) struct Watch<B: DataBackend> {
     reports: Mutex<Reports>,
 }
 
-/// What was measured in the present step.
+/// The measurements of the present step.
 struct Present<B: DataBackend> {
     now: Now,
     /// Runs of each matrix of each layer.

@@ -213,7 +213,7 @@ impl<B: DataBackend> Layer<B> {
         (watch.is_due(now.step) && watch.watches(&self.path)).then_some(now)
     }
 
-    /// What measures the layer.
+    /// The instrument that measures the layer.
     pub(crate) fn watch(&self) -> Option<&Watch<B>> {
         self.bank.watch()
     }

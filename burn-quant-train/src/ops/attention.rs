@@ -20,13 +20,14 @@ pub(crate) struct Attention<B: DataBackend> {
     pub mask: Option<BoolTensor<B>>,
 }
 
-/// What the backward pass needs.
+/// The tensors that the backward pass needs.
 #[derive(Debug, Clone)]
 pub(crate) struct Saved<B: DataBackend> {
     inputs: Inputs<B>,
     attention: Attention<B>,
-    /// What the kernel left, if it is for the inputs as they will be read. Of inputs that wait compressed, the output
-    /// is computed again: the gradient is then that of one function, and its probabilities sum to 1.
+    /// The tensors that the kernel left, if they are for the inputs as they will be read. Of inputs that wait
+    /// compressed, the output is computed again: the gradient is then that of one function, and its probabilities sum
+    /// to 1.
     forward: Option<FlashOutput<HeldTensor<B>>>,
 }
 

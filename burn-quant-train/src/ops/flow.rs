@@ -1,4 +1,4 @@
-//! What an operator of a flow reads: its input, rounded, which waits like this for the backward pass (jetfire-int8,
+//! The input of an operator of a flow, rounded, which waits like this for the backward pass (jetfire-int8,
 //! section 3.2; coat-fp8, section 5.2).
 
 use std::sync::Arc;

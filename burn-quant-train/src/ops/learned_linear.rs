@@ -56,7 +56,7 @@ pub(crate) struct LearnedLinear<B: DataBackend> {
     pub weight_view: View,
 }
 
-/// What a run takes from the layer's state, which it may move, beside the step sizes themselves.
+/// The state of the layer that a run takes, and may move, beside the step sizes themselves.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Settled {
     call: Call,

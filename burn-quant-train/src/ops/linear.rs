@@ -64,7 +64,7 @@ pub(crate) struct Linear<B: DataBackend> {
     pub flow: Option<Flow>,
 }
 
-/// What both runs in a block are.
+/// The state of the layer that both runs in a block share.
 #[derive(Debug, Clone)]
 pub(crate) struct Settled<B: DataBackend> {
     call: Call,

@@ -45,7 +45,7 @@ impl Bundle for ProbeInputs<Outline> {
     }
 }
 
-/// What a probe found, in two tensors, so that few are read.
+/// The findings of a probe, in two tensors, so that few are read.
 #[derive(Debug, Clone)]
 pub(crate) struct Probed<T: Tensors> {
     /// FP32: the largest magnitude, and for each cast the sums and the scales.

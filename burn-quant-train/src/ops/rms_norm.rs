@@ -17,7 +17,7 @@ pub(crate) struct RmsNorm {
     pub epsilon: f64,
 }
 
-/// What the backward pass needs.
+/// The tensors that the backward pass needs.
 #[derive(Debug, Clone)]
 pub(crate) struct Saved<B: DataBackend> {
     x: HeldTensor<B>,

@@ -1,4 +1,4 @@
-//! What a product reads in the place of a matrix: the values that its quantized copy stands for.
+//! The matrix that a product reads in the place of another: the values that its quantized copy stands for.
 
 use burn_backend::{
     FloatDType, IntDType, Scalar, Shape, TensorData, TensorMetadata, tensor::FloatTensor,
@@ -75,7 +75,7 @@ impl Bundle for CastState<Outline> {
     }
 }
 
-/// What a product reads in the place of a matrix.
+/// The matrix that a product reads in the place of another.
 pub(super) struct StandIn<K: Kernels> {
     /// FP32, in the shape of the matrix.
     pub values: FloatTensor<K>,

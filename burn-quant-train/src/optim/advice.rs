@@ -1,4 +1,4 @@
-//! What health reports mean: which layers suffer under a recipe, by which figure, and what to change.
+//! Advice from health reports: which layers suffer under a recipe, by which figure, and what to change.
 
 use std::{cmp::Reverse, collections::HashMap, fmt};
 
@@ -33,7 +33,7 @@ const STILL: f32 = 1.0001;
 /// Another recipe helps if it leaves a quarter of the trouble.
 const HELPS: f64 = 0.25;
 
-/// What is wrong.
+/// The fault.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub enum Fault {
     /// NaN or infinities.
@@ -66,7 +66,7 @@ impl fmt::Display for Fault {
     }
 }
 
-/// What to do about it.
+/// The remedy.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub enum Remedy {
     /// Leave the layer in the compute dtype.
@@ -91,13 +91,13 @@ pub struct Finding {
     pub layer: String,
     /// The operand in which it shows, where it is one's.
     pub operand: Option<LinearOperand>,
-    /// What is wrong.
+    /// The fault.
     pub fault: Fault,
     /// The figure that says so.
     pub figure: String,
     /// How bad it is, among findings of the same fault.
     pub weight: f64,
-    /// What to do.
+    /// The remedy.
     pub remedy: Remedy,
 }
 
@@ -126,7 +126,7 @@ impl fmt::Display for Finding {
     }
 }
 
-/// What reports mean.
+/// The advice that follows from reports.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Advice {
     /// The faults, the worst first.
@@ -172,7 +172,8 @@ impl fmt::Display for Advice {
     }
 }
 
-/// What the reports of a run mean, in the order of their steps: figures of the last one, and rates of the last few.
+/// The advice that follows from a run's reports, in the order of their steps: figures of the last one, and rates of the
+/// last few.
 pub fn advise(reports: &[HealthReport]) -> Advice {
     let mut findings = Vec::new();
     if let Some(last) = reports.last() {
@@ -206,7 +207,7 @@ fn median_noises(report: &HealthReport) -> HashMap<LinearOperand, f64> {
     medians.collect()
 }
 
-/// What is wrong with a matrix, however it is quantized.
+/// The faults of a matrix, however it is quantized.
 fn of_values(matrix: &MatrixHealth) -> Option<Finding> {
     let finding = |fault, figure: String, look: &str| Finding {
         layer: matrix.layer.clone(),
@@ -236,7 +237,7 @@ fn of_values(matrix: &MatrixHealth) -> Option<Finding> {
     })
 }
 
-/// What is wrong with a matrix as the running recipe quantizes it: one finding for each operand, the worst.
+/// The faults of a matrix as the running recipe quantizes it: one finding for each operand, the worst.
 fn of_casts<'a>(
     matrix: &'a MatrixHealth,
     medians: &'a HashMap<LinearOperand, f64>,

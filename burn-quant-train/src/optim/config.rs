@@ -99,7 +99,7 @@ pub struct QuantAdamWConfig {
     /// How scales follow the maxima of earlier steps.
     #[config(default = "DelayedScaling::default()")]
     pub scaling: DelayedScaling,
-    /// What is measured of the layers, and how often; none: nothing.
+    /// The measurements of the layers, and how often they are made; `None`: nothing.
     pub health: Option<HealthConfig>,
     /// The seed of stochastic rounding; by default the seed last given to `Backend::seed` of a `QuantTrain`, or 0.
     pub seed: Option<u64>,

@@ -35,7 +35,7 @@ pub struct LayerConfig {
     pub steps: LearnedSteps,
     /// How scales follow histories of maxima.
     pub scaling: DelayedScaling,
-    /// What is measured, and how often; `None`: nothing.
+    /// The measurements, and how often they are made; `None`: nothing.
     pub health: Option<HealthConfig>,
     /// The seed of stochastic rounding; `None`: the seed last given to `Backend::seed`.
     pub seed: Option<u64>,

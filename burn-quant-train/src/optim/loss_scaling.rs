@@ -114,7 +114,7 @@ impl fmt::Debug for LossScaler {
     }
 }
 
-/// What the clones of an optimizer and their scalers share.
+/// The state that the clones of an optimizer and their scalers share.
 struct Shared<B: AutodiffBackend> {
     /// Losses scaled so far.
     scaled: AtomicU64,

@@ -12,7 +12,7 @@ use super::{
 /// COAT: E4M3 with a scale for each matrix in linear layers, and for each `GROUP` neighbours between them (coat-fp8,
 /// section 5.2).
 ///
-/// What a layer reads is what it keeps for its gradients: a byte an element. Gradients between operators stay in the
+/// A layer keeps the input that it reads for its gradients: a byte an element. Gradients between operators stay in the
 /// compute dtype; linear layers read theirs in E5M2 (section G.5). The paper has these with optimizer states in FP8:
 /// see [`QuantAdamWConfig`](crate::optim::QuantAdamWConfig).
 #[derive(Debug, Clone, Copy, Default)]

@@ -1,4 +1,4 @@
-//! What flows between linear layers (jetfire-int8, section 3.2; coat-fp8, section 5.2).
+//! The flow between linear layers (jetfire-int8, section 3.2; coat-fp8, section 5.2).
 
 use super::Cast;
 
@@ -11,6 +11,6 @@ use super::Cast;
 pub struct Flow {
     /// The input of an operator, to nearest.
     pub activations: Cast,
-    /// What a linear layer gives back to the operator that made its input: dX. `None`: as it is.
+    /// The cast of dX, which a linear layer gives back to the operator that made its input. `None`: as it is.
     pub gradients: Option<Cast>,
 }

@@ -38,8 +38,8 @@ pub trait Recorded<B: DataBackend, const N: usize>: Clone + Send + Sync + 'stati
     fn forward(self, inputs: [HeldTensor<B>; N], wanted: [bool; N])
     -> (HeldTensor<B>, Self::Saved);
 
-    /// What the forward pass leaves for the backward pass, where nobody reads its output, as of the last operation of a
-    /// [block](super::checkpoint()) that runs again. An operation whose output is dear leaves that out.
+    /// The values that the forward pass leaves for the backward pass, where nobody reads its output, as of the last
+    /// operation of a [block](super::checkpoint()) that runs again. An operation whose output is dear leaves that out.
     fn save(self, inputs: [HeldTensor<B>; N], wanted: [bool; N]) -> Self::Saved {
         self.forward(inputs, wanted).1
     }
@@ -198,9 +198,9 @@ impl<B: DataBackend, C: CheckpointStrategy> QuantBackend for Autodiff<B, C> {
     }
 }
 
-/// What a node has for the backward pass.
+/// The state of a node for the backward pass.
 enum Waiting<B: DataBackend, O: Recorded<B, N>, const N: usize> {
-    /// What the forward pass saved.
+    /// The tensors that the forward pass saved.
     Saved(O::Saved),
     /// In a block, what the second run will save.
     Again(Arc<SecondRun<B, O, N>>),
@@ -248,7 +248,7 @@ impl<B: DataBackend, O: Recorded<B, N>, const N: usize> Debug for Waiting<B, O, 
 struct SecondRun<B: DataBackend, O: Recorded<B, N>, const N: usize> {
     operation: O,
     wanted: [bool; N],
-    /// What the node runs it on. Nothing once it has run: the node then needs what that saved alone.
+    /// The inputs that the node runs it on. None once it has run: the node then needs what that saved alone.
     inputs: Mutex<Option<[HeldTensor<B>; N]>>,
     saved: Mutex<Option<O::Saved>>,
 }
@@ -319,7 +319,7 @@ mod tests {
     struct Double {
         forward: Arc<AtomicUsize>,
         save: Arc<AtomicUsize>,
-        /// What happens elsewhere while it runs.
+        /// Work that happens elsewhere while it runs.
         meanwhile: fn(),
     }
 

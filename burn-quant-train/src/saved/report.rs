@@ -23,7 +23,7 @@ thread_local! {
     static NOTES: RefCell<Option<Notes>> = const { RefCell::new(None) };
 }
 
-/// What a recording knows.
+/// The state of a recording.
 #[derive(Default)]
 struct Notes {
     values: Vec<Note>,
@@ -352,7 +352,7 @@ impl Recording {
         }
     }
 
-    /// What waits for the backward pass now. Take it between the two passes.
+    /// The values that wait for the backward pass now. Take them between the two passes.
     pub fn report(&self) -> ActivationReport {
         enum Found {
             Cell(Arc<dyn AnyCell>),
@@ -425,7 +425,7 @@ pub struct ActivationReport {
     pub weights: Vec<Saved>,
 }
 
-/// What several values take.
+/// The bytes that several values take.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Total {
     /// How many there are.

@@ -189,7 +189,7 @@ pub(super) fn backward<R: Runtime>(
     })
 }
 
-/// What there is no kernel for.
+/// The reason why there is no kernel, where there is none.
 pub(super) fn unsupported<R: Runtime>(
     client: &ComputeClient<R>,
     problem: &AttentionProblem,

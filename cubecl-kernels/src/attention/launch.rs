@@ -1,4 +1,4 @@
-//! What the kernels of CubeCL are launched with, and what they ask of tensors.
+//! The arguments of CubeCL's kernels, and their requirements on tensors.
 
 use cubecl::{
     ir::{StorageType, features::TypeUsage},
@@ -26,7 +26,7 @@ const MAX_WIDTH: usize = 256;
 /// Features of keys and of values together whose gradients units have in registers at once.
 const SUMS: usize = 256;
 
-/// What there is no kernel of CubeCL for, on any device.
+/// The reason why no kernel of CubeCL computes it, on any device, where there is one.
 pub(super) fn unsupported<R: Runtime>(
     client: &ComputeClient<R>,
     problem: &AttentionProblem,
@@ -48,7 +48,7 @@ pub(super) fn unsupported<R: Runtime>(
     }
 }
 
-/// What all kernels of a call are launched with.
+/// The arguments of all kernels of a call.
 pub(super) struct Launch<'a, R: Runtime> {
     pub client: &'a ComputeClient<R>,
     pub tensors: &'a AttentionTensors<R>,
@@ -99,7 +99,7 @@ impl<'a, R: Runtime> Launch<'a, R> {
         })
     }
 
-    /// What the forward pass writes.
+    /// The tensors that the forward pass writes.
     pub(super) fn new_output(&self) -> AttentionOutput<R> {
         let shape = &self.problem.shape;
         AttentionOutput {
@@ -173,7 +173,7 @@ impl<'a, R: Runtime> Launch<'a, R> {
 /// Computes the gradients of keys and of values that are wanted, into these tensors; the other one it does not write.
 type LaunchKeys<R> = fn(&Backward<R>, Wanted, [TensorHandle<R>; 2]);
 
-/// What the kernels of the backward pass are launched with.
+/// The arguments of the kernels of the backward pass.
 pub(super) struct Backward<'a, R: Runtime> {
     pub launch: Launch<'a, R>,
     pub log_sum_exp: &'a TensorHandle<R>,

@@ -35,7 +35,7 @@ use keys::attention_keys_kernel;
 use queries::attention_queries_kernel;
 use tile::{TILE, UNITS};
 
-/// What a kernel is compiled for.
+/// The constants that a kernel is compiled for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct Plan {
     asked: Asked,
@@ -58,7 +58,7 @@ impl Plan {
 /// Bytes of shared memory that every device has, of which the kernels take less.
 const SHARED_MEMORY: usize = 32 << 10;
 
-/// What there is no kernel for.
+/// The reason why there is no kernel, where there is none.
 pub(super) fn unsupported<R: Runtime>(
     client: &ComputeClient<R>,
     problem: &AttentionProblem,

@@ -1,5 +1,5 @@
-//! What attention's kernels of CubeCL share: the numbers of a problem, the keys that a band shows, and what becomes of a
-//! product of a query and a key.
+//! The common part of attention's CubeCL kernels: the numbers of a problem, the keys that a band shows, and the way
+//! from a product of a query and a key to a score.
 
 use cubecl::prelude::*;
 
@@ -37,7 +37,7 @@ pub(super) struct Problem {
     pub bias: Strides4,
 }
 
-/// What dropout draws.
+/// The random numbers of dropout.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub(super) struct DropoutNumbers {
     pub rate: f32,
@@ -46,7 +46,7 @@ pub(super) struct DropoutNumbers {
     pub random: RandomStream,
 }
 
-/// What of a problem a kernel is compiled for.
+/// The properties of a problem that a kernel is compiled for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub(super) struct Asked {
     pub has_mask: bool,

@@ -40,7 +40,7 @@ const PAIR: usize = 2;
 /// Bytes that barriers have, and what lies between tiles that start at multiples of 128.
 const BARRIERS: usize = 1 << 10;
 
-/// What a kernel is compiled for.
+/// The constants that a kernel is compiled for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct Plan {
     asked: Asked,
@@ -138,7 +138,7 @@ pub(super) fn reads<R: Runtime>(tensor: &TensorHandle<R>) -> bool {
     (shape.contains(&0) || is_aligned) && launch::is_indexed(tensor)
 }
 
-/// What there is no kernel for.
+/// The reason why there is no kernel, where there is none.
 pub(super) fn unsupported<R: Runtime>(
     client: &ComputeClient<R>,
     problem: &AttentionProblem,

@@ -1,4 +1,4 @@
-// What kernels for Hopper have in common: barriers, copies by TMA, wgmma, and the output. It comes first in their texts.
+// The common part of kernels for Hopper: barriers, copies by TMA, wgmma, and the output. It comes first in their texts.
 //
 // Knobs, defined in front of this text:
 //   TILE_N     columns of an output tile

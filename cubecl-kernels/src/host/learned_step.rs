@@ -63,7 +63,7 @@ pub enum HostElementSource<'a> {
         /// The step size that it was quantized by.
         step: f32,
     },
-    /// What the quantizer kept.
+    /// The values that the quantizer kept.
     Saved {
         /// The codes.
         quantized: &'a HostQuantized<'a>,
@@ -177,7 +177,7 @@ impl HostSavedRounding {
     }
 }
 
-/// What is saved of a band of rows.
+/// The values that are saved of a band of rows.
 struct SavedBand<'a> {
     /// Its first row.
     first: usize,

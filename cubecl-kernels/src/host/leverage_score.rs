@@ -271,7 +271,7 @@ pub fn gather_scaled(
     quantize(&scaled, [sample.rows.len(), split.shape[1]], &spec)
 }
 
-/// What `value` makes of each integer of a kept row and the row's factor; the default for padding.
+/// The result of `value` for each integer of a kept row and the row's factor; the default for padding.
 fn gathered_parts<T: Clone + Default + Send>(
     operation: &'static str,
     split: &HostBitSplit,

@@ -174,7 +174,7 @@ pub(super) fn gathered_view<R: Runtime>(
     })
 }
 
-/// What rows are gathered from.
+/// The form of the rows that are gathered.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum Source {
     /// Both parts of an element in a byte: the row is one of the stacked parts.

@@ -138,14 +138,14 @@ impl ResidualRows {
         rows.saturating_sub(self.offset).div_ceil(self.interval)
     }
 
-    /// What a residual adds to `delta`, in the place of those of the rows that are not sampled too.
+    /// The term of a residual in `delta`, in the place of those of the rows that are not sampled too.
     pub(crate) fn residual_weight(self) -> f32 {
         self.interval as f32 / RESIDUAL_UNITS
     }
 }
 
-/// What the backward pass needs of a quantized matrix beside its codes. With an interval of 64 rows or more both
-/// together take less than 0.05 byte an element.
+/// The values of a quantized matrix that the backward pass needs beside its codes. With an interval of 64 rows or more
+/// both together take less than 0.05 byte an element.
 #[derive(Debug)]
 pub struct SavedRounding<R: Runtime> {
     /// u8 `[rows, ceil(cols / 32)]`: which elements are clamped. Only codes 7 and -7 leave that open. Bit `j` of a byte

@@ -1,4 +1,4 @@
-//! What a cube makes of one value of each of its units, in two steps of 16 values each: one order whatever the device,
+//! Reductions of one value of each unit of a cube, in two steps of 16 values each: one order whatever the device,
 //! and two waits. The result is that of the cube's first unit; in the others it has no meaning. And the sums of what
 //! several cubes made.
 

@@ -33,7 +33,7 @@ pub fn delay_threshold(
     }
 }
 
-/// What the next factor has above 1. `along` is that of the last one, positive where the threshold goes on as before.
+/// The next factor's part above 1. `along` is that of the last one, positive where the threshold goes on as before.
 fn next_excess(along: f32, config: &DelayThreshold) -> f32 {
     let (largest, smallest) = (config.alpha - 1.0, config.alpha_min - 1.0);
     let adapted = if along == 0.0 {

@@ -36,7 +36,7 @@ pub struct LearnedStepQuantized {
     pub quotients: Vec<f32>,
 }
 
-/// What the straight-through estimator makes of an element.
+/// The straight-through estimate of an element.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct StraightThrough {
     /// `I`: true where the element is not clamped, so that the gradient passes.

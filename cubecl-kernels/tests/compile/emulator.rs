@@ -7,7 +7,7 @@ use std::{fs, path::Path, process::Command};
 
 use super::offline::Source;
 
-/// What is looked for while a kernel runs; all together do not go, and threads are slow.
+/// The faults that are looked for while a kernel runs; all together do not go, and threads are slow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Sanitizer {
     /// Races.

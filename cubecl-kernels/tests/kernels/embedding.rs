@@ -127,7 +127,7 @@ mod on_device {
         let gradient: Vec<f32> = random
             .with_special_values(shape)
             .into_iter()
-            // Whether a device keeps denormals is its own.
+            // A device may keep denormals or not.
             .map(|x| {
                 if x.abs() < 1e-30 {
                     0.0f32.copysign(x)
@@ -166,7 +166,7 @@ mod on_device {
         );
         let client = client();
         if integer_types(&client).contains(&dtype::<i64>()) {
-            // What 32 bits would take for rows.
+            // Indices that 32 bits would take for rows.
             let indices: Vec<i64> = (0..8)
                 .map(|index| (1 << 32) * (index % 2) + index)
                 .collect();

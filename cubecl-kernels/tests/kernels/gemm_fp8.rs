@@ -92,7 +92,7 @@ fn compare(what: &str, actual: &[f32], expected: &[Element], float: StorageType)
     assert_eq!(actual.len(), expected.len(), "{what}");
     for (index, (&actual, &Element { sum, off })) in actual.iter().zip(expected).enumerate() {
         let bound = off + rounding(sum, float) + 1e-30;
-        // What rounds to more than the largest number is infinite.
+        // Values that round to more than the largest number are infinite.
         let overflows = float == dtype::<f16>() && sum.abs() + bound >= 65_520.0;
         if overflows && f64::from(actual) == f64::INFINITY.copysign(sum) {
             continue;

@@ -167,7 +167,7 @@ fn without_a_delayed_maximum_the_data_gives_one() {
             reference::quantize_delayed(&x, shape, &spec, delayed),
             reference::quantize_by(&x, shape, &spec, delayed / number.largest())
         );
-        // What has no scale of its own: zeros, too small, not finite.
+        // Values without a scale of their own: zeros, too small, not finite.
         for (value, expected) in [
             (0.0, 0.0),
             (1e-40, 0.0),

@@ -554,7 +554,7 @@ fn sampled_residuals_are_unbiased() {
                 .windows(2)
                 .any(|pair| pair[0].step != pair[1].step)
         );
-        // What reaches the matrix does not depend on the sample.
+        // The gradient of the matrix does not depend on the sample.
         assert!(
             estimates
                 .iter()

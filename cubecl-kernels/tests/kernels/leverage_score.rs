@@ -451,7 +451,7 @@ impl Problem {
         sum
     }
 
-    /// What rounding the low part, in rows that are kept as in the last split, adds to the variance of each element.
+    /// The variance that rounding of the low part, in rows that are kept as in the last split, adds to each element.
     fn variance_of_rounding(&self) -> Vec<f64> {
         let [rows, cols] = self.split.shape;
         let probabilities = probabilities(&self.scores_without_x, rows);

@@ -1,4 +1,5 @@
-//! What the tests of both normalizations share: their rows, what a result must be close to, and what must be refused.
+//! The common part of both normalizations' tests: their rows, the bounds of results, and the inputs that must be
+//! refused.
 
 /// Asserts that these are the derivatives of `loss` at `values`, by central differences.
 #[track_caller]
@@ -32,7 +33,7 @@ pub mod on_device {
         random::Random,
     };
 
-    /// What the kernels are given, as the device has it.
+    /// The inputs of the kernels, as the device has them.
     pub struct Case {
         pub shape: Vec<usize>,
         pub x: Vec<f32>,

@@ -1,5 +1,5 @@
-//! What a forward pass leaves for the backward pass, operation by operation: what `pretrain --memory` lists, computed
-//! from sizes. The operations are those of [`crate::model`]; a test compares the two.
+//! The values that a forward pass leaves for the backward pass, operation by operation: those of `pretrain --memory`,
+//! computed from sizes. The operations are those of [`crate::model`]; a test compares the two.
 
 use burn_quant_train::layer::LayerPolicy;
 use burn_quant_train::recipe::{Context, Flow, Row};
@@ -66,7 +66,7 @@ pub struct Step<'a> {
     pub checkpointing: Checkpointing,
 }
 
-/// What becomes of a value under a context.
+/// The form of a value under a context.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Waits {
     /// It is compressed.
@@ -128,7 +128,7 @@ impl Step<'_> {
         }
     }
 
-    /// What a layer makes again and holds while its backward pass runs: nothing of it waits compressed then.
+    /// The values that a layer makes again and holds while its backward pass runs: none of them waits compressed then.
     pub fn of_one_layer(&self) -> usize {
         let step = Step {
             model: &self.model.with_layers(1),
@@ -142,7 +142,7 @@ impl Step<'_> {
         values.iter().map(|value| value.bytes(self.context)).sum()
     }
 
-    /// What layers leave, and the norm behind them.
+    /// The values that layers leave, and the norm behind them.
     fn of_layers(&self) -> usize {
         let count = 1 + 2 * self.model.layers;
         let masks = self.masks(count, Waits::Bits);
@@ -156,8 +156,9 @@ impl Step<'_> {
         self.bytes(&values.concat()) + self.model.layers * of_inputs
     }
 
-    /// What layers leave of which each is a block: what they read, what the norm behind them leaves, and what is kept
-    /// in a block too: masks, a bit an element, and what is small, but for a kernel's own, which makes it again.
+    /// The values that layers leave of which each is a block: their inputs, those that the norm behind them leaves, and
+    /// what is kept in a block too: masks, a bit an element, and what is small, but for a kernel's own, which makes it
+    /// again.
     pub fn of_blocks(&self) -> usize {
         let Shapes { layers, hidden, .. } = *self.model;
         let mut small = Vec::new();
@@ -318,7 +319,7 @@ impl Step<'_> {
         ]
     }
 
-    /// What the feed-forward network saves inside, the input of its last layer aside.
+    /// The values that the feed-forward network saves inside, the input of its last layer aside.
     fn feed_forward(&self) -> Vec<Value> {
         let Shapes { layers, ffn, .. } = *self.model;
         match self.model.family {
@@ -330,12 +331,12 @@ impl Step<'_> {
                 self.values(2 * layers, ffn, Waits::Compressed),
                 self.values(2 * layers, ffn, Waits::Again),
             ],
-            // What GELU reads.
+            // The input of GELU.
             Family::Gpt2 => vec![self.values(layers, ffn, self.read_by_operator())],
         }
     }
 
-    /// What so many dropouts multiply by.
+    /// The factors of so many dropouts.
     fn masks(&self, count: usize, waits: Waits) -> Vec<Value> {
         let masks = self.values(count, self.model.hidden, waits);
         let masks = self.model.has_dropout.then_some(masks);
@@ -396,7 +397,7 @@ impl Step<'_> {
         float + casts + self.copies(&readers)
     }
 
-    /// What becomes of the outputs of norms and of what is inside a feed-forward network: in Llama they are products,
+    /// The form of the outputs of norms and of the values inside a feed-forward network: in Llama they are products,
     /// where Burn composes them, in GPT-2 sums and what GELU makes, which are not computed again.
     fn products(&self) -> Waits {
         match self.model.family {

@@ -18,12 +18,12 @@ use crate::args::{
 #[derive(Parser, Clone, Debug)]
 #[command(name = "quant-train", version)]
 pub struct Cli {
-    /// What to do.
+    /// The command.
     #[command(subcommand)]
     pub command: Command,
 }
 
-/// What to do.
+/// The commands.
 #[derive(Subcommand, Clone, Debug)]
 pub enum Command {
     /// Print what training a model takes by each recipe and optimizer, and which to take
@@ -120,7 +120,7 @@ impl Cli {
 }
 
 impl AdviseArgs {
-    /// What is asked.
+    /// The question that the arguments ask.
     ///
     /// # Errors
     ///
@@ -193,7 +193,7 @@ impl AdviseArgs {
     }
 }
 
-/// What was asked for, else all.
+/// The names that were asked for, else all.
 fn or_all<T: Copy>(asked: &[T], all: &[T]) -> Vec<T> {
     match asked.is_empty() {
         true => all.to_vec(),

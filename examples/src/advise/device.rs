@@ -46,7 +46,7 @@ pub enum Narrowest {
 }
 
 impl Device {
-    /// What its tensor cores multiply; of a GPU that is not named, no more than BF16 is assumed.
+    /// The numbers that its tensor cores multiply; of a GPU that is not named, no more than BF16 is assumed.
     pub fn narrowest(self) -> Narrowest {
         match self {
             Self::Cpu => Narrowest::Fp32,

@@ -23,7 +23,7 @@ pub struct Case {
     pub optimizer: Optimizer,
 }
 
-/// What a training step holds, in bytes.
+/// The bytes that a training step holds.
 #[derive(Serialize, Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Memory {
     /// Weights, FP32.
@@ -34,7 +34,7 @@ pub struct Memory {
     pub moments: u64,
     /// Quantized copies of weights, which stay from step to step.
     pub copies: u64,
-    /// What waits for the backward pass at its beginning.
+    /// The bytes that wait for the backward pass at its beginning.
     pub activations: u64,
     /// The most that is held at once, what operations take for their own time aside: weights, moments, copies, and at
     /// the beginning of the backward pass activations with the gradient of the logits, or at its end all gradients; or,

@@ -48,7 +48,7 @@ fn run(cli: Cli) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// What training a model takes.
+/// The memory and time that training a model takes.
 #[derive(Serialize, Clone, Debug)]
 pub struct Advice {
     /// The model.
@@ -84,13 +84,13 @@ pub struct Row {
     pub contexts: Contexts,
     /// The format of the optimizer's moments.
     pub optimizer: Optimizer,
-    /// What a step holds.
+    /// The bytes that a step holds.
     pub bytes: Memory,
     /// True if the peak fits; none: no memory was given.
     pub fits: Option<bool>,
     /// Sequences in the largest batch that fits, 0 where none does; none: no memory was given.
     pub largest_batch: Option<usize>,
-    /// What was measured; none: not measured.
+    /// The measured speed; `None`: not measured.
     pub speed: Option<Speed>,
 }
 
@@ -130,7 +130,7 @@ impl Advice {
     }
 }
 
-/// What is asked: a model, its batch and its device.
+/// The question: a model, its batch and its device.
 #[derive(Clone, Debug)]
 pub struct Question {
     /// The model.

@@ -28,7 +28,7 @@ pub struct Recommendation {
     pub fits: Option<bool>,
     /// Why.
     pub reasons: Vec<String>,
-    /// What else there is to know.
+    /// Further remarks.
     pub notes: Vec<String>,
 }
 
@@ -185,7 +185,7 @@ fn notes(question: &Question, rows: &[Row], taken: &Row) -> Vec<String> {
     notes
 }
 
-/// What is worth mentioning: a twentieth faster.
+/// The smallest gain that is worth mentioning: a twentieth faster.
 const FASTER: f64 = 1.05;
 
 fn faster(rows: &[Row], taken: &Row) -> Option<String> {

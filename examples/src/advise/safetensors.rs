@@ -60,7 +60,7 @@ fn header(path: &Path) -> Result<BTreeMap<String, Vec<usize>>> {
         .collect())
 }
 
-/// What the names of tensors say, in the words of a family. Of several names the first that is there counts.
+/// The names of tensors, in the words of a family. Of several names the first that is there counts.
 struct Roles {
     family: Family,
     embedding: &'static [&'static str],

@@ -33,7 +33,7 @@ pub struct Shapes {
     pub has_dropout: bool,
 }
 
-/// What a linear layer of a decoder layer multiplies.
+/// The inputs of a decoder layer's linear layers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reads {
     /// The normalized input of attention.
@@ -42,7 +42,7 @@ pub enum Reads {
     Heads,
     /// The normalized input of the feed-forward network.
     FeedForward,
-    /// What is inside of it.
+    /// The activations inside of it.
     Inside,
 }
 

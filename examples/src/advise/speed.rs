@@ -116,7 +116,7 @@ static RESULTS: LazyLock<Results> = LazyLock::new(|| {
 /// Widths of a layer and of the model that is asked for may differ by this factor.
 const NEARLY: f64 = 2.0;
 
-/// What was measured of this way to train; none: nothing.
+/// The measured speed of this way to train; `None`: not measured.
 pub fn of(question: &Question, case: &Case) -> Option<Speed> {
     if case.contexts != Contexts::Exact || question.checkpointing != Checkpointing::None {
         return None;

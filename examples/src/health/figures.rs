@@ -103,7 +103,7 @@ fn cell(cast: &CastHealth) -> Cell {
     }
 }
 
-/// What is not defined first.
+/// Figures that are not defined come first.
 fn worse_first(a: f64, b: f64) -> Ordering {
     b.is_nan().cmp(&a.is_nan()).then(a.total_cmp(&b))
 }

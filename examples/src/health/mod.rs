@@ -21,7 +21,7 @@ use burn_quant_train::recipe::LinearRow;
 
 use crate::args::Args;
 
-/// What `--health` and its companions ask for; `steps` are those of the run.
+/// The settings of `--health` and its companions; `steps` are those of the run.
 pub fn config(args: &Args, steps: usize) -> Option<HealthConfig> {
     let every = args.health?;
     // Ten reports of a run, if it is short.
@@ -34,7 +34,7 @@ pub fn config(args: &Args, steps: usize) -> Option<HealthConfig> {
     )
 }
 
-/// What the page says of a run beside its reports.
+/// The text of the page on a run beside its reports.
 pub struct About<'a> {
     /// The recipe and the model, in a line.
     pub title: &'a str,
@@ -44,7 +44,7 @@ pub struct About<'a> {
     pub memory: &'a [LayerMemory],
 }
 
-/// What a layer's memory follows from.
+/// The shapes that a layer's memory follows from.
 pub struct LayerMemory {
     /// The module path.
     pub layer: String,

@@ -112,7 +112,7 @@ fn grid(names: &[String], cells: &[Vec<Option<f64>>], columns: &[String]) -> Res
                     (left + cell - 1, row_of(index + 1) - 1),
                 ];
                 if let Some(shade) = shade {
-                    // What is not defined is not on the scale.
+                    // Figures that are not defined are not on the scale.
                     let colour = match shade.is_nan() {
                         true => RED,
                         false => ViridisRGB.get_color(shade.clamp(0.0, 1.0)),

@@ -59,7 +59,7 @@ pub fn saved_by<B: AutodiffBackend>(
     after.saturating_sub(before)
 }
 
-/// What waits for the backward pass of this batch.
+/// The values that wait for the backward pass of this batch.
 pub fn report<B: AutodiffBackend>(model: &Decoder<B>, batch: &Batch<B>) -> ActivationReport {
     let recording = Recording::start();
     let loss = model.loss(batch.clone());

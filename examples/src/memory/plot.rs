@@ -1,4 +1,4 @@
-//! What waits, drawn: for each layer a bar of its formats, and under it what BF16 would take.
+//! The values that wait, drawn: for each layer a bar of its formats, and under it what BF16 would take.
 
 use anyhow::Result;
 use burn_quant_train::saved::ActivationReport;
@@ -31,7 +31,7 @@ const COLOURS: [RGBColor; 7] = [
     RGBColor(240, 228, 66),
 ];
 
-/// What one bar shows.
+/// The figures of one bar.
 struct Bar {
     name: String,
     /// The bytes of each format, in the order of the legend.

@@ -1,4 +1,4 @@
-//! What waits, on the terminal.
+//! The values that wait, on the terminal.
 
 use burn_quant_train::recipe::Flow;
 use burn_quant_train::saved::ActivationReport;
@@ -76,7 +76,7 @@ fn alike(path: &str) -> String {
     parts.collect::<Vec<_>>().join(".")
 }
 
-/// What operations keep that are none of the flow's; layers that differ in numbers alone share a line.
+/// The values that operations outside the flow keep; layers that differ in numbers alone share a line.
 fn breaks(report: &ActivationReport, flow: &Flow) -> String {
     let found = report.breaks(flow);
     let mut totals: Vec<(String, [usize; 3])> = Vec::new();

@@ -32,7 +32,7 @@ impl<B: Backend> Gpt2<B> {
         }
     }
 
-    /// What the vocabulary head reads, for embedded tokens; both `[batch, sequence, hidden]`.
+    /// The input of the vocabulary head, for embedded tokens; both `[batch, sequence, hidden]`.
     pub(super) fn forward(&self, x: Tensor<B, 3>, checkpointing: bool) -> Tensor<B, 3> {
         let [_, sequence, _] = x.dims();
         let positions = Tensor::<B, 1, Int>::arange(0..sequence as i64, &x.device());

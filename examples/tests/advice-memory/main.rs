@@ -45,7 +45,7 @@ struct Subject {
     bound: f64,
 }
 
-/// What an allocator counts.
+/// The counters of an allocator.
 #[derive(Debug)]
 struct Counted {
     weights: u64,
@@ -53,9 +53,9 @@ struct Counted {
     copies: u64,
     activations: u64,
     peak: u64,
-    /// What a report of activations says.
+    /// The totals of a report of activations.
     reported: u64,
-    /// What it says of copies of weights.
+    /// Its total of copies of weights.
     reported_copies: u64,
 }
 
@@ -231,7 +231,7 @@ impl Subject {
     }
 }
 
-/// What a GPT-2 saves, by a recipe and a context: counted, and computed.
+/// The bytes that a GPT-2 saves, by a recipe and a context: counted, and computed.
 fn gpt2_saved<R: Recipe>(contexts: Contexts) -> [u64; 2] {
     type Train<R> = QuantTrain<Autodiff<Flex>, R>;
     let (batch, sequence) = (4, 96);

@@ -1,4 +1,4 @@
-//! What the advice computes beside what the H200 measured, in the book's result files.
+//! The figures of the advice beside those that the H200 measured, in the book's result files.
 
 use burn_quant_train::recipe::Name;
 use examples::advise::activations::{AttentionForm, Step};
@@ -52,7 +52,7 @@ fn assert_close(what: &str, computed: usize, measured: u64, within: f64) {
     assert!(off.abs() < within, "{what} {computed} of {measured}");
 }
 
-/// What `qt-bench pretrain` measured, of recipes with their activations as they are, and of layers that run again.
+/// Measurements of `qt-bench pretrain`, of recipes with their activations as they are, and of layers that run again.
 #[test]
 fn activations_are_those_that_gpus_measured() {
     let files = ["h200-pretrain", "h100-pretrain", "h100-pretrain-layers"];
@@ -63,7 +63,7 @@ fn activations_are_those_that_gpus_measured() {
     }
 }
 
-/// What ran again in each run of a recipe in the file.
+/// The layers that ran again in each run of a recipe in the file.
 fn compare_activations(file: &str) -> Vec<Checkpointing> {
     let path = format!("{}/../book/results/{file}.json", env!("CARGO_MANIFEST_DIR"));
     let results: serde_json::Value =

@@ -1,4 +1,4 @@
-//! What happens without flags that say which runs there are.
+//! Runs without flags that say which ones there are.
 
 use super::*;
 
@@ -46,7 +46,7 @@ fn forks_of_one_run_are_compared() {
     }
 }
 
-/// What it recommends, but for the preset and the device, is taken word for word.
+/// Its recommendation, but for the preset and the device, is taken word for word.
 #[test]
 fn what_comes_next_works() {
     let (data, folder) = (corpus(), tempfile::tempdir().unwrap());

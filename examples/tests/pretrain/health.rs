@@ -28,7 +28,7 @@ fn health_is_printed_and_written() {
     );
     let [plain, measured] = [&plain, &out].map(|out| json(&file(out)).remove(0));
     assert_same(&plain, &measured);
-    // What was measured is not counted; allocators are never the same to the byte.
+    // Measured bytes are not counted; allocators are never the same to the byte.
     let [plain, measured] = [plain, measured].map(|run| run["activation_bytes"].as_f64().unwrap());
     assert!(
         (measured / plain - 1.0).abs() < 0.01,

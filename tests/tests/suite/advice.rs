@@ -33,7 +33,7 @@ struct Stack<B: Backend> {
     layers: Vec<Linear<B>>,
 }
 
-/// What happens to the input and to the output of the bad layer.
+/// The damage to the input and to the output of the bad layer.
 type Change<B> = fn(Tensor<B, 2>) -> Tensor<B, 2>;
 
 fn same<B: Backend>(x: Tensor<B, 2>) -> Tensor<B, 2> {
@@ -194,7 +194,7 @@ fn a_threshold_that_cannot_settle_is_found() {
     let seed = seed();
     // All blocks have the same maximum.
     let advice = advice::<FallbackInt8<f32>>(seed, 72, &[], flat, same);
-    // What comes out of the layer is flat too.
+    // The output of the layer is flat too.
     assert_first(&advice, Fault::Unsettled, &[BAD, BAD + 1], seed);
 }
 

@@ -37,7 +37,7 @@ const HEADS: usize = 4;
 const FEATURES: usize = 16;
 const VALUE_FEATURES: usize = 8;
 
-/// What a problem is drawn by.
+/// The settings that a problem is drawn by.
 #[derive(Debug, Clone, Copy)]
 struct Kind {
     queries: usize,
@@ -344,8 +344,8 @@ fn untracked_in<A: AutodiffBackend>(tolerance: f32, seed: u64) {
     );
 }
 
-/// What waits between the passes of attention on activations, with a mask of all keys and a soft cap; causal instead
-/// where tensor cores compute that, and Burn's composition what is masked.
+/// The values that wait between the passes of attention on activations, with a mask of all keys and a soft cap; causal
+/// instead where tensor cores compute that, and Burn's composition what is masked.
 fn saved_by<A: AutodiffBackend>(seed: u64, sequence: usize) -> ActivationReport {
     let device = A::Device::default();
     A::seed(&device, seed);
@@ -363,7 +363,7 @@ fn saved_by<A: AutodiffBackend>(seed: u64, sequence: usize) -> ActivationReport 
     };
     let hidden = (!has_tensor_cores).then_some(hidden);
     let recording = Recording::start();
-    // What attention reads is no parameter, and is not cheap to compute again.
+    // The input of attention is no parameter, and is not cheap to compute again.
     let [q, k, v] = [q, k, v].map(|x| x.matmul(draw([1, 1, 32, 32])));
     let output = attention(q, k, v, hidden, None, options);
     let loss = output.sum();
@@ -387,7 +387,7 @@ fn saves_no_scores<B: DataBackend>(seed: u64) {
     let (Some(short), Some(long)) = (of(96), of(384)) else {
         return;
     };
-    // What does not grow with the sequence are factors that the test multiplies by.
+    // Values that do not grow with the sequence are factors that the test multiplies by.
     let bytes = |saved: &ActivationReport, sequence: usize| -> usize {
         let values = saved.values.iter();
         let of_sequence = values.filter(|value| value.shape.contains(&sequence));

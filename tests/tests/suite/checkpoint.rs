@@ -219,7 +219,7 @@ fn little_waits<B: DataBackend>(seed: u64) {
         passes(seed, Layers::new(COUNT), forward).1
     };
     let (without, with) = (waiting(false), waiting(true));
-    // What each layer reads, and what the loss does.
+    // The input of each layer, and of the loss.
     let most = (COUNT + 3) * INPUT * size_of::<f32>();
     assert!(with.bytes() <= most, "seed {seed}: {with}");
     assert!(without.bytes() > 3 * most, "seed {seed}: {without}");
@@ -294,7 +294,7 @@ fn what_a_quantized_layer_makes_does_not_wait() {
         };
         let (without, with) = (waiting(false), waiting(true));
         let what = format!("seed {seed}: {}", R::ROW.name);
-        // What the block reads, and a few numbers a row.
+        // The input of the block, and a few numbers a row.
         let most = 128 * (64 + 8) * size_of::<f32>();
         assert!(with.bytes() <= most, "{what}: {with}");
         assert!(without.bytes() > 2 * with.bytes(), "{what}: {without}");
@@ -375,7 +375,7 @@ impl<B: Backend> Gated<B> {
     }
 }
 
-/// What some steps of training leave.
+/// The model that some steps of training leave.
 struct Trained {
     losses: Vec<f32>,
     /// Of the last step.

@@ -58,7 +58,7 @@ fn largest(values: &[f32]) -> f32 {
     }
 }
 
-/// What [`DelayedScaling`] says of one matrix.
+/// The state of one matrix in [`DelayedScaling`].
 struct Model {
     config: DelayedScaling,
     history: Vec<f32>,

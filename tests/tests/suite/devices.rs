@@ -47,7 +47,7 @@ fn step<O: Optimizer<Mlp<B>, B>>(
     (optim.step_multi(1e-2, model, all), losses)
 }
 
-/// What two devices count together is what one counts alone, and moves the thresholds of both.
+/// Two devices count together as one counts alone, and the sum moves the thresholds of both.
 ///
 /// CubeCL moves tensors between devices on CUDA alone.
 #[test]

@@ -1,4 +1,4 @@
-//! What flows between linear layers: operators read it, and keep what they read; gradients flow back.
+//! The flow between linear layers: operators read it, and keep their inputs; gradients flow back.
 
 use burn::{
     backend::{Autodiff, Flex},
@@ -117,7 +117,7 @@ fn solve<A: AutodiffBackend>(
 ) -> [Vec<f32>; 5] {
     let device = A::Device::default();
     let shape = [2, x.len() / (2 * columns), columns];
-    // What has the shape of a parameter may be a weight: operators do not take these.
+    // A tensor of the shape of a parameter may be a weight: operators do not take these.
     let leaf = |data: &[f32]| tensor::<A, 1>(data, [data.len()], &device).require_grad();
     let [x, y, gain, bias] = [x, y, gain, bias].map(leaf);
     let inputs = [&x, &y].map(|it| it.clone().reshape(shape).cast(dtype));
@@ -265,7 +265,7 @@ fn gradients_flow_back<B: DataBackend>(seed: u64) {
     check::<B, CoatFp8<f32>>(seed, 16.0, 10.0);
 }
 
-/// What waits after an operator that reads the output of a product: its input, in the numbers of the flow.
+/// One value waits after an operator that reads the output of a product: its input, in the numbers of the flow.
 fn kept<B: DataBackend>(seed: u64) {
     fn check<B: DataBackend, R: Recipe>(seed: u64, number: Number) {
         type T<B, R> = QuantTrain<Autodiff<B>, R>;

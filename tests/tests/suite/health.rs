@@ -332,7 +332,7 @@ fn patterns<B: DataBackend>(seed: u64) {
     assert!(measured::<B, BlockInt8<f32>>(rare, &data()).is_empty());
 }
 
-/// What `fallback-int8` would do lies between what no block and what every block would give, with blocks that differ
+/// The figures of `fallback-int8` lie between those of no block and of every block in fallback, with blocks that differ
 /// little: the maximum of each is 5% above that of the one before, a little more than the steps in which a threshold is
 /// looked for.
 fn what_if_fallback<B: DataBackend>(seed: u64) {

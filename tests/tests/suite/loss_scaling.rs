@@ -430,7 +430,7 @@ fn near_the_minimum<B: LayerBackend>(
     let mut gradients = gradients_of::<B, _>(&model, &gradients);
     gradients.iter_mut().flatten().for_each(|g| *g /= scale);
 
-    // What FP16 rounds of an output is as large as the noise. Read last: a read ends what is fused.
+    // FP16's rounding of an output is as large as the noise. Read last: a read ends what is fused.
     let kept = cosine(&floats(&residual.detach()), &floats(&-noise));
     assert!(
         kept > 0.999,

@@ -79,7 +79,7 @@ impl<B: Backend> Block<B> {
     }
 }
 
-/// What waits for the backward pass of a block, and after it.
+/// The values that wait for the backward pass of a block, and after it.
 fn of_block<B: DataBackend, R: Recipe>(
     seed: u64,
     between: impl Fn(Tensor<T<B, R>, 2>) -> Tensor<T<B, R>, 2>,
@@ -114,7 +114,7 @@ fn paths<B: DataBackend>(seed: u64) {
         operations("gate").iter().any(|it| *it != "linear"),
         "{report}"
     );
-    // What `up` made, and the product, which is what `down` reads.
+    // The output of `up`, and the product, which `down` reads.
     assert!(operations("up").contains(&"linear"), "{report}");
     assert!(operations("down").contains(&"float_mul"), "{report}");
     // Nothing runs after the last layer but the loss.

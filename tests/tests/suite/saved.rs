@@ -1,5 +1,5 @@
-//! What waits for the backward pass: compressed once, gradients as good as exact, nothing hidden, nothing kept too
-//! long.
+//! The values that wait for the backward pass: compressed once, gradients as good as exact, nothing hidden, nothing
+//! kept too long.
 
 use burn::{
     backend::{

@@ -1,4 +1,4 @@
-//! What `errors` found, beside the papers' figures.
+//! The findings of `errors`, beside the papers' figures.
 
 mod contexts;
 mod formats;

@@ -34,7 +34,7 @@ pub enum AttentionWay {
     Composed,
 }
 
-/// What says whether kernels compute it.
+/// The properties that say whether kernels compute it.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AttentionProblem {
     /// The dtype of Q, K and V.
@@ -65,7 +65,7 @@ pub struct Composed<B: Backend> {
     pub backward: fn(AttentionBackward<B>) -> OfInputs<B>,
 }
 
-/// What the gradients follow from.
+/// The tensors that the gradients follow from.
 #[derive(Debug, Clone)]
 pub struct AttentionBackward<T: Tensors> {
     /// Those of the forward pass.
@@ -97,7 +97,7 @@ impl<A: Bundle> Bundle for AttentionGradients<A> {
     }
 }
 
-/// What attention without scores in memory leaves.
+/// The tensors that attention without scores in memory leaves.
 #[derive(Debug, Clone)]
 pub struct FlashOutput<A> {
     /// O, `[batch, heads, queries, features of V]`, in the dtype of the inputs.
@@ -127,7 +127,7 @@ impl<A: Bundle> Bundle for FlashOutput<A> {
     }
 }
 
-/// What attention reads. Floats are of one dtype.
+/// The inputs of attention. Floats are of one dtype.
 #[derive(Debug, Clone)]
 pub struct AttentionInputs<T: Tensors> {
     /// Q, `[batch, heads, queries, features]`.
@@ -144,7 +144,7 @@ pub struct AttentionInputs<T: Tensors> {
 }
 
 impl<T: Tensors> AttentionInputs<T> {
-    /// What computing with them asks of kernels; `None` where their shapes do not fit each other.
+    /// The problem that they are for kernels; `None` where their shapes do not fit each other.
     pub fn problem(&self, dtype: DType, options: AttentionOptions) -> Option<AttentionProblem> {
         let [query, key, value] = [&self.query, &self.key, &self.value].map(|it| it.shape());
         Some(AttentionProblem {

@@ -77,7 +77,7 @@ impl Operation for FlashForward {
     }
 }
 
-/// What both operations of the backward pass are told.
+/// The arguments of both operations of the backward pass.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Gradients {
     pub options: AttentionOptions,

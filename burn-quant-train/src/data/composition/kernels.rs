@@ -17,7 +17,7 @@ pub type Pair<B> = (FloatTensor<B>, FloatTensor<B>);
 /// x and the gain of a norm, and a bias, of the gain's size and dtype, if it has one.
 pub type NormInputs<B> = (Pair<B>, Option<FloatTensor<B>>);
 
-/// What a pass gives in the shape of its input, and two rows or columns of numbers.
+/// The output of a pass in the shape of its input, and two rows or columns of numbers.
 pub type WithPair<B> = (FloatTensor<B>, Pair<B>);
 
 /// Compositions by kernels.

@@ -243,7 +243,7 @@ fn forward<B: Cube<R>, R: CubeRuntime>(
     float_product_in_rows::<B, R>(softmax(of_scores, scores(options)), value)
 }
 
-/// What the softmax takes of the options; there are no others.
+/// The options that the softmax takes; there are no others.
 fn scores(options: &AttentionOptions) -> AttentionScores {
     AttentionScores {
         scale: options.scale,

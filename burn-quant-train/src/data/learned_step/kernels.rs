@@ -40,7 +40,7 @@ pub enum ElementSource<T: Tensors> {
         /// The step.
         step: LearnedStep<T>,
     },
-    /// What the quantizer kept: the gradient of the step is then an estimate from some rows.
+    /// The residuals that the quantizer kept: the gradient of the step is then an estimate from some rows.
     Saved(LearnedMatrix<T>),
 }
 

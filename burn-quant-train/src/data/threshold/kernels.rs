@@ -16,7 +16,7 @@ pub struct DelayThreshold {
     pub rate_max: f32,
     /// The adjustment factor, greater than 1.
     pub alpha: f32,
-    /// Whether `alpha` is the factor of every move, or the largest one. Settings that were written without it are the
+    /// The use of `alpha`: the factor of every move, or the largest one. Settings that were written without it are the
     /// paper's.
     #[serde(default = "ThresholdFactor::of_the_paper")]
     pub factor: ThresholdFactor,

@@ -13,7 +13,7 @@ use crate::{
     recipe::LinearRow,
 };
 
-/// What a quantized linear layer keeps beside its weight: see [`LinearRow::kept`].
+/// The tensors that a quantized linear layer keeps beside its weight: see [`LinearRow::kept`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Kept {
     /// Bytes of the copy of X that waits for the backward pass; `None` where X waits as it came.
@@ -25,8 +25,8 @@ pub struct Kept {
 }
 
 impl LinearRow {
-    /// What a layer of this row keeps for an X of `rows` rows and a weight of `inputs` x `outputs`, scales included, on
-    /// a GPU; a CPU holds one layout where a GPU holds both.
+    /// The bytes that a layer of this row keeps for an X of `rows` rows and a weight of `inputs` x `outputs`, scales
+    /// included, on a GPU; a CPU holds one layout where a GPU holds both.
     pub fn kept(&self, rows: usize, [inputs, outputs]: [usize; 2]) -> Kept {
         match self.learned() {
             Some(_) => learned([rows, inputs], [inputs, outputs]),

@@ -1,6 +1,6 @@
-// What the backward pass needs of each query: its log-sum-exp, base 2, and Delta = dO·O. Rows of padding, of which each
-// head has as many as make it whole tiles, get what makes all their probabilities 0. And the zeros that gradients.cu
-// counts from: its blocks, and for each tile of queries the blocks that had their turn.
+// The numbers of each query for the backward pass: its log-sum-exp, base 2, and Delta = dO·O. Rows of padding, of
+// which each head has as many as make it whole tiles, get what makes all their probabilities 0. And the zeros that
+// gradients.cu counts from: its blocks, and for each tile of queries the blocks that had their turn.
 //
 // Texts before this one: hopper.cu, attention/hopper/common.cu.
 

@@ -108,7 +108,7 @@ pub(super) fn factors(problem: &Problem, place: &Place, #[comptime] asked: Asked
     factors
 }
 
-/// What the backward pass has of a row.
+/// The numbers of a row in the backward pass.
 #[derive(CubeType)]
 pub(super) struct Rows {
     /// The log-sum-exp of the unit's rows; 0 where nothing is seen.
@@ -143,7 +143,7 @@ pub(super) fn rows_of(
     rows
 }
 
-/// What the gradients are sums of, of a unit's scores.
+/// The terms of the gradients, of a unit's scores.
 #[derive(CubeType)]
 pub(super) struct OfScores {
     /// Probabilities, with dropout.

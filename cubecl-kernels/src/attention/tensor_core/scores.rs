@@ -108,7 +108,7 @@ pub(super) fn scores<F: Numeric, M: Numeric, P: Size>(
                 }
                 if comptime!(asked.has_bias || asked.has_mask) {
                     let (row, col) = position(place, result, half, side, layout);
-                    // What is not there is hidden below.
+                    // Scores that are not there are hidden below.
                     let row = min(row, problem.queries - 1);
                     let col = min(col, problem.keys - 1);
                     if comptime!(asked.has_bias) {
@@ -218,7 +218,7 @@ fn dropout_word(
     select(lane < 2, low, high)
 }
 
-/// What the gradients are sums of, of a unit's scores.
+/// The terms of the gradients, of a unit's scores.
 #[derive(CubeType)]
 pub(super) struct OfScores {
     /// Probabilities, with dropout.

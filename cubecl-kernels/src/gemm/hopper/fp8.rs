@@ -186,7 +186,7 @@ fn unsupported(reason: String) -> KernelError {
     }
 }
 
-/// What the kernel depends on of an operand.
+/// The properties of an operand that the kernel depends on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct OperandKnobs {
     number: Fp8Number,

@@ -92,7 +92,7 @@ struct RowScales {
     }
 };
 
-// What the products of a chunk are multiplied with. `cols` is in shared memory: the scale of the lane's first column of
+// The factors of a chunk's products. `cols` is in shared memory: the scale of the lane's first column of
 // the chunk. Without `counts` the products are zeros, and the scales of columns are not looked at.
 struct ChunkScales {
     float rows[2];

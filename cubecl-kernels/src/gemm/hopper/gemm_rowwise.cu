@@ -60,8 +60,8 @@ __device__ __forceinline__ Scales scales_of(const float *a, const float *b, u32 
     return scales;
 }
 
-// What a warp's products come to, in the order of write_aligned's sums. The zero that is added changes nothing but the
-// sign of a zero; with it the compiler cannot round the scaled product together with the bias.
+// The results of a warp's products, in the order of write_aligned's sums. The zero that is added changes nothing but
+// the sign of a zero; with it the compiler cannot round the scaled product together with the bias.
 __device__ __forceinline__ void scale_products(float *sums, const int *products, const Scales &scales) {
     const u32 quad = threadIdx.x % 4;
 #pragma unroll

@@ -134,7 +134,7 @@ impl<'a> Rows<'a> {
     }
 }
 
-/// What scores are lowered by: their maximum, and nothing where there is none.
+/// The number that scores are lowered by: their maximum, or 0 where there is none.
 fn shift(max: f32) -> f32 {
     if max == f32::NEG_INFINITY { 0.0 } else { max }
 }

@@ -14,7 +14,7 @@ pub(super) const COLS: usize = 256;
 /// Elements that loops take at once: several vectors.
 const LANES: usize = 16;
 
-/// What all tiles of one call read.
+/// The inputs that all tiles of one call read.
 #[derive(Clone, Copy)]
 pub(super) struct Problem<'a> {
     pub inputs: &'a AttentionInputs<'a, f32>,

@@ -61,9 +61,9 @@ pub enum ElementSource<'a, R: Runtime> {
         /// The step size that it was quantized by.
         step: LearnedStep<'a, R>,
     },
-    /// What the quantizer kept. The gradient of the step size is then an estimate: clamped elements count as they are,
-    /// and the residuals of the sampled rows for those of all rows. It is unbiased but for the rounding of the
-    /// residuals and for groups of more than eight elements of code 7 or -7.
+    /// The values that the quantizer kept. The gradient of the step size is then an estimate: clamped elements count as
+    /// they are, and the residuals of the sampled rows for those of all rows. It is unbiased but for the rounding of
+    /// the residuals and for groups of more than eight elements of code 7 or -7.
     Saved {
         /// The codes: the row-major copy.
         quantized: &'a Quantized<R>,
@@ -543,7 +543,7 @@ fn read_flags(saturation: &Array<u8>, geometry: &MatrixGeometry, place: &RunPlac
     flags
 }
 
-/// What the residuals of a run add to `delta`: 0 in a row that was not sampled.
+/// The term of a run's residuals in `delta`: 0 in a row that was not sampled.
 #[cube]
 fn read_residuals<E: Numeric, N: Size>(
     residuals: &Array<Vector<E, N>>,

@@ -1,4 +1,4 @@
-//! What is kept of a rounded run beside its codes.
+//! The saturation and the residuals that are kept of a rounded run beside its codes.
 //!
 //! A group of 32 neighbours of a row is the runs of two neighbouring units, the first of which has an even index.
 

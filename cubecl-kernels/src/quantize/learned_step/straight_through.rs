@@ -1,4 +1,4 @@
-//! What the straight-through estimator makes of a run: from `v` itself, or from what was saved of it.
+//! The straight-through estimator of a run: from `v` itself, or from what was saved of it.
 
 use cubecl::prelude::*;
 
@@ -10,7 +10,7 @@ use super::{
     saved::{begins_group, of_other_run},
 };
 
-/// What the straight-through estimator makes of a run.
+/// The straight-through estimates of a run.
 #[derive(CubeType)]
 pub(super) struct StraightThroughRun {
     /// `I`, 1 or 0.

@@ -84,7 +84,7 @@ pub fn squared_error<R: Runtime>(
 /// Sums of tiles that a unit reads in one turn.
 const READS: usize = 32;
 
-/// What is summed.
+/// The terms of the sum.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 enum Term {
     /// `|h|`.
@@ -93,7 +93,7 @@ enum Term {
     SquaredError,
 }
 
-/// What becomes of the sum over all tiles, multiplied by a factor.
+/// The use of the sum over all tiles, multiplied by a factor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum Total {
     /// It is the result.

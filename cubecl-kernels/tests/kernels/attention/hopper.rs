@@ -110,7 +110,7 @@ fn keeps_nan_where_it_is_seen() {
     }
 }
 
-/// What there are no kernels for is said, on every device.
+/// Problems without a kernel are named, on every device.
 #[rstest]
 #[case::scale(AttentionOptions::new(-1.0), 64, "scale")]
 #[case::soft_cap(AttentionOptions { softcap: Some(3.0), ..AttentionOptions::new(1.0) }, 64, "soft cap")]

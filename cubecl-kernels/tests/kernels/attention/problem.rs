@@ -32,7 +32,7 @@ pub struct Expected {
 /// Which dimensions of the scores a mask or a bias has of its own.
 pub type Dims = [bool; 4];
 
-/// What a problem is drawn by.
+/// The settings that a problem is drawn by.
 #[derive(Debug, Clone, Copy)]
 pub struct Kind {
     /// Batch, heads, heads of keys.

@@ -237,7 +237,7 @@ pub fn compare_16_bits(results: &Results, problem: &Problem, float: StorageType,
     }
 }
 
-/// What the rounding of the output makes of the gradients of queries and of keys: Delta is a sum over it, and what it
+/// The effect of the output's rounding on the gradients of queries and of keys: Delta is a sum over it, and what it
 /// is off by is in all of a row's dS, times their probabilities. Relative to the largest gradient, as [`assert_close`]
 /// has it.
 fn of_delta(problem: &Problem, expected: &Expected, float: StorageType) -> [f64; 2] {

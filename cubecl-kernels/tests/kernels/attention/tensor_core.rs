@@ -99,7 +99,7 @@ fn nan_and_infinity_stay_visible() {
     }
 }
 
-/// What a bias is added to where nothing is seen does not matter, and negative infinity hides.
+/// A bias does not matter where nothing is seen, and negative infinity hides.
 #[rstest]
 fn a_bias_hides_and_is_hidden() {
     let (client, mut random) = (client(), Random::fresh());
