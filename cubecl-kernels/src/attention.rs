@@ -22,8 +22,8 @@
 //! its square.
 //!
 //! A key that a query does not see has probability 0, its bias is not read, and a row that sees nothing gives 0, as
-//! does one whose scores are all negative infinity. NaN and positive infinity in what a row sees make the row NaN. Those
-//! of a query and a key that do not see each other may reach each other's results or not.
+//! does one whose scores are all negative infinity. NaN and positive infinity in what a row sees make the row NaN.
+//! Those of a query and a key that do not see each other may reach each other's results or not.
 //!
 //! Here are the kernels, a file each ([`AttentionKernel`]); [`host::attention`](crate::host::attention()) computes on
 //! CPUs, with every option.

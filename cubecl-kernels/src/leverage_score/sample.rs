@@ -6,7 +6,7 @@
 use cubecl::{prelude::*, std::tensor::TensorHandle};
 
 use crate::{
-    device::{array, check_contiguous, check_dtype, empty, has_u64, storage, zeros},
+    device::{array, check_contiguous, check_dtype, empty, has_u64, storage, vector_width, zeros},
     error::KernelError,
     rounding::{
         RandomStream, Rounding, StochasticKey, magnitude_bits, random_stream, random_words,
@@ -73,11 +73,7 @@ pub fn sample_rows<R: Runtime>(
     }
     let units = client.properties().hardware.max_units_per_cube as usize;
     let units = (1 << units.ilog2()).min(LANES);
-    let offset = scores.handle.offset_start.unwrap_or_default();
-    let width = match stacked % 4 == 0 && offset % 16 == 0 {
-        true => 4,
-        false => 1,
-    };
+    let width = vector_width(stacked, &[scores, &sample.positions, &sample.probabilities]);
     // SAFETY: every access is guarded by the number of stacked rows and the capacity, for which the tensors were
     // checked and allocated.
     #[allow(unsafe_code)]
@@ -108,7 +104,7 @@ pub fn sample_rows<R: Runtime>(
     Ok(sample)
 }
 
-/// `pieces` are the scores, `width` at once.
+/// `pieces` is the buffer of the scores once more, `width` of them at once.
 #[cube(launch_unchecked)]
 #[allow(clippy::too_many_arguments)]
 fn sample_rows_kernel<N: Size>(

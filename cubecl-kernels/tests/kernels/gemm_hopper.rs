@@ -99,7 +99,8 @@ fn with_fallback(
 }
 
 /// The numbers that the kernels are specified to compute, to the bit: exact products of what shares its scales, times
-/// the product of these, added in FP32 with one rounding each, in ascending order of K, a residual right after its base.
+/// the product of these, added in FP32 with one rounding each, in ascending order of K, a residual right after its
+/// base.
 struct Reference<'a> {
     k: usize,
     a: Side<'a>,

@@ -811,7 +811,8 @@ mod on_device {
         let (client, mut random) = (client(), Random::fresh());
         let scales = [0.14, 0.01];
         let of_parts = upload(&client, &scales, &[2], dtype::<f32>());
-        for stacked in [2, 6, 200, 2048, 131_074] {
+        // Several rows at once: four, or two in the last; one turn of all units, three, and nine.
+        for stacked in [2, 6, 200, 2048, 40_004, 131_074] {
             for (scores, sum) in scores_and_sums(&mut random, stacked) {
                 let key = key(&mut random);
                 let expected = reference::sample_rows(&scores, scales, sum, key);

@@ -18,7 +18,7 @@ __device__ __forceinline__ void accumulate(Sum *sums, u32 blocks, u32 memory, u3
     const u32 consumer = threadIdx.x / 128 - 1;
     // wgmma can ignore what was in the sums. But registers that nothing has set would be alive from one tile to the
     // next, beside the output of the last: the compiler would find no room and have each product wait for the one
-    // before it.
+    // before it. Pinned, or it could set them behind the fence.
 #pragma unroll
     for (int i = 0; i < TILE_N / 2; i++)
         sums[i] = 0;

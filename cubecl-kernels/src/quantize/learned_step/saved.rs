@@ -46,7 +46,7 @@ pub(super) fn group_flags(rounded: &RoundedRun, #[comptime] planes: bool) -> u32
 
 /// The highest bit of each nibble of a word of codes that is 7 or -7.
 #[cube]
-fn extreme_nibbles(codes: u32) -> u32 {
+pub(super) fn extreme_nibbles(codes: u32) -> u32 {
     let (second, third, lowest) = (codes << 1, codes << 2, codes << 3);
     // -7 is 1001, and there is no -8, 1000.
     ((!codes & second & third & lowest) | (codes & !second & !third)) & comptime!(NIBBLES * 8)

@@ -6,8 +6,8 @@ use crate::number::{Integer, integer, storage::RUN};
 
 use super::{
     FLAGS_OF_GROUP,
-    rounded::{NIBBLES, RoundedRun, is_clamped, is_extreme},
-    saved::{begins_group, of_other_run},
+    rounded::{RoundedRun, is_clamped, is_extreme},
+    saved::{begins_group, extreme_nibbles, of_other_run},
 };
 
 /// The straight-through estimates of a run.
@@ -74,17 +74,13 @@ pub(super) fn saved_run(
     StraightThroughRun { passes, deltas }
 }
 
-/// How many codes of a packed run are 7 or -7: `0111` or `1001`.
+/// How many codes of a packed run are 7 or -7.
 #[cube]
 fn extremes(words: &Array<u32>) -> u32 {
     let mut count = 0u32;
     #[unroll]
     for word in 0..comptime!(RUN / 8) {
-        let bits = words[word];
-        let (second, third, sign) = (bits >> 1, bits >> 2, bits >> 3);
-        let is_largest = bits & second & third & !sign;
-        let is_smallest = bits & !second & !third & sign;
-        count += ((is_largest | is_smallest) & NIBBLES).count_ones();
+        count += extreme_nibbles(words[word]).count_ones();
     }
     count
 }
