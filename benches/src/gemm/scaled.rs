@@ -116,9 +116,10 @@ pub fn measure(
         Err(KernelError::Unsupported { reason, .. }) => return Ok(Err(reason)),
         out => out?,
     };
-    let accumulation = match scaling.number {
-        Number::E4M3 => Accumulation::Fp8,
-        _ => Accumulation::Float,
+    let accumulation = if scaling.is_int8() {
+        Accumulation::Float
+    } else {
+        Accumulation::Fp8
     };
     let rows = random.stratified(STRETCH, size);
     let cols = random.stratified(STRETCH, size);
