@@ -23,9 +23,11 @@ use crate::{
         zeros,
     },
     error::KernelError,
+    operator_input::{OperatorInput, Pieces},
+    quantize::whole_runs::RunGrid,
     row_units::{
-        RowUnits, add_rows, check_backward, check_rows, has_rows, held_zeros, inverse_cols,
-        read_held, row_sum, row_sums, vector_index, write_held,
+        RowUnits, add_rows, check_backward, check_rows, has_rows, held_input, held_zeros,
+        inverse_cols, read_held, row_sum, row_sums, vector_index, write_held,
     },
 };
 
@@ -61,7 +63,8 @@ pub fn has_layer_norm(dtype: StorageType, cols: usize) -> bool {
 
 /// Each row of `x` less its mean, divided by its standard deviation, times the gain, plus the bias where there is one.
 ///
-/// - `x`: f32, f16 or bf16 `[.., cols]`, contiguous.
+/// - `x`: f32, f16 or bf16 `[.., cols]`, or a [quantized matrix](mod@crate::operator_input). The output has its shape
+///   and type.
 /// - `gain`: f32, f16 or bf16 of `cols` elements, contiguous. Its type may be another one.
 /// - `bias`: of the length and type of the gain, contiguous.
 /// - `epsilon`: added to the variance. Where it is positive, rows of zeros give the bias.
@@ -71,25 +74,30 @@ pub fn has_layer_norm(dtype: StorageType, cols: usize) -> bool {
 ///
 /// # Errors
 ///
-/// When shapes or element types differ from these, or rows are none of [`has_layer_norm`].
-pub fn layer_norm<R: Runtime>(
+/// When shapes or element types differ from these, tensors are not contiguous, a quantized matrix is not what
+/// [`quantize`](crate::quantize::quantize) makes, or rows are none of [`has_layer_norm`].
+pub fn layer_norm<'a, R: Runtime>(
     client: &ComputeClient<R>,
-    x: &TensorHandle<R>,
+    x: impl Into<OperatorInput<'a, R>>,
     gain: &TensorHandle<R>,
     bias: Option<&TensorHandle<R>>,
     epsilon: f32,
 ) -> Result<LayerNormOutput<R>, KernelError> {
-    let [rows, cols] = check_rows(client, OPERATION, x, gain)?;
+    let x = x.into();
+    let [rows, cols] = check_rows(client, OPERATION, &x, gain)?;
     if let Some(bias) = bias {
         check_bias(bias, gain)?;
     }
-    let output = empty(client, x.shape().to_vec(), x.dtype);
+    let output = empty(client, x.shape(), x.dtype());
     let mean = empty(client, vec![rows], storage::<f32>());
     let inverse_deviation = empty(client, vec![rows], storage::<f32>());
     if rows > 0 {
         let has_bias = bias.is_some();
         let bias = or_unused(bias, gain, gain.dtype);
-        let units = RowUnits::new(client, cols, vector_width(cols, &[x]));
+        let dtype = x.dtype();
+        let x = x.prepare(client, OPERATION)?;
+        let pieces = Pieces::of(&[&x], cols, &[&output]);
+        let units = RowUnits::new(client, cols, pieces.len);
         let gain_width = vector_width(units.width, &[gain, &bias]);
         // SAFETY: rows are guarded by their number, columns by their own, for which the outputs were allocated; a
         // stand-in for the bias is not read.
@@ -99,20 +107,27 @@ pub fn layer_norm<R: Runtime>(
                 client,
                 cube_grid(rows.div_ceil(units.rows)),
                 CubeDim::new_1d(units.of_cube() as u32),
-                units.width,
+                pieces.read,
+                pieces.width,
                 gain_width,
-                array(x.clone()),
+                array(x.values().clone()),
+                array(x.scales()),
+                array(x.tensor_scales()),
                 array(gain.clone()),
                 array(bias),
                 array(output.clone()),
                 array(mean.clone()),
                 array(inverse_deviation.clone()),
+                x.grid(),
                 rows as u32,
                 epsilon,
                 units,
+                pieces,
                 gain_width,
                 has_bias,
-                x.dtype,
+                x.values().dtype,
+                x.scales().dtype,
+                dtype,
                 gain.dtype,
             );
         }
@@ -132,24 +147,26 @@ pub fn layer_norm<R: Runtime>(
 ///
 /// # Errors
 ///
-/// When shapes or element types differ from these, or rows are none of [`has_layer_norm`].
-pub fn layer_norm_backward<R: Runtime>(
+/// When shapes or element types differ from these, tensors are not contiguous, a quantized matrix is not what
+/// [`quantize`](crate::quantize::quantize) makes, or rows are none of [`has_layer_norm`].
+pub fn layer_norm_backward<'a, R: Runtime>(
     client: &ComputeClient<R>,
-    x: &TensorHandle<R>,
+    x: impl Into<OperatorInput<'a, R>>,
     gain: &TensorHandle<R>,
     mean: &TensorHandle<R>,
     inverse_deviation: &TensorHandle<R>,
     gradient: &TensorHandle<R>,
 ) -> Result<LayerNormGradients<R>, KernelError> {
-    let [rows, cols] = check_rows(client, OPERATION_BACKWARD, x, gain)?;
+    let x = x.into();
+    let [rows, cols] = check_rows(client, OPERATION_BACKWARD, &x, gain)?;
     check_backward(
         OPERATION_BACKWARD,
-        x,
+        &x,
         rows,
         gradient,
         &[("mean", mean), ("inverse_deviation", inverse_deviation)],
     )?;
-    let input = empty(client, x.shape().to_vec(), x.dtype);
+    let input = empty(client, x.shape(), x.dtype());
     if rows == 0 {
         let none = || zeros(client, vec![1, cols], storage::<f32>());
         return Ok(LayerNormGradients {
@@ -158,7 +175,10 @@ pub fn layer_norm_backward<R: Runtime>(
             bias: none(),
         });
     }
-    let units = RowUnits::new(client, cols, vector_width(cols, &[x, gradient]));
+    let dtype = x.dtype();
+    let x = x.prepare(client, OPERATION_BACKWARD)?;
+    let pieces = Pieces::of(&[&x], cols, &[gradient]);
+    let units = RowUnits::new(client, cols, pieces.len);
     let gain_width = vector_width(units.width, &[gain]);
     let parts = units.backward_cubes(rows);
     let of_gain = empty(client, vec![parts, cols], storage::<f32>());
@@ -172,10 +192,13 @@ pub fn layer_norm_backward<R: Runtime>(
             client,
             CubeCount::Static(parts as u32, 1, 1),
             CubeDim::new_1d(units.of_cube() as u32),
-            units.width,
+            pieces.read,
+            pieces.width,
             gain_width,
             part_width,
-            array(x.clone()),
+            array(x.values().clone()),
+            array(x.scales()),
+            array(x.tensor_scales()),
             array(gain.clone()),
             array(mean.clone()),
             array(inverse_deviation.clone()),
@@ -183,11 +206,15 @@ pub fn layer_norm_backward<R: Runtime>(
             array(input.clone()),
             array(of_gain.clone()),
             array(of_bias.clone()),
+            x.grid(),
             rows as u32,
             units,
+            pieces,
             gain_width,
             part_width,
-            x.dtype,
+            x.values().dtype,
+            x.scales().dtype,
+            dtype,
             gain.dtype,
         );
     }
@@ -217,18 +244,32 @@ fn check_bias<R: Runtime>(
 
 #[cube(launch_unchecked)]
 #[allow(clippy::too_many_arguments)]
-fn layer_norm_kernel<F: Numeric, G: Numeric, N: Size, NG: Size>(
-    x: &Array<Vector<F, N>>,
+fn layer_norm_kernel<
+    X: Numeric,
+    S: Numeric,
+    F: Numeric,
+    G: Numeric,
+    NX: Size,
+    N: Size,
+    NG: Size,
+>(
+    x: &Array<Vector<X, NX>>,
+    scales: &Array<S>,
+    tensor_scales: &Array<f32>,
     gain: &Array<Vector<G, NG>>,
     bias: &Array<Vector<G, NG>>,
     output: &mut Array<Vector<F, N>>,
     mean: &mut Array<f32>,
     inverse_deviation: &mut Array<f32>,
+    grid: RunGrid,
     rows: u32,
     epsilon: f32,
     #[comptime] units: RowUnits,
+    #[comptime] pieces: Pieces,
     #[comptime] gain_width: usize,
     #[comptime] has_bias: bool,
+    #[define(X)] _values_dtype: StorageType,
+    #[define(S)] _scales_dtype: StorageType,
     #[define(F)] _dtype: StorageType,
     #[define(G)] _gain_dtype: StorageType,
 ) {
@@ -240,7 +281,8 @@ fn layer_norm_kernel<F: Numeric, G: Numeric, N: Size, NG: Size>(
     let row = first + UNIT_POS / comptime!(units.lanes as u32);
     // Units past the last row take part in what the others wait for, and write nothing.
     let read_row = min(row, rows - 1);
-    let mut values = read_held::<F, N>(x, read_row, units, units.width);
+    let mut values =
+        held_input::<X, NX, S, F>(x, scales, tensor_scales, &grid, read_row, units, pieces);
     let gains = read_held::<G, NG>(gain, 0u32, units, gain_width);
     let mut sum = 0.0f32;
     #[unroll]
@@ -268,7 +310,7 @@ fn layer_norm_kernel<F: Numeric, G: Numeric, N: Size, NG: Size>(
                 values[index] += biases[index];
             }
         }
-        write_held::<F, N>(output, &values, row, units, units.width);
+        write_held::<F, N>(output, &values, row, units, pieces.width);
         if UNIT_POS % comptime!(units.lanes as u32) == 0 {
             mean[row as usize] = center;
             inverse_deviation[row as usize] = scale;
@@ -278,8 +320,19 @@ fn layer_norm_kernel<F: Numeric, G: Numeric, N: Size, NG: Size>(
 
 #[cube(launch_unchecked)]
 #[allow(clippy::too_many_arguments)]
-fn layer_norm_backward_kernel<F: Numeric, G: Numeric, N: Size, NG: Size, NP: Size>(
-    x: &Array<Vector<F, N>>,
+fn layer_norm_backward_kernel<
+    X: Numeric,
+    S: Numeric,
+    F: Numeric,
+    G: Numeric,
+    NX: Size,
+    N: Size,
+    NG: Size,
+    NP: Size,
+>(
+    x: &Array<Vector<X, NX>>,
+    scales: &Array<S>,
+    tensor_scales: &Array<f32>,
     gain: &Array<Vector<G, NG>>,
     mean: &Array<f32>,
     inverse_deviation: &Array<f32>,
@@ -287,10 +340,14 @@ fn layer_norm_backward_kernel<F: Numeric, G: Numeric, N: Size, NG: Size, NP: Siz
     of_x: &mut Array<Vector<F, N>>,
     of_gain: &mut Array<Vector<f32, NP>>,
     of_bias: &mut Array<Vector<f32, NP>>,
+    grid: RunGrid,
     rows: u32,
     #[comptime] units: RowUnits,
+    #[comptime] pieces: Pieces,
     #[comptime] gain_width: usize,
     #[comptime] part_width: usize,
+    #[define(X)] _values_dtype: StorageType,
+    #[define(S)] _scales_dtype: StorageType,
     #[define(F)] _dtype: StorageType,
     #[define(G)] _gain_dtype: StorageType,
 ) {
@@ -303,8 +360,9 @@ fn layer_norm_backward_kernel<F: Numeric, G: Numeric, N: Size, NG: Size, NP: Siz
         let row = first + row_of_cube;
         // Units past the last row take part in what the others wait for, and add and write nothing.
         let read_row = min(row, rows - 1);
-        let mut normalized = read_held::<F, N>(x, read_row, units, units.width);
-        let mut gradients = read_held::<F, N>(gradient, read_row, units, units.width);
+        let mut normalized =
+            held_input::<X, NX, S, F>(x, scales, tensor_scales, &grid, read_row, units, pieces);
+        let mut gradients = read_held::<F, N>(gradient, read_row, units, pieces.width);
         subtract(&mut normalized, mean[read_row as usize], units);
         let scale = inverse_deviation[read_row as usize];
         // The cache has them. In registers they would leave room for fewer cubes.
@@ -332,7 +390,7 @@ fn layer_norm_backward_kernel<F: Numeric, G: Numeric, N: Size, NG: Size, NP: Siz
                 let rest = gradients[index] - mean_sum - normalized[index] * mean_product;
                 gradients[index] = scale * rest;
             }
-            write_held::<F, N>(of_x, &gradients, row, units, units.width);
+            write_held::<F, N>(of_x, &gradients, row, units, pieces.width);
         }
         first += CUBE_COUNT as u32 * comptime!(units.rows as u32);
     }

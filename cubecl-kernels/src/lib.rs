@@ -25,6 +25,8 @@
 //! | [`softmax`](mod@softmax) | the softmax of attention scores and its gradient |
 //! | [`rms_norm`](mod@rms_norm) | RMSNorm and its gradients |
 //! | [`layer_norm`](mod@layer_norm) | layer normalization and its gradients |
+//! | [`gelu`](mod@gelu) | GELU and its gradient |
+//! | [`operator_input`] | what norms, GELU and the gate read: floats, or numbers with scales |
 //! | [`swiglu`](mod@swiglu) | the gate of a SwiGLU layer and its gradients |
 //! | [`embedding`] | the gradient of an embedding's table |
 //! | [`delay_threshold`] | the controller that keeps the rate of fallback blocks in its range |
@@ -61,6 +63,7 @@ pub mod dynamic_range_expansion;
 pub mod embedding;
 pub mod error;
 pub mod fallback;
+pub mod gelu;
 pub mod gemm;
 pub mod granularity;
 pub mod hadamard;
@@ -72,6 +75,7 @@ pub mod linear_input;
 pub mod loss_scaling;
 pub mod magnitude;
 pub mod number;
+pub mod operator_input;
 pub mod optimizer_state;
 pub mod philox;
 pub mod quantization_error;

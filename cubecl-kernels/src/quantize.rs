@@ -39,11 +39,13 @@ pub(crate) mod staged;
 mod stored;
 pub(crate) mod tile;
 mod unpack;
+pub(crate) mod whole_runs;
 
 use block::{BlockOutput, Round};
 use buffers::allocate;
 pub use delayed::{DelayedMaximum, quantize_delayed};
 pub use dequantize::dequantize;
+pub(crate) use dequantize::whole_runs;
 pub(crate) use given::check_given;
 pub use given::quantize_by;
 pub use unpack::unpack_int4;

@@ -14,6 +14,7 @@ pub mod bit_splitting;
 pub mod delay_threshold;
 pub mod embedding;
 pub mod fallback;
+pub mod gelu;
 pub mod gemm;
 pub mod hadamard;
 pub mod layer_norm;

@@ -18,9 +18,11 @@ pub use crate::row_units::MAX_COLS;
 use crate::{
     device::{array, cube_grid, empty, storage, vector_width, zeros},
     error::KernelError,
+    operator_input::{OperatorInput, Pieces},
+    quantize::whole_runs::RunGrid,
     row_units::{
-        RowUnits, add_rows, check_backward, check_rows, has_rows, held_zeros, inverse_cols,
-        read_held, row_sum, write_held,
+        RowUnits, add_rows, check_backward, check_rows, has_rows, held_input, held_zeros,
+        inverse_cols, read_held, row_sum, write_held,
     },
 };
 
@@ -52,7 +54,8 @@ pub fn has_rms_norm(dtype: StorageType, cols: usize) -> bool {
 
 /// Each row of `x` divided by its root mean square, times the gain.
 ///
-/// - `x`: f32, f16 or bf16 `[.., cols]`, contiguous.
+/// - `x`: f32, f16 or bf16 `[.., cols]`, or a [quantized matrix](mod@crate::operator_input). The output has its shape
+///   and type.
 /// - `gain`: f32, f16 or bf16 of `cols` elements, contiguous. Its type may be another one.
 /// - `epsilon`: added to the mean of squares. Where it is positive, rows of zeros give zeros.
 ///
@@ -61,18 +64,23 @@ pub fn has_rms_norm(dtype: StorageType, cols: usize) -> bool {
 ///
 /// # Errors
 ///
-/// When shapes or element types differ from these, or rows are none of [`has_rms_norm`].
-pub fn rms_norm<R: Runtime>(
+/// When shapes or element types differ from these, tensors are not contiguous, a quantized matrix is not what
+/// [`quantize`](crate::quantize::quantize) makes, or rows are none of [`has_rms_norm`].
+pub fn rms_norm<'a, R: Runtime>(
     client: &ComputeClient<R>,
-    x: &TensorHandle<R>,
+    x: impl Into<OperatorInput<'a, R>>,
     gain: &TensorHandle<R>,
     epsilon: f32,
 ) -> Result<RmsNormOutput<R>, KernelError> {
-    let [rows, cols] = check_rows(client, OPERATION, x, gain)?;
-    let output = empty(client, x.shape().to_vec(), x.dtype);
+    let x = x.into();
+    let [rows, cols] = check_rows(client, OPERATION, &x, gain)?;
+    let output = empty(client, x.shape(), x.dtype());
     let inverse_rms = empty(client, vec![rows], storage::<f32>());
     if rows > 0 {
-        let units = RowUnits::new(client, cols, vector_width(cols, &[x]));
+        let dtype = x.dtype();
+        let x = x.prepare(client, OPERATION)?;
+        let pieces = Pieces::of(&[&x], cols, &[&output]);
+        let units = RowUnits::new(client, cols, pieces.len);
         let gain_width = vector_width(units.width, &[gain]);
         // SAFETY: rows are guarded by their number, columns by their own, for which the outputs were allocated.
         #[allow(unsafe_code)]
@@ -81,17 +89,24 @@ pub fn rms_norm<R: Runtime>(
                 client,
                 cube_grid(rows.div_ceil(units.rows)),
                 CubeDim::new_1d(units.of_cube() as u32),
-                units.width,
+                pieces.read,
+                pieces.width,
                 gain_width,
-                array(x.clone()),
+                array(x.values().clone()),
+                array(x.scales()),
+                array(x.tensor_scales()),
                 array(gain.clone()),
                 array(output.clone()),
                 array(inverse_rms.clone()),
+                x.grid(),
                 rows as u32,
                 epsilon,
                 units,
+                pieces,
                 gain_width,
-                x.dtype,
+                x.values().dtype,
+                x.scales().dtype,
+                dtype,
                 gain.dtype,
             );
         }
@@ -110,28 +125,33 @@ pub fn rms_norm<R: Runtime>(
 ///
 /// # Errors
 ///
-/// When shapes or element types differ from these, or rows are none of [`has_rms_norm`].
-pub fn rms_norm_backward<R: Runtime>(
+/// When shapes or element types differ from these, tensors are not contiguous, a quantized matrix is not what
+/// [`quantize`](crate::quantize::quantize) makes, or rows are none of [`has_rms_norm`].
+pub fn rms_norm_backward<'a, R: Runtime>(
     client: &ComputeClient<R>,
-    x: &TensorHandle<R>,
+    x: impl Into<OperatorInput<'a, R>>,
     gain: &TensorHandle<R>,
     inverse_rms: &TensorHandle<R>,
     gradient: &TensorHandle<R>,
 ) -> Result<RmsNormGradients<R>, KernelError> {
-    let [rows, cols] = check_rows(client, OPERATION_BACKWARD, x, gain)?;
+    let x = x.into();
+    let [rows, cols] = check_rows(client, OPERATION_BACKWARD, &x, gain)?;
     check_backward(
         OPERATION_BACKWARD,
-        x,
+        &x,
         rows,
         gradient,
         &[("inverse_rms", inverse_rms)],
     )?;
-    let input = empty(client, x.shape().to_vec(), x.dtype);
+    let input = empty(client, x.shape(), x.dtype());
     if rows == 0 {
         let gain = zeros(client, vec![1, cols], storage::<f32>());
         return Ok(RmsNormGradients { input, gain });
     }
-    let units = RowUnits::new(client, cols, vector_width(cols, &[x, gradient]));
+    let dtype = x.dtype();
+    let x = x.prepare(client, OPERATION_BACKWARD)?;
+    let pieces = Pieces::of(&[&x], cols, &[gradient]);
+    let units = RowUnits::new(client, cols, pieces.len);
     let gain_width = vector_width(units.width, &[gain]);
     let parts = units.backward_cubes(rows);
     let of_gain = empty(client, vec![parts, cols], storage::<f32>());
@@ -144,20 +164,27 @@ pub fn rms_norm_backward<R: Runtime>(
             client,
             CubeCount::Static(parts as u32, 1, 1),
             CubeDim::new_1d(units.of_cube() as u32),
-            units.width,
+            pieces.read,
+            pieces.width,
             gain_width,
             part_width,
-            array(x.clone()),
+            array(x.values().clone()),
+            array(x.scales()),
+            array(x.tensor_scales()),
             array(gain.clone()),
             array(inverse_rms.clone()),
             array(gradient.clone()),
             array(input.clone()),
             array(of_gain.clone()),
+            x.grid(),
             rows as u32,
             units,
+            pieces,
             gain_width,
             part_width,
-            x.dtype,
+            x.values().dtype,
+            x.scales().dtype,
+            dtype,
             gain.dtype,
         );
     }
@@ -169,15 +196,21 @@ pub fn rms_norm_backward<R: Runtime>(
 
 #[cube(launch_unchecked)]
 #[allow(clippy::too_many_arguments)]
-fn rms_norm_kernel<F: Numeric, G: Numeric, N: Size, NG: Size>(
-    x: &Array<Vector<F, N>>,
+fn rms_norm_kernel<X: Numeric, S: Numeric, F: Numeric, G: Numeric, NX: Size, N: Size, NG: Size>(
+    x: &Array<Vector<X, NX>>,
+    scales: &Array<S>,
+    tensor_scales: &Array<f32>,
     gain: &Array<Vector<G, NG>>,
     output: &mut Array<Vector<F, N>>,
     inverse_rms: &mut Array<f32>,
+    grid: RunGrid,
     rows: u32,
     epsilon: f32,
     #[comptime] units: RowUnits,
+    #[comptime] pieces: Pieces,
     #[comptime] gain_width: usize,
+    #[define(X)] _values_dtype: StorageType,
+    #[define(S)] _scales_dtype: StorageType,
     #[define(F)] _dtype: StorageType,
     #[define(G)] _gain_dtype: StorageType,
 ) {
@@ -188,7 +221,8 @@ fn rms_norm_kernel<F: Numeric, G: Numeric, N: Size, NG: Size>(
     let row = first + UNIT_POS / comptime!(units.lanes as u32);
     // Units past the last row take part in what the others wait for, and write nothing.
     let read_row = min(row, rows - 1);
-    let mut values = read_held::<F, N>(x, read_row, units, units.width);
+    let mut values =
+        held_input::<X, NX, S, F>(x, scales, tensor_scales, &grid, read_row, units, pieces);
     let gains = read_held::<G, NG>(gain, 0u32, units, gain_width);
     let mut squares = 0.0f32;
     #[unroll]
@@ -202,7 +236,7 @@ fn rms_norm_kernel<F: Numeric, G: Numeric, N: Size, NG: Size>(
         for index in 0..comptime!(units.elements()) {
             values[index] = values[index] * root * gains[index];
         }
-        write_held::<F, N>(output, &values, row, units, units.width);
+        write_held::<F, N>(output, &values, row, units, pieces.width);
         if UNIT_POS % comptime!(units.lanes as u32) == 0 {
             inverse_rms[row as usize] = root;
         }
@@ -211,17 +245,32 @@ fn rms_norm_kernel<F: Numeric, G: Numeric, N: Size, NG: Size>(
 
 #[cube(launch_unchecked)]
 #[allow(clippy::too_many_arguments)]
-fn rms_norm_backward_kernel<F: Numeric, G: Numeric, N: Size, NG: Size, NP: Size>(
-    x: &Array<Vector<F, N>>,
+fn rms_norm_backward_kernel<
+    X: Numeric,
+    S: Numeric,
+    F: Numeric,
+    G: Numeric,
+    NX: Size,
+    N: Size,
+    NG: Size,
+    NP: Size,
+>(
+    x: &Array<Vector<X, NX>>,
+    scales: &Array<S>,
+    tensor_scales: &Array<f32>,
     gain: &Array<Vector<G, NG>>,
     inverse_rms: &Array<f32>,
     gradient: &Array<Vector<F, N>>,
     of_x: &mut Array<Vector<F, N>>,
     of_gain: &mut Array<Vector<f32, NP>>,
+    grid: RunGrid,
     rows: u32,
     #[comptime] units: RowUnits,
+    #[comptime] pieces: Pieces,
     #[comptime] gain_width: usize,
     #[comptime] part_width: usize,
+    #[define(X)] _values_dtype: StorageType,
+    #[define(S)] _scales_dtype: StorageType,
     #[define(F)] _dtype: StorageType,
     #[define(G)] _gain_dtype: StorageType,
 ) {
@@ -233,8 +282,9 @@ fn rms_norm_backward_kernel<F: Numeric, G: Numeric, N: Size, NG: Size, NP: Size>
         let row = first + row_of_cube;
         // Units past the last row take part in what the others wait for, and add and write nothing.
         let read_row = min(row, rows - 1);
-        let mut normalized = read_held::<F, N>(x, read_row, units, units.width);
-        let mut gradients = read_held::<F, N>(gradient, read_row, units, units.width);
+        let mut normalized =
+            held_input::<X, NX, S, F>(x, scales, tensor_scales, &grid, read_row, units, pieces);
+        let mut gradients = read_held::<F, N>(gradient, read_row, units, pieces.width);
         let root = inverse_rms[read_row as usize];
         // The cache has them. In registers they would leave room for fewer cubes.
         let gains = read_held::<G, NG>(gain, 0u32, units, gain_width);
@@ -253,7 +303,7 @@ fn rms_norm_backward_kernel<F: Numeric, G: Numeric, N: Size, NG: Size, NP: Size>
             for index in 0..elements {
                 gradients[index] = root * (gradients[index] - normalized[index] * mean);
             }
-            write_held::<F, N>(of_x, &gradients, row, units, units.width);
+            write_held::<F, N>(of_x, &gradients, row, units, pieces.width);
         }
         first += CUBE_COUNT as u32 * comptime!(units.rows as u32);
     }

@@ -8,6 +8,8 @@ use crate::{
         check_contiguous, check_dtype, check_float, has_planes_of_32, is_operand_type, storage,
     },
     error::KernelError,
+    operator_input::{OperatorInput, Pieces, read_input, read_piece},
+    quantize::whole_runs::RunGrid,
 };
 
 /// The longest rows that units keep in registers.
@@ -34,15 +36,14 @@ pub(crate) fn has_rows(dtype: StorageType, cols: usize) -> bool {
 pub(crate) fn check_rows<R: Runtime>(
     client: &ComputeClient<R>,
     operation: &'static str,
-    x: &TensorHandle<R>,
+    x: &OperatorInput<R>,
     gain: &TensorHandle<R>,
 ) -> Result<[usize; 2], KernelError> {
-    check_float(client, operation, "x", x.dtype)?;
+    let len = x.check(client, operation, "x")?;
     check_float(client, operation, "gain", gain.dtype)?;
-    let len = check_contiguous(operation, x)?;
     let gains = check_contiguous(operation, gain)?;
     let cols = x.shape().last().copied().unwrap_or_default();
-    if gains != cols || !has_rows(x.dtype, cols) {
+    if gains != cols || !has_rows(x.dtype(), cols) {
         return Err(KernelError::Shape {
             operation,
             got: format!("x {:?} and gain {:?}", x.shape(), gain.shape()),
@@ -55,7 +56,7 @@ pub(crate) fn check_rows<R: Runtime>(
 /// Accepts a gradient of the shape and type of `x`, and for each row an f32 of each of `statistics`, named.
 pub(crate) fn check_backward<R: Runtime>(
     operation: &'static str,
-    x: &TensorHandle<R>,
+    x: &OperatorInput<R>,
     rows: usize,
     gradient: &TensorHandle<R>,
     statistics: &[(&'static str, &TensorHandle<R>)],
@@ -65,11 +66,11 @@ pub(crate) fn check_backward<R: Runtime>(
         check_dtype(operation, name, statistic, storage::<f32>(), remedy)?;
     }
     check_contiguous(operation, gradient)?;
-    let mut fits = gradient.shape() == x.shape() && gradient.dtype == x.dtype;
+    let mut fits = gradient.shape()[..] == x.shape()[..] && gradient.dtype == x.dtype();
     let mut got = format!(
         "x {:?} of {}, gradient {:?} of {}",
         x.shape(),
-        x.dtype,
+        x.dtype(),
         gradient.shape(),
         gradient.dtype
     );
@@ -200,25 +201,56 @@ pub(crate) fn read_held<F: Numeric, N: Size>(
     #[comptime] width: usize,
 ) -> Array<f32> {
     let mut held = Array::<f32>::new(comptime!(units.elements()));
-    let reads = comptime!(units.width / width);
     #[unroll]
     for piece in 0..units.held {
         let (index, is_inside) = vector_index(piece, units);
-        let start = (row * comptime!(units.vectors() as u32) + index) * comptime!(reads as u32);
-        #[unroll]
-        for read in 0..reads {
-            let vector = x[(start + comptime!(read as u32)) as usize];
-            #[unroll]
-            for lane in 0..width {
-                let slot = comptime!(piece * units.width + read * width + lane);
-                held[slot] = f32::cast_from(vector[lane]);
-                if comptime!(units.is_last(piece)) {
-                    held[slot] = select(is_inside, held[slot], 0.0f32);
-                }
-            }
-        }
+        let at = row * comptime!(units.vectors() as u32) + index;
+        let values = read_piece::<F, N>(x, at, units.width, width);
+        hold(&mut held, &values, piece, is_inside, units);
     }
     held
+}
+
+/// All elements of a row of an input that this unit holds, as `f32`; 0 past the end of the row.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+pub(crate) fn held_input<X: Numeric, NX: Size, S: Numeric, F: Numeric>(
+    x: &Array<Vector<X, NX>>,
+    scales: &Array<S>,
+    tensor_scales: &Array<f32>,
+    grid: &RunGrid,
+    row: u32,
+    #[comptime] units: RowUnits,
+    #[comptime] pieces: Pieces,
+) -> Array<f32> {
+    let mut held = Array::<f32>::new(comptime!(units.elements()));
+    #[unroll]
+    for piece in 0..units.held {
+        let (index, is_inside) = vector_index(piece, units);
+        let at = row * comptime!(units.vectors() as u32) + index;
+        let values = read_input::<X, NX, S, F>(x, scales, tensor_scales, grid, at, pieces);
+        hold(&mut held, &values, piece, is_inside, units);
+    }
+    held
+}
+
+/// Holds a vector of this number; zeros where it lies past the end of the row.
+#[cube]
+fn hold(
+    held: &mut Array<f32>,
+    vector: &Array<f32>,
+    #[comptime] piece: usize,
+    is_inside: bool,
+    #[comptime] units: RowUnits,
+) {
+    #[unroll]
+    for lane in 0..units.width {
+        let slot = comptime!(piece * units.width + lane);
+        held[slot] = vector[lane];
+        if comptime!(units.is_last(piece)) {
+            held[slot] = select(is_inside, held[slot], 0.0f32);
+        }
+    }
 }
 
 /// Writes all elements of a row that this unit holds, `width` at once.

@@ -16,6 +16,7 @@ use crate::{
         read_quad, read_width, write_quad, write_width,
     },
     error::KernelError,
+    fast,
 };
 
 const OPERATION: &str = "softmax";
@@ -342,16 +343,10 @@ fn weights<F: Numeric, N: Size>(
     let mut quad = scaled::<F, N>(scores, geometry, row, col, width);
     #[unroll]
     for lane in 0..4u32 {
-        let weight = exp(quad[lane as usize] - max);
+        let weight = fast::exp(quad[lane as usize] - max);
         quad[lane as usize] = select(col + lane < row.visible, weight, 0.0f32);
     }
     quad
-}
-
-/// The device's own exponential, good to about 1e-6 near 0; NaN stays NaN.
-#[cube(fast_math = FastMath::ReducedPrecision.into())]
-pub(crate) fn exp(x: f32) -> f32 {
-    x.exp()
 }
 
 /// A divisor: a row that sees nothing has no weight, and is divided by the least normal number to stay 0.

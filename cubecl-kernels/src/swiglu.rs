@@ -6,14 +6,19 @@
 //! dgate = dh up s (1 + gate (1 - s))       dup = dh gate s
 //! ```
 //!
-//! Each input is read once and each output written once. All arithmetic is FP32, rounded once at the end.
+//! Each input is read once, as floats or as [numbers with scales](mod@crate::operator_input), and each output written
+//! once. All arithmetic is FP32, rounded once at the end.
 
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
 use crate::{
-    device::{array, check_contiguous, check_float, cube_grid, empty, vector_width},
+    device::{array, cube_grid, empty},
     error::KernelError,
     fast,
+    operator_input::{
+        OperatorInput, Pieces, check_alike, prepare_alike, read_input, read_piece, write_piece,
+    },
+    quantize::whole_runs::RunGrid,
 };
 
 const OPERATION: &str = "swiglu";
@@ -22,38 +27,50 @@ const UNITS: usize = 256;
 
 /// `silu(gate) * up`.
 ///
-/// - `gate`, `up`: f32, f16 or bf16, of one shape and type, contiguous. The result is like them.
+/// - `gate`, `up`: f32, f16 or bf16, of one shape and type. The result is like them, contiguous.
 ///
 /// `silu` is good to about `1e-7 (10 + |gate|)` of its value, and may be 0 where `s` is below the normal `f32`. It is
 /// NaN of NaN and of negative infinity.
 ///
 /// # Errors
 ///
-/// When the inputs are no float tensors, differ in shape or type, or are not contiguous.
-pub fn swiglu<R: Runtime>(
+/// When the inputs are no float tensors, differ in shape or type, or are not contiguous, or a quantized one is not what
+/// [`quantize`](crate::quantize::quantize) makes.
+pub fn swiglu<'a, R: Runtime>(
     client: &ComputeClient<R>,
-    gate: &TensorHandle<R>,
-    up: &TensorHandle<R>,
+    gate: impl Into<OperatorInput<'a, R>>,
+    up: impl Into<OperatorInput<'a, R>>,
 ) -> Result<TensorHandle<R>, KernelError> {
-    let len = check(client, OPERATION, &[("gate", gate), ("up", up)])?;
-    let output = empty(client, gate.shape().to_vec(), gate.dtype);
+    let (gate, up) = (gate.into(), up.into());
+    let len = check_alike(client, OPERATION, &[("gate", gate), ("up", up)])?;
+    let (shape, dtype) = (gate.shape(), gate.dtype());
+    let output = empty(client, shape, dtype);
     if len > 0 {
-        let width = vector_width(len, &[gate, up]);
-        let vectors = len / width;
-        // SAFETY: accesses are guarded by the number of vectors, which is that of all tensors.
+        let [gate, up] = prepare_alike(client, OPERATION, [gate, up])?;
+        let pieces = Pieces::of(&[&gate, &up], len, &[&output]);
+        let count = len / pieces.len;
+        // SAFETY: accesses are guarded by the number of pieces, which is that of all tensors.
         #[allow(unsafe_code)]
         unsafe {
             swiglu_kernel::launch_unchecked::<R>(
                 client,
-                cube_grid(vectors.div_ceil(UNITS)),
+                cube_grid(count.div_ceil(UNITS)),
                 CubeDim::new_1d(UNITS as u32),
-                width,
-                array(gate.clone()),
-                array(up.clone()),
+                pieces.read,
+                pieces.width,
+                array(gate.values().clone()),
+                array(gate.scales()),
+                array(gate.tensor_scales()),
+                array(up.values().clone()),
+                array(up.scales()),
+                array(up.tensor_scales()),
                 array(output.clone()),
-                vectors as u32,
-                width,
-                gate.dtype,
+                gate.grid(),
+                count as u32,
+                pieces,
+                gate.values().dtype,
+                gate.scales().dtype,
+                dtype,
             );
         }
     }
@@ -62,126 +79,127 @@ pub fn swiglu<R: Runtime>(
 
 /// The gradients of `gate` and of `up`, in this order, from that of `silu(gate) * up`.
 ///
-/// - `gate`, `up`, `gradient`: f32, f16 or bf16, of one shape and type, contiguous. The results are like them.
+/// - `gate`, `up`: as [`swiglu`] takes them.
+/// - `gradient`: of their shape and type, contiguous. The results are like it.
 ///
 /// # Errors
 ///
-/// When the inputs are no float tensors, differ in shape or type, or are not contiguous.
-pub fn swiglu_backward<R: Runtime>(
+/// As [`swiglu`].
+pub fn swiglu_backward<'a, R: Runtime>(
     client: &ComputeClient<R>,
-    gate: &TensorHandle<R>,
-    up: &TensorHandle<R>,
+    gate: impl Into<OperatorInput<'a, R>>,
+    up: impl Into<OperatorInput<'a, R>>,
     gradient: &TensorHandle<R>,
 ) -> Result<[TensorHandle<R>; 2], KernelError> {
-    let inputs = [("gate", gate), ("up", up), ("gradient", gradient)];
-    let len = check(client, OPERATION_BACKWARD, &inputs)?;
-    let output = || empty(client, gate.shape().to_vec(), gate.dtype);
+    let (gate, up) = (gate.into(), up.into());
+    let inputs = [("gate", gate), ("up", up), ("gradient", gradient.into())];
+    let len = check_alike(client, OPERATION_BACKWARD, &inputs)?;
+    let dtype = gradient.dtype;
+    let output = || empty(client, gradient.shape().to_vec(), dtype);
     let [of_gate, of_up] = [output(), output()];
     if len > 0 {
-        let width = vector_width(len, &[gate, up, gradient]);
-        let vectors = len / width;
-        // SAFETY: accesses are guarded by the number of vectors, which is that of all tensors.
+        let [gate, up] = prepare_alike(client, OPERATION_BACKWARD, [gate, up])?;
+        let pieces = Pieces::of(&[&gate, &up], len, &[gradient]);
+        let count = len / pieces.len;
+        // SAFETY: accesses are guarded by the number of pieces, which is that of all tensors.
         #[allow(unsafe_code)]
         unsafe {
             swiglu_backward_kernel::launch_unchecked::<R>(
                 client,
-                cube_grid(vectors.div_ceil(UNITS)),
+                cube_grid(count.div_ceil(UNITS)),
                 CubeDim::new_1d(UNITS as u32),
-                width,
-                array(gate.clone()),
-                array(up.clone()),
+                pieces.read,
+                pieces.width,
+                array(gate.values().clone()),
+                array(gate.scales()),
+                array(gate.tensor_scales()),
+                array(up.values().clone()),
+                array(up.scales()),
+                array(up.tensor_scales()),
                 array(gradient.clone()),
                 array(of_gate.clone()),
                 array(of_up.clone()),
-                vectors as u32,
-                width,
-                gate.dtype,
+                gate.grid(),
+                count as u32,
+                pieces,
+                gate.values().dtype,
+                gate.scales().dtype,
+                dtype,
             );
         }
     }
     Ok([of_gate, of_up])
 }
 
-/// The number of elements of contiguous float tensors that are all like the first.
-fn check<R: Runtime>(
-    client: &ComputeClient<R>,
-    operation: &'static str,
-    inputs: &[(&'static str, &TensorHandle<R>)],
-) -> Result<usize, KernelError> {
-    let (_, first) = inputs[0];
-    for (name, tensor) in inputs {
-        check_float(client, operation, name, tensor.dtype)?;
-        if tensor.shape() != first.shape() || tensor.dtype != first.dtype {
-            let described = inputs
-                .iter()
-                .map(|(name, tensor)| format!("{name} {:?} of {}", tensor.shape(), tensor.dtype));
-            return Err(KernelError::Shape {
-                operation,
-                got: described.collect::<Vec<_>>().join(", "),
-                remedy: "pass tensors of one shape and type",
-            });
-        }
-        check_contiguous(operation, tensor)?;
-    }
-    check_contiguous(operation, first)
-}
-
 #[cube(launch_unchecked)]
-fn swiglu_kernel<F: Numeric, N: Size>(
-    gate: &Array<Vector<F, N>>,
-    up: &Array<Vector<F, N>>,
+#[allow(clippy::too_many_arguments)]
+fn swiglu_kernel<X: Numeric, S: Numeric, F: Numeric, NX: Size, N: Size>(
+    gate: &Array<Vector<X, NX>>,
+    gate_scales: &Array<S>,
+    gate_tensor_scales: &Array<f32>,
+    up: &Array<Vector<X, NX>>,
+    up_scales: &Array<S>,
+    up_tensor_scales: &Array<f32>,
     output: &mut Array<Vector<F, N>>,
-    vectors: u32,
-    #[comptime] width: usize,
+    grid: RunGrid,
+    count: u32,
+    #[comptime] pieces: Pieces,
+    #[define(X)] _values_dtype: StorageType,
+    #[define(S)] _scales_dtype: StorageType,
     #[define(F)] _dtype: StorageType,
 ) {
     let at = CUBE_POS as u32 * comptime!(UNITS as u32) + UNIT_POS;
-    if at >= vectors {
+    if at >= count {
         terminate!();
     }
-    let at = at as usize;
-    let (gates, ups) = (gate[at], up[at]);
-    let mut out = Vector::<F, N>::empty();
+    let gates = read_input::<X, NX, S, F>(gate, gate_scales, gate_tensor_scales, &grid, at, pieces);
+    let ups = read_input::<X, NX, S, F>(up, up_scales, up_tensor_scales, &grid, at, pieces);
+    let mut out = Array::<f32>::new(comptime!(pieces.len));
     #[unroll]
-    for lane in 0..width {
-        let gate = f32::cast_from(gates[lane]);
-        let (sigmoid, _) = sigmoids(gate);
-        out[lane] = F::cast_from(gate * sigmoid * f32::cast_from(ups[lane]));
+    for index in 0..comptime!(pieces.len) {
+        let (sigmoid, _) = sigmoids(gates[index]);
+        out[index] = gates[index] * sigmoid * ups[index];
     }
-    output[at] = out;
+    write_piece::<F, N>(output, &out, at, pieces.len, pieces.width);
 }
 
 #[cube(launch_unchecked)]
 #[allow(clippy::too_many_arguments)]
-fn swiglu_backward_kernel<F: Numeric, N: Size>(
-    gate: &Array<Vector<F, N>>,
-    up: &Array<Vector<F, N>>,
+fn swiglu_backward_kernel<X: Numeric, S: Numeric, F: Numeric, NX: Size, N: Size>(
+    gate: &Array<Vector<X, NX>>,
+    gate_scales: &Array<S>,
+    gate_tensor_scales: &Array<f32>,
+    up: &Array<Vector<X, NX>>,
+    up_scales: &Array<S>,
+    up_tensor_scales: &Array<f32>,
     gradient: &Array<Vector<F, N>>,
     of_gate: &mut Array<Vector<F, N>>,
     of_up: &mut Array<Vector<F, N>>,
-    vectors: u32,
-    #[comptime] width: usize,
+    grid: RunGrid,
+    count: u32,
+    #[comptime] pieces: Pieces,
+    #[define(X)] _values_dtype: StorageType,
+    #[define(S)] _scales_dtype: StorageType,
     #[define(F)] _dtype: StorageType,
 ) {
     let at = CUBE_POS as u32 * comptime!(UNITS as u32) + UNIT_POS;
-    if at >= vectors {
+    if at >= count {
         terminate!();
     }
-    let at = at as usize;
-    let (gates, ups, gradients) = (gate[at], up[at], gradient[at]);
-    let mut out_gate = Vector::<F, N>::empty();
-    let mut out_up = Vector::<F, N>::empty();
+    let mut gates =
+        read_input::<X, NX, S, F>(gate, gate_scales, gate_tensor_scales, &grid, at, pieces);
+    let mut ups = read_input::<X, NX, S, F>(up, up_scales, up_tensor_scales, &grid, at, pieces);
+    let gradients = read_piece::<F, N>(gradient, at, pieces.len, pieces.width);
     #[unroll]
-    for lane in 0..width {
-        let gate = f32::cast_from(gates[lane]);
-        let gradient = f32::cast_from(gradients[lane]);
+    for index in 0..comptime!(pieces.len) {
+        let (gate, up) = (gates[index], ups[index]);
         let (sigmoid, rest) = sigmoids(gate);
         let slope = sigmoid * (1.0f32 + gate * rest);
-        out_gate[lane] = F::cast_from(gradient * f32::cast_from(ups[lane]) * slope);
-        out_up[lane] = F::cast_from(gradient * (gate * sigmoid));
+        gates[index] = gradients[index] * up * slope;
+        ups[index] = gradients[index] * (gate * sigmoid);
     }
-    of_gate[at] = out_gate;
-    of_up[at] = out_up;
+    write_piece::<F, N>(of_gate, &gates, at, pieces.len, pieces.width);
+    write_piece::<F, N>(of_up, &ups, at, pieces.len, pieces.width);
 }
 
 /// `1 / (1 + exp(-x))`, and what it lacks to 1.
@@ -190,17 +208,11 @@ fn swiglu_backward_kernel<F: Numeric, N: Size>(
 /// neither result is a difference.
 #[cube]
 fn sigmoids(x: f32) -> (f32, f32) {
-    let power = exp(-x.abs());
+    let power = fast::exp(-x.abs());
     let larger = fast::quotient(1.0f32, 1.0f32 + power);
     let smaller = power * larger;
     (
         select(x >= 0.0f32, larger, smaller),
         select(x >= 0.0f32, smaller, larger),
     )
-}
-
-/// The device's own exponential; NaN stays NaN.
-#[cube(fast_math = FastMath::ReducedPrecision.into())]
-fn exp(x: f32) -> f32 {
-    x.exp()
 }

@@ -1,9 +1,9 @@
 //! From the command line's words to types.
 //!
-//! Each line of the `match` below compiles the whole model, training loop and checkpoint code once more for each
-//! recipe. So only the dtypes that a device is for are built: FP32 on the CPU (which has no faster one), BF16 with
-//! CUDA, FP16 and FP32 with Vulkan (which has no BF16); FP16 elsewhere for the recipe that is compared with it in BF16
-//! or FP32. A device costs nothing unless its feature is on.
+//! Each line of the `match` below compiles the whole model, training loop and checkpoint code once more, for all
+//! recipes together. So only the dtypes that a device is for are built: FP32 on the CPU (which has no faster one), BF16
+//! with CUDA, FP32 with Vulkan (which has no BF16), and FP16 everywhere. A device costs nothing unless its feature is
+//! on.
 
 use std::panic::{AssertUnwindSafe, catch_unwind, set_hook, take_hook};
 
@@ -18,7 +18,7 @@ use burn::tensor::{bf16, f16};
 use burn_quant_train::QuantTrain;
 use burn_quant_train::data::DataBackend;
 use burn_quant_train::optim::LayerBackend;
-use burn_quant_train::recipe::{Chosen, ComputeDtype, MixedPrecision, Recipe};
+use burn_quant_train::recipe::{ComputeDtype, Named};
 
 use crate::args::{Compute, Device};
 use crate::config::Config;
@@ -35,12 +35,10 @@ pub fn run(session: &Session<'_>, job: &Job) -> Result<Ended> {
         #[cfg(feature = "flex")]
         (Device::Cpu, Compute::F32) => on::<Flex, f32>(session, job, &|_| (session.live_bytes)()),
         #[cfg(feature = "flex")]
-        (Device::Cpu, Compute::F16) => {
-            mixed_precision::<Flex, f16>(session, job, &|_| (session.live_bytes)())
-        }
+        (Device::Cpu, Compute::F16) => on::<Flex, f16>(session, job, &|_| (session.live_bytes)()),
         #[cfg(feature = "cuda")]
         (Device::Cuda, Compute::F16) => {
-            mixed_precision::<burn::backend::Cuda, f16>(session, job, &gpu::live_bytes::<gpu::Cuda>)
+            on::<burn::backend::Cuda, f16>(session, job, &gpu::live_bytes::<gpu::Cuda>)
         }
         #[cfg(feature = "cuda")]
         (Device::Cuda, Compute::Bf16) => {
@@ -68,36 +66,8 @@ fn on<B: DataBackend, E: ComputeDtype>(
     job: &Job,
     live_bytes: LiveBytes<'_, B>,
 ) -> Result<Ended> {
-    job.run.recipe.choose::<E, _>(Start::<B> {
-        session,
-        job,
-        live_bytes,
-    })
-}
-
-/// The run on a backend, in a compute dtype that is built for one recipe there.
-#[allow(dead_code)]
-fn mixed_precision<B: DataBackend, E: ComputeDtype>(
-    session: &Session<'_>,
-    job: &Job,
-    live_bytes: LiveBytes<'_, B>,
-) -> Result<Ended> {
-    start::<QuantTrain<Autodiff<B>, MixedPrecision<E>>>(session, job, live_bytes)
-}
-
-/// A run whose recipe is to be chosen.
-struct Start<'a, B: DataBackend> {
-    session: &'a Session<'a>,
-    job: &'a Job,
-    live_bytes: LiveBytes<'a, B>,
-}
-
-impl<B: DataBackend> Chosen for Start<'_, B> {
-    type Output = Result<Ended>;
-
-    fn with<R: Recipe>(self) -> Self::Output {
-        start::<QuantTrain<Autodiff<B>, R>>(self.session, self.job, self.live_bytes)
-    }
+    let _entered = job.run.recipe.enter()?;
+    start::<QuantTrain<Autodiff<B>, Named<E>>>(session, job, live_bytes)
 }
 
 /// Tells early whether this build can train these runs.
@@ -134,13 +104,6 @@ pub fn check_built(config: &Config) -> Result<()> {
         "--device {device} computes in {}, not in {compute}",
         names.join(" or ")
     );
-    let alone = <MixedPrecision as Recipe>::ROW.name;
-    let other = config.recipes.iter().find(|it| it.as_str() != alone);
-    if let (Device::Cpu | Device::Cuda, Compute::F16, Some(other)) = (device, compute, other) {
-        bail!(
-            "--device {device} --compute {compute} trains {alone}, not {other}: add --recipe {alone}"
-        );
-    }
     Ok(())
 }
 

@@ -171,7 +171,7 @@ fn optimizer(config: &Config, args: &Args) -> QuantAdamWConfig {
 
 /// The shapes that the layers' memory follows from.
 fn layer_memory<B: LayerBackend>(layers: &[LayerReport]) -> Vec<LayerMemory> {
-    let row = B::ROW.and_then(|row| row.linear);
+    let row = B::row().and_then(|row| row.linear);
     let layers = layers.iter().map(|layer| LayerMemory {
         layer: layer.path.clone(),
         shape: layer.shape,
@@ -257,7 +257,7 @@ pub fn run<B: LayerBackend>(
     };
     session.remember(*run, history.clone());
 
-    let slots = B::ROW.and_then(|row| row.linear).map(|row| row.slots);
+    let slots = B::row().and_then(|row| row.linear).map(|row| row.slots);
     let mut slots = slots.unwrap_or_default().iter();
     let has_thresholds = slots.any(|slot| slot.kind == SlotKind::DelayThreshold);
     let files = args
@@ -359,7 +359,7 @@ pub fn run<B: LayerBackend>(
     if args.memory {
         let title = format!("{}, {} preset", job.label, config.preset);
         let report = memory::report(&outcome.model, &probe);
-        let flow = B::ROW.and_then(|row| row.flow);
+        let flow = B::row().and_then(|row| row.flow);
         print!(
             "{}",
             memory::show(&title, &report, flow.as_ref(), job.checkpoints.folder())?

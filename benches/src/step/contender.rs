@@ -23,7 +23,7 @@ use crate::results::Subject;
 pub trait Contender: LayerBackend {
     /// Its name in results.
     fn subject() -> Subject {
-        Self::ROW.map_or(Subject::Burn, |row| Subject::recipe(row.name))
+        Self::row().map_or(Subject::Burn, |row| Subject::recipe(row.name))
     }
 
     /// The gradients of all that `y` was computed from, where `gradient` is its own.
@@ -73,7 +73,7 @@ pub fn settle<B: Contender, M: AutodiffModule<B>>(
 
 /// The model as after an optimizer step: without quantized copies of its weights.
 pub fn renew<B: Contender, M: Module<B>>(model: M) -> M {
-    match B::ROW {
+    match B::row() {
         Some(_) => model.map(&mut DropCopies),
         None => model,
     }

@@ -5,12 +5,9 @@ use std::path::Path;
 use anyhow::{Result, ensure};
 use burn::{
     backend::{Autodiff, Cuda, Flex, cuda::CudaDevice},
-    tensor::{DType, bf16},
+    tensor::DType,
 };
-use burn_quant_train::{
-    QuantTrain,
-    recipe::{Chosen, Recipe},
-};
+use burn_quant_train::{QuantTrain, recipe::Named};
 use clap::Args;
 
 use super::{
@@ -98,7 +95,9 @@ pub fn run(
         measured.reference.get_or_insert(of_burn);
         report.add([plain])?;
         for recipe in &recipes.names {
-            report.add([recipe.choose::<bf16, _>(&mut measured)?])?;
+            let _entered = recipe.enter()?;
+            let (speed, _) = measured.on::<QuantTrain<Autodiff<Cuda>, Named>>(DType::F32)?;
+            report.add([speed])?;
         }
     }
     let rows = peers.iter().flat_map(Peers::layer);
@@ -119,15 +118,6 @@ struct Measured<'a> {
     breakdown: bool,
     reference: Option<Reference>,
     random: &'a mut Random,
-}
-
-impl Chosen for &mut Measured<'_> {
-    type Output = Result<StepSpeed>;
-
-    fn with<R: Recipe>(self) -> Self::Output {
-        let (speed, _) = self.on::<QuantTrain<Autodiff<Cuda>, R>>(DType::F32)?;
-        Ok(speed)
-    }
 }
 
 impl Measured<'_> {

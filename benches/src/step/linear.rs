@@ -5,12 +5,9 @@ use std::path::Path;
 use anyhow::Result;
 use burn::{
     backend::{Autodiff, Cuda, cuda::CudaDevice},
-    tensor::{DType, bf16},
+    tensor::DType,
 };
-use burn_quant_train::{
-    QuantTrain,
-    recipe::{Chosen, Recipe},
-};
+use burn_quant_train::{QuantTrain, recipe::Named};
 use clap::Args;
 
 use super::{
@@ -71,7 +68,8 @@ pub fn run(
         };
         report.add([measure.on::<Autodiff<Cuda>>(DType::BF16)?])?;
         for recipe in &recipes.names {
-            report.add([recipe.choose::<bf16, _>(&measure)?])?;
+            let _entered = recipe.enter()?;
+            report.add([measure.on::<QuantTrain<Autodiff<Cuda>, Named>>(DType::F32)?])?;
         }
     }
     let rows = peers.iter().flat_map(Peers::linear);
@@ -83,14 +81,6 @@ struct Measured<'a> {
     weight: &'a Weight,
     input: &'a Input,
     reference: &'a Reference,
-}
-
-impl Chosen for &Measured<'_> {
-    type Output = Result<StepSpeed>;
-
-    fn with<R: Recipe>(self) -> Self::Output {
-        self.on::<QuantTrain<Autodiff<Cuda>, R>>(DType::F32)
-    }
 }
 
 impl Measured<'_> {

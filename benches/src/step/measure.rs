@@ -59,7 +59,7 @@ impl<B: Contender> Measure<'_, B> {
         let gradients = |model: &A::Layer<B>| inputs.backward(model.forward(inputs.x()));
         let (model, fallback_rate) = settle::<B, _>(model, gradients);
         let outputs = Outputs::of(&model, &inputs, input)?;
-        let limit = error_limit(B::ROW);
+        let limit = error_limit(B::row());
         let error = reference.map(|reference| outputs.error(reference, limit));
         let error = error.transpose()?;
         let activation_bytes = activation_bytes(&model, &inputs, self.device, self.live_bytes)?;

@@ -5,13 +5,9 @@ use std::path::Path;
 use anyhow::{Result, anyhow, ensure};
 use burn::{
     backend::{Autodiff, Cuda, cuda::CudaDevice},
-    tensor::{FloatDType, IntDType, bf16, set_default_dtypes},
+    tensor::{FloatDType, IntDType, set_default_dtypes},
 };
-use burn_quant_train::{
-    QuantTrain,
-    recipe::{Chosen, Recipe},
-    saved::choose_context,
-};
+use burn_quant_train::{QuantTrain, recipe::Named, saved::choose_context};
 use clap::Args;
 use examples::args::{Checkpointing, Contexts, Preset};
 
@@ -114,7 +110,8 @@ pub fn run(
             report.add([measured.on::<Autodiff<Cuda>>(FloatDType::BF16)?])?;
         }
         for recipe in &recipes.names {
-            report.add([recipe.choose::<bf16, _>(&mut measured)?])?;
+            let _entered = recipe.enter()?;
+            report.add([measured.on::<QuantTrain<Autodiff<Cuda>, Named>>(FloatDType::F32)?])?;
         }
     }
     let rows = peers.iter().flat_map(Peers::pretrain);
@@ -130,14 +127,6 @@ struct Measured<'a> {
     before: u64,
     /// True until something was measured.
     first: &'a mut bool,
-}
-
-impl Chosen for &mut Measured<'_> {
-    type Output = Result<TrainingSpeed>;
-
-    fn with<R: Recipe>(self) -> Self::Output {
-        self.on::<QuantTrain<Autodiff<Cuda>, R>>(FloatDType::F32)
-    }
 }
 
 impl Measured<'_> {
@@ -162,7 +151,7 @@ impl Measured<'_> {
             .time::<B>(Sampling::STEPS, parameters, self.random, &device, &memory)
             .map_err(|error| error.context(name.clone()))?;
         self.gpu.client.memory_cleanup();
-        let contexts = B::ROW.map(|_| self.contexts);
+        let contexts = B::row().map(|_| self.contexts);
         let is_first = std::mem::take(self.first);
         let speed = TrainingSpeed {
             contexts,

@@ -92,7 +92,7 @@ impl Training {
         let model = self.model.init::<B>(device).map(&mut Cast(parameters));
         let count = model.num_params();
         // For Burn alone a block is a call.
-        let checkpointing = B::ROW.map_or(Checkpointing::None, |_| self.checkpointing);
+        let checkpointing = B::row().map_or(Checkpointing::None, |_| self.checkpointing);
         let model = model.with_checkpointing(checkpointing == Checkpointing::Layers);
         let (model, mut optimizer) = B::optimizer(model);
         let batch = self.tokens::<B>(random, device);

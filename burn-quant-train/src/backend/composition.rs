@@ -214,7 +214,8 @@ fn is_one_norm<B: QuantBackend, R: Recipe>(flow: Option<Flow>, x: &QuantTensor<B
 fn kernels<B: QuantBackend, R: Recipe>(
     x: &QuantTensor<B>,
 ) -> Option<Compositions<<B::Base as DataBackend>::Kernels>> {
-    let narrow = R::ROW.compute != FloatDType::F32 && matches!(x.dtype(), DType::BF16 | DType::F16);
+    let narrow =
+        R::row().compute != FloatDType::F32 && matches!(x.dtype(), DType::BF16 | DType::F16);
     // A tensor that is computed from a weight remembers its layer, which a composition would forget.
     if !B::RECORDS || !narrow || x.rank() == 0 || x.origin().is_some() {
         return None;

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use burn_backend::{DType, TensorMetadata};
 
-use super::{QuantTrain, tensor::QuantTensor};
+use super::tensor::QuantTensor;
 use crate::{
     layer::tag::{Tag, View},
     ops::flow::ReadRounded,
@@ -15,7 +15,7 @@ use crate::{
 /// The flow of which an operator on this tensor may be a part: of a recipe that has one, where a backward pass may
 /// follow.
 pub(super) fn of<B: QuantBackend, R: Recipe>(x: &QuantTensor<B>) -> Option<Flow> {
-    let flow = QuantTrain::<B, R>::ROW.flow.filter(|_| B::RECORDS)?;
+    let flow = R::row().flow.filter(|_| B::RECORDS)?;
     let is_float = matches!(x.dtype(), DType::F32 | DType::BF16 | DType::F16);
     let has_rows = x.rank() >= 2 && x.shape().num_elements() > 0;
     // A tensor that is computed from a weight remembers its layer, which an operator would forget.

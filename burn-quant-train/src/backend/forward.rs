@@ -26,7 +26,7 @@ macro_rules! forward {
         $( let $arg = forward!(@lower $kind $arg); )*
         let mut dtypes = crate::backend::precision::Dtypes::default();
         $( forward!(@see $kind dtypes $arg); )*
-        let target = crate::backend::precision::Class::$class.target(R::ROW.compute, &dtypes);
+        let target = crate::backend::precision::Class::$class.target(R::row().compute, &dtypes);
         $( let $arg = forward!(@cast $kind target $arg); )*
         $( let _held = forward!(@hold $kind $arg); )*
         forward!(@lift $ret _origin <B::Inside>::$name($($arg),*))

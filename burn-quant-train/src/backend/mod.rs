@@ -27,7 +27,7 @@ use tensor::QuantTensor;
 use crate::{
     layer,
     operations::backend_operations,
-    recipe::{Recipe, Row},
+    recipe::Recipe,
     saved::{
         recorded::QuantBackend,
         scope::{self, Scope},
@@ -48,15 +48,10 @@ use crate::{
 /// Operations panic, naming the operation and the remedy, when the device does not support the recipe's compute dtype.
 pub struct QuantTrain<B, R>(PhantomData<(B, R)>);
 
-impl<B, R: Recipe> QuantTrain<B, R> {
-    /// The recipe. A row that contradicts itself does not compile.
-    const ROW: Row = R::ROW.checked();
-}
-
 impl<B: QuantBackend, R: Recipe> QuantTrain<B, R> {
     /// An operation of the decorator, as long as it lives.
     fn scope() -> Option<Scope> {
-        B::RECORDS.then(|| Scope::enter(Self::ROW.context))
+        B::RECORDS.then(|| Scope::enter(R::row().context))
     }
 
     /// Compresses what waits for it.
@@ -83,7 +78,7 @@ impl<B, R> Default for QuantTrain<B, R> {
 
 impl<B, R: Recipe> std::fmt::Debug for QuantTrain<B, R> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "QuantTrain<{}>", Self::ROW.name)
+        write!(f, "QuantTrain<{}>", R::row().name)
     }
 }
 
@@ -102,7 +97,7 @@ impl<B: QuantBackend, R: Recipe> Backend for QuantTrain<B, R> {
     backend_operations! {}
 
     fn name(device: &Self::Device) -> String {
-        format!("quant-train<{}, {}>", B::name(device), Self::ROW.name)
+        format!("quant-train<{}, {}>", B::name(device), R::row().name)
     }
 
     /// Seeds the inner backend and the stochastic rounding of the layers attached after this call.

@@ -86,7 +86,7 @@ impl<B: QuantBackend, R: Recipe> ModuleOps<Self> for QuantTrain<B, R> {
         let dtype = tensor.dtype();
         let mut dtypes = Dtypes::default();
         dtypes.see(&tensor);
-        let full = Class::Full.target(R::ROW.compute, &dtypes);
+        let full = Class::Full.target(R::row().compute, &dtypes);
         let output = <B::Inside>::layer_norm(
             cast_to::<B::Inside>(tensor, full),
             cast_to::<B::Inside>(gamma.into_primitive(), full),

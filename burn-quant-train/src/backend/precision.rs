@@ -79,7 +79,7 @@ pub(super) fn in_class<B: QuantBackend, R: Recipe>(
 ) -> InsideTensor<B> {
     let mut dtypes = Dtypes::default();
     dtypes.see(&tensor);
-    cast_to::<B::Inside>(tensor, class.target(R::ROW.compute, &dtypes))
+    cast_to::<B::Inside>(tensor, class.target(R::row().compute, &dtypes))
 }
 
 #[cfg(test)]

@@ -52,7 +52,7 @@ fn linear_of<B: QuantBackend, R: Recipe>(
     let mut dtypes = Dtypes::default();
     dtypes.see(&x);
     dtypes.see(&weight);
-    let target = Class::Compute.target(QuantTrain::<B, R>::ROW.compute, &dtypes);
+    let target = Class::Compute.target(R::row().compute, &dtypes);
     let (x, weight) = (
         cast_to::<B::Inside>(x, target),
         cast_to::<B::Inside>(weight, target),
@@ -136,7 +136,7 @@ fn matmul_of<B: QuantBackend, R: Recipe>(
     let mut dtypes = Dtypes::default();
     dtypes.see(&lhs);
     dtypes.see(&rhs);
-    let target = Class::Compute.target(QuantTrain::<B, R>::ROW.compute, &dtypes);
+    let target = Class::Compute.target(R::row().compute, &dtypes);
     let (lhs, rhs) = (
         cast_to::<B::Inside>(lhs, target),
         cast_to::<B::Inside>(rhs, target),
@@ -168,7 +168,7 @@ fn quantized_layer<B: QuantBackend, R: Recipe>(
     x: &QuantTensor<B>,
     weight: &QuantTensor<B>,
 ) -> Option<Arc<Layer<B::Base>>> {
-    QuantTrain::<B, R>::ROW.linear?;
+    R::row().linear?;
     if !is_trained_linear::<B>(x, weight) {
         return None;
     }
@@ -201,7 +201,7 @@ fn measured<B: QuantBackend, R: Recipe>(
 ) -> QuantTensor<B> {
     let layer = weight.tag().layer();
     let _running = layer.map(|layer| Running::layer(layer.path()));
-    let watched = layer.and_then(|layer| Watched::of(layer, &QuantTrain::<B, R>::ROW));
+    let watched = layer.and_then(|layer| Watched::of(layer, &R::row()));
     let watched = watched.filter(|_| is_trained_linear::<B>(&x, &weight));
     let cells = B::cell(x.primitive()).zip(B::cell(weight.primitive()));
     let Some((watched, (of_x, of_weight))) = watched.zip(cells) else {
@@ -221,8 +221,8 @@ fn say_unattached<B: QuantBackend, R: Recipe>(tag: &Tag<B::Base>, shape: &Shape)
     warn_once!(
         "quant-train: a product with the trained weight {shape:?} is computed in {:?}, not by {}: no optimizer has \
          named its layer. Call `attach(model)` of the `QuantOptimizer` before training.",
-        QuantTrain::<B, R>::ROW.compute,
-        QuantTrain::<B, R>::ROW.name,
+        R::row().compute,
+        R::row().name,
     );
 }
 
@@ -252,7 +252,7 @@ fn quantized<B: QuantBackend, R: Recipe>(
             layer.path()
         );
     }
-    let row = QuantTrain::<B, R>::ROW
+    let row = R::row()
         .linear
         .expect("a recipe without a row for linear layers quantizes none");
     if let Some(slots) = row.learned() {
@@ -261,7 +261,7 @@ fn quantized<B: QuantBackend, R: Recipe>(
             run: Run::Next,
             row,
             slots,
-            compute: QuantTrain::<B, R>::ROW.compute,
+            compute: R::row().compute,
             weight_tag: weight.tag().clone(),
             weight_view: weight.view(),
         };
@@ -273,11 +273,11 @@ fn quantized<B: QuantBackend, R: Recipe>(
         layer,
         run: Run::Next,
         row,
-        compute: QuantTrain::<B, R>::ROW.compute,
+        compute: R::row().compute,
         x_tag,
         weight_tag: weight.tag().clone(),
         weight_view: weight.view(),
-        flow: QuantTrain::<B, R>::ROW.flow.filter(|_| flows),
+        flow: R::row().flow.filter(|_| flows),
     };
     recorded::<B, _>(operation, x, weight, bias)
 }

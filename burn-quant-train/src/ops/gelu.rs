@@ -22,7 +22,7 @@ impl<B: DataBackend> Recorded<B, 1> for Gelu {
     }
 
     fn forward(self, [x]: [HeldTensor<B>; 1], _wanted: [bool; 1]) -> (HeldTensor<B>, Self::Saved) {
-        let output = B::run(GeluForward, x.clone().into_value());
+        let output = B::run(GeluForward, x.clone().into_input());
         (HeldTensor::of("gelu", output), x)
     }
 
@@ -31,6 +31,6 @@ impl<B: DataBackend> Recorded<B, 1> for Gelu {
         gradient: FloatTensor<B>,
         _wanted: [bool; 1],
     ) -> [Option<FloatTensor<B>>; 1] {
-        [Some(B::run(GeluGradient, (x.into_value(), gradient)))]
+        [Some(B::run(GeluGradient, (x.into_input(), gradient)))]
     }
 }

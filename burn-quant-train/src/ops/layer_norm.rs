@@ -50,7 +50,7 @@ impl<B: DataBackend, const N: usize> Recorded<B, N> for LayerNorm {
         };
         let bias_dtype = bias.as_ref().map(|bias| bias.dtype().into());
         let values = (
-            (x.clone().into_value(), gain.clone().into_value()),
+            (x.clone().into_input(), gain.clone().into_value()),
             bias.map(HeldTensor::into_value),
         );
         let (output, (mean, inverse_deviation)) = B::run(norm, values);
@@ -79,7 +79,7 @@ impl<B: DataBackend, const N: usize> Recorded<B, N> for LayerNorm {
     ) -> [Option<FloatTensor<B>>; N] {
         let (shape, dtype) = (gain.shape(), FloatDType::from(gain.dtype()));
         let inputs = (
-            ((x.into_value(), gain.into_value()), gradient),
+            ((x.into_input(), gain.into_value()), gradient),
             (mean.into_value(), inverse_deviation.into_value()),
         );
         let (of_x, (of_gain, of_bias)) = B::run(LayerNormGradients, inputs);

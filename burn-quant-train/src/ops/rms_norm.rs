@@ -41,7 +41,7 @@ impl<B: DataBackend> Recorded<B, 2> for RmsNorm {
         let norm = RmsNormForward {
             epsilon: self.epsilon as f32,
         };
-        let values = (x.clone().into_value(), gain.clone().into_value());
+        let values = (x.clone().into_input(), gain.clone().into_value());
         let (output, inverse_rms) = B::run(norm, values);
         let saved = Saved {
             x,
@@ -63,7 +63,7 @@ impl<B: DataBackend> Recorded<B, 2> for RmsNorm {
         let [wants_x, wants_gain] = wanted;
         let (shape, dtype) = (gain.shape(), FloatDType::from(gain.dtype()));
         let inputs = (
-            (x.into_value(), gain.into_value()),
+            (x.into_input(), gain.into_value()),
             (inverse_rms.into_value(), gradient),
         );
         let (of_x, of_gain) = B::run(RmsNormGradients, inputs);

@@ -26,7 +26,7 @@ impl<B: DataBackend> Recorded<B, 2> for Swiglu {
         inputs: [HeldTensor<B>; 2],
         _wanted: [bool; 2],
     ) -> (HeldTensor<B>, Self::Saved) {
-        let [gate, up] = inputs.clone().map(HeldTensor::into_value);
+        let [gate, up] = inputs.clone().map(HeldTensor::into_input);
         let output = B::run(SwigluForward, (gate, up));
         (HeldTensor::of("swiglu", output), inputs)
     }
@@ -36,7 +36,7 @@ impl<B: DataBackend> Recorded<B, 2> for Swiglu {
         gradient: FloatTensor<B>,
         wanted: [bool; 2],
     ) -> [Option<FloatTensor<B>>; 2] {
-        let [gate, up] = inputs.map(HeldTensor::into_value);
+        let [gate, up] = inputs.map(HeldTensor::into_input);
         let (of_gate, of_up) = B::run(SwigluGradients, ((gate, up), gradient));
         let [wants_gate, wants_up] = wanted;
         [wants_gate.then_some(of_gate), wants_up.then_some(of_up)]

@@ -94,7 +94,8 @@ impl QuantAdamWConfig {
             health: self.health.clone(),
             seed: self.seed,
         };
-        if self.loss_scaling.is_none() && B::ROW.is_some_and(|row| row.compute == FloatDType::F16) {
+        if self.loss_scaling.is_none() && B::row().is_some_and(|row| row.compute == FloatDType::F16)
+        {
             say_unscaled();
         }
         let adamw = self.adamw();

@@ -107,7 +107,7 @@ pub trait LayerBackend:
     type Base: DataBackend<Device = Device<Self>>;
 
     /// The recipe's row; `None` without a recipe.
-    const ROW: Option<Row>;
+    fn row() -> Option<Row>;
 
     /// The tag of a float primitive; `None` where tensors have none.
     fn tag(tensor: &FloatTensor<Self>) -> Option<&Arc<Tag<Self::Base>>>;
@@ -121,7 +121,9 @@ impl<B: DataBackend, C: CheckpointStrategy, R: Recipe> LayerBackend
 {
     type Base = B;
 
-    const ROW: Option<Row> = Some(R::ROW.checked());
+    fn row() -> Option<Row> {
+        Some(R::row())
+    }
 
     fn tag(tensor: &FloatTensor<Self>) -> Option<&Arc<Tag<B>>> {
         Some(tensor.tag())
@@ -135,7 +137,9 @@ impl<B: DataBackend, C: CheckpointStrategy, R: Recipe> LayerBackend
 impl<B: DataBackend, C: CheckpointStrategy> LayerBackend for Autodiff<B, C> {
     type Base = B;
 
-    const ROW: Option<Row> = None;
+    fn row() -> Option<Row> {
+        None
+    }
 
     fn tag(_tensor: &FloatTensor<Self>) -> Option<&Arc<Tag<B>>> {
         None

@@ -152,7 +152,7 @@ impl<O, B: LayerBackend> QuantOptimizer<O, B> {
                 Arc::new(renamed.unwrap_or_else(|| {
                     let restored = shared.restored.take();
                     let record = restored.or_else(|| known.map(|layers| layers.record()));
-                    let row = B::ROW;
+                    let row = B::row();
                     Layers::new(survey.weights, row.as_ref(), &self.config, record.as_ref())
                 }))
             }

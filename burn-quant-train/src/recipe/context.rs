@@ -88,4 +88,11 @@ impl<R: Recipe, F: ContextFormat> Recipe for Contexts<R, F> {
         context: F::CONTEXT,
         ..R::ROW
     };
+
+    fn row() -> Row {
+        Row {
+            context: F::CONTEXT,
+            ..R::row()
+        }
+    }
 }

@@ -12,6 +12,7 @@ mod cast;
 mod check;
 pub mod context;
 mod flow;
+mod named;
 mod row;
 mod slot;
 
@@ -20,6 +21,7 @@ pub use cast::{
 };
 pub use context::Context;
 pub use flow::Flow;
+pub use named::{Entered, Named, OtherRecipe};
 pub(crate) use row::LearnedSlots;
 pub use row::{LinearMatrix, LinearOperand, LinearRow, Product, Row, Sampling, SavedX};
 pub use slot::{Slot, SlotKind, THRESHOLD};
@@ -34,8 +36,14 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error};
 
 /// A recipe as a type: the second parameter of [`QuantTrain`](crate::QuantTrain).
 pub trait Recipe: Clone + Copy + Default + Debug + Send + Sync + 'static {
-    /// The recipe. [`QuantTrain`](crate::QuantTrain) refuses, at compile time, a row that contradicts itself.
+    /// The recipe.
     const ROW: Row;
+
+    /// The recipe that runs: [`ROW`](Self::ROW), but for [`Named`], whose program chooses it. A row that contradicts
+    /// itself does not compile: see [`Row::checked`].
+    fn row() -> Row {
+        const { Self::ROW.checked() }
+    }
 }
 
 /// An element type that a recipe can compute in.
@@ -112,25 +120,14 @@ pub struct UnknownRecipe(String);
 impl Name {
     /// The row of the recipe of this name, computing in BF16.
     pub fn row(self) -> Row {
-        struct RowOf;
-        impl Chosen for RowOf {
-            type Output = Row;
-
-            fn with<R: Recipe>(self) -> Row {
-                R::ROW
-            }
-        }
-        self.choose::<bf16, _>(RowOf)
+        rows::<bf16>()[self.index()]
     }
-}
 
-/// A program's work, to be done with the recipe that its user chose by name: see [`Name::choose`].
-pub trait Chosen {
-    /// The result.
-    type Output;
-
-    /// Does the work with the recipe `R`.
-    fn with<R: Recipe>(self) -> Self::Output;
+    /// Its place in the list.
+    fn index(self) -> usize {
+        let index = NAMES.iter().position(|&it| it == self);
+        index.expect("a name is of the list")
+    }
 }
 
 /// Takes the list of all recipes: their modules and types, the baseline first.
@@ -144,38 +141,9 @@ macro_rules! recipes {
         /// The names of all recipes, in the order of the list.
         pub const NAMES: &[Name] = &[$(<$recipe as Recipe>::ROW.name()),*];
 
-        impl Name {
-            /// Does `chosen` with the recipe of this name, in the compute dtype `E`.
-            ///
-            /// ```
-            /// use burn::{backend::{Autodiff, Flex}, tensor::backend::AutodiffBackend};
-            /// use burn_quant_train::{QuantTrain, recipe::{Chosen, Name, Recipe}};
-            ///
-            /// struct Train;
-            ///
-            /// impl Chosen for Train {
-            ///     type Output = &'static str;
-            ///
-            ///     fn with<R: Recipe>(self) -> &'static str {
-            ///         fn train<B: AutodiffBackend>() {}
-            ///         train::<QuantTrain<Autodiff<Flex>, R>>();
-            ///         R::ROW.name
-            ///     }
-            /// }
-            ///
-            /// let name: Name = "block-int8".parse()?;
-            /// assert_eq!(name.choose::<f32, _>(Train), "block-int8");
-            /// assert!("int3".parse::<Name>().is_err());
-            /// # Ok::<(), burn_quant_train::recipe::UnknownRecipe>(())
-            /// ```
-            pub fn choose<E: ComputeDtype, C: Chosen>(self, chosen: C) -> C::Output {
-                $(
-                    if self == <$recipe<E> as Recipe>::ROW.name() {
-                        return chosen.with::<$recipe<E>>();
-                    }
-                )*
-                unreachable!("a name is of the list")
-            }
+        /// The rows of all recipes in that order, computing in `E`.
+        fn rows<E: ComputeDtype>() -> &'static [Row] {
+            const { &[$(<$recipe<E> as Recipe>::ROW.checked()),*] }
         }
 
         /// Calls a macro with all recipes: `every_recipe!(each(..))` is `each! { (..) MixedPrecision BlockInt8 .. }`.

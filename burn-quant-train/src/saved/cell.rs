@@ -20,7 +20,7 @@ use super::{
     report, scope,
 };
 use crate::{
-    data::{DataBackend, quantize::Quantized, tensors},
+    data::{DataBackend, composition::OperatorInput, quantize::Quantized, tensors},
     lock::lock,
     recipe::Context,
 };
@@ -220,6 +220,27 @@ impl<B: DataBackend> HeldTensor<B> {
     /// The cell.
     pub fn cell(&self) -> &Arc<Cell<B>> {
         &self.0
+    }
+
+    /// The value as an operator's kernel reads it: in the numbers in which it waits, if its elements lie in their order.
+    pub(crate) fn into_input(self) -> OperatorInput<B> {
+        let waiting = match &*self.0.lock() {
+            State::Compressed(matrix) if self.0.swapped.is_none() => Some(matrix.clone()),
+            State::Compressed(_)
+            | State::Exact(_)
+            | State::Bits(_)
+            | State::Again(_)
+            | State::OfBlock(_)
+            | State::Taken => None,
+        };
+        match waiting {
+            Some(matrix) => OperatorInput::Quantized {
+                matrix,
+                shape: self.shape(),
+                dtype: self.dtype().into(),
+            },
+            None => OperatorInput::Floats(self.into_value()),
+        }
     }
 
     /// The value, owned where this is the last share, so that operations in place stay in place.

@@ -4,8 +4,8 @@
 use cubecl::prelude::*;
 
 use crate::{
+    fast,
     rounding::{RandomStream, random_words},
-    softmax::exp,
 };
 
 use super::heads::{Head, Strides4, head_of};
@@ -241,7 +241,7 @@ pub(super) fn finite(log_sum_exp: f32) -> f32 {
 /// The hyperbolic tangent and its slope, from one exponential; NaN stays NaN.
 #[cube]
 fn tanh(x: f32) -> (f32, f32) {
-    let power = exp(select(x < 0.0f32, x, -x) * 2.0f32);
+    let power = fast::exp(select(x < 0.0f32, x, -x) * 2.0f32);
     let sum = 1.0f32 + power;
     let tanh = (1.0f32 - power) / sum;
     let slope = 4.0f32 * power / (sum * sum);

@@ -84,12 +84,16 @@ pub(crate) fn pack_run(codes: &Array<u32>, #[comptime] storage: Storage) -> Arra
     words
 }
 
-/// The codes of a run's words. Bits above a code may be anything.
+/// The codes of `len` neighbours, which fill whole words. Bits above a code may be anything.
 #[cube]
-pub(crate) fn unpack_run(words: &Array<u32>, #[comptime] storage: Storage) -> Array<u32> {
-    let mut codes = Array::<u32>::new(RUN);
+pub(crate) fn unpack_codes(
+    words: &Array<u32>,
+    #[comptime] len: usize,
+    #[comptime] storage: Storage,
+) -> Array<u32> {
+    let mut codes = Array::<u32>::new(len);
     #[unroll]
-    for index in 0..comptime!(RUN as u32) {
+    for index in 0..comptime!(len as u32) {
         let word = comptime!((index * storage.bits() / 32) as usize);
         let shift = comptime!(index * storage.bits() % 32);
         let mut code = words[word] >> shift;

@@ -11,10 +11,7 @@ use crate::{
         is_contiguous, or_unused, read_width, storage, vector_width, write_quad, write_width,
     },
     error::KernelError,
-    number::{
-        Storage, Symmetric, integer, minifloat,
-        storage::{RUN, unpack_run},
-    },
+    number::{Storage, Symmetric, storage::RUN},
     scale::{ScaleNumber, load_scale},
     shape::MatrixShape,
 };
@@ -22,6 +19,7 @@ use crate::{
 use super::{
     Quantized, check_granularity, check_number,
     load::{Along, UNITS, load_codes, quad_position, quads},
+    whole_runs::{RunCodes, RunGrid, Runs, decode_part, number_of},
 };
 
 const OPERATION: &str = "dequantize";
@@ -34,18 +32,6 @@ struct DequantizePlan {
     along: Along,
     scale: ScaleNumber,
     /// Stored elements read at once.
-    read: usize,
-    /// Values written at once.
-    write: usize,
-}
-
-/// The constants that the kernel of runs is compiled for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-struct RunPlan {
-    number: Symmetric,
-    storage: Storage,
-    scale: ScaleNumber,
-    /// Words read at once.
     read: usize,
     /// Values written at once.
     write: usize,
@@ -65,8 +51,8 @@ pub fn dequantize<R: Runtime>(
 ) -> Result<TensorHandle<R>, KernelError> {
     check_float(client, OPERATION, "the output", dtype)?;
     let number = check_number(OPERATION, quantized.number)?;
-    let (stored, along) = stored_copy(quantized)?;
-    let view = check(quantized, &stored, along)?;
+    let (stored, along) = stored_copy(OPERATION, quantized)?;
+    let view = check(OPERATION, quantized, &stored, along)?;
     let out = empty(
         client,
         view.tensor_shape(view.shape.rows, view.shape.cols),
@@ -75,12 +61,14 @@ pub fn dequantize<R: Runtime>(
     if view.shape.num_elements() == 0 {
         return Ok(out);
     }
+    if along == Along::Rows {
+        if let Some(runs) = Runs::of(quantized, number, &stored, &view) {
+            launch_runs(client, &runs, &out);
+            return Ok(out);
+        }
+    }
     let (scale_rows, scale_cols) = quantized.granularity.scale_block(quantized.shape);
     let stored_as = quantized.number.storage();
-    if along == Along::Rows && has_whole_runs(&stored, &view, scale_cols) {
-        launch_runs(client, quantized, number, &stored, &view, &out);
-        return Ok(out);
-    }
     let plan = DequantizePlan {
         number,
         storage: stored_as,
@@ -122,73 +110,53 @@ pub fn dequantize<R: Runtime>(
     Ok(out)
 }
 
-/// True if the stored rows follow one another without gaps, are whole runs, and elements of a run share a scale.
-fn has_whole_runs<R: Runtime>(
-    stored: &TensorHandle<R>,
-    view: &MatrixView,
-    scale_cols: usize,
-) -> bool {
-    let offset = stored.handle.offset_start.unwrap_or_default() as usize;
-    is_contiguous(stored) && offset % 16 == 0 && view.shape.cols % RUN == 0 && scale_cols % RUN == 0
-}
-
-fn launch_runs<R: Runtime>(
-    client: &ComputeClient<R>,
-    quantized: &Quantized<R>,
-    number: Symmetric,
-    stored: &TensorHandle<R>,
-    view: &MatrixView,
-    out: &TensorHandle<R>,
-) {
-    let (shape, stored_as) = (view.shape, quantized.number.storage());
-    let (scale_rows, scale_cols) = quantized.granularity.scale_block(shape);
-    let run_words = stored_as.run_words();
-    let plan = RunPlan {
-        number,
-        storage: stored_as,
-        scale: quantized.scale,
-        // Runs of five words start at multiples of 4 bytes.
-        read: if run_words == 5 { 1 } else { run_words },
-        write: vector_width(RUN, &[out]),
-    };
-    let runs = shape.num_elements() / RUN;
-    let words = TensorHandle::new_contiguous(
-        vec![runs * run_words],
-        stored.handle.clone(),
-        storage::<u32>(),
-    );
+fn launch_runs<R: Runtime>(client: &ComputeClient<R>, runs: &Runs<R>, out: &TensorHandle<R>) {
+    let write = vector_width(RUN, &[out]);
     // SAFETY: a unit whose run lies behind the matrix does nothing; of the others the run, its scale and its place in
     // the output lie inside of their buffers, whose shapes `check` has compared.
     #[allow(unsafe_code)]
     unsafe {
         dequantize_runs_kernel::launch_unchecked::<R>(
             client,
-            cube_grid(runs.div_ceil(UNITS as usize)),
+            cube_grid(runs.count.div_ceil(UNITS as usize)),
             CubeDim::new_1d(UNITS),
-            plan.read,
-            plan.write,
-            array(words),
-            array(quantized.scales.clone()),
-            array(or_unused(
-                quantized.tensor_scale.as_ref(),
-                &quantized.scales,
-                storage::<f32>(),
-            )),
+            runs.codes.read(RUN),
+            write,
+            array(runs.words.clone()),
+            array(runs.scales.clone()),
+            array(runs.tensor_scales.clone()),
             array(out.clone()),
-            runs as u32,
-            shape.rows as u32,
-            shape.cols as u32,
-            scale_rows as u32,
-            scale_cols as u32,
-            plan,
-            quantized.scales.dtype,
+            runs.grid(),
+            runs.count as u32,
+            runs.codes,
+            write,
+            runs.scales.dtype,
             out.dtype,
         );
     }
 }
 
+/// The whole runs of a matrix, if it has them in a row-major copy and is not empty.
+///
+/// # Errors
+///
+/// As [`dequantize`].
+pub(crate) fn whole_runs<R: Runtime>(
+    operation: &'static str,
+    quantized: &Quantized<R>,
+) -> Result<Option<Runs<R>>, KernelError> {
+    let number = check_number(operation, quantized.number)?;
+    let (stored, along) = stored_copy(operation, quantized)?;
+    let view = check(operation, quantized, &stored, along)?;
+    Ok(match along {
+        Along::Rows if view.shape.num_elements() > 0 => Runs::of(quantized, number, &stored, &view),
+        Along::Rows | Along::Columns => None,
+    })
+}
+
 /// The copy that is read, `[.., rows, cols]`, and along which of the two its codes are packed.
 fn stored_copy<R: Runtime>(
+    operation: &'static str,
     quantized: &Quantized<R>,
 ) -> Result<(TensorHandle<R>, Along), KernelError> {
     if let Some(values) = &quantized.values {
@@ -196,7 +164,7 @@ fn stored_copy<R: Runtime>(
     }
     let Some(transposed) = &quantized.transposed else {
         return Err(KernelError::Unsupported {
-            operation: OPERATION,
+            operation,
             reason: "no copy of the values was kept".into(),
             remedy: "keep the row-major or the transposed copy",
         });
@@ -211,6 +179,7 @@ fn stored_copy<R: Runtime>(
 
 /// The view of the matrix whose stored values, in `[.., rows, cols]`, are `stored`.
 fn check<R: Runtime>(
+    operation: &'static str,
     quantized: &Quantized<R>,
     stored: &TensorHandle<R>,
     along: Along,
@@ -224,12 +193,12 @@ fn check<R: Runtime>(
         shape,
         ..
     } = quantized;
-    check_granularity(OPERATION, *granularity)?;
+    check_granularity(operation, *granularity)?;
     let stored_as = number.storage();
     let remedy = "pass what `quantize` made";
-    check_dtype(OPERATION, "the values", stored, stored_as.dtype(), remedy)?;
-    check_dtype(OPERATION, "scales", scales, scale.dtype(), remedy)?;
-    let view = MatrixView::new(OPERATION, stored)?;
+    check_dtype(operation, "the values", stored, stored_as.dtype(), remedy)?;
+    check_dtype(operation, "scales", scales, scale.dtype(), remedy)?;
+    let view = MatrixView::new(operation, stored)?;
     let values = match along {
         Along::Rows => MatrixShape {
             cols: stored_as.stored_cols(shape.cols),
@@ -250,12 +219,12 @@ fn check<R: Runtime>(
         }
     };
     if view.shape != values
-        || MatrixView::new(OPERATION, scales)?.shape != granularity.scales_shape(*shape)
+        || MatrixView::new(operation, scales)?.shape != granularity.scales_shape(*shape)
         || !is_contiguous(scales)
         || !has_tensor_scale
     {
         return Err(KernelError::Shape {
-            operation: OPERATION,
+            operation,
             got: format!(
                 "{shape:?} of {number:?} by {granularity:?} with values {:?}, {scale:?} scales {:?} of strides {:?} and \
                  tensor scales {:?}",
@@ -333,62 +302,30 @@ fn dequantize_kernel<V: Numeric, NV: Size, S: Numeric, F: Numeric, NO: Size>(
 #[cube(launch_unchecked)]
 #[allow(clippy::too_many_arguments)]
 fn dequantize_runs_kernel<NW: Size, S: Numeric, F: Numeric, NO: Size>(
-    values: &Array<Vector<u32, NW>>,
+    words: &Array<Vector<u32, NW>>,
     scales: &Array<S>,
     tensor_scales: &Array<f32>,
     out: &mut Array<Vector<F, NO>>,
+    grid: RunGrid,
     runs: u32,
-    rows: u32,
-    cols: u32,
-    scale_rows: u32,
-    scale_cols: u32,
-    #[comptime] plan: RunPlan,
+    #[comptime] codes: RunCodes,
+    #[comptime] write_width: usize,
     #[define(S)] _scales_dtype: StorageType,
     #[define(F)] _dtype: StorageType,
 ) {
     let run = CUBE_POS as u32 * UNITS + UNIT_POS;
     if run < runs {
-        let mut words = Array::<u32>::new(comptime!(plan.storage.run_words()));
-        let reads = comptime!(plan.storage.run_words() / plan.read);
-        #[unroll]
-        for read in 0..reads {
-            let vector = values[run as usize * reads + read];
-            #[unroll]
-            for lane in 0..comptime!(plan.read) {
-                words[comptime!(read * plan.read + lane)] = vector[lane];
-            }
-        }
-        let codes = unpack_run(&words, comptime!(plan.storage));
-        let runs_of_row = cols / comptime!(RUN as u32);
-        let (row, col) = (run / runs_of_row, run % runs_of_row * comptime!(RUN as u32));
-        let batch = row / rows;
-        let first = (batch * rows.div_ceil(scale_rows) + row % rows / scale_rows)
-            * cols.div_ceil(scale_cols);
-        let mut tensor_scale = 1.0f32;
-        if comptime!(plan.scale.has_tensor_scale()) {
-            tensor_scale = tensor_scales[batch as usize];
-        }
-        let slot = first + col / scale_cols;
-        let scale = load_scale::<S>(scales, slot, tensor_scale, comptime!(plan.scale));
-        let writes = comptime!(RUN / plan.write);
+        let values =
+            decode_part::<u32, NW, S>(words, scales, tensor_scales, &grid, run, RUN, codes);
+        let writes = comptime!(RUN / write_width);
         #[unroll]
         for write in 0..writes {
             let mut vector = Vector::<F, NO>::empty();
             #[unroll]
-            for lane in 0..comptime!(plan.write) {
-                let code = codes[comptime!(write * plan.write + lane)];
-                vector[lane] = F::cast_from(number_of(code, comptime!(plan.number)) * scale);
+            for lane in 0..write_width {
+                vector[lane] = F::cast_from(values[comptime!(write * write_width + lane)]);
             }
             out[run as usize * writes + write] = vector;
         }
-    }
-}
-
-/// The number of a code.
-#[cube]
-fn number_of(code: u32, #[comptime] number: Symmetric) -> f32 {
-    match comptime!(number) {
-        Symmetric::Integer(integer) => integer::decode(code, integer),
-        Symmetric::Float(float) => minifloat::decode(code, float),
     }
 }

@@ -6,6 +6,7 @@ mod attention;
 mod bit_splitting;
 mod delay_threshold;
 mod embedding;
+mod gelu;
 mod given;
 mod hadamard;
 mod host;
@@ -39,6 +40,8 @@ mod gemm_fp8;
 mod gemm_hopper;
 #[cfg(any(feature = "cuda", feature = "vulkan"))]
 mod linear_input;
+#[cfg(any(feature = "cuda", feature = "vulkan"))]
+mod operator_input;
 #[cfg(any(feature = "cuda", feature = "vulkan"))]
 mod quantize;
 #[cfg(any(feature = "cuda", feature = "vulkan"))]

@@ -101,6 +101,19 @@ pub mod on_device {
         float: StorageType,
         what: &str,
     ) {
+        assert_close_after(1.0, actual, expected, sizes, float, what);
+    }
+
+    /// [`assert_close`] after so many roundings to the type.
+    #[track_caller]
+    fn assert_close_after(
+        roundings: f64,
+        actual: &[f32],
+        expected: &[f64],
+        sizes: &[f64],
+        float: StorageType,
+        what: &str,
+    ) {
         assert_eq!(actual.len(), expected.len(), "{what}: length");
         // Rounding to the type, and what is flushed to 0: a denormal input, times an inverse root.
         let (relative, smallest) = match float {
@@ -109,7 +122,7 @@ pub mod on_device {
             _ => (4e-3, 1e-33),
         };
         for (index, ((&a, &e), size)) in actual.iter().zip(expected).zip(sizes).enumerate() {
-            let allowed = relative * e.abs() + 3e-6 * e.abs().max(*size) + smallest;
+            let allowed = roundings * relative * e.abs() + 3e-6 * e.abs().max(*size) + smallest;
             assert!(
                 (f64::from(a) - e).abs() <= allowed
                     || f64::from(a) == e
@@ -119,7 +132,7 @@ pub mod on_device {
         }
     }
 
-    /// [`assert_close`] for two results of a kernel. Vectors of another width make another order of sums.
+    /// [`assert_close`] for two results of a kernel, each rounded. Vectors of another width make another order of sums.
     #[track_caller]
     pub fn assert_same_but_for_order(
         actual: &[f32],
@@ -130,7 +143,7 @@ pub mod on_device {
         let expected = wide(expected);
         let largest = expected.iter().fold(0.0, |max, x| x.abs().max(max));
         let sizes = vec![largest; expected.len()];
-        assert_close(actual, &expected, &sizes, float, what);
+        assert_close_after(2.0, actual, &expected, &sizes, float, what);
     }
 
     /// A gradient that a backward pass left in parts `[parts, cols]`.

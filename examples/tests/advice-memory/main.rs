@@ -10,7 +10,7 @@ use burn::tensor::{Int, Tensor, TensorData, f16};
 use burn_quant_train::QuantTrain;
 use burn_quant_train::optim::{LayerBackend, QuantAdamWConfig};
 use burn_quant_train::recipe::{
-    Chosen, FallbackInt8, HadamardInt4, JetfireInt8, MixedPrecision, NAMES, Recipe,
+    FallbackInt8, HadamardInt4, JetfireInt8, MixedPrecision, NAMES, Named, Recipe,
 };
 use burn_quant_train::saved::report::Total;
 use burn_quant_train::saved::{choose_context, compress_pending};
@@ -130,19 +130,11 @@ impl Subject {
     }
 
     fn counted(&self) -> Counted {
-        struct Count<'a>(&'a Subject);
-
-        impl Chosen for Count<'_> {
-            type Output = Counted;
-
-            fn with<R: Recipe>(self) -> Counted {
-                self.0.count::<QuantTrain<Autodiff<Flex>, R>>()
-            }
-        }
-
+        let entered = self.case.recipe.enter();
+        let _entered = entered.expect("one case after the other");
         match self.compute {
-            Compute::F32 => self.case.recipe.choose::<f32, _>(Count(self)),
-            Compute::F16 => self.count::<QuantTrain<Autodiff<Flex>, MixedPrecision<f16>>>(),
+            Compute::F32 => self.count::<QuantTrain<Autodiff<Flex>, Named<f32>>>(),
+            Compute::F16 => self.count::<QuantTrain<Autodiff<Flex>, Named<f16>>>(),
             Compute::Bf16 => unreachable!("no BF16 on the CPU"),
         }
     }

@@ -54,10 +54,30 @@ fn fp16_trains_and_resumes() {
     assert_eq!(whole["skipped_steps"], resumed["skipped_steps"]);
 }
 
+/// Of each kind one: with a residual, with learned step sizes, in FP8, with a flow.
 #[test]
-fn fp16_on_a_cpu_is_for_mixed_precision() {
-    let all = pretrain(&["--compute", "f16"]);
-    fails(&all, "trains mixed-precision, not fallback-int8");
+fn fp16_trains_by_quantized_recipes() {
+    let (data, folder) = (corpus(), tempfile::tempdir().unwrap());
+    let file = folder.path().join("runs.json");
+    let recipes = "fallback-int8,hadamard-int4,delayed-fp8,coat-fp8";
+    let flags = [
+        "--compute",
+        "f16",
+        "--recipe",
+        recipes,
+        "--json",
+        path(&file),
+    ];
+    succeeded(&small_run(data.path(), &folder.path().join("runs"), &flags));
+    for run in json(&file) {
+        let first = run["loss_curve"][0][1].as_f64().unwrap();
+        let learned = first - run["val_loss"].as_f64().unwrap();
+        assert!(learned > 0.5, "{run}");
+    }
+}
+
+#[test]
+fn refuses_other_words() {
     fails(&pretrain(&["--compute", "bf16"]), "not in bf16");
     fails(&pretrain(&["--loss-scaling", "maybe"]), "--loss-scaling");
 }

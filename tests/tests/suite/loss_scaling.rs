@@ -325,7 +325,7 @@ fn compare<B: LayerBackend>(seed: u64, config: &QuantAdamWConfig) {
             let model = train(model, &mut optim, &steps);
             (model, optim)
         });
-    let what = format!("seed {seed}, {:?}", B::ROW.map(|row| row.name));
+    let what = format!("seed {seed}, {:?}", B::row().map(|row| row.name));
     assert_same(&what, (&model, &optim), (&plain, &plain_optim));
     assert_eq!(plain_optim.inner().loss_scale(), None);
     assert_ne!(optim.inner().loss_scale(), None);

@@ -920,9 +920,9 @@ fn views_and_metrics_do_not_clone_the_optimizer() {
 
 #[test]
 fn the_row_of_a_backend_is_its_recipes() {
-    let row = Fallback::ROW.expect("a recipe");
+    let row = Fallback::row().expect("a recipe");
     assert_eq!(row.name, "fallback-int8");
     assert!(row.linear.is_some_and(|row| row.slots.len() == 1));
-    assert!(Mixed::ROW.expect("a recipe").linear.is_none());
-    assert!(Burn::ROW.is_none());
+    assert!(Mixed::row().expect("a recipe").linear.is_none());
+    assert!(Burn::row().is_none());
 }

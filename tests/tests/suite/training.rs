@@ -43,7 +43,7 @@ where
         .iter()
         .filter(|layer| layer.decision.is_quantized())
         .count();
-    let row = B::ROW.expect("a recipe");
+    let row = B::row().expect("a recipe");
     let expected = if row.linear.is_some() { quantized } else { 0 };
     assert_eq!(
         got, expected,
@@ -208,7 +208,7 @@ fn compare_layer<Q: LayerBackend, F: AutodiffBackend, const D: usize>(
     shape: [usize; D],
     seed: u64,
 ) {
-    let recipe = Q::ROW.expect("a recipe").name;
+    let recipe = Q::row().expect("a recipe").name;
     let what = format!("seed {seed}, {recipe}: {case:?} {shape:?}");
     let float = layer::<F, D>(case, shape, seed, |model| model);
     let quantized = layer::<Q, D>(case, shape, seed, |model| {

@@ -4,7 +4,7 @@ use std::f64::consts::{FRAC_1_SQRT_2, FRAC_2_SQRT_PI};
 
 use burn_backend::{Backend, FloatDType, Scalar, Shape, TensorMetadata, tensor::FloatTensor};
 
-use super::{NormInputs, Pair, WithPair, operations::rows_and_columns};
+use super::{Pair, WithPair, operations::rows_and_columns};
 use crate::data::cast_to;
 
 /// FP32 `[rows, columns]`.
@@ -50,10 +50,11 @@ pub(super) fn rms_norm<B: Backend>((x, gain): Pair<B>, epsilon: f32) -> Pair<B> 
     (like::<B>(output, shape, dtype), inverse_rms)
 }
 
-/// The gradients of x, and of the gain, f32 `[1, columns]`: of x, the gain, the inverse root mean squares and the
+/// The gradients of x, and of the gain, f32 `[1, columns]`: of x and the gain; of the inverse root mean squares and the
 /// gradient of the output.
 pub(super) fn rms_norm_backward<B: Backend>(
-    [x, gain, inverse_rms, gradient]: [FloatTensor<B>; 4],
+    (x, gain): Pair<B>,
+    (inverse_rms, gradient): Pair<B>,
 ) -> Pair<B> {
     let (shape, dtype) = (x.shape(), x.dtype().into());
     let normal = B::float_mul(wide::<B>(x), inverse_rms.clone());
@@ -68,7 +69,7 @@ pub(super) fn rms_norm_backward<B: Backend>(
 
 /// The output, in the dtype of x, and the rows' means and inverse standard deviations, f32 `[rows, 1]`.
 pub(super) fn layer_norm<B: Backend>(
-    ((x, gain), bias): NormInputs<B>,
+    ((x, gain), bias): (Pair<B>, Option<FloatTensor<B>>),
     epsilon: f32,
 ) -> WithPair<B> {
     let (shape, dtype) = (x.shape(), x.dtype().into());
@@ -89,7 +90,8 @@ pub(super) fn layer_norm<B: Backend>(
 /// The gradients of x, and of the gain and the bias, f32 `[1, columns]`: of x, the gain and the gradient of the output,
 /// and of what [`layer_norm`] gave of the rows.
 pub(super) fn layer_norm_backward<B: Backend>(
-    [x, gain, gradient]: [FloatTensor<B>; 3],
+    (x, gain): Pair<B>,
+    gradient: FloatTensor<B>,
     (mean, inverse_deviation): Pair<B>,
 ) -> WithPair<B> {
     let (shape, dtype) = (x.shape(), x.dtype().into());

@@ -5,6 +5,8 @@ use burn_backend::{
     tensor::{Device, FloatTensor, IntTensor},
 };
 
+use super::OperatorInput;
+
 /// Compositions on a backend that holds data.
 pub trait CompositionKernels: Backend {
     /// The kernels of the device, where it has some; without them Burn's operations run one by one.
@@ -14,8 +16,14 @@ pub trait CompositionKernels: Backend {
 /// Two tensors of floats.
 pub type Pair<B> = (FloatTensor<B>, FloatTensor<B>);
 
+/// x and the gain of a norm.
+pub type NormInput<B> = (OperatorInput<B>, FloatTensor<B>);
+
 /// x and the gain of a norm, and a bias, of the gain's size and dtype, if it has one.
-pub type NormInputs<B> = (Pair<B>, Option<FloatTensor<B>>);
+pub type NormInputs<B> = (NormInput<B>, Option<FloatTensor<B>>);
+
+/// gate and up, of one shape and dtype.
+pub type GateInputs<B> = (OperatorInput<B>, OperatorInput<B>);
 
 /// The output of a pass in the shape of its input, and two rows or columns of numbers.
 pub type WithPair<B> = (FloatTensor<B>, Pair<B>);
@@ -26,20 +34,24 @@ pub struct Compositions<B: Backend> {
     pub has_norms: fn(DType, usize) -> bool,
     /// The output, in the dtype of x `[.., columns]`, and the inverse of each row's root mean square, f32 `[rows, 1]`,
     /// of x, the gain, of so many elements as a row and any float dtype, and epsilon.
-    pub rms_norm: fn(Pair<B>, f32) -> Pair<B>,
-    /// The gradient of x, and that of the gain in parts, f32 `[parts, columns]`: of x, the gain, the inverse root mean
-    /// squares and the gradient of the output.
-    pub rms_norm_backward: fn([FloatTensor<B>; 4]) -> Pair<B>,
+    pub rms_norm: fn(NormInput<B>, f32) -> Pair<B>,
+    /// The gradient of x, and that of the gain in parts, f32 `[parts, columns]`: of x and the gain; of the inverse root
+    /// mean squares and the gradient of the output.
+    pub rms_norm_backward: fn(NormInput<B>, Pair<B>) -> Pair<B>,
     /// The output, in the dtype of x `[.., columns]`, and the mean and the inverse deviation of each row, f32 `[rows,
     /// 1]`: of the inputs, and epsilon.
     pub layer_norm: fn(NormInputs<B>, f32) -> WithPair<B>,
-    /// The gradient of x, and those of the gain and of the bias in parts, f32 `[parts, columns]`: of x, the gain and
-    /// the gradient of the output; and of the means and the inverse deviations.
-    pub layer_norm_backward: fn([FloatTensor<B>; 3], Pair<B>) -> WithPair<B>,
-    /// `silu(gate) up`, of tensors of one shape and dtype.
-    pub swiglu: fn(Pair<B>) -> FloatTensor<B>,
+    /// The gradient of x, and those of the gain and of the bias in parts, f32 `[parts, columns]`: of x and the gain; of
+    /// the gradient of the output; of the means and the inverse deviations.
+    pub layer_norm_backward: fn(NormInput<B>, FloatTensor<B>, Pair<B>) -> WithPair<B>,
+    /// `x Φ(x)`.
+    pub gelu: fn(OperatorInput<B>) -> FloatTensor<B>,
+    /// The gradient of x: of x, and of the gradient of the output.
+    pub gelu_backward: fn(OperatorInput<B>, FloatTensor<B>) -> FloatTensor<B>,
+    /// `silu(gate) up`.
+    pub swiglu: fn(GateInputs<B>) -> FloatTensor<B>,
     /// The gradients of gate and up: of both, and of the gradient of the output.
-    pub swiglu_backward: fn([FloatTensor<B>; 3]) -> Pair<B>,
+    pub swiglu_backward: fn(GateInputs<B>, FloatTensor<B>) -> Pair<B>,
     /// The gradient `[rows, columns]` of a table of so many rows: of that of the rows that were gathered,
     /// `[.., columns]`, and of their indices.
     pub embedding_gradient: fn(FloatTensor<B>, IntTensor<B>, usize) -> FloatTensor<B>,

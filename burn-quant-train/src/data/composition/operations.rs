@@ -6,17 +6,20 @@ use burn_backend::{
 };
 
 use super::{
-    floats,
-    kernels::{CompositionKernels, Compositions},
+    OperatorInput, floats,
+    kernels::{Compositions, NormInput, Pair},
 };
 use crate::data::{
     kernels::Kernels,
     operation::Operation,
-    tensors::{FloatMeta, IntMeta, On, Tensors},
+    tensors::{FloatMeta, IntMeta, On, Outline, Tensors},
 };
 
+/// x, or the gate, or up.
+type Input = OperatorInput<Outline>;
+
 /// Columns, and the rows that all leading dimensions count.
-pub(super) fn rows_and_columns(shape: &Shape) -> [usize; 2] {
+pub(crate) fn rows_and_columns(shape: &Shape) -> [usize; 2] {
     let columns = shape.last().copied().unwrap_or(1);
     [
         shape.num_elements().checked_div(columns).unwrap_or(0),
@@ -33,20 +36,20 @@ pub(crate) struct RmsNormForward {
 impl Operation for RmsNormForward {
     const NAME: &'static str = "rms_norm";
     /// x and the gain.
-    type Inputs = (FloatMeta, FloatMeta);
+    type Inputs = (Input, FloatMeta);
     /// The output, and the inverse of each row's root mean square, f32 `[rows, 1]`.
     type Outputs = (FloatMeta, FloatMeta);
 
     fn outline<T: Tensors>(&self, (x, _): &On<Self::Inputs, T>) -> Self::Outputs {
         let [rows, _] = rows_and_columns(&x.shape());
         let of_rows = FloatMeta::new(Shape::new([rows, 1]), FloatDType::F32);
-        (FloatMeta::of(x), of_rows)
+        (x.outline(), of_rows)
     }
 
     fn run<K: Kernels>(self, inputs: On<Self::Inputs, K>) -> On<Self::Outputs, K> {
         match norm_kernels::<K>(&inputs.0) {
             Some(kernels) => (kernels.rms_norm)(inputs, self.epsilon),
-            None => floats::rms_norm::<K>(inputs, self.epsilon),
+            None => floats::rms_norm::<K>(floats_of::<K>(inputs), self.epsilon),
         }
     }
 }
@@ -58,26 +61,23 @@ pub(crate) struct RmsNormGradients;
 impl Operation for RmsNormGradients {
     const NAME: &'static str = "rms_norm_backward";
     /// x and the gain; the inverse root mean squares and the gradient of the output.
-    type Inputs = ((FloatMeta, FloatMeta), (FloatMeta, FloatMeta));
+    type Inputs = ((Input, FloatMeta), (FloatMeta, FloatMeta));
     /// Those of x, and of the gain, f32 `[columns]`.
     type Outputs = (FloatMeta, FloatMeta);
 
     fn outline<T: Tensors>(&self, ((x, _), _): &On<Self::Inputs, T>) -> Self::Outputs {
         let [_, columns] = rows_and_columns(&x.shape());
         let of_gain = FloatMeta::new(Shape::new([1, columns]), FloatDType::F32);
-        (FloatMeta::of(x), of_gain)
+        (x.outline(), of_gain)
     }
 
-    fn run<K: Kernels>(
-        self,
-        ((x, gain), (inverse_rms, gradient)): On<Self::Inputs, K>,
-    ) -> On<Self::Outputs, K> {
-        match norm_kernels::<K>(&x) {
+    fn run<K: Kernels>(self, (input, others): On<Self::Inputs, K>) -> On<Self::Outputs, K> {
+        match norm_kernels::<K>(&input.0) {
             Some(kernels) => {
-                let (of_x, parts) = (kernels.rms_norm_backward)([x, gain, inverse_rms, gradient]);
+                let (of_x, parts) = (kernels.rms_norm_backward)(input, others);
                 (of_x, K::float_sum_dim(parts, 0))
             }
-            None => floats::rms_norm_backward::<K>([x, gain, inverse_rms, gradient]),
+            None => floats::rms_norm_backward::<K>(floats_of::<K>(input), others),
         }
     }
 }
@@ -92,20 +92,23 @@ pub(crate) struct LayerNormForward {
 impl Operation for LayerNormForward {
     const NAME: &'static str = "layer_norm";
     /// x and the gain; the bias.
-    type Inputs = ((FloatMeta, FloatMeta), Option<FloatMeta>);
+    type Inputs = ((Input, FloatMeta), Option<FloatMeta>);
     /// The output; each row's mean, and the inverse of its standard deviation, f32 `[rows, 1]`.
     type Outputs = (FloatMeta, (FloatMeta, FloatMeta));
 
     fn outline<T: Tensors>(&self, ((x, _), _): &On<Self::Inputs, T>) -> Self::Outputs {
         let [rows, _] = rows_and_columns(&x.shape());
         let of_rows = || FloatMeta::new(Shape::new([rows, 1]), FloatDType::F32);
-        (FloatMeta::of(x), (of_rows(), of_rows()))
+        (x.outline(), (of_rows(), of_rows()))
     }
 
     fn run<K: Kernels>(self, inputs: On<Self::Inputs, K>) -> On<Self::Outputs, K> {
         match norm_kernels::<K>(&inputs.0.0) {
             Some(kernels) => (kernels.layer_norm)(inputs, self.epsilon),
-            None => floats::layer_norm::<K>(inputs, self.epsilon),
+            None => {
+                let (input, bias) = inputs;
+                floats::layer_norm::<K>((floats_of::<K>(input), bias), self.epsilon)
+            }
         }
     }
 }
@@ -117,27 +120,27 @@ pub(crate) struct LayerNormGradients;
 impl Operation for LayerNormGradients {
     const NAME: &'static str = "layer_norm_backward";
     /// x, the gain and the gradient of the output; the rows' means and the inverses of their standard deviations.
-    type Inputs = (((FloatMeta, FloatMeta), FloatMeta), (FloatMeta, FloatMeta));
+    type Inputs = (((Input, FloatMeta), FloatMeta), (FloatMeta, FloatMeta));
     /// That of x; those of the gain and of the bias, f32 `[1, columns]`.
     type Outputs = (FloatMeta, (FloatMeta, FloatMeta));
 
     fn outline<T: Tensors>(&self, (((x, _), _), _): &On<Self::Inputs, T>) -> Self::Outputs {
         let [_, columns] = rows_and_columns(&x.shape());
         let of_columns = || FloatMeta::new(Shape::new([1, columns]), FloatDType::F32);
-        (FloatMeta::of(x), (of_columns(), of_columns()))
+        (x.outline(), (of_columns(), of_columns()))
     }
 
     fn run<K: Kernels>(
         self,
-        (((x, gain), gradient), statistics): On<Self::Inputs, K>,
+        ((input, gradient), statistics): On<Self::Inputs, K>,
     ) -> On<Self::Outputs, K> {
-        match norm_kernels::<K>(&x) {
+        match norm_kernels::<K>(&input.0) {
             Some(kernels) => {
                 let (of_x, (gain, bias)) =
-                    (kernels.layer_norm_backward)([x, gain, gradient], statistics);
+                    (kernels.layer_norm_backward)(input, gradient, statistics);
                 (of_x, (K::float_sum_dim(gain, 0), K::float_sum_dim(bias, 0)))
             }
-            None => floats::layer_norm_backward::<K>([x, gain, gradient], statistics),
+            None => floats::layer_norm_backward::<K>(floats_of::<K>(input), gradient, statistics),
         }
     }
 }
@@ -149,17 +152,20 @@ pub(crate) struct SwigluForward;
 impl Operation for SwigluForward {
     const NAME: &'static str = "swiglu";
     /// gate and up.
-    type Inputs = (FloatMeta, FloatMeta);
+    type Inputs = (Input, Input);
     type Outputs = FloatMeta;
 
     fn outline<T: Tensors>(&self, (gate, _): &On<Self::Inputs, T>) -> FloatMeta {
-        FloatMeta::of(gate)
+        gate.outline()
     }
 
     fn run<K: Kernels>(self, inputs: On<Self::Inputs, K>) -> FloatTensor<K> {
         match kernels::<K>(&inputs.0) {
             Some(kernels) => (kernels.swiglu)(inputs),
-            None => floats::swiglu::<K>(inputs),
+            None => {
+                let (gate, up) = inputs;
+                floats::swiglu::<K>((gate.into_floats(), up.into_floats()))
+            }
         }
     }
 }
@@ -171,18 +177,22 @@ pub(crate) struct SwigluGradients;
 impl Operation for SwigluGradients {
     const NAME: &'static str = "swiglu_backward";
     /// gate and up, and the gradient of the output.
-    type Inputs = ((FloatMeta, FloatMeta), FloatMeta);
+    type Inputs = ((Input, Input), FloatMeta);
     /// Those of gate and up.
     type Outputs = (FloatMeta, FloatMeta);
 
     fn outline<T: Tensors>(&self, ((gate, up), _): &On<Self::Inputs, T>) -> Self::Outputs {
-        (FloatMeta::of(gate), FloatMeta::of(up))
+        (gate.outline(), up.outline())
     }
 
-    fn run<K: Kernels>(self, ((gate, up), gradient): On<Self::Inputs, K>) -> On<Self::Outputs, K> {
-        match kernels::<K>(&gate) {
-            Some(kernels) => (kernels.swiglu_backward)([gate, up, gradient]),
-            None => floats::swiglu_backward::<K>([gate, up, gradient]),
+    fn run<K: Kernels>(self, (inputs, gradient): On<Self::Inputs, K>) -> On<Self::Outputs, K> {
+        match kernels::<K>(&inputs.0) {
+            Some(kernels) => (kernels.swiglu_backward)(inputs, gradient),
+            None => {
+                let (gate, up) = inputs;
+                let inputs = [gate.into_floats(), up.into_floats(), gradient];
+                floats::swiglu_backward::<K>(inputs)
+            }
         }
     }
 }
@@ -193,15 +203,18 @@ pub(crate) struct GeluForward;
 
 impl Operation for GeluForward {
     const NAME: &'static str = "gelu";
-    type Inputs = FloatMeta;
+    type Inputs = Input;
     type Outputs = FloatMeta;
 
-    fn outline<T: Tensors>(&self, x: &T::Float) -> FloatMeta {
-        FloatMeta::of(x)
+    fn outline<T: Tensors>(&self, x: &OperatorInput<T>) -> FloatMeta {
+        x.outline()
     }
 
-    fn run<K: Kernels>(self, x: FloatTensor<K>) -> FloatTensor<K> {
-        floats::gelu::<K>(x)
+    fn run<K: Kernels>(self, x: OperatorInput<K>) -> FloatTensor<K> {
+        match kernels::<K>(&x) {
+            Some(kernels) => (kernels.gelu)(x),
+            None => floats::gelu::<K>(x.into_floats()),
+        }
     }
 }
 
@@ -212,15 +225,18 @@ pub(crate) struct GeluGradient;
 impl Operation for GeluGradient {
     const NAME: &'static str = "gelu_backward";
     /// x, and the gradient of the output.
-    type Inputs = (FloatMeta, FloatMeta);
+    type Inputs = (Input, FloatMeta);
     type Outputs = FloatMeta;
 
     fn outline<T: Tensors>(&self, (x, _): &On<Self::Inputs, T>) -> FloatMeta {
-        FloatMeta::of(x)
+        x.outline()
     }
 
-    fn run<K: Kernels>(self, inputs: On<Self::Inputs, K>) -> FloatTensor<K> {
-        floats::gelu_backward::<K>(inputs)
+    fn run<K: Kernels>(self, (x, gradient): On<Self::Inputs, K>) -> FloatTensor<K> {
+        match kernels::<K>(&x) {
+            Some(kernels) => (kernels.gelu_backward)(x, gradient),
+            None => floats::gelu_backward::<K>((x.into_floats(), gradient)),
+        }
     }
 }
 
@@ -245,18 +261,23 @@ impl Operation for EmbeddingGradient {
         self,
         (gradient, indices): (FloatTensor<K>, IntTensor<K>),
     ) -> FloatTensor<K> {
-        let kernels = kernels::<K>(&gradient);
+        let kernels = K::composition_kernels(&K::float_device(&gradient));
         let kernels = kernels.expect("an embedding's gradient is asked for where it has a kernel");
         (kernels.embedding_gradient)(gradient, indices, self.rows)
     }
 }
 
-fn kernels<K: CompositionKernels>(tensor: &FloatTensor<K>) -> Option<Compositions<K>> {
-    K::composition_kernels(&K::float_device(tensor))
+fn kernels<K: Kernels>(x: &OperatorInput<K>) -> Option<Compositions<K>> {
+    K::composition_kernels(&x.device())
 }
 
 /// The kernels, if they take rows like those of x.
-fn norm_kernels<K: CompositionKernels>(x: &FloatTensor<K>) -> Option<Compositions<K>> {
+fn norm_kernels<K: Kernels>(x: &OperatorInput<K>) -> Option<Compositions<K>> {
     let [_, columns] = rows_and_columns(&x.shape());
     kernels::<K>(x).filter(|kernels| (kernels.has_norms)(x.dtype(), columns))
+}
+
+/// x and the gain as floats.
+fn floats_of<K: Kernels>((x, gain): NormInput<K>) -> Pair<K> {
+    (x.into_floats(), gain)
 }

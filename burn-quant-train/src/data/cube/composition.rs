@@ -5,18 +5,26 @@ use burn_cubecl::{
     CubeBackend, CubeRuntime, FloatElement, IntElement, element::BoolElement,
     kernel::into_contiguous, tensor::CubeTensor,
 };
-use cubecl::std::tensor::TensorHandle;
+use cubecl::{prelude::ComputeClient, std::tensor::TensorHandle};
 use cubecl_kernels::{
-    embedding,
+    embedding, gelu,
     layer_norm::{self, LayerNormGradients, LayerNormOutput},
+    operator_input, quantize,
     rms_norm::{self, RmsNormGradients, RmsNormOutput},
     swiglu,
 };
 
-use super::tensors::{Cube, handle, reshaped, tensor};
+use super::{
+    quantize::{on_device, unwrap},
+    tensors::{Cube, handle, reshaped, tensor},
+};
 use crate::data::{
-    composition::{CompositionKernels, Compositions},
+    composition::{
+        CompositionKernels, Compositions, GateInputs, NormInput, NormInputs, OperatorInput,
+        operations::rows_and_columns,
+    },
     kernels::checked,
+    quantize::QuantizeKernels,
 };
 
 impl<R: CubeRuntime, F: FloatElement, I: IntElement, BT: BoolElement> CompositionKernels
@@ -30,12 +38,14 @@ where
                 rms_norm::has_rms_norm(dtype.into(), columns)
                     && layer_norm::has_layer_norm(dtype.into(), columns)
             },
-            rms_norm,
-            rms_norm_backward,
-            layer_norm,
-            layer_norm_backward,
-            swiglu,
-            swiglu_backward,
+            rms_norm: rms_norm::<Self, R>,
+            rms_norm_backward: rms_norm_backward::<Self, R>,
+            layer_norm: layer_norm::<Self, R>,
+            layer_norm_backward: layer_norm_backward::<Self, R>,
+            gelu: gelu::<Self, R>,
+            gelu_backward: gelu_backward::<Self, R>,
+            swiglu: swiglu::<Self, R>,
+            swiglu_backward: swiglu_backward::<Self, R>,
             embedding_gradient: embedding_gradient::<Self, R>,
         })
     }
@@ -44,87 +54,175 @@ where
 /// A [pair](crate::data::composition::Pair).
 type Two<R> = (CubeTensor<R>, CubeTensor<R>);
 
-fn rms_norm<R: CubeRuntime>((x, gain): Two<R>, epsilon: f32) -> Two<R> {
-    let (x, gain) = (into_contiguous(x), flat(gain));
-    let norm = rms_norm::rms_norm(&x.client, &handle(&x), &handle(&gain), epsilon);
+/// An input as kernels take it: `[rows, columns]`.
+struct Rows<R: CubeRuntime> {
+    values: Values<R>,
+    /// A tensor on the device.
+    like: CubeTensor<R>,
+    /// Shape and dtype of the tensor that it is.
+    shape: Shape,
+    dtype: DType,
+}
+
+enum Values<R: CubeRuntime> {
+    Floats(TensorHandle<R>),
+    Numbers(quantize::Quantized<R>),
+}
+
+impl<R: CubeRuntime> Rows<R> {
+    fn of<B: Cube<R> + QuantizeKernels>(input: OperatorInput<B>) -> Self {
+        let (shape, dtype) = (input.shape(), input.dtype());
+        match input {
+            OperatorInput::Quantized { matrix, .. } if matrix.shape == rows_and_columns(&shape) => {
+                Self {
+                    values: Values::Numbers(unwrap(&matrix)),
+                    like: on_device(&matrix).clone(),
+                    shape,
+                    dtype,
+                }
+            }
+            input => {
+                let like = input.into_floats();
+                Self {
+                    values: Values::Floats(rows(like.clone())),
+                    like,
+                    shape,
+                    dtype,
+                }
+            }
+        }
+    }
+
+    fn input(&self) -> operator_input::OperatorInput<'_, R> {
+        match &self.values {
+            Values::Floats(tensor) => tensor.into(),
+            Values::Numbers(matrix) => {
+                operator_input::OperatorInput::Quantized(matrix, self.dtype.into())
+            }
+        }
+    }
+
+    fn client(&self) -> &ComputeClient<R> {
+        &self.like.client
+    }
+
+    /// A result of a kernel, in the shape and dtype of the tensor.
+    fn result(&self, result: TensorHandle<R>) -> CubeTensor<R> {
+        reshaped(tensor(&self.like, result, self.dtype), self.shape.clone())
+    }
+
+    /// FP32 numbers that a kernel gave, in its own shape.
+    fn numbers(&self, numbers: TensorHandle<R>) -> CubeTensor<R> {
+        tensor(&self.like, numbers, DType::F32)
+    }
+
+    /// FP32 numbers that a kernel gave, `[rows, 1]`.
+    fn of_rows(&self, numbers: TensorHandle<R>) -> CubeTensor<R> {
+        let numbers = self.numbers(numbers);
+        let rows = numbers.shape().num_elements();
+        reshaped(numbers, Shape::new([rows, 1]))
+    }
+}
+
+/// A tensor as `[rows, columns]`.
+fn rows<R: CubeRuntime>(tensor: CubeTensor<R>) -> TensorHandle<R> {
+    let shape = rows_and_columns(&tensor.shape());
+    handle(&reshaped(into_contiguous(tensor), Shape::new(shape)))
+}
+
+fn rms_norm<B: Cube<R> + QuantizeKernels, R: CubeRuntime>(
+    (x, gain): NormInput<B>,
+    epsilon: f32,
+) -> Two<R> {
+    let (x, gain) = (Rows::of(x), handle(&flat(gain)));
+    let norm = rms_norm::rms_norm(x.client(), x.input(), &gain, epsilon);
     let RmsNormOutput {
         output,
         inverse_rms,
     } = checked(norm);
-    (tensor(&x, output, x.dtype), of_rows(&x, inverse_rms))
+    (x.result(output), x.of_rows(inverse_rms))
 }
 
-/// A number for each row of `x`, `[rows, 1]`.
-fn of_rows<R: CubeRuntime>(x: &CubeTensor<R>, numbers: TensorHandle<R>) -> CubeTensor<R> {
-    let numbers = tensor(x, numbers, DType::F32);
-    let rows = numbers.shape().num_elements();
-    reshaped(numbers, Shape::new([rows, 1]))
-}
-
-fn rms_norm_backward<R: CubeRuntime>(
-    [x, gain, inverse_rms, gradient]: [CubeTensor<R>; 4],
+fn rms_norm_backward<B: Cube<R> + QuantizeKernels, R: CubeRuntime>(
+    (x, gain): NormInput<B>,
+    (inverse_rms, gradient): Two<R>,
 ) -> Two<R> {
-    let (x, gradient) = (into_contiguous(x), into_contiguous(gradient));
+    let x = Rows::of(x);
     let gradients = rms_norm::rms_norm_backward(
-        &x.client,
-        &handle(&x),
+        x.client(),
+        x.input(),
         &handle(&flat(gain)),
         &handle(&flat(inverse_rms)),
-        &handle(&gradient),
+        &rows(gradient),
     );
     let RmsNormGradients { input, gain } = checked(gradients);
-    (tensor(&x, input, x.dtype), tensor(&x, gain, DType::F32))
+    (x.result(input), x.numbers(gain))
 }
 
-fn layer_norm<R: CubeRuntime>(
-    ((x, gain), bias): (Two<R>, Option<CubeTensor<R>>),
+fn layer_norm<B: Cube<R> + QuantizeKernels, R: CubeRuntime>(
+    ((x, gain), bias): NormInputs<B>,
     epsilon: f32,
 ) -> (CubeTensor<R>, Two<R>) {
-    let (x, gain) = (into_contiguous(x), handle(&flat(gain)));
+    let (x, gain) = (Rows::of(x), handle(&flat(gain)));
     let bias = bias.map(|bias| handle(&flat(bias)));
-    let norm = layer_norm::layer_norm(&x.client, &handle(&x), &gain, bias.as_ref(), epsilon);
+    let norm = layer_norm::layer_norm(x.client(), x.input(), &gain, bias.as_ref(), epsilon);
     let LayerNormOutput {
         output,
         mean,
         inverse_deviation,
     } = checked(norm);
-    let statistics = (of_rows(&x, mean), of_rows(&x, inverse_deviation));
-    (tensor(&x, output, x.dtype), statistics)
+    let statistics = (x.of_rows(mean), x.of_rows(inverse_deviation));
+    (x.result(output), statistics)
 }
 
-fn layer_norm_backward<R: CubeRuntime>(
-    [x, gain, gradient]: [CubeTensor<R>; 3],
+fn layer_norm_backward<B: Cube<R> + QuantizeKernels, R: CubeRuntime>(
+    (x, gain): NormInput<B>,
+    gradient: CubeTensor<R>,
     (mean, inverse_deviation): Two<R>,
 ) -> (CubeTensor<R>, Two<R>) {
-    let (x, gradient) = (into_contiguous(x), into_contiguous(gradient));
+    let x = Rows::of(x);
     let gradients = layer_norm::layer_norm_backward(
-        &x.client,
-        &handle(&x),
+        x.client(),
+        x.input(),
         &handle(&flat(gain)),
         &handle(&flat(mean)),
         &handle(&flat(inverse_deviation)),
-        &handle(&gradient),
+        &rows(gradient),
     );
     let LayerNormGradients { input, gain, bias } = checked(gradients);
-    let [gain, bias] = [gain, bias].map(|it| tensor(&x, it, DType::F32));
-    (tensor(&x, input, x.dtype), (gain, bias))
+    (x.result(input), (x.numbers(gain), x.numbers(bias)))
 }
 
-fn swiglu<R: CubeRuntime>((gate, up): Two<R>) -> CubeTensor<R> {
-    let (gate, up) = (into_contiguous(gate), into_contiguous(up));
-    let output = swiglu::swiglu(&gate.client, &handle(&gate), &handle(&up));
-    tensor(&gate, checked(output), gate.dtype)
+fn gelu<B: Cube<R> + QuantizeKernels, R: CubeRuntime>(x: OperatorInput<B>) -> CubeTensor<R> {
+    let x = Rows::of(x);
+    x.result(checked(gelu::gelu(x.client(), x.input())))
 }
 
-fn swiglu_backward<R: CubeRuntime>(operands: [CubeTensor<R>; 3]) -> Two<R> {
-    let [gate, up, gradient] = operands.map(into_contiguous);
-    let gradients = swiglu::swiglu_backward(
-        &gate.client,
-        &handle(&gate),
-        &handle(&up),
-        &handle(&gradient),
-    );
-    let [of_gate, of_up] = checked(gradients).map(|it| tensor(&gate, it, gate.dtype));
+fn gelu_backward<B: Cube<R> + QuantizeKernels, R: CubeRuntime>(
+    x: OperatorInput<B>,
+    gradient: CubeTensor<R>,
+) -> CubeTensor<R> {
+    let x = Rows::of(x);
+    let of_x = gelu::gelu_backward(x.client(), x.input(), &rows(gradient));
+    x.result(checked(of_x))
+}
+
+fn swiglu<B: Cube<R> + QuantizeKernels, R: CubeRuntime>(
+    (gate, up): GateInputs<B>,
+) -> CubeTensor<R> {
+    let (gate, up) = (Rows::of(gate), Rows::of(up));
+    let output = swiglu::swiglu(gate.client(), gate.input(), up.input());
+    gate.result(checked(output))
+}
+
+fn swiglu_backward<B: Cube<R> + QuantizeKernels, R: CubeRuntime>(
+    (gate, up): GateInputs<B>,
+    gradient: CubeTensor<R>,
+) -> Two<R> {
+    let (gate, up) = (Rows::of(gate), Rows::of(up));
+    let gradients =
+        swiglu::swiglu_backward(gate.client(), gate.input(), up.input(), &rows(gradient));
+    let [of_gate, of_up] = checked(gradients).map(|it| gate.result(it));
     (of_gate, of_up)
 }
 

@@ -1,6 +1,6 @@
 //! Quantized matrices: numbers with shared scales.
 
-use burn_backend::{DType, Shape};
+use burn_backend::{Backend, DType, Shape};
 use cubecl_kernels::{
     granularity::Granularity,
     layout::Layout,
@@ -190,6 +190,16 @@ impl<T: Tensors> Quantized<T> {
             scales: self.scales.clone(),
             absmax: self.absmax.clone(),
             ..*self
+        }
+    }
+}
+
+impl<B: Backend> Quantized<B> {
+    /// The device of the matrix.
+    pub(crate) fn device(&self) -> B::Device {
+        match &self.scales {
+            Scales::F32(scales) => B::float_device(scales),
+            Scales::E8M0(scales) | Scales::E4M3 { scales, .. } => B::int_device(scales),
         }
     }
 }

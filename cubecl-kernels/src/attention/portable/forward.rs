@@ -4,7 +4,7 @@ use cubecl::{ir::StorageType, prelude::*};
 
 use crate::{
     attention::scores::{Problem, key_head, last_key, place_of_queries, query_head, value_head},
-    softmax::exp,
+    fast,
 };
 
 use super::{
@@ -84,7 +84,7 @@ pub(super) fn attention_forward_kernel<F: Numeric, M: Numeric>(
             #[unroll]
             for j in 0..OWN {
                 let slot = comptime!(i * OWN + j);
-                let weight = exp(scores.values[slot] - maxima[i]);
+                let weight = fast::exp(scores.values[slot] - maxima[i]);
                 let weight = select(is_hidden(scores.hidden, slot), 0.0f32, weight);
                 totals[i] += weight;
                 let at = (unit_col() + comptime!(j as u32)) * comptime!(PITCH as u32)
@@ -184,7 +184,7 @@ fn raise(
             let other = of_units[(of_row + comptime!((i * LANES) as u32) + lane) as usize];
             max = select(other > max, other, max);
         }
-        let decay = exp(maxima[i] - max);
+        let decay = fast::exp(maxima[i] - max);
         maxima[i] = max;
         totals[i] *= decay;
         #[unroll]

@@ -10,7 +10,7 @@ use crate::{
             score, sees,
         },
     },
-    softmax::exp,
+    fast,
 };
 
 use super::tile::{ELEMENTS, OWN, unit_col, unit_row};
@@ -176,7 +176,7 @@ pub(super) fn of_scores(
         for j in 0..OWN {
             let slot = comptime!(i * OWN + j);
             let (probability, gradient) = gradient(
-                exp(scores.values[slot] - rows.log_sum_exp[i]),
+                fast::exp(scores.values[slot] - rows.log_sum_exp[i]),
                 is_hidden(scores.hidden, slot),
                 rows.delta[i],
                 of_probabilities[slot],

@@ -1,0 +1,211 @@
+//! GELU: the reference against finite differences and known values, the kernels against the reference.
+
+use cubecl_kernels::reference::gelu::{gelu, gelu_backward, normal_distribution};
+
+use crate::random::Random;
+
+#[test]
+fn the_reference_has_the_slopes_of_its_differences() {
+    let mut random = Random::fresh();
+    const STEP: f64 = 1e-5;
+    for _ in 0..1000 {
+        let x = f64::from(3.0 * random.normal());
+        let gradient = f64::from(random.normal());
+        let expected = gradient * (gelu(x + STEP) - gelu(x - STEP)) / (2.0 * STEP);
+        let slope = gelu_backward(x, gradient);
+        let error = (slope - expected).abs();
+        assert!(error < 1e-8, "{slope} instead of {expected} at {x}");
+    }
+}
+
+/// Quantiles of tables, and the two formulas of the reference where one follows the other.
+#[test]
+fn the_reference_is_the_normal_distribution() {
+    for (x, expected) in [
+        (0.0, 0.5),
+        (1.0, 0.841_344_746_068_543),
+        (-1.959_963_984_540_054, 0.025),
+        (2.326_347_874_040_841, 0.99),
+        (-3.090_232_306_167_813_5, 0.001),
+        (-6.0, 9.865_876_450_376_98e-10),
+    ] {
+        let found = normal_distribution(x);
+        assert!((found / expected - 1.0).abs() < 1e-12, "{found} at {x}");
+    }
+    let steps = [2.5 - 1e-9, 2.5 + 1e-9].map(normal_distribution);
+    let step = steps[1] - steps[0];
+    assert!(
+        (step / 2e-9 - 0.017_528_300_493_568_54).abs() < 1e-6,
+        "{step}"
+    );
+}
+
+#[cfg(any(feature = "cuda", feature = "vulkan"))]
+mod on_device {
+    use cubecl::ir::StorageType;
+    use cubecl_kernels::{
+        KernelError,
+        gelu::{gelu as kernel, gelu_backward as backward_kernel},
+        reference::gelu::normal_density,
+        shape::MatrixShape,
+    };
+
+    use super::*;
+    use crate::device::{client, dtype, float_types, read_float, rounded, upload, upload_i32};
+
+    /// Whole vectors of every width, single elements, more than a cube takes, and nothing.
+    const SHAPES: [&[usize]; 7] = [
+        &[1],
+        &[7, 129],
+        &[5, 2, 13],
+        &[2, 2],
+        &[2, 3, 1000],
+        &[0, 5],
+        &[],
+    ];
+
+    /// `error` is allowed beside the rounding to the type.
+    #[track_caller]
+    fn assert_close(actual: f32, expected: f64, error: f64, float: StorageType, what: &str) {
+        let (relative, smallest) = match float {
+            _ if float == dtype::<f32>() => (3e-7, 2e-38),
+            _ if float == dtype::<half::f16>() => (5e-4, 6e-8),
+            _ => (4e-3, 2e-38),
+        };
+        let nearest = rounded(&[expected as f32], float)[0];
+        if !nearest.is_finite() {
+            let same = actual == nearest || (actual.is_nan() && nearest.is_nan());
+            assert!(same, "{what}: {actual:e} instead of {expected:e}");
+            return;
+        }
+        let difference = (f64::from(actual) - expected).abs();
+        let allowed = relative * expected.abs() + error + smallest;
+        assert!(
+            difference <= allowed,
+            "{what}: {actual:e} instead of {expected:e}"
+        );
+    }
+
+    /// Both passes against the reference.
+    fn check(x: &[f32], gradient: &[f32], shape: &[usize], float: StorageType) {
+        let client = client();
+        let [x, gradient] = [x, gradient].map(|values| rounded(values, float));
+        let [x_tensor, gradient_tensor] =
+            [&x, &gradient].map(|values| upload(&client, values, shape, float));
+        let output = kernel(&client, &x_tensor).expect("a tensor of floats");
+        let of_x = backward_kernel(&client, &x_tensor, &gradient_tensor);
+        let of_x = of_x.expect("tensors of one shape");
+        for tensor in [&output, &of_x] {
+            assert_eq!(tensor.shape(), x_tensor.shape());
+            assert_eq!(tensor.dtype, float);
+        }
+        let (output, of_x) = (read_float(&client, &output), read_float(&client, &of_x));
+        for index in 0..x.len() {
+            let [x, dy] = [x[index], gradient[index]].map(f64::from);
+            // The tail's, which grows with the exponent, and what is below the normal numbers.
+            let distribution = normal_distribution(x);
+            let is_flushed = normal_density(x) < 1.2e-38;
+            let error = |size: f64, of: f64| {
+                let flushed = if is_flushed { size * of } else { 0.0 };
+                let size = if size.is_finite() { size } else { 0.0 };
+                1.2e-7 * (2.0 + (x * x).min(200.0)) * size * of + flushed
+            };
+            let what = format!("{float} {shape:?}[{index}]: x {x:e}, gradient {dy:e}");
+            assert_close(
+                output[index],
+                gelu(x),
+                error(x.abs(), distribution),
+                float,
+                &what,
+            );
+            // The slope is a sum, which cancels near -0.75.
+            let terms = distribution + x.abs() * normal_density(x);
+            let expected = gelu_backward(x, dy);
+            assert_close(of_x[index], expected, error(dy.abs(), terms), float, &what);
+        }
+    }
+
+    #[test]
+    fn equals_the_reference() {
+        let mut random = Random::fresh();
+        for float in float_types(&client()) {
+            for shape in SHAPES {
+                let len = shape.iter().product();
+                let mut draw = |spread: f32| -> Vec<f32> {
+                    (0..len).map(|_| spread * random.normal()).collect()
+                };
+                check(&draw(1.0), &draw(1.0), shape, float);
+                check(&draw(6.0), &draw(1.0), shape, float);
+            }
+        }
+    }
+
+    #[test]
+    fn of_special_values() {
+        let mut random = Random::fresh();
+        let x = [
+            0.0,
+            -0.0,
+            1e-40,
+            -1e-40,
+            1e-30,
+            -0.75,
+            5.5,
+            -5.5,
+            12.0,
+            -12.0,
+            13.2,
+            -13.2,
+            14.6,
+            -14.6,
+            25.0,
+            -25.0,
+            65504.0,
+            -65504.0,
+            3e38,
+            -3e38,
+            f32::NAN,
+            f32::INFINITY,
+        ];
+        for float in float_types(&client()) {
+            for gradient in [1.0, 0.0, -2.5, f32::NAN] {
+                check(&x, &[gradient; 22], &[2, 11], float);
+            }
+            let mut draw = || random.with_special_values(MatrixShape::new(33, 100));
+            let x: Vec<f32> = draw().into_iter().filter(|x| x.is_finite()).collect();
+            check(&x, &vec![1.5; x.len()], &[x.len()], float);
+        }
+    }
+
+    /// As in Burn's composition: 0 times infinity.
+    #[test]
+    fn of_infinities() {
+        let client = client();
+        let x = upload(
+            &client,
+            &[f32::NEG_INFINITY, f32::INFINITY],
+            &[2],
+            dtype::<f32>(),
+        );
+        let ones = upload(&client, &[1.0; 2], &[2], dtype::<f32>());
+        let y = read_float(&client, &kernel(&client, &x).expect("floats"));
+        assert!(y[0].is_nan() && y[1] == f32::INFINITY, "{y:?}");
+        let dx = read_float(
+            &client,
+            &backward_kernel(&client, &x, &ones).expect("floats"),
+        );
+        assert!(dx.iter().all(|x| x.is_nan()), "{dx:?}");
+    }
+
+    #[test]
+    fn bad_inputs() {
+        let client = client();
+        let x = upload(&client, &[1.0; 6], &[2, 3], dtype::<f32>());
+        let integers = upload_i32(&client, &[1; 6], &[2, 3]);
+        let other = upload(&client, &[1.0; 6], &[3, 2], dtype::<f32>());
+        let error = kernel(&client, &integers).unwrap_err();
+        assert!(matches!(error, KernelError::Dtype { .. }), "{error}");
+        let error = backward_kernel(&client, &x, &other).unwrap_err();
+        assert!(matches!(error, KernelError::Shape { .. }), "{error}");
+    }
+}
