@@ -99,8 +99,9 @@ pub fn layer_norm<'a, R: Runtime>(
         let pieces = Pieces::of(&[&x], cols, &[&output]);
         let units = RowUnits::new(client, cols, pieces.len);
         let gain_width = vector_width(units.width, &[gain, &bias]);
-        // SAFETY: rows are guarded by their number, columns by their own, for which the outputs were allocated; a
-        // stand-in for the bias is not read.
+        // SAFETY: rows are guarded by their number, columns by their own, for which the outputs were allocated;
+        // scales lie inside of their buffers, whose shapes were compared with the matrix, and stand-ins are not read;
+        // a stand-in for the bias is not read.
         #[allow(unsafe_code)]
         unsafe {
             layer_norm_kernel::launch_unchecked::<R>(
@@ -184,7 +185,8 @@ pub fn layer_norm_backward<'a, R: Runtime>(
     let of_gain = empty(client, vec![parts, cols], storage::<f32>());
     let of_bias = empty(client, vec![parts, cols], storage::<f32>());
     let part_width = vector_width(units.width, &[&of_gain, &of_bias]);
-    // SAFETY: rows are guarded by their number, columns by their own, for which the outputs were allocated; there are
+    // SAFETY: rows are guarded by their number, columns by their own, for which the outputs were allocated; scales
+    // lie inside of their buffers, whose shapes were compared with the matrix, and stand-ins are not read; there are
     // as many cubes as parts.
     #[allow(unsafe_code)]
     unsafe {

@@ -7,16 +7,16 @@
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
 use crate::{
-    device::{check_contiguous, check_float, storage, vector_width},
+    device::{check_contiguous, check_float, or_unused, storage, vector_width},
     error::KernelError,
     number::storage::RUN,
     quantize::{
-        Quantized, dequantize, whole_runs,
+        Quantized, dequantize, runs_of,
         whole_runs::{RunCodes, RunGrid, RunGridLaunch, Runs, decode_part, no_grid},
     },
 };
 
-/// What an operator reads.
+/// The input of an operator.
 #[derive(Debug)]
 pub enum OperatorInput<'a, R: Runtime> {
     /// Floats: f32, f16 or bf16, contiguous.
@@ -24,7 +24,9 @@ pub enum OperatorInput<'a, R: Runtime> {
     /// Numbers with scales, read as floats of this type: each value is rounded to it, as [`dequantize`] does.
     ///
     /// Where rows are whole runs of 16 elements, none of which has two scales, and the row-major copy is there and
-    /// contiguous, a kernel decodes what it reads. Others are dequantized first.
+    /// contiguous, a kernel decodes what it reads. Others are dequantized first. The results are those of the floats,
+    /// to the bit, but for norms of numbers of ten bits, or of four beside f32 or a gradient that is not aligned, whose
+    /// sums have another order.
     Quantized(&'a Quantized<R>, StorageType),
 }
 
@@ -87,7 +89,7 @@ impl<R: Runtime> OperatorInput<'_, R> {
     ) -> Result<Prepared<R>, KernelError> {
         Ok(match self {
             Self::Floats(tensor) => Prepared::Floats((*tensor).clone()),
-            Self::Quantized(matrix, dtype) => match whole_runs(operation, matrix)? {
+            Self::Quantized(matrix, dtype) => match runs_of(operation, matrix)? {
                 Some(runs) => Prepared::Runs(Box::new(runs)),
                 None => Prepared::Floats(dequantize(client, matrix, *dtype)?),
             },
@@ -95,7 +97,7 @@ impl<R: Runtime> OperatorInput<'_, R> {
     }
 }
 
-/// What a kernel reads.
+/// The tensors of an input, as a kernel reads them.
 pub(crate) enum Prepared<R: Runtime> {
     Floats(TensorHandle<R>),
     Runs(Box<Runs<R>>),
@@ -126,7 +128,7 @@ impl<R: Runtime> Prepared<R> {
     /// Scales, or a stand-in.
     pub fn scales(&self) -> TensorHandle<R> {
         match self {
-            Self::Floats(tensor) => stand_in(tensor),
+            Self::Floats(tensor) => or_unused(None, tensor, storage::<f32>()),
             Self::Runs(runs) => runs.scales.clone(),
         }
     }
@@ -134,7 +136,7 @@ impl<R: Runtime> Prepared<R> {
     /// Scales of matrices, or a stand-in.
     pub fn tensor_scales(&self) -> TensorHandle<R> {
         match self {
-            Self::Floats(tensor) => stand_in(tensor),
+            Self::Floats(tensor) => or_unused(None, tensor, storage::<f32>()),
             Self::Runs(runs) => runs.tensor_scales.clone(),
         }
     }
@@ -192,10 +194,6 @@ pub(crate) fn prepare_alike<R: Runtime>(
             other.into_floats(client, &inputs[1])?,
         ],
     })
-}
-
-fn stand_in<R: Runtime>(tensor: &TensorHandle<R>) -> TensorHandle<R> {
-    TensorHandle::new_contiguous(vec![1], tensor.handle.clone(), storage::<f32>())
 }
 
 /// How a unit reads and writes: a piece is so many neighbours of a row.

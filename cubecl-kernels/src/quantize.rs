@@ -45,7 +45,7 @@ use block::{BlockOutput, Round};
 use buffers::allocate;
 pub use delayed::{DelayedMaximum, quantize_delayed};
 pub use dequantize::dequantize;
-pub(crate) use dequantize::whole_runs;
+pub(crate) use dequantize::runs_of;
 pub(crate) use given::check_given;
 pub use given::quantize_by;
 pub use unpack::unpack_int4;

@@ -82,7 +82,8 @@ pub fn rms_norm<'a, R: Runtime>(
         let pieces = Pieces::of(&[&x], cols, &[&output]);
         let units = RowUnits::new(client, cols, pieces.len);
         let gain_width = vector_width(units.width, &[gain]);
-        // SAFETY: rows are guarded by their number, columns by their own, for which the outputs were allocated.
+        // SAFETY: rows are guarded by their number, columns by their own, for which the outputs were allocated;
+        // scales lie inside of their buffers, whose shapes were compared with the matrix, and stand-ins are not read.
         #[allow(unsafe_code)]
         unsafe {
             rms_norm_kernel::launch_unchecked::<R>(
@@ -156,7 +157,8 @@ pub fn rms_norm_backward<'a, R: Runtime>(
     let parts = units.backward_cubes(rows);
     let of_gain = empty(client, vec![parts, cols], storage::<f32>());
     let part_width = vector_width(units.width, &[&of_gain]);
-    // SAFETY: rows are guarded by their number, columns by their own, for which the outputs were allocated; there are
+    // SAFETY: rows are guarded by their number, columns by their own, for which the outputs were allocated; scales
+    // lie inside of their buffers, whose shapes were compared with the matrix, and stand-ins are not read; there are
     // as many cubes as parts.
     #[allow(unsafe_code)]
     unsafe {

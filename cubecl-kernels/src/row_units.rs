@@ -8,7 +8,7 @@ use crate::{
         check_contiguous, check_dtype, check_float, has_planes_of_32, is_operand_type, storage,
     },
     error::KernelError,
-    operator_input::{OperatorInput, Pieces, read_input, read_piece},
+    operator_input::{OperatorInput, Pieces, read_input, read_piece, write_piece},
     quantize::whole_runs::RunGrid,
 };
 
@@ -262,22 +262,17 @@ pub(crate) fn write_held<F: Numeric, N: Size>(
     #[comptime] units: RowUnits,
     #[comptime] width: usize,
 ) {
-    let writes = comptime!(units.width / width);
     #[unroll]
     for piece in 0..units.held {
         let (index, is_inside) = vector_index(piece, units);
-        let start = (row * comptime!(units.vectors() as u32) + index) * comptime!(writes as u32);
+        let at = row * comptime!(units.vectors() as u32) + index;
         if is_inside {
+            let mut vector = Array::<f32>::new(units.width);
             #[unroll]
-            for write in 0..writes {
-                let mut vector = Vector::<F, N>::empty();
-                #[unroll]
-                for lane in 0..width {
-                    let slot = comptime!(piece * units.width + write * width + lane);
-                    vector[lane] = F::cast_from(held[slot]);
-                }
-                out[(start + comptime!(write as u32)) as usize] = vector;
+            for lane in 0..units.width {
+                vector[lane] = held[comptime!(piece * units.width + lane)];
             }
+            write_piece::<F, N>(out, &vector, at, units.width, width);
         }
     }
 }

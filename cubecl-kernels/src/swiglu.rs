@@ -27,7 +27,8 @@ const UNITS: usize = 256;
 
 /// `silu(gate) * up`.
 ///
-/// - `gate`, `up`: f32, f16 or bf16, of one shape and type. The result is like them, contiguous.
+/// - `gate`, `up`: f32, f16 or bf16, contiguous, or [quantized matrices](mod@crate::operator_input), of one shape and
+///   type. The result is like them.
 ///
 /// `silu` is good to about `1e-7 (10 + |gate|)` of its value, and may be 0 where `s` is below the normal `f32`. It is
 /// NaN of NaN and of negative infinity.
@@ -49,7 +50,8 @@ pub fn swiglu<'a, R: Runtime>(
         let [gate, up] = prepare_alike(client, OPERATION, [gate, up])?;
         let pieces = Pieces::of(&[&gate, &up], len, &[&output]);
         let count = len / pieces.len;
-        // SAFETY: accesses are guarded by the number of pieces, which is that of all tensors.
+        // SAFETY: accesses are guarded by the number of pieces, which is that of all tensors; scales lie inside of
+        // their buffers, whose shapes were compared with the matrix, and stand-ins are not read.
         #[allow(unsafe_code)]
         unsafe {
             swiglu_kernel::launch_unchecked::<R>(
@@ -84,7 +86,7 @@ pub fn swiglu<'a, R: Runtime>(
 ///
 /// # Errors
 ///
-/// As [`swiglu`].
+/// As [`swiglu`], and when the gradient differs from the inputs in shape or type.
 pub fn swiglu_backward<'a, R: Runtime>(
     client: &ComputeClient<R>,
     gate: impl Into<OperatorInput<'a, R>>,
@@ -101,7 +103,8 @@ pub fn swiglu_backward<'a, R: Runtime>(
         let [gate, up] = prepare_alike(client, OPERATION_BACKWARD, [gate, up])?;
         let pieces = Pieces::of(&[&gate, &up], len, &[gradient]);
         let count = len / pieces.len;
-        // SAFETY: accesses are guarded by the number of pieces, which is that of all tensors.
+        // SAFETY: accesses are guarded by the number of pieces, which is that of all tensors; scales lie inside of
+        // their buffers, whose shapes were compared with the matrix, and stand-ins are not read.
         #[allow(unsafe_code)]
         unsafe {
             swiglu_backward_kernel::launch_unchecked::<R>(

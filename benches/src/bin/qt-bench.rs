@@ -1,7 +1,7 @@
 //! The speed of burn-quant-train on an NVIDIA GPU, beside the device's limits and other libraries.
 
 use std::{
-    fs,
+    env, fs,
     path::{Path, PathBuf},
     process::ExitCode,
 };
@@ -9,10 +9,12 @@ use std::{
 use anyhow::{Context, Result};
 use benches::{
     attention, gemm,
-    gpu::Gpu,
-    int4, optimizer, quantize,
-    results::write,
-    step::{layer, linear, pretrain, recipes::Recipes},
+    gpu::{Gpu, Report},
+    int4, optimizer,
+    peers::Peers,
+    quantize,
+    results::{Results, Rows, write},
+    step::{layer, linear, memory, pretrain, recipes::Recipes},
     table,
 };
 use clap::{Args, Parser, Subcommand};
@@ -83,6 +85,13 @@ enum Command {
     Pretrain {
         #[command(flatten)]
         settings: pretrain::Settings,
+        #[command(flatten)]
+        output: Output,
+    },
+    /// The same of each recipe in a process of its own, which tells what each takes from the device
+    Memory {
+        #[command(flatten)]
+        settings: memory::Settings,
         #[command(flatten)]
         output: Output,
     },
@@ -165,6 +174,10 @@ fn run(cli: Cli) -> Result<()> {
             let json = output.json.as_deref();
             show(&pretrain::run(gpu, &settings, recipes, peers, json)?, json)
         }
+        Command::Memory { settings, output } => {
+            let json = output.json.as_deref();
+            show(&memory_of(gpu, &settings, recipes, peers, json)?, json)
+        }
         Command::Optimizer { settings, output } => show(
             &optimizer::run(gpu, &settings, peers)?,
             output.json.as_deref(),
@@ -205,6 +218,22 @@ fn run(cli: Cli) -> Result<()> {
             show(&optimizer::run(gpu, &of_optimizer, peers)?, json.as_deref())
         }
     }
+}
+
+/// Measures each training in a process of this program, and writes what it has to `json` after each.
+fn memory_of(
+    gpu: &Gpu,
+    settings: &memory::Settings,
+    recipes: &Recipes,
+    peers: Option<&Path>,
+    json: Option<&Path>,
+) -> Result<Results> {
+    let peers = peers.map(|path| Peers::read(path, &gpu.name)).transpose()?;
+    let program = env::current_exe().context("this program's path is not known")?;
+    let mut report = Report::new(gpu, json, Rows::Pretrain)?;
+    settings.measure(&program, &recipes.names, |line| report.add([line]))?;
+    let rows = peers.iter().flat_map(Peers::pretrain);
+    report.finish(peers.as_ref().map(Peers::run), rows)
 }
 
 /// Prints the table and writes the file.

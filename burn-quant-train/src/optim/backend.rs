@@ -107,6 +107,10 @@ pub trait LayerBackend:
     type Base: DataBackend<Device = Device<Self>>;
 
     /// The recipe's row; `None` without a recipe.
+    ///
+    /// # Panics
+    ///
+    /// As [`Recipe::row`].
     fn row() -> Option<Row>;
 
     /// The tag of a float primitive; `None` where tensors have none.

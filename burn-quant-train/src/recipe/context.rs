@@ -80,6 +80,15 @@ formats! {
 /// // Memory without quantized products.
 /// type Backend = QuantTrain<Autodiff<Flex>, Contexts<MixedPrecision<f32>, Int10>>;
 /// ```
+///
+/// A format that there is none of does not compile:
+///
+/// ```compile_fail
+/// use burn_quant_train::recipe::{MixedPrecision, Recipe, context::{Contexts, Int10}};
+///
+/// // "the group of a context is a power of two from 16"
+/// Contexts::<MixedPrecision<f32>, Int10<8>>::row();
+/// ```
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Contexts<R, F>(PhantomData<(R, F)>);
 
@@ -90,8 +99,9 @@ impl<R: Recipe, F: ContextFormat> Recipe for Contexts<R, F> {
     };
 
     fn row() -> Row {
+        let checked = const { Self::ROW.checked() };
         Row {
-            context: F::CONTEXT,
+            context: checked.context,
             ..R::row()
         }
     }

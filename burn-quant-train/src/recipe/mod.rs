@@ -39,8 +39,12 @@ pub trait Recipe: Clone + Copy + Default + Debug + Send + Sync + 'static {
     /// The recipe.
     const ROW: Row;
 
-    /// The recipe that runs: [`ROW`](Self::ROW), but for [`Named`], whose program chooses it. A row that contradicts
+    /// The recipe that runs: [`ROW`](Self::ROW), but for [`Named`], whose program chooses it. A `ROW` that contradicts
     /// itself does not compile: see [`Row::checked`].
+    ///
+    /// # Panics
+    ///
+    /// Where [`Named`] has no recipe that is entered.
     fn row() -> Row {
         const { Self::ROW.checked() }
     }
@@ -119,6 +123,10 @@ pub struct UnknownRecipe(String);
 
 impl Name {
     /// The row of the recipe of this name, computing in BF16.
+    ///
+    /// # Panics
+    ///
+    /// If the name is none of [`NAMES`], as that of a recipe of one's own.
     pub fn row(self) -> Row {
         rows::<bf16>()[self.index()]
     }

@@ -37,7 +37,8 @@ use crate::lock::lock;
 ///
 /// # Panics
 ///
-/// Operations panic where no recipe is entered.
+/// Operations, the backend's name and [`row`](Recipe::row) panic where no recipe is entered. A model that outlives what
+/// [`Name::enter`] gave goes on by the recipe that is entered next.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Named<E = bf16>(PhantomData<E>);
 
@@ -92,7 +93,12 @@ impl Name {
     /// # Errors
     ///
     /// If another recipe is entered: its tensors would go on by this one.
+    ///
+    /// # Panics
+    ///
+    /// If the name is none of [`NAMES`], as that of a recipe of one's own.
     pub fn enter(self) -> Result<Entered, OtherRecipe> {
+        let index = self.index();
         let mut times = lock(&TIMES);
         if let Some(&entered) = NAMES.get(INDEX.load(Ordering::Acquire))
             && entered != self
@@ -103,7 +109,7 @@ impl Name {
             });
         }
         *times += 1;
-        INDEX.store(self.index(), Ordering::Release);
+        INDEX.store(index, Ordering::Release);
         Ok(Entered(()))
     }
 }
@@ -139,6 +145,11 @@ mod tests {
         assert!(second.enter().is_err());
         drop(again);
         let _second = second.enter().expect("none is entered");
+        let own = Row {
+            name: "my-own",
+            ..second.row()
+        };
+        assert!(catch_unwind(|| own.name().enter()).is_err());
         assert_eq!(Named::<bf16>::row(), second.row());
     }
 }

@@ -222,7 +222,7 @@ impl<B: DataBackend> HeldTensor<B> {
         &self.0
     }
 
-    /// The value as an operator's kernel reads it: in the numbers in which it waits, if its elements lie in their order.
+    /// The value as an operator's kernel reads it: in the numbers in which it waits, if these lie in its order.
     pub(crate) fn into_input(self) -> OperatorInput<B> {
         let waiting = match &*self.0.lock() {
             State::Compressed(matrix) if self.0.swapped.is_none() => Some(matrix.clone()),

@@ -12,6 +12,7 @@ use crate::{
     },
     error::KernelError,
     number::{Storage, Symmetric, storage::RUN},
+    operator_input::write_piece,
     scale::{ScaleNumber, load_scale},
     shape::MatrixShape,
 };
@@ -141,7 +142,7 @@ fn launch_runs<R: Runtime>(client: &ComputeClient<R>, runs: &Runs<R>, out: &Tens
 /// # Errors
 ///
 /// As [`dequantize`].
-pub(crate) fn whole_runs<R: Runtime>(
+pub(crate) fn runs_of<R: Runtime>(
     operation: &'static str,
     quantized: &Quantized<R>,
 ) -> Result<Option<Runs<R>>, KernelError> {
@@ -317,15 +318,6 @@ fn dequantize_runs_kernel<NW: Size, S: Numeric, F: Numeric, NO: Size>(
     if run < runs {
         let values =
             decode_part::<u32, NW, S>(words, scales, tensor_scales, &grid, run, RUN, codes);
-        let writes = comptime!(RUN / write_width);
-        #[unroll]
-        for write in 0..writes {
-            let mut vector = Vector::<F, NO>::empty();
-            #[unroll]
-            for lane in 0..write_width {
-                vector[lane] = F::cast_from(values[comptime!(write * write_width + lane)]);
-            }
-            out[run as usize * writes + write] = vector;
-        }
+        write_piece::<F, NO>(out, &values, run, RUN, write_width);
     }
 }

@@ -1,4 +1,4 @@
-//! Whole runs of a quantized matrix: 16 neighbours of a row with one scale, of which a unit reads all, or a part that is
+//! Whole runs of a quantized matrix: 16 neighbours of a row with one scale, of which a unit reads all, or a part of
 //! whole words, and decodes them.
 
 use cubecl::{prelude::*, std::tensor::TensorHandle};

@@ -19,8 +19,8 @@ pub fn normal_density(x: f64) -> f64 {
 
 /// `P(x)`, the distribution function of the standard normal distribution.
 ///
-/// Near 0 it is the series `1/2 + p(x) (x + x³/3 + x⁵/(3·5) + ..)`, whose terms cancel none of each other; beyond, 1 less
-/// the tail, which is `p(x) / (x + 1/(x + 2/(x + 3/(x + ..))))` (Laplace).
+/// Near 0 it is the series `1/2 + p(x) (x + x³/3 + x⁵/(3·5) + ..)`, whose terms have one sign; beyond, 1 less the tail,
+/// which is `p(x) / (x + 1/(x + 2/(x + 3/(x + ..))))` (Laplace).
 pub fn normal_distribution(x: f64) -> f64 {
     const NEAR: f64 = 2.5;
     let magnitude = x.abs();

@@ -34,6 +34,7 @@ use cubecl_kernels::{
     bit_splitting::{bit_split, merge_parts},
     embedding::embedding_gradient,
     fallback::{FallbackResidual, FallbackState},
+    gelu::{gelu, gelu_backward},
     gemm::{
         Blueprint, GemmOperand, GemmProblem, Strategy, candidates, gemm, gemm_float, gemm_fp8,
         select,
@@ -48,6 +49,7 @@ use cubecl_kernels::{
     linear_input::quantize_linear_input,
     loss_scaling::{LossScaling, initial_loss_scale},
     number::Number,
+    operator_input::OperatorInput,
     optimizer_state::{Moment, StateFormat, initial_state},
     quantize::{
         DelayedMaximum, QuantizeSpec, dequantize, learned_step,
@@ -753,8 +755,8 @@ fn sampling_sources(architecture: u16) -> Vec<Source> {
     sources.into_values().collect()
 }
 
-/// RMSNorm, layer normalization with and without a bias, SwiGLU and the gradient of an embedding, for each type and for
-/// vectors of all widths, single ones and many in a unit, part planes and several.
+/// RMSNorm, layer normalization with and without a bias, GELU, SwiGLU and the gradient of an embedding, for each type
+/// and for vectors of all widths, single ones and many in a unit, part planes and several.
 fn layer_sources(architecture: u16) -> Vec<Source> {
     let sources = sources_of(architecture, |client| {
         let indices = tensor(client, &[40], dtype::<i32>());
@@ -773,11 +775,14 @@ fn layer_sources(architecture: u16) -> Vec<Source> {
                 let [mean, scale] = [&forward.mean, &forward.inverse_deviation];
                 layer_norm_backward(client, &x, &gain, mean, scale, &x)
                     .expect("what had a forward pass");
+                gelu(client, &x).expect("a tensor of floats");
+                gelu_backward(client, &x, &x).expect("tensors of one shape");
                 swiglu(client, &x, &x).expect("tensors of one shape");
                 swiglu_backward(client, &x, &x, &x).expect("tensors of one shape");
                 embedding_gradient(client, &indices, &x, 100).expect("tokens");
             }
         }
+        operators_of_numbers(client);
     });
     let sources: BTreeMap<String, Source> = sources
         .into_iter()
@@ -788,6 +793,8 @@ fn layer_sources(architecture: u16) -> Vec<Source> {
         "rms_norm_backward_kernel",
         "layer_norm_kernel",
         "layer_norm_backward_kernel",
+        "gelu_kernel",
+        "gelu_backward_kernel",
         "swiglu_kernel",
         "swiglu_backward_kernel",
         "zero_kernel",
@@ -798,6 +805,33 @@ fn layer_sources(architecture: u16) -> Vec<Source> {
         assert!(names.any(|name| name.starts_with(kernel)), "no {kernel}");
     }
     sources.into_values().collect()
+}
+
+/// Operators that decode what they read: bytes, ten bits and nibbles with a tensor scale.
+fn operators_of_numbers(client: &Client) {
+    let (e4m3, int10) = (Granularity::Group(16), Granularity::Group(128));
+    let specs = [
+        QuantizeSpec::new(Number::E4M3, e4m3),
+        QuantizeSpec::new(Number::Int10, int10),
+        QuantizeSpec::NVFP4,
+    ];
+    for (spec, float) in specs.iter().zip(outputs()) {
+        let x = tensor(client, &[40, 768], float);
+        let matrix = quantize(client, &x, spec).expect("a matrix");
+        let input = OperatorInput::Quantized(&matrix, float);
+        let gain = tensor(client, &[768], float);
+        let forward = rms_norm(client, input, &gain, 1e-6).expect("rows and a gain");
+        rms_norm_backward(client, input, &gain, &forward.inverse_rms, &x)
+            .expect("what had a forward pass");
+        let forward = layer_norm(client, input, &gain, None, 1e-6).expect("rows and a gain");
+        let [mean, scale] = [&forward.mean, &forward.inverse_deviation];
+        layer_norm_backward(client, input, &gain, mean, scale, &x)
+            .expect("what had a forward pass");
+        gelu(client, input).expect("a quantized matrix");
+        gelu_backward(client, input, &x).expect("a quantized matrix");
+        swiglu(client, input, input).expect("quantized matrices");
+        swiglu_backward(client, input, input, &x).expect("quantized matrices");
+    }
 }
 
 /// Quantizes in blocks as a training step does: X with and without fallback, and a gradient.

@@ -51,7 +51,10 @@ mod on_device {
     };
 
     use super::*;
-    use crate::device::{client, dtype, float_types, read_float, rounded, upload, upload_i32};
+    use crate::{
+        device::{client, dtype, float_types, read_float, rounded, upload, upload_i32},
+        swiglu::on_device::assert_close,
+    };
 
     /// Whole vectors of every width, single elements, more than a cube takes, and nothing.
     const SHAPES: [&[usize]; 7] = [
@@ -63,28 +66,6 @@ mod on_device {
         &[0, 5],
         &[],
     ];
-
-    /// `error` is allowed beside the rounding to the type.
-    #[track_caller]
-    fn assert_close(actual: f32, expected: f64, error: f64, float: StorageType, what: &str) {
-        let (relative, smallest) = match float {
-            _ if float == dtype::<f32>() => (3e-7, 2e-38),
-            _ if float == dtype::<half::f16>() => (5e-4, 6e-8),
-            _ => (4e-3, 2e-38),
-        };
-        let nearest = rounded(&[expected as f32], float)[0];
-        if !nearest.is_finite() {
-            let same = actual == nearest || (actual.is_nan() && nearest.is_nan());
-            assert!(same, "{what}: {actual:e} instead of {expected:e}");
-            return;
-        }
-        let difference = (f64::from(actual) - expected).abs();
-        let allowed = relative * expected.abs() + error + smallest;
-        assert!(
-            difference <= allowed,
-            "{what}: {actual:e} instead of {expected:e}"
-        );
-    }
 
     /// Both passes against the reference.
     fn check(x: &[f32], gradient: &[f32], shape: &[usize], float: StorageType) {

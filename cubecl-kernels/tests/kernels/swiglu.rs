@@ -28,7 +28,7 @@ fn the_reference_has_the_slopes_of_its_differences() {
 }
 
 #[cfg(any(feature = "cuda", feature = "vulkan"))]
-mod on_device {
+pub mod on_device {
     use cubecl::{ir::StorageType, std::tensor::TensorHandle};
     use cubecl_kernels::{
         KernelError,
@@ -67,7 +67,7 @@ mod on_device {
 
     /// `error` is allowed beside the rounding to the type.
     #[track_caller]
-    fn assert_close(actual: f32, expected: f64, error: f64, float: StorageType, what: &str) {
+    pub fn assert_close(actual: f32, expected: f64, error: f64, float: StorageType, what: &str) {
         let (relative, smallest) = precision(float);
         let nearest = rounded(&[expected as f32], float)[0];
         if !nearest.is_finite() {

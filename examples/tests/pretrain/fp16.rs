@@ -69,7 +69,9 @@ fn fp16_trains_by_quantized_recipes() {
         path(&file),
     ];
     succeeded(&small_run(data.path(), &folder.path().join("runs"), &flags));
-    for run in json(&file) {
+    let runs = json(&file);
+    assert_eq!(runs.len(), 4);
+    for run in runs {
         let first = run["loss_curve"][0][1].as_f64().unwrap();
         let learned = first - run["val_loss"].as_f64().unwrap();
         assert!(learned > 0.5, "{run}");

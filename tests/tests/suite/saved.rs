@@ -19,9 +19,10 @@ use burn::{
     },
     optim::GradientsParams,
     tensor::{
-        Tensor, TensorMetadata,
+        FloatDType, Tensor, TensorMetadata,
         activation::{relu, sigmoid, softmax},
         backend::AutodiffBackend,
+        f16,
     },
 };
 use burn_quant_train::{
@@ -42,12 +43,13 @@ use quant_train_tests::{
     Rng,
     data::{cosine, floats, primitive, primitive_floats, same_bits, tensor},
     models::{Classifier, Encoder, with_weights_of},
-    on_every_backend, seed,
+    on_every_backend, seed, supports,
     train::{attached, every_layer, gradients_of, samples, tail, train},
 };
 
 on_every_backend! {
     gradients_are_near_the_exact_ones => gradients_are_near;
+    operators_in_16_bits_read_contexts => operators_in_16_bits;
     masks_take_a_bit_and_are_exact => masks_are_exact;
     bits_are_those_of_the_mask => bits_are_the_mask;
     what_several_operations_read_is_compressed_once => compressed_once;
@@ -205,6 +207,55 @@ fn assert_near(seed: u64, got: &[Case], exact: &[Case], [whole, least]: [f64; 2]
             all >= whole && worst >= least,
             "{}, seed {seed}: cosine {all}, worst {worst}",
             got.name
+        );
+    }
+}
+
+/// Operators that are one kernel on devices: of rows of a group, of half a group, and of heads, which are compressed as
+/// they lie in memory.
+fn operators_in_16_bits<B: DataBackend>(seed: u64) {
+    type Half<F, B> = QuantTrain<Autodiff<B>, Contexts<MixedPrecision<f16>, F>>;
+
+    fn cases<B: DataBackend, F: ContextFormat>(seed: u64) -> Vec<(&'static str, Vec<Vec<f32>>)> {
+        let device = &Default::default();
+        let mut cases = Vec::new();
+        macro_rules! case {
+            ($name:literal, $shape:expr, $module:expr, $forward:expr) => {{
+                let module = $module.init(device);
+                let (gradients, _) = passes::<Half<F, B>, _, _>(seed, $shape, module, $forward);
+                cases.push(($name, gradients));
+            }};
+        }
+        let norm = RmsNormConfig::new(128);
+        case!(
+            "SwiGlu",
+            [4, 64, 128],
+            SwiGluConfig::new(128, 256),
+            |m, x| m.forward(x)
+        );
+        case!("RmsNorm", [4, 64, 128], norm.clone(), |m, x| m.forward(x));
+        case!("short rows", [4, 64, 64], RmsNormConfig::new(64), |m, x| m
+            .forward(x));
+        case!("heads", [4, 64, 128], norm, |m, x: Tensor<_, 3>| m
+            .forward(x.swap_dims(0, 1)));
+        case!(
+            "LayerNorm",
+            [4, 64, 128],
+            LayerNormConfig::new(128),
+            |m, x| m.forward(x)
+        );
+        cases
+    }
+    if !supports::<B>(FloatDType::F16.into()) {
+        return;
+    }
+    let exact = cases::<B, Exact>(seed);
+    for ((name, got), (_, exact)) in cases::<B, Int10>(seed).iter().zip(&exact) {
+        let similarity = cosine(&got.concat(), &exact.concat());
+        let worst = worst(got, exact);
+        assert!(
+            similarity > 0.999 && worst > 0.995,
+            "{name}, seed {seed}: cosine {similarity}, worst {worst}"
         );
     }
 }

@@ -1,4 +1,4 @@
-//! What an operator reads: floats, or numbers with scales.
+//! The input of an operator: floats, or numbers with scales.
 
 use burn_backend::{Backend, DType, FloatDType, Shape, TensorMetadata, tensor::FloatTensor};
 

@@ -44,9 +44,9 @@ pub struct Compositions<B: Backend> {
     /// The gradient of x, and those of the gain and of the bias in parts, f32 `[parts, columns]`: of x and the gain; of
     /// the gradient of the output; of the means and the inverse deviations.
     pub layer_norm_backward: fn(NormInput<B>, FloatTensor<B>, Pair<B>) -> WithPair<B>,
-    /// `x Φ(x)`.
+    /// `x Φ(x)`, in the shape and dtype of x.
     pub gelu: fn(OperatorInput<B>) -> FloatTensor<B>,
-    /// The gradient of x: of x, and of the gradient of the output.
+    /// The gradient of x: of x, and of the gradient of the output, of its shape and dtype.
     pub gelu_backward: fn(OperatorInput<B>, FloatTensor<B>) -> FloatTensor<B>,
     /// `silu(gate) up`.
     pub swiglu: fn(GateInputs<B>) -> FloatTensor<B>,

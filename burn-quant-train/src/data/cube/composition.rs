@@ -66,7 +66,7 @@ struct Rows<R: CubeRuntime> {
 
 enum Values<R: CubeRuntime> {
     Floats(TensorHandle<R>),
-    Numbers(quantize::Quantized<R>),
+    Numbers(Box<quantize::Quantized<R>>),
 }
 
 impl<R: CubeRuntime> Rows<R> {
@@ -75,7 +75,7 @@ impl<R: CubeRuntime> Rows<R> {
         match input {
             OperatorInput::Quantized { matrix, .. } if matrix.shape == rows_and_columns(&shape) => {
                 Self {
-                    values: Values::Numbers(unwrap(&matrix)),
+                    values: Values::Numbers(Box::new(unwrap(&matrix))),
                     like: on_device(&matrix).clone(),
                     shape,
                     dtype,

@@ -1,0 +1,240 @@
+//! The memory of training steps, beside their time: each training in a process of its own.
+//!
+//! A process keeps what it has taken from the device in its pools. Of several trainings in one process only the first
+//! says what it takes.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+};
+
+use anyhow::{Context, Result, bail, ensure};
+use burn_quant_train::recipe::Name;
+use clap::{Args, ValueEnum};
+use examples::args::{Checkpointing, Contexts, Preset};
+
+use crate::results::{Results, Rows, TrainingSpeed};
+
+/// The trainings to measure: each recipe with each of these.
+#[derive(Args, Debug, Clone)]
+#[group(skip)]
+pub struct Settings {
+    /// The model, and its batch
+    #[arg(long, value_enum, default_value = "medium")]
+    pub preset: Preset,
+    /// Lengths of sequences, in batches of as many tokens as the preset's [default: the preset's]
+    #[arg(long, value_delimiter = ',', value_name = "N,..")]
+    pub sequences: Vec<usize>,
+    /// How activations wait for the backward pass
+    #[arg(long, value_enum, value_delimiter = ',', default_value = "exact")]
+    pub contexts: Vec<Contexts>,
+    /// Which parts of the model keep their input alone and run again in the backward pass
+    #[arg(long, value_enum, value_delimiter = ',', default_value = "none")]
+    pub checkpointing: Vec<Checkpointing>,
+}
+
+impl Settings {
+    /// The command lines of `qt-bench` that measure these trainings, by length, without `--json`.
+    fn commands(&self, recipes: &[Name]) -> Vec<Vec<String>> {
+        let lengths: Vec<Option<usize>> = match self.sequences.as_slice() {
+            [] => vec![None],
+            lengths => lengths.iter().copied().map(Some).collect(),
+        };
+        let mut commands = Vec::new();
+        for length in lengths {
+            for &checkpointing in &self.checkpointing {
+                for &contexts in &self.contexts {
+                    for recipe in recipes {
+                        let mut command = vec![
+                            String::from("pretrain"),
+                            String::from("--without-burn"),
+                            format!("--preset={}", name_of(&self.preset)),
+                            format!("--checkpointing={}", name_of(&checkpointing)),
+                            format!("--contexts={}", name_of(&contexts)),
+                            format!("--recipe={recipe}"),
+                        ];
+                        command.extend(length.map(|it| format!("--sequences={it}")));
+                        commands.push(command);
+                    }
+                }
+            }
+        }
+        commands
+    }
+
+    /// Measures all trainings with `program`, which is this one, and calls `add` with the line of each.
+    ///
+    /// # Errors
+    ///
+    /// A training that failed, or what `add` gives.
+    pub fn measure(
+        &self,
+        program: &Path,
+        recipes: &[Name],
+        mut add: impl FnMut(TrainingSpeed) -> Result<()>,
+    ) -> Result<()> {
+        for command in self.commands(recipes) {
+            add(line_of(program, &command)?)?;
+        }
+        Ok(())
+    }
+}
+
+/// An option's value as the command line takes it.
+fn name_of(value: &impl ValueEnum) -> String {
+    let value = value.to_possible_value();
+    String::from(value.expect("no value is hidden").get_name())
+}
+
+/// The one line that a command measures.
+fn line_of(program: &Path, command: &[String]) -> Result<TrainingSpeed> {
+    let file =
+        ResultFile(std::env::temp_dir().join(format!("qt-bench-{}.json", std::process::id())));
+    let what = || format!("{} {}", program.display(), command.join(" "));
+    let status = Command::new(program)
+        .args(command)
+        .arg("--json")
+        .arg(&file.0)
+        .stdout(Stdio::null())
+        .status()
+        .with_context(|| format!("cannot run {}", what()))?;
+    ensure!(status.success(), "{} ended with {status}", what());
+    let text = fs::read_to_string(&file.0)
+        .with_context(|| format!("{} left no {}", what(), file.0.display()))?;
+    let results: Results =
+        serde_json::from_str(&text).with_context(|| format!("{} wrote no results", what()))?;
+    match results.rows {
+        Rows::Pretrain(mut lines) if lines.len() == 1 => Ok(lines.remove(0)),
+        _ => bail!("{} measured something else than one training", what()),
+    }
+}
+
+/// A file that is removed in the end.
+struct ResultFile(PathBuf);
+
+impl Drop for ResultFile {
+    fn drop(&mut self) {
+        // A command that failed has left none.
+        let _ = fs::remove_file(&self.0);
+    }
+}
+
+#[cfg(all(test, unix))]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
+    use examples::rows;
+
+    use super::*;
+    use crate::{
+        results::{Spread, Subject},
+        table::tests::run,
+    };
+
+    const SETTINGS: Settings = Settings {
+        preset: Preset::Medium,
+        sequences: Vec::new(),
+        contexts: Vec::new(),
+        checkpointing: Vec::new(),
+    };
+
+    fn recipes() -> Vec<Name> {
+        let names = ["mixed-precision", "fallback-int8"];
+        names.map(|it| it.parse().expect("a recipe")).to_vec()
+    }
+
+    /// A program of these lines of shell; its last argument is the file of results.
+    fn program(folder: &Path, lines: &str) -> PathBuf {
+        let path = folder.join("program");
+        let head = "#!/bin/sh\nfor file in \"$@\"; do :; done\n";
+        fs::write(&path, format!("{head}{lines}\n")).expect("a file");
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).expect("executable");
+        path
+    }
+
+    fn settings() -> Settings {
+        Settings {
+            sequences: vec![1024, 4096],
+            contexts: vec![Contexts::Exact, Contexts::Int8],
+            checkpointing: vec![Checkpointing::None, Checkpointing::Layers],
+            ..SETTINGS
+        }
+    }
+
+    #[test]
+    fn each_training_has_a_command() {
+        let commands = settings().commands(&recipes());
+        assert_eq!(commands.len(), 16);
+        let distinct: std::collections::HashSet<_> = commands.iter().collect();
+        assert_eq!(distinct.len(), 16);
+        assert_eq!(
+            commands[7].join(" "),
+            "pretrain --without-burn --preset=medium --checkpointing=layers --contexts=int8 --recipe=fallback-int8 \
+             --sequences=1024"
+        );
+        let all = Settings {
+            sequences: Vec::new(),
+            ..settings()
+        };
+        let commands = all.commands(&recipes());
+        assert_eq!(commands.len(), 8);
+        assert!(!commands[0].join(" ").contains("--sequences"));
+    }
+
+    #[test]
+    fn each_line_comes_from_a_process() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let line = TrainingSpeed {
+            subject: Subject::recipe("fallback-int8"),
+            model: String::from("medium"),
+            parameters: 1,
+            batch: 16,
+            sequence: 1024,
+            step: Spread {
+                median_ms: 2.0,
+                p10_ms: 1.0,
+                p90_ms: 3.0,
+            },
+            tokens_per_s: 5.0,
+            contexts: None,
+            checkpointing: Checkpointing::None,
+            activation_bytes: Some(7),
+            peak_bytes: Some(9),
+        };
+        let results = |lines: Vec<TrainingSpeed>| Results {
+            run: run(),
+            peer: None,
+            rows: Rows::Pretrain(lines),
+        };
+        let write = |name: &str, lines| {
+            let path = folder.path().join(name);
+            let text = rows::to_string(&results(lines)).expect("JSON");
+            fs::write(&path, text).expect("a file");
+            path
+        };
+        let one = write("one.json", vec![line.clone()]);
+        let two = write("two.json", vec![line.clone(); 2]);
+        let copy = |from: &Path| program(folder.path(), &format!("cp {} $file", from.display()));
+        let measured = |program: PathBuf| -> Result<Vec<TrainingSpeed>> {
+            let mut lines = Vec::new();
+            settings().measure(&program, &recipes(), |line| {
+                lines.push(line);
+                Ok(())
+            })?;
+            Ok(lines)
+        };
+        assert_eq!(measured(copy(&one)).expect("lines"), vec![line; 16]);
+        for (program, complaint) in [
+            (copy(&two), "something else than one training"),
+            (program(folder.path(), "exit 3"), "exit status: 3"),
+            (program(folder.path(), "exit 0"), "left no"),
+            (program(folder.path(), "echo x > $file"), "wrote no results"),
+            (folder.path().join("none"), "cannot run"),
+        ] {
+            let error = format!("{:#}", measured(program).expect_err("no lines"));
+            assert!(error.contains(complaint), "{error}");
+            assert!(error.contains("--recipe=mixed-precision"), "{error}");
+        }
+    }
+}
