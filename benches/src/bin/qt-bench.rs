@@ -102,7 +102,7 @@ enum Command {
         #[command(flatten)]
         output: Output,
     },
-    /// Every benchmark but pretrain, which needs a process of its own
+    /// Every benchmark but pretrain and memory, which need processes of their own
     All {
         #[command(flatten)]
         gemm: gemm::Settings,

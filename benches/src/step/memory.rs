@@ -144,9 +144,12 @@ mod tests {
         names.map(|it| it.parse().expect("a recipe")).to_vec()
     }
 
-    /// A program of these lines of shell; its last argument is the file of results.
+    /// A program of these lines of shell, in a folder of its own; its last argument is the file of results.
     fn program(folder: &Path, lines: &str) -> PathBuf {
-        let path = folder.join("program");
+        let path = tempfile::tempdir_in(folder)
+            .expect("a folder")
+            .keep()
+            .join("program");
         let head = "#!/bin/sh\nfor file in \"$@\"; do :; done\n";
         fs::write(&path, format!("{head}{lines}\n")).expect("a file");
         fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).expect("executable");
