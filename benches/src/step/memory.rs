@@ -122,21 +122,12 @@ impl Drop for ResultFile {
 
 #[cfg(all(test, unix))]
 mod tests {
-    use std::os::unix::fs::PermissionsExt;
-
     use examples::rows;
 
     use super::*;
     use crate::{
         results::{Spread, Subject},
         table::tests::run,
-    };
-
-    const SETTINGS: Settings = Settings {
-        preset: Preset::Medium,
-        sequences: Vec::new(),
-        contexts: Vec::new(),
-        checkpointing: Vec::new(),
     };
 
     fn recipes() -> Vec<Name> {
@@ -150,18 +141,23 @@ mod tests {
             .expect("a folder")
             .keep()
             .join("program");
-        let head = "#!/bin/sh\nfor file in \"$@\"; do :; done\n";
-        fs::write(&path, format!("{head}{lines}\n")).expect("a file");
-        fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).expect("executable");
+        let text = format!("#!/bin/sh\nfor file in \"$@\"; do :; done\n{lines}\n");
+        // A shell writes it: a file that this process has open for writing cannot be run, nor while a process that
+        // another thread forks meanwhile has it too.
+        let status = Command::new("sh")
+            .args(["-c", "printf %s \"$1\" > \"$0\" && chmod +x \"$0\""])
+            .args([path.as_os_str(), text.as_ref()])
+            .status();
+        assert!(status.expect("a shell").success());
         path
     }
 
     fn settings() -> Settings {
         Settings {
+            preset: Preset::Medium,
             sequences: vec![1024, 4096],
             contexts: vec![Contexts::Exact, Contexts::Int8],
             checkpointing: vec![Checkpointing::None, Checkpointing::Layers],
-            ..SETTINGS
         }
     }
 
