@@ -63,8 +63,8 @@ pub fn has_layer_norm(dtype: StorageType, cols: usize) -> bool {
 
 /// Each row of `x` less its mean, divided by its standard deviation, times the gain, plus the bias where there is one.
 ///
-/// - `x`: f32, f16 or bf16 `[.., cols]`, or a [quantized matrix](mod@crate::operator_input). The output has its shape
-///   and type.
+/// - `x`: f32, f16 or bf16 `[.., cols]`, contiguous, or a [quantized matrix](mod@crate::operator_input). The output has
+///   its shape and type.
 /// - `gain`: f32, f16 or bf16 of `cols` elements, contiguous. Its type may be another one.
 /// - `bias`: of the length and type of the gain, contiguous.
 /// - `epsilon`: added to the variance. Where it is positive, rows of zeros give the bias.

@@ -54,8 +54,8 @@ pub fn has_rms_norm(dtype: StorageType, cols: usize) -> bool {
 
 /// Each row of `x` divided by its root mean square, times the gain.
 ///
-/// - `x`: f32, f16 or bf16 `[.., cols]`, or a [quantized matrix](mod@crate::operator_input). The output has its shape
-///   and type.
+/// - `x`: f32, f16 or bf16 `[.., cols]`, contiguous, or a [quantized matrix](mod@crate::operator_input). The output has
+///   its shape and type.
 /// - `gain`: f32, f16 or bf16 of `cols` elements, contiguous. Its type may be another one.
 /// - `epsilon`: added to the mean of squares. Where it is positive, rows of zeros give zeros.
 ///

@@ -5,7 +5,7 @@
 
 use std::{
     fs,
-    path::{Path, PathBuf},
+    path::Path,
     process::{Command, Stdio},
 };
 
@@ -89,19 +89,19 @@ fn name_of(value: &impl ValueEnum) -> String {
 
 /// The one line that a command measures.
 fn line_of(program: &Path, command: &[String]) -> Result<TrainingSpeed> {
-    let file =
-        ResultFile(std::env::temp_dir().join(format!("qt-bench-{}.json", std::process::id())));
+    let folder = tempfile::tempdir().context("no folder for results")?;
+    let file = folder.path().join("training.json");
     let what = || format!("{} {}", program.display(), command.join(" "));
     let status = Command::new(program)
         .args(command)
         .arg("--json")
-        .arg(&file.0)
+        .arg(&file)
         .stdout(Stdio::null())
         .status()
         .with_context(|| format!("cannot run {}", what()))?;
     ensure!(status.success(), "{} ended with {status}", what());
-    let text = fs::read_to_string(&file.0)
-        .with_context(|| format!("{} left no {}", what(), file.0.display()))?;
+    let text = fs::read_to_string(&file)
+        .with_context(|| format!("{} left no {}", what(), file.display()))?;
     let results: Results =
         serde_json::from_str(&text).with_context(|| format!("{} wrote no results", what()))?;
     match results.rows {
@@ -110,18 +110,10 @@ fn line_of(program: &Path, command: &[String]) -> Result<TrainingSpeed> {
     }
 }
 
-/// A file that is removed in the end.
-struct ResultFile(PathBuf);
-
-impl Drop for ResultFile {
-    fn drop(&mut self) {
-        // A command that failed has left none.
-        let _ = fs::remove_file(&self.0);
-    }
-}
-
 #[cfg(all(test, unix))]
 mod tests {
+    use std::path::PathBuf;
+
     use examples::rows;
 
     use super::*;

@@ -97,13 +97,14 @@ fn problem<B: QuantBackend, R: Recipe>(
     let [query, key, value] = inputs.map(TensorMetadata::shape);
     let shape = AttentionShape::new("attention", &query, &key, &value).ok()?;
     let softcap = options.softcap.map(|softcap| softcap as f32);
-    let computes = R::row().compute != FloatDType::F32
+    let compute = R::row().compute;
+    let computes = compute != FloatDType::F32
         && floats.all(|it| it.dtype() != DType::F64)
         && softcap.is_none_or(|softcap| softcap > 0.0 && softcap.is_finite())
         && mask.is_none_or(|mask| fits(&mask.shape(), &shape))
         && bias.is_none_or(|bias| fits(&bias.shape(), &shape));
     computes.then(|| AttentionProblem {
-        dtype: R::row().compute.into(),
+        dtype: compute.into(),
         shape,
         options: AttentionOptions {
             softcap,

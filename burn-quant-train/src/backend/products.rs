@@ -22,7 +22,7 @@ use crate::{
     ops::{
         learned_linear::LearnedLinear, linear::Linear, matmul::Matmul, run::Run, watch::Watched,
     },
-    recipe::Recipe,
+    recipe::{Recipe, Row},
     saved::{
         recorded::{InsideTensor, QuantBackend, Recorded},
         report::Running,
@@ -218,11 +218,12 @@ fn say_unattached<B: QuantBackend, R: Recipe>(tag: &Tag<B::Base>, shape: &Shape)
     if !tag.is_parameter() || shape.num_elements() < MIN_ELEMENTS {
         return;
     }
+    let row = R::row();
     warn_once!(
         "quant-train: a product with the trained weight {shape:?} is computed in {:?}, not by {}: no optimizer has \
          named its layer. Call `attach(model)` of the `QuantOptimizer` before training.",
-        R::row().compute,
-        R::row().name,
+        row.compute,
+        row.name,
     );
 }
 
@@ -252,16 +253,20 @@ fn quantized<B: QuantBackend, R: Recipe>(
             layer.path()
         );
     }
-    let row = R::row()
-        .linear
-        .expect("a recipe without a row for linear layers quantizes none");
+    let Row {
+        compute,
+        flow,
+        linear,
+        ..
+    } = R::row();
+    let row = linear.expect("a recipe without a row for linear layers quantizes none");
     if let Some(slots) = row.learned() {
         let operation = LearnedLinear {
             layer,
             run: Run::Next,
             row,
             slots,
-            compute: R::row().compute,
+            compute,
             weight_tag: weight.tag().clone(),
             weight_view: weight.view(),
         };
@@ -273,11 +278,11 @@ fn quantized<B: QuantBackend, R: Recipe>(
         layer,
         run: Run::Next,
         row,
-        compute: R::row().compute,
+        compute,
         x_tag,
         weight_tag: weight.tag().clone(),
         weight_view: weight.view(),
-        flow: R::row().flow.filter(|_| flows),
+        flow: flow.filter(|_| flows),
     };
     recorded::<B, _>(operation, x, weight, bias)
 }
