@@ -58,7 +58,7 @@ std::vector<std::unique_ptr<std::barrier<>>> warps;
 
 inline void __syncthreads() { threads.arrive_and_wait(); }
 
-// What each thread of a warp says, for as long as `read` takes: of all 32, in their order.
+// The word of each thread of a warp, for as long as `read` takes: of all 32, in their order.
 template <typename T, typename Read> auto in_warp(const T &mine, Read read) {
     static T said[THREADS];
     auto &warp = *warps[threadIdx.x / WARP];
@@ -159,7 +159,7 @@ thread_local std::vector<Copy> copies;
 inline void ptx_cp_async_ca_shared_global(uint32_t to, const unsigned char *from) { copies.push_back({to, 16, from}); }
 inline void ptx_cp_async_cg_shared_global(uint32_t to, const unsigned char *from) { copies.push_back({to, 16, from}); }
 
-// What is not copied of 16 bytes is 0.
+// Bytes of 16 that are not copied are 0.
 inline void ptx_cp_async_cg_shared__cta_global(uint32_t to, uint64_t from, int, uint32_t bytes) {
     copies.push_back({to, bytes, (const unsigned char *)from});
 }
@@ -250,7 +250,7 @@ inline thread_block this_thread_block() { return {}; }
 namespace cuda {
 enum thread_scope { thread_scope_block };
 
-// What is in a barrier lies elsewhere: one in shared memory has 8 bytes.
+// The state of a barrier lies elsewhere: one in shared memory has 8 bytes.
 struct Counts {
     uint32_t expected, missing, phase;
 };
