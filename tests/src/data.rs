@@ -1,13 +1,17 @@
 //! Seeded random data, and tensors to and from the host.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use burn::tensor::{
     DType, Int, Tensor, TensorData, TensorPrimitive,
     backend::Backend,
     ops::{FloatTensor, IntTensor},
 };
-use burn_quant_train::{layer::tag::Tag, optim::LayerBackend};
+use burn_quant_train::{
+    layer::tag::Tag,
+    optim::LayerBackend,
+    recipe::{NAMES, Recipe},
+};
 
 /// A fresh seed, or that of `QUANT_TRAIN_TEST_SEED`.
 pub fn seed() -> u64 {
@@ -17,6 +21,25 @@ pub fn seed() -> u64 {
             let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
             now.expect("the clock is past 1970").as_nanos() as u64
         }
+    }
+}
+
+/// Tests a recipe; in a build for Vulkan, where each has kernels to compile, only if it is among the few that this
+/// process draws, and says so where it is not. `QUANT_TRAIN_TEST_ALL` asks for all, and so does a given seed.
+pub fn if_drawn<R: Recipe>(test: impl FnOnce()) {
+    const FEW: usize = 5;
+    static DRAWN: OnceLock<Vec<&str>> = OnceLock::new();
+    let drawn = DRAWN.get_or_init(|| {
+        let few = match std::env::var_os("QUANT_TRAIN_TEST_SEED") {
+            Some(_) => NAMES.len(),
+            None => FEW,
+        };
+        Rng::new(seed()).drawn(NAMES.iter().map(|name| name.as_str()), few)
+    });
+    let name = R::ROW.name;
+    match drawn.contains(&name) {
+        true => test(),
+        false => println!("skipped: {name}, which was not drawn"),
     }
 }
 
@@ -76,6 +99,18 @@ impl Rng {
     /// One of these.
     pub fn pick<T: Copy>(&mut self, choices: &[T]) -> T {
         choices[self.below(choices.len())]
+    }
+
+    /// Of cases that compile kernels of their own, all; in a build for Vulkan, whose driver may be software that
+    /// compiles a kernel for seconds, a few of them. `QUANT_TRAIN_TEST_ALL` asks for all there too.
+    pub fn drawn<T>(&mut self, cases: impl IntoIterator<Item = T>, few: usize) -> Vec<T> {
+        let mut cases: Vec<T> = cases.into_iter().collect();
+        if cfg!(feature = "vulkan") && std::env::var_os("QUANT_TRAIN_TEST_ALL").is_none() {
+            while cases.len() > few {
+                cases.remove(self.below(cases.len()));
+            }
+        }
+        cases
     }
 
     /// Standard normal (Box and Muller).

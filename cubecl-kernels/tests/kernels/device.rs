@@ -4,6 +4,8 @@ use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 use cubecl_kernels::shape::MatrixShape;
 use half::{bf16, f16};
 
+use crate::random::Random;
+
 #[cfg(feature = "cuda")]
 pub type TestRuntime = cubecl::cuda::CudaRuntime;
 #[cfg(not(feature = "cuda"))]
@@ -18,6 +20,15 @@ pub fn client() -> Client {
 
 pub fn dtype<E: CubePrimitive>() -> StorageType {
     E::as_type_native_unchecked().storage_type()
+}
+
+/// Of cases that have a kernel each, all on CUDA, and elsewhere, where a driver in software compiles a kernel for
+/// seconds, a few: see [`Random::few`].
+pub fn drawn<T>(random: &mut Random, cases: impl IntoIterator<Item = T>, few: usize) -> Vec<T> {
+    match cfg!(feature = "cuda") {
+        true => cases.into_iter().collect(),
+        false => random.few(cases, few),
+    }
 }
 
 /// The float types of this device. One that is missing is named in the output.

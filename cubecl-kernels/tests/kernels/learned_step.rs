@@ -770,8 +770,8 @@ mod on_device {
 
     use super::*;
     use crate::device::{
-        Client, Memory, Tensor, TestRuntime, assert_same_floats, client, dtype, float_types, read,
-        read_float, rounded, upload, upload_i32, upload_matrix,
+        Client, Memory, Tensor, TestRuntime, assert_same_floats, client, drawn, dtype, float_types,
+        read, read_float, rounded, upload, upload_i32, upload_matrix,
     };
 
     const LAYOUTS: [Layout; 3] = [Layout::Both, Layout::RowMajor, Layout::Transposed];
@@ -840,19 +840,20 @@ mod on_device {
         );
     }
 
-    /// Every size, and some of the other shapes: each needs kernels of its own, which take long to compile.
-    fn some_transforms(random: &mut Random) -> Vec<([usize; 2], HadamardTransform)> {
-        let mut some = transforms();
-        some.retain(|_| random.uniform() < 0.3);
-        some.extend(all_sizes());
-        some
+    /// Of several shapes, and of every size.
+    fn drawn_transforms(random: &mut Random) -> Vec<([usize; 2], HadamardTransform)> {
+        [
+            drawn(random, transforms(), 2),
+            drawn(random, all_sizes(), 2),
+        ]
+        .concat()
     }
 
     #[test]
     fn quantize_equals_the_reference() {
         let (client, mut random) = (client(), Random::fresh());
-        let some = some_transforms(&mut random);
-        for (index, transform) in some.into_iter().enumerate() {
+        let transforms = drawn_transforms(&mut random);
+        for (index, transform) in transforms.into_iter().enumerate() {
             let layout = LAYOUTS[index % 3];
             let save = match index % 4 {
                 0 => None,
@@ -877,15 +878,13 @@ mod on_device {
             axis,
         };
         for float in float_types(&client) {
-            for (index, memory) in [
+            let memories = [
                 Memory::Contiguous,
                 Memory::Transposed,
                 Memory::Sliced,
                 Memory::SlicedAligned,
-            ]
-            .into_iter()
-            .enumerate()
-            {
+            ];
+            for (index, memory) in drawn(&mut random, memories.into_iter().enumerate(), 1) {
                 let x = random.with_outliers(96 * 160);
                 let case = Case {
                     x: rounded(&x, float),
@@ -1038,7 +1037,7 @@ mod on_device {
     #[test]
     fn backward_equals_the_reference() {
         let (client, mut random) = (client(), Random::fresh());
-        for transform in some_transforms(&mut random) {
+        for transform in drawn_transforms(&mut random) {
             let all = cases(&mut random, transform);
             for _ in 0..3 {
                 let case = &all[random.index(all.len())];
@@ -1157,7 +1156,7 @@ mod on_device {
     fn squared_errors() {
         let (client, mut random) = (client(), Random::fresh());
         let mut all = bad_steps(&mut random);
-        for (shape, transform) in transforms().into_iter().chain(all_sizes()) {
+        for (shape, transform) in drawn_transforms(&mut random) {
             all.push(Case {
                 x: random.with_outliers(shape[0] * shape[1]),
                 shape,

@@ -499,7 +499,7 @@ mod on_device {
 
     use super::*;
     use crate::device::{
-        Client, TestRuntime, assert_same_floats, client, dtype, read, read_float, upload,
+        Client, TestRuntime, assert_same_floats, client, drawn, dtype, read, read_float, upload,
     };
 
     /// The host's copy of a state.
@@ -527,7 +527,7 @@ mod on_device {
             (4, 66),
             (128, 8192),
         ] {
-            for (format, moment) in formats(group) {
+            for (format, moment) in drawn(&mut random, formats(group), 3) {
                 let x = assorted(&mut random, len, group, moment);
                 let what = format!("{format:?}, {moment:?}, {len}");
                 let expected = quantize_state(&x, format, moment);

@@ -45,6 +45,18 @@ impl Random {
         ((self.uniform() * n as f32) as usize).min(n - 1)
     }
 
+    /// A few of cases that take long, or with `KERNELS_TEST_ALL` all of them.
+    #[cfg(any(feature = "cuda", feature = "vulkan"))]
+    pub fn few<T>(&mut self, cases: impl IntoIterator<Item = T>, few: usize) -> Vec<T> {
+        let mut cases: Vec<T> = cases.into_iter().collect();
+        if std::env::var_os("KERNELS_TEST_ALL").is_none() {
+            while cases.len() > few {
+                cases.remove(self.index(cases.len()));
+            }
+        }
+        cases
+    }
+
     /// Standard normal.
     pub fn normal(&mut self) -> f32 {
         let radius = (-2.0 * (1.0 - self.uniform()).ln()).sqrt();

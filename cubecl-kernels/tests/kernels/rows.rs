@@ -28,7 +28,8 @@ pub mod on_device {
 
     use crate::{
         device::{
-            Client, Tensor, client, dtype, float_types, read_float, rounded, upload, upload_i32,
+            Client, Tensor, client, drawn, dtype, float_types, read_float, rounded, upload,
+            upload_i32,
         },
         random::Random,
     };
@@ -168,7 +169,7 @@ pub mod on_device {
 
     /// Matrices and the types of them and of the gain: vectors of every width, whole and part planes, several of them,
     /// as many elements as there may be, and all types in turn.
-    pub fn matrices() -> Vec<([usize; 2], [StorageType; 2])> {
+    pub fn matrices(random: &mut Random) -> Vec<([usize; 2], [StorageType; 2])> {
         const COLS: [usize; 14] = [
             1, 3, 7, 16, 64, 129, 768, 1000, 1026, 1536, 2048, 4096, 8191, 8192,
         ];
@@ -187,7 +188,7 @@ pub mod on_device {
                 matrices.extend(of_shape.map(|&types| ([rows, cols], types)));
             }
         }
-        matrices
+        drawn(random, matrices, 10)
     }
 
     /// More rows than the cubes of a backward pass take at a time, other shapes and epsilons.

@@ -279,14 +279,15 @@ fn odd_shape(rng: &mut Rng) -> [usize; 2] {
 fn quantize_blocks<B: DataBackend>(seed: u64) {
     let mut rng = Rng::new(seed);
     let mut checked = 0;
+    let blocks = rng.drawn([16, 32, 64, 128], 1);
+    let layouts = rng.drawn([Layout::RowMajor, Layout::Transposed, Layout::Both], 1);
     for kind in ALL {
         for form in FORMS {
             if !fits(kind, form) || !supports_form::<B>(form) {
                 continue;
             }
             let shape = odd_shape(&mut rng);
-            let block = rng.pick(&[16, 32, 64, 128]);
-            let layout = rng.pick(&[Layout::RowMajor, Layout::Transposed, Layout::Both]);
+            let (block, layout) = (rng.pick(&blocks), rng.pick(&layouts));
             let key = StochasticKey {
                 seed: rng.bits(),
                 stream: rng.bits(),
@@ -531,13 +532,14 @@ fn quantize_with_fallback<B: DataBackend>(seed: u64) {
     let finite = ALL
         .into_iter()
         .filter(|kind| !matches!(kind, Values::OneNan | Values::OneInf));
+    let blocks = rng.drawn([16, 32, 64, 128], 1);
     for kind in finite {
         for form in FORMS {
             if !fits(kind, form) || !supports_form::<B>(form) {
                 continue;
             }
             let shape = odd_shape(&mut rng);
-            let block = rng.pick(&[16, 32, 64, 128]);
+            let block = rng.pick(&blocks);
             let x = matrix(&mut rng, shape, kind);
             let (input, values) = in_form::<B>(&mut rng, &x, shape, form);
             let threshold = threshold_for(&mut rng, &values, shape, block);

@@ -102,7 +102,7 @@ fn solve_batched<A: AutodiffBackend>(
 
 fn linear_layers<B: DataBackend>(seed: u64) {
     let mut rng = Rng::new(seed);
-    for shape in [
+    let shapes = [
         [2, 40, 64, 96],
         [1, 7, 33, 5],
         [3, 1, 16, 8],
@@ -112,7 +112,8 @@ fn linear_layers<B: DataBackend>(seed: u64) {
         // Burn's dW would sum over 32 rows of each batch.
         [4, 32, 512, 512],
         [4, 32, 512, 96],
-    ] {
+    ];
+    for shape in rng.drawn(shapes, 3) {
         let [batch, rows, k, n] = shape;
         let data = [batch * rows * k, k * n, n, batch * rows * n].map(|it| draw(&mut rng, it));
         let data = data.each_ref().map(Vec::as_slice);
@@ -130,7 +131,8 @@ fn linear_layers<B: DataBackend>(seed: u64) {
 
 fn batched<B: DataBackend>(seed: u64) {
     let mut rng = Rng::new(seed);
-    for shape in [[2, 3, 24, 16, 40], [1, 2, 5, 7, 9], [2, 1, 130, 64, 130]] {
+    let shapes = [[2, 3, 24, 16, 40], [1, 2, 5, 7, 9], [2, 1, 130, 64, 130]];
+    for shape in rng.drawn(shapes, 1) {
         let [batch, heads, m, k, n] = shape;
         let sizes = [m * k, n * k, m * n].map(|it| batch * heads * it);
         let data = sizes.map(|it| draw(&mut rng, it));

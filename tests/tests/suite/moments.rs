@@ -378,7 +378,7 @@ fn assert_moments_equal(what: &str, actual: &Host, expected: &Host) {
 
 fn operation_steps<B: DataBackend>(seed: u64) {
     let mut rng = Rng::new(seed);
-    for formats in pairs() {
+    for formats in rng.drawn(pairs(), 3) {
         for t in [1, 2, 1000] {
             let mut cases = Case::of_every_size(&mut rng, formats);
             let items = cases.iter().map(Case::item::<B>).collect();
@@ -406,7 +406,7 @@ fn operation_steps<B: DataBackend>(seed: u64) {
 
 fn operation_skips<B: DataBackend>(seed: u64) {
     let mut rng = Rng::new(seed);
-    for formats in pairs() {
+    for formats in rng.drawn(pairs(), 3) {
         let cases = Case::of_every_size(&mut rng, formats);
         let items = cases.iter().map(Case::item::<B>).collect();
         let (clock, flag) = (from_counts::<B, 2>([7, 1]), from_counts::<B, 1>([2]));
@@ -424,7 +424,7 @@ fn operation_skips<B: DataBackend>(seed: u64) {
 /// The step is in place only where nobody can see it.
 fn operation_spares_clones<B: DataBackend>(seed: u64) {
     let mut rng = Rng::new(seed);
-    for formats in pairs() {
+    for formats in rng.drawn(pairs(), 3) {
         let cases = Case::of_every_size(&mut rng, formats);
         let items: Vec<_> = cases.iter().map(Case::item::<B>).collect();
         let clock = from_counts::<B, 2>([1, 0]);
@@ -459,7 +459,7 @@ fn operation_spares_clones<B: DataBackend>(seed: u64) {
 fn operation_converts<B: DataBackend>(seed: u64) {
     let (mut rng, shape) = (Rng::new(seed), [41, 127]);
     let device = B::Device::default();
-    for formats in pairs() {
+    for formats in rng.drawn(pairs(), 3) {
         for (format, moment) in formats.into_iter().zip([Moment::First, Moment::Second]) {
             let Some(format) = format else { continue };
             let what = format!("seed {seed}, {format:?}, {moment:?}");
@@ -739,7 +739,7 @@ where
 
 /// The optimizer finds each parameter, of any rank, its moments, and counts steps.
 fn ranks_step<B: DataBackend>(seed: u64) {
-    for formats in pairs() {
+    for formats in Rng::new(seed).drawn(pairs(), 3) {
         let expands = formats.iter().flatten().any(|format| format.expand);
         let what = |path: &str| format!("seed {seed}, {formats:?}, `{path}`");
         let [first, second] = formats;
