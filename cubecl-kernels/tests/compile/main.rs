@@ -1,5 +1,5 @@
-//! Every kernel on matrix instructions or of CUDA source, and AdamW, whose source is edited, compiled on a machine
-//! without a GPU for the architectures that they are meant for.
+//! Kernels on matrix instructions or of CUDA source, and AdamW, whose source is edited, compiled on a machine without a
+//! GPU for the architectures that they are meant for: some that each run draws, or all.
 //!
 //! The kernels come out of the launches themselves, by way of a runtime that compiles and does not run.
 #![cfg(feature = "cuda")]
@@ -1136,7 +1136,7 @@ fn nvrtc_compiles_attention() {
 
 /// Compiles a few of the sources, other ones each time: see [`Random::few`].
 fn compile(sources: Vec<Source>, architecture: &str) {
-    let sources = Random::fresh().few(sources, 12);
+    let sources = Random::fresh().few(sources, 6);
     let nvrtc = &Nvrtc::load();
     let threads = available_parallelism().map_or(1, usize::from);
     std::thread::scope(|scope| {

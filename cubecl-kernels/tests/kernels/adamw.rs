@@ -562,15 +562,17 @@ mod on_device {
 
     #[test]
     fn kernels_equal_the_reference_in_every_format() {
-        let pairs = drawn(&mut Random::fresh(), pairs(), 6);
-        kernels_equal_the_reference(&pairs, &SIZES, None);
+        let mut random = Random::fresh();
+        let pairs = drawn(&mut random, pairs(), 6);
+        kernels_equal_the_reference(&mut random, &pairs, &SIZES, None);
     }
 
     /// Cubes that fill tables take several tiles of a large tensor, here of 1024 elements.
     #[test]
     fn kernels_equal_the_reference_in_many_tiles() {
         let format = StateFormat::DYNAMIC_EXPONENT.with_group(4);
-        kernels_equal_the_reference(&[(Some(format), Some(format))], &[1100 * 1024 + 5], None);
+        let pairs = [(Some(format), Some(format))];
+        kernels_equal_the_reference(&mut Random::fresh(), &pairs, &[1100 * 1024 + 5], None);
     }
 
     /// A cube of several tiles, each of 2048 elements, does the same as cubes of one tile: the tensor has more tiles
@@ -617,22 +619,27 @@ mod on_device {
         // Each encoding with and without expansion.
         let pairs = [&pairs[..1], &pairs[5..6], &pairs[15..21]].concat();
         let pairs = drawn(&mut random, pairs, 3);
-        kernels_equal_the_reference(&pairs, &SIZES, Some(key));
+        kernels_equal_the_reference(&mut random, &pairs, &SIZES, Some(key));
     }
 
     const SIZES: [usize; 6] = [1, 3, 127, 129, 4097, 4096];
 
-    fn kernels_equal_the_reference(pairs: &[Pair], sizes: &[usize], key: Option<StochasticKey>) {
-        let (client, mut random) = (client(), Random::fresh());
+    fn kernels_equal_the_reference(
+        random: &mut Random,
+        pairs: &[Pair],
+        sizes: &[usize],
+        key: Option<StochasticKey>,
+    ) {
+        let client = client();
         let (mut total, mut different, mut exponents) = (0, 0, 0);
         for &pair in pairs {
             for &n in sizes {
-                let mut p = parameters(&mut random, n);
+                let mut p = parameters(random, n);
                 let mut tensors = tensors(&client, &p, pair);
                 tensors.state_rounding = key.map_or(Rounding::Nearest, Rounding::Stochastic);
                 let clock = initial_clock(&client);
                 for t in 1..=3 {
-                    let g = gradients(&mut random, n);
+                    let g = gradients(random, n);
                     let mut m = download(&client, &tensors.first);
                     let mut v = download(&client, &tensors.second);
                     let step = Step::new(&HYPERPARAMETERS, t).expect("betas below 1");

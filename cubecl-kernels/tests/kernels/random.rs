@@ -45,7 +45,8 @@ impl Random {
         ((self.uniform() * n as f32) as usize).min(n - 1)
     }
 
-    /// A few of cases that take long, or with `KERNELS_TEST_ALL` all of them.
+    /// A few of cases that take long, or with `KERNELS_TEST_ALL` all of them. A seed draws the same again, with all
+    /// cases other inputs.
     #[cfg(any(feature = "cuda", feature = "vulkan"))]
     pub fn few<T>(&mut self, cases: impl IntoIterator<Item = T>, few: usize) -> Vec<T> {
         let mut cases: Vec<T> = cases.into_iter().collect();
