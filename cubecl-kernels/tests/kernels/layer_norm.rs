@@ -182,7 +182,7 @@ mod on_device {
         }
     }
 
-    /// Every other matrix with a bias.
+    /// Every other matrix with a bias, so that each width has both.
     #[test]
     fn equals_the_reference() {
         let mut random = Random::fresh();

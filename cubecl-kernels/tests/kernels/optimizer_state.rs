@@ -572,7 +572,7 @@ mod on_device {
             expanded.0, expanded.1
         );
         assert!(
-            expanded.0 * 500 <= expanded.1,
+            expanded.0 * 500 < expanded.1,
             "{} of {}",
             expanded.0,
             expanded.1
