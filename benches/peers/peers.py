@@ -31,8 +31,6 @@ WARM_UP_S = 0.050
 GRAPH_LAUNCHES = 10
 BLOCK = 128
 
-BATCH, SEQUENCE = 2, 1024
-
 
 def quantile(ordered, part):
     """Between two of the ordered samples on a straight line."""
@@ -308,12 +306,12 @@ def measure_linear(features, tokens):
     return results
 
 
-def measure_layer(sizes):
+def measure_layer(sizes, rows):
     results = []
-    for hidden in sizes:
+    for hidden, (batch, sequence) in itertools.product(sizes, rows):
         layer = Layer(hidden, hidden // BLOCK, hidden * 8 // 3 // BLOCK * BLOCK).to("cuda", torch.bfloat16)
-        x = random_input(BATCH, SEQUENCE, hidden)
-        results.append(measure_module("torch-eager", layer, x))
+        x = random_input(batch, sequence, hidden)
+        results.append(measure_module("torch-eager", layer, x) | {"sequence": sequence})
         try:
             # Another width would otherwise be compiled as one of any width.
             torch._dynamo.reset()
@@ -322,7 +320,7 @@ def measure_layer(sizes):
         except Exception as error:  # torch.compile needs a C compiler, which a machine may lack.
             print(f"torch.compile, hidden {hidden}: {error}", file=sys.stderr)
             continue
-        results.append(measure_module("torch-compiled", compiled, x))
+        results.append(measure_module("torch-compiled", compiled, x) | {"sequence": sequence})
     return results
 
 
@@ -426,6 +424,10 @@ def numbers(text):
     return [int(number) for number in text.split(",")]
 
 
+def batches(text):
+    return [tuple(int(number) for number in rows.split("x")) for rows in text.split(",")]
+
+
 PARTS = ["copy", "gemm", "attention", "linear", "layer", "pretrain", "optimizer"]
 
 
@@ -439,6 +441,7 @@ def main():
     parser.add_argument("--features", type=int, default=4096, help="features of the linear layer")
     parser.add_argument("--tokens", type=numbers, default=[2048, 8192], help="rows of its input")
     parser.add_argument("--hidden", type=numbers, default=[1024, 2048, 4096], help="features of decoder layers")
+    parser.add_argument("--rows", type=batches, default=[(2, 1024)], help="their batches: 2x1024,4x2048")
     parser.add_argument("--preset", choices=PRESETS, default="medium", help="of the program pretrain")
     parser.add_argument("--preset-sequences", type=numbers, default=[], help="in batches of as many tokens")
     parser.add_argument("--checkpointing", type=lambda text: text.split(","), default=["none"],
@@ -457,7 +460,7 @@ def main():
         "gemm": lambda: measure_gemm(args.sizes),
         "attention": lambda: measure_attention(args.widths, args.sequences),
         "linear": lambda: measure_linear(args.features, args.tokens),
-        "layer": lambda: measure_layer(args.hidden),
+        "layer": lambda: measure_layer(args.hidden, args.rows),
         "pretrain": lambda: measure_pretrain(args.preset, args.preset_sequences, args.checkpointing),
         "optimizer": lambda: measure_optimizer(args.parameters),
     }

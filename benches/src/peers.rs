@@ -46,6 +46,7 @@ struct Gemm {
 struct Step {
     subject: Subject,
     tokens: usize,
+    sequence: Option<usize>,
     hidden: usize,
     forward: Spread,
     both: Spread,
@@ -197,6 +198,7 @@ fn steps(steps: &[Step]) -> Vec<StepSpeed> {
     let row = |step: &Step| StepSpeed {
         subject: step.subject,
         tokens: step.tokens,
+        sequence: step.sequence,
         hidden: step.hidden,
         forward: step.forward,
         both: step.both,

@@ -91,6 +91,9 @@ pub struct StepSpeed {
     pub subject: Subject,
     /// Rows of the input, batch times sequence.
     pub tokens: usize,
+    /// Length of a sequence, where it matters.
+    #[serde(default)]
+    pub sequence: Option<usize>,
     /// Features of the input.
     pub hidden: usize,
     /// A forward pass that saves what the backward pass needs, one after another.

@@ -1,13 +1,16 @@
 //! A decoder layer on a GPU.
 
-use std::path::Path;
+use std::{path::Path, str::FromStr};
 
 use anyhow::{Result, ensure};
 use burn::{
     backend::{Autodiff, Cuda, Flex, cuda::CudaDevice},
     tensor::DType,
 };
-use burn_quant_train::{QuantTrain, recipe::Named};
+use burn_quant_train::{
+    QuantTrain,
+    recipe::{MixedPrecision, Named, Recipe},
+};
 use clap::Args;
 
 use super::{
@@ -39,13 +42,43 @@ pub struct Settings {
         value_name = "N,.."
     )]
     pub hidden: Vec<usize>,
+    /// Sequences and their length
+    #[arg(
+        long,
+        value_delimiter = ',',
+        default_value = "2x1024",
+        value_name = "BxN,.."
+    )]
+    pub rows: Vec<RowsOfInput>,
+    /// Leave out plain Burn, whose attention keeps all scores; results are then compared with those of
+    /// `mixed-precision`
+    #[arg(long)]
+    pub without_burn: bool,
     /// Also measure each part of the layer by itself
     #[arg(long)]
     pub breakdown: bool,
 }
 
-/// Batch and sequence.
-const ROWS: [usize; 2] = [2, 1024];
+/// A batch of sequences, `2x1024` on the command line.
+#[derive(Debug, Clone, Copy)]
+pub struct RowsOfInput([usize; 2]);
+
+impl FromStr for RowsOfInput {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let numbers = text
+            .split_once('x')
+            .and_then(|(batch, sequence)| Some([batch.parse().ok()?, sequence.parse().ok()?]));
+        match numbers {
+            Some([batch, sequence]) if batch > 0 && sequence > 0 => Ok(Self([batch, sequence])),
+            _ => Err(String::from(
+                "sequences and their length are written as 2x1024",
+            )),
+        }
+    }
+}
+
 /// The widest layer whose reference comes from the CPU, in FP32. That of a wider one comes from Burn in BF16, which a
 /// narrower one has been checked with.
 const FLEX: usize = 1024;
@@ -76,28 +109,34 @@ pub fn run(
     let mut report = Report::new(gpu, json, Rows::Layer)?;
     for &hidden in &settings.hidden {
         let weights = DecoderWeights::random(&mut random, hidden);
-        let input = Input::random(&mut random, ROWS, [hidden, hidden]);
-        let reference = if hidden <= FLEX {
-            Some(on_the_cpu(&weights, &input)?.reference(&mut random))
-        } else {
-            None
-        };
-        let mut measured = Measured {
-            gpu,
-            weights: &weights,
-            input: &input,
-            breakdown: settings.breakdown,
-            reference,
-            random: &mut random,
-        };
-        let (plain, outputs) = measured.on::<Autodiff<Cuda>>(DType::BF16)?;
-        let of_burn = outputs.reference(measured.random);
-        measured.reference.get_or_insert(of_burn);
-        report.add([plain])?;
-        for recipe in &recipes.names {
-            let _entered = recipe.enter()?;
-            let (speed, _) = measured.on::<QuantTrain<Autodiff<Cuda>, Named>>(DType::F32)?;
-            report.add([speed])?;
+        for rows in &settings.rows {
+            let input = Input::random(&mut random, rows.0, [hidden, hidden]);
+            let mut measured = Measured {
+                gpu,
+                weights: &weights,
+                input: &input,
+                breakdown: settings.breakdown,
+                reference: None,
+                random: &mut random,
+            };
+            if hidden <= FLEX {
+                let outputs = on_the_cpu(&weights, &input)?;
+                measured.refer_to(&outputs);
+            }
+            if settings.without_burn {
+                let _entered = <MixedPrecision as Recipe>::ROW.name().enter()?;
+                let outputs = measured.outputs::<QuantTrain<Autodiff<Cuda>, Named>>(DType::F32)?;
+                measured.refer_to(&outputs);
+            } else {
+                let (plain, outputs) = measured.on::<Autodiff<Cuda>>(DType::BF16)?;
+                measured.refer_to(&outputs);
+                report.add([plain])?;
+            }
+            for recipe in &recipes.names {
+                let _entered = recipe.enter()?;
+                let (speed, _) = measured.on::<QuantTrain<Autodiff<Cuda>, Named>>(DType::F32)?;
+                report.add([speed])?;
+            }
         }
     }
     let rows = peers.iter().flat_map(Peers::layer);
@@ -121,6 +160,21 @@ struct Measured<'a> {
 }
 
 impl Measured<'_> {
+    /// Compares results with these, if there are none to compare with yet.
+    fn refer_to(&mut self, outputs: &Outputs) {
+        if self.reference.is_none() {
+            self.reference = Some(outputs.reference(self.random));
+        }
+    }
+
+    fn outputs<B: Contender<Device = CudaDevice>>(&self, parameters: DType) -> Result<Outputs> {
+        let device = CudaDevice::default();
+        let model = self.weights.init::<B>(parameters, &device);
+        let outputs = Outputs::of(&model, &self.input.on(DType::BF16, &device), self.input);
+        self.gpu.client.memory_cleanup();
+        outputs
+    }
+
     fn on<B: Contender<Device = CudaDevice>>(
         &mut self,
         parameters: DType,
@@ -137,16 +191,20 @@ impl Measured<'_> {
         let (mut speed, outputs) = measure
             .run(self.weights, self.input, self.reference.as_ref())
             .map_err(|error| error.context(name.clone()))?;
+        let [batch, sequence] = self.input.rows;
+        speed.sequence = Some(sequence);
         self.gpu.client.memory_cleanup();
         let (hidden, ms) = (speed.hidden, speed.both.median_ms);
-        eprintln!("decoder layer, hidden {hidden}, {name}: {ms:.3} ms");
+        eprintln!(
+            "decoder layer, hidden {hidden}, {batch} x {sequence} tokens, {name}: {ms:.3} ms"
+        );
         if self.breakdown {
             let breakdown = Breakdown::<B> {
                 sampling: Sampling::LAYERS,
                 device: &device,
                 parameters,
                 activations: DType::BF16,
-                rows: ROWS,
+                rows: self.input.rows,
             };
             speed.parts = breakdown.parts(self.weights, self.random)?;
             self.gpu.client.memory_cleanup();

@@ -73,6 +73,7 @@ impl<B: Contender> Measure<'_, B> {
         let speed = StepSpeed {
             subject: B::subject(),
             tokens: input.rows[0] * input.rows[1],
+            sequence: None,
             hidden: input.features[0],
             forward: passes.forward,
             both: passes.both,

@@ -17,6 +17,12 @@ pub(super) fn table(run: &Run, peer: Option<&Peer>, rows: &[StepSpeed]) -> Resul
     );
     let sizes = sizes(rows);
     for size in &sizes {
+        let compiled = of_size(rows, *size).any(|row| row.subject == Subject::TorchCompiled);
+        let torch = if compiled {
+            Subject::TorchCompiled
+        } else {
+            Subject::TorchEager
+        };
         for row in of_size(rows, *size) {
             let optional = |value: Option<String>| value.unwrap_or_else(|| String::from("-"));
             let milliseconds = |time: Option<Spread>| {
@@ -34,7 +40,7 @@ pub(super) fn table(run: &Run, peer: Option<&Peer>, rows: &[StepSpeed]) -> Resul
                 out,
                 "| {} | {} | {} | {:.3} ms | {} | {} | {} | {} | {} | {} | {} | {} |",
                 row.hidden,
-                grouped(row.tokens as f64),
+                tokens(*size),
                 row.subject.name(),
                 row.forward.median_ms,
                 spread(row.both),
@@ -44,7 +50,7 @@ pub(super) fn table(run: &Run, peer: Option<&Peer>, rows: &[StepSpeed]) -> Resul
                 percent(row.fallback_rate, 0),
                 percent(row.error, 1),
                 against(Subject::Burn),
-                against(Subject::TorchEager),
+                against(torch),
             )?;
         }
     }
@@ -56,27 +62,53 @@ pub(super) fn table(run: &Run, peer: Option<&Peer>, rows: &[StepSpeed]) -> Resul
         "\nPasses follow each other without waiting, as in training; each has a new input and, as after an optimizer \
          step, quantizes its weights. Alone: both passes from an idle device until it is idle again; host: the part of \
          that until the last operation is handed over. Held: bytes in use after a forward pass and not before it. \
-         Error: of outputs and gradients, root mean square over root mean square. {}",
+         Error: of outputs and gradients, root mean square over root mean square. Against PyTorch compiled, where it is \
+         measured. {}",
         conditions(run, peer).trim_end(),
     )?;
     Ok(out)
 }
 
-/// Hidden size and tokens, in order.
-fn sizes(rows: &[StepSpeed]) -> Vec<[usize; 2]> {
-    let mut sizes: Vec<_> = rows.iter().map(|row| [row.hidden, row.tokens]).collect();
+/// What rows that are compared have in common.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct Size {
+    hidden: usize,
+    tokens: usize,
+    sequence: Option<usize>,
+}
+
+impl Size {
+    fn of(row: &StepSpeed) -> Self {
+        Self {
+            hidden: row.hidden,
+            tokens: row.tokens,
+            sequence: row.sequence,
+        }
+    }
+}
+
+/// `4 x 2,048`, or the number of tokens where the length of a sequence does not matter.
+fn tokens(size: Size) -> String {
+    match size.sequence {
+        Some(sequence) => format!("{} x {}", size.tokens / sequence, grouped(sequence as f64)),
+        None => grouped(size.tokens as f64),
+    }
+}
+
+/// The sizes of the rows, in order.
+fn sizes(rows: &[StepSpeed]) -> Vec<Size> {
+    let mut sizes: Vec<_> = rows.iter().map(Size::of).collect();
     sizes.sort_unstable();
     sizes.dedup();
     sizes
 }
 
-fn of_size(rows: &[StepSpeed], size: [usize; 2]) -> impl Iterator<Item = &StepSpeed> {
-    rows.iter()
-        .filter(move |row| [row.hidden, row.tokens] == size)
+fn of_size(rows: &[StepSpeed], size: Size) -> impl Iterator<Item = &StepSpeed> {
+    rows.iter().filter(move |row| Size::of(row) == size)
 }
 
 /// Where the time goes: forward, and forward and backward, of each part times how often it is there.
-fn parts(out: &mut String, rows: &[StepSpeed], size: [usize; 2]) -> Result<()> {
+fn parts(out: &mut String, rows: &[StepSpeed], size: Size) -> Result<()> {
     let subjects: Vec<_> = of_size(rows, size)
         .filter(|row| !row.parts.is_empty())
         .collect();
@@ -94,7 +126,8 @@ fn parts(out: &mut String, rows: &[StepSpeed], size: [usize; 2]) -> Result<()> {
     write!(
         out,
         "\nHidden {}, {} tokens: forward, forward + backward, host, in ms.\n\n| part |",
-        size[0], size[1]
+        size.hidden,
+        tokens(size)
     )?;
     for row in &subjects {
         write!(out, " {} |", row.subject.name())?;
@@ -157,6 +190,7 @@ mod tests {
         StepSpeed {
             subject,
             tokens: 2048,
+            sequence: None,
             hidden,
             forward: time(ms / 4.0),
             both: time(ms),
@@ -210,6 +244,24 @@ mod tests {
     }
 
     #[test]
+    fn sequences_of_other_lengths_are_apart_and_compiled_pytorch_is_the_rival() {
+        let of = |subject, sequence, ms| StepSpeed {
+            sequence: Some(sequence),
+            ..row(subject, 4096, ms)
+        };
+        let lines = lines(vec![
+            of(Subject::recipe("coat-fp8"), 2048, 2.0),
+            of(Subject::recipe("coat-fp8"), 1024, 2.0),
+            of(Subject::TorchEager, 1024, 6.0),
+            of(Subject::TorchCompiled, 1024, 4.0),
+        ]);
+        assert!(lines[2].starts_with("| 4096 | 2 x 1,024 | `CoatFp8` |"));
+        assert!(lines[2].ends_with("| - | 2.00x |"));
+        assert!(lines[3].ends_with("| - | 0.67x |") && lines[4].ends_with("| - | - |"));
+        assert!(lines[5].starts_with("| 4096 | 1 x 2,048 |") && lines[5].ends_with("| - | - |"));
+    }
+
+    #[test]
     fn parts_count_as_often_as_they_are_there() {
         let part = |name: &str, count| PartSpeed {
             name: String::from(name),
@@ -229,7 +281,7 @@ mod tests {
         ]);
         let start = lines
             .iter()
-            .position(|line| line.starts_with("Hidden 1024, 2048 tokens"))
+            .position(|line| line.starts_with("Hidden 1024, 2,048 tokens"))
             .unwrap();
         assert_eq!(lines[start + 2], "| part | Burn BF16 | `FallbackInt8` |");
         assert_eq!(
