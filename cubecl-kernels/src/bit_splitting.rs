@@ -402,7 +402,7 @@ fn merge_kernel<S: Numeric, NS: Size, V: Numeric, NV: Size, T: Numeric, NT: Size
     for word in 0..PATCH_WORDS {
         lines[word] = merged(lines[word]);
     }
-    write_patch::<V, NV, T, NT>(values, transposed, &lines, &at, rows, cols, copies);
+    write_patch::<V, NV, T, NT>(values, transposed, &lines, &at, 0u32, rows, cols, copies);
 }
 
 /// `14 high + low` of four elements, in two's complement.

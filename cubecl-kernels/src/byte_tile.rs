@@ -1,4 +1,4 @@
-//! INT8 matrices written in tiles of 128 x 128 bytes by cubes of 256 units, in either layout or both.
+//! Matrices of a byte an element, written in tiles of 128 x 128 bytes by cubes of 256 units, in either layout or both.
 //!
 //! Each unit holds a *patch* of four rows and 16 columns: four words of 16 bytes, which it writes at once to the
 //! row-major copy. For the transposed copy patches pass through shared memory.
@@ -75,9 +75,22 @@ pub(crate) struct PatchPosition {
 /// The patch of this unit in a matrix of `cols` columns.
 #[cube]
 pub(crate) fn patch_position(cols: u32) -> PatchPosition {
+    position_of(CUBE_POS as u32, cols)
+}
+
+/// The matrix of a batch, each `[rows, cols]`, and the patch of this unit in it.
+#[cube]
+pub(crate) fn batched_patch_position(rows: u32, cols: u32) -> (u32, PatchPosition) {
+    let side = comptime!(TILE as u32);
+    let tiles = rows.div_ceil(side) * cols.div_ceil(side);
+    let index = CUBE_POS as u32;
+    (index / tiles, position_of(index % tiles, cols))
+}
+
+#[cube]
+fn position_of(index: u32, cols: u32) -> PatchPosition {
     let side = comptime!(TILE as u32);
     let grid_cols = cols.div_ceil(side);
-    let index = CUBE_POS as u32;
     PatchPosition {
         first_row: index / grid_cols * side,
         first_col: index % grid_cols * side,
@@ -97,14 +110,16 @@ pub(crate) fn zero_patch() -> Array<u32> {
     lines
 }
 
-/// Writes the patches of a tile to the copies of a matrix `[rows, cols]`, where they lie inside it. All units of the
-/// cube must call it together.
+/// Writes the patches of a tile to the copies of the `batch`-th matrix `[rows, cols]`, where they lie inside it. All
+/// units of the cube must call it together.
 #[cube]
+#[allow(clippy::too_many_arguments)]
 pub(crate) fn write_patch<V: Numeric, NV: Size, T: Numeric, NT: Size>(
     values: &mut Array<Vector<V, NV>>,
     transposed: &mut Array<Vector<T, NT>>,
     lines: &Array<u32>,
     at: &PatchPosition,
+    batch: u32,
     rows: u32,
     cols: u32,
     #[comptime] copies: ByteCopies,
@@ -122,7 +137,7 @@ pub(crate) fn write_patch<V: Numeric, NV: Size, T: Numeric, NT: Size>(
                 write_words::<V, NV>(
                     values,
                     &words,
-                    row * cols,
+                    (batch * rows + row) * cols,
                     at.first_col + at.tile_col,
                     cols,
                     LINE_WORDS,
@@ -141,7 +156,7 @@ pub(crate) fn write_patch<V: Numeric, NV: Size, T: Numeric, NT: Size>(
             &staged,
             rows,
             cols,
-            0u32,
+            batch,
             at.first_row,
             at.first_col,
             copies.staged,

@@ -246,6 +246,11 @@ pub fn quantize<R: Runtime>(
             Granularity::Group(size) if group::reads_once(size, spec) => {
                 group::launch(client, &input, size, &output);
             }
+            Granularity::Tensor if !spec.scale.has_tensor_scale() => {
+                let maxima = absmax::parts(client, x, &input.view, None);
+                let inverses = scales::of_parts(client, &maxima, &output);
+                encode::by_regions(client, &input, &inverses, &output);
+            }
             Granularity::Block(_)
             | Granularity::Group(_)
             | Granularity::Token

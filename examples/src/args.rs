@@ -376,6 +376,14 @@ pub enum LossScaling {
 }
 
 impl LossScaling {
+    /// What a compute dtype needs unless something else is asked for.
+    pub fn of(compute: Compute) -> Self {
+        match compute {
+            Compute::F16 => Self::On,
+            Compute::F32 | Compute::Bf16 => Self::Off,
+        }
+    }
+
     /// The library's settings.
     pub fn config(self) -> Option<optim::LossScaling> {
         match self {

@@ -129,10 +129,7 @@ impl Config {
             threshold: args.threshold.unwrap_or_default(),
             device,
             compute,
-            loss_scaling: args.loss_scaling.unwrap_or(match compute {
-                Compute::F16 => LossScaling::On,
-                Compute::F32 | Compute::Bf16 => LossScaling::Off,
-            }),
+            loss_scaling: args.loss_scaling.unwrap_or(LossScaling::of(compute)),
             preset,
             model: DecoderConfig {
                 dropout: args.dropout.unwrap_or(model.dropout),
@@ -164,6 +161,13 @@ impl Config {
     pub fn resumed(saved: Self, args: &Args, folder: &Path) -> Result<Self> {
         let at = folder.display();
         let mut config = saved.amended(args, folder)?;
+        if let Some(compute) = args.compute {
+            ensure!(
+                compute == config.compute,
+                "the checkpoint in {at} was made with --compute {}, not {compute}; --fork goes on in another one",
+                config.compute
+            );
+        }
         if let Some(seed) = args.seed {
             ensure!(
                 seed == config.seed,
@@ -194,7 +198,8 @@ impl Config {
     }
 
     /// The configuration of runs that go on from a checkpoint of another run: as for a resumed run, but for recipes and
-    /// seeds, which are the command line's.
+    /// seeds, which are the command line's, and for the compute dtype, which may be another one: weights and moments
+    /// are not kept in it.
     ///
     /// # Errors
     ///
@@ -208,8 +213,15 @@ impl Config {
             step: source.step,
             planned_steps: saved.planned_steps(),
         };
+        let compute = args.compute.unwrap_or(saved.compute);
+        let loss_scaling = match compute == saved.compute {
+            true => saved.loss_scaling,
+            false => LossScaling::of(compute),
+        };
         let config = Self {
             recipes: recipes(args)?,
+            compute,
+            loss_scaling: args.loss_scaling.unwrap_or(loss_scaling),
             seed: args.seed.unwrap_or(saved.seed),
             seeds: args.seeds.unwrap_or(1),
             fork: Some(fork),
@@ -240,7 +252,7 @@ impl Config {
                 }
             )*};
         }
-        unchanged!(preset, compute, batch, sequence, lr, validation);
+        unchanged!(preset, batch, sequence, lr, validation);
         let dropout = self.model.dropout;
         ensure!(
             args.dropout.is_none_or(|asked| asked == dropout),

@@ -6,6 +6,7 @@ mod normal;
 mod report;
 
 use std::{
+    env,
     process::Command,
     time::{SystemTime, UNIX_EPOCH},
 };
@@ -158,9 +159,15 @@ impl Gpu {
     }
 }
 
-/// The values of these fields that nvidia-smi reports for the first GPU.
+/// The values of these fields that nvidia-smi reports for the first GPU that the program sees.
 fn query<const N: usize>(fields: [&str; N]) -> Result<[String; N]> {
-    let output = Command::new("nvidia-smi")
+    let mut command = Command::new("nvidia-smi");
+    // nvidia-smi lists all GPUs, and the program sees but these.
+    if let Ok(visible) = env::var("CUDA_VISIBLE_DEVICES") {
+        let first = visible.split(',').next().unwrap_or_default().trim();
+        command.arg(format!("--id={first}"));
+    }
+    let output = command
         .arg(format!("--query-gpu={}", fields.join(",")))
         .arg("--format=csv,noheader,nounits")
         .output()

@@ -305,7 +305,7 @@ fn gather_kernel<S: Numeric, NS: Size, V: Numeric, NV: Size, T: Numeric, NT: Siz
         }
     }
     let lines = gathered_patch::<S, NS>(stored, kept, stored_rows, rows, cols, &at, plan);
-    write_patch::<V, NV, T, NT>(values, transposed, &lines, &at, rows, cols, copies);
+    write_patch::<V, NV, T, NT>(values, transposed, &lines, &at, 0u32, rows, cols, copies);
 }
 
 /// The integers of a patch of kept rows, as bytes; 0 for padding and outside the matrix.

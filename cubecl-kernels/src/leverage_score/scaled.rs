@@ -186,7 +186,16 @@ fn gather_scaled_kernel<S: Numeric, NS: Size, V: Numeric, NV: Size, T: Numeric, 
             plan,
         );
     }
-    write_patch::<V, NV, T, NT>(values, transposed, &lines, &at, rows, cols, plan.copies);
+    write_patch::<V, NV, T, NT>(
+        values,
+        transposed,
+        &lines,
+        &at,
+        0u32,
+        rows,
+        cols,
+        plan.copies,
+    );
 }
 
 /// Rounds the 16 integers of a row in `lines[first..]` times their factor.

@@ -1,6 +1,6 @@
 //! The largest magnitude of each region: the first of two reads of the input.
 //!
-//! Three reductions make all of them: of rows, of groups of a row, and of stretches of a column.
+//! Reductions of rows, of groups of a row, of stretches of a column, and of parts of a whole matrix make all of them.
 
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
@@ -25,6 +25,12 @@ use super::{
 const UNITS: usize = 256;
 /// Rows that one cube reduces to one, at most; longer columns take more than one launch, each on enough cubes.
 const ROWS_OF_CUBE: usize = 256;
+/// Runs that a unit of the kernel of parts reads, none of which waits for another.
+const RUNS_OF_UNIT: usize = 4;
+/// Runs of a part of a matrix.
+const RUNS_OF_PART: usize = RUNS_OF_UNIT * UNITS;
+/// Maxima that a unit reads in one turn.
+const READS: usize = 32;
 /// Columns of a cube of the column kernel: neighbours, so that units read neighbouring addresses.
 const COLS_OF_CUBE: usize = 64;
 
@@ -42,7 +48,7 @@ pub(crate) fn launch<R: Runtime>(
             columns(client, &of_groups, &contiguous(&of_groups), size)
         }
         Granularity::Group(size) => groups(client, x, view, size),
-        Granularity::Token => rows(client, x, view, Count::All, None),
+        Granularity::Token => rows(client, x, view, Count::All),
         Granularity::Channel => {
             let mut reduced = columns(client, x, view, ROWS_OF_CUBE);
             while reduced.shape()[1] > 1 {
@@ -50,19 +56,70 @@ pub(crate) fn launch<R: Runtime>(
             }
             reduced
         }
-        Granularity::Tensor => matrices(client, x, view, Count::All, None),
+        Granularity::Tensor => {
+            let of_parts = parts(client, x, view, None);
+            rows(client, &of_parts, &contiguous(&of_parts), Count::All)
+        }
     }
 }
 
-/// The largest magnitude of each matrix, `[batch, 1, 1]`, which is found only where there is no delayed maximum that
-/// gets a scale: else undefined, and `x` is not read.
-pub(super) fn unless_delayed<R: Runtime>(
+/// The largest magnitude of each part of each matrix, `[batch, 1, parts]`. With `unless` only where there is no delayed
+/// maximum that gets a scale: else undefined, and `x` is not read.
+pub(super) fn parts<R: Runtime>(
     client: &ComputeClient<R>,
     x: &TensorHandle<R>,
     view: &MatrixView,
-    delayed: DelayedMaximum<R>,
+    unless: Option<DelayedMaximum<R>>,
 ) -> TensorHandle<R> {
-    matrices(client, x, view, Count::All, Some(delayed))
+    let MatrixShape { batch, rows, cols } = view.shape;
+    let parts = (rows * cols.div_ceil(RUN)).div_ceil(RUNS_OF_PART);
+    let out = empty(client, vec![batch, 1, parts], storage::<f32>());
+    let width = run_read_width(x, view);
+    let delayed = unless.map(|delayed| delayed.maxima);
+    // SAFETY: reads are guarded by the shape in `geometry`, writes by the number of parts. The layer is an index of the
+    // delayed maxima.
+    #[allow(unsafe_code)]
+    unsafe {
+        part_absmax_kernel::launch_unchecked::<R>(
+            client,
+            cube_grid(batch * parts),
+            CubeDim::new_1d(UNITS as u32),
+            width,
+            array(x.clone()),
+            array(or_unused(delayed, x, storage::<f32>())),
+            array(out.clone()),
+            view.geometry(),
+            batch as u32,
+            parts as u32,
+            unless.map_or(0, |delayed| delayed.layer) as u32,
+            width,
+            unless.is_some(),
+            x.dtype,
+        );
+    }
+    out
+}
+
+/// The bits of the largest of `count` maxima from the `first` on. All units of a cube of `units` must call it together.
+#[cube]
+pub(super) fn largest_of(
+    maxima: &Array<f32>,
+    first: u32,
+    count: u32,
+    #[comptime] units: usize,
+) -> u32 {
+    let mut bits = 0u32;
+    let mut next = UNIT_POS;
+    while next < count {
+        // Reads of one turn do not wait for each other; behind the last maximum it is read once more.
+        #[unroll]
+        for read in 0..comptime!(READS as u32) {
+            let index = min(next + comptime!(read * units as u32), count - 1);
+            bits = max(bits, magnitude_bits(maxima[(first + index) as usize]));
+        }
+        next += comptime!((READS * units) as u32);
+    }
+    segment_max(bits, units, units)
 }
 
 /// The largest of the maxima of regions, `[batch, scale_rows, scale_cols]`, that are finite: `[batch, 1, 1]`.
@@ -70,7 +127,9 @@ pub(super) fn of_finite_regions<R: Runtime>(
     client: &ComputeClient<R>,
     maxima: &TensorHandle<R>,
 ) -> TensorHandle<R> {
-    matrices(client, maxima, &contiguous(maxima), Count::Finite, None)
+    let mut of_rows = rows(client, maxima, &contiguous(maxima), Count::Finite);
+    of_rows.metadata.swap(1, 2);
+    rows(client, &of_rows, &contiguous(&of_rows), Count::All)
 }
 
 /// Which elements count for a maximum.
@@ -92,31 +151,16 @@ fn contiguous<R: Runtime>(tensor: &TensorHandle<R>) -> MatrixView {
     }
 }
 
-fn matrices<R: Runtime>(
-    client: &ComputeClient<R>,
-    x: &TensorHandle<R>,
-    view: &MatrixView,
-    count: Count,
-    unless: Option<DelayedMaximum<R>>,
-) -> TensorHandle<R> {
-    let mut of_rows = rows(client, x, view, count, unless);
-    of_rows.metadata.swap(1, 2);
-    rows(client, &of_rows, &contiguous(&of_rows), Count::All, unless)
-}
-
 fn rows<R: Runtime>(
     client: &ComputeClient<R>,
     x: &TensorHandle<R>,
     view: &MatrixView,
     count: Count,
-    unless: Option<DelayedMaximum<R>>,
 ) -> TensorHandle<R> {
     let MatrixShape { batch, rows, .. } = view.shape;
     let out = empty(client, vec![batch, rows, 1], storage::<f32>());
     let width = read_width(x, view);
-    let delayed = unless.map(|delayed| delayed.maxima);
-    // SAFETY: reads are guarded by the shape in `geometry`, writes by the number of rows. The layer is an index of the
-    // delayed maxima.
+    // SAFETY: reads are guarded by the shape in `geometry`, writes by the number of rows.
     #[allow(unsafe_code)]
     unsafe {
         row_absmax_kernel::launch_unchecked::<R>(
@@ -125,14 +169,11 @@ fn rows<R: Runtime>(
             CubeDim::new_1d(UNITS as u32),
             width,
             array(x.clone()),
-            array(or_unused(delayed, x, storage::<f32>())),
             array(out.clone()),
             view.geometry(),
             batch as u32,
-            unless.map_or(0, |delayed| delayed.layer) as u32,
             width,
             count,
-            unless.is_some(),
             x.dtype,
         );
     }
@@ -208,26 +249,62 @@ fn columns<R: Runtime>(
 
 #[cube(launch_unchecked)]
 #[allow(clippy::too_many_arguments)]
-fn row_absmax_kernel<F: Numeric, N: Size>(
+fn part_absmax_kernel<F: Numeric, N: Size>(
     x: &Array<Vector<F, N>>,
     delayed: &Array<f32>,
     out: &mut Array<f32>,
     geometry: MatrixGeometry,
     batch_size: u32,
+    parts: u32,
     layer: u32,
     #[comptime] width: usize,
-    #[comptime] count: Count,
     #[comptime] unless_delayed: bool,
     #[define(F)] _dtype: StorageType,
 ) {
     let index = CUBE_POS as u32;
-    if index >= batch_size * geometry.rows {
+    if index >= batch_size * parts {
         terminate!();
     }
     if comptime!(unless_delayed) {
         if has_scale(u32::reinterpret(delayed[layer as usize])) {
             terminate!();
         }
+    }
+    let runs_of_row = geometry.cols.div_ceil(comptime!(RUN as u32));
+    let first = index % parts * comptime!(RUNS_OF_PART as u32) + UNIT_POS;
+    let mut bits = 0u32;
+    #[unroll]
+    for turn in 0..comptime!(RUNS_OF_UNIT as u32) {
+        let run = first + comptime!(turn * UNITS as u32);
+        let values = read_run::<F, N>(
+            x,
+            &geometry,
+            index / parts,
+            run / runs_of_row,
+            run % runs_of_row * comptime!(RUN as u32),
+            width,
+        );
+        bits = max(bits, run_max(&values));
+    }
+    let reduced = segment_max(bits, UNITS, UNITS);
+    if UNIT_POS == 0 {
+        out[index as usize] = f32::reinterpret(reduced);
+    }
+}
+
+#[cube(launch_unchecked)]
+fn row_absmax_kernel<F: Numeric, N: Size>(
+    x: &Array<Vector<F, N>>,
+    out: &mut Array<f32>,
+    geometry: MatrixGeometry,
+    batch_size: u32,
+    #[comptime] width: usize,
+    #[comptime] count: Count,
+    #[define(F)] _dtype: StorageType,
+) {
+    let index = CUBE_POS as u32;
+    if index >= batch_size * geometry.rows {
+        terminate!();
     }
     let batch = index / geometry.rows;
     let row = index % geometry.rows;

@@ -6,16 +6,17 @@ use cubecl::{prelude::*, std::tensor::TensorHandle};
 use crate::{
     device::{array, check_dtype, empty, is_contiguous, or_unused, storage},
     error::KernelError,
-    rounding::magnitude_bits,
     scale::has_scale,
 };
 
 use super::{
-    Input, QuantizeSpec, Quantized, absmax,
+    Input, QuantizeSpec, Quantized,
+    absmax::{self, largest_of},
     given::{by_scale, check_given},
 };
 
 const OPERATION: &str = "quantize_delayed";
+const UNITS: usize = 256;
 
 /// The maximum that a layer's data had in earlier steps, among those of all layers.
 #[derive(Debug)]
@@ -73,30 +74,28 @@ pub fn quantize_delayed<R: Runtime>(
     check_given(spec)?;
     let input = Input::new(client, OPERATION, x, spec)?;
     delayed.check()?;
-    let (of_data, matrices) = match input.view.shape.num_elements() {
-        0 => (None, 0),
-        _ => {
-            let of_data = absmax::unless_delayed(client, x, &input.view, delayed);
-            (Some(of_data), input.view.shape.batch)
-        }
-    };
+    let of_parts = (input.view.shape.num_elements() > 0)
+        .then(|| absmax::parts(client, x, &input.view, Some(delayed)));
+    let parts = of_parts
+        .as_ref()
+        .map_or(0, |it| it.shape().iter().product::<usize>());
     let scale = empty(client, vec![1], storage::<f32>());
-    // SAFETY: the layer is an index of the delayed maxima, and those of the data are as many as is said.
+    // SAFETY: the layer is an index of the delayed maxima, and those of parts are as many as is said.
     #[allow(unsafe_code)]
     unsafe {
         choose_kernel::launch_unchecked::<R>(
             client,
             CubeCount::Static(1, 1, 1),
-            CubeDim::new_1d(1),
+            CubeDim::new_1d(UNITS as u32),
             array(delayed.maxima.clone()),
             array(or_unused(
-                of_data.as_ref(),
+                of_parts.as_ref(),
                 delayed.maxima,
                 storage::<f32>(),
             )),
             array(scale.clone()),
             delayed.layer as u32,
-            matrices as u32,
+            parts as u32,
             spec.number.largest(),
         );
     }
@@ -107,24 +106,22 @@ pub fn quantize_delayed<R: Runtime>(
 #[cube(launch_unchecked)]
 fn choose_kernel(
     delayed: &Array<f32>,
-    of_data: &Array<f32>,
+    of_parts: &Array<f32>,
     scale: &mut Array<f32>,
     layer: u32,
-    matrices: u32,
+    parts: u32,
     largest: f32,
 ) {
-    let mut bits = u32::reinterpret(delayed[layer as usize]);
-    if !has_scale(bits) {
-        bits = 0u32;
-        let mut matrix = 0u32;
-        while matrix < matrices {
-            bits = max(bits, magnitude_bits(of_data[matrix as usize]));
-            matrix += 1u32;
+    let of_layer = u32::reinterpret(delayed[layer as usize]);
+    let has_maximum = has_scale(of_layer);
+    // All units take part in the search, though there is nothing to search.
+    let of_data = largest_of(of_parts, 0u32, select(has_maximum, 0u32, parts), UNITS);
+    let bits = select(has_maximum, of_layer, of_data);
+    if UNIT_POS == 0 {
+        let mut chosen = 1.0f32;
+        if has_scale(bits) {
+            chosen = f32::reinterpret(bits) / largest;
         }
+        scale[0] = chosen;
     }
-    let mut chosen = 1.0f32;
-    if has_scale(bits) {
-        chosen = f32::reinterpret(bits) / largest;
-    }
-    scale[0] = chosen;
 }

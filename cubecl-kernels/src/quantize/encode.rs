@@ -1,11 +1,17 @@
 //! Encoding by scales that are known: the second read of the input, or the only one where the scale was given.
+//!
+//! A cube takes a tile. Of numbers of a byte it is that of [`byte_tile`], whose bytes turn four at a time; of others a
+//! smaller one, whose codes turn one by one.
 
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
 use crate::{
+    byte_tile::{
+        self, ByteCopies, LINE_WORDS, PATCH_ROWS, batched_patch_position, write_patch, zero_patch,
+    },
     device::{MatrixGeometry, MatrixView, array, cube_grid, has_u64, or_unused, storage},
     granularity::Granularity,
-    number::storage::RUN,
+    number::storage::{RUN, Storage, pack_run},
     rounding::{RandomStream, Rounding, random_stream},
     scale::fp32::given_inverse_cube,
 };
@@ -32,7 +38,6 @@ enum Inverses {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct EncodePlan {
     encoding: RunEncoding,
-    copies: Copies,
     inverses: Inverses,
     /// Elements read at once.
     read: usize,
@@ -93,9 +98,14 @@ pub(super) unsafe fn by_given<R: Runtime>(
     unsafe { launch(client, input, Inverses::Given, scale, Some(maxima), output) }
 }
 
-/// Tiles of the matrices of a view.
-pub(super) fn tiles(view: &MatrixView) -> usize {
-    Tile::SQUARE.count(view)
+/// Tiles of the matrices of a view, of numbers that are stored like this.
+pub(super) fn tiles(view: &MatrixView, storage: Storage) -> usize {
+    match storage {
+        Storage::SignedBytes | Storage::Bytes => {
+            view.shape.batch * byte_tile::tiles(view.shape.rows, view.shape.cols)
+        }
+        Storage::Nibbles | Storage::TenBits => Tile::SQUARE.count(view),
+    }
 }
 
 /// # Safety
@@ -111,45 +121,84 @@ unsafe fn launch<R: Runtime>(
     output: &Quantized<R>,
 ) {
     let Input { x, view, spec, .. } = input;
-    let copies = Copies::new(spec.number.storage(), spec.layout, view.shape);
-    let [
-        (row_major_vector, row_major_dtype),
-        (transposed_vector, transposed_dtype),
-    ] = copies.vectors();
+    let storage_of_codes = spec.number.storage();
     let [values, transposed] = copy_args(output, x);
     let plan = EncodePlan {
         encoding: run_encoding(client, input, source == Inverses::Given),
-        copies,
         inverses: source,
         read: run_read_width(x, view),
     };
     let (scale_rows, scale_cols) = spec.granularity.scale_block(view.shape);
+    let cubes = cube_grid(tiles(view, storage_of_codes));
+    let maxima = array(or_unused(maxima, x, storage::<f32>()));
     // SAFETY: every access is guarded by the shapes in `geometry`, for which by the caller's promise the outputs were
     // allocated.
     unsafe {
-        encode_kernel::launch_unchecked::<R>(
-            client,
-            cube_grid(tiles(view)),
-            CubeDim::new_1d(UNITS as u32),
-            plan.read,
-            row_major_vector,
-            transposed_vector,
-            array((*x).clone()),
-            array(inverses.clone()),
-            array(or_unused(maxima, x, storage::<f32>())),
-            values,
-            transposed,
-            view.geometry(),
-            view.shape.batch as u32,
-            scale_rows as u32,
-            scale_cols as u32,
-            random_stream(spec.rounding),
-            0,
-            plan,
-            x.dtype,
-            row_major_dtype,
-            transposed_dtype,
-        );
+        match storage_of_codes {
+            Storage::SignedBytes | Storage::Bytes => {
+                let copies = ByteCopies::new(spec.layout, view.shape.rows, view.shape.cols);
+                let [
+                    (row_major_vector, row_major_dtype),
+                    (transposed_vector, transposed_dtype),
+                ] = copies.vectors();
+                encode_bytes_kernel::launch_unchecked::<R>(
+                    client,
+                    cubes,
+                    CubeDim::new_1d(byte_tile::UNITS as u32),
+                    plan.read,
+                    row_major_vector,
+                    transposed_vector,
+                    array((*x).clone()),
+                    array(inverses.clone()),
+                    maxima,
+                    values,
+                    transposed,
+                    view.geometry(),
+                    view.shape.batch as u32,
+                    scale_rows as u32,
+                    scale_cols as u32,
+                    random_stream(spec.rounding),
+                    0,
+                    plan,
+                    storage_of_codes,
+                    copies,
+                    x.dtype,
+                    row_major_dtype,
+                    transposed_dtype,
+                );
+            }
+            Storage::Nibbles | Storage::TenBits => {
+                let copies = Copies::new(storage_of_codes, spec.layout, view.shape);
+                let [
+                    (row_major_vector, row_major_dtype),
+                    (transposed_vector, transposed_dtype),
+                ] = copies.vectors();
+                encode_kernel::launch_unchecked::<R>(
+                    client,
+                    cubes,
+                    CubeDim::new_1d(UNITS as u32),
+                    plan.read,
+                    row_major_vector,
+                    transposed_vector,
+                    array((*x).clone()),
+                    array(inverses.clone()),
+                    maxima,
+                    values,
+                    transposed,
+                    view.geometry(),
+                    view.shape.batch as u32,
+                    scale_rows as u32,
+                    scale_cols as u32,
+                    random_stream(spec.rounding),
+                    0,
+                    plan,
+                    copies,
+                    x.dtype,
+                    row_major_dtype,
+                    transposed_dtype,
+                );
+            }
+        }
     }
 }
 
@@ -168,6 +217,7 @@ fn encode_kernel<F: Numeric, NX: Size, V: Numeric, NV: Size, T: Numeric, NT: Siz
     random: RandomStream,
     zero: u32,
     #[comptime] plan: EncodePlan,
+    #[comptime] copies: Copies,
     #[define(F)] _x_dtype: StorageType,
     #[define(V)] _values_dtype: StorageType,
     #[define(T)] _transposed_dtype: StorageType,
@@ -179,17 +229,112 @@ fn encode_kernel<F: Numeric, NX: Size, V: Numeric, NV: Size, T: Numeric, NT: Siz
     }
     let (tile_row, tile_col) = run_position(tile);
     let (row, col) = (position.row + tile_row, position.col + tile_col);
-    let run = read_run::<F, NX>(x, &geometry, position.batch, row, col, plan.read);
-    if comptime!(plan.inverses == Inverses::Given) {
-        let bits = segment_max(run_max(&run), UNITS, UNITS);
-        if UNIT_POS == 0 {
-            maxima[CUBE_POS] = f32::reinterpret(bits);
-        }
-    }
-    let of_run = run_inverses(
+    let (codes, bits) = read_codes::<F, NX>(
+        x,
         inverses,
         &geometry,
         position.batch,
+        row,
+        col,
+        scale_rows,
+        scale_cols,
+        &random,
+        zero,
+        plan,
+    );
+    write_maximum(maxima, bits, UNITS, plan);
+    write_copies::<V, NV, T, NT>(
+        values, transposed, &codes, &geometry, &position, tile_row, tile_col, tile, copies,
+    );
+}
+
+#[cube(launch_unchecked)]
+#[allow(clippy::too_many_arguments)]
+fn encode_bytes_kernel<F: Numeric, NX: Size, V: Numeric, NV: Size, T: Numeric, NT: Size>(
+    x: &Array<Vector<F, NX>>,
+    inverses: &Array<f32>,
+    maxima: &mut Array<f32>,
+    values: &mut Array<Vector<V, NV>>,
+    transposed: &mut Array<Vector<T, NT>>,
+    geometry: MatrixGeometry,
+    batch_size: u32,
+    scale_rows: u32,
+    scale_cols: u32,
+    random: RandomStream,
+    zero: u32,
+    #[comptime] plan: EncodePlan,
+    #[comptime] storage: Storage,
+    #[comptime] copies: ByteCopies,
+    #[define(F)] _x_dtype: StorageType,
+    #[define(V)] _values_dtype: StorageType,
+    #[define(T)] _transposed_dtype: StorageType,
+) {
+    let (batch, at) = batched_patch_position(geometry.rows, geometry.cols);
+    if batch >= batch_size {
+        terminate!();
+    }
+    let mut lines = zero_patch();
+    let mut bits = 0u32;
+    #[unroll]
+    for line in 0..comptime!(PATCH_ROWS as u32) {
+        let (codes, of_run) = read_codes::<F, NX>(
+            x,
+            inverses,
+            &geometry,
+            batch,
+            at.first_row + at.tile_row + line,
+            at.first_col + at.tile_col,
+            scale_rows,
+            scale_cols,
+            &random,
+            zero,
+            plan,
+        );
+        bits = max(bits, of_run);
+        let words = pack_run(&codes, storage);
+        #[unroll]
+        for word in 0..LINE_WORDS {
+            lines[comptime!(line as usize * LINE_WORDS + word)] = words[word];
+        }
+    }
+    write_maximum(maxima, bits, byte_tile::UNITS, plan);
+    write_patch::<V, NV, T, NT>(
+        values,
+        transposed,
+        &lines,
+        &at,
+        batch,
+        geometry.rows,
+        geometry.cols,
+        copies,
+    );
+}
+
+/// The codes of a run, and the bits of its largest magnitude where that is wanted.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+fn read_codes<F: Numeric, NX: Size>(
+    x: &Array<Vector<F, NX>>,
+    inverses: &Array<f32>,
+    geometry: &MatrixGeometry,
+    batch: u32,
+    row: u32,
+    col: u32,
+    scale_rows: u32,
+    scale_cols: u32,
+    random: &RandomStream,
+    zero: u32,
+    #[comptime] plan: EncodePlan,
+) -> (Array<u32>, u32) {
+    let run = read_run::<F, NX>(x, geometry, batch, row, col, plan.read);
+    let mut bits = 0u32;
+    if comptime!(plan.inverses == Inverses::Given) {
+        bits = run_max(&run);
+    }
+    let of_run = run_inverses(
+        inverses,
+        geometry,
+        batch,
         row,
         col,
         scale_rows,
@@ -199,23 +344,29 @@ fn encode_kernel<F: Numeric, NX: Size, V: Numeric, NV: Size, T: Numeric, NT: Siz
     let codes = encode_run(
         &run,
         &of_run,
-        position.batch * geometry.rows + row,
+        batch * geometry.rows + row,
         col,
-        &random,
+        random,
         zero,
         comptime!(plan.encoding),
     );
-    write_copies::<V, NV, T, NT>(
-        values,
-        transposed,
-        &codes,
-        &geometry,
-        &position,
-        tile_row,
-        tile_col,
-        tile,
-        comptime!(plan.copies),
-    );
+    (codes, bits)
+}
+
+/// Writes the largest magnitude of the cube's tile where it is wanted. All units of the cube must call it together.
+#[cube]
+fn write_maximum(
+    maxima: &mut Array<f32>,
+    bits: u32,
+    #[comptime] units: usize,
+    #[comptime] plan: EncodePlan,
+) {
+    if comptime!(plan.inverses == Inverses::Given) {
+        let bits = segment_max(bits, units, units);
+        if UNIT_POS == 0 {
+            maxima[CUBE_POS] = f32::reinterpret(bits);
+        }
+    }
 }
 
 /// The inverse scale of each element of a run; 0 outside the matrix.

@@ -6,7 +6,6 @@ use crate::{
     device::{array, check_dtype, empty, or_unused, storage},
     error::KernelError,
     granularity::Granularity,
-    rounding::magnitude_bits,
     scale::{
         ScaleNumber,
         fp32::{given_inverse_cube, given_scale_cube},
@@ -14,12 +13,10 @@ use crate::{
     },
 };
 
-use super::{Input, QuantizeSpec, Quantized, buffers::allocate, encode, tile::segment_max};
+use super::{Input, QuantizeSpec, Quantized, absmax::largest_of, buffers::allocate, encode};
 
 const OPERATION: &str = "quantize_by";
 const UNITS: usize = 256;
-/// Maxima of tiles that a unit reads in one turn.
-const READS: usize = 32;
 
 /// Quantizes `x`, a matrix of f32, f16 or bf16 with any strides, by a scale that is on the device already, and finds
 /// its largest magnitude in the same read.
@@ -66,7 +63,7 @@ pub(super) fn by_scale<R: Runtime>(
     let output = allocate(client, &input.view, input.spec);
     let tiles = match input.view.shape.num_elements() {
         0 => 0,
-        _ => encode::tiles(&input.view),
+        _ => encode::tiles(&input.view, input.spec.number.storage()),
     };
     let maxima = empty(client, vec![tiles], storage::<f32>());
     if tiles > 0 {
@@ -146,18 +143,7 @@ fn finish_kernel(
     matrices: u32,
     #[comptime] has_absmax: bool,
 ) {
-    let mut bits = 0u32;
-    let mut first = UNIT_POS;
-    while first < tiles {
-        // Reads of one turn do not wait for each other; behind the last tile it is read once more.
-        #[unroll]
-        for read in 0..comptime!(READS as u32) {
-            let tile = min(first + comptime!(read * UNITS as u32), tiles - 1);
-            bits = max(bits, magnitude_bits(maxima[tile as usize]));
-        }
-        first += comptime!((READS * UNITS) as u32);
-    }
-    let bits = segment_max(bits, UNITS, UNITS);
+    let bits = largest_of(maxima, 0u32, tiles, UNITS);
     if comptime!(has_absmax) {
         if UNIT_POS == 0 {
             let quiet = select(is_finite(bits), 0u32, comptime!(f32::NAN.to_bits()));

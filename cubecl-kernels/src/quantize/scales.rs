@@ -3,11 +3,14 @@
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
 use crate::{
-    device::{array, cube_grid, or_unused, storage},
+    device::{array, cube_grid, empty, or_unused, storage},
     scale::{ScaleNumber, region_scale, store_scale, two_level::tensor_scale_cube},
 };
 
-use super::{Quantized, absmax};
+use super::{
+    Quantized,
+    absmax::{self, largest_of},
+};
 
 const UNITS: usize = 256;
 
@@ -48,6 +51,64 @@ pub(super) unsafe fn launch<R: Runtime>(
         );
     }
     maxima
+}
+
+/// Writes the scale of each matrix from the maxima of its parts, f32 `[batch, 1, parts]`. Gives back the inverse
+/// scales, f32 `[batch, 1, 1]`.
+///
+/// # Safety
+///
+/// The maxima are those of the matrices that `output` was allocated for, which are not empty and have a scale each, and
+/// no tensor scale.
+#[allow(unsafe_code)]
+pub(super) unsafe fn of_parts<R: Runtime>(
+    client: &ComputeClient<R>,
+    maxima: &TensorHandle<R>,
+    output: &Quantized<R>,
+) -> TensorHandle<R> {
+    let (batch, parts) = (maxima.shape()[0], maxima.shape()[2]);
+    let inverses = empty(client, vec![batch, 1, 1], storage::<f32>());
+    // SAFETY: there is a cube for each matrix, which has so many parts.
+    unsafe {
+        matrix_scales_kernel::launch_unchecked::<R>(
+            client,
+            cube_grid(batch),
+            CubeDim::new_1d(UNITS as u32),
+            array(maxima.clone()),
+            array(output.scales.clone()),
+            array(inverses.clone()),
+            batch as u32,
+            parts as u32,
+            output.number.largest(),
+            output.scale,
+            output.scales.dtype,
+        );
+    }
+    inverses
+}
+
+#[cube(launch_unchecked)]
+#[allow(clippy::too_many_arguments)]
+fn matrix_scales_kernel<S: Numeric>(
+    maxima: &Array<f32>,
+    scales: &mut Array<S>,
+    inverses: &mut Array<f32>,
+    batch_size: u32,
+    parts: u32,
+    largest: f32,
+    #[comptime] number: ScaleNumber,
+    #[define(S)] _dtype: StorageType,
+) {
+    let matrix = CUBE_POS as u32;
+    if matrix >= batch_size {
+        terminate!();
+    }
+    let absmax = largest_of(maxima, matrix * parts, parts, UNITS);
+    if UNIT_POS == 0 {
+        let (stored, inverse) = region_scale(absmax, largest, 1.0f32, number);
+        store_scale::<S>(scales, matrix, stored, number);
+        inverses[matrix as usize] = inverse;
+    }
 }
 
 #[cube(launch_unchecked)]

@@ -21,6 +21,9 @@ pub(crate) struct RunCodes {
     pub number: Symmetric,
     pub storage: Storage,
     pub scale: ScaleNumber,
+    /// The size of groups, a power of two, where rows are whole groups: the scales then follow one another as the
+    /// elements do, and no row and column must be found.
+    pub group: Option<usize>,
 }
 
 impl RunCodes {
@@ -103,6 +106,11 @@ impl<R: Runtime> Runs<R> {
                 number,
                 storage: storage_of_codes,
                 scale: quantized.scale,
+                group: (scale_rows == 1
+                    && scale_cols.is_power_of_two()
+                    && shape.cols % scale_cols == 0
+                    && !quantized.scale.has_tensor_scale())
+                .then_some(scale_cols),
             },
             count,
             grid: [shape.rows, shape.cols, scale_rows, scale_cols].map(|it| it as u32),
@@ -153,19 +161,7 @@ pub(crate) fn decode_part<W: Numeric, N: Size, S: Numeric>(
         }
     }
     let of_part = unpack_codes(&of_part, len, comptime!(codes.storage));
-    let parts_of_row = grid.cols / comptime!(len as u32);
-    let (row, col) = (
-        part / parts_of_row,
-        part % parts_of_row * comptime!(len as u32),
-    );
-    let batch = row / grid.rows;
-    let scale_row = batch * grid.rows.div_ceil(grid.scale_rows) + row % grid.rows / grid.scale_rows;
-    let slot = scale_row * grid.cols.div_ceil(grid.scale_cols) + col / grid.scale_cols;
-    let mut tensor_scale = 1.0f32;
-    if comptime!(codes.scale.has_tensor_scale()) {
-        tensor_scale = tensor_scales[batch as usize];
-    }
-    let scale = load_scale::<S>(scales, slot, tensor_scale, comptime!(codes.scale));
+    let scale = scale_of_part::<S>(scales, tensor_scales, grid, part, len, codes);
     let mut values = Array::<f32>::new(len);
     #[unroll]
     for index in 0..len {
@@ -173,6 +169,40 @@ pub(crate) fn decode_part<W: Numeric, N: Size, S: Numeric>(
         values[index] = exact::product(number, scale, grid.zero);
     }
     values
+}
+
+/// The scale of the `part`-th `len` elements.
+#[cube]
+fn scale_of_part<S: Numeric>(
+    scales: &Array<S>,
+    tensor_scales: &Array<f32>,
+    grid: &RunGrid,
+    part: u32,
+    #[comptime] len: usize,
+    #[comptime] codes: RunCodes,
+) -> f32 {
+    match comptime!(codes.group) {
+        Some(group) => {
+            let slot = part / comptime!((group / len) as u32);
+            load_scale::<S>(scales, slot, 1.0f32, comptime!(codes.scale))
+        }
+        None => {
+            let parts_of_row = grid.cols / comptime!(len as u32);
+            let (row, col) = (
+                part / parts_of_row,
+                part % parts_of_row * comptime!(len as u32),
+            );
+            let batch = row / grid.rows;
+            let scale_row =
+                batch * grid.rows.div_ceil(grid.scale_rows) + row % grid.rows / grid.scale_rows;
+            let slot = scale_row * grid.cols.div_ceil(grid.scale_cols) + col / grid.scale_cols;
+            let mut tensor_scale = 1.0f32;
+            if comptime!(codes.scale.has_tensor_scale()) {
+                tensor_scale = tensor_scales[batch as usize];
+            }
+            load_scale::<S>(scales, slot, tensor_scale, comptime!(codes.scale))
+        }
+    }
 }
 
 /// The number of a code. Bits above it may be anything.

@@ -27,6 +27,8 @@ mod scales;
 mod swiglu;
 
 #[cfg(any(feature = "cuda", feature = "vulkan"))]
+mod column_sum;
+#[cfg(any(feature = "cuda", feature = "vulkan"))]
 mod device;
 #[cfg(any(feature = "cuda", feature = "vulkan"))]
 mod errors;

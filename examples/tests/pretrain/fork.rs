@@ -36,8 +36,8 @@ fn losses(run: &Value) -> &[Value] {
 #[test]
 fn a_fork_goes_on_under_every_recipe() {
     let (data, folder) = (corpus(), tempfile::tempdir().unwrap());
-    let [base, fork, longer, parts] =
-        ["base", "fork", "longer", "parts"].map(|it| folder.path().join(it));
+    let [base, fork, half, longer, parts] =
+        ["base", "fork", "half", "longer", "parts"].map(|it| folder.path().join(it));
     let stop = ["--recipe", "mixed-precision", "--stop-after", "1"];
     succeeded(&run_of("3", data.path(), &base, &stop));
     let before = files(&base);
@@ -71,6 +71,12 @@ fn a_fork_goes_on_under_every_recipe() {
     assert_ne!(runs[1]["val_loss"], runs[2]["val_loss"]);
     let rates = runs[1]["fallback_rates"].as_object().unwrap();
     assert!(!rates.is_empty(), "layers that were not quantized before");
+
+    // In another compute dtype, with the loss scaling that it needs.
+    let (_, of_half) = forked(&half, &["--recipe", "mixed-precision", "--compute", "f16"]);
+    assert_eq!(of_half[0]["compute"], "f16");
+    assert_eq!(of_half[0]["loss_scaling"], "on");
+    assert_ne!(of_half[0]["val_loss"], runs[0]["val_loss"]);
 
     // Beyond the plan of the source, under its schedule. Another seed gives other data and rounding from the fork on.
     let more = [

@@ -35,14 +35,14 @@ pub struct Compositions<B: Backend> {
     /// The output, in the dtype of x `[.., columns]`, and the inverse of each row's root mean square, f32 `[rows, 1]`,
     /// of x, the gain, of so many elements as a row and any float dtype, and epsilon.
     pub rms_norm: fn(NormInput<B>, f32) -> Pair<B>,
-    /// The gradient of x, and that of the gain in parts, f32 `[parts, columns]`: of x and the gain; of the inverse root
-    /// mean squares and the gradient of the output.
+    /// The gradient of x, and that of the gain, f32 `[1, columns]`: of x and the gain; of the inverse root mean
+    /// squares and the gradient of the output.
     pub rms_norm_backward: fn(NormInput<B>, Pair<B>) -> Pair<B>,
     /// The output, in the dtype of x `[.., columns]`, and the mean and the inverse deviation of each row, f32 `[rows,
     /// 1]`: of the inputs, and epsilon.
     pub layer_norm: fn(NormInputs<B>, f32) -> WithPair<B>,
-    /// The gradient of x, and those of the gain and of the bias in parts, f32 `[parts, columns]`: of x and the gain; of
-    /// the gradient of the output; of the means and the inverse deviations.
+    /// The gradient of x, and those of the gain and of the bias, f32 `[1, columns]`: of x and the gain; of the
+    /// gradient of the output; of the means and the inverse deviations.
     pub layer_norm_backward: fn(NormInput<B>, FloatTensor<B>, Pair<B>) -> WithPair<B>,
     /// `x Φ(x)`, in the shape and dtype of x.
     pub gelu: fn(OperatorInput<B>) -> FloatTensor<B>,

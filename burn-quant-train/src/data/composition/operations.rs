@@ -73,10 +73,7 @@ impl Operation for RmsNormGradients {
 
     fn run<K: Kernels>(self, (input, others): On<Self::Inputs, K>) -> On<Self::Outputs, K> {
         match norm_kernels::<K>(&input.0) {
-            Some(kernels) => {
-                let (of_x, parts) = (kernels.rms_norm_backward)(input, others);
-                (of_x, K::float_sum_dim(parts, 0))
-            }
+            Some(kernels) => (kernels.rms_norm_backward)(input, others),
             None => floats::rms_norm_backward::<K>(floats_of::<K>(input), others),
         }
     }
@@ -135,11 +132,7 @@ impl Operation for LayerNormGradients {
         ((input, gradient), statistics): On<Self::Inputs, K>,
     ) -> On<Self::Outputs, K> {
         match norm_kernels::<K>(&input.0) {
-            Some(kernels) => {
-                let (of_x, (gain, bias)) =
-                    (kernels.layer_norm_backward)(input, gradient, statistics);
-                (of_x, (K::float_sum_dim(gain, 0), K::float_sum_dim(bias, 0)))
-            }
+            Some(kernels) => (kernels.layer_norm_backward)(input, gradient, statistics),
             None => floats::layer_norm_backward::<K>(floats_of::<K>(input), gradient, statistics),
         }
     }

@@ -7,6 +7,7 @@ use burn_cubecl::{
 };
 use cubecl::{prelude::ComputeClient, std::tensor::TensorHandle};
 use cubecl_kernels::{
+    column_sum::column_sum,
     embedding, gelu,
     layer_norm::{self, LayerNormGradients, LayerNormOutput},
     operator_input, quantize,
@@ -111,14 +112,15 @@ impl<R: CubeRuntime> Rows<R> {
         reshaped(tensor(&self.like, result, self.dtype), self.shape.clone())
     }
 
-    /// FP32 numbers that a kernel gave, in its own shape.
-    fn numbers(&self, numbers: TensorHandle<R>) -> CubeTensor<R> {
-        tensor(&self.like, numbers, DType::F32)
+    /// The sum of what a kernel left in parts, FP32 `[parts, columns]`: `[1, columns]`.
+    fn sum(&self, parts: &TensorHandle<R>) -> CubeTensor<R> {
+        let sum = checked(column_sum(self.client(), parts));
+        tensor(&self.like, sum, DType::F32)
     }
 
     /// FP32 numbers that a kernel gave, `[rows, 1]`.
     fn of_rows(&self, numbers: TensorHandle<R>) -> CubeTensor<R> {
-        let numbers = self.numbers(numbers);
+        let numbers = tensor(&self.like, numbers, DType::F32);
         let rows = numbers.shape().num_elements();
         reshaped(numbers, Shape::new([rows, 1]))
     }
@@ -156,7 +158,7 @@ fn rms_norm_backward<B: Cube<R> + QuantizeKernels, R: CubeRuntime>(
         &rows(gradient),
     );
     let RmsNormGradients { input, gain } = checked(gradients);
-    (x.result(input), x.numbers(gain))
+    (x.result(input), x.sum(&gain))
 }
 
 fn layer_norm<B: Cube<R> + QuantizeKernels, R: CubeRuntime>(
@@ -190,7 +192,7 @@ fn layer_norm_backward<B: Cube<R> + QuantizeKernels, R: CubeRuntime>(
         &rows(gradient),
     );
     let LayerNormGradients { input, gain, bias } = checked(gradients);
-    (x.result(input), (x.numbers(gain), x.numbers(bias)))
+    (x.result(input), (x.sum(&gain), x.sum(&bias)))
 }
 
 fn gelu<B: Cube<R> + QuantizeKernels, R: CubeRuntime>(x: OperatorInput<B>) -> CubeTensor<R> {
