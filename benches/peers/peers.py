@@ -13,7 +13,6 @@ import datetime
 import itertools
 import json
 import math
-import subprocess
 import sys
 import time
 
@@ -453,8 +452,7 @@ def main():
         parser.error(f"--only: there is no {', '.join(sorted(unknown))}")
     if not torch.cuda.is_available():
         sys.exit("peers.py: there is no GPU")
-    name = subprocess.run(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], check=True, capture_output=True,
-                          text=True).stdout.splitlines()[0].strip()
+    name = torch.cuda.get_device_name(0)
     measures = {
         "copy": measure_copy,
         "gemm": lambda: measure_gemm(args.sizes),

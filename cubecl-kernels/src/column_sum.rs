@@ -25,7 +25,7 @@ const READS: usize = 8;
 ///
 /// # Errors
 ///
-/// When `x` is no matrix, not f32 or not contiguous.
+/// When `x` is no matrix, not f32, not contiguous, or of more than 2^31 elements.
 pub fn column_sum<R: Runtime>(
     client: &ComputeClient<R>,
     x: &TensorHandle<R>,

@@ -14,6 +14,8 @@ use crate::{
 const OPERATION: &str = "random_hadamard";
 const UNITS: usize = 256;
 const BLOCK: usize = RANDOM_SIZE.block();
+/// Elements that are written at once.
+const WIDTH: usize = 4;
 
 /// The transform of each row, in FP32, where the columns are filled up with zeros to whole blocks of 16.
 ///
@@ -55,6 +57,7 @@ pub fn random_hadamard<R: Runtime>(
             client,
             cube_grid(blocks.div_ceil(UNITS)),
             CubeDim::new_1d(UNITS as u32),
+            WIDTH,
             array(x.clone()),
             array(out.clone()),
             blocks as u32,
@@ -69,9 +72,9 @@ pub fn random_hadamard<R: Runtime>(
 // CubeCL unrolls ranges, and no iterators.
 #[allow(clippy::needless_range_loop)]
 #[cube(launch_unchecked)]
-fn random_hadamard_kernel<F: Numeric>(
+fn random_hadamard_kernel<F: Numeric, N: Size>(
     x: &Array<F>,
-    out: &mut Array<f32>,
+    out: &mut Array<Vector<f32, N>>,
     blocks: u32,
     geometry: MatrixGeometry,
     #[comptime] by_columns: bool,
@@ -104,10 +107,14 @@ fn random_hadamard_kernel<F: Numeric>(
         run[element] = value;
     }
     butterflies(&mut run, 0usize, BLOCK);
-    let to = ((batch * geometry.rows + row) * blocks_of_row + block) * comptime!(BLOCK as u32);
+    let to = (batch * geometry.rows + row) * blocks_of_row + block;
     #[unroll]
-    for element in 0..BLOCK {
-        out[(to + comptime!(element as u32)) as usize] =
-            run[element] * comptime!(RANDOM_SIZE.factor());
+    for write in 0..comptime!(BLOCK / WIDTH) {
+        let mut vector = Vector::<f32, N>::empty();
+        #[unroll]
+        for lane in 0..WIDTH {
+            vector[lane] = run[comptime!(write * WIDTH + lane)] * comptime!(RANDOM_SIZE.factor());
+        }
+        out[to as usize * comptime!(BLOCK / WIDTH) + write] = vector;
     }
 }

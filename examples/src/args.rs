@@ -78,7 +78,7 @@ pub struct Args {
     /// Where to train [default: cpu]
     #[arg(long, value_enum, help_heading = DEVICE)]
     pub device: Option<Device>,
-    /// The compute dtype [default: f32 on the CPU, bf16 with CUDA, f16 with Vulkan]
+    /// The compute dtype [default: f32 on the CPU, bf16 with CUDA, f16 with Vulkan; a fork: its source's]
     #[arg(long, value_enum, help_heading = DEVICE)]
     pub compute: Option<Compute>,
     /// Scale losses, so that FP16 gradients do not vanish [default: on with --compute f16, else off]

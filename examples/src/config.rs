@@ -213,20 +213,17 @@ impl Config {
             step: source.step,
             planned_steps: saved.planned_steps(),
         };
-        let compute = args.compute.unwrap_or(saved.compute);
-        let loss_scaling = match compute == saved.compute {
-            true => saved.loss_scaling,
-            false => LossScaling::of(compute),
-        };
-        let config = Self {
+        let mut config = Self {
             recipes: recipes(args)?,
-            compute,
-            loss_scaling: args.loss_scaling.unwrap_or(loss_scaling),
             seed: args.seed.unwrap_or(saved.seed),
             seeds: args.seeds.unwrap_or(1),
             fork: Some(fork),
             ..saved.amended(args, folder)?
         };
+        if let Some(compute) = args.compute.filter(|asked| *asked != config.compute) {
+            config.compute = compute;
+            config.loss_scaling = args.loss_scaling.unwrap_or(LossScaling::of(compute));
+        }
         ensure!(
             config.steps > fork.step,
             "the checkpoint of {} in {at} is at step {} of {}: --fork needs --steps beyond that",
@@ -237,7 +234,8 @@ impl Config {
         config.checked()
     }
 
-    /// The configuration of a checkpoint with the changes that the command line may make to it.
+    /// The configuration of a checkpoint with the changes that the command line may make to it, but to recipes, seeds and
+    /// the compute dtype.
     fn amended(mut self, args: &Args, folder: &Path) -> Result<Self> {
         let at = folder.display();
         macro_rules! unchanged {

@@ -69,7 +69,7 @@ impl Gpu {
         };
         let fusion = cfg!(feature = "fusion").then_some("fusion");
         let autotune = cfg!(feature = "autotune").then_some("autotune");
-        let arguments = std::env::args().skip(1);
+        let arguments = env::args().skip(1);
         Ok(Run {
             device: self.name.clone(),
             driver,
@@ -162,7 +162,7 @@ impl Gpu {
 /// The values of these fields that nvidia-smi reports for the first GPU that the program sees.
 fn query<const N: usize>(fields: [&str; N]) -> Result<[String; N]> {
     let mut command = Command::new("nvidia-smi");
-    // nvidia-smi lists all GPUs, and the program sees but these.
+    // nvidia-smi lists all GPUs, and the program sees but these. Both count alike where the GPUs are alike.
     if let Ok(visible) = env::var("CUDA_VISIBLE_DEVICES") {
         let first = visible.split(',').next().unwrap_or_default().trim();
         command.arg(format!("--id={first}"));

@@ -50,8 +50,8 @@ pub struct Settings {
         value_name = "BxN,.."
     )]
     pub rows: Vec<RowsOfInput>,
-    /// Leave out plain Burn, whose attention keeps all scores; results are then compared with those of
-    /// `mixed-precision`
+    /// Leave out plain Burn, whose attention keeps all scores; results of layers wider than 1024 are then compared with
+    /// those of `mixed-precision`
     #[arg(long)]
     pub without_burn: bool,
     /// Also measure each part of the layer by itself
@@ -79,8 +79,8 @@ impl FromStr for RowsOfInput {
     }
 }
 
-/// The widest layer whose reference comes from the CPU, in FP32. That of a wider one comes from Burn in BF16, which a
-/// narrower one has been checked with.
+/// The widest layer whose reference comes from the CPU, in FP32. That of a wider one comes from Burn in BF16, or from
+/// `mixed-precision`, which a narrower one has been checked with.
 const FLEX: usize = 1024;
 
 /// Checks the layer on every backend, then measures it. Says on stderr what it does, and writes what it has to `json`
@@ -123,14 +123,14 @@ pub fn run(
                 let outputs = on_the_cpu(&weights, &input)?;
                 measured.refer_to(&outputs);
             }
-            if settings.without_burn {
-                let _entered = <MixedPrecision as Recipe>::ROW.name().enter()?;
-                let outputs = measured.outputs::<QuantTrain<Autodiff<Cuda>, Named>>(DType::F32)?;
-                measured.refer_to(&outputs);
-            } else {
+            if !settings.without_burn {
                 let (plain, outputs) = measured.on::<Autodiff<Cuda>>(DType::BF16)?;
                 measured.refer_to(&outputs);
                 report.add([plain])?;
+            } else if measured.reference.is_none() {
+                let _entered = <MixedPrecision as Recipe>::ROW.name().enter()?;
+                let outputs = measured.outputs::<QuantTrain<Autodiff<Cuda>, Named>>(DType::F32)?;
+                measured.refer_to(&outputs);
             }
             for recipe in &recipes.names {
                 let _entered = recipe.enter()?;

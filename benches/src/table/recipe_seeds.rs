@@ -1,5 +1,6 @@
 //! Runs of `pretrain` with one optimizer, by recipe, over several seeds or from common checkpoints: which of the
-//! differences between recipes are chance. Where fallback rates were read, how many of them lie in their range.
+//! differences between recipes, or compute dtypes, are chance. Where fallback rates were read, how many of them lie in
+//! their range.
 
 use std::fmt::Write;
 
@@ -11,7 +12,10 @@ use super::{
     grouped, mebibytes,
     optimizers::{BASELINE, label},
     rates,
-    runs::{check_conditions_but, checkpoint, conditions_but_seed, losses_by_seed, number, text},
+    runs::{
+        check_conditions_but, checkpoint, conditions_but_seed, conditions_computing,
+        losses_by_seed, number, text,
+    },
 };
 
 /// One line for each checkpoint and recipe, in the order of their first runs, and one on what all runs have in common.
@@ -19,7 +23,12 @@ use super::{
 /// Differences are those to the first recipe's run of the same checkpoint and seed; their interval is
 /// [`Mean::interval`]'s.
 pub(super) fn table(runs: &[Value]) -> Result<String> {
-    check_conditions_but(runs, &["seed", "forked_from"])?;
+    check_conditions_but(runs, &["seed", "forked_from", "compute"])?;
+    let computes_alike = runs.iter().all(|run| run["compute"] == runs[0]["compute"]);
+    let name = |run: &Value| match computes_alike {
+        true => name(run),
+        false => Ok(format!("{}, {}", name(run)?, compute(run)?)),
+    };
     let first = name(&runs[0])?;
     let forked = runs.iter().any(|run| !run["forked_from"].is_null());
     let rated = runs.iter().any(rates::were_read);
@@ -85,12 +94,11 @@ pub(super) fn table(runs: &[Value]) -> Result<String> {
         label if label == format!("`{BASELINE}`") => String::new(),
         label => format!(", optimizer {label}"),
     };
-    writeln!(
-        out,
-        "{}{optimizer}, {}.",
-        conditions_but_seed(&runs[0])?,
-        seeds(runs)
-    )?;
+    let conditions = match computes_alike {
+        true => conditions_but_seed(&runs[0])?,
+        false => conditions_computing(&runs[0], "as is said")?,
+    };
+    writeln!(out, "{conditions}{optimizer}, {}.", seeds(runs))?;
     Ok(out)
 }
 
@@ -103,6 +111,16 @@ fn name(run: &Value) -> Result<String> {
     let again = again.then_some("layers run again");
     let parts = [Some(text(run, "recipe")?), contexts, again, threshold];
     Ok(parts.into_iter().flatten().collect::<Vec<_>>().join(", "))
+}
+
+/// Names the compute dtype of a run, and whether one in FP16 scaled its losses.
+fn compute(run: &Value) -> Result<&str> {
+    let is_scaled = run["loss_scaling"].as_str() == Some("on");
+    Ok(match text(run, "compute")? {
+        "f16" if is_scaled => "f16, losses scaled",
+        "f16" => "f16, losses not scaled",
+        other => other,
+    })
 }
 
 fn mean(runs: &[&Value], field: &str) -> Result<f64> {
@@ -168,6 +186,31 @@ mod tests {
             ]
         );
         assert!(lines[6].ends_with("20,480,000 tokens, seeds 1, 2."));
+    }
+
+    #[test]
+    fn compute_dtypes_are_named_where_they_differ() {
+        let of_half = |scaling: &str, val_loss| {
+            run("mixed-precision", 1, val_loss, "null").replace(
+                r#""compute": "bf16""#,
+                &format!(r#""compute": "f16", "loss_scaling": "{scaling}""#),
+            )
+        };
+        let json = format!(
+            "[{}, {}, {}]",
+            run("mixed-precision", 1, 2.0, "null"),
+            of_half("on", 2.02),
+            of_half("off", 4.0),
+        );
+        let table = of(&json).unwrap();
+        let lines: Vec<&str> = table.lines().collect();
+        assert!(lines[0].contains("| against mixed-precision, bf16 |"));
+        assert!(lines[2].starts_with("| `mixed-precision, bf16` | 1 | 2.0000 | - |"));
+        assert!(
+            lines[3].starts_with("| `mixed-precision, f16, losses scaled` | 1 | 2.0200 | +1.00% |")
+        );
+        assert!(lines[4].starts_with("| `mixed-precision, f16, losses not scaled` | 1 | 4.0000 |"));
+        assert!(lines[6].contains("on `cuda`, computing as is said: 1,250 steps"));
     }
 
     #[test]

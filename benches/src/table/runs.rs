@@ -108,15 +108,19 @@ pub(super) fn forked_from(run: &Value) -> Result<String> {
 
 /// The same without the seed, open at its end.
 pub(super) fn conditions_but_seed(run: &Value) -> Result<String> {
+    conditions_computing(run, &format!("in `{}`", text(run, "compute")?))
+}
+
+/// The same, of runs that compute as is said.
+pub(super) fn conditions_computing(run: &Value, compute: &str) -> Result<String> {
     let dropout = run.get("dropout").and_then(Value::as_f64);
     let dropout = dropout.filter(|rate| *rate > 0.0);
     Ok(format!(
-        "\n`{}` preset, {} parameters{}, on `{}`, computing in `{}`: {} steps of {} sequences of {} bytes, {} tokens",
+        "\n`{}` preset, {} parameters{}, on `{}`, computing {compute}: {} steps of {} sequences of {} bytes, {} tokens",
         text(run, "preset")?,
         grouped(number(run, "parameters")?),
         dropout.map_or_else(String::new, |rate| format!(", dropout {rate}")),
         text(run, "device")?,
-        text(run, "compute")?,
         grouped(number(run, "steps")?),
         grouped(number(run, "batch")?),
         grouped(number(run, "sequence")?),

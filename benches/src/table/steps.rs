@@ -57,13 +57,16 @@ pub(super) fn table(run: &Run, peer: Option<&Peer>, rows: &[StepSpeed]) -> Resul
     for size in &sizes {
         parts(&mut out, rows, *size)?;
     }
+    let rival = match rows.iter().any(|row| row.subject == Subject::TorchCompiled) {
+        true => "Against PyTorch compiled, where it is measured. ",
+        false => "",
+    };
     writeln!(
         out,
         "\nPasses follow each other without waiting, as in training; each has a new input and, as after an optimizer \
          step, quantizes its weights. Alone: both passes from an idle device until it is idle again; host: the part of \
          that until the last operation is handed over. Held: bytes in use after a forward pass and not before it. \
-         Error: of outputs and gradients, root mean square over root mean square. Against PyTorch compiled, where it is \
-         measured. {}",
+         Error: of outputs and gradients, root mean square over root mean square. {rival}{}",
         conditions(run, peer).trim_end(),
     )?;
     Ok(out)

@@ -19,16 +19,18 @@ use crate::{
 use super::{
     delayed::DelayedMaximum,
     run::run_max,
-    tile::{Tile, read_run, run_position, run_read_width, segment_max, tile_position},
+    tile::{Tile, read_lanes, read_run, run_position, run_read_width, segment_max, tile_position},
 };
 
-const UNITS: usize = 256;
+/// Units of a cube, here and of the kernels that go on with the maxima.
+pub(super) const UNITS: usize = 256;
 /// Rows that one cube reduces to one, at most; longer columns take more than one launch, each on enough cubes.
 const ROWS_OF_CUBE: usize = 256;
-/// Runs that a unit of the kernel of parts reads, none of which waits for another.
-const RUNS_OF_UNIT: usize = 4;
-/// Runs of a part of a matrix.
-const RUNS_OF_PART: usize = RUNS_OF_UNIT * UNITS;
+/// Vectors that a unit of the kernel of parts reads, none of which waits for another. Neighbours are those of units side
+/// by side.
+const VECTORS_OF_UNIT: usize = 8;
+/// Vectors of a part of a matrix.
+const VECTORS_OF_PART: usize = VECTORS_OF_UNIT * UNITS;
 /// Maxima that a unit reads in one turn.
 const READS: usize = 32;
 /// Columns of a cube of the column kernel: neighbours, so that units read neighbouring addresses.
@@ -72,9 +74,9 @@ pub(super) fn parts<R: Runtime>(
     unless: Option<DelayedMaximum<R>>,
 ) -> TensorHandle<R> {
     let MatrixShape { batch, rows, cols } = view.shape;
-    let parts = (rows * cols.div_ceil(RUN)).div_ceil(RUNS_OF_PART);
-    let out = empty(client, vec![batch, 1, parts], storage::<f32>());
     let width = run_read_width(x, view);
+    let parts = (rows * cols.div_ceil(width)).div_ceil(VECTORS_OF_PART);
+    let out = empty(client, vec![batch, 1, parts], storage::<f32>());
     let delayed = unless.map(|delayed| delayed.maxima);
     // SAFETY: reads are guarded by the shape in `geometry`, writes by the number of parts. The layer is an index of the
     // delayed maxima.
@@ -100,26 +102,21 @@ pub(super) fn parts<R: Runtime>(
     out
 }
 
-/// The bits of the largest of `count` maxima from the `first` on. All units of a cube of `units` must call it together.
+/// The bits of the largest of `count` maxima from the `first` on. All [`UNITS`] of a cube must call it together.
 #[cube]
-pub(super) fn largest_of(
-    maxima: &Array<f32>,
-    first: u32,
-    count: u32,
-    #[comptime] units: usize,
-) -> u32 {
+pub(super) fn largest_of(maxima: &Array<f32>, first: u32, count: u32) -> u32 {
     let mut bits = 0u32;
     let mut next = UNIT_POS;
     while next < count {
         // Reads of one turn do not wait for each other; behind the last maximum it is read once more.
         #[unroll]
         for read in 0..comptime!(READS as u32) {
-            let index = min(next + comptime!(read * units as u32), count - 1);
+            let index = min(next + comptime!(read * UNITS as u32), count - 1);
             bits = max(bits, magnitude_bits(maxima[(first + index) as usize]));
         }
-        next += comptime!((READS * units) as u32);
+        next += comptime!((READS * UNITS) as u32);
     }
-    segment_max(bits, units, units)
+    segment_max(bits, UNITS, UNITS)
 }
 
 /// The largest of the maxima of regions, `[batch, scale_rows, scale_cols]`, that are finite: `[batch, 1, 1]`.
@@ -270,21 +267,24 @@ fn part_absmax_kernel<F: Numeric, N: Size>(
             terminate!();
         }
     }
-    let runs_of_row = geometry.cols.div_ceil(comptime!(RUN as u32));
-    let first = index % parts * comptime!(RUNS_OF_PART as u32) + UNIT_POS;
+    let vectors_of_row = geometry.cols.div_ceil(comptime!(width as u32));
+    let first = index % parts * comptime!(VECTORS_OF_PART as u32) + UNIT_POS;
     let mut bits = 0u32;
     #[unroll]
-    for turn in 0..comptime!(RUNS_OF_UNIT as u32) {
-        let run = first + comptime!(turn * UNITS as u32);
-        let values = read_run::<F, N>(
+    for turn in 0..comptime!(VECTORS_OF_UNIT as u32) {
+        let vector = first + comptime!(turn * UNITS as u32);
+        let values = read_lanes::<F, N>(
             x,
             &geometry,
             index / parts,
-            run / runs_of_row,
-            run % runs_of_row * comptime!(RUN as u32),
+            vector / vectors_of_row,
+            vector % vectors_of_row * comptime!(width as u32),
             width,
         );
-        bits = max(bits, run_max(&values));
+        #[unroll]
+        for lane in 0..width {
+            bits = max(bits, magnitude_bits(values[lane]));
+        }
     }
     let reduced = segment_max(bits, UNITS, UNITS);
     if UNIT_POS == 0 {

@@ -11,12 +11,11 @@ use crate::{
 
 use super::{
     Input, QuantizeSpec, Quantized,
-    absmax::{self, largest_of},
+    absmax::{self, UNITS, largest_of},
     given::{by_scale, check_given},
 };
 
 const OPERATION: &str = "quantize_delayed";
-const UNITS: usize = 256;
 
 /// The maximum that a layer's data had in earlier steps, among those of all layers.
 #[derive(Debug)]
@@ -115,7 +114,7 @@ fn choose_kernel(
     let of_layer = u32::reinterpret(delayed[layer as usize]);
     let has_maximum = has_scale(of_layer);
     // All units take part in the search, though there is nothing to search.
-    let of_data = largest_of(of_parts, 0u32, select(has_maximum, 0u32, parts), UNITS);
+    let of_data = largest_of(of_parts, 0u32, select(has_maximum, 0u32, parts));
     let bits = select(has_maximum, of_layer, of_data);
     if UNIT_POS == 0 {
         let mut chosen = 1.0f32;

@@ -129,7 +129,10 @@ unsafe fn launch<R: Runtime>(
         read: run_read_width(x, view),
     };
     let (scale_rows, scale_cols) = spec.granularity.scale_block(view.shape);
-    let cubes = cube_grid(tiles(view, storage_of_codes));
+    let (cubes, units) = (
+        cube_grid(tiles(view, storage_of_codes)),
+        CubeDim::new_1d(UNITS as u32),
+    );
     let maxima = array(or_unused(maxima, x, storage::<f32>()));
     // SAFETY: every access is guarded by the shapes in `geometry`, for which by the caller's promise the outputs were
     // allocated.
@@ -144,7 +147,7 @@ unsafe fn launch<R: Runtime>(
                 encode_bytes_kernel::launch_unchecked::<R>(
                     client,
                     cubes,
-                    CubeDim::new_1d(byte_tile::UNITS as u32),
+                    units,
                     plan.read,
                     row_major_vector,
                     transposed_vector,
@@ -176,7 +179,7 @@ unsafe fn launch<R: Runtime>(
                 encode_kernel::launch_unchecked::<R>(
                     client,
                     cubes,
-                    CubeDim::new_1d(UNITS as u32),
+                    units,
                     plan.read,
                     row_major_vector,
                     transposed_vector,
@@ -242,11 +245,16 @@ fn encode_kernel<F: Numeric, NX: Size, V: Numeric, NV: Size, T: Numeric, NT: Siz
         zero,
         plan,
     );
-    write_maximum(maxima, bits, UNITS, plan);
+    write_maximum(maxima, bits, plan);
     write_copies::<V, NV, T, NT>(
         values, transposed, &codes, &geometry, &position, tile_row, tile_col, tile, copies,
     );
 }
+
+const _: () = assert!(
+    byte_tile::UNITS == UNITS,
+    "both kernels' cubes have as many units"
+);
 
 #[cube(launch_unchecked)]
 #[allow(clippy::too_many_arguments)]
@@ -297,7 +305,7 @@ fn encode_bytes_kernel<F: Numeric, NX: Size, V: Numeric, NV: Size, T: Numeric, N
             lines[comptime!(line as usize * LINE_WORDS + word)] = words[word];
         }
     }
-    write_maximum(maxima, bits, byte_tile::UNITS, plan);
+    write_maximum(maxima, bits, plan);
     write_patch::<V, NV, T, NT>(
         values,
         transposed,
@@ -355,14 +363,9 @@ fn read_codes<F: Numeric, NX: Size>(
 
 /// Writes the largest magnitude of the cube's tile where it is wanted. All units of the cube must call it together.
 #[cube]
-fn write_maximum(
-    maxima: &mut Array<f32>,
-    bits: u32,
-    #[comptime] units: usize,
-    #[comptime] plan: EncodePlan,
-) {
+fn write_maximum(maxima: &mut Array<f32>, bits: u32, #[comptime] plan: EncodePlan) {
     if comptime!(plan.inverses == Inverses::Given) {
-        let bits = segment_max(bits, units, units);
+        let bits = segment_max(bits, UNITS, UNITS);
         if UNIT_POS == 0 {
             maxima[CUBE_POS] = f32::reinterpret(bits);
         }

@@ -13,10 +13,14 @@ use crate::{
     },
 };
 
-use super::{Input, QuantizeSpec, Quantized, absmax::largest_of, buffers::allocate, encode};
+use super::{
+    Input, QuantizeSpec, Quantized,
+    absmax::{UNITS, largest_of},
+    buffers::allocate,
+    encode,
+};
 
 const OPERATION: &str = "quantize_by";
-const UNITS: usize = 256;
 
 /// Quantizes `x`, a matrix of f32, f16 or bf16 with any strides, by a scale that is on the device already, and finds
 /// its largest magnitude in the same read.
@@ -143,7 +147,7 @@ fn finish_kernel(
     matrices: u32,
     #[comptime] has_absmax: bool,
 ) {
-    let bits = largest_of(maxima, 0u32, tiles, UNITS);
+    let bits = largest_of(maxima, 0u32, tiles);
     if comptime!(has_absmax) {
         if UNIT_POS == 0 {
             let quiet = select(is_finite(bits), 0u32, comptime!(f32::NAN.to_bits()));

@@ -9,10 +9,8 @@ use crate::{
 
 use super::{
     Quantized,
-    absmax::{self, largest_of},
+    absmax::{self, UNITS, largest_of},
 };
-
-const UNITS: usize = 256;
 
 /// Writes the scales of regions, and where there are some the tensor scales, from the maxima of the regions, f32
 /// `[batch, scale_rows, scale_cols]`. Gives back the inverse scales in the place of the maxima.
@@ -103,7 +101,7 @@ fn matrix_scales_kernel<S: Numeric>(
     if matrix >= batch_size {
         terminate!();
     }
-    let absmax = largest_of(maxima, matrix * parts, parts, UNITS);
+    let absmax = largest_of(maxima, matrix * parts, parts);
     if UNIT_POS == 0 {
         let (stored, inverse) = region_scale(absmax, largest, 1.0f32, number);
         store_scale::<S>(scales, matrix, stored, number);

@@ -90,30 +90,49 @@ pub(crate) fn read_run<F: Numeric, N: Size>(
     #[comptime] width: usize,
 ) -> Array<f32> {
     let mut run = Array::<f32>::new(RUN);
-    let start = batch * geometry.batch_stride + row * geometry.row_stride;
     #[unroll]
     for piece in 0..comptime!(RUN / width) {
         let first = comptime!(piece * width);
+        let at = col + comptime!((piece * width) as u32);
+        let lanes = read_lanes::<F, N>(x, geometry, batch, row, at, width);
         #[unroll]
         for lane in 0..width {
-            run[comptime!(first + lane)] = 0.0f32;
-        }
-        let at = col + comptime!((piece * width) as u32);
-        if row < geometry.rows && at < geometry.cols {
-            // More than one element at once is read only where columns are neighbours.
-            let index = if comptime!(width > 1) {
-                (start + at) / comptime!(width as u32)
-            } else {
-                start + at * geometry.col_stride
-            };
-            let vector = x[index as usize];
-            #[unroll]
-            for lane in 0..width {
-                run[comptime!(first + lane)] = f32::cast_from(vector[lane]);
-            }
+            run[comptime!(first + lane)] = lanes[lane];
         }
     }
     run
+}
+
+/// Reads `width` neighbours of a row as `f32`, from column `col`, a multiple of it; 0 outside the matrix.
+#[cube]
+pub(super) fn read_lanes<F: Numeric, N: Size>(
+    x: &Array<Vector<F, N>>,
+    geometry: &MatrixGeometry,
+    batch: u32,
+    row: u32,
+    col: u32,
+    #[comptime] width: usize,
+) -> Array<f32> {
+    let mut lanes = Array::<f32>::new(width);
+    #[unroll]
+    for lane in 0..width {
+        lanes[lane] = 0.0f32;
+    }
+    if row < geometry.rows && col < geometry.cols {
+        let start = batch * geometry.batch_stride + row * geometry.row_stride;
+        // More than one element at once is read only where columns are neighbours.
+        let index = if comptime!(width > 1) {
+            (start + col) / comptime!(width as u32)
+        } else {
+            start + col * geometry.col_stride
+        };
+        let vector = x[index as usize];
+        #[unroll]
+        for lane in 0..width {
+            lanes[lane] = f32::cast_from(vector[lane]);
+        }
+    }
+    lanes
 }
 
 /// The largest value among each `segment` consecutive units, a power of two.

@@ -6,6 +6,7 @@ use cubecl::{prelude::*, std::tensor::TensorHandle};
 use crate::{
     device::{MatrixView, is_contiguous, or_unused, storage},
     exact,
+    granularity::Granularity,
     number::{
         Storage, Symmetric, integer, minifloat,
         storage::{RUN, unpack_codes},
@@ -21,8 +22,8 @@ pub(crate) struct RunCodes {
     pub number: Symmetric,
     pub storage: Storage,
     pub scale: ScaleNumber,
-    /// The size of groups, a power of two, where rows are whole groups: the scales then follow one another as the
-    /// elements do, and no row and column must be found.
+    /// The size of groups where rows are whole groups and scales have one level: the scales then follow one another as
+    /// the elements do, and no row and column must be found.
     pub group: Option<usize>,
 }
 
@@ -106,11 +107,14 @@ impl<R: Runtime> Runs<R> {
                 number,
                 storage: storage_of_codes,
                 scale: quantized.scale,
-                group: (scale_rows == 1
-                    && scale_cols.is_power_of_two()
-                    && shape.cols % scale_cols == 0
-                    && !quantized.scale.has_tensor_scale())
-                .then_some(scale_cols),
+                group: match quantized.granularity {
+                    Granularity::Group(size)
+                        if shape.cols % size == 0 && !quantized.scale.has_tensor_scale() =>
+                    {
+                        Some(size)
+                    }
+                    _ => None,
+                },
             },
             count,
             grid: [shape.rows, shape.cols, scale_rows, scale_cols].map(|it| it as u32),

@@ -606,6 +606,9 @@ fn number_sources(architecture: u16) -> Vec<Source> {
             }
             let spec = QuantizeSpec::new(number, Granularity::Tensor)
                 .with_rounding([Rounding::Nearest, key][turn % 2]);
+            for scale in [ScaleNumber::F32, ScaleNumber::E8M0] {
+                quantize(client, &x, &spec.with_scale(scale)).expect("a matrix");
+            }
             turn += 1;
             quantize_by(client, &x, &spec, &given).expect("a matrix");
             let delayed = DelayedMaximum {
@@ -623,8 +626,11 @@ fn number_sources(architecture: u16) -> Vec<Source> {
         "column_absmax_kernel",
         "row_absmax_kernel",
         "group_absmax_kernel",
+        "part_absmax_kernel",
         "scales_kernel",
+        "matrix_scales_kernel",
         "encode_kernel",
+        "encode_bytes_kernel",
         "finish_kernel",
         "choose_kernel",
         "quantize_group_kernel",
@@ -784,6 +790,8 @@ fn layer_sources(architecture: u16) -> Vec<Source> {
             }
         }
         operators_of_numbers(client);
+        let parts = tensor(client, &[256, 768], dtype::<f32>());
+        column_sum(client, &parts).expect("a matrix");
     });
     let sources: BTreeMap<String, Source> = sources
         .into_iter()
@@ -798,6 +806,7 @@ fn layer_sources(architecture: u16) -> Vec<Source> {
         "gelu_backward_kernel",
         "swiglu_kernel",
         "swiglu_backward_kernel",
+        "column_sum_kernel",
         "zero_kernel",
         "sort_kernel",
         "sum_kernel",
@@ -1136,7 +1145,7 @@ fn nvrtc_compiles_attention() {
 
 /// Compiles a few of the sources, other ones each time: see [`Random::few`].
 fn compile(sources: Vec<Source>, architecture: &str) {
-    let sources = Random::fresh().few(sources, 6);
+    let sources = Random::fresh().few(sources, 3);
     let nvrtc = &Nvrtc::load();
     let threads = available_parallelism().map_or(1, usize::from);
     std::thread::scope(|scope| {

@@ -563,7 +563,7 @@ mod on_device {
     #[test]
     fn kernels_equal_the_reference_in_every_format() {
         let mut random = Random::fresh();
-        let pairs = drawn(&mut random, pairs(), 6);
+        let pairs = drawn(&mut random, pairs(), 3);
         kernels_equal_the_reference(&mut random, &pairs, &SIZES, None);
     }
 
@@ -618,7 +618,7 @@ mod on_device {
         let pairs = pairs();
         // Each encoding with and without expansion.
         let pairs = [&pairs[..1], &pairs[5..6], &pairs[15..21]].concat();
-        let pairs = drawn(&mut random, pairs, 3);
+        let pairs = drawn(&mut random, pairs, 2);
         kernels_equal_the_reference(&mut random, &pairs, &SIZES, Some(key));
     }
 
@@ -713,7 +713,7 @@ mod on_device {
     fn raised_flags_change_nothing() {
         let (client, mut random) = (client(), Random::fresh());
         let mut list = Vec::new();
-        let mut pairs = drawn(&mut random, pairs(), 5);
+        let mut pairs = drawn(&mut random, pairs(), 3);
         pairs.push((None, None));
         for (index, pair) in pairs.into_iter().enumerate() {
             let n = 100 + 97 * index;
@@ -782,7 +782,7 @@ mod on_device {
     #[test]
     fn nonfinite_gradients_are_not_hidden() {
         let (client, n) = (client(), 300);
-        for pair in drawn(&mut Random::fresh(), pairs(), 5) {
+        for pair in drawn(&mut Random::fresh(), pairs(), 3) {
             let mut tensors = tensors(&client, &vec![1.0; n], pair);
             let mut g = vec![1e-3; n];
             g[5] = f32::NAN;
@@ -802,7 +802,7 @@ mod on_device {
     #[test]
     fn infinite_second_moments_stop_the_update() {
         let client = client();
-        let pairs = drawn(&mut Random::fresh(), pairs().into_iter().step_by(5), 3);
+        let pairs = drawn(&mut Random::fresh(), pairs().into_iter().step_by(5), 2);
         let cases = pairs.into_iter().map(|pair| (pair, 300));
         // Past 65,536 elements a tensor has a launch of its own.
         for (pair, n) in cases.chain([((None, None), 300), ((None, None), 70_000)]) {

@@ -1,6 +1,7 @@
 //! Sums of columns, against sums in FP64.
 
 use cubecl_kernels::{KernelError, column_sum::column_sum};
+use half::f16;
 
 use crate::{
     device::{client, dtype, read_float, upload},
@@ -70,4 +71,11 @@ fn no_rows_have_sums_of_zero_and_others_are_refused() {
     assert_eq!(of(&[3, 0]).expect("a matrix").shape()[..], [1, 0]);
     assert!(matches!(of(&[4]), Err(KernelError::Shape { .. })));
     assert!(matches!(of(&[2, 2, 2]), Err(KernelError::Shape { .. })));
+    let narrow = upload(&client, &[1.0; 4], &[2, 2], dtype::<f16>());
+    let mut turned = upload(&client, &[1.0; 6], &[2, 3], dtype::<f32>());
+    turned.metadata.swap(0, 1);
+    for tensor in [narrow, turned] {
+        let error = column_sum(&client, &tensor).expect_err("bad input");
+        assert!(matches!(error, KernelError::Unsupported { .. }), "{error}");
+    }
 }

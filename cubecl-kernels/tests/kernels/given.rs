@@ -270,7 +270,7 @@ mod on_device {
     fn equals_the_reference() {
         let (client, mut random) = (client(), Random::fresh());
         let numbers = Number::SYMMETRIC.into_iter().enumerate();
-        for (index, number) in drawn(&mut random, numbers, 3) {
+        for (index, number) in drawn(&mut random, numbers, 2) {
             // Each number with one pair of rounding and layout, on an odd and on an even shape.
             let rounding = [Rounding::Nearest, stochastic(&mut random)][index % 2];
             let layout = [Layout::Both, Layout::RowMajor, Layout::Transposed][index % 3];
@@ -284,6 +284,40 @@ mod on_device {
                     check(&client, &tensor, &x, shape, &spec, scale);
                 }
             }
+        }
+    }
+
+    /// Several tiles of bytes and several parts in a matrix, edges inside of them, and vectors of all widths.
+    #[test]
+    fn matrices_of_many_tiles() {
+        let (client, mut random) = (client(), Random::fresh());
+        let number = [Number::Int8, Number::E4M3, Number::E5M2][random.index(3)];
+        for shape in [
+            MatrixShape::batched(2, 144, 272),
+            MatrixShape::batched(2, 130, 257),
+        ] {
+            let spec = QuantizeSpec::new(number, Granularity::Tensor)
+                .with_rounding(stochastic(&mut random))
+                .with_layout(Layout::Both);
+            let mut x = random.with_outliers(shape.num_elements());
+            let largest = random.index(x.len());
+            x[largest] = -2e5;
+            let tensor = upload_matrix(&client, &x, shape, dtype::<f32>(), Memory::Contiguous);
+            check(&client, &tensor, &x, shape, &spec, 3.0 / number.largest());
+        }
+    }
+
+    /// More maxima than the units of a cube read in one turn, of tiles and of parts.
+    #[test]
+    fn maxima_of_many_tiles() {
+        let (client, mut random) = (client(), Random::fresh());
+        let shape = MatrixShape::new(1_050_000, 1);
+        let spec = QuantizeSpec::new(Number::E4M3, Granularity::Tensor);
+        for place in [shape.rows - 1, 9000 * 16, random.index(shape.rows)] {
+            let mut x: Vec<f32> = (0..shape.rows).map(|_| random.normal()).collect();
+            x[place] = 1e3;
+            let tensor = upload_matrix(&client, &x, shape, dtype::<f32>(), Memory::Contiguous);
+            check(&client, &tensor, &x, shape, &spec, 0.5);
         }
     }
 

@@ -859,7 +859,7 @@ mod on_device {
     fn every_step_equals_the_reference() {
         let (client, mut random) = (client(), Random::fresh());
         let mut turn = random.index(3);
-        for size in drawn(&mut random, SIZES, 4) {
+        for size in drawn(&mut random, SIZES, 2) {
             let cases = cases(&mut random, size);
             for case in drawn(&mut random, cases, 2) {
                 turn += 1;

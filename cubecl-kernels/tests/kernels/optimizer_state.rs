@@ -527,7 +527,7 @@ mod on_device {
             (4, 66),
             (128, 8192),
         ] {
-            for (format, moment) in drawn(&mut random, formats(group), 3) {
+            for (format, moment) in drawn(&mut random, formats(group), 2) {
                 let x = assorted(&mut random, len, group, moment);
                 let what = format!("{format:?}, {moment:?}, {len}");
                 let expected = quantize_state(&x, format, moment);

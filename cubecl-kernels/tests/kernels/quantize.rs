@@ -168,6 +168,28 @@ fn int8_equals_the_reference(#[case] granularity: Granularity) {
     }
 }
 
+/// Matrices of finite numbers, whose largest ones lie in other parts of them.
+#[test]
+fn the_largest_of_a_matrix_is_found_wherever_it_lies() {
+    let (client, mut random) = (client(), Random::fresh());
+    let spec = QuantizeSpec::int8(Granularity::Tensor).with_layout(Layout::Both);
+    for shape in SHAPES
+        .into_iter()
+        .chain([MatrixShape::batched(2, 144, 272)])
+    {
+        let of_matrix = shape.rows * shape.cols;
+        for place in [0, of_matrix / 2, of_matrix - 1] {
+            let mut x = random.with_outliers(shape.num_elements());
+            for (matrix, x) in x.chunks_mut(of_matrix).enumerate() {
+                x[(place + matrix * 37) % of_matrix] = -2e5 * (matrix + 1) as f32;
+            }
+            let tensor = upload_matrix(&client, &x, shape, dtype::<f32>(), Memory::Contiguous);
+            let quantized = quantize(&client, &tensor, &spec).expect("a matrix");
+            check(&client, &quantized, &x, &spec);
+        }
+    }
+}
+
 #[rstest]
 #[case(Granularity::Group(16))]
 #[case(Granularity::Group(128))]

@@ -77,6 +77,13 @@ fn a_fork_goes_on_under_every_recipe() {
     assert_eq!(of_half[0]["compute"], "f16");
     assert_eq!(of_half[0]["loss_scaling"], "on");
     assert_ne!(of_half[0]["val_loss"], runs[0]["val_loss"]);
+    let refused = pretrain(&["--resume", path(&half), "--compute", "f32"]);
+    assert!(!refused.status.success());
+    let error = String::from_utf8_lossy(&refused.stderr);
+    assert!(
+        error.contains("made with --compute f16, not f32"),
+        "{error}"
+    );
 
     // Beyond the plan of the source, under its schedule. Another seed gives other data and rounding from the fork on.
     let more = [

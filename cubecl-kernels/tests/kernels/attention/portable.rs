@@ -287,7 +287,7 @@ fn only_what_is_wanted(#[values([8, 8], [200, 100])] width: [usize; 2]) {
     };
     let problem = draw(&mut random, kind, float);
     let all = solve(KERNEL, &client, &problem, float, Memory::Contiguous).gradients;
-    for which in drawn(&mut random, 0..16, 3) {
+    for which in drawn(&mut random, 0..16, 2) {
         let [query, key, value, bias] = [1, 2, 4, 8].map(|bit| which & bit != 0);
         let wanted = AttentionGradients {
             query,
