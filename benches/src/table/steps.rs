@@ -98,9 +98,10 @@ fn tokens(size: Size) -> String {
     }
 }
 
-/// The sizes of the rows, in order.
+/// The sizes of the rows, in order, but of those that PyTorch alone has: a file of peers may have more.
 fn sizes(rows: &[StepSpeed]) -> Vec<Size> {
-    let mut sizes: Vec<_> = rows.iter().map(Size::of).collect();
+    let ours = rows.iter().filter(|row| !row.subject.is_torch());
+    let mut sizes: Vec<_> = ours.map(Size::of).collect();
     sizes.sort_unstable();
     sizes.dedup();
     sizes
@@ -257,11 +258,13 @@ mod tests {
             of(Subject::recipe("coat-fp8"), 1024, 2.0),
             of(Subject::TorchEager, 1024, 6.0),
             of(Subject::TorchCompiled, 1024, 4.0),
+            of(Subject::TorchCompiled, 4096, 9.0),
         ]);
         assert!(lines[2].starts_with("| 4096 | 2 x 1,024 | `CoatFp8` |"));
         assert!(lines[2].ends_with("| - | 2.00x |"));
         assert!(lines[3].ends_with("| - | 0.67x |") && lines[4].ends_with("| - | - |"));
         assert!(lines[5].starts_with("| 4096 | 1 x 2,048 |") && lines[5].ends_with("| - | - |"));
+        assert!(lines[6].is_empty(), "a size of PyTorch's alone");
     }
 
     #[test]

@@ -32,6 +32,7 @@ use cubecl_kernels::{
         AttentionGradients, AttentionKernel, AttentionOptions, AttentionTensors, Band, Dropout,
     },
     bit_splitting::{bit_split, merge_parts},
+    column_sum::column_sum,
     embedding::embedding_gradient,
     fallback::{FallbackResidual, FallbackState},
     gelu::{gelu, gelu_backward},
