@@ -23,7 +23,8 @@ pub enum Speed {
         /// The result file.
         source: &'static str,
     },
-    /// Both passes of a decoder layer of nearly this width on this device, without an optimizer.
+    /// Both passes of a decoder layer of nearly this width on this device, without an optimizer: of the batch that is
+    /// nearest.
     Layer {
         /// Times as fast as mixed precision in the same run.
         of_mixed_precision: f64,
@@ -96,10 +97,10 @@ fn parsed<T: DeserializeOwned>((source, text): (&'static str, &str)) -> (&'stati
 
 static RESULTS: LazyLock<Results> = LazyLock::new(|| {
     let (h200, of_h200) = parsed::<Bench<Training>>(result!("h200-pretrain.json"));
-    let (h100, of_h100) = parsed::<Bench<Training>>(result!("h100-pretrain.json"));
+    let (h100, of_h100) = parsed::<Bench<Training>>(result!("h100-pretrain-recipes.json"));
     let (cpu, of_cpu) = parsed(result!("cpu-tiny.json"));
     let (on_h200, of_h200_layers) = parsed::<Bench<Layer>>(result!("h200-layer.json"));
-    let (on_h100, of_h100_layers) = parsed::<Bench<Layer>>(result!("h100-layer.json"));
+    let (on_h100, of_h100_layers) = parsed::<Bench<Layer>>(result!("h100-layer-batches.json"));
     Results {
         training: [
             (Device::H200, Compute::Bf16, h200, of_h200.rows),
@@ -156,17 +157,20 @@ fn layer(question: &Question, recipe: Name) -> Option<Speed> {
     }
     let of_device = |(on, _, _): &&(Device, _, _)| *on == question.device;
     let (_, source, layers) = RESULTS.layers.iter().find(of_device)?;
-    let distance = |layer: &Layer| {
-        let ratio = layer.hidden as f64 / question.model.hidden as f64;
-        ratio.ln().abs()
-    };
-    let of = |name: &str| {
-        let own = layers.iter().filter(|layer| layer.subject == name);
-        own.min_by(|a, b| distance(a).total_cmp(&distance(b)))
-    };
-    let own = of(recipe.as_str()).filter(|layer| distance(layer) <= NEARLY.ln())?;
-    let baseline = of(<MixedPrecision<f32> as Recipe>::ROW.name)
-        .filter(|layer| [layer.hidden, layer.tokens] == [own.hidden, own.tokens])?;
+    let distance = |measured: usize, asked: usize| (measured as f64 / asked as f64).ln().abs();
+    let of_width = |layer: &Layer| distance(layer.hidden, question.model.hidden);
+    let of_batch = |layer: &Layer| distance(layer.tokens, question.batch * question.sequence);
+    let own = layers
+        .iter()
+        .filter(|layer| layer.subject == recipe.as_str() && of_width(layer) <= NEARLY.ln());
+    let own = own.min_by(|a, b| {
+        let by_width = of_width(a).total_cmp(&of_width(b));
+        by_width.then(of_batch(a).total_cmp(&of_batch(b)))
+    })?;
+    let baseline = layers.iter().find(|layer| {
+        layer.subject == <MixedPrecision<f32> as Recipe>::ROW.name
+            && [layer.hidden, layer.tokens] == [own.hidden, own.tokens]
+    })?;
     Some(Speed::Layer {
         of_mixed_precision: baseline.both.median_ms / own.both.median_ms,
         hidden: own.hidden,

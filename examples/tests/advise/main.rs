@@ -264,14 +264,19 @@ fn speeds_of_a_layer(device: &str) {
     ]);
     let speed = &row(&of_layer, "fallback-int8", "exact", "adamw")["speed"]["layer"];
     assert_eq!(speed["hidden"], 4096);
-    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../book/results");
-    let file = format!("{folder}/{device}-layer.json");
+    let source = speed["source"].as_str().unwrap();
+    assert!(
+        source.starts_with(&format!("book/results/{device}-layer")),
+        "{source}"
+    );
+    let file = format!("{}/../{source}", env!("CARGO_MANIFEST_DIR"));
     let results: Value = serde_json::from_str(&fs::read_to_string(file).unwrap()).unwrap();
     let time = |subject: &str| {
         let rows = results["rows"].as_array().unwrap();
-        let row = rows
-            .iter()
-            .find(|row| row["subject"] == subject && row["hidden"] == 4096);
+        let row = rows.iter().find(|row| {
+            let is_of_batch = row["tokens"] == speed["tokens"];
+            row["subject"] == subject && row["hidden"] == 4096 && is_of_batch
+        });
         row.unwrap()["both"]["median_ms"].as_f64().unwrap()
     };
     let expected = time("mixed-precision") / time("fallback-int8");
