@@ -197,15 +197,16 @@ mod tests {
             )
         };
         let json = format!(
-            "[{}, {}, {}]",
+            "[{}, {}, {}, {}]",
             run("mixed-precision", 1, 2.0, "null"),
+            run("mixed-precision", 2, 2.0, "null"),
             of_half("on", 2.02),
             of_half("off", 4.0),
         );
         let table = of(&json).unwrap();
         let lines: Vec<&str> = table.lines().collect();
         assert!(lines[0].contains("| against mixed-precision, bf16 |"));
-        assert!(lines[2].starts_with("| `mixed-precision, bf16` | 1 | 2.0000 | - |"));
+        assert!(lines[2].starts_with("| `mixed-precision, bf16` | 2 | 2.0000 | - |"));
         assert!(
             lines[3].starts_with("| `mixed-precision, f16, losses scaled` | 1 | 2.0200 | +1.00% |")
         );
