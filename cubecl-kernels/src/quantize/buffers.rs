@@ -21,26 +21,28 @@ use super::{QuantizeSpec, Quantized};
 /// Shape and element type of a tensor, if there is one.
 type Part = Option<(Vec<usize>, StorageType)>;
 
-/// The output buffers of a quantization of `view`: one allocation, and one of its own for a second copy of the values,
-/// which may be wanted for one product only.
+/// The output buffers of a quantization of `view`: one allocation, or where there are two copies of the values, either of
+/// which may be wanted for one product only, one for each of them and one for the scales.
 pub(crate) fn allocate<R: Runtime>(
     client: &ComputeClient<R>,
     view: &MatrixView,
     spec: &QuantizeSpec,
 ) -> Quantized<R> {
     let [values, transposed, scales] = parts(view, spec);
-    let (second, transposed) = match values {
-        Some(_) => (transposed, None),
-        None => (None, transposed),
-    };
     let of_matrices = spec.scale.has_tensor_scale();
     let tensor_scale = of_matrices.then(|| (vec![view.shape.batch], storage::<f32>()));
-    let [values, transposed, scales, tensor_scale] =
-        together(client, [values, transposed, scales, tensor_scale]);
-    let [second] = together(client, [second]);
+    let [values, transposed, scales, tensor_scale] = match (values, transposed) {
+        (Some(values), Some(transposed)) => {
+            let [scales, tensor_scale] = together(client, [scales, tensor_scale]);
+            let [values] = together(client, [Some(values)]);
+            let [transposed] = together(client, [Some(transposed)]);
+            [values, transposed, scales, tensor_scale]
+        }
+        (values, transposed) => together(client, [values, transposed, scales, tensor_scale]),
+    };
     Quantized {
         tensor_scale,
-        ..quantized(view, spec, values, transposed.or(second), scales)
+        ..quantized(view, spec, values, transposed, scales)
     }
 }
 

@@ -168,6 +168,27 @@ fn int8_equals_the_reference(#[case] granularity: Granularity) {
     }
 }
 
+/// One copy is given up when a product has read it, and the other one waits for the backward pass with the scales.
+#[test]
+fn both_copies_and_the_scales_have_memory_of_their_own() {
+    let client = client();
+    let x = upload(&client, &[1.0; 128 * 64], &[128, 64], dtype::<f32>());
+    for (number, granularity) in [
+        (Number::E4M3, Granularity::Tensor),
+        (Number::E4M3, Granularity::Group(16)),
+        (Number::Int8, Granularity::Block(32)),
+    ] {
+        let spec = QuantizeSpec::new(number, granularity).with_layout(Layout::Both);
+        let quantized = quantize(&client, &x, &spec).expect("a matrix");
+        // Until the kernel has run, it has a share of each.
+        read::<f32>(&client, &quantized.scales);
+        let copies = [&quantized.values, &quantized.transposed];
+        for part in copies.into_iter().flatten().chain([&quantized.scales]) {
+            assert!(part.handle.can_mut(), "{granularity:?}: {:?}", part.shape());
+        }
+    }
+}
+
 /// Matrices of finite numbers, whose largest ones lie in other parts of them.
 #[test]
 fn the_largest_of_a_matrix_is_found_wherever_it_lies() {

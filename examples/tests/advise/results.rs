@@ -55,12 +55,7 @@ fn assert_close(what: &str, computed: usize, measured: u64, within: f64) {
 /// Measurements of `qt-bench pretrain`, of recipes with their activations as they are, and of layers that run again.
 #[test]
 fn activations_are_those_that_gpus_measured() {
-    let files = [
-        "h200-pretrain",
-        "h100-pretrain",
-        "h100-pretrain-recipes",
-        "h100-pretrain-layers",
-    ];
+    let files = ["h200-pretrain", "h100-pretrain", "h100-pretrain-layers"];
     let seen: Vec<_> = files.into_iter().flat_map(compare_activations).collect();
     for checkpointing in [Checkpointing::None, Checkpointing::Layers] {
         let count = seen.iter().filter(|of| **of == checkpointing).count();
