@@ -247,7 +247,7 @@ pub fn quantize<R: Runtime>(
                 group::launch(client, &input, size, &output);
             }
             Granularity::Tensor if !spec.scale.has_tensor_scale() => {
-                let maxima = absmax::parts(client, x, &input.view, None);
+                let maxima = absmax::parts(client, x, &input.view, absmax::Count::All, None);
                 let inverses = scales::of_parts(client, &maxima, &output);
                 encode::by_regions(client, &input, &inverses, &output);
             }

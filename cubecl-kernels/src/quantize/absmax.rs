@@ -50,7 +50,7 @@ pub(crate) fn launch<R: Runtime>(
             columns(client, &of_groups, &contiguous(&of_groups), size)
         }
         Granularity::Group(size) => groups(client, x, view, size),
-        Granularity::Token => rows(client, x, view, Count::All),
+        Granularity::Token => rows(client, x, view),
         Granularity::Channel => {
             let mut reduced = columns(client, x, view, ROWS_OF_CUBE);
             while reduced.shape()[1] > 1 {
@@ -58,11 +58,34 @@ pub(crate) fn launch<R: Runtime>(
             }
             reduced
         }
-        Granularity::Tensor => {
-            let of_parts = parts(client, x, view, None);
-            rows(client, &of_parts, &contiguous(&of_parts), Count::All)
-        }
+        Granularity::Tensor => matrices(client, x, view, Count::All),
     }
+}
+
+/// The largest of the maxima of regions, `[batch, scale_rows, scale_cols]`, that are finite: `[batch, 1, 1]`.
+pub(super) fn of_finite_regions<R: Runtime>(
+    client: &ComputeClient<R>,
+    maxima: &TensorHandle<R>,
+) -> TensorHandle<R> {
+    matrices(client, maxima, &contiguous(maxima), Count::Finite)
+}
+
+/// The largest magnitude of each matrix, `[batch, 1, 1]`.
+fn matrices<R: Runtime>(
+    client: &ComputeClient<R>,
+    x: &TensorHandle<R>,
+    view: &MatrixView,
+    count: Count,
+) -> TensorHandle<R> {
+    let of_parts = parts(client, x, view, count, None);
+    rows(client, &of_parts, &contiguous(&of_parts))
+}
+
+/// Which elements count for a maximum.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) enum Count {
+    All,
+    Finite,
 }
 
 /// The largest magnitude of each part of each matrix, `[batch, 1, parts]`. With `unless` only where there is no delayed
@@ -71,6 +94,7 @@ pub(super) fn parts<R: Runtime>(
     client: &ComputeClient<R>,
     x: &TensorHandle<R>,
     view: &MatrixView,
+    count: Count,
     unless: Option<DelayedMaximum<R>>,
 ) -> TensorHandle<R> {
     let MatrixShape { batch, rows, cols } = view.shape;
@@ -95,6 +119,7 @@ pub(super) fn parts<R: Runtime>(
             parts as u32,
             unless.map_or(0, |delayed| delayed.layer) as u32,
             width,
+            count,
             unless.is_some(),
             x.dtype,
         );
@@ -119,23 +144,6 @@ pub(super) fn largest_of(maxima: &Array<f32>, first: u32, count: u32) -> u32 {
     segment_max(bits, UNITS, UNITS)
 }
 
-/// The largest of the maxima of regions, `[batch, scale_rows, scale_cols]`, that are finite: `[batch, 1, 1]`.
-pub(super) fn of_finite_regions<R: Runtime>(
-    client: &ComputeClient<R>,
-    maxima: &TensorHandle<R>,
-) -> TensorHandle<R> {
-    let mut of_rows = rows(client, maxima, &contiguous(maxima), Count::Finite);
-    of_rows.metadata.swap(1, 2);
-    rows(client, &of_rows, &contiguous(&of_rows), Count::All)
-}
-
-/// Which elements count for a maximum.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-enum Count {
-    All,
-    Finite,
-}
-
 /// The view of a tensor `[batch, rows, cols]` that this module made.
 fn contiguous<R: Runtime>(tensor: &TensorHandle<R>) -> MatrixView {
     let (shape, strides) = (tensor.shape(), tensor.strides());
@@ -152,7 +160,6 @@ fn rows<R: Runtime>(
     client: &ComputeClient<R>,
     x: &TensorHandle<R>,
     view: &MatrixView,
-    count: Count,
 ) -> TensorHandle<R> {
     let MatrixShape { batch, rows, .. } = view.shape;
     let out = empty(client, vec![batch, rows, 1], storage::<f32>());
@@ -170,7 +177,6 @@ fn rows<R: Runtime>(
             view.geometry(),
             batch as u32,
             width,
-            count,
             x.dtype,
         );
     }
@@ -255,6 +261,7 @@ fn part_absmax_kernel<F: Numeric, N: Size>(
     parts: u32,
     layer: u32,
     #[comptime] width: usize,
+    #[comptime] count: Count,
     #[comptime] unless_delayed: bool,
     #[define(F)] _dtype: StorageType,
 ) {
@@ -283,7 +290,12 @@ fn part_absmax_kernel<F: Numeric, N: Size>(
         );
         #[unroll]
         for lane in 0..width {
-            bits = max(bits, magnitude_bits(values[lane]));
+            let of_element = magnitude_bits(values[lane]);
+            if comptime!(count == Count::Finite) {
+                bits = max(bits, select(is_finite(of_element), of_element, 0u32));
+            } else {
+                bits = max(bits, of_element);
+            }
         }
     }
     let reduced = segment_max(bits, UNITS, UNITS);
@@ -299,7 +311,6 @@ fn row_absmax_kernel<F: Numeric, N: Size>(
     geometry: MatrixGeometry,
     batch_size: u32,
     #[comptime] width: usize,
-    #[comptime] count: Count,
     #[define(F)] _dtype: StorageType,
 ) {
     let index = CUBE_POS as u32;
@@ -314,12 +325,7 @@ fn row_absmax_kernel<F: Numeric, N: Size>(
         let quad = read_quad::<F, N>(x, &geometry, batch, row, col, width);
         #[unroll]
         for lane in 0..4usize {
-            let of_element = magnitude_bits(quad[lane]);
-            if comptime!(count == Count::Finite) {
-                bits = max(bits, select(is_finite(of_element), of_element, 0u32));
-            } else {
-                bits = max(bits, of_element);
-            }
+            bits = max(bits, magnitude_bits(quad[lane]));
         }
         col += comptime!(4 * UNITS as u32);
     }

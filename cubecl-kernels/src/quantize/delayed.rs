@@ -11,7 +11,7 @@ use crate::{
 
 use super::{
     Input, QuantizeSpec, Quantized,
-    absmax::{self, UNITS, largest_of},
+    absmax::{self, Count, UNITS, largest_of},
     given::{by_scale, check_given},
 };
 
@@ -74,7 +74,7 @@ pub fn quantize_delayed<R: Runtime>(
     let input = Input::new(client, OPERATION, x, spec)?;
     delayed.check()?;
     let of_parts = (input.view.shape.num_elements() > 0)
-        .then(|| absmax::parts(client, x, &input.view, Some(delayed)));
+        .then(|| absmax::parts(client, x, &input.view, Count::All, Some(delayed)));
     let parts = of_parts
         .as_ref()
         .map_or(0, |it| it.shape().iter().product::<usize>());
