@@ -239,21 +239,6 @@ fn tensors_of_one_lifetime_share_an_allocation() {
     check_allocations(&client, groups);
 }
 
-/// A weight's second layout is for one product: its memory is not held by the other one.
-#[test]
-fn a_second_layout_has_an_allocation_of_its_own() {
-    let (client, mut random) = (client(), Random::fresh());
-    let shape = MatrixShape::new(131, 257);
-    let x = random.with_outliers(shape.num_elements());
-    let tensor = upload_matrix(&client, &x, shape, dtype::<f32>(), Memory::Contiguous);
-    let spec = QuantizeSpec::int8(Granularity::Block(32)).with_layout(Layout::Both);
-    let matrix = quantize(&client, &tensor, &spec).expect("a matrix");
-    let values = matrix.values.expect("a row-major copy");
-    let transposed = matrix.transposed.expect("a transposed copy");
-    let groups = vec![vec![values, matrix.scales], vec![transposed]];
-    check_allocations(&client, groups);
-}
-
 /// The tensors of a group lie side by side in one allocation, which those of other groups do not hold.
 fn check_allocations(client: &Client, mut groups: Vec<Vec<TensorHandle<TestRuntime>>>) {
     // CubeCL allocates when the device's thread comes to it.
