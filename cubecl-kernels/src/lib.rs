@@ -27,6 +27,7 @@
 //! | [`layer_norm`](mod@layer_norm) | layer normalization and its gradients |
 //! | [`gelu`](mod@gelu) | GELU and its gradient |
 //! | [`column_sum`](mod@column_sum) | what the norms' backward passes leave in parts, added up |
+//! | [`concatenate`](mod@concatenate) | many short tensors in one |
 //! | [`operator_input`] | what norms, GELU and the gate read: floats, or numbers with scales |
 //! | [`swiglu`](mod@swiglu) | the gate of a SwiGLU layer and its gradients |
 //! | [`embedding`] | the gradient of an embedding's table |
@@ -60,6 +61,7 @@ pub mod adamw;
 pub mod attention;
 pub mod bit_splitting;
 pub mod column_sum;
+pub mod concatenate;
 pub mod delay_threshold;
 pub mod dynamic_range_expansion;
 pub mod embedding;

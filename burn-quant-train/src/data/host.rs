@@ -2,6 +2,7 @@
 //! matrices, by the backend's own matrix product: a scaled INT8 block is a matrix that FP32 holds exactly.
 
 mod attention;
+mod concat;
 mod health;
 mod learned_step;
 mod sampling;

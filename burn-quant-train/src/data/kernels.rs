@@ -4,10 +4,10 @@ use cubecl_kernels::KernelError;
 
 use super::{
     attention::kernels::AttentionKernels, composition::kernels::CompositionKernels,
-    health::kernels::HealthKernels, learned_step::kernels::LearnedStepKernels,
-    optimizer::kernels::OptimizerKernels, product::kernels::ProductKernels,
-    quantize::kernels::QuantizeKernels, sampling::kernels::SamplingKernels,
-    threshold::kernels::ThresholdKernels,
+    concat::kernels::ConcatKernels, health::kernels::HealthKernels,
+    learned_step::kernels::LearnedStepKernels, optimizer::kernels::OptimizerKernels,
+    product::kernels::ProductKernels, quantize::kernels::QuantizeKernels,
+    sampling::kernels::SamplingKernels, threshold::kernels::ThresholdKernels,
 };
 
 /// The kernels of a backend.
@@ -23,6 +23,7 @@ pub trait Kernels:
     + CompositionKernels
     + OptimizerKernels
     + ThresholdKernels
+    + ConcatKernels
     + HealthKernels
 {
 }
@@ -36,6 +37,7 @@ impl<B> Kernels for B where
         + CompositionKernels
         + OptimizerKernels
         + ThresholdKernels
+        + ConcatKernels
         + HealthKernels
 {
 }

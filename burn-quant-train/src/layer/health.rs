@@ -17,6 +17,7 @@ use super::{DelayThreshold, Now, SlotValues, policy::covers, slot::rate_of};
 use crate::{
     data::{
         DataBackend,
+        concat::{concat_floats, concat_ints},
         read::{floats, integers},
     },
     health::{HealthConfig, HealthReport, Label, LayerState, MatrixSums},
@@ -218,9 +219,9 @@ fn read<B: DataBackend>(samples: Vec<Sample<B>>) -> Vec<MatrixSums> {
     let of_devices = devices.into_iter().flat_map(|(_, samples)| {
         let tensors = samples.iter();
         let numbers = tensors.clone().map(|sample| sample.numbers.clone());
-        let numbers = floats::<B>(B::float_cat(numbers.collect(), 0));
+        let numbers = floats::<B>(concat_floats::<B>(numbers.collect()));
         let counts = tensors.map(|sample| sample.counts.clone());
-        let counts = integers::<B>(B::int_cat(counts.collect(), 0));
+        let counts = integers::<B>(concat_ints::<B>(counts.collect()));
         let mut numbers = numbers.into_iter();
         let mut counts = counts.into_iter().map(i32::cast_unsigned);
         let sums = samples.into_iter().map(move |sample| {

@@ -33,6 +33,7 @@ use cubecl_kernels::{
     },
     bit_splitting::{bit_split, merge_parts},
     column_sum::column_sum,
+    concatenate::concatenate,
     embedding::embedding_gradient,
     fallback::{FallbackResidual, FallbackState},
     gelu::{gelu, gelu_backward},
@@ -793,6 +794,7 @@ fn layer_sources(architecture: u16) -> Vec<Source> {
         operators_of_numbers(client);
         let parts = tensor(client, &[256, 768], dtype::<f32>());
         column_sum(client, &parts).expect("a matrix");
+        concatenate(client, &[parts]).expect("a tensor");
     });
     let sources: BTreeMap<String, Source> = sources
         .into_iter()
@@ -808,6 +810,7 @@ fn layer_sources(architecture: u16) -> Vec<Source> {
         "swiglu_kernel",
         "swiglu_backward_kernel",
         "column_sum_kernel",
+        "concatenate_kernel",
         "zero_kernel",
         "sort_kernel",
         "sum_kernel",

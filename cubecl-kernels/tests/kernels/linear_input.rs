@@ -4,9 +4,8 @@ use cubecl::std::tensor::TensorHandle;
 use cubecl_kernels::{
     fallback::{FallbackQuantized, FallbackState},
     granularity::Granularity,
-    layout::Layout,
     linear_input::{LinearInput, quantize_linear_input},
-    quantize::{QuantizeSpec, quantize},
+    quantize::QuantizeSpec,
     reference,
     rounding::{Rounding, StochasticKey},
     shape::MatrixShape,
@@ -168,6 +167,8 @@ fn whole_tiles_equal_the_reference() {
 #[cfg(feature = "cuda")]
 #[test]
 fn many_whole_tiles_equal_the_reference() {
+    use cubecl_kernels::{layout::Layout, quantize::quantize};
+
     let (client, mut random) = (client(), Random::fresh());
     let hardware = &client.properties().hardware;
     let multiprocessors = hardware.num_streaming_multiprocessors.expect("a number") as usize;

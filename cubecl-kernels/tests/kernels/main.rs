@@ -29,6 +29,8 @@ mod swiglu;
 #[cfg(any(feature = "cuda", feature = "vulkan"))]
 mod column_sum;
 #[cfg(any(feature = "cuda", feature = "vulkan"))]
+mod concatenate;
+#[cfg(any(feature = "cuda", feature = "vulkan"))]
 mod device;
 #[cfg(any(feature = "cuda", feature = "vulkan"))]
 mod errors;

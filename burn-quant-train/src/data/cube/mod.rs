@@ -2,6 +2,7 @@
 
 mod attention;
 mod composition;
+mod concat;
 mod exact_product;
 mod fp8_product;
 mod health;

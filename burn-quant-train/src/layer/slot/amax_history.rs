@@ -8,7 +8,7 @@ use cubecl_kernels::scale::MIN_ABSMAX;
 use serde::{Deserialize, Serialize};
 
 use super::{ScaledStep, SlotValues};
-use crate::data::{DataBackend, read::floats};
+use crate::data::{DataBackend, concat::concat_floats, read::floats};
 
 /// How the scale of a matrix follows from the largest magnitudes that it had in earlier steps (delayed scaling:
 /// NVIDIA's TransformerEngine, whose defaults these are).
@@ -300,7 +300,7 @@ impl<B: DataBackend> AmaxHistories<B> {
 /// The largest number of each row of a matrix of this shape, FP32 `[rows, 1]`, made of these numbers, FP32 `[1]`:
 /// infinite for a row with one that is not finite.
 fn largest_of<B: DataBackend>(numbers: Vec<FloatTensor<B>>, shape: Shape) -> FloatTensor<B> {
-    let matrix = B::float_reshape(B::float_cat(numbers, 0), shape);
+    let matrix = B::float_reshape(concat_floats::<B>(numbers), shape);
     // NaN is not larger than any number.
     let bools = get_device_settings::<B>(&B::float_device(&matrix)).bool_dtype;
     let finite = B::float_lower_equal_elem(matrix.clone(), Scalar::from(f32::MAX), bools);
