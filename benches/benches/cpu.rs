@@ -121,6 +121,7 @@ fn adamw(c: &mut Criterion) {
         beta_2: 0.999,
         epsilon: 1e-8,
         weight_decay: 0.1,
+        clip_norm: None,
     };
     let step = Step::new(&hyperparameters, 10).expect("hyperparameters in their ranges");
     let mut parameter = random.tiled(PARAMETERS, 0.02);

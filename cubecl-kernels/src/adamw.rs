@@ -15,24 +15,27 @@
 //! 2. [`tick`] counts the step, as taken or as skipped.
 //! 3. [`adamw`] reads both; under a raised flag it writes nothing.
 //! 4. Where losses are scaled, [`adamw`] divides the gradients that it reads by the scale, and
-//!    [`update_loss_scale`](crate::loss_scaling::update_loss_scale) moves it.
+//!    [`update_loss_scale`](crate::loss_scaling::update_loss_scale) moves it. Where gradients are clipped by norm,
+//!    [`adamw`] multiplies them by their [`clip_factors`].
 
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
 use crate::{
-    device::{check_contiguous, check_dtype, check_float, storage},
+    device::{check_contiguous, check_dtype, check_float, or_unused, storage},
     error::KernelError,
     loss_scaling::check_scale,
     optimizer_state::StateTensor,
     rounding::Rounding,
 };
 
+mod clipping;
 mod clock;
 mod fused;
 mod many;
 mod nonfinite;
 mod update;
 
+pub use clipping::clip_factors;
 pub use clock::{initial_clock, initial_flag, tick};
 pub use nonfinite::find_nonfinite;
 pub(crate) use update::Coefficients;
@@ -55,6 +58,8 @@ pub struct Hyperparameters {
     pub epsilon: f32,
     /// The part of `learning_rate * parameter` that is taken off the parameter.
     pub weight_decay: f32,
+    /// The norm to which each parameter's gradient is shortened, if it is longer: see [`clip_factors`].
+    pub clip_norm: Option<f32>,
 }
 
 /// A parameter with all that its update reads and writes. The tensors are contiguous, of one number of elements.
@@ -127,12 +132,14 @@ impl<R: Runtime> AdamWTensors<R> {
 ///
 /// The moments are those of [`reference::adamw`](mod@crate::reference::adamw), to the bit where no state is expanded;
 /// the parameters within the rounding of a few `f32` operations. A gradient that is not finite, with `nonfinite` 0 or
-/// `None`, makes NaN of its parameter and of the groups of its moments.
+/// `None`, makes NaN of its parameter and of the groups of its moments; where gradients are clipped, NaN makes NaN of
+/// all of its parameter, and an infinity makes NaN of its own element and zeros of the gradient's others. A gradient
+/// whose squares add up to infinity becomes zeros.
 ///
 /// # Errors
 ///
-/// When shapes or element types differ from these, or the groups of two moments do not nest: of sizes a power of two
-/// apart. All tensors are checked before the first launch.
+/// When shapes or element types differ from these, a hyperparameter is out of its range, or the groups of two moments
+/// do not nest: of sizes a power of two apart. All tensors are checked before the first launch.
 pub fn adamw<R: Runtime>(
     client: &ComputeClient<R>,
     tensors: &[AdamWTensors<R>],
@@ -150,19 +157,59 @@ pub fn adamw<R: Runtime>(
         tensors.check(client)?;
         fused::span(client, tensors)?;
     }
+    if tensors.is_empty() {
+        return Ok(());
+    }
+    let factors = hyperparameters.clip_norm.map(|norm| {
+        let gradients = tensors.iter().map(|tensors| tensors.gradient.clone());
+        let gradients: Vec<_> = gradients.collect();
+        clip_factors(client, &gradients, norm, loss_scale)
+    });
+    let factors = factors.transpose()?;
+    let shared = Shared {
+        clock,
+        nonfinite,
+        loss_scale,
+        factors: factors.as_ref(),
+        coefficients,
+    };
     let (small, rest): (Vec<_>, Vec<_>) = tensors
         .iter()
-        .filter(|tensors| tensors.len() > 0)
-        .partition(|tensors| many::accepts(tensors));
-    // SAFETY: all tensors, counters and the scale were checked, and the small ones were asked for.
+        .enumerate()
+        .filter(|(_, tensors)| tensors.len() > 0)
+        .partition(|(_, tensors)| many::accepts(tensors));
+    // SAFETY: all tensors, counters and the scale were checked, there is a factor for each, and the small ones were
+    // asked for.
     #[allow(unsafe_code)]
     unsafe {
-        many::launch(client, &small, clock, nonfinite, loss_scale, &coefficients);
-        for tensors in rest {
-            fused::launch(client, tensors, clock, nonfinite, loss_scale, &coefficients)?;
+        many::launch(client, &small, &shared);
+        for (index, tensors) in rest {
+            fused::launch(client, tensors, index, &shared)?;
         }
     }
     Ok(())
+}
+
+/// The numbers that all parameters of a step share.
+struct Shared<'a, R: Runtime> {
+    clock: &'a TensorHandle<R>,
+    nonfinite: Option<&'a TensorHandle<R>>,
+    loss_scale: Option<&'a TensorHandle<R>>,
+    /// Of the parameters' gradients, where they are clipped.
+    factors: Option<&'a TensorHandle<R>>,
+    coefficients: Coefficients,
+}
+
+impl<R: Runtime> Shared<'_, R> {
+    /// Clock, flag, scale and factors; stand-ins for those that are not used.
+    fn tensors(&self) -> [TensorHandle<R>; 4] {
+        [
+            self.clock.clone(),
+            or_unused(self.nonfinite, self.clock, storage::<i32>()),
+            or_unused(self.loss_scale, self.clock, storage::<f32>()),
+            or_unused(self.factors, self.clock, storage::<f32>()),
+        ]
+    }
 }
 
 fn check_parameter<R: Runtime>(

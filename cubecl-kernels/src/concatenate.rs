@@ -17,8 +17,7 @@ const SHARED_BINDINGS: usize = 2;
 
 /// The elements of all tensors in a new one, `[elements]`, in the order of the tensors.
 ///
-/// - `tensors`: all f32 or all i32, contiguous, of any rank, at least one. A cube copies each of them, so they should
-///   be short.
+/// - `tensors`: all f32 or all i32, contiguous, of any rank, at least one. A cube copies each, so they should be short.
 ///
 /// # Errors
 ///

@@ -39,6 +39,7 @@ const HYPERPARAMETERS: Hyperparameters = Hyperparameters {
     beta_2: 0.999,
     epsilon: 1e-8,
     weight_decay: 0.1,
+    clip_norm: None,
 };
 
 /// An optimizer of ours: name, first and second moment.

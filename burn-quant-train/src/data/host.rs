@@ -20,7 +20,7 @@ use cubecl_kernels::{
     number::Storage,
     reference::{
         self,
-        adamw::{MomentChunk, StateDither, Step, round_to_bf16},
+        adamw::{MomentChunk, StateDither, Step, clip_factor, round_to_bf16},
         optimizer_state::quantize_state,
     },
 };
@@ -352,10 +352,8 @@ impl<B: HostBackend> OptimizerKernels for B {
             panic!("adamw: the clock is at step {taken}; pass one that counts up from 0")
         });
         let step = checked(Step::new(hyperparameters, t));
-        let step = match loss_scale {
-            Some(scale) => step.of_scaled_loss(floats::<B>(scale.clone())[0]),
-            None => step,
-        };
+        let loss_scale = loss_scale.map(|scale| floats::<B>(scale.clone())[0]);
+        let step = loss_scale.map_or(step, |scale| step.of_scaled_loss(scale));
         items
             .into_iter()
             .map(|item| match skip {
@@ -364,7 +362,16 @@ impl<B: HostBackend> OptimizerKernels for B {
                     first: item.first,
                     second: item.second,
                 },
-                false => update::<B>(&step, t, item),
+                false => {
+                    let step = match hyperparameters.clip_norm {
+                        Some(threshold) => {
+                            let norm = norm::<B>(item.gradient.clone(), loss_scale);
+                            step.of_clipped_gradient(clip_factor(norm, threshold))
+                        }
+                        None => step,
+                    };
+                    update::<B>(&step, t, item)
+                }
             })
             .collect()
     }
@@ -419,6 +426,18 @@ impl<B: HostBackend> OptimizerKernels for B {
 
 fn is_raised<B: HostBackend>(nonfinite: Option<&IntTensor<B>>) -> bool {
     nonfinite.is_some_and(|flag| integers::<B>(flag.clone())[0] != 0)
+}
+
+/// The norm of a gradient without the scale that it has: in FP32, by the operations of Burn's clipping.
+fn norm<B: HostBackend>(gradient: FloatTensor<B>, loss_scale: Option<f32>) -> f32 {
+    let gradient = cast_to::<B>(gradient, Some(FloatDType::F32));
+    let gradient = match loss_scale {
+        Some(scale) => B::float_div_scalar(gradient, scale.into()),
+        None => gradient,
+    };
+    let squared = B::float_powi_scalar(gradient, 2.into());
+    let norm = B::float_sqrt(B::float_sum(squared));
+    floats::<B>(norm)[0]
 }
 
 fn update<B: HostBackend>(step: &Step, t: u32, item: AdamWItem<B>) -> AdamWUpdate<B> {

@@ -98,8 +98,8 @@ impl Operation for Probe {
             counts.push(error.counts);
         }
         Probed {
-            numbers: K::float_cat(numbers, 0),
-            counts: K::int_cat(counts, 0),
+            numbers: K::concat_floats(numbers),
+            counts: K::concat_ints(counts),
         }
     }
 }

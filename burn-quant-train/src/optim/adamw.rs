@@ -8,7 +8,6 @@ use std::{
 };
 
 use burn::{
-    grad_clipping::GradientClipping,
     module::{AutodiffModule, ParamId},
     optim::{GradientsParams, LearningRate, MultiGradientsParams, Optimizer, adaptor::GradAdaptor},
     tensor::Tensor,
@@ -27,7 +26,7 @@ use super::{
     layers::LayerConfig,
     loss_scaling::{LossScaler, Scaling},
     moments::Moments,
-    parameters::{Base, PutBack, Take, Taken, clip},
+    parameters::{Base, PutBack, Take, Taken, clip_by_value},
     wrapper::QuantOptimizer,
 };
 use crate::{
@@ -53,7 +52,6 @@ struct State<B: DataBackend> {
 /// quantized layers. Configured by [`QuantAdamWConfig`].
 pub struct QuantAdamW<M, B: AutodiffBackend<InnerBackend: ParameterBackend>> {
     config: Arc<QuantAdamWConfig>,
-    clipping: Option<GradientClipping>,
     loss_scaling: Option<Scaling<B>>,
     state: State<Base<B>>,
     /// The clock of every step, which clones of the optimizer see.
@@ -65,7 +63,6 @@ impl<M, B: AutodiffBackend<InnerBackend: ParameterBackend>> Clone for QuantAdamW
     fn clone(&self) -> Self {
         Self {
             config: self.config.clone(),
-            clipping: self.clipping.clone(),
             loss_scaling: self.loss_scaling.clone(),
             state: self.state.clone(),
             published: self.published.clone(),
@@ -112,7 +109,8 @@ impl QuantAdamWConfig {
     /// The message names the setting, its value and the remedy.
     ///
     /// - If `beta_1` or `beta_2` is not in `[0, 1)`, or `epsilon` is not positive and finite.
-    /// - If the weight decay, or that or the learning rate of a parameter group, is negative or not finite.
+    /// - If the weight decay, that or the learning rate of a parameter group, or the bound of gradients is negative or not
+    ///   finite.
     /// - If a moment's group is not a multiple of 4 up to 2048, or the groups of the two moments are not a power of
     ///   two, at most 128, apart.
     /// - If losses are scaled and a setting of that is out of its range (see
@@ -126,7 +124,6 @@ impl QuantAdamWConfig {
         self.validate();
         QuantAdamW {
             config: Arc::new(self.clone()),
-            clipping: self.grad_clipping.as_ref().map(|it| it.init()),
             loss_scaling: self.loss_scaling.map(Scaling::new),
             state: State {
                 moments: HashMap::new(),
@@ -270,8 +267,8 @@ where
             batches[index].ids.push(id);
             batches[index].items.push(item);
         }
-        // Clipped gradients are unscaled already.
-        let scale = scale.filter(|_| self.clipping.is_none());
+        // Gradients clipped by value are unscaled already.
+        let scale = scale.filter(|_| self.config.bound().is_none());
         let mut updated = HashMap::new();
         for batch in batches {
             let Batch {
@@ -323,8 +320,8 @@ where
         let shape = parameter.shape();
         let name = place.name();
         check_dtype(&name, &parameter);
-        let gradient = match &self.clipping {
-            Some(clipping) => clip::<B>(clipping, gradient, loss_scale),
+        let gradient = match self.config.bound() {
+            Some(bound) => clip_by_value::<B>(bound, gradient, loss_scale),
             None => gradient,
         };
         let formats = self.config.formats(shape.num_elements());

@@ -66,7 +66,8 @@ pub struct QuantAdamWConfig {
     /// Decoupled weight decay.
     #[config(default = 1e-4)]
     pub weight_decay: f32,
-    /// Gradient clipping.
+    /// Gradient clipping: by value, or by the norm of each parameter's gradient, as in Burn. Norms are computed in FP32,
+    /// as part of the step.
     pub grad_clipping: Option<GradientClippingConfig>,
     /// Format of the first moment; none: FP32.
     pub first: Option<StateFormat>,
@@ -151,6 +152,11 @@ impl QuantAdamWConfig {
             "a positive number, such as 1e-8",
         );
         check("weight_decay", self.weight_decay, is_factor, FACTOR);
+        if let Some(GradientClippingConfig::Norm(bound) | GradientClippingConfig::Value(bound)) =
+            self.grad_clipping
+        {
+            check("grad_clipping", bound, is_factor, FACTOR);
+        }
         for group in &self.groups {
             let of_group = |field| format!("{field} of the group `{}`", group.pattern);
             check(
@@ -214,6 +220,10 @@ impl QuantAdamWConfig {
             beta_2: self.beta_2,
             epsilon: self.epsilon,
             weight_decay: self.weight_decay,
+            clip_norm: match self.grad_clipping {
+                Some(GradientClippingConfig::Norm(norm)) => Some(norm),
+                Some(GradientClippingConfig::Value(_)) | None => None,
+            },
         }
     }
 
@@ -227,6 +237,14 @@ impl QuantAdamWConfig {
             learning_rate: lr * f64::from(group.learning_rate),
             weight_decay: group.weight_decay.unwrap_or(self.weight_decay),
             ..ungrouped
+        }
+    }
+
+    /// The bound of clipping by value; clipping by norm is a hyperparameter.
+    pub(super) fn bound(&self) -> Option<f32> {
+        match self.grad_clipping {
+            Some(GradientClippingConfig::Value(bound)) => Some(bound),
+            Some(GradientClippingConfig::Norm(_)) | None => None,
         }
     }
 
@@ -315,6 +333,16 @@ mod tests {
     #[case::beta_2("beta_2", |it: &mut QuantAdamWConfig, value| it.beta_2 = value, &[-0.1, 1.0, 1.5])]
     #[case::epsilon("epsilon", |it: &mut QuantAdamWConfig, value| it.epsilon = value, &[0.0, -1e-8])]
     #[case::weight_decay("weight_decay", |it: &mut QuantAdamWConfig, value| it.weight_decay = value, &[-0.1])]
+    #[case::norm(
+        "grad_clipping",
+        |it: &mut QuantAdamWConfig, value| it.grad_clipping = Some(GradientClippingConfig::Norm(value)),
+        &[-1.0]
+    )]
+    #[case::value(
+        "grad_clipping",
+        |it: &mut QuantAdamWConfig, value| it.grad_clipping = Some(GradientClippingConfig::Value(value)),
+        &[-1.0]
+    )]
     #[case::decay_of_a_group(
         "weight_decay of the group `norm`",
         |it: &mut QuantAdamWConfig, value| it.groups[0].weight_decay = Some(value),

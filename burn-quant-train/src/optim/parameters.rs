@@ -106,10 +106,10 @@ impl<B: AutodiffBackend<InnerBackend: ParameterBackend>> ModuleMapper<B> for Tak
     }
 }
 
-/// The clipped gradient, divided by the scale of the loss if it has one: in FP32, where nothing is lost by that.
+/// The gradient clipped by value, divided by the scale of the loss if it has one: in FP32, where nothing is lost by that.
 /// Clipping does not depend on the rank.
-pub(super) fn clip<B: AutodiffBackend<InnerBackend: ParameterBackend>>(
-    clipping: &GradientClipping,
+pub(super) fn clip_by_value<B: AutodiffBackend<InnerBackend: ParameterBackend>>(
+    bound: f32,
     gradient: FloatTensor<Base<B>>,
     loss_scale: Option<FloatTensor<Base<B>>>,
 ) -> FloatTensor<Base<B>> {
@@ -126,7 +126,7 @@ pub(super) fn clip<B: AutodiffBackend<InnerBackend: ParameterBackend>>(
     };
     let gradient = B::InnerBackend::from_base(gradient);
     let gradient = Tensor::<B::InnerBackend, 1>::from_primitive(TensorPrimitive::Float(gradient));
-    let clipped = primitive::<B, 1>(clipping.clip_gradient(gradient));
+    let clipped = primitive::<B, 1>(GradientClipping::Value(bound).clip_gradient(gradient));
     Base::<B>::float_reshape(B::InnerBackend::into_base(clipped), shape)
 }
 

@@ -1,11 +1,11 @@
 //! The update of one tensor, its moments in any format.
 
-use cubecl::{CubeTask, ir::StorageType, prelude::*, std::tensor::TensorHandle};
+use cubecl::{CubeTask, ir::StorageType, prelude::*};
 
 use crate::{
     arguments::Arguments,
     cuda::flush_to_zero,
-    device::{cube_grid, has_u64, or_unused, storage},
+    device::{cube_grid, has_u64, storage},
     error::KernelError,
     loss_scaling::inverse,
     optimizer_state::{
@@ -21,7 +21,7 @@ use crate::{
 };
 
 use super::{
-    AdamWTensors, Coefficients, OPERATION, STATE_STEPS,
+    AdamWTensors, OPERATION, STATE_STEPS, Shared,
     update::{CoefficientsArg, cube_step, first_moment, parameter as updated, second_moment},
 };
 
@@ -37,6 +37,7 @@ struct Plan {
     second: Option<StateFormat>,
     flagged: bool,
     scaled: bool,
+    clipped: bool,
     stochastic: bool,
     stochastic_state: bool,
     /// True where the device multiplies to 64 bits.
@@ -59,20 +60,18 @@ pub(super) fn span<R: Runtime>(
     )
 }
 
-/// AdamW on one tensor.
+/// AdamW on one tensor, with its place among all of the step.
 ///
 /// # Safety
 ///
-/// It was checked by [`AdamWTensors::check`]; `clock` has two numbers, `nonfinite` one, all i32;
-/// `loss_scale` has one, f32.
+/// It was checked by [`AdamWTensors::check`]. Of what it shares, the clock has two numbers and the flag one, all i32;
+/// the scale has one, and the factors have one for each place, f32.
 #[allow(unsafe_code)]
 pub(super) unsafe fn launch<R: Runtime>(
     client: &ComputeClient<R>,
     tensors: &AdamWTensors<R>,
-    clock: &TensorHandle<R>,
-    nonfinite: Option<&TensorHandle<R>>,
-    loss_scale: Option<&TensorHandle<R>>,
-    coefficients: &Coefficients,
+    place: usize,
+    shared: &Shared<'_, R>,
 ) -> Result<(), KernelError> {
     let AdamWTensors {
         parameter,
@@ -87,8 +86,7 @@ pub(super) unsafe fn launch<R: Runtime>(
         .into_iter()
         .all(is_aligned);
     let stochastic = *rounding != Rounding::Nearest && parameter.dtype != storage::<f32>();
-    let flag = or_unused(nonfinite, clock, storage::<i32>());
-    let scale = or_unused(loss_scale, clock, storage::<f32>());
+    let [clock, flag, scale, factors] = shared.tensors();
     for stretch in span.launches(tensors.len(), aligned) {
         let width = stretch.span.width;
         let mut arguments = Arguments::default();
@@ -103,23 +101,26 @@ pub(super) unsafe fn launch<R: Runtime>(
             arguments.array(gradient, width),
             first.add_to(&mut arguments, width),
             second.add_to(&mut arguments, width),
-            arguments.array(clock, 1),
+            arguments.array(&clock, 1),
             arguments.array(&flag, 1),
             arguments.array(&scale, 1),
-            coefficients.add_to(&mut arguments),
+            arguments.array(&factors, 1),
+            shared.coefficients.add_to(&mut arguments),
             add_random_stream(*rounding, &mut arguments),
             add_random_stream(*state_rounding, &mut arguments),
             arguments.scalar(stretch.first as u32),
             arguments.scalar(stretch.end as u32),
             arguments.scalar(tensors.len() as u32),
+            arguments.scalar(place as u32),
             arguments.scalar(0u32),
             width,
             Plan {
                 span: stretch.span,
                 first: first.format,
                 second: second.format,
-                flagged: nonfinite.is_some(),
-                scaled: loss_scale.is_some(),
+                flagged: shared.nonfinite.is_some(),
+                scaled: shared.loss_scale.is_some(),
+                clipped: shared.factors.is_some(),
                 stochastic,
                 stochastic_state: *state_rounding != Rounding::Nearest,
                 wide: has_u64(client),
@@ -153,12 +154,14 @@ fn adamw_kernel<P: Numeric, G: Numeric, S1: Numeric, S2: Numeric, N: Size>(
     clock: &Array<i32>,
     nonfinite: &Array<i32>,
     loss_scale: &Array<f32>,
+    factors: &Array<f32>,
     coefficients: CoefficientsArg,
     random: RandomStream,
     state_random: RandomStream,
     start_tile: u32,
     end: u32,
     len: u32,
+    place: u32,
     zero: u32,
     #[comptime] plan: Plan,
     #[define(P)] _parameter_dtype: StorageType,
@@ -219,6 +222,13 @@ fn adamw_kernel<P: Numeric, G: Numeric, S1: Numeric, S2: Numeric, N: Size>(
             #[unroll]
             for slot in 0..comptime!(span.held()) {
                 g[slot] *= unscale;
+            }
+        }
+        if comptime!(plan.clipped) {
+            let factor = factors[place as usize];
+            #[unroll]
+            for slot in 0..comptime!(span.held()) {
+                g[slot] *= factor;
             }
         }
         #[unroll]

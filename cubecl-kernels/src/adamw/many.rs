@@ -1,14 +1,11 @@
 //! The update of many small tensors in one launch, their moments in FP32: norms and biases.
 
-use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
+use cubecl::{ir::StorageType, prelude::*};
 
-use crate::{
-    device::{or_unused, storage},
-    loss_scaling::inverse,
-};
+use crate::{device::storage, loss_scaling::inverse};
 
 use super::{
-    AdamWTensors, Coefficients,
+    AdamWTensors, Shared,
     update::{CoefficientsArg, first_moment, parameter, second_moment, step_of},
 };
 
@@ -16,8 +13,9 @@ const UNITS: usize = 256;
 /// Above it the launch of a kernel that reads four elements at once pays.
 const MAX_LEN: usize = 1 << 16;
 const MAX_TENSORS: usize = 8;
-/// Bindings that do not depend on the number of tensors: the clock, the flag, the scale, and the scalars and shapes.
-const SHARED_BINDINGS: usize = 4;
+/// Bindings that do not depend on the number of tensors: the clock, the flag, the scale, the factors, and the scalars and
+/// shapes. With those of one tensor they are 9, which a device must have.
+const SHARED_BINDINGS: usize = 5;
 const BINDINGS_OF_TENSOR: usize = 4;
 
 pub(super) fn accepts<R: Runtime>(tensors: &AdamWTensors<R>) -> bool {
@@ -33,32 +31,28 @@ pub(super) fn batch_size<R: Runtime>(client: &ComputeClient<R>, bindings: usize)
     (limit.saturating_sub(SHARED_BINDINGS) / bindings).clamp(1, MAX_TENSORS)
 }
 
-/// AdamW on many small tensors.
+/// AdamW on many small tensors, each with its place among all of the step.
 ///
 /// # Safety
 ///
-/// All were checked by [`AdamWTensors::check`], and [`accepts`] takes them; `clock` has two numbers, `nonfinite` one,
-/// all i32; `loss_scale` has one, f32.
+/// All were checked by [`AdamWTensors::check`], and [`accepts`] takes them. Of what they share, the clock has two
+/// numbers and the flag one, all i32; the scale has one, and the factors have one for each place, f32.
 #[allow(unsafe_code)]
 pub(super) unsafe fn launch<R: Runtime>(
     client: &ComputeClient<R>,
-    tensors: &[&AdamWTensors<R>],
-    clock: &TensorHandle<R>,
-    nonfinite: Option<&TensorHandle<R>>,
-    loss_scale: Option<&TensorHandle<R>>,
-    coefficients: &Coefficients,
+    tensors: &[(usize, &AdamWTensors<R>)],
+    shared: &Shared<'_, R>,
 ) {
-    let flag = or_unused(nonfinite, clock, storage::<i32>());
-    let scale = or_unused(loss_scale, clock, storage::<f32>());
     // A launch takes gradients of one type, and cubes for the longest of its tensors.
     let mut sorted = tensors.to_vec();
-    sorted.sort_by_key(|tensors| (tensors.gradient.dtype.to_string(), tensors.len()));
+    sorted.sort_by_key(|(_, tensors)| (tensors.gradient.dtype.to_string(), tensors.len()));
     let batches = sorted
-        .chunk_by(|a, b| a.gradient.dtype == b.gradient.dtype)
+        .chunk_by(|(_, a), (_, b)| a.gradient.dtype == b.gradient.dtype)
         .flat_map(|tensors| tensors.chunks(batch_size(client, BINDINGS_OF_TENSOR)));
     for batch in batches {
-        let longest = batch.iter().map(|tensors| tensors.len()).max();
+        let longest = batch.iter().map(|(_, tensors)| tensors.len()).max();
         let cubes = longest.unwrap_or_default().div_ceil(UNITS);
+        let [clock, flag, scale, factors] = shared.tensors();
         // SAFETY: accesses are guarded by each tensor's number of elements, which by the caller's promise is that of
         // its gradient and moments.
         unsafe {
@@ -68,29 +62,32 @@ pub(super) unsafe fn launch<R: Runtime>(
                 CubeDim::new_1d(UNITS as u32),
                 batch
                     .iter()
-                    .map(|t| t.parameter.clone().into_arg())
+                    .map(|(_, t)| t.parameter.clone().into_arg())
                     .collect(),
                 batch
                     .iter()
-                    .map(|t| t.gradient.clone().into_arg())
+                    .map(|(_, t)| t.gradient.clone().into_arg())
                     .collect(),
                 batch
                     .iter()
-                    .map(|t| t.first.values.clone().into_arg())
+                    .map(|(_, t)| t.first.values.clone().into_arg())
                     .collect(),
                 batch
                     .iter()
-                    .map(|t| t.second.values.clone().into_arg())
+                    .map(|(_, t)| t.second.values.clone().into_arg())
                     .collect(),
-                batch.iter().map(|t| t.len() as u32).collect(),
-                clock.clone().into_arg(),
-                flag.clone().into_arg(),
-                scale.clone().into_arg(),
-                coefficients.launch(),
+                batch.iter().map(|(_, t)| t.len() as u32).collect(),
+                batch.iter().map(|(place, _)| *place as u32).collect(),
+                clock.into_arg(),
+                flag.into_arg(),
+                scale.into_arg(),
+                factors.into_arg(),
+                shared.coefficients.launch(),
                 0,
-                nonfinite.is_some(),
-                loss_scale.is_some(),
-                batch[0].gradient.dtype,
+                shared.nonfinite.is_some(),
+                shared.loss_scale.is_some(),
+                shared.factors.is_some(),
+                batch[0].1.gradient.dtype,
             );
         }
     }
@@ -104,13 +101,16 @@ fn adamw_many_kernel<G: Numeric>(
     first: &mut Sequence<Tensor<f32>>,
     second: &mut Sequence<Tensor<f32>>,
     lens: &Sequence<u32>,
+    places: &Sequence<u32>,
     clock: &Tensor<i32>,
     nonfinite: &Tensor<i32>,
     loss_scale: &Tensor<f32>,
+    factors: &Tensor<f32>,
     coefficients: CoefficientsArg,
     zero: u32,
     #[comptime] flagged: bool,
     #[comptime] scaled: bool,
+    #[comptime] clipped: bool,
     #[define(G)] _gradient_dtype: StorageType,
 ) {
     if comptime!(flagged) {
@@ -127,6 +127,9 @@ fn adamw_many_kernel<G: Numeric>(
             let mut g = f32::cast_from(gradients.index(index)[at]);
             if comptime!(scaled) {
                 g *= inverse(loss_scale[0]);
+            }
+            if comptime!(clipped) {
+                g *= factors[*places.index(index) as usize];
             }
             let m = first_moment(first.index(index)[at], g, &step, zero, true);
             let v = second_moment(second.index(index)[at], g, &step, zero, true);

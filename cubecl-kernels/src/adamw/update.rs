@@ -28,6 +28,7 @@ impl Coefficients {
             beta_2,
             epsilon,
             weight_decay,
+            clip_norm: _,
         } = hyperparameters;
         let betas = [beta_1, beta_2];
         if !betas.iter().all(|beta| (0.0..1.0).contains(beta)) || epsilon.is_nan() || epsilon < 0.0

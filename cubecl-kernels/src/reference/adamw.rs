@@ -25,6 +25,8 @@ pub struct Step {
     correction_2: f32,
     /// The inverse of the scale that the gradients have.
     unscale: f32,
+    /// The factor that clips the gradient.
+    clip: f32,
 }
 
 impl Step {
@@ -41,6 +43,7 @@ impl Step {
             correction_1: 1.0 - coefficients.beta_1.powi(t),
             correction_2: 1.0 - coefficients.beta_2.powi(t),
             unscale: 1.0,
+            clip: 1.0,
         })
     }
 
@@ -52,16 +55,31 @@ impl Step {
         }
     }
 
+    /// The step for a gradient that is multiplied by its [`clip_factor`].
+    pub fn of_clipped_gradient(self, factor: f32) -> Self {
+        Self {
+            clip: factor,
+            ..self
+        }
+    }
+
     /// Updates one element: the moments in place, the parameter as the result.
     #[inline]
     pub fn update(&self, p: f32, g: f32, m: &mut f32, v: &mut f32) -> f32 {
         let c = &self.coefficients;
-        let g = g * self.unscale;
+        let g = g * self.unscale * self.clip;
         *m = *m * c.beta_1 + g * c.one_minus_beta_1;
         *v = *v * c.beta_2 + g * g * c.one_minus_beta_2;
         let root = (*v / self.correction_2).sqrt();
         p * c.decay - *m / self.correction_1 / (root + c.epsilon) * c.learning_rate
     }
+}
+
+/// The factor that shortens a gradient of this norm to the norm `threshold`: at most 1, and NaN of a norm that is NaN.
+/// The operations are in the order of Burn's clipping, so that the bits are the same.
+pub fn clip_factor(norm: f32, threshold: f32) -> f32 {
+    let factor = 1.0 / (norm + f32::MIN_POSITIVE) * threshold;
+    if factor >= 1.0 { 1.0 } else { factor }
 }
 
 /// The random numbers that round the moments of a chunk: 16 bits for each value of each moment.

@@ -27,7 +27,7 @@ use std::{
 
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 use cubecl_kernels::{
-    adamw::{AdamWTensors, Hyperparameters, adamw, initial_clock, initial_flag},
+    adamw::{AdamWTensors, Hyperparameters, adamw, clip_factors, initial_clock, initial_flag},
     attention::{
         AttentionGradients, AttentionKernel, AttentionOptions, AttentionTensors, Band, Dropout,
     },
@@ -524,6 +524,11 @@ fn adamw_sources(architecture: u16) -> Vec<Source> {
         beta_2: 0.999,
         epsilon: 1e-8,
         weight_decay: 0.01,
+        clip_norm: None,
+    };
+    let clipped = Hyperparameters {
+        clip_norm: Some(1.0),
+        ..hyperparameters
     };
     let key = Rounding::Stochastic(StochasticKey { seed: 1, stream: 2 });
     let mut sources = sources_of(architecture, |client| {
@@ -533,9 +538,15 @@ fn adamw_sources(architecture: u16) -> Vec<Source> {
         let (clock, flag) = (initial_clock(client), initial_flag(client));
         let (scale, _) = initial_loss_scale(client, &LossScaling::default());
         for (first, second) in formats {
-            for (dtype, rounding, flag, scale) in [
-                (dtype::<f32>(), Rounding::Nearest, None, None),
-                (dtype::<bf16>(), key, Some(&flag), Some(&scale)),
+            for (dtype, rounding, flag, scale, hyperparameters) in [
+                (
+                    dtype::<f32>(),
+                    Rounding::Nearest,
+                    None,
+                    None,
+                    hyperparameters,
+                ),
+                (dtype::<bf16>(), key, Some(&flag), Some(&scale), clipped),
             ] {
                 let tensors = AdamWTensors {
                     parameter: tensor(client, &[LEN], dtype),
@@ -549,10 +560,25 @@ fn adamw_sources(architecture: u16) -> Vec<Source> {
                     .expect("valid tensors");
             }
         }
+        let odd = tensor(client, &[LEN + 1], dtype::<f32>());
+        clip_factors(client, &[odd], 1.0, None).expect("a gradient");
     });
-    sources.retain(|source| source.name.starts_with("adamw_kernel"));
-    assert_eq!(sources.len(), formats.len() * 2 * 2);
-    sources
+    let mut of = |kernel| -> Vec<Source> {
+        let is_of = |source: &mut Source| source.name.starts_with(kernel);
+        sources.extract_if(.., is_of).collect()
+    };
+    let steps = of("adamw_kernel");
+    assert_eq!(steps.len(), formats.len() * 2 * 2);
+    let [squares, factors] = ["squares_kernel", "factors_kernel"].map(|kernel| {
+        let distinct = of(kernel).into_iter().map(|it| (it.code.clone(), it));
+        distinct.collect::<BTreeMap<_, _>>().into_values()
+    });
+    assert_eq!(
+        [squares.len(), factors.len()],
+        [2, 1],
+        "of aligned gradients and of others"
+    );
+    steps.into_iter().chain(squares).chain(factors).collect()
 }
 
 /// The CUDA source of quantizers: of each type of input of which two tiles fit on a multiprocessor, X with and without

@@ -97,7 +97,9 @@ pub fn upload_with_offset(
 
 /// A contiguous tensor of i32.
 pub fn upload_i32(client: &Client, x: &[i32], shape: &[usize]) -> Tensor {
-    let handle = client.create_from_slice(bytemuck::cast_slice(x));
+    // A buffer of no bytes cannot be bound.
+    let padded = [x, &[0]].concat();
+    let handle = client.create_from_slice(bytemuck::cast_slice(&padded));
     TensorHandle::new_contiguous(shape.to_vec(), handle, dtype::<i32>())
 }
 

@@ -305,6 +305,7 @@ fn adamw_equals_the_reference(
             beta_2: 0.99,
             epsilon: 1e-8,
             weight_decay: 0.1,
+            clip_norm: None,
         },
         3,
     )

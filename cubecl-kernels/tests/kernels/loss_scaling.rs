@@ -17,6 +17,7 @@ const HYPERPARAMETERS: Hyperparameters = Hyperparameters {
     beta_2: 0.999,
     epsilon: 1e-8,
     weight_decay: 0.1,
+    clip_norm: None,
 };
 
 /// Short enough for a test: twice after three good steps, a quarter after a bad one, within [2, 64].

@@ -4,6 +4,7 @@
 mod adamw;
 mod attention;
 mod bit_splitting;
+mod clipping;
 mod delay_threshold;
 mod embedding;
 mod gelu;
