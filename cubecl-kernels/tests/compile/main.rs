@@ -560,25 +560,10 @@ fn adamw_sources(architecture: u16) -> Vec<Source> {
                     .expect("valid tensors");
             }
         }
-        let odd = tensor(client, &[LEN + 1], dtype::<f32>());
-        clip_factors(client, &[odd], 1.0, None).expect("a gradient");
     });
-    let mut of = |kernel| -> Vec<Source> {
-        let is_of = |source: &mut Source| source.name.starts_with(kernel);
-        sources.extract_if(.., is_of).collect()
-    };
-    let steps = of("adamw_kernel");
-    assert_eq!(steps.len(), formats.len() * 2 * 2);
-    let [squares, factors] = ["squares_kernel", "factors_kernel"].map(|kernel| {
-        let distinct = of(kernel).into_iter().map(|it| (it.code.clone(), it));
-        distinct.collect::<BTreeMap<_, _>>().into_values()
-    });
-    assert_eq!(
-        [squares.len(), factors.len()],
-        [2, 1],
-        "of aligned gradients and of others"
-    );
-    steps.into_iter().chain(squares).chain(factors).collect()
+    sources.retain(|source| source.name.starts_with("adamw_kernel"));
+    assert_eq!(sources.len(), formats.len() * 2 * 2);
+    sources
 }
 
 /// The CUDA source of quantizers: of each type of input of which two tiles fit on a multiprocessor, X with and without
@@ -821,6 +806,14 @@ fn layer_sources(architecture: u16) -> Vec<Source> {
         let parts = tensor(client, &[256, 768], dtype::<f32>());
         column_sum(client, &parts).expect("a matrix");
         concatenate(client, &[parts]).expect("a tensor");
+        let (scale, _) = initial_loss_scale(client, &LossScaling::default());
+        for (len, float, scale) in [
+            (768, dtype::<bf16>(), Some(&scale)),
+            (769, dtype::<f32>(), None),
+        ] {
+            let gradient = tensor(client, &[len], float);
+            clip_factors(client, &[gradient], 1.0, scale).expect("a gradient");
+        }
     });
     let sources: BTreeMap<String, Source> = sources
         .into_iter()
@@ -837,6 +830,8 @@ fn layer_sources(architecture: u16) -> Vec<Source> {
         "swiglu_backward_kernel",
         "column_sum_kernel",
         "concatenate_kernel",
+        "squares_kernel",
+        "factors_kernel",
         "zero_kernel",
         "sort_kernel",
         "sum_kernel",
