@@ -3,7 +3,7 @@
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
 use crate::{
-    device::{array, check_contiguous, check_dtype, empty, storage},
+    device::{array, check_contiguous, check_dtype, empty, storage, tensors_of_launch},
     error::KernelError,
 };
 
@@ -61,10 +61,9 @@ pub fn concatenate<R: Runtime>(
         });
     }
     let out = empty(client, vec![len], dtype);
-    let limit = client.properties().hardware.max_bindings as usize;
-    let tensors_of_launch = limit.saturating_sub(SHARED_BINDINGS).clamp(1, MAX_TENSORS);
-    for jobs in jobs.chunks(tensors_of_launch) {
-        launch(client, jobs, tensors_of_launch, &out);
+    let slots = tensors_of_launch(client, SHARED_BINDINGS, 1, MAX_TENSORS);
+    for jobs in jobs.chunks(slots) {
+        launch(client, jobs, slots, &out);
     }
     Ok(out)
 }

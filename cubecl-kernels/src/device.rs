@@ -240,6 +240,18 @@ pub(crate) fn array<R: Runtime>(tensor: TensorHandle<R>) -> ArrayArg<R> {
     }
 }
 
+/// How many tensors one launch takes, up to `most`, where each takes `of_tensor` bindings and the launch `shared` ones
+/// beside them: few devices bind more than a handful of buffers.
+pub(crate) fn tensors_of_launch<R: Runtime>(
+    client: &ComputeClient<R>,
+    shared: usize,
+    of_tensor: usize,
+    most: usize,
+) -> usize {
+    let limit = client.properties().hardware.max_bindings as usize;
+    (limit.saturating_sub(shared) / of_tensor).clamp(1, most)
+}
+
 /// A tensor argument that not every launch of a kernel uses: `tensor`, else as a stand-in the buffer of `any` other
 /// argument, since an allocation costs the host as much as a small launch. The kernel must neither read nor write a
 /// stand-in; wgpu, which binds all buffers for both unless CubeCL's `exclusive-memory-only` is on, accepts a buffer

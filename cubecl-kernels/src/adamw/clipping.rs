@@ -4,7 +4,7 @@
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
 use crate::{
-    device::{array, check_contiguous, check_float, empty, or_unused, storage},
+    device::{array, check_contiguous, check_float, empty, or_unused, storage, tensors_of_launch},
     error::KernelError,
     exact,
     loss_scaling::{check_scale, inverse},
@@ -87,10 +87,7 @@ pub fn clip_factors<R: Runtime>(
     // A launch takes gradients of one type and width, and of similar size.
     let mut sorted: Vec<_> = jobs.iter().filter(|job| job.len > 0).collect();
     sorted.sort_by_key(|job| (job.gradient.dtype.to_string(), job.width, job.len));
-    let limit = client.properties().hardware.max_bindings as usize;
-    let slots = limit
-        .saturating_sub(SHARED_BINDINGS)
-        .clamp(1, MAX_GRADIENTS);
+    let slots = tensors_of_launch(client, SHARED_BINDINGS, 1, MAX_GRADIENTS);
     for jobs in sorted
         .chunk_by(|a, b| a.gradient.dtype == b.gradient.dtype && a.width == b.width)
         .flat_map(|jobs| jobs.chunks(slots))

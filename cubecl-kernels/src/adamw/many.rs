@@ -2,7 +2,10 @@
 
 use cubecl::{ir::StorageType, prelude::*};
 
-use crate::{device::storage, loss_scaling::inverse};
+use crate::{
+    device::{storage, tensors_of_launch},
+    loss_scaling::inverse,
+};
 
 use super::{
     AdamWTensors, Shared,
@@ -25,10 +28,9 @@ pub(super) fn accepts<R: Runtime>(tensors: &AdamWTensors<R>) -> bool {
         && tensors.len() <= MAX_LEN
 }
 
-/// Tensors of one launch, where each takes this many bindings: few devices bind more than a handful of buffers.
+/// Tensors of one launch, where each takes this many bindings.
 pub(super) fn batch_size<R: Runtime>(client: &ComputeClient<R>, bindings: usize) -> usize {
-    let limit = client.properties().hardware.max_bindings as usize;
-    (limit.saturating_sub(SHARED_BINDINGS) / bindings).clamp(1, MAX_TENSORS)
+    tensors_of_launch(client, SHARED_BINDINGS, bindings, MAX_TENSORS)
 }
 
 /// AdamW on many small tensors, each with its place among all of the step.

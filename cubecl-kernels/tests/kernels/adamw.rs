@@ -435,7 +435,7 @@ fn rounding_to_bf16_is_unbiased() {
 }
 
 #[cfg(any(feature = "cuda", feature = "vulkan"))]
-mod on_device {
+pub mod on_device {
     use cubecl_kernels::{
         adamw::{
             AdamWTensors, adamw as adamw_on_device, find_nonfinite, initial_clock, initial_flag,
@@ -491,9 +491,9 @@ mod on_device {
         }
     }
 
-    /// All bytes that a step may change.
-    fn bytes(client: &Client, tensors: &AdamWTensors<TestRuntime>) -> Vec<Vec<u8>> {
-        [
+    /// The tensors that a step may change.
+    pub fn changed(tensors: &AdamWTensors<TestRuntime>) -> impl Iterator<Item = &Tensor> {
+        let changed = [
             Some(&tensors.parameter),
             Some(&tensors.first.values),
             tensors.first.scales.as_ref(),
@@ -501,16 +501,16 @@ mod on_device {
             Some(&tensors.second.values),
             tensors.second.scales.as_ref(),
             tensors.second.exponents.as_ref(),
-        ]
-        .into_iter()
-        .flatten()
-        .map(|tensor| {
-            client
-                .read_one(tensor.handle.clone())
-                .expect("a buffer")
-                .to_vec()
-        })
-        .collect()
+        ];
+        changed.into_iter().flatten()
+    }
+
+    /// All bytes of them.
+    fn bytes(client: &Client, tensors: &AdamWTensors<TestRuntime>) -> Vec<Vec<u8>> {
+        let read = |tensor: &Tensor| client.read_one(tensor.handle.clone());
+        changed(tensors)
+            .map(|tensor| read(tensor).expect("a buffer").to_vec())
+            .collect()
     }
 
     #[test]

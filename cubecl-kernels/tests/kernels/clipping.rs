@@ -27,6 +27,7 @@ mod on_device {
 
     use super::*;
     use crate::{
+        adamw::on_device::changed,
         device::{
             Client, Tensor, TestRuntime, client, dtype, float_types, read, rounded, upload,
             upload_i32, upload_with_offset,
@@ -235,18 +236,8 @@ mod on_device {
                     adamw(&client, &tensors, &clock, None, scale, &hyperparameters)
                         .expect("tensors that fit");
                 }
-                let changed = tensors.iter().flat_map(|tensors| {
-                    [
-                        Some(&tensors.parameter),
-                        Some(&tensors.first.values),
-                        tensors.first.scales.as_ref(),
-                        tensors.first.exponents.as_ref(),
-                        Some(&tensors.second.values),
-                        tensors.second.scales.as_ref(),
-                        tensors.second.exponents.as_ref(),
-                    ]
-                });
-                let bytes = changed.flatten().map(|tensor| {
+                let changed = tensors.iter().flat_map(changed);
+                let bytes = changed.map(|tensor| {
                     let bytes = client.read_one(tensor.handle.clone()).expect("a buffer");
                     bytes[..tensor.shape().iter().product::<usize>() * tensor.dtype.size()].to_vec()
                 });
