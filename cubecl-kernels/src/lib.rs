@@ -23,11 +23,13 @@
 //! | [`dynamic_range_expansion`] | powers that stretch a group to the range of its codes |
 //! | [`attention`](mod@attention) | attention and its gradients, without the scores in memory |
 //! | [`softmax`](mod@softmax) | the softmax of attention scores and its gradient |
+//! | [`log_softmax`](mod@log_softmax) | the logarithm of the softmax of logits, and its gradient |
 //! | [`rms_norm`](mod@rms_norm) | RMSNorm and its gradients |
 //! | [`layer_norm`](mod@layer_norm) | layer normalization and its gradients |
 //! | [`gelu`](mod@gelu) | GELU and its gradient |
 //! | [`column_sum`](mod@column_sum) | what the norms' backward passes leave in parts, added up |
 //! | [`concatenate`](mod@concatenate) | many short tensors in one |
+//! | [`extremes`](mod@extremes) | the smallest and the largest of scales |
 //! | [`operator_input`] | what norms, GELU and the gate read: floats, or numbers with scales |
 //! | [`swiglu`](mod@swiglu) | the gate of a SwiGLU layer and its gradients |
 //! | [`embedding`] | the gradient of an embedding's table |
@@ -66,6 +68,7 @@ pub mod delay_threshold;
 pub mod dynamic_range_expansion;
 pub mod embedding;
 pub mod error;
+pub mod extremes;
 pub mod fallback;
 pub mod gelu;
 pub mod gemm;
@@ -76,6 +79,7 @@ pub mod layer_norm;
 pub mod layout;
 pub mod leverage_score;
 pub mod linear_input;
+pub mod log_softmax;
 pub mod loss_scaling;
 pub mod magnitude;
 pub mod number;

@@ -18,6 +18,8 @@
 //!   [`MIN_ABSMAX`](crate::scale::MIN_ABSMAX) is all zeros, of scale 0, and so is a value below [`MIN_NONZERO`]: the
 //!   root of such a second moment is below 1e-15, nothing beside any epsilon in use.
 
+use std::fmt;
+
 use cubecl::{prelude::*, std::tensor::TensorHandle};
 use serde::{Deserialize, Serialize};
 
@@ -58,12 +60,21 @@ pub enum Encoding {
 }
 
 /// Which moment of the gradient a state holds.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Moment {
     /// The mean of the gradients: of either sign.
     First,
     /// The mean of their squares: never negative. A sign is dropped.
     Second,
+}
+
+impl fmt::Display for Moment {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::First => "first moment",
+            Self::Second => "second moment",
+        })
+    }
 }
 
 /// How a state is compressed.
@@ -75,6 +86,20 @@ pub struct StateFormat {
     pub expand: bool,
     /// Elements that share a scale. In kernels a multiple of 4 up to [`MAX_GROUP`].
     pub group: usize,
+}
+
+/// As in `E4M3 1x128, expanded`.
+impl fmt::Display for StateFormat {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let encoding = match self.encoding {
+            Encoding::E4M3 => "E4M3",
+            Encoding::E5M2 => "E5M2",
+            Encoding::DynamicExponent => "dynamic exponent",
+            Encoding::Int8 => "INT8",
+        };
+        let expanded = if self.expand { ", expanded" } else { "" };
+        write!(f, "{encoding} 1x{}{expanded}", self.group)
+    }
 }
 
 impl Encoding {

@@ -11,7 +11,7 @@ use crate::{
     error::KernelError,
     magnitude::{EXPONENT_BITS, octave},
     quantize::{
-        reduction::{cube_sum, totals},
+        reduction::{cube_sum, row_total},
         tile::UNITS,
     },
     rounding::magnitude_bits,
@@ -129,10 +129,56 @@ pub fn quantization_error<R: Runtime>(
             x.dtype,
         );
     }
-    Ok(QuantizationError {
-        sums: totals(client, &sums),
-        counts: totals(client, &counts),
-    })
+    Ok(totals(client, &sums, &counts, cubes))
+}
+
+/// Adds up what cubes left: sums `[SUMS, cubes]` and counts `[COUNTS, cubes]`.
+fn totals<R: Runtime>(
+    client: &ComputeClient<R>,
+    of_sums: &TensorHandle<R>,
+    of_counts: &TensorHandle<R>,
+    cubes: usize,
+) -> QuantizationError<R> {
+    let sums = empty(client, vec![SUMS], storage::<f32>());
+    let counts = empty(client, vec![COUNTS], storage::<u32>());
+    // SAFETY: reads are guarded by the number of cubes, and there is a cube for each sum and each count.
+    #[allow(unsafe_code)]
+    unsafe {
+        error_totals_kernel::launch_unchecked::<R>(
+            client,
+            CubeCount::Static((SUMS + COUNTS) as u32, 1, 1),
+            CubeDim::new_1d(UNITS as u32),
+            array(of_sums.clone()),
+            array(of_counts.clone()),
+            array(sums.clone()),
+            array(counts.clone()),
+            cubes as u32,
+        );
+    }
+    QuantizationError { sums, counts }
+}
+
+#[cube(launch_unchecked)]
+fn error_totals_kernel(
+    of_sums: &Array<f32>,
+    of_counts: &Array<u32>,
+    sums: &mut Array<f32>,
+    counts: &mut Array<u32>,
+    cubes: u32,
+) {
+    let index = CUBE_POS as u32;
+    if index < comptime!(SUMS as u32) {
+        let total = row_total::<f32>(of_sums, index, cubes);
+        if UNIT_POS == 0 {
+            sums[index as usize] = total;
+        }
+    } else {
+        let index = index - comptime!(SUMS as u32);
+        let total = row_total::<u32>(of_counts, index, cubes);
+        if UNIT_POS == 0 {
+            counts[index as usize] = total;
+        }
+    }
 }
 
 #[cube(launch_unchecked)]

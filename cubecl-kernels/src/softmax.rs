@@ -21,7 +21,7 @@ use crate::{
 
 const OPERATION: &str = "softmax";
 const OPERATION_BACKWARD: &str = "softmax_backward";
-const UNITS: usize = 128;
+pub(crate) const UNITS: usize = 128;
 const PLANE: usize = 32;
 
 /// The scaling and the mask of scores before the exponential.
@@ -357,7 +357,7 @@ fn at_least_smallest(sum: f32) -> f32 {
 
 /// The number that units make of their values together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-enum Reduction {
+pub(crate) enum Reduction {
     Max,
     Sum,
 }
@@ -365,7 +365,7 @@ enum Reduction {
 /// Replaces each of these many values by what it makes with those of all units: in one order whatever the device, that
 /// of a tree whose last level are neighbours.
 #[cube]
-fn reduce(
+pub(crate) fn reduce(
     values: &mut Array<f32>,
     #[comptime] reduction: Reduction,
     #[comptime] count: usize,

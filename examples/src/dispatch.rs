@@ -22,7 +22,7 @@ use burn_quant_train::recipe::{ComputeDtype, Named};
 
 use crate::args::{Compute, Device};
 use crate::config::Config;
-use crate::memory::LiveBytes;
+use crate::memory::Gauges;
 use crate::train::{self, Ended, Job, Session};
 
 /// Trains a run on its device.
@@ -33,24 +33,24 @@ use crate::train::{self, Ended, Job, Session};
 pub fn run(session: &Session<'_>, job: &Job) -> Result<Ended> {
     match (job.config.device, job.config.compute) {
         #[cfg(feature = "flex")]
-        (Device::Cpu, Compute::F32) => on::<Flex, f32>(session, job, &|_| (session.live_bytes)()),
+        (Device::Cpu, Compute::F32) => on_cpu::<f32>(session, job),
         #[cfg(feature = "flex")]
-        (Device::Cpu, Compute::F16) => on::<Flex, f16>(session, job, &|_| (session.live_bytes)()),
+        (Device::Cpu, Compute::F16) => on_cpu::<f16>(session, job),
         #[cfg(feature = "cuda")]
         (Device::Cuda, Compute::F16) => {
-            on::<burn::backend::Cuda, f16>(session, job, &gpu::live_bytes::<gpu::Cuda>)
+            on::<burn::backend::Cuda, f16>(session, job, &gpu::gauges::<gpu::Cuda>())
         }
         #[cfg(feature = "cuda")]
         (Device::Cuda, Compute::Bf16) => {
-            on::<burn::backend::Cuda, bf16>(session, job, &gpu::live_bytes::<gpu::Cuda>)
+            on::<burn::backend::Cuda, bf16>(session, job, &gpu::gauges::<gpu::Cuda>())
         }
         #[cfg(feature = "vulkan")]
         (Device::Vulkan, Compute::F16) => {
-            on::<burn::backend::Vulkan, f16>(session, job, &gpu::live_bytes::<gpu::Vulkan>)
+            on::<burn::backend::Vulkan, f16>(session, job, &gpu::gauges::<gpu::Vulkan>())
         }
         #[cfg(feature = "vulkan")]
         (Device::Vulkan, Compute::F32) => {
-            on::<burn::backend::Vulkan, f32>(session, job, &gpu::live_bytes::<gpu::Vulkan>)
+            on::<burn::backend::Vulkan, f32>(session, job, &gpu::gauges::<gpu::Vulkan>())
         }
         (device, compute) => {
             check_built(&job.config)?;
@@ -59,15 +59,26 @@ pub fn run(session: &Session<'_>, job: &Job) -> Result<Ended> {
     }
 }
 
+/// The run on a CPU, whose memory is that of the process.
+#[cfg(feature = "flex")]
+fn on_cpu<E: ComputeDtype>(session: &Session<'_>, job: &Job) -> Result<Ended> {
+    let gauges = Gauges {
+        live: &|_| (session.live_bytes)(),
+        taken: |_| None,
+        give_back: |_| (),
+    };
+    on::<Flex, E>(session, job, &gauges)
+}
+
 /// The run on a backend, in a compute dtype: in the recipe of its name.
 #[allow(dead_code)]
 fn on<B: DataBackend, E: ComputeDtype>(
     session: &Session<'_>,
     job: &Job,
-    live_bytes: LiveBytes<'_, B>,
+    gauges: &Gauges<'_, B::Device>,
 ) -> Result<Ended> {
     let _entered = job.run.recipe.enter()?;
-    start::<QuantTrain<Autodiff<B>, Named<E>>>(session, job, live_bytes)
+    start::<QuantTrain<Autodiff<B>, Named<E>>>(session, job, gauges)
 }
 
 /// Tells early whether this build can train these runs.
@@ -110,7 +121,7 @@ pub fn check_built(config: &Config) -> Result<()> {
 fn start<B: LayerBackend>(
     session: &Session<'_>,
     job: &Job,
-    live_bytes: LiveBytes<'_, B>,
+    gauges: &Gauges<'_, B::Device>,
 ) -> Result<Ended> {
     let (name, compute) = (job.config.device, job.config.compute);
     let device = B::Device::default();
@@ -127,7 +138,7 @@ fn start<B: LayerBackend>(
         B::supports_dtype(&device, dtype),
         "the device of --device {name} does not support --compute {compute}"
     );
-    train::run::<B>(session, job, &device, live_bytes)
+    train::run::<B>(session, job, &device, gauges)
 }
 
 /// True if the device can do a sum. Without a GPU the runtimes panic, on threads of their own too: keep them quiet.
@@ -151,9 +162,20 @@ mod gpu {
     #[cfg(feature = "vulkan")]
     pub use cubecl::wgpu::WgpuRuntime as Vulkan;
 
-    /// Bytes in use in the device's memory pools, their slack not counted.
-    pub fn live_bytes<R: Runtime>(device: &R::Device) -> u64 {
-        let usage = R::client(device).memory_usage();
-        usage.map_or(0, |it| it.bytes_in_use)
+    use crate::memory::Gauges;
+
+    /// Those of a runtime's memory pools; what is live is counted without their slack.
+    pub fn gauges<R: Runtime>() -> Gauges<'static, R::Device> {
+        Gauges {
+            live: &|device| {
+                let usage = R::client(device).memory_usage();
+                usage.map_or(0, |it| it.bytes_in_use)
+            },
+            taken: |device| {
+                let usage = R::client(device).memory_usage();
+                usage.ok().map(|it| it.bytes_reserved)
+            },
+            give_back: |device| R::client(device).memory_cleanup(),
+        }
     }
 }

@@ -14,8 +14,6 @@
 
 pub mod advise;
 pub mod args;
-#[cfg(any(test, feature = "cuda", feature = "vulkan"))]
-mod caches;
 pub mod checkpoint;
 pub mod config;
 pub mod curve;
@@ -33,6 +31,8 @@ pub mod progress;
 pub mod rates;
 pub mod report;
 pub mod rows;
+#[cfg(any(test, feature = "cuda", feature = "vulkan"))]
+mod runtime;
 pub mod schedule;
 pub mod sealed;
 pub mod statistics;
@@ -44,6 +44,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Mutex;
 use std::sync::atomic::Ordering;
+use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
 
@@ -76,8 +77,9 @@ fn ended(program: &str, result: Result<ExitCode>) -> ExitCode {
 }
 
 fn pretrain(args: &Args, live_bytes: fn() -> u64) -> Result<ExitCode> {
+    let began = Instant::now();
     #[cfg(any(feature = "cuda", feature = "vulkan"))]
-    caches::keep_compiled();
+    runtime::set_up();
     let stop = Stop::default();
     let on_ctrl_c = stop.clone();
     ctrlc::set_handler(move || {
@@ -88,6 +90,7 @@ fn pretrain(args: &Args, live_bytes: fn() -> u64) -> Result<ExitCode> {
     let program = Program {
         stop: &stop,
         live_bytes,
+        began,
     };
     if first_run::is_asked_for(args) {
         return first_run::run(&program, args);
@@ -107,6 +110,7 @@ struct Program<'a> {
     stop: &'a Stop,
     /// Bytes live in the process's allocator.
     live_bytes: fn() -> u64,
+    began: Instant,
 }
 
 impl Program<'_> {
@@ -137,6 +141,7 @@ impl Program<'_> {
             stop: self.stop,
             label_width: labels.map(|it| it.len()).max().unwrap_or(0),
             live_bytes: self.live_bytes,
+            began: self.began,
             before: Mutex::default(),
         };
         let done = train_all(&session, &config, starts)?;
@@ -174,6 +179,7 @@ fn train_all(session: &Session<'_>, config: &Config, starts: Vec<Start>) -> Resu
         stopped: false,
         interrupted: false,
     };
+    let mut began = session.began;
     for (number, (&run, start)) in (1..).zip(runs.iter().zip(starts)) {
         let label = config.label(run);
         let position = match runs.len() {
@@ -197,6 +203,7 @@ fn train_all(session: &Session<'_>, config: &Config, starts: Vec<Start>) -> Resu
             checkpoints: folder::checkpoints(session.out, config, run),
             label,
             position,
+            began,
             from,
         };
         match dispatch::run(session, &job)? {
@@ -211,6 +218,7 @@ fn train_all(session: &Session<'_>, config: &Config, starts: Vec<Start>) -> Resu
                 }
             }
         }
+        began = Instant::now();
     }
     Ok(done)
 }

@@ -73,10 +73,18 @@ pub struct Report {
     pub bits_per_byte: f64,
     /// Training speed, without the first steps, checkpoints and validation.
     pub tokens_per_s: f64,
+    /// Seconds from the run's beginning to the end of its first step, the device's start and the compilation of kernels
+    /// included; the first run of a program also reads the text in them.
+    #[serde(default)]
+    pub first_step_s: Option<f64>,
     /// Bytes that one forward pass leaves for the backward pass.
     pub activation_bytes: u64,
     /// Bytes of optimizer state.
     pub optimizer_bytes: u64,
+    /// Bytes that the device's memory pools took for training and validation, which is the most that was in use, with
+    /// their slack. None on a CPU.
+    #[serde(default)]
+    pub taken_bytes: Option<u64>,
     /// Steps that the optimizer skipped, since a gradient held NaN or Inf.
     pub skipped_steps: u64,
     /// Mean fallback rate over the layers in the last step; none for recipes without fallback.
@@ -102,8 +110,10 @@ pub struct Measured {
     pub parameters: usize,
     pub val_loss: f64,
     pub tokens_per_s: f64,
+    pub first_step_s: f64,
     pub activation_bytes: u64,
     pub optimizer_bytes: u64,
+    pub taken_bytes: Option<u64>,
     pub skipped_steps: u64,
     pub fallback_rates: Vec<(String, f32)>,
     pub rates: RateReadings,
@@ -144,8 +154,10 @@ impl Report {
             val_loss: measured.val_loss,
             bits_per_byte: measured.val_loss / std::f64::consts::LN_2,
             tokens_per_s: measured.tokens_per_s,
+            first_step_s: Some(measured.first_step_s),
             activation_bytes: measured.activation_bytes,
             optimizer_bytes: measured.optimizer_bytes,
+            taken_bytes: measured.taken_bytes,
             skipped_steps: measured.skipped_steps,
             fallback_rate: (!rates.is_empty()).then(|| mean(&rates)),
             fallback_rates: measured.fallback_rates.into_iter().collect(),

@@ -60,6 +60,8 @@ pub struct Outcome<B: AutodiffBackend> {
     pub valid_loss: Option<f64>,
     /// Training speed without the first steps, checkpoints and validation.
     pub tokens_per_second: f64,
+    /// The time from the run's beginning to the end of its first step.
+    pub first_step: Duration,
     /// The readings of fallback rates.
     pub rates: RateReadings,
     /// A file that could not be written ends the run.
@@ -92,6 +94,8 @@ pub struct StepByStep<B: AutodiffBackend> {
     pub device: B::Device,
     /// The seed of a run whose model draws random numbers.
     pub draws: Option<u64>,
+    /// When the run began.
+    pub began: Instant,
     /// Filled in at the end.
     pub outcome: Mutex<Option<Outcome<B>>>,
 }
@@ -140,6 +144,7 @@ where
         let mut rates = self.state.rates.clone();
         let mut failure = None;
         let mut interrupted = false;
+        let mut first_step = None;
 
         if self.dashboard {
             progress::yield_to_training();
@@ -155,6 +160,10 @@ where
             }
             let output = learner.train_step(batch);
             learner.optimizer_step(output.grads);
+            first_step.get_or_insert_with(|| {
+                B::sync(&self.device).expect("the device works");
+                self.began.elapsed()
+            });
             failure = (self.after_step)().err();
             if let Some(read) = &self.read_rates
                 && step.is_multiple_of(self.read_every)
@@ -227,6 +236,7 @@ where
             interrupted: interrupted && !complete,
             valid_loss,
             tokens_per_second,
+            first_step: first_step.unwrap_or_default(),
             rates,
             failure,
         });

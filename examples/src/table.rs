@@ -9,6 +9,7 @@ use crate::statistics::{Mean, paired_differences, percent};
 /// A line for each run.
 pub fn runs(reports: &[Report]) -> String {
     let several = several_seeds(reports);
+    let on_gpu = reports.iter().any(|it| it.taken_bytes.is_some());
     let mut lines = vec![columns([
         "recipe",
         "seed",
@@ -18,6 +19,8 @@ pub fn runs(reports: &[Report]) -> String {
         "tokens/s",
         "saved activations",
         "optimizer state",
+        "device memory",
+        "first step after",
         "fallback rate (min / mean / max of layers)",
     ])];
     lines.extend(reports.iter().map(|it| {
@@ -30,11 +33,19 @@ pub fn runs(reports: &[Report]) -> String {
             format!("{:.0}", it.tokens_per_s),
             data::bytes(it.activation_bytes as usize),
             data::bytes(it.optimizer_bytes as usize),
+            it.taken_bytes
+                .map_or_else(String::new, |bytes| data::bytes(bytes as usize)),
+            it.first_step_s
+                .map_or_else(String::new, |seconds| format!("{seconds:.1} s")),
             it.fallback_range(),
         ])
     }));
-    if !several {
-        for line in &mut lines {
+    for line in &mut lines {
+        if !on_gpu {
+            // On a CPU the process's memory is not a run's alone, and nothing is compiled.
+            line.drain(8..10);
+        }
+        if !several {
             line.remove(1);
         }
     }

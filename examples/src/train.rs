@@ -22,7 +22,7 @@ use crate::checkpoint::{Checkpoints, Finished, State};
 use crate::config::{Config, Run};
 use crate::data::{Text, Windows};
 use crate::health::{self, About, LayerMemory};
-use crate::memory::{self, LiveBytes, optimizer_state, saved_activations};
+use crate::memory::{self, Gauges, optimizer_state, saved_activations};
 use crate::metrics::{History, Loss, TokensPerSecond};
 use crate::model::Decoder;
 use crate::progress::{self, Lines};
@@ -56,6 +56,8 @@ pub struct Session<'a> {
     pub label_width: usize,
     /// Bytes live in the process's allocator.
     pub live_bytes: fn() -> u64,
+    /// When the program began.
+    pub began: Instant,
     /// The losses of the runs before.
     pub before: Mutex<Vec<(Run, History)>>,
 }
@@ -95,6 +97,8 @@ pub struct Job {
     pub position: String,
     /// Where its checkpoints go.
     pub checkpoints: Checkpoints,
+    /// When it began: the first run of a program when that began.
+    pub began: Instant,
     /// The checkpoint that it goes on from, its own or that of the run that it forks; none at the beginning.
     pub from: Option<(Checkpoints, State)>,
 }
@@ -189,7 +193,7 @@ pub fn run<B: LayerBackend>(
     session: &Session<'_>,
     job: &Job,
     device: &B::Device,
-    live_bytes: LiveBytes<'_, B>,
+    gauges: &Gauges<'_, B::Device>,
 ) -> Result<Ended> {
     let args = session.args;
     let Job { run, config, .. } = job;
@@ -201,6 +205,8 @@ pub fn run<B: LayerBackend>(
         });
     }
     choose_context(Some(config.contexts.context()));
+    // What a run before this one took is not this one's.
+    (gauges.give_back)(device);
     B::seed(device, config.seed);
 
     // The model knows nothing of the recipe; the optimizer is AdamW that also looks after quantized layers.
@@ -295,6 +301,7 @@ pub fn run<B: LayerBackend>(
         dashboard,
         device: device.clone(),
         draws: (config.model.dropout > 0.0).then_some(config.seed),
+        began: job.began,
         outcome: Mutex::default(),
     });
     let training = SupervisedTraining::new(session.out, Arc::new(train), Arc::new(valid))
@@ -332,6 +339,7 @@ pub fn run<B: LayerBackend>(
     if let Some(failure) = outcome.failure {
         return Err(failure);
     }
+    let taken_bytes = (gauges.taken)(device);
     // The passes that follow are no training steps.
     layers.measure_health(false);
     let about_health = || -> Result<()> {
@@ -365,7 +373,7 @@ pub fn run<B: LayerBackend>(
             memory::show(&title, &report, flow.as_ref(), job.checkpoints.folder())?
         );
     }
-    let activation_bytes = saved_activations(&outcome.model, &probe, device, live_bytes);
+    let activation_bytes = saved_activations(&outcome.model, &probe, device, gauges.live);
     let optimizer_bytes = optimizer_state(
         outcome.model,
         // The probe's loss is not scaled, and a scale takes 8 bytes.
@@ -374,14 +382,16 @@ pub fn run<B: LayerBackend>(
             .adamw::<B, Decoder<B>>(),
         &probe,
         device,
-        live_bytes,
+        gauges.live,
     );
     let measured = Measured {
         parameters,
         val_loss: valid_loss,
         tokens_per_s: outcome.tokens_per_second,
+        first_step_s: outcome.first_step.as_secs_f64(),
         activation_bytes,
         optimizer_bytes,
+        taken_bytes,
         skipped_steps: skipped_steps(),
         fallback_rates,
         rates: outcome.rates,

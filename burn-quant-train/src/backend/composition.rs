@@ -6,6 +6,7 @@
 //! | SwiGLU | `burn::nn::SwiGlu`, `silu(gate) * up` | `gate sigmoid(gate) up` |
 //! | layer normalization | `burn::nn::LayerNorm` | one |
 //! | GELU, in a flow | `burn::nn::Gelu` | one |
+//! | the logarithm of a softmax | `log_softmax`, `burn::nn::loss::CrossEntropyLoss` | one, of the last dimension |
 //!
 //! An operation with which a composition begins, or goes on, computes nothing: its result [waits](Waiting). The last
 //! operation records the whole, with a kernel for each pass. Whatever else reads a waiting result has it computed as
@@ -33,7 +34,10 @@ use crate::{
         composition::{CompositionKernels, Compositions},
     },
     operations::{composed_activation_operations, composed_float_operations},
-    ops::{gelu::Gelu, layer_norm::LayerNorm, rms_norm::RmsNorm, swiglu::Swiglu},
+    ops::{
+        gelu::Gelu, layer_norm::LayerNorm, log_softmax::LogSoftmax, rms_norm::RmsNorm,
+        swiglu::Swiglu,
+    },
     recipe::{Flow, Recipe},
     saved::recorded::QuantBackend,
 };
@@ -399,6 +403,21 @@ pub(super) fn gelu<B: QuantBackend, R: Recipe>(x: &QuantTensor<B>) -> Option<Qua
     let _scope = QuantTrain::<B, R>::scope();
     let x = flow::enter(Some(flow), x.clone());
     Some(flow::leave(Some(flow), B::record(Gelu, [x])))
+}
+
+/// Of logits as they are, before a cast to FP32 if they had one.
+pub(super) fn log_softmax<B: QuantBackend, R: Recipe>(
+    x: &QuantTensor<B>,
+    dim: &usize,
+) -> Option<QuantTensor<B>> {
+    let x = match step(x) {
+        Some(Step::Widened(narrow)) => narrow,
+        _ => x,
+    };
+    kernels::<B, R>(x).filter(|_| dim + 1 == x.rank())?;
+    let _scope = QuantTrain::<B, R>::scope();
+    let output = B::record(LogSoftmax, [x.clone().into_primitive()]);
+    Some(QuantTensor::new(output))
 }
 
 fn swiglu<B: QuantBackend, R: Recipe>(

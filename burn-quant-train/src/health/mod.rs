@@ -1,5 +1,5 @@
 //! The health of quantized training: what quantization does to the inputs, the weights and the gradients of linear
-//! layers, and what other recipes would do to them.
+//! layers, what other recipes would do to them, and what rounding does to the moments of AdamW.
 //!
 //! A [`HealthConfig`] of the optimizer says how often which layers are measured; [`LayersView::take_health`] has the
 //! [`HealthReport`]s, one for each step that was measured, and [`advise`] says what they mean.
@@ -11,8 +11,8 @@ mod report;
 mod sums;
 
 pub use cubecl_kernels::magnitude::{BINS, TINY, ZEROS};
-pub use report::{CastHealth, HealthReport, LayerState, MatrixHealth};
-pub(crate) use sums::{Label, MatrixSums, NUMBERS};
+pub use report::{CastHealth, HealthReport, LayerState, MatrixHealth, MomentHealth};
+pub(crate) use sums::{Label, MatrixSums, SCALES, moment_figures};
 
 use serde::{Deserialize, Serialize};
 

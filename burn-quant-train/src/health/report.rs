@@ -3,6 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::{TINY, ZEROS};
+use crate::data::optimizer::{Moment, StateFormat};
 use crate::data::threshold::DelayThreshold;
 use crate::recipe::{LinearMatrix, LinearOperand};
 
@@ -13,6 +14,10 @@ pub struct HealthReport {
     pub step: u64,
     /// The matrices of the layers that ran, in the order of their first runs.
     pub matrices: Vec<MatrixHealth>,
+    /// The moments of the layers' weights, in module order, the first before the second; none where another optimizer
+    /// than [`QuantAdamW`](crate::optim::QuantAdamW) steps them.
+    #[serde(default)]
+    pub moments: Vec<MomentHealth>,
     /// The state of the quantized layers after the step, in module order.
     pub layers: Vec<LayerState>,
     /// The controller of their thresholds.
@@ -74,17 +79,74 @@ pub struct CastHealth {
     pub scales: Option<[f32; 2]>,
 }
 
+/// The figures of a moment of a layer's weight: of what the step made of it in FP32, and of what that became as it was
+/// stored. Rounding of earlier steps is not among them.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct MomentHealth {
+    /// The module path of the layer.
+    pub layer: String,
+    /// The moment.
+    pub moment: Moment,
+    /// How it is stored; none: in FP32, where nothing is lost.
+    pub format: Option<StateFormat>,
+    /// Its elements.
+    pub elements: u64,
+    /// The largest magnitude; none if there is NaN or an infinity.
+    pub absmax: Option<f32>,
+    /// As [`MatrixHealth::histogram`].
+    pub histogram: Vec<u64>,
+    /// The share of elements that were not 0 and became 0. Scales follow from the elements, so that none saturates.
+    pub underflow: f64,
+    /// The squared error over the squared values; none where values are not finite, or all 0.
+    pub noise: Option<f64>,
+    /// The cosine between the values and those that they became; none as for `noise`, or where all became 0.
+    pub cosine: Option<f64>,
+}
+
+/// A squared error over squared values as a signal-to-noise ratio in decibel.
+fn decibel(noise: Option<f64>) -> Option<f64> {
+    noise.map(|noise| -10.0 * noise.log10())
+}
+
+/// The octave of the median of a histogram, zeros left out; none where all are 0.
+fn median_octave(histogram: &[u64]) -> Option<usize> {
+    let nonzero = &histogram[..=TINY];
+    let half = nonzero.iter().sum::<u64>().div_ceil(2);
+    let mut seen = 0;
+    nonzero.iter().position(|count| {
+        seen += count;
+        half > 0 && seen >= half
+    })
+}
+
 impl CastHealth {
     /// The signal-to-noise ratio in decibel; infinite where nothing was lost.
     pub fn snr_db(&self) -> Option<f64> {
-        self.noise.map(|noise| -10.0 * noise.log10())
+        decibel(self.noise)
+    }
+}
+
+impl MomentHealth {
+    /// The share of zeros.
+    pub fn zeros(&self) -> f64 {
+        self.histogram[ZEROS] as f64 / self.elements.max(1) as f64
+    }
+
+    /// As [`MatrixHealth::median_octave`].
+    pub fn median_octave(&self) -> Option<usize> {
+        median_octave(&self.histogram)
+    }
+
+    /// As [`CastHealth::snr_db`].
+    pub fn snr_db(&self) -> Option<f64> {
+        decibel(self.noise)
     }
 }
 
 impl MatrixHealth {
     /// The share of zeros.
     pub fn zeros(&self) -> f64 {
-        self.share(ZEROS)
+        self.histogram[ZEROS] as f64 / self.elements.max(1) as f64
     }
 
     /// True if an element is NaN or infinite.
@@ -94,21 +156,11 @@ impl MatrixHealth {
 
     /// Octaves from the largest magnitude down to the median of those that are not 0; none where all are 0.
     pub fn median_octave(&self) -> Option<usize> {
-        let nonzero = &self.histogram[..=TINY];
-        let half = nonzero.iter().sum::<u64>().div_ceil(2);
-        let mut seen = 0;
-        nonzero.iter().position(|count| {
-            seen += count;
-            half > 0 && seen >= half
-        })
+        median_octave(&self.histogram)
     }
 
     /// The casts of the running recipe.
     pub fn running(&self) -> impl Iterator<Item = &CastHealth> {
         self.casts.iter().filter(|cast| cast.runs)
-    }
-
-    fn share(&self, bin: usize) -> f64 {
-        self.histogram[bin] as f64 / self.elements.max(1) as f64
     }
 }

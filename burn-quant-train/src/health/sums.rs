@@ -2,14 +2,17 @@
 
 use cubecl_kernels::reference::absmax;
 
-use super::report::{CastHealth, MatrixHealth};
+use super::report::{CastHealth, MatrixHealth, MomentHealth};
 use crate::{
-    data::health::{BINS, COUNTS, SUMS, add_histogram, octave, unit},
+    data::{
+        health::{BINS, COUNTS, SUMS, add_histogram, octave, unit},
+        optimizer::{Moment, StateFormat},
+    },
     recipe::{Cast, LinearMatrix, LinearOperand, Name, ScaleNumber},
 };
 
-/// Numbers of a cast: its sums, the smallest and the largest scale as they are stored, and the scale of scales.
-pub(crate) const NUMBERS: usize = SUMS + 3;
+/// Numbers of a cast beside its sums: the smallest and the largest scale as they are stored, and the scale of scales.
+pub(crate) const SCALES: usize = 3;
 
 /// A cast that was measured.
 #[derive(Debug, Clone, Copy)]
@@ -60,14 +63,12 @@ impl MatrixSums {
             let of_cast = labels.iter().find(|label| label.index == index);
             of_cast.map_or(ScaleNumber::F32, |label| label.cast.scale)
         };
-        // Sums are of squares of values times the unit.
-        let square = f64::from(unit(*absmax)).powi(2);
-        let casts = numbers.chunks(NUMBERS).zip(counts.chunks(COUNTS));
+        let casts = numbers.chunks(SUMS + SCALES).zip(counts.chunks(COUNTS));
         let casts = casts.enumerate().map(|(index, (numbers, counts))| {
             let (sums, scales) = numbers.split_at(SUMS);
             let scale = |stored| scale_of(index).decode(stored, scales[2]);
             CastSums {
-                sums: std::array::from_fn(|sum| f64::from(sums[sum]) / square),
+                sums: of_values(sums, *absmax),
                 counts: std::array::from_fn(|count| u64::from(counts[count])),
                 scales: [scale(scales[0]), scale(scales[1])],
             }
@@ -117,12 +118,12 @@ impl MatrixSums {
         let absmax = self.absmax.is_finite().then_some(self.absmax);
         let casts = self.labels.iter().map(|label| {
             let CastSums {
-                sums: [xx, ee, xy, yy],
+                sums,
                 counts: [underflown, saturated],
                 scales,
             } = self.casts[label.index];
             let share = |count: u64| count as f64 / elements.max(1) as f64;
-            let finite = |value: f64| value.is_finite().then_some(value);
+            let (noise, cosine) = noise_and_cosine(sums);
             CastHealth {
                 recipe: label.recipe.to_string(),
                 operand: label.operand,
@@ -130,8 +131,8 @@ impl MatrixSums {
                 cast: label.cast.to_string(),
                 underflow: share(underflown),
                 saturation: share(saturated),
-                noise: finite(ee / xx),
-                cosine: finite(xy / (xx * yy).sqrt()),
+                noise,
+                cosine,
                 // Backends differ in the least of numbers with NaN.
                 scales: absmax.map(|_| scales),
             }
@@ -144,5 +145,48 @@ impl MatrixSums {
             histogram: self.histogram.to_vec(),
             casts: casts.collect(),
         }
+    }
+}
+
+/// Sums of values: those that were found are of values times the unit of the largest magnitude.
+fn of_values(sums: &[f32], absmax: f32) -> [f64; SUMS] {
+    let square = f64::from(unit(absmax)).powi(2);
+    std::array::from_fn(|sum| f64::from(sums[sum]) / square)
+}
+
+/// The squared error over the squared values, and the cosine, where they are defined.
+fn noise_and_cosine([xx, ee, xy, yy]: [f64; SUMS]) -> (Option<f64>, Option<f64>) {
+    let finite = |value: f64| value.is_finite().then_some(value);
+    (finite(ee / xx), finite(xy / (xx * yy).sqrt()))
+}
+
+/// The figures of a moment from what was found of it: `numbers` are the largest magnitude and the sums, `counts` the
+/// histogram and the counts; without sums and counts it is stored exactly.
+pub(crate) fn moment_figures(
+    layer: String,
+    moment: Moment,
+    format: Option<StateFormat>,
+    elements: u64,
+    numbers: &[f32],
+    counts: &[u32],
+) -> MomentHealth {
+    let (absmax, sums) = numbers.split_first().expect("there is a maximum");
+    let (histogram, counts) = counts.split_at(BINS);
+    let (noise, cosine) = match sums {
+        // Of zeros alone, and of what is not finite, neither is defined.
+        [] if *absmax > 0.0 && absmax.is_finite() => (Some(0.0), Some(1.0)),
+        [] => (None, None),
+        sums => noise_and_cosine(of_values(sums, *absmax)),
+    };
+    MomentHealth {
+        layer,
+        moment,
+        format,
+        elements,
+        absmax: absmax.is_finite().then_some(*absmax),
+        histogram: histogram.iter().copied().map(u64::from).collect(),
+        underflow: f64::from(counts.first().copied().unwrap_or(0)) / elements.max(1) as f64,
+        noise,
+        cosine,
     }
 }

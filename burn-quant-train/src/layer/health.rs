@@ -18,9 +18,10 @@ use crate::{
     data::{
         DataBackend,
         concat::{concat_floats, concat_ints},
+        optimizer::{Moment, StateFormat},
         read::{floats, integers},
     },
-    health::{HealthConfig, HealthReport, Label, LayerState, MatrixSums},
+    health::{HealthConfig, HealthReport, Label, LayerState, MatrixSums, moment_figures},
     lock::lock,
     recipe::{LinearMatrix, THRESHOLD},
     warning::warn,
@@ -38,9 +39,26 @@ pub(crate) struct Sample<B: DataBackend> {
     pub matrix: LinearMatrix,
     pub elements: u64,
     pub labels: Vec<Label>,
-    /// FP32, and INT32 that are bits of U32: see [`MatrixSums::new`].
-    pub numbers: FloatTensor<B>,
-    pub counts: IntTensor<B>,
+    /// See [`MatrixSums::new`].
+    pub findings: Findings<B>,
+}
+
+/// The findings of a comparison of a moment with what it was rounded to.
+pub(crate) struct MomentSample<B: DataBackend> {
+    /// The module path of the layer.
+    pub layer: String,
+    pub moment: Moment,
+    pub format: Option<StateFormat>,
+    pub elements: u64,
+    /// See [`moment_figures`].
+    pub findings: Findings<B>,
+}
+
+/// Numbers on their device, in one-dimensional tensors: FP32, and INT32 that are bits of U32; at least one of either.
+#[derive(Clone)]
+pub(crate) struct Findings<B: DataBackend> {
+    pub numbers: Vec<FloatTensor<B>>,
+    pub counts: Vec<IntTensor<B>>,
 }
 
 /// Measures the layers of a model.
@@ -60,6 +78,7 @@ struct Present<B: DataBackend> {
     /// Runs of each matrix of each layer.
     runs: HashMap<(String, LinearMatrix), usize>,
     samples: Vec<Sample<B>>,
+    moments: Vec<MomentSample<B>>,
 }
 
 impl<B: DataBackend> Present<B> {
@@ -68,6 +87,7 @@ impl<B: DataBackend> Present<B> {
             now,
             runs: HashMap::new(),
             samples: Vec::new(),
+            moments: Vec::new(),
         }
     }
 }
@@ -149,6 +169,15 @@ impl<B: DataBackend> Watch<B> {
         }
     }
 
+    /// Adds what was found of a moment in the step that `now` is in.
+    pub fn add_moment(&self, now: Now, sample: MomentSample<B>) {
+        let mut present = lock(&self.present);
+        if present.now != now {
+            *present = Present::at(now);
+        }
+        present.moments.push(sample);
+    }
+
     /// Forgets the present step, and what was measured after step number `step`: a record of that is restored.
     pub fn restore(&self, step: u64) {
         *lock(&self.present) = Present::at(Now::default());
@@ -160,18 +189,41 @@ impl<B: DataBackend> Watch<B> {
     /// Ends a measured step, which began at `now`, and after which layers have these values. Waits for the device.
     pub fn end_step(&self, now: Now, values: &[SlotValues]) {
         let mut present = lock(&self.present);
-        let samples = match present.now == now {
-            true => std::mem::replace(&mut *present, Present::at(Now::default())).samples,
-            false => Vec::new(),
-        };
+        let ended = std::mem::replace(&mut *present, Present::at(Now::default()));
         drop(present);
+        let (samples, moments) = match ended.now == now {
+            true => (ended.samples, ended.moments),
+            false => (Vec::new(), Vec::new()),
+        };
+        let of_matrices = samples.iter().map(|sample| &sample.findings);
+        let of_moments = moments.iter().map(|sample| &sample.findings);
+        let mut read = read(of_matrices.chain(of_moments).cloned().collect()).into_iter();
         let mut matrices: Vec<MatrixSums> = Vec::new();
-        for sums in read(samples) {
+        for (sample, (numbers, counts)) in samples.into_iter().zip(read.by_ref()) {
+            let Sample {
+                layer,
+                matrix,
+                elements,
+                labels,
+                findings: _,
+            } = sample;
+            let sums = MatrixSums::new(layer, matrix, elements, labels, &numbers, &counts);
             match matrices.iter_mut().find(|known| known.is_of(&sums)) {
                 Some(known) => known.add(&sums),
                 None => matrices.push(sums),
             }
         }
+        let moments = moments.into_iter().zip(read);
+        let moments = moments.map(|(sample, (numbers, counts))| {
+            let MomentSample {
+                layer,
+                moment,
+                format,
+                elements,
+                findings: _,
+            } = sample;
+            moment_figures(layer, moment, format, elements, &numbers, &counts)
+        });
         let rate = rate_of(THRESHOLD);
         let layers = self.paths.iter().zip(values).map(|(path, slots)| {
             let first = |name: &str| slots.get(name)?.first().copied();
@@ -184,6 +236,7 @@ impl<B: DataBackend> Watch<B> {
         let report = HealthReport {
             step: now.step + 1,
             matrices: matrices.into_iter().map(MatrixSums::figures).collect(),
+            moments: moments.collect(),
             layers: layers.collect(),
             controller: self.controller,
         };
@@ -206,39 +259,35 @@ impl<B: DataBackend> Watch<B> {
     }
 }
 
-/// The values of samples, of all those of a device at once.
-fn read<B: DataBackend>(samples: Vec<Sample<B>>) -> Vec<MatrixSums> {
-    let mut devices: Vec<(Device<B>, Vec<Sample<B>>)> = Vec::new();
-    for sample in samples {
-        let device = B::float_device(&sample.numbers);
+/// The values of findings, in their order: all those of a device are read at once.
+fn read<B: DataBackend>(findings: Vec<Findings<B>>) -> Vec<(Vec<f32>, Vec<u32>)> {
+    let mut devices: Vec<(Device<B>, Vec<usize>)> = Vec::new();
+    for (index, found) in findings.iter().enumerate() {
+        let device = B::float_device(&found.numbers[0]);
         match devices.iter_mut().find(|(known, _)| *known == device) {
-            Some((_, samples)) => samples.push(sample),
-            None => devices.push((device, vec![sample])),
+            Some((_, indices)) => indices.push(index),
+            None => devices.push((device, vec![index])),
         }
     }
-    let of_devices = devices.into_iter().flat_map(|(_, samples)| {
-        let tensors = samples.iter();
-        let numbers = tensors.clone().map(|sample| sample.numbers.clone());
+    let mut values = vec![(Vec::new(), Vec::new()); findings.len()];
+    for (_, indices) in devices {
+        let of_device = || indices.iter().map(|&index| &findings[index]);
+        let numbers = of_device().flat_map(|found| found.numbers.iter().cloned());
         let numbers = floats::<B>(concat_floats::<B>(numbers.collect()));
-        let counts = tensors.map(|sample| sample.counts.clone());
+        let counts = of_device().flat_map(|found| found.counts.iter().cloned());
         let counts = integers::<B>(concat_ints::<B>(counts.collect()));
         let mut numbers = numbers.into_iter();
         let mut counts = counts.into_iter().map(i32::cast_unsigned);
-        let sums = samples.into_iter().map(move |sample| {
-            let lengths = [sample.numbers.shape(), sample.counts.shape()];
-            let [of_numbers, of_counts] = lengths.map(|shape| shape.num_elements());
-            let numbers: Vec<_> = numbers.by_ref().take(of_numbers).collect();
-            let counts: Vec<_> = counts.by_ref().take(of_counts).collect();
-            MatrixSums::new(
-                sample.layer,
-                sample.matrix,
-                sample.elements,
-                sample.labels,
-                &numbers,
-                &counts,
-            )
-        });
-        sums.collect::<Vec<_>>()
-    });
-    of_devices.collect()
+        for &index in &indices {
+            let found = &findings[index];
+            let of_numbers = found.numbers.iter().map(|it| it.shape().num_elements());
+            let of_counts = found.counts.iter().map(|it| it.shape().num_elements());
+            let [of_numbers, of_counts] = [of_numbers.sum(), of_counts.sum()];
+            values[index] = (
+                numbers.by_ref().take(of_numbers).collect(),
+                counts.by_ref().take(of_counts).collect(),
+            );
+        }
+    }
+    values
 }

@@ -11,7 +11,6 @@ macro_rules! activation_operations {
             sigmoid_backward(output: Float, grad: Float) -> Float => Promote;
             hard_sigmoid(tensor: Float, alpha: (Scalar), beta: (Scalar)) -> Float;
             log_sigmoid(tensor: Float) -> Float => Full [exact output];
-            log_softmax(tensor: Float, dim: (usize)) -> Float => Full [exact output];
             softmin(tensor: Float, dim: (usize)) -> Float => Full;
             log_sigmoid_backward(x: Float, grad: Float) -> Float => Promote;
         }
@@ -25,6 +24,7 @@ macro_rules! composed_activation_operations {
         $forward! {
             gelu(tensor: Float) -> Float;
             sigmoid(tensor: Float) -> Float [again];
+            log_softmax(tensor: Float, dim: (usize)) -> Float => Full [exact output];
         }
     };
 }

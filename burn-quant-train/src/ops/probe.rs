@@ -1,4 +1,4 @@
-//! The figures of one matrix: its magnitudes, and the errors of what it is quantized to.
+//! The figures of one matrix: its magnitudes, and the errors of what it is quantized to, or was rounded to.
 
 use burn_backend::{
     DType,
@@ -11,11 +11,11 @@ use super::{
 };
 use crate::{
     data::{
-        Kernels, Operation,
-        health::{BINS, COUNTS},
+        DataBackend, Kernels, Operation,
+        health::{BINS, COUNTS, SUMS},
         tensors::{Bundle, Change, FloatMeta, IntMeta, Outline, Tensors},
     },
-    health::NUMBERS,
+    health::SCALES,
 };
 
 /// Measures a matrix.
@@ -45,13 +45,13 @@ impl Bundle for ProbeInputs<Outline> {
     }
 }
 
-/// The findings of a probe, in two tensors, so that few are read.
+/// The findings of a probe, each one-dimensional.
 #[derive(Debug, Clone)]
 pub(crate) struct Probed<T: Tensors> {
     /// FP32: the largest magnitude, and for each cast the sums and the scales.
-    pub numbers: T::Float,
+    pub numbers: Vec<T::Float>,
     /// INT32, bits of U32: the histogram, and for each cast the counts.
-    pub counts: T::Int,
+    pub counts: Vec<T::Int>,
 }
 
 impl Bundle for Probed<Outline> {
@@ -61,9 +61,11 @@ impl Bundle for Probed<Outline> {
         probed: Probed<S>,
         change: &mut impl Change<S, T>,
     ) -> Probed<T> {
+        let numbers = probed.numbers.into_iter();
+        let counts = probed.counts.into_iter();
         Probed {
-            numbers: change.float(probed.numbers),
-            counts: change.int(probed.counts),
+            numbers: numbers.map(|it| change.float(it)).collect(),
+            counts: counts.map(|it| change.int(it)).collect(),
         }
     }
 }
@@ -74,11 +76,14 @@ impl Operation for Probe {
     type Outputs = Probed<Outline>;
 
     fn outline<T: Tensors>(&self, _inputs: &ProbeInputs<T>) -> Probed<Outline> {
-        let casts = self.casts.len();
-        Probed {
-            numbers: FloatMeta::new([1 + NUMBERS * casts], DType::F32),
-            counts: IntMeta::new([BINS + COUNTS * casts], DType::I32),
+        let mut outline = of_magnitudes();
+        for _ in &self.casts {
+            let lengths = [SUMS, SCALES];
+            let numbers = lengths.map(|length| FloatMeta::new([length], DType::F32));
+            outline.numbers.extend(numbers);
+            outline.counts.push(IntMeta::new([COUNTS], DType::I32));
         }
+        outline
     }
 
     fn run<K: Kernels>(self, inputs: ProbeInputs<K>) -> Probed<K> {
@@ -97,9 +102,78 @@ impl Operation for Probe {
             numbers.extend([error.sums, scales]);
             counts.push(error.counts);
         }
-        Probed {
-            numbers: K::concat_floats(numbers),
-            counts: K::concat_ints(counts),
+        Probed { numbers, counts }
+    }
+}
+
+/// The outline of the largest magnitude and the histogram.
+fn of_magnitudes() -> Probed<Outline> {
+    Probed {
+        numbers: vec![FloatMeta::new([1], DType::F32)],
+        counts: vec![IntMeta::new([BINS], DType::I32)],
+    }
+}
+
+/// Measures a tensor, and compares it with what it was rounded to.
+#[derive(Debug, Clone)]
+struct Compare;
+
+#[derive(Debug, Clone)]
+struct CompareInputs<T: Tensors> {
+    /// `[..]`, of any float dtype.
+    exact: T::Float,
+    /// FP32, of the same shape.
+    rounded: Option<T::Float>,
+}
+
+impl Bundle for CompareInputs<Outline> {
+    type On<T: Tensors> = CompareInputs<T>;
+
+    fn rebuild<S: Tensors, T: Tensors>(
+        inputs: CompareInputs<S>,
+        change: &mut impl Change<S, T>,
+    ) -> CompareInputs<T> {
+        CompareInputs {
+            exact: change.float(inputs.exact),
+            rounded: inputs.rounded.map(|rounded| change.float(rounded)),
         }
     }
+}
+
+impl Operation for Compare {
+    const NAME: &'static str = "compare";
+    type Inputs = CompareInputs<Outline>;
+    type Outputs = Probed<Outline>;
+
+    fn outline<T: Tensors>(&self, inputs: &CompareInputs<T>) -> Probed<Outline> {
+        let mut outline = of_magnitudes();
+        if inputs.rounded.is_some() {
+            outline.numbers.push(FloatMeta::new([SUMS], DType::F32));
+            outline.counts.push(IntMeta::new([COUNTS], DType::I32));
+        }
+        outline
+    }
+
+    fn run<K: Kernels>(self, inputs: CompareInputs<K>) -> Probed<K> {
+        let exact = flatten::<K>(inputs.exact);
+        let magnitudes = K::magnitudes(exact.clone());
+        let mut numbers = vec![magnitudes.absmax.clone()];
+        let mut counts = vec![magnitudes.histogram];
+        if let Some(rounded) = inputs.rounded {
+            let rounded = flatten::<K>(rounded);
+            let error = K::quantization_error(exact, rounded, magnitudes.absmax, None);
+            numbers.push(error.sums);
+            counts.push(error.counts);
+        }
+        Probed { numbers, counts }
+    }
+}
+
+/// The largest magnitude of `exact` and its histogram, and the sums and the counts of what it was `rounded` to, FP32:
+/// both tensors of one shape with at least one dimension.
+pub(crate) fn compare<B: DataBackend>(
+    exact: FloatTensor<B>,
+    rounded: Option<FloatTensor<B>>,
+) -> Probed<B> {
+    B::run(Compare, CompareInputs { exact, rounded })
 }

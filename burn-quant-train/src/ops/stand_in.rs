@@ -91,7 +91,7 @@ impl<K: Kernels> StandIn<K> {
         Self {
             values,
             limit: None,
-            scales: extremes::<K>(&matrix.scales),
+            scales: K::extremes(&matrix.scales),
         }
     }
 }
@@ -203,7 +203,7 @@ impl Remake {
         StandIn {
             values: K::dequantize_matrix(&merged, FloatDType::F32),
             limit: None,
-            scales: extremes::<K>(&Scales::F32(split.scales)),
+            scales: K::extremes(&Scales::F32(split.scales)),
         }
     }
 
@@ -258,23 +258,6 @@ fn scalar<K: Kernels>(like: &FloatTensor<K>, value: f32) -> FloatTensor<K> {
         &device,
         FloatDType::F32,
     )
-}
-
-/// The smallest and the largest of the scales, as they are stored, and the scale of scales, FP32 `[3]`.
-fn extremes<K: Kernels>(scales: &Scales<K>) -> FloatTensor<K> {
-    let stored = match scales {
-        Scales::F32(scales) => scales.clone(),
-        Scales::E8M0(bytes) | Scales::E4M3 { scales: bytes, .. } => {
-            K::int_into_float(bytes.clone(), FloatDType::F32)
-        }
-    };
-    let of_scales = match scales {
-        Scales::F32(_) | Scales::E8M0(_) => scalar::<K>(&stored, 1.0),
-        Scales::E4M3 { tensor_scale, .. } => tensor_scale.clone(),
-    };
-    let one = |tensor| K::float_reshape(tensor, Shape::new([1]));
-    let (smallest, largest) = (K::float_min(stored.clone()), K::float_max(stored));
-    K::float_cat(vec![one(smallest), one(largest), one(of_scales)], 0)
 }
 
 /// A fallback state for one layer: of some thresholds the smallest at which less than [`FALLBACK_RATE`] of the blocks

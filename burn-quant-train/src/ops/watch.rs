@@ -14,7 +14,7 @@ use super::{
 use crate::{
     data::{DataBackend, StochasticKey},
     health::Label,
-    layer::{HealthSample, Layer, Now},
+    layer::{Findings, HealthSample, Layer, Now},
     recipe::{LinearMatrix, LinearRow, Name, Row},
     saved::{HeldTensor, recorded::Recorded},
 };
@@ -89,8 +89,7 @@ impl<B: DataBackend> Watched<B> {
                 matrix,
                 elements,
                 labels,
-                numbers,
-                counts,
+                findings: Findings { numbers, counts },
             },
         );
     }

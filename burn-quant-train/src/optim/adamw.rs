@@ -25,6 +25,7 @@ use super::{
     config::{QuantAdamWConfig, check_dtype},
     layers::LayerConfig,
     loss_scaling::{LossScaler, Scaling},
+    moment_health::MomentWatch,
     moments::Moments,
     parameters::{Base, PutBack, Take, Taken, clip_by_value},
     wrapper::QuantOptimizer,
@@ -56,6 +57,7 @@ pub struct QuantAdamW<M, B: AutodiffBackend<InnerBackend: ParameterBackend>> {
     state: State<Base<B>>,
     /// The clock of every step, which clones of the optimizer see.
     published: Arc<Mutex<Clock<Base<B>>>>,
+    moment_watch: MomentWatch<Base<B>>,
     module: PhantomData<fn(M) -> M>,
 }
 
@@ -66,6 +68,7 @@ impl<M, B: AutodiffBackend<InnerBackend: ParameterBackend>> Clone for QuantAdamW
             loss_scaling: self.loss_scaling.clone(),
             state: self.state.clone(),
             published: self.published.clone(),
+            moment_watch: self.moment_watch.clone(),
             module: PhantomData,
         }
     }
@@ -96,8 +99,10 @@ impl QuantAdamWConfig {
             say_unscaled();
         }
         let adamw = self.adamw();
-        let scaler = adamw.loss_scaler();
-        QuantOptimizer::new(adamw, config).with_loss_scaler(scaler)
+        let (scaler, moments) = (adamw.loss_scaler(), adamw.moment_watch.clone());
+        QuantOptimizer::new(adamw, config)
+            .with_loss_scaler(scaler)
+            .with_moment_watch(moments)
     }
 
     /// Makes the optimizer without layers, for `Autodiff` over any [`DataBackend`]: 8-bit moments for a model that is
@@ -132,6 +137,7 @@ impl QuantAdamWConfig {
                 seed: None,
             },
             published: Arc::new(Mutex::new(Clock::Host([0, 0]))),
+            moment_watch: MomentWatch::default(),
             module: PhantomData,
         }
     }
@@ -285,13 +291,22 @@ where
             let scale = scale
                 .clone()
                 .map(|scale| Base::<B>::float_to_device(scale, &device));
+            let exact = self.moment_watch.exact(
+                &ids,
+                &items,
+                &clock,
+                nonfinite.as_ref(),
+                scale.as_ref(),
+                &hyperparameters,
+            );
             let updates = adamw::<Base<B>>(items, clock, nonfinite, scale, &hyperparameters);
-            for (id, update) in ids.into_iter().zip(updates) {
+            for ((id, update), exact) in ids.into_iter().zip(updates).zip(exact) {
                 let AdamWUpdate {
                     parameter,
                     first,
                     second,
                 } = update;
+                self.moment_watch.compare(id, exact, [&first, &second]);
                 self.state.moments.insert(id, Moments { first, second });
                 updated.insert(id, parameter);
             }

@@ -18,7 +18,7 @@ use crate::{
     health::{HealthConfig, HealthReport},
     layer::{
         self, Bank, Controllers, Decision, DelayThreshold, DelayedScaling, Layer, LayerPolicy,
-        LayerRecord, LayersRecord, LearnedSteps, ScaledStep, SlotValues, Watch,
+        LayerRecord, LayersRecord, LearnedSteps, MomentSample, Now, ScaledStep, SlotValues, Watch,
     },
     lock::lock,
     recipe::{Row, Slot},
@@ -222,6 +222,30 @@ impl<B: DataBackend> Layers<B> {
     pub fn of(&self, id: &ParamId) -> Option<&Arc<Layer<B>>> {
         let index = self.by_id.get(id)?;
         Some(&self.layers[*index].layer)
+    }
+
+    /// The present and the layers that are measured, if this step is: their paths by their weights.
+    pub fn measured_now(&self) -> Option<(Now, HashMap<ParamId, String>)> {
+        let measured = self.layers.iter().filter_map(|known| {
+            let now = known.layer.measured_now()?;
+            Some((now, (known.id, known.report.path.clone())))
+        });
+        let (times, paths): (Vec<Now>, HashMap<_, _>) = measured.unzip();
+        Some((*times.first()?, paths))
+    }
+
+    /// Adds what was found of the layers' moments in the step that `now` is in, in the order of the layers.
+    pub fn add_moments(&self, now: Now, mut samples: Vec<MomentSample<B>>) {
+        let place = |path: &str| {
+            let mut paths = self.layers.iter().map(|known| &known.report.path);
+            paths.position(|known| known == path)
+        };
+        samples.sort_by_cached_key(|sample| place(&sample.layer));
+        for sample in samples {
+            if let Some(watch) = self.bank.watch() {
+                watch.add_moment(now, sample);
+            }
+        }
     }
 
     /// See [`Bank::end_step`].

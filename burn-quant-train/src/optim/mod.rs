@@ -15,6 +15,7 @@ mod layers;
 mod loss_scaling;
 #[cfg(feature = "train")]
 pub mod metric;
+mod moment_health;
 mod moments;
 mod nonfinite;
 mod parameters;
@@ -23,7 +24,7 @@ mod simple;
 mod versioned;
 mod wrapper;
 
-pub use crate::data::optimizer::{Encoding, LossScaling, StateFormat};
+pub use crate::data::optimizer::{Encoding, LossScaling, Moment, StateFormat};
 pub use adamw::QuantAdamW;
 pub use adamw_record::{AdamWRecord, ParameterRecord};
 pub use backend::{LayerBackend, ParameterBackend};

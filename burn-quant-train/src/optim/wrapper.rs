@@ -14,6 +14,7 @@ use super::{
     backend::LayerBackend,
     layers::{LayerConfig, LayerReport, Layers, LayersView, Shared, Survey},
     loss_scaling::LossScaler,
+    moment_health::MomentWatch,
     record::QuantRecord,
 };
 use crate::{
@@ -44,6 +45,8 @@ pub struct QuantOptimizer<O, B: LayerBackend> {
     shared: Arc<Mutex<Shared<B::Base>>>,
     /// That of the wrapped optimizer.
     loss_scaler: LossScaler,
+    /// That of the wrapped optimizer, if it is an AdamW of ours.
+    moment_watch: MomentWatch<B::Base>,
     /// Steps of the layers when this clone last stepped.
     seen: u64,
 }
@@ -55,6 +58,7 @@ impl<O: Clone, B: LayerBackend> Clone for QuantOptimizer<O, B> {
             config: self.config.clone(),
             shared: self.shared.clone(),
             loss_scaler: self.loss_scaler.clone(),
+            moment_watch: self.moment_watch.clone(),
             seen: self.seen,
         }
     }
@@ -82,6 +86,7 @@ impl<O, B: LayerBackend> QuantOptimizer<O, B> {
                 restored: None,
             })),
             loss_scaler: LossScaler::default(),
+            moment_watch: MomentWatch::default(),
             seen: 0,
         }
     }
@@ -91,6 +96,14 @@ impl<O, B: LayerBackend> QuantOptimizer<O, B> {
     pub(super) fn with_loss_scaler(self, loss_scaler: LossScaler) -> Self {
         Self {
             loss_scaler,
+            ..self
+        }
+    }
+
+    /// Lets the wrapped optimizer be asked for its moments.
+    pub(super) fn with_moment_watch(self, moment_watch: MomentWatch<B::Base>) -> Self {
+        Self {
+            moment_watch,
             ..self
         }
     }
@@ -163,10 +176,17 @@ impl<O, B: LayerBackend> QuantOptimizer<O, B> {
 
     fn stepped<M: AutodiffModule<B>>(&mut self, model: M, step: impl FnOnce(&mut O, M) -> M) -> M {
         let layers = self.adopt(&model);
+        let measured = layers.measured_now();
+        if let Some((_, paths)) = &measured {
+            self.moment_watch.ask(paths.clone());
+        }
         let model = step(&mut self.inner, model).map(&mut Attach {
             layers: &layers,
             asked: false,
         });
+        if let Some((now, _)) = measured {
+            layers.add_moments(now, self.moment_watch.take());
+        }
         let scaled = self.loss_scaler.take_step::<B>();
         self.seen = layers.end_step(self.seen, scaled.as_ref());
         model
@@ -227,6 +247,7 @@ where
             config: self.config,
             shared: self.shared,
             loss_scaler: self.loss_scaler,
+            moment_watch: self.moment_watch,
             seen,
         }
     }

@@ -91,14 +91,20 @@ fn totals_kernel<T: Numeric>(
     cubes: u32,
     #[define(T)] _dtype: StorageType,
 ) {
-    let mut sum = T::from_int(0);
-    let mut cube = UNIT_POS;
-    while cube < cubes {
-        sum += of_cubes[(CUBE_POS as u32 * cubes + cube) as usize];
-        cube += comptime!(UNITS as u32);
-    }
-    let sum = cube_sum::<T>(sum);
+    let sum = row_total::<T>(of_cubes, CUBE_POS as u32, cubes);
     if UNIT_POS == 0 {
         out[CUBE_POS] = sum;
     }
+}
+
+/// The sum of row `row` of `[rows, cubes]`. All units of the cube must call it together.
+#[cube]
+pub(crate) fn row_total<T: Numeric>(of_cubes: &Array<T>, row: u32, cubes: u32) -> T {
+    let mut sum = T::from_int(0);
+    let mut cube = UNIT_POS;
+    while cube < cubes {
+        sum += of_cubes[(row * cubes + cube) as usize];
+        cube += comptime!(UNITS as u32);
+    }
+    cube_sum::<T>(sum)
 }

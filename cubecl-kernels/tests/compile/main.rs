@@ -35,6 +35,7 @@ use cubecl_kernels::{
     column_sum::column_sum,
     concatenate::concatenate,
     embedding::embedding_gradient,
+    extremes::extremes,
     fallback::{FallbackResidual, FallbackState},
     gelu::{gelu, gelu_backward},
     gemm::{
@@ -49,6 +50,7 @@ use cubecl_kernels::{
         gather_int4_rows, gather_parts, gather_scaled, int4_row_norms, leverage_scores, sample_rows,
     },
     linear_input::quantize_linear_input,
+    log_softmax::{log_softmax, log_softmax_backward},
     loss_scaling::{LossScaling, initial_loss_scale},
     number::Number,
     operator_input::OperatorInput,
@@ -799,6 +801,8 @@ fn layer_sources(architecture: u16) -> Vec<Source> {
                 gelu_backward(client, &x, &x).expect("tensors of one shape");
                 swiglu(client, &x, &x).expect("tensors of one shape");
                 swiglu_backward(client, &x, &x, &x).expect("tensors of one shape");
+                let logs = log_softmax(client, &x).expect("a matrix");
+                log_softmax_backward(client, &logs, &logs, x.dtype).expect("matrices");
                 embedding_gradient(client, &indices, &x, 100).expect("tokens");
             }
         }
@@ -806,6 +810,12 @@ fn layer_sources(architecture: u16) -> Vec<Source> {
         let parts = tensor(client, &[256, 768], dtype::<f32>());
         column_sum(client, &parts).expect("a matrix");
         concatenate(client, &[parts]).expect("a tensor");
+        for scales in [
+            tensor(client, &[512], dtype::<f32>()),
+            tensor(client, &[512], dtype::<u8>()),
+        ] {
+            extremes(client, &scales, None).expect("scales");
+        }
         let (scale, _) = initial_loss_scale(client, &LossScaling::default());
         for (len, float, scale) in [
             (768, dtype::<bf16>(), Some(&scale)),
@@ -828,8 +838,11 @@ fn layer_sources(architecture: u16) -> Vec<Source> {
         "gelu_backward_kernel",
         "swiglu_kernel",
         "swiglu_backward_kernel",
+        "log_softmax_kernel",
+        "log_softmax_backward_kernel",
         "column_sum_kernel",
         "concatenate_kernel",
+        "extremes_kernel",
         "squares_kernel",
         "factors_kernel",
         "zero_kernel",

@@ -103,6 +103,17 @@ pub fn upload_i32(client: &Client, x: &[i32], shape: &[usize]) -> Tensor {
     TensorHandle::new_contiguous(shape.to_vec(), handle, dtype::<i32>())
 }
 
+/// A contiguous tensor of u8.
+pub fn upload_u8(client: &Client, x: &[u8], shape: &[usize]) -> Tensor {
+    let mut bytes = x.to_vec();
+    bytes.resize(x.len().next_multiple_of(4).max(16), 0);
+    TensorHandle::new_contiguous(
+        shape.to_vec(),
+        client.create_from_slice(&bytes),
+        dtype::<u8>(),
+    )
+}
+
 /// The memory layouts of a matrix under test.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Memory {

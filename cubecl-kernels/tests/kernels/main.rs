@@ -36,6 +36,8 @@ mod device;
 #[cfg(any(feature = "cuda", feature = "vulkan"))]
 mod errors;
 #[cfg(any(feature = "cuda", feature = "vulkan"))]
+mod extremes;
+#[cfg(any(feature = "cuda", feature = "vulkan"))]
 mod fallback;
 #[cfg(any(feature = "cuda", feature = "vulkan"))]
 mod gemm;
@@ -45,6 +47,8 @@ mod gemm_fp8;
 mod gemm_hopper;
 #[cfg(any(feature = "cuda", feature = "vulkan"))]
 mod linear_input;
+#[cfg(any(feature = "cuda", feature = "vulkan"))]
+mod log_softmax;
 #[cfg(any(feature = "cuda", feature = "vulkan"))]
 mod operator_input;
 #[cfg(any(feature = "cuda", feature = "vulkan"))]

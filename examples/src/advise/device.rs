@@ -46,6 +46,21 @@ pub enum Narrowest {
 }
 
 impl Device {
+    /// True where memory comes from CubeCL's pools.
+    pub fn has_pools(self) -> bool {
+        match self {
+            Self::Cpu => false,
+            Self::V100
+            | Self::T4
+            | Self::A100
+            | Self::H100
+            | Self::H200
+            | Self::B100
+            | Self::B200
+            | Self::Gpu => true,
+        }
+    }
+
     /// The numbers that its tensor cores multiply; of a GPU that is not named, no more than BF16 is assumed.
     pub fn narrowest(self) -> Narrowest {
         match self {

@@ -36,14 +36,20 @@ pub struct Memory {
     pub copies: u64,
     /// The bytes that wait for the backward pass at its beginning.
     pub activations: u64,
-    /// The most that is held at once, what operations take for their own time aside: weights, moments, copies, and at
-    /// the beginning of the backward pass activations with the gradient of the logits, or at its end all gradients; or,
-    /// where layers run again, what one of them makes beside what waits or has its gradient by then.
+    /// The most that is held at once; on a GPU, what its memory pools take: see [`Memory::of`].
     pub peak: u64,
 }
 
 impl Memory {
     /// That of a batch of `batch` sequences.
+    ///
+    /// The peak on a CPU, what operations take for their own time aside, is weights, moments, copies, and at the
+    /// beginning of the backward pass activations with the gradient of the logits, or at its end all gradients; or, where
+    /// layers run again, what one of them makes beside what waits or has its gradient by then.
+    ///
+    /// Pools of a GPU that take memory in exact sizes, as `pretrain` has them, keep what they took for the next tensor of
+    /// that size: activations do not make room for gradients of weights. So their peak is the sum of both; what a layer's
+    /// operations take for their own time is added as what one layer saves, and where layers run again as twice that.
     pub fn of(question: &Question, case: &Case, batch: usize) -> Self {
         let model = &question.model;
         let row = case.recipe.row();
@@ -83,7 +89,16 @@ impl Memory {
                 )
             }
         };
-        let peak = weights + moments + copies + usize::max(at_start, at_end);
+        let of_operations = step.of_one_layer()
+            * match question.checkpointing {
+                Checkpointing::None => 1,
+                Checkpointing::Layers => 2,
+            };
+        let beside_weights = match question.device.has_pools() {
+            true => weights + activations + of_logits + of_operations,
+            false => usize::max(at_start, at_end),
+        };
+        let peak = weights + moments + copies + beside_weights;
         let [weights, moments, copies, activations, peak] =
             [weights, moments, copies, activations, peak].map(|bytes| bytes as u64);
         Self {

@@ -177,8 +177,8 @@ fn notes(question: &Question, rows: &[Row], taken: &Row) -> Vec<String> {
     notes.extend(about_narrow_floats(question.device).map(str::to_owned));
     if question.device != Device::Cpu {
         notes.push(
-            "peaks are computed, not measured: pools and what operations take for their own time come on top, with \
-             contexts a fifth of the peak on a CPU"
+            "peaks are computed, of memory pools that take exact sizes, as `pretrain` sets them; CUDA's context and compiled \
+             kernels come on top, half a GiB"
                 .to_owned(),
         );
     }

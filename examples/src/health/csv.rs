@@ -1,7 +1,9 @@
-//! Reports as CSV: a line for each cast.
+//! Reports as CSV: a line for each cast, and for each moment.
 
 use anyhow::Result;
 use burn_quant_train::health::HealthReport;
+
+use super::figures::stored_as;
 
 const COLUMNS: [&str; 15] = [
     "step",
@@ -21,7 +23,8 @@ const COLUMNS: [&str; 15] = [
     "saturation",
 ];
 
-/// All casts of all reports. A matrix that no recipe quantizes has a line with empty columns.
+/// All casts and moments of all reports. A matrix that no recipe quantizes has a line with empty columns; so has a moment
+/// for its recipe and saturation.
 ///
 /// # Errors
 ///
@@ -57,6 +60,26 @@ pub fn rows(reports: &[HealthReport]) -> Result<String> {
                 ];
                 writer.write_record(of_matrix.iter().chain(&of_cast))?;
             }
+        }
+        for it in &report.moments {
+            let moment = it.moment.to_string();
+            writer.write_record([
+                report.step.to_string(),
+                it.layer.clone(),
+                moment.clone(),
+                it.elements.to_string(),
+                number(it.absmax),
+                it.zeros().to_string(),
+                number(it.median_octave()),
+                String::new(),
+                true.to_string(),
+                moment,
+                stored_as(it),
+                number(it.snr_db()),
+                number(it.cosine),
+                it.underflow.to_string(),
+                String::new(),
+            ])?;
         }
     }
     Ok(String::from_utf8(writer.into_inner()?)?)

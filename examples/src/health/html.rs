@@ -1,13 +1,15 @@
 //! The page: one file without network.
 
 use anyhow::Result;
-use burn_quant_train::health::{HealthReport, MatrixHealth};
-use burn_quant_train::optim::advice::Advice;
+use burn_quant_train::health::HealthReport;
+use burn_quant_train::optim::{Moment, advice::Advice};
 use burn_quant_train::recipe::LinearMatrix;
 use maud::{DOCTYPE, Markup, PreEscaped, html};
 use plotters::style::colors::colormaps::{ColorMap, ViridisRGB};
 
-use super::figures::{Cell, OPERANDS, columns, decibel, of_kind, on_scale, rows};
+use super::figures::{
+    Cell, TENSORS, columns, decibel, of_kind, of_moment, on_scale, rows, stored_as,
+};
 use super::{About, plot};
 
 const STYLE: &str = "
@@ -68,20 +70,24 @@ fn of_reports(
         (svg(plot::losses(about.losses)?))
         @if !rows.is_empty() {
             h2 { "Signal-to-noise ratio, layer by step" }
-            p.note { "The lowest of a layer's operands: dark is 10 dB and less, light 50 dB and more, red is not defined." }
+            p.note { "The lowest of a layer's operands and moments: dark is 10 dB and less, light 50 dB and more, red is not defined." }
             (svg(plot::layers_by_step(&layers, reports)?))
-            h2 { "Layer by operand, step " (last.step) }
+            h2 { "Layer by tensor, step " (last.step) }
             p.note { "Decibel, and the share of values that became 0; the worst layer first. Operands that are the same numbers share a column." }
             (heat_map(&rows))
         }
-        @for (kind, name) in [
-            (LinearMatrix::X, "inputs"),
-            (LinearMatrix::W, "weights"),
-            (LinearMatrix::Gradient, "output gradients"),
+        @for (name, histograms) in [
+            ("inputs", of_kind(last, LinearMatrix::X)),
+            ("weights", of_kind(last, LinearMatrix::W)),
+            ("output gradients", of_kind(last, LinearMatrix::Gradient)),
+            ("first moments", of_moment(last, Moment::First)),
+            ("second moments", of_moment(last, Moment::Second)),
         ] {
-            h2 { "Magnitudes of " (name) ", by powers of two below the largest" }
-            p.note { "Light is all elements, dark one of a million; zeros are left out." }
-            (svg(plot::histograms(&of_kind(last, kind))?))
+            @if !histograms.is_empty() {
+                h2 { "Magnitudes of " (name) ", by powers of two below the largest" }
+                p.note { "Light is all elements, dark one of a million; zeros are left out." }
+                (svg(plot::histograms(&histograms)?))
+            }
         }
         h2 { "Memory by layer" }
         (memory(about, last))
@@ -119,7 +125,7 @@ fn heat_map(rows: &[super::figures::Row<'_>]) -> Markup {
         div.wide { table {
             tr {
                 th { "layer" }
-                @for &column in &columns { th { (OPERANDS[column].to_string()) } }
+                @for &column in &columns { th { (TENSORS[column].to_string()) } }
             }
             @for row in rows {
                 tr {
@@ -225,7 +231,7 @@ fn figures(last: &HealthReport) -> Markup {
                         td.text { (cast.operand.to_string()) }
                         td.text { (cast.recipe) @if !cast.runs { " (if)" } }
                         td.text { (cast.cast) }
-                        td { (largest(matrix)) }
+                        td { (largest(matrix.absmax)) }
                         td { (percent(matrix.zeros())) }
                         td { (decibel(cast.snr_db())) }
                         td { @if let Some(cosine) = cast.cosine { (format!("{cosine:.6}")) } }
@@ -235,12 +241,27 @@ fn figures(last: &HealthReport) -> Markup {
                     }
                 }
             }
+            @for it in &last.moments {
+                tr {
+                    td { (it.layer) }
+                    td.text { (it.moment.to_string()) }
+                    td.text {}
+                    td.text { (stored_as(it)) }
+                    td { (largest(it.absmax)) }
+                    td { (percent(it.zeros())) }
+                    td { (decibel(it.snr_db())) }
+                    td { @if let Some(cosine) = it.cosine { (format!("{cosine:.6}")) } }
+                    td { (percent(it.underflow)) }
+                    td { (percent(0.0)) }
+                    td {}
+                }
+            }
         } }
     }
 }
 
-fn largest(matrix: &MatrixHealth) -> String {
-    match matrix.absmax {
+fn largest(absmax: Option<f32>) -> String {
+    match absmax {
         Some(absmax) => format!("{absmax:.3e}"),
         None => String::from("not finite"),
     }

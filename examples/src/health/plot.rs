@@ -1,11 +1,11 @@
 //! Pictures of the page.
 
 use anyhow::Result;
-use burn_quant_train::health::{HealthReport, MatrixHealth, TINY};
+use burn_quant_train::health::{HealthReport, TINY};
 use plotters::prelude::*;
 use plotters::style::colors::colormaps::{ColorMap, ViridisRGB};
 
-use super::figures::{on_scale, rows};
+use super::figures::{Histogram, on_scale, rows};
 use crate::picture::{GREY, draw};
 
 const LINE: RGBColor = RGBColor(66, 133, 244);
@@ -71,19 +71,19 @@ pub fn layers_by_step(layers: &[String], reports: &[HealthReport]) -> Result<Str
     grid(layers, &cells.collect::<Vec<_>>(), &steps)
 }
 
-/// The histograms of matrices by powers of two, the largest magnitude at the left: dark where there are few.
+/// Histograms by powers of two, the largest magnitude at the left: dark where there are few.
 ///
 /// # Errors
 ///
 /// As [`losses`].
-pub fn histograms(matrices: &[&MatrixHealth]) -> Result<String> {
-    let names: Vec<_> = matrices.iter().map(|matrix| matrix.layer.clone()).collect();
-    let cells = matrices.iter().map(|matrix| {
-        let counts = &matrix.histogram;
+pub fn histograms(histograms: &[Histogram<'_>]) -> Result<String> {
+    let names: Vec<_> = histograms.iter().map(|it| it.layer.to_owned()).collect();
+    let cells = histograms.iter().map(|histogram| {
+        let counts = histogram.counts;
         let mut shown = counts[..OCTAVES].to_vec();
         shown.push(counts[OCTAVES..=TINY].iter().sum());
         // On the scale of logarithms: one of a million still shows.
-        let share = |count: u64| count as f64 / matrix.elements.max(1) as f64;
+        let share = |count: u64| count as f64 / histogram.elements.max(1) as f64;
         let shade = |count: u64| (count > 0).then(|| 1.0 + share(count).log10() / 6.0);
         shown.into_iter().map(shade).collect()
     });

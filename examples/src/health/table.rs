@@ -1,26 +1,27 @@
-//! Layers by operands, on the terminal.
+//! Layers by tensors, on the terminal.
 
 use burn_quant_train::health::HealthReport;
 use plotters::style::colors::colormaps::{ColorMap, ViridisRGB};
 
-use super::figures::{Cell, OPERANDS, columns, decibel, on_scale, rows};
+use super::figures::{Cell, TENSORS, columns, decibel, on_scale, rows};
 
 /// Layers that are shown; the others are better.
 const LAYERS: usize = 20;
 const WIDTH: usize = 14;
 
-/// The signal-to-noise ratio in decibel of each operand of the worst layers, and the share of values that became 0.
+/// The signal-to-noise ratio in decibel of each operand and moment of the worst layers, and the share of values that
+/// became 0.
 pub fn heat_map(report: &HealthReport, colours: bool) -> String {
     let rows = rows(report);
     if rows.is_empty() {
-        return String::from("no layer is quantized\n");
+        return String::from("no layer is quantized, and no moment\n");
     }
     let columns = columns(&rows);
     let shown = &rows[..rows.len().min(LAYERS)];
     let width = shown.iter().map(|row| row.layer.len()).max().unwrap_or(0);
     let mut text = format!("{:width$}", "dB, lost");
     for &column in &columns {
-        text += &format!("  {:>WIDTH$}", OPERANDS[column].to_string());
+        text += &format!("  {:>WIDTH$}", TENSORS[column].to_string());
     }
     text.push('\n');
     for row in shown {

@@ -25,6 +25,16 @@ use crate::model::Decoder;
 /// Asks for the bytes that are live now: of the process's allocator, or of the device's memory pools.
 pub type LiveBytes<'a, B> = &'a dyn Fn(&<B as BackendTypes>::Device) -> u64;
 
+/// What tells how much memory a run takes.
+pub struct Gauges<'a, D> {
+    /// Bytes that are live now, as for [`LiveBytes`].
+    pub live: &'a dyn Fn(&D) -> u64,
+    /// Bytes that memory pools have taken from the device, in use or not; `None` on a CPU, which has no pools.
+    pub taken: fn(&D) -> Option<u64>,
+    /// Has the pools give back what is not in use.
+    pub give_back: fn(&D),
+}
+
 /// Bytes that are live after a forward pass and were not before it, the loss included.
 ///
 /// Nothing else may be running. A first pass, whose result is kept, makes what weights keep for themselves (their

@@ -1,9 +1,12 @@
 //! The figures of the advice beside those that the H200 measured, in the book's result files.
 
 use burn_quant_train::recipe::Name;
+use examples::advise::Question;
 use examples::advise::activations::{AttentionForm, Step};
+use examples::advise::device::Device;
+use examples::advise::memory::{Case, Memory};
 use examples::advise::shapes::Shapes;
-use examples::args::{Checkpointing, Compute, Preset};
+use examples::args::{Checkpointing, Compute, Contexts, Optimizer, Preset};
 use examples::report::Report;
 
 /// Runs that measured moments.
@@ -99,4 +102,47 @@ fn compare_activations(file: &str) -> Vec<Checkpointing> {
         seen.push(checkpointing);
     }
     seen
+}
+
+/// The peak of a step of a preset, with AdamW in FP32.
+fn peak(preset: Preset, [batch, sequence]: [usize; 2], recipe: Name, contexts: Contexts) -> usize {
+    let question = Question {
+        model: Shapes::from(&preset.model(sequence)),
+        batch,
+        sequence,
+        device: Device::H100,
+        compute: Compute::Bf16,
+        memory: None,
+        recipes: Vec::new(),
+        contexts: Vec::new(),
+        optimizers: Vec::new(),
+        checkpointing: Checkpointing::None,
+    };
+    let case = Case {
+        recipe,
+        contexts,
+        optimizer: Optimizer::Adamw,
+    };
+    Memory::of(&question, &case, batch).peak as usize
+}
+
+/// Steps of `qt-bench memory`, each in a process of its own: what it took from the device, compiled kernels included.
+#[test]
+fn peaks_are_those_that_a_gpu_measured() {
+    let path = format!(
+        "{}/../book/results/h100-pretrain-exact-recipes.json",
+        env!("CARGO_MANIFEST_DIR")
+    );
+    let results: serde_json::Value =
+        serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();
+    let rows = results["rows"].as_array().unwrap();
+    for row in rows {
+        let recipe: Name = row["subject"].as_str().unwrap().parse().unwrap();
+        let size = |field: &str| row[field].as_u64().unwrap() as usize;
+        let sizes = ["batch", "sequence"].map(size);
+        let computed = peak(Preset::Medium, sizes, recipe, Contexts::Exact);
+        let measured = size("peak_bytes") as u64;
+        assert_close(&format!("{recipe}: peak"), computed, measured, 10.0);
+    }
+    assert_eq!(rows.len(), 5);
 }

@@ -219,6 +219,7 @@ fn another_range_is_another_verdict() {
         let report = |step| HealthReport {
             step,
             matrices: Vec::new(),
+            moments: Vec::new(),
             layers: vec![state(rate)],
             controller,
         };

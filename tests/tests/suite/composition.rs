@@ -6,7 +6,7 @@ use burn::{
     nn::{EmbeddingConfig, LayerNormConfig, RmsNormConfig, SwiGluConfig},
     tensor::{
         DType, Int, Tensor, TensorData,
-        activation::{sigmoid, silu},
+        activation::{log_softmax, sigmoid, silu},
         backend::{AutodiffBackend, Backend},
     },
 };
@@ -29,6 +29,8 @@ on_every_backend! {
     a_composition_leaves_its_inputs => leaves_its_inputs;
     without_a_narrow_dtype_nothing_is_composed => not_in_fp32;
     tables_get_the_gradients_of_burn => embedding;
+    the_logarithm_of_a_softmax_equals_that_of_fp32 => logarithms;
+    logits_beyond_numbers_are_seen => lost_logits;
 }
 
 const COLUMNS: usize = 40;
@@ -384,4 +386,72 @@ impl Table {
         let gradients = (rows * weights).sum().backward();
         floats(&table.weight.val().grad(&gradients).expect("of the table"))
     }
+}
+
+fn logarithms<B: DataBackend>(seed: u64) {
+    in_16_bits!(B, of_logits(seed));
+}
+
+fn of_logits<B: DataBackend, R: Recipe>(dtype: DType, tolerance: f32, seed: u64) {
+    let mut rng = Rng::new(seed);
+    let count = 2 * 7 * COLUMNS;
+    let data = &[count, count, COLUMNS, count].map(|count| draw(&mut rng, count));
+    macro_rules! case {
+        ($name:literal, |$inputs:ident| $forward:expr) => {
+            compare!(
+                format!("seed {seed}, {}", $name),
+                R,
+                B,
+                dtype,
+                tolerance,
+                data,
+                |$inputs: Inputs<_>| $forward
+            )
+        };
+    }
+    case!("logits", |i| log_softmax(i.x * 8, 2));
+    case!("logits that are cast", |i| log_softmax(
+        (i.x * 8).cast(DType::F32),
+        2
+    ));
+    case!("logits in columns", |i| log_softmax(i.x.swap_dims(1, 2), 2)
+        .swap_dims(1, 2));
+    case!("another dimension", |i| log_softmax(i.x, 1));
+    case!("a cast that others read too", |i| {
+        let wide = i.x.cast(DType::F32);
+        log_softmax(wide.clone(), 2) + wide
+    });
+}
+
+fn lost_logits<B: DataBackend>(_seed: u64) {
+    in_16_bits!(B, of_lost_logits());
+}
+
+fn of_lost_logits<B: DataBackend, R: Recipe>(dtype: DType, _tolerance: f32) {
+    type A<B, R> = QuantTrain<Autodiff<B>, R>;
+    let device = Default::default();
+    let mut logits = [0.0f32; 3 * COLUMNS];
+    logits[1] = f32::NAN;
+    logits[COLUMNS + 1] = f32::INFINITY;
+    logits[2 * COLUMNS + 1] = f32::NEG_INFINITY;
+    let logits = tensor::<A<B, R>, 2>(&logits, [3, COLUMNS], &device).require_grad();
+    let output = log_softmax(logits.clone().cast(dtype), 1);
+    let gradients = output.clone().slice([2..3, 0..1]).sum().backward();
+    let (output, gradient) = (
+        floats(&output),
+        floats(&logits.grad(&gradients).expect("one")),
+    );
+    assert!(output[..2 * COLUMNS].iter().all(|it| it.is_nan()));
+    let masked = &output[2 * COLUMNS..];
+    assert_eq!(masked[1], f32::NEG_INFINITY);
+    let others = -((COLUMNS - 1) as f32).ln();
+    let is_near = |it: &f32| (it - others).abs() < 1e-4;
+    assert!(
+        masked
+            .iter()
+            .enumerate()
+            .all(|(index, it)| index == 1 || is_near(it))
+    );
+    assert_eq!(gradient[2 * COLUMNS + 1], 0.0);
+    assert!(gradient[2 * COLUMNS..].iter().all(|it| it.is_finite()));
 }

@@ -14,6 +14,7 @@ use burn_quant_train::{
     every_recipe,
     health::HealthConfig,
     layer::{Call, Layer, Role},
+    optim::StateFormat,
     recipe::{
         Cast, Granularity, LinearRow, NAMES, Number, Product, Recipe, Residual, Rounding,
         ScaleNumber, ScaleSource, Transform,
@@ -742,7 +743,12 @@ fn learns<B: DataBackend, R: Recipe>(seed: u64) {
 fn measuring_changes_no_bit<B: DataBackend, R: Recipe>(seed: u64) {
     let batches = samples::<T<B, R>, M<B, R>>(seed, 5);
     let run = |health: Option<HealthConfig>| {
-        let config = every_layer(seed).with_health(health);
+        let format = Some(StateFormat::E4M3.expanded());
+        let config = every_layer(seed)
+            .with_first(format)
+            .with_second(format)
+            .with_min_elements(0)
+            .with_health(health);
         let model = M::<B, R>::new(&Default::default());
         let (mut optim, model) = attached(&config, model, seed);
         let run = train(model, &mut optim, 1e-2, &batches);
@@ -775,6 +781,7 @@ fn measuring_changes_no_bit<B: DataBackend, R: Recipe>(seed: u64) {
     for report in &reports {
         // X, W and dY of both layers.
         assert_eq!(report.matrices.len(), 6, "{name}: {report:?}");
+        assert_eq!(report.moments.len(), 4, "{name}: {report:?}");
         for matrix in &report.matrices {
             let all = matrix.histogram.iter().sum::<u64>();
             assert_eq!(all, matrix.elements, "{name}: {matrix:?}");

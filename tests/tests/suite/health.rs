@@ -3,12 +3,13 @@
 use burn::{
     backend::Autodiff,
     optim::{GradientsAccumulator, GradientsParams, Optimizer},
+    tensor::backend::AutodiffBackend,
 };
 use burn_quant_train::{
     QuantTrain,
     data::DataBackend,
-    health::{CastHealth, HealthConfig, HealthReport, MatrixHealth, ZEROS},
-    optim::QuantAdamWConfig,
+    health::{CastHealth, HealthConfig, HealthReport, MatrixHealth, MomentHealth, ZEROS},
+    optim::{Moment, QuantAdamWConfig, StateFormat},
     recipe::{
         BlockInt8, CurrentFp8, DelayedFp8, FallbackInt8, Granularity, LinearMatrix, LinearOperand,
         MixedPrecision, NAMES, Number, Recipe, Residual, Rounding, ScaleNumber, ScaleSource,
@@ -35,6 +36,8 @@ on_every_backend! {
     a_threshold_that_is_not_there_is_near_the_rate => what_if_fallback;
     compressed_contexts_keep_their_bits => contexts;
     measuring_can_be_switched_off => switched;
+    moments_are_compared_with_what_they_would_be_in_fp32 => moments;
+    moments_of_fp32_lose_nothing => full_moments;
 }
 
 type T<B, R> = QuantTrain<Autodiff<B>, R>;
@@ -92,9 +95,21 @@ fn matrix(report: &HealthReport, matrix: LinearMatrix) -> &MatrixHealth {
     found.unwrap_or_else(|| panic!("no {matrix} in {report:?}"))
 }
 
-/// Figures by their definitions, of values and what they became.
+/// Figures of a cast by their definitions, of values and what they became.
 #[track_caller]
 fn assert_figures(cast: &CastHealth, x: &[f32], y: &[f32], what: &str) {
+    let found = (cast.noise, cast.cosine, cast.underflow);
+    assert_defined_figures(found, x, y, what);
+}
+
+/// Noise, cosine and underflow by their definitions, of values and what they became.
+#[track_caller]
+fn assert_defined_figures(
+    (noise, cosine, underflow): (Option<f64>, Option<f64>, f64),
+    x: &[f32],
+    y: &[f32],
+    what: &str,
+) {
     let dot = |a: &[f32], b: &[f32]| -> f64 {
         let pairs = a.iter().zip(b);
         pairs.map(|(a, b)| f64::from(*a) * f64::from(*b)).sum()
@@ -104,16 +119,13 @@ fn assert_figures(cast: &CastHealth, x: &[f32], y: &[f32], what: &str) {
         let found = found.expect("finite values");
         assert!(
             (found - expected).abs() <= 1e-4 * expected.abs() + 1e-12,
-            "{what}: {found} instead of {expected} in {cast:?}"
+            "{what}: {found} instead of {expected}"
         );
     };
-    near(cast.noise, dot(&rest, &rest) / dot(x, x));
-    near(cast.cosine, dot(x, y) / (dot(x, x) * dot(y, y)).sqrt());
+    near(noise, dot(&rest, &rest) / dot(x, x));
+    near(cosine, dot(x, y) / (dot(x, x) * dot(y, y)).sqrt());
     let underflown = x.iter().zip(y).filter(|(x, y)| **x != 0.0 && **y == 0.0);
-    near(
-        Some(cast.underflow),
-        underflown.count() as f64 / x.len() as f64,
-    );
+    near(Some(underflow), underflown.count() as f64 / x.len() as f64);
 }
 
 fn transposed(x: &[f32], [rows, cols]: [usize; 2]) -> Vec<f32> {
@@ -417,6 +429,112 @@ fn switched<B: DataBackend>(seed: u64) {
     let x = matrix(&reports[0], LinearMatrix::X);
     assert_eq!(x.elements as usize, rows * k);
     assert!(x.absmax.is_some_and(|absmax| absmax < 100.0), "seed {seed}");
+}
+
+/// Trains one layer for three steps, each measured, and gives its reports and the gradients of its weight.
+fn measured_moments<B: DataBackend>(
+    config: QuantAdamWConfig,
+    seed: u64,
+) -> (Vec<HealthReport>, Vec<Vec<f32>>) {
+    type R = MixedPrecision<f32>;
+    let device = Default::default();
+    let [rows, k, n] = SHAPE;
+    let config = config.with_health(Some(HealthConfig::every(1)));
+    let model = One::<T<B, R>>::new(k, n, true, &device);
+    let (mut optim, mut model) = attached(&config, model, seed);
+    let mut gradients_of_weight = Vec::new();
+    for step in 0..3 {
+        let data = Data::new(seed + step);
+        let x = tensor::<T<B, R>, 2>(&data.x, [rows, k], &device);
+        let gradient = tensor::<T<B, R>, 2>(&data.gradient, [rows, n], &device);
+        let loss = (model.linear.forward(x) * gradient).sum();
+        let gradients = GradientsParams::from_grads(loss.backward(), &model);
+        let of_weight = gradients
+            .get::<<T<B, R> as AutodiffBackend>::InnerBackend, 2>(model.linear.weight.id)
+            .expect("the weight has a gradient");
+        gradients_of_weight.push(of_weight.into_data().to_vec().expect("FP32"));
+        model = optim.step(1e-3, model, gradients);
+    }
+    (optim.take_health(), gradients_of_weight)
+}
+
+/// What is rounded in each step is what the moment of the step before, as it is stored, and the gradient make.
+fn moments<B: DataBackend>(seed: u64) {
+    let (beta_1, beta_2) = (0.9, 0.95);
+    for formats in [
+        [StateFormat::E4M3.expanded(), StateFormat::E5M2],
+        [StateFormat::DYNAMIC_EXPONENT, StateFormat::INT8],
+    ] {
+        let [first, second] = formats;
+        let config = every_layer(seed)
+            .with_beta_1(beta_1)
+            .with_beta_2(beta_2)
+            .with_first(Some(first))
+            .with_second(Some(second));
+        let (reports, gradients) = measured_moments::<B>(config, seed);
+        assert_eq!(reports.len(), 3);
+        for (index, (moment, format, beta)) in [
+            (Moment::First, first, beta_1),
+            (Moment::Second, second, beta_2),
+        ]
+        .into_iter()
+        .enumerate()
+        {
+            let mut stored = vec![0.0; gradients[0].len()];
+            for (report, gradient) in reports.iter().zip(&gradients) {
+                let [of_first, of_second] = &report.moments[..] else {
+                    panic!("one weight is a layer's: {:?}", report.moments);
+                };
+                let found = [of_first, of_second][index];
+                assert_eq!(
+                    (found.layer.as_str(), found.moment, found.format),
+                    ("linear", moment, Some(format))
+                );
+                let exact: Vec<f32> = stored
+                    .iter()
+                    .zip(gradient)
+                    .map(|(stored, &gradient)| {
+                        let term = match moment {
+                            Moment::First => gradient,
+                            Moment::Second => gradient * gradient,
+                        };
+                        beta * stored + (1.0 - beta) * term
+                    })
+                    .collect();
+                let state = reference::optimizer_state::quantize_state(&exact, format, moment);
+                stored = reference::optimizer_state::dequantize_state(&state, format, moment);
+                let figures = (found.noise, found.cosine, found.underflow);
+                let what = format!("{moment} in {format}, step {}, seed {seed}", report.step);
+                assert_defined_figures(figures, &exact, &stored, &what);
+                assert_magnitudes(found, &exact, &what);
+            }
+        }
+    }
+}
+
+#[track_caller]
+fn assert_magnitudes(found: &MomentHealth, exact: &[f32], what: &str) {
+    assert_eq!(found.elements as usize, exact.len(), "{what}");
+    assert_eq!(
+        found.histogram.iter().sum::<u64>(),
+        found.elements,
+        "{what}"
+    );
+    let absmax = reference::absmax(exact.iter().copied());
+    let of_found = found.absmax.expect("finite moments");
+    assert!(
+        (of_found - absmax).abs() <= 1e-5 * absmax,
+        "{what}: {of_found} instead of {absmax}"
+    );
+}
+
+fn full_moments<B: DataBackend>(seed: u64) {
+    let (reports, _) = measured_moments::<B>(every_layer(seed), seed);
+    assert_eq!(reports.len(), 3);
+    for moment in reports.iter().flat_map(|report| &report.moments) {
+        assert_eq!((moment.format, moment.underflow), (None, 0.0));
+        assert_eq!(moment.noise, Some(0.0), "seed {seed}: {moment:?}");
+    }
 }
 
 #[cfg(feature = "flex")]

@@ -52,6 +52,10 @@ pub struct Compositions<B: Backend> {
     pub swiglu: fn(GateInputs<B>) -> FloatTensor<B>,
     /// The gradients of gate and up: of both, and of the gradient of the output.
     pub swiglu_backward: fn(GateInputs<B>, FloatTensor<B>) -> Pair<B>,
+    /// The logarithm of the softmax of each row, FP32, of x `[.., columns]`, of any float dtype.
+    pub log_softmax: fn(FloatTensor<B>) -> FloatTensor<B>,
+    /// The gradient of x, of this dtype: of what [`log_softmax`](Self::log_softmax) gave, and of its gradient, FP32.
+    pub log_softmax_backward: fn(Pair<B>, DType) -> FloatTensor<B>,
     /// The gradient `[rows, columns]` of a table of so many rows: of that of the rows that were gathered,
     /// `[.., columns]`, and of their indices.
     pub embedding_gradient: fn(FloatTensor<B>, IntTensor<B>, usize) -> FloatTensor<B>,

@@ -1,7 +1,7 @@
 //! The operations of compositions.
 
 use burn_backend::{
-    FloatDType, Shape, TensorMetadata,
+    DType, FloatDType, Shape, TensorMetadata,
     tensor::{FloatTensor, IntTensor},
 };
 
@@ -230,6 +230,49 @@ impl Operation for GeluGradient {
             Some(kernels) => (kernels.gelu_backward)(x, gradient),
             None => floats::gelu_backward::<K>((x.into_floats(), gradient)),
         }
+    }
+}
+
+/// The logarithm of the softmax of the last dimension, FP32.
+#[derive(Debug, Clone)]
+pub(crate) struct LogSoftmaxForward;
+
+impl Operation for LogSoftmaxForward {
+    const NAME: &'static str = "log_softmax";
+    type Inputs = FloatMeta;
+    type Outputs = FloatMeta;
+
+    fn outline<T: Tensors>(&self, x: &On<Self::Inputs, T>) -> FloatMeta {
+        FloatMeta::new(x.shape(), DType::F32)
+    }
+
+    fn run<K: Kernels>(self, x: FloatTensor<K>) -> FloatTensor<K> {
+        let kernels = K::composition_kernels(&K::float_device(&x));
+        let kernels = kernels.expect("a logarithm of a softmax is asked for where it has a kernel");
+        (kernels.log_softmax)(x)
+    }
+}
+
+/// Its gradient, of this dtype.
+#[derive(Debug, Clone)]
+pub(crate) struct LogSoftmaxGradient {
+    pub dtype: DType,
+}
+
+impl Operation for LogSoftmaxGradient {
+    const NAME: &'static str = "log_softmax_backward";
+    /// The output, and its gradient, both FP32.
+    type Inputs = (FloatMeta, FloatMeta);
+    type Outputs = FloatMeta;
+
+    fn outline<T: Tensors>(&self, (output, _): &On<Self::Inputs, T>) -> FloatMeta {
+        FloatMeta::new(output.shape(), self.dtype)
+    }
+
+    fn run<K: Kernels>(self, inputs: (FloatTensor<K>, FloatTensor<K>)) -> FloatTensor<K> {
+        let kernels = K::composition_kernels(&K::float_device(&inputs.0));
+        let kernels = kernels.expect("a logarithm of a softmax is asked for where it has a kernel");
+        (kernels.log_softmax_backward)(inputs, self.dtype)
     }
 }
 

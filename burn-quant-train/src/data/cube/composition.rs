@@ -10,7 +10,7 @@ use cubecl_kernels::{
     column_sum::column_sum,
     embedding, gelu,
     layer_norm::{self, LayerNormGradients, LayerNormOutput},
-    operator_input, quantize,
+    log_softmax, operator_input, quantize,
     rms_norm::{self, RmsNormGradients, RmsNormOutput},
     swiglu,
 };
@@ -47,6 +47,8 @@ where
             gelu_backward: gelu_backward::<Self, R>,
             swiglu: swiglu::<Self, R>,
             swiglu_backward: swiglu_backward::<Self, R>,
+            log_softmax: log_softmax::<R>,
+            log_softmax_backward: log_softmax_backward::<R>,
             embedding_gradient: embedding_gradient::<Self, R>,
         })
     }
@@ -226,6 +228,20 @@ fn swiglu_backward<B: Cube<R> + QuantizeKernels, R: CubeRuntime>(
         swiglu::swiglu_backward(gate.client(), gate.input(), up.input(), &rows(gradient));
     let [of_gate, of_up] = checked(gradients).map(|it| gate.result(it));
     (of_gate, of_up)
+}
+
+fn log_softmax<R: CubeRuntime>(x: CubeTensor<R>) -> CubeTensor<R> {
+    let output = log_softmax::log_softmax(&x.client, &rows(x.clone()));
+    let shape = x.shape();
+    reshaped(tensor(&x, checked(output), DType::F32), shape)
+}
+
+fn log_softmax_backward<R: CubeRuntime>((output, gradient): Two<R>, dtype: DType) -> CubeTensor<R> {
+    let shape = output.shape();
+    let (client, like) = (output.client.clone(), output.clone());
+    let of_x =
+        log_softmax::log_softmax_backward(&client, &rows(output), &rows(gradient), dtype.into());
+    reshaped(tensor(&like, checked(of_x), dtype), shape)
 }
 
 fn embedding_gradient<B: Cube<R>, R: CubeRuntime>(

@@ -1,13 +1,17 @@
 //! Measurements by kernels.
 
 use burn_backend::{DType, tensor::FloatTensor};
-use burn_cubecl::{CubeBackend, CubeRuntime, FloatElement, IntElement, element::BoolElement};
-use cubecl_kernels::{magnitude, quantization_error};
+use burn_cubecl::{
+    CubeBackend, CubeRuntime, FloatElement, IntElement, element::BoolElement,
+    kernel::into_contiguous,
+};
+use cubecl_kernels::{extremes, magnitude, quantization_error};
 
 use super::tensors::{Cube, handle, tensor};
 use crate::data::{
     health::{HealthKernels, Magnitudes, QuantizationError},
     kernels::checked,
+    quantize::Scales,
     tensors::matrix_shape,
 };
 
@@ -44,5 +48,19 @@ where
             sums: tensor(&x, error.sums, DType::F32),
             counts: tensor(&x, error.counts, DType::I32),
         }
+    }
+
+    fn extremes(scales: &Scales<Self>) -> FloatTensor<Self> {
+        let (stored, of_scales) = match scales {
+            Scales::F32(scales) => (scales, None),
+            Scales::E8M0(scales) => (scales, None),
+            Scales::E4M3 {
+                scales,
+                tensor_scale,
+            } => (scales, Some(handle(tensor_scale))),
+        };
+        let contiguous = into_contiguous(stored.clone());
+        let found = extremes::extremes(&stored.client, &handle(&contiguous), of_scales.as_ref());
+        tensor(stored, checked(found), DType::F32)
     }
 }

@@ -2,7 +2,7 @@
 
 use burn_backend::{Backend, tensor::FloatTensor};
 
-use crate::data::tensors::Tensors;
+use crate::data::{quantize::Scales, tensors::Tensors};
 
 /// The magnitudes of a matrix: see [`cubecl_kernels::magnitude`].
 #[derive(Debug, Clone)]
@@ -45,4 +45,7 @@ pub trait HealthKernels: Backend {
         absmax: FloatTensor<Self>,
         limit: Option<FloatTensor<Self>>,
     ) -> QuantizationError<Self>;
+
+    /// The smallest and the largest of scales, as they are stored, and the scale of scales, FP32 `[3]`.
+    fn extremes(scales: &Scales<Self>) -> FloatTensor<Self>;
 }

@@ -1,7 +1,7 @@
 //! Measurements in host memory.
 
 use burn_backend::{
-    TensorData,
+    FloatDType, TensorData,
     tensor::{Device, FloatTensor, IntTensor},
 };
 use cubecl_kernels::host;
@@ -9,6 +9,7 @@ use cubecl_kernels::host;
 use super::HostBackend;
 use crate::data::{
     health::{HealthKernels, Magnitudes, QuantizationError},
+    quantize::Scales,
     tensors::matrix_shape,
 };
 
@@ -42,6 +43,29 @@ impl<B: HostBackend> HealthKernels for B {
             sums: B::float_from_data(TensorData::new(sums.to_vec(), [length]), &device),
             counts: upload_counts::<B>(&counts, &device),
         }
+    }
+
+    fn extremes(scales: &Scales<B>) -> FloatTensor<B> {
+        let stored = match scales {
+            Scales::F32(scales) => scales.clone(),
+            Scales::E8M0(bytes) | Scales::E4M3 { scales: bytes, .. } => {
+                B::int_into_float(bytes.clone(), FloatDType::F32)
+            }
+        };
+        let device = B::float_device(&stored);
+        let of_scales = match scales {
+            Scales::F32(_) | Scales::E8M0(_) => 1.0,
+            Scales::E4M3 { tensor_scale, .. } => {
+                B::with_floats(tensor_scale.clone(), |values| values[0])
+            }
+        };
+        let (smallest, largest) = B::with_floats(stored, |scales| {
+            let smallest = scales.iter().copied().fold(f32::INFINITY, f32::min);
+            let largest = scales.iter().copied().fold(0.0, f32::max);
+            (smallest, largest)
+        });
+        let extremes = vec![smallest, largest, of_scales];
+        B::float_from_data(TensorData::new(extremes, [3]), &device)
     }
 }
 

@@ -1,4 +1,5 @@
-//! Compiled kernels, kept from one run of the program to the next.
+//! How CubeCL is set up for training: memory of exact sizes, and compiled kernels that are kept from one run of the
+//! program to the next.
 
 #[cfg(any(feature = "cuda", feature = "vulkan"))]
 use std::env;
@@ -10,21 +11,28 @@ use std::{
 };
 
 #[cfg(any(feature = "cuda", feature = "vulkan"))]
-use cubecl::config::{CubeClRuntimeConfig, RuntimeConfig, cache::CacheConfig};
+use cubecl::config::{
+    CubeClRuntimeConfig, RuntimeConfig, cache::CacheConfig, memory::PersistentMemory,
+};
 
-/// Has CubeCL keep the kernels that it compiles, unless a `cubecl.toml` says where: in `target`, or in the user's cache
-/// where there is none. To be called before anything asks for a device.
+/// Sets CubeCL up, but for what a `cubecl.toml` says. To be called before anything asks for a device.
 ///
-/// CubeCL knows a kernel by its name and its parameters, not by its code. So each build of the program has a folder of
+/// Memory is taken in exact sizes: the batches of a run have one shape, so that what a step took fits the next. Pages, whose
+/// sizes follow that of the device, take a quarter more; `persistent_memory = "disabled"` asks for them.
+///
+/// Compiled kernels are kept in `target`, or in the user's cache where there is none. CubeCL knows a kernel by its name and its parameters, not by its code. So each build of the program has a folder of
 /// its own, and removes those of the builds that it replaced.
 #[cfg(any(feature = "cuda", feature = "vulkan"))]
-pub fn keep_compiled() {
+pub fn set_up() {
     let mut config = CubeClRuntimeConfig::from_current_dir().override_from_env();
     if config.compilation.cache.is_none() {
         let root = CacheConfig::Target.root().join("kernels");
         let folder = env::current_exe().and_then(|program| of_build(&root, &program));
         // Without a folder kernels are compiled anew, which takes time and does no harm.
         config.compilation.cache = folder.ok().map(CacheConfig::File);
+    }
+    if let PersistentMemory::Enabled = config.memory.persistent_memory {
+        config.memory.persistent_memory = PersistentMemory::Enforced;
     }
     CubeClRuntimeConfig::set(config);
 }
