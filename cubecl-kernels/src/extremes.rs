@@ -56,7 +56,8 @@ pub fn extremes<R: Runtime>(
     })
 }
 
-/// The extremes that so many cubes find: the smallest of `count` values, and of those from `largest_from` on the largest.
+/// The extremes that so many cubes find: the smallest of `count` values, and of those from `largest_from` on the
+/// largest.
 fn launch<R: Runtime>(
     client: &ComputeClient<R>,
     values: &TensorHandle<R>,

@@ -1,8 +1,8 @@
 //! The logarithm of the softmax of rows, and its gradient, each in one launch: what cross entropy needs of logits.
 //!
 //! A cube takes a row: `y = x - max x - ln sum exp(x - max x)`, and `dx = dy - exp(y) sum dy`. All arithmetic is FP32
-//! whatever the type of x, which is read as it is. Composed of tensor operations it is four reductions and as many passes
-//! over the logits, several of which then wait for the backward pass; here y alone does.
+//! whatever the type of x, which is read as it is. Composed of tensor operations it is four reductions and as many
+//! passes over the logits, several of which then wait for the backward pass; here y alone does.
 
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
@@ -19,8 +19,8 @@ use crate::{
 const OPERATION: &str = "log_softmax";
 const OPERATION_BACKWARD: &str = "log_softmax_backward";
 
-/// The logarithm of the softmax of each row: f32 `[rows, cols]`, contiguous. A row with NaN, positive infinity, or nothing
-/// but negative infinities is NaN.
+/// The logarithm of the softmax of each row: f32 `[rows, cols]`, contiguous. A row with NaN, positive infinity, or
+/// nothing but negative infinities is NaN.
 ///
 /// - `x`: f32, f16 or bf16 `[rows, cols]`, any strides.
 ///

@@ -40,6 +40,7 @@ pub mod strategy;
 pub mod table;
 pub mod train;
 
+use std::cell::Cell;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Mutex;
@@ -90,7 +91,7 @@ fn pretrain(args: &Args, live_bytes: fn() -> u64) -> Result<ExitCode> {
     let program = Program {
         stop: &stop,
         live_bytes,
-        began,
+        began: Cell::new(Some(began)),
     };
     if first_run::is_asked_for(args) {
         return first_run::run(&program, args);
@@ -110,7 +111,8 @@ struct Program<'a> {
     stop: &'a Stop,
     /// Bytes live in the process's allocator.
     live_bytes: fn() -> u64,
-    began: Instant,
+    /// When the program began, until a set of runs has begun.
+    began: Cell<Option<Instant>>,
 }
 
 impl Program<'_> {
@@ -141,7 +143,7 @@ impl Program<'_> {
             stop: self.stop,
             label_width: labels.map(|it| it.len()).max().unwrap_or(0),
             live_bytes: self.live_bytes,
-            began: self.began,
+            began: self.began.take().unwrap_or_else(Instant::now),
             before: Mutex::default(),
         };
         let done = train_all(&session, &config, starts)?;

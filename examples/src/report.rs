@@ -73,16 +73,16 @@ pub struct Report {
     pub bits_per_byte: f64,
     /// Training speed, without the first steps, checkpoints and validation.
     pub tokens_per_s: f64,
-    /// Seconds from the run's beginning to the end of its first step, the device's start and the compilation of kernels
-    /// included; the first run of a program also reads the text in them.
+    /// Seconds from the run's beginning, or that of its resumption, to the end of its first step, the device's start
+    /// and the compilation of kernels included; the first run of a program also reads the text in them.
     #[serde(default)]
     pub first_step_s: Option<f64>,
     /// Bytes that one forward pass leaves for the backward pass.
     pub activation_bytes: u64,
     /// Bytes of optimizer state.
     pub optimizer_bytes: u64,
-    /// Bytes that the device's memory pools took for training and validation, which is the most that was in use, with
-    /// their slack. None on a CPU.
+    /// Bytes that the device's memory pools took for training and validation since the run began or was resumed, which
+    /// is the most that was in use, with their slack. None on a CPU.
     #[serde(default)]
     pub taken_bytes: Option<u64>,
     /// Steps that the optimizer skipped, since a gradient held NaN or Inf.
@@ -110,7 +110,7 @@ pub struct Measured {
     pub parameters: usize,
     pub val_loss: f64,
     pub tokens_per_s: f64,
-    pub first_step_s: f64,
+    pub first_step_s: Option<f64>,
     pub activation_bytes: u64,
     pub optimizer_bytes: u64,
     pub taken_bytes: Option<u64>,
@@ -154,7 +154,7 @@ impl Report {
             val_loss: measured.val_loss,
             bits_per_byte: measured.val_loss / std::f64::consts::LN_2,
             tokens_per_s: measured.tokens_per_s,
-            first_step_s: Some(measured.first_step_s),
+            first_step_s: measured.first_step_s,
             activation_bytes: measured.activation_bytes,
             optimizer_bytes: measured.optimizer_bytes,
             taken_bytes: measured.taken_bytes,

@@ -17,11 +17,13 @@ use cubecl::config::{
 
 /// Sets CubeCL up, but for what a `cubecl.toml` says. To be called before anything asks for a device.
 ///
-/// Memory is taken in exact sizes: the batches of a run have one shape, so that what a step took fits the next. Pages, whose
-/// sizes follow that of the device, take a quarter more; `persistent_memory = "disabled"` asks for them.
+/// Memory is taken in exact sizes: the batches of a run have one shape, so that what one step took fits the next.
+/// Pages, whose sizes follow that of the device, take a quarter more. `persistent_memory = "disabled"` asks for them;
+/// `"enabled"`, which is CubeCL's default, is taken for no choice.
 ///
-/// Compiled kernels are kept in `target`, or in the user's cache where there is none. CubeCL knows a kernel by its name and its parameters, not by its code. So each build of the program has a folder of
-/// its own, and removes those of the builds that it replaced.
+/// Compiled kernels are kept in `target`, or in the user's cache where there is none. CubeCL knows a kernel by its name
+/// and its parameters, not by its code. So each build of the program has a folder of its own, and removes those of the
+/// builds that it replaced.
 #[cfg(any(feature = "cuda", feature = "vulkan"))]
 pub fn set_up() {
     let mut config = CubeClRuntimeConfig::from_current_dir().override_from_env();

@@ -60,8 +60,8 @@ pub struct Outcome<B: AutodiffBackend> {
     pub valid_loss: Option<f64>,
     /// Training speed without the first steps, checkpoints and validation.
     pub tokens_per_second: f64,
-    /// The time from the run's beginning to the end of its first step.
-    pub first_step: Duration,
+    /// The time from the run's beginning to the end of its first step; none of a run that had taken all before.
+    pub first_step: Option<Duration>,
     /// The readings of fallback rates.
     pub rates: RateReadings,
     /// A file that could not be written ends the run.
@@ -236,7 +236,7 @@ where
             interrupted: interrupted && !complete,
             valid_loss,
             tokens_per_second,
-            first_step: first_step.unwrap_or_default(),
+            first_step,
             rates,
             failure,
         });

@@ -56,7 +56,7 @@ pub struct Session<'a> {
     pub label_width: usize,
     /// Bytes live in the process's allocator.
     pub live_bytes: fn() -> u64,
-    /// When the program began.
+    /// When the first run began.
     pub began: Instant,
     /// The losses of the runs before.
     pub before: Mutex<Vec<(Run, History)>>,
@@ -205,7 +205,7 @@ pub fn run<B: LayerBackend>(
         });
     }
     choose_context(Some(config.contexts.context()));
-    // What a run before this one took is not this one's.
+    // Memory that a run before this one took is not this one's.
     (gauges.give_back)(device);
     B::seed(device, config.seed);
 
@@ -388,7 +388,7 @@ pub fn run<B: LayerBackend>(
         parameters,
         val_loss: valid_loss,
         tokens_per_s: outcome.tokens_per_second,
-        first_step_s: outcome.first_step.as_secs_f64(),
+        first_step_s: outcome.first_step.map(|it| it.as_secs_f64()),
         activation_bytes,
         optimizer_bytes,
         taken_bytes,

@@ -8,6 +8,7 @@ mod optimizer_seeds;
 mod optimizer_speed;
 mod optimizers;
 mod paired;
+mod peaks;
 mod quantize;
 mod rates;
 mod recipe_seeds;
@@ -27,6 +28,7 @@ use crate::results::{Peer, Results, Rows, Run, Spread};
 /// | --- | --- |
 /// | runs of `pretrain` | by recipe, or by recipe and optimizer where not all are FP32 AdamW |
 /// | the same with several seeds | by recipe, or by recipe and optimizer, over the seeds |
+/// | the same with several presets | the memory of each, beside what is computed |
 /// | forks of checkpoints with one optimizer | by checkpoint and recipe, over the seeds |
 /// | `qt-bench gemm` | by product and kernel, beside peers |
 /// | `qt-bench attention` | by width, length, heads, mask and pass, beside peers |
@@ -75,6 +77,9 @@ pub fn of(json: &str) -> Result<String> {
 
 /// The table of runs of `pretrain`.
 fn of_runs(runs: &[Value]) -> Result<String> {
+    if peaks::are_of_several_presets(runs) {
+        return peaks::table(runs);
+    }
     let optimizer = optimizers::label(&runs[0]);
     let one_optimizer = runs.iter().all(|run| optimizers::label(run) == optimizer);
     let forked = runs.iter().any(|run| !run["forked_from"].is_null());

@@ -30,9 +30,17 @@ pub(super) fn table(runs: &[Value]) -> Result<String> {
     check_conditions(runs)?;
     let mut out = String::from(
         "| recipe | training loss | validation loss | against mixed-precision | bits per byte | tokens/s \
-         | saved activations | fallback rate: lowest / mean / highest |\n\
-         | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |\n",
+         | saved activations | fallback rate: lowest / mean / highest |",
     );
+    // On a CPU a run has no memory of its own, and compiles nothing.
+    let on_gpu = runs.iter().any(|run| run["taken_bytes"].is_number());
+    out.push_str(if on_gpu {
+        " device memory | first step after |\n"
+    } else {
+        "\n"
+    });
+    out.push_str("| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |");
+    out.push_str(if on_gpu { " ---: | ---: |\n" } else { "\n" });
     let baseline = runs.iter().find(|run| run["recipe"] == BASELINE);
     let baseline = baseline.map(|run| number(run, "val_loss")).transpose()?;
     for run in runs {
@@ -42,7 +50,7 @@ pub(super) fn table(runs: &[Value]) -> Result<String> {
             Some(baseline) if recipe != BASELINE => change(loss, baseline),
             _ => String::from("-"),
         };
-        writeln!(
+        write!(
             out,
             "| `{recipe}` | {:.4} | {loss:.4} | {against} | {:.4} | {} | {} | {} |",
             number(run, "train_loss")?,
@@ -51,6 +59,11 @@ pub(super) fn table(runs: &[Value]) -> Result<String> {
             mebibytes(number(run, "activation_bytes")?),
             fallback_rates(run)?,
         )?;
+        if on_gpu {
+            let taken = mebibytes(number(run, "taken_bytes")?);
+            write!(out, " {taken} | {:.1} s |", number(run, "first_step_s")?)?;
+        }
+        out.push('\n');
     }
     out.push_str(&conditions(&runs[0])?);
     Ok(out)

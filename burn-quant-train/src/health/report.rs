@@ -14,8 +14,8 @@ pub struct HealthReport {
     pub step: u64,
     /// The matrices of the layers that ran, in the order of their first runs.
     pub matrices: Vec<MatrixHealth>,
-    /// The moments of the layers' weights, in module order, the first before the second; none where another optimizer
-    /// than [`QuantAdamW`](crate::optim::QuantAdamW) steps them.
+    /// The moments of the layers' weights, in module order, the first before the second; none of an optimizer that
+    /// [`QuantAdamWConfig::init`](crate::optim::QuantAdamWConfig::init) has not made.
     #[serde(default)]
     pub moments: Vec<MomentHealth>,
     /// The state of the quantized layers after the step, in module order.
@@ -80,7 +80,8 @@ pub struct CastHealth {
 }
 
 /// The figures of a moment of a layer's weight: of what the step made of it in FP32, and of what that became as it was
-/// stored. Rounding of earlier steps is not among them.
+/// stored. Rounding of earlier steps is not among them. A step that is skipped leaves moments as they were, and loses
+/// nothing.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct MomentHealth {
     /// The module path of the layer.

@@ -169,13 +169,16 @@ impl<B: DataBackend> Watch<B> {
         }
     }
 
-    /// Adds what was found of a moment in the step that `now` is in.
-    pub fn add_moment(&self, now: Now, sample: MomentSample<B>) {
+    /// Adds the findings on moments in the step that `now` is in, unless that is over or another clone of the optimizer
+    /// has added its own.
+    pub fn add_moments(&self, now: Now, samples: Vec<MomentSample<B>>) {
         let mut present = lock(&self.present);
-        if present.now != now {
+        if present.now.time < now.time {
             *present = Present::at(now);
         }
-        present.moments.push(sample);
+        if present.now == now && present.moments.is_empty() {
+            present.moments = samples;
+        }
     }
 
     /// Forgets the present step, and what was measured after step number `step`: a record of that is restored.
@@ -189,12 +192,14 @@ impl<B: DataBackend> Watch<B> {
     /// Ends a measured step, which began at `now`, and after which layers have these values. Waits for the device.
     pub fn end_step(&self, now: Now, values: &[SlotValues]) {
         let mut present = lock(&self.present);
-        let ended = std::mem::replace(&mut *present, Present::at(Now::default()));
-        drop(present);
-        let (samples, moments) = match ended.now == now {
-            true => (ended.samples, ended.moments),
-            false => (Vec::new(), Vec::new()),
+        let ended = match present.now == now {
+            true => std::mem::replace(&mut *present, Present::at(Now::default())),
+            false => Present::at(now),
         };
+        drop(present);
+        let Present {
+            samples, moments, ..
+        } = ended;
         let of_matrices = samples.iter().map(|sample| &sample.findings);
         let of_moments = moments.iter().map(|sample| &sample.findings);
         let mut read = read(of_matrices.chain(of_moments).cloned().collect()).into_iter();

@@ -25,7 +25,7 @@ use super::{
     config::{QuantAdamWConfig, check_dtype},
     layers::LayerConfig,
     loss_scaling::{LossScaler, Scaling},
-    moment_health::MomentWatch,
+    moment_health::{MomentWatch, StepInputs},
     moments::Moments,
     parameters::{Base, PutBack, Take, Taken, clip_by_value},
     wrapper::QuantOptimizer,
@@ -33,7 +33,7 @@ use super::{
 use crate::{
     data::{
         DataBackend, StochasticKey,
-        optimizer::{AdamWItem, AdamWUpdate, Hyperparameters, adamw},
+        optimizer::{AdamWItem, AdamWUpdate, Hyperparameters},
     },
     layer,
     lock::lock,
@@ -291,22 +291,35 @@ where
             let scale = scale
                 .clone()
                 .map(|scale| Base::<B>::float_to_device(scale, &device));
-            let exact = self.moment_watch.exact(
-                &ids,
-                &items,
-                &clock,
-                nonfinite.as_ref(),
-                scale.as_ref(),
-                &hyperparameters,
-            );
-            let updates = adamw::<Base<B>>(items, clock, nonfinite, scale, &hyperparameters);
-            for ((id, update), exact) in ids.into_iter().zip(updates).zip(exact) {
+            let inputs = StepInputs {
+                clock: &clock,
+                nonfinite: nonfinite.as_ref(),
+                loss_scale: scale.as_ref(),
+                hyperparameters: &hyperparameters,
+            };
+            // Measured ones by themselves, so that copies of one are there at a time; the others together.
+            let (mut others, mut ids_of_others) = (Vec::new(), Vec::new());
+            let mut updates = Vec::new();
+            for (id, item) in ids.into_iter().zip(items) {
+                match self.moment_watch.path(&id) {
+                    Some(path) => {
+                        updates.push((id, self.moment_watch.step(&path, item, &inputs)));
+                    }
+                    None => {
+                        others.push(item);
+                        ids_of_others.push(id);
+                    }
+                }
+            }
+            if !others.is_empty() {
+                updates.extend(ids_of_others.into_iter().zip(inputs.step(others)));
+            }
+            for (id, update) in updates {
                 let AdamWUpdate {
                     parameter,
                     first,
                     second,
                 } = update;
-                self.moment_watch.compare(id, exact, [&first, &second]);
                 self.state.moments.insert(id, Moments { first, second });
                 updated.insert(id, parameter);
             }

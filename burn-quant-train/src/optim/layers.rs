@@ -224,8 +224,12 @@ impl<B: DataBackend> Layers<B> {
         Some(&self.layers[*index].layer)
     }
 
-    /// The present and the layers that are measured, if this step is: their paths by their weights.
-    pub fn measured_now(&self) -> Option<(Now, HashMap<ParamId, String>)> {
+    /// The present and the layers that are measured, if this step is: their paths by their weights. Not for a clone of
+    /// the optimizer that has seen fewer steps than have ended: another one has reported the step that it takes.
+    pub fn measured_now(&self, seen: u64) -> Option<(Now, HashMap<ParamId, String>)> {
+        if self.bank.step() > seen {
+            return None;
+        }
         let measured = self.layers.iter().filter_map(|known| {
             let now = known.layer.measured_now()?;
             Some((now, (known.id, known.report.path.clone())))
@@ -234,17 +238,13 @@ impl<B: DataBackend> Layers<B> {
         Some((*times.first()?, paths))
     }
 
-    /// Adds what was found of the layers' moments in the step that `now` is in, in the order of the layers.
+    /// Adds the findings on the layers' moments in the step that `now` is in, in the order of the layers.
     pub fn add_moments(&self, now: Now, mut samples: Vec<MomentSample<B>>) {
-        let place = |path: &str| {
-            let mut paths = self.layers.iter().map(|known| &known.report.path);
-            paths.position(|known| known == path)
-        };
-        samples.sort_by_cached_key(|sample| place(&sample.layer));
-        for sample in samples {
-            if let Some(watch) = self.bank.watch() {
-                watch.add_moment(now, sample);
-            }
+        let paths = self.layers.iter().map(|known| known.report.path.as_str());
+        let places: HashMap<&str, usize> = paths.zip(0..).collect();
+        samples.sort_by_key(|sample| places.get(sample.layer.as_str()).copied());
+        if let Some(watch) = self.bank.watch() {
+            watch.add_moments(now, samples);
         }
     }
 

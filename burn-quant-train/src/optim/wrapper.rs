@@ -176,16 +176,14 @@ impl<O, B: LayerBackend> QuantOptimizer<O, B> {
 
     fn stepped<M: AutodiffModule<B>>(&mut self, model: M, step: impl FnOnce(&mut O, M) -> M) -> M {
         let layers = self.adopt(&model);
-        let measured = layers.measured_now();
-        if let Some((_, paths)) = &measured {
-            self.moment_watch.ask(paths.clone());
-        }
+        let measured = layers.measured_now(self.seen);
+        let asked = measured.map(|(now, paths)| (now, self.moment_watch.ask(paths)));
         let model = step(&mut self.inner, model).map(&mut Attach {
             layers: &layers,
             asked: false,
         });
-        if let Some((now, _)) = measured {
-            layers.add_moments(now, self.moment_watch.take());
+        if let Some((now, asked)) = asked {
+            layers.add_moments(now, asked.answer());
         }
         let scaled = self.loss_scaler.take_step::<B>();
         self.seen = layers.end_step(self.seen, scaled.as_ref());

@@ -28,8 +28,8 @@ pub enum AttentionForm {
 }
 
 impl AttentionForm {
-    /// That of a device, of a causal mask and nothing else: kernels are for BF16 and FP16, and those that save no scores
-    /// for NVIDIA devices from sm_80 on, heads of at most 256 features, a multiple of 8.
+    /// That of a device, of a causal mask and nothing else: kernels are for BF16 and FP16, and those that save no
+    /// scores for NVIDIA devices from sm_80 on, heads of at most 256 features, a multiple of 8.
     pub fn on(device: Device, compute: Compute, head_width: usize) -> Self {
         match (device, compute) {
             (_, Compute::F32) => Self::Composed,
@@ -199,10 +199,7 @@ impl Step<'_> {
 
     /// Bytes of a number in the compute dtype.
     fn size(&self) -> usize {
-        match self.compute {
-            Compute::F32 => FULL,
-            Compute::Bf16 | Compute::F16 => 2,
-        }
+        self.compute.bytes()
     }
 
     fn is_narrow(&self) -> bool {

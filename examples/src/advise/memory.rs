@@ -6,8 +6,10 @@ use serde::Serialize;
 
 use super::Question;
 use super::activations::Step;
+use super::device::Device;
 use super::shapes::Shapes;
 use crate::args::{Checkpointing, Contexts, Optimizer};
+use crate::report::Report;
 
 /// Bytes of an FP32 number.
 const FULL: usize = 4;
@@ -41,14 +43,37 @@ pub struct Memory {
 }
 
 impl Memory {
+    /// That of a run of `pretrain` on a device of this kind.
+    pub fn of_run(report: &Report, device: Device) -> Self {
+        let question = Question {
+            model: Shapes::from(&report.preset.model(report.sequence)),
+            batch: report.batch,
+            sequence: report.sequence,
+            device,
+            compute: report.compute,
+            memory: None,
+            recipes: Vec::new(),
+            contexts: Vec::new(),
+            optimizers: Vec::new(),
+            checkpointing: report.checkpointing,
+        };
+        let case = Case {
+            recipe: report.recipe,
+            contexts: report.contexts,
+            optimizer: report.optimizer,
+        };
+        Self::of(&question, &case, report.batch)
+    }
+
     /// That of a batch of `batch` sequences.
     ///
     /// The peak on a CPU, what operations take for their own time aside, is weights, moments, copies, and at the
-    /// beginning of the backward pass activations with the gradient of the logits, or at its end all gradients; or, where
-    /// layers run again, what one of them makes beside what waits or has its gradient by then.
+    /// beginning of the backward pass activations with the gradient of the logits, or at its end all gradients; or,
+    /// where layers run again, what one of them makes beside what waits or has its gradient by then.
     ///
-    /// Pools of a GPU that take memory in exact sizes, as `pretrain` has them, keep what they took for the next tensor of
-    /// that size: activations do not make room for gradients of weights. So their peak is the sum of both; what a layer's
+    /// Pools of a GPU that take memory in exact sizes, as `pretrain` has them, keep what they took for the next tensor
+    /// of that size: activations do not make room for gradients of weights. So their peak is the sum of both, and of
+    /// the new weights, which are beside the old ones as Burn's `Learner` steps a clone of its model. What a layer's
     /// operations take for their own time is added as what one layer saves, and where layers run again as twice that.
     pub fn of(question: &Question, case: &Case, batch: usize) -> Self {
         let model = &question.model;
@@ -94,8 +119,10 @@ impl Memory {
                 Checkpointing::None => 1,
                 Checkpointing::Layers => 2,
             };
+        // The logits, whose memory their gradient takes over; the logarithms wait with the activations.
+        let logits = batch * question.sequence * model.vocabulary * question.compute.bytes();
         let beside_weights = match question.device.has_pools() {
-            true => weights + activations + of_logits + of_operations,
+            true => 2 * weights + activations + logits + of_logits + of_operations,
             false => usize::max(at_start, at_end),
         };
         let peak = weights + moments + copies + beside_weights;

@@ -175,10 +175,10 @@ fn notes(question: &Question, rows: &[Row], taken: &Row) -> Vec<String> {
     let mut notes = Vec::new();
     notes.extend(faster(rows, taken));
     notes.extend(about_narrow_floats(question.device).map(str::to_owned));
-    if question.device != Device::Cpu {
+    if question.device.has_pools() {
         notes.push(
-            "peaks are computed, of memory pools that take exact sizes, as `pretrain` sets them; CUDA's context and compiled \
-             kernels come on top, half a GiB"
+            "peaks are computed, of memory pools that take exact sizes, as `pretrain` sets them; CUDA's context and \
+             compiled kernels come on top, half a GiB"
                 .to_owned(),
         );
     }

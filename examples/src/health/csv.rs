@@ -23,8 +23,8 @@ const COLUMNS: [&str; 15] = [
     "saturation",
 ];
 
-/// All casts and moments of all reports. A matrix that no recipe quantizes has a line with empty columns; so has a moment
-/// for its recipe and saturation.
+/// All casts and moments of all reports. A matrix that no recipe quantizes has a line with empty columns; so has a
+/// moment for its recipe and saturation.
 ///
 /// # Errors
 ///

@@ -7,7 +7,7 @@ use burn_quant_train::health::{CastHealth, HealthReport, MomentHealth};
 use burn_quant_train::optim::Moment;
 use burn_quant_train::recipe::{LinearMatrix, LinearOperand};
 
-/// What a layer has that is stored in fewer bits.
+/// A tensor of a layer that is stored in fewer bits.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Tensor {
     /// An operand of its products.

@@ -25,7 +25,7 @@ use crate::model::Decoder;
 /// Asks for the bytes that are live now: of the process's allocator, or of the device's memory pools.
 pub type LiveBytes<'a, B> = &'a dyn Fn(&<B as BackendTypes>::Device) -> u64;
 
-/// What tells how much memory a run takes.
+/// The gauges of the memory that a run takes.
 pub struct Gauges<'a, D> {
     /// Bytes that are live now, as for [`LiveBytes`].
     pub live: &'a dyn Fn(&D) -> u64,

@@ -3,10 +3,7 @@
 
 mod gpt2;
 
-use std::{
-    sync::LazyLock,
-    time::{SystemTime, UNIX_EPOCH},
-};
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use burn::backend::{Autodiff, Flex};
 use burn::optim::GradientsParams;
@@ -266,16 +263,13 @@ fn gpt2_saved<R: Recipe>(contexts: Contexts) -> [u64; 2] {
     [counted, step.saved() as u64]
 }
 
-/// True for a third of the recipes, another one at each run, or, with `QUANT_TRAIN_TEST_ALL`, for all: all of them take
-/// minutes of one core.
-fn is_drawn(index: usize) -> bool {
-    static THIRD: LazyLock<Option<usize>> = LazyLock::new(|| {
-        let now = SystemTime::now().duration_since(UNIX_EPOCH);
-        let seconds = now.expect("it is after 1970").as_secs();
-        let all = std::env::var_os("QUANT_TRAIN_TEST_ALL").is_some();
-        (!all).then_some(seconds as usize % 3)
-    });
-    THIRD.is_none_or(|third| index % 3 == third)
+/// Which third of the recipes is counted, another one at each run, since all of them take minutes of one core; `None`:
+/// all, which `QUANT_TRAIN_TEST_ALL` asks for.
+fn third() -> Option<usize> {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH);
+    let seconds = now.expect("it is after 1970").as_secs();
+    let all = std::env::var_os("QUANT_TRAIN_TEST_ALL").is_some();
+    (!all).then_some(seconds as usize % 3)
 }
 
 #[test]
@@ -305,12 +299,14 @@ fn computed_bytes_are_those_that_are_counted() {
     ];
     // Of two contexts each recipe has one, since a case takes seconds; those below have more.
     let contexts = [Contexts::Exact, Contexts::Int8];
+    let third = third();
+    println!("every third recipe, from {third:?}; QUANT_TRAIN_TEST_ALL asks for all");
     let mut subjects: Vec<_> = NAMES
         .iter()
         .zip(contexts.into_iter().cycle())
         .zip(optimizers.iter().cycle())
         .enumerate()
-        .filter(|(index, _)| is_drawn(*index))
+        .filter(|(index, _)| third.is_none_or(|third| index % 3 == third))
         .map(|(_, ((&recipe, contexts), &optimizer))| subject(recipe, contexts, optimizer))
         .collect();
     let mixed = NAMES[0];

@@ -1,12 +1,13 @@
 //! The figures of the advice beside those that the H200 measured, in the book's result files.
 
+use std::collections::BTreeSet;
+
 use burn_quant_train::recipe::Name;
-use examples::advise::Question;
 use examples::advise::activations::{AttentionForm, Step};
 use examples::advise::device::Device;
-use examples::advise::memory::{Case, Memory};
+use examples::advise::memory::Memory;
 use examples::advise::shapes::Shapes;
-use examples::args::{Checkpointing, Compute, Contexts, Optimizer, Preset};
+use examples::args::{Checkpointing, Compute, Contexts, Preset};
 use examples::report::Report;
 
 /// Runs that measured moments.
@@ -104,45 +105,31 @@ fn compare_activations(file: &str) -> Vec<Checkpointing> {
     seen
 }
 
-/// The peak of a step of a preset, with AdamW in FP32.
-fn peak(preset: Preset, [batch, sequence]: [usize; 2], recipe: Name, contexts: Contexts) -> usize {
-    let question = Question {
-        model: Shapes::from(&preset.model(sequence)),
-        batch,
-        sequence,
-        device: Device::H100,
-        compute: Compute::Bf16,
-        memory: None,
-        recipes: Vec::new(),
-        contexts: Vec::new(),
-        optimizers: Vec::new(),
-        checkpointing: Checkpointing::None,
-    };
-    let case = Case {
-        recipe,
-        contexts,
-        optimizer: Optimizer::Adamw,
-    };
-    Memory::of(&question, &case, batch).peak as usize
-}
-
-/// Steps of `qt-bench memory`, each in a process of its own: what it took from the device, compiled kernels included.
+/// Runs of `pretrain`: three presets by four recipes, and some with compressed contexts.
 #[test]
 fn peaks_are_those_that_a_gpu_measured() {
     let path = format!(
-        "{}/../book/results/h100-pretrain-exact-recipes.json",
+        "{}/../book/results/h100-peaks.json",
         env!("CARGO_MANIFEST_DIR")
     );
-    let results: serde_json::Value =
+    let reports: Vec<Report> =
         serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();
-    let rows = results["rows"].as_array().unwrap();
-    for row in rows {
-        let recipe: Name = row["subject"].as_str().unwrap().parse().unwrap();
-        let size = |field: &str| row[field].as_u64().unwrap() as usize;
-        let sizes = ["batch", "sequence"].map(size);
-        let computed = peak(Preset::Medium, sizes, recipe, Contexts::Exact);
-        let measured = size("peak_bytes") as u64;
-        assert_close(&format!("{recipe}: peak"), computed, measured, 10.0);
+    for report in &reports {
+        let computed = Memory::of_run(report, Device::H100).peak;
+        let (preset, recipe, contexts) = (report.preset, report.recipe, report.contexts);
+        let what = format!("{preset}, {recipe}, {contexts}: peak");
+        assert_close(&what, computed as usize, report.taken_bytes.unwrap(), 10.0);
     }
-    assert_eq!(rows.len(), 5);
+    let has = |asked: fn(&Report) -> bool| reports.iter().any(asked);
+    assert!(has(|it| it.contexts != Contexts::Exact));
+    assert!(has(|it| it.checkpointing == Checkpointing::Layers));
+    let presets: BTreeSet<String> = reports.iter().map(|it| it.preset.to_string()).collect();
+    assert!(presets.len() >= 3, "{presets:?}");
+    for preset in presets {
+        let of_preset = reports
+            .iter()
+            .filter(|it| it.preset.to_string() == preset && it.contexts == Contexts::Exact);
+        let recipes: BTreeSet<_> = of_preset.map(|it| it.recipe.as_str()).collect();
+        assert!(recipes.len() >= 4, "{preset}: {recipes:?}");
+    }
 }

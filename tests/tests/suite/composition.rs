@@ -14,7 +14,7 @@ use burn_quant_train::{
     QuantTrain,
     data::DataBackend,
     recipe::{MixedPrecision, Recipe},
-    saved::Recording,
+    saved::{Recording, checkpoint},
 };
 use half::{bf16, f16};
 use quant_train_tests::{
@@ -313,8 +313,10 @@ fn leave<B: DataBackend, R: Recipe>(dtype: DType, _tolerance: f32, seed: u64) {
         norm.gamma = Param::from_tensor(gain);
         norm.forward(x)
     });
+    let logarithms = operations::<T<B, R>>(dtype, seed, |[x, _], _| log_softmax(x, 2));
     match has_kernels {
         true => {
+            assert_eq!(logarithms, ["log_softmax"], "seed {seed}, {dtype:?}");
             // The norm's output, which is the gate, and its root mean squares.
             assert_eq!(gate, ["rms_norm", "rms_norm"], "seed {seed}, {dtype:?}");
             // Means and inverse deviations.
@@ -325,6 +327,7 @@ fn leave<B: DataBackend, R: Recipe>(dtype: DType, _tolerance: f32, seed: u64) {
             );
         }
         false => {
+            assert_ne!(logarithms, ["log_softmax"], "seed {seed}, {dtype:?}");
             assert!(gate.len() > 3, "seed {seed}, {dtype:?}: {gate:?}");
             assert!(
                 layer_norm.len() > 2,
@@ -421,6 +424,14 @@ fn of_logits<B: DataBackend, R: Recipe>(dtype: DType, tolerance: f32, seed: u64)
         let wide = i.x.cast(DType::F32);
         log_softmax(wide.clone(), 2) + wide
     });
+    case!("an output that is read twice", |i| {
+        let output = log_softmax(i.x, 2);
+        output.clone() * output
+    });
+    case!("a block that runs again", |i| checkpoint(
+        |x| log_softmax(x, 2) * 2,
+        i.x
+    ));
 }
 
 fn lost_logits<B: DataBackend>(_seed: u64) {

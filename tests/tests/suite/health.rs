@@ -38,6 +38,7 @@ on_every_backend! {
     measuring_can_be_switched_off => switched;
     moments_are_compared_with_what_they_would_be_in_fp32 => moments;
     moments_of_fp32_lose_nothing => full_moments;
+    clones_that_step_side_by_side_report_moments_once => clones;
 }
 
 type T<B, R> = QuantTrain<Autodiff<B>, R>;
@@ -458,7 +459,7 @@ fn measured_moments<B: DataBackend>(
     (optim.take_health(), gradients_of_weight)
 }
 
-/// What is rounded in each step is what the moment of the step before, as it is stored, and the gradient make.
+/// Each step rounds what the moment of the step before, as it is stored, and the gradient make.
 fn moments<B: DataBackend>(seed: u64) {
     let (beta_1, beta_2) = (0.9, 0.95);
     for formats in [
@@ -528,9 +529,44 @@ fn assert_magnitudes(found: &MomentHealth, exact: &[f32], what: &str) {
     );
 }
 
+fn clones<B: DataBackend>(seed: u64) {
+    type R = BlockInt8<f32>;
+    let device = Default::default();
+    let [rows, k, n] = SHAPE;
+    let format = Some(StateFormat::E4M3);
+    let config = every_layer(seed)
+        .with_first(format)
+        .with_second(format)
+        .with_health(Some(HealthConfig::every(1)));
+    let (mut one, model) = attached(&config, One::<T<B, R>>::new(k, n, false, &device), seed);
+    let mut other = one.clone();
+    let gradients = |model: &One<T<B, R>>| {
+        let x = Rng::new(seed).normals(rows * k, 1.0);
+        let x = tensor::<T<B, R>, 2>(&x, [rows, k], &device);
+        GradientsParams::from_grads(model.linear.forward(x).sum().backward(), model)
+    };
+    let mut copies = [model.clone(), model];
+    for _ in 0..2 {
+        let [left, right] = copies;
+        let of_both = [gradients(&left), gradients(&right)];
+        let [of_left, of_right] = of_both;
+        copies = [
+            one.step(1e-3, left, of_left),
+            other.step(1e-3, right, of_right),
+        ];
+    }
+    let reports = one.take_health();
+    let found: Vec<_> = reports
+        .iter()
+        .map(|report| (report.step, report.moments.len()))
+        .collect();
+    assert_eq!(found, [(1, 2), (2, 2)], "seed {seed}");
+}
+
 fn full_moments<B: DataBackend>(seed: u64) {
     let (reports, _) = measured_moments::<B>(every_layer(seed), seed);
-    assert_eq!(reports.len(), 3);
+    let counts: Vec<_> = reports.iter().map(|report| report.moments.len()).collect();
+    assert_eq!(counts, [2, 2, 2]);
     for moment in reports.iter().flat_map(|report| &report.moments) {
         assert_eq!((moment.format, moment.underflow), (None, 0.0));
         assert_eq!(moment.noise, Some(0.0), "seed {seed}: {moment:?}");

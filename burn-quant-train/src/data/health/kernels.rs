@@ -46,6 +46,7 @@ pub trait HealthKernels: Backend {
         limit: Option<FloatTensor<Self>>,
     ) -> QuantizationError<Self>;
 
-    /// The smallest and the largest of scales, as they are stored, and the scale of scales, FP32 `[3]`.
+    /// The smallest and the largest of scales, as they are stored, and the scale of scales, FP32 `[3]`. NaN is the
+    /// largest.
     fn extremes(scales: &Scales<Self>) -> FloatTensor<Self>;
 }

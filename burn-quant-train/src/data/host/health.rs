@@ -4,7 +4,7 @@ use burn_backend::{
     FloatDType, TensorData,
     tensor::{Device, FloatTensor, IntTensor},
 };
-use cubecl_kernels::host;
+use cubecl_kernels::{host, reference::absmax};
 
 use super::HostBackend;
 use crate::data::{
@@ -61,7 +61,8 @@ impl<B: HostBackend> HealthKernels for B {
         };
         let (smallest, largest) = B::with_floats(stored, |scales| {
             let smallest = scales.iter().copied().fold(f32::INFINITY, f32::min);
-            let largest = scales.iter().copied().fold(0.0, f32::max);
+            // As kernels have it, which compare bits: NaN is the largest.
+            let largest = absmax(scales.iter().copied());
             (smallest, largest)
         });
         let extremes = vec![smallest, largest, of_scales];
