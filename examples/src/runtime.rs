@@ -17,9 +17,9 @@ use cubecl::config::{
 
 /// Sets CubeCL up, but for what a `cubecl.toml` says. To be called before anything asks for a device.
 ///
-/// Memory is taken in exact sizes: the batches of a run have one shape, so that what one step took fits the next.
-/// Pages, whose sizes follow that of the device, take a quarter more. `persistent_memory = "disabled"` asks for them;
-/// `"enabled"`, which is CubeCL's default, is taken for no choice.
+/// On CUDA memory is taken in exact sizes: the batches of a run have one shape, so that what one step took fits the
+/// next. Pages, whose sizes follow that of the device, take a quarter more. `persistent_memory = "disabled"` asks for
+/// them; `"enabled"`, which is CubeCL's default, is taken for no choice.
 ///
 /// Compiled kernels are kept in `target`, or in the user's cache where there is none. CubeCL knows a kernel by its name
 /// and its parameters, not by its code. So each build of the program has a folder of its own, and removes those of the
@@ -33,7 +33,8 @@ pub fn set_up() {
         // Without a folder kernels are compiled anew, which takes time and does no harm.
         config.compilation.cache = folder.ok().map(CacheConfig::File);
     }
-    if let PersistentMemory::Enabled = config.memory.persistent_memory {
+    let is_open = matches!(config.memory.persistent_memory, PersistentMemory::Enabled);
+    if cfg!(feature = "cuda") && is_open {
         config.memory.persistent_memory = PersistentMemory::Enforced;
     }
     CubeClRuntimeConfig::set(config);

@@ -34,7 +34,7 @@ pub(super) struct MomentWatch<B: DataBackend> {
 /// Weights whose moments are asked for, and the findings on them.
 struct Question<B: DataBackend> {
     /// The paths of layers by their weights.
-    paths: Arc<HashMap<ParamId, String>>,
+    paths: HashMap<ParamId, String>,
     found: Vec<MomentSample<B>>,
 }
 
@@ -108,7 +108,7 @@ impl<B: DataBackend> MomentWatch<B> {
     /// Asks for the moments of these weights, of layers at these paths, in a step that this thread takes next.
     pub fn ask(&self, paths: HashMap<ParamId, String>) -> Asked<B> {
         let question = Question {
-            paths: Arc::new(paths),
+            paths,
             found: Vec::new(),
         };
         let mut questions = lock(&self.questions);

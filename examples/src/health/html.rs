@@ -21,6 +21,7 @@ table { border-collapse: collapse; font-size: 0.85rem; }
 td, th { padding: 0.2rem 0.6rem; text-align: right; border-bottom: 1px solid #8884; }
 td:first-child, th:first-child { text-align: left; }
 td.text { text-align: left; }
+td[style] { white-space: nowrap; }
 pre { background: #8881; padding: 0.7rem; overflow-x: auto; }
 svg text { fill: currentColor; }
 .note { opacity: 0.75; font-size: 0.85rem; }
