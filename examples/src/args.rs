@@ -124,6 +124,10 @@ pub struct Args {
     /// health.html, health.csv and health.jsonl [default: a tenth of the run, at most 100 steps]
     #[arg(long, value_name = "STEPS", value_parser = at_least_one_step, num_args = 0..=1, help_heading = OUTPUT)]
     pub health: Option<Option<u64>>,
+    /// Measure layers in so many turns, each time a part of them, for as small a part of the cost [default: 1 on the
+    /// CPU, 4 on GPUs]
+    #[arg(long, value_name = "TURNS", value_parser = at_least_one_step, requires = "health", help_heading = OUTPUT)]
+    pub health_turns: Option<u64>,
     /// Measure as well what these recipes would do to the same layers
     #[arg(long, value_parser = recipe_parser(), value_delimiter = ',', requires = "health", help_heading = OUTPUT)]
     pub what_if: Vec<Name>,

@@ -29,6 +29,10 @@ pub struct HealthConfig {
     /// The layers that are measured: patterns as those of a [`LayerPolicy`](crate::layer::LayerPolicy). All where there
     /// are none.
     pub layers: Vec<String>,
+    /// Measured steps that share the layers: with 4, each measures every fourth of them, and the next one those
+    /// that follow these. 1: each measures all.
+    #[serde(default = "one")]
+    pub turns: u64,
     /// Recipes that are not running, and are applied to the same matrices.
     ///
     /// A cast with a threshold, a learned step or a history has the layer's own only where the running recipe has that
@@ -43,6 +47,7 @@ impl HealthConfig {
         Self {
             every: steps,
             layers: Vec::new(),
+            turns: one(),
             what_if: Vec::new(),
         }
     }
@@ -51,6 +56,12 @@ impl HealthConfig {
     pub fn layers(mut self, pattern: impl Into<String>) -> Self {
         self.layers.push(pattern.into());
         self
+    }
+
+    /// The same with the layers in so many turns, for as small a part of the cost. [`HealthReport::latest`] has all of
+    /// them.
+    pub fn in_turns(self, turns: u64) -> Self {
+        Self { turns, ..self }
     }
 
     /// The same with another recipe applied to the same matrices.
@@ -65,12 +76,22 @@ impl HealthConfig {
     ///
     /// # Panics
     ///
-    /// If `every` is 0.
+    /// If `every` or `turns` is 0.
     pub fn validate(&self) {
         assert!(
             self.every > 0,
             "health: measures every {} steps; use at least 1, or leave health out",
             self.every
         );
+        assert!(
+            self.turns > 0,
+            "health: layers have {} turns; use at least 1, in which all are measured",
+            self.turns
+        );
     }
+}
+
+/// The turns of settings and reports that do not name them.
+pub(crate) fn one() -> u64 {
+    1
 }

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{TINY, ZEROS};
+use super::{TINY, ZEROS, one};
 use crate::data::optimizer::{Moment, StateFormat};
 use crate::data::threshold::DelayThreshold;
 use crate::recipe::{LinearMatrix, LinearOperand};
@@ -12,6 +12,9 @@ use crate::recipe::{LinearMatrix, LinearOperand};
 pub struct HealthReport {
     /// Optimizer steps taken when the measured one was over.
     pub step: u64,
+    /// The turns of the layers: so many reports one after the other have all of them.
+    #[serde(default = "one")]
+    pub turns: u64,
     /// The matrices of the layers that ran, in the order of their first runs.
     pub matrices: Vec<MatrixHealth>,
     /// The moments of the layers' weights, in module order, the first before the second; none of an optimizer that
@@ -22,6 +25,33 @@ pub struct HealthReport {
     pub layers: Vec<LayerState>,
     /// The controller of their thresholds.
     pub controller: DelayThreshold,
+}
+
+impl HealthReport {
+    /// The last report, with the last figures of layers that had their turn in the reports before it; none of no
+    /// reports.
+    pub fn latest(reports: &[Self]) -> Option<Self> {
+        let (last, before) = reports.split_last()?;
+        let mut latest = last.clone();
+        let others = before.iter().rev().take(last.turns as usize - 1);
+        for report in others.filter(|report| report.turns == last.turns) {
+            for matrix in &report.matrices {
+                let is_known =
+                    |it: &MatrixHealth| (&it.layer, it.matrix) == (&matrix.layer, matrix.matrix);
+                if !latest.matrices.iter().any(is_known) {
+                    latest.matrices.push(matrix.clone());
+                }
+            }
+            for moment in &report.moments {
+                let is_known =
+                    |it: &MomentHealth| (&it.layer, it.moment) == (&moment.layer, moment.moment);
+                if !latest.moments.iter().any(is_known) {
+                    latest.moments.push(moment.clone());
+                }
+            }
+        }
+        Some(latest)
+    }
 }
 
 /// The state of a quantized layer.

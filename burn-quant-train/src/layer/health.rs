@@ -67,6 +67,8 @@ pub(crate) struct Watch<B: DataBackend> {
     controller: DelayThreshold,
     /// The paths of the quantized layers, in their order.
     paths: Vec<String>,
+    /// The places of all layers in module order.
+    places: HashMap<String, u64>,
     is_on: AtomicBool,
     present: Mutex<Present<B>>,
     reports: Mutex<Reports>,
@@ -118,6 +120,7 @@ impl<B: DataBackend> Watch<B> {
             config,
             controller,
             paths: quantized,
+            places: paths.iter().map(|it| (*it).to_owned()).zip(0..).collect(),
             is_on: AtomicBool::new(true),
             present: Mutex::new(Present::at(Now::default())),
             reports: Mutex::default(),
@@ -138,11 +141,14 @@ impl<B: DataBackend> Watch<B> {
         (step + 1).is_multiple_of(self.config.every)
     }
 
-    /// True if the layer at this path is measured now.
-    pub fn watches(&self, path: &str) -> bool {
+    /// True if the layer at this path is measured in step number `step`, counted from 0.
+    pub fn watches(&self, path: &str, step: u64) -> bool {
         let patterns = &self.config.layers;
         let is_named = patterns.is_empty() || patterns.iter().any(|pattern| covers(pattern, path));
-        is_named && self.is_on.load(Ordering::Relaxed)
+        let place = self.places.get(path).copied().unwrap_or_default();
+        let turns = self.config.turns;
+        let has_turn = place % turns == (step / self.config.every) % turns;
+        is_named && has_turn && self.is_due(step) && self.is_on.load(Ordering::Relaxed)
     }
 
     /// True if a run of a layer is to measure this matrix: the weight once a step, and as many runs as there is room
@@ -240,6 +246,7 @@ impl<B: DataBackend> Watch<B> {
         });
         let report = HealthReport {
             step: now.step + 1,
+            turns: self.config.turns,
             matrices: matrices.into_iter().map(MatrixSums::figures).collect(),
             moments: moments.collect(),
             layers: layers.collect(),

@@ -210,7 +210,7 @@ impl<B: DataBackend> Layer<B> {
     pub(crate) fn measured_now(&self) -> Option<Now> {
         let watch = self.bank.watch()?;
         let now = self.bank.now();
-        (watch.is_due(now.step) && watch.watches(&self.path)).then_some(now)
+        watch.watches(&self.path, now.step).then_some(now)
     }
 
     /// The instrument that measures the layer.

@@ -172,12 +172,12 @@ impl fmt::Display for Advice {
     }
 }
 
-/// The advice that follows from a run's reports, in the order of their steps: figures of the last one, and rates of the
-/// last few.
+/// The advice that follows from a run's reports, in the order of their steps: figures of the [last ones](HealthReport::latest),
+/// and rates of the last few.
 pub fn advise(reports: &[HealthReport]) -> Advice {
     let mut findings = Vec::new();
-    if let Some(last) = reports.last() {
-        let medians = median_noises(last);
+    if let Some(last) = HealthReport::latest(reports) {
+        let medians = median_noises(&last);
         for matrix in &last.matrices {
             findings.extend(of_values(matrix));
             if !matrix.is_not_finite() && matrix.zeros() < DEAD {

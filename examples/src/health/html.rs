@@ -33,9 +33,9 @@ svg text { fill: currentColor; }
 ///
 /// A picture that the library does not draw.
 pub fn page(about: &About<'_>, reports: &[HealthReport], advice: &Advice) -> Result<String> {
-    let body = match reports.last() {
+    let body = match HealthReport::latest(reports) {
         None => html! { p { "No step was measured." } },
-        Some(last) => of_reports(about, reports, last, advice)?,
+        Some(last) => of_reports(about, reports, &last, advice)?,
     };
     let page = html! {
         (DOCTYPE)
@@ -64,7 +64,12 @@ fn of_reports(
     let rows = rows(last);
     let layers: Vec<_> = rows.iter().map(|row| row.layer.to_owned()).collect();
     Ok(html! {
-        p { "Measured in " (reports.len()) " steps, the last of which is step " (last.step) "." }
+        p {
+            "Measured in " (reports.len()) " steps, the last of which is step " (last.step) "."
+            @if last.turns > 1 {
+                " Layers took " (last.turns) " turns: each has the figures of the last step in which it was measured."
+            }
+        }
         h2 { "What stands out" }
         (findings(advice))
         h2 { "Loss" }

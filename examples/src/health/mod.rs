@@ -19,14 +19,18 @@ use burn_quant_train::health::{HealthConfig, HealthReport};
 use burn_quant_train::optim::advice::{Advice, advise};
 use burn_quant_train::recipe::LinearRow;
 
-use crate::args::Args;
+use crate::args::{Args, Device};
 
-/// The settings of `--health` and its companions; `steps` are those of the run.
-pub fn config(args: &Args, steps: usize) -> Option<HealthConfig> {
+/// The settings of `--health` and its companions, of a run of so many steps on this device.
+pub fn config(args: &Args, steps: usize, device: Device) -> Option<HealthConfig> {
     let every = args.health?;
     // Ten reports of a run, if it is short.
     let every = every.unwrap_or_else(|| (steps as u64 / 10).clamp(1, 100));
-    let config = HealthConfig::every(every);
+    let turns = args.health_turns.unwrap_or(match device {
+        Device::Cpu => 1,
+        Device::Cuda | Device::Vulkan => 4,
+    });
+    let config = HealthConfig::every(every).in_turns(turns);
     Some(
         args.what_if
             .iter()
@@ -145,11 +149,11 @@ fn lines(reports: &[HealthReport]) -> Result<String> {
 }
 
 fn printed(title: &str, reports: &[HealthReport], advice: &Advice, page: &Path) -> String {
-    let Some(last) = reports.last() else {
+    let Some(last) = HealthReport::latest(reports) else {
         return format!("{title}: no step was measured\n");
     };
     let colours = crate::progress::in_terminal() && std::env::var_os("NO_COLOR").is_none();
-    let heat_map = table::heat_map(last, colours);
+    let heat_map = table::heat_map(&last, colours);
     let page = page.display();
     format!(
         "\n{title}: health in step {}\n{heat_map}\n{advice}\nmore in {page}\n",

@@ -263,8 +263,8 @@ fn gpt2_saved<R: Recipe>(contexts: Contexts) -> [u64; 2] {
     [counted, step.saved() as u64]
 }
 
-/// Which third of the recipes is counted, another one at each run, since all of them take minutes of one core; `None`:
-/// all, which `QUANT_TRAIN_TEST_ALL` asks for.
+/// The third of the recipes, and of the models whose layers run again, that is counted: another one at each run, since
+/// all of them take minutes of one core. `None`: all, which `QUANT_TRAIN_TEST_ALL` asks for.
 fn third() -> Option<usize> {
     let now = SystemTime::now().duration_since(UNIX_EPOCH);
     let seconds = now.expect("it is after 1970").as_secs();
@@ -300,13 +300,14 @@ fn computed_bytes_are_those_that_are_counted() {
     // Of two contexts each recipe has one, since a case takes seconds; those below have more.
     let contexts = [Contexts::Exact, Contexts::Int8];
     let third = third();
-    println!("every third recipe, from {third:?}; QUANT_TRAIN_TEST_ALL asks for all");
+    let is_drawn = |index: usize| third.is_none_or(|third| index % 3 == third);
+    println!("every third case, from {third:?}; QUANT_TRAIN_TEST_ALL asks for all");
     let mut subjects: Vec<_> = NAMES
         .iter()
         .zip(contexts.into_iter().cycle())
         .zip(optimizers.iter().cycle())
         .enumerate()
-        .filter(|(index, _)| third.is_none_or(|third| index % 3 == third))
+        .filter(|(index, _)| is_drawn(*index))
         .map(|(_, ((&recipe, contexts), &optimizer))| subject(recipe, contexts, optimizer))
         .collect();
     let mixed = NAMES[0];
@@ -341,12 +342,16 @@ fn computed_bytes_are_those_that_are_counted() {
     // In narrow rows, numbers a row weigh too much, and nodes in small batches.
     let wide = DecoderConfig::new(512, 1536, 8, 2, 128);
     let gpt2 = Preset::Gpt2Tiny.model(128);
-    for (config, batch, recipe, contexts) in [
+    let again = [
         (&wide, 24, fallback, Contexts::Exact),
         (&wide, 24, fallback, Contexts::Int8),
         (&wide, 24, learned, Contexts::Exact),
         (&gpt2, 64, mixed, Contexts::Exact),
-    ] {
+    ];
+    for (index, (config, batch, recipe, contexts)) in again.into_iter().enumerate() {
+        if !is_drawn(index) {
+            continue;
+        }
         subjects.push(Subject {
             config: config.clone(),
             batch,

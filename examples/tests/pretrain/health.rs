@@ -60,14 +60,20 @@ fn health_is_printed_and_written() {
         .iter()
         .flat_map(|report| report["matrices"].as_array().unwrap());
     let casts = casts.map(|matrix| matrix["casts"].as_array().unwrap().len().max(1));
-    assert_eq!(csv.lines().count(), 1 + casts.sum::<usize>());
+    // Both moments of 28 layers, the embedding and the head.
+    let moments = reports
+        .iter()
+        .map(|report| report["moments"].as_array().unwrap().len());
+    assert!(moments.clone().all(|count| count == 60));
+    let lines = 1 + casts.sum::<usize>() + moments.sum::<usize>();
+    assert_eq!(csv.lines().count(), lines);
     assert!(csv.starts_with("step,layer,matrix,"), "{csv}");
     assert!(csv.contains("hadamard-int4,false,X,"), "{csv}");
 
     let page = fs::read_to_string(folder.join("health.html")).unwrap();
     assert!(
-        page.matches("<svg").count() >= 5,
-        "loss, layers by step, three histograms"
+        page.matches("<svg").count() >= 7,
+        "loss, layers by step, five histograms"
     );
     for outside in ["http://", "https://", "<script", "@import", "src="] {
         let page = page.replace("http://www.w3.org/2000/svg", "");

@@ -218,6 +218,7 @@ fn another_range_is_another_verdict() {
     let advice = |rate, controller| {
         let report = |step| HealthReport {
             step,
+            turns: 1,
             matrices: Vec::new(),
             moments: Vec::new(),
             layers: vec![state(rate)],

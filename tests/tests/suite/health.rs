@@ -1,5 +1,7 @@
 //! The figures of health, against what they are said to be.
 
+use std::collections::BTreeSet;
+
 use burn::{
     backend::Autodiff,
     optim::{GradientsAccumulator, GradientsParams, Optimizer},
@@ -23,7 +25,7 @@ use quant_train_tests::{
     data::{same_bits, tensor},
     models::{Classifier, Mlp, One},
     on_every_backend,
-    train::{accumulated, attached, every_layer, parameters_of, samples},
+    train::{accumulated, attached, every_layer, parameters_of, samples, train},
 };
 
 on_every_backend! {
@@ -33,6 +35,7 @@ on_every_backend! {
     runs_of_a_step_add_up => runs;
     what_is_not_finite_is_said => not_finite;
     patterns_name_what_is_measured => patterns;
+    layers_take_turns => turns;
     a_threshold_that_is_not_there_is_near_the_rate => what_if_fallback;
     compressed_contexts_keep_their_bits => contexts;
     measuring_can_be_switched_off => switched;
@@ -571,6 +574,60 @@ fn full_moments<B: DataBackend>(seed: u64) {
         assert_eq!((moment.format, moment.underflow), (None, 0.0));
         assert_eq!(moment.noise, Some(0.0), "seed {seed}: {moment:?}");
     }
+}
+
+fn turns<B: DataBackend>(seed: u64) {
+    type R = BlockInt8<f32>;
+    let health = HealthConfig::every(2).in_turns(2);
+    let config = every_layer(seed).with_health(Some(health));
+    let (mut optim, model) = attached(&config, Mlp::<T<B, R>>::new(&Default::default()), seed);
+    let batches = samples::<T<B, R>, Mlp<T<B, R>>>(seed, 9);
+    train(model, &mut optim, 1e-2, &batches);
+    let reports = optim.take_health();
+    let steps: Vec<_> = reports.iter().map(|report| report.step).collect();
+    assert_eq!(steps, [2, 4, 6, 8]);
+    let layers = |report: &HealthReport| -> BTreeSet<String> {
+        let of_matrices = report.matrices.iter().map(|it| it.layer.clone());
+        let of_moments = report.moments.iter().map(|it| it.layer.clone());
+        of_matrices.chain(of_moments).collect()
+    };
+    let [one, other, one_again, other_again] = [0, 1, 2, 3].map(|index| layers(&reports[index]));
+    assert_eq!((&one, &other), (&one_again, &other_again));
+    assert!(one.is_disjoint(&other) && !one.is_empty() && !other.is_empty());
+
+    // The last two have all layers, with the figures of the later one's own.
+    let latest = HealthReport::latest(&reports).expect("there are reports");
+    assert_eq!(layers(&latest), &one | &other);
+    assert_eq!(latest.step, 8);
+    let count = |report: &HealthReport| (report.matrices.len(), report.moments.len());
+    let [of_one, of_other] = [&reports[2], &reports[3]].map(count);
+    assert_eq!(
+        count(&latest),
+        (of_one.0 + of_other.0, of_one.1 + of_other.1)
+    );
+    assert!(
+        reports[3]
+            .matrices
+            .iter()
+            .all(|it| latest.matrices.contains(it))
+    );
+    assert!(
+        reports[2]
+            .matrices
+            .iter()
+            .all(|it| latest.matrices.contains(it))
+    );
+    assert_eq!(HealthReport::latest(&[]), None);
+}
+
+#[cfg(feature = "flex")]
+#[test]
+#[should_panic(expected = "health: layers have 0 turns")]
+fn a_layer_has_a_turn() {
+    type B = T<burn::backend::Flex, BlockInt8<f32>>;
+    let health = HealthConfig::every(1).in_turns(0);
+    let config = QuantAdamWConfig::new().with_health(Some(health));
+    let _ = config.init::<B, One<B>>();
 }
 
 #[cfg(feature = "flex")]
