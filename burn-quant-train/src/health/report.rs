@@ -33,7 +33,10 @@ impl HealthReport {
     pub fn latest(reports: &[Self]) -> Option<Self> {
         let (last, before) = reports.split_last()?;
         let mut latest = last.clone();
-        let others = before.iter().rev().take(last.turns as usize - 1);
+        let others = before
+            .iter()
+            .rev()
+            .take((last.turns as usize).saturating_sub(1));
         for report in others.filter(|report| report.turns == last.turns) {
             for matrix in &report.matrices {
                 let is_known =

@@ -8,16 +8,14 @@ use std::{
     },
 };
 
-use burn_backend::{
-    TensorMetadata,
-    tensor::{Device, FloatTensor, IntTensor},
-};
+use burn_backend::{TensorMetadata, tensor::Device};
 
 use super::{DelayThreshold, Now, SlotValues, policy::covers, slot::rate_of};
 use crate::{
     data::{
         DataBackend,
         concat::{concat_floats, concat_ints},
+        health::Findings,
         optimizer::{Moment, StateFormat},
         read::{floats, integers},
     },
@@ -52,13 +50,6 @@ pub(crate) struct MomentSample<B: DataBackend> {
     pub elements: u64,
     /// See [`moment_figures`].
     pub findings: Findings<B>,
-}
-
-/// Numbers on their device, in one-dimensional tensors: FP32, and INT32 that are bits of U32; at least one of either.
-#[derive(Clone)]
-pub(crate) struct Findings<B: DataBackend> {
-    pub numbers: Vec<FloatTensor<B>>,
-    pub counts: Vec<IntTensor<B>>,
 }
 
 /// Measures the layers of a model.
@@ -143,12 +134,15 @@ impl<B: DataBackend> Watch<B> {
 
     /// True if the layer at this path is measured in step number `step`, counted from 0.
     pub fn watches(&self, path: &str, step: u64) -> bool {
+        // First, as every run of a layer asks.
+        if !(self.is_due(step) && self.is_on.load(Ordering::Relaxed)) {
+            return false;
+        }
         let patterns = &self.config.layers;
         let is_named = patterns.is_empty() || patterns.iter().any(|pattern| covers(pattern, path));
         let place = self.places.get(path).copied().unwrap_or_default();
         let turns = self.config.turns;
-        let has_turn = place % turns == (step / self.config.every) % turns;
-        is_named && has_turn && self.is_due(step) && self.is_on.load(Ordering::Relaxed)
+        is_named && place % turns == (step / self.config.every) % turns
     }
 
     /// True if a run of a layer is to measure this matrix: the weight once a step, and as many runs as there is room

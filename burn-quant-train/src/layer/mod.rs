@@ -25,7 +25,7 @@ use burn_backend::{
 pub use crate::data::threshold::{DelayThreshold, ThresholdFactor};
 pub use bank::Bank;
 pub(crate) use bank::Now;
-pub(crate) use health::{Findings, MomentSample, Sample as HealthSample, Watch};
+pub(crate) use health::{MomentSample, Sample as HealthSample, Watch};
 pub(crate) use policy::covers;
 pub use policy::{Decision, LayerPolicy, MIN_ELEMENTS};
 pub use random::{Call, Role, in_lane};

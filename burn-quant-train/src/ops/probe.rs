@@ -12,7 +12,7 @@ use super::{
 use crate::{
     data::{
         DataBackend, Kernels, Operation,
-        health::{BINS, COUNTS, SUMS},
+        health::{BINS, COUNTS, Findings, SUMS},
         tensors::{Bundle, Change, FloatMeta, IntMeta, Outline, Tensors},
     },
     health::SCALES,
@@ -45,37 +45,12 @@ impl Bundle for ProbeInputs<Outline> {
     }
 }
 
-/// The findings of a probe, each one-dimensional.
-#[derive(Debug, Clone)]
-pub(crate) struct Probed<T: Tensors> {
-    /// FP32: the largest magnitude, and for each cast the sums and the scales.
-    pub numbers: Vec<T::Float>,
-    /// INT32, bits of U32: the histogram, and for each cast the counts.
-    pub counts: Vec<T::Int>,
-}
-
-impl Bundle for Probed<Outline> {
-    type On<T: Tensors> = Probed<T>;
-
-    fn rebuild<S: Tensors, T: Tensors>(
-        probed: Probed<S>,
-        change: &mut impl Change<S, T>,
-    ) -> Probed<T> {
-        let numbers = probed.numbers.into_iter();
-        let counts = probed.counts.into_iter();
-        Probed {
-            numbers: numbers.map(|it| change.float(it)).collect(),
-            counts: counts.map(|it| change.int(it)).collect(),
-        }
-    }
-}
-
 impl Operation for Probe {
     const NAME: &'static str = "probe";
     type Inputs = ProbeInputs<Outline>;
-    type Outputs = Probed<Outline>;
+    type Outputs = Findings<Outline>;
 
-    fn outline<T: Tensors>(&self, _inputs: &ProbeInputs<T>) -> Probed<Outline> {
+    fn outline<T: Tensors>(&self, _inputs: &ProbeInputs<T>) -> Findings<Outline> {
         let mut outline = of_magnitudes();
         for _ in &self.casts {
             let lengths = [SUMS, SCALES];
@@ -86,7 +61,7 @@ impl Operation for Probe {
         outline
     }
 
-    fn run<K: Kernels>(self, inputs: ProbeInputs<K>) -> Probed<K> {
+    fn run<K: Kernels>(self, inputs: ProbeInputs<K>) -> Findings<K> {
         let matrix = flatten::<K>(inputs.matrix);
         let magnitudes = K::magnitudes(matrix.clone());
         let mut numbers: Vec<FloatTensor<K>> = vec![magnitudes.absmax.clone()];
@@ -102,13 +77,13 @@ impl Operation for Probe {
             numbers.extend([error.sums, scales]);
             counts.push(error.counts);
         }
-        Probed { numbers, counts }
+        Findings { numbers, counts }
     }
 }
 
 /// The outline of the largest magnitude and the histogram.
-fn of_magnitudes() -> Probed<Outline> {
-    Probed {
+fn of_magnitudes() -> Findings<Outline> {
+    Findings {
         numbers: vec![FloatMeta::new([1], DType::F32)],
         counts: vec![IntMeta::new([BINS], DType::I32)],
     }
@@ -143,9 +118,9 @@ impl Bundle for CompareInputs<Outline> {
 impl Operation for Compare {
     const NAME: &'static str = "compare";
     type Inputs = CompareInputs<Outline>;
-    type Outputs = Probed<Outline>;
+    type Outputs = Findings<Outline>;
 
-    fn outline<T: Tensors>(&self, inputs: &CompareInputs<T>) -> Probed<Outline> {
+    fn outline<T: Tensors>(&self, inputs: &CompareInputs<T>) -> Findings<Outline> {
         let mut outline = of_magnitudes();
         if inputs.rounded.is_some() {
             outline.numbers.push(FloatMeta::new([SUMS], DType::F32));
@@ -154,7 +129,7 @@ impl Operation for Compare {
         outline
     }
 
-    fn run<K: Kernels>(self, inputs: CompareInputs<K>) -> Probed<K> {
+    fn run<K: Kernels>(self, inputs: CompareInputs<K>) -> Findings<K> {
         let exact = flatten::<K>(inputs.exact);
         let magnitudes = K::magnitudes(exact.clone());
         let mut numbers = vec![magnitudes.absmax.clone()];
@@ -165,7 +140,7 @@ impl Operation for Compare {
             numbers.push(error.sums);
             counts.push(error.counts);
         }
-        Probed { numbers, counts }
+        Findings { numbers, counts }
     }
 }
 
@@ -174,6 +149,6 @@ impl Operation for Compare {
 pub(crate) fn compare<B: DataBackend>(
     exact: FloatTensor<B>,
     rounded: Option<FloatTensor<B>>,
-) -> Probed<B> {
+) -> Findings<B> {
     B::run(Compare, CompareInputs { exact, rounded })
 }

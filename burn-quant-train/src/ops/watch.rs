@@ -8,13 +8,13 @@ use burn_backend::{
 };
 
 use super::{
-    probe::{Probe, ProbeInputs, Probed},
+    probe::{Probe, ProbeInputs},
     stand_in::{CastState, Remake},
 };
 use crate::{
     data::{DataBackend, StochasticKey},
     health::Label,
-    layer::{Findings, HealthSample, Layer, Now},
+    layer::{HealthSample, Layer, Now},
     recipe::{LinearMatrix, LinearRow, Name, Row},
     saved::{HeldTensor, recorded::Recorded},
 };
@@ -81,7 +81,7 @@ impl<B: DataBackend> Watched<B> {
             matrix: value,
             state,
         };
-        let Probed { numbers, counts } = B::run(probe, inputs);
+        let findings = B::run(probe, inputs);
         watch.add(
             now,
             HealthSample {
@@ -89,7 +89,7 @@ impl<B: DataBackend> Watched<B> {
                 matrix,
                 elements,
                 labels,
-                findings: Findings { numbers, counts },
+                findings,
             },
         );
     }

@@ -275,6 +275,7 @@ where
         }
         // Gradients clipped by value are unscaled already.
         let scale = scale.filter(|_| self.config.bound().is_none());
+        let asked = self.moment_watch.asked();
         let mut updated = HashMap::new();
         for batch in batches {
             let Batch {
@@ -298,21 +299,18 @@ where
                 hyperparameters: &hyperparameters,
             };
             // Measured ones by themselves, so that copies of one are there at a time; the others together.
-            let (mut others, mut ids_of_others) = (Vec::new(), Vec::new());
-            let mut updates = Vec::new();
-            for (id, item) in ids.into_iter().zip(items) {
-                match self.moment_watch.path(&id) {
-                    Some(path) => {
-                        updates.push((id, self.moment_watch.step(&path, item, &inputs)));
-                    }
-                    None => {
-                        others.push(item);
-                        ids_of_others.push(id);
-                    }
-                }
-            }
+            let (measured, others): (Vec<_>, Vec<_>) = ids
+                .into_iter()
+                .zip(items)
+                .partition(|(id, _)| asked.contains_key(id));
+            let measured = measured.into_iter().map(|(id, item)| {
+                let update = self.moment_watch.step(&asked[&id], item, &inputs);
+                (id, update)
+            });
+            let mut updates: Vec<_> = measured.collect();
             if !others.is_empty() {
-                updates.extend(ids_of_others.into_iter().zip(inputs.step(others)));
+                let (ids, items): (Vec<_>, Vec<_>) = others.into_iter().unzip();
+                updates.extend(ids.into_iter().zip(inputs.step(items)));
             }
             for (id, update) in updates {
                 let AdamWUpdate {

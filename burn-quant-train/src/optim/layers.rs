@@ -227,15 +227,18 @@ impl<B: DataBackend> Layers<B> {
     /// The present and the layers that are measured, if this step is: their paths by their weights. Not for a clone of
     /// the optimizer that has seen fewer steps than have ended: another one has reported the step that it takes.
     pub fn measured_now(&self, seen: u64) -> Option<(Now, HashMap<ParamId, String>)> {
-        if self.bank.step() > seen {
+        let watch = self.bank.watch()?;
+        let now = self.bank.now();
+        if now.step > seen || !watch.is_due(now.step) {
             return None;
         }
-        let measured = self.layers.iter().filter_map(|known| {
-            let now = known.layer.measured_now()?;
-            Some((now, (known.id, known.report.path.clone())))
-        });
-        let (times, paths): (Vec<Now>, HashMap<_, _>) = measured.unzip();
-        Some((*times.first()?, paths))
+        let paths = self
+            .layers
+            .iter()
+            .map(|known| (known.id, &known.report.path));
+        let measured = paths.filter(|(_, path)| watch.watches(path, now.step));
+        let measured = measured.map(|(id, path)| (id, path.clone()));
+        Some((now, measured.collect()))
     }
 
     /// Adds the findings on the layers' moments in the step that `now` is in, in the order of the layers.

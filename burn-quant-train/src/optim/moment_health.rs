@@ -20,9 +20,9 @@ use crate::{
             AdamWItem, AdamWUpdate, Hyperparameters, Moment, MomentState, adamw, decompress_moment,
         },
     },
-    layer::{Findings, MomentSample},
+    layer::MomentSample,
     lock::lock,
-    ops::probe::{Probed, compare},
+    ops::probe::compare,
 };
 
 /// Between an AdamW and the optimizer around it, which knows the layers. Clones share it, and each sees the questions
@@ -34,7 +34,7 @@ pub(super) struct MomentWatch<B: DataBackend> {
 /// Weights whose moments are asked for, and the findings on them.
 struct Question<B: DataBackend> {
     /// The paths of layers by their weights.
-    paths: HashMap<ParamId, String>,
+    paths: Arc<HashMap<ParamId, String>>,
     found: Vec<MomentSample<B>>,
 }
 
@@ -108,7 +108,7 @@ impl<B: DataBackend> MomentWatch<B> {
     /// Asks for the moments of these weights, of layers at these paths, in a step that this thread takes next.
     pub fn ask(&self, paths: HashMap<ParamId, String>) -> Asked<B> {
         let question = Question {
-            paths,
+            paths: Arc::new(paths),
             found: Vec::new(),
         };
         let mut questions = lock(&self.questions);
@@ -127,10 +127,10 @@ impl<B: DataBackend> MomentWatch<B> {
         of_thread.last_mut().map(work)
     }
 
-    /// The path of the layer of this weight, if its moments are asked for.
-    pub fn path(&self, id: &ParamId) -> Option<String> {
-        self.last(|question| question.paths.get(id).cloned())
-            .flatten()
+    /// The weights whose moments are asked for, by the paths of their layers.
+    pub fn asked(&self) -> Arc<HashMap<ParamId, String>> {
+        self.last(|question| question.paths.clone())
+            .unwrap_or_default()
     }
 
     /// Steps the item of a weight of the layer at this path, and compares the moments with those that the step would
@@ -185,12 +185,12 @@ fn sample<B: DataBackend>(
         None => (stored, None),
     };
     let elements = exact.shape().num_elements() as u64;
-    let Probed { numbers, counts } = compare::<B>(exact, rounded);
+    let findings = compare::<B>(exact, rounded);
     MomentSample {
         layer: path.to_owned(),
         moment,
         format,
         elements,
-        findings: Findings { numbers, counts },
+        findings,
     }
 }

@@ -258,7 +258,7 @@ fn figures(last: &HealthReport) -> Markup {
                     td { (decibel(it.snr_db())) }
                     td { @if let Some(cosine) = it.cosine { (format!("{cosine:.6}")) } }
                     td { (percent(it.underflow)) }
-                    td { (percent(0.0)) }
+                    td {}
                     td {}
                 }
             }

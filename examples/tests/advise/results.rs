@@ -105,7 +105,7 @@ fn compare_activations(file: &str) -> Vec<Checkpointing> {
     seen
 }
 
-/// Runs of `pretrain`: three presets by four recipes, and some with compressed contexts.
+/// Runs of `pretrain`: three presets by four recipes, and some with compressed contexts, or with layers that run again.
 #[test]
 fn peaks_are_those_that_a_gpu_measured() {
     let path = format!(
