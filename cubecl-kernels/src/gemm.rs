@@ -9,7 +9,8 @@
 //! | `dX = dY W^T` | dY | W |
 //! | `dW = X^T dY` | X transposed | dY transposed |
 //!
-//! Products of blocks accumulate in INT32, exactly; their sums over K, scaled, in FP32 and in ascending order of K.
+//! Products of blocks accumulate in INT32, exactly; their sums over K, scaled, in FP32 and in ascending order of K, or of
+//! each of several parts of it ([`HopperBlueprint::parts`](blueprint::HopperBlueprint::parts)).
 
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
@@ -31,6 +32,7 @@ mod hopper;
 mod portable;
 mod rowwise;
 mod selector;
+mod split_k;
 mod tensor_core;
 
 pub use blueprint::Blueprint;
@@ -38,6 +40,7 @@ pub use hopper::float::{gemm_float, gemm_float_into, gemm_float_reads, has_gemm_
 pub use hopper::fp8::{Fp8Operand, gemm_fp8, has_gemm_fp8};
 pub use rowwise::gemm_rowwise;
 pub use selector::{candidates, select};
+pub use split_k::add_parts;
 
 const OPERATION: &str = "gemm";
 

@@ -148,8 +148,12 @@ impl From<Blueprint> for Candidate {
                 tile: it.tile,
                 stages: it.stages,
             },
-            Blueprint::Hopper(it) => Self::Hopper { tile_n: it.tile_n },
-            Blueprint::HopperRowwise(it) => Self::HopperRowwise { tile_n: it.tile_n },
+            Blueprint::Hopper(it) => Self::Hopper {
+                tile_n: it.tile.tile_n,
+            },
+            Blueprint::HopperRowwise(it) => Self::HopperRowwise {
+                tile_n: it.tile.tile_n,
+            },
         }
     }
 }

@@ -34,13 +34,22 @@ pub struct TensorCoreBlueprint {
     pub stages: usize,
 }
 
-/// Parameters of the Hopper kernels, whose output tiles have 128 rows.
+/// Parameters of the Hopper kernels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct HopperBlueprint {
-    /// Columns of an output tile: 64, 128, 192 or 256.
+    /// What is compiled: the other parameters are those of a launch.
+    pub tile: HopperTile,
+    /// Cubes that run at once; each computes one tile after the other.
+    pub cubes: usize,
+    /// Parts of K that are summed up side by side, and then added in ascending order: [split-K](super::add_parts).
+    pub parts: usize,
+}
+
+/// An output tile of the Hopper kernels, of 128 rows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct HopperTile {
+    /// Its columns: 64, 128, 192 or 256.
     pub tile_n: usize,
     /// Stages of the ring in shared memory, at least 2.
     pub stages: usize,
-    /// Cubes that run at once; each computes one tile after the other.
-    pub cubes: usize,
 }

@@ -6,7 +6,7 @@
 //!
 //! The result is specified to the bit: an exact INT32 product for each block along K, times the FP32 product of its
 //! two scales, is added to the FP32 sum with one fused multiply-add, in ascending order of K, a residual right after
-//! its base.
+//! its base; where there are several parts of K, each is a sum of its own, and they are added in ascending order.
 //!
 //! On one NVIDIA H200, 2026-11-21, BF16 out, M = N = K, CUDA events around 10 or 20 launches of the source alone,
 //! median of 5: 885 TOP/s at 2048, 1113 to 1133 at 4096, 1161 to 1199 at 8192.
@@ -25,8 +25,9 @@ use crate::{
 use super::{
     GemmArgs, GemmProblem,
     align::AlignedValues,
-    blueprint::{Blueprint, HopperBlueprint},
+    blueprint::{Blueprint, HopperBlueprint, HopperTile},
     selector::Ranked,
+    split_k,
 };
 
 pub(super) mod float;
@@ -46,6 +47,8 @@ impl HopperBlueprint {
     /// memory holds.
     pub const DEPTH: usize = 128;
 
+    /// Columns of the widest tiles.
+    const WIDEST: usize = 256;
     /// Columns of a tile of INT8 products that are computed at once, where any of them lies in the output.
     const CHUNK: usize = 64;
     /// Widths of the tiles of INT8 products, and their speeds beside one another where tiles are many: narrow ones
@@ -59,47 +62,101 @@ impl HopperBlueprint {
     const SPEEDS: [(usize, f32); 4] = [(256, 1.0), (192, 0.94), (128, 0.85), (64, 0.53)];
 
     /// For each width of tiles, given with its speed beside the others', a blueprint for outputs of this size and its
-    /// cost, that of [`Ranked`]: what the busiest multiprocessor computes, over that speed.
+    /// cost, that of [`Ranked`]: what the busiest multiprocessor computes, over that speed. All have the same parts of K.
     ///
     /// `chunk`: columns that are computed at once, where any of them lies in the output.
     pub(super) fn all<R: Runtime, const WIDTHS: usize>(
         client: &ComputeClient<R>,
-        batch: usize,
-        m: usize,
-        n: usize,
+        product: &TiledProduct,
         chunk: usize,
         speeds: [(usize, f32); WIDTHS],
     ) -> [(Self, f32); WIDTHS] {
         let hardware = &client.properties().hardware;
         let cubes = hardware.num_streaming_multiprocessors.unwrap_or(1) as usize;
-        let rows = batch * m.div_ceil(Self::TILE_M);
+        let &TiledProduct { batch, m, n, .. } = product;
+        let rows_of = |parts: usize| parts * batch * m.div_ceil(Self::TILE_M);
+        // The columns of the busiest multiprocessor, over the speed.
+        let busiest = |parts: usize, (tile_n, speed): (usize, f32)| {
+            let whole = rows_of(parts) * (n / tile_n);
+            // The tiles of a narrow last column come last, where they fill gaps.
+            let narrow = rows_of(parts) * (n % tile_n).next_multiple_of(chunk).min(tile_n);
+            let even = (whole * tile_n + narrow).div_ceil(cubes);
+            even.max(whole.div_ceil(cubes) * tile_n) as f32 / speed
+        };
+        let parts = match product.may_split {
+            true => split_k::parts(product.stages, batch * m * n, |parts| {
+                let columns = speeds.map(|it| busiest(parts, it));
+                columns.into_iter().fold(f32::INFINITY, f32::min) / Self::WIDEST as f32
+            }),
+            false => 1,
+        };
+        let rows = rows_of(parts);
         let least = (rows * n).max(1) as f32 / cubes as f32;
         speeds.map(|(tile_n, speed)| {
-            let whole = rows * (n / tile_n);
-            // The tiles of a narrow last column come last, where they fill gaps.
-            let narrow = rows * (n % tile_n).next_multiple_of(chunk).min(tile_n);
-            let even = (whole * tile_n + narrow).div_ceil(cubes);
-            let columns = even.max(whole.div_ceil(cubes) * tile_n);
             let blueprint = Self {
-                tile_n,
-                stages: stages(client, Self::stage_bytes(tile_n)),
+                tile: HopperTile::new(client, tile_n),
                 cubes: cubes.min(rows * n.div_ceil(tile_n)),
+                parts,
             };
-            (blueprint, columns as f32 / speed / least)
+            (blueprint, busiest(parts, (tile_n, speed)) / least)
         })
-    }
-
-    /// Bytes of a stage: 128 of each row of a tile of A and of B.
-    const fn stage_bytes(tile_n: usize) -> usize {
-        (Self::TILE_M + tile_n) * 128
     }
 
     fn cube_count(&self) -> CubeCount {
         CubeCount::Static(self.cubes as u32, 1, 1)
     }
+}
+
+impl HopperTile {
+    /// One with as many stages as fit into the device's shared memory.
+    fn new<R: Runtime>(client: &ComputeClient<R>, tile_n: usize) -> Self {
+        let available = client.properties().hardware.max_shared_memory_size - DECLARED;
+        Self {
+            tile_n,
+            stages: available / Self::stage_bytes(tile_n),
+        }
+    }
+
+    /// Bytes of a stage: 128 of each row of a tile of A and of B.
+    const fn stage_bytes(tile_n: usize) -> usize {
+        (HopperBlueprint::TILE_M + tile_n) * 128
+    }
 
     const fn shared_memory(&self) -> usize {
         self.stages * Self::stage_bytes(self.tile_n)
+    }
+
+    /// The knobs of common.cu that tell it.
+    fn knobs(&self) -> String {
+        format!(
+            "#define TILE_N {}\n#define STAGES {}\n",
+            self.tile_n, self.stages
+        )
+    }
+}
+
+/// What the tiles of a product follow from.
+pub(super) struct TiledProduct {
+    pub batch: usize,
+    pub m: usize,
+    pub n: usize,
+    /// Stages along K.
+    pub stages: usize,
+    /// True if K may be summed up in parts.
+    pub may_split: bool,
+}
+
+impl TiledProduct {
+    /// That of INT8 matrices.
+    fn of(problem: &GemmProblem) -> Self {
+        Self {
+            batch: problem.batch,
+            m: problem.m,
+            n: problem.n,
+            stages: problem.k.div_ceil(HopperBlueprint::DEPTH),
+            // Residuals make parts of one depth differ in cost.
+            may_split: !problem.fallback,
+        }
     }
 }
 
@@ -108,18 +165,12 @@ pub(super) fn ranked<R: Runtime>(
     client: &ComputeClient<R>,
     problem: &GemmProblem,
 ) -> [Ranked; HopperBlueprint::SPEEDS.len()] {
-    let GemmProblem { batch, m, n, .. } = *problem;
     let (chunk, speeds) = (HopperBlueprint::CHUNK, HopperBlueprint::SPEEDS);
-    HopperBlueprint::all(client, batch, m, n, chunk, speeds).map(|(blueprint, cost)| Ranked {
+    let product = TiledProduct::of(problem);
+    HopperBlueprint::all(client, &product, chunk, speeds).map(|(blueprint, cost)| Ranked {
         blueprint: Blueprint::Hopper(blueprint),
         cost,
     })
-}
-
-/// Stages of so many bytes that fit into a device's shared memory.
-fn stages<R: Runtime>(client: &ComputeClient<R>, stage_bytes: usize) -> usize {
-    let available = client.properties().hardware.max_shared_memory_size - DECLARED;
-    available / stage_bytes
 }
 
 pub(super) fn launch<R: Runtime>(
@@ -136,41 +187,44 @@ pub(super) fn launch<R: Runtime>(
         b_view,
     } = AlignedValues::new(client, args);
     let residual = residual.unwrap_or_else(|| a.clone());
-    let optional = |tensor: Option<&TensorHandle<R>>, dtype| or_unused(tensor, args.out, dtype);
-    let numbers = GemmNumbers::of(args, &b_view);
-    // SAFETY: `gemm` checked all shapes, from which the numbers come; the kernel guards its writes and its reads of
-    // scales, flags and bias with them. It reads an optional buffer only where a knob says that there is one.
-    #[allow(unsafe_code)]
-    unsafe {
-        launch_source(
-            client,
-            GemmSource {
-                blueprint,
-                block: problem.a_scale_block.0,
-                fallback: args.fallback.is_some(),
-                bias: args.bias.is_some(),
-                out_dtype: args.out.dtype,
-            },
-            blueprint.cube_count(),
-            vec![
-                tensor_map(&a, &a_view, HopperBlueprint::TILE_M),
-                tensor_map(&residual, &a_view, HopperBlueprint::TILE_M),
-                tensor_map(&b, &b_view, blueprint.tile_n),
-            ],
-            vec![
-                args.a.scales.clone(),
-                args.b.scales.clone(),
-                optional(args.fallback.map(|r| &r.scales), storage::<f32>()),
-                optional(args.fallback.map(|r| &r.flags), storage::<u32>()),
-                optional(args.bias, storage::<f32>()),
-                args.out.clone(),
-                a,
-                residual,
-                b,
-            ],
-            &numbers,
-        );
-    }
+    let numbers = GemmNumbers::of(args, &b_view, blueprint.parts);
+    let maps = vec![
+        tensor_map(&a, &a_view, HopperBlueprint::TILE_M),
+        tensor_map(&residual, &a_view, HopperBlueprint::TILE_M),
+        tensor_map(&b, &b_view, blueprint.tile.tile_n),
+    ];
+    split_k::in_parts(client, blueprint.parts, args.out, args.bias, |out, bias| {
+        let optional = |tensor: Option<&TensorHandle<R>>, dtype| or_unused(tensor, out, dtype);
+        // SAFETY: `gemm` checked all shapes, from which the numbers come; the kernel guards its writes and its reads of
+        // scales, flags and bias with them. It reads an optional buffer only where a knob says that there is one.
+        #[allow(unsafe_code)]
+        unsafe {
+            launch_source(
+                client,
+                GemmSource {
+                    tile: blueprint.tile,
+                    block: problem.a_scale_block.0,
+                    fallback: args.fallback.is_some(),
+                    bias: bias.is_some(),
+                    out_dtype: out.dtype,
+                },
+                blueprint.cube_count(),
+                maps,
+                vec![
+                    args.a.scales.clone(),
+                    args.b.scales.clone(),
+                    optional(args.fallback.map(|r| &r.scales), storage::<f32>()),
+                    optional(args.fallback.map(|r| &r.flags), storage::<u32>()),
+                    optional(bias, storage::<f32>()),
+                    out.clone(),
+                    a,
+                    residual,
+                    b,
+                ],
+                &numbers,
+            );
+        }
+    });
 }
 
 /// The stride of a batch, 0 for a batch of one.
@@ -199,8 +253,8 @@ fn tensor_map<R: Runtime>(
 }
 
 impl GemmNumbers {
-    /// Those of a product whose B is read as `b_view` says.
-    fn of<R: Runtime>(args: &GemmArgs<R>, b_view: &MatrixView) -> Self {
+    /// Those of a product in so many parts, whose B is read as `b_view` says.
+    fn of<R: Runtime>(args: &GemmArgs<R>, b_view: &MatrixView, parts: usize) -> Self {
         let problem = args.problem;
         let (of_a, of_b) = (&args.a_scales, &args.b_scales);
         Self {
@@ -215,6 +269,7 @@ impl GemmNumbers {
             b_scale_row: stride(of_b.shape.rows, of_b.row_stride),
             b_scale_depth: of_b.col_stride as u64,
             b_batched: u64::from(b_view.shape.batch > 1),
+            parts: parts as u64,
         }
     }
 }
@@ -235,13 +290,15 @@ numbers! {
         b_scale_depth: u64,
         /// 1 where each matrix of A has its own of B, 0 where one serves them all.
         b_batched: u64,
+        /// Parts of K, whose sums follow one another in the output: those of one matrix, then those of the next.
+        parts: u64,
     }
 }
 
 /// `hopper/gemm.cu`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct GemmSource {
-    blueprint: HopperBlueprint,
+    tile: HopperTile,
     block: usize,
     fallback: bool,
     bias: bool,
@@ -262,10 +319,8 @@ impl CudaSource for GemmSource {
 
     fn knobs(&self) -> String {
         format!(
-            "#define TILE_N {}\n#define STAGES {}\n#define BLOCK {}\n#define FALLBACK {}\n#define BIAS {}\n\
-             #define OUT_{}",
-            self.blueprint.tile_n,
-            self.blueprint.stages,
+            "{}#define BLOCK {}\n#define FALLBACK {}\n#define BIAS {}\n#define OUT_{}",
+            self.tile.knobs(),
             self.block,
             u8::from(self.fallback),
             u8::from(self.bias),
@@ -274,6 +329,6 @@ impl CudaSource for GemmSource {
     }
 
     fn shared_memory(&self) -> usize {
-        self.blueprint.shared_memory()
+        self.tile.shared_memory()
     }
 }

@@ -1086,7 +1086,7 @@ fn width_of_hopper_tiles(#[case] m: usize, #[case] n: usize, #[case] width: usiz
     sources_of(90, |client| {
         let blueprint = select(client, &problem(m, n, 128), Strategy::Auto);
         match blueprint.expect("a kernel") {
-            Blueprint::Hopper(blueprint) => assert_eq!(blueprint.tile_n, width),
+            Blueprint::Hopper(blueprint) => assert_eq!(blueprint.tile.tile_n, width),
             other => panic!("{other:?}"),
         }
     });

@@ -131,6 +131,7 @@ fn equals_the_reference(
         [300, 520, 400],
         [64, 200, 1040],
         [1000, 130, 256],
+        [130, 70, 9232],
     ] {
         let spec = |side: usize| {
             QuantizeSpec::new(number[side], granularity[side]).with_scale(scale[side])

@@ -53,6 +53,16 @@ fn has_hopper(client: &Client) -> bool {
     }
 }
 
+/// The parts of K of a Hopper kernel.
+fn parts(blueprint: Blueprint) -> usize {
+    match blueprint {
+        Blueprint::Hopper(it) | Blueprint::HopperRowwise(it) => it.parts,
+        Blueprint::Portable(_) | Blueprint::TensorCore(_) => {
+            panic!("{blueprint:?} is another kernel")
+        }
+    }
+}
+
 fn quantized(client: &Client, x: &Tensor, granularity: Granularity) -> Quantized<TestRuntime> {
     let spec = QuantizeSpec::int8(granularity).with_layout(Layout::Both);
     quantize(client, x, &spec).expect("a matrix")
@@ -100,7 +110,7 @@ fn with_fallback(
 
 /// The numbers that the kernels are specified to compute, to the bit: exact products of what shares its scales, times
 /// the product of these, added in FP32 with one rounding each, in ascending order of K, a residual right after its
-/// base.
+/// base; and parts of K added so.
 struct Reference<'a> {
     k: usize,
     a: Side<'a>,
@@ -124,8 +134,8 @@ impl<'a> Side<'a> {
         }
     }
 
-    /// Where the row's integers in the block lie, how many they are, and where the block's scale lies.
-    fn block(&self, batch: usize, row: usize, block: usize, k: usize) -> (usize, usize, usize) {
+    /// Where the row's integer at `depth` lies, the scale of it, and where along K that scale ends.
+    fn place(&self, batch: usize, row: usize, depth: usize) -> (usize, usize, usize) {
         let index = |tensor: &Tensor, row: usize, col: usize| {
             let (shape, strides) = (tensor.shape(), tensor.strides());
             let rank = shape.len();
@@ -140,10 +150,10 @@ impl<'a> Side<'a> {
             depth_per_scale,
             ..
         } = *self.operand;
-        let start = block * depth_per_scale;
-        let values = index(&self.operand.values, row, start);
+        let block = depth / depth_per_scale;
+        let value = index(&self.operand.values, row, depth);
         let scale = index(&self.operand.scales, row / rows_per_scale, block);
-        (values, depth_per_scale.min(k - start), scale)
+        (value, scale, (block + 1) * depth_per_scale)
     }
 }
 
@@ -185,11 +195,21 @@ impl<'a> Reference<'a> {
         Self { k, a, b, residual }
     }
 
-    fn at(&self, batch: usize, row: usize, col: usize, bias: f32) -> f32 {
-        let mut sum = 0.0f32;
-        for block in 0..self.k.div_ceil(self.a.operand.depth_per_scale) {
-            let (a, depth, a_scale) = self.a.block(batch, row, block, self.k);
-            let (b, _, b_scale) = self.b.block(batch, col, block, self.k);
+    /// An element, where K is summed up in so many parts.
+    fn at(&self, [batch, row, col]: [usize; 3], parts: usize, bias: f32) -> f32 {
+        let of_part = self.k.div_ceil(BLOCK).div_ceil(parts) * BLOCK;
+        let starts = (0..self.k).step_by(of_part);
+        let sums = starts.map(|start| self.part(batch, row, col, start, start + of_part));
+        sums.reduce(|sum, part| sum + part).unwrap_or(0.0) + bias
+    }
+
+    /// What lies between two places along K gives.
+    fn part(&self, batch: usize, row: usize, col: usize, start: usize, end: usize) -> f32 {
+        let (mut sum, mut at, end) = (0.0f32, start, end.min(self.k));
+        while at < end {
+            let (a, a_scale, block_end) = self.a.place(batch, row, at);
+            let (b, b_scale, _) = self.b.place(batch, col, at);
+            let depth = block_end.min(end) - at;
             let b_values = &self.b.values[b..b + depth];
             let b_scale = self.b.scales[b_scale];
             let product = dot(&self.a.values[a..a + depth], b_values);
@@ -200,8 +220,9 @@ impl<'a> Reference<'a> {
                 let product = dot(&values[a..a + depth], b_values);
                 sum = product.mul_add(scales[a_scale] * b_scale, sum);
             }
+            at += depth;
         }
-        sum + bias
+        sum
     }
 }
 
@@ -233,14 +254,12 @@ fn compare(
     .into_iter()
     .chain((0..4000).map(|_| [random.index(batch), random.index(m), random.index(n)]))
     .collect();
-    let expected = |bias: &[f32]| -> Vec<f32> {
-        places
-            .iter()
-            .map(|&[matrix, row, col]| reference.at(matrix, row, col, bias[col]))
-            .collect()
+    let expected = |parts: usize, bias: &[f32]| -> Vec<f32> {
+        let at = |&place: &[usize; 3]| reference.at(place, parts, bias[place[2]]);
+        places.iter().map(at).collect()
     };
-    let expected = [expected(&vec![0.0; n]), expected(&bias)];
-    let bias = upload(client, &bias, &[n], dtype::<f32>());
+    let values_of_bias = bias;
+    let of_bias = upload(client, &values_of_bias, &[n], dtype::<f32>());
     let problem = GemmProblem {
         a_scale_block: (a.rows_per_scale, a.depth_per_scale),
         b_scale_block: (b.rows_per_scale, b.depth_per_scale),
@@ -248,9 +267,15 @@ fn compare(
         ..problem(batch, m, n, k)
     };
     let widths = candidates(client, &problem, Strategy::Hopper).expect("a kernel");
+    let parts = parts(widths[0]);
+    assert!(
+        widths.iter().all(|it| parts == self::parts(*it)),
+        "{widths:?}"
+    );
+    let expected = [vec![0.0; n], values_of_bias].map(|bias| expected(parts, &bias));
     let mut widths = widths.iter().cycle().skip(random.index(widths.len()));
     for float in float_types(client) {
-        for (bias, expected) in [None, Some(&bias)].into_iter().zip(&expected) {
+        for (bias, expected) in [None, Some(&of_bias)].into_iter().zip(&expected) {
             let width = *widths.next().expect("an endless cycle");
             let out = gemm(
                 client,
@@ -283,6 +308,8 @@ fn compare(
 #[case::narrow_column_of_two_chunks(1, 4100, 4162, 272)]
 #[case::narrow_column_of_three_chunks(1, 4100, 4226, 145)]
 #[case::narrow_columns_only(2, 300, 60, 384)]
+#[case::parts_of_k(1, 260, 200, 16_400)]
+#[case::parts_of_batches(2, 130, 97, 9000)]
 fn same_bits(
     #[case] batch: usize,
     #[case] m: usize,
@@ -451,6 +478,8 @@ fn windows(
 #[case::narrow_columns_only(2, 300, 60, 384)]
 #[case::one_row(1, 1, 300, 200)]
 #[case::one_column(2, 140, 1, 16)]
+#[case::parts_of_k(1, 260, 200, 16_400)]
+#[case::parts_of_batches(2, 130, 97, 9000)]
 fn same_bits_with_scales_over_k(
     #[case] batch: usize,
     #[case] m: usize,
@@ -534,6 +563,29 @@ fn nan_scales_over_k(#[values(Granularity::Token, Granularity::Tensor)] of_a: Gr
     }
 }
 
+/// Few tiles and a long sum: K is summed up in parts, but not with residuals, whose blocks cost more than others.
+#[test]
+fn gradients_of_small_weights_are_split() {
+    let client = client();
+    if !has_hopper(&client) {
+        return;
+    }
+    let parts_of = |problem: &GemmProblem| {
+        parts(select(&client, problem, Strategy::Hopper).expect("a kernel"))
+    };
+    let small = problem(1, 256, 256, 16_384);
+    assert!(parts_of(&small) > 1);
+    assert_eq!(
+        parts_of(&GemmProblem {
+            fallback: true,
+            ..small
+        }),
+        1
+    );
+    assert_eq!(parts_of(&problem(1, 8192, 8192, 16_384)), 1);
+    assert_eq!(parts_of(&problem(1, 256, 256, 512)), 1);
+}
+
 /// Auto takes the kernel where it can, and the others where it cannot.
 #[test]
 fn selection() {
@@ -607,6 +659,8 @@ fn float_products(
         (1, 1, 8, 8, 8),
         (1, 1, 384, 264, 1000),
         (1, 1, 2000, 2304, 136),
+        (1, 1, 264, 136, 16_384),
+        (2, 2, 136, 72, 9000),
         (3, 3, 200, 136, 72),
         (2, 1, 136, 400, 200),
     ] {

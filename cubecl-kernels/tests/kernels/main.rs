@@ -58,4 +58,6 @@ mod random_hadamard;
 #[cfg(any(feature = "cuda", feature = "vulkan"))]
 mod softmax;
 #[cfg(any(feature = "cuda", feature = "vulkan"))]
+mod split_k;
+#[cfg(any(feature = "cuda", feature = "vulkan"))]
 mod transpose;

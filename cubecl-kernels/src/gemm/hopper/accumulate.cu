@@ -10,10 +10,10 @@
 // Bytes of a consumer's 64 rows of A.
 #define CONSUMER_BYTES (A_BYTES / 2)
 
-// Adds up the products of a tile's stages, for a consumer. `multiply_stage(a, b)` starts those of a stage, of the
+// Adds up the products of a part's stages, for a consumer. `multiply_stage(a, b)` starts those of a stage, of the
 // consumer's rows of A from the address `a` and the tile's rows of B from `b`, and adds them to `sums`.
 template <class Sum, class MultiplyStage>
-__device__ __forceinline__ void accumulate(Sum *sums, u32 blocks, u32 memory, u32 full, u32 empty, u32 &stage,
+__device__ __forceinline__ void accumulate(Sum *sums, const Part &part, u32 memory, u32 full, u32 empty, u32 &stage,
                                            u32 &parity, MultiplyStage multiply_stage) {
     const u32 consumer = threadIdx.x / 128 - 1;
     // wgmma can ignore what was in the sums. But registers that nothing has set would be alive from one tile to the
@@ -24,7 +24,7 @@ __device__ __forceinline__ void accumulate(Sum *sums, u32 blocks, u32 memory, u3
         sums[i] = 0;
     pin<TILE_N / 2>(sums);
     u32 previous = 0;
-    for (u32 block = 0; block < blocks; block++) {
+    for (u32 block = part.first; block < part.end; block++) {
         barrier_wait(full + 8 * stage, parity);
         const u32 to = memory + stage * STAGE_BYTES;
         products_fence();
@@ -32,7 +32,7 @@ __device__ __forceinline__ void accumulate(Sum *sums, u32 blocks, u32 memory, u3
         products_commit();
         // The stage before this one has been read when its products are done.
         products_wait<1>();
-        if (block > 0)
+        if (block > part.first)
             release(empty + 8 * previous);
         previous = stage;
         next_stage(stage, parity);

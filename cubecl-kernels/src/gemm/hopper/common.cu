@@ -49,6 +49,17 @@ __device__ __forceinline__ Tile tile_of(u32 index, const Tiles &tiles, u32 raste
     return {batch, first + index % height, index / height + (last ? tiles.cols : 0)};
 }
 
+// The stages of a tile: those of a part of K, where parts are summed up side by side (split_k.rs). Those of a matrix
+// follow one another in the output, and count as matrices there.
+struct Part {
+    u32 matrix, first, end;
+};
+
+__device__ __forceinline__ Part part_of(const Tile &tile, u32 parts, u32 stages) {
+    const u32 of_part = (stages + parts - 1) / parts, first = tile.batch % parts * of_part;
+    return {tile.batch / parts, first, min(first + of_part, stages)};
+}
+
 // ---- Output ---------------------------------------------------------------------------------------------------------
 
 #if defined(OUT_F32)

@@ -11,12 +11,18 @@ use crate::{
         source::{CudaSource, float_knob, launch_source},
         tensor_map::{STRIDE_BYTES, TmaView},
     },
-    device::{check_dtype, check_float, empty, is_hopper, is_operand_type, or_unused, storage},
+    device::{
+        check_dtype, check_float, empty, is_contiguous, is_hopper, is_operand_type, or_unused,
+        storage,
+    },
     error::KernelError,
-    gemm::{blueprint::HopperBlueprint, check_bias},
+    gemm::{
+        blueprint::{HopperBlueprint, HopperTile},
+        check_bias, split_k,
+    },
 };
 
-use super::UNITS;
+use super::{TiledProduct, UNITS};
 
 const OPERATION: &str = "gemm_float";
 const ELEMENT_BYTES: usize = 2;
@@ -260,9 +266,18 @@ impl<'a, R: Runtime> Product<'a, R> {
         if outer * inner * m * n == 0 {
             return;
         }
-        let [wide, narrow] = HopperBlueprint::all(client, outer * inner, m, n, WHOLE_TILE, SPEEDS);
+        let product = TiledProduct {
+            batch: outer * inner,
+            m,
+            n,
+            stages: k.div_ceil(DEPTH),
+            may_split: is_contiguous(out),
+        };
+        let [wide, narrow] = HopperBlueprint::all(client, &product, WHOLE_TILE, SPEEDS);
         let (blueprint, _) = if narrow.1 <= wide.1 { narrow } else { wide };
         let is_many = |dimension: Dimension| u64::from(dimension.in_memory() > 1);
+        // The parts of a matrix follow one another.
+        let stride = |dimension: Dimension| (dimension.stride * blueprint.parts) as u64;
         let numbers = FloatNumbers {
             outer: outer as u64,
             inner: inner as u64,
@@ -273,37 +288,41 @@ impl<'a, R: Runtime> Product<'a, R> {
             a_inner: is_many(a.matrices.inner),
             b_outer: is_many(b.matrices.outer),
             b_inner: is_many(b.matrices.inner),
-            outer_stride: to.outer.stride as u64,
-            inner_stride: to.inner.stride as u64,
+            outer_stride: stride(to.outer),
+            inner_stride: stride(to.inner),
             row_stride: to.rows.stride as u64,
+            parts: blueprint.parts as u64,
         };
-        // SAFETY: `Product::new` checked the operands and the bias, and the output has their product's shape; the
-        // kernel guards its writes and its reads of the bias with the numbers.
-        #[allow(unsafe_code)]
-        unsafe {
-            launch_source(
-                client,
-                FloatSource {
-                    blueprint,
-                    dtype: a.tensor.dtype,
-                    along_rows: (a.along_rows, b.along_rows),
-                    bias: self.bias.is_some(),
-                    out_dtype: out.dtype,
-                },
-                blueprint.cube_count(),
-                vec![
-                    a.view(HopperBlueprint::TILE_M).bind(a.tensor),
-                    b.view(blueprint.tile_n).bind(b.tensor),
-                ],
-                vec![
-                    or_unused(self.bias, out, storage::<f32>()),
-                    out.clone(),
-                    a.tensor.clone(),
-                    b.tensor.clone(),
-                ],
-                &numbers,
-            );
-        }
+        let maps = vec![
+            a.view(HopperBlueprint::TILE_M).bind(a.tensor),
+            b.view(blueprint.tile.tile_n).bind(b.tensor),
+        ];
+        split_k::in_parts(client, blueprint.parts, out, self.bias, |out, bias| {
+            // SAFETY: `Product::new` checked the operands and the bias, and the output has their product's shape; the
+            // kernel guards its writes and its reads of the bias with the numbers.
+            #[allow(unsafe_code)]
+            unsafe {
+                launch_source(
+                    client,
+                    FloatSource {
+                        tile: blueprint.tile,
+                        dtype: a.tensor.dtype,
+                        along_rows: (a.along_rows, b.along_rows),
+                        bias: bias.is_some(),
+                        out_dtype: out.dtype,
+                    },
+                    blueprint.cube_count(),
+                    maps,
+                    vec![
+                        or_unused(bias, out, storage::<f32>()),
+                        out.clone(),
+                        a.tensor.clone(),
+                        b.tensor.clone(),
+                    ],
+                    &numbers,
+                );
+            }
+        });
     }
 }
 
@@ -413,13 +432,15 @@ numbers! {
         outer_stride: u64,
         inner_stride: u64,
         row_stride: u64,
+        /// Parts of K, whose sums follow one another in the output.
+        parts: u64,
     }
 }
 
 /// `hopper/gemm_float.cu`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct FloatSource {
-    blueprint: HopperBlueprint,
+    tile: HopperTile,
     dtype: StorageType,
     along_rows: (bool, bool),
     bias: bool,
@@ -445,10 +466,9 @@ impl CudaSource for FloatSource {
             "bf16"
         };
         format!(
-            "#define TILE_N {}\n#define STAGES {}\n#define IN \"{dtype}\"\n#define A_ALONG_MN {}\n\
+            "{}#define IN \"{dtype}\"\n#define A_ALONG_MN {}\n\
              #define B_ALONG_MN {}\n#define BIAS {}\n#define OUT_{}",
-            self.blueprint.tile_n,
-            self.blueprint.stages,
+            self.tile.knobs(),
             u8::from(self.along_rows.0),
             u8::from(self.along_rows.1),
             u8::from(self.bias),
@@ -457,6 +477,6 @@ impl CudaSource for FloatSource {
     }
 
     fn shared_memory(&self) -> usize {
-        self.blueprint.shared_memory()
+        self.tile.shared_memory()
     }
 }

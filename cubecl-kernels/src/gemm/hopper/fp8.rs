@@ -10,13 +10,17 @@ use crate::{
     cuda::source::{CudaSource, float_knob, launch_source},
     device::{MatrixView, check_dtype, check_float, empty, is_hopper, or_unused, storage},
     error::KernelError,
-    gemm::{align::is_aligned, blueprint::HopperBlueprint, check_bias},
+    gemm::{
+        align::is_aligned,
+        blueprint::{HopperBlueprint, HopperTile},
+        check_bias, split_k,
+    },
     number::Number,
     quantize::Quantized,
     scale::ScaleNumber,
 };
 
-use super::{GemmNumbers, UNITS, batch_stride, tensor_map};
+use super::{GemmNumbers, TiledProduct, UNITS, batch_stride, tensor_map};
 
 const OPERATION: &str = "gemm_fp8";
 /// Elements along K of a scale, and rows where they share it, unless it is for all.
@@ -131,7 +135,14 @@ pub fn gemm_fp8<R: Runtime>(
     if batch * m * n == 0 {
         return Ok(out);
     }
-    let ranked = HopperBlueprint::all(client, batch, m, n, HopperBlueprint::CHUNK, SPEEDS);
+    let product = TiledProduct {
+        batch,
+        m,
+        n,
+        stages: a_shape.cols.div_ceil(BLOCK),
+        may_split: true,
+    };
+    let ranked = HopperBlueprint::all(client, &product, HopperBlueprint::CHUNK, SPEEDS);
     let cheapest = ranked.into_iter().min_by(|a, b| a.1.total_cmp(&b.1));
     let (blueprint, _) = cheapest.expect("widths of tiles");
     let numbers = GemmNumbers {
@@ -146,35 +157,39 @@ pub fn gemm_fp8<R: Runtime>(
         b_scale_row: of_b.scale_strides[0],
         b_scale_depth: of_b.scale_strides[1],
         b_batched: u64::from(b_shape.batch > 1),
+        parts: blueprint.parts as u64,
     };
-    // SAFETY: all shapes were checked, from which the numbers come; the kernel guards its writes and its reads of
-    // scales and bias with them. It reads the bias only where a knob says that there is one.
-    #[allow(unsafe_code)]
-    unsafe {
-        launch_source(
-            client,
-            Fp8Source {
-                blueprint,
-                operands: [of_a.knobs, of_b.knobs],
-                bias: bias.is_some(),
-                out_dtype,
-            },
-            blueprint.cube_count(),
-            vec![
-                tensor_map(&a.values, &of_a.view, HopperBlueprint::TILE_M),
-                tensor_map(&b.values, &of_b.view, blueprint.tile_n),
-            ],
-            vec![
-                a.scales.clone(),
-                b.scales.clone(),
-                or_unused(bias, &out, storage::<f32>()),
-                out.clone(),
-                a.values.clone(),
-                b.values.clone(),
-            ],
-            &numbers,
-        );
-    }
+    let maps = vec![
+        tensor_map(&a.values, &of_a.view, HopperBlueprint::TILE_M),
+        tensor_map(&b.values, &of_b.view, blueprint.tile.tile_n),
+    ];
+    split_k::in_parts(client, blueprint.parts, &out, bias, |out, bias| {
+        // SAFETY: all shapes were checked, from which the numbers come; the kernel guards its writes and its reads of
+        // scales and bias with them. It reads the bias only where a knob says that there is one.
+        #[allow(unsafe_code)]
+        unsafe {
+            launch_source(
+                client,
+                Fp8Source {
+                    tile: blueprint.tile,
+                    operands: [of_a.knobs, of_b.knobs],
+                    bias: bias.is_some(),
+                    out_dtype: out.dtype,
+                },
+                blueprint.cube_count(),
+                maps,
+                vec![
+                    a.scales.clone(),
+                    b.scales.clone(),
+                    or_unused(bias, out, storage::<f32>()),
+                    out.clone(),
+                    a.values.clone(),
+                    b.values.clone(),
+                ],
+                &numbers,
+            );
+        }
+    });
     Ok(out)
 }
 
@@ -326,7 +341,7 @@ impl Checked {
 /// `hopper/gemm_fp8.cu`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct Fp8Source {
-    blueprint: HopperBlueprint,
+    tile: HopperTile,
     operands: [OperandKnobs; 2],
     bias: bool,
     out_dtype: StorageType,
@@ -347,11 +362,10 @@ impl CudaSource for Fp8Source {
     fn knobs(&self) -> String {
         let [a, b] = self.operands;
         format!(
-            "#define TILE_N {}\n#define STAGES {}\n#define BLOCK 128\n#define IN \"{}.{}\"\n\
+            "{}#define BLOCK 128\n#define IN \"{}.{}\"\n\
              #define A_ROWS {}\n#define B_ROWS {}\n\
              #define A_E8M0 {}\n#define B_E8M0 {}\n#define BIAS {}\n#define OUT_{}",
-            self.blueprint.tile_n,
-            self.blueprint.stages,
+            self.tile.knobs(),
             a.number.name(),
             b.number.name(),
             u8::from(a.by_rows),
@@ -364,6 +378,6 @@ impl CudaSource for Fp8Source {
     }
 
     fn shared_memory(&self) -> usize {
-        self.blueprint.shared_memory()
+        self.tile.shared_memory()
     }
 }

@@ -210,8 +210,8 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     __shared__ Note notes[STAGES];
     __shared__ __align__(16) Staging staging[8];
 
-    const u32 m = numbers.m, n = numbers.n, k = numbers.k;
-    const Tiles tiles = tiles_of(numbers.batch, m, n);
+    const u32 m = numbers.m, n = numbers.n, k = numbers.k, parts = numbers.parts;
+    const Tiles tiles = tiles_of(numbers.batch * parts, m, n);
     const u32 blocks = (k + DEPTH - 1) / DEPTH;
     const u32 full = shared_address(full_barriers), empty = shared_address(empty_barriers);
     const u32 memory = shared_address(ring);
@@ -245,6 +245,8 @@ extern "C" __global__ void __launch_bounds__(384, 1)
             if (ordered)
                 tile.m = row_order[tile.m];
 #endif
+            const Part part = part_of(tile, parts, blocks);
+            tile.batch = part.matrix;
             const u32 b_batch = numbers.b_batched ? tile.batch : 0;
 #if BLOCK == DEPTH
             const u32 b_last = (n - 1) / 128;
@@ -252,7 +254,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
             const bool begins_inside = tile.n * TILE_N % 128 != 0;
             const u64 a_row = tile.batch * numbers.a_scale_batch + tile.m * numbers.a_scale_row;
             const u64 b_row = b_batch * numbers.b_scale_batch;
-            for (u32 start = 0; start < blocks; start += 32) {
+            for (u32 start = part.first; start < part.end; start += 32) {
                 // Each lane reads the scales of one of the next 32 blocks along K; a block's are then broadcast.
                 const u32 mine = min(start + lane, blocks - 1);
                 const u64 a_index = a_row + mine * numbers.a_scale_depth;
@@ -268,7 +270,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                 const float residual_scale = 0.0f;
                 const u32 fell_back = 0;
 #endif
-                const u32 count = min(32u, blocks - start);
+                const u32 count = min(32u, part.end - start);
                 for (u32 i = 0; i < count; i++) {
                     const float base = __shfl_sync(EVERYONE, a_scale, i);
                     const float extra = __shfl_sync(EVERYONE, residual_scale, i);
@@ -281,7 +283,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                         barrier_wait(empty + 8 * stage, parity ^ 1);
                         if (lane == 0) {
                             const float scale = step ? extra : base;
-                            const bool last = start + i + 1 == blocks && step + 1 == steps;
+                            const bool last = start + i + 1 == part.end && step + 1 == steps;
                             const float first = scale * scale_0, second = scale * scale_1;
                             notes[stage] = {first, second, begins_inside ? second : first, last ? 1.0f : 0.0f};
                             copy_stage(memory + stage * STAGE_BYTES, full + 8 * stage, step ? &residual_map : &a_map,
@@ -300,7 +302,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
             const u32 b_block = min(tile.n * COL_BLOCKS + lane % COL_BLOCKS, (n - 1) / BLOCK);
             const float *a_scale = a_scales + tile.batch * numbers.a_scale_batch + a_block * numbers.a_scale_row;
             const float *b_scale = b_scales + b_batch * numbers.b_scale_batch + b_block * numbers.b_scale_row;
-            for (u32 block = 0; block < blocks; block++) {
+            for (u32 block = part.first; block < part.end; block++) {
                 // Behind K products are 0: times -0 and added, they change no sum, not even its sign.
                 const u32 of_a = block * SUBS + a_sub, of_b = block * SUBS + b_sub;
                 const float from_a = of_a * BLOCK < k ? a_scale[of_a * numbers.a_scale_depth] : -0.0f;
@@ -311,7 +313,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                 if (b_sub < SUBS)
                     notes[stage].of_b[b_sub][lane % COL_BLOCKS] = from_b;
                 if (lane == 0)
-                    notes[stage].is_end = block + 1 == blocks ? 1.0f : 0.0f;
+                    notes[stage].is_end = block + 1 == part.end ? 1.0f : 0.0f;
                 __syncwarp();
                 if (lane == 0)
                     copy_stage(memory + stage * STAGE_BYTES, full + 8 * stage, &a_map, &b_map, block * DEPTH, tile,

@@ -61,8 +61,8 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     __shared__ u64 full_barriers[STAGES], empty_barriers[STAGES];
     __shared__ __align__(16) Staging staging[8];
 
-    const u32 m = numbers.m, n = numbers.n, k = numbers.k, inner_count = numbers.inner;
-    const Tiles tiles = tiles_of(numbers.outer * inner_count, m, n);
+    const u32 m = numbers.m, n = numbers.n, k = numbers.k, inner_count = numbers.inner, parts = numbers.parts;
+    const Tiles tiles = tiles_of(numbers.outer * inner_count * parts, m, n);
     const u32 blocks = (k + DEPTH - 1) / DEPTH;
     const u32 full = shared_address(full_barriers), empty = shared_address(empty_barriers);
     const u32 memory = shared_address(ring);
@@ -79,10 +79,11 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         u32 index;
         for (u32 turn = 0; (index = tile_index(turn)) < tiles.all; turn++) {
             const Tile tile = tile_of(index, tiles, 16);
-            const u32 outer = tile.batch / inner_count, inner = tile.batch % inner_count;
+            const Part part = part_of(tile, parts, blocks);
+            const u32 outer = part.matrix / inner_count, inner = part.matrix % inner_count;
             const u32 a_outer = numbers.a_outer ? outer : 0, a_inner = numbers.a_inner ? inner : 0;
             const u32 b_outer = numbers.b_outer ? outer : 0, b_inner = numbers.b_inner ? inner : 0;
-            for (u32 block = 0; block < blocks; block++) {
+            for (u32 block = part.first; block < part.end; block++) {
                 barrier_wait(empty + 8 * stage, parity ^ 1);
                 const u32 to = memory + stage * STAGE_BYTES, barrier = full + 8 * stage, depth = block * DEPTH;
                 barrier_arrive_expect(barrier, STAGE_BYTES);
@@ -103,15 +104,17 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     u32 index;
     for (u32 turn = 0; (index = tile_index(turn)) < tiles.all; turn++) {
         const Tile tile = tile_of(index, tiles, 16);
+        const Part part = part_of(tile, parts, blocks);
         float sums[TILE_N / 2];
-        accumulate(sums, blocks, memory, full, empty, stage, parity, [&](u32 a, u32 b) {
+        accumulate(sums, part, memory, full, empty, stage, parity, [&](u32 a, u32 b) {
 #pragma unroll
             for (int step = 0; step < DEPTH / 16; step++)
                 multiply(sums, descriptor<A_ALONG_MN * BOX_BYTES>(a + step * step_bytes<A_ALONG_MN>()),
                          descriptor<B_ALONG_MN * BOX_BYTES>(b + step * step_bytes<B_ALONG_MN>()));
         });
-        const u32 outer = tile.batch / inner_count, inner = tile.batch % inner_count;
-        write_sums(sums, bias, out + outer * numbers.outer_stride + inner * numbers.inner_stride,
+        const u32 outer = part.matrix / inner_count, inner = part.matrix % inner_count;
+        const u64 behind = tile.batch % parts * (u64)m * n;
+        write_sums(sums, bias, out + outer * numbers.outer_stride + inner * numbers.inner_stride + behind,
                    staging[4 * consumer + warp], tile.m * TILE_M + consumer * 64 + warp * 16, tile.n * TILE_N, m, n,
                    numbers.row_stride, aligned);
     }

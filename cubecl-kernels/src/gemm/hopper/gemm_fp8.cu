@@ -246,8 +246,8 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     const float(*const col_scales)[TILE_N] = nullptr;
 #endif
 
-    const u32 m = numbers.m, n = numbers.n, k = numbers.k;
-    const Tiles tiles = tiles_of(numbers.batch, m, n);
+    const u32 m = numbers.m, n = numbers.n, k = numbers.k, parts = numbers.parts;
+    const Tiles tiles = tiles_of(numbers.batch * parts, m, n);
     const u32 blocks = (k + DEPTH - 1) / DEPTH;
     const u32 full = shared_address(full_barriers), empty = shared_address(empty_barriers);
     const u32 memory = shared_address(ring);
@@ -263,7 +263,9 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         const u32 lane = threadIdx.x;
         u32 index;
         for (u32 turn = 0; (index = tile_index(turn)) < tiles.all; turn++) {
-            const Tile tile = tile_of(index, tiles, raster);
+            Tile tile = tile_of(index, tiles, raster);
+            const Part part = part_of(tile, parts, blocks);
+            tile.batch = part.matrix;
             const u32 b_batch = numbers.b_batched ? tile.batch : 0;
             const bool begins_inside = tile.n * TILE_N % 128 != 0;
             const AScale *const of_a = a_scales + tile.batch * numbers.a_scale_batch + tile.m * numbers.a_scale_row;
@@ -275,9 +277,10 @@ extern "C" __global__ void __launch_bounds__(384, 1)
             float ahead[TILE_N / 32];
 #pragma unroll
             for (int i = 0; i < TILE_N / 32; i++)
-                ahead[i] = decoded(of_b[min(tile.n * TILE_N + 32 * i + lane, n - 1) * numbers.b_scale_row]);
+                ahead[i] = decoded(of_b[min(tile.n * TILE_N + 32 * i + lane, n - 1) * numbers.b_scale_row +
+                                        part.first * numbers.b_scale_depth]);
 #endif
-            for (u32 block = 0; block < blocks; block++) {
+            for (u32 block = part.first; block < part.end; block++) {
                 const float base = A_ROWS ? 1.0f : decoded(of_a[block * numbers.a_scale_depth]);
                 float first = base, second = base;
 #if !B_ROWS
@@ -293,7 +296,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                 __syncwarp();
 #endif
                 if (lane == 0) {
-                    const bool last = block + 1 == blocks;
+                    const bool last = block + 1 == part.end;
                     notes[stage] = {first, second, begins_inside ? second : first, last ? 1.0f : 0.0f};
                     copy_stage(memory + stage * STAGE_BYTES, full + 8 * stage, &a_map, &b_map, block * DEPTH, tile,
                                b_batch);
@@ -324,11 +327,12 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         RowScales row_scales;
 #if A_ROWS
         const u32 row = first_row + threadIdx.x % 32 / 4;
-        const AScale *const of_a = a_scales + tile.batch * numbers.a_scale_batch;
+        const Part part = part_of(tile, parts, blocks);
+        const AScale *const of_a = a_scales + part.matrix * numbers.a_scale_batch;
         row_scales.first = of_a + min(row, m - 1) * numbers.a_scale_row;
         row_scales.second = of_a + min(row + 8, m - 1) * numbers.a_scale_row;
         row_scales.depth_stride = numbers.a_scale_depth;
-        row_scales.block = 0;
+        row_scales.block = part.first;
         row_scales.blocks = blocks;
         row_scales.read();
 #endif

@@ -87,8 +87,8 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     __shared__ u64 full_barriers[STAGES], empty_barriers[STAGES];
     __shared__ __align__(16) Staging staging[8];
 
-    const u32 m = numbers.m, n = numbers.n, k = numbers.k;
-    const Tiles tiles = tiles_of(numbers.batch, m, n);
+    const u32 m = numbers.m, n = numbers.n, k = numbers.k, parts = numbers.parts;
+    const Tiles tiles = tiles_of(numbers.batch * parts, m, n);
     const u32 blocks = (k + DEPTH - 1) / DEPTH;
     const u32 full = shared_address(full_barriers), empty = shared_address(empty_barriers);
     const u32 memory = shared_address(ring);
@@ -105,12 +105,13 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         u32 index;
         for (u32 turn = 0; (index = tile_index(turn)) < tiles.all; turn++) {
             const Tile tile = tile_of(index, tiles, 16);
-            const u32 b_batch = numbers.b_batched ? tile.batch : 0;
-            for (u32 block = 0; block < blocks; block++) {
+            const Part part = part_of(tile, parts, blocks);
+            const u32 b_batch = numbers.b_batched ? part.matrix : 0;
+            for (u32 block = part.first; block < part.end; block++) {
                 barrier_wait(empty + 8 * stage, parity ^ 1);
                 const u32 to = memory + stage * STAGE_BYTES, barrier = full + 8 * stage;
                 barrier_arrive_expect(barrier, STAGE_BYTES);
-                copy_tile(to, &a_map, block * DEPTH, tile.m * TILE_M, tile.batch, barrier);
+                copy_tile(to, &a_map, block * DEPTH, tile.m * TILE_M, part.matrix, barrier);
                 copy_tile(to + A_BYTES, &b_map, block * DEPTH, tile.n * TILE_N, b_batch, barrier);
                 next_stage(stage, parity);
             }
@@ -124,13 +125,14 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     u32 index;
     for (u32 turn = 0; (index = tile_index(turn)) < tiles.all; turn++) {
         const Tile tile = tile_of(index, tiles, 16);
-        const u32 b_batch = numbers.b_batched ? tile.batch : 0;
+        const Part part = part_of(tile, parts, blocks);
+        const u32 b_batch = numbers.b_batched ? part.matrix : 0;
         const u32 first_row = tile.m * TILE_M + consumer * 64 + warp * 16, first_col = tile.n * TILE_N;
-        const Scales scales = scales_of(a_scales + tile.batch * numbers.a_scale_batch,
+        const Scales scales = scales_of(a_scales + part.matrix * numbers.a_scale_batch,
                                         b_scales + b_batch * numbers.b_scale_batch, numbers.a_scale_row,
                                         numbers.b_scale_row, first_row, first_col, m, n);
         int products[TILE_N / 2];
-        accumulate(products, blocks, memory, full, empty, stage, parity, [&](u32 a, u32 b) {
+        accumulate(products, part, memory, full, empty, stage, parity, [&](u32 a, u32 b) {
 #pragma unroll
             for (int step = 0; step < DEPTH / 32; step++)
                 multiply(products, descriptor<0>(a + step * 32), descriptor<0>(b + step * 32));
