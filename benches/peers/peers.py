@@ -326,7 +326,12 @@ def measure_layer(sizes, rows):
 # Whole training steps
 
 # Hidden, heads, layers, batch, sequence: examples/src/args.rs.
-PRESETS = {"tiny": (128, 4, 4, 8, 128), "small": (512, 8, 9, 32, 512), "medium": (768, 12, 16, 16, 1024)}
+PRESETS = {
+    "tiny": (128, 4, 4, 8, 128),
+    "small": (512, 8, 9, 32, 512),
+    "medium": (768, 12, 16, 16, 1024),
+    "large": (2048, 16, 24, 8, 2048),
+}
 VOCABULARY = 256
 
 

@@ -29,6 +29,7 @@ pub mod plot;
 #[cfg(feature = "cuda")]
 pub mod quantize;
 pub mod random;
+pub mod recipe_results;
 pub mod results;
 pub mod state_error;
 pub mod step;

@@ -31,7 +31,7 @@ pub struct Args {
     /// Train every recipe with so many seeds, --seed and those that follow it [default: 1]
     #[arg(long, value_name = "N", value_parser = seeds)]
     pub seeds: Option<usize>,
-    /// The model: about 1M, 30M or 124M parameters, in Llama's style or in GPT-2's [default: tiny]
+    /// The model: about 1M, 30M, 124M or 1.3B parameters, in Llama's style or in GPT-2's [default: tiny]
     #[arg(long, value_enum)]
     pub preset: Option<Preset>,
     /// Optimizer steps in all; a resumed or forked run goes on to this number [default: the preset's]
@@ -417,6 +417,8 @@ pub enum Preset {
     Small,
     /// About 124M parameters.
     Medium,
+    /// About 1.3B parameters, for a GPU of 80 GB.
+    Large,
     /// As `tiny`, in GPT-2's style.
     Gpt2Tiny,
     /// As `small`, in GPT-2's style.
@@ -469,6 +471,7 @@ impl Preset {
             Self::Tiny | Self::Gpt2Tiny => (128, 4, 4),
             Self::Small | Self::Gpt2Small => (512, 9, 8),
             Self::Medium | Self::Gpt2Medium => (768, 16, 12),
+            Self::Large => (2048, 24, 16),
         };
         let family = self.family();
         // Llama's network has three matrices, GPT-2's two.
@@ -486,7 +489,7 @@ impl Preset {
     /// The style of its layers.
     pub fn family(self) -> Family {
         match self {
-            Self::Tiny | Self::Small | Self::Medium => Family::Llama,
+            Self::Tiny | Self::Small | Self::Medium | Self::Large => Family::Llama,
             Self::Gpt2Tiny | Self::Gpt2Small | Self::Gpt2Medium => Family::Gpt2,
         }
     }
@@ -505,6 +508,7 @@ impl Preset {
             Self::Tiny | Self::Gpt2Tiny => (120, 8, 128, 3e-3, 64),
             Self::Small | Self::Gpt2Small => (1250, 32, 512, 1e-3, 1024),
             Self::Medium | Self::Gpt2Medium => (2000, 16, 1024, 6e-4, 512),
+            Self::Large => (2000, 8, 2048, 2e-4, 256),
         };
         Defaults {
             steps,

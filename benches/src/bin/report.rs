@@ -9,6 +9,8 @@
 //!
 //! `report pair RESULTS RUN...` writes how the training losses of forks differ from that of the first one, step by
 //! step; a RUN is the folder that `pretrain` leaves the checkpoints of a run in.
+//!
+//! `report recipes RESULTS FILE...` gathers result files of `qt-bench memory` and of `report pair` into one.
 
 use std::{
     collections::BTreeSet,
@@ -23,6 +25,7 @@ use benches::{
     paired::PairedLosses,
     peers::Peers,
     plot,
+    recipe_results::RecipeResults,
     results::{Results, write},
     table,
 };
@@ -48,7 +51,10 @@ fn run() -> Result<()> {
         ["--check"] => true,
         ["join", results, peers] => return join(Path::new(results), Path::new(peers)),
         ["pair", results, ref runs @ ..] => return pair(Path::new(results), runs),
-        _ => bail!("usage: report [--check | join RESULTS PEERS | pair RESULTS RUN...]"),
+        ["recipes", results, ref files @ ..] => return recipes(Path::new(results), files),
+        _ => bail!(
+            "usage: report [--check | join RESULTS PEERS | pair RESULTS RUN... | recipes RESULTS FILE...]"
+        ),
     };
     for warning in logs::warnings(root, &logs_of(&results)?)? {
         eprintln!("report: warning: {warning}");
@@ -119,6 +125,17 @@ fn pair(path: &Path, runs: &[&str]) -> Result<()> {
     let losses = PairedLosses::of(&runs)?;
     write(path, &losses)?;
     println!("{}", table::of(&serde_json::to_string(&losses)?)?);
+    Ok(())
+}
+
+/// Writes these result files as one, and shows it.
+fn recipes(path: &Path, files: &[&str]) -> Result<()> {
+    let read =
+        |file: &&str| fs::read_to_string(file).with_context(|| format!("cannot read {file}"));
+    let texts = files.iter().map(read).collect::<Result<Vec<_>>>()?;
+    let results = RecipeResults::of(&texts)?;
+    write(path, &results)?;
+    println!("{}", table::of(&serde_json::to_string(&results)?)?);
     Ok(())
 }
 

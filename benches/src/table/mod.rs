@@ -12,6 +12,7 @@ mod peaks;
 mod quantize;
 mod rates;
 mod recipe_seeds;
+mod recipes;
 mod runs;
 mod states;
 mod steps;
@@ -40,6 +41,7 @@ use crate::results::{Peer, Results, Rows, Run, Spread};
 /// | `states` | errors by the formats of both moments, beside those of the paper |
 /// | `errors` | by sweep, beside those of the papers |
 /// | `report pair` | by fork, beside the first one |
+/// | `report recipes` | by recipe: losses and steps |
 ///
 /// # Errors
 ///
@@ -51,6 +53,9 @@ pub fn of(json: &str) -> Result<String> {
     }
     if value.get("paired").is_some() {
         return paired::table(&serde_json::from_value(value)?);
+    }
+    if value.get("recipes").is_some() {
+        return recipes::table(&serde_json::from_value(value)?);
     }
     if value.get("errors").is_some() {
         return errors::table(&serde_json::from_value(value)?);

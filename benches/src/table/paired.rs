@@ -13,11 +13,9 @@ pub(super) fn table(losses: &PairedLosses) -> Result<String> {
     let PairedLosses {
         baseline,
         fork,
-        tokens,
-        of: [preset, device, compute],
-        seed,
         step,
         paired,
+        ..
     } = losses;
     let mut out = format!(
         "| recipe | to step | training loss against {baseline}, steps {} to {} | last 200 steps | validation loss |\n\
@@ -37,9 +35,21 @@ pub(super) fn table(losses: &PairedLosses) -> Result<String> {
             grouped(run.step as f64),
         )?;
     }
-    writeln!(
-        out,
-        "\nForks of `{}`, seed {}, from step {} of {} on, with seed {seed}: `{preset}` preset on `{device}`, computing \
+    writeln!(out, "\n{}", conditions(losses))?;
+    Ok(out)
+}
+
+/// What the forks have in common.
+pub(super) fn conditions(losses: &PairedLosses) -> String {
+    let PairedLosses {
+        fork,
+        tokens,
+        of: [preset, device, compute],
+        seed,
+        ..
+    } = losses;
+    format!(
+        "Forks of `{}`, seed {}, from step {} of {} on, with seed {seed}: `{preset}` preset on `{device}`, computing \
          in `{compute}`, {} tokens a step. Differences of training losses are those of the steps that both runs took, \
          their 95% intervals over means of 20 steps. A validation loss is there where a run went to its end.",
         fork.recipe,
@@ -47,12 +57,11 @@ pub(super) fn table(losses: &PairedLosses) -> Result<String> {
         grouped(fork.step as f64),
         grouped(fork.planned_steps as f64),
         grouped(*tokens as f64),
-    )?;
-    Ok(out)
+    )
 }
 
 /// `+0.12% (+0.10 to +0.14%)`.
-fn cell(difference: Option<Difference>) -> String {
+pub(super) fn cell(difference: Option<Difference>) -> String {
     let Some(Difference { mean, interval }) = difference else {
         return String::from("-");
     };
