@@ -25,6 +25,7 @@
 //! | [`softmax`](mod@softmax) | the softmax of attention scores and its gradient |
 //! | [`log_softmax`](mod@log_softmax) | the logarithm of the softmax of logits, and its gradient |
 //! | [`rms_norm`](mod@rms_norm) | RMSNorm and its gradients |
+//! | [`rotary`](mod@rotary) | rotary positions and their gradient |
 //! | [`layer_norm`](mod@layer_norm) | layer normalization and its gradients |
 //! | [`gelu`](mod@gelu) | GELU and its gradient |
 //! | [`column_sum`](mod@column_sum) | what the norms' backward passes leave in parts, added up |
@@ -91,6 +92,7 @@ pub mod quantize;
 pub mod random_hadamard;
 pub mod reference;
 pub mod rms_norm;
+pub mod rotary;
 pub mod rounding;
 pub mod scale;
 pub mod shape;

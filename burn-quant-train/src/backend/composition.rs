@@ -5,6 +5,7 @@
 //! | RMSNorm | `burn::nn::RmsNorm` | `x / sqrt(mean(cast(x, FP32)²) + epsilon) gain` |
 //! | SwiGLU | `burn::nn::SwiGlu`, `silu(gate) * up` | `gate sigmoid(gate) up` |
 //! | layer normalization | `burn::nn::LayerNorm` | one |
+//! | rotary positions | `burn::nn::RotaryEncoding` | pairs of x, times `[2, 4]`, times a table, summed up |
 //! | GELU, in a flow | `burn::nn::Gelu` | one |
 //! | the logarithm of a softmax | `log_softmax`, `burn::nn::loss::CrossEntropyLoss` | one, of the last dimension |
 //!
@@ -36,7 +37,7 @@ use crate::{
     operations::{composed_activation_operations, composed_float_operations},
     ops::{
         gelu::Gelu, layer_norm::LayerNorm, log_softmax::LogSoftmax, rms_norm::RmsNorm,
-        swiglu::Swiglu,
+        rotary::Rotary, swiglu::Swiglu,
     },
     recipe::{Flow, Recipe},
     saved::recorded::QuantBackend,
@@ -107,6 +108,16 @@ enum Step<B: QuantBackend> {
     Sigmoid(QuantTensor<B>),
     /// x, times its sigmoid.
     Silu(QuantTensor<B>, QuantTensor<B>),
+    /// x as rows of pairs, `[heads, positions, pairs, 2]`.
+    Paired(QuantTensor<B>, Shape),
+    /// Pairs, times a matrix `[1, 1, 2, 4]`.
+    Turned(QuantTensor<B>, QuantTensor<B>),
+    /// What became of pairs, `[heads, positions, features, 2]`.
+    Spread(QuantTensor<B>, Shape),
+    /// Times a table `[1, positions, features, 2]`.
+    Scaled(QuantTensor<B>, QuantTensor<B>),
+    /// The sum of the last dimension.
+    Summed(QuantTensor<B>),
 }
 
 impl<B: QuantBackend> Step<B> {
@@ -123,6 +134,13 @@ impl<B: QuantBackend> Step<B> {
             Self::Normalized(x, rms) => <By<B, R> as OneByOne>::float_div(x.clone(), rms.clone()),
             Self::Sigmoid(x) => <By<B, R> as OneByOne>::sigmoid(x.clone()),
             Self::Silu(x, sigmoid) => <By<B, R> as OneByOne>::float_mul(x.clone(), sigmoid.clone()),
+            Self::Paired(x, shape) | Self::Spread(x, shape) => {
+                let _scope = By::<B, R>::scope();
+                x.clone().reshape(shape.clone())
+            }
+            Self::Turned(pairs, turn) => By::<B, R>::product(pairs.clone(), turn.clone()),
+            Self::Scaled(x, table) => <By<B, R> as OneByOne>::float_mul(x.clone(), table.clone()),
+            Self::Summed(x) => <By<B, R> as OneByOne>::float_sum_dim(x.clone(), x.rank() - 1),
         }
     }
 }
@@ -359,12 +377,124 @@ fn product<B: QuantBackend, R: Recipe>(
             Step::Silu(x.clone(), waiting.clone()),
         )),
         Step::Silu(gate, _) => swiglu::<B, R>(gate, other),
+        Step::Spread(_, shape) => {
+            (is_table(other) && other.shape()[..] == [1, shape[1], shape[2], 2]).then(|| {
+                let scaled = Step::Scaled(waiting.clone(), other.clone());
+                Waiting::of::<R>(waiting, scaled, shape.clone(), DType::F32)
+            })
+        }
         Step::Normalized(x, rms) => {
             let (_, epsilon) = root_mean_square(narrowed(rms))?;
             rms_norm::<B, R>(x, epsilon.elem(), other)
         }
         _ => None,
     }
+}
+
+/// The pairs that rotary positions begin with, what they spread to, or the end of the composition.
+pub(super) fn float_reshape<B: QuantBackend, R: Recipe>(
+    x: &QuantTensor<B>,
+    shape: &Shape,
+) -> Option<QuantTensor<B>> {
+    match step(x) {
+        Some(Step::Turned(..)) => {
+            let of_turned = x.shape();
+            let spread = [of_turned[0], of_turned[1], 2 * of_turned[2], 2];
+            (shape[..] == spread).then(|| {
+                Waiting::of::<R>(
+                    x,
+                    Step::Spread(x.clone(), shape.clone()),
+                    shape.clone(),
+                    x.dtype(),
+                )
+            })
+        }
+        Some(Step::Summed(scaled)) => rotary::<B, R>(scaled, shape),
+        Some(_) => None,
+        None => begins_with_pairs::<B, R>(x, shape).then(|| {
+            Waiting::of::<R>(
+                x,
+                Step::Paired(x.clone(), shape.clone()),
+                shape.clone(),
+                x.dtype(),
+            )
+        }),
+    }
+}
+
+/// True if `shape` has pairs of neighbours of rows at positions, and there is a kernel for what may follow.
+fn begins_with_pairs<B: QuantBackend, R: Recipe>(x: &QuantTensor<B>, shape: &Shape) -> bool {
+    let of_x = x.shape();
+    let rank = of_x.num_dims();
+    (2..=4).contains(&rank)
+        && matches!(shape[..], [_, positions, pairs, 2]
+            if [positions, 2 * pairs] == of_x[rank - 2..])
+        && kernels::<B, R>(x).is_some()
+}
+
+/// A product of pairs and of what becomes of each.
+pub(super) fn float_matmul<B: QuantBackend, R: Recipe>(
+    pairs: &QuantTensor<B>,
+    turn: &QuantTensor<B>,
+) -> Option<QuantTensor<B>> {
+    let Step::Paired(_, shape) = step(pairs)? else {
+        return None;
+    };
+    (is_table(turn) && turn.shape()[..] == [1, 1, 2, 4]).then(|| {
+        let turned = Shape::new([shape[0], shape[1], shape[2], 4]);
+        let step = Step::Turned(pairs.clone(), turn.clone());
+        Waiting::of::<R>(pairs, step, turned, R::row().compute.into())
+    })
+}
+
+pub(super) fn float_sum_dim<B: QuantBackend, R: Recipe>(
+    x: &QuantTensor<B>,
+    dim: &usize,
+) -> Option<QuantTensor<B>> {
+    match step(x)? {
+        Step::Scaled(..) if dim + 1 == x.rank() => {
+            let mut shape = x.shape();
+            shape[*dim] = 1;
+            Some(Waiting::of::<R>(
+                x,
+                Step::Summed(x.clone()),
+                shape,
+                x.dtype(),
+            ))
+        }
+        _ => None,
+    }
+}
+
+/// A tensor of FP32 that is not trained.
+fn is_table<B: QuantBackend>(tensor: &QuantTensor<B>) -> bool {
+    tensor.as_waiting().is_none()
+        && tensor.dtype() == DType::F32
+        && !B::is_tracked(tensor.primitive())
+}
+
+/// Rotary positions, if what was scaled began with pairs of a tensor of this shape.
+fn rotary<B: QuantBackend, R: Recipe>(
+    scaled: &QuantTensor<B>,
+    shape: &Shape,
+) -> Option<QuantTensor<B>> {
+    let Step::Scaled(spread, table) = step(scaled)? else {
+        return None;
+    };
+    let Step::Spread(turned, _) = step(spread)? else {
+        return None;
+    };
+    let Step::Turned(pairs, turn) = step(turned)? else {
+        return None;
+    };
+    let Step::Paired(x, _) = step(pairs)? else {
+        return None;
+    };
+    (x.shape() == *shape).then(|| {
+        let _scope = QuantTrain::<B, R>::scope();
+        let inputs = [x, turn, table].map(|it| it.clone().into_primitive());
+        QuantTensor::new(B::record(Rotary, inputs))
+    })
 }
 
 /// Layer normalization, if it is one operation: of parameters with as many elements as a row.

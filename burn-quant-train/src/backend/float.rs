@@ -7,12 +7,27 @@ use burn_backend::{
     tensor::{BoolTensor, Device, FloatTensor, IndexingUpdateOp, IntTensor},
 };
 
-use super::{QuantTrain, composition::compose, forward::forward, products, tensor::QuantTensor};
+use super::{
+    QuantTrain,
+    composition::{self, compose},
+    forward::forward,
+    products,
+    tensor::QuantTensor,
+};
 use crate::{
     operations::{composed_float_operations, float_operations},
     recipe::Recipe,
     saved::recorded::QuantBackend,
 };
+
+impl<B: QuantBackend, R: Recipe> QuantTrain<B, R> {
+    /// A matrix product that is part of no composition.
+    pub(super) fn product(lhs: FloatTensor<Self>, rhs: FloatTensor<Self>) -> FloatTensor<Self> {
+        let _scope = Self::scope();
+        Self::compress_pending();
+        products::matmul::<B, R>(lhs, rhs)
+    }
+}
 
 impl<B: QuantBackend, R: Recipe> FloatTensorOps<Self> for QuantTrain<B, R> {
     float_operations! { forward }
@@ -35,9 +50,7 @@ impl<B: QuantBackend, R: Recipe> FloatTensorOps<Self> for QuantTrain<B, R> {
     }
 
     fn float_matmul(lhs: FloatTensor<Self>, rhs: FloatTensor<Self>) -> FloatTensor<Self> {
-        let _scope = Self::scope();
-        Self::compress_pending();
-        products::matmul::<B, R>(lhs, rhs)
+        composition::float_matmul::<B, R>(&lhs, &rhs).unwrap_or_else(|| Self::product(lhs, rhs))
     }
 
     fn float_transpose(tensor: FloatTensor<Self>) -> FloatTensor<Self> {
@@ -55,8 +68,10 @@ impl<B: QuantBackend, R: Recipe> FloatTensorOps<Self> for QuantTrain<B, R> {
     }
 
     fn float_reshape(tensor: FloatTensor<Self>, shape: Shape) -> FloatTensor<Self> {
-        let _scope = Self::scope();
-        tensor.reshape(shape)
+        composition::float_reshape::<B, R>(&tensor, &shape).unwrap_or_else(|| {
+            let _scope = Self::scope();
+            tensor.reshape(shape)
+        })
     }
 
     fn float_to_device(tensor: FloatTensor<Self>, device: &Device<Self>) -> FloatTensor<Self> {

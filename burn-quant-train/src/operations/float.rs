@@ -49,7 +49,6 @@ macro_rules! float_operations {
             float_lower_equal(lhs: Float, rhs: Float, out_dtype: (BoolDType)) -> Bool => Promote;
             float_lower_equal_elem(lhs: Float, rhs: (Scalar), out_dtype: (BoolDType)) -> Bool;
             float_sum(tensor: Float) -> Float => Full [loss: tensor];
-            float_sum_dim(tensor: Float, dim: (usize)) -> Float => Full;
             float_prod(tensor: Float) -> Float => Full;
             float_prod_dim(tensor: Float, dim: (usize)) -> Float => Full;
             float_mean(tensor: Float) -> Float => Full [loss: tensor];
@@ -123,6 +122,7 @@ macro_rules! composed_float_operations {
             float_mul(lhs: Float, rhs: Float) -> Float => Promote [again];
             float_div(lhs: Float, rhs: Float) -> Float => Promote [again over small, exact: rhs];
             float_mean_dim(tensor: Float, dim: (usize)) -> Float => Full;
+            float_sum_dim(tensor: Float, dim: (usize)) -> Float => Full;
             float_cast(tensor: Float, dtype: (FloatDType)) -> Float [again];
             float_powi_scalar(lhs: Float, rhs: (Scalar)) -> Float => Full;
             float_sqrt(tensor: Float) -> Float [again, exact: tensor];

@@ -13,6 +13,7 @@ mod operand;
 pub(crate) mod probe;
 pub(crate) mod relu;
 pub(crate) mod rms_norm;
+pub(crate) mod rotary;
 pub(crate) mod run;
 pub(crate) mod softmax;
 mod stand_in;

@@ -62,6 +62,7 @@ use cubecl_kernels::{
     },
     random_hadamard::random_hadamard,
     rms_norm::{rms_norm, rms_norm_backward},
+    rotary::{RotaryPass, rotary},
     rounding::{Rounding, StochasticKey},
     scale::ScaleNumber,
     swiglu::{swiglu, swiglu_backward},
@@ -804,6 +805,13 @@ fn layer_sources(architecture: u16) -> Vec<Source> {
                 let logs = log_softmax(client, &x).expect("a matrix");
                 log_softmax_backward(client, &logs, &logs, x.dtype).expect("matrices");
                 embedding_gradient(client, &indices, &x, 100).expect("tokens");
+                let (turn, table) = (
+                    tensor(client, &[2, 4], dtype::<f32>()),
+                    tensor(client, &[100, 768, 2], dtype::<f32>()),
+                );
+                for pass in [RotaryPass::Forward, RotaryPass::Backward] {
+                    rotary(client, &x, &turn, &table, pass).expect("pairs");
+                }
             }
         }
         operators_of_numbers(client);
@@ -839,6 +847,7 @@ fn layer_sources(architecture: u16) -> Vec<Source> {
         "swiglu_kernel",
         "swiglu_backward_kernel",
         "log_softmax_kernel",
+        "rotary_kernel",
         "log_softmax_backward_kernel",
         "column_sum_kernel",
         "concatenate_kernel",

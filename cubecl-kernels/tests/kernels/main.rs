@@ -56,6 +56,8 @@ mod quantize;
 #[cfg(any(feature = "cuda", feature = "vulkan"))]
 mod random_hadamard;
 #[cfg(any(feature = "cuda", feature = "vulkan"))]
+mod rotary;
+#[cfg(any(feature = "cuda", feature = "vulkan"))]
 mod softmax;
 #[cfg(any(feature = "cuda", feature = "vulkan"))]
 mod split_k;

@@ -3,7 +3,7 @@
 use burn::{
     backend::{Autodiff, Flex},
     module::{Module, ModuleMapper, Param},
-    nn::{EmbeddingConfig, LayerNormConfig, RmsNormConfig, SwiGluConfig},
+    nn::{EmbeddingConfig, LayerNormConfig, RmsNormConfig, RotaryEncodingConfig, SwiGluConfig},
     tensor::{
         DType, Int, Tensor, TensorData,
         activation::{log_softmax, sigmoid, silu},
@@ -122,6 +122,33 @@ fn root_mean_square<B: Backend>(x: Tensor<B, 3>, epsilon: f32) -> Tensor<B, 3> {
     (x.cast(DType::F32).square().mean_dim(2) + epsilon).sqrt()
 }
 
+/// Burn's module on rows `[batch, positions, features]`.
+fn rotary<B: Backend>(x: Tensor<B, 3>) -> Tensor<B, 3> {
+    let [_, positions, features] = x.dims();
+    let rotary = RotaryEncodingConfig::new(positions + 2, features).init(&x.device());
+    rotary.apply(x, 2)
+}
+
+/// The same of heads of 8 features, slices of the rows.
+fn rotary_of_heads<B: Backend>(x: Tensor<B, 3>) -> Tensor<B, 3> {
+    let [batch, positions, features] = x.dims();
+    let rotary = RotaryEncodingConfig::new(positions, 8).init(&x.device());
+    let heads = x
+        .reshape([batch, positions, features / 8, 8])
+        .swap_dims(1, 2);
+    let turned = rotary.forward(heads).swap_dims(1, 2);
+    turned.reshape([batch, positions, features])
+}
+
+/// Pairs of neighbours, each times the matrix of Burn's module.
+fn turned<B: Backend>(x: Tensor<B, 3>) -> Tensor<B, 4> {
+    let [batch, positions, features] = x.dims();
+    let turn = [[1.0, 0.0, 0.0, 1.0], [0.0, -1.0, 1.0, 0.0]];
+    let turn = Tensor::<B, 2>::from_floats(turn, &x.device());
+    x.reshape([batch, positions, features / 2, 2])
+        .matmul(turn.unsqueeze())
+}
+
 fn equal_fp32<B: DataBackend>(seed: u64) {
     in_16_bits!(B, modules(seed));
 }
@@ -229,6 +256,46 @@ fn depart<B: DataBackend, R: Recipe>(dtype: DType, tolerance: f32, seed: u64) {
         let sigmoid = sigmoid(i.x.clone());
         i.x * sigmoid.clone() * i.y + sigmoid * i.gain.unsqueeze()
     });
+    case!("rotary positions", |i| rotary(i.x)
+        + i.y * i.gain.unsqueeze());
+    case!("rotary positions of heads", |i| rotary_of_heads(i.x) * i.y
+        + i.gain.unsqueeze());
+    case!("rotary positions twice", |i| rotary(rotary(i.x))
+        * i.gain.unsqueeze()
+        + i.y);
+    case!("pairs that go elsewhere", |i| {
+        let [batch, positions, features] = i.x.dims();
+        let pairs = i.x.reshape([batch, positions, features / 2, 2]);
+        let sums = pairs.clone() * 2 + pairs;
+        sums.reshape([batch, positions, features]) + i.y * i.gain.unsqueeze()
+    });
+    case!("turned pairs that are read twice", |i| {
+        let [batch, positions, features] = i.x.dims();
+        let turned = turned(i.x);
+        let pairs = turned
+            .clone()
+            .slice([0..batch, 0..positions, 0..features / 2, 0..2]);
+        let others = turned.slice([0..batch, 0..positions, 0..features / 2, 2..4]);
+        (pairs * 2 + others).reshape([batch, positions, features]) + i.y * i.gain.unsqueeze()
+    });
+    case!("a table that is trained", |i| {
+        let [batch, positions, features] = i.x.dims();
+        let spread = turned(i.x).reshape([batch, positions, features, 2]);
+        let table = i.gain.reshape([1, 1, features, 1]);
+        let table = table.repeat(&[1, positions, 1, 2]);
+        (spread * table)
+            .sum_dim(3)
+            .reshape([batch, positions, features])
+            + i.y
+    });
+    case!("what is scaled and summed up otherwise", |i| {
+        let [batch, positions, features] = i.x.dims();
+        let spread = turned(i.x).reshape([batch, positions, features, 2]);
+        let table = Tensor::ones([1, positions, features, 2], &spread.device());
+        let scaled = spread * table;
+        let sums = scaled.clone().sum_dim(3) + scaled.mean_dim(3);
+        sums.reshape([batch, positions, features]) + i.y * i.gain.unsqueeze()
+    });
     case!("a norm without a gain", |i| normalized(i.x, 1e-5)
         + i.y * i.gain.unsqueeze());
     case!("a norm with a matrix as its gain", |i| normalized(
@@ -315,6 +382,15 @@ fn leave<B: DataBackend, R: Recipe>(dtype: DType, _tolerance: f32, seed: u64) {
     });
     // A value that the test holds does not wait: its double does.
     let logarithms = operations::<T<B, R>>(dtype, seed, |[x, _], _| log_softmax(x, 2) * 2);
+    // Burn sums up in FP32; as one operation the positions have the dtype of x.
+    let device = B::Device::default();
+    let x = Tensor::<T<B, R>, 3>::ones([2, 6, COLUMNS], &device).cast(dtype);
+    let of_rotary = match has_kernels {
+        true => dtype,
+        false => DType::F32,
+    };
+    assert_eq!(rotary(x.clone()).dtype(), of_rotary);
+    assert_eq!(rotary_of_heads(x).dtype(), of_rotary);
     match has_kernels {
         true => {
             assert_eq!(logarithms, ["log_softmax"], "seed {seed}, {dtype:?}");

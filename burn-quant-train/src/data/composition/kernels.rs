@@ -5,6 +5,8 @@ use burn_backend::{
     tensor::{Device, FloatTensor, IntTensor},
 };
 
+use cubecl_kernels::rotary::RotaryPass;
+
 use super::OperatorInput;
 
 /// Compositions on a backend that holds data.
@@ -24,6 +26,10 @@ pub type NormInputs<B> = (NormInput<B>, Option<FloatTensor<B>>);
 
 /// gate and up, of one shape and dtype.
 pub type GateInputs<B> = (OperatorInput<B>, OperatorInput<B>);
+
+/// What becomes of a pair of neighbours, FP32 `[1, 1, 2, 4]`, and the factors of what became of it, FP32 `[1, positions,
+/// features, 2]`: the operands of Burn's `RotaryEncoding`.
+pub type RotaryTables<B> = Pair<B>;
 
 /// The output of a pass in the shape of its input, and two rows or columns of numbers.
 pub type WithPair<B> = (FloatTensor<B>, Pair<B>);
@@ -56,6 +62,8 @@ pub struct Compositions<B: Backend> {
     pub log_softmax: fn(FloatTensor<B>) -> FloatTensor<B>,
     /// The gradient of x, of this dtype: of what [`log_softmax`](Self::log_softmax) gave, and of its gradient, FP32.
     pub log_softmax_backward: fn(Pair<B>, DType) -> FloatTensor<B>,
+    /// Rotary positions of x `[.., positions, features]`, of up to four dimensions, or of a gradient back to that of x.
+    pub rotary: fn(FloatTensor<B>, RotaryTables<B>, RotaryPass) -> FloatTensor<B>,
     /// The gradient `[rows, columns]` of a table of so many rows: of that of the rows that were gathered,
     /// `[.., columns]`, and of their indices.
     pub embedding_gradient: fn(FloatTensor<B>, IntTensor<B>, usize) -> FloatTensor<B>,

@@ -1,5 +1,5 @@
 //! Compositions of Burn's operations that are one operation: RMSNorm, SwiGLU's gate, GELU, layer normalization, the
-//! logarithm of a softmax, and the gradient of an embedding. Without a kernel all but the last two are computed from
+//! logarithm of a softmax, rotary positions, and the gradient of an embedding. Without a kernel all but the last three are computed from
 //! float operations, in FP32.
 //!
 //! One kernel reads each tensor once. Operation by operation, a norm of a decoder layer of width 768 takes seven times
@@ -11,12 +11,14 @@ mod input;
 pub(super) mod kernels;
 pub(super) mod operations;
 
+pub use cubecl_kernels::rotary::RotaryPass;
 pub use input::OperatorInput;
 pub use kernels::{
-    CompositionKernels, Compositions, GateInputs, NormInput, NormInputs, Pair, WithPair,
+    CompositionKernels, Compositions, GateInputs, NormInput, NormInputs, Pair, RotaryTables,
+    WithPair,
 };
 pub(crate) use operations::{
     EmbeddingGradient, GeluForward, GeluGradient, LayerNormForward, LayerNormGradients,
-    LogSoftmaxForward, LogSoftmaxGradient, RmsNormForward, RmsNormGradients, SwigluForward,
-    SwigluGradients,
+    LogSoftmaxForward, LogSoftmaxGradient, RmsNormForward, RmsNormGradients, RotaryPositions,
+    SwigluForward, SwigluGradients,
 };

@@ -5,6 +5,8 @@ use burn_backend::{
     tensor::{FloatTensor, IntTensor},
 };
 
+use cubecl_kernels::rotary::RotaryPass;
+
 use super::{
     OperatorInput, floats,
     kernels::{Compositions, NormInput, Pair},
@@ -273,6 +275,30 @@ impl Operation for LogSoftmaxGradient {
         let kernels = K::composition_kernels(&K::float_device(&inputs.0));
         let kernels = kernels.expect("a logarithm of a softmax is asked for where it has a kernel");
         (kernels.log_softmax_backward)(inputs, self.dtype)
+    }
+}
+
+/// Rotary positions (Su et al., 2021, equation 34) of x, or of the gradient of what they gave.
+#[derive(Debug, Clone)]
+pub(crate) struct RotaryPositions {
+    pub pass: RotaryPass,
+}
+
+impl Operation for RotaryPositions {
+    const NAME: &'static str = "rotary";
+    /// x, or a gradient, `[.., positions, features]`; the matrix and the table of Burn's module.
+    type Inputs = (FloatMeta, (FloatMeta, FloatMeta));
+    /// In the shape and dtype of x.
+    type Outputs = FloatMeta;
+
+    fn outline<T: Tensors>(&self, (x, _): &On<Self::Inputs, T>) -> FloatMeta {
+        FloatMeta::new(x.shape(), x.dtype())
+    }
+
+    fn run<K: Kernels>(self, (x, tables): On<Self::Inputs, K>) -> FloatTensor<K> {
+        let kernels = K::composition_kernels(&K::float_device(&x));
+        let kernels = kernels.expect("rotary positions are asked for where they have a kernel");
+        (kernels.rotary)(x, tables, self.pass)
     }
 }
 

@@ -7,11 +7,13 @@ use burn_cubecl::{
 };
 use cubecl::{prelude::ComputeClient, std::tensor::TensorHandle};
 use cubecl_kernels::{
+    KernelError,
     column_sum::column_sum,
     embedding, gelu,
     layer_norm::{self, LayerNormGradients, LayerNormOutput},
     log_softmax, operator_input, quantize,
     rms_norm::{self, RmsNormGradients, RmsNormOutput},
+    rotary::{self, RotaryPass},
     swiglu,
 };
 
@@ -47,6 +49,7 @@ where
             gelu_backward: gelu_backward::<Self, R>,
             swiglu: swiglu::<Self, R>,
             swiglu_backward: swiglu_backward::<Self, R>,
+            rotary: rotary::<R>,
             log_softmax: log_softmax::<R>,
             log_softmax_backward: log_softmax_backward::<R>,
             embedding_gradient: embedding_gradient::<Self, R>,
@@ -242,6 +245,23 @@ fn log_softmax_backward<R: CubeRuntime>((output, gradient): Two<R>, dtype: DType
     let of_x =
         log_softmax::log_softmax_backward(&client, &rows(output), &rows(gradient), dtype.into());
     reshaped(tensor(&like, checked(of_x), dtype), shape)
+}
+
+fn rotary<R: CubeRuntime>(
+    x: CubeTensor<R>,
+    (turn, table): Two<R>,
+    pass: RotaryPass,
+) -> CubeTensor<R> {
+    let [turn, table] = [turn, table].map(|it| handle(&into_contiguous(it)));
+    let run = |x: &CubeTensor<R>| rotary::rotary(&x.client, &handle(x), &turn, &table, pass);
+    let output = match run(&x) {
+        // Features that do not lie side by side, or rows at odd places.
+        Err(KernelError::Unsupported { .. }) | Err(KernelError::Shape { .. }) => {
+            run(&into_contiguous(x.clone()))
+        }
+        output => output,
+    };
+    tensor(&x, checked(output), x.dtype)
 }
 
 fn embedding_gradient<B: Cube<R>, R: CubeRuntime>(

@@ -1,0 +1,253 @@
+//! Rotary positions (Su et al., "RoFormer", arXiv 2104.09864, equation 34), as `burn::nn::RotaryEncoding` computes them,
+//! and their gradient, each in one launch.
+//!
+//! That module multiplies each pair of neighbours by a matrix `[2, 4]` of 0, 1 and -1, multiplies what becomes of it by
+//! cosines and sines, and sums pairs up: `y = x a + x' b, y' = x c + x' d`, where a to d are sums of two products of the
+//! matrix and the table. So the matrix need not be looked at. One kernel reads x and writes y; operation by operation it
+//! is a tensor of twice the size, written and read three times.
+
+use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
+
+use crate::{
+    device::{array, check_contiguous, check_dtype, check_float, cube_grid, empty, storage},
+    error::KernelError,
+};
+
+const OPERATION: &str = "rotary";
+const UNITS: usize = 256;
+/// Heads for which a unit reads the table once.
+const HEADS_OF_UNIT: u32 = 8;
+/// Elements of the matrix, `[2, 4]`.
+const TURN: usize = 8;
+
+/// The direction of a pass.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum RotaryPass {
+    /// y of x, contiguous.
+    Forward,
+    /// The gradient of x of that of y, which lies in memory as `[batch, positions, heads, features]` where there are four
+    /// dimensions: heads are slices of the rows that a linear layer gave.
+    Backward,
+}
+
+/// Turns each pair of neighbours in the rows of x by the angle of its position, in the shape and element type of x.
+///
+/// - `x`: f32, f16 or bf16 `[.., positions, features]` of two to four dimensions, features even and side by side in
+///   memory, rows at multiples of two elements.
+/// - `turn`: f32 `[.., 2, 4]`, contiguous: what becomes of a pair.
+/// - `table`: f32 `[.., positions, features, 2]`, contiguous: the factors of what became of it.
+///
+/// All arithmetic is FP32, rounded once.
+///
+/// # Errors
+///
+/// When shapes, element types or strides differ from these.
+pub fn rotary<R: Runtime>(
+    client: &ComputeClient<R>,
+    x: &TensorHandle<R>,
+    turn: &TensorHandle<R>,
+    table: &TensorHandle<R>,
+    pass: RotaryPass,
+) -> Result<TensorHandle<R>, KernelError> {
+    check_float(client, OPERATION, "x", x.dtype)?;
+    for (name, tensor) in [("the matrix", turn), ("the table", table)] {
+        check_dtype(OPERATION, name, tensor, storage::<f32>(), "cast it to f32")?;
+        check_contiguous(OPERATION, tensor)?;
+    }
+    let heads = Heads::of(x).filter(|it| {
+        let of_table = table.shape().iter().product::<usize>();
+        it.width.is_multiple_of(2)
+            && turn.shape().iter().product::<usize>() == TURN
+            && of_table == 2 * it.positions * it.width
+    });
+    let Some(heads) = heads else {
+        return Err(KernelError::Shape {
+            operation: OPERATION,
+            got: format!(
+                "x {:?}, a matrix {:?} and a table {:?}",
+                x.shape(),
+                turn.shape(),
+                table.shape()
+            ),
+            remedy: "pass x [.., positions, features] with features even, a matrix [2, 4] and a table [positions, features, 2]",
+        });
+    };
+    let Some(vector) = heads.vector(x) else {
+        return Err(KernelError::Unsupported {
+            operation: OPERATION,
+            reason: format!("x {:?} with strides {:?}", x.shape(), x.strides()),
+            remedy: "make it contiguous",
+        });
+    };
+    let out = heads.empty(client, x, pass);
+    let to = Heads::of(&out).expect("the shape of x");
+    let places = heads.positions * heads.width / vector;
+    let groups = (heads.outer * heads.inner).div_ceil(HEADS_OF_UNIT as usize);
+    if places * groups > 0 {
+        // SAFETY: reads and writes are guarded by the numbers of positions and heads, for which the output was allocated
+        // and whose rows the table has.
+        #[allow(unsafe_code)]
+        unsafe {
+            rotary_kernel::launch_unchecked::<R>(
+                client,
+                cube_grid((places * groups).div_ceil(UNITS)),
+                CubeDim::new_1d(UNITS as u32),
+                vector,
+                array(x.clone()),
+                array(turn.clone()),
+                array(table.clone()),
+                array(out.clone()),
+                heads.steps(vector),
+                to.steps(vector),
+                (heads.outer * heads.inner) as u32,
+                heads.inner as u32,
+                places as u32,
+                (heads.width / vector) as u32,
+                vector,
+                pass == RotaryPass::Backward,
+                x.dtype,
+            );
+        }
+    }
+    Ok(out)
+}
+
+/// A tensor as rows of heads.
+struct Heads {
+    outer: usize,
+    inner: usize,
+    positions: usize,
+    width: usize,
+    /// Elements from one of each of the first three to the next.
+    strides: [usize; 3],
+}
+
+impl Heads {
+    /// `None` for another rank, or where features do not lie side by side.
+    fn of<R: Runtime>(tensor: &TensorHandle<R>) -> Option<Self> {
+        let (shape, strides) = (tensor.shape(), tensor.strides());
+        let missing = 4usize.checked_sub(shape.len()).filter(|it| *it <= 2)?;
+        let at = |values: &[usize], dim: usize, none: usize| {
+            dim.checked_sub(missing).map_or(none, |dim| values[dim])
+        };
+        let is_dense = at(shape, 3, 1) <= 1 || at(strides, 3, 1) == 1;
+        // The stride of what there is one of is never taken.
+        let stride = |dim: usize| match at(shape, dim, 1) {
+            1 => 0,
+            _ => at(strides, dim, 0),
+        };
+        is_dense.then(|| Self {
+            outer: at(shape, 0, 1),
+            inner: at(shape, 1, 1),
+            positions: at(shape, 2, 1),
+            width: at(shape, 3, 1),
+            strides: [0, 1, 2].map(stride),
+        })
+    }
+
+    /// Elements that are read at once: those of 16 bytes, or fewer, at least the two of a pair.
+    fn vector<R: Runtime>(&self, tensor: &TensorHandle<R>) -> Option<usize> {
+        let size = tensor.dtype.size();
+        let offset = tensor.handle.offset_start.unwrap_or_default() as usize;
+        let fits = |vector: usize| {
+            let mut steps = self.strides.iter().chain([&self.width]);
+            vector * size <= 16
+                && offset % (vector * size) == 0
+                && steps.all(|step| step % vector == 0)
+        };
+        [8, 4, 2].into_iter().find(|&vector| fits(vector))
+    }
+
+    /// A tensor for the result of the pass on `x`.
+    fn empty<R: Runtime>(
+        &self,
+        client: &ComputeClient<R>,
+        x: &TensorHandle<R>,
+        pass: RotaryPass,
+    ) -> TensorHandle<R> {
+        let mut shape = x.shape().to_vec();
+        let in_rows = pass == RotaryPass::Backward && shape.len() == 4;
+        if in_rows {
+            shape.swap(1, 2);
+        }
+        let mut out = empty(client, shape, x.dtype);
+        if in_rows {
+            out.metadata.swap(1, 2);
+        }
+        out
+    }
+
+    fn steps<R: Runtime>(&self, vector: usize) -> StepsLaunch<R> {
+        let [outer, inner, position] = self.strides.map(|stride| (stride / vector) as u32);
+        StepsLaunch::new(outer, inner, position)
+    }
+}
+
+/// Vectors from one of a tensor's dimensions to the next.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+struct Steps {
+    outer: u32,
+    inner: u32,
+    position: u32,
+}
+
+#[cube(launch_unchecked)]
+#[allow(clippy::too_many_arguments)]
+fn rotary_kernel<F: Numeric, N: Size>(
+    x: &Array<Vector<F, N>>,
+    turn: &Array<f32>,
+    table: &Array<f32>,
+    out: &mut Array<Vector<F, N>>,
+    from: Steps,
+    to: Steps,
+    heads: u32,
+    inner: u32,
+    places: u32,
+    vectors_of_row: u32,
+    #[comptime] vector: usize,
+    #[comptime] is_backward: bool,
+    #[define(F)] _dtype: StorageType,
+) {
+    let index = CUBE_POS as u32 * comptime!(UNITS as u32) + UNIT_POS;
+    let (place, first) = (index % places, index / places * HEADS_OF_UNIT);
+    if first < heads {
+        let (position, col) = (place / vectors_of_row, place % vectors_of_row);
+        // Of each pair: what x and its neighbour count in y, and in y's neighbour.
+        let mut factors = Array::<f32>::new(comptime!(2 * vector));
+        #[unroll]
+        for pair in 0..comptime!(vector / 2) {
+            let at = (place * comptime!(2 * vector as u32) + comptime!(4 * pair as u32)) as usize;
+            let (of_y, of_y_too) = (table[at], table[at + 1]);
+            let (of_next, of_next_too) = (table[at + 2], table[at + 3]);
+            factors[comptime!(4 * pair)] = turn[0usize] * of_y + turn[1usize] * of_y_too;
+            factors[comptime!(4 * pair + 1)] = turn[4usize] * of_y + turn[5usize] * of_y_too;
+            factors[comptime!(4 * pair + 2)] = turn[2usize] * of_next + turn[3usize] * of_next_too;
+            factors[comptime!(4 * pair + 3)] = turn[6usize] * of_next + turn[7usize] * of_next_too;
+        }
+        let last = min(first + HEADS_OF_UNIT, heads);
+        for head in first..last {
+            let (outer, inner) = (head / inner, head % inner);
+            let of_x = outer * from.outer + inner * from.inner + position * from.position + col;
+            let of_out = outer * to.outer + inner * to.inner + position * to.position + col;
+            let pairs = x[of_x as usize];
+            let mut turned = Vector::<F, N>::empty();
+            #[unroll]
+            for pair in 0..comptime!(vector / 2) {
+                let this = f32::cast_from(pairs[comptime!(2 * pair)]);
+                let next = f32::cast_from(pairs[comptime!(2 * pair + 1)]);
+                let a = factors[comptime!(4 * pair)];
+                let b = factors[comptime!(4 * pair + 1)];
+                let c = factors[comptime!(4 * pair + 2)];
+                let d = factors[comptime!(4 * pair + 3)];
+                if comptime!(is_backward) {
+                    turned[comptime!(2 * pair)] = F::cast_from(this * a + next * c);
+                    turned[comptime!(2 * pair + 1)] = F::cast_from(this * b + next * d);
+                } else {
+                    turned[comptime!(2 * pair)] = F::cast_from(this * a + next * b);
+                    turned[comptime!(2 * pair + 1)] = F::cast_from(this * c + next * d);
+                }
+            }
+            out[of_out as usize] = turned;
+        }
+    }
+}
