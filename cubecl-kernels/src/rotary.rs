@@ -9,7 +9,7 @@
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
 use crate::{
-    device::{array, check_contiguous, check_dtype, check_float, cube_grid, empty, storage},
+    device::{array, check_contiguous, check_dtype, check_float, cube_grid, empty},
     error::KernelError,
 };
 
@@ -34,8 +34,8 @@ pub enum RotaryPass {
 ///
 /// - `x`: f32, f16 or bf16 `[.., positions, features]` of two to four dimensions, features even and side by side in
 ///   memory, rows at multiples of two elements.
-/// - `turn`: f32 `[.., 2, 4]`, contiguous: what becomes of a pair.
-/// - `table`: f32 `[.., positions, features, 2]`, contiguous: the factors of what became of it.
+/// - `turn`: f32, f16 or bf16 `[.., 2, 4]`, contiguous: what becomes of a pair.
+/// - `table`: of the type of `turn`, `[.., positions, features, 2]`, contiguous: the factors of what became of it.
 ///
 /// All arithmetic is FP32, rounded once.
 ///
@@ -50,8 +50,15 @@ pub fn rotary<R: Runtime>(
     pass: RotaryPass,
 ) -> Result<TensorHandle<R>, KernelError> {
     check_float(client, OPERATION, "x", x.dtype)?;
-    for (name, tensor) in [("the matrix", turn), ("the table", table)] {
-        check_dtype(OPERATION, name, tensor, storage::<f32>(), "cast it to f32")?;
+    check_float(client, OPERATION, "the matrix", turn.dtype)?;
+    check_dtype(
+        OPERATION,
+        "the table",
+        table,
+        turn.dtype,
+        "use the type of the matrix",
+    )?;
+    for tensor in [turn, table] {
         check_contiguous(OPERATION, tensor)?;
     }
     let heads = Heads::of(x).filter(|it| {
@@ -106,6 +113,7 @@ pub fn rotary<R: Runtime>(
                 vector,
                 pass == RotaryPass::Backward,
                 x.dtype,
+                turn.dtype,
             );
         }
     }
@@ -193,10 +201,10 @@ struct Steps {
 
 #[cube(launch_unchecked)]
 #[allow(clippy::too_many_arguments)]
-fn rotary_kernel<F: Numeric, N: Size>(
+fn rotary_kernel<F: Numeric, T: Numeric, N: Size>(
     x: &Array<Vector<F, N>>,
-    turn: &Array<f32>,
-    table: &Array<f32>,
+    turn: &Array<T>,
+    table: &Array<T>,
     out: &mut Array<Vector<F, N>>,
     from: Steps,
     to: Steps,
@@ -207,22 +215,32 @@ fn rotary_kernel<F: Numeric, N: Size>(
     #[comptime] vector: usize,
     #[comptime] is_backward: bool,
     #[define(F)] _dtype: StorageType,
+    #[define(T)] _of_tables: StorageType,
 ) {
     let index = CUBE_POS as u32 * comptime!(UNITS as u32) + UNIT_POS;
     let (place, first) = (index % places, index / places * HEADS_OF_UNIT);
     if first < heads {
         let (position, col) = (place / vectors_of_row, place % vectors_of_row);
+        let mut spread = Array::<f32>::new(TURN);
+        #[unroll]
+        for k in 0..TURN {
+            spread[k] = f32::cast_from(turn[k]);
+        }
         // Of each pair: what x and its neighbour count in y, and in y's neighbour.
         let mut factors = Array::<f32>::new(comptime!(2 * vector));
         #[unroll]
         for pair in 0..comptime!(vector / 2) {
             let at = (place * comptime!(2 * vector as u32) + comptime!(4 * pair as u32)) as usize;
-            let (of_y, of_y_too) = (table[at], table[at + 1]);
-            let (of_next, of_next_too) = (table[at + 2], table[at + 3]);
-            factors[comptime!(4 * pair)] = turn[0usize] * of_y + turn[1usize] * of_y_too;
-            factors[comptime!(4 * pair + 1)] = turn[4usize] * of_y + turn[5usize] * of_y_too;
-            factors[comptime!(4 * pair + 2)] = turn[2usize] * of_next + turn[3usize] * of_next_too;
-            factors[comptime!(4 * pair + 3)] = turn[6usize] * of_next + turn[7usize] * of_next_too;
+            let of_y = f32::cast_from(table[at]);
+            let of_y_too = f32::cast_from(table[at + 1]);
+            let of_next = f32::cast_from(table[at + 2]);
+            let of_next_too = f32::cast_from(table[at + 3]);
+            factors[comptime!(4 * pair)] = spread[0usize] * of_y + spread[1usize] * of_y_too;
+            factors[comptime!(4 * pair + 1)] = spread[4usize] * of_y + spread[5usize] * of_y_too;
+            factors[comptime!(4 * pair + 2)] =
+                spread[2usize] * of_next + spread[3usize] * of_next_too;
+            factors[comptime!(4 * pair + 3)] =
+                spread[6usize] * of_next + spread[7usize] * of_next_too;
         }
         let last = min(first + HEADS_OF_UNIT, heads);
         for head in first..last {

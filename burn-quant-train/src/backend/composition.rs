@@ -380,7 +380,11 @@ fn product<B: QuantBackend, R: Recipe>(
         Step::Spread(_, shape) => {
             (is_table(other) && other.shape()[..] == [1, shape[1], shape[2], 2]).then(|| {
                 let scaled = Step::Scaled(waiting.clone(), other.clone());
-                Waiting::of::<R>(waiting, scaled, shape.clone(), DType::F32)
+                let dtype = match other.dtype() == waiting.dtype() {
+                    true => waiting.dtype(),
+                    false => DType::F32,
+                };
+                Waiting::of::<R>(waiting, scaled, shape.clone(), dtype)
             })
         }
         Step::Normalized(x, rms) => {
@@ -459,18 +463,16 @@ pub(super) fn float_sum_dim<B: QuantBackend, R: Recipe>(
                 x,
                 Step::Summed(x.clone()),
                 shape,
-                x.dtype(),
+                DType::F32,
             ))
         }
         _ => None,
     }
 }
 
-/// A tensor of FP32 that is not trained.
+/// A tensor that is not trained, of FP32 or of a narrower dtype that is the device's default.
 fn is_table<B: QuantBackend>(tensor: &QuantTensor<B>) -> bool {
-    tensor.as_waiting().is_none()
-        && tensor.dtype() == DType::F32
-        && !B::is_tracked(tensor.primitive())
+    tensor.as_waiting().is_none() && is_float(tensor) && !B::is_tracked(tensor.primitive())
 }
 
 /// Rotary positions, if what was scaled began with pairs of a tensor of this shape.
@@ -490,7 +492,7 @@ fn rotary<B: QuantBackend, R: Recipe>(
     let Step::Paired(x, _) = step(pairs)? else {
         return None;
     };
-    (x.shape() == *shape).then(|| {
+    (x.shape() == *shape && turn.dtype() == table.dtype()).then(|| {
         let _scope = QuantTrain::<B, R>::scope();
         let inputs = [x, turn, table].map(|it| it.clone().into_primitive());
         QuantTensor::new(B::record(Rotary, inputs))

@@ -78,8 +78,11 @@ fn equal_the_composition(
             let mut draw =
                 |count: usize| -> Vec<f32> { (0..count).map(|_| random.normal()).collect() };
             let x = rounded(&draw(shape.iter().product()), float);
+            // Tables of FP32, or of the type of x, where that is the default of a device.
+            let of_tables = if burns { dtype::<f32>() } else { float };
             let turn = if burns { TURN.to_vec() } else { draw(8) };
-            let table = draw(2 * positions * features);
+            let turn = rounded(&turn, of_tables);
+            let table = rounded(&draw(2 * positions * features), of_tables);
             let rows = x.chunks(features).enumerate();
             let expected: Vec<f64> = rows
                 .flat_map(|(row, x)| {
@@ -100,13 +103,8 @@ fn equal_the_composition(
             } else {
                 upload(&client, &x, &shape, float)
             };
-            let of_turn = upload(&client, &turn, &[1, 1, 2, 4], dtype::<f32>());
-            let of_table = upload(
-                &client,
-                &table,
-                &[1, positions, features, 2],
-                dtype::<f32>(),
-            );
+            let of_turn = upload(&client, &turn, &[1, 1, 2, 4], of_tables);
+            let of_table = upload(&client, &table, &[1, positions, features, 2], of_tables);
             let mut out = rotary(&client, &of_x, &of_turn, &of_table, pass).expect("pairs");
             assert_eq!(out.shape()[..], shape);
             let expected: Vec<f32> = expected.into_iter().map(|it| it as f32).collect();

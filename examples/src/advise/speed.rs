@@ -37,9 +37,10 @@ pub enum Speed {
     },
 }
 
-/// A result file of `qt-bench`.
+/// A result file of `qt-bench`, or of `report recipes`.
 #[derive(Deserialize)]
 struct Bench<T> {
+    #[serde(alias = "recipes")]
     rows: Vec<T>,
 }
 
@@ -97,7 +98,7 @@ fn parsed<T: DeserializeOwned>((source, text): (&'static str, &str)) -> (&'stati
 
 static RESULTS: LazyLock<Results> = LazyLock::new(|| {
     let (h200, of_h200) = parsed::<Bench<Training>>(result!("h200-pretrain.json"));
-    let (h100, of_h100) = parsed::<Bench<Training>>(result!("h100-pretrain-recipes.json"));
+    let (h100, of_h100) = parsed::<Bench<Training>>(result!("h100-recipes.json"));
     let (cpu, of_cpu) = parsed(result!("cpu-tiny.json"));
     let (on_h200, of_h200_layers) = parsed::<Bench<Layer>>(result!("h200-layer.json"));
     let (on_h100, of_h100_layers) = parsed::<Bench<Layer>>(result!("h100-layer-batches.json"));

@@ -3,7 +3,10 @@
 use burn::{
     backend::{Autodiff, Flex},
     module::{Module, ModuleMapper, Param},
-    nn::{EmbeddingConfig, LayerNormConfig, RmsNormConfig, RotaryEncodingConfig, SwiGluConfig},
+    nn::{
+        EmbeddingConfig, LayerNormConfig, LinearConfig, RmsNormConfig, RotaryEncodingConfig,
+        SwiGluConfig,
+    },
     tensor::{
         DType, Int, Tensor, TensorData,
         activation::{log_softmax, sigmoid, silu},
@@ -140,6 +143,20 @@ fn rotary_of_heads<B: Backend>(x: Tensor<B, 3>) -> Tensor<B, 3> {
     turned.reshape([batch, positions, features])
 }
 
+/// The same where the tables have the dtype of x, as on a device whose default it is.
+fn by_narrow_tables<B: Backend>(x: Tensor<B, 3>) -> Tensor<B, 3> {
+    let [batch, positions, features] = x.dims();
+    let (device, dtype) = (x.device(), x.dtype());
+    let turn = [[1.0, 0.0, 0.0, 1.0], [0.0, -1.0, 1.0, 0.0]];
+    let turn = Tensor::<B, 2>::from_floats(turn, &device).cast(dtype);
+    let rotary = RotaryEncodingConfig::new(positions, features).init::<B>(&device);
+    let pairs = x.reshape([batch, positions, features / 2, 2]);
+    let spread = pairs.matmul(turn.unsqueeze());
+    let spread = spread.reshape([batch, positions, features, 2]);
+    let scaled = spread * rotary.freq_complex.cast(dtype).unsqueeze();
+    scaled.sum_dim(3).reshape([batch, positions, features])
+}
+
 /// Pairs of neighbours, each times the matrix of Burn's module.
 fn turned<B: Backend>(x: Tensor<B, 3>) -> Tensor<B, 4> {
     let [batch, positions, features] = x.dims();
@@ -260,6 +277,10 @@ fn depart<B: DataBackend, R: Recipe>(dtype: DType, tolerance: f32, seed: u64) {
         + i.y * i.gain.unsqueeze());
     case!("rotary positions of heads", |i| rotary_of_heads(i.x) * i.y
         + i.gain.unsqueeze());
+    case!("rotary positions by narrow tables", |i| by_narrow_tables(
+        i.x
+    ) + i.y
+        * i.gain.unsqueeze());
     case!("rotary positions twice", |i| rotary(rotary(i.x))
         * i.gain.unsqueeze()
         + i.y);
@@ -390,7 +411,10 @@ fn leave<B: DataBackend, R: Recipe>(dtype: DType, _tolerance: f32, seed: u64) {
         false => DType::F32,
     };
     assert_eq!(rotary(x.clone()).dtype(), of_rotary);
-    assert_eq!(rotary_of_heads(x).dtype(), of_rotary);
+    assert_eq!(by_narrow_tables(x.clone()).dtype(), of_rotary);
+    let layer = LinearConfig::new(COLUMNS, COLUMNS).with_bias(false);
+    let layer = layer.init::<T<B, R>>(&device);
+    assert_eq!(rotary_of_heads(layer.forward(x)).dtype(), of_rotary);
     match has_kernels {
         true => {
             assert_eq!(logarithms, ["log_softmax"], "seed {seed}, {dtype:?}");

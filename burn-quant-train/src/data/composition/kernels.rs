@@ -27,8 +27,8 @@ pub type NormInputs<B> = (NormInput<B>, Option<FloatTensor<B>>);
 /// gate and up, of one shape and dtype.
 pub type GateInputs<B> = (OperatorInput<B>, OperatorInput<B>);
 
-/// What becomes of a pair of neighbours, FP32 `[1, 1, 2, 4]`, and the factors of what became of it, FP32 `[1, positions,
-/// features, 2]`: the operands of Burn's `RotaryEncoding`.
+/// What becomes of a pair of neighbours, `[1, 1, 2, 4]`, and the factors of what became of it, `[1, positions, features,
+/// 2]`, of one float dtype: the operands of Burn's `RotaryEncoding`.
 pub type RotaryTables<B> = Pair<B>;
 
 /// The output of a pass in the shape of its input, and two rows or columns of numbers.
