@@ -805,16 +805,17 @@ fn layer_sources(architecture: u16) -> Vec<Source> {
                 let logs = log_softmax(client, &x).expect("a matrix");
                 log_softmax_backward(client, &logs, &logs, x.dtype).expect("matrices");
                 embedding_gradient(client, &indices, &x, 100).expect("tokens");
-                let (turn, table) = (
-                    tensor(client, &[2, 4], dtype::<f32>()),
-                    tensor(client, &[100, 768, 2], dtype::<f32>()),
-                );
-                for pass in [RotaryPass::Forward, RotaryPass::Backward] {
-                    rotary(client, &x, &turn, &table, pass).expect("pairs");
-                }
             }
         }
         operators_of_numbers(client);
+        for float in outputs() {
+            let x = tensor(client, &[2, 3, 40, 64], float);
+            let turn = tensor(client, &[2, 4], dtype::<f32>());
+            let table = tensor(client, &[40, 64, 2], dtype::<f32>());
+            for pass in [RotaryPass::Forward, RotaryPass::Backward] {
+                rotary(client, &x, &turn, &table, pass).expect("pairs");
+            }
+        }
         let parts = tensor(client, &[256, 768], dtype::<f32>());
         column_sum(client, &parts).expect("a matrix");
         concatenate(client, &[parts]).expect("a tensor");
