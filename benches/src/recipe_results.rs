@@ -16,7 +16,7 @@ pub struct RecipeResults {
     /// How the steps were measured, by file.
     pub runs: Vec<Run>,
     /// How those of PyTorch were.
-    pub peer: Option<Peer>,
+    pub peers: Vec<Peer>,
     /// The steps, those of PyTorch among them.
     pub recipes: Vec<TrainingSpeed>,
     /// The losses, by checkpoint.
@@ -33,7 +33,7 @@ impl RecipeResults {
     pub fn of(texts: &[String]) -> Result<Self> {
         let mut all = Self {
             runs: Vec::new(),
-            peer: None,
+            peers: Vec::new(),
             recipes: Vec::new(),
             losses: Vec::new(),
         };
@@ -48,7 +48,7 @@ impl RecipeResults {
                 bail!("a file has no training steps: {}", run.command);
             };
             all.runs.push(run);
-            all.peer = all.peer.or(peer);
+            all.peers.extend(peer);
             all.recipes.extend(rows);
         }
         let (Some(first), Some(_)) = (all.runs.first(), all.losses.first()) else {

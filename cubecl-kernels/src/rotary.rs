@@ -86,7 +86,7 @@ pub fn rotary<R: Runtime>(
             remedy: "make it contiguous",
         });
     };
-    let out = heads.empty(client, x, pass);
+    let out = empty_for(client, x, pass);
     let to = Heads::of(&out).expect("the shape of x");
     let places = heads.positions * heads.width / vector;
     let groups = (heads.outer * heads.inner).div_ceil(HEADS_OF_UNIT as usize);
@@ -131,20 +131,19 @@ struct Heads {
 }
 
 impl Heads {
-    /// `None` for another rank, or where features do not lie side by side.
+    /// `None` for another rank.
     fn of<R: Runtime>(tensor: &TensorHandle<R>) -> Option<Self> {
         let (shape, strides) = (tensor.shape(), tensor.strides());
         let missing = 4usize.checked_sub(shape.len()).filter(|it| *it <= 2)?;
         let at = |values: &[usize], dim: usize, none: usize| {
             dim.checked_sub(missing).map_or(none, |dim| values[dim])
         };
-        let is_dense = at(shape, 3, 1) <= 1 || at(strides, 3, 1) == 1;
         // The stride of what there is one of is never taken.
         let stride = |dim: usize| match at(shape, dim, 1) {
             1 => 0,
             _ => at(strides, dim, 0),
         };
-        is_dense.then(|| Self {
+        Some(Self {
             outer: at(shape, 0, 1),
             inner: at(shape, 1, 1),
             positions: at(shape, 2, 1),
@@ -153,7 +152,8 @@ impl Heads {
         })
     }
 
-    /// Elements that are read at once: those of 16 bytes, or fewer, at least the two of a pair.
+    /// Elements that are read at once: those of 16 bytes, or fewer, at least the two of a pair; `None` where features do
+    /// not lie side by side, or rows start at odd places.
     fn vector<R: Runtime>(&self, tensor: &TensorHandle<R>) -> Option<usize> {
         let size = tensor.dtype.size();
         let offset = tensor.handle.offset_start.unwrap_or_default() as usize;
@@ -163,32 +163,34 @@ impl Heads {
                 && offset % (vector * size) == 0
                 && steps.all(|step| step % vector == 0)
         };
-        [8, 4, 2].into_iter().find(|&vector| fits(vector))
-    }
-
-    /// A tensor for the result of the pass on `x`.
-    fn empty<R: Runtime>(
-        &self,
-        client: &ComputeClient<R>,
-        x: &TensorHandle<R>,
-        pass: RotaryPass,
-    ) -> TensorHandle<R> {
-        let mut shape = x.shape().to_vec();
-        let in_rows = pass == RotaryPass::Backward && shape.len() == 4;
-        if in_rows {
-            shape.swap(1, 2);
-        }
-        let mut out = empty(client, shape, x.dtype);
-        if in_rows {
-            out.metadata.swap(1, 2);
-        }
-        out
+        let is_dense = tensor.strides().last() == Some(&1);
+        [8, 4, 2]
+            .into_iter()
+            .find(|&vector| is_dense && fits(vector))
     }
 
     fn steps<R: Runtime>(&self, vector: usize) -> StepsLaunch<R> {
         let [outer, inner, position] = self.strides.map(|stride| (stride / vector) as u32);
         StepsLaunch::new(outer, inner, position)
     }
+}
+
+/// A tensor for the result of the pass on `x`.
+fn empty_for<R: Runtime>(
+    client: &ComputeClient<R>,
+    x: &TensorHandle<R>,
+    pass: RotaryPass,
+) -> TensorHandle<R> {
+    let mut shape = x.shape().to_vec();
+    let in_rows = pass == RotaryPass::Backward && shape.len() == 4;
+    if in_rows {
+        shape.swap(1, 2);
+    }
+    let mut out = empty(client, shape, x.dtype);
+    if in_rows {
+        out.metadata.swap(1, 2);
+    }
+    out
 }
 
 /// Vectors from one of a tensor's dimensions to the next.

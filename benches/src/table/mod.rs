@@ -105,17 +105,31 @@ fn of_runs(runs: &[Value]) -> Result<String> {
 
 /// A line on machine, date and command.
 fn conditions(run: &Run, peer: Option<&Peer>) -> String {
-    let features = match run.features.as_slice() {
+    let peer = peer.map_or(String::new(), conditions_of_peer);
+    format!(
+        "{} at {} of {} MHz, memory at {} MHz, driver {}, Burn {}: `{}`, {}{peer}.\n",
+        run.device,
+        run.sm_mhz,
+        run.max_sm_mhz,
+        run.memory_mhz,
+        run.driver,
+        features(run),
+        run.command,
+        run.date,
+    )
+}
+
+/// `with fusion and autotune`.
+fn features(run: &Run) -> String {
+    match run.features.as_slice() {
         [] => String::from("without fusion and autotune"),
         features => format!("with {}", features.join(" and ")),
-    };
-    let peer = peer.map_or(String::new(), |peer| {
-        format!("; {}, `{}`, {}", peer.versions, peer.command, peer.date)
-    });
-    format!(
-        "{} at {} of {} MHz, memory at {} MHz, driver {}, Burn {features}: `{}`, {}{peer}.\n",
-        run.device, run.sm_mhz, run.max_sm_mhz, run.memory_mhz, run.driver, run.command, run.date,
-    )
+    }
+}
+
+/// Behind those of a run.
+fn conditions_of_peer(peer: &Peer) -> String {
+    format!("; {}, `{}`, {}", peer.versions, peer.command, peer.date)
 }
 
 /// `1.250 ms (1.200 to 1.300)`.

@@ -35,9 +35,17 @@ pub(super) fn table(losses: &PairedLosses) -> Result<String> {
             grouped(run.step as f64),
         )?;
     }
-    writeln!(out, "\n{}", conditions(losses))?;
+    writeln!(
+        out,
+        "\n{} {DIFFERENCES} A validation loss is there where a run went to its end.",
+        conditions(losses)
+    )?;
     Ok(out)
 }
+
+/// What is compared.
+pub(super) const DIFFERENCES: &str = "Differences of training losses are those of the steps that both runs took, their \
+    95% intervals over means of 20 steps.";
 
 /// What the forks have in common.
 pub(super) fn conditions(losses: &PairedLosses) -> String {
@@ -50,8 +58,7 @@ pub(super) fn conditions(losses: &PairedLosses) -> String {
     } = losses;
     format!(
         "Forks of `{}`, seed {}, from step {} of {} on, with seed {seed}: `{preset}` preset on `{device}`, computing \
-         in `{compute}`, {} tokens a step. Differences of training losses are those of the steps that both runs took, \
-         their 95% intervals over means of 20 steps. A validation loss is there where a run went to its end.",
+         in `{compute}`, {} tokens a step.",
         fork.recipe,
         fork.seed,
         grouped(fork.step as f64),

@@ -5,7 +5,7 @@ use std::fmt::Write;
 use anyhow::{Result, ensure};
 use burn_quant_train::recipe::NAMES;
 
-use super::{grouped, paired, ratio};
+use super::{conditions_of_peer, features, grouped, paired, ratio};
 use crate::{
     recipe_results::RecipeResults,
     results::{Subject, TrainingSpeed},
@@ -34,9 +34,9 @@ pub(super) fn table(results: &RecipeResults) -> Result<String> {
     for subject in recipes.chain([Subject::TorchEager, Subject::TorchCompiled]) {
         line(&mut out, results, &models, subject)?;
     }
-    for losses in &results.losses {
-        writeln!(out, "\n{}", paired::conditions(losses))?;
-    }
+    let forks = results.losses.iter().map(paired::conditions);
+    let forks = forks.collect::<Vec<_>>().join(" ");
+    writeln!(out, "\n{forks} {}", paired::DIFFERENCES)?;
     notes(&mut out, results, &models)?;
     Ok(out)
 }
@@ -71,7 +71,7 @@ fn line(
         let against = rival.map_or(String::new(), |rival| {
             format!(", {}", ratio(Some(row.tokens_per_s / rival.tokens_per_s)))
         });
-        let [held, taken] = [row.activation_bytes, row.peak_bytes].map(mebibytes);
+        let [held, taken] = [row.activation_bytes, row.peak_bytes].map(whole_mebibytes);
         write!(
             out,
             " {}{against} | {held}, {taken} |",
@@ -83,7 +83,7 @@ fn line(
 }
 
 /// `5,839`.
-fn mebibytes(bytes: Option<u64>) -> String {
+fn whole_mebibytes(bytes: Option<u64>) -> String {
     bytes.map_or(String::from("-"), |it| {
         grouped(it as f64 / (1u64 << 20) as f64)
     })
@@ -112,20 +112,18 @@ fn notes(out: &mut String, results: &RecipeResults, models: &[&str]) -> Result<(
     });
     let shapes: Vec<String> = shapes.collect::<Result<_>>()?;
     let run = &results.runs[0];
-    let peer = results.peer.as_ref().map_or(String::new(), |peer| {
-        format!("; {}, `{}`, {}", peer.versions, peer.command, peer.date)
-    });
+    let peers: String = results.peers.iter().map(conditions_of_peer).collect();
     let mut dates: Vec<&str> = results.runs.iter().map(|run| run.date.as_str()).collect();
     dates.sort_unstable();
     writeln!(
         out,
         "\nSteps: forward pass, backward pass and AdamW, following each other without waiting: {}. Held: what waits \
-         between the passes. Taken: what the program had taken from the device. {}, driver {}, Burn with {}, {} to \
-         {}{peer}.",
+         between the passes. Taken: what the program had taken from the device. {}, driver {}, Burn {}, {} to \
+         {}{peers}.",
         shapes.join("; "),
         run.device,
         run.driver,
-        run.features.join(" and "),
+        features(run),
         dates.first().unwrap_or(&"-"),
         dates.last().unwrap_or(&"-"),
     )?;

@@ -400,29 +400,18 @@ pub(super) fn float_reshape<B: QuantBackend, R: Recipe>(
     x: &QuantTensor<B>,
     shape: &Shape,
 ) -> Option<QuantTensor<B>> {
+    let waiting = |step: fn(QuantTensor<B>, Shape) -> Step<B>| {
+        Waiting::of::<R>(x, step(x.clone(), shape.clone()), shape.clone(), x.dtype())
+    };
     match step(x) {
         Some(Step::Turned(..)) => {
             let of_turned = x.shape();
             let spread = [of_turned[0], of_turned[1], 2 * of_turned[2], 2];
-            (shape[..] == spread).then(|| {
-                Waiting::of::<R>(
-                    x,
-                    Step::Spread(x.clone(), shape.clone()),
-                    shape.clone(),
-                    x.dtype(),
-                )
-            })
+            (shape[..] == spread).then(|| waiting(Step::Spread))
         }
         Some(Step::Summed(scaled)) => rotary::<B, R>(scaled, shape),
         Some(_) => None,
-        None => begins_with_pairs::<B, R>(x, shape).then(|| {
-            Waiting::of::<R>(
-                x,
-                Step::Paired(x.clone(), shape.clone()),
-                shape.clone(),
-                x.dtype(),
-            )
-        }),
+        None => begins_with_pairs::<B, R>(x, shape).then(|| waiting(Step::Paired)),
     }
 }
 

@@ -69,7 +69,7 @@ pub(super) fn in_parts<R: Runtime>(
     shape.insert(shape.len() - 2, parts);
     let sums = empty(client, shape, storage::<f32>());
     multiply(&sums, None);
-    launch(client, &sums, parts, bias, out);
+    launch(client, &sums, bias, out);
 }
 
 /// The sums of parts of K added up, `[.., M, N]`, contiguous: in ascending order, then the bias, in FP32, rounded once.
@@ -97,8 +97,8 @@ pub fn add_parts<R: Runtime>(
     )?;
     check_contiguous(OPERATION, sums)?;
     let shape = sums.shape();
-    let (parts, n) = match shape[..] {
-        [.., parts, _, n] if parts > 0 => (parts, n),
+    let n = match shape[..] {
+        [.., parts, _, n] if parts > 0 => n,
         _ => {
             return Err(KernelError::Shape {
                 operation: OPERATION,
@@ -111,27 +111,26 @@ pub fn add_parts<R: Runtime>(
     let mut of_out = shape.to_vec();
     of_out.remove(of_out.len() - 3);
     let out = empty(client, of_out, out_dtype);
-    launch(client, sums, parts, bias, &out);
+    launch(client, sums, bias, &out);
     Ok(out)
 }
 
 fn launch<R: Runtime>(
     client: &ComputeClient<R>,
     sums: &TensorHandle<R>,
-    parts: usize,
     bias: Option<&TensorHandle<R>>,
     out: &TensorHandle<R>,
 ) {
-    let shape = out.shape();
-    let (rows, cols) = (
-        shape[..shape.len() - 1].iter().product::<usize>(),
-        shape[shape.len() - 1],
-    );
+    let &[.., parts, rows_of_matrix, cols] = &sums.shape()[..] else {
+        unreachable!("sums have a dimension of parts");
+    };
+    let rows = out.shape()[..out.shape().len() - 1]
+        .iter()
+        .product::<usize>();
     if rows * cols == 0 {
         return;
     }
-    // A row of a matrix is one of `rows_of_matrix`; those of the next part lie as many behind it.
-    let rows_of_matrix = shape[shape.len() - 2];
+    // The rows of a matrix follow one another; those of its next part lie behind them.
     let view = MatrixView::contiguous(rows * parts, cols);
     let widths = (read_width(sums, &view), write_width(cols));
     let quads = rows * cols.div_ceil(4);

@@ -146,22 +146,18 @@ fn rotary_of_heads<B: Backend>(x: Tensor<B, 3>) -> Tensor<B, 3> {
 /// The same where the tables have the dtype of x, as on a device whose default it is.
 fn by_narrow_tables<B: Backend>(x: Tensor<B, 3>) -> Tensor<B, 3> {
     let [batch, positions, features] = x.dims();
-    let (device, dtype) = (x.device(), x.dtype());
-    let turn = [[1.0, 0.0, 0.0, 1.0], [0.0, -1.0, 1.0, 0.0]];
-    let turn = Tensor::<B, 2>::from_floats(turn, &device).cast(dtype);
-    let rotary = RotaryEncodingConfig::new(positions, features).init::<B>(&device);
-    let pairs = x.reshape([batch, positions, features / 2, 2]);
-    let spread = pairs.matmul(turn.unsqueeze());
-    let spread = spread.reshape([batch, positions, features, 2]);
+    let dtype = x.dtype();
+    let rotary = RotaryEncodingConfig::new(positions, features).init::<B>(&x.device());
+    let spread = turned(x, dtype).reshape([batch, positions, features, 2]);
     let scaled = spread * rotary.freq_complex.cast(dtype).unsqueeze();
     scaled.sum_dim(3).reshape([batch, positions, features])
 }
 
-/// Pairs of neighbours, each times the matrix of Burn's module.
-fn turned<B: Backend>(x: Tensor<B, 3>) -> Tensor<B, 4> {
+/// Pairs of neighbours, each times the matrix of Burn's module, in this dtype.
+fn turned<B: Backend>(x: Tensor<B, 3>, dtype: DType) -> Tensor<B, 4> {
     let [batch, positions, features] = x.dims();
     let turn = [[1.0, 0.0, 0.0, 1.0], [0.0, -1.0, 1.0, 0.0]];
-    let turn = Tensor::<B, 2>::from_floats(turn, &x.device());
+    let turn = Tensor::<B, 2>::from_floats(turn, &x.device()).cast(dtype);
     x.reshape([batch, positions, features / 2, 2])
         .matmul(turn.unsqueeze())
 }
@@ -292,7 +288,7 @@ fn depart<B: DataBackend, R: Recipe>(dtype: DType, tolerance: f32, seed: u64) {
     });
     case!("turned pairs that are read twice", |i| {
         let [batch, positions, features] = i.x.dims();
-        let turned = turned(i.x);
+        let turned = turned(i.x, DType::F32);
         let pairs = turned
             .clone()
             .slice([0..batch, 0..positions, 0..features / 2, 0..2]);
@@ -301,7 +297,7 @@ fn depart<B: DataBackend, R: Recipe>(dtype: DType, tolerance: f32, seed: u64) {
     });
     case!("a table that is trained", |i| {
         let [batch, positions, features] = i.x.dims();
-        let spread = turned(i.x).reshape([batch, positions, features, 2]);
+        let spread = turned(i.x, DType::F32).reshape([batch, positions, features, 2]);
         let table = i.gain.reshape([1, 1, features, 1]);
         let table = table.repeat(&[1, positions, 1, 2]);
         (spread * table)
@@ -311,7 +307,7 @@ fn depart<B: DataBackend, R: Recipe>(dtype: DType, tolerance: f32, seed: u64) {
     });
     case!("what is scaled and summed up otherwise", |i| {
         let [batch, positions, features] = i.x.dims();
-        let spread = turned(i.x).reshape([batch, positions, features, 2]);
+        let spread = turned(i.x, DType::F32).reshape([batch, positions, features, 2]);
         let table = Tensor::ones([1, positions, features, 2], &spread.device());
         let scaled = spread * table;
         let sums = scaled.clone().sum_dim(3) + scaled.mean_dim(3);

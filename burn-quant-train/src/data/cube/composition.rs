@@ -256,9 +256,7 @@ fn rotary<R: CubeRuntime>(
     let run = |x: &CubeTensor<R>| rotary::rotary(&x.client, &handle(x), &turn, &table, pass);
     let output = match run(&x) {
         // Features that do not lie side by side, or rows at odd places.
-        Err(KernelError::Unsupported { .. }) | Err(KernelError::Shape { .. }) => {
-            run(&into_contiguous(x.clone()))
-        }
+        Err(KernelError::Unsupported { .. }) => run(&into_contiguous(x.clone())),
         output => output,
     };
     tensor(&x, checked(output), x.dtype)
