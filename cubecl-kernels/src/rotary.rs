@@ -9,7 +9,7 @@
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
 use crate::{
-    device::{array, check_contiguous, check_dtype, check_float, cube_grid, empty},
+    device::{array, check_dtype, check_float, cube_grid, empty},
     error::KernelError,
 };
 
@@ -34,8 +34,8 @@ pub enum RotaryPass {
 ///
 /// - `x`: f32, f16 or bf16 `[.., positions, features]` of two to four dimensions, features even and side by side in
 ///   memory, rows at multiples of two elements.
-/// - `turn`: f32, f16 or bf16 `[.., 2, 4]`, contiguous: what becomes of a pair.
-/// - `table`: of the type of `turn`, `[.., positions, features, 2]`, contiguous: the factors of what became of it.
+/// - `turn`: f32, f16 or bf16 `[.., 2, 4]` of any strides: what becomes of a pair.
+/// - `table`: of the type of `turn`, `[.., positions, features, 2]` of any strides: the factors of what became of it.
 ///
 /// All arithmetic is FP32, rounded once.
 ///
@@ -58,16 +58,13 @@ pub fn rotary<R: Runtime>(
         turn.dtype,
         "use the type of the matrix",
     )?;
-    for tensor in [turn, table] {
-        check_contiguous(OPERATION, tensor)?;
-    }
-    let heads = Heads::of(x).filter(|it| {
-        let of_table = table.shape().iter().product::<usize>();
-        it.width.is_multiple_of(2)
-            && turn.shape().iter().product::<usize>() == TURN
-            && of_table == 2 * it.positions * it.width
+    let heads = Heads::of(x).filter(|it| it.width.is_multiple_of(2));
+    let tables = heads.as_ref().and_then(|it| {
+        let turn = last_strides(turn, [2, 4])?;
+        let table = last_strides(table, [it.positions, it.width, 2])?;
+        Some((turn, table))
     });
-    let Some(heads) = heads else {
+    let Some((heads, (of_turn, of_table))) = heads.zip(tables) else {
         return Err(KernelError::Shape {
             operation: OPERATION,
             got: format!(
@@ -106,6 +103,8 @@ pub fn rotary<R: Runtime>(
                 array(out.clone()),
                 heads.steps(vector),
                 to.steps(vector),
+                TurnStridesLaunch::new(of_turn[0], of_turn[1]),
+                TableStridesLaunch::new(of_table[0], of_table[1], of_table[2]),
                 (heads.outer * heads.inner) as u32,
                 heads.inner as u32,
                 places as u32,
@@ -118,6 +117,19 @@ pub fn rotary<R: Runtime>(
         }
     }
     Ok(out)
+}
+
+/// The strides of the last dimensions of a tensor, which have these extents, and before which each is 1; `None` for
+/// another shape.
+fn last_strides<R: Runtime, const D: usize>(
+    tensor: &TensorHandle<R>,
+    extents: [usize; D],
+) -> Option<[u32; D]> {
+    let shape = tensor.shape();
+    let (first, last) = shape.split_at(shape.len().checked_sub(D)?);
+    let fits = first.iter().all(|&extent| extent == 1) && last == extents;
+    let strides = &tensor.strides()[first.len()..];
+    fits.then(|| std::array::from_fn(|dim| strides[dim] as u32))
 }
 
 /// A tensor as rows of heads.
@@ -201,6 +213,21 @@ struct Steps {
     position: u32,
 }
 
+/// Elements from one of the matrix's rows and columns to the next.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+struct TurnStrides {
+    row: u32,
+    col: u32,
+}
+
+/// Elements from one of the table's positions, features and parts to the next.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+struct TableStrides {
+    position: u32,
+    feature: u32,
+    part: u32,
+}
+
 #[cube(launch_unchecked)]
 #[allow(clippy::too_many_arguments)]
 fn rotary_kernel<F: Numeric, T: Numeric, N: Size>(
@@ -210,6 +237,8 @@ fn rotary_kernel<F: Numeric, T: Numeric, N: Size>(
     out: &mut Array<Vector<F, N>>,
     from: Steps,
     to: Steps,
+    of_turn: TurnStrides,
+    of_table: TableStrides,
     heads: u32,
     inner: u32,
     places: u32,
@@ -225,18 +254,21 @@ fn rotary_kernel<F: Numeric, T: Numeric, N: Size>(
         let (position, col) = (place / vectors_of_row, place % vectors_of_row);
         let mut spread = Array::<f32>::new(TURN);
         #[unroll]
-        for k in 0..TURN {
-            spread[k] = f32::cast_from(turn[k]);
+        for k in 0..comptime!(TURN as u32) {
+            let at = comptime!(k / 4) * of_turn.row + comptime!(k % 4) * of_turn.col;
+            spread[k as usize] = f32::cast_from(turn[at as usize]);
         }
         // Of each pair: what x and its neighbour count in y, and in y's neighbour.
         let mut factors = Array::<f32>::new(comptime!(2 * vector));
         #[unroll]
         for pair in 0..comptime!(vector / 2) {
-            let at = (place * comptime!(2 * vector as u32) + comptime!(4 * pair as u32)) as usize;
-            let of_y = f32::cast_from(table[at]);
-            let of_y_too = f32::cast_from(table[at + 1]);
-            let of_next = f32::cast_from(table[at + 2]);
-            let of_next_too = f32::cast_from(table[at + 3]);
+            let feature = col * comptime!(vector as u32) + comptime!(2 * pair as u32);
+            let at = position * of_table.position + feature * of_table.feature;
+            let next = at + of_table.feature;
+            let of_y = f32::cast_from(table[at as usize]);
+            let of_y_too = f32::cast_from(table[(at + of_table.part) as usize]);
+            let of_next = f32::cast_from(table[next as usize]);
+            let of_next_too = f32::cast_from(table[(next + of_table.part) as usize]);
             factors[comptime!(4 * pair)] = spread[0usize] * of_y + spread[1usize] * of_y_too;
             factors[comptime!(4 * pair + 1)] = spread[4usize] * of_y + spread[5usize] * of_y_too;
             factors[comptime!(4 * pair + 2)] =

@@ -264,11 +264,15 @@ impl Step<'_> {
             head_width,
             ..
         } = *self.model;
+        // The table of the module, for queries and for keys.
         let rotary = Value {
-            count: 4 * layers,
-            shape: [self.sequence, head_width],
-            size: self.size(),
-            waits: Waits::Again,
+            count: 2 * layers,
+            shape: [self.sequence, 2 * head_width],
+            size: FULL,
+            waits: match self.attention {
+                AttentionForm::Products | AttentionForm::Flash => Waits::Exact,
+                AttentionForm::Composed | AttentionForm::Tiles => Waits::Again,
+            },
         };
         let mut values = vec![self.values(3 * layers, self.model.heads_width(), Waits::Compressed)];
         values.extend((self.model.family == Family::Llama).then_some(rotary));

@@ -15,7 +15,7 @@ use burn::tensor::activation::silu;
 use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::module::attention;
 use burn::tensor::ops::AttentionModuleOptions;
-use burn::tensor::{Int, Tensor, TensorData};
+use burn::tensor::{Int, Tensor};
 use burn::train::{InferenceStep, TrainOutput, TrainStep};
 use burn_quant_train::{optim::LossScaler, saved::checkpoint};
 use clap::ValueEnum;
@@ -94,7 +94,9 @@ impl DecoderConfig {
         };
         Decoder {
             embedding: embedding(VOCABULARY, hidden, device),
-            rotary: is_llama.then(|| Rotary::new(self.max_sequence, hidden / self.heads, device)),
+            rotary: is_llama.then(|| {
+                RotaryEncodingConfig::new(self.max_sequence, hidden / self.heads).init(device)
+            }),
             layers,
             norm: is_llama.then(|| RmsNormConfig::new(hidden).init(device)),
             gpt2: (self.family == Family::Gpt2).then(|| Gpt2::new(self, device)),
@@ -155,7 +157,7 @@ fn linear<B: Backend>(inputs: usize, outputs: usize, std: f64, device: &B::Devic
 #[derive(Module, Debug)]
 pub struct Decoder<B: Backend> {
     embedding: Embedding<B>,
-    rotary: Option<Rotary<B>>,
+    rotary: Option<RotaryEncoding<B>>,
     layers: Vec<Layer<B>>,
     norm: Option<RmsNorm<B>>,
     gpt2: Option<Gpt2<B>>,
@@ -230,7 +232,7 @@ pub struct Layer<B: Backend> {
 }
 
 impl<B: Backend> Layer<B> {
-    fn forward(&self, x: Tensor<B, 3>, rotary: &Rotary<B>) -> Tensor<B, 3> {
+    fn forward(&self, x: Tensor<B, 3>, rotary: &RotaryEncoding<B>) -> Tensor<B, 3> {
         let x = x.clone()
             + self
                 .attention
@@ -250,16 +252,15 @@ pub struct Attention<B: Backend> {
 }
 
 impl<B: Backend> Attention<B> {
-    fn forward(&self, x: Tensor<B, 3>, rotary: &Rotary<B>) -> Tensor<B, 3> {
+    fn forward(&self, x: Tensor<B, 3>, rotary: &RotaryEncoding<B>) -> Tensor<B, 3> {
         let [batch, sequence, hidden] = x.dims();
-        let split = |x: Tensor<B, 3>| x.reshape([batch, sequence, self.heads, hidden / self.heads]);
-        let q = rotary
-            .forward(split(self.q.forward(x.clone())))
-            .swap_dims(1, 2);
-        let k = rotary
-            .forward(split(self.k.forward(x.clone())))
-            .swap_dims(1, 2);
-        let v = split(self.v.forward(x)).swap_dims(1, 2);
+        let split = |x: Tensor<B, 3>| {
+            x.reshape([batch, sequence, self.heads, hidden / self.heads])
+                .swap_dims(1, 2)
+        };
+        let q = rotary.forward(split(self.q.forward(x.clone())));
+        let k = rotary.forward(split(self.k.forward(x.clone())));
+        let v = split(self.v.forward(x));
         self.o.forward(mixed(q, k, v))
     }
 }
@@ -287,59 +288,6 @@ fn mixed<B: Backend>(q: Tensor<B, 4>, k: Tensor<B, 4>, v: Tensor<B, 4>) -> Tenso
     attention(q, k, v, None, None, causal)
         .swap_dims(1, 2)
         .reshape([batch, sequence, heads * width])
-}
-
-/// Rotary positions (Su et al., "RoFormer", equation 34) from the table of Burn's [`RotaryEncoding`]: `x cos + turned
-/// sin`, where `turned` is `x` with each pair of neighbours turned by a right angle.
-///
-/// The turn is a product with a matrix of 0, 1 and -1, exact where products are not in TF32, and the rest fuses. Burn's
-/// module goes through a tensor of twice the size, which it multiplies and sums over pairs.
-#[derive(Module, Debug)]
-pub struct Rotary<B: Backend> {
-    /// `[1, positions, 1, width]`, as the sines.
-    cos: Tensor<B, 4>,
-    sin: Tensor<B, 4>,
-    right_angle: Tensor<B, 2>,
-}
-
-impl<B: Backend> Rotary<B> {
-    /// For sequences of at most `max_sequence` and heads of `width`.
-    ///
-    /// # Panics
-    ///
-    /// When `width` is odd.
-    fn new(max_sequence: usize, width: usize, device: &B::Device) -> Self {
-        let RotaryEncoding { freq_complex, .. } =
-            RotaryEncodingConfig::new(max_sequence, width).init(device);
-        let part = |part: usize| {
-            freq_complex
-                .clone()
-                .slice([0..max_sequence, 0..width, part..part + 1])
-                .reshape([1, max_sequence, 1, width])
-        };
-        let mut right_angle = vec![0.0f32; width * width];
-        for pair in (0..width).step_by(2) {
-            right_angle[pair * width + pair + 1] = 1.0;
-            right_angle[(pair + 1) * width + pair] = -1.0;
-        }
-        Self {
-            cos: part(0),
-            sin: part(1),
-            right_angle: Tensor::from_data(TensorData::new(right_angle, [width, width]), device),
-        }
-    }
-
-    /// For `x` of shape `[batch, sequence, heads, width]`.
-    fn forward(&self, x: Tensor<B, 4>) -> Tensor<B, 4> {
-        let [batch, sequence, heads, width] = x.dims();
-        let turned = x
-            .clone()
-            .reshape([batch * sequence * heads, width])
-            .matmul(self.right_angle.clone())
-            .reshape([batch, sequence, heads, width]);
-        let here = |table: &Tensor<B, 4>| table.clone().slice([0..1, 0..sequence]);
-        x * here(&self.cos) + turned * here(&self.sin)
-    }
 }
 
 /// The SwiGLU feed-forward network.
@@ -388,58 +336,3 @@ impl<B: Backend> InferenceStep for Decoder<B> {
 
 /// The model that validation runs on.
 pub type InnerDecoder<B> = <Decoder<B> as AutodiffModule<B>>::InnerModule;
-
-#[cfg(test)]
-mod tests {
-    use burn::backend::{Autodiff, Flex};
-    use burn::record::{FullPrecisionSettings, NamedMpkBytesRecorder, Recorder};
-    use burn::tensor::{Distribution, Tolerance};
-
-    use super::*;
-
-    type B = Autodiff<Flex>;
-
-    /// The output and the gradient of `x`, in Burn's order, `[batch, heads, sequence, width]`.
-    fn with_gradient(
-        x: &Tensor<B, 4>,
-        upstream: &Tensor<B, 4>,
-        forward: impl Fn(Tensor<B, 4>) -> Tensor<B, 4>,
-    ) -> [TensorData; 2] {
-        let x = x.clone().detach().require_grad();
-        let y = forward(x.clone());
-        let gradients = (y.clone() * upstream.clone()).backward();
-        [
-            y.into_data(),
-            x.grad(&gradients).expect("a gradient of x").into_data(),
-        ]
-    }
-
-    #[test]
-    fn rotary_positions_are_those_of_burn() {
-        let device = Default::default();
-        let (longest, width) = (9, 6);
-        let random = |shape: [usize; 4]| Tensor::random(shape, Distribution::Default, &device);
-        let (x, upstream) = (random([2, 3, 7, width]), random([2, 3, 7, width]));
-        let burn = RotaryEncodingConfig::new(longest, width).init::<B>(&device);
-        let ours = Rotary::<B>::new(longest, width, &device);
-        let expected = with_gradient(&x, &upstream, |x| burn.forward(x));
-        let got = with_gradient(&x, &upstream, |x| {
-            ours.forward(x.swap_dims(1, 2)).swap_dims(1, 2)
-        });
-        for (got, expected) in got.into_iter().zip(expected) {
-            got.assert_approx_eq::<f32>(&expected, Tolerance::absolute(1e-6));
-        }
-    }
-
-    /// Checkpoints of models that held Burn's module load.
-    #[test]
-    fn rotary_positions_load_from_a_record_of_burns_module() {
-        let device = Default::default();
-        let recorder = NamedMpkBytesRecorder::<FullPrecisionSettings>::new();
-        let burn = RotaryEncodingConfig::new(9, 6).init::<B>(&device);
-        let bytes = Recorder::<B>::record(&recorder, burn.into_record(), ()).expect("a record");
-        let record = recorder.load(bytes, &device).expect("a record of Rotary");
-        let ours = Rotary::<B>::new(9, 6, &device).load_record(record);
-        assert_eq!(ours.right_angle.dims(), [6, 6]);
-    }
-}
