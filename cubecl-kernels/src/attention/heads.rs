@@ -12,17 +12,19 @@ pub(super) struct Strides4 {
 }
 
 impl Strides4 {
-    /// Those of a tensor of four dimensions; nothing steps along a dimension of one.
+    /// Those of a tensor of four dimensions.
     pub(super) fn of<R: Runtime>(tensor: &TensorHandle<R>) -> Strides4Launch<R> {
+        let [batch, head, row, col] = Self::steps(tensor);
+        Strides4Launch::new(batch, head, row, col)
+    }
+
+    /// The strides of a tensor of four dimensions; nothing steps along a dimension of one.
+    pub(super) fn steps<R: Runtime>(tensor: &TensorHandle<R>) -> [u32; 4] {
         let (shape, strides) = (tensor.shape(), tensor.strides());
-        let step = |dim: usize| {
-            if shape[dim] == 1 {
-                0
-            } else {
-                strides[dim] as u32
-            }
-        };
-        Strides4Launch::new(step(0), step(1), step(2), step(3))
+        [0, 1, 2, 3].map(|dim| match shape[dim] {
+            1 => 0,
+            _ => strides[dim] as u32,
+        })
     }
 }
 

@@ -20,7 +20,10 @@ use crate::{
 
 use super::{
     AttentionGradients, AttentionOptions, AttentionOutput, AttentionProblem, AttentionShape,
-    AttentionTensors, BACKWARD, FORWARD, in_rows,
+    AttentionTensors, BACKWARD, FORWARD,
+    bit_mask::{Along, BitMask},
+    in_rows,
+    launch::check_mask,
 };
 
 /// A producer and two consumer warpgroups.
@@ -60,7 +63,7 @@ pub(super) fn forward<R: Runtime>(
     tensors: &AttentionTensors<R>,
     problem: &AttentionProblem,
 ) -> Result<AttentionOutput<R>, KernelError> {
-    let problem = Problem::new(FORWARD, client, tensors, problem)?;
+    let problem = Problem::new(FORWARD, client, tensors, problem, Along::Keys)?;
     let [query, key, value] = problem.inputs();
     let AttentionShape {
         batch,
@@ -80,7 +83,7 @@ pub(super) fn forward<R: Runtime>(
         problem.value.map(keys),
     ];
     let mut buffers = vec![result.output.clone(), result.log_sum_exp.clone()];
-    buffers.extend([query, key, value].map(Clone::clone));
+    buffers.extend([query, key, value, problem.mask_words()].map(Clone::clone));
     let of_keys = problem.shape.keys * problem.head_bytes();
     let blocks = batch * heads * queries.div_ceil(ROWS);
     problem.launch::<Forward>(
@@ -103,7 +106,7 @@ pub(super) fn backward<R: Runtime>(
     wanted: AttentionGradients<bool>,
     problem: &AttentionProblem,
 ) -> Result<AttentionGradients<Option<TensorHandle<R>>>, KernelError> {
-    let mut problem = Problem::new(BACKWARD, client, tensors, problem)?;
+    let mut problem = Problem::new(BACKWARD, client, tensors, problem, Along::Queries)?;
     let [query, key, value] = problem.inputs();
     let shape = problem.shape;
     let output = Heads::new(BACKWARD, "output", &forward.output)?;
@@ -157,7 +160,7 @@ pub(super) fn backward<R: Runtime>(
         of_output.map(tile),
     ];
     let mut buffers = vec![rows, turns, sums.clone(), of_key.clone(), of_value.clone()];
-    buffers.extend([query, key, value, gradient].map(Clone::clone));
+    buffers.extend([query, key, value, gradient, problem.mask_words()].map(Clone::clone));
     let of_group =
         queries * shape.group() * (problem.head_bytes() + problem.dim * size_of::<f32>());
     problem.launch::<Gradients>(
@@ -222,8 +225,8 @@ pub(super) fn unsupported<R: Runtime>(
         Some(format!("scores {:?}", shape.scores()))
     } else if !(options.scale > 0.0 && options.scale.is_finite()) {
         Some(format!("a scale of {}", options.scale))
-    } else if problem.is_masked || problem.is_biased {
-        Some("a mask or a bias".into())
+    } else if problem.is_biased {
+        Some("a bias".into())
     } else if options.softcap.is_some() || options.dropout.is_some() {
         Some("a soft cap or dropout".into())
     } else {
@@ -304,6 +307,7 @@ struct Problem<'a, R: Runtime> {
     memory: usize,
     /// The strides of the output and of its gradient, where they are read without TMA.
     strides: [[u64; 3]; 2],
+    mask: Option<BitMask<R>>,
 }
 
 impl<'a, R: Runtime> Problem<'a, R> {
@@ -312,6 +316,7 @@ impl<'a, R: Runtime> Problem<'a, R> {
         client: &ComputeClient<R>,
         tensors: &'a AttentionTensors<R>,
         problem: &AttentionProblem,
+        bits: Along,
     ) -> Result<Self, KernelError> {
         let AttentionProblem {
             dtype,
@@ -320,6 +325,10 @@ impl<'a, R: Runtime> Problem<'a, R> {
             ..
         } = *problem;
         let widest = usize::max(shape.width, shape.value_width);
+        if let Some(mask) = &tensors.mask {
+            check_mask(operation, client, mask)?;
+        }
+        let of_mask = |mask| BitMask::new(client, mask, &shape, bits);
         Ok(Self {
             shape,
             options,
@@ -330,7 +339,14 @@ impl<'a, R: Runtime> Problem<'a, R> {
             dim: widest.next_multiple_of(PANEL),
             memory: client.properties().hardware.max_shared_memory_size - DECLARED,
             strides: Default::default(),
+            mask: tensors.mask.as_ref().map(of_mask),
         })
+    }
+
+    /// The words of the mask; any tensor where there is none.
+    fn mask_words(&self) -> &TensorHandle<R> {
+        let words = self.mask.as_ref().map(|mask| &mask.words);
+        words.unwrap_or(self.query.tensor)
     }
 
     /// Q, K and V.
@@ -361,6 +377,8 @@ impl<'a, R: Runtime> Problem<'a, R> {
         };
         let section = (SECTION_BYTES / section_bytes.max(1)).max(1) * group;
         let [out, gradient] = self.strides;
+        let mask = self.mask.as_ref().map(BitMask::strides);
+        let [mask_batch, mask_head, mask_row] = mask.unwrap_or_default();
         let numbers = AttentionNumbers {
             queries: shape.queries as u64,
             keys: shape.keys as u64,
@@ -380,6 +398,9 @@ impl<'a, R: Runtime> Problem<'a, R> {
             gradient_batch: gradient[0],
             gradient_head: gradient[1],
             gradient_row: gradient[2],
+            mask_batch,
+            mask_head,
+            mask_row,
         };
         // SAFETY: `Problem::new` and its callers checked the tensors; kernels guard reads without TMA and all writes
         // with the numbers, for which the outputs were allocated.
@@ -418,6 +439,10 @@ numbers! {
         gradient_batch: u64,
         gradient_head: u64,
         gradient_row: u64,
+        /// Words of the mask's bits from one to the next.
+        mask_batch: u64,
+        mask_head: u64,
+        mask_row: u64,
     }
 }
 
@@ -436,6 +461,8 @@ trait Kernel: Debug + Copy + Eq + Hash + Send + Sync + 'static {
     const SCORES: usize;
     /// Tiles of sums in FP32 for the rows of a stage.
     const SUMS: usize;
+    /// True where it reads the mask.
+    const READS_MASK: bool;
 
     /// Rows of a tile of a stage, for heads of 64 and of 128 features in shared memory.
     const TILES: [usize; 2];
@@ -444,7 +471,7 @@ trait Kernel: Debug + Copy + Eq + Hash + Send + Sync + 'static {
 macro_rules! kernels {
     ($(
         $kernel:ident: $file:literal $entry_point:literal,
-        $units:expr, $own:expr, $staged:expr, $row_bytes:expr, $scores:expr, $sums:expr, $tiles:expr;
+        $units:expr, $own:expr, $staged:expr, $row_bytes:expr, $scores:expr, $sums:expr, $reads_mask:expr, $tiles:expr;
     )*) => {
         $(
             #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -463,6 +490,7 @@ macro_rules! kernels {
                 const ROW_BYTES: usize = $row_bytes;
                 const SCORES: usize = $scores;
                 const SUMS: usize = $sums;
+                const READS_MASK: bool = $reads_mask;
                 const TILES: [usize; 2] = $tiles;
             }
         )*
@@ -470,12 +498,12 @@ macro_rules! kernels {
 }
 
 kernels! {
-    // Text and entry point; units, own tiles, staged tiles, bytes of a row, tiles of scores and of sums, rows of a
-    // tile.
-    Forward: "hopper/forward.cu" "attention_forward_hopper", UNITS, 1, 1, 0, 0, 0, [128, 128];
-    Rows: "hopper/rows.cu" "attention_rows_hopper", ROW_UNITS as u32, 0, 0, 0, 0, 0, OF_BACKWARD;
-    Gradients: "hopper/gradients.cu" "attention_gradients_hopper", UNITS, 2, 2, 8, 2, 1, OF_BACKWARD;
-    Queries: "hopper/queries.cu" "attention_queries_hopper", 128, 0, 0, 0, 0, 0, OF_BACKWARD;
+    // Text and entry point; units, own tiles, staged tiles, bytes of a row, tiles of scores and of sums, whether it
+    // reads the mask, rows of a tile.
+    Forward: "hopper/forward.cu" "attention_forward_hopper", UNITS, 1, 1, 0, 0, 0, true, [128, 128];
+    Rows: "hopper/rows.cu" "attention_rows_hopper", ROW_UNITS as u32, 0, 0, 0, 0, 0, false, OF_BACKWARD;
+    Gradients: "hopper/gradients.cu" "attention_gradients_hopper", UNITS, 2, 2, 8, 2, 1, true, OF_BACKWARD;
+    Queries: "hopper/queries.cu" "attention_queries_hopper", 128, 0, 0, 0, 0, 0, false, OF_BACKWARD;
 }
 
 /// A kernel with its knobs.
@@ -485,6 +513,7 @@ struct Pass<P> {
     tile: usize,
     stages: usize,
     dtype: StorageType,
+    is_masked: bool,
     kernel: PhantomData<P>,
 }
 
@@ -496,6 +525,7 @@ impl<P: Kernel> Pass<P> {
             tile,
             stages: 0,
             dtype: problem.dtype,
+            is_masked: P::READS_MASK && problem.mask.is_some(),
             kernel: PhantomData,
         };
         let left = problem.memory - pass.shared_memory();
@@ -521,11 +551,13 @@ impl<P: Kernel> CudaSource for Pass<P> {
     fn knobs(&self) -> String {
         let out = float_knob(self.dtype);
         format!(
-            "#define TILE_N {}\n#define STAGED_ROWS {}\n#define STAGES {}\n#define IN \"{}\"\n#define OUT_{out}",
+            "#define TILE_N {}\n#define STAGED_ROWS {}\n#define STAGES {}\n#define IN \"{}\"\n#define OUT_{out}\n\
+             #define MASKED {}",
             self.dim,
             self.tile,
             self.stages,
             out.to_lowercase(),
+            u8::from(self.is_masked),
         )
     }
 

@@ -80,8 +80,7 @@ impl<'a, R: Runtime> Launch<'a, R> {
             check_reads(operation, "bias", bias, is_indexed)?;
         }
         if let Some(mask) = mask {
-            check_reads(operation, "mask", mask, is_indexed)?;
-            check_mask(operation, client, mask.dtype)?;
+            check_mask(operation, client, mask)?;
         }
         let options = &problem.options;
         Ok(Self {
@@ -274,12 +273,14 @@ fn check_reads<R: Runtime>(
     }
 }
 
-/// Accepts a mask of bytes or words that the device reads.
-fn check_mask<R: Runtime>(
+/// Accepts a mask of bytes or words that the device reads, and that 32 bits index.
+pub(super) fn check_mask<R: Runtime>(
     operation: &'static str,
     client: &ComputeClient<R>,
-    dtype: StorageType,
+    mask: &TensorHandle<R>,
 ) -> Result<(), KernelError> {
+    check_reads(operation, "mask", mask, is_indexed)?;
+    let dtype = mask.dtype;
     let is_flag = dtype == storage::<u8>() || dtype == storage::<u32>();
     let usage = client.features().type_usage(dtype);
     match is_flag && usage.contains(TypeUsage::Buffer) {

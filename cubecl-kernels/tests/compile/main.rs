@@ -337,7 +337,7 @@ fn hopper_sources(name: &str) -> Vec<Source> {
     sources.into_values().collect()
 }
 
-/// All passes of Hopper's attention, for both types and widths of heads.
+/// All passes of Hopper's attention, for both types and widths of heads, with a mask and without.
 fn attention_sources(architecture: u16) -> Vec<Source> {
     let options = AttentionOptions {
         band: Band::CAUSAL,
@@ -349,19 +349,22 @@ fn attention_sources(architecture: u16) -> Vec<Source> {
         value: true,
         bias: false,
     };
+    let masks = [None, Some(dtype::<u8>()), Some(dtype::<u32>())];
+    let types = [
+        (dtype::<bf16>(), 64),
+        (dtype::<bf16>(), 128),
+        (dtype::<f16>(), 40),
+        (dtype::<f16>(), 96),
+    ];
     let sources = sources_of(architecture, |client| {
-        for (float, width) in [
-            (dtype::<bf16>(), 64),
-            (dtype::<bf16>(), 128),
-            (dtype::<f16>(), 40),
-            (dtype::<f16>(), 96),
-        ] {
+        let all = types.iter().flat_map(|&it| masks.map(|flags| (it, flags)));
+        for ((float, width), flags) in all {
             let heads = |heads, sequence| tensor(client, &[2, heads, sequence, width], float);
             let tensors = AttentionTensors {
                 query: heads(4, 200),
                 key: heads(2, 300),
                 value: heads(2, 300),
-                mask: None,
+                mask: flags.map(|flags| tensor(client, &[2, 1, 200, 300], flags)),
                 bias: None,
             };
             let kernel = AttentionKernel::Hopper;
@@ -374,7 +377,10 @@ fn attention_sources(architecture: u16) -> Vec<Source> {
                 .expect("what has a forward pass");
         }
     });
-    assert_eq!(sources.len(), if architecture == 90 { 4 * 4 } else { 0 });
+    // A type of a mask has one kernel for each pass, which makes bits of it; with and without bits, two of four kernels
+    // differ.
+    let expected = 2 * 2 + types.len() * (4 + 2);
+    assert_eq!(sources.len(), if architecture == 90 { expected } else { 0 });
     sources
 }
 

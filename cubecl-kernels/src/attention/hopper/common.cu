@@ -4,6 +4,7 @@
 //   TILE_N     64 or 128, the features of a head; what lies past those that it has is 0
 //   STAGED_ROWS   keys or queries of a stage
 //   IN         "bf16" or "f16", the type of all matrices, which OUT_* names too
+//   MASKED     1 where the mask hides keys, 0 where there is none
 // and the structure Numbers, which hopper.rs describes.
 //
 // A producer warp and two consumer warpgroups of 64 rows each, as in the products.
@@ -65,6 +66,61 @@ __device__ __forceinline__ Range keys_of(const Band &band, int first, int last) 
 __device__ __forceinline__ bool all_visible(const Band &band, Range queries, Range keys) {
     return keys.first >= keys_of(band, queries.last).first && keys.last <= keys_of(band, queries.first).last;
 }
+
+// ---- Masks ----------------------------------------------------------------------------------------------------------
+
+#if MASKED
+// The bits of a lane's two rows of a tile of scores, one for each of its columns: 1 where a key is hidden from a query.
+template <int Columns> struct Hidden {
+    u32 words[2][Columns / 32];
+};
+
+// Of a lane's rows of the 64 from `row` on that its warpgroup has, in a tile that starts at `column`. A mask has whole
+// tiles of rows and of columns. Where the lane's rows are is asked for anew each time: the backward pass has no
+// register to keep it.
+template <int Columns>
+__device__ __forceinline__ Hidden<Columns> load_hidden(const u32 *mask, const Numbers &numbers, u32 batch, u32 head,
+                                                       u32 row, u32 column) {
+    const u32 stride = numbers.mask_row;
+    u32 thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    row += thread % 128 / 32 * 16 + thread % 32 / 4;
+    mask += batch * (u32)numbers.mask_batch + head * (u32)numbers.mask_head + row * stride + column / 32;
+    Hidden<Columns> hidden;
+#pragma unroll
+    for (int h = 0; h < 2; h++)
+#pragma unroll
+        for (int i = 0; i < Columns / 64; i++) {
+            const uint2 pair = __ldg((const uint2 *)(mask + 8 * h * stride) + i);
+            hidden.words[h][2 * i] = pair.x;
+            hidden.words[h][2 * i + 1] = pair.y;
+        }
+    return hidden;
+}
+
+// Hides a tile's scores by the mask.
+template <int Columns> __device__ __forceinline__ void hide(float *scores, const Hidden<Columns> &hidden) {
+    u32 any = 0;
+#pragma unroll
+    for (int i = 0; i < Columns / 32; i++)
+        any |= hidden.words[0][i] | hidden.words[1][i];
+    if (!__any_sync(EVERYONE, any))
+        return;
+#pragma unroll
+    for (int h = 0; h < 2; h++)
+#pragma unroll
+        for (int i = 0; i < Columns / 32; i++) {
+            // A lane's first column is in the first bit.
+            const u32 bits = hidden.words[h][i] >> threadIdx.x % 4 * 2;
+#pragma unroll
+            for (int j = 4 * i; j < 4 * i + 4; j++)
+#pragma unroll
+                for (int e = 0; e < 2; e++)
+                    if (bits & 1u << (8 * (j % 4) + e))
+                        scores[4 * j + 2 * h + e] = -INFINITE;
+        }
+}
+#endif
 
 // ---- A block's queries ----------------------------------------------------------------------------------------------
 

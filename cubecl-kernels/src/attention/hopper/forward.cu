@@ -3,9 +3,9 @@
 // Texts before this one: hopper.cu, attention/hopper/common.cu.
 //
 // Each consumer has 64 queries and walks through the keys from the last that they see to the first, so that what is
-// hidden comes at once and the other tiles need no mask. The scores of a tile are multiplied while the probabilities of
-// the last one are multiplied with its values, and the exponentials of one consumer run under the products of the other
-// (FlashAttention-3: Shah et al., 2024, sections 3.1 and 3.2).
+// hidden by its place comes at once, and other tiles have nothing to hide but by a mask. The scores of a tile are
+// multiplied while the probabilities of the last one are multiplied with its values, and the exponentials of one
+// consumer run under the products of the other (FlashAttention-3: Shah et al., 2024, sections 3.1 and 3.2).
 
 #define KEYS STAGED_ROWS
 #define QUERY_BYTES (ROWS * DIM * 2)
@@ -76,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     attention_forward_hopper(const __grid_constant__ TensorMap query_map, const __grid_constant__ TensorMap key_map,
                              const __grid_constant__ TensorMap value_map, const void *, const void *, const void *,
                              Out *__restrict__ out, float *__restrict__ log_sum_exp, const void *, const void *,
-                             const void *, const __grid_constant__ Numbers numbers) {
+                             const void *, const u32 *__restrict__ mask, const __grid_constant__ Numbers numbers) {
     extern __shared__ __align__(1024) unsigned char memory_[];
     __shared__ u64 full_barriers[STAGES], empty_barriers[STAGES], query_barrier_[1];
 
@@ -132,6 +132,10 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         sums[i] = 0.0f;
 
     if (count > 0) {
+#if MASKED
+        const int key = (first_tile + count - 1) * KEYS;
+        Hidden<KEYS> hidden = load_hidden<KEYS>(mask, numbers, work.batch, work.head, query, key);
+#endif
         barrier_wait(query_barrier, 0);
         barrier_wait(full + 8 * stage, parity);
         products_fence();
@@ -141,6 +145,9 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         release(empty + 8 * stage);
         next_stage(stage, parity);
         hide(scores, band, query, (first_tile + count - 1) * KEYS);
+#if MASKED
+        hide<KEYS>(scores, hidden);
+#endif
         exponentiate(scores, statistics, decay, factor);
         pack_operand<KEYS>(scores, probabilities);
         // While one consumer's products run, the other has its exponentials.
@@ -148,6 +155,10 @@ extern "C" __global__ void __launch_bounds__(384, 1)
             give_turn(0);
         for (int tile = count - 2; tile >= 0; tile--) {
             const u32 of_keys = stage;
+#if MASKED
+            // Under the products, which take longer.
+            hidden = load_hidden<KEYS>(mask, numbers, work.batch, work.head, query, (first_tile + tile) * KEYS);
+#endif
             await_turn(consumer);
             barrier_wait(full + 8 * stage, parity);
             pin<KEYS / 2>(scores);
@@ -163,6 +174,9 @@ extern "C" __global__ void __launch_bounds__(384, 1)
             pin<KEYS / 2>(scores);
             release(empty + 8 * of_keys);
             hide(scores, band, query, (first_tile + tile) * KEYS);
+#if MASKED
+            hide<KEYS>(scores, hidden);
+#endif
             exponentiate(scores, statistics, decay, factor);
             products_wait<0>();
             pin<DIM / 2>(sums);

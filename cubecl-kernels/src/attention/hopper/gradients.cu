@@ -148,7 +148,8 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                                const __grid_constant__ TensorMap gradient_map, const void *, const void *, const void *,
                                const void *, const float2 *__restrict__ rows, u32 *turns, float *sums_of_queries,
                                Out *__restrict__ of_keys, Out *__restrict__ of_values, const void *, const void *,
-                               const void *, const void *, const __grid_constant__ Numbers numbers) {
+                               const void *, const void *, const u32 *__restrict__ mask,
+                               const __grid_constant__ Numbers numbers) {
     extern __shared__ __align__(1024) unsigned char memory_[];
     __shared__ u64 full_barriers[STAGES], empty_barriers[STAGES], key_barrier_[1], part_barriers[2];
     __shared__ u32 number;
@@ -261,6 +262,10 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                     const int h = i / 2 % 2, column = query + 8 * (i / 4) + 2 * (lane % 4) + i % 2;
                     scores[i] = column < visible[h].first | column > visible[h].last ? -INFINITE : scores[i];
                 }
+#if MASKED
+            const u32 head = work.head * group + index / count;
+            hide<QUERIES>(scores, load_hidden<QUERIES>(mask, numbers, work.batch, head, key, query));
+#endif
 #pragma unroll
             for (int j = 0; j < QUERIES / 8; j++) {
                 // The log-sum-exp and Delta of two queries.

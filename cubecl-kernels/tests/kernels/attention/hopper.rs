@@ -10,7 +10,7 @@ use half::{bf16, f16};
 use rstest::rstest;
 
 use super::{
-    problem::Kind,
+    problem::{Dims, Kind},
     solve::{Memory, at_the_ends_of_tiles, compare_16_bits, draw, has, solve},
 };
 use crate::{
@@ -30,11 +30,70 @@ fn equals_the_reference(
     at_the_ends_of_tiles(KERNEL, width, band, memory);
 }
 
+/// Masks of every choice of dimensions of their own: of keys (padding), of scores, of queries, whose rows see all or
+/// nothing, of heads, and one for all.
 #[rstest]
-fn repeats_to_the_bit() {
+fn hides_by_a_mask(
+    #[values([64, 64], [128, 128], [96, 40])] width: [usize; 2],
+    #[values(Band::ALL, Band::CAUSAL, Band { left: Some(70), right: Some(3) })] band: Band,
+) {
+    let (client, mut random) = (client(), Random::fresh());
+    for own in 0..16 {
+        let mask = Some([0, 1, 2, 3].map(|dim| own >> dim & 1 == 1));
+        for (heads, sequence) in [([2, 4, 2], [130, 301]), ([2, 2, 2], [257, 129])] {
+            for float in [dtype::<bf16>(), dtype::<f16>()] {
+                let kind = Kind {
+                    band,
+                    mask,
+                    ..Kind::plain(heads, sequence, width)
+                };
+                let problem = draw(&mut random, kind, float);
+                if !has(KERNEL, &client, &problem, float) {
+                    return;
+                }
+                let results = solve(KERNEL, &client, &problem, float, Memory::InAlignedRows);
+                compare_16_bits(&results, &problem, float, &format!("{float} {kind:?}"));
+            }
+        }
+    }
+}
+
+/// Sequences that are padded before and behind, by whole tiles and parts of them, and one of nothing but padding.
+#[rstest]
+fn padding_is_not_seen(#[values([64, 64], [128, 128])] width: [usize; 2]) {
+    const KEYS: usize = 700;
+    let (client, mut random) = (client(), Random::fresh());
+    let float = dtype::<bf16>();
+    for band in [Band::ALL, Band::CAUSAL] {
+        let kind = Kind {
+            band,
+            mask: Some([true, false, false, true]),
+            ..Kind::plain([4, 2, 2], [KEYS, KEYS], width)
+        };
+        let mut problem = draw(&mut random, kind, float);
+        if !has(KERNEL, &client, &problem, float) {
+            return;
+        }
+        let there = [0..KEYS, 0..301, 256..513, 0..0];
+        let (hidden, _) = problem.mask.as_mut().expect("a mask");
+        for (hidden, there) in hidden.chunks_mut(KEYS).zip(there) {
+            for (key, hidden) in hidden.iter_mut().enumerate() {
+                *hidden = !there.contains(&key);
+            }
+        }
+        let results = solve(KERNEL, &client, &problem, float, Memory::Contiguous);
+        compare_16_bits(&results, &problem, float, &format!("{kind:?}"));
+        let nothing = &results.output[3 * results.output.len() / 4..];
+        assert!(nothing.iter().all(|&x| x == 0.0), "{kind:?}");
+    }
+}
+
+#[rstest]
+fn repeats_to_the_bit(#[values(None, Some([true, false, true, true]))] mask: Option<Dims>) {
     let (client, mut random) = (client(), Random::fresh());
     let kind = Kind {
         band: Band::CAUSAL,
+        mask,
         ..Kind::plain([2, 6, 2], [700, 900], [64, 64])
     };
     let problem = draw(&mut random, kind, dtype::<bf16>());
