@@ -5,6 +5,7 @@
 //! | --- | --- | --- |
 //! | INT8 in blocks, FP32 scales | once | `block` |
 //! | groups, scales that do not depend on the matrix | once | `group` |
+//! | tokens of up to 16,384 elements, row-major, such scales too | once | `token` |
 //! | a scale that was given | once | `given` |
 //! | the scale of a maximum that earlier data had | once, where there is none twice | `delayed` |
 //! | everything else | twice: for the maxima of the regions, and to encode | `absmax`, `scales`, `encode` |
@@ -38,6 +39,7 @@ mod scales;
 pub(crate) mod staged;
 mod stored;
 pub(crate) mod tile;
+mod token;
 mod unpack;
 pub(crate) mod whole_runs;
 
@@ -211,7 +213,7 @@ impl<'a, R: Runtime> Input<'a, R> {
 
 /// Quantizes `x`, a matrix of f32, f16 or bf16 with any strides.
 ///
-/// INT8 blocks with FP32 scales, and groups with FP32 or E8M0 scales, are read once: their elements stay on chip
+/// INT8 blocks with FP32 scales, and groups and tokens with FP32 or E8M0 scales, are read once: their elements stay on chip
 /// between the search of the maximum and the rounding. Everything else is read twice. The numbers are those of
 /// [`reference::quantize`](crate::reference::quantize()), to the bit; a region that holds NaN or an infinity has scale
 /// NaN, so that it dequantizes to NaN.
@@ -245,6 +247,9 @@ pub fn quantize<R: Runtime>(
             }
             Granularity::Group(size) if group::reads_once(size, spec) => {
                 group::launch(client, &input, size, &output);
+            }
+            Granularity::Token if token::reads_once(input.view.shape.cols, spec) => {
+                token::launch(client, &input, &output);
             }
             Granularity::Tensor if !spec.scale.has_tensor_scale() => {
                 let maxima = absmax::parts(client, x, &input.view, absmax::Count::All, None);

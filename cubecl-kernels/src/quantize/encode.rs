@@ -28,8 +28,8 @@ use super::{
 enum Inverses {
     /// One for each region; a run lies in one region.
     OfRuns,
-    /// One for each region; neighbours of a run lie in regions of their own.
-    OfElements,
+    /// One for each column of a matrix.
+    OfColumns,
     /// The inverse of a scale that was given. The maxima of tiles are wanted too.
     Given,
 }
@@ -70,7 +70,7 @@ pub(super) unsafe fn by_regions<R: Runtime>(
     output: &Quantized<R>,
 ) {
     let source = match input.spec.granularity {
-        Granularity::Channel => Inverses::OfElements,
+        Granularity::Channel => Inverses::OfColumns,
         Granularity::Block(_)
         | Granularity::Group(_)
         | Granularity::Token
@@ -232,9 +232,11 @@ fn encode_kernel<F: Numeric, NX: Size, V: Numeric, NV: Size, T: Numeric, NT: Siz
     }
     let (tile_row, tile_col) = run_position(tile);
     let (row, col) = (position.row + tile_row, position.col + tile_col);
+    let of_columns = column_inverses(inverses, &geometry, position.batch, col, plan);
     let (codes, bits) = read_codes::<F, NX>(
         x,
         inverses,
+        &of_columns,
         &geometry,
         position.batch,
         row,
@@ -283,15 +285,18 @@ fn encode_bytes_kernel<F: Numeric, NX: Size, V: Numeric, NV: Size, T: Numeric, N
     }
     let mut lines = zero_patch();
     let mut bits = 0u32;
+    let first_col = at.first_col + at.tile_col;
+    let of_columns = column_inverses(inverses, &geometry, batch, first_col, plan);
     #[unroll]
     for line in 0..comptime!(PATCH_ROWS as u32) {
         let (codes, of_run) = read_codes::<F, NX>(
             x,
             inverses,
+            &of_columns,
             &geometry,
             batch,
             at.first_row + at.tile_row + line,
-            at.first_col + at.tile_col,
+            first_col,
             scale_rows,
             scale_cols,
             &random,
@@ -318,12 +323,14 @@ fn encode_bytes_kernel<F: Numeric, NX: Size, V: Numeric, NV: Size, T: Numeric, N
     );
 }
 
-/// The codes of a run, and the bits of its largest magnitude where that is wanted.
+/// The codes of a run, and the bits of its largest magnitude where that is wanted. `of_columns`: the inverse scales of its
+/// columns, where they have their own.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 fn read_codes<F: Numeric, NX: Size>(
     x: &Array<Vector<F, NX>>,
     inverses: &Array<f32>,
+    of_columns: &Array<f32>,
     geometry: &MatrixGeometry,
     batch: u32,
     row: u32,
@@ -339,16 +346,22 @@ fn read_codes<F: Numeric, NX: Size>(
     if comptime!(plan.inverses == Inverses::Given) {
         bits = run_max(&run);
     }
-    let of_run = run_inverses(
-        inverses,
-        geometry,
-        batch,
-        row,
-        col,
-        scale_rows,
-        scale_cols,
-        comptime!(plan.inverses),
-    );
+    let mut of_run = Array::<f32>::new(RUN);
+    match comptime!(plan.inverses) {
+        Inverses::OfRuns => {
+            let inverse =
+                region_inverse(inverses, geometry, batch, row, col, scale_rows, scale_cols);
+            fill(&mut of_run, inverse);
+        }
+        Inverses::OfColumns =>
+        {
+            #[unroll]
+            for index in 0..RUN {
+                of_run[index] = of_columns[index];
+            }
+        }
+        Inverses::Given => fill(&mut of_run, given_inverse_cube(inverses[0])),
+    }
     let codes = encode_run(
         &run,
         &of_run,
@@ -372,10 +385,9 @@ fn write_maximum(maxima: &mut Array<f32>, bits: u32, #[comptime] plan: EncodePla
     }
 }
 
-/// The inverse scale of each element of a run; 0 outside the matrix.
+/// The inverse scale of the region that holds a run; 0 outside the matrix.
 #[cube]
-#[allow(clippy::too_many_arguments)]
-fn run_inverses(
+fn region_inverse(
     inverses: &Array<f32>,
     geometry: &MatrixGeometry,
     batch: u32,
@@ -383,34 +395,39 @@ fn run_inverses(
     col: u32,
     scale_rows: u32,
     scale_cols: u32,
-    #[comptime] source: Inverses,
-) -> Array<f32> {
-    let mut of_run = Array::<f32>::new(RUN);
+) -> f32 {
     let grid_rows = geometry.rows.div_ceil(scale_rows);
     let grid_cols = geometry.cols.div_ceil(scale_cols);
     let first = (batch * grid_rows + row / scale_rows) * grid_cols;
-    match comptime!(source) {
-        Inverses::OfRuns => {
-            let mut inverse = 0.0f32;
-            if row < geometry.rows && col < geometry.cols {
-                inverse = inverses[(first + col / scale_cols) as usize];
-            }
-            fill(&mut of_run, inverse);
-        }
-        Inverses::OfElements =>
-        {
-            #[unroll]
-            for index in 0..comptime!(RUN as u32) {
-                let mut inverse = 0.0f32;
-                if row < geometry.rows && col + index < geometry.cols {
-                    inverse = inverses[(first + (col + index) / scale_cols) as usize];
-                }
-                of_run[index as usize] = inverse;
-            }
-        }
-        Inverses::Given => fill(&mut of_run, given_inverse_cube(inverses[0])),
+    let mut inverse = 0.0f32;
+    if row < geometry.rows && col < geometry.cols {
+        inverse = inverses[(first + col / scale_cols) as usize];
     }
-    of_run
+    inverse
+}
+
+/// The inverse scales of the 16 columns from `col` on, where each has one; 0 outside the matrix. They serve all rows of a
+/// patch.
+#[cube]
+fn column_inverses(
+    inverses: &Array<f32>,
+    geometry: &MatrixGeometry,
+    batch: u32,
+    col: u32,
+    #[comptime] plan: EncodePlan,
+) -> Array<f32> {
+    let mut of_columns = Array::<f32>::new(RUN);
+    if comptime!(plan.inverses == Inverses::OfColumns) {
+        #[unroll]
+        for index in 0..comptime!(RUN as u32) {
+            let mut inverse = 0.0f32;
+            if col + index < geometry.cols {
+                inverse = inverses[(batch * geometry.cols + col + index) as usize];
+            }
+            of_columns[index as usize] = inverse;
+        }
+    }
+    of_columns
 }
 
 /// Gives all elements of a run one inverse scale.

@@ -172,7 +172,7 @@ pub(super) fn write_copies<V: Numeric, NV: Size, T: Numeric, NT: Size>(
 
 /// Writes a run to the `row`-th of stored rows of `cols` codes, from column `col`, what of it lies inside.
 #[cube]
-fn write_run<V: Numeric, N: Size>(
+pub(super) fn write_run<V: Numeric, N: Size>(
     out: &mut Array<Vector<V, N>>,
     codes: &Array<u32>,
     row: u32,

@@ -294,6 +294,31 @@ fn float_types_and_strides_do_not_change_the_numbers() {
     }
 }
 
+/// Rows that one unit of a cube holds and that all of them do, each of which holds one run of 16 to four, with and without
+/// empty places; and rows that are too long to be held.
+#[rstest]
+fn tokens_of_all_lengths(
+    #[values(16, 17, 48, 768, 1000, 2304, 6144, 9001, 16_384, 16_385)] cols: usize,
+) {
+    let (client, mut random) = (client(), Random::fresh());
+    let specs = [
+        QuantizeSpec::int8(Granularity::Token),
+        QuantizeSpec::int8(Granularity::Token).with_rounding(STOCHASTIC),
+        QuantizeSpec::new(Number::E4M3, Granularity::Token).with_scale(ScaleNumber::E8M0),
+        QuantizeSpec::new(Number::Int4, Granularity::Token).with_rounding(STOCHASTIC),
+    ];
+    for spec in drawn(&mut random, specs, 1) {
+        let floats = float_types(&client);
+        let float = floats[random.index(floats.len())];
+        for shape in [MatrixShape::new(19, cols), MatrixShape::batched(2, 3, cols)] {
+            let x = rounded(&random.with_special_values(shape), float);
+            let tensor = upload_matrix(&client, &x, shape, float, Memory::Sliced);
+            let quantized = quantize(&client, &tensor, &spec).expect("a matrix");
+            check(&client, &quantized, &x, &spec);
+        }
+    }
+}
+
 /// Tiles of 128 x 128 that nowhere reach over an edge are written without looking for one, on CUDA by another kernel if
 /// both copies are stochastic.
 #[test]
