@@ -53,10 +53,7 @@ fn linear_of<B: QuantBackend, R: Recipe>(
     dtypes.see(&x);
     dtypes.see(&weight);
     let target = Class::Compute.target(R::row().compute, &dtypes);
-    let (x, weight) = (
-        cast_to::<B::Inside>(x, target),
-        cast_to::<B::Inside>(weight, target),
-    );
+    let x = cast_to::<B::Inside>(x, target);
     let bias = bias.map(|bias| cast_to::<B::Inside>(bias, target));
     let (shape, weight_shape) = (x.shape(), weight.shape());
     let rank = shape.num_dims();
@@ -67,6 +64,11 @@ fn linear_of<B: QuantBackend, R: Recipe>(
     // Flex 0.21 reads outside of its memory in products of batches without elements, also in `Tensor::matmul`, but not
     // in products of matrices without elements.
     let is_empty = is_matrix && shape.num_elements() == 0;
+    // The kernel's operation casts by itself.
+    let weight = match by_kernel {
+        true => weight,
+        false => cast_to::<B::Inside>(weight, target),
+    };
     if !by_kernel && !is_empty {
         return QuantTensor::new(<B::Inside>::linear(x, weight, bias));
     }
@@ -114,6 +116,7 @@ fn has_kernel<B: QuantBackend>([left, right]: [&InsideTensor<B>; 2], rows: usize
     ];
     let device = <B::Inside>::float_device(left);
     left.shape().num_elements() > 0
+        && right.dtype() != DType::F64
         && Kernels::<B>::float_product_kernel(&device, left.dtype(), &sums).is_some()
 }
 
@@ -137,15 +140,14 @@ fn matmul_of<B: QuantBackend, R: Recipe>(
     dtypes.see(&lhs);
     dtypes.see(&rhs);
     let target = Class::Compute.target(R::row().compute, &dtypes);
-    let (lhs, rhs) = (
-        cast_to::<B::Inside>(lhs, target),
-        cast_to::<B::Inside>(rhs, target),
-    );
+    let lhs = cast_to::<B::Inside>(lhs, target);
     let (of_lhs, of_rhs) = (lhs.shape(), rhs.shape());
     let rank = of_lhs.num_dims();
+    let burns = |lhs, rhs| <B::Inside>::float_matmul(lhs, cast_to::<B::Inside>(rhs, target));
     if rank < 2 || of_rhs.num_dims() != rank || !has_kernel::<B>([&lhs, &rhs], of_lhs[rank - 2]) {
-        return QuantTensor::new(<B::Inside>::float_matmul(lhs, rhs));
+        return QuantTensor::new(burns(lhs, rhs));
     }
+    // It casts the right operand by itself.
     let product = |lhs, rhs| B::record(Matmul, [lhs, rhs]);
     let (leading, matrix) = of_rhs.split_at(rank - 2);
     QuantTensor::new(if *leading == of_lhs[..rank - 2] {
@@ -155,7 +157,7 @@ fn matmul_of<B: QuantBackend, R: Recipe>(
         let matrix = Shape::new([matrix[0], matrix[1]]);
         by_rows::<B>(lhs, <B::Inside>::float_reshape(rhs, matrix), product)
     } else {
-        <B::Inside>::float_matmul(lhs, rhs)
+        burns(lhs, rhs)
     })
 }
 
