@@ -189,7 +189,8 @@ def measure_gemm(sizes):
 # Attention
 
 TOKENS, FEATURES, GROUP = 16_384, 2048, 4
-BACKENDS = {"torch-cudnn": SDPBackend.CUDNN_ATTENTION, "torch-flash": SDPBackend.FLASH_ATTENTION}
+BACKENDS = {"torch-cudnn": SDPBackend.CUDNN_ATTENTION, "torch-flash": SDPBackend.FLASH_ATTENTION,
+            "torch-efficient": SDPBackend.EFFICIENT_ATTENTION}
 
 
 def attention_problems(widths, sequences):
@@ -197,9 +198,10 @@ def attention_problems(widths, sequences):
     for width in widths:
         heads = FEATURES // width
         for sequence in sequences:
-            for causal, kv_heads in ((True, heads), (False, heads), (True, heads // GROUP)):
+            for causal, kv_heads, hidden in ((True, heads, 0), (False, heads, 0), (True, heads // GROUP, 0),
+                                             (False, heads, sequence // 4)):
                 yield {"batch": TOKENS // sequence, "heads": heads, "kv_heads": kv_heads, "sequence": sequence,
-                       "width": width, "causal": causal}
+                       "width": width, "causal": causal, "hidden": hidden}
 
 
 def random_heads(problem, heads):
@@ -215,9 +217,17 @@ def measure_attention(widths, sequences):
         q = random_heads(problem, problem["heads"])
         k, v = (random_heads(problem, problem["kv_heads"]) for _ in range(2))
         gradient = torch.randn_like(q)
+        mask = None
+        if problem["hidden"]:
+            seen = torch.arange(problem["sequence"], device="cuda") < problem["sequence"] - problem["hidden"]
+            mask = seen.expand(problem["batch"], 1, problem["sequence"], problem["sequence"])
         for kernel, backend in BACKENDS.items():
+            if backend == SDPBackend.EFFICIENT_ATTENTION and mask is None:
+                # Slower than the others, which do not compute every mask.
+                continue
+
             def forward():
-                return F.scaled_dot_product_attention(q, k, v, is_causal=problem["causal"],
+                return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=problem["causal"],
                                                       enable_gqa=problem["heads"] != problem["kv_heads"])
 
             def backward():

@@ -159,8 +159,17 @@ impl Group<'_> {
 
     /// The queries that see a key.
     fn queries_of(&self, col: usize) -> Range<usize> {
-        let first = if self.problem.causal { col } else { 0 };
-        first..self.problem.sequence
+        let AttentionProblem {
+            sequence,
+            causal,
+            hidden,
+            ..
+        } = *self.problem;
+        match (causal, col >= sequence - hidden) {
+            (_, true) => 0..0,
+            (true, false) => col..sequence,
+            (false, false) => 0..sequence,
+        }
     }
 
     /// O and dQ of a query.
@@ -172,10 +181,10 @@ impl Group<'_> {
         values: &Rows,
         d_output: &[f32],
     ) -> [Vec<f64>; 2] {
-        let seen = if self.problem.causal {
-            row + 1
-        } else {
-            self.problem.sequence
+        let there = self.problem.sequence - self.problem.hidden;
+        let seen = match self.problem.causal {
+            true => there.min(row + 1),
+            false => there,
         };
         let scores: Vec<f64> = (0..seen)
             .map(|col| self.scale() * dot(queries.row(row), keys.row(col)))

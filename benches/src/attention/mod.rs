@@ -6,6 +6,7 @@ use std::{fmt, path::Path};
 
 use anyhow::{Context, Result, ensure};
 use clap::{Args, ValueEnum};
+use cubecl::frontend::CubePrimitive;
 use cubecl_kernels::{
     attention::{
         AttentionGradients, AttentionKernel as Kernel, AttentionOptions, AttentionOutput,
@@ -94,7 +95,7 @@ const FEATURES: usize = 2048;
 const GROUP: usize = 4;
 
 impl Settings {
-    /// Each width and length, causal and not, and causal with grouped heads.
+    /// Each width and length, causal, not, causal with grouped heads, and with a mask that hides a quarter of the keys.
     fn problems(&self) -> Result<Vec<AttentionProblem>> {
         let mut problems = Vec::new();
         for &width in &self.widths {
@@ -115,6 +116,7 @@ impl Settings {
                     sequence,
                     width,
                     causal: true,
+                    hidden: 0,
                 };
                 problems.push(causal);
                 problems.push(AttentionProblem {
@@ -123,6 +125,11 @@ impl Settings {
                 });
                 problems.push(AttentionProblem {
                     kv_heads: heads / GROUP,
+                    ..causal
+                });
+                problems.push(AttentionProblem {
+                    causal: false,
+                    hidden: sequence / 4,
                     ..causal
                 });
             }
@@ -137,6 +144,8 @@ struct Operands {
     key: Heads,
     value: Heads,
     gradient: Heads,
+    /// u8 `[batch, 1, 1, sequence]`.
+    mask: Option<Tensor>,
 }
 
 /// Heads in the memory of `[batch, sequence, heads, width]`, as a linear layer leaves them.
@@ -168,6 +177,7 @@ impl Operands {
             key: normal(problem.kv_heads),
             value: normal(problem.kv_heads),
             gradient: normal(problem.heads),
+            mask: (problem.hidden > 0).then(|| padding(gpu, problem)),
         }
     }
 
@@ -177,7 +187,7 @@ impl Operands {
             query,
             key,
             value,
-            mask: None,
+            mask: self.mask.clone(),
             bias: None,
         }
     }
@@ -214,7 +224,23 @@ impl Operands {
     }
 }
 
-/// `1 / sqrt(width)`, and the mask.
+/// The mask that hides the last keys of each sequence.
+fn padding(gpu: &Gpu, problem: &AttentionProblem) -> Tensor {
+    let AttentionProblem {
+        batch,
+        sequence,
+        hidden,
+        ..
+    } = *problem;
+    let flags: Vec<u8> = (0..batch * sequence)
+        .map(|at| u8::from(at % sequence >= sequence - hidden))
+        .collect();
+    let handle = gpu.client.create_from_slice(&flags);
+    let dtype = u8::as_type_native_unchecked().storage_type();
+    Tensor::new_contiguous(vec![batch, 1, 1, sequence], handle, dtype)
+}
+
+/// `1 / sqrt(width)`, and what a query sees by its place.
 fn options(problem: &AttentionProblem) -> AttentionOptions {
     let band = if problem.causal {
         Band::CAUSAL
@@ -301,11 +327,12 @@ impl fmt::Display for Described<'_> {
             sequence,
             width,
             causal,
+            hidden,
         } = self.0;
-        let mask = if *causal { "causal" } else { "no mask" };
+        let band = if *causal { "causal" } else { "not causal" };
         write!(
             f,
-            "{batch} x {heads} heads of {width}, {kv_heads} of keys, sequence {sequence}, {mask}"
+            "{batch} x {heads} heads of {width}, {kv_heads} of keys, sequence {sequence}, {band}, {hidden} keys hidden"
         )
     }
 }

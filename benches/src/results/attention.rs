@@ -18,6 +18,8 @@ pub enum AttentionKernel {
     TorchCudnn,
     /// The same with its FlashAttention backend.
     TorchFlash,
+    /// The same with its memory-efficient backend.
+    TorchEfficient,
 }
 
 impl AttentionKernel {
@@ -29,6 +31,7 @@ impl AttentionKernel {
             Self::Portable => "portable",
             Self::TorchCudnn => "PyTorch, cuDNN",
             Self::TorchFlash => "PyTorch, FlashAttention",
+            Self::TorchEfficient => "PyTorch, memory-efficient",
         }
     }
 }
@@ -48,6 +51,9 @@ pub struct AttentionProblem {
     pub width: usize,
     /// True where a query sees no later key.
     pub causal: bool,
+    /// Keys at the end of each sequence that a mask hides, as padding; 0 is no mask.
+    #[serde(default)]
+    pub hidden: usize,
 }
 
 /// The speed of both passes.
@@ -74,8 +80,8 @@ pub enum AttentionPass {
 }
 
 impl AttentionProblem {
-    /// Operations of the products of a pass. Of causal scores half counts, as FlashAttention's authors count them,
-    /// whatever a kernel computes beside.
+    /// Operations of the products of a pass. Of causal scores half counts, as FlashAttention's authors count them, and
+    /// all where a mask hides some, whatever a kernel computes.
     pub fn operations(&self, pass: AttentionPass) -> f64 {
         let products = match pass {
             AttentionPass::Forward => 2.0,
@@ -117,6 +123,7 @@ mod tests {
             sequence: 100,
             width: 10,
             causal: false,
+            hidden: 0,
         };
         assert_eq!(
             full.operations(AttentionPass::Forward),

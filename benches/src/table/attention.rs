@@ -14,7 +14,11 @@ const OWN: [AttentionKernel; 3] = [
     AttentionKernel::Portable,
 ];
 /// Whose speed ours is compared with.
-const RIVALS: [AttentionKernel; 2] = [AttentionKernel::TorchCudnn, AttentionKernel::TorchFlash];
+const RIVALS: [AttentionKernel; 3] = [
+    AttentionKernel::TorchCudnn,
+    AttentionKernel::TorchFlash,
+    AttentionKernel::TorchEfficient,
+];
 
 /// One line for each problem and pass, and one on the device.
 pub(super) fn table(run: &Run, peer: Option<&Peer>, rows: &[AttentionSpeed]) -> Result<String> {
@@ -64,12 +68,18 @@ fn line(
         sequence,
         width,
         causal,
+        hidden,
     } = row.problem;
     let of_keys = match kv_heads == heads {
         true => String::new(),
         false => format!(", {kv_heads} of keys"),
     };
-    let mask = if causal { "causal" } else { "none" };
+    let mask = match (causal, hidden) {
+        (true, 0) => String::from("causal"),
+        (false, 0) => String::from("none"),
+        (true, hidden) => format!("causal, {hidden} hidden"),
+        (false, hidden) => format!("{hidden} hidden"),
+    };
     let name = match pass {
         AttentionPass::Forward => "forward",
         AttentionPass::Backward => "backward",
@@ -127,6 +137,7 @@ mod tests {
                 sequence: 1000,
                 width: 128,
                 causal: true,
+                hidden: 0,
             },
             forward: Some(Spread::of(vec![ms])),
             backward: (kernel != AttentionKernel::TorchFlash).then(|| Spread::of(vec![2.0 * ms])),
