@@ -9,7 +9,7 @@
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
 use crate::{
-    device::{array, check_dtype, check_float, cube_grid, empty},
+    device::{array, check_contiguous, check_dtype, check_float, cube_grid, empty},
     error::KernelError,
 };
 
@@ -35,7 +35,7 @@ pub enum RotaryPass {
 /// - `x`: f32, f16 or bf16 `[.., positions, features]` of two to four dimensions, features even and side by side in
 ///   memory, rows at multiples of two elements.
 /// - `turn`: f32, f16 or bf16 `[.., 2, 4]` of any strides: what becomes of a pair.
-/// - `table`: of the type of `turn`, `[.., positions, features, 2]` of any strides: the factors of what became of it.
+/// - `table`: of the type of `turn`, `[.., positions, features, 2]`, contiguous: the factors of what became of it.
 ///
 /// All arithmetic is FP32, rounded once.
 ///
@@ -58,13 +58,13 @@ pub fn rotary<R: Runtime>(
         turn.dtype,
         "use the type of the matrix",
     )?;
-    let heads = Heads::of(x).filter(|it| it.width.is_multiple_of(2));
-    let tables = heads.as_ref().and_then(|it| {
-        let turn = last_strides(turn, [2, 4])?;
-        let table = last_strides(table, [it.positions, it.width, 2])?;
-        Some((turn, table))
+    check_contiguous(OPERATION, table)?;
+    let of_turn = last_strides(turn, [2, 4]);
+    let heads = Heads::of(x).filter(|it| {
+        let of_table = table.shape().iter().product::<usize>();
+        it.width.is_multiple_of(2) && of_table == 2 * it.positions * it.width
     });
-    let Some((heads, (of_turn, of_table))) = heads.zip(tables) else {
+    let Some((heads, [turn_row, turn_col])) = heads.zip(of_turn) else {
         return Err(KernelError::Shape {
             operation: OPERATION,
             got: format!(
@@ -103,8 +103,7 @@ pub fn rotary<R: Runtime>(
                 array(out.clone()),
                 heads.steps(vector),
                 to.steps(vector),
-                TurnStridesLaunch::new(of_turn[0], of_turn[1]),
-                TableStridesLaunch::new(of_table[0], of_table[1], of_table[2]),
+                TurnStridesLaunch::new(turn_row, turn_col),
                 (heads.outer * heads.inner) as u32,
                 heads.inner as u32,
                 places as u32,
@@ -220,14 +219,6 @@ struct TurnStrides {
     col: u32,
 }
 
-/// Elements from one of the table's positions, features and parts to the next.
-#[derive(CubeType, CubeLaunch, Clone, Copy)]
-struct TableStrides {
-    position: u32,
-    feature: u32,
-    part: u32,
-}
-
 #[cube(launch_unchecked)]
 #[allow(clippy::too_many_arguments)]
 fn rotary_kernel<F: Numeric, T: Numeric, N: Size>(
@@ -238,7 +229,6 @@ fn rotary_kernel<F: Numeric, T: Numeric, N: Size>(
     from: Steps,
     to: Steps,
     of_turn: TurnStrides,
-    of_table: TableStrides,
     heads: u32,
     inner: u32,
     places: u32,
@@ -262,13 +252,11 @@ fn rotary_kernel<F: Numeric, T: Numeric, N: Size>(
         let mut factors = Array::<f32>::new(comptime!(2 * vector));
         #[unroll]
         for pair in 0..comptime!(vector / 2) {
-            let feature = col * comptime!(vector as u32) + comptime!(2 * pair as u32);
-            let at = position * of_table.position + feature * of_table.feature;
-            let next = at + of_table.feature;
-            let of_y = f32::cast_from(table[at as usize]);
-            let of_y_too = f32::cast_from(table[(at + of_table.part) as usize]);
-            let of_next = f32::cast_from(table[next as usize]);
-            let of_next_too = f32::cast_from(table[(next + of_table.part) as usize]);
+            let at = (place * comptime!(2 * vector as u32) + comptime!(4 * pair as u32)) as usize;
+            let of_y = f32::cast_from(table[at]);
+            let of_y_too = f32::cast_from(table[at + 1]);
+            let of_next = f32::cast_from(table[at + 2]);
+            let of_next_too = f32::cast_from(table[at + 3]);
             factors[comptime!(4 * pair)] = spread[0usize] * of_y + spread[1usize] * of_y_too;
             factors[comptime!(4 * pair + 1)] = spread[4usize] * of_y + spread[5usize] * of_y_too;
             factors[comptime!(4 * pair + 2)] =

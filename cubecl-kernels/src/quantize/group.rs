@@ -30,9 +30,6 @@ struct GroupPlan {
     scale: ScaleNumber,
     /// Elements read at once.
     read: usize,
-    /// True where units side by side have runs of rows side by side, since neighbours in memory are those of a column, as
-    /// in the transpose of a matrix: they read together.
-    down_columns: bool,
 }
 
 impl GroupPlan {
@@ -73,7 +70,6 @@ pub(super) unsafe fn launch<R: Runtime>(
         copies,
         scale: spec.scale,
         read: run_read_width(x, view),
-        down_columns: view.row_stride < view.col_stride,
     };
     // SAFETY: every access is guarded by the shapes in `geometry`, for which by the caller's promise the outputs were
     // allocated.
@@ -134,12 +130,7 @@ fn quantize_group_kernel<
     if position.batch >= batch_size {
         terminate!();
     }
-    let rows = comptime!(tile.rows as u32);
-    let (tile_row, tile_col) = if comptime!(plan.down_columns) {
-        (UNIT_POS % rows, UNIT_POS / rows * comptime!(RUN as u32))
-    } else {
-        run_position(tile)
-    };
+    let (tile_row, tile_col) = run_position(tile);
     let (row, col) = (position.row + tile_row, position.col + tile_col);
     let run = read_run::<F, NX>(x, &geometry, position.batch, row, col, plan.read);
     let inverse = group_inverse::<S>(scales, &run, &geometry, &position, row, col, largest, plan);
@@ -183,15 +174,7 @@ fn group_inverse<S: Numeric>(
 ) -> f32 {
     let mut bits = run_max(run);
     if comptime!(plan.group > RUN) {
-        if comptime!(plan.down_columns) {
-            bits = max_across(
-                bits,
-                comptime!(plan.tile().rows),
-                comptime!(plan.group / RUN),
-            );
-        } else {
-            bits = segment_max(bits, UNITS, comptime!(plan.group / RUN));
-        }
+        bits = segment_max(bits, UNITS, comptime!(plan.group / RUN));
     }
     let (stored, inverse) = region_scale(bits, largest, 1.0f32, comptime!(plan.scale));
     let size = comptime!(plan.group as u32);
@@ -201,24 +184,4 @@ fn group_inverse<S: Numeric>(
         store_scale::<S>(scales, slot, stored, comptime!(plan.scale));
     }
     inverse
-}
-
-/// The largest value of `count` units that lie `distance` apart, in each such row of units: as [`segment_max`] of units
-/// side by side. All units of the cube must call it together.
-#[cube]
-fn max_across(value: u32, #[comptime] distance: usize, #[comptime] count: usize) -> u32 {
-    let mut shared = SharedMemory::<u32>::new(UNITS);
-    shared[UNIT_POS as usize] = value;
-    sync_cube();
-    let units = comptime!((distance * count) as u32);
-    let first = UNIT_POS / units * units + UNIT_POS % comptime!(distance as u32);
-    let mut largest = 0u32;
-    #[unroll]
-    for index in 0..comptime!(count as u32) {
-        largest = max(
-            largest,
-            shared[(first + index * comptime!(distance as u32)) as usize],
-        );
-    }
-    largest
 }

@@ -103,22 +103,18 @@ fn equal_the_composition(
             } else {
                 upload(&client, &x, &shape, float)
             };
-            // As they are, and with their last two dimensions turned in memory.
-            let of = |values: &[f32], [outer, rows, cols]: [usize; 3]| {
-                if !slices {
-                    return upload(&client, values, &[1, outer, rows, cols], of_tables);
-                }
-                let turned = values.chunks(rows * cols).flat_map(|matrix| {
-                    (0..cols)
-                        .flat_map(move |col| (0..rows).map(move |row| matrix[row * cols + col]))
-                });
-                let turned: Vec<f32> = turned.collect();
-                let mut tensor = upload(&client, &turned, &[1, outer, cols, rows], of_tables);
-                tensor.metadata.swap(2, 3);
-                tensor
+            // As it is, and with rows and columns turned in memory.
+            let of_turn = if slices {
+                let columns: Vec<f32> = (0..TURN.len())
+                    .map(|at| turn[at % 2 * 4 + at / 2])
+                    .collect();
+                let mut of_turn = upload(&client, &columns, &[1, 1, 4, 2], of_tables);
+                of_turn.metadata.swap(2, 3);
+                of_turn
+            } else {
+                upload(&client, &turn, &[1, 1, 2, 4], of_tables)
             };
-            let of_turn = of(&turn, [1, 2, 4]);
-            let of_table = of(&table, [positions, features, 2]);
+            let of_table = upload(&client, &table, &[1, positions, features, 2], of_tables);
             let mut out = rotary(&client, &of_x, &of_turn, &of_table, pass).expect("pairs");
             assert_eq!(out.shape()[..], shape);
             let expected: Vec<f32> = expected.into_iter().map(|it| it as f32).collect();

@@ -58,6 +58,8 @@ pub struct Step<'a> {
     pub compute: Compute,
     /// How attention is computed.
     pub attention: AttentionForm,
+    /// True where the narrow copies of weights that are not quantized wait too.
+    pub keeps_casts: bool,
     /// The recipe.
     pub row: &'a Row,
     /// How values wait; none: as they are.
@@ -264,18 +266,20 @@ impl Step<'_> {
             head_width,
             ..
         } = *self.model;
-        // The table of the module, for queries and for keys.
+        // The table of the module for queries and for keys, where Burn composes it. The kernel reads the module's own.
         let rotary = Value {
             count: 2 * layers,
             shape: [self.sequence, 2 * head_width],
             size: FULL,
-            waits: match self.attention {
-                AttentionForm::Products | AttentionForm::Flash => Waits::Exact,
-                AttentionForm::Composed | AttentionForm::Tiles => Waits::Again,
-            },
+            waits: Waits::Again,
         };
+        let composes_rotary = self.model.family == Family::Llama
+            && matches!(
+                self.attention,
+                AttentionForm::Composed | AttentionForm::Tiles
+            );
         let mut values = vec![self.values(3 * layers, self.model.heads_width(), Waits::Compressed)];
-        values.extend((self.model.family == Family::Llama).then_some(rotary));
+        values.extend(composes_rotary.then_some(rotary));
         match self.attention {
             AttentionForm::Composed => values.extend(self.scores()),
             AttentionForm::Products => {}
@@ -434,7 +438,7 @@ impl Step<'_> {
             size: self.size(),
             waits: Waits::Again,
         };
-        match self.is_narrow() {
+        match self.is_narrow() && self.keeps_casts {
             true => cast.bytes(self.context),
             false => 0,
         }

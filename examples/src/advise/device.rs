@@ -86,4 +86,10 @@ impl Device {
     pub fn has_flash_attention(self) -> bool {
         !matches!(self, Self::Cpu | Self::V100 | Self::T4)
     }
+
+    /// True where the narrow copies of weights that are not quantized wait for the backward pass: on Hopper a kernel of
+    /// ours multiplies them, which casts them each time.
+    pub fn keeps_casts(self) -> bool {
+        !matches!(self, Self::H100 | Self::H200)
+    }
 }

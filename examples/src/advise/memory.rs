@@ -84,6 +84,7 @@ impl Memory {
             sequence: question.sequence,
             compute: question.compute,
             attention: question.attention(),
+            keeps_casts: question.device.keeps_casts(),
             row: &row,
             context: case.contexts.context().or(row.context),
             checkpointing: question.checkpointing,

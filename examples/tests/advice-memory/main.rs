@@ -256,6 +256,7 @@ fn gpt2_saved<R: Recipe>(contexts: Contexts) -> [u64; 2] {
         sequence,
         compute: Compute::F32,
         attention: AttentionForm::Composed,
+        keeps_casts: true,
         row: &R::ROW,
         context: contexts.context(),
         checkpointing: Checkpointing::None,

@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 
 use burn_quant_train::recipe::Name;
+use clap::ValueEnum;
 use examples::advise::activations::{AttentionForm, Step};
 use examples::advise::device::Device;
 use examples::advise::memory::Memory;
@@ -56,35 +57,39 @@ fn assert_close(what: &str, computed: usize, measured: u64, within: f64) {
     assert!(off.abs() < within, "{what} {computed} of {measured}");
 }
 
-/// Measurements of `qt-bench pretrain`, of recipes with their activations as they are, and of layers that run again.
+/// Steps of three models by every recipe, whose activations wait as they are, and of one whose layers run again.
 #[test]
 fn activations_are_those_that_gpus_measured() {
-    let files = ["h200-pretrain", "h100-pretrain", "h100-pretrain-layers"];
-    let seen: Vec<_> = files.into_iter().flat_map(compare_activations).collect();
-    for checkpointing in [Checkpointing::None, Checkpointing::Layers] {
-        let count = seen.iter().filter(|of| **of == checkpointing).count();
-        assert!(count >= 2, "{checkpointing}: {count}");
-    }
+    let as_they_are = compare_activations("h100-recipes", "recipes", Checkpointing::None);
+    let recipes: BTreeSet<_> = as_they_are.iter().map(|(_, recipe)| recipe).collect();
+    let models: BTreeSet<_> = as_they_are.iter().map(|(model, _)| model).collect();
+    assert!(recipes.len() >= 19 && models.len() >= 3, "{as_they_are:?}");
+    let layers = compare_activations("h100-pretrain-layers", "rows", Checkpointing::Layers);
+    assert!(layers.len() >= 2, "{layers:?}");
 }
 
-/// The layers that ran again in each run of a recipe in the file.
-fn compare_activations(file: &str) -> Vec<Checkpointing> {
+/// The models and recipes of the file's steps of which so much runs again.
+fn compare_activations(
+    file: &str,
+    rows: &str,
+    checkpointing: Checkpointing,
+) -> Vec<(String, String)> {
     let path = format!("{}/../book/results/{file}.json", env!("CARGO_MANIFEST_DIR"));
     let results: serde_json::Value =
         serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();
     let mut seen = Vec::new();
-    for row in results["rows"].as_array().unwrap() {
-        let recipe = row["subject"].as_str().unwrap().parse::<Name>();
-        let (Ok(recipe), Some("exact")) = (recipe, row["contexts"].as_str()) else {
+    for row in results[rows].as_array().unwrap() {
+        let text = |field: &str| row[field].as_str().unwrap_or_default();
+        let Ok(recipe) = text("subject").parse::<Name>() else {
             continue;
         };
-        // Files from before there was a choice do not name it.
-        let checkpointing: Option<Checkpointing> =
-            serde_json::from_value(row["checkpointing"].clone()).unwrap();
-        let checkpointing = checkpointing.unwrap_or_default();
+        if text("contexts") != "exact" || text("checkpointing") != checkpointing.to_string() {
+            continue;
+        }
         let size = |field: &str| row[field].as_u64().unwrap() as usize;
         let [batch, sequence] = ["batch", "sequence"].map(size);
-        let model = Shapes::from(&Preset::Medium.model(sequence));
+        let preset = Preset::from_str(text("model"), false).expect("a preset");
+        let model = Shapes::from(&preset.model(sequence));
         assert_eq!(model.parameters(), size("parameters"));
         let step = Step {
             model: &model,
@@ -92,15 +97,14 @@ fn compare_activations(file: &str) -> Vec<Checkpointing> {
             sequence,
             compute: Compute::Bf16,
             attention: AttentionForm::Flash,
+            keeps_casts: false,
             row: &recipe.row(),
-            context: None,
+            context: recipe.row().context,
             checkpointing,
         };
-        let what =
-            format!("{file}, {recipe}, {batch} x {sequence}, run again: {checkpointing}: saved");
-        let measured = row["activation_bytes"].as_u64().unwrap();
-        assert_close(&what, step.saved(), measured, 2.5);
-        seen.push(checkpointing);
+        let what = format!("{file}, {preset}, {recipe}, run again: {checkpointing}: saved");
+        assert_close(&what, step.saved(), size("activation_bytes") as u64, 0.6);
+        seen.push((preset.to_string(), recipe.to_string()));
     }
     seen
 }

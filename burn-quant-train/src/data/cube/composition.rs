@@ -252,7 +252,7 @@ fn rotary<R: CubeRuntime>(
     (turn, table): Two<R>,
     pass: RotaryPass,
 ) -> CubeTensor<R> {
-    let [turn, table] = [turn, table].map(|it| handle(&it));
+    let (turn, table) = (handle(&turn), handle(&into_contiguous(table)));
     let run = |x: &CubeTensor<R>| rotary::rotary(&x.client, &handle(x), &turn, &table, pass);
     let output = match run(&x) {
         // Features that do not lie side by side, or rows at odd places.
