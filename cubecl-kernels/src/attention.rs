@@ -135,7 +135,7 @@ impl AttentionProblem {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AttentionKernel {
     /// CUDA's architecture sm_90, no other: bf16 and f16, heads of at most 128 features, a multiple of 8, a positive
-    /// scale; a mask; neither bias, soft cap nor dropout; something to compute.
+    /// scale; with a mask and without; neither bias, soft cap nor dropout; something to compute.
     Hopper,
     /// NVIDIA devices from sm_80 on: bf16 and f16, heads of at most 256 features, a multiple of 8, every option.
     TensorCore,

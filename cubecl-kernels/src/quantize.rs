@@ -213,8 +213,9 @@ impl<'a, R: Runtime> Input<'a, R> {
 
 /// Quantizes `x`, a matrix of f32, f16 or bf16 with any strides.
 ///
-/// INT8 blocks with FP32 scales, and groups and tokens with FP32 or E8M0 scales, are read once: their elements stay on chip
-/// between the search of the maximum and the rounding. Everything else is read twice. The numbers are those of
+/// INT8 blocks with FP32 scales, and with FP32 or E8M0 scales groups and row-major tokens of up to 16,384 elements, are
+/// read once: their elements stay on chip between the search of the maximum and the rounding. Everything else is read
+/// twice. The numbers are those of
 /// [`reference::quantize`](crate::reference::quantize()), to the bit; a region that holds NaN or an infinity has scale
 /// NaN, so that it dequantizes to NaN.
 ///

@@ -59,7 +59,7 @@ pub fn rotary<R: Runtime>(
         "use the type of the matrix",
     )?;
     check_contiguous(OPERATION, table)?;
-    let of_turn = last_strides(turn, [2, 4]);
+    let of_turn = turn_strides(turn);
     let heads = Heads::of(x).filter(|it| {
         let of_table = table.shape().iter().product::<usize>();
         it.width.is_multiple_of(2) && of_table == 2 * it.positions * it.width
@@ -118,17 +118,17 @@ pub fn rotary<R: Runtime>(
     Ok(out)
 }
 
-/// The strides of the last dimensions of a tensor, which have these extents, and before which each is 1; `None` for
-/// another shape.
-fn last_strides<R: Runtime, const D: usize>(
-    tensor: &TensorHandle<R>,
-    extents: [usize; D],
-) -> Option<[u32; D]> {
-    let shape = tensor.shape();
-    let (first, last) = shape.split_at(shape.len().checked_sub(D)?);
-    let fits = first.iter().all(|&extent| extent == 1) && last == extents;
-    let strides = &tensor.strides()[first.len()..];
-    fits.then(|| std::array::from_fn(|dim| strides[dim] as u32))
+/// Elements from one row and column of a matrix `[.., 2, 4]` to the next; `None` for another shape.
+fn turn_strides<R: Runtime>(turn: &TensorHandle<R>) -> Option<[u32; 2]> {
+    let [leading @ .., 2, 4] = &turn.shape()[..] else {
+        return None;
+    };
+    let &[.., row, col] = &turn.strides()[..] else {
+        return None;
+    };
+    let stride = |stride: usize| u32::try_from(stride).ok();
+    let is_one = leading.iter().all(|&extent| extent == 1);
+    is_one.then_some([stride(row)?, stride(col)?])
 }
 
 /// A tensor as rows of heads.

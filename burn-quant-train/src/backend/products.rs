@@ -116,7 +116,6 @@ fn has_kernel<B: QuantBackend>([left, right]: [&InsideTensor<B>; 2], rows: usize
     ];
     let device = <B::Inside>::float_device(left);
     left.shape().num_elements() > 0
-        && right.dtype() != DType::F64
         && Kernels::<B>::float_product_kernel(&device, left.dtype(), &sums).is_some()
 }
 
@@ -141,23 +140,25 @@ fn matmul_of<B: QuantBackend, R: Recipe>(
     dtypes.see(&rhs);
     let target = Class::Compute.target(R::row().compute, &dtypes);
     let lhs = cast_to::<B::Inside>(lhs, target);
+    let cast = |rhs| cast_to::<B::Inside>(rhs, target);
     let (of_lhs, of_rhs) = (lhs.shape(), rhs.shape());
     let rank = of_lhs.num_dims();
-    let burns = |lhs, rhs| <B::Inside>::float_matmul(lhs, cast_to::<B::Inside>(rhs, target));
     if rank < 2 || of_rhs.num_dims() != rank || !has_kernel::<B>([&lhs, &rhs], of_lhs[rank - 2]) {
-        return QuantTensor::new(burns(lhs, rhs));
+        return QuantTensor::new(<B::Inside>::float_matmul(lhs, cast(rhs)));
     }
-    // It casts the right operand by itself.
     let product = |lhs, rhs| B::record(Matmul, [lhs, rhs]);
     let (leading, matrix) = of_rhs.split_at(rank - 2);
+    let is_matrix = leading.iter().all(|&dim| dim == 1);
+    // The operation casts by itself what may be a weight, which waits anyway; a cast of others is half of what waits.
+    let rhs = if is_matrix { rhs } else { cast(rhs) };
     QuantTensor::new(if *leading == of_lhs[..rank - 2] {
         product(lhs, rhs)
-    } else if leading.iter().all(|&dim| dim == 1) {
+    } else if is_matrix {
         // One matrix for a whole batch.
         let matrix = Shape::new([matrix[0], matrix[1]]);
         by_rows::<B>(lhs, <B::Inside>::float_reshape(rhs, matrix), product)
     } else {
-        burns(lhs, rhs)
+        <B::Inside>::float_matmul(lhs, rhs)
     })
 }
 

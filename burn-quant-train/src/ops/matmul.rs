@@ -11,8 +11,8 @@ use crate::saved::{HeldTensor, recorded::Recorded};
 
 /// `left [.., M, K]` times `right [.., K, N]`, with the same leading dimensions, in the dtype of `left`.
 ///
-/// `right` may have another one, as a parameter has in mixed precision: it is cast for the time of a product, and has its
-/// gradient in its own dtype, straight from the accumulators.
+/// `right` may have another one, as a parameter has in mixed precision: it waits as it is, is cast for the time of a
+/// product, and has its gradient in its own dtype, straight from the accumulators.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Matmul;
 

@@ -2,7 +2,10 @@
 
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
-use crate::device::{array, cube_grid, empty, storage};
+use crate::{
+    device::{array, cube_grid, empty, storage},
+    error::KernelError,
+};
 
 use super::{
     AttentionShape,
@@ -26,20 +29,30 @@ pub(super) enum Along {
 #[derive(Debug, Clone)]
 pub(super) struct BitMask<R: Runtime> {
     /// u32 `[batch, heads, rows, words]`, contiguous, whole tiles. Rows are the axis that the bits do not lie along;
-    /// what is behind the last of them is not written. Batch, heads and rows are 1 where the mask has 1.
+    /// what is behind the last of them is not written. Batch, heads and rows are 1 where the mask does not change along
+    /// them.
     pub words: TensorHandle<R>,
 }
 
 impl<R: Runtime> BitMask<R> {
     /// Of a mask in `u8` or `u32` that 32 bits index, each of whose dimensions is that of the scores, or 1.
+    ///
+    /// # Errors
+    ///
+    /// [`KernelError::Unsupported`] where 32 bits do not index the words, as of a mask of queries alone it may be.
     pub(super) fn new(
+        operation: &'static str,
         client: &ComputeClient<R>,
         mask: &TensorHandle<R>,
         shape: &AttentionShape,
         along: Along,
-    ) -> Self {
+    ) -> Result<Self, KernelError> {
         let strides = Strides4::steps(mask);
-        let [batch, heads, queries, keys] = [0, 1, 2, 3].map(|dim| mask.shape()[dim]);
+        // A mask that was expanded has one row in memory for all of them, and so have its bits.
+        let [batch, heads, queries, keys] = [0, 1, 2, 3].map(|dim| match strides[dim] {
+            0 => 1,
+            _ => mask.shape()[dim],
+        });
         let ([row_stride, col_stride], rows, cols) = match along {
             Along::Keys => ([strides[2], strides[3]], queries, shape.keys),
             Along::Queries => ([strides[3], strides[2]], keys, shape.queries),
@@ -50,11 +63,15 @@ impl<R: Runtime> BitMask<R> {
         } else {
             rows.next_multiple_of(TILE)
         };
-        let words = empty(
-            client,
-            vec![batch, heads, tiled_rows, row_words],
-            storage::<u32>(),
-        );
+        let extents = [batch, heads, tiled_rows, row_words];
+        if u32::try_from(extents.iter().product::<usize>()).is_err() {
+            return Err(KernelError::Unsupported {
+                operation,
+                reason: format!("a mask {:?} of scores {:?}", mask.shape(), shape.scores()),
+                remedy: "split the batch: kernels index with 32 bits",
+            });
+        }
+        let words = empty(client, extents.to_vec(), storage::<u32>());
         let count = batch * heads * rows * row_words;
         // SAFETY: units write inside of `words`, whose shape the numbers are, and read where the mask has an element.
         #[allow(unsafe_code)]
@@ -78,7 +95,7 @@ impl<R: Runtime> BitMask<R> {
                 mask.dtype,
             );
         }
-        Self { words }
+        Ok(Self { words })
     }
 
     /// Words from a batch, a head and a row to the next.
@@ -142,7 +159,8 @@ mod tests {
 
     use super::*;
 
-    /// Masks with every choice of dimensions of their own, over rows of words that are full and that are not.
+    /// Masks with every choice of dimensions of their own, over rows of words that are full and that are not; each as it is,
+    /// with queries and keys turned in memory, and expanded to all scores.
     #[test]
     fn each_bit_is_that_of_its_score() {
         let client = WgpuRuntime::client(&Default::default());
@@ -163,13 +181,23 @@ mod tests {
             let flags: Vec<u32> = (0..count)
                 .map(|at| random.hash_one((own, at)) as u32 % 3)
                 .collect();
-            let mask = TensorHandle::<WgpuRuntime>::new_contiguous(
-                dims.to_vec(),
-                client.create_from_slice(bytemuck::cast_slice(&flags)),
-                storage::<u32>(),
-            );
-            for along in [Along::Keys, Along::Queries] {
-                let bits = BitMask::new(&client, &mask, &shape, along);
+            let contiguous = [dims[1] * dims[2] * dims[3], dims[2] * dims[3], dims[3], 1];
+            let turned = [contiguous[0], contiguous[1], 1, dims[2]];
+            let expanded = [0, 1, 2, 3].map(|dim| contiguous[dim] * usize::from(dims[dim] > 1));
+            let layouts = [(dims, contiguous), (dims, turned), (scores, expanded)];
+            let handle = client.create_from_slice(bytemuck::cast_slice(&flags));
+            for ((extents, strides), along) in layouts
+                .iter()
+                .flat_map(|&layout| [Along::Keys, Along::Queries].map(|along| (layout, along)))
+            {
+                let mask = TensorHandle::<WgpuRuntime>::new(
+                    handle.clone(),
+                    extents.to_vec(),
+                    strides.to_vec(),
+                    storage::<u32>(),
+                );
+                let bits =
+                    BitMask::new("attention", &client, &mask, &shape, along).expect("few words");
                 let words = client.read_one(bits.words.handle.clone());
                 let words = words.expect("a readable buffer");
                 let words: &[u32] = bytemuck::cast_slice(&words);
@@ -190,20 +218,21 @@ mod tests {
                             Along::Keys => [batch, head, row, col],
                             Along::Queries => [batch, head, col, row],
                         };
-                        let at = score.iter().zip(dims).fold(0, |at, (&place, extent)| {
-                            at * extent + if extent == 1 { 0 } else { place }
-                        });
+                        let at: usize = (0..4)
+                            .filter(|&dim| extents[dim] > 1)
+                            .map(|dim| score[dim] * strides[dim])
+                            .sum();
                         assert_eq!(
                             bit(batch, head, row, col),
                             flags[at] != 0,
-                            "{along:?} {dims:?} {score:?}"
+                            "{along:?} {extents:?} {strides:?} {score:?}"
                         );
                     }
                     for row in 0..rows {
                         for col in cols..cols.next_multiple_of(TILE) {
                             assert!(
                                 !bit(batch, head, row, col),
-                                "{along:?} {dims:?} behind a row"
+                                "{along:?} {extents:?} behind a row"
                             );
                         }
                     }

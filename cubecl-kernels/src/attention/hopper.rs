@@ -328,7 +328,7 @@ impl<'a, R: Runtime> Problem<'a, R> {
         if let Some(mask) = &tensors.mask {
             check_mask(operation, client, mask)?;
         }
-        let of_mask = |mask| BitMask::new(client, mask, &shape, bits);
+        let of_mask = |mask| BitMask::new(operation, client, mask, &shape, bits);
         Ok(Self {
             shape,
             options,
@@ -339,7 +339,7 @@ impl<'a, R: Runtime> Problem<'a, R> {
             dim: widest.next_multiple_of(PANEL),
             memory: client.properties().hardware.max_shared_memory_size - DECLARED,
             strides: Default::default(),
-            mask: tensors.mask.as_ref().map(of_mask),
+            mask: tensors.mask.as_ref().map(of_mask).transpose()?,
         })
     }
 

@@ -323,8 +323,8 @@ fn encode_bytes_kernel<F: Numeric, NX: Size, V: Numeric, NV: Size, T: Numeric, N
     );
 }
 
-/// The codes of a run, and the bits of its largest magnitude where that is wanted. `of_columns`: the inverse scales of its
-/// columns, where they have their own.
+/// The codes of a run, and the bits of its largest magnitude where that is wanted. `of_columns`: the inverse scales of
+/// its columns, where they have their own.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 fn read_codes<F: Numeric, NX: Size>(
@@ -406,8 +406,8 @@ fn region_inverse(
     inverse
 }
 
-/// The inverse scales of the 16 columns from `col` on, where each has one; 0 outside the matrix. They serve all rows of a
-/// patch.
+/// The inverse scales of the 16 columns from `col` on, where each has one; 0 outside the matrix. They serve all rows of
+/// a patch.
 #[cube]
 fn column_inverses(
     inverses: &Array<f32>,

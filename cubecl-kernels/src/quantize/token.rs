@@ -64,8 +64,8 @@ struct TokenPlan {
     read: usize,
 }
 
-/// True where a cube holds whole rows of so many columns and writes all that is asked for: scales do not depend on other
-/// rows, and codes lie along the rows.
+/// True where a cube holds whole rows of so many columns and writes all that is asked for: scales do not depend on
+/// other rows, and codes lie along the rows.
 pub(super) fn reads_once(cols: usize, spec: &QuantizeSpec) -> bool {
     !spec.scale.has_tensor_scale() && spec.layout == Layout::RowMajor && cols <= MAX_COLS
 }
@@ -209,7 +209,7 @@ mod tests {
             assert!(lanes.is_power_of_two() && lanes <= UNITS && held <= MOST_HELD);
             assert!(lanes * held * RUN >= cols, "{cols}: {lanes} x {held}");
         }
-        // Heads of models, and the gates behind them.
+        // Widths of models, and of their feed-forward networks.
         for (cols, lanes, held) in [(768, 16, 3), (2048, 128, 1), (2304, 64, 3), (6144, 128, 3)] {
             assert_eq!(Sharing::of_cols(cols), Sharing { lanes, held }, "{cols}");
         }

@@ -294,8 +294,8 @@ fn float_types_and_strides_do_not_change_the_numbers() {
     }
 }
 
-/// Rows that one unit of a cube holds and that all of them do, each of which holds one run of 16 to four, with and without
-/// empty places; and rows that are too long to be held.
+/// Rows that one unit of a cube holds and that all of them do, each of which holds one run of 16 to four, with and
+/// without empty places; and rows that are too long to be held.
 #[rstest]
 fn tokens_of_all_lengths(
     #[values(16, 17, 48, 768, 1000, 2304, 6144, 9001, 16_384, 16_385)] cols: usize,

@@ -197,6 +197,9 @@ fn other_shapes_and_types_are_refused() {
     for (x, turn, table) in [
         (&of(&[2, 5, 7]), &turn, &of(&[5, 7, 2])),
         (&x, &of(&[2, 2]), &table),
+        (&x, &of(&[4, 2]), &table),
+        (&x, &of(&[8]), &table),
+        (&x, &of(&[2, 1, 4]), &table),
         (&x, &turn, &of(&[4, 8, 2])),
         (&of(&[8]), &turn, &table),
         (&of(&[1, 1, 2, 5, 8]), &turn, &table),

@@ -188,9 +188,14 @@ impl Step<'_> {
     /// True where compositions are one operation: in a flow, and where the device has kernels for them, as for
     /// attention.
     fn composes(&self) -> bool {
+        !self.is_burns() || self.row.flow.is_some()
+    }
+
+    /// True where Burn's operations run one by one: there are kernels of compositions on GPUs, in narrow dtypes.
+    fn is_burns(&self) -> bool {
         match self.attention {
-            AttentionForm::Composed | AttentionForm::Tiles => self.row.flow.is_some(),
-            AttentionForm::Products | AttentionForm::Flash => true,
+            AttentionForm::Composed | AttentionForm::Tiles => true,
+            AttentionForm::Products | AttentionForm::Flash => false,
         }
     }
 
@@ -273,11 +278,7 @@ impl Step<'_> {
             size: FULL,
             waits: Waits::Again,
         };
-        let composes_rotary = self.model.family == Family::Llama
-            && matches!(
-                self.attention,
-                AttentionForm::Composed | AttentionForm::Tiles
-            );
+        let composes_rotary = self.model.family == Family::Llama && self.is_burns();
         let mut values = vec![self.values(3 * layers, self.model.heads_width(), Waits::Compressed)];
         values.extend(composes_rotary.then_some(rotary));
         match self.attention {

@@ -103,7 +103,15 @@ fn compare_activations(
             checkpointing,
         };
         let what = format!("{file}, {preset}, {recipe}, run again: {checkpointing}: saved");
-        assert_close(&what, step.saved(), size("activation_bytes") as u64, 0.6);
+        let is_int4 = recipe.to_string().ends_with("-int4");
+        let within = match (checkpointing, preset) {
+            // Where the difference lies is not known.
+            (Checkpointing::None, Preset::Large) if is_int4 => 0.6,
+            (Checkpointing::None, _) => 0.01,
+            // Measured when the cast of the head's weight waited.
+            (Checkpointing::Layers, _) => 0.1,
+        };
+        assert_close(&what, step.saved(), size("activation_bytes") as u64, within);
         seen.push((preset.to_string(), recipe.to_string()));
     }
     seen

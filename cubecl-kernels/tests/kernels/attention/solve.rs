@@ -1,6 +1,9 @@
 //! Problems of attention on a device, by any of its kernels.
 
-use cubecl::{ir::StorageType, std::tensor::TensorHandle};
+use cubecl::{
+    ir::{StorageType, features::TypeUsage},
+    std::tensor::TensorHandle,
+};
 use cubecl_kernels::attention::{
     AttentionGradients, AttentionKernel, AttentionProblem, AttentionTensors, Band,
 };
@@ -92,12 +95,29 @@ fn on_device(
     TensorHandle::new(handle, shape.to_vec(), strides.to_vec(), float)
 }
 
-/// A mask in words: bytes are not on every device.
-fn mask_on_device(client: &Client, mask: &[bool], shape: [usize; 4]) -> Tensor {
-    let mut words: Vec<u32> = mask.iter().map(|&hidden| 7 * u32::from(hidden)).collect();
-    words.resize(words.len().max(4), 0);
-    let handle = client.create_from_slice(bytemuck::cast_slice(&words));
-    TensorHandle::new_contiguous(shape.to_vec(), handle, dtype::<u32>())
+/// A mask, where it is not contiguous in bytes, if the device has them, else in words. What lies between its elements
+/// hides.
+fn mask_on_device(client: &Client, mask: &[bool], shape: [usize; 4], memory: Memory) -> Tensor {
+    let (strides, len) = memory.strides(shape);
+    let mut flags = vec![1u8; len.max(16)];
+    for (place, &hidden) in places(shape, strides).zip(mask) {
+        flags[place] = 7 * u8::from(hidden);
+    }
+    let bytes = dtype::<u8>();
+    let has_bytes = client
+        .features()
+        .type_usage(bytes)
+        .contains(TypeUsage::Buffer);
+    let (handle, flag) = if has_bytes && memory != Memory::Contiguous {
+        (client.create_from_slice(&flags), bytes)
+    } else {
+        let words: Vec<u32> = flags.into_iter().map(u32::from).collect();
+        (
+            client.create_from_slice(bytemuck::cast_slice(&words)),
+            dtype::<u32>(),
+        )
+    };
+    TensorHandle::new(handle, shape.to_vec(), strides.to_vec(), flag)
 }
 
 /// The elements of a result in the order of its shape.
@@ -141,7 +161,8 @@ fn tensors(
         query: to(&problem.query, shape.query()),
         key: to(&problem.key, shape.key()),
         value: to(&problem.value, shape.value()),
-        mask: (problem.mask.as_ref()).map(|(mask, shape)| mask_on_device(client, mask, *shape)),
+        mask: (problem.mask.as_ref())
+            .map(|(mask, shape)| mask_on_device(client, mask, *shape, memory)),
         bias: problem.bias.as_ref().map(|(bias, shape)| to(bias, *shape)),
     };
     (tensors, to(&problem.gradient, shape.output()))
