@@ -122,7 +122,7 @@ macro_rules! composed_float_operations {
             float_mul(lhs: Float, rhs: Float) -> Float => Promote [again];
             float_div(lhs: Float, rhs: Float) -> Float => Promote [again over small, exact: rhs];
             float_mean_dim(tensor: Float, dim: (usize)) -> Float => Full;
-            float_sum_dim(tensor: Float, dim: (usize)) -> Float => Full;
+            float_sum_dim(tensor: Float, dim: (usize)) -> Float => Full [sum];
             float_cast(tensor: Float, dtype: (FloatDType)) -> Float [again];
             float_powi_scalar(lhs: Float, rhs: (Scalar)) -> Float => Full;
             float_sqrt(tensor: Float) -> Float [again, exact: tensor];

@@ -27,6 +27,8 @@ use crate::{
 
 /// Values of fewer elements stay exact: gains, small models.
 pub const MIN_COMPRESSED: usize = 4096;
+/// Terms, at least, of a sum that is a number a row, which waits exactly beside the row: sums of pairs are half of all.
+const ROW: usize = 4;
 /// Computations that may stand on each other.
 const MAX_DEPTH: usize = 6;
 /// Elementwise operations between a value and the loss that keep it exact.
@@ -51,6 +53,8 @@ pub struct Cell<B: DataBackend> {
     handles: AtomicUsize,
     /// Names the operation that made it.
     operation: &'static str,
+    /// True for a number a row.
+    is_of_row: AtomicBool,
     /// Two dimensions that are swapped in memory: heads are slices of a layer's rows, and so compressed without a copy.
     swapped: Option<[usize; 2]>,
     /// True for what a block made for itself alone.
@@ -180,6 +184,7 @@ impl<B: DataBackend> HeldTensor<B> {
     ) -> Self {
         let (context, in_block) = (scope::context(), scope::in_block());
         let cell = Arc::new(Cell {
+            is_of_row: AtomicBool::new(shape.last() == Some(&1)),
             shape,
             dtype,
             device,
@@ -213,6 +218,14 @@ impl<B: DataBackend> HeldTensor<B> {
     pub(super) fn of_block(self, again: Option<Again<B>>) -> Self {
         if again.is_some() {
             *lock(&self.0.of_block) = again;
+        }
+        self
+    }
+
+    /// The same, a sum of so many terms.
+    pub(super) fn sum_of(self, terms: usize) -> Self {
+        if terms < ROW {
+            self.0.is_of_row.store(false, Ordering::Relaxed);
         }
         self
     }
@@ -393,7 +406,7 @@ impl<B: DataBackend> Cell<B> {
 
     /// True for few elements, and for a number a row: what stays exact without being marked.
     pub(super) fn is_small(&self) -> bool {
-        self.elements() < MIN_COMPRESSED || self.shape.last() == Some(&1)
+        self.elements() < MIN_COMPRESSED || self.is_of_row.load(Ordering::Relaxed)
     }
 
     /// True if it is never compressed.

@@ -99,6 +99,12 @@ macro_rules! forward {
         crate::saved::HeldTensor::swapped(B::$name($tensor, $a, $b), stringify!($name), $origin, [$a, $b])
             .of_block($block)
     };
+    (@lift Float [ sum ] $name:ident($tensor:ident, $dim:ident) $origin:ident $block:ident) => {{
+        let terms = burn_backend::TensorMetadata::shape(&$tensor)[$dim];
+        crate::saved::HeldTensor::made(B::$name($tensor, $dim), stringify!($name), $origin)
+            .of_block($block)
+            .sum_of(terms)
+    }};
     (@lift Float [ $($mark:tt)* ] $name:ident($($arg:ident),*) $origin:ident $block:ident) => {
         crate::saved::HeldTensor::made(B::$name($($arg),*), stringify!($name), $origin).of_block($block)
     };

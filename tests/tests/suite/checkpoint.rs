@@ -25,7 +25,10 @@ use burn_quant_train::{
         CoatFp8, FallbackInt8, HadamardInt4, LuqInt4, MixedPrecision, Recipe,
         context::{ContextFormat, Contexts, Int10},
     },
-    saved::{ActivationReport, Recording, checkpoint, report::Form},
+    saved::{
+        ActivationReport, Recording, checkpoint,
+        report::{Form, Saved},
+    },
 };
 use quant_train_tests::{
     Rng,
@@ -39,6 +42,7 @@ on_every_backend! {
     gradients_are_those_without_blocks => gradients_are_the_same;
     what_a_block_makes_does_not_wait => little_waits;
     dropout_keeps_its_mask => keeps_its_mask;
+    sums_of_pairs_do_not_wait => sums_of_pairs;
 }
 
 type Plain<B> = QuantTrain<Autodiff<B>, MixedPrecision<f32>>;
@@ -223,6 +227,28 @@ fn little_waits<B: DataBackend>(seed: u64) {
     let most = (COUNT + 3) * INPUT * size_of::<f32>();
     assert!(with.bytes() <= most, "seed {seed}: {with}");
     assert!(without.bytes() > 3 * most, "seed {seed}: {without}");
+}
+
+/// A number for each pair is not a number a row, which waits: rotary positions end with one.
+fn sums_of_pairs<B: DataBackend>(seed: u64) {
+    let squares = |x: Tensor<Plain<B>, 3>| {
+        let sums = x.reshape([SHAPE[0], SHAPE[1], SHAPE[2] / 2, 2]).sum_dim(3);
+        sums.clone() * sums
+    };
+    let gradient = |is_block: bool| {
+        let values = Rng::new(seed).normals(INPUT, 1.0);
+        let x: Tensor<Plain<B>, 3> = tensor(&values, SHAPE, &Default::default()).require_grad();
+        let recording = Recording::start();
+        let loss = block_if(is_block, squares, x.clone()).sum();
+        let saved = recording.report();
+        let gradients = loss.backward();
+        let of_x = floats(&x.grad(&gradients).expect("a gradient of x"));
+        let waits = |it: &&Saved| it.operation == "float_sum_dim" && it.form == Form::Exact;
+        (of_x, saved.values.iter().filter(waits).count())
+    };
+    let ((expected, waiting), (found, waiting_in_block)) = (gradient(false), gradient(true));
+    assert_eq!([waiting, waiting_in_block], [1, 0], "seed {seed}");
+    assert_eq!(found, expected, "seed {seed}");
 }
 
 /// Dropped elements have gradient 0, and no others.
