@@ -377,9 +377,8 @@ fn attention_sources(architecture: u16) -> Vec<Source> {
                 .expect("what has a forward pass");
         }
     });
-    // A type of a mask has one kernel for each pass, which makes bits of it; with and without bits, two of four kernels
-    // differ.
-    let expected = 2 * 2 + types.len() * (4 + 2);
+    // Four texts of each type, and bits of each mask for both passes.
+    let expected = types.len() * (4 * masks.len() + 2 * 2);
     assert_eq!(sources.len(), if architecture == 90 { expected } else { 0 });
     sources
 }
@@ -499,7 +498,8 @@ fn tensor_core_attention_fits_into_shared_memory(#[values(80, 86, 89, 90)] archi
 #[rstest]
 fn attention_leaves_memory_for_what_it_declares() {
     const BARRIERS: usize = 1024;
-    for source in attention_sources(90) {
+    let sources = attention_sources(90).into_iter();
+    for source in sources.filter(|it| it.name.ends_with("_hopper")) {
         assert!(source.shared_memory <= max_shared_memory(90) - BARRIERS);
         let knob = source.code.split_once("#define STAGES ").expect("a knob").1;
         let stages: usize = knob[..1].parse().expect("a digit");
