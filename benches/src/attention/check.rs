@@ -157,15 +157,15 @@ impl Group<'_> {
         Ok(Rows { values, width })
     }
 
+    /// Keys that the mask shows: the first ones.
+    fn shown(&self) -> usize {
+        self.problem.sequence - self.problem.hidden
+    }
+
     /// The queries that see a key.
     fn queries_of(&self, col: usize) -> Range<usize> {
-        let AttentionProblem {
-            sequence,
-            causal,
-            hidden,
-            ..
-        } = *self.problem;
-        match (causal, col >= sequence - hidden) {
+        let sequence = self.problem.sequence;
+        match (self.problem.causal, col >= self.shown()) {
             (_, true) => 0..0,
             (true, false) => col..sequence,
             (false, false) => 0..sequence,
@@ -181,10 +181,9 @@ impl Group<'_> {
         values: &Rows,
         d_output: &[f32],
     ) -> [Vec<f64>; 2] {
-        let there = self.problem.sequence - self.problem.hidden;
         let seen = match self.problem.causal {
-            true => there.min(row + 1),
-            false => there,
+            true => self.shown().min(row + 1),
+            false => self.shown(),
         };
         let scores: Vec<f64> = (0..seen)
             .map(|col| self.scale() * dot(queries.row(row), keys.row(col)))

@@ -15,8 +15,8 @@
 //! operands stay, else it is compressed at the next matrix product or at the start of the backward pass, where a fused
 //! stream ends anyway.
 //!
-//! Some cells stay exact: parameters; values of fewer than [`MIN_COMPRESSED`] elements, or a number for a row of four or
-//! more; operands whose error a gradient magnifies without a bound, which the tables in `operations` mark;
+//! Some cells stay exact: parameters; values of fewer than [`MIN_COMPRESSED`] elements, or a number for a row of four
+//! or more; operands whose error a gradient magnifies without a bound, which the tables in `operations` mark;
 //! log-probabilities; the elementwise operations that end in the mean or the sum of a loss.
 //!
 //! | file | what it has |

@@ -159,8 +159,8 @@ mod tests {
 
     use super::*;
 
-    /// Masks with every choice of dimensions of their own, over rows of words that are full and that are not; each as it is,
-    /// with queries and keys turned in memory, and expanded to all scores.
+    /// Masks with every choice of dimensions of their own, over rows of words that are full and that are not; each as it
+    /// is, with queries and keys turned in memory, and expanded to all scores.
     #[test]
     fn each_bit_is_that_of_its_score() {
         let client = WgpuRuntime::client(&Default::default());

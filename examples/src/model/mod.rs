@@ -336,3 +336,36 @@ impl<B: Backend> InferenceStep for Decoder<B> {
 
 /// The model that validation runs on.
 pub type InnerDecoder<B> = <Decoder<B> as AutodiffModule<B>>::InnerModule;
+
+#[cfg(test)]
+mod tests {
+    use burn::backend::Flex;
+    use burn::record::{FullPrecisionSettings, NamedMpkBytesRecorder, Recorder};
+
+    use super::*;
+
+    /// As models held rotary positions whose checkpoints may still be there.
+    #[derive(Module, Debug)]
+    struct Earlier<B: Backend> {
+        cos: Tensor<B, 4>,
+        sin: Tensor<B, 4>,
+        right_angle: Tensor<B, 2>,
+    }
+
+    #[test]
+    fn rotary_positions_load_from_records_of_their_earlier_form() {
+        let device = Default::default();
+        let recorder = NamedMpkBytesRecorder::<FullPrecisionSettings>::new();
+        let earlier = Earlier::<Flex> {
+            cos: Tensor::zeros([1, 9, 1, 6], &device),
+            sin: Tensor::zeros([1, 9, 1, 6], &device),
+            right_angle: Tensor::zeros([6, 6], &device),
+        };
+        let bytes = Recorder::<Flex>::record(&recorder, earlier.into_record(), ());
+        let record = recorder.load(bytes.expect("a record"), &device);
+        let rotary = RotaryEncodingConfig::new(9, 6).init::<Flex>(&device);
+        let expected = rotary.freq_complex.clone();
+        let rotary = rotary.load_record(record.expect("a record of RotaryEncoding"));
+        assert_eq!(rotary.freq_complex.into_data(), expected.into_data());
+    }
+}
