@@ -16,10 +16,12 @@
 //! - [`saved`] holds what waits for the backward pass, and says how it is compressed.
 //! - [`backend`] is the decorator, [`QuantTrain`]: it forwards every operation of Burn's backend traits to the inner
 //!   backend, applies the [precision policy](backend::precision), and runs linear layers quantized.
+//! - [`attention`](mod@attention) is attention with a window and dropout, and for Burn's `MultiHeadAttention`.
 //! - [`optim`] holds the optimizers, which own the state of the layers.
 //!
 //! Each knows those above it, and none below.
 
+pub mod attention;
 pub mod backend;
 pub mod data;
 pub mod health;

@@ -24,6 +24,9 @@ mod fp16 {}
 #[doc = include_str!("../../book/src/memory.md")]
 mod memory {}
 
+#[doc = include_str!("../../book/src/attention.md")]
+mod attention {}
+
 #[doc = include_str!("../../book/src/health.md")]
 mod health {}
 

@@ -2,7 +2,9 @@
 
 mod suite {
     mod attention;
+    mod attention_options;
     mod checkpoint;
+    mod composed_attention;
     mod composition;
     mod conformance;
     mod delayed_scaling;

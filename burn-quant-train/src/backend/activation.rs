@@ -4,7 +4,7 @@ use burn_backend::{Scalar, TensorMetadata, ops::ActivationOps, tensor::FloatTens
 
 use super::{
     QuantTrain,
-    composition::compose,
+    composition::{self, compose},
     forward::forward,
     precision::{Class, in_class},
     tensor::QuantTensor,
@@ -40,8 +40,16 @@ impl<B: QuantBackend, R: Recipe> ActivationOps<Self> for QuantTrain<B, R> {
         })
     }
 
-    /// In FP32. Where values wait compressed, P is saved in place of what Burn's composition saves.
     fn softmax(tensor: FloatTensor<Self>, dim: usize) -> FloatTensor<Self> {
+        composition::softmax::<B, R>(&tensor, &dim)
+            .unwrap_or_else(|| Self::softmax_alone(tensor, dim))
+    }
+}
+
+impl<B: QuantBackend, R: Recipe> QuantTrain<B, R> {
+    /// A softmax that is part of no composition: in FP32. Where values wait compressed, P is saved in place of what
+    /// Burn's composition saves.
+    pub(super) fn softmax_alone(tensor: FloatTensor<Self>, dim: usize) -> FloatTensor<Self> {
         let _scope = Self::scope();
         let tensor = in_class::<B, R>(Class::Full, tensor.into_primitive());
         QuantTensor::new(match compresses::<B>(&tensor) {

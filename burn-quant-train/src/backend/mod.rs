@@ -1,7 +1,7 @@
 //! The decorator: [`QuantTrain`] implements Burn's `Backend`, and `AutodiffBackend` over `Autodiff`.
 
 mod activation;
-mod attention;
+pub(crate) mod attention;
 mod autodiff;
 mod bool;
 mod composition;
@@ -33,6 +33,14 @@ use crate::{
         scope::{self, Scope},
     },
 };
+
+/// How the decorator's name begins.
+const NAME: &str = "quant-train";
+
+/// True for a backend with the decorator. What is generic over Burn's backends cannot see it by its type.
+pub(crate) fn is_decorated<B: Backend>(device: &B::Device) -> bool {
+    B::name(device).starts_with(NAME)
+}
 
 /// Trains on backend `B` by recipe `R`.
 ///
@@ -97,10 +105,11 @@ impl<B: QuantBackend, R: Recipe> Backend for QuantTrain<B, R> {
     backend_operations! {}
 
     fn name(device: &Self::Device) -> String {
-        format!("quant-train<{}, {}>", B::name(device), R::row().name)
+        format!("{NAME}<{}, {}>", B::name(device), R::row().name)
     }
 
-    /// Seeds the inner backend and the stochastic rounding of the layers attached after this call.
+    /// Seeds the inner backend, the dropout of [attention](crate::attention), and the stochastic rounding of the layers
+    /// attached after this call.
     fn seed(device: &Self::Device, seed: u64) {
         layer::set_seed(seed);
         B::seed(device, seed)

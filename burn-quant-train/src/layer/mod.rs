@@ -29,7 +29,7 @@ pub(crate) use health::{MomentSample, Sample as HealthSample, Watch};
 pub(crate) use policy::covers;
 pub use policy::{Decision, LayerPolicy, MIN_ELEMENTS};
 pub use random::{Call, Role, in_lane};
-pub(crate) use random::{seed, set_seed};
+pub(crate) use random::{dropout_key, seed, set_seed};
 pub use record::{LayerRecord, LayersRecord};
 pub use slot::{AmaxAlgorithm, DelayedScaling, HadamardChoice, LearnedSteps, SlotValues};
 use slot::{AmaxHistories, HadamardSizes, StepSizes, ThresholdSlot};

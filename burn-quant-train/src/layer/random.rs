@@ -2,20 +2,28 @@
 
 use std::{
     cell::Cell,
-    sync::atomic::{AtomicU64, Ordering},
+    collections::BTreeMap,
+    sync::{
+        Mutex,
+        atomic::{AtomicU64, Ordering},
+    },
 };
 
 use burn_backend::DeviceId;
 
+use crate::{data::StochasticKey, lock::lock};
+
 static SEED: AtomicU64 = AtomicU64::new(0);
+static DROPOUTS: Mutex<Dropouts> = Mutex::new(Dropouts::new(0));
 
 thread_local! {
     static LANE: Cell<u32> = const { Cell::new(0) };
 }
 
-/// Sets the seed of the banks created from now on; `Backend::seed` calls it.
+/// Sets the seed of the banks created from now on, and of dropout; `Backend::seed` calls it.
 pub(crate) fn set_seed(seed: u64) {
     SEED.store(seed, Ordering::Relaxed);
+    *lock(&DROPOUTS) = Dropouts::new(seed);
 }
 
 pub(crate) fn seed() -> u64 {
@@ -60,6 +68,40 @@ pub(super) fn lane(home: bool, device: DeviceId) -> u64 {
         false => 1 + (u64::from(device.type_id) << 16 ^ u64::from(device.index_id)),
     };
     device << 32 | u64::from(LANE.get())
+}
+
+/// The key of the next dropout of this thread's [lane](in_lane): they are counted from when the seed was set.
+pub(crate) fn dropout_key() -> StochasticKey {
+    lock(&DROPOUTS).next_key(LANE.get())
+}
+
+/// The streams of dropout.
+#[derive(Debug)]
+struct Dropouts {
+    seed: u64,
+    /// Those that each lane has had.
+    counts: BTreeMap<u32, u64>,
+}
+
+impl Dropouts {
+    const fn new(seed: u64) -> Self {
+        Self {
+            seed,
+            counts: BTreeMap::new(),
+        }
+    }
+
+    fn next_key(&mut self, lane: u32) -> StochasticKey {
+        /// Where the streams of roundings have a step.
+        const DROPOUT: u64 = u64::MAX;
+        let count = self.counts.entry(lane).or_default();
+        let parts = [DROPOUT, u64::from(lane), *count].into_iter();
+        *count += 1;
+        StochasticKey {
+            seed: self.seed,
+            stream: parts.fold(0, |hash, part| split_mix(hash ^ part)),
+        }
+    }
 }
 
 /// The operand of a layer's product that is rounded stochastically: part of its key in the stream of random numbers.
@@ -138,6 +180,19 @@ mod tests {
     use std::collections::HashSet;
 
     use super::*;
+
+    #[test]
+    fn a_seed_names_the_dropouts_of_each_lane() {
+        let keys = |seed: u64, lanes: [u32; 4]| {
+            let mut dropouts = Dropouts::new(seed);
+            lanes.map(|lane| dropouts.next_key(lane))
+        };
+        let [a, x, b, y] = keys(3, [0, 7, 0, 7]);
+        assert_eq!(HashSet::from([a, b, x, y]).len(), 4);
+        // Those of a lane do not depend on the other lanes.
+        assert_eq!(keys(3, [0, 0, 7, 7]), [a, b, x, y]);
+        assert_ne!(keys(4, [0, 7, 0, 7]), [a, x, b, y]);
+    }
 
     #[test]
     fn no_two_roundings_of_a_run_share_a_stream() {

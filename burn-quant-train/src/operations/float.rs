@@ -11,14 +11,11 @@ macro_rules! float_operations {
             float_into_int(tensor: Float, out_dtype: (IntDType)) -> Int;
             float_empty(shape: (Shape), device: (&Device<Self>), dtype: (FloatDType)) -> Float;
             float_repeat_dim(tensor: Float, dim: (usize), times: (usize)) -> Float;
-            float_add(lhs: Float, rhs: Float) -> Float => Promote [again if exact];
             float_clamp_min(tensor: Float, min: (Scalar)) -> Float;
             float_clamp_max(tensor: Float, max: (Scalar)) -> Float;
             float_clamp(tensor: Float, min: (Scalar), max: (Scalar)) -> Float;
             float_sub(lhs: Float, rhs: Float) -> Float => Promote [again if exact];
             float_sub_scalar(lhs: Float, rhs: (Scalar)) -> Float [again if exact];
-            float_mul_scalar(lhs: Float, rhs: (Scalar)) -> Float [again];
-            float_div_scalar(lhs: Float, rhs: (Scalar)) -> Float [again];
             float_remainder(lhs: Float, rhs: Float) -> Float => Promote [exact: lhs rhs];
             float_remainder_scalar(lhs: Float, rhs: (Scalar)) -> Float;
             float_cross(lhs: Float, rhs: Float, dim: (usize)) -> Float => Promote;
@@ -35,7 +32,6 @@ macro_rules! float_operations {
             float_slice(tensor: Float, slices: (&[Slice])) -> Float [again];
             float_slice_assign(tensor: Float, slices: (&[Slice]), value: Float) -> Float => Follow;
             float_mask_where(tensor: Float, mask: Bool, value: Float) -> Float => Promote;
-            float_mask_fill(tensor: Float, mask: Bool, value: (Scalar)) -> Float;
             float_equal(lhs: Float, rhs: Float, out_dtype: (BoolDType)) -> Bool => Promote;
             float_not_equal(lhs: Float, rhs: Float, out_dtype: (BoolDType)) -> Bool => Promote;
             float_equal_elem(lhs: Float, rhs: (Scalar), out_dtype: (BoolDType)) -> Bool;
@@ -118,6 +114,10 @@ macro_rules! float_operations {
 macro_rules! composed_float_operations {
     ($forward:ident) => {
         $forward! {
+            float_add(lhs: Float, rhs: Float) -> Float => Promote [again if exact];
+            float_mul_scalar(lhs: Float, rhs: (Scalar)) -> Float [again];
+            float_div_scalar(lhs: Float, rhs: (Scalar)) -> Float [again];
+            float_mask_fill(tensor: Float, mask: Bool, value: (Scalar)) -> Float;
             float_add_scalar(lhs: Float, rhs: (Scalar)) -> Float [again if exact];
             float_mul(lhs: Float, rhs: Float) -> Float => Promote [again];
             float_div(lhs: Float, rhs: Float) -> Float => Promote [again over small, exact: rhs];

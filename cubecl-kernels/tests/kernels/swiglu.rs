@@ -195,6 +195,17 @@ pub mod on_device {
         assert_eq!(read_float(&client, &of_up), [0.0, 3e38, 0.0, 200.0]);
     }
 
+    /// Two of the three factors of a gate's gradient may leave the range of floats where all three do not.
+    #[test]
+    fn products_on_the_way_stay_numbers() {
+        let large = [f32::MAX, 0.5, f32::MAX, 1e-38, 3e38, 1e-38];
+        let small = [1.5, f32::MAX, 1e-38, f32::MAX, 0.7, 0.7];
+        for gate in [-0.7, 2.4, -20.0, -60.0] {
+            check(&[gate; 6], &large, &small, &[6], dtype::<f32>());
+            check(&[gate; 6], &small, &large, &[6], dtype::<f32>());
+        }
+    }
+
     #[test]
     fn reads_what_starts_inside_of_a_buffer() {
         let (client, mut random) = (client(), Random::fresh());

@@ -1,7 +1,7 @@
 //! A decoder in GPT-2's style: layer normalization, learned positions, GELU, biases, dropout.
 //!
-//! Dropout is behind the embedding and behind each half of a layer. GPT-2 also drops attention probabilities, which a
-//! kernel without scores in memory does not have.
+//! Dropout is behind the embedding and behind each half of a layer. GPT-2 also drops attention probabilities; this model
+//! does not, since Hopper's kernel of attention has no dropout.
 
 use burn::module::{Initializer, Module};
 use burn::nn::{

@@ -857,15 +857,23 @@ fn ready_made_train<B: DataBackend>(seed: u64) {
         };
         let full = all(QuantAdamWConfig::new());
         let (full_plain, full_quantized) = (plain(&full), quantized(&full));
-        for (name, config) in ready_made() {
+        for (name, config) in Rng::new(seed).drawn(ready_made(), 2) {
             let what = format!("seed {seed}, {model}, {name}");
             compare(&what, &plain(&config), &full_plain);
             let what = format!("{what}, quantized layers");
             compare(&what, &quantized(&config), &full_quantized);
         }
     }
-    on_both::<B, Mlp<Autodiff<B>>, Mlp<Fallback<B>>>("Mlp", seed);
-    on_both::<B, ConvNet<Autodiff<B>>, ConvNet<Fallback<B>>>("ConvNet", seed);
+    let models: [(&str, fn(&str, u64)); 2] = [
+        ("Mlp", on_both::<B, Mlp<Autodiff<B>>, Mlp<Fallback<B>>>),
+        (
+            "ConvNet",
+            on_both::<B, ConvNet<Autodiff<B>>, ConvNet<Fallback<B>>>,
+        ),
+    ];
+    for (model, train_both) in Rng::new(seed).drawn(models, 1) {
+        train_both(model, seed);
+    }
 }
 
 /// Micro-batches, clipping by norm and a schedule at once.

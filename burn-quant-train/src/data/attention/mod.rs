@@ -4,7 +4,9 @@
 pub(super) mod kernels;
 mod operations;
 
-pub use cubecl_kernels::attention::{AttentionGradients, AttentionOptions, AttentionShape, Band};
+pub use cubecl_kernels::attention::{
+    AttentionGradients, AttentionOptions, AttentionShape, Band, Dropout,
+};
 pub use kernels::{
     Attention, AttentionBackward, AttentionInputs, AttentionKernels, AttentionProblem,
     AttentionWay, Composed, Flash, FlashOutput, OfInputs,

@@ -7,6 +7,7 @@
 //! | layer normalization | `burn::nn::LayerNorm` | one |
 //! | rotary positions | `burn::nn::RotaryEncoding` | pairs of x, times `[2, 4]`, times a table, summed up |
 //! | GELU, in a flow | `burn::nn::Gelu` | one |
+//! | [attention] | `burn::nn::attention::MultiHeadAttention` without dropout | two products, and a softmax between |
 //! | the logarithm of a softmax | `log_softmax`, `burn::nn::loss::CrossEntropyLoss` | one, of the last dimension |
 //!
 //! An operation with which a composition begins, or goes on, computes nothing: its result [waits](Waiting). The last
@@ -17,15 +18,21 @@
 //! and else on devices that have kernels for them, where x is narrower than FP32: with FP32 as the compute dtype no bit
 //! differs from Burn's. The whole is computed in FP32 and rounded once.
 
+pub(super) mod attention;
+
 use std::{
     fmt,
     sync::{Arc, OnceLock},
 };
 
+pub(super) use attention::{
+    float_add, float_div_scalar, float_mask_fill, float_mul_scalar, softmax,
+};
+
 use burn_backend::{
     Backend, DType, FloatDType, Scalar, Shape, TensorMetadata,
     ops::{ActivationOps, FloatTensorOps},
-    tensor::{Device, FloatTensor},
+    tensor::{BoolTensor, Device, FloatTensor},
 };
 
 use super::{QuantTrain, flow, forward::forward, tensor::QuantTensor};
@@ -118,6 +125,18 @@ enum Step<B: QuantBackend> {
     Scaled(QuantTensor<B>, QuantTensor<B>),
     /// The sum of the last dimension.
     Summed(QuantTensor<B>),
+    /// Q times Kᵀ, `[batch, heads, queries, keys]`.
+    Scores(QuantTensor<B>, QuantTensor<B>),
+    /// Scores, times a number.
+    Multiplied(QuantTensor<B>, Scalar),
+    /// Scores, divided by a number.
+    Divided(QuantTensor<B>, Scalar),
+    /// Scores, with a bias added.
+    Biased(QuantTensor<B>, QuantTensor<B>),
+    /// Scores, with one value where a mask is true.
+    Hidden(QuantTensor<B>, B::BoolTensorPrimitive, Scalar),
+    /// The softmax of scores along the keys.
+    Probabilities(QuantTensor<B>),
 }
 
 impl<B: QuantBackend> Step<B> {
@@ -141,6 +160,14 @@ impl<B: QuantBackend> Step<B> {
             Self::Turned(pairs, turn) => By::<B, R>::product(pairs.clone(), turn.clone()),
             Self::Scaled(x, table) => <By<B, R> as OneByOne>::float_mul(x.clone(), table.clone()),
             Self::Summed(x) => <By<B, R> as OneByOne>::float_sum_dim(x.clone(), x.rank() - 1),
+            Self::Scores(query, key) => By::<B, R>::product(query.clone(), key.clone()),
+            Self::Multiplied(x, by) => <By<B, R> as OneByOne>::float_mul_scalar(x.clone(), *by),
+            Self::Divided(x, by) => <By<B, R> as OneByOne>::float_div_scalar(x.clone(), *by),
+            Self::Biased(x, bias) => <By<B, R> as OneByOne>::float_add(x.clone(), bias.clone()),
+            Self::Hidden(x, mask, value) => {
+                <By<B, R> as OneByOne>::float_mask_fill(x.clone(), mask.clone(), *value)
+            }
+            Self::Probabilities(x) => By::<B, R>::softmax_alone(x.clone(), 3),
         }
     }
 }
@@ -298,6 +325,9 @@ pub(super) fn float_cast<B: QuantBackend, R: Recipe>(
         let dtype = DType::from(*dtype);
         return (of.dtype() == dtype).then(|| Waiting::of::<R>(x, narrowed, x.shape(), dtype));
     }
+    if let Some(cast) = attention::float_cast::<B, R>(x, dtype) {
+        return Some(cast);
+    }
     let widens = *dtype == FloatDType::F32 && x.dtype() != DType::F32;
     (widens && is_one_norm::<B, R>(flow::of::<B, R>(x), x))
         .then(|| Waiting::of::<R>(x, Step::Widened(x.clone()), x.shape(), DType::F32))
@@ -425,14 +455,24 @@ fn begins_with_pairs<B: QuantBackend, R: Recipe>(x: &QuantTensor<B>, shape: &Sha
         && kernels::<B, R>(x).is_some()
 }
 
-/// A product of pairs and of what becomes of each.
+/// A product that goes on with a composition, or begins attention.
 pub(super) fn float_matmul<B: QuantBackend, R: Recipe>(
+    left: &QuantTensor<B>,
+    right: &QuantTensor<B>,
+) -> Option<QuantTensor<B>> {
+    match step(left) {
+        Some(Step::Paired(_, shape)) => turned::<B, R>(left, shape, right),
+        Some(_) => attention::context::<B, R>(left, right),
+        None => attention::scores::<B, R>(left, right),
+    }
+}
+
+/// A product of pairs of this shape and of what becomes of each.
+fn turned<B: QuantBackend, R: Recipe>(
     pairs: &QuantTensor<B>,
+    shape: &Shape,
     turn: &QuantTensor<B>,
 ) -> Option<QuantTensor<B>> {
-    let Step::Paired(_, shape) = step(pairs)? else {
-        return None;
-    };
     (is_table(turn) && turn.shape()[..] == [1, 1, 2, 4]).then(|| {
         let turned = Shape::new([shape[0], shape[1], shape[2], 4]);
         let step = Step::Turned(pairs.clone(), turn.clone());

@@ -1,0 +1,217 @@
+//! Attention: by the kernels of the device, or composed.
+
+mod asked;
+mod composed;
+
+use burn::tensor::{Tensor, TensorPrimitive};
+use burn_backend::{
+    Backend, DType, FloatDType, Shape, TensorMetadata,
+    ops::{AttentionModuleOptions, ModuleOps, attention::attention_fallback},
+    tensor::{BoolTensor, FloatTensor},
+};
+
+pub(crate) use asked::{Asked, asking};
+pub(crate) use composed::{Inputs, composed};
+
+use super::{
+    QuantTrain,
+    precision::{Class, in_class},
+    tensor::QuantTensor,
+};
+use crate::{
+    data::{
+        DataBackend,
+        attention::{AttentionOptions, AttentionProblem, AttentionShape, AttentionWay, Band, way},
+    },
+    ops::attention::Attention,
+    recipe::Recipe,
+    saved::recorded::QuantBackend,
+};
+
+type Float<B, R> = FloatTensor<QuantTrain<B, R>>;
+type Bool<B, R> = BoolTensor<QuantTrain<B, R>>;
+
+/// [`ModuleOps::attention`](burn_backend::ops::ModuleOps::attention), and what is [asked] beside its options.
+pub(super) fn attention<B: QuantBackend, R: Recipe>(
+    query: Float<B, R>,
+    key: Float<B, R>,
+    value: Float<B, R>,
+    mask: Option<Bool<B, R>>,
+    bias: Option<Float<B, R>>,
+    options: AttentionModuleOptions,
+) -> Float<B, R> {
+    let asked = asked::take();
+    let compute = |tensor: Float<B, R>| in_class::<B, R>(Class::Compute, tensor.into_primitive());
+    let is_grouped = query.shape()[1] != key.shape()[1];
+    let problem = problem::<B, R>(
+        [&query, &key, &value],
+        mask.as_ref(),
+        bias.as_ref(),
+        options,
+        asked,
+    );
+    let device = query.device();
+    let trains = B::ad_enabled(&device);
+    let way_of = |problem: &AttentionProblem| {
+        way::<<B::Base as DataBackend>::Kernels>(&device, problem, trains)
+    };
+    let own_way = problem.as_ref().and_then(way_of);
+    // A kernel without scores serves evaluation too: in a program that trains it has been compiled, and Burn's would be
+    // tuned first.
+    let is_inner = !is_grouped && asked.is_none() && own_way != Some(AttentionWay::Flash);
+    if is_inner && !trains {
+        return QuantTensor::new(<B::Inside>::attention(
+            compute(query),
+            compute(key),
+            compute(value),
+            mask,
+            bias.map(compute),
+            options,
+        ));
+    }
+    if let (Some(problem), Some(way)) = (&problem, own_way) {
+        return record::<B, R>(problem.options, way, [query, key, value], mask, bias);
+    }
+    let heads = query.shape()[1];
+    let [key, value] = [key, value].map(|it| with_heads::<QuantTrain<B, R>>(it, heads));
+    let repeated = problem.map(|mut problem| {
+        problem.shape.kv_heads = heads;
+        problem
+    });
+    let repeated = repeated.filter(|_| is_grouped);
+    let by_repeated = repeated.and_then(|it| Some((it.options, way_of(&it)?)));
+    match (by_repeated, asked) {
+        (Some((options, way)), _) => record::<B, R>(options, way, [query, key, value], mask, bias),
+        (None, None) => {
+            attention_fallback::<QuantTrain<B, R>>(query, key, value, mask, bias, options)
+        }
+        (None, Some(asked)) => {
+            let float = |it| Tensor::new(TensorPrimitive::Float(it));
+            let inputs = Inputs::<QuantTrain<B, R>> {
+                query: float(query),
+                key: float(key),
+                value: float(value),
+                mask: mask.map(Tensor::new),
+                bias: bias.map(float),
+            };
+            let output = composed(inputs, options, asked);
+            output.into_primitive().tensor()
+        }
+    }
+}
+
+fn record<B: QuantBackend, R: Recipe>(
+    options: AttentionOptions,
+    way: AttentionWay,
+    inputs: [Float<B, R>; 3],
+    mask: Option<Bool<B, R>>,
+    bias: Option<Float<B, R>>,
+) -> Float<B, R> {
+    let compute = |tensor: Float<B, R>| in_class::<B, R>(Class::Compute, tensor.into_primitive());
+    let attention = Attention { options, way, mask };
+    let [query, key, value] = inputs.map(compute);
+    QuantTensor::new(match bias {
+        None => B::record(attention, [query, key, value]),
+        Some(bias) => B::record(attention, [query, key, value, compute(bias)]),
+    })
+}
+
+/// Attention that a model composed of operations, taken apart.
+pub(super) struct Parts<B: QuantBackend> {
+    pub query: QuantTensor<B>,
+    pub key: QuantTensor<B>,
+    pub value: QuantTensor<B>,
+    pub mask: Option<B::BoolTensorPrimitive>,
+    pub bias: Option<QuantTensor<B>>,
+    pub scale: f64,
+}
+
+/// The output, if kernels compute it in training.
+pub(super) fn of_parts<B: QuantBackend, R: Recipe>(parts: Parts<B>) -> Option<Float<B, R>> {
+    let Parts {
+        query,
+        key,
+        value,
+        mask,
+        bias,
+        scale,
+    } = parts;
+    let options = AttentionModuleOptions {
+        scale: Some(scale),
+        ..Default::default()
+    };
+    let problem = problem::<B, R>(
+        [&query, &key, &value],
+        mask.as_ref(),
+        bias.as_ref(),
+        options,
+        None,
+    )?;
+    let way = way::<<B::Base as DataBackend>::Kernels>(&query.device(), &problem, true)?;
+    let inputs = [query, key, value];
+    Some(record::<B, R>(problem.options, way, inputs, mask, bias))
+}
+
+/// The problem for kernels, if it is one that they may compute.
+fn problem<B: QuantBackend, R: Recipe>(
+    inputs: [&Float<B, R>; 3],
+    mask: Option<&Bool<B, R>>,
+    bias: Option<&Float<B, R>>,
+    options: AttentionModuleOptions,
+    asked: Option<Asked>,
+) -> Option<AttentionProblem> {
+    let mut floats = inputs.into_iter().chain(bias);
+    let [query, key, value] = inputs.map(TensorMetadata::shape);
+    let shape = AttentionShape::new("attention", &query, &key, &value).ok()?;
+    let softcap = options.softcap.map(|softcap| softcap as f32);
+    let compute = R::row().compute;
+    let computes = compute != FloatDType::F32
+        && floats.all(|it| it.dtype() != DType::F64)
+        && softcap.is_none_or(|softcap| softcap > 0.0 && softcap.is_finite())
+        && mask.is_none_or(|mask| fits(&mask.shape(), &shape))
+        && bias.is_none_or(|bias| fits(&bias.shape(), &shape));
+    computes.then(|| AttentionProblem {
+        dtype: compute.into(),
+        shape,
+        options: AttentionOptions {
+            softcap,
+            band: band(options, asked),
+            dropout: asked.and_then(|asked| asked.dropout),
+            ..AttentionOptions::new(match options.scale {
+                Some(scale) => scale as f32,
+                None => (1.0 / (shape.width as f64).sqrt()) as f32,
+            })
+        },
+        is_masked: mask.is_some(),
+        is_biased: bias.is_some(),
+    })
+}
+
+/// True for a shape that is broadcast to the scores.
+pub(crate) fn fits(shape: &Shape, of: &AttentionShape) -> bool {
+    let scores = of.scores();
+    let dimensions = shape.iter().zip(scores);
+    shape.num_dims() == scores.len() && { dimensions }
+        .all(|(&extent, of_scores)| extent == 1 || extent == of_scores)
+}
+
+/// The keys that a query sees by its place.
+fn band(options: AttentionModuleOptions, asked: Option<Asked>) -> Band {
+    let causal = match options.is_causal {
+        true => Band::CAUSAL,
+        false => Band::ALL,
+    };
+    asked.map_or(causal, |asked| causal.and(asked.band))
+}
+
+/// Keys or values `[batch, heads of keys, keys, features]`, each repeated for the query heads that read it.
+fn with_heads<B: Backend>(tensor: FloatTensor<B>, heads: usize) -> FloatTensor<B> {
+    let [batch, of_keys, keys, features] = tensor.shape().dims();
+    if of_keys == heads || of_keys == 0 || !heads.is_multiple_of(of_keys) {
+        return tensor;
+    }
+    let group = heads / of_keys;
+    let tensor = B::float_reshape(tensor, Shape::new([batch, of_keys, 1, keys, features]));
+    let tensor = B::float_expand(tensor, Shape::new([batch, of_keys, group, keys, features]));
+    B::float_reshape(tensor, Shape::new([batch, heads, keys, features]))
+}

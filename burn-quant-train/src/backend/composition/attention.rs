@@ -1,0 +1,223 @@
+//! Attention as models compose it, and `burn::nn::attention::MultiHeadAttention` among them: the softmax of scores,
+//! between two products.
+//!
+//! Scores are Q Kᵀ of two activations; then, as a model has it, multiplied by numbers, in FP32, with a bias added, with
+//! a value far below all others where a key is hidden. What comes between, such as dropout, is another function, and
+//! computed as it is.
+
+use burn_backend::{DType, FloatDType, Scalar, Shape, TensorMetadata, ops::BoolTensorOps};
+
+use super::{Step, Waiting, narrowed, step};
+use crate::{
+    backend::{
+        QuantTrain,
+        attention::{self, Parts},
+        tensor::QuantTensor,
+    },
+    data::{DataBackend, attention::AttentionKernels},
+    recipe::Recipe,
+    saved::recorded::QuantBackend,
+};
+
+/// A score that hides its key: Burn's `MultiHeadAttention` has this one, others have infinity. Beside any score that
+/// is not below it by itself, its exponential is 0.
+const HIDDEN: f64 = -1e4;
+
+/// Scores that wait, taken apart.
+struct Scores<'a, B: QuantBackend> {
+    query: &'a QuantTensor<B>,
+    /// Kᵀ.
+    key: &'a QuantTensor<B>,
+    scale: f64,
+    masks: Vec<&'a B::BoolTensorPrimitive>,
+    bias: Option<&'a QuantTensor<B>>,
+}
+
+impl<'a, B: QuantBackend> Scores<'a, B> {
+    fn of(scores: &'a QuantTensor<B>) -> Option<Self> {
+        match step(scores)? {
+            Step::Scores(query, key) => Some(Self {
+                query,
+                key,
+                scale: 1.0,
+                masks: vec![],
+                bias: None,
+            }),
+            Step::Widened(x) => Self::of(x),
+            Step::Multiplied(x, by) => Self::of(x).map(|it| Self {
+                scale: it.scale * by.elem::<f64>(),
+                ..it
+            }),
+            Step::Divided(x, by) => Self::of(x).map(|it| Self {
+                scale: it.scale / by.elem::<f64>(),
+                ..it
+            }),
+            Step::Biased(x, bias) => Self::of(x).map(|it| Self {
+                bias: Some(bias),
+                ..it
+            }),
+            Step::Hidden(x, mask, _) => Self::of(x).map(|mut it| {
+                it.masks.push(mask);
+                it
+            }),
+            _ => None,
+        }
+    }
+
+    /// True while a factor multiplies nothing but Q Kᵀ.
+    fn are_bare(&self) -> bool {
+        self.masks.is_empty() && self.bias.is_none()
+    }
+}
+
+/// A product of two activations that may be scores: where kernels may compute attention of them, and in training.
+pub(super) fn scores<B: QuantBackend, R: Recipe>(
+    query: &QuantTensor<B>,
+    key: &QuantTensor<B>,
+) -> Option<QuantTensor<B>> {
+    let compute = DType::from(R::row().compute);
+    let is_activation = |it: &QuantTensor<B>| {
+        it.rank() == 4
+            && it.dtype() == compute
+            && it.as_waiting().is_none()
+            && it.origin().is_none()
+    };
+    if !B::RECORDS || compute == DType::F32 || !(is_activation(query) && is_activation(key)) {
+        return None;
+    }
+    let [of_query, of_key] = [query.shape(), key.shape()];
+    let is_tracked = || B::is_tracked(query.primitive()) || B::is_tracked(key.primitive());
+    if of_query[..2] != of_key[..2] || of_query[3] != of_key[2] || !is_tracked() {
+        return None;
+    }
+    <B::Base as DataBackend>::Kernels::attention_kernels(&query.device())?;
+    let shape = Shape::new([of_query[0], of_query[1], of_query[2], of_key[3]]);
+    let step = Step::Scores(query.clone(), key.clone());
+    Some(Waiting::of::<R>(query, step, shape, compute))
+}
+
+pub(in crate::backend) fn float_mul_scalar<B: QuantBackend, R: Recipe>(
+    scores: &QuantTensor<B>,
+    by: &Scalar,
+) -> Option<QuantTensor<B>> {
+    let step = |scores: &QuantTensor<B>| Step::Multiplied(scores.clone(), *by);
+    Scores::of(scores)?
+        .are_bare()
+        .then(|| Waiting::like::<R>(scores, step(scores)))
+}
+
+pub(in crate::backend) fn float_div_scalar<B: QuantBackend, R: Recipe>(
+    scores: &QuantTensor<B>,
+    by: &Scalar,
+) -> Option<QuantTensor<B>> {
+    let step = |scores: &QuantTensor<B>| Step::Divided(scores.clone(), *by);
+    Scores::of(scores)?
+        .are_bare()
+        .then(|| Waiting::like::<R>(scores, step(scores)))
+}
+
+pub(in crate::backend) fn float_add<B: QuantBackend, R: Recipe>(
+    left: &QuantTensor<B>,
+    right: &QuantTensor<B>,
+) -> Option<QuantTensor<B>> {
+    biased::<B, R>(left, right).or_else(|| biased::<B, R>(right, left))
+}
+
+/// A bias is read in the dtype of Q: one of another dtype would lose bits.
+fn biased<B: QuantBackend, R: Recipe>(
+    scores: &QuantTensor<B>,
+    bias: &QuantTensor<B>,
+) -> Option<QuantTensor<B>> {
+    let it = Scores::of(scores)?;
+    let fits = it.bias.is_none()
+        && bias.as_waiting().is_none()
+        && bias.dtype() == it.query.dtype()
+        && is_broadcast(&bias.shape(), &scores.shape());
+    fits.then(|| Waiting::like::<R>(scores, Step::Biased(scores.clone(), bias.clone())))
+}
+
+pub(in crate::backend) fn float_mask_fill<B: QuantBackend, R: Recipe>(
+    scores: &QuantTensor<B>,
+    mask: &B::BoolTensorPrimitive,
+    value: &Scalar,
+) -> Option<QuantTensor<B>> {
+    Scores::of(scores)?;
+    let hides = value.elem::<f64>() <= HIDDEN && is_broadcast(&mask.shape(), &scores.shape());
+    let step = || Step::Hidden(scores.clone(), mask.clone(), *value);
+    hides.then(|| Waiting::like::<R>(scores, step()))
+}
+
+/// Scores in FP32, and probabilities in the dtype of a model.
+pub(super) fn float_cast<B: QuantBackend, R: Recipe>(
+    x: &QuantTensor<B>,
+    dtype: &FloatDType,
+) -> Option<QuantTensor<B>> {
+    let step = match step(x)? {
+        Step::Probabilities(_) => Step::Narrowed(x.clone(), *dtype),
+        _ => {
+            Scores::of(x).filter(|_| *dtype == FloatDType::F32)?;
+            Step::Widened(x.clone())
+        }
+    };
+    Some(Waiting::of::<R>(x, step, x.shape(), (*dtype).into()))
+}
+
+fn is_broadcast(shape: &Shape, to: &Shape) -> bool {
+    let mut extents = shape.iter().zip(to.iter());
+    shape.num_dims() == to.num_dims() && extents.all(|(&extent, &of)| extent == 1 || extent == of)
+}
+
+/// Probabilities, in FP32 as every softmax is.
+pub(in crate::backend) fn softmax<B: QuantBackend, R: Recipe>(
+    scores: &QuantTensor<B>,
+    dim: &usize,
+) -> Option<QuantTensor<B>> {
+    Scores::of(scores).filter(|_| *dim == 3)?;
+    let step = Step::Probabilities(scores.clone());
+    Some(Waiting::of::<R>(scores, step, scores.shape(), DType::F32))
+}
+
+/// The product of probabilities and values, if a kernel computes the whole.
+pub(super) fn context<B: QuantBackend, R: Recipe>(
+    probabilities: &QuantTensor<B>,
+    value: &QuantTensor<B>,
+) -> Option<QuantTensor<B>> {
+    let Step::Probabilities(scores) = step(narrowed(probabilities))? else {
+        return None;
+    };
+    let of_scores = scores.shape();
+    let scores = Scores::of(scores)?;
+    let of_value = value.shape();
+    let is_activation = value.as_waiting().is_none() && value.dtype() == scores.query.dtype();
+    if !is_activation || of_value[..2] != of_scores[..2] || of_value[2] != of_scores[3] {
+        return None;
+    }
+    let _scope = QuantTrain::<B, R>::scope();
+    attention::of_parts::<B, R>(Parts {
+        query: scores.query.clone(),
+        key: scores.key.clone().swap_dims(2, 3),
+        value: value.clone(),
+        mask: either::<B, R>(&scores.masks),
+        bias: scores.bias.cloned(),
+        scale: scores.scale,
+    })
+}
+
+/// True where one of the masks is.
+fn either<B: QuantBackend, R: Recipe>(
+    masks: &[&B::BoolTensorPrimitive],
+) -> Option<B::BoolTensorPrimitive> {
+    type By<B, R> = QuantTrain<B, R>;
+    let masks = masks.iter().map(|&mask| mask.clone());
+    masks.reduce(|one, other| {
+        let extents = one
+            .shape()
+            .iter()
+            .zip(other.shape().iter())
+            .map(|(&a, &b)| a.max(b))
+            .collect::<Vec<usize>>();
+        let [one, other] =
+            [one, other].map(|it| By::<B, R>::bool_expand(it, Shape::from(extents.clone())));
+        By::<B, R>::bool_or(one, other)
+    })
+}

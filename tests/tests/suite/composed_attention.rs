@@ -1,0 +1,384 @@
+//! Attention that a model composes of products and a softmax: found where it is that, computed as it is where it is not.
+
+use burn::{
+    backend::{Autodiff, Flex},
+    nn::transformer::{
+        TransformerDecoderConfig, TransformerDecoderInput, TransformerEncoderConfig,
+        TransformerEncoderInput,
+    },
+    tensor::{
+        Bool, DType, Tensor, TensorData,
+        activation::softmax,
+        backend::{AutodiffBackend, Backend},
+    },
+};
+use burn_quant_train::{
+    QuantTrain,
+    data::DataBackend,
+    recipe::{MixedPrecision, Recipe},
+    saved::{ActivationReport, Recording},
+};
+use half::{bf16, f16};
+use quant_train_tests::{
+    Rng,
+    data::{floats, same_bits, tensor},
+    models::with_weights_of,
+    on_every_backend, supports,
+};
+
+on_every_backend! {
+    what_is_attention_and_what_is_not_equal_fp32 => equal_fp32;
+    scores_of_attention_do_not_wait => saves_no_scores;
+    burns_layers_are_served_as_they_are => serves_burns_layers;
+    with_fp32_nothing_is_composed => not_in_fp32;
+}
+
+const BATCH: usize = 2;
+const HEADS: usize = 3;
+const QUERIES: usize = 12;
+const KEYS: usize = 20;
+const FEATURES: usize = 16;
+
+/// What a model may compute.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Case {
+    Plain,
+    /// By a factor, as many have it.
+    Factor,
+    TwoFactors,
+    Masked,
+    /// As `burn::nn::attention::MultiHeadAttention` has it.
+    TwoMasks,
+    Biased,
+    BiasedFromTheLeft,
+    InFp32,
+    /// Of the scores of attention, and of attention of them.
+    WeightsToo,
+    ScoresToo,
+    Twice,
+    DroppedScores,
+    DroppedProbabilities,
+    AlongTheQueries,
+    FactorOfWhatIsMasked,
+    MaskedByZero,
+    TwoBiases,
+    WideBias,
+    BiasThatIsNoBroadcast,
+    DetachedQuery,
+    DetachedAll,
+    NoSoftmax,
+    OtherValues,
+    OneKeyHead,
+}
+
+impl Case {
+    const ALL: [Self; 24] = [
+        Self::Plain,
+        Self::Factor,
+        Self::TwoFactors,
+        Self::Masked,
+        Self::TwoMasks,
+        Self::Biased,
+        Self::BiasedFromTheLeft,
+        Self::InFp32,
+        Self::WeightsToo,
+        Self::ScoresToo,
+        Self::Twice,
+        Self::DroppedScores,
+        Self::DroppedProbabilities,
+        Self::AlongTheQueries,
+        Self::FactorOfWhatIsMasked,
+        Self::MaskedByZero,
+        Self::TwoBiases,
+        Self::WideBias,
+        Self::BiasThatIsNoBroadcast,
+        Self::DetachedQuery,
+        Self::DetachedAll,
+        Self::NoSoftmax,
+        Self::OtherValues,
+        Self::OneKeyHead,
+    ];
+
+    /// Those that one operation computes, if the device has kernels of every option.
+    const ATTENTION: [Self; 8] = [
+        Self::Plain,
+        Self::Factor,
+        Self::TwoFactors,
+        Self::Masked,
+        Self::TwoMasks,
+        Self::Biased,
+        Self::BiasedFromTheLeft,
+        Self::InFp32,
+    ];
+
+    fn output<B: Backend>(self, inputs: Inputs<B>) -> Tensor<B, 4> {
+        let Inputs { q, k, v, bias } = inputs;
+        let device = q.device();
+        let dtype = q.dtype();
+        let hidden = |shape: [usize; 4], is_hidden: fn(usize) -> bool| {
+            let values = (0..shape.into_iter().product()).map(is_hidden).collect();
+            Tensor::<B, 4, Bool>::from_data(TensorData::new::<bool, _>(values, shape), &device)
+        };
+        let of_keys = || hidden([BATCH, 1, 1, KEYS], |at| at % KEYS > 14);
+        let of_all = || {
+            let shape = [BATCH, HEADS, QUERIES, KEYS];
+            hidden(shape, |at| at % KEYS > at / KEYS % QUERIES)
+        };
+        // Not trained, and the same on both backends.
+        let factors = |scores: &Tensor<B, 4>| {
+            let values =
+                (0..scores.shape().num_elements()).map(|at| if at % 7 == 3 { 0.0 } else { 1.25 });
+            let values: Vec<f32> = values.collect();
+            tensor::<B, 4>(&values, scores.dims(), &device).cast(scores.dtype())
+        };
+        let scores = |q: Tensor<B, 4>, k: Tensor<B, 4>| q.matmul(k.transpose()) / 4.0;
+        let attend = |scores: Tensor<B, 4>, v: Tensor<B, 4>| softmax(scores, 3).matmul(v);
+        match self {
+            Self::Plain => attend(scores(q, k), v),
+            Self::Factor => attend(q.matmul(k.swap_dims(2, 3)) * 0.3, v),
+            Self::TwoFactors => attend(scores(q, k) * 0.5, v),
+            Self::Masked => attend(scores(q, k).mask_fill(of_all(), f32::NEG_INFINITY), v),
+            Self::TwoMasks => {
+                let scores = scores(q, k).mask_fill(of_keys(), -1e4);
+                attend(scores.mask_fill(of_all(), -1e4), v)
+            }
+            Self::Biased => attend(scores(q, k) + bias, v),
+            Self::BiasedFromTheLeft => attend((bias + scores(q, k)).mask_fill(of_keys(), -1e9), v),
+            Self::InFp32 => {
+                let probabilities = softmax(scores(q, k).cast(DType::F32), 3);
+                probabilities.cast(dtype).matmul(v)
+            }
+            Self::WeightsToo => {
+                let weights = softmax(scores(q, k), 3);
+                weights.clone().matmul(v) + weights.sum_dim(3).cast(dtype)
+            }
+            Self::ScoresToo => {
+                let scores = scores(q, k);
+                attend(scores.clone(), v) + scores.sum_dim(3).cast(dtype)
+            }
+            Self::Twice => {
+                let weights = softmax(scores(q, k), 3);
+                weights.clone().matmul(v.clone()) + weights.matmul(v * 0.5)
+            }
+            Self::DroppedScores => {
+                let scores = scores(q, k);
+                attend(scores.clone() * factors(&scores), v)
+            }
+            Self::DroppedProbabilities => {
+                let weights = softmax(scores(q, k), 3);
+                (weights.clone() * factors(&weights)).matmul(v)
+            }
+            Self::AlongTheQueries => softmax(scores(q, k), 2).matmul(v),
+            Self::FactorOfWhatIsMasked => attend(scores(q, k).mask_fill(of_keys(), -1e4) * 1e-4, v),
+            Self::MaskedByZero => attend(scores(q, k).mask_fill(of_keys(), 0.0), v),
+            Self::TwoBiases => attend(scores(q, k) + bias.clone() + bias, v),
+            Self::WideBias => attend(scores(q, k) + bias.cast(DType::F32) * 0.37, v),
+            Self::BiasThatIsNoBroadcast => {
+                let [q, k] = [q, k].map(|x| x.narrow(1, 0, 1));
+                attend(scores(q, k) + bias.repeat(&[1, HEADS, 1, 1]), v)
+            }
+            Self::DetachedQuery => attend(scores(q.clone().detach(), k), v) + q.sum_dim(3),
+            Self::DetachedAll => attend(scores(q.clone().detach(), k.clone().detach()), v),
+            Self::NoSoftmax => scores(q, k).matmul(v),
+            Self::OtherValues => {
+                let v = v.narrow(0, 0, 1).narrow(1, 0, 1);
+                attend(scores(q, k), v.expand([BATCH, HEADS, KEYS, FEATURES]) * 2.0)
+            }
+            Self::OneKeyHead => attend(scores(q, k.narrow(1, 0, 1)), v),
+        }
+    }
+}
+
+/// In the compute dtype.
+struct Inputs<B: Backend> {
+    q: Tensor<B, 4>,
+    k: Tensor<B, 4>,
+    v: Tensor<B, 4>,
+    /// `[1, 1, queries, keys]`.
+    bias: Tensor<B, 4>,
+}
+
+struct Solved {
+    /// The output, and gradients of Q, K, V and the bias.
+    parts: [Vec<f32>; 5],
+    /// True if something of the shape of the scores waits for the backward pass.
+    saves_scores: bool,
+}
+
+/// For the loss `sum(weights * output)`. Inputs reach attention in another shape than their leaves: a leaf may be a
+/// weight, which is not looked at.
+fn solve<A: AutodiffBackend>(data: u64, dtype: DType, case: Case) -> Solved {
+    let device = A::Device::default();
+    let mut rng = Rng::new(data);
+    // Numbers that BF16 holds, so that both sides compute on the same ones.
+    let mut leaf = |shape: [usize; 4]| {
+        let values: Vec<f32> = (0..shape.into_iter().product())
+            .map(|_| bf16::from_f64(rng.normal()).to_f32())
+            .collect();
+        let leaf = tensor::<A, 1>(&values, [values.len()], &device).require_grad();
+        (leaf.clone(), leaf.reshape(shape).cast(dtype))
+    };
+    let (of_q, q) = leaf([BATCH, HEADS, QUERIES, FEATURES]);
+    let (of_k, k) = leaf([BATCH, HEADS, KEYS, FEATURES]);
+    let (of_v, v) = leaf([BATCH, HEADS, KEYS, FEATURES]);
+    let (of_bias, bias) = leaf([1, 1, QUERIES, KEYS]);
+    let (_, weights) = leaf([BATCH, HEADS, QUERIES, FEATURES]);
+    let weights = weights.cast(DType::F32).detach();
+    let recording = Recording::start();
+    let output = case.output(Inputs { q, k, v, bias });
+    let report = recording.report();
+    let gradients = (output.clone().cast(DType::F32) * weights).sum().backward();
+    let of = |leaf: Tensor<A, 1>| leaf.grad(&gradients).map_or(vec![], |it| floats(&it));
+    Solved {
+        parts: [floats(&output), of(of_q), of(of_k), of(of_v), of(of_bias)],
+        saves_scores: saves(&report, &[BATCH, HEADS, QUERIES, KEYS]),
+    }
+}
+
+fn saves(report: &ActivationReport, shape: &[usize]) -> bool {
+    let mut values = report.values.iter();
+    values.any(|value| value.shape == shape)
+}
+
+/// Relative to the largest element: results are rounded to the compute dtype.
+fn assert_near(what: &str, actual: &[f32], expected: &[f32], tolerance: f32) {
+    assert_eq!(actual.len(), expected.len(), "{what}");
+    let largest = expected.iter().fold(0.0f32, |most, x| most.max(x.abs()));
+    for (index, (a, e)) in actual.iter().zip(expected).enumerate() {
+        let near = (a - e).abs() <= tolerance * largest;
+        assert!(near, "{what}[{index}]: {a} instead of {e}");
+    }
+}
+
+/// Calls a check for each 16-bit dtype that the backend has.
+macro_rules! in_16_bits {
+    ($backend:ty, $check:ident($seed:expr)) => {
+        if supports::<$backend>(DType::F16) {
+            $check::<$backend, MixedPrecision<f16>>(DType::F16, 2e-2, $seed);
+        }
+        if supports::<$backend>(DType::BF16) {
+            $check::<$backend, MixedPrecision<bf16>>(DType::BF16, 1e-1, $seed);
+        }
+    };
+}
+
+fn equal_fp32<B: DataBackend>(seed: u64) {
+    fn check<B: DataBackend, R: Recipe>(dtype: DType, tolerance: f32, seed: u64) {
+        let mut rng = Rng::new(seed);
+        for case in rng.drawn(Case::ALL, 5) {
+            let data = rng.bits();
+            let expected = solve::<Autodiff<Flex>>(data, DType::F32, case);
+            let actual = solve::<QuantTrain<Autodiff<B>, R>>(data, dtype, case);
+            let parts = ["output", "dQ", "dK", "dV", "dBias"].iter();
+            for (part, (actual, expected)) in parts.zip(actual.parts.iter().zip(&expected.parts)) {
+                let what = format!("seed {seed}, {case:?}, {dtype:?}: {part}");
+                assert_near(&what, actual, expected, tolerance);
+            }
+        }
+    }
+    in_16_bits!(B, check(seed));
+}
+
+fn saves_no_scores<B: DataBackend>(seed: u64) {
+    fn check<B: DataBackend, R: Recipe>(dtype: DType, _tolerance: f32, seed: u64) {
+        let saves_scores =
+            |case| solve::<QuantTrain<Autodiff<B>, R>>(seed, dtype, case).saves_scores;
+        for case in Rng::new(seed).drawn(Case::ATTENTION, 2) {
+            assert!(!saves_scores(case), "seed {seed}, {case:?}, {dtype:?}");
+        }
+        assert!(saves_scores(Case::DroppedScores), "seed {seed}, {dtype:?}");
+    }
+    in_16_bits!(B, check(seed));
+}
+
+const MODEL: usize = 32;
+const HEADS_OF_MODEL: usize = 2;
+const SEQUENCE: usize = 20;
+/// The sequence that a decoder reads beside its own.
+const OF_MEMORY: usize = 14;
+
+/// A layer of Burn's that has attention in it.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Layers {
+    Encoder,
+    /// With attention to another sequence too.
+    Decoder,
+}
+
+/// Output and gradient of the input, with both masks, and whether scores wait.
+fn solve_layers<A: AutodiffBackend>(layers: Layers, seed: u64) -> ([Vec<f32>; 2], bool) {
+    let device = A::Device::default();
+    let mut rng = Rng::new(seed);
+    let mut draw = |sequence: usize| {
+        let values = rng.normals(BATCH * sequence * MODEL, 1.0);
+        tensor::<A, 3>(&values, [BATCH, sequence, MODEL], &device)
+    };
+    let (x, weights, memory) = (
+        draw(SEQUENCE).require_grad(),
+        draw(SEQUENCE),
+        draw(OF_MEMORY),
+    );
+    let padding = |sequence: usize| {
+        let pad: Vec<bool> = (0..BATCH * sequence).map(|at| at % sequence > 10).collect();
+        Tensor::<A, 2, Bool>::from_data(TensorData::new(pad, [BATCH, sequence]), &device)
+    };
+    let later = (0..BATCH * SEQUENCE * SEQUENCE).map(|at| at % SEQUENCE > at / SEQUENCE % SEQUENCE);
+    let later = TensorData::new(later.collect::<Vec<bool>>(), [BATCH, SEQUENCE, SEQUENCE]);
+    let later = Tensor::<A, 3, Bool>::from_data(later, &device);
+    let recording = Recording::start();
+    let output = match layers {
+        Layers::Encoder => {
+            let config = TransformerEncoderConfig::new(MODEL, 2 * MODEL, HEADS_OF_MODEL, 2);
+            let encoder = config.with_dropout(0.0).init::<A>(&device);
+            let input = TransformerEncoderInput::new(x.clone())
+                .mask_pad(padding(SEQUENCE))
+                .mask_attn(later);
+            with_weights_of(encoder, seed).forward(input)
+        }
+        Layers::Decoder => {
+            let config = TransformerDecoderConfig::new(MODEL, 2 * MODEL, HEADS_OF_MODEL, 2);
+            let decoder = config.with_dropout(0.0).init::<A>(&device);
+            let input = TransformerDecoderInput::new(x.clone(), memory)
+                .target_mask_pad(padding(SEQUENCE))
+                .target_mask_attn(later)
+                .memory_mask_pad(padding(OF_MEMORY));
+            with_weights_of(decoder, seed).forward(input)
+        }
+    };
+    let report = recording.report();
+    let gradients = (output.clone().cast(DType::F32) * weights).sum().backward();
+    let of_x = floats(&x.grad(&gradients).expect("the input is tracked"));
+    let saves_scores = [SEQUENCE, OF_MEMORY]
+        .iter()
+        .any(|&keys| saves(&report, &[BATCH, HEADS_OF_MODEL, SEQUENCE, keys]));
+    ([floats(&output), of_x], saves_scores)
+}
+
+fn serves_burns_layers<B: DataBackend>(seed: u64) {
+    fn check<B: DataBackend, R: Recipe>(dtype: DType, tolerance: f32, seed: u64) {
+        for layers in Rng::new(seed).drawn([Layers::Encoder, Layers::Decoder], 1) {
+            let (expected, _) = solve_layers::<Autodiff<Flex>>(layers, seed);
+            let (actual, saves_scores) = solve_layers::<QuantTrain<Autodiff<B>, R>>(layers, seed);
+            for (part, (actual, expected)) in
+                ["output", "dx"].iter().zip(actual.iter().zip(&expected))
+            {
+                let what = format!("seed {seed}, {layers:?}, {dtype:?}: {part}");
+                assert_near(&what, actual, expected, tolerance);
+            }
+            assert!(!saves_scores, "seed {seed}, {layers:?}, {dtype:?}");
+        }
+    }
+    in_16_bits!(B, check(seed));
+}
+
+/// Bits are Burn's.
+fn not_in_fp32<B: DataBackend>(seed: u64) {
+    for case in [Case::Masked, Case::TwoMasks] {
+        let burns = solve::<Autodiff<B>>(seed, DType::F32, case);
+        let ours = solve::<QuantTrain<Autodiff<B>, MixedPrecision<f32>>>(seed, DType::F32, case);
+        for (ours, burns) in ours.parts.iter().zip(&burns.parts) {
+            assert!(same_bits(ours, burns), "seed {seed}, {case:?}");
+        }
+        assert!(ours.saves_scores, "seed {seed}, {case:?}");
+    }
+}
