@@ -199,7 +199,7 @@ fn swiglu_backward_kernel<X: Numeric, S: Numeric, F: Numeric, NX: Size, N: Size>
         let (sigmoid, rest) = sigmoids(gate);
         let gradient = gradients[index];
         // At most 0.55, and of the larger factor: no product on the way is beyond the result.
-        let half_slope = 0.5f32 * sigmoid * (1.0f32 + gate * rest);
+        let half_slope = 0.5f32 * (1.0f32 + gate * rest) * sigmoid;
         let is_up = up.abs() > gradient.abs();
         let larger = select(is_up, up, gradient);
         let smaller = select(is_up, gradient, up);

@@ -2,8 +2,8 @@
 //! Burn's [`MultiHeadAttention`](burn::nn::attention::MultiHeadAttention).
 //!
 //! Functions for a model of any backend. Under the [decorator](crate::QuantTrain) nothing of the size of the scores
-//! waits for the backward pass where a kernel computes it, which is so for all of these options; on other backends they
-//! are composed of Burn's operations.
+//! waits for the backward pass, but a mask and a bias, where a kernel computes it; elsewhere it is composed of Burn's
+//! operations.
 
 mod multi_head;
 
@@ -60,7 +60,8 @@ impl AttentionConfig {
             softcap, dropout, ..
         } = *self;
         assert!(
-            (0.0..1.0).contains(&dropout),
+            // Kernels have the rate as an f32.
+            (0.0..1.0).contains(&(dropout as f32)),
             "attention: a dropout of {dropout} is not in [0, 1)"
         );
         if let Some(softcap) = softcap {
@@ -104,19 +105,23 @@ impl AttentionConfig {
 /// - `query`: `[batch, heads, queries, features]`.
 /// - `key`, `value`: `[batch, heads of keys, keys, features]`, each head for `heads / heads of keys` heads of queries;
 ///   the features of values may be others.
-/// - `mask`: true where a key is hidden from a query; `bias`: added to the scores. Each dimension of both is that of the
-///   scores, `[batch, heads, queries, keys]`, or 1.
+/// - `mask`: true where a key is hidden from a query; `bias`: added to the scores. Each dimension of both is that of
+///   the scores, `[batch, heads, queries, keys]`, or 1.
 /// - The result is `[batch, heads, queries, features of values]`. A query that sees nothing gets zero.
+/// - Floats are of one dtype, and so is the result. Under the decorator they may differ, all are cast to its compute
+///   dtype, and the result has that.
 ///
 /// Without a window and dropout it is [Burn's function](burn::tensor::module::attention). Dropout is for training, as
-/// Burn's is: on a backend without autodiff nothing is dropped. Under the decorator the numbers that a kernel drops by
-/// follow from [`Backend::seed`] and from how many calls with dropout came before, in each
-/// [lane](crate::layer::in_lane), and are the same on every device; where attention is composed they are the backend's
-/// own.
+/// Burn's is: on a backend without autodiff nothing is dropped.
+///
+/// Under the decorator a kernel drops by numbers that follow from [`Backend::seed`] and from how many calls with
+/// dropout came after it in the thread's [lane](crate::layer::in_lane), and are the same on every device. Setting the
+/// seed starts all lanes over; a checkpoint does not hold the count, so a run that is to resume exactly sets a seed for
+/// each step. Where attention is composed the numbers are the backend's own.
 ///
 /// # Panics
 ///
-/// Where shapes do not fit each other, and where an option is out of its range.
+/// Where shapes do not fit each other, and where the soft cap or the dropout is out of its range.
 ///
 /// ```
 /// use burn::{

@@ -74,8 +74,8 @@ impl<B: Backend> MultiHeadInput<B> {
     }
 }
 
-/// What `layer.forward` computes, `[batch, queries, features]`, by [`attention`]: without scores in memory, which Burn's
-/// composition keeps for the backward pass.
+/// What `layer.forward` computes, `[batch, queries, features]` in the dtype of its linear layers, by [`attention`]:
+/// without scores in memory where a kernel computes it.
 ///
 /// It differs from Burn's in this:
 ///
@@ -89,7 +89,7 @@ impl<B: Backend> MultiHeadInput<B> {
 ///
 /// # Panics
 ///
-/// Where shapes do not fit each other or the layer.
+/// Where shapes do not fit each other or the layer, and where the layer's dropout is 1.
 ///
 /// ```
 /// use burn::{

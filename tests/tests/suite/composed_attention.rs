@@ -1,5 +1,7 @@
-//! Attention that a model composes of products and a softmax: found where it is that, computed as it is where it is not.
+//! Attention that a model composes of products and a softmax: found where it is that, else computed as it is.
 
+#[cfg(feature = "flex")]
+use burn::backend::autodiff::checkpoint::strategy::{BalancedCheckpointing, NoCheckpointing};
 use burn::{
     backend::{Autodiff, Flex},
     nn::transformer::{
@@ -7,16 +9,19 @@ use burn::{
         TransformerEncoderInput,
     },
     tensor::{
-        Bool, DType, Tensor, TensorData,
+        Bool, DType, Distribution, Tensor, TensorData,
         activation::softmax,
         backend::{AutodiffBackend, Backend},
+        module,
     },
 };
+#[cfg(feature = "flex")]
+use burn_quant_train::recipe::context::{Contexts, Int10};
 use burn_quant_train::{
     QuantTrain,
     data::DataBackend,
     recipe::{MixedPrecision, Recipe},
-    saved::{ActivationReport, Recording},
+    saved::{ActivationReport, Recording, checkpoint},
 };
 use half::{bf16, f16};
 use quant_train_tests::{
@@ -29,6 +34,7 @@ use quant_train_tests::{
 on_every_backend! {
     what_is_attention_and_what_is_not_equal_fp32 => equal_fp32;
     scores_of_attention_do_not_wait => saves_no_scores;
+    a_query_that_sees_nothing_reads_zero => reads_zero;
     burns_layers_are_served_as_they_are => serves_burns_layers;
     with_fp32_nothing_is_composed => not_in_fp32;
 }
@@ -62,7 +68,11 @@ enum Case {
     FactorOfWhatIsMasked,
     MaskedByZero,
     TwoBiases,
+    /// In FP32, which meets the scores in their dtype.
     WideBias,
+    /// Added to scores in FP32, where it keeps its bits.
+    WideBiasInFp32,
+    ProbabilitiesInFp32,
     BiasThatIsNoBroadcast,
     DetachedQuery,
     DetachedAll,
@@ -72,7 +82,7 @@ enum Case {
 }
 
 impl Case {
-    const ALL: [Self; 24] = [
+    const ALL: [Self; 26] = [
         Self::Plain,
         Self::Factor,
         Self::TwoFactors,
@@ -91,6 +101,8 @@ impl Case {
         Self::MaskedByZero,
         Self::TwoBiases,
         Self::WideBias,
+        Self::WideBiasInFp32,
+        Self::ProbabilitiesInFp32,
         Self::BiasThatIsNoBroadcast,
         Self::DetachedQuery,
         Self::DetachedAll,
@@ -100,7 +112,7 @@ impl Case {
     ];
 
     /// Those that one operation computes, if the device has kernels of every option.
-    const ATTENTION: [Self; 8] = [
+    const ATTENTION: [Self; 9] = [
         Self::Plain,
         Self::Factor,
         Self::TwoFactors,
@@ -108,6 +120,7 @@ impl Case {
         Self::TwoMasks,
         Self::Biased,
         Self::BiasedFromTheLeft,
+        Self::WideBias,
         Self::InFp32,
     ];
 
@@ -173,6 +186,14 @@ impl Case {
             Self::MaskedByZero => attend(scores(q, k).mask_fill(of_keys(), 0.0), v),
             Self::TwoBiases => attend(scores(q, k) + bias.clone() + bias, v),
             Self::WideBias => attend(scores(q, k) + bias.cast(DType::F32) * 0.37, v),
+            Self::WideBiasInFp32 => {
+                let scores = scores(q, k).cast(DType::F32) + bias.cast(DType::F32) * 0.37;
+                attend(scores, v)
+            }
+            Self::ProbabilitiesInFp32 => {
+                let probabilities = softmax(scores(q, k), 3).cast(DType::F32);
+                probabilities.clone().matmul(v.cast(DType::F32)) + probabilities.sum_dim(3)
+            }
             Self::BiasThatIsNoBroadcast => {
                 let [q, k] = [q, k].map(|x| x.narrow(1, 0, 1));
                 attend(scores(q, k) + bias.repeat(&[1, HEADS, 1, 1]), v)
@@ -201,7 +222,7 @@ struct Inputs<B: Backend> {
 struct Solved {
     /// The output, and gradients of Q, K, V and the bias.
     parts: [Vec<f32>; 5],
-    /// True if something of the shape of the scores waits for the backward pass.
+    /// True if something of the size of the scores waits for the backward pass.
     saves_scores: bool,
 }
 
@@ -231,13 +252,14 @@ fn solve<A: AutodiffBackend>(data: u64, dtype: DType, case: Case) -> Solved {
     let of = |leaf: Tensor<A, 1>| leaf.grad(&gradients).map_or(vec![], |it| floats(&it));
     Solved {
         parts: [floats(&output), of(of_q), of(of_k), of(of_v), of(of_bias)],
-        saves_scores: saves(&report, &[BATCH, HEADS, QUERIES, KEYS]),
+        saves_scores: saves(&report, BATCH * HEADS * QUERIES * KEYS),
     }
 }
 
-fn saves(report: &ActivationReport, shape: &[usize]) -> bool {
+/// In whatever shape: no other value of these tests has as many elements.
+fn saves(report: &ActivationReport, elements: usize) -> bool {
     let mut values = report.values.iter();
-    values.any(|value| value.shape == shape)
+    values.any(|value| value.elements == elements)
 }
 
 /// Relative to the largest element: results are rounded to the compute dtype.
@@ -279,14 +301,81 @@ fn equal_fp32<B: DataBackend>(seed: u64) {
     in_16_bits!(B, check(seed));
 }
 
+/// True where Burn's function of attention with a mask and a bias keeps no scores: on other devices there is no kernel
+/// for what a model composes either.
+fn has_kernels<A: AutodiffBackend>(dtype: DType) -> bool {
+    let device = A::Device::default();
+    let random = |shape: [usize; 4]| {
+        let leaf = Tensor::<A, 4>::random(shape, Distribution::Default, &device).require_grad();
+        (leaf * 2.0).cast(dtype)
+    };
+    let q = random([BATCH, HEADS, QUERIES, FEATURES]);
+    let [k, v] = [(); 2].map(|()| random([BATCH, HEADS, KEYS, FEATURES]));
+    let bias = random([1, 1, QUERIES, KEYS]);
+    let hidden = Tensor::<A, 4, Bool>::full([1, 1, 1, KEYS], false, &device);
+    let recording = Recording::start();
+    let output = module::attention(q, k, v, Some(hidden), Some(bias), Default::default());
+    let report = recording.report();
+    output.sum().backward();
+    let has_kernels = !saves(&report, BATCH * HEADS * QUERIES * KEYS);
+    if !has_kernels {
+        println!("skipped: no kernel of attention with every option");
+    }
+    has_kernels
+}
+
 fn saves_no_scores<B: DataBackend>(seed: u64) {
     fn check<B: DataBackend, R: Recipe>(dtype: DType, _tolerance: f32, seed: u64) {
-        let saves_scores =
-            |case| solve::<QuantTrain<Autodiff<B>, R>>(seed, dtype, case).saves_scores;
-        for case in Rng::new(seed).drawn(Case::ATTENTION, 2) {
-            assert!(!saves_scores(case), "seed {seed}, {case:?}, {dtype:?}");
+        type T<B, R> = QuantTrain<Autodiff<B>, R>;
+        let saves_scores = |case| solve::<T<B, R>>(seed, dtype, case).saves_scores;
+        if has_kernels::<T<B, R>>(dtype) {
+            for case in Rng::new(seed).drawn(Case::ATTENTION, 2) {
+                assert!(!saves_scores(case), "seed {seed}, {case:?}, {dtype:?}");
+            }
         }
         assert!(saves_scores(Case::DroppedScores), "seed {seed}, {dtype:?}");
+    }
+    in_16_bits!(B, check(seed));
+}
+
+/// In training and in evaluation, and its gradients are numbers. One by one it would read the mean of all values.
+fn reads_zero<B: DataBackend>(seed: u64) {
+    fn output<A: Backend>(dtype: DType, seed: u64) -> (Tensor<A, 4>, Tensor<A, 4>) {
+        let device = A::Device::default();
+        let shape = [BATCH, HEADS, QUERIES, FEATURES];
+        let x = Rng::new(seed).normals(shape.iter().product(), 1.0);
+        let leaf = tensor::<A, 4>(&x, shape, &device).require_grad();
+        let x = (leaf.clone() * 2.0).cast(dtype);
+        let hidden = (0..QUERIES * QUERIES).map(|at| at / QUERIES == 3 || at % QUERIES == 5);
+        let hidden = TensorData::new(hidden.collect::<Vec<bool>>(), [1, 1, QUERIES, QUERIES]);
+        let hidden = Tensor::<A, 4, Bool>::from_data(hidden, &device);
+        let scores = x
+            .clone()
+            .matmul(x.clone().transpose())
+            .mask_fill(hidden, -1e4);
+        (leaf, softmax(scores, 3).matmul(x))
+    }
+    fn check<B: DataBackend, R: Recipe>(dtype: DType, _tolerance: f32, seed: u64) {
+        if !has_kernels::<QuantTrain<Autodiff<B>, R>>(dtype) {
+            return;
+        }
+        let (leaf, trained) = output::<QuantTrain<Autodiff<B>, R>>(dtype, seed);
+        let gradients = trained.clone().sum().backward();
+        let gradient = floats(&leaf.grad(&gradients).expect("the leaf is tracked"));
+        assert!(
+            gradient.iter().all(|x| x.is_finite()),
+            "seed {seed}, {dtype:?}"
+        );
+        let (_, evaluated) = output::<QuantTrain<B, R>>(dtype, seed);
+        let [trained, evaluated] = [floats(&trained), floats(&evaluated)];
+        for (at, x) in trained.iter().chain(&evaluated).enumerate() {
+            let sees_nothing = at / FEATURES % QUERIES == 3;
+            assert_eq!(
+                *x == 0.0,
+                sees_nothing,
+                "seed {seed}, {dtype:?}: [{at}] {x}"
+            );
+        }
     }
     in_16_bits!(B, check(seed));
 }
@@ -306,7 +395,11 @@ enum Layers {
 }
 
 /// Output and gradient of the input, with both masks, and whether scores wait.
-fn solve_layers<A: AutodiffBackend>(layers: Layers, seed: u64) -> ([Vec<f32>; 2], bool) {
+fn solve_layers<A: AutodiffBackend>(
+    layers: Layers,
+    in_block: bool,
+    seed: u64,
+) -> ([Vec<f32>; 2], bool) {
     let device = A::Device::default();
     let mut rng = Rng::new(seed);
     let mut draw = |sequence: usize| {
@@ -325,12 +418,11 @@ fn solve_layers<A: AutodiffBackend>(layers: Layers, seed: u64) -> ([Vec<f32>; 2]
     let later = (0..BATCH * SEQUENCE * SEQUENCE).map(|at| at % SEQUENCE > at / SEQUENCE % SEQUENCE);
     let later = TensorData::new(later.collect::<Vec<bool>>(), [BATCH, SEQUENCE, SEQUENCE]);
     let later = Tensor::<A, 3, Bool>::from_data(later, &device);
-    let recording = Recording::start();
-    let output = match layers {
+    let forward = |x: Tensor<A, 3>| match layers {
         Layers::Encoder => {
             let config = TransformerEncoderConfig::new(MODEL, 2 * MODEL, HEADS_OF_MODEL, 2);
             let encoder = config.with_dropout(0.0).init::<A>(&device);
-            let input = TransformerEncoderInput::new(x.clone())
+            let input = TransformerEncoderInput::new(x)
                 .mask_pad(padding(SEQUENCE))
                 .mask_attn(later);
             with_weights_of(encoder, seed).forward(input)
@@ -338,37 +430,71 @@ fn solve_layers<A: AutodiffBackend>(layers: Layers, seed: u64) -> ([Vec<f32>; 2]
         Layers::Decoder => {
             let config = TransformerDecoderConfig::new(MODEL, 2 * MODEL, HEADS_OF_MODEL, 2);
             let decoder = config.with_dropout(0.0).init::<A>(&device);
-            let input = TransformerDecoderInput::new(x.clone(), memory)
+            let input = TransformerDecoderInput::new(x, memory)
                 .target_mask_pad(padding(SEQUENCE))
                 .target_mask_attn(later)
                 .memory_mask_pad(padding(OF_MEMORY));
             with_weights_of(decoder, seed).forward(input)
         }
     };
+    let recording = Recording::start();
+    let output = match in_block {
+        true => checkpoint(forward, x.clone()),
+        false => forward(x.clone()),
+    };
     let report = recording.report();
     let gradients = (output.clone().cast(DType::F32) * weights).sum().backward();
     let of_x = floats(&x.grad(&gradients).expect("the input is tracked"));
     let saves_scores = [SEQUENCE, OF_MEMORY]
         .iter()
-        .any(|&keys| saves(&report, &[BATCH, HEADS_OF_MODEL, SEQUENCE, keys]));
+        .any(|&keys| saves(&report, BATCH * HEADS_OF_MODEL * SEQUENCE * keys));
     ([floats(&output), of_x], saves_scores)
 }
 
 fn serves_burns_layers<B: DataBackend>(seed: u64) {
     fn check<B: DataBackend, R: Recipe>(dtype: DType, tolerance: f32, seed: u64) {
         for layers in Rng::new(seed).drawn([Layers::Encoder, Layers::Decoder], 1) {
-            let (expected, _) = solve_layers::<Autodiff<Flex>>(layers, seed);
-            let (actual, saves_scores) = solve_layers::<QuantTrain<Autodiff<B>, R>>(layers, seed);
+            let (expected, _) = solve_layers::<Autodiff<Flex>>(layers, false, seed);
+            let (actual, saves_scores) =
+                solve_layers::<QuantTrain<Autodiff<B>, R>>(layers, false, seed);
             for (part, (actual, expected)) in
                 ["output", "dx"].iter().zip(actual.iter().zip(&expected))
             {
                 let what = format!("seed {seed}, {layers:?}, {dtype:?}: {part}");
                 assert_near(&what, actual, expected, tolerance);
             }
-            assert!(!saves_scores, "seed {seed}, {layers:?}, {dtype:?}");
+            let of_kernels = !saves_scores || !has_kernels::<QuantTrain<Autodiff<B>, R>>(dtype);
+            assert!(
+                of_kernels,
+                "seed {seed}, {layers:?}, {dtype:?}: scores wait"
+            );
         }
     }
     in_16_bits!(B, check(seed));
+}
+
+/// What else happens to a model: its layers run again, by blocks and by Burn's strategy, and its values wait compressed.
+#[cfg(feature = "flex")]
+#[test]
+fn layers_that_run_again_and_wait_compressed() {
+    type Of<R, S> = QuantTrain<Autodiff<Flex, S>, R>;
+    type Half = MixedPrecision<f16>;
+    let seed = quant_train_tests::seed();
+    for layers in [Layers::Encoder, Layers::Decoder] {
+        let (expected, _) = solve_layers::<Of<Half, NoCheckpointing>>(layers, false, seed);
+        let (in_blocks, _) = solve_layers::<Of<Half, NoCheckpointing>>(layers, true, seed);
+        let (balanced, _) = solve_layers::<Of<Half, BalancedCheckpointing>>(layers, false, seed);
+        let (compressed, saves_scores) =
+            solve_layers::<Of<Contexts<Half, Int10>, NoCheckpointing>>(layers, false, seed);
+        assert!(!saves_scores, "seed {seed}, {layers:?}: scores wait");
+        for part in 0..2 {
+            let expected = &expected[part];
+            let what = format!("seed {seed}, {layers:?}, {part}");
+            assert!(same_bits(&in_blocks[part], expected), "{what}: in blocks");
+            assert!(same_bits(&balanced[part], expected), "{what}: balanced");
+            assert_near(&what, &compressed[part], expected, 5e-2);
+        }
+    }
 }
 
 /// Bits are Burn's.

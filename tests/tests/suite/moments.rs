@@ -838,7 +838,7 @@ fn ready_made_train<B: DataBackend>(seed: u64) {
             "{what}: ends at {coded}, FP32 at {full}, from {start}"
         );
     }
-    fn on_both<B: DataBackend, M, N>(model: &str, seed: u64)
+    fn on_both<B: DataBackend, M, N>(model: &str, seed: u64, rng: &mut Rng)
     where
         M: Classifier<Autodiff<B>> + AutodiffModule<Autodiff<B>>,
         N: Classifier<Fallback<B>> + AutodiffModule<Fallback<B>>,
@@ -857,22 +857,23 @@ fn ready_made_train<B: DataBackend>(seed: u64) {
         };
         let full = all(QuantAdamWConfig::new());
         let (full_plain, full_quantized) = (plain(&full), quantized(&full));
-        for (name, config) in Rng::new(seed).drawn(ready_made(), 2) {
+        for (name, config) in rng.drawn(ready_made(), 2) {
             let what = format!("seed {seed}, {model}, {name}");
             compare(&what, &plain(&config), &full_plain);
             let what = format!("{what}, quantized layers");
             compare(&what, &quantized(&config), &full_quantized);
         }
     }
-    let models: [(&str, fn(&str, u64)); 2] = [
+    let mut rng = Rng::new(seed);
+    let models: [(&str, fn(&str, u64, &mut Rng)); 2] = [
         ("Mlp", on_both::<B, Mlp<Autodiff<B>>, Mlp<Fallback<B>>>),
         (
             "ConvNet",
             on_both::<B, ConvNet<Autodiff<B>>, ConvNet<Fallback<B>>>,
         ),
     ];
-    for (model, train_both) in Rng::new(seed).drawn(models, 1) {
-        train_both(model, seed);
+    for (model, train_both) in rng.drawn(models, 1) {
+        train_both(model, seed, &mut rng);
     }
 }
 

@@ -2,7 +2,8 @@
 //! decorator.
 
 use burn::tensor::{
-    Bool, Distribution, Int, Tensor, TensorPrimitive, backend::Backend, ops::AttentionModuleOptions,
+    Bool, DType, Distribution, Int, Tensor, TensorPrimitive, backend::Backend,
+    ops::AttentionModuleOptions,
 };
 
 use super::{Asked, band, with_heads};
@@ -48,13 +49,14 @@ pub(crate) fn composed<B: Backend>(
     for hidden in inputs.mask.into_iter().chain(hidden_by_place) {
         scores = scores.mask_fill(hidden, f32::NEG_INFINITY);
     }
+    let dtype = scores.dtype();
     let mut probabilities = softmax(scores);
     if let Some(dropout) = asked.dropout {
         let keep = 1.0 - f64::from(dropout.rate);
         let kept = probabilities.random_like(Distribution::Bernoulli(keep));
         probabilities = probabilities.mul(kept).div_scalar(keep);
     }
-    probabilities.matmul(value)
+    probabilities.cast(dtype).matmul(value)
 }
 
 /// `[1, 1, queries, keys]`, true outside of the band; none where it shows everything.
@@ -77,8 +79,12 @@ fn outside<B: Backend>(
     before.into_iter().chain(behind).collect()
 }
 
-/// The softmax of rows; a row of negative infinities is 0, and so is its gradient.
+/// The softmax of rows, in FP32 of what is narrower; a row of negative infinities is 0, and so is its gradient.
 fn softmax<B: Backend>(scores: Tensor<B, 4>) -> Tensor<B, 4> {
+    let scores = match scores.dtype() {
+        DType::F64 => scores,
+        _ => scores.cast(DType::F32),
+    };
     let float = scores.dtype().finfo().expect("scores are floats");
     let largest = scores.clone().detach().max_dim(3).clamp_min(float.min);
     let powers = scores.sub(largest).exp();

@@ -100,7 +100,8 @@ pub(super) fn attention<B: QuantBackend, R: Recipe>(
     }
 }
 
-fn record<B: QuantBackend, R: Recipe>(
+/// The operation on operands in the compute dtype.
+pub(super) fn record<B: QuantBackend, R: Recipe>(
     options: AttentionOptions,
     way: AttentionWay,
     inputs: [Float<B, R>; 3],
@@ -114,42 +115,6 @@ fn record<B: QuantBackend, R: Recipe>(
         None => B::record(attention, [query, key, value]),
         Some(bias) => B::record(attention, [query, key, value, compute(bias)]),
     })
-}
-
-/// Attention that a model composed of operations, taken apart.
-pub(super) struct Parts<B: QuantBackend> {
-    pub query: QuantTensor<B>,
-    pub key: QuantTensor<B>,
-    pub value: QuantTensor<B>,
-    pub mask: Option<B::BoolTensorPrimitive>,
-    pub bias: Option<QuantTensor<B>>,
-    pub scale: f64,
-}
-
-/// The output, if kernels compute it in training.
-pub(super) fn of_parts<B: QuantBackend, R: Recipe>(parts: Parts<B>) -> Option<Float<B, R>> {
-    let Parts {
-        query,
-        key,
-        value,
-        mask,
-        bias,
-        scale,
-    } = parts;
-    let options = AttentionModuleOptions {
-        scale: Some(scale),
-        ..Default::default()
-    };
-    let problem = problem::<B, R>(
-        [&query, &key, &value],
-        mask.as_ref(),
-        bias.as_ref(),
-        options,
-        None,
-    )?;
-    let way = way::<<B::Base as DataBackend>::Kernels>(&query.device(), &problem, true)?;
-    let inputs = [query, key, value];
-    Some(record::<B, R>(problem.options, way, inputs, mask, bias))
 }
 
 /// The problem for kernels, if it is one that they may compute.

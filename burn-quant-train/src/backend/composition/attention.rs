@@ -4,23 +4,24 @@
 //! Scores are Q Kᵀ of two activations; then, as a model has it, multiplied by numbers, in FP32, with a bias added, with
 //! a value far below all others where a key is hidden. What comes between, such as dropout, is another function, and
 //! computed as it is.
+//!
+//! Evaluation is served too, so that a query that sees nothing reads there what it read in training.
 
 use burn_backend::{DType, FloatDType, Scalar, Shape, TensorMetadata, ops::BoolTensorOps};
 
 use super::{Step, Waiting, narrowed, step};
 use crate::{
-    backend::{
-        QuantTrain,
-        attention::{self, Parts},
-        tensor::QuantTensor,
+    backend::{QuantTrain, attention::record, tensor::QuantTensor},
+    data::{
+        DataBackend,
+        attention::{AttentionKernels, AttentionOptions, AttentionProblem, AttentionShape, way},
     },
-    data::{DataBackend, attention::AttentionKernels},
     recipe::Recipe,
     saved::recorded::QuantBackend,
 };
 
-/// A score that hides its key: Burn's `MultiHeadAttention` has this one, others have infinity. Beside any score that
-/// is not below it by itself, its exponential is 0.
+/// A score that hides its key: Burn's `MultiHeadAttention` has this one, others have infinity. Its exponential is 0
+/// where the largest score of the row is 104 above it, as the scores of queries and keys of ordinary size are.
 const HIDDEN: f64 = -1e4;
 
 /// Scores that wait, taken apart.
@@ -70,30 +71,32 @@ impl<'a, B: QuantBackend> Scores<'a, B> {
     }
 }
 
-/// A product of two activations that may be scores: where kernels may compute attention of them, and in training.
+/// True for what is computed in the compute dtype, and from no weight: a product with one may be a layer.
+fn is_activation<B: QuantBackend, R: Recipe>(tensor: &QuantTensor<B>) -> bool {
+    let compute = R::row().compute;
+    compute != FloatDType::F32
+        && tensor.rank() == 4
+        && tensor.dtype() == compute.into()
+        && tensor.as_waiting().is_none()
+        && tensor.tag().lineage().is_none()
+}
+
+/// A product of two activations that may be scores, where there are kernels of attention.
 pub(super) fn scores<B: QuantBackend, R: Recipe>(
     query: &QuantTensor<B>,
     key: &QuantTensor<B>,
 ) -> Option<QuantTensor<B>> {
-    let compute = DType::from(R::row().compute);
-    let is_activation = |it: &QuantTensor<B>| {
-        it.rank() == 4
-            && it.dtype() == compute
-            && it.as_waiting().is_none()
-            && it.origin().is_none()
-    };
-    if !B::RECORDS || compute == DType::F32 || !(is_activation(query) && is_activation(key)) {
+    if ![query, key].into_iter().all(is_activation::<B, R>) {
         return None;
     }
     let [of_query, of_key] = [query.shape(), key.shape()];
-    let is_tracked = || B::is_tracked(query.primitive()) || B::is_tracked(key.primitive());
-    if of_query[..2] != of_key[..2] || of_query[3] != of_key[2] || !is_tracked() {
+    if of_query[..2] != of_key[..2] || of_query[3] != of_key[2] {
         return None;
     }
     <B::Base as DataBackend>::Kernels::attention_kernels(&query.device())?;
     let shape = Shape::new([of_query[0], of_query[1], of_query[2], of_key[3]]);
     let step = Step::Scores(query.clone(), key.clone());
-    Some(Waiting::of::<R>(query, step, shape, compute))
+    Some(Waiting::of::<R>(query, step, shape, query.dtype()))
 }
 
 pub(in crate::backend) fn float_mul_scalar<B: QuantBackend, R: Recipe>(
@@ -123,7 +126,7 @@ pub(in crate::backend) fn float_add<B: QuantBackend, R: Recipe>(
     biased::<B, R>(left, right).or_else(|| biased::<B, R>(right, left))
 }
 
-/// A bias is read in the dtype of Q: one of another dtype would lose bits.
+/// The bias is read in the compute dtype, in which it would meet scores that are in that dtype.
 fn biased<B: QuantBackend, R: Recipe>(
     scores: &QuantTensor<B>,
     bias: &QuantTensor<B>,
@@ -131,7 +134,8 @@ fn biased<B: QuantBackend, R: Recipe>(
     let it = Scores::of(scores)?;
     let fits = it.bias.is_none()
         && bias.as_waiting().is_none()
-        && bias.dtype() == it.query.dtype()
+        && scores.dtype() == it.query.dtype()
+        && [scores.dtype(), DType::F32].contains(&bias.dtype())
         && is_broadcast(&bias.shape(), &scores.shape());
     fits.then(|| Waiting::like::<R>(scores, Step::Biased(scores.clone(), bias.clone())))
 }
@@ -152,8 +156,9 @@ pub(super) fn float_cast<B: QuantBackend, R: Recipe>(
     x: &QuantTensor<B>,
     dtype: &FloatDType,
 ) -> Option<QuantTensor<B>> {
+    let is_compute = *dtype == R::row().compute;
     let step = match step(x)? {
-        Step::Probabilities(_) => Step::Narrowed(x.clone(), *dtype),
+        Step::Probabilities(_) if is_compute => Step::Narrowed(x.clone(), *dtype),
         _ => {
             Scores::of(x).filter(|_| *dtype == FloatDType::F32)?;
             Step::Widened(x.clone())
@@ -185,22 +190,32 @@ pub(super) fn context<B: QuantBackend, R: Recipe>(
     let Step::Probabilities(scores) = step(narrowed(probabilities))? else {
         return None;
     };
-    let of_scores = scores.shape();
+    let [batch, heads, _, keys] = scores.shape().dims();
     let scores = Scores::of(scores)?;
-    let of_value = value.shape();
-    let is_activation = value.as_waiting().is_none() && value.dtype() == scores.query.dtype();
-    if !is_activation || of_value[..2] != of_scores[..2] || of_value[2] != of_scores[3] {
+    let (of_query, of_value) = (scores.query.shape(), value.shape());
+    if !is_activation::<B, R>(value) || of_value[..2] != [batch, heads] {
         return None;
     }
+    let of_key = [batch, heads, keys, of_query[3]];
+    let problem = AttentionProblem {
+        dtype: value.dtype(),
+        shape: AttentionShape::new("attention", &of_query, &of_key, &of_value).ok()?,
+        options: AttentionOptions::new(scores.scale as f32),
+        is_masked: !scores.masks.is_empty(),
+        is_biased: scores.bias.is_some(),
+    };
+    // In evaluation by the kernels of training: others may give a query that sees nothing something else.
+    let way = way::<<B::Base as DataBackend>::Kernels>(&value.device(), &problem, true)?;
     let _scope = QuantTrain::<B, R>::scope();
-    attention::of_parts::<B, R>(Parts {
-        query: scores.query.clone(),
-        key: scores.key.clone().swap_dims(2, 3),
-        value: value.clone(),
-        mask: either::<B, R>(&scores.masks),
-        bias: scores.bias.cloned(),
-        scale: scores.scale,
-    })
+    QuantTrain::<B, R>::compress_pending();
+    let inputs = [
+        scores.query.clone(),
+        scores.key.clone().swap_dims(2, 3),
+        value.clone(),
+    ];
+    let mask = either::<B, R>(&scores.masks);
+    let bias = scores.bias.cloned();
+    Some(record::<B, R>(problem.options, way, inputs, mask, bias))
 }
 
 /// True where one of the masks is.

@@ -7,7 +7,7 @@
 //! | layer normalization | `burn::nn::LayerNorm` | one |
 //! | rotary positions | `burn::nn::RotaryEncoding` | pairs of x, times `[2, 4]`, times a table, summed up |
 //! | GELU, in a flow | `burn::nn::Gelu` | one |
-//! | [attention] | `burn::nn::attention::MultiHeadAttention` without dropout | two products, and a softmax between |
+//! | [attention] | `burn::nn::attention::MultiHeadAttention` without dropout | two products, a softmax between |
 //! | the logarithm of a softmax | `log_softmax`, `burn::nn::loss::CrossEntropyLoss` | one, of the last dimension |
 //!
 //! An operation with which a composition begins, or goes on, computes nothing: its result [waits](Waiting). The last
@@ -16,7 +16,7 @@
 //!
 //! Compositions are looked for in training: of recipes with a [flow](crate::recipe::Flow), whose operators they are,
 //! and else on devices that have kernels for them, where x is narrower than FP32: with FP32 as the compute dtype no bit
-//! differs from Burn's. The whole is computed in FP32 and rounded once.
+//! differs from Burn's. The whole is computed in FP32 and rounded once. Attention is looked for in evaluation too.
 
 pub(super) mod attention;
 
