@@ -864,14 +864,15 @@ fn ready_made_train<B: DataBackend>(seed: u64) {
             compare(&what, &quantized(&config), &full_quantized);
         }
     }
-    let mut rng = Rng::new(seed);
-    let models: [(&str, fn(&str, u64, &mut Rng)); 2] = [
+    type Check = fn(&str, u64, &mut Rng);
+    let models: [(&str, Check); 2] = [
         ("Mlp", on_both::<B, Mlp<Autodiff<B>>, Mlp<Fallback<B>>>),
         (
             "ConvNet",
             on_both::<B, ConvNet<Autodiff<B>>, ConvNet<Fallback<B>>>,
         ),
     ];
+    let mut rng = Rng::new(seed);
     for (model, train_both) in rng.drawn(models, 1) {
         train_both(model, seed, &mut rng);
     }
