@@ -133,9 +133,9 @@ impl AttentionConfig {
 ///     attention::{AttentionConfig, attention},
 ///     recipe::FallbackInt8,
 /// };
-/// use half::bf16;
 ///
-/// type Train = QuantTrain<Autodiff<Flex>, FallbackInt8<bf16>>;
+/// // The compute dtype is BF16.
+/// type Train = QuantTrain<Autodiff<Flex>, FallbackInt8>;
 ///
 /// let device = Default::default();
 /// let draw = |heads: usize| {

@@ -102,9 +102,9 @@ impl<B: Backend> MultiHeadInput<B> {
 ///     attention::{MultiHeadInput, multi_head_attention},
 ///     recipe::MixedPrecision,
 /// };
-/// use half::bf16;
 ///
-/// type Train = QuantTrain<Autodiff<Flex>, MixedPrecision<bf16>>;
+/// // The compute dtype is BF16.
+/// type Train = QuantTrain<Autodiff<Flex>, MixedPrecision>;
 ///
 /// let device = Default::default();
 /// let layer = MultiHeadAttentionConfig::new(64, 4).init::<Train>(&device);

@@ -58,6 +58,8 @@ enum Case {
     Biased,
     BiasedFromTheLeft,
     InFp32,
+    /// Q, K and V in FP32, as what turns or normalizes them may give it.
+    WideInputs,
     /// Of the scores of attention, and of attention of them.
     WeightsToo,
     ScoresToo,
@@ -82,7 +84,7 @@ enum Case {
 }
 
 impl Case {
-    const ALL: [Self; 26] = [
+    const ALL: [Self; 27] = [
         Self::Plain,
         Self::Factor,
         Self::TwoFactors,
@@ -91,6 +93,7 @@ impl Case {
         Self::Biased,
         Self::BiasedFromTheLeft,
         Self::InFp32,
+        Self::WideInputs,
         Self::WeightsToo,
         Self::ScoresToo,
         Self::Twice,
@@ -112,7 +115,7 @@ impl Case {
     ];
 
     /// Those that one operation computes, if the device has kernels of every option.
-    const ATTENTION: [Self; 9] = [
+    const ATTENTION: [Self; 10] = [
         Self::Plain,
         Self::Factor,
         Self::TwoFactors,
@@ -122,6 +125,7 @@ impl Case {
         Self::BiasedFromTheLeft,
         Self::WideBias,
         Self::InFp32,
+        Self::WideInputs,
     ];
 
     fn output<B: Backend>(self, inputs: Inputs<B>) -> Tensor<B, 4> {
@@ -160,6 +164,10 @@ impl Case {
             Self::InFp32 => {
                 let probabilities = softmax(scores(q, k).cast(DType::F32), 3);
                 probabilities.cast(dtype).matmul(v)
+            }
+            Self::WideInputs => {
+                let [q, k, v] = [q, k, v].map(|x| x.cast(DType::F32));
+                attend(scores(q, k).mask_fill(of_all(), f32::NEG_INFINITY), v)
             }
             Self::WeightsToo => {
                 let weights = softmax(scores(q, k), 3);

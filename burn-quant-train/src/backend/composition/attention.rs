@@ -71,12 +71,16 @@ impl<'a, B: QuantBackend> Scores<'a, B> {
     }
 }
 
-/// True for what is computed in the compute dtype, and from no weight: a product with one may be a layer.
-fn is_activation<B: QuantBackend, R: Recipe>(tensor: &QuantTensor<B>) -> bool {
+/// The compute dtype, which products have, where it is narrow.
+fn narrow<R: Recipe>() -> Option<DType> {
     let compute = R::row().compute;
-    compute != FloatDType::F32
-        && tensor.rank() == 4
-        && tensor.dtype() == compute.into()
+    (compute != FloatDType::F32).then(|| compute.into())
+}
+
+/// True for what products read in the compute dtype, and is computed from no weight: a product with one may be a layer.
+fn is_activation<B: QuantBackend>(tensor: &QuantTensor<B>, compute: DType) -> bool {
+    tensor.rank() == 4
+        && [compute, DType::F32].contains(&tensor.dtype())
         && tensor.as_waiting().is_none()
         && tensor.tag().lineage().is_none()
 }
@@ -86,7 +90,8 @@ pub(super) fn scores<B: QuantBackend, R: Recipe>(
     query: &QuantTensor<B>,
     key: &QuantTensor<B>,
 ) -> Option<QuantTensor<B>> {
-    if ![query, key].into_iter().all(is_activation::<B, R>) {
+    let compute = narrow::<R>()?;
+    if !(is_activation(query, compute) && is_activation(key, compute)) {
         return None;
     }
     let [of_query, of_key] = [query.shape(), key.shape()];
@@ -96,7 +101,7 @@ pub(super) fn scores<B: QuantBackend, R: Recipe>(
     <B::Base as DataBackend>::Kernels::attention_kernels(&query.device())?;
     let shape = Shape::new([of_query[0], of_query[1], of_query[2], of_key[3]]);
     let step = Step::Scores(query.clone(), key.clone());
-    Some(Waiting::of::<R>(query, step, shape, query.dtype()))
+    Some(Waiting::of::<R>(query, step, shape, compute))
 }
 
 pub(in crate::backend) fn float_mul_scalar<B: QuantBackend, R: Recipe>(
@@ -131,11 +136,11 @@ fn biased<B: QuantBackend, R: Recipe>(
     scores: &QuantTensor<B>,
     bias: &QuantTensor<B>,
 ) -> Option<QuantTensor<B>> {
-    let it = Scores::of(scores)?;
-    let fits = it.bias.is_none()
+    let compute = narrow::<R>()?;
+    let fits = Scores::of(scores)?.bias.is_none()
         && bias.as_waiting().is_none()
-        && scores.dtype() == it.query.dtype()
-        && [scores.dtype(), DType::F32].contains(&bias.dtype())
+        && scores.dtype() == compute
+        && [compute, DType::F32].contains(&bias.dtype())
         && is_broadcast(&bias.shape(), &scores.shape());
     fits.then(|| Waiting::like::<R>(scores, Step::Biased(scores.clone(), bias.clone())))
 }
@@ -193,12 +198,13 @@ pub(super) fn context<B: QuantBackend, R: Recipe>(
     let [batch, heads, _, keys] = scores.shape().dims();
     let scores = Scores::of(scores)?;
     let (of_query, of_value) = (scores.query.shape(), value.shape());
-    if !is_activation::<B, R>(value) || of_value[..2] != [batch, heads] {
+    let compute = narrow::<R>()?;
+    if !is_activation(value, compute) || of_value[..2] != [batch, heads] {
         return None;
     }
     let of_key = [batch, heads, keys, of_query[3]];
     let problem = AttentionProblem {
-        dtype: value.dtype(),
+        dtype: compute,
         shape: AttentionShape::new("attention", &of_query, &of_key, &of_value).ok()?,
         options: AttentionOptions::new(scores.scale as f32),
         is_masked: !scores.masks.is_empty(),
