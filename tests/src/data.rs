@@ -202,3 +202,14 @@ pub fn cosine(a: &[f32], b: &[f32]) -> f64 {
     };
     dot(a, b) / (dot(a, a) * dot(b, b)).sqrt()
 }
+
+/// Asserts that each element is near, relative to the largest: results are rounded to a narrow dtype.
+#[track_caller]
+pub fn assert_near(what: &str, actual: &[f32], expected: &[f32], tolerance: f32) {
+    assert_eq!(actual.len(), expected.len(), "{what}");
+    let largest = expected.iter().fold(0.0f32, |most, x| most.max(x.abs()));
+    for (index, (a, e)) in actual.iter().zip(expected).enumerate() {
+        let near = (a - e).abs() <= tolerance * largest;
+        assert!(near, "{what}[{index}]: {a} instead of {e}");
+    }
+}

@@ -36,5 +36,22 @@ macro_rules! on_every_backend {
     };
 }
 
+/// Calls `check::<Backend, MixedPrecision<_>>(dtype, tolerance, arguments)` for each 16-bit dtype that the backend has.
+#[macro_export]
+macro_rules! in_16_bits {
+    ($backend:ty, $check:ident($($arg:expr),*)) => {
+        if $crate::supports::<$backend>(burn::tensor::DType::F16) {
+            $check::<$backend, burn_quant_train::recipe::MixedPrecision<half::f16>>(
+                burn::tensor::DType::F16, 2e-2, $($arg),*
+            );
+        }
+        if $crate::supports::<$backend>(burn::tensor::DType::BF16) {
+            $check::<$backend, burn_quant_train::recipe::MixedPrecision<half::bf16>>(
+                burn::tensor::DType::BF16, 1e-1, $($arg),*
+            );
+        }
+    };
+}
+
 #[cfg(doctest)]
 mod book;

@@ -23,12 +23,15 @@ use burn_quant_train::{
     recipe::{MixedPrecision, Recipe},
     saved::{ActivationReport, Recording, checkpoint},
 };
-use half::{bf16, f16};
+use half::bf16;
+#[cfg(feature = "flex")]
+use half::f16;
 use quant_train_tests::{
     Rng,
-    data::{floats, same_bits, tensor},
+    data::{assert_near, floats, same_bits, tensor},
+    in_16_bits,
     models::with_weights_of,
-    on_every_backend, supports,
+    on_every_backend,
 };
 
 on_every_backend! {
@@ -268,28 +271,6 @@ fn solve<A: AutodiffBackend>(data: u64, dtype: DType, case: Case) -> Solved {
 fn saves(report: &ActivationReport, elements: usize) -> bool {
     let mut values = report.values.iter();
     values.any(|value| value.elements == elements)
-}
-
-/// Relative to the largest element: results are rounded to the compute dtype.
-fn assert_near(what: &str, actual: &[f32], expected: &[f32], tolerance: f32) {
-    assert_eq!(actual.len(), expected.len(), "{what}");
-    let largest = expected.iter().fold(0.0f32, |most, x| most.max(x.abs()));
-    for (index, (a, e)) in actual.iter().zip(expected).enumerate() {
-        let near = (a - e).abs() <= tolerance * largest;
-        assert!(near, "{what}[{index}]: {a} instead of {e}");
-    }
-}
-
-/// Calls a check for each 16-bit dtype that the backend has.
-macro_rules! in_16_bits {
-    ($backend:ty, $check:ident($seed:expr)) => {
-        if supports::<$backend>(DType::F16) {
-            $check::<$backend, MixedPrecision<f16>>(DType::F16, 2e-2, $seed);
-        }
-        if supports::<$backend>(DType::BF16) {
-            $check::<$backend, MixedPrecision<bf16>>(DType::BF16, 1e-1, $seed);
-        }
-    };
 }
 
 fn equal_fp32<B: DataBackend>(seed: u64) {

@@ -19,11 +19,11 @@ use burn_quant_train::{
     recipe::{MixedPrecision, Recipe},
     saved::{Recording, checkpoint},
 };
-use half::{bf16, f16};
+use half::bf16;
 use quant_train_tests::{
     Rng,
-    data::{floats, tensor},
-    on_every_backend, supports,
+    data::{assert_near, floats, tensor},
+    in_16_bits, on_every_backend,
 };
 
 on_every_backend! {
@@ -43,18 +43,6 @@ struct Inputs<B: Backend> {
     x: Tensor<B, 3>,
     y: Tensor<B, 3>,
     gain: Tensor<B, 1>,
-}
-
-/// Calls a check for each 16-bit dtype that the backend has.
-macro_rules! in_16_bits {
-    ($backend:ty, $check:ident($($arg:expr),*)) => {
-        if supports::<$backend>(DType::F16) {
-            $check::<$backend, MixedPrecision<f16>>(DType::F16, 2e-2, $($arg),*);
-        }
-        if supports::<$backend>(DType::BF16) {
-            $check::<$backend, MixedPrecision<bf16>>(DType::BF16, 1e-1, $($arg),*);
-        }
-    };
 }
 
 /// Numbers that BF16 holds, and of this size FP16 too, so that both sides compute on the same ones.
@@ -84,16 +72,6 @@ fn solve<A: AutodiffBackend>(
     let gradients = (output.clone().cast(DType::F32) * weights).sum().backward();
     let of = |leaf: &Tensor<A, 1>| leaf.grad(&gradients).map_or(vec![], |it| floats(&it));
     [floats(&output), of(&x), of(&y), of(&gain)]
-}
-
-/// Relative to the largest element: results are rounded to the compute dtype.
-fn assert_near(what: &str, actual: &[f32], expected: &[f32], tolerance: f32) {
-    assert_eq!(actual.len(), expected.len(), "{what}");
-    let largest = expected.iter().fold(0.0f32, |most, x| most.max(x.abs()));
-    for (index, (a, e)) in actual.iter().zip(expected).enumerate() {
-        let near = (a - e).abs() <= tolerance * largest;
-        assert!(near, "{what}[{index}]: {a} instead of {e}");
-    }
 }
 
 /// The same function of both backends.
