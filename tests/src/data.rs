@@ -125,6 +125,12 @@ impl Rng {
     pub fn normals(&mut self, count: usize, scale: f64) -> Vec<f32> {
         (0..count).map(|_| (scale * self.normal()) as f32).collect()
     }
+
+    /// Standard normal numbers that BF16 holds, and of this size FP16 too: backends of all dtypes compute on the same.
+    pub fn normals_of_16_bits(&mut self, count: usize) -> Vec<f32> {
+        let mut normal = || half::bf16::from_f64(self.normal()).to_f32();
+        (0..count).map(|_| normal()).collect()
+    }
 }
 
 /// A tensor of these values.
@@ -201,6 +207,15 @@ pub fn cosine(a: &[f32], b: &[f32]) -> f64 {
             .sum()
     };
     dot(a, b) / (dot(a, a) * dot(b, b)).sqrt()
+}
+
+/// Each head `[batch, heads, sequence, width]` as often as `heads` query heads read it.
+pub fn repeated<B: Backend>(tensor: Tensor<B, 4>, heads: usize) -> Tensor<B, 4> {
+    let [batch, of_keys, sequence, width] = tensor.dims();
+    tensor
+        .reshape([batch, of_keys, 1, sequence, width])
+        .expand([batch, of_keys, heads / of_keys, sequence, width])
+        .reshape([batch, heads, sequence, width])
 }
 
 /// Asserts that each element is near, relative to the largest: results are rounded to a narrow dtype.

@@ -168,7 +168,7 @@ pub fn attention<B: Backend>(
     ];
     for (name, extents) in of_scores {
         assert!(
-            extents.as_ref().is_none_or(|it| fits(it, &shape)),
+            extents.as_ref().is_none_or(|it| fits(it, &shape.scores())),
             "attention: a {name} {extents:?} is not broadcast to the scores {:?}",
             shape.scores()
         );

@@ -1,20 +1,12 @@
 //! The streams of random numbers of stochastic rounding: a stream for each seed, step, layer, operand and run.
 
-use std::{
-    cell::Cell,
-    collections::BTreeMap,
-    sync::{
-        Mutex,
-        atomic::{AtomicU64, Ordering},
-    },
-};
+use std::{cell::Cell, collections::BTreeMap, sync::Mutex};
 
 use burn_backend::DeviceId;
 
 use crate::{data::StochasticKey, lock::lock};
 
-static SEED: AtomicU64 = AtomicU64::new(0);
-static DROPOUTS: Mutex<Dropouts> = Mutex::new(Dropouts::new(0));
+static SEEDED: Mutex<Seeded> = Mutex::new(Seeded::new(0));
 
 thread_local! {
     static LANE: Cell<u32> = const { Cell::new(0) };
@@ -22,12 +14,11 @@ thread_local! {
 
 /// Sets the seed of the banks created from now on, and of dropout; `Backend::seed` calls it.
 pub(crate) fn set_seed(seed: u64) {
-    SEED.store(seed, Ordering::Relaxed);
-    *lock(&DROPOUTS) = Dropouts::new(seed);
+    *lock(&SEEDED) = Seeded::new(seed);
 }
 
 pub(crate) fn seed() -> u64 {
-    SEED.load(Ordering::Relaxed)
+    lock(&SEEDED).seed
 }
 
 /// Runs `f` with the random numbers of lane number `lane`; everything else is in lane 0.
@@ -72,29 +63,29 @@ pub(super) fn lane(home: bool, device: DeviceId) -> u64 {
 
 /// The key of the next dropout of this thread's [lane](in_lane): they are counted from when the seed was set.
 pub(crate) fn dropout_key() -> StochasticKey {
-    lock(&DROPOUTS).next_key(LANE.get())
+    lock(&SEEDED).next_dropout(LANE.get())
 }
 
-/// The streams of dropout.
+/// The seed, and what was drawn by it.
 #[derive(Debug)]
-struct Dropouts {
+struct Seeded {
     seed: u64,
-    /// Those that each lane has had.
-    counts: BTreeMap<u32, u64>,
+    /// The dropouts of each lane.
+    dropouts: BTreeMap<u32, u64>,
 }
 
-impl Dropouts {
+impl Seeded {
     const fn new(seed: u64) -> Self {
         Self {
             seed,
-            counts: BTreeMap::new(),
+            dropouts: BTreeMap::new(),
         }
     }
 
-    fn next_key(&mut self, lane: u32) -> StochasticKey {
+    fn next_dropout(&mut self, lane: u32) -> StochasticKey {
         /// Where the streams of roundings have a step.
         const DROPOUT: u64 = u64::MAX;
-        let count = self.counts.entry(lane).or_default();
+        let count = self.dropouts.entry(lane).or_default();
         let parts = [DROPOUT, u64::from(lane), *count].into_iter();
         *count += 1;
         StochasticKey {
@@ -184,8 +175,8 @@ mod tests {
     #[test]
     fn a_seed_names_the_dropouts_of_each_lane() {
         let keys = |seed: u64, lanes: [u32; 4]| {
-            let mut dropouts = Dropouts::new(seed);
-            lanes.map(|lane| dropouts.next_key(lane))
+            let mut seeded = Seeded::new(seed);
+            lanes.map(|lane| seeded.next_dropout(lane))
         };
         let [a, x, b, y] = keys(3, [0, 7, 0, 7]);
         assert_eq!(HashSet::from([a, b, x, y]).len(), 4);

@@ -19,7 +19,7 @@ use burn_quant_train::{
 use half::{bf16, f16};
 use quant_train_tests::{
     Rng,
-    data::{float_product_error, floats, is_cuda, tensor},
+    data::{float_product_error, floats, is_cuda, repeated, tensor},
     on_every_backend, supports,
 };
 
@@ -175,12 +175,7 @@ struct Problem {
 
 impl Problem {
     fn draw(rng: &mut Rng, kind: Kind) -> Self {
-        // Numbers that BF16 holds, and of this size FP16 too, so that both sides compute on the same ones.
-        let mut draw = |shape: [usize; 4]| -> Vec<f32> {
-            (0..shape.into_iter().product())
-                .map(|_| bf16::from_f64(rng.normal()).to_f32())
-                .collect()
-        };
+        let mut draw = |shape: [usize; 4]| rng.normals_of_16_bits(shape.iter().product());
         let Kind {
             queries,
             keys,
@@ -232,7 +227,7 @@ impl Problem {
             .map(|(bias, dims)| tensor::<A, 4>(bias, self.kind.own(dims), &device).require_grad());
         let of_keys = |tensor: &Tensor<A, 4>| match repeats {
             false => heads(tensor),
-            true => repeated(heads(tensor)),
+            true => repeated(heads(tensor), HEADS),
         };
         let output = attention(
             heads(&q),
@@ -250,16 +245,6 @@ impl Problem {
         all.extend(bias.as_ref().map(grad));
         all
     }
-}
-
-/// Each head as often as query heads read it.
-fn repeated<B: Backend>(tensor: Tensor<B, 4>) -> Tensor<B, 4> {
-    let [batch, heads, sequence, width] = tensor.dims();
-    let group = HEADS / heads;
-    tensor
-        .reshape([batch, heads, 1, sequence, width])
-        .expand([batch, heads, group, sequence, width])
-        .reshape([batch, HEADS, sequence, width])
 }
 
 /// Relative to the largest element, or to the size of the terms where all of it cancels: the scores and the output are
@@ -429,7 +414,8 @@ fn shares_heads_in_inference<B: DataBackend>(seed: u64) {
         let [q, k, v] =
             [&q, &k, &v].map(|(x, shape)| tensor::<Flex, 4>(x, *shape, &Default::default()));
         let options = AttentionModuleOptions::default();
-        floats(&attention(q, repeated(k), repeated(v), None, None, options))
+        let [k, v] = [k, v].map(|it| repeated(it, HEADS));
+        floats(&attention(q, k, v, None, None, options))
     };
     fn of<B: Backend>(inputs: [&(Vec<f32>, [usize; 4]); 3]) -> Vec<f32> {
         let [q, k, v] = inputs.map(|(x, shape)| tensor::<B, 4>(x, *shape, &Default::default()));

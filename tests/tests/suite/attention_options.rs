@@ -6,7 +6,6 @@ use burn::{
     tensor::{
         Bool, DType, Tensor, TensorData,
         backend::{AutodiffBackend, Backend},
-        module,
     },
 };
 use burn_quant_train::{
@@ -19,10 +18,12 @@ use burn_quant_train::{
 use half::{bf16, f16};
 use quant_train_tests::{
     Rng,
-    data::{assert_near, floats, tensor},
+    data::{assert_near, floats, repeated, tensor},
     models::with_weights_of,
     on_every_backend, supports,
 };
+
+use super::composed_attention::{has_kernels, saves};
 
 on_every_backend! {
     windows_hide_keys_and_dropout_drops_probabilities => equals_the_formulas;
@@ -127,12 +128,7 @@ struct Problem {
 
 impl Problem {
     fn draw(rng: &mut Rng, kind: Kind) -> Self {
-        // Numbers that BF16 holds, so that both sides compute on the same ones.
-        let mut draw = |shape: [usize; 4]| -> Vec<f32> {
-            (0..shape.into_iter().product())
-                .map(|_| bf16::from_f64(rng.normal()).to_f32())
-                .collect()
-        };
+        let mut draw = |shape: [usize; 4]| rng.normals_of_16_bits(shape.iter().product());
         let Kind {
             queries,
             keys,
@@ -231,13 +227,8 @@ impl Problem {
         let factors = tensor::<A, 4>(factors, kind.scores(), &device);
         let scale = kind.config.scale.unwrap_or(0.25);
         let (expected, _) = self.solve::<A>(|[q, k, v], bias| {
-            let repeated = |x: Tensor<A, 4>| {
-                let [batch, heads, keys, width] = x.dims();
-                x.reshape([batch, heads, 1, keys, width])
-                    .expand([batch, heads, HEADS / heads, keys, width])
-                    .reshape([batch, HEADS, keys, width])
-            };
-            let mut scores = q.matmul(repeated(k).transpose()) * scale;
+            let [k, v] = [k, v].map(|it| repeated(it, HEADS));
+            let mut scores = q.matmul(k.transpose()) * scale;
             if let Some(cap) = kind.config.softcap {
                 scores = (scores / cap).tanh() * cap;
             }
@@ -248,7 +239,7 @@ impl Problem {
             let sum = powers.clone().sum_dim(3);
             let nothing = sum.clone().equal_elem(0.0);
             let probabilities = powers / sum.mask_fill(nothing, 1.0);
-            (probabilities * factors.clone()).matmul(repeated(v))
+            (probabilities * factors.clone()).matmul(v)
         });
         expected
     }
@@ -343,42 +334,31 @@ fn drops_in_training<B: DataBackend>(seed: u64) {
     }
 }
 
-/// With kernels in 16 bits. Where Burn's function keeps scores that have a mask, there is no kernel for ours either.
+/// With kernels in 16 bits.
 fn saves_no_scores<B: DataBackend>(seed: u64) {
-    fn saves<A: AutodiffBackend>(
-        seed: u64,
-        attend: impl Fn([Tensor<A, 4>; 3]) -> Tensor<A, 4>,
-    ) -> bool {
-        let [q, k, v] = inputs::<A>(&mut Rng::new(seed)).map(Tensor::require_grad);
-        let recording = Recording::start();
-        let output = attend([q.mul_scalar(0.5), k.exp(), v.exp()]);
-        let loss = output.sum();
-        let saved = recording.report();
-        loss.backward();
-        let mut sizes = saved.values.iter().map(|value| value.elements);
-        sizes.any(|elements| elements == SEQUENCE * SEQUENCE)
-    }
-    fn check<A: AutodiffBackend>(seed: u64) {
+    fn check<A: AutodiffBackend>(dtype: DType, seed: u64) {
         const { assert!(SEQUENCE != FEATURES) };
-        let of_burn = saves::<A>(seed, |[q, k, v]| {
-            let hidden = [1, 1, 1, SEQUENCE];
-            let hidden = Tensor::<A, 4, Bool>::full(hidden, false, &q.device());
-            module::attention(q, k, v, Some(hidden), None, Default::default())
-        });
-        if of_burn {
-            println!("skipped: no kernel of attention with every option");
+        if !has_kernels::<A>(dtype) {
             return;
         }
+        let [q, k, v] = inputs::<A>(&mut Rng::new(seed)).map(Tensor::require_grad);
         let config = AttentionConfig::new()
             .with_before(Some(7))
             .with_dropout(0.5);
-        let of_ours = saves::<A>(seed, |[q, k, v]| attention(q, k, v, None, None, &config));
-        assert!(!of_ours, "seed {seed}: scores wait");
+        let recording = Recording::start();
+        let output = attention(q.mul_scalar(0.5), k.exp(), v.exp(), None, None, &config);
+        let loss = output.sum();
+        let report = recording.report();
+        loss.backward();
+        assert!(
+            !saves(&report, SEQUENCE * SEQUENCE),
+            "seed {seed}: scores wait"
+        );
     }
     if supports::<B>(DType::F16) {
-        check::<Train<B, f16>>(seed);
+        check::<Train<B, f16>>(DType::F16, seed);
     } else if supports::<B>(DType::BF16) {
-        check::<Train<B, bf16>>(seed);
+        check::<Train<B, bf16>>(DType::BF16, seed);
     }
 }
 

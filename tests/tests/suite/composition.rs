@@ -19,7 +19,6 @@ use burn_quant_train::{
     recipe::{MixedPrecision, Recipe},
     saved::{Recording, checkpoint},
 };
-use half::bf16;
 use quant_train_tests::{
     Rng,
     data::{assert_near, floats, tensor},
@@ -43,12 +42,6 @@ struct Inputs<B: Backend> {
     x: Tensor<B, 3>,
     y: Tensor<B, 3>,
     gain: Tensor<B, 1>,
-}
-
-/// Numbers that BF16 holds, and of this size FP16 too, so that both sides compute on the same ones.
-fn draw(rng: &mut Rng, count: usize) -> Vec<f32> {
-    let mut normal = || bf16::from_f64(rng.normal()).to_f32();
-    (0..count).map(|_| normal()).collect()
 }
 
 /// Output and gradients for the loss `sum(weights * output)`. Inputs reach `forward` in `dtype`, in another shape than
@@ -148,7 +141,8 @@ fn modules<B: DataBackend, R: Recipe>(dtype: DType, tolerance: f32, seed: u64) {
     let sizes = [(1, 16), (3, 7), (2, 129), (130, 40), (5, 768)];
     for (rows, columns) in Rng::new(seed).drawn(sizes, 2) {
         let mut rng = Rng::new(seed ^ (rows * 1000 + columns) as u64);
-        let data = [rows * columns, columns, rows * columns].map(|count| draw(&mut rng, count));
+        let data =
+            [rows * columns, columns, rows * columns].map(|count| rng.normals_of_16_bits(count));
         let expected = of_modules::<Autodiff<Flex>>(&data, DType::F32);
         let actual = of_modules::<QuantTrain<Autodiff<B>, R>>(&data, dtype);
         for (part, (actual, expected)) in actual.iter().zip(&expected).enumerate() {
@@ -217,7 +211,7 @@ fn departures<B: DataBackend>(seed: u64) {
 fn depart<B: DataBackend, R: Recipe>(dtype: DType, tolerance: f32, seed: u64) {
     let mut rng = Rng::new(seed);
     let count = 2 * 5 * COLUMNS;
-    let data = &[count, count, COLUMNS, count].map(|count| draw(&mut rng, count));
+    let data = &[count, count, COLUMNS, count].map(|count| rng.normals_of_16_bits(count));
     macro_rules! case {
         ($name:literal, |$inputs:ident| $forward:expr) => {
             compare!(
@@ -346,7 +340,8 @@ fn operations<A: AutodiffBackend>(
 ) -> Vec<&'static str> {
     let device = A::Device::default();
     let mut rng = Rng::new(seed);
-    let mut leaf = |count| tensor::<A, 1>(&draw(&mut rng, count), [count], &device).require_grad();
+    let mut leaf =
+        |count| tensor::<A, 1>(&rng.normals_of_16_bits(count), [count], &device).require_grad();
     let [x, y] = [(); 2].map(|()| leaf(5120).reshape([2, 64, 40]).cast(dtype));
     let gain = leaf(40);
     let recording = Recording::start();
@@ -416,7 +411,7 @@ fn leave<B: DataBackend, R: Recipe>(dtype: DType, _tolerance: f32, seed: u64) {
 fn not_in_fp32<B: DataBackend>(seed: u64) {
     let mut rng = Rng::new(seed);
     let count = 2 * 5 * COLUMNS;
-    let data = &[count, count, COLUMNS, count].map(|count| draw(&mut rng, count));
+    let data = &[count, count, COLUMNS, count].map(|count| rng.normals_of_16_bits(count));
     fn forward<B: Backend>(i: Inputs<B>) -> Tensor<B, 3> {
         norm(silu(i.x) * i.y, i.gain)
     }
@@ -473,7 +468,7 @@ fn logarithms<B: DataBackend>(seed: u64) {
 fn of_logits<B: DataBackend, R: Recipe>(dtype: DType, tolerance: f32, seed: u64) {
     let mut rng = Rng::new(seed);
     let count = 2 * 7 * COLUMNS;
-    let data = &[count, count, COLUMNS, count].map(|count| draw(&mut rng, count));
+    let data = &[count, count, COLUMNS, count].map(|count| rng.normals_of_16_bits(count));
     macro_rules! case {
         ($name:literal, |$inputs:ident| $forward:expr) => {
             compare!(

@@ -133,8 +133,8 @@ fn problem<B: QuantBackend, R: Recipe>(
     let computes = compute != FloatDType::F32
         && floats.all(|it| it.dtype() != DType::F64)
         && softcap.is_none_or(|softcap| softcap > 0.0 && softcap.is_finite())
-        && mask.is_none_or(|mask| fits(&mask.shape(), &shape))
-        && bias.is_none_or(|bias| fits(&bias.shape(), &shape));
+        && mask.is_none_or(|mask| fits(&mask.shape(), &shape.scores()))
+        && bias.is_none_or(|bias| fits(&bias.shape(), &shape.scores()));
     computes.then(|| AttentionProblem {
         dtype: compute.into(),
         shape,
@@ -152,12 +152,10 @@ fn problem<B: QuantBackend, R: Recipe>(
     })
 }
 
-/// True for a shape that is broadcast to the scores.
-pub(crate) fn fits(shape: &Shape, of: &AttentionShape) -> bool {
-    let scores = of.scores();
-    let dimensions = shape.iter().zip(scores);
-    shape.num_dims() == scores.len() && { dimensions }
-        .all(|(&extent, of_scores)| extent == 1 || extent == of_scores)
+/// True for a shape that is broadcast to that of the scores.
+pub(crate) fn fits(shape: &[usize], scores: &[usize]) -> bool {
+    let mut dimensions = shape.iter().zip(scores);
+    shape.len() == scores.len() && dimensions.all(|(&extent, &of)| extent == 1 || extent == of)
 }
 
 /// The keys that a query sees by its place.

@@ -11,7 +11,11 @@ use burn_backend::{DType, FloatDType, Scalar, Shape, TensorMetadata, ops::BoolTe
 
 use super::{Step, Waiting, narrowed, step};
 use crate::{
-    backend::{QuantTrain, attention::record, tensor::QuantTensor},
+    backend::{
+        QuantTrain,
+        attention::{fits, record},
+        tensor::QuantTensor,
+    },
     data::{
         DataBackend,
         attention::{AttentionKernels, AttentionOptions, AttentionProblem, AttentionShape, way},
@@ -108,20 +112,23 @@ pub(in crate::backend) fn float_mul_scalar<B: QuantBackend, R: Recipe>(
     scores: &QuantTensor<B>,
     by: &Scalar,
 ) -> Option<QuantTensor<B>> {
-    let step = |scores: &QuantTensor<B>| Step::Multiplied(scores.clone(), *by);
-    Scores::of(scores)?
-        .are_bare()
-        .then(|| Waiting::like::<R>(scores, step(scores)))
+    scaled::<B, R>(scores, *by, Step::Multiplied)
 }
 
 pub(in crate::backend) fn float_div_scalar<B: QuantBackend, R: Recipe>(
     scores: &QuantTensor<B>,
     by: &Scalar,
 ) -> Option<QuantTensor<B>> {
-    let step = |scores: &QuantTensor<B>| Step::Divided(scores.clone(), *by);
-    Scores::of(scores)?
-        .are_bare()
-        .then(|| Waiting::like::<R>(scores, step(scores)))
+    scaled::<B, R>(scores, *by, Step::Divided)
+}
+
+fn scaled<B: QuantBackend, R: Recipe>(
+    scores: &QuantTensor<B>,
+    by: Scalar,
+    step: fn(QuantTensor<B>, Scalar) -> Step<B>,
+) -> Option<QuantTensor<B>> {
+    let are_bare = Scores::of(scores)?.are_bare();
+    are_bare.then(|| Waiting::like::<R>(scores, step(scores.clone(), by)))
 }
 
 pub(in crate::backend) fn float_add<B: QuantBackend, R: Recipe>(
@@ -141,7 +148,7 @@ fn biased<B: QuantBackend, R: Recipe>(
         && bias.as_waiting().is_none()
         && scores.dtype() == compute
         && [compute, DType::F32].contains(&bias.dtype())
-        && is_broadcast(&bias.shape(), &scores.shape());
+        && fits(&bias.shape(), &scores.shape());
     fits.then(|| Waiting::like::<R>(scores, Step::Biased(scores.clone(), bias.clone())))
 }
 
@@ -151,9 +158,11 @@ pub(in crate::backend) fn float_mask_fill<B: QuantBackend, R: Recipe>(
     value: &Scalar,
 ) -> Option<QuantTensor<B>> {
     Scores::of(scores)?;
-    let hides = value.elem::<f64>() <= HIDDEN && is_broadcast(&mask.shape(), &scores.shape());
-    let step = || Step::Hidden(scores.clone(), mask.clone(), *value);
-    hides.then(|| Waiting::like::<R>(scores, step()))
+    let hides = value.elem::<f64>() <= HIDDEN && fits(&mask.shape(), &scores.shape());
+    hides.then(|| {
+        let step = Step::Hidden(scores.clone(), mask.clone(), *value);
+        Waiting::like::<R>(scores, step)
+    })
 }
 
 /// Scores in FP32, and probabilities in the dtype of a model.
@@ -170,11 +179,6 @@ pub(super) fn float_cast<B: QuantBackend, R: Recipe>(
         }
     };
     Some(Waiting::of::<R>(x, step, x.shape(), (*dtype).into()))
-}
-
-fn is_broadcast(shape: &Shape, to: &Shape) -> bool {
-    let mut extents = shape.iter().zip(to.iter());
-    shape.num_dims() == to.num_dims() && extents.all(|(&extent, &of)| extent == 1 || extent == of)
 }
 
 /// Probabilities, in FP32 as every softmax is.
