@@ -81,6 +81,14 @@ fn narrow<R: Recipe>() -> Option<DType> {
     (compute != FloatDType::F32).then(|| compute.into())
 }
 
+/// What a cast to FP32 made wider, which waits as the beginning of a norm; else the tensor. A product narrows it again.
+fn bare<B: QuantBackend>(tensor: &QuantTensor<B>) -> &QuantTensor<B> {
+    match step(tensor) {
+        Some(Step::Widened(narrow)) => narrow,
+        _ => tensor,
+    }
+}
+
 /// True for what products read in the compute dtype, and is computed from no weight: a product with one may be a layer.
 fn is_activation<B: QuantBackend>(tensor: &QuantTensor<B>, compute: DType) -> bool {
     tensor.rank() == 4
@@ -95,6 +103,7 @@ pub(super) fn scores<B: QuantBackend, R: Recipe>(
     key: &QuantTensor<B>,
 ) -> Option<QuantTensor<B>> {
     let compute = narrow::<R>()?;
+    let [query, key] = [query, key].map(bare);
     if !(is_activation(query, compute) && is_activation(key, compute)) {
         return None;
     }
@@ -201,6 +210,7 @@ pub(super) fn context<B: QuantBackend, R: Recipe>(
     };
     let [batch, heads, _, keys] = scores.shape().dims();
     let scores = Scores::of(scores)?;
+    let value = bare(value);
     let (of_query, of_value) = (scores.query.shape(), value.shape());
     let compute = narrow::<R>()?;
     if !is_activation(value, compute) || of_value[..2] != [batch, heads] {

@@ -462,8 +462,10 @@ pub(super) fn float_matmul<B: QuantBackend, R: Recipe>(
 ) -> Option<QuantTensor<B>> {
     match step(left) {
         Some(Step::Paired(_, shape)) => turned::<B, R>(left, shape, right),
-        Some(_) => attention::context::<B, R>(left, right),
-        None => attention::scores::<B, R>(left, right),
+        Some(Step::Probabilities(_) | Step::Narrowed(..)) => {
+            attention::context::<B, R>(left, right)
+        }
+        _ => attention::scores::<B, R>(left, right),
     }
 }
 
