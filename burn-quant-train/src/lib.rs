@@ -36,3 +36,4 @@ mod ops;
 mod warning;
 
 pub use backend::QuantTrain;
+pub use cubecl_kernels::compile_ahead::CompileAhead;

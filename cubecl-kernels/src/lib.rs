@@ -35,6 +35,7 @@
 //! | [`swiglu`](mod@swiglu) | the gate of a SwiGLU layer and its gradients |
 //! | [`embedding`] | the gradient of an embedding's table |
 //! | [`delay_threshold`] | the controller that keeps the rate of fallback blocks in its range |
+//! | [`compile_ahead`] | compilation of kernels before they are launched |
 //! | [`philox`] | the counter-based random bits of stochastic rounding |
 //! | [`host`] | quantization, with and without fallback, and AdamW on slices in host memory |
 //! | [`reference`](mod@reference) | all of the above in scalar Rust, the specification that the tests compare with |
@@ -64,6 +65,7 @@ pub mod adamw;
 pub mod attention;
 pub mod bit_splitting;
 pub mod column_sum;
+pub mod compile_ahead;
 pub mod concatenate;
 pub mod delay_threshold;
 pub mod dynamic_range_expansion;

@@ -48,6 +48,7 @@ use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
+use burn_quant_train::CompileAhead;
 
 use args::Args;
 use config::Config;
@@ -81,6 +82,7 @@ fn pretrain(args: &Args, live_bytes: fn() -> u64) -> Result<ExitCode> {
     let began = Instant::now();
     #[cfg(any(feature = "cuda", feature = "vulkan"))]
     runtime::set_up();
+    let _compiling = CompileAhead::start();
     let stop = Stop::default();
     let on_ctrl_c = stop.clone();
     ctrlc::set_handler(move || {

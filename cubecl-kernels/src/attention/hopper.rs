@@ -11,7 +11,7 @@ use cubecl::{ir::StorageType, prelude::*, server::TensorMapBinding, std::tensor:
 use crate::{
     cuda::{
         numbers::numbers,
-        source::{CudaSource, float_knob, launch_source},
+        source::{CudaSource, SourceText, float_knob, launch_source},
         tensor_map::{STRIDE_BYTES, TmaView},
     },
     device::{empty, is_hopper, is_operand_type, storage},
@@ -519,16 +519,21 @@ struct Pass<P> {
 
 impl<P: Kernel> Pass<P> {
     fn of<R: Runtime>(problem: &Problem<'_, R>) -> Self {
-        let (dim, tile) = (problem.dim, P::TILES[problem.dim / PANEL - 1]);
+        let Problem { dim, dtype, .. } = *problem;
+        Self::new(dim, dtype, problem.mask.is_some(), problem.memory)
+    }
+
+    /// With as many stages as fit into so many bytes.
+    fn new(dim: usize, dtype: StorageType, is_masked: bool, memory: usize) -> Self {
         let mut pass = Self {
             dim,
-            tile,
+            tile: P::TILES[dim / PANEL - 1],
             stages: 0,
-            dtype: problem.dtype,
-            is_masked: P::READS_MASK && problem.mask.is_some(),
+            dtype,
+            is_masked: P::READS_MASK && is_masked,
             kernel: PhantomData,
         };
-        let left = problem.memory - pass.shared_memory();
+        let left = memory - pass.shared_memory();
         pass.stages = match pass.stage_bytes() {
             0 => 1,
             bytes => (left / bytes).min(MAX_STAGES),
@@ -565,5 +570,16 @@ impl<P: Kernel> CudaSource for Pass<P> {
         let own = P::OWN * ROWS * self.dim + P::SCORES * ROWS * self.tile;
         let sums = P::SUMS * self.tile * self.dim;
         own * ELEMENT_BYTES + sums * size_of::<f32>() + self.stages * self.stage_bytes()
+    }
+
+    /// The backward pass.
+    fn companions(&self, shared_memory: usize) -> Vec<SourceText> {
+        let (dim, dtype, is_masked) = (self.dim, self.dtype, self.is_masked);
+        let memory = shared_memory - DECLARED;
+        vec![
+            Pass::<Gradients>::new(dim, dtype, is_masked, memory).text(),
+            Pass::<Rows>::new(dim, dtype, is_masked, memory).text(),
+            Pass::<Queries>::new(dim, dtype, is_masked, memory).text(),
+        ]
     }
 }

@@ -35,6 +35,32 @@ pub(crate) trait CudaSource: Debug + Copy + Eq + Hash + Send + Sync + 'static {
 
     /// Bytes of shared memory that the kernel takes at its launch.
     fn shared_memory(&self) -> usize;
+
+    /// What CubeCL compiles.
+    fn text(&self) -> SourceText {
+        SourceText {
+            entry_point: Self::ENTRY_POINT,
+            source: format!(
+                "{}\n{}{}",
+                self.knobs(),
+                Self::Numbers::DECLARATION,
+                Self::TEXT
+            ),
+        }
+    }
+
+    /// Kernels that programs which launch this one are likely to launch later, on a device with so many bytes of shared
+    /// memory for a cube: [`compile_ahead`](crate::compile_ahead).
+    fn companions(&self, _shared_memory: usize) -> Vec<SourceText> {
+        vec![]
+    }
+}
+
+/// A source as NVRTC reads it.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub(crate) struct SourceText {
+    pub entry_point: &'static str,
+    pub source: String,
 }
 
 /// The name of an element type in knobs, behind `IN_` or `OUT_`.
@@ -65,6 +91,8 @@ pub(crate) unsafe fn launch_source<R: Runtime, S: CudaSource>(
     buffers: Vec<TensorHandle<R>>,
     numbers: &S::Numbers,
 ) {
+    #[cfg(feature = "cuda")]
+    crate::compile_ahead::anticipate(client, &source);
     let numbers = numbers.words();
     let static_length = numbers.len();
     let buffers = buffers.into_iter().map(|b| b.handle.binding()).collect();
@@ -120,9 +148,13 @@ impl<S: CudaSource, C: Compiler> CubeTask<C> for SourceKernel<S> {
             mode,
             address_type,
         )?;
-        compiled.entrypoint_name = S::ENTRY_POINT.into();
-        compiled.debug_name = Some(S::ENTRY_POINT);
-        compiled.source = format!("{}\n{}{}", self.0.knobs(), S::Numbers::DECLARATION, S::TEXT);
+        let SourceText {
+            entry_point,
+            source,
+        } = self.0.text();
+        compiled.entrypoint_name = entry_point.into();
+        compiled.debug_name = Some(entry_point);
+        compiled.source = source;
         Ok(compiled)
     }
 }

@@ -16,7 +16,7 @@ use cubecl::{ir::StorageType, prelude::*, server::TensorMapBinding, std::tensor:
 use crate::{
     cuda::{
         numbers::numbers,
-        source::{CudaSource, float_knob, launch_source},
+        source::{CudaSource, SourceText, float_knob, launch_source},
         tensor_map::TmaView,
     },
     device::{MatrixView, or_unused, storage},
@@ -94,7 +94,7 @@ impl HopperBlueprint {
         let least = (rows * n).max(1) as f32 / cubes as f32;
         speeds.map(|(tile_n, speed)| {
             let blueprint = Self {
-                tile: HopperTile::new(client, tile_n),
+                tile: HopperTile::new(hardware.max_shared_memory_size, tile_n),
                 cubes: cubes.min(rows * n.div_ceil(tile_n)),
                 parts,
             };
@@ -108,12 +108,11 @@ impl HopperBlueprint {
 }
 
 impl HopperTile {
-    /// One with as many stages as fit into the device's shared memory.
-    fn new<R: Runtime>(client: &ComputeClient<R>, tile_n: usize) -> Self {
-        let available = client.properties().hardware.max_shared_memory_size - DECLARED;
+    /// One with as many stages as fit into so many bytes of shared memory.
+    const fn new(shared_memory: usize, tile_n: usize) -> Self {
         Self {
             tile_n,
-            stages: available / Self::stage_bytes(tile_n),
+            stages: (shared_memory - DECLARED) / Self::stage_bytes(tile_n),
         }
     }
 
@@ -331,4 +330,42 @@ impl CudaSource for GemmSource {
     fn shared_memory(&self) -> usize {
         self.tile.shared_memory()
     }
+
+    /// The products of a linear layer, in all widths: X W as this one, dY Wᵀ without a fallback, Xᵀ dY in FP32.
+    fn companions(&self, shared_memory: usize) -> Vec<SourceText> {
+        let products = [
+            (self.fallback, self.out_dtype),
+            (false, self.out_dtype),
+            (self.fallback, storage::<f32>()),
+        ];
+        in_all_widths(
+            shared_memory,
+            HopperBlueprint::SPEEDS,
+            products,
+            |tile, product| {
+                let (fallback, out_dtype) = product;
+                Self {
+                    tile,
+                    fallback,
+                    bias: false,
+                    out_dtype,
+                    ..*self
+                }
+            },
+        )
+    }
+}
+
+/// The sources of products, each in tiles of all widths.
+fn in_all_widths<P: Copy, S: CudaSource, const WIDTHS: usize>(
+    shared_memory: usize,
+    speeds: [(usize, f32); WIDTHS],
+    products: impl IntoIterator<Item = P>,
+    source: impl Fn(HopperTile, P) -> S,
+) -> Vec<SourceText> {
+    let of_product = |product: P| {
+        let source = &source;
+        speeds.map(|(width, _)| source(HopperTile::new(shared_memory, width), product).text())
+    };
+    products.into_iter().flat_map(of_product).collect()
 }

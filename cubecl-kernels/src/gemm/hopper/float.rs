@@ -8,7 +8,7 @@ use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 use crate::{
     cuda::{
         numbers::numbers,
-        source::{CudaSource, float_knob, launch_source},
+        source::{CudaSource, SourceText, float_knob, launch_source},
         tensor_map::{STRIDE_BYTES, TmaView},
     },
     device::{
@@ -22,7 +22,7 @@ use crate::{
     },
 };
 
-use super::{TiledProduct, UNITS};
+use super::{TiledProduct, UNITS, in_all_widths};
 
 const OPERATION: &str = "gemm_float";
 const ELEMENT_BYTES: usize = 2;
@@ -478,5 +478,59 @@ impl CudaSource for FloatSource {
 
     fn shared_memory(&self) -> usize {
         self.tile.shared_memory()
+    }
+
+    /// The products of a linear layer, in all widths: X W and dY Wᵀ as this one, Xᵀ dY in FP32.
+    fn companions(&self, shared_memory: usize) -> Vec<SourceText> {
+        let products = [
+            ((false, true), self.out_dtype),
+            ((false, false), self.out_dtype),
+            ((true, true), storage::<f32>()),
+        ];
+        in_all_widths(
+            shared_memory,
+            SPEEDS,
+            products,
+            |tile, (along_rows, out_dtype)| Self {
+                tile,
+                along_rows,
+                bias: false,
+                out_dtype,
+                ..*self
+            },
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn companions_are_the_products_of_a_linear_layer() {
+        const MEMORY: usize = 227 * 1024;
+        let product = |width, along_rows, out_dtype| FloatSource {
+            tile: HopperTile::new(MEMORY, width),
+            dtype: storage::<half::bf16>(),
+            along_rows,
+            bias: false,
+            out_dtype,
+        };
+        let (narrow, wide) = (storage::<half::bf16>(), storage::<f32>());
+        let forward = FloatSource {
+            bias: true,
+            ..product(256, (false, true), narrow)
+        };
+        let companions = forward.companions(MEMORY);
+        for width in [128, 256] {
+            for of_linear in [
+                product(width, (false, true), narrow),
+                product(width, (false, false), narrow),
+                product(width, (true, true), wide),
+            ] {
+                assert!(companions.contains(&of_linear.text()), "{of_linear:?}");
+            }
+        }
+        assert_eq!(companions.len(), 6);
     }
 }

@@ -7,7 +7,7 @@
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
 use crate::{
-    cuda::source::{CudaSource, float_knob, launch_source},
+    cuda::source::{CudaSource, SourceText, float_knob, launch_source},
     device::{MatrixView, check_dtype, check_float, empty, is_hopper, or_unused, storage},
     error::KernelError,
     gemm::{
@@ -20,7 +20,7 @@ use crate::{
     scale::ScaleNumber,
 };
 
-use super::{GemmNumbers, TiledProduct, UNITS, batch_stride, tensor_map};
+use super::{GemmNumbers, TiledProduct, UNITS, batch_stride, in_all_widths, tensor_map};
 
 const OPERATION: &str = "gemm_fp8";
 /// Elements along K of a scale, and rows where they share it, unless it is for all.
@@ -379,5 +379,32 @@ impl CudaSource for Fp8Source {
 
     fn shared_memory(&self) -> usize {
         self.tile.shared_memory()
+    }
+
+    /// The products of a linear layer, in all widths: X W as this one, dY Wᵀ with gradients in E5M2 or in what X has,
+    /// Xᵀ dY in FP32.
+    fn companions(&self, shared_memory: usize) -> Vec<SourceText> {
+        let [x, w] = self.operands;
+        let e5m2 = |operand| OperandKnobs {
+            number: Fp8Number::E5M2,
+            ..operand
+        };
+        let products = [
+            ([x, w], self.out_dtype),
+            ([e5m2(x), w], self.out_dtype),
+            ([x, e5m2(w)], storage::<f32>()),
+            ([x, w], storage::<f32>()),
+        ];
+        in_all_widths(
+            shared_memory,
+            SPEEDS,
+            products,
+            |tile, (operands, out_dtype)| Self {
+                tile,
+                operands,
+                bias: false,
+                out_dtype,
+            },
+        )
     }
 }

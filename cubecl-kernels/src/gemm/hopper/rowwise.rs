@@ -10,7 +10,7 @@
 use cubecl::{ir::StorageType, prelude::*};
 
 use crate::{
-    cuda::source::{CudaSource, float_knob, launch_source},
+    cuda::source::{CudaSource, SourceText, float_knob, launch_source},
     device::{or_unused, storage},
     gemm::{
         GemmArgs, GemmProblem,
@@ -21,7 +21,7 @@ use crate::{
     },
 };
 
-use super::{GemmNumbers, TiledProduct, UNITS, tensor_map};
+use super::{GemmNumbers, TiledProduct, UNITS, in_all_widths, tensor_map};
 
 /// Columns that are computed at once: those of the widest tile.
 const WHOLE_TILE: usize = 256;
@@ -120,5 +120,14 @@ impl CudaSource for RowwiseSource {
 
     fn shared_memory(&self) -> usize {
         self.tile.shared_memory()
+    }
+    /// The products of a linear layer, in all widths: X W and dY Wᵀ as this one, Xᵀ dY in FP32.
+    fn companions(&self, shared_memory: usize) -> Vec<SourceText> {
+        let products = [self.out_dtype, storage::<f32>()];
+        in_all_widths(shared_memory, SPEEDS, products, |tile, out_dtype| Self {
+            tile,
+            bias: false,
+            out_dtype,
+        })
     }
 }

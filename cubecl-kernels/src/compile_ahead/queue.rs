@@ -1,0 +1,220 @@
+//! The queue of sources, and the threads that compile them.
+
+use std::{
+    any::TypeId,
+    collections::{HashSet, VecDeque},
+    ffi::CString,
+    hash::{DefaultHasher, Hash, Hasher},
+    sync::{
+        Condvar, LazyLock, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread::{self, JoinHandle},
+};
+
+use cubecl::{cuda::CudaRuntime, prelude::*};
+use cudarc::{
+    driver::{
+        result::{ctx, device, module, primary_ctx},
+        sys::cuDevicePrimaryCtxGetState,
+    },
+    nvrtc::result as nvrtc,
+};
+
+use crate::cuda::source::{CudaSource, SourceText};
+
+/// Threads beyond these would compile what nobody waits for.
+const MAX_THREADS: usize = 12;
+
+/// What CubeCL passes to NVRTC on devices of sm_90, but for the folders of headers: sources here include none.
+const OPTIONS: [&str; 2] = ["--gpu-architecture=sm_90a", "-lineinfo"];
+
+/// True while threads compile. Launches ask this first.
+static IS_ACTIVE: AtomicBool = AtomicBool::new(false);
+static QUEUE: LazyLock<Mutex<Queue>> = LazyLock::new(Mutex::default);
+static HAS_NEWS: Condvar = Condvar::new();
+
+#[derive(Debug, Default)]
+struct Queue {
+    waiting: VecDeque<SourceText>,
+    /// Hashes of the kernels that were launched.
+    launched: HashSet<u64>,
+    /// Hashes of the sources that are or were in the queue.
+    asked: HashSet<u64>,
+}
+
+impl Queue {
+    fn ask(&mut self, text: SourceText) {
+        if self.asked.insert(hash_of(&text)) {
+            self.waiting.push_back(text);
+        }
+    }
+}
+
+fn queue() -> MutexGuard<'static, Queue> {
+    QUEUE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn hash_of(value: &impl Hash) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    value.hash(&mut hasher);
+    hasher.finish()
+}
+
+/// Asks for a kernel that is launched now and for its companions, at its first launch.
+pub(crate) fn anticipate<R: Runtime, S: CudaSource>(client: &ComputeClient<R>, source: &S) {
+    let compiles =
+        IS_ACTIVE.load(Ordering::Relaxed) && TypeId::of::<R>() == TypeId::of::<CudaRuntime>();
+    let launch = (TypeId::of::<S>(), source);
+    if !compiles || !queue().launched.insert(hash_of(&launch)) {
+        return;
+    }
+    let shared_memory = client.properties().hardware.max_shared_memory_size;
+    let companions = source.companions(shared_memory);
+    let mut queue = queue();
+    for text in [source.text()].into_iter().chain(companions) {
+        queue.ask(text);
+    }
+    HAS_NEWS.notify_all();
+}
+
+/// Threads that compile until this is dropped.
+#[derive(Debug)]
+pub(super) struct Threads(Vec<JoinHandle<()>>);
+
+impl Threads {
+    /// None where others compile, or what they compile would be kept nowhere.
+    pub fn start() -> Option<Self> {
+        let is_off = std::env::var("CUDA_CACHE_DISABLE").is_ok_and(|it| it == "1");
+        if is_off || IS_ACTIVE.swap(true, Ordering::Relaxed) {
+            return None;
+        }
+        let processors = thread::available_parallelism().map_or(1, usize::from);
+        let threads = (processors / 2).clamp(1, MAX_THREADS);
+        let spawn = |_| {
+            thread::Builder::new()
+                .name("compile-ahead".into())
+                .spawn(work)
+        };
+        // With fewer threads, or none, kernels are compiled where they are launched.
+        Some(Self(
+            (0..threads).map_while(|index| spawn(index).ok()).collect(),
+        ))
+    }
+}
+
+impl Drop for Threads {
+    /// Waits for what is being compiled: the compiler must not outlive the process's statics.
+    fn drop(&mut self) {
+        {
+            let mut queue = queue();
+            IS_ACTIVE.store(false, Ordering::Relaxed);
+            queue.waiting.clear();
+            HAS_NEWS.notify_all();
+        }
+        for thread in self.0.drain(..) {
+            // One that has panicked has said so.
+            thread.join().ok();
+        }
+    }
+}
+
+fn work() {
+    while let Some(text) = next() {
+        // CubeCL compiles it again, and says what is wrong with it.
+        compile(&text).ok();
+    }
+}
+
+/// The next source, when there is one; `None` when no more are compiled.
+fn next() -> Option<SourceText> {
+    let mut queue = queue();
+    loop {
+        if !IS_ACTIVE.load(Ordering::Relaxed) {
+            return None;
+        }
+        if let Some(text) = queue.waiting.pop_front() {
+            return Some(text);
+        }
+        queue = HAS_NEWS.wait(queue).unwrap_or_else(PoisonError::into_inner);
+    }
+}
+
+type Failure = Box<dyn std::error::Error>;
+
+/// Compiles a source to PTX, and PTX to machine code.
+fn compile(text: &SourceText) -> Result<(), Failure> {
+    let source = CString::new(text.source.as_str())?;
+    let program = nvrtc::create_program(&source, None)?;
+    // SAFETY: the program is destroyed once, after its last use; the source outlives it.
+    #[allow(unsafe_code)]
+    let ptx = unsafe {
+        let ptx = nvrtc::compile_program(program, &OPTIONS).and_then(|()| nvrtc::get_ptx(program));
+        nvrtc::destroy_program(program)?;
+        ptx?
+    };
+    let Some(device) = device_in_use()? else {
+        return Ok(());
+    };
+    let entry_point = CString::new(text.entry_point)?;
+    // SAFETY: the device has a context, which is held as long as the module; NVRTC ends its PTX with a zero.
+    #[allow(unsafe_code)]
+    unsafe {
+        ctx::set_current(primary_ctx::retain(device)?)?;
+        let loaded = module::load_data(ptx.as_ptr().cast()).and_then(|module| {
+            // Of a module that is loaded lazily, a function is compiled when it is asked for.
+            let function = module::get_function(module, entry_point);
+            module::unload(module)?;
+            function
+        });
+        primary_ctx::release(device)?;
+        loaded?;
+    }
+    Ok(())
+}
+
+/// A device whose context this process uses already: another one's would take memory.
+fn device_in_use() -> Result<Option<i32>, Failure> {
+    for ordinal in 0..device::get_count()? {
+        let device = device::get(ordinal)?;
+        let (mut flags, mut is_active) = (0, 0);
+        // SAFETY: both pointers are to numbers of the types that the driver writes.
+        #[allow(unsafe_code)]
+        unsafe {
+            cuDevicePrimaryCtxGetState(device, &mut flags, &mut is_active).result()?;
+        }
+        if is_active != 0 {
+            return Ok(Some(device));
+        }
+    }
+    Ok(None)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_source_waits_once() {
+        let text = |source: &str| SourceText {
+            entry_point: "kernel",
+            source: source.into(),
+        };
+        let mut queue = Queue::default();
+        for source in ["one", "other", "one"] {
+            queue.ask(text(source));
+        }
+        assert_eq!(queue.waiting, [text("one"), text("other")]);
+        queue.waiting.clear();
+        queue.ask(text("one"));
+        assert!(queue.waiting.is_empty());
+    }
+
+    #[test]
+    fn threads_end_and_start_again() {
+        let threads = Threads::start().expect("no others");
+        assert!(Threads::start().is_none(), "beside others");
+        drop(threads);
+        drop(Threads::start().expect("the others have ended"));
+    }
+}
