@@ -573,9 +573,13 @@ impl<P: Kernel> CudaSource for Pass<P> {
     }
 
     /// The backward pass.
-    fn companions(&self, shared_memory: usize) -> Vec<SourceText> {
+    fn companions<R: Runtime>(
+        &self,
+        client: &ComputeClient<R>,
+        _sizes: [usize; 4],
+    ) -> Vec<SourceText> {
         let (dim, dtype, is_masked) = (self.dim, self.dtype, self.is_masked);
-        let memory = shared_memory - DECLARED;
+        let memory = client.properties().hardware.max_shared_memory_size - DECLARED;
         vec![
             Pass::<Gradients>::new(dim, dtype, is_masked, memory).text(),
             Pass::<Rows>::new(dim, dtype, is_masked, memory).text(),

@@ -49,9 +49,20 @@ pub(crate) trait CudaSource: Debug + Copy + Eq + Hash + Send + Sync + 'static {
         }
     }
 
-    /// Kernels that programs which launch this one are likely to launch later, on a device with so many bytes of shared
-    /// memory for a cube: [`compile_ahead`](crate::compile_ahead).
-    fn companions(&self, _shared_memory: usize) -> Vec<SourceText> {
+    /// The sizes that companions follow from; all 0 where it takes none. They are a product's batch, M, N and K.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+    fn sizes(&self, _numbers: &Self::Numbers) -> [usize; 4] {
+        [0; 4]
+    }
+
+    /// Kernels that programs which launch this one, on matrices of these sizes, are likely to launch later:
+    /// [`compile_ahead`](crate::compile_ahead).
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+    fn companions<R: Runtime>(
+        &self,
+        _client: &ComputeClient<R>,
+        _sizes: [usize; 4],
+    ) -> Vec<SourceText> {
         vec![]
     }
 }
@@ -92,7 +103,7 @@ pub(crate) unsafe fn launch_source<R: Runtime, S: CudaSource>(
     numbers: &S::Numbers,
 ) {
     #[cfg(feature = "cuda")]
-    crate::compile_ahead::anticipate(client, &source);
+    crate::compile_ahead::anticipate(client, &source, numbers);
     let numbers = numbers.words();
     let static_length = numbers.len();
     let buffers = buffers.into_iter().map(|b| b.handle.binding()).collect();

@@ -102,6 +102,26 @@ impl HopperBlueprint {
         })
     }
 
+    /// That of the lowest cost; of two, the one that comes first.
+    fn cheapest<R: Runtime, const WIDTHS: usize>(
+        client: &ComputeClient<R>,
+        product: &TiledProduct,
+        chunk: usize,
+        speeds: [(usize, f32); WIDTHS],
+    ) -> Self {
+        let all = Self::all(client, product, chunk, speeds).into_iter();
+        let cheapest = all.min_by(|a, b| a.1.total_cmp(&b.1));
+        cheapest.expect("widths of tiles").0
+    }
+
+    /// What the kernel writes for such an output: sums of parts are in FP32.
+    fn written(&self, out_dtype: StorageType) -> StorageType {
+        match self.parts {
+            1 => out_dtype,
+            _ => storage::<f32>(),
+        }
+    }
+
     fn cube_count(&self) -> CubeCount {
         CubeCount::Static(self.cubes as u32, 1, 1)
     }
@@ -146,6 +166,17 @@ pub(super) struct TiledProduct {
 }
 
 impl TiledProduct {
+    /// That of these sizes, `[batch, M, N, K]`, in stages of so many elements.
+    fn new([batch, m, n, k]: [usize; 4], depth: usize, may_split: bool) -> Self {
+        Self {
+            batch,
+            m,
+            n,
+            stages: k.div_ceil(depth),
+            may_split,
+        }
+    }
+
     /// That of INT8 matrices.
     fn of(problem: &GemmProblem) -> Self {
         Self {
@@ -252,6 +283,11 @@ fn tensor_map<R: Runtime>(
 }
 
 impl GemmNumbers {
+    /// Batch, M, N and K.
+    fn sizes(&self) -> [usize; 4] {
+        [self.batch, self.m, self.n, self.k].map(|size| size as usize)
+    }
+
     /// Those of a product in so many parts, whose B is read as `b_view` says.
     fn of<R: Runtime>(args: &GemmArgs<R>, b_view: &MatrixView, parts: usize) -> Self {
         let problem = args.problem;
@@ -331,41 +367,39 @@ impl CudaSource for GemmSource {
         self.tile.shared_memory()
     }
 
-    /// The products of a linear layer, in all widths: X W as this one, dY Wᵀ without a fallback, Xᵀ dY in FP32.
-    fn companions(&self, shared_memory: usize) -> Vec<SourceText> {
+    fn sizes(&self, numbers: &GemmNumbers) -> [usize; 4] {
+        numbers.sizes()
+    }
+
+    /// The other products of a linear layer: dY Wᵀ without a fallback, Xᵀ dY in FP32.
+    fn companions<R: Runtime>(
+        &self,
+        client: &ComputeClient<R>,
+        sizes: [usize; 4],
+    ) -> Vec<SourceText> {
+        let [of_input, of_weight] = other_products(sizes);
         let products = [
-            (self.fallback, self.out_dtype),
-            (false, self.out_dtype),
-            (self.fallback, storage::<f32>()),
+            (of_input, false, self.out_dtype),
+            (of_weight, self.fallback, storage::<f32>()),
         ];
-        in_all_widths(
-            shared_memory,
-            HopperBlueprint::SPEEDS,
-            products,
-            |tile, product| {
-                let (fallback, out_dtype) = product;
-                Self {
-                    tile,
-                    fallback,
-                    bias: false,
-                    out_dtype,
-                    ..*self
-                }
-            },
-        )
+        let source = |(sizes, fallback, out_dtype): ([usize; 4], bool, StorageType)| {
+            let product = TiledProduct::new(sizes, HopperBlueprint::DEPTH, !fallback);
+            let (chunk, speeds) = (HopperBlueprint::CHUNK, HopperBlueprint::SPEEDS);
+            let blueprint = HopperBlueprint::cheapest(client, &product, chunk, speeds);
+            let source = Self {
+                tile: blueprint.tile,
+                fallback,
+                bias: false,
+                out_dtype: blueprint.written(out_dtype),
+                ..*self
+            };
+            source.text()
+        };
+        products.map(source).to_vec()
     }
 }
 
-/// The sources of products, each in tiles of all widths.
-fn in_all_widths<P: Copy, S: CudaSource, const WIDTHS: usize>(
-    shared_memory: usize,
-    speeds: [(usize, f32); WIDTHS],
-    products: impl IntoIterator<Item = P>,
-    source: impl Fn(HopperTile, P) -> S,
-) -> Vec<SourceText> {
-    let of_product = |product: P| {
-        let source = &source;
-        speeds.map(|(width, _)| source(HopperTile::new(shared_memory, width), product).text())
-    };
-    products.into_iter().flat_map(of_product).collect()
+/// The sizes of dX = dY Wᵀ and of dW = Xᵀ dY, where X W is of these, `[batch, M, N, K]`.
+fn other_products([batch, m, n, k]: [usize; 4]) -> [[usize; 4]; 2] {
+    [[batch, m, k, n], [1, k, n, batch * m]]
 }

@@ -22,7 +22,7 @@ use crate::{
     },
 };
 
-use super::{TiledProduct, UNITS, in_all_widths};
+use super::{TiledProduct, UNITS, other_products};
 
 const OPERATION: &str = "gemm_float";
 const ELEMENT_BYTES: usize = 2;
@@ -31,7 +31,7 @@ const DEPTH: usize = 64;
 /// Columns that are computed at once: those of the widest tile.
 const WHOLE_TILE: usize = 256;
 /// Widths of tiles and their speeds beside one another.
-const SPEEDS: [(usize, f32); 2] = [(256, 1.0), (128, 0.8)];
+const SPEEDS: [(usize, f32); 2] = [(128, 0.8), (256, 1.0)];
 
 /// True where [`gemm_float`] has a kernel for the device: CUDA's architecture sm_90, no other.
 pub fn has_gemm_float<R: Runtime>(client: &ComputeClient<R>) -> bool {
@@ -266,15 +266,8 @@ impl<'a, R: Runtime> Product<'a, R> {
         if outer * inner * m * n == 0 {
             return;
         }
-        let product = TiledProduct {
-            batch: outer * inner,
-            m,
-            n,
-            stages: k.div_ceil(DEPTH),
-            may_split: is_contiguous(out),
-        };
-        let [wide, narrow] = HopperBlueprint::all(client, &product, WHOLE_TILE, SPEEDS);
-        let (blueprint, _) = if narrow.1 <= wide.1 { narrow } else { wide };
+        let product = TiledProduct::new([outer * inner, m, n, k], DEPTH, is_contiguous(out));
+        let blueprint = HopperBlueprint::cheapest(client, &product, WHOLE_TILE, SPEEDS);
         let is_many = |dimension: Dimension| u64::from(dimension.in_memory() > 1);
         // The parts of a matrix follow one another.
         let stride = |dimension: Dimension| (dimension.stride * blueprint.parts) as u64;
@@ -480,57 +473,44 @@ impl CudaSource for FloatSource {
         self.tile.shared_memory()
     }
 
-    /// The products of a linear layer, in all widths: X W and dY Wᵀ as this one, Xᵀ dY in FP32.
-    fn companions(&self, shared_memory: usize) -> Vec<SourceText> {
+    fn sizes(&self, numbers: &FloatNumbers) -> [usize; 4] {
+        let FloatNumbers {
+            outer,
+            inner,
+            m,
+            n,
+            k,
+            ..
+        } = *numbers;
+        [outer * inner, m, n, k].map(|size| size as usize)
+    }
+
+    /// The other products of a linear layer, behind X W: dY Wᵀ as this one, Xᵀ dY in FP32.
+    fn companions<R: Runtime>(
+        &self,
+        client: &ComputeClient<R>,
+        sizes: [usize; 4],
+    ) -> Vec<SourceText> {
+        if self.along_rows != (false, true) {
+            return vec![];
+        }
+        let [of_input, of_weight] = other_products(sizes);
         let products = [
-            ((false, true), self.out_dtype),
-            ((false, false), self.out_dtype),
-            ((true, true), storage::<f32>()),
+            (of_input, (false, false), self.out_dtype),
+            (of_weight, (true, true), storage::<f32>()),
         ];
-        in_all_widths(
-            shared_memory,
-            SPEEDS,
-            products,
-            |tile, (along_rows, out_dtype)| Self {
-                tile,
+        let source = |(sizes, along_rows, out_dtype)| {
+            let product = TiledProduct::new(sizes, DEPTH, true);
+            let blueprint = HopperBlueprint::cheapest(client, &product, WHOLE_TILE, SPEEDS);
+            let source = Self {
+                tile: blueprint.tile,
                 along_rows,
                 bias: false,
-                out_dtype,
+                out_dtype: blueprint.written(out_dtype),
                 ..*self
-            },
-        )
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn companions_are_the_products_of_a_linear_layer() {
-        const MEMORY: usize = 227 * 1024;
-        let product = |width, along_rows, out_dtype| FloatSource {
-            tile: HopperTile::new(MEMORY, width),
-            dtype: storage::<half::bf16>(),
-            along_rows,
-            bias: false,
-            out_dtype,
+            };
+            source.text()
         };
-        let (narrow, wide) = (storage::<half::bf16>(), storage::<f32>());
-        let forward = FloatSource {
-            bias: true,
-            ..product(256, (false, true), narrow)
-        };
-        let companions = forward.companions(MEMORY);
-        for width in [128, 256] {
-            for of_linear in [
-                product(width, (false, true), narrow),
-                product(width, (false, false), narrow),
-                product(width, (true, true), wide),
-            ] {
-                assert!(companions.contains(&of_linear.text()), "{of_linear:?}");
-            }
-        }
-        assert_eq!(companions.len(), 6);
+        products.map(source).to_vec()
     }
 }

@@ -20,7 +20,7 @@ use crate::{
     scale::ScaleNumber,
 };
 
-use super::{GemmNumbers, TiledProduct, UNITS, batch_stride, in_all_widths, tensor_map};
+use super::{GemmNumbers, TiledProduct, UNITS, batch_stride, other_products, tensor_map};
 
 const OPERATION: &str = "gemm_fp8";
 /// Elements along K of a scale, and rows where they share it, unless it is for all.
@@ -142,9 +142,7 @@ pub fn gemm_fp8<R: Runtime>(
         stages: a_shape.cols.div_ceil(BLOCK),
         may_split: true,
     };
-    let ranked = HopperBlueprint::all(client, &product, HopperBlueprint::CHUNK, SPEEDS);
-    let cheapest = ranked.into_iter().min_by(|a, b| a.1.total_cmp(&b.1));
-    let (blueprint, _) = cheapest.expect("widths of tiles");
+    let blueprint = HopperBlueprint::cheapest(client, &product, HopperBlueprint::CHUNK, SPEEDS);
     let numbers = GemmNumbers {
         batch: batch as u64,
         m: m as u64,
@@ -381,30 +379,40 @@ impl CudaSource for Fp8Source {
         self.tile.shared_memory()
     }
 
-    /// The products of a linear layer, in all widths: X W as this one, dY Wᵀ with gradients in E5M2 or in what X has,
-    /// Xᵀ dY in FP32.
-    fn companions(&self, shared_memory: usize) -> Vec<SourceText> {
+    fn sizes(&self, numbers: &GemmNumbers) -> [usize; 4] {
+        numbers.sizes()
+    }
+
+    /// The other products of a linear layer, dY Wᵀ as this one and Xᵀ dY in FP32: with dY in E5M2, and in what X has.
+    fn companions<R: Runtime>(
+        &self,
+        client: &ComputeClient<R>,
+        sizes: [usize; 4],
+    ) -> Vec<SourceText> {
+        let [of_input, of_weight] = other_products(sizes);
         let [x, w] = self.operands;
-        let e5m2 = |operand| OperandKnobs {
+        let of_output = |operand| OperandKnobs {
             number: Fp8Number::E5M2,
             ..operand
         };
         let products = [
-            ([x, w], self.out_dtype),
-            ([e5m2(x), w], self.out_dtype),
-            ([x, e5m2(w)], storage::<f32>()),
-            ([x, w], storage::<f32>()),
+            (of_input, [of_output(x), w], self.out_dtype),
+            (of_weight, [x, of_output(w)], storage::<f32>()),
+            (of_input, [x, w], self.out_dtype),
+            (of_weight, [x, w], storage::<f32>()),
         ];
-        in_all_widths(
-            shared_memory,
-            SPEEDS,
-            products,
-            |tile, (operands, out_dtype)| Self {
-                tile,
+        let source = |(sizes, operands, out_dtype)| {
+            let product = TiledProduct::new(sizes, HopperBlueprint::DEPTH, true);
+            let blueprint =
+                HopperBlueprint::cheapest(client, &product, HopperBlueprint::CHUNK, SPEEDS);
+            let source = Self {
+                tile: blueprint.tile,
                 operands,
                 bias: false,
-                out_dtype,
-            },
-        )
+                out_dtype: blueprint.written(out_dtype),
+            };
+            source.text()
+        };
+        products.map(source).to_vec()
     }
 }

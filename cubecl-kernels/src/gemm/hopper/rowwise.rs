@@ -21,7 +21,7 @@ use crate::{
     },
 };
 
-use super::{GemmNumbers, TiledProduct, UNITS, in_all_widths, tensor_map};
+use super::{GemmNumbers, TiledProduct, UNITS, other_products, tensor_map};
 
 /// Columns that are computed at once: those of the widest tile.
 const WHOLE_TILE: usize = 256;
@@ -121,13 +121,28 @@ impl CudaSource for RowwiseSource {
     fn shared_memory(&self) -> usize {
         self.tile.shared_memory()
     }
-    /// The products of a linear layer, in all widths: X W and dY Wᵀ as this one, Xᵀ dY in FP32.
-    fn companions(&self, shared_memory: usize) -> Vec<SourceText> {
-        let products = [self.out_dtype, storage::<f32>()];
-        in_all_widths(shared_memory, SPEEDS, products, |tile, out_dtype| Self {
-            tile,
-            bias: false,
-            out_dtype,
-        })
+    fn sizes(&self, numbers: &GemmNumbers) -> [usize; 4] {
+        numbers.sizes()
+    }
+
+    /// The other products of a linear layer: dY Wᵀ as this one, Xᵀ dY in FP32.
+    fn companions<R: Runtime>(
+        &self,
+        client: &ComputeClient<R>,
+        sizes: [usize; 4],
+    ) -> Vec<SourceText> {
+        let [of_input, of_weight] = other_products(sizes);
+        let products = [(of_input, self.out_dtype), (of_weight, storage::<f32>())];
+        let source = |(sizes, out_dtype)| {
+            let product = TiledProduct::new(sizes, HopperBlueprint::DEPTH, true);
+            let blueprint = HopperBlueprint::cheapest(client, &product, WHOLE_TILE, SPEEDS);
+            let source = Self {
+                tile: blueprint.tile,
+                bias: false,
+                out_dtype: blueprint.written(out_dtype),
+            };
+            source.text()
+        };
+        products.map(source).to_vec()
     }
 }
