@@ -3,10 +3,10 @@
 //! For each head and each query row `i`, over the keys `j` that it sees:
 //!
 //! ```text
-//! S_ij = cap(scale Q_i·K_j) + bias_ij          cap(x) = softcap tanh(x / softcap)
+//! S_ij = Y_ij cap(scale Q_i·K_j) + bias_ij     cap(x) = softcap tanh(x / softcap)
 //! L_i  = log sum_j exp S_ij
 //! P_ij = exp(S_ij - L_i)
-//! O_i  = sum_j P_ij Z_ij V_j                   Z_ij = 0, or 1 / (1 - rate): dropout
+//! O_i  = sum_j P_ij Z_ij V_j                   Y_ij or Z_ij = 0, or 1 / (1 - rate): dropout; else 1
 //! ```
 //!
 //! and, from the gradient `dO` of the output, with `Delta_i = dO_i·O_i`:
@@ -14,7 +14,7 @@
 //! ```text
 //! dP_ij = Z_ij dO_i·V_j          dS_ij = P_ij (dP_ij - Delta_i)
 //! dV_j  = sum_i P_ij Z_ij dO_i   dbias = dS, summed over the axes that the bias is broadcast along
-//! dQ_i  = scale sum_j dS'_ij K_j     dK_j = scale sum_i dS'_ij Q_i     dS' = dS (1 - tanh(..)^2)
+//! dQ_i  = scale sum_j dS'_ij K_j     dK_j = scale sum_i dS'_ij Q_i     dS' = dS Y (1 - tanh(..)^2)
 //! ```
 //!
 //! The backward pass computes scores again, tile by tile, from Q, K and `L` (FlashAttention: Dao et al., 2022,
@@ -283,7 +283,7 @@ pub struct AttentionOptions {
     pub softcap: Option<f32>,
     /// The keys that a query sees by its place.
     pub band: Band,
-    /// Drops probabilities.
+    /// Drops probabilities or scores.
     pub dropout: Option<Dropout>,
 }
 
@@ -296,6 +296,16 @@ impl AttentionOptions {
             band: Band::ALL,
             dropout: None,
         }
+    }
+
+    /// The dropout of these numbers.
+    pub(crate) fn dropout_of(&self, dropped: Dropped) -> Option<&Dropout> {
+        self.dropout.as_ref().filter(|it| it.dropped == dropped)
+    }
+
+    /// True where a score is not as steep as its product.
+    pub(crate) fn has_slopes(&self) -> bool {
+        self.softcap.is_some() || self.dropout_of(Dropped::Scores).is_some()
     }
 }
 
@@ -360,12 +370,23 @@ fn range(centre: i64, [before, behind]: [Option<u32>; 2], end: usize) -> Range<u
     start..end.max(start)
 }
 
-/// Sets each probability to 0 with probability `rate`, and divides the others by `1 - rate`.
+/// What dropout sets to 0.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Dropped {
+    /// Probabilities, behind the softmax.
+    Probabilities,
+    /// Scores behind the soft cap, before the bias and the mask: a dropped key is seen, with a score of 0.
+    Scores,
+}
+
+/// Sets each probability or score to 0 with probability `rate`, and divides the others by `1 - rate`.
 ///
 /// The draw of an element follows from the key, its batch, head, query and key alone: it is the same on every device,
 /// and in the backward pass.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Dropout {
+    /// Which numbers.
+    pub dropped: Dropped,
     /// In `[0, 1)`.
     pub rate: f32,
     /// Names the draw: never use one value for two calls.
@@ -373,7 +394,7 @@ pub struct Dropout {
 }
 
 impl Dropout {
-    /// `Z` of an element: `row` counts the queries of all heads of all batches.
+    /// `Z` or `Y` of an element: `row` counts the queries of all heads of all batches.
     pub fn factor(&self, row: usize, col: usize) -> f32 {
         match philox::uniform(self.key, row, col) < self.rate {
             true => 0.0,
@@ -381,7 +402,7 @@ impl Dropout {
         }
     }
 
-    /// Multiplies neighbours of a row, from column `first` on, by their `Z`.
+    /// Multiplies neighbours of a row, from column `first` on, by their factors.
     pub(crate) fn apply(&self, row: usize, first: usize, values: &mut [f32]) {
         let kept = self.kept_factor();
         let mut words = [0; DRAWS];
@@ -394,7 +415,7 @@ impl Dropout {
         }
     }
 
-    /// `Z` of an element that stays.
+    /// The factor of an element that stays.
     pub fn kept_factor(&self) -> f32 {
         1.0 / (1.0 - self.rate)
     }

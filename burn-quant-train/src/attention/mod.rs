@@ -19,7 +19,7 @@ use crate::{
         attention::{Asked, Inputs, asking, composed, fits},
         is_decorated,
     },
-    data::attention::{AttentionShape, Band, Dropout},
+    data::attention::{AttentionShape, Band, Dropout, Dropped},
     layer::dropout_key,
 };
 
@@ -93,6 +93,7 @@ impl AttentionConfig {
         (drops || band != Band::ALL).then(|| Asked {
             band,
             dropout: drops.then(|| Dropout {
+                dropped: Dropped::Probabilities,
                 rate: self.dropout as f32,
                 key: dropout_key(),
             }),

@@ -27,14 +27,36 @@ impl<B: QuantBackend, R: Recipe> QuantTrain<B, R> {
         Self::compress_pending();
         products::matmul::<B, R>(lhs, rhs)
     }
+
+    /// Random numbers that are part of no composition.
+    pub(super) fn drawn(
+        shape: Shape,
+        distribution: Distribution,
+        device: &Device<Self>,
+        dtype: FloatDType,
+    ) -> FloatTensor<Self> {
+        let _scope = Self::scope();
+        QuantTensor::new(<B::Inside>::float_random(
+            shape,
+            distribution,
+            device,
+            dtype,
+        ))
+    }
 }
 
 impl<B: QuantBackend, R: Recipe> FloatTensorOps<Self> for QuantTrain<B, R> {
     float_operations! { forward }
     composed_float_operations! { compose }
 
-    forward! {
-    float_random(shape: (Shape), distribution: (Distribution), device: (&Device<Self>), dtype: (FloatDType)) -> Float;
+    fn float_random(
+        shape: Shape,
+        distribution: Distribution,
+        device: &Device<Self>,
+        dtype: FloatDType,
+    ) -> FloatTensor<Self> {
+        composition::float_random::<B, R>(&shape, distribution, device, dtype)
+            .unwrap_or_else(|| Self::drawn(shape, distribution, device, dtype))
     }
 
     async fn float_into_data(tensor: FloatTensor<Self>) -> Result<TensorData, ExecutionError> {

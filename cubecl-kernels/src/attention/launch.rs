@@ -91,7 +91,7 @@ impl<'a, R: Runtime> Launch<'a, R> {
                 has_mask: mask.is_some(),
                 has_bias: bias.is_some(),
                 has_softcap: options.softcap.is_some(),
-                has_dropout: options.dropout.is_some(),
+                dropped: options.dropout.map(|dropout| dropout.dropped),
                 wide: has_u64(client),
             },
             mask_dtype: mask.as_ref().map_or(storage::<u32>(), |mask| mask.dtype),

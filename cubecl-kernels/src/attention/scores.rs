@@ -8,7 +8,10 @@ use crate::{
     rounding::{RandomStream, random_words},
 };
 
-use super::heads::{Head, Strides4, head_of};
+use super::{
+    Dropped,
+    heads::{Head, Strides4, head_of},
+};
 
 /// Queries, and keys, of a head: sums of four such numbers have 32 bits.
 pub(super) const MAX_SEQUENCE: usize = 1 << 28;
@@ -52,9 +55,30 @@ pub(super) struct Asked {
     pub has_mask: bool,
     pub has_bias: bool,
     pub has_softcap: bool,
-    pub has_dropout: bool,
+    /// What dropout sets to 0, if there is dropout.
+    pub dropped: Option<Dropped>,
     /// True where the device multiplies to 64 bits.
     pub wide: bool,
+}
+
+impl Asked {
+    pub const fn drops_probabilities(&self) -> bool {
+        matches!(self.dropped, Some(Dropped::Probabilities))
+    }
+
+    pub const fn drops_scores(&self) -> bool {
+        matches!(self.dropped, Some(Dropped::Scores))
+    }
+
+    /// True where a score is not as steep as its product.
+    pub const fn has_slopes(&self) -> bool {
+        self.has_softcap || self.drops_scores()
+    }
+}
+
+/// Where the factor of an element is: without dropout one serves all.
+pub(super) const fn factor_slot(drops: bool, slot: usize) -> usize {
+    if drops { slot } else { 0 }
 }
 
 /// Which gradients a launch computes that goes through the queries.
@@ -203,15 +227,26 @@ fn at(strides: &Strides4, place: &Place, row: u32, col: u32) -> u32 {
     place.batch * strides.batch + place.head * strides.head + row * strides.row + col * strides.col
 }
 
-/// The score of a product of a query and a key before the bias, and the slope of the soft cap there.
+/// The score of a product of a query and a key before the bias, and its slope there; `factor` is that of dropout of
+/// scores.
 #[cube]
-pub(super) fn score(product: f32, problem: &Problem, #[comptime] asked: Asked) -> (f32, f32) {
+pub(super) fn score(
+    product: f32,
+    factor: f32,
+    problem: &Problem,
+    #[comptime] asked: Asked,
+) -> (f32, f32) {
     let score = product * problem.scale;
-    if comptime!(asked.has_softcap) {
+    let (capped, slope) = if comptime!(asked.has_softcap) {
         let (tanh, slope) = tanh(score / problem.softcap);
         (problem.softcap * tanh, slope)
     } else {
         (score, 1.0f32.runtime())
+    };
+    if comptime!(asked.drops_scores()) {
+        (capped * factor, slope * factor)
+    } else {
+        (capped, slope)
     }
 }
 
@@ -261,7 +296,7 @@ pub(super) fn dropout_words(
     random_words(row, index, &problem.dropout.random, asked.wide)
 }
 
-/// The factor of a probability of this word.
+/// The factor of dropout of this word.
 #[cube]
 pub(super) fn factor(word: u32, dropout: &DropoutNumbers) -> f32 {
     select(uniform24(word) < dropout.rate, 0.0f32, dropout.kept)

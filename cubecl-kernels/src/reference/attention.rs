@@ -3,7 +3,8 @@
 
 use crate::{
     attention::{
-        AttentionGradients, AttentionOptions, AttentionShape, check_broadcast, check_options,
+        AttentionGradients, AttentionOptions, AttentionShape, Dropped, check_broadcast,
+        check_options,
     },
     error::KernelError,
 };
@@ -118,7 +119,7 @@ pub fn attention(
         result.log_sum_exp[row] = log_sum_exp;
         let output = &mut result.output[row * shape.value_width..][..shape.value_width];
         for (j, p) in probabilities {
-            let z = query.dropout(j, options);
+            let z = query.factor(Dropped::Probabilities, j, options);
             for (o, v) in output.iter_mut().zip(query.value(j)) {
                 *o += p * z * v;
             }
@@ -151,7 +152,8 @@ pub fn attention_backward(
         let of_output = &gradient[row * shape.value_width..][..shape.value_width];
         let scores = query.scores(options);
         let (probabilities, _) = softmax(&scores);
-        let of_probability = |j| query.dropout(j, options) * dot(of_output, query.value(j));
+        let of_probability =
+            |j| query.factor(Dropped::Probabilities, j, options) * dot(of_output, query.value(j));
         let mean: f64 = probabilities
             .iter()
             .map(|&(j, p)| p * of_probability(j))
@@ -159,13 +161,13 @@ pub fn attention_backward(
         for &(j, p) in &probabilities {
             let of_value = &mut gradients.value[query.value_start(j)..][..shape.value_width];
             for (dv, d_o) in of_value.iter_mut().zip(of_output) {
-                *dv += p * query.dropout(j, options) * d_o;
+                *dv += p * query.factor(Dropped::Probabilities, j, options) * d_o;
             }
             let of_score = p * (of_probability(j) - mean);
             if let Some(bias) = &inputs.bias {
                 gradients.bias[bias.index(query.batch, query.head, query.row, j)] += of_score;
             }
-            let of_product = scale * of_score * query.cap_slope(j, options);
+            let of_product = scale * of_score * query.slope(j, options);
             let of_query = &mut gradients.query[row * shape.width..][..shape.width];
             for (dq, k) in of_query.iter_mut().zip(query.key(j)) {
                 *dq += of_product * k;
@@ -246,26 +248,27 @@ impl Query<'_> {
             let bias = self.inputs.bias.map_or(0.0, |bias| {
                 bias.data[bias.index(self.batch, self.head, self.row, j)]
             });
-            (j, capped + bias)
+            (j, self.factor(Dropped::Scores, j, options) * capped + bias)
         };
         let keys = options.band.keys_of(self.row, &self.inputs.shape);
         keys.filter(sees).map(score).collect()
     }
 
-    /// The slope of the soft cap at key `j`.
-    fn cap_slope(&self, j: usize, options: &AttentionOptions) -> f64 {
-        let Some(cap) = options.softcap.map(f64::from) else {
-            return 1.0;
-        };
-        let tanh = (f64::from(options.scale) * dot(self.query, self.key(j)) / cap).tanh();
-        1.0 - tanh * tanh
+    /// The slope of the score at key `j`.
+    fn slope(&self, j: usize, options: &AttentionOptions) -> f64 {
+        let of_cap = options.softcap.map(f64::from).map_or(1.0, |cap| {
+            let tanh = (f64::from(options.scale) * dot(self.query, self.key(j)) / cap).tanh();
+            1.0 - tanh * tanh
+        });
+        of_cap * self.factor(Dropped::Scores, j, options)
     }
 
-    fn dropout(&self, j: usize, options: &AttentionOptions) -> f64 {
+    /// The factor of dropout at key `j`; 1 where such numbers are not dropped.
+    fn factor(&self, dropped: Dropped, j: usize, options: &AttentionOptions) -> f64 {
         let shape = &self.inputs.shape;
         let row = (self.batch * shape.heads + self.head) * shape.queries + self.row;
         options
-            .dropout
+            .dropout_of(dropped)
             .map_or(1.0, |dropout| f64::from(dropout.factor(row, j)))
     }
 }

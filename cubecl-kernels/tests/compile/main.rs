@@ -30,6 +30,7 @@ use cubecl_kernels::{
     adamw::{AdamWTensors, Hyperparameters, adamw, clip_factors, initial_clock, initial_flag},
     attention::{
         AttentionGradients, AttentionKernel, AttentionOptions, AttentionTensors, Band, Dropout,
+        Dropped,
     },
     bit_splitting::{bit_split, merge_parts},
     column_sum::column_sum,
@@ -460,12 +461,17 @@ fn launch_attention(
         bias: turn.map(|turn| tensor(client, &broadcast(turn), float)),
     };
     let mut options = AttentionOptions::new(0.1);
-    if turn.is_some() {
+    if let Some(turn) = turn {
         let key = StochasticKey { seed: 1, stream: 2 };
+        let dropped = [Dropped::Scores, Dropped::Probabilities][turn % 2];
         options = AttentionOptions {
             softcap: Some(3.0),
             band: Band::CAUSAL,
-            dropout: Some(Dropout { rate: 0.1, key }),
+            dropout: Some(Dropout {
+                dropped,
+                rate: 0.1,
+                key,
+            }),
             ..options
         };
     }

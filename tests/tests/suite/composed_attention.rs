@@ -37,7 +37,9 @@ on_every_backend! {
     what_is_attention_and_what_is_not_equal_fp32 => equal_fp32;
     scores_of_attention_do_not_wait => saves_no_scores;
     a_query_that_sees_nothing_reads_zero => reads_zero;
+    dropout_is_of_what_was_drawn => drops_what_was_drawn;
     burns_layers_are_served_as_they_are => serves_burns_layers;
+    burns_layers_with_dropout_save_no_scores => serves_dropout;
     with_fp32_nothing_is_composed => not_in_fp32;
 }
 
@@ -315,6 +317,179 @@ fn saves_no_scores<B: DataBackend>(seed: u64) {
     in_16_bits!(B, check(seed));
 }
 
+/// Where a model drops.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Drop {
+    /// As `burn::nn::attention::MultiHeadAttention` does.
+    Scores,
+    ScoresInFp32,
+    /// As most do.
+    Probabilities,
+    NarrowProbabilities,
+    /// The same numbers of the scores of two attentions.
+    ScoresOfTwo,
+    /// The probabilities are read besides.
+    WeightsToo,
+    /// Not what kernels do.
+    MaskedScores,
+    WithoutTheFactor,
+    Both,
+}
+
+impl Drop {
+    /// Those that one operation computes, if the device has kernels of every option.
+    const SERVED: [Self; 5] = [
+        Self::Scores,
+        Self::ScoresInFp32,
+        Self::Probabilities,
+        Self::NarrowProbabilities,
+        Self::ScoresOfTwo,
+    ];
+    const OTHERS: [Self; 4] = [
+        Self::WeightsToo,
+        Self::MaskedScores,
+        Self::WithoutTheFactor,
+        Self::Both,
+    ];
+
+    /// The output, and what `draw` gave for the shape and the dtype of a tensor.
+    fn output<B: Backend>(
+        self,
+        [q, k, v]: [Tensor<B, 4>; 3],
+        draw: impl Fn(&Tensor<B, 4>) -> Tensor<B, 4>,
+    ) -> (Tensor<B, 4>, Tensor<B, 4>) {
+        let dtype = q.dtype();
+        let shape = [BATCH, HEADS, QUERIES, KEYS];
+        let later = (0..shape.iter().product()).map(|at| at % KEYS > at / KEYS % QUERIES + 8);
+        let later = TensorData::new(later.collect::<Vec<bool>>(), shape);
+        let later = Tensor::<B, 4, Bool>::from_data(later, &q.device());
+        let mask = |scores: Tensor<B, 4>| scores.mask_fill(later.clone(), -1e4);
+        let whole = 1.0 / KEEP;
+        let scores = q.matmul(k.transpose()) / 4.0;
+        match self {
+            Self::Scores => {
+                let drawn = draw(&scores);
+                let dropped = scores * drawn.clone() * whole;
+                (softmax(mask(dropped), 3).matmul(v), drawn)
+            }
+            Self::ScoresInFp32 => {
+                let scores = scores.cast(DType::F32);
+                let drawn = draw(&scores);
+                let weights = softmax(mask(drawn.clone() * scores * whole), 3);
+                (weights.cast(dtype).matmul(v), drawn)
+            }
+            Self::Probabilities => {
+                let weights = softmax(mask(scores), 3);
+                let drawn = draw(&weights);
+                ((weights * drawn.clone() * whole).matmul(v), drawn)
+            }
+            Self::NarrowProbabilities => {
+                let weights = softmax(mask(scores), 3).cast(dtype);
+                let drawn = draw(&weights);
+                ((weights * drawn.clone() / KEEP).matmul(v), drawn)
+            }
+            Self::ScoresOfTwo => {
+                let drawn = draw(&scores);
+                let attend = |v| {
+                    let dropped = scores.clone() * drawn.clone() * whole;
+                    softmax(mask(dropped), 3).matmul(v)
+                };
+                (attend(v.clone()) + attend(v * 0.5), drawn)
+            }
+            Self::WeightsToo => {
+                let weights = softmax(mask(scores), 3);
+                let drawn = draw(&weights);
+                let weights = weights * drawn.clone() * whole;
+                let output = weights.clone().matmul(v);
+                (output + weights.sum_dim(3).cast(dtype), drawn)
+            }
+            Self::MaskedScores => {
+                let scores = mask(scores);
+                let drawn = draw(&scores);
+                (softmax(scores * drawn.clone() * whole, 3).matmul(v), drawn)
+            }
+            Self::WithoutTheFactor => {
+                let weights = softmax(mask(scores), 3);
+                let drawn = draw(&weights);
+                ((weights * drawn.clone()).matmul(v), drawn)
+            }
+            Self::Both => {
+                let drawn = draw(&scores);
+                let weights = softmax(mask(scores * drawn.clone() * whole), 3);
+                let dropped = weights * drawn.clone().cast(DType::F32) * whole;
+                (dropped.matmul(v), drawn)
+            }
+        }
+    }
+}
+
+/// The share that dropout leaves.
+const KEEP: f64 = 0.7;
+
+/// By numbers that are given, or drawn; and these.
+fn solve_dropped<A: AutodiffBackend>(
+    data: u64,
+    dtype: DType,
+    drop: Drop,
+    given: Option<&[f32]>,
+) -> (Solved, Vec<f32>) {
+    let device = A::Device::default();
+    let mut rng = Rng::new(data);
+    let mut leaf = |sequence: usize| {
+        let shape = [BATCH, HEADS, sequence, FEATURES];
+        let values = rng.normals_of_16_bits(shape.iter().product());
+        let leaf = tensor::<A, 1>(&values, [values.len()], &device).require_grad();
+        (leaf.clone(), leaf.reshape(shape).cast(dtype))
+    };
+    let [(of_q, q), (of_k, k), (of_v, v)] = [QUERIES, KEYS, KEYS].map(&mut leaf);
+    let weights = leaf(QUERIES).1.cast(DType::F32).detach();
+    let recording = Recording::start();
+    let (output, drawn) = drop.output([q, k, v], |like| match given {
+        Some(given) => tensor::<A, 4>(given, like.dims(), &device).cast(like.dtype()),
+        None => like.random_like(Distribution::Bernoulli(KEEP)),
+    });
+    let report = recording.report();
+    let gradients = (output.clone().cast(DType::F32) * weights).sum().backward();
+    let of = |leaf: Tensor<A, 1>| leaf.grad(&gradients).map_or(vec![], |it| floats(&it));
+    let solved = Solved {
+        parts: [floats(&output), of(of_q), of(of_k), of(of_v), vec![]],
+        saves_scores: saves(&report, BATCH * HEADS * QUERIES * KEYS),
+    };
+    (solved, floats(&drawn))
+}
+
+fn drops_what_was_drawn<B: DataBackend>(seed: u64) {
+    fn check<B: DataBackend, R: Recipe>(dtype: DType, tolerance: f32, seed: u64) {
+        type T<B, R> = QuantTrain<Autodiff<B>, R>;
+        let of_kernels = has_kernels::<T<B, R>>(dtype);
+        let mut rng = Rng::new(seed);
+        for drop in rng.drawn(Drop::SERVED.into_iter().chain(Drop::OTHERS), 3) {
+            let data = rng.bits();
+            let what = format!("seed {seed}, {drop:?}, {dtype:?}");
+            let (actual, drawn) = solve_dropped::<T<B, R>>(data, dtype, drop, None);
+            let (expected, _) =
+                solve_dropped::<Autodiff<Flex>>(data, DType::F32, drop, Some(&drawn));
+            for (part, (actual, expected)) in actual.parts.iter().zip(&expected.parts).enumerate() {
+                assert_near(&format!("{what}: {part}"), actual, expected, tolerance);
+            }
+            assert!(drawn.iter().all(|&x| x == 0.0 || x == 1.0), "{what}");
+            let (count, kept) = (drawn.len() as f64, drawn.iter().sum::<f32>() as f64);
+            let deviation = (count * KEEP * (1.0 - KEEP)).sqrt();
+            assert!(
+                (kept - count * KEEP).abs() < 6.0 * deviation,
+                "{what}: {kept} stay"
+            );
+            if Drop::SERVED.contains(&drop) && of_kernels {
+                assert!(!actual.saves_scores, "{what}: scores wait");
+            }
+            if drop == Drop::MaskedScores {
+                assert!(actual.saves_scores, "{what}");
+            }
+        }
+    }
+    in_16_bits!(B, check(seed));
+}
+
 /// In training and in evaluation, and its gradients are numbers. One by one it would read the mean of all values.
 fn reads_zero<B: DataBackend>(seed: u64) {
     fn output<A: Backend>(dtype: DType, seed: u64) -> (Tensor<A, 4>, Tensor<A, 4>) {
@@ -445,6 +620,37 @@ fn serves_burns_layers<B: DataBackend>(seed: u64) {
                 of_kernels,
                 "seed {seed}, {layers:?}, {dtype:?}: scores wait"
             );
+        }
+    }
+    in_16_bits!(B, check(seed));
+}
+
+/// Burn's encoder as it is made, with a tenth dropped everywhere.
+fn serves_dropout<B: DataBackend>(seed: u64) {
+    fn check<B: DataBackend, R: Recipe>(dtype: DType, _tolerance: f32, seed: u64) {
+        type T<B, R> = QuantTrain<Autodiff<B>, R>;
+        let device = Default::default();
+        let config = TransformerEncoderConfig::new(MODEL, 2 * MODEL, HEADS_OF_MODEL, 2);
+        let encoder = with_weights_of(config.init::<T<B, R>>(&device), seed);
+        let x = Rng::new(seed).normals(BATCH * SEQUENCE * MODEL, 1.0);
+        let x = tensor::<T<B, R>, 3>(&x, [BATCH, SEQUENCE, MODEL], &device).require_grad();
+        let recording = Recording::start();
+        let [first, second] =
+            [(); 2].map(|()| encoder.forward(TransformerEncoderInput::new(x.clone())));
+        let report = recording.report();
+        drop(recording);
+        let gradients = (first.clone() * second.clone()).sum().backward();
+        let of_x = floats(&x.grad(&gradients).expect("the input is tracked"));
+        let what = format!("seed {seed}, {dtype:?}");
+        assert!(of_x.iter().all(|x| x.is_finite()), "{what}");
+        assert_ne!(
+            floats(&first),
+            floats(&second),
+            "{what}: nothing is dropped"
+        );
+        if has_kernels::<T<B, R>>(dtype) {
+            let scores = BATCH * HEADS_OF_MODEL * SEQUENCE * SEQUENCE;
+            assert!(!saves(&report, scores), "{what}: scores wait");
         }
     }
     in_16_bits!(B, check(seed));

@@ -2,14 +2,24 @@
 //! between two products.
 //!
 //! Scores are Q Kᵀ of two activations; then, as a model has it, multiplied by numbers, in FP32, with a bias added, with
-//! a value far below all others where a key is hidden. What comes between, such as dropout, is another function, and
-//! computed as it is.
+//! a value far below all others where a key is hidden. Dropout, as `burn::nn::Dropout` has it, may be of scores that are
+//! neither biased nor hidden yet, or of probabilities. What else comes between is another function, and computed as it
+//! is.
+//!
+//! A kernel draws for dropout itself. Whatever reads the zeros and ones afterwards, such as probabilities that a model
+//! gives beside its output, reads what the kernel drew.
 //!
 //! Evaluation is served too, so that a query that sees nothing reads there what it read in training.
 
-use burn_backend::{DType, FloatDType, Scalar, Shape, TensorMetadata, ops::BoolTensorOps};
+use std::sync::OnceLock;
 
-use super::{Step, Waiting, narrowed, step};
+use burn_backend::{
+    DType, Distribution, FloatDType, Scalar, Shape, TensorData, TensorMetadata,
+    ops::{BoolTensorOps, FloatTensorOps},
+    tensor::Device,
+};
+
+use super::{Step, Waiting, step};
 use crate::{
     backend::{
         QuantTrain,
@@ -17,9 +27,13 @@ use crate::{
         tensor::QuantTensor,
     },
     data::{
-        DataBackend,
-        attention::{AttentionKernels, AttentionOptions, AttentionProblem, AttentionShape, way},
+        DataBackend, StochasticKey,
+        attention::{
+            AttentionKernels, AttentionOptions, AttentionProblem, AttentionShape, Dropout, Dropped,
+            way,
+        },
     },
+    layer::dropout_key,
     recipe::Recipe,
     saved::recorded::QuantBackend,
 };
@@ -36,6 +50,7 @@ struct Scores<'a, B: QuantBackend> {
     scale: f64,
     masks: Vec<&'a B::BoolTensorPrimitive>,
     bias: Option<&'a QuantTensor<B>>,
+    drawn: Option<&'a QuantTensor<B>>,
 }
 
 impl<'a, B: QuantBackend> Scores<'a, B> {
@@ -47,6 +62,7 @@ impl<'a, B: QuantBackend> Scores<'a, B> {
                 scale: 1.0,
                 masks: vec![],
                 bias: None,
+                drawn: None,
             }),
             Step::Widened(x) => Self::of(x),
             Step::Multiplied(x, by) => Self::of(x).map(|it| Self {
@@ -55,6 +71,10 @@ impl<'a, B: QuantBackend> Scores<'a, B> {
             }),
             Step::Divided(x, by) => Self::of(x).map(|it| Self {
                 scale: it.scale / by.elem::<f64>(),
+                ..it
+            }),
+            Step::Dropped(x, drawn) => Self::of(x).map(|it| Self {
+                drawn: Some(drawn),
                 ..it
             }),
             Step::Biased(x, bias) => Self::of(x).map(|it| Self {
@@ -73,6 +93,125 @@ impl<'a, B: QuantBackend> Scores<'a, B> {
     fn are_bare(&self) -> bool {
         self.masks.is_empty() && self.bias.is_none()
     }
+}
+
+/// Probabilities that wait, taken apart.
+struct Probabilities<'a, B: QuantBackend> {
+    scores: &'a QuantTensor<B>,
+    scale: f64,
+    drawn: Option<&'a QuantTensor<B>>,
+}
+
+impl<'a, B: QuantBackend> Probabilities<'a, B> {
+    fn of(probabilities: &'a QuantTensor<B>) -> Option<Self> {
+        match step(probabilities)? {
+            Step::Probabilities(scores) => Some(Self {
+                scores,
+                scale: 1.0,
+                drawn: None,
+            }),
+            Step::Narrowed(x, _) => Self::of(x),
+            Step::Multiplied(x, by) => Self::of(x).map(|it| Self {
+                scale: it.scale * by.elem::<f64>(),
+                ..it
+            }),
+            Step::Divided(x, by) => Self::of(x).map(|it| Self {
+                scale: it.scale / by.elem::<f64>(),
+                ..it
+            }),
+            Step::Dropped(x, drawn) => Self::of(x).map(|it| Self {
+                drawn: Some(drawn),
+                ..it
+            }),
+            _ => None,
+        }
+    }
+}
+
+/// Zeros and ones, drawn by the backend when they are read, or by a kernel.
+#[derive(Debug)]
+pub(super) struct Drawn<B: QuantBackend> {
+    /// The share of ones.
+    keep: f64,
+    shape: Shape,
+    dtype: FloatDType,
+    device: Device<B>,
+    /// The key by which a kernel drew them, once one has.
+    key: OnceLock<StochasticKey>,
+}
+
+impl<B: QuantBackend> Drawn<B> {
+    pub(super) fn compute<R: Recipe>(&self) -> QuantTensor<B> {
+        type By<B, R> = QuantTrain<B, R>;
+        let Some(key) = self.key.get() else {
+            let distribution = Distribution::Bernoulli(self.keep);
+            return By::<B, R>::drawn(self.shape.clone(), distribution, &self.device, self.dtype);
+        };
+        let dropout = self.dropout(Dropped::Scores, *key);
+        let [batch, heads, queries, keys] = self.shape.dims();
+        let of_row =
+            |row| (0..keys).map(move |key| f32::from(u8::from(dropout.factor(row, key) != 0.0)));
+        let values: Vec<f32> = (0..batch * heads * queries).flat_map(of_row).collect();
+        let data = TensorData::new(values, self.shape.clone()).convert_dtype(self.dtype.into());
+        By::<B, R>::float_from_data(data, &self.device)
+    }
+
+    fn dropout(&self, dropped: Dropped, key: StochasticKey) -> Dropout {
+        Dropout {
+            dropped,
+            rate: (1.0 - self.keep) as f32,
+            key,
+        }
+    }
+}
+
+/// Zeros and ones that dropout may multiply by, if there are kernels of attention.
+pub(in crate::backend) fn float_random<B: QuantBackend, R: Recipe>(
+    shape: &Shape,
+    distribution: Distribution,
+    device: &Device<B>,
+    dtype: FloatDType,
+) -> Option<QuantTensor<B>> {
+    let Distribution::Bernoulli(keep) = distribution else {
+        return None;
+    };
+    let compute = narrow::<R>()?;
+    // The rate is an f32 of [0, 1).
+    let drops = keep > 1e-6 && keep <= 1.0;
+    if shape.len() != 4 || !drops || ![compute, DType::F32].contains(&dtype.into()) {
+        return None;
+    }
+    <B::Base as DataBackend>::Kernels::attention_kernels(device)?;
+    let drawn = Drawn {
+        keep,
+        shape: shape.clone(),
+        dtype,
+        device: device.clone(),
+        key: OnceLock::new(),
+    };
+    Some(Waiting::on::<R>(
+        device.clone(),
+        Step::Drawn(drawn),
+        shape.clone(),
+        dtype.into(),
+    ))
+}
+
+/// Scores or probabilities, times zeros and ones.
+pub(super) fn dropped<B: QuantBackend, R: Recipe>(
+    x: &QuantTensor<B>,
+    drawn: &QuantTensor<B>,
+) -> Option<QuantTensor<B>> {
+    let Step::Drawn(of) = step(drawn)? else {
+        return None;
+    };
+    let may_be = match (Scores::of(x), Probabilities::of(x)) {
+        (Some(scores), _) => scores.are_bare() && scores.drawn.is_none(),
+        (None, Some(probabilities)) => probabilities.drawn.is_none(),
+        (None, None) => false,
+    };
+    (may_be && of.shape == x.shape() && drawn.dtype() == x.dtype())
+        .then(|| Waiting::like::<R>(x, Step::Dropped(x.clone(), drawn.clone())))
 }
 
 /// The compute dtype, which products have, where it is narrow.
@@ -136,8 +275,12 @@ fn scaled<B: QuantBackend, R: Recipe>(
     by: Scalar,
     step: fn(QuantTensor<B>, Scalar) -> Step<B>,
 ) -> Option<QuantTensor<B>> {
-    let are_bare = Scores::of(scores)?.are_bare();
-    are_bare.then(|| Waiting::like::<R>(scores, step(scores.clone(), by)))
+    let may_be = match Scores::of(scores) {
+        Some(scores) => scores.are_bare(),
+        // By the inverse of the share that dropout leaves.
+        None => Probabilities::of(scores)?.drawn.is_some(),
+    };
+    may_be.then(|| Waiting::like::<R>(scores, step(scores.clone(), by)))
 }
 
 pub(in crate::backend) fn float_add<B: QuantBackend, R: Recipe>(
@@ -180,8 +323,8 @@ pub(super) fn float_cast<B: QuantBackend, R: Recipe>(
     dtype: &FloatDType,
 ) -> Option<QuantTensor<B>> {
     let is_compute = *dtype == R::row().compute;
-    let step = match step(x)? {
-        Step::Probabilities(_) if is_compute => Step::Narrowed(x.clone(), *dtype),
+    let step = match Probabilities::of(x) {
+        Some(_) if is_compute && x.dtype() == DType::F32 => Step::Narrowed(x.clone(), *dtype),
         _ => {
             Scores::of(x).filter(|_| *dtype == FloatDType::F32)?;
             Step::Widened(x.clone())
@@ -205,11 +348,9 @@ pub(super) fn context<B: QuantBackend, R: Recipe>(
     probabilities: &QuantTensor<B>,
     value: &QuantTensor<B>,
 ) -> Option<QuantTensor<B>> {
-    let Step::Probabilities(scores) = step(narrowed(probabilities))? else {
-        return None;
-    };
-    let [batch, heads, _, keys] = scores.shape().dims();
-    let scores = Scores::of(scores)?;
+    let probabilities = Probabilities::of(probabilities)?;
+    let [batch, heads, _, keys] = probabilities.scores.shape().dims();
+    let scores = Scores::of(probabilities.scores)?;
     let value = bare(value);
     let (of_query, of_value) = (scores.query.shape(), value.shape());
     let compute = narrow::<R>()?;
@@ -217,15 +358,23 @@ pub(super) fn context<B: QuantBackend, R: Recipe>(
         return None;
     }
     let of_key = [batch, heads, keys, of_query[3]];
-    let problem = AttentionProblem {
+    let (scale, drops) = drops(&probabilities, &scores)?;
+    let dropout = |key: fn(&Drawn<B>) -> StochasticKey| {
+        drops.map(|(dropped, drawn)| drawn.dropout(dropped, key(drawn)))
+    };
+    let mut problem = AttentionProblem {
         dtype: compute,
         shape: AttentionShape::new("attention", &of_query, &of_key, &of_value).ok()?,
-        options: AttentionOptions::new(scores.scale as f32),
+        options: AttentionOptions {
+            dropout: dropout(|_| StochasticKey { seed: 0, stream: 0 }),
+            ..AttentionOptions::new(scale as f32)
+        },
         is_masked: !scores.masks.is_empty(),
         is_biased: scores.bias.is_some(),
     };
     // In evaluation by the kernels of training: others may give a query that sees nothing something else.
     let way = way::<<B::Base as DataBackend>::Kernels>(&value.device(), &problem, true)?;
+    problem.options.dropout = dropout(|drawn| *drawn.key.get_or_init(dropout_key));
     let _scope = QuantTrain::<B, R>::scope();
     QuantTrain::<B, R>::compress_pending();
     let inputs = [
@@ -236,6 +385,34 @@ pub(super) fn context<B: QuantBackend, R: Recipe>(
     let mask = either::<B, R>(&scores.masks);
     let bias = scores.bias.cloned();
     Some(record::<B, R>(problem.options, way, inputs, mask, bias))
+}
+
+/// What is dropped, and by which zeros and ones.
+type Drops<'a, B> = (Dropped, &'a Drawn<B>);
+
+/// The scale of Q Kᵀ beside dropout, which divides by the share that it leaves, and the dropout of one of both.
+fn drops<'a, B: QuantBackend>(
+    probabilities: &Probabilities<'a, B>,
+    scores: &Scores<'a, B>,
+) -> Option<(f64, Option<Drops<'a, B>>)> {
+    // Those that have been read are no longer to be drawn.
+    let drawn = |tensor| match step(tensor)? {
+        Step::Drawn(drawn) => Some(drawn),
+        _ => None,
+    };
+    match (scores.drawn, probabilities.drawn) {
+        (None, None) => Some((scores.scale, None)),
+        (Some(of_scores), None) => {
+            let drawn = drawn(of_scores)?;
+            Some((scores.scale * drawn.keep, Some((Dropped::Scores, drawn))))
+        }
+        (None, Some(of_probabilities)) => {
+            let drawn = drawn(of_probabilities)?;
+            let is_whole = (probabilities.scale * drawn.keep - 1.0).abs() < 1e-6;
+            is_whole.then_some((scores.scale, Some((Dropped::Probabilities, drawn))))
+        }
+        (Some(_), Some(_)) => None,
+    }
 }
 
 /// True where one of the masks is.

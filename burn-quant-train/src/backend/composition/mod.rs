@@ -7,7 +7,7 @@
 //! | layer normalization | `burn::nn::LayerNorm` | one |
 //! | rotary positions | `burn::nn::RotaryEncoding` | pairs of x, times `[2, 4]`, times a table, summed up |
 //! | GELU, in a flow | `burn::nn::Gelu` | one |
-//! | [attention] | `burn::nn::attention::MultiHeadAttention` without dropout | two products, a softmax between |
+//! | [attention] | `burn::nn::attention::MultiHeadAttention` | two products, a softmax between, dropout of one side |
 //! | the logarithm of a softmax | `log_softmax`, `burn::nn::loss::CrossEntropyLoss` | one, of the last dimension |
 //!
 //! An operation with which a composition begins, or goes on, computes nothing: its result [waits](Waiting). The last
@@ -25,8 +25,9 @@ use std::{
     sync::{Arc, OnceLock},
 };
 
+use attention::Drawn;
 pub(super) use attention::{
-    float_add, float_div_scalar, float_mask_fill, float_mul_scalar, softmax,
+    float_add, float_div_scalar, float_mask_fill, float_mul_scalar, float_random, softmax,
 };
 
 use burn_backend::{
@@ -127,10 +128,14 @@ enum Step<B: QuantBackend> {
     Summed(QuantTensor<B>),
     /// Q times Kᵀ, `[batch, heads, queries, keys]`.
     Scores(QuantTensor<B>, QuantTensor<B>),
-    /// Scores, times a number.
+    /// Scores or dropped probabilities, times a number.
     Multiplied(QuantTensor<B>, Scalar),
-    /// Scores, divided by a number.
+    /// The same, divided by a number.
     Divided(QuantTensor<B>, Scalar),
+    /// Zeros and ones.
+    Drawn(Drawn<B>),
+    /// Scores or probabilities, times zeros and ones.
+    Dropped(QuantTensor<B>, QuantTensor<B>),
     /// Scores, with a bias added.
     Biased(QuantTensor<B>, QuantTensor<B>),
     /// Scores, with one value where a mask is true.
@@ -168,6 +173,8 @@ impl<B: QuantBackend> Step<B> {
                 <By<B, R> as OneByOne>::float_mask_fill(x.clone(), mask.clone(), *value)
             }
             Self::Probabilities(x) => By::<B, R>::softmax_alone(x.clone(), 3),
+            Self::Drawn(drawn) => drawn.compute::<R>(),
+            Self::Dropped(x, by) => <By<B, R> as OneByOne>::float_mul(x.clone(), by.clone()),
         }
     }
 }
@@ -180,11 +187,20 @@ impl<B: QuantBackend> Waiting<B> {
         shape: Shape,
         dtype: DType,
     ) -> QuantTensor<B> {
+        Self::on::<R>(x.device(), step, shape, dtype)
+    }
+
+    fn on<R: Recipe>(
+        device: Device<B>,
+        step: Step<B>,
+        shape: Shape,
+        dtype: DType,
+    ) -> QuantTensor<B> {
         QuantTensor::waiting(Self {
             step,
             shape,
             dtype,
-            device: x.device(),
+            device,
             compute: Step::compute::<R>,
             value: OnceLock::new(),
         })
@@ -421,7 +437,7 @@ fn product<B: QuantBackend, R: Recipe>(
             let (_, epsilon) = root_mean_square(narrowed(rms))?;
             rms_norm::<B, R>(x, epsilon.elem(), other)
         }
-        _ => None,
+        _ => attention::dropped::<B, R>(waiting, other),
     }
 }
 
@@ -462,10 +478,8 @@ pub(super) fn float_matmul<B: QuantBackend, R: Recipe>(
 ) -> Option<QuantTensor<B>> {
     match step(left) {
         Some(Step::Paired(_, shape)) => turned::<B, R>(left, shape, right),
-        Some(Step::Probabilities(_) | Step::Narrowed(..)) => {
-            attention::context::<B, R>(left, right)
-        }
-        _ => attention::scores::<B, R>(left, right),
+        None | Some(Step::Widened(_)) => attention::scores::<B, R>(left, right),
+        Some(_) => attention::context::<B, R>(left, right),
     }
 }
 

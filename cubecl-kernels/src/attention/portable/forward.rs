@@ -3,7 +3,9 @@
 use cubecl::{ir::StorageType, prelude::*};
 
 use crate::{
-    attention::scores::{Problem, key_head, last_key, place_of_queries, query_head, value_head},
+    attention::scores::{
+        Problem, factor_slot, key_head, last_key, place_of_queries, query_head, value_head,
+    },
     fast,
 };
 
@@ -78,7 +80,8 @@ pub(super) fn attention_forward_kernel<F: Numeric, M: Numeric>(
             &mut of_units,
             plan.value_panels,
         );
-        let factors = factors(&problem, &place, plan.asked);
+        let drops = comptime!(plan.asked.drops_probabilities());
+        let factors = factors(&problem, &place, drops, plan.asked);
         #[unroll]
         for i in 0..OWN {
             #[unroll]
@@ -90,7 +93,7 @@ pub(super) fn attention_forward_kernel<F: Numeric, M: Numeric>(
                 let at = (unit_col() + comptime!(j as u32)) * comptime!(PITCH as u32)
                     + unit_row()
                     + comptime!(i as u32);
-                weights[at as usize] = weight * factors[slot];
+                weights[at as usize] = weight * factors[comptime!(factor_slot(drops, slot))];
             }
         }
         add_products::<F>(

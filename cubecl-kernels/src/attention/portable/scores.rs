@@ -6,8 +6,8 @@ use crate::{
     attention::{
         DRAWS,
         scores::{
-            Asked, Place, Problem, bias_of, dropout_words, factor, finite, gradient, is_masked,
-            score, sees,
+            Asked, Place, Problem, bias_of, dropout_words, factor, factor_slot, finite, gradient,
+            is_masked, score, sees,
         },
     },
     fast,
@@ -20,7 +20,7 @@ use super::tile::{ELEMENTS, OWN, unit_col, unit_row};
 pub(super) struct Scores {
     /// The least number where a key is hidden.
     pub values: Array<f32>,
-    /// Slopes of the soft cap, where there is one.
+    /// Slopes of the scores, where they have some.
     pub slopes: Array<f32>,
     /// A bit for each score: 1 where the key is hidden.
     pub hidden: u32,
@@ -37,7 +37,9 @@ pub(super) fn scores<F: Numeric, M: Numeric>(
     #[comptime] asked: Asked,
 ) -> Scores {
     let mut values = Array::<f32>::new(ELEMENTS);
-    let mut slopes = Array::<f32>::new(comptime!(if asked.has_softcap { ELEMENTS } else { 1 }));
+    let mut slopes = Array::<f32>::new(comptime!(if asked.has_slopes() { ELEMENTS } else { 1 }));
+    let drops = comptime!(asked.drops_scores());
+    let factors = factors(problem, place, drops, asked);
     let mut hidden = 0u32.runtime();
     #[unroll]
     for i in 0..OWN {
@@ -46,9 +48,10 @@ pub(super) fn scores<F: Numeric, M: Numeric>(
         for j in 0..OWN {
             let slot = comptime!(i * OWN + j);
             let col = place.col + unit_col() + comptime!(j as u32);
-            let (of_product, slope) = score(products[slot], problem, asked);
+            let factor = factors[comptime!(factor_slot(drops, slot))];
+            let (of_product, slope) = score(products[slot], factor, problem, asked);
             let mut score = of_product;
-            if comptime!(asked.has_softcap) {
+            if comptime!(asked.has_slopes()) {
                 slopes[slot] = slope;
             }
             let sees = sees(problem, row, col);
@@ -81,11 +84,16 @@ pub(super) fn is_hidden(hidden: u32, #[comptime] slot: usize) -> bool {
     (hidden >> comptime!(slot as u32)) & 1u32 != 0u32
 }
 
-/// The factors of dropout of a unit's scores; all 1 without dropout.
+/// The factors of a unit's elements where dropout drops them, each at its [`factor_slot`]; else 1.
 #[cube]
-pub(super) fn factors(problem: &Problem, place: &Place, #[comptime] asked: Asked) -> Array<f32> {
-    let mut factors = Array::<f32>::new(ELEMENTS);
-    if comptime!(asked.has_dropout) {
+pub(super) fn factors(
+    problem: &Problem,
+    place: &Place,
+    #[comptime] drops: bool,
+    #[comptime] asked: Asked,
+) -> Array<f32> {
+    let mut factors = Array::<f32>::new(comptime!(if drops { ELEMENTS } else { 1 }));
+    if comptime!(drops) {
         let dropout = &problem.dropout;
         // Tiles start at multiples of four: a unit's neighbours share the words of one counter.
         let index = (place.col + unit_col()) / comptime!(DRAWS as u32);
@@ -100,10 +108,7 @@ pub(super) fn factors(problem: &Problem, place: &Place, #[comptime] asked: Asked
             factors[comptime!(first + 3)] = factor(b3, dropout);
         }
     } else {
-        #[unroll]
-        for slot in 0..ELEMENTS {
-            factors[slot] = 1.0f32;
-        }
+        factors[0] = 1.0f32;
     }
     factors
 }
@@ -150,7 +155,7 @@ pub(super) struct OfScores {
     pub probabilities: Array<f32>,
     /// Gradients of the scores.
     pub gradients: Array<f32>,
-    /// Gradients of the scores before the soft cap.
+    /// Gradients of the products, but for the scale.
     pub before_cap: Array<f32>,
 }
 
@@ -169,7 +174,8 @@ pub(super) fn of_scores(
         gradients: Array::<f32>::new(ELEMENTS),
         before_cap: Array::<f32>::new(ELEMENTS),
     };
-    let factors = factors(problem, place, asked);
+    let drops = comptime!(asked.drops_probabilities());
+    let factors = factors(problem, place, drops, asked);
     #[unroll]
     for i in 0..OWN {
         #[unroll]
@@ -180,11 +186,11 @@ pub(super) fn of_scores(
                 is_hidden(scores.hidden, slot),
                 rows.delta[i],
                 of_probabilities[slot],
-                factors[slot],
+                factors[comptime!(factor_slot(drops, slot))],
             );
             result.probabilities[slot] = probability;
             result.gradients[slot] = gradient;
-            if comptime!(asked.has_softcap) {
+            if comptime!(asked.has_slopes()) {
                 result.before_cap[slot] = gradient * scores.slopes[slot];
             } else {
                 result.before_cap[slot] = gradient;

@@ -3,7 +3,7 @@
 use cubecl::{ir::StorageType, prelude::*};
 
 use crate::attention::scores::{
-    Problem, key_head, last_key, place_of_queries, query_head, value_head,
+    Problem, factor_slot, key_head, last_key, place_of_queries, query_head, value_head,
 };
 
 use super::{
@@ -85,7 +85,8 @@ pub(super) fn attention_forward_tensor_core_kernel<F: Numeric, M: Numeric, C: Si
         );
         // Scores, until their maximum is known.
         let mut weights = scores.values;
-        let factors = factors(&problem, &place, layout, asked);
+        let drops = comptime!(asked.drops_probabilities());
+        let factors = factors(&problem, &place, drops, layout, asked);
         #[unroll]
         for half in 0..2usize {
             // NaN is passed over: the weights that it makes are NaN.
@@ -115,7 +116,7 @@ pub(super) fn attention_forward_tensor_core_kernel<F: Numeric, M: Numeric, C: Si
                     let slot = comptime!(slot(result, half, side));
                     let weight = weight(weights[slot], max);
                     totals[half] += weight;
-                    weights[slot] = weight * factors[slot];
+                    weights[slot] = weight * factors[comptime!(factor_slot(drops, slot))];
                 }
             }
         }

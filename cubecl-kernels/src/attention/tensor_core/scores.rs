@@ -6,8 +6,8 @@ use crate::{
     attention::{
         DRAWS,
         scores::{
-            Asked, Place, Problem, bias_of, dropout_words, factor, finite, gradient, is_masked,
-            score, sees,
+            Asked, Place, Problem, bias_of, dropout_words, factor, factor_slot, finite, gradient,
+            is_masked, score, sees,
         },
     },
     fast::exp2,
@@ -52,7 +52,7 @@ impl Layout {
 pub(super) struct Scores {
     /// Negative infinity where a key is hidden.
     pub values: Array<f32>,
-    /// Slopes of the soft cap, where there is one.
+    /// Slopes of the scores, where they have some.
     pub slopes: Array<f32>,
 }
 
@@ -87,12 +87,14 @@ pub(super) fn scores<F: Numeric, M: Numeric, P: Size>(
     #[comptime] asked: Asked,
 ) -> Scores {
     let mut values = Array::<f32>::new(comptime!(layout.elements()));
-    let slopes = comptime!(if asked.has_softcap {
+    let slopes = comptime!(if asked.has_slopes() {
         layout.elements()
     } else {
         1
     });
     let mut slopes = Array::<f32>::new(slopes);
+    let drops = comptime!(asked.drops_scores());
+    let factors = factors(problem, place, drops, layout, asked);
     #[unroll]
     for result in 0..comptime!(layout.results()) {
         #[unroll]
@@ -101,9 +103,10 @@ pub(super) fn scores<F: Numeric, M: Numeric, P: Size>(
             #[unroll]
             for side in 0..2usize {
                 let slot = comptime!(slot(result, half, side));
-                let (of_product, slope) = score(pair[side], problem, asked);
+                let factor = factors[comptime!(factor_slot(drops, slot))];
+                let (of_product, slope) = score(pair[side], factor, problem, asked);
                 let mut value = of_product;
-                if comptime!(asked.has_softcap) {
+                if comptime!(asked.has_slopes()) {
                     slopes[slot] = slope;
                 }
                 if comptime!(asked.has_bias || asked.has_mask) {
@@ -162,30 +165,31 @@ pub(super) fn weight(score: f32, reference: f32) -> f32 {
     exp2((score - reference) * std::f32::consts::LOG2_E)
 }
 
-/// The factors of dropout of a unit's scores; all 1 without dropout.
+/// The factors of a unit's elements where dropout drops them, each at its [`factor_slot`]; else 1.
 #[cube]
 pub(super) fn factors(
     problem: &Problem,
     place: &Place,
+    #[comptime] drops: bool,
     #[comptime] layout: Layout,
     #[comptime] asked: Asked,
 ) -> Array<f32> {
-    let mut factors = Array::<f32>::new(comptime!(layout.elements()));
+    let mut factors = Array::<f32>::new(comptime!(if drops { layout.elements() } else { 1 }));
+    if comptime!(!drops) {
+        factors[0] = 1.0f32;
+    }
     #[unroll]
     for result in 0..comptime!(layout.results()) {
         #[unroll]
         for half in 0..2usize {
-            if comptime!(!asked.has_dropout) {
-                factors[comptime!(slot(result, half, 0))] = 1.0f32;
-                factors[comptime!(slot(result, half, 1))] = 1.0f32;
-            } else if comptime!(layout.swapped) {
+            if comptime!(drops && layout.swapped) {
                 #[unroll]
                 for side in 0..2usize {
                     let (row, col) = position(place, result, half, side, layout);
                     let word = dropout_word(problem, place, row, col, asked);
                     factors[comptime!(slot(result, half, side))] = factor(word, &problem.dropout);
                 }
-            } else {
+            } else if comptime!(drops) {
                 let (row, col) = position(place, result, half, 0usize, layout);
                 let index = col / comptime!(DRAWS as u32);
                 let (b0, b1, b2, b3) = dropout_words(problem, place, row, index, asked);
@@ -223,7 +227,7 @@ fn dropout_word(
 pub(super) struct OfScores {
     /// Probabilities, with dropout.
     pub probabilities: Array<f32>,
-    /// Gradients of the scores before the soft cap.
+    /// Gradients of the products, but for the scale.
     pub gradients: Array<f32>,
 }
 
@@ -243,7 +247,8 @@ pub(super) fn of_scores<P: Size>(
         probabilities: Array::<f32>::new(comptime!(layout.elements())),
         gradients: Array::<f32>::new(comptime!(layout.elements())),
     };
-    let factors = factors(problem, place, layout, asked);
+    let drops = comptime!(asked.drops_probabilities());
+    let factors = factors(problem, place, drops, layout, asked);
     let start = (place.batch * problem.heads + place.head) * problem.queries;
     #[unroll]
     for of_result in 0..comptime!(layout.results()) {
@@ -262,11 +267,11 @@ pub(super) fn of_scores<P: Size>(
                     is_hidden(score),
                     delta[row],
                     pair[side],
-                    factors[slot],
+                    factors[comptime!(factor_slot(drops, slot))],
                 );
                 result.probabilities[slot] = probability;
                 result.gradients[slot] = of_score;
-                if comptime!(asked.has_softcap) {
+                if comptime!(asked.has_slopes()) {
                     result.gradients[slot] = of_score * scores.slopes[slot];
                 }
             }

@@ -6,7 +6,7 @@ use std::ops::Range;
 use rayon::prelude::*;
 
 use crate::{
-    attention::{AttentionGradients, AttentionOptions},
+    attention::{AttentionGradients, AttentionOptions, Dropped},
     error::KernelError,
     reference::attention::{AttentionInputs, Broadcast, check_len},
 };
@@ -109,9 +109,9 @@ struct Part {
 struct Tiles {
     /// Probabilities.
     p: Vec<f32>,
-    /// Gradients of the scores before scale and soft cap.
+    /// Gradients of the products, but for the scale.
     ds: Vec<f32>,
-    /// Slopes of the soft cap.
+    /// Slopes of the scores.
     slopes: Vec<f32>,
 }
 
@@ -120,10 +120,14 @@ impl Tiles {
         Self {
             p: vec![0.0; ROWS * COLS],
             ds: vec![0.0; ROWS * COLS],
-            slopes: match problem.options.softcap {
-                Some(_) => vec![0.0; ROWS * COLS],
-                None => Vec::new(),
-            },
+            slopes: vec![
+                0.0;
+                if problem.options.has_slopes() {
+                    ROWS * COLS
+                } else {
+                    0
+                }
+            ],
         }
     }
 }
@@ -180,7 +184,7 @@ impl<'a> Backward<'a> {
 
     fn add_tile(&self, tile: &Tile, first_key: usize, tiles: &mut Tiles, part: &mut Part) {
         let (shape, wanted, problem) = (&self.problem.inputs.shape, self.wanted, &self.problem);
-        self.of_scores(tile, tiles);
+        self.of_products(tile, tiles);
         let (rows, cols) = (tile.rows.len(), tile.cols.len());
         let of_tile = |data: &'a [f32], width| problem.of_queries(data, tile, width);
         let key_rows = tile.cols.start - first_key..tile.cols.end - first_key;
@@ -202,18 +206,16 @@ impl<'a> Backward<'a> {
         }
     }
 
-    /// Probabilities of a tile, with dropout, and gradients of its scores before the soft cap.
-    fn of_scores(&self, tile: &Tile, tiles: &mut Tiles) {
-        self.of_capped_scores(tile, tiles);
-        if self.problem.options.softcap.is_some() {
-            for (ds, slope) in tiles.ds.iter_mut().zip(&tiles.slopes) {
-                *ds *= slope;
-            }
+    /// Probabilities of a tile, with dropout, and gradients of its products, but for the scale.
+    fn of_products(&self, tile: &Tile, tiles: &mut Tiles) {
+        self.of_scores(tile, tiles);
+        for (ds, slope) in tiles.ds.iter_mut().zip(&tiles.slopes) {
+            *ds *= slope;
         }
     }
 
     /// Probabilities of a tile, with dropout, and gradients of its scores.
-    fn of_capped_scores(&self, tile: &Tile, tiles: &mut Tiles) {
+    fn of_scores(&self, tile: &Tile, tiles: &mut Tiles) {
         let (problem, shape) = (&self.problem, &self.problem.inputs.shape);
         let size = tile.rows.len() * tile.cols.len();
         let (p, ds) = (&mut tiles.p[..size], &mut tiles.ds[..size]);
@@ -233,11 +235,11 @@ impl<'a> Backward<'a> {
                 log_sum_exp
             };
             p.iter_mut().for_each(|x| *x = exp(*x - shift));
-            problem.drop(tile, row, ds);
+            problem.drop(Dropped::Probabilities, tile, row, ds);
             for (ds, p) in ds.iter_mut().zip(p.iter()) {
                 *ds = p * (*ds - delta);
             }
-            problem.drop(tile, row, p);
+            problem.drop(Dropped::Probabilities, tile, row, p);
         }
     }
 
@@ -285,7 +287,7 @@ impl<'a> Backward<'a> {
                             rows: rows.clone(),
                             cols,
                         };
-                        self.of_capped_scores(&tile, &mut tiles);
+                        self.of_scores(&tile, &mut tiles);
                         add_to_bias(&tile, &tiles.ds, [of_bias[2], of_bias[3]], out);
                     }
                 }

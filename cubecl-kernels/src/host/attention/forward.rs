@@ -3,7 +3,9 @@
 use rayon::prelude::*;
 
 use crate::{
-    attention::AttentionOptions, error::KernelError, reference::attention::AttentionInputs,
+    attention::{AttentionOptions, Dropped},
+    error::KernelError,
+    reference::attention::AttentionInputs,
 };
 
 use super::{
@@ -82,17 +84,13 @@ impl<'a> Rows<'a> {
     /// Walks through the keys, and writes the log-sum-exp.
     fn finish(mut self, log_sum_exp: &mut [f32]) {
         let mut buffer = vec![0.0; ROWS * COLS];
-        let mut slopes = match self.problem.options.softcap {
-            Some(_) => vec![0.0; ROWS * COLS],
-            None => Vec::new(),
-        };
         for cols in pieces(self.problem.keys_of(&self.rows.rows), COLS) {
             let tile = Tile {
                 cols,
                 ..self.rows.clone()
             };
             let scores = &mut buffer[..tile.rows.len() * tile.cols.len()];
-            self.problem.scores(&tile, scores, &mut slopes);
+            self.problem.scores(&tile, scores, &mut []);
             self.add(&tile, scores);
         }
         let outputs = self
@@ -126,7 +124,8 @@ impl<'a> Rows<'a> {
             }
             self.max[index] = max;
             self.sum[index] = self.sum[index] * decay + sum(scores);
-            self.problem.drop(tile, tile.rows.start + index, scores);
+            let row = tile.rows.start + index;
+            self.problem.drop(Dropped::Probabilities, tile, row, scores);
         }
         let shape = [tile.rows.len(), tile.cols.len()];
         let value = self.problem.value(tile);

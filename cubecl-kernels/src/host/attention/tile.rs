@@ -2,7 +2,10 @@
 
 use std::ops::Range;
 
-use crate::{attention::AttentionOptions, reference::attention::AttentionInputs};
+use crate::{
+    attention::{AttentionOptions, Dropped},
+    reference::attention::AttentionInputs,
+};
 
 use super::product::{Matrix, product};
 
@@ -88,15 +91,24 @@ impl<'a> Problem<'a> {
         start..band.queries_of(cols.end - 1, shape).end.max(start)
     }
 
-    /// Scores of a tile, negative infinity where a key is hidden; and in `slopes`, where there is a soft cap, its
-    /// slopes.
+    /// Scores of a tile, negative infinity where a key is hidden; and in `slopes`, if it has room, theirs.
     pub(super) fn scores(&self, tile: &Tile, scores: &mut [f32], slopes: &mut [f32]) {
         let factor = self.options.scale;
         product(scores, self.query(tile), self.key(tile).t(), factor, false);
+        slopes.fill(1.0);
         if let Some(cap) = self.options.softcap {
-            for (score, slope) in scores.iter_mut().zip(slopes) {
+            for (index, score) in scores.iter_mut().enumerate() {
                 let tanh = (*score / cap).tanh();
-                (*score, *slope) = (cap * tanh, 1.0 - tanh * tanh);
+                *score = cap * tanh;
+                if let Some(slope) = slopes.get_mut(index) {
+                    *slope = 1.0 - tanh * tanh;
+                }
+            }
+        }
+        for values in [&mut *scores, slopes] {
+            let rows = values.chunks_exact_mut(tile.cols.len());
+            for (row, values) in tile.rows.clone().zip(rows) {
+                self.drop(Dropped::Scores, tile, row, values);
             }
         }
         let rows = scores.chunks_exact_mut(tile.cols.len());
@@ -145,9 +157,9 @@ impl<'a> Problem<'a> {
         }
     }
 
-    /// Multiplies a row of the tile by its factors of dropout.
-    pub(super) fn drop(&self, tile: &Tile, row: usize, values: &mut [f32]) {
-        if let Some(dropout) = &self.options.dropout {
+    /// Multiplies a row of the tile by its factors, where it is such numbers that dropout drops.
+    pub(super) fn drop(&self, dropped: Dropped, tile: &Tile, row: usize, values: &mut [f32]) {
+        if let Some(dropout) = self.options.dropout_of(dropped) {
             let row = self.query_head(tile) * self.inputs.shape.queries + row;
             dropout.apply(row, tile.cols.start, values);
         }

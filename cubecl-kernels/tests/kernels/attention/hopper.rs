@@ -3,7 +3,7 @@
 use cubecl::std::tensor::TensorHandle;
 use cubecl_kernels::{
     KernelError,
-    attention::{AttentionKernel, AttentionOptions, AttentionTensors, Band, Dropout},
+    attention::{AttentionKernel, AttentionOptions, AttentionTensors, Band, Dropout, Dropped},
     rounding::StochasticKey,
 };
 use half::{bf16, f16};
@@ -175,7 +175,11 @@ fn keeps_nan_where_it_is_seen() {
 #[case::soft_cap(AttentionOptions { softcap: Some(3.0), ..AttentionOptions::new(1.0) }, 64, "soft cap")]
 #[case::dropout(
     AttentionOptions {
-        dropout: Some(Dropout { rate: 0.1, key: StochasticKey { seed: 1, stream: 2 } }),
+        dropout: Some(Dropout {
+            dropped: Dropped::Scores,
+            rate: 0.1,
+            key: StochasticKey { seed: 1, stream: 2 },
+        }),
         ..AttentionOptions::new(1.0)
     },
     64,

@@ -2,7 +2,7 @@
 
 use cubecl_kernels::{
     KernelError,
-    attention::{AttentionGradients, AttentionOptions, Band, Dropout},
+    attention::{AttentionGradients, AttentionOptions, Band, Dropout, Dropped},
     host::{HostAttention, attention, attention_backward},
     reference::attention::Broadcast,
     rounding::StochasticKey,
@@ -241,7 +241,11 @@ fn dropout_drops_as_often_as_it_says() {
     };
     let count = 200_000;
     for rate in [0.0, 0.1, 0.5, 0.9] {
-        let dropout = Dropout { rate, key };
+        let dropout = Dropout {
+            dropped: Dropped::Scores,
+            rate,
+            key,
+        };
         let factors = (0..count).map(|index| dropout.factor(index / 100, index % 100));
         let kept = factors.filter(|&factor| factor != 0.0).count() as f32;
         let expected = (1.0 - rate) * count as f32;
@@ -279,7 +283,11 @@ fn bad_inputs_are_refused() {
             ..problem.options
         },
         AttentionOptions {
-            dropout: Some(Dropout { rate: 1.0, key }),
+            dropout: Some(Dropout {
+                dropped: Dropped::Probabilities,
+                rate: 1.0,
+                key,
+            }),
             ..problem.options
         },
     ] {

@@ -5,7 +5,7 @@ use cubecl_kernels::{
     KernelError,
     attention::{
         AttentionGradients, AttentionKernel, AttentionOptions, AttentionProblem, AttentionTensors,
-        Band,
+        Band, Dropped,
     },
 };
 use half::{bf16, f16};
@@ -137,6 +137,11 @@ fn equals_the_reference_on_what_comes() {
             bias: maybe().then_some(of_bias),
             softcap: maybe().then_some(1.2),
             dropout: if maybe() { 0.2 } else { 0.0 },
+            dropped: if maybe() {
+                Dropped::Scores
+            } else {
+                Dropped::Probabilities
+            },
             band: Band {
                 left: maybe().then_some(30),
                 right: maybe().then_some(3),

@@ -1,7 +1,7 @@
 //! Fresh problems of attention with every option.
 
 use cubecl_kernels::{
-    attention::{AttentionGradients, AttentionOptions, AttentionShape, Band, Dropout},
+    attention::{AttentionGradients, AttentionOptions, AttentionShape, Band, Dropout, Dropped},
     reference::attention::{
         AttentionInputs, Broadcast, ReferenceAttention, attention, attention_backward,
     },
@@ -45,6 +45,7 @@ pub struct Kind {
     pub softcap: Option<f32>,
     pub band: Band,
     pub dropout: f32,
+    pub dropped: Dropped,
     pub mask: Option<Dims>,
     pub bias: Option<Dims>,
 }
@@ -60,6 +61,7 @@ impl Kind {
             softcap: None,
             band: Band::ALL,
             dropout: 0.0,
+            dropped: Dropped::Probabilities,
             mask: None,
             bias: None,
         }
@@ -138,6 +140,7 @@ pub fn kinds() -> Vec<Kind> {
         },
         Kind {
             dropout: 0.5,
+            dropped: Dropped::Scores,
             band: Band::CAUSAL,
             ..long
         },
@@ -185,6 +188,15 @@ pub fn kinds() -> Vec<Kind> {
             softcap: Some(3.0),
             band: window(Some(60), Some(7)),
             dropout: 0.25,
+            mask: Some([true, false, true, true]),
+            bias: Some([false, true, true, true]),
+            ..Kind::plain([2, 4, 2], [75, 99], [40, 24])
+        },
+        Kind {
+            softcap: Some(3.0),
+            band: window(Some(60), Some(7)),
+            dropout: 0.25,
+            dropped: Dropped::Scores,
             mask: Some([true, false, true, true]),
             bias: Some([false, true, true, true]),
             ..Kind::plain([2, 4, 2], [75, 99], [40, 24])
@@ -245,6 +257,7 @@ impl Problem {
                 softcap: kind.softcap,
                 band: kind.band,
                 dropout: (kind.dropout > 0.0).then_some(Dropout {
+                    dropped: kind.dropped,
                     rate: kind.dropout,
                     key: key_of_dropout,
                 }),
