@@ -26,7 +26,7 @@ pub struct CompileAhead {
 }
 
 impl CompileAhead {
-    /// Starts half as many threads as the machine has processors, 6 at most. They wait until a kernel is launched, and each
+    /// Starts half as many threads as the machine has processors, 8 at most. They wait until a kernel is launched, and each
     /// takes some 0.5 GB of the device while it compiles.
     ///
     /// Has no effect while another lives.

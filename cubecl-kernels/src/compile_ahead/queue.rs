@@ -26,7 +26,7 @@ use libloading::Library;
 use crate::cuda::source::{CudaSource, SourceText};
 
 /// Each has a context on the device while it compiles, some 0.5 GB.
-const MAX_THREADS: usize = 6;
+const MAX_THREADS: usize = 8;
 
 /// What CubeCL passes to NVRTC on devices of sm_90, but for the folders of headers: sources here include none.
 const OPTIONS: [&str; 2] = ["--gpu-architecture=sm_90a", "-lineinfo"];
@@ -46,6 +46,13 @@ struct Queue {
 }
 
 impl Queue {
+    /// For a kernel that is launched, before those that may be.
+    fn ask_now(&mut self, text: SourceText) {
+        if self.asked.insert(hash_of(&text)) {
+            self.waiting.push_front(text);
+        }
+    }
+
     fn ask(&mut self, text: SourceText) {
         if self.asked.insert(hash_of(&text)) {
             self.waiting.push_back(text);
@@ -78,8 +85,9 @@ pub(crate) fn anticipate<R: Runtime, S: CudaSource>(
     }
     let companions = source.companions(client, sizes);
     let mut queue = queue();
-    for text in [source.text()].into_iter().chain(companions) {
-        queue.ask(text);
+    queue.ask_now(source.text());
+    for companion in companions {
+        queue.ask(companion);
     }
     HAS_NEWS.notify_all();
 }
@@ -245,7 +253,9 @@ mod tests {
         for source in ["one", "other", "one"] {
             queue.ask(text(source));
         }
-        assert_eq!(queue.waiting, [text("one"), text("other")]);
+        queue.ask_now(text("now"));
+        queue.ask_now(text("other"));
+        assert_eq!(queue.waiting, [text("now"), text("one"), text("other")]);
         queue.waiting.clear();
         queue.ask(text("one"));
         assert!(queue.waiting.is_empty());

@@ -371,7 +371,8 @@ impl CudaSource for GemmSource {
         numbers.sizes()
     }
 
-    /// The other products of a linear layer: dY Wᵀ without a fallback, Xᵀ dY in FP32.
+    /// The other products of a linear layer, dY Wᵀ without a fallback and Xᵀ dY in FP32 with one and without; and those
+    /// of layers that are not quantized.
     fn companions<R: Runtime>(
         &self,
         client: &ComputeClient<R>,
@@ -380,6 +381,7 @@ impl CudaSource for GemmSource {
         let [of_input, of_weight] = other_products(sizes);
         let products = [
             (of_input, false, self.out_dtype),
+            (of_weight, false, storage::<f32>()),
             (of_weight, self.fallback, storage::<f32>()),
         ];
         let source = |(sizes, fallback, out_dtype): ([usize; 4], bool, StorageType)| {
@@ -395,7 +397,12 @@ impl CudaSource for GemmSource {
             };
             source.text()
         };
-        products.map(source).to_vec()
+        let unquantized = float::unquantized(client, self.out_dtype);
+        products
+            .map(source)
+            .into_iter()
+            .chain(unquantized)
+            .collect()
     }
 }
 

@@ -440,6 +440,28 @@ struct FloatSource {
     out_dtype: StorageType,
 }
 
+/// X W of a layer that recipes leave in this dtype, such as the head of a model, in all widths.
+pub(super) fn unquantized<R: Runtime>(
+    client: &ComputeClient<R>,
+    dtype: StorageType,
+) -> Vec<SourceText> {
+    let memory = client.properties().hardware.max_shared_memory_size;
+    let source = |(width, _)| {
+        let source = FloatSource {
+            tile: HopperTile::new(memory, width),
+            dtype,
+            along_rows: (false, true),
+            bias: false,
+            out_dtype: dtype,
+        };
+        source.text()
+    };
+    match is_operand_type(dtype) {
+        true => SPEEDS.map(source).to_vec(),
+        false => vec![],
+    }
+}
+
 impl CudaSource for FloatSource {
     type Numbers = FloatNumbers;
 

@@ -20,7 +20,9 @@ use crate::{
     scale::ScaleNumber,
 };
 
-use super::{GemmNumbers, TiledProduct, UNITS, batch_stride, other_products, tensor_map};
+use super::{
+    GemmNumbers, TiledProduct, UNITS, batch_stride, float::unquantized, other_products, tensor_map,
+};
 
 const OPERATION: &str = "gemm_fp8";
 /// Elements along K of a scale, and rows where they share it, unless it is for all.
@@ -383,7 +385,8 @@ impl CudaSource for Fp8Source {
         numbers.sizes()
     }
 
-    /// The other products of a linear layer, dY Wᵀ as this one and Xᵀ dY in FP32: with dY in E5M2, and in what X has.
+    /// The other products of a linear layer, dY Wᵀ as this one and Xᵀ dY in FP32, with dY in E5M2 and in what X has; and
+    /// those of layers that are not quantized.
     fn companions<R: Runtime>(
         &self,
         client: &ComputeClient<R>,
@@ -413,6 +416,11 @@ impl CudaSource for Fp8Source {
             };
             source.text()
         };
-        products.map(source).to_vec()
+        let unquantized = unquantized(client, self.out_dtype);
+        products
+            .map(source)
+            .into_iter()
+            .chain(unquantized)
+            .collect()
     }
 }

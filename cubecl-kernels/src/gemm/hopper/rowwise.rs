@@ -21,7 +21,7 @@ use crate::{
     },
 };
 
-use super::{GemmNumbers, TiledProduct, UNITS, other_products, tensor_map};
+use super::{GemmNumbers, TiledProduct, UNITS, float::unquantized, other_products, tensor_map};
 
 /// Columns that are computed at once: those of the widest tile.
 const WHOLE_TILE: usize = 256;
@@ -125,7 +125,8 @@ impl CudaSource for RowwiseSource {
         numbers.sizes()
     }
 
-    /// The other products of a linear layer: dY Wᵀ as this one, Xᵀ dY in FP32.
+    /// The other products of a linear layer, dY Wᵀ as this one and Xᵀ dY in FP32; and those of layers that are not
+    /// quantized.
     fn companions<R: Runtime>(
         &self,
         client: &ComputeClient<R>,
@@ -143,6 +144,11 @@ impl CudaSource for RowwiseSource {
             };
             source.text()
         };
-        products.map(source).to_vec()
+        let unquantized = unquantized(client, self.out_dtype);
+        products
+            .map(source)
+            .into_iter()
+            .chain(unquantized)
+            .collect()
     }
 }
