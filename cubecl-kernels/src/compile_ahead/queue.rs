@@ -31,7 +31,7 @@ const MAX_THREADS: usize = 8;
 /// What CubeCL passes to NVRTC on devices of sm_90, but for the folders of headers: sources here include none.
 const OPTIONS: [&str; 2] = ["--gpu-architecture=sm_90a", "-lineinfo"];
 
-/// True while threads compile. Launches ask this first.
+/// True while there are threads that compile. Launches ask this first.
 static IS_ACTIVE: AtomicBool = AtomicBool::new(false);
 static QUEUE: LazyLock<Mutex<Queue>> = LazyLock::new(Mutex::default);
 static HAS_NEWS: Condvar = Condvar::new();
@@ -39,6 +39,8 @@ static HAS_NEWS: Condvar = Condvar::new();
 #[derive(Debug, Default)]
 struct Queue {
     waiting: VecDeque<SourceText>,
+    /// True when the threads are to end.
+    ends: bool,
     /// Hashes of the kernels that were launched, with the sizes that companions follow from.
     launched: HashSet<u64>,
     /// Hashes of the sources that are or were in the queue.
@@ -103,6 +105,7 @@ impl Threads {
         if is_off || IS_ACTIVE.swap(true, Ordering::Relaxed) {
             return None;
         }
+        queue().ends = false;
         let processors = thread::available_parallelism().map_or(1, usize::from);
         let threads = (processors / 2).clamp(1, MAX_THREADS);
         let spawn = |_| {
@@ -120,16 +123,14 @@ impl Threads {
 impl Drop for Threads {
     /// Waits for what is being compiled: the compiler must not outlive the process's statics.
     fn drop(&mut self) {
-        {
-            let mut queue = queue();
-            IS_ACTIVE.store(false, Ordering::Relaxed);
-            queue.waiting.clear();
-            HAS_NEWS.notify_all();
-        }
+        queue().ends = true;
+        HAS_NEWS.notify_all();
         for thread in self.0.drain(..) {
             // One that has panicked has said so.
             thread.join().ok();
         }
+        // Others start from here on.
+        IS_ACTIVE.store(false, Ordering::Relaxed);
     }
 }
 
@@ -145,7 +146,7 @@ fn work() {
 fn next(context: &mut Option<Context>) -> Option<SourceText> {
     let mut queue = queue();
     loop {
-        if !IS_ACTIVE.load(Ordering::Relaxed) {
+        if queue.ends {
             return None;
         }
         if let Some(text) = queue.waiting.pop_front() {
