@@ -19,6 +19,8 @@
 //! - [`attention`](mod@attention) is attention with a window and dropout, and for Burn's `MultiHeadAttention`.
 //! - [`optim`] holds the optimizers, which own the state of the layers.
 //!
+//! [`CompileAhead`] shortens the first step on a GPU.
+//!
 //! Each knows those above it, and none below.
 
 pub mod attention;
