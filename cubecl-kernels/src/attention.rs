@@ -402,8 +402,9 @@ impl Dropout {
         }
     }
 
-    /// Multiplies neighbours of a row, from column `first` on, by their factors.
-    pub(crate) fn apply(&self, row: usize, first: usize, values: &mut [f32]) {
+    /// Multiplies neighbours of a row, from column `first` on, by their factors. The row is counted as in
+    /// [`factor`](Self::factor).
+    pub fn apply(&self, row: usize, first: usize, values: &mut [f32]) {
         let kept = self.kept_factor();
         let mut words = [0; DRAWS];
         for (index, (col, value)) in (first..).zip(values).enumerate() {

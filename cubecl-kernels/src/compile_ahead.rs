@@ -6,7 +6,7 @@
 //! has a kernel in 25 ms, where it took 0.7 to 1.7 s (10 kernels, one NVIDIA H200, CUDA 13.0, 2026-11-28).
 //!
 //! Each first launch of a kernel asks for it, and for what is likely to follow: the other products of a linear layer,
-//! the backward pass of attention.
+//! those of layers that are not quantized, the backward pass of attention.
 
 #[cfg(feature = "cuda")]
 mod queue;
@@ -16,8 +16,8 @@ pub(crate) use queue::anticipate;
 /// Compiles ahead while it lives; one of them at a time.
 ///
 /// For programs that train: a program which launches a few kernels waits for others, as it waits at its end for those
-/// that are being compiled then. Without the feature `cuda`, on devices of other architectures than sm_90, whose kernels
-/// have no CUDA source, and with `CUDA_CACHE_DISABLE=1` in the environment it does nothing.
+/// that are being compiled then. Without the feature `cuda`, on devices of other architectures than sm_90, whose
+/// kernels have no CUDA source, and with `CUDA_CACHE_DISABLE=1` in the environment it does nothing.
 #[must_use = "kernels are compiled ahead while this lives"]
 #[derive(Debug)]
 pub struct CompileAhead {
@@ -26,8 +26,8 @@ pub struct CompileAhead {
 }
 
 impl CompileAhead {
-    /// Starts half as many threads as the machine has processors, 8 at most. They wait until a kernel is launched, and each
-    /// takes some 0.5 GB of the device while it compiles.
+    /// Starts half as many threads as the machine has processors, 8 at most. They wait until a kernel is launched, and
+    /// each takes some 0.5 GB of the device's memory while it compiles.
     ///
     /// Has no effect while another lives.
     pub fn start() -> Self {

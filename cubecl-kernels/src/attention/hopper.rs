@@ -572,12 +572,15 @@ impl<P: Kernel> CudaSource for Pass<P> {
         own * ELEMENT_BYTES + sums * size_of::<f32>() + self.stages * self.stage_bytes()
     }
 
-    /// The backward pass.
+    /// The backward pass, of the forward one.
     fn companions<R: Runtime>(
         &self,
         client: &ComputeClient<R>,
         _sizes: [usize; 4],
     ) -> Vec<SourceText> {
+        if P::ENTRY_POINT != Forward::ENTRY_POINT {
+            return vec![];
+        }
         let (dim, dtype, is_masked) = (self.dim, self.dtype, self.is_masked);
         let memory = client.properties().hardware.max_shared_memory_size - DECLARED;
         vec![

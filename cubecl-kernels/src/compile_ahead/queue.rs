@@ -17,7 +17,10 @@ use cubecl::{cuda::CudaRuntime, prelude::*};
 use cudarc::{
     driver::{
         result::{DriverError, device, module},
-        sys::{CUcontext, CUdevice, CUresult, cuCtxDestroy_v2, cuDevicePrimaryCtxGetState},
+        sys::{
+            CUcontext, CUdevice, CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
+            CUresult, cuCtxDestroy_v2, cuDevicePrimaryCtxGetState,
+        },
     },
     nvrtc::result as nvrtc,
 };
@@ -27,6 +30,9 @@ use crate::cuda::source::{CudaSource, SourceText};
 
 /// Each has a context on the device while it compiles, some 0.5 GB.
 const MAX_THREADS: usize = 8;
+
+/// Kernels and sizes whose launches are looked at. Where sizes go on changing, what follows has been compiled long since.
+const MAX_SEEN: usize = 512;
 
 /// What CubeCL passes to NVRTC on devices of sm_90, but for the folders of headers: sources here include none.
 const OPTIONS: [&str; 2] = ["--gpu-architecture=sm_90a", "-lineinfo"];
@@ -38,27 +44,44 @@ static HAS_NEWS: Condvar = Condvar::new();
 
 #[derive(Debug, Default)]
 struct Queue {
-    waiting: VecDeque<SourceText>,
+    /// Sources of kernels that were launched.
+    launched: VecDeque<SourceText>,
+    /// Those of kernels that are likely to be.
+    likely: VecDeque<SourceText>,
     /// True when the threads are to end.
     ends: bool,
-    /// Hashes of the kernels that were launched, with the sizes that companions follow from.
-    launched: HashSet<u64>,
+    /// Hashes of launches: kernels with the sizes that companions follow from.
+    seen: HashSet<u64>,
     /// Hashes of the sources that are or were in the queue.
     asked: HashSet<u64>,
 }
 
 impl Queue {
-    /// For a kernel that is launched, before those that may be.
-    fn ask_now(&mut self, text: SourceText) {
-        if self.asked.insert(hash_of(&text)) {
-            self.waiting.push_front(text);
+    /// True for the first launch of a kernel on such sizes.
+    fn is_new(&mut self, launch: u64) -> bool {
+        self.seen.len() < MAX_SEEN && self.seen.insert(launch)
+    }
+
+    fn launch(&mut self, text: SourceText) {
+        let was_likely = self.likely.iter().position(|likely| *likely == text);
+        if let Some(at) = was_likely {
+            self.likely.remove(at);
+        }
+        if self.asked.insert(hash_of(&text)) || was_likely.is_some() {
+            self.launched.push_back(text);
         }
     }
 
-    fn ask(&mut self, text: SourceText) {
+    fn expect(&mut self, text: SourceText) {
         if self.asked.insert(hash_of(&text)) {
-            self.waiting.push_back(text);
+            self.likely.push_back(text);
         }
+    }
+
+    fn next(&mut self) -> Option<SourceText> {
+        self.launched
+            .pop_front()
+            .or_else(|| self.likely.pop_front())
     }
 }
 
@@ -82,14 +105,14 @@ pub(crate) fn anticipate<R: Runtime, S: CudaSource>(
         IS_ACTIVE.load(Ordering::Relaxed) && TypeId::of::<R>() == TypeId::of::<CudaRuntime>();
     let sizes = source.sizes(numbers);
     let launch = (TypeId::of::<S>(), source, sizes);
-    if !compiles || !queue().launched.insert(hash_of(&launch)) {
+    if !compiles || !queue().is_new(hash_of(&launch)) {
         return;
     }
     let companions = source.companions(client, sizes);
     let mut queue = queue();
-    queue.ask_now(source.text());
+    queue.launch(source.text());
     for companion in companions {
-        queue.ask(companion);
+        queue.expect(companion);
     }
     HAS_NEWS.notify_all();
 }
@@ -149,7 +172,7 @@ fn next(context: &mut Option<Context>) -> Option<SourceText> {
         if queue.ends {
             return None;
         }
-        if let Some(text) = queue.waiting.pop_front() {
+        if let Some(text) = queue.next() {
             return Some(text);
         }
         if let Some(context) = context.take() {
@@ -226,14 +249,18 @@ impl Drop for Context {
     }
 }
 
+/// One of sm_90.
 fn device_in_use() -> Result<Option<CUdevice>, DriverError> {
     for ordinal in 0..device::get_count()? {
         let device = device::get(ordinal)?;
         let (mut flags, mut is_active) = (0, 0);
-        // SAFETY: both pointers are to numbers of the types that the driver writes.
+        // SAFETY: the driver gave the device; both pointers are to numbers of the types that it writes.
         #[allow(unsafe_code)]
-        unsafe { cuDevicePrimaryCtxGetState(device, &mut flags, &mut is_active) }.result()?;
-        if is_active != 0 {
+        let major = unsafe {
+            cuDevicePrimaryCtxGetState(device, &mut flags, &mut is_active).result()?;
+            device::get_attribute(device, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?
+        };
+        if is_active != 0 && major == 9 {
             return Ok(Some(device));
         }
     }
@@ -245,21 +272,23 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_source_waits_once() {
+    fn launched_sources_come_first_and_each_once() {
         let text = |source: &str| SourceText {
             entry_point: "kernel",
             source: source.into(),
         };
         let mut queue = Queue::default();
-        for source in ["one", "other", "one"] {
-            queue.ask(text(source));
+        queue.expect(text("likely"));
+        queue.expect(text("launched later"));
+        for source in ["first", "second", "first", "launched later"] {
+            queue.launch(text(source));
+            queue.expect(text(source));
         }
-        queue.ask_now(text("now"));
-        queue.ask_now(text("other"));
-        assert_eq!(queue.waiting, [text("now"), text("one"), text("other")]);
-        queue.waiting.clear();
-        queue.ask(text("one"));
-        assert!(queue.waiting.is_empty());
+        for source in ["first", "second", "launched later", "likely"] {
+            assert_eq!(queue.next(), Some(text(source)));
+        }
+        queue.launch(text("first"));
+        assert_eq!(queue.next(), None);
     }
 
     #[test]

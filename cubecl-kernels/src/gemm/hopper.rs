@@ -378,6 +378,10 @@ impl CudaSource for GemmSource {
         client: &ComputeClient<R>,
         sizes: [usize; 4],
     ) -> Vec<SourceText> {
+        // A gradient of weights, or sums of parts, of which nothing follows.
+        if self.out_dtype == storage::<f32>() {
+            return vec![];
+        }
         let [of_input, of_weight] = other_products(sizes);
         let products = [
             (of_input, false, self.out_dtype),

@@ -2,9 +2,8 @@
 //! between two products.
 //!
 //! Scores are Q Kᵀ of two activations; then, as a model has it, multiplied by numbers, in FP32, with a bias added, with
-//! a value far below all others where a key is hidden. Dropout, as `burn::nn::Dropout` has it, may be of scores that are
-//! neither biased nor hidden yet, or of probabilities. What else comes between is another function, and computed as it
-//! is.
+//! a value far below all others where a key is hidden. Dropout, as `burn::nn::Dropout` has it, may be of scores without
+//! a bias and a mask, or of probabilities. What else comes between is another function, and computed as it is.
 //!
 //! A kernel draws for dropout itself. Whatever reads the zeros and ones afterwards, such as probabilities that a model
 //! gives beside its output, reads what the kernel drew.
@@ -14,8 +13,7 @@
 use std::sync::OnceLock;
 
 use burn_backend::{
-    DType, Distribution, FloatDType, Scalar, Shape, TensorData, TensorMetadata,
-    ops::{BoolTensorOps, FloatTensorOps},
+    DType, Distribution, FloatDType, Scalar, Shape, TensorData, TensorMetadata, ops::BoolTensorOps,
     tensor::Device,
 };
 
@@ -136,24 +134,46 @@ pub(super) struct Drawn<B: QuantBackend> {
     shape: Shape,
     dtype: FloatDType,
     device: Device<B>,
-    /// The key by which a kernel drew them, once one has.
-    key: OnceLock<StochasticKey>,
+    /// Whoever drew them, once somebody has: one for all readers.
+    source: OnceLock<Source>,
+}
+
+/// Who draws zeros and ones.
+#[derive(Debug)]
+enum Source {
+    Backend,
+    /// A kernel, by this key.
+    Kernel(StochasticKey),
 }
 
 impl<B: QuantBackend> Drawn<B> {
     pub(super) fn compute<R: Recipe>(&self) -> QuantTensor<B> {
         type By<B, R> = QuantTrain<B, R>;
-        let Some(key) = self.key.get() else {
-            let distribution = Distribution::Bernoulli(self.keep);
-            return By::<B, R>::drawn(self.shape.clone(), distribution, &self.device, self.dtype);
+        let key = match self.source.get_or_init(|| Source::Backend) {
+            Source::Backend => {
+                let (shape, keep) = (self.shape.clone(), Distribution::Bernoulli(self.keep));
+                return By::<B, R>::drawn(shape, keep, &self.device, self.dtype);
+            }
+            Source::Kernel(key) => *key,
         };
-        let dropout = self.dropout(Dropped::Scores, *key);
-        let [batch, heads, queries, keys] = self.shape.dims();
-        let of_row =
-            |row| (0..keys).map(move |key| f32::from(u8::from(dropout.factor(row, key) != 0.0)));
-        let values: Vec<f32> = (0..batch * heads * queries).flat_map(of_row).collect();
-        let data = TensorData::new(values, self.shape.clone()).convert_dtype(self.dtype.into());
-        By::<B, R>::float_from_data(data, &self.device)
+        // What is dropped makes no difference to the draw.
+        let dropout = self.dropout(Dropped::Scores, key);
+        let mut factors = vec![1.0; self.shape.num_elements()];
+        let rows = factors.chunks_mut(self.shape[3].max(1));
+        rows.enumerate()
+            .for_each(|(row, factors)| dropout.apply(row, 0, factors));
+        let kept = factors.iter().map(|&factor| factor != 0.0).collect();
+        let kept = TensorData::new::<bool, _>(kept, self.shape.clone());
+        let kept = By::<B, R>::bool_from_data(kept, &self.device);
+        By::<B, R>::bool_into_float(kept, self.dtype)
+    }
+
+    /// The key of the kernel that draws them, unless the backend has.
+    fn key(&self) -> Option<StochasticKey> {
+        match self.source.get_or_init(|| Source::Kernel(dropout_key())) {
+            Source::Kernel(key) => Some(*key),
+            Source::Backend => None,
+        }
     }
 
     fn dropout(&self, dropped: Dropped, key: StochasticKey) -> Dropout {
@@ -165,7 +185,8 @@ impl<B: QuantBackend> Drawn<B> {
     }
 }
 
-/// Zeros and ones that dropout may multiply by, if there are kernels of attention.
+/// Zeros and ones that dropout may multiply by, in training and if there are kernels of attention. They are drawn when
+/// they are used first, which dropout does at once.
 pub(in crate::backend) fn float_random<B: QuantBackend, R: Recipe>(
     shape: &Shape,
     distribution: Distribution,
@@ -176,9 +197,9 @@ pub(in crate::backend) fn float_random<B: QuantBackend, R: Recipe>(
         return None;
     };
     let compute = narrow::<R>()?;
-    // The rate is an f32 of [0, 1).
-    let drops = keep > 1e-6 && keep <= 1.0;
-    if shape.len() != 4 || !drops || ![compute, DType::F32].contains(&dtype.into()) {
+    // Kernels have what is left as one less an f32: of a hundredth that is good to five digits.
+    let drops = (0.01..=1.0).contains(&keep);
+    if !B::RECORDS || shape.len() != 4 || !drops || ![compute, DType::F32].contains(&dtype.into()) {
         return None;
     }
     <B::Base as DataBackend>::Kernels::attention_kernels(device)?;
@@ -187,7 +208,7 @@ pub(in crate::backend) fn float_random<B: QuantBackend, R: Recipe>(
         shape: shape.clone(),
         dtype,
         device: device.clone(),
-        key: OnceLock::new(),
+        source: OnceLock::new(),
     };
     Some(Waiting::on::<R>(
         device.clone(),
@@ -359,14 +380,14 @@ pub(super) fn context<B: QuantBackend, R: Recipe>(
     }
     let of_key = [batch, heads, keys, of_query[3]];
     let (scale, drops) = drops(&probabilities, &scores)?;
-    let dropout = |key: fn(&Drawn<B>) -> StochasticKey| {
-        drops.map(|(dropped, drawn)| drawn.dropout(dropped, key(drawn)))
-    };
+    // The key is taken when it is known that a kernel draws.
+    let any_key = StochasticKey { seed: 0, stream: 0 };
+    let dropout = drops.map(|(dropped, drawn)| drawn.dropout(dropped, any_key));
     let mut problem = AttentionProblem {
         dtype: compute,
         shape: AttentionShape::new("attention", &of_query, &of_key, &of_value).ok()?,
         options: AttentionOptions {
-            dropout: dropout(|_| StochasticKey { seed: 0, stream: 0 }),
+            dropout,
             ..AttentionOptions::new(scale as f32)
         },
         is_masked: !scores.masks.is_empty(),
@@ -374,7 +395,9 @@ pub(super) fn context<B: QuantBackend, R: Recipe>(
     };
     // In evaluation by the kernels of training: others may give a query that sees nothing something else.
     let way = way::<<B::Base as DataBackend>::Kernels>(&value.device(), &problem, true)?;
-    problem.options.dropout = dropout(|drawn| *drawn.key.get_or_init(dropout_key));
+    if let Some((dropped, drawn)) = drops {
+        problem.options.dropout = Some(drawn.dropout(dropped, drawn.key()?));
+    }
     let _scope = QuantTrain::<B, R>::scope();
     QuantTrain::<B, R>::compress_pending();
     let inputs = [

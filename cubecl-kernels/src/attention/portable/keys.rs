@@ -108,7 +108,7 @@ pub(super) fn attention_keys_kernel<F: Numeric, M: Numeric>(
                 sync_cube();
             }
             if comptime!(wanted.key) {
-                write_tile(&mut tile, &of_tile.before_cap);
+                write_tile(&mut tile, &of_tile.of_products);
                 add_products::<F>(
                     &mut key_sums,
                     &tile,

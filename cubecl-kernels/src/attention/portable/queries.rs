@@ -83,7 +83,7 @@ pub(super) fn attention_queries_kernel<F: Numeric, M: Numeric>(
                 let at = (unit_col() + comptime!(j as u32)) * comptime!(PITCH as u32)
                     + unit_row()
                     + comptime!(i as u32);
-                tile[at as usize] = of_tile.before_cap[comptime!(i * OWN + j)];
+                tile[at as usize] = of_tile.of_products[comptime!(i * OWN + j)];
             }
         }
         add_products::<F>(

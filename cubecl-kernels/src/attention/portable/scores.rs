@@ -156,7 +156,7 @@ pub(super) struct OfScores {
     /// Gradients of the scores.
     pub gradients: Array<f32>,
     /// Gradients of the products, but for the scale.
-    pub before_cap: Array<f32>,
+    pub of_products: Array<f32>,
 }
 
 /// From the scores and the products of gradients and values.
@@ -172,7 +172,7 @@ pub(super) fn of_scores(
     let mut result = OfScores {
         probabilities: Array::<f32>::new(ELEMENTS),
         gradients: Array::<f32>::new(ELEMENTS),
-        before_cap: Array::<f32>::new(ELEMENTS),
+        of_products: Array::<f32>::new(ELEMENTS),
     };
     let drops = comptime!(asked.drops_probabilities());
     let factors = factors(problem, place, drops, asked);
@@ -191,9 +191,9 @@ pub(super) fn of_scores(
             result.probabilities[slot] = probability;
             result.gradients[slot] = gradient;
             if comptime!(asked.has_slopes()) {
-                result.before_cap[slot] = gradient * scores.slopes[slot];
+                result.of_products[slot] = gradient * scores.slopes[slot];
             } else {
-                result.before_cap[slot] = gradient;
+                result.of_products[slot] = gradient;
             }
         }
     }

@@ -507,7 +507,7 @@ impl CudaSource for FloatSource {
         [outer * inner, m, n, k].map(|size| size as usize)
     }
 
-    /// The other products of a linear layer, behind X W: dY Wᵀ as this one, Xᵀ dY in FP32.
+    /// The other products of a linear layer, behind X W: dY Wᵀ in the dtype of X, Xᵀ dY in FP32.
     fn companions<R: Runtime>(
         &self,
         client: &ComputeClient<R>,
@@ -518,7 +518,7 @@ impl CudaSource for FloatSource {
         }
         let [of_input, of_weight] = other_products(sizes);
         let products = [
-            (of_input, (false, false), self.out_dtype),
+            (of_input, (false, false), self.dtype),
             (of_weight, (true, true), storage::<f32>()),
         ];
         let source = |(sizes, along_rows, out_dtype)| {

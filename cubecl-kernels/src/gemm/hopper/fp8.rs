@@ -385,13 +385,17 @@ impl CudaSource for Fp8Source {
         numbers.sizes()
     }
 
-    /// The other products of a linear layer, dY Wᵀ as this one and Xᵀ dY in FP32, with dY in E5M2 and in what X has; and
-    /// those of layers that are not quantized.
+    /// The other products of a linear layer, dY Wᵀ as this one and Xᵀ dY in FP32, with dY in E5M2 and in what X has;
+    /// and those of layers that are not quantized.
     fn companions<R: Runtime>(
         &self,
         client: &ComputeClient<R>,
         sizes: [usize; 4],
     ) -> Vec<SourceText> {
+        // A gradient of weights, or sums of parts, of which nothing follows.
+        if self.out_dtype == storage::<f32>() {
+            return vec![];
+        }
         let [of_input, of_weight] = other_products(sizes);
         let [x, w] = self.operands;
         let of_output = |operand| OperandKnobs {

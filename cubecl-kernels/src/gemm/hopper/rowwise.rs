@@ -132,6 +132,10 @@ impl CudaSource for RowwiseSource {
         client: &ComputeClient<R>,
         sizes: [usize; 4],
     ) -> Vec<SourceText> {
+        // A gradient of weights, or sums of parts, of which nothing follows.
+        if self.out_dtype == storage::<f32>() {
+            return vec![];
+        }
         let [of_input, of_weight] = other_products(sizes);
         let products = [(of_input, self.out_dtype), (of_weight, storage::<f32>())];
         let source = |(sizes, out_dtype)| {

@@ -173,10 +173,22 @@ fn keeps_nan_where_it_is_seen() {
 #[rstest]
 #[case::scale(AttentionOptions::new(-1.0), 64, "scale")]
 #[case::soft_cap(AttentionOptions { softcap: Some(3.0), ..AttentionOptions::new(1.0) }, 64, "soft cap")]
-#[case::dropout(
+#[case::dropout_of_scores(
     AttentionOptions {
         dropout: Some(Dropout {
             dropped: Dropped::Scores,
+            rate: 0.1,
+            key: StochasticKey { seed: 1, stream: 2 },
+        }),
+        ..AttentionOptions::new(1.0)
+    },
+    64,
+    "dropout"
+)]
+#[case::dropout_of_probabilities(
+    AttentionOptions {
+        dropout: Some(Dropout {
+            dropped: Dropped::Probabilities,
             rate: 0.1,
             key: StochasticKey { seed: 1, stream: 2 },
         }),
