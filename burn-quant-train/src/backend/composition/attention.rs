@@ -13,8 +13,8 @@
 use std::sync::OnceLock;
 
 use burn_backend::{
-    DType, Distribution, FloatDType, Scalar, Shape, TensorData, TensorMetadata, ops::BoolTensorOps,
-    tensor::Device,
+    DType, Distribution, FloatDType, Scalar, Shape, TensorData, TensorMetadata,
+    get_device_settings, ops::BoolTensorOps, tensor::Device,
 };
 
 use super::{Step, Waiting, step};
@@ -164,7 +164,8 @@ impl<B: QuantBackend> Drawn<B> {
             .for_each(|(row, factors)| dropout.apply(row, 0, factors));
         let kept = factors.iter().map(|&factor| factor != 0.0).collect();
         let kept = TensorData::new::<bool, _>(kept, self.shape.clone());
-        let kept = By::<B, R>::bool_from_data(kept, &self.device);
+        let bools = get_device_settings::<By<B, R>>(&self.device).bool_dtype;
+        let kept = By::<B, R>::bool_from_data(kept.convert_dtype(bools.into()), &self.device);
         By::<B, R>::bool_into_float(kept, self.dtype)
     }
 
