@@ -101,11 +101,11 @@ pub(crate) fn anticipate<R: Runtime, S: CudaSource>(
     source: &S,
     numbers: &S::Numbers,
 ) {
-    let compiles =
-        IS_ACTIVE.load(Ordering::Relaxed) && TypeId::of::<R>() == TypeId::of::<CudaRuntime>();
+    if !IS_ACTIVE.load(Ordering::Relaxed) || TypeId::of::<R>() != TypeId::of::<CudaRuntime>() {
+        return;
+    }
     let sizes = source.sizes(numbers);
-    let launch = (TypeId::of::<S>(), source, sizes);
-    if !compiles || !queue().is_new(hash_of(&launch)) {
+    if !queue().is_new(hash_of(&(TypeId::of::<S>(), source, sizes))) {
         return;
     }
     let companions = source.companions(client, sizes);
@@ -215,8 +215,8 @@ fn compile(text: &SourceText, context: &mut Option<Context>) -> Result<(), Failu
 }
 
 /// A context of the thread's own, and its current one. In that of the program, the driver would hold up every launch
-/// and allocation while it compiles: by 2.4 s at worst, with 12 threads and 10 kernels (one NVIDIA H100, driver
-/// 580.159.04, 2026-11-28); with contexts of their own by 0.02 s.
+/// and allocation while it compiles: by 4.1 s at worst, with 12 threads and 10 kernels; with contexts of their own by
+/// 0.1 s (one NVIDIA H200, driver 580.159.04, 2026-11-28).
 struct Context(CUcontext);
 
 impl Context {

@@ -179,14 +179,9 @@ impl TiledProduct {
 
     /// That of INT8 matrices.
     fn of(problem: &GemmProblem) -> Self {
-        Self {
-            batch: problem.batch,
-            m: problem.m,
-            n: problem.n,
-            stages: problem.k.div_ceil(HopperBlueprint::DEPTH),
-            // Residuals make parts of one depth differ in cost.
-            may_split: !problem.fallback,
-        }
+        let sizes = [problem.batch, problem.m, problem.n, problem.k];
+        // Residuals make parts of one depth differ in cost.
+        Self::new(sizes, HopperBlueprint::DEPTH, !problem.fallback)
     }
 }
 
@@ -378,36 +373,43 @@ impl CudaSource for GemmSource {
         client: &ComputeClient<R>,
         sizes: [usize; 4],
     ) -> Vec<SourceText> {
-        // A gradient of weights, or sums of parts, of which nothing follows.
-        if self.out_dtype == storage::<f32>() {
-            return vec![];
-        }
         let [of_input, of_weight] = other_products(sizes);
         let products = [
             (of_input, false, self.out_dtype),
             (of_weight, false, storage::<f32>()),
             (of_weight, self.fallback, storage::<f32>()),
         ];
+        let (chunk, speeds) = (HopperBlueprint::CHUNK, HopperBlueprint::SPEEDS);
         let source = |(sizes, fallback, out_dtype): ([usize; 4], bool, StorageType)| {
             let product = TiledProduct::new(sizes, HopperBlueprint::DEPTH, !fallback);
-            let (chunk, speeds) = (HopperBlueprint::CHUNK, HopperBlueprint::SPEEDS);
             let blueprint = HopperBlueprint::cheapest(client, &product, chunk, speeds);
-            let source = Self {
+            Self {
                 tile: blueprint.tile,
                 fallback,
                 bias: false,
                 out_dtype: blueprint.written(out_dtype),
                 ..*self
-            };
-            source.text()
+            }
         };
-        let unquantized = float::unquantized(client, self.out_dtype);
-        products
-            .map(source)
-            .into_iter()
-            .chain(unquantized)
-            .collect()
+        companions_of(client, self.out_dtype, products.into_iter().map(source))
     }
+}
+
+/// The sources of such products, and those of layers that recipes leave in the dtype of this output.
+///
+/// None where it is FP32: that is a gradient of weights, or sums of parts, of which nothing follows.
+fn companions_of<R: Runtime, S: CudaSource>(
+    client: &ComputeClient<R>,
+    out_dtype: StorageType,
+    products: impl IntoIterator<Item = S>,
+) -> Vec<SourceText> {
+    if out_dtype == storage::<f32>() {
+        return vec![];
+    }
+    let products = products.into_iter().map(|product| product.text());
+    products
+        .chain(float::unquantized(client, out_dtype))
+        .collect()
 }
 
 /// The sizes of dX = dY Wᵀ and of dW = Xᵀ dY, where X W is of these, `[batch, M, N, K]`.

@@ -21,7 +21,7 @@ use crate::{
 };
 
 use super::{
-    GemmNumbers, TiledProduct, UNITS, batch_stride, float::unquantized, other_products, tensor_map,
+    GemmNumbers, TiledProduct, UNITS, batch_stride, companions_of, other_products, tensor_map,
 };
 
 const OPERATION: &str = "gemm_fp8";
@@ -137,13 +137,7 @@ pub fn gemm_fp8<R: Runtime>(
     if batch * m * n == 0 {
         return Ok(out);
     }
-    let product = TiledProduct {
-        batch,
-        m,
-        n,
-        stages: a_shape.cols.div_ceil(BLOCK),
-        may_split: true,
-    };
+    let product = TiledProduct::new([batch, m, n, a_shape.cols], BLOCK, true);
     let blueprint = HopperBlueprint::cheapest(client, &product, HopperBlueprint::CHUNK, SPEEDS);
     let numbers = GemmNumbers {
         batch: batch as u64,
@@ -392,10 +386,6 @@ impl CudaSource for Fp8Source {
         client: &ComputeClient<R>,
         sizes: [usize; 4],
     ) -> Vec<SourceText> {
-        // A gradient of weights, or sums of parts, of which nothing follows.
-        if self.out_dtype == storage::<f32>() {
-            return vec![];
-        }
         let [of_input, of_weight] = other_products(sizes);
         let [x, w] = self.operands;
         let of_output = |operand| OperandKnobs {
@@ -412,19 +402,13 @@ impl CudaSource for Fp8Source {
             let product = TiledProduct::new(sizes, HopperBlueprint::DEPTH, true);
             let blueprint =
                 HopperBlueprint::cheapest(client, &product, HopperBlueprint::CHUNK, SPEEDS);
-            let source = Self {
+            Self {
                 tile: blueprint.tile,
                 operands,
                 bias: false,
                 out_dtype: blueprint.written(out_dtype),
-            };
-            source.text()
+            }
         };
-        let unquantized = unquantized(client, self.out_dtype);
-        products
-            .map(source)
-            .into_iter()
-            .chain(unquantized)
-            .collect()
+        companions_of(client, self.out_dtype, products.into_iter().map(source))
     }
 }

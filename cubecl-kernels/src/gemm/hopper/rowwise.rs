@@ -21,7 +21,7 @@ use crate::{
     },
 };
 
-use super::{GemmNumbers, TiledProduct, UNITS, float::unquantized, other_products, tensor_map};
+use super::{GemmNumbers, TiledProduct, UNITS, companions_of, other_products, tensor_map};
 
 /// Columns that are computed at once: those of the widest tile.
 const WHOLE_TILE: usize = 256;
@@ -121,6 +121,7 @@ impl CudaSource for RowwiseSource {
     fn shared_memory(&self) -> usize {
         self.tile.shared_memory()
     }
+
     fn sizes(&self, numbers: &GemmNumbers) -> [usize; 4] {
         numbers.sizes()
     }
@@ -132,27 +133,17 @@ impl CudaSource for RowwiseSource {
         client: &ComputeClient<R>,
         sizes: [usize; 4],
     ) -> Vec<SourceText> {
-        // A gradient of weights, or sums of parts, of which nothing follows.
-        if self.out_dtype == storage::<f32>() {
-            return vec![];
-        }
         let [of_input, of_weight] = other_products(sizes);
         let products = [(of_input, self.out_dtype), (of_weight, storage::<f32>())];
         let source = |(sizes, out_dtype)| {
             let product = TiledProduct::new(sizes, HopperBlueprint::DEPTH, true);
             let blueprint = HopperBlueprint::cheapest(client, &product, WHOLE_TILE, SPEEDS);
-            let source = Self {
+            Self {
                 tile: blueprint.tile,
                 bias: false,
                 out_dtype: blueprint.written(out_dtype),
-            };
-            source.text()
+            }
         };
-        let unquantized = unquantized(client, self.out_dtype);
-        products
-            .map(source)
-            .into_iter()
-            .chain(unquantized)
-            .collect()
+        companions_of(client, self.out_dtype, products.into_iter().map(source))
     }
 }

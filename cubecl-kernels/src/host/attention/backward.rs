@@ -120,14 +120,10 @@ impl Tiles {
         Self {
             p: vec![0.0; ROWS * COLS],
             ds: vec![0.0; ROWS * COLS],
-            slopes: vec![
-                0.0;
-                if problem.options.has_slopes() {
-                    ROWS * COLS
-                } else {
-                    0
-                }
-            ],
+            slopes: match problem.options.has_slopes() {
+                true => vec![0.0; ROWS * COLS],
+                false => Vec::new(),
+            },
         }
     }
 }
