@@ -29,11 +29,13 @@
 //! | [`layer_norm`](mod@layer_norm) | layer normalization and its gradients |
 //! | [`gelu`](mod@gelu) | GELU and its gradient |
 //! | [`column_sum`](mod@column_sum) | what the norms' backward passes leave in parts, added up |
+//! | [`sum`](mod@sum) | the sum or the mean of all elements, such as of losses |
 //! | [`concatenate`](mod@concatenate) | many short tensors in one |
 //! | [`extremes`](mod@extremes) | the smallest and the largest of scales |
 //! | [`operator_input`] | what norms, GELU and the gate read: floats, or numbers with scales |
 //! | [`swiglu`](mod@swiglu) | the gate of a SwiGLU layer and its gradients |
 //! | [`embedding`] | the gradient of an embedding's table |
+//! | [`amax_history`] | the histories of largest magnitudes by which delayed scaling quantizes |
 //! | [`delay_threshold`] | the controller that keeps the rate of fallback blocks in its range |
 //! | [`compile_ahead`] | compilation of kernels before they are launched |
 //! | [`philox`] | the counter-based random bits of stochastic rounding |
@@ -62,6 +64,7 @@
 #![allow(clippy::manual_is_multiple_of, clippy::collapsible_if)]
 
 pub mod adamw;
+pub mod amax_history;
 pub mod attention;
 pub mod bit_splitting;
 pub mod column_sum;
@@ -99,6 +102,7 @@ pub mod rounding;
 pub mod scale;
 pub mod shape;
 pub mod softmax;
+pub mod sum;
 pub mod swiglu;
 pub mod transpose;
 

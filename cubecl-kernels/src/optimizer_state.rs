@@ -41,7 +41,7 @@ pub(crate) mod table;
 pub const MIN_NONZERO: f32 = f32::from_bits((127 - 124) << 23);
 
 /// The exponent, in eighths, of a group without a range of its own, of zeros or not finite: `k = 1`.
-pub(crate) const NEUTRAL_EXPONENT: u8 = 8;
+pub const NEUTRAL_EXPONENT: u8 = 8;
 
 /// Largest group.
 pub const MAX_GROUP: usize = 2048;

@@ -9,6 +9,7 @@
 //! Matrices are contiguous slices, row-major, batch first.
 
 pub mod adamw;
+pub mod amax_history;
 pub mod attention;
 pub mod bit_splitting;
 pub mod delay_threshold;

@@ -10,14 +10,16 @@ mod sampling;
 use std::borrow::Cow;
 
 use burn_backend::{
-    Backend, DType, Element, FloatDType, Shape, TensorData, TensorMetadata, bf16,
+    Backend, DType, Element, FloatDType, IntDType, Shape, TensorData, TensorMetadata, bf16,
     tensor::{Device, FloatTensor, IntTensor},
 };
 use bytemuck::Pod;
 use cubecl_kernels::{
+    amax_history::DelayedScaling,
     host::{self, HostQuantized, HostScales, HostValues},
     layout::Layout,
     number::Storage,
+    optimizer_state::NEUTRAL_EXPONENT,
     reference::{
         self,
         adamw::{MomentChunk, StateDither, Step, clip_factor, round_to_bf16},
@@ -26,6 +28,7 @@ use cubecl_kernels::{
 };
 
 use super::{
+    amax_history::{AmaxHistory, AmaxHistoryKernels},
     cast::cast_to,
     composition::{CompositionKernels, Compositions},
     kernels::checked,
@@ -338,6 +341,28 @@ impl<B: HostBackend> ThresholdKernels for B {
     }
 }
 
+impl<B: HostBackend> AmaxHistoryKernels for B {
+    fn advance_amax_history(
+        state: AmaxHistory<B>,
+        runs: FloatTensor<B>,
+        scaling: &DelayedScaling,
+    ) -> AmaxHistory<B> {
+        let device = B::float_device(&runs);
+        let shape = state.history.shape();
+        let mut maxima = floats::<B>(state.maxima);
+        let mut history = floats::<B>(state.history);
+        B::with_floats(runs, |runs| {
+            reference::amax_history::advance_amax_history(&mut maxima, &mut history, runs, scaling);
+        });
+        let layers = maxima.len();
+        let upload = |values, shape| B::float_from_data(TensorData::new(values, shape), &device);
+        AmaxHistory {
+            maxima: upload(maxima, Shape::new([layers])),
+            history: upload(history, shape),
+        }
+    }
+}
+
 impl<B: HostBackend> OptimizerKernels for B {
     fn adamw(
         items: Vec<AdamWItem<B>>,
@@ -406,6 +431,25 @@ impl<B: HostBackend> OptimizerKernels for B {
         let good = !is_raised::<B>(Some(nonfinite));
         reference::update_loss_scale(&mut scale, &mut good_steps, good, config);
         LossScale::new(scale, good_steps, &device)
+    }
+
+    fn initial_moment(
+        parameter: &FloatTensor<B>,
+        format: Option<StateFormat>,
+        moment: Moment,
+    ) -> MomentState<B> {
+        let (shape, device) = (parameter.shape(), B::float_device(parameter));
+        let Some(format) = format else {
+            return MomentState::Full(B::float_zeros(shape, &device, FloatDType::F32));
+        };
+        let groups = Shape::new([format.groups(shape.num_elements())]);
+        let bytes = |shape, byte: u8| B::int_full(shape, byte.into(), &device, IntDType::U8);
+        MomentState::Coded {
+            format,
+            codes: bytes(shape, format.encoding.zero(moment)),
+            scales: B::float_zeros(groups.clone(), &device, FloatDType::F32),
+            exponents: format.expand.then(|| bytes(groups, NEUTRAL_EXPONENT)),
+        }
     }
 
     fn compress_moment(x: FloatTensor<B>, format: StateFormat, moment: Moment) -> MomentState<B> {

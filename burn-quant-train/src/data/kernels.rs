@@ -3,11 +3,12 @@
 use cubecl_kernels::KernelError;
 
 use super::{
-    attention::kernels::AttentionKernels, composition::kernels::CompositionKernels,
-    concat::kernels::ConcatKernels, health::kernels::HealthKernels,
-    learned_step::kernels::LearnedStepKernels, optimizer::kernels::OptimizerKernels,
-    product::kernels::ProductKernels, quantize::kernels::QuantizeKernels,
-    sampling::kernels::SamplingKernels, threshold::kernels::ThresholdKernels,
+    amax_history::kernels::AmaxHistoryKernels, attention::kernels::AttentionKernels,
+    composition::kernels::CompositionKernels, concat::kernels::ConcatKernels,
+    health::kernels::HealthKernels, learned_step::kernels::LearnedStepKernels,
+    optimizer::kernels::OptimizerKernels, product::kernels::ProductKernels,
+    quantize::kernels::QuantizeKernels, sampling::kernels::SamplingKernels,
+    threshold::kernels::ThresholdKernels,
 };
 
 /// The kernels of a backend.
@@ -23,6 +24,7 @@ pub trait Kernels:
     + CompositionKernels
     + OptimizerKernels
     + ThresholdKernels
+    + AmaxHistoryKernels
     + ConcatKernels
     + HealthKernels
 {
@@ -37,6 +39,8 @@ impl<B> Kernels for B where
         + CompositionKernels
         + OptimizerKernels
         + ThresholdKernels
+        + AmaxHistoryKernels
+        + AmaxHistoryKernels
         + ConcatKernels
         + HealthKernels
 {

@@ -7,12 +7,13 @@
 //! | file | what it has |
 //! | --- | --- |
 //! | [`tensors`] | values built of tensors, on any kind of tensors |
-//! | [`quantize`], [`learned_step`], [`sampling`], [`product`], [`attention`], [`composition`], [`optimizer`], [`threshold`], [`concat`](mod@concat), [`health`] | a concern each: kernels and operations |
+//! | [`quantize`], [`learned_step`], [`sampling`], [`product`], [`attention`], [`composition`], [`optimizer`], [`threshold`], [`amax_history`], [`concat`](mod@concat), [`health`] | a concern each: kernels and operations |
 //! | `kernels`, `operation` | the kernels of all concerns; operations, and the backends that run them |
 //! | `host`, `cube`, `fusion` | the backends: in host memory, on CubeCL's runtimes, in a fused stream |
 //! | `cast`, `random_hadamard` | casts between float dtypes; a transform by Burn's operations |
 //! | `read` | state read back to the host |
 
+pub mod amax_history;
 pub mod attention;
 pub mod composition;
 pub mod concat;

@@ -44,10 +44,8 @@ macro_rules! float_operations {
             float_lower_elem(lhs: Float, rhs: (Scalar), out_dtype: (BoolDType)) -> Bool;
             float_lower_equal(lhs: Float, rhs: Float, out_dtype: (BoolDType)) -> Bool => Promote;
             float_lower_equal_elem(lhs: Float, rhs: (Scalar), out_dtype: (BoolDType)) -> Bool;
-            float_sum(tensor: Float) -> Float => Full [loss: tensor];
             float_prod(tensor: Float) -> Float => Full;
             float_prod_dim(tensor: Float, dim: (usize)) -> Float => Full;
-            float_mean(tensor: Float) -> Float => Full [loss: tensor];
             float_cumsum(tensor: Float, dim: (usize)) -> Float => Full;
             float_cumprod(tensor: Float, dim: (usize)) -> Float => Full [exact: tensor];
             float_cummin(tensor: Float, dim: (usize)) -> Float [exact: tensor];
@@ -121,6 +119,8 @@ macro_rules! composed_float_operations {
             float_add_scalar(lhs: Float, rhs: (Scalar)) -> Float [again if exact];
             float_mul(lhs: Float, rhs: Float) -> Float => Promote [again];
             float_div(lhs: Float, rhs: Float) -> Float => Promote [again over small, exact: rhs];
+            float_sum(tensor: Float) -> Float => Full [loss: tensor];
+            float_mean(tensor: Float) -> Float => Full [loss: tensor];
             float_mean_dim(tensor: Float, dim: (usize)) -> Float => Full;
             float_sum_dim(tensor: Float, dim: (usize)) -> Float => Full [sum];
             float_cast(tensor: Float, dtype: (FloatDType)) -> Float [again];

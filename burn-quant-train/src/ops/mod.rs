@@ -17,5 +17,6 @@ pub(crate) mod rotary;
 pub(crate) mod run;
 pub(crate) mod softmax;
 mod stand_in;
+pub(crate) mod sum;
 pub(crate) mod swiglu;
 pub(crate) mod watch;

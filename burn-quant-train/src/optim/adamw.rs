@@ -361,7 +361,7 @@ where
                 moments.check_shape(&name, &shape);
                 moments.moved_to(device).converted(formats)
             }
-            None => Moments::zeros(&shape, formats, device),
+            None => Moments::initial(&parameter, formats),
         };
         let seed = *state
             .seed

@@ -1,10 +1,15 @@
 //! The moments of one parameter, in any format.
 
-use burn_backend::{Shape, tensor::Device};
+use burn_backend::{
+    Shape,
+    tensor::{Device, FloatTensor},
+};
 
 use crate::data::{
     DataBackend,
-    optimizer::{Moment, MomentState, StateFormat, compress_moment, decompress_moment},
+    optimizer::{
+        Moment, MomentState, StateFormat, compress_moment, decompress_moment, initial_moment,
+    },
 };
 
 /// The moments of one parameter.
@@ -15,15 +20,13 @@ pub(super) struct Moments<B: DataBackend> {
 }
 
 impl<B: DataBackend> Moments<B> {
-    pub(super) fn zeros(
-        shape: &Shape,
-        formats: [Option<StateFormat>; 2],
-        device: &Device<B>,
-    ) -> Self {
+    /// Those of a parameter before its first step.
+    pub(super) fn initial(parameter: &FloatTensor<B>, formats: [Option<StateFormat>; 2]) -> Self {
         let [first, second] = formats;
+        let initial = |format, moment| initial_moment::<B>(parameter.clone(), format, moment);
         Self {
-            first: MomentState::zeros(shape.clone(), first, Moment::First, device),
-            second: MomentState::zeros(shape.clone(), second, Moment::Second, device),
+            first: initial(first, Moment::First),
+            second: initial(second, Moment::Second),
         }
     }
 

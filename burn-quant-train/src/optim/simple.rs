@@ -142,7 +142,7 @@ impl<B: ParameterBackend> SimpleOptimizer<B> for SimpleQuantAdamW {
         } = match state {
             Some(state) => self.with_stream(state),
             None => SimpleState {
-                moments: Moments::zeros(&shape, formats, &device),
+                moments: Moments::initial(&parameter, formats),
                 clock: B::Base::int_from_data(TensorData::new(vec![0i32, 0], [2]), &device),
                 seed: self.config.seed.unwrap_or_else(layer::seed),
                 stream: None,

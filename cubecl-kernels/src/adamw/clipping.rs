@@ -158,6 +158,7 @@ fn add_squares<R: Runtime>(
             numbers(|job| job.first),
             array(or_unused(loss_scale, sums, storage::<f32>())),
             array(sums.clone()),
+            QUADS_OF_UNIT as u32,
             0,
             jobs[0].width,
             loss_scale.is_some(),
@@ -174,6 +175,7 @@ fn squares_kernel<G: Numeric, N: Size>(
     firsts: &Sequence<u32>,
     loss_scale: &Array<f32>,
     sums: &mut Array<f32>,
+    reads: u32,
     zero: u32,
     #[comptime] width: usize,
     #[comptime] scaled: bool,
@@ -194,10 +196,10 @@ fn squares_kernel<G: Numeric, N: Size>(
             let len = *lens.index(index);
             has_part = part < len.div_ceil(comptime!(PART as u32));
             slot = *firsts.index(index) + part;
-            // Not unrolled here, in each of the gradients' branches: CubeCL's passes over the kernel would take long.
-            for read in 0..comptime!(QUADS_OF_UNIT as u32) {
-                let quad =
-                    (part * comptime!(QUADS_OF_UNIT as u32) + read) * UNITS as u32 + UNIT_POS;
+            // Not unrolled, in each of the gradients' branches, by CubeCL or the compilers behind it, which do not know
+            // the number: they would take long.
+            for read in 0..reads {
+                let quad = (part * reads + read) * UNITS as u32 + UNIT_POS;
                 if quad < len.div_ceil(4u32) {
                     if comptime!(width == QUAD) {
                         let values = gradient[quad as usize];

@@ -23,7 +23,7 @@ use super::{
 };
 
 /// Units of a cube, here and of the kernels that go on with the maxima.
-pub(super) const UNITS: usize = 256;
+pub(crate) const UNITS: usize = 256;
 /// Rows that one cube reduces to one, at most; longer columns take more than one launch, each on enough cubes.
 const ROWS_OF_CUBE: usize = 256;
 /// Vectors that a unit of the kernel of parts reads, none of which waits for another. Neighbours are those of units side
@@ -129,7 +129,7 @@ pub(super) fn parts<R: Runtime>(
 
 /// The bits of the largest of `count` maxima from the `first` on. All [`UNITS`] of a cube must call it together.
 #[cube]
-pub(super) fn largest_of(maxima: &Array<f32>, first: u32, count: u32) -> u32 {
+pub(crate) fn largest_of(maxima: &Array<f32>, first: u32, count: u32) -> u32 {
     let mut bits = 0u32;
     let mut next = UNIT_POS;
     while next < count {

@@ -28,6 +28,7 @@ use std::{
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 use cubecl_kernels::{
     adamw::{AdamWTensors, Hyperparameters, adamw, clip_factors, initial_clock, initial_flag},
+    amax_history::{AmaxHistory, DelayedScaling, advance_amax_history},
     attention::{
         AttentionGradients, AttentionKernel, AttentionOptions, AttentionTensors, Band, Dropout,
         Dropped,
@@ -66,6 +67,7 @@ use cubecl_kernels::{
     rotary::{RotaryPass, rotary},
     rounding::{Rounding, StochasticKey},
     scale::ScaleNumber,
+    sum::{Reduction, sum},
     swiglu::{swiglu, swiglu_backward},
 };
 use half::{bf16, f16};
@@ -830,7 +832,24 @@ fn layer_sources(architecture: u16) -> Vec<Source> {
         }
         let parts = tensor(client, &[256, 768], dtype::<f32>());
         column_sum(client, &parts).expect("a matrix");
+        for float in outputs() {
+            let x = tensor(client, &[20_000], float);
+            sum(client, &x, Reduction::Mean).expect("a tensor");
+        }
         concatenate(client, &[parts]).expect("a tensor");
+        let state = AmaxHistory {
+            maxima: tensor(client, &[5], dtype::<f32>()),
+            history: tensor(client, &[5, 1024], dtype::<f32>()),
+        };
+        for most_recent in [false, true] {
+            let scaling = DelayedScaling {
+                margin: 1,
+                most_recent,
+                due: true,
+            };
+            let runs = tensor(client, &[5, 2], dtype::<f32>());
+            advance_amax_history(client, &state, &runs, &scaling).expect("layers");
+        }
         for scales in [
             tensor(client, &[512], dtype::<f32>()),
             tensor(client, &[512], dtype::<u8>()),
@@ -870,6 +889,7 @@ fn layer_sources(architecture: u16) -> Vec<Source> {
         "zero_kernel",
         "sort_kernel",
         "sum_kernel",
+        "amax_history_kernel",
     ] {
         let mut names = sources.values().map(|source| &source.name);
         assert!(names.any(|name| name.starts_with(kernel)), "no {kernel}");

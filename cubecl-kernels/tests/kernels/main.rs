@@ -2,6 +2,7 @@
 //! only what runs on the host is tested.
 
 mod adamw;
+mod amax_history;
 mod attention;
 mod bit_splitting;
 mod clipping;
@@ -61,5 +62,7 @@ mod rotary;
 mod softmax;
 #[cfg(any(feature = "cuda", feature = "vulkan"))]
 mod split_k;
+#[cfg(any(feature = "cuda", feature = "vulkan"))]
+mod sum;
 #[cfg(any(feature = "cuda", feature = "vulkan"))]
 mod transpose;

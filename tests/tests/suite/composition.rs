@@ -33,6 +33,7 @@ on_every_backend! {
     tables_get_the_gradients_of_burn => embedding;
     the_logarithm_of_a_softmax_equals_that_of_fp32 => logarithms;
     logits_beyond_numbers_are_seen => lost_logits;
+    sums_and_means_of_few_and_of_many => sums;
 }
 
 const COLUMNS: usize = 40;
@@ -502,6 +503,11 @@ fn of_logits<B: DataBackend, R: Recipe>(dtype: DType, tolerance: f32, seed: u64)
         |x| log_softmax(x, 2) * 2,
         i.x
     ));
+    let device = Default::default();
+    let logits = tensor::<QuantTrain<Autodiff<B>, R>, 2>(&data[0], [14, COLUMNS], &device);
+    let trained = floats(&log_softmax(logits.clone().cast(dtype), 1));
+    let evaluated = floats(&log_softmax(logits.inner().cast(dtype), 1));
+    assert_near("evaluation", &evaluated, &trained, 1e-5);
 }
 
 fn lost_logits<B: DataBackend>(_seed: u64) {
@@ -535,4 +541,51 @@ fn of_lost_logits<B: DataBackend, R: Recipe>(dtype: DType, _tolerance: f32) {
     );
     assert_eq!(gradient[2 * COLUMNS + 1], 0.0);
     assert!(gradient[2 * COLUMNS..].iter().all(|it| it.is_finite()));
+}
+
+fn sums<B: DataBackend>(seed: u64) {
+    in_16_bits!(B, add_up(seed));
+}
+
+/// On both sides of the number of elements from which Burn adds up; numbers of 16 bits, so that nothing is rounded
+/// before they are added.
+fn add_up<B: DataBackend, R: Recipe>(dtype: DType, _tolerance: f32, seed: u64) {
+    type A<B, R> = QuantTrain<Autodiff<B>, R>;
+    let (mut rng, device) = (Rng::new(seed), Default::default());
+    for len in [1, 40, 16_385, 1 << 18, (1 << 18) + 1] {
+        let x = rng.normals_of_16_bits(len);
+        let total: f64 = x.iter().map(|it| f64::from(*it)).sum();
+        let size: f64 = x.iter().map(|it| f64::from(it.abs())).sum();
+        let x = tensor::<A<B, R>, 2>(&x, [1, len], &device).require_grad();
+        let evaluated = floats(&x.clone().inner().cast(dtype).sum())[0];
+        let error = (f64::from(evaluated) - total).abs();
+        assert!(error <= 1e-5 * size, "seed {seed}, {dtype:?}, {len}");
+        type Reduce<A> = fn(Tensor<A, 2>) -> Tensor<A, 1>;
+        let cases: [(_, Reduce<A<B, R>>, _); 4] = [
+            ("sum", |x| x.sum(), 1.0),
+            ("mean", |x| x.mean(), len as f64),
+            ("mean of a column", |x| x.transpose().mean(), len as f64),
+            ("sum in a block", |x| checkpoint(|x| x.sum(), x), 1.0),
+        ];
+        // Burn's mean of many, which one unit may add up, is wrong where loops end after 65,535 turns: Mesa's software
+        // Vulkan.
+        let count = if len > 1 << 18 { 1 } else { cases.len() };
+        for (name, reduce, divisor) in cases.into_iter().take(count) {
+            let sum = reduce(x.clone().cast(dtype));
+            let what = format!("seed {seed}, {dtype:?}, {name} of {len}");
+            let expected = total / divisor;
+            let found = f64::from(floats(&sum)[0]);
+            let error = (found - expected).abs();
+            assert!(
+                error <= 1e-5 * size / divisor,
+                "{what}: {found} for {expected}"
+            );
+            let gradient = x.grad(&(sum * 3).backward()).expect("of a leaf");
+            let gradient = floats(&gradient);
+            let expected = 3.0 / divisor as f32;
+            // The gradient has the dtype of what was added up.
+            let is_near = |it: &f32| (it - expected).abs() <= 0.01 * expected;
+            assert!(gradient.iter().all(is_near), "{what}: {:?}", gradient[0]);
+        }
+    }
 }

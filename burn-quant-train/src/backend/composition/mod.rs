@@ -9,6 +9,7 @@
 //! | GELU, in a flow | `burn::nn::Gelu` | one |
 //! | [attention] | `burn::nn::attention::MultiHeadAttention` | two products, a softmax between, dropout of one side |
 //! | the logarithm of a softmax | `log_softmax`, `burn::nn::loss::CrossEntropyLoss` | one, of the last dimension |
+//! | the sum or mean of a loss | `mean`, `sum` | one, of few elements |
 //!
 //! An operation with which a composition begins, or goes on, computes nothing: its result [waits](Waiting). The last
 //! operation records the whole, with a kernel for each pass. Whatever else reads a waiting result has it computed as
@@ -16,7 +17,8 @@
 //!
 //! Compositions are looked for in training: of recipes with a [flow](crate::recipe::Flow), whose operators they are,
 //! and else on devices that have kernels for them, where x is narrower than FP32: with FP32 as the compute dtype no bit
-//! differs from Burn's. The whole is computed in FP32 and rounded once. Attention is looked for in evaluation too.
+//! differs from Burn's. The whole is computed in FP32 and rounded once. Attention, logarithms of a softmax and sums are
+//! looked for in evaluation too.
 
 pub(super) mod attention;
 
@@ -36,6 +38,8 @@ use burn_backend::{
     tensor::{BoolTensor, Device, FloatTensor},
 };
 
+use cubecl_kernels::sum::Reduction;
+
 use super::{QuantTrain, flow, forward::forward, tensor::QuantTensor};
 use crate::{
     data::{
@@ -45,7 +49,7 @@ use crate::{
     operations::{composed_activation_operations, composed_float_operations},
     ops::{
         gelu::Gelu, layer_norm::LayerNorm, log_softmax::LogSoftmax, rms_norm::RmsNorm,
-        rotary::Rotary, swiglu::Swiglu,
+        rotary::Rotary, sum::Sum, swiglu::Swiglu,
     },
     recipe::{Flow, Recipe},
     saved::recorded::QuantBackend,
@@ -279,16 +283,22 @@ fn is_one_norm<B: QuantBackend, R: Recipe>(flow: Option<Flow>, x: &QuantTensor<B
 fn kernels<B: QuantBackend, R: Recipe>(
     x: &QuantTensor<B>,
 ) -> Option<Compositions<<B::Base as DataBackend>::Kernels>> {
-    let narrow =
-        R::row().compute != FloatDType::F32 && matches!(x.dtype(), DType::BF16 | DType::F16);
+    let is_narrow = matches!(x.dtype(), DType::BF16 | DType::F16);
+    let trains = B::RECORDS && B::ad_enabled(&x.device());
+    (is_narrow && trains)
+        .then(|| kernels_of::<B, R>(x))
+        .flatten()
+}
+
+/// The kernels that the device of x has for a recipe that computes in less than FP32, in training or evaluation.
+fn kernels_of<B: QuantBackend, R: Recipe>(
+    x: &QuantTensor<B>,
+) -> Option<Compositions<<B::Base as DataBackend>::Kernels>> {
     // A tensor that is computed from a weight remembers its layer, which a composition would forget.
-    if !B::RECORDS || !narrow || x.rank() == 0 || x.origin().is_some() {
+    if R::row().compute == FloatDType::F32 || x.rank() == 0 || x.origin().is_some() {
         return None;
     }
-    let device = x.device();
-    B::ad_enabled(&device)
-        .then(|| <B::Base as DataBackend>::Kernels::composition_kernels(&device))
-        .flatten()
+    <B::Base as DataBackend>::Kernels::composition_kernels(&x.device())
 }
 
 /// True if both are one tensor.
@@ -591,10 +601,36 @@ pub(super) fn log_softmax<B: QuantBackend, R: Recipe>(
         Some(Step::Widened(narrow)) => narrow,
         _ => x,
     };
-    kernels::<B, R>(x).filter(|_| dim + 1 == x.rank())?;
-    let _scope = QuantTrain::<B, R>::scope();
-    let output = B::record(LogSoftmax, [x.clone().into_primitive()]);
-    Some(QuantTensor::new(output))
+    let is_one = matches!(x.dtype(), DType::BF16 | DType::F16) && dim + 1 == x.rank();
+    (is_one && kernels_of::<B, R>(x).is_some()).then(|| {
+        let _scope = QuantTrain::<B, R>::scope();
+        QuantTensor::new(B::record(LogSoftmax, [x.clone().into_primitive()]))
+    })
+}
+
+/// The most elements that a kernel of ours adds up. Of more, what a fused stream gains by computing them where it adds
+/// them up is worth the kernels that Burn compiles and compares first: 0.7 s for each size (one NVIDIA H200,
+/// 2026-11-28).
+const FEW: usize = 1 << 18;
+
+pub(super) fn float_sum<B: QuantBackend, R: Recipe>(x: &QuantTensor<B>) -> Option<QuantTensor<B>> {
+    sum::<B, R>(x, Reduction::Sum)
+}
+
+pub(super) fn float_mean<B: QuantBackend, R: Recipe>(x: &QuantTensor<B>) -> Option<QuantTensor<B>> {
+    sum::<B, R>(x, Reduction::Mean)
+}
+
+fn sum<B: QuantBackend, R: Recipe>(
+    x: &QuantTensor<B>,
+    reduction: Reduction,
+) -> Option<QuantTensor<B>> {
+    let is_one = is_float(x) && (1..=FEW).contains(&x.shape().num_elements());
+    (is_one && kernels_of::<B, R>(x).is_some()).then(|| {
+        let _scope = QuantTrain::<B, R>::scope();
+        x.keep_loss();
+        QuantTensor::new(B::record(Sum(reduction), [x.clone().into_primitive()]))
+    })
 }
 
 fn swiglu<B: QuantBackend, R: Recipe>(

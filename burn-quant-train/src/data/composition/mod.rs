@@ -1,5 +1,5 @@
 //! Compositions of Burn's operations that are one operation: RMSNorm, SwiGLU's gate, GELU, layer normalization, the
-//! logarithm of a softmax, rotary positions, and the gradient of an embedding. Without a kernel all but the last three
+//! logarithm of a softmax, sums, rotary positions, and the gradient of an embedding. Without a kernel all but the last four
 //! are computed from float operations, in FP32.
 //!
 //! One kernel reads each tensor once. Operation by operation, a norm of a decoder layer of width 768 takes seven times
@@ -20,5 +20,5 @@ pub use kernels::{
 pub(crate) use operations::{
     EmbeddingGradient, GeluForward, GeluGradient, LayerNormForward, LayerNormGradients,
     LogSoftmaxForward, LogSoftmaxGradient, RmsNormForward, RmsNormGradients, RotaryPositions,
-    SwigluForward, SwigluGradients,
+    SumOfElements, SwigluForward, SwigluGradients,
 };

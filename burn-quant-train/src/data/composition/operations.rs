@@ -5,7 +5,7 @@ use burn_backend::{
     tensor::{FloatTensor, IntTensor},
 };
 
-use cubecl_kernels::rotary::RotaryPass;
+use cubecl_kernels::{rotary::RotaryPass, sum::Reduction};
 
 use super::{
     OperatorInput, floats,
@@ -275,6 +275,27 @@ impl Operation for LogSoftmaxGradient {
         let kernels = K::composition_kernels(&K::float_device(&inputs.0));
         let kernels = kernels.expect("a logarithm of a softmax is asked for where it has a kernel");
         (kernels.log_softmax_backward)(inputs, self.dtype)
+    }
+}
+
+/// The sum or the mean of all elements, in FP32.
+#[derive(Debug, Clone)]
+pub(crate) struct SumOfElements(pub Reduction);
+
+impl Operation for SumOfElements {
+    const NAME: &'static str = "sum";
+    type Inputs = FloatMeta;
+    /// FP32 `[1]`.
+    type Outputs = FloatMeta;
+
+    fn outline<T: Tensors>(&self, _x: &On<Self::Inputs, T>) -> FloatMeta {
+        FloatMeta::new([1], DType::F32)
+    }
+
+    fn run<K: Kernels>(self, x: FloatTensor<K>) -> FloatTensor<K> {
+        let kernels = K::composition_kernels(&K::float_device(&x));
+        let kernels = kernels.expect("a sum is asked for where it has a kernel");
+        (kernels.sum)(x, self.0)
     }
 }
 

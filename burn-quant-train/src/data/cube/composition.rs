@@ -14,6 +14,7 @@ use cubecl_kernels::{
     log_softmax, operator_input, quantize,
     rms_norm::{self, RmsNormGradients, RmsNormOutput},
     rotary::{self, RotaryPass},
+    sum::{self, Reduction},
     swiglu,
 };
 
@@ -52,6 +53,7 @@ where
             rotary: rotary::<R>,
             log_softmax: log_softmax::<R>,
             log_softmax_backward: log_softmax_backward::<R>,
+            sum: sum::<R>,
             embedding_gradient: embedding_gradient::<Self, R>,
         })
     }
@@ -245,6 +247,12 @@ fn log_softmax_backward<R: CubeRuntime>((output, gradient): Two<R>, dtype: DType
     let of_x =
         log_softmax::log_softmax_backward(&client, &rows(output), &rows(gradient), dtype.into());
     reshaped(tensor(&like, checked(of_x), dtype), shape)
+}
+
+fn sum<R: CubeRuntime>(x: CubeTensor<R>, reduction: Reduction) -> CubeTensor<R> {
+    let x = into_contiguous(x);
+    let sum = sum::sum(&x.client, &handle(&x), reduction);
+    tensor(&x, checked(sum), DType::F32)
 }
 
 fn rotary<R: CubeRuntime>(

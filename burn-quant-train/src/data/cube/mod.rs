@@ -1,5 +1,6 @@
 //! The kernels of `cubecl-kernels`, on every CubeCL runtime.
 
+mod amax_history;
 mod attention;
 mod composition;
 mod concat;

@@ -11,7 +11,7 @@ use burn_cubecl::{
 use cubecl_kernels::{
     adamw::{self, AdamWTensors},
     loss_scaling,
-    optimizer_state::{StateTensor, dequantize_state, quantize_state},
+    optimizer_state::{StateTensor, dequantize_state, initial_state, quantize_state},
     rounding::{Rounding, StochasticKey},
 };
 
@@ -107,25 +107,28 @@ where
         state
     }
 
+    fn initial_moment(
+        parameter: &FloatTensor<Self>,
+        format: Option<StateFormat>,
+        moment: Moment,
+    ) -> MomentState<Self> {
+        let state = initial_state(
+            &parameter.client,
+            parameter.meta.shape().as_slice(),
+            format,
+            moment,
+        );
+        moment_state(parameter, checked(state))
+    }
+
     fn compress_moment(
         x: FloatTensor<Self>,
         format: StateFormat,
         moment: Moment,
     ) -> MomentState<Self> {
         let x = into_contiguous(x);
-        let StateTensor {
-            values,
-            scales,
-            exponents,
-            ..
-        } = checked(quantize_state(&x.client, &handle(&x), format, moment));
-        let scales = scales.expect("a compressed moment has scales");
-        MomentState::Coded {
-            format,
-            codes: tensor(&x, values, DType::U8),
-            scales: tensor(&x, scales, DType::F32),
-            exponents: exponents.map(|it| tensor(&x, it, DType::U8)),
-        }
+        let state = checked(quantize_state(&x.client, &handle(&x), format, moment));
+        moment_state(&x, state)
     }
 
     fn decompress_moment(state: MomentState<Self>, moment: Moment) -> FloatTensor<Self> {
@@ -180,6 +183,29 @@ fn adamw_tensors<B: Cube<R>, R: CubeRuntime>(item: &AdamWItem<B>) -> AdamWTensor
         second: state_tensor(&item.second, Moment::Second),
         rounding: rounding(item.key),
         state_rounding: rounding(item.state_key),
+    }
+}
+
+/// A state on the device of `like`.
+fn moment_state<B: Cube<R>, R: CubeRuntime>(
+    like: &CubeTensor<R>,
+    state: StateTensor<R>,
+) -> MomentState<B> {
+    let StateTensor {
+        values,
+        scales,
+        exponents,
+        format,
+        ..
+    } = state;
+    match (format, scales) {
+        (Some(format), Some(scales)) => MomentState::Coded {
+            format,
+            codes: tensor(like, values, DType::U8),
+            scales: tensor(like, scales, DType::F32),
+            exponents: exponents.map(|it| tensor(like, it, DType::U8)),
+        },
+        _ => MomentState::Full(tensor(like, values, DType::F32)),
     }
 }
 

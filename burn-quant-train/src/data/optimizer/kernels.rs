@@ -126,6 +126,17 @@ pub trait OptimizerKernels: Backend {
         config: &LossScaling,
     ) -> LossScale<Self>;
 
+    /// A moment of zeros of a parameter, as before the first step, in this format; `None`: FP32.
+    ///
+    /// # Panics
+    ///
+    /// If the kernels have no groups of the format's size.
+    fn initial_moment(
+        parameter: &FloatTensor<Self>,
+        format: Option<StateFormat>,
+        moment: Moment,
+    ) -> MomentState<Self>;
+
     /// Compresses one moment of an optimizer (coat-fp8, section 4).
     ///
     /// # Panics

@@ -15,5 +15,6 @@ pub use loss_scale::LossScale;
 pub(crate) use moment::HostMoment;
 pub use moment::MomentState;
 pub use operations::{
-    adamw, compress_moment, decompress_moment, find_nonfinite, tick, update_loss_scale,
+    adamw, compress_moment, decompress_moment, find_nonfinite, initial_moment, tick,
+    update_loss_scale,
 };

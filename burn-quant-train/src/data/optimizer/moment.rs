@@ -1,7 +1,7 @@
 //! The moments of AdamW, on a device and in host memory.
 
 use burn_backend::{
-    Backend, DType, FloatDType, IntDType, Shape, TensorData, TensorMetadata,
+    Backend, DType, Shape, TensorData, TensorMetadata,
     tensor::{BoolTensor, Device, FloatTensor, IntTensor},
 };
 use cubecl_kernels::{
@@ -94,33 +94,6 @@ impl<B: Backend> MomentState<B> {
     /// Moves to a device.
     pub fn moved_to(self, device: &Device<B>) -> Self {
         MomentState::rebuild::<B, B>(self, &mut MoveTo::<B>(device))
-    }
-
-    /// A moment of zeros.
-    pub(crate) fn zeros(
-        shape: Shape,
-        format: Option<StateFormat>,
-        moment: Moment,
-        device: &Device<B>,
-    ) -> Self {
-        let Some(format) = format else {
-            return Self::Full(B::float_zeros(shape, device, FloatDType::F32));
-        };
-        let groups = Shape::new([format.groups(shape.num_elements())]);
-        // Scales of zero make zeros of any code.
-        Self::Coded {
-            format,
-            codes: B::int_full(
-                shape,
-                burn_backend::Scalar::from(format.encoding.zero(moment)),
-                device,
-                IntDType::U8,
-            ),
-            scales: B::float_zeros(groups.clone(), device, FloatDType::F32),
-            exponents: format
-                .expand
-                .then(|| B::int_zeros(groups, device, IntDType::U8)),
-        }
     }
 }
 

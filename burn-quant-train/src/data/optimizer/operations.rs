@@ -175,6 +175,39 @@ impl Operation for UpdateLossScale {
     }
 }
 
+/// A moment of zeros of a parameter: see [`OptimizerKernels::initial_moment`](super::OptimizerKernels::initial_moment).
+///
+/// # Panics
+///
+/// If the kernels have no groups of the format's size.
+pub fn initial_moment<B: DataBackend>(
+    parameter: FloatTensor<B>,
+    format: Option<StateFormat>,
+    moment: Moment,
+) -> MomentState<B> {
+    B::run(InitialMoment { format, moment }, parameter)
+}
+
+#[derive(Debug, Clone)]
+struct InitialMoment {
+    format: Option<StateFormat>,
+    moment: Moment,
+}
+
+impl Operation for InitialMoment {
+    const NAME: &'static str = "initial_moment";
+    type Inputs = FloatMeta;
+    type Outputs = MomentState<Outline>;
+
+    fn outline<T: Tensors>(&self, parameter: &T::Float) -> MomentState<Outline> {
+        MomentState::outline(parameter.shape(), self.format)
+    }
+
+    fn run<K: Kernels>(self, parameter: FloatTensor<K>) -> MomentState<K> {
+        K::initial_moment(&parameter, self.format, self.moment)
+    }
+}
+
 /// Compresses one moment of an optimizer: see
 /// [`OptimizerKernels::compress_moment`](super::OptimizerKernels::compress_moment).
 ///

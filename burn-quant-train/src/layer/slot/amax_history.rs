@@ -1,14 +1,24 @@
 //! Histories of largest magnitudes, by which delayed scaling quantizes.
 
+use std::cell::OnceCell;
+
 use burn_backend::{
-    FloatDType, Scalar, Shape, Slice, TensorData, TensorMetadata, get_device_settings,
-    tensor::{BoolTensor, Device, FloatTensor},
+    FloatDType, Scalar, Shape, TensorData, TensorMetadata, get_device_settings,
+    tensor::{Device, FloatTensor},
 };
-use cubecl_kernels::scale::MIN_ABSMAX;
+use cubecl_kernels::{
+    amax_history::{self, MAX_MARGIN},
+    scale::MIN_ABSMAX,
+};
 use serde::{Deserialize, Serialize};
 
 use super::{ScaledStep, SlotValues};
-use crate::data::{DataBackend, concat::concat_floats, read::floats};
+use crate::data::{
+    DataBackend,
+    amax_history::{AmaxHistory, advance_amax_history},
+    concat::concat_floats,
+    read::floats,
+};
 
 /// How the scale of a matrix follows from the largest magnitudes that it had in earlier steps (delayed scaling:
 /// NVIDIA's TransformerEngine, whose defaults these are).
@@ -51,8 +61,6 @@ impl Default for DelayedScaling {
 
 /// Runs of a layer in a step whose maxima are held one by one.
 const MANY_RUNS: usize = 64;
-/// Far more than any format has room for.
-const LARGEST_MARGIN: u32 = 64;
 
 impl DelayedScaling {
     /// Checks the settings.
@@ -70,25 +78,26 @@ impl DelayedScaling {
             "delayed scaling: an interval of no steps; use one of at least 1 step"
         );
         assert!(
-            self.margin <= LARGEST_MARGIN,
-            "delayed scaling: a margin of 2^{}; use an exponent from 0 to {LARGEST_MARGIN}, such as 0",
+            self.margin <= MAX_MARGIN,
+            "delayed scaling: a margin of 2^{}; use an exponent from 0 to {MAX_MARGIN}, such as 0",
             self.margin
         );
     }
 
-    /// True if scales move at the end of this step.
-    fn is_due(&self, step: u64) -> bool {
-        (step + 1).is_multiple_of(self.interval)
+    /// The settings as kernels take them at the end of step number `step`.
+    fn of_step(&self, step: u64) -> amax_history::DelayedScaling {
+        amax_history::DelayedScaling {
+            margin: self.margin,
+            most_recent: self.algorithm == AmaxAlgorithm::MostRecent,
+            due: (step + 1).is_multiple_of(self.interval),
+        }
     }
 }
 
 /// The histories of all layers on one device.
 #[derive(Debug, Clone)]
 pub(in crate::layer) struct AmaxHistories<B: DataBackend> {
-    /// FP32 `[layers]`: the magnitude that becomes the largest number; 0 for a layer that has none yet.
-    maxima: FloatTensor<B>,
-    /// FP32 `[layers, history]`, the last step first; 0 where there was no step yet.
-    history: FloatTensor<B>,
+    state: AmaxHistory<B>,
     /// For each layer the maxima of its runs in the present step, FP32 `[1]`.
     now: Vec<Vec<FloatTensor<B>>>,
 }
@@ -138,15 +147,17 @@ impl<B: DataBackend> AmaxHistories<B> {
         };
         let maxima = column(slot, 1);
         Self {
-            maxima: B::float_reshape(maxima, Shape::new([layers.len()])),
-            history: column(&name, config.history),
+            state: AmaxHistory {
+                maxima: B::float_reshape(maxima, Shape::new([layers.len()])),
+                history: column(&name, config.history),
+            },
             now: vec![Vec::new(); layers.len()],
         }
     }
 
     /// The magnitudes that become the largest number, FP32 `[layers]`; 0 where there is none.
     pub fn maxima(&self) -> FloatTensor<B> {
-        self.maxima.clone()
+        self.state.maxima.clone()
     }
 
     /// Takes the maximum of a run, FP32 `[1]`.
@@ -156,16 +167,15 @@ impl<B: DataBackend> AmaxHistories<B> {
         // Forward passes that no step follows do not pile up.
         if maxima.len() >= MANY_RUNS {
             let maxima = std::mem::take(maxima);
-            let largest = largest_of::<B>(maxima, Shape::new([1, MANY_RUNS]));
-            self.now[layer].push(B::float_reshape(largest, Shape::new([1])));
+            self.now[layer].push(largest_of::<B>(maxima));
         }
     }
 
     /// Waits for the device.
     pub(super) fn read(&self, slot: &str, layers: &mut [SlotValues]) {
-        let length = self.history.shape()[1];
-        let maxima = floats::<B>(self.maxima.clone());
-        let histories = floats::<B>(self.history.clone());
+        let AmaxHistory { maxima, history } = &self.state;
+        let length = history.shape()[1];
+        let [maxima, histories] = [maxima, history].map(|it| floats::<B>(it.clone()));
         let kept = |values: &[f32]| -> Vec<f32> {
             let kept = values.iter().copied();
             kept.take_while(|value| *value > 0.0).collect()
@@ -200,14 +210,15 @@ impl<B: DataBackend> AmaxHistories<B> {
                 mine.extend(theirs.into_iter().map(|it| B::float_to_device(it, device)));
             }
         }
-        match self.of_step(device) {
-            None => self,
-            Some(latest) => self.follow(latest, config, step),
+        if let Some(runs) = self.of_step(device) {
+            let scaling = config.of_step(step);
+            self.state = advance_amax_history::<B>(self.state, runs, scaling);
         }
+        self
     }
 
-    /// The largest maximum of each layer's runs, FP32 `[layers, 1]`: 0 for a layer that did not run, infinite for one
-    /// that saw what is not finite. `None` if none ran.
+    /// The maxima of each layer's runs, FP32 `[layers, runs]`: 0 where a layer ran less often than another. `None` if
+    /// none ran.
     fn of_step(&mut self, device: &Device<B>) -> Option<FloatTensor<B>> {
         let layers = self.now.len();
         let runs = self
@@ -216,56 +227,18 @@ impl<B: DataBackend> AmaxHistories<B> {
             .map(Vec::len)
             .max()
             .filter(|runs| *runs > 0)?;
-        let zero = B::float_zeros(Shape::new([1]), device, FloatDType::F32);
+        let zero = OnceCell::new();
         let mut all = Vec::with_capacity(layers * runs);
         for maxima in &mut self.now {
             let missing = runs - maxima.len();
             all.append(maxima);
-            all.extend(std::iter::repeat_n(zero.clone(), missing));
+            all.extend((0..missing).map(|_| {
+                let zeros = || B::float_zeros(Shape::new([1]), device, FloatDType::F32);
+                zero.get_or_init(zeros).clone()
+            }));
         }
-        Some(largest_of::<B>(all, Shape::new([layers, runs])))
-    }
-
-    fn follow(mut self, latest: FloatTensor<B>, config: &DelayedScaling, step: u64) -> Self {
-        let [layers, length] = [self.now.len(), self.history.shape()[1]];
-        let bools = get_device_settings::<B>(&B::float_device(&latest)).bool_dtype;
-        let large = B::float_greater_equal_elem(latest.clone(), Scalar::from(MIN_ABSMAX), bools);
-        let finite = B::float_lower_equal_elem(latest.clone(), Scalar::from(f32::MAX), bools);
-        let kept = B::bool_and(large, finite);
-
-        let earlier = [Slice::from(0..layers), Slice::from(0..length - 1)];
-        let shifted = match length {
-            1 => latest,
-            _ => B::float_cat(
-                vec![latest, B::float_slice(self.history.clone(), &earlier)],
-                1,
-            ),
-        };
-        let everywhere = B::bool_expand(kept.clone(), Shape::new([layers, length]));
-        self.history = B::float_mask_where(self.history, everywhere, shifted);
-
-        let maximum = match config.algorithm {
-            AmaxAlgorithm::Max => B::float_max_dim(self.history.clone(), 1),
-            AmaxAlgorithm::MostRecent => {
-                let first = [Slice::from(0..layers), Slice::from(0..1)];
-                B::float_slice(self.history.clone(), &first)
-            }
-        };
-        let factor = 2f32.powi(config.margin as i32);
-        let maximum = B::float_mul_scalar(maximum, Scalar::from(factor));
-        let maximum = B::float_clamp_max(maximum, Scalar::from(f32::MAX));
-        let row = Shape::new([layers]);
-        let maximum = B::float_reshape(maximum, row.clone());
-        let kept = B::bool_reshape(kept, row);
-        let moves: BoolTensor<B> = match config.is_due(step) {
-            true => kept,
-            false => {
-                let none = B::float_equal_elem(self.maxima.clone(), Scalar::from(0.0f32), bools);
-                B::bool_and(kept, none)
-            }
-        };
-        self.maxima = B::float_mask_where(self.maxima, moves, maximum);
-        self
+        let shape = Shape::new([layers, runs]);
+        Some(B::float_reshape(concat_floats::<B>(all), shape))
     }
 
     /// The maxima as they are under the next step's loss scale: those of gradients move with it. One that would leave
@@ -280,30 +253,36 @@ impl<B: DataBackend> AmaxHistories<B> {
             let finite = B::float_lower_equal_elem(moved.clone(), Scalar::from(f32::MAX), bools);
             B::float_mask_where(maxima, B::bool_and(large, finite), moved)
         };
+        let AmaxHistory { maxima, history } = self.state;
+        let state = AmaxHistory {
+            maxima: moved(maxima, factor.clone()),
+            history: moved(history, B::float_reshape(factor, Shape::new([1, 1]))),
+        };
         Self {
-            maxima: moved(self.maxima, factor.clone()),
-            history: moved(self.history, B::float_reshape(factor, Shape::new([1, 1]))),
+            state,
             now: self.now,
         }
     }
 
     /// The same on another device, before the runs of a step.
     pub(super) fn to_device(&self, device: &Device<B>) -> Self {
+        let moved = |tensor: &FloatTensor<B>| B::float_to_device(tensor.clone(), device);
         Self {
-            maxima: B::float_to_device(self.maxima.clone(), device),
-            history: B::float_to_device(self.history.clone(), device),
+            state: AmaxHistory {
+                maxima: moved(&self.state.maxima),
+                history: moved(&self.state.history),
+            },
             now: vec![Vec::new(); self.now.len()],
         }
     }
 }
 
-/// The largest number of each row of a matrix of this shape, FP32 `[rows, 1]`, made of these numbers, FP32 `[1]`:
-/// infinite for a row with one that is not finite.
-fn largest_of<B: DataBackend>(numbers: Vec<FloatTensor<B>>, shape: Shape) -> FloatTensor<B> {
-    let matrix = B::float_reshape(concat_floats::<B>(numbers), shape);
+/// The largest of these numbers, FP32 `[1]` each: infinite where one is not finite.
+fn largest_of<B: DataBackend>(numbers: Vec<FloatTensor<B>>) -> FloatTensor<B> {
+    let row = concat_floats::<B>(numbers);
     // NaN is not larger than any number.
-    let bools = get_device_settings::<B>(&B::float_device(&matrix)).bool_dtype;
-    let finite = B::float_lower_equal_elem(matrix.clone(), Scalar::from(f32::MAX), bools);
-    let matrix = B::float_mask_fill(matrix, B::bool_not(finite), Scalar::from(f32::INFINITY));
-    B::float_max_dim(matrix, 1)
+    let bools = get_device_settings::<B>(&B::float_device(&row)).bool_dtype;
+    let finite = B::float_lower_equal_elem(row.clone(), Scalar::from(f32::MAX), bools);
+    let row = B::float_mask_fill(row, B::bool_not(finite), Scalar::from(f32::INFINITY));
+    B::float_max_dim(row, 0)
 }
