@@ -9,7 +9,9 @@ count. Needs PyTorch and Triton; results are checked against float64 before they
 """
 
 import argparse
+import copy
 import datetime
+import importlib.metadata
 import itertools
 import json
 import math
@@ -307,29 +309,52 @@ def random_input(batch, sequence, hidden):
     return torch.randn(batch, sequence, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
 
 
-def measure_linear(features, tokens):
+def in_float8(module, recipe):
+    """A copy of a module, its linear layers but a model's head in FP8 by this recipe of torchao."""
+    # Only those who ask for it need the package.
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    is_quantized = lambda _, name: not name.endswith("head")  # noqa: E731
+    return convert_to_float8_training(copy.deepcopy(module), config=config, module_filter_fn=is_quantized)
+
+
+def subjects(module, float8):
+    """The module as it is, compiled, and compiled in FP8, where it can be compiled."""
+    yield "torch-eager", module
+    for recipe in [None, *float8]:
+        # Another width would otherwise be compiled as one of any width.
+        torch._dynamo.reset()
+        converted = in_float8(module, recipe) if recipe else module
+        yield f"torchao-{recipe}" if recipe else "torch-compiled", torch.compile(converted, dynamic=False)
+
+
+def measure_subjects(module, x, float8):
     results = []
-    for count in tokens:
-        linear = nn.Linear(features, features, bias=False).to("cuda", torch.bfloat16)
-        results.append(measure_module("torch-eager", linear, random_input(1, count, features)))
+    for subject, run in subjects(module, float8):
+        try:
+            run(x)
+        except Exception as error:  # torch.compile needs a C compiler, which a machine may lack.
+            print(f"{subject}: {error}", file=sys.stderr)
+            continue
+        results.append(measure_module(subject, run, x))
     return results
 
 
-def measure_layer(sizes, rows):
+def measure_linear(features, tokens, float8):
+    results = []
+    for count in tokens:
+        linear = nn.Sequential(nn.Linear(features, features, bias=False)).to("cuda", torch.bfloat16)
+        results += measure_subjects(linear, random_input(1, count, features), float8)
+    return results
+
+
+def measure_layer(sizes, rows, float8):
     results = []
     for hidden, (batch, sequence) in itertools.product(sizes, rows):
         layer = Layer(hidden, hidden // BLOCK, hidden * 8 // 3 // BLOCK * BLOCK).to("cuda", torch.bfloat16)
         x = random_input(batch, sequence, hidden)
-        results.append(measure_module("torch-eager", layer, x) | {"sequence": sequence})
-        try:
-            # Another width would otherwise be compiled as one of any width.
-            torch._dynamo.reset()
-            compiled = torch.compile(layer, dynamic=False)
-            compiled(x)
-        except Exception as error:  # torch.compile needs a C compiler, which a machine may lack.
-            print(f"torch.compile, hidden {hidden}: {error}", file=sys.stderr)
-            continue
-        results.append(measure_module("torch-compiled", compiled, x) | {"sequence": sequence})
+        results += [row | {"sequence": sequence} for row in measure_subjects(layer, x, float8)]
     return results
 
 
@@ -373,21 +398,24 @@ class Model(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).float().flatten(0, 1), targets.flatten())
 
 
-def measure_pretrain(preset, sequences, checkpointing):
+def measure_pretrain(preset, sequences, checkpointing, float8):
     """Steps of BF16 autocast over FP32 parameters, with fused AdamW; also with activation checkpointing of each layer."""
+    names = ["torch-eager", "torch-compiled", *(f"torchao-{recipe}" for recipe in float8)]
     hidden, heads, layers, batch, of_preset = PRESETS[preset]
     results = []
     for sequence in sequences or [of_preset]:
         shape = (batch * of_preset // sequence, sequence)
         tokens, targets = (torch.randint(0, VOCABULARY, shape, device="cuda") for _ in range(2))
-        for again, subject in itertools.product(checkpointing, ("torch-eager", "torch-compiled")):
+        for again, subject in itertools.product(checkpointing, names):
             torch._dynamo.reset()
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_reserved()
             model = Model(hidden, heads, layers, sequence, again == "layers").cuda()
+            if subject.startswith("torchao-"):
+                model = in_float8(model, subject.removeprefix("torchao-"))
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-            run = torch.compile(model, dynamic=False) if subject == "torch-compiled" else model
+            run = model if subject == "torch-eager" else torch.compile(model, dynamic=False)
 
             def loss():
                 with torch.autocast("cuda", torch.bfloat16):
@@ -460,6 +488,8 @@ def main():
     parser.add_argument("--preset-sequences", type=numbers, default=[], help="in batches of as many tokens")
     parser.add_argument("--checkpointing", type=lambda text: text.split(","), default=["none"],
                         help="none, layers: which parts of its model run again in the backward pass")
+    parser.add_argument("--float8", type=lambda text: text.split(","), default=[],
+                        help="recipes of torchao for layers and steps: tensorwise, rowwise; needs that package")
     parser.add_argument("--parameters", type=int, default=1 << 28, help="parameters of the optimizer")
     args = parser.parse_args()
     unknown = set(args.only) - set(PARTS)
@@ -472,17 +502,20 @@ def main():
         "copy": measure_copy,
         "gemm": lambda: measure_gemm(args.sizes),
         "attention": lambda: measure_attention(args.widths, args.sequences),
-        "linear": lambda: measure_linear(args.features, args.tokens),
-        "layer": lambda: measure_layer(args.hidden, args.rows),
-        "pretrain": lambda: measure_pretrain(args.preset, args.preset_sequences, args.checkpointing),
+        "linear": lambda: measure_linear(args.features, args.tokens, args.float8),
+        "layer": lambda: measure_layer(args.hidden, args.rows, args.float8),
+        "pretrain": lambda: measure_pretrain(args.preset, args.preset_sequences, args.checkpointing, args.float8),
         "optimizer": lambda: measure_optimizer(args.parameters),
     }
+    versions = f"PyTorch {torch.__version__}, Triton {triton.__version__}, CUDA {torch.version.cuda}"
+    if args.float8:
+        versions += f", torchao {importlib.metadata.version('torchao')}"
     results = {
         "run": {
             "device": name,
             "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
             "command": " ".join(["peers.py", *sys.argv[1:]]),
-            "versions": f"PyTorch {torch.__version__}, Triton {triton.__version__}, CUDA {torch.version.cuda}",
+            "versions": versions,
         }
     }
     for part in PARTS:

@@ -18,9 +18,22 @@ pub enum Subject {
     TorchEager,
     /// PyTorch in BF16, through `torch.compile`.
     TorchCompiled,
+    /// PyTorch in BF16, its linear layers in FP8 by torchao with a scale for each tensor, through `torch.compile`.
+    TorchaoTensorwise,
+    /// The same with a scale for each row.
+    TorchaoRowwise,
 }
 
 impl Subject {
+    /// All that are no recipe of ours.
+    pub const RIVALS: [Self; 5] = [
+        Self::Burn,
+        Self::TorchEager,
+        Self::TorchCompiled,
+        Self::TorchaoTensorwise,
+        Self::TorchaoRowwise,
+    ];
+
     /// The recipe of this name.
     ///
     /// # Panics
@@ -37,6 +50,8 @@ impl Subject {
             Self::Burn => String::from("Burn BF16"),
             Self::TorchEager => String::from("PyTorch BF16"),
             Self::TorchCompiled => String::from("PyTorch BF16, compiled"),
+            Self::TorchaoTensorwise => String::from("torchao FP8, tensorwise, compiled"),
+            Self::TorchaoRowwise => String::from("torchao FP8, rowwise, compiled"),
         }
     }
 
@@ -47,12 +62,20 @@ impl Subject {
             Self::Recipe(name) => name.as_str(),
             Self::TorchEager => "torch-eager",
             Self::TorchCompiled => "torch-compiled",
+            Self::TorchaoTensorwise => "torchao-tensorwise",
+            Self::TorchaoRowwise => "torchao-rowwise",
         }
     }
 
     /// True for PyTorch.
     pub const fn is_torch(self) -> bool {
-        matches!(self, Self::TorchEager | Self::TorchCompiled)
+        match self {
+            Self::TorchEager
+            | Self::TorchCompiled
+            | Self::TorchaoTensorwise
+            | Self::TorchaoRowwise => true,
+            Self::Burn | Self::Recipe(_) => false,
+        }
     }
 }
 
@@ -67,7 +90,7 @@ impl TryFrom<String> for Subject {
 
     fn try_from(key: String) -> Result<Self, String> {
         let recipes = NAMES.iter().copied().map(Self::Recipe);
-        [Self::Burn, Self::TorchEager, Self::TorchCompiled]
+        Self::RIVALS
             .into_iter()
             .chain(recipes)
             .find(|subject| subject.key() == key)
@@ -170,10 +193,7 @@ mod tests {
     #[test]
     fn subjects_are_read_as_they_are_written() {
         let recipes = NAMES.iter().copied().map(Subject::Recipe);
-        for subject in [Subject::Burn, Subject::TorchEager, Subject::TorchCompiled]
-            .into_iter()
-            .chain(recipes)
-        {
+        for subject in Subject::RIVALS.into_iter().chain(recipes) {
             let text = serde_json::to_string(&subject).unwrap();
             assert_eq!(serde_json::from_str::<Subject>(&text).unwrap(), subject);
         }
