@@ -17,6 +17,10 @@ const OPERATION: &str = "rotary";
 const UNITS: usize = 256;
 /// Heads for which a unit reads the table once.
 const HEADS_OF_UNIT: u32 = 8;
+/// Heads that a unit reads before it writes one of them.
+const READS: u32 = 2;
+/// Factors of a pair in the table, read at once.
+const PAIR: usize = 4;
 /// Elements of the matrix, `[2, 4]`.
 const TURN: usize = 8;
 
@@ -97,6 +101,7 @@ pub fn rotary<R: Runtime>(
                 cube_grid((places * groups).div_ceil(UNITS)),
                 CubeDim::new_1d(UNITS as u32),
                 vector,
+                PAIR,
                 array(x.clone()),
                 array(turn.clone()),
                 array(table.clone()),
@@ -221,10 +226,10 @@ struct TurnStrides {
 
 #[cube(launch_unchecked)]
 #[allow(clippy::too_many_arguments)]
-fn rotary_kernel<F: Numeric, T: Numeric, N: Size>(
+fn rotary_kernel<F: Numeric, T: Numeric, N: Size, NT: Size>(
     x: &Array<Vector<F, N>>,
     turn: &Array<T>,
-    table: &Array<T>,
+    table: &Array<Vector<T, NT>>,
     out: &mut Array<Vector<F, N>>,
     from: Steps,
     to: Steps,
@@ -252,11 +257,12 @@ fn rotary_kernel<F: Numeric, T: Numeric, N: Size>(
         let mut factors = Array::<f32>::new(comptime!(2 * vector));
         #[unroll]
         for pair in 0..comptime!(vector / 2) {
-            let at = (place * comptime!(2 * vector as u32) + comptime!(4 * pair as u32)) as usize;
-            let of_y = f32::cast_from(table[at]);
-            let of_y_too = f32::cast_from(table[at + 1]);
-            let of_next = f32::cast_from(table[at + 2]);
-            let of_next_too = f32::cast_from(table[at + 3]);
+            let of_pair =
+                table[(place * comptime!(vector as u32 / 2) + comptime!(pair as u32)) as usize];
+            let of_y = f32::cast_from(of_pair[0usize]);
+            let of_y_too = f32::cast_from(of_pair[1usize]);
+            let of_next = f32::cast_from(of_pair[2usize]);
+            let of_next_too = f32::cast_from(of_pair[3usize]);
             factors[comptime!(4 * pair)] = spread[0usize] * of_y + spread[1usize] * of_y_too;
             factors[comptime!(4 * pair + 1)] = spread[4usize] * of_y + spread[5usize] * of_y_too;
             factors[comptime!(4 * pair + 2)] =
@@ -264,30 +270,55 @@ fn rotary_kernel<F: Numeric, T: Numeric, N: Size>(
             factors[comptime!(4 * pair + 3)] =
                 spread[6usize] * of_next + spread[7usize] * of_next_too;
         }
-        let last = min(first + HEADS_OF_UNIT, heads);
-        for head in first..last {
-            let (outer, inner) = (head / inner, head % inner);
-            let of_x = outer * from.outer + inner * from.inner + position * from.position + col;
-            let of_out = outer * to.outer + inner * to.inner + position * to.position + col;
-            let pairs = x[of_x as usize];
-            let mut turned = Vector::<F, N>::empty();
+        for turn in 0..comptime!(HEADS_OF_UNIT / READS) {
+            let mut read = Array::<Vector<F, N>>::new(comptime!(READS as usize));
             #[unroll]
-            for pair in 0..comptime!(vector / 2) {
-                let this = f32::cast_from(pairs[comptime!(2 * pair)]);
-                let next = f32::cast_from(pairs[comptime!(2 * pair + 1)]);
-                let a = factors[comptime!(4 * pair)];
-                let b = factors[comptime!(4 * pair + 1)];
-                let c = factors[comptime!(4 * pair + 2)];
-                let d = factors[comptime!(4 * pair + 3)];
-                if comptime!(is_backward) {
-                    turned[comptime!(2 * pair)] = F::cast_from(this * a + next * c);
-                    turned[comptime!(2 * pair + 1)] = F::cast_from(this * b + next * d);
-                } else {
-                    turned[comptime!(2 * pair)] = F::cast_from(this * a + next * b);
-                    turned[comptime!(2 * pair + 1)] = F::cast_from(this * c + next * d);
+            for index in 0..READS {
+                let head = first + turn * READS + index;
+                if head < heads {
+                    let (outer, inner) = (head / inner, head % inner);
+                    let at = outer * from.outer + inner * from.inner + position * from.position;
+                    read[index as usize] = x[(at + col) as usize];
                 }
             }
-            out[of_out as usize] = turned;
+            #[unroll]
+            for index in 0..READS {
+                let head = first + turn * READS + index;
+                if head < heads {
+                    let (outer, inner) = (head / inner, head % inner);
+                    let at = outer * to.outer + inner * to.inner + position * to.position;
+                    let pairs = read[index as usize];
+                    out[(at + col) as usize] = turned::<F, N>(pairs, &factors, vector, is_backward);
+                }
+            }
         }
     }
+}
+
+/// Pairs, turned by their factors.
+#[cube]
+fn turned<F: Numeric, N: Size>(
+    pairs: Vector<F, N>,
+    factors: &Array<f32>,
+    #[comptime] vector: usize,
+    #[comptime] is_backward: bool,
+) -> Vector<F, N> {
+    let mut turned = Vector::<F, N>::empty();
+    #[unroll]
+    for pair in 0..comptime!(vector / 2) {
+        let this = f32::cast_from(pairs[comptime!(2 * pair)]);
+        let next = f32::cast_from(pairs[comptime!(2 * pair + 1)]);
+        let a = factors[comptime!(4 * pair)];
+        let b = factors[comptime!(4 * pair + 1)];
+        let c = factors[comptime!(4 * pair + 2)];
+        let d = factors[comptime!(4 * pair + 3)];
+        if comptime!(is_backward) {
+            turned[comptime!(2 * pair)] = F::cast_from(this * a + next * c);
+            turned[comptime!(2 * pair + 1)] = F::cast_from(this * b + next * d);
+        } else {
+            turned[comptime!(2 * pair)] = F::cast_from(this * a + next * b);
+            turned[comptime!(2 * pair + 1)] = F::cast_from(this * c + next * d);
+        }
+    }
+    turned
 }
