@@ -11,7 +11,20 @@
 #[cfg(feature = "cuda")]
 mod queue;
 #[cfg(feature = "cuda")]
-pub(crate) use queue::anticipate;
+pub(crate) use queue::{anticipate, expect, knows_layers};
+
+/// Asks for what a program is going to launch.
+#[cfg(not(feature = "cuda"))]
+pub(crate) fn expect<R: cubecl::Runtime>(
+    _texts: impl FnOnce() -> Vec<crate::cuda::source::SourceText>,
+) {
+}
+
+/// True where products are asked for by the layers of a model.
+#[cfg(not(feature = "cuda"))]
+pub(crate) fn knows_layers() -> bool {
+    false
+}
 
 /// Compiles ahead while it lives; one of them at a time.
 ///

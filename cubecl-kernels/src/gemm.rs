@@ -28,6 +28,7 @@ mod align;
 #[cfg(feature = "autotune")]
 mod autotune;
 pub mod blueprint;
+mod expected;
 mod hopper;
 mod portable;
 mod rowwise;
@@ -36,6 +37,7 @@ mod split_k;
 mod tensor_core;
 
 pub use blueprint::Blueprint;
+pub use expected::{ExpectedLayer, LayerOperands, expect_layers};
 pub use hopper::float::{gemm_float, gemm_float_into, gemm_float_reads, has_gemm_float};
 pub use hopper::fp8::{Fp8Operand, gemm_fp8, has_gemm_fp8};
 pub use rowwise::gemm_rowwise;

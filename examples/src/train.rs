@@ -211,9 +211,10 @@ pub fn run<B: LayerBackend>(
 
     // The model knows nothing of the recipe; the optimizer is AdamW that also looks after quantized layers.
     let model = config.model.init::<B>(device);
-    model.materialize();
     let optim_config = optimizer(config, args);
     let optim = optim_config.init::<B, Decoder<B>>();
+    optim.compile_ahead(&model, config.batch * config.sequence);
+    model.materialize();
     let schedule = Schedule::new(config.planned_steps(), first_step, config.lr)?;
     let ((model, optim, schedule), losses) = match &job.from {
         Some((checkpoints, state)) => {

@@ -37,7 +37,7 @@ use super::{
         AdamWItem, AdamWUpdate, HostMoment, Hyperparameters, LossScale, LossScaling, Moment,
         MomentState, OptimizerKernels, StateFormat,
     },
-    product::{FloatProduct, ProductKernels, check_product, dequantized_product},
+    product::{ExpectedLayer, FloatProduct, ProductKernels, check_product, dequantized_product},
     quantize::{
         DelayedMaximum, Fallback, FallbackQuantized, Format, Operand, QuantizeKernels,
         QuantizeSpec, Quantized, QuantizedInput, Residual, Scales, fallback_block,
@@ -314,6 +314,8 @@ impl<B: HostBackend> ProductKernels for B {
     ) -> Option<FloatProduct<B>> {
         None
     }
+
+    fn expect_layers(_device: &Device<B>, _layers: &[ExpectedLayer]) {}
 }
 
 impl<B: HostBackend> CompositionKernels for B {

@@ -14,7 +14,10 @@ use burn_backend::tensor::Device;
 
 use super::backend::LayerBackend;
 use crate::{
-    data::DataBackend,
+    data::{
+        DataBackend,
+        product::{ExpectedLayer, LayerOperands},
+    },
     health::{HealthConfig, HealthReport},
     layer::{
         self, Bank, Controllers, Decision, DelayThreshold, DelayedScaling, Layer, LayerPolicy,
@@ -396,6 +399,30 @@ impl<B: DataBackend> Weight<B> {
     }
 }
 
+/// The layers among these weights whose products are going to be computed, of X with so many rows, each kind once.
+pub(super) fn expected<B: DataBackend>(
+    weights: &[Weight<B>],
+    row: &Row,
+    policy: &LayerPolicy,
+    rows: usize,
+) -> Vec<ExpectedLayer> {
+    let forward = row.linear.map(|linear| linear.forward);
+    let mut layers = Vec::new();
+    for weight in weights.iter().filter(|weight| !weight.embedding) {
+        let forward = forward.filter(|_| weight.decide(policy).is_quantized());
+        let operands = forward.map_or(Some(LayerOperands::Floats), |it| it.layer_operands());
+        let layer = operands.map(|operands| ExpectedLayer {
+            rows,
+            weight: weight.shape,
+            operands,
+            compute: row.compute,
+        });
+        let is_new = layer.is_some_and(|layer| !layers.contains(&layer));
+        layers.extend(layer.filter(|_| is_new));
+    }
+    layers
+}
+
 /// Finds the two-dimensional weights of a module, with their paths. Draws no lazy parameter.
 pub(super) struct Survey<B: LayerBackend> {
     path: Vec<String>,
@@ -410,6 +437,13 @@ impl<B: LayerBackend> Default for Survey<B> {
             containers: Vec::new(),
             weights: Vec::new(),
         }
+    }
+}
+
+impl<B: LayerBackend> Survey<B> {
+    /// Where the weights are; `None` if there are none.
+    pub fn device(&self) -> Option<Device<B>> {
+        self.weights.first().map(|weight| weight.device.clone())
     }
 }
 

@@ -12,12 +12,13 @@ use super::{
     adamw::QuantAdamW,
     attach::Attach,
     backend::LayerBackend,
-    layers::{LayerConfig, LayerReport, Layers, LayersView, Shared, Survey},
+    layers::{LayerConfig, LayerReport, Layers, LayersView, Shared, Survey, expected},
     loss_scaling::LossScaler,
     moment_health::MomentWatch,
     record::QuantRecord,
 };
 use crate::{
+    data::{DataBackend, product::ProductKernels},
     health::{HealthConfig, HealthReport},
     layer::LayersRecord,
     lock::lock,
@@ -121,6 +122,20 @@ impl<O, B: LayerBackend> QuantOptimizer<O, B> {
             layers: &layers,
             asked: true,
         })
+    }
+
+    /// Says which linear layers `model` has, and that their inputs have `rows` rows, those of a whole batch, such as
+    /// batch times sequence: while a [`CompileAhead`](crate::CompileAhead) lives, the kernels of their products are then
+    /// compiled before the first step comes to them. Without one, and on devices without kernels of CUDA source, it does
+    /// nothing. Lazy parameters stay lazy: call it before they are drawn.
+    pub fn compile_ahead<M: Module<B>>(&self, model: &M, rows: usize) {
+        let mut survey = Survey::<B>::default();
+        model.visit(&mut survey);
+        let (Some(row), Some(device)) = (B::row(), survey.device()) else {
+            return;
+        };
+        let layers = expected(&survey.weights, &row, &self.config.policy, rows);
+        <<B::Base as DataBackend>::Kernels as ProductKernels>::expect_layers(&device, &layers);
     }
 
     /// The layers' state without the moments.

@@ -5,7 +5,11 @@ use std::fmt;
 use burn_backend::FloatDType;
 use serde::{Deserialize, Serialize};
 
-use super::{Cast, Context, Flow, Name, Residual, ScaleSource, Slot, Transform};
+use super::{
+    Cast, Context, Flow, Granularity, Name, Number, Residual, ScaleNumber, ScaleSource, Slot,
+    Transform,
+};
+use crate::data::product::LayerOperands;
 
 /// A product of a linear layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -48,6 +52,39 @@ impl Product {
         match self {
             Self::Compute => [None, None],
             Self::Quantized { left, right, .. } => [Some(*left), Some(*right)],
+        }
+    }
+
+    /// The kind of kernel that multiplies the operands; `None` where there is none of its own.
+    pub(crate) fn layer_operands(&self) -> Option<LayerOperands> {
+        let [Some(left), Some(right)] = self.operands() else {
+            return Some(LayerOperands::Floats);
+        };
+        let is_int = |cast: Cast| matches!(cast.number, Number::Int8 | Number::Int4);
+        let has_f32 = [left, right]
+            .iter()
+            .all(|cast| cast.scale == ScaleNumber::F32);
+        match (left.granularity, right.granularity) {
+            _ if !has_f32 => None,
+            (Granularity::Block(side), Granularity::Block(of_right))
+                if side == of_right && is_int(left) && is_int(right) =>
+            {
+                Some(LayerOperands::Int8Blocks {
+                    side,
+                    fallback: left.residual != Residual::Never,
+                })
+            }
+            (Granularity::Row | Granularity::Tensor, Granularity::Row | Granularity::Tensor)
+                if is_int(left) && is_int(right) =>
+            {
+                Some(LayerOperands::Int8Rows)
+            }
+            (Granularity::Tensor, Granularity::Tensor)
+                if [left.number, right.number] == [Number::E4M3; 2] =>
+            {
+                Some(LayerOperands::E4M3)
+            }
+            _ => None,
         }
     }
 

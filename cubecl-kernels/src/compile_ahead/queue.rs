@@ -39,6 +39,8 @@ const OPTIONS: [&str; 2] = ["--gpu-architecture=sm_90a", "-lineinfo"];
 
 /// True while there are threads that compile. Launches ask this first.
 static IS_ACTIVE: AtomicBool = AtomicBool::new(false);
+/// True where the program has said which layers it has.
+static KNOWS_LAYERS: AtomicBool = AtomicBool::new(false);
 static QUEUE: LazyLock<Mutex<Queue>> = LazyLock::new(Mutex::default);
 static HAS_NEWS: Condvar = Condvar::new();
 
@@ -117,6 +119,25 @@ pub(crate) fn anticipate<R: Runtime, S: CudaSource>(
     HAS_NEWS.notify_all();
 }
 
+/// Asks for what a program is going to launch, behind what is launched now.
+pub(crate) fn expect<R: Runtime>(texts: impl FnOnce() -> Vec<SourceText>) {
+    if !IS_ACTIVE.load(Ordering::Relaxed) || TypeId::of::<R>() != TypeId::of::<CudaRuntime>() {
+        return;
+    }
+    KNOWS_LAYERS.store(true, Ordering::Relaxed);
+    let texts = texts();
+    let mut queue = queue();
+    for text in texts {
+        queue.expect(text);
+    }
+    HAS_NEWS.notify_all();
+}
+
+/// True where products are asked for by the layers of a model.
+pub(crate) fn knows_layers() -> bool {
+    KNOWS_LAYERS.load(Ordering::Relaxed)
+}
+
 /// Threads that compile until this is dropped.
 #[derive(Debug)]
 pub(super) struct Threads(Vec<JoinHandle<()>>);
@@ -129,6 +150,7 @@ impl Threads {
             return None;
         }
         queue().ends = false;
+        KNOWS_LAYERS.store(false, Ordering::Relaxed);
         let processors = thread::available_parallelism().map_or(1, usize::from);
         let threads = (processors / 2).clamp(1, MAX_THREADS);
         let spawn = |_| {

@@ -14,6 +14,7 @@
 use cubecl::{ir::StorageType, prelude::*, server::TensorMapBinding, std::tensor::TensorHandle};
 
 use crate::{
+    compile_ahead::knows_layers,
     cuda::{
         numbers::numbers,
         source::{CudaSource, SourceText, float_knob, launch_source},
@@ -26,6 +27,7 @@ use super::{
     GemmArgs, GemmProblem,
     align::AlignedValues,
     blueprint::{Blueprint, HopperBlueprint, HopperTile},
+    expected::{ExpectedLayer, LayerOperands},
     selector::Ranked,
     split_k,
 };
@@ -366,36 +368,100 @@ impl CudaSource for GemmSource {
         numbers.sizes()
     }
 
-    /// The other products of a linear layer, dY Wᵀ without a fallback and Xᵀ dY in FP32 with one and without; and those
-    /// of layers that are not quantized.
     fn companions<R: Runtime>(
         &self,
         client: &ComputeClient<R>,
         sizes: [usize; 4],
     ) -> Vec<SourceText> {
-        let [of_input, of_weight] = other_products(sizes);
-        let products = [
-            (of_input, false, self.out_dtype),
-            (of_weight, false, storage::<f32>()),
-            (of_weight, self.fallback, storage::<f32>()),
-        ];
-        let (chunk, speeds) = (HopperBlueprint::CHUNK, HopperBlueprint::SPEEDS);
-        let source = |(sizes, fallback, out_dtype): ([usize; 4], bool, StorageType)| {
-            let product = TiledProduct::new(sizes, HopperBlueprint::DEPTH, !fallback);
-            let blueprint = HopperBlueprint::cheapest(client, &product, chunk, speeds);
-            Self {
-                tile: blueprint.tile,
-                fallback,
-                bias: false,
-                out_dtype: blueprint.written(out_dtype),
-                ..*self
-            }
-        };
-        companions_of(client, self.out_dtype, products.into_iter().map(source))
+        companions_of(client, self.out_dtype, self.gradients(client, sizes))
     }
 }
 
-/// The sources of such products, and those of layers that recipes leave in the dtype of this output.
+impl LayerSource for GemmSource {
+    fn of<R: Runtime>(
+        self,
+        client: &ComputeClient<R>,
+        sizes: [usize; 4],
+        out_dtype: StorageType,
+    ) -> Self {
+        let (chunk, speeds) = (HopperBlueprint::CHUNK, HopperBlueprint::SPEEDS);
+        let product = TiledProduct::new(sizes, HopperBlueprint::DEPTH, !self.fallback);
+        let blueprint = HopperBlueprint::cheapest(client, &product, chunk, speeds);
+        Self {
+            tile: blueprint.tile,
+            bias: false,
+            out_dtype: blueprint.written(out_dtype),
+            ..self
+        }
+    }
+
+    /// dY Wᵀ without a fallback, and Xᵀ dY with one and without.
+    fn gradients<R: Runtime>(&self, client: &ComputeClient<R>, sizes: [usize; 4]) -> Vec<Self> {
+        let [of_input, of_weight] = other_products(sizes);
+        let plain = Self {
+            fallback: false,
+            ..*self
+        };
+        vec![
+            plain.of(client, of_input, self.out_dtype),
+            plain.of(client, of_weight, storage::<f32>()),
+            self.of(client, of_weight, storage::<f32>()),
+        ]
+    }
+}
+
+/// The source of X W of this layer, and those of dX and dW.
+pub(super) fn expected<R: Runtime>(
+    client: &ComputeClient<R>,
+    layer: &ExpectedLayer,
+) -> (SourceText, Vec<SourceText>) {
+    fn texts<R: Runtime>(
+        client: &ComputeClient<R>,
+        source: impl LayerSource,
+        layer: &ExpectedLayer,
+    ) -> (SourceText, Vec<SourceText>) {
+        let sizes = [1, layer.rows, layer.outputs, layer.inputs];
+        let source = source.of(client, sizes, layer.dtype);
+        let gradients = source.gradients(client, sizes).into_iter();
+        (source.text(), gradients.map(|it| it.text()).collect())
+    }
+    // Of any width: that of the product follows.
+    let memory = client.properties().hardware.max_shared_memory_size;
+    let tile = HopperTile::new(memory, HopperBlueprint::WIDEST);
+    let dtype = layer.dtype;
+    match layer.operands {
+        LayerOperands::Int8Blocks { side, fallback } => {
+            let source = GemmSource {
+                tile,
+                block: side,
+                fallback,
+                bias: false,
+                out_dtype: dtype,
+            };
+            texts(client, source, layer)
+        }
+        LayerOperands::Int8Rows => texts(client, rowwise::of_tile(tile, dtype), layer),
+        LayerOperands::E4M3 => texts(client, fp8::of_tile(tile, dtype), layer),
+        LayerOperands::Floats => texts(client, float::of_tile(tile, dtype), layer),
+    }
+}
+
+/// The source of a product X W of a linear layer.
+trait LayerSource: CudaSource {
+    /// The same of another product, of these sizes, `[batch, M, N, K]`, without a bias: in the tiles that it gets.
+    fn of<R: Runtime>(
+        self,
+        client: &ComputeClient<R>,
+        sizes: [usize; 4],
+        out_dtype: StorageType,
+    ) -> Self;
+
+    /// The sources of dX = dY Wᵀ, in the dtype of X, and of dW = Xᵀ dY, in FP32, where X W is of these sizes.
+    fn gradients<R: Runtime>(&self, client: &ComputeClient<R>, sizes: [usize; 4]) -> Vec<Self>;
+}
+
+/// The sources of such products, and, where nothing is known of the model's layers, those of products that recipes leave
+/// in the dtype of this output.
 ///
 /// None where it is FP32: that is a gradient of weights, or sums of parts, of which nothing follows.
 fn companions_of<R: Runtime, S: CudaSource>(
@@ -406,10 +472,11 @@ fn companions_of<R: Runtime, S: CudaSource>(
     if out_dtype == storage::<f32>() {
         return vec![];
     }
-    let products = products.into_iter().map(|product| product.text());
-    products
-        .chain(float::unquantized(client, out_dtype))
-        .collect()
+    let mut texts: Vec<_> = products.into_iter().map(|product| product.text()).collect();
+    if !knows_layers() {
+        texts.extend(float::unquantized(client, out_dtype));
+    }
+    texts
 }
 
 /// The sizes of dX = dY Wᵀ and of dW = Xᵀ dY, where X W is of these, `[batch, M, N, K]`.

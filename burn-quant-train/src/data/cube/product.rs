@@ -37,7 +37,7 @@ use super::{
 use crate::data::{
     cast::cast_to,
     kernels::checked,
-    product::{FloatProduct, ProductKernels, check_product, dequantized_product},
+    product::{ExpectedLayer, FloatProduct, ProductKernels, check_product, dequantized_product},
     quantize::{Format, Operand, Quantized, Residual, ScaleNumber},
 };
 use crate::{lock::lock, warning::warn};
@@ -84,6 +84,20 @@ where
         let is_faster = is_narrow(dtype) && gemm::has_gemm_float(&R::client(device));
         let is_safer = !sums.iter().copied().all(is_summed_rightly);
         (is_faster || is_safer).then_some(float_product::<Self, R>)
+    }
+
+    fn expect_layers(device: &Device<Self>, layers: &[ExpectedLayer]) {
+        let narrow = layers.iter().filter(|it| is_narrow(it.compute.into()));
+        let layers: Vec<_> = narrow
+            .map(|layer| gemm::ExpectedLayer {
+                rows: layer.rows,
+                inputs: layer.weight[0],
+                outputs: layer.weight[1],
+                operands: layer.operands,
+                dtype: DType::from(layer.compute).into(),
+            })
+            .collect();
+        gemm::expect_layers(&R::client(device), &layers);
     }
 }
 

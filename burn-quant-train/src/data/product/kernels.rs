@@ -5,6 +5,8 @@ use burn_backend::{
     tensor::{Device, FloatTensor},
 };
 
+use cubecl_kernels::gemm::LayerOperands;
+
 use crate::data::{
     cast::cast_to,
     quantize::{
@@ -38,6 +40,23 @@ pub trait ProductKernels: Backend {
         dtype: DType,
         sums: &[usize],
     ) -> Option<FloatProduct<Self>>;
+
+    /// Says which layers a program has, before it computes any of their products, so that their kernels are compiled
+    /// ahead: see [`CompileAhead`](crate::CompileAhead).
+    fn expect_layers(device: &Device<Self>, layers: &[ExpectedLayer]);
+}
+
+/// A linear layer whose products a program is going to compute.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct ExpectedLayer {
+    /// Rows of X.
+    pub rows: usize,
+    /// Shape of W, `[columns of X, columns of Y]`.
+    pub weight: [usize; 2],
+    /// How X and W are multiplied.
+    pub operands: LayerOperands,
+    /// The dtype of Y, and of X and W where they are floats.
+    pub compute: FloatDType,
 }
 
 /// The product of `left [.., M, K]` and `right [.., K, N]`, in the given dtype. The operands have one dtype and the

@@ -3,6 +3,7 @@
 pub(super) mod kernels;
 mod operation;
 
-pub use kernels::{FloatProduct, ProductKernels};
+pub use cubecl_kernels::gemm::LayerOperands;
+pub use kernels::{ExpectedLayer, FloatProduct, ProductKernels};
 pub(crate) use kernels::{check_product, dequantized_product, float_product};
 pub use operation::product;

@@ -22,7 +22,7 @@ use crate::{
     },
 };
 
-use super::{TiledProduct, UNITS, other_products};
+use super::{LayerSource, TiledProduct, UNITS, other_products};
 
 const OPERATION: &str = "gemm_float";
 const ELEMENT_BYTES: usize = 2;
@@ -507,7 +507,7 @@ impl CudaSource for FloatSource {
         [outer * inner, m, n, k].map(|size| size as usize)
     }
 
-    /// The other products of a linear layer, behind X W: dY Wᵀ in the dtype of X, Xᵀ dY in FP32.
+    /// Behind X W alone.
     fn companions<R: Runtime>(
         &self,
         client: &ComputeClient<R>,
@@ -516,23 +516,48 @@ impl CudaSource for FloatSource {
         if self.along_rows != (false, true) {
             return vec![];
         }
+        let gradients = self.gradients(client, sizes).into_iter();
+        gradients.map(|gradient| gradient.text()).collect()
+    }
+}
+
+impl LayerSource for FloatSource {
+    fn of<R: Runtime>(
+        self,
+        client: &ComputeClient<R>,
+        sizes: [usize; 4],
+        out_dtype: StorageType,
+    ) -> Self {
+        let product = TiledProduct::new(sizes, DEPTH, true);
+        let blueprint = HopperBlueprint::cheapest(client, &product, WHOLE_TILE, SPEEDS);
+        Self {
+            tile: blueprint.tile,
+            bias: false,
+            out_dtype: blueprint.written(out_dtype),
+            ..self
+        }
+    }
+
+    fn gradients<R: Runtime>(&self, client: &ComputeClient<R>, sizes: [usize; 4]) -> Vec<Self> {
         let [of_input, of_weight] = other_products(sizes);
-        let products = [
-            (of_input, (false, false), self.dtype),
-            (of_weight, (true, true), storage::<f32>()),
-        ];
-        let source = |(sizes, along_rows, out_dtype)| {
-            let product = TiledProduct::new(sizes, DEPTH, true);
-            let blueprint = HopperBlueprint::cheapest(client, &product, WHOLE_TILE, SPEEDS);
-            let source = Self {
-                tile: blueprint.tile,
-                along_rows,
-                bias: false,
-                out_dtype: blueprint.written(out_dtype),
-                ..*self
-            };
-            source.text()
+        let along = |along_rows| Self {
+            along_rows,
+            ..*self
         };
-        products.map(source).to_vec()
+        vec![
+            along((false, false)).of(client, of_input, self.dtype),
+            along((true, true)).of(client, of_weight, storage::<f32>()),
+        ]
+    }
+}
+
+/// The source of X W in this dtype, in such a tile.
+pub(super) fn of_tile(tile: HopperTile, dtype: StorageType) -> impl LayerSource {
+    FloatSource {
+        tile,
+        dtype,
+        along_rows: (false, true),
+        bias: false,
+        out_dtype: dtype,
     }
 }

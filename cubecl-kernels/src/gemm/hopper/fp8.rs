@@ -21,7 +21,8 @@ use crate::{
 };
 
 use super::{
-    GemmNumbers, TiledProduct, UNITS, batch_stride, companions_of, other_products, tensor_map,
+    GemmNumbers, LayerSource, TiledProduct, UNITS, batch_stride, companions_of, other_products,
+    tensor_map,
 };
 
 const OPERATION: &str = "gemm_fp8";
@@ -379,36 +380,64 @@ impl CudaSource for Fp8Source {
         numbers.sizes()
     }
 
-    /// The other products of a linear layer, dY Wᵀ as this one and Xᵀ dY in FP32, with dY in E5M2 and in what X has;
-    /// and those of layers that are not quantized.
     fn companions<R: Runtime>(
         &self,
         client: &ComputeClient<R>,
         sizes: [usize; 4],
     ) -> Vec<SourceText> {
+        companions_of(client, self.out_dtype, self.gradients(client, sizes))
+    }
+}
+
+impl LayerSource for Fp8Source {
+    fn of<R: Runtime>(
+        self,
+        client: &ComputeClient<R>,
+        sizes: [usize; 4],
+        out_dtype: StorageType,
+    ) -> Self {
+        let product = TiledProduct::new(sizes, HopperBlueprint::DEPTH, true);
+        let blueprint = HopperBlueprint::cheapest(client, &product, HopperBlueprint::CHUNK, SPEEDS);
+        Self {
+            tile: blueprint.tile,
+            bias: false,
+            out_dtype: blueprint.written(out_dtype),
+            ..self
+        }
+    }
+
+    /// With dY in E5M2, and in what X has.
+    fn gradients<R: Runtime>(&self, client: &ComputeClient<R>, sizes: [usize; 4]) -> Vec<Self> {
         let [of_input, of_weight] = other_products(sizes);
         let [x, w] = self.operands;
         let of_output = |operand| OperandKnobs {
             number: Fp8Number::E5M2,
             ..operand
         };
+        let wide = storage::<f32>();
         let products = [
             (of_input, [of_output(x), w], self.out_dtype),
-            (of_weight, [x, of_output(w)], storage::<f32>()),
+            (of_weight, [x, of_output(w)], wide),
             (of_input, [x, w], self.out_dtype),
-            (of_weight, [x, w], storage::<f32>()),
+            (of_weight, [x, w], wide),
         ];
-        let source = |(sizes, operands, out_dtype)| {
-            let product = TiledProduct::new(sizes, HopperBlueprint::DEPTH, true);
-            let blueprint =
-                HopperBlueprint::cheapest(client, &product, HopperBlueprint::CHUNK, SPEEDS);
-            Self {
-                tile: blueprint.tile,
-                operands,
-                bias: false,
-                out_dtype: blueprint.written(out_dtype),
-            }
-        };
-        companions_of(client, self.out_dtype, products.into_iter().map(source))
+        let source =
+            |(sizes, operands, out_dtype)| Self { operands, ..*self }.of(client, sizes, out_dtype);
+        products.map(source).to_vec()
+    }
+}
+
+/// The source of X W in E4M3 with a scale for each matrix, in such a tile.
+pub(super) fn of_tile(tile: HopperTile, out_dtype: StorageType) -> impl LayerSource {
+    let operand = OperandKnobs {
+        number: Fp8Number::E4M3,
+        by_rows: false,
+        e8m0: false,
+    };
+    Fp8Source {
+        tile,
+        operands: [operand; 2],
+        bias: false,
+        out_dtype,
     }
 }

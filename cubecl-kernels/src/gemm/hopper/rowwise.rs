@@ -21,7 +21,9 @@ use crate::{
     },
 };
 
-use super::{GemmNumbers, TiledProduct, UNITS, companions_of, other_products, tensor_map};
+use super::{
+    GemmNumbers, LayerSource, TiledProduct, UNITS, companions_of, other_products, tensor_map,
+};
 
 /// Columns that are computed at once: those of the widest tile.
 const WHOLE_TILE: usize = 256;
@@ -126,24 +128,45 @@ impl CudaSource for RowwiseSource {
         numbers.sizes()
     }
 
-    /// The other products of a linear layer, dY Wᵀ as this one and Xᵀ dY in FP32; and those of layers that are not
-    /// quantized.
     fn companions<R: Runtime>(
         &self,
         client: &ComputeClient<R>,
         sizes: [usize; 4],
     ) -> Vec<SourceText> {
+        companions_of(client, self.out_dtype, self.gradients(client, sizes))
+    }
+}
+
+impl LayerSource for RowwiseSource {
+    fn of<R: Runtime>(
+        self,
+        client: &ComputeClient<R>,
+        sizes: [usize; 4],
+        out_dtype: StorageType,
+    ) -> Self {
+        let product = TiledProduct::new(sizes, HopperBlueprint::DEPTH, true);
+        let blueprint = HopperBlueprint::cheapest(client, &product, WHOLE_TILE, SPEEDS);
+        Self {
+            tile: blueprint.tile,
+            bias: false,
+            out_dtype: blueprint.written(out_dtype),
+        }
+    }
+
+    fn gradients<R: Runtime>(&self, client: &ComputeClient<R>, sizes: [usize; 4]) -> Vec<Self> {
         let [of_input, of_weight] = other_products(sizes);
-        let products = [(of_input, self.out_dtype), (of_weight, storage::<f32>())];
-        let source = |(sizes, out_dtype)| {
-            let product = TiledProduct::new(sizes, HopperBlueprint::DEPTH, true);
-            let blueprint = HopperBlueprint::cheapest(client, &product, WHOLE_TILE, SPEEDS);
-            Self {
-                tile: blueprint.tile,
-                bias: false,
-                out_dtype: blueprint.written(out_dtype),
-            }
-        };
-        companions_of(client, self.out_dtype, products.into_iter().map(source))
+        vec![
+            self.of(client, of_input, self.out_dtype),
+            self.of(client, of_weight, storage::<f32>()),
+        ]
+    }
+}
+
+/// The source of X W in INT8 with scales over all of K, in such a tile.
+pub(super) fn of_tile(tile: HopperTile, out_dtype: StorageType) -> impl LayerSource {
+    RowwiseSource {
+        tile,
+        bias: false,
+        out_dtype,
     }
 }
