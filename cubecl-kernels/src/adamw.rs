@@ -65,8 +65,11 @@ pub struct Hyperparameters {
 /// A parameter with all that its update reads and writes. The tensors are contiguous, of one number of elements.
 #[derive(Debug)]
 pub struct AdamWTensors<R: Runtime> {
-    /// f32 or bf16, updated in place.
+    /// f32 or bf16, updated in place unless there is a tensor for its new value.
     pub parameter: TensorHandle<R>,
+    /// The parameter's new value, of its type, for a parameter that others hold; `None`: the parameter itself. It saves a
+    /// copy.
+    pub updated: Option<TensorHandle<R>>,
     /// f32, f16 or bf16.
     pub gradient: TensorHandle<R>,
     /// The first moment, updated in place.
@@ -83,6 +86,7 @@ impl<R: Runtime> Clone for AdamWTensors<R> {
     fn clone(&self) -> Self {
         Self {
             parameter: self.parameter.clone(),
+            updated: self.updated.clone(),
             gradient: self.gradient.clone(),
             first: self.first.clone(),
             second: self.second.clone(),
@@ -105,13 +109,23 @@ impl<R: Runtime> AdamWTensors<R> {
         self.first.check(OPERATION)?;
         self.second.check(OPERATION)?;
         let states = (self.first.len(), self.second.len());
-        if (gradient, states) == (len, (len, len)) {
+        let updated = self.updated.as_ref().unwrap_or(&self.parameter);
+        let remedy = "use the parameter's type";
+        check_dtype(
+            OPERATION,
+            "the new value",
+            updated,
+            self.parameter.dtype,
+            remedy,
+        )?;
+        let updated = check_contiguous(OPERATION, updated)?;
+        if (gradient, updated, states) == (len, len, (len, len)) {
             return Ok(());
         }
         Err(KernelError::Shape {
             operation: OPERATION,
             got: format!(
-                "a parameter {:?}, its gradient {:?}, and moments of {} and {} elements",
+                "a parameter {:?}, a new value of {updated} elements, a gradient {:?}, and moments of {} and {} elements",
                 self.parameter.shape(),
                 self.gradient.shape(),
                 states.0,

@@ -35,6 +35,11 @@ impl Arguments {
         ArrayCompilationArg { inplace: None }
     }
 
+    /// An array that is the first one, to be written too.
+    pub fn first_array() -> ArrayCompilationArg {
+        ArrayCompilationArg { inplace: Some(0) }
+    }
+
     /// Adds a number.
     pub fn scalar<S: ScalarArgType>(&mut self, scalar: S) {
         self.info.scalars.push(scalar);

@@ -49,6 +49,7 @@ fn step(
     let mut v = HostMoment::new(v, second, Moment::Second);
 
     let tensors = AdamWTensors {
+        updated: None,
         parameter: gpu.upload(&p),
         gradient: gpu.upload(&g),
         first: m.upload(gpu, Moment::First),

@@ -191,6 +191,7 @@ fn measure(
     let client = &gpu.client;
     let mut random = gpu.random();
     let tensors = [AdamWTensors {
+        updated: None,
         parameter: gpu.upload(&random.tiled(n, 0.02)),
         gradient: gpu.upload(&random.tiled(n, 1e-3)),
         first: initial_state(client, &[n], first, Moment::First)?,

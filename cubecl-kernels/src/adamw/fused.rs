@@ -22,7 +22,9 @@ use crate::{
 
 use super::{
     AdamWTensors, OPERATION, STATE_STEPS, Shared,
-    update::{CoefficientsArg, cube_step, first_moment, parameter as updated, second_moment},
+    update::{
+        CoefficientsArg, cube_step, first_moment, parameter as next_parameter, second_moment,
+    },
 };
 
 const INFINITY: u32 = f32::INFINITY.to_bits();
@@ -36,6 +38,8 @@ struct Plan {
     first: Option<StateFormat>,
     second: Option<StateFormat>,
     flagged: bool,
+    /// True where the parameter's new value goes elsewhere.
+    moved: bool,
     scaled: bool,
     clipped: bool,
     stochastic: bool,
@@ -75,6 +79,7 @@ pub(super) unsafe fn launch<R: Runtime>(
 ) -> Result<(), KernelError> {
     let AdamWTensors {
         parameter,
+        updated,
         gradient,
         first,
         second,
@@ -84,6 +89,7 @@ pub(super) unsafe fn launch<R: Runtime>(
     let span = span(client, tensors)?;
     let aligned = [parameter, gradient, &first.values, &second.values]
         .into_iter()
+        .chain(updated)
         .all(is_aligned);
     let stochastic = *rounding != Rounding::Nearest && parameter.dtype != storage::<f32>();
     let [clock, flag, scale, factors] = shared.tensors();
@@ -98,6 +104,10 @@ pub(super) unsafe fn launch<R: Runtime>(
             KernelSettings::default().cube_dim(span.cube_dim()),
             client.clone(),
             arguments.array(parameter, width),
+            match updated {
+                Some(updated) => arguments.array(updated, width),
+                None => Arguments::first_array(),
+            },
             arguments.array(gradient, width),
             first.add_to(&mut arguments, width),
             second.add_to(&mut arguments, width),
@@ -119,6 +129,7 @@ pub(super) unsafe fn launch<R: Runtime>(
                 first: first.format,
                 second: second.format,
                 flagged: shared.nonfinite.is_some(),
+                moved: updated.is_some(),
                 scaled: shared.loss_scale.is_some(),
                 clipped: shared.factors.is_some(),
                 stochastic,
@@ -147,7 +158,8 @@ pub(super) unsafe fn launch<R: Runtime>(
 #[cube(launch_unchecked)]
 #[allow(clippy::too_many_arguments)]
 fn adamw_kernel<P: Numeric, G: Numeric, S1: Numeric, S2: Numeric, N: Size>(
-    parameter: &mut Array<Vector<P, N>>,
+    parameter: &Array<Vector<P, N>>,
+    updated: &mut Array<Vector<P, N>>,
     gradient: &Array<Vector<G, N>>,
     first: &mut StateArrays<S1, N>,
     second: &mut StateArrays<S2, N>,
@@ -172,6 +184,9 @@ fn adamw_kernel<P: Numeric, G: Numeric, S1: Numeric, S2: Numeric, N: Size>(
     let span = comptime!(plan.span);
     if comptime!(plan.flagged) {
         if nonfinite[0] != 0 {
+            if comptime!(plan.moved) {
+                keep::<P, N>(parameter, updated, start_tile, end, len, span);
+            }
             terminate!();
         }
     }
@@ -235,7 +250,7 @@ fn adamw_kernel<P: Numeric, G: Numeric, S1: Numeric, S2: Numeric, N: Size>(
         for slot in 0..comptime!(span.held()) {
             m[slot] = first_moment(m[slot], g[slot], &step, zero, exactly.0);
             v[slot] = second_moment(v[slot], g[slot], &step, zero, exactly.1);
-            p[slot] = updated(p[slot], m[slot], v[slot], &step);
+            p[slot] = next_parameter(p[slot], m[slot], v[slot], &step);
         }
         if comptime!(plan.stochastic) {
             round_held(
@@ -248,7 +263,7 @@ fn adamw_kernel<P: Numeric, G: Numeric, S1: Numeric, S2: Numeric, N: Size>(
                 comptime!(plan.wide),
             );
         }
-        write_held::<f32, P, N>(parameter, &p, start, len, span);
+        write_held::<f32, P, N>(updated, &p, start, len, span);
         let dithers = if comptime!(plan.stochastic_state) {
             dithers(
                 start,
@@ -290,6 +305,25 @@ fn adamw_kernel<P: Numeric, G: Numeric, S1: Numeric, S2: Numeric, N: Size>(
             comptime!(Moment::Second),
             comptime!(plan.stochastic_state),
         );
+        tile += tile_stride();
+    }
+}
+
+/// Writes a parameter that does not change.
+#[cube]
+fn keep<P: Numeric, N: Size>(
+    parameter: &Array<Vector<P, N>>,
+    updated: &mut Array<Vector<P, N>>,
+    start_tile: u32,
+    end: u32,
+    len: u32,
+    #[comptime] span: Span,
+) {
+    let mut tile = first_tile(start_tile);
+    while tile < end {
+        let start = tile * comptime!(span.elements() as u32);
+        let p = read_held::<P, f32, N>(parameter, start, len, span, 0);
+        write_held::<f32, P, N>(updated, &p, start, len, span);
         tile += tile_stride();
     }
 }

@@ -25,6 +25,7 @@ pub(super) fn accepts<R: Runtime>(tensors: &AdamWTensors<R>) -> bool {
     tensors.first.format.is_none()
         && tensors.second.format.is_none()
         && tensors.parameter.dtype == storage::<f32>()
+        && tensors.updated.is_none()
         && tensors.len() <= MAX_LEN
 }
 

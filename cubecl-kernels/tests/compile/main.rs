@@ -566,6 +566,7 @@ fn adamw_sources(architecture: u16) -> Vec<Source> {
                 (dtype::<bf16>(), key, Some(&flag), Some(&scale), clipped),
             ] {
                 let tensors = AdamWTensors {
+                    updated: flag.map(|_| tensor(client, &[LEN], dtype)),
                     parameter: tensor(client, &[LEN], dtype),
                     gradient: tensor(client, &[LEN], dtype),
                     first: state(first, Moment::First),

@@ -456,6 +456,7 @@ pub mod on_device {
     fn tensors(client: &Client, p: &[f32], pair: Pair) -> AdamWTensors<TestRuntime> {
         let state = |format, moment| initial_state(client, &[p.len()], format, moment);
         AdamWTensors {
+            updated: None,
             parameter: upload(client, p, &[p.len()], dtype::<f32>()),
             gradient: upload(client, &vec![0.0; p.len()], &[p.len()], dtype::<f32>()),
             first: state(pair.0, Moment::First).expect("a group"),
@@ -751,6 +752,67 @@ pub mod on_device {
         step(&list);
         assert!(all(&list) == after);
         assert_eq!(read::<i32>(&client, &clock), [1, 1]);
+    }
+
+    /// The new value of a parameter that stays as it is: what a step in place makes of it, to the bit, and the old one
+    /// where a flag is raised.
+    #[test]
+    fn parameters_that_others_hold_stay() {
+        let (client, mut random) = (client(), Random::fresh());
+        let mut pairs = drawn(&mut random, pairs(), 3);
+        pairs.push((None, None));
+        for (index, pair) in pairs.into_iter().enumerate() {
+            for float in [dtype::<f32>(), dtype::<bf16>()] {
+                if !float_types(&client).contains(&float) {
+                    continue;
+                }
+                let n = [5, 1000, 4099, 70_001][(index + random.index(2)) % 4];
+                let (p, g) = (parameters(&mut random, n), gradients(&mut random, n));
+                let make = |updated| {
+                    let mut tensors = tensors(&client, &p, pair);
+                    tensors.parameter = upload(&client, &p, &[n], float);
+                    tensors.gradient = upload(&client, &g, &[n], dtype::<f32>());
+                    tensors.rounding = Rounding::Stochastic(StochasticKey { seed: 7, stream: 3 });
+                    tensors.updated = updated;
+                    tensors
+                };
+                let (clock, flag) = (initial_clock(&client), initial_flag(&client));
+                tick(&client, &clock, None).expect("a clock");
+                let step = |tensors: &AdamWTensors<TestRuntime>| {
+                    let list = std::slice::from_ref(tensors);
+                    adamw_on_device(&client, list, &clock, Some(&flag), None, &HYPERPARAMETERS)
+                        .expect("tensors that fit");
+                };
+                let unwritten = || upload(&client, &vec![1e30; n], &[n], float);
+                let (in_place, moved) = (make(None), make(Some(unwritten())));
+                let before = read_float(&client, &moved.parameter);
+                step(&in_place);
+                step(&moved);
+                let what = format!("{pair:?}, {float}, {n}");
+                let [stays, updated, expected] = [
+                    &moved.parameter,
+                    moved.updated.as_ref().expect("a tensor"),
+                    &in_place.parameter,
+                ]
+                .map(|it| read_float(&client, it));
+                assert_same_floats(&stays, &before, &what);
+                assert_same_floats(&updated, &expected, &what);
+                assert_ne!(updated, before, "{what}");
+                assert_eq!(
+                    bytes(&client, &moved)[1..],
+                    bytes(&client, &in_place)[1..],
+                    "moments, {what}"
+                );
+
+                let raised = upload_i32(&client, &[1], &[1]);
+                let skipped = make(Some(unwritten()));
+                let list = std::slice::from_ref(&skipped);
+                adamw_on_device(&client, list, &clock, Some(&raised), None, &HYPERPARAMETERS)
+                    .expect("tensors that fit");
+                let kept = skipped.updated.as_ref().expect("a tensor");
+                assert_same_floats(&read_float(&client, kept), &before, &what);
+            }
+        }
     }
 
     #[test]

@@ -134,6 +134,7 @@ mod on_device {
             let clock = initial_clock(&client);
             let state = |moment| initial_state(&client, &[2, 3], None, moment).expect("FP32");
             let tensors = AdamWTensors {
+                updated: None,
                 parameter: floats.clone(),
                 gradient: floats.clone(),
                 first: state(Moment::First),
@@ -198,6 +199,7 @@ mod on_device {
                             initial_state(&client, &[len], format, moment).expect("a group")
                         };
                         AdamWTensors {
+                            updated: None,
                             parameter: upload(&client, p, &[len], dtype::<f32>()),
                             gradient: upload(&client, p, &[len], dtype::<f32>()),
                             first: state(Moment::First),

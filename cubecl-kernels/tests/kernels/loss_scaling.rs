@@ -240,6 +240,7 @@ mod on_device {
             let run = |scale: Option<f32>| {
                 let state = |format, moment| initial_state(&client, &[n], format, moment);
                 let mut tensors: AdamWTensors<TestRuntime> = AdamWTensors {
+                    updated: None,
                     parameter: upload(&client, &p, &[n], dtype::<f32>()),
                     gradient: upload(&client, &p, &[n], dtype::<f32>()),
                     first: state(first, Moment::First).expect("a group"),

@@ -427,7 +427,9 @@ fn operation_skips<B: DataBackend>(seed: u64) {
 fn operation_spares_clones<B: DataBackend>(seed: u64) {
     let mut rng = Rng::new(seed);
     for formats in rng.drawn(pairs(), 3) {
-        let cases = Case::of_every_size(&mut rng, formats);
+        let mut cases = Case::of_every_size(&mut rng, formats);
+        // One whose new value goes elsewhere at once on a device, where others are copied.
+        cases.push(Case::new(&mut rng, [260, 255], formats));
         let items: Vec<_> = cases.iter().map(Case::item::<B>).collect();
         let clock = from_counts::<B, 2>([1, 0]);
         let held = items.iter().map(clone_of).collect();
@@ -439,7 +441,7 @@ fn operation_spares_clones<B: DataBackend>(seed: u64) {
             "seed {seed}"
         );
         let mut stepped = 0;
-        for ((case, item), update) in cases.iter().zip(&items).zip(updates) {
+        for ((case, item), update) in cases.iter_mut().zip(&items).zip(updates) {
             let what = format!("seed {seed}, {formats:?}, {:?}", case.shape);
             let parameter = full::<B, 2>(&update.parameter);
             stepped += usize::from(!same_bits(&parameter, &case.parameter));
@@ -449,6 +451,9 @@ fn operation_spares_clones<B: DataBackend>(seed: u64) {
             assert!(same_bits(&held, &case.gradient), "{what}: gradient");
             assert_eq!(Host::download(&item.first), case.first, "{what}");
             assert_eq!(Host::download(&item.second), case.second, "{what}");
+            let before = case.parameter.clone();
+            case.step(1);
+            assert_parameters_near(&what, &before, &parameter, &case.parameter);
         }
         // A single element may have an update that rounding swallows.
         assert!(

@@ -6,7 +6,7 @@ use burn_backend::{
 };
 use burn_cubecl::{
     CubeBackend, CubeRuntime, FloatElement, IntElement, element::BoolElement,
-    kernel::into_contiguous, tensor::CubeTensor,
+    kernel::into_contiguous, ops::numeric::empty_device_contiguous_dtype, tensor::CubeTensor,
 };
 use cubecl_kernels::{
     adamw::{self, AdamWTensors},
@@ -37,8 +37,11 @@ where
         loss_scale: Option<&FloatTensor<Self>>,
         hyperparameters: &Hyperparameters,
     ) -> Vec<AdamWUpdate<Self>> {
-        let items: Vec<_> = items.into_iter().map(owned).collect();
-        let tensors: Vec<_> = items.iter().map(adamw_tensors).collect();
+        let items: Vec<(AdamWItem<Self>, _)> = items.into_iter().map(owned).collect();
+        let tensors: Vec<_> = items
+            .iter()
+            .map(|(item, updated)| adamw_tensors(item, updated.as_ref()))
+            .collect();
         checked(adamw::adamw(
             &clock.client,
             &tensors,
@@ -49,8 +52,8 @@ where
         ));
         items
             .into_iter()
-            .map(|item| AdamWUpdate {
-                parameter: item.parameter,
+            .map(|(item, updated)| AdamWUpdate {
+                parameter: updated.unwrap_or(item.parameter),
                 first: item.first,
                 second: item.second,
             })
@@ -160,24 +163,45 @@ impl<B: Cube<R>, R: CubeRuntime> Change<B, B> for Each<R> {
     }
 }
 
-fn owned<B: Cube<R>, R: CubeRuntime>(item: AdamWItem<B>) -> AdamWItem<B> {
-    AdamWItem {
-        parameter: own(item.parameter),
+/// Parameters of fewer elements share launches where they are updated in place.
+const FEW: usize = 1 << 16;
+
+/// An item with moments and gradient as the kernel takes them; beside it, for a parameter that others hold, such as the
+/// model that a `Learner` steps, a tensor for its new value.
+fn owned<B: Cube<R>, R: CubeRuntime>(item: AdamWItem<B>) -> (AdamWItem<B>, Option<CubeTensor<R>>) {
+    let parameter = into_contiguous(item.parameter);
+    let is_shared = !parameter.can_mut() && parameter.meta.num_elements() > FEW;
+    let updated = is_shared.then(|| {
+        let (client, device) = (parameter.client.clone(), parameter.device.clone());
+        empty_device_contiguous_dtype(
+            client,
+            device,
+            parameter.meta.shape().clone(),
+            parameter.dtype,
+        )
+    });
+    let item = AdamWItem {
+        parameter: if is_shared { parameter } else { own(parameter) },
         gradient: into_contiguous(item.gradient),
         first: MomentState::rebuild::<B, B>(item.first, &mut Each(own)),
         second: MomentState::rebuild::<B, B>(item.second, &mut Each(own)),
         key: item.key,
         state_key: item.state_key,
-    }
+    };
+    (item, updated)
 }
 
 fn rounding(key: Option<StochasticKey>) -> Rounding {
     key.map_or(Rounding::Nearest, Rounding::Stochastic)
 }
 
-fn adamw_tensors<B: Cube<R>, R: CubeRuntime>(item: &AdamWItem<B>) -> AdamWTensors<R> {
+fn adamw_tensors<B: Cube<R>, R: CubeRuntime>(
+    item: &AdamWItem<B>,
+    updated: Option<&CubeTensor<R>>,
+) -> AdamWTensors<R> {
     AdamWTensors {
         parameter: handle(&item.parameter),
+        updated: updated.map(handle),
         gradient: handle(&item.gradient),
         first: state_tensor(&item.first, Moment::First),
         second: state_tensor(&item.second, Moment::Second),
