@@ -406,11 +406,10 @@ pub(super) fn expected<B: DataBackend>(
     policy: &LayerPolicy,
     rows: usize,
 ) -> Vec<ExpectedLayer> {
-    let forward = row.linear.map(|linear| linear.forward);
     let mut layers = Vec::new();
     for weight in weights.iter().filter(|weight| !weight.embedding) {
-        let forward = forward.filter(|_| weight.decide(policy).is_quantized());
-        let operands = forward.map_or(Some(LayerOperands::Floats), |it| it.layer_operands());
+        let linear = row.linear.filter(|_| weight.decide(policy).is_quantized());
+        let operands = linear.map_or(Some(LayerOperands::Floats), |it| it.layer_operands());
         let layer = operands.map(|operands| ExpectedLayer {
             rows,
             weight: weight.shape,

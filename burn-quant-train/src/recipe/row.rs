@@ -55,39 +55,6 @@ impl Product {
         }
     }
 
-    /// The kind of kernel that multiplies the operands; `None` where there is none of its own.
-    pub(crate) fn layer_operands(&self) -> Option<LayerOperands> {
-        let [Some(left), Some(right)] = self.operands() else {
-            return Some(LayerOperands::Floats);
-        };
-        let is_int = |cast: Cast| matches!(cast.number, Number::Int8 | Number::Int4);
-        let has_f32 = [left, right]
-            .iter()
-            .all(|cast| cast.scale == ScaleNumber::F32);
-        match (left.granularity, right.granularity) {
-            _ if !has_f32 => None,
-            (Granularity::Block(side), Granularity::Block(of_right))
-                if side == of_right && is_int(left) && is_int(right) =>
-            {
-                Some(LayerOperands::Int8Blocks {
-                    side,
-                    fallback: left.residual != Residual::Never,
-                })
-            }
-            (Granularity::Row | Granularity::Tensor, Granularity::Row | Granularity::Tensor)
-                if is_int(left) && is_int(right) =>
-            {
-                Some(LayerOperands::Int8Rows)
-            }
-            (Granularity::Tensor, Granularity::Tensor)
-                if [left.number, right.number] == [Number::E4M3; 2] =>
-            {
-                Some(LayerOperands::E4M3)
-            }
-            _ => None,
-        }
-    }
-
     /// The same of sampled rows of dY. A product in the compute dtype stays as it is.
     pub const fn sampled(self, sampling: Sampling) -> Self {
         match self {
@@ -123,6 +90,49 @@ pub struct LinearRow {
     pub saved_x: SavedX,
     /// The state that each layer keeps between steps.
     pub slots: &'static [Slot],
+}
+
+impl LinearRow {
+    /// The kind of kernel that computes the products; `None` where there is none of its own.
+    pub(crate) fn layer_operands(&self) -> Option<LayerOperands> {
+        let [Some(left), Some(right)] = self.forward.operands() else {
+            return Some(LayerOperands::Floats);
+        };
+        let is_int = |cast: Cast| matches!(cast.number, Number::Int8 | Number::Int4);
+        let [of_gradient, _] = self.input_gradient.operands();
+        let [saved, _] = self.weight_gradient.operands();
+        let has_residual =
+            |cast: Option<Cast>| cast.is_some_and(|cast| cast.residual != Residual::Never);
+        match (left.granularity, right.granularity) {
+            _ if [left, right]
+                .iter()
+                .any(|cast| cast.scale != ScaleNumber::F32) =>
+            {
+                None
+            }
+            (Granularity::Block(side), Granularity::Block(of_right))
+                if side == of_right && is_int(left) && is_int(right) =>
+            {
+                Some(LayerOperands::Int8Blocks {
+                    side,
+                    fallback: [has_residual(Some(left)), has_residual(saved)],
+                })
+            }
+            (Granularity::Row | Granularity::Tensor, Granularity::Row | Granularity::Tensor)
+                if is_int(left) && is_int(right) =>
+            {
+                Some(LayerOperands::Int8Rows)
+            }
+            (Granularity::Tensor, Granularity::Tensor)
+                if [left.number, right.number] == [Number::E4M3; 2] =>
+            {
+                Some(LayerOperands::E4M3 {
+                    gradient: of_gradient.map_or(Number::E5M2, |cast| cast.number),
+                })
+            }
+            _ => None,
+        }
+    }
 }
 
 /// A recipe.

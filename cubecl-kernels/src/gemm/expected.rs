@@ -2,24 +2,27 @@
 
 use cubecl::{ir::StorageType, prelude::*};
 
-use crate::{compile_ahead, device::is_hopper};
+use crate::{compile_ahead, device::is_hopper, number::Number};
 
 use super::hopper;
 
 /// How X and W of Y = X W are multiplied.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum LayerOperands {
     /// INT8 in square blocks.
     Int8Blocks {
         /// Rows and columns of a block: 32, 64 or 128.
         side: usize,
-        /// True where X has residuals.
-        fallback: bool,
+        /// True where X has residuals: in Y = X W, and in dW = Xᵀ dY.
+        fallback: [bool; 2],
     },
     /// INT8 with scales over all of K.
     Int8Rows,
     /// E4M3 with a scale for each matrix.
-    E4M3,
+    E4M3 {
+        /// E4M3 or E5M2: what dY is in, in the same way.
+        gradient: Number,
+    },
     /// As they are.
     Floats,
 }

@@ -373,7 +373,7 @@ impl CudaSource for GemmSource {
         client: &ComputeClient<R>,
         sizes: [usize; 4],
     ) -> Vec<SourceText> {
-        companions_of(client, self.out_dtype, self.gradients(client, sizes))
+        companions_of(client, self.out_dtype, self.gradients(client, sizes, None))
     }
 }
 
@@ -395,18 +395,24 @@ impl LayerSource for GemmSource {
         }
     }
 
-    /// dY Wᵀ without a fallback, and Xᵀ dY with one and without.
-    fn gradients<R: Runtime>(&self, client: &ComputeClient<R>, sizes: [usize; 4]) -> Vec<Self> {
+    /// dY Wᵀ without a fallback; of an unknown layer, Xᵀ dY with one and without.
+    fn gradients<R: Runtime>(
+        &self,
+        client: &ComputeClient<R>,
+        sizes: [usize; 4],
+        layer: Option<&LayerOperands>,
+    ) -> Vec<Self> {
         let [of_input, of_weight] = other_products(sizes);
-        let plain = Self {
-            fallback: false,
-            ..*self
+        let with = |fallback| Self { fallback, ..*self };
+        let fallbacks = match layer {
+            Some(LayerOperands::Int8Blocks { fallback, .. }) => vec![fallback[1]],
+            _ => vec![false, self.fallback],
         };
-        vec![
-            plain.of(client, of_input, self.out_dtype),
-            plain.of(client, of_weight, storage::<f32>()),
-            self.of(client, of_weight, storage::<f32>()),
-        ]
+        let of_weight = fallbacks
+            .into_iter()
+            .map(|fallback| with(fallback).of(client, of_weight, storage::<f32>()));
+        let of_input = with(false).of(client, of_input, self.out_dtype);
+        std::iter::once(of_input).chain(of_weight).collect()
     }
 }
 
@@ -422,7 +428,9 @@ pub(super) fn expected<R: Runtime>(
     ) -> (SourceText, Vec<SourceText>) {
         let sizes = [1, layer.rows, layer.outputs, layer.inputs];
         let source = source.of(client, sizes, layer.dtype);
-        let gradients = source.gradients(client, sizes).into_iter();
+        let gradients = source
+            .gradients(client, sizes, Some(&layer.operands))
+            .into_iter();
         (source.text(), gradients.map(|it| it.text()).collect())
     }
     // Of any width: that of the product follows.
@@ -434,14 +442,14 @@ pub(super) fn expected<R: Runtime>(
             let source = GemmSource {
                 tile,
                 block: side,
-                fallback,
+                fallback: fallback[0],
                 bias: false,
                 out_dtype: dtype,
             };
             texts(client, source, layer)
         }
         LayerOperands::Int8Rows => texts(client, rowwise::of_tile(tile, dtype), layer),
-        LayerOperands::E4M3 => texts(client, fp8::of_tile(tile, dtype), layer),
+        LayerOperands::E4M3 { .. } => texts(client, fp8::of_tile(tile, dtype), layer),
         LayerOperands::Floats => texts(client, float::of_tile(tile, dtype), layer),
     }
 }
@@ -456,8 +464,14 @@ trait LayerSource: CudaSource {
         out_dtype: StorageType,
     ) -> Self;
 
-    /// The sources of dX = dY Wᵀ, in the dtype of X, and of dW = Xᵀ dY, in FP32, where X W is of these sizes.
-    fn gradients<R: Runtime>(&self, client: &ComputeClient<R>, sizes: [usize; 4]) -> Vec<Self>;
+    /// The sources of dX = dY Wᵀ, in the dtype of X, and of dW = Xᵀ dY, in FP32, where X W is of these sizes: those of
+    /// the layer, or all that are likely.
+    fn gradients<R: Runtime>(
+        &self,
+        client: &ComputeClient<R>,
+        sizes: [usize; 4],
+        layer: Option<&LayerOperands>,
+    ) -> Vec<Self>;
 }
 
 /// The sources of such products, and, where nothing is known of the model's layers, those of products that recipes leave

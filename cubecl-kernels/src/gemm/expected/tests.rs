@@ -57,8 +57,8 @@ fn fp8(client: &Client, shape: [usize; 2], number: Number) -> Fp8Operand<Offline
     }
 }
 
-/// The three products of a layer, X with residuals in that of Y and, where they wait for it, of W.
-fn launch(client: &Client, layer: &ExpectedLayer, saves_residual: bool) {
+/// The three products of a layer.
+fn launch(client: &Client, layer: &ExpectedLayer) {
     let ExpectedLayer {
         rows,
         inputs,
@@ -76,7 +76,7 @@ fn launch(client: &Client, layer: &ExpectedLayer, saves_residual: bool) {
         match layer.operands {
             LayerOperands::Int8Blocks { side, fallback } => {
                 let [a, b] = [m, n].map(|rows| int8(client, [rows, k], [side; 2]));
-                let has_residual = fallback && (index == 0 || index == 2 && saves_residual);
+                let has_residual = [fallback[0], false, fallback[1]][index];
                 let residual = has_residual.then(|| FallbackResidual {
                     values: a.values.clone(),
                     scales: a.scales.clone(),
@@ -89,11 +89,11 @@ fn launch(client: &Client, layer: &ExpectedLayer, saves_residual: bool) {
                 let [a, b] = [m, n].map(|rows| int8(client, [rows, k], [1, k]));
                 gemm(client, &a, &b, None, None, out, Strategy::Auto)
             }
-            LayerOperands::E4M3 => {
+            LayerOperands::E4M3 { gradient } => {
                 let numbers = match index {
                     0 => [Number::E4M3; 2],
-                    1 => [Number::E5M2, Number::E4M3],
-                    _ => [Number::E4M3, Number::E5M2],
+                    1 => [gradient, Number::E4M3],
+                    _ => [Number::E4M3, gradient],
                 };
                 let [a, b] = [(m, numbers[0]), (n, numbers[1])];
                 let [a, b] = [a, b].map(|(rows, number)| fp8(client, [rows, k], number));
@@ -124,15 +124,16 @@ fn launch(client: &Client, layer: &ExpectedLayer, saves_residual: bool) {
 #[rstest]
 fn products_of_a_layer_launch_what_is_expected(
     #[values(
-        LayerOperands::Int8Blocks { side: 128, fallback: true },
-        LayerOperands::Int8Blocks { side: 32, fallback: false },
+        LayerOperands::Int8Blocks { side: 128, fallback: [true, false] },
+        LayerOperands::Int8Blocks { side: 128, fallback: [true, true] },
+        LayerOperands::Int8Blocks { side: 32, fallback: [false, false] },
         LayerOperands::Int8Rows,
-        LayerOperands::E4M3,
+        LayerOperands::E4M3 { gradient: Number::E5M2 },
+        LayerOperands::E4M3 { gradient: Number::E4M3 },
         LayerOperands::Floats
     )]
     operands: LayerOperands,
     #[values([16_384, 512, 512], [2048, 4096, 10_880], [512, 128, 256])] sizes: [usize; 3],
-    #[values(false, true)] saves_residual: bool,
 ) {
     let [rows, inputs, outputs] = sizes;
     let layer = ExpectedLayer {
@@ -147,7 +148,7 @@ fn products_of_a_layer_launch_what_is_expected(
         let (forward, gradients) = hopper::expected(client, &layer);
         expected.insert(forward.source);
         expected.extend(gradients.into_iter().map(|text| text.source));
-        launch(client, &layer, saves_residual);
+        launch(client, &layer);
     });
     let products: Vec<_> = sources
         .into_iter()

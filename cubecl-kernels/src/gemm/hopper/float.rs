@@ -18,7 +18,9 @@ use crate::{
     error::KernelError,
     gemm::{
         blueprint::{HopperBlueprint, HopperTile},
-        check_bias, split_k,
+        check_bias,
+        expected::LayerOperands,
+        split_k,
     },
 };
 
@@ -516,7 +518,7 @@ impl CudaSource for FloatSource {
         if self.along_rows != (false, true) {
             return vec![];
         }
-        let gradients = self.gradients(client, sizes).into_iter();
+        let gradients = self.gradients(client, sizes, None).into_iter();
         gradients.map(|gradient| gradient.text()).collect()
     }
 }
@@ -538,7 +540,12 @@ impl LayerSource for FloatSource {
         }
     }
 
-    fn gradients<R: Runtime>(&self, client: &ComputeClient<R>, sizes: [usize; 4]) -> Vec<Self> {
+    fn gradients<R: Runtime>(
+        &self,
+        client: &ComputeClient<R>,
+        sizes: [usize; 4],
+        _layer: Option<&LayerOperands>,
+    ) -> Vec<Self> {
         let [of_input, of_weight] = other_products(sizes);
         let along = |along_rows| Self {
             along_rows,

@@ -13,7 +13,9 @@ use crate::{
     gemm::{
         align::is_aligned,
         blueprint::{HopperBlueprint, HopperTile},
-        check_bias, split_k,
+        check_bias,
+        expected::LayerOperands,
+        split_k,
     },
     number::Number,
     quantize::Quantized,
@@ -214,6 +216,21 @@ enum Fp8Number {
 }
 
 impl Fp8Number {
+    /// `None` for others.
+    const fn of(number: Number) -> Option<Self> {
+        match number {
+            Number::E4M3 => Some(Self::E4M3),
+            Number::E5M2 => Some(Self::E5M2),
+            Number::Int8
+            | Number::Int10
+            | Number::Int4
+            | Number::E2M1
+            | Number::E3M0
+            | Number::DynamicExponent(_)
+            | Number::Square => None,
+        }
+    }
+
     const fn name(self) -> &'static str {
         match self {
             Self::E4M3 => "e4m3",
@@ -241,16 +258,8 @@ impl Checked {
             rows_per_scale,
             depth_per_scale,
         } = *operand;
-        let number = match number {
-            Number::E4M3 => Fp8Number::E4M3,
-            Number::E5M2 => Fp8Number::E5M2,
-            Number::Int8
-            | Number::Int10
-            | Number::Int4
-            | Number::E2M1
-            | Number::E3M0
-            | Number::DynamicExponent(_)
-            | Number::Square => return Err(unsupported(format!("operand {name} of {number:?}"))),
+        let Some(number) = Fp8Number::of(number) else {
+            return Err(unsupported(format!("operand {name} of {number:?}")));
         };
         let e8m0 = match scale {
             ScaleNumber::F32 => false,
@@ -385,7 +394,7 @@ impl CudaSource for Fp8Source {
         client: &ComputeClient<R>,
         sizes: [usize; 4],
     ) -> Vec<SourceText> {
-        companions_of(client, self.out_dtype, self.gradients(client, sizes))
+        companions_of(client, self.out_dtype, self.gradients(client, sizes, None))
     }
 }
 
@@ -406,24 +415,35 @@ impl LayerSource for Fp8Source {
         }
     }
 
-    /// With dY in E5M2, and in what X has.
-    fn gradients<R: Runtime>(&self, client: &ComputeClient<R>, sizes: [usize; 4]) -> Vec<Self> {
+    /// Of an unknown layer with dY in E5M2, and in what X has.
+    fn gradients<R: Runtime>(
+        &self,
+        client: &ComputeClient<R>,
+        sizes: [usize; 4],
+        layer: Option<&LayerOperands>,
+    ) -> Vec<Self> {
         let [of_input, of_weight] = other_products(sizes);
         let [x, w] = self.operands;
-        let of_output = |operand| OperandKnobs {
-            number: Fp8Number::E5M2,
-            ..operand
+        let numbers = match layer {
+            Some(LayerOperands::E4M3 { gradient }) => {
+                Fp8Number::of(*gradient).into_iter().collect()
+            }
+            _ => vec![Fp8Number::E5M2, x.number],
         };
-        let wide = storage::<f32>();
-        let products = [
-            (of_input, [of_output(x), w], self.out_dtype),
-            (of_weight, [x, of_output(w)], wide),
-            (of_input, [x, w], self.out_dtype),
-            (of_weight, [x, w], wide),
-        ];
+        let of_number = |number| {
+            let of_output = |operand| OperandKnobs { number, ..operand };
+            [
+                (of_input, [of_output(x), w], self.out_dtype),
+                (of_weight, [x, of_output(w)], storage::<f32>()),
+            ]
+        };
         let source =
             |(sizes, operands, out_dtype)| Self { operands, ..*self }.of(client, sizes, out_dtype);
-        products.map(source).to_vec()
+        numbers
+            .into_iter()
+            .flat_map(of_number)
+            .map(source)
+            .collect()
     }
 }
 

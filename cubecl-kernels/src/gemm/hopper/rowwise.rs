@@ -16,6 +16,7 @@ use crate::{
         GemmArgs, GemmProblem,
         align::AlignedValues,
         blueprint::{Blueprint, HopperBlueprint, HopperTile},
+        expected::LayerOperands,
         selector::Ranked,
         split_k,
     },
@@ -133,7 +134,7 @@ impl CudaSource for RowwiseSource {
         client: &ComputeClient<R>,
         sizes: [usize; 4],
     ) -> Vec<SourceText> {
-        companions_of(client, self.out_dtype, self.gradients(client, sizes))
+        companions_of(client, self.out_dtype, self.gradients(client, sizes, None))
     }
 }
 
@@ -153,7 +154,12 @@ impl LayerSource for RowwiseSource {
         }
     }
 
-    fn gradients<R: Runtime>(&self, client: &ComputeClient<R>, sizes: [usize; 4]) -> Vec<Self> {
+    fn gradients<R: Runtime>(
+        &self,
+        client: &ComputeClient<R>,
+        sizes: [usize; 4],
+        _layer: Option<&LayerOperands>,
+    ) -> Vec<Self> {
         let [of_input, of_weight] = other_products(sizes);
         vec![
             self.of(client, of_input, self.out_dtype),

@@ -13,7 +13,7 @@ use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 use crate::{
     cuda::{
         numbers::{halves, numbers},
-        source::{CudaSource, float_knob, launch_source},
+        source::{CudaSource, SourceText, float_knob, launch_source},
     },
     device::{MAX_CUBES, MatrixView, read_width_up_to},
     quantize::staged::TILE,
@@ -173,5 +173,29 @@ impl CudaSource for WholeTilesSource {
 
     fn shared_memory(&self) -> usize {
         tile_bytes(self.dtype)
+    }
+
+    /// Of X, that of more or fewer tiles, and both of dY.
+    fn companions<R: Runtime>(
+        &self,
+        _client: &ComputeClient<R>,
+        _sizes: [usize; 4],
+    ) -> Vec<SourceText> {
+        if self.row_stochastic {
+            return vec![];
+        }
+        let of_gradient = |draw_early| Self {
+            row_stochastic: true,
+            fallback: false,
+            draw_early,
+            ..*self
+        };
+        let of_input = Self {
+            draw_early: !self.draw_early,
+            ..*self
+        };
+        [of_input, of_gradient(true), of_gradient(false)]
+            .map(|source| source.text())
+            .to_vec()
     }
 }
