@@ -633,7 +633,7 @@ pub mod on_device {
         key: Option<StochasticKey>,
     ) {
         let client = client();
-        let (mut total, mut different, mut exponents) = (0, 0, 0);
+        let (mut total, mut different, mut exponents, mut cancelled) = (0, 0, 0, 0);
         for &pair in pairs {
             for &n in sizes {
                 let mut p = parameters(random, n);
@@ -696,7 +696,12 @@ pub mod on_device {
                                     let start = index * format.group;
                                     let actual = &actual.codes[start..][..codes.len()];
                                     for (a, e) in actual.iter().zip(codes) {
-                                        assert!(a.abs_diff(*e) <= 1, "{what}: code {a}, {e}");
+                                        // A moment whose terms cancel to some 1e-7 of them is what one rounding
+                                        // less, as of a fused multiply-add, leaves of it: the smallest of its group.
+                                        let is_small = (a & 0x7f).max(e & 0x7f) < 16;
+                                        let is_near = a.abs_diff(*e) <= 1;
+                                        assert!(is_near || is_small, "{what}: code {a}, {e}");
+                                        cancelled += usize::from(!is_near);
                                         different += usize::from(a != e);
                                     }
                                 }
@@ -707,7 +712,10 @@ pub mod on_device {
                 }
             }
         }
-        println!("with expansion {different} of {total} codes differ, {exponents} exponents");
+        println!(
+            "with expansion {different} of {total} codes differ, {cancelled} by more than 1, {exponents} exponents"
+        );
+        assert!(cancelled <= 1 + total / 200_000, "{cancelled} of {total}");
         assert!(total == 0 || (different * 200 < total && exponents * 2000 < total));
     }
 
@@ -797,7 +805,8 @@ pub mod on_device {
                 .map(|it| read_float(&client, it));
                 assert_same_floats(&stays, &before, &what);
                 assert_same_floats(&updated, &expected, &what);
-                assert_ne!(updated, before, "{what}");
+                // Rounding to 16 bits may swallow the update of a few.
+                assert!(updated != before || n < 1000, "{what}");
                 assert_eq!(
                     bytes(&client, &moved)[1..],
                     bytes(&client, &in_place)[1..],

