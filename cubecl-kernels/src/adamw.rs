@@ -37,6 +37,7 @@ mod update;
 
 pub use clipping::clip_factors;
 pub use clock::{initial_clock, initial_flag, tick};
+pub use many::MAX_SHARED_LEN;
 pub use nonfinite::find_nonfinite;
 pub(crate) use update::Coefficients;
 

@@ -410,14 +410,16 @@ pub(super) fn expected<B: DataBackend>(
     for weight in weights.iter().filter(|weight| !weight.embedding) {
         let linear = row.linear.filter(|_| weight.decide(policy).is_quantized());
         let operands = linear.map_or(Some(LayerOperands::Floats), |it| it.layer_operands());
-        let layer = operands.map(|operands| ExpectedLayer {
+        let Some(operands) = operands else { continue };
+        let layer = ExpectedLayer {
             rows,
             weight: weight.shape,
             operands,
             compute: row.compute,
-        });
-        let is_new = layer.is_some_and(|layer| !layers.contains(&layer));
-        layers.extend(layer.filter(|_| is_new));
+        };
+        if !layers.contains(&layer) {
+            layers.push(layer);
+        }
     }
     layers
 }

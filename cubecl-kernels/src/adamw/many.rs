@@ -13,8 +13,9 @@ use super::{
 };
 
 const UNITS: usize = 256;
-/// Above it the launch of a kernel that reads four elements at once pays.
-const MAX_LEN: usize = 1 << 16;
+/// The most elements of a parameter that shares a launch with others, if it is updated in place: of more, that of a kernel
+/// which reads four elements at once pays.
+pub const MAX_SHARED_LEN: usize = 1 << 16;
 const MAX_TENSORS: usize = 8;
 /// Bindings that do not depend on the number of tensors: the clock, the flag, the scale, the factors, and the scalars and
 /// shapes. With those of one tensor they are 9, which a device must have.
@@ -26,7 +27,7 @@ pub(super) fn accepts<R: Runtime>(tensors: &AdamWTensors<R>) -> bool {
         && tensors.second.format.is_none()
         && tensors.parameter.dtype == storage::<f32>()
         && tensors.updated.is_none()
-        && tensors.len() <= MAX_LEN
+        && tensors.len() <= MAX_SHARED_LEN
 }
 
 /// Tensors of one launch, where each takes this many bindings.

@@ -97,13 +97,18 @@ fn hash_of(value: &impl Hash) -> u64 {
     hasher.finish()
 }
 
+/// True while there are threads that compile for this runtime.
+fn compiles<R: Runtime>() -> bool {
+    IS_ACTIVE.load(Ordering::Relaxed) && TypeId::of::<R>() == TypeId::of::<CudaRuntime>()
+}
+
 /// Asks for a kernel that is launched now and for its companions, at its first launch on matrices of such sizes.
 pub(crate) fn anticipate<R: Runtime, S: CudaSource>(
     client: &ComputeClient<R>,
     source: &S,
     numbers: &S::Numbers,
 ) {
-    if !IS_ACTIVE.load(Ordering::Relaxed) || TypeId::of::<R>() != TypeId::of::<CudaRuntime>() {
+    if !compiles::<R>() {
         return;
     }
     let sizes = source.sizes(numbers);
@@ -121,7 +126,7 @@ pub(crate) fn anticipate<R: Runtime, S: CudaSource>(
 
 /// Asks for what a program is going to launch, behind what is launched now.
 pub(crate) fn expect<R: Runtime>(texts: impl FnOnce() -> Vec<SourceText>) {
-    if !IS_ACTIVE.load(Ordering::Relaxed) || TypeId::of::<R>() != TypeId::of::<CudaRuntime>() {
+    if !compiles::<R>() {
         return;
     }
     KNOWS_LAYERS.store(true, Ordering::Relaxed);

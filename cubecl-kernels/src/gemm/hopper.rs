@@ -378,19 +378,21 @@ impl CudaSource for GemmSource {
 }
 
 impl LayerSource for GemmSource {
-    fn of<R: Runtime>(
-        self,
+    fn blueprint<R: Runtime>(
+        &self,
         client: &ComputeClient<R>,
         sizes: [usize; 4],
-        out_dtype: StorageType,
-    ) -> Self {
+    ) -> HopperBlueprint {
         let (chunk, speeds) = (HopperBlueprint::CHUNK, HopperBlueprint::SPEEDS);
         let product = TiledProduct::new(sizes, HopperBlueprint::DEPTH, !self.fallback);
-        let blueprint = HopperBlueprint::cheapest(client, &product, chunk, speeds);
+        HopperBlueprint::cheapest(client, &product, chunk, speeds)
+    }
+
+    fn in_tile(self, tile: HopperTile, out_dtype: StorageType) -> Self {
         Self {
-            tile: blueprint.tile,
+            tile,
             bias: false,
-            out_dtype: blueprint.written(out_dtype),
+            out_dtype,
             ..self
         }
     }
@@ -427,11 +429,9 @@ pub(super) fn expected<R: Runtime>(
         layer: &ExpectedLayer,
     ) -> (SourceText, Vec<SourceText>) {
         let sizes = [1, layer.rows, layer.outputs, layer.inputs];
-        let source = source.of(client, sizes, layer.dtype);
-        let gradients = source
-            .gradients(client, sizes, Some(&layer.operands))
-            .into_iter();
-        (source.text(), gradients.map(|it| it.text()).collect())
+        let gradients = source.gradients(client, sizes, Some(&layer.operands));
+        let gradients = gradients.into_iter().map(|it| it.text()).collect();
+        (source.of(client, sizes, layer.dtype).text(), gradients)
     }
     // Of any width: that of the product follows.
     let memory = client.properties().hardware.max_shared_memory_size;
@@ -456,16 +456,29 @@ pub(super) fn expected<R: Runtime>(
 
 /// The source of a product X W of a linear layer.
 trait LayerSource: CudaSource {
-    /// The same of another product, of these sizes, `[batch, M, N, K]`, without a bias: in the tiles that it gets.
+    /// The blueprint that a product of these sizes, `[batch, M, N, K]`, gets.
+    fn blueprint<R: Runtime>(
+        &self,
+        client: &ComputeClient<R>,
+        sizes: [usize; 4],
+    ) -> HopperBlueprint;
+
+    /// The same in another tile and with what it writes, without a bias.
+    fn in_tile(self, tile: HopperTile, out_dtype: StorageType) -> Self;
+
+    /// The same of another product, of these sizes and with this output.
     fn of<R: Runtime>(
         self,
         client: &ComputeClient<R>,
         sizes: [usize; 4],
         out_dtype: StorageType,
-    ) -> Self;
+    ) -> Self {
+        let blueprint = self.blueprint(client, sizes);
+        self.in_tile(blueprint.tile, blueprint.written(out_dtype))
+    }
 
-    /// The sources of dX = dY Wᵀ, in the dtype of X, and of dW = Xᵀ dY, in FP32, where X W is of these sizes: those of
-    /// the layer, or all that are likely.
+    /// The sources of dX = dY Wᵀ, in the dtype of this output, and of dW = Xᵀ dY, in FP32, where X W is of these sizes:
+    /// those of the layer, or all that are likely.
     fn gradients<R: Runtime>(
         &self,
         client: &ComputeClient<R>,

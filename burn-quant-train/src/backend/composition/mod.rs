@@ -283,9 +283,8 @@ fn is_one_norm<B: QuantBackend, R: Recipe>(flow: Option<Flow>, x: &QuantTensor<B
 fn kernels<B: QuantBackend, R: Recipe>(
     x: &QuantTensor<B>,
 ) -> Option<Compositions<<B::Base as DataBackend>::Kernels>> {
-    let is_narrow = matches!(x.dtype(), DType::BF16 | DType::F16);
     let trains = B::RECORDS && B::ad_enabled(&x.device());
-    (is_narrow && trains)
+    (is_narrow(x) && trains)
         .then(|| kernels_of::<B, R>(x))
         .flatten()
 }
@@ -582,7 +581,11 @@ pub(super) fn layer_norm<B: QuantBackend, R: Recipe>(
 }
 
 fn is_float<B: QuantBackend>(tensor: &QuantTensor<B>) -> bool {
-    matches!(tensor.dtype(), DType::F32 | DType::BF16 | DType::F16)
+    tensor.dtype() == DType::F32 || is_narrow(tensor)
+}
+
+fn is_narrow<B: QuantBackend>(tensor: &QuantTensor<B>) -> bool {
+    matches!(tensor.dtype(), DType::BF16 | DType::F16)
 }
 
 pub(super) fn gelu<B: QuantBackend, R: Recipe>(x: &QuantTensor<B>) -> Option<QuantTensor<B>> {
@@ -601,7 +604,7 @@ pub(super) fn log_softmax<B: QuantBackend, R: Recipe>(
         Some(Step::Widened(narrow)) => narrow,
         _ => x,
     };
-    let is_one = matches!(x.dtype(), DType::BF16 | DType::F16) && dim + 1 == x.rank();
+    let is_one = is_narrow(x) && dim + 1 == x.rank();
     (is_one && kernels_of::<B, R>(x).is_some()).then(|| {
         let _scope = QuantTrain::<B, R>::scope();
         QuantTensor::new(B::record(LogSoftmax, [x.clone().into_primitive()]))

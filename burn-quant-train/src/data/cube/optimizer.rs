@@ -163,14 +163,11 @@ impl<B: Cube<R>, R: CubeRuntime> Change<B, B> for Each<R> {
     }
 }
 
-/// Parameters of fewer elements share launches where they are updated in place.
-const FEW: usize = 1 << 16;
-
 /// An item with moments and gradient as the kernel takes them; beside it, for a parameter that others hold, such as the
 /// model that a `Learner` steps, a tensor for its new value.
 fn owned<B: Cube<R>, R: CubeRuntime>(item: AdamWItem<B>) -> (AdamWItem<B>, Option<CubeTensor<R>>) {
     let parameter = into_contiguous(item.parameter);
-    let is_shared = !parameter.can_mut() && parameter.meta.num_elements() > FEW;
+    let is_shared = !parameter.can_mut() && parameter.meta.num_elements() > adamw::MAX_SHARED_LEN;
     let updated = is_shared.then(|| {
         let (client, device) = (parameter.client.clone(), parameter.device.clone());
         empty_device_contiguous_dtype(

@@ -133,7 +133,9 @@ fn products_of_a_layer_launch_what_is_expected(
         LayerOperands::Floats
     )]
     operands: LayerOperands,
-    #[values([16_384, 512, 512], [2048, 4096, 10_880], [512, 128, 256])] sizes: [usize; 3],
+    // Of the last, Y is summed up in parts.
+    #[values([16_384, 512, 512], [2048, 4096, 10_880], [512, 128, 256], [128, 8192, 512])]
+    sizes: [usize; 3],
 ) {
     let [rows, inputs, outputs] = sizes;
     let layer = ExpectedLayer {

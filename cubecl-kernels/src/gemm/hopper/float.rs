@@ -524,18 +524,20 @@ impl CudaSource for FloatSource {
 }
 
 impl LayerSource for FloatSource {
-    fn of<R: Runtime>(
-        self,
+    fn blueprint<R: Runtime>(
+        &self,
         client: &ComputeClient<R>,
         sizes: [usize; 4],
-        out_dtype: StorageType,
-    ) -> Self {
+    ) -> HopperBlueprint {
         let product = TiledProduct::new(sizes, DEPTH, true);
-        let blueprint = HopperBlueprint::cheapest(client, &product, WHOLE_TILE, SPEEDS);
+        HopperBlueprint::cheapest(client, &product, WHOLE_TILE, SPEEDS)
+    }
+
+    fn in_tile(self, tile: HopperTile, out_dtype: StorageType) -> Self {
         Self {
-            tile: blueprint.tile,
+            tile,
             bias: false,
-            out_dtype: blueprint.written(out_dtype),
+            out_dtype,
             ..self
         }
     }

@@ -399,18 +399,20 @@ impl CudaSource for Fp8Source {
 }
 
 impl LayerSource for Fp8Source {
-    fn of<R: Runtime>(
-        self,
+    fn blueprint<R: Runtime>(
+        &self,
         client: &ComputeClient<R>,
         sizes: [usize; 4],
-        out_dtype: StorageType,
-    ) -> Self {
-        let product = TiledProduct::new(sizes, HopperBlueprint::DEPTH, true);
-        let blueprint = HopperBlueprint::cheapest(client, &product, HopperBlueprint::CHUNK, SPEEDS);
+    ) -> HopperBlueprint {
+        let product = TiledProduct::new(sizes, BLOCK, true);
+        HopperBlueprint::cheapest(client, &product, HopperBlueprint::CHUNK, SPEEDS)
+    }
+
+    fn in_tile(self, tile: HopperTile, out_dtype: StorageType) -> Self {
         Self {
-            tile: blueprint.tile,
+            tile,
             bias: false,
-            out_dtype: blueprint.written(out_dtype),
+            out_dtype,
             ..self
         }
     }
