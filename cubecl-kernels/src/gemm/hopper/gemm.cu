@@ -174,22 +174,29 @@ __device__ __forceinline__ void add_narrow_tile(float *sums, u32 count, const St
 
 // Orders rows of tiles by the number of their blocks that fell back, most first: without that, a matrix whose fallback
 // blocks all lie in a few rows gives some of the grid's blocks more costly tiles than others. order[place] is the row.
-__device__ __forceinline__ void order_rows(unsigned short *order, unsigned short *costs, const u32 *flags,
-                                           u64 row_stride, u64 depth_stride, u32 rows, u32 blocks) {
-    const u32 lane = threadIdx.x % 32;
-    for (u32 row = threadIdx.x / 32; row < rows; row += 384 / 32) {
+//
+// Nothing else runs meanwhile, so a thread has a row of its own, whose flags it reads side by side.
+__device__ __forceinline__ void order_rows(unsigned short *order, uint4 *keys, const u32 *flags, u64 row_stride,
+                                           u64 depth_stride, u32 rows, u32 blocks) {
+    // Costs, and of equal ones the first row first; no two are equal. Zeros fill up the last four.
+    u32 *const key = (u32 *)keys;
+    for (u32 row = threadIdx.x; row < (rows + 3) / 4 * 4; row += 384) {
         u32 cost = 0;
-        for (u32 block = lane; block < blocks; block += 32)
-            cost += flags[row * row_stride + block * depth_stride];
-        cost = __reduce_add_sync(EVERYONE, cost);
-        if (lane == 0)
-            costs[row] = cost;
+        if (row < rows)
+#pragma unroll 16
+            for (u32 block = 0; block < blocks; block++)
+                cost += flags[row * row_stride + block * depth_stride];
+        key[row] = row < rows ? cost * ORDERED_ROWS + ORDERED_ROWS - 1 - row : 0;
     }
     __syncthreads();
     for (u32 row = threadIdx.x; row < rows; row += 384) {
+        const u32 own = key[row];
         u32 place = 0;
-        for (u32 other = 0; other < rows; other++)
-            place += costs[other] > costs[row] || (costs[other] == costs[row] && other < row);
+#pragma unroll 8
+        for (u32 four = 0; four < (rows + 3) / 4; four++) {
+            const uint4 others = keys[four];
+            place += (others.x > own) + (others.y > own) + (others.z > own) + (others.w > own);
+        }
         order[place] = row;
     }
 }
@@ -220,11 +227,12 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     // Ordered rows are taken in lower groups, so that tiles of one cost follow one another.
     u32 raster = 16;
 #if FALLBACK
-    __shared__ unsigned short row_order[ORDERED_ROWS], row_costs[ORDERED_ROWS];
+    __shared__ unsigned short row_order[ORDERED_ROWS];
+    __shared__ uint4 row_keys[ORDERED_ROWS / 4];
     // Where each block has one tile at most, there is nothing to balance.
     const bool ordered = numbers.batch == 1 && tiles.all > gridDim.x && tiles.rows <= ORDERED_ROWS;
     if (ordered) {
-        order_rows(row_order, row_costs, flags, numbers.a_scale_row, numbers.a_scale_depth, tiles.rows, blocks);
+        order_rows(row_order, row_keys, flags, numbers.a_scale_row, numbers.a_scale_depth, tiles.rows, blocks);
         __syncthreads();
         raster = 8;
     }
