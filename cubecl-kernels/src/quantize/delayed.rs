@@ -15,6 +15,8 @@ use super::{
     given::{by_scale, check_given},
 };
 
+mod whole_tiles;
+
 const OPERATION: &str = "quantize_delayed";
 
 /// The maximum that a layer's data had in earlier steps, among those of all layers.
@@ -58,7 +60,8 @@ impl<R: Runtime> DelayedMaximum<'_, R> {
 ///   [`ScaleNumber::F32`](crate::scale::ScaleNumber::F32).
 ///
 /// A layer whose maximum is 0, or another one that gets no scale, takes that of `x` instead, and scale 1 if `x` has
-/// none either. Which of them it is, is decided on the device: `x` is read once more where there is no delayed maximum.
+/// none either. Which of them it is, is decided on the device: `x` is read once more where there is no delayed maximum,
+/// which is fast nowhere, and slow where the whole tiles of a large matrix have kernels of their own.
 /// The numbers are those of [`reference::quantize_delayed`](crate::reference::quantize_delayed), to the bit.
 ///
 /// # Errors
@@ -73,6 +76,9 @@ pub fn quantize_delayed<R: Runtime>(
     check_given(spec)?;
     let input = Input::new(client, OPERATION, x, spec)?;
     delayed.check()?;
+    if let Some(quantized) = whole_tiles::launch(client, &input, delayed) {
+        return Ok(quantized);
+    }
     let of_parts = (input.view.shape.num_elements() > 0)
         .then(|| absmax::parts(client, x, &input.view, Count::All, Some(delayed)));
     let parts = of_parts

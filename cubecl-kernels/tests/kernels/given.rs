@@ -307,6 +307,41 @@ mod on_device {
         }
     }
 
+    /// Whole tiles of FP8, for which a device may have kernels of its own, and matrices a little larger: in each layout
+    /// and of each type, with and without a delayed maximum.
+    #[test]
+    fn whole_tiles_of_fp8() {
+        let (client, mut random) = (client(), Random::fresh());
+        let mut kernels = Vec::new();
+        for number in [Number::E4M3, Number::E5M2] {
+            for float in float_types(&client) {
+                let layouts = [Layout::Both, Layout::RowMajor, Layout::Transposed];
+                kernels.extend(layouts.map(|layout| (number, float, layout)));
+            }
+        }
+        for (number, float, layout) in drawn(&mut random, kernels, 1) {
+            let spec = QuantizeSpec::new(number, Granularity::Tensor).with_layout(layout);
+            for shape in [
+                MatrixShape::new(64, 128),
+                MatrixShape::new(320, 384),
+                MatrixShape::new(129, 256),
+                MatrixShape::new(128, 264),
+            ] {
+                let mut cases = cases(&mut random, shape, number);
+                let mut negative = cases[0].clone();
+                negative.0[5] = -f32::NAN;
+                cases.push(negative);
+                for (x, scale) in drawn(&mut random, cases, 2) {
+                    let x = rounded(&x, float);
+                    for memory in [Memory::Contiguous, Memory::SlicedAligned] {
+                        let tensor = upload_matrix(&client, &x, shape, float, memory);
+                        check(&client, &tensor, &x, shape, &spec, scale);
+                    }
+                }
+            }
+        }
+    }
+
     /// More maxima than the units of a cube read in one turn, of tiles and of parts.
     #[test]
     fn maxima_of_many_tiles() {

@@ -1,0 +1,240 @@
+//! The kernels of CUDA source for what a training step with delayed scaling quantizes most: whole tiles, to FP8.
+//!
+//! The portable kernels beside them, four launches, are their specification, and do everything else. Small launches are
+//! what a step of many layers feels most: these are two. `whole_tiles.cu` tells how.
+
+use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
+
+use crate::{
+    cuda::{
+        numbers::numbers,
+        source::{CudaSource, SourceText, float_knob, launch_source},
+    },
+    device::{MAX_CUBES, empty, is_hopper, or_unused, read_width_up_to, storage},
+    layout::Layout,
+    number::Number,
+    quantize::{Input, Quantized, buffers::allocate},
+    rounding::Rounding,
+    scale::MIN_ABSMAX_BITS,
+};
+
+use super::DelayedMaximum;
+
+/// Bytes read at once.
+const VECTOR_BYTES: usize = 16;
+/// Rows and columns of a tile.
+const TILE: [usize; 2] = [64, 128];
+
+/// Does what [`quantize_delayed`](super::quantize_delayed) does, if these kernels can and the device has them.
+pub(super) fn launch<R: Runtime>(
+    client: &ComputeClient<R>,
+    input: &Input<R>,
+    delayed: DelayedMaximum<R>,
+) -> Option<(Quantized<R>, TensorHandle<R>)> {
+    let &Input {
+        x, ref view, spec, ..
+    } = input;
+    let number = Fp8::of(spec.number)?;
+    let shape = view.shape;
+    let vector = VECTOR_BYTES / x.dtype.size();
+    let [rows, cols] = [shape.rows / TILE[0], shape.cols / TILE[1]];
+    let fits = is_hopper(client)
+        && spec.rounding == Rounding::Nearest
+        && shape.batch == 1
+        && [rows * TILE[0], cols * TILE[1]] == [shape.rows, shape.cols]
+        && rows * cols > 0
+        && rows.max(cols) <= MAX_CUBES
+        && read_width_up_to(vector, x, view) == vector;
+    if !fits {
+        return None;
+    }
+    let output = allocate(client, view, spec);
+    let [tile_maxima, absmax] =
+        [rows * cols, 1].map(|len| empty(client, vec![len], storage::<f32>()));
+    let copy = |copy: &Option<TensorHandle<R>>| or_unused(copy.as_ref(), x, storage::<u8>());
+    let buffers = vec![
+        x.clone(),
+        delayed.maxima.clone(),
+        copy(&output.values),
+        copy(&output.transposed),
+        tile_maxima,
+        output.scales.clone(),
+        absmax.clone(),
+    ];
+    let numbers = DelayedNumbers {
+        rows: shape.rows as u64,
+        cols: shape.cols as u64,
+        row_stride: view.row_stride as u64,
+        layer: delayed.layer as u64,
+    };
+    let source = Knobs {
+        dtype: x.dtype,
+        number,
+        layout: spec.layout,
+    };
+    let tiles = CubeCount::Static(cols as u32, rows as u32, 1);
+    // SAFETY: the cubes are the tiles of the input, none of which reaches over an edge; the outputs were allocated for
+    // it, and the layer was checked. A copy that is not wanted is not touched.
+    #[allow(unsafe_code)]
+    unsafe {
+        launch_source(
+            client,
+            Encode(source),
+            tiles,
+            Vec::new(),
+            buffers.clone(),
+            &numbers,
+        );
+        let one = CubeCount::Static(1, 1, 1);
+        launch_source(client, Finish(source), one, Vec::new(), buffers, &numbers);
+    }
+    Some((output, absmax))
+}
+
+/// A number that the kernels encode.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+enum Fp8 {
+    E4M3,
+    E5M2,
+}
+
+impl Fp8 {
+    /// `None` for others.
+    const fn of(number: Number) -> Option<Self> {
+        match number {
+            Number::E4M3 => Some(Self::E4M3),
+            Number::E5M2 => Some(Self::E5M2),
+            Number::Int8
+            | Number::Int10
+            | Number::Int4
+            | Number::E2M1
+            | Number::E3M0
+            | Number::DynamicExponent(_)
+            | Number::Square => None,
+        }
+    }
+
+    const fn name(self) -> &'static str {
+        match self {
+            Self::E4M3 => "e4m3",
+            Self::E5M2 => "e5m2",
+        }
+    }
+
+    fn largest(self) -> f32 {
+        match self {
+            Self::E4M3 => Number::E4M3.largest(),
+            Self::E5M2 => Number::E5M2.largest(),
+        }
+    }
+}
+
+numbers! {
+    /// The numbers of `whole_tiles.cu`.
+    struct DelayedNumbers {
+        /// Of the matrix, multiples of those of a tile.
+        rows: u64,
+        cols: u64,
+        /// Elements of X from a row to the next.
+        row_stride: u64,
+        /// The layer among the delayed maxima.
+        layer: u64,
+    }
+}
+
+/// What both kernels of `whole_tiles.cu` are compiled for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct Knobs {
+    dtype: StorageType,
+    number: Fp8,
+    layout: Layout,
+}
+
+impl Knobs {
+    fn text(&self) -> String {
+        let (row_major, transposed) = match self.layout {
+            Layout::RowMajor => (1, 0),
+            Layout::Transposed => (0, 1),
+            Layout::Both => (1, 1),
+        };
+        format!(
+            "#define IN_{}\n#define NUMBER \"{}\"\n#define LARGEST {:?}f\n\
+             #define SMALLEST_MAXIMUM {MIN_ABSMAX_BITS}u\n#define ROW_MAJOR {row_major}\n#define TRANSPOSED {transposed}",
+            float_knob(self.dtype),
+            self.number.name(),
+            self.number.largest(),
+        )
+    }
+
+    /// Both kernels.
+    fn texts(self) -> [SourceText; 2] {
+        [Encode(self).text(), Finish(self).text()]
+    }
+}
+
+const TEXT: &str = include_str!("whole_tiles.cu");
+
+/// `quantize_delayed`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct Encode(Knobs);
+
+impl CudaSource for Encode {
+    type Numbers = DelayedNumbers;
+
+    const TEXT: &'static str = TEXT;
+    const ENTRY_POINT: &'static str = "quantize_delayed";
+    const UNITS: u32 = 256;
+
+    fn knobs(&self) -> String {
+        self.0.text()
+    }
+
+    fn shared_memory(&self) -> usize {
+        0
+    }
+
+    /// Those of W and of dY with those of X.
+    fn companions<R: Runtime>(
+        &self,
+        _client: &ComputeClient<R>,
+        _sizes: [usize; 4],
+    ) -> Vec<SourceText> {
+        let Self(of_x) = *self;
+        if of_x.dtype == storage::<f32>() || of_x.number != Fp8::E4M3 {
+            return vec![];
+        }
+        let of_weight = Knobs {
+            dtype: storage::<f32>(),
+            layout: Layout::Both,
+            ..of_x
+        };
+        let of_gradient = Knobs {
+            number: Fp8::E5M2,
+            layout: Layout::Both,
+            ..of_x
+        };
+        let own = Finish(of_x).text();
+        let others = [of_weight, of_gradient].into_iter().flat_map(Knobs::texts);
+        std::iter::once(own).chain(others).collect()
+    }
+}
+
+/// `finish_delayed`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct Finish(Knobs);
+
+impl CudaSource for Finish {
+    type Numbers = DelayedNumbers;
+
+    const TEXT: &'static str = TEXT;
+    const ENTRY_POINT: &'static str = "finish_delayed";
+    const UNITS: u32 = 1024;
+
+    fn knobs(&self) -> String {
+        self.0.text()
+    }
+
+    fn shared_memory(&self) -> usize {
+        0
+    }
+}
