@@ -39,7 +39,7 @@ mod tensor_core;
 pub use blueprint::Blueprint;
 pub use expected::{ExpectedLayer, LayerOperands, expect_layers};
 pub use hopper::float::{gemm_float, gemm_float_into, gemm_float_reads, has_gemm_float};
-pub use hopper::fp8::{Fp8Operand, gemm_fp8, has_gemm_fp8};
+pub use hopper::fp8::{Accumulation, Fp8Operand, gemm_fp8, has_gemm_fp8};
 pub use rowwise::gemm_rowwise;
 pub use selector::{candidates, select};
 pub use split_k::add_parts;

@@ -4,7 +4,7 @@ use anyhow::Result;
 use cubecl::{cuda::CudaRuntime, ir::StorageType, prelude::*};
 use cubecl_kernels::{
     KernelError,
-    gemm::{Strategy, gemm, gemm_fp8},
+    gemm::{Accumulation as Fp8Accumulation, Strategy, gemm, gemm_fp8},
     granularity::Granularity,
     number::Number,
     quantize::{QuantizeSpec, Quantized, dequantize, quantize},
@@ -24,6 +24,7 @@ use crate::{
 pub struct Scaling {
     number: Number,
     granularities: [Granularity; 2],
+    accumulation: Fp8Accumulation,
 }
 
 impl Scaling {
@@ -31,6 +32,14 @@ impl Scaling {
         Self {
             number,
             granularities,
+            accumulation: Fp8Accumulation::Promoted,
+        }
+    }
+
+    const fn fast(self) -> Self {
+        Self {
+            accumulation: Fp8Accumulation::Fast,
+            ..self
         }
     }
 
@@ -50,12 +59,13 @@ impl Scaling {
             return gemm(&gpu.client, &a, &b, None, None, out, Strategy::Hopper);
         }
         let operand = |x: &Quantized<_>| x.fp8_operand().expect("a row-major copy");
-        gemm_fp8(&gpu.client, &operand(a), &operand(b), None, out)
+        let (a, b) = (operand(a), operand(b));
+        gemm_fp8(&gpu.client, &a, &b, None, self.accumulation, out)
     }
 }
 
 /// Our products.
-pub const SCALINGS: [(Kernel, Scaling); 5] = [
+pub const SCALINGS: [(Kernel, Scaling); 7] = [
     (
         Kernel::HopperInt8Tensor,
         Scaling::new(Number::Int8, [Granularity::Tensor; 2]),
@@ -69,8 +79,16 @@ pub const SCALINGS: [(Kernel, Scaling); 5] = [
         Scaling::new(Number::E4M3, [Granularity::Tensor; 2]),
     ),
     (
+        Kernel::HopperFp8TensorFast,
+        Scaling::new(Number::E4M3, [Granularity::Tensor; 2]).fast(),
+    ),
+    (
         Kernel::HopperFp8Row,
         Scaling::new(Number::E4M3, [Granularity::Token; 2]),
+    ),
+    (
+        Kernel::HopperFp8RowFast,
+        Scaling::new(Number::E4M3, [Granularity::Token; 2]).fast(),
     ),
     // DeepSeek-V3's: groups of activations, blocks of weights.
     (

@@ -20,15 +20,19 @@ pub enum Kernel {
     HopperInt8Row,
     /// Ours, of E4M3 matrices with a scale each.
     HopperFp8Tensor,
-    /// The same with a scale for each row of A and of B.
+    /// The same with fast accumulation.
+    HopperFp8TensorFast,
+    /// Ours, of E4M3 matrices with a scale for each row of A and of B.
     HopperFp8Row,
-    /// The same with a scale for each 1 x 128 of A and 128 x 128 of B.
+    /// The same with fast accumulation.
+    HopperFp8RowFast,
+    /// Ours, of E4M3 matrices with a scale for each 1 x 128 of A and 128 x 128 of B.
     HopperFp8Block,
     /// Burn's own product of BF16 matrices.
     BurnBf16,
     /// PyTorch's product of BF16 matrices.
     CublasBf16,
-    /// PyTorch's product of E4M3 matrices with a scale each.
+    /// PyTorch's product of E4M3 matrices with a scale each, with fast accumulation.
     CublasFp8,
     /// PyTorch's product of INT8 matrices without scales.
     CublasInt8,
@@ -46,7 +50,9 @@ impl Kernel {
             Self::HopperInt8Tensor => "ours, Hopper INT8, tensors",
             Self::HopperInt8Row => "ours, Hopper INT8, rows",
             Self::HopperFp8Tensor => "ours, Hopper FP8, tensors",
+            Self::HopperFp8TensorFast => "ours, Hopper FP8, tensors, fast",
             Self::HopperFp8Row => "ours, Hopper FP8, rows",
+            Self::HopperFp8RowFast => "ours, Hopper FP8, rows, fast",
             Self::HopperFp8Block => "ours, Hopper FP8, blocks",
             Self::BurnBf16 => "Burn BF16",
             Self::CublasBf16 => "cuBLAS BF16",

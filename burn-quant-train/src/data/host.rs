@@ -37,7 +37,10 @@ use super::{
         AdamWItem, AdamWUpdate, HostMoment, Hyperparameters, LossScale, LossScaling, Moment,
         MomentState, OptimizerKernels, StateFormat,
     },
-    product::{ExpectedLayer, FloatProduct, ProductKernels, check_product, dequantized_product},
+    product::{
+        Accumulation, ExpectedLayer, FloatProduct, ProductKernels, check_product,
+        dequantized_product,
+    },
     quantize::{
         DelayedMaximum, Fallback, FallbackQuantized, Format, Operand, QuantizeKernels,
         QuantizeSpec, Quantized, QuantizedInput, Residual, Scales, fallback_block,
@@ -301,6 +304,7 @@ impl<B: HostBackend> ProductKernels for B {
         residual: Option<&Residual<B>>,
         right: Operand<'_, B>,
         bias: Option<FloatTensor<B>>,
+        _accumulation: Accumulation,
         dtype: FloatDType,
     ) -> FloatTensor<B> {
         check_product::<B>(&left, &right, bias.as_ref());

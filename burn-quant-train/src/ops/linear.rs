@@ -209,6 +209,7 @@ impl<B: DataBackend> Linear<B> {
             x_shape: forms[0].shape.clone(),
             shape: with_last(&forms[0].shape, &forms[1].shape),
             product,
+            accumulation: plan.accumulation,
             keeps_operand,
             saved: to_save,
             weight: plan.weight.filter(|_| missing),

@@ -6,6 +6,7 @@ use super::{
     Cast, Flow, Granularity, LinearRow, Number, Product, Residual, Rounding, Row, Sampling, SavedX,
     ScaleNumber, ScaleSource, SlotKind, THRESHOLD, Transform, row::history_of,
 };
+use crate::data::product::Accumulation;
 
 impl Row {
     /// The row, if it does not contradict itself. Evaluated at compile time:
@@ -121,6 +122,9 @@ impl LinearRow {
                 && matches!(weight_gradient, Product::Compute)),
             "a row whose three products are all in the compute dtype quantizes nothing: use `linear: None`"
         );
+        check_accumulation(&self.forward);
+        check_accumulation(&self.input_gradient);
+        check_accumulation(&self.weight_gradient);
         match !self.forward_step(0).is_empty() {
             true => self.check_learned(),
             false => self.check_scaled(),
@@ -204,16 +208,19 @@ impl LinearRow {
                 left: x,
                 right: weight,
                 sampling: Sampling::All,
+                accumulation: _,
             },
             Product::Quantized {
                 left: dy,
                 right: weight_again,
                 sampling,
+                accumulation: _,
             },
             Product::Quantized {
                 left: x_again,
                 right: dy_again,
                 sampling: sampling_again,
+                accumulation: _,
             },
         ) = (&self.forward, &self.input_gradient, &self.weight_gradient)
         else {
@@ -525,6 +532,26 @@ const fn check_rotation(product: &Product) {
     }
 }
 
+/// Panics unless fast accumulation is of FP8 whose scales cover all that is added up.
+const fn check_accumulation(product: &Product) {
+    const fn may_be_fast(cast: &Cast) -> bool {
+        matches!(cast.number, Number::E4M3 | Number::E5M2)
+            && matches!(cast.granularity, Granularity::Row | Granularity::Tensor)
+    }
+    if let Product::Quantized {
+        left,
+        right,
+        accumulation: Accumulation::Fast,
+        ..
+    } = product
+    {
+        assert!(
+            may_be_fast(left) && may_be_fast(right),
+            "fast accumulation is of FP8 with scales of rows or of whole matrices"
+        );
+    }
+}
+
 /// True unless both names are those of one slot.
 const fn differ(a: &str, b: &str) -> bool {
     a.is_empty() || !same(a, b)
@@ -815,6 +842,18 @@ mod tests {
     })]
     #[case::number("for optimizer states", LinearRow {
         input_gradient: Product::of(Cast::new(Number::Square, Granularity::Row), NEAREST),
+        ..GOOD
+    })]
+    #[case::fast_int8("fast accumulation is of FP8", LinearRow {
+        input_gradient: Product::of(NEAREST, NEAREST).fast(),
+        ..GOOD
+    })]
+    #[case::fast_groups("scales of rows or of whole matrices", LinearRow {
+        input_gradient: Product::of(
+            Cast::new(Number::E5M2, Granularity::Tensor),
+            Cast::new(Number::E4M3, Granularity::Group(128)),
+        )
+        .fast(),
         ..GOOD
     })]
     #[case::block("blocks have side", LinearRow {

@@ -31,7 +31,7 @@ impl<E: ComputeDtype, const GROUP: usize> Recipe for CoatFp8<E, GROUP> {
                 gradients: None,
             }),
             linear: Some(LinearRow {
-                forward: Product::of(of_matrix, of_matrix),
+                forward: Product::of(of_matrix, of_matrix).fast(),
                 input_gradient: Product::of(E5M2, of_matrix),
                 weight_gradient: Product::of(of_matrix, E5M2),
                 saved_x: SavedX::Operand,

@@ -11,7 +11,8 @@ use super::{Cast, ComputeDtype, Granularity, LinearRow, Number, Product, Recipe,
 /// arXiv 2209.05433).
 ///
 /// E4M3 has the precision that products need; gradients need the range of E5M2 more. Everything is rounded to nearest.
-/// Whole matrices turn for free, so each of X, W and dY has one copy, which serves two products.
+/// Whole matrices turn for free, so each of X, W and dY has one copy, which serves two products. X W has fast
+/// accumulation, the gradients' products are promoted, as in TransformerEngine and torchao.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct CurrentFp8<E = bf16>(PhantomData<E>);
 
@@ -23,7 +24,7 @@ impl<E: ComputeDtype> Recipe for CurrentFp8<E> {
         context: None,
         flow: None,
         linear: Some(LinearRow {
-            forward: Product::of(E4M3, E4M3),
+            forward: Product::of(E4M3, E4M3).fast(),
             input_gradient: Product::of(E5M2, E4M3),
             weight_gradient: Product::of(E4M3, E5M2),
             saved_x: SavedX::Operand,

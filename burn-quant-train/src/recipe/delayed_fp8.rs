@@ -26,7 +26,7 @@ impl<E: ComputeDtype> Recipe for DelayedFp8<E> {
         context: None,
         flow: None,
         linear: Some(LinearRow {
-            forward: Product::of(X, W),
+            forward: Product::of(X, W).fast(),
             input_gradient: Product::of(DY, W),
             weight_gradient: Product::of(X, DY),
             saved_x: SavedX::Operand,

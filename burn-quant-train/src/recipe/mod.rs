@@ -26,6 +26,8 @@ pub(crate) use row::LearnedSlots;
 pub use row::{LinearMatrix, LinearOperand, LinearRow, Product, Row, Sampling, SavedX};
 pub use slot::{Slot, SlotKind, THRESHOLD};
 
+pub use crate::data::product::Accumulation;
+
 use std::{
     fmt::{self, Debug, Display},
     str::FromStr,

@@ -9,7 +9,7 @@ use super::{
     Cast, Context, Flow, Granularity, Name, Number, Residual, ScaleNumber, ScaleSource, Slot,
     Transform,
 };
-use crate::data::product::LayerOperands;
+use crate::data::product::{Accumulation, LayerOperands};
 
 /// A product of a linear layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -24,6 +24,8 @@ pub enum Product {
         right: Cast,
         /// Which rows of dY are multiplied.
         sampling: Sampling,
+        /// How products of FP8 numbers are added up.
+        accumulation: Accumulation,
     },
 }
 
@@ -38,12 +40,39 @@ pub enum Sampling {
 }
 
 impl Product {
-    /// The product of operands quantized like this, of all rows.
+    /// The product of operands quantized like this, of all rows, promoted.
     pub const fn of(left: Cast, right: Cast) -> Self {
         Self::Quantized {
             left,
             right,
             sampling: Sampling::All,
+            accumulation: Accumulation::Promoted,
+        }
+    }
+
+    /// The same with fast accumulation. A product in the compute dtype stays as it is.
+    pub const fn fast(self) -> Self {
+        match self {
+            Self::Compute => Self::Compute,
+            Self::Quantized {
+                left,
+                right,
+                sampling,
+                accumulation: _,
+            } => Self::Quantized {
+                left,
+                right,
+                sampling,
+                accumulation: Accumulation::Fast,
+            },
+        }
+    }
+
+    /// How products of FP8 numbers are added up.
+    pub(crate) const fn accumulation(&self) -> Accumulation {
+        match self {
+            Self::Compute => Accumulation::Promoted,
+            Self::Quantized { accumulation, .. } => *accumulation,
         }
     }
 
@@ -59,10 +88,16 @@ impl Product {
     pub const fn sampled(self, sampling: Sampling) -> Self {
         match self {
             Self::Compute => Self::Compute,
-            Self::Quantized { left, right, .. } => Self::Quantized {
+            Self::Quantized {
+                left,
+                right,
+                sampling: _,
+                accumulation,
+            } => Self::Quantized {
                 left,
                 right,
                 sampling,
+                accumulation,
             },
         }
     }
@@ -127,6 +162,7 @@ impl LinearRow {
                 if [left.number, right.number] == [Number::E4M3; 2] =>
             {
                 Some(LayerOperands::E4M3 {
+                    accumulation: self.forward.accumulation(),
                     gradient: of_gradient.map_or(Number::E5M2, |cast| cast.number),
                 })
             }

@@ -4,7 +4,7 @@ use cubecl::{ir::StorageType, prelude::*};
 
 use crate::{compile_ahead, device::is_hopper, number::Number};
 
-use super::hopper;
+use super::hopper::{self, fp8::Accumulation};
 
 /// How X and W of Y = X W are multiplied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -20,6 +20,8 @@ pub enum LayerOperands {
     Int8Rows,
     /// E4M3 with a scale for each matrix.
     E4M3 {
+        /// That of X W; the gradients' products are promoted.
+        accumulation: Accumulation,
         /// E4M3 or E5M2: what dY is in, in the same way.
         gradient: Number,
     },

@@ -36,6 +36,8 @@ pub(super) mod float;
 pub(super) mod fp8;
 pub(super) mod rowwise;
 
+use self::fp8::{Accumulation, Fp8Source};
+
 /// A producer and two consumer warpgroups.
 const UNITS: u32 = 3 * 128;
 /// Bytes that every kernel leaves to what it declares itself: barriers, notes, staging memory for unaligned rows.
@@ -403,7 +405,7 @@ impl LayerSource for GemmSource {
         client: &ComputeClient<R>,
         sizes: [usize; 4],
         layer: Option<&LayerOperands>,
-    ) -> Vec<Self> {
+    ) -> Vec<SourceText> {
         let [of_input, of_weight] = other_products(sizes);
         let with = |fallback| Self { fallback, ..*self };
         let fallbacks = match layer {
@@ -414,7 +416,8 @@ impl LayerSource for GemmSource {
             .into_iter()
             .map(|fallback| with(fallback).of(client, of_weight, storage::<f32>()));
         let of_input = with(false).of(client, of_input, self.out_dtype);
-        std::iter::once(of_input).chain(of_weight).collect()
+        let gradients = std::iter::once(of_input).chain(of_weight);
+        gradients.map(|gradient| gradient.text()).collect()
     }
 }
 
@@ -430,7 +433,6 @@ pub(super) fn expected<R: Runtime>(
     ) -> (SourceText, Vec<SourceText>) {
         let sizes = [1, layer.rows, layer.outputs, layer.inputs];
         let gradients = source.gradients(client, sizes, Some(&layer.operands));
-        let gradients = gradients.into_iter().map(|it| it.text()).collect();
         (source.of(client, sizes, layer.dtype).text(), gradients)
     }
     // Of any width: that of the product follows.
@@ -448,8 +450,14 @@ pub(super) fn expected<R: Runtime>(
             };
             texts(client, source, layer)
         }
-        LayerOperands::Int8Rows => texts(client, rowwise::of_tile(tile, dtype), layer),
-        LayerOperands::E4M3 { .. } => texts(client, fp8::of_tile(tile, dtype), layer),
+        LayerOperands::Int8Rows => texts(client, rowwise::of_tile(tile, None, dtype), layer),
+        LayerOperands::E4M3 { accumulation, .. } => match accumulation {
+            Accumulation::Promoted => texts(client, Fp8Source::new(tile, fp8::E4M3, dtype), layer),
+            Accumulation::Fast => {
+                let source = rowwise::of_tile(tile, Some(fp8::E4M3), dtype);
+                texts(client, source, layer)
+            }
+        },
         LayerOperands::Floats => texts(client, float::of_tile(tile, dtype), layer),
     }
 }
@@ -484,26 +492,25 @@ trait LayerSource: CudaSource {
         client: &ComputeClient<R>,
         sizes: [usize; 4],
         layer: Option<&LayerOperands>,
-    ) -> Vec<Self>;
+    ) -> Vec<SourceText>;
 }
 
 /// The sources of such products, and, where nothing is known of the model's layers, those of products that recipes leave
 /// in the dtype of this output.
 ///
 /// None where it is FP32: that is a gradient of weights, or sums of parts, of which nothing follows.
-fn companions_of<R: Runtime, S: CudaSource>(
+fn companions_of<R: Runtime>(
     client: &ComputeClient<R>,
     out_dtype: StorageType,
-    products: impl IntoIterator<Item = S>,
+    mut products: Vec<SourceText>,
 ) -> Vec<SourceText> {
     if out_dtype == storage::<f32>() {
         return vec![];
     }
-    let mut texts: Vec<_> = products.into_iter().map(|product| product.text()).collect();
     if !knows_layers() {
-        texts.extend(float::unquantized(client, out_dtype));
+        products.extend(float::unquantized(client, out_dtype));
     }
-    texts
+    products
 }
 
 /// The sizes of dX = dY Wᵀ and of dW = Xᵀ dY, where X W is of these, `[batch, M, N, K]`.

@@ -41,8 +41,8 @@ use cubecl_kernels::{
     fallback::{FallbackResidual, FallbackState},
     gelu::{gelu, gelu_backward},
     gemm::{
-        Blueprint, GemmOperand, GemmProblem, Strategy, candidates, gemm, gemm_float, gemm_fp8,
-        select,
+        Accumulation, Blueprint, GemmOperand, GemmProblem, Strategy, candidates, gemm, gemm_float,
+        gemm_fp8, select,
     },
     granularity::Granularity,
     hadamard::{Axis, HadamardSize, HadamardTransform},
@@ -260,8 +260,8 @@ fn launch_float(client: &Client, size: usize) {
     }
 }
 
-/// Every `gemm_fp8` of the widths of tiles that outputs of these sizes get: numbers, scales of rows or of more, bias,
-/// output.
+/// Every `gemm_fp8` of the widths of tiles that outputs of these sizes get: numbers, scales of rows or of more,
+/// accumulation, bias, output.
 fn fp8_sources() -> Vec<Source> {
     let scales = [
         (Granularity::Tensor, ScaleNumber::F32),
@@ -287,7 +287,10 @@ fn fp8_sources() -> Vec<Source> {
                         (Some(&bias), dtype::<f32>()),
                         (Some(&bias), dtype::<f16>()),
                     ] {
-                        gemm_fp8(client, &a, &b, bias, out).expect("a device that has the kernel");
+                        for accumulation in [Accumulation::Promoted, Accumulation::Fast] {
+                            gemm_fp8(client, &a, &b, bias, accumulation, out)
+                                .expect("a device that has the kernel");
+                        }
                     }
                 }
             }
@@ -295,10 +298,19 @@ fn fp8_sources() -> Vec<Source> {
     });
     let sources: BTreeMap<String, Source> = sources
         .into_iter()
-        .filter(|source| source.name == "gemm_fp8_hopper")
+        .filter(|source| ["gemm_fp8_hopper", "gemm_rowwise_hopper"].contains(&source.name.as_str()))
         .map(|source| (source.code.clone(), source))
         .collect();
-    assert!(sources.len() >= 3 * 16 * 2, "{}", sources.len());
+    let are_fast = |fast: bool| {
+        let sources = sources.values();
+        sources
+            .filter(|source| (source.name == "gemm_rowwise_hopper") == fast)
+            .count()
+    };
+    // Those of the two scales that cover all of K have both.
+    let (promoted, fast) = (are_fast(false), are_fast(true));
+    assert!(promoted >= 3 * 16 * 2, "{promoted}");
+    assert!(fast >= 3 * 4 * 2, "{fast}");
     sources.into_values().collect()
 }
 
@@ -603,6 +615,29 @@ fn quantize_sources(architecture: u16) -> Vec<Source> {
         3
     };
     assert_eq!(texts.len(), floats * shapes.len() * 3);
+    sources
+}
+
+/// The CUDA source of delayed scaling: both kernels, of each type of input, number and layout.
+fn delayed_sources() -> Vec<Source> {
+    let mut sources = sources_of(90, |client| {
+        let maxima = tensor(client, &[1], dtype::<f32>());
+        for float in outputs() {
+            let x = tensor(client, &[128, 256], float);
+            for number in [Number::E4M3, Number::E5M2] {
+                for layout in [Layout::Both, Layout::RowMajor, Layout::Transposed] {
+                    let spec = QuantizeSpec::new(number, Granularity::Tensor).with_layout(layout);
+                    let delayed = DelayedMaximum {
+                        maxima: &maxima,
+                        layer: 0,
+                    };
+                    quantize_delayed(client, &x, &spec, delayed).expect("a matrix");
+                }
+            }
+        }
+    });
+    sources.retain(|source| ["quantize_delayed", "finish_delayed"].contains(&source.name.as_str()));
+    assert_eq!(sources.len(), outputs().len() * 2 * 3 * 2);
     sources
 }
 
@@ -1216,6 +1251,12 @@ fn nvrtc_compiles_hopper_sources(
 #[ignore = "needs NVRTC: CUDA_PATH=$(.ci/nvrtc), then --test compile -- --ignored"]
 fn nvrtc_compiles_fp8_products() {
     compile(fp8_sources(), "sm_90a");
+}
+
+#[rstest]
+#[ignore = "needs NVRTC: CUDA_PATH=$(.ci/nvrtc), then --test compile -- --ignored"]
+fn nvrtc_compiles_delayed_scaling() {
+    compile(delayed_sources(), "sm_90a");
 }
 
 #[rstest]

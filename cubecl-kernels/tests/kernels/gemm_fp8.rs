@@ -3,7 +3,7 @@
 use cubecl::ir::StorageType;
 use cubecl_kernels::{
     KernelError,
-    gemm::{Fp8Operand, gemm_fp8, has_gemm_fp8},
+    gemm::{Accumulation, Fp8Operand, gemm_fp8, has_gemm_fp8},
     granularity::Granularity,
     layout::Layout,
     number::Number,
@@ -24,7 +24,13 @@ use crate::{
 
 /// Tensor cores cut off what lies more than 13 bits below the largest of the FP8 products that they add at once: as a
 /// part of the largest product of the sum and of the root of their number, eight deviations.
-const ACCUMULATION: f64 = 1.2e-3;
+const CUT_OFF: f64 = 1.2e-3;
+/// Products that are added at once.
+const AT_ONCE: usize = 32;
+/// Of a running sum they cut off what lies below its 13th bit, and as much of what is added to it.
+const LAST_BIT: f64 = 1.0 / (1 << 13) as f64;
+
+const PROMOTED: Accumulation = Accumulation::Promoted;
 
 /// A matrix on the device, and the numbers that it stands for, row-major.
 struct Matrix {
@@ -49,29 +55,38 @@ fn has_kernel(client: &Client, random: &mut Random) -> bool {
         let shape = MatrixShape::new(16, 16);
         let x = matrix(client, &random.with_outliers(256), shape, &spec);
         let operand = x.quantized.fp8_operand().expect("a row-major copy");
-        let refused = gemm_fp8(client, &operand, &operand, None, dtype::<f32>());
+        let refused = gemm_fp8(client, &operand, &operand, None, PROMOTED, dtype::<f32>());
         assert!(matches!(refused, Err(KernelError::Unsupported { .. })));
     }
     has
 }
 
-/// An element of a product, and how far from it an FP32 result may lie.
+/// An element of a product, and how far from it an FP32 result may lie, and one with fast accumulation.
 #[derive(Clone, Copy)]
 struct Element {
     sum: f64,
     off: f64,
+    off_when_fast: f64,
 }
 
 /// `[rows, k]` numbers times `[cols, k]` numbers.
 fn product(a: &[f32], b: &[f32], [rows, cols, k]: [usize; 3]) -> Vec<Element> {
     let element = |row: &[f32], col: &[f32]| {
-        let terms = row.iter().zip(col);
-        let terms = terms.map(|(&a, &b)| f64::from(a) * f64::from(b));
-        let (sum, most) = terms.fold((0.0, 0.0f64), |(sum, most), term| {
-            (sum + term, most.max(term.abs()))
-        });
-        let off = ACCUMULATION * (k as f64).sqrt() * most;
-        Element { sum, off }
+        let (mut sum, mut most, mut off_when_fast) = (0.0, 0.0f64, 0.0);
+        for (row, col) in row.chunks(AT_ONCE).zip(col.chunks(AT_ONCE)) {
+            for (&a, &b) in row.iter().zip(col) {
+                let term = f64::from(a) * f64::from(b);
+                sum += term;
+                most = most.max(term.abs());
+            }
+            off_when_fast += 2.0 * LAST_BIT * sum.abs();
+        }
+        let off = CUT_OFF * (k as f64).sqrt() * most;
+        Element {
+            sum,
+            off,
+            off_when_fast: off + off_when_fast,
+        }
     };
     let rows = a.chunks(k).take(rows);
     rows.flat_map(|row| b.chunks(k).take(cols).map(move |col| element(row, col)))
@@ -88,9 +103,20 @@ fn rounding(x: f64, float: StorageType) -> f64 {
     x.abs().max(6e-5) * 2f64.powi(-bits)
 }
 
-fn compare(what: &str, actual: &[f32], expected: &[Element], float: StorageType) {
+fn compare(
+    what: &str,
+    accumulation: Accumulation,
+    actual: &[f32],
+    expected: &[Element],
+    float: StorageType,
+) {
     assert_eq!(actual.len(), expected.len(), "{what}");
-    for (index, (&actual, &Element { sum, off })) in actual.iter().zip(expected).enumerate() {
+    for (index, (&actual, element)) in actual.iter().zip(expected).enumerate() {
+        let sum = element.sum;
+        let off = match accumulation {
+            Accumulation::Promoted => element.off,
+            Accumulation::Fast => element.off_when_fast,
+        };
         let bound = off + rounding(sum, float) + 1e-30;
         // Values that round to more than the largest number are infinite.
         let overflows = float == dtype::<f16>() && sum.abs() + bound >= 65_520.0;
@@ -119,6 +145,7 @@ fn equals_the_reference(
     #[case] scale: [ScaleNumber; 2],
     #[values([Number::E4M3; 2], [Number::E5M2, Number::E4M3], [Number::E4M3, Number::E5M2])]
     number: [Number; 2],
+    #[values(Accumulation::Promoted, Accumulation::Fast)] accumulation: Accumulation,
 ) {
     let (client, mut random) = (client(), Random::fresh());
     if !has_kernel(&client, &mut random) {
@@ -145,11 +172,16 @@ fn equals_the_reference(
         let bias = random.with_outliers(n);
         let of_bias = upload(&client, &bias, &[n], dtype::<f32>());
         for float in float_types(&client) {
-            let what = format!("{m} x {n} x {k}, {granularity:?}, {scale:?}, {number:?}, {float}");
-            let out = gemm_fp8(&client, &of_a, &of_b, None, float).expect(&what);
-            compare(&what, &read_float(&client, &out), &expected, float);
+            let what = format!(
+                "{m} x {n} x {k}, {granularity:?}, {scale:?}, {number:?}, {accumulation:?}, {float}"
+            );
+            let out = gemm_fp8(&client, &of_a, &of_b, None, accumulation, float).expect(&what);
+            let out = read_float(&client, &out);
+            compare(&what, accumulation, &out, &expected, float);
         }
-        let out = gemm_fp8(&client, &of_a, &of_b, Some(&of_bias), dtype::<f32>()).expect("a bias");
+        let f32 = dtype::<f32>();
+        let out = gemm_fp8(&client, &of_a, &of_b, Some(&of_bias), accumulation, f32);
+        let out = out.expect("a bias");
         let with_bias: Vec<Element> = expected
             .iter()
             .enumerate()
@@ -158,12 +190,8 @@ fn equals_the_reference(
                 ..*element
             })
             .collect();
-        compare(
-            "with bias",
-            &read_float(&client, &out),
-            &with_bias,
-            dtype::<f32>(),
-        );
+        let out = read_float(&client, &out);
+        compare("with bias", accumulation, &out, &with_bias, f32);
     }
 }
 
@@ -195,12 +223,20 @@ fn transposed_operands_and_batches() {
                 .fp8_operand_transposed()
                 .expect("a transposed copy")
         });
-        let out = gemm_fp8(&client, &of_a, &of_b, None, dtype::<f32>()).expect("a product");
-        let what = format!("transposed, {granularity:?}");
-        compare(&what, &read_float(&client, &out), &expected, dtype::<f32>());
+        for accumulation in [Accumulation::Promoted, Accumulation::Fast] {
+            let out = gemm_fp8(&client, &of_a, &of_b, None, accumulation, dtype::<f32>());
+            let out = read_float(&client, &out.expect("a product"));
+            let what = format!("transposed, {granularity:?}, {accumulation:?}");
+            compare(&what, accumulation, &out, &expected, dtype::<f32>());
+        }
     }
-    let spec = QuantizeSpec::new(Number::E5M2, Granularity::Group(128));
-    for of_b in [1, 3] {
+    for (of_b, granularity) in [
+        (1, Granularity::Group(128)),
+        (3, Granularity::Group(128)),
+        (1, Granularity::Token),
+        (3, Granularity::Token),
+    ] {
+        let spec = QuantizeSpec::new(Number::E5M2, granularity);
         let of = |batch: usize, rows: usize| MatrixShape {
             batch,
             ..MatrixShape::new(rows, k)
@@ -216,19 +252,25 @@ fn transposed_operands_and_batches() {
             })
             .collect();
         let [of_a, of_b] = [&a, &b].map(|it| it.quantized.fp8_operand().expect("a row-major copy"));
-        let out = gemm_fp8(&client, &of_a, &of_b, None, dtype::<f32>()).expect("a product");
-        compare(
-            "a batch",
-            &read_float(&client, &out),
-            &expected,
-            dtype::<f32>(),
-        );
+        for accumulation in [Accumulation::Promoted, Accumulation::Fast] {
+            let out = gemm_fp8(&client, &of_a, &of_b, None, accumulation, dtype::<f32>());
+            let out = read_float(&client, &out.expect("a product"));
+            let what = format!("a batch, {granularity:?}, {accumulation:?}");
+            compare(&what, accumulation, &out, &expected, dtype::<f32>());
+        }
     }
 }
 
 /// NaN and Inf make NaN of their region, and of what it touches alone; zeros give zeros.
-#[test]
-fn what_is_not_finite_stays_visible() {
+#[rstest]
+fn what_is_not_finite_stays_visible(
+    #[values(
+        (Granularity::Group(128), Accumulation::Promoted),
+        (Granularity::Token, Accumulation::Promoted),
+        (Granularity::Token, Accumulation::Fast)
+    )]
+    (granularity, accumulation): (Granularity, Accumulation),
+) {
     let (client, mut random) = (client(), Random::fresh());
     if !has_kernel(&client, &mut random) {
         return;
@@ -239,11 +281,11 @@ fn what_is_not_finite_stays_visible() {
     x[9 * k + 200] = f32::INFINITY;
     x[150 * k..151 * k].fill(0.0);
     let y = random.with_outliers(n * k);
-    let spec = QuantizeSpec::new(Number::E4M3, Granularity::Group(128));
+    let spec = QuantizeSpec::new(Number::E4M3, granularity);
     let a = matrix(&client, &x, MatrixShape::new(m, k), &spec);
     let b = matrix(&client, &y, MatrixShape::new(n, k), &spec);
     let [a, b] = [a, b].map(|it| it.quantized.fp8_operand().expect("a row-major copy"));
-    let out = gemm_fp8(&client, &a, &b, None, dtype::<f32>()).expect("a product");
+    let out = gemm_fp8(&client, &a, &b, None, accumulation, dtype::<f32>()).expect("a product");
     for (row, out) in read_float(&client, &out).chunks(n).enumerate() {
         match row {
             5 | 9 => assert!(out.iter().all(|it| it.is_nan()), "row {row}: {out:?}"),
@@ -265,24 +307,40 @@ fn repeats_and_refuses() {
         let x = matrix(&client, &x, MatrixShape::new(rows, k), spec);
         x.quantized.fp8_operand().expect("a row-major copy")
     };
-    let run = |a: &Fp8Operand<TestRuntime>, b: &Fp8Operand<TestRuntime>| {
-        gemm_fp8(&client, a, b, None, dtype::<f32>())
-    };
-    let groups = QuantizeSpec::new(Number::E4M3, Granularity::Group(128));
-    let (a, b) = (
-        operand(500, 640, &groups, &mut random),
-        operand(300, 640, &groups, &mut random),
-    );
+    let with =
+        |a: &Fp8Operand<TestRuntime>, b: &Fp8Operand<TestRuntime>, accumulation: Accumulation| {
+            gemm_fp8(&client, a, b, None, accumulation, dtype::<f32>())
+        };
+    let run =
+        |a: &Fp8Operand<TestRuntime>, b: &Fp8Operand<TestRuntime>| with(a, b, Accumulation::Fast);
     let bits = |out: Tensor| -> Vec<u32> {
         read_float(&client, &out)
             .into_iter()
             .map(f32::to_bits)
             .collect()
     };
-    let first = bits(run(&a, &b).expect("a product"));
-    for _ in 0..3 {
-        assert_eq!(bits(run(&a, &b).expect("a product")), first);
+    let groups = QuantizeSpec::new(Number::E4M3, Granularity::Group(128));
+    let rows = QuantizeSpec::new(Number::E4M3, Granularity::Token);
+    let [(a, b), (of_rows, of_cols)] = [groups, rows].map(|spec| {
+        (
+            operand(500, 640, &spec, &mut random),
+            operand(300, 640, &spec, &mut random),
+        )
+    });
+    for (a, b, accumulation) in [
+        (&a, &b, Accumulation::Promoted),
+        (&of_rows, &of_cols, Accumulation::Promoted),
+        (&of_rows, &of_cols, Accumulation::Fast),
+    ] {
+        let first = bits(with(a, b, accumulation).expect("a product"));
+        for _ in 0..3 {
+            assert_eq!(bits(with(a, b, accumulation).expect("a product")), first);
+        }
     }
+    // Groups along K are promoted in either way.
+    let [promoted, fast] = [Accumulation::Promoted, Accumulation::Fast]
+        .map(|accumulation| bits(with(&a, &b, accumulation).expect("a product")));
+    assert_eq!(promoted, fast);
     let unsupported = |result: Result<Tensor, KernelError>| {
         let error = result.expect_err("refused");
         assert!(matches!(error, KernelError::Unsupported { .. }), "{error}");

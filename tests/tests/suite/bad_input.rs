@@ -15,7 +15,7 @@ use burn_quant_train::{
     data::{
         DataBackend, StochasticKey,
         optimizer::{Moment, StateFormat, compress_moment},
-        product::product,
+        product::{Accumulation, product},
         quantize::{Fallback, QuantizeSpec, Quantized, dequantize, quantize, quantize_fallback},
     },
     recipe::FallbackInt8,
@@ -105,7 +105,14 @@ fn reject<B: DataBackend>() {
             quantized::<B>([k, 6], NEAREST),
         );
         let bias = Some(ones::<B, 1>([bias]));
-        product::<B>(a.operand(), None, b.operand(), bias, FloatDType::F32)
+        product::<B>(
+            a.operand(),
+            None,
+            b.operand(),
+            bias,
+            Accumulation::Promoted,
+            FloatDType::F32,
+        )
     };
     multiply(5, 6);
     assert_panics(&["product", "[4, 5]", "[4, 6]"], || multiply(4, 6));

@@ -3,7 +3,7 @@
 use burn::tensor::{DType, FloatDType, Tensor, TensorData, backend::Backend, ops::FloatTensor};
 use burn_quant_train::data::{
     DataBackend, Layout, StochasticKey,
-    product::product,
+    product::{Accumulation, product},
     quantize::{
         Fallback, FallbackQuantized, Format, QuantizeSpec, Quantized, Residual, Scales, dequantize,
         quantize, quantize_fallback,
@@ -421,7 +421,14 @@ fn number_products<B: DataBackend>(seed: u64) {
         };
         let (a, a_expected) = make([m, k], left);
         let (b, b_expected) = make([n, k], right);
-        let c = product::<B>(a.operand(), None, b.operand().t(), None, FloatDType::F32);
+        let c = product::<B>(
+            a.operand(),
+            None,
+            b.operand().t(),
+            None,
+            Accumulation::Promoted,
+            FloatDType::F32,
+        );
         let exact = reference::gemm(&a_expected, &b_expected, None, None);
         let error = frobenius(&primitive_floats::<B, 2>(&c), &exact);
         let is_exact = |format: Format| {
@@ -648,6 +655,7 @@ impl<B: DataBackend> Problem<B> {
             residual.as_ref(),
             self.w.0.operand(),
             Some(self.bias()),
+            Accumulation::Promoted,
             dtype,
         );
         let fallback = residual.is_some().then_some(expected);
@@ -669,6 +677,7 @@ impl<B: DataBackend> Problem<B> {
             None,
             self.w.0.operand().t(),
             None,
+            Accumulation::Promoted,
             dtype,
         );
         (dx, reference::gemm(&self.dy.1, &self.w.1, None, None))
@@ -681,6 +690,7 @@ impl<B: DataBackend> Problem<B> {
             None,
             self.dy.0.operand(),
             None,
+            Accumulation::Promoted,
             dtype,
         );
         (
@@ -781,7 +791,14 @@ fn other_products<B: DataBackend>(seed: u64) {
         };
         let (x, x_expected) = make([m, k], x_granularity);
         let (w, w_expected) = make([k, n], w_granularity);
-        let y = product::<B>(x.operand(), None, w.operand(), None, FloatDType::F32);
+        let y = product::<B>(
+            x.operand(),
+            None,
+            w.operand(),
+            None,
+            Accumulation::Promoted,
+            FloatDType::F32,
+        );
         let exact = reference::gemm(&x_expected, &w_expected.transposed(), None, None);
         let error = frobenius(&primitive_floats::<B, 2>(&y), &exact);
         assert!(
@@ -910,6 +927,7 @@ fn smallest<B: DataBackend>(_seed: u64) {
         None,
         quantized.operand().t(),
         None,
+        Accumulation::Promoted,
         FloatDType::F32,
     );
     assert_eq!(primitive_floats::<B, 2>(&product), [0.0]);

@@ -5,7 +5,7 @@ use burn_cubecl::{CubeRuntime, kernel::into_contiguous, tensor::CubeTensor};
 use cubecl::client::ComputeClient;
 use cubecl_kernels::{
     KernelError,
-    gemm::{self, Fp8Operand},
+    gemm::{self, Accumulation, Fp8Operand},
     number::Number,
 };
 
@@ -22,6 +22,7 @@ pub(super) fn fp8_product<B: Cube<R>, R: CubeRuntime>(
     left: Operand<'_, B>,
     right: Operand<'_, B>,
     bias: Option<&CubeTensor<R>>,
+    accumulation: Accumulation,
     dtype: FloatDType,
 ) -> Option<CubeTensor<R>> {
     let like = on_device(left.matrix);
@@ -42,7 +43,15 @@ pub(super) fn fp8_product<B: Cube<R>, R: CubeRuntime>(
     let [a, b] = [left, right.t()].map(|operand| along_columns(&like.client, operand));
     let bias = bias.map(|bias| handle(&into_contiguous(bias.clone())));
     let out = DType::from(dtype);
-    match gemm::gemm_fp8(&like.client, &a, &b, bias.as_ref(), out.into()) {
+    let product = gemm::gemm_fp8(
+        &like.client,
+        &a,
+        &b,
+        bias.as_ref(),
+        accumulation,
+        out.into(),
+    );
+    match product {
         Ok(product) => Some(tensor(like, product, out)),
         Err(KernelError::Unsupported { .. }) => None,
         Err(error) => panic!("{error}"),

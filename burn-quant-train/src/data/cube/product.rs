@@ -37,7 +37,10 @@ use super::{
 use crate::data::{
     cast::cast_to,
     kernels::checked,
-    product::{ExpectedLayer, FloatProduct, ProductKernels, check_product, dequantized_product},
+    product::{
+        Accumulation, ExpectedLayer, FloatProduct, ProductKernels, check_product,
+        dequantized_product,
+    },
     quantize::{Format, Operand, Quantized, Residual, ScaleNumber},
 };
 use crate::{lock::lock, warning::warn};
@@ -52,6 +55,7 @@ where
         residual: Option<&Residual<Self>>,
         right: Operand<'_, Self>,
         bias: Option<FloatTensor<Self>>,
+        accumulation: Accumulation,
         dtype: FloatDType,
     ) -> FloatTensor<Self> {
         check_product::<Self>(&left, &right, bias.as_ref());
@@ -64,7 +68,7 @@ where
             }
             (Arithmetic::Int8, Arithmetic::Float) | (Arithmetic::Float, _) => {
                 let by_kernel = match residual {
-                    None => fp8_product::<Self, R>(left, right, bias.as_ref(), dtype)
+                    None => fp8_product::<Self, R>(left, right, bias.as_ref(), accumulation, dtype)
                         .or_else(|| exact_product::<Self, R>(&left, &right, bias.as_ref(), dtype)),
                     Some(_) => None,
                 };

@@ -5,7 +5,7 @@ use burn_backend::{
     tensor::{Device, FloatTensor},
 };
 
-use cubecl_kernels::gemm::LayerOperands;
+use cubecl_kernels::gemm::{Accumulation, LayerOperands};
 
 use crate::data::{
     cast::cast_to,
@@ -19,7 +19,7 @@ use crate::data::{
 pub trait ProductKernels: Backend {
     /// The product of two quantized matrices, `left` with the residuals of its fallback blocks if given, plus `bias`
     /// `[columns]` (fallback-int8, algorithm 1). Integers accumulate in INT32 inside a block and in FP32 across blocks,
-    /// or in FP32 of dequantized values; rounds once, to `dtype`.
+    /// FP8 as `accumulation` says, all else in FP32 of dequantized values; rounds once, to `dtype`.
     ///
     /// # Panics
     ///
@@ -30,6 +30,7 @@ pub trait ProductKernels: Backend {
         residual: Option<&Residual<Self>>,
         right: Operand<'_, Self>,
         bias: Option<FloatTensor<Self>>,
+        accumulation: Accumulation,
         dtype: FloatDType,
     ) -> FloatTensor<Self>;
 

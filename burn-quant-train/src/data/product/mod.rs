@@ -3,7 +3,7 @@
 pub(super) mod kernels;
 mod operation;
 
-pub use cubecl_kernels::gemm::LayerOperands;
+pub use cubecl_kernels::gemm::{Accumulation, LayerOperands};
 pub use kernels::{ExpectedLayer, FloatProduct, ProductKernels};
 pub(crate) use kernels::{check_product, dequantized_product, float_product};
 pub use operation::product;

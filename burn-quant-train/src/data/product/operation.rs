@@ -2,6 +2,8 @@
 
 use burn_backend::{FloatDType, tensor::FloatTensor};
 
+use super::Accumulation;
+
 use crate::data::{
     kernels::Kernels,
     operation::{DataBackend, Operation},
@@ -20,10 +22,12 @@ pub fn product<B: DataBackend>(
     residual: Option<&Residual<B>>,
     right: Operand<'_, B>,
     bias: Option<FloatTensor<B>>,
+    accumulation: Accumulation,
     dtype: FloatDType,
 ) -> FloatTensor<B> {
     let operation = Product {
         transpose: [left.transpose, right.transpose],
+        accumulation,
         dtype,
     };
     let factors = Factors {
@@ -38,6 +42,7 @@ pub fn product<B: DataBackend>(
 #[derive(Debug, Clone)]
 struct Product {
     transpose: [bool; 2],
+    accumulation: Accumulation,
     dtype: FloatDType,
 }
 
@@ -86,6 +91,7 @@ impl Operation for Product {
     fn run<K: Kernels>(self, mut factors: Factors<K>) -> FloatTensor<K> {
         let bias = factors.bias.take();
         let [left, right] = self.operands(&factors);
-        K::product(left, factors.residual.as_ref(), right, bias, self.dtype)
+        let residual = factors.residual.as_ref();
+        K::product(left, residual, right, bias, self.accumulation, self.dtype)
     }
 }

@@ -12,12 +12,16 @@ use crate::{
             ElementSource, Gradient, HadamardSize, HadamardTransform, LearnedMatrix, LearnedStep,
             ResidualRows, spec,
         },
+        product::Accumulation,
         quantize::{Operand, Quantized, Scales},
         tensors::{Bundle, Change, FloatMeta, Outline, Tensors},
     },
     ops::matrix::{Form, Source, flatten, flattened},
     recipe::{LinearRow, Product, Residual, Rounding, Sampling},
 };
+
+/// Of no matter: integers are added up exactly.
+const SUMS: Accumulation = Accumulation::Promoted;
 
 /// The forward pass.
 #[derive(Debug, Clone)]
@@ -165,7 +169,7 @@ impl Operation for Forward {
             transpose: self.transposed_weight,
         };
         let left = quantized.matrix.operand();
-        let product = || K::product(left, None, right, inputs.bias, self.compute);
+        let product = || K::product(left, None, right, inputs.bias, SUMS, self.compute);
         ForwardOutputs {
             y: self
                 .wants_y
@@ -404,10 +408,11 @@ impl Backward {
         } = operands;
         let [rows, _] = flattened(&gradient.shape());
         let (wants_x, wants_weight) = (self.input.is_some(), self.weight.is_some());
-        let of_x =
-            |gradient: Operand<'_, K>| K::product(gradient, None, weight.t(), None, self.compute);
+        let of_x = |gradient: Operand<'_, K>| {
+            K::product(gradient, None, weight.t(), None, SUMS, self.compute)
+        };
         let of_weight = |x: Operand<'_, K>, gradient: Operand<'_, K>| {
-            K::product(x.t(), None, gradient, None, FloatDType::F32)
+            K::product(x.t(), None, gradient, None, SUMS, FloatDType::F32)
         };
         let dense = |gradient: &Quantized<K>| {
             let gradient = gradient.operand();

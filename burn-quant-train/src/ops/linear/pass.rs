@@ -9,7 +9,7 @@ use super::plan::{BackwardPlan, Stored};
 use crate::{
     data::{
         Kernels, Layout, Operation, cast_to,
-        product::float_product,
+        product::{Accumulation, float_product},
         quantize::{
             DelayedMaximum, Fallback, Quantized, QuantizedInput, Residual as ResidualBlocks,
             quantize_operand,
@@ -30,6 +30,8 @@ pub(super) struct Forward {
     /// The shape of Y, `[.., N]`.
     pub shape: Shape,
     pub product: Option<[Make; 2]>,
+    /// How products of FP8 numbers are added up.
+    pub accumulation: Accumulation,
     /// True if X as the product takes it is wanted afterwards.
     pub keeps_operand: bool,
     /// The copy of X to make for the backward pass.
@@ -211,6 +213,7 @@ impl Operation for Forward {
                 fallback.as_ref().map(|(residual, _)| residual),
                 of_weight.factor.operand(&copy),
                 bias,
+                self.accumulation,
                 self.compute,
             )
         };
@@ -357,7 +360,7 @@ impl Bundle for Gradients<Outline> {
 impl Backward {
     /// The copies of dY that the products of the wanted gradients read.
     fn gradients(&self) -> [Option<Make>; 2] {
-        let BackwardPlan { input, weight } = self.plan;
+        let BackwardPlan { input, weight, .. } = self.plan;
         [
             input
                 .filter(|_| self.input.is_some())
@@ -391,7 +394,11 @@ impl Operation for Backward {
 
     fn run<K: Kernels>(self, inputs: BackwardInputs<K>) -> Gradients<K> {
         let makes = self.gradients();
-        let BackwardPlan { input, weight } = self.plan;
+        let BackwardPlan {
+            input,
+            weight,
+            accumulation: [sums_of_input, sums_of_weight],
+        } = self.plan;
         let gradient = flatten::<K>(inputs.gradient);
         let of_input = input.filter(|_| self.input.is_some());
         let of_weight = weight.filter(|_| self.weight.is_some());
@@ -410,6 +417,7 @@ impl Operation for Backward {
                     None,
                     right.factor.operand(&weight),
                     None,
+                    sums_of_input,
                     form.dtype,
                 ),
                 (Source::Float(weight), _, _) => float_product::<K>(
@@ -445,6 +453,7 @@ impl Operation for Backward {
                         None,
                         right.factor.operand(gradient),
                         None,
+                        sums_of_weight,
                         form.dtype,
                     )
                 }

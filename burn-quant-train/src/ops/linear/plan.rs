@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use crate::{
-    data::{DataBackend, Layout},
+    data::{DataBackend, Layout, product::Accumulation},
     layer::{
         Bank, Call, Layer, Role,
         tag::{CopyKey, Epoch, View},
@@ -19,12 +19,16 @@ pub(super) struct BackwardPlan {
     pub input: Option<[Make; 2]>,
     /// dW = Xᵀ dY.
     pub weight: Option<[Make; 2]>,
+    /// How products of FP8 numbers are added up, in dX and in dW.
+    pub accumulation: [Accumulation; 2],
 }
 
 /// The plan of a run of a layer, from its row.
 pub(super) struct Plan {
     /// Operands of the forward product; `None` in the compute dtype.
     pub forward: Option<[Make; 2]>,
+    /// How products of FP8 numbers are added up in it.
+    pub accumulation: Accumulation,
     pub residual: Residual,
     /// The copy of X for the backward pass, if it is made in the forward pass.
     pub saved: Option<Make>,
@@ -161,11 +165,17 @@ impl Plan {
         let [of_forward, of_input] = factors.weights();
         Self {
             forward,
+            accumulation: row.forward.accumulation(),
             residual: casts(&row.forward).map_or(Residual::Never, |[x, _]| x.residual),
             saved: factors.saved().and(weight.map(|[x, _]| x)),
             weight: of_forward.and_then(|it| stored(it, forward)),
             other_weight: of_input.and_then(|it| stored(it, input)),
-            backward: BackwardPlan { input, weight },
+            backward: BackwardPlan {
+                input,
+                weight,
+                accumulation: [&row.input_gradient, &row.weight_gradient]
+                    .map(Product::accumulation),
+            },
             call,
         }
     }

@@ -10,7 +10,7 @@ use super::{ExpectedLayer, LayerOperands};
 use crate::{
     device::storage,
     fallback::FallbackResidual,
-    gemm::{Fp8Operand, GemmOperand, Strategy, gemm, gemm_float, gemm_fp8, hopper},
+    gemm::{Accumulation, Fp8Operand, GemmOperand, Strategy, gemm, gemm_float, gemm_fp8, hopper},
     number::Number,
     scale::ScaleNumber,
 };
@@ -89,7 +89,14 @@ fn launch(client: &Client, layer: &ExpectedLayer) {
                 let [a, b] = [m, n].map(|rows| int8(client, [rows, k], [1, k]));
                 gemm(client, &a, &b, None, None, out, Strategy::Auto)
             }
-            LayerOperands::E4M3 { gradient } => {
+            LayerOperands::E4M3 {
+                accumulation,
+                gradient,
+            } => {
+                let accumulation = match index {
+                    0 => accumulation,
+                    _ => Accumulation::Promoted,
+                };
                 let numbers = match index {
                     0 => [Number::E4M3; 2],
                     1 => [gradient, Number::E4M3],
@@ -97,7 +104,7 @@ fn launch(client: &Client, layer: &ExpectedLayer) {
                 };
                 let [a, b] = [(m, numbers[0]), (n, numbers[1])];
                 let [a, b] = [a, b].map(|(rows, number)| fp8(client, [rows, k], number));
-                gemm_fp8(client, &a, &b, None, out)
+                gemm_fp8(client, &a, &b, None, accumulation, out)
             }
             LayerOperands::Floats => {
                 // Of matrices that lie in memory as [rows, inputs], [inputs, outputs] and [rows, outputs].
@@ -128,8 +135,8 @@ fn products_of_a_layer_launch_what_is_expected(
         LayerOperands::Int8Blocks { side: 128, fallback: [true, true] },
         LayerOperands::Int8Blocks { side: 32, fallback: [false, false] },
         LayerOperands::Int8Rows,
-        LayerOperands::E4M3 { gradient: Number::E5M2 },
-        LayerOperands::E4M3 { gradient: Number::E4M3 },
+        LayerOperands::E4M3 { accumulation: Accumulation::Fast, gradient: Number::E5M2 },
+        LayerOperands::E4M3 { accumulation: Accumulation::Promoted, gradient: Number::E4M3 },
         LayerOperands::Floats
     )]
     operands: LayerOperands,

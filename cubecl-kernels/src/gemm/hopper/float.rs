@@ -518,8 +518,7 @@ impl CudaSource for FloatSource {
         if self.along_rows != (false, true) {
             return vec![];
         }
-        let gradients = self.gradients(client, sizes, None).into_iter();
-        gradients.map(|gradient| gradient.text()).collect()
+        self.gradients(client, sizes, None)
     }
 }
 
@@ -547,15 +546,19 @@ impl LayerSource for FloatSource {
         client: &ComputeClient<R>,
         sizes: [usize; 4],
         _layer: Option<&LayerOperands>,
-    ) -> Vec<Self> {
+    ) -> Vec<SourceText> {
         let [of_input, of_weight] = other_products(sizes);
         let along = |along_rows| Self {
             along_rows,
             ..*self
         };
         vec![
-            along((false, false)).of(client, of_input, self.dtype),
-            along((true, true)).of(client, of_weight, storage::<f32>()),
+            along((false, false))
+                .of(client, of_input, self.dtype)
+                .text(),
+            along((true, true))
+                .of(client, of_weight, storage::<f32>())
+                .text(),
         ]
     }
 }

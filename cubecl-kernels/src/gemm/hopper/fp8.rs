@@ -2,7 +2,8 @@
 //! 2412.19437, section 3.3).
 //!
 //! The tensor cores' own sums keep about 14 bits: of each product is cut off what lies more than 13 bits below the
-//! largest of those that are added at once. So what 128 elements along K give is scaled and added in FP32.
+//! largest of those that are added at once. So what 128 elements along K give is scaled and added in FP32, unless
+//! [`Accumulation::Fast`] is asked for.
 
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
@@ -24,6 +25,7 @@ use crate::{
 
 use super::{
     GemmNumbers, LayerSource, TiledProduct, UNITS, batch_stride, companions_of, other_products,
+    rowwise::{self, RowwiseSource},
     tensor_map,
 };
 
@@ -32,6 +34,17 @@ const OPERATION: &str = "gemm_fp8";
 const BLOCK: usize = 128;
 /// Widths of tiles and their speeds beside one another, as those of INT8.
 const SPEEDS: [(usize, f32); 4] = HopperBlueprint::SPEEDS;
+
+/// How long products of FP8 numbers are added up in the tensor cores' own accumulators, where these keep fewer bits than
+/// FP32: on Hopper about 14. Elsewhere it makes no difference.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Accumulation {
+    /// Along 128 elements of K; their sum is added in FP32 (promotion: DeepSeek-V3, arXiv 2412.19437, section 3.3.2).
+    Promoted,
+    /// Along all of K, where the scales allow it, those of rows or of whole matrices: fast accumulation, the forward
+    /// product of NVIDIA's TransformerEngine and of torchao (`use_fast_accum`). It is faster, and its error grows with K.
+    Fast,
+}
 
 /// One operand of a product: FP8 codes with K along the rows, and their scales.
 #[derive(Debug)]
@@ -100,6 +113,7 @@ pub fn has_gemm_fp8<R: Runtime>(client: &ComputeClient<R>) -> bool {
 ///
 /// - `a`, `b`: the operands. A batch of one in `b`, or a `b` of rank 2, is shared by all matrices of `a`.
 /// - `bias`: f32 `[N]`, contiguous, added in FP32.
+/// - `accumulation`: [`Accumulation::Fast`] with scales of 128 elements is as [`Accumulation::Promoted`].
 /// - `out_dtype`: f32, f16 or bf16; the FP32 sum is rounded to it once.
 ///
 /// A code or a scale of NaN makes NaN of all that it touches.
@@ -114,6 +128,7 @@ pub fn gemm_fp8<R: Runtime>(
     a: &Fp8Operand<R>,
     b: &Fp8Operand<R>,
     bias: Option<&TensorHandle<R>>,
+    accumulation: Accumulation,
     out_dtype: StorageType,
 ) -> Result<TensorHandle<R>, KernelError> {
     check_float(client, OPERATION, "the output", out_dtype)?;
@@ -140,8 +155,14 @@ pub fn gemm_fp8<R: Runtime>(
     if batch * m * n == 0 {
         return Ok(out);
     }
+    let is_fast =
+        accumulation == Accumulation::Fast && of_a.covers_all_of_k() && of_b.covers_all_of_k();
     let product = TiledProduct::new([batch, m, n, a_shape.cols], BLOCK, true);
-    let blueprint = HopperBlueprint::cheapest(client, &product, HopperBlueprint::CHUNK, SPEEDS);
+    let (chunk, speeds) = match is_fast {
+        true => (rowwise::WHOLE_TILE, rowwise::SPEEDS),
+        false => (HopperBlueprint::CHUNK, SPEEDS),
+    };
+    let blueprint = HopperBlueprint::cheapest(client, &product, chunk, speeds);
     let numbers = GemmNumbers {
         batch: batch as u64,
         m: m as u64,
@@ -161,30 +182,27 @@ pub fn gemm_fp8<R: Runtime>(
         tensor_map(&b.values, &of_b.view, blueprint.tile.tile_n),
     ];
     split_k::in_parts(client, blueprint.parts, &out, bias, |out, bias| {
-        // SAFETY: all shapes were checked, from which the numbers come; the kernel guards its writes and its reads of
-        // scales and bias with them. It reads the bias only where a knob says that there is one.
+        let (count, operands) = (blueprint.cube_count(), [of_a.knobs, of_b.knobs]);
+        let buffers = vec![
+            a.scales.clone(),
+            b.scales.clone(),
+            or_unused(bias, out, storage::<f32>()),
+            out.clone(),
+            a.values.clone(),
+            b.values.clone(),
+        ];
+        let promoted = Fp8Source {
+            bias: bias.is_some(),
+            ..Fp8Source::new(blueprint.tile, operands, out.dtype)
+        };
+        // SAFETY: all shapes were checked, from which the numbers come; the kernels guard their writes and their reads of
+        // scales and bias with them. They read the bias only where a knob says that there is one.
         #[allow(unsafe_code)]
         unsafe {
-            launch_source(
-                client,
-                Fp8Source {
-                    tile: blueprint.tile,
-                    operands: [of_a.knobs, of_b.knobs],
-                    bias: bias.is_some(),
-                    out_dtype: out.dtype,
-                },
-                blueprint.cube_count(),
-                maps,
-                vec![
-                    a.scales.clone(),
-                    b.scales.clone(),
-                    or_unused(bias, out, storage::<f32>()),
-                    out.clone(),
-                    a.values.clone(),
-                    b.values.clone(),
-                ],
-                &numbers,
-            );
+            match is_fast {
+                true => launch_source(client, promoted.fast(), count, maps, buffers, &numbers),
+                false => launch_source(client, promoted, count, maps, buffers, &numbers),
+            }
         }
     });
     Ok(out)
@@ -200,12 +218,25 @@ fn unsupported(reason: String) -> KernelError {
 
 /// The properties of an operand that the kernel depends on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-struct OperandKnobs {
+pub(super) struct OperandKnobs {
     number: Fp8Number,
     /// True where each row has scales of its own.
     by_rows: bool,
     /// True for scales in bytes.
     e8m0: bool,
+}
+
+impl OperandKnobs {
+    /// The knobs that tell the numbers of both operands and of their scales.
+    pub(super) fn knobs([a, b]: &[Self; 2]) -> String {
+        format!(
+            "#define IN \"{}.{}\"\n#define A_E8M0 {}\n#define B_E8M0 {}\n",
+            a.number.name(),
+            b.number.name(),
+            u8::from(a.e8m0),
+            u8::from(b.e8m0),
+        )
+    }
 }
 
 /// A number that the instruction multiplies.
@@ -249,6 +280,12 @@ struct Checked {
 }
 
 impl Checked {
+    /// True where scales are of rows or of whole matrices.
+    fn covers_all_of_k(&self) -> bool {
+        let [of_rows, of_depth] = self.scale_strides;
+        of_depth == 0 && (self.knobs.by_rows || of_rows == 0)
+    }
+
     fn new<R: Runtime>(name: &'static str, operand: &Fp8Operand<R>) -> Result<Self, KernelError> {
         let Fp8Operand {
             ref values,
@@ -344,11 +381,37 @@ impl Checked {
 
 /// `hopper/gemm_fp8.cu`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-struct Fp8Source {
+pub(super) struct Fp8Source {
     tile: HopperTile,
     operands: [OperandKnobs; 2],
     bias: bool,
     out_dtype: StorageType,
+}
+
+impl Fp8Source {
+    /// Without a bias.
+    pub(super) const fn new(
+        tile: HopperTile,
+        operands: [OperandKnobs; 2],
+        out_dtype: StorageType,
+    ) -> Self {
+        Self {
+            tile,
+            operands,
+            bias: false,
+            out_dtype,
+        }
+    }
+
+    /// The same with fast accumulation.
+    const fn fast(self) -> RowwiseSource {
+        RowwiseSource {
+            tile: self.tile,
+            fp8: Some(self.operands),
+            bias: self.bias,
+            out_dtype: self.out_dtype,
+        }
+    }
 }
 
 impl CudaSource for Fp8Source {
@@ -358,6 +421,7 @@ impl CudaSource for Fp8Source {
         include_str!("../../cuda/hopper.cu"),
         include_str!("common.cu"),
         include_str!("chunks.cu"),
+        include_str!("scales.cu"),
         include_str!("gemm_fp8.cu")
     );
     const ENTRY_POINT: &'static str = "gemm_fp8_hopper";
@@ -366,16 +430,12 @@ impl CudaSource for Fp8Source {
     fn knobs(&self) -> String {
         let [a, b] = self.operands;
         format!(
-            "{}#define BLOCK 128\n#define IN \"{}.{}\"\n\
-             #define A_ROWS {}\n#define B_ROWS {}\n\
-             #define A_E8M0 {}\n#define B_E8M0 {}\n#define BIAS {}\n#define OUT_{}",
+            "{}{}#define BLOCK 128\n#define A_ROWS {}\n#define B_ROWS {}\n\
+             #define BIAS {}\n#define OUT_{}",
             self.tile.knobs(),
-            a.number.name(),
-            b.number.name(),
+            OperandKnobs::knobs(&self.operands),
             u8::from(a.by_rows),
             u8::from(b.by_rows),
-            u8::from(a.e8m0),
-            u8::from(b.e8m0),
             u8::from(self.bias),
             float_knob(self.out_dtype),
         )
@@ -423,11 +483,11 @@ impl LayerSource for Fp8Source {
         client: &ComputeClient<R>,
         sizes: [usize; 4],
         layer: Option<&LayerOperands>,
-    ) -> Vec<Self> {
+    ) -> Vec<SourceText> {
         let [of_input, of_weight] = other_products(sizes);
         let [x, w] = self.operands;
         let numbers = match layer {
-            Some(LayerOperands::E4M3 { gradient }) => {
+            Some(LayerOperands::E4M3 { gradient, .. }) => {
                 Fp8Number::of(*gradient).into_iter().collect()
             }
             _ => vec![Fp8Number::E5M2, x.number],
@@ -439,8 +499,10 @@ impl LayerSource for Fp8Source {
                 (of_weight, [x, of_output(w)], storage::<f32>()),
             ]
         };
-        let source =
-            |(sizes, operands, out_dtype)| Self { operands, ..*self }.of(client, sizes, out_dtype);
+        let source = |(sizes, operands, out_dtype)| {
+            let product = Self { operands, ..*self };
+            product.of(client, sizes, out_dtype).text()
+        };
         numbers
             .into_iter()
             .flat_map(of_number)
@@ -449,17 +511,9 @@ impl LayerSource for Fp8Source {
     }
 }
 
-/// The source of X W in E4M3 with a scale for each matrix, in such a tile.
-pub(super) fn of_tile(tile: HopperTile, out_dtype: StorageType) -> impl LayerSource {
-    let operand = OperandKnobs {
-        number: Fp8Number::E4M3,
-        by_rows: false,
-        e8m0: false,
-    };
-    Fp8Source {
-        tile,
-        operands: [operand; 2],
-        bias: false,
-        out_dtype,
-    }
-}
+/// The operands of X W in E4M3 with a scale for each matrix.
+pub(super) const E4M3: [OperandKnobs; 2] = [OperandKnobs {
+    number: Fp8Number::E4M3,
+    by_rows: false,
+    e8m0: false,
+}; 2];

@@ -6,7 +6,7 @@
 //   IN         "e4m3.e4m3", "e4m3.e5m2", "e5m2.e4m3" or "e5m2.e5m2", the types of A and B
 //   A_ROWS     1: each row of A has scales of its own; 0: 128 rows have them together
 //   B_ROWS     the same of B
-//   A_E8M0, B_E8M0   1: scales are bytes, powers of two; 0: FP32
+//   A_E8M0, B_E8M0   see scales.cu
 //   BIAS, OUT_F32, OUT_F16 or OUT_BF16   see hopper.cu, common.cu and chunks.cu, which come before this text
 // and the structure Numbers, which fp8.rs describes. Along K a scale is for 128 elements, or for all, where its stride is 0.
 //
@@ -14,26 +14,6 @@
 // keep about 14 bits, so those of each 128 elements are scaled and added to FP32 sums in registers (DeepSeek-V3, arXiv
 // 2412.19437, section 3.3.2). Scales of rows cost nothing: a lane has elements of two rows. Those of columns cost a
 // multiplication an element; the producer puts them beside the stage.
-
-#if A_E8M0
-typedef unsigned char AScale;
-#else
-typedef float AScale;
-#endif
-#if B_E8M0
-typedef unsigned char BScale;
-#else
-typedef float BScale;
-#endif
-
-__device__ __forceinline__ float decoded(float scale) {
-    return scale;
-}
-
-// The power of two of a byte; 255 is NaN, and 0 stands for 0.
-__device__ __forceinline__ float decoded(unsigned char scale) {
-    return __uint_as_float((u32)scale << 23 | (scale == 255 ? 1u << 22 : 0));
-}
 
 // ---- wgmma ----------------------------------------------------------------------------------------------------------
 

@@ -1,41 +1,61 @@
-// C[M, N] = A[M, K] B[N, K]^T + bias[N] of INT8 matrices whose FP32 scales cover all of K, those of rows or of whole
+// C[M, N] = A[M, K] B[N, K]^T + bias[N] of INT8 or FP8 matrices whose scales cover all of K, those of rows or of whole
 // matrices, on sm_90a.
 //
 // Knobs, defined in front of this text:
 //   TILE_N     64, 128, 192 or 256, the columns of an output tile (its rows are 128)
 //   STAGES     stages of the ring in shared memory
+//   FP8        0: INT8; 1: FP8
+//   IN         of FP8, "e4m3.e4m3", "e4m3.e5m2", "e5m2.e4m3" or "e5m2.e5m2", the types of A and B
+//   A_E8M0, B_E8M0   see scales.cu
 //   BIAS, OUT_F32, OUT_F16 or OUT_BF16   see hopper.cu, common.cu and accumulate.cu, which come before this text
 // and the structure Numbers, which hopper.rs describes.
 //
 // A producer warp and two consumer warpgroups, as in gemm.cu. The scales leave the sum, so that nothing is converted
-// between products: see accumulate.cu. The sums are INT32, and exact: selector.rs gives no K in which they overflow.
+// between products: see accumulate.cu. Sums of INT8 are INT32, and exact: selector.rs gives no K in which they overflow.
+// Those of FP8 keep the about 14 bits of the tensor cores' accumulators from the first element to the last: fast
+// accumulation, which gemm_fp8.cu does without.
 
 // Elements of a stage along K: 128 bytes.
 #define DEPTH 128
 
+#if FP8
+typedef float Product;
+#define PRODUCTS_32(x, i) FLOATS_16(x, i), FLOATS_16(x, i + 16)
+#define PRODUCTS_64(x, i) FLOATS_64(x, i)
+#define TYPES "f32." IN
+// Neither operand is negated.
+#define SIGNS ", 1, 1"
+#else
+typedef int Product;
+#define PRODUCTS_32(x, i) REGISTERS_32(x, i)
+#define PRODUCTS_64(x, i) REGISTERS_64(x, i)
+#define TYPES "s32.s8.s8"
+#define SIGNS ""
+#endif
+
 #if TILE_N == 256
 #define SUMS SUMS_128
-#define REGISTERS(x) REGISTERS_64(x, 0), REGISTERS_64(x, 64)
+#define PRODUCTS(x) PRODUCTS_64(x, 0), PRODUCTS_64(x, 64)
 #define OPERANDS "%128, %129"
 #elif TILE_N == 192
 #define SUMS SUMS_96
-#define REGISTERS(x) REGISTERS_64(x, 0), REGISTERS_32(x, 64)
+#define PRODUCTS(x) PRODUCTS_64(x, 0), PRODUCTS_32(x, 64)
 #define OPERANDS "%96, %97"
 #elif TILE_N == 128
 #define SUMS SUMS_64
-#define REGISTERS(x) REGISTERS_64(x, 0)
+#define PRODUCTS(x) PRODUCTS_64(x, 0)
 #define OPERANDS "%64, %65"
 #else
 #define SUMS SUMS_32
-#define REGISTERS(x) REGISTERS_32(x, 0)
+#define PRODUCTS(x) PRODUCTS_32(x, 0)
 #define OPERANDS "%32, %33"
 #endif
 
 // sums[64, TILE_N] += a[64, 32] b[TILE_N, 32]^T for a warpgroup. Asynchronous: `sums` may be touched only after
 // products_wait.
-__device__ __forceinline__ void multiply(int *sums, u64 a, u64 b) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n" TEXT(TILE_N) "k32.s32.s8.s8 {" SUMS "}, " OPERANDS ", 1;"
-                 : REGISTERS(sums)
+__device__ __forceinline__ void multiply(Product *sums, u64 a, u64 b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" TEXT(TILE_N) "k32." TYPES " {" SUMS "}, " OPERANDS ", 1" SIGNS ";"
+                 : PRODUCTS(sums)
                  : "l"(a), "l"(b));
 }
 
@@ -47,22 +67,22 @@ struct Scales {
 };
 
 // Reads them from those of A's and B's matrices, in steps of 0 where one is for all rows.
-__device__ __forceinline__ Scales scales_of(const float *a, const float *b, u32 a_step, u32 b_step, u32 first_row,
-                                            u32 first_col, u32 rows, u32 cols) {
+__device__ __forceinline__ Scales scales_of(const AScale *a, const BScale *b, u32 a_step, u32 b_step,
+                                            u32 first_row, u32 first_col, u32 rows, u32 cols) {
     const u32 lane = threadIdx.x % 32;
     Scales scales;
 #pragma unroll
     for (int h = 0; h < 2; h++)
-        scales.rows[h] = a[min(first_row + lane / 4 + 8 * h, rows - 1) * a_step];
+        scales.rows[h] = decoded(a[min(first_row + lane / 4 + 8 * h, rows - 1) * a_step]);
 #pragma unroll
     for (int group = 0; group < TILE_N / 32; group++)
-        scales.cols[group] = b[min(first_col + 32 * group + lane, cols - 1) * b_step];
+        scales.cols[group] = decoded(b[min(first_col + 32 * group + lane, cols - 1) * b_step]);
     return scales;
 }
 
 // The results of a warp's products, in the order of write_aligned's sums. The zero that is added changes nothing but
 // the sign of a zero; with it the compiler cannot round the scaled product together with the bias.
-__device__ __forceinline__ void scale_products(float *sums, const int *products, const Scales &scales) {
+__device__ __forceinline__ void scale_products(float *sums, const Product *products, const Scales &scales) {
     const u32 quad = threadIdx.x % 4;
 #pragma unroll
     for (int j = 0; j < TILE_N / 8; j++)
@@ -79,7 +99,7 @@ __device__ __forceinline__ void scale_products(float *sums, const int *products,
 
 extern "C" __global__ void __launch_bounds__(384, 1)
     gemm_rowwise_hopper(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map, const void *,
-                        const void *, const float *__restrict__ a_scales, const float *__restrict__ b_scales,
+                        const void *, const AScale *__restrict__ a_scales, const BScale *__restrict__ b_scales,
                         const float *__restrict__ bias, Out *__restrict__ out, const void *, const void *,
                         const __grid_constant__ Numbers numbers) {
     // The swizzle repeats every 1024 bytes, so tiles must begin at multiples of that.
@@ -131,7 +151,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         const Scales scales = scales_of(a_scales + part.matrix * numbers.a_scale_batch,
                                         b_scales + b_batch * numbers.b_scale_batch, numbers.a_scale_row,
                                         numbers.b_scale_row, first_row, first_col, m, n);
-        int products[TILE_N / 2];
+        Product products[TILE_N / 2];
         accumulate(products, part, memory, full, empty, stage, parity, [&](u32 a, u32 b) {
 #pragma unroll
             for (int step = 0; step < DEPTH / 32; step++)

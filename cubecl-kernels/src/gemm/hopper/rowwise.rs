@@ -1,8 +1,9 @@
-//! Products of INT8 matrices whose scales cover all of K, those of rows or of whole matrices, on `wgmma`: rowwise and
-//! per-tensor scaling.
+//! Products of INT8 or FP8 matrices whose scales cover all of K, those of rows or of whole matrices, on `wgmma`: rowwise
+//! and per-tensor scaling, of FP8 with [fast accumulation](crate::gemm::Accumulation::Fast).
 //!
-//! The result is specified to the bit: the exact INT32 sum along K, rounded to FP32, times the FP32 product of its two
-//! scales; where there are several parts of K, each gives such a number, and they are added in ascending order.
+//! The result of INT8 is specified to the bit: the exact INT32 sum along K, rounded to FP32, times the FP32 product of its
+//! two scales; where there are several parts of K, each gives such a number, and they are added in ascending order. That
+//! of FP8 is the same but for the sum along K, which is as the tensor cores add it up.
 //!
 //! 1,345 to 1,413 TOP/s for M = N = K = 4,096 and 8,192 on one NVIDIA H100, 2026-11-26: the tensor cores are busy 81%
 //! of the time (ncu).
@@ -23,17 +24,19 @@ use crate::{
 };
 
 use super::{
-    GemmNumbers, LayerSource, TiledProduct, UNITS, companions_of, other_products, tensor_map,
+    GemmNumbers, LayerSource, TiledProduct, UNITS, companions_of,
+    fp8::{Fp8Source, OperandKnobs},
+    other_products, tensor_map,
 };
 
 /// Columns that are computed at once: those of the widest tile.
-const WHOLE_TILE: usize = 256;
+pub(super) const WHOLE_TILE: usize = 256;
 /// Widths of tiles and their speeds beside one another.
 ///
 /// With these, the cheapest width took 0.1% longer than the fastest one on average with scales of rows, 0.3% with those
 /// of matrices, and 5% at most: 42 products each of 512 to 16,384 rows, N and K from 768 to 4,096, output in BF16, on
 /// one NVIDIA H100, 2026-11-26.
-const SPEEDS: [(usize, f32); 4] = [(256, 1.0), (192, 0.92), (128, 0.78), (64, 0.5)];
+pub(super) const SPEEDS: [(usize, f32); 4] = [(256, 1.0), (192, 0.92), (128, 0.78), (64, 0.5)];
 
 /// The blueprints of a product.
 pub(in crate::gemm) fn ranked<R: Runtime>(
@@ -73,6 +76,7 @@ pub(in crate::gemm) fn launch<R: Runtime>(
                 client,
                 RowwiseSource {
                     tile: blueprint.tile,
+                    fp8: None,
                     bias: bias.is_some(),
                     out_dtype: out.dtype,
                 },
@@ -94,10 +98,12 @@ pub(in crate::gemm) fn launch<R: Runtime>(
 
 /// `hopper/gemm_rowwise.cu`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-struct RowwiseSource {
-    tile: HopperTile,
-    bias: bool,
-    out_dtype: StorageType,
+pub(super) struct RowwiseSource {
+    pub tile: HopperTile,
+    /// The operands of a product of FP8; `None` of one of INT8.
+    pub fp8: Option<[OperandKnobs; 2]>,
+    pub bias: bool,
+    pub out_dtype: StorageType,
 }
 
 impl CudaSource for RowwiseSource {
@@ -107,14 +113,19 @@ impl CudaSource for RowwiseSource {
         include_str!("../../cuda/hopper.cu"),
         include_str!("common.cu"),
         include_str!("accumulate.cu"),
+        include_str!("scales.cu"),
         include_str!("gemm_rowwise.cu")
     );
     const ENTRY_POINT: &'static str = "gemm_rowwise_hopper";
     const UNITS: u32 = UNITS;
 
     fn knobs(&self) -> String {
+        let operands = match &self.fp8 {
+            Some(operands) => format!("#define FP8 1\n{}", OperandKnobs::knobs(operands)),
+            None => "#define FP8 0\n#define A_E8M0 0\n#define B_E8M0 0\n".into(),
+        };
         format!(
-            "{}#define BIAS {}\n#define OUT_{}",
+            "{}{operands}#define BIAS {}\n#define OUT_{}",
             self.tile.knobs(),
             u8::from(self.bias),
             float_knob(self.out_dtype),
@@ -153,27 +164,41 @@ impl LayerSource for RowwiseSource {
             tile,
             bias: false,
             out_dtype,
+            ..self
         }
     }
 
+    /// Of FP8 those that are promoted, as recipes have it.
     fn gradients<R: Runtime>(
         &self,
         client: &ComputeClient<R>,
         sizes: [usize; 4],
-        _layer: Option<&LayerOperands>,
-    ) -> Vec<Self> {
+        layer: Option<&LayerOperands>,
+    ) -> Vec<SourceText> {
+        if let Some(operands) = self.fp8 {
+            let Self {
+                tile, out_dtype, ..
+            } = *self;
+            let promoted = Fp8Source::new(tile, operands, out_dtype);
+            return promoted.gradients(client, sizes, layer);
+        }
         let [of_input, of_weight] = other_products(sizes);
         vec![
-            self.of(client, of_input, self.out_dtype),
-            self.of(client, of_weight, storage::<f32>()),
+            self.of(client, of_input, self.out_dtype).text(),
+            self.of(client, of_weight, storage::<f32>()).text(),
         ]
     }
 }
 
-/// The source of X W in INT8 with scales over all of K, in such a tile.
-pub(super) fn of_tile(tile: HopperTile, out_dtype: StorageType) -> impl LayerSource {
+/// The source of X W with scales over all of K, of these operands of FP8 or of INT8, in such a tile.
+pub(super) fn of_tile(
+    tile: HopperTile,
+    fp8: Option<[OperandKnobs; 2]>,
+    out_dtype: StorageType,
+) -> RowwiseSource {
     RowwiseSource {
         tile,
+        fp8,
         bias: false,
         out_dtype,
     }
