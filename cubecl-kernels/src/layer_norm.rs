@@ -24,6 +24,7 @@ use crate::{
     },
     error::KernelError,
     operator_input::{OperatorInput, Pieces},
+    output_gradient::{GradientForm, OutputGradient, add_other, read_terms},
     quantize::whole_runs::RunGrid,
     row_units::{
         RowUnits, add_rows, check_backward, check_rows, has_rows, held_input, held_zeros,
@@ -144,7 +145,8 @@ pub fn layer_norm<'a, R: Runtime>(
 ///
 /// - `x`, `gain`: as there.
 /// - `mean`, `inverse_deviation`: f32 `[rows]`, as it gave them.
-/// - `gradient`: of the shape and type of `x`, contiguous.
+/// - `gradient`: that of the output, a tensor of the shape and type of `x`, contiguous, or terms of it, and what is
+///   added to that of `x`.
 ///
 /// # Errors
 ///
@@ -156,15 +158,15 @@ pub fn layer_norm_backward<'a, R: Runtime>(
     gain: &TensorHandle<R>,
     mean: &TensorHandle<R>,
     inverse_deviation: &TensorHandle<R>,
-    gradient: &TensorHandle<R>,
+    gradient: impl Into<OutputGradient<'a, R>>,
 ) -> Result<LayerNormGradients<R>, KernelError> {
-    let x = x.into();
+    let (x, gradient) = (x.into(), gradient.into());
     let [rows, cols] = check_rows(client, OPERATION_BACKWARD, &x, gain)?;
     check_backward(
         OPERATION_BACKWARD,
         &x,
         rows,
-        gradient,
+        &gradient,
         &[("mean", mean), ("inverse_deviation", inverse_deviation)],
     )?;
     let input = empty(client, x.shape(), x.dtype());
@@ -178,7 +180,9 @@ pub fn layer_norm_backward<'a, R: Runtime>(
     }
     let dtype = x.dtype();
     let x = x.prepare(client, OPERATION_BACKWARD)?;
-    let pieces = Pieces::of(&[&x], cols, &[gradient]);
+    let gradients: Vec<_> = gradient.tensors().collect();
+    let pieces = Pieces::of(&[&x], cols, &gradients);
+    let [first, second, third, other] = gradient.arguments();
     let units = RowUnits::new(client, cols, pieces.len);
     let gain_width = vector_width(units.width, &[gain]);
     let parts = units.backward_cubes(rows);
@@ -204,7 +208,10 @@ pub fn layer_norm_backward<'a, R: Runtime>(
             array(gain.clone()),
             array(mean.clone()),
             array(inverse_deviation.clone()),
-            array(gradient.clone()),
+            array(first),
+            array(second),
+            array(third),
+            array(other),
             array(input.clone()),
             array(of_gain.clone()),
             array(of_bias.clone()),
@@ -214,6 +221,7 @@ pub fn layer_norm_backward<'a, R: Runtime>(
             pieces,
             gain_width,
             part_width,
+            gradient.form(),
             x.values().dtype,
             x.scales().dtype,
             dtype,
@@ -338,7 +346,10 @@ fn layer_norm_backward_kernel<
     gain: &Array<Vector<G, NG>>,
     mean: &Array<f32>,
     inverse_deviation: &Array<f32>,
-    gradient: &Array<Vector<F, N>>,
+    first_term: &Array<Vector<F, N>>,
+    second_term: &Array<Vector<F, N>>,
+    third_term: &Array<Vector<F, N>>,
+    other: &Array<Vector<F, N>>,
     of_x: &mut Array<Vector<F, N>>,
     of_gain: &mut Array<Vector<f32, NP>>,
     of_bias: &mut Array<Vector<f32, NP>>,
@@ -348,6 +359,7 @@ fn layer_norm_backward_kernel<
     #[comptime] pieces: Pieces,
     #[comptime] gain_width: usize,
     #[comptime] part_width: usize,
+    #[comptime] form: GradientForm,
     #[define(X)] _values_dtype: StorageType,
     #[define(S)] _scales_dtype: StorageType,
     #[define(F)] _dtype: StorageType,
@@ -364,7 +376,15 @@ fn layer_norm_backward_kernel<
         let read_row = min(row, rows - 1);
         let mut normalized =
             held_input::<X, NX, S, F>(x, scales, tensor_scales, &grid, read_row, units, pieces);
-        let mut gradients = read_held::<F, N>(gradient, read_row, units, pieces.width);
+        let mut gradients = read_terms::<F, N>(
+            first_term,
+            second_term,
+            third_term,
+            read_row,
+            units,
+            pieces.width,
+            form,
+        );
         subtract(&mut normalized, mean[read_row as usize], units);
         let scale = inverse_deviation[read_row as usize];
         // The cache has them. In registers they would leave room for fewer cubes.
@@ -392,6 +412,7 @@ fn layer_norm_backward_kernel<
                 let rest = gradients[index] - mean_sum - normalized[index] * mean_product;
                 gradients[index] = scale * rest;
             }
+            add_other::<F, N>(&mut gradients, other, row, units, pieces.width, form);
             write_held::<F, N>(of_x, &gradients, row, units, pieces.width);
         }
         first += CUBE_COUNT as u32 * comptime!(units.rows as u32);

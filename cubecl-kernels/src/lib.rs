@@ -91,6 +91,7 @@ pub mod magnitude;
 pub mod number;
 pub mod operator_input;
 pub mod optimizer_state;
+pub mod output_gradient;
 pub mod philox;
 pub mod quantization_error;
 pub mod quantize;

@@ -19,6 +19,7 @@ use crate::{
     device::{array, cube_grid, empty, storage, vector_width, zeros},
     error::KernelError,
     operator_input::{OperatorInput, Pieces},
+    output_gradient::{GradientForm, OutputGradient, add_other, read_terms},
     quantize::whole_runs::RunGrid,
     row_units::{
         RowUnits, add_rows, check_backward, check_rows, has_rows, held_input, held_zeros,
@@ -122,7 +123,8 @@ pub fn rms_norm<'a, R: Runtime>(
 ///
 /// - `x`, `gain`: as there.
 /// - `inverse_rms`: f32 `[rows]`, as it gave it.
-/// - `gradient`: of the shape and type of `x`, contiguous.
+/// - `gradient`: that of the output, a tensor of the shape and type of `x`, contiguous, or terms of it, and what is
+///   added to that of `x`.
 ///
 /// # Errors
 ///
@@ -133,15 +135,15 @@ pub fn rms_norm_backward<'a, R: Runtime>(
     x: impl Into<OperatorInput<'a, R>>,
     gain: &TensorHandle<R>,
     inverse_rms: &TensorHandle<R>,
-    gradient: &TensorHandle<R>,
+    gradient: impl Into<OutputGradient<'a, R>>,
 ) -> Result<RmsNormGradients<R>, KernelError> {
-    let x = x.into();
+    let (x, gradient) = (x.into(), gradient.into());
     let [rows, cols] = check_rows(client, OPERATION_BACKWARD, &x, gain)?;
     check_backward(
         OPERATION_BACKWARD,
         &x,
         rows,
-        gradient,
+        &gradient,
         &[("inverse_rms", inverse_rms)],
     )?;
     let input = empty(client, x.shape(), x.dtype());
@@ -151,7 +153,9 @@ pub fn rms_norm_backward<'a, R: Runtime>(
     }
     let dtype = x.dtype();
     let x = x.prepare(client, OPERATION_BACKWARD)?;
-    let pieces = Pieces::of(&[&x], cols, &[gradient]);
+    let gradients: Vec<_> = gradient.tensors().collect();
+    let pieces = Pieces::of(&[&x], cols, &gradients);
+    let [first, second, third, other] = gradient.arguments();
     let units = RowUnits::new(client, cols, pieces.len);
     let gain_width = vector_width(units.width, &[gain]);
     let parts = units.backward_cubes(rows);
@@ -175,7 +179,10 @@ pub fn rms_norm_backward<'a, R: Runtime>(
             array(x.tensor_scales()),
             array(gain.clone()),
             array(inverse_rms.clone()),
-            array(gradient.clone()),
+            array(first),
+            array(second),
+            array(third),
+            array(other),
             array(input.clone()),
             array(of_gain.clone()),
             x.grid(),
@@ -184,6 +191,7 @@ pub fn rms_norm_backward<'a, R: Runtime>(
             pieces,
             gain_width,
             part_width,
+            gradient.form(),
             x.values().dtype,
             x.scales().dtype,
             dtype,
@@ -262,7 +270,10 @@ fn rms_norm_backward_kernel<
     tensor_scales: &Array<f32>,
     gain: &Array<Vector<G, NG>>,
     inverse_rms: &Array<f32>,
-    gradient: &Array<Vector<F, N>>,
+    first_term: &Array<Vector<F, N>>,
+    second_term: &Array<Vector<F, N>>,
+    third_term: &Array<Vector<F, N>>,
+    other: &Array<Vector<F, N>>,
     of_x: &mut Array<Vector<F, N>>,
     of_gain: &mut Array<Vector<f32, NP>>,
     grid: RunGrid,
@@ -271,6 +282,7 @@ fn rms_norm_backward_kernel<
     #[comptime] pieces: Pieces,
     #[comptime] gain_width: usize,
     #[comptime] part_width: usize,
+    #[comptime] form: GradientForm,
     #[define(X)] _values_dtype: StorageType,
     #[define(S)] _scales_dtype: StorageType,
     #[define(F)] _dtype: StorageType,
@@ -286,7 +298,15 @@ fn rms_norm_backward_kernel<
         let read_row = min(row, rows - 1);
         let mut normalized =
             held_input::<X, NX, S, F>(x, scales, tensor_scales, &grid, read_row, units, pieces);
-        let mut gradients = read_held::<F, N>(gradient, read_row, units, pieces.width);
+        let mut gradients = read_terms::<F, N>(
+            first_term,
+            second_term,
+            third_term,
+            read_row,
+            units,
+            pieces.width,
+            form,
+        );
         let root = inverse_rms[read_row as usize];
         // The cache has them. In registers they would leave room for fewer cubes.
         let gains = read_held::<G, NG>(gain, 0u32, units, gain_width);
@@ -305,6 +325,7 @@ fn rms_norm_backward_kernel<
             for index in 0..elements {
                 gradients[index] = root * (gradients[index] - normalized[index] * mean);
             }
+            add_other::<F, N>(&mut gradients, other, row, units, pieces.width, form);
             write_held::<F, N>(of_x, &gradients, row, units, pieces.width);
         }
         first += CUBE_COUNT as u32 * comptime!(units.rows as u32);

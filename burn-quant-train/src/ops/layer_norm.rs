@@ -5,7 +5,7 @@ use burn_backend::{FloatDType, TensorMetadata, tensor::FloatTensor};
 use crate::{
     data::{
         DataBackend, cast_to,
-        composition::{LayerNormForward, LayerNormGradients},
+        composition::{LayerNormForward, LayerNormGradients, OutputGradient},
     },
     saved::{HeldTensor, recorded::Recorded},
 };
@@ -66,7 +66,17 @@ impl<B: DataBackend, const N: usize> Recorded<B, N> for LayerNorm {
         (HeldTensor::of("layer_norm", output), saved)
     }
 
+    const JOINS: bool = true;
+
     fn backward(
+        saved: Self::Saved,
+        gradient: FloatTensor<B>,
+        wanted: [bool; N],
+    ) -> [Option<FloatTensor<B>>; N] {
+        Self::backward_joined(saved, (vec![gradient], None), wanted)
+    }
+
+    fn backward_joined(
         Saved {
             x,
             gain,
@@ -74,7 +84,7 @@ impl<B: DataBackend, const N: usize> Recorded<B, N> for LayerNorm {
             mean,
             inverse_deviation,
         }: Self::Saved,
-        gradient: FloatTensor<B>,
+        gradient: OutputGradient<B>,
         wanted: [bool; N],
     ) -> [Option<FloatTensor<B>>; N] {
         let (shape, dtype) = (gain.shape(), FloatDType::from(gain.dtype()));

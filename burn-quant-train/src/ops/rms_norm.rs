@@ -5,7 +5,7 @@ use burn_backend::{FloatDType, TensorMetadata, tensor::FloatTensor};
 use crate::{
     data::{
         DataBackend, cast_to,
-        composition::{RmsNormForward, RmsNormGradients},
+        composition::{OutputGradient, RmsNormForward, RmsNormGradients},
     },
     saved::{HeldTensor, recorded::Recorded},
 };
@@ -51,13 +51,23 @@ impl<B: DataBackend> Recorded<B, 2> for RmsNorm {
         (HeldTensor::of("rms_norm", output), saved)
     }
 
+    const JOINS: bool = true;
+
     fn backward(
+        saved: Self::Saved,
+        gradient: FloatTensor<B>,
+        wanted: [bool; 2],
+    ) -> [Option<FloatTensor<B>>; 2] {
+        Self::backward_joined(saved, (vec![gradient], None), wanted)
+    }
+
+    fn backward_joined(
         Saved {
             x,
             gain,
             inverse_rms,
         }: Self::Saved,
-        gradient: FloatTensor<B>,
+        gradient: OutputGradient<B>,
         wanted: [bool; 2],
     ) -> [Option<FloatTensor<B>>; 2] {
         let [wants_x, wants_gain] = wanted;

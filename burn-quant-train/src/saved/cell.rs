@@ -17,7 +17,7 @@ use super::{
     again::{Again, Origin},
     bits::Bits,
     compress::{Compress, Decompress},
-    report, scope,
+    gradient_sum, report, scope,
 };
 use crate::{
     data::{DataBackend, composition::OperatorInput, quantize::Quantized, tensors},
@@ -71,6 +71,8 @@ enum State<B: DataBackend> {
     Again(Again<B>),
     /// To be computed by the second run of its block, for all readers.
     OfBlock(Again<B>),
+    /// To be added up: a gradient that comes in terms.
+    Sum(Vec<FloatTensor<B>>),
     /// Handed to a compression. Seen by others only after that panicked.
     Taken,
 }
@@ -83,6 +85,7 @@ impl<B: DataBackend> Clone for State<B> {
             Self::Bits(bits) => Self::Bits(bits.clone()),
             Self::Again(again) => Self::Again(again.clone()),
             Self::OfBlock(again) => Self::OfBlock(again.clone()),
+            Self::Sum(terms) => Self::Sum(terms.clone()),
             Self::Taken => Self::Taken,
         }
     }
@@ -214,6 +217,45 @@ impl<B: DataBackend> HeldTensor<B> {
         Self::in_state(state, form, operation, None, false, None)
     }
 
+    /// A cell for the sum of a gradient's terms, of one shape and dtype.
+    pub(super) fn sum(terms: Vec<FloatTensor<B>>) -> Self {
+        let form = form_of::<B>(&terms[0]);
+        let state = State::Sum(terms);
+        Self::in_state(state, form, "gradient", None, false, None)
+    }
+
+    /// How many tensors it is the sum of.
+    pub(super) fn terms(&self) -> usize {
+        match &*self.0.lock() {
+            State::Sum(terms) => terms.len(),
+            State::Exact(_)
+            | State::Compressed(_)
+            | State::Bits(_)
+            | State::Again(_)
+            | State::OfBlock(_)
+            | State::Taken => 1,
+        }
+    }
+
+    /// The tensors that it is the sum of, where nobody else reads it; else the value.
+    pub(super) fn into_terms(self) -> Vec<FloatTensor<B>> {
+        match Arc::try_unwrap(self.0) {
+            Ok(cell) => {
+                let state = cell.state.into_inner();
+                match state.unwrap_or_else(PoisonError::into_inner) {
+                    State::Sum(terms) => terms,
+                    state => vec![state.into_value(cell.shape, cell.dtype, cell.swapped)],
+                }
+            }
+            Err(cell) => vec![cell.read()],
+        }
+    }
+
+    /// True for one of the same shape and dtype.
+    pub(super) fn is_like(&self, other: &Self) -> bool {
+        self.0.shape == other.0.shape && self.0.dtype == other.0.dtype
+    }
+
     /// The same, made again so in the second run of its block, if it is of one.
     pub(super) fn of_block(self, again: Option<Again<B>>) -> Self {
         if again.is_some() {
@@ -244,6 +286,7 @@ impl<B: DataBackend> HeldTensor<B> {
             | State::Bits(_)
             | State::Again(_)
             | State::OfBlock(_)
+            | State::Sum(_)
             | State::Taken => None,
         };
         match waiting {
@@ -290,6 +333,7 @@ impl<B: DataBackend> State<B> {
             }
             Self::Bits(bits) => bits.into_floats(),
             Self::Again(again) | Self::OfBlock(again) => again.compute(),
+            Self::Sum(terms) => gradient_sum::added_up::<B>(terms),
             Self::Taken => panic!("a saved value is lost: its compression panicked"),
         }
     }
@@ -301,6 +345,11 @@ impl<B: DataBackend> Cell<B> {
         let state = self.lock().clone();
         match state {
             State::OfBlock(again) => self.run_again(&again),
+            State::Sum(terms) => {
+                let sum = gradient_sum::added_up::<B>(terms);
+                *self.lock() = State::Exact(sum.clone());
+                sum
+            }
             state => state.into_value(self.shape.clone(), self.dtype, self.swapped),
         }
     }
@@ -336,6 +385,7 @@ impl<B: DataBackend> Cell<B> {
             | State::Compressed(_)
             | State::Bits(_)
             | State::Again(_)
+            | State::Sum(_)
             | State::Taken => None,
         }
     }
@@ -382,6 +432,7 @@ impl<B: DataBackend> Cell<B> {
             | State::Compressed(_)
             | State::Bits(_)
             | State::OfBlock(_)
+            | State::Sum(_)
             | State::Taken => 0,
         }
     }
@@ -441,7 +492,11 @@ impl<B: DataBackend> Cell<B> {
         let state = self.state.into_inner();
         let of_state = match state.unwrap_or_else(PoisonError::into_inner) {
             State::Again(again) | State::OfBlock(again) => Some(again),
-            State::Exact(_) | State::Compressed(_) | State::Bits(_) | State::Taken => None,
+            State::Exact(_)
+            | State::Compressed(_)
+            | State::Bits(_)
+            | State::Sum(_)
+            | State::Taken => None,
         };
         let of_block = self.of_block.into_inner();
         let of_block = of_block.unwrap_or_else(PoisonError::into_inner);
@@ -558,7 +613,7 @@ impl<B: DataBackend> AnyCell for Cell<B> {
             ),
             State::Bits(bits) => (report::Form::Bits, bits.bytes()),
             State::Again(_) | State::OfBlock(_) => (report::Form::Again, 0),
-            State::Taken => return None,
+            State::Sum(_) | State::Taken => return None,
         };
         Some(report::Saved {
             layer,

@@ -40,6 +40,7 @@ mod checkpoint;
 pub mod compress;
 mod float;
 mod forward;
+mod gradient_sum;
 mod int;
 mod module;
 mod quantized;

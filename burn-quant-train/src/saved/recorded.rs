@@ -13,12 +13,15 @@ use burn_autodiff::{
     ops::{Backward, Ops, OpsKind},
 };
 use burn_backend::{
-    Backend,
+    AutodiffBackend, Backend,
     tensor::{Device, FloatTensor},
 };
 
-use super::{Cell, Held, HeldTensor, again::Again, scope};
-use crate::{data::DataBackend, lock::lock};
+use super::{Cell, Held, HeldTensor, again::Again, gradient_sum, scope};
+use crate::{
+    data::{DataBackend, composition::OutputGradient},
+    lock::lock,
+};
 
 /// An operation of `N` float tensors that has a backward pass.
 ///
@@ -50,6 +53,20 @@ pub trait Recorded<B: DataBackend, const N: usize>: Clone + Send + Sync + 'stati
         gradient: FloatTensor<B>,
         wanted: [bool; N],
     ) -> [Option<FloatTensor<B>>; N];
+
+    /// True if [`Self::backward_joined`] is cheaper than sums of their own.
+    const JOINS: bool = false;
+
+    /// The same where the gradient of the output comes in terms, and with another gradient of the first input, which is
+    /// added to this one.
+    fn backward_joined(
+        saved: Self::Saved,
+        (terms, other): OutputGradient<B>,
+        wanted: [bool; N],
+    ) -> [Option<FloatTensor<B>>; N] {
+        debug_assert!(other.is_none(), "operations that do not join add nothing");
+        Self::backward(saved, gradient_sum::added_up::<B>(terms), wanted)
+    }
 }
 
 /// A backend that [`QuantTrain`](crate::QuantTrain) decorates: one that holds data, where nothing is recorded, or
@@ -290,12 +307,26 @@ impl<B: DataBackend, O: Recorded<B, N>, const N: usize> Backward<Held<B>, N> for
         gradients: &mut Gradients,
         _checkpointer: &mut Checkpointer,
     ) {
-        let gradient = gradients.consume::<Held<B>>(&ops.node).into_value();
+        let gradient = gradients.consume::<Held<B>>(&ops.node);
         let wanted = ops.parents.each_ref().map(Option::is_some);
-        let of_inputs = O::backward(ops.state.into_saved(), gradient, wanted);
+        let mut of_node = Autodiff::<Held<B>>::from_inner(gradient);
+        let mut other = None;
+        if let (Some(parent), true) = (&ops.parents[0], O::JOINS) {
+            of_node.node = parent.clone();
+            other = gradients.remove::<Held<B>>(&of_node);
+            // Burn adds up what is not alike.
+            if let Some(unlike) = other.take_if(|other| !other.is_like(&of_node.primitive)) {
+                gradients.register::<Held<B>>(parent.id, unlike);
+            }
+        }
+        let other = other.map(HeldTensor::into_value);
+        let gradient = (of_node.primitive.into_terms(), other);
+        let of_inputs = O::backward_joined(ops.state.into_saved(), gradient, wanted);
         for (parent, gradient) in ops.parents.into_iter().zip(of_inputs) {
             if let Some((parent, gradient)) = parent.zip(gradient) {
-                gradients.register::<Held<B>>(parent.id, HeldTensor::new(gradient));
+                let mut of_node = Autodiff::<Held<B>>::from_inner(HeldTensor::new(gradient));
+                of_node.node = parent;
+                gradient_sum::register(gradients, of_node);
             }
         }
     }

@@ -53,6 +53,8 @@ mod log_softmax;
 #[cfg(any(feature = "cuda", feature = "vulkan"))]
 mod operator_input;
 #[cfg(any(feature = "cuda", feature = "vulkan"))]
+mod output_gradient;
+#[cfg(any(feature = "cuda", feature = "vulkan"))]
 mod quantize;
 #[cfg(any(feature = "cuda", feature = "vulkan"))]
 mod random_hadamard;

@@ -31,6 +31,10 @@ pub type GateInputs<B> = (OperatorInput<B>, OperatorInput<B>);
 /// 2]`, of one float dtype: the operands of Burn's `RotaryEncoding`.
 pub type RotaryTables<B> = Pair<B>;
 
+/// The gradient of an output, and what is added to that of the input: see
+/// [`OutputGradient`](cubecl_kernels::output_gradient::OutputGradient).
+pub type OutputGradient<B> = (Vec<FloatTensor<B>>, Option<FloatTensor<B>>);
+
 /// The output of a pass in the shape of its input, and two rows or columns of numbers.
 pub type WithPair<B> = (FloatTensor<B>, Pair<B>);
 
@@ -42,14 +46,14 @@ pub struct Compositions<B: Backend> {
     /// of x, the gain, of so many elements as a row and any float dtype, and epsilon.
     pub rms_norm: fn(NormInput<B>, f32) -> Pair<B>,
     /// The gradient of x, and that of the gain, f32 `[1, columns]`: of x and the gain; of the inverse root mean
-    /// squares and the gradient of the output.
-    pub rms_norm_backward: fn(NormInput<B>, Pair<B>) -> Pair<B>,
+    /// squares; of the gradient of the output.
+    pub rms_norm_backward: fn(NormInput<B>, FloatTensor<B>, OutputGradient<B>) -> Pair<B>,
     /// The output, in the dtype of x `[.., columns]`, and the mean and the inverse deviation of each row, f32 `[rows,
     /// 1]`: of the inputs, and epsilon.
     pub layer_norm: fn(NormInputs<B>, f32) -> WithPair<B>,
     /// The gradient of x, and those of the gain and of the bias, f32 `[1, columns]`: of x and the gain; of the
     /// gradient of the output; of the means and the inverse deviations.
-    pub layer_norm_backward: fn(NormInput<B>, FloatTensor<B>, Pair<B>) -> WithPair<B>,
+    pub layer_norm_backward: fn(NormInput<B>, OutputGradient<B>, Pair<B>) -> WithPair<B>,
     /// `x Φ(x)`, in the shape and dtype of x.
     pub gelu: fn(OperatorInput<B>) -> FloatTensor<B>,
     /// The gradient of x: of x, and of the gradient of the output, of its shape and dtype.

@@ -14,8 +14,8 @@ pub(super) mod operations;
 pub use cubecl_kernels::rotary::RotaryPass;
 pub use input::OperatorInput;
 pub use kernels::{
-    CompositionKernels, Compositions, GateInputs, NormInput, NormInputs, Pair, RotaryTables,
-    WithPair,
+    CompositionKernels, Compositions, GateInputs, NormInput, NormInputs, OutputGradient, Pair,
+    RotaryTables, WithPair,
 };
 pub(crate) use operations::{
     EmbeddingGradient, GeluForward, GeluGradient, LayerNormForward, LayerNormGradients,

@@ -9,7 +9,7 @@ use cubecl_kernels::{rotary::RotaryPass, sum::Reduction};
 
 use super::{
     OperatorInput, floats,
-    kernels::{Compositions, NormInput, Pair},
+    kernels::{Compositions, NormInput, OutputGradient, Pair},
 };
 use crate::data::{
     kernels::Kernels,
@@ -19,6 +19,24 @@ use crate::data::{
 
 /// x, or the gate, or up.
 type Input = OperatorInput<Outline>;
+
+/// The terms of the gradient of an output, and what is added to that of the input.
+type Gradient = (Vec<FloatMeta>, Option<FloatMeta>);
+
+/// The sum of the terms, and what is added to the gradient of the input.
+fn added_up<K: Kernels>(
+    (terms, other): OutputGradient<K>,
+) -> (FloatTensor<K>, Option<FloatTensor<K>>) {
+    let sum = terms.into_iter().reduce(K::float_add);
+    (sum.expect("a gradient has terms"), other)
+}
+
+fn with_other<K: Kernels>(of_x: FloatTensor<K>, other: Option<FloatTensor<K>>) -> FloatTensor<K> {
+    match other {
+        Some(other) => K::float_add(of_x, other),
+        None => of_x,
+    }
+}
 
 /// Columns, and the rows that all leading dimensions count.
 pub(crate) fn rows_and_columns(shape: &Shape) -> [usize; 2] {
@@ -62,8 +80,8 @@ pub(crate) struct RmsNormGradients;
 
 impl Operation for RmsNormGradients {
     const NAME: &'static str = "rms_norm_backward";
-    /// x and the gain; the inverse root mean squares and the gradient of the output.
-    type Inputs = ((Input, FloatMeta), (FloatMeta, FloatMeta));
+    /// x and the gain; the inverse root mean squares, and the gradient of the output.
+    type Inputs = ((Input, FloatMeta), (FloatMeta, Gradient));
     /// Those of x, and of the gain, f32 `[columns]`.
     type Outputs = (FloatMeta, FloatMeta);
 
@@ -73,11 +91,17 @@ impl Operation for RmsNormGradients {
         (x.outline(), of_gain)
     }
 
-    fn run<K: Kernels>(self, (input, others): On<Self::Inputs, K>) -> On<Self::Outputs, K> {
-        match norm_kernels::<K>(&input.0) {
-            Some(kernels) => (kernels.rms_norm_backward)(input, others),
-            None => floats::rms_norm_backward::<K>(floats_of::<K>(input), others),
+    fn run<K: Kernels>(
+        self,
+        (input, (inverse_rms, gradient)): On<Self::Inputs, K>,
+    ) -> On<Self::Outputs, K> {
+        if let Some(kernels) = norm_kernels::<K>(&input.0) {
+            return (kernels.rms_norm_backward)(input, inverse_rms, gradient);
         }
+        let (gradient, other) = added_up::<K>(gradient);
+        let input = floats_of::<K>(input);
+        let (of_x, of_gain) = floats::rms_norm_backward::<K>(input, (inverse_rms, gradient));
+        (with_other::<K>(of_x, other), of_gain)
     }
 }
 
@@ -119,7 +143,7 @@ pub(crate) struct LayerNormGradients;
 impl Operation for LayerNormGradients {
     const NAME: &'static str = "layer_norm_backward";
     /// x, the gain and the gradient of the output; the rows' means and the inverses of their standard deviations.
-    type Inputs = (((Input, FloatMeta), FloatMeta), (FloatMeta, FloatMeta));
+    type Inputs = (((Input, FloatMeta), Gradient), (FloatMeta, FloatMeta));
     /// That of x; those of the gain and of the bias, f32 `[1, columns]`.
     type Outputs = (FloatMeta, (FloatMeta, FloatMeta));
 
@@ -133,10 +157,13 @@ impl Operation for LayerNormGradients {
         self,
         ((input, gradient), statistics): On<Self::Inputs, K>,
     ) -> On<Self::Outputs, K> {
-        match norm_kernels::<K>(&input.0) {
-            Some(kernels) => (kernels.layer_norm_backward)(input, gradient, statistics),
-            None => floats::layer_norm_backward::<K>(floats_of::<K>(input), gradient, statistics),
+        if let Some(kernels) = norm_kernels::<K>(&input.0) {
+            return (kernels.layer_norm_backward)(input, gradient, statistics);
         }
+        let (gradient, other) = added_up::<K>(gradient);
+        let input = floats_of::<K>(input);
+        let (of_x, rest) = floats::layer_norm_backward::<K>(input, gradient, statistics);
+        (with_other::<K>(of_x, other), rest)
     }
 }
 

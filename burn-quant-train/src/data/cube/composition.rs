@@ -11,7 +11,7 @@ use cubecl_kernels::{
     column_sum::column_sum,
     embedding, gelu,
     layer_norm::{self, LayerNormGradients, LayerNormOutput},
-    log_softmax, operator_input, quantize,
+    log_softmax, operator_input, output_gradient, quantize,
     rms_norm::{self, RmsNormGradients, RmsNormOutput},
     rotary::{self, RotaryPass},
     sum::{self, Reduction},
@@ -25,7 +25,7 @@ use super::{
 use crate::data::{
     composition::{
         CompositionKernels, Compositions, GateInputs, NormInput, NormInputs, OperatorInput,
-        operations::rows_and_columns,
+        OutputGradient, operations::rows_and_columns,
     },
     kernels::checked,
     quantize::QuantizeKernels,
@@ -133,6 +133,28 @@ impl<R: CubeRuntime> Rows<R> {
     }
 }
 
+/// The gradient of an output, of `[rows, columns]` each.
+struct GradientRows<R: CubeRuntime> {
+    terms: Vec<TensorHandle<R>>,
+    other: Option<TensorHandle<R>>,
+}
+
+impl<R: CubeRuntime> GradientRows<R> {
+    fn of<B: Cube<R>>((terms, other): OutputGradient<B>) -> Self {
+        Self {
+            terms: terms.into_iter().map(rows).collect(),
+            other: other.map(rows),
+        }
+    }
+
+    fn borrow(&self) -> output_gradient::OutputGradient<'_, R> {
+        output_gradient::OutputGradient {
+            terms: &self.terms,
+            other: self.other.as_ref(),
+        }
+    }
+}
+
 /// A tensor as `[rows, columns]`.
 fn rows<R: CubeRuntime>(tensor: CubeTensor<R>) -> TensorHandle<R> {
     let shape = rows_and_columns(&tensor.shape());
@@ -154,15 +176,16 @@ fn rms_norm<B: Cube<R> + QuantizeKernels, R: CubeRuntime>(
 
 fn rms_norm_backward<B: Cube<R> + QuantizeKernels, R: CubeRuntime>(
     (x, gain): NormInput<B>,
-    (inverse_rms, gradient): Two<R>,
+    inverse_rms: CubeTensor<R>,
+    gradient: OutputGradient<B>,
 ) -> Two<R> {
-    let x = Rows::of(x);
+    let (x, gradient) = (Rows::of(x), GradientRows::of::<B>(gradient));
     let gradients = rms_norm::rms_norm_backward(
         x.client(),
         x.input(),
         &handle(&flat(gain)),
         &handle(&flat(inverse_rms)),
-        &rows(gradient),
+        gradient.borrow(),
     );
     let RmsNormGradients { input, gain } = checked(gradients);
     (x.result(input), x.sum(&gain))
@@ -186,17 +209,17 @@ fn layer_norm<B: Cube<R> + QuantizeKernels, R: CubeRuntime>(
 
 fn layer_norm_backward<B: Cube<R> + QuantizeKernels, R: CubeRuntime>(
     (x, gain): NormInput<B>,
-    gradient: CubeTensor<R>,
+    gradient: OutputGradient<B>,
     (mean, inverse_deviation): Two<R>,
 ) -> (CubeTensor<R>, Two<R>) {
-    let x = Rows::of(x);
+    let (x, gradient) = (Rows::of(x), GradientRows::of::<B>(gradient));
     let gradients = layer_norm::layer_norm_backward(
         x.client(),
         x.input(),
         &handle(&flat(gain)),
         &handle(&flat(mean)),
         &handle(&flat(inverse_deviation)),
-        &rows(gradient),
+        gradient.borrow(),
     );
     let LayerNormGradients { input, gain, bias } = checked(gradients);
     (x.result(input), (x.sum(&gain), x.sum(&bias)))
