@@ -23,6 +23,7 @@ use crate::{
         zeros,
     },
     error::KernelError,
+    exact,
     operator_input::{OperatorInput, Pieces},
     output_gradient::{GradientForm, OutputGradient, add_other, read_terms},
     quantize::whole_runs::RunGrid,
@@ -410,7 +411,7 @@ fn layer_norm_backward_kernel<
             #[unroll]
             for index in 0..elements {
                 let rest = gradients[index] - mean_sum - normalized[index] * mean_product;
-                gradients[index] = scale * rest;
+                gradients[index] = exact::product(scale, rest, grid.zero);
             }
             add_other::<F, N>(&mut gradients, other, row, units, pieces.width, form);
             write_held::<F, N>(of_x, &gradients, row, units, pieces.width);

@@ -15,14 +15,15 @@ use crate::{
 /// Terms of a gradient, at most: those of the queries, keys and values of attention.
 pub const MAX_TERMS: usize = 3;
 
-/// What a backward pass starts from.
+/// What a backward pass starts from. As with inputs, a tensor that starts elsewhere than at a multiple of 16 bytes
+/// makes sums of rows take another order.
 #[derive(Debug)]
 pub struct OutputGradient<'a, R: Runtime> {
-    /// One to [`MAX_TERMS`] tensors of the shape and type of the operator's input, contiguous: their sum, added up in this
-    /// order and rounded to the type each time, is the gradient of the output.
+    /// One to [`MAX_TERMS`] tensors of the shape and type of the operator's input, contiguous: their sum, added up in
+    /// this order and rounded to the type each time, is the gradient of the output.
     pub terms: &'a [TensorHandle<R>],
-    /// One of the same shape and type, contiguous, that is added to the gradient of the input when that has been rounded,
-    /// and rounded again.
+    /// One of the same shape and type, contiguous, that is added to the gradient of the input when that has been
+    /// rounded, and rounded again.
     pub other: Option<&'a TensorHandle<R>>,
 }
 
@@ -73,7 +74,7 @@ impl<'a, R: Runtime> OutputGradient<'a, R> {
                 x.dtype(),
                 self.tensors().map(shown).collect::<Vec<_>>()
             ),
-            remedy: "pass one to three terms of the gradient, of the shape and type of x, as what is added",
+            remedy: "pass one to three terms of the gradient, of the shape and type of x, as what is added to it",
         })
     }
 

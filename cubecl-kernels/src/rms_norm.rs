@@ -18,6 +18,7 @@ pub use crate::row_units::MAX_COLS;
 use crate::{
     device::{array, cube_grid, empty, storage, vector_width, zeros},
     error::KernelError,
+    exact,
     operator_input::{OperatorInput, Pieces},
     output_gradient::{GradientForm, OutputGradient, add_other, read_terms},
     quantize::whole_runs::RunGrid,
@@ -323,7 +324,8 @@ fn rms_norm_backward_kernel<
         if row < rows {
             #[unroll]
             for index in 0..elements {
-                gradients[index] = root * (gradients[index] - normalized[index] * mean);
+                let rest = gradients[index] - normalized[index] * mean;
+                gradients[index] = exact::product(root, rest, grid.zero);
             }
             add_other::<F, N>(&mut gradients, other, row, units, pieces.width, form);
             write_held::<F, N>(of_x, &gradients, row, units, pieces.width);

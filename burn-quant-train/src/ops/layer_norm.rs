@@ -68,14 +68,6 @@ impl<B: DataBackend, const N: usize> Recorded<B, N> for LayerNorm {
 
     const JOINS: bool = true;
 
-    fn backward(
-        saved: Self::Saved,
-        gradient: FloatTensor<B>,
-        wanted: [bool; N],
-    ) -> [Option<FloatTensor<B>>; N] {
-        Self::backward_joined(saved, (vec![gradient], None), wanted)
-    }
-
     fn backward_joined(
         Saved {
             x,

@@ -53,14 +53,6 @@ impl<B: DataBackend> Recorded<B, 2> for RmsNorm {
 
     const JOINS: bool = true;
 
-    fn backward(
-        saved: Self::Saved,
-        gradient: FloatTensor<B>,
-        wanted: [bool; 2],
-    ) -> [Option<FloatTensor<B>>; 2] {
-        Self::backward_joined(saved, (vec![gradient], None), wanted)
-    }
-
     fn backward_joined(
         Saved {
             x,

@@ -14,7 +14,8 @@ use super::{
 ///
 /// A layer keeps the input that it reads for its gradients: a byte an element. Gradients between operators stay in the
 /// compute dtype; linear layers read theirs in E5M2 (section G.5). The paper has these with optimizer states in FP8:
-/// see [`QuantAdamWConfig`](crate::optim::QuantAdamWConfig).
+/// see [`QuantAdamWConfig`](crate::optim::QuantAdamWConfig). X W has fast accumulation, as in the other FP8 recipes:
+/// our choice, of which the paper does not speak.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct CoatFp8<E = bf16, const GROUP: usize = 16>(PhantomData<E>);
 

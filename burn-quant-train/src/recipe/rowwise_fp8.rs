@@ -11,8 +11,8 @@ use super::{
 /// FP8 linear layers as torchao's recipe `rowwise_with_gw_hp` has them: E4M3 everywhere, powers of two as scales.
 ///
 /// X and dY have a scale for each token, W one for each output channel in Y = X W. In dX = dY Wᵀ, W has one scale for
-/// the matrix. X W has fast accumulation. dW = Xᵀ dY, which sums over all tokens of a batch, stays in the compute dtype, and X is saved as it
-/// came.
+/// the matrix. X W has fast accumulation. dW = Xᵀ dY, which sums over all tokens of a batch, stays in the compute
+/// dtype, and X is saved as it came.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct RowwiseFp8<E = bf16>(PhantomData<E>);
 

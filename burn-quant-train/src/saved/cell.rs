@@ -17,10 +17,15 @@ use super::{
     again::{Again, Origin},
     bits::Bits,
     compress::{Compress, Decompress},
-    gradient_sum, report, scope,
+    report, scope,
 };
 use crate::{
-    data::{DataBackend, composition::OperatorInput, quantize::Quantized, tensors},
+    data::{
+        DataBackend,
+        composition::{OperatorInput, gradient_of_terms},
+        quantize::Quantized,
+        tensors,
+    },
     lock::lock,
     recipe::Context,
 };
@@ -333,7 +338,7 @@ impl<B: DataBackend> State<B> {
             }
             Self::Bits(bits) => bits.into_floats(),
             Self::Again(again) | Self::OfBlock(again) => again.compute(),
-            Self::Sum(terms) => gradient_sum::added_up::<B>(terms),
+            Self::Sum(terms) => gradient_of_terms::<B>(terms),
             Self::Taken => panic!("a saved value is lost: its compression panicked"),
         }
     }
@@ -346,7 +351,7 @@ impl<B: DataBackend> Cell<B> {
         match state {
             State::OfBlock(again) => self.run_again(&again),
             State::Sum(terms) => {
-                let sum = gradient_sum::added_up::<B>(terms);
+                let sum = gradient_of_terms::<B>(terms);
                 *self.lock() = State::Exact(sum.clone());
                 sum
             }

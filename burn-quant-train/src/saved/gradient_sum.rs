@@ -1,11 +1,12 @@
 //! Sums of gradients: a value that several operations read has a gradient from each of them.
 //!
 //! Burn's autodiff adds them up as they come, each in a kernel of its own. Here those of whole activations wait side by
-//! side until their sum is read: the backward pass of a norm takes them as they are, and adds what came to its input
-//! around it. Each sum is rounded as Burn's, in the same order, so that the bits are the same.
+//! side until their sum is read, up to three of them: the backward pass of a norm takes them as they are, and adds what
+//! came to its input around it. Each sum is rounded as Burn's, in the same order, so that the bits are the same. The
+//! gradients of queries, keys and values take one activation more so, for as long as they wait.
 
 use burn_autodiff::{Autodiff, grads::Gradients};
-use burn_backend::{DType, TensorMetadata, tensor::FloatTensor};
+use burn_backend::{DType, TensorMetadata, ops::FloatTensorOps, tensor::FloatTensor};
 use cubecl_kernels::output_gradient::MAX_TERMS;
 
 use super::{Held, HeldTensor};
@@ -14,37 +15,28 @@ use crate::data::DataBackend;
 /// Gradients of fewer elements are added up at once: a kernel more for them is nothing beside what waits.
 const MIN_ELEMENTS: usize = 1 << 16;
 
-/// The sum of a gradient's terms, in their order.
-pub(super) fn added_up<B: DataBackend>(terms: Vec<FloatTensor<B>>) -> FloatTensor<B> {
-    let sum = terms
-        .into_iter()
-        .reduce(|sum, term| B::float_add(term, sum));
-    sum.expect("a gradient has terms")
-}
-
 /// A gradient, and the node that it is of, together as a tensor of autodiff: Burn finds gradients by those.
 pub(super) type OfNode<B> = FloatTensor<Autodiff<Held<B>>>;
 
 /// Adds to the gradient of a node: as a term that waits, where it may.
 pub(super) fn register<B: DataBackend>(gradients: &mut Gradients, new: OfNode<B>) {
     let earlier = gradients.remove::<Held<B>>(&new);
+    // What autodiff did not compute from anything, a parameter, keeps its gradient until the step.
+    let is_activation = !new.node.parents.is_empty();
     let (id, new) = (new.node.id, new.primitive);
     let sum = match earlier {
-        Some(earlier) if may_wait(&earlier, &new) => {
+        Some(earlier) if is_activation && may_wait(&earlier, &new) => {
             let mut terms = earlier.into_terms();
             terms.push(new.into_value());
             HeldTensor::sum(terms)
         }
-        Some(earlier) => {
-            gradients.register::<Held<B>>(id, earlier);
-            new
-        }
+        Some(earlier) => Held::<B>::float_add(new, earlier),
         None => new,
     };
     gradients.register::<Held<B>>(id, sum);
 }
 
-/// True for gradients of a whole activation, of one narrow dtype, of which there are not too many yet.
+/// True for large gradients of one narrow dtype, of which there are not too many yet.
 fn may_wait<B: DataBackend>(earlier: &HeldTensor<B>, new: &HeldTensor<B>) -> bool {
     let is_narrow = matches!(new.dtype(), DType::BF16 | DType::F16);
     let is_large = new.shape().num_elements() >= MIN_ELEMENTS;
@@ -60,7 +52,7 @@ mod tests {
 
     use super::*;
     use crate::{
-        data::composition::OutputGradient,
+        data::composition::{OutputGradient, gradient_of_terms},
         lock::lock,
         saved::recorded::{QuantBackend, Recorded},
     };
@@ -104,7 +96,7 @@ mod tests {
             wanted: [bool; 1],
         ) -> [Option<FloatTensor<Flex>>; 1] {
             lock(&saved.0).push((terms.len(), other.is_some()));
-            let [own] = Self::backward(saved, added_up::<Flex>(terms), wanted);
+            let [own] = Self::backward(saved, gradient_of_terms::<Flex>(terms), wanted);
             match other {
                 Some(other) => [own.map(|own| Flex::float_add(own, other))],
                 None => [own],

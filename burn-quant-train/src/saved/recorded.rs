@@ -19,7 +19,10 @@ use burn_backend::{
 
 use super::{Cell, Held, HeldTensor, again::Again, gradient_sum, scope};
 use crate::{
-    data::{DataBackend, composition::OutputGradient},
+    data::{
+        DataBackend,
+        composition::{OutputGradient, gradient_of_terms, with_other},
+    },
     lock::lock,
 };
 
@@ -47,25 +50,30 @@ pub trait Recorded<B: DataBackend, const N: usize>: Clone + Send + Sync + 'stati
         self.forward(inputs, wanted).1
     }
 
-    /// The gradients of those inputs for which they are wanted, from that of the output.
+    /// The gradients of those inputs for which they are wanted, from that of the output. An operation has this or
+    /// [`Self::backward_joined`].
     fn backward(
         saved: Self::Saved,
         gradient: FloatTensor<B>,
         wanted: [bool; N],
-    ) -> [Option<FloatTensor<B>>; N];
+    ) -> [Option<FloatTensor<B>>; N] {
+        Self::backward_joined(saved, (vec![gradient], None), wanted)
+    }
 
-    /// True if [`Self::backward_joined`] is cheaper than sums of their own.
+    /// True if the operation takes what else came to its first input, and adds it to that input's gradient.
     const JOINS: bool = false;
 
-    /// The same where the gradient of the output comes in terms, and with another gradient of the first input, which is
-    /// added to this one.
+    /// The same where the gradient of the output comes in terms, and with that other gradient.
     fn backward_joined(
         saved: Self::Saved,
         (terms, other): OutputGradient<B>,
         wanted: [bool; N],
     ) -> [Option<FloatTensor<B>>; N] {
-        debug_assert!(other.is_none(), "operations that do not join add nothing");
-        Self::backward(saved, gradient_sum::added_up::<B>(terms), wanted)
+        let mut gradients = Self::backward(saved, gradient_of_terms::<B>(terms), wanted);
+        if let Some(first) = gradients.first_mut() {
+            *first = first.take().map(|own| with_other::<B>(own, other));
+        }
+        gradients
     }
 }
 
@@ -314,7 +322,7 @@ impl<B: DataBackend, O: Recorded<B, N>, const N: usize> Backward<Held<B>, N> for
         if let (Some(parent), true) = (&ops.parents[0], O::JOINS) {
             of_node.node = parent.clone();
             other = gradients.remove::<Held<B>>(&of_node);
-            // Burn adds up what is not alike.
+            // What is not alike is added up behind.
             if let Some(unlike) = other.take_if(|other| !other.is_like(&of_node.primitive)) {
                 gradients.register::<Held<B>>(parent.id, unlike);
             }

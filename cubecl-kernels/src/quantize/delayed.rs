@@ -60,8 +60,8 @@ impl<R: Runtime> DelayedMaximum<'_, R> {
 ///   [`ScaleNumber::F32`](crate::scale::ScaleNumber::F32).
 ///
 /// A layer whose maximum is 0, or another one that gets no scale, takes that of `x` instead, and scale 1 if `x` has
-/// none either. Which of them it is, is decided on the device: `x` is read once more where there is no delayed maximum,
-/// which is fast nowhere, and slow where the whole tiles of a large matrix have kernels of their own.
+/// none either. Which of them it is, is decided on the device: `x` is read once more where there is no delayed maximum.
+/// The kernels for whole tiles do that in one cube, slowly.
 /// The numbers are those of [`reference::quantize_delayed`](crate::reference::quantize_delayed), to the bit.
 ///
 /// # Errors

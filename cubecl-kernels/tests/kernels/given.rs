@@ -331,6 +331,7 @@ mod on_device {
                 let mut negative = cases[0].clone();
                 negative.0[5] = -f32::NAN;
                 cases.push(negative);
+                cases.push((vec![1e-35; shape.num_elements()], 1.0));
                 for (x, scale) in drawn(&mut random, cases, 2) {
                     let x = rounded(&x, float);
                     for memory in [Memory::Contiguous, Memory::SlicedAligned] {
@@ -346,6 +347,15 @@ mod on_device {
     #[test]
     fn maxima_of_many_tiles() {
         let (client, mut random) = (client(), Random::fresh());
+        if cfg!(feature = "cuda") {
+            let shape = MatrixShape::new(64 * 33, 128 * 32);
+            let spec = QuantizeSpec::new(Number::E5M2, Granularity::Tensor);
+            let spec = spec.with_layout(Layout::Both);
+            let mut x: Vec<f32> = (0..shape.num_elements()).map(|_| random.normal()).collect();
+            x[shape.num_elements() - 1 - random.index(1000)] = 1e3;
+            let tensor = upload_matrix(&client, &x, shape, dtype::<f32>(), Memory::Contiguous);
+            check(&client, &tensor, &x, shape, &spec, 0.01);
+        }
         let shape = MatrixShape::new(1_050_000, 1);
         let spec = QuantizeSpec::new(Number::E4M3, Granularity::Tensor);
         for place in [shape.rows - 1, 9000 * 16, random.index(shape.rows)] {

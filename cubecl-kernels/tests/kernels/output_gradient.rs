@@ -146,6 +146,6 @@ fn rejects_other_terms() {
     refused(&[], None);
     refused(&vec![x.clone(); MAX_TERMS + 1], None);
     refused(&[x.clone(), tensor(&[4, 3])], None);
-    refused(&[x.clone()], Some(&tensor(&[3, 3])));
+    refused(std::slice::from_ref(&x), Some(&tensor(&[3, 3])));
     assert!(rms_norm_backward(&client, &x, &gain, &root, &x).is_ok());
 }

@@ -20,5 +20,5 @@ pub use kernels::{
 pub(crate) use operations::{
     EmbeddingGradient, GeluForward, GeluGradient, LayerNormForward, LayerNormGradients,
     LogSoftmaxForward, LogSoftmaxGradient, RmsNormForward, RmsNormGradients, RotaryPositions,
-    SumOfElements, SwigluForward, SwigluGradients,
+    SumOfElements, SwigluForward, SwigluGradients, gradient_of_terms, with_other,
 };

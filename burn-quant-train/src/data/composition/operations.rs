@@ -1,7 +1,7 @@
 //! The operations of compositions.
 
 use burn_backend::{
-    DType, FloatDType, Shape, TensorMetadata,
+    Backend, DType, FloatDType, Shape, TensorMetadata,
     tensor::{FloatTensor, IntTensor},
 };
 
@@ -9,7 +9,7 @@ use cubecl_kernels::{rotary::RotaryPass, sum::Reduction};
 
 use super::{
     OperatorInput, floats,
-    kernels::{Compositions, NormInput, OutputGradient, Pair},
+    kernels::{Compositions, NormInput, Pair},
 };
 use crate::data::{
     kernels::Kernels,
@@ -23,17 +23,21 @@ type Input = OperatorInput<Outline>;
 /// The terms of the gradient of an output, and what is added to that of the input.
 type Gradient = (Vec<FloatMeta>, Option<FloatMeta>);
 
-/// The sum of the terms, and what is added to the gradient of the input.
-fn added_up<K: Kernels>(
-    (terms, other): OutputGradient<K>,
-) -> (FloatTensor<K>, Option<FloatTensor<K>>) {
-    let sum = terms.into_iter().reduce(K::float_add);
-    (sum.expect("a gradient has terms"), other)
+/// The sum of a gradient's terms, in their order.
+pub(crate) fn gradient_of_terms<B: Backend>(terms: Vec<FloatTensor<B>>) -> FloatTensor<B> {
+    let sum = terms
+        .into_iter()
+        .reduce(|sum, term| B::float_add(term, sum));
+    sum.expect("a gradient has terms")
 }
 
-fn with_other<K: Kernels>(of_x: FloatTensor<K>, other: Option<FloatTensor<K>>) -> FloatTensor<K> {
+/// The gradient of an input, with what is added to it.
+pub(crate) fn with_other<B: Backend>(
+    of_x: FloatTensor<B>,
+    other: Option<FloatTensor<B>>,
+) -> FloatTensor<B> {
     match other {
-        Some(other) => K::float_add(of_x, other),
+        Some(other) => B::float_add(of_x, other),
         None => of_x,
     }
 }
@@ -98,7 +102,8 @@ impl Operation for RmsNormGradients {
         if let Some(kernels) = norm_kernels::<K>(&input.0) {
             return (kernels.rms_norm_backward)(input, inverse_rms, gradient);
         }
-        let (gradient, other) = added_up::<K>(gradient);
+        let (terms, other) = gradient;
+        let gradient = gradient_of_terms::<K>(terms);
         let input = floats_of::<K>(input);
         let (of_x, of_gain) = floats::rms_norm_backward::<K>(input, (inverse_rms, gradient));
         (with_other::<K>(of_x, other), of_gain)
@@ -160,7 +165,8 @@ impl Operation for LayerNormGradients {
         if let Some(kernels) = norm_kernels::<K>(&input.0) {
             return (kernels.layer_norm_backward)(input, gradient, statistics);
         }
-        let (gradient, other) = added_up::<K>(gradient);
+        let (terms, other) = gradient;
+        let gradient = gradient_of_terms::<K>(terms);
         let input = floats_of::<K>(input);
         let (of_x, rest) = floats::layer_norm_backward::<K>(input, gradient, statistics);
         (with_other::<K>(of_x, other), rest)

@@ -35,14 +35,14 @@ const BLOCK: usize = 128;
 /// Widths of tiles and their speeds beside one another, as those of INT8.
 const SPEEDS: [(usize, f32); 4] = HopperBlueprint::SPEEDS;
 
-/// How long products of FP8 numbers are added up in the tensor cores' own accumulators, where these keep fewer bits than
-/// FP32: on Hopper about 14. Elsewhere it makes no difference.
+/// How long products of FP8 numbers are added up in the tensor cores' own accumulators, where these keep fewer bits
+/// than FP32: on Hopper about 14. Elsewhere it makes no difference.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Accumulation {
     /// Along 128 elements of K; their sum is added in FP32 (promotion: DeepSeek-V3, arXiv 2412.19437, section 3.3.2).
     Promoted,
     /// Along all of K, where the scales allow it, those of rows or of whole matrices: fast accumulation, the forward
-    /// product of NVIDIA's TransformerEngine and of torchao (`use_fast_accum`). It is faster, and its error grows with K.
+    /// product of NVIDIA's TransformerEngine and of torchao (`use_fast_accum`). Faster; the error grows with K.
     Fast,
 }
 
@@ -195,8 +195,8 @@ pub fn gemm_fp8<R: Runtime>(
             bias: bias.is_some(),
             ..Fp8Source::new(blueprint.tile, operands, out.dtype)
         };
-        // SAFETY: all shapes were checked, from which the numbers come; the kernels guard their writes and their reads of
-        // scales and bias with them. They read the bias only where a knob says that there is one.
+        // SAFETY: all shapes were checked, from which the numbers come; the kernels guard their writes and their reads
+        // of scales and bias with them. They read the bias only where a knob says that there is one.
         #[allow(unsafe_code)]
         unsafe {
             match is_fast {

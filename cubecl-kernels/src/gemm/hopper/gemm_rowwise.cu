@@ -11,9 +11,9 @@
 // and the structure Numbers, which hopper.rs describes.
 //
 // A producer warp and two consumer warpgroups, as in gemm.cu. The scales leave the sum, so that nothing is converted
-// between products: see accumulate.cu. Sums of INT8 are INT32, and exact: selector.rs gives no K in which they overflow.
-// Those of FP8 keep the about 14 bits of the tensor cores' accumulators from the first element to the last: fast
-// accumulation, which gemm_fp8.cu does without.
+// between products: see accumulate.cu. Sums of INT8 are INT32, and exact: selector.rs gives no K in which they
+// overflow. Those of FP8 keep the about 14 bits of the tensor cores' accumulators from the first element to the last:
+// fast accumulation, which gemm_fp8.cu does without.
 
 // Elements of a stage along K: 128 bytes.
 #define DEPTH 128

@@ -9,10 +9,10 @@
 //   ROW_MAJOR, TRANSPOSED       1: the copy is wanted
 // and the structure Numbers, which whole_tiles.rs describes.
 //
-// Two kernels: quantize_delayed, whose blocks of threads take a tile each, and finish_delayed, one block, for what needs
-// the largest magnitude of all tiles. Where there is no maximum yet, the first one takes X for zeros, whose codes do not
-// depend on the scale. If they are others, the second one does all tiles again: once in the life of a layer, since
-// a maximum stays. So nothing has to be read, or launched, in front of the one read.
+// Two kernels: quantize_delayed, whose blocks of threads take a tile each, and finish_delayed, one block, for what
+// needs the largest magnitude of all tiles. Where there is no maximum yet, the first one encodes by scale 1, which is
+// right for zeros, and for all else that gets no scale either. If X gets one, the second kernel does all tiles again:
+// in the first step of a layer, since a maximum stays. So nothing has to be read, or launched, before the one read.
 //
 // A thread has a patch of 4 x 8 elements, of which four rows are one word of the transposed copy. All its reads are in
 // flight at once; the lanes of a warp read 256 neighbours of two rows of 16-bit elements.
@@ -90,7 +90,7 @@ __device__ __forceinline__ float element(const Row &row, int col) {
 #endif
 }
 
-// Four codes of neighbours, to nearest, saturating. NaN gets the code of all ones, without its sign.
+// Four codes of neighbours, to nearest, saturating; those of NaN are not those that are wanted.
 __device__ __forceinline__ u32 codes_of(const Row &row, int col, float inverse) {
     u16 pairs[2];
 #pragma unroll
@@ -102,15 +102,24 @@ __device__ __forceinline__ u32 codes_of(const Row &row, int col, float inverse) 
     return pairs[0] | (u32)pairs[1] << 16;
 }
 
-// The signs of those of four neighbours that are NaN, where their codes have them.
-__device__ __forceinline__ u32 signs_of_nan(const Row &row, int col) {
-    u32 signs = 0;
+// The sign of an element, and all ones below it where that is NaN.
+__device__ __forceinline__ u32 code_of_nan(const Row &row, int col) {
+    const u32 *words = (const u32 *)row.vectors;
+#ifdef IN_F32
+    const u32 sign = words[col] >> 31;
+#else
+    const u32 sign = words[col / 2] >> (16 * (col % 2) + 15) & 1;
+#endif
+    return sign << 7 | 0x7f;
+}
+
+// The codes with those of NaN in their places.
+__device__ __forceinline__ u32 with_nan(u32 codes, const Row &row, int col) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const u32 bits = __float_as_uint(element(row, col + i));
-        signs |= (bits & 0x7fffffffu) > INFINITE ? bits >> 31 << (8 * i + 7) : 0;
-    }
-    return signs;
+    for (int i = 0; i < 4; i++)
+        if ((__float_as_uint(element(row, col + i)) & 0x7fffffffu) > INFINITE)
+            codes = (codes & ~(0xffu << 8 * i)) | code_of_nan(row, col + i) << 8 * i;
+    return codes;
 }
 
 __device__ __forceinline__ u32 bytes(u32 first, u32 second, u32 selector) {
@@ -130,8 +139,8 @@ __device__ __forceinline__ uint4 turned(u32 a, u32 b, u32 c, u32 d) {
 // Quantizes the tile that begins at a place, with the inverse of its scale, by a group of threads of which this is one.
 // Gives the bits of the largest magnitude of the thread's patch.
 __device__ __forceinline__ u32 quantize_tile(const In *__restrict__ x, u8 *__restrict__ values,
-                                             u8 *__restrict__ transposed, Staging &staging, u64 first_row, u64 first_col,
-                                             float inverse, const Numbers &numbers) {
+                                             u8 *__restrict__ transposed, Staging &staging, u64 first_row,
+                                             u64 first_col, float inverse, const Numbers &numbers) {
     const u32 thread = threadIdx.x % GROUP;
     const u32 patch_row = thread / (TILE_COLS / PATCH_COLS), patch_col = thread % (TILE_COLS / PATCH_COLS);
     const u64 row = first_row + PATCH_ROWS * patch_row, col = first_col + PATCH_COLS * patch_col;
@@ -153,8 +162,8 @@ __device__ __forceinline__ u32 quantize_tile(const In *__restrict__ x, u8 *__res
     if (bits > INFINITE) {
 #pragma unroll
         for (int r = 0; r < PATCH_ROWS; r++) {
-            codes[r][0] |= signs_of_nan(rows[r], 0);
-            codes[r][1] |= signs_of_nan(rows[r], 4);
+            codes[r][0] = with_nan(codes[r][0], rows[r], 0);
+            codes[r][1] = with_nan(codes[r][1], rows[r], 4);
         }
     }
 #if ROW_MAJOR

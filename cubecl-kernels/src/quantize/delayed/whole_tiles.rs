@@ -159,7 +159,8 @@ impl Knobs {
         };
         format!(
             "#define IN_{}\n#define NUMBER \"{}\"\n#define LARGEST {:?}f\n\
-             #define SMALLEST_MAXIMUM {MIN_ABSMAX_BITS}u\n#define ROW_MAJOR {row_major}\n#define TRANSPOSED {transposed}",
+             #define SMALLEST_MAXIMUM {MIN_ABSMAX_BITS}u\n\
+             #define ROW_MAJOR {row_major}\n#define TRANSPOSED {transposed}",
             float_knob(self.dtype),
             self.number.name(),
             self.number.largest(),
