@@ -125,6 +125,17 @@ impl<B: DataBackend> Layer<B> {
             })
     }
 
+    /// Notes that a run took over what `leader`, another layer of the model, quantized with its own threshold, unless
+    /// the step of that run is over.
+    ///
+    /// # Panics
+    ///
+    /// If the bank has no such slot.
+    pub(crate) fn follow(&self, name: &str, device: &Device<B>, call: Call, leader: usize) {
+        let follow = |slot: &mut ThresholdSlot<B>| slot.follow(self.index, leader);
+        self.bank.in_step_of(call, name, device, follow);
+    }
+
     /// This layer's step size in the slot `name`, on `device`, for a run in step number `step`.
     ///
     /// # Panics

@@ -15,7 +15,7 @@ use crate::{
     data::{
         DataBackend, Layout, StochasticKey,
         learned_step::HadamardTransform,
-        quantize::{Format, Quantized},
+        quantize::{Format, Quantized, Residual},
     },
     lock::lock,
     recipe::Rounding,
@@ -96,6 +96,33 @@ struct SavedCopy<B: DataBackend> {
     matrix: Arc<Quantized<B>>,
 }
 
+/// A compressed copy of a tensor with the residuals of blocks that fell back.
+pub(crate) struct FallbackCopy<B: DataBackend> {
+    /// The blocks.
+    pub base: Arc<Quantized<B>>,
+    /// The residuals of those above the threshold.
+    pub residual: Residual<B>,
+    /// The layer whose threshold that was, by its index in the bank.
+    pub layer: usize,
+}
+
+impl<B: DataBackend> Clone for FallbackCopy<B> {
+    fn clone(&self) -> Self {
+        Self {
+            base: self.base.clone(),
+            residual: self.residual.clone(),
+            layer: self.layer,
+        }
+    }
+}
+
+/// Such a copy, and the time for which its threshold is good.
+struct SavedFallback<B: DataBackend> {
+    key: CopyKey,
+    epoch: Epoch<B>,
+    copy: FallbackCopy<B>,
+}
+
 /// The random numbers that a copy was rounded with.
 struct Draw<B: DataBackend> {
     key: CopyKey,
@@ -114,6 +141,8 @@ pub struct Tag<B: DataBackend> {
     /// True for what an operator of the recipe's flow made.
     flows: bool,
     copies: Mutex<Vec<SavedCopy<B>>>,
+    /// Copies with residuals.
+    with_fallback: Mutex<Vec<SavedFallback<B>>>,
     /// The tag of the value as the second run of its block makes it, while something waits for that run.
     second_run: Mutex<Weak<Self>>,
     /// The draws of copies that are to be made once more.
@@ -148,6 +177,7 @@ impl<B: DataBackend> Tag<B> {
             parameter: AtomicBool::new(false),
             flows: false,
             copies: Mutex::default(),
+            with_fallback: Mutex::default(),
             second_run: Mutex::default(),
             draws: Mutex::default(),
         }
@@ -242,6 +272,21 @@ impl<B: DataBackend> Tag<B> {
             matrix: matrix.clone(),
         });
         matrix
+    }
+
+    /// The copy of this key with residuals that is good in this epoch, if one was made.
+    pub(crate) fn find_fallback(&self, key: CopyKey, epoch: &Epoch<B>) -> Option<FallbackCopy<B>> {
+        let copies = lock(&self.with_fallback);
+        let mut found = copies.iter();
+        let found = found.find(|saved| saved.key == key && saved.epoch == *epoch)?;
+        Some(found.copy.clone())
+    }
+
+    /// Keeps a copy with residuals. Those whose epoch is over make room for it.
+    pub(crate) fn keep_fallback(&self, key: CopyKey, epoch: Epoch<B>, copy: FallbackCopy<B>) {
+        let mut copies = lock(&self.with_fallback);
+        copies.retain(|saved| !saved.epoch.is_over());
+        copies.push(SavedFallback { key, epoch, copy });
     }
 
     /// The tag for the copies that the second run of a [block](crate::saved::checkpoint()) makes of the value: one for

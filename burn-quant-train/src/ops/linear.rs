@@ -33,7 +33,7 @@ use crate::{
     },
     layer::{
         Call, Layer,
-        tag::{CopyKey, Tag, View},
+        tag::{CopyKey, Epoch, FallbackCopy, Tag, View},
     },
     recipe::{Flow, LinearRow, Residual, SavedX},
     saved::{HeldTensor, recorded::Recorded, report::Operands},
@@ -173,15 +173,25 @@ impl<B: DataBackend> Linear<B> {
         let saved_make = plan.saved.filter(|_| wants_weight).map(drawn);
         let saved = saved_make.and_then(|make| of_x(make.factor.key));
         let to_save = saved_make.filter(|_| saved.is_none());
-        // A copy with fallback is the layer's own: others have other thresholds.
         let shares_operand = plan.residual == Residual::Never && self.x_tag.is_some();
+        // With fallback, what the first of the layers quantized with its threshold: they move alike.
+        let fallback_tag = match plan.residual {
+            Residual::Above(_) => self.x_tag.as_ref(),
+            Residual::Never | Residual::Always => None,
+        };
+        let fallback_key = plan.forward.map(|[x, _]| x.factor.key);
+        let led = fallback_tag.zip(fallback_key).and_then(|(tag, key)| {
+            let may_be_led = to_save.is_none();
+            tag.find_fallback(key, &Epoch::of(bank, call))
+                .filter(|_| may_be_led)
+        });
         let product = plan.forward.map(|[x, weight]| match shares_operand {
             true => [drawn(x), weight],
             false => [x, weight],
         });
         let operand = match product {
             Some([make, _]) if shares_operand => of_x(make.factor.key),
-            _ => None,
+            _ => led.as_ref().map(|copy| copy.base.clone()),
         };
         let kept_x = match (self.row.saved_x, wants_weight) {
             (SavedX::Input, true) => Some(Kept::Float(x.clone())),
@@ -189,7 +199,8 @@ impl<B: DataBackend> Linear<B> {
         };
         // A copy with a history brings its maximum along.
         let is_noted = matches!(product, Some([make, _]) if make.has_history());
-        let keeps_operand = (shares_operand || is_noted) && operand.is_none();
+        let keeps_operand =
+            (shares_operand || is_noted || fallback_tag.is_some()) && operand.is_none();
         let x = match (&operand, to_save) {
             (Some(copy), None) => Source::Copy(Quantized::clone(copy)),
             _ => Source::Float(x.into_value()),
@@ -223,11 +234,19 @@ impl<B: DataBackend> Linear<B> {
             weight: weight_source,
             bias: bias.map(HeldTensor::into_value),
             fallback,
+            residual: led.as_ref().map(|copy| copy.residual.clone()),
             delayed: [delayed(&x_history), delayed(&weight_history)],
         };
         let output = match plan.residual {
             Residual::Never => B::run(operation, inputs(None)),
             Residual::Always => B::run(operation, inputs(Some(every_block::<B>(&device)))),
+            Residual::Above(slot) if led.is_some() => {
+                let output = B::run(operation, inputs(None));
+                if let Some(copy) = led.as_ref().filter(|_| is_counted) {
+                    self.layer.follow(slot, &device, call, copy.layer);
+                }
+                output
+            }
             Residual::Above(slot) => self.layer.with_fallback(slot, &device, |fallback| {
                 let before = (!is_counted).then(|| fallback.counts.clone());
                 let mut output = B::run(operation, inputs(Some(fallback)));
@@ -243,7 +262,19 @@ impl<B: DataBackend> Linear<B> {
             None => Arc::new(copy),
         };
         let made_operand = output.operand.zip(product);
-        let made_operand = made_operand.map(|(copy, [make, _])| keep_x(make, copy));
+        let made_operand = made_operand.map(|(copy, [make, _])| {
+            let (Some(tag), Some(residual)) = (fallback_tag, output.residual) else {
+                return keep_x(make, copy);
+            };
+            let base = Arc::new(copy);
+            let copy = FallbackCopy {
+                base: base.clone(),
+                residual,
+                layer: self.layer.index(),
+            };
+            tag.keep_fallback(make.factor.key, Epoch::of(bank, call), copy);
+            base
+        });
         let operand = operand.or(made_operand);
         let made = output
             .saved

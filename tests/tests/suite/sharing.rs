@@ -1,6 +1,6 @@
 //! Layers that threads, models, optimizers and records share.
 
-use std::{sync::mpsc, time::Duration};
+use std::{collections::BTreeMap, sync::mpsc, time::Duration};
 
 use burn::{
     backend::{Autodiff, Flex},
@@ -137,6 +137,49 @@ fn readers_of_one_input_keep_their_draws() {
         other.q.forward(x);
     });
     assert!(same_bits(&alone, &model), "seed {seed}: another model");
+}
+
+/// Outputs of five steps' passes, and the layers' slots, where each reader of an input has it as `to_reader` gives it.
+fn five_steps(seed: u64, to_reader: impl Fn(&Tensor<T, 2>) -> Tensor<T, 2>) -> Steps {
+    let device = Default::default();
+    let model = Three::new(64, 32, &device);
+    let (mut optim, model) = attached::<T, _>(&every_layer(seed), model, seed);
+    let mut rng = Rng::new(seed);
+    let mut outputs = Vec::new();
+    for _ in 0..5 {
+        // Two micro-batches.
+        for _ in 0..2 {
+            let x = tensor::<T, 2>(&rng.normals(96 * 64, 0.36), [96, 64], &device);
+            let layers = [&model.q, &model.k, &model.v];
+            outputs.push(layers.map(|layer| floats(&layer.forward(to_reader(&x)))));
+        }
+        optim.step(1e-3, model.clone(), GradientsParams::new());
+    }
+    let layers = optim.layers_record().layers;
+    (
+        outputs,
+        layers.into_iter().map(|layer| layer.slots).collect(),
+    )
+}
+
+type Steps = (Vec<[Vec<f32>; 3]>, Vec<BTreeMap<String, Vec<f32>>>);
+
+/// An input is quantized with fallback once for all of its readers, and all of them count what fell back: outputs,
+/// thresholds and rates are those of readers that each quantize it.
+#[test]
+fn readers_of_one_input_share_what_falls_back() {
+    let seed = seed();
+    let shared = five_steps(seed, Tensor::clone);
+    let apart = five_steps(seed, |x| {
+        tensor::<T, 2>(&floats(x), x.dims(), &Default::default())
+    });
+    assert!(shared.0 == apart.0, "seed {seed}: outputs");
+    assert_eq!(shared.1, apart.1, "seed {seed}: thresholds and rates");
+    for slots in &shared.1 {
+        let (rate, threshold) = (slots["threshold.rate"][0], slots[THRESHOLD][0]);
+        assert!(0.01 < rate && rate < 0.99, "seed {seed}: a rate of {rate}");
+        assert_ne!(threshold, 1.0, "seed {seed}: it moved");
+    }
 }
 
 #[test]

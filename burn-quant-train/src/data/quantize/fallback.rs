@@ -82,7 +82,7 @@ where
 
 impl Residual<Outline> {
     /// The outline of the residual of a matrix of this shape.
-    pub(super) fn outline(shape: [usize; 2], format: Format) -> Self {
+    pub(crate) fn outline(shape: [usize; 2], format: Format) -> Self {
         Self {
             values: IntMeta::new(shape, DType::I8),
             scales: FloatMeta::new(format.scales_shape(shape), DType::F32),

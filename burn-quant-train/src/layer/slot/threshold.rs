@@ -1,7 +1,7 @@
 //! Thresholds of fallback.
 
 use burn_backend::{
-    IntDType, TensorMetadata,
+    IntDType, TensorData, TensorMetadata,
     tensor::{Device, FloatTensor, IntTensor},
 };
 
@@ -22,6 +22,43 @@ pub(in crate::layer) struct ThresholdSlot<B: DataBackend> {
     moves: FloatTensor<B>,
     rates: FloatTensor<B>,
     counts: Accumulator<IntTensor<B>>,
+    followers: Followers<B>,
+}
+
+/// Which layers took over what another one quantized in this step. What that one counted counts for them too, so that
+/// thresholds of layers that always read the same move alike.
+#[derive(Debug, Clone)]
+struct Followers<B: DataBackend> {
+    /// For each layer, in whose row its blocks were counted.
+    rows: Vec<i32>,
+    /// Rows on the device, of a step that was.
+    uploaded: Option<(Vec<i32>, IntTensor<B>)>,
+}
+
+impl<B: DataBackend> Followers<B> {
+    fn none(layers: usize) -> Self {
+        Self {
+            rows: (0..layers as i32).collect(),
+            uploaded: None,
+        }
+    }
+
+    /// What all layers counted, from what each counted itself.
+    fn counted(&mut self, counts: IntTensor<B>) -> IntTensor<B> {
+        let own = std::mem::replace(self, Self::none(self.rows.len()));
+        if own.rows == self.rows {
+            return counts;
+        }
+        let indices = match own.uploaded {
+            Some((rows, indices)) if rows == own.rows => indices,
+            Some(_) | None => {
+                let rows = TensorData::new(own.rows.clone(), [own.rows.len()]);
+                B::int_from_data(rows, &B::int_device(&counts))
+            }
+        };
+        self.uploaded = Some((own.rows, indices.clone()));
+        B::int_select(counts, 0, indices)
+    }
 }
 
 /// The name of the value beside a threshold that holds the fallback rate of the last step.
@@ -75,7 +112,18 @@ impl<B: DataBackend> ThresholdSlot<B> {
             column(&move_of(slot), 0.0),
             column(&rate_of(slot), f32::NAN),
         );
-        Thresholds::new(&thresholds, &moves, &rates, device).into()
+        let state = Thresholds::new(&thresholds, &moves, &rates, device);
+        Self::of(state, Followers::none(layers.len()))
+    }
+
+    fn of(state: Thresholds<B>, followers: Followers<B>) -> Self {
+        Self {
+            thresholds: state.thresholds,
+            moves: state.moves,
+            rates: state.rates,
+            counts: Accumulator::new(state.counts),
+            followers,
+        }
     }
 
     /// The thresholds, FP32 `[layers]`.
@@ -95,6 +143,11 @@ impl<B: DataBackend> ThresholdSlot<B> {
     /// Takes the counters of a run.
     pub fn take_back(&mut self, counts: LentSum<IntTensor<B>>) {
         self.counts.take_back(counts, B::int_add);
+    }
+
+    /// Notes that a layer took over what another one quantized.
+    pub fn follow(&mut self, layer: usize, leader: usize) {
+        self.followers.rows[layer] = leader as i32;
     }
 
     /// Waits for the device.
@@ -117,21 +170,27 @@ impl<B: DataBackend> ThresholdSlot<B> {
 
     /// Moves the thresholds by the counts of this device and of others.
     pub(super) fn advance(
-        self,
+        mut self,
         others: impl Iterator<Item = Self>,
         device: &Device<B>,
         controller: &DelayThreshold,
     ) -> Self {
-        let of_others = others.flat_map(|other| other.counts.parts());
-        let of_others = of_others.map(|counts| B::int_to_device(counts, device));
-        let counts = self.counts.parts().chain(of_others).reduce(B::int_add);
+        let of_others = others.map(|mut other| B::int_to_device(other.counted(), device));
+        let counts = std::iter::once(self.counted()).chain(of_others);
         let state = Thresholds {
             thresholds: self.thresholds,
             moves: self.moves,
-            counts: counts.expect("a device has counters of its own"),
+            counts: counts.reduce(B::int_add).expect("a device has counters"),
             rates: self.rates,
         };
-        delay_threshold(state, controller).into()
+        Self::of(delay_threshold(state, controller), self.followers)
+    }
+
+    /// What all layers counted on this device.
+    fn counted(&mut self) -> IntTensor<B> {
+        let counts = self.counts.clone().parts().reduce(B::int_add);
+        self.followers
+            .counted(counts.expect("a sum has a first part"))
     }
 
     /// The same on another device, with counters at zero.
@@ -143,17 +202,7 @@ impl<B: DataBackend> ThresholdSlot<B> {
             moves: B::float_to_device(self.moves.clone(), device),
             rates: B::float_to_device(self.rates.clone(), device),
             counts: Accumulator::new(zeros(counts.next().expect("a sum has a first part"))),
-        }
-    }
-}
-
-impl<B: DataBackend> From<Thresholds<B>> for ThresholdSlot<B> {
-    fn from(state: Thresholds<B>) -> Self {
-        Self {
-            thresholds: state.thresholds,
-            moves: state.moves,
-            rates: state.rates,
-            counts: Accumulator::new(state.counts),
+            followers: Followers::none(self.followers.rows.len()),
         }
     }
 }

@@ -55,6 +55,8 @@ pub(super) struct ForwardInputs<T: Tensors> {
     /// `[N]`.
     pub bias: Option<T::Float>,
     pub fallback: Option<Fallback<T>>,
+    /// The residuals of a copy of X, where another layer made them.
+    pub residual: Option<ResidualBlocks<T>>,
     /// The maxima that X and W had in earlier steps, where they have a history.
     pub delayed: [Option<DelayedMaximum<T>>; 2],
 }
@@ -71,6 +73,7 @@ impl Bundle for ForwardInputs<Outline> {
             weight: Source::rebuild(inputs.weight, change),
             bias: inputs.bias.map(|bias| change.float(bias)),
             fallback: Option::<Fallback<Outline>>::rebuild(inputs.fallback, change),
+            residual: Option::<ResidualBlocks<Outline>>::rebuild(inputs.residual, change),
             delayed: inputs
                 .delayed
                 .map(|it| Option::<DelayedMaximum<Outline>>::rebuild(it, change)),
@@ -82,8 +85,10 @@ impl Bundle for ForwardInputs<Outline> {
 pub(super) struct ForwardOutputs<T: Tensors> {
     /// Y, `[.., N]`, if it was wanted.
     pub y: Option<T::Float>,
-    /// X as the product took it, without residuals.
+    /// X as the product took it.
     pub operand: Option<Quantized<T>>,
+    /// Its residuals, if it was quantized with fallback.
+    pub residual: Option<ResidualBlocks<T>>,
     /// The copy of X for the backward pass.
     pub saved: Option<Quantized<T>>,
     /// The copies of W that were to be made.
@@ -104,6 +109,7 @@ impl Bundle for ForwardOutputs<Outline> {
         ForwardOutputs {
             y: outputs.y.map(|y| change.float(y)),
             operand: Copy::rebuild(outputs.operand, change),
+            residual: Option::<ResidualBlocks<Outline>>::rebuild(outputs.residual, change),
             saved: Copy::rebuild(outputs.saved, change),
             weight: Copy::rebuild(outputs.weight, change),
             other_weight: Copy::rebuild(outputs.other_weight, change),
@@ -137,11 +143,13 @@ impl Operation for Forward {
         let own = |shape, make: &Make| make.outline(shape, make.factor.key.layout);
         let of_weight = |stored: Stored| stored.make.outline(tagged, stored.key.layout);
         let operand = self.product.filter(|_| self.keeps_operand);
+        let residual = operand.filter(|_| inputs.fallback.is_some());
         ForwardOutputs {
             y: self
                 .wants_y
                 .then(|| FloatMeta::new(self.shape.clone(), self.compute)),
             operand: operand.map(|[make, _]| own(x, &make)),
+            residual: residual.map(|[make, _]| ResidualBlocks::outline(x, make.factor.key.format)),
             saved: self.saved.map(|make| own(x, &make)),
             weight: self.weight.map(of_weight),
             other_weight: self.other_weight.map(of_weight),
@@ -155,6 +163,7 @@ impl Operation for Forward {
             weight,
             bias,
             fallback,
+            residual,
             delayed: [delayed_x, delayed_weight],
         } = inputs;
         let delayed_weight = delayed_weight.as_ref();
@@ -176,6 +185,7 @@ impl Operation for Forward {
             return ForwardOutputs {
                 y: self.wants_y.then(|| K::float_reshape(product(), shape)),
                 operand: None,
+                residual: None,
                 saved,
                 weight: None,
                 other_weight,
@@ -191,6 +201,10 @@ impl Operation for Forward {
                 fallback,
                 delayed_x.as_ref(),
             ),
+        };
+        let (residual, counts) = match fallback {
+            Some((residual, counts)) => (Some(residual), Some(counts)),
+            None => (residual, None),
         };
         let (copy, made) = match weight {
             Source::Copy(copy) => (copy, None),
@@ -210,7 +224,7 @@ impl Operation for Forward {
         let product = || {
             K::product(
                 of_x.factor.operand(&operand),
-                fallback.as_ref().map(|(residual, _)| residual),
+                residual.as_ref(),
                 of_weight.factor.operand(&copy),
                 bias,
                 self.accumulation,
@@ -220,10 +234,11 @@ impl Operation for Forward {
         ForwardOutputs {
             y: self.wants_y.then(|| K::float_reshape(product(), shape)),
             operand: self.keeps_operand.then_some(operand),
+            residual: residual.filter(|_| self.keeps_operand && counts.is_some()),
             saved,
             weight: made,
             other_weight,
-            counts: fallback.map(|(_, counts)| counts),
+            counts,
         }
     }
 }
