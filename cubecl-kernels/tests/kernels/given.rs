@@ -330,7 +330,10 @@ mod on_device {
                 let mut cases = cases(&mut random, shape, number);
                 let mut negative = cases[0].clone();
                 negative.0[5] = -f32::NAN;
-                cases.push(negative);
+                // CUDA's conversion from f16 drops the sign of NaN.
+                if float != dtype::<half::f16>() {
+                    cases.push(negative);
+                }
                 cases.push((vec![1e-35; shape.num_elements()], 1.0));
                 for (x, scale) in drawn(&mut random, cases, 2) {
                     let x = rounded(&x, float);
