@@ -1,6 +1,6 @@
 // Quantizes a matrix to FP8 by the scale of a maximum that earlier data had, and finds its own largest magnitude, on
-// CUDA's sm_90. The numbers are those of the portable kernels, to the bit, but for the sign of a NaN in FP16, which those
-// drop.
+// CUDA's sm_90. The numbers are those of the portable kernels, to the bit, but for the sign of a NaN in FP16, which
+// those drop.
 //
 // Knobs, defined in front of this text:
 //   IN_F32, IN_F16 or IN_BF16   the type of X
