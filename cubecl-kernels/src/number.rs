@@ -26,6 +26,7 @@ mod e2m1;
 mod e3m0;
 mod e4m3;
 mod e5m2;
+pub(crate) mod fp8;
 mod int10;
 pub(crate) mod int4;
 pub(crate) mod int8;
@@ -159,6 +160,11 @@ impl Number {
     /// Bits of a code.
     pub const fn bits(self) -> u32 {
         self.storage().bits()
+    }
+
+    /// True for the floats of 8 bits that tensor cores multiply: E4M3 and E5M2.
+    pub const fn is_fp8(self) -> bool {
+        fp8::Fp8::of(self).is_some()
     }
 
     /// How codes lie in memory.

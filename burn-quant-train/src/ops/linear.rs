@@ -180,11 +180,10 @@ impl<B: DataBackend> Linear<B> {
             Residual::Never | Residual::Always => None,
         };
         let fallback_key = plan.forward.map(|[x, _]| x.factor.key);
-        let led = fallback_tag.zip(fallback_key).and_then(|(tag, key)| {
-            let may_be_led = to_save.is_none();
-            tag.find_fallback(key, &Epoch::of(bank, call))
-                .filter(|_| may_be_led)
-        });
+        let led = match (fallback_tag, fallback_key, to_save) {
+            (Some(tag), Some(key), None) => tag.find_fallback(key, &Epoch::of(bank, call)),
+            _ => None,
+        };
         let product = plan.forward.map(|[x, weight]| match shares_operand {
             true => [drawn(x), weight],
             false => [x, weight],

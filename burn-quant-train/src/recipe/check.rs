@@ -535,8 +535,7 @@ const fn check_rotation(product: &Product) {
 /// Panics unless fast accumulation is of FP8 whose scales cover all that is added up.
 const fn check_accumulation(product: &Product) {
     const fn may_be_fast(cast: &Cast) -> bool {
-        matches!(cast.number, Number::E4M3 | Number::E5M2)
-            && matches!(cast.granularity, Granularity::Row | Granularity::Tensor)
+        cast.number.is_fp8() && matches!(cast.granularity, Granularity::Row | Granularity::Tensor)
     }
     if let Product::Quantized {
         left,

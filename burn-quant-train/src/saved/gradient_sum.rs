@@ -52,7 +52,7 @@ mod tests {
 
     use super::*;
     use crate::{
-        data::composition::{OutputGradient, gradient_of_terms},
+        data::composition::{OutputGradient, gradient_of_terms, with_other},
         lock::lock,
         saved::recorded::{QuantBackend, Recorded},
     };
@@ -97,10 +97,7 @@ mod tests {
         ) -> [Option<FloatTensor<Flex>>; 1] {
             lock(&saved.0).push((terms.len(), other.is_some()));
             let [own] = Self::backward(saved, gradient_of_terms::<Flex>(terms), wanted);
-            match other {
-                Some(other) => [own.map(|own| Flex::float_add(own, other))],
-                None => [own],
-            }
+            [own.map(|own| with_other::<Flex>(own, other))]
         }
     }
 

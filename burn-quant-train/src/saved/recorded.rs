@@ -317,18 +317,20 @@ impl<B: DataBackend, O: Recorded<B, N>, const N: usize> Backward<Held<B>, N> for
     ) {
         let gradient = gradients.consume::<Held<B>>(&ops.node);
         let wanted = ops.parents.each_ref().map(Option::is_some);
-        let mut of_node = Autodiff::<Held<B>>::from_inner(gradient);
-        let mut other = None;
-        if let (Some(parent), true) = (&ops.parents[0], O::JOINS) {
-            of_node.node = parent.clone();
-            other = gradients.remove::<Held<B>>(&of_node);
-            // What is not alike is added up behind.
-            if let Some(unlike) = other.take_if(|other| !other.is_like(&of_node.primitive)) {
-                gradients.register::<Held<B>>(parent.id, unlike);
+        let (gradient, other) = match &ops.parents[0] {
+            Some(parent) if O::JOINS => {
+                let mut of_node = Autodiff::<Held<B>>::from_inner(gradient);
+                of_node.node = parent.clone();
+                let mut other = gradients.remove::<Held<B>>(&of_node);
+                // What is not alike is added up behind.
+                if let Some(unlike) = other.take_if(|other| !other.is_like(&of_node.primitive)) {
+                    gradients.register::<Held<B>>(parent.id, unlike);
+                }
+                (of_node.primitive, other)
             }
-        }
-        let other = other.map(HeldTensor::into_value);
-        let gradient = (of_node.primitive.into_terms(), other);
+            _ => (gradient, None),
+        };
+        let gradient = (gradient.into_terms(), other.map(HeldTensor::into_value));
         let of_inputs = O::backward_joined(ops.state.into_saved(), gradient, wanted);
         for (parent, gradient) in ops.parents.into_iter().zip(of_inputs) {
             if let Some((parent, gradient)) = parent.zip(gradient) {

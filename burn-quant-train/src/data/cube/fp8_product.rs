@@ -6,7 +6,6 @@ use cubecl::client::ComputeClient;
 use cubecl_kernels::{
     KernelError,
     gemm::{self, Accumulation, Fp8Operand},
-    number::Number,
 };
 
 use super::{
@@ -26,16 +25,7 @@ pub(super) fn fp8_product<B: Cube<R>, R: CubeRuntime>(
     dtype: FloatDType,
 ) -> Option<CubeTensor<R>> {
     let like = on_device(left.matrix);
-    let is_fp8 = |operand: &Operand<'_, B>| match operand.matrix.format.number {
-        Number::E4M3 | Number::E5M2 => true,
-        Number::Int8
-        | Number::Int10
-        | Number::Int4
-        | Number::E2M1
-        | Number::E3M0
-        | Number::DynamicExponent(_)
-        | Number::Square => false,
-    };
+    let is_fp8 = |operand: &Operand<'_, B>| operand.matrix.format.number.is_fp8();
     if !(is_fp8(&left) && is_fp8(&right) && gemm::has_gemm_fp8(&like.client)) {
         return None;
     }

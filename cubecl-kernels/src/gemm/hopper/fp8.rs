@@ -18,7 +18,7 @@ use crate::{
         expected::LayerOperands,
         split_k,
     },
-    number::Number,
+    number::{Number, fp8::Fp8},
     quantize::Quantized,
     scale::ScaleNumber,
 };
@@ -219,7 +219,7 @@ fn unsupported(reason: String) -> KernelError {
 /// The properties of an operand that the kernel depends on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct OperandKnobs {
-    number: Fp8Number,
+    number: Fp8,
     /// True where each row has scales of its own.
     by_rows: bool,
     /// True for scales in bytes.
@@ -236,37 +236,6 @@ impl OperandKnobs {
             u8::from(a.e8m0),
             u8::from(b.e8m0),
         )
-    }
-}
-
-/// A number that the instruction multiplies.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-enum Fp8Number {
-    E4M3,
-    E5M2,
-}
-
-impl Fp8Number {
-    /// `None` for others.
-    const fn of(number: Number) -> Option<Self> {
-        match number {
-            Number::E4M3 => Some(Self::E4M3),
-            Number::E5M2 => Some(Self::E5M2),
-            Number::Int8
-            | Number::Int10
-            | Number::Int4
-            | Number::E2M1
-            | Number::E3M0
-            | Number::DynamicExponent(_)
-            | Number::Square => None,
-        }
-    }
-
-    const fn name(self) -> &'static str {
-        match self {
-            Self::E4M3 => "e4m3",
-            Self::E5M2 => "e5m2",
-        }
     }
 }
 
@@ -295,7 +264,7 @@ impl Checked {
             rows_per_scale,
             depth_per_scale,
         } = *operand;
-        let Some(number) = Fp8Number::of(number) else {
+        let Some(number) = Fp8::of(number) else {
             return Err(unsupported(format!("operand {name} of {number:?}")));
         };
         let e8m0 = match scale {
@@ -487,10 +456,8 @@ impl LayerSource for Fp8Source {
         let [of_input, of_weight] = other_products(sizes);
         let [x, w] = self.operands;
         let numbers = match layer {
-            Some(LayerOperands::E4M3 { gradient, .. }) => {
-                Fp8Number::of(*gradient).into_iter().collect()
-            }
-            _ => vec![Fp8Number::E5M2, x.number],
+            Some(LayerOperands::E4M3 { gradient, .. }) => Fp8::of(*gradient).into_iter().collect(),
+            _ => vec![Fp8::E5M2, x.number],
         };
         let of_number = |number| {
             let of_output = |operand| OperandKnobs { number, ..operand };
@@ -513,7 +480,7 @@ impl LayerSource for Fp8Source {
 
 /// The operands of X W in E4M3 with a scale for each matrix.
 pub(super) const E4M3: [OperandKnobs; 2] = [OperandKnobs {
-    number: Fp8Number::E4M3,
+    number: Fp8::E4M3,
     by_rows: false,
     e8m0: false,
 }; 2];

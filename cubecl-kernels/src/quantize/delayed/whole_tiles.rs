@@ -12,7 +12,7 @@ use crate::{
     },
     device::{MAX_CUBES, empty, is_hopper, or_unused, read_width_up_to, storage},
     layout::Layout,
-    number::Number,
+    number::fp8::Fp8,
     quantize::{Input, Quantized, buffers::allocate},
     rounding::Rounding,
     scale::MIN_ABSMAX_BITS,
@@ -89,44 +89,6 @@ pub(super) fn launch<R: Runtime>(
         launch_source(client, Finish(source), one, Vec::new(), buffers, &numbers);
     }
     Some((output, absmax))
-}
-
-/// A number that the kernels encode.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-enum Fp8 {
-    E4M3,
-    E5M2,
-}
-
-impl Fp8 {
-    /// `None` for others.
-    const fn of(number: Number) -> Option<Self> {
-        match number {
-            Number::E4M3 => Some(Self::E4M3),
-            Number::E5M2 => Some(Self::E5M2),
-            Number::Int8
-            | Number::Int10
-            | Number::Int4
-            | Number::E2M1
-            | Number::E3M0
-            | Number::DynamicExponent(_)
-            | Number::Square => None,
-        }
-    }
-
-    const fn name(self) -> &'static str {
-        match self {
-            Self::E4M3 => "e4m3",
-            Self::E5M2 => "e5m2",
-        }
-    }
-
-    fn largest(self) -> f32 {
-        match self {
-            Self::E4M3 => Number::E4M3.largest(),
-            Self::E5M2 => Number::E5M2.largest(),
-        }
-    }
 }
 
 numbers! {
