@@ -1268,7 +1268,7 @@ fn nvrtc_compiles_attention() {
 /// Compiles a few of the sources, other ones each time: see [`Random::few`].
 fn compile(sources: Vec<Source>, architecture: &str) {
     let sources = Random::fresh().few(sources, 3);
-    let nvrtc = &Nvrtc::load();
+    let nvrtc = Nvrtc::get();
     let threads = available_parallelism().map_or(1, usize::from);
     std::thread::scope(|scope| {
         for part in sources.chunks(sources.len().div_ceil(threads)) {

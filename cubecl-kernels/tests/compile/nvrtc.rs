@@ -4,6 +4,7 @@ use std::{
     ffi::{CStr, CString, c_char, c_int, c_void},
     path::{Path, PathBuf},
     ptr::{null, null_mut},
+    sync::OnceLock,
 };
 
 use libloading::{Library, Symbol};
@@ -30,8 +31,15 @@ pub struct Nvrtc {
 }
 
 impl Nvrtc {
-    /// Loads the compiler from the folder that `CUDA_PATH` names, as CubeCL does.
-    pub fn load() -> Self {
+    /// The compiler of the folder that `CUDA_PATH` names, as CubeCL finds it.
+    ///
+    /// Loaded once and never unloaded: a thread that has compiled may still run code of the library as it ends.
+    pub fn get() -> &'static Self {
+        static LOADED: OnceLock<Nvrtc> = OnceLock::new();
+        LOADED.get_or_init(Self::load)
+    }
+
+    fn load() -> Self {
         let root = std::env::var("CUDA_PATH").expect("CUDA_PATH names a CUDA toolkit");
         let root = Path::new(&root);
         let load = |prefix: &str| {
