@@ -9,8 +9,9 @@ use crate::{
 
 const OPERATION: &str = "column_sum";
 const UNITS: usize = 256;
-/// Columns of a cube: neighbours, so that units read neighbouring addresses.
-const COLS_OF_CUBE: usize = 32;
+/// Columns of a cube: neighbours, 32 bytes, which is what memory moves at once. More of them would have a unit read more
+/// rows, one after the other.
+const COLS_OF_CUBE: usize = 8;
 /// Units that share a column.
 const UNITS_OF_COL: usize = UNITS / COLS_OF_CUBE;
 /// Rows that a unit reads in one turn, of which none waits for another.
@@ -20,7 +21,7 @@ const READS: usize = 8;
 ///
 /// - `x`: f32 `[rows, cols]`, contiguous.
 ///
-/// Every sum has one order, so that a repetition gives the same bits: of rows that are 8 apart first, then of these
+/// Every sum has one order, so that a repetition gives the same bits: of rows that are 32 apart first, then of these
 /// sums.
 ///
 /// # Errors

@@ -4,7 +4,7 @@
 //! come in another order on each run, and one unit a column would take the tokens one after the other. Here tokens
 //! are first sorted by their index, stably. Cubes then read stretches of the order, all rows of a stretch at once, and
 //! add up those of each index as they come: in ascending order of tokens. A sum that a stretch leaves unfinished, the
-//! same cube goes on with.
+//! same cube goes on with, more rows at once.
 //!
 //! A token's place in the order is the number of tokens before it: those of smaller index, and earlier ones of the
 //! same. To count them takes a comparison for each pair of tokens, whatever the size of the table. On an H200 that
@@ -32,6 +32,8 @@ const PART: usize = TILE / PARTS;
 const PLACES: usize = 32;
 /// Vectors of a row that a cube adds up, each a unit's.
 const LANES: usize = 32;
+/// Places that a cube reads at a time behind its own.
+const AHEAD: usize = 64;
 /// Vectors that a unit reads at a time.
 const TURNS: usize = PLACES * LANES / UNITS;
 /// The key of what is no token: larger than those of tokens, and no larger than a signed number may be.
@@ -106,6 +108,7 @@ pub fn embedding_gradient<R: Runtime>(
             width,
             array(keys),
             array(order),
+            array(gradient.clone()),
             array(gradient.clone()),
             array(output.clone()),
             tokens as u32,
@@ -269,6 +272,7 @@ fn sum_kernel<F: Numeric, N: Size>(
     keys: &Array<u32>,
     order: &Array<u32>,
     gradient: &Array<Vector<F, N>>,
+    elements: &Array<F>,
     output: &mut Array<Vector<F, N>>,
     tokens: u32,
     rows: u32,
@@ -277,80 +281,156 @@ fn sum_kernel<F: Numeric, N: Size>(
     #[comptime] width: usize,
     #[define(F)] _dtype: StorageType,
 ) {
-    let mut place = CUBE_POS as u32 / chunks * comptime!(PLACES as u32);
+    let place = CUBE_POS as u32 / chunks * comptime!(PLACES as u32);
     if place >= tokens {
         terminate!();
     }
     let lane = UNIT_POS % comptime!(LANES as u32);
     let line = UNIT_POS / comptime!(LANES as u32);
-    let col = CUBE_POS as u32 % chunks * comptime!(LANES as u32) + lane;
+    let first_col = CUBE_POS as u32 % chunks * comptime!(LANES as u32);
+    let col = first_col + lane;
     // A row that began before belongs to another cube.
     let mut row = u32::MAX.runtime();
     if place > 0 {
         row = keys[(place - 1) as usize];
     }
-    let last = key_at(keys, place + comptime!(PLACES as u32 - 1), tokens);
+    let behind = place + comptime!(PLACES as u32);
+    let last = key_at(keys, behind - 1, tokens);
     if last == row {
         terminate!();
     }
     let mut is_own = false;
-    let mut is_first = true;
-    let mut goes_on = true;
     let mut sums = Array::<f32>::new(width);
     let mut tile = SharedMemory::<Vector<F, N>>::new(comptime!(PLACES * LANES));
     let mut tile_keys = SharedMemory::<u32>::new(PLACES);
     let mut tile_tokens = SharedMemory::<u32>::new(PLACES);
-    while goes_on {
-        // Units may still read the places before.
-        sync_cube();
-        if UNIT_POS < comptime!(PLACES as u32) {
-            let key = key_at(keys, place + UNIT_POS, tokens);
-            tile_keys[UNIT_POS as usize] = key;
-            // Behind the cube's own places only the last row is wanted; for others the cache has the first token.
-            let is_wanted = key < rows && (is_first || key == last);
-            let at = place + select(is_wanted, UNIT_POS, 0u32);
-            tile_tokens[UNIT_POS as usize] = order[at as usize];
-        }
-        sync_cube();
-        // All loads come before the first store, so that their latencies overlap.
-        let mut loaded = Array::<Vector<F, N>>::new(TURNS);
-        #[unroll]
-        for turn in 0..TURNS {
-            let token = tile_tokens[(line + comptime!((turn * UNITS / LANES) as u32)) as usize];
-            loaded[turn] = gradient[(token * vectors + min(col, vectors - 1)) as usize];
-        }
-        #[unroll]
-        for turn in 0..TURNS {
-            tile[(UNIT_POS + comptime!((turn * UNITS) as u32)) as usize] = loaded[turn];
-        }
-        sync_cube();
-        if line == 0 && col < vectors {
-            for slot in 0..comptime!(PLACES as u32) {
-                let key = tile_keys[slot as usize];
-                if key != row {
-                    if is_own {
-                        write_sums::<F, N>(output, &sums, row * vectors + col, width);
-                    }
-                    row = key;
-                    is_own = is_first && key < rows;
-                    #[unroll]
-                    for index in 0..width {
-                        sums[index] = 0.0f32;
-                    }
+    if UNIT_POS < comptime!(PLACES as u32) {
+        let key = key_at(keys, place + UNIT_POS, tokens);
+        tile_keys[UNIT_POS as usize] = key;
+        // For what is not wanted the cache has the first token.
+        let at = place + select(key < rows, UNIT_POS, 0u32);
+        tile_tokens[UNIT_POS as usize] = order[at as usize];
+    }
+    sync_cube();
+    // All loads come before the first store, so that their latencies overlap.
+    let mut loaded = Array::<Vector<F, N>>::new(TURNS);
+    #[unroll]
+    for turn in 0..TURNS {
+        let token = tile_tokens[(line + comptime!((turn * UNITS / LANES) as u32)) as usize];
+        loaded[turn] = gradient[(token * vectors + min(col, vectors - 1)) as usize];
+    }
+    #[unroll]
+    for turn in 0..TURNS {
+        tile[(UNIT_POS + comptime!((turn * UNITS) as u32)) as usize] = loaded[turn];
+    }
+    sync_cube();
+    if line == 0 && col < vectors {
+        for slot in 0..comptime!(PLACES as u32) {
+            let key = tile_keys[slot as usize];
+            if key != row {
+                if is_own {
+                    write_sums::<F, N>(output, &sums, row * vectors + col, width);
                 }
-                let vector = tile[(slot * comptime!(LANES as u32) + lane) as usize];
+                row = key;
+                is_own = key < rows;
                 #[unroll]
                 for index in 0..width {
-                    sums[index] += f32::cast_from(vector[index]);
+                    sums[index] = 0.0f32;
                 }
             }
+            let vector = tile[(slot * comptime!(LANES as u32) + lane) as usize];
+            #[unroll]
+            for index in 0..width {
+                sums[index] += f32::cast_from(vector[index]);
+            }
         }
-        place += comptime!(PLACES as u32);
-        is_first = false;
-        goes_on = last < rows && key_at(keys, place, tokens) == last;
+    }
+    if last < rows && key_at(keys, behind, tokens) == last {
+        let mut of_columns = SharedMemory::<f32>::new(comptime!(LANES * width));
+        if line == 0 {
+            #[unroll]
+            for index in 0..width {
+                of_columns[(lane * comptime!(width as u32)) as usize + index] = sums[index];
+            }
+        }
+        sync_cube();
+        let width_of_rows = vectors * comptime!(width as u32);
+        let element = min(
+            first_col * comptime!(width as u32) + UNIT_POS,
+            width_of_rows - 1,
+        );
+        let unit = min(UNIT_POS, comptime!((LANES * width - 1) as u32));
+        let mut sum = of_columns[unit as usize];
+        add_long_row::<F>(
+            keys,
+            order,
+            elements,
+            &mut sum,
+            last,
+            behind,
+            tokens,
+            width_of_rows,
+            element,
+        );
+        sync_cube();
+        if UNIT_POS < comptime!((LANES * width) as u32) {
+            of_columns[UNIT_POS as usize] = sum;
+        }
+        sync_cube();
+        #[unroll]
+        for index in 0..width {
+            sums[index] = of_columns[(lane * comptime!(width as u32)) as usize + index];
+        }
     }
     if is_own {
         write_sums::<F, N>(output, &sums, row * vectors + col, width);
+    }
+}
+
+/// Adds to `sum` what the places from `first` on have of a row, of one element of it: a column is a unit's alone, so that
+/// many rows of the gradient are read at once, and added in their order.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+fn add_long_row<F: Numeric>(
+    keys: &Array<u32>,
+    order: &Array<u32>,
+    gradient: &Array<F>,
+    sum: &mut f32,
+    row: u32,
+    first: u32,
+    tokens: u32,
+    cols: u32,
+    col: u32,
+) {
+    let mut tile_keys = SharedMemory::<u32>::new(AHEAD);
+    let mut tile_tokens = SharedMemory::<u32>::new(AHEAD);
+    let unit = min(UNIT_POS, comptime!(AHEAD as u32 - 1));
+    let mut place = first;
+    // The places after these are read while the gradient is.
+    let mut key = key_at(keys, place + unit, tokens);
+    let mut token = order[min(place + unit, tokens - 1) as usize];
+    let mut goes_on = true;
+    while goes_on {
+        // Units may still read the places before.
+        sync_cube();
+        if UNIT_POS < comptime!(AHEAD as u32) {
+            tile_keys[UNIT_POS as usize] = key;
+            tile_tokens[UNIT_POS as usize] = token;
+        }
+        sync_cube();
+        place += comptime!(AHEAD as u32);
+        key = key_at(keys, place + unit, tokens);
+        token = order[min(place + unit, tokens - 1) as usize];
+        let mut loaded = Array::<F>::new(AHEAD);
+        #[unroll]
+        for slot in 0..AHEAD {
+            loaded[slot] = gradient[(tile_tokens[slot] * cols + col) as usize];
+        }
+        #[unroll]
+        for slot in 0..AHEAD {
+            *sum += select(tile_keys[slot] == row, f32::cast_from(loaded[slot]), 0.0f32);
+        }
+        goes_on = tile_keys[comptime!(AHEAD - 1)] == row;
     }
 }
 
@@ -371,7 +451,9 @@ fn write_sums<F: Numeric, N: Size>(
     let mut vector = Vector::<F, N>::empty();
     #[unroll]
     for lane in 0..width {
-        vector[lane] = F::cast_from(sums[lane]);
+        let sum = sums[lane];
+        // Not a negative zero, which compilers make of one that is added to 0 where they take 0 + x for x.
+        vector[lane] = F::cast_from(select(sum == 0.0f32, 0.0f32, sum));
     }
     output[index as usize] = vector;
 }

@@ -15,10 +15,8 @@ use crate::{
 
 const OPERATION: &str = "rotary";
 const UNITS: usize = 256;
-/// Heads for which a unit reads the table once.
+/// Heads for which a unit reads the table once. It reads all of them before it writes the first.
 const HEADS_OF_UNIT: u32 = 8;
-/// Heads that a unit reads before it writes one of them.
-const READS: u32 = 2;
 /// Factors of a pair in the table, read at once.
 const PAIR: usize = 4;
 /// Elements of the matrix, `[2, 4]`.
@@ -270,26 +268,24 @@ fn rotary_kernel<F: Numeric, T: Numeric, N: Size, NT: Size>(
             factors[comptime!(4 * pair + 3)] =
                 spread[6usize] * of_next + spread[7usize] * of_next_too;
         }
-        for turn in 0..comptime!(HEADS_OF_UNIT / READS) {
-            let mut read = Array::<Vector<F, N>>::new(comptime!(READS as usize));
-            #[unroll]
-            for index in 0..READS {
-                let head = first + turn * READS + index;
-                if head < heads {
-                    let (outer, inner) = (head / inner, head % inner);
-                    let at = outer * from.outer + inner * from.inner + position * from.position;
-                    read[index as usize] = x[(at + col) as usize];
-                }
+        let mut read = Array::<Vector<F, N>>::new(comptime!(HEADS_OF_UNIT as usize));
+        #[unroll]
+        for index in 0..HEADS_OF_UNIT {
+            let head = first + index;
+            if head < heads {
+                let (outer, inner) = (head / inner, head % inner);
+                let at = outer * from.outer + inner * from.inner + position * from.position;
+                read[index as usize] = x[(at + col) as usize];
             }
-            #[unroll]
-            for index in 0..READS {
-                let head = first + turn * READS + index;
-                if head < heads {
-                    let (outer, inner) = (head / inner, head % inner);
-                    let at = outer * to.outer + inner * to.inner + position * to.position;
-                    let pairs = read[index as usize];
-                    out[(at + col) as usize] = turned::<F, N>(pairs, &factors, vector, is_backward);
-                }
+        }
+        #[unroll]
+        for index in 0..HEADS_OF_UNIT {
+            let head = first + index;
+            if head < heads {
+                let (outer, inner) = (head / inner, head % inner);
+                let at = outer * to.outer + inner * to.inner + position * to.position;
+                let pairs = read[index as usize];
+                out[(at + col) as usize] = turned::<F, N>(pairs, &factors, vector, is_backward);
             }
         }
     }

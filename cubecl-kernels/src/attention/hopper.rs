@@ -85,10 +85,11 @@ pub(super) fn forward<R: Runtime>(
     let mut buffers = vec![result.output.clone(), result.log_sum_exp.clone()];
     buffers.extend([query, key, value, problem.mask_words()].map(Clone::clone));
     let of_keys = problem.shape.keys * problem.head_bytes();
-    let blocks = batch * heads * queries.div_ceil(ROWS);
+    let tiles = batch * heads * queries.div_ceil(ROWS);
+    let multiprocessors = client.properties().hardware.num_streaming_multiprocessors;
     problem.launch::<Forward>(
         client,
-        blocks,
+        tiles.min(multiprocessors.unwrap_or(1) as usize),
         maps,
         buffers,
         of_keys,

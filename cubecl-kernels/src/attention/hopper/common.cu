@@ -25,8 +25,8 @@ struct Work {
     u32 batch, head, tile;
 };
 
-// A block's batch, head and tile. Heads are taken in sections whose other operands fit into the L2 cache, and of a
-// section first all first tiles, then all second ones: the caller numbers those first that take longest.
+// A batch, head and tile by their number. Heads are taken in sections whose other operands fit into the L2 cache, and of
+// a section first all first tiles, then all second ones: the caller numbers those first that take longest.
 __device__ __forceinline__ Work work_of(u32 index, u32 tiles, u32 heads, u32 batches, u32 section) {
     const u32 first = index / (section * tiles) * section;
     const u32 width = min(section, heads * batches - first);
@@ -124,20 +124,31 @@ template <int Columns> __device__ __forceinline__ void hide(float *scores, const
 
 // ---- A block's queries ----------------------------------------------------------------------------------------------
 
-// A block's batch and head, its first query, and the keys that one of its queries sees: `count` tiles of them.
+// The batch and head of a tile of queries, its first query, and the keys that one of its queries sees: `count` tiles.
 struct QueryWork {
     Work work;
     int first_query, first_tile, count;
 };
 
-template <int Keys> __device__ __forceinline__ QueryWork query_work_of(const Numbers &numbers, const Band &band) {
-    const u32 queries = numbers.queries, tiles = (queries + ROWS - 1) / ROWS;
-    const Work work = work_of(blockIdx.x, tiles, numbers.heads, numbers.batches, numbers.section);
-    // The last queries of a causal head see most.
-    const int first_query = (tiles - 1 - work.tile) * ROWS;
-    const Range keys = keys_of(band, first_query, min(first_query + ROWS, (int)queries) - 1);
-    const int first_tile = keys.first / Keys;
-    return {work, first_query, first_tile, keys.last < keys.first ? 0 : keys.last / Keys - first_tile + 1};
+// Calls visit(work) for each tile of queries that a block has. A section is dealt in whole rounds, forth and back: who
+// gets the longest of one round gets the shortest of the next.
+template <int Keys, typename Visit>
+__device__ __forceinline__ void for_query_tiles(const Numbers &numbers, const Band &band, Visit visit) {
+    const u32 queries = numbers.queries, tiles = (queries + ROWS - 1) / ROWS, section = (u32)numbers.section * tiles;
+    const u32 all = (u32)numbers.heads * (u32)numbers.batches * tiles, rounds = (section + gridDim.x - 1) / gridDim.x;
+#pragma unroll 1
+    for (u32 turn = 0; turn / rounds * section < all; turn++) {
+        const u32 first = turn / rounds * section;
+        const u32 place = turn % rounds * gridDim.x + (turn % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+        if (place >= min(section, all - first))
+            continue;
+        const Work work = work_of(first + place, tiles, numbers.heads, numbers.batches, numbers.section);
+        // The last queries of a causal head see most.
+        const int first_query = (tiles - 1 - work.tile) * ROWS;
+        const Range keys = keys_of(band, first_query, min(first_query + ROWS, (int)queries) - 1);
+        const int first_tile = keys.first / Keys;
+        visit(QueryWork{work, first_query, first_tile, keys.last < keys.first ? 0 : keys.last / Keys - first_tile + 1});
+    }
 }
 
 // ---- Products of tiles ----------------------------------------------------------------------------------------------

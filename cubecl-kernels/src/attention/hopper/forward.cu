@@ -5,7 +5,8 @@
 // Each consumer has 64 queries and walks through the keys from the last that they see to the first, so that what is
 // hidden by its place comes at once, and other tiles have nothing to hide but by a mask. The scores of a tile are
 // multiplied while the probabilities of the last one are multiplied with its values, and the exponentials of one
-// consumer run under the products of the other (FlashAttention-3: Shah et al., 2024, sections 3.1 and 3.2).
+// consumer run under the products of the other (FlashAttention-3: Shah et al., 2024, sections 3.1 and 3.2). Blocks stay
+// until there are no tiles of queries, so that the first copies of the next one run under the last products of this.
 
 #define KEYS STAGED_ROWS
 #define QUERY_BYTES (ROWS * DIM * 2)
@@ -78,145 +79,164 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                              Out *__restrict__ out, float *__restrict__ log_sum_exp, const void *, const void *,
                              const void *, const u32 *__restrict__ mask, const __grid_constant__ Numbers numbers) {
     extern __shared__ __align__(1024) unsigned char memory_[];
-    __shared__ u64 full_barriers[STAGES], empty_barriers[STAGES], query_barrier_[1];
+    __shared__ u64 full_barriers[STAGES], empty_barriers[STAGES], query_barriers[2];
 
     const u32 memory = shared_address(memory_), ring = memory + QUERY_BYTES;
     const u32 full = shared_address(full_barriers), empty = shared_address(empty_barriers);
-    const u32 query_barrier = shared_address(query_barrier_);
-    if (threadIdx.x == 0)
-        barrier_init(query_barrier, 1);
+    const u32 query_full = shared_address(query_barriers), query_empty = query_full + 8;
+    if (threadIdx.x == 0) {
+        barrier_init(query_full, 1);
+        barrier_init(query_empty, 4 * CONSUMERS);
+    }
     ring_init(full, empty);
 
     const Band band = band_of(numbers);
     const u32 queries = numbers.queries;
-    const auto [work, first_query, first_tile, count] = query_work_of<KEYS>(numbers, band);
-
-    u32 stage = 0, parity = 0;
+    u32 stage = 0, parity = 0, query_parity = 0;
 
     if (threadIdx.x < 128) {
-        // The producer's registers go to the consumers: 24 + 2 * 240 <= 3 * 168.
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
-        if (threadIdx.x > 0 || count == 0)
+        // The producer's registers go to the consumers: 40 + 2 * 232 <= 3 * 168.
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+        if (threadIdx.x == 32)
+            for_query_tiles<KEYS>(numbers, band, [&](const QueryWork &of_tile) {
+                const auto [work, first_query, first_tile, count] = of_tile;
+                if (count == 0)
+                    return;
+                barrier_wait(query_empty, query_parity ^ 1);
+                query_parity ^= 1;
+                barrier_arrive_expect(query_full, QUERY_BYTES);
+                copy_rows<ROWS>(memory, &query_map, first_query, work.head, work.batch, query_full);
+            });
+        if (threadIdx.x > 0)
             return;
-        const u32 key_head = work.head / numbers.group;
-        barrier_arrive_expect(query_barrier, QUERY_BYTES);
-        copy_rows<ROWS>(memory, &query_map, first_query, work.head, work.batch, query_barrier);
-        // In the order in which they are used: the values of a tile behind the keys of the next one.
-        for (int i = 0; i <= count; i++) {
-            for (int of_values = 0; of_values < 2; of_values++) {
-                const int tile = count - 1 - i + of_values;
-                if (tile < 0 || tile >= count)
-                    continue;
-                barrier_wait(empty + 8 * stage, parity ^ 1);
-                const u32 barrier = full + 8 * stage;
-                barrier_arrive_expect(barrier, STAGE_BYTES);
-                copy_rows<KEYS>(ring + stage * STAGE_BYTES, of_values ? &value_map : &key_map,
-                                (first_tile + tile) * KEYS, key_head, work.batch, barrier);
-                next_stage(stage, parity);
+        for_query_tiles<KEYS>(numbers, band, [&](const QueryWork &of_tile) {
+            const auto [work, first_query, first_tile, count] = of_tile;
+            const u32 key_head = work.head / numbers.group;
+            // In the order in which they are used: the values of a tile behind the keys of the next one.
+            for (int i = 0; i <= count; i++) {
+                for (int of_values = 0; of_values < 2; of_values++) {
+                    const int tile = count - 1 - i + of_values;
+                    if (tile < 0 || tile >= count)
+                        continue;
+                    barrier_wait(empty + 8 * stage, parity ^ 1);
+                    const u32 barrier = full + 8 * stage;
+                    barrier_arrive_expect(barrier, STAGE_BYTES);
+                    copy_rows<KEYS>(ring + stage * STAGE_BYTES, of_values ? &value_map : &key_map,
+                                    (first_tile + tile) * KEYS, key_head, work.batch, barrier);
+                    next_stage(stage, parity);
+                }
             }
-        }
+        });
         return;
     }
 
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
-    const u32 consumer = threadIdx.x / 128 - 1;
-    const int query = first_query + consumer * 64;
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    const u32 consumer = threadIdx.x / 128 - 1, warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
     const u32 own = memory + consumer * 64 * 128;
     const float factor = as_float(numbers.scale) * LOG2_E;
     float sums[DIM / 2], scores[KEYS / 2];
     u32 probabilities[KEYS / 4];
-    Statistics statistics = {{-INFINITE, -INFINITE}, {0.0f, 0.0f}};
     float decay[2];
+    for_query_tiles<KEYS>(numbers, band, [&](const QueryWork &of_tile) {
+        const auto [work, first_query, first_tile, count] = of_tile;
+        const int query = first_query + consumer * 64;
+        Statistics statistics = {{-INFINITE, -INFINITE}, {0.0f, 0.0f}};
 #pragma unroll
-    for (int i = 0; i < DIM / 2; i++)
-        sums[i] = 0.0f;
+        for (int i = 0; i < DIM / 2; i++)
+            sums[i] = 0.0f;
 
-    if (count > 0) {
+        if (count > 0) {
 #if MASKED
-        const int key = (first_tile + count - 1) * KEYS;
-        Hidden<KEYS> hidden = load_hidden<KEYS>(mask, numbers, work.batch, work.head, query, key);
+            const int key = (first_tile + count - 1) * KEYS;
+            Hidden<KEYS> hidden = load_hidden<KEYS>(mask, numbers, work.batch, work.head, query, key);
 #endif
-        barrier_wait(query_barrier, 0);
-        barrier_wait(full + 8 * stage, parity);
-        products_fence();
-        start_over_features<ROWS, KEYS>(scores, own, ring + stage * STAGE_BYTES);
-        products_wait<0>();
-        pin<KEYS / 2>(scores);
-        release(empty + 8 * stage);
-        next_stage(stage, parity);
-        hide(scores, band, query, (first_tile + count - 1) * KEYS);
-#if MASKED
-        hide<KEYS>(scores, hidden);
-#endif
-        exponentiate(scores, statistics, decay, factor);
-        pack_operand<KEYS>(scores, probabilities);
-        // While one consumer's products run, the other has its exponentials.
-        if (consumer == 1)
-            give_turn(0);
-        for (int tile = count - 2; tile >= 0; tile--) {
-            const u32 of_keys = stage;
-#if MASKED
-            // Under the products, which take longer.
-            hidden = load_hidden<KEYS>(mask, numbers, work.batch, work.head, query, (first_tile + tile) * KEYS);
-#endif
-            await_turn(consumer);
+            barrier_wait(query_full, query_parity);
+            query_parity ^= 1;
             barrier_wait(full + 8 * stage, parity);
-            pin<KEYS / 2>(scores);
-            pin<KEYS / 4>(probabilities);
-            pin<DIM / 2>(sums);
             products_fence();
             start_over_features<ROWS, KEYS>(scores, own, ring + stage * STAGE_BYTES);
-            next_stage(stage, parity);
-            barrier_wait(full + 8 * stage, parity);
-            start_over_rows<KEYS>(sums, probabilities, ring + stage * STAGE_BYTES, true);
-            give_turn(1 - consumer);
-            products_wait<1>();
+            products_wait<0>();
             pin<KEYS / 2>(scores);
-            release(empty + 8 * of_keys);
-            hide(scores, band, query, (first_tile + tile) * KEYS);
+            release(empty + 8 * stage);
+            next_stage(stage, parity);
+            hide(scores, band, query, (first_tile + count - 1) * KEYS);
 #if MASKED
             hide<KEYS>(scores, hidden);
 #endif
             exponentiate(scores, statistics, decay, factor);
+            pack_operand<KEYS>(scores, probabilities);
+            // While one consumer's products run, the other has its exponentials.
+            if (consumer == 1)
+                give_turn(0);
+            for (int tile = count - 2; tile >= 0; tile--) {
+                const u32 of_keys = stage;
+#if MASKED
+                // Under the products, which take longer.
+                hidden = load_hidden<KEYS>(mask, numbers, work.batch, work.head, query, (first_tile + tile) * KEYS);
+#endif
+                await_turn(consumer);
+                barrier_wait(full + 8 * stage, parity);
+                pin<KEYS / 2>(scores);
+                pin<KEYS / 4>(probabilities);
+                pin<DIM / 2>(sums);
+                products_fence();
+                start_over_features<ROWS, KEYS>(scores, own, ring + stage * STAGE_BYTES);
+                next_stage(stage, parity);
+                barrier_wait(full + 8 * stage, parity);
+                start_over_rows<KEYS>(sums, probabilities, ring + stage * STAGE_BYTES, true);
+                give_turn(1 - consumer);
+                products_wait<1>();
+                pin<KEYS / 2>(scores);
+                release(empty + 8 * of_keys);
+                hide(scores, band, query, (first_tile + tile) * KEYS);
+#if MASKED
+                hide<KEYS>(scores, hidden);
+#endif
+                exponentiate(scores, statistics, decay, factor);
+                products_wait<0>();
+                pin<DIM / 2>(sums);
+                pin<KEYS / 4>(probabilities);
+                release(empty + 8 * stage);
+                next_stage(stage, parity);
+#pragma unroll
+                for (int i = 0; i < DIM / 2; i++)
+                    sums[i] *= decay[i / 2 % 2];
+                pack_operand<KEYS>(scores, probabilities);
+            }
+            if (consumer == 0)
+                await_turn(0);
+            // The next queries may be copied over these. Not before the first consumer's last turn: they are what the
+            // other one waits for before it gives that a turn again.
+            release(query_empty);
+            barrier_wait(full + 8 * stage, parity);
+            pin<KEYS / 4>(probabilities);
+            pin<DIM / 2>(sums);
+            products_fence();
+            start_over_rows<KEYS>(sums, probabilities, ring + stage * STAGE_BYTES, true);
             products_wait<0>();
             pin<DIM / 2>(sums);
-            pin<KEYS / 4>(probabilities);
             release(empty + 8 * stage);
             next_stage(stage, parity);
-#pragma unroll
-            for (int i = 0; i < DIM / 2; i++)
-                sums[i] *= decay[i / 2 % 2];
-            pack_operand<KEYS>(scores, probabilities);
         }
-        if (consumer == 0)
-            await_turn(0);
-        barrier_wait(full + 8 * stage, parity);
-        pin<KEYS / 4>(probabilities);
-        pin<DIM / 2>(sums);
-        products_fence();
-        start_over_rows<KEYS>(sums, probabilities, ring + stage * STAGE_BYTES, true);
-        products_wait<0>();
-        pin<DIM / 2>(sums);
-    }
 
-    const u32 warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
-    const u32 head = work.batch * numbers.heads + work.head;
+        const u32 head = work.batch * numbers.heads + work.head;
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
-        float sum = statistics.sum[h];
-        sum += __shfl_xor_sync(EVERYONE, sum, 1);
-        sum += __shfl_xor_sync(EVERYONE, sum, 2);
-        const bool is_empty = sum == 0.0f;
-        const float inverse = 1.0f / sum;
+        for (int h = 0; h < 2; h++) {
+            float sum = statistics.sum[h];
+            sum += __shfl_xor_sync(EVERYONE, sum, 1);
+            sum += __shfl_xor_sync(EVERYONE, sum, 2);
+            const bool is_empty = sum == 0.0f;
+            const float inverse = 1.0f / sum;
 #pragma unroll
-        for (int j = 0; j < DIM / 8; j++)
+            for (int j = 0; j < DIM / 8; j++)
 #pragma unroll
-            for (int e = 0; e < 2; e++)
-                sums[4 * j + 2 * h + e] = is_empty ? 0.0f : sums[4 * j + 2 * h + e] * inverse;
-        const u32 row = query + warp * 16 + lane / 4 + 8 * h;
-        if (lane % 4 == 0 && row < queries)
-            log_sum_exp[(u64)head * queries + row] =
-                is_empty ? -INFINITE : statistics.largest[h] * as_float(numbers.scale) + logf(sum);
-    }
-    write_head(sums, out, work, numbers.heads, query + warp * 16, queries, numbers.value_width);
+                for (int e = 0; e < 2; e++)
+                    sums[4 * j + 2 * h + e] = is_empty ? 0.0f : sums[4 * j + 2 * h + e] * inverse;
+            const u32 row = query + warp * 16 + lane / 4 + 8 * h;
+            if (lane % 4 == 0 && row < queries)
+                log_sum_exp[(u64)head * queries + row] =
+                    is_empty ? -INFINITE : statistics.largest[h] * as_float(numbers.scale) + logf(sum);
+        }
+        write_head(sums, out, work, numbers.heads, query + warp * 16, queries, numbers.value_width);
+    });
 }
