@@ -184,7 +184,12 @@ pub fn of_library(model: &model::Decoder<Library>, batch: &Batch<Library>) -> Ve
         (Number::E5M2, 128),
     ];
     let errors = contexts.into_iter().map(|(number, group)| {
-        let [model, norms, worst_norm] = gradients(Some(Context { number, group })).beside(&exact);
+        let [model, norms, worst_norm] = gradients(Some(Context {
+            number,
+            group,
+            exact_attention: false,
+        }))
+        .beside(&exact);
         ContextError {
             saved: Saved::All,
             numbers: Numbers::Format(number).name(),

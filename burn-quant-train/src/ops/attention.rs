@@ -9,7 +9,7 @@ use crate::data::{
         ComposedGradients, FlashForward, FlashGradients, FlashOutput, Gradients,
     },
 };
-use crate::saved::{HeldTensor, recorded::Recorded};
+use crate::saved::{HeldTensor, recorded::Recorded, scope};
 
 /// Attention of Q, K, V and, if there are four inputs, a bias, of one dtype, on a device that has kernels for it.
 #[derive(Debug, Clone)]
@@ -50,10 +50,11 @@ impl<B: DataBackend> Inputs<B> {
         if let Some(bias) = &bias {
             bias.cell().keep_exact();
         }
-        Self {
-            of_heads: [query, key, value],
-            bias,
+        let of_heads = [query, key, value];
+        if scope::context().is_some_and(|context| context.exact_attention) {
+            of_heads.iter().for_each(|input| input.cell().keep_exact());
         }
+        Self { of_heads, bias }
     }
 
     fn stay_exact(&self) -> bool {
@@ -93,7 +94,15 @@ impl<B: DataBackend, const N: usize> Recorded<B, N> for Attention<B> {
                 let forward = B::run(FlashForward { options }, values);
                 let forward = forward.map(|tensor| HeldTensor::of("attention", tensor));
                 let output = forward.output.clone();
-                (output, inputs.stay_exact().then_some(forward))
+                let forward = inputs.stay_exact().then_some(forward);
+                if let Some(forward) = &forward {
+                    let FlashOutput {
+                        output,
+                        log_sum_exp,
+                    } = forward;
+                    [output, log_sum_exp].map(|tensor| tensor.cell().keep_exact());
+                }
+                (output, forward)
             }
             AttentionWay::Composed => {
                 let output = B::run(ComposedForward { options }, values);

@@ -12,6 +12,8 @@ pub struct Context {
     pub number: Number,
     /// Neighbours that share a scale: a power of two from 16 to 1,024.
     pub group: usize,
+    /// True where the queries, keys and values of attention, and what it gives, wait as they are.
+    pub exact_attention: bool,
 }
 
 impl Context {
@@ -55,6 +57,7 @@ macro_rules! formats {
             const CONTEXT: Option<Context> = Some(Context {
                 number: Number::$number,
                 group: GROUP,
+                exact_attention: false,
             });
         }
     )* };
@@ -69,6 +72,24 @@ formats! {
     E4M3: E4M3,
     /// INT4: 0.53 bytes an element in groups of 128. For measurements: gradients suffer.
     Int4: Int4,
+}
+
+/// Format `F` for all but attention: its queries, keys and values wait as they are, and so does what it gives.
+///
+/// Of those that wait compressed, attention's forward pass is computed once more in the backward pass. This is for who
+/// has the memory, and not the time. It is so where attention is one operation: Burn's `attention`, and compositions in
+/// which the decorator finds it.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct ExactAttention<F>(PhantomData<F>);
+
+impl<F: ContextFormat> ContextFormat for ExactAttention<F> {
+    const CONTEXT: Option<Context> = match F::CONTEXT {
+        Some(context) => Some(Context {
+            exact_attention: true,
+            ..context
+        }),
+        None => None,
+    };
 }
 
 /// Recipe `R` with contexts of format `F`.

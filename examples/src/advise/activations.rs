@@ -279,13 +279,19 @@ impl Step<'_> {
             waits: Waits::Again,
         };
         let composes_rotary = self.model.family == Family::Llama && self.is_burns();
-        let mut values = vec![self.values(3 * layers, self.model.heads_width(), Waits::Compressed)];
+        let operands = match self.attention {
+            AttentionForm::Composed => Waits::Compressed,
+            AttentionForm::Products | AttentionForm::Flash | AttentionForm::Tiles => {
+                self.around_attention()
+            }
+        };
+        let mut values = vec![self.values(3 * layers, self.model.heads_width(), operands)];
         values.extend(composes_rotary.then_some(rotary));
         match self.attention {
             AttentionForm::Composed => values.extend(self.scores()),
             AttentionForm::Products => {}
             // Of inputs that wait compressed the kernel's output is computed again.
-            AttentionForm::Flash | AttentionForm::Tiles if self.context.is_some() => {}
+            AttentionForm::Flash | AttentionForm::Tiles if self.computes_attention_again() => {}
             AttentionForm::Flash | AttentionForm::Tiles => {
                 values.push(Value {
                     size: FULL,
@@ -298,6 +304,19 @@ impl Step<'_> {
             }
         }
         values
+    }
+
+    /// True where attention's operands wait compressed.
+    fn computes_attention_again(&self) -> bool {
+        self.context.is_some_and(|context| !context.exact_attention)
+    }
+
+    /// How waits what attention reads, and what it gives where it saves that, if it is one operation.
+    fn around_attention(&self) -> Waits {
+        match self.computes_attention_again() {
+            true => Waits::Compressed,
+            false => Waits::Exact,
+        }
     }
 
     /// Scores before their exponential, and behind it before and after the division, and the largest of each row.
@@ -387,7 +406,10 @@ impl Step<'_> {
         let readers = self.readers(reads);
         let waits = match reads {
             Reads::Attention | Reads::FeedForward | Reads::Inside => self.products(),
-            Reads::Heads => Waits::Compressed,
+            Reads::Heads => match self.attention {
+                AttentionForm::Flash | AttentionForm::Tiles => self.around_attention(),
+                AttentionForm::Composed | AttentionForm::Products => Waits::Compressed,
+            },
         };
         let float = self
             .values(1, self.model.features(reads), waits)

@@ -312,7 +312,11 @@ fn computed_bytes_are_those_that_are_counted() {
         .map(|(_, ((&recipe, contexts), &optimizer))| subject(recipe, contexts, optimizer))
         .collect();
     let mixed = NAMES[0];
-    for contexts in [Contexts::Exact, Contexts::Int10] {
+    for contexts in [
+        Contexts::Exact,
+        Contexts::Int10,
+        Contexts::Int8ExactAttention,
+    ] {
         // Without scores there is less to save: more of it, beside the same nodes.
         subjects.push(Subject {
             compute: Compute::F16,

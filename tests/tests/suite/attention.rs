@@ -11,8 +11,8 @@ use burn_quant_train::{
     QuantTrain,
     data::DataBackend,
     recipe::{
-        MixedPrecision, Number, Recipe,
-        context::{Contexts, Int10},
+        ComputeDtype, MixedPrecision, Number, Recipe,
+        context::{Contexts, Exact, ExactAttention, Int10},
     },
     saved::{ActivationReport, Recording, report::Form},
 };
@@ -28,6 +28,7 @@ on_every_backend! {
     untracked_operands_get_no_gradient => untracked;
     attention_saves_no_scores => saves_no_scores;
     contexts_compress_queries_keys_and_values => compresses;
+    exact_attention_waits_as_it_is => keeps_attention;
     inference_shares_heads => shares_heads_in_inference;
     evaluation_gives_what_training_gives => evaluates_as_it_trains;
 }
@@ -402,6 +403,24 @@ fn compresses<B: DataBackend>(seed: u64) {
         .iter()
         .filter(|value| value.elements > 2 * 128 * 32);
     assert_eq!(large.count(), 0, "scores:\n{saved}");
+}
+
+/// Nothing else of this model may be compressed.
+fn keeps_attention<B: DataBackend>(seed: u64) {
+    fn both<B: DataBackend, E: ComputeDtype>(seed: u64) -> [ActivationReport; 2] {
+        type Of<B, E, F> = QuantTrain<Autodiff<B>, Contexts<MixedPrecision<E>, F>>;
+        [
+            saved_by::<Of<B, E, ExactAttention<Int10>>>(seed, 128),
+            saved_by::<Of<B, E, Exact>>(seed, 128),
+        ]
+    }
+    let [half, brain] = has_16_bits::<B>();
+    let [saved, exact] = match (half, brain) {
+        (true, _) => both::<B, f16>(seed),
+        (_, true) => both::<B, bf16>(seed),
+        (false, false) => return,
+    };
+    assert_eq!(saved.to_string(), exact.to_string(), "seed {seed}");
 }
 
 /// Without autodiff, where Burn's kernels have as many heads of keys as of queries.
