@@ -24,6 +24,7 @@ use crate::{
 };
 
 pub(crate) mod absmax;
+pub(crate) mod beside;
 pub(crate) mod block;
 pub(crate) mod buffers;
 mod delayed;

@@ -7,21 +7,29 @@
 //! ```
 //!
 //! Each input is read once, as floats or as [numbers with scales](mod@crate::operator_input), and each output written
-//! once. All arithmetic is FP32, rounded once at the end.
+//! once; the copies in which inputs wait for the backward pass, where they are wanted, in the same launch. All
+//! arithmetic is FP32, rounded once at the end.
 
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
 use crate::{
-    device::{array, cube_grid, empty},
+    device::{array, cube_grid, empty, vector_width},
     error::KernelError,
     fast,
+    number::storage::RUN,
     operator_input::{
         OperatorInput, Pieces, check_alike, prepare_alike, read_input, read_piece, write_piece,
     },
-    quantize::whole_runs::RunGrid,
+    quantize::{
+        QuantizeSpec, Quantized,
+        beside::{Beside, CUBE_UNITS, GroupCopy, write_group_copy},
+        whole_runs::RunGrid,
+    },
+    rounding::{RandomStream, random_stream},
 };
 
 const OPERATION: &str = "swiglu";
+const OPERATION_COMPRESSING: &str = "swiglu_compressing";
 const OPERATION_BACKWARD: &str = "swiglu_backward";
 const UNITS: usize = 256;
 
@@ -77,6 +85,60 @@ pub fn swiglu<'a, R: Runtime>(
         }
     }
     Ok(output)
+}
+
+/// [`swiglu`] of two matrices of floats, and their copies by `spec`, each [`quantize`](crate::quantize::quantize())'s to
+/// the bit. Rows are whole groups, to nearest, row-major, by scales that do not depend on the matrix.
+///
+/// # Errors
+///
+/// When the inputs are no matrices of floats, differ in shape or type, or are not contiguous, or `spec` is none of these.
+pub fn swiglu_compressing<R: Runtime>(
+    client: &ComputeClient<R>,
+    gate: &TensorHandle<R>,
+    up: &TensorHandle<R>,
+    spec: &QuantizeSpec,
+) -> Result<(TensorHandle<R>, [Quantized<R>; 2]), KernelError> {
+    let inputs = [("gate", gate.into()), ("up", up.into())];
+    let len = check_alike(client, OPERATION_COMPRESSING, &inputs)?;
+    let [of_gate, of_up] = [
+        Beside::of(client, OPERATION_COMPRESSING, gate, spec)?,
+        Beside::of(client, OPERATION_COMPRESSING, up, spec)?,
+    ];
+    let output = empty(client, gate.shape().to_vec(), gate.dtype);
+    let runs = len / RUN;
+    if runs > 0 {
+        let width = vector_width(RUN, &[gate, up, &output]);
+        let (vector, dtype) = of_gate.vector();
+        // SAFETY: accesses are guarded by the number of runs, which is that of all tensors.
+        #[allow(unsafe_code)]
+        unsafe {
+            swiglu_compressing_kernel::launch_unchecked::<R>(
+                client,
+                cube_grid(runs.div_ceil(CUBE_UNITS)),
+                CubeDim::new_1d(CUBE_UNITS as u32),
+                width,
+                vector,
+                array(gate.clone()),
+                array(up.clone()),
+                array(output.clone()),
+                of_gate.values(),
+                array(of_gate.output.scales.clone()),
+                of_up.values(),
+                array(of_up.output.scales.clone()),
+                random_stream(spec.rounding),
+                spec.number.largest(),
+                0,
+                runs as u32,
+                width,
+                of_gate.copy,
+                gate.dtype,
+                dtype,
+                of_gate.output.scales.dtype,
+            );
+        }
+    }
+    Ok((output, [of_gate.output, of_up.output]))
 }
 
 /// The gradients of `gate` and of `up`, in this order, from that of `silu(gate) * up`.
@@ -164,6 +226,56 @@ fn swiglu_kernel<X: Numeric, S: Numeric, F: Numeric, NX: Size, N: Size>(
         out[index] = gates[index] * sigmoid * ups[index];
     }
     write_piece::<F, N>(output, &out, at, pieces.len, pieces.width);
+}
+
+#[cube(launch_unchecked)]
+#[allow(clippy::too_many_arguments)]
+fn swiglu_compressing_kernel<F: Numeric, N: Size, V: Numeric, NV: Size, S: Numeric>(
+    gate: &Array<Vector<F, N>>,
+    up: &Array<Vector<F, N>>,
+    output: &mut Array<Vector<F, N>>,
+    gate_values: &mut Array<Vector<V, NV>>,
+    gate_scales: &mut Array<S>,
+    up_values: &mut Array<Vector<V, NV>>,
+    up_scales: &mut Array<S>,
+    random: RandomStream,
+    largest: f32,
+    zero: u32,
+    runs: u32,
+    #[comptime] width: usize,
+    #[comptime] copy: GroupCopy,
+    #[define(F)] _dtype: StorageType,
+    #[define(V)] _values_dtype: StorageType,
+    #[define(S)] _scales_dtype: StorageType,
+) {
+    let at = CUBE_POS as u32 * comptime!(CUBE_UNITS as u32) + UNIT_POS;
+    // Units past the last run wait with the others.
+    let from = min(at, runs - 1);
+    let gates = read_piece::<F, N>(gate, from, RUN, width);
+    let ups = read_piece::<F, N>(up, from, RUN, width);
+    if at < runs {
+        let mut out = Array::<f32>::new(RUN);
+        #[unroll]
+        for index in 0..RUN {
+            let (sigmoid, _) = sigmoids(gates[index]);
+            out[index] = gates[index] * sigmoid * ups[index];
+        }
+        write_piece::<F, N>(output, &out, at, RUN, width);
+    }
+    write_group_copy::<V, NV, S>(
+        gate_values,
+        gate_scales,
+        &gates,
+        at,
+        runs,
+        &random,
+        largest,
+        zero,
+        copy,
+    );
+    write_group_copy::<V, NV, S>(
+        up_values, up_scales, &ups, at, runs, &random, largest, zero, copy,
+    );
 }
 
 #[cube(launch_unchecked)]

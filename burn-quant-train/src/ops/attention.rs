@@ -96,11 +96,8 @@ impl<B: DataBackend, const N: usize> Recorded<B, N> for Attention<B> {
                 let output = forward.output.clone();
                 let forward = inputs.stay_exact().then_some(forward);
                 if let Some(forward) = &forward {
-                    let FlashOutput {
-                        output,
-                        log_sum_exp,
-                    } = forward;
-                    [output, log_sum_exp].map(|tensor| tensor.cell().keep_exact());
+                    forward.output.cell().keep_exact();
+                    forward.log_sum_exp.cell().keep_exact();
                 }
                 (output, forward)
             }

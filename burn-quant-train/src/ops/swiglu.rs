@@ -1,13 +1,17 @@
 //! The gate of SwiGLU, which saves its two inputs (Shazeer, 2020, equation 6).
 
-use burn_backend::tensor::FloatTensor;
+use burn_backend::{TensorMetadata, tensor::FloatTensor};
 
 use crate::{
     data::{
         DataBackend,
-        composition::{SwigluForward, SwigluGradients},
+        composition::{SwigluCompressing, SwigluForward, SwigluGradients},
     },
-    saved::{HeldTensor, recorded::Recorded},
+    saved::{
+        HeldTensor,
+        compress::{Compress, matrix_form},
+        recorded::Recorded,
+    },
 };
 
 /// `silu(gate) up`, of one shape and dtype.
@@ -24,10 +28,27 @@ impl<B: DataBackend> Recorded<B, 2> for Swiglu {
     fn forward(
         self,
         inputs: [HeldTensor<B>; 2],
-        _wanted: [bool; 2],
+        wanted: [bool; 2],
     ) -> (HeldTensor<B>, Self::Saved) {
-        let [gate, up] = inputs.clone().map(HeldTensor::into_input);
-        let output = B::run(SwigluForward, (gate, up));
+        let contexts = inputs.each_ref().map(|input| input.cell().context());
+        let output = match contexts {
+            [Some(context), Some(other)] if context == other && wanted.contains(&true) => {
+                let [gate, up] = inputs.clone().map(HeldTensor::into_value);
+                let compressing = SwigluCompressing {
+                    spec: Compress { context }.spec(),
+                    matrix: matrix_form(&gate.shape(), context.group),
+                };
+                let (output, (of_gate, of_up)) = B::run(compressing, (gate, up));
+                for (input, compressed) in inputs.iter().zip([of_gate, of_up]) {
+                    input.cell().keep_compressed(compressed);
+                }
+                output
+            }
+            _ => {
+                let [gate, up] = inputs.clone().map(HeldTensor::into_input);
+                B::run(SwigluForward, (gate, up))
+            }
+        };
         (HeldTensor::of("swiglu", output), inputs)
     }
 

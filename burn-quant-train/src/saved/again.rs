@@ -71,6 +71,11 @@ impl<B: DataBackend> Origin<B> {
         }
     }
 
+    /// True if it is cheap to do again.
+    pub(super) fn is_cheap(&self) -> bool {
+        self.computation.is_some()
+    }
+
     /// The cells that are still there of those that led to this one.
     pub(super) fn made_from(&self) -> impl Iterator<Item = Arc<Cell<B>>> {
         let cells = self.operands.iter().chain(&self.earlier);

@@ -45,6 +45,8 @@ pub struct Cell<B: DataBackend> {
     dtype: DType,
     device: Device<B>,
     state: Mutex<State<B>>,
+    /// What it will be compressed to, where a kernel that read it has made that already.
+    compressed: Mutex<Option<Quantized<B>>>,
     /// The operation that made it, if what it makes may be compressed.
     origin: Option<Origin<B>>,
     /// The format in which it may wait; `None` for what is not made by the forward pass.
@@ -197,6 +199,7 @@ impl<B: DataBackend> HeldTensor<B> {
             dtype,
             device,
             state: Mutex::new(state),
+            compressed: Mutex::default(),
             origin,
             context,
             exact: AtomicBool::new(false),
@@ -452,6 +455,26 @@ impl<B: DataBackend> Cell<B> {
         }
     }
 
+    /// The format in which it will wait, if it lies in the order of its elements and forward code lets go of it before
+    /// the backward pass.
+    pub(crate) fn context(&self) -> Option<Context> {
+        let is_exact = self.stays_exact() || self.is_mask || self.swapped.is_some();
+        let is_made_again = self.is_in_block() || self.origin().is_some_and(Origin::is_cheap);
+        let is_there = matches!(&*self.lock(), State::Exact(_)) && self.is_of_floats();
+        self.context
+            .filter(|_| is_there && !is_exact && !is_made_again)
+    }
+
+    /// Takes what it will be compressed to, in the format of its [`context`](Self::context).
+    pub(crate) fn keep_compressed(&self, matrix: Quantized<B>) {
+        *lock(&self.compressed) = Some(matrix);
+    }
+
+    /// True for a dtype that is compressed.
+    fn is_of_floats(&self) -> bool {
+        matches!(self.dtype, DType::F32 | DType::BF16 | DType::F16)
+    }
+
     fn is_exact(&self) -> bool {
         self.exact.load(Ordering::Relaxed)
     }
@@ -574,10 +597,10 @@ impl<B: DataBackend> AnyCell for Cell<B> {
     }
 
     fn compress(self: Arc<Self>) {
-        let is_float = matches!(self.dtype, DType::F32 | DType::BF16 | DType::F16);
         let packs = self.is_mask || self.context.is_some();
         let waits = !self.has_handles() && self.holders() > 0;
-        if !(is_float && packs && waits) || self.is_exact() {
+        let compressed = lock(&self.compressed).take();
+        if !(self.is_of_floats() && packs && waits) || self.is_exact() {
             return;
         }
         // By ownership: in a fused stream the last read of a tensor is what frees it.
@@ -588,6 +611,10 @@ impl<B: DataBackend> AnyCell for Cell<B> {
                     (true, _) => State::Bits(Bits::of(value)),
                     (false, None) => State::Exact(value),
                     (false, Some(context)) => {
+                        if let Some(matrix) = compressed {
+                            *state = State::Compressed(matrix);
+                            return;
+                        }
                         let value = match self.swapped {
                             None => value,
                             Some([a, b]) => B::float_swap_dims(value, a, b),

@@ -22,7 +22,8 @@ pub struct Compress {
 }
 
 impl Compress {
-    fn spec(&self) -> QuantizeSpec {
+    /// How the matrix is quantized.
+    pub(crate) fn spec(&self) -> QuantizeSpec {
         QuantizeSpec::new(self.context.number, Granularity::Group(self.context.group))
             .with_rounding(Rounding::Nearest)
             .with_layout(Layout::RowMajor)
@@ -70,7 +71,7 @@ impl Operation for Decompress {
 }
 
 /// Rows and columns of a tensor as a matrix: so many of its last dimensions are columns that they fill a group.
-fn matrix_form(shape: &Shape, group: usize) -> [usize; 2] {
+pub(crate) fn matrix_form(shape: &Shape, group: usize) -> [usize; 2] {
     let mut cols = 1;
     for &dim in shape.as_slice().iter().rev() {
         if cols >= group {

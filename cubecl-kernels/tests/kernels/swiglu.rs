@@ -32,14 +32,19 @@ pub mod on_device {
     use cubecl::{ir::StorageType, std::tensor::TensorHandle};
     use cubecl_kernels::{
         KernelError,
+        granularity::Granularity,
+        layout::Layout,
+        number::Number,
+        quantize::{QuantizeSpec, quantize},
+        rounding::{Rounding, StochasticKey},
         shape::MatrixShape,
         swiglu as kernels,
-        swiglu::{swiglu as kernel, swiglu_backward as backward_kernel},
+        swiglu::{swiglu as kernel, swiglu_backward as backward_kernel, swiglu_compressing},
     };
 
     use super::*;
     use crate::device::{
-        Tensor, client, dtype, float_types, read_float, rounded, upload, upload_i32,
+        Tensor, client, drawn, dtype, float_types, read, read_float, rounded, upload, upload_i32,
         upload_with_offset,
     };
 
@@ -230,6 +235,98 @@ pub mod on_device {
                 }
             }
         }
+    }
+
+    fn of_groups(number: Number, group: usize) -> QuantizeSpec {
+        QuantizeSpec::new(number, Granularity::Group(group)).with_layout(Layout::RowMajor)
+    }
+
+    /// Of every number, in cubes that are full and that are not, of values that are not finite too.
+    #[test]
+    fn copies_are_those_of_the_quantizer() {
+        let (client, mut random) = (client(), Random::fresh());
+        let numbers = [
+            Number::Int8,
+            Number::Int10,
+            Number::Int4,
+            Number::E4M3,
+            Number::E5M2,
+        ];
+        let shapes = [
+            (16, [1, 16]),
+            (16, [37, 48]),
+            (32, [300, 96]),
+            (128, [33, 768]),
+            (128, [1, 128]),
+            (1024, [5, 2048]),
+        ];
+        for float in float_types(&client) {
+            let cases = numbers
+                .iter()
+                .flat_map(|number| shapes.map(|shape| (*number, shape)));
+            for (number, (group, shape)) in drawn(&mut random, cases, 6) {
+                let spec = of_groups(number, group);
+                let mut draw = || {
+                    let values = random.with_special_values(MatrixShape::new(shape[0], shape[1]));
+                    upload(&client, &values, &shape, float)
+                };
+                let inputs = [draw(), draw()];
+                let [gate, up] = &inputs;
+                let (output, copies) =
+                    swiglu_compressing(&client, gate, up, &spec).expect("whole groups");
+                let what = format!("{number:?}, groups of {group}, {float} {shape:?}");
+                let expected = kernel(&client, gate, up).expect("tensors of one shape");
+                let bits = |tensor: &Tensor| {
+                    let values = read_float(&client, tensor).into_iter();
+                    // NaN of any sign and payload.
+                    values
+                        .map(|value| {
+                            if value.is_nan() {
+                                f32::NAN.to_bits()
+                            } else {
+                                value.to_bits()
+                            }
+                        })
+                        .collect::<Vec<_>>()
+                };
+                assert_eq!(bits(&output), bits(&expected), "{what}");
+                for (copy, input) in copies.iter().zip(&inputs) {
+                    let expected = quantize(&client, input, &spec).expect("a matrix");
+                    assert_eq!(copy.shape, expected.shape, "{what}");
+                    assert_eq!(bits(&copy.scales), bits(&expected.scales), "{what}: scales");
+                    let [copy, expected] =
+                        [copy, &expected].map(|it| it.values.as_ref().expect("a row-major copy"));
+                    assert_eq!(
+                        (copy.shape(), copy.dtype),
+                        (expected.shape(), expected.dtype)
+                    );
+                    let (copy, expected) =
+                        (read::<u8>(&client, copy), read::<u8>(&client, expected));
+                    assert!(copy == expected, "{what}: values");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn copies_that_it_does_not_write() {
+        let client = client();
+        let matrix = upload(&client, &[1.0; 96], &[2, 48], dtype::<f32>());
+        let key = StochasticKey { seed: 1, stream: 2 };
+        let groups = of_groups(Number::Int8, 16);
+        for spec in [
+            of_groups(Number::Int8, 32),
+            groups.with_layout(Layout::Both),
+            groups.with_rounding(Rounding::Stochastic(key)),
+            groups.with_granularity(Granularity::Token),
+        ] {
+            let error = swiglu_compressing(&client, &matrix, &matrix, &spec).unwrap_err();
+            assert!(matches!(error, KernelError::Unsupported { .. }), "{error}");
+        }
+        let nothing = upload(&client, &[], &[0, 48], dtype::<f32>());
+        let (output, _) = swiglu_compressing(&client, &nothing, &nothing, &groups)
+            .expect("no rows of whole groups");
+        assert_eq!(output.shape()[..], [0, 48]);
     }
 
     #[test]

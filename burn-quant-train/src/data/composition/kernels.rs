@@ -5,9 +5,10 @@ use burn_backend::{
     tensor::{Device, FloatTensor, IntTensor},
 };
 
-use cubecl_kernels::{rotary::RotaryPass, sum::Reduction};
+use cubecl_kernels::{quantize::QuantizeSpec, rotary::RotaryPass, sum::Reduction};
 
 use super::OperatorInput;
+use crate::data::quantize::Quantized;
 
 /// Compositions on a backend that holds data.
 pub trait CompositionKernels: Backend {
@@ -60,6 +61,9 @@ pub struct Compositions<B: Backend> {
     pub gelu_backward: fn(OperatorInput<B>, FloatTensor<B>) -> FloatTensor<B>,
     /// `silu(gate) up`.
     pub swiglu: fn(GateInputs<B>) -> FloatTensor<B>,
+    /// The same of two matrices of floats, and their copies by a specification, whose rows are whole groups of it.
+    pub swiglu_compressing:
+        fn(Pair<B>, &QuantizeSpec) -> (FloatTensor<B>, (Quantized<B>, Quantized<B>)),
     /// The gradients of gate and up: of both, and of the gradient of the output.
     pub swiglu_backward: fn(GateInputs<B>, FloatTensor<B>) -> Pair<B>,
     /// The logarithm of the softmax of each row, FP32, of x `[.., columns]`, of any float dtype.

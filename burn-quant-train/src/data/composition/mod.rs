@@ -20,5 +20,6 @@ pub use kernels::{
 pub(crate) use operations::{
     EmbeddingGradient, GeluForward, GeluGradient, LayerNormForward, LayerNormGradients,
     LogSoftmaxForward, LogSoftmaxGradient, RmsNormForward, RmsNormGradients, RotaryPositions,
-    SumOfElements, SwigluForward, SwigluGradients, gradient_of_terms, with_other,
+    SumOfElements, SwigluCompressing, SwigluForward, SwigluGradients, gradient_of_terms,
+    with_other,
 };

@@ -5,7 +5,9 @@ use burn_backend::{
     tensor::{FloatTensor, IntTensor},
 };
 
-use cubecl_kernels::{rotary::RotaryPass, sum::Reduction};
+use cubecl_kernels::{
+    granularity::Granularity, quantize::QuantizeSpec, rotary::RotaryPass, sum::Reduction,
+};
 
 use super::{
     OperatorInput, floats,
@@ -14,6 +16,7 @@ use super::{
 use crate::data::{
     kernels::Kernels,
     operation::Operation,
+    quantize::Quantized,
     tensors::{FloatMeta, IntMeta, On, Outline, Tensors},
 };
 
@@ -193,6 +196,58 @@ impl Operation for SwigluForward {
             None => {
                 let (gate, up) = inputs;
                 floats::swiglu::<K>((gate.into_floats(), up.into_floats()))
+            }
+        }
+    }
+}
+
+/// The same of floats, and the copies in which gate and up wait for the backward pass.
+#[derive(Debug, Clone)]
+pub(crate) struct SwigluCompressing {
+    /// The specification of the copies.
+    pub spec: QuantizeSpec,
+    /// The rows and columns of the matrices that are copied.
+    pub matrix: [usize; 2],
+}
+
+impl SwigluCompressing {
+    /// True where a kernel writes the copies: rows are whole groups.
+    fn has_whole_groups(&self) -> bool {
+        let Granularity::Group(group) = self.spec.granularity else {
+            return false;
+        };
+        self.matrix[1].is_multiple_of(group)
+    }
+}
+
+impl Operation for SwigluCompressing {
+    const NAME: &'static str = "swiglu_compressing";
+    /// gate and up.
+    type Inputs = (FloatMeta, FloatMeta);
+    type Outputs = (FloatMeta, (Quantized<Outline>, Quantized<Outline>));
+
+    fn outline<T: Tensors>(&self, (gate, _): &On<Self::Inputs, T>) -> Self::Outputs {
+        let copy = || Quantized::outline(self.matrix, &self.spec);
+        (FloatMeta::of(gate), (copy(), copy()))
+    }
+
+    fn run<K: Kernels>(self, inputs: On<Self::Inputs, K>) -> On<Self::Outputs, K> {
+        let shape = inputs.0.shape();
+        let kernels = K::composition_kernels(&K::float_device(&inputs.0));
+        let matrix = |tensor| K::float_reshape(tensor, Shape::new(self.matrix));
+        match kernels.filter(|_| self.has_whole_groups()) {
+            Some(kernels) => {
+                let inputs = (matrix(inputs.0), matrix(inputs.1));
+                let (output, copies) = (kernels.swiglu_compressing)(inputs, &self.spec);
+                (K::float_reshape(output, shape), copies)
+            }
+            None => {
+                let (gate, up) = inputs.clone();
+                let copy = |tensor| K::quantize_matrix(matrix(tensor), &self.spec);
+                let copies = (copy(gate), copy(up));
+                let (gate, up) = inputs;
+                let inputs = (OperatorInput::Floats(gate), OperatorInput::Floats(up));
+                (SwigluForward.run::<K>(inputs), copies)
             }
         }
     }

@@ -19,7 +19,7 @@ use cubecl_kernels::{
 };
 
 use super::{
-    quantize::{on_device, unwrap},
+    quantize::{on_device, unwrap, wrap},
     tensors::{Cube, handle, reshaped, tensor},
 };
 use crate::data::{
@@ -28,7 +28,7 @@ use crate::data::{
         OutputGradient, operations::rows_and_columns,
     },
     kernels::checked,
-    quantize::QuantizeKernels,
+    quantize::{QuantizeKernels, QuantizeSpec, Quantized},
 };
 
 impl<R: CubeRuntime, F: FloatElement, I: IntElement, BT: BoolElement> CompositionKernels
@@ -49,6 +49,7 @@ where
             gelu: gelu::<Self, R>,
             gelu_backward: gelu_backward::<Self, R>,
             swiglu: swiglu::<Self, R>,
+            swiglu_compressing: swiglu_compressing::<Self, R>,
             swiglu_backward: swiglu_backward::<Self, R>,
             rotary: rotary::<R>,
             log_softmax: log_softmax::<R>,
@@ -245,6 +246,17 @@ fn swiglu<B: Cube<R> + QuantizeKernels, R: CubeRuntime>(
     let (gate, up) = (Rows::of(gate), Rows::of(up));
     let output = swiglu::swiglu(gate.client(), gate.input(), up.input());
     gate.result(checked(output))
+}
+
+fn swiglu_compressing<B: Cube<R>, R: CubeRuntime>(
+    (gate, up): Two<R>,
+    spec: &QuantizeSpec,
+) -> (CubeTensor<R>, (Quantized<B>, Quantized<B>)) {
+    let [gate, up] = [gate, up].map(into_contiguous);
+    let results = swiglu::swiglu_compressing(&gate.client, &handle(&gate), &handle(&up), spec);
+    let (output, copies) = checked(results);
+    let [of_gate, of_up] = copies.map(|copy| wrap(&gate, copy));
+    (tensor(&gate, output, gate.dtype), (of_gate, of_up))
 }
 
 fn swiglu_backward<B: Cube<R> + QuantizeKernels, R: CubeRuntime>(

@@ -14,7 +14,7 @@ use super::{
     solve::{Memory, at_the_ends_of_tiles, compare_16_bits, draw, has, solve},
 };
 use crate::{
-    device::{TestRuntime, client, dtype, rounded, upload},
+    device::{TestRuntime, client, dtype, read_float, rounded, upload},
     random::Random,
 };
 
@@ -110,6 +110,60 @@ fn repeats_to_the_bit(#[values(None, Some([true, false, true, true]))] mask: Opt
         )
     };
     assert_eq!(solve().bits(), solve().bits());
+}
+
+/// Blocks take tiles of many heads one after the other, in sections and rounds; of few heads each has one.
+#[rstest]
+fn a_head_is_the_same_among_others(
+    #[values(Band::ALL, Band::CAUSAL, Band { left: Some(70), right: Some(3) })] band: Band,
+) {
+    const BATCHES: usize = 17;
+    const HEADS: usize = 12;
+    const SEQUENCE: usize = 1000;
+    const WIDTH: usize = 64;
+    const OF_BATCH: usize = HEADS * SEQUENCE * WIDTH;
+    let (client, mut random) = (client(), Random::fresh());
+    let float = dtype::<bf16>();
+    let kind = Kind {
+        band,
+        ..Kind::plain([1, 1, 1], [1, 1], [WIDTH, WIDTH])
+    };
+    let problem = draw(&mut random, kind, float);
+    if !has(KERNEL, &client, &problem, float) {
+        return;
+    }
+    let inputs: [Vec<f32>; 3] =
+        std::array::from_fn(|_| (0..BATCHES * OF_BATCH).map(|_| random.normal()).collect());
+    let solve = |batches: std::ops::Range<usize>| {
+        let shape = [batches.len(), HEADS, SEQUENCE, WIDTH];
+        let [query, key, value] = inputs.each_ref().map(|all| {
+            let values = &all[batches.start * OF_BATCH..batches.end * OF_BATCH];
+            upload(&client, values, &shape, float)
+        });
+        let tensors = AttentionTensors {
+            query,
+            key,
+            value,
+            mask: None,
+            bias: None,
+        };
+        let output = KERNEL.forward(&client, &tensors, &problem.options);
+        let output = output.expect("attention that has kernels");
+        // A batch is whole in memory, whatever the order of its rows.
+        let of_rows = [batches.len(), OF_BATCH].to_vec();
+        let rows = TensorHandle::new_contiguous(of_rows, output.output.handle, float);
+        let sums = read_float(&client, &output.log_sum_exp);
+        (read_float(&client, &rows), sums)
+    };
+    let (output, sums) = solve(0..BATCHES);
+    for batch in 0..BATCHES {
+        let (alone, sums_alone) = solve(batch..batch + 1);
+        assert!(
+            output[batch * OF_BATCH..][..OF_BATCH] == alone
+                && sums[batch * HEADS * SEQUENCE..][..HEADS * SEQUENCE] == sums_alone,
+            "{band:?}, batch {batch}"
+        );
+    }
 }
 
 /// Exponentials of scores that are not there, with a log-sum-exp far below 0, would overflow.
