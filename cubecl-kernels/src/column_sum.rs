@@ -9,8 +9,8 @@ use crate::{
 
 const OPERATION: &str = "column_sum";
 const UNITS: usize = 256;
-/// Columns of a cube: neighbours, 32 bytes, which is what memory moves at once. More of them would have a unit read more
-/// rows, one after the other.
+/// Columns of a cube: neighbours, 32 bytes, which is what memory moves at once. More of them would have a unit read
+/// more rows, one after the other.
 const COLS_OF_CUBE: usize = 8;
 /// Units that share a column.
 const UNITS_OF_COL: usize = UNITS / COLS_OF_CUBE;

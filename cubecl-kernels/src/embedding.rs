@@ -50,7 +50,8 @@ type Quad = Vector<u32, Const<4>>;
 ///
 /// # Errors
 ///
-/// When shapes or element types differ from these, or the table has 2^31 elements or rows or more.
+/// When shapes or element types differ from these, the table has 2^31 elements or rows or more, or the gradient 2^32
+/// elements or more.
 pub fn embedding_gradient<R: Runtime>(
     client: &ComputeClient<R>,
     indices: &TensorHandle<R>,
@@ -157,9 +158,12 @@ fn check<R: Runtime>(
         return Err(error("pass a row of the gradient for each index"));
     }
     let limit = 1 << 31;
-    match rows < limit && rows.saturating_mul(cols) < limit {
+    if rows >= limit || rows.saturating_mul(cols) >= limit {
+        return Err(error("split the table: kernels index it with 31 bits"));
+    }
+    match tokens.saturating_mul(cols) <= u32::MAX as usize {
         true => Ok([tokens, cols]),
-        false => Err(error("split the table: kernels index it with 31 bits")),
+        false => Err(error("split the tokens: kernels index them with 32 bits")),
     }
 }
 
@@ -354,12 +358,16 @@ fn sum_kernel<F: Numeric, N: Size>(
             }
         }
         sync_cube();
+        comptime!(assert!(
+            LANES * width <= UNITS,
+            "a unit for each column of a cube"
+        ));
         let width_of_rows = vectors * comptime!(width as u32);
+        let unit = min(UNIT_POS, comptime!((LANES * width - 1) as u32));
         let element = min(
-            first_col * comptime!(width as u32) + UNIT_POS,
+            first_col * comptime!(width as u32) + unit,
             width_of_rows - 1,
         );
-        let unit = min(UNIT_POS, comptime!((LANES * width - 1) as u32));
         let mut sum = of_columns[unit as usize];
         add_long_row::<F>(
             keys,
@@ -387,8 +395,8 @@ fn sum_kernel<F: Numeric, N: Size>(
     }
 }
 
-/// Adds to `sum` what the places from `first` on have of a row, of one element of it: a column is a unit's alone, so that
-/// many rows of the gradient are read at once, and added in their order.
+/// Adds to `sum` what the places from `first` on have of a row, of one element of it: a column is a unit's alone, so
+/// that many rows of the gradient are read at once, and added in their order. The first is of the row.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 fn add_long_row<F: Numeric>(
@@ -408,7 +416,7 @@ fn add_long_row<F: Numeric>(
     let mut place = first;
     // The places after these are read while the gradient is.
     let mut key = key_at(keys, place + unit, tokens);
-    let mut token = order[min(place + unit, tokens - 1) as usize];
+    let mut token = order[select(key == row, place + unit, first) as usize];
     let mut goes_on = true;
     while goes_on {
         // Units may still read the places before.
@@ -420,7 +428,8 @@ fn add_long_row<F: Numeric>(
         sync_cube();
         place += comptime!(AHEAD as u32);
         key = key_at(keys, place + unit, tokens);
-        token = order[min(place + unit, tokens - 1) as usize];
+        // For what is not wanted the cache has the first token.
+        token = order[select(key == row, place + unit, first) as usize];
         let mut loaded = Array::<F>::new(AHEAD);
         #[unroll]
         for slot in 0..AHEAD {

@@ -87,12 +87,15 @@ pub fn swiglu<'a, R: Runtime>(
     Ok(output)
 }
 
-/// [`swiglu`] of two matrices of floats, and their copies by `spec`, each [`quantize`](crate::quantize::quantize())'s to
-/// the bit. Rows are whole groups, to nearest, row-major, by scales that do not depend on the matrix.
+/// [`swiglu`] of two matrices, and the copies of gate and of up, in this order, each that of
+/// [`quantize`](crate::quantize::quantize()) to the bit.
+///
+/// - `gate`, `up`: f32, f16 or bf16 `[rows, cols]`, contiguous, of one shape and type. The output is like them.
+/// - `spec`: groups of which rows are whole ones, to nearest, row-major, with scales that do not depend on the matrix.
 ///
 /// # Errors
 ///
-/// When the inputs are no matrices of floats, differ in shape or type, or are not contiguous, or `spec` is none of these.
+/// When inputs or `spec` are none of these.
 pub fn swiglu_compressing<R: Runtime>(
     client: &ComputeClient<R>,
     gate: &TensorHandle<R>,

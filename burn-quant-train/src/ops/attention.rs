@@ -40,7 +40,8 @@ struct Inputs<B: DataBackend> {
 }
 
 impl<B: DataBackend> Inputs<B> {
-    fn of<const N: usize>(inputs: [HeldTensor<B>; N]) -> Self {
+    /// `exact`: they are to wait as they are.
+    fn of<const N: usize>(inputs: [HeldTensor<B>; N], exact: bool) -> Self {
         let mut inputs = inputs.into_iter();
         let (Some(query), Some(key), Some(value), bias) =
             (inputs.next(), inputs.next(), inputs.next(), inputs.next())
@@ -51,7 +52,7 @@ impl<B: DataBackend> Inputs<B> {
             bias.cell().keep_exact();
         }
         let of_heads = [query, key, value];
-        if scope::context().is_some_and(|context| context.exact_attention) {
+        if exact {
             of_heads.iter().for_each(|input| input.cell().keep_exact());
         }
         Self { of_heads, bias }
@@ -87,7 +88,10 @@ impl<B: DataBackend, const N: usize> Recorded<B, N> for Attention<B> {
         _wanted: [bool; N],
     ) -> (HeldTensor<B>, Self::Saved) {
         let options = self.options;
-        let inputs = Inputs::of(inputs);
+        // In a block attention runs again in any case, and of a composition in its backward pass.
+        let runs_once = self.way == AttentionWay::Flash && !scope::in_block();
+        let exact = scope::context().is_some_and(|context| context.exact_attention);
+        let inputs = Inputs::of(inputs, exact && runs_once);
         let values = inputs.clone().into_values(self.mask.clone());
         let (output, forward) = match self.way {
             AttentionWay::Flash => {

@@ -12,7 +12,8 @@ pub struct Context {
     pub number: Number,
     /// Neighbours that share a scale: a power of two from 16 to 1,024.
     pub group: usize,
-    /// True where the queries, keys and values of attention, and what it gives, wait as they are.
+    /// True where the queries, keys and values of attention without scores in memory, and what it gives, wait as they
+    /// are.
     pub exact_attention: bool,
 }
 
@@ -76,9 +77,9 @@ formats! {
 
 /// Format `F` for all but attention: its queries, keys and values wait as they are, and so does what it gives.
 ///
-/// Of those that wait compressed, attention's forward pass is computed once more in the backward pass. This is for who
-/// has the memory, and not the time. It is so where attention is one operation: Burn's `attention`, and compositions in
-/// which the decorator finds it.
+/// Of those that wait compressed, attention's forward pass is computed once more in the backward pass: this is for who
+/// has the memory, and not the time. It is so where a kernel computes attention without scores in memory, outside of
+/// blocks that run again. A layer that reads what attention gives keeps its own copy beside it.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct ExactAttention<F>(PhantomData<F>);
 

@@ -46,7 +46,7 @@ pub struct Cell<B: DataBackend> {
     device: Device<B>,
     state: Mutex<State<B>>,
     /// What it will be compressed to, where a kernel that read it has made that already.
-    compressed: Mutex<Option<Quantized<B>>>,
+    compressed: Mutex<Option<Box<Quantized<B>>>>,
     /// The operation that made it, if what it makes may be compressed.
     origin: Option<Origin<B>>,
     /// The format in which it may wait; `None` for what is not made by the forward pass.
@@ -457,7 +457,7 @@ impl<B: DataBackend> Cell<B> {
 
     /// The format in which it will wait, if it lies in the order of its elements and forward code lets go of it before
     /// the backward pass.
-    pub(crate) fn context(&self) -> Option<Context> {
+    pub(crate) fn will_wait_as(&self) -> Option<Context> {
         let is_exact = self.stays_exact() || self.is_mask || self.swapped.is_some();
         let is_made_again = self.is_in_block() || self.origin().is_some_and(Origin::is_cheap);
         let is_there = matches!(&*self.lock(), State::Exact(_)) && self.is_of_floats();
@@ -465,9 +465,9 @@ impl<B: DataBackend> Cell<B> {
             .filter(|_| is_there && !is_exact && !is_made_again)
     }
 
-    /// Takes what it will be compressed to, in the format of its [`context`](Self::context).
+    /// Takes what it will be compressed to, in the format that it [waits in](Self::will_wait_as).
     pub(crate) fn keep_compressed(&self, matrix: Quantized<B>) {
-        *lock(&self.compressed) = Some(matrix);
+        *lock(&self.compressed) = Some(Box::new(matrix));
     }
 
     /// True for a dtype that is compressed.
@@ -612,7 +612,7 @@ impl<B: DataBackend> AnyCell for Cell<B> {
                     (false, None) => State::Exact(value),
                     (false, Some(context)) => {
                         if let Some(matrix) = compressed {
-                            *state = State::Compressed(matrix);
+                            *state = State::Compressed(*matrix);
                             return;
                         }
                         let value = match self.swapped {

@@ -42,7 +42,7 @@ pub(crate) fn context() -> Option<Context> {
 }
 
 /// True while a [block](super::checkpoint) runs.
-pub(super) fn in_block() -> bool {
+pub(crate) fn in_block() -> bool {
     with(|frame| frame.depth > 0 && frame.block.is_some()).unwrap_or(false)
 }
 

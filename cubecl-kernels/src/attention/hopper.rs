@@ -85,16 +85,12 @@ pub(super) fn forward<R: Runtime>(
     let mut buffers = vec![result.output.clone(), result.log_sum_exp.clone()];
     buffers.extend([query, key, value, problem.mask_words()].map(Clone::clone));
     let of_keys = problem.shape.keys * problem.head_bytes();
-    let tiles = batch * heads * queries.div_ceil(ROWS);
+    let tiles = queries.div_ceil(ROWS);
     let multiprocessors = client.properties().hardware.num_streaming_multiprocessors;
-    problem.launch::<Forward>(
-        client,
-        tiles.min(multiprocessors.unwrap_or(1) as usize),
-        maps,
-        buffers,
-        of_keys,
-        problem.shape.group(),
-    );
+    let blocks = (batch * heads * tiles).min(multiprocessors.unwrap_or(1) as usize);
+    let group = problem.shape.group();
+    let section = whole_rounds(cached_heads(of_keys, group), group, tiles, blocks);
+    problem.launch::<Forward>(client, blocks, maps, buffers, section);
     Ok(result)
 }
 
@@ -143,7 +139,6 @@ pub(super) fn backward<R: Runtime>(
             rows.clone(),
             turns.clone(),
         ],
-        0,
         1,
     );
 
@@ -169,8 +164,7 @@ pub(super) fn backward<R: Runtime>(
         batch * kv_heads * keys.div_ceil(ROWS),
         maps,
         buffers,
-        of_group,
-        1,
+        cached_heads(of_group, 1),
     );
 
     let of_query = wanted.query.then(|| {
@@ -180,7 +174,6 @@ pub(super) fn backward<R: Runtime>(
             batch * heads * padded / CONSUMER_ROWS,
             vec![],
             vec![sums, of_query.clone()],
-            0,
             1,
         );
         of_query
@@ -191,6 +184,18 @@ pub(super) fn backward<R: Runtime>(
         value: wanted.value.then_some(of_value),
         bias: None,
     })
+}
+
+/// Heads whose blocks come together: groups of heads that read so many bytes, which the cache holds.
+fn cached_heads(bytes: usize, group: usize) -> usize {
+    (SECTION_BYTES / bytes.max(1)).max(1) * group
+}
+
+/// About so many heads, whole groups of them, whose tiles give each of these blocks one in each round but the last.
+fn whole_rounds(heads: usize, group: usize, tiles: usize, blocks: usize) -> usize {
+    let rounds = (heads * tiles / blocks).max(1);
+    let whole = rounds * blocks / tiles / group * group;
+    whole.max(group)
 }
 
 /// The reason why there is no kernel, where there is none.
@@ -222,7 +227,11 @@ pub(super) fn unsupported<R: Runtime>(
         Some(format!("tensors of {dtype}"))
     } else if !fits(width) || !fits(value_width) {
         Some(format!("heads of {width} and {value_width} features"))
-    } else if batch * heads * kv_heads * queries * keys == 0 || !short(queries) || !short(keys) {
+    } else if batch * heads * kv_heads * queries * keys == 0
+        || !short(queries)
+        || !short(keys)
+        || batch * heads * queries.div_ceil(ROWS) > 1 << 30
+    {
         Some(format!("scores {:?}", shape.scores()))
     } else if !(options.scale > 0.0 && options.scale.is_finite()) {
         Some(format!("a scale of {}", options.scale))
@@ -360,15 +369,14 @@ impl<'a, R: Runtime> Problem<'a, R> {
         2 * self.dim * ELEMENT_BYTES
     }
 
-    /// Launches a pass. `section_bytes`: what a head's blocks read of other rows; `group`: heads that read the same.
+    /// Launches a pass. `section`: heads whose blocks come together.
     fn launch<P: Kernel>(
         &self,
         client: &ComputeClient<R>,
         blocks: usize,
         maps: Vec<TensorMapBinding>,
         buffers: Vec<TensorHandle<R>>,
-        section_bytes: usize,
-        group: usize,
+        section: usize,
     ) {
         let shape = &self.shape;
         // No bound is farther away than all positions together.
@@ -376,7 +384,6 @@ impl<'a, R: Runtime> Problem<'a, R> {
             let all = shape.queries + shape.keys;
             bound.map_or(all, |bound| all.min(bound as usize)) as u64
         };
-        let section = (SECTION_BYTES / section_bytes.max(1)).max(1) * group;
         let [out, gradient] = self.strides;
         let mask = self.mask.as_ref().map(BitMask::strides);
         let [mask_batch, mask_head, mask_row] = mask.unwrap_or_default();
@@ -589,5 +596,32 @@ impl<P: Kernel> CudaSource for Pass<P> {
             Pass::<Rows>::new(dim, dtype, is_masked, memory).text(),
             Pass::<Queries>::new(dim, dtype, is_masked, memory).text(),
         ]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// As many heads as fill rounds; where a head has more tiles than there are blocks, one group.
+    #[test]
+    fn sections_are_whole_rounds() {
+        for (heads, group, tiles, section) in [
+            (128, 1, 8, 115),
+            (103, 1, 4, 99),
+            (4, 1, 128, 3),
+            (8, 1, 1, 132),
+            (8, 4, 1, 132),
+            (8, 8, 3, 40),
+            (1, 1, 256, 1),
+            (4, 4, 256, 4),
+        ] {
+            assert_eq!(
+                whole_rounds(heads, group, tiles, 132),
+                section,
+                "{heads} {group} {tiles}"
+            );
+        }
+        assert_eq!(whole_rounds(4, 1, 8, 1), 4);
     }
 }

@@ -9,7 +9,7 @@ use crate::{
     layout::Layout,
     number::storage::RUN,
     rounding::{RandomStream, Rounding},
-    scale::{ScaleNumber, region_scale, store_scale},
+    scale::{ScaleNumber, store_scale},
 };
 
 use super::{
@@ -17,9 +17,10 @@ use super::{
     buffers::allocate,
     check_granularity,
     encode::{fill, run_encoding},
-    run::{RunEncoding, encode_run, run_max},
+    group::group_scale,
+    run::{RunEncoding, encode_run},
     stored::{Copies, write_run},
-    tile::{UNITS, segment_max},
+    tile::UNITS,
 };
 
 /// Units of a cube that writes such copies.
@@ -53,9 +54,11 @@ impl<R: Runtime> Beside<R> {
         check_granularity(operation, spec.granularity)?;
         let input = Input::new(client, operation, x, spec)?;
         let cols = input.view.shape.cols;
+        let is_indexed = input.view.shape.num_elements() <= u32::MAX as usize;
         let group = match spec.granularity {
             Granularity::Group(group)
                 if cols % group == 0
+                    && is_indexed
                     && spec.layout == Layout::RowMajor
                     && spec.rounding == Rounding::Nearest
                     && !spec.scale.has_tensor_scale() =>
@@ -65,8 +68,8 @@ impl<R: Runtime> Beside<R> {
             _ => {
                 return Err(KernelError::Unsupported {
                     operation,
-                    reason: format!("a copy by {spec:?} of rows of {cols} elements"),
-                    remedy: "ask for row-major groups to nearest, of which rows are whole ones, or quantize by itself",
+                    reason: format!("a copy by {spec:?} of {:?}", x.shape()),
+                    remedy: "ask for groups that rows are whole ones of, row-major, to nearest, or quantize by itself",
                 });
             }
         };
@@ -94,8 +97,8 @@ impl<R: Runtime> Beside<R> {
     }
 }
 
-/// Writes a run of a matrix, of so many runs, to its copy. All units of the cube must call it together, each with the run
-/// behind that of the unit before it; what is past the last run is not written.
+/// Writes a run of a matrix, of so many runs, to its copy. All units of the cube must call it together, each with the
+/// run behind that of the unit before it; what is past the last run is not written.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn write_group_copy<V: Numeric, N: Size, S: Numeric>(
@@ -110,11 +113,7 @@ pub(crate) fn write_group_copy<V: Numeric, N: Size, S: Numeric>(
     #[comptime] copy: GroupCopy,
 ) {
     let runs_of_group = comptime!((copy.group / RUN) as u32);
-    let mut bits = run_max(run);
-    if comptime!(copy.group > RUN) {
-        bits = segment_max(bits, UNITS, comptime!(copy.group / RUN));
-    }
-    let (stored, inverse) = region_scale(bits, largest, 1.0f32, comptime!(copy.scale));
+    let (stored, inverse) = group_scale(run, largest, copy.group, copy.scale);
     if number < runs {
         if number % runs_of_group == 0 {
             store_scale::<S>(

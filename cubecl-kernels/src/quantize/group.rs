@@ -158,6 +158,22 @@ fn quantize_group_kernel<
     );
 }
 
+/// The scale, as it is stored, and the inverse scale of the group that this unit's run belongs to. All units of the
+/// cube must call it together.
+#[cube]
+pub(super) fn group_scale(
+    run: &Array<f32>,
+    largest: f32,
+    #[comptime] group: usize,
+    #[comptime] scale: ScaleNumber,
+) -> (u32, f32) {
+    let mut bits = run_max(run);
+    if comptime!(group > RUN) {
+        bits = segment_max(bits, UNITS, comptime!(group / RUN));
+    }
+    region_scale(bits, largest, 1.0f32, scale)
+}
+
 /// The inverse scale of the group that this unit's run belongs to. One unit of the group writes the scale, to
 /// `[.., rows, groups of a row]`.
 #[cube]
@@ -172,11 +188,7 @@ fn group_inverse<S: Numeric>(
     largest: f32,
     #[comptime] plan: GroupPlan,
 ) -> f32 {
-    let mut bits = run_max(run);
-    if comptime!(plan.group > RUN) {
-        bits = segment_max(bits, UNITS, comptime!(plan.group / RUN));
-    }
-    let (stored, inverse) = region_scale(bits, largest, 1.0f32, comptime!(plan.scale));
+    let (stored, inverse) = group_scale(run, largest, plan.group, plan.scale);
     let size = comptime!(plan.group as u32);
     if col % size == 0 && row < geometry.rows && col < geometry.cols {
         let groups = geometry.cols.div_ceil(size);

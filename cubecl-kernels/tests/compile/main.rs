@@ -68,7 +68,7 @@ use cubecl_kernels::{
     rounding::{Rounding, StochasticKey},
     scale::ScaleNumber,
     sum::{Reduction, sum},
-    swiglu::{swiglu, swiglu_backward},
+    swiglu::{swiglu, swiglu_backward, swiglu_compressing},
 };
 use half::{bf16, f16};
 use rstest::rstest;
@@ -859,6 +859,12 @@ fn layer_sources(architecture: u16) -> Vec<Source> {
         }
         operators_of_numbers(client);
         for float in outputs() {
+            let x = tensor(client, &[40, 768], float);
+            for number in [Number::Int8, Number::Int10, Number::E4M3] {
+                let groups = QuantizeSpec::new(number, Granularity::Group(128))
+                    .with_layout(Layout::RowMajor);
+                swiglu_compressing(client, &x, &x, &groups).expect("whole groups");
+            }
             let x = tensor(client, &[2, 3, 40, 64], float);
             let turn = tensor(client, &[2, 4], dtype::<f32>());
             let table = tensor(client, &[40, 64, 2], dtype::<f32>());
@@ -913,6 +919,7 @@ fn layer_sources(architecture: u16) -> Vec<Source> {
         "gelu_kernel",
         "gelu_backward_kernel",
         "swiglu_kernel",
+        "swiglu_compressing_kernel",
         "swiglu_backward_kernel",
         "log_softmax_kernel",
         "rotary_kernel",

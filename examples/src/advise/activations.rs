@@ -280,10 +280,13 @@ impl Step<'_> {
         };
         let composes_rotary = self.model.family == Family::Llama && self.is_burns();
         let operands = match self.attention {
-            AttentionForm::Composed => Waits::Compressed,
-            AttentionForm::Products | AttentionForm::Flash | AttentionForm::Tiles => {
-                self.around_attention()
+            AttentionForm::Flash | AttentionForm::Tiles if !self.computes_attention_again() => {
+                Waits::Exact
             }
+            AttentionForm::Composed
+            | AttentionForm::Products
+            | AttentionForm::Flash
+            | AttentionForm::Tiles => Waits::Compressed,
         };
         let mut values = vec![self.values(3 * layers, self.model.heads_width(), operands)];
         values.extend(composes_rotary.then_some(rotary));
@@ -298,7 +301,7 @@ impl Step<'_> {
                     ..self.values(layers, heads, Waits::Exact)
                 });
                 // The next layer reads the same memory; it keeps that where it keeps its input as it came.
-                let keeps_input = self.keeps_input(Reads::Heads);
+                let keeps_input = self.context.is_none() && self.keeps_input(Reads::Heads);
                 let output = self.values(layers, self.model.heads_width(), Waits::Exact);
                 values.extend((!keeps_input).then_some(output));
             }
@@ -309,14 +312,6 @@ impl Step<'_> {
     /// True where attention's operands wait compressed.
     fn computes_attention_again(&self) -> bool {
         self.context.is_some_and(|context| !context.exact_attention)
-    }
-
-    /// How waits what attention reads, and what it gives where it saves that, if it is one operation.
-    fn around_attention(&self) -> Waits {
-        match self.computes_attention_again() {
-            true => Waits::Compressed,
-            false => Waits::Exact,
-        }
     }
 
     /// Scores before their exponential, and behind it before and after the division, and the largest of each row.
@@ -406,10 +401,7 @@ impl Step<'_> {
         let readers = self.readers(reads);
         let waits = match reads {
             Reads::Attention | Reads::FeedForward | Reads::Inside => self.products(),
-            Reads::Heads => match self.attention {
-                AttentionForm::Flash | AttentionForm::Tiles => self.around_attention(),
-                AttentionForm::Composed | AttentionForm::Products => Waits::Compressed,
-            },
+            Reads::Heads => Waits::Compressed,
         };
         let float = self
             .values(1, self.model.features(reads), waits)

@@ -20,7 +20,7 @@ use burn::{
     optim::GradientsParams,
     tensor::{
         FloatDType, Tensor, TensorMetadata,
-        activation::{relu, sigmoid, softmax},
+        activation::{relu, sigmoid, silu, softmax},
         backend::AutodiffBackend,
         f16,
     },
@@ -232,6 +232,35 @@ fn operators_in_16_bits<B: DataBackend>(seed: u64) {
             [4, 64, 128],
             SwiGluConfig::new(128, 256),
             |m, x| m.forward(x)
+        );
+        let linear = LinearConfig::new(128, 128);
+        case!(
+            "gate and up are one",
+            [4, 64, 128],
+            linear.clone(),
+            |m, x| {
+                let y = m.forward(x);
+                silu(y.clone()) * y
+            }
+        );
+        case!(
+            "a gate that is held",
+            [4, 64, 128],
+            linear.clone(),
+            |m, x: Tensor<_, 3>| {
+                let gate = m.forward(x.clone());
+                let up = m.forward(x.neg());
+                silu(gate.clone()) * up + gate
+            }
+        );
+        case!(
+            "an up that is not trained",
+            [4, 64, 128],
+            linear,
+            |m, x: Tensor<_, 3>| {
+                let up = x.clone().detach();
+                silu(m.forward(x)) * up
+            }
         );
         case!("RmsNorm", [4, 64, 128], norm.clone(), |m, x| m.forward(x));
         case!("short rows", [4, 64, 64], RmsNormConfig::new(64), |m, x| m

@@ -25,8 +25,8 @@ struct Work {
     u32 batch, head, tile;
 };
 
-// A batch, head and tile by their number. Heads are taken in sections whose other operands fit into the L2 cache, and of
-// a section first all first tiles, then all second ones: the caller numbers those first that take longest.
+// A batch, head and tile by their number. Heads are taken in sections whose other operands fit into the L2 cache, and
+// of a section first all first tiles, then all second ones: the caller numbers those first that take longest.
 __device__ __forceinline__ Work work_of(u32 index, u32 tiles, u32 heads, u32 batches, u32 section) {
     const u32 first = index / (section * tiles) * section;
     const u32 width = min(section, heads * batches - first);

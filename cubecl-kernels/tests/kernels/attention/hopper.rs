@@ -1,5 +1,7 @@
 //! The Hopper kernels against the reference, on inputs that are rounded first.
 
+use std::ops::Range;
+
 use cubecl::std::tensor::TensorHandle;
 use cubecl_kernels::{
     KernelError,
@@ -112,33 +114,51 @@ fn repeats_to_the_bit(#[values(None, Some([true, false, true, true]))] mask: Opt
     assert_eq!(solve().bits(), solve().bits());
 }
 
-/// Blocks take tiles of many heads one after the other, in sections and rounds; of few heads each has one.
+/// Blocks take tiles of many heads one after the other, in sections and rounds; of few heads each has one. Among them
+/// queries that see nothing, heads that share keys, and few queries of many keys.
 #[rstest]
+#[case(Band::ALL, [12, 12], [1000, 1000], 64)]
+#[case(Band::CAUSAL, [12, 12], [1000, 1000], 64)]
+#[case(Band::CAUSAL, [8, 2], [600, 700], 128)]
+#[case(Band::CAUSAL, [12, 6], [1000, 300], 64)]
+#[case(Band { left: Some(70), right: Some(3) }, [12, 12], [900, 900], 128)]
+#[case(Band::CAUSAL, [8, 2], [1, 9000], 128)]
 fn a_head_is_the_same_among_others(
-    #[values(Band::ALL, Band::CAUSAL, Band { left: Some(70), right: Some(3) })] band: Band,
+    #[case] band: Band,
+    #[case] heads: [usize; 2],
+    #[case] sequence: [usize; 2],
+    #[case] width: usize,
 ) {
     const BATCHES: usize = 17;
-    const HEADS: usize = 12;
-    const SEQUENCE: usize = 1000;
-    const WIDTH: usize = 64;
-    const OF_BATCH: usize = HEADS * SEQUENCE * WIDTH;
     let (client, mut random) = (client(), Random::fresh());
     let float = dtype::<bf16>();
     let kind = Kind {
         band,
-        ..Kind::plain([1, 1, 1], [1, 1], [WIDTH, WIDTH])
+        ..Kind::plain([1, heads[0], heads[1]], [1, 1], [width, width])
     };
     let problem = draw(&mut random, kind, float);
     if !has(KERNEL, &client, &problem, float) {
         return;
     }
-    let inputs: [Vec<f32>; 3] =
-        std::array::from_fn(|_| (0..BATCHES * OF_BATCH).map(|_| random.normal()).collect());
-    let solve = |batches: std::ops::Range<usize>| {
-        let shape = [batches.len(), HEADS, SEQUENCE, WIDTH];
-        let [query, key, value] = inputs.each_ref().map(|all| {
-            let values = &all[batches.start * OF_BATCH..batches.end * OF_BATCH];
-            upload(&client, values, &shape, float)
+    let shapes = [
+        [heads[0], sequence[0], width],
+        [heads[1], sequence[1], width],
+        [heads[1], sequence[1], width],
+    ];
+    let of_batch = shapes.map(|shape| shape.iter().product::<usize>());
+    let inputs =
+        of_batch.map(|len| -> Vec<f32> { (0..BATCHES * len).map(|_| random.normal()).collect() });
+    let solve = |batches: Range<usize>| {
+        let [query, key, value] = [0, 1, 2].map(|index| {
+            let len = of_batch[index];
+            let values = &inputs[index][batches.start * len..batches.end * len];
+            let [heads, sequence, width] = shapes[index];
+            upload(
+                &client,
+                values,
+                &[batches.len(), heads, sequence, width],
+                float,
+            )
         });
         let tensors = AttentionTensors {
             query,
@@ -150,18 +170,19 @@ fn a_head_is_the_same_among_others(
         let output = KERNEL.forward(&client, &tensors, &problem.options);
         let output = output.expect("attention that has kernels");
         // A batch is whole in memory, whatever the order of its rows.
-        let of_rows = [batches.len(), OF_BATCH].to_vec();
+        let of_rows = vec![batches.len(), of_batch[0]];
         let rows = TensorHandle::new_contiguous(of_rows, output.output.handle, float);
         let sums = read_float(&client, &output.log_sum_exp);
         (read_float(&client, &rows), sums)
     };
     let (output, sums) = solve(0..BATCHES);
+    let of_sums = heads[0] * sequence[0];
     for batch in 0..BATCHES {
         let (alone, sums_alone) = solve(batch..batch + 1);
         assert!(
-            output[batch * OF_BATCH..][..OF_BATCH] == alone
-                && sums[batch * HEADS * SEQUENCE..][..HEADS * SEQUENCE] == sums_alone,
-            "{band:?}, batch {batch}"
+            output[batch * of_batch[0]..][..of_batch[0]] == alone
+                && sums[batch * of_sums..][..of_sums] == sums_alone,
+            "batch {batch}"
         );
     }
 }
