@@ -435,6 +435,8 @@ fn add_long_row<F: Numeric>(
         for slot in 0..AHEAD {
             loaded[slot] = gradient[(tile_tokens[slot] * cols + col) as usize];
         }
+        // No load waits behind an addition: compilers would have a few under way at a time.
+        sync_cube();
         #[unroll]
         for slot in 0..AHEAD {
             *sum += select(tile_keys[slot] == row, f32::cast_from(loaded[slot]), 0.0f32);
