@@ -39,6 +39,9 @@ pub type OutputGradient<B> = (Vec<FloatTensor<B>>, Option<FloatTensor<B>>);
 /// The output of a pass in the shape of its input, and two rows or columns of numbers.
 pub type WithPair<B> = (FloatTensor<B>, Pair<B>);
 
+/// An output, and the copies of two inputs.
+pub type WithCopies<B> = (FloatTensor<B>, (Quantized<B>, Quantized<B>));
+
 /// Compositions by kernels.
 pub struct Compositions<B: Backend> {
     /// True where both norms and their backward passes take rows of this dtype and of so many elements.
@@ -62,8 +65,7 @@ pub struct Compositions<B: Backend> {
     /// `silu(gate) up`.
     pub swiglu: fn(GateInputs<B>) -> FloatTensor<B>,
     /// The same of two matrices of floats, and their copies by a specification, whose rows are whole groups of it.
-    pub swiglu_compressing:
-        fn(Pair<B>, &QuantizeSpec) -> (FloatTensor<B>, (Quantized<B>, Quantized<B>)),
+    pub swiglu_compressing: fn(Pair<B>, &QuantizeSpec) -> WithCopies<B>,
     /// The gradients of gate and up: of both, and of the gradient of the output.
     pub swiglu_backward: fn(GateInputs<B>, FloatTensor<B>) -> Pair<B>,
     /// The logarithm of the softmax of each row, FP32, of x `[.., columns]`, of any float dtype.

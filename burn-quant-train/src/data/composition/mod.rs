@@ -15,7 +15,7 @@ pub use cubecl_kernels::rotary::RotaryPass;
 pub use input::OperatorInput;
 pub use kernels::{
     CompositionKernels, Compositions, GateInputs, NormInput, NormInputs, OutputGradient, Pair,
-    RotaryTables, WithPair,
+    RotaryTables, WithCopies, WithPair,
 };
 pub(crate) use operations::{
     EmbeddingGradient, GeluForward, GeluGradient, LayerNormForward, LayerNormGradients,

@@ -25,10 +25,10 @@ use super::{
 use crate::data::{
     composition::{
         CompositionKernels, Compositions, GateInputs, NormInput, NormInputs, OperatorInput,
-        OutputGradient, operations::rows_and_columns,
+        OutputGradient, WithCopies, operations::rows_and_columns,
     },
     kernels::checked,
-    quantize::{QuantizeKernels, QuantizeSpec, Quantized},
+    quantize::{QuantizeKernels, QuantizeSpec},
 };
 
 impl<R: CubeRuntime, F: FloatElement, I: IntElement, BT: BoolElement> CompositionKernels
@@ -251,7 +251,7 @@ fn swiglu<B: Cube<R> + QuantizeKernels, R: CubeRuntime>(
 fn swiglu_compressing<B: Cube<R>, R: CubeRuntime>(
     (gate, up): Two<R>,
     spec: &QuantizeSpec,
-) -> (CubeTensor<R>, (Quantized<B>, Quantized<B>)) {
+) -> WithCopies<B> {
     let [gate, up] = [gate, up].map(into_contiguous);
     let results = swiglu::swiglu_compressing(&gate.client, &handle(&gate), &handle(&up), spec);
     let (output, copies) = checked(results);
