@@ -264,7 +264,7 @@ pub mod on_device {
             let cases = numbers
                 .iter()
                 .flat_map(|number| shapes.map(|shape| (*number, shape)));
-            for (number, (group, shape)) in drawn(&mut random, cases, 6) {
+            for (number, (group, shape)) in drawn(&mut random, cases, 3) {
                 let spec = of_groups(number, group);
                 let mut draw = || {
                     let values = random.with_special_values(MatrixShape::new(shape[0], shape[1]));
