@@ -273,8 +273,7 @@ fn rotary_kernel<F: Numeric, T: Numeric, N: Size, NT: Size>(
         for index in 0..HEADS_OF_UNIT {
             let head = first + index;
             if head < heads {
-                let (outer, inner) = (head / inner, head % inner);
-                let at = outer * from.outer + inner * from.inner + position * from.position;
+                let at = row_start(&from, head, inner, position);
                 read[index as usize] = x[(at + col) as usize];
             }
         }
@@ -282,13 +281,18 @@ fn rotary_kernel<F: Numeric, T: Numeric, N: Size, NT: Size>(
         for index in 0..HEADS_OF_UNIT {
             let head = first + index;
             if head < heads {
-                let (outer, inner) = (head / inner, head % inner);
-                let at = outer * to.outer + inner * to.inner + position * to.position;
+                let at = row_start(&to, head, inner, position);
                 let pairs = read[index as usize];
                 out[(at + col) as usize] = turned::<F, N>(pairs, &factors, vector, is_backward);
             }
         }
     }
+}
+
+/// The first vector of a head's row.
+#[cube]
+fn row_start(steps: &Steps, head: u32, inner: u32, position: u32) -> u32 {
+    head / inner * steps.outer + head % inner * steps.inner + position * steps.position
 }
 
 /// Pairs, turned by their factors.

@@ -222,12 +222,7 @@ fn swiglu_kernel<X: Numeric, S: Numeric, F: Numeric, NX: Size, N: Size>(
     }
     let gates = read_input::<X, NX, S, F>(gate, gate_scales, gate_tensor_scales, &grid, at, pieces);
     let ups = read_input::<X, NX, S, F>(up, up_scales, up_tensor_scales, &grid, at, pieces);
-    let mut out = Array::<f32>::new(comptime!(pieces.len));
-    #[unroll]
-    for index in 0..comptime!(pieces.len) {
-        let (sigmoid, _) = sigmoids(gates[index]);
-        out[index] = gates[index] * sigmoid * ups[index];
-    }
+    let out = gated(&gates, &ups, pieces.len);
     write_piece::<F, N>(output, &out, at, pieces.len, pieces.width);
 }
 
@@ -257,12 +252,7 @@ fn swiglu_compressing_kernel<F: Numeric, N: Size, V: Numeric, NV: Size, S: Numer
     let gates = read_piece::<F, N>(gate, from, RUN, width);
     let ups = read_piece::<F, N>(up, from, RUN, width);
     if at < runs {
-        let mut out = Array::<f32>::new(RUN);
-        #[unroll]
-        for index in 0..RUN {
-            let (sigmoid, _) = sigmoids(gates[index]);
-            out[index] = gates[index] * sigmoid * ups[index];
-        }
+        let out = gated(&gates, &ups, RUN);
         write_piece::<F, N>(output, &out, at, RUN, width);
     }
     write_group_copy::<V, NV, S>(
@@ -323,6 +313,18 @@ fn swiglu_backward_kernel<X: Numeric, S: Numeric, F: Numeric, NX: Size, N: Size>
     }
     write_piece::<F, N>(of_gate, &gates, at, pieces.len, pieces.width);
     write_piece::<F, N>(of_up, &ups, at, pieces.len, pieces.width);
+}
+
+/// `silu(gate) up` of so many elements.
+#[cube]
+fn gated(gates: &Array<f32>, ups: &Array<f32>, #[comptime] len: usize) -> Array<f32> {
+    let mut out = Array::<f32>::new(len);
+    #[unroll]
+    for index in 0..len {
+        let (sigmoid, _) = sigmoids(gates[index]);
+        out[index] = gates[index] * sigmoid * ups[index];
+    }
+    out
 }
 
 /// `1 / (1 + exp(-x))`, and what it lacks to 1.

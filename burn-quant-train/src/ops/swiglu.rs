@@ -7,11 +7,7 @@ use crate::{
         DataBackend,
         composition::{SwigluCompressing, SwigluForward, SwigluGradients},
     },
-    saved::{
-        HeldTensor,
-        compress::{Compress, matrix_form},
-        recorded::Recorded,
-    },
+    saved::{HeldTensor, compress::Compress, recorded::Recorded},
 };
 
 /// `silu(gate) up`, of one shape and dtype.
@@ -34,9 +30,10 @@ impl<B: DataBackend> Recorded<B, 2> for Swiglu {
         let output = match contexts {
             [Some(context), Some(other)] if context == other && wanted.contains(&true) => {
                 let [gate, up] = inputs.clone().map(HeldTensor::into_value);
+                let compress = Compress { context };
                 let compressing = SwigluCompressing {
-                    spec: Compress { context }.spec(),
-                    matrix: matrix_form(&gate.shape(), context.group),
+                    spec: compress.spec(),
+                    matrix: compress.matrix(&gate.shape()),
                 };
                 let (output, (of_gate, of_up)) = B::run(compressing, (gate, up));
                 for (input, compressed) in inputs.iter().zip([of_gate, of_up]) {

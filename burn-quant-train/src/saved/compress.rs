@@ -28,6 +28,11 @@ impl Compress {
             .with_rounding(Rounding::Nearest)
             .with_layout(Layout::RowMajor)
     }
+
+    /// Rows and columns of the matrix that a tensor of this shape is quantized as.
+    pub(crate) fn matrix(&self, shape: &Shape) -> [usize; 2] {
+        matrix_form(shape, self.context.group)
+    }
 }
 
 impl Operation for Compress {
@@ -36,13 +41,12 @@ impl Operation for Compress {
     type Outputs = Quantized<Outline>;
 
     fn outline<T: Tensors>(&self, tensor: &T::Float) -> Quantized<Outline> {
-        let shape = matrix_form(&tensor.shape(), self.context.group);
-        Quantized::outline(shape, &self.spec())
+        Quantized::outline(self.matrix(&tensor.shape()), &self.spec())
     }
 
     fn run<K: Kernels>(self, tensor: FloatTensor<K>) -> Quantized<K> {
-        let shape = matrix_form(&tensor.shape(), self.context.group);
-        let matrix = K::float_reshape(tensor, Shape::new(shape));
+        let shape = Shape::new(self.matrix(&tensor.shape()));
+        let matrix = K::float_reshape(tensor, shape);
         K::quantize_matrix(matrix, &self.spec())
     }
 }
@@ -71,7 +75,7 @@ impl Operation for Decompress {
 }
 
 /// Rows and columns of a tensor as a matrix: so many of its last dimensions are columns that they fill a group.
-pub(crate) fn matrix_form(shape: &Shape, group: usize) -> [usize; 2] {
+fn matrix_form(shape: &Shape, group: usize) -> [usize; 2] {
     let mut cols = 1;
     for &dim in shape.as_slice().iter().rev() {
         if cols >= group {
@@ -85,8 +89,8 @@ pub(crate) fn matrix_form(shape: &Shape, group: usize) -> [usize; 2] {
 impl Context {
     /// Bytes of a tensor of this shape that waits in this format, scales included.
     pub fn bytes(self, shape: impl Into<Shape>) -> usize {
-        let shape = matrix_form(&shape.into(), self.group);
-        let outline = Quantized::outline(shape, &Compress { context: self }.spec());
+        let compress = Compress { context: self };
+        let outline = Quantized::outline(compress.matrix(&shape.into()), &compress.spec());
         tensors::bytes::<Quantized<Outline>>(outline)
     }
 }

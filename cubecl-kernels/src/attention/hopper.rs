@@ -48,6 +48,8 @@ const SECTION_BYTES: usize = 32 << 20;
 /// Rows of the tiles of the backward pass, for heads of 64 and of 128 features: one for its three texts, since
 /// `rows.cu` clears the turns that blocks of `gradients.cu` wait for.
 const OF_BACKWARD: [usize; 2] = [128, 64];
+/// Tiles that kernels number in 32 bits, with the turns that they skip.
+const MAX_TILES: usize = 1 << 30;
 /// Units of a block of `rows.cu`.
 const ROW_UNITS: usize = 256;
 
@@ -230,7 +232,7 @@ pub(super) fn unsupported<R: Runtime>(
     } else if batch * heads * kv_heads * queries * keys == 0
         || !short(queries)
         || !short(keys)
-        || batch * heads * queries.div_ceil(ROWS) > 1 << 30
+        || batch * heads * queries.div_ceil(ROWS) > MAX_TILES
     {
         Some(format!("scores {:?}", shape.scores()))
     } else if !(options.scale > 0.0 && options.scale.is_finite()) {

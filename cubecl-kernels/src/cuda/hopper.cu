@@ -15,6 +15,12 @@ struct alignas(64) TensorMap {
 
 #define EVERYONE 0xffffffffu
 
+// The number of this block's tile in its turn. Every other turn goes through the grid backwards: where tiles differ in
+// cost, and follow one another by cost, that evens out what the blocks get.
+__device__ __forceinline__ u32 tile_index(u32 turn) {
+    return turn * gridDim.x + (turn % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+}
+
 // ---- Shared memory, barriers and copies -----------------------------------------------------------------------------
 
 // PTX instructions take addresses of shared memory as 32 bits.

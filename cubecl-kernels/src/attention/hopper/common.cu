@@ -130,8 +130,8 @@ struct QueryWork {
     int first_query, first_tile, count;
 };
 
-// Calls visit(work) for each tile of queries that a block has. A section is dealt in whole rounds, forth and back: who
-// gets the longest of one round gets the shortest of the next.
+// Calls visit(work) for each tile of queries that a block has. Each section starts a round of its own: so all rounds of
+// it but the last are whole, and to go through the grid forth and back evens them out.
 template <int Keys, typename Visit>
 __device__ __forceinline__ void for_query_tiles(const Numbers &numbers, const Band &band, Visit visit) {
     const u32 queries = numbers.queries, tiles = (queries + ROWS - 1) / ROWS, section = (u32)numbers.section * tiles;
@@ -139,7 +139,7 @@ __device__ __forceinline__ void for_query_tiles(const Numbers &numbers, const Ba
 #pragma unroll 1
     for (u32 turn = 0; turn / rounds * section < all; turn++) {
         const u32 first = turn / rounds * section;
-        const u32 place = turn % rounds * gridDim.x + (turn % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+        const u32 place = tile_index(turn) - turn / rounds * rounds * gridDim.x;
         if (place >= min(section, all - first))
             continue;
         const Work work = work_of(first + place, tiles, numbers.heads, numbers.batches, numbers.section);

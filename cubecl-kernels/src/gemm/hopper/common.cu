@@ -27,12 +27,6 @@ __device__ __forceinline__ Tiles tiles_of(u32 batch, u32 m, u32 n) {
     return {rows, cols, whole, n % TILE_N == 0 ? whole : whole + batch * rows};
 }
 
-// The number of this block's tile in its turn; past the last it is at least tiles.all. Every other turn goes through
-// the grid backwards: where tiles differ in cost, and follow one another by cost, that evens out what the blocks get.
-__device__ __forceinline__ u32 tile_index(u32 turn) {
-    return turn * gridDim.x + (turn % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
-}
-
 // Tiles are numbered down `raster` rows of tiles before they go on along the columns, so that those computed at once
 // share rows of A and columns of B in the L2 cache.
 __device__ __forceinline__ Tile tile_of(u32 index, const Tiles &tiles, u32 raster) {
