@@ -6,3 +6,4 @@ pub(crate) mod flush_to_zero;
 pub(crate) mod numbers;
 pub(crate) mod source;
 pub(crate) mod tensor_map;
+pub(crate) mod ticket;

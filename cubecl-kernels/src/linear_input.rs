@@ -1,21 +1,21 @@
 //! The input of a linear layer, quantized for the forward product and for the backward pass from one read
 //! (fallback-int8, sections 4.2 to 4.4).
 
-use cubecl::{prelude::*, std::tensor::TensorHandle};
+use cubecl::prelude::*;
 
 use crate::{
-    device::{MatrixView, check_float},
     error::KernelError,
     fallback::{FallbackResidual, FallbackState},
     granularity::Granularity,
     layout::Layout,
     quantize::{
-        Quantized,
+        MatrixSource, Quantized,
         block::{self, BlockOutput, Round},
         buffers::allocate_input,
         check_granularity,
     },
     rounding::StochasticKey,
+    swiglu,
 };
 
 const OPERATION: &str = "quantize_linear_input";
@@ -44,7 +44,7 @@ impl<R: Runtime> Clone for LinearInput<R> {
 
 /// Quantizes the input of a linear layer in square blocks, in one launch that reads it once.
 ///
-/// - `x`: a matrix of f32, f16 or bf16 with any strides.
+/// - `x`: a matrix of f32, f16 or bf16 with any strides, or [what it is computed from](MatrixSource).
 /// - `block`: 16, 32, 64 or 128.
 /// - `key`: the random stream of the saved copy.
 /// - `fallback`: the layer's threshold and counters, as [`quantize_fallback`](crate::fallback::quantize_fallback) takes
@@ -57,15 +57,15 @@ impl<R: Runtime> Clone for LinearInput<R> {
 /// # Errors
 ///
 /// When shapes or element types differ from these, or the layer is out of range.
-pub fn quantize_linear_input<R: Runtime>(
+pub fn quantize_linear_input<'a, R: Runtime>(
     client: &ComputeClient<R>,
-    x: &TensorHandle<R>,
+    x: impl Into<MatrixSource<'a, R>>,
     block: usize,
     key: StochasticKey,
     fallback: Option<FallbackState<R>>,
 ) -> Result<LinearInput<R>, KernelError> {
-    let view = MatrixView::new(OPERATION, x)?;
-    check_float(client, OPERATION, "x", x.dtype)?;
+    let x = x.into();
+    let view = x.view(client, OPERATION)?;
     check_granularity(OPERATION, Granularity::Block(block))?;
     if let Some(state) = &fallback {
         state.check(OPERATION)?;
@@ -84,10 +84,20 @@ pub fn quantize_linear_input<R: Runtime>(
                 .zip(residual.as_ref())
                 .map(|(state, residual)| state.written(residual)),
         };
-        // SAFETY: the outputs were allocated for this view, and the state was checked.
+        // SAFETY: the outputs were allocated for this view, which is that of all of them, and the state was checked.
         #[allow(unsafe_code)]
         unsafe {
-            block::launch(client, x, &view, block, Some(key), &written);
+            match x {
+                MatrixSource::Floats(x) => {
+                    block::launch(client, x, &view, block, Some(key), &written)
+                }
+                MatrixSource::Swiglu { gate, up } => {
+                    if !swiglu::block::launch(client, [gate, up], &view, block, key, &written) {
+                        let x = x.floats(client)?;
+                        block::launch(client, &x, &view, block, Some(key), &written);
+                    }
+                }
+            }
         }
     }
     let saved = Quantized {

@@ -28,6 +28,12 @@ use crate::{
     rounding::{RandomStream, random_stream},
 };
 
+pub(crate) mod block;
+pub(crate) mod delayed;
+mod quantized_gradients;
+
+pub use quantized_gradients::{quantize_swiglu_gradients, quantize_swiglu_gradients_delayed};
+
 const OPERATION: &str = "swiglu";
 const OPERATION_COMPRESSING: &str = "swiglu_compressing";
 const OPERATION_BACKWARD: &str = "swiglu_backward";

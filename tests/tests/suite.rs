@@ -12,6 +12,7 @@ mod suite {
     mod half;
     mod health;
     mod integers;
+    mod later;
     mod learned_definition;
     mod learned_steps;
     mod loss_scaling;

@@ -30,7 +30,7 @@ use cubecl_kernels::{
 use super::{
     amax_history::{AmaxHistory, AmaxHistoryKernels},
     cast::cast_to,
-    composition::{CompositionKernels, Compositions},
+    composition::{CompositionKernels, Compositions, OperatorInput, SwigluGradients},
     kernels::checked,
     operation::{DataBackend, Operation},
     optimizer::{
@@ -42,8 +42,8 @@ use super::{
         dequantized_product,
     },
     quantize::{
-        DelayedMaximum, Fallback, FallbackQuantized, Format, Operand, QuantizeKernels,
-        QuantizeSpec, Quantized, QuantizedInput, Residual, Scales, fallback_block,
+        DelayedMaximum, Fallback, FallbackQuantized, Format, MatrixSource, Operand,
+        QuantizeKernels, QuantizeSpec, Quantized, QuantizedInput, Residual, Scales, fallback_block,
         quantize_input_twice,
     },
     random_hadamard::random_hadamard,
@@ -111,10 +111,11 @@ impl<B: HostBackend> QuantizeKernels for B {
     }
 
     fn quantize_delayed(
-        x: FloatTensor<B>,
+        x: MatrixSource<B>,
         spec: &QuantizeSpec,
         delayed: &DelayedMaximum<B>,
     ) -> Quantized<B> {
+        let x = x.into_floats();
         let shape = matrix_shape(&x, "quantize_delayed");
         delayed.check("quantize_delayed");
         let device = B::float_device(&x);
@@ -163,12 +164,31 @@ impl<B: HostBackend> QuantizeKernels for B {
     }
 
     fn quantize_input(
-        x: FloatTensor<B>,
+        x: MatrixSource<B>,
         forward: &QuantizeSpec,
         saved: &QuantizeSpec,
         fallback: Option<Fallback<B>>,
     ) -> QuantizedInput<B> {
-        quantize_input_twice::<B>(x, forward, saved, fallback)
+        quantize_input_twice::<B>(x.into_floats(), forward, saved, fallback)
+    }
+
+    fn quantize_swiglu_gradients(
+        [gate, up, gradient]: [FloatTensor<B>; 3],
+        [of_gate, of_up]: [&QuantizeSpec; 2],
+        delayed: Option<[&DelayedMaximum<B>; 2]>,
+    ) -> [Quantized<B>; 2] {
+        let inputs = (OperatorInput::Floats(gate), OperatorInput::Floats(up));
+        let (gate, up) = SwigluGradients.run::<B>((inputs, gradient));
+        match delayed {
+            None => [
+                B::quantize_matrix(gate, of_gate),
+                B::quantize_matrix(up, of_up),
+            ],
+            Some([gate_maximum, up_maximum]) => [
+                B::quantize_delayed(MatrixSource::Floats(gate), of_gate, gate_maximum),
+                B::quantize_delayed(MatrixSource::Floats(up), of_up, up_maximum),
+            ],
+        }
     }
 
     fn dequantize_matrix(matrix: &Quantized<B>, dtype: FloatDType) -> FloatTensor<B> {

@@ -19,6 +19,7 @@ use crate::{
     },
     lock::lock,
     recipe::Rounding,
+    saved::{HeldTensor, cell::Handle},
 };
 
 static LIVE: AtomicUsize = AtomicUsize::new(0);
@@ -147,6 +148,8 @@ pub struct Tag<B: DataBackend> {
     second_run: Mutex<Weak<Self>>,
     /// The draws of copies that are to be made once more.
     draws: Mutex<Vec<Draw<B>>>,
+    /// The value without padding between its rows, and a handle, since it waits for no backward pass.
+    dense: Mutex<Option<(HeldTensor<B>, Handle)>>,
 }
 
 impl<B: DataBackend> Tag<B> {
@@ -180,6 +183,7 @@ impl<B: DataBackend> Tag<B> {
             with_fallback: Mutex::default(),
             second_run: Mutex::default(),
             draws: Mutex::default(),
+            dense: Mutex::default(),
         }
     }
 
@@ -322,6 +326,17 @@ impl<B: DataBackend> Tag<B> {
         }
         draws.push(Draw { key, epoch, random });
         random
+    }
+
+    /// The value without padding between its rows, which `make` gives the first time.
+    pub(crate) fn dense(&self, make: impl FnOnce() -> HeldTensor<B>) -> HeldTensor<B> {
+        let mut dense = lock(&self.dense);
+        let (dense, _) = dense.get_or_insert_with(|| {
+            let made = make();
+            let handle = Handle::on(Some(made.cell()));
+            (made, handle)
+        });
+        dense.clone()
     }
 
     fn lock(&self) -> MutexGuard<'_, Vec<SavedCopy<B>>> {

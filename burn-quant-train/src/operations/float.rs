@@ -29,7 +29,6 @@ macro_rules! float_operations {
             float_gather_nd(data: Float, indices: Int) -> Float;
             float_select(tensor: Float, dim: (usize), indices: Int) -> Float;
             float_select_add(tensor: Float, dim: (usize), indices: Int, value: Float) -> Float => Follow;
-            float_slice(tensor: Float, slices: (&[Slice])) -> Float [again];
             float_slice_assign(tensor: Float, slices: (&[Slice]), value: Float) -> Float => Follow;
             float_mask_where(tensor: Float, mask: Bool, value: Float) -> Float => Promote;
             float_equal(lhs: Float, rhs: Float, out_dtype: (BoolDType)) -> Bool => Promote;
@@ -112,6 +111,7 @@ macro_rules! float_operations {
 macro_rules! composed_float_operations {
     ($forward:ident) => {
         $forward! {
+            float_slice(tensor: Float, slices: (&[Slice])) -> Float [again];
             float_add(lhs: Float, rhs: Float) -> Float => Promote [again if exact];
             float_mul_scalar(lhs: Float, rhs: (Scalar)) -> Float [again];
             float_div_scalar(lhs: Float, rhs: (Scalar)) -> Float [again];

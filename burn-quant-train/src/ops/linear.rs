@@ -11,10 +11,7 @@ mod plan;
 
 use std::sync::Arc;
 
-use burn_backend::{
-    DType, FloatDType, IntDType, Scalar, Shape, TensorMetadata,
-    tensor::{Device, FloatTensor},
-};
+use burn_backend::{DType, FloatDType, IntDType, Scalar, Shape, TensorMetadata, tensor::Device};
 
 use self::{
     history::History,
@@ -22,21 +19,26 @@ use self::{
     plan::{BackwardPlan, Plan, Stored},
 };
 use super::{
-    matrix::{Form, Source, bias_gradient, with_last},
+    matrix::{Form, InputSource, Source, bias_gradient, with_last},
     operand::Make,
     run::Run,
 };
 use crate::{
     data::{
-        DataBackend,
-        quantize::{Fallback, Quantized},
+        DataBackend, Layout,
+        quantize::{DelayedMaximum, Fallback, MatrixSource, Quantized},
     },
     layer::{
         Call, Layer,
         tag::{CopyKey, Epoch, FallbackCopy, Tag, View},
     },
     recipe::{Flow, LinearRow, Residual, SavedX},
-    saved::{HeldTensor, recorded::Recorded, report::Operands},
+    saved::{
+        HeldTensor,
+        later::{GradientCopy, Later},
+        recorded::Recorded,
+        report::Operands,
+    },
 };
 
 /// Y `[.., N]` = X `[.., K]` W `[K, N]` + bias `[N]`, of inputs X, W and, if there are three, the bias. W may have
@@ -201,8 +203,8 @@ impl<B: DataBackend> Linear<B> {
         let keeps_operand =
             (shares_operand || is_noted || fallback_tag.is_some()) && operand.is_none();
         let x = match (&operand, to_save) {
-            (Some(copy), None) => Source::Copy(Quantized::clone(copy)),
-            _ => Source::Float(x.into_value()),
+            (Some(copy), None) => InputSource::Copy(Quantized::clone(copy)),
+            _ => InputSource::Floats(source_of(x, kept_x.is_some())),
         };
 
         // W: likewise, from run to run.
@@ -310,6 +312,16 @@ impl<B: DataBackend> Linear<B> {
                     .expect("a weight is quantized before or by the operation"),
             ),
         };
+        let y = output.y.map(|y| HeldTensor::of("linear", y));
+        if let (Some(y), Some(copy)) = (
+            &y,
+            gradient_copy(&plan.backward, gradient_history.as_ref(), &device),
+        ) && wants_x
+            && x.is_some()
+            && bias_dtype.is_none()
+        {
+            y.cell().take_gradient_as(copy);
+        }
         let saved = Saved {
             x,
             weight: wants_x.then(kept_weight),
@@ -322,7 +334,7 @@ impl<B: DataBackend> Linear<B> {
             history: gradient_history,
             noted,
         };
-        (output.y.map(|y| HeldTensor::of("linear", y)), saved)
+        (y, saved)
     }
 }
 
@@ -351,16 +363,26 @@ impl<B: DataBackend, const N: usize> Recorded<B, N> for Linear<B> {
         self.pass(inputs, wanted, false).1
     }
 
-    fn backward(
+    fn backward_held(
         saved: Saved<B>,
-        gradient: FloatTensor<B>,
+        (gradient, _): (HeldTensor<B>, Option<HeldTensor<B>>),
         wanted: [bool; N],
-    ) -> [Option<FloatTensor<B>>; N] {
+    ) -> [Option<HeldTensor<B>>; N] {
         let [wants_x, wants_weight] = [wanted[0], wanted[1]];
         let wants_bias = wanted.get(2).copied().unwrap_or_default();
-        let device = B::float_device(&gradient);
+        let device = gradient.cell().device().clone();
         let of_bias = saved.bias.filter(|_| wants_bias);
-        let mut of_bias = of_bias.map(|dtype| bias_gradient::<B>(&gradient, dtype));
+        let mut of_bias = of_bias.map(|dtype| bias_gradient::<B>(&gradient.cell().read(), dtype));
+        let both = wants_x && wants_weight;
+        let copy = both
+            .then(|| copy_of_gradient(&saved.plan, &gradient))
+            .flatten();
+        let absmax = copy.as_ref().and_then(|copy| copy.absmax.clone());
+        let is_float = copy.is_none();
+        let gradient = match copy {
+            Some(copy) => Source::Copy(copy),
+            None => Source::Float(gradient.into_value()),
+        };
         let weight = saved.weight.filter(|_| wants_x);
         let x = saved.x.filter(|_| wants_weight);
         let operation = Backward {
@@ -382,18 +404,73 @@ impl<B: DataBackend, const N: usize> Recorded<B, N> for Linear<B> {
                     gradient,
                     weight: weight.map(Source::from),
                     x: x.map(Source::from),
-                    delayed: saved.history.as_ref().map(|it| it.delayed(&device)),
+                    delayed: saved
+                        .history
+                        .as_ref()
+                        .filter(|_| is_float)
+                        .map(|it| it.delayed(&device)),
                 },
             ),
         };
-        if let Some((history, absmax)) = saved.history.zip(gradients.absmax.take()) {
+        let absmax = gradients.absmax.take().or(absmax);
+        if let Some((history, absmax)) = saved.history.zip(absmax) {
             history.note(&device, absmax);
         }
-        std::array::from_fn(|index| match index {
-            0 => gradients.input.take(),
-            1 => gradients.weight.take(),
-            _ => of_bias.take(),
+        std::array::from_fn(|index| {
+            let gradient = match index {
+                0 => gradients.input.take(),
+                1 => gradients.weight.take(),
+                _ => of_bias.take(),
+            };
+            gradient.map(HeldTensor::new)
         })
+    }
+}
+
+/// X, or what it is computed from. `is_kept`: it waits for the backward pass too.
+fn source_of<B: DataBackend>(x: HeldTensor<B>, is_kept: bool) -> MatrixSource<B> {
+    match x.cell().waits_for_reader().filter(|_| !is_kept) {
+        Some(Later::Swiglu([gate, up])) => MatrixSource::Swiglu {
+            gate: gate.into_value(),
+            up: up.into_value(),
+        },
+        Some(Later::SwigluGradient(..)) | None => MatrixSource::Floats(x.into_value()),
+    }
+}
+
+/// The copy of dY that both backward products read, where it is one.
+fn gradient_make(plan: &BackwardPlan) -> Option<Make> {
+    let ([first, _], [_, second]) = (plan.input?, plan.weight?);
+    (first.is_same_as(&second) && first.takes_matrix()).then_some(first)
+}
+
+/// How dY is quantized, where that makes one copy.
+fn gradient_copy<B: DataBackend>(
+    plan: &BackwardPlan,
+    history: Option<&History<B>>,
+    device: &Device<B>,
+) -> Option<GradientCopy<B>> {
+    let make = gradient_make(plan)?;
+    let delayed = history.map(|history| {
+        let (history, device) = (history.clone(), device.clone());
+        let delayed = move || history.delayed(&device);
+        Arc::new(delayed) as Arc<dyn Fn() -> DelayedMaximum<B> + Send + Sync>
+    });
+    Some(GradientCopy {
+        spec: make.spec(Layout::Both),
+        delayed,
+    })
+}
+
+/// The copy of dY that the operation behind this one makes as it computes it.
+fn copy_of_gradient<B: DataBackend>(
+    plan: &BackwardPlan,
+    gradient: &HeldTensor<B>,
+) -> Option<Quantized<B>> {
+    let make = gradient_make(plan)?;
+    match gradient.cell().waits_for_reader()? {
+        Later::SwigluGradient(pair, index) => pair.copy(index, &make.spec(Layout::Both)),
+        Later::Swiglu(_) => None,
     }
 }
 

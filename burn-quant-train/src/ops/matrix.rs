@@ -4,7 +4,7 @@ use burn_backend::{Backend, DType, FloatDType, Shape, TensorMetadata, tensor::Fl
 
 use crate::data::{
     cast_to,
-    quantize::Quantized,
+    quantize::{MatrixSource, Quantized},
     tensors::{Bundle, Change, Outline, Tensors},
 };
 
@@ -41,6 +41,29 @@ impl Bundle for Source<Outline> {
         match source {
             Source::Float(tensor) => Source::Float(change.float(tensor)),
             Source::Copy(matrix) => Source::Copy(Quantized::rebuild(matrix, change)),
+        }
+    }
+}
+
+/// X as a forward pass reads it: as it came, or what it is computed from, or quantized before.
+#[derive(Debug, Clone)]
+pub(super) enum InputSource<T: Tensors> {
+    Floats(MatrixSource<T>),
+    Copy(Quantized<T>),
+}
+
+impl Bundle for InputSource<Outline> {
+    type On<T: Tensors> = InputSource<T>;
+
+    fn rebuild<S: Tensors, T: Tensors>(
+        source: InputSource<S>,
+        change: &mut impl Change<S, T>,
+    ) -> InputSource<T> {
+        match source {
+            InputSource::Floats(source) => {
+                InputSource::Floats(MatrixSource::rebuild(source, change))
+            }
+            InputSource::Copy(matrix) => InputSource::Copy(Quantized::rebuild(matrix, change)),
         }
     }
 }

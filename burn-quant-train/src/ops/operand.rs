@@ -6,7 +6,7 @@ use cubecl_kernels::{granularity, rounding};
 use crate::{
     data::{
         Kernels, Layout, StochasticKey,
-        quantize::{DelayedMaximum, Format, Operand, QuantizeSpec, Quantized},
+        quantize::{DelayedMaximum, Format, MatrixSource, Operand, QuantizeSpec, Quantized},
         random_hadamard::transformed_cols,
         tensors::{Outline, Tensors},
     },
@@ -165,6 +165,11 @@ impl Make {
         }
     }
 
+    /// True if the copy is made of the matrix as it is, not of its transpose or after a transform.
+    pub fn takes_matrix(&self) -> bool {
+        !self.factor.key.of_transpose && !self.factor.key.rotated
+    }
+
     /// True if a history of maxima scales the copy.
     pub fn has_history(&self) -> bool {
         self.factor.key.history.is_some()
@@ -188,37 +193,48 @@ impl Make {
         layout: Layout,
         delayed: Option<&DelayedMaximum<K>>,
     ) -> Quantized<K> {
+        self.copy_of(MatrixSource::Floats(matrix), layout, delayed)
+    }
+
+    /// The same of a matrix, or of what it is computed from.
+    pub fn copy_of<K: Kernels>(
+        &self,
+        matrix: MatrixSource<K>,
+        layout: Layout,
+        delayed: Option<&DelayedMaximum<K>>,
+    ) -> Quantized<K> {
         let matrix = match self.factor.key.of_transpose {
-            true => K::float_swap_dims(matrix, 0, 1),
+            true => MatrixSource::Floats(K::float_swap_dims(matrix.into_floats(), 0, 1)),
             false => matrix,
         };
         let matrix = match self.factor.key.rotated {
-            true => K::random_hadamard(matrix),
+            true => MatrixSource::Floats(K::random_hadamard(matrix.into_floats())),
             false => matrix,
         };
         let spec = self.spec(layout);
         match (self.factor.key.history, delayed) {
-            (None, _) => K::quantize_matrix(matrix, &spec),
+            (None, _) => K::quantize_matrix(matrix.into_floats(), &spec),
             (Some(_), Some(delayed)) => K::quantize_delayed(matrix, &spec, delayed),
             (Some(slot), None) => panic!("a copy with the history `{slot}` reads its maximum"),
         }
     }
 }
 
-/// Both copies of a matrix, from one read where they hold the same numbers. `delayed`: the maximum that the matrix had
+/// Both copies of a matrix, or of what it is computed from, from one read where they hold the same numbers. `delayed`: the maximum that the matrix had
 /// in earlier steps, where it has a history.
 pub(super) fn copies<K: Kernels>(
-    matrix: FloatTensor<K>,
+    matrix: MatrixSource<K>,
     makes: [Option<&Make>; 2],
     delayed: Option<&DelayedMaximum<K>>,
 ) -> [Option<Quantized<K>>; 2] {
-    let one = |make: &Make, matrix| make.copy::<K>(matrix, make.factor.key.layout, delayed);
+    let one = |make: &Make, matrix| make.copy_of::<K>(matrix, make.factor.key.layout, delayed);
     match makes {
         [Some(first), Some(second)] if first.is_same_as(second) => {
-            let both = first.copy::<K>(matrix, Layout::Both, delayed);
+            let both = first.copy_of::<K>(matrix, Layout::Both, delayed);
             [first, second].map(|make| Some(both.in_layout(make.factor.key.layout)))
         }
         [Some(first), Some(second)] => {
+            let matrix = MatrixSource::Floats(matrix.into_floats());
             let first = one(first, matrix.clone());
             [Some(first), Some(one(second, matrix))]
         }

@@ -1,14 +1,27 @@
 //! The gate of SwiGLU, which saves its two inputs (Shazeer, 2020, equation 6).
 
-use burn_backend::{TensorMetadata, tensor::FloatTensor};
+use burn_backend::TensorMetadata;
 
 use crate::{
     data::{
         DataBackend,
-        composition::{SwigluCompressing, SwigluForward, SwigluGradients},
+        composition::{OperatorInput, SwigluCompressing, SwigluForward, SwigluGradients},
     },
-    saved::{HeldTensor, compress::Compress, recorded::Recorded},
+    saved::{
+        HeldTensor,
+        compress::Compress,
+        later::{GradientPair, Later},
+        recorded::Recorded,
+        scope,
+    },
 };
+
+/// True where the output may wait for who reads it: in a block it is made twice, and what waits without a backward pass
+/// holds gate and up.
+fn waits<B: DataBackend>(inputs: &[HeldTensor<B>; 2], wanted: [bool; 2]) -> bool {
+    let stay = inputs.iter().all(|input| input.cell().stays_exact());
+    stay && wanted.contains(&true) && !scope::in_block()
+}
 
 /// `silu(gate) up`, of one shape and dtype.
 #[derive(Debug, Clone, Copy)]
@@ -41,6 +54,11 @@ impl<B: DataBackend> Recorded<B, 2> for Swiglu {
                 }
                 output
             }
+            [None, None] if waits(&inputs, wanted) => {
+                let later = Later::Swiglu(inputs.clone());
+                let output = HeldTensor::later("swiglu", later, &inputs[0].cell().read());
+                return (output, inputs);
+            }
             _ => {
                 let [gate, up] = inputs.clone().map(HeldTensor::into_input);
                 B::run(SwigluForward, (gate, up))
@@ -49,14 +67,33 @@ impl<B: DataBackend> Recorded<B, 2> for Swiglu {
         (HeldTensor::of("swiglu", output), inputs)
     }
 
-    fn backward(
+    fn backward_held(
         inputs: Self::Saved,
-        gradient: FloatTensor<B>,
+        (gradient, _): (HeldTensor<B>, Option<HeldTensor<B>>),
         wanted: [bool; 2],
-    ) -> [Option<FloatTensor<B>>; 2] {
-        let [gate, up] = inputs.map(HeldTensor::into_input);
-        let (of_gate, of_up) = B::run(SwigluGradients, ((gate, up), gradient));
+    ) -> [Option<HeldTensor<B>>; 2] {
+        let copies = inputs.each_ref().map(|input| input.cell().gradient_copy());
+        let inputs = inputs.map(HeldTensor::into_input);
+        let gradient = gradient.into_value();
+        let (gate, up) = match (inputs, copies, wanted) {
+            (
+                [OperatorInput::Floats(gate), OperatorInput::Floats(up)],
+                [Some(of_gate), Some(of_up)],
+                [true, true],
+            ) => {
+                let inputs = [gate, up, gradient];
+                match GradientPair::new(inputs, [of_gate, of_up]) {
+                    Ok(pair) => return pair.map(Some),
+                    Err([gate, up, gradient]) => {
+                        let inputs = (OperatorInput::Floats(gate), OperatorInput::Floats(up));
+                        B::run(SwigluGradients, (inputs, gradient))
+                    }
+                }
+            }
+            ([gate, up], ..) => B::run(SwigluGradients, ((gate, up), gradient)),
+        };
         let [wants_gate, wants_up] = wanted;
-        [wants_gate.then_some(of_gate), wants_up.then_some(of_up)]
+        let held = |wants: bool, gradient| wants.then(|| HeldTensor::new(gradient));
+        [held(wants_gate, gate), held(wants_up, up)]
     }
 }

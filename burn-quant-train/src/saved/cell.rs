@@ -17,6 +17,7 @@ use super::{
     again::{Again, Origin},
     bits::Bits,
     compress::{Compress, Decompress},
+    later::{GradientCopy, Later},
     report, scope,
 };
 use crate::{
@@ -47,6 +48,8 @@ pub struct Cell<B: DataBackend> {
     state: Mutex<State<B>>,
     /// What it will be compressed to, where a kernel that read it has made that already.
     compressed: Mutex<Option<Box<Quantized<B>>>>,
+    /// The copy of its gradient that the operation which made it will take.
+    gradient_copy: Mutex<Option<Box<GradientCopy<B>>>>,
     /// The operation that made it, if what it makes may be compressed.
     origin: Option<Origin<B>>,
     /// The format in which it may wait; `None` for what is not made by the forward pass.
@@ -80,6 +83,8 @@ enum State<B: DataBackend> {
     OfBlock(Again<B>),
     /// To be added up: a gradient that comes in terms.
     Sum(Vec<FloatTensor<B>>),
+    /// To be computed by its first reader.
+    Later(Later<B>),
     /// Handed to a compression. Seen by others only after that panicked.
     Taken,
 }
@@ -93,6 +98,7 @@ impl<B: DataBackend> Clone for State<B> {
             Self::Again(again) => Self::Again(again.clone()),
             Self::OfBlock(again) => Self::OfBlock(again.clone()),
             Self::Sum(terms) => Self::Sum(terms.clone()),
+            Self::Later(later) => Self::Later(later.clone()),
             Self::Taken => Self::Taken,
         }
     }
@@ -200,6 +206,7 @@ impl<B: DataBackend> HeldTensor<B> {
             device,
             state: Mutex::new(state),
             compressed: Mutex::default(),
+            gradient_copy: Mutex::default(),
             origin,
             context,
             exact: AtomicBool::new(false),
@@ -232,6 +239,12 @@ impl<B: DataBackend> HeldTensor<B> {
         Self::in_state(state, form, "gradient", None, false, None)
     }
 
+    /// A cell for a value that its reader computes, of the shape and dtype of a tensor.
+    pub(crate) fn later(operation: &'static str, later: Later<B>, like: &FloatTensor<B>) -> Self {
+        let form = form_of::<B>(like);
+        Self::in_state(State::Later(later), form, operation, None, false, None)
+    }
+
     /// How many tensors it is the sum of.
     pub(super) fn terms(&self) -> usize {
         match &*self.0.lock() {
@@ -241,6 +254,7 @@ impl<B: DataBackend> HeldTensor<B> {
             | State::Bits(_)
             | State::Again(_)
             | State::OfBlock(_)
+            | State::Later(_)
             | State::Taken => 1,
         }
     }
@@ -295,6 +309,7 @@ impl<B: DataBackend> HeldTensor<B> {
             | State::Again(_)
             | State::OfBlock(_)
             | State::Sum(_)
+            | State::Later(_)
             | State::Taken => None,
         };
         match waiting {
@@ -342,6 +357,7 @@ impl<B: DataBackend> State<B> {
             Self::Bits(bits) => bits.into_floats(),
             Self::Again(again) | Self::OfBlock(again) => again.compute(),
             Self::Sum(terms) => gradient_of_terms::<B>(terms),
+            Self::Later(later) => later.compute(),
             Self::Taken => panic!("a saved value is lost: its compression panicked"),
         }
     }
@@ -353,10 +369,10 @@ impl<B: DataBackend> Cell<B> {
         let state = self.lock().clone();
         match state {
             State::OfBlock(again) => self.run_again(&again),
-            State::Sum(terms) => {
-                let sum = gradient_of_terms::<B>(terms);
-                *self.lock() = State::Exact(sum.clone());
-                sum
+            state @ (State::Sum(_) | State::Later(_)) => {
+                let value = state.into_value(self.shape.clone(), self.dtype, self.swapped);
+                *self.lock() = State::Exact(value.clone());
+                value
             }
             state => state.into_value(self.shape.clone(), self.dtype, self.swapped),
         }
@@ -394,6 +410,7 @@ impl<B: DataBackend> Cell<B> {
             | State::Bits(_)
             | State::Again(_)
             | State::Sum(_)
+            | State::Later(_)
             | State::Taken => None,
         }
     }
@@ -441,6 +458,7 @@ impl<B: DataBackend> Cell<B> {
             | State::Bits(_)
             | State::OfBlock(_)
             | State::Sum(_)
+            | State::Later(_)
             | State::Taken => 0,
         }
     }
@@ -468,6 +486,30 @@ impl<B: DataBackend> Cell<B> {
     /// Takes what it will be compressed to, in the format that it [waits in](Self::will_wait_as).
     pub(crate) fn keep_compressed(&self, matrix: Quantized<B>) {
         *lock(&self.compressed) = Some(Box::new(matrix));
+    }
+
+    /// What it is computed from, as long as nobody has computed it.
+    pub(crate) fn waits_for_reader(&self) -> Option<Later<B>> {
+        match &*self.lock() {
+            State::Later(later) => Some(later.clone()),
+            State::Exact(_)
+            | State::Compressed(_)
+            | State::Bits(_)
+            | State::Again(_)
+            | State::OfBlock(_)
+            | State::Sum(_)
+            | State::Taken => None,
+        }
+    }
+
+    /// Says how the operation that made it quantizes its gradient.
+    pub(crate) fn take_gradient_as(&self, copy: GradientCopy<B>) {
+        *lock(&self.gradient_copy) = Some(Box::new(copy));
+    }
+
+    /// How the operation that made it quantizes its gradient, if it does.
+    pub(crate) fn gradient_copy(&self) -> Option<GradientCopy<B>> {
+        lock(&self.gradient_copy).as_deref().cloned()
     }
 
     /// True for a dtype that is compressed.
@@ -524,6 +566,7 @@ impl<B: DataBackend> Cell<B> {
             | State::Compressed(_)
             | State::Bits(_)
             | State::Sum(_)
+            | State::Later(_)
             | State::Taken => None,
         };
         let of_block = self.of_block.into_inner();
@@ -645,7 +688,7 @@ impl<B: DataBackend> AnyCell for Cell<B> {
             ),
             State::Bits(bits) => (report::Form::Bits, bits.bytes()),
             State::Again(_) | State::OfBlock(_) => (report::Form::Again, 0),
-            State::Sum(_) | State::Taken => return None,
+            State::Sum(_) | State::Later(_) | State::Taken => return None,
         };
         Some(report::Saved {
             layer,

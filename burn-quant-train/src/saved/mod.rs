@@ -8,7 +8,8 @@
 //! - *compressed*, in the [context](crate::recipe::Context) of the recipe's row; whoever reads it gets it dequantized;
 //! - *bits*, a mask of zeros and ones;
 //! - *again*, as a cheap operation of other cells that are kept anyway, or as one of a [block](checkpoint()) that runs
-//!   again.
+//!   again;
+//! - *later*, as an operation that its first reader has computed.
 //!
 //! The decorator outside counts the handles that forward code has on a cell. When the last one goes, and a node still
 //! holds the cell, nobody will read it before the backward pass. Then it becomes a computation to be done again if its
@@ -26,6 +27,7 @@
 //! | [`again`] | computations to be done again |
 //! | [`checkpoint()`] | blocks that are computed again as a whole |
 //! | [`bits`] | masks, a bit an element |
+//! | `later` | values that a linear layer quantizes in the launch that computes them |
 //! | [`compress`] | from float tensors to contexts and back |
 //! | [`recorded`] | operations with a backward pass of our own: one type, one node for autodiff |
 //! | [`report`] | the values that wait now, by layer and operation |
@@ -42,6 +44,7 @@ mod float;
 mod forward;
 mod gradient_sum;
 mod int;
+pub(crate) mod later;
 mod module;
 mod quantized;
 pub mod recorded;

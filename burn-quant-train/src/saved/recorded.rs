@@ -50,8 +50,8 @@ pub trait Recorded<B: DataBackend, const N: usize>: Clone + Send + Sync + 'stati
         self.forward(inputs, wanted).1
     }
 
-    /// The gradients of those inputs for which they are wanted, from that of the output. An operation has this or
-    /// [`Self::backward_joined`].
+    /// The gradients of those inputs for which they are wanted, from that of the output. An operation has this,
+    /// [`Self::backward_joined`] or [`Self::backward_held`].
     fn backward(
         saved: Self::Saved,
         gradient: FloatTensor<B>,
@@ -74,6 +74,17 @@ pub trait Recorded<B: DataBackend, const N: usize>: Clone + Send + Sync + 'stati
             *first = first.take().map(|own| with_other::<B>(own, other));
         }
         gradients
+    }
+
+    /// The same of cells, where a gradient may be one that its reader [computes](super::later).
+    fn backward_held(
+        saved: Self::Saved,
+        (gradient, other): (HeldTensor<B>, Option<HeldTensor<B>>),
+        wanted: [bool; N],
+    ) -> [Option<HeldTensor<B>>; N] {
+        let gradient = (gradient.into_terms(), other.map(HeldTensor::into_value));
+        let gradients = Self::backward_joined(saved, gradient, wanted);
+        gradients.map(|gradient| gradient.map(HeldTensor::new))
     }
 }
 
@@ -330,11 +341,10 @@ impl<B: DataBackend, O: Recorded<B, N>, const N: usize> Backward<Held<B>, N> for
             }
             _ => (gradient, None),
         };
-        let gradient = (gradient.into_terms(), other.map(HeldTensor::into_value));
-        let of_inputs = O::backward_joined(ops.state.into_saved(), gradient, wanted);
+        let of_inputs = O::backward_held(ops.state.into_saved(), (gradient, other), wanted);
         for (parent, gradient) in ops.parents.into_iter().zip(of_inputs) {
             if let Some((parent, gradient)) = parent.zip(gradient) {
-                let mut of_node = Autodiff::<Held<B>>::from_inner(HeldTensor::new(gradient));
+                let mut of_node = Autodiff::<Held<B>>::from_inner(gradient);
                 of_node.node = parent;
                 gradient_sum::register(gradients, of_node);
             }

@@ -11,7 +11,7 @@ use crate::{
 };
 
 mod portable;
-mod whole_tiles;
+pub(crate) mod whole_tiles;
 
 /// How a copy is rounded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -40,7 +40,7 @@ pub(crate) struct BlockOutput<'a, R: Runtime> {
 
 /// The residual's values and scales, flags, thresholds and counts; something that is not touched where there is no
 /// fallback.
-fn fallback_buffers<R: Runtime>(
+pub(crate) fn fallback_buffers<R: Runtime>(
     fallback: Option<&BlockFallback<R>>,
     unused: &TensorHandle<R>,
 ) -> [TensorHandle<R>; 5] {

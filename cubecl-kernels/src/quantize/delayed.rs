@@ -7,15 +7,16 @@ use crate::{
     device::{array, check_dtype, empty, is_contiguous, or_unused, storage},
     error::KernelError,
     scale::has_scale,
+    swiglu,
 };
 
 use super::{
-    Input, QuantizeSpec, Quantized,
+    Input, MatrixSource, QuantizeSpec, Quantized,
     absmax::{self, Count, UNITS, largest_of},
     given::{by_scale, check_given},
 };
 
-mod whole_tiles;
+pub(crate) mod whole_tiles;
 
 const OPERATION: &str = "quantize_delayed";
 
@@ -37,7 +38,7 @@ impl<R: Runtime> Clone for DelayedMaximum<'_, R> {
 impl<R: Runtime> Copy for DelayedMaximum<'_, R> {}
 
 impl<R: Runtime> DelayedMaximum<'_, R> {
-    fn check(&self) -> Result<(), KernelError> {
+    pub(crate) fn check(&self) -> Result<(), KernelError> {
         let Self { maxima, layer } = self;
         check_dtype(OPERATION, "maxima", maxima, storage::<f32>(), "pass f32")?;
         let shape = maxima.shape();
@@ -52,7 +53,7 @@ impl<R: Runtime> DelayedMaximum<'_, R> {
     }
 }
 
-/// Quantizes `x`, a matrix of f32, f16 or bf16 with any strides, by the scale `maximum / largest number` of its layer's
+/// Quantizes `x`, a matrix of f32, f16 or bf16 with any strides or [what it is computed from](MatrixSource), by the scale `maximum / largest number` of its layer's
 /// delayed maximum, and finds its own largest magnitude in the same read: [`quantize_by`](super::quantize_by), with the
 /// same outputs.
 ///
@@ -61,19 +62,31 @@ impl<R: Runtime> DelayedMaximum<'_, R> {
 ///
 /// A layer whose maximum is 0, or another one that gets no scale, takes that of `x` instead, and scale 1 if `x` has
 /// none either. Which of them it is, is decided on the device: `x` is read once more where there is no delayed maximum.
-/// The kernels for whole tiles do that in one cube, slowly.
+/// The kernel for whole tiles does that in one cube, slowly.
 /// The numbers are those of [`reference::quantize_delayed`](crate::reference::quantize_delayed), to the bit.
 ///
 /// # Errors
 ///
 /// As [`quantize_by`](super::quantize_by), and when `delayed` is not one of the maxima.
-pub fn quantize_delayed<R: Runtime>(
+pub fn quantize_delayed<'a, R: Runtime>(
     client: &ComputeClient<R>,
-    x: &TensorHandle<R>,
+    x: impl Into<MatrixSource<'a, R>>,
     spec: &QuantizeSpec,
     delayed: DelayedMaximum<R>,
 ) -> Result<(Quantized<R>, TensorHandle<R>), KernelError> {
     check_given(spec)?;
+    let x = match x.into() {
+        MatrixSource::Floats(x) => x,
+        source @ MatrixSource::Swiglu { gate, up } => {
+            let view = source.view(client, OPERATION)?;
+            delayed.check()?;
+            let quantized = swiglu::delayed::launch(client, [gate, up], &view, spec, delayed);
+            if let Some(quantized) = quantized {
+                return Ok(quantized);
+            }
+            &source.floats(client)?
+        }
+    };
     let input = Input::new(client, OPERATION, x, spec)?;
     delayed.check()?;
     if let Some(quantized) = whole_tiles::launch(client, &input, delayed) {

@@ -36,7 +36,7 @@ const PITCH: usize = SHAPE.cols + 8;
 const LAYERS: usize = 3;
 const LAYER: usize = 1;
 /// A byte of memory that nothing has written.
-const UNWRITTEN: u8 = 0xa5;
+pub const UNWRITTEN: u8 = 0xa5;
 
 /// An operand that a training step quantizes: a gradient, or X, in a layer of this threshold if its blocks may fall
 /// back.
@@ -80,10 +80,17 @@ fn equals_the_reference() {
     }
 }
 
-fn emulate(random: &mut Random, float: StorageType, operand: Operand, draw_early: bool) {
+/// The key of a stochastic rounding.
+pub fn key(random: &mut Random) -> StochasticKey {
     let mut word = || (0..4).fold(0, |word, _| word << 16 | random.index(1 << 16) as u64);
-    let (seed, stream) = (word(), word());
-    let key = StochasticKey { seed, stream };
+    StochasticKey {
+        seed: word(),
+        stream: word(),
+    }
+}
+
+fn emulate(random: &mut Random, float: StorageType, operand: Operand, draw_early: bool) {
+    let key = key(random);
     let mut source = source_of(float, operand, key);
     // The tiles of a launch as small as this one draw early.
     let knob = "#define DRAW_EARLY ";
@@ -143,8 +150,7 @@ fn source_of(float: StorageType, operand: Operand, key: StochasticKey) -> Source
     source
 }
 
-/// The buffers after the launch by the reference. Those of a fallback have no bytes where nothing falls back, and
-/// blocks that do not fall back leave the residual as it was.
+/// The buffers after the launch by the reference.
 fn expected(x: &[f32], float: StorageType, operand: Operand, key: StochasticKey) -> Buffers {
     let mut pitched = vec![f32::NAN; SHAPE.batch * SHAPE.rows * PITCH];
     for (row, values) in pitched.chunks_mut(PITCH).zip(x.chunks(SHAPE.cols)) {
@@ -166,37 +172,56 @@ fn expected(x: &[f32], float: StorageType, operand: Operand, key: StochasticKey)
     buffers[2] = bytes(&stochastic.transposed().values);
     buffers[3] = bytemuck::cast_slice(&nearest.scales).to_vec();
     one_nan(&mut buffers[3]);
-    if let Operand::Input(Some(threshold)) = operand {
-        let fallback = reference::quantize_fallback(x, SHAPE, BLOCK, threshold);
-        buffers[4] = bytes(&fallback.residual.values);
-        for (index, value) in buffers[4].iter_mut().enumerate() {
-            // Matrices of a batch follow each other as the rows of one do.
-            let (row, col) = (index / SHAPE.cols, index % SHAPE.cols);
-            if !fallback.flags[nearest.block_of(0, row, col)] {
-                *value = UNWRITTEN;
-            }
-        }
-        buffers[5] = bytemuck::cast_slice(&fallback.residual.scales).to_vec();
-        let flags: Vec<u32> = fallback.flags.iter().map(|&flag| flag.into()).collect();
-        buffers[6] = bytemuck::cast_slice(&flags).to_vec();
-        let (mut thresholds, mut counts) = ([f32::NAN; LAYERS], [[0; 2]; LAYERS]);
-        (thresholds[LAYER], counts[LAYER]) = (threshold, fallback.counts());
-        buffers[7] = bytemuck::cast_slice(&thresholds).to_vec();
-        buffers[8] = bytemuck::cast_slice(&counts).to_vec();
+    let threshold = match operand {
+        Operand::Gradient => None,
+        Operand::Input(threshold) => threshold,
+    };
+    for (buffer, of_fallback) in buffers[4..]
+        .iter_mut()
+        .zip(fallback_of(x, SHAPE, threshold))
+    {
+        *buffer = of_fallback;
     }
     buffers
 }
 
-fn bytes(integers: &[i32]) -> Vec<u8> {
+/// The residual's values, scales and flags; thresholds and counts. They have no bytes where nothing falls back, and
+/// blocks that do not fall back leave the residual as it was.
+pub fn fallback_of(x: &[f32], shape: MatrixShape, threshold: Option<f32>) -> [Vec<u8>; 5] {
+    let Some(threshold) = threshold else {
+        return Default::default();
+    };
+    let fallback = reference::quantize_fallback(x, shape, BLOCK, threshold);
+    let mut residual = bytes(&fallback.residual.values);
+    for (index, value) in residual.iter_mut().enumerate() {
+        // Matrices of a batch follow each other as the rows of one do.
+        let (row, col) = (index / shape.cols, index % shape.cols);
+        if !fallback.flags[fallback.base.block_of(0, row, col)] {
+            *value = UNWRITTEN;
+        }
+    }
+    let flags: Vec<u32> = fallback.flags.iter().map(|&flag| flag.into()).collect();
+    let (mut thresholds, mut counts) = ([f32::NAN; LAYERS], [[0; 2]; LAYERS]);
+    (thresholds[LAYER], counts[LAYER]) = (threshold, fallback.counts());
+    [
+        residual,
+        bytemuck::cast_slice(&fallback.residual.scales).to_vec(),
+        bytemuck::cast_slice(&flags).to_vec(),
+        bytemuck::cast_slice(&thresholds).to_vec(),
+        bytemuck::cast_slice(&counts).to_vec(),
+    ]
+}
+
+pub fn bytes(integers: &[i32]) -> Vec<u8> {
     integers.iter().map(|&integer| integer as u8).collect()
 }
 
-fn integers(bytes: &[u8]) -> Vec<i32> {
+pub fn integers(bytes: &[u8]) -> Vec<i32> {
     bytes.iter().map(|&byte| (byte as i8).into()).collect()
 }
 
 /// Makes each NaN among the floats the same.
-fn one_nan(floats: &mut [u8]) {
+pub fn one_nan(floats: &mut [u8]) {
     for bytes in floats.chunks_exact_mut(4) {
         if f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]).is_nan() {
             bytes.copy_from_slice(&f32::NAN.to_le_bytes());

@@ -100,6 +100,11 @@ inline float __fsub_rn(float a, float b) { return canonical(a - b); }
 inline float __fmul_rn(float a, float b) { return canonical(a * b); }
 inline float __fdiv_rn(float a, float b) { return canonical(a / b); }
 
+inline float __fmaf_rn(float a, float b, float c) { return canonical(std::fma(a, b, c)); }
+inline float __fdividef(float a, float b) { return canonical(a / b); }
+
+inline float __expf(float x) { return expf(x); }
+
 // A name that the C library has too.
 #define __powf(base, exponent) powf(base, exponent)
 
@@ -129,6 +134,16 @@ struct __nv_bfloat162 {
 // ---- Instructions of PTX --------------------------------------------------------------------------------------------
 
 inline void ptx_cvt_f32_f16(float &value, uint16_t bits) { value = canonical((float)std::bit_cast<_Float16>(bits)); }
+
+// Two numbers, the second one in front; NaN becomes the one that the instruction makes.
+template <typename T> inline uint32_t two_of(float second, float first) {
+    const auto bits = [](float value) { return std::isnan(value) ? (uint16_t)0x7fff : T(value).bits; };
+    return (uint32_t)bits(second) << 16 | bits(first);
+}
+inline void ptx_cvt_rn_f16x2_f32(uint32_t &pair, float second, float first) { pair = two_of<__half>(second, first); }
+inline void ptx_cvt_rn_bf16x2_f32(uint32_t &pair, float second, float first) {
+    pair = two_of<__nv_bfloat16>(second, first);
+}
 
 inline void ptx_prmt_b32(uint32_t &out, uint32_t first, uint32_t second, uint32_t selector) {
     const uint64_t both = (uint64_t)second << 32 | first;

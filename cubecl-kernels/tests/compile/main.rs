@@ -6,6 +6,7 @@
 
 mod emulate;
 mod emulate_attention;
+mod emulate_swiglu;
 mod emulator;
 mod nvrtc;
 mod offline;
@@ -58,7 +59,7 @@ use cubecl_kernels::{
     operator_input::OperatorInput,
     optimizer_state::{Moment, StateFormat, initial_state},
     quantize::{
-        DelayedMaximum, QuantizeSpec, dequantize, learned_step,
+        DelayedMaximum, MatrixSource, QuantizeSpec, dequantize, learned_step,
         learned_step::{ElementSource, Gradient, LearnedStep, ResidualRows},
         quantize, quantize_by, quantize_delayed, unpack_int4,
     },
@@ -68,7 +69,10 @@ use cubecl_kernels::{
     rounding::{Rounding, StochasticKey},
     scale::ScaleNumber,
     sum::{Reduction, sum},
-    swiglu::{swiglu, swiglu_backward, swiglu_compressing},
+    swiglu::{
+        quantize_swiglu_gradients, quantize_swiglu_gradients_delayed, swiglu, swiglu_backward,
+        swiglu_compressing,
+    },
 };
 use half::{bf16, f16};
 use rstest::rstest;
@@ -618,7 +622,55 @@ fn quantize_sources(architecture: u16) -> Vec<Source> {
     sources
 }
 
-/// The CUDA source of delayed scaling: both kernels, of each type of input, number and layout.
+/// The CUDA source of SwiGLU that is quantized as it is computed: in blocks, where two tiles fit on a multiprocessor, and
+/// on Hopper by delayed scaling.
+fn swiglu_sources(architecture: u16) -> Vec<Source> {
+    let key = StochasticKey { seed: 1, stream: 2 };
+    let mut sources = sources_of(architecture, |client| {
+        let thresholds = tensor(client, &[1], dtype::<f32>());
+        let counts = tensor(client, &[1, 2], dtype::<i32>());
+        let delayed = DelayedMaximum {
+            maxima: &thresholds,
+            layer: 0,
+        };
+        for float in outputs() {
+            let x = &tensor(client, &[256, 128], float);
+            let source = MatrixSource::Swiglu { gate: x, up: x };
+            let state = FallbackState {
+                thresholds: &thresholds,
+                layer: 0,
+                counts: &counts,
+            };
+            for state in [None, Some(state)] {
+                quantize_linear_input(client, source, 128, key, state).expect("a matrix");
+            }
+            let spec = QuantizeSpec::int8(Granularity::Block(128))
+                .with_rounding(Rounding::Stochastic(key))
+                .with_layout(Layout::Both);
+            quantize_swiglu_gradients(client, [x; 3], [&spec; 2]).expect("matrices");
+            for layout in [Layout::Both, Layout::RowMajor, Layout::Transposed] {
+                let spec =
+                    |number| QuantizeSpec::new(number, Granularity::Tensor).with_layout(layout);
+                let (e4m3, e5m2) = (spec(Number::E4M3), spec(Number::E5M2));
+                quantize_delayed(client, source, &e4m3, delayed).expect("a matrix");
+                quantize_swiglu_gradients_delayed(client, [x; 3], &e5m2, [delayed; 2])
+                    .expect("matrices");
+            }
+        }
+    });
+    sources.retain(|source| source.name.contains("swiglu") && source.code.contains("Numbers"));
+    let texts: BTreeSet<&str> = sources.iter().map(|source| source.code.as_str()).collect();
+    let of_a_float = match architecture {
+        // X with and without fallback, and a gradient; of each layout, both with a delayed maximum.
+        90 => 3 + 2 * 3,
+        80 => 2,
+        _ => 0,
+    };
+    assert_eq!(texts.len(), 2 * of_a_float);
+    sources
+}
+
+/// The CUDA source of delayed scaling, of each type of input, number and layout.
 fn delayed_sources() -> Vec<Source> {
     let mut sources = sources_of(90, |client| {
         let maxima = tensor(client, &[1], dtype::<f32>());
@@ -636,8 +688,8 @@ fn delayed_sources() -> Vec<Source> {
             }
         }
     });
-    sources.retain(|source| ["quantize_delayed", "finish_delayed"].contains(&source.name.as_str()));
-    assert_eq!(sources.len(), outputs().len() * 2 * 3 * 2);
+    sources.retain(|source| source.name == "quantize_delayed");
+    assert_eq!(sources.len(), outputs().len() * 2 * 3);
     sources
 }
 
@@ -1030,7 +1082,9 @@ fn no_quantize_source_for_one_copy(#[values(Layout::RowMajor, Layout::Transposed
 /// CUDA keeps 1 KiB of a multiprocessor's shared memory for each cube, and the kernel declares 64 bytes.
 #[rstest]
 fn quantize_sources_share_a_multiprocessor(#[values(80, 89, 90, 120)] architecture: u16) {
-    for source in quantize_sources(architecture) {
+    let of_swiglu = swiglu_sources(architecture).into_iter();
+    let of_swiglu = of_swiglu.filter(|source| source.code.contains("#define CUBES "));
+    for source in quantize_sources(architecture).into_iter().chain(of_swiglu) {
         let (_, knob) = source.code.split_once("#define CUBES ").expect("a knob");
         let cubes: usize = knob
             .lines()
@@ -1264,6 +1318,14 @@ fn nvrtc_compiles_fp8_products() {
 #[ignore = "needs NVRTC: CUDA_PATH=$(.ci/nvrtc), then --test compile -- --ignored"]
 fn nvrtc_compiles_delayed_scaling() {
     compile(delayed_sources(), "sm_90a");
+}
+
+#[rstest]
+#[case(80, "sm_80")]
+#[case(90, "sm_90a")]
+#[ignore = "needs NVRTC: CUDA_PATH=$(.ci/nvrtc), then --test compile -- --ignored"]
+fn nvrtc_compiles_quantized_swiglu(#[case] architecture: u16, #[case] name: &str) {
+    compile(swiglu_sources(architecture), name);
 }
 
 #[rstest]

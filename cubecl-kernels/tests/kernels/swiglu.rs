@@ -4,6 +4,9 @@ use cubecl_kernels::reference::swiglu::{swiglu, swiglu_backward};
 
 use crate::random::Random;
 
+#[cfg(any(feature = "cuda", feature = "vulkan"))]
+mod quantized;
+
 #[test]
 fn the_reference_has_the_slopes_of_its_differences() {
     let mut random = Random::fresh();

@@ -33,7 +33,7 @@ pub(super) use attention::{
 };
 
 use burn_backend::{
-    Backend, DType, FloatDType, Scalar, Shape, TensorMetadata,
+    Backend, DType, FloatDType, Scalar, Shape, Slice, TensorMetadata,
     ops::{ActivationOps, FloatTensorOps},
     tensor::{BoolTensor, Device, FloatTensor},
 };
@@ -46,6 +46,7 @@ use crate::{
         DataBackend,
         composition::{CompositionKernels, Compositions},
     },
+    layer::tag::View,
     operations::{composed_activation_operations, composed_float_operations},
     ops::{
         gelu::Gelu, layer_norm::LayerNorm, log_softmax::LogSoftmax, rms_norm::RmsNorm,
@@ -529,6 +530,20 @@ fn is_table<B: QuantBackend>(tensor: &QuantTensor<B>) -> bool {
     tensor.as_waiting().is_none() && is_float(tensor) && !B::is_tracked(tensor.primitive())
 }
 
+/// All of a tensor is the tensor itself. So is the table of positions that `burn::nn::RotaryEncoding` slices in every
+/// pass, beside which [`Rotary`] keeps what it makes of it.
+pub(super) fn float_slice<B: QuantBackend, R: Recipe>(
+    x: &QuantTensor<B>,
+    slices: &&[Slice],
+) -> Option<QuantTensor<B>> {
+    let shape = x.shape();
+    let takes_all = slices.iter().zip(shape.iter()).all(|(slice, &length)| {
+        let reaches_end = |end: isize| usize::try_from(end).is_ok_and(|end| end >= length);
+        slice.start == 0 && slice.step == 1 && slice.end.is_none_or(reaches_end)
+    });
+    (takes_all && kernels_of::<B, R>(x).is_some()).then(|| x.clone())
+}
+
 /// Rotary positions, if what was scaled began with pairs of a tensor of this shape.
 fn rotary<B: QuantBackend, R: Recipe>(
     scaled: &QuantTensor<B>,
@@ -548,8 +563,11 @@ fn rotary<B: QuantBackend, R: Recipe>(
     };
     (x.shape() == *shape && turn.dtype() == table.dtype()).then(|| {
         let _scope = QuantTrain::<B, R>::scope();
+        let rotary = Rotary {
+            table: (table.view() == View::Rows).then(|| table.tag().clone()),
+        };
         let inputs = [x, turn, table].map(|it| it.clone().into_primitive());
-        QuantTensor::new(B::record(Rotary, inputs))
+        QuantTensor::new(B::record(rotary, inputs))
     })
 }
 

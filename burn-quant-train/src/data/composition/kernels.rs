@@ -74,6 +74,8 @@ pub struct Compositions<B: Backend> {
     pub log_softmax_backward: fn(Pair<B>, DType) -> FloatTensor<B>,
     /// The sum or the mean of all elements, FP32 `[1]`, of a tensor of any float dtype.
     pub sum: fn(FloatTensor<B>, Reduction) -> FloatTensor<B>,
+    /// A tensor without padding between its rows.
+    pub dense: fn(FloatTensor<B>) -> FloatTensor<B>,
     /// Rotary positions of x `[.., positions, features]`, of up to four dimensions, or of a gradient back to that of x.
     pub rotary: fn(FloatTensor<B>, RotaryTables<B>, RotaryPass) -> FloatTensor<B>,
     /// The gradient `[rows, columns]` of a table of so many rows: of that of the rows that were gathered,

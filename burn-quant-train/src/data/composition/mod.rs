@@ -18,7 +18,7 @@ pub use kernels::{
     RotaryTables, WithCopies, WithPair,
 };
 pub(crate) use operations::{
-    EmbeddingGradient, GeluForward, GeluGradient, LayerNormForward, LayerNormGradients,
+    Dense, EmbeddingGradient, GeluForward, GeluGradient, LayerNormForward, LayerNormGradients,
     LogSoftmaxForward, LogSoftmaxGradient, RmsNormForward, RmsNormGradients, RotaryPositions,
     SumOfElements, SwigluCompressing, SwigluForward, SwigluGradients, gradient_of_terms,
     with_other,

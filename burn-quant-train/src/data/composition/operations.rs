@@ -411,6 +411,26 @@ impl Operation for RotaryPositions {
     }
 }
 
+/// A tensor without padding between its rows, where rotary positions have a kernel.
+#[derive(Debug, Clone)]
+pub(crate) struct Dense;
+
+impl Operation for Dense {
+    const NAME: &'static str = "dense";
+    type Inputs = FloatMeta;
+    type Outputs = FloatMeta;
+
+    fn outline<T: Tensors>(&self, x: &T::Float) -> FloatMeta {
+        FloatMeta::of(x)
+    }
+
+    fn run<K: Kernels>(self, x: FloatTensor<K>) -> FloatTensor<K> {
+        let kernels = K::composition_kernels(&K::float_device(&x));
+        let kernels = kernels.expect("a table is made dense where rotary positions have a kernel");
+        (kernels.dense)(x)
+    }
+}
+
 /// The gradient of an embedding's table.
 #[derive(Debug, Clone)]
 pub(crate) struct EmbeddingGradient {

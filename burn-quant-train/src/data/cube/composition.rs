@@ -51,6 +51,7 @@ where
             swiglu: swiglu::<Self, R>,
             swiglu_compressing: swiglu_compressing::<Self, R>,
             swiglu_backward: swiglu_backward::<Self, R>,
+            dense: into_contiguous::<R>,
             rotary: rotary::<R>,
             log_softmax: log_softmax::<R>,
             log_softmax_backward: log_softmax_backward::<R>,

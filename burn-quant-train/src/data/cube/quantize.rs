@@ -5,6 +5,7 @@ use burn_cubecl::{
     CubeBackend, CubeRuntime, FloatElement, IntElement, element::BoolElement,
     kernel::into_contiguous, tensor::CubeTensor,
 };
+use cubecl::std::tensor::TensorHandle;
 use cubecl_kernels::{
     fallback::{self, FallbackResidual, FallbackState},
     granularity::Granularity,
@@ -13,6 +14,7 @@ use cubecl_kernels::{
     quantize, random_hadamard,
     rounding::{Rounding, StochasticKey},
     shape::MatrixShape,
+    swiglu::{quantize_swiglu_gradients, quantize_swiglu_gradients_delayed},
 };
 
 use super::tensors::{Cube, handle, tensor};
@@ -20,8 +22,8 @@ use crate::data::{
     cast::cast_to,
     kernels::checked,
     quantize::{
-        DelayedMaximum, Fallback, FallbackQuantized, Format, QuantizeKernels, QuantizeSpec,
-        Quantized, QuantizedInput, Residual, ScaleNumber, Scales, fallback_block,
+        DelayedMaximum, Fallback, FallbackQuantized, Format, MatrixSource, QuantizeKernels,
+        QuantizeSpec, Quantized, QuantizedInput, Residual, ScaleNumber, Scales, fallback_block,
         quantize_input_twice,
     },
     tensors::matrix_shape,
@@ -51,22 +53,18 @@ where
     }
 
     fn quantize_delayed(
-        x: FloatTensor<Self>,
+        x: MatrixSource<Self>,
         spec: &QuantizeSpec,
         delayed: &DelayedMaximum<Self>,
     ) -> Quantized<Self> {
-        matrix_shape(&x, "quantize_delayed");
+        let x = SourceHandles::of("quantize_delayed", x);
         let maxima = handle(&into_contiguous(delayed.maxima.clone()));
         let delayed = quantize::DelayedMaximum {
             maxima: &maxima,
             layer: delayed.layer,
         };
-        let quantized = quantize::quantize_delayed(&x.client, &handle(&x), spec, delayed);
-        let (quantized, absmax) = checked(quantized);
-        Quantized {
-            absmax: Some(tensor(&x, absmax, DType::F32)),
-            ..wrap(&x, quantized)
-        }
+        let quantized = quantize::quantize_delayed(&x.like.client, x.source(), spec, delayed);
+        wrap_delayed(&x.like, checked(quantized))
     }
 
     fn quantize_fallback(
@@ -98,15 +96,15 @@ where
     }
 
     fn quantize_input(
-        x: FloatTensor<Self>,
+        x: MatrixSource<Self>,
         forward: &QuantizeSpec,
         saved: &QuantizeSpec,
         fallback: Option<Fallback<Self>>,
     ) -> QuantizedInput<Self> {
         let Some((block, key)) = one_read(forward, saved) else {
-            return quantize_input_twice::<Self>(x, forward, saved, fallback);
+            return quantize_input_twice::<Self>(x.into_floats(), forward, saved, fallback);
         };
-        matrix_shape(&x, "quantize_input");
+        let x = SourceHandles::of("quantize_input", x);
         // Kernels take the counters without padding between rows, and Burn pads the rows of tensors that it allocates
         // on CUDA. From then on the kernels' own buffer goes round.
         let fallback = fallback.map(|fallback| Fallback {
@@ -124,23 +122,94 @@ where
                 layer: *layer,
                 counts,
             });
-        let input = checked(quantize_linear_input(
-            &x.client,
-            &handle(&x),
-            block,
-            key,
-            state,
-        ));
-        let residual = input.residual.map(|residual| wrap_residual(&x, residual));
+        let like = &x.like;
+        let input = quantize_linear_input(&like.client, x.source(), block, key, state);
+        let input = checked(input);
+        let residual = input.residual.map(|residual| wrap_residual(like, residual));
         QuantizedInput {
-            forward: wrap(&x, input.forward),
+            forward: wrap(like, input.forward),
             fallback: residual.zip(fallback.map(|fallback| fallback.counts)),
-            saved: wrap(&x, input.saved),
+            saved: wrap(like, input.saved),
         }
+    }
+
+    fn quantize_swiglu_gradients(
+        inputs: [FloatTensor<Self>; 3],
+        specs: [&QuantizeSpec; 2],
+        delayed: Option<[&DelayedMaximum<Self>; 2]>,
+    ) -> [Quantized<Self>; 2] {
+        let inputs = inputs.map(into_contiguous);
+        let like = &inputs[0];
+        let handles = inputs.each_ref().map(handle);
+        let handles = handles.each_ref();
+        let Some(delayed) = delayed else {
+            let gradients = quantize_swiglu_gradients(&like.client, handles, specs);
+            return checked(gradients).map(|it| wrap(like, it));
+        };
+        let [spec, other] = specs;
+        assert!(
+            spec == other,
+            "quantize_swiglu_gradients: one is delayed by {spec:?} and one by {other:?}; give both the same"
+        );
+        let maxima = delayed.map(|it| handle(&into_contiguous(it.maxima.clone())));
+        let [of_gate, of_up] = [0, 1].map(|index: usize| quantize::DelayedMaximum {
+            maxima: &maxima[index],
+            layer: delayed[index].layer,
+        });
+        let gradients =
+            quantize_swiglu_gradients_delayed(&like.client, handles, spec, [of_gate, of_up]);
+        checked(gradients).map(|it| wrap_delayed(like, it))
     }
 
     fn dequantize_matrix(matrix: &Quantized<Self>, dtype: FloatDType) -> FloatTensor<Self> {
         dequantize::<Self, R>(matrix, dtype)
+    }
+}
+
+/// The tensors of a source as kernels take them.
+struct SourceHandles<R: CubeRuntime> {
+    /// A tensor that says where they are.
+    like: CubeTensor<R>,
+    first: TensorHandle<R>,
+    /// Where the first one is the gate.
+    up: Option<TensorHandle<R>>,
+}
+
+impl<R: CubeRuntime> SourceHandles<R> {
+    fn of<B: Cube<R>>(operation: &str, source: MatrixSource<B>) -> Self {
+        let (like, up) = match source {
+            MatrixSource::Floats(x) => (x, None),
+            MatrixSource::Swiglu { gate, up } => {
+                (into_contiguous(gate), Some(handle(&into_contiguous(up))))
+            }
+        };
+        matrix_shape(&like, operation);
+        Self {
+            first: handle(&like),
+            like,
+            up,
+        }
+    }
+
+    fn source(&self) -> quantize::MatrixSource<'_, R> {
+        match &self.up {
+            None => (&self.first).into(),
+            Some(up) => quantize::MatrixSource::Swiglu {
+                gate: &self.first,
+                up,
+            },
+        }
+    }
+}
+
+/// A matrix with its largest magnitude.
+fn wrap_delayed<B: Cube<R>, R: CubeRuntime>(
+    like: &CubeTensor<R>,
+    (matrix, absmax): (quantize::Quantized<R>, TensorHandle<R>),
+) -> Quantized<B> {
+    Quantized {
+        absmax: Some(tensor(like, absmax, DType::F32)),
+        ..wrap(like, matrix)
     }
 }
 

@@ -7,6 +7,7 @@ use super::{
     delayed::DelayedMaximum,
     fallback::{Fallback, FallbackQuantized, Residual},
     matrix::Quantized,
+    source::MatrixSource,
 };
 use crate::data::tensors::Tensors;
 
@@ -30,7 +31,7 @@ pub trait QuantizeKernels: Backend {
     /// If `x` does not have two dimensions, or the kernels do not index as many elements.
     fn random_hadamard(x: FloatTensor<Self>) -> FloatTensor<Self>;
 
-    /// Quantizes the matrix `x` by the scale of a maximum that earlier data had, or where there is none by that of its
+    /// Quantizes the matrix `x`, or what it is computed from, by the scale of a maximum that earlier data had, or where there is none by that of its
     /// own, and finds its largest magnitude (delayed scaling: [`cubecl_kernels::reference::quantize_delayed`]).
     ///
     /// # Panics
@@ -38,7 +39,7 @@ pub trait QuantizeKernels: Backend {
     /// If `x` does not have two dimensions, if `spec` has not one FP32 scale for the matrix, if the kernels do not have
     /// the number or the dtype of `x`, or if the layer is not among those of the maxima.
     fn quantize_delayed(
-        x: FloatTensor<Self>,
+        x: MatrixSource<Self>,
         spec: &QuantizeSpec,
         delayed: &DelayedMaximum<Self>,
     ) -> Quantized<Self>;
@@ -57,7 +58,7 @@ pub trait QuantizeKernels: Backend {
         fallback: Fallback<Self>,
     ) -> FallbackQuantized<Self>;
 
-    /// Quantizes the matrix `x` twice, `forward` with fallback if there is one: from one read where there is a kernel
+    /// Quantizes the matrix `x`, or what it is computed from, twice, `forward` with fallback if there is one: from one read where there is a kernel
     /// for it.
     ///
     /// # Panics
@@ -66,11 +67,25 @@ pub trait QuantizeKernels: Backend {
     /// fallback also if `forward` is not INT8 to nearest in square blocks, row-major, or if the fallback's shapes do
     /// not fit.
     fn quantize_input(
-        x: FloatTensor<Self>,
+        x: MatrixSource<Self>,
         forward: &QuantizeSpec,
         saved: &QuantizeSpec,
         fallback: Option<Fallback<Self>>,
     ) -> QuantizedInput<Self>;
+
+    /// Quantizes the gradients of the gate of SwiGLU and of what it lets through, matrices as they come out of its
+    /// backward pass, by a spec each. Where both have a delayed maximum, by the scales of these, and with their own
+    /// largest magnitudes.
+    ///
+    /// # Panics
+    ///
+    /// As [`Self::quantize_matrix`] and [`Self::quantize_delayed`], and if gate, up and gradient differ in shape or
+    /// dtype.
+    fn quantize_swiglu_gradients(
+        inputs: [FloatTensor<Self>; 3],
+        specs: [&QuantizeSpec; 2],
+        delayed: Option<[&DelayedMaximum<Self>; 2]>,
+    ) -> [Quantized<Self>; 2];
 
     /// The float matrix that a quantized one stands for: `q * scale`, rounded once to `dtype`.
     ///

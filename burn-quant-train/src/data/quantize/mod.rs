@@ -5,6 +5,7 @@ pub(super) mod fallback;
 pub(super) mod kernels;
 pub(super) mod matrix;
 mod operations;
+mod source;
 
 pub use cubecl_kernels::{quantize::QuantizeSpec, scale::ScaleNumber};
 pub use delayed::DelayedMaximum;
@@ -13,4 +14,6 @@ pub use fallback::{Fallback, FallbackQuantized, Residual};
 pub use kernels::{QuantizeKernels, QuantizedInput};
 pub(crate) use kernels::{quantize_input_twice, quantize_operand};
 pub use matrix::{Format, Operand, Quantized, Scales};
+pub(crate) use operations::quantize_swiglu_gradients;
 pub use operations::{dequantize, quantize, quantize_delayed, quantize_fallback};
+pub use source::MatrixSource;

@@ -1,14 +1,16 @@
 //! The operations: from float matrices to numbers with shared scales, and back.
 
-use burn_backend::{FloatDType, tensor::FloatTensor};
+use burn_backend::{FloatDType, Shape, TensorMetadata, tensor::FloatTensor};
 use cubecl_kernels::quantize::QuantizeSpec;
 
 use super::{
     delayed::DelayedMaximum,
     fallback::{Fallback, FallbackQuantized, Residual, fallback_block},
     matrix::{Format, Quantized},
+    source::MatrixSource,
 };
 use crate::data::{
+    composition::operations::rows_and_columns,
     kernels::Kernels,
     operation::{DataBackend, Operation},
     tensors::{FloatMeta, IntMeta, On, Outline, Tensors, matrix_shape},
@@ -73,7 +75,7 @@ impl Operation for QuantizeDelayed {
     }
 
     fn run<K: Kernels>(self, (x, delayed): On<Self::Inputs, K>) -> Quantized<K> {
-        K::quantize_delayed(x, &self.spec, &delayed)
+        K::quantize_delayed(MatrixSource::Floats(x), &self.spec, &delayed)
     }
 }
 
@@ -115,6 +117,54 @@ impl Operation for QuantizeFallback {
 
     fn run<K: Kernels>(self, (x, fallback): On<Self::Inputs, K>) -> FallbackQuantized<K> {
         K::quantize_fallback(x, &self.spec, fallback)
+    }
+}
+
+/// Quantizes the gradients of SwiGLU's gate and of what it lets through, from both and the gradient of its output, of
+/// any one shape `[.., cols]`, as matrices: see
+/// [`QuantizeKernels::quantize_swiglu_gradients`](super::QuantizeKernels::quantize_swiglu_gradients).
+pub(crate) fn quantize_swiglu_gradients<B: DataBackend>(
+    [gate, up, gradient]: [FloatTensor<B>; 3],
+    specs: [QuantizeSpec; 2],
+    delayed: Option<[DelayedMaximum<B>; 2]>,
+) -> [Quantized<B>; 2] {
+    let delayed = delayed.map(|[gate, up]| (gate, up));
+    let operation = QuantizeSwigluGradients { specs };
+    let (gate, up) = B::run(operation, (((gate, up), gradient), delayed));
+    [gate, up]
+}
+
+#[derive(Debug, Clone)]
+struct QuantizeSwigluGradients {
+    specs: [QuantizeSpec; 2],
+}
+
+impl Operation for QuantizeSwigluGradients {
+    const NAME: &'static str = "quantize_swiglu_gradients";
+    /// Gate, up and the gradient of the output; the delayed maxima of both gradients, where there are some.
+    type Inputs = (
+        ((FloatMeta, FloatMeta), FloatMeta),
+        Option<(DelayedMaximum<Outline>, DelayedMaximum<Outline>)>,
+    );
+    type Outputs = (Quantized<Outline>, Quantized<Outline>);
+
+    fn outline<T: Tensors>(&self, (inputs, delayed): &On<Self::Inputs, T>) -> Self::Outputs {
+        let ((gate, _), _) = inputs;
+        let matrix = rows_and_columns(&gate.shape());
+        let [of_gate, of_up] = self.specs.each_ref().map(|spec| match delayed {
+            None => Quantized::outline(matrix, spec),
+            Some(_) => Quantized::delayed_outline(matrix, spec),
+        });
+        (of_gate, of_up)
+    }
+
+    fn run<K: Kernels>(self, (inputs, delayed): On<Self::Inputs, K>) -> On<Self::Outputs, K> {
+        let ((gate, up), gradient) = inputs;
+        let matrix = rows_and_columns(&gate.shape());
+        let inputs = [gate, up, gradient].map(|it| K::float_reshape(it, Shape::new(matrix)));
+        let delayed = delayed.as_ref().map(|(gate, up)| [gate, up]);
+        let [of_gate, of_up] = K::quantize_swiglu_gradients(inputs, self.specs.each_ref(), delayed);
+        (of_gate, of_up)
     }
 }
 

@@ -11,13 +11,13 @@ use crate::{
         Kernels, Layout, Operation, cast_to,
         product::{Accumulation, float_product},
         quantize::{
-            DelayedMaximum, Fallback, Quantized, QuantizedInput, Residual as ResidualBlocks,
-            quantize_operand,
+            DelayedMaximum, Fallback, MatrixSource, Quantized, QuantizedInput,
+            Residual as ResidualBlocks, quantize_operand,
         },
         tensors::{Bundle, Change, FloatMeta, IntMeta, Outline, Tensors},
     },
     ops::{
-        matrix::{Form, Source, flatten, flattened},
+        matrix::{Form, InputSource, Source, flatten, flattened},
         operand::{Make, copies},
     },
 };
@@ -49,7 +49,7 @@ pub(super) struct Forward {
 #[derive(Debug, Clone)]
 pub(super) struct ForwardInputs<T: Tensors> {
     /// X, `[.., K]`, of any float dtype, or a copy of the matrix.
-    pub x: Source<T>,
+    pub x: InputSource<T>,
     /// W, `[K, N]`, with leading dimensions of 1, or a copy of the tagged matrix.
     pub weight: Source<T>,
     /// `[N]`.
@@ -69,7 +69,7 @@ impl Bundle for ForwardInputs<Outline> {
         change: &mut impl Change<S, T>,
     ) -> ForwardInputs<T> {
         ForwardInputs {
-            x: Source::rebuild(inputs.x, change),
+            x: InputSource::rebuild(inputs.x, change),
             weight: Source::rebuild(inputs.weight, change),
             bias: inputs.bias.map(|bias| change.float(bias)),
             fallback: Option::<Fallback<Outline>>::rebuild(inputs.fallback, change),
@@ -175,11 +175,12 @@ impl Operation for Forward {
             (Source::Float(_), None) | (Source::Copy(_), _) => None,
         };
         let Some([of_x, of_weight]) = self.product else {
-            let (Source::Float(x), Source::Float(weight)) = (x, weight) else {
+            let (InputSource::Floats(x), Source::Float(weight)) = (x, weight) else {
                 unreachable!("a product in the compute dtype takes floats");
             };
-            let x = flatten::<K>(x);
-            let saved = copies::<K>(x.clone(), [self.saved.as_ref(), None], delayed_x.as_ref());
+            let x = flatten::<K>(x.into_floats());
+            let source = MatrixSource::Floats(x.clone());
+            let saved = copies::<K>(source, [self.saved.as_ref(), None], delayed_x.as_ref());
             let [saved, _] = saved;
             let product = || compute_product::<K>(x, flatten::<K>(weight), bias, self.compute);
             return ForwardOutputs {
@@ -193,9 +194,9 @@ impl Operation for Forward {
             };
         };
         let (operand, fallback, saved) = match x {
-            Source::Copy(copy) => (copy, None, None),
-            Source::Float(x) => quantized_x::<K>(
-                flatten::<K>(x),
+            InputSource::Copy(copy) => (copy, None, None),
+            InputSource::Floats(x) => quantized_x::<K>(
+                x.flattened(),
                 &of_x,
                 self.saved.as_ref(),
                 fallback,
@@ -251,7 +252,7 @@ type QuantizedX<K> = (
 );
 
 fn quantized_x<K: Kernels>(
-    x: FloatTensor<K>,
+    x: MatrixSource<K>,
     operand: &Make,
     saved: Option<&Make>,
     fallback: Option<Fallback<K>>,
@@ -264,7 +265,7 @@ fn quantized_x<K: Kernels>(
     let spec = operand.spec(operand.factor.key.layout);
     match saved {
         None => {
-            let (operand, fallback) = quantize_operand::<K>(x, &spec, fallback);
+            let (operand, fallback) = quantize_operand::<K>(x.into_floats(), &spec, fallback);
             (operand, fallback, None)
         }
         Some(saved) if fallback.is_none() && operand.is_same_as(saved) => {
@@ -272,6 +273,7 @@ fn quantized_x<K: Kernels>(
             (operand.expect("it was asked for"), None, saved)
         }
         Some(saved) if saved.factor.key.of_transpose => {
+            let x = x.into_floats();
             let copy = saved.copy::<K>(x.clone(), saved.factor.key.layout, None);
             let (operand, fallback) = quantize_operand::<K>(x, &spec, fallback);
             (operand, fallback, Some(copy))
@@ -320,8 +322,8 @@ pub(super) struct Backward {
 
 #[derive(Debug, Clone)]
 pub(super) struct BackwardInputs<T: Tensors> {
-    /// dY, `[.., N]`, of any float dtype.
-    pub gradient: T::Float,
+    /// dY, `[.., N]`, of any float dtype, or the copy that the quantized products of the wanted gradients read.
+    pub gradient: Source<T>,
     /// W, where dX is wanted.
     pub weight: Option<Source<T>>,
     /// X, where dW is wanted.
@@ -339,7 +341,7 @@ impl Bundle for BackwardInputs<Outline> {
     ) -> BackwardInputs<T> {
         type Operand = Option<Source<Outline>>;
         BackwardInputs {
-            gradient: change.float(inputs.gradient),
+            gradient: Source::rebuild(inputs.gradient, change),
             weight: Operand::rebuild(inputs.weight, change),
             x: Operand::rebuild(inputs.x, change),
             delayed: Option::<DelayedMaximum<Outline>>::rebuild(inputs.delayed, change),
@@ -414,11 +416,26 @@ impl Operation for Backward {
             weight,
             accumulation: [sums_of_input, sums_of_weight],
         } = self.plan;
-        let gradient = flatten::<K>(inputs.gradient);
         let of_input = input.filter(|_| self.input.is_some());
         let of_weight = weight.filter(|_| self.weight.is_some());
         let makes = makes.each_ref().map(Option::as_ref);
-        let quantized = copies::<K>(gradient.clone(), makes, inputs.delayed.as_ref());
+        let (gradient, quantized) = match inputs.gradient {
+            Source::Float(gradient) => {
+                let gradient = flatten::<K>(gradient);
+                let source = MatrixSource::Floats(gradient.clone());
+                let quantized = copies::<K>(source, makes, inputs.delayed.as_ref());
+                (Some(gradient), quantized)
+            }
+            Source::Copy(both) => {
+                let copy = |make: &Make| both.in_layout(make.factor.key.layout);
+                (None, makes.map(|make| make.map(copy)))
+            }
+        };
+        let gradient = || {
+            gradient
+                .clone()
+                .expect("a product in the compute dtype takes floats")
+        };
         let absmax = quantized.iter().flatten();
         let absmax = absmax.filter_map(|copy| copy.absmax.clone()).next();
         let float = |tensor| cast_to::<K>(tensor, Some(self.compute));
@@ -435,11 +452,9 @@ impl Operation for Backward {
                     sums_of_input,
                     form.dtype,
                 ),
-                (Source::Float(weight), _, _) => float_product::<K>(
-                    float(gradient.clone()),
-                    float(transposed(weight)),
-                    form.dtype,
-                ),
+                (Source::Float(weight), _, _) => {
+                    float_product::<K>(float(gradient()), float(transposed(weight)), form.dtype)
+                }
                 (Source::Copy(_), ..) => {
                     unreachable!("a quantized weight is for a quantized product")
                 }
@@ -473,7 +488,7 @@ impl Operation for Backward {
                     )
                 }
                 (Source::Float(x), _, _) => {
-                    float_product::<K>(float(transposed(x)), float(gradient), form.dtype)
+                    float_product::<K>(float(transposed(x)), float(gradient()), form.dtype)
                 }
                 (Source::Copy(_), ..) => {
                     unreachable!("a quantized input is for a quantized product")

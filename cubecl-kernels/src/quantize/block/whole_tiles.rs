@@ -1,8 +1,8 @@
 //! The kernel of CUDA source for what a training step quantizes most: whole tiles with a transposed stochastic copy.
 //!
 //! CubeCL names no byte permutation, no maximum of pairs and none of a warp, without which the rounding takes more
-//! instructions than memory leaves time for. So this kernel is CUDA source, `whole_tiles.cu`, and tells there what it
-//! does, and why; the portable kernel beside it is its specification, and does everything else.
+//! instructions than memory leaves time for. So this kernel is CUDA source, `whole_tiles.cu`, behind `tile.cu`, which
+//! tells what it does, and why; the portable kernel beside it is its specification, and does everything else.
 //!
 //! On one NVIDIA H200, 2026-11-22, CUDA events around 200 launches, median of 9, BF16: X with a residual in each fifth
 //! block takes 12.6 microseconds at 2048 x 4096 and 42.9 at 8192 x 4096, where the portable kernel takes 15.7 and 48.1;
@@ -18,6 +18,7 @@ use crate::{
     device::{MAX_CUBES, MatrixView, read_width_up_to},
     quantize::staged::TILE,
     rounding::{STOCHASTIC_OFFSET, StochasticKey},
+    shape::MatrixShape,
 };
 
 use super::{BlockOutput, Round, fallback_buffers};
@@ -50,18 +51,16 @@ pub(super) unsafe fn launch<R: Runtime>(
     };
     let fallback = output.fallback.as_ref();
     let shape = view.shape;
-    let cubes = cubes(client, x.dtype);
+    let cubes = cubes(
+        client,
+        tile_bytes(x.dtype),
+        if x.dtype.size() == 2 { 4 } else { 2 },
+    );
     let multiprocessors = client.properties().hardware.num_streaming_multiprocessors;
     let at_once = cubes * multiprocessors.unwrap_or(1) as usize;
     let vector = VECTOR_BYTES / x.dtype.size();
-    let fits = R::name(client) == "cuda"
-        && client.features().copy_async
+    let fits = has_whole_tiles(client, shape, block)
         && cubes >= 2
-        && block == TILE
-        && shape.rows % TILE == 0
-        && shape.cols % TILE == 0
-        && shape.rows / TILE <= MAX_CUBES
-        && shape.batch <= MAX_CUBES
         && read_width_up_to(vector, x, view) == vector;
     if !fits {
         return false;
@@ -108,13 +107,27 @@ pub(super) unsafe fn launch<R: Runtime>(
     true
 }
 
-/// Cubes that share a multiprocessor, as far as its shared memory goes, and registers: with more cubes than these, too
-/// few are left for each.
-fn cubes<R: Runtime>(client: &ComputeClient<R>, dtype: StorageType) -> usize {
+/// True on CUDA's sm_80 and later, which alone copy asynchronously, for matrices of whole tiles.
+pub(crate) fn has_whole_tiles<R: Runtime>(
+    client: &ComputeClient<R>,
+    shape: MatrixShape,
+    block: usize,
+) -> bool {
+    R::name(client) == "cuda"
+        && client.features().copy_async
+        && block == TILE
+        && shape.rows % TILE == 0
+        && shape.cols % TILE == 0
+        && shape.rows / TILE <= MAX_CUBES
+        && shape.batch <= MAX_CUBES
+}
+
+/// Cubes that share a multiprocessor, as far as its shared memory goes, of which one takes so many bytes, and `most`:
+/// with more, too few registers are left for each.
+pub(crate) fn cubes<R: Runtime>(client: &ComputeClient<R>, bytes: usize, most: usize) -> usize {
     // A multiprocessor has what one cube can take, and what CUDA keeps of that.
     let available = client.properties().hardware.max_shared_memory_size + RESERVED;
-    let most = if dtype.size() == 2 { 4 } else { 2 };
-    (available / (tile_bytes(dtype) + DECLARED + RESERVED)).min(most)
+    (available / (bytes + DECLARED + RESERVED)).min(most)
 }
 
 /// The elements of a tile, and the bytes of its transposed copy.
@@ -142,7 +155,7 @@ numbers! {
     }
 }
 
-/// `whole_tiles.cu`.
+/// `whole_tiles.cu` behind `tile.cu`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct WholeTilesSource {
     dtype: StorageType,
@@ -156,7 +169,11 @@ struct WholeTilesSource {
 impl CudaSource for WholeTilesSource {
     type Numbers = WholeTilesNumbers;
 
-    const TEXT: &'static str = include_str!("whole_tiles.cu");
+    const TEXT: &'static str = concat!(
+        include_str!("tile.cu"),
+        "\n",
+        include_str!("whole_tiles.cu")
+    );
     const ENTRY_POINT: &'static str = "quantize_whole_tiles";
     const UNITS: u32 = 256;
 

@@ -1,263 +1,35 @@
-// Quantizes a matrix to FP8 by the scale of a maximum that earlier data had, and finds its own largest magnitude, on
-// CUDA's sm_90. The numbers are those of the portable kernels, to the bit, but for the sign of a NaN in FP16, which
-// those drop.
-//
-// Knobs, defined in front of this text:
-//   IN_F32, IN_F16 or IN_BF16   the type of X
-//   NUMBER                      "e4m3" or "e5m2"
-//   LARGEST                     the largest number
-//   SMALLEST_MAXIMUM            the bits of the smallest maximum that gets a scale
-//   ROW_MAJOR, TRANSPOSED       1: the copy is wanted
-// and the structure Numbers, which whole_tiles.rs describes.
-//
-// Two kernels: quantize_delayed, whose blocks of threads take a tile each, and finish_delayed, one block, for what
-// needs the largest magnitude of all tiles. Where there is no maximum yet, the first one encodes by scale 1, which is
-// right for zeros, and for all else that gets no scale either. If X gets one, the second kernel does all tiles again:
-// in the first step of a layer, since a maximum stays. So nothing has to be read, or launched, before the one read.
-//
-// A thread has a patch of 4 x 8 elements, of which four rows are one word of the transposed copy. All its reads are in
-// flight at once; the lanes of a warp read 256 neighbours of two rows of 16-bit elements.
+// Quantizes a matrix of whole tiles to FP8 by delayed scaling: tile.cu, which stands before this text, says how.
 
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
+// A matrix in memory, its columns dense.
+struct Floats {
+    const u8 *__restrict__ x;
 
-#define GROUP 256
-#define TILE_ROWS 64
-#define TILE_COLS 128
-#define PATCH_ROWS 4
-#define PATCH_COLS 8
-#define EVERYONE 0xffffffffu
-#define INFINITE 0x7f800000u
-#define QUIET_NAN 0x7fc00000u
-
-#ifdef IN_F32
-typedef float In;
-#else
-typedef u16 In;
-#endif
-// 16-byte vectors of a row of a patch.
-#define VECTORS (PATCH_COLS * sizeof(In) / 16)
-
-// The words of the transposed copy, each four rows of a column. Four more keep 16-byte writes aligned, and rows in
-// different banks.
-typedef u32 Staging[TILE_ROWS / PATCH_ROWS][TILE_COLS + 4];
-
-struct Row {
-    uint4 vectors[VECTORS];
+    __device__ __forceinline__ void read(Rows &rows, const Place &place, const Numbers &numbers) const {
+        read_rows(rows, x, place.row() * numbers.row_stride + place.col(), numbers.row_stride);
+    }
 };
 
-// The largest magnitude so far and in a row of a patch, as bits; of 16-bit elements one in each half of the word. As
-// integers they order NaN above infinity above every finite value.
-__device__ __forceinline__ u32 larger(u32 largest, const Row &row) {
-    const u32 *words = (const u32 *)row.vectors;
-#pragma unroll
-    for (int i = 0; i < 4 * VECTORS; i++) {
+// Blocks on a multiprocessor, at least: what is rarely done shall not take registers from the others.
 #ifdef IN_F32
-        largest = max(largest, words[i] & 0x7fffffffu);
+#define BLOCKS 3
 #else
-        asm("max.u16x2 %0, %0, %1;" : "+r"(largest) : "r"(words[i] & 0x7fff7fffu));
+#define BLOCKS 5
 #endif
-    }
-    return largest;
-}
 
-__device__ __forceinline__ float from_16_bits(u32 bits) {
-#ifdef IN_F16
-    float x;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"((u16)bits));
-    return x;
-#else
-    return __uint_as_float(bits << 16);
-#endif
-}
-
-// The larger one of both halves, as the bits of a float.
-__device__ __forceinline__ u32 float_bits(u32 largest) {
-#ifdef IN_F32
-    return largest;
-#else
-    return __float_as_uint(from_16_bits(max(largest >> 16, largest & 0xffffu)));
-#endif
-}
-
-__device__ __forceinline__ float element(const Row &row, int col) {
-    const u32 *words = (const u32 *)row.vectors;
-#ifdef IN_F32
-    return __uint_as_float(words[col]);
-#else
-    return from_16_bits(words[col / 2] >> 16 * (col % 2) & 0xffff);
-#endif
-}
-
-// Four codes of neighbours, to nearest, saturating; those of NaN are not those that are wanted.
-__device__ __forceinline__ u32 codes_of(const Row &row, int col, float inverse) {
-    u16 pairs[2];
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        const float first = __fmul_rn(element(row, col + 2 * i), inverse);
-        const float second = __fmul_rn(element(row, col + 2 * i + 1), inverse);
-        asm("cvt.rn.satfinite." NUMBER "x2.f32 %0, %1, %2;" : "=h"(pairs[i]) : "f"(second), "f"(first));
-    }
-    return pairs[0] | (u32)pairs[1] << 16;
-}
-
-// The sign of an element, and all ones below it where that is NaN.
-__device__ __forceinline__ u32 code_of_nan(const Row &row, int col) {
-    const u32 *words = (const u32 *)row.vectors;
-#ifdef IN_F32
-    const u32 sign = words[col] >> 31;
-#else
-    const u32 sign = words[col / 2] >> (16 * (col % 2) + 15) & 1;
-#endif
-    return sign << 7 | 0x7f;
-}
-
-// The codes with those of NaN in their places.
-__device__ __forceinline__ u32 with_nan(u32 codes, const Row &row, int col) {
-#pragma unroll
-    for (int i = 0; i < 4; i++)
-        if ((__float_as_uint(element(row, col + i)) & 0x7fffffffu) > INFINITE)
-            codes = (codes & ~(0xffu << 8 * i)) | code_of_nan(row, col + i) << 8 * i;
-    return codes;
-}
-
-__device__ __forceinline__ u32 bytes(u32 first, u32 second, u32 selector) {
-    u32 word;
-    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(word) : "r"(first), "r"(second), "r"(selector));
-    return word;
-}
-
-// Four columns of four rows of codes, each a word.
-__device__ __forceinline__ uint4 turned(u32 a, u32 b, u32 c, u32 d) {
-    const u32 low_ab = bytes(a, b, 0x5140), low_cd = bytes(c, d, 0x5140);
-    const u32 high_ab = bytes(a, b, 0x7362), high_cd = bytes(c, d, 0x7362);
-    return make_uint4(bytes(low_ab, low_cd, 0x5410), bytes(low_ab, low_cd, 0x7632), bytes(high_ab, high_cd, 0x5410),
-                      bytes(high_ab, high_cd, 0x7632));
-}
-
-// Quantizes the tile that begins at a place, with the inverse of its scale, by a group of threads of which this is one.
-// Gives the bits of the largest magnitude of the thread's patch.
-__device__ __forceinline__ u32 quantize_tile(const In *__restrict__ x, u8 *__restrict__ values,
-                                             u8 *__restrict__ transposed, Staging &staging, u64 first_row,
-                                             u64 first_col, float inverse, const Numbers &numbers) {
-    const u32 thread = threadIdx.x % GROUP;
-    const u32 patch_row = thread / (TILE_COLS / PATCH_COLS), patch_col = thread % (TILE_COLS / PATCH_COLS);
-    const u64 row = first_row + PATCH_ROWS * patch_row, col = first_col + PATCH_COLS * patch_col;
-    Row rows[PATCH_ROWS];
-#pragma unroll
-    for (int r = 0; r < PATCH_ROWS; r++)
-#pragma unroll
-        for (int v = 0; v < VECTORS; v++)
-            rows[r].vectors[v] = __ldg((const uint4 *)(x + (row + r) * numbers.row_stride + col) + v);
-    u32 largest = 0;
-    u32 codes[PATCH_ROWS][2];
-#pragma unroll
-    for (int r = 0; r < PATCH_ROWS; r++) {
-        largest = larger(largest, rows[r]);
-        codes[r][0] = codes_of(rows[r], 0, inverse);
-        codes[r][1] = codes_of(rows[r], 4, inverse);
-    }
-    const u32 bits = float_bits(largest);
-    if (bits > INFINITE) {
-#pragma unroll
-        for (int r = 0; r < PATCH_ROWS; r++) {
-            codes[r][0] = with_nan(codes[r][0], rows[r], 0);
-            codes[r][1] = with_nan(codes[r][1], rows[r], 4);
-        }
-    }
-#if ROW_MAJOR
-#pragma unroll
-    for (int r = 0; r < PATCH_ROWS; r++)
-        *(uint2 *)(values + (row + r) * numbers.cols + col) = make_uint2(codes[r][0], codes[r][1]);
-#endif
-#if TRANSPOSED
-#pragma unroll
-    for (int half = 0; half < 2; half++)
-        *(uint4 *)&staging[patch_row][PATCH_COLS * patch_col + 4 * half] =
-            turned(codes[0][half], codes[1][half], codes[2][half], codes[3][half]);
-    // Each group has a barrier of its own.
-    asm volatile("bar.sync %0, %1;" ::"r"(threadIdx.x / GROUP + 1), "n"(GROUP) : "memory");
-    const u32 quarter = thread % 4;
-#pragma unroll
-    for (u32 of_tile = thread / 4; of_tile < TILE_COLS; of_tile += GROUP / 4) {
-        u32 words[4];
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-            words[i] = staging[4 * quarter + i][of_tile];
-        *(uint4 *)(transposed + (first_col + of_tile) * numbers.rows + first_row + 16 * quarter) =
-            make_uint4(words[0], words[1], words[2], words[3]);
-    }
-#endif
-    return bits;
-}
-
-// The largest of all threads' bits, in all threads. `of_warps` has a word for each warp.
-template <int Warps> __device__ __forceinline__ u32 largest_of_block(u32 bits, u32 *of_warps) {
-    bits = __reduce_max_sync(EVERYONE, bits);
-    if (threadIdx.x % 32 == 0)
-        of_warps[threadIdx.x / 32] = bits;
-    __syncthreads();
-#pragma unroll
-    for (int warp = 0; warp < Warps; warp++)
-        bits = max(bits, of_warps[warp]);
-    return bits;
-}
-
-__device__ __forceinline__ bool has_scale(u32 maximum) {
-    return maximum >= SMALLEST_MAXIMUM && maximum < INFINITE;
-}
-
-// That of a maximum, and 1 where it gets none. Its inverse is a normal number.
-__device__ __forceinline__ float scale_of(u32 maximum) {
-    return has_scale(maximum) ? __fdiv_rn(__uint_as_float(maximum), LARGEST) : 1.0f;
-}
-
-extern "C" __global__ void __launch_bounds__(GROUP)
-    quantize_delayed(const In *__restrict__ x, const float *__restrict__ delayed, u8 *__restrict__ values,
-                     u8 *__restrict__ transposed, float *__restrict__ tile_maxima, float *, float *,
-                     const __grid_constant__ Numbers numbers) {
+extern "C" __global__ void __launch_bounds__(UNITS, BLOCKS)
+    quantize_delayed(const u8 *__restrict__ x, const float *__restrict__ delayed, u8 *__restrict__ values,
+                     u8 *__restrict__ transposed, float *tile_maxima, float *__restrict__ scale,
+                     float *__restrict__ absmax, u32 *ticket, const __grid_constant__ Numbers numbers) {
     __shared__ __align__(16) Staging staging;
-    __shared__ u32 of_warps[GROUP / 32];
-    const float inverse = __frcp_rn(scale_of(__float_as_uint(delayed[numbers.layer])));
-    u32 bits = quantize_tile(x, values, transposed, staging, (u64)blockIdx.y * TILE_ROWS, (u64)blockIdx.x * TILE_COLS,
-                             inverse, numbers);
-    bits = largest_of_block<GROUP / 32>(bits, of_warps);
-    if (threadIdx.x == 0)
-        tile_maxima[blockIdx.y * gridDim.x + blockIdx.x] = __uint_as_float(bits);
-}
-
-#define FINISH_UNITS 1024
-
-extern "C" __global__ void __launch_bounds__(FINISH_UNITS)
-    finish_delayed(const In *__restrict__ x, const float *__restrict__ delayed, u8 *__restrict__ values,
-                   u8 *__restrict__ transposed, const float *__restrict__ tile_maxima, float *__restrict__ scale,
-                   float *__restrict__ absmax, const __grid_constant__ Numbers numbers) {
-    __shared__ __align__(16) Staging staging[FINISH_UNITS / GROUP];
-    __shared__ u32 of_warps[FINISH_UNITS / 32];
-    const u32 across = numbers.cols / TILE_COLS, tiles = numbers.rows / TILE_ROWS * across;
-    u32 bits = 0;
-#pragma unroll 8
-    for (u32 tile = threadIdx.x; tile < tiles; tile += FINISH_UNITS)
-        bits = max(bits, __float_as_uint(tile_maxima[tile]));
-    bits = largest_of_block<FINISH_UNITS / 32>(bits, of_warps);
-
-    const u32 of_layer = __float_as_uint(delayed[numbers.layer]);
-    const bool is_first = !has_scale(of_layer) && has_scale(bits);
-    const float chosen = scale_of(is_first ? bits : of_layer);
-    if (threadIdx.x == 0) {
-        const u32 hidden = bits >= INFINITE ? QUIET_NAN : 0;
-        scale[0] = __uint_as_float(__float_as_uint(chosen) | hidden);
-        absmax[0] = __uint_as_float(bits | hidden);
-    }
-    if (is_first) {
-        const u32 group = threadIdx.x / GROUP;
-        for (u32 tile = group; tile < tiles; tile += FINISH_UNITS / GROUP) {
-            quantize_tile(x, values, transposed, staging[group], (u64)(tile / across) * TILE_ROWS,
-                          (u64)(tile % across) * TILE_COLS, __frcp_rn(chosen), numbers);
-            // The staged words are read before the next tile's are written.
-            asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(GROUP) : "memory");
-        }
-    }
+    __shared__ u32 of_warps[2][UNITS / 32];
+    const Floats source = {x};
+    const float maximum = delayed[numbers.layer];
+    const float inverse = __frcp_rn(scale_of(__float_as_uint(maximum)));
+    const Place place = place_of_block();
+    Rows rows;
+    source.read(rows, place, numbers);
+    const u32 bits = quantize_rows(rows, values, transposed, staging, place, inverse, numbers);
+    write_tile_maximum(tile_maxima, bits, of_warps[0]);
+    if (is_last_block(ticket))
+        finish(source, maximum, values, transposed, tile_maxima, scale, absmax, staging, of_warps[1], numbers);
 }

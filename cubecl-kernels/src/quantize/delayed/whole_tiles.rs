@@ -1,7 +1,7 @@
-//! The kernels of CUDA source for what a training step with delayed scaling quantizes most: whole tiles, to FP8.
+//! The kernel of CUDA source for what a training step with delayed scaling quantizes most: whole tiles, to FP8.
 //!
-//! The portable kernels beside them, four launches, are their specification, and do everything else. Small launches are
-//! what a step of many layers feels most: these are two. `whole_tiles.cu` tells how.
+//! The portable kernels beside it, four launches, are its specification, and do everything else. Small launches are
+//! what a step of many layers feels most: this is one. `tile.cu` tells how.
 
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
@@ -9,11 +9,12 @@ use crate::{
     cuda::{
         numbers::numbers,
         source::{CudaSource, SourceText, float_knob, launch_source},
+        ticket::ticket,
     },
-    device::{MAX_CUBES, empty, is_hopper, or_unused, read_width_up_to, storage},
+    device::{MAX_CUBES, MatrixView, empty, is_hopper, or_unused, read_width_up_to, storage},
     layout::Layout,
     number::fp8::Fp8,
-    quantize::{Input, Quantized, buffers::allocate},
+    quantize::{Input, QuantizeSpec, Quantized, buffers::allocate},
     rounding::Rounding,
     scale::MIN_ABSMAX_BITS,
 };
@@ -25,7 +26,7 @@ const VECTOR_BYTES: usize = 16;
 /// Rows and columns of a tile.
 const TILE: [usize; 2] = [64, 128];
 
-/// Does what [`quantize_delayed`](super::quantize_delayed) does, if these kernels can and the device has them.
+/// Does what [`quantize_delayed`](super::quantize_delayed) does, if this kernel can and the device has it.
 pub(super) fn launch<R: Runtime>(
     client: &ComputeClient<R>,
     input: &Input<R>,
@@ -34,7 +35,53 @@ pub(super) fn launch<R: Runtime>(
     let &Input {
         x, ref view, spec, ..
     } = input;
-    let number = Fp8::of(spec.number)?;
+    let tiles = tiles(client, x, view, spec)?;
+    let source = Knobs::of(x.dtype, spec)?;
+    let shape = view.shape;
+    let output = allocate(client, view, spec);
+    let [tile_maxima, absmax] =
+        [tiles.iter().product(), 1].map(|len| empty(client, vec![len], storage::<f32>()));
+    let [values, transposed] = copies(&output, x);
+    let buffers = vec![
+        x.clone(),
+        delayed.maxima.clone(),
+        values,
+        transposed,
+        tile_maxima,
+        output.scales.clone(),
+        absmax.clone(),
+        ticket(client),
+    ];
+    let numbers = DelayedNumbers {
+        rows: shape.rows as u64,
+        cols: shape.cols as u64,
+        row_stride: view.row_stride as u64,
+        layer: delayed.layer as u64,
+    };
+    // SAFETY: the cubes are the tiles of the input, none of which reaches over an edge; the outputs were allocated for
+    // it, and the layer was checked. A copy that is not wanted is not touched.
+    #[allow(unsafe_code)]
+    unsafe {
+        launch_source(
+            client,
+            Encode(source),
+            cubes(tiles),
+            Vec::new(),
+            buffers,
+            &numbers,
+        );
+    }
+    Some((output, absmax))
+}
+
+/// Rows and columns of tiles of a matrix that is read 16 bytes at a time, where it is made of whole ones, and the device
+/// has the kernels for the spec.
+pub(crate) fn tiles<R: Runtime>(
+    client: &ComputeClient<R>,
+    x: &TensorHandle<R>,
+    view: &MatrixView,
+    spec: &QuantizeSpec,
+) -> Option<[usize; 2]> {
     let shape = view.shape;
     let vector = VECTOR_BYTES / x.dtype.size();
     let [rows, cols] = [shape.rows / TILE[0], shape.cols / TILE[1]];
@@ -45,50 +92,21 @@ pub(super) fn launch<R: Runtime>(
         && rows * cols > 0
         && rows.max(cols) <= MAX_CUBES
         && read_width_up_to(vector, x, view) == vector;
-    if !fits {
-        return None;
-    }
-    let output = allocate(client, view, spec);
-    let [tile_maxima, absmax] =
-        [rows * cols, 1].map(|len| empty(client, vec![len], storage::<f32>()));
-    let copy = |copy: &Option<TensorHandle<R>>| or_unused(copy.as_ref(), x, storage::<u8>());
-    let buffers = vec![
-        x.clone(),
-        delayed.maxima.clone(),
-        copy(&output.values),
-        copy(&output.transposed),
-        tile_maxima,
-        output.scales.clone(),
-        absmax.clone(),
-    ];
-    let numbers = DelayedNumbers {
-        rows: shape.rows as u64,
-        cols: shape.cols as u64,
-        row_stride: view.row_stride as u64,
-        layer: delayed.layer as u64,
-    };
-    let source = Knobs {
-        dtype: x.dtype,
-        number,
-        layout: spec.layout,
-    };
-    let tiles = CubeCount::Static(cols as u32, rows as u32, 1);
-    // SAFETY: the cubes are the tiles of the input, none of which reaches over an edge; the outputs were allocated for
-    // it, and the layer was checked. A copy that is not wanted is not touched.
-    #[allow(unsafe_code)]
-    unsafe {
-        launch_source(
-            client,
-            Encode(source),
-            tiles,
-            Vec::new(),
-            buffers.clone(),
-            &numbers,
-        );
-        let one = CubeCount::Static(1, 1, 1);
-        launch_source(client, Finish(source), one, Vec::new(), buffers, &numbers);
-    }
-    Some((output, absmax))
+    fits.then_some([rows, cols])
+}
+
+/// A cube a tile.
+pub(crate) fn cubes([rows, cols]: [usize; 2]) -> CubeCount {
+    CubeCount::Static(cols as u32, rows as u32, 1)
+}
+
+/// Both copies as arguments; for one that is not wanted, something that is not touched.
+pub(crate) fn copies<R: Runtime>(
+    output: &Quantized<R>,
+    unused: &TensorHandle<R>,
+) -> [TensorHandle<R>; 2] {
+    [&output.values, &output.transposed]
+        .map(|copy| or_unused(copy.as_ref(), unused, storage::<u8>()))
 }
 
 numbers! {
@@ -104,16 +122,35 @@ numbers! {
     }
 }
 
-/// What both kernels of `whole_tiles.cu` are compiled for.
+/// What the kernels around `tile.cu` are compiled for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-struct Knobs {
+pub(crate) struct Knobs {
     dtype: StorageType,
     number: Fp8,
     layout: Layout,
 }
 
 impl Knobs {
-    fn text(&self) -> String {
+    /// Those of a spec; none where its number is not FP8.
+    pub fn of(dtype: StorageType, spec: &QuantizeSpec) -> Option<Self> {
+        Some(Self {
+            dtype,
+            number: Fp8::of(spec.number)?,
+            layout: spec.layout,
+        })
+    }
+
+    /// Those of a gradient of such a matrix.
+    pub fn of_gradient(self) -> Self {
+        Self {
+            number: Fp8::E5M2,
+            layout: Layout::Both,
+            ..self
+        }
+    }
+
+    /// The lines that define them.
+    pub fn text(&self) -> String {
         let (row_major, transposed) = match self.layout {
             Layout::RowMajor => (1, 0),
             Layout::Transposed => (0, 1),
@@ -128,14 +165,7 @@ impl Knobs {
             self.number.largest(),
         )
     }
-
-    /// Both kernels.
-    fn texts(self) -> [SourceText; 2] {
-        [Encode(self).text(), Finish(self).text()]
-    }
 }
-
-const TEXT: &str = include_str!("whole_tiles.cu");
 
 /// `quantize_delayed`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -144,7 +174,11 @@ struct Encode(Knobs);
 impl CudaSource for Encode {
     type Numbers = DelayedNumbers;
 
-    const TEXT: &'static str = TEXT;
+    const TEXT: &'static str = concat!(
+        include_str!("tile.cu"),
+        "\n",
+        include_str!("whole_tiles.cu")
+    );
     const ENTRY_POINT: &'static str = "quantize_delayed";
     const UNITS: u32 = 256;
 
@@ -171,33 +205,7 @@ impl CudaSource for Encode {
             layout: Layout::Both,
             ..of_x
         };
-        let of_gradient = Knobs {
-            number: Fp8::E5M2,
-            layout: Layout::Both,
-            ..of_x
-        };
-        let own = Finish(of_x).text();
-        let others = [of_weight, of_gradient].into_iter().flat_map(Knobs::texts);
-        std::iter::once(own).chain(others).collect()
-    }
-}
-
-/// `finish_delayed`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-struct Finish(Knobs);
-
-impl CudaSource for Finish {
-    type Numbers = DelayedNumbers;
-
-    const TEXT: &'static str = TEXT;
-    const ENTRY_POINT: &'static str = "finish_delayed";
-    const UNITS: u32 = 1024;
-
-    fn knobs(&self) -> String {
-        self.0.text()
-    }
-
-    fn shared_memory(&self) -> usize {
-        0
+        let others = [of_weight, of_x.of_gradient()];
+        others.map(|knobs| Encode(knobs).text()).to_vec()
     }
 }

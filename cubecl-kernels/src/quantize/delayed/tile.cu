@@ -1,0 +1,292 @@
+// A tile that is quantized to FP8 by the scale of a maximum that earlier data had, while its own largest magnitude is
+// found, on CUDA's sm_90. The numbers are those of the portable kernels, to the bit, but for the sign of a NaN in FP16,
+// which those drop.
+//
+// Knobs, defined in front of this text:
+//   IN_F32, IN_F16 or IN_BF16   the type of the elements
+//   NUMBER                      "e4m3" or "e5m2"
+//   LARGEST                     the largest number
+//   SMALLEST_MAXIMUM            the bits of the smallest maximum that gets a scale
+//   ROW_MAJOR, TRANSPOSED       1: the copy is wanted
+// and the structure Numbers, of which this text reads the rows and the columns.
+//
+// Blocks of threads take a tile each. The last one to be done with its own does what needs the largest magnitude of all
+// tiles: so nothing has to be read, or launched, behind the one read. Where there is no maximum yet, all blocks encode
+// by scale 1, which is right for zeros, and for all else that gets no scale either. If the matrix gets one, the last
+// block does all tiles again, slowly: in the first step of a layer, since a maximum stays.
+//
+// A thread has a patch of 4 x 8 elements, of which four rows are one word of the transposed copy. All its reads are in
+// flight at once; the lanes of a warp read 256 neighbours of two rows of 16-bit elements.
+//
+// The elements come from a source: a structure whose `read` gives the rows of a patch.
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+#define UNITS 256
+#define TILE_ROWS 64
+#define TILE_COLS 128
+#define PATCH_ROWS 4
+#define PATCH_COLS 8
+#define EVERYONE 0xffffffffu
+#define INFINITE 0x7f800000u
+#define QUIET_NAN 0x7fc00000u
+
+#ifdef IN_F32
+#define ELEMENT_BYTES 4
+#else
+#define ELEMENT_BYTES 2
+#endif
+// 16-byte vectors of a row of a patch.
+#define VECTORS (PATCH_COLS * ELEMENT_BYTES / 16)
+
+// The words of the transposed copy, each four rows of a column. Four more keep 16-byte writes aligned, and rows in
+// different banks.
+typedef u32 Staging[TILE_ROWS / PATCH_ROWS][TILE_COLS + 4];
+
+struct Row {
+    u32 words[4 * VECTORS];
+};
+
+typedef Row Rows[PATCH_ROWS];
+
+// Reads the rows of a patch of a matrix, from the element where it begins.
+__device__ __forceinline__ void read_rows(Rows &rows, const u8 *__restrict__ x, u64 from, u64 row_stride) {
+#pragma unroll
+    for (int r = 0; r < PATCH_ROWS; r++)
+#pragma unroll
+        for (int v = 0; v < VECTORS; v++) {
+            const uint4 vector = __ldg((const uint4 *)(x + (from + r * row_stride) * ELEMENT_BYTES) + v);
+            u32 *const words = rows[r].words + 4 * v;
+            words[0] = vector.x, words[1] = vector.y, words[2] = vector.z, words[3] = vector.w;
+        }
+}
+
+// The largest magnitude so far and in a row of a patch, as bits; of 16-bit elements one in each half of the word. As
+// integers they order NaN above infinity above every finite value.
+__device__ __forceinline__ u32 larger(u32 largest, const Row &row) {
+#pragma unroll
+    for (u32 word : row.words) {
+#ifdef IN_F32
+        largest = max(largest, word & 0x7fffffffu);
+#else
+        asm("max.u16x2 %0, %0, %1;" : "+r"(largest) : "r"(word & 0x7fff7fffu));
+#endif
+    }
+    return largest;
+}
+
+__device__ __forceinline__ float from_16_bits(u32 bits) {
+#ifdef IN_F16
+    float x;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"((u16)bits));
+    return x;
+#else
+    return __uint_as_float(bits << 16);
+#endif
+}
+
+// The larger one of both halves, as the bits of a float.
+__device__ __forceinline__ u32 float_bits(u32 largest) {
+#ifdef IN_F32
+    return largest;
+#else
+    return __float_as_uint(from_16_bits(max(largest >> 16, largest & 0xffffu)));
+#endif
+}
+
+__device__ __forceinline__ float element(const Row &row, int col) {
+#ifdef IN_F32
+    return __uint_as_float(row.words[col]);
+#else
+    return from_16_bits(row.words[col / 2] >> 16 * (col % 2) & 0xffff);
+#endif
+}
+
+// Four codes of neighbours, to nearest, saturating; those of NaN are not those that are wanted.
+__device__ __forceinline__ u32 codes_of(const Row &row, int col, float inverse) {
+    u16 pairs[2];
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const float first = __fmul_rn(element(row, col + 2 * i), inverse);
+        const float second = __fmul_rn(element(row, col + 2 * i + 1), inverse);
+        asm("cvt.rn.satfinite." NUMBER "x2.f32 %0, %1, %2;" : "=h"(pairs[i]) : "f"(second), "f"(first));
+    }
+    return pairs[0] | (u32)pairs[1] << 16;
+}
+
+// The sign of an element, and all ones below it where that is NaN.
+__device__ __forceinline__ u32 code_of_nan(const Row &row, int col) {
+#ifdef IN_F32
+    const u32 sign = row.words[col] >> 31;
+#else
+    const u32 sign = row.words[col / 2] >> (16 * (col % 2) + 15) & 1;
+#endif
+    return sign << 7 | 0x7f;
+}
+
+// The codes with those of NaN in their places.
+__device__ __forceinline__ u32 with_nan(u32 codes, const Row &row, int col) {
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        if ((__float_as_uint(element(row, col + i)) & 0x7fffffffu) > INFINITE)
+            codes = (codes & ~(0xffu << 8 * i)) | code_of_nan(row, col + i) << 8 * i;
+    return codes;
+}
+
+__device__ __forceinline__ u32 bytes(u32 first, u32 second, u32 selector) {
+    u32 word;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(word) : "r"(first), "r"(second), "r"(selector));
+    return word;
+}
+
+// Four columns of four rows of codes, each a word.
+__device__ __forceinline__ uint4 turned(u32 a, u32 b, u32 c, u32 d) {
+    const u32 low_ab = bytes(a, b, 0x5140), low_cd = bytes(c, d, 0x5140);
+    const u32 high_ab = bytes(a, b, 0x7362), high_cd = bytes(c, d, 0x7362);
+    return make_uint4(bytes(low_ab, low_cd, 0x5410), bytes(low_ab, low_cd, 0x7632), bytes(high_ab, high_cd, 0x5410),
+                      bytes(high_ab, high_cd, 0x7632));
+}
+
+// Where a tile begins, and the thread's patch in it.
+struct Place {
+    u64 first_row, first_col;
+    u32 patch_row, patch_col;
+
+    __device__ __forceinline__ Place(u64 first_row, u64 first_col) : first_row(first_row), first_col(first_col) {
+        patch_row = threadIdx.x / (TILE_COLS / PATCH_COLS), patch_col = threadIdx.x % (TILE_COLS / PATCH_COLS);
+    }
+    __device__ __forceinline__ u64 row() const { return first_row + PATCH_ROWS * patch_row; }
+    __device__ __forceinline__ u64 col() const { return first_col + PATCH_COLS * patch_col; }
+};
+
+// Quantizes the rows of the thread's patch with the inverse of a scale. Gives the bits of their largest magnitude.
+__device__ __forceinline__ u32 quantize_rows(const Rows &rows, u8 *__restrict__ values, u8 *__restrict__ transposed,
+                                             Staging &staging, const Place &place, float inverse,
+                                             const Numbers &numbers) {
+    u32 largest = 0;
+    u32 codes[PATCH_ROWS][2];
+#pragma unroll
+    for (int r = 0; r < PATCH_ROWS; r++) {
+        largest = larger(largest, rows[r]);
+        codes[r][0] = codes_of(rows[r], 0, inverse);
+        codes[r][1] = codes_of(rows[r], 4, inverse);
+    }
+    const u32 bits = float_bits(largest);
+    if (bits > INFINITE) {
+#pragma unroll
+        for (int r = 0; r < PATCH_ROWS; r++) {
+            codes[r][0] = with_nan(codes[r][0], rows[r], 0);
+            codes[r][1] = with_nan(codes[r][1], rows[r], 4);
+        }
+    }
+#if ROW_MAJOR
+#pragma unroll
+    for (int r = 0; r < PATCH_ROWS; r++)
+        *(uint2 *)(values + (place.row() + r) * numbers.cols + place.col()) = make_uint2(codes[r][0], codes[r][1]);
+#endif
+#if TRANSPOSED
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+        *(uint4 *)&staging[place.patch_row][PATCH_COLS * place.patch_col + 4 * half] =
+            turned(codes[0][half], codes[1][half], codes[2][half], codes[3][half]);
+    __syncthreads();
+    const u32 thread = threadIdx.x, quarter = thread % 4;
+#pragma unroll
+    for (u32 of_tile = thread / 4; of_tile < TILE_COLS; of_tile += UNITS / 4) {
+        u32 words[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            words[i] = staging[4 * quarter + i][of_tile];
+        *(uint4 *)(transposed + (place.first_col + of_tile) * numbers.rows + place.first_row + 16 * quarter) =
+            make_uint4(words[0], words[1], words[2], words[3]);
+    }
+#endif
+    return bits;
+}
+
+// The largest of all threads' bits, in all threads. `of_warps` has a word for each warp.
+template <int Warps> __device__ __forceinline__ u32 largest_of_block(u32 bits, u32 *of_warps) {
+    bits = __reduce_max_sync(EVERYONE, bits);
+    if (threadIdx.x % 32 == 0)
+        of_warps[threadIdx.x / 32] = bits;
+    __syncthreads();
+#pragma unroll
+    for (int warp = 0; warp < Warps; warp++)
+        bits = max(bits, of_warps[warp]);
+    return bits;
+}
+
+__device__ __forceinline__ bool has_scale(u32 maximum) {
+    return maximum >= SMALLEST_MAXIMUM && maximum < INFINITE;
+}
+
+// That of a maximum, and 1 where it gets none. Its inverse is a normal number.
+__device__ __forceinline__ float scale_of(u32 maximum) {
+    return has_scale(maximum) ? __fdiv_rn(__uint_as_float(maximum), LARGEST) : 1.0f;
+}
+
+// ---- The kernels ----------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ Place place_of_block() {
+    return Place((u64)blockIdx.y * TILE_ROWS, (u64)blockIdx.x * TILE_COLS);
+}
+
+// Writes the largest magnitude of the block's tile.
+__device__ __forceinline__ void write_tile_maximum(float *tile_maxima, u32 bits, u32 *of_warps) {
+    bits = largest_of_block<UNITS / 32>(bits, of_warps);
+    if (threadIdx.x == 0)
+        tile_maxima[blockIdx.y * gridDim.x + blockIdx.x] = __uint_as_float(bits);
+}
+
+// True in the last of all blocks that come here, which sees what the others have written. The ticket is 0 again then.
+__device__ __forceinline__ bool is_last_block(u32 *ticket) {
+    __shared__ bool is_last;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        __threadfence();
+        is_last = atomicAdd(ticket, 1) == gridDim.x * gridDim.y - 1;
+        if (is_last)
+            *ticket = 0;
+        __threadfence();
+    }
+    __syncthreads();
+    return is_last;
+}
+
+// By one block: the scale and the largest magnitude of the matrix, and all its tiles again if it is the first that gets
+// a scale. The maximum of the layer before is 0 where there is none.
+template <class Source>
+__device__ __forceinline__ void finish(const Source &source, float maximum, u8 *__restrict__ values,
+                                       u8 *__restrict__ transposed, const float *tile_maxima,
+                                       float *__restrict__ scale, float *__restrict__ absmax, Staging &staging,
+                                       u32 *of_warps, const Numbers &numbers) {
+    const u32 across = numbers.cols / TILE_COLS, tiles = numbers.rows / TILE_ROWS * across;
+    u32 bits = 0;
+#pragma unroll 8
+    for (u32 tile = threadIdx.x; tile < tiles; tile += UNITS)
+        bits = max(bits, __float_as_uint(__ldcg(tile_maxima + tile)));
+    bits = largest_of_block<UNITS / 32>(bits, of_warps);
+
+    const u32 of_layer = __float_as_uint(maximum);
+    const bool is_first = !has_scale(of_layer) && has_scale(bits);
+    const float chosen = scale_of(is_first ? bits : of_layer);
+    if (threadIdx.x == 0) {
+        const u32 hidden = bits >= INFINITE ? QUIET_NAN : 0;
+        scale[0] = __uint_as_float(__float_as_uint(chosen) | hidden);
+        absmax[0] = __uint_as_float(bits | hidden);
+    }
+    if (is_first) {
+#pragma unroll 1
+        for (u32 tile = 0; tile < tiles; tile++) {
+            const Place place((u64)(tile / across) * TILE_ROWS, (u64)(tile % across) * TILE_COLS);
+            Rows rows;
+            source.read(rows, place, numbers);
+            quantize_rows(rows, values, transposed, staging, place, __frcp_rn(chosen), numbers);
+            // The staged words are read before the next tile's are written.
+            __syncthreads();
+        }
+    }
+}

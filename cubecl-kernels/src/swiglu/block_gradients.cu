@@ -1,0 +1,43 @@
+// The gradients of SwiGLU's two factors, quantized as they are computed: in front of this text stand tile.cu and
+// arithmetic.cu. Knobs beside theirs: CUBES, cubes that share a multiprocessor.
+
+// gate, up, gradient: [rows, cols], of 16-bit elements, dense. The outputs are those of quantize_whole_tiles for the
+// gradients of gate and of up.
+extern "C" __global__ void __launch_bounds__(UNITS, CUBES)
+quantize_swiglu_gradients(const u8 *gate, const u8 *up, const u8 *gradient, u8 *gate_values, u8 *gate_transposed,
+                          float *gate_scales, u8 *up_values, u8 *up_transposed, float *up_scales,
+                          const __grid_constant__ Numbers numbers) {
+    extern __shared__ __align__(16) u8 memory[];
+    __shared__ u32 of_warps[2][UNITS / 32];
+    uint4 *const gates = (uint4 *)memory + threadIdx.x;
+    uint4 *const ups = gates + LINES * UNITS;
+    // Its place is that of the staged copies, once all threads have multiplied.
+    const uint4 *const gradients = ups + LINES * UNITS;
+    u32 *const staged = (u32 *)(memory + 2 * TILE * TILE * ELEMENT_BYTES);
+    const FirstPatch first = first_patch(numbers);
+    const u32 cols = (u32)numbers.cols;
+    copy_patches(gates, gate, first.offset, cols);
+    copy_patches(ups, up, first.offset, cols);
+    copy_patches((uint4 *)gradients, gradient, first.offset, cols);
+    copies_wait();
+    u32 largest_gate = 0, largest_up = 0;
+#pragma unroll 2
+    for (int line = 0; line < LINES; line++) {
+        Line of_gate = read_line(gates, line), of_up = read_line(ups, line);
+        swiglu_backward(of_gate.words, of_up.words, read_line(gradients, line).words);
+        write_line(gates, line, of_gate);
+        write_line(ups, line, of_up);
+        largest_gate = larger(largest_gate, of_gate);
+        largest_up = larger(largest_up, of_up);
+    }
+    const u32 gate_absmax = largest_of_tile(float_bits(largest_gate), of_warps[0]);
+    const u32 up_absmax = largest_of_tile(float_bits(largest_up), of_warps[1]);
+    Random random;
+    const Key gate_key = {{numbers.seed[0], numbers.seed[1]}, {numbers.stream[0], numbers.stream[1]}};
+    const Outputs to_gate = {gate_values, gate_transposed, gate_scales};
+    quantize_tile(to_gate, gates, staged, of_warps[0], first, gate_absmax, 0.0f, random, gate_key, numbers);
+    __syncthreads();
+    const Key up_key = {{numbers.up_seed[0], numbers.up_seed[1]}, {numbers.up_stream[0], numbers.up_stream[1]}};
+    const Outputs to_up = {up_values, up_transposed, up_scales};
+    quantize_tile(to_up, ups, staged, of_warps[0], first, up_absmax, 0.0f, random, up_key, numbers);
+}

@@ -1,0 +1,37 @@
+// The gate of SwiGLU as the input of a linear layer, quantized to FP8 by delayed scaling as it is computed: in front of
+// this text stand the tile.cu of delayed scaling and arithmetic.cu.
+
+// gate, up: [rows, cols], of 16-bit elements, dense.
+struct Swiglu {
+    const u8 *__restrict__ gate, *__restrict__ up;
+
+    __device__ __forceinline__ void read(Rows &rows, const Place &place, const Numbers &numbers) const {
+        const u64 from = place.row() * numbers.cols + place.col();
+        Rows gates, ups;
+        read_rows(gates, gate, from, numbers.cols);
+        read_rows(ups, up, from, numbers.cols);
+#pragma unroll
+        for (int r = 0; r < PATCH_ROWS; r++)
+            swiglu(rows[r].words, gates[r].words, ups[r].words);
+    }
+};
+
+// The outputs are those of quantize_delayed for silu(gate) up.
+extern "C" __global__ void __launch_bounds__(UNITS, 5)
+    quantize_swiglu_delayed(const u8 *__restrict__ gate, const u8 *__restrict__ up, const float *__restrict__ delayed,
+                            u8 *__restrict__ values, u8 *__restrict__ transposed, float *tile_maxima,
+                            float *__restrict__ scale, float *__restrict__ absmax, u32 *ticket,
+                            const __grid_constant__ Numbers numbers) {
+    __shared__ __align__(16) Staging staging;
+    __shared__ u32 of_warps[2][UNITS / 32];
+    const Swiglu source = {gate, up};
+    const float maximum = delayed[numbers.layer];
+    const float inverse = __frcp_rn(scale_of(__float_as_uint(maximum)));
+    const Place place = place_of_block();
+    Rows rows;
+    source.read(rows, place, numbers);
+    const u32 bits = quantize_rows(rows, values, transposed, staging, place, inverse, numbers);
+    write_tile_maximum(tile_maxima, bits, of_warps[0]);
+    if (is_last_block(ticket))
+        finish(source, maximum, values, transposed, tile_maxima, scale, absmax, staging, of_warps[1], numbers);
+}

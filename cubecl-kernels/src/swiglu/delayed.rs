@@ -1,0 +1,212 @@
+//! SwiGLU and its gradients, quantized to FP8 by delayed scaling as they are computed: kernels of CUDA source,
+//! `delayed.cu` and `delayed_gradients.cu`, around the tile of
+//! [`quantize_delayed`](crate::quantize::quantize_delayed).
+
+use cubecl::{prelude::*, std::tensor::TensorHandle};
+
+use crate::{
+    cuda::{
+        numbers::numbers,
+        source::{CudaSource, SourceText, launch_source},
+        ticket::ticket,
+    },
+    device::{MatrixView, empty, is_operand_type, storage},
+    quantize::{
+        DelayedMaximum, QuantizeSpec, Quantized,
+        buffers::allocate,
+        delayed::whole_tiles::{Knobs, copies, cubes, tiles},
+    },
+};
+
+/// A quantized matrix, and its largest magnitude, f32 `[1]`.
+type Delayed<R> = (Quantized<R>, TensorHandle<R>);
+
+/// Does what [`quantize_delayed`](crate::quantize::quantize_delayed) does with `silu(gate) up`, if the device has the
+/// kernels for that. `view` is that of both, which are contiguous and of one shape and type; the maximum was checked.
+pub(crate) fn launch<R: Runtime>(
+    client: &ComputeClient<R>,
+    [gate, up]: [&TensorHandle<R>; 2],
+    view: &MatrixView,
+    spec: &QuantizeSpec,
+    delayed: DelayedMaximum<R>,
+) -> Option<Delayed<R>> {
+    let (tiles, knobs) = fits(client, &[gate, up], view, spec)?;
+    let output = allocate(client, view, spec);
+    let [tile_maxima, absmax] = maxima(client, [tiles.iter().product(), 1]);
+    let [values, transposed] = copies(&output, gate);
+    let buffers = vec![
+        gate.clone(),
+        up.clone(),
+        delayed.maxima.clone(),
+        values,
+        transposed,
+        tile_maxima,
+        output.scales.clone(),
+        absmax.clone(),
+        ticket(client),
+    ];
+    let numbers = SwigluNumbers {
+        rows: view.shape.rows as u64,
+        cols: view.shape.cols as u64,
+        layer: delayed.layer as u64,
+    };
+    // SAFETY: the cubes are the tiles of the inputs, none of which reaches over an edge; the outputs were allocated for
+    // them, and the layer was checked. A copy that is not wanted is not touched.
+    #[allow(unsafe_code)]
+    unsafe {
+        launch_source(
+            client,
+            Encode(knobs),
+            cubes(tiles),
+            Vec::new(),
+            buffers,
+            &numbers,
+        );
+    }
+    Some((output, absmax))
+}
+
+/// Does what [`quantize_delayed`](crate::quantize::quantize_delayed) does with the gradients of gate and of up, by the
+/// maximum of each, if the device has the kernels for that. `view` is that of the inputs: gate, up and the gradient of
+/// the output, which are contiguous and of one shape and type; the maxima were checked.
+pub(crate) fn launch_gradients<R: Runtime>(
+    client: &ComputeClient<R>,
+    inputs: [&TensorHandle<R>; 3],
+    view: &MatrixView,
+    spec: &QuantizeSpec,
+    delayed: [DelayedMaximum<R>; 2],
+) -> Option<[Delayed<R>; 2]> {
+    let (tiles, knobs) = fits(client, &inputs, view, spec)?;
+    let count: usize = tiles.iter().product();
+    let outputs = [(); 2].map(|()| allocate(client, view, spec));
+    let [tile_maxima, of_gate, of_up] = maxima(client, [2 * count, 1, 1]);
+    let mut buffers = inputs.map(TensorHandle::clone).to_vec();
+    buffers.extend(delayed.map(|it| it.maxima.clone()));
+    for output in &outputs {
+        buffers.extend(copies(output, inputs[0]));
+    }
+    buffers.push(tile_maxima);
+    for (output, absmax) in outputs.iter().zip([&of_gate, &of_up]) {
+        buffers.extend([output.scales.clone(), absmax.clone()]);
+    }
+    buffers.push(ticket(client));
+    let numbers = GradientNumbers {
+        rows: view.shape.rows as u64,
+        cols: view.shape.cols as u64,
+        layer: delayed[0].layer as u64,
+        up_layer: delayed[1].layer as u64,
+    };
+    // SAFETY: as in `launch`, for both outputs.
+    #[allow(unsafe_code)]
+    unsafe {
+        let source = EncodeGradients(knobs);
+        launch_source(client, source, cubes(tiles), Vec::new(), buffers, &numbers);
+    }
+    let [gate, up] = outputs;
+    Some([(gate, of_gate), (up, of_up)])
+}
+
+fn fits<R: Runtime>(
+    client: &ComputeClient<R>,
+    inputs: &[&TensorHandle<R>],
+    view: &MatrixView,
+    spec: &QuantizeSpec,
+) -> Option<([usize; 2], Knobs)> {
+    let dtype = inputs[0].dtype;
+    let mut of_inputs = inputs.iter().map(|input| tiles(client, input, view, spec));
+    let tiles = of_inputs.next()??;
+    let fits = is_operand_type(dtype) && of_inputs.all(|it| it.is_some());
+    Knobs::of(dtype, spec)
+        .filter(|_| fits)
+        .map(|knobs| (tiles, knobs))
+}
+
+fn maxima<R: Runtime, const N: usize>(
+    client: &ComputeClient<R>,
+    lengths: [usize; N],
+) -> [TensorHandle<R>; N] {
+    lengths.map(|length| empty(client, vec![length], storage::<f32>()))
+}
+
+numbers! {
+    /// The numbers of `delayed.cu`.
+    struct SwigluNumbers {
+        /// Of the matrix, multiples of those of a tile.
+        rows: u64,
+        cols: u64,
+        /// The layer among the delayed maxima.
+        layer: u64,
+    }
+}
+
+numbers! {
+    /// The numbers of `delayed_gradients.cu`.
+    struct GradientNumbers {
+        /// Of a matrix, multiples of those of a tile.
+        rows: u64,
+        cols: u64,
+        /// The layer of the gate among its delayed maxima, and that of up among its own.
+        layer: u64,
+        up_layer: u64,
+    }
+}
+
+/// `delayed.cu` behind the texts that it names.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct Encode(Knobs);
+
+impl CudaSource for Encode {
+    type Numbers = SwigluNumbers;
+
+    const TEXT: &'static str = concat!(
+        include_str!("../quantize/delayed/tile.cu"),
+        "\n",
+        include_str!("arithmetic.cu"),
+        "\n",
+        include_str!("delayed.cu")
+    );
+    const ENTRY_POINT: &'static str = "quantize_swiglu_delayed";
+    const UNITS: u32 = 256;
+
+    fn knobs(&self) -> String {
+        self.0.text()
+    }
+
+    fn shared_memory(&self) -> usize {
+        0
+    }
+
+    fn companions<R: Runtime>(
+        &self,
+        _client: &ComputeClient<R>,
+        _sizes: [usize; 4],
+    ) -> Vec<SourceText> {
+        vec![EncodeGradients(self.0.of_gradient()).text()]
+    }
+}
+
+/// `delayed_gradients.cu` behind the texts that it names.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct EncodeGradients(Knobs);
+
+impl CudaSource for EncodeGradients {
+    type Numbers = GradientNumbers;
+
+    const TEXT: &'static str = concat!(
+        include_str!("../quantize/delayed/tile.cu"),
+        "\n",
+        include_str!("arithmetic.cu"),
+        "\n",
+        include_str!("delayed_gradients.cu")
+    );
+    const ENTRY_POINT: &'static str = "quantize_swiglu_gradients_delayed";
+    const UNITS: u32 = 256;
+
+    fn knobs(&self) -> String {
+        self.0.text()
+    }
+
+    fn shared_memory(&self) -> usize {
+        0
+    }
+}

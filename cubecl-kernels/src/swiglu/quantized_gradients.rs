@@ -1,0 +1,125 @@
+//! The gradients of SwiGLU's two factors as quantized matrices.
+
+use cubecl::{prelude::*, std::tensor::TensorHandle};
+
+use crate::{
+    device::MatrixView,
+    error::KernelError,
+    granularity::Granularity,
+    layout::Layout,
+    operator_input::check_alike,
+    quantize::{
+        DelayedMaximum, QuantizeSpec, Quantized, buffers::allocate, check_given, quantize,
+        quantize_delayed,
+    },
+    rounding::{Rounding, StochasticKey},
+};
+
+use super::{
+    block::{self, GradientOutput},
+    delayed, swiglu_backward,
+};
+
+const OPERATION: &str = "quantize_swiglu_gradients";
+
+/// The gradients of `gate` and of `up`, in this order, quantized by a spec each: in one launch, without the gradients in
+/// memory, where a kernel has the specs.
+///
+/// - `gate`, `up`, `gradient`: matrices as [`swiglu_backward`] takes them, as floats.
+///
+/// To the bit, the results are those of [`quantize`](crate::quantize::quantize()) of what `swiglu_backward` gives.
+///
+/// # Errors
+///
+/// As these two.
+pub fn quantize_swiglu_gradients<R: Runtime>(
+    client: &ComputeClient<R>,
+    inputs: [&TensorHandle<R>; 3],
+    specs: [&QuantizeSpec; 2],
+) -> Result<[Quantized<R>; 2], KernelError> {
+    let view = view(client, inputs)?;
+    if let [Some(first), Some(second)] = specs.map(in_blocks)
+        && first.0 == second.0
+        && view.shape.num_elements() > 0
+    {
+        let outputs = specs.map(|spec| allocate(client, &view, spec));
+        let written = [(&outputs[0], first.1), (&outputs[1], second.1)].map(|(output, key)| {
+            let copy = |copy| Option::as_ref(copy).expect("both copies were asked for");
+            GradientOutput {
+                values: copy(&output.values),
+                transposed: copy(&output.transposed),
+                scales: &output.scales,
+                key,
+            }
+        });
+        // SAFETY: the outputs were allocated for this view, which is that of all inputs.
+        #[allow(unsafe_code)]
+        if unsafe { block::launch_gradients(client, inputs, &view, first.0, written) } {
+            return Ok(outputs);
+        }
+    }
+    let [gate, up, gradient] = inputs;
+    let [of_gate, of_up] = swiglu_backward(client, gate, up, gradient)?;
+    Ok([
+        quantize(client, &of_gate, specs[0])?,
+        quantize(client, &of_up, specs[1])?,
+    ])
+}
+
+/// The gradients of `gate` and of `up`, in this order, quantized by the scale of a delayed maximum each, and their
+/// largest magnitudes: without the gradients in memory where a kernel has the spec.
+///
+/// - `gate`, `up`, `gradient`: matrices as [`swiglu_backward`] takes them, as floats.
+///
+/// To the bit, the results are those of [`quantize_delayed`] of what `swiglu_backward` gives.
+///
+/// # Errors
+///
+/// As these two.
+pub fn quantize_swiglu_gradients_delayed<R: Runtime>(
+    client: &ComputeClient<R>,
+    inputs: [&TensorHandle<R>; 3],
+    spec: &QuantizeSpec,
+    delayed: [DelayedMaximum<R>; 2],
+) -> Result<[(Quantized<R>, TensorHandle<R>); 2], KernelError> {
+    check_given(spec)?;
+    let view = view(client, inputs)?;
+    for maximum in &delayed {
+        maximum.check()?;
+    }
+    if let Some(quantized) = delayed::launch_gradients(client, inputs, &view, spec, delayed) {
+        return Ok(quantized);
+    }
+    let [gate, up, gradient] = inputs;
+    let [of_gate, of_up] = swiglu_backward(client, gate, up, gradient)?;
+    Ok([
+        quantize_delayed(client, &of_gate, spec, delayed[0])?,
+        quantize_delayed(client, &of_up, spec, delayed[1])?,
+    ])
+}
+
+/// The matrix of all inputs.
+fn view<R: Runtime>(
+    client: &ComputeClient<R>,
+    inputs: [&TensorHandle<R>; 3],
+) -> Result<MatrixView, KernelError> {
+    let [gate, up, gradient] = inputs;
+    let named = [("gate", gate), ("up", up), ("gradient", gradient)];
+    check_alike(
+        client,
+        OPERATION,
+        &named.map(|(name, it)| (name, it.into())),
+    )?;
+    MatrixView::new(OPERATION, gate)
+}
+
+/// The block and the key of INT8 blocks, both copies of which are rounded stochastically.
+fn in_blocks(spec: &QuantizeSpec) -> Option<(usize, StochasticKey)> {
+    let (Granularity::Block(block), Rounding::Stochastic(key)) = (spec.granularity, spec.rounding)
+    else {
+        return None;
+    };
+    let int8 = QuantizeSpec::int8(spec.granularity);
+    let fits = *spec == int8.with_rounding(spec.rounding).with_layout(Layout::Both);
+    fits.then_some((block, key))
+}

@@ -1,0 +1,218 @@
+//! SwiGLU and its gradients, quantized in blocks as they are computed, on a CPU, against the reference of the quantizer
+//! to the bit.
+
+use cubecl::{ir::StorageType, std::tensor::TensorHandle};
+use cubecl_kernels::{
+    fallback::FallbackState,
+    granularity::Granularity,
+    layout::Layout,
+    linear_input::quantize_linear_input,
+    quantize::{MatrixSource, QuantizeSpec},
+    reference,
+    rounding::Rounding,
+    shape::MatrixShape,
+    swiglu::quantize_swiglu_gradients,
+};
+use half::{bf16, f16};
+
+use super::{
+    Client,
+    device::{assert_same_integers, rounded, to_bytes},
+    dtype,
+    emulate::{UNWRITTEN, bytes, fallback_of, integers, key, one_nan},
+    emulator::{Sanitizer, run},
+    offline::{OfflineCuda, Source, sources_of},
+    random::Random,
+    tensor,
+};
+
+const SHAPE: MatrixShape = MatrixShape {
+    batch: 1,
+    rows: 256,
+    cols: 256,
+};
+const BLOCK: usize = 128;
+const LAYERS: usize = 3;
+const LAYER: usize = 1;
+
+/// `1 / (1 + exp(-x))` and what it lacks to 1, as the kernel has them.
+fn sigmoids(x: f32) -> [f32; 2] {
+    let power = (-x.abs()).exp();
+    let larger = 1.0 / (1.0 + power);
+    let smaller = power * larger;
+    match x >= 0.0 {
+        true => [larger, smaller],
+        false => [smaller, larger],
+    }
+}
+
+fn gated(gate: f32, up: f32) -> f32 {
+    gate * sigmoids(gate)[0] * up
+}
+
+fn gradients(gate: f32, up: f32, gradient: f32) -> [f32; 2] {
+    let [sigmoid, rest] = sigmoids(gate);
+    let half_slope = 0.5 * gate.mul_add(rest, 1.0) * sigmoid;
+    let (larger, smaller) = match up.abs() > gradient.abs() {
+        true => (up, gradient),
+        false => (gradient, up),
+    };
+    [
+        2.0 * (smaller * (larger * half_slope)),
+        gradient * (gate * sigmoid),
+    ]
+}
+
+/// Blocks of all kinds, each time other ones.
+fn draw<const N: usize>(random: &mut Random, float: StorageType) -> [Vec<f32>; N] {
+    std::array::from_fn(|_| rounded(&random.with_blocks_of_all_kinds(SHAPE), float))
+}
+
+fn source_of(float: StorageType, launch: impl Fn(&Client, &TensorHandle<OfflineCuda>)) -> Source {
+    let mut sources = sources_of(90, |client: &Client| {
+        launch(client, &tensor(client, &[SHAPE.rows, SHAPE.cols], float));
+    });
+    assert_eq!(sources.len(), 1);
+    sources.remove(0)
+}
+
+/// The row-major copy, the transposed one, and the scales, by the reference.
+fn quantized(x: &[f32], row_major: Rounding, transposed: Rounding) -> [Vec<u8>; 3] {
+    let spec = QuantizeSpec::int8(Granularity::Block(BLOCK));
+    let copy = |rounding| reference::quantize(x, SHAPE, &spec.with_rounding(rounding));
+    let (row_major, transposed) = (copy(row_major), copy(transposed));
+    let mut scales = bytemuck::cast_slice(&row_major.scales).to_vec();
+    one_nan(&mut scales);
+    [
+        bytes(&row_major.values),
+        bytes(&transposed.transposed().values),
+        scales,
+    ]
+}
+
+/// The buffers after the launch against those expected; those of `written` hold nothing before. `scales`: which hold
+/// scales, where any NaN is as good as any other.
+fn check<const N: usize>(
+    source: &Source,
+    expected: &[Vec<u8>; N],
+    written: &[usize],
+    scales: &[usize],
+    (name, float): (&str, StorageType),
+) {
+    let mut before = expected.clone();
+    for &index in written {
+        // Counts go up from zero.
+        let byte = if index == COUNTS { 0 } else { UNWRITTEN };
+        before[index].fill(byte);
+    }
+    // They do not go together, and that for threads is slow.
+    let sanitizer = match float == dtype::<bf16>() {
+        true => Sanitizer::Threads,
+        false => Sanitizer::Addresses,
+    };
+    let mut after = run(source, &before, &format!("{name}-{float}"), sanitizer);
+    for &index in scales {
+        one_nan(&mut after[index]);
+    }
+    for (index, (after, expected)) in after.iter().zip(expected).enumerate() {
+        let what = format!("{name} {float}, buffer {index}");
+        assert_same_integers(&integers(after), &integers(expected), &what);
+    }
+}
+
+/// The counts among the buffers of the input's kernel.
+const COUNTS: usize = 9;
+
+#[test]
+fn the_input_equals_the_reference() {
+    let mut random = Random::fresh();
+    for float in random.few([dtype::<f16>(), dtype::<bf16>()], 1) {
+        for threshold in random.few([None, Some(0.0), Some(100.0)], 1) {
+            println!("{float}, threshold {threshold:?}");
+            let key = key(&mut random);
+            let source = source_of(float, |client, x| {
+                let thresholds = &tensor(client, &[LAYERS], dtype::<f32>());
+                let counts = &tensor(client, &[LAYERS, 2], dtype::<i32>());
+                let state = threshold.map(|_| FallbackState {
+                    thresholds,
+                    layer: LAYER as u32,
+                    counts,
+                });
+                let x = MatrixSource::Swiglu { gate: x, up: x };
+                quantize_linear_input(client, x, BLOCK, key, state).expect("a matrix");
+            });
+            assert_eq!(source.name, "quantize_swiglu");
+            let [gate, up] = draw(&mut random, float);
+            let product: Vec<f32> = gate.iter().zip(&up).map(|(&g, &u)| gated(g, u)).collect();
+            let product = rounded(&product, float);
+            let [values, transposed, of_blocks] =
+                quantized(&product, Rounding::Nearest, Rounding::Stochastic(key));
+            let [residual, residual_scales, flags, thresholds, counts] =
+                fallback_of(&product, SHAPE, threshold);
+            let expected = [
+                to_bytes(&gate, float),
+                to_bytes(&up, float),
+                values,
+                transposed,
+                of_blocks,
+                residual,
+                residual_scales,
+                flags,
+                thresholds,
+                counts,
+            ];
+            let name = format!("emulate-swiglu-{threshold:?}");
+            check(
+                &source,
+                &expected,
+                &[2, 3, 4, 5, 6, 7, COUNTS],
+                &[4],
+                (&name, float),
+            );
+        }
+    }
+}
+
+#[test]
+fn the_gradients_equal_the_reference() {
+    let mut random = Random::fresh();
+    for float in random.few([dtype::<f16>(), dtype::<bf16>()], 1) {
+        println!("{float}");
+        let roundings = [(); 2].map(|()| Rounding::Stochastic(key(&mut random)));
+        let spec = QuantizeSpec::int8(Granularity::Block(BLOCK)).with_layout(Layout::Both);
+        let specs = roundings.map(|rounding| spec.with_rounding(rounding));
+        let source = source_of(float, |client, x| {
+            quantize_swiglu_gradients(client, [x; 3], specs.each_ref()).expect("matrices");
+        });
+        assert_eq!(source.name, "quantize_swiglu_gradients");
+        let [gate, up, gradient] = draw(&mut random, float);
+        let of = |index: usize| -> Vec<f32> {
+            let elements = 0..gate.len();
+            let of_element = |at: usize| gradients(gate[at], up[at], gradient[at])[index];
+            rounded(&elements.map(of_element).collect::<Vec<_>>(), float)
+        };
+        let [of_gate, of_up] =
+            [0, 1].map(|index| quantized(&of(index), roundings[index], roundings[index]));
+        let [gate_values, gate_transposed, gate_scales] = of_gate;
+        let [up_values, up_transposed, up_scales] = of_up;
+        let expected = [
+            to_bytes(&gate, float),
+            to_bytes(&up, float),
+            to_bytes(&gradient, float),
+            gate_values,
+            gate_transposed,
+            gate_scales,
+            up_values,
+            up_transposed,
+            up_scales,
+        ];
+        let name = "emulate-swiglu-gradients";
+        check(
+            &source,
+            &expected,
+            &[3, 4, 5, 6, 7, 8],
+            &[5, 8],
+            (name, float),
+        );
+    }
+}

@@ -1,0 +1,271 @@
+//! SwiGLU and its gradients, quantized as they are computed: what the quantizers make of the tensors, to the bit.
+
+use cubecl::{ir::StorageType, std::tensor::TensorHandle};
+use cubecl_kernels::{
+    KernelError,
+    fallback::FallbackState,
+    granularity::Granularity,
+    layout::Layout,
+    linear_input::quantize_linear_input,
+    number::Number,
+    quantize::{DelayedMaximum, MatrixSource, QuantizeSpec, Quantized, quantize, quantize_delayed},
+    rounding::{Rounding, StochasticKey},
+    shape::MatrixShape,
+    swiglu::{
+        quantize_swiglu_gradients, quantize_swiglu_gradients_delayed, swiglu, swiglu_backward,
+    },
+};
+
+use crate::{
+    device::{
+        Client, Tensor, TestRuntime, client, drawn, dtype, float_types, read, read_float, upload,
+        upload_i32,
+    },
+    random::Random,
+};
+
+/// Whole tiles of every kernel, those of one alone, of none, and nothing.
+const SHAPES: [[usize; 2]; 6] = [
+    [256, 384],
+    [128, 128],
+    [192, 256],
+    [130, 264],
+    [3, 5],
+    [0, 128],
+];
+const LAYERS: usize = 3;
+
+fn key(random: &mut Random) -> StochasticKey {
+    let mut word = || (0..4).fold(0, |word, _| word << 16 | random.index(1 << 16) as u64);
+    StochasticKey {
+        seed: word(),
+        stream: word(),
+    }
+}
+
+/// Tensors with outliers, with values that are not finite, or with zeros, each with a chance.
+fn draw<const N: usize>(
+    client: &Client,
+    random: &mut Random,
+    [rows, cols]: [usize; 2],
+    float: StorageType,
+) -> [Tensor; N] {
+    let special = random.index(3) == 0;
+    std::array::from_fn(|_| {
+        let values = match special {
+            true => random.with_special_values(MatrixShape::new(rows, cols)),
+            false => random.with_outliers(rows * cols),
+        };
+        upload(client, &values, &[rows, cols], float)
+    })
+}
+
+/// The bits of floats, those of NaN of any sign and payload alike.
+fn bits(client: &Client, tensor: &Tensor) -> Vec<u32> {
+    let one_nan = |value: f32| if value.is_nan() { f32::NAN } else { value };
+    let values = read_float(client, tensor).into_iter();
+    values.map(|value| one_nan(value).to_bits()).collect()
+}
+
+#[track_caller]
+fn assert_same(
+    client: &Client,
+    actual: &Quantized<TestRuntime>,
+    expected: &Quantized<TestRuntime>,
+    what: &str,
+) {
+    assert_eq!(actual.shape, expected.shape, "{what}");
+    let scales = bits(client, &actual.scales);
+    assert_eq!(scales, bits(client, &expected.scales), "{what}: scales");
+    for (copy, expected, name) in [
+        (&actual.values, &expected.values, "row-major copy"),
+        (&actual.transposed, &expected.transposed, "transposed copy"),
+    ] {
+        assert_eq!(copy.is_some(), expected.is_some(), "{what}: {name}");
+        if let (Some(copy), Some(expected)) = (copy, expected) {
+            let (copy, expected) = (read::<u8>(client, copy), read::<u8>(client, expected));
+            assert!(copy == expected, "{what}: {name}");
+        }
+    }
+}
+
+fn cases(client: &Client, random: &mut Random) -> Vec<(StorageType, [usize; 2])> {
+    let floats = float_types(client);
+    let cases = floats
+        .iter()
+        .flat_map(|&float| SHAPES.map(|shape| (float, shape)));
+    drawn(random, cases, 2)
+}
+
+#[test]
+fn inputs_are_those_of_the_product() {
+    let (client, mut random) = (client(), Random::fresh());
+    for (float, shape) in cases(&client, &mut random) {
+        let [gate, up] = &draw(&client, &mut random, shape, float);
+        let product = swiglu(&client, gate, up).expect("tensors of one shape");
+        for (block, threshold) in [(128, None), (128, Some(1.0)), (32, Some(0.0))] {
+            let what = format!("{float} {shape:?}, block {block}, threshold {threshold:?}");
+            let key = key(&mut random);
+            let thresholds = threshold.map(|threshold| {
+                let all = [f32::NAN, threshold, f32::NAN];
+                upload(&client, &all, &[LAYERS], dtype::<f32>())
+            });
+            let run = |x: MatrixSource<'_, TestRuntime>| {
+                let counts = upload_i32(&client, &[0; 2 * LAYERS], &[LAYERS, 2]);
+                let state = thresholds.as_ref().map(|thresholds| FallbackState {
+                    thresholds,
+                    layer: 1,
+                    counts: &counts,
+                });
+                let input = quantize_linear_input(&client, x, block, key, state);
+                (input.expect("a matrix"), read::<i32>(&client, &counts))
+            };
+            let (actual, counts) = run(MatrixSource::Swiglu { gate, up });
+            let (expected, expected_counts) = run((&product).into());
+            assert_same(&client, &actual.forward, &expected.forward, &what);
+            assert_same(&client, &actual.saved, &expected.saved, &what);
+            assert_eq!(counts, expected_counts, "{what}: counts");
+            assert_eq!(actual.residual.is_some(), threshold.is_some(), "{what}");
+            if let (Some(actual), Some(expected)) = (actual.residual, expected.residual) {
+                let flags: Vec<u32> = read(&client, &actual.flags);
+                assert_eq!(
+                    flags,
+                    read::<u32>(&client, &expected.flags),
+                    "{what}: flags"
+                );
+                let scales = bits(&client, &actual.scales);
+                assert_eq!(
+                    scales,
+                    bits(&client, &expected.scales),
+                    "{what}: residual scales"
+                );
+                // Of blocks that do not fall back nobody has written a residual.
+                let across = shape[1].div_ceil(block);
+                let of_blocks = |values: &TensorHandle<TestRuntime>| {
+                    let values: Vec<u8> = read(&client, values);
+                    let is_written = |&(index, _): &(usize, u8)| {
+                        let (row, col) = (index / shape[1], index % shape[1]);
+                        flags[row / block * across + col / block] == 1
+                    };
+                    let values = values.into_iter().enumerate();
+                    values.filter(is_written).collect::<Vec<_>>()
+                };
+                let same = of_blocks(&actual.values) == of_blocks(&expected.values);
+                assert!(same, "{what}: residual");
+            }
+        }
+    }
+}
+
+/// The maxima of a layer that has none yet, of one that has one, and of one whose maximum gets no scale.
+const MAXIMA: [f32; LAYERS] = [0.0, 2.5, f32::INFINITY];
+
+#[test]
+fn delayed_inputs_are_those_of_the_product() {
+    let (client, mut random) = (client(), Random::fresh());
+    let maxima = upload(&client, &MAXIMA, &[LAYERS], dtype::<f32>());
+    for (float, shape) in cases(&client, &mut random) {
+        let [gate, up] = &draw(&client, &mut random, shape, float);
+        let product = swiglu(&client, gate, up).expect("tensors of one shape");
+        for layer in 0..LAYERS {
+            let layout = [Layout::Both, Layout::RowMajor, Layout::Transposed][random.index(3)];
+            let spec = QuantizeSpec::new(Number::E4M3, Granularity::Tensor).with_layout(layout);
+            let what = format!("{float} {shape:?}, {layout:?}, layer {layer}");
+            let delayed = DelayedMaximum {
+                maxima: &maxima,
+                layer,
+            };
+            let run = |x: MatrixSource<'_, TestRuntime>| {
+                quantize_delayed(&client, x, &spec, delayed).expect("a matrix")
+            };
+            let (actual, absmax) = run(MatrixSource::Swiglu { gate, up });
+            let (expected, expected_absmax) = run((&product).into());
+            assert_same(&client, &actual, &expected, &what);
+            let absmax = bits(&client, &absmax);
+            assert_eq!(absmax, bits(&client, &expected_absmax), "{what}");
+        }
+    }
+}
+
+#[test]
+fn gradients_are_those_of_the_tensors() {
+    let (client, mut random) = (client(), Random::fresh());
+    let maxima = [1, 2].map(|turn| {
+        let mut maxima = MAXIMA;
+        maxima.rotate_left(turn);
+        upload(&client, &maxima, &[LAYERS], dtype::<f32>())
+    });
+    for (float, shape) in cases(&client, &mut random) {
+        let inputs: [Tensor; 3] = draw(&client, &mut random, shape, float);
+        let [gate, up, gradient] = &inputs;
+        let gradients = swiglu_backward(&client, gate, up, gradient);
+        let gradients = gradients.expect("tensors of one shape");
+
+        let int8 = |block| QuantizeSpec::int8(Granularity::Block(block));
+        let both = int8(128).with_layout(Layout::Both);
+        let keys = [(); 2].map(|()| Rounding::Stochastic(key(&mut random)));
+        for specs in [
+            keys.map(|key| both.with_rounding(key)),
+            keys.map(|key| int8(64).with_rounding(key)),
+            [both.with_rounding(keys[0]), int8(32)],
+        ] {
+            let actual = quantize_swiglu_gradients(&client, inputs.each_ref(), specs.each_ref());
+            let actual = actual.expect("matrices");
+            for (index, (actual, spec)) in actual.iter().zip(&specs).enumerate() {
+                let expected = quantize(&client, &gradients[index], spec).expect("a matrix");
+                let what = format!("{float} {shape:?}, {spec:?}, gradient {index}");
+                assert_same(&client, actual, &expected, &what);
+            }
+        }
+
+        for layer in 0..LAYERS {
+            let spec = QuantizeSpec::new(Number::E5M2, Granularity::Tensor);
+            let spec = spec.with_layout([Layout::Both, Layout::Transposed][random.index(2)]);
+            let delayed = maxima
+                .each_ref()
+                .map(|maxima| DelayedMaximum { maxima, layer });
+            let actual =
+                quantize_swiglu_gradients_delayed(&client, inputs.each_ref(), &spec, delayed);
+            let actual = actual.expect("matrices");
+            for (index, (actual, absmax)) in actual.iter().enumerate() {
+                let expected = quantize_delayed(&client, &gradients[index], &spec, delayed[index]);
+                let (expected, expected_absmax) = expected.expect("a matrix");
+                let what = format!("{float} {shape:?}, layer {layer}, gradient {index}");
+                assert_same(&client, actual, &expected, &what);
+                let absmax = bits(&client, absmax);
+                assert_eq!(absmax, bits(&client, &expected_absmax), "{what}");
+            }
+        }
+    }
+}
+
+#[test]
+fn what_does_not_fit_together() {
+    let client = client();
+    let matrix =
+        |shape: [usize; 2], float| upload(&client, &vec![1.0; shape[0] * shape[1]], &shape, float);
+    let gate = &matrix([128, 128], dtype::<f32>());
+    let [flat, narrow] = [[64, 128], [128, 64]].map(|shape| matrix(shape, dtype::<f32>()));
+    let key = StochasticKey { seed: 1, stream: 2 };
+    let spec = QuantizeSpec::int8(Granularity::Tensor);
+    let maxima = upload(&client, &MAXIMA, &[LAYERS], dtype::<f32>());
+    let delayed = DelayedMaximum {
+        maxima: &maxima,
+        layer: LAYERS,
+    };
+    for up in [&flat, &narrow] {
+        let x = MatrixSource::Swiglu { gate, up };
+        let error = quantize_linear_input(&client, x, 128, key, None).unwrap_err();
+        assert!(matches!(error, KernelError::Shape { .. }), "{error}");
+        let inputs = [gate, gate, up];
+        let error = quantize_swiglu_gradients(&client, inputs, [&spec; 2]).unwrap_err();
+        assert!(matches!(error, KernelError::Shape { .. }), "{error}");
+    }
+    let x = MatrixSource::Swiglu { gate, up: gate };
+    let error = quantize_delayed(&client, x, &spec, delayed).unwrap_err();
+    assert!(matches!(error, KernelError::Shape { .. }), "{error}");
+    let inputs = [gate; 3];
+    let error =
+        quantize_swiglu_gradients_delayed(&client, inputs, &spec, [delayed; 2]).unwrap_err();
+    assert!(matches!(error, KernelError::Shape { .. }), "{error}");
+}

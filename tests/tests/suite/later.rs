@@ -1,0 +1,144 @@
+//! SwiGLU's output and gradients that the layers around it quantize as they are computed: the same bits as where somebody
+//! else reads them too.
+
+use burn::{
+    backend::Autodiff,
+    module::Module,
+    nn::{Linear, LinearConfig, SwiGlu, SwiGluConfig},
+    optim::{GradientsParams, Optimizer},
+    tensor::{
+        DType,
+        activation::silu,
+        backend::{AutodiffBackend, Backend},
+    },
+};
+use burn_quant_train::{
+    QuantTrain,
+    data::DataBackend,
+    recipe::{BlockInt8, DelayedFp8, FallbackInt8, PerTensorInt8, Recipe, SwitchBackInt8},
+};
+use half::{bf16, f16};
+use quant_train_tests::{
+    Rng,
+    data::{floats, tensor},
+    on_every_backend, supports,
+    train::{attached, every_layer},
+};
+
+on_every_backend! {
+    other_readers_change_nothing => readers;
+}
+
+#[derive(Module, Debug)]
+struct FeedForward<B: Backend> {
+    gate: SwiGlu<B>,
+    down: Linear<B>,
+}
+
+impl<B: Backend> FeedForward<B> {
+    const HIDDEN: usize = 128;
+
+    fn new(inside: usize, bias: bool, device: &B::Device) -> Self {
+        let gate = SwiGluConfig::new(Self::HIDDEN, inside).with_bias(bias);
+        Self {
+            gate: gate.init(device),
+            down: LinearConfig::new(inside, Self::HIDDEN).init(device),
+        }
+    }
+}
+
+/// Who reads what a layer would quantize as it is computed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Reader {
+    /// Nobody else.
+    None,
+    /// Somebody reads the output, before the layer behind it does.
+    Output,
+    /// An operation more reads the gate, and adds zeros to its gradient.
+    Gate,
+    /// The same of what the gate lets through.
+    Up,
+}
+
+/// Output and gradients of the third step: what the two before it left is in thresholds and histories.
+fn run<B: DataBackend, R: Recipe>(
+    seed: u64,
+    dtype: DType,
+    [inside, bias]: [usize; 2],
+    reader: Reader,
+) -> Vec<Vec<f32>> {
+    type Training<B, R> = QuantTrain<Autodiff<B>, R>;
+    let device = Default::default();
+    let model = FeedForward::new(inside, bias == 1, &device);
+    let (mut optim, mut model) = attached::<Training<B, R>, _>(&every_layer(seed), model, seed);
+    let mut rng = Rng::new(seed);
+    let mut found = vec![];
+    for _ in 0..3 {
+        let shape = [2, 64, FeedForward::<B>::HIDDEN];
+        let values = rng.normals(shape.iter().product(), 2.0);
+        let leaf = tensor::<Training<B, R>, 3>(&values, shape, &device).require_grad();
+        let x = leaf.clone().cast(dtype);
+        let gate = model.gate.linear_inner.forward(x.clone());
+        let up = model.gate.linear_outer.forward(x);
+        let read = match reader {
+            Reader::None | Reader::Output => None,
+            Reader::Gate => Some(gate.clone()),
+            Reader::Up => Some(up.clone()),
+        };
+        let output = silu(gate) * up;
+        if reader == Reader::Output {
+            floats(&output);
+        }
+        let y = model.down.forward(output);
+        let mut loss = (y.clone().cast(DType::F32).square()).mean();
+        if let Some(read) = read {
+            loss = loss + (read * 0.0).cast(DType::F32).sum();
+        }
+        let gradients = loss.backward();
+        found = vec![floats(&y), floats(&leaf.grad(&gradients).expect("of x"))];
+        let gradients = GradientsParams::from_grads(gradients, &model);
+        for linear in [
+            &model.gate.linear_inner,
+            &model.gate.linear_outer,
+            &model.down,
+        ] {
+            let gradient = gradients
+                .get::<<Training<B, R> as AutodiffBackend>::InnerBackend, 2>(linear.weight.id);
+            found.push(floats(&gradient.expect("of a weight")));
+        }
+        model = optim.step(1e-3, model, gradients);
+    }
+    found
+}
+
+fn compare<B: DataBackend, R: Recipe>(seed: u64, dtype: DType) {
+    // Whole tiles of kernels, and none; with a bias, whose gradient is the sum of floats.
+    for sizes in [[256, 0], [136, 0], [256, 1]] {
+        let alone = run::<B, R>(seed, dtype, sizes, Reader::None);
+        for reader in [Reader::Output, Reader::Gate, Reader::Up] {
+            let read = run::<B, R>(seed, dtype, sizes, reader);
+            for (part, (alone, read)) in alone.iter().zip(&read).enumerate() {
+                let recipe = R::row().name;
+                let what = format!("seed {seed}: {recipe}, {dtype:?}, {sizes:?}, {reader:?}");
+                assert!(alone.iter().all(|it| it.is_finite()), "{what}: {part}");
+                assert!(alone == read, "{what}: {part} has other bits");
+            }
+        }
+    }
+}
+
+fn readers<B: DataBackend>(seed: u64) {
+    macro_rules! compare {
+        ($float:ty, $dtype:expr) => {
+            if supports::<B>($dtype) {
+                compare::<B, FallbackInt8<$float>>(seed, $dtype);
+                compare::<B, BlockInt8<$float>>(seed, $dtype);
+                compare::<B, DelayedFp8<$float>>(seed, $dtype);
+                compare::<B, PerTensorInt8<$float>>(seed, $dtype);
+                compare::<B, SwitchBackInt8<$float>>(seed, $dtype);
+            }
+        };
+    }
+    compare!(f16, DType::F16);
+    compare!(bf16, DType::BF16);
+}
