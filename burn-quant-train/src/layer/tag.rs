@@ -10,6 +10,8 @@ use std::sync::{
     atomic::{AtomicBool, AtomicUsize, Ordering},
 };
 
+use burn_backend::{Shape, TensorMetadata, tensor::FloatTensor};
+
 use super::{Bank, Call, Layer};
 use crate::{
     data::{
@@ -19,7 +21,6 @@ use crate::{
     },
     lock::lock,
     recipe::Rounding,
-    saved::{HeldTensor, cell::Handle},
 };
 
 static LIVE: AtomicUsize = AtomicUsize::new(0);
@@ -148,8 +149,8 @@ pub struct Tag<B: DataBackend> {
     second_run: Mutex<Weak<Self>>,
     /// The draws of copies that are to be made once more.
     draws: Mutex<Vec<Draw<B>>>,
-    /// The value without padding between its rows, and a handle, since it waits for no backward pass.
-    dense: Mutex<Option<(HeldTensor<B>, Handle)>>,
+    /// The value without padding between its rows.
+    dense: Mutex<Option<FloatTensor<B>>>,
 }
 
 impl<B: DataBackend> Tag<B> {
@@ -328,15 +329,17 @@ impl<B: DataBackend> Tag<B> {
         random
     }
 
-    /// The value without padding between its rows, which `make` gives the first time.
-    pub(crate) fn dense(&self, make: impl FnOnce() -> HeldTensor<B>) -> HeldTensor<B> {
+    /// The value, in this shape, without padding between its rows: what `make` gave the first time.
+    pub(crate) fn dense(
+        &self,
+        shape: &Shape,
+        make: impl FnOnce() -> FloatTensor<B>,
+    ) -> FloatTensor<B> {
         let mut dense = lock(&self.dense);
-        let (dense, _) = dense.get_or_insert_with(|| {
-            let made = make();
-            let handle = Handle::on(Some(made.cell()));
-            (made, handle)
-        });
-        dense.clone()
+        match &*dense {
+            Some(kept) if kept.shape() == *shape => kept.clone(),
+            _ => dense.insert(make()).clone(),
+        }
     }
 
     fn lock(&self) -> MutexGuard<'_, Vec<SavedCopy<B>>> {

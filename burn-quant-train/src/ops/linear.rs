@@ -313,14 +313,13 @@ impl<B: DataBackend> Linear<B> {
             ),
         };
         let y = output.y.map(|y| HeldTensor::of("linear", y));
-        if let (Some(y), Some(copy)) = (
-            &y,
-            gradient_copy(&plan.backward, gradient_history.as_ref(), &device),
-        ) && wants_x
+        if let Some(y) = &y
+            && wants_x
             && x.is_some()
             && bias_dtype.is_none()
+            && let Some(copy) = gradient_copy(&plan.backward, gradient_history.as_ref(), &device)
         {
-            y.cell().take_gradient_as(copy);
+            y.cell().will_quantize_gradient(copy);
         }
         let saved = Saved {
             x,
@@ -380,7 +379,11 @@ impl<B: DataBackend, const N: usize> Recorded<B, N> for Linear<B> {
         let absmax = copy.as_ref().and_then(|copy| copy.absmax.clone());
         let is_float = copy.is_none();
         let gradient = match copy {
-            Some(copy) => Source::Copy(copy),
+            Some(copy) => {
+                // What both gradients are computed from waits no longer than for the second.
+                drop(gradient);
+                Source::Copy(copy)
+            }
             None => Source::Float(gradient.into_value()),
         };
         let weight = saved.weight.filter(|_| wants_x);
@@ -434,7 +437,7 @@ fn source_of<B: DataBackend>(x: HeldTensor<B>, is_kept: bool) -> MatrixSource<B>
             gate: gate.into_value(),
             up: up.into_value(),
         },
-        Some(Later::SwigluGradient(..)) | None => MatrixSource::Floats(x.into_value()),
+        Some(Later::Gradient(..)) | None => MatrixSource::Floats(x.into_value()),
     }
 }
 
@@ -469,7 +472,7 @@ fn copy_of_gradient<B: DataBackend>(
 ) -> Option<Quantized<B>> {
     let make = gradient_make(plan)?;
     match gradient.cell().waits_for_reader()? {
-        Later::SwigluGradient(pair, index) => pair.copy(index, &make.spec(Layout::Both)),
+        Later::Gradient(pair, factor) => pair.copy(factor, &make.spec(Layout::Both)),
         Later::Swiglu(_) => None,
     }
 }

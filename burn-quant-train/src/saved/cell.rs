@@ -366,13 +366,20 @@ impl<B: DataBackend> State<B> {
 impl<B: DataBackend> Cell<B> {
     /// The value.
     pub fn read(&self) -> FloatTensor<B> {
-        let state = self.lock().clone();
+        let state = {
+            let mut state = self.lock();
+            if let State::Later(later) = &*state {
+                // While others wait: it is computed once.
+                *state = State::Exact(later.compute());
+            }
+            state.clone()
+        };
         match state {
             State::OfBlock(again) => self.run_again(&again),
-            state @ (State::Sum(_) | State::Later(_)) => {
-                let value = state.into_value(self.shape.clone(), self.dtype, self.swapped);
-                *self.lock() = State::Exact(value.clone());
-                value
+            State::Sum(terms) => {
+                let sum = gradient_of_terms::<B>(terms);
+                *self.lock() = State::Exact(sum.clone());
+                sum
             }
             state => state.into_value(self.shape.clone(), self.dtype, self.swapped),
         }
@@ -422,7 +429,7 @@ impl<B: DataBackend> Cell<B> {
 
     /// Keeps the value as it is, unless it is too late for that.
     pub fn keep_exact(&self) {
-        if matches!(&*self.lock(), State::Exact(_)) {
+        if matches!(&*self.lock(), State::Exact(_) | State::Later(_)) {
             self.exact.store(true, Ordering::Relaxed);
         }
     }
@@ -503,7 +510,7 @@ impl<B: DataBackend> Cell<B> {
     }
 
     /// Says how the operation that made it quantizes its gradient.
-    pub(crate) fn take_gradient_as(&self, copy: GradientCopy<B>) {
+    pub(crate) fn will_quantize_gradient(&self, copy: GradientCopy<B>) {
         *lock(&self.gradient_copy) = Some(Box::new(copy));
     }
 

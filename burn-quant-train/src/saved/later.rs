@@ -24,21 +24,39 @@ use crate::{
 pub(crate) enum Later<B: DataBackend> {
     /// `silu(gate) up`.
     Swiglu([HeldTensor<B>; 2]),
-    /// The gradient of the gate (0) or of what it lets through (1).
-    SwigluGradient(Arc<GradientPair<B>>, usize),
+    /// The gradient of one of its factors.
+    Gradient(Arc<GradientPair<B>>, Factor),
+}
+
+/// A factor of SwiGLU.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Factor {
+    Gate,
+    /// What the gate lets through.
+    Up,
+}
+
+impl Factor {
+    /// That of a pair.
+    fn of<T>(self, [gate, up]: &mut [T; 2]) -> &mut T {
+        match self {
+            Self::Gate => gate,
+            Self::Up => up,
+        }
+    }
 }
 
 impl<B: DataBackend> Clone for Later<B> {
     fn clone(&self) -> Self {
         match self {
             Self::Swiglu(inputs) => Self::Swiglu(inputs.clone()),
-            Self::SwigluGradient(pair, index) => Self::SwigluGradient(pair.clone(), *index),
+            Self::Gradient(pair, factor) => Self::Gradient(pair.clone(), *factor),
         }
     }
 }
 
 impl<B: DataBackend> Later<B> {
-    /// The value.
+    /// The value. Of a gradient it is asked for once.
     pub(super) fn compute(&self) -> FloatTensor<B> {
         match self {
             Self::Swiglu(inputs) => {
@@ -46,7 +64,7 @@ impl<B: DataBackend> Later<B> {
                 let inputs = (OperatorInput::Floats(gate), OperatorInput::Floats(up));
                 B::run(SwigluForward, inputs)
             }
-            Self::SwigluGradient(pair, index) => pair.floats(*index),
+            Self::Gradient(pair, factor) => pair.floats(*factor),
         }
     }
 }
@@ -79,27 +97,29 @@ impl<B: DataBackend> Debug for GradientCopy<B> {
 /// Both gradients of SwiGLU: quantized together for the first layer that asks, or computed for the first other reader.
 #[derive(Debug)]
 pub(crate) struct GradientPair<B: DataBackend> {
-    /// Gate, up, and the gradient of the output.
-    inputs: [FloatTensor<B>; 3],
     copies: [GradientCopy<B>; 2],
     made: Mutex<Made<B>>,
 }
 
-/// The one of both that nobody has asked for yet.
+/// Gate, up, and the gradient of the output.
+type Inputs<B> = [FloatTensor<B>; 3];
+
+/// What there is of both gradients that nobody has taken yet.
 #[derive(Debug)]
 enum Made<B: DataBackend> {
-    Nothing,
-    Floats(Option<FloatTensor<B>>),
-    Copy(Option<Quantized<B>>),
+    Nothing(Inputs<B>),
+    Floats([Option<FloatTensor<B>>; 2]),
+    /// With the inputs, until both copies are taken: the other gradient may be read as floats yet.
+    Copies([Option<Quantized<B>>; 2], Inputs<B>),
 }
 
 impl<B: DataBackend> GradientPair<B> {
-    /// The gradients of `gate` and of `up`, of which linear layers take these copies, from both and the gradient of the
+    /// The gradients of the factors, of which linear layers take these copies, from gate, up and the gradient of the
     /// output; these again where one launch does not make both copies.
     pub fn new(
-        inputs: [FloatTensor<B>; 3],
+        inputs: Inputs<B>,
         copies: [GradientCopy<B>; 2],
-    ) -> Result<[HeldTensor<B>; 2], [FloatTensor<B>; 3]> {
+    ) -> Result<[HeldTensor<B>; 2], Inputs<B>> {
         let [gate, up] = &copies;
         let together = match (&gate.delayed, &up.delayed) {
             (None, None) => true,
@@ -111,61 +131,54 @@ impl<B: DataBackend> GradientPair<B> {
         }
         let like = inputs[0].clone();
         let pair = Arc::new(Self {
-            inputs,
             copies,
-            made: Mutex::new(Made::Nothing),
+            made: Mutex::new(Made::Nothing(inputs)),
         });
-        Ok([0, 1].map(|index| {
-            let later = Later::SwigluGradient(pair.clone(), index);
+        Ok([Factor::Gate, Factor::Up].map(|factor| {
+            let later = Later::Gradient(pair.clone(), factor);
             HeldTensor::later("swiglu", later, &like)
         }))
     }
 
-    fn floats(&self, index: usize) -> FloatTensor<B> {
+    fn floats(&self, factor: Factor) -> FloatTensor<B> {
         let mut made = lock(&self.made);
-        if let Made::Floats(waiting) = &mut *made
-            && let Some(waiting) = waiting.take()
-        {
-            return waiting;
-        }
-        let [gate, up, gradient] = self.inputs.clone();
-        let inputs = (OperatorInput::Floats(gate), OperatorInput::Floats(up));
-        let (of_gate, of_up) = B::run(SwigluGradients, (inputs, gradient));
-        let (own, other) = match index {
-            0 => (of_gate, of_up),
-            _ => (of_up, of_gate),
+        let inputs = match &mut *made {
+            Made::Floats(floats) => {
+                let waiting = factor.of(floats).take();
+                return waiting.expect("a cell computes its value once");
+            }
+            Made::Nothing(inputs) | Made::Copies(_, inputs) => inputs.clone(),
         };
-        if let Made::Nothing = &*made {
-            *made = Made::Floats(Some(other));
+        let [gate, up, gradient] = inputs;
+        let inputs = (OperatorInput::Floats(gate), OperatorInput::Floats(up));
+        let (gate, up) = B::run(SwigluGradients, (inputs, gradient));
+        let mut floats = [Some(gate), Some(up)];
+        let own = factor.of(&mut floats).take().expect("both are there");
+        if let Made::Nothing(_) = &*made {
+            *made = Made::Floats(floats);
         }
         own
     }
 
     /// The copy of one of both, if it is to be made so, and the other one has not been computed by itself.
-    pub fn copy(&self, index: usize, spec: &QuantizeSpec) -> Option<Quantized<B>> {
-        if self.copies[index].spec != *spec {
+    pub fn copy(&self, factor: Factor, spec: &QuantizeSpec) -> Option<Quantized<B>> {
+        let specs = self.copies.each_ref().map(|copy| copy.spec);
+        if *factor.of(&mut { specs }) != *spec {
             return None;
         }
         let mut made = lock(&self.made);
-        match &mut *made {
-            Made::Floats(_) => None,
-            Made::Copy(waiting) => waiting.take(),
-            Made::Nothing => {
-                let delayed = self.copies.each_ref().map(|copy| copy.delayed.as_ref());
-                let delayed = match delayed {
-                    [Some(gate), Some(up)] => Some([gate(), up()]),
-                    _ => None,
-                };
-                let specs = self.copies.each_ref().map(|copy| copy.spec);
-                let [of_gate, of_up] =
-                    quantize_swiglu_gradients::<B>(self.inputs.clone(), specs, delayed);
-                let (own, other) = match index {
-                    0 => (of_gate, of_up),
-                    _ => (of_up, of_gate),
-                };
-                *made = Made::Copy(Some(other));
-                Some(own)
-            }
-        }
+        let inputs = match &mut *made {
+            Made::Floats(_) => return None,
+            Made::Copies(copies, _) => return factor.of(copies).take(),
+            Made::Nothing(inputs) => inputs.clone(),
+        };
+        let delayed = match self.copies.each_ref().map(|copy| copy.delayed.as_ref()) {
+            [Some(gate), Some(up)] => Some([gate(), up()]),
+            _ => None,
+        };
+        let mut copies = quantize_swiglu_gradients::<B>(inputs.clone(), specs, delayed).map(Some);
+        let own = factor.of(&mut copies).take();
+        *made = Made::Copies(copies, inputs);
+        own
     }
 }

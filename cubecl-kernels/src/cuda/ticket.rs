@@ -9,7 +9,8 @@ use cubecl::{prelude::*, server::Handle, std::tensor::TensorHandle, stream_id::S
 
 use crate::device::storage;
 
-/// The tickets of all devices and streams. Kernels of one stream follow each other, and each leaves the ticket at 0.
+/// The tickets of all devices and streams: four bytes for each thread that ever took one, for good. Kernels of one stream
+/// follow each other, and each leaves the ticket at 0.
 static TICKETS: LazyLock<Mutex<HashMap<(usize, StreamId), Handle>>> = LazyLock::new(Mutex::default);
 
 /// The counter of the stream of this thread, u32 `[1]`, which is 0 wherever no kernel runs that takes it.

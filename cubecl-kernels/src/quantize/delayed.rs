@@ -53,9 +53,9 @@ impl<R: Runtime> DelayedMaximum<'_, R> {
     }
 }
 
-/// Quantizes `x`, a matrix of f32, f16 or bf16 with any strides or [what it is computed from](MatrixSource), by the scale `maximum / largest number` of its layer's
-/// delayed maximum, and finds its own largest magnitude in the same read: [`quantize_by`](super::quantize_by), with the
-/// same outputs.
+/// Quantizes `x`, a matrix of f32, f16 or bf16 with any strides or [what it is computed from](MatrixSource), by the
+/// scale `maximum / largest number` of its layer's delayed maximum, and finds its own largest magnitude in the same
+/// read: [`quantize_by`](super::quantize_by), with the same outputs.
 ///
 /// - `spec`: [`Granularity::Tensor`](crate::granularity::Granularity::Tensor) with
 ///   [`ScaleNumber::F32`](crate::scale::ScaleNumber::F32).

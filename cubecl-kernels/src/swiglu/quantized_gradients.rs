@@ -22,8 +22,8 @@ use super::{
 
 const OPERATION: &str = "quantize_swiglu_gradients";
 
-/// The gradients of `gate` and of `up`, in this order, quantized by a spec each: in one launch, without the gradients in
-/// memory, where a kernel has the specs.
+/// The gradients of `gate` and of `up`, in this order, quantized by a spec each: in one launch, without the gradients
+/// in memory, where a kernel has the specs.
 ///
 /// - `gate`, `up`, `gradient`: matrices as [`swiglu_backward`] takes them, as floats.
 ///

@@ -622,8 +622,8 @@ fn quantize_sources(architecture: u16) -> Vec<Source> {
     sources
 }
 
-/// The CUDA source of SwiGLU that is quantized as it is computed: in blocks, where two tiles fit on a multiprocessor, and
-/// on Hopper by delayed scaling.
+/// The CUDA source of SwiGLU that is quantized as it is computed: in blocks, where two tiles fit on a multiprocessor,
+/// and on Hopper by delayed scaling.
 fn swiglu_sources(architecture: u16) -> Vec<Source> {
     let key = StochasticKey { seed: 1, stream: 2 };
     let mut sources = sources_of(architecture, |client| {

@@ -1,5 +1,5 @@
-//! SwiGLU's output and gradients that the layers around it quantize as they are computed: the same bits as where somebody
-//! else reads them too.
+//! SwiGLU's output and gradients that the layers around it quantize as they are computed: the same bits as where
+//! somebody else reads them too.
 
 use burn::{
     backend::Autodiff,

@@ -530,8 +530,8 @@ fn is_table<B: QuantBackend>(tensor: &QuantTensor<B>) -> bool {
     tensor.as_waiting().is_none() && is_float(tensor) && !B::is_tracked(tensor.primitive())
 }
 
-/// All of a tensor is the tensor itself. So is the table of positions that `burn::nn::RotaryEncoding` slices in every
-/// pass, beside which [`Rotary`] keeps what it makes of it.
+/// All of a table is the table itself: of the one that `burn::nn::RotaryEncoding` slices in every pass, beside which
+/// [`Rotary`] keeps what it makes of it.
 pub(super) fn float_slice<B: QuantBackend, R: Recipe>(
     x: &QuantTensor<B>,
     slices: &&[Slice],
@@ -541,7 +541,7 @@ pub(super) fn float_slice<B: QuantBackend, R: Recipe>(
         let reaches_end = |end: isize| usize::try_from(end).is_ok_and(|end| end >= length);
         slice.start == 0 && slice.step == 1 && slice.end.is_none_or(reaches_end)
     });
-    (takes_all && kernels_of::<B, R>(x).is_some()).then(|| x.clone())
+    (takes_all && is_table(x) && kernels_of::<B, R>(x).is_some()).then(|| x.clone())
 }
 
 /// Rotary positions, if what was scaled began with pairs of a tensor of this shape.

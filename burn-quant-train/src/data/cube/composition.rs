@@ -296,8 +296,7 @@ fn rotary<R: CubeRuntime>(
     (turn, table): Two<R>,
     pass: RotaryPass,
 ) -> CubeTensor<R> {
-    // A copy of the table takes less time than reads of it by its strides.
-    let (turn, table) = (handle(&turn), handle(&into_contiguous(table)));
+    let (turn, table) = (handle(&turn), handle(&table));
     let run = |x: &CubeTensor<R>| rotary::rotary(&x.client, &handle(x), &turn, &table, pass);
     let output = match run(&x) {
         // Features that do not lie side by side, or rows at odd places.

@@ -31,8 +31,9 @@ pub trait QuantizeKernels: Backend {
     /// If `x` does not have two dimensions, or the kernels do not index as many elements.
     fn random_hadamard(x: FloatTensor<Self>) -> FloatTensor<Self>;
 
-    /// Quantizes the matrix `x`, or what it is computed from, by the scale of a maximum that earlier data had, or where there is none by that of its
-    /// own, and finds its largest magnitude (delayed scaling: [`cubecl_kernels::reference::quantize_delayed`]).
+    /// Quantizes the matrix `x`, or what it is computed from, by the scale of a maximum that earlier data had, or where
+    /// there is none by that of its own, and finds its largest magnitude (delayed scaling:
+    /// [`cubecl_kernels::reference::quantize_delayed`]).
     ///
     /// # Panics
     ///
@@ -58,8 +59,8 @@ pub trait QuantizeKernels: Backend {
         fallback: Fallback<Self>,
     ) -> FallbackQuantized<Self>;
 
-    /// Quantizes the matrix `x`, or what it is computed from, twice, `forward` with fallback if there is one: from one read where there is a kernel
-    /// for it.
+    /// Quantizes the matrix `x`, or what it is computed from, twice, `forward` with fallback if there is one: from one
+    /// read where there is a kernel for it.
     ///
     /// # Panics
     ///

@@ -419,16 +419,19 @@ impl Operation for Backward {
         let of_input = input.filter(|_| self.input.is_some());
         let of_weight = weight.filter(|_| self.weight.is_some());
         let makes = makes.each_ref().map(Option::as_ref);
-        let (gradient, quantized) = match inputs.gradient {
+        let (gradient, quantized, absmax) = match inputs.gradient {
             Source::Float(gradient) => {
                 let gradient = flatten::<K>(gradient);
                 let source = MatrixSource::Floats(gradient.clone());
                 let quantized = copies::<K>(source, makes, inputs.delayed.as_ref());
-                (Some(gradient), quantized)
+                let mut copies = quantized.iter().flatten();
+                let absmax = copies.find_map(|copy| copy.absmax.clone());
+                (Some(gradient), quantized, absmax)
             }
             Source::Copy(both) => {
                 let copy = |make: &Make| both.in_layout(make.factor.key.layout);
-                (None, makes.map(|make| make.map(copy)))
+                // Whoever made the copy has its maximum.
+                (None, makes.map(|make| make.map(copy)), None)
             }
         };
         let gradient = || {
@@ -436,8 +439,6 @@ impl Operation for Backward {
                 .clone()
                 .expect("a product in the compute dtype takes floats")
         };
-        let absmax = quantized.iter().flatten();
-        let absmax = absmax.filter_map(|copy| copy.absmax.clone()).next();
         let float = |tensor| cast_to::<K>(tensor, Some(self.compute));
         let transposed = |tensor| K::float_swap_dims(flatten::<K>(tensor), 0, 1);
 

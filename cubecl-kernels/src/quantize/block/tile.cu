@@ -1,6 +1,6 @@
-// A tile that is quantized in blocks of 128 x 128, on CUDA's sm_80 and later: a row-major copy, and a transposed one that
-// is rounded stochastically. The numbers are those of quantize_block_kernel, the portable kernel in portable.rs, to the
-// bit.
+// A tile that is quantized in blocks of 128 x 128, on CUDA's sm_80 and later: a row-major copy, and a transposed one
+// that is rounded stochastically. The numbers are those of quantize_block_kernel, the portable kernel in portable.rs, to
+// the bit.
 //
 // Knobs, defined in front of this text:
 //   IN_F32, IN_F16 or IN_BF16   the type of the elements

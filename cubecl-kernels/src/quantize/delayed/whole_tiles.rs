@@ -74,8 +74,8 @@ pub(super) fn launch<R: Runtime>(
     Some((output, absmax))
 }
 
-/// Rows and columns of tiles of a matrix that is read 16 bytes at a time, where it is made of whole ones, and the device
-/// has the kernels for the spec.
+/// Rows and columns of tiles of a matrix that is read 16 bytes at a time, where it is made of whole ones, and the
+/// device has the kernels for the spec.
 pub(crate) fn tiles<R: Runtime>(
     client: &ComputeClient<R>,
     x: &TensorHandle<R>,
