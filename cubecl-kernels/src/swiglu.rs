@@ -32,7 +32,9 @@ pub(crate) mod block;
 pub(crate) mod delayed;
 mod quantized_gradients;
 
-pub use quantized_gradients::{quantize_swiglu_gradients, quantize_swiglu_gradients_delayed};
+pub use quantized_gradients::{
+    WithMaximum, quantize_swiglu_gradients, quantize_swiglu_gradients_delayed,
+};
 
 const OPERATION: &str = "swiglu";
 const OPERATION_COMPRESSING: &str = "swiglu_compressing";

@@ -56,7 +56,7 @@ impl<B: DataBackend> Recorded<B, 2> for Swiglu {
             }
             [None, None] if waits(&inputs, wanted) => {
                 let later = Later::Swiglu(inputs.clone());
-                let output = HeldTensor::later("swiglu", later, &inputs[0].cell().read());
+                let output = HeldTensor::later("swiglu", later, inputs[0].cell().form());
                 return (output, inputs);
             }
             _ => {
@@ -73,6 +73,7 @@ impl<B: DataBackend> Recorded<B, 2> for Swiglu {
         wanted: [bool; 2],
     ) -> [Option<HeldTensor<B>>; 2] {
         let copies = inputs.each_ref().map(|input| input.cell().gradient_copy());
+        let form = inputs[0].cell().form();
         let inputs = inputs.map(HeldTensor::into_input);
         let gradient = gradient.into_value();
         let (gate, up) = match (inputs, copies, wanted) {
@@ -82,7 +83,7 @@ impl<B: DataBackend> Recorded<B, 2> for Swiglu {
                 [true, true],
             ) => {
                 let inputs = [gate, up, gradient];
-                match GradientPair::new(inputs, [of_gate, of_up]) {
+                match GradientPair::of(inputs, [of_gate, of_up], form) {
                     Ok(pair) => return pair.map(Some),
                     Err([gate, up, gradient]) => {
                         let inputs = (OperatorInput::Floats(gate), OperatorInput::Floats(up));

@@ -105,7 +105,7 @@ impl<B: DataBackend> Clone for State<B> {
 }
 
 /// A tensor's shape, dtype and device.
-type Form<B> = (Shape, DType, Device<B>);
+pub(crate) type Form<B> = (Shape, DType, Device<B>);
 
 fn form_of<B: DataBackend>(value: &FloatTensor<B>) -> Form<B> {
     (value.shape(), value.dtype(), B::float_device(value))
@@ -227,9 +227,8 @@ impl<B: DataBackend> HeldTensor<B> {
 
     /// A cell of the shape and dtype of another, for an operation that gives a quantized matrix.
     pub(crate) fn quantized(operation: &'static str, matrix: Quantized<B>, like: &Cell<B>) -> Self {
-        let form = (like.shape.clone(), like.dtype, like.device.clone());
         let state = State::Compressed(matrix);
-        Self::in_state(state, form, operation, None, false, None)
+        Self::in_state(state, like.form(), operation, None, false, None)
     }
 
     /// A cell for the sum of a gradient's terms, of one shape and dtype.
@@ -239,9 +238,8 @@ impl<B: DataBackend> HeldTensor<B> {
         Self::in_state(state, form, "gradient", None, false, None)
     }
 
-    /// A cell for a value that its reader computes, of the shape and dtype of a tensor.
-    pub(crate) fn later(operation: &'static str, later: Later<B>, like: &FloatTensor<B>) -> Self {
-        let form = form_of::<B>(like);
+    /// A cell of this form for a value that its reader computes.
+    pub(crate) fn later(operation: &'static str, later: Later<B>, form: Form<B>) -> Self {
         Self::in_state(State::Later(later), form, operation, None, false, None)
     }
 
@@ -420,6 +418,11 @@ impl<B: DataBackend> Cell<B> {
             | State::Later(_)
             | State::Taken => None,
         }
+    }
+
+    /// Its shape, dtype and device.
+    pub(crate) fn form(&self) -> Form<B> {
+        (self.shape.clone(), self.dtype, self.device.clone())
     }
 
     /// Its device.

@@ -9,7 +9,7 @@ use std::{
 use burn_backend::tensor::FloatTensor;
 use cubecl_kernels::quantize::QuantizeSpec;
 
-use super::HeldTensor;
+use super::{HeldTensor, cell::Form};
 use crate::{
     data::{
         DataBackend,
@@ -115,28 +115,28 @@ enum Made<B: DataBackend> {
 
 impl<B: DataBackend> GradientPair<B> {
     /// The gradients of the factors, of which linear layers take these copies, from gate, up and the gradient of the
-    /// output; these again where one launch does not make both copies.
-    pub fn new(
+    /// output; these again where one launch does not make both copies. `form`: that of all of them.
+    pub fn of(
         inputs: Inputs<B>,
         copies: [GradientCopy<B>; 2],
+        form: Form<B>,
     ) -> Result<[HeldTensor<B>; 2], Inputs<B>> {
-        let [gate, up] = &copies;
-        let together = match (&gate.delayed, &up.delayed) {
+        let [of_gate, of_up] = &copies;
+        let together = match (&of_gate.delayed, &of_up.delayed) {
             (None, None) => true,
-            (Some(_), Some(_)) => gate.spec == up.spec,
+            (Some(_), Some(_)) => of_gate.spec == of_up.spec,
             (None, Some(_)) | (Some(_), None) => false,
         };
         if !together {
             return Err(inputs);
         }
-        let like = inputs[0].clone();
         let pair = Arc::new(Self {
             copies,
             made: Mutex::new(Made::Nothing(inputs)),
         });
         Ok([Factor::Gate, Factor::Up].map(|factor| {
             let later = Later::Gradient(pair.clone(), factor);
-            HeldTensor::later("swiglu", later, &like)
+            HeldTensor::later("swiglu", later, form.clone())
         }))
     }
 
@@ -180,5 +180,109 @@ impl<B: DataBackend> GradientPair<B> {
         let own = factor.of(&mut copies).take();
         *made = Made::Copies(copies, inputs);
         own
+    }
+}
+
+#[cfg(all(test, feature = "flex"))]
+mod tests {
+    use burn_backend::{FloatDType, TensorData, ops::FloatTensorOps};
+    use burn_flex::Flex;
+    use cubecl_kernels::{
+        granularity::Granularity,
+        layout::Layout,
+        rounding::{Rounding, StochasticKey},
+    };
+
+    use super::*;
+    use crate::data::quantize::{dequantize, quantize};
+
+    const SHAPE: [usize; 2] = [32, 48];
+
+    fn tensor(seed: usize) -> FloatTensor<Flex> {
+        let values =
+            (0..SHAPE[0] * SHAPE[1]).map(|at| ((at * 37 + seed) % 101) as f32 / 25.0 - 2.0);
+        let data = TensorData::new(values.collect::<Vec<_>>(), SHAPE);
+        Flex::float_from_data(data, &Default::default())
+    }
+
+    fn floats(tensor: FloatTensor<Flex>) -> Vec<f32> {
+        let data = burn_backend::read_sync(Flex::float_into_data(tensor)).expect("a read");
+        data.into_vec().expect("FP32")
+    }
+
+    fn spec(stream: u64) -> QuantizeSpec {
+        let key = StochasticKey { seed: 5, stream };
+        QuantizeSpec::int8(Granularity::Block(16))
+            .with_rounding(Rounding::Stochastic(key))
+            .with_layout(Layout::Both)
+    }
+
+    fn pair(specs: [QuantizeSpec; 2]) -> [HeldTensor<Flex>; 2] {
+        let inputs = [tensor(1), tensor(2), tensor(3)];
+        let form = HeldTensor::<Flex>::new(inputs[0].clone()).cell().form();
+        let copies = specs.map(|spec| GradientCopy {
+            spec,
+            delayed: None,
+        });
+        GradientPair::of(inputs, copies, form).expect("both without a maximum")
+    }
+
+    fn copy(gradient: &HeldTensor<Flex>, spec: &QuantizeSpec) -> Option<Vec<f32>> {
+        match gradient.cell().waits_for_reader()? {
+            Later::Gradient(pair, factor) => {
+                let copy = pair.copy(factor, spec)?;
+                Some(floats(dequantize::<Flex>(&copy, FloatDType::F32)))
+            }
+            Later::Swiglu(_) => None,
+        }
+    }
+
+    /// In whatever order both are read, each as a copy or as floats, they are those of the gradients.
+    #[test]
+    fn readers_in_any_order() {
+        let specs = [spec(1), spec(2)];
+        let inputs = (
+            OperatorInput::Floats(tensor(1)),
+            OperatorInput::Floats(tensor(2)),
+        );
+        let (of_gate, of_up) = Flex::run(SwigluGradients, (inputs, tensor(3)));
+        let gradients = [of_gate, of_up];
+        let expected = [0, 1].map(|index: usize| {
+            let copy = quantize::<Flex>(gradients[index].clone(), &specs[index]);
+            let copy = floats(dequantize::<Flex>(&copy, FloatDType::F32));
+            (floats(gradients[index].clone()), copy)
+        });
+        for first in [0, 1] {
+            for as_copy in [[true, true], [true, false], [false, true], [false, false]] {
+                let pair = pair(specs);
+                for (turn, index) in [first, 1 - first].into_iter().enumerate() {
+                    let copy = as_copy[turn]
+                        .then(|| copy(&pair[index], &specs[index]))
+                        .flatten();
+                    // The copies are made together.
+                    assert_eq!(
+                        copy.is_some(),
+                        as_copy == [true, true] || (as_copy[turn] && turn == 0)
+                    );
+                    match copy {
+                        Some(copy) => assert_eq!(copy, expected[index].1),
+                        None => {
+                            let read = pair[index].cell().read();
+                            assert_eq!(floats(read), expected[index].0);
+                            assert!(pair[index].cell().waits_for_reader().is_none());
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn another_copy_is_made_of_floats() {
+        let pair = pair([spec(1), spec(2)]);
+        assert!(copy(&pair[0], &spec(3)).is_none());
+        assert!(copy(&pair[1], &spec(2)).is_some());
+        // That of a copy which somebody else has taken.
+        assert!(copy(&pair[1], &spec(2)).is_none());
     }
 }

@@ -12,14 +12,13 @@ use crate::{
     },
     device::{MatrixView, empty, is_operand_type, storage},
     quantize::{
-        DelayedMaximum, QuantizeSpec, Quantized,
+        DelayedMaximum, QuantizeSpec,
         buffers::allocate,
-        delayed::whole_tiles::{Knobs, copies, cubes, tiles},
+        delayed::whole_tiles::{Knobs, copies, cubes, is_readable, tiles},
     },
 };
 
-/// A quantized matrix, and its largest magnitude, f32 `[1]`.
-type Delayed<R> = (Quantized<R>, TensorHandle<R>);
+use super::quantized_gradients::WithMaximum;
 
 /// Does what [`quantize_delayed`](crate::quantize::quantize_delayed) does with `silu(gate) up`, if the device has the
 /// kernels for that. `view` is that of both, which are contiguous and of one shape and type; the maximum was checked.
@@ -29,7 +28,7 @@ pub(crate) fn launch<R: Runtime>(
     view: &MatrixView,
     spec: &QuantizeSpec,
     delayed: DelayedMaximum<R>,
-) -> Option<Delayed<R>> {
+) -> Option<WithMaximum<R>> {
     let (tiles, knobs) = fits(client, &[gate, up], view, spec)?;
     let output = allocate(client, view, spec);
     let [tile_maxima, absmax] = maxima(client, [tiles.iter().product(), 1]);
@@ -75,7 +74,7 @@ pub(crate) fn launch_gradients<R: Runtime>(
     view: &MatrixView,
     spec: &QuantizeSpec,
     delayed: [DelayedMaximum<R>; 2],
-) -> Option<[Delayed<R>; 2]> {
+) -> Option<[WithMaximum<R>; 2]> {
     let (tiles, knobs) = fits(client, &inputs, view, spec)?;
     let count: usize = tiles.iter().product();
     let outputs = [(); 2].map(|()| allocate(client, view, spec));
@@ -113,12 +112,9 @@ fn fits<R: Runtime>(
     spec: &QuantizeSpec,
 ) -> Option<([usize; 2], Knobs)> {
     let dtype = inputs[0].dtype;
-    let mut of_inputs = inputs.iter().map(|input| tiles(client, input, view, spec));
-    let tiles = of_inputs.next()??;
-    let fits = is_operand_type(dtype) && of_inputs.all(|it| it.is_some());
-    Knobs::of(dtype, spec)
-        .filter(|_| fits)
-        .map(|knobs| (tiles, knobs))
+    let fits = is_operand_type(dtype) && inputs.iter().all(|input| is_readable(input, view));
+    let tiles = tiles(client, view, spec).filter(|_| fits)?;
+    Some((tiles, Knobs::of(dtype, spec)?))
 }
 
 fn maxima<R: Runtime, const N: usize>(

@@ -22,6 +22,9 @@ use super::{
 
 const OPERATION: &str = "quantize_swiglu_gradients";
 
+/// A quantized matrix, and its largest magnitude, f32 `[1]`.
+pub type WithMaximum<R> = (Quantized<R>, TensorHandle<R>);
+
 /// The gradients of `gate` and of `up`, in this order, quantized by a spec each: in one launch, without the gradients
 /// in memory, where a kernel has the specs.
 ///
@@ -81,7 +84,7 @@ pub fn quantize_swiglu_gradients_delayed<R: Runtime>(
     inputs: [&TensorHandle<R>; 3],
     spec: &QuantizeSpec,
     delayed: [DelayedMaximum<R>; 2],
-) -> Result<[(Quantized<R>, TensorHandle<R>); 2], KernelError> {
+) -> Result<[WithMaximum<R>; 2], KernelError> {
     check_given(spec)?;
     let view = view(client, inputs)?;
     for maximum in &delayed {

@@ -1,6 +1,6 @@
 //! The matrix that is quantized: floats, or what kernels compute in the launch that quantizes it.
 
-use burn_backend::{Shape, TensorMetadata, tensor::FloatTensor};
+use burn_backend::{TensorMetadata, tensor::FloatTensor};
 
 use crate::data::{
     composition::{OperatorInput, SwigluForward},
@@ -36,15 +36,6 @@ impl Bundle for MatrixSource<Outline> {
                 gate: change.float(gate),
                 up: change.float(up),
             },
-        }
-    }
-}
-
-impl<T: Tensors> MatrixSource<T> {
-    /// The shape of the tensor.
-    pub fn shape(&self) -> Shape {
-        match self {
-            Self::Floats(tensor) | Self::Swiglu { gate: tensor, .. } => tensor.shape(),
         }
     }
 }

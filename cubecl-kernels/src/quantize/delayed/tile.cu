@@ -290,3 +290,20 @@ __device__ __forceinline__ void finish(const Source &source, float maximum, u8 *
         }
     }
 }
+
+// A whole kernel: the tile of the block, and in the last block the rest.
+template <class Source>
+__device__ __forceinline__ void quantize(const Source &source, float maximum, u8 *__restrict__ values,
+                                         u8 *__restrict__ transposed, float *tile_maxima, float *__restrict__ scale,
+                                         float *__restrict__ absmax, u32 *ticket, const Numbers &numbers) {
+    __shared__ __align__(16) Staging staging;
+    __shared__ u32 of_warps[2][UNITS / 32];
+    const float inverse = __frcp_rn(scale_of(__float_as_uint(maximum)));
+    const Place place = place_of_block();
+    Rows rows;
+    source.read(rows, place, numbers);
+    const u32 bits = quantize_rows(rows, values, transposed, staging, place, inverse, numbers);
+    write_tile_maximum(tile_maxima, bits, of_warps[0]);
+    if (is_last_block(ticket))
+        finish(source, maximum, values, transposed, tile_maxima, scale, absmax, staging, of_warps[1], numbers);
+}

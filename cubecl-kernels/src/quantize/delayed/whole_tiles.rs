@@ -35,7 +35,7 @@ pub(super) fn launch<R: Runtime>(
     let &Input {
         x, ref view, spec, ..
     } = input;
-    let tiles = tiles(client, x, view, spec)?;
+    let tiles = tiles(client, view, spec).filter(|_| is_readable(x, view))?;
     let source = Knobs::of(x.dtype, spec)?;
     let shape = view.shape;
     let output = allocate(client, view, spec);
@@ -74,25 +74,27 @@ pub(super) fn launch<R: Runtime>(
     Some((output, absmax))
 }
 
-/// Rows and columns of tiles of a matrix that is read 16 bytes at a time, where it is made of whole ones, and the
-/// device has the kernels for the spec.
+/// Rows and columns of tiles of a matrix that is made of whole ones, where the device has the kernels for the spec.
 pub(crate) fn tiles<R: Runtime>(
     client: &ComputeClient<R>,
-    x: &TensorHandle<R>,
     view: &MatrixView,
     spec: &QuantizeSpec,
 ) -> Option<[usize; 2]> {
     let shape = view.shape;
-    let vector = VECTOR_BYTES / x.dtype.size();
     let [rows, cols] = [shape.rows / TILE[0], shape.cols / TILE[1]];
     let fits = is_hopper(client)
         && spec.rounding == Rounding::Nearest
         && shape.batch == 1
         && [rows * TILE[0], cols * TILE[1]] == [shape.rows, shape.cols]
         && rows * cols > 0
-        && rows.max(cols) <= MAX_CUBES
-        && read_width_up_to(vector, x, view) == vector;
+        && rows.max(cols) <= MAX_CUBES;
     fits.then_some([rows, cols])
+}
+
+/// True for a matrix that can be read 16 bytes at a time.
+pub(crate) fn is_readable<R: Runtime>(x: &TensorHandle<R>, view: &MatrixView) -> bool {
+    let vector = VECTOR_BYTES / x.dtype.size();
+    read_width_up_to(vector, x, view) == vector
 }
 
 /// A cube a tile.
