@@ -62,7 +62,6 @@ impl<R: Runtime> DelayedMaximum<'_, R> {
 ///
 /// A layer whose maximum is 0, or another one that gets no scale, takes that of `x` instead, and scale 1 if `x` has
 /// none either. Which of them it is, is decided on the device: `x` is read once more where there is no delayed maximum.
-/// The kernel for whole tiles does that in one cube, slowly.
 /// The numbers are those of [`reference::quantize_delayed`](crate::reference::quantize_delayed), to the bit.
 ///
 /// # Errors

@@ -19,9 +19,7 @@ struct Swiglu {
 // The outputs are those of quantize_delayed for silu(gate) up.
 extern "C" __global__ void __launch_bounds__(UNITS, 5)
     quantize_swiglu_delayed(const u8 *__restrict__ gate, const u8 *__restrict__ up, const float *__restrict__ delayed,
-                            u8 *__restrict__ values, u8 *__restrict__ transposed, float *tile_maxima,
-                            float *__restrict__ scale, float *__restrict__ absmax, u32 *ticket,
-                            const __grid_constant__ Numbers numbers) {
-    quantize(Swiglu{gate, up}, delayed[numbers.layer], values, transposed, tile_maxima, scale, absmax, ticket,
-             numbers);
+                            u8 *__restrict__ values, u8 *__restrict__ transposed, float *__restrict__ scale,
+                            float *__restrict__ absmax, Counters *counters, const __grid_constant__ Numbers numbers) {
+    quantize(Swiglu{gate, up}, {delayed[numbers.layer], values, transposed, scale, absmax}, counters, numbers);
 }

@@ -6,9 +6,9 @@ use cubecl::{prelude::*, std::tensor::TensorHandle};
 
 use crate::{
     cuda::{
+        counters::counters,
         numbers::numbers,
         source::{CudaSource, SourceText, launch_source},
-        ticket::ticket,
     },
     device::{MatrixView, empty, is_operand_type, storage},
     quantize::{
@@ -31,7 +31,7 @@ pub(crate) fn launch<R: Runtime>(
 ) -> Option<WithMaximum<R>> {
     let (tiles, knobs) = fits(client, &[gate, up], view, spec)?;
     let output = allocate(client, view, spec);
-    let [tile_maxima, absmax] = maxima(client, [tiles.iter().product(), 1]);
+    let [absmax] = maxima(client);
     let [values, transposed] = copies(&output, gate);
     let buffers = vec![
         gate.clone(),
@@ -39,10 +39,9 @@ pub(crate) fn launch<R: Runtime>(
         delayed.maxima.clone(),
         values,
         transposed,
-        tile_maxima,
         output.scales.clone(),
         absmax.clone(),
-        ticket(client),
+        counters(client),
     ];
     let numbers = SwigluNumbers {
         rows: view.shape.rows as u64,
@@ -76,19 +75,17 @@ pub(crate) fn launch_gradients<R: Runtime>(
     delayed: [DelayedMaximum<R>; 2],
 ) -> Option<[WithMaximum<R>; 2]> {
     let (tiles, knobs) = fits(client, &inputs, view, spec)?;
-    let count: usize = tiles.iter().product();
     let outputs = [(); 2].map(|()| allocate(client, view, spec));
-    let [tile_maxima, of_gate, of_up] = maxima(client, [2 * count, 1, 1]);
+    let [of_gate, of_up] = maxima(client);
     let mut buffers = inputs.map(TensorHandle::clone).to_vec();
     buffers.extend(delayed.map(|it| it.maxima.clone()));
     for output in &outputs {
         buffers.extend(copies(output, inputs[0]));
     }
-    buffers.push(tile_maxima);
     for (output, absmax) in outputs.iter().zip([&of_gate, &of_up]) {
         buffers.extend([output.scales.clone(), absmax.clone()]);
     }
-    buffers.push(ticket(client));
+    buffers.push(counters(client));
     let numbers = GradientNumbers {
         rows: view.shape.rows as u64,
         cols: view.shape.cols as u64,
@@ -117,11 +114,8 @@ fn fits<R: Runtime>(
     Some((tiles, Knobs::of(dtype, spec)?))
 }
 
-fn maxima<R: Runtime, const N: usize>(
-    client: &ComputeClient<R>,
-    lengths: [usize; N],
-) -> [TensorHandle<R>; N] {
-    lengths.map(|length| empty(client, vec![length], storage::<f32>()))
+fn maxima<R: Runtime, const N: usize>(client: &ComputeClient<R>) -> [TensorHandle<R>; N] {
+    [(); N].map(|()| empty(client, vec![1], storage::<f32>()))
 }
 
 numbers! {

@@ -10,10 +10,10 @@
 //   ROW_MAJOR, TRANSPOSED       1: the copy is wanted
 // and the structure Numbers, of which this text reads the rows and the columns.
 //
-// Blocks of threads take a tile each. The last one to be done with its own does what needs the largest magnitude of all
-// tiles: so nothing has to be read, or launched, behind the one read. Where there is no maximum yet, all blocks encode
-// by scale 1, which is right for zeros, and for all else that gets no scale either. If the matrix gets one, the last
-// block does all tiles again, slowly: in the first step of a layer, since a maximum stays.
+// Blocks of threads take a tile each, by its place. What needs the largest magnitude of all tiles, the last block does
+// that leaves: so nothing has to be read, or launched, behind the one read. Where a layer has no maximum yet, the
+// blocks that run take tiles by turns, first for their magnitudes, and when all of these are there once more, to
+// quantize them.
 //
 // A thread has a patch of 4 x 8 elements, of which four rows are one word of the transposed copy. All its reads are in
 // flight at once; the lanes of a warp read 256 neighbours of two rows of 16-bit elements.
@@ -150,6 +150,15 @@ __device__ __forceinline__ uint4 turned(u32 a, u32 b, u32 c, u32 d) {
                       bytes(high_ab, high_cd, 0x7632));
 }
 
+// The bits of the largest magnitude of a patch.
+__device__ __forceinline__ u32 bits_of(const Rows &rows) {
+    u32 largest = 0;
+#pragma unroll
+    for (int r = 0; r < PATCH_ROWS; r++)
+        largest = larger(largest, rows[r]);
+    return float_bits(largest);
+}
+
 // Where a tile begins, and the thread's patch in it.
 struct Place {
     u64 first_row, first_col;
@@ -166,15 +175,13 @@ struct Place {
 __device__ __forceinline__ u32 quantize_rows(const Rows &rows, u8 *__restrict__ values, u8 *__restrict__ transposed,
                                              Staging &staging, const Place &place, float inverse,
                                              const Numbers &numbers) {
-    u32 largest = 0;
     u32 codes[PATCH_ROWS][2];
 #pragma unroll
     for (int r = 0; r < PATCH_ROWS; r++) {
-        largest = larger(largest, rows[r]);
         codes[r][0] = codes_of(rows[r], 0, inverse);
         codes[r][1] = codes_of(rows[r], 4, inverse);
     }
-    const u32 bits = float_bits(largest);
+    const u32 bits = bits_of(rows);
     if (bits > INFINITE) {
 #pragma unroll
         for (int r = 0; r < PATCH_ROWS; r++) {
@@ -230,80 +237,112 @@ __device__ __forceinline__ float scale_of(u32 maximum) {
 
 // ---- The kernels ----------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ Place place_of_block() {
-    return Place((u64)blockIdx.y * TILE_ROWS, (u64)blockIdx.x * TILE_COLS);
+// What the blocks of a launch tell each other: all 0 wherever no kernel runs that takes them.
+struct Counters {
+    // Blocks that have left, tiles that have been taken and that are done, and tiles that have been taken once more.
+    u32 left, taken, done, taken_again;
+    // The bits of the largest magnitude of each output.
+    u32 largest[2];
+};
+
+// The next one that a counter has for this block.
+__device__ __forceinline__ u32 take(u32 *counter, u32 *shared) {
+    __syncthreads();
+    if (threadIdx.x == 0)
+        *shared = atomicAdd(counter, 1);
+    __syncthreads();
+    return *shared;
 }
 
-// Writes the largest magnitude of the block's tile.
-__device__ __forceinline__ void write_tile_maximum(float *tile_maxima, u32 bits, u32 *of_warps) {
+__device__ __forceinline__ Place place_of(u32 tile, const Numbers &numbers) {
+    const u32 across = numbers.cols / TILE_COLS;
+    return Place((u64)(tile / across) * TILE_ROWS, (u64)(tile % across) * TILE_COLS);
+}
+
+// Adds a thread's largest magnitude to that of an output.
+__device__ __forceinline__ void note(u32 *largest, u32 bits, u32 *of_warps) {
     bits = largest_of_block<UNITS / 32>(bits, of_warps);
     if (threadIdx.x == 0)
-        tile_maxima[blockIdx.y * gridDim.x + blockIdx.x] = __uint_as_float(bits);
+        atomicMax(largest, bits);
 }
 
-// True in the last of all blocks that come here, which sees what the others have written. The ticket is 0 again then.
-__device__ __forceinline__ bool is_last_block(u32 *ticket) {
-    __shared__ bool is_last;
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        __threadfence();
-        is_last = atomicAdd(ticket, 1) == gridDim.x * gridDim.y - 1;
-        if (is_last)
-            *ticket = 0;
-        __threadfence();
-    }
-    __syncthreads();
-    return is_last;
-}
-
-// By one block: the scale and the largest magnitude of the matrix, and all its tiles again if it is the first that gets
-// a scale. The maximum of the layer before is 0 where there is none.
-template <class Source>
-__device__ __forceinline__ void finish(const Source &source, float maximum, u8 *__restrict__ values,
-                                       u8 *__restrict__ transposed, const float *tile_maxima,
-                                       float *__restrict__ scale, float *__restrict__ absmax, Staging &staging,
-                                       u32 *of_warps, const Numbers &numbers) {
-    const u32 across = numbers.cols / TILE_COLS, tiles = numbers.rows / TILE_ROWS * across;
-    u32 bits = 0;
-#pragma unroll 8
-    for (u32 tile = threadIdx.x; tile < tiles; tile += UNITS)
-        bits = max(bits, __float_as_uint(__ldcg(tile_maxima + tile)));
-    bits = largest_of_block<UNITS / 32>(bits, of_warps);
-
-    const u32 of_layer = __float_as_uint(maximum);
-    const bool is_first = !has_scale(of_layer) && has_scale(bits);
-    const float chosen = scale_of(is_first ? bits : of_layer);
-    if (threadIdx.x == 0) {
-        const u32 hidden = bits >= INFINITE ? QUIET_NAN : 0;
-        scale[0] = __uint_as_float(__float_as_uint(chosen) | hidden);
-        absmax[0] = __uint_as_float(bits | hidden);
-    }
-    if (is_first) {
-#pragma unroll 1
-        for (u32 tile = 0; tile < tiles; tile++) {
-            const Place place((u64)(tile / across) * TILE_ROWS, (u64)(tile % across) * TILE_COLS);
-            Rows rows;
-            source.read(rows, place, numbers);
-            quantize_rows(rows, values, transposed, staging, place, __frcp_rn(chosen), numbers);
-            // The staged words are read before the next tile's are written.
-            __syncthreads();
+// Takes all tiles for what `look` does with them, and waits until all are done by whoever has taken them: blocks that
+// run, so that none waits for one that has not started.
+template <class Look>
+__device__ __forceinline__ void look_at_all(Counters *counters, u32 tiles, u32 *shared, const Look &look) {
+    for (u32 tile; (tile = take(&counters->taken, shared)) < tiles;) {
+        look(tile);
+        if (threadIdx.x == 0) {
+            __threadfence();
+            atomicAdd(&counters->done, 1);
         }
     }
+    if (threadIdx.x == 0) {
+        while (*(volatile u32 *)&counters->done < tiles)
+            __nanosleep(100);
+        __threadfence();
+    }
+    __syncthreads();
 }
 
-// A whole kernel: the tile of the block, and in the last block the rest.
+// A quantized matrix: the maximum of its layer before, which is 0 where there is none, and where its own goes.
+struct Output {
+    float maximum;
+    u8 *values, *transposed;
+    float *scale, *absmax;
+
+    // The maximum that scales it, where its own largest magnitude has these bits.
+    __device__ __forceinline__ u32 chosen(u32 bits) const {
+        const u32 of_layer = __float_as_uint(maximum);
+        return has_scale(of_layer) ? of_layer : bits;
+    }
+    __device__ __forceinline__ void finish(u32 bits) const {
+        const u32 hidden = bits >= INFINITE ? QUIET_NAN : 0;
+        *scale = __uint_as_float(__float_as_uint(scale_of(chosen(bits))) | hidden);
+        *absmax = __uint_as_float(bits | hidden);
+    }
+};
+
+// Leaves the kernel: the last block finishes the outputs, and leaves the counters as they were.
+template <int Outputs>
+__device__ __forceinline__ void leave(Counters *counters, const Output (&outputs)[Outputs]) {
+    if (threadIdx.x != 0)
+        return;
+    __threadfence();
+    if (atomicAdd(&counters->left, 1) != gridDim.x * gridDim.y - 1)
+        return;
+    __threadfence();
+#pragma unroll
+    for (int i = 0; i < Outputs; i++)
+        outputs[i].finish(*(volatile u32 *)&counters->largest[i]);
+    *counters = Counters();
+}
+
+// A whole kernel with one output.
 template <class Source>
-__device__ __forceinline__ void quantize(const Source &source, float maximum, u8 *__restrict__ values,
-                                         u8 *__restrict__ transposed, float *tile_maxima, float *__restrict__ scale,
-                                         float *__restrict__ absmax, u32 *ticket, const Numbers &numbers) {
+__device__ __forceinline__ void quantize(const Source &source, const Output &output, Counters *counters,
+                                         const Numbers &numbers) {
     __shared__ __align__(16) Staging staging;
-    __shared__ u32 of_warps[2][UNITS / 32];
-    const float inverse = __frcp_rn(scale_of(__float_as_uint(maximum)));
-    const Place place = place_of_block();
+    __shared__ u32 of_warps[UNITS / 32], shared;
     Rows rows;
-    source.read(rows, place, numbers);
-    const u32 bits = quantize_rows(rows, values, transposed, staging, place, inverse, numbers);
-    write_tile_maximum(tile_maxima, bits, of_warps[0]);
-    if (is_last_block(ticket))
-        finish(source, maximum, values, transposed, tile_maxima, scale, absmax, staging, of_warps[1], numbers);
+    if (has_scale(__float_as_uint(output.maximum))) {
+        const Place place((u64)blockIdx.y * TILE_ROWS, (u64)blockIdx.x * TILE_COLS);
+        const float inverse = __frcp_rn(scale_of(__float_as_uint(output.maximum)));
+        source.read(rows, place, numbers);
+        const u32 bits = quantize_rows(rows, output.values, output.transposed, staging, place, inverse, numbers);
+        note(&counters->largest[0], bits, of_warps);
+    } else {
+        const u32 tiles = gridDim.x * gridDim.y;
+        look_at_all(counters, tiles, &shared, [&](u32 tile) {
+            source.read(rows, place_of(tile, numbers), numbers);
+            note(&counters->largest[0], bits_of(rows), of_warps);
+        });
+        const float inverse = __frcp_rn(scale_of(*(volatile u32 *)&counters->largest[0]));
+        for (u32 tile; (tile = take(&counters->taken_again, &shared)) < tiles;) {
+            const Place place = place_of(tile, numbers);
+            source.read(rows, place, numbers);
+            quantize_rows(rows, output.values, output.transposed, staging, place, inverse, numbers);
+        }
+    }
+    leave(counters, {output});
 }

@@ -18,7 +18,7 @@ struct Floats {
 
 extern "C" __global__ void __launch_bounds__(UNITS, BLOCKS)
     quantize_delayed(const u8 *__restrict__ x, const float *__restrict__ delayed, u8 *__restrict__ values,
-                     u8 *__restrict__ transposed, float *tile_maxima, float *__restrict__ scale,
-                     float *__restrict__ absmax, u32 *ticket, const __grid_constant__ Numbers numbers) {
-    quantize(Floats{x}, delayed[numbers.layer], values, transposed, tile_maxima, scale, absmax, ticket, numbers);
+                     u8 *__restrict__ transposed, float *__restrict__ scale, float *__restrict__ absmax,
+                     Counters *counters, const __grid_constant__ Numbers numbers) {
+    quantize(Floats{x}, {delayed[numbers.layer], values, transposed, scale, absmax}, counters, numbers);
 }

@@ -7,9 +7,9 @@ use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
 use crate::{
     cuda::{
+        counters::counters,
         numbers::numbers,
         source::{CudaSource, SourceText, float_knob, launch_source},
-        ticket::ticket,
     },
     device::{MAX_CUBES, MatrixView, empty, is_hopper, or_unused, read_width_up_to, storage},
     layout::Layout,
@@ -39,18 +39,16 @@ pub(super) fn launch<R: Runtime>(
     let source = Knobs::of(x.dtype, spec)?;
     let shape = view.shape;
     let output = allocate(client, view, spec);
-    let [tile_maxima, absmax] =
-        [tiles.iter().product(), 1].map(|len| empty(client, vec![len], storage::<f32>()));
+    let absmax = empty(client, vec![1], storage::<f32>());
     let [values, transposed] = copies(&output, x);
     let buffers = vec![
         x.clone(),
         delayed.maxima.clone(),
         values,
         transposed,
-        tile_maxima,
         output.scales.clone(),
         absmax.clone(),
-        ticket(client),
+        counters(client),
     ];
     let numbers = DelayedNumbers {
         rows: shape.rows as u64,
