@@ -1,4 +1,5 @@
-// The arithmetic of swiglu.rs on words of two elements, in the same instructions, so that the bits are the same too.
+// The arithmetic of swiglu.rs on words of two elements, in the functions that CubeCL writes for it, so that the bits are
+// the same too: the exponential is CUDA's own, the quotient its fast one.
 //
 // Knobs, defined in front of this text: IN_F16 or IN_BF16, the type of the elements.
 
@@ -36,7 +37,7 @@ struct Sigmoids {
 };
 
 __device__ __forceinline__ Sigmoids sigmoids(float x) {
-    const float power = __expf(-fabsf(x));
+    const float power = expf(-fabsf(x));
     const float larger = __fdividef(1.0f, __fadd_rn(1.0f, power)), smaller = __fmul_rn(power, larger);
     Sigmoids both;
     both.of_x = x >= 0.0f ? larger : smaller;

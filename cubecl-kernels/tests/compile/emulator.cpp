@@ -103,8 +103,6 @@ inline float __fdiv_rn(float a, float b) { return canonical(a / b); }
 inline float __fmaf_rn(float a, float b, float c) { return canonical(std::fma(a, b, c)); }
 inline float __fdividef(float a, float b) { return canonical(a / b); }
 
-inline float __expf(float x) { return expf(x); }
-
 // A name that the C library has too.
 #define __powf(base, exponent) powf(base, exponent)
 

@@ -670,6 +670,21 @@ fn swiglu_sources(architecture: u16) -> Vec<Source> {
     sources
 }
 
+/// `swiglu/arithmetic.cu` calls these: other ones would differ from them in a last bit that a test seldom sees.
+#[test]
+fn swiglu_calls_what_its_cuda_source_calls() {
+    let is_swiglu = |source: &Source| {
+        source.name.starts_with("swiglu_kernel") || source.name.starts_with("swiglu_backward")
+    };
+    let sources: Vec<_> = layer_sources(90).into_iter().filter(is_swiglu).collect();
+    assert!(!sources.is_empty());
+    for source in sources {
+        for call in [" = exp(", " = __fdividef(float(1.0), "] {
+            assert!(source.code.contains(call), "{}: {call}", source.name);
+        }
+    }
+}
+
 /// The CUDA source of delayed scaling, of each type of input, number and layout.
 fn delayed_sources() -> Vec<Source> {
     let mut sources = sources_of(90, |client| {
