@@ -76,7 +76,7 @@ pub trait Recorded<B: DataBackend, const N: usize>: Clone + Send + Sync + 'stati
         gradients
     }
 
-    /// The same of cells, where a gradient may be one that its reader [computes](super::later). A node calls this one.
+    /// The same of cells, where a gradient may be one that its reader computes. A node calls this one.
     fn backward_held(
         saved: Self::Saved,
         (gradient, other): (HeldTensor<B>, Option<HeldTensor<B>>),
