@@ -372,19 +372,21 @@ impl<B: DataBackend, const N: usize> Recorded<B, N> for Linear<B> {
         let device = gradient.cell().device().clone();
         let of_bias = saved.bias.filter(|_| wants_bias);
         let mut of_bias = of_bias.map(|dtype| bias_gradient::<B>(&gradient.cell().read(), dtype));
-        let both = wants_x && wants_weight;
-        let copy = both
-            .then(|| copy_of_gradient(&saved.plan, &gradient))
-            .flatten();
-        let absmax = copy.as_ref().and_then(|copy| copy.absmax.clone());
-        let is_float = copy.is_none();
-        let gradient = match copy {
+        let copy = match wants_x && wants_weight {
+            true => copy_of_gradient(&saved.plan, &gradient),
+            false => None,
+        };
+        let (gradient, absmax, delayed) = match copy {
             Some(copy) => {
                 // What both gradients are computed from waits no longer than for the second.
                 drop(gradient);
-                Source::Copy(copy)
+                let absmax = copy.absmax.clone();
+                (Source::Copy(copy), absmax, None)
             }
-            None => Source::Float(gradient.into_value()),
+            None => {
+                let delayed = saved.history.as_ref().map(|it| it.delayed(&device));
+                (Source::Float(gradient.into_value()), None, delayed)
+            }
         };
         let weight = saved.weight.filter(|_| wants_x);
         let x = saved.x.filter(|_| wants_weight);
@@ -407,11 +409,7 @@ impl<B: DataBackend, const N: usize> Recorded<B, N> for Linear<B> {
                     gradient,
                     weight: weight.map(Source::from),
                     x: x.map(Source::from),
-                    delayed: saved
-                        .history
-                        .as_ref()
-                        .filter(|_| is_float)
-                        .map(|it| it.delayed(&device)),
+                    delayed,
                 },
             ),
         };

@@ -15,12 +15,12 @@ pub(crate) trait Numbers {
 macro_rules! numbers {
     (
         $(#[$of_struct:meta])*
-        struct $name:ident {
+        $visibility:vis struct $name:ident {
             $($(#[$of_field:meta])* $field:ident: $number:tt,)+
         }
     ) => {
         $(#[$of_struct])*
-        struct $name {
+        $visibility struct $name {
             $($(#[$of_field])* $field: $number,)+
         }
 

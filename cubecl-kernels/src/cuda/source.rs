@@ -33,8 +33,10 @@ pub(crate) trait CudaSource: Debug + Copy + Eq + Hash + Send + Sync + 'static {
     /// The lines that define the macros.
     fn knobs(&self) -> String;
 
-    /// Bytes of shared memory that the kernel takes at its launch.
-    fn shared_memory(&self) -> usize;
+    /// Bytes of shared memory that the kernel takes at its launch, beside what it declares.
+    fn shared_memory(&self) -> usize {
+        0
+    }
 
     /// What CubeCL compiles.
     fn text(&self) -> SourceText {

@@ -40,7 +40,7 @@ pub(crate) struct BlockOutput<'a, R: Runtime> {
 
 /// The residual's values and scales, flags, thresholds and counts; something that is not touched where there is no
 /// fallback.
-pub(crate) fn fallback_buffers<R: Runtime>(
+fn fallback_buffers<R: Runtime>(
     fallback: Option<&BlockFallback<R>>,
     unused: &TensorHandle<R>,
 ) -> [TensorHandle<R>; 5] {

@@ -11,8 +11,8 @@ use crate::{
     device::{MatrixView, is_operand_type, read_width_up_to},
     quantize::{
         block::{
-            BlockOutput, Round, fallback_buffers,
-            whole_tiles::{cubes, has_whole_tiles},
+            BlockOutput, Round,
+            whole_tiles::{WholeTilesNumbers, cubes, has_whole_tiles, launch_tiles, tiles},
         },
         staged::TILE,
     },
@@ -56,28 +56,11 @@ pub(crate) unsafe fn launch<R: Runtime>(
     if !fits(client, &[gate, up], view, block, source.cubes) {
         return false;
     }
-    let fallback = output.fallback.as_ref();
-    let mut buffers = vec![
-        gate.clone(),
-        up.clone(),
-        values.clone(),
-        transposed.clone(),
-        output.scales.clone(),
-    ];
-    buffers.extend(fallback_buffers(fallback, gate));
-    let numbers = SwigluNumbers {
-        rows: view.shape.rows as u64,
-        cols: view.shape.cols as u64,
-        layer: fallback.map_or(0, |fallback| fallback.layer.into()),
-        seed: halves(key.seed),
-        stream: halves(key.stream),
-        bits_of_384: STOCHASTIC_OFFSET.to_bits().into(),
-    };
-    // SAFETY: the cubes are the tiles of the inputs, none of which reaches over an edge; by the caller's promise the
-    // outputs hold as many, and the layer has a state. Without a fallback its buffers are not touched.
+    // SAFETY: the kernel reads both, which have whole tiles; the rest is the caller's promise.
     #[allow(unsafe_code)]
     unsafe {
-        launch_source(client, source, tiles(view), Vec::new(), buffers, &numbers);
+        let copies = [values, transposed];
+        launch_tiles(client, source, &[gate, up], view, key, copies, output);
     }
     true
 }
@@ -148,31 +131,6 @@ fn fits<R: Runtime>(
             .all(|input| read_width_up_to(VECTOR, input, view) == VECTOR)
 }
 
-fn tiles(view: &MatrixView) -> CubeCount {
-    let shape = view.shape;
-    CubeCount::Static(
-        (shape.cols / TILE) as u32,
-        (shape.rows / TILE) as u32,
-        shape.batch as u32,
-    )
-}
-
-numbers! {
-    /// The numbers of `block.cu`.
-    struct SwigluNumbers {
-        /// Of a matrix, multiples of 128.
-        rows: u64,
-        cols: u64,
-        /// The layer in the state of a fallback; else of no account.
-        layer: u64,
-        /// The key of the random numbers.
-        seed: [u32; 2],
-        stream: [u32; 2],
-        /// The bits of 384, as in `whole_tiles.cu`.
-        bits_of_384: u64,
-    }
-}
-
 numbers! {
     /// The numbers of `block_gradients.cu`.
     struct GradientNumbers {
@@ -200,7 +158,7 @@ struct Forward {
 }
 
 impl CudaSource for Forward {
-    type Numbers = SwigluNumbers;
+    type Numbers = WholeTilesNumbers;
 
     const TEXT: &'static str = concat!(
         include_str!("../quantize/block/tile.cu"),

@@ -14,7 +14,7 @@ use crate::{
     quantize::{
         DelayedMaximum, QuantizeSpec,
         buffers::allocate,
-        delayed::whole_tiles::{Knobs, copies, cubes, is_readable, tiles},
+        delayed::whole_tiles::{DelayedNumbers, Knobs, copies, cubes, fits, one_output},
     },
 };
 
@@ -29,39 +29,13 @@ pub(crate) fn launch<R: Runtime>(
     spec: &QuantizeSpec,
     delayed: DelayedMaximum<R>,
 ) -> Option<WithMaximum<R>> {
-    let (tiles, knobs) = fits(client, &[gate, up], view, spec)?;
-    let output = allocate(client, view, spec);
-    let [absmax] = maxima(client);
-    let [values, transposed] = copies(&output, gate);
-    let buffers = vec![
-        gate.clone(),
-        up.clone(),
-        delayed.maxima.clone(),
-        values,
-        transposed,
-        output.scales.clone(),
-        absmax.clone(),
-        counters(client),
-    ];
-    let numbers = SwigluNumbers {
-        rows: view.shape.rows as u64,
-        cols: view.shape.cols as u64,
-        layer: delayed.layer as u64,
-    };
-    // SAFETY: the cubes are the tiles of the inputs, none of which reaches over an edge; the outputs were allocated for
-    // them, and the layer was checked. A copy that is not wanted is not touched.
+    let inputs = [gate, up];
+    let (tiles, knobs) = fits_16_bits(client, &inputs, view, spec)?;
+    // SAFETY: the kernel reads both, and the caller has checked the maximum.
     #[allow(unsafe_code)]
-    unsafe {
-        launch_source(
-            client,
-            Encode(knobs),
-            cubes(tiles),
-            Vec::new(),
-            buffers,
-            &numbers,
-        );
-    }
-    Some((output, absmax))
+    let quantized =
+        unsafe { one_output(client, Encode(knobs), tiles, &inputs, view, spec, delayed) };
+    Some(quantized)
 }
 
 /// Does what [`quantize_delayed`](crate::quantize::quantize_delayed) does with the gradients of gate and of up, by the
@@ -74,9 +48,9 @@ pub(crate) fn launch_gradients<R: Runtime>(
     spec: &QuantizeSpec,
     delayed: [DelayedMaximum<R>; 2],
 ) -> Option<[WithMaximum<R>; 2]> {
-    let (tiles, knobs) = fits(client, &inputs, view, spec)?;
+    let (tiles, knobs) = fits_16_bits(client, &inputs, view, spec)?;
     let outputs = [(); 2].map(|()| allocate(client, view, spec));
-    let [of_gate, of_up] = maxima(client);
+    let [of_gate, of_up] = [(); 2].map(|()| empty(client, vec![1], storage::<f32>()));
     let mut buffers = inputs.map(TensorHandle::clone).to_vec();
     buffers.extend(delayed.map(|it| it.maxima.clone()));
     for output in &outputs {
@@ -92,7 +66,8 @@ pub(crate) fn launch_gradients<R: Runtime>(
         layer: delayed[0].layer as u64,
         up_layer: delayed[1].layer as u64,
     };
-    // SAFETY: as in `launch`, for both outputs.
+    // SAFETY: the cubes are the tiles of the inputs, none of which reaches over an edge; the outputs were allocated for
+    // them, and the layers were checked. A copy that is not wanted is not touched.
     #[allow(unsafe_code)]
     unsafe {
         let source = EncodeGradients(knobs);
@@ -102,31 +77,14 @@ pub(crate) fn launch_gradients<R: Runtime>(
     Some([(gate, of_gate), (up, of_up)])
 }
 
-fn fits<R: Runtime>(
+/// [`fits`], for the kernels' 16-bit elements.
+fn fits_16_bits<R: Runtime>(
     client: &ComputeClient<R>,
     inputs: &[&TensorHandle<R>],
     view: &MatrixView,
     spec: &QuantizeSpec,
 ) -> Option<([usize; 2], Knobs)> {
-    let dtype = inputs[0].dtype;
-    let fits = is_operand_type(dtype) && inputs.iter().all(|input| is_readable(input, view));
-    let tiles = tiles(client, view, spec).filter(|_| fits)?;
-    Some((tiles, Knobs::of(dtype, spec)?))
-}
-
-fn maxima<R: Runtime, const N: usize>(client: &ComputeClient<R>) -> [TensorHandle<R>; N] {
-    [(); N].map(|()| empty(client, vec![1], storage::<f32>()))
-}
-
-numbers! {
-    /// The numbers of `delayed.cu`.
-    struct SwigluNumbers {
-        /// Of the matrix, multiples of those of a tile.
-        rows: u64,
-        cols: u64,
-        /// The layer among the delayed maxima.
-        layer: u64,
-    }
+    fits(client, inputs, view, spec).filter(|_| is_operand_type(inputs[0].dtype))
 }
 
 numbers! {
@@ -146,7 +104,7 @@ numbers! {
 struct Encode(Knobs);
 
 impl CudaSource for Encode {
-    type Numbers = SwigluNumbers;
+    type Numbers = DelayedNumbers;
 
     const TEXT: &'static str = concat!(
         include_str!("../quantize/delayed/tile.cu"),
@@ -160,10 +118,6 @@ impl CudaSource for Encode {
 
     fn knobs(&self) -> String {
         self.0.text()
-    }
-
-    fn shared_memory(&self) -> usize {
-        0
     }
 
     fn companions<R: Runtime>(
@@ -194,9 +148,5 @@ impl CudaSource for EncodeGradients {
 
     fn knobs(&self) -> String {
         self.0.text()
-    }
-
-    fn shared_memory(&self) -> usize {
-        0
     }
 }

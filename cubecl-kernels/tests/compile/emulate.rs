@@ -80,17 +80,8 @@ fn equals_the_reference() {
     }
 }
 
-/// The key of a stochastic rounding.
-pub fn key(random: &mut Random) -> StochasticKey {
-    let mut word = || (0..4).fold(0, |word, _| word << 16 | random.index(1 << 16) as u64);
-    StochasticKey {
-        seed: word(),
-        stream: word(),
-    }
-}
-
 fn emulate(random: &mut Random, float: StorageType, operand: Operand, draw_early: bool) {
-    let key = key(random);
+    let key = random.key();
     let mut source = source_of(float, operand, key);
     // The tiles of a launch as small as this one draw early.
     let knob = "#define DRAW_EARLY ";

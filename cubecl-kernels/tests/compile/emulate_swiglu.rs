@@ -19,7 +19,7 @@ use super::{
     Client,
     device::{assert_same_integers, rounded, to_bytes},
     dtype,
-    emulate::{UNWRITTEN, bytes, fallback_of, integers, key, one_nan},
+    emulate::{UNWRITTEN, bytes, fallback_of, integers, one_nan},
     emulator::{Sanitizer, run},
     offline::{OfflineCuda, Source, sources_of},
     random::Random,
@@ -129,7 +129,7 @@ fn the_input_equals_the_reference() {
     for float in random.few([dtype::<f16>(), dtype::<bf16>()], 1) {
         for threshold in random.few([None, Some(0.0), Some(100.0)], 1) {
             println!("{float}, threshold {threshold:?}");
-            let key = key(&mut random);
+            let key = random.key();
             let source = source_of(float, |client, x| {
                 let thresholds = &tensor(client, &[LAYERS], dtype::<f32>());
                 let counts = &tensor(client, &[LAYERS, 2], dtype::<i32>());
@@ -178,7 +178,7 @@ fn the_gradients_equal_the_reference() {
     let mut random = Random::fresh();
     for float in random.few([dtype::<f16>(), dtype::<bf16>()], 1) {
         println!("{float}");
-        let roundings = [(); 2].map(|()| Rounding::Stochastic(key(&mut random)));
+        let roundings = [(); 2].map(|()| Rounding::Stochastic(random.key()));
         let spec = QuantizeSpec::int8(Granularity::Block(BLOCK)).with_layout(Layout::Both);
         let specs = roundings.map(|rounding| spec.with_rounding(rounding));
         let source = source_of(float, |client, x| {

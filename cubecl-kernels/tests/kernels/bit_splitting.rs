@@ -3,7 +3,7 @@
 use cubecl_kernels::{
     host,
     reference::{self, ReferenceBitSplit},
-    rounding::{Rounding, StochasticKey},
+    rounding::Rounding,
     scale::MIN_ABSMAX,
     shape::MatrixShape,
 };
@@ -11,14 +11,7 @@ use cubecl_kernels::{
 use crate::{host::assert_same, random::Random};
 
 pub fn stochastic(random: &mut Random) -> Rounding {
-    Rounding::Stochastic(key(random))
-}
-
-pub fn key(random: &mut Random) -> StochasticKey {
-    StochasticKey {
-        seed: random.index(1 << 30) as u64,
-        stream: random.index(1 << 30) as u64,
-    }
+    Rounding::Stochastic(random.key())
 }
 
 /// Gradients: ordinary, with rows of other magnitudes, of outliers, with all that is special, of zeros, with one row

@@ -15,7 +15,7 @@ use cubecl_kernels::{
 };
 
 use crate::{
-    bit_splitting::{gradients, key, stochastic},
+    bit_splitting::{gradients, stochastic},
     host::assert_same,
     random::Random,
 };
@@ -197,22 +197,22 @@ fn samples_on_the_host() {
     let mut random = Random::fresh();
     for stacked in [2, 6, 200, 2048, 5000] {
         for (scores, sum) in scores_and_sums(&mut random, stacked) {
-            let (scales, key) = ([0.14, 0.01], key(&mut random));
+            let (scales, key) = ([0.14, 0.01], random.key());
             let expected = reference::sample_rows(&scores, scales, sum, key);
             check_sample(&expected, scales, sum);
             let got = host::sample_rows(&scores, scales, sum, key).expect("scores of both parts");
             assert_same_sample(&got, &expected);
         }
-        let (scores, scales, key) = (vec![1.0; stacked], [f32::NAN; 2], key(&mut random));
+        let (scores, scales, key) = (vec![1.0; stacked], [f32::NAN; 2], random.key());
         let expected = reference::sample_rows(&scores, scales, 1, key);
         assert_eq!(expected.count as usize, capacity(stacked / 2, 1));
         check_sample(&expected, scales, 1);
         let got = host::sample_rows(&scores, scales, 1, key).expect("scores of both parts");
         assert_same_sample(&got, &expected);
     }
-    let empty = host::sample_rows(&[], [0.0; 2], 0, key(&mut random)).expect("no rows");
+    let empty = host::sample_rows(&[], [0.0; 2], 0, random.key()).expect("no rows");
     assert_eq!((empty.count, empty.rows.len()), (0, 0));
-    assert!(host::sample_rows(&[1.0], [0.0; 2], 1, key(&mut random)).is_err());
+    assert!(host::sample_rows(&[1.0], [0.0; 2], 1, random.key()).is_err());
 }
 
 /// Everything that the reference makes of a gradient and an input.
@@ -244,7 +244,7 @@ fn cases(random: &mut Random, [rows, cols, x_cols]: [usize; 3]) -> Vec<Case> {
             let scores = reference::leverage_scores(&split.squared_norms(), x_norms.as_deref());
             // Mostly half of the rows, else all.
             let expected = if index % 5 == 4 { 2 * rows } else { rows };
-            let key = key(random);
+            let key = random.key();
             let sample = reference::sample_rows(&scores, split.scales, expected, key);
             check_sample(&sample, split.scales, expected);
             let scaling = match index % 3 {
@@ -305,7 +305,7 @@ fn on_the_host() {
 fn the_host_rejects() {
     let mut random = Random::fresh();
     let split = host::bit_split(&[1.0; 6], [3, 2], Rounding::Nearest).expect("a matrix");
-    let sample = host::sample_rows(&[1.0; 4], split.scales, 2, key(&mut random)).expect("scores");
+    let sample = host::sample_rows(&[1.0; 4], split.scales, 2, random.key()).expect("scores");
     for error in [
         host::gather_parts(&split, &sample).unwrap_err(),
         host::gather_scaled(&split, &sample, Rounding::Nearest).unwrap_err(),
@@ -405,7 +405,7 @@ impl Problem {
 
     fn draw(&self, scores: &[f32], random: &mut Random) -> HostRowSample {
         let rows = self.split.shape[0];
-        host::sample_rows(scores, self.split.scales, rows, key(random)).expect("scores")
+        host::sample_rows(scores, self.split.scales, rows, random.key()).expect("scores")
     }
 
     fn sample(&self, random: &mut Random) -> HostRowSample {
@@ -814,7 +814,7 @@ mod on_device {
         // Several rows at once: four, or two in the last; one turn of all units, three, and nine.
         for stacked in [2, 6, 200, 2048, 40_004, 131_074] {
             for (scores, sum) in scores_and_sums(&mut random, stacked) {
-                let key = key(&mut random);
+                let key = random.key();
                 let expected = reference::sample_rows(&scores, scales, sum, key);
                 let tensor = upload(&client, &scores, &[stacked], dtype::<f32>());
                 let got = sample_rows(&client, &tensor, &of_parts, sum, key).expect("scores");
@@ -822,7 +822,7 @@ mod on_device {
                 check_rows(&client, &got, &expected, &what);
             }
             // More rows than there is room for.
-            let (scores, key) = (vec![1.0; stacked], key(&mut random));
+            let (scores, key) = (vec![1.0; stacked], random.key());
             let expected = reference::sample_rows(&scores, [f32::NAN; 2], 1, key);
             let tensor = upload(&client, &scores, &[stacked], dtype::<f32>());
             let not_finite = upload(&client, &[f32::NAN; 2], &[2], dtype::<f32>());
@@ -942,7 +942,7 @@ mod on_device {
             assert_eq!(read::<u32>(&client, &norms), vec![0; rows]);
             let scores = leverage_scores(&client, &split.squared_norms, Some(&norms));
             let scores = scores.expect("norms");
-            let key = key(&mut random);
+            let key = random.key();
             let sample = sample_rows(&client, &scores, &split.scales, rows, key).expect("scores");
             assert_eq!(read::<i32>(&client, &sample.count), [0]);
             let both = Layout::Both;
@@ -959,7 +959,7 @@ mod on_device {
     #[test]
     fn rejects() {
         let (client, mut random) = (client(), Random::fresh());
-        let key = key(&mut random);
+        let key = random.key();
         let float = |count: usize| upload(&client, &vec![1.0; count], &[count], dtype::<f32>());
         let scales = float(2);
         let sample = sample_rows(&client, &float(4), &scales, 2, key).expect("scores");

@@ -45,6 +45,15 @@ impl Random {
         ((self.uniform() * n as f32) as usize).min(n - 1)
     }
 
+    /// The key of a stochastic rounding: all bits of it.
+    pub fn key(&mut self) -> StochasticKey {
+        let mut word = || (0..4).fold(0, |word, _| word << 16 | self.index(1 << 16) as u64);
+        StochasticKey {
+            seed: word(),
+            stream: word(),
+        }
+    }
+
     /// A few of cases that take long, or with `KERNELS_TEST_ALL` all of them. A seed draws the same again, with all
     /// cases other inputs.
     #[cfg(any(feature = "cuda", feature = "vulkan"))]

@@ -45,7 +45,7 @@ pub mod on_device {
         swiglu::{swiglu as kernel, swiglu_backward as backward_kernel, swiglu_compressing},
     };
 
-    use super::*;
+    use super::{quantized::bits, *};
     use crate::device::{
         Tensor, client, drawn, dtype, float_types, read, read_float, rounded, upload, upload_i32,
         upload_with_offset,
@@ -279,19 +279,7 @@ pub mod on_device {
                     swiglu_compressing(&client, gate, up, &spec).expect("whole groups");
                 let what = format!("{number:?}, groups of {group}, {float} {shape:?}");
                 let expected = kernel(&client, gate, up).expect("tensors of one shape");
-                let bits = |tensor: &Tensor| {
-                    let values = read_float(&client, tensor).into_iter();
-                    // NaN of any sign and payload.
-                    values
-                        .map(|value| {
-                            if value.is_nan() {
-                                f32::NAN.to_bits()
-                            } else {
-                                value.to_bits()
-                            }
-                        })
-                        .collect::<Vec<_>>()
-                };
+                let bits = |tensor: &Tensor| bits(&client, tensor);
                 assert_eq!(bits(&output), bits(&expected), "{what}");
                 for (copy, input) in copies.iter().zip(&inputs) {
                     let expected = quantize(&client, input, &spec).expect("a matrix");

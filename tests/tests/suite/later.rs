@@ -64,12 +64,12 @@ enum Reader {
 fn run<B: DataBackend, R: Recipe>(
     seed: u64,
     dtype: DType,
-    [inside, bias]: [usize; 2],
+    (inside, bias): (usize, bool),
     reader: Reader,
 ) -> Vec<Vec<f32>> {
     type Training<B, R> = QuantTrain<Autodiff<B>, R>;
     let device = Default::default();
-    let model = FeedForward::new(inside, bias == 1, &device);
+    let model = FeedForward::new(inside, bias, &device);
     let (mut optim, mut model) = attached::<Training<B, R>, _>(&every_layer(seed), model, seed);
     let mut rng = Rng::new(seed);
     let mut found = vec![];
@@ -113,7 +113,8 @@ fn run<B: DataBackend, R: Recipe>(
 
 fn compare<B: DataBackend, R: Recipe>(seed: u64, dtype: DType) {
     // Whole tiles of kernels, and none; with a bias, whose gradient is the sum of floats.
-    for sizes in [[256, 0], [136, 0], [256, 1]] {
+    let sizes = [(256, false), (136, false), (256, true)];
+    for sizes in Rng::new(seed).drawn(sizes, 1) {
         let alone = run::<B, R>(seed, dtype, sizes, Reader::None);
         for reader in [Reader::Output, Reader::Gate, Reader::Up] {
             let read = run::<B, R>(seed, dtype, sizes, reader);

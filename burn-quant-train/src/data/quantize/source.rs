@@ -1,6 +1,6 @@
 //! The matrix that is quantized: floats, or what kernels compute in the launch that quantizes it.
 
-use burn_backend::{TensorMetadata, tensor::FloatTensor};
+use burn_backend::tensor::FloatTensor;
 
 use crate::data::{
     composition::{OperatorInput, SwigluForward},
@@ -52,20 +52,13 @@ impl<K: Kernels> MatrixSource<K> {
         }
     }
 
-    /// The same with all dimensions but the last as rows.
-    pub(crate) fn flattened(self) -> Self {
-        let matrix = |tensor: FloatTensor<K>| {
-            let shape = tensor.shape();
-            match shape.num_dims() {
-                2 => tensor,
-                _ => K::float_reshape(tensor, shape.flatten_dims(0, -2)),
-            }
-        };
+    /// The same of what `change` makes of each tensor.
+    pub(crate) fn map(self, change: impl Fn(FloatTensor<K>) -> FloatTensor<K>) -> Self {
         match self {
-            Self::Floats(tensor) => Self::Floats(matrix(tensor)),
+            Self::Floats(tensor) => Self::Floats(change(tensor)),
             Self::Swiglu { gate, up } => Self::Swiglu {
-                gate: matrix(gate),
-                up: matrix(up),
+                gate: change(gate),
+                up: change(up),
             },
         }
     }

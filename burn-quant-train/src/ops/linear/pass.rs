@@ -196,7 +196,7 @@ impl Operation for Forward {
         let (operand, fallback, saved) = match x {
             InputSource::Copy(copy) => (copy, None, None),
             InputSource::Floats(x) => quantized_x::<K>(
-                x.flattened(),
+                x.map(flatten::<K>),
                 &of_x,
                 self.saved.as_ref(),
                 fallback,

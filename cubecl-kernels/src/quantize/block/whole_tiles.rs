@@ -49,7 +49,6 @@ pub(super) unsafe fn launch<R: Runtime>(
     else {
         return false;
     };
-    let fallback = output.fallback.as_ref();
     let shape = view.shape;
     let cubes = cubes(
         client,
@@ -65,46 +64,73 @@ pub(super) unsafe fn launch<R: Runtime>(
     if !fits {
         return false;
     }
-    let mut buffers = vec![
-        x.clone(),
-        values.clone(),
-        transposed.clone(),
-        output.scales.clone(),
-    ];
-    buffers.extend(fallback_buffers(fallback, x));
-    // SAFETY: the cubes are the tiles of the input, none of which reaches over an edge; by the caller's promise the
-    // outputs hold as many, and the layer has a state. Without a fallback its buffers are not touched.
-    #[allow(unsafe_code)]
+    let source = WholeTilesSource {
+        dtype: x.dtype,
+        row_stochastic: row_major == Round::Stochastic,
+        fallback: output.fallback.is_some(),
+        cubes,
+        draw_early: shape.num_elements() <= at_once * TILE * TILE,
+    };
+    // SAFETY: the caller's promise, of one input.
     unsafe {
-        launch_source(
+        launch_tiles(
             client,
-            WholeTilesSource {
-                dtype: x.dtype,
-                row_stochastic: row_major == Round::Stochastic,
-                fallback: fallback.is_some(),
-                cubes,
-                draw_early: shape.num_elements() <= at_once * TILE * TILE,
-            },
-            CubeCount::Static(
-                (shape.cols / TILE) as u32,
-                (shape.rows / TILE) as u32,
-                shape.batch as u32,
-            ),
-            Vec::new(),
-            buffers,
-            &WholeTilesNumbers {
-                rows: shape.rows as u64,
-                cols: shape.cols as u64,
-                batch_stride: view.batch_stride as u64,
-                row_stride: view.row_stride as u64,
-                layer: fallback.map_or(0, |fallback| fallback.layer.into()),
-                seed: halves(key.seed),
-                stream: halves(key.stream),
-                bits_of_384: STOCHASTIC_OFFSET.to_bits().into(),
-            },
+            source,
+            &[x],
+            view,
+            key,
+            [values, transposed],
+            output,
         );
     }
     true
+}
+
+/// Launches a kernel around `tile.cu` that has one output.
+///
+/// # Safety
+///
+/// The inputs, of this view, which [has whole tiles](has_whole_tiles), are those that the kernel reads. The copies are
+/// those of the output, and that is as for [`launch`](super::launch).
+#[allow(unsafe_code)]
+pub(crate) unsafe fn launch_tiles<R: Runtime, S: CudaSource<Numbers = WholeTilesNumbers>>(
+    client: &ComputeClient<R>,
+    source: S,
+    inputs: &[&TensorHandle<R>],
+    view: &MatrixView,
+    key: StochasticKey,
+    copies: [&TensorHandle<R>; 2],
+    output: &BlockOutput<R>,
+) {
+    let fallback = output.fallback.as_ref();
+    let written = copies.into_iter().chain([output.scales]);
+    let mut buffers: Vec<_> = inputs.iter().copied().chain(written).cloned().collect();
+    buffers.extend(fallback_buffers(fallback, inputs[0]));
+    let numbers = WholeTilesNumbers {
+        rows: view.shape.rows as u64,
+        cols: view.shape.cols as u64,
+        batch_stride: view.batch_stride as u64,
+        row_stride: view.row_stride as u64,
+        layer: fallback.map_or(0, |fallback| fallback.layer.into()),
+        seed: halves(key.seed),
+        stream: halves(key.stream),
+        bits_of_384: STOCHASTIC_OFFSET.to_bits().into(),
+    };
+    // SAFETY: the cubes are the tiles of the inputs, none of which reaches over an edge; by the caller's promise the
+    // outputs hold as many, and the layer has a state. Without a fallback its buffers are not touched.
+    unsafe {
+        launch_source(client, source, tiles(view), Vec::new(), buffers, &numbers);
+    }
+}
+
+/// A cube a tile.
+pub(crate) fn tiles(view: &MatrixView) -> CubeCount {
+    let shape = view.shape;
+    CubeCount::Static(
+        (shape.cols / TILE) as u32,
+        (shape.rows / TILE) as u32,
+        shape.batch as u32,
+    )
 }
 
 /// True on CUDA's sm_80 and later, which alone copy asynchronously, for matrices of whole tiles.
@@ -136,12 +162,12 @@ fn tile_bytes(dtype: StorageType) -> usize {
 }
 
 numbers! {
-    /// The numbers of `whole_tiles.cu`.
-    struct WholeTilesNumbers {
+    /// The numbers of kernels with one output.
+    pub(crate) struct WholeTilesNumbers {
         /// Of a matrix, multiples of 128.
         rows: u64,
         cols: u64,
-        /// Elements of X from a matrix to the next, and from a row to the next.
+        /// Elements of an input from a matrix to the next, and from a row to the next.
         batch_stride: u64,
         row_stride: u64,
         /// The layer in the state of a fallback; else of no account.

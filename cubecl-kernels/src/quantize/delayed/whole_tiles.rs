@@ -35,64 +35,74 @@ pub(super) fn launch<R: Runtime>(
     let &Input {
         x, ref view, spec, ..
     } = input;
-    let tiles = tiles(client, view, spec).filter(|_| is_readable(x, view))?;
-    let source = Knobs::of(x.dtype, spec)?;
-    let shape = view.shape;
-    let output = allocate(client, view, spec);
-    let absmax = empty(client, vec![1], storage::<f32>());
-    let [values, transposed] = copies(&output, x);
-    let buffers = vec![
-        x.clone(),
-        delayed.maxima.clone(),
-        values,
-        transposed,
-        output.scales.clone(),
-        absmax.clone(),
-        counters(client),
-    ];
-    let numbers = DelayedNumbers {
-        rows: shape.rows as u64,
-        cols: shape.cols as u64,
-        row_stride: view.row_stride as u64,
-        layer: delayed.layer as u64,
-    };
-    // SAFETY: the cubes are the tiles of the input, none of which reaches over an edge; the outputs were allocated for
-    // it, and the layer was checked. A copy that is not wanted is not touched.
+    let (tiles, knobs) = fits(client, &[x], view, spec)?;
+    let source = Encode(knobs);
+    // SAFETY: the kernel reads one input.
     #[allow(unsafe_code)]
-    unsafe {
-        launch_source(
-            client,
-            Encode(source),
-            cubes(tiles),
-            Vec::new(),
-            buffers,
-            &numbers,
-        );
-    }
-    Some((output, absmax))
+    let quantized = unsafe { one_output(client, source, tiles, &[x], view, spec, delayed) };
+    Some(quantized)
 }
 
-/// Rows and columns of tiles of a matrix that is made of whole ones, where the device has the kernels for the spec.
-pub(crate) fn tiles<R: Runtime>(
+/// Rows and columns of tiles, and the knobs, where the device has the kernels for the spec and for inputs of this view,
+/// which are of one type: whole tiles that can be read 16 bytes at a time.
+pub(crate) fn fits<R: Runtime>(
     client: &ComputeClient<R>,
+    inputs: &[&TensorHandle<R>],
     view: &MatrixView,
     spec: &QuantizeSpec,
-) -> Option<[usize; 2]> {
-    let shape = view.shape;
+) -> Option<([usize; 2], Knobs)> {
+    let (shape, dtype) = (view.shape, inputs[0].dtype);
+    let vector = VECTOR_BYTES / dtype.size();
     let [rows, cols] = [shape.rows / TILE[0], shape.cols / TILE[1]];
     let fits = is_hopper(client)
         && spec.rounding == Rounding::Nearest
         && shape.batch == 1
         && [rows * TILE[0], cols * TILE[1]] == [shape.rows, shape.cols]
         && rows * cols > 0
-        && rows.max(cols) <= MAX_CUBES;
-    fits.then_some([rows, cols])
+        && rows.max(cols) <= MAX_CUBES
+        && inputs
+            .iter()
+            .all(|input| read_width_up_to(vector, input, view) == vector);
+    let knobs = Knobs::of(dtype, spec)?;
+    fits.then_some(([rows, cols], knobs))
 }
 
-/// True for a matrix that can be read 16 bytes at a time.
-pub(crate) fn is_readable<R: Runtime>(x: &TensorHandle<R>, view: &MatrixView) -> bool {
-    let vector = VECTOR_BYTES / x.dtype.size();
-    read_width_up_to(vector, x, view) == vector
+/// Launches a kernel around `tile.cu` that has one output, and allocates that: the quantized matrix and its largest
+/// magnitude.
+///
+/// # Safety
+///
+/// The inputs, of this view, are those that the kernel reads, and [`fits`] gave the tiles. The delayed maximum was
+/// checked.
+#[allow(unsafe_code)]
+pub(crate) unsafe fn one_output<R: Runtime, S: CudaSource<Numbers = DelayedNumbers>>(
+    client: &ComputeClient<R>,
+    source: S,
+    tiles: [usize; 2],
+    inputs: &[&TensorHandle<R>],
+    view: &MatrixView,
+    spec: &QuantizeSpec,
+    delayed: DelayedMaximum<R>,
+) -> (Quantized<R>, TensorHandle<R>) {
+    let output = allocate(client, view, spec);
+    let absmax = empty(client, vec![1], storage::<f32>());
+    let mut buffers: Vec<_> = inputs.iter().map(|&input| input.clone()).collect();
+    buffers.push(delayed.maxima.clone());
+    buffers.extend(copies(&output, inputs[0]));
+    buffers.extend([output.scales.clone(), absmax.clone(), counters(client)]);
+    let numbers = DelayedNumbers {
+        rows: view.shape.rows as u64,
+        cols: view.shape.cols as u64,
+        row_stride: view.row_stride as u64,
+        layer: delayed.layer as u64,
+    };
+    // SAFETY: the cubes are the tiles of the inputs, none of which reaches over an edge; the output was allocated for
+    // them, and the layer was checked. A copy that is not wanted is not touched.
+    #[allow(unsafe_code)]
+    unsafe {
+        launch_source(client, source, cubes(tiles), Vec::new(), buffers, &numbers);
+    }
+    (output, absmax)
 }
 
 /// A cube a tile.
@@ -110,12 +120,12 @@ pub(crate) fn copies<R: Runtime>(
 }
 
 numbers! {
-    /// The numbers of `whole_tiles.cu`.
-    struct DelayedNumbers {
+    /// The numbers of kernels with one output.
+    pub(crate) struct DelayedNumbers {
         /// Of the matrix, multiples of those of a tile.
         rows: u64,
         cols: u64,
-        /// Elements of X from a row to the next.
+        /// Elements of an input from a row to the next.
         row_stride: u64,
         /// The layer among the delayed maxima.
         layer: u64,
@@ -132,7 +142,7 @@ pub(crate) struct Knobs {
 
 impl Knobs {
     /// Those of a spec; none where its number is not FP8.
-    pub fn of(dtype: StorageType, spec: &QuantizeSpec) -> Option<Self> {
+    fn of(dtype: StorageType, spec: &QuantizeSpec) -> Option<Self> {
         Some(Self {
             dtype,
             number: Fp8::of(spec.number)?,
@@ -184,10 +194,6 @@ impl CudaSource for Encode {
 
     fn knobs(&self) -> String {
         self.0.text()
-    }
-
-    fn shared_memory(&self) -> usize {
-        0
     }
 
     /// Those of W and of dY with those of X.

@@ -35,14 +35,6 @@ const SHAPES: [[usize; 2]; 6] = [
 ];
 const LAYERS: usize = 3;
 
-fn key(random: &mut Random) -> StochasticKey {
-    let mut word = || (0..4).fold(0, |word, _| word << 16 | random.index(1 << 16) as u64);
-    StochasticKey {
-        seed: word(),
-        stream: word(),
-    }
-}
-
 /// Tensors with outliers, with values that are not finite, or with zeros, each with a chance.
 fn draw<const N: usize>(
     client: &Client,
@@ -61,7 +53,7 @@ fn draw<const N: usize>(
 }
 
 /// The bits of floats, those of NaN of any sign and payload alike.
-fn bits(client: &Client, tensor: &Tensor) -> Vec<u32> {
+pub fn bits(client: &Client, tensor: &Tensor) -> Vec<u32> {
     let one_nan = |value: f32| if value.is_nan() { f32::NAN } else { value };
     let values = read_float(client, tensor).into_iter();
     values.map(|value| one_nan(value).to_bits()).collect()
@@ -105,7 +97,7 @@ fn inputs_are_those_of_the_product() {
         let product = swiglu(&client, gate, up).expect("tensors of one shape");
         for (block, threshold) in [(128, None), (128, Some(1.0)), (32, Some(0.0))] {
             let what = format!("{float} {shape:?}, block {block}, threshold {threshold:?}");
-            let key = key(&mut random);
+            let key = random.key();
             let thresholds = threshold.map(|threshold| {
                 let all = [f32::NAN, threshold, f32::NAN];
                 upload(&client, &all, &[LAYERS], dtype::<f32>())
@@ -203,7 +195,7 @@ fn gradients_are_those_of_the_tensors() {
 
         let int8 = |block| QuantizeSpec::int8(Granularity::Block(block));
         let both = int8(128).with_layout(Layout::Both);
-        let keys = [(); 2].map(|()| Rounding::Stochastic(key(&mut random)));
+        let keys = [(); 2].map(|()| Rounding::Stochastic(random.key()));
         for specs in [
             keys.map(|key| both.with_rounding(key)),
             keys.map(|key| int8(64).with_rounding(key)),
