@@ -27,7 +27,7 @@ pub fn seed() -> u64 {
 /// Tests a recipe; in a build for Vulkan, where each has kernels to compile, only if it is among the few that this
 /// process draws, which says once which these are. `QUANT_TRAIN_TEST_ALL` asks for all, and so does a given seed.
 pub fn if_drawn<R: Recipe>(test: impl FnOnce()) {
-    const FEW: usize = 3;
+    const FEW: usize = 2;
     static DRAWN: OnceLock<Vec<&str>> = OnceLock::new();
     let drawn = DRAWN.get_or_init(|| {
         let few = match std::env::var_os("QUANT_TRAIN_TEST_SEED") {

@@ -163,7 +163,7 @@ pub mod on_device {
     use super::*;
     use crate::device::{
         Client, Memory, Tensor, TestRuntime, assert_same_floats, assert_same_integers, client,
-        dtype, float_types, read, read_i8, rounded, upload, upload_i32, upload_matrix,
+        drawn, dtype, float_types, read, read_i8, rounded, upload, upload_i32, upload_matrix,
     };
 
     /// Compares the copies and the scales of an INT8 matrix with the reference.
@@ -200,7 +200,7 @@ pub mod on_device {
     #[test]
     fn equals_the_reference() {
         let (client, mut random) = (client(), Random::fresh());
-        for (index, shape) in shapes().into_iter().enumerate() {
+        for (index, shape) in drawn(&mut random, shapes().into_iter().enumerate(), 3) {
             for x in gradients(&mut random, shape) {
                 let rounding = match index % 2 {
                     0 => Rounding::Nearest,
@@ -218,7 +218,7 @@ pub mod on_device {
         let shape = MatrixShape::new(40, 67);
         let x = random.with_outliers(shape.num_elements());
         let rounding = stochastic(&mut random);
-        for float in float_types(&client) {
+        for float in drawn(&mut random, float_types(&client), 1) {
             let x = rounded(&x, float);
             for memory in [Memory::Contiguous, Memory::Transposed, Memory::Sliced] {
                 let tensor = upload_matrix(&client, &x, shape, float, memory);

@@ -107,11 +107,12 @@ fn equals_the_reference() {
 }
 
 fn of_blocks(client: &Client, random: &mut Random, block: usize) {
-    for shape in [
+    let shapes = [
         MatrixShape::new(1, 3),
         MatrixShape::batched(2, 127, 129),
         MatrixShape::new(260, 200),
-    ] {
+    ];
+    for shape in drawn(random, shapes, 2) {
         let x = random.with_special_values(shape);
         for (threshold, layout) in [
             (0.0, Layout::Both),
@@ -135,7 +136,7 @@ fn float_types_and_strides_do_not_change_the_numbers() {
     let shape = MatrixShape::batched(2, 70, 96);
     let x = random.with_outliers(shape.num_elements());
     let layers = Layers::new(&client, 50.0);
-    for float in float_types(&client) {
+    for float in drawn(&mut random, float_types(&client), 1) {
         let x = rounded(&x, float);
         let expected = reference::quantize_fallback(&x, shape, 32, 50.0);
         for memory in [Memory::Contiguous, Memory::Transposed, Memory::Sliced] {

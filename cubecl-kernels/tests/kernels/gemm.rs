@@ -16,8 +16,8 @@ use rstest::rstest;
 
 use crate::{
     device::{
-        Client, Memory, Tensor, TestRuntime, assert_same_floats, client, dtype, float_types, read,
-        read_float, upload, upload_i32, upload_matrix,
+        Client, Memory, Tensor, TestRuntime, assert_same_floats, client, drawn, dtype, float_types,
+        read, read_float, upload, upload_i32, upload_matrix,
     },
     random::Random,
 };
@@ -150,7 +150,7 @@ fn blocks_of_all_sizes(#[values(16, 32, 64, 128)] block: usize) {
     let (client, mut random) = (client(), Random::fresh());
     let granularity = Granularity::Block(block);
     for strategy in strategies(&client, block) {
-        for (batch, shared, m, n, k) in [
+        let problems = [
             (1, true, 1, 1, 1),
             (1, true, 3, 17, 129),
             (1, true, 127, 129, 200),
@@ -158,7 +158,8 @@ fn blocks_of_all_sizes(#[values(16, 32, 64, 128)] block: usize) {
             (1, true, 64, 64, 512),
             (2, true, 33, 40, 96),
             (2, false, 65, 70, 48),
-        ] {
+        ];
+        for (batch, shared, m, n, k) in drawn(&mut random, problems, 3) {
             let a_shape = MatrixShape::batched(batch, m, k);
             let b_shape = MatrixShape::batched(if shared { 1 } else { batch }, n, k);
             let a = random.with_outliers(a_shape.num_elements());
@@ -176,7 +177,7 @@ fn blocks_of_all_sizes(#[values(16, 32, 64, 128)] block: usize) {
             };
             let (a, b) = (operand(&a, a_shape), operand(&b, b_shape));
             let of_columns = upload(&client, &bias, &[n], dtype::<f32>());
-            for float in float_types(&client) {
+            for float in drawn(&mut random, float_types(&client), 1) {
                 let out = gemm(&client, &a, &b, None, Some(&of_columns), float, strategy)
                     .expect("operands that fit");
                 assert_close_with(
@@ -266,7 +267,7 @@ fn scales_of_rows_and_matrices_in_blocks(#[case] of_a: Granularity, #[case] of_b
             };
             let (a, b) = (operand(&a, a_shape, of_a), operand(&b, b_shape, of_b));
             let bias = upload(&client, &bias, &[n], dtype::<f32>());
-            for float in float_types(&client) {
+            for float in drawn(&mut random, float_types(&client), 1) {
                 let out = gemm_rowwise(&client, &a, &b, Some(&bias), float, strategy)
                     .expect("operands that fit");
                 assert_close(
@@ -400,7 +401,8 @@ fn fallback_blocks_are_added(
     #[values(0.0, 30.0, 1e30)] threshold: f32,
 ) {
     let (client, mut random) = (client(), Random::fresh());
-    for (batch, m, n, k) in [(1, 130, 70, 300), (2, 257, 140, 128)] {
+    let problems = [(1, 130, 70, 300), (2, 257, 140, 128)];
+    for (batch, m, n, k) in drawn(&mut random, problems, 1) {
         let (a_shape, b_shape) = (MatrixShape::batched(batch, m, k), MatrixShape::new(n, k));
         let a = random.with_outliers(a_shape.num_elements());
         let b = random.with_outliers(b_shape.num_elements());

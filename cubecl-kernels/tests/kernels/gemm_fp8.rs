@@ -16,7 +16,7 @@ use rstest::rstest;
 
 use crate::{
     device::{
-        Client, Memory, Tensor, TestRuntime, client, dtype, float_types, read_float, upload,
+        Client, Memory, Tensor, TestRuntime, client, drawn, dtype, float_types, read_float, upload,
         upload_matrix,
     },
     random::Random,
@@ -171,7 +171,7 @@ fn equals_the_reference(
         let [of_a, of_b] = [&a, &b].map(|it| it.quantized.fp8_operand().expect("a row-major copy"));
         let bias = random.with_outliers(n);
         let of_bias = upload(&client, &bias, &[n], dtype::<f32>());
-        for float in float_types(&client) {
+        for float in drawn(&mut random, float_types(&client), 1) {
             let what = format!(
                 "{m} x {n} x {k}, {granularity:?}, {scale:?}, {number:?}, {accumulation:?}, {float}"
             );

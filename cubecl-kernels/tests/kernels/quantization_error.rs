@@ -82,7 +82,9 @@ mod on_device {
     use rstest::rstest;
 
     use super::*;
-    use crate::device::{Memory, client, dtype, float_types, read, rounded, upload, upload_matrix};
+    use crate::device::{
+        Memory, client, drawn, dtype, float_types, read, rounded, upload, upload_matrix,
+    };
 
     /// Squares of the smallest and of the largest of these are no numbers of FP32.
     #[rstest]
@@ -95,7 +97,7 @@ mod on_device {
             Memory::SlicedAligned,
         ];
         let mut memories = memories.into_iter().cycle();
-        for float in float_types(&client) {
+        for float in drawn(&mut random, float_types(&client), 1) {
             for [rows, cols] in SHAPES {
                 let shape = MatrixShape::new(rows, cols);
                 let (x, y) = example(&mut random, rows * cols, magnitude);

@@ -270,7 +270,7 @@ fn float_types_and_strides_do_not_change_the_numbers() {
     let (client, mut random) = (client(), Random::fresh());
     for shape in [MatrixShape::new(65, 132), MatrixShape::batched(2, 40, 67)] {
         let x: Vec<f32> = (0..shape.num_elements()).map(|_| random.normal()).collect();
-        for float in float_types(&client) {
+        for float in drawn(&mut random, float_types(&client), 1) {
             let x = rounded(&x, float);
             for memory in [Memory::Contiguous, Memory::Transposed, Memory::Sliced] {
                 let tensor = upload_matrix(&client, &x, shape, float, memory);
@@ -329,7 +329,7 @@ fn whole_tiles_equal_the_reference() {
         MatrixShape::batched(2, 256, 512),
     ] {
         let x = random.with_blocks_of_all_kinds(shape);
-        for float in float_types(&client) {
+        for float in drawn(&mut random, float_types(&client), 1) {
             let x = rounded(&x, float);
             let tensor = upload_matrix(&client, &x, shape, float, Memory::Contiguous);
             for (rounding, layout) in [
@@ -444,7 +444,7 @@ fn common_formats_of_all_inputs(#[case] spec: QuantizeSpec) {
     let spec = spec.with_layout(Layout::Both).with_rounding(STOCHASTIC);
     for shape in [MatrixShape::new(65, 136), MatrixShape::batched(2, 40, 67)] {
         let x = random.with_outliers(shape.num_elements());
-        for float in float_types(&client) {
+        for float in drawn(&mut random, float_types(&client), 1) {
             let x = rounded(&x, float);
             for memory in [Memory::Contiguous, Memory::Transposed, Memory::Sliced] {
                 println!("{shape:?} {float} {memory:?}");

@@ -7,7 +7,7 @@ use cubecl_kernels::{
 
 use crate::{
     device::{
-        Memory, assert_same_floats, client, dtype, float_types, read, rounded, upload,
+        Memory, assert_same_floats, client, drawn, dtype, float_types, read, rounded, upload,
         upload_matrix,
     },
     random::Random,
@@ -24,7 +24,7 @@ fn equals_the_reference() {
                 let index = random.index(x.len());
                 x[index] = value;
             }
-            for float in float_types(&client) {
+            for float in drawn(&mut random, float_types(&client), 1) {
                 let x = rounded(&x, float);
                 let expected = reference::hadamard::random_hadamard(&x, [batch * rows, cols]);
                 for memory in [Memory::Contiguous, Memory::Transposed, Memory::Sliced] {

@@ -168,15 +168,15 @@ pub mod on_device {
     }
 
     /// Matrices and the types of them and of the gain: vectors of every width, whole and part planes, several of them,
-    /// as many elements as there may be, and all types in turn; or of some widths that are drawn.
+    /// as many elements as there may be, and all types in turn; or some widths and types that are drawn.
     pub fn matrices(random: &mut Random) -> Vec<([usize; 2], [StorageType; 2])> {
         const COLS: [usize; 14] = [
             1, 3, 7, 16, 64, 129, 768, 1000, 1026, 1536, 2048, 4096, 8191, 8192,
         ];
-        let types = types(&client());
+        let types = drawn(random, types(&client()), 2);
         let mut turns = types.iter().cycle();
         let mut matrices = Vec::new();
-        for cols in drawn(random, COLS, 3) {
+        for cols in drawn(random, COLS, 2) {
             // A kernel for long rows takes a software driver long to compile, and a cube takes one of them at a time.
             for rows in [0, 1, 5, 300] {
                 let takes = match (cols > 1000, rows) {

@@ -280,7 +280,7 @@ fn has_16_bits<B: DataBackend>() -> [bool; 2] {
 fn equals_fp32<B: DataBackend>(seed: u64) {
     let mut rng = Rng::new(seed);
     let [half, brain] = has_16_bits::<B>();
-    for kind in rng.drawn(kinds(), 3) {
+    for kind in rng.drawn(kinds(), 2) {
         let problem = Problem::draw(&mut rng, kind);
         compare::<B, MixedPrecision<f32>>(&problem, 1e-3, seed);
         if half {

@@ -179,14 +179,14 @@ fn short_histories<B: DataBackend>(seed: u64) {
         (AmaxAlgorithm::Max, 1, 4, 3),
         (AmaxAlgorithm::MostRecent, 0, 3, 6),
     ];
-    for (index, (algorithm, margin, interval, history)) in settings.into_iter().enumerate() {
+    for (algorithm, margin, interval, history) in Rng::new(seed).drawn(settings, 1) {
         let scaling = DelayedScaling {
             history,
             margin,
             algorithm,
             interval,
         };
-        follow::<B>(seed + index as u64, scaling, 24, 1);
+        follow::<B>(seed, scaling, 24, 1);
     }
 }
 

@@ -439,7 +439,7 @@ fn gradients_get_better_with_the_fallback_rate_and_absmax_beats_relative_l1() {
 /// For each rate, the similarities with blocks chosen by their largest magnitude, and by relative L1 error.
 fn criteria(seed: u64, spread: f64) -> Vec<(f64, [f64; 3], [f64; 3])> {
     let mut rng = Rng::new(seed);
-    let networks: Vec<Network> = (0..4).map(|_| Network::new(&mut rng, spread)).collect();
+    let networks: Vec<Network> = (0..8).map(|_| Network::new(&mut rng, spread)).collect();
     let exact: Vec<Vec<f64>> = networks
         .iter()
         .map(|network| network.x.iter().map(|x| f64::from(*x)).collect())
