@@ -14,6 +14,7 @@ mod suite {
     mod integers;
     mod later;
     mod learned_definition;
+    mod learned_embedding;
     mod learned_steps;
     mod loss_scaling;
     mod matmul;

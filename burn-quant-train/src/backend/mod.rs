@@ -5,6 +5,7 @@ pub(crate) mod attention;
 mod autodiff;
 mod bool;
 mod composition;
+mod embedding;
 mod float;
 mod flow;
 mod forward;

@@ -11,9 +11,9 @@ use burn_backend::{
 };
 
 use super::{
-    QuantTrain, attention, composition,
+    QuantTrain, attention, composition, embedding,
     forward::forward,
-    precision::{Class, Dtypes, in_class},
+    precision::{Class, Dtypes},
     products,
     tensor::QuantTensor,
 };
@@ -38,11 +38,10 @@ impl<B: QuantBackend, R: Recipe> ModuleOps<Self> for QuantTrain<B, R> {
         products::linear::<B, R>(x, weight, bias)
     }
 
-    /// Gathers FP32 rows, then casts them: the table itself is never copied to the compute dtype.
+    /// See [`embedding`].
     fn embedding(weights: FloatTensor<Self>, indices: IntTensor<Self>) -> FloatTensor<Self> {
         let _scope = Self::scope();
-        let rows = <B::Inside>::embedding(weights.into_primitive(), indices);
-        QuantTensor::new(in_class::<B, R>(Class::Compute, rows))
+        embedding::embedding::<B, R>(weights, indices)
     }
 
     /// Attention: one node in training where the backend has kernels, else Burn's composition.

@@ -50,7 +50,7 @@ use random::lane;
 pub struct Layer<B: DataBackend> {
     path: String,
     index: usize,
-    quantized: bool,
+    decision: Decision,
     bank: Arc<Bank<B>>,
     calls: Mutex<Calls>,
 }
@@ -72,11 +72,11 @@ struct Calls {
 
 impl<B: DataBackend> Layer<B> {
     /// Layer number `index` of `bank`, found at module path `path`.
-    pub(crate) fn new(path: String, index: usize, quantized: bool, bank: Arc<Bank<B>>) -> Self {
+    pub(crate) fn new(path: String, index: usize, decision: Decision, bank: Arc<Bank<B>>) -> Self {
         Self {
             path,
             index,
-            quantized,
+            decision,
             bank,
             calls: Mutex::default(),
         }
@@ -94,7 +94,17 @@ impl<B: DataBackend> Layer<B> {
 
     /// True if the policy lets the recipe quantize this layer.
     pub fn is_quantized(&self) -> bool {
-        self.quantized
+        self.decision.is_quantized()
+    }
+
+    /// True if rows of this table are rounded when they are looked up.
+    pub(crate) fn rounds_rows(&self) -> bool {
+        self.decision == Decision::EmbeddingRows
+    }
+
+    /// True if the layer keeps state between steps.
+    pub(crate) fn has_state(&self) -> bool {
+        self.decision.has_state()
     }
 
     /// The bank, shared with the other layers of the model.

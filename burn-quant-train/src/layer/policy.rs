@@ -71,7 +71,7 @@ impl LayerPolicy {
     }
 
     /// Quantizes products with an embedding's table too: the vocabulary head of a model with tied embeddings. Looking
-    /// rows up in the table stays exact.
+    /// rows up in the table then stays exact, by any recipe.
     pub fn tied_embeddings(mut self) -> Self {
         self.tied_embeddings = true;
         self
@@ -99,11 +99,21 @@ impl LayerPolicy {
 }
 
 impl LayerPolicy {
-    /// The decision for products with the table of the embedding at module path `path`.
-    pub(crate) fn decide_embedding(&self, path: &str, shape: [usize; 2]) -> Decision {
-        match self.tied_embeddings {
-            true => self.decide(path, shape),
-            false => Decision::Embedding,
+    /// The decision for the table of the embedding at module path `path`. `rounds_rows`: the recipe rounds what is
+    /// looked up.
+    pub(crate) fn decide_embedding(
+        &self,
+        path: &str,
+        shape: [usize; 2],
+        rounds_rows: bool,
+    ) -> Decision {
+        match (self.tied_embeddings, rounds_rows) {
+            (true, _) => self.decide(path, shape),
+            (false, true) => match self.decide(path, shape) {
+                Decision::Quantized => Decision::EmbeddingRows,
+                other => other,
+            },
+            (false, false) => Decision::Embedding,
         }
     }
 }
@@ -121,14 +131,29 @@ pub enum Decision {
     Small(usize),
     /// The compute dtype: the table of an embedding.
     Embedding,
+    /// Rows of an embedding's table are rounded when they are looked up; products with the table are in the compute
+    /// dtype.
+    EmbeddingRows,
     /// The compute dtype: the recipe quantizes no linear layer.
     Recipe,
 }
 
 impl Decision {
-    /// True if the layer is quantized.
+    /// True if the layer's products are quantized.
     pub fn is_quantized(&self) -> bool {
         *self == Decision::Quantized
+    }
+
+    /// True if the layer keeps the state of its recipe between steps.
+    pub(crate) fn has_state(&self) -> bool {
+        match self {
+            Self::Quantized | Self::EmbeddingRows => true,
+            Self::Skipped(_)
+            | Self::NotSelected
+            | Self::Small(_)
+            | Self::Embedding
+            | Self::Recipe => false,
+        }
     }
 }
 
@@ -140,6 +165,7 @@ impl fmt::Display for Decision {
             Decision::NotSelected => write!(f, "compute dtype: not among the layers of only(..)"),
             Decision::Small(bound) => write!(f, "compute dtype: fewer than {bound} weights"),
             Decision::Embedding => write!(f, "compute dtype: an embedding"),
+            Decision::EmbeddingRows => write!(f, "rows quantized: an embedding"),
             Decision::Recipe => write!(f, "compute dtype: the recipe quantizes nothing"),
         }
     }

@@ -4,6 +4,7 @@ pub(crate) mod attention;
 pub(crate) mod flow;
 pub(crate) mod gelu;
 pub(crate) mod layer_norm;
+pub(crate) mod learned_embedding;
 pub(crate) mod learned_linear;
 pub(crate) mod linear;
 pub(crate) mod log_softmax;

@@ -104,6 +104,7 @@ impl<B: DataBackend> Layers<B> {
         record: Option<&LayersRecord>,
     ) -> Self {
         let linear = row.and_then(|row| row.linear.as_ref());
+        let rounds_rows = row.is_some_and(|row| row.embedding.is_some());
         let slots: &'static [Slot] = linear.map_or(&[], |row| row.slots);
         let home = weights.first().map(|weight| weight.device.clone());
         let reports: Vec<(ParamId, LayerReport)> = weights
@@ -111,7 +112,7 @@ impl<B: DataBackend> Layers<B> {
             .map(|weight| {
                 let decision = match linear {
                     None => Decision::Recipe,
-                    Some(_) => weight.decide(&config.policy),
+                    Some(_) => weight.decide(&config.policy, rounds_rows),
                 };
                 let mut paths = weight.paths.into_iter();
                 let report = LayerReport {
@@ -123,14 +124,14 @@ impl<B: DataBackend> Layers<B> {
                 (weight.id, report)
             })
             .collect();
-        let quantized = reports
+        let with_state = reports
             .iter()
-            .filter(|(_, report)| report.decision.is_quantized());
-        let paths = quantized.clone().map(|(_, report)| report.path.clone());
+            .filter(|(_, report)| report.decision.has_state());
+        let paths = with_state.clone().map(|(_, report)| report.path.clone());
         let watch = config.health.clone();
         let all: Vec<_> = reports.iter().map(|(_, it)| it.path.as_str()).collect();
         let watch = watch.map(|it| Watch::new(it, config.threshold, &all, paths.collect()));
-        let values = quantized
+        let values = with_state
             .map(|(id, report)| values_of(record, *id, &report.path))
             .collect();
         let seed = config.seed.unwrap_or_else(layer::seed);
@@ -149,9 +150,10 @@ impl<B: DataBackend> Layers<B> {
         let layers: Vec<_> = reports
             .into_iter()
             .map(|(id, report)| {
-                let quantized = report.decision.is_quantized();
-                let layer = Layer::new(report.path.clone(), index, quantized, bank.clone());
-                index += usize::from(quantized);
+                let decision = report.decision.clone();
+                let has_state = decision.has_state();
+                let layer = Layer::new(report.path.clone(), index, decision, bank.clone());
+                index += usize::from(has_state);
                 Known {
                     id,
                     report,
@@ -214,8 +216,8 @@ impl<B: DataBackend> Layers<B> {
 
     /// Goes on from a record.
     pub fn restore(&self, record: &LayersRecord) {
-        let quantized = self.layers.iter().filter(|it| it.layer.is_quantized());
-        let values = quantized
+        let with_state = self.layers.iter().filter(|it| it.layer.has_state());
+        let values = with_state
             .map(|known| values_of(Some(record), known.id, &known.report.path))
             .collect();
         self.bank.restore(record.seed, record.step, values);
@@ -266,8 +268,8 @@ impl<B: DataBackend> Layers<B> {
 
     /// Waits for the device.
     pub fn record(&self) -> LayersRecord {
-        let quantized = self.layers.iter().filter(|it| it.layer.is_quantized());
-        let layers = quantized
+        let with_state = self.layers.iter().filter(|it| it.layer.has_state());
+        let layers = with_state
             .zip(self.bank.read())
             .map(|(known, slots)| LayerRecord {
                 id: known.id.val(),
@@ -388,13 +390,14 @@ pub(super) struct Weight<B: DataBackend> {
 
 impl<B: DataBackend> Weight<B> {
     /// The policy's decision. A weight that several modules share is quantized only if it would be in each.
-    fn decide(&self, policy: &LayerPolicy) -> Decision {
+    /// `rounds_rows`: the recipe rounds the rows of embeddings.
+    fn decide(&self, policy: &LayerPolicy, rounds_rows: bool) -> Decision {
         let decisions = self.paths.iter().map(|path| match self.embedding {
-            true => policy.decide_embedding(path, self.shape),
+            true => policy.decide_embedding(path, self.shape, rounds_rows),
             false => policy.decide(path, self.shape),
         });
         decisions
-            .max_by_key(|decision| !decision.is_quantized())
+            .max_by_key(|decision| !decision.has_state())
             .unwrap_or(Decision::NotSelected)
     }
 }
@@ -408,7 +411,9 @@ pub(super) fn expected<B: DataBackend>(
 ) -> Vec<ExpectedLayer> {
     let mut layers = Vec::new();
     for weight in weights.iter().filter(|weight| !weight.embedding) {
-        let linear = row.linear.filter(|_| weight.decide(policy).is_quantized());
+        let linear = row
+            .linear
+            .filter(|_| weight.decide(policy, false).is_quantized());
         let operands = linear.map_or(Some(LayerOperands::Floats), |it| it.layer_operands());
         let Some(operands) = operands else { continue };
         let layer = ExpectedLayer {

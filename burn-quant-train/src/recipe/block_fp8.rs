@@ -29,6 +29,7 @@ impl<E: ComputeDtype, const POWERS: bool> Recipe for BlockFp8<E, POWERS> {
         compute: E::DTYPE,
         context: None,
         flow: None,
+        embedding: None,
         linear: Some(block_fp8(match POWERS {
             true => ScaleNumber::E8M0,
             false => ScaleNumber::F32,

@@ -18,6 +18,7 @@ impl<E: ComputeDtype, const BLOCK: usize> Recipe for BlockInt8<E, BLOCK> {
         compute: E::DTYPE,
         context: None,
         flow: None,
+        embedding: None,
         linear: Some(int8(Granularity::Block(BLOCK))),
     };
 }

@@ -23,6 +23,7 @@ impl Row {
     ///     compute: FloatDType::F32,
     ///     context: None,
     ///     flow: None,
+    ///     embedding: None,
     ///     linear: Some(LinearRow {
     ///         forward: Product::of(INT8, INT8),
     ///         input_gradient: Product::Compute,
@@ -46,6 +47,7 @@ impl Row {
     /// #     compute: FloatDType::F32,
     /// #     context: None,
     /// #     flow: None,
+    /// #     embedding: None,
     /// #     linear: Some(LinearRow {
     /// #         forward: Product::of(INT8, INT8),
     /// #         input_gradient: Product::Compute,
@@ -85,11 +87,33 @@ impl Row {
         if let Some(linear) = &self.linear {
             linear.check();
         }
+        if let Some(embedding) = &self.embedding {
+            self.check_embedding(embedding);
+        }
         self
     }
 }
 
 impl Row {
+    const fn check_embedding(&self, cast: &Cast) {
+        let step = match self.embedding_step() {
+            Some(step) => step,
+            None => panic!("the rows of embeddings are rounded by a learned step size"),
+        };
+        cast.check_learned();
+        assert!(
+            matches!(cast.transform, Transform::Identity),
+            "the rows of embeddings are rounded without a transform: no product would cancel it"
+        );
+        assert!(
+            match &self.linear {
+                Some(linear) => linear.declares(step, SlotKind::StepSize),
+                None => false,
+            },
+            "the step size of embeddings is in a slot of kind `SlotKind::StepSize` of the row for linear layers"
+        );
+    }
+
     /// True if linear layers are quantized, by other scales than learned ones.
     const fn gives_back_scaled(&self) -> bool {
         match &self.linear {
@@ -677,6 +701,7 @@ mod tests {
             compute: FloatDType::F32,
             context: None,
             flow: None,
+            embedding: None,
             linear: Some(linear),
         }
     }
@@ -689,6 +714,19 @@ mod tests {
             }),
             ..row(GOOD)
         }
+    }
+
+    fn embedding(cast: Cast, linear: LinearRow) -> Row {
+        Row {
+            embedding: Some(cast),
+            ..row(linear)
+        }
+    }
+
+    #[test]
+    fn rounded_embeddings_are_accepted() {
+        let row = embedding(INT4.with_step("step-w"), LEARNED);
+        assert_eq!(row.checked(), row);
     }
 
     #[test]
@@ -973,6 +1011,11 @@ mod tests {
     #[case::flow_with_residual("no residual", flowing(NEAREST.with_residual(Residual::Always), None))]
     #[case::flow_without_layers("given back by linear layers", Row { linear: None, ..flowing(NEAREST, Some(NEAREST)) })]
     #[case::flow_of_learned("given back by linear layers", Row { linear: Some(LEARNED), ..flowing(NEAREST, Some(NEAREST)) })]
+    #[case::embedding_of_data("by a learned step size", embedding(INT4, LEARNED))]
+    #[case::embedding_at_random("to nearest", embedding(INT4.with_step("step-w").stochastic(), LEARNED))]
+    #[case::embedding_of_transform("without a transform", embedding(W, LEARNED))]
+    #[case::embedding_without_slot("in a slot of kind", embedding(INT4.with_step("step-e"), LEARNED))]
+    #[case::embedding_without_slots("in a slot of kind", embedding(INT4.with_step("step-w"), GOOD))]
     #[case::flow_at_random("rounded to nearest", flowing(NEAREST.stochastic(), None))]
     #[case::flow_of_rows_back(
         "blocks or for groups",

@@ -31,6 +31,7 @@ impl<E: ComputeDtype, const GROUP: usize> Recipe for CoatFp8<E, GROUP> {
                 activations: Cast::new(Number::E4M3, Granularity::Group(GROUP)),
                 gradients: None,
             }),
+            embedding: None,
             linear: Some(LinearRow {
                 forward: Product::of(of_matrix, of_matrix).fast(),
                 input_gradient: Product::of(E5M2, of_matrix),

@@ -23,6 +23,7 @@ impl<E: ComputeDtype> Recipe for CurrentFp8<E> {
         compute: E::DTYPE,
         context: None,
         flow: None,
+        embedding: None,
         linear: Some(LinearRow {
             forward: Product::of(E4M3, E4M3).fast(),
             input_gradient: Product::of(E5M2, E4M3),

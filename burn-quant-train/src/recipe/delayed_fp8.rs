@@ -25,6 +25,7 @@ impl<E: ComputeDtype> Recipe for DelayedFp8<E> {
         compute: E::DTYPE,
         context: None,
         flow: None,
+        embedding: None,
         linear: Some(LinearRow {
             forward: Product::of(X, W).fast(),
             input_gradient: Product::of(DY, W),

@@ -26,6 +26,7 @@ impl<E: ComputeDtype, const BLOCK: usize> Recipe for FallbackInt8<E, BLOCK> {
         compute: E::DTYPE,
         context: None,
         flow: None,
+        embedding: None,
         linear: Some(fallback_int8(BLOCK)),
     };
 }

@@ -21,6 +21,7 @@ impl<E: ComputeDtype> Recipe for HadamardInt4<E> {
         compute: E::DTYPE,
         context: None,
         flow: None,
+        embedding: Some(EMBEDDING),
         linear: Some(learned_int4(HADAMARD, SPLIT, Sampling::LeverageScore)),
     };
 }
@@ -30,6 +31,8 @@ pub(super) const LSQ: [Cast; 2] = [
     Cast::new(Number::Int4, Granularity::Tensor).with_step(STEPS[0].name),
     Cast::new(Number::Int4, Granularity::Tensor).with_step(STEPS[1].name),
 ];
+/// The rows of embeddings, by the step size of their table: LSQ without a transform (section 5).
+pub(super) const EMBEDDING: Cast = LSQ[1];
 /// The same of their Hadamard transforms.
 pub(super) const HADAMARD: [Cast; 2] = [
     LSQ[0].with_hadamard(SIZE.name),

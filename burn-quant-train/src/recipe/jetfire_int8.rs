@@ -29,6 +29,7 @@ impl<E: ComputeDtype, const BLOCK: usize> Recipe for JetfireInt8<E, BLOCK> {
                 activations: forward,
                 gradients: Some(backward),
             }),
+            embedding: None,
             linear: Some(LinearRow {
                 forward: Product::of(forward, forward),
                 input_gradient: Product::of(backward, forward),

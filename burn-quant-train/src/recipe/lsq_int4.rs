@@ -6,7 +6,7 @@ use burn_backend::bf16;
 
 use super::{
     Cast, ComputeDtype, Granularity, Number, Recipe, Row, Sampling,
-    hadamard_int4::{LSQ, learned_int4},
+    hadamard_int4::{EMBEDDING, LSQ, learned_int4},
 };
 
 /// A baseline of int4-hq-lss (section 5): learned step sizes without a transform (LSQ), and dY in INT4 by its largest
@@ -21,6 +21,7 @@ impl<E: ComputeDtype> Recipe for LsqInt4<E> {
         compute: E::DTYPE,
         context: None,
         flow: None,
+        embedding: Some(EMBEDDING),
         linear: Some(learned_int4(LSQ, MINIMAX, Sampling::All)),
     };
 }

@@ -6,7 +6,7 @@ use burn_backend::bf16;
 
 use super::{
     Cast, ComputeDtype, Granularity, Number, Recipe, Row, Sampling,
-    hadamard_int4::{LSQ, learned_int4},
+    hadamard_int4::{EMBEDDING, LSQ, learned_int4},
 };
 
 /// The state of the art that int4-hq-lss compares with (section 5): learned step sizes without a transform (LSQ), and
@@ -23,6 +23,7 @@ impl<E: ComputeDtype> Recipe for LuqInt4<E> {
         compute: E::DTYPE,
         context: None,
         flow: None,
+        embedding: Some(EMBEDDING),
         linear: Some(learned_int4(LSQ, LUQ, Sampling::All)),
     };
 }

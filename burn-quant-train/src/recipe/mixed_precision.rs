@@ -18,6 +18,7 @@ impl<E: ComputeDtype> Recipe for MixedPrecision<E> {
         compute: E::DTYPE,
         context: None,
         flow: None,
+        embedding: None,
         linear: None,
     };
 }

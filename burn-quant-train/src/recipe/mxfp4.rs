@@ -25,6 +25,7 @@ impl<E: ComputeDtype> Recipe for Mxfp4<E> {
         compute: E::DTYPE,
         context: None,
         flow: None,
+        embedding: None,
         linear: Some(LinearRow {
             forward: Product::of(E2M1, E2M1),
             input_gradient: Product::of(E5M2, microscaled(Number::E4M3)),

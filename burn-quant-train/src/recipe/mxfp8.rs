@@ -24,6 +24,7 @@ impl<E: ComputeDtype> Recipe for Mxfp8<E> {
         compute: E::DTYPE,
         context: None,
         flow: None,
+        embedding: None,
         linear: Some(LinearRow {
             forward: Product::of(E4M3, E4M3),
             input_gradient: Product::of(E4M3, E4M3),

@@ -50,6 +50,7 @@ impl<E: ComputeDtype> Recipe for Named<E> {
         compute: E::DTYPE,
         context: None,
         flow: None,
+        embedding: None,
         linear: None,
     };
 

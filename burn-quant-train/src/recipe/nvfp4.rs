@@ -29,6 +29,7 @@ impl<E: ComputeDtype> Recipe for Nvfp4<E> {
         compute: E::DTYPE,
         context: None,
         flow: None,
+        embedding: None,
         linear: Some(LinearRow {
             forward: Product::of(GROUP, BLOCK),
             input_gradient: Product::of(GROUP.stochastic(), BLOCK),

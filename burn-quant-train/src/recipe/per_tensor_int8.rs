@@ -18,6 +18,7 @@ impl<E: ComputeDtype> Recipe for PerTensorInt8<E> {
         compute: E::DTYPE,
         context: None,
         flow: None,
+        embedding: None,
         linear: Some(int8(Granularity::Tensor)),
     };
 }

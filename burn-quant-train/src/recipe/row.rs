@@ -184,11 +184,28 @@ pub struct Row {
     pub context: Option<Context>,
     /// The numbers in which values pass between linear layers; `None`: in the compute dtype.
     pub flow: Option<Flow>,
+    /// How rows of embeddings' tables are rounded when a model in training looks them up; `None`: not at all.
+    pub embedding: Option<Cast>,
     /// The products of quantized linear layers; `None`: nothing is quantized.
     pub linear: Option<LinearRow>,
 }
 
 impl Row {
+    /// The slot of the step size by which rows of embeddings are rounded, if they are.
+    pub(crate) const fn embedding_step(&self) -> Option<&'static str> {
+        match self.embedding {
+            Some(Cast {
+                source: ScaleSource::Step(slot),
+                ..
+            }) => Some(slot),
+            Some(Cast {
+                source: ScaleSource::Data | ScaleSource::History(_),
+                ..
+            })
+            | None => None,
+        }
+    }
+
     /// The recipe's name as a type, with the line about it.
     pub const fn name(&self) -> Name {
         Name {

@@ -23,6 +23,7 @@ impl<E: ComputeDtype> Recipe for RowwiseFp8<E> {
         compute: E::DTYPE,
         context: None,
         flow: None,
+        embedding: None,
         linear: Some(LinearRow {
             forward: Product::of(PER_ROW, PER_ROW).fast(),
             input_gradient: Product::of(PER_ROW, PER_TENSOR),

@@ -6,7 +6,7 @@ use burn_backend::bf16;
 
 use super::{
     ComputeDtype, Recipe, Row, Sampling,
-    hadamard_int4::{HADAMARD, SPLIT, learned_int4},
+    hadamard_int4::{EMBEDDING, HADAMARD, SPLIT, learned_int4},
 };
 
 /// [`HadamardInt4`](super::HadamardInt4) with all rows of both parts of dY in the place of sampled ones (int4-hq-lss,
@@ -23,6 +23,7 @@ impl<E: ComputeDtype> Recipe for SplitInt4<E> {
         compute: E::DTYPE,
         context: None,
         flow: None,
+        embedding: Some(EMBEDDING),
         linear: Some(learned_int4(HADAMARD, SPLIT, Sampling::All)),
     };
 }

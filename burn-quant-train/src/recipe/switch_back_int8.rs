@@ -21,6 +21,7 @@ impl<E: ComputeDtype> Recipe for SwitchBackInt8<E> {
         compute: E::DTYPE,
         context: None,
         flow: None,
+        embedding: None,
         linear: Some(LinearRow {
             forward: Product::of(PER_ROW, PER_ROW),
             input_gradient: Product::of(PER_ROW, PER_ROW),

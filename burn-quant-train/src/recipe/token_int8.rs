@@ -21,6 +21,7 @@ impl<E: ComputeDtype> Recipe for TokenInt8<E> {
         compute: E::DTYPE,
         context: None,
         flow: None,
+        embedding: None,
         linear: Some(int8(Granularity::Row)),
     };
 }

@@ -92,7 +92,11 @@ pub trait Recorded<B: DataBackend, const N: usize>: Clone + Send + Sync + 'stati
 /// `Autodiff` over one.
 pub trait QuantBackend: Backend {
     /// The backend that holds the data.
-    type Base: DataBackend<Device = Device<Self>, BoolTensorPrimitive = Self::BoolTensorPrimitive>;
+    type Base: DataBackend<
+            Device = Device<Self>,
+            IntTensorPrimitive = Self::IntTensorPrimitive,
+            BoolTensorPrimitive = Self::BoolTensorPrimitive,
+        >;
 
     /// The backend that runs the operations: this one, or the same autodiff over [`Held`].
     type Inside: Backend<
