@@ -38,7 +38,7 @@ impl<B: QuantBackend, R: Recipe> ModuleOps<Self> for QuantTrain<B, R> {
         products::linear::<B, R>(x, weight, bias)
     }
 
-    /// See [`embedding`].
+    /// The rows that are looked up, in the compute dtype; a recipe may round them.
     fn embedding(weights: FloatTensor<Self>, indices: IntTensor<Self>) -> FloatTensor<Self> {
         let _scope = Self::scope();
         embedding::embedding::<B, R>(weights, indices)
