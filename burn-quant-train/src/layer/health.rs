@@ -56,8 +56,8 @@ pub(crate) struct MomentSample<B: DataBackend> {
 pub(crate) struct Watch<B: DataBackend> {
     config: HealthConfig,
     controller: DelayThreshold,
-    /// The paths of the quantized layers, in their order.
-    paths: Vec<String>,
+    /// The paths of the layers that keep state, in their order.
+    with_state: Vec<String>,
     /// The places of all layers in module order.
     places: HashMap<String, u64>,
     is_on: AtomicBool,
@@ -92,12 +92,13 @@ struct Reports {
 }
 
 impl<B: DataBackend> Watch<B> {
-    /// Measures the layers at these paths, quantized or not; `quantized` are those that the recipe quantizes.
+    /// Measures the layers at these paths, quantized or not; `with_state` are those that keep state between
+    /// steps.
     pub fn new(
         config: HealthConfig,
         controller: DelayThreshold,
         paths: &[&str],
-        quantized: Vec<String>,
+        with_state: Vec<String>,
     ) -> Self {
         for pattern in &config.layers {
             if !paths.iter().any(|path| covers(pattern, path)) {
@@ -110,7 +111,7 @@ impl<B: DataBackend> Watch<B> {
         Self {
             config,
             controller,
-            paths: quantized,
+            with_state,
             places: paths.iter().map(|it| (*it).to_owned()).zip(0..).collect(),
             is_on: AtomicBool::new(true),
             present: Mutex::new(Present::at(Now::default())),
@@ -230,7 +231,7 @@ impl<B: DataBackend> Watch<B> {
             moment_figures(layer, moment, format, elements, &numbers, &counts)
         });
         let rate = rate_of(THRESHOLD);
-        let layers = self.paths.iter().zip(values).map(|(path, slots)| {
+        let layers = self.with_state.iter().zip(values).map(|(path, slots)| {
             let first = |name: &str| slots.get(name)?.first().copied();
             LayerState {
                 layer: path.clone(),

@@ -102,11 +102,6 @@ impl<B: DataBackend> Layer<B> {
         self.decision == Decision::EmbeddingRows
     }
 
-    /// True if the layer keeps state between steps.
-    pub(crate) fn has_state(&self) -> bool {
-        self.decision.has_state()
-    }
-
     /// The bank, shared with the other layers of the model.
     pub fn bank(&self) -> &Arc<Bank<B>> {
         &self.bank

@@ -17,7 +17,7 @@ const VERSION_2: u64 = 0x7175_616e_7400_0002;
 const MARK: u64 = !0xffff;
 const FIELDS: [&str; 4] = ["version", "seed", "step", "layers"];
 
-/// The state of one quantized layer.
+/// The state of one quantized layer, or of an embedding whose rows are rounded.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct LayerRecord {
     /// The weight's `ParamId`.
@@ -40,14 +40,14 @@ impl LayerRecord {
     }
 }
 
-/// The state of all quantized layers.
+/// The state of all layers that keep some: quantized ones, and embeddings whose rows are rounded.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct LayersRecord {
     /// The seed of stochastic rounding.
     pub seed: u64,
     /// Optimizer steps taken: the position in the stream of random numbers.
     pub step: u64,
-    /// One entry for each quantized layer, in module order.
+    /// One entry for each, in module order.
     pub layers: Vec<LayerRecord>,
 }
 

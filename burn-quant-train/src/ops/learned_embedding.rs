@@ -1,13 +1,13 @@
 //! Embeddings whose rows are rounded to INT4 by a learned step size as they are looked up: LSQ without a transform
 //! (int4-hq-lss, sections 3.1 and 5, equation 4, Appendix A.3).
 //!
-//! What is rounded is a row at a time, and what is saved is nothing but the indices: the backward pass looks the rows up
-//! again. A row that several tokens have counts once for each, as the gradient of the table adds them up.
+//! Rows are rounded, not the table, and none are saved: the backward pass looks them up again. A row that several tokens
+//! have counts once for each, as the gradient of the table adds them up.
 
 use std::sync::Arc;
 
 use burn_backend::{
-    FloatDType, Scalar, Shape, Slice, TensorMetadata,
+    FloatDType, Scalar, TensorMetadata,
     tensor::{FloatTensor, IntTensor},
 };
 
@@ -15,8 +15,9 @@ use super::{matrix::flatten, run::Run};
 use crate::{
     data::{
         DataBackend, Kernels, Layout, Operation,
+        composition::embedding_gradient,
         learned_step::{ElementSource, Gradient, HadamardSize, HadamardTransform, LearnedStep},
-        tensors::{Bundle, Change, FloatMeta, Outline, Tensors},
+        tensors::{FloatMeta, On, Tensors},
     },
     layer::{Call, Layer},
     saved::{HeldTensor, recorded::Recorded},
@@ -55,7 +56,8 @@ pub(crate) struct Saved<B: DataBackend> {
     settled: Settled,
     table: HeldTensor<B>,
     indices: IntTensor<B>,
-    step: FloatTensor<B>,
+    /// FP32 `[layers]`.
+    steps: FloatTensor<B>,
 }
 
 impl<B: DataBackend> Clone for Saved<B> {
@@ -64,7 +66,7 @@ impl<B: DataBackend> Clone for Saved<B> {
             layer: self.layer.clone(),
             table: self.table.clone(),
             indices: self.indices.clone(),
-            step: self.step.clone(),
+            steps: self.steps.clone(),
             ..*self
         }
     }
@@ -109,28 +111,29 @@ impl<B: DataBackend> Recorded<B, 1> for LearnedEmbedding<B> {
             Run::Next => self.settle(&table),
             Run::First(settled) | Run::Second(settled) => settled,
         };
-        let layer = &self.layer;
-        let operation = LookUp {
-            compute: self.compute,
-            layer: layer.index(),
-            sets_step: settled.is_cold,
-        };
-        let inputs = TableRows {
-            table: table.cell().read(),
-            indices: self.indices.clone(),
-            steps: layer.step_size(self.slot, &device, settled.call.step).steps,
-        };
-        let LookedUp { rows, step, steps } = B::run(operation, inputs);
-        if let Some(steps) = steps.filter(|_| !self.run.is_second()) {
-            layer.set_step_size(self.slot, &device, settled.call, steps);
+        let Settled { call, is_cold } = settled;
+        let layer = self.layer.index();
+        let mut steps = self.layer.step_size(self.slot, &device, call.step).steps;
+        if is_cold {
+            steps = B::run(ColdStep { layer }, (table.cell().read(), steps));
+            if !self.run.is_second() {
+                let set = steps.clone();
+                self.layer.set_step_size(self.slot, &device, call, set);
+            }
         }
+        let rows = B::embedding(table.cell().read(), self.indices.clone());
+        let operation = RoundRows {
+            layer,
+            compute: self.compute,
+        };
+        let rows = B::run(operation, (rows, steps.clone()));
         let saved = Saved {
             layer: self.layer,
             slot: self.slot,
             settled,
             table,
             indices: self.indices,
-            step,
+            steps,
         };
         (HeldTensor::of("embedding", rows), saved)
     }
@@ -144,223 +147,105 @@ impl<B: DataBackend> Recorded<B, 1> for LearnedEmbedding<B> {
             return [None];
         }
         let device = B::float_device(&gradient);
-        let inputs = GradientInputs {
-            gradient,
-            rows: TableRows {
-                table: saved.table.into_value(),
-                indices: saved.indices,
-                steps: saved.step,
-            },
+        let (table, indices) = (saved.table.into_value(), saved.indices);
+        let operation = StraightThrough {
+            layer: saved.layer.index(),
+            elements: table.shape().num_elements(),
         };
-        let TableGradient { table, step } = B::run(LookUpBackward, inputs);
+        let rows = B::embedding(table.clone(), indices.clone());
+        let (passed, step) = B::run(operation, (gradient, (rows, saved.steps)));
         let Settled { call, is_cold } = saved.settled;
         if !is_cold {
             saved
                 .layer
                 .add_step_gradient(saved.slot, &device, call, step);
         }
-        [Some(table)]
+        [Some(embedding_gradient::<B>(table, passed, indices))]
     }
 }
 
-/// The shape of the rows of a table at indices of this shape.
-fn rows_shape(table: &Shape, indices: &Shape) -> Shape {
-    let columns = table[table.num_dims() - 1];
-    Shape::from([indices.as_slice(), &[columns]].concat())
-}
-
-/// Rows of a table, and step sizes.
+/// The steps with that of the layer set by a table.
 #[derive(Debug, Clone)]
-struct TableRows<T: Tensors> {
-    /// `[rows, columns]`, of any float dtype.
-    table: T::Float,
-    /// `[..]`.
-    indices: T::Int,
-    /// FP32, `[layers]` or that of this one.
-    steps: T::Float,
-}
-
-impl Bundle for TableRows<Outline> {
-    type On<T: Tensors> = TableRows<T>;
-
-    fn rebuild<S: Tensors, T: Tensors>(
-        inputs: TableRows<S>,
-        change: &mut impl Change<S, T>,
-    ) -> TableRows<T> {
-        TableRows {
-            table: change.float(inputs.table),
-            indices: change.int(inputs.indices),
-            steps: change.float(inputs.steps),
-        }
-    }
-}
-
-/// The forward pass.
-#[derive(Debug, Clone)]
-struct LookUp {
-    /// The dtype of the rows.
-    compute: FloatDType,
-    /// The index of the layer among the step sizes.
+struct ColdStep {
     layer: usize,
-    /// True if the step size is set before it is used.
-    sets_step: bool,
 }
 
+impl Operation for ColdStep {
+    const NAME: &'static str = "learned_embedding_cold_step";
+    /// The table `[rows, columns]`, and FP32 `[layers]`.
+    type Inputs = (FloatMeta, FloatMeta);
+    type Outputs = FloatMeta;
+
+    fn outline<T: Tensors>(&self, (_, steps): &On<Self::Inputs, T>) -> FloatMeta {
+        FloatMeta::of(steps)
+    }
+
+    fn run<K: Kernels>(self, (table, steps): On<Self::Inputs, K>) -> FloatTensor<K> {
+        let layer = self.layer;
+        K::cold_step(table, LearnedStep { steps, layer }, AS_IT_IS)
+    }
+}
+
+/// Rows, rounded by the step size of a layer.
 #[derive(Debug, Clone)]
-struct LookedUp<T: Tensors> {
-    /// `[.., columns]`.
-    rows: T::Float,
-    /// The step size that rounded them, FP32 `[1]`.
-    step: T::Float,
-    /// FP32 `[layers]`, if the step size was set.
-    steps: Option<T::Float>,
+struct RoundRows {
+    layer: usize,
+    /// The dtype of the result.
+    compute: FloatDType,
 }
 
-impl Bundle for LookedUp<Outline> {
-    type On<T: Tensors> = LookedUp<T>;
+impl Operation for RoundRows {
+    const NAME: &'static str = "learned_embedding_round";
+    /// Rows `[.., columns]`, and FP32 `[layers]`.
+    type Inputs = (FloatMeta, FloatMeta);
+    type Outputs = FloatMeta;
 
-    fn rebuild<S: Tensors, T: Tensors>(
-        outputs: LookedUp<S>,
-        change: &mut impl Change<S, T>,
-    ) -> LookedUp<T> {
-        LookedUp {
-            rows: change.float(outputs.rows),
-            step: change.float(outputs.step),
-            steps: outputs.steps.map(|steps| change.float(steps)),
-        }
+    fn outline<T: Tensors>(&self, (rows, _): &On<Self::Inputs, T>) -> FloatMeta {
+        FloatMeta::new(rows.shape(), self.compute)
+    }
+
+    fn run<K: Kernels>(self, (rows, steps): On<Self::Inputs, K>) -> FloatTensor<K> {
+        let (shape, layer) = (rows.shape(), self.layer);
+        let step = LearnedStep { steps, layer };
+        let rows = flatten::<K>(rows);
+        let rounded = K::quantize_learned(rows, &step, AS_IT_IS, Layout::RowMajor, None);
+        let rows = K::dequantize_matrix(&rounded.matrix, self.compute);
+        K::float_reshape(rows, shape)
     }
 }
 
-impl Operation for LookUp {
-    const NAME: &'static str = "learned_embedding_forward";
-    type Inputs = TableRows<Outline>;
-    type Outputs = LookedUp<Outline>;
-
-    fn outline<T: Tensors>(&self, inputs: &TableRows<T>) -> LookedUp<Outline> {
-        let rows = rows_shape(&inputs.table.shape(), &inputs.indices.shape());
-        LookedUp {
-            rows: FloatMeta::new(rows, self.compute),
-            step: FloatMeta::new([1], FloatDType::F32),
-            steps: self.sets_step.then(|| FloatMeta::of(&inputs.steps)),
-        }
-    }
-
-    fn run<K: Kernels>(self, inputs: TableRows<K>) -> LookedUp<K> {
-        let TableRows {
-            table,
-            indices,
-            steps,
-        } = inputs;
-        let of_layer = |steps| LearnedStep {
-            steps,
-            layer: self.layer,
-        };
-        let shape = rows_shape(&table.shape(), &indices.shape());
-        let set = self
-            .sets_step
-            .then(|| K::cold_step(table.clone(), of_layer(steps.clone()), AS_IT_IS));
-        let step = of_layer(set.clone().unwrap_or(steps));
-        let rows = flatten::<K>(K::embedding(table, indices));
-        let rows = K::quantize_learned(rows, &step, AS_IT_IS, Layout::RowMajor, None).matrix;
-        let rows = K::dequantize_matrix(&rows, self.compute);
-        LookedUp {
-            rows: K::float_reshape(rows, shape),
-            step: K::float_slice(step.steps, &[Slice::from(self.layer..self.layer + 1)]),
-            steps: set,
-        }
-    }
-}
-
-/// The backward pass: the gradients of the table and of its step size.
+/// The gradients of rows before they were rounded, and of the step size, FP32 `[1]` (equation 4 and Appendix A.3).
 #[derive(Debug, Clone)]
-struct LookUpBackward;
-
-#[derive(Debug, Clone)]
-struct GradientInputs<T: Tensors> {
-    /// That of the rows, `[.., columns]`, of any float dtype.
-    gradient: T::Float,
-    /// What was looked up, with the step size that rounded it.
-    rows: TableRows<T>,
+struct StraightThrough {
+    layer: usize,
+    /// The n of A.3: the elements of the table, of which not all were looked up, and some several times.
+    elements: usize,
 }
 
-impl Bundle for GradientInputs<Outline> {
-    type On<T: Tensors> = GradientInputs<T>;
-
-    fn rebuild<S: Tensors, T: Tensors>(
-        inputs: GradientInputs<S>,
-        change: &mut impl Change<S, T>,
-    ) -> GradientInputs<T> {
-        GradientInputs {
-            gradient: change.float(inputs.gradient),
-            rows: TableRows::rebuild(inputs.rows, change),
-        }
-    }
-}
-
-#[derive(Debug, Clone)]
-struct TableGradient<T: Tensors> {
-    /// `[rows, columns]`, in the dtype of the table.
-    table: T::Float,
-    /// FP32 `[1]`.
-    step: T::Float,
-}
-
-impl Bundle for TableGradient<Outline> {
-    type On<T: Tensors> = TableGradient<T>;
-
-    fn rebuild<S: Tensors, T: Tensors>(
-        gradients: TableGradient<S>,
-        change: &mut impl Change<S, T>,
-    ) -> TableGradient<T> {
-        TableGradient {
-            table: change.float(gradients.table),
-            step: change.float(gradients.step),
-        }
-    }
-}
-
-impl Operation for LookUpBackward {
+impl Operation for StraightThrough {
     const NAME: &'static str = "learned_embedding_backward";
-    type Inputs = GradientInputs<Outline>;
-    type Outputs = TableGradient<Outline>;
+    /// The gradient of the rounded rows, of any float dtype; the rows `[.., columns]`, and FP32 `[layers]`.
+    type Inputs = (FloatMeta, (FloatMeta, FloatMeta));
+    type Outputs = (FloatMeta, FloatMeta);
 
-    fn outline<T: Tensors>(&self, inputs: &GradientInputs<T>) -> TableGradient<Outline> {
-        TableGradient {
-            table: FloatMeta::of(&inputs.rows.table),
-            step: FloatMeta::new([1], FloatDType::F32),
-        }
+    fn outline<T: Tensors>(&self, (_, (rows, _)): &On<Self::Inputs, T>) -> Self::Outputs {
+        (FloatMeta::of(rows), FloatMeta::new([1], FloatDType::F32))
     }
 
-    fn run<K: Kernels>(self, inputs: GradientInputs<K>) -> TableGradient<K> {
-        let GradientInputs {
-            gradient,
-            rows:
-                TableRows {
-                    table,
-                    indices,
-                    steps,
-                },
-        } = inputs;
-        let (shape, table_shape) = (gradient.shape(), table.shape());
-        let step = LearnedStep { steps, layer: 0 };
-        let source = ElementSource::Exact {
-            x: flatten::<K>(K::embedding(table.clone(), indices.clone())),
-            step,
-        };
+    fn run<K: Kernels>(
+        self,
+        (gradient, (rows, steps)): On<Self::Inputs, K>,
+    ) -> On<Self::Outputs, K> {
+        let (shape, dtype, layer) = (rows.shape(), rows.dtype().into(), self.layer);
         let gradient = Gradient::Dense(flatten::<K>(gradient));
-        let dtype = table.dtype().into();
-        let [passed, step] = K::learned_step_backward(gradient, source, AS_IT_IS, dtype);
-        let passed = K::float_reshape(passed, shape.clone());
-        let gradient = match K::composition_kernels(&K::float_device(&table)) {
-            Some(kernels) => (kernels.embedding_gradient)(passed, indices, table_shape[0]),
-            None => K::embedding_backward(table, passed, indices),
+        let source = ElementSource::Exact {
+            x: flatten::<K>(rows),
+            step: LearnedStep { steps, layer },
         };
-        // The n of A.3 is that of the table, and not of the rows that were looked up.
-        let elements = |shape: &Shape| shape.num_elements() as f64;
-        let ratio = (elements(&shape) / elements(&table_shape)).sqrt();
-        TableGradient {
-            table: gradient,
-            step: K::float_mul_scalar(step, Scalar::from(ratio as f32)),
-        }
+        let [passed, step] = K::learned_step_backward(gradient, source, AS_IT_IS, dtype);
+        // The kernel's n is that of the rows.
+        let ratio = (shape.num_elements() as f64 / self.elements as f64).sqrt();
+        let step = K::float_mul_scalar(step, Scalar::from(ratio as f32));
+        (K::float_reshape(passed, shape), step)
     }
 }

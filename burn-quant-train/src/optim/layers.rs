@@ -214,10 +214,16 @@ impl<B: DataBackend> Layers<B> {
         Some(layers)
     }
 
+    /// Those that keep state between steps.
+    fn with_state(&self) -> impl Iterator<Item = &Known<B>> {
+        let layers = self.layers.iter();
+        layers.filter(|known| known.report.decision.has_state())
+    }
+
     /// Goes on from a record.
     pub fn restore(&self, record: &LayersRecord) {
-        let with_state = self.layers.iter().filter(|it| it.layer.has_state());
-        let values = with_state
+        let values = self
+            .with_state()
             .map(|known| values_of(Some(record), known.id, &known.report.path))
             .collect();
         self.bank.restore(record.seed, record.step, values);
@@ -268,8 +274,8 @@ impl<B: DataBackend> Layers<B> {
 
     /// Waits for the device.
     pub fn record(&self) -> LayersRecord {
-        let with_state = self.layers.iter().filter(|it| it.layer.has_state());
-        let layers = with_state
+        let layers = self
+            .with_state()
             .zip(self.bank.read())
             .map(|(known, slots)| LayerRecord {
                 id: known.id.val(),

@@ -1,7 +1,6 @@
 //! Module operations on cells.
 
 use burn_backend::{
-    TensorMetadata,
     ops::{
         AttentionModuleOptions, ConvOptions, ConvTransposeOptions, DeformConv2dBackward,
         DeformConvOptions, InterpolateOptions, MaxPool1dBackward, MaxPool1dWithIndices,
@@ -12,10 +11,7 @@ use burn_backend::{
 
 use super::{Held, HeldTensor, forward::forward};
 use crate::{
-    data::{
-        DataBackend,
-        composition::{CompositionKernels, EmbeddingGradient},
-    },
+    data::{DataBackend, composition::embedding_gradient},
     operations::module_operations,
 };
 
@@ -30,21 +26,13 @@ impl<B: DataBackend> ModuleOps<Self> for Held<B> {
     layer_norm(tensor: Float, gamma: Float, beta: OptFloat, epsilon: (f64)) -> Float;
     }
 
-    /// By a kernel where there is one: Burn's adds one token after the other.
     fn embedding_backward(
         weights: FloatTensor<Self>,
         output_grad: FloatTensor<Self>,
         indices: IntTensor<Self>,
     ) -> FloatTensor<Self> {
-        let (weights, gradient) = (weights.into_value(), output_grad.into_value());
-        let has_kernel = B::Kernels::composition_kernels(&B::float_device(&weights)).is_some();
-        let gradient = match has_kernel {
-            true => {
-                let rows = weights.shape()[0];
-                B::run(EmbeddingGradient { rows }, (gradient, indices))
-            }
-            false => B::embedding_backward(weights, gradient, indices),
-        };
+        let (table, gradient) = (weights.into_value(), output_grad.into_value());
+        let gradient = embedding_gradient::<B>(table, gradient, indices);
         HeldTensor::of("embedding_backward", gradient)
     }
 }

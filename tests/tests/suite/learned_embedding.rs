@@ -37,6 +37,7 @@ type Lsq<B> = QuantTrain<Autodiff<B>, LsqInt4<f32>>;
 
 const ROWS: usize = 50;
 const COLS: usize = 37;
+const AS_IT_IS: HadamardTransform = HadamardTransform::of_columns(HadamardSize::IDENTITY);
 
 /// A table with outliers.
 fn table(rng: &mut Rng) -> Vec<f32> {
@@ -80,8 +81,7 @@ fn slot<B: LayerBackend, O>(optim: &QuantOptimizer<O, B>, name: &str) -> f32 {
 
 /// The table by its reference at a step size.
 fn quantized(table: &[f32], step: f32) -> learned_step::LearnedStepQuantized {
-    let as_it_is = HadamardTransform::of_columns(HadamardSize::IDENTITY);
-    learned_step::quantize(table, [ROWS, COLS], as_it_is, step)
+    learned_step::quantize(table, [ROWS, COLS], AS_IT_IS, step)
 }
 
 fn definition<B: DataBackend>(seed: u64) {
@@ -136,8 +136,7 @@ fn definition<B: DataBackend>(seed: u64) {
             assert_ne!(after, size, "{what}: the step size moves");
             first_before = first;
         } else {
-            let as_it_is = HadamardTransform::of_columns(HadamardSize::IDENTITY);
-            let cold = learned_step::cold_step(&table, [ROWS, COLS], as_it_is, 1.0);
+            let cold = learned_step::cold_step(&table, [ROWS, COLS], AS_IT_IS, 1.0);
             assert!((after / cold - 1.0).abs() < 1e-5, "{what}: {after}, {cold}");
         }
         before = Some(after);

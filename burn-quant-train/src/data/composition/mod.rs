@@ -18,8 +18,8 @@ pub use kernels::{
     RotaryTables, WithCopies, WithPair,
 };
 pub(crate) use operations::{
-    Dense, EmbeddingGradient, GeluForward, GeluGradient, LayerNormForward, LayerNormGradients,
-    LogSoftmaxForward, LogSoftmaxGradient, RmsNormForward, RmsNormGradients, RotaryPositions,
-    SumOfElements, SwigluCompressing, SwigluForward, SwigluGradients, gradient_of_terms,
+    Dense, GeluForward, GeluGradient, LayerNormForward, LayerNormGradients, LogSoftmaxForward,
+    LogSoftmaxGradient, RmsNormForward, RmsNormGradients, RotaryPositions, SumOfElements,
+    SwigluCompressing, SwigluForward, SwigluGradients, embedding_gradient, gradient_of_terms,
     with_other,
 };

@@ -11,11 +11,11 @@ use cubecl_kernels::{
 
 use super::{
     OperatorInput, floats,
-    kernels::{Compositions, NormInput, Pair},
+    kernels::{CompositionKernels, Compositions, NormInput, Pair},
 };
 use crate::data::{
     kernels::Kernels,
-    operation::Operation,
+    operation::{DataBackend, Operation},
     quantize::Quantized,
     tensors::{FloatMeta, IntMeta, On, Outline, Tensors},
 };
@@ -431,10 +431,26 @@ impl Operation for Dense {
     }
 }
 
+/// The gradient of an embedding's table `[rows, columns]` from that of the rows at these indices, `[.., columns]`, by a
+/// kernel where there is one: Burn's adds one token after the other.
+pub(crate) fn embedding_gradient<B: DataBackend>(
+    table: FloatTensor<B>,
+    gradient: FloatTensor<B>,
+    indices: IntTensor<B>,
+) -> FloatTensor<B> {
+    match B::Kernels::composition_kernels(&B::float_device(&table)) {
+        Some(_) => {
+            let rows = table.shape()[0];
+            B::run(EmbeddingGradient { rows }, (gradient, indices))
+        }
+        None => B::embedding_backward(table, gradient, indices),
+    }
+}
+
 /// The gradient of an embedding's table.
 #[derive(Debug, Clone)]
-pub(crate) struct EmbeddingGradient {
-    pub rows: usize,
+struct EmbeddingGradient {
+    rows: usize,
 }
 
 impl Operation for EmbeddingGradient {
