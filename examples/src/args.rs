@@ -4,10 +4,10 @@ use std::fmt::{self, Display};
 use std::path::PathBuf;
 
 use anyhow::Result;
-use burn_quant_train::layer::DelayThreshold;
+use burn_quant_train::layer::{DelayThreshold, LayerPolicy};
 use burn_quant_train::optim::{self, QuantAdamWConfig, StateFormat};
 use burn_quant_train::recipe::context::{self, ContextFormat};
-use burn_quant_train::recipe::{Context, NAMES, Name};
+use burn_quant_train::recipe::{Context, NAMES, Name, SlotKind};
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{Parser, ValueEnum};
 use serde::{Deserialize, Serialize};
@@ -65,6 +65,9 @@ pub struct Args {
     /// Which parts of the model keep their input alone and run again in the backward pass [default: none]
     #[arg(long, value_enum)]
     pub checkpointing: Option<Checkpointing>,
+    /// Which products of two activations INT4 recipes quantize [default: none]
+    #[arg(long, value_enum)]
+    pub products: Option<Products>,
     /// How fallback thresholds follow fallback rates [default: settling]
     #[arg(long, value_enum)]
     pub threshold: Option<Threshold>,
@@ -379,6 +382,34 @@ pub enum Checkpointing {
     None,
     /// Each layer of the decoder.
     Layers,
+}
+
+/// Which products of two activations are quantized, by recipes with learned step sizes.
+#[derive(ValueEnum, Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[serde(rename_all = "kebab-case")]
+pub enum Products {
+    /// None.
+    #[default]
+    None,
+    /// The two of attention, which is composed of them then.
+    Attention,
+}
+
+impl Products {
+    /// The layers and products that are quantized.
+    pub fn policy(self) -> LayerPolicy {
+        match self {
+            Self::None => LayerPolicy::default(),
+            Self::Attention => LayerPolicy::default().products("attention"),
+        }
+    }
+
+    /// Those of a run of this recipe.
+    pub fn of(self, recipe: Name) -> Self {
+        let slots = recipe.row().linear.map_or(&[][..], |row| row.slots);
+        let learns = slots.iter().any(|slot| slot.kind == SlotKind::StepSize);
+        if learns { self } else { Self::None }
+    }
 }
 
 /// The scaling of losses.

@@ -7,8 +7,8 @@ use burn_quant_train::recipe::{FallbackInt8, MixedPrecision, Name, Recipe};
 use serde::{Deserialize, Serialize};
 
 use crate::args::{
-    Args, Checkpointing, Compute, Contexts, Device, LossScaling, Optimizer, Preset, StateRounding,
-    Threshold,
+    Args, Checkpointing, Compute, Contexts, Device, LossScaling, Optimizer, Preset, Products,
+    StateRounding, Threshold,
 };
 use crate::checkpoint::State;
 use crate::model::{DecoderConfig, Family};
@@ -55,6 +55,9 @@ pub struct Config {
     /// Which parts of the model run again in the backward pass.
     #[serde(default)]
     pub checkpointing: Checkpointing,
+    /// Which products of activations are quantized, by recipes that can.
+    #[serde(default)]
+    pub products: Products,
     /// How fallback thresholds follow fallback rates.
     #[serde(default = "Threshold::unnamed")]
     pub threshold: Threshold,
@@ -126,6 +129,7 @@ impl Config {
             cold_start: args.cold_start.unwrap_or(steps as u64 / 10),
             contexts: args.contexts.unwrap_or_default(),
             checkpointing: args.checkpointing.unwrap_or_default(),
+            products: args.products.unwrap_or_default(),
             threshold: args.threshold.unwrap_or_default(),
             device,
             compute,
@@ -152,7 +156,8 @@ impl Config {
     /// The configuration of resumed runs: that of their folder.
     ///
     /// Only the total of steps, the device, the place of the text, the format and the rounding of the optimizer's
-    /// moments, the cold start, the contexts, checkpointing, how thresholds follow rates, and loss scaling may change.
+    /// moments, the cold start, the contexts, checkpointing, which products of activations are quantized, how thresholds
+    /// follow rates, and loss scaling may change.
     /// Several recipes may be narrowed down to some of them, and seeds may be added.
     ///
     /// # Errors
@@ -273,6 +278,7 @@ impl Config {
         self.cold_start = args.cold_start.unwrap_or(self.cold_start);
         self.contexts = args.contexts.unwrap_or(self.contexts);
         self.checkpointing = args.checkpointing.unwrap_or(self.checkpointing);
+        self.products = args.products.unwrap_or(self.products);
         self.threshold = args.threshold.unwrap_or(self.threshold);
         self.loss_scaling = args.loss_scaling.unwrap_or(self.loss_scaling);
         if args.data.is_some() {

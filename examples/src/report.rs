@@ -8,8 +8,8 @@ use burn_quant_train::recipe::Name;
 use serde::{Deserialize, Serialize};
 
 use crate::args::{
-    Checkpointing, Compute, Contexts, Device, LossScaling, Optimizer, Preset, StateRounding,
-    Threshold,
+    Checkpointing, Compute, Contexts, Device, LossScaling, Optimizer, Preset, Products,
+    StateRounding, Threshold,
 };
 use crate::config::{Config, Fork};
 use crate::curve;
@@ -31,6 +31,9 @@ pub struct Report {
     /// Which parts of the model ran again in the backward pass.
     #[serde(default)]
     pub checkpointing: Checkpointing,
+    /// Which products of activations were quantized.
+    #[serde(default)]
+    pub products: Products,
     /// How fallback thresholds followed fallback rates.
     #[serde(default = "Threshold::unnamed")]
     pub threshold: Threshold,
@@ -136,6 +139,7 @@ impl Report {
             state_rounding: config.state_rounding,
             contexts: config.contexts,
             checkpointing: config.checkpointing,
+            products: config.products.of(recipe),
             threshold: config.threshold,
             preset: config.preset,
             dropout: config.model.dropout,
@@ -175,6 +179,7 @@ impl Report {
             self.state_rounding,
             self.contexts,
             self.checkpointing,
+            self.products,
             self.threshold,
             self.loss_scaling,
         );
@@ -184,6 +189,7 @@ impl Report {
             config.state_rounding,
             config.contexts,
             config.checkpointing,
+            config.products.of(self.recipe),
             config.threshold,
             config.loss_scaling,
         );

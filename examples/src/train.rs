@@ -166,6 +166,7 @@ fn optimizer(config: &Config, args: &Args) -> QuantAdamWConfig {
         .with_grad_clipping(Some(GradientClippingConfig::Norm(1.0)))
         .with_loss_scaling(config.loss_scaling.config())
         .with_health(health::config(args, config.steps, config.device))
+        .with_policy(config.products.policy())
         .with_threshold(config.threshold.config())
         .with_steps(LearnedSteps {
             cold_start: config.cold_start,

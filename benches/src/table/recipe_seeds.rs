@@ -102,14 +102,22 @@ pub(super) fn table(runs: &[Value]) -> Result<String> {
     Ok(out)
 }
 
-/// Names the recipe of a run, its contexts where they are not exact, what of the model ran again, and how its
-/// thresholds followed the rates where these were read.
+/// Names the recipe of a run, its contexts where they are not exact, what of the model ran again, which products of
+/// activations were quantized, and how its thresholds followed the rates where these were read.
 fn name(run: &Value) -> Result<String> {
     let contexts = run["contexts"].as_str().filter(|it| *it != "exact");
     let threshold = run["threshold"].as_str().filter(|_| rates::were_read(run));
     let again = run["checkpointing"].as_str() == Some("layers");
     let again = again.then_some("layers run again");
-    let parts = [Some(text(run, "recipe")?), contexts, again, threshold];
+    let products = run["products"].as_str() == Some("attention");
+    let products = products.then_some("attention's products");
+    let parts = [
+        Some(text(run, "recipe")?),
+        contexts,
+        again,
+        products,
+        threshold,
+    ];
     Ok(parts.into_iter().flatten().collect::<Vec<_>>().join(", "))
 }
 

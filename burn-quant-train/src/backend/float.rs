@@ -72,7 +72,9 @@ impl<B: QuantBackend, R: Recipe> FloatTensorOps<Self> for QuantTrain<B, R> {
     }
 
     fn float_matmul(lhs: FloatTensor<Self>, rhs: FloatTensor<Self>) -> FloatTensor<Self> {
-        composition::float_matmul::<B, R>(&lhs, &rhs).unwrap_or_else(|| Self::product(lhs, rhs))
+        let whole = products::of_activations::<B, R>(&lhs, &rhs)
+            .or_else(|| composition::float_matmul::<B, R>(&lhs, &rhs));
+        whole.unwrap_or_else(|| Self::product(lhs, rhs))
     }
 
     fn float_transpose(tensor: FloatTensor<Self>) -> FloatTensor<Self> {

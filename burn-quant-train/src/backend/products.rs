@@ -1,4 +1,5 @@
-//! Which products run quantized: linear layers, and products with a two-dimensional weight.
+//! Which products run quantized: linear layers, products with a two-dimensional weight, and products of activations that
+//! the policy names.
 
 use std::sync::Arc;
 
@@ -16,11 +17,12 @@ use super::{
 use crate::{
     data::{DataBackend, cast_to, product::ProductKernels},
     layer::{
-        Layer, MIN_ELEMENTS,
+        Layer, MIN_ELEMENTS, PRODUCTS, next_product, next_products, ran,
         tag::{Tag, View},
     },
     ops::{
-        learned_linear::LearnedLinear, linear::Linear, matmul::Matmul, run::Run, watch::Watched,
+        learned_linear::LearnedLinear, learned_product::LearnedProduct, linear::Linear,
+        matmul::Matmul, run::Run, watch::Watched,
     },
     recipe::{Recipe, Row},
     saved::{
@@ -162,6 +164,55 @@ fn matmul_of<B: QuantBackend, R: Recipe>(
     })
 }
 
+/// The product of two activations, if the policy quantizes it: see [`LayerPolicy::products`].
+pub(super) fn of_activations<B: QuantBackend, R: Recipe>(
+    left: &QuantTensor<B>,
+    right: &QuantTensor<B>,
+) -> Option<QuantTensor<B>> {
+    let row = R::row();
+    let linear = row.linear?;
+    let slots = linear.learned()?;
+    next_products::<B::Base, 1>().filter(|_| are_activations(left, right))?;
+    let operation = LearnedProduct {
+        layer: next_product()?,
+        run: Run::Next,
+        row: linear,
+        slots,
+        compute: row.compute,
+    };
+    let _scope = QuantTrain::<B, R>::scope();
+    QuantTrain::<B, R>::compress_pending();
+    let _running = Running::layer(operation.layer.path());
+    let operands = [left, right].map(|it| it.clone().into_primitive());
+    Some(QuantTensor::new(B::record(operation, operands)))
+}
+
+/// True if the products of attention that is about to be computed are to be quantized.
+pub(super) fn quantizes_attention<B: QuantBackend, R: Recipe>(
+    inputs: [&QuantTensor<B>; 3],
+) -> bool {
+    let learns = R::row().linear.is_some_and(|row| row.learned().is_some());
+    let is_tracked = || inputs.iter().any(|it| B::is_tracked(it.primitive()));
+    learns && next_products::<B::Base, PRODUCTS>().is_some() && is_tracked()
+}
+
+/// True if the operands are batches of as many matrices, none of them a weight, there is something to compute, and a
+/// backward pass follows.
+fn are_activations<B: QuantBackend>(left: &QuantTensor<B>, right: &QuantTensor<B>) -> bool {
+    let (of_left, of_right) = (left.shape(), right.shape());
+    let rank = of_left.num_dims();
+    let operands = [left, right];
+    rank >= 3
+        && of_right.num_dims() == rank
+        && of_left[..rank - 2] == of_right[..rank - 2]
+        && of_left[rank - 1] == of_right[rank - 2]
+        && of_left.num_elements() > 0
+        && of_right.num_elements() > 0
+        && operands.iter().all(|it| it.dtype() != DType::F64)
+        && operands.iter().all(|it| it.tag().lineage().is_none())
+        && operands.iter().any(|it| B::is_tracked(it.primitive()))
+}
+
 /// The layer of `weight`, if the product runs quantized.
 ///
 /// The recipe and the policy must quantize the layer, the shapes must be those of a linear layer, and a backward pass
@@ -203,6 +254,9 @@ fn measured<B: QuantBackend, R: Recipe>(
     product: impl FnOnce(QuantTensor<B>, QuantTensor<B>) -> QuantTensor<B>,
 ) -> QuantTensor<B> {
     let layer = weight.tag().layer();
+    if let Some(layer) = layer {
+        ran(layer);
+    }
     let _running = layer.map(|layer| Running::layer(layer.path()));
     let watched = layer.and_then(|layer| Watched::of(layer, &R::row()));
     let watched = watched.filter(|_| is_trained_linear::<B>(&x, &weight));

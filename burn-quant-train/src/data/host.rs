@@ -38,7 +38,7 @@ use super::{
         MomentState, OptimizerKernels, StateFormat,
     },
     product::{
-        Accumulation, ExpectedLayer, FloatProduct, ProductKernels, check_product,
+        Accumulation, ExpectedLayer, FloatProduct, ProductKernels, check_product, check_stacked,
         dequantized_product,
     },
     quantize::{
@@ -329,6 +329,22 @@ impl<B: HostBackend> ProductKernels for B {
     ) -> FloatTensor<B> {
         check_product::<B>(&left, &right, bias.as_ref());
         dequantized_product(left, residual, right, bias, dtype, dequantize)
+    }
+
+    fn stacked_product(
+        left: &Quantized<B>,
+        right: &Quantized<B>,
+        batch: usize,
+        dtype: FloatDType,
+    ) -> FloatTensor<B> {
+        check_stacked(left, right, batch);
+        let [left, right] = [left, right].map(|it| {
+            let [rows, cols] = it.shape;
+            let stack = Shape::new([batch, rows / batch, cols]);
+            B::float_reshape(dequantize(it, None), stack)
+        });
+        let product = B::float_matmul(left, B::float_swap_dims(right, 1, 2));
+        cast_to::<B>(product, Some(dtype))
     }
 
     fn float_product_kernel(

@@ -7,6 +7,7 @@
 mod bank;
 mod health;
 mod policy;
+mod products;
 mod random;
 mod record;
 mod slot;
@@ -27,7 +28,8 @@ pub use bank::Bank;
 pub(crate) use bank::Now;
 pub(crate) use health::{MomentSample, Sample as HealthSample, Watch};
 pub(crate) use policy::covers;
-pub use policy::{Decision, LayerPolicy, MIN_ELEMENTS};
+pub use policy::{Decision, LayerPolicy, MIN_ELEMENTS, PRODUCTS};
+pub(crate) use products::{next_product, next_products, ran};
 pub use random::{Call, Role, in_lane};
 pub(crate) use random::{dropout_key, seed, set_seed};
 pub use record::{LayerRecord, LayersRecord};
@@ -52,6 +54,8 @@ pub struct Layer<B: DataBackend> {
     index: usize,
     decision: Decision,
     bank: Arc<Bank<B>>,
+    /// The products of activations behind it that are quantized.
+    products: Vec<Arc<Layer<B>>>,
     calls: Mutex<Calls>,
 }
 
@@ -78,8 +82,19 @@ impl<B: DataBackend> Layer<B> {
             index,
             decision,
             bank,
+            products: Vec::new(),
             calls: Mutex::default(),
         }
+    }
+
+    /// The same with the products of activations behind it, each a layer that has no weight.
+    pub(crate) fn with_products(self, products: Vec<Arc<Self>>) -> Self {
+        Self { products, ..self }
+    }
+
+    /// The products of activations behind it that are quantized.
+    pub(crate) fn products(&self) -> &[Arc<Self>] {
+        &self.products
     }
 
     /// The module path, such as `layers.3.mlp.down`.

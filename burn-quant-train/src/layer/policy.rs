@@ -8,6 +8,9 @@ use serde::{Deserialize, Serialize};
 /// than the product saves.
 pub const MIN_ELEMENTS: usize = 16 * 1024;
 
+/// The products of activations behind a layer that can be quantized: as many as attention has.
+pub const PRODUCTS: usize = 2;
+
 /// True if a weight is large enough to be worth quantizing.
 fn large_enough([rows, cols]: [usize; 2], min_elements: usize) -> bool {
     rows * cols >= min_elements
@@ -18,6 +21,9 @@ fn large_enough([rows, cols]: [usize; 2], min_elements: usize) -> bool {
 /// A pattern is a module path in which `*` stands for any characters, dots among them: `lm_head`, `layers.0.*`,
 /// `layers.*.mlp`. It matches a layer if it describes the layer's path or that of a module around it: `layers.*.mlp`
 /// covers `layers.3.mlp.down`. It may begin at any module: `lm_head` covers `model.lm_head`.
+///
+/// Products of two activations, such as attention's Q Kᵀ and P V, belong to the layer that ran last before them. They are
+/// quantized only [behind layers that are named](Self::products).
 ///
 /// The default skips the vocabulary head by its usual name, `lm_head`, products with an embedding's table (a tied
 /// vocabulary head), and layers with fewer than [`MIN_ELEMENTS`] weights.
@@ -36,6 +42,8 @@ pub struct LayerPolicy {
     only: Vec<String>,
     min_elements: usize,
     tied_embeddings: bool,
+    #[serde(default)]
+    products: Vec<String>,
 }
 
 impl Default for LayerPolicy {
@@ -55,6 +63,7 @@ impl LayerPolicy {
             only: Vec::new(),
             min_elements: MIN_ELEMENTS,
             tied_embeddings: false,
+            products: Vec::new(),
         }
     }
 
@@ -77,6 +86,25 @@ impl LayerPolicy {
         self
     }
 
+    /// Quantizes products of two activations too, by recipes with learned step sizes: the first [`PRODUCTS`] that come
+    /// behind a layer which matches `pattern` and is quantized itself (int4-hq-lss, Appendix A.1).
+    ///
+    /// Behind a layer is what the thread that ran it multiplies before it runs another one. So the two products of
+    /// attention are those of the projection that comes last, in Burn's `MultiHeadAttention` that of the values.
+    /// Attention is then composed of them, and its scores wait for the backward pass, as INT4.
+    ///
+    /// ```
+    /// use burn_quant_train::layer::LayerPolicy;
+    ///
+    /// let policy = LayerPolicy::default().products("attention");
+    /// assert!(policy.has_products("layers.3.attention.value"));
+    /// assert!(!policy.has_products("layers.3.mlp.down"));
+    /// ```
+    pub fn products(mut self, pattern: impl Into<String>) -> Self {
+        self.products.push(pattern.into());
+        self
+    }
+
     /// Leaves layers with fewer weights than this in the compute dtype.
     pub fn min_elements(mut self, min_elements: usize) -> Self {
         self.min_elements = min_elements;
@@ -95,6 +123,11 @@ impl LayerPolicy {
             return Decision::Small(self.min_elements);
         }
         Decision::Quantized
+    }
+
+    /// True if products of activations behind the layer at module path `path` are to be quantized.
+    pub fn has_products(&self, path: &str) -> bool {
+        self.products.iter().any(|pattern| covers(pattern, path))
     }
 }
 

@@ -121,6 +121,8 @@ pub enum Role {
     SampledGradient = 9,
     /// dX, on its way to the operator that made X.
     InputGradient = 10,
+    /// The rows of a right operand that is no weight whose residuals are kept.
+    ResidualRowsOfRight = 11,
 }
 
 /// A run of a layer.

@@ -17,10 +17,10 @@ const VERSION_2: u64 = 0x7175_616e_7400_0002;
 const MARK: u64 = !0xffff;
 const FIELDS: [&str; 4] = ["version", "seed", "step", "layers"];
 
-/// The state of one quantized layer, or of an embedding whose rows are rounded.
+/// The state of one quantized layer, of an embedding whose rows are rounded, or of a product of activations.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct LayerRecord {
-    /// The weight's `ParamId`.
+    /// The weight's `ParamId`; [`NO_WEIGHT`](Self::NO_WEIGHT) of a product of activations.
     pub id: u64,
     /// The module path.
     pub path: String,
@@ -29,6 +29,9 @@ pub struct LayerRecord {
 }
 
 impl LayerRecord {
+    /// In the place of the id of a weight.
+    pub const NO_WEIGHT: u64 = 0;
+
     /// The fallback threshold, of recipes that have one.
     pub fn threshold(&self) -> Option<f32> {
         self.slots.get(THRESHOLD)?.first().copied()
@@ -40,14 +43,15 @@ impl LayerRecord {
     }
 }
 
-/// The state of all layers that keep some: quantized ones, and embeddings whose rows are rounded.
+/// The state of all layers that keep some: quantized ones, embeddings whose rows are rounded, and products of
+/// activations.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct LayersRecord {
     /// The seed of stochastic rounding.
     pub seed: u64,
     /// Optimizer steps taken: the position in the stream of random numbers.
     pub step: u64,
-    /// One entry for each, in module order.
+    /// One entry for each, in module order, products of activations last.
     pub layers: Vec<LayerRecord>,
 }
 

@@ -5,8 +5,8 @@
 //! Backward, products give the gradients of the values that the codes stand for, and the straight-through estimator
 //! those of X, W and the steps.
 
-mod choice;
-mod pass;
+pub(super) mod choice;
+pub(super) mod pass;
 
 use std::sync::Arc;
 
@@ -121,7 +121,7 @@ const MIN_RESIDUAL_ROWS: usize = 128;
 const MAX_RESIDUAL_INTERVAL: usize = 64;
 
 /// The rows of X that keep residuals, drawn by the key; the fewest that there can be where no step size is learned.
-fn residual_rows(rows: usize, learns: bool, key: StochasticKey) -> ResidualRows {
+pub(super) fn residual_rows(rows: usize, learns: bool, key: StochasticKey) -> ResidualRows {
     let interval = match learns {
         true => (rows / MIN_RESIDUAL_ROWS).clamp(1, MAX_RESIDUAL_INTERVAL),
         false => rows.clamp(1, usize::from(u16::MAX)),
@@ -254,12 +254,6 @@ impl<B: DataBackend> LearnedLinear<B> {
             .or(made)
             .expect("a weight is quantized before or by the operation");
 
-        let keys = GradientKeys {
-            rounding: key(Role::OutputGradient),
-            rows: key(Role::SampledRows),
-            weight_rows: key(Role::SampledRowsOfWeight),
-            sampled: key(Role::SampledGradient),
-        };
         let [x_form, weight_form] = forms;
         let mut noted = Operands::default();
         if let Some(x) = &output.x {
@@ -285,7 +279,7 @@ impl<B: DataBackend> LearnedLinear<B> {
                 weight: None,
                 size,
                 gradient: GradientOperand::of(&self.row),
-                keys,
+                keys: GradientKeys::of(&self.layer, call),
                 transposed_weight: is_transposed,
                 compute: self.compute,
             },

@@ -6,6 +6,7 @@ pub(crate) mod gelu;
 pub(crate) mod layer_norm;
 pub(crate) mod learned_embedding;
 pub(crate) mod learned_linear;
+pub(crate) mod learned_product;
 pub(crate) mod linear;
 pub(crate) mod log_softmax;
 pub(crate) mod matmul;

@@ -21,7 +21,8 @@ use crate::{
     health::{HealthConfig, HealthReport},
     layer::{
         self, Bank, Controllers, Decision, DelayThreshold, DelayedScaling, Layer, LayerPolicy,
-        LayerRecord, LayersRecord, LearnedSteps, MomentSample, Now, ScaledStep, SlotValues, Watch,
+        LayerRecord, LayersRecord, LearnedSteps, MomentSample, Now, PRODUCTS, ScaledStep,
+        SlotValues, Watch,
     },
     lock::lock,
     recipe::{Row, Slot},
@@ -55,6 +56,8 @@ pub struct LayerReport {
     pub shape: [usize; 2],
     /// Quantized, or why not.
     pub decision: Decision,
+    /// The products of activations behind the layer that are quantized: see [`LayerPolicy::products`].
+    pub products: usize,
 }
 
 impl fmt::Display for LayerReport {
@@ -64,7 +67,18 @@ impl fmt::Display for LayerReport {
         for path in &self.shared_by {
             write!(f, " = {path}")?;
         }
-        write!(f, " [{rows}, {cols}]: {}", self.decision)
+        write!(f, " [{rows}, {cols}]: {}", self.decision)?;
+        match self.products {
+            0 => Ok(()),
+            count => write!(f, ", and {count} products behind it"),
+        }
+    }
+}
+
+impl LayerReport {
+    /// The paths of the products behind the layer.
+    fn product_paths(&self) -> impl Iterator<Item = String> + use<'_> {
+        (0..self.products).map(|index| format!("{}.products.{index}", self.path))
     }
 }
 
@@ -107,6 +121,7 @@ impl<B: DataBackend> Layers<B> {
         let rounds_rows = row.is_some_and(|row| row.embedding.is_some());
         let slots: &'static [Slot] = linear.map_or(&[], |row| row.slots);
         let home = weights.first().map(|weight| weight.device.clone());
+        let learns = linear.is_some_and(|row| row.learned().is_some());
         let reports: Vec<(ParamId, LayerReport)> = weights
             .into_iter()
             .map(|weight| {
@@ -115,11 +130,15 @@ impl<B: DataBackend> Layers<B> {
                     Some(_) => weight.decide(&config.policy, rounds_rows),
                 };
                 let mut paths = weight.paths.into_iter();
+                let path = paths.next().unwrap_or_default();
+                let has_products =
+                    learns && decision.is_quantized() && config.policy.has_products(&path);
                 let report = LayerReport {
-                    path: paths.next().unwrap_or_default(),
+                    path,
                     shared_by: paths.collect(),
                     shape: weight.shape,
                     decision,
+                    products: if has_products { PRODUCTS } else { 0 },
                 };
                 (weight.id, report)
             })
@@ -127,12 +146,19 @@ impl<B: DataBackend> Layers<B> {
         let with_state = reports
             .iter()
             .filter(|(_, report)| report.decision.has_state());
+        let products = reports
+            .iter()
+            .flat_map(|(_, report)| report.product_paths());
+        let products: Vec<String> = products.collect();
         let paths = with_state.clone().map(|(_, report)| report.path.clone());
+        let paths = paths.chain(products.iter().cloned());
         let watch = config.health.clone();
         let all: Vec<_> = reports.iter().map(|(_, it)| it.path.as_str()).collect();
         let watch = watch.map(|it| Watch::new(it, config.threshold, &all, paths.collect()));
         let values = with_state
-            .map(|(id, report)| values_of(record, *id, &report.path))
+            .clone()
+            .map(|(id, report)| values_of(record, Some(*id), &report.path))
+            .chain(products.iter().map(|path| values_of(record, None, path)))
             .collect();
         let seed = config.seed.unwrap_or_else(layer::seed);
         let (seed, step) = record.map_or((seed, 0), |record| (record.seed, record.step));
@@ -146,10 +172,18 @@ impl<B: DataBackend> Layers<B> {
         let of = Arc::downgrade(&owner);
         let bank =
             Arc::new(Bank::new(seed, step, slots, controllers, values, home, of).with_watch(watch));
+        // Products come behind all weights, so that these have the same random numbers with and without them.
+        let mut product_index = with_state.count();
         let mut index = 0;
         let layers: Vec<_> = reports
             .into_iter()
             .map(|(id, report)| {
+                let products = report.product_paths().map(|path| {
+                    let (index, bank) = (product_index, bank.clone());
+                    product_index += 1;
+                    Arc::new(Layer::new(path, index, Decision::Quantized, bank))
+                });
+                let products = products.collect();
                 let decision = report.decision.clone();
                 let has_state = decision.has_state();
                 let layer = Layer::new(report.path.clone(), index, decision, bank.clone());
@@ -157,7 +191,7 @@ impl<B: DataBackend> Layers<B> {
                 Known {
                     id,
                     report,
-                    layer: Arc::new(layer),
+                    layer: Arc::new(layer.with_products(products)),
                 }
             })
             .collect();
@@ -220,12 +254,21 @@ impl<B: DataBackend> Layers<B> {
         layers.filter(|known| known.report.decision.has_state())
     }
 
+    /// Those of products of activations, in the order of the bank.
+    fn products(&self) -> impl Iterator<Item = &Arc<Layer<B>>> {
+        let layers = self.layers.iter();
+        layers.flat_map(|known| known.layer.products())
+    }
+
     /// Goes on from a record.
     pub fn restore(&self, record: &LayersRecord) {
-        let values = self
+        let of_weights = self
             .with_state()
-            .map(|known| values_of(Some(record), known.id, &known.report.path))
-            .collect();
+            .map(|known| values_of(Some(record), Some(known.id), &known.report.path));
+        let of_products = self
+            .products()
+            .map(|layer| values_of(Some(record), None, layer.path()));
+        let values = of_weights.chain(of_products).collect();
         self.bank.restore(record.seed, record.step, values);
     }
 
@@ -274,14 +317,16 @@ impl<B: DataBackend> Layers<B> {
 
     /// Waits for the device.
     pub fn record(&self) -> LayersRecord {
-        let layers = self
+        let of_weights = self
             .with_state()
+            .map(|known| (known.id.val(), known.report.path.clone()));
+        let of_products = self
+            .products()
+            .map(|layer| (LayerRecord::NO_WEIGHT, layer.path().to_owned()));
+        let layers = of_weights
+            .chain(of_products)
             .zip(self.bank.read())
-            .map(|(known, slots)| LayerRecord {
-                id: known.id.val(),
-                path: known.report.path.clone(),
-                slots,
-            });
+            .map(|((id, path), slots)| LayerRecord { id, path, slots });
         LayersRecord {
             seed: self.bank.seed(),
             step: self.bank.step(),
@@ -290,12 +335,12 @@ impl<B: DataBackend> Layers<B> {
     }
 }
 
-/// A record's values for a layer, found by the weight's id, or else by its path.
+/// A record's values for a layer, found by the weight's id, if it has a weight, or else by its path.
 ///
 /// A model that was loaded from the same run has the record's ids. One that is loaded later has others.
-fn values_of(record: Option<&LayersRecord>, id: ParamId, path: &str) -> SlotValues {
+fn values_of(record: Option<&LayersRecord>, id: Option<ParamId>, path: &str) -> SlotValues {
     let layers = record.map_or(&[][..], |record| &record.layers);
-    let by_id = layers.iter().find(|layer| layer.id == id.val());
+    let by_id = id.and_then(|id| layers.iter().find(|layer| layer.id == id.val()));
     let found = by_id.or_else(|| layers.iter().find(|layer| layer.path == path));
     found.map(|layer| layer.slots.clone()).unwrap_or_default()
 }

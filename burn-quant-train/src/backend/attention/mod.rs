@@ -16,6 +16,7 @@ pub(crate) use composed::{Inputs, composed};
 use super::{
     QuantTrain,
     precision::{Class, in_class},
+    products,
     tensor::QuantTensor,
 };
 use crate::{
@@ -43,13 +44,12 @@ pub(super) fn attention<B: QuantBackend, R: Recipe>(
     let asked = asked::take();
     let compute = |tensor: Float<B, R>| in_class::<B, R>(Class::Compute, tensor.into_primitive());
     let is_grouped = query.shape()[1] != key.shape()[1];
-    let problem = problem::<B, R>(
-        [&query, &key, &value],
-        mask.as_ref(),
-        bias.as_ref(),
-        options,
-        asked,
-    );
+    let inputs = [&query, &key, &value];
+    // A kernel of attention would leave no products to quantize.
+    let problem = match products::quantizes_attention::<B, R>(inputs) {
+        true => None,
+        false => problem::<B, R>(inputs, mask.as_ref(), bias.as_ref(), options, asked),
+    };
     let device = query.device();
     let trains = B::ad_enabled(&device);
     let way_of = |problem: &AttentionProblem| {

@@ -38,7 +38,7 @@ use crate::data::{
     cast::cast_to,
     kernels::checked,
     product::{
-        Accumulation, ExpectedLayer, FloatProduct, ProductKernels, check_product,
+        Accumulation, ExpectedLayer, FloatProduct, ProductKernels, check_product, check_stacked,
         dequantized_product,
     },
     quantize::{Format, Operand, Quantized, Residual, ScaleNumber},
@@ -78,6 +78,21 @@ where
                 })
             }
         }
+    }
+
+    fn stacked_product(
+        left: &Quantized<Self>,
+        right: &Quantized<Self>,
+        batch: usize,
+        dtype: FloatDType,
+    ) -> FloatTensor<Self> {
+        check_stacked(left, right, batch);
+        let (like, dtype) = (on_device(left), DType::from(dtype));
+        let [a, b] =
+            [left, right].map(|it| stack(along_columns(&like.client, it.operand()), batch));
+        let strategy = Strategy::Auto;
+        let product = gemm::gemm(&like.client, &a, &b, None, None, dtype.into(), strategy);
+        tensor(like, checked(product), dtype)
     }
 
     fn float_product_kernel(
@@ -207,6 +222,23 @@ fn along_columns<B: Cube<R>, R: CubeRuntime>(
         false => matrix.operand(),
         true => matrix.operand_transposed(),
     })
+}
+
+/// An operand with one scale, as `batch` matrices that lie below one another.
+fn stack<R: CubeRuntime>(operand: GemmOperand<R>, batch: usize) -> GemmOperand<R> {
+    let GemmOperand { values, scales, .. } = operand;
+    let [rows, cols] = [values.shape()[0] / batch, values.shape()[1]];
+    let row = values.strides()[0];
+    let view = |of: TensorHandle<R>, shape: [usize; 3], strides: [usize; 3]| {
+        let dtype = of.dtype;
+        TensorHandle::new(of.handle, shape.to_vec(), strides.to_vec(), dtype)
+    };
+    GemmOperand {
+        values: view(values, [batch, rows, cols], [rows * row, row, 1]),
+        scales: view(scales, [batch, 1, 1], [0, 1, 1]),
+        rows_per_scale: rows,
+        depth_per_scale: cols,
+    }
 }
 
 /// A matrix of a byte an element that has its values, or transposed those. A copy that is missing is made.

@@ -5,7 +5,10 @@ use burn_backend::{
     tensor::{Device, FloatTensor},
 };
 
-use cubecl_kernels::gemm::{Accumulation, LayerOperands};
+use cubecl_kernels::{
+    gemm::{Accumulation, LayerOperands},
+    granularity::Granularity,
+};
 
 use crate::data::{
     cast::cast_to,
@@ -13,6 +16,7 @@ use crate::data::{
         fallback::Residual,
         matrix::{Operand, Quantized},
     },
+    tensors::Tensors,
 };
 
 /// Products on a backend that holds data.
@@ -31,6 +35,20 @@ pub trait ProductKernels: Backend {
         right: Operand<'_, Self>,
         bias: Option<FloatTensor<Self>>,
         accumulation: Accumulation,
+        dtype: FloatDType,
+    ) -> FloatTensor<Self>;
+
+    /// The products `L Rᵀ` of `batch` pairs of matrices, which lie below one another in `left` `[batch M, K]` and in `right`
+    /// `[batch N, K]`, each of INT4 or INT8 with one FP32 scale: `[batch, M, N]`. Adds up and rounds as
+    /// [`product`](Self::product).
+    ///
+    /// # Panics
+    ///
+    /// If the operands are not of such shapes and formats.
+    fn stacked_product(
+        left: &Quantized<Self>,
+        right: &Quantized<Self>,
+        batch: usize,
         dtype: FloatDType,
     ) -> FloatTensor<Self>;
 
@@ -103,6 +121,22 @@ pub(crate) fn dequantized_product<B: ProductKernels>(
         product = B::float_add(product, B::float_reshape(bias, row));
     }
     cast_to::<B>(product, Some(dtype))
+}
+
+/// Panics unless [`ProductKernels::stacked_product`] of these operands exists.
+pub(crate) fn check_stacked<T: Tensors>(left: &Quantized<T>, right: &Quantized<T>, batch: usize) {
+    let is_stack = |it: &Quantized<T>| {
+        it.shape[0].is_multiple_of(batch) && it.format.granularity == Granularity::Tensor
+    };
+    assert!(
+        batch > 0 && is_stack(left) && is_stack(right) && left.shape[1] == right.shape[1],
+        "stacked_product: {batch} matrices of {:?} {:?} and of {:?} {:?}; pass as many of each, with one number of \
+         columns and one scale",
+        left.shape,
+        left.format,
+        right.shape,
+        right.format,
+    );
 }
 
 /// Panics unless the product of these operands exists, with this bias if there is one.

@@ -5,5 +5,5 @@ mod operation;
 
 pub use cubecl_kernels::gemm::{Accumulation, LayerOperands};
 pub use kernels::{ExpectedLayer, FloatProduct, ProductKernels};
-pub(crate) use kernels::{check_product, dequantized_product, float_product};
+pub(crate) use kernels::{check_product, check_stacked, dequantized_product, float_product};
 pub use operation::product;

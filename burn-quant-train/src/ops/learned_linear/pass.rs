@@ -7,7 +7,7 @@ use cubecl_kernels::{
 
 use crate::{
     data::{
-        Kernels, Layout, Operation, StochasticKey,
+        DataBackend, Kernels, Layout, Operation, StochasticKey,
         learned_step::{
             ElementSource, Gradient, HadamardSize, HadamardTransform, LearnedMatrix, LearnedStep,
             ResidualRows, spec,
@@ -16,6 +16,7 @@ use crate::{
         quantize::{Operand, Quantized, Scales},
         tensors::{Bundle, Change, FloatMeta, Outline, Tensors},
     },
+    layer::{Call, Layer, Role},
     ops::matrix::{Form, Source, flatten, flattened},
     recipe::{LinearRow, Product, Residual, Rounding, Sampling},
 };
@@ -143,7 +144,10 @@ impl Operation for Forward {
     fn run<K: Kernels>(self, inputs: ForwardInputs<K>) -> ForwardOutputs<K> {
         let along_x = HadamardTransform::of_columns(self.size);
         let x = flatten::<K>(inputs.x);
-        let (step, steps) = self.step::<K>(&x, inputs.steps, self.sets_step, along_x);
+        let layer = self.layer;
+        let steps = inputs.steps;
+        let step = LearnedStep { steps, layer };
+        let (step, steps) = step_of::<K>(&x, step, self.sets_step, along_x);
         let quantized = K::quantize_learned(x, &step, along_x, Layout::RowMajor, self.keeps_x);
 
         let (weight, made, weight_steps) = match inputs.weight {
@@ -158,8 +162,8 @@ impl Operation for Forward {
                 let steps = inputs
                     .weight_steps
                     .expect("a float weight comes with its steps");
-                let sets = self.sets_weight_step;
-                let (step, steps) = self.step::<K>(&tagged, steps, sets, transform);
+                let step = LearnedStep { steps, layer };
+                let (step, steps) = step_of::<K>(&tagged, step, self.sets_weight_step, transform);
                 let copy = K::quantize_learned(tagged, &step, transform, Layout::Both, None);
                 (copy.matrix.clone(), Some(copy.matrix), steps)
             }
@@ -182,34 +186,28 @@ impl Operation for Forward {
     }
 }
 
-impl Forward {
-    /// The step size of the matrix, and those of all layers if it was set.
-    fn step<K: Kernels>(
-        &self,
-        matrix: &FloatTensor<K>,
-        steps: FloatTensor<K>,
-        sets: bool,
-        transform: HadamardTransform,
-    ) -> (LearnedStep<K>, Option<FloatTensor<K>>) {
-        let layer = self.layer;
-        let step = LearnedStep { steps, layer };
-        match sets {
-            false => (step, None),
-            true => {
-                let steps = K::cold_step(matrix.clone(), step, transform);
-                let step = LearnedStep {
-                    steps: steps.clone(),
-                    layer,
-                };
-                (step, Some(steps))
-            }
-        }
+/// The step size of a matrix, and those of all layers if it is set, which it is if it is cold.
+pub(in crate::ops) fn step_of<K: Kernels>(
+    matrix: &FloatTensor<K>,
+    step: LearnedStep<K>,
+    is_cold: bool,
+    transform: HadamardTransform,
+) -> (LearnedStep<K>, Option<FloatTensor<K>>) {
+    if !is_cold {
+        return (step, None);
     }
+    let layer = step.layer;
+    let steps = K::cold_step(matrix.clone(), step, transform);
+    let set = LearnedStep {
+        steps: steps.clone(),
+        layer,
+    };
+    (set, Some(steps))
 }
 
 /// How dY is quantized for both gradients' products.
 #[derive(Debug, Clone, Copy)]
-pub(super) enum GradientOperand {
+pub(in crate::ops) enum GradientOperand {
     /// In one part.
     Whole {
         /// Its number, one scale for all.
@@ -255,7 +253,7 @@ impl GradientOperand {
 
 /// The random numbers of a backward pass.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct GradientKeys {
+pub(in crate::ops) struct GradientKeys {
     /// Those that round dY.
     pub rounding: StochasticKey,
     /// Those that draw rows for dX.
@@ -264,6 +262,27 @@ pub(super) struct GradientKeys {
     pub weight_rows: StochasticKey,
     /// Those that round the rows for dW again.
     pub sampled: StochasticKey,
+}
+
+impl GradientKeys {
+    /// Those of a run of a layer.
+    pub fn of<B: DataBackend>(layer: &Layer<B>, call: Call) -> Self {
+        let key = |role| layer.key(call, role);
+        Self {
+            rounding: key(Role::OutputGradient),
+            rows: key(Role::SampledRows),
+            weight_rows: key(Role::SampledRowsOfWeight),
+            sampled: key(Role::SampledGradient),
+        }
+    }
+
+    /// The rounding of dY.
+    pub fn rounding(&self, rounding: Rounding) -> KernelRounding {
+        match rounding {
+            Rounding::Nearest => KernelRounding::Nearest,
+            Rounding::Stochastic => KernelRounding::Stochastic(self.rounding),
+        }
+    }
 }
 
 /// The backward pass, which computes the gradients that have a form.
@@ -365,7 +384,7 @@ impl Operation for Backward {
         let weight = of_weight.zip(self.weight).map(|(gradient, form)| {
             let source = ElementSource::Exact {
                 x: flatten::<K>(inputs.exact_weight),
-                step: step_of::<K>(&inputs.weight),
+                step: scale_of::<K>(&inputs.weight),
             };
             let along_weight = HadamardTransform::of_rows(self.size);
             of_quantizer(Gradient::Dense(gradient), source, along_weight, form)
@@ -375,7 +394,7 @@ impl Operation for Backward {
 }
 
 /// The step size that a matrix was quantized by: its scale.
-fn step_of<K: Kernels>(matrix: &Quantized<K>) -> LearnedStep<K> {
+fn scale_of<K: Kernels>(matrix: &Quantized<K>) -> LearnedStep<K> {
     let Scales::F32(scales) = &matrix.scales else {
         unreachable!("a learned step size is FP32");
     };
@@ -424,16 +443,16 @@ impl Backward {
         match self.gradient {
             GradientOperand::Whole { number, rounding } => {
                 let spec = QuantizeSpec::new(number, granularity::Granularity::Tensor)
-                    .with_rounding(self.rounding(rounding))
+                    .with_rounding(self.keys.rounding(rounding))
                     .with_layout(Layout::Both);
                 dense(&K::quantize_matrix(gradient, &spec))
             }
             GradientOperand::Split { rounding } => {
-                let split = K::bit_split(gradient, self.rounding(rounding));
+                let split = K::bit_split(gradient, self.keys.rounding(rounding));
                 dense(&K::merge_parts(&split, Layout::Both))
             }
             GradientOperand::Sampled { rounding } => {
-                let split = K::bit_split(gradient, self.rounding(rounding));
+                let split = K::bit_split(gradient, self.keys.rounding(rounding));
                 let input = wants_x.then(|| {
                     let scores = K::leverage_scores(&split, None);
                     let sample = K::sample_rows(scores, &split, rows, self.keys.rows);
@@ -453,13 +472,6 @@ impl Backward {
                 });
                 (input, weight)
             }
-        }
-    }
-
-    fn rounding(&self, rounding: Rounding) -> KernelRounding {
-        match rounding {
-            Rounding::Nearest => KernelRounding::Nearest,
-            Rounding::Stochastic => KernelRounding::Stochastic(self.keys.rounding),
         }
     }
 }
