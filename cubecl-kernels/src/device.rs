@@ -321,8 +321,12 @@ pub(crate) fn has_planes_of_32<R: Runtime>(client: &ComputeClient<R>) -> bool {
 ///
 /// CubeCL does not name the architecture. TMA came with sm_90; its wide im2col form with sm_100, without `wgmma`.
 pub(crate) fn is_hopper<R: Runtime>(client: &ComputeClient<R>) -> bool {
-    let tma = client.features().tma;
-    R::name(client) == "cuda" && tma.contains(Tma::Base) && !tma.contains(Tma::Im2colWide)
+    is_hopper_or_later(client) && !client.features().tma.contains(Tma::Im2colWide)
+}
+
+/// True for CUDA's architectures from sm_90 on: see [`is_hopper`].
+pub(crate) fn is_hopper_or_later<R: Runtime>(client: &ComputeClient<R>) -> bool {
+    R::name(client) == "cuda" && client.features().tma.contains(Tma::Base)
 }
 
 /// True where the device computes with integers of 64 bits.

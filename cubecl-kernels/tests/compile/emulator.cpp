@@ -168,6 +168,8 @@ struct Copy {
     const unsigned char *from;
 };
 thread_local std::vector<Copy> copies;
+// How many of them the groups have, in their order; the others are in none yet.
+thread_local std::vector<size_t> groups;
 
 inline void ptx_cp_async_ca_shared_global(uint32_t to, const unsigned char *from) { copies.push_back({to, 16, from}); }
 inline void ptx_cp_async_cg_shared_global(uint32_t to, const unsigned char *from) { copies.push_back({to, 16, from}); }
@@ -183,12 +185,32 @@ template <typename... Operands> inline void ptx_cp_async_ca_shared__cta_global(O
     ptx_cp_async_cg_shared__cta_global(operands...);
 }
 
-inline void ptx_cp_async_wait_all() {
-    for (const auto &[to, bytes, from] : copies) {
+inline void land(size_t count) {
+    for (size_t i = 0; i < count; i++) {
+        const auto &[to, bytes, from] = copies[i];
         memset(memory + to, 0, 16);
         memcpy(memory + to, from, bytes);
     }
-    copies.clear();
+    copies.erase(copies.begin(), copies.begin() + count);
+}
+
+inline void ptx_cp_async_wait_all() {
+    land(copies.size());
+    groups.clear();
+}
+
+inline void ptx_cp_async_commit_group() {
+    size_t grouped = 0;
+    for (const size_t count : groups)
+        grouped += count;
+    groups.push_back(copies.size() - grouped);
+}
+
+inline void ptx_cp_async_wait_group(size_t pending) {
+    while (groups.size() > pending) {
+        land(groups.front());
+        groups.erase(groups.begin());
+    }
 }
 
 inline void ptx_cp_async_mbarrier_arrive_shared__cta_b64(uint32_t) { ptx_cp_async_wait_all(); }
@@ -252,6 +274,25 @@ inline void multiply(float *d, const std::array<uint32_t, 6> &operands, const st
     }
 MULTIPLY(f16_f16, __half)
 MULTIPLY(bf16_bf16, __nv_bfloat16)
+
+// D = A B + D of 16 x 64 and 64 x 8 elements of four bits, where PTX says that the threads of a warp have them.
+inline void ptx_mma_sync_aligned_m16n8k64_row_col_s32_s4_s4_s32(int &d0, int &d1, int &d2, int &d3, uint32_t a0,
+                                                                uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
+                                                                uint32_t b1) {
+    const auto element = [](uint32_t word, uint32_t index) { return (int32_t)(word << (28 - 4 * index)) >> 28; };
+    int *const d[4] = {&d0, &d1, &d2, &d3};
+    in_warp(std::array<uint32_t, 6>{a0, a1, a2, a3, b0, b1}, [&](const std::array<uint32_t, 6> *all) {
+        const uint32_t lane = threadIdx.x % WARP;
+        for (uint32_t slot = 0; slot < 4; slot++) {
+            const uint32_t row = lane / 4 + slot / 2 * 8, col = lane % 4 * 2 + slot % 2;
+            for (uint32_t k = 0; k < 64; k++) {
+                const auto &a = all[row % 8 * 4 + k % 32 / 8], &b = all[col * 4 + k % 32 / 8];
+                *d[slot] += element(a[row / 8 + k / 32 * 2], k % 8) * element(b[4 + k / 32], k % 8);
+            }
+        }
+        return 0;
+    });
+}
 
 // ---- CUDA's barriers ------------------------------------------------------------------------------------------------
 

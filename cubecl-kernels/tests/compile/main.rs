@@ -6,6 +6,7 @@
 
 mod emulate;
 mod emulate_attention;
+mod emulate_int4;
 mod emulate_swiglu;
 mod emulator;
 mod nvrtc;
@@ -42,8 +43,8 @@ use cubecl_kernels::{
     fallback::{FallbackResidual, FallbackState},
     gelu::{gelu, gelu_backward},
     gemm::{
-        Accumulation, Blueprint, GemmOperand, GemmProblem, Strategy, candidates, gemm, gemm_float,
-        gemm_fp8, select,
+        Accumulation, Blueprint, GemmOperand, GemmProblem, Int4Operand, Strategy, candidates, gemm,
+        gemm_float, gemm_fp8, gemm_int4, select,
     },
     granularity::Granularity,
     hadamard::{Axis, HadamardSize, HadamardTransform},
@@ -316,6 +317,22 @@ fn fp8_sources() -> Vec<Source> {
     assert!(promoted >= 3 * 16 * 2, "{promoted}");
     assert!(fast >= 3 * 4 * 2, "{fast}");
     sources.into_values().collect()
+}
+
+/// Products of INT4 of these sizes, with every kind of output, with and without a bias.
+fn int4_sources(architecture: u16, [batch, m, n, k]: [usize; 4]) -> Vec<Source> {
+    sources_of(architecture, |client| {
+        let operand = |rows| Int4Operand {
+            values: tensor(client, &[batch, rows, k / 2], dtype::<u8>()),
+            scale: tensor(client, &[1, 1], dtype::<f32>()),
+        };
+        let bias = tensor(client, &[n], dtype::<f32>());
+        for out in outputs() {
+            for bias in [None, Some(&bias)] {
+                gemm_int4(client, &operand(m), &operand(n), bias, out).expect("a kernel");
+            }
+        }
+    })
 }
 
 fn tensor_core_sources(architecture: u16) -> Vec<Source> {
@@ -1313,6 +1330,22 @@ fn nvrtc_compiles_kernels(
 ) {
     let (architecture, name) = target;
     compile(sources(architecture), name);
+}
+
+#[rstest]
+#[case(80, "sm_80")]
+#[case(89, "sm_89")]
+#[case(90, "sm_90a")]
+#[ignore = "needs NVRTC: CUDA_PATH=$(.ci/nvrtc), then --test compile -- --ignored"]
+fn nvrtc_compiles_int4_products(#[case] architecture: u16, #[case] name: &str) {
+    let sources = int4_sources(architecture, [1, 128, 128, 64]);
+    assert_eq!(sources.len(), outputs().len() * 2);
+    for source in &sources {
+        let instruction = "mma.sync.aligned.m16n8k64.row.col.s32.s4.s4.s32";
+        assert!(source.code.contains(instruction));
+        assert!(2 * source.shared_memory < max_shared_memory(89));
+    }
+    compile(sources, name);
 }
 
 #[rstest]

@@ -47,6 +47,8 @@ mod gemm_fp8;
 #[cfg(any(feature = "cuda", feature = "vulkan"))]
 mod gemm_hopper;
 #[cfg(any(feature = "cuda", feature = "vulkan"))]
+mod gemm_int4;
+#[cfg(any(feature = "cuda", feature = "vulkan"))]
 mod linear_input;
 #[cfg(any(feature = "cuda", feature = "vulkan"))]
 mod log_softmax;

@@ -20,7 +20,7 @@ use cubecl::{client::ComputeClient, ir::StorageType, std::tensor::TensorHandle};
 use cubecl_kernels::{
     KernelError,
     fallback::FallbackResidual,
-    gemm::{self, GemmOperand, Strategy},
+    gemm::{self, GemmOperand, Int4Operand, Strategy},
     granularity::Granularity,
     layout::Layout,
     number::Number,
@@ -88,11 +88,15 @@ where
     ) -> FloatTensor<Self> {
         check_stacked(left, right, batch);
         let (like, dtype) = (on_device(left), DType::from(dtype));
-        let [a, b] =
-            [left, right].map(|it| stack(along_columns(&like.client, it.operand()), batch));
-        let strategy = Strategy::Auto;
-        let product = gemm::gemm(&like.client, &a, &b, None, None, dtype.into(), strategy);
-        tensor(like, checked(product), dtype)
+        let client = &like.client;
+        let operands = [left.operand(), right.operand()];
+        let product =
+            int4_product(client, operands, Some(batch), None, dtype).unwrap_or_else(|| {
+                let [a, b] = operands.map(|it| stack(along_columns(client, it), batch));
+                let product = gemm::gemm(client, &a, &b, None, None, dtype.into(), Strategy::Auto);
+                checked(product)
+            });
+        tensor(like, product, dtype)
     }
 
     fn float_product_kernel(
@@ -166,6 +170,12 @@ fn int8_product<B: Cube<R>, R: CubeRuntime>(
     let (like, dtype) = (on_device(left.matrix), DType::from(dtype));
     let residual = residual.map(|residual| residual_of(&left, residual));
     let bias = bias.map(|bias| handle(&into_contiguous(bias)));
+    if residual.is_none()
+        && let Some(product) =
+            int4_product(&like.client, [left, right.t()], None, bias.as_ref(), dtype)
+    {
+        return tensor(like, product, dtype);
+    }
     // The kernel sums along the columns of the left operand and of the right one's transpose.
     let [a, b] = [left, right.t()].map(|operand| along_columns(&like.client, operand));
     let product = gemm::gemm(
@@ -224,18 +234,56 @@ fn along_columns<B: Cube<R>, R: CubeRuntime>(
     })
 }
 
+/// The product `L Rᵀ` as INT4, or those of a batch of pairs of matrices that lie below one another: if the device
+/// multiplies that faster than INT8, and can read the operands as they are.
+fn int4_product<B: Cube<R>, R: CubeRuntime>(
+    client: &ComputeClient<R>,
+    operands: [Operand<'_, B>; 2],
+    batch: Option<usize>,
+    bias: Option<&TensorHandle<R>>,
+    dtype: DType,
+) -> Option<TensorHandle<R>> {
+    if !gemm::has_gemm_int4(client) {
+        return None;
+    }
+    let [a, b] = operands.map(|operand| {
+        let matrix = unwrap(operand.matrix);
+        let packed = match operand.transpose {
+            false => matrix.int4_operand(),
+            true => matrix.int4_operand_transposed(),
+        };
+        let Int4Operand { values, scale } = packed.ok()?;
+        Some(Int4Operand {
+            values: match batch {
+                Some(batch) => stacked(values, batch),
+                None => values,
+            },
+            scale,
+        })
+    });
+    gemm::gemm_int4(client, &a?, &b?, bias, dtype.into()).ok()
+}
+
+/// A matrix `[batch rows, cols]` as `[batch, rows, cols]`.
+fn stacked<R: CubeRuntime>(matrix: TensorHandle<R>, batch: usize) -> TensorHandle<R> {
+    let [rows, cols] = [matrix.shape()[0] / batch, matrix.shape()[1]];
+    let [row, col] = [matrix.strides()[0], matrix.strides()[1]];
+    let (shape, strides) = (vec![batch, rows, cols], vec![rows * row, row, col]);
+    let dtype = matrix.dtype;
+    TensorHandle::new(matrix.handle, shape, strides, dtype)
+}
+
 /// An operand with one scale, as `batch` matrices that lie below one another.
 fn stack<R: CubeRuntime>(operand: GemmOperand<R>, batch: usize) -> GemmOperand<R> {
     let GemmOperand { values, scales, .. } = operand;
     let [rows, cols] = [values.shape()[0] / batch, values.shape()[1]];
-    let row = values.strides()[0];
-    let view = |of: TensorHandle<R>, shape: [usize; 3], strides: [usize; 3]| {
-        let dtype = of.dtype;
-        TensorHandle::new(of.handle, shape.to_vec(), strides.to_vec(), dtype)
-    };
+    // The same for each.
+    let (shape, strides) = (vec![batch, 1, 1], vec![0, 1, 1]);
+    let dtype = scales.dtype;
+    let scales = TensorHandle::new(scales.handle, shape, strides, dtype);
     GemmOperand {
-        values: view(values, [batch, rows, cols], [rows * row, row, 1]),
-        scales: view(scales, [batch, 1, 1], [0, 1, 1]),
+        values: stacked(values, batch),
+        scales,
         rows_per_scale: rows,
         depth_per_scale: cols,
     }
