@@ -400,7 +400,10 @@ impl Products {
     pub fn policy(self) -> LayerPolicy {
         match self {
             Self::None => LayerPolicy::default(),
-            Self::Attention => LayerPolicy::default().products("attention"),
+            // The projections behind which they come.
+            Self::Attention => LayerPolicy::default()
+                .products("attention.v")
+                .products("attention.qkv"),
         }
     }
 

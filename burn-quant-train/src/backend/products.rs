@@ -10,14 +10,14 @@ use burn_backend::{
 };
 
 use super::{
-    QuantTrain,
+    QuantTrain, composition,
     precision::{Class, Dtypes},
     tensor::QuantTensor,
 };
 use crate::{
     data::{DataBackend, cast_to, product::ProductKernels},
     layer::{
-        Layer, MIN_ELEMENTS, PRODUCTS, next_product, next_products, ran,
+        Layer, MIN_ELEMENTS, PRODUCTS, count_product, next_products, ran,
         tag::{Tag, View},
     },
     ops::{
@@ -164,7 +164,9 @@ fn matmul_of<B: QuantBackend, R: Recipe>(
     })
 }
 
-/// The product of two activations, if the policy quantizes it: see [`LayerPolicy::products`].
+/// The product of two activations, if the policy quantizes it: see
+/// [`LayerPolicy::products`](crate::layer::LayerPolicy::products). Waiting probabilities are of attention whose first
+/// product was not to be quantized; a kernel may compute the whole.
 pub(super) fn of_activations<B: QuantBackend, R: Recipe>(
     left: &QuantTensor<B>,
     right: &QuantTensor<B>,
@@ -172,9 +174,19 @@ pub(super) fn of_activations<B: QuantBackend, R: Recipe>(
     let row = R::row();
     let linear = row.linear?;
     let slots = linear.learned()?;
-    next_products::<B::Base, 1>().filter(|_| are_activations(left, right))?;
+    let [layer] = next_products()?;
+    let operands = [left, right].map(composition::attention::bare);
+    if !are_activations(operands) {
+        return None;
+    }
+    count_product();
+    let quantizes = !composition::attention::are_probabilities(left)
+        && operands.iter().any(|it| B::is_tracked(it.primitive()));
+    if !quantizes {
+        return None;
+    }
     let operation = LearnedProduct {
-        layer: next_product()?,
+        layer,
         run: Run::Next,
         row: linear,
         slots,
@@ -183,7 +195,7 @@ pub(super) fn of_activations<B: QuantBackend, R: Recipe>(
     let _scope = QuantTrain::<B, R>::scope();
     QuantTrain::<B, R>::compress_pending();
     let _running = Running::layer(operation.layer.path());
-    let operands = [left, right].map(|it| it.clone().into_primitive());
+    let operands = operands.map(|it| it.clone().into_primitive());
     Some(QuantTensor::new(B::record(operation, operands)))
 }
 
@@ -196,21 +208,22 @@ pub(super) fn quantizes_attention<B: QuantBackend, R: Recipe>(
     learns && next_products::<B::Base, PRODUCTS>().is_some() && is_tracked()
 }
 
-/// True if the operands are batches of as many matrices, none of them a weight, there is something to compute, and a
-/// backward pass follows.
-fn are_activations<B: QuantBackend>(left: &QuantTensor<B>, right: &QuantTensor<B>) -> bool {
-    let (of_left, of_right) = (left.shape(), right.shape());
+/// True if the operands are batches of as many matrices, none of them a weight, and there is something to compute.
+fn are_activations<B: QuantBackend>(operands: [&QuantTensor<B>; 2]) -> bool {
+    let [of_left, of_right] = operands.map(TensorMetadata::shape);
     let rank = of_left.num_dims();
-    let operands = [left, right];
+    let is_activation = |it: &QuantTensor<B>| {
+        it.dtype() != DType::F64
+            && (it.as_waiting().is_some()
+                || it.tag().lineage().is_none() && !it.tag().is_parameter())
+    };
     rank >= 3
         && of_right.num_dims() == rank
         && of_left[..rank - 2] == of_right[..rank - 2]
         && of_left[rank - 1] == of_right[rank - 2]
         && of_left.num_elements() > 0
         && of_right.num_elements() > 0
-        && operands.iter().all(|it| it.dtype() != DType::F64)
-        && operands.iter().all(|it| it.tag().lineage().is_none())
-        && operands.iter().any(|it| B::is_tracked(it.primitive()))
+        && operands.into_iter().all(is_activation)
 }
 
 /// The layer of `weight`, if the product runs quantized.

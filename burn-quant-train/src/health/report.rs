@@ -21,7 +21,7 @@ pub struct HealthReport {
     /// [`QuantAdamWConfig::init`](crate::optim::QuantAdamWConfig::init) has not made.
     #[serde(default)]
     pub moments: Vec<MomentHealth>,
-    /// The state of the quantized layers after the step, in module order.
+    /// The state of the quantized layers after the step, in module order, and of products of activations.
     pub layers: Vec<LayerState>,
     /// The controller of their thresholds.
     pub controller: DelayThreshold,

@@ -29,7 +29,7 @@ pub(crate) use bank::Now;
 pub(crate) use health::{MomentSample, Sample as HealthSample, Watch};
 pub(crate) use policy::covers;
 pub use policy::{Decision, LayerPolicy, MIN_ELEMENTS, PRODUCTS};
-pub(crate) use products::{next_product, next_products, ran};
+pub(crate) use products::{count_product, next_products, ran};
 pub use random::{Call, Role, in_lane};
 pub(crate) use random::{dropout_key, seed, set_seed};
 pub use record::{LayerRecord, LayersRecord};

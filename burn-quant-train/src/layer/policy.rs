@@ -91,12 +91,12 @@ impl LayerPolicy {
     ///
     /// Behind a layer is what the thread that ran it multiplies before it runs another one. So the two products of
     /// attention are those of the projection that comes last, in Burn's `MultiHeadAttention` that of the values.
-    /// Attention is then composed of them, and its scores wait for the backward pass, as INT4.
+    /// Attention is then composed of them, and keeps scores in memory.
     ///
     /// ```
     /// use burn_quant_train::layer::LayerPolicy;
     ///
-    /// let policy = LayerPolicy::default().products("attention");
+    /// let policy = LayerPolicy::default().products("attention.value");
     /// assert!(policy.has_products("layers.3.attention.value"));
     /// assert!(!policy.has_products("layers.3.mlp.down"));
     /// ```

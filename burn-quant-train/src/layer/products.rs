@@ -20,7 +20,7 @@ thread_local! {
 struct Last {
     /// A [`Layer`] of some backend.
     layer: Weak<dyn Any + Send + Sync>,
-    /// The products behind it so far.
+    /// The products behind it so far, quantized or not.
     products: usize,
 }
 
@@ -30,18 +30,7 @@ pub(crate) fn ran<B: DataBackend>(layer: &Arc<Layer<B>>) {
     LAST.set(Some(Last { layer, products: 0 }));
 }
 
-/// The layer of the next product of two activations, if that is quantized, and counts the product.
-pub(crate) fn next_product<B: DataBackend>() -> Option<Arc<Layer<B>>> {
-    let [next] = next_products::<B, 1>()?;
-    LAST.with_borrow_mut(|last| {
-        if let Some(last) = last {
-            last.products += 1;
-        }
-    });
-    Some(next)
-}
-
-/// The layers of the next products, if so many are to be quantized.
+/// The layers of the next products of two activations, if so many are to be quantized.
 pub(crate) fn next_products<B: DataBackend, const N: usize>() -> Option<[Arc<Layer<B>>; N]> {
     LAST.with_borrow(|last| {
         let last = last.as_ref()?;
@@ -49,4 +38,13 @@ pub(crate) fn next_products<B: DataBackend, const N: usize>() -> Option<[Arc<Lay
         let next = layer.products().get(last.products..)?;
         next.first_chunk().cloned()
     })
+}
+
+/// Notes that a product of two activations is computed.
+pub(crate) fn count_product() {
+    LAST.with_borrow_mut(|last| {
+        if let Some(last) = last {
+            last.products += 1;
+        }
+    });
 }

@@ -5,7 +5,7 @@
 //! Backward, products give the gradients of the values that the codes stand for, and the straight-through estimator
 //! those of X, W and the steps.
 
-pub(super) mod choice;
+mod choice;
 pub(super) mod pass;
 
 use std::sync::Arc;
@@ -59,13 +59,40 @@ pub(crate) struct LearnedLinear<B: DataBackend> {
 /// The state of the layer that a run takes, and may move, beside the step sizes themselves.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Settled {
-    call: Call,
+    pub call: Call,
     /// The size of the transform.
-    size: HadamardSize,
-    /// True if X has the step size of a cold start, which is of its own data.
-    is_cold: bool,
-    /// The same of W.
-    is_cold_weight: bool,
+    pub size: HadamardSize,
+    /// True if X has the step size of a cold start, which is of its own data; and the same of W.
+    pub are_cold: [bool; 2],
+}
+
+impl Settled {
+    /// Counts a run of the layer, and settles what it is. `x` `[.., K]`, `weight` `[.., K, N]`.
+    pub fn next<B: DataBackend>(
+        layer: &Layer<B>,
+        slots: LearnedSlots,
+        [x, weight]: [&HeldTensor<B>; 2],
+    ) -> Self {
+        let device = x.cell().device();
+        let call = layer.next_call(device);
+        let [_, features] = flattened(&x.shape());
+        let size = match slots.hadamard {
+            None => HadamardSize::IDENTITY,
+            Some(slot) => layer.hadamard_size(slot, device, call, |choice| {
+                let [x, weight] = [x, weight].map(|it| it.cell().read());
+                choice::hadamard_size::<B>(choice, features, &x, &weight)
+            }),
+        };
+        Self {
+            call,
+            // A weight that is also used transposed has other input features there, and a product of activations has
+            // those of the data.
+            size: HadamardSize::largest(features, size),
+            are_cold: slots
+                .of_operands()
+                .map(|slot| layer.step_size(slot, device, call.step).is_cold),
+        }
+    }
 }
 
 /// The matrices that a layer keeps for the backward pass, and what it is to do with them.
@@ -151,32 +178,6 @@ fn weight_key(transform: HadamardTransform) -> CopyKey {
 }
 
 impl<B: DataBackend> LearnedLinear<B> {
-    /// Counts a run of the layer, and settles what it is.
-    fn settle(&self, x: &HeldTensor<B>, weight: &HeldTensor<B>) -> Settled {
-        let device = x.cell().device();
-        let call = self.layer.next_call(device);
-        let [_, features] = flattened(&x.shape());
-        let size = match self.slots.hadamard {
-            None => HadamardSize::IDENTITY,
-            Some(slot) => self.layer.hadamard_size(slot, device, call, |choice| {
-                choice::hadamard_size::<B>(
-                    choice,
-                    features,
-                    &x.cell().read(),
-                    &weight.cell().read(),
-                )
-            }),
-        };
-        let is_cold = |slot| self.layer.step_size(slot, device, call.step).is_cold;
-        Settled {
-            call,
-            // A weight that is also used transposed has other input features there.
-            size: HadamardSize::largest(features, size),
-            is_cold: is_cold(self.slots.x),
-            is_cold_weight: is_cold(self.slots.weight),
-        }
-    }
-
     /// The forward pass, and Y if it is wanted.
     fn pass<const N: usize>(
         self,
@@ -198,11 +199,15 @@ impl<B: DataBackend> LearnedLinear<B> {
         let is_transposed = self.weight_view == View::Transposed;
 
         let settled = match self.run {
-            Run::Next => self.settle(&x, &weight),
+            Run::Next => Settled::next(&self.layer, slots, [&x, &weight]),
             Run::First(settled) | Run::Second(settled) => settled,
         };
         let x = x.into_value();
-        let Settled { call, size, .. } = settled;
+        let Settled {
+            call,
+            size,
+            are_cold: [is_cold, is_cold_weight],
+        } = settled;
         let key = |role| self.layer.key(call, role);
         let steps = |slot| self.layer.step_size(slot, &device, call.step).steps;
         // The inputs of the layer are the rows of W.
@@ -210,7 +215,7 @@ impl<B: DataBackend> LearnedLinear<B> {
             true => HadamardTransform::of_columns(size),
             false => HadamardTransform::of_rows(size),
         };
-        let learns = !settled.is_cold && !settled.is_cold_weight;
+        let learns = !is_cold && !is_cold_weight;
 
         let copy_key = weight_key(of_tagged);
         let epoch = || Some(Epoch::of(self.layer.bank(), call.of_weight()));
@@ -223,8 +228,8 @@ impl<B: DataBackend> LearnedLinear<B> {
             size,
             of_tagged,
             layer: self.layer.index(),
-            sets_step: settled.is_cold,
-            sets_weight_step: copy.is_none() && settled.is_cold_weight,
+            sets_step: is_cold,
+            sets_weight_step: copy.is_none() && is_cold_weight,
             transposed_weight: is_transposed,
             wants_y,
             keeps_x: needs_backward.then(|| residual_rows(rows, learns, key(Role::ResidualRows))),
@@ -294,7 +299,7 @@ impl<B: DataBackend, const N: usize> Recorded<B, N> for LearnedLinear<B> {
     type Saved = Saved<B>;
 
     fn again(&mut self, inputs: &[HeldTensor<B>; N]) -> Option<Self> {
-        let settled = self.settle(&inputs[0], &inputs[1]);
+        let settled = Settled::next(&self.layer, self.slots, [&inputs[0], &inputs[1]]);
         self.run = Run::First(settled);
         Some(Self {
             run: Run::Second(settled),

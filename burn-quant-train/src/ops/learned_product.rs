@@ -15,8 +15,8 @@ use cubecl_kernels::{granularity::Granularity, quantize::QuantizeSpec};
 
 use super::{
     learned_linear::{
-        choice::hadamard_size,
-        pass::{GradientKeys, GradientOperand, step_of},
+        Settled,
+        pass::{GradientKeys, GradientOperand, scale_of, step_of},
         residual_rows,
     },
     matrix::{Form, flatten, flattened},
@@ -54,16 +54,6 @@ pub(crate) struct LearnedProduct<B: DataBackend> {
     pub compute: FloatDType,
 }
 
-/// The state that a run takes, and may move, beside the step sizes themselves.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Settled {
-    call: Call,
-    /// The size of the transform.
-    size: HadamardSize,
-    /// True if L and R have step sizes of a cold start.
-    are_cold: [bool; 2],
-}
-
 /// The matrices that wait for the backward pass, and what it is to do with them.
 pub(crate) struct Saved<B: DataBackend> {
     layer: Arc<Layer<B>>,
@@ -99,33 +89,6 @@ impl<B: DataBackend> std::fmt::Debug for Saved<B> {
 }
 
 impl<B: DataBackend> LearnedProduct<B> {
-    fn slots(&self) -> [&'static str; 2] {
-        [self.slots.x, self.slots.weight]
-    }
-
-    /// Counts a run of the product, and settles what it is.
-    fn settle(&self, [left, right]: [&HeldTensor<B>; 2]) -> Settled {
-        let device = left.cell().device();
-        let call = self.layer.next_call(device);
-        let [_, features] = flattened(&left.shape());
-        let size = match self.slots.hadamard {
-            None => HadamardSize::IDENTITY,
-            Some(slot) => self.layer.hadamard_size(slot, device, call, |choice| {
-                let [left, right] = [left, right].map(|it| it.cell().read());
-                hadamard_size::<B>(choice, features, &left, &right)
-            }),
-        };
-        let are_cold = self
-            .slots()
-            .map(|slot| self.layer.step_size(slot, device, call.step).is_cold);
-        Settled {
-            call,
-            // A sequence may be shorter than it was when the size was chosen.
-            size: HadamardSize::largest(features, size),
-            are_cold,
-        }
-    }
-
     /// The forward pass, and T if it is wanted.
     fn pass(
         self,
@@ -135,7 +98,7 @@ impl<B: DataBackend> LearnedProduct<B> {
     ) -> (Option<HeldTensor<B>>, Saved<B>) {
         let device = left.cell().device().clone();
         let settled = match self.run {
-            Run::Next => self.settle([&left, &right]),
+            Run::Next => Settled::next(&self.layer, self.slots, [&left, &right]),
             Run::First(settled) | Run::Second(settled) => settled,
         };
         let Settled {
@@ -143,7 +106,7 @@ impl<B: DataBackend> LearnedProduct<B> {
             size,
             are_cold,
         } = settled;
-        let slots = self.slots();
+        let slots = self.slots.of_operands();
         let learns = are_cold == [false; 2];
         let forms = [Form::of(&left), Form::of(&right)];
         let shapes = Shapes::of(&forms);
@@ -210,7 +173,7 @@ impl<B: DataBackend> Recorded<B, 2> for LearnedProduct<B> {
     type Saved = Saved<B>;
 
     fn again(&mut self, [left, right]: &[HeldTensor<B>; 2]) -> Option<Self> {
-        let settled = self.settle([left, right]);
+        let settled = Settled::next(&self.layer, self.slots, [left, right]);
         self.run = Run::First(settled);
         Some(Self {
             run: Run::Second(settled),
@@ -292,12 +255,6 @@ impl Shapes {
     }
 }
 
-/// The matrices of a batch, transposed.
-fn transposed<K: Kernels>(tensor: FloatTensor<K>) -> FloatTensor<K> {
-    let rank = tensor.rank();
-    K::float_swap_dims(tensor, rank - 2, rank - 1)
-}
-
 /// The forward pass.
 #[derive(Debug, Clone)]
 struct Forward {
@@ -354,7 +311,7 @@ impl Operation for Forward {
             (quantized, set)
         };
         let (left, left_steps) = quantize(0, left.0, left.1);
-        let (right, right_steps) = quantize(1, transposed::<K>(right.0), right.1);
+        let (right, right_steps) = quantize(1, K::float_transpose(right.0), right.1);
         let product = self.wants_product.then(|| {
             let (left, right) = (&left.matrix, &right.matrix);
             let product = K::stacked_product(left, right, self.shapes.batch, self.compute);
@@ -418,11 +375,11 @@ impl Operation for Backward {
             (K::float_reshape(matrix, left_form.shape), step)
         });
         let of_right = for_right.map(|gradient| {
-            let gradient = self.times_codes::<K>(transposed::<K>(gradient), &left.matrix);
+            let gradient = self.times_codes::<K>(K::float_transpose(gradient), &left.matrix);
             let [matrix, step] = of_quantizer(gradient, right, right_form.dtype);
             let [_, n] = self.shapes.outer;
             let matrix = K::float_reshape(matrix, self.shapes.with_leading([n, self.shapes.sum]));
-            (transposed::<K>(matrix), step)
+            (K::float_transpose(matrix), step)
         });
         (of_left, of_right)
     }
@@ -470,28 +427,26 @@ impl Backward {
         }
     }
 
-    /// The products of floats `[batch, rows, cols]` with what the codes of stacked matrices stand for, FP32. The codes
-    /// are exact in the compute dtype, and their scale is multiplied in after the product.
+    /// The products of floats `[batch, rows, cols]` with what the codes of stacked matrices stand for, FP32; rounded to
+    /// the compute dtype before, where the device has no kernel of ours. The codes are exact in that dtype, and their
+    /// scale is multiplied in after the product.
     fn times_codes<K: Kernels>(
         &self,
         gradient: FloatTensor<K>,
         matrix: &Quantized<K>,
     ) -> FloatTensor<K> {
-        let Scales::F32(scales) = &matrix.scales else {
-            unreachable!("a learned step size is FP32");
-        };
-        let one = Shape::new([1]);
-        let ones = K::float_ones(one, &K::float_device(scales), FloatDType::F32);
+        let scale = scale_of::<K>(matrix).steps;
+        // One element has no padding, which kernels would not read.
+        let ones = K::float_ones(scale.shape(), &K::float_device(&scale), FloatDType::F32);
         let unscaled = Quantized {
-            scales: Scales::F32(K::float_reshape(ones, scales.shape())),
+            scales: Scales::F32(K::float_reshape(ones, Shape::new([1, 1]))),
             ..matrix.clone()
         };
         let [rows, cols] = matrix.shape;
         let stack = Shape::new([self.shapes.batch, rows / self.shapes.batch, cols]);
         let codes = K::float_reshape(K::dequantize_matrix(&unscaled, self.compute), stack);
         let product = float_product::<K>(gradient, codes, FloatDType::F32);
-        let scale = K::float_reshape(scales.clone(), Shape::new([1, 1, 1]));
-        K::float_mul(product, scale)
+        K::float_mul(product, K::float_reshape(scale, Shape::new([1, 1, 1])))
     }
 }
 

@@ -56,8 +56,8 @@ pub struct LayerReport {
     pub shape: [usize; 2],
     /// Quantized, or why not.
     pub decision: Decision,
-    /// The products of activations behind the layer that are quantized: see [`LayerPolicy::products`].
-    pub products: usize,
+    /// True if [products of activations behind the layer](LayerPolicy::products) are quantized, should there be some.
+    pub products: bool,
 }
 
 impl fmt::Display for LayerReport {
@@ -69,8 +69,8 @@ impl fmt::Display for LayerReport {
         }
         write!(f, " [{rows}, {cols}]: {}", self.decision)?;
         match self.products {
-            0 => Ok(()),
-            count => write!(f, ", and {count} products behind it"),
+            true => write!(f, ", and up to {PRODUCTS} products behind it"),
+            false => Ok(()),
         }
     }
 }
@@ -78,7 +78,8 @@ impl fmt::Display for LayerReport {
 impl LayerReport {
     /// The paths of the products behind the layer.
     fn product_paths(&self) -> impl Iterator<Item = String> + use<'_> {
-        (0..self.products).map(|index| format!("{}.products.{index}", self.path))
+        let count = if self.products { PRODUCTS } else { 0 };
+        (0..count).map(|index| format!("{}.products.{index}", self.path))
     }
 }
 
@@ -129,16 +130,15 @@ impl<B: DataBackend> Layers<B> {
                     None => Decision::Recipe,
                     Some(_) => weight.decide(&config.policy, rounds_rows),
                 };
+                let named = |path: &String| config.policy.has_products(path);
+                let products = learns && decision.is_quantized() && weight.paths.iter().all(named);
                 let mut paths = weight.paths.into_iter();
-                let path = paths.next().unwrap_or_default();
-                let has_products =
-                    learns && decision.is_quantized() && config.policy.has_products(&path);
                 let report = LayerReport {
-                    path,
+                    path: paths.next().unwrap_or_default(),
                     shared_by: paths.collect(),
                     shape: weight.shape,
                     decision,
-                    products: if has_products { PRODUCTS } else { 0 },
+                    products,
                 };
                 (weight.id, report)
             })

@@ -312,6 +312,13 @@ pub(crate) struct LearnedSlots {
     pub hadamard: Option<&'static str>,
 }
 
+impl LearnedSlots {
+    /// Those of the step sizes of X and W.
+    pub const fn of_operands(self) -> [&'static str; 2] {
+        [self.x, self.weight]
+    }
+}
+
 impl LinearRow {
     /// The operands that are quantized, and how.
     pub fn operands(&self) -> impl Iterator<Item = (LinearOperand, Cast)> {

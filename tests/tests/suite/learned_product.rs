@@ -84,6 +84,11 @@ fn slot(layer: &LayerRecord, name: &str) -> f32 {
     value
 }
 
+/// A leaf is taken for a parameter.
+fn activation<B: Backend, const D: usize>(leaf: &Tensor<B, D>) -> Tensor<B, D> {
+    leaf.clone() * 1.0
+}
+
 /// `[2, 3, M, K]` times `[2, 3, K, N]`.
 #[derive(Debug, Clone, Copy)]
 struct Sizes {
@@ -229,18 +234,23 @@ fn assert_near(got: &[f32], expected: &[f64], what: &str) {
 fn definition<B: DataBackend>(seed: u64) {
     // Whole numbers that the recipe's quantizer of dT holds, whatever it draws: with a largest one of 7, of 98 = 7 * 14,
     // and of 98 in steps of 14, so that the low parts are zero and all high ones are kept.
-    by_definition::<B, LsqInt4<f32>>(seed, 0, 7, 1);
-    by_definition::<B, SplitInt4<f32>>(seed, 2, 98, 1);
-    by_definition::<B, HadamardInt4<f32>>(seed, 1, 98, 14);
+    let sizes = |m, k, n| Sizes { m, k, n };
+    by_definition::<B, LsqInt4<f32>>(seed, sizes(1, 13, 7), 0, (7, 1));
+    by_definition::<B, SplitInt4<f32>>(seed, sizes(5, 12, 7), 2, (98, 1));
+    by_definition::<B, HadamardInt4<f32>>(seed, sizes(5, 32, 6), 1, (98, 14));
 }
 
-fn by_definition<B: DataBackend, R: Recipe>(seed: u64, order: u32, largest: i32, unit: i32) {
+fn by_definition<B: DataBackend, R: Recipe>(
+    seed: u64,
+    sizes: Sizes,
+    order: u32,
+    (largest, unit): (i32, i32),
+) {
     let (device, mut rng) = (B::Device::default(), Rng::new(seed));
-    let sizes = Sizes { m: 5, k: 12, n: 7 };
     let mut optim: Optim<B, R> = config(seed, order).init();
     let mut model = optim.attach(Model::new());
     let report = &optim.layers()[0];
-    assert_eq!(report.products, 2, "{report}");
+    assert!(report.products, "{report}");
     // L and R of both products.
     let mut before = [[None; 2]; 2];
     for step in 0..3 {
@@ -255,7 +265,7 @@ fn by_definition<B: DataBackend, R: Recipe>(seed: u64, order: u32, largest: i32,
             let left = tensor::<Train<B, R>, 4>(&values[0], sizes.left(), &device);
             let right = tensor::<Train<B, R>, 4>(&values[1], sizes.right(), &device);
             let [left, right] = [left, right].map(|it| it.require_grad());
-            let t = left.clone().matmul(right.clone());
+            let t = activation(&left).matmul(activation(&right));
             let range = (2 * largest / unit + 1) as usize;
             let mut draw = || (rng.below(range) as i32 * unit - largest) as f32;
             let mut dt: Vec<f32> = (0..BATCH * sizes.m * sizes.n).map(|_| draw()).collect();
@@ -269,7 +279,7 @@ fn by_definition<B: DataBackend, R: Recipe>(seed: u64, order: u32, largest: i32,
         }
         // One more than the policy knows.
         let exact = tensor::<Train<B, R>, 3>(&[1.0, 0.3, 0.1, 0.7], [1, 2, 2], &device);
-        let third = floats(&exact.clone().require_grad().matmul(exact));
+        let third = floats(&activation(&exact.clone().require_grad()).matmul(exact));
         assert!((third[0] - 1.03).abs() < 1e-3, "a third product: {third:?}");
 
         let gradients = loss.backward();
@@ -353,7 +363,7 @@ fn unbiased<B: DataBackend>(seed: u64) {
         let left = tensor::<Train<B, R>, 4>(&values[0], sizes.left(), &device);
         let right = tensor::<Train<B, R>, 4>(&values[1], sizes.right(), &device);
         let [left, right] = [left, right].map(|it| it.require_grad());
-        let t = left.clone().matmul(right.clone());
+        let t = activation(&left).matmul(activation(&right));
         let dt = tensor::<Train<B, R>, 4>(&dt, sizes.product(), &device);
         let gradients = (t * dt).sum().backward();
         for (it, operand) in [left, right].iter().enumerate() {
@@ -400,12 +410,15 @@ fn of_attention<B: DataBackend, R: Recipe>(seed: u64, learns: bool) {
         }
         let optim: Optim<B, R> = config.init();
         let model = optim.attach(Model::new());
-        let count = if products && learns { 2 } else { 0 };
-        assert_eq!(optim.layers()[0].products, count);
+        assert_eq!(optim.layers()[0].products, products && learns);
         model.run();
         let input = |it: usize| {
             let input = tensor::<Train<B, R>, 4>(&values[it], shape, &device);
-            if trains { input.require_grad() } else { input }
+            if trains {
+                activation(&input.require_grad())
+            } else {
+                input
+            }
         };
         let [query, key, value] = [input(0), input(1), input(2)];
         floats(&match composes {
@@ -436,8 +449,10 @@ fn of_attention<B: DataBackend, R: Recipe>(seed: u64, learns: bool) {
         _ => 0.02,
     };
     assert!(composed < rounding, "{name}: composed, off by {composed}");
-    let untrained = distance(&run(true, false, false), &run(false, false, false));
-    assert_eq!(untrained, 0.0, "{name}: nothing is trained");
+    for composes in [false, true] {
+        let untrained = distance(&run(true, false, composes), &run(false, false, composes));
+        assert_eq!(untrained, 0.0, "{name}: nothing is trained");
+    }
 }
 
 /// What runs twice rounds by the same step sizes and numbers, and moves them once.
@@ -492,7 +507,7 @@ fn record<B: DataBackend>(seed: u64) {
     let mut model = optim.attach(Model::new());
     for _ in 0..2 {
         model.run();
-        let left = left.clone().require_grad();
+        let left = activation(&left.clone().require_grad());
         let right = left.clone().swap_dims(1, 2);
         let gradients = left.matmul(right).sum().backward();
         let gradients = GradientsParams::from_grads(gradients, &model);

@@ -243,11 +243,16 @@ fn narrow<R: Recipe>() -> Option<DType> {
 }
 
 /// What a cast to FP32 made wider, which waits as the beginning of a norm; else the tensor. A product narrows it again.
-fn bare<B: QuantBackend>(tensor: &QuantTensor<B>) -> &QuantTensor<B> {
+pub(in crate::backend) fn bare<B: QuantBackend>(tensor: &QuantTensor<B>) -> &QuantTensor<B> {
     match step(tensor) {
         Some(Step::Widened(narrow)) => narrow,
         _ => tensor,
     }
+}
+
+/// True for probabilities of attention that wait.
+pub(in crate::backend) fn are_probabilities<B: QuantBackend>(tensor: &QuantTensor<B>) -> bool {
+    Probabilities::of(tensor).is_some()
 }
 
 /// True for what products read in the compute dtype, and is computed from no weight: a product with one may be a layer.

@@ -8,6 +8,8 @@ use burn_backend::{
 use cubecl_kernels::{
     gemm::{Accumulation, LayerOperands},
     granularity::Granularity,
+    number::Number,
+    scale::ScaleNumber,
 };
 
 use crate::data::{
@@ -126,12 +128,16 @@ pub(crate) fn dequantized_product<B: ProductKernels>(
 /// Panics unless [`ProductKernels::stacked_product`] of these operands exists.
 pub(crate) fn check_stacked<T: Tensors>(left: &Quantized<T>, right: &Quantized<T>, batch: usize) {
     let is_stack = |it: &Quantized<T>| {
-        it.shape[0].is_multiple_of(batch) && it.format.granularity == Granularity::Tensor
+        let format = it.format;
+        it.shape[0].is_multiple_of(batch)
+            && format.granularity == Granularity::Tensor
+            && format.scale == ScaleNumber::F32
+            && matches!(format.number, Number::Int4 | Number::Int8)
     };
     assert!(
         batch > 0 && is_stack(left) && is_stack(right) && left.shape[1] == right.shape[1],
         "stacked_product: {batch} matrices of {:?} {:?} and of {:?} {:?}; pass as many of each, with one number of \
-         columns and one scale",
+         columns, in INT4 or INT8 with one FP32 scale",
         left.shape,
         left.format,
         right.shape,

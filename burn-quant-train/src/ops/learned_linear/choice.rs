@@ -18,7 +18,7 @@ use crate::{
 const CLOSE: f64 = 1.05;
 
 /// The size of the transform of a layer with so many input features. Waits for the device where errors are compared.
-pub(in crate::ops) fn hadamard_size<B: DataBackend>(
+pub(super) fn hadamard_size<B: DataBackend>(
     choice: HadamardChoice,
     features: usize,
     x: &FloatTensor<B>,

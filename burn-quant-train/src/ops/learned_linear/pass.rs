@@ -394,7 +394,7 @@ impl Operation for Backward {
 }
 
 /// The step size that a matrix was quantized by: its scale.
-fn scale_of<K: Kernels>(matrix: &Quantized<K>) -> LearnedStep<K> {
+pub(in crate::ops) fn scale_of<K: Kernels>(matrix: &Quantized<K>) -> LearnedStep<K> {
     let Scales::F32(scales) = &matrix.scales else {
         unreachable!("a learned step size is FP32");
     };
