@@ -68,6 +68,9 @@ pub struct Args {
     /// Which products of two activations INT4 recipes quantize [default: none]
     #[arg(long, value_enum)]
     pub products: Option<Products>,
+    /// Whether INT4 recipes quantize evaluation too [default: exact]
+    #[arg(long, value_enum)]
+    pub evaluation: Option<Evaluation>,
     /// How fallback thresholds follow fallback rates [default: settling]
     #[arg(long, value_enum)]
     pub threshold: Option<Threshold>,
@@ -409,10 +412,39 @@ impl Products {
 
     /// Those of a run of this recipe.
     pub fn of(self, recipe: Name) -> Self {
-        let slots = recipe.row().linear.map_or(&[][..], |row| row.slots);
-        let learns = slots.iter().any(|slot| slot.kind == SlotKind::StepSize);
-        if learns { self } else { Self::None }
+        if learns_steps(recipe) {
+            self
+        } else {
+            Self::None
+        }
     }
+}
+
+/// How models are evaluated, of recipes with learned step sizes.
+#[derive(ValueEnum, Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[serde(rename_all = "kebab-case")]
+pub enum Evaluation {
+    /// Without quantization.
+    #[default]
+    Exact,
+    /// By the step sizes that were learned.
+    Quantized,
+}
+
+impl Evaluation {
+    /// That of a run of this recipe.
+    pub fn of(self, recipe: Name) -> Self {
+        if learns_steps(recipe) {
+            self
+        } else {
+            Self::Exact
+        }
+    }
+}
+
+fn learns_steps(recipe: Name) -> bool {
+    let slots = recipe.row().linear.map_or(&[][..], |row| row.slots);
+    slots.iter().any(|slot| slot.kind == SlotKind::StepSize)
 }
 
 /// The scaling of losses.

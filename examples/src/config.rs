@@ -7,8 +7,8 @@ use burn_quant_train::recipe::{FallbackInt8, MixedPrecision, Name, Recipe};
 use serde::{Deserialize, Serialize};
 
 use crate::args::{
-    Args, Checkpointing, Compute, Contexts, Device, LossScaling, Optimizer, Preset, Products,
-    StateRounding, Threshold,
+    Args, Checkpointing, Compute, Contexts, Device, Evaluation, LossScaling, Optimizer, Preset,
+    Products, StateRounding, Threshold,
 };
 use crate::checkpoint::State;
 use crate::model::{DecoderConfig, Family};
@@ -58,6 +58,9 @@ pub struct Config {
     /// Which products of activations are quantized, by recipes that can.
     #[serde(default)]
     pub products: Products,
+    /// How models are evaluated, of recipes with learned step sizes.
+    #[serde(default)]
+    pub evaluation: Evaluation,
     /// How fallback thresholds follow fallback rates.
     #[serde(default = "Threshold::unnamed")]
     pub threshold: Threshold,
@@ -130,6 +133,7 @@ impl Config {
             contexts: args.contexts.unwrap_or_default(),
             checkpointing: args.checkpointing.unwrap_or_default(),
             products: args.products.unwrap_or_default(),
+            evaluation: args.evaluation.unwrap_or_default(),
             threshold: args.threshold.unwrap_or_default(),
             device,
             compute,
@@ -156,8 +160,8 @@ impl Config {
     /// The configuration of resumed runs: that of their folder.
     ///
     /// Only the total of steps, the device, the place of the text, the format and the rounding of the optimizer's
-    /// moments, the cold start, the contexts, checkpointing, which products of activations are quantized, how thresholds
-    /// follow rates, and loss scaling may change.
+    /// moments, the cold start, the contexts, checkpointing, which products of activations are quantized, how models are
+    /// evaluated, how thresholds follow rates, and loss scaling may change.
     /// Several recipes may be narrowed down to some of them, and seeds may be added.
     ///
     /// # Errors
@@ -279,6 +283,7 @@ impl Config {
         self.contexts = args.contexts.unwrap_or(self.contexts);
         self.checkpointing = args.checkpointing.unwrap_or(self.checkpointing);
         self.products = args.products.unwrap_or(self.products);
+        self.evaluation = args.evaluation.unwrap_or(self.evaluation);
         self.threshold = args.threshold.unwrap_or(self.threshold);
         self.loss_scaling = args.loss_scaling.unwrap_or(self.loss_scaling);
         if args.data.is_some() {

@@ -8,7 +8,7 @@ use burn_quant_train::recipe::Name;
 use serde::{Deserialize, Serialize};
 
 use crate::args::{
-    Checkpointing, Compute, Contexts, Device, LossScaling, Optimizer, Preset, Products,
+    Checkpointing, Compute, Contexts, Device, Evaluation, LossScaling, Optimizer, Preset, Products,
     StateRounding, Threshold,
 };
 use crate::config::{Config, Fork};
@@ -34,6 +34,9 @@ pub struct Report {
     /// Which products of activations were quantized.
     #[serde(default)]
     pub products: Products,
+    /// How the model was evaluated.
+    #[serde(default)]
+    pub evaluation: Evaluation,
     /// How fallback thresholds followed fallback rates.
     #[serde(default = "Threshold::unnamed")]
     pub threshold: Threshold,
@@ -140,6 +143,7 @@ impl Report {
             contexts: config.contexts,
             checkpointing: config.checkpointing,
             products: config.products.of(recipe),
+            evaluation: config.evaluation.of(recipe),
             threshold: config.threshold,
             preset: config.preset,
             dropout: config.model.dropout,
@@ -180,6 +184,7 @@ impl Report {
             self.contexts,
             self.checkpointing,
             self.products,
+            self.evaluation,
             self.threshold,
             self.loss_scaling,
         );
@@ -190,6 +195,7 @@ impl Report {
             config.contexts,
             config.checkpointing,
             config.products.of(self.recipe),
+            config.evaluation.of(self.recipe),
             config.threshold,
             config.loss_scaling,
         );

@@ -17,7 +17,7 @@ use burn_quant_train::optim::{
 use burn_quant_train::recipe::SlotKind;
 use burn_quant_train::saved::choose_context;
 
-use crate::args::{Args, Checkpointing, Device, LossScaling};
+use crate::args::{Args, Checkpointing, Device, Evaluation, LossScaling};
 use crate::checkpoint::{Checkpoints, Finished, State};
 use crate::config::{Config, Run};
 use crate::data::{Text, Windows};
@@ -170,6 +170,7 @@ fn optimizer(config: &Config, args: &Args) -> QuantAdamWConfig {
         .with_threshold(config.threshold.config())
         .with_steps(LearnedSteps {
             cold_start: config.cold_start,
+            evaluation: config.evaluation == Evaluation::Quantized,
             ..LearnedSteps::default()
         })
 }

@@ -15,6 +15,7 @@ mod suite {
     mod later;
     mod learned_definition;
     mod learned_embedding;
+    mod learned_evaluation;
     mod learned_product;
     mod learned_steps;
     mod loss_scaling;

@@ -103,7 +103,7 @@ pub(super) fn table(runs: &[Value]) -> Result<String> {
 }
 
 /// Names the recipe of a run, its contexts where they are not exact, what of the model ran again, which products of
-/// activations were quantized, and how its thresholds followed the rates where these were read.
+/// activations were quantized, whether evaluation was, and how its thresholds followed the rates where these were read.
 fn name(run: &Value) -> Result<String> {
     let contexts = run["contexts"].as_str().filter(|it| *it != "exact");
     let threshold = run["threshold"].as_str().filter(|_| rates::were_read(run));
@@ -111,11 +111,14 @@ fn name(run: &Value) -> Result<String> {
     let again = again.then_some("layers run again");
     let products = run["products"].as_str() == Some("attention");
     let products = products.then_some("attention's products");
+    let evaluation = run["evaluation"].as_str() == Some("quantized");
+    let evaluation = evaluation.then_some("evaluation too");
     let parts = [
         Some(text(run, "recipe")?),
         contexts,
         again,
         products,
+        evaluation,
         threshold,
     ];
     Ok(parts.into_iter().flatten().collect::<Vec<_>>().join(", "))

@@ -12,7 +12,10 @@ use super::{
     tensor::QuantTensor,
 };
 use crate::{
-    ops::{learned_embedding::LearnedEmbedding, run::Run},
+    ops::{
+        learned_embedding::{EvaluatedEmbedding, LearnedEmbedding},
+        run::Run,
+    },
     recipe::Recipe,
     saved::recorded::QuantBackend,
 };
@@ -23,17 +26,18 @@ pub(super) fn embedding<B: QuantBackend, R: Recipe>(
     table: FloatTensor<QuantTrain<B, R>>,
     indices: IntTensor<QuantTrain<B, R>>,
 ) -> FloatTensor<QuantTrain<B, R>> {
-    QuantTensor::new(match rounding::<B, R>(&table, &indices) {
-        Some(operation) => B::record(operation, [table.into_primitive()]),
-        None => {
-            let rows = <B::Inside>::embedding(table.into_primitive(), indices);
-            in_class::<B, R>(Class::Compute, rows)
-        }
-    })
+    if let Some(operation) = rounding::<B, R>(&table, &indices) {
+        return QuantTensor::new(B::record(operation, [table.into_primitive()]));
+    }
+    if let Some(operation) = evaluation::<B, R>(&table, &indices) {
+        return QuantTensor::new(B::record(operation, [table.into_primitive()]));
+    }
+    let rows = <B::Inside>::embedding(table.into_primitive(), indices);
+    QuantTensor::new(in_class::<B, R>(Class::Compute, rows))
 }
 
 /// The operation that rounds what it looks up, if the recipe and the policy ask for it, there is something to look up,
-/// and a backward pass follows: evaluation is not quantized, as that of linear layers.
+/// and a backward pass follows.
 fn rounding<B: QuantBackend, R: Recipe>(
     table: &QuantTensor<B>,
     indices: &IntTensor<B>,
@@ -41,13 +45,37 @@ fn rounding<B: QuantBackend, R: Recipe>(
     let row = R::row();
     let slot = row.embedding_step()?;
     let layer = table.tag().layer().filter(|layer| layer.rounds_rows())?;
-    let is_empty = indices.shape().num_elements() == 0 || table.shape().num_elements() == 0;
-    let is_recorded = B::is_tracked(table.primitive());
-    (is_recorded && !is_empty && table.dtype() != DType::F64).then(|| LearnedEmbedding {
+    (B::is_tracked(table.primitive()) && can_round(table, indices)).then(|| LearnedEmbedding {
         layer: layer.clone(),
         run: Run::Next,
         slot,
         compute: row.compute,
         indices: indices.clone(),
     })
+}
+
+/// The same where no backward pass follows, and evaluation is quantized too.
+fn evaluation<B: QuantBackend, R: Recipe>(
+    table: &QuantTensor<B>,
+    indices: &IntTensor<B>,
+) -> Option<EvaluatedEmbedding<B::Base>> {
+    let row = R::row();
+    let slot = row.embedding_step()?;
+    let layer = table.tag().lineage()?;
+    let quantizes = layer.quantizes_evaluation()
+        && layer.rounds_rows()
+        && !B::is_tracked(table.primitive())
+        && can_round(table, indices);
+    let step = quantizes.then(|| layer.known_step(slot, &table.device()))??;
+    Some(EvaluatedEmbedding {
+        step,
+        compute: row.compute,
+        indices: indices.clone(),
+    })
+}
+
+/// True if there is something to look up, of a dtype that is rounded.
+fn can_round<B: QuantBackend>(table: &QuantTensor<B>, indices: &IntTensor<B>) -> bool {
+    let is_empty = indices.shape().num_elements() == 0 || table.shape().num_elements() == 0;
+    !is_empty && table.dtype() != DType::F64
 }

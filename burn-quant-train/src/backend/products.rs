@@ -21,8 +21,12 @@ use crate::{
         tag::{Tag, View},
     },
     ops::{
-        learned_linear::LearnedLinear, learned_product::LearnedProduct, linear::Linear,
-        matmul::Matmul, run::Run, watch::Watched,
+        learned_linear::{LearnedLinear, evaluation::LearnedEvaluation},
+        learned_product::LearnedProduct,
+        linear::Linear,
+        matmul::Matmul,
+        run::Run,
+        watch::Watched,
     },
     recipe::{Recipe, Row},
     saved::{
@@ -48,6 +52,9 @@ fn linear_of<B: QuantBackend, R: Recipe>(
 ) -> QuantTensor<B> {
     if let Some(layer) = quantized_layer::<B, R>(&x, &weight) {
         return quantized::<B, R>(x, weight, bias, layer);
+    }
+    if let Some(evaluation) = evaluation::<B, R>(&x, &weight) {
+        return recorded::<B, _>(evaluation, x, weight, bias);
     }
     let (x, weight) = (x.into_primitive(), weight.into_primitive());
     let bias = bias.map(QuantTensor::into_primitive);
@@ -135,6 +142,9 @@ fn matmul_of<B: QuantBackend, R: Recipe>(
 ) -> QuantTensor<B> {
     if let Some(layer) = quantized_layer::<B, R>(&lhs, &rhs) {
         return quantized::<B, R>(lhs, rhs, None, layer);
+    }
+    if let Some(evaluation) = evaluation::<B, R>(&lhs, &rhs) {
+        return recorded::<B, _>(evaluation, lhs, rhs, None);
     }
     let (lhs, rhs) = (lhs.into_primitive(), rhs.into_primitive());
     let mut dtypes = Dtypes::default();
@@ -248,16 +258,42 @@ fn quantized_layer<B: QuantBackend, R: Recipe>(
     }
 }
 
+/// The product by the step sizes of a layer, if no backward pass follows, and evaluation is quantized too.
+fn evaluation<B: QuantBackend, R: Recipe>(
+    x: &QuantTensor<B>,
+    weight: &QuantTensor<B>,
+) -> Option<LearnedEvaluation<B::Base>> {
+    let row = R::row();
+    let slots = row.linear?.learned()?;
+    let layer = weight.tag().lineage()?;
+    let quantizes = layer.quantizes_evaluation()
+        && layer.is_quantized()
+        && is_linear::<B>(x, weight)
+        && !is_recorded::<B>(x, weight);
+    if !quantizes {
+        return None;
+    }
+    LearnedEvaluation::of(layer, slots, &x.device(), row.compute)
+}
+
+fn is_recorded<B: QuantBackend>(x: &QuantTensor<B>, weight: &QuantTensor<B>) -> bool {
+    B::is_tracked(x.primitive()) || B::is_tracked(weight.primitive())
+}
+
 /// True if the shapes are those of a linear layer, there is something to compute, and a backward pass follows.
 fn is_trained_linear<B: QuantBackend>(x: &QuantTensor<B>, weight: &QuantTensor<B>) -> bool {
+    is_linear::<B>(x, weight) && is_recorded::<B>(x, weight)
+}
+
+/// True if the shapes are those of a linear layer, and there is something to compute.
+fn is_linear<B: QuantBackend>(x: &QuantTensor<B>, weight: &QuantTensor<B>) -> bool {
     let shape = weight.shape();
     let rank = shape.num_dims();
     let is_matrix = rank >= 2 && shape[..rank - 2].iter().all(|&dim| dim == 1);
     let x_shape = x.shape();
     let empty = x_shape.num_elements() == 0 || shape.num_elements() == 0;
     let double = x.dtype() == DType::F64 || weight.dtype() == DType::F64;
-    let recorded = B::is_tracked(x.primitive()) || B::is_tracked(weight.primitive());
-    is_matrix && x_shape.num_dims() >= rank && !empty && !double && recorded
+    is_matrix && x_shape.num_dims() >= rank && !empty && !double
 }
 
 /// A product, measured if it is a layer's and this step of it is: [`health`](crate::health).

@@ -170,6 +170,23 @@ impl<B: DataBackend> Layer<B> {
         }
     }
 
+    /// The layer's step size in the slot `name`, on `device`, if it has one.
+    ///
+    /// # Panics
+    ///
+    /// If the bank has no such slot.
+    pub(crate) fn known_step(&self, name: &str, device: &Device<B>) -> Option<LearnedStep<B>> {
+        let of_layer = |slot: &mut StepSizes<B>| slot.get(self.index);
+        let (steps, known) = self.bank.with_slot(name, device, of_layer);
+        let layer = self.index;
+        known.then_some(LearnedStep { steps, layer })
+    }
+
+    /// True if the layer's step sizes quantize evaluation too.
+    pub(crate) fn quantizes_evaluation(&self) -> bool {
+        self.bank.learned_steps().evaluation
+    }
+
     /// Takes over the step size that a run of the layer set, unless the step of that run is over.
     ///
     /// # Panics

@@ -164,6 +164,37 @@ impl<B: DataBackend> Recorded<B, 1> for LearnedEmbedding<B> {
     }
 }
 
+/// The same rows, rounded by a step size where nothing is trained. The run is not counted, and moves nothing.
+#[derive(Debug, Clone)]
+pub(crate) struct EvaluatedEmbedding<B: DataBackend> {
+    /// The step size of the table.
+    pub step: LearnedStep<B>,
+    /// The dtype of the rows.
+    pub compute: FloatDType,
+    /// The indices.
+    pub indices: IntTensor<B>,
+}
+
+impl<B: DataBackend> Recorded<B, 1> for EvaluatedEmbedding<B> {
+    type Saved = ();
+
+    fn again(&mut self, _: &[HeldTensor<B>; 1]) -> Option<Self> {
+        Some(self.clone())
+    }
+
+    fn forward(self, [table]: [HeldTensor<B>; 1], _: [bool; 1]) -> (HeldTensor<B>, ()) {
+        let rows = B::embedding(table.into_value(), self.indices);
+        let LearnedStep { steps, layer } = self.step;
+        let compute = self.compute;
+        let rows = B::run(RoundRows { layer, compute }, (rows, steps));
+        (HeldTensor::of("embedding", rows), ())
+    }
+
+    fn backward((): (), _: FloatTensor<B>, _: [bool; 1]) -> [Option<FloatTensor<B>>; 1] {
+        unreachable!("nothing is trained")
+    }
+}
+
 /// The steps with that of the layer set by a table.
 #[derive(Debug, Clone)]
 struct ColdStep {

@@ -6,6 +6,7 @@
 //! those of X, W and the steps.
 
 mod choice;
+pub(crate) mod evaluation;
 pub(super) mod pass;
 
 use std::sync::Arc;

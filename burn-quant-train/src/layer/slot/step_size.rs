@@ -28,6 +28,11 @@ pub struct LearnedSteps {
     pub restarts: Vec<u64>,
     /// How the sizes of transforms are chosen.
     pub hadamard: HadamardChoice,
+    /// True if linear layers and rows of embeddings are quantized in evaluation too, once they have step sizes. A model
+    /// that was trained through the clamps of its step sizes may be far from what it is without them. They are no
+    /// function of the data, so no token learns of others by them. Products of activations stay exact.
+    #[serde(default)]
+    pub evaluation: bool,
 }
 
 /// How the size of a layer's Hadamard transform is chosen.
@@ -42,13 +47,15 @@ pub enum HadamardChoice {
 }
 
 impl Default for LearnedSteps {
-    /// A learning rate of 1e-3, a cold start of 100 steps, no restarts, sizes by their error.
+    /// A learning rate of 1e-3, a cold start of 100 steps, no restarts, sizes by their error, evaluation without
+    /// quantization.
     fn default() -> Self {
         Self {
             learning_rate: 1e-3,
             cold_start: 100,
             restarts: Vec::new(),
             hadamard: HadamardChoice::SmallestError,
+            evaluation: false,
         }
     }
 }
