@@ -5,7 +5,7 @@ use burn::{
     module::{AutodiffModule, Module, Param},
     nn::{Embedding, EmbeddingConfig, Linear, LinearConfig},
     optim::{GradientsParams, Optimizer},
-    tensor::{Int, Tensor, TensorData, backend::Backend},
+    tensor::{Int, Tensor, TensorData, backend::Backend, module},
 };
 use burn_quant_train::{
     QuantTrain,
@@ -185,13 +185,16 @@ fn exact<B: DataBackend>(seed: u64) {
             );
             let weight = model.linear.weight.val().inner();
             let bias = model.linear.bias.as_ref().expect("a bias").val().inner();
-            // A product of the values, which are no layer's any more.
+            // The same product of the values, which are no layer's any more.
             let [rows, weight] = [floats(&rows), floats(&weight)];
             let device = B::Device::default();
-            let rows = tensor::<B, 2>(&rows, [TOKENS.len(), INPUTS], &device);
+            let rows = tensor::<B, 3>(&rows, [1, TOKENS.len(), INPUTS], &device);
             let weight = tensor::<B, 2>(&weight, [INPUTS, OUTPUTS], &device);
-            let bias = tensor::<B, 2>(&floats(&bias), [1, OUTPUTS], &device);
-            [floats(&rows), floats(&(rows.matmul(weight) + bias))]
+            let bias = tensor::<B, 1>(&floats(&bias), [OUTPUTS], &device);
+            [
+                floats(&rows),
+                floats(&module::linear(rows.clone(), weight, Some(bias))),
+            ]
         };
         let distance = |one: &[f32], other: &[f32]| {
             let pairs = one.iter().zip(other);
