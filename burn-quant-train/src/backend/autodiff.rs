@@ -60,7 +60,7 @@ impl<B: DataBackend, C: CheckpointStrategy, R: Recipe> AutodiffBackend
     fn inner(tensor: FloatTensor<Self>) -> FloatTensor<Self::InnerBackend> {
         let origin = tensor.origin();
         let inner = <Autodiff<Held<B>, C> as AutodiffBackend>::inner(tensor.into_primitive());
-        QuantTensor::computed(inner.into_value(), origin)
+        QuantTensor::same_value(inner.into_value(), origin)
     }
 
     fn int_inner(tensor: IntTensor<Self>) -> IntTensor<Self::InnerBackend> {
@@ -80,7 +80,7 @@ impl<B: DataBackend, C: CheckpointStrategy, R: Recipe> AutodiffBackend
         let tracked = <Autodiff<Held<B>, C> as AutodiffBackend>::from_inner(HeldTensor::new(
             tensor.into_primitive(),
         ));
-        QuantTensor::computed(tracked, origin)
+        QuantTensor::same_value(tracked, origin)
     }
 
     fn int_from_inner(tensor: IntTensor<Self::InnerBackend>) -> IntTensor<Self> {

@@ -61,7 +61,7 @@ fn evaluation<B: QuantBackend, R: Recipe>(
 ) -> Option<EvaluatedEmbedding<B::Base>> {
     let row = R::row();
     let slot = row.embedding_step()?;
-    let layer = table.tag().lineage()?;
+    let layer = table.tag().weight_of()?;
     let quantizes = layer.quantizes_evaluation()
         && layer.rounds_rows()
         && !B::is_tracked(table.primitive())

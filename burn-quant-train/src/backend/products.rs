@@ -53,7 +53,7 @@ fn linear_of<B: QuantBackend, R: Recipe>(
     if let Some(layer) = quantized_layer::<B, R>(&x, &weight) {
         return quantized::<B, R>(x, weight, bias, layer);
     }
-    if let Some(evaluation) = evaluation::<B, R>(&x, &weight) {
+    if let Some(evaluation) = evaluation::<B, R>(&x, &weight, bias.as_ref()) {
         return recorded::<B, _>(evaluation, x, weight, bias);
     }
     let (x, weight) = (x.into_primitive(), weight.into_primitive());
@@ -143,7 +143,7 @@ fn matmul_of<B: QuantBackend, R: Recipe>(
     if let Some(layer) = quantized_layer::<B, R>(&lhs, &rhs) {
         return quantized::<B, R>(lhs, rhs, None, layer);
     }
-    if let Some(evaluation) = evaluation::<B, R>(&lhs, &rhs) {
+    if let Some(evaluation) = evaluation::<B, R>(&lhs, &rhs, None) {
         return recorded::<B, _>(evaluation, lhs, rhs, None);
     }
     let (lhs, rhs) = (lhs.into_primitive(), rhs.into_primitive());
@@ -262,14 +262,16 @@ fn quantized_layer<B: QuantBackend, R: Recipe>(
 fn evaluation<B: QuantBackend, R: Recipe>(
     x: &QuantTensor<B>,
     weight: &QuantTensor<B>,
+    bias: Option<&QuantTensor<B>>,
 ) -> Option<LearnedEvaluation<B::Base>> {
     let row = R::row();
     let slots = row.linear?.learned()?;
-    let layer = weight.tag().lineage()?;
+    let layer = weight.tag().weight_of()?;
     let quantizes = layer.quantizes_evaluation()
         && layer.is_quantized()
         && is_linear::<B>(x, weight)
-        && !is_recorded::<B>(x, weight);
+        && !is_recorded::<B>(x, weight)
+        && bias.is_none_or(|bias| !B::is_tracked(bias.primitive()));
     if !quantizes {
         return None;
     }

@@ -202,6 +202,14 @@ impl<B: QuantBackend> QuantTensor<B> {
         }
     }
 
+    /// Wraps a primitive that has the value of a tensor of this [origin](Self::origin), if there is one.
+    pub(crate) fn same_value(primitive: InsideTensor<B>, origin: Option<Origin<B::Base>>) -> Self {
+        match origin {
+            Some((tag, _)) => Self::with_tag(primitive, Arc::new(tag.of_same_value())),
+            None => Self::new(primitive),
+        }
+    }
+
     /// Tag and shape of this tensor, if it is a layer's weight, or was computed from one.
     pub(crate) fn origin(&self) -> Option<Origin<B::Base>> {
         let of_layer = self.tag.lineage().is_some() && self.view == View::Rows;

@@ -139,6 +139,8 @@ pub struct Tag<B: DataBackend> {
     layer: OnceLock<Arc<Layer<B>>>,
     /// The layer from whose weight this value was computed.
     origin: Option<Arc<Layer<B>>>,
+    /// True if the value is that of the weight itself.
+    is_weight: bool,
     parameter: AtomicBool,
     /// True for what an operator of the recipe's flow made.
     flows: bool,
@@ -178,6 +180,7 @@ impl<B: DataBackend> Tag<B> {
         Self {
             layer: OnceLock::new(),
             origin,
+            is_weight: false,
             parameter: AtomicBool::new(false),
             flows: false,
             copies: Mutex::default(),
@@ -196,6 +199,19 @@ impl<B: DataBackend> Tag<B> {
         Self::from_origin(self.lineage().cloned())
     }
 
+    /// A tag for the same value without autodiff, or in another place of its graph.
+    pub(crate) fn of_same_value(&self) -> Self {
+        let mut tag = self.descendant();
+        tag.is_weight = self.weight_of().is_some();
+        tag
+    }
+
+    /// The layer whose weight this is, on the backend of training or without autodiff.
+    pub(crate) fn weight_of(&self) -> Option<&Arc<Layer<B>>> {
+        self.layer()
+            .or(self.origin.as_ref().filter(|_| self.is_weight))
+    }
+
     /// The layer whose weight this is, or from whose weight it was computed.
     pub(crate) fn lineage(&self) -> Option<&Arc<Layer<B>>> {
         self.layer().or(self.origin.as_ref())
@@ -203,7 +219,8 @@ impl<B: DataBackend> Tag<B> {
 
     /// The same tag for a copy of the tensor on another device: the layer, without the compressed copies.
     pub fn without_copies(&self) -> Self {
-        let tag = Self::from_origin(self.origin.clone());
+        let mut tag = Self::from_origin(self.origin.clone());
+        tag.is_weight = self.is_weight;
         if let Some(layer) = self.layer.get() {
             let _ = tag.layer.set(layer.clone());
         }

@@ -22,7 +22,7 @@ use crate::{
     scale::ScaleNumber,
 };
 
-use super::{check_bias, has_tensor_cores};
+use super::{check_bias, selector};
 
 const OPERATION: &str = "gemm_int4";
 /// Rows and columns of an output tile.
@@ -41,7 +41,8 @@ pub fn has_gemm_int4<R: Runtime>(client: &ComputeClient<R>) -> bool {
 }
 
 fn can_run<R: Runtime>(client: &ComputeClient<R>) -> bool {
-    R::name(client) == "cuda" && has_tensor_cores(client)
+    // Architectures that have these instructions have those of INT4 too.
+    R::name(client) == "cuda" && selector::has_int8_mma(client)
 }
 
 /// One operand of a product of INT4 matrices, K along its rows.

@@ -156,10 +156,8 @@ fn square_block(problem: &GemmProblem) -> Result<usize, String> {
     }
 }
 
-fn tensor_core<R: Runtime>(
-    client: &ComputeClient<R>,
-    problem: &GemmProblem,
-) -> Result<Vec<Ranked>, String> {
+/// True where the device has what products of integers on `mma.sync` take: INT8 m16n8k32, `ldmatrix` and `cp.async`.
+pub(super) fn has_int8_mma<R: Runtime>(client: &ComputeClient<R>) -> bool {
     let config = MmaConfig {
         a_type: storage::<i8>(),
         b_type: storage::<i8>(),
@@ -169,10 +167,16 @@ fn tensor_core<R: Runtime>(
         k: 32,
     };
     let features = client.features();
-    if !features.matmul.mma.contains(&config)
-        || !features.matmul.ldmatrix.contains(&storage::<half::f16>())
-        || !features.copy_async
-    {
+    features.matmul.mma.contains(&config)
+        && features.matmul.ldmatrix.contains(&storage::<half::f16>())
+        && features.copy_async
+}
+
+fn tensor_core<R: Runtime>(
+    client: &ComputeClient<R>,
+    problem: &GemmProblem,
+) -> Result<Vec<Ranked>, String> {
+    if !has_int8_mma(client) {
         return Err("a device without INT8 m16n8k32 instructions, ldmatrix and cp.async".into());
     }
     let block = square_block(problem)?;

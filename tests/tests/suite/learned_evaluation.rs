@@ -153,6 +153,20 @@ fn by_definition<B: DataBackend, R: Recipe>(seed: u64) {
     // Without autodiff, and on the training backend where nothing is trained.
     let [of_rows, of_y] = model.valid().forward();
     let [frozen_rows, frozen_y] = model.clone().no_grad().forward();
+    // What is computed from a weight is none of the layer's.
+    let twice = model.valid().linear.weight.val() * 2.0;
+    let x = tensor::<QuantTrain<B, R>, 2>(&rows, [TOKENS.len(), INPUTS], &B::Device::default());
+    let exact = floats(&x.clone().matmul(model.valid().linear.weight.val() * 1.0));
+    let exact: Vec<f32> = exact.iter().map(|it| 2.0 * it).collect();
+    assert_near(&floats(&x.matmul(twice)), &exact, "of a computed weight");
+    // A bias that is trained alone has a backward pass.
+    let mut frozen = model.clone().no_grad();
+    frozen.linear.bias = model.linear.bias.clone();
+    let [_, of_bias] = frozen.forward();
+    let gradients = of_bias.sum().backward();
+    let bias = frozen.linear.bias.as_ref().expect("a bias").val();
+    let of_bias = floats(&bias.grad(&gradients).expect("of the bias"));
+    assert_near(&of_bias, &[TOKENS.len() as f32; OUTPUTS], "of the bias");
     let name = R::ROW.name;
     assert_near(&floats(&of_rows), &rows, &format!("{name}: rows"));
     assert_near(&floats(&of_y), &y, &format!("{name}: Y"));

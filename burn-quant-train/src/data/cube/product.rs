@@ -243,7 +243,10 @@ fn int4_product<B: Cube<R>, R: CubeRuntime>(
     bias: Option<&TensorHandle<R>>,
     dtype: DType,
 ) -> Option<TensorHandle<R>> {
-    if !gemm::has_gemm_int4(client) {
+    let are_int4 = operands
+        .iter()
+        .all(|it| it.matrix.format.number == Number::Int4);
+    if !are_int4 || !gemm::has_gemm_int4(client) {
         return None;
     }
     let [a, b] = operands.map(|operand| {
