@@ -90,15 +90,11 @@ fn check(
     let scale = of_a.scales[0] * of_b.scales[0];
     let mut expected = Vec::new();
     for (row, of_row) in of_a.values.chunks(k).enumerate() {
-        for col in 0..n {
+        for (col, bias) in bias.iter().enumerate() {
             let of_col = &of_b.values[(row / m * n + col) * k..][..k];
             let sum: i32 = of_row.iter().zip(of_col).map(|(a, b)| a * b).sum();
             let product = sum as f32 * scale;
-            expected.push(if has_bias {
-                product + bias[col]
-            } else {
-                product
-            });
+            expected.push(if has_bias { product + bias } else { product });
         }
     }
     let what = format!("{sizes:?} {out}, bias: {has_bias}");
