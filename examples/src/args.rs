@@ -409,15 +409,6 @@ impl Products {
                 .products("attention.qkv"),
         }
     }
-
-    /// Those of a run of this recipe.
-    pub fn of(self, recipe: Name) -> Self {
-        if learns_steps(recipe) {
-            self
-        } else {
-            Self::None
-        }
-    }
 }
 
 /// How models are evaluated, of recipes with learned step sizes.
@@ -431,20 +422,13 @@ pub enum Evaluation {
     Quantized,
 }
 
-impl Evaluation {
-    /// That of a run of this recipe.
-    pub fn of(self, recipe: Name) -> Self {
-        if learns_steps(recipe) {
-            self
-        } else {
-            Self::Exact
-        }
-    }
-}
-
-fn learns_steps(recipe: Name) -> bool {
+/// A setting that recipes with learned step sizes alone have, as it holds for this one.
+pub fn of_learned<T: Default>(recipe: Name, setting: T) -> T {
     let slots = recipe.row().linear.map_or(&[][..], |row| row.slots);
-    slots.iter().any(|slot| slot.kind == SlotKind::StepSize)
+    match slots.iter().any(|slot| slot.kind == SlotKind::StepSize) {
+        true => setting,
+        false => T::default(),
+    }
 }
 
 /// The scaling of losses.

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::args::{
     Checkpointing, Compute, Contexts, Device, Evaluation, LossScaling, Optimizer, Preset, Products,
-    StateRounding, Threshold,
+    StateRounding, Threshold, of_learned,
 };
 use crate::config::{Config, Fork};
 use crate::curve;
@@ -142,8 +142,8 @@ impl Report {
             state_rounding: config.state_rounding,
             contexts: config.contexts,
             checkpointing: config.checkpointing,
-            products: config.products.of(recipe),
-            evaluation: config.evaluation.of(recipe),
+            products: of_learned(recipe, config.products),
+            evaluation: of_learned(recipe, config.evaluation),
             threshold: config.threshold,
             preset: config.preset,
             dropout: config.model.dropout,
@@ -194,8 +194,8 @@ impl Report {
             config.state_rounding,
             config.contexts,
             config.checkpointing,
-            config.products.of(self.recipe),
-            config.evaluation.of(self.recipe),
+            of_learned(self.recipe, config.products),
+            of_learned(self.recipe, config.evaluation),
             config.threshold,
             config.loss_scaling,
         );

@@ -28,7 +28,7 @@ use crate::{
         run::Run,
         watch::Watched,
     },
-    recipe::{Recipe, Row},
+    recipe::{LearnedSlots, LinearRow, Recipe, Row},
     saved::{
         recorded::{InsideTensor, QuantBackend, Recorded},
         report::Running,
@@ -174,6 +174,12 @@ fn matmul_of<B: QuantBackend, R: Recipe>(
     })
 }
 
+/// The recipe's row of linear layers, and its slots, if it has learned step sizes.
+fn learned<R: Recipe>() -> Option<(LinearRow, LearnedSlots)> {
+    let row = R::row().linear?;
+    Some((row, row.learned()?))
+}
+
 /// The product of two activations, if the policy quantizes it: see
 /// [`LayerPolicy::products`](crate::layer::LayerPolicy::products). Waiting probabilities are of attention whose first
 /// product was not to be quantized; a kernel may compute the whole.
@@ -181,9 +187,7 @@ pub(super) fn of_activations<B: QuantBackend, R: Recipe>(
     left: &QuantTensor<B>,
     right: &QuantTensor<B>,
 ) -> Option<QuantTensor<B>> {
-    let row = R::row();
-    let linear = row.linear?;
-    let slots = linear.learned()?;
+    let (row, slots) = learned::<R>()?;
     let [layer] = next_products()?;
     let operands = [left, right].map(composition::attention::bare);
     if !are_activations(operands) {
@@ -198,9 +202,9 @@ pub(super) fn of_activations<B: QuantBackend, R: Recipe>(
     let operation = LearnedProduct {
         layer,
         run: Run::Next,
-        row: linear,
+        row,
         slots,
-        compute: row.compute,
+        compute: R::row().compute,
     };
     let _scope = QuantTrain::<B, R>::scope();
     QuantTrain::<B, R>::compress_pending();
@@ -213,9 +217,8 @@ pub(super) fn of_activations<B: QuantBackend, R: Recipe>(
 pub(super) fn quantizes_attention<B: QuantBackend, R: Recipe>(
     inputs: [&QuantTensor<B>; 3],
 ) -> bool {
-    let learns = R::row().linear.is_some_and(|row| row.learned().is_some());
     let is_tracked = || inputs.iter().any(|it| B::is_tracked(it.primitive()));
-    learns && next_products::<B::Base, PRODUCTS>().is_some() && is_tracked()
+    learned::<R>().is_some() && next_products::<B::Base, PRODUCTS>().is_some() && is_tracked()
 }
 
 /// True if the operands are batches of as many matrices, none of them a weight, and there is something to compute.
@@ -264,8 +267,7 @@ fn evaluation<B: QuantBackend, R: Recipe>(
     weight: &QuantTensor<B>,
     bias: Option<&QuantTensor<B>>,
 ) -> Option<LearnedEvaluation<B::Base>> {
-    let row = R::row();
-    let slots = row.linear?.learned()?;
+    let (_, slots) = learned::<R>()?;
     let layer = weight.tag().weight_of()?;
     let quantizes = layer.quantizes_evaluation()
         && layer.is_quantized()
@@ -275,7 +277,7 @@ fn evaluation<B: QuantBackend, R: Recipe>(
     if !quantizes {
         return None;
     }
-    LearnedEvaluation::of(layer, slots, &x.device(), row.compute)
+    LearnedEvaluation::of(layer, slots, &x.device(), R::row().compute)
 }
 
 fn is_recorded<B: QuantBackend>(x: &QuantTensor<B>, weight: &QuantTensor<B>) -> bool {
@@ -305,7 +307,7 @@ fn measured<B: QuantBackend, R: Recipe>(
     product: impl FnOnce(QuantTensor<B>, QuantTensor<B>) -> QuantTensor<B>,
 ) -> QuantTensor<B> {
     let layer = weight.tag().layer();
-    if let Some(layer) = layer {
+    if let Some(layer) = layer.filter(|_| learned::<R>().is_some()) {
         ran(layer);
     }
     let _running = layer.map(|layer| Running::layer(layer.path()));

@@ -2,7 +2,7 @@
 //! section 3.3): operands are read packed, two elements in a byte, and never unpacked.
 //!
 //! The result is specified to the bit: the exact INT32 sum along K, rounded to FP32, times the FP32 product of both
-//! scales, plus the bias; that is what products of the same integers as INT8 give, whose scales cover all of K.
+//! scales, plus the bias; that is what Hopper's products of the same integers as INT8 give, whose scales cover all of K.
 //!
 //! Other devices than those of sm_80 to sm_89 have no such instruction, or compile it to many others: Hopper computes 46
 //! TOP/s so.
