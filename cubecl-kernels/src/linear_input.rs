@@ -30,6 +30,8 @@ pub struct LinearInput<R: Runtime> {
     /// The transposed copy, rounded stochastically: what the backward pass multiplies to the weight's gradient. It
     /// shares its scales with `forward`, and an allocation with these; what only the forward product reads has another.
     pub saved: Quantized<R>,
+    /// The copies of gate and of up that the source asked for.
+    pub contexts: Option<[Quantized<R>; 2]>,
 }
 
 impl<R: Runtime> Clone for LinearInput<R> {
@@ -38,6 +40,7 @@ impl<R: Runtime> Clone for LinearInput<R> {
             forward: self.forward.clone(),
             residual: self.residual.clone(),
             saved: self.saved.clone(),
+            contexts: self.contexts.clone(),
         }
     }
 }
@@ -52,11 +55,13 @@ impl<R: Runtime> Clone for LinearInput<R> {
 ///
 /// To the bit, `forward` and `residual` are what `quantize_fallback`, or [`quantize`](crate::quantize::quantize) with
 /// nearest rounding, gives with [`Layout::RowMajor`], and `saved` is what `quantize` gives with [`Layout::Transposed`]
-/// and [`Rounding::Stochastic`](crate::rounding::Rounding::Stochastic).
+/// and [`Rounding::Stochastic`](crate::rounding::Rounding::Stochastic). The copies of gate and of up are those of
+/// `quantize` too.
 ///
 /// # Errors
 ///
-/// When shapes or element types differ from these, or the layer is out of range.
+/// When shapes or element types differ from these, or the layer is out of range, or copies of gate and of up are asked
+/// for that [`swiglu_compressing`](crate::swiglu::swiglu_compressing) does not write.
 pub fn quantize_linear_input<'a, R: Runtime>(
     client: &ComputeClient<R>,
     x: impl Into<MatrixSource<'a, R>>,
@@ -70,6 +75,7 @@ pub fn quantize_linear_input<'a, R: Runtime>(
     if let Some(state) = &fallback {
         state.check(OPERATION)?;
     }
+    let contexts;
     let (both, residual) = allocate_input(client, &view, block, Layout::Both, fallback.is_some());
     if view.shape.num_elements() > 0 {
         let written = BlockOutput {
@@ -87,18 +93,32 @@ pub fn quantize_linear_input<'a, R: Runtime>(
         // SAFETY: the outputs were allocated for this view, which is that of all of them, and the state was checked.
         #[allow(unsafe_code)]
         unsafe {
-            match x {
+            contexts = match x {
                 MatrixSource::Floats(x) => {
-                    block::launch(client, x, &view, block, Some(key), &written)
+                    block::launch(client, x, &view, block, Some(key), &written);
+                    None
                 }
-                MatrixSource::Swiglu { gate, up } => {
-                    if !swiglu::block::launch(client, [gate, up], &view, block, key, &written) {
-                        let x = x.floats(client)?;
-                        block::launch(client, &x, &view, block, Some(key), &written);
+                MatrixSource::Swiglu {
+                    gate,
+                    up,
+                    contexts: spec,
+                } => {
+                    let factors = [gate, up];
+                    let spec = spec.as_ref();
+                    match swiglu::block::launch(client, factors, &view, block, key, &written, spec)
+                    {
+                        Some(contexts) => contexts,
+                        None => {
+                            let (x, contexts) = x.floats_and_contexts(client)?;
+                            block::launch(client, &x, &view, block, Some(key), &written);
+                            contexts
+                        }
                     }
                 }
-            }
+            };
         }
+    } else {
+        (_, contexts) = x.floats_and_contexts(client)?;
     }
     let saved = Quantized {
         values: None,
@@ -112,5 +132,6 @@ pub fn quantize_linear_input<'a, R: Runtime>(
         forward,
         residual,
         saved,
+        contexts,
     })
 }

@@ -169,16 +169,16 @@ impl<B: HostBackend> QuantizeKernels for B {
         saved: &QuantizeSpec,
         fallback: Option<Fallback<B>>,
     ) -> QuantizedInput<B> {
-        quantize_input_twice::<B>(x.into_floats(), forward, saved, fallback)
+        quantize_input_twice::<B>(x, forward, saved, fallback)
     }
 
     fn quantize_swiglu_gradients(
-        [gate, up, gradient]: [FloatTensor<B>; 3],
+        [gate, up]: [OperatorInput<B>; 2],
+        gradient: FloatTensor<B>,
         [of_gate, of_up]: [&QuantizeSpec; 2],
         delayed: Option<[&DelayedMaximum<B>; 2]>,
     ) -> [Quantized<B>; 2] {
-        let inputs = (OperatorInput::Floats(gate), OperatorInput::Floats(up));
-        let (gate, up) = SwigluGradients.run::<B>((inputs, gradient));
+        let (gate, up) = SwigluGradients.run::<B>(((gate, up), gradient));
         match delayed {
             None => [
                 B::quantize_matrix(gate, of_gate),

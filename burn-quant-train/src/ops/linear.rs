@@ -35,7 +35,7 @@ use crate::{
     recipe::{Flow, LinearRow, Residual, SavedX},
     saved::{
         HeldTensor,
-        later::{GradientCopy, Later},
+        later::{Factors, GradientCopy, Later},
         recorded::Recorded,
         report::Operands,
     },
@@ -202,9 +202,11 @@ impl<B: DataBackend> Linear<B> {
         let is_noted = matches!(product, Some([make, _]) if make.has_history());
         let keeps_operand =
             (shares_operand || is_noted || fallback_tag.is_some()) && operand.is_none();
-        let x = match (&operand, to_save) {
-            (Some(copy), None) => InputSource::Copy(Quantized::clone(copy)),
-            _ => InputSource::Floats(source_of(x, kept_x.is_some())),
+        let factors = factors_of(&x).filter(|_| kept_x.is_none());
+        let x = match (&operand, to_save, &factors) {
+            (Some(copy), None, _) => InputSource::Copy(Quantized::clone(copy)),
+            (_, _, Some(factors)) => InputSource::Floats(factors.source()),
+            (_, _, None) => InputSource::Floats(MatrixSource::Floats(x.into_value())),
         };
 
         // W: likewise, from run to run.
@@ -238,7 +240,7 @@ impl<B: DataBackend> Linear<B> {
             residual: led.as_ref().map(|copy| copy.residual.clone()),
             delayed: [delayed(&x_history), delayed(&weight_history)],
         };
-        let output = match plan.residual {
+        let mut output = match plan.residual {
             Residual::Never => B::run(operation, inputs(None)),
             Residual::Always => B::run(operation, inputs(Some(every_block::<B>(&device)))),
             Residual::Above(slot) if led.is_some() => {
@@ -258,6 +260,9 @@ impl<B: DataBackend> Linear<B> {
         };
 
         // Each copy that was made stays with its tensor.
+        if let Some((factors, contexts)) = factors.zip(output.contexts.take()) {
+            factors.keep(contexts);
+        }
         let keep_x = |make: Make, copy| match &self.x_tag {
             Some(tag) => tag.keep(make.factor.key, plan.epoch(bank, make.factor.key), copy),
             None => Arc::new(copy),
@@ -428,14 +433,11 @@ impl<B: DataBackend, const N: usize> Recorded<B, N> for Linear<B> {
     }
 }
 
-/// X, or what it is computed from. `is_kept`: it waits for the backward pass too.
-fn source_of<B: DataBackend>(x: HeldTensor<B>, is_kept: bool) -> MatrixSource<B> {
-    match x.cell().waits_for_reader().filter(|_| !is_kept) {
-        Some(Later::Swiglu([gate, up])) => MatrixSource::Swiglu {
-            gate: gate.into_value(),
-            up: up.into_value(),
-        },
-        Some(Later::Gradient(..)) | None => MatrixSource::Floats(x.into_value()),
+/// What X is computed from, if nobody has computed it.
+fn factors_of<B: DataBackend>(x: &HeldTensor<B>) -> Option<Arc<Factors<B>>> {
+    match x.cell().waits_for_reader()? {
+        Later::Swiglu(factors) => Some(factors),
+        Later::Gradient(..) => None,
     }
 }
 

@@ -1,16 +1,17 @@
 //! The gate of SwiGLU, which saves its two inputs (Shazeer, 2020, equation 6).
 
 use burn_backend::TensorMetadata;
+use cubecl_kernels::quantize::QuantizeSpec;
 
 use crate::{
     data::{
         DataBackend,
-        composition::{OperatorInput, SwigluCompressing, SwigluForward, SwigluGradients},
+        composition::{SwigluCompressing, SwigluForward, SwigluGradients},
     },
     saved::{
         HeldTensor,
         compress::Compress,
-        later::{GradientPair, Later},
+        later::{Factors, GradientPair, Later},
         recorded::Recorded,
         scope,
     },
@@ -18,9 +19,17 @@ use crate::{
 
 /// True where the output may wait for who reads it: in a block it is made twice, and what waits without a backward pass
 /// holds gate and up.
-fn waits<B: DataBackend>(inputs: &[HeldTensor<B>; 2], wanted: [bool; 2]) -> bool {
-    let stay = inputs.iter().all(|input| input.cell().stays_exact());
-    stay && wanted.contains(&true) && !scope::in_block()
+fn waits(wanted: [bool; 2]) -> bool {
+    wanted.contains(&true) && !scope::in_block()
+}
+
+/// The output, which waits for who reads it.
+fn later<B: DataBackend>(
+    inputs: &[HeldTensor<B>; 2],
+    contexts: Option<QuantizeSpec>,
+) -> HeldTensor<B> {
+    let factors = Factors::new(inputs.clone(), contexts);
+    HeldTensor::later("swiglu", Later::Swiglu(factors), inputs[0].cell().form())
 }
 
 /// `silu(gate) up`, of one shape and dtype.
@@ -40,24 +49,27 @@ impl<B: DataBackend> Recorded<B, 2> for Swiglu {
         wanted: [bool; 2],
     ) -> (HeldTensor<B>, Self::Saved) {
         let contexts = inputs.each_ref().map(|input| input.cell().will_wait_as());
+        let stay_exact = inputs.iter().all(|input| input.cell().stays_exact());
         let output = match contexts {
             [Some(context), Some(other)] if context == other && wanted.contains(&true) => {
-                let [gate, up] = inputs.clone().map(HeldTensor::into_value);
                 let compress = Compress { context };
+                let shape = inputs[0].shape();
                 let compressing = SwigluCompressing {
                     spec: compress.spec(),
-                    matrix: compress.matrix(&gate.shape()),
+                    matrix: compress.matrix(&shape),
                 };
+                if waits(wanted) && compressing.is_of_rows(&shape) {
+                    return (later(&inputs, Some(compressing.spec)), inputs);
+                }
+                let [gate, up] = inputs.clone().map(HeldTensor::into_value);
                 let (output, (of_gate, of_up)) = B::run(compressing, (gate, up));
                 for (input, compressed) in inputs.iter().zip([of_gate, of_up]) {
                     input.cell().keep_compressed(compressed);
                 }
                 output
             }
-            [None, None] if waits(&inputs, wanted) => {
-                let later = Later::Swiglu(inputs.clone());
-                let output = HeldTensor::later("swiglu", later, inputs[0].cell().form());
-                return (output, inputs);
+            [None, None] if stay_exact && waits(wanted) => {
+                return (later(&inputs, None), inputs);
             }
             _ => {
                 let [gate, up] = inputs.clone().map(HeldTensor::into_input);
@@ -76,23 +88,16 @@ impl<B: DataBackend> Recorded<B, 2> for Swiglu {
         let form = inputs[0].cell().form();
         let inputs = inputs.map(HeldTensor::into_input);
         let gradient = gradient.into_value();
-        let (gate, up) = match (inputs, copies, wanted) {
-            (
-                [OperatorInput::Floats(gate), OperatorInput::Floats(up)],
-                [Some(of_gate), Some(of_up)],
-                [true, true],
-            ) => {
-                let inputs = [gate, up, gradient];
-                match GradientPair::of(inputs, [of_gate, of_up], form) {
+        let ([gate, up], gradient) = match (copies, wanted) {
+            ([Some(of_gate), Some(of_up)], [true, true]) => {
+                match GradientPair::of((inputs, gradient), [of_gate, of_up], form) {
                     Ok(pair) => return pair.map(Some),
-                    Err([gate, up, gradient]) => {
-                        let inputs = (OperatorInput::Floats(gate), OperatorInput::Floats(up));
-                        B::run(SwigluGradients, (inputs, gradient))
-                    }
+                    Err(inputs) => inputs,
                 }
             }
-            ([gate, up], ..) => B::run(SwigluGradients, ((gate, up), gradient)),
+            _ => (inputs, gradient),
         };
+        let (gate, up) = B::run(SwigluGradients, ((gate, up), gradient));
         let [wants_gate, wants_up] = wanted;
         let held = |wants: bool, gradient| wants.then(|| HeldTensor::new(gradient));
         [held(wants_gate, gate), held(wants_up, up)]

@@ -48,6 +48,8 @@ pub struct Cell<B: DataBackend> {
     state: Mutex<State<B>>,
     /// What it will be compressed to, where a kernel that read it has made that already.
     compressed: Mutex<Option<Box<Quantized<B>>>>,
+    /// True while what waits for its reader is computed from it: as long it is not compressed.
+    is_awaited: AtomicBool,
     /// The copy of its gradient that the operation which made it will take.
     gradient_copy: Mutex<Option<Box<GradientCopy<B>>>>,
     /// The operation that made it, if what it makes may be compressed.
@@ -206,6 +208,7 @@ impl<B: DataBackend> HeldTensor<B> {
             device,
             state: Mutex::new(state),
             compressed: Mutex::default(),
+            is_awaited: AtomicBool::new(false),
             gradient_copy: Mutex::default(),
             origin,
             context,
@@ -498,6 +501,11 @@ impl<B: DataBackend> Cell<B> {
         *lock(&self.compressed) = Some(Box::new(matrix));
     }
 
+    /// Keeps the value as it is for now, or lets it be compressed again.
+    pub(super) fn await_reader(&self, awaited: bool) {
+        self.is_awaited.store(awaited, Ordering::Release);
+    }
+
     /// What it is computed from, as long as nobody has computed it.
     pub(crate) fn waits_for_reader(&self) -> Option<Later<B>> {
         match &*self.lock() {
@@ -650,6 +658,9 @@ impl<B: DataBackend> AnyCell for Cell<B> {
     }
 
     fn compress(self: Arc<Self>) {
+        if self.is_awaited.load(Ordering::Acquire) {
+            return;
+        }
         let packs = self.is_mask || self.context.is_some();
         let waits = !self.has_handles() && self.holders() > 0;
         let compressed = lock(&self.compressed).take();

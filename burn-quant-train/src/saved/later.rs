@@ -6,15 +6,19 @@ use std::{
     sync::{Arc, Mutex},
 };
 
-use burn_backend::tensor::FloatTensor;
+use burn_backend::{TensorMetadata, tensor::FloatTensor};
 use cubecl_kernels::quantize::QuantizeSpec;
 
-use super::{HeldTensor, cell::Form};
+use super::{
+    HeldTensor,
+    cell::{AnyCell, Form},
+    scope,
+};
 use crate::{
     data::{
         DataBackend,
-        composition::{OperatorInput, SwigluForward, SwigluGradients},
-        quantize::{DelayedMaximum, Quantized, quantize_swiglu_gradients},
+        composition::{OperatorInput, SwigluCompressing, SwigluForward, SwigluGradients},
+        quantize::{DelayedMaximum, MatrixSource, Quantized, quantize_swiglu_gradients},
     },
     lock::lock,
 };
@@ -23,7 +27,7 @@ use crate::{
 #[derive(Debug)]
 pub(crate) enum Later<B: DataBackend> {
     /// `silu(gate) up`.
-    Swiglu([HeldTensor<B>; 2]),
+    Swiglu(Arc<Factors<B>>),
     /// The gradient of one of its factors.
     Gradient(Arc<GradientPair<B>>, Factor),
 }
@@ -49,7 +53,7 @@ impl Factor {
 impl<B: DataBackend> Clone for Later<B> {
     fn clone(&self) -> Self {
         match self {
-            Self::Swiglu(inputs) => Self::Swiglu(inputs.clone()),
+            Self::Swiglu(factors) => Self::Swiglu(factors.clone()),
             Self::Gradient(pair, factor) => Self::Gradient(pair.clone(), *factor),
         }
     }
@@ -59,12 +63,69 @@ impl<B: DataBackend> Later<B> {
     /// The value. Of a gradient it is asked for once.
     pub(super) fn compute(&self) -> FloatTensor<B> {
         match self {
-            Self::Swiglu(inputs) => {
-                let [gate, up] = inputs.each_ref().map(|it| it.cell().read());
-                let inputs = (OperatorInput::Floats(gate), OperatorInput::Floats(up));
-                B::run(SwigluForward, inputs)
-            }
+            Self::Swiglu(factors) => factors.product(),
             Self::Gradient(pair, factor) => pair.floats(*factor),
+        }
+    }
+}
+
+/// Gate and up of an output that its reader computes, and how they wait for the backward pass: who reads them makes
+/// these copies too. Until the last reader is gone they stay exact.
+#[derive(Debug)]
+pub(crate) struct Factors<B: DataBackend> {
+    inputs: [HeldTensor<B>; 2],
+    contexts: Option<QuantizeSpec>,
+}
+
+impl<B: DataBackend> Factors<B> {
+    /// Those of an output. `contexts`: how both will wait, in groups of which rows are whole ones, if they are not to
+    /// stay exact.
+    pub fn new(inputs: [HeldTensor<B>; 2], contexts: Option<QuantizeSpec>) -> Arc<Self> {
+        if contexts.is_some() {
+            inputs.iter().for_each(|it| it.cell().await_reader(true));
+        }
+        Arc::new(Self { inputs, contexts })
+    }
+
+    /// What a linear layer quantizes.
+    pub fn source(&self) -> MatrixSource<B> {
+        let [gate, up] = self.inputs.each_ref().map(|it| it.cell().read());
+        MatrixSource::Swiglu {
+            gate,
+            up,
+            contexts: self.contexts,
+        }
+    }
+
+    /// Takes the copies in which gate and up will wait.
+    pub fn keep(&self, (gate, up): (Quantized<B>, Quantized<B>)) {
+        for (input, copy) in self.inputs.iter().zip([gate, up]) {
+            input.cell().keep_compressed(copy);
+        }
+    }
+
+    fn product(&self) -> FloatTensor<B> {
+        let [gate, up] = self.inputs.each_ref().map(|it| it.cell().read());
+        let Some(spec) = self.contexts else {
+            let inputs = (OperatorInput::Floats(gate), OperatorInput::Floats(up));
+            return B::run(SwigluForward, inputs);
+        };
+        let compressing = SwigluCompressing::of_rows(spec, &gate.shape());
+        let (product, copies) = B::run(compressing, (gate, up));
+        self.keep(copies);
+        product
+    }
+}
+
+impl<B: DataBackend> Drop for Factors<B> {
+    fn drop(&mut self) {
+        if self.contexts.is_some() {
+            for input in &self.inputs {
+                input.cell().await_reader(false);
+                if !input.cell().has_handles() {
+                    scope::settle(input.cell().clone());
+                }
+            }
         }
     }
 }
@@ -101,8 +162,8 @@ pub(crate) struct GradientPair<B: DataBackend> {
     made: Mutex<Made<B>>,
 }
 
-/// Gate, up, and the gradient of the output.
-type Inputs<B> = [FloatTensor<B>; 3];
+/// Gate and up, in the numbers in which they wait, and the gradient of the output.
+pub(crate) type Inputs<B> = ([OperatorInput<B>; 2], FloatTensor<B>);
 
 /// What there is of both gradients that nobody has taken yet.
 #[derive(Debug)]
@@ -149,9 +210,8 @@ impl<B: DataBackend> GradientPair<B> {
             }
             Made::Nothing(inputs) | Made::Copies(_, inputs) => inputs.clone(),
         };
-        let [gate, up, gradient] = inputs;
-        let inputs = (OperatorInput::Floats(gate), OperatorInput::Floats(up));
-        let (gate, up) = B::run(SwigluGradients, (inputs, gradient));
+        let ([gate, up], gradient) = inputs;
+        let (gate, up) = B::run(SwigluGradients, ((gate, up), gradient));
         let mut floats = [Some(gate), Some(up)];
         let own = factor.of(&mut floats).take().expect("both are there");
         if let Made::Nothing(_) = &*made {
@@ -218,8 +278,9 @@ mod tests {
     }
 
     fn pair(specs: [QuantizeSpec; 2]) -> [HeldTensor<Flex>; 2] {
-        let inputs = [tensor(1), tensor(2), tensor(3)];
-        let form = HeldTensor::<Flex>::new(inputs[0].clone()).cell().form();
+        let form = HeldTensor::<Flex>::new(tensor(1)).cell().form();
+        let factors = [1, 2].map(|seed| OperatorInput::Floats(tensor(seed)));
+        let inputs = (factors, tensor(3));
         let copies = specs.map(|spec| GradientCopy {
             spec,
             delayed: None,

@@ -76,7 +76,7 @@ pub fn quantize_delayed<'a, R: Runtime>(
     check_given(spec)?;
     let x = match x.into() {
         MatrixSource::Floats(x) => x,
-        source @ MatrixSource::Swiglu { gate, up } => {
+        source @ MatrixSource::Swiglu { gate, up, .. } => {
             let view = source.view(client, OPERATION)?;
             delayed.check()?;
             let quantized = swiglu::delayed::launch(client, [gate, up], &view, spec, delayed);

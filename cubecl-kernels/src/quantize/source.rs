@@ -6,8 +6,10 @@ use crate::{
     device::{MatrixView, check_float},
     error::KernelError,
     operator_input::check_alike,
-    swiglu::swiglu,
+    swiglu::{swiglu, swiglu_compressing},
 };
+
+use super::{QuantizeSpec, Quantized};
 
 /// A matrix, or what it is computed from.
 ///
@@ -24,6 +26,9 @@ pub enum MatrixSource<'a, R: Runtime> {
         gate: &'a TensorHandle<R>,
         /// What it lets through.
         up: &'a TensorHandle<R>,
+        /// How both wait for the backward pass, as [`swiglu_compressing`] takes it: a quantizer that can writes these
+        /// copies too.
+        contexts: Option<QuantizeSpec>,
     },
 }
 
@@ -50,7 +55,7 @@ impl<'a, R: Runtime> MatrixSource<'a, R> {
     ) -> Result<MatrixView, KernelError> {
         let matrix = match self {
             Self::Floats(matrix) => matrix,
-            Self::Swiglu { gate, up } => {
+            Self::Swiglu { gate, up, .. } => {
                 let inputs = [("gate", (*gate).into()), ("up", (*up).into())];
                 check_alike(client, operation, &inputs)?;
                 gate
@@ -64,7 +69,25 @@ impl<'a, R: Runtime> MatrixSource<'a, R> {
     pub(crate) fn floats(&self, client: &ComputeClient<R>) -> Result<TensorHandle<R>, KernelError> {
         match *self {
             Self::Floats(matrix) => Ok(matrix.clone()),
-            Self::Swiglu { gate, up } => swiglu(client, gate, up),
+            Self::Swiglu { gate, up, .. } => swiglu(client, gate, up),
+        }
+    }
+
+    /// The same, and the copies that were asked for.
+    pub(crate) fn floats_and_contexts(
+        &self,
+        client: &ComputeClient<R>,
+    ) -> Result<(TensorHandle<R>, Option<[Quantized<R>; 2]>), KernelError> {
+        match *self {
+            Self::Swiglu {
+                gate,
+                up,
+                contexts: Some(spec),
+            } => {
+                let (x, copies) = swiglu_compressing(client, gate, up, &spec)?;
+                Ok((x, Some(copies)))
+            }
+            _ => Ok((self.floats(client)?, None)),
         }
     }
 }

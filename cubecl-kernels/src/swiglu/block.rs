@@ -1,5 +1,7 @@
 //! SwiGLU and its gradients, quantized in blocks as they are computed: kernels of CUDA source, `block.cu` and
 //! `block_gradients.cu`, around the tile of [`quantize_linear_input`](crate::linear_input::quantize_linear_input).
+//! Gate and up may wait between both as INT8 in groups, which the first one writes and the second one reads
+//! (`contexts.cu`).
 
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
@@ -8,15 +10,20 @@ use crate::{
         numbers::{halves, numbers},
         source::{CudaSource, SourceText, float_knob, launch_source},
     },
-    device::{MatrixView, is_operand_type, read_width_up_to},
+    device::{MatrixView, is_contiguous, is_operand_type, read_width_up_to},
+    granularity::Granularity,
+    layout::Layout,
+    operator_input::OperatorInput,
     quantize::{
+        QuantizeSpec, Quantized,
         block::{
             BlockOutput, Round,
             whole_tiles::{WholeTilesNumbers, cubes, has_whole_tiles, launch_tiles, tiles},
         },
+        buffers::allocate,
         staged::TILE,
     },
-    rounding::{STOCHASTIC_OFFSET, StochasticKey},
+    rounding::{Rounding, STOCHASTIC_OFFSET, StochasticKey},
 };
 
 /// Bytes of a tile of 16-bit elements.
@@ -25,9 +32,19 @@ const TILE_BYTES: usize = 2 * TILE * TILE;
 const VECTOR: usize = 8;
 /// Cubes that are to share a multiprocessor, at most.
 const MOST_CUBES: usize = 3;
+/// Bytes of a number for each row of gate and of up in a tile.
+const BYTES_OF_ROWS: usize = 2 * TILE * size_of::<f32>();
 
-/// Quantizes `silu(gate) up` as [`block::launch`](crate::quantize::block::launch) quantizes a matrix, if the device has
-/// the kernel for that. Says whether it did.
+/// The copies in which gate and up wait for the backward pass, where they are wanted.
+pub(crate) type Contexts<R> = Option<[Quantized<R>; 2]>;
+
+/// True for copies of gate and of up that the kernels write and read: INT8 to nearest in groups of a tile's columns.
+fn has_contexts(spec: &QuantizeSpec) -> bool {
+    *spec == QuantizeSpec::int8(Granularity::Group(TILE))
+}
+
+/// Quantizes `silu(gate) up` as [`block::launch`](crate::quantize::block::launch) quantizes a matrix, and gate and up
+/// by `contexts`, if the device has the kernel for that. `None` where it has not.
 ///
 /// # Safety
 ///
@@ -41,28 +58,42 @@ pub(crate) unsafe fn launch<R: Runtime>(
     block: usize,
     key: StochasticKey,
     output: &BlockOutput<R>,
-) -> bool {
+    contexts: Option<&QuantizeSpec>,
+) -> Option<Contexts<R>> {
     let (Some((values, row_major)), Some((transposed, Round::Stochastic))) =
         (output.row_major, output.transposed)
     else {
-        return false;
+        return None;
     };
-    let source = Forward {
-        dtype: gate.dtype,
-        row_stochastic: row_major == Round::Stochastic,
-        fallback: output.fallback.is_some(),
-        cubes: cubes(client, 2 * TILE_BYTES, MOST_CUBES),
-    };
-    if !fits(client, &[gate, up], view, block, source.cubes) {
-        return false;
+    let source = Forward::of(
+        client,
+        gate.dtype,
+        row_major == Round::Stochastic,
+        output.fallback.is_some(),
+        contexts.is_some(),
+    );
+    if !contexts.is_none_or(has_contexts) || !fits(client, &[gate, up], view, block, source.cubes) {
+        return None;
     }
-    // SAFETY: the kernel reads both, which have whole tiles; the rest is the caller's promise.
+    let contexts = contexts.map(|spec| [(); 2].map(|()| allocate(client, view, spec)));
+    let parts = |copy: &Quantized<R>| {
+        let values = copy.values.clone();
+        [values.expect("a row-major copy"), copy.scales.clone()]
+    };
+    let beside = match &contexts {
+        Some(copies) => copies.iter().flat_map(parts).collect(),
+        // Not touched.
+        None => vec![output.scales.clone(); 4],
+    };
+    // SAFETY: the kernel reads both, which have whole tiles; the contexts were allocated for them, and the rest is the
+    // caller's promise.
     #[allow(unsafe_code)]
     unsafe {
+        let inputs = [gate, up];
         let copies = [values, transposed];
-        launch_tiles(client, source, &[gate, up], view, key, copies, output);
+        launch_tiles(client, source, &inputs, view, key, copies, output, beside);
     }
-    true
+    Some(contexts)
 }
 
 /// A gradient's two copies and their scales, and the random stream of both.
@@ -78,19 +109,39 @@ pub(crate) struct GradientOutput<'a, R: Runtime> {
 ///
 /// # Safety
 ///
-/// The inputs, gate, up and the gradient of the output, are contiguous, of one shape and type, and `view` is that of
-/// all, which are not empty. The outputs have the types and shapes of [`Quantized`](crate::quantize::Quantized) for it,
-/// and are contiguous.
+/// Gate, up and the gradient of the output are of one shape and type, floats contiguous, numbers as
+/// [`OperatorInput::prepare`] accepts them, and `view` is that of all, which are not empty. The outputs have the types
+/// and shapes of [`Quantized`] for it, and are contiguous.
 #[allow(unsafe_code)]
 pub(crate) unsafe fn launch_gradients<R: Runtime>(
     client: &ComputeClient<R>,
-    inputs: [&TensorHandle<R>; 3],
+    factors: [OperatorInput<R>; 2],
+    gradient: &TensorHandle<R>,
     view: &MatrixView,
     block: usize,
     [of_gate, of_up]: [GradientOutput<R>; 2],
 ) -> bool {
-    let source = Gradients::of(client, inputs[0].dtype);
-    if !fits(client, &inputs, view, block, source.cubes) {
+    let (factors, scales) = match factors {
+        [OperatorInput::Floats(gate), OperatorInput::Floats(up)] => ([gate, up], None),
+        [
+            OperatorInput::Quantized(gate, _),
+            OperatorInput::Quantized(up, _),
+        ] => {
+            let (Some(of_gate), Some(of_up)) = (codes(gate), codes(up)) else {
+                return false;
+            };
+            ([of_gate, of_up], Some([&gate.scales, &up.scales]))
+        }
+        _ => return false,
+    };
+    let source = Gradients::of(client, gradient.dtype, scales.is_some());
+    let inputs = [factors[0], factors[1], gradient];
+    let floats = if scales.is_some() {
+        &inputs[2..]
+    } else {
+        &inputs
+    };
+    if !fits(client, floats, view, block, source.cubes) {
         return false;
     }
     let mut buffers = inputs.map(TensorHandle::clone).to_vec();
@@ -98,6 +149,12 @@ pub(crate) unsafe fn launch_gradients<R: Runtime>(
         let tensors = [output.values, output.transposed, output.scales];
         buffers.extend(tensors.map(TensorHandle::clone));
     }
+    // Of floats they are not read.
+    buffers.extend(
+        scales
+            .unwrap_or([of_gate.scales; 2])
+            .map(TensorHandle::clone),
+    );
     let numbers = GradientNumbers {
         rows: view.shape.rows as u64,
         cols: view.shape.cols as u64,
@@ -114,6 +171,20 @@ pub(crate) unsafe fn launch_gradients<R: Runtime>(
         launch_source(client, source, tiles(view), Vec::new(), buffers, &numbers);
     }
     true
+}
+
+/// The codes of a matrix as the kernel reads them, if it does.
+fn codes<R: Runtime>(matrix: &Quantized<R>) -> Option<&TensorHandle<R>> {
+    let spec = QuantizeSpec {
+        number: matrix.number,
+        scale: matrix.scale,
+        granularity: matrix.granularity,
+        rounding: Rounding::Nearest,
+        layout: Layout::RowMajor,
+    };
+    let values = matrix.values.as_ref()?;
+    (has_contexts(&spec) && is_contiguous(values) && is_contiguous(&matrix.scales))
+        .then_some(values)
 }
 
 fn fits<R: Runtime>(
@@ -154,7 +225,30 @@ struct Forward {
     dtype: StorageType,
     row_stochastic: bool,
     fallback: bool,
+    contexts: bool,
     cubes: usize,
+}
+
+impl Forward {
+    fn of<R: Runtime>(
+        client: &ComputeClient<R>,
+        dtype: StorageType,
+        row_stochastic: bool,
+        fallback: bool,
+        contexts: bool,
+    ) -> Self {
+        let source = Self {
+            dtype,
+            row_stochastic,
+            fallback,
+            contexts,
+            cubes: 0,
+        };
+        Self {
+            cubes: cubes(client, source.shared_memory(), MOST_CUBES),
+            ..source
+        }
+    }
 }
 
 impl CudaSource for Forward {
@@ -165,6 +259,8 @@ impl CudaSource for Forward {
         "\n",
         include_str!("arithmetic.cu"),
         "\n",
+        include_str!("contexts.cu"),
+        "\n",
         include_str!("block.cu")
     );
     const ENTRY_POINT: &'static str = "quantize_swiglu";
@@ -172,16 +268,18 @@ impl CudaSource for Forward {
 
     fn knobs(&self) -> String {
         format!(
-            "#define IN_{}\n#define ROW_STOCHASTIC {}\n#define FALLBACK {}\n#define CUBES {}\n#define DRAW_EARLY 0",
+            "#define IN_{}\n#define ROW_STOCHASTIC {}\n#define FALLBACK {}\n#define CONTEXTS {}\n#define CUBES {}\n\
+             #define DRAW_EARLY 0",
             float_knob(self.dtype),
             u8::from(self.row_stochastic),
             u8::from(self.fallback),
+            u8::from(self.contexts),
             self.cubes,
         )
     }
 
     fn shared_memory(&self) -> usize {
-        2 * TILE_BYTES
+        2 * TILE_BYTES + usize::from(self.contexts) * 2 * BYTES_OF_ROWS
     }
 
     fn companions<R: Runtime>(
@@ -189,7 +287,7 @@ impl CudaSource for Forward {
         client: &ComputeClient<R>,
         _sizes: [usize; 4],
     ) -> Vec<SourceText> {
-        vec![Gradients::of(client, self.dtype).text()]
+        vec![Gradients::of(client, self.dtype, self.contexts).text()]
     }
 }
 
@@ -197,14 +295,20 @@ impl CudaSource for Forward {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct Gradients {
     dtype: StorageType,
+    contexts: bool,
     cubes: usize,
 }
 
 impl Gradients {
-    fn of<R: Runtime>(client: &ComputeClient<R>, dtype: StorageType) -> Self {
-        Self {
+    fn of<R: Runtime>(client: &ComputeClient<R>, dtype: StorageType, contexts: bool) -> Self {
+        let source = Self {
             dtype,
-            cubes: cubes(client, 3 * TILE_BYTES, MOST_CUBES),
+            contexts,
+            cubes: 0,
+        };
+        Self {
+            cubes: cubes(client, source.shared_memory(), MOST_CUBES),
+            ..source
         }
     }
 }
@@ -217,6 +321,8 @@ impl CudaSource for Gradients {
         "\n",
         include_str!("arithmetic.cu"),
         "\n",
+        include_str!("contexts.cu"),
+        "\n",
         include_str!("block_gradients.cu")
     );
     const ENTRY_POINT: &'static str = "quantize_swiglu_gradients";
@@ -224,13 +330,15 @@ impl CudaSource for Gradients {
 
     fn knobs(&self) -> String {
         format!(
-            "#define IN_{}\n#define ROW_STOCHASTIC 1\n#define FALLBACK 0\n#define CUBES {}\n#define DRAW_EARLY 0",
+            "#define IN_{}\n#define ROW_STOCHASTIC 1\n#define FALLBACK 0\n#define CONTEXTS {}\n#define CUBES {}\n\
+             #define DRAW_EARLY 0",
             float_knob(self.dtype),
+            u8::from(self.contexts),
             self.cubes,
         )
     }
 
     fn shared_memory(&self) -> usize {
-        3 * TILE_BYTES
+        3 * TILE_BYTES + usize::from(self.contexts) * BYTES_OF_ROWS
     }
 }

@@ -1,11 +1,14 @@
-// The gradients of SwiGLU's two factors, quantized as they are computed: in front of this text stand tile.cu and
-// arithmetic.cu. Knobs beside theirs: CUBES, cubes that share a multiprocessor.
+// The gradients of SwiGLU's two factors, quantized as they are computed: in front of this text stand tile.cu,
+// arithmetic.cu and contexts.cu. Knobs beside theirs:
+//   CUBES      cubes that share a multiprocessor
+//   CONTEXTS   1: gate and up are codes, whose scales stand behind the outputs
 
 // gate, up, gradient: [rows, cols], of 16-bit elements, dense. The outputs are those of quantize_whole_tiles for the
 // gradients of gate and of up.
 extern "C" __global__ void __launch_bounds__(UNITS, CUBES)
 quantize_swiglu_gradients(const u8 *gate, const u8 *up, const u8 *gradient, u8 *gate_values, u8 *gate_transposed,
                           float *gate_scales, u8 *up_values, u8 *up_transposed, float *up_scales,
+                          const float *scales_of_gate, const float *scales_of_up,
                           const __grid_constant__ Numbers numbers) {
     extern __shared__ __align__(16) u8 memory[];
     __shared__ u32 of_warps[2][UNITS / 32];
@@ -16,14 +19,29 @@ quantize_swiglu_gradients(const u8 *gate, const u8 *up, const u8 *gradient, u8 *
     u32 *const staged = (u32 *)(memory + 2 * TILE * TILE * ELEMENT_BYTES);
     const FirstPatch first = first_patch(numbers);
     const u32 cols = (u32)numbers.cols;
+    copy_patches((uint4 *)gradients, gradient, first.offset, cols);
+#if CONTEXTS
+    float *const of_rows = (float *)(memory + 3 * TILE * TILE * ELEMENT_BYTES);
+    copy_codes(gates, gate, first, cols);
+    copy_codes(ups, up, first, cols);
+    copy_scales(of_rows, scales_of_gate, scales_of_up, numbers);
+    copies_wait();
+    // Those of other threads too.
+    __syncthreads();
+#else
     copy_patches(gates, gate, first.offset, cols);
     copy_patches(ups, up, first.offset, cols);
-    copy_patches((uint4 *)gradients, gradient, first.offset, cols);
     copies_wait();
+#endif
     u32 largest_gate = 0, largest_up = 0;
 #pragma unroll 2
     for (int line = 0; line < LINES; line++) {
+#if CONTEXTS
+        const float *const of_row = of_rows + row_of(first, line);
+        Line of_gate = read_codes(gates, line, of_row[0]), of_up = read_codes(ups, line, of_row[TILE]);
+#else
         Line of_gate = read_line(gates, line), of_up = read_line(ups, line);
+#endif
         swiglu_backward(of_gate.words, of_up.words, read_line(gradients, line).words);
         write_line(gates, line, of_gate);
         write_line(ups, line, of_up);

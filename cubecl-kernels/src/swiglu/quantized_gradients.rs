@@ -7,10 +7,10 @@ use crate::{
     error::KernelError,
     granularity::Granularity,
     layout::Layout,
-    operator_input::check_alike,
+    operator_input::{OperatorInput, check_alike},
     quantize::{
         DelayedMaximum, QuantizeSpec, Quantized, buffers::allocate, check_given, quantize,
-        quantize_delayed,
+        quantize_delayed, runs_of,
     },
     rounding::{Rounding, StochasticKey},
 };
@@ -28,7 +28,8 @@ pub type WithMaximum<R> = (Quantized<R>, TensorHandle<R>);
 /// The gradients of `gate` and of `up`, in this order, quantized by a spec each: in one launch, without the gradients
 /// in memory, where a kernel has the specs.
 ///
-/// - `gate`, `up`, `gradient`: matrices as [`swiglu_backward`] takes them, as floats.
+/// - `gate`, `up`, `gradient`: matrices as [`swiglu_backward`] takes them. Of numbers with scales a kernel has INT8 in
+///   groups of 128 columns.
 ///
 /// To the bit, the results are those of [`quantize`](crate::quantize::quantize()) of what `swiglu_backward` gives.
 ///
@@ -37,10 +38,11 @@ pub type WithMaximum<R> = (Quantized<R>, TensorHandle<R>);
 /// As these two.
 pub fn quantize_swiglu_gradients<R: Runtime>(
     client: &ComputeClient<R>,
-    inputs: [&TensorHandle<R>; 3],
+    factors: [OperatorInput<R>; 2],
+    gradient: &TensorHandle<R>,
     specs: [&QuantizeSpec; 2],
 ) -> Result<[Quantized<R>; 2], KernelError> {
-    let view = view(client, inputs)?;
+    let view = view(client, factors, gradient)?;
     if let [Some(first), Some(second)] = specs.map(in_blocks)
         && first.0 == second.0
         && view.shape.num_elements() > 0
@@ -57,11 +59,13 @@ pub fn quantize_swiglu_gradients<R: Runtime>(
         });
         // SAFETY: the outputs were allocated for this view, which is that of all inputs.
         #[allow(unsafe_code)]
-        if unsafe { block::launch_gradients(client, inputs, &view, first.0, written) } {
+        let is_written =
+            unsafe { block::launch_gradients(client, factors, gradient, &view, first.0, written) };
+        if is_written {
             return Ok(outputs);
         }
     }
-    let [gate, up, gradient] = inputs;
+    let [gate, up] = factors;
     let [of_gate, of_up] = swiglu_backward(client, gate, up, gradient)?;
     Ok([
         quantize(client, &of_gate, specs[0])?,
@@ -72,7 +76,7 @@ pub fn quantize_swiglu_gradients<R: Runtime>(
 /// The gradients of `gate` and of `up`, in this order, quantized by the scale of a delayed maximum each, and their
 /// largest magnitudes: without the gradients in memory where a kernel has the spec.
 ///
-/// - `gate`, `up`, `gradient`: matrices as [`swiglu_backward`] takes them, as floats.
+/// - `gate`, `up`, `gradient`: matrices as [`swiglu_backward`] takes them. Of numbers with scales no kernel has the spec.
 ///
 /// To the bit, the results are those of [`quantize_delayed`] of what `swiglu_backward` gives.
 ///
@@ -81,19 +85,24 @@ pub fn quantize_swiglu_gradients<R: Runtime>(
 /// As these two.
 pub fn quantize_swiglu_gradients_delayed<R: Runtime>(
     client: &ComputeClient<R>,
-    inputs: [&TensorHandle<R>; 3],
+    factors: [OperatorInput<R>; 2],
+    gradient: &TensorHandle<R>,
     spec: &QuantizeSpec,
     delayed: [DelayedMaximum<R>; 2],
 ) -> Result<[WithMaximum<R>; 2], KernelError> {
     check_given(spec)?;
-    let view = view(client, inputs)?;
+    let view = view(client, factors, gradient)?;
     for maximum in &delayed {
         maximum.check()?;
     }
-    if let Some(quantized) = delayed::launch_gradients(client, inputs, &view, spec, delayed) {
-        return Ok(quantized);
+    if let [OperatorInput::Floats(gate), OperatorInput::Floats(up)] = factors {
+        let inputs = [gate, up, gradient];
+        let quantized = delayed::launch_gradients(client, inputs, &view, spec, delayed);
+        if let Some(quantized) = quantized {
+            return Ok(quantized);
+        }
     }
-    let [gate, up, gradient] = inputs;
+    let [gate, up] = factors;
     let [of_gate, of_up] = swiglu_backward(client, gate, up, gradient)?;
     Ok([
         quantize_delayed(client, &of_gate, spec, delayed[0])?,
@@ -104,16 +113,17 @@ pub fn quantize_swiglu_gradients_delayed<R: Runtime>(
 /// The matrix of all inputs.
 fn view<R: Runtime>(
     client: &ComputeClient<R>,
-    inputs: [&TensorHandle<R>; 3],
+    [gate, up]: [OperatorInput<R>; 2],
+    gradient: &TensorHandle<R>,
 ) -> Result<MatrixView, KernelError> {
-    let [gate, up, gradient] = inputs;
-    let named = [("gate", gate), ("up", up), ("gradient", gradient)];
-    check_alike(
-        client,
-        OPERATION,
-        &named.map(|(name, it)| (name, it.into())),
-    )?;
-    MatrixView::new(OPERATION, gate)
+    let named = [("gate", gate), ("up", up), ("gradient", gradient.into())];
+    check_alike(client, OPERATION, &named)?;
+    for factor in [gate, up] {
+        if let OperatorInput::Quantized(matrix, _) = factor {
+            runs_of(OPERATION, matrix)?;
+        }
+    }
+    MatrixView::new(OPERATION, gradient)
 }
 
 /// The block and the key of INT8 blocks, both copies of which are rounded stochastically.

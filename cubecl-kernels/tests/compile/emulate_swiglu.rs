@@ -1,5 +1,5 @@
 //! SwiGLU and its gradients, quantized in blocks as they are computed, on a CPU, against the reference of the quantizer
-//! to the bit.
+//! to the bit, with gate and up as floats and as they wait in INT8.
 
 use cubecl::{ir::StorageType, std::tensor::TensorHandle};
 use cubecl_kernels::{
@@ -7,7 +7,8 @@ use cubecl_kernels::{
     granularity::Granularity,
     layout::Layout,
     linear_input::quantize_linear_input,
-    quantize::{MatrixSource, QuantizeSpec},
+    operator_input::OperatorInput,
+    quantize::{MatrixSource, QuantizeSpec, Quantized},
     reference,
     rounding::Rounding,
     shape::MatrixShape,
@@ -90,6 +91,17 @@ fn quantized(x: &[f32], row_major: Rounding, transposed: Rounding) -> [Vec<u8>; 
     ]
 }
 
+/// How gate and up wait.
+const CONTEXT: QuantizeSpec = QuantizeSpec::int8(Granularity::Group(128));
+
+/// The codes and the scales of a factor that waits, by the reference.
+fn compressed(factor: &[f32]) -> [Vec<u8>; 2] {
+    let copy = reference::quantize(factor, SHAPE, &CONTEXT);
+    let mut scales = bytemuck::cast_slice(&copy.scales).to_vec();
+    one_nan(&mut scales);
+    [bytes(&copy.values), scales]
+}
+
 /// The buffers after the launch against those expected; those of `written` hold nothing before. `scales`: which hold
 /// scales, where any NaN is as good as any other.
 fn check<const N: usize>(
@@ -127,8 +139,8 @@ const COUNTS: usize = 9;
 fn the_input_equals_the_reference() {
     let mut random = Random::fresh();
     for float in random.few([dtype::<f16>(), dtype::<bf16>()], 1) {
-        for threshold in random.few([None, Some(0.0), Some(100.0)], 1) {
-            println!("{float}, threshold {threshold:?}");
+        for (threshold, contexts) in [(None, true), (Some(0.0), false), (Some(100.0), true)] {
+            println!("{float}, threshold {threshold:?}, contexts {contexts}");
             let key = random.key();
             let source = source_of(float, |client, x| {
                 let thresholds = &tensor(client, &[LAYERS], dtype::<f32>());
@@ -138,7 +150,11 @@ fn the_input_equals_the_reference() {
                     layer: LAYER as u32,
                     counts,
                 });
-                let x = MatrixSource::Swiglu { gate: x, up: x };
+                let x = MatrixSource::Swiglu {
+                    gate: x,
+                    up: x,
+                    contexts: contexts.then_some(CONTEXT),
+                };
                 quantize_linear_input(client, x, BLOCK, key, state).expect("a matrix");
             });
             assert_eq!(source.name, "quantize_swiglu");
@@ -149,6 +165,13 @@ fn the_input_equals_the_reference() {
                 quantized(&product, Rounding::Nearest, Rounding::Stochastic(key));
             let [residual, residual_scales, flags, thresholds, counts] =
                 fallback_of(&product, SHAPE, threshold);
+            let [of_gate, of_up] = [&gate, &up].map(|factor| match contexts {
+                true => compressed(factor),
+                // A stand-in, which is not touched.
+                false => [vec![UNWRITTEN; 4], vec![UNWRITTEN; 4]],
+            });
+            let [gate_codes, gate_scales] = of_gate;
+            let [up_codes, up_scales] = of_up;
             let expected = [
                 to_bytes(&gate, float),
                 to_bytes(&up, float),
@@ -160,13 +183,17 @@ fn the_input_equals_the_reference() {
                 flags,
                 thresholds,
                 counts,
+                gate_codes,
+                gate_scales,
+                up_codes,
+                up_scales,
             ];
             let name = format!("emulate-swiglu-{threshold:?}");
             check(
                 &source,
                 &expected,
-                &[2, 3, 4, 5, 6, 7, COUNTS],
-                &[4],
+                &[2, 3, 4, 5, 6, 7, COUNTS, 10, 11, 12, 13],
+                &[4, 11, 13],
                 (&name, float),
             );
         }
@@ -176,16 +203,33 @@ fn the_input_equals_the_reference() {
 #[test]
 fn the_gradients_equal_the_reference() {
     let mut random = Random::fresh();
-    for float in random.few([dtype::<f16>(), dtype::<bf16>()], 1) {
-        println!("{float}");
+    for (float, contexts) in [
+        (dtype::<f16>(), true),
+        (dtype::<bf16>(), false),
+        (dtype::<bf16>(), true),
+    ] {
+        println!("{float}, contexts {contexts}");
         let roundings = [(); 2].map(|()| Rounding::Stochastic(random.key()));
         let spec = QuantizeSpec::int8(Granularity::Block(BLOCK)).with_layout(Layout::Both);
         let specs = roundings.map(|rounding| spec.with_rounding(rounding));
         let source = source_of(float, |client, x| {
-            quantize_swiglu_gradients(client, [x; 3], specs.each_ref()).expect("matrices");
+            let codes = allocated(client);
+            let factor = match contexts {
+                true => OperatorInput::Quantized(&codes, float),
+                false => x.into(),
+            };
+            quantize_swiglu_gradients(client, [factor; 2], x, specs.each_ref()).expect("matrices");
         });
         assert_eq!(source.name, "quantize_swiglu_gradients");
         let [gate, up, gradient] = draw(&mut random, float);
+        let waiting = [&gate, &up].map(|factor| compressed(factor));
+        let [gate, up] = match contexts {
+            true => [&gate, &up].map(|factor| {
+                let values = reference::dequantize(&reference::quantize(factor, SHAPE, &CONTEXT));
+                rounded(&values, float)
+            }),
+            false => [gate, up],
+        };
         let of = |index: usize| -> Vec<f32> {
             let elements = 0..gate.len();
             let of_element = |at: usize| gradients(gate[at], up[at], gradient[at])[index];
@@ -195,9 +239,14 @@ fn the_gradients_equal_the_reference() {
             [0, 1].map(|index| quantized(&of(index), roundings[index], roundings[index]));
         let [gate_values, gate_transposed, gate_scales] = of_gate;
         let [up_values, up_transposed, up_scales] = of_up;
+        let [[gate_codes, scales_of_gate], [up_codes, scales_of_up]] = waiting;
+        let [gate, up] = match contexts {
+            true => [gate_codes, up_codes],
+            false => [to_bytes(&gate, float), to_bytes(&up, float)],
+        };
         let expected = [
-            to_bytes(&gate, float),
-            to_bytes(&up, float),
+            gate,
+            up,
             to_bytes(&gradient, float),
             gate_values,
             gate_transposed,
@@ -205,14 +254,31 @@ fn the_gradients_equal_the_reference() {
             up_values,
             up_transposed,
             up_scales,
+            scales_of_gate,
+            scales_of_up,
         ];
-        let name = "emulate-swiglu-gradients";
+        let name = format!("emulate-swiglu-gradients-{contexts}");
         check(
             &source,
             &expected,
             &[3, 4, 5, 6, 7, 8],
             &[5, 8],
-            (name, float),
+            (&name, float),
         );
+    }
+}
+
+/// A matrix as gate and up wait, of which nothing is read.
+fn allocated(client: &Client) -> Quantized<OfflineCuda> {
+    Quantized {
+        values: Some(tensor(client, &[SHAPE.rows, SHAPE.cols], dtype::<i8>())),
+        transposed: None,
+        scales: tensor(client, &[SHAPE.rows, SHAPE.cols / 128], dtype::<f32>()),
+        tensor_scale: None,
+        number: CONTEXT.number,
+        scale: CONTEXT.scale,
+        granularity: CONTEXT.granularity,
+        shape: SHAPE,
+        batched: false,
     }
 }

@@ -74,8 +74,8 @@ inline uint32_t __reduce_max_sync(uint32_t, uint32_t value) {
     return in_warp(value, [](const uint32_t *all) { return *std::max_element(all, all + WARP); });
 }
 
-inline float __shfl_xor_sync(uint32_t, float value, uint32_t mask) {
-    return in_warp(value, [=](const float *all) { return all[threadIdx.x % WARP ^ mask]; });
+template <typename T> inline T __shfl_xor_sync(uint32_t, T value, uint32_t mask) {
+    return in_warp(value, [=](const T *all) { return all[threadIdx.x % WARP ^ mask]; });
 }
 
 inline int atomicAdd(int *sum, int value) { return __atomic_fetch_add(sum, value, __ATOMIC_RELAXED); }
@@ -162,21 +162,29 @@ inline void ptx_ld_volatile_shared_v4_u32(uint32_t &x, uint32_t &y, uint32_t &z,
     x = read.x, y = read.y, z = read.z, w = read.w;
 }
 
-// A copy lands as late as it may: when its thread waits for it, or tells a barrier of it.
+inline void ptx_ld_volatile_shared_v2_u32(uint32_t &x, uint32_t &y, uint32_t from) {
+    uint2 read;
+    memcpy(&read, memory + from, sizeof read);
+    x = read.x, y = read.y;
+}
+
+// A copy lands as late as it may: when its thread waits for it, or tells a barrier of it. Of what it writes, so many
+// bytes are copied, and the others are 0.
 struct Copy {
-    uint32_t to, bytes;
+    uint32_t to, written, bytes;
     const unsigned char *from;
 };
 thread_local std::vector<Copy> copies;
 // How many of them the groups have, in their order; the others are in none yet.
 thread_local std::vector<size_t> groups;
 
-inline void ptx_cp_async_ca_shared_global(uint32_t to, const unsigned char *from) { copies.push_back({to, 16, from}); }
-inline void ptx_cp_async_cg_shared_global(uint32_t to, const unsigned char *from) { copies.push_back({to, 16, from}); }
+inline void ptx_cp_async_ca_shared_global(uint32_t to, const void *from, uint32_t bytes = 16) {
+    copies.push_back({to, bytes, bytes, (const unsigned char *)from});
+}
+inline void ptx_cp_async_cg_shared_global(uint32_t to, const void *from) { ptx_cp_async_ca_shared_global(to, from); }
 
-// Bytes of 16 that are not copied are 0.
 inline void ptx_cp_async_cg_shared__cta_global(uint32_t to, uint64_t from, int, uint32_t bytes) {
-    copies.push_back({to, bytes, (const unsigned char *)from});
+    copies.push_back({to, 16, bytes, (const unsigned char *)from});
 }
 inline void ptx_cp_async_cg_shared__cta_global(uint32_t to, uint64_t from, int bytes) {
     ptx_cp_async_cg_shared__cta_global(to, from, bytes, (uint32_t)bytes);
@@ -187,8 +195,8 @@ template <typename... Operands> inline void ptx_cp_async_ca_shared__cta_global(O
 
 inline void land(size_t count) {
     for (size_t i = 0; i < count; i++) {
-        const auto &[to, bytes, from] = copies[i];
-        memset(memory + to, 0, 16);
+        const auto &[to, written, bytes, from] = copies[i];
+        memset(memory + to, 0, written);
         memcpy(memory + to, from, bytes);
     }
     copies.erase(copies.begin(), copies.begin() + count);

@@ -652,25 +652,38 @@ fn swiglu_sources(architecture: u16) -> Vec<Source> {
         };
         for float in outputs() {
             let x = &tensor(client, &[256, 128], float);
-            let source = MatrixSource::Swiglu { gate: x, up: x };
-            let state = FallbackState {
+            let source = |contexts| MatrixSource::Swiglu {
+                gate: x,
+                up: x,
+                contexts,
+            };
+            let state = || FallbackState {
                 thresholds: &thresholds,
                 layer: 0,
                 counts: &counts,
             };
-            for state in [None, Some(state)] {
-                quantize_linear_input(client, source, 128, key, state).expect("a matrix");
+            let context = QuantizeSpec::int8(Granularity::Group(128));
+            for contexts in [None, Some(context)] {
+                for state in [None, Some(state())] {
+                    let x = source(contexts);
+                    quantize_linear_input(client, x, 128, key, state).expect("a matrix");
+                }
             }
+            let waiting = &quantize(client, x, &context).expect("a matrix");
             let spec = QuantizeSpec::int8(Granularity::Block(128))
                 .with_rounding(Rounding::Stochastic(key))
                 .with_layout(Layout::Both);
-            quantize_swiglu_gradients(client, [x; 3], [&spec; 2]).expect("matrices");
+            for factor in [x.into(), OperatorInput::Quantized(waiting, float)] {
+                let factors = [factor; 2];
+                quantize_swiglu_gradients(client, factors, x, [&spec; 2]).expect("matrices");
+            }
             for layout in [Layout::Both, Layout::RowMajor, Layout::Transposed] {
                 let spec =
                     |number| QuantizeSpec::new(number, Granularity::Tensor).with_layout(layout);
                 let (e4m3, e5m2) = (spec(Number::E4M3), spec(Number::E5M2));
-                quantize_delayed(client, source, &e4m3, delayed).expect("a matrix");
-                quantize_swiglu_gradients_delayed(client, [x; 3], &e5m2, [delayed; 2])
+                quantize_delayed(client, source(None), &e4m3, delayed).expect("a matrix");
+                let factors = [x.into(); 2];
+                quantize_swiglu_gradients_delayed(client, factors, x, &e5m2, [delayed; 2])
                     .expect("matrices");
             }
         }
@@ -678,9 +691,10 @@ fn swiglu_sources(architecture: u16) -> Vec<Source> {
     sources.retain(|source| source.name.contains("swiglu") && source.code.contains("Numbers"));
     let texts: BTreeSet<&str> = sources.iter().map(|source| source.code.as_str()).collect();
     let of_a_float = match architecture {
-        // X with and without fallback, and a gradient; of each layout, both with a delayed maximum.
-        90 => 3 + 2 * 3,
-        80 => 2,
+        // X with and without fallback, and a gradient, each with and without contexts; of each layout, both with a
+        // delayed maximum.
+        90 => 2 * 3 + 2 * 3,
+        80 => 4,
         _ => 0,
     };
     assert_eq!(texts.len(), 2 * of_a_float);

@@ -1,5 +1,5 @@
 //! SwiGLU's output and gradients that the layers around it quantize as they are computed: the same bits as where
-//! somebody else reads them too.
+//! somebody else reads them too, with gate and up that wait as they are and compressed.
 
 use burn::{
     backend::Autodiff,
@@ -15,7 +15,11 @@ use burn::{
 use burn_quant_train::{
     QuantTrain,
     data::DataBackend,
-    recipe::{BlockInt8, DelayedFp8, FallbackInt8, PerTensorInt8, Recipe, SwitchBackInt8},
+    recipe::{
+        BlockInt8, DelayedFp8, FallbackInt8, PerTensorInt8, Recipe, SwitchBackInt8,
+        context::{Contexts, Int8, Int10},
+    },
+    saved::{Recording, report::Form},
 };
 use half::{bf16, f16};
 use quant_train_tests::{
@@ -54,6 +58,8 @@ enum Reader {
     None,
     /// Somebody reads the output, before the layer behind it does.
     Output,
+    /// The same, behind the layer.
+    OutputLater,
     /// An operation more reads the gate, and adds zeros to its gradient.
     Gate,
     /// The same of what the gate lets through.
@@ -78,10 +84,11 @@ fn run<B: DataBackend, R: Recipe>(
         let values = rng.normals(shape.iter().product(), 2.0);
         let leaf = tensor::<Training<B, R>, 3>(&values, shape, &device).require_grad();
         let x = leaf.clone().cast(dtype);
+        let recording = Recording::start();
         let gate = model.gate.linear_inner.forward(x.clone());
         let up = model.gate.linear_outer.forward(x);
         let read = match reader {
-            Reader::None | Reader::Output => None,
+            Reader::None | Reader::Output | Reader::OutputLater => None,
             Reader::Gate => Some(gate.clone()),
             Reader::Up => Some(up.clone()),
         };
@@ -89,7 +96,22 @@ fn run<B: DataBackend, R: Recipe>(
         if reader == Reader::Output {
             floats(&output);
         }
-        let y = model.down.forward(output);
+        let y = match reader {
+            Reader::OutputLater => {
+                let y = model.down.forward(output.clone());
+                floats(&output);
+                drop(output);
+                y
+            }
+            _ => model.down.forward(output),
+        };
+        if R::row().context.is_some() {
+            let saved = recording.report();
+            let wait = saved.values.iter().filter(|value| {
+                value.shape == [2, 64, inside] && matches!(value.form, Form::Compressed(_))
+            });
+            assert_eq!(wait.count(), 2, "gate and up:\n{saved}");
+        }
         let mut loss = (y.clone().cast(DType::F32).square()).mean();
         if let Some(read) = read {
             loss = loss + (read * 0.0).cast(DType::F32).sum();
@@ -116,7 +138,15 @@ fn compare<B: DataBackend, R: Recipe>(seed: u64, dtype: DType) {
     let sizes = [(256, false), (136, false), (256, true)];
     for sizes in Rng::new(seed).drawn(sizes, 1) {
         let alone = run::<B, R>(seed, dtype, sizes, Reader::None);
-        for reader in [Reader::Output, Reader::Gate, Reader::Up] {
+        let readers = [
+            Reader::Output,
+            Reader::OutputLater,
+            Reader::Gate,
+            Reader::Up,
+        ];
+        // What a loss reads too stays exact, where it would wait compressed.
+        let of_output = if R::row().context.is_some() { 2 } else { 4 };
+        for &reader in &readers[..of_output] {
             let read = run::<B, R>(seed, dtype, sizes, reader);
             for (part, (alone, read)) in alone.iter().zip(&read).enumerate() {
                 let recipe = R::row().name;
@@ -137,6 +167,9 @@ fn readers<B: DataBackend>(seed: u64) {
                 compare::<B, DelayedFp8<$float>>(seed, $dtype);
                 compare::<B, PerTensorInt8<$float>>(seed, $dtype);
                 compare::<B, SwitchBackInt8<$float>>(seed, $dtype);
+                compare::<B, Contexts<FallbackInt8<$float>, Int8>>(seed, $dtype);
+                compare::<B, Contexts<BlockInt8<$float>, Int10>>(seed, $dtype);
+                compare::<B, Contexts<DelayedFp8<$float>, Int8>>(seed, $dtype);
             }
         };
     }

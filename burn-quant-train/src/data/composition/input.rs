@@ -69,6 +69,22 @@ impl<T: Tensors> OperatorInput<T> {
 }
 
 impl<B: QuantizeKernels> OperatorInput<B> {
+    /// The same elements as a matrix.
+    pub(crate) fn reshaped(self, matrix: [usize; 2]) -> Self {
+        match self {
+            Self::Floats(tensor) => Self::Floats(B::float_reshape(tensor, Shape::new(matrix))),
+            Self::Quantized {
+                matrix: numbers,
+                dtype,
+                ..
+            } => Self::Quantized {
+                matrix: numbers,
+                shape: Shape::new(matrix),
+                dtype,
+            },
+        }
+    }
+
     /// The floats.
     pub fn into_floats(self) -> FloatTensor<B> {
         match self {

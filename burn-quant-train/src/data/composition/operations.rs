@@ -211,6 +211,23 @@ pub(crate) struct SwigluCompressing {
 }
 
 impl SwigluCompressing {
+    /// That of tensors of this shape whose rows are those of the copies.
+    pub fn of_rows(spec: QuantizeSpec, shape: &Shape) -> Self {
+        let matrix = rows_and_columns(shape);
+        Self { spec, matrix }
+    }
+
+    /// True for copies of tensors of this shape whose rows are theirs, and whole groups.
+    pub fn is_of_rows(&self, shape: &Shape) -> bool {
+        self.matrix == rows_and_columns(shape) && self.has_whole_groups()
+    }
+
+    /// The outlines of the copies.
+    pub fn copies(&self) -> (Quantized<Outline>, Quantized<Outline>) {
+        let copy = || Quantized::outline(self.matrix, &self.spec);
+        (copy(), copy())
+    }
+
     /// True where a kernel writes the copies: rows are whole groups.
     fn has_whole_groups(&self) -> bool {
         let Granularity::Group(group) = self.spec.granularity else {
@@ -227,8 +244,7 @@ impl Operation for SwigluCompressing {
     type Outputs = (FloatMeta, (Quantized<Outline>, Quantized<Outline>));
 
     fn outline<T: Tensors>(&self, (gate, _): &On<Self::Inputs, T>) -> Self::Outputs {
-        let copy = || Quantized::outline(self.matrix, &self.spec);
-        (FloatMeta::of(gate), (copy(), copy()))
+        (FloatMeta::of(gate), self.copies())
     }
 
     fn run<K: Kernels>(self, inputs: On<Self::Inputs, K>) -> On<Self::Outputs, K> {

@@ -65,7 +65,7 @@ where
 type Two<R> = (CubeTensor<R>, CubeTensor<R>);
 
 /// An input as kernels take it: `[rows, columns]`.
-struct Rows<R: CubeRuntime> {
+pub(super) struct Rows<R: CubeRuntime> {
     values: Values<R>,
     /// A tensor on the device.
     like: CubeTensor<R>,
@@ -80,7 +80,7 @@ enum Values<R: CubeRuntime> {
 }
 
 impl<R: CubeRuntime> Rows<R> {
-    fn of<B: Cube<R> + QuantizeKernels>(input: OperatorInput<B>) -> Self {
+    pub(super) fn of<B: Cube<R> + QuantizeKernels>(input: OperatorInput<B>) -> Self {
         let (shape, dtype) = (input.shape(), input.dtype());
         match input {
             OperatorInput::Quantized { matrix, .. } if matrix.shape == rows_and_columns(&shape) => {
@@ -103,7 +103,7 @@ impl<R: CubeRuntime> Rows<R> {
         }
     }
 
-    fn input(&self) -> operator_input::OperatorInput<'_, R> {
+    pub(super) fn input(&self) -> operator_input::OperatorInput<'_, R> {
         match &self.values {
             Values::Floats(tensor) => tensor.into(),
             Values::Numbers(matrix) => {

@@ -17,9 +17,13 @@ use cubecl_kernels::{
     swiglu::{quantize_swiglu_gradients, quantize_swiglu_gradients_delayed},
 };
 
-use super::tensors::{Cube, handle, tensor};
+use super::{
+    composition::Rows,
+    tensors::{Cube, handle, tensor},
+};
 use crate::data::{
     cast::cast_to,
+    composition::OperatorInput,
     kernels::checked,
     quantize::{
         DelayedMaximum, Fallback, FallbackQuantized, Format, MatrixSource, QuantizeKernels,
@@ -102,7 +106,7 @@ where
         fallback: Option<Fallback<Self>>,
     ) -> QuantizedInput<Self> {
         let Some((block, key)) = one_read(forward, saved) else {
-            return quantize_input_twice::<Self>(x.into_floats(), forward, saved, fallback);
+            return quantize_input_twice::<Self>(x, forward, saved, fallback);
         };
         let x = SourceHandles::of("quantize_input", x);
         // Kernels take the counters without padding between rows, and Burn pads the rows of tensors that it allocates
@@ -130,20 +134,25 @@ where
             forward: wrap(like, input.forward),
             fallback: residual.zip(fallback.map(|fallback| fallback.counts)),
             saved: wrap(like, input.saved),
+            contexts: input.contexts.map(|copies| {
+                let [gate, up] = copies.map(|copy| wrap(like, copy));
+                (gate, up)
+            }),
         }
     }
 
     fn quantize_swiglu_gradients(
-        inputs: [FloatTensor<Self>; 3],
+        factors: [OperatorInput<Self>; 2],
+        gradient: FloatTensor<Self>,
         specs: [&QuantizeSpec; 2],
         delayed: Option<[&DelayedMaximum<Self>; 2]>,
     ) -> [Quantized<Self>; 2] {
-        let inputs = inputs.map(into_contiguous);
-        let like = &inputs[0];
-        let handles = inputs.each_ref().map(handle);
-        let handles = handles.each_ref();
+        let like = &into_contiguous(gradient);
+        let gradient = &handle(like);
+        let factors = factors.map(Rows::of);
+        let factors = factors.each_ref().map(Rows::input);
         let Some(delayed) = delayed else {
-            let gradients = quantize_swiglu_gradients(&like.client, handles, specs);
+            let gradients = quantize_swiglu_gradients(&like.client, factors, gradient, specs);
             return checked(gradients).map(|it| wrap(like, it));
         };
         let [spec, other] = specs;
@@ -156,8 +165,9 @@ where
             maxima: &maxima[index],
             layer: delayed[index].layer,
         });
+        let delayed = [of_gate, of_up];
         let gradients =
-            quantize_swiglu_gradients_delayed(&like.client, handles, spec, [of_gate, of_up]);
+            quantize_swiglu_gradients_delayed(&like.client, factors, gradient, spec, delayed);
         checked(gradients).map(|it| wrap_delayed(like, it))
     }
 
@@ -173,21 +183,25 @@ struct SourceHandles<R: CubeRuntime> {
     first: TensorHandle<R>,
     /// Where the first one is the gate.
     up: Option<TensorHandle<R>>,
+    contexts: Option<QuantizeSpec>,
 }
 
 impl<R: CubeRuntime> SourceHandles<R> {
     fn of<B: Cube<R>>(operation: &str, source: MatrixSource<B>) -> Self {
-        let (like, up) = match source {
-            MatrixSource::Floats(x) => (x, None),
-            MatrixSource::Swiglu { gate, up } => {
-                (into_contiguous(gate), Some(handle(&into_contiguous(up))))
-            }
+        let (like, up, contexts) = match source {
+            MatrixSource::Floats(x) => (x, None, None),
+            MatrixSource::Swiglu { gate, up, contexts } => (
+                into_contiguous(gate),
+                Some(handle(&into_contiguous(up))),
+                contexts,
+            ),
         };
         matrix_shape(&like, operation);
         Self {
             first: handle(&like),
             like,
             up,
+            contexts,
         }
     }
 
@@ -197,6 +211,7 @@ impl<R: CubeRuntime> SourceHandles<R> {
             Some(up) => quantize::MatrixSource::Swiglu {
                 gate: &self.first,
                 up,
+                contexts: self.contexts,
             },
         }
     }

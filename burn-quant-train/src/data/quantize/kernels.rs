@@ -7,9 +7,9 @@ use super::{
     delayed::DelayedMaximum,
     fallback::{Fallback, FallbackQuantized, Residual},
     matrix::Quantized,
-    source::MatrixSource,
+    source::{MatrixSource, SwigluContexts},
 };
-use crate::data::tensors::Tensors;
+use crate::data::{composition::OperatorInput, kernels::Kernels, tensors::Tensors};
 
 /// Quantization on a backend that holds data. Matrices have two dimensions, any strides and any float dtype.
 ///
@@ -60,7 +60,7 @@ pub trait QuantizeKernels: Backend {
     ) -> FallbackQuantized<Self>;
 
     /// Quantizes the matrix `x`, or what it is computed from, twice, `forward` with fallback if there is one: from one
-    /// read where there is a kernel for it.
+    /// read where there is a kernel for it. Makes the copies of what it is computed from that are asked for.
     ///
     /// # Panics
     ///
@@ -75,7 +75,7 @@ pub trait QuantizeKernels: Backend {
     ) -> QuantizedInput<Self>;
 
     /// Quantizes the gradients of the gate of SwiGLU and of what it lets through, matrices as they come out of its
-    /// backward pass, by a spec each. Where both have a delayed maximum, by the scales of these, and with their own
+    /// backward pass, from both, in the numbers in which they wait, and the gradient of its output, by a spec each. Where both have a delayed maximum, by the scales of these, and with their own
     /// largest magnitudes.
     ///
     /// # Panics
@@ -83,7 +83,8 @@ pub trait QuantizeKernels: Backend {
     /// As [`Self::quantize_matrix`] and [`Self::quantize_delayed`], and if gate, up and gradient differ in shape or
     /// dtype.
     fn quantize_swiglu_gradients(
-        inputs: [FloatTensor<Self>; 3],
+        factors: [OperatorInput<Self>; 2],
+        gradient: FloatTensor<Self>,
         specs: [&QuantizeSpec; 2],
         delayed: Option<[&DelayedMaximum<Self>; 2]>,
     ) -> [Quantized<Self>; 2];
@@ -106,21 +107,26 @@ pub struct QuantizedInput<T: Tensors> {
     pub fallback: Option<(Residual<T>, T::Int)>,
     /// The copy for the backward pass.
     pub saved: Quantized<T>,
+    /// The copies of what it is computed from.
+    pub contexts: SwigluContexts<T>,
 }
 
 /// [`QuantizeKernels::quantize_input`] with a kernel for each copy.
-pub(crate) fn quantize_input_twice<K: QuantizeKernels>(
-    x: FloatTensor<K>,
+pub(crate) fn quantize_input_twice<K: Kernels>(
+    x: MatrixSource<K>,
     forward: &QuantizeSpec,
     saved: &QuantizeSpec,
     fallback: Option<Fallback<K>>,
 ) -> QuantizedInput<K> {
+    let (x, contexts) = x.with_contexts();
+    let x = x.into_floats();
     let saved = K::quantize_matrix(x.clone(), saved);
     let (forward, fallback) = quantize_operand::<K>(x, forward, fallback);
     QuantizedInput {
         forward,
         fallback,
         saved,
+        contexts,
     }
 }
 

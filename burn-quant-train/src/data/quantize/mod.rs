@@ -16,4 +16,4 @@ pub(crate) use kernels::{quantize_input_twice, quantize_operand};
 pub use matrix::{Format, Operand, Quantized, Scales};
 pub(crate) use operations::quantize_swiglu_gradients;
 pub use operations::{dequantize, quantize, quantize_delayed, quantize_fallback};
-pub use source::MatrixSource;
+pub use source::{MatrixSource, SwigluContexts};

@@ -1,6 +1,6 @@
 //! The operations: from float matrices to numbers with shared scales, and back.
 
-use burn_backend::{FloatDType, Shape, TensorMetadata, tensor::FloatTensor};
+use burn_backend::{FloatDType, Shape, tensor::FloatTensor};
 use cubecl_kernels::quantize::QuantizeSpec;
 
 use super::{
@@ -10,7 +10,7 @@ use super::{
     source::MatrixSource,
 };
 use crate::data::{
-    composition::operations::rows_and_columns,
+    composition::{OperatorInput, operations::rows_and_columns},
     kernels::Kernels,
     operation::{DataBackend, Operation},
     tensors::{FloatMeta, IntMeta, On, Outline, Tensors, matrix_shape},
@@ -124,7 +124,7 @@ impl Operation for QuantizeFallback {
 /// any one shape `[.., cols]`, as matrices: see
 /// [`QuantizeKernels::quantize_swiglu_gradients`](super::QuantizeKernels::quantize_swiglu_gradients).
 pub(crate) fn quantize_swiglu_gradients<B: DataBackend>(
-    [gate, up, gradient]: [FloatTensor<B>; 3],
+    ([gate, up], gradient): ([OperatorInput<B>; 2], FloatTensor<B>),
     specs: [QuantizeSpec; 2],
     delayed: Option<[DelayedMaximum<B>; 2]>,
 ) -> [Quantized<B>; 2] {
@@ -143,7 +143,7 @@ impl Operation for QuantizeSwigluGradients {
     const NAME: &'static str = "quantize_swiglu_gradients";
     /// Gate, up and the gradient of the output; the delayed maxima of both gradients, where there are some.
     type Inputs = (
-        ((FloatMeta, FloatMeta), FloatMeta),
+        ((OperatorInput<Outline>, OperatorInput<Outline>), FloatMeta),
         Option<(DelayedMaximum<Outline>, DelayedMaximum<Outline>)>,
     );
     type Outputs = (Quantized<Outline>, Quantized<Outline>);
@@ -161,9 +161,11 @@ impl Operation for QuantizeSwigluGradients {
     fn run<K: Kernels>(self, (inputs, delayed): On<Self::Inputs, K>) -> On<Self::Outputs, K> {
         let ((gate, up), gradient) = inputs;
         let matrix = rows_and_columns(&gate.shape());
-        let inputs = [gate, up, gradient].map(|it| K::float_reshape(it, Shape::new(matrix)));
-        let delayed = delayed.as_ref().map(|(gate, up)| [gate, up]);
-        let [of_gate, of_up] = K::quantize_swiglu_gradients(inputs, self.specs.each_ref(), delayed);
+        let gradient = K::float_reshape(gradient, Shape::new(matrix));
+        let factors = [gate, up].map(|it| it.reshaped(matrix));
+        let (specs, delayed) = (self.specs.each_ref(), delayed.as_ref());
+        let delayed = delayed.map(|(gate, up)| [gate, up]);
+        let [of_gate, of_up] = K::quantize_swiglu_gradients(factors, gradient, specs, delayed);
         (of_gate, of_up)
     }
 }

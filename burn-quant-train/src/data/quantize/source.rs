@@ -1,11 +1,13 @@
 //! The matrix that is quantized: floats, or what kernels compute in the launch that quantizes it.
 
-use burn_backend::tensor::FloatTensor;
+use burn_backend::{TensorMetadata, tensor::FloatTensor};
+use cubecl_kernels::quantize::QuantizeSpec;
 
 use crate::data::{
-    composition::{OperatorInput, SwigluForward},
+    composition::{OperatorInput, SwigluCompressing, SwigluForward},
     kernels::Kernels,
     operation::Operation,
+    quantize::Quantized,
     tensors::{Bundle, Change, Outline, Tensors},
 };
 
@@ -20,8 +22,14 @@ pub enum MatrixSource<T: Tensors> {
         gate: T::Float,
         /// What it lets through.
         up: T::Float,
+        /// The copies in which both wait for the backward pass, if who reads them is to make these too: groups of which
+        /// rows are whole ones.
+        contexts: Option<QuantizeSpec>,
     },
 }
+
+/// The copies of gate and of up in which they wait for the backward pass, where they were asked for.
+pub type SwigluContexts<T> = Option<(Quantized<T>, Quantized<T>)>;
 
 impl Bundle for MatrixSource<Outline> {
     type On<T: Tensors> = MatrixSource<T>;
@@ -32,23 +40,40 @@ impl Bundle for MatrixSource<Outline> {
     ) -> MatrixSource<T> {
         match source {
             MatrixSource::Floats(tensor) => MatrixSource::Floats(change.float(tensor)),
-            MatrixSource::Swiglu { gate, up } => MatrixSource::Swiglu {
+            MatrixSource::Swiglu { gate, up, contexts } => MatrixSource::Swiglu {
                 gate: change.float(gate),
                 up: change.float(up),
+                contexts,
             },
         }
     }
 }
 
 impl<K: Kernels> MatrixSource<K> {
-    /// The tensor.
+    /// The tensor. Copies of what it is computed from are not made.
     pub fn into_floats(self) -> FloatTensor<K> {
         match self {
             Self::Floats(tensor) => tensor,
-            Self::Swiglu { gate, up } => {
+            Self::Swiglu { gate, up, .. } => {
                 let inputs = (OperatorInput::Floats(gate), OperatorInput::Floats(up));
                 SwigluForward.run::<K>(inputs)
             }
+        }
+    }
+
+    /// The same for who makes no copies of what it is computed from, and these copies.
+    pub fn with_contexts(self) -> (Self, SwigluContexts<K>) {
+        match self {
+            Self::Swiglu {
+                gate,
+                up,
+                contexts: Some(spec),
+            } => {
+                let compressing = SwigluCompressing::of_rows(spec, &gate.shape());
+                let (product, copies) = compressing.run::<K>((gate, up));
+                (Self::Floats(product), Some(copies))
+            }
+            source => (source, None),
         }
     }
 
@@ -56,9 +81,10 @@ impl<K: Kernels> MatrixSource<K> {
     pub(crate) fn map(self, change: impl Fn(FloatTensor<K>) -> FloatTensor<K>) -> Self {
         match self {
             Self::Floats(tensor) => Self::Floats(change(tensor)),
-            Self::Swiglu { gate, up } => Self::Swiglu {
+            Self::Swiglu { gate, up, contexts } => Self::Swiglu {
                 gate: change(gate),
                 up: change(up),
+                contexts,
             },
         }
     }

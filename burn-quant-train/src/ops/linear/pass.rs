@@ -9,10 +9,11 @@ use super::plan::{BackwardPlan, Stored};
 use crate::{
     data::{
         Kernels, Layout, Operation, cast_to,
+        composition::SwigluCompressing,
         product::{Accumulation, float_product},
         quantize::{
             DelayedMaximum, Fallback, MatrixSource, Quantized, QuantizedInput,
-            Residual as ResidualBlocks, quantize_operand,
+            Residual as ResidualBlocks, SwigluContexts, quantize_operand,
         },
         tensors::{Bundle, Change, FloatMeta, IntMeta, Outline, Tensors},
     },
@@ -96,6 +97,8 @@ pub(super) struct ForwardOutputs<T: Tensors> {
     pub other_weight: Option<Quantized<T>>,
     /// The counters of the fallback state.
     pub counts: Option<T::Int>,
+    /// The copies of what X is computed from that were asked for.
+    pub contexts: SwigluContexts<T>,
 }
 
 impl Bundle for ForwardOutputs<Outline> {
@@ -114,6 +117,10 @@ impl Bundle for ForwardOutputs<Outline> {
             weight: Copy::rebuild(outputs.weight, change),
             other_weight: Copy::rebuild(outputs.other_weight, change),
             counts: outputs.counts.map(|counts| change.int(counts)),
+            contexts: Option::<(Quantized<Outline>, Quantized<Outline>)>::rebuild(
+                outputs.contexts,
+                change,
+            ),
         }
     }
 }
@@ -154,6 +161,12 @@ impl Operation for Forward {
             weight: self.weight.map(of_weight),
             other_weight: self.other_weight.map(of_weight),
             counts: inputs.fallback.as_ref().map(|it| IntMeta::of(&it.counts)),
+            contexts: match &inputs.x {
+                InputSource::Floats(MatrixSource::Swiglu { contexts, .. }) => {
+                    contexts.map(|spec| SwigluCompressing::of_rows(spec, &self.x_shape).copies())
+                }
+                InputSource::Floats(MatrixSource::Floats(_)) | InputSource::Copy(_) => None,
+            },
         }
     }
 
@@ -178,6 +191,7 @@ impl Operation for Forward {
             let (InputSource::Floats(x), Source::Float(weight)) = (x, weight) else {
                 unreachable!("a product in the compute dtype takes floats");
             };
+            let (x, contexts) = x.with_contexts();
             let x = flatten::<K>(x.into_floats());
             let source = MatrixSource::Floats(x.clone());
             let saved = copies::<K>(source, [self.saved.as_ref(), None], delayed_x.as_ref());
@@ -191,10 +205,16 @@ impl Operation for Forward {
                 weight: None,
                 other_weight,
                 counts: None,
+                contexts,
             };
         };
-        let (operand, fallback, saved) = match x {
-            InputSource::Copy(copy) => (copy, None, None),
+        let x = match x {
+            InputSource::Copy(operand) => QuantizedX {
+                operand,
+                fallback: None,
+                saved: None,
+                contexts: None,
+            },
             InputSource::Floats(x) => quantized_x::<K>(
                 x.map(flatten::<K>),
                 &of_x,
@@ -203,6 +223,12 @@ impl Operation for Forward {
                 delayed_x.as_ref(),
             ),
         };
+        let QuantizedX {
+            operand,
+            fallback,
+            saved,
+            contexts,
+        } = x;
         let (residual, counts) = match fallback {
             Some((residual, counts)) => (Some(residual), Some(counts)),
             None => (residual, None),
@@ -240,16 +266,21 @@ impl Operation for Forward {
             weight: made,
             other_weight,
             counts,
+            contexts,
         }
     }
 }
 
-/// The operand of the forward product, its residual and the counters, and the copy for the backward pass.
-type QuantizedX<K> = (
-    Quantized<K>,
-    Option<(ResidualBlocks<K>, IntTensor<K>)>,
-    Option<Quantized<K>>,
-);
+/// X, quantized.
+struct QuantizedX<K: Kernels> {
+    /// The operand of the forward product.
+    operand: Quantized<K>,
+    /// Its residual and the counters.
+    fallback: Option<(ResidualBlocks<K>, IntTensor<K>)>,
+    /// The copy for the backward pass.
+    saved: Option<Quantized<K>>,
+    contexts: SwigluContexts<K>,
+}
 
 fn quantized_x<K: Kernels>(
     x: MatrixSource<K>,
@@ -258,35 +289,48 @@ fn quantized_x<K: Kernels>(
     fallback: Option<Fallback<K>>,
     delayed: Option<&DelayedMaximum<K>>,
 ) -> QuantizedX<K> {
-    if delayed.is_some() {
-        let [operand, saved] = copies::<K>(x, [Some(operand), saved], delayed);
-        return (operand.expect("it was asked for"), None, saved);
-    }
     let spec = operand.spec(operand.factor.key.layout);
-    match saved {
-        None => {
-            let (operand, fallback) = quantize_operand::<K>(x.into_floats(), &spec, fallback);
-            (operand, fallback, None)
-        }
-        Some(saved) if fallback.is_none() && operand.is_same_as(saved) => {
-            let [operand, saved] = copies::<K>(x, [Some(operand), Some(saved)], None);
-            (operand.expect("it was asked for"), None, saved)
-        }
-        Some(saved) if saved.factor.key.of_transpose => {
+    if let Some(saved) = saved
+        && delayed.is_none()
+        && (fallback.is_some() || !operand.is_same_as(saved))
+        && !saved.factor.key.of_transpose
+    {
+        let saved = saved.spec(saved.factor.key.layout);
+        let QuantizedInput {
+            forward,
+            fallback,
+            saved,
+            contexts,
+        } = K::quantize_input(x, &spec, &saved, fallback);
+        return QuantizedX {
+            operand: forward,
+            fallback,
+            saved: Some(saved),
+            contexts,
+        };
+    }
+    let (x, contexts) = x.with_contexts();
+    let (operand, fallback, saved) = match saved {
+        Some(saved) if fallback.is_some() => {
             let x = x.into_floats();
             let copy = saved.copy::<K>(x.clone(), saved.factor.key.layout, None);
             let (operand, fallback) = quantize_operand::<K>(x, &spec, fallback);
             (operand, fallback, Some(copy))
         }
-        Some(saved) => {
-            let saved = saved.spec(saved.factor.key.layout);
-            let QuantizedInput {
-                forward,
-                fallback,
-                saved,
-            } = K::quantize_input(x, &spec, &saved, fallback);
-            (forward, fallback, Some(saved))
+        None if delayed.is_none() => {
+            let (operand, fallback) = quantize_operand::<K>(x.into_floats(), &spec, fallback);
+            (operand, fallback, None)
         }
+        saved => {
+            let [operand, saved] = copies::<K>(x, [Some(operand), saved], delayed);
+            (operand.expect("it was asked for"), None, saved)
+        }
+    };
+    QuantizedX {
+        operand,
+        fallback,
+        saved,
+        contexts,
     }
 }
 

@@ -81,18 +81,21 @@ pub(super) unsafe fn launch<R: Runtime>(
             key,
             [values, transposed],
             output,
+            Vec::new(),
         );
     }
     true
 }
 
-/// Launches a kernel around `tile.cu` that has one output.
+/// Launches a kernel around `tile.cu` that has one output, and writes tensors `beside` it.
 ///
 /// # Safety
 ///
 /// The inputs, of this view, which [has whole tiles](has_whole_tiles), are those that the kernel reads. The copies are
-/// those of the output, and that is as for [`launch`](super::launch).
+/// those of the output, and that is as for [`launch`](super::launch). What is beside it is as large as the kernel takes
+/// it to be.
 #[allow(unsafe_code)]
+#[allow(clippy::too_many_arguments)]
 pub(crate) unsafe fn launch_tiles<R: Runtime, S: CudaSource<Numbers = WholeTilesNumbers>>(
     client: &ComputeClient<R>,
     source: S,
@@ -101,11 +104,13 @@ pub(crate) unsafe fn launch_tiles<R: Runtime, S: CudaSource<Numbers = WholeTiles
     key: StochasticKey,
     copies: [&TensorHandle<R>; 2],
     output: &BlockOutput<R>,
+    beside: Vec<TensorHandle<R>>,
 ) {
     let fallback = output.fallback.as_ref();
     let written = copies.into_iter().chain([output.scales]);
     let mut buffers: Vec<_> = inputs.iter().copied().chain(written).cloned().collect();
     buffers.extend(fallback_buffers(fallback, inputs[0]));
+    buffers.extend(beside);
     let numbers = WholeTilesNumbers {
         rows: view.shape.rows as u64,
         cols: view.shape.cols as u64,

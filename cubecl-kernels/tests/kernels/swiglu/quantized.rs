@@ -8,6 +8,7 @@ use cubecl_kernels::{
     layout::Layout,
     linear_input::quantize_linear_input,
     number::Number,
+    operator_input::OperatorInput,
     quantize::{DelayedMaximum, MatrixSource, QuantizeSpec, Quantized, quantize, quantize_delayed},
     rounding::{Rounding, StochasticKey},
     shape::MatrixShape,
@@ -95,8 +96,23 @@ fn inputs_are_those_of_the_product() {
     for (float, shape) in cases(&client, &mut random) {
         let [gate, up] = &draw(&client, &mut random, shape, float);
         let product = swiglu(&client, gate, up).expect("tensors of one shape");
-        for (block, threshold) in [(128, None), (128, Some(1.0)), (32, Some(0.0))] {
-            let what = format!("{float} {shape:?}, block {block}, threshold {threshold:?}");
+        let of_columns = QuantizeSpec::int8(Granularity::Group(128));
+        let narrow = QuantizeSpec::new(Number::E4M3, Granularity::Group(16));
+        for (block, threshold, contexts) in [
+            (128, None, Some(of_columns)),
+            (128, Some(1.0), Some(of_columns)),
+            (128, Some(1.0), Some(narrow)),
+            (128, Some(1.0), None),
+            (32, Some(0.0), Some(of_columns)),
+        ] {
+            let has_whole_groups = |spec: &QuantizeSpec| match spec.granularity {
+                Granularity::Group(group) => shape[1].is_multiple_of(group),
+                _ => false,
+            };
+            let contexts = contexts.filter(has_whole_groups);
+            let what = format!(
+                "{float} {shape:?}, block {block}, threshold {threshold:?}, contexts {contexts:?}"
+            );
             let key = random.key();
             let thresholds = threshold.map(|threshold| {
                 let all = [f32::NAN, threshold, f32::NAN];
@@ -112,7 +128,18 @@ fn inputs_are_those_of_the_product() {
                 let input = quantize_linear_input(&client, x, block, key, state);
                 (input.expect("a matrix"), read::<i32>(&client, &counts))
             };
-            let (actual, counts) = run(MatrixSource::Swiglu { gate, up });
+            let (actual, counts) = run(MatrixSource::Swiglu { gate, up, contexts });
+            let copies = actual.contexts.iter().flatten();
+            assert_eq!(
+                copies.clone().count(),
+                2 * contexts.iter().count(),
+                "{what}"
+            );
+            for (copy, factor) in copies.zip([gate, up]) {
+                let spec = contexts.expect("copies of a spec");
+                let expected = quantize(&client, factor, &spec).expect("a matrix");
+                assert_same(&client, copy, &expected, &format!("{what}: context"));
+            }
             let (expected, expected_counts) = run((&product).into());
             assert_same(&client, &actual.forward, &expected.forward, &what);
             assert_same(&client, &actual.saved, &expected.saved, &what);
@@ -170,7 +197,11 @@ fn delayed_inputs_are_those_of_the_product() {
             let run = |x: MatrixSource<'_, TestRuntime>| {
                 quantize_delayed(&client, x, &spec, delayed).expect("a matrix")
             };
-            let (actual, absmax) = run(MatrixSource::Swiglu { gate, up });
+            let (actual, absmax) = run(MatrixSource::Swiglu {
+                gate,
+                up,
+                contexts: None,
+            });
             let (expected, expected_absmax) = run((&product).into());
             assert_same(&client, &actual, &expected, &what);
             let absmax = bits(&client, &absmax);
@@ -188,45 +219,71 @@ fn gradients_are_those_of_the_tensors() {
         upload(&client, &maxima, &[LAYERS], dtype::<f32>())
     });
     for (float, shape) in cases(&client, &mut random) {
-        let inputs: [Tensor; 3] = draw(&client, &mut random, shape, float);
-        let [gate, up, gradient] = &inputs;
-        let gradients = swiglu_backward(&client, gate, up, gradient);
-        let gradients = gradients.expect("tensors of one shape");
-
-        let int8 = |block| QuantizeSpec::int8(Granularity::Block(block));
-        let both = int8(128).with_layout(Layout::Both);
-        let keys = [(); 2].map(|()| Rounding::Stochastic(random.key()));
-        for specs in [
-            keys.map(|key| both.with_rounding(key)),
-            keys.map(|key| int8(64).with_rounding(key)),
-            [both.with_rounding(keys[0]), int8(32)],
-        ] {
-            let actual = quantize_swiglu_gradients(&client, inputs.each_ref(), specs.each_ref());
-            let actual = actual.expect("matrices");
-            for (index, (actual, spec)) in actual.iter().zip(&specs).enumerate() {
-                let expected = quantize(&client, &gradients[index], spec).expect("a matrix");
-                let what = format!("{float} {shape:?}, {spec:?}, gradient {index}");
-                assert_same(&client, actual, &expected, &what);
-            }
+        let [gate, up, gradient]: &[Tensor; 3] = &draw(&client, &mut random, shape, float);
+        let compressed = |spec: QuantizeSpec| {
+            [gate, up].map(|factor| quantize(&client, factor, &spec).expect("a matrix"))
+        };
+        let of_columns = compressed(QuantizeSpec::int8(Granularity::Group(128)));
+        let narrow = compressed(QuantizeSpec::new(Number::E4M3, Granularity::Group(16)));
+        let as_input = |factor| OperatorInput::Quantized(factor, float);
+        let as_floats = [gate, up].map(OperatorInput::from);
+        let sources = [
+            ("floats", as_floats),
+            ("INT8", of_columns.each_ref().map(as_input)),
+            ("E4M3", narrow.each_ref().map(as_input)),
+            ("both", [as_floats[0], as_input(&of_columns[1])]),
+        ];
+        for (source, factors) in sources {
+            gradients_of(&client, &mut random, factors, gradient, &maxima, source);
         }
+    }
+}
 
-        for layer in 0..LAYERS {
-            let spec = QuantizeSpec::new(Number::E5M2, Granularity::Tensor);
-            let spec = spec.with_layout([Layout::Both, Layout::Transposed][random.index(2)]);
-            let delayed = maxima
-                .each_ref()
-                .map(|maxima| DelayedMaximum { maxima, layer });
-            let actual =
-                quantize_swiglu_gradients_delayed(&client, inputs.each_ref(), &spec, delayed);
-            let actual = actual.expect("matrices");
-            for (index, (actual, absmax)) in actual.iter().enumerate() {
-                let expected = quantize_delayed(&client, &gradients[index], &spec, delayed[index]);
-                let (expected, expected_absmax) = expected.expect("a matrix");
-                let what = format!("{float} {shape:?}, layer {layer}, gradient {index}");
-                assert_same(&client, actual, &expected, &what);
-                let absmax = bits(&client, absmax);
-                assert_eq!(absmax, bits(&client, &expected_absmax), "{what}");
-            }
+/// Compares the quantized gradients with what the quantizers make of the gradients.
+fn gradients_of(
+    client: &Client,
+    random: &mut Random,
+    factors: [OperatorInput<'_, TestRuntime>; 2],
+    gradient: &Tensor,
+    maxima: &[Tensor; 2],
+    source: &str,
+) {
+    let (float, shape) = (gradient.dtype, gradient.shape());
+    let [gate, up] = factors;
+    let gradients = swiglu_backward(client, gate, up, gradient);
+    let gradients = gradients.expect("tensors of one shape");
+    let int8 = |block| QuantizeSpec::int8(Granularity::Block(block));
+    let both = int8(128).with_layout(Layout::Both);
+    let keys = [(); 2].map(|()| Rounding::Stochastic(random.key()));
+    for specs in [
+        keys.map(|key| both.with_rounding(key)),
+        keys.map(|key| int8(64).with_rounding(key)),
+        [both.with_rounding(keys[0]), int8(32)],
+    ] {
+        let actual = quantize_swiglu_gradients(client, factors, gradient, specs.each_ref());
+        let actual = actual.expect("matrices");
+        for (index, (actual, spec)) in actual.iter().zip(&specs).enumerate() {
+            let expected = quantize(client, &gradients[index], spec).expect("a matrix");
+            let what = format!("{float} {shape:?} of {source}, {spec:?}, gradient {index}");
+            assert_same(client, actual, &expected, &what);
+        }
+    }
+
+    for layer in 0..LAYERS {
+        let spec = QuantizeSpec::new(Number::E5M2, Granularity::Tensor);
+        let spec = spec.with_layout([Layout::Both, Layout::Transposed][random.index(2)]);
+        let delayed = maxima
+            .each_ref()
+            .map(|maxima| DelayedMaximum { maxima, layer });
+        let actual = quantize_swiglu_gradients_delayed(client, factors, gradient, &spec, delayed);
+        let actual = actual.expect("matrices");
+        for (index, (actual, absmax)) in actual.iter().enumerate() {
+            let expected = quantize_delayed(client, &gradients[index], &spec, delayed[index]);
+            let (expected, expected_absmax) = expected.expect("a matrix");
+            let what = format!("{float} {shape:?} of {source}, layer {layer}, gradient {index}");
+            assert_same(client, actual, &expected, &what);
+            let absmax = bits(client, absmax);
+            assert_eq!(absmax, bits(client, &expected_absmax), "{what}");
         }
     }
 }
@@ -246,18 +303,28 @@ fn what_does_not_fit_together() {
         layer: LAYERS,
     };
     for up in [&flat, &narrow] {
-        let x = MatrixSource::Swiglu { gate, up };
+        let x = MatrixSource::Swiglu {
+            gate,
+            up,
+            contexts: None,
+        };
         let error = quantize_linear_input(&client, x, 128, key, None).unwrap_err();
         assert!(matches!(error, KernelError::Shape { .. }), "{error}");
-        let inputs = [gate, gate, up];
-        let error = quantize_swiglu_gradients(&client, inputs, [&spec; 2]).unwrap_err();
+        let factors = [gate.into(), gate.into()];
+        let error = quantize_swiglu_gradients(&client, factors, up, [&spec; 2]).unwrap_err();
         assert!(matches!(error, KernelError::Shape { .. }), "{error}");
     }
-    let x = MatrixSource::Swiglu { gate, up: gate };
+    let x = MatrixSource::Swiglu {
+        gate,
+        up: gate,
+        contexts: Some(spec),
+    };
+    let error = quantize_linear_input(&client, x, 128, key, None).unwrap_err();
+    assert!(matches!(error, KernelError::Unsupported { .. }), "{error}");
     let error = quantize_delayed(&client, x, &spec, delayed).unwrap_err();
     assert!(matches!(error, KernelError::Shape { .. }), "{error}");
-    let inputs = [gate; 3];
-    let error =
-        quantize_swiglu_gradients_delayed(&client, inputs, &spec, [delayed; 2]).unwrap_err();
+    let factors = [gate.into(), gate.into()];
+    let error = quantize_swiglu_gradients_delayed(&client, factors, gate, &spec, [delayed; 2]);
+    let error = error.unwrap_err();
     assert!(matches!(error, KernelError::Shape { .. }), "{error}");
 }
