@@ -54,7 +54,7 @@ def kernels(salt):
         knobs = define(TILE_N=256, STAGES=4, BLOCK=128, FALLBACK=fallback, BIAS=0, OUT_BF16="")
         found.append(("gemm_hopper", knobs + of_int8))
     for name in ("forward", "gradients"):
-        knobs = define(TILE_N=64, STAGED_ROWS=128, STAGES=2, IN='"bf16"', OUT_BF16="", MASKED=0)
+        knobs = define(TILE_N=64, STAGED_ROWS=128, STAGES=2, IN='"bf16"', OUT_BF16="", MASKED=0, SPLIT=0)
         found.append((f"attention_{name}_hopper", knobs + attention + read(f"attention/hopper/{name}.cu")))
     return [(f"#define {entry} {entry}_{salt}\n{source}", f"{entry}_{salt}") for entry, source in found]
 

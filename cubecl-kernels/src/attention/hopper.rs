@@ -1,8 +1,14 @@
 //! Attention on Hopper's warpgroup matrix instructions (`wgmma`), fed by its tensor memory accelerator (TMA).
 //!
-//! CUDA source in four texts: `hopper/forward.cu`; `hopper/rows.cu`, `hopper/gradients.cu` and `hopper/queries.cu` for
-//! the backward pass. Blocks of it share keys, and sums of dK and dV stay in registers; those of dQ are added in
-//! memory, in FP32, by blocks that take turns: each sum has one order, and results repeat to the bit.
+//! CUDA source in five texts: `hopper/forward.cu`; `hopper/rows.cu`, `hopper/gradients.cu`, `hopper/queries.cu` and
+//! `hopper/keys.cu` for the backward pass. Blocks of it share keys, and sums of dK and dV stay in registers; those of dQ
+//! are added in memory, in FP32, by blocks that take turns: each sum has one order, and results repeat to the bit.
+//!
+//! Where [`shares`] has several blocks take the heads of a group, each leaves its sums of dK and dV in memory, and
+//! `hopper/keys.cu` adds them in the order of the heads. They take eight bytes for each feature, key and share: at most
+//! twice what the sums of dQ take, where there are as many keys as queries.
+
+mod shares;
 
 use std::{fmt::Debug, hash::Hash, marker::PhantomData};
 
@@ -25,6 +31,8 @@ use super::{
     in_rows,
     launch::check_mask,
 };
+
+use shares::shares;
 
 /// A producer and two consumer warpgroups.
 const UNITS: u32 = 3 * 128;
@@ -149,6 +157,8 @@ pub(super) fn backward<R: Runtime>(
         vec![batch, heads, padded, problem.dim],
         storage::<f32>(),
     );
+    let key_tiles = keys.div_ceil(ROWS);
+    let shares = shape.group() / problem.share;
     let of_key = in_rows(client, [batch, kv_heads, keys, width], query.dtype);
     let of_value = in_rows(client, [batch, kv_heads, keys, value_width], query.dtype);
     let maps = vec![
@@ -157,17 +167,36 @@ pub(super) fn backward<R: Runtime>(
         problem.value.map(ROWS),
         of_output.map(tile),
     ];
-    let mut buffers = vec![rows, turns, sums.clone(), of_key.clone(), of_value.clone()];
+    let [of_keys, of_values] = match shares {
+        1 => [of_key.clone(), of_value.clone()],
+        _ => [(); 2].map(|()| {
+            let of_shares = [batch, kv_heads * shares, key_tiles * ROWS, problem.dim];
+            empty(client, of_shares.to_vec(), storage::<f32>())
+        }),
+    };
+    let mut buffers = vec![
+        rows,
+        turns,
+        sums.clone(),
+        of_keys.clone(),
+        of_values.clone(),
+    ];
     buffers.extend([query, key, value, gradient, problem.mask_words()].map(Clone::clone));
-    let of_group =
-        queries * shape.group() * (problem.head_bytes() + problem.dim * size_of::<f32>());
+    let of_share =
+        queries * problem.share * (problem.head_bytes() + problem.dim * size_of::<f32>());
     problem.launch::<Gradients>(
         client,
-        batch * kv_heads * keys.div_ceil(ROWS),
+        batch * kv_heads * shares * key_tiles,
         maps,
         buffers,
-        cached_heads(of_group, 1),
+        cached_heads(of_share, 1),
     );
+    if shares > 1 && (wanted.key || wanted.value) {
+        // Half of them for keys, half for values.
+        let blocks = 2 * batch * kv_heads * key_tiles * (ROWS / CONSUMER_ROWS);
+        let buffers = vec![of_keys, of_values, of_key.clone(), of_value.clone()];
+        problem.launch::<Keys>(client, blocks, vec![], buffers, 1);
+    }
 
     let of_query = wanted.query.then(|| {
         let of_query = in_rows(client, [batch, heads, queries, width], query.dtype);
@@ -320,6 +349,8 @@ struct Problem<'a, R: Runtime> {
     /// The strides of the output and of its gradient, where they are read without TMA.
     strides: [[u64; 3]; 2],
     mask: Option<BitMask<R>>,
+    /// Heads of queries that a block of the backward pass has: a group, or a share of it.
+    share: usize,
 }
 
 impl<'a, R: Runtime> Problem<'a, R> {
@@ -336,7 +367,10 @@ impl<'a, R: Runtime> Problem<'a, R> {
             options,
             ..
         } = *problem;
-        let widest = usize::max(shape.width, shape.value_width);
+        let dim = usize::max(shape.width, shape.value_width).next_multiple_of(PANEL);
+        let hardware = &client.properties().hardware;
+        let multiprocessors = hardware.num_streaming_multiprocessors.unwrap_or(1) as usize;
+        let tile = [OF_BACKWARD[dim / PANEL - 1], ROWS];
         if let Some(mask) = &tensors.mask {
             check_mask(operation, client, mask)?;
         }
@@ -348,10 +382,11 @@ impl<'a, R: Runtime> Problem<'a, R> {
             query: Heads::new(operation, "query", &tensors.query)?,
             key: Heads::new(operation, "key", &tensors.key)?,
             value: Heads::new(operation, "value", &tensors.value)?,
-            dim: widest.next_multiple_of(PANEL),
-            memory: client.properties().hardware.max_shared_memory_size - DECLARED,
+            dim,
+            memory: hardware.max_shared_memory_size - DECLARED,
             strides: Default::default(),
             mask: tensors.mask.as_ref().map(of_mask).transpose()?,
+            share: shape.group() / shares(&shape, options.band, tile, dim, multiprocessors),
         })
     }
 
@@ -395,6 +430,7 @@ impl<'a, R: Runtime> Problem<'a, R> {
             heads: shape.heads as u64,
             batches: shape.batch as u64,
             group: shape.group() as u64,
+            share: self.share as u64,
             before: bound(self.options.band.left),
             behind: bound(self.options.band.right),
             section: section.min(shape.batch * shape.heads) as u64,
@@ -431,6 +467,8 @@ numbers! {
         batches: u64,
         /// Heads of queries that read one of keys.
         group: u64,
+        /// Heads of queries that a block of the backward pass has: a group, or a share of it.
+        share: u64,
         /// Keys before and behind a query's own that it sees.
         before: u64,
         behind: u64,
@@ -473,6 +511,8 @@ trait Kernel: Debug + Copy + Eq + Hash + Send + Sync + 'static {
     const SUMS: usize;
     /// True where it reads the mask.
     const READS_MASK: bool;
+    /// True where it depends on whether blocks share the heads of a group.
+    const HAS_SHARES: bool;
 
     /// Rows of a tile of a stage, for heads of 64 and of 128 features in shared memory.
     const TILES: [usize; 2];
@@ -481,7 +521,8 @@ trait Kernel: Debug + Copy + Eq + Hash + Send + Sync + 'static {
 macro_rules! kernels {
     ($(
         $kernel:ident: $file:literal $entry_point:literal,
-        $units:expr, $own:expr, $staged:expr, $row_bytes:expr, $scores:expr, $sums:expr, $reads_mask:expr, $tiles:expr;
+        $units:expr, $own:expr, $staged:expr, $row_bytes:expr, $scores:expr, $sums:expr, $reads_mask:expr, $has_shares:expr,
+        $tiles:expr;
     )*) => {
         $(
             #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -501,6 +542,7 @@ macro_rules! kernels {
                 const SCORES: usize = $scores;
                 const SUMS: usize = $sums;
                 const READS_MASK: bool = $reads_mask;
+                const HAS_SHARES: bool = $has_shares;
                 const TILES: [usize; 2] = $tiles;
             }
         )*
@@ -509,11 +551,12 @@ macro_rules! kernels {
 
 kernels! {
     // Text and entry point; units, own tiles, staged tiles, bytes of a row, tiles of scores and of sums, whether it
-    // reads the mask, rows of a tile.
-    Forward: "hopper/forward.cu" "attention_forward_hopper", UNITS, 1, 1, 0, 0, 0, true, [128, 128];
-    Rows: "hopper/rows.cu" "attention_rows_hopper", ROW_UNITS as u32, 0, 0, 0, 0, 0, false, OF_BACKWARD;
-    Gradients: "hopper/gradients.cu" "attention_gradients_hopper", UNITS, 2, 2, 8, 2, 1, true, OF_BACKWARD;
-    Queries: "hopper/queries.cu" "attention_queries_hopper", 128, 0, 0, 0, 0, 0, false, OF_BACKWARD;
+    // reads the mask and has shares, rows of a tile.
+    Forward: "hopper/forward.cu" "attention_forward_hopper", UNITS, 1, 1, 0, 0, 0, true, false, [128, 128];
+    Rows: "hopper/rows.cu" "attention_rows_hopper", ROW_UNITS as u32, 0, 0, 0, 0, 0, false, false, OF_BACKWARD;
+    Gradients: "hopper/gradients.cu" "attention_gradients_hopper", UNITS, 2, 2, 8, 2, 1, true, true, OF_BACKWARD;
+    Queries: "hopper/queries.cu" "attention_queries_hopper", 128, 0, 0, 0, 0, 0, false, false, OF_BACKWARD;
+    Keys: "hopper/keys.cu" "attention_keys_hopper", 128, 0, 0, 0, 0, 0, false, false, OF_BACKWARD;
 }
 
 /// A kernel with its knobs.
@@ -524,23 +567,26 @@ struct Pass<P> {
     stages: usize,
     dtype: StorageType,
     is_masked: bool,
+    is_split: bool,
     kernel: PhantomData<P>,
 }
 
 impl<P: Kernel> Pass<P> {
     fn of<R: Runtime>(problem: &Problem<'_, R>) -> Self {
         let Problem { dim, dtype, .. } = *problem;
-        Self::new(dim, dtype, problem.mask.is_some(), problem.memory)
+        let is_split = problem.share < problem.shape.group();
+        Self::new(dim, dtype, problem.mask.is_some(), is_split, problem.memory)
     }
 
     /// With as many stages as fit into so many bytes.
-    fn new(dim: usize, dtype: StorageType, is_masked: bool, memory: usize) -> Self {
+    fn new(dim: usize, dtype: StorageType, is_masked: bool, is_split: bool, memory: usize) -> Self {
         let mut pass = Self {
             dim,
             tile: P::TILES[dim / PANEL - 1],
             stages: 0,
             dtype,
             is_masked: P::READS_MASK && is_masked,
+            is_split: P::HAS_SHARES && is_split,
             kernel: PhantomData,
         };
         let left = memory - pass.shared_memory();
@@ -567,12 +613,13 @@ impl<P: Kernel> CudaSource for Pass<P> {
         let out = float_knob(self.dtype);
         format!(
             "#define TILE_N {}\n#define STAGED_ROWS {}\n#define STAGES {}\n#define IN \"{}\"\n#define OUT_{out}\n\
-             #define MASKED {}",
+             #define MASKED {}\n#define SPLIT {}",
             self.dim,
             self.tile,
             self.stages,
             out.to_lowercase(),
             u8::from(self.is_masked),
+            u8::from(self.is_split),
         )
     }
 
@@ -582,22 +629,32 @@ impl<P: Kernel> CudaSource for Pass<P> {
         own * ELEMENT_BYTES + sums * size_of::<f32>() + self.stages * self.stage_bytes()
     }
 
+    /// The heads of a group and of a share of it.
+    fn sizes(&self, numbers: &AttentionNumbers) -> [usize; 4] {
+        [numbers.group as usize, numbers.share as usize, 0, 0]
+    }
+
     /// The backward pass, of the forward one.
     fn companions<R: Runtime>(
         &self,
         client: &ComputeClient<R>,
-        _sizes: [usize; 4],
+        [group, share, ..]: [usize; 4],
     ) -> Vec<SourceText> {
         if P::ENTRY_POINT != Forward::ENTRY_POINT {
             return vec![];
         }
         let (dim, dtype, is_masked) = (self.dim, self.dtype, self.is_masked);
         let memory = client.properties().hardware.max_shared_memory_size - DECLARED;
-        vec![
-            Pass::<Gradients>::new(dim, dtype, is_masked, memory).text(),
-            Pass::<Rows>::new(dim, dtype, is_masked, memory).text(),
-            Pass::<Queries>::new(dim, dtype, is_masked, memory).text(),
-        ]
+        let is_split = share < group;
+        let mut texts = vec![
+            Pass::<Gradients>::new(dim, dtype, is_masked, is_split, memory).text(),
+            Pass::<Rows>::new(dim, dtype, is_masked, is_split, memory).text(),
+            Pass::<Queries>::new(dim, dtype, is_masked, is_split, memory).text(),
+        ];
+        if is_split {
+            texts.push(Pass::<Keys>::new(dim, dtype, is_masked, is_split, memory).text());
+        }
+        texts
     }
 }
 

@@ -51,7 +51,8 @@ pub(crate) trait CudaSource: Debug + Copy + Eq + Hash + Send + Sync + 'static {
         }
     }
 
-    /// The sizes that companions follow from; all 0 where it takes none. They are a product's batch, M, N and K.
+    /// The sizes that companions follow from; all 0 where it takes none. They are a product's batch, M, N and K,
+    /// or the heads of queries that share one of keys, and those of them that a block takes.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     fn sizes(&self, _numbers: &Self::Numbers) -> [usize; 4] {
         [0; 4]

@@ -373,7 +373,8 @@ fn hopper_sources(name: &str) -> Vec<Source> {
     sources.into_values().collect()
 }
 
-/// All passes of Hopper's attention, for both types and widths of heads, with a mask and without.
+/// All passes of Hopper's attention, for both types and widths of heads, with a mask and without, of heads that have
+/// keys of their own and of few that share them.
 fn attention_sources(architecture: u16) -> Vec<Source> {
     let options = AttentionOptions {
         band: Band::CAUSAL,
@@ -394,12 +395,13 @@ fn attention_sources(architecture: u16) -> Vec<Source> {
     ];
     let sources = sources_of(architecture, |client| {
         let all = types.iter().flat_map(|&it| masks.map(|flags| (it, flags)));
-        for ((float, width), flags) in all {
+        let all = all.flat_map(|it| [4, 1].map(|kv_heads| (it, kv_heads)));
+        for (((float, width), flags), kv_heads) in all {
             let heads = |heads, sequence| tensor(client, &[2, heads, sequence, width], float);
             let tensors = AttentionTensors {
                 query: heads(4, 200),
-                key: heads(2, 300),
-                value: heads(2, 300),
+                key: heads(kv_heads, 300),
+                value: heads(kv_heads, 300),
                 mask: flags.map(|flags| tensor(client, &[2, 1, 200, 300], flags)),
                 bias: None,
             };
@@ -413,8 +415,8 @@ fn attention_sources(architecture: u16) -> Vec<Source> {
                 .expect("what has a forward pass");
         }
     });
-    // Four texts of each type, and bits of each mask for both passes.
-    let expected = types.len() * (4 * masks.len() + 2 * 2);
+    // Four texts of each type and five where blocks share heads, and bits of each mask for both passes.
+    let expected = types.len() * ((4 + 5) * masks.len() + 2 * 2 * 2);
     assert_eq!(sources.len(), if architecture == 90 { expected } else { 0 });
     sources
 }

@@ -3,7 +3,10 @@
 //
 // Texts before this one: hopper.cu, attention/hopper/common.cu.
 //
-// Each consumer has 64 keys and walks through the queries that see them, of all heads that read these keys. It computes
+// A knob beside those of common.cu:
+//   SPLIT      1 where several blocks share the heads that read a tile of keys: their sums are then left to keys.cu
+//
+// Each consumer has 64 keys and walks through the queries that see them, of all heads of its block's share. It computes
 // the scores transposed, so that they are in registers as products over queries need them. A tile of dQ is a sum over
 // blocks: a block's part goes through shared memory and is added in global memory by a bulk copy, by each block in its
 // turn, so that results repeat to the bit.
@@ -71,10 +74,10 @@ __device__ __forceinline__ void hand_over(const float *sums, float4 *to, u32 ful
 // all tiles and within its head.
 template <typename Visit>
 __device__ __forceinline__ void for_parts(const Numbers &numbers, const Work &work, Range tiles, Visit visit) {
-    const u32 of_head = numbers.padded / QUERIES, group = numbers.group;
-    u32 head = (work.batch * (u32)numbers.heads + work.head * group) * of_head;
+    const u32 of_head = numbers.padded / QUERIES, share = numbers.share;
+    u32 head = (work.batch * (u32)numbers.heads + work.head * share) * of_head;
 #pragma unroll 1
-    for (u32 i = 0; i < group; i++, head += of_head)
+    for (u32 i = 0; i < share; i++, head += of_head)
 #pragma unroll 1
         for (int tile = tiles.first; tile <= tiles.last; tile++)
             visit(head + tile, tile);
@@ -142,13 +145,30 @@ __device__ __forceinline__ void add_parts(const Numbers &numbers, const Band &ba
     end_turn(last, last_turn);
 }
 
+#if SPLIT
+typedef float4 OfKeys;
+
+// A consumer's sums for keys.cu, in the order of its registers: 16 bytes of each thread, one tile after the other of a
+// share, and one share after the other.
+__device__ __forceinline__ void write_sums(const float *sums, float4 *out, const Work &work, u32 shares, u32 key_tiles,
+                                           u32 consumer) {
+    const u64 tile = ((u64)work.batch * shares + work.head) * key_tiles + work.tile;
+    out += (tile * CONSUMERS + consumer) * (DIM / 8 * 128) + threadIdx.x % 128;
+#pragma unroll
+    for (int i = 0; i < DIM / 8; i++)
+        out[i * 128] = make_float4(sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]);
+}
+#else
+typedef Out OfKeys;
+#endif
+
 extern "C" __global__ void __launch_bounds__(384, 1)
     attention_gradients_hopper(const __grid_constant__ TensorMap query_map, const __grid_constant__ TensorMap key_map,
                                const __grid_constant__ TensorMap value_map,
                                const __grid_constant__ TensorMap gradient_map, const void *, const void *, const void *,
                                const void *, const float2 *__restrict__ rows, u32 *turns, float *sums_of_queries,
-                               Out *__restrict__ of_keys, Out *__restrict__ of_values, const void *, const void *,
-                               const void *, const void *, const u32 *__restrict__ mask,
+                               OfKeys *__restrict__ of_keys, OfKeys *__restrict__ of_values, const void *,
+                               const void *, const void *, const void *, const u32 *__restrict__ mask,
                                const __grid_constant__ Numbers numbers) {
     extern __shared__ __align__(1024) unsigned char memory_[];
     __shared__ u64 full_barriers[STAGES], empty_barriers[STAGES], key_barrier_[1], part_barriers[2];
@@ -169,9 +189,10 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     ring_init(full, empty);
 
     const Band band = band_of(numbers);
-    const int queries = numbers.queries, key_count = numbers.keys, group = numbers.group;
-    const u32 key_tiles = (key_count + ROWS - 1) / ROWS, key_heads = numbers.heads / group;
-    Work work = work_of(number, key_tiles, key_heads, numbers.batches, numbers.section);
+    const int queries = numbers.queries, key_count = numbers.keys, share = numbers.share;
+    // Its head is a share: a whole group, and so a head of keys, where groups are not split.
+    const u32 key_tiles = (key_count + ROWS - 1) / ROWS, shares = numbers.heads / share;
+    Work work = work_of(number, key_tiles, shares, numbers.batches, numbers.section);
     work.tile = key_tiles - 1 - work.tile;
     const int first_key = work.tile * ROWS, last_key = min(first_key + ROWS, key_count) - 1;
     // The queries that see one of these keys.
@@ -194,12 +215,12 @@ extern "C" __global__ void __launch_bounds__(384, 1)
             await_turns(numbers, band, work, tiles, turns + 1, part_full);
         if (threadIdx.x > 0)
             return;
+        const u32 first_head = work.head * share, key_head = first_head / (u32)numbers.group;
         barrier_arrive_expect(key_barrier, 2 * KEY_BYTES);
-        copy_rows<ROWS>(memory, &key_map, first_key, work.head, work.batch, key_barrier);
-        copy_rows<ROWS>(values, &value_map, first_key, work.head, work.batch, key_barrier);
-        const u32 first_head = work.head * group;
+        copy_rows<ROWS>(memory, &key_map, first_key, key_head, work.batch, key_barrier);
+        copy_rows<ROWS>(values, &value_map, first_key, key_head, work.batch, key_barrier);
 #pragma unroll 1
-        for (u32 head = first_head; head < first_head + group; head++)
+        for (u32 head = first_head; head < first_head + share; head++)
 #pragma unroll 1
             for (int tile = first_tile; tile < first_tile + count; tile++) {
                 barrier_wait(empty + 8 * stage, parity ^ 1);
@@ -245,7 +266,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         products_fence();
         start_over_features<ROWS, QUERIES>(scores, memory + own, ring);
         products_wait<0>();
-        const int last = count * group - 1;
+        const int last = count * share - 1;
         for (int index = 0; index <= last; index++) {
             const u32 at = ring + stage * STAGE_BYTES;
             pin<QUERIES / 2>(scores);
@@ -263,7 +284,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                     scores[i] = column < visible[h].first | column > visible[h].last ? -INFINITE : scores[i];
                 }
 #if MASKED
-            const u32 head = work.head * group + index / count;
+            const u32 head = work.head * share + index / count;
             hide<QUERIES>(scores, load_hidden<QUERIES>(mask, numbers, work.batch, head, key, query));
 #endif
 #pragma unroll
@@ -332,9 +353,14 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         }
     }
 
+#if SPLIT
+    write_sums(sums_of_keys, of_keys, work, shares, key_tiles, consumer);
+    write_sums(sums_of_values, of_values, work, shares, key_tiles, consumer);
+#else
 #pragma unroll
     for (int i = 0; i < DIM / 2; i++)
         sums_of_keys[i] *= as_float(numbers.scale);
-    write_head(sums_of_keys, of_keys, work, key_heads, key + warp * 16, key_count, numbers.width);
-    write_head(sums_of_values, of_values, work, key_heads, key + warp * 16, key_count, numbers.value_width);
+    write_head(sums_of_keys, of_keys, work, shares, key + warp * 16, key_count, numbers.width);
+    write_head(sums_of_values, of_values, work, shares, key + warp * 16, key_count, numbers.value_width);
+#endif
 }

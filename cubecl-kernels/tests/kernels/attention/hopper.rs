@@ -5,7 +5,10 @@ use std::ops::Range;
 use cubecl::std::tensor::TensorHandle;
 use cubecl_kernels::{
     KernelError,
-    attention::{AttentionKernel, AttentionOptions, AttentionTensors, Band, Dropout, Dropped},
+    attention::{
+        AttentionGradients, AttentionKernel, AttentionOptions, AttentionTensors, Band, Dropout,
+        Dropped,
+    },
     rounding::StochasticKey,
 };
 use half::{bf16, f16};
@@ -13,7 +16,7 @@ use rstest::rstest;
 
 use super::{
     problem::{Dims, Kind},
-    solve::{Memory, at_the_ends_of_tiles, compare_16_bits, draw, has, solve},
+    solve::{Memory, at_the_ends_of_tiles, compare_16_bits, draw, has, solve, solve_for},
 };
 use crate::{
     device::{TestRuntime, client, dtype, read_float, rounded, upload},
@@ -112,6 +115,76 @@ fn repeats_to_the_bit(#[values(None, Some([true, false, true, true]))] mask: Opt
         )
     };
     assert_eq!(solve().bits(), solve().bits());
+}
+
+const WINDOW: Band = Band {
+    left: Some(150),
+    right: Some(3),
+};
+
+/// In the backward pass blocks share the heads of a group where there are few of them: each has one head, or two of
+/// four; where there are many, or little to do, each has all. By 132 multiprocessors.
+#[rstest]
+#[case::one_head(Kind { band: Band::CAUSAL, ..Kind::plain([1, 8, 2], [700, 700], [128, 128]) })]
+#[case::two_heads(Kind { band: Band::CAUSAL, ..Kind::plain([22, 4, 1], [257, 257], [64, 64]) })]
+#[case::all_heads(Kind { band: Band::CAUSAL, ..Kind::plain([40, 4, 2], [300, 300], [64, 64]) })]
+#[case::one_tile(Kind::plain([1, 4, 2], [50, 300], [128, 128]))]
+#[case::no_queries(Kind { band: WINDOW, ..Kind::plain([1, 6, 2], [400, 1100], [64, 64]) })]
+#[case::window(Kind { band: WINDOW, ..Kind::plain([2, 6, 1], [700, 700], [96, 40]) })]
+#[case::mask(Kind { mask: Some([true; 4]), ..Kind::plain([2, 6, 2], [300, 450], [40, 96]) })]
+#[case::padding(
+    Kind { mask: Some([true, false, false, true]), band: Band::CAUSAL, ..Kind::plain([3, 8, 2], [513, 513], [128, 128]) }
+)]
+fn blocks_share_the_heads_of_a_group(
+    #[case] kind: Kind,
+    #[values(Memory::Contiguous, Memory::InAlignedRows)] memory: Memory,
+) {
+    let (client, mut random) = (client(), Random::fresh());
+    for float in [dtype::<bf16>(), dtype::<f16>()] {
+        let problem = draw(&mut random, kind, float);
+        if !has(KERNEL, &client, &problem, float) {
+            return;
+        }
+        let solve = || solve(KERNEL, &client, &problem, float, memory);
+        let results = solve();
+        compare_16_bits(&results, &problem, float, &format!("{float} {kind:?}"));
+        assert_eq!(results.bits(), solve().bits(), "{float} {kind:?}");
+    }
+}
+
+/// Gradients are the same, whichever are wanted.
+#[rstest]
+fn what_is_wanted_changes_nothing() {
+    let (client, mut random) = (client(), Random::fresh());
+    let float = dtype::<bf16>();
+    let kind = Kind {
+        band: Band::CAUSAL,
+        ..Kind::plain([1, 8, 2], [700, 700], [128, 128])
+    };
+    let problem = draw(&mut random, kind, float);
+    if !has(KERNEL, &client, &problem, float) {
+        return;
+    }
+    let solve = |wanted: [bool; 3]| {
+        let [query, key, value] = wanted;
+        let wanted = AttentionGradients {
+            query,
+            key,
+            value,
+            bias: false,
+        };
+        let memory = Memory::InAlignedRows;
+        let of = solve_for(KERNEL, &client, &problem, float, memory, wanted).gradients;
+        [of.query, of.key, of.value]
+    };
+    let all = solve([true; 3]);
+    for index in 0..3 {
+        let only = solve([0, 1, 2].map(|it| it == index));
+        for (it, (only, all)) in only.iter().zip(&all).enumerate() {
+            let expected = all.as_ref().filter(|_| it == index);
+            assert!(only.as_ref() == expected, "{index}: {it}");
+        }
+    }
 }
 
 /// Blocks take tiles of many heads one after the other, in sections and rounds; of few heads each has one. Among them
