@@ -12,7 +12,7 @@ use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{Parser, ValueEnum};
 use serde::{Deserialize, Serialize};
 
-use crate::model::{DecoderConfig, Family};
+use crate::model::{AttentionWay, DecoderConfig, Family};
 
 /// Pretrains a small Llama-style or GPT-2-style model on bytes of real text, once with each recipe, and compares them.
 ///
@@ -65,6 +65,9 @@ pub struct Args {
     /// Which parts of the model keep their input alone and run again in the backward pass [default: none]
     #[arg(long, value_enum)]
     pub checkpointing: Option<Checkpointing>,
+    /// How attention is computed [default: fused]
+    #[arg(long, value_enum)]
+    pub attention: Option<AttentionWay>,
     /// Which products of two activations INT4 recipes quantize [default: none]
     #[arg(long, value_enum)]
     pub products: Option<Products>,

@@ -11,7 +11,7 @@ use crate::args::{
     Products, StateRounding, Threshold,
 };
 use crate::checkpoint::State;
-use crate::model::{DecoderConfig, Family};
+use crate::model::{AttentionWay, DecoderConfig, Family};
 
 /// One of the runs of a configuration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -55,6 +55,9 @@ pub struct Config {
     /// Which parts of the model run again in the backward pass.
     #[serde(default)]
     pub checkpointing: Checkpointing,
+    /// How attention is computed.
+    #[serde(default)]
+    pub attention: AttentionWay,
     /// Which products of activations are quantized, by recipes that can.
     #[serde(default)]
     pub products: Products,
@@ -132,6 +135,7 @@ impl Config {
             cold_start: args.cold_start.unwrap_or(steps as u64 / 10),
             contexts: args.contexts.unwrap_or_default(),
             checkpointing: args.checkpointing.unwrap_or_default(),
+            attention: args.attention.unwrap_or_default(),
             products: args.products.unwrap_or_default(),
             evaluation: args.evaluation.unwrap_or_default(),
             threshold: args.threshold.unwrap_or_default(),
@@ -160,8 +164,8 @@ impl Config {
     /// The configuration of resumed runs: that of their folder.
     ///
     /// Only the total of steps, the device, the place of the text, the format and the rounding of the optimizer's
-    /// moments, the cold start, the contexts, checkpointing, which products of activations are quantized, how models are
-    /// evaluated, how thresholds follow rates, and loss scaling may change.
+    /// moments, the cold start, the contexts, checkpointing, how attention is computed, which products of activations are
+    /// quantized, how models are evaluated, how thresholds follow rates, and loss scaling may change.
     /// Several recipes may be narrowed down to some of them, and seeds may be added.
     ///
     /// # Errors
@@ -282,6 +286,7 @@ impl Config {
         self.cold_start = args.cold_start.unwrap_or(self.cold_start);
         self.contexts = args.contexts.unwrap_or(self.contexts);
         self.checkpointing = args.checkpointing.unwrap_or(self.checkpointing);
+        self.attention = args.attention.unwrap_or(self.attention);
         self.products = args.products.unwrap_or(self.products);
         self.evaluation = args.evaluation.unwrap_or(self.evaluation);
         self.threshold = args.threshold.unwrap_or(self.threshold);

@@ -13,6 +13,7 @@ use crate::args::{
 };
 use crate::config::{Config, Fork};
 use crate::curve;
+use crate::model::AttentionWay;
 use crate::rates::RateReadings;
 use crate::{nan, rows};
 
@@ -31,6 +32,9 @@ pub struct Report {
     /// Which parts of the model ran again in the backward pass.
     #[serde(default)]
     pub checkpointing: Checkpointing,
+    /// How attention was computed.
+    #[serde(default)]
+    pub attention: AttentionWay,
     /// Which products of activations were quantized.
     #[serde(default)]
     pub products: Products,
@@ -142,6 +146,7 @@ impl Report {
             state_rounding: config.state_rounding,
             contexts: config.contexts,
             checkpointing: config.checkpointing,
+            attention: config.attention,
             products: of_learned(recipe, config.products),
             evaluation: of_learned(recipe, config.evaluation),
             threshold: config.threshold,
@@ -183,6 +188,7 @@ impl Report {
             self.state_rounding,
             self.contexts,
             self.checkpointing,
+            self.attention,
             self.products,
             self.evaluation,
             self.threshold,
@@ -194,6 +200,7 @@ impl Report {
             config.state_rounding,
             config.contexts,
             config.checkpointing,
+            config.attention,
             of_learned(self.recipe, config.products),
             of_learned(self.recipe, config.evaluation),
             config.threshold,

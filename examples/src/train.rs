@@ -228,7 +228,8 @@ pub fn run<B: LayerBackend>(
     let model = optim
         .attach(model)
         .with_loss_scaler(optim.loss_scaler())
-        .with_checkpointing(config.checkpointing == Checkpointing::Layers);
+        .with_checkpointing(config.checkpointing == Checkpointing::Layers)
+        .with_attention(config.attention);
     // They see the same layers and the same count after the learner has taken the optimizer.
     let layers = optim.view();
     let skipped_steps = optim.inner().skipped_steps_reader();

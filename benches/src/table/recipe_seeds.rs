@@ -102,13 +102,16 @@ pub(super) fn table(runs: &[Value]) -> Result<String> {
     Ok(out)
 }
 
-/// Names the recipe of a run, its contexts where they are not exact, what of the model ran again, which products of
-/// activations were quantized, whether evaluation was, and how its thresholds followed the rates where these were read.
+/// Names the recipe of a run, its contexts where they are not exact, what of the model ran again, whether attention
+/// was composed, which products of activations were quantized, whether evaluation was, and how its thresholds followed the
+/// rates where these were read.
 fn name(run: &Value) -> Result<String> {
     let contexts = run["contexts"].as_str().filter(|it| *it != "exact");
     let threshold = run["threshold"].as_str().filter(|_| rates::were_read(run));
     let again = run["checkpointing"].as_str() == Some("layers");
     let again = again.then_some("layers run again");
+    let composed = run["attention"].as_str() == Some("composed");
+    let composed = composed.then_some("composed attention");
     let products = run["products"].as_str() == Some("attention");
     let products = products.then_some("attention's products");
     let evaluation = run["evaluation"].as_str() == Some("quantized");
@@ -117,6 +120,7 @@ fn name(run: &Value) -> Result<String> {
         Some(text(run, "recipe")?),
         contexts,
         again,
+        composed,
         products,
         evaluation,
         threshold,

@@ -10,7 +10,7 @@ use burn::nn::{
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
 
-use super::{DecoderConfig, STD, block, embedding, mixed, normal};
+use super::{AttentionWay, DecoderConfig, STD, block, embedding, mixed, normal};
 
 /// All of it but the embedding of tokens and the vocabulary head.
 #[derive(Module, Debug)]
@@ -33,13 +33,18 @@ impl<B: Backend> Gpt2<B> {
     }
 
     /// The input of the vocabulary head, for embedded tokens; both `[batch, sequence, hidden]`.
-    pub(super) fn forward(&self, x: Tensor<B, 3>, checkpointing: bool) -> Tensor<B, 3> {
+    pub(super) fn forward(
+        &self,
+        x: Tensor<B, 3>,
+        checkpointing: bool,
+        attention: AttentionWay,
+    ) -> Tensor<B, 3> {
         let [_, sequence, _] = x.dims();
         let positions = Tensor::<B, 1, Int>::arange(0..sequence as i64, &x.device());
         let x = x + self.positions.forward(positions.unsqueeze());
         let layers = self.layers.iter();
         let x = layers.fold(self.dropout.forward(x), |x, layer| {
-            block(checkpointing, |x| layer.forward(x), x)
+            block(checkpointing, |x| layer.forward(x, attention), x)
         });
         self.norm.forward(x)
     }
@@ -76,10 +81,9 @@ impl<B: Backend> Layer<B> {
         }
     }
 
-    fn forward(&self, x: Tensor<B, 3>) -> Tensor<B, 3> {
-        let of_attention = self
-            .attention
-            .forward(self.attention_norm.forward(x.clone()));
+    fn forward(&self, x: Tensor<B, 3>, way: AttentionWay) -> Tensor<B, 3> {
+        let of_attention = self.attention_norm.forward(x.clone());
+        let of_attention = self.attention.forward(of_attention, way);
         let x = x + self.dropout.forward(of_attention);
         let of_mlp = self.mlp.forward(self.mlp_norm.forward(x.clone()));
         x + self.dropout.forward(of_mlp)
@@ -104,7 +108,7 @@ pub struct Attention<B: Backend> {
 }
 
 impl<B: Backend> Attention<B> {
-    fn forward(&self, x: Tensor<B, 3>) -> Tensor<B, 3> {
+    fn forward(&self, x: Tensor<B, 3>, way: AttentionWay) -> Tensor<B, 3> {
         let [batch, sequence, hidden] = x.dims();
         let qkv = self.qkv.forward(x);
         let part = |index: usize| -> Tensor<B, 4> {
@@ -113,7 +117,7 @@ impl<B: Backend> Attention<B> {
                 .reshape([batch, sequence, self.heads, hidden / self.heads])
                 .swap_dims(1, 2)
         };
-        self.o.forward(mixed(part(0), part(1), part(2)))
+        self.o.forward(mixed(part(0), part(1), part(2), way))
     }
 }
 

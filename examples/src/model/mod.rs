@@ -15,7 +15,7 @@ use burn::tensor::activation::silu;
 use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::module::attention;
 use burn::tensor::ops::AttentionModuleOptions;
-use burn::tensor::{Int, Tensor};
+use burn::tensor::{Bool, FloatDType, Int, Tensor};
 use burn::train::{InferenceStep, TrainOutput, TrainStep};
 use burn_quant_train::{optim::LossScaler, saved::checkpoint};
 use clap::ValueEnum;
@@ -37,6 +37,17 @@ pub enum Family {
     Llama,
     /// LayerNorm, learned positions, GELU, biases, one layer for queries, keys and values.
     Gpt2,
+}
+
+/// How a decoder computes attention.
+#[derive(ValueEnum, Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[serde(rename_all = "kebab-case")]
+pub enum AttentionWay {
+    /// As one operation.
+    #[default]
+    Fused,
+    /// Scores in memory by Burn's own operations one by one, to compare with.
+    Composed,
 }
 
 /// The sizes of a [`Decoder`].
@@ -103,6 +114,7 @@ impl DecoderConfig {
             lm_head: linear(hidden, VOCABULARY, STD, device),
             loss_scaler: LossScaler::default(),
             checkpointing: false,
+            attention: AttentionWay::Fused,
         }
     }
 
@@ -166,6 +178,8 @@ pub struct Decoder<B: Backend> {
     loss_scaler: LossScaler,
     #[module(skip)]
     checkpointing: bool,
+    #[module(skip)]
+    attention: AttentionWay,
 }
 
 impl<B: Backend> Decoder<B> {
@@ -173,11 +187,12 @@ impl<B: Backend> Decoder<B> {
     pub fn forward(&self, tokens: Tensor<B, 2, Int>) -> Tensor<B, 3> {
         let x = self.embedding.forward(tokens);
         let x = match (&self.gpt2, &self.rotary, &self.norm) {
-            (Some(gpt2), _, _) => gpt2.forward(x, self.checkpointing),
+            (Some(gpt2), _, _) => gpt2.forward(x, self.checkpointing, self.attention),
             (None, Some(rotary), Some(norm)) => {
                 let layers = self.layers.iter();
                 norm.forward(layers.fold(x, |x, layer| {
-                    block(self.checkpointing, |x| layer.forward(x, rotary), x)
+                    let layer = |x| layer.forward(x, rotary, self.attention);
+                    block(self.checkpointing, layer, x)
                 }))
             }
             (None, _, _) => unreachable!("a decoder is of one family"),
@@ -210,6 +225,11 @@ impl<B: Backend> Decoder<B> {
         }
     }
 
+    /// The same model, its attention computed this way.
+    pub fn with_attention(self, attention: AttentionWay) -> Self {
+        Self { attention, ..self }
+    }
+
     /// Draws the lazily initialized weights now, in the order of the modules, so that a seed means one model.
     pub fn materialize(&self) {
         struct Draw;
@@ -232,11 +252,14 @@ pub struct Layer<B: Backend> {
 }
 
 impl<B: Backend> Layer<B> {
-    fn forward(&self, x: Tensor<B, 3>, rotary: &RotaryEncoding<B>) -> Tensor<B, 3> {
-        let x = x.clone()
-            + self
-                .attention
-                .forward(self.attention_norm.forward(x), rotary);
+    fn forward(
+        &self,
+        x: Tensor<B, 3>,
+        rotary: &RotaryEncoding<B>,
+        way: AttentionWay,
+    ) -> Tensor<B, 3> {
+        let of_attention = self.attention_norm.forward(x.clone());
+        let x = x + self.attention.forward(of_attention, rotary, way);
         x.clone() + self.mlp.forward(self.mlp_norm.forward(x))
     }
 }
@@ -252,7 +275,12 @@ pub struct Attention<B: Backend> {
 }
 
 impl<B: Backend> Attention<B> {
-    fn forward(&self, x: Tensor<B, 3>, rotary: &RotaryEncoding<B>) -> Tensor<B, 3> {
+    fn forward(
+        &self,
+        x: Tensor<B, 3>,
+        rotary: &RotaryEncoding<B>,
+        way: AttentionWay,
+    ) -> Tensor<B, 3> {
         let [batch, sequence, hidden] = x.dims();
         let split = |x: Tensor<B, 3>| {
             x.reshape([batch, sequence, self.heads, hidden / self.heads])
@@ -261,7 +289,7 @@ impl<B: Backend> Attention<B> {
         let q = rotary.forward(split(self.q.forward(x.clone())));
         let k = rotary.forward(split(self.k.forward(x.clone())));
         let v = split(self.v.forward(x));
-        self.o.forward(mixed(q, k, v))
+        self.o.forward(mixed(q, k, v, way))
     }
 }
 
@@ -279,15 +307,39 @@ fn block<B: Backend>(
 
 /// The values `[batch, sequence, hidden]` that each token reads from itself and those before it, of queries, keys and
 /// values `[batch, heads, sequence, width]`.
-fn mixed<B: Backend>(q: Tensor<B, 4>, k: Tensor<B, 4>, v: Tensor<B, 4>) -> Tensor<B, 3> {
+fn mixed<B: Backend>(
+    q: Tensor<B, 4>,
+    k: Tensor<B, 4>,
+    v: Tensor<B, 4>,
+    way: AttentionWay,
+) -> Tensor<B, 3> {
     let [batch, heads, sequence, width] = q.dims();
     let causal = AttentionModuleOptions {
         is_causal: true,
         ..Default::default()
     };
-    attention(q, k, v, None, None, causal)
-        .swap_dims(1, 2)
+    let read = match way {
+        AttentionWay::Fused => attention(q, k, v, None, None, causal),
+        AttentionWay::Composed => composed(q, k, v),
+    };
+    read.swap_dims(1, 2)
         .reshape([batch, sequence, heads * width])
+}
+
+/// Causal attention by operations one by one.
+///
+/// Its softmax, in FP32, is written out: one between two products would be found, and computed with them as one
+/// operation.
+fn composed<B: Backend>(q: Tensor<B, 4>, k: Tensor<B, 4>, v: Tensor<B, 4>) -> Tensor<B, 4> {
+    let [_, _, sequence, width] = q.dims();
+    let dtype = v.dtype();
+    let later = Tensor::<B, 2, Bool>::tril_mask([sequence, sequence], 0, &q.device());
+    let scores = q.matmul(k.swap_dims(2, 3)).cast(FloatDType::F32) / (width as f64).sqrt();
+    let scores = scores.mask_fill(later.unsqueeze(), f32::NEG_INFINITY);
+    let largest = scores.clone().detach().max_dim(3);
+    let exponentials = (scores - largest).exp();
+    let sums = exponentials.clone().sum_dim(3);
+    (exponentials / sums).cast(dtype).matmul(v)
 }
 
 /// The SwiGLU feed-forward network.

@@ -1,5 +1,6 @@
 //! `pretrain` as its users see it: the text that it loads, its errors, its checkpoints, its results.
 
+mod attention;
 mod checkpointing;
 mod damage;
 mod first_run;

@@ -1,0 +1,47 @@
+//! Attention as one operation, and composed of Burn's.
+
+use super::*;
+
+fn run(data: &Path, more: &[&str]) -> Value {
+    let out = tempfile::tempdir().unwrap();
+    let file = out.path().join("results.json");
+    let flags = [
+        &["--data", path(data), "--out", path(out.path())][..],
+        &["--steps", "3", "--batch", "4", "--sequence", "32"],
+        &["--validation", "4", "--json", path(&file)],
+        &["--recipe", "mixed-precision"],
+        more,
+    ];
+    succeeded(&pretrain(&flags.concat()));
+    json(&file).remove(0)
+}
+
+#[test]
+fn both_forms_give_the_same_losses() {
+    let data = corpus();
+    for preset in ["tiny", "gpt2-tiny"] {
+        let [fused, composed] = ["fused", "composed"].map(|form| {
+            let run = run(data.path(), &["--preset", preset, "--attention", form]);
+            assert_eq!(run["attention"], form);
+            ["train_loss", "val_loss"].map(|loss| run[loss].as_f64().unwrap())
+        });
+        for (fused, composed) in fused.iter().zip(composed) {
+            assert!(
+                (fused - composed).abs() < 1e-4,
+                "{preset}: {fused} {composed}"
+            );
+        }
+    }
+}
+
+/// Where a kernel computes attention without scores in memory, it does not find the composed form.
+#[test]
+fn the_composed_form_has_its_scores_in_memory() {
+    let data = corpus();
+    let [fused, composed] = ["fused", "composed"].map(|form| {
+        let run = run(data.path(), &["--compute", "bf16", "--attention", form]);
+        run["activation_bytes"].as_u64().unwrap()
+    });
+    // Exponentials of 4 heads or more, in FP32, of 4 x 32 x 32 scores.
+    assert!(composed > fused + 4 * 4 * 4 * 32 * 32, "{composed} {fused}");
+}
