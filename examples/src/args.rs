@@ -299,6 +299,8 @@ pub enum Contexts {
     Int8,
     /// The same, but for attention, whose forward pass is then not computed again.
     Int8ExactAttention,
+    /// INT8 in groups of 128, beside attention's output as it is: its forward pass is not computed again either.
+    Int8KeptOutput,
     /// E4M3 in groups of 16.
     E4m3,
     /// INT4 in groups of 32, for measurements.
@@ -313,6 +315,7 @@ impl Contexts {
             Self::Int10 => <context::Int10>::CONTEXT,
             Self::Int8 => <context::Int8>::CONTEXT,
             Self::Int8ExactAttention => context::ExactAttention::<context::Int8>::CONTEXT,
+            Self::Int8KeptOutput => context::KeptOutput::<context::Int8>::CONTEXT,
             Self::E4m3 => context::E4M3::<16>::CONTEXT,
             Self::Int4 => context::Int4::<32>::CONTEXT,
         }

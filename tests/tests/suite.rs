@@ -12,6 +12,7 @@ mod suite {
     mod half;
     mod health;
     mod integers;
+    mod kept_output;
     mod later;
     mod learned_definition;
     mod learned_embedding;

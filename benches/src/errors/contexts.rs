@@ -9,7 +9,7 @@ use burn::{
 };
 use burn_quant_train::{
     QuantTrain,
-    recipe::{Context, MixedPrecision, Number},
+    recipe::{AttentionContext, Context, MixedPrecision, Number},
     saved::choose_context,
 };
 use cubecl_kernels::granularity::Granularity;
@@ -187,7 +187,7 @@ pub fn of_library(model: &model::Decoder<Library>, batch: &Batch<Library>) -> Ve
         let [model, norms, worst_norm] = gradients(Some(Context {
             number,
             group,
-            exact_attention: false,
+            attention: AttentionContext::Compressed,
         }))
         .beside(&exact);
         ContextError {

@@ -9,7 +9,11 @@ use crate::data::{
         ComposedGradients, FlashForward, FlashGradients, FlashOutput, Gradients,
     },
 };
-use crate::saved::{HeldTensor, recorded::Recorded, scope};
+use crate::recipe::AttentionContext;
+use crate::saved::{HeldTensor, centred, recorded::Recorded, scope};
+
+/// Keys, in the shape of K.
+const SEQUENCE: usize = 2;
 
 /// Attention of Q, K, V and, if there are four inputs, a bias, of one dtype, on a device that has kernels for it.
 #[derive(Debug, Clone)]
@@ -25,9 +29,9 @@ pub(crate) struct Attention<B: DataBackend> {
 pub(crate) struct Saved<B: DataBackend> {
     inputs: Inputs<B>,
     attention: Attention<B>,
-    /// The tensors that the kernel left, if they are for the inputs as they will be read. Of inputs that wait
-    /// compressed, the output is computed again: the gradient is then that of one function, and its probabilities sum
-    /// to 1.
+    /// The tensors that the kernel left, if they are for the inputs as they will be read, or are kept although those
+    /// wait compressed. Else the output is computed again: the gradient is then that of one function, and its
+    /// probabilities sum to 1.
     forward: Option<FlashOutput<HeldTensor<B>>>,
 }
 
@@ -58,6 +62,19 @@ impl<B: DataBackend> Inputs<B> {
         Self { of_heads, bias }
     }
 
+    /// The same for a softmax, which does not see what all keys of a head have in common: without that.
+    fn with_keys_centred(self) -> Self {
+        let [query, key, value] = self.of_heads;
+        let key = match key.cell().stays_exact() {
+            true => key,
+            false => centred("attention", key, SEQUENCE),
+        };
+        Self {
+            of_heads: [query, key, value],
+            ..self
+        }
+    }
+
     fn stay_exact(&self) -> bool {
         let mut inputs = self.of_heads.iter();
         inputs.all(|input| input.cell().stays_exact())
@@ -85,20 +102,28 @@ impl<B: DataBackend, const N: usize> Recorded<B, N> for Attention<B> {
     fn forward(
         self,
         inputs: [HeldTensor<B>; N],
-        _wanted: [bool; N],
+        wanted: [bool; N],
     ) -> (HeldTensor<B>, Self::Saved) {
         let options = self.options;
         // In a block attention runs again in any case, and of a composition in its backward pass.
         let runs_once = self.way == AttentionWay::Flash && !scope::in_block();
-        let exact = scope::context().is_some_and(|context| context.exact_attention);
-        let inputs = Inputs::of(inputs, exact && runs_once);
+        let chosen = match scope::context() {
+            Some(context) if runs_once && wanted.contains(&true) => context.attention,
+            Some(_) | None => AttentionContext::Compressed,
+        };
+        let inputs = Inputs::of(inputs, chosen == AttentionContext::Exact);
+        let keeps_output = chosen == AttentionContext::KeptOutput && options.softcap.is_none();
+        let inputs = match keeps_output {
+            true => inputs.with_keys_centred(),
+            false => inputs,
+        };
         let values = inputs.clone().into_values(self.mask.clone());
         let (output, forward) = match self.way {
             AttentionWay::Flash => {
                 let forward = B::run(FlashForward { options }, values);
                 let forward = forward.map(|tensor| HeldTensor::of("attention", tensor));
                 let output = forward.output.clone();
-                let forward = inputs.stay_exact().then_some(forward);
+                let forward = (keeps_output || inputs.stay_exact()).then_some(forward);
                 if let Some(forward) = &forward {
                     forward.output.cell().keep_exact();
                     forward.log_sum_exp.cell().keep_exact();

@@ -12,9 +12,19 @@ pub struct Context {
     pub number: Number,
     /// Neighbours that share a scale: a power of two from 16 to 1,024.
     pub group: usize,
-    /// True where the queries, keys and values of attention without scores in memory, and what it gives, wait as they
-    /// are.
-    pub exact_attention: bool,
+    /// What attention without scores in memory leaves, outside of blocks that run again.
+    pub attention: AttentionContext,
+}
+
+/// How attention's values wait, where a kernel computes it without scores in memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum AttentionContext {
+    /// Queries, keys and values compressed: the backward pass computes the forward pass once more.
+    Compressed,
+    /// The same, beside the output and the log-sum-exp as they are: see [`KeptOutput`].
+    KeptOutput,
+    /// All of them as they are: see [`ExactAttention`].
+    Exact,
 }
 
 impl Context {
@@ -58,7 +68,7 @@ macro_rules! formats {
             const CONTEXT: Option<Context> = Some(Context {
                 number: Number::$number,
                 group: GROUP,
-                exact_attention: false,
+                attention: AttentionContext::Compressed,
             });
         }
     )* };
@@ -86,7 +96,30 @@ pub struct ExactAttention<F>(PhantomData<F>);
 impl<F: ContextFormat> ContextFormat for ExactAttention<F> {
     const CONTEXT: Option<Context> = match F::CONTEXT {
         Some(context) => Some(Context {
-            exact_attention: true,
+            attention: AttentionContext::Exact,
+            ..context
+        }),
+        None => None,
+    };
+}
+
+/// Format `F`, and beside attention's queries, keys and values, which wait in it, its output and log-sum-exp as they
+/// are: the backward pass does not compute the forward pass once more.
+///
+/// The probabilities of the backward pass are those of decoded queries and keys over sums of exact ones, and so do not
+/// sum to 1. What the gradient of the scores then sums to in a row, the gradient of Q has times what all keys have in
+/// common. So the forward pass takes from each key a mean of its head's keys, which a softmax does not see
+/// (SageAttention, arXiv 2410.02367, section 4.2), and these keys wait: their output is off by a rounding of the keys to the
+/// compute dtype. A soft cap sees the mean, and with one the forward pass is computed once more.
+///
+/// It is so where a kernel computes attention without scores in memory, outside of blocks that run again.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct KeptOutput<F>(PhantomData<F>);
+
+impl<F: ContextFormat> ContextFormat for KeptOutput<F> {
+    const CONTEXT: Option<Context> = match F::CONTEXT {
+        Some(context) => Some(Context {
+            attention: AttentionContext::KeptOutput,
             ..context
         }),
         None => None,

@@ -19,7 +19,7 @@ mod slot;
 pub use cast::{
     Cast, Granularity, Number, Residual, Rounding, ScaleNumber, ScaleSource, Transform,
 };
-pub use context::Context;
+pub use context::{AttentionContext, Context};
 pub use flow::Flow;
 pub use named::{Entered, Named, OtherRecipe};
 pub(crate) use row::LearnedSlots;

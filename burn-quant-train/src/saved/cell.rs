@@ -428,6 +428,11 @@ impl<B: DataBackend> Cell<B> {
         (self.shape.clone(), self.dtype, self.device.clone())
     }
 
+    /// Two dimensions that are swapped in memory.
+    pub(super) fn swapped_dims(&self) -> Option<[usize; 2]> {
+        self.swapped
+    }
+
     /// Its device.
     pub fn device(&self) -> &Device<B> {
         &self.device

@@ -28,6 +28,7 @@
 //! | [`checkpoint()`] | blocks that are computed again as a whole |
 //! | [`bits`] | masks, a bit an element |
 //! | `later` | values that a linear layer quantizes in the launch that computes them |
+//! | `centred` | values less what they have in common, which wait in place of those |
 //! | [`compress`] | from float tensors to contexts and back |
 //! | [`recorded`] | operations with a backward pass of our own: one type, one node for autodiff |
 //! | [`report`] | the values that wait now, by layer and operation |
@@ -38,6 +39,7 @@ pub mod again;
 pub mod bits;
 mod bool;
 pub mod cell;
+mod centred;
 mod checkpoint;
 pub mod compress;
 mod float;
@@ -57,6 +59,7 @@ use std::marker::PhantomData;
 use burn_backend::{Backend, BackendTypes, DType, DTypeUsageSet, ExecutionError, TensorData};
 
 pub use cell::{Cell, HeldTensor, MIN_COMPRESSED};
+pub(crate) use centred::centred;
 pub use checkpoint::checkpoint;
 pub use report::{ActivationReport, Recording, named};
 pub use scope::{choose_context, compress_pending};

@@ -2,7 +2,7 @@
 //! computed from sizes. The operations are those of [`crate::model`]; a test compares the two.
 
 use burn_quant_train::layer::LayerPolicy;
-use burn_quant_train::recipe::{Context, Flow, Row};
+use burn_quant_train::recipe::{AttentionContext, Context, Flow, Row};
 use burn_quant_train::saved::MIN_COMPRESSED;
 use serde::Serialize;
 
@@ -280,7 +280,9 @@ impl Step<'_> {
         };
         let composes_rotary = self.model.family == Family::Llama && self.is_burns();
         let operands = match self.attention {
-            AttentionForm::Flash | AttentionForm::Tiles if !self.computes_attention_again() => {
+            AttentionForm::Flash | AttentionForm::Tiles
+                if self.of_attention() == AttentionContext::Exact =>
+            {
                 Waits::Exact
             }
             AttentionForm::Composed
@@ -293,8 +295,9 @@ impl Step<'_> {
         match self.attention {
             AttentionForm::Composed => values.extend(self.scores()),
             AttentionForm::Products => {}
-            // Of inputs that wait compressed the kernel's output is computed again.
-            AttentionForm::Flash | AttentionForm::Tiles if self.computes_attention_again() => {}
+            // The kernel's output is computed again.
+            AttentionForm::Flash | AttentionForm::Tiles
+                if self.of_attention() == AttentionContext::Compressed => {}
             AttentionForm::Flash | AttentionForm::Tiles => {
                 values.push(Value {
                     size: FULL,
@@ -309,9 +312,9 @@ impl Step<'_> {
         values
     }
 
-    /// True where attention's operands wait compressed.
-    fn computes_attention_again(&self) -> bool {
-        self.context.is_some_and(|context| !context.exact_attention)
+    /// How the values of attention without scores wait.
+    fn of_attention(&self) -> AttentionContext {
+        (self.context).map_or(AttentionContext::Exact, |context| context.attention)
     }
 
     /// Scores before their exponential, and behind it before and after the division, and the largest of each row.

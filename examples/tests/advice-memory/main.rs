@@ -316,6 +316,7 @@ fn computed_bytes_are_those_that_are_counted() {
         Contexts::Exact,
         Contexts::Int10,
         Contexts::Int8ExactAttention,
+        Contexts::Int8KeptOutput,
     ] {
         // Without scores there is less to save: more of it, beside the same nodes.
         subjects.push(Subject {
