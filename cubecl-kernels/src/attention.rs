@@ -304,7 +304,7 @@ impl AttentionOptions {
     }
 
     /// True where a score is not as steep as its product.
-    pub(crate) fn has_slopes(&self) -> bool {
+    pub fn has_slopes(&self) -> bool {
         self.softcap.is_some() || self.dropout_of(Dropped::Scores).is_some()
     }
 }

@@ -1,6 +1,9 @@
 //! Attention: Q, K and V are saved, a mask and a bias as they came, and nothing else of the size of the scores.
 
-use burn_backend::tensor::{BoolTensor, FloatTensor};
+use burn_backend::{
+    TensorMetadata,
+    tensor::{BoolTensor, FloatTensor},
+};
 
 use crate::data::{
     DataBackend,
@@ -65,9 +68,9 @@ impl<B: DataBackend> Inputs<B> {
     /// The same for a softmax, which does not see what all keys of a head have in common: without that.
     fn with_keys_centred(self) -> Self {
         let [query, key, value] = self.of_heads;
-        let key = match key.cell().stays_exact() {
-            true => key,
-            false => centred("attention", key, SEQUENCE),
+        let key = match key.shape().num_elements() {
+            0 => key,
+            _ => centred("attention", key, SEQUENCE),
         };
         Self {
             of_heads: [query, key, value],
@@ -112,7 +115,8 @@ impl<B: DataBackend, const N: usize> Recorded<B, N> for Attention<B> {
             Some(_) | None => AttentionContext::Compressed,
         };
         let inputs = Inputs::of(inputs, chosen == AttentionContext::Exact);
-        let keeps_output = chosen == AttentionContext::KeptOutput && options.softcap.is_none();
+        let keeps_output =
+            chosen == AttentionContext::KeptOutput && !options.has_slopes() && !inputs.stay_exact();
         let inputs = match keeps_output {
             true => inputs.with_keys_centred(),
             false => inputs,

@@ -3,6 +3,7 @@
 
 use burn::{
     backend::Autodiff,
+    nn::attention::{MhaInput, MultiHeadAttentionConfig},
     tensor::{
         Bool, DType, Tensor, TensorData, backend::AutodiffBackend, module::attention,
         ops::AttentionModuleOptions,
@@ -28,6 +29,7 @@ on_every_backend! {
     the_output_waits_as_it_is => waits;
     the_forward_pass_is_not_computed_again => is_not_computed_again;
     blocks_and_soft_caps_compute_it_again => is_computed_again;
+    dropped_scores_are_computed_again => drops_scores;
     gradients_are_near_those_of_exact_contexts => is_near_exact;
 }
 
@@ -208,6 +210,37 @@ fn is_computed_again<B: DataBackend>(seed: u64) {
     in_narrow!(check::<B>(seed));
 }
 
+/// Burn's layer drops scores, which then see a mean of keys: with dropout their probabilities are of one function.
+fn drops_scores<B: DataBackend>(seed: u64) {
+    /// The share of [`is_not_computed_again`], by the bias of V.
+    fn share<A: AutodiffBackend>(seed: u64, dropout: f64) -> f64 {
+        const TOKENS: usize = 128;
+        let (device, width) = (A::Device::default(), HEADS * FEATURES);
+        let config = MultiHeadAttentionConfig::new(width, HEADS).with_dropout(dropout);
+        let layer = config.init::<A>(&device);
+        let x = Rng::new(seed).normals(TOKENS * width, 4.0);
+        let x = tensor::<A, 3>(&x, [1, TOKENS, width], &device);
+        let loss = layer.forward(MhaInput::self_attn(x)).context.sum();
+        let gradients = loss.backward();
+        let bias = layer.value.bias.expect("a bias of V");
+        let of_values = floats(&bias.grad(&gradients).expect("a gradient"));
+        let of_output = floats(&layer.output.weight.val().sum_dim(1));
+        let dot = |a: &[f32], b: &[f32]| -> f64 {
+            let products = a.iter().zip(b).map(|(a, b)| f64::from(*a) * f64::from(*b));
+            products.sum()
+        };
+        dot(&of_values, &of_output) / (TOKENS as f64 * dot(&of_output, &of_output))
+    }
+    fn check<B: DataBackend, E: ComputeDtype>(seed: u64) {
+        type Kept<B, E> = Train<B, E, KeptOutput<Int4>>;
+        let dropped = share::<Kept<B, E>>(seed, 0.5);
+        let kept = share::<Kept<B, E>>(seed, 0.0);
+        assert!((dropped - 1.0).abs() < 0.005, "seed {seed}: {dropped}");
+        assert!((kept - 1.0).abs() > 0.02, "seed {seed}: {kept}");
+    }
+    in_narrow!(check::<B>(seed));
+}
+
 /// Gradients of Q, K and V beside others: cosine and relative error.
 fn errors(gradients: &[Vec<f32>; 3], exact: &[Vec<f32>; 3]) -> [[f64; 2]; 3] {
     std::array::from_fn(|index| {
@@ -247,7 +280,7 @@ fn is_near_exact<B: DataBackend>(seed: u64) {
             for index in 0..3 {
                 let what = format!("seed {seed}, {mean}, gradient {index}");
                 assert!(
-                    kept[index] < 1.4 * again[index],
+                    kept[index] < 1.6 * again[index],
                     "{what}: {kept:?} {again:?}"
                 );
                 assert!(kept[index] < 0.03, "{what}: {kept:?}");
