@@ -92,7 +92,7 @@ impl<B: DataBackend> Recorded<B, 2> for Swiglu {
             ([Some(of_gate), Some(of_up)], [true, true]) => {
                 match GradientPair::of((inputs, gradient), [of_gate, of_up], form) {
                     Ok(pair) => return pair.map(Some),
-                    Err(inputs) => inputs,
+                    Err(inputs) => *inputs,
                 }
             }
             _ => (inputs, gradient),

@@ -181,7 +181,7 @@ impl<B: DataBackend> GradientPair<B> {
         inputs: Inputs<B>,
         copies: [GradientCopy<B>; 2],
         form: Form<B>,
-    ) -> Result<[HeldTensor<B>; 2], Inputs<B>> {
+    ) -> Result<[HeldTensor<B>; 2], Box<Inputs<B>>> {
         let [of_gate, of_up] = &copies;
         let together = match (&of_gate.delayed, &of_up.delayed) {
             (None, None) => true,
@@ -189,7 +189,7 @@ impl<B: DataBackend> GradientPair<B> {
             (None, Some(_)) | (Some(_), None) => false,
         };
         if !together {
-            return Err(inputs);
+            return Err(Box::new(inputs));
         }
         let pair = Arc::new(Self {
             copies,

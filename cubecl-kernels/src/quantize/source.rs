@@ -6,10 +6,10 @@ use crate::{
     device::{MatrixView, check_float},
     error::KernelError,
     operator_input::check_alike,
-    swiglu::{swiglu, swiglu_compressing},
+    swiglu::{block::Contexts, swiglu, swiglu_compressing},
 };
 
-use super::{QuantizeSpec, Quantized};
+use super::QuantizeSpec;
 
 /// A matrix, or what it is computed from.
 ///
@@ -77,7 +77,7 @@ impl<'a, R: Runtime> MatrixSource<'a, R> {
     pub(crate) fn floats_and_contexts(
         &self,
         client: &ComputeClient<R>,
-    ) -> Result<(TensorHandle<R>, Option<[Quantized<R>; 2]>), KernelError> {
+    ) -> Result<(TensorHandle<R>, Contexts<R>), KernelError> {
         match *self {
             Self::Swiglu {
                 gate,

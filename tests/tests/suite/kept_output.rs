@@ -284,7 +284,8 @@ fn is_near_exact<B: DataBackend>(seed: u64) {
                     "{what}: {kept:?} {again:?}"
                 );
                 assert!(kept[index] < 0.03, "{what}: {kept:?}");
-                assert!(finer[index] < 0.02, "{what}: {finer:?}");
+                // Of ten bits what is left is mostly the rounding of keys that are far from zero.
+                assert!(finer[index] < 0.025, "{what}: {finer:?}");
             }
         }
     }
