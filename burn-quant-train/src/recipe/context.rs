@@ -110,8 +110,9 @@ impl<F: ContextFormat> ContextFormat for ExactAttention<F> {
 /// sum to 1. What the gradient of the scores then sums to in a row, the gradient of Q has times what all keys have in
 /// common. So the forward pass takes from each key a mean of its head's keys, which a softmax does not see
 /// (SageAttention, arXiv 2410.02367, section 4.2), and what is left waits, in a copy of its own. It is rounded to the
-/// compute dtype, and the output is that of these keys. A soft cap and dropout of scores see the mean: with them the
-/// forward pass is computed once more.
+/// compute dtype, and the output is that of these keys; in evaluation it is that of the keys as they are. A soft cap and
+/// dropout of scores see the mean: with them the forward pass is computed once more. Hidden keys count too: a padded key
+/// that is not finite makes all of its head NaN.
 ///
 /// It is so where a kernel computes attention without scores in memory, outside of blocks that run again.
 #[derive(Debug, Clone, Copy, Default)]

@@ -48,8 +48,8 @@ pub struct Cell<B: DataBackend> {
     state: Mutex<State<B>>,
     /// What it will be compressed to, where a kernel that read it has made that already.
     compressed: Mutex<Option<Box<Quantized<B>>>>,
-    /// True while what waits for its reader is computed from it: as long it is not compressed.
-    is_awaited: AtomicBool,
+    /// How many values that wait for their readers are computed from it: as long as there is one, it is not compressed.
+    awaited: AtomicUsize,
     /// The copy of its gradient that the operation which made it will take.
     gradient_copy: Mutex<Option<Box<GradientCopy<B>>>>,
     /// The operation that made it, if what it makes may be compressed.
@@ -208,7 +208,7 @@ impl<B: DataBackend> HeldTensor<B> {
             device,
             state: Mutex::new(state),
             compressed: Mutex::default(),
-            is_awaited: AtomicBool::new(false),
+            awaited: AtomicUsize::new(0),
             gradient_copy: Mutex::default(),
             origin,
             context,
@@ -506,9 +506,14 @@ impl<B: DataBackend> Cell<B> {
         *lock(&self.compressed) = Some(Box::new(matrix));
     }
 
-    /// Keeps the value as it is for now, or lets it be compressed again.
-    pub(super) fn await_reader(&self, awaited: bool) {
-        self.is_awaited.store(awaited, Ordering::Release);
+    /// Keeps the value as it is until [`Self::end_wait`].
+    pub(super) fn begin_wait(&self) {
+        self.awaited.fetch_add(1, Ordering::AcqRel);
+    }
+
+    /// Lets the value be compressed, if nothing else waits. Says whether it may be.
+    pub(super) fn end_wait(&self) -> bool {
+        self.awaited.fetch_sub(1, Ordering::AcqRel) == 1
     }
 
     /// What it is computed from, as long as nobody has computed it.
@@ -663,7 +668,7 @@ impl<B: DataBackend> AnyCell for Cell<B> {
     }
 
     fn compress(self: Arc<Self>) {
-        if self.is_awaited.load(Ordering::Acquire) {
+        if self.awaited.load(Ordering::Acquire) > 0 {
             return;
         }
         let packs = self.is_mask || self.context.is_some();

@@ -82,7 +82,7 @@ impl<B: DataBackend> Factors<B> {
     /// stay exact.
     pub fn new(inputs: [HeldTensor<B>; 2], contexts: Option<QuantizeSpec>) -> Arc<Self> {
         if contexts.is_some() {
-            inputs.iter().for_each(|it| it.cell().await_reader(true));
+            inputs.iter().for_each(|it| it.cell().begin_wait());
         }
         Arc::new(Self { inputs, contexts })
     }
@@ -121,8 +121,7 @@ impl<B: DataBackend> Drop for Factors<B> {
     fn drop(&mut self) {
         if self.contexts.is_some() {
             for input in &self.inputs {
-                input.cell().await_reader(false);
-                if !input.cell().has_handles() {
+                if input.cell().end_wait() && !input.cell().has_handles() {
                     scope::settle(input.cell().clone());
                 }
             }

@@ -127,7 +127,7 @@ pub(crate) unsafe fn launch_gradients<R: Runtime>(
             OperatorInput::Quantized(gate, _),
             OperatorInput::Quantized(up, _),
         ] => {
-            let (Some(of_gate), Some(of_up)) = (codes(gate), codes(up)) else {
+            let (Some(of_gate), Some(of_up)) = (codes(gate, view), codes(up, view)) else {
                 return false;
             };
             ([of_gate, of_up], Some([&gate.scales, &up.scales]))
@@ -174,7 +174,10 @@ pub(crate) unsafe fn launch_gradients<R: Runtime>(
 }
 
 /// The codes of a matrix as the kernel reads them, if it does.
-fn codes<R: Runtime>(matrix: &Quantized<R>) -> Option<&TensorHandle<R>> {
+fn codes<'a, R: Runtime>(
+    matrix: &'a Quantized<R>,
+    view: &MatrixView,
+) -> Option<&'a TensorHandle<R>> {
     let spec = QuantizeSpec {
         number: matrix.number,
         scale: matrix.scale,
@@ -183,8 +186,11 @@ fn codes<R: Runtime>(matrix: &Quantized<R>) -> Option<&TensorHandle<R>> {
         layout: Layout::RowMajor,
     };
     let values = matrix.values.as_ref()?;
-    (has_contexts(&spec) && is_contiguous(values) && is_contiguous(&matrix.scales))
-        .then_some(values)
+    let is_read = has_contexts(&spec)
+        && is_contiguous(values)
+        && is_contiguous(&matrix.scales)
+        && read_width_up_to(VECTOR, values, view) == VECTOR;
+    is_read.then_some(values)
 }
 
 fn fits<R: Runtime>(

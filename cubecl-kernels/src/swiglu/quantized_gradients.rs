@@ -76,7 +76,8 @@ pub fn quantize_swiglu_gradients<R: Runtime>(
 /// The gradients of `gate` and of `up`, in this order, quantized by the scale of a delayed maximum each, and their
 /// largest magnitudes: without the gradients in memory where a kernel has the spec.
 ///
-/// - `gate`, `up`, `gradient`: matrices as [`swiglu_backward`] takes them. Of numbers with scales no kernel has the spec.
+/// - `gate`, `up`, `gradient`: matrices as [`swiglu_backward`] takes them. Of numbers with scales no kernel has the
+///   spec.
 ///
 /// To the bit, the results are those of [`quantize_delayed`] of what `swiglu_backward` gives.
 ///

@@ -16,7 +16,7 @@ use burn_quant_train::{
     QuantTrain,
     data::DataBackend,
     recipe::{
-        BlockInt8, DelayedFp8, FallbackInt8, PerTensorInt8, Recipe, SwitchBackInt8,
+        BlockInt8, ComputeDtype, DelayedFp8, FallbackInt8, PerTensorInt8, Recipe, SwitchBackInt8,
         context::{Contexts, Int8, Int10},
     },
     saved::{Recording, report::Form},
@@ -31,6 +31,7 @@ use quant_train_tests::{
 
 on_every_backend! {
     other_readers_change_nothing => readers;
+    a_gate_of_two_outputs_stays_exact_for_the_second => shared_gate;
 }
 
 #[derive(Module, Debug)]
@@ -175,4 +176,40 @@ fn readers<B: DataBackend>(seed: u64) {
     }
     compare!(f16, DType::F16);
     compare!(bf16, DType::BF16);
+}
+
+/// Two outputs with one gate, each read by a layer of its own, with the second one computed before the first is read or
+/// not: the gate is compressed behind both.
+fn shared_gate<B: DataBackend>(seed: u64) {
+    fn outputs<B: DataBackend, E: ComputeDtype>(seed: u64, dtype: DType, early: bool) -> Vec<f32> {
+        type Training<B, E> = QuantTrain<Autodiff<B>, Contexts<FallbackInt8<E>, Int8>>;
+        let device = Default::default();
+        let model = FeedForward::new(256, false, &device);
+        let (_, model) = attached::<Training<B, E>, _>(&every_layer(seed), model, seed);
+        let shape = [2, 64, FeedForward::<B>::HIDDEN];
+        let values = Rng::new(seed).normals(shape.iter().product(), 2.0);
+        let leaf = tensor::<Training<B, E>, 3>(&values, shape, &device).require_grad();
+        let x = leaf.cast(dtype);
+        let gate = model.gate.linear_inner.forward(x.clone());
+        let up = model.gate.linear_outer.forward(x);
+        let first = silu(gate.clone()) * up.clone();
+        let second = silu(gate) * up;
+        if early {
+            floats(&second);
+        }
+        let first = model.down.forward(first);
+        // Begins with what waits to be compressed.
+        let second = model.down.forward(second);
+        floats(&(first + second))
+    }
+    fn check<B: DataBackend, E: ComputeDtype>(seed: u64, dtype: DType) {
+        let [late, early] = [false, true].map(|early| outputs::<B, E>(seed, dtype, early));
+        assert!(late == early, "seed {seed}, {dtype:?}: other bits");
+    }
+    if supports::<B>(DType::F16) {
+        check::<B, f16>(seed, DType::F16);
+    }
+    if supports::<B>(DType::BF16) {
+        check::<B, bf16>(seed, DType::BF16);
+    }
 }

@@ -75,8 +75,8 @@ pub trait QuantizeKernels: Backend {
     ) -> QuantizedInput<Self>;
 
     /// Quantizes the gradients of the gate of SwiGLU and of what it lets through, matrices as they come out of its
-    /// backward pass, from both, in the numbers in which they wait, and the gradient of its output, by a spec each. Where both have a delayed maximum, by the scales of these, and with their own
-    /// largest magnitudes.
+    /// backward pass, from both, in the numbers in which they wait, and the gradient of its output, by a spec each.
+    /// Where both have a delayed maximum, by the scales of these, and with their own largest magnitudes.
     ///
     /// # Panics
     ///
