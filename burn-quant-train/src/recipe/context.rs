@@ -85,6 +85,17 @@ formats! {
     Int4: Int4,
 }
 
+/// The same format, and this for attention's values.
+const fn with_attention(context: Option<Context>, attention: AttentionContext) -> Option<Context> {
+    match context {
+        Some(context) => Some(Context {
+            attention,
+            ..context
+        }),
+        None => None,
+    }
+}
+
 /// Format `F` for all but attention: its queries, keys and values wait as they are, and so does what it gives.
 ///
 /// Of those that wait compressed, attention's forward pass is computed once more in the backward pass: this is for who
@@ -94,13 +105,7 @@ formats! {
 pub struct ExactAttention<F>(PhantomData<F>);
 
 impl<F: ContextFormat> ContextFormat for ExactAttention<F> {
-    const CONTEXT: Option<Context> = match F::CONTEXT {
-        Some(context) => Some(Context {
-            attention: AttentionContext::Exact,
-            ..context
-        }),
-        None => None,
-    };
+    const CONTEXT: Option<Context> = with_attention(F::CONTEXT, AttentionContext::Exact);
 }
 
 /// Format `F`, and beside attention's queries, keys and values, which wait in it, its output and log-sum-exp as they
@@ -119,13 +124,7 @@ impl<F: ContextFormat> ContextFormat for ExactAttention<F> {
 pub struct KeptOutput<F>(PhantomData<F>);
 
 impl<F: ContextFormat> ContextFormat for KeptOutput<F> {
-    const CONTEXT: Option<Context> = match F::CONTEXT {
-        Some(context) => Some(Context {
-            attention: AttentionContext::KeptOutput,
-            ..context
-        }),
-        None => None,
-    };
+    const CONTEXT: Option<Context> = with_attention(F::CONTEXT, AttentionContext::KeptOutput);
 }
 
 /// Recipe `R` with contexts of format `F`.

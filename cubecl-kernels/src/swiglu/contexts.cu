@@ -5,7 +5,7 @@
 
 // The row of a tile in which a thread's line lies.
 __device__ __forceinline__ u32 row_of(const FirstPatch &first, int line) {
-    return first.row + line / PATCH_ROWS * PATCH_STEP + line % PATCH_ROWS;
+    return first.row + row_of_line(line);
 }
 
 // Where the scale of a row of this tile is among those of the matrix.
@@ -48,7 +48,7 @@ __device__ __forceinline__ void write_codes(u8 *values, const FirstPatch &first,
     for (int col = 0; col < PATCH_COLS; col++)
         sums[col] = __fadd_rn(__fmul_rn(element(x, col), inverse), ROUND_TO_EVEN);
     const bool zeros = inverse == 0.0f;
-    const u32 at = first.offset + (line / PATCH_ROWS * PATCH_STEP + line % PATCH_ROWS) * cols;
+    const u32 at = first.offset + row_of_line(line) * cols;
     *(uint2 *)(values + at) = make_uint2(nearest_word(sums, zeros), nearest_word(sums + 4, zeros));
 }
 
@@ -58,7 +58,7 @@ __device__ __forceinline__ void write_codes(u8 *values, const FirstPatch &first,
 __device__ __forceinline__ void copy_codes(uint4 *held, const u8 *values, const FirstPatch &first, u32 cols) {
 #pragma unroll
     for (int line = 0; line < LINES; line++) {
-        const u32 at = first.offset + (line / PATCH_ROWS * PATCH_STEP + line % PATCH_ROWS) * cols;
+        const u32 at = first.offset + row_of_line(line) * cols;
         asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(held + line * UNITS)),
                      "l"(values + at), "n"(PATCH_COLS));
     }

@@ -67,6 +67,20 @@ fn run_of(steps: &str, data: &Path, out: &Path, more: &[&str]) -> Output {
     pretrain(&[&flags, &SMALL[..], more].concat())
 }
 
+/// The results of a run of three steps on a batch of which no tensor is too small to be let go.
+fn three_steps(data: &Path, more: &[&str]) -> Vec<Value> {
+    let out = tempfile::tempdir().unwrap();
+    let file = out.path().join("results.json");
+    let flags = [
+        &["--data", path(data), "--out", path(out.path())][..],
+        &["--steps", "3", "--batch", "4", "--sequence", "32"],
+        &["--validation", "4", "--json", path(&file)],
+        more,
+    ];
+    succeeded(&pretrain(&flags.concat()));
+    json(&file)
+}
+
 fn json(file: &Path) -> Vec<Value> {
     match serde_json::from_slice(&fs::read(file).unwrap()).unwrap() {
         Value::Array(runs) => runs,

@@ -311,19 +311,24 @@ fn quantized_x<K: Kernels>(
     }
     let (x, contexts) = x.with_contexts();
     let (operand, fallback, saved) = match saved {
-        Some(saved) if fallback.is_some() => {
+        _ if delayed.is_some() => {
+            let [operand, saved] = copies::<K>(x, [Some(operand), saved], delayed);
+            (operand.expect("it was asked for"), None, saved)
+        }
+        None => {
+            let (operand, fallback) = quantize_operand::<K>(x.into_floats(), &spec, fallback);
+            (operand, fallback, None)
+        }
+        Some(saved) if fallback.is_none() && operand.is_same_as(saved) => {
+            let [operand, saved] = copies::<K>(x, [Some(operand), Some(saved)], None);
+            (operand.expect("it was asked for"), None, saved)
+        }
+        // A copy of the transposed matrix.
+        Some(saved) => {
             let x = x.into_floats();
             let copy = saved.copy::<K>(x.clone(), saved.factor.key.layout, None);
             let (operand, fallback) = quantize_operand::<K>(x, &spec, fallback);
             (operand, fallback, Some(copy))
-        }
-        None if delayed.is_none() => {
-            let (operand, fallback) = quantize_operand::<K>(x.into_floats(), &spec, fallback);
-            (operand, fallback, None)
-        }
-        saved => {
-            let [operand, saved] = copies::<K>(x, [Some(operand), saved], delayed);
-            (operand.expect("it was asked for"), None, saved)
         }
     };
     QuantizedX {

@@ -83,11 +83,14 @@ __device__ __forceinline__ void copy_async(uint4 *to, const u8 *from) {
 #endif
 }
 
+// The row of a thread's line, from that of its first one.
+__device__ __forceinline__ u32 row_of_line(int line) { return line / PATCH_ROWS * PATCH_STEP + line % PATCH_ROWS; }
+
 // Starts to copy the thread's patches of a matrix, from the element where the first one begins.
 __device__ __forceinline__ void copy_patches(uint4 *held, const u8 *x, u32 from, u32 row_stride) {
 #pragma unroll
     for (int line = 0; line < LINES; line++) {
-        const u64 at = from + (line / PATCH_ROWS * PATCH_STEP + line % PATCH_ROWS) * row_stride;
+        const u64 at = from + row_of_line(line) * row_stride;
 #pragma unroll
         for (int i = 0; i < VECTORS; i++)
             copy_async(held + (line * VECTORS + i) * UNITS, x + at * ELEMENT_BYTES + 16 * i);
