@@ -113,18 +113,14 @@ struct Setting {
 }
 
 impl Setting {
-    /// Causal attention; where that is not computed without scores but on tensor cores, with a mask that hides nothing.
+    /// Causal attention.
     fn attend<A: AutodiffBackend>(
         self,
         q: Tensor<A, 4>,
         k: Tensor<A, 4>,
         v: Tensor<A, 4>,
     ) -> Tensor<A, 4> {
-        let tokens = q.dims()[2];
-        let mask = (!is_cuda::<A>()).then(|| {
-            let hidden = TensorData::new(vec![false; tokens], [1, 1, 1, tokens]);
-            Tensor::<A, 4, Bool>::from_data(hidden, &q.device())
-        });
+        let mask = mask(q.dims()[2], &q.device()).map(|mask| mask.unsqueeze());
         let options = AttentionModuleOptions {
             softcap: self.softcap,
             is_causal: true,
@@ -132,6 +128,12 @@ impl Setting {
         };
         attention(q, k, v, mask, None, options)
     }
+}
+
+/// A mask that hides nothing, `[1, 1, keys]`, where attention without one is computed without scores only on tensor cores.
+fn mask<A: AutodiffBackend>(keys: usize, device: &A::Device) -> Option<Tensor<A, 3, Bool>> {
+    let nothing = || TensorData::new(vec![false; keys], [1, 1, keys]);
+    (!is_cuda::<A>()).then(|| Tensor::from_data(nothing(), device))
 }
 
 fn waits<B: DataBackend>(seed: u64) {
@@ -220,7 +222,12 @@ fn drops_scores<B: DataBackend>(seed: u64) {
         let layer = config.init::<A>(&device);
         let x = Rng::new(seed).normals(TOKENS * width, 4.0);
         let x = tensor::<A, 3>(&x, [1, TOKENS, width], &device);
-        let loss = layer.forward(MhaInput::self_attn(x)).context.sum();
+        let input = MhaInput::self_attn(x);
+        let input = match mask::<A>(TOKENS, &device) {
+            Some(mask) => input.mask_attn(mask.expand([1, TOKENS, TOKENS])),
+            None => input,
+        };
+        let loss = layer.forward(input).context.sum();
         let gradients = loss.backward();
         let bias = layer.value.bias.expect("a bias of V");
         let of_values = floats(&bias.grad(&gradients).expect("a gradient"));
