@@ -36,6 +36,7 @@ mod heads;
 mod hopper;
 mod launch;
 mod portable;
+pub(crate) mod products;
 mod scores;
 mod tensor_core;
 
@@ -49,6 +50,8 @@ use crate::{
     philox,
     rounding::StochasticKey,
 };
+
+pub use products::AttentionProducts;
 
 const FORWARD: &str = "attention";
 const BACKWARD: &str = "attention_backward";
@@ -135,7 +138,8 @@ impl AttentionProblem {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AttentionKernel {
     /// CUDA's architecture sm_90, no other: bf16 and f16, heads of at most 128 features, a multiple of 8, a positive
-    /// scale; with a mask and without; neither bias, soft cap nor dropout; something to compute.
+    /// scale; with a mask and without; neither bias, soft cap nor dropout; something to compute. It alone has
+    /// [INT8 products](AttentionProducts::Int8).
     Hopper,
     /// NVIDIA devices from sm_80 on: bf16 and f16, heads of at most 256 features, a multiple of 8, every option.
     TensorCore,
@@ -285,6 +289,8 @@ pub struct AttentionOptions {
     pub band: Band,
     /// Drops probabilities or scores.
     pub dropout: Option<Dropout>,
+    /// The numbers that the products of the forward pass multiply.
+    pub products: AttentionProducts,
 }
 
 impl AttentionOptions {
@@ -295,6 +301,7 @@ impl AttentionOptions {
             softcap: None,
             band: Band::ALL,
             dropout: None,
+            products: AttentionProducts::Float,
         }
     }
 

@@ -1,13 +1,15 @@
 //! Attention on Hopper's warpgroup matrix instructions (`wgmma`), fed by its tensor memory accelerator (TMA).
 //!
-//! CUDA source in five texts: `hopper/forward.cu`; `hopper/rows.cu`, `hopper/gradients.cu`, `hopper/queries.cu` and
-//! `hopper/keys.cu` for the backward pass. Blocks of it share keys, and sums of dK and dV stay in registers; those of dQ
-//! are added in memory, in FP32, by blocks that take turns: each sum has one order, and results repeat to the bit.
+//! CUDA source: `hopper/forward.cu`, or `hopper/forward_int8.cu` where [codes] are multiplied, which `hopper/codes.cu`
+//! makes; `hopper/rows.cu`, `hopper/gradients.cu`, `hopper/queries.cu` and `hopper/keys.cu` for the backward pass. Blocks
+//! of that share keys, and sums of dK and dV stay in registers; those of dQ are added in memory, in FP32, by blocks that
+//! take turns: each sum has one order, and results repeat to the bit.
 //!
 //! Where [`shares`] has several blocks take the heads of a group, each leaves its sums of dK and dV in memory, and
 //! `hopper/keys.cu` adds them in the order of the heads. They take eight bytes for each feature, key and share: at most
 //! twice what the sums of dQ take, where there are as many keys as queries.
 
+mod codes;
 mod shares;
 
 use std::{fmt::Debug, hash::Hash, marker::PhantomData};
@@ -25,13 +27,15 @@ use crate::{
 };
 
 use super::{
-    AttentionGradients, AttentionOptions, AttentionOutput, AttentionProblem, AttentionShape,
-    AttentionTensors, BACKWARD, FORWARD,
+    AttentionGradients, AttentionOptions, AttentionOutput, AttentionProblem, AttentionProducts,
+    AttentionShape, AttentionTensors, BACKWARD, FORWARD,
     bit_mask::{Along, BitMask},
     in_rows,
     launch::check_mask,
+    products::KEYS_OF_SCALE,
 };
 
+use codes::{Codes, Order};
 use shares::shares;
 
 /// A producer and two consumer warpgroups.
@@ -53,11 +57,15 @@ const DECLARED: usize = 1024;
 const MAX_STAGES: usize = 6;
 /// Bytes of the L2 cache that operands of a section of heads may take.
 const SECTION_BYTES: usize = 32 << 20;
+/// Keys of a stage of the forward passes.
+const KEYS: usize = KEYS_OF_SCALE;
 /// Rows of the tiles of the backward pass, for heads of 64 and of 128 features: one for its three texts, since
 /// `rows.cu` clears the turns that blocks of `gradients.cu` wait for.
 const OF_BACKWARD: [usize; 2] = [128, 64];
 /// Tiles that kernels number in 32 bits, with the turns that they skip.
 const MAX_TILES: usize = 1 << 30;
+/// Cubes along the second and the third axis of a launch, at most (CUDA programming guide).
+const MAX_CUBES: usize = 65_535;
 /// Units of a block of `rows.cu`.
 const ROW_UNITS: usize = 256;
 
@@ -86,21 +94,40 @@ pub(super) fn forward<R: Runtime>(
         output: in_rows(client, [batch, heads, queries, value_width], query.dtype),
         log_sum_exp: empty(client, problem.shape.rows().to_vec(), storage::<f32>()),
     };
-    let keys = Pass::<Forward>::of(&problem).tile;
-    let maps = vec![
-        problem.query.map(ROWS),
-        problem.key.map(keys),
-        problem.value.map(keys),
-    ];
-    let mut buffers = vec![result.output.clone(), result.log_sum_exp.clone()];
-    buffers.extend([query, key, value, problem.mask_words()].map(Clone::clone));
-    let of_keys = problem.shape.keys * problem.head_bytes();
     let tiles = queries.div_ceil(ROWS);
     let multiprocessors = client.properties().hardware.num_streaming_multiprocessors;
     let blocks = (batch * heads * tiles).min(multiprocessors.unwrap_or(1) as usize);
     let group = problem.shape.group();
-    let section = whole_rounds(cached_heads(of_keys, group), group, tiles, blocks);
-    problem.launch::<Forward>(client, blocks, maps, buffers, section);
+    let section = |row_bytes| {
+        let of_keys = problem.shape.keys * row_bytes;
+        whole_rounds(cached_heads(of_keys, group), group, tiles, blocks)
+    };
+    let mut buffers = vec![result.output.clone(), result.log_sum_exp.clone()];
+    match problem.options.products {
+        AttentionProducts::Float => {
+            let keys = Pass::<Forward>::of(&problem).tile;
+            let maps = vec![
+                problem.query.map(ROWS),
+                problem.key.map(keys),
+                problem.value.map(keys),
+            ];
+            buffers.extend([query, key, value, problem.mask_words()].map(Clone::clone));
+            let section = section(problem.head_bytes());
+            problem.launch::<Forward>(client, blocks, maps, buffers, section);
+        }
+        AttentionProducts::Int8 => {
+            let query = Codes::new(client, query, Order::Rows);
+            let key = Codes::new(client, key, Order::Tiles);
+            let value = Codes::new(client, value, Order::Transposed);
+            let maps = vec![query.map(ROWS), key.map(KEYS), value.map(problem.dim)];
+            let codes = [query, key, value];
+            buffers.extend(codes.each_ref().map(|codes| codes.scales.clone()));
+            buffers.extend(codes.map(|codes| codes.values));
+            buffers.push(problem.mask_words().clone());
+            let section = section(2 * codes::ROW_BYTES);
+            problem.launch::<ForwardInt8>(client, blocks, maps, buffers, section);
+        }
+    }
     Ok(result)
 }
 
@@ -270,6 +297,8 @@ pub(super) fn unsupported<R: Runtime>(
         Some("a bias".into())
     } else if options.softcap.is_some() || options.dropout.is_some() {
         Some("a soft cap or dropout".into())
+    } else if options.products == AttentionProducts::Int8 && batch.max(heads) > MAX_CUBES {
+        Some(format!("INT8 products of {batch} batches of {heads} heads"))
     } else {
         None
     }
@@ -499,6 +528,8 @@ trait Kernel: Debug + Copy + Eq + Hash + Send + Sync + 'static {
     const TEXT: &'static str;
     const ENTRY_POINT: &'static str;
     const UNITS: u32;
+    /// True where what it reads are codes.
+    const READS_CODES: bool;
     /// Tiles of the block's own rows.
     const OWN: usize;
     /// Tiles of a stage.
@@ -520,8 +551,8 @@ trait Kernel: Debug + Copy + Eq + Hash + Send + Sync + 'static {
 
 macro_rules! kernels {
     ($(
-        $kernel:ident: $file:literal $entry_point:literal,
-        $units:expr, $own:expr, $staged:expr, $row_bytes:expr, $scores:expr, $sums:expr, $reads_mask:expr, $has_shares:expr,
+        $kernel:ident: [$($file:literal),+] $entry_point:literal,
+        $units:expr, $reads_codes:expr, $own:expr, $staged:expr, $row_bytes:expr, $scores:expr, $sums:expr, $reads_mask:expr, $has_shares:expr,
         $tiles:expr;
     )*) => {
         $(
@@ -532,10 +563,11 @@ macro_rules! kernels {
                 const TEXT: &'static str = concat!(
                     include_str!("../cuda/hopper.cu"),
                     include_str!("hopper/common.cu"),
-                    include_str!($file)
+                    $(include_str!($file)),+
                 );
                 const ENTRY_POINT: &'static str = $entry_point;
                 const UNITS: u32 = $units;
+                const READS_CODES: bool = $reads_codes;
                 const OWN: usize = $own;
                 const STAGED: usize = $staged;
                 const ROW_BYTES: usize = $row_bytes;
@@ -550,13 +582,20 @@ macro_rules! kernels {
 }
 
 kernels! {
-    // Text and entry point; units, own tiles, staged tiles, bytes of a row, tiles of scores and of sums, whether it
-    // reads the mask and has shares, rows of a tile.
-    Forward: "hopper/forward.cu" "attention_forward_hopper", UNITS, 1, 1, 0, 0, 0, true, false, [128, 128];
-    Rows: "hopper/rows.cu" "attention_rows_hopper", ROW_UNITS as u32, 0, 0, 0, 0, 0, false, false, OF_BACKWARD;
-    Gradients: "hopper/gradients.cu" "attention_gradients_hopper", UNITS, 2, 2, 8, 2, 1, true, true, OF_BACKWARD;
-    Queries: "hopper/queries.cu" "attention_queries_hopper", 128, 0, 0, 0, 0, 0, false, false, OF_BACKWARD;
-    Keys: "hopper/keys.cu" "attention_keys_hopper", 128, 0, 0, 0, 0, 0, false, false, OF_BACKWARD;
+    // Texts and entry point; units, whether it reads codes, own tiles, staged tiles, bytes of a row, tiles of scores and
+    // of sums, whether it reads the mask and has shares, rows of a tile.
+    Forward: ["hopper/consumers.cu", "hopper/forward.cu"] "attention_forward_hopper",
+        UNITS, false, 1, 1, 0, 0, 0, true, false, [KEYS, KEYS];
+    ForwardInt8: ["hopper/consumers.cu", "hopper/forward_int8.cu"] "attention_forward_int8_hopper",
+        UNITS, true, 1, 1, 0, 0, 0, true, false, [KEYS, KEYS];
+    Rows: ["hopper/rows.cu"] "attention_rows_hopper",
+        ROW_UNITS as u32, false, 0, 0, 0, 0, 0, false, false, OF_BACKWARD;
+    Gradients: ["hopper/gradients.cu"] "attention_gradients_hopper",
+        UNITS, false, 2, 2, 8, 2, 1, true, true, OF_BACKWARD;
+    Queries: ["hopper/queries.cu"] "attention_queries_hopper",
+        128, false, 0, 0, 0, 0, 0, false, false, OF_BACKWARD;
+    Keys: ["hopper/keys.cu"] "attention_keys_hopper",
+        128, false, 0, 0, 0, 0, 0, false, false, OF_BACKWARD;
 }
 
 /// A kernel with its knobs.
@@ -597,8 +636,16 @@ impl<P: Kernel> Pass<P> {
         pass
     }
 
+    /// Bytes of a row of a head.
+    fn row_bytes(&self) -> usize {
+        match P::READS_CODES {
+            true => codes::ROW_BYTES,
+            false => self.dim * ELEMENT_BYTES,
+        }
+    }
+
     fn stage_bytes(&self) -> usize {
-        self.tile * (P::STAGED * self.dim * ELEMENT_BYTES + P::ROW_BYTES)
+        self.tile * (P::STAGED * self.row_bytes() + P::ROW_BYTES)
     }
 }
 
@@ -624,9 +671,10 @@ impl<P: Kernel> CudaSource for Pass<P> {
     }
 
     fn shared_memory(&self) -> usize {
-        let own = P::OWN * ROWS * self.dim + P::SCORES * ROWS * self.tile;
-        let sums = P::SUMS * self.tile * self.dim;
-        own * ELEMENT_BYTES + sums * size_of::<f32>() + self.stages * self.stage_bytes()
+        let own = P::OWN * ROWS * self.row_bytes();
+        let scores = P::SCORES * ROWS * self.tile * ELEMENT_BYTES;
+        let sums = P::SUMS * self.tile * self.dim * size_of::<f32>();
+        own + scores + sums + self.stages * self.stage_bytes()
     }
 
     /// The heads of a group and of a share of it.
@@ -640,7 +688,7 @@ impl<P: Kernel> CudaSource for Pass<P> {
         client: &ComputeClient<R>,
         [group, share, ..]: [usize; 4],
     ) -> Vec<SourceText> {
-        if P::ENTRY_POINT != Forward::ENTRY_POINT {
+        if !P::ENTRY_POINT.starts_with("attention_forward") {
             return vec![];
         }
         let (dim, dtype, is_masked) = (self.dim, self.dtype, self.is_masked);

@@ -13,8 +13,8 @@ use crate::{
 };
 
 use super::{
-    AttentionGradients, AttentionOptions, AttentionOutput, AttentionProblem, AttentionTensors,
-    BACKWARD, FORWARD,
+    AttentionGradients, AttentionOptions, AttentionOutput, AttentionProblem, AttentionProducts,
+    AttentionTensors, BACKWARD, FORWARD,
     delta::delta,
     heads::{Strides4, Strides4Launch},
     in_rows,
@@ -31,7 +31,12 @@ pub(super) fn unsupported<R: Runtime>(
     client: &ComputeClient<R>,
     problem: &AttentionProblem,
 ) -> Option<String> {
-    let AttentionProblem { dtype, shape, .. } = *problem;
+    let AttentionProblem {
+        dtype,
+        shape,
+        options,
+        ..
+    } = *problem;
     let widest = usize::max(shape.width, shape.value_width);
     let of_rows = |shape: [usize; 4]| shape.into_iter().product::<usize>();
     let elements = [shape.query(), shape.key(), shape.value(), shape.output()].map(of_rows);
@@ -43,6 +48,8 @@ pub(super) fn unsupported<R: Runtime>(
         Some(format!("heads of {width} and {value_width} features"))
     } else if longest > MAX_SEQUENCE || elements.iter().any(|&it| it > u32::MAX as usize) {
         Some(format!("scores {:?}", shape.scores()))
+    } else if options.products == AttentionProducts::Int8 {
+        Some("INT8 products".into())
     } else {
         None
     }
@@ -130,6 +137,7 @@ impl<'a, R: Runtime> Launch<'a, R> {
             softcap,
             band,
             dropout,
+            products: _,
         } = *options;
         // No bound is farther away than all positions together.
         let bound = |bound: Option<u32>| {

@@ -3,8 +3,9 @@
 
 use crate::{
     attention::{
-        AttentionGradients, AttentionOptions, AttentionShape, Dropped, check_broadcast,
-        check_options,
+        AttentionGradients, AttentionOptions, AttentionProducts, AttentionShape, Dropped,
+        check_broadcast, check_options,
+        products::{KEYS_OF_SCALE, LARGEST_CODE},
     },
     error::KernelError,
 };
@@ -109,14 +110,43 @@ pub fn attention(
 ) -> Result<ReferenceAttention, KernelError> {
     inputs.check("attention", options)?;
     let shape = &inputs.shape;
+    let of_codes = (options.products == AttentionProducts::Int8).then(|| {
+        let keys = |width| {
+            let head = shape.keys * width;
+            move |x: &[f64]| in_codes(x, head, KEYS_OF_SCALE * width)
+        };
+        [
+            in_codes(inputs.query, shape.width, shape.width),
+            keys(shape.width)(inputs.key),
+            keys(shape.value_width)(inputs.value),
+        ]
+    });
+    let rounded = of_codes
+        .as_ref()
+        .map(|[query, key, value]| AttentionInputs {
+            query,
+            key,
+            value,
+            ..*inputs
+        });
+    let inputs = rounded.as_ref().unwrap_or(inputs);
     let mut result = ReferenceAttention {
         output: vec![0.0; shape.output().iter().product()],
         log_sum_exp: vec![f64::NEG_INFINITY; shape.rows().iter().product()],
     };
     for (row, query) in inputs.queries().enumerate() {
         let scores = query.scores(options);
-        let (probabilities, log_sum_exp) = softmax(&scores);
+        let (mut probabilities, log_sum_exp) = softmax(&scores);
         result.log_sum_exp[row] = log_sum_exp;
+        if options.products == AttentionProducts::Int8 {
+            let of_tile =
+                |a: &(usize, f64), b: &(usize, f64)| a.0 / KEYS_OF_SCALE == b.0 / KEYS_OF_SCALE;
+            for tile in probabilities.chunk_by_mut(of_tile) {
+                let largest = tile.iter().fold(0.0, |largest: f64, it| largest.max(it.1));
+                let scale = largest / f64::from(LARGEST_CODE);
+                tile.iter_mut().for_each(|(_, p)| *p = round(*p, scale));
+            }
+        }
         let output = &mut result.output[row * shape.value_width..][..shape.value_width];
         for (j, p) in probabilities {
             let z = query.factor(Dropped::Probabilities, j, options);
@@ -292,6 +322,37 @@ fn softmax(scores: &[(usize, f64)]) -> (Vec<(usize, f64)>, f64) {
     }
     let probabilities = weights().map(|(j, weight)| (j, weight / sum)).collect();
     (probabilities, shift + sum.ln())
+}
+
+/// The numbers of codes: parts of so many elements, the last of which may be shorter, have groups of so many with one
+/// scale.
+fn in_codes(x: &[f64], part: usize, group: usize) -> Vec<f64> {
+    let mut rounded = x.to_vec();
+    for part in rounded.chunks_mut(part.max(1)) {
+        for group in part.chunks_mut(group.max(1)) {
+            if !group.iter().all(|x| x.is_finite()) {
+                group.fill(f64::NAN);
+                continue;
+            }
+            // In FP32, as codes are: half of the largest lies between two of them.
+            let absmax = group
+                .iter()
+                .fold(0.0f32, |absmax, x| absmax.max(x.abs() as f32));
+            let (scale, inverse) = (absmax / LARGEST_CODE, LARGEST_CODE / absmax);
+            for x in group.iter_mut().filter(|_| absmax > 0.0) {
+                *x = f64::from((*x as f32 * inverse).round_ties_even()) * f64::from(scale);
+            }
+        }
+    }
+    rounded
+}
+
+/// A number to the nearest multiple of a scale; where that is 0 or NaN, so is the number.
+fn round(x: f64, scale: f64) -> f64 {
+    match scale > 0.0 {
+        true => (x / scale).round_ties_even() * scale,
+        false => x,
+    }
 }
 
 fn dot(a: &[f64], b: &[f64]) -> f64 {

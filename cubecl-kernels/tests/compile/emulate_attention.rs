@@ -175,7 +175,7 @@ fn sources(problem: &Problem, float: StorageType) -> Vec<Source> {
     })
 }
 
-fn to_floats(bytes: &[u8], float: StorageType) -> Vec<f32> {
+pub fn to_floats(bytes: &[u8], float: StorageType) -> Vec<f32> {
     let words = bytes
         .chunks_exact(2)
         .map(|it| u16::from_le_bytes([it[0], it[1]]));
@@ -186,7 +186,7 @@ fn to_floats(bytes: &[u8], float: StorageType) -> Vec<f32> {
 }
 
 /// `[batch, heads, rows, width]` of a result, whose memory is `[batch, rows, heads, width]`.
-fn in_heads(x: &[f32], [batch, heads, rows, width]: [usize; 4]) -> Vec<f32> {
+pub fn in_heads(x: &[f32], [batch, heads, rows, width]: [usize; 4]) -> Vec<f32> {
     let mut result = Vec::with_capacity(x.len());
     for of_batch in x.chunks_exact(rows * heads * width).take(batch) {
         for head in 0..heads {

@@ -6,20 +6,27 @@
 // buffer in bytes, as u64; the launcher's numbers; the buffers. OUT gets the buffers.
 //
 // `kernel.cu` is the kernel's text with its knobs, and `launch.h` calls it. Each of its `asm` statements has become a
-// call of the function named after the instruction, with the operands in their order. SHARED_BYTES is what a launch asks
-// for, and THREADS what a block has.
+// call of the function named after the instruction, with its operands in the order of PTX. SHARED_BYTES is what a
+// launch asks for, and THREADS what a block has.
 #include <algorithm>
 #include <array>
 #include <barrier>
 #include <bit>
 #include <cmath>
-#include <cstdint>
-#include <cstring>
 #include <condition_variable>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
 #include <fstream>
+#include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
+#include <shared_mutex>
 #include <thread>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -30,8 +37,8 @@
 #define __launch_bounds__(...)
 #define __grid_constant__
 #define __restrict__
-// `extern __shared__`, which names the array `memory` below, loses the word; of the others static storage is enough,
-// since blocks never run at once.
+// What is `extern` has become a pointer to `shared_memory` below; of the others static storage is enough, since blocks
+// never run at once.
 #define __shared__ static
 
 struct Dim {
@@ -43,20 +50,35 @@ struct alignas(8) uint2 {
 struct alignas(16) uint4 {
     uint32_t x, y, z, w;
 };
+struct alignas(8) float2 {
+    float x, y;
+};
+struct alignas(16) float4 {
+    float x, y, z, w;
+};
 inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
 constexpr uint32_t WARP = 32, warpSize = WARP;
-thread_local Dim threadIdx;
-Dim blockIdx, gridDim;
+thread_local Dim threadIdx, blockIdx;
+Dim gridDim;
 const Dim blockDim = {THREADS, 1, 1};
-alignas(128) unsigned char memory[SHARED_BYTES];
-// CubeCL's name of it.
-#define dynamic_shared_mem memory
+alignas(1024) unsigned char shared_memory[SHARED_BYTES];
 std::barrier threads(THREADS);
+// Threads that leave a block early wait for the others here.
+std::barrier end_of_block(THREADS);
 std::vector<std::unique_ptr<std::barrier<>>> warps;
 
+// What hardware would answer with anything at all.
+[[noreturn]] inline void fail(const char *what) {
+    fprintf(stderr, "block %u %u %u, thread %u: %s\n", blockIdx.x, blockIdx.y, blockIdx.z, threadIdx.x, what);
+    abort();
+}
+
 inline void __syncthreads() { threads.arrive_and_wait(); }
+inline void __syncwarp() { warps[threadIdx.x / WARP]->arrive_and_wait(); }
 
 // The word of each thread of a warp, for as long as `read` takes: of all 32, in their order.
 template <typename T, typename Read> auto in_warp(const T &mine, Read read) {
@@ -78,12 +100,24 @@ template <typename T> inline T __shfl_xor_sync(uint32_t, T value, uint32_t mask)
     return in_warp(value, [=](const T *all) { return all[threadIdx.x % WARP ^ mask]; });
 }
 
-inline int atomicAdd(int *sum, int value) { return __atomic_fetch_add(sum, value, __ATOMIC_RELAXED); }
+inline bool __any_sync(uint32_t, uint32_t value) {
+    return in_warp(value, [](const uint32_t *all) { return std::any_of(all, all + WARP, [](auto it) { return it; }); });
+}
+
+template <typename T> inline T atomicAdd(T *sum, std::type_identity_t<T> value) {
+    return __atomic_fetch_add(sum, value, __ATOMIC_RELAXED);
+}
+
+template <typename T> inline T __ldg(const T *from) { return *from; }
 
 // ---- Numbers --------------------------------------------------------------------------------------------------------
 
-inline uint32_t max(uint32_t a, uint32_t b) { return a < b ? b : a; }
-inline uint32_t min(uint32_t a, uint32_t b) { return a < b ? a : b; }
+template <typename A, typename B> inline std::common_type_t<A, B> max(A a, B b) {
+    return std::max<std::common_type_t<A, B>>(a, b);
+}
+template <typename A, typename B> inline std::common_type_t<A, B> min(A a, B b) {
+    return std::min<std::common_type_t<A, B>>(a, b);
+}
 inline uint32_t __umulhi(uint32_t a, uint32_t b) { return (uint64_t)a * b >> 32; }
 
 inline uint32_t __vmaxu2(uint32_t a, uint32_t b) {
@@ -92,6 +126,7 @@ inline uint32_t __vmaxu2(uint32_t a, uint32_t b) {
 
 inline uint32_t __float_as_uint(float value) { return std::bit_cast<uint32_t>(value); }
 inline float __uint_as_float(uint32_t bits) { return std::bit_cast<float>(bits); }
+inline float __int_as_float(int bits) { return std::bit_cast<float>(bits); }
 
 // CUDA's arithmetic has one NaN, of a clear sign.
 inline float canonical(float value) { return std::isnan(value) ? __uint_as_float(0x7fffffff) : value; }
@@ -133,6 +168,14 @@ struct __nv_bfloat162 {
 
 inline void ptx_cvt_f32_f16(float &value, uint16_t bits) { value = canonical((float)std::bit_cast<_Float16>(bits)); }
 
+inline void ptx_mov_u32(uint32_t &to, uint32_t from) { to = from; }
+
+// What is less than a normal number is 0, before and after.
+inline void ptx_ex2_approx_ftz_f32(float &power, float x) {
+    const auto flushed = [](float it) { return std::fpclassify(it) == FP_SUBNORMAL ? std::copysign(0.0f, it) : it; };
+    power = canonical(flushed(exp2f(flushed(x))));
+}
+
 // Two numbers, the second one in front; NaN becomes the one that the instruction makes.
 template <typename T> inline uint32_t two_of(float second, float first) {
     const auto bits = [](float value) { return std::isnan(value) ? (uint16_t)0x7fff : T(value).bits; };
@@ -153,38 +196,51 @@ inline void ptx_prmt_b32(uint32_t &out, uint32_t first, uint32_t second, uint32_
     }
 }
 
-// Addresses of shared memory are 32 bits wide: those in `memory`.
-inline size_t __cvta_generic_to_shared(const void *pointer) { return (const unsigned char *)pointer - memory; }
+// Addresses of shared memory are 32 bits wide: those in `shared_memory`.
+inline size_t __cvta_generic_to_shared(const void *pointer) { return (const unsigned char *)pointer - shared_memory; }
 
 inline void ptx_ld_volatile_shared_v4_u32(uint32_t &x, uint32_t &y, uint32_t &z, uint32_t &w, uint32_t from) {
     uint4 read;
-    memcpy(&read, memory + from, sizeof read);
+    memcpy(&read, shared_memory + from, sizeof read);
     x = read.x, y = read.y, z = read.z, w = read.w;
 }
 
 inline void ptx_ld_volatile_shared_v2_u32(uint32_t &x, uint32_t &y, uint32_t from) {
     uint2 read;
-    memcpy(&read, memory + from, sizeof read);
+    memcpy(&read, shared_memory + from, sizeof read);
     x = read.x, y = read.y;
 }
 
-// A copy lands as late as it may: when its thread waits for it, or tells a barrier of it. Of what it writes, so many
-// bytes are copied, and the others are 0.
+// What a thread has started, in the groups that it waits for; the last group is not closed yet. Each is finished as
+// late as it may be: when its thread waits for it.
+template <typename Started> struct Groups {
+    std::deque<std::vector<Started>> groups = std::deque<std::vector<Started>>(1);
+    void start(const Started &started) { groups.back().push_back(started); }
+    void commit() { groups.emplace_back(); }
+    // Until so many closed groups are left.
+    template <typename Finish> void wait(size_t pending, Finish finish) {
+        for (; groups.size() - 1 > pending; groups.pop_front())
+            for (auto &started : groups.front())
+                finish(started);
+    }
+};
+
+// Of what a copy writes, so many bytes are copied, and the others are 0.
 struct Copy {
     uint32_t to, written, bytes;
     const unsigned char *from;
 };
-thread_local std::vector<Copy> copies;
-// How many of them the groups have, in their order; the others are in none yet.
-thread_local std::vector<size_t> groups;
+thread_local Groups<Copy> copies;
 
-inline void ptx_cp_async_ca_shared_global(uint32_t to, const void *from, uint32_t bytes = 16) {
-    copies.push_back({to, bytes, bytes, (const unsigned char *)from});
+inline void ptx_cp_async_ca_shared_global(uint32_t to, const void *from, uint32_t bytes) {
+    copies.start({to, bytes, bytes, (const unsigned char *)from});
 }
-inline void ptx_cp_async_cg_shared_global(uint32_t to, const void *from) { ptx_cp_async_ca_shared_global(to, from); }
+inline void ptx_cp_async_cg_shared_global(uint32_t to, const void *from, uint32_t bytes) {
+    ptx_cp_async_ca_shared_global(to, from, bytes);
+}
 
 inline void ptx_cp_async_cg_shared__cta_global(uint32_t to, uint64_t from, int, uint32_t bytes) {
-    copies.push_back({to, 16, bytes, (const unsigned char *)from});
+    copies.start({to, 16, bytes, (const unsigned char *)from});
 }
 inline void ptx_cp_async_cg_shared__cta_global(uint32_t to, uint64_t from, int bytes) {
     ptx_cp_async_cg_shared__cta_global(to, from, bytes, (uint32_t)bytes);
@@ -193,35 +249,19 @@ template <typename... Operands> inline void ptx_cp_async_ca_shared__cta_global(O
     ptx_cp_async_cg_shared__cta_global(operands...);
 }
 
-inline void land(size_t count) {
-    for (size_t i = 0; i < count; i++) {
-        const auto &[to, written, bytes, from] = copies[i];
-        memset(memory + to, 0, written);
-        memcpy(memory + to, from, bytes);
-    }
-    copies.erase(copies.begin(), copies.begin() + count);
+inline void ptx_cp_async_commit_group() { copies.commit(); }
+
+inline void ptx_cp_async_wait_group(size_t pending) {
+    copies.wait(pending, [](const Copy &copy) {
+        memset(shared_memory + copy.to, 0, copy.written);
+        memcpy(shared_memory + copy.to, copy.from, copy.bytes);
+    });
 }
 
 inline void ptx_cp_async_wait_all() {
-    land(copies.size());
-    groups.clear();
+    copies.commit();
+    ptx_cp_async_wait_group(0);
 }
-
-inline void ptx_cp_async_commit_group() {
-    size_t grouped = 0;
-    for (const size_t count : groups)
-        grouped += count;
-    groups.push_back(copies.size() - grouped);
-}
-
-inline void ptx_cp_async_wait_group(size_t pending) {
-    while (groups.size() > pending) {
-        land(groups.front());
-        groups.erase(groups.begin());
-    }
-}
-
-inline void ptx_cp_async_mbarrier_arrive_shared__cta_b64(uint32_t) { ptx_cp_async_wait_all(); }
 
 // Four matrices of 8 x 8 elements of 16 bits, whose rows lie where the threads from 8 i on say for matrix i.
 template <bool transposed>
@@ -234,7 +274,7 @@ inline void load_matrices(uint32_t &r0, uint32_t &r1, uint32_t &r2, uint32_t &r3
             for (uint32_t side = 0; side < 2; side++) {
                 const uint32_t first = lane / 4, second = lane % 4 * 2 + side;
                 const uint32_t of = transposed ? second : first, at = transposed ? first : second;
-                memcpy(pair + side, memory + rows[matrix * 8 + of] + 2 * at, 2);
+                memcpy(pair + side, shared_memory + rows[matrix * 8 + of] + 2 * at, 2);
             }
             memcpy(registers[matrix], pair, 4);
         }
@@ -283,12 +323,13 @@ inline void multiply(float *d, const std::array<uint32_t, 6> &operands, const st
 MULTIPLY(f16_f16, __half)
 MULTIPLY(bf16_bf16, __nv_bfloat16)
 
-// D = A B + D of 16 x 64 and 64 x 8 elements of four bits, where PTX says that the threads of a warp have them.
+// D = A B + C of 16 x 64 and 64 x 8 elements of four bits, where PTX says that the threads of a warp have them.
 inline void ptx_mma_sync_aligned_m16n8k64_row_col_s32_s4_s4_s32(int &d0, int &d1, int &d2, int &d3, uint32_t a0,
                                                                 uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
-                                                                uint32_t b1) {
+                                                                uint32_t b1, int c0, int c1, int c2, int c3) {
     const auto element = [](uint32_t word, uint32_t index) { return (int32_t)(word << (28 - 4 * index)) >> 28; };
     int *const d[4] = {&d0, &d1, &d2, &d3};
+    d0 = c0, d1 = c1, d2 = c2, d3 = c3;
     in_warp(std::array<uint32_t, 6>{a0, a1, a2, a3, b0, b1}, [&](const std::array<uint32_t, 6> *all) {
         const uint32_t lane = threadIdx.x % WARP;
         for (uint32_t slot = 0; slot < 4; slot++) {
@@ -298,6 +339,401 @@ inline void ptx_mma_sync_aligned_m16n8k64_row_col_s32_s4_s4_s32(int &d0, int &d1
                 *d[slot] += element(a[row / 8 + k / 32 * 2], k % 8) * element(b[4 + k / 32], k % 8);
             }
         }
+        return 0;
+    });
+}
+
+// ---- Barriers of memory, and bulk copies ----------------------------------------------------------------------------
+
+// A copy into shared memory that a barrier counts.
+struct BulkCopy {
+    uint32_t bytes;
+    std::function<void()> land;
+};
+
+// The state of a barrier lies here, by its address. Each has a lock of its own: a common one would order threads that
+// have nothing to do with one another, and hide their races.
+struct Barrier {
+    std::mutex lock;
+    std::condition_variable changed;
+    uint32_t expected = 0, missing = 0, phase = 0;
+    // Told and not yet written.
+    int64_t bytes = 0;
+    std::vector<BulkCopy> copies;
+
+    void settle() {
+        if (missing > 0 || bytes != 0)
+            return;
+        missing = expected;
+        phase++;
+        changed.notify_all();
+    }
+};
+std::map<uint32_t, Barrier> barriers;
+// Readers of it do not order one another.
+std::shared_mutex barriers_lock;
+
+inline void ptx_mbarrier_init_shared__cta_b64(uint32_t address, uint32_t arrivals) {
+    const std::unique_lock guard(barriers_lock);
+    Barrier &barrier = barriers[address];
+    barrier.expected = barrier.missing = arrivals;
+    barrier.phase = barrier.bytes = 0;
+    barrier.copies.clear();
+}
+
+inline Barrier &barrier_at(uint32_t address) {
+    const std::shared_lock guard(barriers_lock);
+    const auto found = barriers.find(address);
+    if (found == barriers.end())
+        fail("a barrier that nobody has set up");
+    return found->second;
+}
+
+inline void ptx_mbarrier_arrive_expect_tx_shared__cta_b64(uint32_t address, uint32_t bytes) {
+    Barrier &barrier = barrier_at(address);
+    const std::lock_guard guard(barrier.lock);
+    if (barrier.missing == 0)
+        fail("more arrivals at a barrier than it expects");
+    barrier.missing--;
+    barrier.bytes += bytes;
+    barrier.settle();
+}
+inline void ptx_mbarrier_arrive_shared__cta_b64(uint32_t address) {
+    ptx_mbarrier_arrive_expect_tx_shared__cta_b64(address, 0);
+}
+inline void ptx_cp_async_mbarrier_arrive_shared__cta_b64(uint32_t) { ptx_cp_async_wait_all(); }
+
+// Returns when it need not be tried again. Copies land when somebody waits for them, on the thread that does.
+inline void ptx_mbarrier_try_wait_parity_shared__cta_b64(uint32_t address, uint32_t parity) {
+    Barrier &barrier = barrier_at(address);
+    std::unique_lock guard(barrier.lock);
+    while (true) {
+        for (const BulkCopy &copy : std::exchange(barrier.copies, {})) {
+            copy.land();
+            barrier.bytes -= copy.bytes;
+            barrier.settle();
+        }
+        if (barrier.phase % 2 != parity)
+            return;
+        barrier.changed.wait(guard);
+    }
+}
+
+// From its start until it lands, what it writes is of no use: NaN.
+inline void start_bulk_copy(uint32_t to, uint32_t bytes, uint32_t address, std::function<void()> land) {
+    memset(shared_memory + to, 0xff, bytes);
+    Barrier &barrier = barrier_at(address);
+    const std::lock_guard guard(barrier.lock);
+    barrier.copies.push_back({bytes, std::move(land)});
+    barrier.changed.notify_all();
+}
+
+inline void ptx_cp_async_bulk_shared__cluster_global_mbarrier__complete_tx__bytes(uint32_t to, const void *from,
+                                                                                  uint32_t bytes, uint32_t barrier) {
+    if (to % 16 || (uintptr_t)from % 16 || bytes % 16)
+        fail("a bulk copy that is not aligned");
+    start_bulk_copy(to, bytes, barrier, [=] { memcpy(shared_memory + to, from, bytes); });
+}
+
+// The swizzle of 128 bytes.
+inline uint32_t swizzled(uint32_t address) { return address ^ (address >> 7 & 7) << 4; }
+
+// A tensor map as `launch.h` makes it. Its dimensions begin with that of neighbours, and those that it has not have one
+// element. Strides are in bytes: the first is the size of an element.
+struct Box {
+    const unsigned char *from;
+    std::array<uint64_t, 5> sizes, strides, tile;
+};
+
+template <typename... Index>
+inline void copy_box(uint32_t to, const void *map, uint32_t barrier, Index... index) {
+    Box box;
+    memcpy(&box, map, sizeof box);
+    const std::array<int32_t, 5> first = {(int32_t)index...};
+    const uint32_t size = box.strides[0];
+    uint32_t bytes = size;
+    for (const uint64_t extent : box.tile)
+        bytes *= extent;
+    if (to % 128 || box.tile[0] * size != 128)
+        fail("a box of other rows than of 128 aligned bytes");
+    start_bulk_copy(to, bytes, barrier, [=] {
+        for (uint32_t at = 0; at < bytes; at += size) {
+            uint64_t rest = at / size;
+            const unsigned char *from = box.from;
+            bool inside = true;
+            for (int dim = 0; dim < 5; dim++) {
+                const int64_t place = first[dim] + (int64_t)(rest % box.tile[dim]);
+                rest /= box.tile[dim];
+                inside = inside && place >= 0 && place < (int64_t)box.sizes[dim];
+                from += inside ? place * box.strides[dim] : 0;
+            }
+            unsigned char *const element = shared_memory + swizzled(to + at);
+            if (inside)
+                memcpy(element, from, size);
+            else
+                memset(element, 0, size);
+        }
+    });
+}
+inline void ptx_cp_async_bulk_tensor_3d_shared__cluster_global_tile_mbarrier__complete_tx__bytes(
+    uint32_t to, const void *map, uint32_t x, uint32_t y, uint32_t z, uint32_t barrier) {
+    copy_box(to, map, barrier, x, y, z);
+}
+inline void ptx_cp_async_bulk_tensor_4d_shared__cluster_global_tile_mbarrier__complete_tx__bytes(
+    uint32_t to, const void *map, uint32_t x, uint32_t y, uint32_t z, uint32_t w, uint32_t barrier) {
+    copy_box(to, map, barrier, x, y, z, w);
+}
+
+// A copy out of shared memory reads as late as it may, and writes as late as it may.
+struct BulkStore {
+    unsigned char *to;
+    uint32_t from, bytes;
+    bool adds;
+    std::vector<unsigned char> read;
+
+    void take() {
+        if (read.empty())
+            read.assign(shared_memory + from, shared_memory + from + bytes);
+    }
+    void write() {
+        take();
+        if (!adds) {
+            memcpy(to, read.data(), bytes);
+            return;
+        }
+        for (uint32_t at = 0; at < bytes; at += sizeof(float)) {
+            float sum, part;
+            memcpy(&sum, to + at, sizeof sum);
+            memcpy(&part, read.data() + at, sizeof part);
+            sum += part;
+            memcpy(to + at, &sum, sizeof sum);
+        }
+    }
+};
+thread_local Groups<BulkStore> stores;
+
+inline void ptx_cp_async_bulk_global_shared__cta_bulk_group(void *to, uint32_t from, uint32_t bytes) {
+    stores.start({(unsigned char *)to, from, bytes, false, {}});
+}
+inline void ptx_cp_reduce_async_bulk_global_shared__cta_bulk_group_add_f32(void *to, uint32_t from, uint32_t bytes) {
+    stores.start({(unsigned char *)to, from, bytes, true, {}});
+}
+inline void ptx_cp_async_bulk_commit_group() { stores.commit(); }
+inline void ptx_cp_async_bulk_wait_group(size_t pending) {
+    stores.wait(pending, [](BulkStore &store) { store.write(); });
+}
+inline void ptx_cp_async_bulk_wait_group_read(size_t pending) {
+    for (size_t i = 0; i + 1 + pending < stores.groups.size(); i++)
+        for (BulkStore &store : stores.groups[i])
+            store.take();
+}
+
+// ---- Barriers by number, and order ----------------------------------------------------------------------------------
+
+struct NumberedBarrier {
+    std::mutex lock;
+    std::condition_variable changed;
+    uint32_t arrived, phase;
+};
+NumberedBarrier numbered_barriers[16];
+
+inline void arrive_at(uint32_t number, uint32_t expected, bool waits) {
+    NumberedBarrier &barrier = numbered_barriers[number];
+    std::unique_lock guard(barrier.lock);
+    const uint32_t phase = barrier.phase;
+    if (++barrier.arrived == expected) {
+        barrier.arrived = 0;
+        barrier.phase++;
+        barrier.changed.notify_all();
+    } else if (waits) {
+        barrier.changed.wait(guard, [&] { return barrier.phase != phase; });
+    }
+}
+inline void ptx_bar_sync(uint32_t number, uint32_t expected) { arrive_at(number, expected, true); }
+inline void ptx_bar_arrive(uint32_t number, uint32_t expected) { arrive_at(number, expected, false); }
+
+inline void ptx_ld_acquire_gpu_global_u32(uint32_t &value, const uint32_t *from) {
+    value = __atomic_load_n(from, __ATOMIC_ACQUIRE);
+}
+inline void ptx_st_release_gpu_global_u32(uint32_t *to, uint32_t value) {
+    __atomic_store_n(to, value, __ATOMIC_RELEASE);
+}
+
+// All threads have as many registers as they like, and all copies are of one proxy.
+inline void ptx_setmaxnreg_dec_sync_aligned_u32(uint32_t) {}
+inline void ptx_setmaxnreg_inc_sync_aligned_u32(uint32_t) {}
+inline void ptx_fence_proxy_async_shared__cta() {}
+inline void ptx_fence_proxy_async_global() {}
+
+// ---- Products of a warpgroup ----------------------------------------------------------------------------------------
+
+// D (+)= A B, each warp its 16 rows of the 64. It runs when its threads wait for its group, on the registers as they
+// are then. Shared memory must hold from its start on what it holds then.
+struct Product {
+    // Of D; of A where they hold it.
+    std::array<void *, 128> sums;
+    std::array<const uint32_t *, 4> registers;
+    bool a_in_registers, adds;
+    // Of A and of B: the descriptor, and whether rows of shared memory run along M or N.
+    std::array<uint64_t, 2> descriptors;
+    std::array<bool, 2> along_mn;
+    // Of this thread's share of the operands in shared memory at the start.
+    uint64_t digest;
+    uint64_t (*digest_now)(const Product &);
+    void (*multiply)(const Product &);
+};
+thread_local Groups<Product> products;
+
+// An element of an operand in shared memory; the fields of a descriptor are said in hopper.cu.
+template <typename Element>
+inline Element element_at(const Product &product, int operand, uint32_t row, uint32_t k) {
+    const uint64_t descriptor = product.descriptors[operand];
+    const auto field = [=](int bit) { return (uint32_t)(descriptor >> bit & 0x3fff) * 16; };
+    constexpr uint32_t PANEL = 128 / sizeof(Element);
+    const uint32_t size = sizeof(Element);
+    const uint32_t place = product.along_mn[operand]
+                               ? row / PANEL * field(16) + k / 8 * field(32) + k % 8 * 128 + row % PANEL * size
+                               : row / 8 * field(32) + row % 8 * 128 + k * size;
+    Element element;
+    memcpy(&element, shared_memory + swizzled(field(0) + place), sizeof element);
+    return element;
+}
+
+// The first of its warp's rows.
+inline uint32_t first_row() { return threadIdx.x % 128 / WARP * 16; }
+
+template <typename Element, int N> inline uint64_t digest_of(const Product &product) {
+    constexpr uint32_t K = 32 / sizeof(Element);
+    uint64_t digest = 0;
+    const auto take = [&](int operand, uint32_t first, uint32_t rows) {
+        for (uint32_t i = threadIdx.x % WARP; i < rows * K; i += WARP) {
+            const auto element = element_at<Element>(product, operand, first + i / K, i % K);
+            uint32_t bits = 0;
+            memcpy(&bits, &element, sizeof element);
+            digest = (digest ^ bits) * 0x100000001b3;
+        }
+    };
+    if (!product.a_in_registers)
+        take(0, first_row(), 16);
+    take(1, 0, N);
+    return digest;
+}
+
+template <typename Element, typename Sum, int N> inline void multiply_warp(const Product &product) {
+    // A register holds the elements of 4 bytes: neighbours along K, of which a quad's lanes have those of 16.
+    constexpr uint32_t K = 32 / sizeof(Element), PER_LANE = 4 / sizeof(Element);
+    const uint32_t lane = threadIdx.x % WARP, row = lane / 4;
+    Sum a[2][K], b[K];
+    if (product.a_in_registers) {
+        std::array<uint32_t, 4> own;
+        for (int i = 0; i < 4; i++)
+            own[i] = *product.registers[i];
+        in_warp(own, [&](const std::array<uint32_t, 4> *all) {
+            for (uint32_t h = 0; h < 2; h++)
+                for (uint32_t k = 0; k < K; k++) {
+                    const auto &of_lane = all[row * 4 + k / PER_LANE % 4];
+                    const uint32_t word = of_lane[h + k / (4 * PER_LANE) * 2];
+                    Element element;
+                    memcpy(&element, (const char *)&word + k % PER_LANE * sizeof element, sizeof element);
+                    a[h][k] = (Sum)element;
+                }
+            return 0;
+        });
+    } else {
+        for (uint32_t h = 0; h < 2; h++)
+            for (uint32_t k = 0; k < K; k++)
+                a[h][k] = (Sum)element_at<Element>(product, 0, first_row() + row + 8 * h, k);
+    }
+    for (uint32_t j = 0; j < N / 8; j++)
+        for (uint32_t e = 0; e < 2; e++) {
+            for (uint32_t k = 0; k < K; k++)
+                b[k] = (Sum)element_at<Element>(product, 1, 8 * j + lane % 4 * 2 + e, k);
+            for (uint32_t h = 0; h < 2; h++) {
+                Sum &d = *(Sum *)product.sums[4 * j + 2 * h + e];
+                Sum sum = product.adds ? d : 0;
+                for (uint32_t k = 0; k < K; k++)
+                    sum += a[h][k] * b[k];
+                d = sum;
+            }
+        }
+}
+
+// Operands: the registers of D, those or the descriptor of A, the descriptor of B, whether to add, and of floats the
+// signs of A and B and along what the rows of those in shared memory run.
+template <typename Element, typename Sum, int N, typename... Operands>
+inline void start_product(Operands &&...operands) {
+    constexpr size_t OF_D = N / 2, OF_ALL = sizeof...(Operands), COUNT = OF_ALL - OF_D;
+    constexpr bool IS_FLOAT = std::is_same_v<Sum, float>;
+    constexpr bool IN_REGISTERS = COUNT == (IS_FLOAT ? 9 : 6);
+    static_assert(IN_REGISTERS || COUNT == (IS_FLOAT ? 7 : 3));
+    constexpr size_t B = OF_D + (IN_REGISTERS ? 4 : 1);
+    // What an expression gives is gone before the product runs.
+    constexpr std::array<bool, OF_ALL> LASTS = {std::is_lvalue_reference_v<Operands>...};
+    static_assert(std::all_of(LASTS.begin(), LASTS.begin() + (IN_REGISTERS ? B : OF_D), [](bool it) { return it; }));
+    const std::array<const void *, OF_ALL> places = {&operands...};
+    const auto word = [](auto operand) -> uint64_t {
+        if constexpr (std::is_same_v<decltype(operand), float>)
+            return 0;
+        else
+            return operand;
+    };
+    const std::array<uint64_t, OF_ALL> words = {word(operands)...};
+    Product product = {};
+    for (size_t i = 0; i < OF_D; i++)
+        product.sums[i] = const_cast<void *>(places[i]);
+    product.a_in_registers = IN_REGISTERS;
+    for (size_t i = 0; i < (IN_REGISTERS ? 4 : 0); i++)
+        product.registers[i] = (const uint32_t *)places[OF_D + i];
+    product.descriptors = {words[OF_D], words[B]};
+    for (int operand = IN_REGISTERS; operand < 2; operand++)
+        // The swizzle of 128 bytes and nothing else.
+        if (product.descriptors[operand] >> 46 != 1 << 16)
+            fail("an operand of another swizzle");
+    product.adds = words[B + 1];
+    if constexpr (IS_FLOAT) {
+        if (words[B + 2] != 1 || words[B + 3] != 1)
+            fail("a product of another sign");
+        product.along_mn = {!IN_REGISTERS && words[B + 4], words[OF_ALL - 1] != 0};
+    }
+    product.digest_now = digest_of<Element, N>;
+    product.multiply = multiply_warp<Element, Sum, N>;
+    product.digest = product.digest_now(product);
+    products.start(product);
+}
+#define WGMMA(n, depth, types, element, sum)                                                                           \
+    template <typename... Operands>                                                                                    \
+    inline void ptx_wgmma_mma_async_sync_aligned_m64n##n##k##depth##_##types(Operands &&...operands) {                 \
+        start_product<element, sum, n>(std::forward<Operands>(operands)...);                                           \
+    }
+#define WGMMA_OF(n)                                                                                                    \
+    WGMMA(n, 16, f32_f16_f16, __half, float)                                                                           \
+    WGMMA(n, 16, f32_bf16_bf16, __nv_bfloat16, float)                                                                  \
+    WGMMA(n, 32, s32_s8_s8, int8_t, int)
+WGMMA_OF(32)
+WGMMA_OF(64)
+WGMMA_OF(96)
+WGMMA_OF(128)
+WGMMA_OF(256)
+
+inline void ptx_wgmma_fence_sync_aligned() {}
+inline void ptx_wgmma_commit_group_sync_aligned() { products.commit(); }
+inline void ptx_wgmma_wait_group_sync_aligned(size_t pending) {
+    products.wait(pending, [](const Product &product) {
+        if (product.digest != product.digest_now(product))
+            fail("shared memory changed under a product that reads it");
+        product.multiply(product);
+    });
+    // Lanes wait as one.
+    __syncwarp();
+}
+
+// A warp writes four matrices of 8 x 8 elements of 16 bits into the rows that the threads from 8 i on say for matrix i.
+inline void ptx_stmatrix_sync_aligned_m8n8_x4_shared_b16(uint32_t row, uint32_t r0, uint32_t r1, uint32_t r2,
+                                                         uint32_t r3) {
+    in_warp(row, [&](const uint32_t *rows) {
+        const uint32_t lane = threadIdx.x % WARP, words[4] = {r0, r1, r2, r3};
+        for (int matrix = 0; matrix < 4; matrix++)
+            memcpy(shared_memory + rows[matrix * 8 + lane / 4] + lane % 4 * 4, words + matrix, 4);
         return 0;
     });
 }
@@ -312,39 +748,23 @@ inline thread_block this_thread_block() { return {}; }
 namespace cuda {
 enum thread_scope { thread_scope_block };
 
-// The state of a barrier lies elsewhere: one in shared memory has 8 bytes.
-struct Counts {
-    uint32_t expected, missing, phase;
-};
-inline std::vector<Counts> counts;
-inline std::mutex lock;
-inline std::condition_variable changed;
-
 template <thread_scope> struct barrier {
-    unsigned long long index;
+    unsigned long long word;
     struct arrival_token {};
+    uint32_t address() const { return __cvta_generic_to_shared(this); }
     arrival_token arrive() {
-        const std::lock_guard guard(lock);
-        Counts &mine = counts[index];
-        if (--mine.missing == 0) {
-            mine.missing = mine.expected;
-            mine.phase++;
-            changed.notify_all();
-        }
+        ptx_mbarrier_arrive_shared__cta_b64(address());
         return {};
     }
-    void wait_parity(uint32_t parity) {
-        std::unique_lock guard(lock);
-        changed.wait(guard, [&] { return counts[index].phase % 2 != parity % 2; });
-    }
+    void wait_parity(uint32_t parity) { ptx_mbarrier_try_wait_parity_shared__cta_b64(address(), parity % 2); }
 };
 template <thread_scope scope> void init(barrier<scope> *barrier, uint32_t expected) {
-    const std::lock_guard guard(lock);
-    barrier->index = counts.size();
-    counts.push_back({expected, expected, 0});
+    ptx_mbarrier_init_shared__cta_b64(barrier->address(), expected);
 }
 namespace device {
-template <thread_scope scope> unsigned long long *barrier_native_handle(barrier<scope> &barrier) { return &barrier.index; }
+template <thread_scope scope> unsigned long long *barrier_native_handle(barrier<scope> &barrier) {
+    return &barrier.word;
+}
 } // namespace device
 } // namespace cuda
 
@@ -372,15 +792,21 @@ int main(int, char **arguments) {
     gridDim = {(uint32_t)grid[0], (uint32_t)grid[1], (uint32_t)grid[2]};
     const auto run = [&](uint32_t thread) {
         threadIdx = {thread, 0, 0};
-        launch(buffers, numbers);
+        for (blockIdx.z = 0; blockIdx.z < gridDim.z; blockIdx.z++)
+            for (blockIdx.y = 0; blockIdx.y < gridDim.y; blockIdx.y++)
+                for (blockIdx.x = 0; blockIdx.x < gridDim.x; blockIdx.x++) {
+                    launch(buffers, numbers);
+                    copies = {};
+                    stores = {};
+                    products = {};
+                    end_of_block.arrive_and_wait();
+                }
     };
-    for (blockIdx.z = 0; blockIdx.z < gridDim.z; blockIdx.z++)
-        for (blockIdx.y = 0; blockIdx.y < gridDim.y; blockIdx.y++)
-            for (blockIdx.x = 0; blockIdx.x < gridDim.x; blockIdx.x++) {
-                std::vector<std::jthread> block;
-                for (uint32_t thread = 0; thread < THREADS; thread++)
-                    block.emplace_back(run, thread);
-            }
+    // Those of all blocks: to start one takes longer than what some blocks do.
+    std::vector<std::jthread> block;
+    for (uint32_t thread = 0; thread < THREADS; thread++)
+        block.emplace_back(run, thread);
+    block.clear();
     std::ofstream out(arguments[2], std::ios::binary);
     for (const auto &buffer : buffers)
         out.write((const char *)buffer.data(), buffer.size());

@@ -5,7 +5,7 @@
 
 use std::{fs, path::Path, process::Command};
 
-use super::offline::Source;
+use super::offline::{Source, TensorMap};
 
 /// The faults that are looked for while a kernel runs; all together do not go, and threads are slow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -16,7 +16,8 @@ pub enum Sanitizer {
     Addresses,
 }
 
-/// The buffers after the launch. `name` is that of the folder to work in.
+/// The buffers after the launch. Tensor maps and the pointers that come with them are not among them: what these read,
+/// a launch passes as a buffer too. `name` is that of the folder to work in.
 pub fn run<const N: usize>(
     source: &Source,
     buffers: &[Vec<u8>; N],
@@ -25,9 +26,8 @@ pub fn run<const N: usize>(
 ) -> [Vec<u8>; N] {
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
     fs::create_dir_all(&folder).expect("a folder");
-    let kernel =
-        without_asm(&without_includes(&source.code)).replace("extern __shared__", "extern");
-    fs::write(folder.join("kernel.cu"), kernel).expect("a file");
+    let kernel = without_asm(&without_macros(&source.code, &folder));
+    fs::write(folder.join("kernel.cu"), without_extern(&kernel)).expect("a file");
     fs::write(folder.join("launch.h"), launch_of(source)).expect("a file");
     let sanitizer = match sanitizer {
         Sanitizer::Threads => "thread",
@@ -39,7 +39,7 @@ pub fn run<const N: usize>(
         folder.join("out"),
     );
     succeed(
-        Command::new(std::env::var("CXX").unwrap_or_else(|_| "c++".into()))
+        compiler()
             .args([
                 "-std=c++20",
                 "-O1",
@@ -68,10 +68,17 @@ pub fn run<const N: usize>(
         [bytemuck::cast_slice(&header), &buffers.concat()].concat(),
     )
     .expect("a file");
-    succeed(Command::new(program).args([&input, &output]));
+    // Of races, the first says enough, and each takes its time.
+    let mut program = Command::new(program);
+    let program = program.env("TSAN_OPTIONS", "halt_on_error=1");
+    succeed(program.args([&input, &output]));
     let written = fs::read(output).expect("the buffers");
     let mut rest = &written[..];
     std::array::from_fn(|index| rest.split_off(..lengths[index]).expect("a buffer").to_vec())
+}
+
+fn compiler() -> Command {
+    Command::new(std::env::var("CXX").unwrap_or_else(|_| "c++".into()))
 }
 
 fn succeed(command: &mut Command) {
@@ -85,13 +92,33 @@ fn succeed(command: &mut Command) {
     );
 }
 
-/// The text without CUDA's headers.
-fn without_includes(source: &str) -> String {
+/// The text without CUDA's headers, comments and macros: these make parts of `asm` statements.
+fn without_macros(source: &str, folder: &Path) -> String {
+    let (raw, expanded) = (folder.join("raw.cu"), folder.join("expanded.cu"));
     let lines = source.lines().filter(|line| !line.starts_with("#include"));
-    lines.map(|line| format!("{line}\n")).collect()
+    let text: String = lines.map(|line| format!("{line}\n")).collect();
+    fs::write(&raw, text).expect("a file");
+    let mut preprocess = compiler();
+    let preprocess = preprocess.args(["-std=c++20", "-E", "-P", "-x", "c++"]);
+    succeed(preprocess.arg(raw).arg("-o").arg(&expanded));
+    fs::read_to_string(expanded).expect("a text")
 }
 
-/// A function `launch` that calls the kernel with buffers and numbers as its signature asks for them.
+/// The text with a pointer to the emulator's shared memory in place of what a launch sizes: `extern __shared__
+/// __align__(N) TYPE NAME[];`.
+fn without_extern(source: &str) -> String {
+    let mut parts = source.split("extern __shared__");
+    let mut text = String::from(parts.next().unwrap_or_default());
+    for part in parts {
+        let (declaration, rest) = part.split_once("[];").expect("an array");
+        let (_, declaration) = declaration.split_once(')').expect("an alignment");
+        let (element, name) = declaration.rsplit_once(' ').expect("a type");
+        text += &format!("{element} *const {name} = ({element} *)shared_memory;{rest}");
+    }
+    text
+}
+
+/// A function `launch` that calls the kernel with tensor maps, buffers and numbers as its signature asks for them.
 fn launch_of(source: &Source) -> String {
     let (_, signature) = source
         .code
@@ -103,12 +130,15 @@ fn launch_of(source: &Source) -> String {
         .or_else(|| signature.split_once(")\n"))
         .or_else(|| signature.split_once("\n) {"))
         .expect("the end of the parameters");
-    let mut arguments = Vec::new();
+    let maps = &source.tensor_maps;
+    let mut arguments: Vec<String> = maps.iter().map(tensor_map).collect();
+    // A pointer for each tensor map, and then the buffers.
+    let mut buffers = maps.iter().map(|map| map.buffer).chain(0..);
     let mut numbers = "";
-    for parameter in parameters.split(',') {
+    for parameter in parameters.split(',').skip(maps.len()) {
         match parameter.rsplit_once('*') {
             Some((element, _)) => {
-                let index = arguments.len();
+                let index = buffers.next().expect("one of all indices");
                 arguments.push(format!("({element} *)buffers[{index}].data()"));
             }
             // Its type stands before its name.
@@ -123,37 +153,97 @@ fn launch_of(source: &Source) -> String {
     )
 }
 
+/// A tensor map as the emulator reads it: `Box` of `emulator.cpp`.
+fn tensor_map(map: &TensorMap) -> String {
+    let words = [map.sizes, map.strides, map.tile].concat();
+    let words: Vec<String> = words.iter().map(u64::to_string).collect();
+    format!(
+        "std::bit_cast<TensorMap>(std::array<uint64_t, 16>{{(uint64_t)buffers[{}].data(), {}}})",
+        map.buffer,
+        words.join(", ")
+    )
+}
+
 /// The text with a call in place of each statement `asm(..);` or `asm volatile(..);`.
 fn without_asm(source: &str) -> String {
     let mut parts = source.split("asm");
     let mut text = String::from(parts.next().unwrap_or_default());
     for part in parts {
         let (statement, rest) = part.split_once(");").expect("the end of a statement");
+        let (_, statement) = statement.split_once('(').expect("its begin");
         text += &call(statement);
         text += rest;
     }
     text
 }
 
-/// `ptx_INSTRUCTION(..);` for `("INSTRUCTION ..;" : "constraint"(operand), ..`; nothing for an
-/// empty text.
+/// `ptx_INSTRUCTION(..);` for `"INSTRUCTION ..;" : "constraint"(operand), ..`; nothing for an empty text. Around the
+/// instruction there may be declarations, labels, jumps and predicates.
 fn call(statement: &str) -> String {
-    let mut quoted = statement.split('"').skip(1);
-    let text = quoted.next().expect("a text");
-    let instruction = text.split([' ', ';']).next().unwrap_or_default();
-    if instruction.is_empty() {
-        return ";".into();
+    let (template, operands) = parts_of(statement);
+    let mut predicates = Vec::new();
+    for line in template.split([';', '\n']) {
+        let line = line.trim_start_matches(['{', '}', ' ', '\t']);
+        let (instruction, operands_of) = line.split_once(' ').unwrap_or((line, ""));
+        let is_around =
+            instruction.is_empty() || instruction.starts_with(['.', '@']) || line.ends_with(':');
+        if is_around {
+            continue;
+        }
+        let without_brackets = operands_of.replace(['{', '}', '[', ']'], " ");
+        let mut values = without_brackets.split(',').map(str::trim);
+        if instruction == "setp.ne.b32" {
+            let predicate = values.next().expect("a predicate");
+            let value = with_operands(values.next().expect("a register"), &operands);
+            predicates.push((predicate.to_owned(), format!("({value} != 0)")));
+            continue;
+        }
+        let values: Vec<String> = values
+            .filter_map(|value| {
+                let is_name = value.starts_with(|c: char| c.is_ascii_alphabetic() || c == '_');
+                match predicates.iter().find(|(predicate, _)| predicate == value) {
+                    Some((_, value)) => Some(value.clone()),
+                    // Results that nobody wants, or that only jumps read.
+                    None if is_name || value.is_empty() => None,
+                    None => Some(with_operands(value, &operands)),
+                }
+            })
+            .collect();
+        let name = instruction.replace(['.', ':'], "_");
+        return format!("ptx_{name}({});", values.join(", "));
+    }
+    ";".into()
+}
+
+/// The template of an `asm` statement, of all its literals, and the expressions of its operands.
+fn parts_of(statement: &str) -> (String, Vec<&str>) {
+    let (mut template, mut operands) = (String::new(), Vec::new());
+    let mut rest = statement.trim_start();
+    while let Some((literal, behind)) = rest.strip_prefix('"').and_then(|it| it.split_once('"')) {
+        template += &literal.replace("\\n", "\n");
+        rest = behind.trim_start();
     }
     // Behind each constraint stands its operand, behind a clobbered name nothing.
-    let operands: Vec<&str> = quoted
-        .skip(2)
-        .step_by(2)
-        .map(|operand| operand.trim_end_matches([' ', ',', ':', '\n']))
-        .filter(|operand| !operand.is_empty())
-        .collect();
-    format!(
-        "ptx_{}({});",
-        instruction.replace(['.', ':'], "_"),
-        operands.join(", ")
-    )
+    let behind_constraints = rest.split('"').skip(2).step_by(2);
+    for operand in behind_constraints {
+        let operand = operand.trim_end_matches([' ', ',', ':', '\n']);
+        if !operand.is_empty() {
+            operands.push(operand);
+        }
+    }
+    (template, operands)
+}
+
+/// What a template writes in place of an operand, with `%0` and others and registers by their names.
+fn with_operands(value: &str, operands: &[&str]) -> String {
+    let value = value.replace("%%tid", "threadIdx");
+    let mut parts = value.split('%');
+    let mut text = String::from(parts.next().unwrap_or_default());
+    for part in parts {
+        let digits = part.chars().take_while(char::is_ascii_digit).count();
+        let (index, rest) = part.split_at(digits);
+        text += operands[index.parse::<usize>().expect("the number of an operand")];
+        text += rest;
+    }
+    text
 }

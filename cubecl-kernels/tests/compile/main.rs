@@ -6,6 +6,7 @@
 
 mod emulate;
 mod emulate_attention;
+mod emulate_hopper_attention;
 mod emulate_int4;
 mod emulate_swiglu;
 mod emulator;
@@ -32,8 +33,8 @@ use cubecl_kernels::{
     adamw::{AdamWTensors, Hyperparameters, adamw, clip_factors, initial_clock, initial_flag},
     amax_history::{AmaxHistory, DelayedScaling, advance_amax_history},
     attention::{
-        AttentionGradients, AttentionKernel, AttentionOptions, AttentionTensors, Band, Dropout,
-        Dropped,
+        AttentionGradients, AttentionKernel, AttentionOptions, AttentionProducts, AttentionTensors,
+        Band, Dropout, Dropped,
     },
     bit_splitting::{bit_split, merge_parts},
     column_sum::column_sum,
@@ -413,10 +414,18 @@ fn attention_sources(architecture: u16) -> Vec<Source> {
             kernel
                 .backward(client, &tensors, &forward, &gradient, wanted, &options)
                 .expect("what has a forward pass");
+            let of_codes = AttentionOptions {
+                products: AttentionProducts::Int8,
+                ..options
+            };
+            kernel
+                .forward(client, &tensors, &of_codes)
+                .expect("what has a forward pass");
         }
     });
-    // Four texts of each type and five where blocks share heads, and bits of each mask for both passes.
-    let expected = types.len() * ((4 + 5) * masks.len() + 2 * 2 * 2);
+    // Four texts of each type and five where blocks share heads, four with INT8 products, and bits of each mask for the
+    // three passes.
+    let expected = types.len() * ((4 + 5 + 2 * 4) * masks.len() + 2 * 2 * 3);
     assert_eq!(sources.len(), if architecture == 90 { expected } else { 0 });
     sources
 }
@@ -547,7 +556,7 @@ fn attention_leaves_memory_for_what_it_declares() {
         let knob = source.code.split_once("#define STAGES ").expect("a knob").1;
         let stages: usize = knob[..1].parse().expect("a digit");
         let least = match source.name.as_str() {
-            "attention_forward_hopper" => 4,
+            "attention_forward_hopper" | "attention_forward_int8_hopper" => 4,
             // One is read while the next one is filled.
             "attention_gradients_hopper" => 2,
             _ => 1,

@@ -20,10 +20,11 @@ use cubecl::{
         AddressType, DeviceProperties, ElemType, FloatKind, HardwareProperties, IntKind,
         MemoryDeviceProperties, StorageType, TargetProperties, UIntKind, VectorSize,
     },
+    prelude::{OobFill, TensorMapFormat, TensorMapInterleave, TensorMapSwizzle, TiledArgs},
     profile::{ProfileDuration, TimingMethod},
     server::{
         Binding, ComputeServer, CopyDescriptor, KernelArguments, ProfileError, ProfilingToken,
-        ServerCommunication, ServerError, ServerUtilities,
+        ServerCommunication, ServerError, ServerUtilities, TensorMapBinding,
     },
     stream_id::StreamId,
     zspace::{Shape, Strides},
@@ -46,8 +47,56 @@ pub struct Source {
     pub cubes: [u32; 3],
     /// Units of a cube.
     pub units: u32,
+    /// Bytes of the buffers.
+    pub buffers: Vec<usize>,
+    /// What the kernel takes before its buffers.
+    pub tensor_maps: Vec<TensorMap>,
     /// The numbers that the kernel takes beside its buffers.
     pub numbers: Vec<u64>,
+}
+
+/// A tensor map of rows of 128 swizzled bytes, what lies outside of its tensor read as 0. Dimensions begin with that of
+/// neighbours; those that it has not have one element.
+#[derive(Debug, Clone)]
+pub struct TensorMap {
+    /// The index of the buffer that it reads, among those that the launch passes.
+    pub buffer: usize,
+    pub sizes: [u64; 5],
+    /// In bytes.
+    pub strides: [u64; 5],
+    pub tile: [u64; 5],
+}
+
+impl TensorMap {
+    fn new(TensorMapBinding { binding, map }: &TensorMapBinding, buffers: &[Binding]) -> Self {
+        // Bindings can only be printed.
+        let binding = format!("{binding:?}");
+        let is_same = |buffer: &Binding| format!("{buffer:?}") == binding;
+        let TensorMapFormat::Tiled(TiledArgs { tile_size }) = &map.format else {
+            unreachable!("no kernel of this crate reads columns of images");
+        };
+        assert_eq!(map.swizzle, TensorMapSwizzle::B128);
+        assert_eq!(map.interleave, TensorMapInterleave::None);
+        assert_eq!(map.oob_fill, OobFill::Zero);
+        let inwards = |of: &[usize], unit: usize| {
+            let mut inwards = [1; 5];
+            for (to, &from) in inwards.iter_mut().zip(of.iter().rev()) {
+                *to = (from * unit) as u64;
+            }
+            inwards
+        };
+        let strides = inwards(map.metadata.strides(), map.storage_ty.size());
+        let tile = inwards(tile_size, 1);
+        let outer = &strides[1..map.metadata.strides().len()];
+        assert!(outer.iter().all(|stride| stride % 16 == 0), "{strides:?}");
+        assert!(tile.iter().all(|&extent| extent <= 256), "{tile:?}");
+        Self {
+            buffer: (buffers.iter().position(is_same)).expect("a buffer of the launch"),
+            sizes: inwards(map.metadata.shape(), 1),
+            strides,
+            tile,
+        }
+    }
 }
 
 /// The sources of the kernels that `launch` launches on an architecture, say 80 for sm_80, in this order.
@@ -269,6 +318,12 @@ impl ComputeServer for OfflineServer {
         let source = Source {
             cubes: [x, y, z],
             units: compiled.cube_dim.num_elems(),
+            buffers: (arguments.buffers.iter())
+                .map(|buffer| buffer.size_in_used() as usize)
+                .collect(),
+            tensor_maps: (arguments.tensor_maps.iter())
+                .map(|map| TensorMap::new(map, &arguments.buffers))
+                .collect(),
             numbers: arguments.info.data,
             name: compiled.entrypoint_name,
             shared_memory: representation.shared_memory_size(),

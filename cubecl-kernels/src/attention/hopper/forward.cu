@@ -1,6 +1,6 @@
 // O = softmax(scale Q K^T) V and its log-sum-exp, scores only in registers, on sm_90a.
 //
-// Texts before this one: hopper.cu, attention/hopper/common.cu.
+// Texts before this one: hopper.cu, attention/hopper/common.cu, attention/hopper/consumers.cu.
 //
 // Each consumer has 64 queries and walks through the keys from the last that they see to the first, so that what is
 // hidden by its place comes at once, and other tiles have nothing to hide but by a mask. The scores of a tile are
@@ -8,7 +8,6 @@
 // consumer run under the products of the other (FlashAttention-3: Shah et al., 2024, sections 3.1 and 3.2). Blocks stay
 // until there are no tiles of queries, so that the first copies of the next one run under the last products of this.
 
-#define KEYS STAGED_ROWS
 #define QUERY_BYTES (ROWS * DIM * 2)
 #define STAGE_BYTES (KEYS * DIM * 2)
 
@@ -42,35 +41,6 @@ __device__ __forceinline__ void exponentiate(float *scores, Statistics &statisti
         statistics.sum[h] = fmaf(statistics.sum[h], decay[h], sum);
         statistics.largest[h] = largest;
     }
-}
-
-// Hides from the 64 queries from `query` on what they do not see of the keys from `key` on.
-__device__ __forceinline__ void hide(float *scores, const Band &band, int query, int key) {
-    if (all_visible(band, {query, query + 63}, {key, key + KEYS - 1}))
-        return;
-    const u32 thread = threadIdx.x % 128, row = thread / 32 * 16 + thread % 32 / 4;
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-        const Range visible = keys_of(band, query + row + 8 * h);
-        const int first = visible.first - key, last = visible.last - key;
-#pragma unroll
-        for (int j = 0; j < KEYS / 8; j++)
-#pragma unroll
-            for (int e = 0; e < 2; e++) {
-                const int at = 8 * j + 2 * (thread % 4) + e;
-                if (at < first | at > last)
-                    scores[4 * j + 2 * h + e] = -INFINITE;
-            }
-    }
-}
-
-// Consumers take turns to issue products: a barrier of the block for each, at which one waits and the other arrives.
-__device__ __forceinline__ void await_turn(u32 consumer) {
-    asm volatile("bar.sync %0, %1;" ::"r"(1 + consumer), "n"(128 * CONSUMERS) : "memory");
-}
-
-__device__ __forceinline__ void give_turn(u32 consumer) {
-    asm volatile("bar.arrive %0, %1;" ::"r"(1 + consumer), "n"(128 * CONSUMERS) : "memory");
 }
 
 extern "C" __global__ void __launch_bounds__(384, 1)

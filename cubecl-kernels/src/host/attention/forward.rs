@@ -3,7 +3,10 @@
 use rayon::prelude::*;
 
 use crate::{
-    attention::{AttentionOptions, Dropped},
+    attention::{
+        AttentionOptions, AttentionProducts, Dropped,
+        products::{KEYS_OF_SCALE, LARGEST_CODE, round_to_codes},
+    },
     error::KernelError,
     reference::attention::AttentionInputs,
 };
@@ -26,6 +29,16 @@ pub fn attention(
 ) -> Result<HostAttention, KernelError> {
     inputs.check("attention", options)?;
     let shape = &inputs.shape;
+    let of_codes = (options.products == AttentionProducts::Int8).then(|| in_codes(inputs));
+    let rounded = of_codes
+        .as_ref()
+        .map(|[query, key, value]| AttentionInputs {
+            query,
+            key,
+            value,
+            ..*inputs
+        });
+    let inputs = rounded.as_ref().unwrap_or(inputs);
     let mut result = HostAttention {
         output: vec![0.0; shape.output().iter().product()],
         log_sum_exp: vec![f32::NEG_INFINITY; shape.rows().iter().product()],
@@ -55,6 +68,39 @@ pub fn attention(
             });
     });
     Ok(result)
+}
+
+/// Q, K and V as their codes are.
+fn in_codes(inputs: &AttentionInputs<'_, f32>) -> [Vec<f32>; 3] {
+    let shape = &inputs.shape;
+    let rounded = |x: &[f32], part: usize, group: usize| {
+        let mut x = x.to_vec();
+        let parts = x.par_chunks_mut(part.max(1));
+        parts.for_each(|part| part.chunks_mut(group.max(1)).for_each(round_to_codes));
+        x
+    };
+    let of_keys = |x, width| rounded(x, shape.keys * width, KEYS_OF_SCALE * width);
+    [
+        rounded(inputs.query, shape.width, shape.width),
+        of_keys(inputs.key, shape.width),
+        of_keys(inputs.value, shape.value_width),
+    ]
+}
+
+/// Rounds the weights of a row for keys from `first` on to codes of each tile's largest, and back.
+fn round_probabilities(mut weights: &mut [f32], first: usize) {
+    let mut of_tile = KEYS_OF_SCALE - first % KEYS_OF_SCALE;
+    while !weights.is_empty() {
+        let tile;
+        (tile, weights) = weights.split_at_mut(of_tile.min(weights.len()));
+        let scale = largest(tile) / LARGEST_CODE;
+        if scale > 0.0 {
+            let inverse = 1.0 / scale;
+            tile.iter_mut()
+                .for_each(|p| *p = (*p * inverse).round_ties_even() * scale);
+        }
+        of_tile = KEYS_OF_SCALE;
+    }
 }
 
 /// Queries on their way through the keys (Dao et al., 2022, Algorithm 1).
@@ -124,6 +170,9 @@ impl<'a> Rows<'a> {
             }
             self.max[index] = max;
             self.sum[index] = self.sum[index] * decay + sum(scores);
+            if self.problem.options.products == AttentionProducts::Int8 {
+                round_probabilities(scores, tile.cols.start);
+            }
             let row = tile.rows.start + index;
             self.problem.drop(Dropped::Probabilities, tile, row, scores);
         }

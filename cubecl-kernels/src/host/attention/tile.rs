@@ -33,12 +33,12 @@ pub(super) struct Tile {
     pub cols: Range<usize>,
 }
 
-/// Consecutive pieces of a range, of `size` but for the last.
+/// Consecutive pieces of a range, cut at the multiples of `size`.
 pub(super) fn pieces(range: Range<usize>, size: usize) -> impl Iterator<Item = Range<usize>> {
-    let end = range.end;
-    range
-        .step_by(size)
-        .map(move |start| start..end.min(start + size))
+    let whole = range.start / size..range.end.div_ceil(size);
+    let pieces =
+        whole.map(move |index| range.start.max(index * size)..range.end.min((index + 1) * size));
+    pieces.filter(|piece| !piece.is_empty())
 }
 
 impl<'a> Problem<'a> {

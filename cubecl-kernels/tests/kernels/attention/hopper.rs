@@ -2,12 +2,12 @@
 
 use std::ops::Range;
 
-use cubecl::std::tensor::TensorHandle;
+use cubecl::{ir::StorageType, std::tensor::TensorHandle};
 use cubecl_kernels::{
     KernelError,
     attention::{
-        AttentionGradients, AttentionKernel, AttentionOptions, AttentionTensors, Band, Dropout,
-        Dropped,
+        AttentionGradients, AttentionKernel, AttentionOptions, AttentionProducts, AttentionTensors,
+        Band, Dropout, Dropped,
     },
     rounding::StochasticKey,
 };
@@ -15,7 +15,7 @@ use half::{bf16, f16};
 use rstest::rstest;
 
 use super::{
-    problem::{Dims, Kind},
+    problem::{Dims, Kind, Problem, assert_close, assert_near},
     solve::{Memory, at_the_ends_of_tiles, compare_16_bits, draw, has, solve, solve_for},
 };
 use crate::{
@@ -314,6 +314,137 @@ fn keeps_nan_where_it_is_seen() {
     for (row, values) in results.output.chunks(64).enumerate() {
         assert_eq!(values.iter().all(|x| x.is_nan()), row == ROW, "row {row}");
         assert_eq!(results.log_sum_exp[row].is_nan(), row == ROW, "row {row}");
+    }
+}
+
+/// Compares INT8 products where the device has them: whether it has. Gradients are those of exact attention but for what
+/// the output and the log-sum-exp are off by.
+fn compare_int8(problem: &Problem, float: StorageType, memory: Memory, what: &str) -> bool {
+    let client = client();
+    if !has(KERNEL, &client, problem, float) {
+        return false;
+    }
+    let results = solve(KERNEL, &client, problem, float, memory);
+    let expected = problem.solve();
+    let share = if float == dtype::<f16>() { 3e-3 } else { 5e-3 };
+    let (width, forward) = (problem.shape.value_width, &expected.forward);
+    assert_near(&results.output, &forward.output, width, share, what);
+    assert_close(&results.log_sum_exp, &forward.log_sum_exp, 1e-4, what);
+    let (of, actual) = (&expected.gradients, &results.gradients);
+    for (actual, expected) in [
+        (&actual.query, &of.query),
+        (&actual.key, &of.key),
+        (&actual.value, &of.value),
+    ] {
+        let actual = actual.as_deref().unwrap_or_default();
+        let whole = expected.len().max(1);
+        assert_near(actual, expected, whole, 0.05, &format!("{what}: gradient"));
+    }
+    let again = solve(KERNEL, &client, problem, float, memory);
+    assert_eq!(results.bits(), again.bits(), "{what}");
+    true
+}
+
+/// One query, tiles, their neighbours and between; heads that fill rows of codes and do not; masks.
+#[rstest]
+fn int8_products_equal_the_reference(
+    #[values([64, 64], [128, 128], [8, 16], [96, 40])] width: [usize; 2],
+    #[values(Band::ALL, Band::CAUSAL, WINDOW)] band: Band,
+    #[values(None, Some([true, false, true, true]))] mask: Option<Dims>,
+    #[values(Memory::Contiguous, Memory::InAlignedRows)] memory: Memory,
+) {
+    let mut random = Random::fresh();
+    for (heads, sequence) in [
+        ([2, 3, 3], [128, 128]),
+        ([1, 4, 2], [130, 1301]),
+        ([1, 2, 1], [901, 37]),
+        ([2, 1, 1], [1, 65]),
+        ([3, 12, 4], [700, 700]),
+    ] {
+        for float in [dtype::<bf16>(), dtype::<f16>()] {
+            let kind = Kind {
+                band,
+                mask,
+                products: AttentionProducts::Int8,
+                ..Kind::plain(heads, sequence, width)
+            };
+            let problem = draw(&mut random, kind, float);
+            if !compare_int8(&problem, float, memory, &format!("{float} {kind:?}")) {
+                return;
+            }
+        }
+    }
+}
+
+/// Keys and queries of zeros, scores of thousands, and one feature that moves all scores far below 0.
+#[rstest]
+fn int8_products_of_extremes(#[values([64, 64], [128, 128])] width: [usize; 2]) {
+    let (mut random, float) = (Random::fresh(), dtype::<bf16>());
+    let kind = Kind {
+        band: Band::CAUSAL,
+        products: AttentionProducts::Int8,
+        ..Kind::plain([1, 2, 1], [300, 400], width)
+    };
+    type Change = fn(&mut Problem);
+    let changes: [(&str, Change); 5] = [
+        ("zeros", |it| it.query[..128 * 8].fill(0.0)),
+        ("keys of zeros", |it| it.key.fill(0.0)),
+        ("values of zeros", |it| it.value.fill(0.0)),
+        ("large scores", |it| {
+            it.query.iter_mut().for_each(|x| *x *= 512.0);
+        }),
+        ("far below zero", |it| {
+            let width = it.shape.width;
+            let first = |x: &mut Vec<f32>, value| {
+                x.chunks_mut(width).for_each(|row| row[0] = value);
+            };
+            first(&mut it.query, -256.0);
+            first(&mut it.key, 2.0);
+        }),
+    ];
+    for (what, change) in changes {
+        let mut problem = draw(&mut random, kind, float);
+        change(&mut problem);
+        if !compare_int8(&problem, float, Memory::Contiguous, what) {
+            return;
+        }
+    }
+}
+
+/// NaN reaches the rows that see one of its scale's keys: those of one query, or of 128 keys. A scale of keys that a row
+/// does not see changes nothing, though its tile may be computed; one of values may.
+#[rstest]
+fn int8_products_keep_nan_where_it_is_seen(#[values(f32::NAN, f32::INFINITY)] bad: f32) {
+    const WIDTH: usize = 64;
+    // Of 400 keys the second tile is seen from this query of 330 on.
+    const FIRST: usize = 58;
+    let (client, mut random, float) = (client(), Random::fresh(), dtype::<bf16>());
+    let kind = Kind {
+        band: Band::CAUSAL,
+        products: AttentionProducts::Int8,
+        ..Kind::plain([1, 1, 1], [330, 400], [WIDTH, WIDTH])
+    };
+    type Inputs = fn(&mut Problem) -> &mut Vec<f32>;
+    let inputs: [(Inputs, Range<usize>, Range<usize>); 3] = [
+        (|it| &mut it.query, 150..151, 0..330),
+        (|it| &mut it.key, FIRST..330, 0..330),
+        (|it| &mut it.value, FIRST..330, FIRST..330),
+    ];
+    for (input, rows, compared) in inputs {
+        let mut problem = draw(&mut random, kind, float);
+        if !has(KERNEL, &client, &problem, float) {
+            return;
+        }
+        input(&mut problem)[150 * WIDTH + 5] = bad;
+        let results = solve(KERNEL, &client, &problem, float, Memory::Contiguous);
+        let outputs = results.output.chunks(WIDTH).enumerate();
+        for (row, values) in outputs.filter(|(row, _)| compared.contains(row)) {
+            let is_nan = rows.contains(&row);
+            assert!(
+                values.iter().all(|x| x.is_nan() == is_nan),
+                "{rows:?}: row {row}"
+            );
+        }
     }
 }
 

@@ -2,14 +2,15 @@
 
 use cubecl_kernels::{
     KernelError,
-    attention::{AttentionGradients, AttentionOptions, Band, Dropout, Dropped},
+    attention::{AttentionGradients, AttentionOptions, AttentionProducts, Band, Dropout, Dropped},
     host::{HostAttention, attention, attention_backward},
     reference::attention::Broadcast,
     rounding::StochasticKey,
 };
 
 use super::problem::{
-    ALL_GRADIENTS, Kind, Problem, assert_close, assert_row_is_nan, kinds, rows_of_a_bias, tolerance,
+    ALL_GRADIENTS, Kind, Problem, assert_close, assert_near, assert_row_is_nan, kinds,
+    rows_of_a_bias, tolerance,
 };
 use crate::random::Random;
 
@@ -67,6 +68,47 @@ fn equals_the_reference() {
     for kind in kinds() {
         let problem = Problem::draw(&mut random, kind);
         compare(&problem, &format!("{kind:?}"));
+    }
+}
+
+#[test]
+fn int8_products_equal_the_reference() {
+    let mut random = Random::fresh();
+    let kinds = kinds().into_iter().map(|kind| Kind {
+        products: AttentionProducts::Int8,
+        ..kind
+    });
+    for kind in kinds {
+        let problem = Problem::draw(&mut random, kind);
+        let expected = problem.solve().forward;
+        let (forward, _) = solve(&problem);
+        let what = format!("{kind:?}");
+        let sums = &expected.log_sum_exp;
+        assert_close(&forward.log_sum_exp, sums, 1e-5, &what);
+        let width = problem.shape.value_width;
+        assert_near(&forward.output, &expected.output, width, 2e-3, &what);
+    }
+}
+
+/// By codes an output is one or two hundredths off, whatever the scores' spread; one scale for all probabilities would
+/// lose the rows whose largest lies far from the others.
+#[test]
+fn int8_products_are_near_exact_ones() {
+    let mut random = Random::fresh();
+    for spread in [0.1, 1.0, 4.0] {
+        let kind = Kind {
+            band: Band::CAUSAL,
+            scale: spread / 8.0,
+            ..Kind::plain([1, 2, 2], [700, 700], [64, 64])
+        };
+        let mut problem = Problem::draw(&mut random, kind);
+        let exact = solve(&problem).0.output;
+        problem.options.products = AttentionProducts::Int8;
+        let output = solve(&problem).0.output;
+        let norm = |x: &mut dyn Iterator<Item = f32>| x.map(|x| x * x).sum::<f32>().sqrt();
+        let off = norm(&mut output.iter().zip(&exact).map(|(a, b)| a - b));
+        let share = off / norm(&mut exact.iter().copied());
+        assert!((0.001..0.05).contains(&share), "{spread}: {share}");
     }
 }
 

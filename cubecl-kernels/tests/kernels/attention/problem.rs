@@ -1,7 +1,10 @@
 //! Fresh problems of attention with every option.
 
 use cubecl_kernels::{
-    attention::{AttentionGradients, AttentionOptions, AttentionShape, Band, Dropout, Dropped},
+    attention::{
+        AttentionGradients, AttentionOptions, AttentionProducts, AttentionShape, Band, Dropout,
+        Dropped,
+    },
     reference::attention::{
         AttentionInputs, Broadcast, ReferenceAttention, attention, attention_backward,
     },
@@ -48,6 +51,7 @@ pub struct Kind {
     pub dropped: Dropped,
     pub mask: Option<Dims>,
     pub bias: Option<Dims>,
+    pub products: AttentionProducts,
 }
 
 impl Kind {
@@ -64,6 +68,7 @@ impl Kind {
             dropped: Dropped::Probabilities,
             mask: None,
             bias: None,
+            products: AttentionProducts::Float,
         }
     }
 }
@@ -261,6 +266,7 @@ impl Problem {
                     rate: kind.dropout,
                     key: key_of_dropout,
                 }),
+                products: kind.products,
             },
             query,
             key,
@@ -352,6 +358,24 @@ pub fn assert_close(actual: &[f32], expected: &[f64], tolerance: f64, what: &str
         error <= tolerance,
         "{what}: off by {error:e} of the largest, more than {tolerance:e}"
     );
+}
+
+/// Compares norms, of all together and, ten times as wide, of each row: where a probability lies between two codes, FP32
+/// may round it to the other one.
+#[track_caller]
+pub fn assert_near(actual: &[f32], expected: &[f64], width: usize, share: f64, what: &str) {
+    assert_eq!(actual.len(), expected.len(), "{what}: length");
+    let norm = |x: &mut dyn Iterator<Item = f64>| x.map(|x| x * x).sum::<f64>().sqrt();
+    let compare = |actual: &[f32], expected: &[f64], share: f64| {
+        let pairs = actual.iter().zip(expected);
+        let off = norm(&mut pairs.map(|(&a, e)| f64::from(a) - e));
+        let all = norm(&mut expected.iter().copied());
+        assert!(off <= share * all, "{what}: off by {off:e} of {all:e}");
+    };
+    compare(actual, expected, share);
+    for (actual, expected) in actual.chunks(width).zip(expected.chunks(width)) {
+        compare(actual, expected, 10.0 * share);
+    }
 }
 
 /// How close FP32 comes: 1e-5, or what the rounding of a log-sum-exp makes of probabilities, where that is more. Four
