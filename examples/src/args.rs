@@ -68,7 +68,7 @@ pub struct Args {
     /// How attention is computed [default: fused]
     #[arg(long, value_enum)]
     pub attention: Option<AttentionWay>,
-    /// Which products of two activations INT4 recipes quantize [default: none]
+    /// Which products of two activations INT4 and INT8 recipes quantize [default: none]
     #[arg(long, value_enum)]
     pub products: Option<Products>,
     /// Whether INT4 recipes quantize evaluation too [default: exact]
@@ -393,14 +393,15 @@ pub enum Checkpointing {
     Layers,
 }
 
-/// Which products of two activations are quantized, by recipes with learned step sizes.
+/// Which products of two activations are quantized, by recipes with learned step sizes and by INT8 recipes.
 #[derive(ValueEnum, Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[serde(rename_all = "kebab-case")]
 pub enum Products {
     /// None.
     #[default]
     None,
-    /// The two of attention, which is composed of them then.
+    /// The two of attention. With learned step sizes it is composed of them then; by INT8 recipes those of its forward
+    /// pass, where a kernel multiplies INT8 codes.
     Attention,
 }
 
@@ -426,6 +427,14 @@ pub enum Evaluation {
     Exact,
     /// By the step sizes that were learned.
     Quantized,
+}
+
+/// Which products of activations this recipe quantizes.
+pub fn products_of(recipe: Name, products: Products) -> Products {
+    match recipe.row().linear {
+        Some(row) if row.has_int8_attention() => products,
+        _ => of_learned(recipe, products),
+    }
 }
 
 /// A setting that recipes with learned step sizes alone have, as it holds for this one.

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::args::{
     Checkpointing, Compute, Contexts, Device, Evaluation, LossScaling, Optimizer, Preset, Products,
-    StateRounding, Threshold, of_learned,
+    StateRounding, Threshold, of_learned, products_of,
 };
 use crate::config::{Config, Fork};
 use crate::curve;
@@ -147,7 +147,7 @@ impl Report {
             contexts: config.contexts,
             checkpointing: config.checkpointing,
             attention: config.attention,
-            products: of_learned(recipe, config.products),
+            products: products_of(recipe, config.products),
             evaluation: of_learned(recipe, config.evaluation),
             threshold: config.threshold,
             preset: config.preset,
@@ -201,7 +201,7 @@ impl Report {
             config.contexts,
             config.checkpointing,
             config.attention,
-            of_learned(self.recipe, config.products),
+            products_of(self.recipe, config.products),
             of_learned(self.recipe, config.evaluation),
             config.threshold,
             config.loss_scaling,

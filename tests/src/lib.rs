@@ -36,6 +36,18 @@ macro_rules! on_every_backend {
     };
 }
 
+/// Calls `check::<Backend, E>(arguments)` in BF16 if the backend has it, or in FP16, which it may have instead.
+#[macro_export]
+macro_rules! in_narrow {
+    ($check:ident::<$backend:ty>($($arg:expr),*)) => {
+        if $crate::supports::<$backend>(burn::tensor::DType::BF16) {
+            $check::<$backend, half::bf16>($($arg),*);
+        } else if $crate::supports::<$backend>(burn::tensor::DType::F16) {
+            $check::<$backend, half::f16>($($arg),*);
+        }
+    };
+}
+
 /// Calls `check::<Backend, MixedPrecision<_>>(dtype, tolerance, arguments)` for each 16-bit dtype that the backend has.
 #[macro_export]
 macro_rules! in_16_bits {

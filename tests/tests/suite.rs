@@ -11,6 +11,7 @@ mod suite {
     mod flow;
     mod half;
     mod health;
+    mod int8_attention;
     mod integers;
     mod kept_output;
     mod later;

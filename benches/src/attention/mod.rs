@@ -10,7 +10,7 @@ use cubecl::frontend::CubePrimitive;
 use cubecl_kernels::{
     attention::{
         AttentionGradients, AttentionKernel as Kernel, AttentionOptions, AttentionOutput,
-        AttentionTensors, Band,
+        AttentionProducts, AttentionTensors, Band,
     },
     error::KernelError,
 };
@@ -62,6 +62,8 @@ pub struct Settings {
 pub enum OwnKernel {
     /// `wgmma` instructions, sm_90
     Hopper,
+    /// `wgmma` instructions of INT8 codes in the forward pass, sm_90
+    HopperInt8,
     /// `mma.sync` instructions, from sm_80 on
     TensorCore,
     /// Ordinary arithmetic, any device
@@ -71,15 +73,23 @@ pub enum OwnKernel {
 impl OwnKernel {
     const fn kernel(self) -> Kernel {
         match self {
-            Self::Hopper => Kernel::Hopper,
+            Self::Hopper | Self::HopperInt8 => Kernel::Hopper,
             Self::TensorCore => Kernel::TensorCore,
             Self::Portable => Kernel::Portable,
+        }
+    }
+
+    const fn products(self) -> AttentionProducts {
+        match self {
+            Self::HopperInt8 => AttentionProducts::Int8,
+            Self::Hopper | Self::TensorCore | Self::Portable => AttentionProducts::Float,
         }
     }
 
     const fn in_results(self) -> AttentionKernel {
         match self {
             Self::Hopper => AttentionKernel::Hopper,
+            Self::HopperInt8 => AttentionKernel::HopperInt8,
             Self::TensorCore => AttentionKernel::TensorCore,
             Self::Portable => AttentionKernel::Portable,
         }
@@ -241,7 +251,7 @@ fn padding(gpu: &Gpu, problem: &AttentionProblem) -> Tensor {
 }
 
 /// `1 / sqrt(width)`, and what a query sees by its place.
-fn options(problem: &AttentionProblem) -> AttentionOptions {
+fn options(problem: &AttentionProblem, products: AttentionProducts) -> AttentionOptions {
     let band = if problem.causal {
         Band::CAUSAL
     } else {
@@ -249,6 +259,7 @@ fn options(problem: &AttentionProblem) -> AttentionOptions {
     };
     AttentionOptions {
         band,
+        products,
         ..AttentionOptions::new((problem.width as f32).sqrt().recip())
     }
 }
@@ -287,11 +298,20 @@ fn measure(
     problem: &AttentionProblem,
     own: OwnKernel,
 ) -> Result<AttentionSpeed> {
-    let (operands, options) = (Operands::new(gpu, random, problem), options(problem));
+    let operands = Operands::new(gpu, random, problem);
+    let options = options(problem, own.products());
     let kernel = own.kernel();
     let forward = operands.forward(gpu, kernel, &options)?;
     let gradients = operands.backward(gpu, kernel, &forward, &options)?;
-    check::check(gpu, random, problem, &operands, &forward, &gradients)?;
+    check::check(
+        gpu,
+        random,
+        problem,
+        options.products,
+        &operands,
+        &forward,
+        &gradients,
+    )?;
     drop(gradients);
     let time = |launch: &dyn Fn() -> Result<(), KernelError>| -> Result<Spread> {
         Sampling::SHORT.time(|| Ok(launch()?), || gpu.sync())

@@ -10,6 +10,8 @@ use super::Spread;
 pub enum AttentionKernel {
     /// Ours, on `wgmma` instructions.
     Hopper,
+    /// The same with INT8 products in the forward pass, quantizing among them.
+    HopperInt8,
     /// Ours, on `mma.sync` instructions.
     TensorCore,
     /// Ours, in ordinary arithmetic.
@@ -27,6 +29,7 @@ impl AttentionKernel {
     pub const fn name(self) -> &'static str {
         match self {
             Self::Hopper => "Hopper",
+            Self::HopperInt8 => "Hopper, INT8 forward",
             Self::TensorCore => "tensor core",
             Self::Portable => "portable",
             Self::TorchCudnn => "PyTorch, cuDNN",

@@ -8,8 +8,9 @@ use super::{conditions, ratio, spread};
 use crate::results::{AttentionKernel, AttentionPass, AttentionProblem, AttentionSpeed, Peer, Run};
 
 /// Ours.
-const OWN: [AttentionKernel; 3] = [
+const OWN: [AttentionKernel; 4] = [
     AttentionKernel::Hopper,
+    AttentionKernel::HopperInt8,
     AttentionKernel::TensorCore,
     AttentionKernel::Portable,
 ];

@@ -15,9 +15,9 @@ use super::{
     tensor::QuantTensor,
 };
 use crate::{
-    data::{DataBackend, cast_to, product::ProductKernels},
+    data::{DataBackend, attention::AttentionProducts, cast_to, product::ProductKernels},
     layer::{
-        Layer, MIN_ELEMENTS, PRODUCTS, count_product, next_products, ran,
+        Layer, MIN_ELEMENTS, PRODUCTS, count_product, has_int8_attention, next_products, ran,
         tag::{Tag, View},
     },
     ops::{
@@ -221,6 +221,22 @@ pub(super) fn quantizes_attention<B: QuantBackend, R: Recipe>(
     learned::<R>().is_some() && next_products::<B::Base, PRODUCTS>().is_some() && is_tracked()
 }
 
+/// True if attention that a policy names has INT8 products.
+fn names_attention<R: Recipe>() -> bool {
+    R::row().linear.is_some_and(|row| row.has_int8_attention())
+}
+
+/// What attention that is about to be computed is to multiply in its forward pass.
+pub(super) fn products_of_attention<B: QuantBackend, R: Recipe>(
+    inputs: [&QuantTensor<B>; 3],
+) -> AttentionProducts {
+    let is_tracked = || inputs.iter().any(|it| B::is_tracked(it.primitive()));
+    match names_attention::<R>() && has_int8_attention::<B::Base>() && is_tracked() {
+        true => AttentionProducts::Int8,
+        false => AttentionProducts::Float,
+    }
+}
+
 /// True if the operands are batches of as many matrices, none of them a weight, and there is something to compute.
 fn are_activations<B: QuantBackend>(operands: [&QuantTensor<B>; 2]) -> bool {
     let [of_left, of_right] = operands.map(TensorMetadata::shape);
@@ -307,7 +323,7 @@ fn measured<B: QuantBackend, R: Recipe>(
     product: impl FnOnce(QuantTensor<B>, QuantTensor<B>) -> QuantTensor<B>,
 ) -> QuantTensor<B> {
     let layer = weight.tag().layer();
-    if let Some(layer) = layer.filter(|_| learned::<R>().is_some()) {
+    if let Some(layer) = layer.filter(|_| learned::<R>().is_some() || names_attention::<R>()) {
         ran(layer);
     }
     let _running = layer.map(|layer| Running::layer(layer.path()));

@@ -29,7 +29,7 @@ pub(crate) use bank::Now;
 pub(crate) use health::{MomentSample, Sample as HealthSample, Watch};
 pub(crate) use policy::covers;
 pub use policy::{Decision, LayerPolicy, MIN_ELEMENTS, PRODUCTS};
-pub(crate) use products::{count_product, next_products, ran};
+pub(crate) use products::{count_product, has_int8_attention, next_products, ran};
 pub use random::{Call, Role, in_lane};
 pub(crate) use random::{dropout_key, seed, set_seed};
 pub use record::{LayerRecord, LayersRecord};
@@ -56,6 +56,8 @@ pub struct Layer<B: DataBackend> {
     bank: Arc<Bank<B>>,
     /// The products of activations behind it that are quantized.
     products: Vec<Arc<Layer<B>>>,
+    /// True if attention behind it has INT8 products.
+    int8_attention: bool,
     calls: Mutex<Calls>,
 }
 
@@ -83,6 +85,7 @@ impl<B: DataBackend> Layer<B> {
             decision,
             bank,
             products: Vec::new(),
+            int8_attention: false,
             calls: Mutex::default(),
         }
     }
@@ -90,6 +93,14 @@ impl<B: DataBackend> Layer<B> {
     /// The same with the products of activations behind it, each a layer that has no weight.
     pub(crate) fn with_products(self, products: Vec<Arc<Self>>) -> Self {
         Self { products, ..self }
+    }
+
+    /// The same, and attention behind it has INT8 products or not.
+    pub(crate) fn with_int8_attention(self, int8_attention: bool) -> Self {
+        Self {
+            int8_attention,
+            ..self
+        }
     }
 
     /// The products of activations behind it that are quantized.

@@ -86,12 +86,15 @@ impl LayerPolicy {
         self
     }
 
-    /// Quantizes products of two activations too, by recipes with learned step sizes: the first [`PRODUCTS`] that come
-    /// behind a layer which matches `pattern` and is quantized itself (int4-hq-lss, Appendix A.1).
+    /// Quantizes products of two activations too, behind layers which match `pattern` and are quantized themselves:
     ///
-    /// Behind a layer is what the thread that ran it multiplies before it runs another one. So the two products of
-    /// attention are those of the projection that comes last, in Burn's `MultiHeadAttention` that of the values.
-    /// Attention is then composed of them, and keeps scores in memory.
+    /// - by recipes with learned step sizes the first [`PRODUCTS`] that come (int4-hq-lss, Appendix A.1). Attention is
+    ///   then composed of them, and keeps scores in memory;
+    /// - by [INT8 recipes](crate::recipe::LinearRow::has_int8_attention) attention, in the forward pass, where a kernel
+    ///   multiplies [INT8 codes](crate::data::attention::AttentionProducts::Int8): on NVIDIA's sm_90 and on CPUs.
+    ///
+    /// Other recipes quantize none. Behind a layer is what the thread that ran it multiplies before it runs another one.
+    /// So attention is that of the projection that comes last, in Burn's `MultiHeadAttention` that of the values.
     ///
     /// ```
     /// use burn_quant_train::layer::LayerPolicy;
@@ -125,7 +128,7 @@ impl LayerPolicy {
         Decision::Quantized
     }
 
-    /// True if products of activations behind the layer at module path `path` are to be quantized.
+    /// True if the policy names products of activations behind the layer at module path `path`.
     pub fn has_products(&self, path: &str) -> bool {
         self.products.iter().any(|pattern| covers(pattern, path))
     }

@@ -30,6 +30,15 @@ pub(crate) fn ran<B: DataBackend>(layer: &Arc<Layer<B>>) {
     LAST.set(Some(Last { layer, products: 0 }));
 }
 
+/// True if attention that comes now has INT8 products.
+pub(crate) fn has_int8_attention<B: DataBackend>() -> bool {
+    LAST.with_borrow(|last| {
+        let layer = last.as_ref().and_then(|last| last.layer.upgrade());
+        let layer = layer.and_then(|layer| layer.downcast::<Layer<B>>().ok());
+        layer.is_some_and(|layer| layer.int8_attention)
+    })
+}
+
 /// The layers of the next products of two activations, if so many are to be quantized.
 pub(crate) fn next_products<B: DataBackend, const N: usize>() -> Option<[Arc<Layer<B>>; N]> {
     LAST.with_borrow(|last| {

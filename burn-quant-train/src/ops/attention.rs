@@ -8,8 +8,8 @@ use burn_backend::{
 use crate::data::{
     DataBackend,
     attention::{
-        AttentionGradients, AttentionInputs, AttentionOptions, AttentionWay, ComposedForward,
-        ComposedGradients, FlashForward, FlashGradients, FlashOutput, Gradients,
+        AttentionGradients, AttentionInputs, AttentionOptions, AttentionProducts, AttentionWay,
+        ComposedForward, ComposedGradients, FlashForward, FlashGradients, FlashOutput, Gradients,
     },
 };
 use crate::recipe::AttentionContext;
@@ -33,8 +33,8 @@ pub(crate) struct Saved<B: DataBackend> {
     inputs: Inputs<B>,
     attention: Attention<B>,
     /// The tensors that the kernel left, if they are for the inputs as they will be read, or are kept although those
-    /// wait compressed. Else the output is computed again: the gradient is then that of one function, and its
-    /// probabilities sum to 1.
+    /// wait compressed. Else the output is computed again, from products of floats as the gradients are: those are then
+    /// of one function, and its probabilities sum to 1.
     forward: Option<FlashOutput<HeldTensor<B>>>,
 }
 
@@ -47,8 +47,7 @@ struct Inputs<B: DataBackend> {
 }
 
 impl<B: DataBackend> Inputs<B> {
-    /// `exact`: they are to wait as they are.
-    fn of<const N: usize>(inputs: [HeldTensor<B>; N], exact: bool) -> Self {
+    fn of<const N: usize>(inputs: [HeldTensor<B>; N]) -> Self {
         let mut inputs = inputs.into_iter();
         let (Some(query), Some(key), Some(value), bias) =
             (inputs.next(), inputs.next(), inputs.next(), inputs.next())
@@ -58,11 +57,16 @@ impl<B: DataBackend> Inputs<B> {
         if let Some(bias) = &bias {
             bias.cell().keep_exact();
         }
-        let of_heads = [query, key, value];
-        if exact {
-            of_heads.iter().for_each(|input| input.cell().keep_exact());
+        Self {
+            of_heads: [query, key, value],
+            bias,
         }
-        Self { of_heads, bias }
+    }
+
+    /// They wait as they are.
+    fn keep_exact(&self) {
+        let inputs = self.of_heads.iter();
+        inputs.for_each(|input| input.cell().keep_exact());
     }
 
     /// The same for a softmax, which does not see what all keys of a head have in common: without that.
@@ -114,20 +118,25 @@ impl<B: DataBackend, const N: usize> Recorded<B, N> for Attention<B> {
             Some(context) if runs_once && wanted.contains(&true) => context.attention,
             Some(_) | None => AttentionContext::Compressed,
         };
-        let inputs = Inputs::of(inputs, chosen == AttentionContext::Exact);
+        let inputs = Inputs::of(inputs);
+        let stays_exact = chosen == AttentionContext::Exact || inputs.stay_exact();
         let keeps_output =
-            chosen == AttentionContext::KeptOutput && !options.has_slopes() && !inputs.stay_exact();
-        let inputs = match keeps_output {
+            chosen == AttentionContext::KeptOutput && !options.has_slopes() && !stays_exact;
+        // What keys have in common would take most of their codes, as it does of those that wait.
+        let inputs = match keeps_output || options.products == AttentionProducts::Int8 {
             true => inputs.with_keys_centred(),
             false => inputs,
         };
+        if stays_exact {
+            inputs.keep_exact();
+        }
         let values = inputs.clone().into_values(self.mask.clone());
         let (output, forward) = match self.way {
             AttentionWay::Flash => {
                 let forward = B::run(FlashForward { options }, values);
                 let forward = forward.map(|tensor| HeldTensor::of("attention", tensor));
                 let output = forward.output.clone();
-                let forward = (keeps_output || inputs.stay_exact()).then_some(forward);
+                let forward = (keeps_output || stays_exact).then_some(forward);
                 if let Some(forward) = &forward {
                     forward.output.cell().keep_exact();
                     forward.log_sum_exp.cell().keep_exact();
@@ -173,7 +182,13 @@ impl<B: DataBackend, const N: usize> Recorded<B, N> for Attention<B> {
             AttentionWay::Flash => {
                 let forward = match saved.forward {
                     Some(forward) => forward.map(HeldTensor::into_value),
-                    None => B::run(FlashForward { options }, inputs.clone()),
+                    None => {
+                        let options = AttentionOptions {
+                            products: AttentionProducts::Float,
+                            ..options
+                        };
+                        B::run(FlashForward { options }, inputs.clone())
+                    }
                 };
                 B::run(FlashGradients(gradients), ((inputs, gradient), forward))
             }

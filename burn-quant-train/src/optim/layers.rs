@@ -25,7 +25,7 @@ use crate::{
         SlotValues, Watch,
     },
     lock::lock,
-    recipe::{Row, Slot},
+    recipe::{LinearRow, Row, Slot},
 };
 
 /// How a [`QuantOptimizer`](super::QuantOptimizer) treats layers.
@@ -56,8 +56,11 @@ pub struct LayerReport {
     pub shape: [usize; 2],
     /// Quantized, or why not.
     pub decision: Decision,
-    /// True if [products of activations behind the layer](LayerPolicy::products) are quantized, should there be some.
+    /// True if [products of activations behind the layer](LayerPolicy::products) are quantized, each a layer of its own,
+    /// should there be some.
     pub products: bool,
+    /// True if [attention behind the layer](LayerPolicy::products) has INT8 products, should there be one.
+    pub int8_attention: bool,
 }
 
 impl fmt::Display for LayerReport {
@@ -68,8 +71,11 @@ impl fmt::Display for LayerReport {
             write!(f, " = {path}")?;
         }
         write!(f, " [{rows}, {cols}]: {}", self.decision)?;
-        match self.products {
-            true => write!(f, ", and up to {PRODUCTS} products behind it"),
+        if self.products {
+            write!(f, ", and up to {PRODUCTS} products behind it")?;
+        }
+        match self.int8_attention {
+            true => write!(f, ", and the forward products of attention behind it"),
             false => Ok(()),
         }
     }
@@ -123,6 +129,7 @@ impl<B: DataBackend> Layers<B> {
         let slots: &'static [Slot] = linear.map_or(&[], |row| row.slots);
         let home = weights.first().map(|weight| weight.device.clone());
         let learns = linear.is_some_and(|row| row.learned().is_some());
+        let attends = linear.is_some_and(LinearRow::has_int8_attention);
         let reports: Vec<(ParamId, LayerReport)> = weights
             .into_iter()
             .map(|weight| {
@@ -131,14 +138,15 @@ impl<B: DataBackend> Layers<B> {
                     Some(_) => weight.decide(&config.policy, rounds_rows),
                 };
                 let named = |path: &String| config.policy.has_products(path);
-                let products = learns && decision.is_quantized() && weight.paths.iter().all(named);
+                let behind = decision.is_quantized() && weight.paths.iter().all(named);
                 let mut paths = weight.paths.into_iter();
                 let report = LayerReport {
                     path: paths.next().unwrap_or_default(),
                     shared_by: paths.collect(),
                     shape: weight.shape,
                     decision,
-                    products,
+                    products: learns && behind,
+                    int8_attention: attends && behind,
                 };
                 (weight.id, report)
             })
@@ -184,6 +192,7 @@ impl<B: DataBackend> Layers<B> {
                     Arc::new(Layer::new(path, index, Decision::Quantized, bank))
                 });
                 let products = products.collect();
+                let attends = report.int8_attention;
                 let decision = report.decision.clone();
                 let has_state = decision.has_state();
                 let layer = Layer::new(report.path.clone(), index, decision, bank.clone());
@@ -191,7 +200,7 @@ impl<B: DataBackend> Layers<B> {
                 Known {
                     id,
                     report,
-                    layer: Arc::new(layer.with_products(products)),
+                    layer: Arc::new(layer.with_products(products).with_int8_attention(attends)),
                 }
             })
             .collect();

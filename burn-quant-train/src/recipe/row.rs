@@ -368,6 +368,17 @@ impl LinearRow {
         }
     }
 
+    /// True if attention behind a layer that the policy names ([`LayerPolicy::products`](crate::layer::LayerPolicy::products))
+    /// has INT8 products: those of INT8 recipes, whose scales follow from the data.
+    pub const fn has_int8_attention(&self) -> bool {
+        let [left, right] = self.forward.operands();
+        let (Some(left), Some(right)) = (left, right) else {
+            return false;
+        };
+        matches!([left.number, right.number], [Number::Int8, Number::Int8])
+            && self.learned().is_none()
+    }
+
     /// The slots, if the forward product takes learned step sizes: then the backward pass reads the operands of the
     /// forward product, and the steps have gradients.
     pub(crate) const fn learned(&self) -> Option<LearnedSlots> {

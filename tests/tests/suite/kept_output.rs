@@ -18,11 +18,11 @@ use burn_quant_train::{
     },
     saved::{ActivationReport, Recording, checkpoint, report::Form},
 };
-use half::{bf16, f16};
+use half::bf16;
 use quant_train_tests::{
     Rng,
-    data::{cosine, floats, is_cuda, norm, same_bits, supports, tensor},
-    on_every_backend,
+    data::{cosine, floats, is_cuda, norm, same_bits, tensor},
+    in_narrow, on_every_backend,
 };
 
 on_every_backend! {
@@ -37,17 +37,6 @@ const HEADS: usize = 2;
 const FEATURES: usize = 64;
 
 type Train<B, E, F> = QuantTrain<Autodiff<B>, Contexts<MixedPrecision<E>, F>>;
-
-/// Calls a check in BF16 if the backend has it, or in FP16, which it may have instead.
-macro_rules! in_narrow {
-    ($check:ident::<$backend:ty>($($arg:expr),*)) => {
-        if supports::<$backend>(DType::BF16) {
-            $check::<$backend, bf16>($($arg),*);
-        } else if supports::<$backend>(DType::F16) {
-            $check::<$backend, f16>($($arg),*);
-        }
-    };
-}
 
 /// Q, K, V and the gradient of the output, `[tokens, heads * features]`.
 struct Problem {

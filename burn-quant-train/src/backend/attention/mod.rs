@@ -7,7 +7,7 @@ use burn::tensor::{Tensor, TensorPrimitive};
 use burn_backend::{
     Backend, DType, FloatDType, Shape, TensorMetadata,
     ops::{AttentionModuleOptions, ModuleOps, attention::attention_fallback},
-    tensor::{BoolTensor, FloatTensor},
+    tensor::{BoolTensor, Device, FloatTensor},
 };
 
 pub(crate) use asked::{Asked, asking};
@@ -22,11 +22,15 @@ use super::{
 use crate::{
     data::{
         DataBackend,
-        attention::{AttentionOptions, AttentionProblem, AttentionShape, AttentionWay, Band, way},
+        attention::{
+            AttentionOptions, AttentionProblem, AttentionProducts, AttentionShape, AttentionWay,
+            Band, way,
+        },
     },
     ops::attention::Attention,
     recipe::Recipe,
     saved::recorded::QuantBackend,
+    warning::warn_once,
 };
 
 type Float<B, R> = FloatTensor<QuantTrain<B, R>>;
@@ -46,16 +50,14 @@ pub(super) fn attention<B: QuantBackend, R: Recipe>(
     let is_grouped = query.shape()[1] != key.shape()[1];
     let inputs = [&query, &key, &value];
     // A kernel of attention would leave no products to quantize.
-    let problem = match products::quantizes_attention::<B, R>(inputs) {
+    let mut problem = match products::quantizes_attention::<B, R>(inputs) {
         true => None,
         false => problem::<B, R>(inputs, mask.as_ref(), bias.as_ref(), options, asked),
     };
     let device = query.device();
     let trains = B::ad_enabled(&device);
-    let way_of = |problem: &AttentionProblem| {
-        way::<<B::Base as DataBackend>::Kernels>(&device, problem, trains)
-    };
-    let own_way = problem.as_ref().and_then(way_of);
+    let way_of = |problem: &mut AttentionProblem| own_way::<B>(&device, problem, trains);
+    let own_way = problem.as_mut().and_then(way_of);
     // A kernel without scores serves evaluation too: in a program that trains it has been compiled, and Burn's would be
     // tuned first.
     let is_inner = !is_grouped && asked.is_none() && own_way != Some(AttentionWay::Flash);
@@ -79,7 +81,7 @@ pub(super) fn attention<B: QuantBackend, R: Recipe>(
         problem
     });
     let repeated = repeated.filter(|_| is_grouped);
-    let by_repeated = repeated.and_then(|it| Some((it.options, way_of(&it)?)));
+    let by_repeated = repeated.and_then(|mut it| way_of(&mut it).map(|way| (it.options, way)));
     match (by_repeated, asked) {
         (Some((options, way)), _) => record::<B, R>(options, way, [query, key, value], mask, bias),
         (None, None) => {
@@ -98,6 +100,28 @@ pub(super) fn attention<B: QuantBackend, R: Recipe>(
             output.into_primitive().tensor()
         }
     }
+}
+
+/// How the device's kernels compute this, if they do. INT8 products become those of floats where no kernel has them, and
+/// for scores that are not as steep as their products, which see what all keys have in common.
+pub(super) fn own_way<B: QuantBackend>(
+    device: &Device<B>,
+    problem: &mut AttentionProblem,
+    trains: bool,
+) -> Option<AttentionWay> {
+    if problem.options.has_slopes() {
+        problem.options.products = AttentionProducts::Float;
+    }
+    let of = |problem: &_| way::<<B::Base as DataBackend>::Kernels>(device, problem, trains);
+    let own_way = of(problem);
+    if own_way.is_some() || problem.options.products == AttentionProducts::Float {
+        return own_way;
+    }
+    warn_once!(
+        "attention: no kernel of {device:?} has INT8 products for this, and they are those of floats: {problem:?}"
+    );
+    problem.options.products = AttentionProducts::Float;
+    of(problem)
 }
 
 /// The operation on operands in the compute dtype.
@@ -130,6 +154,12 @@ fn problem<B: QuantBackend, R: Recipe>(
     let shape = AttentionShape::new("attention", &query, &key, &value).ok()?;
     let softcap = options.softcap.map(|softcap| softcap as f32);
     let compute = R::row().compute;
+    let products = products::products_of_attention::<B, R>(inputs);
+    if compute == FloatDType::F32 && products == AttentionProducts::Int8 {
+        warn_once!(
+            "attention: INT8 products go with a compute dtype of 16 bits; in FP32 they are those of floats"
+        );
+    }
     let computes = compute != FloatDType::F32
         && floats.all(|it| it.dtype() != DType::F64)
         && softcap.is_none_or(|softcap| softcap > 0.0 && softcap.is_finite())
@@ -142,6 +172,7 @@ fn problem<B: QuantBackend, R: Recipe>(
             softcap,
             band: band(options, asked),
             dropout: asked.and_then(|asked| asked.dropout),
+            products,
             ..AttentionOptions::new(match options.scale {
                 Some(scale) => scale as f32,
                 None => (1.0 / (shape.width as f64).sqrt()) as f32,

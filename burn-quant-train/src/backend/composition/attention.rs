@@ -21,14 +21,14 @@ use super::{Step, Waiting, step};
 use crate::{
     backend::{
         QuantTrain,
-        attention::{fits, record},
+        attention::{fits, own_way, record},
+        products::products_of_attention,
         tensor::QuantTensor,
     },
     data::{
         DataBackend, StochasticKey,
         attention::{
             AttentionKernels, AttentionOptions, AttentionProblem, AttentionShape, Dropout, Dropped,
-            way,
         },
     },
     layer::dropout_key,
@@ -394,13 +394,14 @@ pub(super) fn context<B: QuantBackend, R: Recipe>(
         shape: AttentionShape::new("attention", &of_query, &of_key, &of_value).ok()?,
         options: AttentionOptions {
             dropout,
+            products: products_of_attention::<B, R>([scores.query, scores.key, value]),
             ..AttentionOptions::new(scale as f32)
         },
         is_masked: !scores.masks.is_empty(),
         is_biased: scores.bias.is_some(),
     };
     // In evaluation by the kernels of training: others may give a query that sees nothing something else.
-    let way = way::<<B::Base as DataBackend>::Kernels>(&value.device(), &problem, true)?;
+    let way = own_way::<B>(&value.device(), &mut problem, true)?;
     if let Some((dropped, drawn)) = drops {
         problem.options.dropout = Some(drawn.dropout(dropped, drawn.key()?));
     }

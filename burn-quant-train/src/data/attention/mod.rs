@@ -5,7 +5,7 @@ pub(super) mod kernels;
 mod operations;
 
 pub use cubecl_kernels::attention::{
-    AttentionGradients, AttentionOptions, AttentionShape, Band, Dropout, Dropped,
+    AttentionGradients, AttentionOptions, AttentionProducts, AttentionShape, Band, Dropout, Dropped,
 };
 pub use kernels::{
     Attention, AttentionBackward, AttentionInputs, AttentionKernels, AttentionProblem,

@@ -23,8 +23,8 @@ use super::{
 use crate::data::{
     attention::{
         Attention, AttentionBackward, AttentionGradients, AttentionInputs, AttentionKernels,
-        AttentionOptions, AttentionProblem, AttentionWay, Band, Composed, Flash, FlashOutput,
-        OfInputs,
+        AttentionOptions, AttentionProblem, AttentionProducts, AttentionWay, Band, Composed, Flash,
+        FlashOutput, OfInputs,
     },
     kernels::checked,
 };
@@ -98,6 +98,7 @@ fn composes(problem: &AttentionProblem) -> bool {
         && !is_biased
         && options.softcap.is_none()
         && options.dropout.is_none()
+        && options.products == AttentionProducts::Float
         && [Band::ALL, Band::CAUSAL].contains(&options.band)
         && shape.heads == shape.kv_heads
 }
