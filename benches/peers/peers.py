@@ -398,51 +398,60 @@ class Model(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).float().flatten(0, 1), targets.flatten())
 
 
-def measure_pretrain(preset, sequences, checkpointing, float8):
-    """Steps of BF16 autocast over FP32 parameters, with fused AdamW; also with activation checkpointing of each layer."""
+def measure_training(subject, preset, shape, again):
+    """Steps of one model on batches of this shape."""
+    hidden, heads, layers, _, _ = PRESETS[preset]
+    tokens, targets = (torch.randint(0, VOCABULARY, shape, device="cuda") for _ in range(2))
+    torch._dynamo.reset()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_reserved()
+    model = Model(hidden, heads, layers, shape[1], again == "layers").cuda()
+    if subject.startswith("torchao-"):
+        model = in_float8(model, subject.removeprefix("torchao-"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    run = model if subject == "torch-eager" else torch.compile(model, dynamic=False)
+
+    def loss():
+        with torch.autocast("cuda", torch.bfloat16):
+            return run(tokens, targets)
+
+    def step():
+        loss().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    for _ in range(4):
+        step()
+    spread_ms = timed(step)
+    taken = torch.cuda.max_memory_reserved() - before
+    allocated = torch.cuda.memory_allocated()
+    held = loss()
+    activations = torch.cuda.memory_allocated() - allocated
+    del held
+    speed = 1e3 * tokens.numel() / spread_ms["median_ms"]
+    print(f"{subject}, {preset}, {shape}, run again: {again}: {speed:.0f} tokens/s, held {activations >> 20} MiB, taken "
+          f"{taken >> 20} MiB", file=sys.stderr)
+    return {
+        "subject": subject, "model": preset, "parameters": sum(it.numel() for it in model.parameters()),
+        "batch": shape[0], "sequence": shape[1], "checkpointing": again, "step": spread_ms, "tokens_per_s": speed,
+        "activation_bytes": activations, "peak_bytes": taken,
+    }
+
+
+def measure_pretrain(preset, sequences, batches, checkpointing, float8):
+    """Steps of BF16 autocast over FP32 parameters, with fused AdamW; also with activation checkpointing of each layer.
+    Batches behind the first that does not fit are left out."""
     names = ["torch-eager", "torch-compiled", *(f"torchao-{recipe}" for recipe in float8)]
-    hidden, heads, layers, batch, of_preset = PRESETS[preset]
+    _, _, _, batch, of_preset = PRESETS[preset]
     results = []
-    for sequence in sequences or [of_preset]:
-        shape = (batch * of_preset // sequence, sequence)
-        tokens, targets = (torch.randint(0, VOCABULARY, shape, device="cuda") for _ in range(2))
-        for again, subject in itertools.product(checkpointing, names):
-            torch._dynamo.reset()
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_reserved()
-            model = Model(hidden, heads, layers, sequence, again == "layers").cuda()
-            if subject.startswith("torchao-"):
-                model = in_float8(model, subject.removeprefix("torchao-"))
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-            run = model if subject == "torch-eager" else torch.compile(model, dynamic=False)
-
-            def loss():
-                with torch.autocast("cuda", torch.bfloat16):
-                    return run(tokens, targets)
-
-            def step():
-                loss().backward()
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
-
-            for _ in range(4):
-                step()
-            spread_ms = timed(step)
-            taken = torch.cuda.max_memory_reserved() - before
-            allocated = torch.cuda.memory_allocated()
-            held = loss()
-            activations = torch.cuda.memory_allocated() - allocated
-            del held
-            results.append({
-                "subject": subject, "model": preset, "parameters": sum(it.numel() for it in model.parameters()),
-                "batch": shape[0], "sequence": sequence, "checkpointing": again, "step": spread_ms,
-                "tokens_per_s": 1e3 * tokens.numel() / spread_ms["median_ms"], "activation_bytes": activations,
-                "peak_bytes": taken,
-            })
-            print(f"{subject}, {preset}, {shape}, run again: {again}: {results[-1]['tokens_per_s']:.0f} tokens/s, held "
-                  f"{activations >> 20} MiB, taken {taken >> 20} MiB", file=sys.stderr)
-            del model, optimizer, run
+    for sequence, again, subject in itertools.product(sequences or [of_preset], checkpointing, names):
+        for shape in [(it, sequence) for it in sorted(batches) or [batch * of_preset // sequence]]:
+            try:
+                results.append(measure_training(subject, preset, shape, again))
+            except torch.OutOfMemoryError:
+                print(f"{subject}, {preset}, {shape}, run again: {again}: out of memory", file=sys.stderr)
+                break
     return results
 
 
@@ -486,6 +495,7 @@ def main():
     parser.add_argument("--rows", type=batches, default=[(2, 1024)], help="their batches: 2x1024,4x2048")
     parser.add_argument("--preset", choices=PRESETS, default="medium", help="of the program pretrain")
     parser.add_argument("--preset-sequences", type=numbers, default=[], help="in batches of as many tokens")
+    parser.add_argument("--preset-batches", type=numbers, default=[], help="sequences in a batch, not as many tokens")
     parser.add_argument("--checkpointing", type=lambda text: text.split(","), default=["none"],
                         help="none, layers: which parts of its model run again in the backward pass")
     parser.add_argument("--float8", type=lambda text: text.split(","), default=[],
@@ -504,7 +514,8 @@ def main():
         "attention": lambda: measure_attention(args.widths, args.sequences),
         "linear": lambda: measure_linear(args.features, args.tokens, args.float8),
         "layer": lambda: measure_layer(args.hidden, args.rows, args.float8),
-        "pretrain": lambda: measure_pretrain(args.preset, args.preset_sequences, args.checkpointing, args.float8),
+        "pretrain": lambda: measure_pretrain(args.preset, args.preset_sequences, args.preset_batches, args.checkpointing,
+                                             args.float8),
         "optimizer": lambda: measure_optimizer(args.parameters),
     }
     versions = f"PyTorch {torch.__version__}, Triton {triton.__version__}, CUDA {torch.version.cuda}"

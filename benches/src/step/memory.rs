@@ -26,6 +26,10 @@ pub struct Settings {
     /// Lengths of sequences, in batches of as many tokens as the preset's [default: the preset's]
     #[arg(long, value_delimiter = ',', value_name = "N,..")]
     pub sequences: Vec<usize>,
+    /// Sequences in a batch, of which those behind the first that does not run are left out [default: as many tokens as
+    /// the preset has]
+    #[arg(long, value_delimiter = ',', value_name = "N,..")]
+    pub batches: Vec<usize>,
     /// How activations wait for the backward pass
     #[arg(long, value_enum, value_delimiter = ',', default_value = "exact")]
     pub contexts: Vec<Contexts>,
@@ -35,8 +39,11 @@ pub struct Settings {
 }
 
 impl Settings {
-    /// The command lines of `qt-bench` that measure these trainings, by length, without `--json`.
-    fn commands(&self, recipes: &[Name]) -> Vec<Vec<String>> {
+    /// The command lines of `qt-bench` that measure these trainings, by length, without `--json`: of one training those
+    /// of its batches, in ascending order.
+    fn commands(&self, recipes: &[Name]) -> Vec<Vec<Vec<String>>> {
+        let mut batches = self.batches.clone();
+        batches.sort_unstable();
         let lengths: Vec<Option<usize>> = match self.sequences.as_slice() {
             [] => vec![None],
             lengths => lengths.iter().copied().map(Some).collect(),
@@ -55,7 +62,14 @@ impl Settings {
                             format!("--recipe={recipe}"),
                         ];
                         command.extend(length.map(|it| format!("--sequences={it}")));
-                        commands.push(command);
+                        let of_batch = |batch: &usize| {
+                            let batch = format!("--batch={batch}");
+                            command.iter().cloned().chain([batch]).collect()
+                        };
+                        commands.push(match batches.as_slice() {
+                            [] => vec![command],
+                            batches => batches.iter().map(of_batch).collect(),
+                        });
                     }
                 }
             }
@@ -63,19 +77,29 @@ impl Settings {
         commands
     }
 
-    /// Measures all trainings with `program`, which is this one, and calls `add` with the line of each.
+    /// Measures all trainings with `program`, which is this one, and calls `add` with the line of each. Says on stderr
+    /// which batch of a training was the first that did not run.
     ///
     /// # Errors
     ///
-    /// A training that failed, or what `add` gives.
+    /// A training whose smallest batch failed, or what `add` gives.
     pub fn measure(
         &self,
         program: &Path,
         recipes: &[Name],
         mut add: impl FnMut(TrainingSpeed) -> Result<()>,
     ) -> Result<()> {
-        for command in self.commands(recipes) {
-            add(line_of(program, &command)?)?;
+        for of_training in self.commands(recipes) {
+            for (index, command) in of_training.iter().enumerate() {
+                match line_of(program, command) {
+                    Ok(line) => add(line)?,
+                    Err(error) if index == 0 => return Err(error),
+                    Err(error) => {
+                        eprintln!("larger batches are left out: {error:#}");
+                        break;
+                    }
+                }
+            }
         }
         Ok(())
     }
@@ -148,6 +172,7 @@ mod tests {
         Settings {
             preset: Preset::Medium,
             sequences: vec![1024, 4096],
+            batches: Vec::new(),
             contexts: vec![Contexts::Exact, Contexts::Int8],
             checkpointing: vec![Checkpointing::None, Checkpointing::Layers],
         }
@@ -155,7 +180,7 @@ mod tests {
 
     #[test]
     fn each_training_has_a_command() {
-        let commands = settings().commands(&recipes());
+        let commands = settings().commands(&recipes()).concat();
         assert_eq!(commands.len(), 16);
         let distinct: std::collections::HashSet<_> = commands.iter().collect();
         assert_eq!(distinct.len(), 16);
@@ -168,9 +193,19 @@ mod tests {
             sequences: Vec::new(),
             ..settings()
         };
-        let commands = all.commands(&recipes());
+        let commands = all.commands(&recipes()).concat();
         assert_eq!(commands.len(), 8);
         assert!(!commands[0].join(" ").contains("--sequences"));
+        let of_batches = Settings {
+            batches: vec![32, 16],
+            ..settings()
+        };
+        let commands = of_batches.commands(&recipes());
+        assert_eq!(commands.len(), 16);
+        for of_training in commands {
+            let batches = of_training.iter().map(|command| command[7].as_str());
+            assert!(batches.eq(["--batch=16", "--batch=32"]));
+        }
     }
 
     #[test]

@@ -33,6 +33,9 @@ pub struct Settings {
     /// Lengths of sequences, in batches of as many tokens as the preset's [default: the preset's]
     #[arg(long, value_delimiter = ',', value_name = "N,..")]
     pub sequences: Vec<usize>,
+    /// Sequences in a batch [default: as many tokens as the preset has]
+    #[arg(long, value_name = "N")]
+    pub batch: Option<usize>,
     /// How activations of the recipes wait for the backward pass
     #[arg(long, value_enum, default_value = "exact")]
     pub contexts: Contexts,
@@ -52,18 +55,19 @@ impl Settings {
             [] => vec![sequence],
             given => given.to_vec(),
         };
-        let of = |of_batch: usize| {
+        let tokens = batch * sequence;
+        let of = |length: usize| {
             ensure!(
-                of_batch > 0 && (batch * sequence).is_multiple_of(of_batch),
-                "each of --sequences must divide {}, the tokens of a batch of `{}`",
-                batch * sequence,
+                length > 0 && (self.batch.is_some() || tokens.is_multiple_of(length)),
+                "each of --sequences must divide {tokens}, the tokens of a batch of `{}`",
                 self.preset
             );
+            ensure!(self.batch != Some(0), "--batch must be 1 or more");
             Ok(Training {
                 name: self.preset.to_string(),
-                model: self.preset.model(of_batch),
-                batch: batch * sequence / of_batch,
-                sequence: of_batch,
+                model: self.preset.model(length),
+                batch: self.batch.unwrap_or(tokens / length),
+                sequence: length,
                 checkpointing: self.checkpointing,
             })
         };

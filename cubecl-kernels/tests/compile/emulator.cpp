@@ -709,11 +709,8 @@ inline void start_product(Operands &&...operands) {
     WGMMA(n, 16, f32_f16_f16, __half, float)                                                                           \
     WGMMA(n, 16, f32_bf16_bf16, __nv_bfloat16, float)                                                                  \
     WGMMA(n, 32, s32_s8_s8, int8_t, int)
-WGMMA_OF(32)
 WGMMA_OF(64)
-WGMMA_OF(96)
 WGMMA_OF(128)
-WGMMA_OF(256)
 
 inline void ptx_wgmma_fence_sync_aligned() {}
 inline void ptx_wgmma_commit_group_sync_aligned() { products.commit(); }

@@ -553,7 +553,10 @@ fn attention_leaves_memory_for_what_it_declares() {
     let sources = attention_sources(90).into_iter();
     for source in sources.filter(|it| it.name.ends_with("_hopper")) {
         assert!(source.shared_memory <= max_shared_memory(90) - BARRIERS);
-        let knob = source.code.split_once("#define STAGES ").expect("a knob").1;
+        let Some((_, knob)) = source.code.split_once("#define STAGES ") else {
+            assert_eq!(source.name, "attention_codes_hopper");
+            continue;
+        };
         let stages: usize = knob[..1].parse().expect("a digit");
         let least = match source.name.as_str() {
             "attention_forward_hopper" | "attention_forward_int8_hopper" => 4,

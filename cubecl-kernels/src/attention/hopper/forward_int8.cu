@@ -108,42 +108,47 @@ __device__ __forceinline__ void to_shifted(const int *products, float *shifted) 
 // row, and takes them into the statistics.
 __device__ __forceinline__ Joint to_codes(float *scores, u32 *probabilities, Statistics &statistics,
                                           const float *factors) {
-    Joint joint;
+    float largest[2], factor[2], shift[2];
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-        float largest = -INFINITE;
+        largest[h] = -INFINITE;
 #pragma unroll
         for (int j = 0; j < KEYS / 8; j++)
-            largest = fmaxf(largest, fmaxf(scores[4 * j + 2 * h], scores[4 * j + 2 * h + 1]));
-        largest = fmaxf(largest, __shfl_xor_sync(EVERYONE, largest, 1));
-        largest = fmaxf(largest, __shfl_xor_sync(EVERYONE, largest, 2));
-        const bool is_empty = largest == -INFINITE;
+            largest[h] = fmaxf(largest[h], fmaxf(scores[4 * j + 2 * h], scores[4 * j + 2 * h + 1]));
+        largest[h] = fmaxf(largest[h], __shfl_xor_sync(EVERYONE, largest[h], 1));
+        largest[h] = fmaxf(largest[h], __shfl_xor_sync(EVERYONE, largest[h], 2));
         // With a factor of 0, or of NaN from keys that are not seen, what is hidden would be NaN.
-        const float factor = is_empty || factors[h] == 0.0f ? 1e-37f : factors[h];
-        const float origin_of_codes = is_empty ? 0.0f : largest;
-        // A little more than the product is off by, so that no code is above 127.
-        float shift = fmaf(origin_of_codes * factor, -(1.0f + 0x1p-22f), LOG2_LARGEST);
-        if (__any_sync(EVERYONE, !(factor <= STEEP))) {
-            shift = LOG2_LARGEST;
+        factor[h] = largest[h] == -INFINITE || factors[h] == 0.0f ? 1e-37f : factors[h];
+        // A little more than the product is off by, so that no code is above 127. Where nothing is visible, there is no
+        // maximum to subtract.
+        shift[h] = fmaf(fmaxf(largest[h], 0.0f) * factor[h], -(1.0f + 0x1p-22f), LOG2_LARGEST);
+    }
+    if (__any_sync(EVERYONE, fmaxf(factor[0], factor[1]) > STEEP)) {
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            shift[h] = LOG2_LARGEST;
 #pragma unroll
             for (int j = 0; j < KEYS / 8; j++)
 #pragma unroll
                 for (int e = 0; e < 2; e++)
-                    scores[4 * j + 2 * h + e] -= origin_of_codes;
+                    scores[4 * j + 2 * h + e] -= fmaxf(largest[h], 0.0f);
         }
+    }
+    Joint joint;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
         float sum = 0.0f;
 #pragma unroll
         for (int j = 0; j < KEYS / 8; j++)
 #pragma unroll
             for (int e = 0; e < 2; e++) {
                 float &score = scores[4 * j + 2 * h + e];
-                score = exp2_approximately(fmaf(score, factor, shift));
+                score = exp2_approximately(fmaf(score, factor[h], shift[h]));
                 sum += score;
                 score += SHIFTED;
             }
-        const float of_tile = is_empty ? -INFINITE : (largest - SHIFTED) * factor;
+        const float of_tile = largest[h] == -INFINITE ? -INFINITE : (largest[h] - SHIFTED) * factor[h];
         const float so_far = fmaxf(statistics.largest[h], of_tile);
-        // Where nothing is visible, there is no maximum to subtract.
         const float origin = so_far == -INFINITE ? 0.0f : so_far;
         joint.decay[h] = exp2_approximately(statistics.largest[h] - origin);
         joint.scale[h] = exp2_approximately(of_tile - origin) * (1.0f / 127.0f);
