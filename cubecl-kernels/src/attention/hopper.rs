@@ -584,9 +584,9 @@ macro_rules! kernels {
 kernels! {
     // Texts and entry point; units, whether it reads codes, own tiles, staged tiles, bytes of a row, tiles of scores and
     // of sums, whether it reads the mask and has shares, rows of a tile.
-    Forward: ["hopper/consumers.cu", "hopper/forward.cu"] "attention_forward_hopper",
+    Forward: ["hopper/forward_common.cu", "hopper/forward.cu"] "attention_forward_hopper",
         UNITS, false, 1, 1, 0, 0, 0, true, false, [KEYS, KEYS];
-    ForwardInt8: ["hopper/consumers.cu", "hopper/forward_int8.cu"] "attention_forward_int8_hopper",
+    ForwardInt8: ["hopper/forward_common.cu", "hopper/forward_int8.cu"] "attention_forward_int8_hopper",
         UNITS, true, 1, 1, 0, 0, 0, true, false, [KEYS, KEYS];
     Rows: ["hopper/rows.cu"] "attention_rows_hopper",
         ROW_UNITS as u32, false, 0, 0, 0, 0, 0, false, false, OF_BACKWARD;

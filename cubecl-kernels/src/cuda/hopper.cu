@@ -147,6 +147,30 @@ __device__ __forceinline__ void products_fence() {
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
 
+// products[64, N] (+)= a[64, 32] b[N, 32]^T for a warpgroup, of INT8 in INT32, a in registers; N is 64 or 128. Without
+// `add`, what was there is ignored, so that nobody has to set it to zero. Asynchronous: neither `products` nor `a` may be
+// touched before products_wait.
+template <int N> __device__ __forceinline__ void multiply_codes(int *products, const u32 *a, u64 b, bool add) {
+    if (N == 128)
+        asm volatile("{\n"
+                     ".reg .pred add;\n"
+                     "setp.ne.b32 add, %69, 0;\n"
+                     "wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8 {"
+                     SUMS_64 "}, {%64, %65, %66, %67}, %68, add;\n"
+                     "}"
+                     : REGISTERS_64(products, 0)
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));
+    else
+        asm volatile("{\n"
+                     ".reg .pred add;\n"
+                     "setp.ne.b32 add, %37, 0;\n"
+                     "wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8 {"
+                     SUMS_32 "}, {%32, %33, %34, %35}, %36, add;\n"
+                     "}"
+                     : REGISTERS_32(products, 0)
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));
+}
+
 // Closes the group of wgmma issued so far.
 __device__ __forceinline__ void products_commit() {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");

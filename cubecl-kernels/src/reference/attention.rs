@@ -49,6 +49,19 @@ impl<T> Broadcast<'_, T> {
     }
 }
 
+impl<T: Copy> AttentionInputs<'_, T> {
+    /// The same of another Q, K and V.
+    pub(crate) fn with_heads<'a>(&'a self, heads: &'a [Vec<T>; 3]) -> AttentionInputs<'a, T> {
+        let [query, key, value] = heads;
+        AttentionInputs {
+            query,
+            key,
+            value,
+            ..*self
+        }
+    }
+}
+
 impl<T> AttentionInputs<'_, T> {
     /// Accepts slices of the lengths of the shape, and options that fit.
     pub(crate) fn check(
@@ -111,24 +124,14 @@ pub fn attention(
     inputs.check("attention", options)?;
     let shape = &inputs.shape;
     let of_codes = (options.products == AttentionProducts::Int8).then(|| {
-        let keys = |width| {
-            let head = shape.keys * width;
-            move |x: &[f64]| in_codes(x, head, KEYS_OF_SCALE * width)
-        };
+        let keys = |x, width| in_codes(x, shape.keys * width, KEYS_OF_SCALE * width);
         [
             in_codes(inputs.query, shape.width, shape.width),
-            keys(shape.width)(inputs.key),
-            keys(shape.value_width)(inputs.value),
+            keys(inputs.key, shape.width),
+            keys(inputs.value, shape.value_width),
         ]
     });
-    let rounded = of_codes
-        .as_ref()
-        .map(|[query, key, value]| AttentionInputs {
-            query,
-            key,
-            value,
-            ..*inputs
-        });
+    let rounded = of_codes.as_ref().map(|codes| inputs.with_heads(codes));
     let inputs = rounded.as_ref().unwrap_or(inputs);
     let mut result = ReferenceAttention {
         output: vec![0.0; shape.output().iter().product()],

@@ -1,7 +1,9 @@
 //! Attention on matrix instructions on a CPU, against the reference.
 
 use cubecl::{ir::StorageType, std::tensor::TensorHandle};
-use cubecl_kernels::attention::{AttentionKernel, AttentionOutput, AttentionTensors, Band};
+use cubecl_kernels::attention::{
+    AttentionGradients, AttentionKernel, AttentionOutput, AttentionTensors, Band,
+};
 use half::{bf16, f16};
 
 use super::{
@@ -68,9 +70,7 @@ fn emulate(random: &mut Random, float: StorageType, kind: Kind, sanitizer: Sanit
     let shape = &problem.shape;
     let floats = |x: &[f32]| to_bytes(x, float);
     let none = || vec![0; 16];
-    let mask = problem.mask.as_ref().map_or_else(none, |(mask, _)| {
-        mask.iter().map(|&hidden| hidden.into()).collect()
-    });
+    let mask = problem.mask.as_ref().map_or_else(none, hidden);
     let bias = problem
         .bias
         .as_ref()
@@ -78,7 +78,8 @@ fn emulate(random: &mut Random, float: StorageType, kind: Kind, sanitizer: Sanit
     let [query, key, value] = [&problem.query, &problem.key, &problem.value].map(|x| floats(x));
     let new = |elements: [usize; 4]| vec![0xff; elements.iter().product::<usize>() * float.size()];
     let in_heads = |bytes: &[u8], shape| in_heads(&to_floats(bytes, float), shape);
-    let sources = sources(&problem, float);
+    // An architecture with little shared memory.
+    let sources = sources(AttentionKernel::TensorCore, 89, &problem, float);
     let source = |name: &str| {
         let found = sources
             .iter()
@@ -100,10 +101,7 @@ fn emulate(random: &mut Random, float: StorageType, kind: Kind, sanitizer: Sanit
     let written = run(&forward[0], &buffers, &name("forward"), sanitizer);
     let output = in_heads(&written[5], shape.output());
     assert_close(&output, &expected.forward.output, tolerance, "output");
-    let words = written[6].chunks_exact(4);
-    let log_sum_exp: Vec<f32> = words
-        .map(|it| f32::from_le_bytes([it[0], it[1], it[2], it[3]]))
-        .collect();
+    let log_sum_exp = of_words(&written[6]);
     let of_rows = &expected.forward.log_sum_exp;
     assert_close(&log_sum_exp, of_rows, 1e-4, "log-sum-exp");
 
@@ -148,9 +146,14 @@ fn emulate(random: &mut Random, float: StorageType, kind: Kind, sanitizer: Sanit
     assert_close(&of_value, &of.value, tolerance, "gradient of value");
 }
 
-/// The kernels that both passes launch, on an architecture with little shared memory.
-fn sources(problem: &Problem, float: StorageType) -> Vec<Source> {
-    sources_of(89, |client: &Client| {
+/// The launches of both passes of a kernel that the architecture has.
+pub fn sources(
+    kernel: AttentionKernel,
+    architecture: u16,
+    problem: &Problem,
+    float: StorageType,
+) -> Vec<Source> {
+    sources_of(architecture, |client: &Client| {
         let shape = &problem.shape;
         let new = |shape: &[usize]| tensor(client, shape, float);
         let tensors: AttentionTensors<OfflineCuda> = AttentionTensors {
@@ -160,19 +163,32 @@ fn sources(problem: &Problem, float: StorageType) -> Vec<Source> {
             mask: (problem.mask.as_ref()).map(|(_, shape)| tensor(client, shape, dtype::<u8>())),
             bias: problem.bias.as_ref().map(|(_, shape)| new(shape)),
         };
-        let kernel = AttentionKernel::TensorCore;
         let options = &problem.options;
-        let forward = kernel.forward(client, &tensors, options).expect("sm_89");
+        let forward: AttentionOutput<OfflineCuda> = kernel
+            .forward(client, &tensors, options)
+            .expect("a kernel of the architecture");
         let gradient: TensorHandle<OfflineCuda> = new(&shape.output());
-        let wanted = cubecl_kernels::attention::AttentionGradients {
+        let wanted = AttentionGradients {
             bias: false,
             ..ALL_GRADIENTS
         };
-        let forward: AttentionOutput<OfflineCuda> = forward;
         kernel
             .backward(client, &tensors, &forward, &gradient, wanted, options)
             .expect("what has a forward pass");
     })
+}
+
+/// The bytes of a mask.
+pub fn hidden((mask, _): &(Vec<bool>, [usize; 4])) -> Vec<u8> {
+    mask.iter().map(|&hidden| hidden.into()).collect()
+}
+
+/// Numbers in FP32.
+pub fn of_words(bytes: &[u8]) -> Vec<f32> {
+    let words = bytes.chunks_exact(4);
+    words
+        .map(|it| f32::from_le_bytes([it[0], it[1], it[2], it[3]]))
+        .collect()
 }
 
 pub fn to_floats(bytes: &[u8], float: StorageType) -> Vec<f32> {

@@ -2,23 +2,19 @@
 
 use std::{iter::Peekable, slice};
 
-use cubecl::{ir::StorageType, std::tensor::TensorHandle};
-use cubecl_kernels::attention::{
-    AttentionGradients, AttentionKernel, AttentionOutput, AttentionProducts, AttentionTensors, Band,
-};
+use cubecl::ir::StorageType;
+use cubecl_kernels::attention::{AttentionKernel, AttentionProducts, Band};
 use half::{bf16, f16};
 
 use super::{
-    Client,
     device::{rounded, to_bytes},
     dtype,
     emulate::UNWRITTEN,
-    emulate_attention::{in_heads, to_floats},
+    emulate_attention::{hidden, in_heads, of_words, sources, to_floats},
     emulator::{Sanitizer, run},
-    offline::{OfflineCuda, Source, sources_of},
-    problem::{ALL_GRADIENTS, Kind, Problem, assert_close, assert_near},
+    offline::Source,
+    problem::{Kind, Problem, assert_close, assert_near},
     random::Random,
-    tensor,
 };
 
 #[test]
@@ -85,7 +81,7 @@ fn emulate(random: &mut Random, float: StorageType, kind: Kind, sanitizer: Sanit
     let expected = problem.solve();
     let tolerance = if float == dtype::<f16>() { 4e-3 } else { 3e-2 };
     let shape = &problem.shape;
-    let sources = sources(&problem, float);
+    let sources = sources(AttentionKernel::Hopper, 90, &problem, float);
     let mut launches = Launches {
         sources: sources.iter().peekable(),
         name: format!("{float}-{sanitizer:?}"),
@@ -153,7 +149,7 @@ fn emulate_int8(random: &mut Random, float: StorageType, kind: Kind, sanitizer: 
         *x = rounded(x, float);
     }
     let expected = problem.solve().forward;
-    let sources = sources(&problem, float);
+    let sources = sources(AttentionKernel::Hopper, 90, &problem, float);
     let mut launches = Launches {
         sources: sources.iter().peekable(),
         name: format!("int8-{float}-{sanitizer:?}"),
@@ -185,19 +181,6 @@ fn emulate_int8(random: &mut Random, float: StorageType, kind: Kind, sanitizer: 
     assert_near(&output, &expected.output, width, 5e-3, "output");
     let of_rows = of_words(&log_sum_exp);
     assert_close(&of_rows, &expected.log_sum_exp, 1e-4, "log-sum-exp");
-}
-
-/// Numbers in FP32.
-fn of_words(bytes: &[u8]) -> Vec<f32> {
-    let words = bytes.chunks_exact(4);
-    words
-        .map(|it| f32::from_le_bytes([it[0], it[1], it[2], it[3]]))
-        .collect()
-}
-
-/// The bytes of a mask.
-fn hidden((mask, _): &(Vec<bool>, [usize; 4])) -> Vec<u8> {
-    mask.iter().map(|&hidden| hidden.into()).collect()
 }
 
 /// Launches that are still to run.
@@ -232,31 +215,4 @@ impl Launches<'_> {
         let [_, words] = self.run("attention_bit_mask_kernel", buffers);
         Some(words)
     }
-}
-
-/// The launches of both passes.
-fn sources(problem: &Problem, float: StorageType) -> Vec<Source> {
-    sources_of(90, |client: &Client| {
-        let shape = &problem.shape;
-        let new = |shape: &[usize]| tensor(client, shape, float);
-        let tensors: AttentionTensors<OfflineCuda> = AttentionTensors {
-            query: new(&shape.query()),
-            key: new(&shape.key()),
-            value: new(&shape.value()),
-            mask: (problem.mask.as_ref()).map(|(_, shape)| tensor(client, shape, dtype::<u8>())),
-            bias: None,
-        };
-        let kernel = AttentionKernel::Hopper;
-        let options = &problem.options;
-        let forward: AttentionOutput<OfflineCuda> =
-            kernel.forward(client, &tensors, options).expect("sm_90");
-        let gradient: TensorHandle<OfflineCuda> = new(&shape.output());
-        let wanted = AttentionGradients {
-            bias: false,
-            ..ALL_GRADIENTS
-        };
-        kernel
-            .backward(client, &tensors, &forward, &gradient, wanted, options)
-            .expect("what has a forward pass");
-    })
 }

@@ -1,6 +1,6 @@
 // O = softmax(scale Q K^T) V and its log-sum-exp, scores only in registers, on sm_90a.
 //
-// Texts before this one: hopper.cu, attention/hopper/common.cu, attention/hopper/consumers.cu.
+// Texts before this one: hopper.cu, attention/hopper/common.cu, attention/hopper/forward_common.cu.
 //
 // Each consumer has 64 queries and walks through the keys from the last that they see to the first, so that what is
 // hidden by its place comes at once, and other tiles have nothing to hide but by a mask. The scores of a tile are
@@ -10,11 +10,6 @@
 
 #define QUERY_BYTES (ROWS * DIM * 2)
 #define STAGE_BYTES (KEYS * DIM * 2)
-
-// The largest score of each of a lane's two rows so far, and the lane's part of the sum of exponentials.
-struct Statistics {
-    float largest[2], sum[2];
-};
 
 // Makes exponentials of scores, and takes them into the statistics; `decay`: the factors of what was summed before.
 __device__ __forceinline__ void exponentiate(float *scores, Statistics &statistics, float *decay, float factor) {
@@ -54,11 +49,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     const u32 memory = shared_address(memory_), ring = memory + QUERY_BYTES;
     const u32 full = shared_address(full_barriers), empty = shared_address(empty_barriers);
     const u32 query_full = shared_address(query_barriers), query_empty = query_full + 8;
-    if (threadIdx.x == 0) {
-        barrier_init(query_full, 1);
-        barrier_init(query_empty, 4 * CONSUMERS);
-    }
-    ring_init(full, empty);
+    barriers_init(query_full, query_empty, full, empty);
 
     const Band band = band_of(numbers);
     const u32 queries = numbers.queries;
@@ -67,36 +58,16 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     if (threadIdx.x < 128) {
         // The producer's registers go to the consumers: 40 + 2 * 232 <= 3 * 168.
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-        if (threadIdx.x == 32)
-            for_query_tiles<KEYS>(numbers, band, [&](const QueryWork &of_tile) {
-                const auto [work, first_query, first_tile, count] = of_tile;
-                if (count == 0)
-                    return;
-                barrier_wait(query_empty, query_parity ^ 1);
-                query_parity ^= 1;
+        produce(
+            numbers, band, query_empty, full, empty,
+            [&](u32 batch, u32 head, u32 query) {
                 barrier_arrive_expect(query_full, QUERY_BYTES);
-                copy_rows<ROWS>(memory, &query_map, first_query, work.head, work.batch, query_full);
+                copy_rows<ROWS>(memory, &query_map, query, head, batch, query_full);
+            },
+            [&](int of_values, u32 stage, u32 key, u32 batch, u32 head, u32 barrier) {
+                barrier_arrive_expect(barrier, STAGE_BYTES);
+                copy_rows<KEYS>(ring + stage * STAGE_BYTES, of_values ? &value_map : &key_map, key, head, batch, barrier);
             });
-        if (threadIdx.x > 0)
-            return;
-        for_query_tiles<KEYS>(numbers, band, [&](const QueryWork &of_tile) {
-            const auto [work, first_query, first_tile, count] = of_tile;
-            const u32 key_head = work.head / numbers.group;
-            // In the order in which they are used: the values of a tile behind the keys of the next one.
-            for (int i = 0; i <= count; i++) {
-                for (int of_values = 0; of_values < 2; of_values++) {
-                    const int tile = count - 1 - i + of_values;
-                    if (tile < 0 || tile >= count)
-                        continue;
-                    barrier_wait(empty + 8 * stage, parity ^ 1);
-                    const u32 barrier = full + 8 * stage;
-                    barrier_arrive_expect(barrier, STAGE_BYTES);
-                    copy_rows<KEYS>(ring + stage * STAGE_BYTES, of_values ? &value_map : &key_map,
-                                    (first_tile + tile) * KEYS, key_head, work.batch, barrier);
-                    next_stage(stage, parity);
-                }
-            }
-        });
         return;
     }
 
@@ -189,24 +160,6 @@ extern "C" __global__ void __launch_bounds__(384, 1)
             next_stage(stage, parity);
         }
 
-        const u32 head = work.batch * numbers.heads + work.head;
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            float sum = statistics.sum[h];
-            sum += __shfl_xor_sync(EVERYONE, sum, 1);
-            sum += __shfl_xor_sync(EVERYONE, sum, 2);
-            const bool is_empty = sum == 0.0f;
-            const float inverse = 1.0f / sum;
-#pragma unroll
-            for (int j = 0; j < DIM / 8; j++)
-#pragma unroll
-                for (int e = 0; e < 2; e++)
-                    sums[4 * j + 2 * h + e] = is_empty ? 0.0f : sums[4 * j + 2 * h + e] * inverse;
-            const u32 row = query + warp * 16 + lane / 4 + 8 * h;
-            if (lane % 4 == 0 && row < queries)
-                log_sum_exp[(u64)head * queries + row] =
-                    is_empty ? -INFINITE : statistics.largest[h] * as_float(numbers.scale) + logf(sum);
-        }
-        write_head(sums, out, work, numbers.heads, query + warp * 16, queries, numbers.value_width);
+        write_results(sums, statistics, as_float(numbers.scale), out, log_sum_exp, work, numbers, query);
     });
 }

@@ -1,6 +1,6 @@
 // O = softmax(scale Q K^T) V and its log-sum-exp from INT8 codes, on sm_90a: products in INT32, all else in FP32.
 //
-// Texts before this one: hopper.cu, attention/hopper/common.cu, attention/hopper/consumers.cu. codes.cu makes the codes:
+// Texts before this one: hopper.cu, attention/hopper/common.cu, attention/hopper/forward_common.cu. codes.cu makes the codes:
 // of Q with a scale for each row, of K and V with one for each tile of 128 keys. Blocks and turns are those of
 // forward.cu; but a consumer's products of values end before its exponentials begin, which need their registers.
 //
@@ -37,29 +37,6 @@ __device__ __forceinline__ void multiply(int *products, u64 a, u64 b, bool add) 
                  : "l"(a), "l"(b), "r"((int)add));
 }
 
-// products[64, DIM] (+)= a[64, 32] b[DIM, 32]^T, a in registers.
-__device__ __forceinline__ void multiply(int *products, const u32 *a, u64 b, bool add) {
-#if DIM == 128
-    asm volatile("{\n"
-                 ".reg .pred add;\n"
-                 "setp.ne.b32 add, %69, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8 {"
-                 SUMS_64 "}, {%64, %65, %66, %67}, %68, add;\n"
-                 "}"
-                 : REGISTERS_64(products, 0)
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));
-#else
-    asm volatile("{\n"
-                 ".reg .pred add;\n"
-                 "setp.ne.b32 add, %37, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8 {"
-                 SUMS_32 "}, {%32, %33, %34, %35}, %36, add;\n"
-                 "}"
-                 : REGISTERS_32(products, 0)
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));
-#endif
-}
-
 // scores[64, KEYS] = queries[64, DIM] keys[KEYS, DIM]^T.
 __device__ __forceinline__ void start_scores(int *scores, u32 queries, u32 keys) {
 #pragma unroll
@@ -72,16 +49,11 @@ __device__ __forceinline__ void start_scores(int *scores, u32 queries, u32 keys)
 __device__ __forceinline__ void start_values(int *products, const u32 *probabilities, u32 values) {
 #pragma unroll
     for (int step = 0; step < KEYS / 32; step++)
-        multiply(products, probabilities + 4 * step, descriptor<0>(values + step * 32), step > 0);
+        multiply_codes<DIM>(products, probabilities + 4 * step, descriptor<0>(values + step * 32), step > 0);
     products_commit();
 }
 
 // ---- Softmax --------------------------------------------------------------------------------------------------------
-
-// Of a lane's two rows: the largest score so far, times log2 e, and the lane's part of the sum of exponentials.
-struct Statistics {
-    float largest[2], sum[2];
-};
 
 // How a tile's products join the sums of those before: these are multiplied with `decay`, and codes with `scale`.
 struct Joint {
@@ -105,7 +77,7 @@ __device__ __forceinline__ void to_shifted(const int *products, float *shifted) 
 }
 
 // Makes codes of probabilities of scores, SHIFTED more than they are, of which one is `factor` (log2 e included) of the
-// row, and takes them into the statistics.
+// row, and takes them into the statistics, whose largest scores are times log2 e.
 __device__ __forceinline__ Joint to_codes(float *scores, u32 *probabilities, Statistics &statistics,
                                           const float *factors) {
     float largest[2], factor[2], shift[2];
@@ -197,11 +169,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     const u32 memory = shared_address(memory_), ring = memory + QUERY_BYTES;
     const u32 full = shared_address(full_barriers), empty = shared_address(empty_barriers);
     const u32 query_full = shared_address(query_barriers), query_empty = query_full + 8;
-    if (threadIdx.x == 0) {
-        barrier_init(query_full, 1);
-        barrier_init(query_empty, 4 * CONSUMERS);
-    }
-    ring_init(full, empty);
+    barriers_init(query_full, query_empty, full, empty);
 
     const Band band = band_of(numbers);
     const u32 queries = numbers.queries;
@@ -210,39 +178,20 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     if (threadIdx.x < 128) {
         // The producer's registers go to the consumers: 40 + 2 * 232 <= 3 * 168.
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-        if (threadIdx.x == 32)
-            for_query_tiles<KEYS>(numbers, band, [&](const QueryWork &of_tile) {
-                const auto [work, first_query, first_tile, count] = of_tile;
-                if (count == 0)
-                    return;
-                barrier_wait(query_empty, query_parity ^ 1);
-                query_parity ^= 1;
+        produce(
+            numbers, band, query_empty, full, empty,
+            [&](u32 batch, u32 head, u32 query) {
                 barrier_arrive_expect(query_full, QUERY_BYTES);
-                copy_tile(memory, &query_map, 0, first_query, work.head, work.batch, query_full);
+                copy_tile(memory, &query_map, 0, query, head, batch, query_full);
+            },
+            [&](int of_values, u32 stage, u32 key, u32 batch, u32 head, u32 barrier) {
+                const u32 to = ring + stage * STAGE_BYTES;
+                barrier_arrive_expect(barrier, of_values ? VALUE_BYTES : KEY_BYTES);
+                if (of_values)
+                    copy_tile(to, &value_map, key, 0, head, batch, barrier);
+                else
+                    copy_tile(to, &key_map, 0, key, head, batch, barrier);
             });
-        if (threadIdx.x > 0)
-            return;
-        for_query_tiles<KEYS>(numbers, band, [&](const QueryWork &of_tile) {
-            const auto [work, first_query, first_tile, count] = of_tile;
-            const u32 key_head = work.head / numbers.group;
-            // In the order in which they are used: the values of a tile behind the keys of the next one.
-            for (int i = 0; i <= count; i++) {
-                for (int of_values = 0; of_values < 2; of_values++) {
-                    const int tile = count - 1 - i + of_values;
-                    if (tile < 0 || tile >= count)
-                        continue;
-                    barrier_wait(empty + 8 * stage, parity ^ 1);
-                    const u32 barrier = full + 8 * stage, to = ring + stage * STAGE_BYTES;
-                    const u32 key = (first_tile + tile) * KEYS;
-                    barrier_arrive_expect(barrier, of_values ? VALUE_BYTES : KEY_BYTES);
-                    if (of_values)
-                        copy_tile(to, &value_map, key, 0, key_head, work.batch, barrier);
-                    else
-                        copy_tile(to, &key_map, 0, key, key_head, work.batch, barrier);
-                    next_stage(stage, parity);
-                }
-            }
-        });
         return;
     }
 
@@ -342,22 +291,6 @@ extern "C" __global__ void __launch_bounds__(384, 1)
             join(sums, of_values, joint, __ldg(value_scales + of_keys));
         }
 
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            float sum = statistics.sum[h];
-            sum += __shfl_xor_sync(EVERYONE, sum, 1);
-            sum += __shfl_xor_sync(EVERYONE, sum, 2);
-            const bool is_empty = sum == 0.0f;
-            const float inverse = 1.0f / sum;
-#pragma unroll
-            for (int j = 0; j < DIM / 8; j++)
-#pragma unroll
-                for (int e = 0; e < 2; e++)
-                    sums[4 * j + 2 * h + e] = is_empty ? 0.0f : sums[4 * j + 2 * h + e] * inverse;
-            if (lane % 4 == 0 && row + 8 * h < queries)
-                log_sum_exp[(u64)head * queries + row + 8 * h] =
-                    is_empty ? -INFINITE : statistics.largest[h] * LN_2 + logf(sum);
-        }
-        write_head(sums, out, work, numbers.heads, query + warp * 16, queries, numbers.value_width);
+        write_results(sums, statistics, LN_2, out, log_sum_exp, work, numbers, query);
     });
 }

@@ -36,19 +36,6 @@
 
 // ---- wgmma ----------------------------------------------------------------------------------------------------------
 
-// products[64, 64] (+)= a[64, 32] b[64, 32]^T for a warpgroup, in INT32. Without `add`, what was there is ignored, so
-// that nobody has to set it to zero. Asynchronous: neither `products` nor `a` may be touched before products_wait.
-__device__ __forceinline__ void multiply(int *products, const u32 *a, u64 b, bool add) {
-    asm volatile("{\n"
-                 ".reg .pred add;\n"
-                 "setp.ne.b32 add, %37, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8 {"
-                 SUMS_32 "}, {%32, %33, %34, %35}, %36, add;\n"
-                 "}"
-                 : REGISTERS_32(products, 0)
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));
-}
-
 // Starts the products of a unit: those of the 64 rows of A in `fragments` and the 64 rows of B from the address `b`, as
 // deep as a scale block.
 __device__ __forceinline__ void multiply_chunk(int *products, const u32 (*fragments)[4], u32 b) {
@@ -56,7 +43,7 @@ __device__ __forceinline__ void multiply_chunk(int *products, const u32 (*fragme
     products_fence();
 #pragma unroll
     for (int step = 0; step < BLOCK / 32; step++)
-        multiply(products, fragments[step], descriptor<0>(b + step * 32), step > 0);
+        multiply_codes<64>(products, fragments[step], descriptor<0>(b + step * 32), step > 0);
     products_commit();
 }
 

@@ -30,14 +30,7 @@ pub fn attention(
     inputs.check("attention", options)?;
     let shape = &inputs.shape;
     let of_codes = (options.products == AttentionProducts::Int8).then(|| in_codes(inputs));
-    let rounded = of_codes
-        .as_ref()
-        .map(|[query, key, value]| AttentionInputs {
-            query,
-            key,
-            value,
-            ..*inputs
-        });
+    let rounded = of_codes.as_ref().map(|codes| inputs.with_heads(codes));
     let inputs = rounded.as_ref().unwrap_or(inputs);
     let mut result = HostAttention {
         output: vec![0.0; shape.output().iter().product()],
