@@ -197,6 +197,13 @@ pub fn norm(x: &[f32]) -> f64 {
     x.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt()
 }
 
+/// The relative error in Frobenius' norm.
+pub fn relative_error(actual: &[f32], exact: &[f32]) -> f64 {
+    assert_eq!(actual.len(), exact.len(), "lengths");
+    let difference: Vec<f32> = actual.iter().zip(exact).map(|(a, b)| a - b).collect();
+    norm(&difference) / norm(exact)
+}
+
 /// Cosine of the angle between two vectors.
 pub fn cosine(a: &[f32], b: &[f32]) -> f64 {
     assert_eq!(a.len(), b.len(), "lengths");

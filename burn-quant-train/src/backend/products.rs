@@ -217,8 +217,13 @@ pub(super) fn of_activations<B: QuantBackend, R: Recipe>(
 pub(super) fn quantizes_attention<B: QuantBackend, R: Recipe>(
     inputs: [&QuantTensor<B>; 3],
 ) -> bool {
-    let is_tracked = || inputs.iter().any(|it| B::is_tracked(it.primitive()));
-    learned::<R>().is_some() && next_products::<B::Base, PRODUCTS>().is_some() && is_tracked()
+    learned::<R>().is_some()
+        && next_products::<B::Base, PRODUCTS>().is_some()
+        && are_tracked(inputs)
+}
+
+fn are_tracked<B: QuantBackend>(inputs: [&QuantTensor<B>; 3]) -> bool {
+    inputs.iter().any(|it| B::is_tracked(it.primitive()))
 }
 
 /// True if attention that a policy names has INT8 products.
@@ -230,8 +235,7 @@ fn names_attention<R: Recipe>() -> bool {
 pub(super) fn products_of_attention<B: QuantBackend, R: Recipe>(
     inputs: [&QuantTensor<B>; 3],
 ) -> AttentionProducts {
-    let is_tracked = || inputs.iter().any(|it| B::is_tracked(it.primitive()));
-    match names_attention::<R>() && has_int8_attention::<B::Base>() && is_tracked() {
+    match names_attention::<R>() && has_int8_attention::<B::Base>() && are_tracked(inputs) {
         true => AttentionProducts::Int8,
         false => AttentionProducts::Float,
     }

@@ -528,32 +528,33 @@ trait Kernel: Debug + Copy + Eq + Hash + Send + Sync + 'static {
     const TEXT: &'static str;
     const ENTRY_POINT: &'static str;
     const UNITS: u32;
+    /// True where backward passes follow it.
+    const IS_FORWARD: bool = false;
     /// True where what it reads are codes.
-    const READS_CODES: bool;
+    const READS_CODES: bool = false;
     /// Tiles of the block's own rows.
-    const OWN: usize;
+    const OWN: usize = 0;
     /// Tiles of a stage.
-    const STAGED: usize;
+    const STAGED: usize = 0;
     /// Bytes of a stage beside them, for each row.
-    const ROW_BYTES: usize;
+    const ROW_BYTES: usize = 0;
     /// Tiles of scores, the block's own rows times those of a stage.
-    const SCORES: usize;
+    const SCORES: usize = 0;
     /// Tiles of sums in FP32 for the rows of a stage.
-    const SUMS: usize;
+    const SUMS: usize = 0;
     /// True where it reads the mask.
-    const READS_MASK: bool;
+    const READS_MASK: bool = false;
     /// True where it depends on whether blocks share the heads of a group.
-    const HAS_SHARES: bool;
-
+    const HAS_SHARES: bool = false;
     /// Rows of a tile of a stage, for heads of 64 and of 128 features in shared memory.
-    const TILES: [usize; 2];
+    const TILES: [usize; 2] = OF_BACKWARD;
 }
 
 macro_rules! kernels {
     ($(
-        $kernel:ident: [$($file:literal),+] $entry_point:literal,
-        $units:expr, $reads_codes:expr, $own:expr, $staged:expr, $row_bytes:expr, $scores:expr, $sums:expr, $reads_mask:expr, $has_shares:expr,
-        $tiles:expr;
+        $kernel:ident: [$($file:literal),+] $entry_point:literal {
+            $($constant:ident: $type:ty = $value:expr,)+
+        }
     )*) => {
         $(
             #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -566,36 +567,49 @@ macro_rules! kernels {
                     $(include_str!($file)),+
                 );
                 const ENTRY_POINT: &'static str = $entry_point;
-                const UNITS: u32 = $units;
-                const READS_CODES: bool = $reads_codes;
-                const OWN: usize = $own;
-                const STAGED: usize = $staged;
-                const ROW_BYTES: usize = $row_bytes;
-                const SCORES: usize = $scores;
-                const SUMS: usize = $sums;
-                const READS_MASK: bool = $reads_mask;
-                const HAS_SHARES: bool = $has_shares;
-                const TILES: [usize; 2] = $tiles;
+                $(const $constant: $type = $value;)+
             }
         )*
     };
 }
 
 kernels! {
-    // Texts and entry point; units, whether it reads codes, own tiles, staged tiles, bytes of a row, tiles of scores and
-    // of sums, whether it reads the mask and has shares, rows of a tile.
-    Forward: ["hopper/forward_common.cu", "hopper/forward.cu"] "attention_forward_hopper",
-        UNITS, false, 1, 1, 0, 0, 0, true, false, [KEYS, KEYS];
-    ForwardInt8: ["hopper/forward_common.cu", "hopper/forward_int8.cu"] "attention_forward_int8_hopper",
-        UNITS, true, 1, 1, 0, 0, 0, true, false, [KEYS, KEYS];
-    Rows: ["hopper/rows.cu"] "attention_rows_hopper",
-        ROW_UNITS as u32, false, 0, 0, 0, 0, 0, false, false, OF_BACKWARD;
-    Gradients: ["hopper/gradients.cu"] "attention_gradients_hopper",
-        UNITS, false, 2, 2, 8, 2, 1, true, true, OF_BACKWARD;
-    Queries: ["hopper/queries.cu"] "attention_queries_hopper",
-        128, false, 0, 0, 0, 0, 0, false, false, OF_BACKWARD;
-    Keys: ["hopper/keys.cu"] "attention_keys_hopper",
-        128, false, 0, 0, 0, 0, 0, false, false, OF_BACKWARD;
+    Forward: ["hopper/forward_common.cu", "hopper/forward.cu"] "attention_forward_hopper" {
+        UNITS: u32 = UNITS,
+        IS_FORWARD: bool = true,
+        OWN: usize = 1,
+        STAGED: usize = 1,
+        READS_MASK: bool = true,
+        TILES: [usize; 2] = [KEYS, KEYS],
+    }
+    ForwardInt8: ["hopper/forward_common.cu", "hopper/forward_int8.cu"] "attention_forward_int8_hopper" {
+        UNITS: u32 = UNITS,
+        IS_FORWARD: bool = true,
+        READS_CODES: bool = true,
+        OWN: usize = 1,
+        STAGED: usize = 1,
+        READS_MASK: bool = true,
+        TILES: [usize; 2] = [KEYS, KEYS],
+    }
+    Rows: ["hopper/rows.cu"] "attention_rows_hopper" {
+        UNITS: u32 = ROW_UNITS as u32,
+    }
+    Gradients: ["hopper/gradients.cu"] "attention_gradients_hopper" {
+        UNITS: u32 = UNITS,
+        OWN: usize = 2,
+        STAGED: usize = 2,
+        ROW_BYTES: usize = 8,
+        SCORES: usize = 2,
+        SUMS: usize = 1,
+        READS_MASK: bool = true,
+        HAS_SHARES: bool = true,
+    }
+    Queries: ["hopper/queries.cu"] "attention_queries_hopper" {
+        UNITS: u32 = 128,
+    }
+    Keys: ["hopper/keys.cu"] "attention_keys_hopper" {
+        UNITS: u32 = 128,
+    }
 }
 
 /// A kernel with its knobs.
@@ -688,7 +702,7 @@ impl<P: Kernel> CudaSource for Pass<P> {
         client: &ComputeClient<R>,
         [group, share, ..]: [usize; 4],
     ) -> Vec<SourceText> {
-        if !P::ENTRY_POINT.starts_with("attention_forward") {
+        if !P::IS_FORWARD {
             return vec![];
         }
         let (dim, dtype, is_masked) = (self.dim, self.dtype, self.is_masked);

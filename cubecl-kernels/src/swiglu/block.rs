@@ -261,6 +261,8 @@ impl CudaSource for Forward {
     type Numbers = WholeTilesNumbers;
 
     const TEXT: &'static str = concat!(
+        include_str!("../quantize/block/scale.cu"),
+        "\n",
         include_str!("../quantize/block/tile.cu"),
         "\n",
         include_str!("arithmetic.cu"),
@@ -323,6 +325,8 @@ impl CudaSource for Gradients {
     type Numbers = GradientNumbers;
 
     const TEXT: &'static str = concat!(
+        include_str!("../quantize/block/scale.cu"),
+        "\n",
         include_str!("../quantize/block/tile.cu"),
         "\n",
         include_str!("arithmetic.cu"),

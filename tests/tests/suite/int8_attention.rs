@@ -22,7 +22,7 @@ use burn_quant_train::{
 };
 use quant_train_tests::{
     Rng,
-    data::{floats, is_cuda, norm, same_bits, tensor},
+    data::{floats, is_cuda, relative_error, same_bits, tensor},
     in_narrow, on_every_backend,
     train::every_layer,
 };
@@ -140,12 +140,6 @@ impl Problem {
     }
 }
 
-/// The relative error in Frobenius' norm.
-fn off(actual: &[f32], exact: &[f32]) -> f64 {
-    let difference: Vec<f32> = actual.iter().zip(exact).map(|(a, b)| a - b).collect();
-    norm(&difference) / norm(exact)
-}
-
 /// How far INT8 products may be off: on CPUs not nothing, and elsewhere the device may have no kernel of them.
 fn range<B: Backend>() -> Range<f64> {
     let least = match holds_scores::<B>() || is_cuda::<B>() {
@@ -170,7 +164,7 @@ fn is_named<B: DataBackend>(seed: u64) {
         };
         let exact = of_function("nothing", true);
         let named = of_function("value", true);
-        let off_by = off(&named, &exact);
+        let off_by = relative_error(&named, &exact);
         assert!(range::<B>().contains(&off_by), "seed {seed}: {off_by}");
         // Another layer has run since.
         assert!(
@@ -185,7 +179,7 @@ fn is_named<B: DataBackend>(seed: u64) {
         let composed = problem
             .solve::<B, FallbackInt8<E>>("value", Way::Composed, true)
             .output;
-        let off_by = off(&composed, &named);
+        let off_by = relative_error(&composed, &named);
         assert!(off_by < 1e-3, "seed {seed}: composed, {off_by}");
         let others = [
             Problem::solve::<B, MixedPrecision<E>>,
@@ -210,7 +204,7 @@ fn is_near_exact<B: DataBackend>(seed: u64) {
             let [exact, named] = ["nothing", "value"]
                 .map(|pattern| problem.solve::<B, FallbackInt8<E>>(pattern, Way::Function, true));
             let errors = errors(&named, &exact);
-            let output = off(&named.output, &exact.output);
+            let output = relative_error(&named.output, &exact.output);
             println!("spread {spread}: output {output}, gradients {errors:?}");
             let is_near = errors.iter().all(|&it| it < most);
             assert!(is_near, "seed {seed}, {spread}: {errors:?}");
@@ -223,7 +217,7 @@ fn is_near_exact<B: DataBackend>(seed: u64) {
 fn errors(actual: &Solution, exact: &Solution) -> Vec<f64> {
     let gradients = actual.gradients.iter().zip(&exact.gradients);
     gradients
-        .map(|(actual, exact)| off(actual, exact))
+        .map(|(actual, exact)| relative_error(actual, exact))
         .collect()
 }
 
@@ -248,7 +242,7 @@ fn waits<B: DataBackend>(seed: u64) {
         ] {
             let compressed = solve(of_contexts);
             // Where floats are multiplied, keys are rounded once more for an output that is kept.
-            let off_by = off(&compressed.output, &named.output);
+            let off_by = relative_error(&compressed.output, &named.output);
             let most = if is_cuda::<B>() { 0.01 } else { 0.0 };
             assert!(off_by <= most, "seed {seed}: the output, {off_by}");
             let errors = errors(&compressed, &exact);
@@ -272,7 +266,7 @@ fn has_common_keys<B: DataBackend>(seed: u64) {
         // What 16 bits keep of such keys is known to both.
         let [exact, named] = ["nothing", "value"]
             .map(|pattern| problem.solve::<B, FallbackInt8<E>>(pattern, Way::Function, true));
-        let off_by = off(&named.output, &exact.output);
+        let off_by = relative_error(&named.output, &exact.output);
         assert!(off_by < 0.03, "seed {seed}: {off_by}");
     }
     in_narrow!(check::<B>(seed));

@@ -21,7 +21,7 @@ use burn_quant_train::{
 use half::bf16;
 use quant_train_tests::{
     Rng,
-    data::{cosine, floats, is_cuda, norm, same_bits, tensor},
+    data::{cosine, floats, is_cuda, relative_error, same_bits, tensor},
     in_narrow, on_every_backend,
 };
 
@@ -241,8 +241,7 @@ fn drops_scores<B: DataBackend>(seed: u64) {
 fn errors(gradients: &[Vec<f32>; 3], exact: &[Vec<f32>; 3]) -> [[f64; 2]; 3] {
     std::array::from_fn(|index| {
         let (gradient, exact) = (&gradients[index], &exact[index]);
-        let difference: Vec<f32> = gradient.iter().zip(exact).map(|(a, b)| a - b).collect();
-        [cosine(gradient, exact), norm(&difference) / norm(exact)]
+        [cosine(gradient, exact), relative_error(gradient, exact)]
     })
 }
 

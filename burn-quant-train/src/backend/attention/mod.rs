@@ -56,7 +56,7 @@ pub(super) fn attention<B: QuantBackend, R: Recipe>(
     };
     let device = query.device();
     let trains = B::ad_enabled(&device);
-    let way_of = |problem: &mut AttentionProblem| own_way::<B>(&device, problem, trains);
+    let way_of = |problem: &mut AttentionProblem| choose_way::<B>(&device, problem, trains);
     let own_way = problem.as_mut().and_then(way_of);
     // A kernel without scores serves evaluation too: in a program that trains it has been compiled, and Burn's would be
     // tuned first.
@@ -104,7 +104,7 @@ pub(super) fn attention<B: QuantBackend, R: Recipe>(
 
 /// How the device's kernels compute this, if they do. INT8 products become those of floats where no kernel has them, and
 /// for scores that are not as steep as their products, which see what all keys have in common.
-pub(super) fn own_way<B: QuantBackend>(
+pub(super) fn choose_way<B: QuantBackend>(
     device: &Device<B>,
     problem: &mut AttentionProblem,
     trains: bool,
@@ -113,9 +113,9 @@ pub(super) fn own_way<B: QuantBackend>(
         problem.options.products = AttentionProducts::Float;
     }
     let of = |problem: &_| way::<<B::Base as DataBackend>::Kernels>(device, problem, trains);
-    let own_way = of(problem);
-    if own_way.is_some() || problem.options.products == AttentionProducts::Float {
-        return own_way;
+    let way = of(problem);
+    if way.is_some() || problem.options.products == AttentionProducts::Float {
+        return way;
     }
     warn_once!(
         "attention: no kernel of {device:?} has INT8 products for this, and they are those of floats: {problem:?}"

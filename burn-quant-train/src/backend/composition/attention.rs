@@ -21,7 +21,7 @@ use super::{Step, Waiting, step};
 use crate::{
     backend::{
         QuantTrain,
-        attention::{fits, own_way, record},
+        attention::{choose_way, fits, record},
         products::products_of_attention,
         tensor::QuantTensor,
     },
@@ -401,7 +401,7 @@ pub(super) fn context<B: QuantBackend, R: Recipe>(
         is_biased: scores.bias.is_some(),
     };
     // In evaluation by the kernels of training: others may give a query that sees nothing something else.
-    let way = own_way::<B>(&value.device(), &mut problem, true)?;
+    let way = choose_way::<B>(&value.device(), &mut problem, true)?;
     if let Some((dropped, drawn)) = drops {
         problem.options.dropout = Some(drawn.dropout(dropped, drawn.key()?));
     }

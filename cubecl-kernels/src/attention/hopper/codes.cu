@@ -1,4 +1,4 @@
-// INT8 codes of heads for forward_int8.cu, from tiles of 128 rows.
+// INT8 codes of heads for forward_int8.cu, from tiles of 128 rows. Text before this one: quantize/block/scale.cu.
 //
 // Knobs, defined in front of this text:
 //   OF_BF16      1: of bf16; 0: of f16
@@ -20,9 +20,6 @@ typedef unsigned long long u64;
 #define OWN (GROUPS * LANES / UNITS)
 // A word more, so that the lanes of a row write to different banks.
 #define PITCH (GROUPS + 1)
-#define INFINITE_BITS 0x7f800000u
-// 2^-100: where the largest magnitude is below, all counts as zeros.
-#define MIN_ABSMAX (27u << 23)
 // 1.5 * 2^23: what is added to it is rounded to an integer, to even, in the lowest bits.
 #define ROUND_TO_EVEN 12582912.0f
 
@@ -34,21 +31,6 @@ __device__ __forceinline__ float to_float(u32 bits) {
     asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"((unsigned short)bits));
     return value;
 #endif
-}
-
-// The scale and its inverse from the bits of the largest magnitude, as quantize/block/tile.cu has them: a scale of NaN
-// unless that is finite, and zeros where the inverse is 0.
-struct Scale {
-    float scale, inverse;
-};
-
-__device__ __forceinline__ Scale scale_of(u32 magnitude) {
-    const u32 absmax = __float_as_uint(to_float(magnitude));
-    if (absmax >= INFINITE_BITS)
-        return {__uint_as_float(absmax | 0x7fc00000u), 0.0f};
-    if (absmax < MIN_ABSMAX)
-        return {0.0f, 0.0f};
-    return {__fdiv_rn(__uint_as_float(absmax), 127.0f), __fdiv_rn(127.0f, __uint_as_float(absmax))};
 }
 
 __device__ __forceinline__ u32 code_of(u32 bits, float inverse) {
@@ -105,9 +87,10 @@ attention_codes_hopper(const unsigned short *__restrict__ x, unsigned char *__re
 #pragma unroll
     for (int warp = 0; warp < UNITS / 32; warp++)
         largest = max(largest, of_warps[warp]);
-    const Scale scale = scale_of(largest);
+    const u32 absmax = __float_as_uint(to_float(largest));
+    const float inverse = inverse_of(absmax);
     if (threadIdx.x == 0)
-        scales[head * gridDim.x + blockIdx.x] = scale.scale;
+        scales[head * gridDim.x + blockIdx.x] = scale_of(absmax);
 #endif
 
 #if TRANSPOSED
@@ -119,7 +102,7 @@ attention_codes_hopper(const unsigned short *__restrict__ x, unsigned char *__re
             u32 word = 0;
 #pragma unroll
             for (int j = 0; j < 4; j++)
-                word |= code_of(word_of(words[i][j], k / 2) >> k % 2 * 16 & 0xffff, scale.inverse) << 8 * j;
+                word |= code_of(word_of(words[i][j], k / 2) >> k % 2 * 16 & 0xffff, inverse) << 8 * j;
             staged[(col + k) * PITCH + first + UNITS / LANES * i] = word;
         }
     __syncthreads();
@@ -141,14 +124,15 @@ attention_codes_hopper(const unsigned short *__restrict__ x, unsigned char *__re
 #pragma unroll
             for (int distance = LANES / 2; distance > 0; distance /= 2)
                 magnitude = max(magnitude, __shfl_xor_sync(EVERYONE, magnitude, distance));
-            const Scale scale = scale_of(magnitude);
+            const u32 absmax = __float_as_uint(to_float(magnitude));
+            const float inverse = inverse_of(absmax);
             if (lane == 0 && row < rows)
-                scales[head * rows + row] = scale.scale;
+                scales[head * rows + row] = scale_of(absmax);
 #endif
             u32 pair[2] = {0, 0};
 #pragma unroll
             for (int k = 0; k < VECTOR; k++)
-                pair[k / 4] |= code_of(word_of(of_row, k / 2) >> k % 2 * 16 & 0xffff, scale.inverse) << k % 4 * 8;
+                pair[k / 4] |= code_of(word_of(of_row, k / 2) >> k % 2 * 16 & 0xffff, inverse) << k % 4 * 8;
             if (row < rows && col < width)
                 *(uint2 *)(codes + (head * rows + row) * numbers.pitch + col) = make_uint2(pair[0], pair[1]);
         }

@@ -117,7 +117,10 @@ struct Source {
 impl CudaSource for Source {
     type Numbers = CodesNumbers;
 
-    const TEXT: &'static str = include_str!("codes.cu");
+    const TEXT: &'static str = concat!(
+        include_str!("../../quantize/block/scale.cu"),
+        include_str!("codes.cu")
+    );
     const ENTRY_POINT: &'static str = "attention_codes_hopper";
     const UNITS: u32 = UNITS;
 

@@ -7,7 +7,7 @@
 //   ROW_STOCHASTIC              0: the row-major copy is rounded to nearest; 1: as the transposed one
 //   FALLBACK                    1: blocks above the threshold get a residual
 //   DRAW_EARLY                  1: random words are drawn before the rounding; 0: where they are used
-// and the structure Numbers.
+// and the structure Numbers. scale.cu comes before this text.
 //
 // A block of threads, or cube, quantizes one tile, which is one block of the matrix. A thread has two patches of 4 x 8
 // elements: eight neighbours share the words of a Philox counter, and four rows are one word of the transposed copy.
@@ -247,23 +247,6 @@ __device__ __forceinline__ void take(Random &random, const uint4 *waiting) {
 }
 
 // ---- Rounding -------------------------------------------------------------------------------------------------------
-
-#define INFINITE 0x7f800000u
-// 2^-100: a block whose largest magnitude is below counts as zeros.
-#define MIN_ABSMAX (27u << 23)
-
-// The scale of a block from the bits of its largest magnitude: NaN unless that is finite.
-__device__ __forceinline__ float scale_of(u32 absmax) {
-    if (absmax >= INFINITE)
-        return __uint_as_float(absmax | 0x7fc00000u);
-    return absmax < MIN_ABSMAX ? 0.0f : __fdiv_rn(__uint_as_float(absmax), 127.0f);
-}
-
-// Its inverse, or 0, which stands for "all integers are 0".
-__device__ __forceinline__ float inverse_of(u32 absmax) {
-    const bool zeros = absmax >= INFINITE || absmax < MIN_ABSMAX;
-    return zeros ? 0.0f : __fdiv_rn(127.0f, __uint_as_float(absmax));
-}
 
 // Four bytes of those of two words: the nibbles of the selector say which, where 0 to 3 are the bytes of the first word
 // and 4 to 7 those of the second; with bit 3, the byte's sign takes the place of its bits, unlike with __byte_perm.

@@ -201,6 +201,8 @@ impl CudaSource for WholeTilesSource {
     type Numbers = WholeTilesNumbers;
 
     const TEXT: &'static str = concat!(
+        include_str!("scale.cu"),
+        "\n",
         include_str!("tile.cu"),
         "\n",
         include_str!("whole_tiles.cu")
