@@ -546,6 +546,8 @@ trait Kernel: Debug + Copy + Eq + Hash + Send + Sync + 'static {
     const READS_MASK: bool = false;
     /// True where it depends on whether blocks share the heads of a group.
     const HAS_SHARES: bool = false;
+    /// True where it computes probabilities from the log-sum-exp of the forward pass.
+    const HAS_PROBABILITIES: bool = false;
     /// Rows of a tile of a stage, for heads of 64 and of 128 features in shared memory.
     const TILES: [usize; 2] = OF_BACKWARD;
 }
@@ -603,6 +605,7 @@ kernels! {
         SUMS: usize = 1,
         READS_MASK: bool = true,
         HAS_SHARES: bool = true,
+        HAS_PROBABILITIES: bool = true,
     }
     Queries: ["hopper/queries.cu"] "attention_queries_hopper" {
         UNITS: u32 = 128,
@@ -621,6 +624,7 @@ struct Pass<P> {
     dtype: StorageType,
     is_masked: bool,
     is_split: bool,
+    is_bounded: bool,
     kernel: PhantomData<P>,
 }
 
@@ -628,11 +632,26 @@ impl<P: Kernel> Pass<P> {
     fn of<R: Runtime>(problem: &Problem<'_, R>) -> Self {
         let Problem { dim, dtype, .. } = *problem;
         let is_split = problem.share < problem.shape.group();
-        Self::new(dim, dtype, problem.mask.is_some(), is_split, problem.memory)
+        let products = problem.options.products;
+        Self::new(
+            dim,
+            dtype,
+            problem.mask.is_some(),
+            is_split,
+            products,
+            problem.memory,
+        )
     }
 
-    /// With as many stages as fit into so many bytes.
-    fn new(dim: usize, dtype: StorageType, is_masked: bool, is_split: bool, memory: usize) -> Self {
+    /// With as many stages as fit into so many bytes. `products`: those of the forward pass.
+    fn new(
+        dim: usize,
+        dtype: StorageType,
+        is_masked: bool,
+        is_split: bool,
+        products: AttentionProducts,
+        memory: usize,
+    ) -> Self {
         let mut pass = Self {
             dim,
             tile: P::TILES[dim / PANEL - 1],
@@ -640,6 +659,7 @@ impl<P: Kernel> Pass<P> {
             dtype,
             is_masked: P::READS_MASK && is_masked,
             is_split: P::HAS_SHARES && is_split,
+            is_bounded: P::HAS_PROBABILITIES && products == AttentionProducts::Int8,
             kernel: PhantomData,
         };
         let left = memory - pass.shared_memory();
@@ -674,13 +694,14 @@ impl<P: Kernel> CudaSource for Pass<P> {
         let out = float_knob(self.dtype);
         format!(
             "#define TILE_N {}\n#define STAGED_ROWS {}\n#define STAGES {}\n#define IN \"{}\"\n#define OUT_{out}\n\
-             #define MASKED {}\n#define SPLIT {}",
+             #define MASKED {}\n#define SPLIT {}\n#define BOUNDED {}",
             self.dim,
             self.tile,
             self.stages,
             out.to_lowercase(),
             u8::from(self.is_masked),
             u8::from(self.is_split),
+            u8::from(self.is_bounded),
         )
     }
 
@@ -708,13 +729,17 @@ impl<P: Kernel> CudaSource for Pass<P> {
         let (dim, dtype, is_masked) = (self.dim, self.dtype, self.is_masked);
         let memory = client.properties().hardware.max_shared_memory_size - DECLARED;
         let is_split = share < group;
+        let products = match P::READS_CODES {
+            true => AttentionProducts::Int8,
+            false => AttentionProducts::Float,
+        };
         let mut texts = vec![
-            Pass::<Gradients>::new(dim, dtype, is_masked, is_split, memory).text(),
-            Pass::<Rows>::new(dim, dtype, is_masked, is_split, memory).text(),
-            Pass::<Queries>::new(dim, dtype, is_masked, is_split, memory).text(),
+            Pass::<Gradients>::new(dim, dtype, is_masked, is_split, products, memory).text(),
+            Pass::<Rows>::new(dim, dtype, is_masked, is_split, products, memory).text(),
+            Pass::<Queries>::new(dim, dtype, is_masked, is_split, products, memory).text(),
         ];
         if is_split {
-            texts.push(Pass::<Keys>::new(dim, dtype, is_masked, is_split, memory).text());
+            texts.push(Pass::<Keys>::new(dim, dtype, is_masked, is_split, products, memory).text());
         }
         texts
     }

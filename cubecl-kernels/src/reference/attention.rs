@@ -181,16 +181,29 @@ pub fn attention_backward(
         bias: vec![0.0; inputs.bias.map_or(0, |bias| bias.data.len())],
     };
     let scale = f64::from(options.scale);
+    let of_codes = match options.products {
+        AttentionProducts::Float => None,
+        AttentionProducts::Int8 => Some(attention(inputs, options)?),
+    };
     for (row, query) in inputs.queries().enumerate() {
-        let of_output = &gradient[row * shape.value_width..][..shape.value_width];
+        let values = row * shape.value_width..(row + 1) * shape.value_width;
+        let of_output = &gradient[values.clone()];
         let scores = query.scores(options);
-        let (probabilities, _) = softmax(&scores);
         let of_probability =
             |j| query.factor(Dropped::Probabilities, j, options) * dot(of_output, query.value(j));
-        let mean: f64 = probabilities
-            .iter()
-            .map(|&(j, p)| p * of_probability(j))
-            .sum();
+        let (probabilities, mean) = match &of_codes {
+            None => {
+                let (probabilities, _) = softmax(&scores);
+                let terms = probabilities.iter().map(|&(j, p)| p * of_probability(j));
+                let mean = terms.sum();
+                (probabilities, mean)
+            }
+            Some(forward) => {
+                let probability = |s: f64| (s - forward.log_sum_exp[row]).min(0.0).exp();
+                let probabilities = scores.iter().map(|&(j, s)| (j, probability(s))).collect();
+                (probabilities, dot(of_output, &forward.output[values]))
+            }
+        };
         for &(j, p) in &probabilities {
             let of_value = &mut gradients.value[query.value_start(j)..][..shape.value_width];
             for (dv, d_o) in of_value.iter_mut().zip(of_output) {

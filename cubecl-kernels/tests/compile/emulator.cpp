@@ -100,6 +100,10 @@ template <typename T> inline T __shfl_xor_sync(uint32_t, T value, uint32_t mask)
     return in_warp(value, [=](const T *all) { return all[threadIdx.x % WARP ^ mask]; });
 }
 
+template <typename T> inline T __shfl_sync(uint32_t, T value, uint32_t lane) {
+    return in_warp(value, [=](const T *all) { return all[lane]; });
+}
+
 inline bool __any_sync(uint32_t, uint32_t value) {
     return in_warp(value, [](const uint32_t *all) { return std::any_of(all, all + WARP, [](auto it) { return it; }); });
 }

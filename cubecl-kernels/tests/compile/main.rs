@@ -1216,7 +1216,7 @@ fn hopper_sources_leave_memory_for_what_they_declare(
     #[values("gemm_hopper", "gemm_rowwise_hopper", "gemm_float_hopper")] name: &str,
 ) {
     // Barriers, the scales of stages, staging memory and the order of rows.
-    const DECLARED: usize = 24 * 1024;
+    const DECLARED: usize = 27 * 1024;
     for source in hopper_sources(name) {
         let available = max_shared_memory(90) - DECLARED;
         assert!(source.shared_memory <= available, "{}", source.code);

@@ -201,20 +201,21 @@ __device__ __forceinline__ void multiply(float *sums, const u32 *a, u64 b, bool 
 // sums[64, N] = a[64, DIM] b[N, DIM]^T: `a` is 64 rows of a tile of ARows, `b` a tile of N rows. Asynchronous, as are all
 // products: their registers may be touched only after products_wait.
 template <int ARows, int N> __device__ __forceinline__ void start_over_features(float *sums, u32 a, u32 b) {
+    const u64 of_a = descriptor<0>(a), of_b = descriptor<0>(b);
 #pragma unroll
     for (int step = 0; step < DIM / 16; step++) {
         const u32 panel = step * 16 / PANEL, within = step * 16 % PANEL * 2;
-        multiply<N>(sums, descriptor<0>(a + panel * ARows * 128 + within), descriptor<0>(b + panel * N * 128 + within),
-                    step > 0);
+        multiply<N>(sums, behind(of_a, panel * ARows * 128 + within), behind(of_b, panel * N * 128 + within), step > 0);
     }
     products_commit();
 }
 
 // sums[64, DIM] (+)= a[64, Rows] b[Rows, DIM]: `a` in registers as `pack_operand` leaves it, `b` a tile.
 template <int Rows> __device__ __forceinline__ void start_over_rows(float *sums, const u32 *a, u32 b, bool add) {
+    const u64 of_b = descriptor<Rows * 128>(b);
 #pragma unroll
     for (int step = 0; step < Rows / 16; step++)
-        multiply(sums, a + 4 * step, descriptor<Rows * 128>(b + step * 16 * 128), add || step > 0);
+        multiply(sums, a + 4 * step, behind(of_b, step * 16 * 128), add || step > 0);
     products_commit();
 }
 

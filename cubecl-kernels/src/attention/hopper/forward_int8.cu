@@ -39,17 +39,19 @@ __device__ __forceinline__ void multiply(int *products, u64 a, u64 b, bool add) 
 
 // scores[64, KEYS] = queries[64, DIM] keys[KEYS, DIM]^T.
 __device__ __forceinline__ void start_scores(int *scores, u32 queries, u32 keys) {
+    const u64 of_queries = descriptor<0>(queries), of_keys = descriptor<0>(keys);
 #pragma unroll
     for (int step = 0; step < DIM / 32; step++)
-        multiply(scores, descriptor<0>(queries + step * 32), descriptor<0>(keys + step * 32), step > 0);
+        multiply(scores, behind(of_queries, step * 32), behind(of_keys, step * 32), step > 0);
     products_commit();
 }
 
 // products[64, DIM] = probabilities[64, KEYS] values[DIM, KEYS]^T.
 __device__ __forceinline__ void start_values(int *products, const u32 *probabilities, u32 values) {
+    const u64 of_values = descriptor<0>(values);
 #pragma unroll
     for (int step = 0; step < KEYS / 32; step++)
-        multiply_codes<DIM>(products, probabilities + 4 * step, descriptor<0>(values + step * 32), step > 0);
+        multiply_codes<DIM>(products, probabilities + 4 * step, behind(of_values, step * 32), step > 0);
     products_commit();
 }
 
@@ -196,7 +198,9 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     }
 
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-    const u32 consumer = threadIdx.x / 128 - 1, warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
+    // From a shuffle, since the compiler then knows that it is the same in a warp: so are the descriptors that it leads to.
+    const u32 consumer = __shfl_sync(EVERYONE, threadIdx.x / 128, 0) - 1;
+    const u32 warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
     const u32 own = memory + consumer * 64 * ROW_BYTES;
     const u32 key_tiles = ((u32)numbers.keys + KEYS - 1) / KEYS;
     float sums[DIM / 2];

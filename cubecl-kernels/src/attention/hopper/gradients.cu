@@ -3,8 +3,9 @@
 //
 // Texts before this one: hopper.cu, attention/hopper/common.cu.
 //
-// A knob beside those of common.cu:
+// Knobs beside those of common.cu:
 //   SPLIT      1 where several blocks share the heads that read a tile of keys: their sums are then left to keys.cu
+//   BOUNDED    1 where L is of other scores, and so P = exp(min(scale Q K^T - L, 0))
 //
 // Each consumer has 64 keys and walks through the queries that see them, of all heads of its block's share. It computes
 // the scores transposed, so that they are in registers as products over queries need them. A tile of dQ is a sum over
@@ -237,7 +238,9 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     }
 
     asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
-    const u32 consumer = threadIdx.x / 128 - 1, warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
+    // From a shuffle, since the compiler then knows that it is the same in a warp: so are the descriptors that it leads to.
+    const u32 consumer = __shfl_sync(EVERYONE, threadIdx.x / 128, 0) - 1;
+    const u32 warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
     const int key = first_key + consumer * 64;
     const u32 own = consumer * 64 * 128;
     const float factor = as_float(numbers.scale) * LOG2_E;
@@ -292,8 +295,11 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                 // The log-sum-exp and Delta of two queries.
                 const float4 pair = pairs[4 * j];
 #pragma unroll
-                for (int i = 4 * j; i < 4 * j + 4; i++)
-                    scores[i] = exp2_approximately(fmaf(scores[i], factor, -(i % 2 ? pair.z : pair.x)));
+                for (int i = 4 * j; i < 4 * j + 4; i++) {
+                    const float exponent = fmaf(scores[i], factor, -(i % 2 ? pair.z : pair.x));
+                    // NaN stays NaN.
+                    scores[i] = exp2_approximately(BOUNDED && exponent > 0.0f ? 0.0f : exponent);
+                }
             }
             pack_operand<QUERIES>(scores, probabilities);
             pin<QUERIES / 4>(probabilities);
@@ -323,10 +329,12 @@ extern "C" __global__ void __launch_bounds__(384, 1)
             asm volatile("bar.sync 1, %0;" ::"n"(128 * CONSUMERS) : "memory");
             pin<32>(part);
             products_fence();
+            const u64 of_queries = descriptor<ROWS * 128>(to + queries_of_part);
+            const u64 of_features = descriptor<ROWS * 128>(memory + features_of_part);
 #pragma unroll
             for (int step = 0; step < ROWS / 16; step++)
-                multiply_transposed(part, descriptor<ROWS * 128>(to + queries_of_part + step * 16 * 128),
-                                    descriptor<ROWS * 128>(memory + features_of_part + step * 16 * 128), step > 0);
+                multiply_transposed(part, behind(of_queries, step * 16 * 128), behind(of_features, step * 16 * 128),
+                                    step > 0);
             products_commit();
             products_wait<2>();
             pin<DIM / 2>(sums_of_values);

@@ -36,14 +36,14 @@
 
 // ---- wgmma ----------------------------------------------------------------------------------------------------------
 
-// Starts the products of a unit: those of the 64 rows of A in `fragments` and the 64 rows of B from the address `b`, as
+// Starts the products of a unit: those of the 64 rows of A in `fragments` and of the 64 rows of B that `b` describes, as
 // deep as a scale block.
-__device__ __forceinline__ void multiply_chunk(int *products, const u32 (*fragments)[4], u32 b) {
+__device__ __forceinline__ void multiply_chunk(int *products, const u32 (*fragments)[4], u64 b) {
     pin<CHUNK / 2>(products);
     products_fence();
 #pragma unroll
     for (int step = 0; step < BLOCK / 32; step++)
-        multiply_codes<64>(products, fragments[step], descriptor<0>(b + step * 32), step > 0);
+        multiply_codes<64>(products, fragments[step], behind(b, step * 32), step > 0);
     products_commit();
 }
 
@@ -89,7 +89,7 @@ __device__ __forceinline__ void add_tile(float *sums, const Stages &stages, u32 
         barrier_wait(stages.full + 8 * stage, parity);
         NoteOfStage note = stages.notes[stage];
         last = note.is_end != 0.0f;
-        const u32 b = stages.memory + stage * STAGE_BYTES + A_BYTES;
+        const u64 b = descriptor<0>(stages.memory + stage * STAGE_BYTES + A_BYTES);
         // The fragments of A are still being read by the last unit's products. While this consumer waits for them, the
         // other one keeps the tensor cores busy.
         products_wait<0>();
@@ -102,7 +102,7 @@ __device__ __forceinline__ void add_tile(float *sums, const Stages &stages, u32 
         for (int unit = 0; unit < UNITS; unit++) {
             const int sub = unit / CHUNKS, chunk = unit % CHUNKS;
             multiply_chunk(products[unit % SETS], fragments + sub * (BLOCK / 32),
-                           b + chunk * CHUNK * DEPTH + sub * BLOCK);
+                           behind(b, chunk * CHUNK * DEPTH + sub * BLOCK));
             if (unit > 0) {
                 int *const done = products[(unit - 1) % SETS];
                 products_wait<1>();
@@ -130,7 +130,7 @@ __device__ __forceinline__ void add_narrow_tile(float *sums, u32 count, const St
         barrier_wait(stages.full + 8 * stage, parity);
         NoteOfStage note = stages.notes[stage];
         last = note.is_end != 0.0f;
-        const u32 b = stages.memory + stage * STAGE_BYTES + A_BYTES;
+        const u64 b = descriptor<0>(stages.memory + stage * STAGE_BYTES + A_BYTES);
         u32 fragments[DEPTH / 32][4];
         load_fragments(fragments, stages.fragments + stage * STAGE_BYTES);
 #pragma unroll
@@ -141,7 +141,8 @@ __device__ __forceinline__ void add_narrow_tile(float *sums, u32 count, const St
                     // Read before the warp waits as one, so that no lane still reads them when the stage is released.
                     const Scales scales = scales_of(note, sub, chunk);
                     int products[CHUNK / 2];
-                    multiply_chunk(products, fragments + sub * (BLOCK / 32), b + chunk * CHUNK * DEPTH + sub * BLOCK);
+                    multiply_chunk(products, fragments + sub * (BLOCK / 32),
+                                   behind(b, chunk * CHUNK * DEPTH + sub * BLOCK));
                     products_wait<0>();
                     pin<CHUNK / 2>(products);
                     add_scaled(sums + chunk * CHUNK / 2, products, scales);

@@ -107,14 +107,15 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         const Part part = part_of(tile, parts, blocks);
         float sums[TILE_N / 2];
         accumulate(sums, part, memory, full, empty, stage, parity, [&](u32 a, u32 b) {
+            const u64 of_a = descriptor<A_ALONG_MN * BOX_BYTES>(a), of_b = descriptor<B_ALONG_MN * BOX_BYTES>(b);
 #pragma unroll
             for (int step = 0; step < DEPTH / 16; step++)
-                multiply(sums, descriptor<A_ALONG_MN * BOX_BYTES>(a + step * step_bytes<A_ALONG_MN>()),
-                         descriptor<B_ALONG_MN * BOX_BYTES>(b + step * step_bytes<B_ALONG_MN>()));
+                multiply(sums, behind(of_a, step * step_bytes<A_ALONG_MN>()),
+                         behind(of_b, step * step_bytes<B_ALONG_MN>()));
         });
         const u32 outer = part.matrix / inner_count, inner = part.matrix % inner_count;
-        const u64 behind = tile.batch % parts * (u64)m * n;
-        write_sums(sums, bias, out + outer * numbers.outer_stride + inner * numbers.inner_stride + behind,
+        const u64 of_part = tile.batch % parts * (u64)m * n;
+        write_sums(sums, bias, out + outer * numbers.outer_stride + inner * numbers.inner_stride + of_part,
                    staging[4 * consumer + warp], tile.m * TILE_M + consumer * 64 + warp * 16, tile.n * TILE_N, m, n,
                    numbers.row_stride, aligned);
     }

@@ -13,7 +13,7 @@
 // A producer warp and two consumer warpgroups, as in gemm.cu, and like there chunk by chunk: the tensor cores' own sums
 // keep about 14 bits, so those of each 128 elements are scaled and added to FP32 sums in registers (DeepSeek-V3, arXiv
 // 2412.19437, section 3.3.2). Scales of rows cost nothing: a lane has elements of two rows. Those of columns cost a
-// multiplication an element; the producer puts them beside the stage.
+// multiplication an element. The producer reads both a stage ahead, and puts them beside the stage.
 
 // ---- wgmma ----------------------------------------------------------------------------------------------------------
 
@@ -32,101 +32,101 @@ __device__ __forceinline__ void multiply(float *products, const u32 *a, u64 b, b
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));
 }
 
-// Starts the products of a chunk: those of the 64 rows of A in `fragments` and the 64 rows of B from the address `b`.
-__device__ __forceinline__ void multiply_chunk(float *products, const u32 (*fragments)[4], u32 b) {
+// Starts the products of a chunk: those of the 64 rows of A in `fragments` and of the 64 rows of B that `b` describes.
+__device__ __forceinline__ void multiply_chunk(float *products, const u32 (*fragments)[4], u64 b) {
     pin<CHUNK / 2>(products);
     products_fence();
 #pragma unroll
     for (int step = 0; step < DEPTH / 32; step++)
-        multiply(products, fragments[step], descriptor<0>(b + step * 32), step > 0);
+        multiply(products, fragments[step], behind(b, step * 32), step > 0);
     products_commit();
 }
 
 // ---- Scales ---------------------------------------------------------------------------------------------------------
 
-// The scales of the two rows of a lane, lane / 4 and 8 behind it, read a stage ahead.
-struct RowScales {
+// The scales of a tile's rows and columns beside the stages of the ring, where they have their own.
+struct TileScales {
 #if A_ROWS
-    const AScale *first, *second;
-    u64 depth_stride;
-    u32 block, blocks;
-    float next[2];
-
-    __device__ __forceinline__ void read() {
-        const u64 at = min(block, blocks - 1) * depth_stride;
-        next[0] = decoded(first[at]);
-        next[1] = decoded(second[at]);
-        block++;
-    }
+    float rows[STAGES][TILE_M];
 #endif
+#if B_ROWS
+    float cols[STAGES][TILE_N];
+    // Those of a chunk before the first stage.
+    float zeros[CHUNK];
+#endif
+};
 
-    // Those of the next stage.
-    __device__ __forceinline__ void take(float *rows) {
+// The factors of a chunk's products: those of a lane's rows, lane / 4 and 8 behind it, with what all elements share; `cols`
+// is that of the lane's first column.
+struct ChunkScales {
+    float rows[2];
+    const float *cols;
+};
+
+// What a lane reads of a stage's scales.
+struct StageScales {
+    float rows[2];
+    const float *cols;
+
+    __device__ __forceinline__ StageScales(const TileScales &scales, u32 stage) {
 #if A_ROWS
-        rows[0] = next[0];
-        rows[1] = next[1];
-        read();
+        const float *const of_lane = scales.rows[stage] + (threadIdx.x - 128) / 32 * 16 + threadIdx.x % 32 / 4;
+        rows[0] = of_lane[0];
+        rows[1] = of_lane[8];
 #else
         rows[0] = rows[1] = 1.0f;
 #endif
+#if B_ROWS
+        cols = scales.cols[stage] + 2 * (threadIdx.x % 4);
+#endif
+    }
+    __device__ __forceinline__ ChunkScales of_chunk(const Note &note, int chunk) const {
+        const float shared = scale_of(note, chunk);
+        return {{rows[0] * shared, rows[1] * shared}, cols + chunk * CHUNK};
     }
 };
 
-// The factors of a chunk's products. `cols` is in shared memory: the scale of the lane's first column of
-// the chunk. Without `counts` the products are zeros, and the scales of columns are not looked at.
-struct ChunkScales {
-    float rows[2];
-    float block;
-    const float *cols;
-    bool counts;
-};
-
 __device__ __forceinline__ void add_scaled(float *sums, const float *products, const ChunkScales &scales) {
-    const float rows[2] = {scales.rows[0] * scales.block, scales.rows[1] * scales.block};
 #pragma unroll
     for (int j = 0; j < CHUNK / 8; j++) {
 #if B_ROWS
         const float2 read = *(const float2 *)(scales.cols + 8 * j);
-        const float cols[2] = {scales.counts ? read.x : 0.0f, scales.counts ? read.y : 0.0f};
+        const float cols[2] = {read.x, read.y};
 #endif
 #pragma unroll
         for (int i = 0; i < 4; i++) {
 #if B_ROWS
-            const float scale = rows[i / 2] * cols[i % 2];
+            const float product = products[4 * j + i] * cols[i % 2];
 #else
-            const float scale = rows[i / 2];
+            const float product = products[4 * j + i];
 #endif
-            sums[4 * j + i] = fmaf(products[4 * j + i], scale, sums[4 * j + i]);
+            sums[4 * j + i] = fmaf(product, scales.rows[i / 2], sums[4 * j + i]);
         }
     }
 }
 
 // ---- A consumer's sums ----------------------------------------------------------------------------------------------
 
-// The scales of columns of a stage, from the lane's first one on.
-__device__ __forceinline__ const float *cols_of(const float (*col_scales)[TILE_N], u32 stage, int chunk) {
-    return col_scales[stage] + chunk * CHUNK + 2 * (threadIdx.x % 4);
-}
-
 // Adds the products of a tile's stages to its sums. See gemm.cu, of which this is the twin.
-__device__ __forceinline__ void add_tile(float *sums, const Stages &stages, RowScales &row_scales,
-                                         const float (*col_scales)[TILE_N], u32 &stage, u32 &parity) {
+__device__ __forceinline__ void add_tile(float *sums, const Stages &stages, const TileScales &tile_scales, u32 &stage,
+                                         u32 &parity) {
     float products[SETS][CHUNK / 2];
     float *const pending = products[(CHUNKS - 1) % SETS];
 #pragma unroll
     for (int i = 0; i < CHUNK / 2; i++)
         pending[i] = 0.0f;
-    ChunkScales of_pending = {{0.0f, 0.0f}, 0.0f, cols_of(col_scales, 0, CHUNKS - 1), false};
+    ChunkScales of_pending = {{0.0f, 0.0f}, nullptr};
+#if B_ROWS
+    of_pending.cols = tile_scales.zeros + 2 * (threadIdx.x % 4);
+#endif
     u32 pending_stage = STAGES;
     bool last;
     do {
         barrier_wait(stages.full + 8 * stage, parity);
         const Note note = stages.notes[stage];
+        const StageScales scales(tile_scales, stage);
         last = note.is_end != 0.0f;
-        ChunkScales scales;
-        row_scales.take(scales.rows);
-        scales.counts = true;
-        const u32 b = stages.memory + stage * STAGE_BYTES + A_BYTES;
+        const u64 b = descriptor<0>(stages.memory + stage * STAGE_BYTES + A_BYTES);
         products_wait<0>();
         pin<CHUNK / 2>(pending);
 #if !B_ROWS
@@ -137,7 +137,7 @@ __device__ __forceinline__ void add_tile(float *sums, const Stages &stages, RowS
         load_fragments(fragments, stages.fragments + stage * STAGE_BYTES);
 #pragma unroll
         for (int chunk = 0; chunk < CHUNKS; chunk++) {
-            multiply_chunk(products[chunk % SETS], fragments, b + chunk * CHUNK * DEPTH);
+            multiply_chunk(products[chunk % SETS], fragments, behind(b, chunk * CHUNK * DEPTH));
             if (chunk == 0) {
                 add_scaled(sums + (CHUNKS - 1) * CHUNK / 2, pending, of_pending);
 #if B_ROWS
@@ -149,14 +149,10 @@ __device__ __forceinline__ void add_tile(float *sums, const Stages &stages, RowS
                 float *const done = products[(chunk - 1) % SETS];
                 products_wait<1>();
                 pin<CHUNK / 2>(done);
-                scales.block = scale_of(note, chunk - 1);
-                scales.cols = cols_of(col_scales, stage, chunk - 1);
-                add_scaled(sums + (chunk - 1) * CHUNK / 2, done, scales);
+                add_scaled(sums + (chunk - 1) * CHUNK / 2, done, scales.of_chunk(note, chunk - 1));
             }
         }
-        of_pending = scales;
-        of_pending.block = scale_of(note, CHUNKS - 1);
-        of_pending.cols = cols_of(col_scales, stage, CHUNKS - 1);
+        of_pending = scales.of_chunk(note, CHUNKS - 1);
         pending_stage = stage;
         next_stage(stage, parity);
     } while (!last);
@@ -167,29 +163,25 @@ __device__ __forceinline__ void add_tile(float *sums, const Stages &stages, RowS
 }
 
 // The same for a tile of which only `count` chunks lie in the output, one after the other.
-__device__ __forceinline__ void add_narrow_tile(float *sums, u32 count, const Stages &stages, RowScales &row_scales,
-                                                const float (*col_scales)[TILE_N], u32 &stage, u32 &parity) {
+__device__ __forceinline__ void add_narrow_tile(float *sums, u32 count, const Stages &stages,
+                                                const TileScales &tile_scales, u32 &stage, u32 &parity) {
     bool last;
     do {
         barrier_wait(stages.full + 8 * stage, parity);
         const Note note = stages.notes[stage];
+        const StageScales scales(tile_scales, stage);
         last = note.is_end != 0.0f;
-        ChunkScales scales;
-        row_scales.take(scales.rows);
-        scales.counts = true;
-        const u32 b = stages.memory + stage * STAGE_BYTES + A_BYTES;
+        const u64 b = descriptor<0>(stages.memory + stage * STAGE_BYTES + A_BYTES);
         u32 fragments[DEPTH / 32][4];
         load_fragments(fragments, stages.fragments + stage * STAGE_BYTES);
 #pragma unroll
         for (int chunk = 0; chunk == 0 || chunk < CHUNKS - 1; chunk++) {
             if (chunk < count) {
                 float products[CHUNK / 2];
-                multiply_chunk(products, fragments, b + chunk * CHUNK * DEPTH);
+                multiply_chunk(products, fragments, behind(b, chunk * CHUNK * DEPTH));
                 products_wait<0>();
                 pin<CHUNK / 2>(products);
-                scales.block = scale_of(note, chunk);
-                scales.cols = cols_of(col_scales, stage, chunk);
-                add_scaled(sums + chunk * CHUNK / 2, products, scales);
+                add_scaled(sums + chunk * CHUNK / 2, products, scales.of_chunk(note, chunk));
             }
         }
         // A warp's lanes have all read their scales: they have waited for the last products as one.
@@ -199,9 +191,32 @@ __device__ __forceinline__ void add_narrow_tile(float *sums, u32 count, const St
     } while (!last);
 }
 
+// ---- The producer ---------------------------------------------------------------------------------------------------
+
+// The scales of a tile's rows at the block to come along K: a lane has those of every 32nd row.
+template <int Rows, class Scale> struct ScalesAhead {
+    const Scale *scales;
+    u64 row_stride, depth_stride;
+    // The tile's first row, and the operand's last row and block.
+    u32 first, last, last_block;
+    Scale ahead[Rows / 32];
+
+    __device__ __forceinline__ void read(u32 block) {
+        const Scale *const of_block = scales + min(block, last_block) * depth_stride;
+#pragma unroll
+        for (int i = 0; i < Rows / 32; i++)
+            ahead[i] = of_block[min(first + 32 * i + threadIdx.x, last) * row_stride];
+    }
+    __device__ __forceinline__ void put(float *beside) const {
+#pragma unroll
+        for (int i = 0; i < Rows / 32; i++)
+            beside[32 * i + threadIdx.x] = decoded(ahead[i]);
+    }
+};
+
 // ---- The kernel -----------------------------------------------------------------------------------------------------
 
-// Registers of the producer, which reads scales of columns ahead, and of the consumers: at most 3 * 168 in all.
+// Registers of the producer, which has many scales of columns, and of the consumers: at most 3 * 168 in all.
 #if B_ROWS
 #define PRODUCER_REGISTERS 40
 #define CONSUMER_REGISTERS 232
@@ -220,10 +235,10 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     __shared__ u64 full_barriers[STAGES], empty_barriers[STAGES];
     __shared__ Note notes[STAGES];
     __shared__ __align__(16) Staging staging[8];
+    __shared__ __align__(16) TileScales tile_scales;
 #if B_ROWS
-    __shared__ __align__(16) float col_scales[STAGES][TILE_N];
-#else
-    const float(*const col_scales)[TILE_N] = nullptr;
+    if (threadIdx.x < CHUNK)
+        tile_scales.zeros[threadIdx.x] = 0.0f;
 #endif
 
     const u32 m = numbers.m, n = numbers.n, k = numbers.k, parts = numbers.parts;
@@ -248,45 +263,51 @@ extern "C" __global__ void __launch_bounds__(384, 1)
             tile.batch = part.matrix;
             const u32 b_batch = numbers.b_batched ? tile.batch : 0;
             const bool begins_inside = tile.n * TILE_N % 128 != 0;
-            const AScale *const of_a = a_scales + tile.batch * numbers.a_scale_batch + tile.m * numbers.a_scale_row;
+            const AScale *const of_a = a_scales + tile.batch * numbers.a_scale_batch;
             const BScale *const of_b = b_scales + b_batch * numbers.b_scale_batch;
-#if !B_ROWS
-            const u32 b_first = tile.n * TILE_N / 128, b_second = min(b_first + 1, (n - 1) / 128);
+#if A_ROWS
+            ScalesAhead<TILE_M, AScale> of_rows = {of_a, numbers.a_scale_row, numbers.a_scale_depth,
+                                                   tile.m * TILE_M, m - 1, blocks - 1};
+            of_rows.read(part.first);
+#endif
+#if B_ROWS
+            ScalesAhead<TILE_N, BScale> of_cols = {of_b, numbers.b_scale_row, numbers.b_scale_depth,
+                                                   tile.n * TILE_N, n - 1, blocks - 1};
+            of_cols.read(part.first);
 #else
-            // A lane reads the scales of every 32nd column, of the block to come.
-            float ahead[TILE_N / 32];
-#pragma unroll
-            for (int i = 0; i < TILE_N / 32; i++)
-                ahead[i] = decoded(of_b[min(tile.n * TILE_N + 32 * i + lane, n - 1) * numbers.b_scale_row +
-                                        part.first * numbers.b_scale_depth]);
+            const u32 b_first = tile.n * TILE_N / 128, b_second = min(b_first + 1, (n - 1) / 128);
 #endif
             for (u32 block = part.first; block < part.end; block++) {
-                const float base = A_ROWS ? 1.0f : decoded(of_a[block * numbers.a_scale_depth]);
-                float first = base, second = base;
+#if A_ROWS
+                float first = 1.0f;
+#else
+                float first = decoded(of_a[tile.m * numbers.a_scale_row + block * numbers.a_scale_depth]);
+#endif
+                float second = first;
 #if !B_ROWS
                 const BScale *const here = of_b + block * numbers.b_scale_depth;
                 first *= decoded(here[b_first * numbers.b_scale_row]);
                 second *= decoded(here[b_second * numbers.b_scale_row]);
 #endif
                 barrier_wait(empty + 8 * stage, parity ^ 1);
-#if B_ROWS
-#pragma unroll
-                for (int i = 0; i < TILE_N / 32; i++)
-                    col_scales[stage][32 * i + lane] = ahead[i];
-                __syncwarp();
+#if A_ROWS
+                of_rows.put(tile_scales.rows[stage]);
 #endif
+#if B_ROWS
+                of_cols.put(tile_scales.cols[stage]);
+#endif
+                __syncwarp();
                 if (lane == 0) {
                     const bool last = block + 1 == part.end;
                     notes[stage] = {first, second, begins_inside ? second : first, last ? 1.0f : 0.0f};
                     copy_stage(memory + stage * STAGE_BYTES, full + 8 * stage, &a_map, &b_map, block * DEPTH, tile,
                                b_batch);
                 }
+#if A_ROWS
+                of_rows.read(block + 1);
+#endif
 #if B_ROWS
-                const u64 depth = min(block + 1, blocks - 1) * numbers.b_scale_depth;
-#pragma unroll
-                for (int i = 0; i < TILE_N / 32; i++)
-                    ahead[i] =
-                        decoded(of_b[min(tile.n * TILE_N + 32 * i + lane, n - 1) * numbers.b_scale_row + depth]);
+                of_cols.read(block + 1);
 #endif
                 // The other lanes' next wait is for another stage.
                 __syncwarp();
@@ -304,27 +325,15 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     for (u32 turn = 0; (index = tile_index(turn)) < tiles.all; turn++) {
         const Tile tile = tile_of(index, tiles, raster);
         const u32 first_row = tile.m * TILE_M + consumer * 64 + warp * 16;
-        RowScales row_scales;
-#if A_ROWS
-        const u32 row = first_row + threadIdx.x % 32 / 4;
-        const Part part = part_of(tile, parts, blocks);
-        const AScale *const of_a = a_scales + part.matrix * numbers.a_scale_batch;
-        row_scales.first = of_a + min(row, m - 1) * numbers.a_scale_row;
-        row_scales.second = of_a + min(row + 8, m - 1) * numbers.a_scale_row;
-        row_scales.depth_stride = numbers.a_scale_depth;
-        row_scales.block = part.first;
-        row_scales.blocks = blocks;
-        row_scales.read();
-#endif
         float sums[TILE_N / 2];
 #pragma unroll
         for (int i = 0; i < TILE_N / 2; i++)
             sums[i] = 0.0f;
         const u32 chunks = (n - tile.n * TILE_N + CHUNK - 1) / CHUNK;
         if (CHUNKS == 1 || chunks < CHUNKS)
-            add_narrow_tile(sums, chunks, stages, row_scales, col_scales, stage, parity);
+            add_narrow_tile(sums, chunks, stages, tile_scales, stage, parity);
         else
-            add_tile(sums, stages, row_scales, col_scales, stage, parity);
+            add_tile(sums, stages, tile_scales, stage, parity);
         write_sums(sums, bias, out + tile.batch * (u64)m * n, staging[4 * consumer + warp], first_row,
                    tile.n * TILE_N, m, n, n, n * sizeof(Out) % 16 == 0);
     }

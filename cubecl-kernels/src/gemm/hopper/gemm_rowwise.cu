@@ -153,9 +153,10 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                                         numbers.b_scale_row, first_row, first_col, m, n);
         Product products[TILE_N / 2];
         accumulate(products, part, memory, full, empty, stage, parity, [&](u32 a, u32 b) {
+            const u64 of_a = descriptor<0>(a), of_b = descriptor<0>(b);
 #pragma unroll
             for (int step = 0; step < DEPTH / 32; step++)
-                multiply(products, descriptor<0>(a + step * 32), descriptor<0>(b + step * 32));
+                multiply(products, behind(of_a, step * 32), behind(of_b, step * 32));
         });
         float sums[TILE_N / 2];
         scale_products(sums, products, scales);

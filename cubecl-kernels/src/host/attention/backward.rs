@@ -6,7 +6,7 @@ use std::ops::Range;
 use rayon::prelude::*;
 
 use crate::{
-    attention::{AttentionGradients, AttentionOptions, Dropped},
+    attention::{AttentionGradients, AttentionOptions, AttentionProducts, Dropped},
     error::KernelError,
     reference::attention::{AttentionInputs, Broadcast, check_len},
 };
@@ -230,7 +230,14 @@ impl<'a> Backward<'a> {
             } else {
                 log_sum_exp
             };
-            p.iter_mut().for_each(|x| *x = exp(*x - shift));
+            match problem.options.products {
+                AttentionProducts::Float => p.iter_mut().for_each(|x| *x = exp(*x - shift)),
+                AttentionProducts::Int8 => {
+                    // NaN stays NaN.
+                    let at_most_0 = |x: f32| if x > 0.0 { 0.0 } else { x };
+                    p.iter_mut().for_each(|x| *x = exp(at_most_0(*x - shift)));
+                }
+            }
             problem.drop(Dropped::Probabilities, tile, row, ds);
             for (ds, p) in ds.iter_mut().zip(p.iter()) {
                 *ds = p * (*ds - delta);
