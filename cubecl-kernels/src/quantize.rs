@@ -5,6 +5,7 @@
 //! | --- | --- | --- |
 //! | INT8 in blocks, FP32 scales | once | `block` |
 //! | groups, scales that do not depend on the matrix | once | `group` |
+//! | FP8 in groups of 128, of the matrix and of its transpose | once, where there is a kernel for it | `group::whole_tiles` |
 //! | tokens of up to 16,384 elements, row-major, such scales too | once | `token` |
 //! | a scale that was given | once | `given` |
 //! | the scale of a maximum that earlier data had | once, where there is none twice | `delayed` |
@@ -272,6 +273,41 @@ pub fn quantize<R: Runtime>(
         }
     }
     Ok(output)
+}
+
+/// Quantizes `x`, a matrix of f32, f16 or bf16 with any strides, and its transpose, by one spec: what a product needs of a
+/// matrix that another product reads across, where groups lie along what a product sums over (DeepSeek-V3, arXiv
+/// 2412.19437, section 3.5.2).
+///
+/// On CUDA's sm_90 FP8 to nearest in groups of 128, row-major, of whole tiles of 128 x 128 elements of 16 bits is one read
+/// of `x`. Elsewhere both are quantized one after the other, to the same bits.
+///
+/// # Errors
+///
+/// As [`quantize`].
+pub fn quantize_both_ways<R: Runtime>(
+    client: &ComputeClient<R>,
+    x: &TensorHandle<R>,
+    spec: &QuantizeSpec,
+) -> Result<[Quantized<R>; 2], KernelError> {
+    check_granularity(OPERATION, spec.granularity)?;
+    let mut transpose = x.clone();
+    let rank = transpose.shape().len();
+    if rank >= 2 {
+        transpose.metadata.swap(rank - 2, rank - 1);
+    }
+    let [input, of_transpose] = [
+        Input::new(client, OPERATION, x, spec)?,
+        Input::new(client, OPERATION, &transpose, spec)?,
+    ];
+    let views = [&input.view, &of_transpose.view];
+    match group::whole_tiles::launch(client, x, views, spec) {
+        Some(both) => Ok(both),
+        None => Ok([
+            quantize(client, x, spec)?,
+            quantize(client, &transpose, spec)?,
+        ]),
+    }
 }
 
 /// FP32 zeros in the shape of a tensor.

@@ -106,6 +106,11 @@ impl<B: HostBackend> QuantizeKernels for B {
         upload(checked(quantized), &device)
     }
 
+    fn quantize_both_ways(x: FloatTensor<B>, spec: &QuantizeSpec) -> [Quantized<B>; 2] {
+        let transpose = B::float_swap_dims(x.clone(), 0, 1);
+        [x, transpose].map(|x| Self::quantize_matrix(x, spec))
+    }
+
     fn random_hadamard(x: FloatTensor<B>) -> FloatTensor<B> {
         random_hadamard::<B>(x)
     }

@@ -180,6 +180,16 @@ impl Make {
         self.factor.is_same_as(&other.factor) && self.key == other.key
     }
 
+    /// True if the copies are of a matrix and of its transpose, by one spec.
+    pub fn goes_with(&self, other: &Self) -> bool {
+        let [own, others] = [self, other].map(|make| make.factor.key);
+        let is_plain = |key: CopyKey| !key.rotated && key.history.is_none();
+        own.of_transpose != others.of_transpose
+            && is_plain(own)
+            && is_plain(others)
+            && self.spec(own.layout) == other.spec(others.layout)
+    }
+
     /// The outline of the copy of a matrix of this shape, in this layout.
     pub fn outline(&self, shape: [usize; 2], layout: Layout) -> Quantized<Outline> {
         self.factor.outline(shape, layout)
@@ -220,8 +230,8 @@ impl Make {
     }
 }
 
-/// Both copies of a matrix, or of what it is computed from, from one read where they hold the same numbers. `delayed`:
-/// the maximum that the matrix had in earlier steps, where it has a history.
+/// Both copies of a matrix, or of what it is computed from, from one read where they hold the same numbers or are of the
+/// matrix and its transpose. `delayed`: the maximum that the matrix had in earlier steps, where it has a history.
 pub(super) fn copies<K: Kernels>(
     matrix: MatrixSource<K>,
     makes: [Option<&Make>; 2],
@@ -232,6 +242,14 @@ pub(super) fn copies<K: Kernels>(
         [Some(first), Some(second)] if first.is_same_as(second) => {
             let both = first.copy_of::<K>(matrix, Layout::Both, delayed);
             [first, second].map(|make| Some(both.in_layout(make.factor.key.layout)))
+        }
+        [Some(first), Some(second)] if first.goes_with(second) => {
+            let spec = first.spec(first.factor.key.layout);
+            let [of_matrix, of_transpose] = K::quantize_both_ways(matrix.into_floats(), &spec);
+            match first.factor.key.of_transpose {
+                true => [Some(of_transpose), Some(of_matrix)],
+                false => [Some(of_matrix), Some(of_transpose)],
+            }
         }
         [Some(first), Some(second)] => {
             let matrix = MatrixSource::Floats(matrix.into_floats());

@@ -10,6 +10,8 @@ use crate::{
     scale::{ScaleNumber, region_scale, store_scale},
 };
 
+pub(super) mod whole_tiles;
+
 use super::{
     Input, QuantizeSpec, Quantized,
     encode::{fill, run_encoding},

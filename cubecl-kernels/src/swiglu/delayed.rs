@@ -107,6 +107,8 @@ impl CudaSource for Encode {
     type Numbers = DelayedNumbers;
 
     const TEXT: &'static str = concat!(
+        include_str!("../quantize/patch.cu"),
+        "\n",
         include_str!("../quantize/delayed/tile.cu"),
         "\n",
         include_str!("arithmetic.cu"),
@@ -137,6 +139,8 @@ impl CudaSource for EncodeGradients {
     type Numbers = GradientNumbers;
 
     const TEXT: &'static str = concat!(
+        include_str!("../quantize/patch.cu"),
+        "\n",
         include_str!("../quantize/delayed/tile.cu"),
         "\n",
         include_str!("arithmetic.cu"),

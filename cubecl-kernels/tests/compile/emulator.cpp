@@ -185,6 +185,31 @@ template <typename T> inline uint32_t two_of(float second, float first) {
     const auto bits = [](float value) { return std::isnan(value) ? (uint16_t)0x7fff : T(value).bits; };
     return (uint32_t)bits(second) << 16 | bits(first);
 }
+
+// The FP8 number nearest to x, ties to even, in the saturating mode: of so many bits of exponent and of mantissa.
+inline uint32_t fp8_of(float x, int exponent_bits, int mantissa_bits, uint32_t largest) {
+    const uint32_t sign = std::signbit(x) ? 0x80 : 0;
+    if (std::isnan(x) || x == 0)
+        return sign | (x == 0 ? 0 : 0x7f);
+    const int bias = (1 << (exponent_bits - 1)) - 1;
+    int exponent = 0;
+    std::frexp(x, &exponent);
+    // A number's step, which stands still below the normal ones.
+    const int step = std::max(exponent - 1, 1 - bias) - mantissa_bits;
+    const double steps = std::nearbyint(std::ldexp((double)std::fabs(x), -step));
+    const double code = steps + (double)(step + mantissa_bits + bias - 1) * (1 << mantissa_bits);
+    return sign | (uint32_t)std::min(code, (double)largest);
+}
+inline void ptx_cvt_rn_satfinite_e4m3x2_f32(uint16_t &pair, float second, float first) {
+    pair = fp8_of(second, 4, 3, 0x7e) << 8 | fp8_of(first, 4, 3, 0x7e);
+}
+inline void ptx_cvt_rn_satfinite_e5m2x2_f32(uint16_t &pair, float second, float first) {
+    pair = fp8_of(second, 5, 2, 0x7b) << 8 | fp8_of(first, 5, 2, 0x7b);
+}
+inline void ptx_max_u16x2(uint32_t &larger, uint32_t a, uint32_t b) {
+    larger = std::max(a >> 16, b >> 16) << 16 | std::max(a & 0xffff, b & 0xffff);
+}
+
 inline void ptx_cvt_rn_f16x2_f32(uint32_t &pair, float second, float first) { pair = two_of<__half>(second, first); }
 inline void ptx_cvt_rn_bf16x2_f32(uint32_t &pair, float second, float first) {
     pair = two_of<__nv_bfloat16>(second, first);

@@ -6,6 +6,7 @@
 
 mod emulate;
 mod emulate_attention;
+mod emulate_groups;
 mod emulate_hopper_attention;
 mod emulate_int4;
 mod emulate_swiglu;

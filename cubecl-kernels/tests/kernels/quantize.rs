@@ -6,7 +6,7 @@ use cubecl_kernels::{
     granularity::Granularity,
     layout::Layout,
     number::Number,
-    quantize::{QuantizeSpec, Quantized, dequantize, quantize, unpack_int4},
+    quantize::{QuantizeSpec, Quantized, dequantize, quantize, quantize_both_ways, unpack_int4},
     reference::{self, ReferenceQuantized},
     rounding::{Rounding, StochasticKey},
     scale::ScaleNumber,
@@ -429,6 +429,41 @@ fn groups_of_all_sizes(
         let tensor = upload_matrix(&client, &x, shape, dtype::<f32>(), Memory::Contiguous);
         let quantized = quantize(&client, &tensor, &spec).expect("a matrix");
         check(&client, &quantized, &x, &spec);
+    }
+}
+
+/// A matrix and its transpose: of whole tiles, and of none; aligned rows, and others.
+#[rstest]
+fn groups_both_ways(
+    #[values(Number::E4M3, Number::E5M2)] number: Number,
+    #[values(ScaleNumber::F32, ScaleNumber::E8M0)] scale: ScaleNumber,
+    #[values(Memory::Contiguous, Memory::Transposed, Memory::Sliced)] memory: Memory,
+) {
+    let (client, mut random) = (client(), Random::fresh());
+    let spec = QuantizeSpec::new(number, Granularity::Group(128)).with_scale(scale);
+    for shape in [
+        MatrixShape::new(128, 128),
+        MatrixShape::new(384, 256),
+        MatrixShape::new(129, 136),
+        MatrixShape::batched(2, 128, 128),
+    ] {
+        let x = random.with_special_values(shape);
+        for float in drawn(&mut random, float_types(&client), 1) {
+            println!("{shape:?} {float}");
+            let x = rounded(&x, float);
+            let tensor = upload_matrix(&client, &x, shape, float, memory);
+            let [matrix, of_transpose] =
+                quantize_both_ways(&client, &tensor, &spec).expect("a matrix");
+            check(&client, &matrix, &x, &spec);
+            let transposed: Vec<f32> = x
+                .chunks(shape.rows * shape.cols)
+                .flat_map(|x| {
+                    let columns = 0..shape.cols;
+                    columns.flat_map(|col| x.iter().skip(col).step_by(shape.cols).copied())
+                })
+                .collect();
+            check(&client, &of_transpose, &transposed, &spec);
+        }
     }
 }
 

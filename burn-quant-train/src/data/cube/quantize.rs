@@ -46,6 +46,12 @@ where
         )
     }
 
+    fn quantize_both_ways(x: FloatTensor<Self>, spec: &QuantizeSpec) -> [Quantized<Self>; 2] {
+        matrix_shape(&x, "quantize");
+        let both = quantize::quantize_both_ways(&x.client, &handle(&x), spec);
+        checked(both).map(|quantized| wrap(&x, quantized))
+    }
+
     fn random_hadamard(x: FloatTensor<Self>) -> FloatTensor<Self> {
         matrix_shape(&x, "random_hadamard");
         let x = match x.dtype {

@@ -22,6 +22,13 @@ pub trait QuantizeKernels: Backend {
     /// If `x` does not have two dimensions, or the kernels do not have the spec or the dtype of `x`.
     fn quantize_matrix(x: FloatTensor<Self>, spec: &QuantizeSpec) -> Quantized<Self>;
 
+    /// Quantizes the matrix `x` and its transpose by one spec, from one read where there is a kernel for it.
+    ///
+    /// # Panics
+    ///
+    /// As [`Self::quantize_matrix`].
+    fn quantize_both_ways(x: FloatTensor<Self>, spec: &QuantizeSpec) -> [Quantized<Self>; 2];
+
     /// The random Hadamard transform of each row of the matrix `x`: FP32 `[rows, whole]`, where the columns are filled
     /// up with zeros to whole blocks ([`cubecl_kernels::reference::hadamard::random_hadamard`], bit for bit, but for
     /// subnormal numbers).

@@ -319,11 +319,13 @@ fn quantized_x<K: Kernels>(
             let (operand, fallback) = quantize_operand::<K>(x.into_floats(), &spec, fallback);
             (operand, fallback, None)
         }
-        Some(saved) if fallback.is_none() && operand.is_same_as(saved) => {
+        Some(saved)
+            if fallback.is_none() && (operand.is_same_as(saved) || operand.goes_with(saved)) =>
+        {
             let [operand, saved] = copies::<K>(x, [Some(operand), Some(saved)], None);
             (operand.expect("it was asked for"), None, saved)
         }
-        // A copy of the transposed matrix.
+        // A copy of the transposed matrix, by another spec.
         Some(saved) => {
             let x = x.into_floats();
             let copy = saved.copy::<K>(x.clone(), saved.factor.key.layout, None);

@@ -2,9 +2,7 @@
 // found, on CUDA's sm_90. The numbers are those of the portable kernels, to the bit, but for the sign of a NaN in FP16,
 // which those drop.
 //
-// Knobs, defined in front of this text:
-//   IN_F32, IN_F16 or IN_BF16   the type of the elements
-//   NUMBER                      "e4m3" or "e5m2"
+// Knobs, defined in front of this text, beside those of patch.cu, which comes before it:
 //   LARGEST                     the largest number
 //   SMALLEST_MAXIMUM            the bits of the smallest maximum that gets a scale
 //   ROW_MAJOR, TRANSPOSED       1: the copy is wanted
@@ -15,107 +13,20 @@
 // blocks that run take tiles by turns, first for their magnitudes, and when all of these are there once more, to
 // quantize them.
 //
-// A thread has a patch of 4 x 8 elements, of which four rows are one word of the transposed copy. All its reads are in
-// flight at once; the lanes of a warp read 256 neighbours of two rows of 16-bit elements.
+// A thread has a patch, all of whose reads are in flight at once; the lanes of a warp read 256 neighbours of two rows of
+// 16-bit elements.
 //
 // The elements come from a source: a structure whose `read` gives the rows of a patch.
-
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
 
 #define UNITS 256
 #define TILE_ROWS 64
 #define TILE_COLS 128
-#define PATCH_ROWS 4
-#define PATCH_COLS 8
 #define EVERYONE 0xffffffffu
-#define INFINITE 0x7f800000u
 #define QUIET_NAN 0x7fc00000u
-
-#ifdef IN_F32
-#define ELEMENT_BYTES 4
-#else
-#define ELEMENT_BYTES 2
-#endif
-// 16-byte vectors of a row of a patch.
-#define VECTORS (PATCH_COLS * ELEMENT_BYTES / 16)
 
 // The words of the transposed copy, each four rows of a column. Four more keep 16-byte writes aligned, and rows in
 // different banks.
 typedef u32 Staging[TILE_ROWS / PATCH_ROWS][TILE_COLS + 4];
-
-struct Row {
-    u32 words[4 * VECTORS];
-};
-
-typedef Row Rows[PATCH_ROWS];
-
-// Reads the rows of a patch of a matrix, from the element where it begins.
-__device__ __forceinline__ void read_rows(Rows &rows, const u8 *__restrict__ x, u64 from, u64 row_stride) {
-#pragma unroll
-    for (int r = 0; r < PATCH_ROWS; r++)
-#pragma unroll
-        for (int v = 0; v < VECTORS; v++) {
-            const uint4 vector = __ldg((const uint4 *)(x + (from + r * row_stride) * ELEMENT_BYTES) + v);
-            u32 *const words = rows[r].words + 4 * v;
-            words[0] = vector.x, words[1] = vector.y, words[2] = vector.z, words[3] = vector.w;
-        }
-}
-
-// The largest magnitude so far and in a row of a patch, as bits; of 16-bit elements one in each half of the word. As
-// integers they order NaN above infinity above every finite value.
-__device__ __forceinline__ u32 larger(u32 largest, const Row &row) {
-#pragma unroll
-    for (u32 word : row.words) {
-#ifdef IN_F32
-        largest = max(largest, word & 0x7fffffffu);
-#else
-        asm("max.u16x2 %0, %0, %1;" : "+r"(largest) : "r"(word & 0x7fff7fffu));
-#endif
-    }
-    return largest;
-}
-
-__device__ __forceinline__ float from_16_bits(u32 bits) {
-#ifdef IN_F16
-    float x;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"((u16)bits));
-    return x;
-#else
-    return __uint_as_float(bits << 16);
-#endif
-}
-
-// The larger one of both halves, as the bits of a float.
-__device__ __forceinline__ u32 float_bits(u32 largest) {
-#ifdef IN_F32
-    return largest;
-#else
-    return __float_as_uint(from_16_bits(max(largest >> 16, largest & 0xffffu)));
-#endif
-}
-
-__device__ __forceinline__ float element(const Row &row, int col) {
-#ifdef IN_F32
-    return __uint_as_float(row.words[col]);
-#else
-    return from_16_bits(row.words[col / 2] >> 16 * (col % 2) & 0xffff);
-#endif
-}
-
-// Four codes of neighbours, to nearest, saturating; those of NaN are not those that are wanted.
-__device__ __forceinline__ u32 codes_of(const Row &row, int col, float inverse) {
-    u16 pairs[2];
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        const float first = __fmul_rn(element(row, col + 2 * i), inverse);
-        const float second = __fmul_rn(element(row, col + 2 * i + 1), inverse);
-        asm("cvt.rn.satfinite." NUMBER "x2.f32 %0, %1, %2;" : "=h"(pairs[i]) : "f"(second), "f"(first));
-    }
-    return pairs[0] | (u32)pairs[1] << 16;
-}
 
 // The sign of an element, and all ones below it where that is NaN.
 __device__ __forceinline__ u32 code_of_nan(const Row &row, int col) {

@@ -185,6 +185,8 @@ impl CudaSource for Encode {
     type Numbers = DelayedNumbers;
 
     const TEXT: &'static str = concat!(
+        include_str!("../patch.cu"),
+        "\n",
         include_str!("tile.cu"),
         "\n",
         include_str!("whole_tiles.cu")

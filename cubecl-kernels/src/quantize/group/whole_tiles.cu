@@ -1,0 +1,179 @@
+// Quantizes a matrix of tiles of 128 x 128 to FP8 in groups of 128, to nearest: once in groups along its rows, and once, as
+// its transpose, in groups along its columns, on CUDA's sm_90. The numbers are those of the portable kernel in group.rs,
+// to the bit.
+//
+// Knobs, defined in front of this text, beside those of patch.cu, which comes before it; elements have 16 bits:
+//   LARGEST            the largest number
+//   SMALLEST_MAXIMUM   the bits of the smallest maximum that gets a scale
+//   E8M0               1: scales are powers of two, in bytes; 0: FP32
+// and the structure Numbers.
+//
+// A block of threads has a tile, in which groups of both kinds are whole, so that the matrix is read once. A thread has two
+// patches, 64 rows apart; 16 neighbours have the groups of 4 rows each. They find the maxima of rows among themselves,
+// two in a word, and those of columns through shared memory.
+
+#define UNITS 256
+#define TILE 128
+#define PATCHES 2
+#define EVERYONE 0xffffffffu
+// Threads across a tile, and the rows from a thread's patch to its next one.
+#define ACROSS (TILE / PATCH_COLS)
+#define PATCH_STEP (TILE / PATCHES)
+#define WARPS (UNITS / 32)
+
+// ---- Scales ---------------------------------------------------------------------------------------------------------
+
+// The scale of a group, and its inverse, of which 0 stands for "all codes are 0".
+#if E8M0
+typedef u8 Scale;
+#else
+typedef float Scale;
+#endif
+struct OfGroup {
+    Scale scale;
+    float inverse;
+};
+
+// Those of the bits of its largest magnitude (scale/e8m0.rs, scale/fp32.rs).
+__device__ __forceinline__ OfGroup of_group(u32 absmax) {
+#if E8M0
+    if (absmax >= INFINITE)
+        return {255, 0.0f};
+    const u32 byte = (absmax + (127u << 23) + 0x7fffffu - __float_as_uint(LARGEST)) >> 23;
+    if (absmax >= SMALLEST_MAXIMUM)
+        return {(Scale)byte, __uint_as_float((254 - byte) << 23)};
+    return {0, 0.0f};
+#else
+    if (absmax >= INFINITE)
+        return {__uint_as_float(absmax | 0x7fc00000u), 0.0f};
+    const float maximum = __uint_as_float(absmax);
+    if (absmax >= SMALLEST_MAXIMUM)
+        return {__fdiv_rn(maximum, LARGEST), __fdiv_rn(LARGEST, maximum)};
+    return {0.0f, 0.0f};
+#endif
+}
+
+// ---- Maxima ---------------------------------------------------------------------------------------------------------
+
+// The larger ones of two pairs of magnitudes of 16 bits.
+__device__ __forceinline__ u32 larger_pair(u32 a, u32 b) {
+    u32 larger;
+    asm("max.u16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+    return larger;
+}
+
+// The larger half of a word of two.
+__device__ __forceinline__ u32 larger_half(u32 pair) {
+    return max(pair >> 16, pair & 0xffffu);
+}
+
+// The bits of a magnitude of 16 bits as a float's.
+__device__ __forceinline__ u32 widened(u32 magnitude) {
+    return __float_as_uint(from_16_bits(magnitude));
+}
+
+// ---- The kernel -----------------------------------------------------------------------------------------------------
+
+// The word of four rows of a column in the staged tile, which is ordered by columns. An exclusive or with the patch keeps
+// the words of a warp in different banks, and the four words of 16 rows in 16 bytes, though in pairs of either order.
+__device__ __forceinline__ u32 staged_index(u32 word, u32 col) {
+    return col * (TILE / 4) + (word ^ col / PATCH_COLS * 2);
+}
+
+// x: [rows, cols], its columns dense, its rows at multiples of 16 bytes. values: [rows, cols], scales: [rows, cols / 128],
+// transposed: [cols, rows], scales_of_transposed: [cols, rows / 128], all dense.
+extern "C" __global__ void __launch_bounds__(UNITS, 3)
+    quantize_groups_both_ways(const u8 *__restrict__ x, u8 *__restrict__ values, Scale *__restrict__ scales,
+                              u8 *__restrict__ transposed, Scale *__restrict__ scales_of_transposed,
+                              const __grid_constant__ Numbers numbers) {
+    __shared__ __align__(16) u32 staged[TILE * TILE / 4];
+    __shared__ __align__(16) u32 of_warps[WARPS][TILE / 2];
+    __shared__ __align__(16) float inverses[TILE];
+    const u64 rows = numbers.rows, cols = numbers.cols;
+    const u64 first_row = (u64)blockIdx.y * TILE, first_col = (u64)blockIdx.x * TILE;
+    const u32 patch_row = threadIdx.x / ACROSS, patch_col = threadIdx.x % ACROSS, lane = threadIdx.x % 32;
+    const u64 row = first_row + patch_row * PATCH_ROWS, col = first_col + patch_col * PATCH_COLS;
+    Rows patches[PATCHES];
+#pragma unroll
+    for (int p = 0; p < PATCHES; p++)
+        read_rows(patches[p], x, (row + p * PATCH_STEP) * numbers.row_stride + col, numbers.row_stride);
+
+    // Of columns, two neighbours in a word: those of the warp's rows.
+    u32 of_cols[PATCH_COLS / 2] = {};
+#pragma unroll
+    for (int word = 0; word < PATCH_COLS / 2; word++) {
+#pragma unroll
+        for (int p = 0; p < PATCHES; p++)
+#pragma unroll
+            for (int r = 0; r < PATCH_ROWS; r++)
+                of_cols[word] = larger_pair(of_cols[word], patches[p][r].words[word] & 0x7fff7fffu);
+        of_cols[word] = larger_pair(of_cols[word], __shfl_xor_sync(EVERYONE, of_cols[word], ACROSS));
+    }
+    if (lane < ACROSS)
+        *(uint4 *)&of_warps[threadIdx.x / 32][4 * patch_col] =
+            make_uint4(of_cols[0], of_cols[1], of_cols[2], of_cols[3]);
+
+    // Of rows, two of a patch in a word. A lane of 16 then has one of their 8 groups, and the others its inverse.
+    u32 own = 0;
+#pragma unroll
+    for (int p = 0; p < PATCHES; p++)
+#pragma unroll
+        for (int r = 0; r < PATCH_ROWS; r += 2) {
+            u32 pair = larger_half(larger(0, patches[p][r])) | larger_half(larger(0, patches[p][r + 1])) << 16;
+#pragma unroll
+            for (int other = 1; other < ACROSS; other *= 2)
+                pair = larger_pair(pair, __shfl_xor_sync(EVERYONE, pair, other));
+            const int first = p * PATCH_ROWS + r;
+            own = patch_col == first ? pair & 0xffffu : patch_col == first + 1 ? pair >> 16 : own;
+        }
+    const OfGroup of_row = of_group(widened(own));
+    if (patch_col < PATCHES * PATCH_ROWS)
+        scales[(row + patch_col / PATCH_ROWS * PATCH_STEP + patch_col % PATCH_ROWS) * (cols / TILE) + blockIdx.x] =
+            of_row.scale;
+#pragma unroll
+    for (int p = 0; p < PATCHES; p++)
+#pragma unroll
+        for (int r = 0; r < PATCH_ROWS; r++) {
+            const float inverse = __shfl_sync(EVERYONE, of_row.inverse, lane / ACROSS * ACROSS + p * PATCH_ROWS + r);
+            const bool zeros = inverse == 0.0f;
+            const u32 first = codes_of(patches[p][r], 0, inverse), second = codes_of(patches[p][r], 4, inverse);
+            *(uint2 *)(values + (row + p * PATCH_STEP + r) * cols + col) =
+                make_uint2(zeros ? 0 : first, zeros ? 0 : second);
+        }
+
+    __syncthreads();
+    if (threadIdx.x < TILE) {
+        u32 pair = 0;
+#pragma unroll
+        for (int warp = 0; warp < WARPS; warp++)
+            pair = larger_pair(pair, of_warps[warp][threadIdx.x / 2]);
+        const OfGroup of_col = of_group(widened(threadIdx.x % 2 ? pair >> 16 : pair & 0xffffu));
+        scales_of_transposed[(first_col + threadIdx.x) * (rows / TILE) + blockIdx.y] = of_col.scale;
+        inverses[threadIdx.x] = of_col.inverse;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int c = 0; c < PATCH_COLS; c++) {
+        const float inverse = inverses[PATCH_COLS * patch_col + c];
+#pragma unroll
+        for (int p = 0; p < PATCHES; p++) {
+            u16 pairs[2];
+#pragma unroll
+            for (int i = 0; i < 2; i++)
+                pairs[i] = codes_of_pair(__fmul_rn(element(patches[p][2 * i], c), inverse),
+                                         __fmul_rn(element(patches[p][2 * i + 1], c), inverse));
+            const u32 word = pairs[0] | (u32)pairs[1] << 16;
+            staged[staged_index(patch_row + p * (PATCH_STEP / 4), PATCH_COLS * patch_col + c)] =
+                inverse == 0.0f ? 0 : word;
+        }
+    }
+    __syncthreads();
+    const u32 chunk = threadIdx.x % 8;
+#pragma unroll
+    for (u32 of_tile = threadIdx.x / 8; of_tile < TILE; of_tile += UNITS / 8) {
+        const bool swapped = of_tile / PATCH_COLS % 2;
+        const uint4 words = *(const uint4 *)&staged[staged_index(4 * chunk, of_tile) / 4 * 4];
+        *(uint4 *)(transposed + (first_col + of_tile) * rows + first_row + 16 * chunk) =
+            swapped ? make_uint4(words.z, words.w, words.x, words.y) : words;
+    }
+}

@@ -1,0 +1,119 @@
+//! The kernel of CUDA source for what a training step quantizes in groups: whole tiles, both ways, to FP8.
+//!
+//! The portable kernel in `group.rs`, launched for the matrix and for its transpose, is its specification, and does
+//! everything else. It reads the matrix twice, and the transpose across its rows.
+
+use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
+
+use crate::{
+    cuda::{
+        numbers::numbers,
+        source::{CudaSource, float_knob, launch_source},
+    },
+    device::{MAX_CUBES, MatrixView, is_hopper, read_width_up_to},
+    granularity::Granularity,
+    layout::Layout,
+    number::fp8::Fp8,
+    quantize::{QuantizeSpec, Quantized, buffers::allocate},
+    rounding::Rounding,
+    scale::{MIN_ABSMAX_BITS, ScaleNumber},
+};
+
+/// Rows and columns of a tile, and elements of a group.
+const TILE: usize = 128;
+/// Elements that are read at once, of 16 bits each.
+const VECTOR: usize = 8;
+
+/// The matrix and its transpose, quantized by this spec, if the kernel can and the device has it.
+pub(in crate::quantize) fn launch<R: Runtime>(
+    client: &ComputeClient<R>,
+    x: &TensorHandle<R>,
+    [view, of_transpose]: [&MatrixView; 2],
+    spec: &QuantizeSpec,
+) -> Option<[Quantized<R>; 2]> {
+    let shape = view.shape;
+    let [rows, cols] = [shape.rows / TILE, shape.cols / TILE];
+    let fits = is_hopper(client)
+        && spec.rounding == Rounding::Nearest
+        && spec.granularity == Granularity::Group(TILE)
+        && spec.layout == Layout::RowMajor
+        && x.dtype.size() == 2
+        && shape.batch == 1
+        && [rows * TILE, cols * TILE] == [shape.rows, shape.cols]
+        && (1..=MAX_CUBES).contains(&rows)
+        && (1..=MAX_CUBES).contains(&cols)
+        && read_width_up_to(VECTOR, x, view) == VECTOR;
+    let source = BothWays {
+        dtype: x.dtype,
+        number: Fp8::of(spec.number)?,
+        e8m0: match spec.scale {
+            ScaleNumber::F32 => false,
+            ScaleNumber::E8M0 => true,
+            ScaleNumber::E4M3 => return None,
+        },
+    };
+    if !fits {
+        return None;
+    }
+    let outputs = [view, of_transpose].map(|view| allocate(client, view, spec));
+    let mut buffers = vec![x.clone()];
+    for output in &outputs {
+        buffers.extend(output.values.clone());
+        buffers.push(output.scales.clone());
+    }
+    let numbers = GroupNumbers {
+        rows: shape.rows as u64,
+        cols: shape.cols as u64,
+        row_stride: view.row_stride as u64,
+    };
+    let cubes = CubeCount::Static(cols as u32, rows as u32, 1);
+    // SAFETY: the cubes are the tiles of the input, none of which reaches over an edge; the outputs were allocated for
+    // it and for its transpose, each with its values.
+    #[allow(unsafe_code)]
+    unsafe {
+        launch_source(client, source, cubes, Vec::new(), buffers, &numbers);
+    }
+    Some(outputs)
+}
+
+numbers! {
+    /// The numbers of `whole_tiles.cu`.
+    struct GroupNumbers {
+        /// Of the matrix, multiples of 128.
+        rows: u64,
+        cols: u64,
+        /// Elements of the input from a row to the next.
+        row_stride: u64,
+    }
+}
+
+/// `quantize_groups_both_ways`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct BothWays {
+    dtype: StorageType,
+    number: Fp8,
+    e8m0: bool,
+}
+
+impl CudaSource for BothWays {
+    type Numbers = GroupNumbers;
+
+    const TEXT: &'static str = concat!(
+        include_str!("../patch.cu"),
+        "\n",
+        include_str!("whole_tiles.cu")
+    );
+    const ENTRY_POINT: &'static str = "quantize_groups_both_ways";
+    const UNITS: u32 = 256;
+
+    fn knobs(&self) -> String {
+        format!(
+            "#define IN_{}\n#define NUMBER \"{}\"\n#define LARGEST {:?}f\n\
+             #define SMALLEST_MAXIMUM {MIN_ABSMAX_BITS}u\n#define E8M0 {}",
+            float_knob(self.dtype),
+            self.number.name(),
+            self.number.largest(),
+            u8::from(self.e8m0),
+        )
+    }
+}
