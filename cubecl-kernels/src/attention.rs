@@ -5,7 +5,7 @@
 //! ```text
 //! S_ij = Y_ij cap(scale Q_i·K_j) + bias_ij     cap(x) = softcap tanh(x / softcap)
 //! L_i  = log sum_j exp S_ij
-//! P_ij = exp(S_ij - L_i)
+//! P_ij = exp(S_ij - L_i)                       at most 1: see AttentionProducts
 //! O_i  = sum_j P_ij Z_ij V_j                   Y_ij or Z_ij = 0, or 1 / (1 - rate): dropout; else 1
 //! ```
 //!

@@ -234,12 +234,18 @@ pub fn quantize<R: Runtime>(
 ) -> Result<Quantized<R>, KernelError> {
     check_granularity(OPERATION, spec.granularity)?;
     let input = Input::new(client, OPERATION, x, spec)?;
+    Ok(quantize_input(client, &input))
+}
+
+/// Quantizes an input of one of the granularities.
+fn quantize_input<R: Runtime>(client: &ComputeClient<R>, input: &Input<R>) -> Quantized<R> {
+    let &Input { x, spec, .. } = input;
     let output = allocate(client, &input.view, spec);
     if input.view.shape.num_elements() == 0 {
-        return Ok(Quantized {
+        return Quantized {
             tensor_scale: output.tensor_scale.map(|scale| zeros(client, &scale)),
             ..output
-        });
+        };
     }
     // SAFETY: the output was allocated for this input, which is not empty.
     #[allow(unsafe_code)]
@@ -248,18 +254,18 @@ pub fn quantize<R: Runtime>(
             Granularity::Block(block)
                 if spec.number == Number::Int8 && spec.scale == ScaleNumber::F32 =>
             {
-                int8_blocks(client, &input, block, &output);
+                int8_blocks(client, input, block, &output);
             }
             Granularity::Group(size) if group::reads_once(size, spec) => {
-                group::launch(client, &input, size, &output);
+                group::launch(client, input, size, &output);
             }
             Granularity::Token if token::reads_once(input.view.shape.cols, spec) => {
-                token::launch(client, &input, &output);
+                token::launch(client, input, &output);
             }
             Granularity::Tensor if !spec.scale.has_tensor_scale() => {
                 let maxima = absmax::parts(client, x, &input.view, absmax::Count::All, None);
                 let inverses = scales::of_parts(client, &maxima, &output);
-                encode::by_regions(client, &input, &inverses, &output);
+                encode::by_regions(client, input, &inverses, &output);
             }
             Granularity::Block(_)
             | Granularity::Group(_)
@@ -268,19 +274,19 @@ pub fn quantize<R: Runtime>(
             | Granularity::Tensor => {
                 let maxima = absmax::launch(client, x, &input.view, spec.granularity);
                 let inverses = scales::launch(client, maxima, &output);
-                encode::by_regions(client, &input, &inverses, &output);
+                encode::by_regions(client, input, &inverses, &output);
             }
         }
     }
-    Ok(output)
+    output
 }
 
-/// Quantizes `x`, a matrix of f32, f16 or bf16 with any strides, and its transpose, by one spec: what a product needs of a
-/// matrix that another product reads across, where groups lie along what a product sums over (DeepSeek-V3, arXiv
+/// Quantizes `x`, a matrix of f32, f16 or bf16 with any strides, and its transpose, by one spec: what a product needs of
+/// a matrix that another product reads across, where groups lie along what a product sums over (DeepSeek-V3, arXiv
 /// 2412.19437, section 3.5.2).
 ///
-/// On CUDA's sm_90 FP8 to nearest in groups of 128, row-major, of whole tiles of 128 x 128 elements of 16 bits is one read
-/// of `x`. Elsewhere both are quantized one after the other, to the same bits.
+/// On CUDA's sm_90 FP8 to nearest in groups of 128, row-major, of whole tiles of 128 x 128 elements of 16 bits is one
+/// read of `x`. Elsewhere both are quantized one after the other, to the same bits.
 ///
 /// # Errors
 ///
@@ -296,18 +302,12 @@ pub fn quantize_both_ways<R: Runtime>(
     if rank >= 2 {
         transpose.metadata.swap(rank - 2, rank - 1);
     }
-    let [input, of_transpose] = [
+    let both = [
         Input::new(client, OPERATION, x, spec)?,
         Input::new(client, OPERATION, &transpose, spec)?,
     ];
-    let views = [&input.view, &of_transpose.view];
-    match group::whole_tiles::launch(client, x, views, spec) {
-        Some(both) => Ok(both),
-        None => Ok([
-            quantize(client, x, spec)?,
-            quantize(client, &transpose, spec)?,
-        ]),
-    }
+    let from_one_read = group::whole_tiles::launch(client, &both);
+    Ok(from_one_read.unwrap_or_else(|| both.map(|input| quantize_input(client, &input))))
 }
 
 /// FP32 zeros in the shape of a tensor.

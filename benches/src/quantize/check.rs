@@ -10,7 +10,10 @@ use cubecl_kernels::{
 };
 use half::bf16;
 
-use super::{BLOCK, launch::Launched};
+use super::{
+    BLOCK,
+    launch::{GROUPS, Launched},
+};
 use crate::{
     gpu::{Gpu, OUTLIER, Tensor},
     results::Operand,
@@ -65,7 +68,34 @@ pub fn check(
             ensure!(launched.values.values.is_some(), "the values are missing");
             compare(gpu, &launched.values, &quantize(Rounding::Nearest)?)
         }
+        Operand::Groups => {
+            let [rows, cols] = shape;
+            let saved = launched.saved.as_ref().context("there is one copy")?;
+            compare_groups(gpu, &launched.values, &host_x, shape)?;
+            compare_groups(gpu, saved, &transpose(&host_x, rows, cols), [cols, rows])
+                .context("of the transpose")
+        }
     }
+}
+
+/// Codes and scales of groups.
+fn compare_groups(
+    gpu: &Gpu,
+    actual: &Quantized<CudaRuntime>,
+    x: &[f32],
+    shape: [usize; 2],
+) -> Result<()> {
+    let expected = host::quantize(x, shape, &GROUPS)?;
+    let (HostValues::U8(expected_codes), HostScales::E8M0(expected_scales)) =
+        (&expected.values, &expected.scales)
+    else {
+        bail!("{:?} on the host", expected.number);
+    };
+    let codes: Vec<u8> = gpu.download(actual.values.as_ref().context("there are no values")?)?;
+    ensure!(codes == **expected_codes, "codes differ");
+    let scales: Vec<u8> = gpu.download(&actual.scales)?;
+    ensure!(scales == **expected_scales, "scales differ");
+    Ok(())
 }
 
 /// All copies and the scales.
@@ -133,9 +163,9 @@ fn compare_residual(
 }
 
 /// `[rows, cols]` to `[cols, rows]`, in squares that fit the cache.
-fn transpose(x: &[i8], rows: usize, cols: usize) -> Vec<i8> {
+fn transpose<T: Copy + Default>(x: &[T], rows: usize, cols: usize) -> Vec<T> {
     const SQUARE: usize = 64;
-    let mut out = vec![0; x.len()];
+    let mut out = vec![T::default(); x.len()];
     for first_row in (0..rows).step_by(SQUARE) {
         for first_col in (0..cols).step_by(SQUARE) {
             for row in first_row..(first_row + SQUARE).min(rows) {

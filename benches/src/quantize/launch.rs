@@ -7,8 +7,10 @@ use cubecl_kernels::{
     granularity::Granularity,
     layout::Layout,
     linear_input::quantize_linear_input,
-    quantize::{QuantizeSpec, Quantized, quantize},
+    number::Number,
+    quantize::{QuantizeSpec, Quantized, quantize, quantize_both_ways},
     rounding::{Rounding, StochasticKey},
+    scale::ScaleNumber,
 };
 
 use super::BLOCK;
@@ -28,7 +30,7 @@ pub struct Launched {
     pub values: Quantized<CudaRuntime>,
     /// The residuals of X.
     pub residual: Option<FallbackResidual<CudaRuntime>>,
-    /// X for the backward pass: stochastic, transposed.
+    /// X for the backward pass: stochastic, transposed. Of groups those of the transpose.
     pub saved: Option<Quantized<CudaRuntime>>,
 }
 
@@ -45,6 +47,14 @@ pub fn launch(
         Operand::X => return quantize_input(client, x, fallback, key),
         Operand::Dy => (stochastic, Layout::Both),
         Operand::W => (Rounding::Nearest, Layout::RowMajor),
+        Operand::Groups => {
+            let [values, of_transpose] = quantize_both_ways(client, x, &GROUPS)?;
+            return Ok(Launched {
+                values,
+                residual: None,
+                saved: Some(of_transpose),
+            });
+        }
     };
     Ok(Launched {
         values: quantize(client, x, &spec(rounding, layout))?,
@@ -52,6 +62,10 @@ pub fn launch(
         saved: None,
     })
 }
+
+/// How groups are quantized.
+pub const GROUPS: QuantizeSpec =
+    QuantizeSpec::new(Number::E4M3, Granularity::Group(BLOCK)).with_scale(ScaleNumber::E8M0);
 
 /// X for the forward product and for the backward ones.
 fn quantize_input(

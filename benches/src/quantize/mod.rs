@@ -72,7 +72,7 @@ pub fn run(gpu: &Gpu, settings: &Settings, peers: Option<&Path>) -> Result<Resul
     };
     let mut rows = Vec::new();
     for &shape in &settings.tensors {
-        for operand in [Operand::X, Operand::Dy] {
+        for operand in [Operand::X, Operand::Dy, Operand::Groups] {
             rows.push(measure::<bf16>(
                 gpu,
                 &mut random,
@@ -171,13 +171,14 @@ fn measure<F: Float + CubePrimitive>(
     Ok(speed)
 }
 
-/// Bytes that must move: the input of `read` bytes once, and once the values of each copy, a scale of each block and,
-/// for X, the residual values of the blocks that fell back and each block's residual scale and flag.
+/// Bytes that must move: the input of `read` bytes once, and once the values of each copy, a scale of each block, or a
+/// byte of each group, and, for X, the residual values of the blocks that fell back and each block's residual scale and flag.
 fn bytes(operand: Operand, read: usize, elements: usize, blocks: usize, fallen: usize) -> usize {
     let written = match operand {
         Operand::X => 2 * elements + elements * fallen / blocks.max(1) + (4 + 4 + 4) * blocks,
         Operand::Dy => 2 * elements + 4 * blocks,
         Operand::W => elements + 4 * blocks,
+        Operand::Groups => 2 * (elements + elements.div_ceil(BLOCK)),
     };
     read + written
 }
@@ -196,6 +197,10 @@ mod tests {
         assert_eq!(
             bytes(Operand::Dy, 2 * elements, elements, blocks, 0),
             4 * elements + 16
+        );
+        assert_eq!(
+            bytes(Operand::Groups, 2 * elements, elements, blocks, 0),
+            4 * elements + 2 * 512
         );
         let x = bytes(Operand::X, 2 * elements, elements, blocks, 1);
         assert_eq!(x, 4 * elements + 128 * 128 + 48);

@@ -15,6 +15,8 @@ pub enum Operand {
     Dy,
     /// To nearest, row-major.
     W,
+    /// E4M3 to nearest in groups of 128 with powers of two as scales: along the rows, and of the transpose.
+    Groups,
 }
 
 impl Operand {
@@ -24,6 +26,7 @@ impl Operand {
             Self::X => "X, with fallback and saved copy",
             Self::Dy => "dY, both layouts",
             Self::W => "W",
+            Self::Groups => "E4M3 in groups, both ways",
         }
     }
 }

@@ -230,8 +230,9 @@ impl Make {
     }
 }
 
-/// Both copies of a matrix, or of what it is computed from, from one read where they hold the same numbers or are of the
-/// matrix and its transpose. `delayed`: the maximum that the matrix had in earlier steps, where it has a history.
+/// Both copies of a matrix, or of what it is computed from: from one read where they hold the same numbers, or
+/// [go together](Make::goes_with) and there is a kernel for it. `delayed`: the maximum that the matrix had in earlier
+/// steps, where it has a history.
 pub(super) fn copies<K: Kernels>(
     matrix: MatrixSource<K>,
     makes: [Option<&Make>; 2],

@@ -10,8 +10,8 @@ pub(crate) const LARGEST_CODE: f32 = 127.0;
 /// The numbers that the products of the forward pass multiply; those of the backward pass multiply the tensors that
 /// they are given.
 ///
-/// So where the forward pass has codes, `L` is not of the backward pass's scores, which may lie far above it where scores
-/// are large: there `P = exp(min(S - L, 0))`, since no probability is larger than 1. Rows of P need not sum to 1.
+/// So where the forward pass has codes, `L` is not of the backward pass's scores, which may lie far above it where
+/// scores are large: there `P = exp(min(S - L, 0))`, since no probability is larger than 1. Rows of P need not sum to 1.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum AttentionProducts {
     /// Those of the tensors, and probabilities in their type.

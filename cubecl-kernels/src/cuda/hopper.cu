@@ -139,8 +139,8 @@ template <int BoxBytes> __device__ __forceinline__ u64 descriptor(u32 address) {
     return (u64)((address & 0x3ffff) >> 4) | (u64)(BoxBytes ? BoxBytes / 16 : 1) << 16 | (u64)64 << 32 | (u64)1 << 62;
 }
 
-// The descriptor of the operand that begins so many bytes, a multiple of 16, behind that of another one. Products follow one
-// another closely: four instructions for each address, of which each waits for the one before, hold them up.
+// The descriptor of the operand that begins so many bytes, a multiple of 16, behind that of another one. Products follow
+// one another closely: four instructions for each address, of which each waits for the one before, hold them up.
 __device__ __forceinline__ u64 behind(u64 descriptor, u32 bytes) {
     return descriptor + bytes / 16;
 }

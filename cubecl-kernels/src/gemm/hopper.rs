@@ -40,7 +40,8 @@ use self::fp8::{Accumulation, Fp8Source};
 
 /// A producer and two consumer warpgroups.
 const UNITS: u32 = 3 * 128;
-/// Bytes that every kernel leaves to what it declares itself: barriers, notes, scales, staging memory for unaligned rows.
+/// Bytes that every kernel leaves to what it declares itself: barriers, notes, scales, staging memory for unaligned
+/// rows.
 const DECLARED: usize = 27 * 1024;
 
 impl HopperBlueprint {

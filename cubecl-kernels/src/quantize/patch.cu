@@ -1,5 +1,5 @@
-// A thread's patch of a matrix that is quantized to FP8: 4 x 8 elements, of which four rows are one word of a transposed
-// copy, and their magnitudes.
+// A thread's patch of a matrix that is quantized to FP8: 4 x 8 elements, of which four rows are one word of a
+// transposed copy, and their magnitudes.
 //
 // Knobs, defined in front of this text:
 //   IN_F32, IN_F16 or IN_BF16   the type of the elements

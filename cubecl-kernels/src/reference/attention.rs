@@ -199,7 +199,17 @@ pub fn attention_backward(
                 (probabilities, mean)
             }
             Some(forward) => {
-                let probability = |s: f64| (s - forward.log_sum_exp[row]).min(0.0).exp();
+                let log_sum_exp = forward.log_sum_exp[row];
+                let shift = if log_sum_exp == f64::NEG_INFINITY {
+                    0.0
+                } else {
+                    log_sum_exp
+                };
+                // NaN stays NaN.
+                let probability = |s: f64| match s > shift {
+                    true => 1.0,
+                    false => (s - shift).exp(),
+                };
                 let probabilities = scores.iter().map(|&(j, s)| (j, probability(s))).collect();
                 (probabilities, dot(of_output, &forward.output[values]))
             }

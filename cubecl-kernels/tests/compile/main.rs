@@ -1214,11 +1214,21 @@ fn adamw_calls_functions_that_flush_to_zero() {
 
 #[rstest]
 fn hopper_sources_leave_memory_for_what_they_declare(
-    #[values("gemm_hopper", "gemm_rowwise_hopper", "gemm_float_hopper")] name: &str,
+    #[values(
+        "gemm_hopper",
+        "gemm_rowwise_hopper",
+        "gemm_float_hopper",
+        "gemm_fp8_hopper"
+    )]
+    name: &str,
 ) {
     // Barriers, the scales of stages, staging memory and the order of rows.
     const DECLARED: usize = 27 * 1024;
-    for source in hopper_sources(name) {
+    let sources = match name {
+        "gemm_fp8_hopper" => fp8_sources(),
+        _ => hopper_sources(name),
+    };
+    for source in sources {
         let available = max_shared_memory(90) - DECLARED;
         assert!(source.shared_memory <= available, "{}", source.code);
         assert!(source.shared_memory > available / 2, "{}", source.code);

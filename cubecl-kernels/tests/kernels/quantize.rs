@@ -432,12 +432,18 @@ fn groups_of_all_sizes(
     }
 }
 
-/// A matrix and its transpose: of whole tiles, and of none; aligned rows, and others.
+/// A matrix and its transpose: of whole tiles, and of others; rows and windows that are aligned, and others.
 #[rstest]
 fn groups_both_ways(
     #[values(Number::E4M3, Number::E5M2)] number: Number,
     #[values(ScaleNumber::F32, ScaleNumber::E8M0)] scale: ScaleNumber,
-    #[values(Memory::Contiguous, Memory::Transposed, Memory::Sliced)] memory: Memory,
+    #[values(
+        Memory::Contiguous,
+        Memory::Transposed,
+        Memory::Sliced,
+        Memory::SlicedAligned
+    )]
+    memory: Memory,
 ) {
     let (client, mut random) = (client(), Random::fresh());
     let spec = QuantizeSpec::new(number, Granularity::Group(128)).with_scale(scale);

@@ -325,7 +325,7 @@ fn quantized_x<K: Kernels>(
             let [operand, saved] = copies::<K>(x, [Some(operand), Some(saved)], None);
             (operand.expect("it was asked for"), None, saved)
         }
-        // A copy of the transposed matrix, by another spec.
+        // A copy that is made by itself.
         Some(saved) => {
             let x = x.into_floats();
             let copy = saved.copy::<K>(x.clone(), saved.factor.key.layout, None);

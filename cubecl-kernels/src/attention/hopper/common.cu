@@ -198,6 +198,11 @@ __device__ __forceinline__ void multiply(float *sums, const u32 *a, u64 b, bool 
 #endif
 }
 
+// The consumer of this thread. From a shuffle the compiler knows that a warp has one, and one descriptor of each operand.
+__device__ __forceinline__ u32 own_consumer() {
+    return __shfl_sync(EVERYONE, threadIdx.x / 128, 0) - 1;
+}
+
 // sums[64, N] = a[64, DIM] b[N, DIM]^T: `a` is 64 rows of a tile of ARows, `b` a tile of N rows. Asynchronous, as are all
 // products: their registers may be touched only after products_wait.
 template <int ARows, int N> __device__ __forceinline__ void start_over_features(float *sums, u32 a, u32 b) {

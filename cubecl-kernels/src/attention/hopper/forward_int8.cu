@@ -198,9 +198,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     }
 
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-    // From a shuffle, since the compiler then knows that it is the same in a warp: so are the descriptors that it leads to.
-    const u32 consumer = __shfl_sync(EVERYONE, threadIdx.x / 128, 0) - 1;
-    const u32 warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
+    const u32 consumer = own_consumer(), warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
     const u32 own = memory + consumer * 64 * ROW_BYTES;
     const u32 key_tiles = ((u32)numbers.keys + KEYS - 1) / KEYS;
     float sums[DIM / 2];

@@ -238,9 +238,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     }
 
     asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
-    // From a shuffle, since the compiler then knows that it is the same in a warp: so are the descriptors that it leads to.
-    const u32 consumer = __shfl_sync(EVERYONE, threadIdx.x / 128, 0) - 1;
-    const u32 warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
+    const u32 consumer = own_consumer(), warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
     const int key = first_key + consumer * 64;
     const u32 own = consumer * 64 * 128;
     const float factor = as_float(numbers.scale) * LOG2_E;

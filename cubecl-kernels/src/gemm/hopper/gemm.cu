@@ -36,8 +36,8 @@
 
 // ---- wgmma ----------------------------------------------------------------------------------------------------------
 
-// Starts the products of a unit: those of the 64 rows of A in `fragments` and of the 64 rows of B that `b` describes, as
-// deep as a scale block.
+// Starts the products of a unit: those of the 64 rows of A in `fragments` and of the 64 rows of B that `b` describes,
+// as deep as a scale block.
 __device__ __forceinline__ void multiply_chunk(int *products, const u32 (*fragments)[4], u64 b) {
     pin<CHUNK / 2>(products);
     products_fence();

@@ -56,8 +56,8 @@ struct TileScales {
 #endif
 };
 
-// The factors of a chunk's products: those of a lane's rows, lane / 4 and 8 behind it, with what all elements share; `cols`
-// is that of the lane's first column.
+// The factors of a chunk's products: those of a lane's rows, lane / 4 and 8 behind it, with what all elements share. Where
+// columns have their own, `cols` is that of the lane's first one.
 struct ChunkScales {
     float rows[2];
     const float *cols;
@@ -78,6 +78,8 @@ struct StageScales {
 #endif
 #if B_ROWS
         cols = scales.cols[stage] + 2 * (threadIdx.x % 4);
+#else
+        cols = nullptr;
 #endif
     }
     __device__ __forceinline__ ChunkScales of_chunk(const Note &note, int chunk) const {
@@ -141,7 +143,8 @@ __device__ __forceinline__ void add_tile(float *sums, const Stages &stages, cons
             if (chunk == 0) {
                 add_scaled(sums + (CHUNKS - 1) * CHUNK / 2, pending, of_pending);
 #if B_ROWS
-                // Only now are the scales of the pending chunk's columns read.
+                // Only now have all lanes read the scales of the pending chunk's columns.
+                __syncwarp();
                 if (pending_stage < STAGES)
                     release(stages.empty + 8 * pending_stage);
 #endif
@@ -159,6 +162,9 @@ __device__ __forceinline__ void add_tile(float *sums, const Stages &stages, cons
     products_wait<0>();
     pin<CHUNK / 2>(pending);
     add_scaled(sums + (CHUNKS - 1) * CHUNK / 2, pending, of_pending);
+#if B_ROWS
+    __syncwarp();
+#endif
     release(stages.empty + 8 * pending_stage);
 }
 
@@ -236,6 +242,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     __shared__ Note notes[STAGES];
     __shared__ __align__(16) Staging staging[8];
     __shared__ __align__(16) TileScales tile_scales;
+    static_assert(sizeof(staging) + sizeof(tile_scales) + sizeof(notes) + 16 * STAGES <= 27 * 1024, "DECLARED in hopper.rs");
 #if B_ROWS
     if (threadIdx.x < CHUNK)
         tile_scales.zeros[threadIdx.x] = 0.0f;

@@ -13,8 +13,8 @@
 // blocks that run take tiles by turns, first for their magnitudes, and when all of these are there once more, to
 // quantize them.
 //
-// A thread has a patch, all of whose reads are in flight at once; the lanes of a warp read 256 neighbours of two rows of
-// 16-bit elements.
+// A thread has a patch, all of whose reads are in flight at once; the lanes of a warp read 256 neighbours of two rows
+// of 16-bit elements.
 //
 // The elements come from a source: a structure whose `read` gives the rows of a patch.
 

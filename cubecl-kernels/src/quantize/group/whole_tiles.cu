@@ -1,16 +1,16 @@
-// Quantizes a matrix of tiles of 128 x 128 to FP8 in groups of 128, to nearest: once in groups along its rows, and once, as
-// its transpose, in groups along its columns, on CUDA's sm_90. The numbers are those of the portable kernel in group.rs,
-// to the bit.
+// Quantizes a matrix of tiles of 128 x 128 to FP8 in groups of 128, to nearest: once in groups along its rows, and
+// once, as its transpose, in groups along its columns, on CUDA's sm_90. The numbers are those of the portable kernel in
+// group.rs, to the bit.
 //
-// Knobs, defined in front of this text, beside those of patch.cu, which comes before it; elements have 16 bits:
-//   LARGEST            the largest number
-//   SMALLEST_MAXIMUM   the bits of the smallest maximum that gets a scale
-//   E8M0               1: scales are powers of two, in bytes; 0: FP32
+// Knobs, defined in front of this text, beside those of patch.cu, which comes before it as scale.cu does; elements have
+// 16 bits:
+//   LARGEST   the largest number
+//   E8M0      1: scales are powers of two, in bytes; 0: FP32
 // and the structure Numbers.
 //
-// A block of threads has a tile, in which groups of both kinds are whole, so that the matrix is read once. A thread has two
-// patches, 64 rows apart; 16 neighbours have the groups of 4 rows each. They find the maxima of rows among themselves,
-// two in a word, and those of columns through shared memory.
+// A block of threads has a tile, in which groups of both kinds are whole, so that the matrix is read once. A thread has
+// two patches, 64 rows apart; 16 neighbours have the groups of 4 rows each. They find the maxima of rows among
+// themselves, two in a word, and those of columns through shared memory.
 
 #define UNITS 256
 #define TILE 128
@@ -34,22 +34,18 @@ struct OfGroup {
     float inverse;
 };
 
-// Those of the bits of its largest magnitude (scale/e8m0.rs, scale/fp32.rs).
+// Those of the bits of its largest magnitude.
 __device__ __forceinline__ OfGroup of_group(u32 absmax) {
 #if E8M0
+    // The smallest power of two with which nothing saturates (scale/e8m0.rs).
     if (absmax >= INFINITE)
         return {255, 0.0f};
     const u32 byte = (absmax + (127u << 23) + 0x7fffffu - __float_as_uint(LARGEST)) >> 23;
-    if (absmax >= SMALLEST_MAXIMUM)
+    if (absmax >= MIN_ABSMAX)
         return {(Scale)byte, __uint_as_float((254 - byte) << 23)};
     return {0, 0.0f};
 #else
-    if (absmax >= INFINITE)
-        return {__uint_as_float(absmax | 0x7fc00000u), 0.0f};
-    const float maximum = __uint_as_float(absmax);
-    if (absmax >= SMALLEST_MAXIMUM)
-        return {__fdiv_rn(maximum, LARGEST), __fdiv_rn(LARGEST, maximum)};
-    return {0.0f, 0.0f};
+    return {scale_of(absmax, LARGEST), inverse_of(absmax, LARGEST)};
 #endif
 }
 
@@ -74,14 +70,15 @@ __device__ __forceinline__ u32 widened(u32 magnitude) {
 
 // ---- The kernel -----------------------------------------------------------------------------------------------------
 
-// The word of four rows of a column in the staged tile, which is ordered by columns. An exclusive or with the patch keeps
-// the words of a warp in different banks, and the four words of 16 rows in 16 bytes, though in pairs of either order.
+// The word of four rows of a column in the staged tile, which is ordered by columns. An exclusive or with the patch
+// keeps the words of a warp in different banks, and the four words of 16 rows in 16 bytes, though in pairs of either
+// order.
 __device__ __forceinline__ u32 staged_index(u32 word, u32 col) {
     return col * (TILE / 4) + (word ^ col / PATCH_COLS * 2);
 }
 
-// x: [rows, cols], its columns dense, its rows at multiples of 16 bytes. values: [rows, cols], scales: [rows, cols / 128],
-// transposed: [cols, rows], scales_of_transposed: [cols, rows / 128], all dense.
+// x: [rows, cols], its columns dense, its rows at multiples of 16 bytes. values: [rows, cols], scales:
+// [rows, cols / 128], transposed: [cols, rows], scales_of_transposed: [cols, rows / 128], all dense.
 extern "C" __global__ void __launch_bounds__(UNITS, 3)
     quantize_groups_both_ways(const u8 *__restrict__ x, u8 *__restrict__ values, Scale *__restrict__ scales,
                               u8 *__restrict__ transposed, Scale *__restrict__ scales_of_transposed,

@@ -3,20 +3,20 @@
 //! The portable kernel in `group.rs`, launched for the matrix and for its transpose, is its specification, and does
 //! everything else. It reads the matrix twice, and the transpose across its rows.
 
-use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
+use cubecl::{ir::StorageType, prelude::*};
 
 use crate::{
     cuda::{
         numbers::numbers,
         source::{CudaSource, float_knob, launch_source},
     },
-    device::{MAX_CUBES, MatrixView, is_hopper, read_width_up_to},
+    device::{MAX_CUBES, is_hopper, read_width_up_to},
     granularity::Granularity,
     layout::Layout,
     number::fp8::Fp8,
-    quantize::{QuantizeSpec, Quantized, buffers::allocate},
+    quantize::{Input, Quantized, buffers::allocate},
     rounding::Rounding,
-    scale::{MIN_ABSMAX_BITS, ScaleNumber},
+    scale::ScaleNumber,
 };
 
 /// Rows and columns of a tile, and elements of a group.
@@ -24,13 +24,17 @@ const TILE: usize = 128;
 /// Elements that are read at once, of 16 bits each.
 const VECTOR: usize = 8;
 
-/// The matrix and its transpose, quantized by this spec, if the kernel can and the device has it.
+/// A matrix and its transpose, quantized by one spec, if the kernel can and the device has it.
 pub(in crate::quantize) fn launch<R: Runtime>(
     client: &ComputeClient<R>,
-    x: &TensorHandle<R>,
-    [view, of_transpose]: [&MatrixView; 2],
-    spec: &QuantizeSpec,
+    both: &[Input<R>; 2],
 ) -> Option<[Quantized<R>; 2]> {
+    let &[
+        Input {
+            x, ref view, spec, ..
+        },
+        _,
+    ] = both;
     let shape = view.shape;
     let [rows, cols] = [shape.rows / TILE, shape.cols / TILE];
     let fits = is_hopper(client)
@@ -43,6 +47,9 @@ pub(in crate::quantize) fn launch<R: Runtime>(
         && (1..=MAX_CUBES).contains(&rows)
         && (1..=MAX_CUBES).contains(&cols)
         && read_width_up_to(VECTOR, x, view) == VECTOR;
+    if !fits {
+        return None;
+    }
     let source = BothWays {
         dtype: x.dtype,
         number: Fp8::of(spec.number)?,
@@ -52,10 +59,7 @@ pub(in crate::quantize) fn launch<R: Runtime>(
             ScaleNumber::E4M3 => return None,
         },
     };
-    if !fits {
-        return None;
-    }
-    let outputs = [view, of_transpose].map(|view| allocate(client, view, spec));
+    let outputs = both.each_ref().map(|it| allocate(client, &it.view, spec));
     let mut buffers = vec![x.clone()];
     for output in &outputs {
         buffers.extend(output.values.clone());
@@ -99,6 +103,7 @@ impl CudaSource for BothWays {
     type Numbers = GroupNumbers;
 
     const TEXT: &'static str = concat!(
+        include_str!("../block/scale.cu"),
         include_str!("../patch.cu"),
         "\n",
         include_str!("whole_tiles.cu")
@@ -108,8 +113,7 @@ impl CudaSource for BothWays {
 
     fn knobs(&self) -> String {
         format!(
-            "#define IN_{}\n#define NUMBER \"{}\"\n#define LARGEST {:?}f\n\
-             #define SMALLEST_MAXIMUM {MIN_ABSMAX_BITS}u\n#define E8M0 {}",
+            "#define IN_{}\n#define NUMBER \"{}\"\n#define LARGEST {:?}f\n#define E8M0 {}",
             float_knob(self.dtype),
             self.number.name(),
             self.number.largest(),

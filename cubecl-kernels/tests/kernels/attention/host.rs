@@ -80,14 +80,44 @@ fn int8_products_equal_the_reference() {
     });
     for kind in kinds {
         let problem = Problem::draw(&mut random, kind);
-        let expected = problem.solve().forward;
-        let (forward, _) = solve(&problem);
-        let what = format!("{kind:?}");
-        let sums = &expected.log_sum_exp;
-        assert_close(&forward.log_sum_exp, sums, 1e-5, &what);
-        let width = problem.shape.value_width;
-        assert_near(&forward.output, &expected.output, width, 2e-3, &what);
+        compare_int8(&problem, &format!("{kind:?}"));
     }
+}
+
+fn compare_int8(problem: &Problem, what: &str) {
+    let expected = problem.solve();
+    let (forward, gradients) = solve(problem);
+    let of_forward = &expected.forward;
+    assert_close(&forward.log_sum_exp, &of_forward.log_sum_exp, 1e-5, what);
+    let width = problem.shape.value_width;
+    assert_near(&forward.output, &of_forward.output, width, 2e-3, what);
+    let of = &expected.gradients;
+    for (actual, expected) in [
+        (gradients.query, &of.query),
+        (gradients.key, &of.key),
+        (gradients.value, &of.value),
+    ] {
+        let actual = actual.unwrap_or_default();
+        assert_close(&actual, expected, 5e-3, &format!("{what}: gradient"));
+    }
+}
+
+/// Scores of thousands, of which exact ones lie far above a log-sum-exp of codes.
+#[test]
+fn int8_products_of_large_scores() {
+    let mut random = Random::fresh();
+    let kind = Kind {
+        band: Band::CAUSAL,
+        products: AttentionProducts::Int8,
+        ..Kind::plain([1, 2, 1], [100, 150], [64, 64])
+    };
+    let mut problem = Problem::draw(&mut random, kind);
+    problem.query.iter_mut().for_each(|x| *x *= 512.0);
+    compare_int8(&problem, "large scores");
+    let (_, gradients) = solve(&problem);
+    let largest = |x: Option<Vec<f32>>| x.into_iter().flatten().fold(0.0f32, |a, x| a.max(x.abs()));
+    // A probability of at most 1 for each of 100 queries of two heads, and gradients of a normal output.
+    assert!(largest(gradients.value) < 1e4);
 }
 
 /// By codes an output is one or two hundredths off, whatever the scores' spread; one scale for all probabilities would
