@@ -172,7 +172,8 @@ fn measure<F: Float + CubePrimitive>(
 }
 
 /// Bytes that must move: the input of `read` bytes once, and once the values of each copy, a scale of each block, or a
-/// byte of each group, and, for X, the residual values of the blocks that fell back and each block's residual scale and flag.
+/// byte of each group, and, for X, the residual values of the blocks that fell back and each block's residual scale and
+/// flag.
 fn bytes(operand: Operand, read: usize, elements: usize, blocks: usize, fallen: usize) -> usize {
     let written = match operand {
         Operand::X => 2 * elements + elements * fallen / blocks.max(1) + (4 + 4 + 4) * blocks,

@@ -40,6 +40,20 @@ __device__ __forceinline__ void read_rows(Rows &rows, const u8 *__restrict__ x, 
         }
 }
 
+#ifndef IN_F32
+// The larger ones of two pairs of magnitudes of 16 bits.
+__device__ __forceinline__ u32 larger_pair(u32 a, u32 b) {
+    u32 larger;
+    asm("max.u16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+    return larger;
+}
+
+// The larger half of such a pair.
+__device__ __forceinline__ u32 larger_half(u32 pair) {
+    return max(pair >> 16, pair & 0xffffu);
+}
+#endif
+
 // The largest magnitude so far and in a row of a patch, as bits; of 16-bit elements one in each half of the word. As
 // integers they order NaN above infinity above every finite value.
 __device__ __forceinline__ u32 larger(u32 largest, const Row &row) {
@@ -48,7 +62,7 @@ __device__ __forceinline__ u32 larger(u32 largest, const Row &row) {
 #ifdef IN_F32
         largest = max(largest, word & 0x7fffffffu);
 #else
-        asm("max.u16x2 %0, %0, %1;" : "+r"(largest) : "r"(word & 0x7fff7fffu));
+        largest = larger_pair(largest, word & 0x7fff7fffu);
 #endif
     }
     return largest;
@@ -69,7 +83,7 @@ __device__ __forceinline__ u32 float_bits(u32 largest) {
 #ifdef IN_F32
     return largest;
 #else
-    return __float_as_uint(from_16_bits(max(largest >> 16, largest & 0xffffu)));
+    return __float_as_uint(from_16_bits(larger_half(largest)));
 #endif
 }
 
@@ -81,19 +95,19 @@ __device__ __forceinline__ float element(const Row &row, int col) {
 #endif
 }
 
-// Two codes, to nearest, saturating, the first in the low byte; those of NaN are not those that are wanted.
-__device__ __forceinline__ u16 codes_of_pair(float first, float second) {
-    u16 pair;
-    asm("cvt.rn.satfinite." NUMBER "x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(second), "f"(first));
-    return pair;
+// Four codes of elements times the inverse of a scale, to nearest, saturating, the first in the low byte; those of NaN
+// are not those that are wanted.
+__device__ __forceinline__ u32 codes_of(const float (&elements)[4], float inverse) {
+    u16 pairs[2];
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const float first = __fmul_rn(elements[2 * i], inverse), second = __fmul_rn(elements[2 * i + 1], inverse);
+        asm("cvt.rn.satfinite." NUMBER "x2.f32 %0, %1, %2;" : "=h"(pairs[i]) : "f"(second), "f"(first));
+    }
+    return pairs[0] | (u32)pairs[1] << 16;
 }
 
 // Those of four neighbours in a row.
 __device__ __forceinline__ u32 codes_of(const Row &row, int col, float inverse) {
-    u16 pairs[2];
-#pragma unroll
-    for (int i = 0; i < 2; i++)
-        pairs[i] = codes_of_pair(__fmul_rn(element(row, col + 2 * i), inverse),
-                                 __fmul_rn(element(row, col + 2 * i + 1), inverse));
-    return pairs[0] | (u32)pairs[1] << 16;
+    return codes_of({element(row, col), element(row, col + 1), element(row, col + 2), element(row, col + 3)}, inverse);
 }

@@ -199,12 +199,7 @@ pub fn attention_backward(
                 (probabilities, mean)
             }
             Some(forward) => {
-                let log_sum_exp = forward.log_sum_exp[row];
-                let shift = if log_sum_exp == f64::NEG_INFINITY {
-                    0.0
-                } else {
-                    log_sum_exp
-                };
+                let shift = shift_by(forward.log_sum_exp[row]);
                 // NaN stays NaN.
                 let probability = |s: f64| match s > shift {
                     true => 1.0,
@@ -329,17 +324,21 @@ impl Query<'_> {
     }
 }
 
+/// What is taken from scores of this maximum or log-sum-exp: nothing from those that are all negative infinity.
+fn shift_by(largest: f64) -> f64 {
+    match largest == f64::NEG_INFINITY {
+        true => 0.0,
+        false => largest,
+    }
+}
+
 /// The probabilities of scores, and their log-sum-exp. A row of no scores, or of negative infinity only, is 0.
 fn softmax(scores: &[(usize, f64)]) -> (Vec<(usize, f64)>, f64) {
     let largest = scores
         .iter()
         .map(|&(_, s)| s)
         .fold(f64::NEG_INFINITY, f64::max);
-    let shift = if largest == f64::NEG_INFINITY {
-        0.0
-    } else {
-        largest
-    };
+    let shift = shift_by(largest);
     let weights = || scores.iter().map(|&(j, s)| (j, (s - shift).exp()));
     let sum: f64 = weights().map(|(_, weight)| weight).sum();
     if sum == 0.0 {

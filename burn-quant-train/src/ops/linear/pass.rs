@@ -310,27 +310,17 @@ fn quantized_x<K: Kernels>(
         };
     }
     let (x, contexts) = x.with_contexts();
-    let (operand, fallback, saved) = match saved {
-        _ if delayed.is_some() => {
+    let (operand, fallback, saved) = match fallback {
+        None => {
             let [operand, saved] = copies::<K>(x, [Some(operand), saved], delayed);
             (operand.expect("it was asked for"), None, saved)
         }
-        None => {
-            let (operand, fallback) = quantize_operand::<K>(x.into_floats(), &spec, fallback);
-            (operand, fallback, None)
-        }
-        Some(saved)
-            if fallback.is_none() && (operand.is_same_as(saved) || operand.goes_with(saved)) =>
-        {
-            let [operand, saved] = copies::<K>(x, [Some(operand), Some(saved)], None);
-            (operand.expect("it was asked for"), None, saved)
-        }
-        // A copy that is made by itself.
-        Some(saved) => {
+        Some(_) => {
             let x = x.into_floats();
-            let copy = saved.copy::<K>(x.clone(), saved.factor.key.layout, None);
+            let copy = |saved: &Make| saved.copy::<K>(x.clone(), saved.factor.key.layout, None);
+            let saved = saved.map(copy);
             let (operand, fallback) = quantize_operand::<K>(x, &spec, fallback);
-            (operand, fallback, Some(copy))
+            (operand, fallback, saved)
         }
     };
     QuantizedX {

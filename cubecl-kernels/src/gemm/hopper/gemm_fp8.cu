@@ -56,39 +56,34 @@ struct TileScales {
 #endif
 };
 
-// The factors of a chunk's products: those of a lane's rows, lane / 4 and 8 behind it, with what all elements share. Where
-// columns have their own, `cols` is that of the lane's first one.
-struct ChunkScales {
-    float rows[2];
-    const float *cols;
-};
-
-// What a lane reads of a stage's scales.
-struct StageScales {
+// The factors of products: those of a lane's two rows, lane / 4 and 8 behind it, and where columns have their own, the
+// place of that of the lane's first one.
+struct Scales {
     float rows[2];
     const float *cols;
 
-    __device__ __forceinline__ StageScales(const TileScales &scales, u32 stage) {
-#if A_ROWS
-        const float *const of_lane = scales.rows[stage] + (threadIdx.x - 128) / 32 * 16 + threadIdx.x % 32 / 4;
-        rows[0] = of_lane[0];
-        rows[1] = of_lane[8];
-#else
-        rows[0] = rows[1] = 1.0f;
-#endif
-#if B_ROWS
-        cols = scales.cols[stage] + 2 * (threadIdx.x % 4);
-#else
-        cols = nullptr;
-#endif
-    }
-    __device__ __forceinline__ ChunkScales of_chunk(const Note &note, int chunk) const {
+    // Those of a chunk, with what all its elements share.
+    __device__ __forceinline__ Scales of_chunk(const Note &note, int chunk) const {
         const float shared = scale_of(note, chunk);
         return {{rows[0] * shared, rows[1] * shared}, cols + chunk * CHUNK};
     }
 };
 
-__device__ __forceinline__ void add_scaled(float *sums, const float *products, const ChunkScales &scales) {
+// What a lane reads of a stage's.
+__device__ __forceinline__ Scales scales_of(const TileScales &scales, u32 stage) {
+    Scales read = {{1.0f, 1.0f}, nullptr};
+#if A_ROWS
+    const float *const of_lane = scales.rows[stage] + (threadIdx.x - 128) / 32 * 16 + threadIdx.x % 32 / 4;
+    read.rows[0] = of_lane[0];
+    read.rows[1] = of_lane[8];
+#endif
+#if B_ROWS
+    read.cols = scales.cols[stage] + 2 * (threadIdx.x % 4);
+#endif
+    return read;
+}
+
+__device__ __forceinline__ void add_scaled(float *sums, const float *products, const Scales &scales) {
 #pragma unroll
     for (int j = 0; j < CHUNK / 8; j++) {
 #if B_ROWS
@@ -117,7 +112,7 @@ __device__ __forceinline__ void add_tile(float *sums, const Stages &stages, cons
 #pragma unroll
     for (int i = 0; i < CHUNK / 2; i++)
         pending[i] = 0.0f;
-    ChunkScales of_pending = {{0.0f, 0.0f}, nullptr};
+    Scales of_pending = {{0.0f, 0.0f}, nullptr};
 #if B_ROWS
     of_pending.cols = tile_scales.zeros + 2 * (threadIdx.x % 4);
 #endif
@@ -126,7 +121,7 @@ __device__ __forceinline__ void add_tile(float *sums, const Stages &stages, cons
     do {
         barrier_wait(stages.full + 8 * stage, parity);
         const Note note = stages.notes[stage];
-        const StageScales scales(tile_scales, stage);
+        const Scales scales = scales_of(tile_scales, stage);
         last = note.is_end != 0.0f;
         const u64 b = descriptor<0>(stages.memory + stage * STAGE_BYTES + A_BYTES);
         products_wait<0>();
@@ -175,7 +170,7 @@ __device__ __forceinline__ void add_narrow_tile(float *sums, u32 count, const St
     do {
         barrier_wait(stages.full + 8 * stage, parity);
         const Note note = stages.notes[stage];
-        const StageScales scales(tile_scales, stage);
+        const Scales scales = scales_of(tile_scales, stage);
         last = note.is_end != 0.0f;
         const u64 b = descriptor<0>(stages.memory + stage * STAGE_BYTES + A_BYTES);
         u32 fragments[DEPTH / 32][4];
@@ -242,7 +237,8 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     __shared__ Note notes[STAGES];
     __shared__ __align__(16) Staging staging[8];
     __shared__ __align__(16) TileScales tile_scales;
-    static_assert(sizeof(staging) + sizeof(tile_scales) + sizeof(notes) + 16 * STAGES <= 27 * 1024, "DECLARED in hopper.rs");
+    static_assert(sizeof(staging) + sizeof(tile_scales) + sizeof(notes) + 16 * STAGES <= 27 * 1024,
+                  "DECLARED in hopper.rs");
 #if B_ROWS
     if (threadIdx.x < CHUNK)
         tile_scales.zeros[threadIdx.x] = 0.0f;

@@ -51,18 +51,6 @@ __device__ __forceinline__ OfGroup of_group(u32 absmax) {
 
 // ---- Maxima ---------------------------------------------------------------------------------------------------------
 
-// The larger ones of two pairs of magnitudes of 16 bits.
-__device__ __forceinline__ u32 larger_pair(u32 a, u32 b) {
-    u32 larger;
-    asm("max.u16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
-    return larger;
-}
-
-// The larger half of a word of two.
-__device__ __forceinline__ u32 larger_half(u32 pair) {
-    return max(pair >> 16, pair & 0xffffu);
-}
-
 // The bits of a magnitude of 16 bits as a float's.
 __device__ __forceinline__ u32 widened(u32 magnitude) {
     return __float_as_uint(from_16_bits(magnitude));
@@ -154,12 +142,9 @@ extern "C" __global__ void __launch_bounds__(UNITS, 3)
         const float inverse = inverses[PATCH_COLS * patch_col + c];
 #pragma unroll
         for (int p = 0; p < PATCHES; p++) {
-            u16 pairs[2];
-#pragma unroll
-            for (int i = 0; i < 2; i++)
-                pairs[i] = codes_of_pair(__fmul_rn(element(patches[p][2 * i], c), inverse),
-                                         __fmul_rn(element(patches[p][2 * i + 1], c), inverse));
-            const u32 word = pairs[0] | (u32)pairs[1] << 16;
+            const Rows &patch = patches[p];
+            const u32 word = codes_of(
+                {element(patch[0], c), element(patch[1], c), element(patch[2], c), element(patch[3], c)}, inverse);
             staged[staged_index(patch_row + p * (PATCH_STEP / 4), PATCH_COLS * patch_col + c)] =
                 inverse == 0.0f ? 0 : word;
         }
