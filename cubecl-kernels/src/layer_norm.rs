@@ -26,10 +26,16 @@ use crate::{
     exact,
     operator_input::{OperatorInput, Pieces},
     output_gradient::{GradientForm, OutputGradient, add_other, read_terms},
-    quantize::whole_runs::RunGrid,
+    quantize::{
+        QuantizeSpec, Quantized,
+        beside::{CopyArgs, GroupCopy},
+        quantize,
+        whole_runs::RunGrid,
+    },
     row_units::{
-        RowUnits, add_rows, check_backward, check_rows, has_rows, held_input, held_zeros,
-        inverse_cols, read_held, row_sum, row_sums, vector_index, write_held,
+        RowUnits, add_rows, check_backward, check_rows, has_rows, held_copy, held_input,
+        held_zeros, inverse_cols, read_held, row_sum, row_sums, vector_index, write_held,
+        write_held_copy,
     },
 };
 
@@ -85,7 +91,40 @@ pub fn layer_norm<'a, R: Runtime>(
     bias: Option<&TensorHandle<R>>,
     epsilon: f32,
 ) -> Result<LayerNormOutput<R>, KernelError> {
-    let x = x.into();
+    let (norm, _) = launch(client, x.into(), gain, bias, epsilon, None)?;
+    Ok(norm)
+}
+
+/// [`layer_norm`] of a matrix of floats, and its copy, that of [`quantize`](crate::quantize::quantize()) to the bit.
+///
+/// - `spec`: as for [`rms_norm_compressing`](crate::rms_norm::rms_norm_compressing).
+///
+/// # Errors
+///
+/// As there, and when `quantize` does not have the spec.
+pub fn layer_norm_compressing<R: Runtime>(
+    client: &ComputeClient<R>,
+    x: &TensorHandle<R>,
+    gain: &TensorHandle<R>,
+    bias: Option<&TensorHandle<R>>,
+    epsilon: f32,
+    spec: &QuantizeSpec,
+) -> Result<(LayerNormOutput<R>, Quantized<R>), KernelError> {
+    let (norm, copy) = launch(client, x.into(), gain, bias, epsilon, Some(spec))?;
+    match copy {
+        Some(copy) => Ok((norm, copy)),
+        None => Ok((norm, quantize(client, x, spec)?)),
+    }
+}
+
+fn launch<R: Runtime>(
+    client: &ComputeClient<R>,
+    x: OperatorInput<R>,
+    gain: &TensorHandle<R>,
+    bias: Option<&TensorHandle<R>>,
+    epsilon: f32,
+    spec: Option<&QuantizeSpec>,
+) -> Result<(LayerNormOutput<R>, Option<Quantized<R>>), KernelError> {
     let [rows, cols] = check_rows(client, OPERATION, &x, gain)?;
     if let Some(bias) = bias {
         check_bias(bias, gain)?;
@@ -93,6 +132,7 @@ pub fn layer_norm<'a, R: Runtime>(
     let output = empty(client, x.shape(), x.dtype());
     let mean = empty(client, vec![rows], storage::<f32>());
     let inverse_deviation = empty(client, vec![rows], storage::<f32>());
+    let mut copy = None;
     if rows > 0 {
         let has_bias = bias.is_some();
         let bias = or_unused(bias, gain, gain.dtype);
@@ -101,9 +141,11 @@ pub fn layer_norm<'a, R: Runtime>(
         let pieces = Pieces::of(&[&x], cols, &[&output]);
         let units = RowUnits::new(client, cols, pieces.len);
         let gain_width = vector_width(units.width, &[gain, &bias]);
+        let beside = spec.and_then(|spec| held_copy(client, OPERATION, x.values(), spec, units));
+        let to = CopyArgs::of(beside.as_ref(), &output);
         // SAFETY: rows are guarded by their number, columns by their own, for which the outputs were allocated;
-        // scales lie inside of their buffers, whose shapes were compared with the matrix, and stand-ins are not read;
-        // a stand-in for the bias is not read.
+        // scales lie inside of their buffers, whose shapes were compared with the matrix, and stand-ins are neither
+        // read nor written; a stand-in for the bias is not read.
         #[allow(unsafe_code)]
         unsafe {
             layer_norm_kernel::launch_unchecked::<R>(
@@ -113,6 +155,7 @@ pub fn layer_norm<'a, R: Runtime>(
                 pieces.read,
                 pieces.width,
                 gain_width,
+                to.words,
                 array(x.values().clone()),
                 array(x.scales()),
                 array(x.tensor_scales()),
@@ -121,25 +164,33 @@ pub fn layer_norm<'a, R: Runtime>(
                 array(output.clone()),
                 array(mean.clone()),
                 array(inverse_deviation.clone()),
+                to.values,
+                array(to.scales.clone()),
                 x.grid(),
                 rows as u32,
                 epsilon,
+                to.largest,
                 units,
                 pieces,
                 gain_width,
                 has_bias,
+                to.copy,
                 x.values().dtype,
                 x.scales().dtype,
                 dtype,
                 gain.dtype,
+                to.dtype,
+                to.scales.dtype,
             );
         }
+        copy = beside.map(|it| it.output);
     }
-    Ok(LayerNormOutput {
+    let norm = LayerNormOutput {
         output,
         mean,
         inverse_deviation,
-    })
+    };
+    Ok((norm, copy))
 }
 
 /// The gradients of `x`, of the gain and of the bias, from that of the output of [`layer_norm`].
@@ -260,9 +311,12 @@ fn layer_norm_kernel<
     S: Numeric,
     F: Numeric,
     G: Numeric,
+    V: Numeric,
+    T: Numeric,
     NX: Size,
     N: Size,
     NG: Size,
+    NV: Size,
 >(
     x: &Array<Vector<X, NX>>,
     scales: &Array<S>,
@@ -272,17 +326,23 @@ fn layer_norm_kernel<
     output: &mut Array<Vector<F, N>>,
     mean: &mut Array<f32>,
     inverse_deviation: &mut Array<f32>,
+    copy_values: &mut Array<Vector<V, NV>>,
+    copy_scales: &mut Array<T>,
     grid: RunGrid,
     rows: u32,
     epsilon: f32,
+    largest: f32,
     #[comptime] units: RowUnits,
     #[comptime] pieces: Pieces,
     #[comptime] gain_width: usize,
     #[comptime] has_bias: bool,
+    #[comptime] copy: Option<GroupCopy>,
     #[define(X)] _values_dtype: StorageType,
     #[define(S)] _scales_dtype: StorageType,
     #[define(F)] _dtype: StorageType,
     #[define(G)] _gain_dtype: StorageType,
+    #[define(V)] _copy_dtype: StorageType,
+    #[define(T)] _copy_scales_dtype: StorageType,
 ) {
     let elements = comptime!(units.elements());
     let first = CUBE_POS as u32 * comptime!(units.rows as u32);
@@ -294,6 +354,20 @@ fn layer_norm_kernel<
     let read_row = min(row, rows - 1);
     let mut values =
         held_input::<X, NX, S, F>(x, scales, tensor_scales, &grid, read_row, units, pieces);
+    match comptime!(copy) {
+        None => {}
+        Some(copy) => write_held_copy::<V, NV, T>(
+            copy_values,
+            copy_scales,
+            &values,
+            row,
+            rows,
+            largest,
+            grid.zero,
+            units,
+            copy,
+        ),
+    }
     let gains = read_held::<G, NG>(gain, 0u32, units, gain_width);
     let mut sum = 0.0f32;
     #[unroll]

@@ -22,6 +22,7 @@
 //! | [`optimizer_state`] | moments of an optimizer as 8-bit codes with a scale for each group, and back |
 //! | [`dynamic_range_expansion`] | powers that stretch a group to the range of its codes |
 //! | [`attention`](mod@attention) | attention and its gradients, without the scores in memory |
+//! | [`centred`](mod@centred) | keys less what they have in common |
 //! | [`softmax`](mod@softmax) | the softmax of attention scores and its gradient |
 //! | [`log_softmax`](mod@log_softmax) | the logarithm of the softmax of logits, and its gradient |
 //! | [`rms_norm`](mod@rms_norm) | RMSNorm and its gradients |
@@ -67,6 +68,7 @@ pub mod adamw;
 pub mod amax_history;
 pub mod attention;
 pub mod bit_splitting;
+pub mod centred;
 pub mod column_sum;
 pub mod compile_ahead;
 pub mod concatenate;

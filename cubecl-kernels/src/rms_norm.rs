@@ -21,10 +21,15 @@ use crate::{
     exact,
     operator_input::{OperatorInput, Pieces},
     output_gradient::{GradientForm, OutputGradient, add_other, read_terms},
-    quantize::whole_runs::RunGrid,
+    quantize::{
+        QuantizeSpec, Quantized,
+        beside::{CopyArgs, GroupCopy},
+        quantize,
+        whole_runs::RunGrid,
+    },
     row_units::{
-        RowUnits, add_rows, check_backward, check_rows, has_rows, held_input, held_zeros,
-        inverse_cols, read_held, row_sum, write_held,
+        RowUnits, add_rows, check_backward, check_rows, has_rows, held_copy, held_input,
+        held_zeros, inverse_cols, read_held, row_sum, write_held, write_held_copy,
     },
 };
 
@@ -74,18 +79,54 @@ pub fn rms_norm<'a, R: Runtime>(
     gain: &TensorHandle<R>,
     epsilon: f32,
 ) -> Result<RmsNormOutput<R>, KernelError> {
-    let x = x.into();
+    let (norm, _) = launch(client, x.into(), gain, epsilon, None)?;
+    Ok(norm)
+}
+
+/// [`rms_norm`] of a matrix of floats, and its copy, that of [`quantize`](crate::quantize::quantize()) to the bit.
+///
+/// - `spec`: groups of which rows are whole ones, to nearest, row-major, with scales that do not depend on the matrix.
+///   Where the units of a plane do not hold a group in whole words, the copy is written in a launch of its own.
+///
+/// # Errors
+///
+/// As there, and when `quantize` does not have the spec.
+pub fn rms_norm_compressing<R: Runtime>(
+    client: &ComputeClient<R>,
+    x: &TensorHandle<R>,
+    gain: &TensorHandle<R>,
+    epsilon: f32,
+    spec: &QuantizeSpec,
+) -> Result<(RmsNormOutput<R>, Quantized<R>), KernelError> {
+    let (norm, copy) = launch(client, x.into(), gain, epsilon, Some(spec))?;
+    match copy {
+        Some(copy) => Ok((norm, copy)),
+        None => Ok((norm, quantize(client, x, spec)?)),
+    }
+}
+
+fn launch<R: Runtime>(
+    client: &ComputeClient<R>,
+    x: OperatorInput<R>,
+    gain: &TensorHandle<R>,
+    epsilon: f32,
+    spec: Option<&QuantizeSpec>,
+) -> Result<(RmsNormOutput<R>, Option<Quantized<R>>), KernelError> {
     let [rows, cols] = check_rows(client, OPERATION, &x, gain)?;
     let output = empty(client, x.shape(), x.dtype());
     let inverse_rms = empty(client, vec![rows], storage::<f32>());
+    let mut copy = None;
     if rows > 0 {
         let dtype = x.dtype();
         let x = x.prepare(client, OPERATION)?;
         let pieces = Pieces::of(&[&x], cols, &[&output]);
         let units = RowUnits::new(client, cols, pieces.len);
         let gain_width = vector_width(units.width, &[gain]);
+        let beside = spec.and_then(|spec| held_copy(client, OPERATION, x.values(), spec, units));
+        let to = CopyArgs::of(beside.as_ref(), &output);
         // SAFETY: rows are guarded by their number, columns by their own, for which the outputs were allocated;
-        // scales lie inside of their buffers, whose shapes were compared with the matrix, and stand-ins are not read.
+        // scales lie inside of their buffers, whose shapes were compared with the matrix, and stand-ins are neither
+        // read nor written.
         #[allow(unsafe_code)]
         unsafe {
             rms_norm_kernel::launch_unchecked::<R>(
@@ -95,29 +136,38 @@ pub fn rms_norm<'a, R: Runtime>(
                 pieces.read,
                 pieces.width,
                 gain_width,
+                to.words,
                 array(x.values().clone()),
                 array(x.scales()),
                 array(x.tensor_scales()),
                 array(gain.clone()),
                 array(output.clone()),
                 array(inverse_rms.clone()),
+                to.values,
+                array(to.scales.clone()),
                 x.grid(),
                 rows as u32,
                 epsilon,
+                to.largest,
                 units,
                 pieces,
                 gain_width,
+                to.copy,
                 x.values().dtype,
                 x.scales().dtype,
                 dtype,
                 gain.dtype,
+                to.dtype,
+                to.scales.dtype,
             );
         }
+        copy = beside.map(|it| it.output);
     }
-    Ok(RmsNormOutput {
+    let norm = RmsNormOutput {
         output,
         inverse_rms,
-    })
+    };
+    Ok((norm, copy))
 }
 
 /// The gradients of `x` and of the gain, from that of the output of [`rms_norm`].
@@ -207,23 +257,40 @@ pub fn rms_norm_backward<'a, R: Runtime>(
 
 #[cube(launch_unchecked)]
 #[allow(clippy::too_many_arguments)]
-fn rms_norm_kernel<X: Numeric, S: Numeric, F: Numeric, G: Numeric, NX: Size, N: Size, NG: Size>(
+fn rms_norm_kernel<
+    X: Numeric,
+    S: Numeric,
+    F: Numeric,
+    G: Numeric,
+    V: Numeric,
+    T: Numeric,
+    NX: Size,
+    N: Size,
+    NG: Size,
+    NV: Size,
+>(
     x: &Array<Vector<X, NX>>,
     scales: &Array<S>,
     tensor_scales: &Array<f32>,
     gain: &Array<Vector<G, NG>>,
     output: &mut Array<Vector<F, N>>,
     inverse_rms: &mut Array<f32>,
+    copy_values: &mut Array<Vector<V, NV>>,
+    copy_scales: &mut Array<T>,
     grid: RunGrid,
     rows: u32,
     epsilon: f32,
+    largest: f32,
     #[comptime] units: RowUnits,
     #[comptime] pieces: Pieces,
     #[comptime] gain_width: usize,
+    #[comptime] copy: Option<GroupCopy>,
     #[define(X)] _values_dtype: StorageType,
     #[define(S)] _scales_dtype: StorageType,
     #[define(F)] _dtype: StorageType,
     #[define(G)] _gain_dtype: StorageType,
+    #[define(V)] _copy_dtype: StorageType,
+    #[define(T)] _copy_scales_dtype: StorageType,
 ) {
     let first = CUBE_POS as u32 * comptime!(units.rows as u32);
     if first >= rows {
@@ -234,6 +301,20 @@ fn rms_norm_kernel<X: Numeric, S: Numeric, F: Numeric, G: Numeric, NX: Size, N: 
     let read_row = min(row, rows - 1);
     let mut values =
         held_input::<X, NX, S, F>(x, scales, tensor_scales, &grid, read_row, units, pieces);
+    match comptime!(copy) {
+        None => {}
+        Some(copy) => write_held_copy::<V, NV, T>(
+            copy_values,
+            copy_scales,
+            &values,
+            row,
+            rows,
+            largest,
+            grid.zero,
+            units,
+            copy,
+        ),
+    }
     let gains = read_held::<G, NG>(gain, 0u32, units, gain_width);
     let mut squares = 0.0f32;
     #[unroll]

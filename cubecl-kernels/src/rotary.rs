@@ -112,6 +112,7 @@ pub fn rotary<R: Runtime>(
                 places as u32,
                 (heads.width / vector) as u32,
                 vector,
+                (heads.outer * heads.inner).is_multiple_of(HEADS_OF_UNIT as usize),
                 pass == RotaryPass::Backward,
                 x.dtype,
                 turn.dtype,
@@ -237,6 +238,7 @@ fn rotary_kernel<F: Numeric, T: Numeric, N: Size, NT: Size>(
     places: u32,
     vectors_of_row: u32,
     #[comptime] vector: usize,
+    #[comptime] is_whole: bool,
     #[comptime] is_backward: bool,
     #[define(F)] _dtype: StorageType,
     #[define(T)] _of_tables: StorageType,
@@ -269,30 +271,36 @@ fn rotary_kernel<F: Numeric, T: Numeric, N: Size, NT: Size>(
                 spread[6usize] * of_next + spread[7usize] * of_next_too;
         }
         let mut read = Array::<Vector<F, N>>::new(comptime!(HEADS_OF_UNIT as usize));
+        let mut starts = Array::<u32>::new(comptime!(HEADS_OF_UNIT as usize));
+        // One division serves all heads: each takes as many instructions as a vector's pairs.
+        let mut outer = first / inner;
+        let mut within = first % inner;
         #[unroll]
         for index in 0..HEADS_OF_UNIT {
-            let head = first + index;
-            if head < heads {
-                let at = row_start(&from, head, inner, position);
-                read[index as usize] = x[(at + col) as usize];
+            starts[index as usize] = row_start(&to, outer, within, position) + col;
+            if comptime!(is_whole) || first + index < heads {
+                let at = row_start(&from, outer, within, position) + col;
+                read[index as usize] = x[at as usize];
             }
+            let is_last = within + 1 == inner;
+            outer = select(is_last, outer + 1, outer);
+            within = select(is_last, 0u32, within + 1);
         }
         #[unroll]
         for index in 0..HEADS_OF_UNIT {
-            let head = first + index;
-            if head < heads {
-                let at = row_start(&to, head, inner, position);
+            if comptime!(is_whole) || first + index < heads {
                 let pairs = read[index as usize];
-                out[(at + col) as usize] = turned::<F, N>(pairs, &factors, vector, is_backward);
+                out[starts[index as usize] as usize] =
+                    turned::<F, N>(pairs, &factors, vector, is_backward);
             }
         }
     }
 }
 
-/// The first vector of a head's row.
+/// The first vector of a head's row at a position.
 #[cube]
-fn row_start(steps: &Steps, head: u32, inner: u32, position: u32) -> u32 {
-    head / inner * steps.outer + head % inner * steps.inner + position * steps.position
+fn row_start(steps: &Steps, outer: u32, within: u32, position: u32) -> u32 {
+    outer * steps.outer + within * steps.inner + position * steps.position
 }
 
 /// Pairs, turned by their factors.

@@ -10,7 +10,11 @@ use crate::{
     error::KernelError,
     operator_input::{OperatorInput, Pieces, read_input, read_piece, write_piece},
     output_gradient::OutputGradient,
-    quantize::whole_runs::RunGrid,
+    quantize::{
+        QuantizeSpec,
+        beside::{Beside, CubePieces, GroupCopy, write_group_copy},
+        whole_runs::RunGrid,
+    },
 };
 
 /// The longest rows that units keep in registers.
@@ -148,11 +152,72 @@ impl RowUnits {
         }
     }
 
+    /// The vectors of all rows of a cube as pieces.
+    const fn pieces(&self) -> CubePieces {
+        CubePieces {
+            len: self.width,
+            units: self.of_cube(),
+            side_by_side: self.tree(),
+        }
+    }
+
     /// Cubes of a backward pass, more of them where each holds little.
     pub fn backward_cubes(&self, rows: usize) -> usize {
         let factor = (HELD / self.elements()).clamp(1, 4);
         let cubes = BACKWARD_UNITS * factor / self.of_cube();
         rows.div_ceil(self.rows).min(cubes)
+    }
+}
+
+/// The copy of a matrix of floats that units write as they hold its rows, if they can.
+pub(crate) fn held_copy<R: Runtime>(
+    client: &ComputeClient<R>,
+    operation: &'static str,
+    x: &TensorHandle<R>,
+    spec: &QuantizeSpec,
+    units: RowUnits,
+) -> Option<Beside<R>> {
+    let len = x.shape().iter().product::<usize>();
+    let matrix = vec![len / units.cols, units.cols];
+    let matrix = TensorHandle::new_contiguous(matrix, x.handle.clone(), x.dtype);
+    Beside::of(client, operation, &matrix, spec, units.pieces()).ok()
+}
+
+/// Writes all elements of a row that this unit holds to a copy of the matrix of so many rows. All units of the cube
+/// must call it together.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+pub(crate) fn write_held_copy<V: Numeric, N: Size, S: Numeric>(
+    values: &mut Array<Vector<V, N>>,
+    scales: &mut Array<S>,
+    held: &Array<f32>,
+    row: u32,
+    rows: u32,
+    largest: f32,
+    zero: u32,
+    #[comptime] units: RowUnits,
+    #[comptime] copy: GroupCopy,
+) {
+    let vectors = comptime!(units.vectors() as u32);
+    #[unroll]
+    for piece in 0..units.held {
+        let (index, is_inside) = vector_index(piece, units);
+        let mut vector = Array::<f32>::new(units.width);
+        #[unroll]
+        for lane in 0..units.width {
+            vector[lane] = held[comptime!(piece * units.width + lane)];
+        }
+        let number = select(is_inside, row * vectors + index, rows * vectors);
+        write_group_copy::<V, N, S>(
+            values,
+            scales,
+            &vector,
+            number,
+            rows * vectors,
+            largest,
+            zero,
+            copy,
+        );
     }
 }
 

@@ -22,10 +22,9 @@ use crate::{
     },
     quantize::{
         QuantizeSpec, Quantized,
-        beside::{Beside, CUBE_UNITS, GroupCopy, write_group_copy},
+        beside::{Beside, CopyArgs, CubePieces, GroupCopy, write_group_copy},
         whole_runs::RunGrid,
     },
-    rounding::{RandomStream, random_stream},
 };
 
 pub(crate) mod block;
@@ -40,6 +39,12 @@ const OPERATION: &str = "swiglu";
 const OPERATION_COMPRESSING: &str = "swiglu_compressing";
 const OPERATION_BACKWARD: &str = "swiglu_backward";
 const UNITS: usize = 256;
+/// A run in each unit.
+const RUNS: CubePieces = CubePieces {
+    len: RUN,
+    units: UNITS,
+    side_by_side: UNITS,
+};
 
 /// `silu(gate) * up`.
 ///
@@ -112,44 +117,44 @@ pub fn swiglu_compressing<R: Runtime>(
 ) -> Result<(TensorHandle<R>, [Quantized<R>; 2]), KernelError> {
     let inputs = [("gate", gate.into()), ("up", up.into())];
     let len = check_alike(client, OPERATION_COMPRESSING, &inputs)?;
-    let [of_gate, of_up] = [
-        Beside::of(client, OPERATION_COMPRESSING, gate, spec)?,
-        Beside::of(client, OPERATION_COMPRESSING, up, spec)?,
+    let copies = [
+        Beside::of(client, OPERATION_COMPRESSING, gate, spec, RUNS)?,
+        Beside::of(client, OPERATION_COMPRESSING, up, spec, RUNS)?,
     ];
     let output = empty(client, gate.shape().to_vec(), gate.dtype);
     let runs = len / RUN;
     if runs > 0 {
         let width = vector_width(RUN, &[gate, up, &output]);
-        let (vector, dtype) = of_gate.vector();
+        let [of_gate, of_up] = copies.each_ref().map(|it| CopyArgs::of(Some(it), gate));
+        let copy = of_gate.copy.expect("that of the gate");
         // SAFETY: accesses are guarded by the number of runs, which is that of all tensors.
         #[allow(unsafe_code)]
         unsafe {
             swiglu_compressing_kernel::launch_unchecked::<R>(
                 client,
-                cube_grid(runs.div_ceil(CUBE_UNITS)),
-                CubeDim::new_1d(CUBE_UNITS as u32),
+                cube_grid(runs.div_ceil(UNITS)),
+                CubeDim::new_1d(UNITS as u32),
                 width,
-                vector,
+                of_gate.words,
                 array(gate.clone()),
                 array(up.clone()),
                 array(output.clone()),
-                of_gate.values(),
-                array(of_gate.output.scales.clone()),
-                of_up.values(),
-                array(of_up.output.scales.clone()),
-                random_stream(spec.rounding),
-                spec.number.largest(),
+                of_gate.values,
+                array(of_gate.scales.clone()),
+                of_up.values,
+                array(of_up.scales),
+                of_gate.largest,
                 0,
                 runs as u32,
                 width,
-                of_gate.copy,
+                copy,
                 gate.dtype,
-                dtype,
-                of_gate.output.scales.dtype,
+                of_gate.dtype,
+                of_gate.scales.dtype,
             );
         }
     }
-    Ok((output, [of_gate.output, of_up.output]))
+    Ok((output, copies.map(|it| it.output)))
 }
 
 /// The gradients of `gate` and of `up`, in this order, from that of `silu(gate) * up`.
@@ -244,7 +249,6 @@ fn swiglu_compressing_kernel<F: Numeric, N: Size, V: Numeric, NV: Size, S: Numer
     gate_scales: &mut Array<S>,
     up_values: &mut Array<Vector<V, NV>>,
     up_scales: &mut Array<S>,
-    random: RandomStream,
     largest: f32,
     zero: u32,
     runs: u32,
@@ -254,7 +258,7 @@ fn swiglu_compressing_kernel<F: Numeric, N: Size, V: Numeric, NV: Size, S: Numer
     #[define(V)] _values_dtype: StorageType,
     #[define(S)] _scales_dtype: StorageType,
 ) {
-    let at = CUBE_POS as u32 * comptime!(CUBE_UNITS as u32) + UNIT_POS;
+    let at = CUBE_POS as u32 * comptime!(UNITS as u32) + UNIT_POS;
     // Units past the last run wait with the others.
     let from = min(at, runs - 1);
     let gates = read_piece::<F, N>(gate, from, RUN, width);
@@ -269,14 +273,11 @@ fn swiglu_compressing_kernel<F: Numeric, N: Size, V: Numeric, NV: Size, S: Numer
         &gates,
         at,
         runs,
-        &random,
         largest,
         zero,
         copy,
     );
-    write_group_copy::<V, NV, S>(
-        up_values, up_scales, &ups, at, runs, &random, largest, zero, copy,
-    );
+    write_group_copy::<V, NV, S>(up_values, up_scales, &ups, at, runs, largest, zero, copy);
 }
 
 #[cube(launch_unchecked)]

@@ -39,21 +39,24 @@ impl<B: DataBackend, const N: usize> Recorded<B, N> for LayerNorm {
     fn forward(
         self,
         inputs: [HeldTensor<B>; N],
-        _wanted: [bool; N],
+        wanted: [bool; N],
     ) -> (HeldTensor<B>, Self::Saved) {
         let mut inputs = inputs.into_iter();
         let (Some(x), Some(gain), bias) = (inputs.next(), inputs.next(), inputs.next()) else {
             unreachable!("a normalization has x and a gain");
         };
+        let is_trained = wanted.contains(&true);
         let norm = LayerNormForward {
             epsilon: self.epsilon as f32,
+            copy: x.cell().rows_will_wait_as().filter(|_| is_trained),
         };
         let bias_dtype = bias.as_ref().map(|bias| bias.dtype().into());
         let values = (
             (x.clone().into_input(), gain.clone().into_value()),
             bias.map(HeldTensor::into_value),
         );
-        let (output, (mean, inverse_deviation)) = B::run(norm, values);
+        let ((output, (mean, inverse_deviation)), copy) = B::run(norm, values);
+        x.cell().keep_compressed(copy);
         let [mean, inverse_deviation] =
             [mean, inverse_deviation].map(|it| HeldTensor::of("layer_norm", it));
         let saved = Saved {

@@ -36,13 +36,16 @@ impl<B: DataBackend> Recorded<B, 2> for RmsNorm {
     fn forward(
         self,
         [x, gain]: [HeldTensor<B>; 2],
-        _wanted: [bool; 2],
+        wanted: [bool; 2],
     ) -> (HeldTensor<B>, Self::Saved) {
+        let is_trained = wanted.contains(&true);
         let norm = RmsNormForward {
             epsilon: self.epsilon as f32,
+            copy: x.cell().rows_will_wait_as().filter(|_| is_trained),
         };
         let values = (x.clone().into_input(), gain.clone().into_value());
-        let (output, inverse_rms) = B::run(norm, values);
+        let ((output, inverse_rms), copy) = B::run(norm, values);
+        x.cell().keep_compressed(copy);
         let saved = Saved {
             x,
             gain,

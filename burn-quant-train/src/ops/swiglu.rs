@@ -64,7 +64,7 @@ impl<B: DataBackend> Recorded<B, 2> for Swiglu {
                 let [gate, up] = inputs.clone().map(HeldTensor::into_value);
                 let (output, (of_gate, of_up)) = B::run(compressing, (gate, up));
                 for (input, compressed) in inputs.iter().zip([of_gate, of_up]) {
-                    input.cell().keep_compressed(compressed);
+                    input.cell().keep_compressed(Some(compressed));
                 }
                 output
             }

@@ -12,6 +12,7 @@ use burn_backend::{
     DType, Shape, TensorMetadata,
     tensor::{Device, FloatTensor},
 };
+use cubecl_kernels::quantize::QuantizeSpec;
 
 use super::{
     again::{Again, Origin},
@@ -104,6 +105,18 @@ impl<B: DataBackend> Clone for State<B> {
             Self::Taken => Self::Taken,
         }
     }
+}
+
+/// The format in which a value of this shape and dtype that the running operation makes waits, if a node keeps it and
+/// forward code does not.
+pub(super) fn waits_when_made(shape: &Shape, dtype: DType) -> Option<Context> {
+    let is_large = shape.num_elements() >= MIN_COMPRESSED && shape.last() != Some(&1);
+    scope::context().filter(|_| is_large && is_compressed(dtype) && !scope::in_block())
+}
+
+/// True for a dtype that is compressed.
+fn is_compressed(dtype: DType) -> bool {
+    matches!(dtype, DType::F32 | DType::BF16 | DType::F16)
 }
 
 /// A tensor's shape, dtype and device.
@@ -496,14 +509,22 @@ impl<B: DataBackend> Cell<B> {
     pub(crate) fn will_wait_as(&self) -> Option<Context> {
         let is_exact = self.stays_exact() || self.is_mask || self.swapped.is_some();
         let is_made_again = self.is_in_block() || self.origin().is_some_and(Origin::is_cheap);
-        let is_there = matches!(&*self.lock(), State::Exact(_)) && self.is_of_floats();
+        let is_there = matches!(&*self.lock(), State::Exact(_)) && is_compressed(self.dtype);
         self.context
             .filter(|_| is_there && !is_exact && !is_made_again)
     }
 
-    /// Takes what it will be compressed to, in the format that it [waits in](Self::will_wait_as).
-    pub(crate) fn keep_compressed(&self, matrix: Quantized<B>) {
-        *lock(&self.compressed) = Some(Box::new(matrix));
+    /// How its rows are quantized, if it [will wait](Self::will_wait_as) so, and these are whole groups.
+    pub(crate) fn rows_will_wait_as(&self) -> Option<QuantizeSpec> {
+        let context = self.will_wait_as()?;
+        Compress { context }.of_rows(&self.shape)
+    }
+
+    /// Takes what it will be compressed to, in the format that it [waits in](Self::will_wait_as), if that was made.
+    pub(crate) fn keep_compressed(&self, matrix: Option<Quantized<B>>) {
+        if let Some(matrix) = matrix {
+            *lock(&self.compressed) = Some(Box::new(matrix));
+        }
     }
 
     /// Keeps the value as it is until [`Self::end_wait`].
@@ -538,11 +559,6 @@ impl<B: DataBackend> Cell<B> {
     /// How the operation that made it quantizes its gradient, if it does.
     pub(crate) fn gradient_copy(&self) -> Option<GradientCopy<B>> {
         lock(&self.gradient_copy).as_deref().cloned()
-    }
-
-    /// True for a dtype that is compressed.
-    fn is_of_floats(&self) -> bool {
-        matches!(self.dtype, DType::F32 | DType::BF16 | DType::F16)
     }
 
     fn is_exact(&self) -> bool {
@@ -674,7 +690,7 @@ impl<B: DataBackend> AnyCell for Cell<B> {
         let packs = self.is_mask || self.context.is_some();
         let waits = !self.has_handles() && self.holders() > 0;
         let compressed = lock(&self.compressed).take();
-        if !(self.is_of_floats() && packs && waits) || self.is_exact() {
+        if !(is_compressed(self.dtype) && packs && waits) || self.is_exact() {
             return;
         }
         // By ownership: in a fused stream the last read of a tensor is what frees it.

@@ -8,6 +8,7 @@ use cubecl_kernels::{
 use crate::{
     data::{
         Kernels, Operation,
+        composition::operations::rows_and_columns,
         quantize::Quantized,
         tensors::{self, FloatMeta, On, Outline, Tensors},
     },
@@ -32,6 +33,14 @@ impl Compress {
     /// Rows and columns of the matrix that a tensor of this shape is quantized as.
     pub(crate) fn matrix(&self, shape: &Shape) -> [usize; 2] {
         matrix_form(shape, self.context.group)
+    }
+
+    /// How a tensor of this shape is quantized, if its own rows are those of the matrix, and whole groups.
+    pub(crate) fn of_rows(&self, shape: &Shape) -> Option<QuantizeSpec> {
+        let matrix = rows_and_columns(shape);
+        let is_of_rows =
+            self.matrix(shape) == matrix && matrix[1].is_multiple_of(self.context.group);
+        is_of_rows.then(|| self.spec())
     }
 }
 

@@ -66,13 +66,24 @@ impl Storage {
 /// The words of a run of codes.
 #[cube]
 pub(crate) fn pack_run(codes: &Array<u32>, #[comptime] storage: Storage) -> Array<u32> {
-    let mut words = Array::<u32>::new(comptime!(storage.run_words()));
+    pack_codes(codes, RUN, storage)
+}
+
+/// The words of the codes of `len` neighbours, which fill them.
+#[cube]
+pub(crate) fn pack_codes(
+    codes: &Array<u32>,
+    #[comptime] len: usize,
+    #[comptime] storage: Storage,
+) -> Array<u32> {
+    let count = comptime!(len * storage.bits() as usize / 32);
+    let mut words = Array::<u32>::new(count);
     #[unroll]
-    for word in 0..comptime!(storage.run_words()) {
+    for word in 0..count {
         words[word] = 0u32;
     }
     #[unroll]
-    for index in 0..comptime!(RUN as u32) {
+    for index in 0..comptime!(len as u32) {
         let code = codes[index as usize];
         let word = comptime!((index * storage.bits() / 32) as usize);
         let shift = comptime!(index * storage.bits() % 32);

@@ -3,62 +3,109 @@
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
 use crate::{
-    device::{array, check_contiguous},
+    device::{array, check_contiguous, has_planes_of_32, or_unused, storage},
     error::KernelError,
     granularity::Granularity,
     layout::Layout,
-    number::storage::RUN,
-    rounding::{RandomStream, Rounding},
-    scale::{ScaleNumber, store_scale},
+    number::storage::{RUN, Storage, pack_codes},
+    rounding::Rounding,
+    scale::{ScaleNumber, region_scale, store_scale},
 };
 
 use super::{
     Input, QuantizeSpec, Quantized,
     buffers::allocate,
     check_granularity,
-    encode::{fill, run_encoding},
-    group::group_scale,
-    run::{RunEncoding, encode_run},
-    stored::{Copies, write_run},
-    tile::UNITS,
+    encode::run_encoding,
+    run::{RunEncoding, encode_nearest, largest_magnitude},
+    tile::segment_max,
 };
 
-/// Units of a cube that writes such copies.
-pub(crate) const CUBE_UNITS: usize = UNITS;
+/// Units of a plane.
+const PLANE: usize = 32;
 
-/// How a copy is written.
+/// The pieces of a matrix, as the units of a cube hold them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct CubePieces {
+    /// Elements of a piece, at most those of a run.
+    pub len: usize,
+    /// Units of a cube.
+    pub units: usize,
+    /// Units that hold neighbours, side by side, before others follow.
+    pub side_by_side: usize,
+}
+
+/// How a copy is written, from pieces of rows that the units of a cube hold.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct GroupCopy {
+    pieces: CubePieces,
     group: usize,
     encoding: RunEncoding,
-    copies: Copies,
+    storage: Storage,
     scale: ScaleNumber,
+    /// True where the units of a group exchange values without shared memory.
+    planes: bool,
+}
+
+impl GroupCopy {
+    /// Words of a piece.
+    const fn words(&self) -> usize {
+        self.pieces.len * self.storage.bits() as usize / 32
+    }
+
+    /// Words that are written at once.
+    const fn width(&self) -> usize {
+        let words = self.words();
+        if words.is_power_of_two() { words } else { 1 }
+    }
+
+    /// Pieces of a group.
+    const fn of_group(&self) -> usize {
+        self.group / self.pieces.len
+    }
 }
 
 /// A copy to be written.
 pub(crate) struct Beside<R: Runtime> {
     pub copy: GroupCopy,
     pub output: Quantized<R>,
+    /// The largest number.
+    largest: f32,
 }
 
 impl<R: Runtime> Beside<R> {
     /// The copy of a contiguous matrix whose rows are whole groups: row-major, to nearest, by scales that do not depend
-    /// on the matrix.
+    /// on the matrix. Codes of a piece are whole words.
     pub fn of(
         client: &ComputeClient<R>,
         operation: &'static str,
         x: &TensorHandle<R>,
         spec: &QuantizeSpec,
+        pieces: CubePieces,
     ) -> Result<Self, KernelError> {
         check_contiguous(operation, x)?;
         check_granularity(operation, spec.granularity)?;
         let input = Input::new(client, operation, x, spec)?;
         let cols = input.view.shape.cols;
         let is_indexed = input.view.shape.num_elements() <= u32::MAX as usize;
+        let number_storage = spec.number.storage();
+        let CubePieces {
+            len, side_by_side, ..
+        } = pieces;
+        let is_of_words = (len * number_storage.bits() as usize).is_multiple_of(32);
+        let is_of_pieces = |group: usize| {
+            let of_group = group / len;
+            group.is_multiple_of(len)
+                && of_group.is_power_of_two()
+                && side_by_side.is_multiple_of(of_group)
+        };
         let group = match spec.granularity {
             Granularity::Group(group)
                 if cols % group == 0
                     && is_indexed
+                    && len <= RUN
+                    && is_of_words
+                    && is_of_pieces(group)
                     && spec.layout == Layout::RowMajor
                     && spec.rounding == Rounding::Nearest
                     && !spec.scale.has_tensor_scale() =>
@@ -68,81 +115,119 @@ impl<R: Runtime> Beside<R> {
             _ => {
                 return Err(KernelError::Unsupported {
                     operation,
-                    reason: format!("a copy by {spec:?} of {:?}", x.shape()),
+                    reason: format!(
+                        "a copy by {spec:?} of {:?}, of which units hold {len}",
+                        x.shape()
+                    ),
                     remedy: "ask for groups that rows are whole ones of, row-major, to nearest, or quantize by itself",
                 });
             }
         };
         Ok(Self {
             copy: GroupCopy {
+                pieces,
                 group,
                 encoding: run_encoding(client, &input, false),
-                copies: Copies::new(spec.number.storage(), spec.layout, input.view.shape),
+                storage: number_storage,
                 scale: spec.scale,
+                planes: group / len <= PLANE && has_planes_of_32(client),
             },
             output: allocate(client, &input.view, spec),
+            largest: spec.number.largest(),
         })
-    }
-
-    /// Elements of a vector of the values that is written at once, and its type.
-    pub fn vector(&self) -> (usize, StorageType) {
-        let [row_major, _] = self.copy.copies.vectors();
-        row_major
-    }
-
-    /// The values, as a launch argument.
-    pub fn values(&self) -> ArrayArg<R> {
-        let values = self.output.values.as_ref().expect("a row-major copy");
-        array(values.clone())
     }
 }
 
-/// Writes a run of a matrix, of so many runs, to its copy. All units of the cube must call it together, each with the
-/// run behind that of the unit before it; what is past the last run is not written.
+/// A copy as the arguments of a launch.
+pub(crate) struct CopyArgs<R: Runtime> {
+    /// The values, in words.
+    pub values: ArrayArg<R>,
+    pub scales: TensorHandle<R>,
+    /// Words that are written at once, and their type.
+    pub words: usize,
+    pub dtype: StorageType,
+    pub largest: f32,
+    pub copy: Option<GroupCopy>,
+}
+
+impl<R: Runtime> CopyArgs<R> {
+    /// Those of a copy, or where there is none, what is not touched.
+    pub fn of(beside: Option<&Beside<R>>, any: &TensorHandle<R>) -> Self {
+        let dtype = storage::<u32>();
+        match beside {
+            Some(Beside {
+                copy,
+                output,
+                largest,
+            }) => Self {
+                values: array(output.values.clone().expect("a row-major copy")),
+                scales: output.scales.clone(),
+                words: copy.width(),
+                dtype,
+                largest: *largest,
+                copy: Some(*copy),
+            },
+            None => Self {
+                values: array(or_unused(None, any, dtype)),
+                scales: or_unused(None, any, dtype),
+                words: 1,
+                dtype,
+                largest: 0.0,
+                copy: None,
+            },
+        }
+    }
+}
+
+/// Writes a piece of a matrix, of so many pieces, to its copy. All units of the cube must call it together, those of a
+/// group side by side, the first one at a multiple of their number; what is past the last piece is not written.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn write_group_copy<V: Numeric, N: Size, S: Numeric>(
     values: &mut Array<Vector<V, N>>,
     scales: &mut Array<S>,
-    run: &Array<f32>,
+    piece: &Array<f32>,
     number: u32,
-    runs: u32,
-    random: &RandomStream,
+    pieces: u32,
     largest: f32,
     zero: u32,
     #[comptime] copy: GroupCopy,
 ) {
-    let runs_of_group = comptime!((copy.group / RUN) as u32);
-    let (stored, inverse) = group_scale(run, largest, copy.group, copy.scale);
-    if number < runs {
-        if number % runs_of_group == 0 {
+    let of_group = comptime!(copy.of_group());
+    let len = comptime!(copy.pieces.len);
+    let mut bits = largest_magnitude(piece, len);
+    if comptime!(copy.planes) {
+        #[unroll]
+        for step in 0..comptime!(of_group.ilog2()) {
+            bits = max(bits, plane_shuffle_xor(bits, comptime!(1u32 << step)));
+        }
+    } else {
+        if comptime!(of_group > 1) {
+            bits = segment_max(bits, copy.pieces.units, of_group);
+        }
+    }
+    let (stored, inverse) = region_scale(bits, largest, 1.0f32, comptime!(copy.scale));
+    if number < pieces {
+        if number % comptime!(of_group as u32) == 0 {
             store_scale::<S>(
                 scales,
-                number / runs_of_group,
+                number / comptime!(of_group as u32),
                 stored,
                 comptime!(copy.scale),
             );
         }
-        let mut inverses = Array::<f32>::new(RUN);
-        fill(&mut inverses, inverse);
-        // Rows are whole runs, and follow each other in memory: the matrix is one row.
-        let codes = encode_run(
-            run,
-            &inverses,
-            0u32,
-            number * comptime!(RUN as u32),
-            random,
-            zero,
-            comptime!(copy.encoding),
-        );
-        write_run::<V, N>(
-            values,
-            &codes,
-            0u32,
-            number * comptime!(RUN as u32),
-            runs * comptime!(RUN as u32),
-            comptime!(copy.copies.storage),
-            comptime!(copy.copies.row_major_width),
-        );
+        let codes = encode_nearest(piece, inverse, zero, len, comptime!(copy.encoding));
+        let words = pack_codes(&codes, len, comptime!(copy.storage));
+        let width = comptime!(copy.width());
+        let writes = comptime!(copy.words() / width);
+        #[unroll]
+        for write in 0..writes {
+            let mut vector = Vector::<V, N>::empty();
+            #[unroll]
+            for word in 0..width {
+                vector[word] = V::cast_from(words[comptime!(write * width + word)]);
+            }
+            values[number as usize * writes + write] = vector;
+        }
     }
 }

@@ -23,12 +23,35 @@ pub(super) struct RunEncoding {
 /// The largest magnitude of a run, as bits.
 #[cube]
 pub(super) fn run_max(run: &Array<f32>) -> u32 {
+    largest_magnitude(run, RUN)
+}
+
+/// The largest magnitude of `len` values, as bits.
+#[cube]
+pub(super) fn largest_magnitude(values: &Array<f32>, #[comptime] len: usize) -> u32 {
     let mut bits = 0u32;
     #[unroll]
-    for index in 0..RUN {
-        bits = max(bits, magnitude_bits(run[index]));
+    for index in 0..len {
+        bits = max(bits, magnitude_bits(values[index]));
     }
     bits
+}
+
+/// The codes of `len` values to nearest, by one inverse scale, of which 0 stands for "all values are 0".
+#[cube]
+pub(super) fn encode_nearest(
+    values: &Array<f32>,
+    inverse: f32,
+    zero: u32,
+    #[comptime] len: usize,
+    #[comptime] encoding: RunEncoding,
+) -> Array<u32> {
+    let mut codes = Array::<u32>::new(len);
+    #[unroll]
+    for index in 0..len {
+        codes[index] = code(values[index], inverse, 0u32, zero, index, encoding);
+    }
+    codes
 }
 
 /// The codes of a run, each from its inverse scale, of which 0 stands for "all values are 0"; `row` counts through the
@@ -53,15 +76,27 @@ pub(super) fn encode_run(
         } else {
             0u32.runtime()
         };
-        let (x, inverse) = (run[index], inverses[index]);
-        codes[index] = match comptime!(encoding.number) {
-            Symmetric::Integer(integer) => {
-                integer_code(x, inverse, word, zero, index, integer, encoding)
-            }
-            Symmetric::Float(float) => float_code(x, inverse, word, zero, index, float, encoding),
-        };
+        codes[index] = code(run[index], inverses[index], word, zero, index, encoding);
     }
     codes
+}
+
+/// The code of the element at a place of its run, of which this is the random word.
+#[cube]
+fn code(
+    x: f32,
+    inverse: f32,
+    word: u32,
+    zero: u32,
+    #[comptime] lane: usize,
+    #[comptime] encoding: RunEncoding,
+) -> u32 {
+    match comptime!(encoding.number) {
+        Symmetric::Integer(integer) => {
+            integer_code(x, inverse, word, zero, lane, integer, encoding)
+        }
+        Symmetric::Float(float) => float_code(x, inverse, word, zero, lane, float, encoding),
+    }
 }
 
 #[cube]

@@ -349,6 +349,9 @@ impl CudaSource for Gradients {
     }
 
     fn shared_memory(&self) -> usize {
-        3 * TILE_BYTES + usize::from(self.contexts) * BYTES_OF_ROWS
+        match self.contexts {
+            true => 2 * TILE_BYTES + TILE * TILE + BYTES_OF_ROWS,
+            false => 3 * TILE_BYTES,
+        }
     }
 }

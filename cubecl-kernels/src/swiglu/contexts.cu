@@ -54,12 +54,12 @@ __device__ __forceinline__ void write_codes(u8 *values, const FirstPatch &first,
 
 // ---- From codes -----------------------------------------------------------------------------------------------------
 
-// Starts to copy the codes of the thread's patches, each line to where its elements will wait.
-__device__ __forceinline__ void copy_codes(uint4 *held, const u8 *values, const FirstPatch &first, u32 cols) {
+// Starts to copy the codes of the thread's patches, each line to a half of where its elements will wait.
+__device__ __forceinline__ void copy_codes(uint2 *held, const u8 *values, const FirstPatch &first, u32 cols) {
 #pragma unroll
     for (int line = 0; line < LINES; line++) {
         const u32 at = first.offset + row_of_line(line) * cols;
-        asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(held + line * UNITS)),
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(held + 2 * line * UNITS)),
                      "l"(values + at), "n"(PATCH_COLS));
     }
 }
@@ -73,11 +73,11 @@ __device__ __forceinline__ void copy_scales(float *scales, const float *gate_sca
 }
 
 // The elements of a line whose codes were copied.
-__device__ __forceinline__ Line read_codes(const uint4 *held, int line, float scale) {
+__device__ __forceinline__ Line read_codes(const uint2 *held, int line, float scale) {
     u32 codes[2];
     asm volatile("ld.volatile.shared.v2.u32 {%0, %1}, [%2];"
                  : "=r"(codes[0]), "=r"(codes[1])
-                 : "r"(shared_address(held + line * UNITS)));
+                 : "r"(shared_address(held + 2 * line * UNITS)));
     Line read;
 #pragma unroll
     for (int half = 0; half < 2; half++) {

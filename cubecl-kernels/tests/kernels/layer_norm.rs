@@ -38,21 +38,46 @@ fn the_reference_normalizes() {
 mod on_device {
     use cubecl_kernels::layer_norm::{
         LayerNormGradients, LayerNormOutput, has_layer_norm, layer_norm as kernel,
-        layer_norm_backward as backward_kernel,
+        layer_norm_backward as backward_kernel, layer_norm_compressing,
     };
 
     use super::*;
     use crate::{
+        copies::{assert_is_copy, bits, cases, special},
         device::{
             Client, Tensor, TestRuntime, client, drawn, dtype, float_types, read_float, rounded,
             upload, upload_i32, upload_with_offset,
         },
         rows::on_device::{
-            Case, MANY_ROWS, assert_close, assert_dtype_error, assert_refuses_gradients,
-            assert_refuses_rows, assert_repeats, assert_same_but_for_order, assert_shape_error,
-            assert_takes_rows, matrices, ones, special_rows, sum_of_parts, types, wide,
+            COPIED_ROWS, Case, MANY_ROWS, assert_close, assert_dtype_error,
+            assert_refuses_gradients, assert_refuses_rows, assert_repeats,
+            assert_same_but_for_order, assert_shape_error, assert_takes_rows, matrices, ones,
+            special_rows, sum_of_parts, types, wide,
         },
     };
+
+    /// As of RMSNorm.
+    #[test]
+    fn copies_are_those_of_the_quantizer() {
+        let (client, mut random) = (client(), Random::fresh());
+        for (float, spec, shape) in cases(&client, &mut random, &COPIED_ROWS) {
+            let x = special(&client, &mut random, shape, float);
+            let gain = ones(&client, &[shape[1]]);
+            let bias = (random.index(2) == 0).then_some(&gain);
+            let (norm, copy) = layer_norm_compressing(&client, &x, &gain, bias, 1e-3, &spec)
+                .expect("whole groups");
+            let what = format!("{spec:?}, {float} {shape:?}");
+            let expected = kernel(&client, &x, &gain, bias, 1e-3).expect("rows and a gain");
+            for (actual, expected) in [
+                (&norm.output, &expected.output),
+                (&norm.mean, &expected.mean),
+                (&norm.inverse_deviation, &expected.inverse_deviation),
+            ] {
+                assert_eq!(bits(&client, actual), bits(&client, expected), "{what}");
+            }
+            assert_is_copy(&client, &copy, &x, &spec, shape[1], &what);
+        }
+    }
 
     type Passes = (
         LayerNormOutput<TestRuntime>,

@@ -29,9 +29,13 @@ mod scales;
 mod swiglu;
 
 #[cfg(any(feature = "cuda", feature = "vulkan"))]
+mod centred;
+#[cfg(any(feature = "cuda", feature = "vulkan"))]
 mod column_sum;
 #[cfg(any(feature = "cuda", feature = "vulkan"))]
 mod concatenate;
+#[cfg(any(feature = "cuda", feature = "vulkan"))]
+mod copies;
 #[cfg(any(feature = "cuda", feature = "vulkan"))]
 mod device;
 #[cfg(any(feature = "cuda", feature = "vulkan"))]

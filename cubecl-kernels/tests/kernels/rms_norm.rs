@@ -24,17 +24,19 @@ fn the_reference_has_the_slopes_of_its_differences() {
 mod on_device {
     use cubecl_kernels::rms_norm::{
         has_rms_norm, rms_norm as kernel, rms_norm_backward as backward_kernel,
+        rms_norm_compressing,
     };
 
     use super::*;
     use crate::{
+        copies::{assert_is_copy, bits, cases, special},
         device::{
             Tensor, client, drawn, dtype, float_types, read_float, upload, upload_with_offset,
         },
         rows::on_device::{
-            Case, MANY_ROWS, assert_close, assert_refuses_gradients, assert_refuses_rows,
-            assert_repeats, assert_same_but_for_order, assert_takes_rows, matrices, ones,
-            special_rows, sum_of_parts, types,
+            COPIED_ROWS, Case, MANY_ROWS, assert_close, assert_refuses_gradients,
+            assert_refuses_rows, assert_repeats, assert_same_but_for_order, assert_takes_rows,
+            matrices, ones, special_rows, sum_of_parts, types,
         },
     };
 
@@ -125,6 +127,28 @@ mod on_device {
                 case.gain[cols / 2] = f32::NAN;
                 check(&case);
             }
+        }
+    }
+
+    /// Rows in one plane and in several, groups in as many lanes as there are and in fewer, codes that are no whole words
+    /// of a lane, and no rows.
+    #[test]
+    fn copies_are_those_of_the_quantizer() {
+        let (client, mut random) = (client(), Random::fresh());
+        for (float, spec, shape) in cases(&client, &mut random, &COPIED_ROWS) {
+            let x = special(&client, &mut random, shape, float);
+            let gain = ones(&client, &[shape[1]]);
+            let (norm, copy) =
+                rms_norm_compressing(&client, &x, &gain, 1e-3, &spec).expect("whole groups");
+            let what = format!("{spec:?}, {float} {shape:?}");
+            let expected = kernel(&client, &x, &gain, 1e-3).expect("rows and a gain");
+            for (actual, expected) in [
+                (&norm.output, &expected.output),
+                (&norm.inverse_rms, &expected.inverse_rms),
+            ] {
+                assert_eq!(bits(&client, actual), bits(&client, expected), "{what}");
+            }
+            assert_is_copy(&client, &copy, &x, &spec, shape[1], &what);
         }
     }
 

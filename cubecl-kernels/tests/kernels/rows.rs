@@ -191,6 +191,17 @@ pub mod on_device {
         matrices
     }
 
+    /// Groups, and matrices that have rows of them.
+    pub const COPIED_ROWS: [(usize, [usize; 2]); 7] = [
+        (16, [1, 16]),
+        (16, [37, 48]),
+        (32, [61, 96]),
+        (128, [33, 768]),
+        (128, [5, 1152]),
+        (512, [3, 4096]),
+        (128, [0, 128]),
+    ];
+
     /// More rows than the cubes of a backward pass take at a time, other shapes and epsilons.
     pub const MANY_ROWS: [(&[usize], f32); 4] = [
         (&[40_001, 8], 1e-6),

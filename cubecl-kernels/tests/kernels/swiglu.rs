@@ -38,17 +38,19 @@ pub mod on_device {
         granularity::Granularity,
         layout::Layout,
         number::Number,
-        quantize::{QuantizeSpec, quantize},
         rounding::{Rounding, StochasticKey},
         shape::MatrixShape,
         swiglu as kernels,
         swiglu::{swiglu as kernel, swiglu_backward as backward_kernel, swiglu_compressing},
     };
 
-    use super::{quantized::bits, *};
-    use crate::device::{
-        Tensor, client, drawn, dtype, float_types, read, read_float, rounded, upload, upload_i32,
-        upload_with_offset,
+    use super::*;
+    use crate::{
+        copies::{assert_is_copy, bits, cases, of_groups, special},
+        device::{
+            Tensor, client, drawn, dtype, float_types, read_float, rounded, upload, upload_i32,
+            upload_with_offset,
+        },
     };
 
     /// Whole vectors of every width, single elements, more than a cube takes, and nothing.
@@ -240,21 +242,10 @@ pub mod on_device {
         }
     }
 
-    fn of_groups(number: Number, group: usize) -> QuantizeSpec {
-        QuantizeSpec::new(number, Granularity::Group(group)).with_layout(Layout::RowMajor)
-    }
-
-    /// Of every number, in cubes that are full and that are not, of values that are not finite too.
+    /// In cubes that are full and that are not.
     #[test]
     fn copies_are_those_of_the_quantizer() {
         let (client, mut random) = (client(), Random::fresh());
-        let numbers = [
-            Number::Int8,
-            Number::Int10,
-            Number::Int4,
-            Number::E4M3,
-            Number::E5M2,
-        ];
         let shapes = [
             (16, [1, 16]),
             (16, [37, 48]),
@@ -263,38 +254,16 @@ pub mod on_device {
             (128, [1, 128]),
             (1024, [5, 2048]),
         ];
-        for float in drawn(&mut random, float_types(&client), 1) {
-            let cases = numbers
-                .iter()
-                .flat_map(|number| shapes.map(|shape| (*number, shape)));
-            for (number, (group, shape)) in drawn(&mut random, cases, 3) {
-                let spec = of_groups(number, group);
-                let mut draw = || {
-                    let values = random.with_special_values(MatrixShape::new(shape[0], shape[1]));
-                    upload(&client, &values, &shape, float)
-                };
-                let inputs = [draw(), draw()];
-                let [gate, up] = &inputs;
-                let (output, copies) =
-                    swiglu_compressing(&client, gate, up, &spec).expect("whole groups");
-                let what = format!("{number:?}, groups of {group}, {float} {shape:?}");
-                let expected = kernel(&client, gate, up).expect("tensors of one shape");
-                let bits = |tensor: &Tensor| bits(&client, tensor);
-                assert_eq!(bits(&output), bits(&expected), "{what}");
-                for (copy, input) in copies.iter().zip(&inputs) {
-                    let expected = quantize(&client, input, &spec).expect("a matrix");
-                    assert_eq!(copy.shape, expected.shape, "{what}");
-                    assert_eq!(bits(&copy.scales), bits(&expected.scales), "{what}: scales");
-                    let [copy, expected] =
-                        [copy, &expected].map(|it| it.values.as_ref().expect("a row-major copy"));
-                    assert_eq!(
-                        (copy.shape(), copy.dtype),
-                        (expected.shape(), expected.dtype)
-                    );
-                    let (copy, expected) =
-                        (read::<u8>(&client, copy), read::<u8>(&client, expected));
-                    assert!(copy == expected, "{what}: values");
-                }
+        for (float, spec, shape) in cases(&client, &mut random, &shapes) {
+            let inputs = [(); 2].map(|()| special(&client, &mut random, shape, float));
+            let [gate, up] = &inputs;
+            let (output, copies) =
+                swiglu_compressing(&client, gate, up, &spec).expect("whole groups");
+            let what = format!("{spec:?}, {float} {shape:?}");
+            let expected = kernel(&client, gate, up).expect("tensors of one shape");
+            assert_eq!(bits(&client, &output), bits(&client, &expected), "{what}");
+            for (copy, input) in copies.iter().zip(&inputs) {
+                assert_is_copy(&client, copy, input, &spec, shape[1], &what);
             }
         }
     }

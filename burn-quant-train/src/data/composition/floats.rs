@@ -2,7 +2,9 @@
 
 use std::f64::consts::{FRAC_1_SQRT_2, FRAC_2_SQRT_PI};
 
-use burn_backend::{Backend, FloatDType, Scalar, Shape, TensorMetadata, tensor::FloatTensor};
+use burn_backend::{
+    Backend, FloatDType, Scalar, Shape, Slice, TensorMetadata, tensor::FloatTensor,
+};
 
 use super::{Pair, WithPair, operations::rows_and_columns};
 use crate::data::cast_to;
@@ -39,7 +41,16 @@ fn mean_of_product<B: Backend>(left: FloatTensor<B>, right: FloatTensor<B>) -> F
     B::float_mean_dim(B::float_mul(left, right), 1)
 }
 
-/// See [`Compositions::rms_norm`](super::Compositions::rms_norm).
+/// A tensor less its mean over each `step`th position of a dimension.
+pub(super) fn centred<B: Backend>(x: FloatTensor<B>, dim: usize, step: usize) -> FloatTensor<B> {
+    let mut sampled = vec![Slice::full(); x.shape().num_dims()];
+    sampled[dim] = Slice::new(0, None, step as isize);
+    let sample = B::float_slice(x.clone(), &sampled);
+    let mean = B::float_mean_dim(sample, dim);
+    B::float_sub(x, mean)
+}
+
+/// See [`Compositions::rms_norm`](super::Compositions::rms_norm), without a copy.
 pub(super) fn rms_norm<B: Backend>((x, gain): Pair<B>, epsilon: f32) -> Pair<B> {
     let (shape, dtype) = (x.shape(), x.dtype().into());
     let x = wide::<B>(x);

@@ -39,6 +39,21 @@ pub type OutputGradient<B> = (Vec<FloatTensor<B>>, Option<FloatTensor<B>>);
 /// The output of a pass in the shape of its input, and two rows or columns of numbers.
 pub type WithPair<B> = (FloatTensor<B>, Pair<B>);
 
+/// The copy of a tensor, if it was asked for.
+pub type Copied<B> = Option<Quantized<B>>;
+
+/// An output and a number a row, and the copy of the input.
+pub type PairWithCopy<B> = (Pair<B>, Copied<B>);
+
+/// The same with two numbers a row.
+pub type WithPairAndCopy<B> = (WithPair<B>, Copied<B>);
+
+/// An output and its copy.
+pub type FloatWithCopy<B> = (FloatTensor<B>, Copied<B>);
+
+/// How a tensor's copy is made, and the columns of the matrix that it is quantized as.
+pub type CopyOfMatrix<'a> = Option<(&'a QuantizeSpec, usize)>;
+
 /// An output, and the copies of two inputs.
 pub type WithCopies<B> = (FloatTensor<B>, (Quantized<B>, Quantized<B>));
 
@@ -47,14 +62,15 @@ pub struct Compositions<B: Backend> {
     /// True where both norms and their backward passes take rows of this dtype and of so many elements.
     pub has_norms: fn(DType, usize) -> bool,
     /// The output, in the dtype of x `[.., columns]`, and the inverse of each row's root mean square, f32 `[rows, 1]`,
-    /// of x, the gain, of so many elements as a row and any float dtype, and epsilon.
-    pub rms_norm: fn(NormInput<B>, f32) -> Pair<B>,
+    /// of x, the gain, of so many elements as a row and any float dtype, and epsilon. With a specification also the copy
+    /// of x, which is floats, as rows and columns.
+    pub rms_norm: fn(NormInput<B>, f32, Option<&QuantizeSpec>) -> PairWithCopy<B>,
     /// The gradient of x, and that of the gain, f32 `[1, columns]`: of x and the gain; of the inverse root mean
     /// squares; of the gradient of the output.
     pub rms_norm_backward: fn(NormInput<B>, FloatTensor<B>, OutputGradient<B>) -> Pair<B>,
     /// The output, in the dtype of x `[.., columns]`, and the mean and the inverse deviation of each row, f32 `[rows,
-    /// 1]`: of the inputs, and epsilon.
-    pub layer_norm: fn(NormInputs<B>, f32) -> WithPair<B>,
+    /// 1]`: of the inputs, and epsilon. With a specification also the copy of x, as of [`rms_norm`](Self::rms_norm).
+    pub layer_norm: fn(NormInputs<B>, f32, Option<&QuantizeSpec>) -> WithPairAndCopy<B>,
     /// The gradient of x, and those of the gain and of the bias, f32 `[1, columns]`: of x and the gain; of the
     /// gradient of the output; of the means and the inverse deviations.
     pub layer_norm_backward: fn(NormInput<B>, OutputGradient<B>, Pair<B>) -> WithPair<B>,
@@ -76,6 +92,9 @@ pub struct Compositions<B: Backend> {
     pub sum: fn(FloatTensor<B>, Reduction) -> FloatTensor<B>,
     /// A tensor without padding between its rows.
     pub dense: fn(FloatTensor<B>) -> FloatTensor<B>,
+    /// A tensor `[matrices, rows, columns]` less the means over each so many rows of its columns. With a specification
+    /// also the copy of the difference, in rows of so many neighbours.
+    pub centred: fn(FloatTensor<B>, usize, CopyOfMatrix) -> FloatWithCopy<B>,
     /// Rotary positions of x `[.., positions, features]`, of up to four dimensions, or of a gradient back to that of x.
     pub rotary: fn(FloatTensor<B>, RotaryTables<B>, RotaryPass) -> FloatTensor<B>,
     /// The gradient `[rows, columns]` of a table of so many rows: of that of the rows that were gathered,

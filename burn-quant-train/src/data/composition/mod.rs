@@ -1,5 +1,5 @@
 //! Compositions of Burn's operations that are one operation: RMSNorm, SwiGLU's gate, GELU, layer normalization, the
-//! logarithm of a softmax, sums, rotary positions, and the gradient of an embedding. Without a kernel all but the last four
+//! logarithm of a softmax, sums, rotary positions, keys less a mean, and the gradient of an embedding. Without a kernel all but the last four
 //! are computed from float operations, in FP32.
 //!
 //! One kernel reads each tensor once. Operation by operation, a norm of a decoder layer of width 768 takes seven times
@@ -9,17 +9,18 @@
 mod floats;
 mod input;
 pub(super) mod kernels;
-pub(super) mod operations;
+pub(crate) mod operations;
 
 pub use cubecl_kernels::rotary::RotaryPass;
 pub use input::OperatorInput;
 pub use kernels::{
-    CompositionKernels, Compositions, GateInputs, NormInput, NormInputs, OutputGradient, Pair,
-    RotaryTables, WithCopies, WithPair,
+    CompositionKernels, Compositions, CopyOfMatrix, FloatWithCopy, GateInputs, NormInput,
+    NormInputs, OutputGradient, Pair, PairWithCopy, RotaryTables, WithCopies, WithPair,
+    WithPairAndCopy,
 };
 pub(crate) use operations::{
-    Dense, GeluForward, GeluGradient, LayerNormForward, LayerNormGradients, LogSoftmaxForward,
-    LogSoftmaxGradient, RmsNormForward, RmsNormGradients, RotaryPositions, SumOfElements,
-    SwigluCompressing, SwigluForward, SwigluGradients, embedding_gradient, gradient_of_terms,
-    with_other,
+    Centred, Dense, GeluForward, GeluGradient, LayerNormForward, LayerNormGradients,
+    LogSoftmaxForward, LogSoftmaxGradient, RmsNormForward, RmsNormGradients, RotaryPositions,
+    SumOfElements, SwigluCompressing, SwigluForward, SwigluGradients, embedding_gradient,
+    gradient_of_terms, with_other,
 };

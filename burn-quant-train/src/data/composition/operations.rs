@@ -54,29 +54,53 @@ pub(crate) fn rows_and_columns(shape: &Shape) -> [usize; 2] {
     ]
 }
 
+/// The outline of a copy of a tensor's rows, if it is asked for.
+fn outline_of_copy(shape: &Shape, spec: Option<QuantizeSpec>) -> Option<Quantized<Outline>> {
+    spec.map(|spec| Quantized::outline(rows_and_columns(shape), &spec))
+}
+
+/// The copy of a tensor's rows, if it is asked for.
+fn copy_of_rows<K: Kernels>(
+    x: &FloatTensor<K>,
+    spec: Option<QuantizeSpec>,
+) -> Option<Quantized<K>> {
+    let matrix = || K::float_reshape(x.clone(), Shape::new(rows_and_columns(&x.shape())));
+    spec.map(|spec| K::quantize_matrix(matrix(), &spec))
+}
+
 /// RMSNorm (Zhang & Sennrich, 2019, equation 4) of x `[.., columns]`, with a gain of so many elements.
 #[derive(Debug, Clone)]
 pub(crate) struct RmsNormForward {
     pub epsilon: f32,
+    /// How x, which is floats then, waits for the backward pass, where the pass is to make that copy too: in groups of
+    /// which rows are whole ones.
+    pub copy: Option<QuantizeSpec>,
 }
 
 impl Operation for RmsNormForward {
     const NAME: &'static str = "rms_norm";
     /// x and the gain.
     type Inputs = (Input, FloatMeta);
-    /// The output, and the inverse of each row's root mean square, f32 `[rows, 1]`.
-    type Outputs = (FloatMeta, FloatMeta);
+    /// The output, and the inverse of each row's root mean square, f32 `[rows, 1]`; the copy of x.
+    type Outputs = ((FloatMeta, FloatMeta), Option<Quantized<Outline>>);
 
     fn outline<T: Tensors>(&self, (x, _): &On<Self::Inputs, T>) -> Self::Outputs {
         let [rows, _] = rows_and_columns(&x.shape());
         let of_rows = FloatMeta::new(Shape::new([rows, 1]), FloatDType::F32);
-        (x.outline(), of_rows)
+        (
+            (x.outline(), of_rows),
+            outline_of_copy(&x.shape(), self.copy),
+        )
     }
 
     fn run<K: Kernels>(self, inputs: On<Self::Inputs, K>) -> On<Self::Outputs, K> {
         match norm_kernels::<K>(&inputs.0) {
-            Some(kernels) => (kernels.rms_norm)(inputs, self.epsilon),
-            None => floats::rms_norm::<K>(floats_of::<K>(inputs), self.epsilon),
+            Some(kernels) => (kernels.rms_norm)(inputs, self.epsilon, self.copy.as_ref()),
+            None => {
+                let inputs = floats_of::<K>(inputs);
+                let copy = copy_of_rows::<K>(&inputs.0, self.copy);
+                (floats::rms_norm::<K>(inputs, self.epsilon), copy)
+            }
         }
     }
 }
@@ -118,27 +142,35 @@ impl Operation for RmsNormGradients {
 #[derive(Debug, Clone)]
 pub(crate) struct LayerNormForward {
     pub epsilon: f32,
+    /// As of [`RmsNormForward`].
+    pub copy: Option<QuantizeSpec>,
 }
 
 impl Operation for LayerNormForward {
     const NAME: &'static str = "layer_norm";
     /// x and the gain; the bias.
     type Inputs = ((Input, FloatMeta), Option<FloatMeta>);
-    /// The output; each row's mean, and the inverse of its standard deviation, f32 `[rows, 1]`.
-    type Outputs = (FloatMeta, (FloatMeta, FloatMeta));
+    /// The output; each row's mean, and the inverse of its standard deviation, f32 `[rows, 1]`; the copy of x.
+    type Outputs = (
+        (FloatMeta, (FloatMeta, FloatMeta)),
+        Option<Quantized<Outline>>,
+    );
 
     fn outline<T: Tensors>(&self, ((x, _), _): &On<Self::Inputs, T>) -> Self::Outputs {
         let [rows, _] = rows_and_columns(&x.shape());
         let of_rows = || FloatMeta::new(Shape::new([rows, 1]), FloatDType::F32);
-        (x.outline(), (of_rows(), of_rows()))
+        let norm = (x.outline(), (of_rows(), of_rows()));
+        (norm, outline_of_copy(&x.shape(), self.copy))
     }
 
     fn run<K: Kernels>(self, inputs: On<Self::Inputs, K>) -> On<Self::Outputs, K> {
         match norm_kernels::<K>(&inputs.0.0) {
-            Some(kernels) => (kernels.layer_norm)(inputs, self.epsilon),
+            Some(kernels) => (kernels.layer_norm)(inputs, self.epsilon, self.copy.as_ref()),
             None => {
                 let (input, bias) = inputs;
-                floats::layer_norm::<K>((floats_of::<K>(input), bias), self.epsilon)
+                let input = floats_of::<K>(input);
+                let copy = copy_of_rows::<K>(&input.0, self.copy);
+                (floats::layer_norm::<K>((input, bias), self.epsilon), copy)
             }
         }
     }
@@ -424,6 +456,52 @@ impl Operation for RotaryPositions {
         let kernels = K::composition_kernels(&K::float_device(&x));
         let kernels = kernels.expect("rotary positions are asked for where they have a kernel");
         (kernels.rotary)(x, tables, self.pass)
+    }
+}
+
+/// A tensor less its mean over evenly spaced positions of a dimension.
+#[derive(Debug, Clone)]
+pub(crate) struct Centred {
+    pub dim: usize,
+    /// From one of the positions to the next.
+    pub step: usize,
+    /// How the difference waits for the backward pass, where that copy is to be made too, and the rows and columns of
+    /// the matrix that it is quantized as.
+    pub copy: Option<(QuantizeSpec, [usize; 2])>,
+}
+
+impl Operation for Centred {
+    const NAME: &'static str = "centred";
+    type Inputs = FloatMeta;
+    /// The difference, of the tensor's shape and dtype, and its copy.
+    type Outputs = (FloatMeta, Option<Quantized<Outline>>);
+
+    fn outline<T: Tensors>(&self, x: &T::Float) -> Self::Outputs {
+        let copy = |(spec, matrix)| Quantized::outline(matrix, &spec);
+        (FloatMeta::of(x), self.copy.map(copy))
+    }
+
+    fn run<K: Kernels>(self, x: FloatTensor<K>) -> On<Self::Outputs, K> {
+        let Self { dim, step, copy } = self;
+        let shape = x.shape();
+        let dims = shape.as_slice();
+        let kernels = K::composition_kernels(&K::float_device(&x));
+        match kernels.filter(|_| matches!(x.dtype(), DType::F32 | DType::F16 | DType::BF16)) {
+            Some(kernels) => {
+                let matrices = dims[..dim].iter().product();
+                let columns = dims[dim + 1..].iter().product();
+                let x = K::float_reshape(x, Shape::new([matrices, dims[dim], columns]));
+                let copy = copy.as_ref().map(|(spec, [_, columns])| (spec, *columns));
+                let (less, copy) = (kernels.centred)(x, step, copy);
+                (K::float_reshape(less, shape), copy)
+            }
+            None => {
+                let less = floats::centred::<K>(x, dim, step);
+                let matrix = |matrix| K::float_reshape(less.clone(), Shape::new(matrix));
+                let copy = copy.map(|(spec, shape)| K::quantize_matrix(matrix(shape), &spec));
+                (less, copy)
+            }
+        }
     }
 }
 

@@ -7,7 +7,7 @@ use burn_cubecl::{
 };
 use cubecl::{prelude::ComputeClient, std::tensor::TensorHandle};
 use cubecl_kernels::{
-    KernelError,
+    KernelError, centred,
     column_sum::column_sum,
     embedding, gelu,
     layer_norm::{self, LayerNormGradients, LayerNormOutput},
@@ -24,8 +24,9 @@ use super::{
 };
 use crate::data::{
     composition::{
-        CompositionKernels, Compositions, GateInputs, NormInput, NormInputs, OperatorInput,
-        OutputGradient, WithCopies, operations::rows_and_columns,
+        CompositionKernels, Compositions, CopyOfMatrix, FloatWithCopy, GateInputs, NormInput,
+        NormInputs, OperatorInput, OutputGradient, PairWithCopy, WithCopies, WithPairAndCopy,
+        operations::rows_and_columns,
     },
     kernels::checked,
     quantize::{QuantizeKernels, QuantizeSpec},
@@ -51,6 +52,7 @@ where
             swiglu: swiglu::<Self, R>,
             swiglu_compressing: swiglu_compressing::<Self, R>,
             swiglu_backward: swiglu_backward::<Self, R>,
+            centred: centred::<Self, R>,
             dense: into_contiguous::<R>,
             rotary: rotary::<R>,
             log_softmax: log_softmax::<R>,
@@ -166,14 +168,25 @@ fn rows<R: CubeRuntime>(tensor: CubeTensor<R>) -> TensorHandle<R> {
 fn rms_norm<B: Cube<R> + QuantizeKernels, R: CubeRuntime>(
     (x, gain): NormInput<B>,
     epsilon: f32,
-) -> Two<R> {
+    copy: Option<&QuantizeSpec>,
+) -> PairWithCopy<B> {
     let (x, gain) = (Rows::of(x), handle(&flat(gain)));
-    let norm = rms_norm::rms_norm(x.client(), x.input(), &gain, epsilon);
+    let (norm, copy) = match (&x.values, copy) {
+        (Values::Floats(floats), Some(spec)) => {
+            let norm = rms_norm::rms_norm_compressing(x.client(), floats, &gain, epsilon, spec);
+            let (norm, copy) = checked(norm);
+            (norm, Some(wrap(&x.like, copy)))
+        }
+        _ => {
+            let norm = rms_norm::rms_norm(x.client(), x.input(), &gain, epsilon);
+            (checked(norm), None)
+        }
+    };
     let RmsNormOutput {
         output,
         inverse_rms,
-    } = checked(norm);
-    (x.result(output), x.of_rows(inverse_rms))
+    } = norm;
+    ((x.result(output), x.of_rows(inverse_rms)), copy)
 }
 
 fn rms_norm_backward<B: Cube<R> + QuantizeKernels, R: CubeRuntime>(
@@ -196,17 +209,52 @@ fn rms_norm_backward<B: Cube<R> + QuantizeKernels, R: CubeRuntime>(
 fn layer_norm<B: Cube<R> + QuantizeKernels, R: CubeRuntime>(
     ((x, gain), bias): NormInputs<B>,
     epsilon: f32,
-) -> (CubeTensor<R>, Two<R>) {
+    copy: Option<&QuantizeSpec>,
+) -> WithPairAndCopy<B> {
     let (x, gain) = (Rows::of(x), handle(&flat(gain)));
     let bias = bias.map(|bias| handle(&flat(bias)));
-    let norm = layer_norm::layer_norm(x.client(), x.input(), &gain, bias.as_ref(), epsilon);
+    let bias = bias.as_ref();
+    let (norm, copy) = match (&x.values, copy) {
+        (Values::Floats(floats), Some(spec)) => {
+            let client = x.client();
+            let norm =
+                layer_norm::layer_norm_compressing(client, floats, &gain, bias, epsilon, spec);
+            let (norm, copy) = checked(norm);
+            (norm, Some(wrap(&x.like, copy)))
+        }
+        _ => {
+            let norm = layer_norm::layer_norm(x.client(), x.input(), &gain, bias, epsilon);
+            (checked(norm), None)
+        }
+    };
     let LayerNormOutput {
         output,
         mean,
         inverse_deviation,
-    } = checked(norm);
+    } = norm;
     let statistics = (x.of_rows(mean), x.of_rows(inverse_deviation));
-    (x.result(output), statistics)
+    ((x.result(output), statistics), copy)
+}
+
+/// Of a tensor `[matrices, rows, columns]`.
+fn centred<B: Cube<R>, R: CubeRuntime>(
+    x: CubeTensor<R>,
+    step: usize,
+    copy: CopyOfMatrix,
+) -> FloatWithCopy<B> {
+    let x = into_contiguous(x);
+    let (less, copy) = match copy {
+        Some((spec, columns)) => {
+            let less = centred::centred_compressing(&x.client, &handle(&x), step, spec, columns);
+            let (less, copy) = checked(less);
+            (less, Some(wrap(&x, copy)))
+        }
+        None => (
+            checked(centred::centred(&x.client, &handle(&x), step)),
+            None,
+        ),
+    };
+    (tensor(&x, less, x.dtype), copy)
 }
 
 fn layer_norm_backward<B: Cube<R> + QuantizeKernels, R: CubeRuntime>(

@@ -18,9 +18,9 @@ use cubecl_kernels::{
 };
 
 use crate::{
+    copies::bits,
     device::{
-        Client, Tensor, TestRuntime, client, drawn, dtype, float_types, read, read_float, upload,
-        upload_i32,
+        Client, Tensor, TestRuntime, client, drawn, dtype, float_types, read, upload, upload_i32,
     },
     random::Random,
 };
@@ -51,13 +51,6 @@ fn draw<const N: usize>(
         };
         upload(client, &values, &[rows, cols], float)
     })
-}
-
-/// The bits of floats, those of NaN of any sign and payload alike.
-pub fn bits(client: &Client, tensor: &Tensor) -> Vec<u32> {
-    let one_nan = |value: f32| if value.is_nan() { f32::NAN } else { value };
-    let values = read_float(client, tensor).into_iter();
-    values.map(|value| one_nan(value).to_bits()).collect()
 }
 
 #[track_caller]
