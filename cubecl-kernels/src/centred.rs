@@ -21,7 +21,7 @@ const UNITS: usize = 256;
 /// Vectors of a row that a cube takes, at most.
 const MOST_COLS: usize = 16;
 /// Vectors that a unit takes, one below the other.
-const HELD: usize = 4;
+const HELD: usize = 8;
 
 /// `x` less, in each column of each matrix, the mean of its rows 0, `step`, 2 `step` and so on.
 ///
@@ -236,22 +236,26 @@ fn centred_kernel<F: Numeric, V: Numeric, S: Numeric, N: Size, NV: Size>(
     let row_of_cube = UNIT_POS / comptime!(plan.cols as u32);
     let col = cube % across * comptime!(plan.cols as u32) + UNIT_POS % comptime!(plan.cols as u32);
     let first = matrix * rows * vectors + col;
-    let mean = mean_of_rows::<F, N>(x, first, row_of_cube, step, samples, plan);
-    let start = cube / across % down * comptime!((HELD * plan.rows()) as u32);
+    let start = cube / across % down * comptime!((HELD * plan.rows()) as u32) + row_of_cube;
+    // In flight while the mean is found.
+    let mut read = Array::<Vector<F, N>>::new(HELD);
     #[unroll]
     for held in 0..HELD {
-        let row = start + comptime!((held * plan.rows()) as u32) + row_of_cube;
+        let row = start + comptime!((held * plan.rows()) as u32);
+        read[held] = x[(first + min(row, rows - 1) * vectors) as usize];
+    }
+    let mean = mean_of_rows::<F, N>(x, first, row_of_cube, step, samples, plan);
+    #[unroll]
+    for held in 0..HELD {
+        let row = start + comptime!((held * plan.rows()) as u32);
         let is_there = row < rows;
         let at = first + row * vectors;
-        let mut read = Vector::<F, N>::new(F::from_int(0));
-        if is_there {
-            read = x[at as usize];
-        }
         let mut less = Vector::<F, N>::empty();
         let mut piece = Array::<f32>::new(plan.vector);
+        let own = read[held];
         #[unroll]
         for lane in 0..plan.vector {
-            less[lane] = F::cast_from(f32::cast_from(read[lane]) - mean[lane]);
+            less[lane] = F::cast_from(f32::cast_from(own[lane]) - mean[lane]);
             piece[lane] = f32::cast_from(less[lane]);
         }
         if is_there {

@@ -374,14 +374,15 @@ fn layer_norm_kernel<
     for index in 0..elements {
         sum += values[index];
     }
-    let center = row_sum(sum, units) * inverse_cols(units);
+    // Not in one instruction with what follows, here or below: the bits of a kernel that writes a copy are the same.
+    let center = exact::product(row_sum(sum, units), inverse_cols(units), grid.zero);
     subtract(&mut values, center, units);
     let mut squares = 0.0f32;
     #[unroll]
     for index in 0..elements {
         squares += values[index] * values[index];
     }
-    let variance = row_sum(squares, units) * inverse_cols(units);
+    let variance = exact::product(row_sum(squares, units), inverse_cols(units), grid.zero);
     let scale = (variance + epsilon).inverse_sqrt();
     if row < rows {
         #[unroll]

@@ -321,7 +321,8 @@ fn rms_norm_kernel<
     for index in 0..comptime!(units.elements()) {
         squares += values[index] * values[index];
     }
-    let mean = row_sum(squares, units) * inverse_cols(units);
+    // Not in one instruction with the sum: the bits of a kernel that writes a copy are the same.
+    let mean = exact::product(row_sum(squares, units), inverse_cols(units), grid.zero);
     let root = (mean + epsilon).inverse_sqrt();
     if row < rows {
         #[unroll]

@@ -71,9 +71,16 @@ impl<B: DataBackend> Origin<B> {
         }
     }
 
-    /// True if it is cheap to do again.
+    /// True if it is cheap to do again, and may be, as far as can be known before forward code has let go of its result.
     pub(super) fn is_cheap(&self) -> bool {
-        self.computation.is_some()
+        match &self.computation {
+            None => false,
+            Some((From::Exact, _)) => {
+                let mut operands = self.operands.iter();
+                operands.all(|it| it.upgrade().is_some_and(|it| it.stays_exact()))
+            }
+            Some((From::Any | From::OverSmall, _)) => true,
+        }
     }
 
     /// The cells that are still there of those that led to this one.

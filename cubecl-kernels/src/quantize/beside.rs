@@ -3,7 +3,7 @@
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
 use crate::{
-    device::{array, check_contiguous, has_planes_of_32, or_unused, storage},
+    device::{array, has_planes_of_32, is_contiguous, or_unused, storage},
     error::KernelError,
     granularity::Granularity,
     layout::Layout,
@@ -18,11 +18,8 @@ use super::{
     check_granularity,
     encode::run_encoding,
     run::{RunEncoding, encode_nearest, largest_magnitude},
-    tile::segment_max,
+    tile::group_max,
 };
-
-/// Units of a plane.
-const PLANE: usize = 32;
 
 /// The pieces of a matrix, as the units of a cube hold them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -43,11 +40,49 @@ pub(crate) struct GroupCopy {
     encoding: RunEncoding,
     storage: Storage,
     scale: ScaleNumber,
-    /// True where the units of a group exchange values without shared memory.
+    /// True where units exchange values without shared memory.
     planes: bool,
 }
 
 impl GroupCopy {
+    /// How units that hold such pieces of a matrix copy it. `None` but for one without gaps whose rows are whole groups,
+    /// row-major, to nearest, by scales that do not depend on the matrix, with pieces of whole words.
+    pub(super) fn of<R: Runtime>(
+        client: &ComputeClient<R>,
+        input: &Input<R>,
+        pieces: CubePieces,
+    ) -> Option<Self> {
+        let (spec, shape) = (input.spec, input.view.shape);
+        let Granularity::Group(group) = spec.granularity else {
+            return None;
+        };
+        let CubePieces {
+            len, side_by_side, ..
+        } = pieces;
+        let storage = spec.number.storage();
+        let of_group = group / len;
+        let is_of_pieces = group.is_multiple_of(len)
+            && of_group.is_power_of_two()
+            && side_by_side.is_multiple_of(of_group);
+        let is_copied = len <= RUN
+            && (len * storage.bits() as usize).is_multiple_of(32)
+            && is_of_pieces
+            && shape.cols.is_multiple_of(group)
+            && shape.num_elements() <= u32::MAX as usize
+            && is_contiguous(input.x)
+            && spec.layout == Layout::RowMajor
+            && spec.rounding == Rounding::Nearest
+            && !spec.scale.has_tensor_scale();
+        is_copied.then(|| Self {
+            pieces,
+            group,
+            encoding: run_encoding(client, input, false),
+            storage,
+            scale: spec.scale,
+            planes: has_planes_of_32(client),
+        })
+    }
+
     /// Words of a piece.
     const fn words(&self) -> usize {
         self.pieces.len * self.storage.bits() as usize / 32
@@ -69,13 +104,14 @@ impl GroupCopy {
 pub(crate) struct Beside<R: Runtime> {
     pub copy: GroupCopy,
     pub output: Quantized<R>,
-    /// The largest number.
-    largest: f32,
 }
 
 impl<R: Runtime> Beside<R> {
-    /// The copy of a contiguous matrix whose rows are whole groups: row-major, to nearest, by scales that do not depend
-    /// on the matrix. Codes of a piece are whole words.
+    /// The copy of a matrix, if units that hold such pieces [write it](GroupCopy::of).
+    ///
+    /// # Errors
+    ///
+    /// As [`quantize`](super::quantize()), and where they do not.
     pub fn of(
         client: &ComputeClient<R>,
         operation: &'static str,
@@ -83,58 +119,21 @@ impl<R: Runtime> Beside<R> {
         spec: &QuantizeSpec,
         pieces: CubePieces,
     ) -> Result<Self, KernelError> {
-        check_contiguous(operation, x)?;
         check_granularity(operation, spec.granularity)?;
         let input = Input::new(client, operation, x, spec)?;
-        let cols = input.view.shape.cols;
-        let is_indexed = input.view.shape.num_elements() <= u32::MAX as usize;
-        let number_storage = spec.number.storage();
-        let CubePieces {
-            len, side_by_side, ..
-        } = pieces;
-        let is_of_words = (len * number_storage.bits() as usize).is_multiple_of(32);
-        let is_of_pieces = |group: usize| {
-            let of_group = group / len;
-            group.is_multiple_of(len)
-                && of_group.is_power_of_two()
-                && side_by_side.is_multiple_of(of_group)
+        let Some(copy) = GroupCopy::of(client, &input, pieces) else {
+            return Err(KernelError::Unsupported {
+                operation,
+                reason: format!(
+                    "a copy by {spec:?} of {:?}, of which units hold {}",
+                    x.shape(),
+                    pieces.len
+                ),
+                remedy: "ask for groups that rows are whole ones of, row-major, to nearest, or quantize by itself",
+            });
         };
-        let group = match spec.granularity {
-            Granularity::Group(group)
-                if cols % group == 0
-                    && is_indexed
-                    && len <= RUN
-                    && is_of_words
-                    && is_of_pieces(group)
-                    && spec.layout == Layout::RowMajor
-                    && spec.rounding == Rounding::Nearest
-                    && !spec.scale.has_tensor_scale() =>
-            {
-                group
-            }
-            _ => {
-                return Err(KernelError::Unsupported {
-                    operation,
-                    reason: format!(
-                        "a copy by {spec:?} of {:?}, of which units hold {len}",
-                        x.shape()
-                    ),
-                    remedy: "ask for groups that rows are whole ones of, row-major, to nearest, or quantize by itself",
-                });
-            }
-        };
-        Ok(Self {
-            copy: GroupCopy {
-                pieces,
-                group,
-                encoding: run_encoding(client, &input, false),
-                storage: number_storage,
-                scale: spec.scale,
-                planes: group / len <= PLANE && has_planes_of_32(client),
-            },
-            output: allocate(client, &input.view, spec),
-            largest: spec.number.largest(),
-        })
+        let output = allocate(client, &input.view, spec);
+        Ok(Self { copy, output })
     }
 }
 
@@ -146,6 +145,7 @@ pub(crate) struct CopyArgs<R: Runtime> {
     /// Words that are written at once, and their type.
     pub words: usize,
     pub dtype: StorageType,
+    /// The largest number.
     pub largest: f32,
     pub copy: Option<GroupCopy>,
 }
@@ -155,18 +155,7 @@ impl<R: Runtime> CopyArgs<R> {
     pub fn of(beside: Option<&Beside<R>>, any: &TensorHandle<R>) -> Self {
         let dtype = storage::<u32>();
         match beside {
-            Some(Beside {
-                copy,
-                output,
-                largest,
-            }) => Self {
-                values: array(output.values.clone().expect("a row-major copy")),
-                scales: output.scales.clone(),
-                words: copy.width(),
-                dtype,
-                largest: *largest,
-                copy: Some(*copy),
-            },
+            Some(Beside { copy, output }) => Self::to(*copy, output),
             None => Self {
                 values: array(or_unused(None, any, dtype)),
                 scales: or_unused(None, any, dtype),
@@ -175,6 +164,18 @@ impl<R: Runtime> CopyArgs<R> {
                 largest: 0.0,
                 copy: None,
             },
+        }
+    }
+
+    /// Those of a copy to this matrix.
+    pub fn to(copy: GroupCopy, output: &Quantized<R>) -> Self {
+        Self {
+            values: array(output.values.clone().expect("a row-major copy")),
+            scales: output.scales.clone(),
+            words: copy.width(),
+            dtype: storage::<u32>(),
+            largest: output.number.largest(),
+            copy: Some(copy),
         }
     }
 }
@@ -195,17 +196,8 @@ pub(crate) fn write_group_copy<V: Numeric, N: Size, S: Numeric>(
 ) {
     let of_group = comptime!(copy.of_group());
     let len = comptime!(copy.pieces.len);
-    let mut bits = largest_magnitude(piece, len);
-    if comptime!(copy.planes) {
-        #[unroll]
-        for step in 0..comptime!(of_group.ilog2()) {
-            bits = max(bits, plane_shuffle_xor(bits, comptime!(1u32 << step)));
-        }
-    } else {
-        if comptime!(of_group > 1) {
-            bits = segment_max(bits, copy.pieces.units, of_group);
-        }
-    }
+    let bits = largest_magnitude(piece, len);
+    let bits = group_max(bits, copy.pieces.units, of_group, copy.planes);
     let (stored, inverse) = region_scale(bits, largest, 1.0f32, comptime!(copy.scale));
     if number < pieces {
         if number % comptime!(of_group as u32) == 0 {

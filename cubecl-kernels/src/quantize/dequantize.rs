@@ -113,28 +113,55 @@ pub fn dequantize<R: Runtime>(
 
 fn launch_runs<R: Runtime>(client: &ComputeClient<R>, runs: &Runs<R>, out: &TensorHandle<R>) {
     let write = vector_width(RUN, &[out]);
-    // SAFETY: a unit whose run lies behind the matrix does nothing; of the others the run, its scale and its place in
+    // As many as are written at once: then what neighbours write follows one another.
+    let len = if runs.codes.has_parts(write) {
+        write
+    } else {
+        RUN
+    };
+    let parts = runs.count * RUN / len;
+    let plan = PartsPlan {
+        codes: runs.codes,
+        len,
+        write,
+        is_whole: parts.is_multiple_of(UNITS as usize * PARTS),
+    };
+    // SAFETY: a unit whose part lies behind the matrix does nothing; of the others the part, its scale and its place in
     // the output lie inside of their buffers, whose shapes `check` has compared.
     #[allow(unsafe_code)]
     unsafe {
         dequantize_runs_kernel::launch_unchecked::<R>(
             client,
-            cube_grid(runs.count.div_ceil(UNITS as usize)),
+            cube_grid(parts.div_ceil(UNITS as usize * PARTS)),
             CubeDim::new_1d(UNITS),
-            runs.codes.read(RUN),
+            runs.codes.read(len),
             write,
             array(runs.words.clone()),
             array(runs.scales.clone()),
             array(runs.tensor_scales.clone()),
             array(out.clone()),
             runs.grid(),
-            runs.count as u32,
-            runs.codes,
-            write,
+            parts as u32,
+            plan,
             runs.scales.dtype,
             out.dtype,
         );
     }
+}
+
+/// Parts of runs that a unit dequantizes.
+const PARTS: usize = 4;
+
+/// The constants that the kernel of runs is compiled for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct PartsPlan {
+    codes: RunCodes,
+    /// Elements of a part.
+    len: usize,
+    /// Elements that are written at once.
+    write: usize,
+    /// True where all units have as many parts.
+    is_whole: bool,
 }
 
 /// The whole runs of a matrix, if it has them in a row-major copy and is not empty.
@@ -299,7 +326,7 @@ fn dequantize_kernel<V: Numeric, NV: Size, S: Numeric, F: Numeric, NO: Size>(
     }
 }
 
-/// A unit dequantizes a run.
+/// A unit dequantizes a few parts of runs, and those of its neighbours lie between them.
 #[cube(launch_unchecked)]
 #[allow(clippy::too_many_arguments)]
 fn dequantize_runs_kernel<NW: Size, S: Numeric, F: Numeric, NO: Size>(
@@ -308,16 +335,26 @@ fn dequantize_runs_kernel<NW: Size, S: Numeric, F: Numeric, NO: Size>(
     tensor_scales: &Array<f32>,
     out: &mut Array<Vector<F, NO>>,
     grid: RunGrid,
-    runs: u32,
-    #[comptime] codes: RunCodes,
-    #[comptime] write_width: usize,
+    parts: u32,
+    #[comptime] plan: PartsPlan,
     #[define(S)] _scales_dtype: StorageType,
     #[define(F)] _dtype: StorageType,
 ) {
-    let run = CUBE_POS as u32 * UNITS + UNIT_POS;
-    if run < runs {
-        let values =
-            decode_part::<u32, NW, S>(words, scales, tensor_scales, &grid, run, RUN, codes);
-        write_piece::<F, NO>(out, &values, run, RUN, write_width);
+    let first = CUBE_POS as u32 * comptime!(UNITS * PARTS as u32) + UNIT_POS;
+    #[unroll]
+    for index in 0..PARTS {
+        let part = first + comptime!(index as u32 * UNITS);
+        if comptime!(plan.is_whole) || part < parts {
+            let values = decode_part::<u32, NW, S>(
+                words,
+                scales,
+                tensor_scales,
+                &grid,
+                part,
+                plan.len,
+                plan.codes,
+            );
+            write_piece::<F, NO>(out, &values, part, plan.len, plan.write);
+        }
     }
 }

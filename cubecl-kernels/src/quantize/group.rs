@@ -4,12 +4,13 @@
 use cubecl::{ir::StorageType, prelude::*};
 
 use crate::{
-    device::{MatrixGeometry, array, cube_grid},
+    device::{MatrixGeometry, array, cube_grid, has_planes_of_32},
     number::storage::RUN,
     rounding::{RandomStream, random_stream},
     scale::{ScaleNumber, region_scale, store_scale},
 };
 
+mod rows;
 pub(super) mod whole_tiles;
 
 use super::{
@@ -18,8 +19,7 @@ use super::{
     run::{RunEncoding, encode_run, run_max},
     stored::{Copies, copy_args, write_copies},
     tile::{
-        Tile, TilePosition, UNITS, read_run, run_position, run_read_width, segment_max,
-        tile_position,
+        Tile, TilePosition, UNITS, group_max, read_run, run_position, run_read_width, tile_position,
     },
 };
 
@@ -32,6 +32,8 @@ struct GroupPlan {
     scale: ScaleNumber,
     /// Elements read at once.
     read: usize,
+    /// True where units exchange values without shared memory.
+    planes: bool,
 }
 
 impl GroupPlan {
@@ -59,6 +61,10 @@ pub(super) unsafe fn launch<R: Runtime>(
     group: usize,
     output: &Quantized<R>,
 ) {
+    // SAFETY: the caller's promise.
+    if unsafe { rows::launch(client, input, output) } {
+        return;
+    }
     let Input { x, view, spec, .. } = input;
     let copies = Copies::new(spec.number.storage(), spec.layout, view.shape);
     let [
@@ -72,6 +78,7 @@ pub(super) unsafe fn launch<R: Runtime>(
         copies,
         scale: spec.scale,
         read: run_read_width(x, view),
+        planes: has_planes_of_32(client),
     };
     // SAFETY: every access is guarded by the shapes in `geometry`, for which by the caller's promise the outputs were
     // allocated.
@@ -160,22 +167,6 @@ fn quantize_group_kernel<
     );
 }
 
-/// The scale, as it is stored, and the inverse scale of the group that this unit's run belongs to. All units of the
-/// cube must call it together.
-#[cube]
-pub(super) fn group_scale(
-    run: &Array<f32>,
-    largest: f32,
-    #[comptime] group: usize,
-    #[comptime] scale: ScaleNumber,
-) -> (u32, f32) {
-    let mut bits = run_max(run);
-    if comptime!(group > RUN) {
-        bits = segment_max(bits, UNITS, comptime!(group / RUN));
-    }
-    region_scale(bits, largest, 1.0f32, scale)
-}
-
 /// The inverse scale of the group that this unit's run belongs to. One unit of the group writes the scale, to
 /// `[.., rows, groups of a row]`.
 #[cube]
@@ -190,7 +181,13 @@ fn group_inverse<S: Numeric>(
     largest: f32,
     #[comptime] plan: GroupPlan,
 ) -> f32 {
-    let (stored, inverse) = group_scale(run, largest, plan.group, plan.scale);
+    let bits = group_max(
+        run_max(run),
+        UNITS,
+        comptime!(plan.group / RUN),
+        plan.planes,
+    );
+    let (stored, inverse) = region_scale(bits, largest, 1.0f32, comptime!(plan.scale));
     let size = comptime!(plan.group as u32);
     if col % size == 0 && row < geometry.rows && col < geometry.cols {
         let groups = geometry.cols.div_ceil(size);

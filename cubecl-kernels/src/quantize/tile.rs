@@ -9,6 +9,8 @@ use crate::{
 
 /// Units of a cube.
 pub(crate) const UNITS: usize = 256;
+/// Units of a plane.
+const PLANE: usize = 32;
 /// Bytes that a unit reads at once, where it can.
 const VECTOR_BYTES: usize = 16;
 
@@ -135,7 +137,30 @@ pub(super) fn read_lanes<F: Numeric, N: Size>(
     lanes
 }
 
-/// The largest value among each `segment` consecutive units, a power of two.
+/// [`segment_max`], and with `planes`, which are of 32 units, without shared memory where a segment is within one.
+#[cube]
+pub(crate) fn group_max(
+    value: u32,
+    #[comptime] units: usize,
+    #[comptime] segment: usize,
+    #[comptime] planes: bool,
+) -> u32 {
+    if comptime!(segment == 1) {
+        value
+    } else if comptime!(planes && segment <= PLANE) {
+        let mut largest = value;
+        #[unroll]
+        for step in 0..comptime!(segment.ilog2()) {
+            largest = max(largest, plane_shuffle_xor(largest, comptime!(1u32 << step)));
+        }
+        largest
+    } else {
+        segment_max(value, units, segment)
+    }
+}
+
+/// The largest value among each `segment` consecutive units, a power of two. All units of the cube must call it
+/// together.
 #[cube]
 pub(crate) fn segment_max(value: u32, #[comptime] units: usize, #[comptime] segment: usize) -> u32 {
     let mut shared = SharedMemory::<u32>::new(units);
