@@ -1,8 +1,8 @@
 //! A tensor less its mean over some of its positions: what all keys of a head have in common, which a softmax does not
 //! see, and which would take most of their codes (SageAttention, arXiv 2410.02367, section 4.2).
 //!
-//! One launch: each cube finds the mean that its columns need by itself, from a few rows that the cache holds, and
-//! writes the copy in which the tensor waits, where that is wanted, beside the tensor.
+//! One launch: each cube finds the mean that its columns need by itself, from rows that the cache holds, of which there
+//! should be few, and writes the copy in which the tensor waits, where that is wanted, beside the tensor.
 
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
@@ -39,7 +39,7 @@ pub fn centred<R: Runtime>(
     x: &TensorHandle<R>,
     step: usize,
 ) -> Result<TensorHandle<R>, KernelError> {
-    let input = Input::new(client, x, step)?;
+    let input = Matrices::new(client, x, step)?;
     let out = empty(client, x.shape().to_vec(), x.dtype);
     input.launch(client, &out, None);
     Ok(out)
@@ -60,7 +60,7 @@ pub fn centred_compressing<R: Runtime>(
     spec: &QuantizeSpec,
     cols: usize,
 ) -> Result<(TensorHandle<R>, Quantized<R>), KernelError> {
-    let input = Input::new(client, x, step)?;
+    let input = Matrices::new(client, x, step)?;
     let len = x.shape().iter().product::<usize>();
     if cols == 0 || len % cols != 0 {
         return Err(KernelError::Shape {
@@ -72,7 +72,7 @@ pub fn centred_compressing<R: Runtime>(
     let out = empty(client, x.shape().to_vec(), x.dtype);
     let matrix =
         TensorHandle::new_contiguous(vec![len / cols, cols], out.handle.clone(), out.dtype);
-    let beside = Beside::of(client, OPERATION, &matrix, spec, input.pieces()).ok();
+    let beside = Beside::of(client, OPERATION, &matrix, spec, input.pieces())?;
     input.launch(client, &out, beside.as_ref());
     let copy = match beside {
         Some(beside) => beside.output,
@@ -82,7 +82,7 @@ pub fn centred_compressing<R: Runtime>(
 }
 
 /// The tensor, checked, and how cubes take it.
-struct Input<'a, R: Runtime> {
+struct Matrices<'a, R: Runtime> {
     x: &'a TensorHandle<R>,
     matrices: usize,
     rows: usize,
@@ -99,8 +99,6 @@ struct Plan {
     vectors: usize,
     /// Vectors of a row that a cube takes, a power of two.
     cols: usize,
-    /// How the copy is written, if there is one.
-    copy: Option<GroupCopy>,
 }
 
 impl Plan {
@@ -110,7 +108,7 @@ impl Plan {
     }
 }
 
-impl<'a, R: Runtime> Input<'a, R> {
+impl<'a, R: Runtime> Matrices<'a, R> {
     fn new(
         client: &ComputeClient<R>,
         x: &'a TensorHandle<R>,
@@ -134,7 +132,7 @@ impl<'a, R: Runtime> Input<'a, R> {
         }
         let vector = vector_width(cols, &[x]);
         let vectors = cols / vector;
-        let cols = (1 << vectors.trailing_zeros().min(MOST_COLS.trailing_zeros())).min(MOST_COLS);
+        let cols = 1 << vectors.trailing_zeros().min(MOST_COLS.trailing_zeros());
         Ok(Self {
             x,
             matrices,
@@ -144,33 +142,32 @@ impl<'a, R: Runtime> Input<'a, R> {
                 vector,
                 vectors,
                 cols,
-                copy: None,
             },
         })
     }
 
     /// The vectors of a cube as pieces.
-    const fn pieces(&self) -> CubePieces {
+    fn pieces(&self) -> CubePieces {
         let Plan {
             vector,
             vectors,
             cols,
-            ..
         } = self.plan;
+        // Where a cube takes whole rows these follow each other, but for those of another matrix.
+        let of_matrix = (self.rows * vectors).trailing_zeros();
         CubePieces {
             len: vector,
             units: UNITS,
-            // Rows follow each other, where a cube takes whole ones.
-            side_by_side: if vectors == cols { UNITS } else { cols },
+            side_by_side: match vectors == cols {
+                true => 1 << of_matrix.min(UNITS.trailing_zeros()),
+                false => cols,
+            },
         }
     }
 
     fn launch(&self, client: &ComputeClient<R>, out: &TensorHandle<R>, beside: Option<&Beside<R>>) {
         let copy = CopyArgs::of(beside, out);
-        let plan = Plan {
-            copy: copy.copy,
-            ..self.plan
-        };
+        let plan = self.plan;
         let across = plan.vectors / plan.cols;
         let down = self.rows.div_ceil(HELD * plan.rows());
         let cubes = self.matrices * down * across;
@@ -199,8 +196,8 @@ impl<'a, R: Runtime> Input<'a, R> {
                 copy.largest,
                 0,
                 plan,
+                copy.copy,
                 self.x.dtype,
-                copy.dtype,
                 copy.scales.dtype,
             );
         }
@@ -209,10 +206,10 @@ impl<'a, R: Runtime> Input<'a, R> {
 
 #[cube(launch_unchecked)]
 #[allow(clippy::too_many_arguments)]
-fn centred_kernel<F: Numeric, V: Numeric, S: Numeric, N: Size, NV: Size>(
+fn centred_kernel<F: Numeric, S: Numeric, N: Size, NV: Size>(
     x: &Array<Vector<F, N>>,
     out: &mut Array<Vector<F, N>>,
-    values: &mut Array<Vector<V, NV>>,
+    values: &mut Array<Vector<u32, NV>>,
     scales: &mut Array<S>,
     matrices: u32,
     rows: u32,
@@ -222,8 +219,8 @@ fn centred_kernel<F: Numeric, V: Numeric, S: Numeric, N: Size, NV: Size>(
     largest: f32,
     zero: u32,
     #[comptime] plan: Plan,
+    #[comptime] copy: Option<GroupCopy>,
     #[define(F)] _dtype: StorageType,
-    #[define(V)] _values_dtype: StorageType,
     #[define(S)] _scales_dtype: StorageType,
 ) {
     let across = comptime!((plan.vectors / plan.cols) as u32);
@@ -261,11 +258,11 @@ fn centred_kernel<F: Numeric, V: Numeric, S: Numeric, N: Size, NV: Size>(
         if is_there {
             out[at as usize] = less;
         }
-        match comptime!(plan.copy) {
+        match comptime!(copy) {
             None => {}
             Some(copy) => {
                 let pieces = matrices * rows * vectors;
-                write_group_copy::<V, NV, S>(
+                write_group_copy::<NV, S>(
                     values,
                     scales,
                     &piece,

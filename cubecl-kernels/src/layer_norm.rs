@@ -97,6 +97,7 @@ pub fn layer_norm<'a, R: Runtime>(
 
 /// [`layer_norm`] of a matrix of floats, and its copy, that of [`quantize`](crate::quantize::quantize()) to the bit.
 ///
+/// - `x`: f32, f16 or bf16 `[rows, cols]`, contiguous.
 /// - `spec`: as for [`rms_norm_compressing`](crate::rms_norm::rms_norm_compressing).
 ///
 /// # Errors
@@ -141,7 +142,7 @@ fn launch<R: Runtime>(
         let pieces = Pieces::of(&[&x], cols, &[&output]);
         let units = RowUnits::new(client, cols, pieces.len);
         let gain_width = vector_width(units.width, &[gain, &bias]);
-        let beside = spec.and_then(|spec| held_copy(client, OPERATION, x.values(), spec, units));
+        let beside = held_copy(client, OPERATION, x.values(), spec, units)?;
         let to = CopyArgs::of(beside.as_ref(), &output);
         // SAFETY: rows are guarded by their number, columns by their own, for which the outputs were allocated;
         // scales lie inside of their buffers, whose shapes were compared with the matrix, and stand-ins are neither
@@ -179,7 +180,6 @@ fn launch<R: Runtime>(
                 x.scales().dtype,
                 dtype,
                 gain.dtype,
-                to.dtype,
                 to.scales.dtype,
             );
         }
@@ -311,7 +311,6 @@ fn layer_norm_kernel<
     S: Numeric,
     F: Numeric,
     G: Numeric,
-    V: Numeric,
     T: Numeric,
     NX: Size,
     N: Size,
@@ -326,7 +325,7 @@ fn layer_norm_kernel<
     output: &mut Array<Vector<F, N>>,
     mean: &mut Array<f32>,
     inverse_deviation: &mut Array<f32>,
-    copy_values: &mut Array<Vector<V, NV>>,
+    copy_values: &mut Array<Vector<u32, NV>>,
     copy_scales: &mut Array<T>,
     grid: RunGrid,
     rows: u32,
@@ -341,7 +340,6 @@ fn layer_norm_kernel<
     #[define(S)] _scales_dtype: StorageType,
     #[define(F)] _dtype: StorageType,
     #[define(G)] _gain_dtype: StorageType,
-    #[define(V)] _copy_dtype: StorageType,
     #[define(T)] _copy_scales_dtype: StorageType,
 ) {
     let elements = comptime!(units.elements());
@@ -356,7 +354,7 @@ fn layer_norm_kernel<
         held_input::<X, NX, S, F>(x, scales, tensor_scales, &grid, read_row, units, pieces);
     match comptime!(copy) {
         None => {}
-        Some(copy) => write_held_copy::<V, NV, T>(
+        Some(copy) => write_held_copy::<NV, T>(
             copy_values,
             copy_scales,
             &values,

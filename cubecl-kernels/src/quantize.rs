@@ -4,7 +4,7 @@
 //! | what | how often `x` is read | where |
 //! | --- | --- | --- |
 //! | INT8 in blocks, FP32 scales | once | `block` |
-//! | groups, scales that do not depend on the matrix | once | `group` |
+//! | groups, scales that do not depend on the matrix | once | `group`, of rows without gaps `group::rows` |
 //! | FP8 in groups of 128, of the matrix and of its transpose | once, where there is a kernel for it | `group::whole_tiles` |
 //! | tokens of up to 16,384 elements, row-major, such scales too | once | `token` |
 //! | a scale that was given | once | `given` |

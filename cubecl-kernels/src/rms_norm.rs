@@ -85,6 +85,7 @@ pub fn rms_norm<'a, R: Runtime>(
 
 /// [`rms_norm`] of a matrix of floats, and its copy, that of [`quantize`](crate::quantize::quantize()) to the bit.
 ///
+/// - `x`: f32, f16 or bf16 `[rows, cols]`, contiguous.
 /// - `spec`: groups of which rows are whole ones, to nearest, row-major, with scales that do not depend on the matrix.
 ///   Where the units of a plane do not hold a group in whole words, the copy is written in a launch of its own.
 ///
@@ -122,7 +123,7 @@ fn launch<R: Runtime>(
         let pieces = Pieces::of(&[&x], cols, &[&output]);
         let units = RowUnits::new(client, cols, pieces.len);
         let gain_width = vector_width(units.width, &[gain]);
-        let beside = spec.and_then(|spec| held_copy(client, OPERATION, x.values(), spec, units));
+        let beside = held_copy(client, OPERATION, x.values(), spec, units)?;
         let to = CopyArgs::of(beside.as_ref(), &output);
         // SAFETY: rows are guarded by their number, columns by their own, for which the outputs were allocated;
         // scales lie inside of their buffers, whose shapes were compared with the matrix, and stand-ins are neither
@@ -157,7 +158,6 @@ fn launch<R: Runtime>(
                 x.scales().dtype,
                 dtype,
                 gain.dtype,
-                to.dtype,
                 to.scales.dtype,
             );
         }
@@ -262,7 +262,6 @@ fn rms_norm_kernel<
     S: Numeric,
     F: Numeric,
     G: Numeric,
-    V: Numeric,
     T: Numeric,
     NX: Size,
     N: Size,
@@ -275,7 +274,7 @@ fn rms_norm_kernel<
     gain: &Array<Vector<G, NG>>,
     output: &mut Array<Vector<F, N>>,
     inverse_rms: &mut Array<f32>,
-    copy_values: &mut Array<Vector<V, NV>>,
+    copy_values: &mut Array<Vector<u32, NV>>,
     copy_scales: &mut Array<T>,
     grid: RunGrid,
     rows: u32,
@@ -289,7 +288,6 @@ fn rms_norm_kernel<
     #[define(S)] _scales_dtype: StorageType,
     #[define(F)] _dtype: StorageType,
     #[define(G)] _gain_dtype: StorageType,
-    #[define(V)] _copy_dtype: StorageType,
     #[define(T)] _copy_scales_dtype: StorageType,
 ) {
     let first = CUBE_POS as u32 * comptime!(units.rows as u32);
@@ -303,7 +301,7 @@ fn rms_norm_kernel<
         held_input::<X, NX, S, F>(x, scales, tensor_scales, &grid, read_row, units, pieces);
     match comptime!(copy) {
         None => {}
-        Some(copy) => write_held_copy::<V, NV, T>(
+        Some(copy) => write_held_copy::<NV, T>(
             copy_values,
             copy_scales,
             &values,

@@ -5,7 +5,8 @@ use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
 use crate::{
     device::{
-        check_contiguous, check_dtype, check_float, has_planes_of_32, is_operand_type, storage,
+        MatrixView, check_contiguous, check_dtype, check_float, has_planes_of_32, is_operand_type,
+        storage,
     },
     error::KernelError,
     operator_input::{OperatorInput, Pieces, read_input, read_piece, write_piece},
@@ -169,26 +170,31 @@ impl RowUnits {
     }
 }
 
-/// The copy of a matrix of floats that units write as they hold its rows, if they can.
+/// The copy of a matrix of floats that units write as they hold its rows, if it is asked for and they can.
+///
+/// # Errors
+///
+/// When the matrix has another rank, and as [`quantize`](crate::quantize::quantize()).
 pub(crate) fn held_copy<R: Runtime>(
     client: &ComputeClient<R>,
     operation: &'static str,
     x: &TensorHandle<R>,
-    spec: &QuantizeSpec,
+    spec: Option<&QuantizeSpec>,
     units: RowUnits,
-) -> Option<Beside<R>> {
-    let len = x.shape().iter().product::<usize>();
-    let matrix = vec![len / units.cols, units.cols];
-    let matrix = TensorHandle::new_contiguous(matrix, x.handle.clone(), x.dtype);
-    Beside::of(client, operation, &matrix, spec, units.pieces()).ok()
+) -> Result<Option<Beside<R>>, KernelError> {
+    let Some(spec) = spec else {
+        return Ok(None);
+    };
+    MatrixView::one(operation, "x", x)?;
+    Beside::of(client, operation, x, spec, units.pieces())
 }
 
 /// Writes all elements of a row that this unit holds to a copy of the matrix of so many rows. All units of the cube
 /// must call it together.
 #[cube]
 #[allow(clippy::too_many_arguments)]
-pub(crate) fn write_held_copy<V: Numeric, N: Size, S: Numeric>(
-    values: &mut Array<Vector<V, N>>,
+pub(crate) fn write_held_copy<N: Size, S: Numeric>(
+    values: &mut Array<Vector<u32, N>>,
     scales: &mut Array<S>,
     held: &Array<f32>,
     row: u32,
@@ -208,7 +214,7 @@ pub(crate) fn write_held_copy<V: Numeric, N: Size, S: Numeric>(
             vector[lane] = held[comptime!(piece * units.width + lane)];
         }
         let number = select(is_inside, row * vectors + index, rows * vectors);
-        write_group_copy::<V, N, S>(
+        write_group_copy::<N, S>(
             values,
             scales,
             &vector,

@@ -117,16 +117,22 @@ pub fn swiglu_compressing<R: Runtime>(
 ) -> Result<(TensorHandle<R>, [Quantized<R>; 2]), KernelError> {
     let inputs = [("gate", gate.into()), ("up", up.into())];
     let len = check_alike(client, OPERATION_COMPRESSING, &inputs)?;
-    let copies = [
-        Beside::of(client, OPERATION_COMPRESSING, gate, spec, RUNS)?,
-        Beside::of(client, OPERATION_COMPRESSING, up, spec, RUNS)?,
-    ];
+    let beside = |factor| {
+        let copy = Beside::of(client, OPERATION_COMPRESSING, factor, spec, RUNS)?;
+        copy.ok_or_else(|| KernelError::Unsupported {
+            operation: OPERATION_COMPRESSING,
+            reason: format!("a copy by {spec:?} of {:?}", gate.shape()),
+            remedy: "ask for groups that rows are whole ones of, row-major, to nearest, or quantize by itself",
+        })
+    };
+    let copies = [beside(gate)?, beside(up)?];
     let output = empty(client, gate.shape().to_vec(), gate.dtype);
     let runs = len / RUN;
     if runs > 0 {
         let width = vector_width(RUN, &[gate, up, &output]);
-        let [of_gate, of_up] = copies.each_ref().map(|it| CopyArgs::of(Some(it), gate));
-        let copy = of_gate.copy.expect("that of the gate");
+        let [of_gate, of_up] = copies
+            .each_ref()
+            .map(|it| CopyArgs::to(it.copy, &it.output));
         // SAFETY: accesses are guarded by the number of runs, which is that of all tensors.
         #[allow(unsafe_code)]
         unsafe {
@@ -147,9 +153,8 @@ pub fn swiglu_compressing<R: Runtime>(
                 0,
                 runs as u32,
                 width,
-                copy,
+                copies[0].copy,
                 gate.dtype,
-                of_gate.dtype,
                 of_gate.scales.dtype,
             );
         }
@@ -241,13 +246,13 @@ fn swiglu_kernel<X: Numeric, S: Numeric, F: Numeric, NX: Size, N: Size>(
 
 #[cube(launch_unchecked)]
 #[allow(clippy::too_many_arguments)]
-fn swiglu_compressing_kernel<F: Numeric, N: Size, V: Numeric, NV: Size, S: Numeric>(
+fn swiglu_compressing_kernel<F: Numeric, N: Size, NV: Size, S: Numeric>(
     gate: &Array<Vector<F, N>>,
     up: &Array<Vector<F, N>>,
     output: &mut Array<Vector<F, N>>,
-    gate_values: &mut Array<Vector<V, NV>>,
+    gate_values: &mut Array<Vector<u32, NV>>,
     gate_scales: &mut Array<S>,
-    up_values: &mut Array<Vector<V, NV>>,
+    up_values: &mut Array<Vector<u32, NV>>,
     up_scales: &mut Array<S>,
     largest: f32,
     zero: u32,
@@ -255,7 +260,6 @@ fn swiglu_compressing_kernel<F: Numeric, N: Size, V: Numeric, NV: Size, S: Numer
     #[comptime] width: usize,
     #[comptime] copy: GroupCopy,
     #[define(F)] _dtype: StorageType,
-    #[define(V)] _values_dtype: StorageType,
     #[define(S)] _scales_dtype: StorageType,
 ) {
     let at = CUBE_POS as u32 * comptime!(UNITS as u32) + UNIT_POS;
@@ -267,7 +271,7 @@ fn swiglu_compressing_kernel<F: Numeric, N: Size, V: Numeric, NV: Size, S: Numer
         let out = gated(&gates, &ups, RUN);
         write_piece::<F, N>(output, &out, at, RUN, width);
     }
-    write_group_copy::<V, NV, S>(
+    write_group_copy::<NV, S>(
         gate_values,
         gate_scales,
         &gates,
@@ -277,7 +281,7 @@ fn swiglu_compressing_kernel<F: Numeric, N: Size, V: Numeric, NV: Size, S: Numer
         zero,
         copy,
     );
-    write_group_copy::<V, NV, S>(up_values, up_scales, &ups, at, runs, largest, zero, copy);
+    write_group_copy::<NV, S>(up_values, up_scales, &ups, at, runs, largest, zero, copy);
 }
 
 #[cube(launch_unchecked)]

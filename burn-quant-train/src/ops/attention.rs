@@ -69,12 +69,13 @@ impl<B: DataBackend> Inputs<B> {
         inputs.for_each(|input| input.cell().keep_exact());
     }
 
-    /// The same for a softmax, which does not see what all keys of a head have in common: without that.
-    fn with_keys_centred(self) -> Self {
+    /// The same for a softmax, which does not see what all keys of a head have in common: without that. `wait`: not as
+    /// they are.
+    fn with_keys_centred(self, wait: bool) -> Self {
         let [query, key, value] = self.of_heads;
         let key = match key.shape().num_elements() {
             0 => key,
-            _ => centred("attention", key, SEQUENCE),
+            _ => centred("attention", key, SEQUENCE, wait),
         };
         Self {
             of_heads: [query, key, value],
@@ -124,7 +125,7 @@ impl<B: DataBackend, const N: usize> Recorded<B, N> for Attention<B> {
             chosen == AttentionContext::KeptOutput && !options.has_slopes() && !stays_exact;
         // What keys have in common would take most of their codes, as it does of those that wait.
         let inputs = match keeps_output || options.products == AttentionProducts::Int8 {
-            true => inputs.with_keys_centred(),
+            true => inputs.with_keys_centred(!stays_exact),
             false => inputs,
         };
         if stays_exact {

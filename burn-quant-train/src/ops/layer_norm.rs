@@ -56,7 +56,9 @@ impl<B: DataBackend, const N: usize> Recorded<B, N> for LayerNorm {
             bias.map(HeldTensor::into_value),
         );
         let ((output, (mean, inverse_deviation)), copy) = B::run(norm, values);
-        x.cell().keep_compressed(copy);
+        if let Some(copy) = copy {
+            x.cell().keep_compressed(copy);
+        }
         let [mean, inverse_deviation] =
             [mean, inverse_deviation].map(|it| HeldTensor::of("layer_norm", it));
         let saved = Saved {

@@ -45,7 +45,9 @@ impl<B: DataBackend> Recorded<B, 2> for RmsNorm {
         };
         let values = (x.clone().into_input(), gain.clone().into_value());
         let ((output, inverse_rms), copy) = B::run(norm, values);
-        x.cell().keep_compressed(copy);
+        if let Some(copy) = copy {
+            x.cell().keep_compressed(copy);
+        }
         let saved = Saved {
             x,
             gain,

@@ -58,13 +58,15 @@ impl<B: DataBackend> Recorded<B, 2> for Swiglu {
                     spec: compress.spec(),
                     matrix: compress.matrix(&shape),
                 };
-                if waits(wanted) && compressing.is_of_rows(&shape) {
-                    return (later(&inputs, Some(compressing.spec)), inputs);
+                if waits(wanted)
+                    && let Some(spec) = compress.of_rows(&shape)
+                {
+                    return (later(&inputs, Some(spec)), inputs);
                 }
                 let [gate, up] = inputs.clone().map(HeldTensor::into_value);
                 let (output, (of_gate, of_up)) = B::run(compressing, (gate, up));
                 for (input, compressed) in inputs.iter().zip([of_gate, of_up]) {
-                    input.cell().keep_compressed(Some(compressed));
+                    input.cell().keep_compressed(compressed);
                 }
                 output
             }

@@ -110,8 +110,18 @@ impl<B: DataBackend> Clone for State<B> {
 /// The format in which a value of this shape and dtype that the running operation makes waits, if a node keeps it and
 /// forward code does not.
 pub(super) fn waits_when_made(shape: &Shape, dtype: DType) -> Option<Context> {
-    let is_large = shape.num_elements() >= MIN_COMPRESSED && shape.last() != Some(&1);
-    scope::context().filter(|_| is_large && is_compressed(dtype) && !scope::in_block())
+    let is_small = is_small(shape, is_number_a_row(shape));
+    scope::context().filter(|_| !is_small && is_compressed(dtype) && !scope::in_block())
+}
+
+/// True for the shape of a number a row.
+fn is_number_a_row(shape: &Shape) -> bool {
+    shape.last() == Some(&1)
+}
+
+/// True for what stays exact without being marked.
+fn is_small(shape: &Shape, is_of_row: bool) -> bool {
+    shape.num_elements() < MIN_COMPRESSED || is_of_row
 }
 
 /// True for a dtype that is compressed.
@@ -215,7 +225,7 @@ impl<B: DataBackend> HeldTensor<B> {
     ) -> Self {
         let (context, in_block) = (scope::context(), scope::in_block());
         let cell = Arc::new(Cell {
-            is_of_row: AtomicBool::new(shape.last() == Some(&1)),
+            is_of_row: AtomicBool::new(is_number_a_row(&shape)),
             shape,
             dtype,
             device,
@@ -514,17 +524,17 @@ impl<B: DataBackend> Cell<B> {
             .filter(|_| is_there && !is_exact && !is_made_again)
     }
 
-    /// How its rows are quantized, if it [will wait](Self::will_wait_as) so, and these are whole groups.
+    /// How its rows are quantized, if it [will wait](Self::will_wait_as) so, these are whole groups, and nobody has made
+    /// that copy.
     pub(crate) fn rows_will_wait_as(&self) -> Option<QuantizeSpec> {
         let context = self.will_wait_as()?;
-        Compress { context }.of_rows(&self.shape)
+        let spec = Compress { context }.of_rows(&self.shape)?;
+        lock(&self.compressed).is_none().then_some(spec)
     }
 
-    /// Takes what it will be compressed to, in the format that it [waits in](Self::will_wait_as), if that was made.
-    pub(crate) fn keep_compressed(&self, matrix: Option<Quantized<B>>) {
-        if let Some(matrix) = matrix {
-            *lock(&self.compressed) = Some(Box::new(matrix));
-        }
+    /// Takes what it will be compressed to, in the format that it [waits in](Self::will_wait_as).
+    pub(crate) fn keep_compressed(&self, matrix: Quantized<B>) {
+        *lock(&self.compressed) = Some(Box::new(matrix));
     }
 
     /// Keeps the value as it is until [`Self::end_wait`].
@@ -571,7 +581,7 @@ impl<B: DataBackend> Cell<B> {
 
     /// True for few elements, and for a number a row: what stays exact without being marked.
     pub(super) fn is_small(&self) -> bool {
-        self.elements() < MIN_COMPRESSED || self.is_of_row.load(Ordering::Relaxed)
+        is_small(&self.shape, self.is_of_row.load(Ordering::Relaxed))
     }
 
     /// True if it is never compressed.
@@ -665,6 +675,7 @@ impl<B: DataBackend> AnyCell for Cell<B> {
         let of_block = lock(&self.of_block).take();
         let waits = self.holders() > 0 && !self.is_small();
         if let Some(again) = of_block.filter(|_| waits) {
+            lock(&self.compressed).take();
             *self.lock() = State::OfBlock(again);
             return false;
         }
@@ -676,6 +687,7 @@ impl<B: DataBackend> AnyCell for Cell<B> {
             Some(again) => {
                 let above = self.above.load(Ordering::Relaxed) + 1;
                 again.operands().iter().for_each(|it| it.raise(above));
+                lock(&self.compressed).take();
                 *self.lock() = State::Again(again);
                 false
             }

@@ -11,13 +11,17 @@ use super::{HeldTensor, cell::waits_when_made, compress::Compress};
 const SAMPLES: usize = 32;
 
 /// The tensor less its mean over evenly spaced positions of a dimension, in the same order in memory, in a cell of its
-/// own: for the result of an operation of this name, which a node keeps.
+/// own: for the result of an operation of this name, which a node keeps. `waits`: not as it is.
 pub(crate) fn centred<B: DataBackend>(
     operation: &'static str,
     tensor: HeldTensor<B>,
     dim: usize,
+    waits: bool,
 ) -> HeldTensor<B> {
+    let rank = tensor.rank();
+    // A transpose of a transpose names its last dimension too, which is the last in memory.
     let swapped = tensor.cell().swapped_dims();
+    let swapped = swapped.filter(|&[a, b]| a.max(b) + 1 < rank);
     let value = tensor.into_value();
     let (value, dim) = match swapped {
         None => (value, dim),
@@ -31,7 +35,8 @@ pub(crate) fn centred<B: DataBackend>(
         }
     };
     let shape = value.shape();
-    let copy = waits_when_made(&shape, value.dtype()).map(|context| {
+    let context = waits_when_made(&shape, value.dtype()).filter(|_| waits);
+    let copy = context.map(|context| {
         let compress = Compress { context };
         (compress.spec(), compress.matrix(&shape))
     });
@@ -47,6 +52,8 @@ pub(crate) fn centred<B: DataBackend>(
             HeldTensor::swapped(B::float_swap_dims(value, a, b), operation, None, [a, b])
         }
     };
-    less_mean.cell().keep_compressed(copy);
+    if let Some(copy) = copy {
+        less_mean.cell().keep_compressed(copy);
+    }
     less_mean
 }

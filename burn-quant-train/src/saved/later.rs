@@ -100,7 +100,7 @@ impl<B: DataBackend> Factors<B> {
     /// Takes the copies in which gate and up will wait.
     pub fn keep(&self, (gate, up): (Quantized<B>, Quantized<B>)) {
         for (input, copy) in self.inputs.iter().zip([gate, up]) {
-            input.cell().keep_compressed(Some(copy));
+            input.cell().keep_compressed(copy);
         }
     }
 

@@ -1,6 +1,7 @@
-//! Copies in groups that the kernel of another operation writes of what it has read: one read serves both.
+//! Copies in groups that a kernel writes of what its units hold, read or computed: what an operation has in registers
+//! anyway needs no read of its own.
 
-use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
+use cubecl::{prelude::*, std::tensor::TensorHandle};
 
 use crate::{
     device::{array, has_planes_of_32, is_contiguous, or_unused, storage},
@@ -22,20 +23,24 @@ use super::{
 };
 
 /// The pieces of a matrix, as the units of a cube hold them.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy)]
 pub(crate) struct CubePieces {
     /// Elements of a piece, at most those of a run.
     pub len: usize,
     /// Units of a cube.
     pub units: usize,
-    /// Units that hold neighbours, side by side, before others follow.
+    /// Units that hold neighbours, side by side, before others follow. The first of them is at a multiple of their
+    /// number, and holds a piece at such a multiple.
     pub side_by_side: usize,
 }
 
 /// How a copy is written, from pieces of rows that the units of a cube hold.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct GroupCopy {
-    pieces: CubePieces,
+    /// Elements of a piece.
+    len: usize,
+    /// Units of a cube.
+    units: usize,
     group: usize,
     encoding: RunEncoding,
     storage: Storage,
@@ -57,7 +62,9 @@ impl GroupCopy {
             return None;
         };
         let CubePieces {
-            len, side_by_side, ..
+            len,
+            units,
+            side_by_side,
         } = pieces;
         let storage = spec.number.storage();
         let of_group = group / len;
@@ -74,7 +81,8 @@ impl GroupCopy {
             && spec.rounding == Rounding::Nearest
             && !spec.scale.has_tensor_scale();
         is_copied.then(|| Self {
-            pieces,
+            len,
+            units,
             group,
             encoding: run_encoding(client, input, false),
             storage,
@@ -85,7 +93,7 @@ impl GroupCopy {
 
     /// Words of a piece.
     const fn words(&self) -> usize {
-        self.pieces.len * self.storage.bits() as usize / 32
+        self.len * self.storage.bits() as usize / 32
     }
 
     /// Words that are written at once.
@@ -96,7 +104,7 @@ impl GroupCopy {
 
     /// Pieces of a group.
     const fn of_group(&self) -> usize {
-        self.group / self.pieces.len
+        self.group / self.len
     }
 }
 
@@ -111,40 +119,31 @@ impl<R: Runtime> Beside<R> {
     ///
     /// # Errors
     ///
-    /// As [`quantize`](super::quantize()), and where they do not.
+    /// As [`quantize`](super::quantize()).
     pub fn of(
         client: &ComputeClient<R>,
         operation: &'static str,
         x: &TensorHandle<R>,
         spec: &QuantizeSpec,
         pieces: CubePieces,
-    ) -> Result<Self, KernelError> {
+    ) -> Result<Option<Self>, KernelError> {
         check_granularity(operation, spec.granularity)?;
         let input = Input::new(client, operation, x, spec)?;
-        let Some(copy) = GroupCopy::of(client, &input, pieces) else {
-            return Err(KernelError::Unsupported {
-                operation,
-                reason: format!(
-                    "a copy by {spec:?} of {:?}, of which units hold {}",
-                    x.shape(),
-                    pieces.len
-                ),
-                remedy: "ask for groups that rows are whole ones of, row-major, to nearest, or quantize by itself",
-            });
-        };
-        let output = allocate(client, &input.view, spec);
-        Ok(Self { copy, output })
+        let copy = GroupCopy::of(client, &input, pieces);
+        Ok(copy.map(|copy| Self {
+            copy,
+            output: allocate(client, &input.view, spec),
+        }))
     }
 }
 
 /// A copy as the arguments of a launch.
 pub(crate) struct CopyArgs<R: Runtime> {
-    /// The values, in words.
+    /// The values, in words, u32.
     pub values: ArrayArg<R>,
     pub scales: TensorHandle<R>,
-    /// Words that are written at once, and their type.
+    /// Words that are written at once.
     pub words: usize,
-    pub dtype: StorageType,
     /// The largest number.
     pub largest: f32,
     pub copy: Option<GroupCopy>,
@@ -153,14 +152,13 @@ pub(crate) struct CopyArgs<R: Runtime> {
 impl<R: Runtime> CopyArgs<R> {
     /// Those of a copy, or where there is none, what is not touched.
     pub fn of(beside: Option<&Beside<R>>, any: &TensorHandle<R>) -> Self {
-        let dtype = storage::<u32>();
+        let unused = || or_unused(None, any, storage::<u32>());
         match beside {
             Some(Beside { copy, output }) => Self::to(*copy, output),
             None => Self {
-                values: array(or_unused(None, any, dtype)),
-                scales: or_unused(None, any, dtype),
+                values: array(unused()),
+                scales: unused(),
                 words: 1,
-                dtype,
                 largest: 0.0,
                 copy: None,
             },
@@ -173,7 +171,6 @@ impl<R: Runtime> CopyArgs<R> {
             values: array(output.values.clone().expect("a row-major copy")),
             scales: output.scales.clone(),
             words: copy.width(),
-            dtype: storage::<u32>(),
             largest: output.number.largest(),
             copy: Some(copy),
         }
@@ -184,8 +181,8 @@ impl<R: Runtime> CopyArgs<R> {
 /// group side by side, the first one at a multiple of their number; what is past the last piece is not written.
 #[cube]
 #[allow(clippy::too_many_arguments)]
-pub(crate) fn write_group_copy<V: Numeric, N: Size, S: Numeric>(
-    values: &mut Array<Vector<V, N>>,
+pub(crate) fn write_group_copy<N: Size, S: Numeric>(
+    values: &mut Array<Vector<u32, N>>,
     scales: &mut Array<S>,
     piece: &Array<f32>,
     number: u32,
@@ -195,9 +192,9 @@ pub(crate) fn write_group_copy<V: Numeric, N: Size, S: Numeric>(
     #[comptime] copy: GroupCopy,
 ) {
     let of_group = comptime!(copy.of_group());
-    let len = comptime!(copy.pieces.len);
+    let len = comptime!(copy.len);
     let bits = largest_magnitude(piece, len);
-    let bits = group_max(bits, copy.pieces.units, of_group, copy.planes);
+    let bits = group_max(bits, copy.units, of_group, copy.planes);
     let (stored, inverse) = region_scale(bits, largest, 1.0f32, comptime!(copy.scale));
     if number < pieces {
         if number % comptime!(of_group as u32) == 0 {
@@ -214,10 +211,10 @@ pub(crate) fn write_group_copy<V: Numeric, N: Size, S: Numeric>(
         let writes = comptime!(copy.words() / width);
         #[unroll]
         for write in 0..writes {
-            let mut vector = Vector::<V, N>::empty();
+            let mut vector = Vector::<u32, N>::empty();
             #[unroll]
             for word in 0..width {
-                vector[word] = V::cast_from(words[comptime!(write * width + word)]);
+                vector[word] = words[comptime!(write * width + word)];
             }
             values[number as usize * writes + write] = vector;
         }

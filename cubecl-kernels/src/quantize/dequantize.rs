@@ -1,13 +1,13 @@
 //! From quantized values back to floats.
 //!
-//! Memory bounds it. Where rows of the row-major copy are whole runs and a run has one scale, a unit reads a run, 16
-//! codes, in words, and writes it in vectors of 16 bytes; else four neighbours of a row.
+//! Memory bounds it. Where rows of the row-major copy are whole runs and a run has one scale, a unit reads parts of a few
+//! runs in words, and writes each as 16 bytes behind those of its neighbour; else four neighbours of a row.
 
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
 use crate::{
     device::{
-        MatrixGeometry, MatrixView, array, check_dtype, check_float, cube_grid, empty,
+        MAX_CUBES, MatrixGeometry, MatrixView, array, check_dtype, check_float, cube_grid, empty,
         is_contiguous, or_unused, read_width, storage, vector_width, write_quad, write_width,
     },
     error::KernelError,
@@ -24,8 +24,22 @@ use super::{
 };
 
 const OPERATION: &str = "dequantize";
+/// Parts of runs that a unit dequantizes.
+const PARTS: usize = 4;
 
-/// The constants that the kernel is compiled for.
+/// The constants that the kernel of runs is compiled for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct PartsPlan {
+    codes: RunCodes,
+    /// Elements of a part.
+    len: usize,
+    /// Elements that are written at once.
+    write: usize,
+    /// True where all units have as many parts.
+    is_whole: bool,
+}
+
+/// The constants that the other kernel is compiled for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct DequantizePlan {
     number: Symmetric,
@@ -120,11 +134,13 @@ fn launch_runs<R: Runtime>(client: &ComputeClient<R>, runs: &Runs<R>, out: &Tens
         RUN
     };
     let parts = runs.count * RUN / len;
+    let cubes = parts.div_ceil(UNITS as usize * PARTS);
     let plan = PartsPlan {
         codes: runs.codes,
         len,
         write,
-        is_whole: parts.is_multiple_of(UNITS as usize * PARTS),
+        // A grid of more has cubes without a part.
+        is_whole: parts.is_multiple_of(UNITS as usize * PARTS) && cubes <= MAX_CUBES,
     };
     // SAFETY: a unit whose part lies behind the matrix does nothing; of the others the part, its scale and its place in
     // the output lie inside of their buffers, whose shapes `check` has compared.
@@ -132,7 +148,7 @@ fn launch_runs<R: Runtime>(client: &ComputeClient<R>, runs: &Runs<R>, out: &Tens
     unsafe {
         dequantize_runs_kernel::launch_unchecked::<R>(
             client,
-            cube_grid(parts.div_ceil(UNITS as usize * PARTS)),
+            cube_grid(cubes),
             CubeDim::new_1d(UNITS),
             runs.codes.read(len),
             write,
@@ -147,21 +163,6 @@ fn launch_runs<R: Runtime>(client: &ComputeClient<R>, runs: &Runs<R>, out: &Tens
             out.dtype,
         );
     }
-}
-
-/// Parts of runs that a unit dequantizes.
-const PARTS: usize = 4;
-
-/// The constants that the kernel of runs is compiled for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-struct PartsPlan {
-    codes: RunCodes,
-    /// Elements of a part.
-    len: usize,
-    /// Elements that are written at once.
-    write: usize,
-    /// True where all units have as many parts.
-    is_whole: bool,
 }
 
 /// The whole runs of a matrix, if it has them in a row-major copy and is not empty.

@@ -1,5 +1,4 @@
-//! Quantization by group: one read of the input. The units of a group reduce their maxima in shared memory, and encode
-//! what they hold.
+//! Quantization by group: one read of the input. The units of a group exchange their maxima, and encode what they hold.
 
 use cubecl::{ir::StorageType, prelude::*};
 

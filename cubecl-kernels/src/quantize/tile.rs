@@ -137,7 +137,8 @@ pub(super) fn read_lanes<F: Numeric, N: Size>(
     lanes
 }
 
-/// [`segment_max`], and with `planes`, which are of 32 units, without shared memory where a segment is within one.
+/// [`segment_max`], which all units of the cube must call together, and with `planes`, which are of 32 units, without
+/// shared memory where a segment is within one.
 #[cube]
 pub(crate) fn group_max(
     value: u32,

@@ -350,7 +350,7 @@ impl CudaSource for Gradients {
 
     fn shared_memory(&self) -> usize {
         match self.contexts {
-            true => 2 * TILE_BYTES + TILE * TILE + BYTES_OF_ROWS,
+            true => 2 * TILE_BYTES + TILE * TILE,
             false => 3 * TILE_BYTES,
         }
     }

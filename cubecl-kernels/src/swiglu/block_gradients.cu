@@ -21,7 +21,7 @@ quantize_swiglu_gradients(const u8 *gate, const u8 *up, const u8 *gradient, u8 *
     // What is read of a line waits where its results go: the codes of both in the place of the gate, the gradient in
     // that of up. Less shared memory leaves more of the L1 cache, through which eight bytes at once go.
     const uint4 *const gradients = ups;
-    float *const of_rows = (float *)(memory + 2 * TILE * TILE * ELEMENT_BYTES + TILE * TILE);
+    float *const of_rows = (float *)staged;
     copy_codes((uint2 *)gates, gate, first, cols);
     copy_codes((uint2 *)gates + 1, up, first, cols);
     copy_scales(of_rows, scales_of_gate, scales_of_up, numbers);

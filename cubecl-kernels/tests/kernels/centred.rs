@@ -59,7 +59,7 @@ fn is_the_difference() {
     }
 }
 
-/// Rows that are groups, groups of several rows, and codes that are no whole words.
+/// Rows that are groups, groups of several rows, and of several matrices, and codes that are no whole words.
 #[test]
 fn copies_are_those_of_the_quantizer() {
     let (client, mut random) = (client(), Random::fresh());
@@ -71,6 +71,9 @@ fn copies_are_those_of_the_quantizer() {
         (64, ([2, 16, 12], 192)),
         (256, ([1, 8, 96], 768)),
         (16, ([0, 5, 16], 16)),
+        (128, ([2, 3, 64], 384)),
+        (128, ([16, 4, 16], 128)),
+        (1024, ([64, 8, 64], 4096)),
     ];
     for (float, spec, (shape, cols)) in cases(&client, &mut random, &shapes) {
         let [matrices, rows, width] = shape;

@@ -1,14 +1,15 @@
 //! The bytes that `quant-train advise` computes beside those that an allocator counts, of the `tiny` preset and others
-//! on the CPU. One test, since nothing else may allocate meanwhile.
+//! on the CPU; and that epochs leave none behind. One test, since nothing else may allocate meanwhile.
 
 mod gpt2;
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use burn::backend::{Autodiff, Flex};
+use burn::module::AutodiffModule;
 use burn::optim::GradientsParams;
 use burn::tensor::backend::Backend;
-use burn::tensor::{Int, Tensor, TensorData, f16};
+use burn::tensor::{ElementConversion, Int, Tensor, TensorData, f16};
 use burn_quant_train::QuantTrain;
 use burn_quant_train::optim::{LayerBackend, QuantAdamWConfig};
 use burn_quant_train::recipe::{
@@ -62,6 +63,39 @@ struct Counted {
 }
 
 impl Subject {
+    /// Live bytes after each epoch, of steps and of a validation.
+    fn over_epochs<
+        B: LayerBackend<Device = <Flex as burn::tensor::backend::BackendTypes>::Device>,
+    >(
+        &self,
+    ) -> Vec<u64> {
+        choose_context(Some(self.case.contexts.context()));
+        B::seed(&Default::default(), 1);
+        let (batch, held_out) = (self.batch::<B>(), self.batch::<B::InnerBackend>());
+        let mut optim = self.case.optimizer.config().init::<B, Decoder<B>>();
+        let model = self.config.init::<B>(&Default::default());
+        let mut model = Some(optim.attach(model));
+        let epoch = |_| {
+            for _ in 0..4 {
+                let trained = model.take().expect("the step before gave one");
+                let gradients = trained.loss(batch.clone()).backward();
+                let gradients = GradientsParams::from_grads(gradients, &trained);
+                model = Some(burn::optim::Optimizer::step(
+                    &mut optim, 1e-3, trained, gradients,
+                ));
+            }
+            let valid = model.as_ref().map(AutodiffModule::valid);
+            let valid = valid.expect("a trained model");
+            for _ in 0..3 {
+                let loss = valid.loss(held_out.clone()).into_scalar().elem::<f32>();
+                assert!(loss.is_finite(), "{loss}");
+            }
+            drop(valid);
+            live()
+        };
+        (0..6).map(epoch).collect()
+    }
+
     fn batch<B: Backend>(&self) -> Batch<B> {
         let tokens = |salt: usize| -> Tensor<B, 2, Int> {
             let count = self.batch * self.sequence;
@@ -274,7 +308,14 @@ fn third() -> Option<usize> {
 }
 
 #[test]
-fn computed_bytes_are_those_that_are_counted() {
+fn bytes() {
+    let third = third();
+    println!("every third case, from {third:?}; QUANT_TRAIN_TEST_ALL asks for all");
+    epochs_leave_nothing_behind(third);
+    computed_bytes_are_those_that_are_counted(third);
+}
+
+fn computed_bytes_are_those_that_are_counted(third: Option<usize>) {
     let tiny = DecoderConfig::new(128, 384, 4, 4, 128);
     let subject = |recipe, contexts, optimizer| Subject {
         config: tiny.clone(),
@@ -300,9 +341,7 @@ fn computed_bytes_are_those_that_are_counted() {
     ];
     // Of two contexts each recipe has one, since a case takes seconds; those below have more.
     let contexts = [Contexts::Exact, Contexts::Int8];
-    let third = third();
     let is_drawn = |index: usize| third.is_none_or(|third| index % 3 == third);
-    println!("every third case, from {third:?}; QUANT_TRAIN_TEST_ALL asks for all");
     let mut subjects: Vec<_> = NAMES
         .iter()
         .zip(contexts.into_iter().cycle())
@@ -405,4 +444,39 @@ fn computed_bytes_are_those_that_are_counted() {
         }
     }
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+/// What the first epochs bring, moments and what layers keep between steps, is there to stay; from then on there are as
+/// many bytes after an epoch as after the one before.
+fn epochs_leave_nothing_behind(third: Option<usize>) {
+    let contexts = [Contexts::Int8, Contexts::Exact, Contexts::Int8KeptOutput];
+    for (index, (&recipe, contexts)) in NAMES.iter().zip(contexts.into_iter().cycle()).enumerate() {
+        if third.is_some_and(|third| index % 3 != third) {
+            continue;
+        }
+        let subject = Subject {
+            config: DecoderConfig::new(64, 192, 2, 2, 64),
+            batch: 4,
+            sequence: 64,
+            compute: Compute::F32,
+            case: Case {
+                recipe,
+                contexts,
+                optimizer: Optimizer::Adamw,
+            },
+            checkpointing: Checkpointing::None,
+            bound: 0.0,
+        };
+        let entered = recipe.enter();
+        let _entered = entered.expect("one case after the other");
+        let bytes = subject.over_epochs::<QuantTrain<Autodiff<Flex>, Named<f32>>>();
+        println!("{recipe}, {contexts}: {bytes:?}");
+        let (first, later) = (bytes[1], &bytes[2..]);
+        // Maps and queues that grow by doubling.
+        let slack = 8 << 10;
+        assert!(
+            later.iter().all(|&it| it <= first + slack),
+            "{recipe}, {contexts}: {bytes:?} after each epoch"
+        );
+    }
 }

@@ -1,6 +1,6 @@
-//! Compositions of Burn's operations that are one operation: RMSNorm, SwiGLU's gate, GELU, layer normalization, the
-//! logarithm of a softmax, sums, rotary positions, keys less a mean, and the gradient of an embedding. Without a kernel all but the last four
-//! are computed from float operations, in FP32.
+//! Compositions of Burn's operations that are one operation: RMSNorm, SwiGLU's gate, GELU, layer normalization, keys less
+//! a mean, the logarithm of a softmax, sums, rotary positions, and the gradient of an embedding. Without a kernel all but
+//! the last four are computed from float operations, in FP32 but for keys.
 //!
 //! One kernel reads each tensor once. Operation by operation, a norm of a decoder layer of width 768 takes seven times
 //! as long on an H200, and leaves more for the backward pass. It decodes what waits in few bits as it

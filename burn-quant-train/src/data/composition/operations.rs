@@ -249,11 +249,6 @@ impl SwigluCompressing {
         Self { spec, matrix }
     }
 
-    /// True for copies of tensors of this shape whose rows are theirs, and whole groups.
-    pub fn is_of_rows(&self, shape: &Shape) -> bool {
-        self.matrix == rows_and_columns(shape) && self.has_whole_groups()
-    }
-
     /// The outlines of the copies.
     pub fn copies(&self) -> (Quantized<Outline>, Quantized<Outline>) {
         let copy = || Quantized::outline(self.matrix, &self.spec);

@@ -11,9 +11,9 @@ use crate::{
 use super::super::{
     Input, Quantized,
     beside::{CopyArgs, CubePieces, GroupCopy, write_group_copy},
+    tile::UNITS,
 };
 
-const UNITS: usize = 256;
 /// Pieces that a unit has.
 const PIECES: usize = 4;
 
@@ -57,7 +57,6 @@ pub(super) unsafe fn launch<R: Runtime>(
             len,
             copy,
             x.dtype,
-            to.dtype,
             to.scales.dtype,
         );
     }
@@ -66,9 +65,9 @@ pub(super) unsafe fn launch<R: Runtime>(
 
 #[cube(launch_unchecked)]
 #[allow(clippy::too_many_arguments)]
-fn quantize_rows_kernel<F: Numeric, N: Size, V: Numeric, NV: Size, S: Numeric>(
+fn quantize_rows_kernel<F: Numeric, N: Size, NV: Size, S: Numeric>(
     x: &Array<Vector<F, N>>,
-    values: &mut Array<Vector<V, NV>>,
+    values: &mut Array<Vector<u32, NV>>,
     scales: &mut Array<S>,
     count: u32,
     largest: f32,
@@ -76,7 +75,6 @@ fn quantize_rows_kernel<F: Numeric, N: Size, V: Numeric, NV: Size, S: Numeric>(
     #[comptime] len: usize,
     #[comptime] copy: GroupCopy,
     #[define(F)] _dtype: StorageType,
-    #[define(V)] _values_dtype: StorageType,
     #[define(S)] _scales_dtype: StorageType,
 ) {
     let first = CUBE_POS as u32 * comptime!((UNITS * PIECES) as u32) + UNIT_POS;
@@ -98,7 +96,7 @@ fn quantize_rows_kernel<F: Numeric, N: Size, V: Numeric, NV: Size, S: Numeric>(
         for lane in 0..len {
             piece[lane] = held[comptime!(index * len + lane)];
         }
-        write_group_copy::<V, NV, S>(
+        write_group_copy::<NV, S>(
             values,
             scales,
             &piece,
