@@ -32,6 +32,7 @@ pub mod optim;
 pub mod recipe;
 pub mod saved;
 
+mod device_failure;
 mod lock;
 mod operations;
 mod ops;

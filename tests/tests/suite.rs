@@ -37,6 +37,8 @@ mod suite {
     #[cfg(feature = "flex")]
     mod bad_input;
     #[cfg(feature = "flex")]
+    mod device_failure;
+    #[cfg(feature = "flex")]
     mod forwarding;
     #[cfg(feature = "flex")]
     mod optimizer;

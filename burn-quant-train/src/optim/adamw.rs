@@ -35,7 +35,7 @@ use crate::{
         DataBackend, StochasticKey,
         optimizer::{AdamWItem, AdamWUpdate, Hyperparameters},
     },
-    layer,
+    device_failure, layer,
     lock::lock,
     warning::warn_once,
 };
@@ -127,6 +127,7 @@ impl QuantAdamWConfig {
         M: AutodiffModule<B>,
     {
         self.validate();
+        device_failure::watch();
         QuantAdamW {
             config: Arc::new(self.clone()),
             loss_scaling: self.loss_scaling.map(Scaling::new),
@@ -216,6 +217,7 @@ where
     }
 
     fn stepped(&mut self, lr: LearningRate, module: M, grads: GradAdaptor) -> M {
+        device_failure::check("QuantAdamW::step");
         let mut take = Take::<B>::new(grads);
         let module = module.map(&mut take);
         let taken = take.into_taken();
@@ -391,6 +393,8 @@ where
 
     /// # Panics
     ///
+    /// - If a device did not run an operation since the last step: where its memory has run out, CubeCL logs that and
+    ///   goes on, with what was in memory before.
     /// - If a gradient holds NaN or Inf, with [`OnNonfinite::Error`](super::OnNonfinite::Error).
     /// - If a parameter is neither FP32 nor BF16.
     /// - If losses are to be scaled, and none was since the last step.
@@ -401,6 +405,8 @@ where
 
     /// # Panics
     ///
+    /// - If a device did not run an operation since the last step: where its memory has run out, CubeCL logs that and
+    ///   goes on, with what was in memory before.
     /// - If a gradient holds NaN or Inf, with [`OnNonfinite::Error`](super::OnNonfinite::Error).
     /// - If a parameter is neither FP32 nor BF16.
     /// - If losses are to be scaled, and none was since the last step.
@@ -410,6 +416,10 @@ where
     }
 
     /// Waits for the device, to read the moments.
+    ///
+    /// # Panics
+    ///
+    /// As [`step`](Self::step), if a device did not run an operation.
     fn to_record(&self) -> AdamWRecord {
         let [steps, skipped] = self.state.clocks.every_step().read();
         let mut parameters = self.state.restored.clone();
@@ -417,7 +427,7 @@ where
             let record = ParameterRecord::read(moments.clone());
             (*id, Arc::new(record))
         }));
-        AdamWRecord {
+        let record = AdamWRecord {
             steps,
             skipped,
             seed: self.state.seed,
@@ -429,7 +439,10 @@ where
                 .taken()
                 .filter(|(_, taken)| *taken != steps)
                 .collect(),
-        }
+        };
+        // What was read waited for the device.
+        device_failure::check("QuantAdamW::to_record");
+        record
     }
 
     /// # Panics

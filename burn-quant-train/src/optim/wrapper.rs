@@ -19,6 +19,7 @@ use super::{
 };
 use crate::{
     data::{DataBackend, product::ProductKernels},
+    device_failure,
     health::{HealthConfig, HealthReport},
     layer::LayersRecord,
     lock::lock,
@@ -79,6 +80,7 @@ impl<O, B: LayerBackend> QuantOptimizer<O, B> {
         config.steps.validate();
         config.scaling.validate();
         config.health.iter().for_each(HealthConfig::validate);
+        device_failure::watch();
         Self {
             inner,
             config,
@@ -190,6 +192,7 @@ impl<O, B: LayerBackend> QuantOptimizer<O, B> {
     }
 
     fn stepped<M: AutodiffModule<B>>(&mut self, model: M, step: impl FnOnce(&mut O, M) -> M) -> M {
+        device_failure::check("QuantOptimizer::step");
         let layers = self.adopt(&model);
         let measured = layers.measured_now(self.seen);
         let asked = measured.map(|(now, paths)| (now, self.moment_watch.ask(paths)));
@@ -226,6 +229,10 @@ where
 {
     type Record = QuantRecord<O::Record>;
 
+    /// # Panics
+    ///
+    /// If a device did not run an operation since the last step: where its memory has run out, CubeCL logs that and goes
+    /// on, with what was in memory before.
     fn step(&mut self, lr: LearningRate, module: M, grads: GradientsParams) -> M {
         self.stepped(module, |inner, module| inner.step(lr, module, grads))
     }
@@ -235,11 +242,18 @@ where
     }
 
     /// Waits for the device, to read the layers' state.
+    ///
+    /// # Panics
+    ///
+    /// If a device did not run an operation since the last step.
     fn to_record(&self) -> Self::Record {
-        QuantRecord {
+        let record = QuantRecord {
             optimizer: self.inner.to_record(),
             layers: self.layers_record(),
-        }
+        };
+        // What was read waited for the device.
+        device_failure::check("QuantOptimizer::to_record");
+        record
     }
 
     /// All clones share the loaded state of the layers, also those made before, such as a metric's. So do the weights
