@@ -38,6 +38,7 @@ use cubecl_kernels::{
         Band, Dropout, Dropped,
     },
     bit_splitting::{bit_split, merge_parts},
+    centred::centred_compressing,
     column_sum::column_sum,
     concatenate::concatenate,
     embedding::embedding_gradient,
@@ -50,7 +51,7 @@ use cubecl_kernels::{
     },
     granularity::Granularity,
     hadamard::{Axis, HadamardSize, HadamardTransform},
-    layer_norm::{layer_norm, layer_norm_backward},
+    layer_norm::{layer_norm, layer_norm_backward, layer_norm_compressing},
     layout::Layout,
     leverage_score::{
         gather_int4_rows, gather_parts, gather_scaled, int4_row_norms, leverage_scores, sample_rows,
@@ -67,7 +68,7 @@ use cubecl_kernels::{
         quantize, quantize_by, quantize_delayed, unpack_int4,
     },
     random_hadamard::random_hadamard,
-    rms_norm::{rms_norm, rms_norm_backward},
+    rms_norm::{rms_norm, rms_norm_backward, rms_norm_compressing},
     rotary::{RotaryPass, rotary},
     rounding::{Rounding, StochasticKey},
     scale::ScaleNumber,
@@ -709,7 +710,8 @@ fn swiglu_sources(architecture: u16) -> Vec<Source> {
         // X with and without fallback, and a gradient, each with and without contexts; of each layout, both with a
         // delayed maximum.
         90 => 2 * 3 + 2 * 3,
-        80 => 4,
+        // Of gradients those of codes, which take less shared memory.
+        80 => 5,
         _ => 0,
     };
     assert_eq!(texts.len(), 2 * of_a_float);
@@ -942,7 +944,7 @@ fn sampling_sources(architecture: u16) -> Vec<Source> {
 }
 
 /// RMSNorm, layer normalization with and without a bias, GELU, SwiGLU and the gradient of an embedding, for each type
-/// and for vectors of all widths, single ones and many in a unit, part planes and several.
+/// and for vectors of all widths, single ones and many in a unit, part planes and several; copies beside, and keys.
 fn layer_sources(architecture: u16) -> Vec<Source> {
     let sources = sources_of(architecture, |client| {
         let indices = tensor(client, &[40], dtype::<i32>());
@@ -977,6 +979,13 @@ fn layer_sources(architecture: u16) -> Vec<Source> {
                 let groups = QuantizeSpec::new(number, Granularity::Group(128))
                     .with_layout(Layout::RowMajor);
                 swiglu_compressing(client, &x, &x, &groups).expect("whole groups");
+                let gain = tensor(client, &[768], dtype::<f32>());
+                rms_norm_compressing(client, &x, &gain, 1e-6, &groups).expect("whole groups");
+                layer_norm_compressing(client, &x, &gain, None, 1e-6, &groups)
+                    .expect("whole groups");
+                let keys = tensor(client, &[6, 40, 64], float);
+                centred_compressing(client, &keys, 2, &groups, 40 * 64).expect("whole groups");
+                quantize(client, &x, &groups).expect("a matrix");
             }
             let x = tensor(client, &[2, 3, 40, 64], float);
             let turn = tensor(client, &[2, 4], dtype::<f32>());
@@ -1025,6 +1034,8 @@ fn layer_sources(architecture: u16) -> Vec<Source> {
         .map(|source| (source.code.clone(), source))
         .collect();
     for kernel in [
+        "centred_kernel",
+        "quantize_rows_kernel",
         "rms_norm_kernel",
         "rms_norm_backward_kernel",
         "layer_norm_kernel",
