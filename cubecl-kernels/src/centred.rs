@@ -45,7 +45,7 @@ pub fn centred<R: Runtime>(
     Ok(out)
 }
 
-/// [`centred`], and the copy of the result, that of [`quantize`](crate::quantize::quantize()) to the bit.
+/// [`centred`], and the copy of the result, that of [`quantize`] to the bit.
 ///
 /// - `spec`: how the result is quantized, as rows of `cols` neighbours in memory. Where these are no whole groups, or
 ///   units that lie side by side do not hold a group in whole words, the copy is written in a launch of its own.

@@ -83,7 +83,7 @@ pub fn has_layer_norm(dtype: StorageType, cols: usize) -> bool {
 /// # Errors
 ///
 /// When shapes or element types differ from these, tensors are not contiguous, a quantized matrix is not what
-/// [`quantize`](crate::quantize::quantize) makes, or rows are none of [`has_layer_norm`].
+/// [`quantize`] makes, or rows are none of [`has_layer_norm`].
 pub fn layer_norm<'a, R: Runtime>(
     client: &ComputeClient<R>,
     x: impl Into<OperatorInput<'a, R>>,
@@ -95,7 +95,7 @@ pub fn layer_norm<'a, R: Runtime>(
     Ok(norm)
 }
 
-/// [`layer_norm`] of a matrix of floats, and its copy, that of [`quantize`](crate::quantize::quantize()) to the bit.
+/// [`layer_norm`] of a matrix of floats, and its copy, that of [`quantize`] to the bit.
 ///
 /// - `x`: f32, f16 or bf16 `[rows, cols]`, contiguous.
 /// - `spec`: as for [`rms_norm_compressing`](crate::rms_norm::rms_norm_compressing).
@@ -203,7 +203,7 @@ fn launch<R: Runtime>(
 /// # Errors
 ///
 /// When shapes or element types differ from these, tensors are not contiguous, a quantized matrix is not what
-/// [`quantize`](crate::quantize::quantize) makes, or rows are none of [`has_layer_norm`].
+/// [`quantize`] makes, or rows are none of [`has_layer_norm`].
 pub fn layer_norm_backward<'a, R: Runtime>(
     client: &ComputeClient<R>,
     x: impl Into<OperatorInput<'a, R>>,

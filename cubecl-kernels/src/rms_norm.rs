@@ -72,7 +72,7 @@ pub fn has_rms_norm(dtype: StorageType, cols: usize) -> bool {
 /// # Errors
 ///
 /// When shapes or element types differ from these, tensors are not contiguous, a quantized matrix is not what
-/// [`quantize`](crate::quantize::quantize) makes, or rows are none of [`has_rms_norm`].
+/// [`quantize`] makes, or rows are none of [`has_rms_norm`].
 pub fn rms_norm<'a, R: Runtime>(
     client: &ComputeClient<R>,
     x: impl Into<OperatorInput<'a, R>>,
@@ -83,7 +83,7 @@ pub fn rms_norm<'a, R: Runtime>(
     Ok(norm)
 }
 
-/// [`rms_norm`] of a matrix of floats, and its copy, that of [`quantize`](crate::quantize::quantize()) to the bit.
+/// [`rms_norm`] of a matrix of floats, and its copy, that of [`quantize`] to the bit.
 ///
 /// - `x`: f32, f16 or bf16 `[rows, cols]`, contiguous.
 /// - `spec`: groups of which rows are whole ones, to nearest, row-major, with scales that do not depend on the matrix.
@@ -180,7 +180,7 @@ fn launch<R: Runtime>(
 /// # Errors
 ///
 /// When shapes or element types differ from these, tensors are not contiguous, a quantized matrix is not what
-/// [`quantize`](crate::quantize::quantize) makes, or rows are none of [`has_rms_norm`].
+/// [`quantize`] makes, or rows are none of [`has_rms_norm`].
 pub fn rms_norm_backward<'a, R: Runtime>(
     client: &ComputeClient<R>,
     x: impl Into<OperatorInput<'a, R>>,
