@@ -9,6 +9,7 @@ use crate::{
     },
     error::KernelError,
     reference::attention::AttentionInputs,
+    scale::fp32::scale_and_inverse,
 };
 
 use super::{
@@ -86,9 +87,9 @@ fn round_probabilities(mut weights: &mut [f32], first: usize) {
     while !weights.is_empty() {
         let tile;
         (tile, weights) = weights.split_at_mut(of_tile.min(weights.len()));
-        let scale = largest(tile) / LARGEST_CODE;
-        if scale > 0.0 {
-            let inverse = 1.0 / scale;
+        let (scale, inverse) = scale_and_inverse(largest(tile), LARGEST_CODE);
+        // Without an inverse there is nothing, or NaN, which stays.
+        if inverse > 0.0 {
             tile.iter_mut()
                 .for_each(|p| *p = (*p * inverse).round_ties_even() * scale);
         }
@@ -178,4 +179,23 @@ impl<'a> Rows<'a> {
 /// The number that scores are lowered by: their maximum, or 0 where there is none.
 fn shift(max: f32) -> f32 {
     if max == f32::NEG_INFINITY { 0.0 } else { max }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn probabilities_of_a_tile_far_below_another_stay_finite() {
+        let smallest = exp(-86.6);
+        let mut weights = vec![0.5; KEYS_OF_SCALE];
+        weights.extend([smallest, 0.0]);
+        round_probabilities(&mut weights, 0);
+        assert_eq!(weights[KEYS_OF_SCALE..], [smallest, 0.0]);
+        assert_eq!(weights[0], 0.5);
+
+        let mut bad = [f32::NAN, 1.0];
+        round_probabilities(&mut bad, 0);
+        assert!(bad[0].is_nan());
+    }
 }
