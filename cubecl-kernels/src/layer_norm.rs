@@ -352,20 +352,17 @@ fn layer_norm_kernel<
     let read_row = min(row, rows - 1);
     let mut values =
         held_input::<X, NX, S, F>(x, scales, tensor_scales, &grid, read_row, units, pieces);
-    match comptime!(copy) {
-        None => {}
-        Some(copy) => write_held_copy::<NV, T>(
-            copy_values,
-            copy_scales,
-            &values,
-            row,
-            rows,
-            largest,
-            grid.zero,
-            units,
-            copy,
-        ),
-    }
+    write_held_copy::<NV, T>(
+        copy_values,
+        copy_scales,
+        &values,
+        row,
+        rows,
+        largest,
+        grid.zero,
+        units,
+        copy,
+    );
     let gains = read_held::<G, NG>(gain, 0u32, units, gain_width);
     let mut sum = 0.0f32;
     #[unroll]

@@ -189,8 +189,8 @@ pub(crate) fn held_copy<R: Runtime>(
     Beside::of(client, operation, x, spec, units.pieces())
 }
 
-/// Writes all elements of a row that this unit holds to a copy of the matrix of so many rows. All units of the cube
-/// must call it together.
+/// Writes all elements of a row that this unit holds to the copy of the matrix of so many rows, if there is one. All
+/// units of the cube must call it together.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn write_held_copy<N: Size, S: Numeric>(
@@ -202,28 +202,33 @@ pub(crate) fn write_held_copy<N: Size, S: Numeric>(
     largest: f32,
     zero: u32,
     #[comptime] units: RowUnits,
-    #[comptime] copy: GroupCopy,
+    #[comptime] copy: Option<GroupCopy>,
 ) {
-    let vectors = comptime!(units.vectors() as u32);
-    #[unroll]
-    for piece in 0..units.held {
-        let (index, is_inside) = vector_index(piece, units);
-        let mut vector = Array::<f32>::new(units.width);
-        #[unroll]
-        for lane in 0..units.width {
-            vector[lane] = held[comptime!(piece * units.width + lane)];
+    match comptime!(copy) {
+        None => {}
+        Some(copy) => {
+            let vectors = comptime!(units.vectors() as u32);
+            #[unroll]
+            for piece in 0..units.held {
+                let (index, is_inside) = vector_index(piece, units);
+                let mut vector = Array::<f32>::new(units.width);
+                #[unroll]
+                for lane in 0..units.width {
+                    vector[lane] = held[comptime!(piece * units.width + lane)];
+                }
+                let number = select(is_inside, row * vectors + index, rows * vectors);
+                write_group_copy::<N, S>(
+                    values,
+                    scales,
+                    &vector,
+                    number,
+                    rows * vectors,
+                    largest,
+                    zero,
+                    copy,
+                );
+            }
         }
-        let number = select(is_inside, row * vectors + index, rows * vectors);
-        write_group_copy::<N, S>(
-            values,
-            scales,
-            &vector,
-            number,
-            rows * vectors,
-            largest,
-            zero,
-            copy,
-        );
     }
 }
 
