@@ -1,7 +1,7 @@
 //! The rows of `qt-bench linear`, `qt-bench layer` and `qt-bench pretrain`.
 
 use burn_quant_train::recipe::{NAMES, Name};
-use examples::args::{Checkpointing, Contexts};
+use examples::args::{Checkpointing, Contexts, Optimizer};
 use serde::{Deserialize, Serialize};
 
 use super::Spread;
@@ -177,6 +177,9 @@ pub struct TrainingSpeed {
     /// Which parts of the model run again in the backward pass.
     #[serde(default)]
     pub checkpointing: Checkpointing,
+    /// The moments of the recipe's AdamW; none where only one kind is known.
+    #[serde(default)]
+    pub moments: Option<Optimizer>,
     /// Bytes that wait between the passes, the loss among them; none where nobody asked.
     #[serde(default)]
     pub activation_bytes: Option<u64>,

@@ -12,7 +12,7 @@ use std::{
 use anyhow::{Context, Result, bail, ensure};
 use burn_quant_train::recipe::Name;
 use clap::{Args, ValueEnum};
-use examples::args::{Checkpointing, Contexts, Preset};
+use examples::args::{Checkpointing, Contexts, Optimizer, Preset};
 
 use crate::results::{Results, Rows, TrainingSpeed};
 
@@ -26,8 +26,8 @@ pub struct Settings {
     /// Lengths of sequences, in batches of as many tokens as the preset's [default: the preset's]
     #[arg(long, value_delimiter = ',', value_name = "N,..")]
     pub sequences: Vec<usize>,
-    /// Sequences in a batch, of which those behind the first that does not run are left out [default: as many tokens as
-    /// the preset has]
+    /// Sequences in a batch, of which those behind the first that does not run are left out; what waits between the
+    /// passes is not told of these [default: as many tokens as the preset has]
     #[arg(long, value_delimiter = ',', value_name = "N,..")]
     pub batches: Vec<usize>,
     /// How activations wait for the backward pass
@@ -36,6 +36,9 @@ pub struct Settings {
     /// Which parts of the model keep their input alone and run again in the backward pass
     #[arg(long, value_enum, value_delimiter = ',', default_value = "none")]
     pub checkpointing: Vec<Checkpointing>,
+    /// AdamW, by the format of its moments
+    #[arg(long, value_enum, value_delimiter = ',', default_value = "adamw")]
+    pub optimizer: Vec<Optimizer>,
 }
 
 impl Settings {
@@ -52,24 +55,28 @@ impl Settings {
         for length in lengths {
             for &checkpointing in &self.checkpointing {
                 for &contexts in &self.contexts {
-                    for recipe in recipes {
-                        let mut command = vec![
-                            String::from("pretrain"),
-                            String::from("--without-burn"),
-                            format!("--preset={}", name_of(&self.preset)),
-                            format!("--checkpointing={}", name_of(&checkpointing)),
-                            format!("--contexts={}", name_of(&contexts)),
-                            format!("--recipe={recipe}"),
-                        ];
-                        command.extend(length.map(|it| format!("--sequences={it}")));
-                        let of_batch = |batch: &usize| {
-                            let batch = format!("--batch={batch}");
-                            command.iter().cloned().chain([batch]).collect()
-                        };
-                        commands.push(match batches.as_slice() {
-                            [] => vec![command],
-                            batches => batches.iter().map(of_batch).collect(),
-                        });
+                    for &optimizer in &self.optimizer {
+                        for recipe in recipes {
+                            let mut command = vec![
+                                String::from("pretrain"),
+                                String::from("--without-burn"),
+                                format!("--preset={}", name_of(&self.preset)),
+                                format!("--checkpointing={}", name_of(&checkpointing)),
+                                format!("--contexts={}", name_of(&contexts)),
+                                format!("--optimizer={}", name_of(&optimizer)),
+                                format!("--recipe={recipe}"),
+                            ];
+                            command.extend(length.map(|it| format!("--sequences={it}")));
+                            let of_batch = |batch: &usize| {
+                                // The largest batch that trains has no room for the values of two passes.
+                                let batch = [format!("--batch={batch}"), "--without-held".into()];
+                                command.iter().cloned().chain(batch).collect()
+                            };
+                            commands.push(match batches.as_slice() {
+                                [] => vec![command],
+                                batches => batches.iter().map(of_batch).collect(),
+                            });
+                        }
                     }
                 }
             }
@@ -175,19 +182,25 @@ mod tests {
             batches: Vec::new(),
             contexts: vec![Contexts::Exact, Contexts::Int8],
             checkpointing: vec![Checkpointing::None, Checkpointing::Layers],
+            optimizer: vec![Optimizer::Adamw],
         }
     }
 
     #[test]
     fn each_training_has_a_command() {
+        let both = Settings {
+            optimizer: vec![Optimizer::Adamw, Optimizer::Fp8Adamw],
+            ..settings()
+        };
+        assert_eq!(both.commands(&recipes()).len(), 32);
         let commands = settings().commands(&recipes()).concat();
         assert_eq!(commands.len(), 16);
         let distinct: std::collections::HashSet<_> = commands.iter().collect();
         assert_eq!(distinct.len(), 16);
         assert_eq!(
             commands[7].join(" "),
-            "pretrain --without-burn --preset=medium --checkpointing=layers --contexts=int8 --recipe=fallback-int8 \
-             --sequences=1024"
+            "pretrain --without-burn --preset=medium --checkpointing=layers --contexts=int8 --optimizer=adamw \
+             --recipe=fallback-int8 --sequences=1024"
         );
         let all = Settings {
             sequences: Vec::new(),
@@ -203,7 +216,7 @@ mod tests {
         let commands = of_batches.commands(&recipes());
         assert_eq!(commands.len(), 16);
         for of_training in commands {
-            let batches = of_training.iter().map(|command| command[7].as_str());
+            let batches = of_training.iter().map(|command| command[8].as_str());
             assert!(batches.eq(["--batch=16", "--batch=32"]));
         }
     }
@@ -225,6 +238,7 @@ mod tests {
             tokens_per_s: 5.0,
             contexts: None,
             checkpointing: Checkpointing::None,
+            moments: None,
             activation_bytes: Some(7),
             peak_bytes: Some(9),
         };

@@ -9,7 +9,7 @@ use burn::{
 };
 use burn_quant_train::{QuantTrain, recipe::Named, saved::choose_context};
 use clap::Args;
-use examples::args::{Checkpointing, Contexts, Preset};
+use examples::args::{Checkpointing, Contexts, Optimizer, Preset};
 
 use super::{
     recipes::Recipes,
@@ -42,9 +42,15 @@ pub struct Settings {
     /// Which parts of the recipes' models keep their input alone and run again in the backward pass
     #[arg(long, value_enum, default_value = "none")]
     pub checkpointing: Checkpointing,
+    /// AdamW of the recipes, by the format of its moments
+    #[arg(long, value_enum, default_value = "adamw")]
+    pub optimizer: Optimizer,
     /// Leave out plain Burn. What is taken from the device is told of the first backend only, since its pools keep it
     #[arg(long)]
     pub without_burn: bool,
+    /// Leave out what waits between the passes, for whose measurement the values of two passes wait at once
+    #[arg(long)]
+    pub without_held: bool,
 }
 
 impl Settings {
@@ -69,6 +75,8 @@ impl Settings {
                 batch: self.batch.unwrap_or(tokens / length),
                 sequence: length,
                 checkpointing: self.checkpointing,
+                moments: self.optimizer,
+                with_held: !self.without_held,
             })
         };
         sequences.into_iter().map(of).collect()
@@ -163,12 +171,12 @@ impl Measured<'_> {
             ..speed
         };
         eprintln!(
-            "{}, {} x {}, {name}: {:.0} tokens/s, {} bytes held, {:?} taken",
+            "{}, {} x {}, {name}: {:.0} tokens/s, {:?} bytes held, {:?} taken",
             speed.model,
             speed.batch,
             speed.sequence,
             speed.tokens_per_s,
-            speed.activation_bytes.unwrap_or_default(),
+            speed.activation_bytes,
             speed.peak_bytes
         );
         Ok(speed)

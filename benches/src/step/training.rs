@@ -1,6 +1,6 @@
 //! Whole training steps of the model of `pretrain`: forward and backward pass, and AdamW.
 
-use anyhow::{Context, Error, Result, ensure};
+use anyhow::{Context, Result, ensure};
 use burn::{
     backend::Autodiff,
     module::{AutodiffModule, Module, ModuleMapper, Param},
@@ -10,12 +10,12 @@ use burn::{
         backend::{AutodiffBackend, Backend},
     },
 };
-use burn_quant_train::{QuantTrain, data::DataBackend, optim::QuantAdamWConfig, recipe::Recipe};
+use burn_quant_train::{QuantTrain, data::DataBackend, recipe::Recipe};
 use examples::{
-    args::Checkpointing,
+    args::{Checkpointing, Optimizer as Moments},
     data::Batch,
     memory::{LiveBytes, saved_activations},
-    model::{DecoderConfig, VOCABULARY},
+    model::{Decoder, DecoderConfig, VOCABULARY},
 };
 
 use super::contender::Contender;
@@ -25,19 +25,25 @@ const LEARNING_RATE: f64 = 1e-3;
 
 /// A backend that trains, and the optimizer that belongs to it.
 pub trait Trainer: Contender {
-    /// AdamW with FP32 moments, or with those that the backend's own AdamW keeps.
-    fn optimizer<M: AutodiffModule<Self>>(model: M) -> (M, impl Optimizer<M, Self>);
+    /// AdamW with these moments, or with those that the backend's own AdamW keeps.
+    fn optimizer<M: AutodiffModule<Self>>(
+        model: M,
+        moments: Moments,
+    ) -> (M, impl Optimizer<M, Self>);
 }
 
 impl<B: DataBackend> Trainer for Autodiff<B> {
-    fn optimizer<M: AutodiffModule<Self>>(model: M) -> (M, impl Optimizer<M, Self>) {
+    fn optimizer<M: AutodiffModule<Self>>(model: M, _: Moments) -> (M, impl Optimizer<M, Self>) {
         (model, AdamWConfig::new().init())
     }
 }
 
 impl<B: DataBackend, R: Recipe> Trainer for QuantTrain<Autodiff<B>, R> {
-    fn optimizer<M: AutodiffModule<Self>>(model: M) -> (M, impl Optimizer<M, Self>) {
-        let optimizer = QuantAdamWConfig::new().init::<Self, M>();
+    fn optimizer<M: AutodiffModule<Self>>(
+        model: M,
+        moments: Moments,
+    ) -> (M, impl Optimizer<M, Self>) {
+        let optimizer = moments.config().init::<Self, M>();
         (optimizer.attach(model), optimizer)
     }
 }
@@ -73,6 +79,10 @@ pub struct Training {
     pub sequence: usize,
     /// Which parts of the model run again in the backward pass.
     pub checkpointing: Checkpointing,
+    /// The moments of the recipes' AdamW.
+    pub moments: Moments,
+    /// Whether to tell the bytes that wait between the passes, which holds those of two forward passes at once.
+    pub with_held: bool,
 }
 
 impl Training {
@@ -81,6 +91,10 @@ impl Training {
     /// # Errors
     ///
     /// The device failed, or the loss did not fall.
+    ///
+    /// # Panics
+    ///
+    /// If the device did not run an operation of a recipe, as where its memory runs out.
     pub fn time<B: Trainer>(
         &self,
         sampling: Sampling,
@@ -94,26 +108,35 @@ impl Training {
         // For Burn alone a block is a call.
         let checkpointing = B::row().map_or(Checkpointing::None, |_| self.checkpointing);
         let model = model.with_checkpointing(checkpointing == Checkpointing::Layers);
-        let (model, mut optimizer) = B::optimizer(model);
+        let (model, mut optimizer) = B::optimizer(model, self.moments);
         let batch = self.tokens::<B>(random, device);
-        let mut model = Some(model);
-        let mut step = || {
-            let current = model.take().context("a step failed before this one")?;
-            let loss = current.loss(batch.clone());
-            let gradients = GradientsParams::from_grads(loss.backward(), &current);
-            model = Some(optimizer.step(LEARNING_RATE, current, gradients));
-            Ok::<_, Error>(loss.inner())
+        let mut step = |model: Decoder<B>| {
+            let loss = model.loss(batch.clone());
+            let gradients = GradientsParams::from_grads(loss.backward(), &model);
+            (
+                optimizer.step(LEARNING_RATE, model, gradients),
+                loss.inner(),
+            )
         };
         // Of training steps: Burn keeps what a loss saved until the next backward pass, here beside what a step saves.
-        let before: f32 = step()?.into_scalar().elem();
+        let (model, loss) = step(model);
+        let before: f32 = loss.into_scalar().elem();
+        let mut trained = Some(model);
         let times = sampling.time(
-            || step().map(drop),
+            || {
+                let model = trained.take().context("a step failed before this one")?;
+                trained = Some(step(model).0);
+                Ok(())
+            },
             || B::sync(device).context("the device failed"),
         )?;
         let peak_bytes = (memory.taken)()?;
-        let after: f32 = step()?.into_scalar().elem();
-        let model = model.context("the last step failed")?;
-        let activation_bytes = saved_activations(&model, &batch, device, memory.live);
+        let (model, loss) = step(trained.context("the last step failed")?);
+        let after: f32 = loss.into_scalar().elem();
+        let held = || saved_activations(&model, &batch, device, memory.live);
+        let activation_bytes = self.with_held.then(held);
+        // Says whether memory ran out while that was measured.
+        step(model);
         ensure!(after < before, "the loss went from {before} to {after}");
         let tokens = self.batch * self.sequence;
         Ok(TrainingSpeed {
@@ -126,7 +149,8 @@ impl Training {
             tokens_per_s: 1e3 * tokens as f64 / times.median_ms,
             contexts: None,
             checkpointing,
-            activation_bytes: Some(activation_bytes),
+            moments: B::row().map(|_| self.moments),
+            activation_bytes,
             peak_bytes,
         })
     }
@@ -169,6 +193,8 @@ mod tests {
             batch: 2,
             sequence: 16,
             checkpointing: Checkpointing::Layers,
+            moments: Moments::Fp8Adamw,
+            with_held: true,
         };
         fn time<B: Trainer<Device: Default>>(training: &Training) -> TrainingSpeed {
             training
@@ -194,8 +220,17 @@ mod tests {
             [burn.checkpointing, int8.checkpointing],
             [Checkpointing::None, Checkpointing::Layers]
         );
+        assert_eq!(
+            [burn.moments, int8.moments],
+            [None, Some(Moments::Fp8Adamw)]
+        );
         assert_eq!(burn.parameters, int8.parameters);
         assert_eq!((burn.activation_bytes, burn.peak_bytes), (Some(0), Some(9)));
+        let unheld = Training {
+            with_held: false,
+            ..training
+        };
+        assert_eq!(time::<Autodiff<Flex>>(&unheld).activation_bytes, None);
         assert!(burn.tokens_per_s > 0.0 && int8.step.median_ms > 0.0);
     }
 }

@@ -7,7 +7,7 @@ use clap::ValueEnum;
 
 use super::{conditions, grouped, mebibytes, ratio, spread};
 use crate::results::{Peer, Run, Subject, TrainingSpeed};
-use examples::args::{Checkpointing, Contexts};
+use examples::args::{Checkpointing, Contexts, Optimizer};
 
 /// One line for each subject, and one on the device.
 pub(super) fn table(run: &Run, peer: Option<&Peer>, rows: &[TrainingSpeed]) -> Result<String> {
@@ -56,12 +56,17 @@ pub(super) fn table(run: &Run, peer: Option<&Peer>, rows: &[TrainingSpeed]) -> R
     Ok(out)
 }
 
-/// Whose step it is, how its activations wait where that is not as they are, and what of the model runs again.
+/// Whose step it is; how its activations wait, where that is not as they are; its moments, where they are not FP32; and
+/// what of the model runs again.
 fn subject(row: &TrainingSpeed) -> String {
     let mut name = row.subject.name();
     if let Some(contexts) = row.contexts.filter(|it| *it != Contexts::Exact) {
         let format = contexts.to_possible_value().expect("no format is hidden");
         name += &format!(", {} contexts", format.get_name());
+    }
+    if let Some(moments) = row.moments.filter(|it| *it != Optimizer::Adamw) {
+        let format = moments.to_possible_value().expect("no format is hidden");
+        name += &format!(", {}", format.get_name());
     }
     match row.checkpointing {
         Checkpointing::None => name,
@@ -90,6 +95,7 @@ mod tests {
             tokens_per_s: 16_384_000.0 / ms,
             contexts: None,
             checkpointing: Checkpointing::None,
+            moments: None,
             activation_bytes: Some(3 << 20),
             peak_bytes: None,
         };

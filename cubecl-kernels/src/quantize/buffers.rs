@@ -2,7 +2,8 @@
 //!
 //! An allocation costs the host as much as a small launch, and a quantization writes up to six tensors. The memory of
 //! an allocation is free again only when the last of its tensors is dropped, so tensors of different lifetimes stay
-//! apart.
+//! apart. Two copies in 8 bits that live as long as each other have one to themselves: it is as large as the matrix in
+//! 16 bits, and where an allocation is kept for the next one of its size, both take turns.
 
 use cubecl::{
     ir::StorageType, prelude::*, server::MemoryLayoutDescriptor, std::tensor::TensorHandle,
@@ -46,10 +47,23 @@ pub(crate) fn allocate<R: Runtime>(
     }
 }
 
+/// The output buffers of a quantization, by a spec of both copies, of a gradient: a backward pass reads both, one after
+/// the other. They have an allocation, and the scales another one.
+pub(crate) fn allocate_gradient<R: Runtime>(
+    client: &ComputeClient<R>,
+    view: &MatrixView,
+    spec: &QuantizeSpec,
+) -> Quantized<R> {
+    let [values, transposed, scales] = parts(view, spec);
+    let [values, transposed] = together(client, [values, transposed]);
+    let [scales] = together(client, [scales]);
+    quantized(view, spec, values, transposed, scales)
+}
+
 /// The output buffers of the INT8 blocks of `view`, and those of their residuals if blocks may fall back.
 ///
-/// One allocation has what the forward product reads. A transposed copy lives until the backward pass, and the scales
-/// with it: those have another one.
+/// One allocation has the values that the forward product reads. A transposed copy lives until the backward pass, and
+/// its scales with it: those have another one, with all that is small.
 pub(crate) fn allocate_input<R: Runtime>(
     client: &ComputeClient<R>,
     view: &MatrixView,
@@ -59,25 +73,20 @@ pub(crate) fn allocate_input<R: Runtime>(
 ) -> (Quantized<R>, Option<FallbackResidual<R>>) {
     let spec = QuantizeSpec::int8(Granularity::Block(block)).with_layout(layout);
     let [values, transposed, scales] = parts(view, &spec);
-    let (own_scales, saved_scales) = match transposed {
-        Some(_) => (None, scales),
-        None => (scales, None),
-    };
     let blocks = spec.granularity.scales_shape(view.shape);
     let residual = |shape: MatrixShape, dtype| {
         falls_back.then(|| (view.tensor_shape(shape.rows, shape.cols), dtype))
     };
-    let [values, own_scales, rest, rest_scales, flags] = together(
+    let [values, rest] = together(client, [values, residual(view.shape, storage::<i8>())]);
+    let [transposed, scales, rest_scales, flags] = together(
         client,
         [
-            values,
-            own_scales,
-            residual(view.shape, storage::<i8>()),
+            transposed,
+            scales,
             residual(blocks, storage::<f32>()),
             residual(blocks, storage::<u32>()),
         ],
     );
-    let [transposed, saved_scales] = together(client, [transposed, saved_scales]);
     let residual = match (rest, rest_scales, flags) {
         (Some(values), Some(scales), Some(flags)) => Some(FallbackResidual {
             values,
@@ -87,7 +96,6 @@ pub(crate) fn allocate_input<R: Runtime>(
         }),
         _ => None,
     };
-    let scales = own_scales.or(saved_scales);
     (quantized(view, &spec, values, transposed, scales), residual)
 }
 

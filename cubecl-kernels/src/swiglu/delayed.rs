@@ -13,7 +13,7 @@ use crate::{
     device::{MatrixView, empty, is_operand_type, storage},
     quantize::{
         DelayedMaximum, QuantizeSpec,
-        buffers::allocate,
+        buffers::allocate_gradient,
         delayed::whole_tiles::{DelayedNumbers, Knobs, copies, cubes, fits, one_output},
     },
 };
@@ -49,7 +49,7 @@ pub(crate) fn launch_gradients<R: Runtime>(
     delayed: [DelayedMaximum<R>; 2],
 ) -> Option<[WithMaximum<R>; 2]> {
     let (tiles, knobs) = fits_16_bits(client, &inputs, view, spec)?;
-    let outputs = [(); 2].map(|()| allocate(client, view, spec));
+    let outputs = [(); 2].map(|()| allocate_gradient(client, view, spec));
     let [of_gate, of_up] = [(); 2].map(|()| empty(client, vec![1], storage::<f32>()));
     let mut buffers = inputs.map(TensorHandle::clone).to_vec();
     buffers.extend(delayed.map(|it| it.maxima.clone()));

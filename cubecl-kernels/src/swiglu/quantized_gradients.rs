@@ -9,7 +9,7 @@ use crate::{
     layout::Layout,
     operator_input::{OperatorInput, check_alike},
     quantize::{
-        DelayedMaximum, QuantizeSpec, Quantized, buffers::allocate, check_given, quantize,
+        DelayedMaximum, QuantizeSpec, Quantized, buffers::allocate_gradient, check_given, quantize,
         quantize_delayed, runs_of,
     },
     rounding::{Rounding, StochasticKey},
@@ -47,7 +47,7 @@ pub fn quantize_swiglu_gradients<R: Runtime>(
         && first.0 == second.0
         && view.shape.num_elements() > 0
     {
-        let outputs = specs.map(|spec| allocate(client, &view, spec));
+        let outputs = specs.map(|spec| allocate_gradient(client, &view, spec));
         let written = [(&outputs[0], first.1), (&outputs[1], second.1)].map(|(output, key)| {
             let copy = |copy| Option::as_ref(copy).expect("both copies were asked for");
             GradientOutput {
