@@ -325,7 +325,24 @@ impl<B: DataBackend> HeldTensor<B> {
 
     /// The value as an operator's kernel reads it: in the numbers in which it waits, if these lie in its order.
     pub(crate) fn into_input(self) -> OperatorInput<B> {
-        let waiting = match &*self.0.lock() {
+        match self.numbers() {
+            Some(matrix) => OperatorInput::Quantized {
+                matrix,
+                shape: self.shape(),
+                dtype: self.dtype().into(),
+            },
+            None => OperatorInput::Floats(self.into_value()),
+        }
+    }
+
+    /// True where [`into_input`](Self::into_input) gives numbers.
+    pub(crate) fn is_in_numbers(&self) -> bool {
+        self.numbers().is_some()
+    }
+
+    /// The numbers in which the value waits, if these lie in its order.
+    fn numbers(&self) -> Option<Quantized<B>> {
+        match &*self.0.lock() {
             State::Compressed(matrix) if self.0.swapped.is_none() => Some(matrix.clone()),
             State::Compressed(_)
             | State::Exact(_)
@@ -335,14 +352,6 @@ impl<B: DataBackend> HeldTensor<B> {
             | State::Sum(_)
             | State::Later(_)
             | State::Taken => None,
-        };
-        match waiting {
-            Some(matrix) => OperatorInput::Quantized {
-                matrix,
-                shape: self.shape(),
-                dtype: self.dtype().into(),
-            },
-            None => OperatorInput::Floats(self.into_value()),
         }
     }
 

@@ -232,10 +232,8 @@ fn tensors_of_one_lifetime_share_an_allocation() {
         vec![
             input.forward.values.expect("a row-major copy"),
             residual.values,
-            residual.scales,
-            residual.flags,
         ],
-        vec![saved, input.saved.scales],
+        vec![saved, input.saved.scales, residual.scales, residual.flags],
     ];
     check_allocations(&client, groups);
 }
