@@ -32,6 +32,8 @@ pub(crate) struct ReadRounded<B: DataBackend> {
 impl<B: DataBackend> Recorded<B, 1> for ReadRounded<B> {
     type Saved = ();
 
+    const STRAIGHT_THROUGH: bool = true;
+
     /// Without the tag, whose copy would wait for the second run: then each operator rounds its own, to the same.
     fn again(&mut self, _inputs: &[HeldTensor<B>; 1]) -> Option<Self> {
         Some(Self {

@@ -60,6 +60,10 @@ pub trait Recorded<B: DataBackend, const N: usize>: Clone + Send + Sync + 'stati
         Self::backward_joined(saved, (vec![gradient], None), wanted)
     }
 
+    /// True if the gradient of the output is that of the first input, as of a rounding (a straight-through estimator):
+    /// the output then stands at the input's place in autodiff's graph, and whoever reads it gives that its gradient.
+    const STRAIGHT_THROUGH: bool = false;
+
     /// True if the operation takes what else came to its first input, and adds it to that input's gradient.
     const JOINS: bool = false;
 
@@ -200,7 +204,7 @@ impl<B: DataBackend, C: CheckpointStrategy> QuantBackend for Autodiff<B, C> {
     ) -> InsideTensor<Self> {
         let wanted = inputs.each_ref().map(|input| input.is_tracked());
         let nodes = inputs.each_ref().map(|input| input.node.clone());
-        let _held = inputs.each_ref().map(Self::hold);
+        let held = inputs.each_ref().map(|input| input.rc.clone());
         let inputs = inputs.map(|input| input.primitive);
         let again = match scope::in_block() {
             true => operation.again(&inputs),
@@ -209,6 +213,11 @@ impl<B: DataBackend, C: CheckpointStrategy> QuantBackend for Autodiff<B, C> {
         let (output, saved) = match again {
             None => {
                 let (output, saved) = operation.forward(inputs, wanted);
+                if O::STRAIGHT_THROUGH {
+                    let mut output = Self::Inside::from_inner(output);
+                    (output.node, output.rc) = (nodes[0].clone(), held[0].clone());
+                    return output;
+                }
                 (output, Waiting::Saved(saved))
             }
             Some(again) => {
