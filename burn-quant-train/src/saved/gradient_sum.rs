@@ -104,6 +104,33 @@ mod tests {
     #[derive(Debug, Clone)]
     struct SeenBy(Seen);
 
+    /// Zero, with the gradient of a rounding.
+    #[derive(Clone)]
+    struct RoundedToZero;
+
+    impl Recorded<Flex, 1> for RoundedToZero {
+        type Saved = ();
+
+        const STRAIGHT_THROUGH: bool = true;
+
+        fn again(&mut self, _inputs: &[HeldTensor<Flex>; 1]) -> Option<Self> {
+            Some(self.clone())
+        }
+
+        fn forward(self, [x]: [HeldTensor<Flex>; 1], _: [bool; 1]) -> (HeldTensor<Flex>, ()) {
+            let zero = Flex::float_mul_scalar(x.into_value(), Scalar::from(0.0));
+            (HeldTensor::new(zero), ())
+        }
+
+        fn backward(
+            (): (),
+            gradient: FloatTensor<Flex>,
+            _: [bool; 1],
+        ) -> [Option<FloatTensor<Flex>>; 1] {
+            [Some(gradient)]
+        }
+    }
+
     fn parameter(dtype: DType, elements: usize) -> Tensor {
         let data = TensorData::new(vec![1f32; elements], [elements]);
         let x = Inside::float_from_data(data, &Default::default());
@@ -113,21 +140,44 @@ mod tests {
     /// A residual connection around an operation whose output three others read: what its backward pass saw, and the
     /// gradient of x.
     fn residual<const JOINS: bool>(dtype: DType, elements: usize) -> (Vec<(usize, bool)>, f32) {
+        let (seen, [_, gradient]) = residual_around::<JOINS>(dtype, elements, |x| x);
+        (seen, gradient)
+    }
+
+    /// The same around an operation that reads what `read` makes of x; and the sum of x and its output, an element.
+    fn residual_around<const JOINS: bool>(
+        dtype: DType,
+        elements: usize,
+        read: fn(Tensor) -> Tensor,
+    ) -> (Vec<(usize, bool)>, [f32; 2]) {
         let seen = Seen::default();
         let x = parameter(dtype, elements);
-        let y = B::record(Double::<JOINS>(seen.clone()), [x.clone()]);
+        let y = B::record(Double::<JOINS>(seen.clone()), [read(x.clone())]);
         let [a, b, c] =
             [y.clone(), y.clone(), y].map(|y| B::record(Double::<false>(Seen::default()), [y]));
         let sum = Inside::float_add(Inside::float_add(a, b), c);
-        let loss = Inside::float_sum(Inside::float_add(x.clone(), sum));
+        let output = Inside::float_add(x.clone(), sum);
+        let loss = Inside::float_sum(output.clone());
         let gradients = <Inside as burn_backend::AutodiffBackend>::backward(loss);
         let gradient = <Inside as burn_backend::AutodiffBackend>::grad(&x, &gradients);
-        let gradient = gradient.expect("a gradient of x").into_value();
-        let values = burn_backend::read_sync(Flex::float_into_data(gradient)).expect("a read");
-        let values: Vec<f32> = values.iter().collect();
-        assert!(values.iter().all(|value| *value == values[0]));
+        let gradient = gradient.expect("a gradient of x");
+        let of_all = [output.primitive, gradient].map(|tensor| {
+            let values = Flex::float_into_data(tensor.into_value());
+            let values = burn_backend::read_sync(values).expect("a read");
+            let values: Vec<f32> = values.iter().collect();
+            assert!(values.iter().all(|value| *value == values[0]));
+            values[0]
+        });
         let seen = lock(&seen).clone();
-        (seen, values[0])
+        (seen, of_all)
+    }
+
+    #[test]
+    fn what_is_read_straight_through_is_joined_as_it_is() {
+        let read = |x| B::record(RoundedToZero, [x]);
+        let (seen, values) = residual_around::<true>(DType::BF16, MIN_ELEMENTS, read);
+        // Of ones, and of the zero that is read in their place.
+        assert_eq!((seen, values), (vec![(3, true)], [1.0, 13.0]));
     }
 
     #[test]
