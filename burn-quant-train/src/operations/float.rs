@@ -4,7 +4,7 @@
 macro_rules! float_operations {
     ($forward:ident) => {
         $forward! {
-            float_from_data(data: (TensorData), device: (&Device<Self>)) -> Float;
+            float_from_data(data: (TensorData), device: (&Device<Self>)) -> Float [upload];
             float_zeros(shape: (Shape), device: (&Device<Self>), dtype: (FloatDType)) -> Float;
             float_ones(shape: (Shape), device: (&Device<Self>), dtype: (FloatDType)) -> Float;
             float_full(shape: (Shape), fill_value: (Scalar), device: (&Device<Self>), dtype: (FloatDType)) -> Float;

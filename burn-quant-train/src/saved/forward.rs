@@ -91,6 +91,10 @@ macro_rules! forward {
     (@lend (&$t:ty) $values:ident $x:ident) => { &$x };
     (@lend $other:tt $values:ident $x:ident) => { $x.clone() };
 
+    (@lift Float [ upload ] $name:ident($data:ident, $device:ident) $origin:ident $block:ident) => {
+        crate::saved::HeldTensor::made(crate::saved::constant::upload::<B>($data, $device), stringify!($name), $origin)
+            .of_block($block)
+    };
     (@lift Float [ mask ] $name:ident($($arg:ident),*) $origin:ident $block:ident) => {{
         let _: Option<crate::saved::again::Origin<B>> = $origin;
         crate::saved::HeldTensor::mask(stringify!($name), B::$name($($arg),*)).of_block($block)

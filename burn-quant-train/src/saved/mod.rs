@@ -42,6 +42,7 @@ pub mod cell;
 mod centred;
 mod checkpoint;
 pub mod compress;
+mod constant;
 mod float;
 mod forward;
 mod gradient_sum;
