@@ -135,8 +135,10 @@ impl Training {
         let after: f32 = loss.into_scalar().elem();
         let held = || saved_activations(&model, &batch, device, memory.live);
         let activation_bytes = self.with_held.then(held);
-        // Says whether memory ran out while that was measured.
-        step(model);
+        if self.with_held {
+            // Says whether memory ran out while that was measured.
+            step(model);
+        }
         ensure!(after < before, "the loss went from {before} to {after}");
         let tokens = self.batch * self.sequence;
         Ok(TrainingSpeed {

@@ -49,7 +49,7 @@ pub(super) fn table(run: &Run, peer: Option<&Peer>, rows: &[TrainingSpeed]) -> R
     write!(
         out,
         "\nForward pass, backward pass and AdamW, steps following each other without waiting. Burn keeps parameters and moments in \
-         BF16, the recipes, but for moments that are named, and PyTorch, which casts by itself, in FP32. Held: what waits between the passes. Taken: what the \
+         BF16, the recipes and PyTorch, which casts by itself, in FP32, moments that are named excepted. Held: what waits between the passes. Taken: what the \
          program had taken from the device after these steps, free bytes of its pools among them. {}",
         conditions(run, peer),
     )?;

@@ -23,7 +23,8 @@ pub(super) fn of<B: QuantBackend, R: Recipe>(x: &QuantTensor<B>) -> Option<Flow>
     (takes_part && B::ad_enabled(&x.device())).then_some(flow)
 }
 
-/// The value that an operator reads of a tensor: in a flow as it flows.
+/// The value that an operator reads of a tensor: in a flow as it flows. It is for [`QuantBackend::record`] alone, as
+/// what is read straight through.
 pub(super) fn enter<B: QuantBackend>(flow: Option<Flow>, x: QuantTensor<B>) -> InsideTensor<B> {
     let Some(flow) = flow else {
         return x.into_primitive();

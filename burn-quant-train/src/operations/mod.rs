@@ -8,6 +8,7 @@
 //!   if they are not, since a sum or a difference may be far smaller than its terms and their errors; `again over
 //!   small`: only if they are not, or the divisor is a number a row; `again swapped`: its dimensions are those of the
 //!   operand, swapped;
+//! - `upload`: a small result is a constant, which is uploaded once;
 //! - `sum`: the result is a number a row only if the row is long enough;
 //! - `mask`: the result is of zeros and ones;
 //! - `exact: a b`: these operands must be kept exactly, since the gradient may magnify what a number format changes in

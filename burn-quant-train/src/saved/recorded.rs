@@ -60,8 +60,10 @@ pub trait Recorded<B: DataBackend, const N: usize>: Clone + Send + Sync + 'stati
         Self::backward_joined(saved, (vec![gradient], None), wanted)
     }
 
-    /// True if the gradient of the output is that of the first input, as of a rounding (a straight-through estimator):
-    /// the output then stands at the input's place in autodiff's graph, and whoever reads it gives that its gradient.
+    /// True if the gradient of the output is that of the first input, as of a rounding (a straight-through estimator).
+    /// Outside of a [block](super::checkpoint()) the output then stands at the input's place in autodiff's graph, and
+    /// whoever reads it gives that its gradient. Only operations that are recorded here may read it: Burn's own save
+    /// values by their place, where two would be.
     const STRAIGHT_THROUGH: bool = false;
 
     /// True if the operation takes what else came to its first input, and adds it to that input's gradient.
@@ -204,6 +206,7 @@ impl<B: DataBackend, C: CheckpointStrategy> QuantBackend for Autodiff<B, C> {
     ) -> InsideTensor<Self> {
         let wanted = inputs.each_ref().map(|input| input.is_tracked());
         let nodes = inputs.each_ref().map(|input| input.node.clone());
+        // As `hold` has it.
         let held = inputs.each_ref().map(|input| input.rc.clone());
         let inputs = inputs.map(|input| input.primitive);
         let again = match scope::in_block() {

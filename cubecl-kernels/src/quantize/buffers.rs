@@ -47,13 +47,17 @@ pub(crate) fn allocate<R: Runtime>(
     }
 }
 
-/// The output buffers of a quantization, by a spec of both copies, of a gradient: a backward pass reads both, one after
-/// the other. They have an allocation, and the scales another one.
+/// The output buffers of a quantization of a gradient, by a spec without scales of matrices: one backward pass reads its
+/// copies, one after the other, so they have an allocation, and the scales another one.
 pub(crate) fn allocate_gradient<R: Runtime>(
     client: &ComputeClient<R>,
     view: &MatrixView,
     spec: &QuantizeSpec,
 ) -> Quantized<R> {
+    debug_assert!(
+        !spec.scale.has_tensor_scale(),
+        "scales of gradients stand alone"
+    );
     let [values, transposed, scales] = parts(view, spec);
     let [values, transposed] = together(client, [values, transposed]);
     let [scales] = together(client, [scales]);
@@ -62,8 +66,9 @@ pub(crate) fn allocate_gradient<R: Runtime>(
 
 /// The output buffers of the INT8 blocks of `view`, and those of their residuals if blocks may fall back.
 ///
-/// One allocation has the values that the forward product reads. A transposed copy lives until the backward pass, and
-/// its scales with it: those have another one, with all that is small.
+/// One allocation has all of it, but where there is a transposed copy, which lives until the backward pass, and its
+/// scales with it: those then have another one, with all that is small, and the values that the forward product reads the
+/// first to themselves.
 pub(crate) fn allocate_input<R: Runtime>(
     client: &ComputeClient<R>,
     view: &MatrixView,
@@ -77,16 +82,25 @@ pub(crate) fn allocate_input<R: Runtime>(
     let residual = |shape: MatrixShape, dtype| {
         falls_back.then(|| (view.tensor_shape(shape.rows, shape.cols), dtype))
     };
-    let [values, rest] = together(client, [values, residual(view.shape, storage::<i8>())]);
-    let [transposed, scales, rest_scales, flags] = together(
-        client,
-        [
-            transposed,
-            scales,
-            residual(blocks, storage::<f32>()),
-            residual(blocks, storage::<u32>()),
-        ],
-    );
+    let rest = residual(view.shape, storage::<i8>());
+    let rest_scales = residual(blocks, storage::<f32>());
+    let flags = residual(blocks, storage::<u32>());
+    let small = [scales, rest_scales, flags];
+    let ([values, rest], transposed, [scales, rest_scales, flags]) = match transposed {
+        Some(transposed) => {
+            let operand = together(client, [values, rest]);
+            let [scales, rest_scales, flags] = small;
+            let [transposed, scales, rest_scales, flags] =
+                together(client, [Some(transposed), scales, rest_scales, flags]);
+            (operand, transposed, [scales, rest_scales, flags])
+        }
+        None => {
+            let [scales, rest_scales, flags] = small;
+            let [values, rest, scales, rest_scales, flags] =
+                together(client, [values, rest, scales, rest_scales, flags]);
+            ([values, rest], None, [scales, rest_scales, flags])
+        }
+    };
     let residual = match (rest, rest_scales, flags) {
         (Some(values), Some(scales), Some(flags)) => Some(FallbackResidual {
             values,
