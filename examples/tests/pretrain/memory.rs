@@ -34,11 +34,11 @@ fn memory_is_printed_and_written() {
         .collect();
     let bytes = |row: &Value| row["bytes"].as_u64().unwrap();
     assert!(rows.is_sorted_by_key(|row| std::cmp::Reverse(bytes(row))));
-    // Nodes of autodiff, and the tokens, are what allocators count beside.
-    let reported = rows.iter().map(bytes).sum::<u64>() as f64;
-    let counted = json(&results)[0]["activation_bytes"].as_f64().unwrap();
+    // Nodes of autodiff, its tables, which double at times, and the tokens are what allocators count beside.
+    let reported: u64 = rows.iter().map(bytes).sum();
+    let counted = json(&results)[0]["activation_bytes"].as_u64().unwrap();
     assert!(
-        reported <= counted && reported > 0.75 * counted,
+        reported <= counted && counted - reported < 300_000,
         "{reported} of {counted} bytes"
     );
 
