@@ -56,7 +56,7 @@ impl Settings {
             for &checkpointing in &self.checkpointing {
                 for &contexts in &self.contexts {
                     for &optimizer in &self.optimizer {
-                        for recipe in recipes {
+                        commands.extend(recipes.iter().map(|recipe| {
                             let mut command = vec![
                                 String::from("pretrain"),
                                 String::from("--without-burn"),
@@ -67,16 +67,8 @@ impl Settings {
                                 format!("--recipe={recipe}"),
                             ];
                             command.extend(length.map(|it| format!("--sequences={it}")));
-                            let of_batch = |batch: &usize| {
-                                // The largest batch that trains has no room for the values of two passes.
-                                let batch = [format!("--batch={batch}"), "--without-held".into()];
-                                command.iter().cloned().chain(batch).collect()
-                            };
-                            commands.push(match batches.as_slice() {
-                                [] => vec![command],
-                                batches => batches.iter().map(of_batch).collect(),
-                            });
-                        }
+                            of_batches(command, &batches)
+                        }));
                     }
                 }
             }
@@ -109,6 +101,19 @@ impl Settings {
             }
         }
         Ok(())
+    }
+}
+
+/// The command of a training, or that of each of its batches.
+fn of_batches(command: Vec<String>, batches: &[usize]) -> Vec<Vec<String>> {
+    let of_batch = |batch: &usize| {
+        // The largest batch that trains has no room for the values of two passes.
+        let batch = [format!("--batch={batch}"), "--without-held".into()];
+        command.iter().cloned().chain(batch).collect()
+    };
+    match batches {
+        [] => vec![command],
+        batches => batches.iter().map(of_batch).collect(),
     }
 }
 

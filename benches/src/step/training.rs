@@ -133,12 +133,12 @@ impl Training {
         let peak_bytes = (memory.taken)()?;
         let (model, loss) = step(trained.context("the last step failed")?);
         let after: f32 = loss.into_scalar().elem();
-        let held = || saved_activations(&model, &batch, device, memory.live);
-        let activation_bytes = self.with_held.then(held);
-        if self.with_held {
+        let activation_bytes = self.with_held.then(|| {
+            let held = saved_activations(&model, &batch, device, memory.live);
             // Says whether memory ran out while that was measured.
             step(model);
-        }
+            held
+        });
         ensure!(after < before, "the loss went from {before} to {after}");
         let tokens = self.batch * self.sequence;
         Ok(TrainingSpeed {

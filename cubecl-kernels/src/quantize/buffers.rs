@@ -85,21 +85,16 @@ pub(crate) fn allocate_input<R: Runtime>(
     let rest = residual(view.shape, storage::<i8>());
     let rest_scales = residual(blocks, storage::<f32>());
     let flags = residual(blocks, storage::<u32>());
-    let small = [scales, rest_scales, flags];
-    let ([values, rest], transposed, [scales, rest_scales, flags]) = match transposed {
-        Some(transposed) => {
-            let operand = together(client, [values, rest]);
-            let [scales, rest_scales, flags] = small;
-            let [transposed, scales, rest_scales, flags] =
-                together(client, [Some(transposed), scales, rest_scales, flags]);
-            (operand, transposed, [scales, rest_scales, flags])
-        }
-        None => {
-            let [scales, rest_scales, flags] = small;
-            let [values, rest, scales, rest_scales, flags] =
-                together(client, [values, rest, scales, rest_scales, flags]);
-            ([values, rest], None, [scales, rest_scales, flags])
-        }
+    let [values, rest, transposed, scales, rest_scales, flags] = if layout.transposed() {
+        let [values, rest] = together(client, [values, rest]);
+        let [transposed, scales, rest_scales, flags] =
+            together(client, [transposed, scales, rest_scales, flags]);
+        [values, rest, transposed, scales, rest_scales, flags]
+    } else {
+        together(
+            client,
+            [values, rest, transposed, scales, rest_scales, flags],
+        )
     };
     let residual = match (rest, rest_scales, flags) {
         (Some(values), Some(scales), Some(flags)) => Some(FallbackResidual {

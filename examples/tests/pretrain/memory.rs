@@ -8,13 +8,13 @@ fn memory_is_printed_and_written() {
     let out = folder.path().join("out");
     let results = folder.path().join("runs.json");
     let flags = [
-        "--recipe",
-        "jetfire-int8",
-        "--memory",
-        "--json",
-        path(&results),
+        &["--data", path(data.path()), "--out", path(&out)][..],
+        &["--recipe", "jetfire-int8", "--memory"],
+        // So many tokens that what is counted beside their values is little.
+        &["--steps", "2", "--batch", "4", "--sequence", "32"],
+        &["--validation", "4", "--json", path(&results)],
     ];
-    let printed = succeeded(&run_of("2", data.path(), &out, &flags));
+    let printed = succeeded(&pretrain(&flags.concat()));
     for text in [
         "jetfire-int8, tiny preset: what waits for the backward pass",
         "layers.0.mlp.down",
@@ -35,10 +35,10 @@ fn memory_is_printed_and_written() {
     let bytes = |row: &Value| row["bytes"].as_u64().unwrap();
     assert!(rows.is_sorted_by_key(|row| std::cmp::Reverse(bytes(row))));
     // Nodes of autodiff, its tables, which double at times, and the tokens are what allocators count beside.
-    let reported: u64 = rows.iter().map(bytes).sum();
-    let counted = json(&results)[0]["activation_bytes"].as_u64().unwrap();
+    let reported = rows.iter().map(bytes).sum::<u64>() as f64;
+    let counted = json(&results)[0]["activation_bytes"].as_f64().unwrap();
     assert!(
-        reported <= counted && counted - reported < 300_000,
+        reported <= counted && reported > 0.75 * counted,
         "{reported} of {counted} bytes"
     );
 
