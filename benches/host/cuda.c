@@ -2,7 +2,7 @@
 //
 // Of an H200 it has what CubeCL asks for. Memory has addresses and no bytes, kernels are counted by name and not run,
 // and a number that is read back is smaller each time, as a loss is. When the program ends, it writes what was
-// launched, the most often first, to standard error.
+// launched, the most often first, and what was copied in before it, to standard error.
 #include <stdatomic.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -16,9 +16,9 @@ enum { SUCCESS = 0, NOT_SUPPORTED = 801, MOST_KERNELS = 4096 };
 
 static struct kernel {
     char name[96];
-    _Atomic uint64_t launches;
+    _Atomic uint64_t launches, copies_in;
 } kernels[MOST_KERNELS];
-static _Atomic uint64_t next_address = 1ull << 40, allocations, copies_in, reads;
+static _Atomic uint64_t next_address = 1ull << 40, allocations, copies_in, reads, copies_to_come;
 // That of index 0 has no name.
 static _Atomic uint64_t kernel_count = 1;
 
@@ -34,8 +34,10 @@ __attribute__((destructor)) static void report(void) {
         launches += kernels[i].launches;
     fprintf(stderr, "launches %llu, allocations %llu, copies in %llu, reads %llu\n", (unsigned long long)launches,
             (unsigned long long)allocations, (unsigned long long)copies_in, (unsigned long long)reads);
+    fprintf(stderr, "launches copies kernel\n");
     for (uint64_t i = 1; i < kernel_count && kernels[i].launches; i++)
-        fprintf(stderr, "%8llu %s\n", (unsigned long long)kernels[i].launches, kernels[i].name);
+        fprintf(stderr, "%8llu %6llu %s\n", (unsigned long long)kernels[i].launches,
+                (unsigned long long)kernels[i].copies_in, kernels[i].name);
 }
 
 // ---- The device -----------------------------------------------------------------------------------------------------
@@ -92,7 +94,7 @@ Result cuMemFreeHost(void *at) { return free(at), SUCCESS; }
 Result cuMemGetInfo_v2(size_t *free, size_t *total) { return *free = *total = 141ull << 30, SUCCESS; }
 
 Result cuMemcpyHtoDAsync_v2(Address to, const void *from, size_t bytes, void *stream) {
-    copies_in++;
+    copies_in++, copies_to_come++;
     return SUCCESS;
 }
 static void read_back(void *to, size_t bytes) {
@@ -149,6 +151,7 @@ Result cuLaunchKernel(void *function, unsigned grid_x, unsigned grid_y, unsigned
                       unsigned block_y, unsigned block_z, unsigned shared, void *stream, void **parameters,
                       void **extra) {
     kernels[(uint64_t)function].launches++;
+    kernels[(uint64_t)function].copies_in += atomic_exchange(&copies_to_come, 0);
     return SUCCESS;
 }
 Result cuTensorMapEncodeTiled(void *map, ...) { return memset(map, 0, 128), SUCCESS; }

@@ -200,6 +200,7 @@ fn steps(steps: &[Step]) -> Vec<StepSpeed> {
         tokens: step.tokens,
         sequence: step.sequence,
         hidden: step.hidden,
+        contexts: None,
         forward: step.forward,
         both: step.both,
         enqueue: None,

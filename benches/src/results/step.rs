@@ -119,6 +119,9 @@ pub struct StepSpeed {
     pub sequence: Option<usize>,
     /// Features of the input.
     pub hidden: usize,
+    /// How activations wait for the backward pass; none where only one way is known.
+    #[serde(default)]
+    pub contexts: Option<Contexts>,
     /// A forward pass that saves what the backward pass needs, one after another.
     pub forward: Spread,
     /// Forward and backward pass, one after another.

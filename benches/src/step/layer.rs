@@ -10,8 +10,10 @@ use burn::{
 use burn_quant_train::{
     QuantTrain,
     recipe::{MixedPrecision, Named, Recipe},
+    saved::scope::choose_context,
 };
 use clap::Args;
+use examples::args::Contexts;
 
 use super::{
     architecture::{Architecture, DecoderWeights},
@@ -50,6 +52,15 @@ pub struct Settings {
         value_name = "BxN,.."
     )]
     pub rows: Vec<RowsOfInput>,
+    /// How activations of the recipes wait for the backward pass
+    #[arg(
+        long,
+        value_enum,
+        value_delimiter = ',',
+        default_values = ["exact"],
+        value_name = "FORMAT,.."
+    )]
+    pub contexts: Vec<Contexts>,
     /// Leave out plain Burn, whose attention keeps all scores; results of layers wider than 1024 are then compared with
     /// those of `mixed-precision`
     #[arg(long)]
@@ -134,8 +145,16 @@ pub fn run(
             }
             for recipe in &recipes.names {
                 let _entered = recipe.enter()?;
-                let (speed, _) = measured.on::<QuantTrain<Autodiff<Cuda>, Named>>(DType::F32)?;
-                report.add([speed])?;
+                for &contexts in &settings.contexts {
+                    choose_context(Some(contexts.context()));
+                    let (speed, _) =
+                        measured.on::<QuantTrain<Autodiff<Cuda>, Named>>(DType::F32)?;
+                    report.add([StepSpeed {
+                        contexts: Some(contexts),
+                        ..speed
+                    }])?;
+                }
+                choose_context(None);
             }
         }
     }

@@ -4,7 +4,7 @@ use std::fmt::Write;
 
 use anyhow::{Result, ensure};
 
-use super::{conditions, grouped, mebibytes, ratio, spread};
+use super::{conditions, grouped, mebibytes, ratio, spread, subject};
 use crate::results::{Peer, Run, Spread, StepSpeed, Subject};
 
 /// One line for each size and subject, one for each part, and one on the device.
@@ -41,7 +41,7 @@ pub(super) fn table(run: &Run, peer: Option<&Peer>, rows: &[StepSpeed]) -> Resul
                 "| {} | {} | {} | {:.3} ms | {} | {} | {} | {} | {} | {} | {} | {} |",
                 row.hidden,
                 tokens(*size),
-                row.subject.name(),
+                subject(row.subject, row.contexts),
                 row.forward.median_ms,
                 spread(row.both),
                 milliseconds(row.enqueue),
@@ -184,6 +184,8 @@ mod tests {
         table::{of, tests::run},
     };
 
+    use examples::args::Contexts;
+
     use super::*;
 
     fn time(ms: f64) -> Spread {
@@ -196,6 +198,7 @@ mod tests {
             tokens: 2048,
             sequence: None,
             hidden,
+            contexts: None,
             forward: time(ms / 4.0),
             both: time(ms),
             enqueue: Some(time(0.5)),
@@ -227,6 +230,7 @@ mod tests {
         };
         let ours = StepSpeed {
             fallback_rate: Some(0.2),
+            contexts: Some(Contexts::Int8),
             ..row(Subject::recipe("fallback-int8"), 1024, 2.0)
         };
         let lines = lines(vec![
@@ -240,7 +244,10 @@ mod tests {
             "| 1024 | 2,048 | Burn BF16 | 1.500 ms | 6.000 ms (6.000 to 6.000) | 0.500 ms | 1.500 ms | 3.0 MiB | - \
              | 1.2% | - | 0.17x |"
         );
-        assert!(lines[3].contains("| `FallbackInt8` |") && lines[3].contains("| 20% | 1.2% |"));
+        assert!(
+            lines[3].contains("| `FallbackInt8`, int8 contexts |")
+                && lines[3].contains("| 20% | 1.2% |")
+        );
         assert!(lines[3].ends_with("| 3.00x | 0.50x |"));
         assert!(lines[4].contains("| PyTorch BF16 |") && lines[4].ends_with("| - | 6.00x | - |"));
         assert!(lines[5].starts_with("| 4096 |") && lines[5].ends_with("| - | - |"));

@@ -4,10 +4,10 @@ use std::fmt::Write;
 
 use anyhow::{Result, ensure};
 use clap::ValueEnum;
+use examples::args::{Checkpointing, Optimizer};
 
-use super::{conditions, grouped, mebibytes, ratio, spread};
+use super::{conditions, grouped, mebibytes, ratio, spread, subject};
 use crate::results::{Peer, Run, Subject, TrainingSpeed};
-use examples::args::{Checkpointing, Contexts, Optimizer};
 
 /// One line for each subject, and one on the device.
 pub(super) fn table(run: &Run, peer: Option<&Peer>, rows: &[TrainingSpeed]) -> Result<String> {
@@ -37,7 +37,7 @@ pub(super) fn table(run: &Run, peer: Option<&Peer>, rows: &[TrainingSpeed]) -> R
             grouped(row.parameters as f64),
             row.batch,
             row.sequence,
-            subject(row),
+            name(row),
             spread(row.step),
             grouped(row.tokens_per_s),
             against(Subject::Burn),
@@ -56,14 +56,9 @@ pub(super) fn table(run: &Run, peer: Option<&Peer>, rows: &[TrainingSpeed]) -> R
     Ok(out)
 }
 
-/// Whose step it is; how its activations wait, where that is not as they are; its moments, where they are not FP32; and
-/// what of the model runs again.
-fn subject(row: &TrainingSpeed) -> String {
-    let mut name = row.subject.name();
-    if let Some(contexts) = row.contexts.filter(|it| *it != Contexts::Exact) {
-        let format = contexts.to_possible_value().expect("no format is hidden");
-        name += &format!(", {} contexts", format.get_name());
-    }
+/// Whose step it is; how its activations wait; its moments, where they are not FP32; and what of the model runs again.
+fn name(row: &TrainingSpeed) -> String {
+    let mut name = subject(row.subject, row.contexts);
     if let Some(moments) = row.moments.filter(|it| *it != Optimizer::Adamw) {
         let format = moments.to_possible_value().expect("no format is hidden");
         name += &format!(", {}", format.get_name());
