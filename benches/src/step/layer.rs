@@ -61,10 +61,6 @@ pub struct Settings {
         value_name = "FORMAT,.."
     )]
     pub contexts: Vec<Contexts>,
-    /// Leave out plain Burn, whose attention keeps all scores; results of layers wider than 1024 are then compared with
-    /// those of `mixed-precision`
-    #[arg(long)]
-    pub without_burn: bool,
     /// Also measure each part of the layer by itself
     #[arg(long)]
     pub breakdown: bool,
@@ -134,7 +130,7 @@ pub fn run(
                 let outputs = on_the_cpu(&weights, &input)?;
                 measured.refer_to(&outputs);
             }
-            if !settings.without_burn {
+            if !recipes.without_burn {
                 let (plain, outputs) = measured.on::<Autodiff<Cuda>>(DType::BF16)?;
                 measured.refer_to(&outputs);
                 report.add([plain])?;

@@ -66,7 +66,9 @@ pub fn run(
             input: &input,
             reference: &reference,
         };
-        report.add([measure.on::<Autodiff<Cuda>>(DType::BF16)?])?;
+        if !recipes.without_burn {
+            report.add([measure.on::<Autodiff<Cuda>>(DType::BF16)?])?;
+        }
         for recipe in &recipes.names {
             let _entered = recipe.enter()?;
             report.add([measure.on::<QuantTrain<Autodiff<Cuda>, Named>>(DType::F32)?])?;

@@ -45,9 +45,6 @@ pub struct Settings {
     /// AdamW of the recipes, by the format of its moments
     #[arg(long, value_enum, default_value = "adamw")]
     pub optimizer: Optimizer,
-    /// Leave out plain Burn. What is taken from the device is told of the first backend only, since its pools keep it
-    #[arg(long)]
-    pub without_burn: bool,
     /// Leave out what waits between the passes, for whose measurement the values of two passes wait at once
     #[arg(long)]
     pub without_held: bool,
@@ -118,7 +115,7 @@ pub fn run(
             before,
             first: &mut first,
         };
-        if !settings.without_burn {
+        if !recipes.without_burn {
             report.add([measured.on::<Autodiff<Cuda>>(FloatDType::BF16)?])?;
         }
         for recipe in &recipes.names {
