@@ -98,11 +98,13 @@ impl TryFrom<String> for Subject {
     }
 }
 
-/// The name of a recipe's type: `BlockInt8` of `block-int8`.
+/// The name of a recipe's type: `BlockInt8` of `block-int8`, `JetfireInt8Of64` of `jetfire-int8-64`.
 fn type_name(recipe: &str) -> String {
-    let capitalized = |word: &str| {
-        let (first, rest) = word.split_at(word.len().min(1));
-        first.to_uppercase() + rest
+    let capitalized = |word: &str| match word.split_at(word.len().min(1)) {
+        (first, rest) if first.starts_with(|it: char| it.is_alphabetic()) => {
+            first.to_uppercase() + rest
+        }
+        _ => format!("Of{word}"),
     };
     recipe.split('-').map(capitalized).collect()
 }
@@ -205,5 +207,9 @@ mod tests {
         }
         assert!(serde_json::from_str::<Subject>("\"int3\"").is_err());
         assert_eq!(Subject::recipe("fallback-int8").name(), "`FallbackInt8`");
+        assert_eq!(
+            Subject::recipe("jetfire-int8-64").name(),
+            "`JetfireInt8Of64`"
+        );
     }
 }

@@ -140,20 +140,20 @@ impl Name {
     }
 }
 
-/// Takes the list of all recipes: their modules and types, the baseline first.
+/// Takes the list of all recipes: their modules and types, those of a module beside each other, the baseline first.
 macro_rules! recipes {
-    ($dollar:tt $($module:ident :: $recipe:ident,)*) => {
+    ($dollar:tt $($module:ident :: $($recipe:ident)and+,)*) => {
         $(
             mod $module;
-            pub use $module::$recipe;
+            pub use $module::{$($recipe),+};
         )*
 
         /// The names of all recipes, in the order of the list.
-        pub const NAMES: &[Name] = &[$(<$recipe as Recipe>::ROW.name()),*];
+        pub const NAMES: &[Name] = &[$($(<$recipe as Recipe>::ROW.name()),+),*];
 
         /// The rows of all recipes in that order, computing in `E`.
         fn rows<E: ComputeDtype>() -> &'static [Row] {
-            const { &[$(<$recipe<E> as Recipe>::ROW.checked()),*] }
+            const { &[$($(<$recipe<E> as Recipe>::ROW.checked()),+),*] }
         }
 
         /// Calls a macro with all recipes: `every_recipe!(each(..))` is `each! { (..) MixedPrecision BlockInt8 .. }`.
@@ -163,7 +163,7 @@ macro_rules! recipes {
         #[macro_export]
         macro_rules! every_recipe {
             ($dollar each:ident ($dollar ($dollar arguments:tt)*)) => {
-                $dollar each! { ($dollar ($dollar arguments)*) $($recipe)* }
+                $dollar each! { ($dollar ($dollar arguments)*) $($($recipe)+)* }
             };
         }
     };
@@ -188,6 +188,6 @@ recipes! {
     mxfp8::Mxfp8,
     mxfp4::Mxfp4,
     nvfp4::Nvfp4,
-    jetfire_int8::JetfireInt8,
+    jetfire_int8::JetfireInt8 and JetfireInt8Of64 and JetfireInt8Of128,
     coat_fp8::CoatFp8,
 }
