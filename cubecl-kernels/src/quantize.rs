@@ -9,6 +9,7 @@
 //! | tokens of up to 16,384 elements, row-major, such scales too | once | `token` |
 //! | a scale that was given | once | `given` |
 //! | the scale of a maximum that earlier data had | once, where there is none twice | `delayed` |
+//! | FP8 of a matrix with one scale, where there is a kernel for it | twice, in one launch | `matrix_scale` |
 //! | everything else | twice: for the maxima of the regions, and to encode | `absmax`, `scales`, `encode` |
 
 use cubecl::{prelude::*, std::tensor::TensorHandle};
@@ -35,6 +36,7 @@ mod given;
 mod group;
 pub mod learned_step;
 mod load;
+pub(crate) mod matrix_scale;
 pub(crate) mod reduction;
 mod run;
 mod scales;
@@ -263,9 +265,11 @@ fn quantize_input<R: Runtime>(client: &ComputeClient<R>, input: &Input<R>) -> Qu
                 token::launch(client, input, &output);
             }
             Granularity::Tensor if !spec.scale.has_tensor_scale() => {
-                let maxima = absmax::parts(client, x, &input.view, absmax::Count::All, None);
-                let inverses = scales::of_parts(client, &maxima, &output);
-                encode::by_regions(client, input, &inverses, &output);
+                if !matrix_scale::current(client, input, &output) {
+                    let maxima = absmax::parts(client, x, &input.view, absmax::Count::All, None);
+                    let inverses = scales::of_parts(client, &maxima, &output);
+                    encode::by_regions(client, input, &inverses, &output);
+                }
             }
             Granularity::Block(_)
             | Granularity::Group(_)

@@ -28,7 +28,7 @@ use crate::{
 };
 
 pub(crate) mod block;
-pub(crate) mod delayed;
+pub(crate) mod matrix_scale;
 mod quantized_gradients;
 
 pub use quantized_gradients::{

@@ -57,6 +57,9 @@ impl<B: DataBackend> Recorded<B, 1> for ReadRounded<B> {
             }
         });
         let rounded = HeldTensor::quantized("flow", Quantized::clone(&copy), x.cell());
+        if let Some(copy) = x.cell().gradient_copy() {
+            rounded.cell().will_quantize_gradient(copy);
+        }
         report::shares(&copy);
         (rounded, ())
     }

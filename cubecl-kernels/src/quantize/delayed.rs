@@ -14,9 +14,8 @@ use super::{
     Input, MatrixSource, QuantizeSpec, Quantized,
     absmax::{self, Count, UNITS, largest_of},
     given::{by_scale, check_given},
+    matrix_scale,
 };
-
-pub(crate) mod whole_tiles;
 
 const OPERATION: &str = "quantize_delayed";
 
@@ -79,7 +78,7 @@ pub fn quantize_delayed<'a, R: Runtime>(
         source @ MatrixSource::Swiglu { gate, up, .. } => {
             let view = source.view(client, OPERATION)?;
             delayed.check()?;
-            let quantized = swiglu::delayed::launch(client, [gate, up], &view, spec, delayed);
+            let quantized = swiglu::matrix_scale::launch(client, [gate, up], &view, spec, delayed);
             if let Some(quantized) = quantized {
                 return Ok(quantized);
             }
@@ -88,7 +87,7 @@ pub fn quantize_delayed<'a, R: Runtime>(
     };
     let input = Input::new(client, OPERATION, x, spec)?;
     delayed.check()?;
-    if let Some(quantized) = whole_tiles::launch(client, &input, delayed) {
+    if let Some(quantized) = matrix_scale::delayed(client, &input, delayed) {
         return Ok(quantized);
     }
     let of_parts = (input.view.shape.num_elements() > 0)

@@ -17,7 +17,8 @@ use crate::{
 
 use super::{
     block::{self, GradientOutput},
-    delayed, swiglu_backward,
+    matrix_scale::{Gradients, launch_gradients},
+    swiglu_backward,
 };
 
 const OPERATION: &str = "quantize_swiglu_gradients";
@@ -29,7 +30,7 @@ pub type WithMaximum<R> = (Quantized<R>, TensorHandle<R>);
 /// in memory, where a kernel has the specs.
 ///
 /// - `gate`, `up`, `gradient`: matrices as [`swiglu_backward`] takes them. Of numbers with scales a kernel has INT8 in
-///   groups of 128 columns.
+///   groups of 128 columns for gradients in INT8 blocks, and E4M3 in groups for those in FP8 with one scale.
 ///
 /// To the bit, the results are those of [`quantize`](crate::quantize::quantize()) of what `swiglu_backward` gives.
 ///
@@ -65,6 +66,12 @@ pub fn quantize_swiglu_gradients<R: Runtime>(
             return Ok(outputs);
         }
     }
+    if specs[0] == specs[1]
+        && let Some(Gradients { matrices, .. }) =
+            launch_gradients(client, factors, gradient, &view, specs[0], None)
+    {
+        return Ok(matrices);
+    }
     let [gate, up] = factors;
     let [of_gate, of_up] = swiglu_backward(client, gate, up, gradient)?;
     Ok([
@@ -76,8 +83,8 @@ pub fn quantize_swiglu_gradients<R: Runtime>(
 /// The gradients of `gate` and of `up`, in this order, quantized by the scale of a delayed maximum each, and their
 /// largest magnitudes: without the gradients in memory where a kernel has the spec.
 ///
-/// - `gate`, `up`, `gradient`: matrices as [`swiglu_backward`] takes them. Of numbers with scales no kernel has the
-///   spec.
+/// - `gate`, `up`, `gradient`: matrices as [`swiglu_backward`] takes them. Of numbers with scales a kernel has E4M3 in
+///   groups.
 ///
 /// To the bit, the results are those of [`quantize_delayed`] of what `swiglu_backward` gives.
 ///
@@ -96,12 +103,13 @@ pub fn quantize_swiglu_gradients_delayed<R: Runtime>(
     for maximum in &delayed {
         maximum.check()?;
     }
-    if let [OperatorInput::Floats(gate), OperatorInput::Floats(up)] = factors {
-        let inputs = [gate, up, gradient];
-        let quantized = delayed::launch_gradients(client, inputs, &view, spec, delayed);
-        if let Some(quantized) = quantized {
-            return Ok(quantized);
-        }
+    let quantized = launch_gradients(client, factors, gradient, &view, spec, Some(delayed));
+    if let Some(Gradients {
+        matrices: [of_gate, of_up],
+        maxima: Some([gate_maximum, up_maximum]),
+    }) = quantized
+    {
+        return Ok([(of_gate, gate_maximum), (of_up, up_maximum)]);
     }
     let [gate, up] = factors;
     let [of_gate, of_up] = swiglu_backward(client, gate, up, gradient)?;

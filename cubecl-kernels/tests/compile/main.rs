@@ -656,7 +656,7 @@ fn quantize_sources(architecture: u16) -> Vec<Source> {
 }
 
 /// The CUDA source of SwiGLU that is quantized as it is computed: in blocks, where two tiles fit on a multiprocessor,
-/// and on Hopper by delayed scaling.
+/// and on Hopper by one scale for each matrix.
 fn swiglu_sources(architecture: u16) -> Vec<Source> {
     let key = StochasticKey { seed: 1, stream: 2 };
     let mut sources = sources_of(architecture, |client| {
@@ -685,7 +685,11 @@ fn swiglu_sources(architecture: u16) -> Vec<Source> {
                     quantize_linear_input(client, x, 128, key, state).expect("a matrix");
                 }
             }
-            let waiting = &quantize(client, x, &context).expect("a matrix");
+            let [waiting, narrow] = &[
+                context,
+                QuantizeSpec::new(Number::E4M3, Granularity::Group(16)),
+            ]
+            .map(|spec| quantize(client, x, &spec).expect("a matrix"));
             let spec = QuantizeSpec::int8(Granularity::Block(128))
                 .with_rounding(Rounding::Stochastic(key))
                 .with_layout(Layout::Both);
@@ -698,18 +702,21 @@ fn swiglu_sources(architecture: u16) -> Vec<Source> {
                     |number| QuantizeSpec::new(number, Granularity::Tensor).with_layout(layout);
                 let (e4m3, e5m2) = (spec(Number::E4M3), spec(Number::E5M2));
                 quantize_delayed(client, source(None), &e4m3, delayed).expect("a matrix");
-                let factors = [x.into(); 2];
-                quantize_swiglu_gradients_delayed(client, factors, x, &e5m2, [delayed; 2])
-                    .expect("matrices");
+                for factor in [x.into(), OperatorInput::Quantized(narrow, float)] {
+                    let factors = [factor; 2];
+                    quantize_swiglu_gradients(client, factors, x, [&e5m2; 2]).expect("matrices");
+                    quantize_swiglu_gradients_delayed(client, factors, x, &e5m2, [delayed; 2])
+                        .expect("matrices");
+                }
             }
         }
     });
     sources.retain(|source| source.name.contains("swiglu") && source.code.contains("Numbers"));
     let texts: BTreeSet<&str> = sources.iter().map(|source| source.code.as_str()).collect();
     let of_a_float = match architecture {
-        // X with and without fallback, and a gradient, each with and without contexts; of each layout, both with a
-        // delayed maximum.
-        90 => 2 * 3 + 2 * 3,
+        // X with and without fallback, and a gradient, each with and without contexts; of each layout X with a delayed
+        // maximum, and gradients with and without one, of floats and of codes.
+        90 => 2 * 3 + 3 * (1 + 2 * 2),
         // Of gradients those of codes, which take less shared memory.
         80 => 5,
         _ => 0,
@@ -733,8 +740,8 @@ fn swiglu_calls_what_its_cuda_source_calls() {
     }
 }
 
-/// The CUDA source of delayed scaling, of each type of input, number and layout.
-fn delayed_sources() -> Vec<Source> {
+/// The CUDA source of one scale for a matrix, by delayed and by current scaling, of each type of input, number and layout.
+fn matrix_scale_sources() -> Vec<Source> {
     let mut sources = sources_of(90, |client| {
         let maxima = tensor(client, &[1], dtype::<f32>());
         for float in outputs() {
@@ -747,12 +754,13 @@ fn delayed_sources() -> Vec<Source> {
                         layer: 0,
                     };
                     quantize_delayed(client, &x, &spec, delayed).expect("a matrix");
+                    quantize(client, &x, &spec).expect("a matrix");
                 }
             }
         }
     });
-    sources.retain(|source| source.name == "quantize_delayed");
-    assert_eq!(sources.len(), outputs().len() * 2 * 3);
+    sources.retain(|source| source.name == "quantize_by_matrix");
+    assert_eq!(sources.len(), outputs().len() * 2 * 3 * 2);
     sources
 }
 
@@ -1414,8 +1422,8 @@ fn nvrtc_compiles_fp8_products() {
 
 #[rstest]
 #[ignore = "needs NVRTC: CUDA_PATH=$(.ci/nvrtc), then --test compile -- --ignored"]
-fn nvrtc_compiles_delayed_scaling() {
-    compile(delayed_sources(), "sm_90a");
+fn nvrtc_compiles_one_scale_for_a_matrix() {
+    compile(matrix_scale_sources(), "sm_90a");
 }
 
 #[rstest]

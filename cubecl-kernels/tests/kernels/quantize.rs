@@ -349,6 +349,48 @@ fn whole_tiles_equal_the_reference() {
     }
 }
 
+/// One scale for the matrix: whole tiles of FP8, for which a device may have a kernel of its own, and matrices a little
+/// larger; with values that are not finite, with none that gets a scale, and with the largest one anywhere.
+#[test]
+fn fp8_with_one_scale_equals_the_reference() {
+    let (client, mut random) = (client(), Random::fresh());
+    let mut shapes = vec![
+        MatrixShape::new(64, 128),
+        MatrixShape::new(320, 384),
+        MatrixShape::new(129, 256),
+        MatrixShape::new(128, 264),
+        MatrixShape::batched(2, 64, 128),
+    ];
+    if cfg!(feature = "cuda") {
+        // More tiles than cubes.
+        shapes.push(MatrixShape::new(64 * 33, 128 * 16));
+    }
+    for shape in shapes {
+        let count = shape.num_elements();
+        let mut outlier = random.with_outliers(count);
+        outlier[random.index(count)] = -3e4;
+        for x in [
+            random.with_special_values(shape),
+            outlier,
+            vec![0.0; count],
+            vec![-1e-35; count],
+        ] {
+            for float in drawn(&mut random, float_types(&client), 1) {
+                let x = rounded(&x, float);
+                let number = [Number::E4M3, Number::E5M2][random.index(2)];
+                let layout = [Layout::Both, Layout::RowMajor, Layout::Transposed][random.index(3)];
+                let spec = QuantizeSpec::new(number, Granularity::Tensor).with_layout(layout);
+                for memory in [Memory::Contiguous, Memory::SlicedAligned] {
+                    println!("{shape:?} {float} {spec:?} {memory:?}");
+                    let tensor = upload_matrix(&client, &x, shape, float, memory);
+                    let quantized = quantize(&client, &tensor, &spec).expect("a matrix");
+                    check(&client, &quantized, &x, &spec);
+                }
+            }
+        }
+    }
+}
+
 #[test]
 fn broadcast_inputs() {
     let (client, mut random) = (client(), Random::fresh());

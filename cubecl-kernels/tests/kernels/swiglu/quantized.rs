@@ -248,10 +248,14 @@ fn gradients_of(
     let int8 = |block| QuantizeSpec::int8(Granularity::Block(block));
     let both = int8(128).with_layout(Layout::Both);
     let keys = [(); 2].map(|()| Rounding::Stochastic(random.key()));
+    let fp8 = QuantizeSpec::new(Number::E5M2, Granularity::Tensor);
+    let layout = [Layout::Both, Layout::Transposed][random.index(2)];
     for specs in [
         keys.map(|key| both.with_rounding(key)),
         keys.map(|key| int8(64).with_rounding(key)),
         [both.with_rounding(keys[0]), int8(32)],
+        [fp8.with_layout(layout); 2],
+        [fp8, both],
     ] {
         let actual = quantize_swiglu_gradients(client, factors, gradient, specs.each_ref());
         let actual = actual.expect("matrices");
@@ -263,8 +267,7 @@ fn gradients_of(
     }
 
     for layer in 0..LAYERS {
-        let spec = QuantizeSpec::new(Number::E5M2, Granularity::Tensor);
-        let spec = spec.with_layout([Layout::Both, Layout::Transposed][random.index(2)]);
+        let spec = fp8.with_layout([Layout::Both, Layout::Transposed][random.index(2)]);
         let delayed = maxima
             .each_ref()
             .map(|maxima| DelayedMaximum { maxima, layer });

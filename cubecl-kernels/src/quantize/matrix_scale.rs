@@ -1,7 +1,8 @@
-//! The kernel of CUDA source for what a training step with delayed scaling quantizes most: whole tiles, to FP8.
+//! The kernel of CUDA source for what a training step with one scale for each matrix quantizes most: whole tiles, to
+//! FP8, by delayed scaling or by current scaling, that of the matrix's own maximum.
 //!
-//! The portable kernels beside it, four launches, are its specification, and do everything else. Small launches are
-//! what a step of many layers feels most: this is one. `tile.cu` tells how.
+//! The portable kernels beside it, three launches and four, are its specification, and do everything else. Small
+//! launches are what a step of many layers feels most: this is one. `tile.cu` tells how.
 
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
@@ -12,22 +13,25 @@ use crate::{
         source::{CudaSource, SourceText, float_knob, launch_source},
     },
     device::{MAX_CUBES, MatrixView, empty, is_hopper, or_unused, read_width_up_to, storage},
+    granularity::Granularity,
     layout::Layout,
     number::fp8::Fp8,
-    quantize::{Input, QuantizeSpec, Quantized, buffers::allocate},
     rounding::Rounding,
-    scale::MIN_ABSMAX_BITS,
+    scale::ScaleNumber,
 };
 
-use super::DelayedMaximum;
+use super::{DelayedMaximum, Input, QuantizeSpec, Quantized, buffers::allocate};
 
 /// Bytes read at once.
 const VECTOR_BYTES: usize = 16;
 /// Rows and columns of a tile.
 const TILE: [usize; 2] = [64, 128];
 
+/// Cubes of a multiprocessor that take tiles by turns: with more, they wait for each other's counts.
+const TAKING: usize = 3;
+
 /// Does what [`quantize_delayed`](super::quantize_delayed) does, if this kernel can and the device has it.
-pub(super) fn launch<R: Runtime>(
+pub(super) fn delayed<R: Runtime>(
     client: &ComputeClient<R>,
     input: &Input<R>,
     delayed: DelayedMaximum<R>,
@@ -36,11 +40,48 @@ pub(super) fn launch<R: Runtime>(
         x, ref view, spec, ..
     } = input;
     let (tiles, knobs) = fits(client, &[x], view, spec)?;
-    let source = Encode(knobs);
+    let source = Encode(knobs.delayed());
     // SAFETY: the kernel reads one input.
     #[allow(unsafe_code)]
-    let quantized = unsafe { one_output(client, source, tiles, &[x], view, spec, delayed) };
+    let quantized = unsafe { one_delayed_output(client, source, tiles, &[x], view, spec, delayed) };
     Some(quantized)
+}
+
+/// Does what [`quantize`](super::quantize()) does with one scale for the matrix, if this kernel can and the device has
+/// it. Says whether it did.
+///
+/// # Safety
+///
+/// `output` was allocated for `input`.
+#[allow(unsafe_code)]
+pub(super) unsafe fn current<R: Runtime>(
+    client: &ComputeClient<R>,
+    input: &Input<R>,
+    output: &Quantized<R>,
+) -> bool {
+    let &Input {
+        x, ref view, spec, ..
+    } = input;
+    let Some((tiles, knobs)) = fits(client, &[x], view, spec) else {
+        return false;
+    };
+    let mut buffers = vec![x.clone()];
+    buffers.extend(copies(output, x));
+    buffers.extend([output.scales.clone(), counters(client)]);
+    // SAFETY: tiles do not reach over an edge of the matrix, and the output is for it. A copy that is not wanted is not
+    // touched.
+    unsafe {
+        let (source, cubes) = (Encode(knobs), taking_cubes(client, tiles, TAKING));
+        launch_source(
+            client,
+            source,
+            cubes,
+            Vec::new(),
+            buffers,
+            &numbers(view, 0),
+        );
+    }
+    true
 }
 
 /// Rows and columns of tiles, and the knobs, where the device has the kernels for the spec and for inputs of this view,
@@ -55,6 +96,8 @@ pub(crate) fn fits<R: Runtime>(
     let vector = VECTOR_BYTES / dtype.size();
     let [rows, cols] = [shape.rows / TILE[0], shape.cols / TILE[1]];
     let fits = is_hopper(client)
+        && spec.granularity == Granularity::Tensor
+        && spec.scale == ScaleNumber::F32
         && spec.rounding == Rounding::Nearest
         && shape.batch == 1
         && [rows * TILE[0], cols * TILE[1]] == [shape.rows, shape.cols]
@@ -67,15 +110,15 @@ pub(crate) fn fits<R: Runtime>(
     fits.then_some(([rows, cols], knobs))
 }
 
-/// Launches a kernel around `tile.cu` that has one output, and allocates that: the quantized matrix and its largest
-/// magnitude.
+/// Launches a kernel around `tile.cu` by delayed scaling that has one output, and allocates that: the quantized matrix and
+/// its largest magnitude.
 ///
 /// # Safety
 ///
 /// The inputs, of this view, are those that the kernel reads, and [`fits`] gave the tiles. The delayed maximum was
 /// checked.
 #[allow(unsafe_code)]
-pub(crate) unsafe fn one_output<R: Runtime, S: CudaSource<Numbers = DelayedNumbers>>(
+pub(crate) unsafe fn one_delayed_output<R: Runtime, S: CudaSource<Numbers = MatrixNumbers>>(
     client: &ComputeClient<R>,
     source: S,
     tiles: [usize; 2],
@@ -90,12 +133,7 @@ pub(crate) unsafe fn one_output<R: Runtime, S: CudaSource<Numbers = DelayedNumbe
     buffers.push(delayed.maxima.clone());
     buffers.extend(copies(&output, inputs[0]));
     buffers.extend([output.scales.clone(), absmax.clone(), counters(client)]);
-    let numbers = DelayedNumbers {
-        rows: view.shape.rows as u64,
-        cols: view.shape.cols as u64,
-        row_stride: view.row_stride as u64,
-        layer: delayed.layer as u64,
-    };
+    let numbers = numbers(view, delayed.layer);
     // SAFETY: the cubes are the tiles of the inputs, none of which reaches over an edge; the output was allocated for
     // them, and the layer was checked. A copy that is not wanted is not touched.
     #[allow(unsafe_code)]
@@ -105,9 +143,29 @@ pub(crate) unsafe fn one_output<R: Runtime, S: CudaSource<Numbers = DelayedNumbe
     (output, absmax)
 }
 
+fn numbers(view: &MatrixView, layer: usize) -> MatrixNumbers {
+    MatrixNumbers {
+        rows: view.shape.rows as u64,
+        cols: view.shape.cols as u64,
+        row_stride: view.row_stride as u64,
+        layer: layer as u64,
+    }
+}
+
 /// A cube a tile.
 pub(crate) fn cubes([rows, cols]: [usize; 2]) -> CubeCount {
     CubeCount::Static(cols as u32, rows as u32, 1)
+}
+
+/// Cubes that take tiles by turns, so many of a multiprocessor.
+pub(crate) fn taking_cubes<R: Runtime>(
+    client: &ComputeClient<R>,
+    [rows, cols]: [usize; 2],
+    of_multiprocessor: usize,
+) -> CubeCount {
+    let multiprocessors = client.properties().hardware.num_streaming_multiprocessors;
+    let at_once = of_multiprocessor * multiprocessors.unwrap_or(1) as usize;
+    CubeCount::Static(at_once.min(rows * cols) as u32, 1, 1)
 }
 
 /// Both copies as arguments; for one that is not wanted, something that is not touched.
@@ -121,13 +179,13 @@ pub(crate) fn copies<R: Runtime>(
 
 numbers! {
     /// The numbers of kernels with one output.
-    pub(crate) struct DelayedNumbers {
+    pub(crate) struct MatrixNumbers {
         /// Of the matrix, multiples of those of a tile.
         rows: u64,
         cols: u64,
         /// Elements of an input from a row to the next.
         row_stride: u64,
-        /// The layer among the delayed maxima.
+        /// The layer among the delayed maxima, where there are some.
         layer: u64,
     }
 }
@@ -138,16 +196,26 @@ pub(crate) struct Knobs {
     dtype: StorageType,
     number: Fp8,
     layout: Layout,
+    delayed: bool,
 }
 
 impl Knobs {
-    /// Those of a spec; none where its number is not FP8.
+    /// Those of a spec, by current scaling; none where its number is not FP8.
     fn of(dtype: StorageType, spec: &QuantizeSpec) -> Option<Self> {
         Some(Self {
             dtype,
             number: Fp8::of(spec.number)?,
             layout: spec.layout,
+            delayed: false,
         })
+    }
+
+    /// The same by delayed scaling.
+    pub fn delayed(self) -> Self {
+        Self {
+            delayed: true,
+            ..self
+        }
     }
 
     /// Those of a gradient of such a matrix.
@@ -167,31 +235,33 @@ impl Knobs {
             Layout::Both => (1, 1),
         };
         format!(
-            "#define IN_{}\n#define NUMBER \"{}\"\n#define LARGEST {:?}f\n\
-             #define SMALLEST_MAXIMUM {MIN_ABSMAX_BITS}u\n\
+            "#define IN_{}\n#define NUMBER \"{}\"\n#define LARGEST {:?}f\n#define DELAYED {}\n\
              #define ROW_MAJOR {row_major}\n#define TRANSPOSED {transposed}",
             float_knob(self.dtype),
             self.number.name(),
             self.number.largest(),
+            u8::from(self.delayed),
         )
     }
 }
 
-/// `quantize_delayed`.
+/// `matrix_scale/whole_tiles.cu`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct Encode(Knobs);
 
 impl CudaSource for Encode {
-    type Numbers = DelayedNumbers;
+    type Numbers = MatrixNumbers;
 
     const TEXT: &'static str = concat!(
-        include_str!("../patch.cu"),
+        include_str!("patch.cu"),
         "\n",
-        include_str!("tile.cu"),
+        include_str!("block/scale.cu"),
         "\n",
-        include_str!("whole_tiles.cu")
+        include_str!("matrix_scale/tile.cu"),
+        "\n",
+        include_str!("matrix_scale/whole_tiles.cu")
     );
-    const ENTRY_POINT: &'static str = "quantize_delayed";
+    const ENTRY_POINT: &'static str = "quantize_by_matrix";
     const UNITS: u32 = 256;
 
     fn knobs(&self) -> String {

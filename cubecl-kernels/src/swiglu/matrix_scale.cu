@@ -1,5 +1,5 @@
 // The gate of SwiGLU as the input of a linear layer, quantized to FP8 by delayed scaling as it is computed: in front of
-// this text stand the tile.cu of delayed scaling and arithmetic.cu.
+// this text stand the tile.cu of one scale for a matrix and arithmetic.cu.
 
 // gate, up: [rows, cols], of 16-bit elements, dense.
 struct Swiglu {

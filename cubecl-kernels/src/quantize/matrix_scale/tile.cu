@@ -1,17 +1,17 @@
-// A tile that is quantized to FP8 by the scale of a maximum that earlier data had, while its own largest magnitude is
-// found, on CUDA's sm_90. The numbers are those of the portable kernels, to the bit, but for the sign of a NaN in FP16,
-// which those drop.
+// A tile that is quantized to FP8 by one scale for its matrix, on CUDA's sm_90. The numbers are those of the portable
+// kernels, to the bit, but for the sign of a NaN in FP16, which those drop.
 //
-// Knobs, defined in front of this text, beside those of patch.cu, which comes before it:
-//   LARGEST                     the largest number
-//   SMALLEST_MAXIMUM            the bits of the smallest maximum that gets a scale
-//   ROW_MAJOR, TRANSPOSED       1: the copy is wanted
+// Knobs, defined in front of this text, beside those of patch.cu, which comes before it as scale.cu does:
+//   DELAYED                 1: the scale is that of a maximum that earlier data had, and the matrix's own is found too
+//                           (delayed scaling); 0: the scale is that of its own (current scaling)
+//   LARGEST                 the largest number
+//   ROW_MAJOR, TRANSPOSED   1: the copy is wanted
 // and the structure Numbers, of which this text reads the rows and the columns.
 //
-// Blocks of threads take a tile each, by its place. What needs the largest magnitude of all tiles, the last block does
-// that leaves: so nothing has to be read, or launched, behind the one read. Where a layer has no maximum yet, the
-// blocks that run take tiles by turns, first for their magnitudes, and when all of these are there once more, to
-// quantize them.
+// By delayed scaling blocks of threads take a tile each, by its place. What needs the largest magnitude of all tiles,
+// the last block does that leaves: so nothing has to be read, or launched, behind the one read. By current scaling, and
+// where a layer has no maximum yet, the blocks that run take tiles by turns, first for their magnitudes, and when all of
+// these are there once more, to quantize them: from the last tile on, since the cache still has it.
 //
 // A thread has a patch, all of whose reads are in flight at once; the lanes of a warp read 256 neighbours of two rows
 // of 16-bit elements.
@@ -22,7 +22,6 @@
 #define TILE_ROWS 64
 #define TILE_COLS 128
 #define EVERYONE 0xffffffffu
-#define QUIET_NAN 0x7fc00000u
 
 // The words of the transposed copy, each four rows of a column. Four more keep 16-byte writes aligned, and rows in
 // different banks.
@@ -93,6 +92,7 @@ __device__ __forceinline__ u32 quantize_rows(const Rows &rows, u8 *__restrict__ 
         codes[r][1] = codes_of(rows[r], 4, inverse);
     }
     const u32 bits = bits_of(rows);
+#if DELAYED
     if (bits > INFINITE) {
 #pragma unroll
         for (int r = 0; r < PATCH_ROWS; r++) {
@@ -100,6 +100,13 @@ __device__ __forceinline__ u32 quantize_rows(const Rows &rows, u8 *__restrict__ 
             codes[r][1] = with_nan(codes[r][1], rows[r], 4);
         }
     }
+#else
+    if (inverse == 0.0f) {
+#pragma unroll
+        for (int r = 0; r < PATCH_ROWS; r++)
+            codes[r][0] = codes[r][1] = 0;
+    }
+#endif
 #if ROW_MAJOR
 #pragma unroll
     for (int r = 0; r < PATCH_ROWS; r++)
@@ -137,14 +144,47 @@ template <int Warps> __device__ __forceinline__ u32 largest_of_block(u32 bits, u
     return bits;
 }
 
+// ---- The scale ------------------------------------------------------------------------------------------------------
+
+#if DELAYED
+#define QUIET_NAN 0x7fc00000u
+
 __device__ __forceinline__ bool has_scale(u32 maximum) {
-    return maximum >= SMALLEST_MAXIMUM && maximum < INFINITE;
+    return maximum >= MIN_ABSMAX && maximum < INFINITE;
 }
 
-// That of a maximum, and 1 where it gets none. Its inverse is a normal number.
-__device__ __forceinline__ float scale_of(u32 maximum) {
-    return has_scale(maximum) ? __fdiv_rn(__uint_as_float(maximum), LARGEST) : 1.0f;
-}
+// A quantized matrix: the maximum of its layer before, which is 0 where there is none, and where its own goes.
+struct Output {
+    float maximum;
+    u8 *values, *transposed;
+    float *scale, *absmax;
+
+    // True where nothing need be known of the matrix.
+    __device__ __forceinline__ bool has_history() const { return has_scale(__float_as_uint(maximum)); }
+    // The scale of a matrix whose largest magnitude has these bits: 1 where there is none. Its inverse is a normal number.
+    __device__ __forceinline__ float chosen(u32 bits) const {
+        const u32 scaling = has_history() ? __float_as_uint(maximum) : bits;
+        return has_scale(scaling) ? __fdiv_rn(__uint_as_float(scaling), LARGEST) : 1.0f;
+    }
+    __device__ __forceinline__ float inverse(u32 bits) const { return __frcp_rn(chosen(bits)); }
+    __device__ __forceinline__ void finish(u32 bits) const {
+        const u32 hidden = bits >= INFINITE ? QUIET_NAN : 0;
+        *scale = __uint_as_float(__float_as_uint(chosen(bits)) | hidden);
+        *absmax = __uint_as_float(bits | hidden);
+    }
+};
+#else
+// A quantized matrix.
+struct Output {
+    u8 *values, *transposed;
+    float *scale;
+
+    __device__ __forceinline__ bool has_history() const { return false; }
+    // Of the scale of a matrix whose largest magnitude has these bits.
+    __device__ __forceinline__ float inverse(u32 bits) const { return inverse_of(bits, LARGEST); }
+    __device__ __forceinline__ void finish(u32 bits) const { *scale = scale_of(bits, LARGEST); }
+};
+#endif
 
 // ---- The kernels ----------------------------------------------------------------------------------------------------
 
@@ -165,6 +205,26 @@ __device__ __forceinline__ u32 take(u32 *counter, u32 *shared) {
     return *shared;
 }
 
+// Looks at all tiles that a counter has left for this block, and takes the next one meanwhile.
+template <class Look> __device__ __forceinline__ void take_all(u32 *counter, u32 tiles, u32 *shared, const Look &look) {
+    u32 tile = take(counter, shared);
+    while (tile < tiles) {
+        u32 next = 0;
+        if (threadIdx.x == 0)
+            next = atomicAdd(counter, 1);
+        look(tile);
+        __syncthreads();
+        if (threadIdx.x == 0)
+            *shared = next;
+        __syncthreads();
+        tile = *shared;
+    }
+}
+
+__device__ __forceinline__ u32 tiles_of(const Numbers &numbers) {
+    return numbers.rows / TILE_ROWS * (numbers.cols / TILE_COLS);
+}
+
 __device__ __forceinline__ Place place_of(u32 tile, const Numbers &numbers) {
     const u32 across = numbers.cols / TILE_COLS;
     return Place((u64)(tile / across) * TILE_ROWS, (u64)(tile % across) * TILE_COLS);
@@ -177,42 +237,28 @@ __device__ __forceinline__ void note(u32 *largest, u32 bits, u32 *of_warps) {
         atomicMax(largest, bits);
 }
 
-// Takes all tiles for what `look` does with them, and waits until all are done by whoever has taken them: blocks that
-// run, so that none waits for one that has not started.
-template <class Look>
-__device__ __forceinline__ void look_at_all(Counters *counters, u32 tiles, u32 *shared, const Look &look) {
-    for (u32 tile; (tile = take(&counters->taken, shared)) < tiles;) {
-        look(tile);
-        if (threadIdx.x == 0) {
-            __threadfence();
-            atomicAdd(&counters->done, 1);
-        }
-    }
+// Finds the largest magnitude of each output in all tiles: `look` gives the bits of those of a tile. Waits until all
+// are looked at by whoever has taken them: blocks that run, so that none waits for one that has not started.
+template <int Outputs, class Look>
+__device__ __forceinline__ void look_at_all(Counters *counters, u32 tiles, u32 *shared, u32 (&of_warps)[Outputs][UNITS / 32],
+                                            const Look &look) {
+    u32 largest[Outputs] = {}, seen = 0;
+    take_all(&counters->taken, tiles, shared, [&](u32 tile) {
+        look(largest, tile);
+        seen++;
+    });
+#pragma unroll
+    for (int i = 0; i < Outputs; i++)
+        note(&counters->largest[i], largest[i], of_warps[i]);
     if (threadIdx.x == 0) {
+        __threadfence();
+        atomicAdd(&counters->done, seen);
         while (*(volatile u32 *)&counters->done < tiles)
             __nanosleep(100);
         __threadfence();
     }
     __syncthreads();
 }
-
-// A quantized matrix: the maximum of its layer before, which is 0 where there is none, and where its own goes.
-struct Output {
-    float maximum;
-    u8 *values, *transposed;
-    float *scale, *absmax;
-
-    // The maximum that scales it, where its own largest magnitude has these bits.
-    __device__ __forceinline__ u32 chosen(u32 bits) const {
-        const u32 of_layer = __float_as_uint(maximum);
-        return has_scale(of_layer) ? of_layer : bits;
-    }
-    __device__ __forceinline__ void finish(u32 bits) const {
-        const u32 hidden = bits >= INFINITE ? QUIET_NAN : 0;
-        *scale = __uint_as_float(__float_as_uint(scale_of(chosen(bits))) | hidden);
-        *absmax = __uint_as_float(bits | hidden);
-    }
-};
 
 // Leaves the kernel: the last block finishes the outputs, and leaves the counters as they were.
 template <int Outputs>
@@ -234,26 +280,26 @@ template <class Source>
 __device__ __forceinline__ void quantize(const Source &source, const Output &output, Counters *counters,
                                          const Numbers &numbers) {
     __shared__ __align__(16) Staging staging;
-    __shared__ u32 of_warps[UNITS / 32], shared;
+    __shared__ u32 of_warps[1][UNITS / 32], shared;
     Rows rows;
-    if (has_scale(__float_as_uint(output.maximum))) {
+    if (output.has_history()) {
         const Place place((u64)blockIdx.y * TILE_ROWS, (u64)blockIdx.x * TILE_COLS);
-        const float inverse = __frcp_rn(scale_of(__float_as_uint(output.maximum)));
         source.read(rows, place, numbers);
-        const u32 bits = quantize_rows(rows, output.values, output.transposed, staging, place, inverse, numbers);
-        note(&counters->largest[0], bits, of_warps);
+        const u32 bits =
+            quantize_rows(rows, output.values, output.transposed, staging, place, output.inverse(0), numbers);
+        note(&counters->largest[0], bits, of_warps[0]);
     } else {
-        const u32 tiles = gridDim.x * gridDim.y;
-        look_at_all(counters, tiles, &shared, [&](u32 tile) {
+        const u32 tiles = tiles_of(numbers);
+        look_at_all<1>(counters, tiles, &shared, of_warps, [&](u32(&largest)[1], u32 tile) {
             source.read(rows, place_of(tile, numbers), numbers);
-            note(&counters->largest[0], bits_of(rows), of_warps);
+            largest[0] = max(largest[0], bits_of(rows));
         });
-        const float inverse = __frcp_rn(scale_of(*(volatile u32 *)&counters->largest[0]));
-        for (u32 tile; (tile = take(&counters->taken_again, &shared)) < tiles;) {
-            const Place place = place_of(tile, numbers);
+        const float inverse = output.inverse(*(volatile u32 *)&counters->largest[0]);
+        take_all(&counters->taken_again, tiles, &shared, [&](u32 tile) {
+            const Place place = place_of(tiles - 1 - tile, numbers);
             source.read(rows, place, numbers);
             quantize_rows(rows, output.values, output.transposed, staging, place, inverse, numbers);
-        }
+        });
     }
     leave(counters, {output});
 }

@@ -1,0 +1,268 @@
+//! SwiGLU and its gradients, quantized to FP8 by one scale for each matrix as they are computed: kernels of CUDA source,
+//! `matrix_scale.cu` and `matrix_scale_gradients.cu`, around the tile of
+//! [`quantize_delayed`](crate::quantize::quantize_delayed).
+
+use cubecl::{prelude::*, std::tensor::TensorHandle};
+
+use crate::{
+    cuda::{
+        counters::counters,
+        numbers::numbers,
+        source::{CudaSource, SourceText, launch_source},
+    },
+    device::{MatrixView, empty, is_contiguous, is_operand_type, read_width_up_to, storage},
+    granularity::Granularity,
+    number::Number,
+    operator_input::OperatorInput,
+    quantize::{
+        DelayedMaximum, QuantizeSpec, Quantized,
+        buffers::allocate_gradient,
+        matrix_scale::{
+            Knobs, MatrixNumbers, copies, cubes, fits, one_delayed_output, taking_cubes,
+        },
+    },
+    scale::ScaleNumber,
+};
+
+use super::quantized_gradients::WithMaximum;
+
+/// Cubes of a multiprocessor that take tiles of gradients by turns.
+const TAKING: usize = 4;
+/// Codes of a row that a unit reads at once.
+const CODES: usize = 8;
+
+/// Does what [`quantize_delayed`](crate::quantize::quantize_delayed) does with `silu(gate) up`, if the device has the
+/// kernels for that. `view` is that of both, which are contiguous and of one shape and type; the maximum was checked.
+pub(crate) fn launch<R: Runtime>(
+    client: &ComputeClient<R>,
+    [gate, up]: [&TensorHandle<R>; 2],
+    view: &MatrixView,
+    spec: &QuantizeSpec,
+    delayed: DelayedMaximum<R>,
+) -> Option<WithMaximum<R>> {
+    let inputs = [gate, up];
+    let (tiles, knobs) = fits_16_bits(client, &inputs, view, spec)?;
+    let source = Encode(knobs.delayed());
+    // SAFETY: the kernel reads both, and the caller has checked the maximum.
+    #[allow(unsafe_code)]
+    let quantized =
+        unsafe { one_delayed_output(client, source, tiles, &inputs, view, spec, delayed) };
+    Some(quantized)
+}
+
+/// Quantized gradients of gate and of up, and where there were delayed maxima their own, f32 `[1]`.
+pub(super) struct Gradients<R: Runtime> {
+    pub matrices: [Quantized<R>; 2],
+    pub maxima: Option<[TensorHandle<R>; 2]>,
+}
+
+/// Does what [`quantize_delayed`](crate::quantize::quantize_delayed) does with the gradients of gate and of up, by the
+/// maximum of each, or without maxima what [`quantize`](crate::quantize::quantize()) does, if the device has the kernels
+/// for that. `view` is that of gate, up and the gradient of the output, of one shape and type, floats contiguous,
+/// numbers as [`OperatorInput::prepare`] accepts them; the maxima were checked.
+pub(super) fn launch_gradients<R: Runtime>(
+    client: &ComputeClient<R>,
+    factors: [OperatorInput<R>; 2],
+    gradient: &TensorHandle<R>,
+    view: &MatrixView,
+    spec: &QuantizeSpec,
+    delayed: Option<[DelayedMaximum<R>; 2]>,
+) -> Option<Gradients<R>> {
+    let Factors { values, codes } = Factors::of(factors, view)?;
+    let floats = match codes {
+        None => vec![values[0], values[1], gradient],
+        Some(_) => vec![gradient],
+    };
+    let (tiles, knobs) = fits_16_bits(client, &floats, view, spec)?;
+    let matrices = [(); 2].map(|()| allocate_gradient(client, view, spec));
+    let maxima = delayed.map(|_| [(); 2].map(|()| empty(client, vec![1], storage::<f32>())));
+    let mut buffers = [values[0], values[1], gradient]
+        .map(TensorHandle::clone)
+        .to_vec();
+    if let Some(Codes { scales, .. }) = &codes {
+        buffers.extend(scales.map(TensorHandle::clone));
+    }
+    buffers.extend(delayed.iter().flatten().map(|it| it.maxima.clone()));
+    for matrix in &matrices {
+        buffers.extend(copies(matrix, gradient));
+    }
+    for (index, matrix) in matrices.iter().enumerate() {
+        buffers.push(matrix.scales.clone());
+        buffers.extend(maxima.as_ref().map(|maxima| maxima[index].clone()));
+    }
+    buffers.push(counters(client));
+    let [layer, up_layer] = delayed.map_or([0; 2], |it| it.map(|it| it.layer as u64));
+    let numbers = GradientNumbers {
+        rows: view.shape.rows as u64,
+        cols: view.shape.cols as u64,
+        layer,
+        up_layer,
+        group: codes.as_ref().map_or(0, |codes| codes.group as u64),
+    };
+    let (knobs, cubes) = match delayed {
+        Some(_) => (knobs.delayed(), cubes(tiles)),
+        None => (knobs, taking_cubes(client, tiles, TAKING)),
+    };
+    let source = EncodeGradients {
+        knobs,
+        codes: codes.is_some(),
+    };
+    // SAFETY: the cubes are the tiles of the inputs, or take them, and none reaches over an edge; the outputs were
+    // allocated for them, and the layers were checked. A copy that is not wanted is not touched.
+    #[allow(unsafe_code)]
+    unsafe {
+        launch_source(client, source, cubes, Vec::new(), buffers, &numbers);
+    }
+    Some(Gradients { matrices, maxima })
+}
+
+/// Gate and up as the kernel reads them.
+struct Factors<'a, R: Runtime> {
+    values: [&'a TensorHandle<R>; 2],
+    /// Where the values are codes.
+    codes: Option<Codes<'a, R>>,
+}
+
+/// E4M3 in groups along the rows, with FP32 scales.
+struct Codes<'a, R: Runtime> {
+    scales: [&'a TensorHandle<R>; 2],
+    group: usize,
+}
+
+impl<'a, R: Runtime> Factors<'a, R> {
+    /// `None` where they are numbers that the kernel does not read.
+    fn of(factors: [OperatorInput<'a, R>; 2], view: &MatrixView) -> Option<Self> {
+        match factors {
+            [OperatorInput::Floats(gate), OperatorInput::Floats(up)] => Some(Self {
+                values: [gate, up],
+                codes: None,
+            }),
+            [
+                OperatorInput::Quantized(gate, _),
+                OperatorInput::Quantized(up, _),
+            ] => {
+                let group = group_of(gate, view).filter(|_| gate.granularity == up.granularity)?;
+                group_of(up, view)?;
+                Some(Self {
+                    values: [gate.values.as_ref()?, up.values.as_ref()?],
+                    codes: Some(Codes {
+                        scales: [&gate.scales, &up.scales],
+                        group,
+                    }),
+                })
+            }
+            _ => None,
+        }
+    }
+}
+
+/// The elements that share a scale, in a matrix whose codes the kernel reads.
+fn group_of<R: Runtime>(matrix: &Quantized<R>, view: &MatrixView) -> Option<usize> {
+    let Granularity::Group(group) = matrix.granularity else {
+        return None;
+    };
+    let values = matrix.values.as_ref()?;
+    let is_read = matrix.number == Number::E4M3
+        && matrix.scale == ScaleNumber::F32
+        && view.shape.cols.is_multiple_of(group)
+        && is_contiguous(values)
+        && is_contiguous(&matrix.scales)
+        && read_width_up_to(CODES, values, view) == CODES;
+    is_read.then_some(group)
+}
+
+/// [`fits`], for the kernels' 16-bit elements.
+fn fits_16_bits<R: Runtime>(
+    client: &ComputeClient<R>,
+    inputs: &[&TensorHandle<R>],
+    view: &MatrixView,
+    spec: &QuantizeSpec,
+) -> Option<([usize; 2], Knobs)> {
+    fits(client, inputs, view, spec).filter(|_| is_operand_type(inputs[0].dtype))
+}
+
+numbers! {
+    /// The numbers of `matrix_scale_gradients.cu`.
+    struct GradientNumbers {
+        /// Of a matrix, multiples of those of a tile.
+        rows: u64,
+        cols: u64,
+        /// The layer of the gate among its delayed maxima, and that of up among its own, where there are some.
+        layer: u64,
+        up_layer: u64,
+        /// Elements of a scale of gate and up, where these are codes.
+        group: u64,
+    }
+}
+
+/// `matrix_scale.cu` behind the texts that it names.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct Encode(Knobs);
+
+impl CudaSource for Encode {
+    type Numbers = MatrixNumbers;
+
+    const TEXT: &'static str = concat!(
+        include_str!("../quantize/patch.cu"),
+        "\n",
+        include_str!("../quantize/block/scale.cu"),
+        "\n",
+        include_str!("../quantize/matrix_scale/tile.cu"),
+        "\n",
+        include_str!("arithmetic.cu"),
+        "\n",
+        include_str!("matrix_scale.cu")
+    );
+    const ENTRY_POINT: &'static str = "quantize_swiglu_delayed";
+    const UNITS: u32 = 256;
+
+    fn knobs(&self) -> String {
+        self.0.text()
+    }
+
+    fn companions<R: Runtime>(
+        &self,
+        _client: &ComputeClient<R>,
+        _sizes: [usize; 4],
+    ) -> Vec<SourceText> {
+        let gradients = EncodeGradients {
+            knobs: self.0.of_gradient(),
+            codes: false,
+        };
+        vec![gradients.text()]
+    }
+}
+
+/// `matrix_scale_gradients.cu` behind the texts that it names.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct EncodeGradients {
+    knobs: Knobs,
+    /// True where gate and up are codes.
+    codes: bool,
+}
+
+impl CudaSource for EncodeGradients {
+    type Numbers = GradientNumbers;
+
+    const TEXT: &'static str = concat!(
+        include_str!("../quantize/patch.cu"),
+        "\n",
+        include_str!("../quantize/block/scale.cu"),
+        "\n",
+        include_str!("../quantize/matrix_scale/tile.cu"),
+        "\n",
+        include_str!("arithmetic.cu"),
+        "\n",
+        include_str!("matrix_scale_gradients.cu")
+    );
+    const ENTRY_POINT: &'static str = "quantize_swiglu_gradients_by_matrix";
+    const UNITS: u32 = 256;
+
+    fn knobs(&self) -> String {
+        format!(
+            "{}\n#define CODES {}",
+            self.knobs.text(),
+            u8::from(self.codes)
+        )
+    }
+}
