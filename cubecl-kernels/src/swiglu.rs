@@ -29,8 +29,10 @@ use crate::{
 
 pub(crate) mod block;
 pub(crate) mod matrix_scale;
+mod quantized;
 mod quantized_gradients;
 
+pub use quantized::quantize_swiglu;
 pub use quantized_gradients::{
     WithMaximum, quantize_swiglu_gradients, quantize_swiglu_gradients_delayed,
 };

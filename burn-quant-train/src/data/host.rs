@@ -115,6 +115,10 @@ impl<B: HostBackend> QuantizeKernels for B {
         random_hadamard::<B>(x)
     }
 
+    fn quantize_source(x: MatrixSource<B>, spec: &QuantizeSpec) -> Quantized<B> {
+        Self::quantize_matrix(x.into_floats(), spec)
+    }
+
     fn quantize_delayed(
         x: MatrixSource<B>,
         spec: &QuantizeSpec,

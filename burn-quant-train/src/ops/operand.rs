@@ -223,7 +223,7 @@ impl Make {
         };
         let spec = self.spec(layout);
         match (self.factor.key.history, delayed) {
-            (None, _) => K::quantize_matrix(matrix.into_floats(), &spec),
+            (None, _) => K::quantize_source(matrix, &spec),
             (Some(_), Some(delayed)) => K::quantize_delayed(matrix, &spec, delayed),
             (Some(slot), None) => panic!("a copy with the history `{slot}` reads its maximum"),
         }

@@ -49,10 +49,9 @@ impl<B: DataBackend> Recorded<B, 2> for Swiglu {
         wanted: [bool; 2],
     ) -> (HeldTensor<B>, Self::Saved) {
         let contexts = inputs.each_ref().map(|input| input.cell().will_wait_as());
-        // Numbers are read as they are by the kernel of the output alone, not by one that quantizes that too.
-        let are_floats = inputs
+        let stay_as_they_are = inputs
             .iter()
-            .all(|input| input.cell().stays_exact() && !input.is_in_numbers());
+            .all(|input| input.cell().stays_exact() || input.is_in_numbers());
         let output = match contexts {
             [Some(context), Some(other)] if context == other && wanted.contains(&true) => {
                 let compress = Compress { context };
@@ -73,7 +72,7 @@ impl<B: DataBackend> Recorded<B, 2> for Swiglu {
                 }
                 output
             }
-            [None, None] if are_floats && waits(wanted) => {
+            [None, None] if stay_as_they_are && waits(wanted) => {
                 return (later(&inputs, None), inputs);
             }
             _ => {

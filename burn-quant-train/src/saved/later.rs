@@ -89,12 +89,17 @@ impl<B: DataBackend> Factors<B> {
 
     /// What a linear layer quantizes.
     pub fn source(&self) -> MatrixSource<B> {
+        let Some(contexts) = self.contexts else {
+            let (gate, up) = self.operator_inputs();
+            return MatrixSource::Swiglu { gate, up };
+        };
         let [gate, up] = self.inputs.each_ref().map(|it| it.cell().read());
-        MatrixSource::Swiglu {
-            gate,
-            up,
-            contexts: self.contexts,
-        }
+        MatrixSource::SwigluCompressing { gate, up, contexts }
+    }
+
+    fn operator_inputs(&self) -> (OperatorInput<B>, OperatorInput<B>) {
+        let [gate, up] = self.inputs.clone().map(HeldTensor::into_input);
+        (gate, up)
     }
 
     /// Takes the copies in which gate and up will wait.
@@ -105,11 +110,10 @@ impl<B: DataBackend> Factors<B> {
     }
 
     fn product(&self) -> FloatTensor<B> {
-        let [gate, up] = self.inputs.each_ref().map(|it| it.cell().read());
         let Some(spec) = self.contexts else {
-            let inputs = (OperatorInput::Floats(gate), OperatorInput::Floats(up));
-            return B::run(SwigluForward, inputs);
+            return B::run(SwigluForward, self.operator_inputs());
         };
+        let [gate, up] = self.inputs.each_ref().map(|it| it.cell().read());
         let compressing = SwigluCompressing::of_rows(spec, &gate.shape());
         let (product, copies) = B::run(compressing, (gate, up));
         self.keep(copies);

@@ -6,6 +6,7 @@ use cubecl::{prelude::*, std::tensor::TensorHandle};
 use crate::{
     device::{array, check_dtype, empty, is_contiguous, or_unused, storage},
     error::KernelError,
+    operator_input::OperatorInput,
     scale::has_scale,
     swiglu,
 };
@@ -78,9 +79,11 @@ pub fn quantize_delayed<'a, R: Runtime>(
         source @ MatrixSource::Swiglu { gate, up, .. } => {
             let view = source.view(client, OPERATION)?;
             delayed.check()?;
-            let quantized = swiglu::matrix_scale::launch(client, [gate, up], &view, spec, delayed);
-            if let Some(quantized) = quantized {
-                return Ok(quantized);
+            let factors = [gate, up].map(OperatorInput::from);
+            if let Some((quantized, Some(absmax))) =
+                swiglu::matrix_scale::launch(client, factors, &view, spec, Some(delayed))
+            {
+                return Ok((quantized, absmax));
             }
             &source.floats(client)?
         }

@@ -36,63 +36,51 @@ pub(super) fn delayed<R: Runtime>(
     input: &Input<R>,
     delayed: DelayedMaximum<R>,
 ) -> Option<(Quantized<R>, TensorHandle<R>)> {
-    let &Input {
-        x, ref view, spec, ..
-    } = input;
-    let (tiles, knobs) = fits(client, &[x], view, spec)?;
-    let source = Encode(knobs.delayed());
-    // SAFETY: the kernel reads one input.
-    #[allow(unsafe_code)]
-    let quantized = unsafe { one_delayed_output(client, source, tiles, &[x], view, spec, delayed) };
-    Some(quantized)
+    let output = || allocate(client, &input.view, input.spec);
+    let (output, absmax) = of_floats(client, input, output, Some(delayed))?;
+    Some((output, absmax.expect("delayed scaling finds it")))
 }
 
 /// Does what [`quantize`](super::quantize()) does with one scale for the matrix, if this kernel can and the device has
-/// it. Says whether it did.
-///
-/// # Safety
-///
-/// `output` was allocated for `input`.
-#[allow(unsafe_code)]
-pub(super) unsafe fn current<R: Runtime>(
+/// it. Says whether it did. `output` was allocated for the input.
+pub(super) fn current<R: Runtime>(
     client: &ComputeClient<R>,
     input: &Input<R>,
     output: &Quantized<R>,
 ) -> bool {
-    let &Input {
-        x, ref view, spec, ..
-    } = input;
-    let Some((tiles, knobs)) = fits(client, &[x], view, spec) else {
-        return false;
-    };
-    let mut buffers = vec![x.clone()];
-    buffers.extend(copies(output, x));
-    buffers.extend([output.scales.clone(), counters(client)]);
-    // SAFETY: tiles do not reach over an edge of the matrix, and the output is for it. A copy that is not wanted is not
-    // touched.
-    unsafe {
-        let (source, cubes) = (Encode(knobs), taking_cubes(client, tiles, TAKING));
-        launch_source(
-            client,
-            source,
-            cubes,
-            Vec::new(),
-            buffers,
-            &numbers(view, 0),
-        );
-    }
-    true
+    of_floats(client, input, || output.clone(), None).is_some()
 }
 
-/// Rows and columns of tiles, and the knobs, where the device has the kernels for the spec and for inputs of this view,
-/// which are of one type: whole tiles that can be read 16 bytes at a time.
+fn of_floats<R: Runtime>(
+    client: &ComputeClient<R>,
+    &Input {
+        x, ref view, spec, ..
+    }: &Input<R>,
+    output: impl FnOnce() -> Quantized<R>,
+    delayed: Option<DelayedMaximum<R>>,
+) -> Option<(Quantized<R>, Option<TensorHandle<R>>)> {
+    let (tiles, knobs) = fits(client, x.dtype, &[x], view, spec)?;
+    let source = Encode(knobs.with_history(delayed.is_some()));
+    let output = output();
+    // SAFETY: the kernel reads one input, and the output is for it.
+    #[allow(unsafe_code)]
+    let absmax = unsafe {
+        let numbers = numbers(view, delayed, 0);
+        launch_one(client, source, tiles, &[x], &output, &numbers, delayed)
+    };
+    Some((output, absmax))
+}
+
+/// Rows and columns of tiles, and the knobs, where the device has the kernels for the spec and for elements of this type
+/// and view: whole tiles, and inputs that can be read 16 bytes at a time.
 pub(crate) fn fits<R: Runtime>(
     client: &ComputeClient<R>,
+    dtype: StorageType,
     inputs: &[&TensorHandle<R>],
     view: &MatrixView,
     spec: &QuantizeSpec,
 ) -> Option<([usize; 2], Knobs)> {
-    let (shape, dtype) = (view.shape, inputs[0].dtype);
+    let shape = view.shape;
     let vector = VECTOR_BYTES / dtype.size();
     let [rows, cols] = [shape.rows / TILE[0], shape.cols / TILE[1]];
     let fits = is_hopper(client)
@@ -110,45 +98,53 @@ pub(crate) fn fits<R: Runtime>(
     fits.then_some(([rows, cols], knobs))
 }
 
-/// Launches a kernel around `tile.cu` by delayed scaling that has one output, and allocates that: the quantized matrix and
-/// its largest magnitude.
+/// Launches a kernel around `tile.cu` that has one output. Gives its largest magnitude, f32 `[1]`, by delayed scaling.
 ///
 /// # Safety
 ///
-/// The inputs, of this view, are those that the kernel reads, and [`fits`] gave the tiles. The delayed maximum was
-/// checked.
+/// The inputs are those that the kernel reads, of whole tiles, of which [`fits`] gave the number; the output was allocated
+/// for them, and the delayed maximum was checked.
 #[allow(unsafe_code)]
-pub(crate) unsafe fn one_delayed_output<R: Runtime, S: CudaSource<Numbers = MatrixNumbers>>(
+pub(crate) unsafe fn launch_one<R: Runtime, S: CudaSource<Numbers = MatrixNumbers>>(
     client: &ComputeClient<R>,
     source: S,
     tiles: [usize; 2],
     inputs: &[&TensorHandle<R>],
-    view: &MatrixView,
-    spec: &QuantizeSpec,
-    delayed: DelayedMaximum<R>,
-) -> (Quantized<R>, TensorHandle<R>) {
-    let output = allocate(client, view, spec);
-    let absmax = empty(client, vec![1], storage::<f32>());
+    output: &Quantized<R>,
+    numbers: &MatrixNumbers,
+    delayed: Option<DelayedMaximum<R>>,
+) -> Option<TensorHandle<R>> {
+    let absmax = delayed.map(|_| empty(client, vec![1], storage::<f32>()));
     let mut buffers: Vec<_> = inputs.iter().map(|&input| input.clone()).collect();
-    buffers.push(delayed.maxima.clone());
-    buffers.extend(copies(&output, inputs[0]));
-    buffers.extend([output.scales.clone(), absmax.clone(), counters(client)]);
-    let numbers = numbers(view, delayed.layer);
-    // SAFETY: the cubes are the tiles of the inputs, none of which reaches over an edge; the output was allocated for
-    // them, and the layer was checked. A copy that is not wanted is not touched.
-    #[allow(unsafe_code)]
+    buffers.extend(delayed.map(|delayed| delayed.maxima.clone()));
+    buffers.extend(copies(output, inputs[0]));
+    buffers.push(output.scales.clone());
+    buffers.extend(absmax.clone());
+    buffers.push(counters(client));
+    let cubes = match delayed {
+        Some(_) => cubes(tiles),
+        None => taking_cubes(client, tiles, TAKING),
+    };
+    // SAFETY: no tile reaches over an edge, and by the caller's promise the output holds as many. A copy that is not
+    // wanted is not touched.
     unsafe {
-        launch_source(client, source, cubes(tiles), Vec::new(), buffers, &numbers);
+        launch_source(client, source, cubes, Vec::new(), buffers, numbers);
     }
-    (output, absmax)
+    absmax
 }
 
-fn numbers(view: &MatrixView, layer: usize) -> MatrixNumbers {
+/// Those of a matrix of this view; `group`: elements of a scale of the codes that are read, 0 for floats.
+pub(crate) fn numbers<R: Runtime>(
+    view: &MatrixView,
+    delayed: Option<DelayedMaximum<R>>,
+    group: usize,
+) -> MatrixNumbers {
     MatrixNumbers {
         rows: view.shape.rows as u64,
         cols: view.shape.cols as u64,
         row_stride: view.row_stride as u64,
-        layer: layer as u64,
+        layer: delayed.map_or(0, |delayed| delayed.layer as u64),
+        group: group as u64,
     }
 }
 
@@ -187,6 +183,8 @@ numbers! {
         row_stride: u64,
         /// The layer among the delayed maxima, where there are some.
         layer: u64,
+        /// Elements of a scale of codes that are read, where there are some.
+        group: u64,
     }
 }
 
@@ -210,12 +208,9 @@ impl Knobs {
         })
     }
 
-    /// The same by delayed scaling.
-    pub fn delayed(self) -> Self {
-        Self {
-            delayed: true,
-            ..self
-        }
+    /// The same by delayed scaling, or not.
+    pub fn with_history(self, delayed: bool) -> Self {
+        Self { delayed, ..self }
     }
 
     /// Those of a gradient of such a matrix.

@@ -1,25 +1,31 @@
-// The gate of SwiGLU as the input of a linear layer, quantized to FP8 by delayed scaling as it is computed: in front of
-// this text stand the tile.cu of one scale for a matrix and arithmetic.cu.
+// The gate of SwiGLU as the input of a linear layer, quantized to FP8 by one scale as it is computed: in front of this
+// text stand the tile.cu of one scale for a matrix, arithmetic.cu and factors.cu.
 
-// gate, up: [rows, cols], of 16-bit elements, dense.
 struct Swiglu {
-    const u8 *__restrict__ gate, *__restrict__ up;
+    Factors factors;
 
     __device__ __forceinline__ void read(Rows &rows, const Place &place, const Numbers &numbers) const {
-        const u64 from = place.row() * numbers.cols + place.col();
         Rows gates, ups;
-        read_rows(gates, gate, from, numbers.cols);
-        read_rows(ups, up, from, numbers.cols);
+        factors.read(gates, ups, place.row() * numbers.cols + place.col(), numbers);
 #pragma unroll
         for (int r = 0; r < PATCH_ROWS; r++)
             swiglu(rows[r].words, gates[r].words, ups[r].words);
     }
 };
 
-// The outputs are those of quantize_delayed for silu(gate) up.
+// The outputs are those of quantize_by_matrix for silu(gate) up.
+#if DELAYED
 extern "C" __global__ void __launch_bounds__(UNITS, 5)
-    quantize_swiglu_delayed(const u8 *__restrict__ gate, const u8 *__restrict__ up, const float *__restrict__ delayed,
-                            u8 *__restrict__ values, u8 *__restrict__ transposed, float *__restrict__ scale,
-                            float *__restrict__ absmax, Counters *counters, const __grid_constant__ Numbers numbers) {
-    quantize(Swiglu{gate, up}, {delayed[numbers.layer], values, transposed, scale, absmax}, counters, numbers);
+    quantize_swiglu_by_matrix(FACTORS, const float *__restrict__ delayed, u8 *__restrict__ values,
+                              u8 *__restrict__ transposed, float *__restrict__ scale, float *__restrict__ absmax,
+                              Counters *counters, const __grid_constant__ Numbers numbers) {
+    const Output output = {delayed[numbers.layer], values, transposed, scale, absmax};
+    quantize(Swiglu{FACTORS_OF_KERNEL}, output, counters, numbers);
 }
+#else
+extern "C" __global__ void __launch_bounds__(UNITS, 5)
+    quantize_swiglu_by_matrix(FACTORS, u8 *__restrict__ values, u8 *__restrict__ transposed, float *__restrict__ scale,
+                              Counters *counters, const __grid_constant__ Numbers numbers) {
+    quantize(Swiglu{FACTORS_OF_KERNEL}, {values, transposed, scale}, counters, numbers);
+}
+#endif

@@ -2,7 +2,7 @@
 //! `matrix_scale.cu` and `matrix_scale_gradients.cu`, around the tile of
 //! [`quantize_delayed`](crate::quantize::quantize_delayed).
 
-use cubecl::{prelude::*, std::tensor::TensorHandle};
+use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
 use crate::{
     cuda::{
@@ -16,38 +16,45 @@ use crate::{
     operator_input::OperatorInput,
     quantize::{
         DelayedMaximum, QuantizeSpec, Quantized,
-        buffers::allocate_gradient,
+        buffers::{allocate, allocate_gradient},
         matrix_scale::{
-            Knobs, MatrixNumbers, copies, cubes, fits, one_delayed_output, taking_cubes,
+            Knobs, MatrixNumbers, copies, cubes, fits, launch_one, numbers, taking_cubes,
         },
     },
     scale::ScaleNumber,
 };
-
-use super::quantized_gradients::WithMaximum;
 
 /// Cubes of a multiprocessor that take tiles of gradients by turns.
 const TAKING: usize = 4;
 /// Codes of a row that a unit reads at once.
 const CODES: usize = 8;
 
-/// Does what [`quantize_delayed`](crate::quantize::quantize_delayed) does with `silu(gate) up`, if the device has the
-/// kernels for that. `view` is that of both, which are contiguous and of one shape and type; the maximum was checked.
+/// Does what [`quantize_delayed`](crate::quantize::quantize_delayed) does with `silu(gate) up`, or without a maximum what
+/// [`quantize`](crate::quantize::quantize()) does, if the device has the kernels for that. Gives the largest magnitude,
+/// f32 `[1]`, where there was a maximum. `view` is that of both, of one shape and type, floats contiguous, numbers as
+/// [`OperatorInput::prepare`] accepts them; the maximum was checked.
 pub(crate) fn launch<R: Runtime>(
     client: &ComputeClient<R>,
-    [gate, up]: [&TensorHandle<R>; 2],
+    factors: [OperatorInput<R>; 2],
     view: &MatrixView,
     spec: &QuantizeSpec,
-    delayed: DelayedMaximum<R>,
-) -> Option<WithMaximum<R>> {
-    let inputs = [gate, up];
-    let (tiles, knobs) = fits_16_bits(client, &inputs, view, spec)?;
-    let source = Encode(knobs.delayed());
-    // SAFETY: the kernel reads both, and the caller has checked the maximum.
+    delayed: Option<DelayedMaximum<R>>,
+) -> Option<(Quantized<R>, Option<TensorHandle<R>>)> {
+    let dtype = factors[0].dtype();
+    let factors = Factors::of(factors, view)?;
+    let (tiles, knobs) = factors.fits(client, dtype, &[], view, spec)?;
+    let source = Encode {
+        knobs: knobs.with_history(delayed.is_some()),
+        codes: factors.codes.is_some(),
+    };
+    let output = allocate(client, view, spec);
+    // SAFETY: the kernel reads both factors, for which the output was allocated, and the caller has checked the maximum.
     #[allow(unsafe_code)]
-    let quantized =
-        unsafe { one_delayed_output(client, source, tiles, &inputs, view, spec, delayed) };
-    Some(quantized)
+    let absmax = unsafe {
+        let (inputs, numbers) = (factors.tensors(), numbers(view, delayed, factors.group()));
+        launch_one(client, source, tiles, &inputs, &output, &numbers, delayed)
+    };
+    Some((output, absmax))
 }
 
 /// Quantized gradients of gate and of up, and where there were delayed maxima their own, f32 `[1]`.
@@ -68,20 +75,12 @@ pub(super) fn launch_gradients<R: Runtime>(
     spec: &QuantizeSpec,
     delayed: Option<[DelayedMaximum<R>; 2]>,
 ) -> Option<Gradients<R>> {
-    let Factors { values, codes } = Factors::of(factors, view)?;
-    let floats = match codes {
-        None => vec![values[0], values[1], gradient],
-        Some(_) => vec![gradient],
-    };
-    let (tiles, knobs) = fits_16_bits(client, &floats, view, spec)?;
+    let factors = Factors::of(factors, view)?;
+    let (tiles, knobs) = factors.fits(client, gradient.dtype, &[gradient], view, spec)?;
     let matrices = [(); 2].map(|()| allocate_gradient(client, view, spec));
     let maxima = delayed.map(|_| [(); 2].map(|()| empty(client, vec![1], storage::<f32>())));
-    let mut buffers = [values[0], values[1], gradient]
-        .map(TensorHandle::clone)
-        .to_vec();
-    if let Some(Codes { scales, .. }) = &codes {
-        buffers.extend(scales.map(TensorHandle::clone));
-    }
+    let mut buffers: Vec<_> = factors.tensors().into_iter().cloned().collect();
+    buffers.push(gradient.clone());
     buffers.extend(delayed.iter().flatten().map(|it| it.maxima.clone()));
     for matrix in &matrices {
         buffers.extend(copies(matrix, gradient));
@@ -97,15 +96,15 @@ pub(super) fn launch_gradients<R: Runtime>(
         cols: view.shape.cols as u64,
         layer,
         up_layer,
-        group: codes.as_ref().map_or(0, |codes| codes.group as u64),
+        group: factors.group() as u64,
     };
-    let (knobs, cubes) = match delayed {
-        Some(_) => (knobs.delayed(), cubes(tiles)),
-        None => (knobs, taking_cubes(client, tiles, TAKING)),
+    let cubes = match delayed {
+        Some(_) => cubes(tiles),
+        None => taking_cubes(client, tiles, TAKING),
     };
     let source = EncodeGradients {
-        knobs,
-        codes: codes.is_some(),
+        knobs: knobs.with_history(delayed.is_some()),
+        codes: factors.codes.is_some(),
     };
     // SAFETY: the cubes are the tiles of the inputs, or take them, and none reaches over an edge; the outputs were
     // allocated for them, and the layers were checked. A copy that is not wanted is not touched.
@@ -154,6 +153,33 @@ impl<'a, R: Runtime> Factors<'a, R> {
             _ => None,
         }
     }
+
+    /// The tensors in the order in which kernels take them.
+    fn tensors(&self) -> Vec<&'a TensorHandle<R>> {
+        let scales = self.codes.iter().flat_map(|codes| codes.scales);
+        self.values.into_iter().chain(scales).collect()
+    }
+
+    /// Elements of a scale of codes; 0 for floats.
+    fn group(&self) -> usize {
+        self.codes.as_ref().map_or(0, |codes| codes.group)
+    }
+
+    /// [`fits`] of elements of 16 bits, for these and `others`.
+    fn fits(
+        &self,
+        client: &ComputeClient<R>,
+        dtype: StorageType,
+        others: &[&TensorHandle<R>],
+        view: &MatrixView,
+        spec: &QuantizeSpec,
+    ) -> Option<([usize; 2], Knobs)> {
+        let mut floats = others.to_vec();
+        if self.codes.is_none() {
+            floats.extend(self.values);
+        }
+        fits(client, dtype, &floats, view, spec).filter(|_| is_operand_type(dtype))
+    }
 }
 
 /// The elements that share a scale, in a matrix whose codes the kernel reads.
@@ -169,16 +195,6 @@ fn group_of<R: Runtime>(matrix: &Quantized<R>, view: &MatrixView) -> Option<usiz
         && is_contiguous(&matrix.scales)
         && read_width_up_to(CODES, values, view) == CODES;
     is_read.then_some(group)
-}
-
-/// [`fits`], for the kernels' 16-bit elements.
-fn fits_16_bits<R: Runtime>(
-    client: &ComputeClient<R>,
-    inputs: &[&TensorHandle<R>],
-    view: &MatrixView,
-    spec: &QuantizeSpec,
-) -> Option<([usize; 2], Knobs)> {
-    fits(client, inputs, view, spec).filter(|_| is_operand_type(inputs[0].dtype))
 }
 
 numbers! {
@@ -197,7 +213,11 @@ numbers! {
 
 /// `matrix_scale.cu` behind the texts that it names.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-struct Encode(Knobs);
+struct Encode {
+    knobs: Knobs,
+    /// True where gate and up are codes.
+    codes: bool,
+}
 
 impl CudaSource for Encode {
     type Numbers = MatrixNumbers;
@@ -211,13 +231,15 @@ impl CudaSource for Encode {
         "\n",
         include_str!("arithmetic.cu"),
         "\n",
+        include_str!("factors.cu"),
+        "\n",
         include_str!("matrix_scale.cu")
     );
-    const ENTRY_POINT: &'static str = "quantize_swiglu_delayed";
+    const ENTRY_POINT: &'static str = "quantize_swiglu_by_matrix";
     const UNITS: u32 = 256;
 
     fn knobs(&self) -> String {
-        self.0.text()
+        with_codes(self.knobs, self.codes)
     }
 
     fn companions<R: Runtime>(
@@ -226,11 +248,15 @@ impl CudaSource for Encode {
         _sizes: [usize; 4],
     ) -> Vec<SourceText> {
         let gradients = EncodeGradients {
-            knobs: self.0.of_gradient(),
-            codes: false,
+            knobs: self.knobs.of_gradient(),
+            codes: self.codes,
         };
         vec![gradients.text()]
     }
+}
+
+fn with_codes(knobs: Knobs, codes: bool) -> String {
+    format!("{}\n#define CODES {}", knobs.text(), u8::from(codes))
 }
 
 /// `matrix_scale_gradients.cu` behind the texts that it names.
@@ -253,16 +279,14 @@ impl CudaSource for EncodeGradients {
         "\n",
         include_str!("arithmetic.cu"),
         "\n",
+        include_str!("factors.cu"),
+        "\n",
         include_str!("matrix_scale_gradients.cu")
     );
     const ENTRY_POINT: &'static str = "quantize_swiglu_gradients_by_matrix";
     const UNITS: u32 = 256;
 
     fn knobs(&self) -> String {
-        format!(
-            "{}\n#define CODES {}",
-            self.knobs.text(),
-            u8::from(self.codes)
-        )
+        with_codes(self.knobs, self.codes)
     }
 }

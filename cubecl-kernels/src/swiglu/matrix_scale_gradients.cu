@@ -1,63 +1,22 @@
 // The gradients of SwiGLU's two factors, quantized to FP8 by one scale each as they are computed: in front of this text
-// stand the tile.cu of one scale for a matrix and arithmetic.cu. Knobs beside theirs:
-//   CODES   1: gate and up are E4M3 codes in groups along the rows, with FP32 scales
+// stand the tile.cu of one scale for a matrix, arithmetic.cu and factors.cu.
 
-// gate, up, gradient: [rows, cols], of 16-bit elements, gate and up of codes if they are some; dense.
+// gradient: [rows, cols], of 16-bit elements, dense.
 struct Inputs {
-    const u8 *__restrict__ gate, *__restrict__ up, *__restrict__ gradient;
-#if CODES
-    // [rows, cols / group].
-    const float *__restrict__ gate_scales, *__restrict__ up_scales;
-#endif
+    Factors factors;
+    const u8 *__restrict__ gradient;
 
     // Both gradients.
     __device__ __forceinline__ void read(Rows &of_gate, Rows &of_up, const Place &place,
                                          const Numbers &numbers) const {
         const u64 from = place.row() * numbers.cols + place.col();
         Rows gradients;
-#if CODES
-        const u64 of_scales = from / numbers.group, across = numbers.cols / numbers.group;
-        read_codes(of_gate, gate + from, gate_scales + of_scales, numbers.cols, across);
-        read_codes(of_up, up + from, up_scales + of_scales, numbers.cols, across);
-#else
-        read_rows(of_gate, gate, from, numbers.cols);
-        read_rows(of_up, up, from, numbers.cols);
-#endif
+        factors.read(of_gate, of_up, from, numbers);
         read_rows(gradients, gradient, from, numbers.cols);
 #pragma unroll
         for (int r = 0; r < PATCH_ROWS; r++)
             swiglu_backward(of_gate[r].words, of_up[r].words, gradients[r].words);
     }
-
-#if CODES
-    // The elements of a patch, each of whose rows has one scale.
-    __device__ __forceinline__ static void read_codes(Rows &rows, const u8 *__restrict__ codes,
-                                                      const float *__restrict__ scales, u64 cols, u64 across) {
-        uint2 of_row[PATCH_ROWS];
-        float scale[PATCH_ROWS];
-#pragma unroll
-        for (int r = 0; r < PATCH_ROWS; r++) {
-            of_row[r] = __ldg((const uint2 *)(codes + r * cols));
-            scale[r] = __ldg(scales + r * across);
-        }
-#pragma unroll
-        for (int r = 0; r < PATCH_ROWS; r++)
-#pragma unroll
-            for (int i = 0; i < PATCH_COLS / 2; i++) {
-                const u32 word = i < 2 ? of_row[r].x : of_row[r].y;
-                u32 halves;
-                asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"((u16)(word >> 16 * (i % 2))));
-                Pair pair;
-#pragma unroll
-                for (int of = 0; of < 2; of++) {
-                    float number;
-                    asm("cvt.f32.f16 %0, %1;" : "=f"(number) : "h"((u16)(halves >> 16 * of)));
-                    pair.of[of] = __fmul_rn(number, scale[r]);
-                }
-                rows[r].words[i] = word_of(pair);
-            }
-    }
-#endif
 };
 
 // Quantizes both gradients of a tile.
@@ -97,19 +56,10 @@ __device__ __forceinline__ void quantize_gradients(const Inputs &inputs, const O
     leave(counters, outputs);
 }
 
-#if CODES
-#define SCALES_OF_CODES const float *__restrict__ scales_of_gate, const float *__restrict__ scales_of_up,
-#define INPUTS {gate, up, gradient, scales_of_gate, scales_of_up}
-#else
-#define SCALES_OF_CODES
-#define INPUTS {gate, up, gradient}
-#endif
-
 // The outputs are those of quantize_by_matrix for the gradients of gate and of up.
 #if DELAYED
 extern "C" __global__ void __launch_bounds__(UNITS, 4)
-    quantize_swiglu_gradients_by_matrix(const u8 *__restrict__ gate, const u8 *__restrict__ up,
-                                        const u8 *__restrict__ gradient, SCALES_OF_CODES
+    quantize_swiglu_gradients_by_matrix(FACTORS, const u8 *__restrict__ gradient,
                                         const float *__restrict__ gate_delayed, const float *__restrict__ up_delayed,
                                         u8 *__restrict__ gate_values, u8 *__restrict__ gate_transposed,
                                         u8 *__restrict__ up_values, u8 *__restrict__ up_transposed,
@@ -120,12 +70,11 @@ extern "C" __global__ void __launch_bounds__(UNITS, 4)
         {gate_delayed[numbers.layer], gate_values, gate_transposed, gate_scale, gate_absmax},
         {up_delayed[numbers.up_layer], up_values, up_transposed, up_scale, up_absmax},
     };
-    quantize_gradients(INPUTS, outputs, counters, numbers);
+    quantize_gradients({FACTORS_OF_KERNEL, gradient}, outputs, counters, numbers);
 }
 #else
 extern "C" __global__ void __launch_bounds__(UNITS, 4)
-    quantize_swiglu_gradients_by_matrix(const u8 *__restrict__ gate, const u8 *__restrict__ up,
-                                        const u8 *__restrict__ gradient, SCALES_OF_CODES
+    quantize_swiglu_gradients_by_matrix(FACTORS, const u8 *__restrict__ gradient,
                                         u8 *__restrict__ gate_values, u8 *__restrict__ gate_transposed,
                                         u8 *__restrict__ up_values, u8 *__restrict__ up_transposed,
                                         float *__restrict__ gate_scale, float *__restrict__ up_scale,
@@ -134,6 +83,6 @@ extern "C" __global__ void __launch_bounds__(UNITS, 4)
         {gate_values, gate_transposed, gate_scale},
         {up_values, up_transposed, up_scale},
     };
-    quantize_gradients(INPUTS, outputs, counters, numbers);
+    quantize_gradients({FACTORS_OF_KERNEL, gradient}, outputs, counters, numbers);
 }
 #endif

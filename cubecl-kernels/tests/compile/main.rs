@@ -74,8 +74,8 @@ use cubecl_kernels::{
     scale::ScaleNumber,
     sum::{Reduction, sum},
     swiglu::{
-        quantize_swiglu_gradients, quantize_swiglu_gradients_delayed, swiglu, swiglu_backward,
-        swiglu_compressing,
+        quantize_swiglu, quantize_swiglu_gradients, quantize_swiglu_gradients_delayed, swiglu,
+        swiglu_backward, swiglu_compressing,
     },
 };
 use half::{bf16, f16};
@@ -704,6 +704,7 @@ fn swiglu_sources(architecture: u16) -> Vec<Source> {
                 quantize_delayed(client, source(None), &e4m3, delayed).expect("a matrix");
                 for factor in [x.into(), OperatorInput::Quantized(narrow, float)] {
                     let factors = [factor; 2];
+                    quantize_swiglu(client, factors, &e4m3).expect("matrices");
                     quantize_swiglu_gradients(client, factors, x, [&e5m2; 2]).expect("matrices");
                     quantize_swiglu_gradients_delayed(client, factors, x, &e5m2, [delayed; 2])
                         .expect("matrices");
@@ -714,9 +715,9 @@ fn swiglu_sources(architecture: u16) -> Vec<Source> {
     sources.retain(|source| source.name.contains("swiglu") && source.code.contains("Numbers"));
     let texts: BTreeSet<&str> = sources.iter().map(|source| source.code.as_str()).collect();
     let of_a_float = match architecture {
-        // X with and without fallback, and a gradient, each with and without contexts; of each layout X with a delayed
-        // maximum, and gradients with and without one, of floats and of codes.
-        90 => 2 * 3 + 3 * (1 + 2 * 2),
+        // X with and without fallback, and a gradient, each with and without contexts; of each layout gradients with and
+        // without a delayed maximum, of floats and of codes, and X likewise, but of codes without one.
+        90 => 2 * 3 + 3 * (3 + 2 * 2),
         // Of gradients those of codes, which take less shared memory.
         80 => 5,
         _ => 0,

@@ -114,6 +114,11 @@ impl<R: CubeRuntime> Rows<R> {
         }
     }
 
+    /// A tensor on the device.
+    pub(super) fn on_device(&self) -> &CubeTensor<R> {
+        &self.like
+    }
+
     fn client(&self) -> &ComputeClient<R> {
         &self.like.client
     }

@@ -14,7 +14,7 @@ use cubecl_kernels::{
     quantize, random_hadamard,
     rounding::{Rounding, StochasticKey},
     shape::MatrixShape,
-    swiglu::{quantize_swiglu_gradients, quantize_swiglu_gradients_delayed},
+    swiglu::{quantize_swiglu, quantize_swiglu_gradients, quantize_swiglu_gradients_delayed},
 };
 
 use super::{
@@ -24,7 +24,7 @@ use super::{
 use crate::data::{
     cast::cast_to,
     composition::OperatorInput,
-    kernels::checked,
+    kernels::{Kernels, checked},
     quantize::{
         DelayedMaximum, Fallback, FallbackQuantized, Format, MatrixSource, QuantizeKernels,
         QuantizeSpec, Quantized, QuantizedInput, Residual, ScaleNumber, Scales, fallback_block,
@@ -44,6 +44,17 @@ where
             &x,
             checked(quantize::quantize(&x.client, &handle(&x), spec)),
         )
+    }
+
+    fn quantize_source(x: MatrixSource<Self>, spec: &QuantizeSpec) -> Quantized<Self> {
+        let MatrixSource::Swiglu { gate, up } = x else {
+            return Self::quantize_matrix(x.into_floats(), spec);
+        };
+        let factors = [gate, up].map(Rows::of);
+        let like = factors[0].on_device();
+        let factors = factors.each_ref().map(Rows::input);
+        let quantized = quantize_swiglu(&like.client, factors, spec);
+        wrap(like, checked(quantized))
     }
 
     fn quantize_both_ways(x: FloatTensor<Self>, spec: &QuantizeSpec) -> [Quantized<Self>; 2] {
@@ -193,14 +204,23 @@ struct SourceHandles<R: CubeRuntime> {
 }
 
 impl<R: CubeRuntime> SourceHandles<R> {
-    fn of<B: Cube<R>>(operation: &str, source: MatrixSource<B>) -> Self {
+    fn of<B: Cube<R> + Kernels>(operation: &str, source: MatrixSource<B>) -> Self {
         let (like, up, contexts) = match source {
             MatrixSource::Floats(x) => (x, None, None),
-            MatrixSource::Swiglu { gate, up, contexts } => (
+            MatrixSource::Swiglu {
+                gate: OperatorInput::Floats(gate),
+                up: OperatorInput::Floats(up),
+            } => (
                 into_contiguous(gate),
                 Some(handle(&into_contiguous(up))),
-                contexts,
+                None,
             ),
+            MatrixSource::SwigluCompressing { gate, up, contexts } => (
+                into_contiguous(gate),
+                Some(handle(&into_contiguous(up))),
+                Some(contexts),
+            ),
+            numbers @ MatrixSource::Swiglu { .. } => (numbers.into_floats(), None, None),
         };
         matrix_shape(&like, operation);
         Self {

@@ -22,6 +22,14 @@ pub trait QuantizeKernels: Backend {
     /// If `x` does not have two dimensions, or the kernels do not have the spec or the dtype of `x`.
     fn quantize_matrix(x: FloatTensor<Self>, spec: &QuantizeSpec) -> Quantized<Self>;
 
+    /// Quantizes the matrix `x`, or what it is computed from: in the launch that computes it where there is a kernel for
+    /// that.
+    ///
+    /// # Panics
+    ///
+    /// As [`Self::quantize_matrix`].
+    fn quantize_source(x: MatrixSource<Self>, spec: &QuantizeSpec) -> Quantized<Self>;
+
     /// Quantizes the matrix `x` and its transpose by one spec, from one read where there is a kernel for it.
     ///
     /// # Panics

@@ -1,10 +1,10 @@
 //! The matrix that is quantized: floats, or what kernels compute in the launch that quantizes it.
 
-use burn_backend::{TensorMetadata, tensor::FloatTensor};
+use burn_backend::{Shape, TensorMetadata, tensor::FloatTensor};
 use cubecl_kernels::quantize::QuantizeSpec;
 
 use crate::data::{
-    composition::{OperatorInput, SwigluCompressing, SwigluForward},
+    composition::{OperatorInput, SwigluCompressing, SwigluForward, operations::rows_and_columns},
     kernels::Kernels,
     operation::Operation,
     quantize::Quantized,
@@ -19,12 +19,18 @@ pub enum MatrixSource<T: Tensors> {
     /// `silu(gate) up`, of tensors of one shape and dtype.
     Swiglu {
         /// The gate.
+        gate: OperatorInput<T>,
+        /// What it lets through.
+        up: OperatorInput<T>,
+    },
+    /// The same of floats, for who makes the copies too in which both wait for the backward pass.
+    SwigluCompressing {
+        /// The gate.
         gate: T::Float,
         /// What it lets through.
         up: T::Float,
-        /// The copies in which both wait for the backward pass, if who reads them is to make these too: groups of which
-        /// rows are whole ones.
-        contexts: Option<QuantizeSpec>,
+        /// These copies: groups of which rows are whole ones.
+        contexts: QuantizeSpec,
     },
 }
 
@@ -40,11 +46,17 @@ impl Bundle for MatrixSource<Outline> {
     ) -> MatrixSource<T> {
         match source {
             MatrixSource::Floats(tensor) => MatrixSource::Floats(change.float(tensor)),
-            MatrixSource::Swiglu { gate, up, contexts } => MatrixSource::Swiglu {
-                gate: change.float(gate),
-                up: change.float(up),
-                contexts,
+            MatrixSource::Swiglu { gate, up } => MatrixSource::Swiglu {
+                gate: OperatorInput::rebuild(gate, change),
+                up: OperatorInput::rebuild(up, change),
             },
+            MatrixSource::SwigluCompressing { gate, up, contexts } => {
+                MatrixSource::SwigluCompressing {
+                    gate: change.float(gate),
+                    up: change.float(up),
+                    contexts,
+                }
+            }
         }
     }
 }
@@ -54,7 +66,8 @@ impl<K: Kernels> MatrixSource<K> {
     pub fn into_floats(self) -> FloatTensor<K> {
         match self {
             Self::Floats(tensor) => tensor,
-            Self::Swiglu { gate, up, .. } => {
+            Self::Swiglu { gate, up } => SwigluForward.run::<K>((gate, up)),
+            Self::SwigluCompressing { gate, up, .. } => {
                 let inputs = (OperatorInput::Floats(gate), OperatorInput::Floats(up));
                 SwigluForward.run::<K>(inputs)
             }
@@ -64,26 +77,31 @@ impl<K: Kernels> MatrixSource<K> {
     /// The same for who makes no copies of what it is computed from, and these copies.
     pub fn with_contexts(self) -> (Self, SwigluContexts<K>) {
         match self {
-            Self::Swiglu {
-                gate,
-                up,
-                contexts: Some(spec),
-            } => {
-                let compressing = SwigluCompressing::of_rows(spec, &gate.shape());
+            Self::SwigluCompressing { gate, up, contexts } => {
+                let compressing = SwigluCompressing::of_rows(contexts, &gate.shape());
                 let (product, copies) = compressing.run::<K>((gate, up));
                 (Self::Floats(product), Some(copies))
             }
-            source => (source, None),
+            source @ (Self::Floats(_) | Self::Swiglu { .. }) => (source, None),
         }
     }
 
-    /// The same of what `change` makes of each tensor.
-    pub(crate) fn map(self, change: impl Fn(FloatTensor<K>) -> FloatTensor<K>) -> Self {
+    /// The same as a matrix.
+    pub(crate) fn flattened(self) -> Self {
+        let float = |tensor: FloatTensor<K>| {
+            let matrix = rows_and_columns(&tensor.shape());
+            K::float_reshape(tensor, Shape::new(matrix))
+        };
         match self {
-            Self::Floats(tensor) => Self::Floats(change(tensor)),
-            Self::Swiglu { gate, up, contexts } => Self::Swiglu {
-                gate: change(gate),
-                up: change(up),
+            Self::Floats(tensor) => Self::Floats(float(tensor)),
+            Self::Swiglu { gate, up } => {
+                let matrix = rows_and_columns(&gate.shape());
+                let [gate, up] = [gate, up].map(|it| it.reshaped(matrix));
+                Self::Swiglu { gate, up }
+            }
+            Self::SwigluCompressing { gate, up, contexts } => Self::SwigluCompressing {
+                gate: float(gate),
+                up: float(up),
                 contexts,
             },
         }

@@ -162,10 +162,11 @@ impl Operation for Forward {
             other_weight: self.other_weight.map(of_weight),
             counts: inputs.fallback.as_ref().map(|it| IntMeta::of(&it.counts)),
             contexts: match &inputs.x {
-                InputSource::Floats(MatrixSource::Swiglu { contexts, .. }) => {
-                    contexts.map(|spec| SwigluCompressing::of_rows(spec, &self.x_shape).copies())
+                InputSource::Floats(MatrixSource::SwigluCompressing { contexts, .. }) => {
+                    Some(SwigluCompressing::of_rows(*contexts, &self.x_shape).copies())
                 }
-                InputSource::Floats(MatrixSource::Floats(_)) | InputSource::Copy(_) => None,
+                InputSource::Floats(MatrixSource::Floats(_) | MatrixSource::Swiglu { .. })
+                | InputSource::Copy(_) => None,
             },
         }
     }
@@ -216,7 +217,7 @@ impl Operation for Forward {
                 contexts: None,
             },
             InputSource::Floats(x) => quantized_x::<K>(
-                x.map(flatten::<K>),
+                x.flattened(),
                 &of_x,
                 self.saved.as_ref(),
                 fallback,

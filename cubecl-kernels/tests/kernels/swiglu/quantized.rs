@@ -13,7 +13,8 @@ use cubecl_kernels::{
     rounding::{Rounding, StochasticKey},
     shape::MatrixShape,
     swiglu::{
-        quantize_swiglu_gradients, quantize_swiglu_gradients_delayed, swiglu, swiglu_backward,
+        quantize_swiglu, quantize_swiglu_gradients, quantize_swiglu_gradients_delayed, swiglu,
+        swiglu_backward,
     },
 };
 
@@ -203,6 +204,52 @@ fn delayed_inputs_are_those_of_the_product() {
     }
 }
 
+/// Gate and up as floats, in numbers of two kinds, and one of both as each.
+fn each_source<'a>(
+    [gate, up]: [&'a Tensor; 2],
+    [of_columns, narrow]: &'a [[Quantized<TestRuntime>; 2]; 2],
+) -> [(&'static str, [OperatorInput<'a, TestRuntime>; 2]); 4] {
+    let as_input = |factor| OperatorInput::Quantized(factor, gate.dtype);
+    let as_floats = [gate, up].map(OperatorInput::from);
+    [
+        ("floats", as_floats),
+        ("INT8", of_columns.each_ref().map(as_input)),
+        ("E4M3", narrow.each_ref().map(as_input)),
+        ("both", [as_floats[0], as_input(&of_columns[1])]),
+    ]
+}
+
+/// INT8 in groups of 128, and E4M3 in narrow ones.
+fn numbers(client: &Client, factors: [&Tensor; 2]) -> [[Quantized<TestRuntime>; 2]; 2] {
+    [
+        QuantizeSpec::int8(Granularity::Group(128)),
+        QuantizeSpec::new(Number::E4M3, Granularity::Group(16)),
+    ]
+    .map(|spec| factors.map(|factor| quantize(client, factor, &spec).expect("a matrix")))
+}
+
+#[test]
+fn outputs_are_those_of_the_product() {
+    let (client, mut random) = (client(), Random::fresh());
+    for (float, shape) in cases(&client, &mut random) {
+        let [gate, up]: &[Tensor; 2] = &draw(&client, &mut random, shape, float);
+        let numbers = numbers(&client, [gate, up]);
+        for (source, factors) in each_source([gate, up], &numbers) {
+            let product = swiglu(&client, factors[0], factors[1]).expect("tensors of one shape");
+            let layout = [Layout::Both, Layout::RowMajor, Layout::Transposed][random.index(3)];
+            for spec in [
+                QuantizeSpec::new(Number::E4M3, Granularity::Tensor).with_layout(layout),
+                QuantizeSpec::int8(Granularity::Block(32)),
+            ] {
+                let actual = quantize_swiglu(&client, factors, &spec).expect("matrices");
+                let expected = quantize(&client, &product, &spec).expect("a matrix");
+                let what = format!("{float} {shape:?} of {source}, {spec:?}");
+                assert_same(&client, &actual, &expected, &what);
+            }
+        }
+    }
+}
+
 #[test]
 fn gradients_are_those_of_the_tensors() {
     let (client, mut random) = (client(), Random::fresh());
@@ -213,20 +260,8 @@ fn gradients_are_those_of_the_tensors() {
     });
     for (float, shape) in cases(&client, &mut random) {
         let [gate, up, gradient]: &[Tensor; 3] = &draw(&client, &mut random, shape, float);
-        let compressed = |spec: QuantizeSpec| {
-            [gate, up].map(|factor| quantize(&client, factor, &spec).expect("a matrix"))
-        };
-        let of_columns = compressed(QuantizeSpec::int8(Granularity::Group(128)));
-        let narrow = compressed(QuantizeSpec::new(Number::E4M3, Granularity::Group(16)));
-        let as_input = |factor| OperatorInput::Quantized(factor, float);
-        let as_floats = [gate, up].map(OperatorInput::from);
-        let sources = [
-            ("floats", as_floats),
-            ("INT8", of_columns.each_ref().map(as_input)),
-            ("E4M3", narrow.each_ref().map(as_input)),
-            ("both", [as_floats[0], as_input(&of_columns[1])]),
-        ];
-        for (source, factors) in sources {
+        let numbers = numbers(&client, [gate, up]);
+        for (source, factors) in each_source([gate, up], &numbers) {
             gradients_of(&client, &mut random, factors, gradient, &maxima, source);
         }
     }

@@ -1,0 +1,50 @@
+//! The output of SwiGLU's gate as a quantized matrix.
+
+use cubecl::prelude::*;
+
+use crate::{
+    device::MatrixView,
+    error::KernelError,
+    operator_input::{OperatorInput, check_alike},
+    quantize::{QuantizeSpec, Quantized, quantize, runs_of},
+};
+
+use super::{matrix_scale, swiglu};
+
+const OPERATION: &str = "quantize_swiglu";
+
+/// `silu(gate) up`, quantized: in one launch, without the product in memory, where a kernel has the spec, that of FP8 with
+/// one scale for the matrix.
+///
+/// - `gate`, `up`: matrices as [`swiglu`] takes them. Of numbers with scales a kernel has E4M3 in groups.
+///
+/// To the bit, the result is that of [`quantize`](crate::quantize::quantize()) of what `swiglu` gives.
+///
+/// # Errors
+///
+/// As these two.
+pub fn quantize_swiglu<R: Runtime>(
+    client: &ComputeClient<R>,
+    factors: [OperatorInput<R>; 2],
+    spec: &QuantizeSpec,
+) -> Result<Quantized<R>, KernelError> {
+    let [gate, up] = factors;
+    check_alike(client, OPERATION, &[("gate", gate), ("up", up)])?;
+    for factor in factors {
+        if let OperatorInput::Quantized(matrix, _) = factor {
+            runs_of(OPERATION, matrix)?;
+        }
+    }
+    let dense = match gate {
+        OperatorInput::Floats(gate) => Some(gate),
+        OperatorInput::Quantized(gate, _) => gate.values.as_ref(),
+    };
+    if let Some(dense) = dense {
+        let view = MatrixView::new(OPERATION, dense)?;
+        let quantized = matrix_scale::launch(client, factors, &view, spec, None);
+        if let Some((quantized, _)) = quantized {
+            return Ok(quantized);
+        }
+    }
+    quantize(client, &swiglu(client, gate, up)?, spec)
+}
