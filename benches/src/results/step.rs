@@ -1,6 +1,7 @@
 //! The rows of `qt-bench linear`, `qt-bench layer` and `qt-bench pretrain`.
 
 use burn_quant_train::recipe::{NAMES, Name};
+use clap::ValueEnum;
 use examples::args::{Checkpointing, Contexts, Optimizer};
 use serde::{Deserialize, Serialize};
 
@@ -53,6 +54,16 @@ impl Subject {
             Self::TorchaoTensorwise => String::from("torchao FP8, tensorwise, compiled"),
             Self::TorchaoRowwise => String::from("torchao FP8, rowwise, compiled"),
         }
+    }
+
+    /// The name in tables, and how activations wait, where that is not as they are.
+    pub fn name_with(self, contexts: Option<Contexts>) -> String {
+        let mut name = self.name();
+        if let Some(contexts) = contexts.filter(|it| *it != Contexts::Exact) {
+            let format = contexts.to_possible_value().expect("no format is hidden");
+            name += &format!(", {} contexts", format.get_name());
+        }
+        name
     }
 
     /// The name in result files.

@@ -123,6 +123,7 @@ pub fn run(
                 weights: &weights,
                 input: &input,
                 breakdown: settings.breakdown,
+                contexts: None,
                 reference: None,
                 random: &mut random,
             };
@@ -143,14 +144,13 @@ pub fn run(
                 let _entered = recipe.enter()?;
                 for &contexts in &settings.contexts {
                     choose_context(Some(contexts.context()));
+                    measured.contexts = Some(contexts);
                     let (speed, _) =
                         measured.on::<QuantTrain<Autodiff<Cuda>, Named>>(DType::F32)?;
-                    report.add([StepSpeed {
-                        contexts: Some(contexts),
-                        ..speed
-                    }])?;
+                    report.add([speed])?;
                 }
                 choose_context(None);
+                measured.contexts = None;
             }
         }
     }
@@ -170,6 +170,8 @@ struct Measured<'a> {
     weights: &'a DecoderWeights,
     input: &'a Input,
     breakdown: bool,
+    /// How activations wait for the backward pass, where that was chosen.
+    contexts: Option<Contexts>,
     reference: Option<Reference>,
     random: &'a mut Random,
 }
@@ -194,7 +196,7 @@ impl Measured<'_> {
         &mut self,
         parameters: DType,
     ) -> Result<(StepSpeed, Outputs)> {
-        let name = B::subject().name();
+        let name = B::subject().name_with(self.contexts);
         let device = CudaDevice::default();
         let measure = Measure::<B> {
             sampling: Sampling::LAYERS,
@@ -207,7 +209,7 @@ impl Measured<'_> {
             .run(self.weights, self.input, self.reference.as_ref())
             .map_err(|error| error.context(name.clone()))?;
         let [batch, sequence] = self.input.rows;
-        speed.sequence = Some(sequence);
+        (speed.sequence, speed.contexts) = (Some(sequence), self.contexts);
         self.gpu.client.memory_cleanup();
         let (hidden, ms) = (speed.hidden, speed.both.median_ms);
         eprintln!(

@@ -18,8 +18,8 @@ pub struct Recipes {
         global = true
     )]
     pub names: Vec<Name>,
-    /// Leave out plain Burn, whose attention keeps all scores, and whose products take minutes to tune. Layers wider
-    /// than 1024 are then compared with `mixed-precision`, and what training steps take from the device is told of the
+    /// Leave out plain Burn, whose attention keeps all scores, and whose products take minutes to tune. Decoder layers
+    /// wider than 1024 are then compared with `mixed-precision`, and what training steps take from the device is told of the
     /// first recipe, since its pools keep it
     #[arg(long, global = true)]
     pub without_burn: bool,

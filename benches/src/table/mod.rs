@@ -19,11 +19,9 @@ mod steps;
 mod training;
 
 use anyhow::{Context, Result};
-use clap::ValueEnum;
-use examples::args::Contexts;
 use serde_json::Value;
 
-use crate::results::{Peer, Results, Rows, Run, Spread, Subject};
+use crate::results::{Peer, Results, Rows, Run, Spread};
 
 /// The table of a result file, and a line on what it was measured with.
 ///
@@ -132,16 +130,6 @@ fn features(run: &Run) -> String {
 /// Behind those of a run.
 fn conditions_of_peer(peer: &Peer) -> String {
     format!("; {}, `{}`, {}", peer.versions, peer.command, peer.date)
-}
-
-/// Whose pass it is, and how its activations wait, where that is not as they are.
-fn subject(subject: Subject, contexts: Option<Contexts>) -> String {
-    let mut name = subject.name();
-    if let Some(contexts) = contexts.filter(|it| *it != Contexts::Exact) {
-        let format = contexts.to_possible_value().expect("no format is hidden");
-        name += &format!(", {} contexts", format.get_name());
-    }
-    name
 }
 
 /// `1.250 ms (1.200 to 1.300)`.

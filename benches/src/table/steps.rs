@@ -4,7 +4,7 @@ use std::fmt::Write;
 
 use anyhow::{Result, ensure};
 
-use super::{conditions, grouped, mebibytes, ratio, spread, subject};
+use super::{conditions, grouped, mebibytes, ratio, spread};
 use crate::results::{Peer, Run, Spread, StepSpeed, Subject};
 
 /// One line for each size and subject, one for each part, and one on the device.
@@ -41,7 +41,7 @@ pub(super) fn table(run: &Run, peer: Option<&Peer>, rows: &[StepSpeed]) -> Resul
                 "| {} | {} | {} | {:.3} ms | {} | {} | {} | {} | {} | {} | {} | {} |",
                 row.hidden,
                 tokens(*size),
-                subject(row.subject, row.contexts),
+                row.subject.name_with(row.contexts),
                 row.forward.median_ms,
                 spread(row.both),
                 milliseconds(row.enqueue),
@@ -134,7 +134,7 @@ fn parts(out: &mut String, rows: &[StepSpeed], size: Size) -> Result<()> {
         tokens(size)
     )?;
     for row in &subjects {
-        write!(out, " {} |", row.subject.name())?;
+        write!(out, " {} |", row.subject.name_with(row.contexts))?;
     }
     writeln!(out, "\n| --- |{}", " ---: |".repeat(subjects.len()))?;
     for (index, part) in first.parts.iter().enumerate() {

@@ -6,7 +6,7 @@ use anyhow::{Result, ensure};
 use clap::ValueEnum;
 use examples::args::{Checkpointing, Optimizer};
 
-use super::{conditions, grouped, mebibytes, ratio, spread, subject};
+use super::{conditions, grouped, mebibytes, ratio, spread};
 use crate::results::{Peer, Run, Subject, TrainingSpeed};
 
 /// One line for each subject, and one on the device.
@@ -58,7 +58,7 @@ pub(super) fn table(run: &Run, peer: Option<&Peer>, rows: &[TrainingSpeed]) -> R
 
 /// Whose step it is; how its activations wait; its moments, where they are not FP32; and what of the model runs again.
 fn name(row: &TrainingSpeed) -> String {
-    let mut name = subject(row.subject, row.contexts);
+    let mut name = row.subject.name_with(row.contexts);
     if let Some(moments) = row.moments.filter(|it| *it != Optimizer::Adamw) {
         let format = moments.to_possible_value().expect("no format is hidden");
         name += &format!(", {}", format.get_name());

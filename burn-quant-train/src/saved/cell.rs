@@ -51,7 +51,7 @@ pub struct Cell<B: DataBackend> {
     compressed: Mutex<Option<Box<Quantized<B>>>>,
     /// How many values that wait for their readers are computed from it: as long as there is one, it is not compressed.
     awaited: AtomicUsize,
-    /// The copy of its gradient that the operation which made it will take.
+    /// The copy of its gradient that is taken by the operation which made it, or what it rounds.
     gradient_copy: Mutex<Option<Box<GradientCopy<B>>>>,
     /// The operation that made it, if what it makes may be compressed.
     origin: Option<Origin<B>>,
@@ -570,12 +570,12 @@ impl<B: DataBackend> Cell<B> {
         }
     }
 
-    /// Says how the operation that made it quantizes its gradient.
+    /// Says how the operation that made it, or what it rounds, quantizes its gradient.
     pub(crate) fn will_quantize_gradient(&self, copy: GradientCopy<B>) {
         *lock(&self.gradient_copy) = Some(Box::new(copy));
     }
 
-    /// How the operation that made it quantizes its gradient, if it does.
+    /// How the operation that made it, or what it rounds, quantizes its gradient, if it does.
     pub(crate) fn gradient_copy(&self) -> Option<GradientCopy<B>> {
         lock(&self.gradient_copy).as_deref().cloned()
     }

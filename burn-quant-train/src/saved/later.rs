@@ -70,7 +70,7 @@ impl<B: DataBackend> Later<B> {
 }
 
 /// Gate and up of an output that its reader computes, and how they wait for the backward pass: who reads them makes
-/// these copies too. Until the last reader is gone they stay exact.
+/// these copies too. Until the last reader is gone they stay as they are.
 #[derive(Debug)]
 pub(crate) struct Factors<B: DataBackend> {
     inputs: [HeldTensor<B>; 2],

@@ -1,6 +1,6 @@
-//! SwiGLU and its gradients, quantized to FP8 by one scale for each matrix as they are computed: kernels of CUDA source,
-//! `matrix_scale.cu` and `matrix_scale_gradients.cu`, around the tile of
-//! [`quantize_delayed`](crate::quantize::quantize_delayed).
+//! SwiGLU and its gradients, quantized to FP8 by one scale for each matrix as they are computed, by delayed or by current
+//! scaling: kernels of CUDA source, `matrix_scale.cu` and `matrix_scale_gradients.cu`, around the tile of
+//! [`matrix_scale`](mod@crate::quantize::matrix_scale).
 
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
@@ -24,7 +24,7 @@ use crate::{
     scale::ScaleNumber,
 };
 
-/// Cubes of a multiprocessor that take tiles of gradients by turns.
+/// Cubes of a multiprocessor that take tiles of gradients by turns: as many as have room, since these compute more.
 const TAKING: usize = 4;
 /// Codes of a row that a unit reads at once.
 const CODES: usize = 8;

@@ -1,5 +1,5 @@
 //! SwiGLU's output and gradients that the layers around it quantize as they are computed: the same bits as where
-//! somebody else reads them too, with gate and up that wait as they are and compressed.
+//! somebody else reads them too, with gate and up that wait as they are, compressed, and as they flow.
 
 use burn::{
     backend::Autodiff,
@@ -16,8 +16,9 @@ use burn_quant_train::{
     QuantTrain,
     data::DataBackend,
     recipe::{
-        BlockInt8, ComputeDtype, DelayedFp8, FallbackInt8, PerTensorInt8, Recipe, SwitchBackInt8,
-        context::{Contexts, Int8, Int10},
+        BlockInt8, CoatFp8, ComputeDtype, CurrentFp8, DelayedFp8, FallbackInt8, JetfireInt8,
+        PerTensorInt8, Recipe, SwitchBackInt8,
+        context::{Contexts, E4M3, Int8, Int10},
     },
     saved::{Recording, report::Form},
 };
@@ -166,11 +167,15 @@ fn readers<B: DataBackend>(seed: u64) {
                 compare::<B, FallbackInt8<$float>>(seed, $dtype);
                 compare::<B, BlockInt8<$float>>(seed, $dtype);
                 compare::<B, DelayedFp8<$float>>(seed, $dtype);
+                compare::<B, CurrentFp8<$float>>(seed, $dtype);
+                compare::<B, CoatFp8<$float>>(seed, $dtype);
+                compare::<B, JetfireInt8<$float>>(seed, $dtype);
                 compare::<B, PerTensorInt8<$float>>(seed, $dtype);
                 compare::<B, SwitchBackInt8<$float>>(seed, $dtype);
                 compare::<B, Contexts<FallbackInt8<$float>, Int8>>(seed, $dtype);
                 compare::<B, Contexts<BlockInt8<$float>, Int10>>(seed, $dtype);
                 compare::<B, Contexts<DelayedFp8<$float>, Int8>>(seed, $dtype);
+                compare::<B, Contexts<DelayedFp8<$float>, E4M3<16>>>(seed, $dtype);
             }
         };
     }

@@ -22,8 +22,9 @@ pub trait QuantizeKernels: Backend {
     /// If `x` does not have two dimensions, or the kernels do not have the spec or the dtype of `x`.
     fn quantize_matrix(x: FloatTensor<Self>, spec: &QuantizeSpec) -> Quantized<Self>;
 
-    /// Quantizes the matrix `x`, or what it is computed from: in the launch that computes it where there is a kernel for
-    /// that.
+    /// Quantizes the matrix `x`, or what it is computed from, whose dimensions but the last are rows: in the launch that
+    /// computes it where there is a kernel for that. Makes no copies of what it is computed from: see
+    /// [`MatrixSource::with_contexts`].
     ///
     /// # Panics
     ///

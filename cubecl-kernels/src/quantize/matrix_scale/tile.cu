@@ -101,6 +101,7 @@ __device__ __forceinline__ u32 quantize_rows(const Rows &rows, u8 *__restrict__ 
         }
     }
 #else
+    // Zero times NaN is none, and times a negative number has a sign.
     if (inverse == 0.0f) {
 #pragma unroll
         for (int r = 0; r < PATCH_ROWS; r++)
