@@ -47,11 +47,13 @@ fn sigmoids(x: f32) -> [f32; 2] {
     }
 }
 
-fn gated(gate: f32, up: f32) -> f32 {
+/// `silu(gate) up`, as the kernel has it.
+pub fn gated(gate: f32, up: f32) -> f32 {
     gate * sigmoids(gate)[0] * up
 }
 
-fn gradients(gate: f32, up: f32, gradient: f32) -> [f32; 2] {
+/// Its gradients, as the kernel has them.
+pub fn gradients(gate: f32, up: f32, gradient: f32) -> [f32; 2] {
     let [sigmoid, rest] = sigmoids(gate);
     let half_slope = 0.5 * gate.mul_add(rest, 1.0) * sigmoid;
     let (larger, smaller) = match up.abs() > gradient.abs() {

@@ -112,6 +112,17 @@ template <typename T> inline T atomicAdd(T *sum, std::type_identity_t<T> value) 
     return __atomic_fetch_add(sum, value, __ATOMIC_RELAXED);
 }
 
+inline uint32_t atomicMax(uint32_t *largest, uint32_t value) {
+    uint32_t before = __atomic_load_n(largest, __ATOMIC_RELAXED);
+    while (before < value && !__atomic_compare_exchange_n(largest, &before, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED))
+        ;
+    return before;
+}
+
+// Blocks run one after the other, and barriers order the threads of one.
+inline void __threadfence() {}
+inline void __nanosleep(uint32_t) { fail("waits for another block"); }
+
 template <typename T> inline T __ldg(const T *from) { return *from; }
 
 // ---- Numbers --------------------------------------------------------------------------------------------------------
@@ -138,6 +149,7 @@ inline float __fadd_rn(float a, float b) { return canonical(a + b); }
 inline float __fsub_rn(float a, float b) { return canonical(a - b); }
 inline float __fmul_rn(float a, float b) { return canonical(a * b); }
 inline float __fdiv_rn(float a, float b) { return canonical(a / b); }
+inline float __frcp_rn(float x) { return canonical(1 / x); }
 
 inline float __fmaf_rn(float a, float b, float c) { return canonical(std::fma(a, b, c)); }
 inline float __fdividef(float a, float b) { return canonical(a / b); }
@@ -205,6 +217,17 @@ inline void ptx_cvt_rn_satfinite_e4m3x2_f32(uint16_t &pair, float second, float 
 }
 inline void ptx_cvt_rn_satfinite_e5m2x2_f32(uint16_t &pair, float second, float first) {
     pair = fp8_of(second, 5, 2, 0x7b) << 8 | fp8_of(first, 5, 2, 0x7b);
+}
+// Every E4M3 number is one of FP16.
+inline uint16_t fp16_of_e4m3(uint8_t code) {
+    if ((code & 0x7f) == 0x7f)
+        return 0x7fff;
+    const int exponent = code >> 3 & 15, mantissa = code & 7;
+    const float magnitude = exponent ? std::ldexp(8 + mantissa, exponent - 10) : std::ldexp(mantissa, -9);
+    return std::bit_cast<uint16_t>((_Float16)(code & 0x80 ? -magnitude : magnitude));
+}
+inline void ptx_cvt_rn_f16x2_e4m3x2(uint32_t &halves, uint16_t pair) {
+    halves = (uint32_t)fp16_of_e4m3(pair >> 8) << 16 | fp16_of_e4m3(pair & 0xff);
 }
 inline void ptx_max_u16x2(uint32_t &larger, uint32_t a, uint32_t b) {
     larger = std::max(a >> 16, b >> 16) << 16 | std::max(a & 0xffff, b & 0xffff);

@@ -24,11 +24,23 @@ pub fn run<const N: usize>(
     name: &str,
     sanitizer: Sanitizer,
 ) -> [Vec<u8>; N] {
+    let after = run_all(source, buffers, name, sanitizer);
+    after.try_into().expect("as many buffers")
+}
+
+/// The same of any number of buffers.
+pub fn run_all(
+    source: &Source,
+    buffers: &[Vec<u8>],
+    name: &str,
+    sanitizer: Sanitizer,
+) -> Vec<Vec<u8>> {
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
     fs::create_dir_all(&folder).expect("a folder");
-    let kernel = without_asm(&without_macros(&source.code, &folder));
-    fs::write(folder.join("kernel.cu"), without_extern(&kernel)).expect("a file");
-    fs::write(folder.join("launch.h"), launch_of(source)).expect("a file");
+    let text = without_macros(&source.code, &folder);
+    let kernel = without_extern(&without_asm(&text));
+    fs::write(folder.join("kernel.cu"), kernel).expect("a file");
+    fs::write(folder.join("launch.h"), launch_of(source, &text)).expect("a file");
     let sanitizer = match sanitizer {
         Sanitizer::Threads => "thread",
         Sanitizer::Addresses => "address,undefined",
@@ -60,7 +72,7 @@ pub fn run<const N: usize>(
     );
     let lengths: Vec<usize> = buffers.iter().map(Vec::len).collect();
     let mut header: Vec<u64> = source.cubes.iter().map(|&count| count.into()).collect();
-    header.push(N as u64);
+    header.push(buffers.len() as u64);
     header.extend(lengths.iter().map(|&length| length as u64));
     header.extend(&source.numbers);
     fs::write(
@@ -74,7 +86,10 @@ pub fn run<const N: usize>(
     succeed(program.args([&input, &output]));
     let written = fs::read(output).expect("the buffers");
     let mut rest = &written[..];
-    std::array::from_fn(|index| rest.split_off(..lengths[index]).expect("a buffer").to_vec())
+    lengths
+        .into_iter()
+        .map(|length| rest.split_off(..length).expect("a buffer").to_vec())
+        .collect()
 }
 
 fn compiler() -> Command {
@@ -118,12 +133,12 @@ fn without_extern(source: &str) -> String {
     text
 }
 
-/// A function `launch` that calls the kernel with tensor maps, buffers and numbers as its signature asks for them.
-fn launch_of(source: &Source) -> String {
-    let (_, signature) = source
-        .code
+/// A function `launch` that calls the kernel with tensor maps, buffers and numbers as its signature in the text asks for
+/// them.
+fn launch_of(source: &Source, text: &str) -> String {
+    let (_, signature) = text
         .split_once(&format!("{} (", source.name))
-        .or_else(|| source.code.split_once(&format!("{}(", source.name)))
+        .or_else(|| text.split_once(&format!("{}(", source.name)))
         .expect("the kernel in its source");
     let (parameters, _) = signature
         .split_once(") {")

@@ -9,6 +9,7 @@ mod emulate_attention;
 mod emulate_groups;
 mod emulate_hopper_attention;
 mod emulate_int4;
+mod emulate_matrix_scale;
 mod emulate_swiglu;
 mod emulator;
 mod nvrtc;

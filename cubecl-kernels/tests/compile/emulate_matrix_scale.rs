@@ -1,0 +1,287 @@
+//! FP8 by one scale for a matrix on a CPU, against the reference to the bit: `quantize/matrix_scale`, by current and by
+//! delayed scaling, and around it SwiGLU's output and gradients, with gate and up as floats and as they flow.
+
+use cubecl::{ir::StorageType, std::tensor::TensorHandle};
+use cubecl_kernels::{
+    granularity::Granularity,
+    layout::Layout,
+    number::Number,
+    operator_input::OperatorInput,
+    quantize::{DelayedMaximum, QuantizeSpec, Quantized, quantize, quantize_delayed},
+    reference,
+    shape::MatrixShape,
+    swiglu::{quantize_swiglu, quantize_swiglu_gradients},
+};
+use half::{bf16, f16};
+
+use super::{
+    Client,
+    device::{assert_same_integers, rounded, to_bytes},
+    dtype,
+    emulate::{UNWRITTEN, bytes, integers, one_nan},
+    emulate_swiglu::{gated, gradients},
+    emulator::{Sanitizer, run_all},
+    offline::{OfflineCuda, Source, sources_of},
+    random::Random,
+    tensor,
+};
+
+const SHAPE: MatrixShape = MatrixShape {
+    batch: 1,
+    rows: 128,
+    cols: 256,
+};
+/// From one row of X to the next one, in elements.
+const PITCH: usize = SHAPE.cols + 8;
+/// The words by which blocks tell each other how far they are: 0 before and after.
+const COUNTERS: [u8; 32] = [0; 32];
+const LAYERS: usize = 3;
+const LAYER: usize = 1;
+
+/// The only source of a launch, by its name.
+fn only_source(name: &str, launch: impl FnOnce(&Client)) -> Source {
+    let mut sources = sources_of(90, launch);
+    sources.retain(|source| source.name == name);
+    assert_eq!(sources.len(), 1, "{name}");
+    sources.remove(0)
+}
+
+/// Matrices that look unlike: special values, no values, values that get no scale, normal ones.
+fn matrices(random: &mut Random) -> [(&'static str, Vec<f32>); 4] {
+    let count = SHAPE.num_elements();
+    [
+        ("special values", random.with_special_values(SHAPE)),
+        ("zeros", vec![0.0; count]),
+        ("tiny", vec![-1e-35; count]),
+        ("outliers", random.with_outliers(count)),
+    ]
+}
+
+/// Compares the buffers after the launch. Those from `written` on hold nothing before, but for the last one, the counters,
+/// in front of which there are so many of floats: scales and maxima, where any NaN is as good as any other.
+fn check(
+    source: &Source,
+    expected: &[Vec<u8>],
+    (written, floats): (usize, usize),
+    what: &str,
+    sanitizer: Sanitizer,
+) {
+    let counters = expected.len() - 1;
+    let mut before = expected.to_vec();
+    before[written..counters]
+        .iter_mut()
+        .for_each(|it| it.fill(UNWRITTEN));
+    let mut after = run_all(source, &before, &format!("emulate-{what}"), sanitizer);
+    after[counters - floats..counters]
+        .iter_mut()
+        .for_each(|it| one_nan(it));
+    for (index, (after, expected)) in after.iter().zip(expected).enumerate() {
+        let name = format!("{what}, buffer {index}");
+        assert_same_integers(&integers(after), &integers(expected), &name);
+    }
+}
+
+/// They do not go together, and that for threads is slow.
+fn sanitizer_of(float: StorageType) -> Sanitizer {
+    match float == dtype::<bf16>() {
+        true => Sanitizer::Threads,
+        false => Sanitizer::Addresses,
+    }
+}
+
+fn float_bytes(value: f32) -> Vec<u8> {
+    let value = if value.is_nan() { f32::NAN } else { value };
+    value.to_le_bytes().to_vec()
+}
+
+/// Row-major codes, transposed ones, and the scale, by current scaling.
+fn current(x: &[f32], spec: &QuantizeSpec) -> [Vec<u8>; 3] {
+    let quantized = reference::quantize(x, SHAPE, spec);
+    [
+        bytes(&quantized.values),
+        bytes(&quantized.transposed().values),
+        float_bytes(quantized.scales[0]),
+    ]
+}
+
+#[test]
+fn current_scaling_equals_the_reference() {
+    let mut random = Random::fresh();
+    let mut cases = Vec::new();
+    for float in [dtype::<f32>(), dtype::<f16>(), dtype::<bf16>()] {
+        cases.extend([Number::E4M3, Number::E5M2].map(|number| (float, number)));
+    }
+    for (float, number) in random.few(cases, 2) {
+        let spec = QuantizeSpec::new(number, Granularity::Tensor).with_layout(Layout::Both);
+        let source = only_source("quantize_by_matrix", |client| {
+            let handle = client.empty(SHAPE.rows * PITCH * float.size());
+            let x = TensorHandle::new(handle, [SHAPE.rows, SHAPE.cols], [PITCH, 1], float);
+            quantize(client, &x, &spec).expect("a matrix");
+        });
+        let matrices = matrices(&mut random);
+        for (kind, x) in random.few(matrices, 2) {
+            let x = rounded(&x, float);
+            let [values, transposed, scale] = current(&x, &spec);
+            let expected = [
+                pitched(&x, float),
+                values,
+                transposed,
+                scale,
+                COUNTERS.to_vec(),
+            ];
+            let what = format!("current-{float}-{number:?}-{kind}");
+            check(&source, &expected, (1, 1), &what, sanitizer_of(float));
+        }
+    }
+}
+
+#[test]
+fn delayed_scaling_equals_the_reference() {
+    let mut random = Random::fresh();
+    let mut cases = Vec::new();
+    for float in [dtype::<f32>(), dtype::<f16>(), dtype::<bf16>()] {
+        cases.extend([0.0f32, 2.5].map(|maximum| (float, maximum)));
+    }
+    for (float, maximum) in random.few(cases, 1) {
+        let spec = QuantizeSpec::new(Number::E5M2, Granularity::Tensor).with_layout(Layout::Both);
+        let source = only_source("quantize_by_matrix", |client| {
+            let handle = client.empty(SHAPE.rows * PITCH * float.size());
+            let x = TensorHandle::new(handle, [SHAPE.rows, SHAPE.cols], [PITCH, 1], float);
+            let delayed = DelayedMaximum {
+                maxima: &tensor(client, &[LAYERS], dtype::<f32>()),
+                layer: LAYER,
+            };
+            quantize_delayed(client, &x, &spec, delayed).expect("a matrix");
+        });
+        let mut maxima = [f32::NAN; LAYERS];
+        maxima[LAYER] = maximum;
+        let matrices = matrices(&mut random);
+        for (kind, x) in random.few(matrices, 2) {
+            // CUDA's conversion from f16 drops the sign of NaN.
+            let x: Vec<f32> = rounded(&x, float)
+                .into_iter()
+                .map(|x| if x.is_nan() { f32::NAN } else { x })
+                .collect();
+            let (quantized, absmax) = reference::quantize_delayed(&x, SHAPE, &spec, maximum);
+            let expected = [
+                pitched(&x, float),
+                bytemuck::cast_slice(&maxima).to_vec(),
+                bytes(&quantized.values),
+                bytes(&quantized.transposed().values),
+                float_bytes(quantized.scales[0]),
+                float_bytes(absmax),
+                COUNTERS.to_vec(),
+            ];
+            let what = format!("delayed-{float}-{maximum}-{kind}");
+            check(&source, &expected, (2, 2), &what, sanitizer_of(float));
+        }
+    }
+}
+
+/// Rows with something between them.
+fn pitched(x: &[f32], float: StorageType) -> Vec<u8> {
+    let mut pitched = vec![f32::NAN; SHAPE.rows * PITCH];
+    for (row, values) in pitched.chunks_mut(PITCH).zip(x.chunks(SHAPE.cols)) {
+        row[..SHAPE.cols].copy_from_slice(values);
+    }
+    to_bytes(&pitched, float)
+}
+
+/// Gate or up as it flows: E4M3 in groups of 16.
+const FLOW: QuantizeSpec = QuantizeSpec::new(Number::E4M3, Granularity::Group(16));
+
+/// The codes and the scales of a factor, and the elements that they stand for, by the reference.
+fn as_it_flows(factor: &[f32], float: StorageType) -> ([Vec<u8>; 2], Vec<f32>) {
+    let quantized = reference::quantize(factor, SHAPE, &FLOW);
+    let elements = rounded(&reference::dequantize(&quantized), float);
+    let mut scales = bytemuck::cast_slice(&quantized.scales).to_vec();
+    one_nan(&mut scales);
+    ([bytes(&quantized.values), scales], elements)
+}
+
+/// What a launch reads of gate and up.
+fn factors<'a>(
+    floats: &'a TensorHandle<OfflineCuda>,
+    codes: &'a Quantized<OfflineCuda>,
+    flows: bool,
+) -> [OperatorInput<'a, OfflineCuda>; 2] {
+    [match flows {
+        true => OperatorInput::Quantized(codes, floats.dtype),
+        false => floats.into(),
+    }; 2]
+}
+
+#[test]
+fn swiglu_equals_the_reference() {
+    let mut random = Random::fresh();
+    for float in random.few([dtype::<f16>(), dtype::<bf16>()], 1) {
+        let of_output = QuantizeSpec::new(Number::E4M3, Granularity::Tensor);
+        let of_output = of_output.with_layout(Layout::Both);
+        let of_gradient = QuantizeSpec::new(Number::E5M2, Granularity::Tensor);
+        let of_gradient = of_gradient.with_layout(Layout::Both);
+        for flows in [false, true] {
+            let launch = |client: &Client, gradient: bool| {
+                let x = &tensor(client, &[SHAPE.rows, SHAPE.cols], float);
+                let codes = quantize(client, x, &FLOW).expect("a matrix");
+                let factors = factors(x, &codes, flows);
+                match gradient {
+                    false => drop(quantize_swiglu(client, factors, &of_output).expect("matrices")),
+                    true => drop(
+                        quantize_swiglu_gradients(client, factors, x, [&of_gradient; 2])
+                            .expect("matrices"),
+                    ),
+                }
+            };
+            let output = only_source("quantize_swiglu_by_matrix", |client| launch(client, false));
+            let name = "quantize_swiglu_gradients_by_matrix";
+            let gradient = only_source(name, |client| launch(client, true));
+            let kinds = [0, 1, 2].map(|_| random.with_special_values(SHAPE));
+            let plain = [0, 1, 2].map(|_| random.with_outliers(SHAPE.num_elements()));
+            for (kind, drawn) in random.few([("special", kinds), ("outliers", plain)], 1) {
+                let [gate, up, dh] = drawn.map(|it| rounded(&it, float));
+                let (inputs, gate, up) = match flows {
+                    false => {
+                        let inputs = [to_bytes(&gate, float), to_bytes(&up, float)];
+                        (inputs.to_vec(), gate, up)
+                    }
+                    true => {
+                        let ([of_gate, gate_scales], gate) = as_it_flows(&gate, float);
+                        let ([of_up, up_scales], up) = as_it_flows(&up, float);
+                        (vec![of_gate, of_up, gate_scales, up_scales], gate, up)
+                    }
+                };
+                let elements = || gate.iter().zip(&up);
+                let y: Vec<f32> = elements().map(|(&gate, &up)| gated(gate, up)).collect();
+                let of_y = current(&rounded(&y, float), &of_output);
+                let both = elements().zip(&dh);
+                let (of_gate, of_up): (Vec<f32>, Vec<f32>) = both
+                    .map(|((&gate, &up), &dh)| gradients(gate, up, dh).into())
+                    .unzip();
+                let [of_gate, of_up] =
+                    [of_gate, of_up].map(|it| current(&rounded(&it, float), &of_gradient));
+                let what = format!("{float}-{flows}-{kind}");
+                let sanitizer = sanitizer_of(float);
+                let outputs = [of_y.to_vec(), vec![COUNTERS.to_vec()]].concat();
+                let all = [inputs.clone(), outputs].concat();
+                check(
+                    &output,
+                    &all,
+                    (inputs.len(), 1),
+                    &format!("swiglu-{what}"),
+                    sanitizer,
+                );
+                let [gate_values, gate_transposed, gate_scale] = of_gate;
+                let [up_values, up_transposed, up_scale] = of_up;
+                let all = [
+                    inputs.clone(),
+                    vec![to_bytes(&dh, float)],
+                    vec![gate_values, gate_transposed, up_values, up_transposed],
+                    vec![gate_scale, up_scale, COUNTERS.to_vec()],
+                ]
+                .concat();
+                let what = format!("swiglu-gradients-{what}");
+                check(&gradient, &all, (inputs.len() + 1, 2), &what, sanitizer);
+            }
+        }
+    }
+}
