@@ -20,7 +20,7 @@ use crate::{
             BlockOutput, Round,
             whole_tiles::{WholeTilesNumbers, cubes, has_whole_tiles, launch_tiles, tiles},
         },
-        buffers::allocate,
+        buffers::{allocate, allocate_gradient},
         staged::TILE,
     },
     rounding::{Rounding, STOCHASTIC_OFFSET, StochasticKey},
@@ -96,43 +96,32 @@ pub(crate) unsafe fn launch<R: Runtime>(
     Some(contexts)
 }
 
-/// A gradient's two copies and their scales, and the random stream of both.
-pub(crate) struct GradientOutput<'a, R: Runtime> {
-    pub values: &'a TensorHandle<R>,
-    pub transposed: &'a TensorHandle<R>,
-    pub scales: &'a TensorHandle<R>,
-    pub key: StochasticKey,
-}
-
-/// Quantizes the gradients of gate and of up in blocks, both copies stochastically, if the device has the kernel for
-/// that. Says whether it did.
-///
-/// # Safety
+/// Quantizes the gradients of gate and of up by a spec each, if the device has the kernel for both, that of INT8 blocks of
+/// one size, both copies stochastically. `None` where it has not, and where there is nothing to quantize.
 ///
 /// Gate, up and the gradient of the output are of one shape and type, floats contiguous, numbers as
-/// [`OperatorInput::prepare`] accepts them, and `view` is that of all, which are not empty. The outputs have the types
-/// and shapes of [`Quantized`] for it, and are contiguous.
-#[allow(unsafe_code)]
-pub(crate) unsafe fn launch_gradients<R: Runtime>(
+/// [`OperatorInput::prepare`] accepts them, and `view` is that of all.
+pub(crate) fn launch_gradients<R: Runtime>(
     client: &ComputeClient<R>,
     factors: [OperatorInput<R>; 2],
     gradient: &TensorHandle<R>,
     view: &MatrixView,
-    block: usize,
-    [of_gate, of_up]: [GradientOutput<R>; 2],
-) -> bool {
+    specs: [&QuantizeSpec; 2],
+) -> Option<[Quantized<R>; 2]> {
+    let [(block, key), (block_of_up, up_key)] = [in_blocks(specs[0])?, in_blocks(specs[1])?];
+    if block != block_of_up || view.shape.num_elements() == 0 {
+        return None;
+    }
     let (factors, scales) = match factors {
         [OperatorInput::Floats(gate), OperatorInput::Floats(up)] => ([gate, up], None),
         [
             OperatorInput::Quantized(gate, _),
             OperatorInput::Quantized(up, _),
         ] => {
-            let (Some(of_gate), Some(of_up)) = (codes(gate, view), codes(up, view)) else {
-                return false;
-            };
-            ([of_gate, of_up], Some([&gate.scales, &up.scales]))
+            let factors = [codes(gate, view)?, codes(up, view)?];
+            (factors, Some([&gate.scales, &up.scales]))
         }
-        _ => return false,
+        _ => return None,
     };
     let source = Gradients::of(client, gradient.dtype, scales.is_some());
     let inputs = [factors[0], factors[1], gradient];
@@ -142,35 +131,45 @@ pub(crate) unsafe fn launch_gradients<R: Runtime>(
         &inputs
     };
     if !fits(client, floats, view, block, source.cubes) {
-        return false;
+        return None;
     }
+    let outputs = specs.map(|spec| allocate_gradient(client, view, spec));
     let mut buffers = inputs.map(TensorHandle::clone).to_vec();
-    for output in [&of_gate, &of_up] {
-        let tensors = [output.values, output.transposed, output.scales];
-        buffers.extend(tensors.map(TensorHandle::clone));
+    for output in &outputs {
+        let copies = [&output.values, &output.transposed];
+        buffers.extend(copies.into_iter().flatten().cloned());
+        buffers.push(output.scales.clone());
     }
     // Of floats they are not read.
-    buffers.extend(
-        scales
-            .unwrap_or([of_gate.scales; 2])
-            .map(TensorHandle::clone),
-    );
+    let scales = scales.unwrap_or([&outputs[0].scales; 2]);
+    buffers.extend(scales.map(TensorHandle::clone));
     let numbers = GradientNumbers {
         rows: view.shape.rows as u64,
         cols: view.shape.cols as u64,
-        seed: halves(of_gate.key.seed),
-        stream: halves(of_gate.key.stream),
-        up_seed: halves(of_up.key.seed),
-        up_stream: halves(of_up.key.stream),
+        seed: halves(key.seed),
+        stream: halves(key.stream),
+        up_seed: halves(up_key.seed),
+        up_stream: halves(up_key.stream),
         bits_of_384: STOCHASTIC_OFFSET.to_bits().into(),
     };
-    // SAFETY: the cubes are the tiles of the inputs, none of which reaches over an edge; by the caller's promise the
-    // outputs hold as many.
+    // SAFETY: the cubes are the tiles of the inputs, none of which reaches over an edge, and the outputs were allocated
+    // for them, with both copies.
     #[allow(unsafe_code)]
     unsafe {
         launch_source(client, source, tiles(view), Vec::new(), buffers, &numbers);
     }
-    true
+    Some(outputs)
+}
+
+/// The block and the key of INT8 blocks, both copies of which are rounded stochastically.
+fn in_blocks(spec: &QuantizeSpec) -> Option<(usize, StochasticKey)> {
+    let (Granularity::Block(block), Rounding::Stochastic(key)) = (spec.granularity, spec.rounding)
+    else {
+        return None;
+    };
+    let int8 = QuantizeSpec::int8(spec.granularity);
+    let fits = *spec == int8.with_rounding(spec.rounding).with_layout(Layout::Both);
+    fits.then_some((block, key))
 }
 
 /// The codes of a matrix as the kernel reads them, if it does.

@@ -5,18 +5,14 @@ use cubecl::{prelude::*, std::tensor::TensorHandle};
 use crate::{
     device::MatrixView,
     error::KernelError,
-    granularity::Granularity,
-    layout::Layout,
     operator_input::{OperatorInput, check_alike},
     quantize::{
-        DelayedMaximum, QuantizeSpec, Quantized, buffers::allocate_gradient, check_given, quantize,
-        quantize_delayed, runs_of,
+        DelayedMaximum, QuantizeSpec, Quantized, check_given, quantize, quantize_delayed, runs_of,
     },
-    rounding::{Rounding, StochasticKey},
 };
 
 use super::{
-    block::{self, GradientOutput},
+    block,
     matrix_scale::{Gradients, launch_gradients},
     swiglu_backward,
 };
@@ -44,27 +40,8 @@ pub fn quantize_swiglu_gradients<R: Runtime>(
     specs: [&QuantizeSpec; 2],
 ) -> Result<[Quantized<R>; 2], KernelError> {
     let view = view(client, factors, gradient)?;
-    if let [Some(first), Some(second)] = specs.map(in_blocks)
-        && first.0 == second.0
-        && view.shape.num_elements() > 0
-    {
-        let outputs = specs.map(|spec| allocate_gradient(client, &view, spec));
-        let written = [(&outputs[0], first.1), (&outputs[1], second.1)].map(|(output, key)| {
-            let copy = |copy| Option::as_ref(copy).expect("both copies were asked for");
-            GradientOutput {
-                values: copy(&output.values),
-                transposed: copy(&output.transposed),
-                scales: &output.scales,
-                key,
-            }
-        });
-        // SAFETY: the outputs were allocated for this view, which is that of all inputs.
-        #[allow(unsafe_code)]
-        let is_written =
-            unsafe { block::launch_gradients(client, factors, gradient, &view, first.0, written) };
-        if is_written {
-            return Ok(outputs);
-        }
+    if let Some(matrices) = block::launch_gradients(client, factors, gradient, &view, specs) {
+        return Ok(matrices);
     }
     if specs[0] == specs[1]
         && let Some(Gradients { matrices, .. }) =
@@ -133,15 +110,4 @@ fn view<R: Runtime>(
         }
     }
     MatrixView::new(OPERATION, gradient)
-}
-
-/// The block and the key of INT8 blocks, both copies of which are rounded stochastically.
-fn in_blocks(spec: &QuantizeSpec) -> Option<(usize, StochasticKey)> {
-    let (Granularity::Block(block), Rounding::Stochastic(key)) = (spec.granularity, spec.rounding)
-    else {
-        return None;
-    };
-    let int8 = QuantizeSpec::int8(spec.granularity);
-    let fits = *spec == int8.with_rounding(spec.rounding).with_layout(Layout::Both);
-    fits.then_some((block, key))
 }
