@@ -211,3 +211,20 @@ pub(crate) fn matrix_shape<T: TensorMetadata>(matrix: &T, operation: &str) -> [u
         ),
     }
 }
+
+/// Rows and columns of a tensor whose dimensions but the last are rows.
+pub(crate) fn flattened(shape: &Shape) -> [usize; 2] {
+    let (cols, rows) = shape
+        .split_last()
+        .expect("a matrix has at least one dimension");
+    [rows.iter().product(), *cols]
+}
+
+/// All dimensions but the last as rows.
+pub(crate) fn flatten<B: Backend>(tensor: FloatTensor<B>) -> FloatTensor<B> {
+    let shape = tensor.shape();
+    match shape.num_dims() {
+        2 => tensor,
+        _ => B::float_reshape(tensor, Shape::new(flattened(&shape))),
+    }
+}

@@ -8,6 +8,8 @@ use crate::data::{
     tensors::{Bundle, Change, Outline, Tensors},
 };
 
+pub(super) use crate::data::tensors::{flatten, flattened};
+
 /// Shape and dtype of a gradient, which are those of its tensor.
 #[derive(Debug, Clone)]
 pub(super) struct Form {
@@ -84,23 +86,6 @@ pub(super) fn with_last(shape: &Shape, last: &Shape) -> Shape {
     let index = shape.num_dims() - 1;
     shape[index] = last[last.num_dims() - 1];
     shape
-}
-
-/// Rows and columns of a tensor whose dimensions but the last are rows.
-pub(super) fn flattened(shape: &Shape) -> [usize; 2] {
-    let (cols, rows) = shape
-        .split_last()
-        .expect("a matrix has at least one dimension");
-    [rows.iter().product(), *cols]
-}
-
-/// All dimensions but the last as rows.
-pub(super) fn flatten<B: Backend>(tensor: FloatTensor<B>) -> FloatTensor<B> {
-    let shape = tensor.shape();
-    match shape.num_dims() {
-        2 => tensor,
-        _ => B::float_reshape(tensor, Shape::new(flattened(&shape))),
-    }
 }
 
 /// The gradient of a bias, `[N]`, from that of the output, `[.., N]`: summed up in FP32.

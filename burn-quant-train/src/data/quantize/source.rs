@@ -1,14 +1,14 @@
 //! The matrix that is quantized: floats, or what kernels compute in the launch that quantizes it.
 
-use burn_backend::{Shape, TensorMetadata, tensor::FloatTensor};
+use burn_backend::{TensorMetadata, tensor::FloatTensor};
 use cubecl_kernels::quantize::QuantizeSpec;
 
 use crate::data::{
-    composition::{OperatorInput, SwigluCompressing, SwigluForward, operations::rows_and_columns},
+    composition::{OperatorInput, SwigluCompressing, SwigluForward},
     kernels::Kernels,
     operation::Operation,
     quantize::Quantized,
-    tensors::{Bundle, Change, Outline, Tensors},
+    tensors::{Bundle, Change, Outline, Tensors, flatten, flattened},
 };
 
 /// A tensor, or what it is computed from. The dimensions but the last are rows.
@@ -88,20 +88,16 @@ impl<K: Kernels> MatrixSource<K> {
 
     /// The same as a matrix.
     pub(crate) fn flattened(self) -> Self {
-        let float = |tensor: FloatTensor<K>| {
-            let matrix = rows_and_columns(&tensor.shape());
-            K::float_reshape(tensor, Shape::new(matrix))
-        };
         match self {
-            Self::Floats(tensor) => Self::Floats(float(tensor)),
+            Self::Floats(tensor) => Self::Floats(flatten::<K>(tensor)),
             Self::Swiglu { gate, up } => {
-                let matrix = rows_and_columns(&gate.shape());
+                let matrix = flattened(&gate.shape());
                 let [gate, up] = [gate, up].map(|it| it.reshaped(matrix));
                 Self::Swiglu { gate, up }
             }
             Self::SwigluCompressing { gate, up, contexts } => Self::SwigluCompressing {
-                gate: float(gate),
-                up: float(up),
+                gate: flatten::<K>(gate),
+                up: flatten::<K>(up),
                 contexts,
             },
         }
