@@ -123,7 +123,6 @@ pub fn run(
                 weights: &weights,
                 input: &input,
                 breakdown: settings.breakdown,
-                contexts: None,
                 reference: None,
                 random: &mut random,
             };
@@ -132,7 +131,7 @@ pub fn run(
                 measured.refer_to(&outputs);
             }
             if !recipes.without_burn {
-                let (plain, outputs) = measured.on::<Autodiff<Cuda>>(DType::BF16)?;
+                let (plain, outputs) = measured.on::<Autodiff<Cuda>>(DType::BF16, None)?;
                 measured.refer_to(&outputs);
                 report.add([plain])?;
             } else if measured.reference.is_none() {
@@ -144,13 +143,11 @@ pub fn run(
                 let _entered = recipe.enter()?;
                 for &contexts in &settings.contexts {
                     choose_context(Some(contexts.context()));
-                    measured.contexts = Some(contexts);
-                    let (speed, _) =
-                        measured.on::<QuantTrain<Autodiff<Cuda>, Named>>(DType::F32)?;
+                    let (speed, _) = measured
+                        .on::<QuantTrain<Autodiff<Cuda>, Named>>(DType::F32, Some(contexts))?;
                     report.add([speed])?;
                 }
                 choose_context(None);
-                measured.contexts = None;
             }
         }
     }
@@ -170,8 +167,6 @@ struct Measured<'a> {
     weights: &'a DecoderWeights,
     input: &'a Input,
     breakdown: bool,
-    /// How activations wait for the backward pass, where that was chosen.
-    contexts: Option<Contexts>,
     reference: Option<Reference>,
     random: &'a mut Random,
 }
@@ -192,11 +187,13 @@ impl Measured<'_> {
         outputs
     }
 
+    /// `contexts`: how activations wait for the backward pass, where that was chosen.
     fn on<B: Contender<Device = CudaDevice>>(
         &mut self,
         parameters: DType,
+        contexts: Option<Contexts>,
     ) -> Result<(StepSpeed, Outputs)> {
-        let name = B::subject().name_with(self.contexts);
+        let name = B::subject().name_with(contexts);
         let device = CudaDevice::default();
         let measure = Measure::<B> {
             sampling: Sampling::LAYERS,
@@ -209,7 +206,7 @@ impl Measured<'_> {
             .run(self.weights, self.input, self.reference.as_ref())
             .map_err(|error| error.context(name.clone()))?;
         let [batch, sequence] = self.input.rows;
-        (speed.sequence, speed.contexts) = (Some(sequence), self.contexts);
+        (speed.sequence, speed.contexts) = (Some(sequence), contexts);
         self.gpu.client.memory_cleanup();
         let (hidden, ms) = (speed.hidden, speed.both.median_ms);
         eprintln!(

@@ -121,10 +121,7 @@ pub(crate) unsafe fn launch_one<R: Runtime, S: CudaSource<Numbers = MatrixNumber
     buffers.push(output.scales.clone());
     buffers.extend(absmax.clone());
     buffers.push(counters(client));
-    let cubes = match delayed {
-        Some(_) => cubes(tiles),
-        None => taking_cubes(client, tiles, TAKING),
-    };
+    let cubes = cubes(client, tiles, delayed.is_some(), TAKING);
     // SAFETY: no tile reaches over an edge, and by the caller's promise the output holds as many. A copy that is not
     // wanted is not touched.
     unsafe {
@@ -148,19 +145,18 @@ pub(crate) fn numbers<R: Runtime>(
     }
 }
 
-/// A cube a tile.
-pub(crate) fn cubes([rows, cols]: [usize; 2]) -> CubeCount {
-    CubeCount::Static(cols as u32, rows as u32, 1)
-}
-
-/// Cubes that take tiles by turns, so many of a multiprocessor.
-pub(crate) fn taking_cubes<R: Runtime>(
+/// By delayed scaling a cube a tile, else cubes that take tiles by turns: `taking` of a multiprocessor.
+pub(crate) fn cubes<R: Runtime>(
     client: &ComputeClient<R>,
     [rows, cols]: [usize; 2],
-    of_multiprocessor: usize,
+    delayed: bool,
+    taking: usize,
 ) -> CubeCount {
+    if delayed {
+        return CubeCount::Static(cols as u32, rows as u32, 1);
+    }
     let multiprocessors = client.properties().hardware.num_streaming_multiprocessors;
-    let at_once = of_multiprocessor * multiprocessors.unwrap_or(1) as usize;
+    let at_once = taking * multiprocessors.unwrap_or(1) as usize;
     CubeCount::Static(at_once.min(rows * cols) as u32, 1, 1)
 }
 

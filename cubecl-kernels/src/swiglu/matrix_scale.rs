@@ -17,9 +17,7 @@ use crate::{
     quantize::{
         DelayedMaximum, QuantizeSpec, Quantized,
         buffers::{allocate, allocate_gradient},
-        matrix_scale::{
-            Knobs, MatrixNumbers, copies, cubes, fits, launch_one, numbers, taking_cubes,
-        },
+        matrix_scale::{Knobs, MatrixNumbers, copies, cubes, fits, launch_one, numbers},
     },
     scale::ScaleNumber,
 };
@@ -43,10 +41,7 @@ pub(crate) fn launch<R: Runtime>(
     let dtype = factors[0].dtype();
     let factors = Factors::of(factors, view)?;
     let (tiles, knobs) = factors.fits(client, dtype, &[], view, spec)?;
-    let source = Encode {
-        knobs: knobs.with_history(delayed.is_some()),
-        codes: factors.codes.is_some(),
-    };
+    let source = Encode(knobs.with_history(delayed.is_some()));
     let output = allocate(client, view, spec);
     // SAFETY: the kernel reads both factors, for which the output was allocated, and the caller has checked the maximum.
     #[allow(unsafe_code)]
@@ -98,14 +93,8 @@ pub(super) fn launch_gradients<R: Runtime>(
         up_layer,
         group: factors.group() as u64,
     };
-    let cubes = match delayed {
-        Some(_) => cubes(tiles),
-        None => taking_cubes(client, tiles, TAKING),
-    };
-    let source = EncodeGradients {
-        knobs: knobs.with_history(delayed.is_some()),
-        codes: factors.codes.is_some(),
-    };
+    let cubes = cubes(client, tiles, delayed.is_some(), TAKING);
+    let source = EncodeGradients(knobs.with_history(delayed.is_some()));
     // SAFETY: the cubes are the tiles of the inputs, or take them, and none reaches over an edge; the outputs were
     // allocated for them, and the layers were checked. A copy that is not wanted is not touched.
     #[allow(unsafe_code)]
@@ -173,12 +162,17 @@ impl<'a, R: Runtime> Factors<'a, R> {
         others: &[&TensorHandle<R>],
         view: &MatrixView,
         spec: &QuantizeSpec,
-    ) -> Option<([usize; 2], Knobs)> {
+    ) -> Option<([usize; 2], SwigluKnobs)> {
         let mut floats = others.to_vec();
         if self.codes.is_none() {
             floats.extend(self.values);
         }
-        fits(client, dtype, &floats, view, spec).filter(|_| is_operand_type(dtype))
+        let (tiles, of_tile) = fits(client, dtype, &floats, view, spec)?;
+        let knobs = SwigluKnobs {
+            of_tile,
+            codes: self.codes.is_some(),
+        };
+        is_operand_type(dtype).then_some((tiles, knobs))
     }
 }
 
@@ -211,35 +205,70 @@ numbers! {
     }
 }
 
-/// `matrix_scale.cu` behind the texts that it names.
+/// What both kernels are compiled for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-struct Encode {
-    knobs: Knobs,
+struct SwigluKnobs {
+    of_tile: Knobs,
     /// True where gate and up are codes.
     codes: bool,
 }
 
+impl SwigluKnobs {
+    /// The same by delayed scaling, or not.
+    fn with_history(self, delayed: bool) -> Self {
+        Self {
+            of_tile: self.of_tile.with_history(delayed),
+            ..self
+        }
+    }
+
+    /// Those of the gradients of such factors.
+    fn of_gradient(self) -> Self {
+        Self {
+            of_tile: self.of_tile.of_gradient(),
+            ..self
+        }
+    }
+
+    /// The lines that define them.
+    fn text(&self) -> String {
+        let codes = u8::from(self.codes);
+        format!("{}\n#define CODES {codes}", self.of_tile.text())
+    }
+}
+
+/// A kernel's text behind those that it names.
+macro_rules! with_factors {
+    ($kernel:literal) => {
+        concat!(
+            include_str!("../quantize/patch.cu"),
+            "\n",
+            include_str!("../quantize/block/scale.cu"),
+            "\n",
+            include_str!("../quantize/matrix_scale/tile.cu"),
+            "\n",
+            include_str!("arithmetic.cu"),
+            "\n",
+            include_str!("factors.cu"),
+            "\n",
+            include_str!($kernel)
+        )
+    };
+}
+
+/// `matrix_scale.cu`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct Encode(SwigluKnobs);
+
 impl CudaSource for Encode {
     type Numbers = MatrixNumbers;
 
-    const TEXT: &'static str = concat!(
-        include_str!("../quantize/patch.cu"),
-        "\n",
-        include_str!("../quantize/block/scale.cu"),
-        "\n",
-        include_str!("../quantize/matrix_scale/tile.cu"),
-        "\n",
-        include_str!("arithmetic.cu"),
-        "\n",
-        include_str!("factors.cu"),
-        "\n",
-        include_str!("matrix_scale.cu")
-    );
+    const TEXT: &'static str = with_factors!("matrix_scale.cu");
     const ENTRY_POINT: &'static str = "quantize_swiglu_by_matrix";
     const UNITS: u32 = 256;
 
     fn knobs(&self) -> String {
-        with_codes(self.knobs, self.codes)
+        self.0.text()
     }
 
     fn companions<R: Runtime>(
@@ -247,46 +276,22 @@ impl CudaSource for Encode {
         _client: &ComputeClient<R>,
         _sizes: [usize; 4],
     ) -> Vec<SourceText> {
-        let gradients = EncodeGradients {
-            knobs: self.knobs.of_gradient(),
-            codes: self.codes,
-        };
-        vec![gradients.text()]
+        vec![EncodeGradients(self.0.of_gradient()).text()]
     }
 }
 
-fn with_codes(knobs: Knobs, codes: bool) -> String {
-    format!("{}\n#define CODES {}", knobs.text(), u8::from(codes))
-}
-
-/// `matrix_scale_gradients.cu` behind the texts that it names.
+/// `matrix_scale_gradients.cu`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-struct EncodeGradients {
-    knobs: Knobs,
-    /// True where gate and up are codes.
-    codes: bool,
-}
+struct EncodeGradients(SwigluKnobs);
 
 impl CudaSource for EncodeGradients {
     type Numbers = GradientNumbers;
 
-    const TEXT: &'static str = concat!(
-        include_str!("../quantize/patch.cu"),
-        "\n",
-        include_str!("../quantize/block/scale.cu"),
-        "\n",
-        include_str!("../quantize/matrix_scale/tile.cu"),
-        "\n",
-        include_str!("arithmetic.cu"),
-        "\n",
-        include_str!("factors.cu"),
-        "\n",
-        include_str!("matrix_scale_gradients.cu")
-    );
+    const TEXT: &'static str = with_factors!("matrix_scale_gradients.cu");
     const ENTRY_POINT: &'static str = "quantize_swiglu_gradients_by_matrix";
     const UNITS: u32 = 256;
 
     fn knobs(&self) -> String {
-        with_codes(self.knobs, self.codes)
+        self.0.text()
     }
 }

@@ -30,11 +30,7 @@ pub fn quantize_swiglu<R: Runtime>(
 ) -> Result<Quantized<R>, KernelError> {
     let [gate, up] = factors;
     check_alike(client, OPERATION, &[("gate", gate), ("up", up)])?;
-    for factor in factors {
-        if let OperatorInput::Quantized(matrix, _) = factor {
-            runs_of(OPERATION, matrix)?;
-        }
-    }
+    check_numbers(OPERATION, factors)?;
     let dense = match gate {
         OperatorInput::Floats(gate) => Some(gate),
         OperatorInput::Quantized(gate, _) => gate.values.as_ref(),
@@ -47,4 +43,17 @@ pub fn quantize_swiglu<R: Runtime>(
         }
     }
     quantize(client, &swiglu(client, gate, up)?, spec)
+}
+
+/// Accepts floats, and numbers as kernels read them or dequantize them.
+pub(super) fn check_numbers<R: Runtime>(
+    operation: &'static str,
+    factors: [OperatorInput<R>; 2],
+) -> Result<(), KernelError> {
+    for factor in factors {
+        if let OperatorInput::Quantized(matrix, _) = factor {
+            runs_of(operation, matrix)?;
+        }
+    }
+    Ok(())
 }

@@ -6,14 +6,13 @@ use crate::{
     device::MatrixView,
     error::KernelError,
     operator_input::{OperatorInput, check_alike},
-    quantize::{
-        DelayedMaximum, QuantizeSpec, Quantized, check_given, quantize, quantize_delayed, runs_of,
-    },
+    quantize::{DelayedMaximum, QuantizeSpec, Quantized, check_given, quantize, quantize_delayed},
 };
 
 use super::{
     block,
     matrix_scale::{Gradients, launch_gradients},
+    quantized::check_numbers,
     swiglu_backward,
 };
 
@@ -99,15 +98,12 @@ pub fn quantize_swiglu_gradients_delayed<R: Runtime>(
 /// The matrix of all inputs.
 fn view<R: Runtime>(
     client: &ComputeClient<R>,
-    [gate, up]: [OperatorInput<R>; 2],
+    factors: [OperatorInput<R>; 2],
     gradient: &TensorHandle<R>,
 ) -> Result<MatrixView, KernelError> {
+    let [gate, up] = factors;
     let named = [("gate", gate), ("up", up), ("gradient", gradient.into())];
     check_alike(client, OPERATION, &named)?;
-    for factor in [gate, up] {
-        if let OperatorInput::Quantized(matrix, _) = factor {
-            runs_of(OPERATION, matrix)?;
-        }
-    }
+    check_numbers(OPERATION, factors)?;
     MatrixView::new(OPERATION, gradient)
 }

@@ -17,7 +17,7 @@ use super::{
     Client,
     device::{assert_same_integers, rounded, to_bytes},
     dtype,
-    emulator::{Sanitizer, run},
+    emulator::{Sanitizer, run, run_all},
     offline::{Source, sources_of},
     random::Random,
     tensor,
@@ -93,12 +93,7 @@ fn emulate(random: &mut Random, float: StorageType, operand: Operand, draw_early
     }
     let x = rounded(&random.with_blocks_of_all_kinds(SHAPE), float);
     let name = format!("emulate-{float}-{operand:?}-{draw_early}");
-    // They do not go together, and that for threads is slow.
-    let sanitizer = if float == dtype::<bf16>() {
-        Sanitizer::Threads
-    } else {
-        Sanitizer::Addresses
-    };
+    let sanitizer = Sanitizer::of(float);
     let expected = expected(&x, float, operand, key);
     let mut before = expected.clone();
     before[1..=6].iter_mut().for_each(|it| it.fill(UNWRITTEN));
@@ -143,10 +138,6 @@ fn source_of(float: StorageType, operand: Operand, key: StochasticKey) -> Source
 
 /// The buffers after the launch by the reference.
 fn expected(x: &[f32], float: StorageType, operand: Operand, key: StochasticKey) -> Buffers {
-    let mut pitched = vec![f32::NAN; SHAPE.batch * SHAPE.rows * PITCH];
-    for (row, values) in pitched.chunks_mut(PITCH).zip(x.chunks(SHAPE.cols)) {
-        row[..SHAPE.cols].copy_from_slice(values);
-    }
     let spec = QuantizeSpec::int8(Granularity::Block(BLOCK));
     let quantized = |rounding| reference::quantize(x, SHAPE, &spec.with_rounding(rounding));
     let (nearest, stochastic) = (
@@ -158,7 +149,7 @@ fn expected(x: &[f32], float: StorageType, operand: Operand, key: StochasticKey)
         Operand::Input(_) => &nearest,
     };
     let mut buffers = Buffers::default();
-    buffers[0] = to_bytes(&pitched, float);
+    buffers[0] = pitched(x, SHAPE.cols, PITCH, float);
     buffers[1] = bytes(&row_major.values);
     buffers[2] = bytes(&stochastic.transposed().values);
     buffers[3] = bytemuck::cast_slice(&nearest.scales).to_vec();
@@ -201,6 +192,34 @@ pub fn fallback_of(x: &[f32], shape: MatrixShape, threshold: Option<f32>) -> [Ve
         bytemuck::cast_slice(&thresholds).to_vec(),
         bytemuck::cast_slice(&counts).to_vec(),
     ]
+}
+
+/// The elements of a matrix of so many columns, or of a batch, with rows so many elements apart, and NaN between them.
+pub fn pitched(x: &[f32], cols: usize, pitch: usize, float: StorageType) -> Vec<u8> {
+    let mut pitched = vec![f32::NAN; x.len() / cols * pitch];
+    for (row, values) in pitched.chunks_mut(pitch).zip(x.chunks(cols)) {
+        row[..cols].copy_from_slice(values);
+    }
+    to_bytes(&pitched, float)
+}
+
+/// Runs the kernel on buffers as they are before, and compares them with those expected. `floats`: which hold scales and
+/// maxima, where any NaN is as good as any other.
+pub fn check(
+    source: &Source,
+    [before, expected]: [&[Vec<u8>]; 2],
+    floats: &[usize],
+    what: &str,
+    sanitizer: Sanitizer,
+) {
+    let mut after = run_all(source, before, &format!("emulate-{what}"), sanitizer);
+    for &index in floats {
+        one_nan(&mut after[index]);
+    }
+    for (index, (after, expected)) in after.iter().zip(expected).enumerate() {
+        let name = format!("{what}, buffer {index}");
+        assert_same_integers(&integers(after), &integers(expected), &name);
+    }
 }
 
 pub fn bytes(integers: &[i32]) -> Vec<u8> {

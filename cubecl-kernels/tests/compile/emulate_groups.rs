@@ -13,9 +13,9 @@ use half::{bf16, f16};
 
 use super::{
     Client,
-    device::{assert_same_integers, rounded, to_bytes},
+    device::{assert_same_integers, rounded},
     dtype,
-    emulate::{UNWRITTEN, bytes, integers, one_nan},
+    emulate::{UNWRITTEN, bytes, integers, one_nan, pitched},
     emulator::{Sanitizer, run},
     offline::sources_of,
     random::Random,
@@ -88,10 +88,6 @@ fn emulate(random: &mut Random, float: StorageType, spec: &QuantizeSpec) {
 
 /// The buffers after the launch by the reference.
 fn expected(x: &[f32], float: StorageType, spec: &QuantizeSpec) -> Buffers {
-    let mut pitched = vec![f32::NAN; SHAPE.rows * PITCH];
-    for (row, values) in pitched.chunks_mut(PITCH).zip(x.chunks(SHAPE.cols)) {
-        row[..SHAPE.cols].copy_from_slice(values);
-    }
     let transpose: Vec<f32> = (0..SHAPE.cols)
         .flat_map(|col| x.iter().skip(col).step_by(SHAPE.cols).copied())
         .collect();
@@ -110,7 +106,7 @@ fn expected(x: &[f32], float: StorageType, spec: &QuantizeSpec) -> Buffers {
     let [values, scales] = quantized(x, SHAPE);
     let [transposed, of_transposed] = quantized(&transpose, SHAPE.transposed());
     [
-        to_bytes(&pitched, float),
+        pitched(x, SHAPE.cols, PITCH, float),
         values,
         scales,
         transposed,

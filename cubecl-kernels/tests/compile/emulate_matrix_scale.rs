@@ -16,11 +16,11 @@ use half::{bf16, f16};
 
 use super::{
     Client,
-    device::{assert_same_integers, rounded, to_bytes},
+    device::{rounded, to_bytes},
     dtype,
-    emulate::{UNWRITTEN, bytes, integers, one_nan},
+    emulate::{UNWRITTEN, bytes, check, one_nan, pitched},
     emulate_swiglu::{gated, gradients},
-    emulator::{Sanitizer, run_all},
+    emulator::Sanitizer,
     offline::{OfflineCuda, Source, sources_of},
     random::Random,
     tensor,
@@ -57,36 +57,23 @@ fn matrices(random: &mut Random) -> [(&'static str, Vec<f32>); 4] {
     ]
 }
 
-/// Compares the buffers after the launch. Those from `written` on hold nothing before, but for the last one, the counters,
-/// in front of which there are so many of floats: scales and maxima, where any NaN is as good as any other.
-fn check(
+/// [`check`], where buffers from `written` on hold nothing before, but for the last one, the counters, in front of which
+/// there are so many of floats.
+fn check_written(
     source: &Source,
     expected: &[Vec<u8>],
     (written, floats): (usize, usize),
     what: &str,
-    sanitizer: Sanitizer,
+    float: StorageType,
 ) {
     let counters = expected.len() - 1;
     let mut before = expected.to_vec();
     before[written..counters]
         .iter_mut()
         .for_each(|it| it.fill(UNWRITTEN));
-    let mut after = run_all(source, &before, &format!("emulate-{what}"), sanitizer);
-    after[counters - floats..counters]
-        .iter_mut()
-        .for_each(|it| one_nan(it));
-    for (index, (after, expected)) in after.iter().zip(expected).enumerate() {
-        let name = format!("{what}, buffer {index}");
-        assert_same_integers(&integers(after), &integers(expected), &name);
-    }
-}
-
-/// They do not go together, and that for threads is slow.
-fn sanitizer_of(float: StorageType) -> Sanitizer {
-    match float == dtype::<bf16>() {
-        true => Sanitizer::Threads,
-        false => Sanitizer::Addresses,
-    }
+    let floats: Vec<usize> = (counters - floats..counters).collect();
+    let sanitizer = Sanitizer::of(float);
+    check(source, [&before, expected], &floats, what, sanitizer);
 }
 
 fn float_bytes(value: f32) -> Vec<u8> {
@@ -123,14 +110,14 @@ fn current_scaling_equals_the_reference() {
             let x = rounded(&x, float);
             let [values, transposed, scale] = current(&x, &spec);
             let expected = [
-                pitched(&x, float),
+                pitched(&x, SHAPE.cols, PITCH, float),
                 values,
                 transposed,
                 scale,
                 COUNTERS.to_vec(),
             ];
             let what = format!("current-{float}-{number:?}-{kind}");
-            check(&source, &expected, (1, 1), &what, sanitizer_of(float));
+            check_written(&source, &expected, (1, 1), &what, float);
         }
     }
 }
@@ -164,7 +151,7 @@ fn delayed_scaling_equals_the_reference() {
                 .collect();
             let (quantized, absmax) = reference::quantize_delayed(&x, SHAPE, &spec, maximum);
             let expected = [
-                pitched(&x, float),
+                pitched(&x, SHAPE.cols, PITCH, float),
                 bytemuck::cast_slice(&maxima).to_vec(),
                 bytes(&quantized.values),
                 bytes(&quantized.transposed().values),
@@ -173,18 +160,9 @@ fn delayed_scaling_equals_the_reference() {
                 COUNTERS.to_vec(),
             ];
             let what = format!("delayed-{float}-{maximum}-{kind}");
-            check(&source, &expected, (2, 2), &what, sanitizer_of(float));
+            check_written(&source, &expected, (2, 2), &what, float);
         }
     }
-}
-
-/// Rows with something between them.
-fn pitched(x: &[f32], float: StorageType) -> Vec<u8> {
-    let mut pitched = vec![f32::NAN; SHAPE.rows * PITCH];
-    for (row, values) in pitched.chunks_mut(PITCH).zip(x.chunks(SHAPE.cols)) {
-        row[..SHAPE.cols].copy_from_slice(values);
-    }
-    to_bytes(&pitched, float)
 }
 
 /// Gate or up as it flows: E4M3 in groups of 16.
@@ -260,16 +238,10 @@ fn swiglu_equals_the_reference() {
                 let [of_gate, of_up] =
                     [of_gate, of_up].map(|it| current(&rounded(&it, float), &of_gradient));
                 let what = format!("{float}-{flows}-{kind}");
-                let sanitizer = sanitizer_of(float);
                 let outputs = [of_y.to_vec(), vec![COUNTERS.to_vec()]].concat();
                 let all = [inputs.clone(), outputs].concat();
-                check(
-                    &output,
-                    &all,
-                    (inputs.len(), 1),
-                    &format!("swiglu-{what}"),
-                    sanitizer,
-                );
+                let of_output = format!("swiglu-{what}");
+                check_written(&output, &all, (inputs.len(), 1), &of_output, float);
                 let [gate_values, gate_transposed, gate_scale] = of_gate;
                 let [up_values, up_transposed, up_scale] = of_up;
                 let all = [
@@ -280,7 +252,7 @@ fn swiglu_equals_the_reference() {
                 ]
                 .concat();
                 let what = format!("swiglu-gradients-{what}");
-                check(&gradient, &all, (inputs.len() + 1, 2), &what, sanitizer);
+                check_written(&gradient, &all, (inputs.len() + 1, 2), &what, float);
             }
         }
     }

@@ -18,10 +18,10 @@ use half::{bf16, f16};
 
 use super::{
     Client,
-    device::{assert_same_integers, rounded, to_bytes},
+    device::{rounded, to_bytes},
     dtype,
-    emulate::{UNWRITTEN, bytes, fallback_of, integers, one_nan},
-    emulator::{Sanitizer, run},
+    emulate::{UNWRITTEN, bytes, check, fallback_of, one_nan},
+    emulator::Sanitizer,
     offline::{OfflineCuda, Source, sources_of},
     random::Random,
     tensor,
@@ -104,34 +104,22 @@ fn compressed(factor: &[f32]) -> [Vec<u8>; 2] {
     [bytes(&copy.values), scales]
 }
 
-/// The buffers after the launch against those expected; those of `written` hold nothing before. `scales`: which hold
-/// scales, where any NaN is as good as any other.
-fn check<const N: usize>(
+/// [`check`], where the buffers of `written` hold nothing before.
+fn check_written(
     source: &Source,
-    expected: &[Vec<u8>; N],
+    expected: &[Vec<u8>],
     written: &[usize],
     scales: &[usize],
     (name, float): (&str, StorageType),
 ) {
-    let mut before = expected.clone();
+    let mut before = expected.to_vec();
     for &index in written {
         // Counts go up from zero.
         let byte = if index == COUNTS { 0 } else { UNWRITTEN };
         before[index].fill(byte);
     }
-    // They do not go together, and that for threads is slow.
-    let sanitizer = match float == dtype::<bf16>() {
-        true => Sanitizer::Threads,
-        false => Sanitizer::Addresses,
-    };
-    let mut after = run(source, &before, &format!("{name}-{float}"), sanitizer);
-    for &index in scales {
-        one_nan(&mut after[index]);
-    }
-    for (index, (after, expected)) in after.iter().zip(expected).enumerate() {
-        let what = format!("{name} {float}, buffer {index}");
-        assert_same_integers(&integers(after), &integers(expected), &what);
-    }
+    let (what, sanitizer) = (format!("{name}-{float}"), Sanitizer::of(float));
+    check(source, [&before, expected], scales, &what, sanitizer);
 }
 
 /// The counts among the buffers of the input's kernel.
@@ -191,7 +179,7 @@ fn the_input_equals_the_reference() {
                 up_scales,
             ];
             let name = format!("emulate-swiglu-{threshold:?}");
-            check(
+            check_written(
                 &source,
                 &expected,
                 &[2, 3, 4, 5, 6, 7, COUNTS, 10, 11, 12, 13],
@@ -260,7 +248,7 @@ fn the_gradients_equal_the_reference() {
             scales_of_up,
         ];
         let name = format!("emulate-swiglu-gradients-{contexts}");
-        check(
+        check_written(
             &source,
             &expected,
             &[3, 4, 5, 6, 7, 8],

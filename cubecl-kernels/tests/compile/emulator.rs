@@ -5,7 +5,13 @@
 
 use std::{fs, path::Path, process::Command};
 
-use super::offline::{Source, TensorMap};
+use cubecl::ir::StorageType;
+use half::bf16;
+
+use super::{
+    dtype,
+    offline::{Source, TensorMap},
+};
 
 /// The faults that are looked for while a kernel runs; all together do not go, and threads are slow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -14,6 +20,16 @@ pub enum Sanitizer {
     Threads,
     /// Accesses outside of the buffers, and what C++ does not define.
     Addresses,
+}
+
+impl Sanitizer {
+    /// That for kernels of this type: the slow one for one of them.
+    pub fn of(float: StorageType) -> Self {
+        match float == dtype::<bf16>() {
+            true => Self::Threads,
+            false => Self::Addresses,
+        }
+    }
 }
 
 /// The buffers after the launch. Tensor maps and the pointers that come with them are not among them: what these read,

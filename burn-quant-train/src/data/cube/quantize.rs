@@ -205,21 +205,19 @@ struct SourceHandles<R: CubeRuntime> {
 
 impl<R: CubeRuntime> SourceHandles<R> {
     fn of<B: Cube<R> + Kernels>(operation: &str, source: MatrixSource<B>) -> Self {
+        let swiglu = |gate, up, contexts| {
+            let up = handle(&into_contiguous(up));
+            (into_contiguous(gate), Some(up), contexts)
+        };
         let (like, up, contexts) = match source {
             MatrixSource::Floats(x) => (x, None, None),
             MatrixSource::Swiglu {
                 gate: OperatorInput::Floats(gate),
                 up: OperatorInput::Floats(up),
-            } => (
-                into_contiguous(gate),
-                Some(handle(&into_contiguous(up))),
-                None,
-            ),
-            MatrixSource::SwigluCompressing { gate, up, contexts } => (
-                into_contiguous(gate),
-                Some(handle(&into_contiguous(up))),
-                Some(contexts),
-            ),
+            } => swiglu(gate, up, None),
+            MatrixSource::SwigluCompressing { gate, up, contexts } => {
+                swiglu(gate, up, Some(contexts))
+            }
             numbers @ MatrixSource::Swiglu { .. } => (numbers.into_floats(), None, None),
         };
         matrix_shape(&like, operation);

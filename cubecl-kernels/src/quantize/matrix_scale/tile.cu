@@ -238,11 +238,12 @@ __device__ __forceinline__ void note(u32 *largest, u32 bits, u32 *of_warps) {
         atomicMax(largest, bits);
 }
 
-// Finds the largest magnitude of each output in all tiles: `look` gives the bits of those of a tile. Waits until all
-// are looked at by whoever has taken them: blocks that run, so that none waits for one that has not started.
+// Finds the largest magnitude of each output in all tiles: `look` raises the bits of a thread's to those of a tile.
+// Waits until all are looked at by whoever has taken them: blocks that run, so that none waits for one that has not
+// started.
 template <int Outputs, class Look>
-__device__ __forceinline__ void look_at_all(Counters *counters, u32 tiles, u32 *shared, u32 (&of_warps)[Outputs][UNITS / 32],
-                                            const Look &look) {
+__device__ __forceinline__ void look_at_all(Counters *counters, u32 tiles, u32 *shared,
+                                            u32 (&of_warps)[Outputs][UNITS / 32], const Look &look) {
     u32 largest[Outputs] = {}, seen = 0;
     take_all(&counters->taken, tiles, shared, [&](u32 tile) {
         look(largest, tile);
