@@ -78,7 +78,7 @@ pub(crate) struct Settled<B: DataBackend> {
 #[derive(Debug)]
 pub(crate) struct Saved<B: DataBackend> {
     /// Present if W needs a gradient.
-    x: Option<KeptX<B>>,
+    x: Option<Kept<B>>,
     /// Present if X needs a gradient.
     weight: Option<Kept<B>>,
     x_form: Form,
@@ -132,39 +132,6 @@ impl<B: DataBackend> From<Kept<B>> for Source<B> {
     }
 }
 
-/// X as it waits for the backward pass.
-#[derive(Debug)]
-enum KeptX<B: DataBackend> {
-    Operand(Kept<B>),
-    /// As gate and up of the SwiGLU whose output it is, which wait compressed for the gradients of that: the operand is
-    /// made of them.
-    Swiglu([HeldTensor<B>; 2]),
-}
-
-impl<B: DataBackend> Clone for KeptX<B> {
-    fn clone(&self) -> Self {
-        match self {
-            Self::Operand(operand) => Self::Operand(operand.clone()),
-            Self::Swiglu(factors) => Self::Swiglu(factors.clone()),
-        }
-    }
-}
-
-impl<B: DataBackend> From<KeptX<B>> for InputSource<B> {
-    fn from(kept: KeptX<B>) -> Self {
-        match kept {
-            KeptX::Operand(operand) => match Source::from(operand) {
-                Source::Copy(copy) => Self::Copy(copy),
-                Source::Float(x) => Self::Floats(MatrixSource::Floats(x)),
-            },
-            KeptX::Swiglu(factors) => {
-                let [gate, up] = factors.map(HeldTensor::into_input);
-                Self::Floats(MatrixSource::Swiglu { gate, up })
-            }
-        }
-    }
-}
-
 impl<B: DataBackend> Linear<B> {
     /// The forward pass, and Y if it is wanted.
     fn pass<const N: usize>(
@@ -207,11 +174,7 @@ impl<B: DataBackend> Linear<B> {
         };
         let saved_make = plan.saved.filter(|_| wants_weight).map(drawn);
         let saved = saved_make.and_then(|make| of_x(make.factor.key));
-        // A maximum that goes into a history is that of one copy.
-        let of_factors = saved_make.filter(|make| saved.is_none() && !make.has_history());
-        let compressed = x.cell().compressed_factors().cloned();
-        let again = compressed.filter(|_| of_factors.is_some());
-        let to_save = saved_make.filter(|_| saved.is_none() && again.is_none());
+        let to_save = saved_make.filter(|_| saved.is_none());
         let shares_operand = plan.residual == Residual::Never && self.x_tag.is_some();
         // With fallback, what the first of the layers quantized with its threshold: they move alike.
         let fallback_tag = match plan.residual {
@@ -338,15 +301,14 @@ impl<B: DataBackend> Linear<B> {
             history.note_copies(&device, [copy.as_ref(), other.as_ref()]);
         }
         let [x_form, weight_form] = forms;
-        let operand = kept_x.or(saved.map(Kept::Copy));
+        let x = kept_x.or(saved.map(Kept::Copy));
         let mut noted = Operands::default();
-        if let Some(Kept::Copy(copy)) = &operand {
+        if let Some(Kept::Copy(copy)) = &x {
             noted.note(false, copy, &x_form.shape, x_form.dtype.into());
         }
         for copy in [&copy, &other].into_iter().flatten() {
             noted.note(true, copy, &weight_form.shape, weight_form.dtype.into());
         }
-        let x = operand.map(KeptX::Operand).or(again.map(KeptX::Swiglu));
         let kept_weight = || match plan.backward.input {
             None => Kept::Float(weight),
             Some(_) => Kept::Copy(
@@ -451,7 +413,7 @@ impl<B: DataBackend, const N: usize> Recorded<B, N> for Linear<B> {
                 BackwardInputs {
                     gradient,
                     weight: weight.map(Source::from),
-                    x: x.map(InputSource::from),
+                    x: x.map(Source::from),
                     delayed,
                 },
             ),

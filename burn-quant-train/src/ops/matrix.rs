@@ -47,7 +47,7 @@ impl Bundle for Source<Outline> {
     }
 }
 
-/// X as a pass reads it: as it came, or what it is computed from, or quantized before.
+/// X as a forward pass reads it: as it came, or what it is computed from, or quantized before.
 #[derive(Debug, Clone)]
 pub(super) enum InputSource<T: Tensors> {
     Floats(MatrixSource<T>),

@@ -55,8 +55,6 @@ pub struct Cell<B: DataBackend> {
     gradient_copy: Mutex<Option<Box<GradientCopy<B>>>>,
     /// The operation that made it, if what it makes may be compressed.
     origin: Option<Origin<B>>,
-    /// Gate and up, where it is SwiGLU's output and these wait compressed.
-    compressed_factors: Option<[HeldTensor<B>; 2]>,
     /// The format in which it may wait; `None` for what is not made by the forward pass.
     context: Option<Context>,
     exact: AtomicBool,
@@ -226,10 +224,6 @@ impl<B: DataBackend> HeldTensor<B> {
         swapped: Option<[usize; 2]>,
     ) -> Self {
         let (context, in_block) = (scope::context(), scope::in_block());
-        let compressed_factors = match &state {
-            State::Later(later) => later.compressed_factors(),
-            _ => None,
-        };
         let cell = Arc::new(Cell {
             is_of_row: AtomicBool::new(is_number_a_row(&shape)),
             shape,
@@ -240,7 +234,6 @@ impl<B: DataBackend> HeldTensor<B> {
             awaited: AtomicUsize::new(0),
             gradient_copy: Mutex::default(),
             origin,
-            compressed_factors,
             context,
             exact: AtomicBool::new(false),
             is_mask,
@@ -575,12 +568,6 @@ impl<B: DataBackend> Cell<B> {
             | State::Sum(_)
             | State::Taken => None,
         }
-    }
-
-    /// Gate and up, where it is SwiGLU's output and these wait compressed: it need not wait beside them, whoever has
-    /// computed it.
-    pub(crate) fn compressed_factors(&self) -> Option<&[HeldTensor<B>; 2]> {
-        self.compressed_factors.as_ref()
     }
 
     /// Says how the operation that made it, or what it rounds, quantizes its gradient.

@@ -60,14 +60,6 @@ impl<B: DataBackend> Clone for Later<B> {
 }
 
 impl<B: DataBackend> Later<B> {
-    /// Gate and up of an output, if these will wait compressed.
-    pub(super) fn compressed_factors(&self) -> Option<[HeldTensor<B>; 2]> {
-        match self {
-            Self::Swiglu(factors) => factors.contexts.map(|_| factors.inputs.clone()),
-            Self::Gradient(..) => None,
-        }
-    }
-
     /// The value. Of a gradient it is asked for once.
     pub(super) fn compute(&self) -> FloatTensor<B> {
         match self {

@@ -1,7 +1,7 @@
 //! SwiGLU and its gradients, quantized in blocks as they are computed: kernels of CUDA source, `block.cu` and
 //! `block_gradients.cu`, around the tile of [`quantize_linear_input`](crate::linear_input::quantize_linear_input).
-//! Gate and up may wait between both as INT8 in groups (`contexts.cu`), which the first one writes and the second one
-//! reads, and so does `block_waiting.cu`, which makes the copy for the backward pass then.
+//! Gate and up may wait between both as INT8 in groups, which the first one writes and the second one reads
+//! (`contexts.cu`).
 
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
@@ -44,8 +44,7 @@ fn has_contexts(spec: &QuantizeSpec) -> bool {
 }
 
 /// Quantizes `silu(gate) up` as [`block::launch`](crate::quantize::block::launch) quantizes a matrix, and gate and up
-/// by `contexts`, if the device has the kernel for that, with a row-major copy and maybe a transposed one. `None` where
-/// it has not.
+/// by `contexts`, if the device has the kernel for that. `None` where it has not.
 ///
 /// # Safety
 ///
@@ -57,25 +56,23 @@ pub(crate) unsafe fn launch<R: Runtime>(
     [gate, up]: [&TensorHandle<R>; 2],
     view: &MatrixView,
     block: usize,
-    key: Option<StochasticKey>,
+    key: StochasticKey,
     output: &BlockOutput<R>,
     contexts: Option<&QuantizeSpec>,
 ) -> Option<Contexts<R>> {
-    let (Some((_, Round::Nearest)), None | Some((_, Round::Stochastic))) =
+    let (Some((values, row_major)), Some((transposed, Round::Stochastic))) =
         (output.row_major, output.transposed)
     else {
         return None;
     };
-    let source = Forward {
-        dtype: gate.dtype,
-        transposed: output.transposed.is_some(),
-        fallback: output.fallback.is_some(),
-        contexts: contexts.is_some(),
-        cubes: 0,
-    };
-    let source = source.with_cubes(client);
-    let fits = fits(client, gate.dtype, &[gate, up], view, block, source.cubes);
-    if !contexts.is_none_or(has_contexts) || !fits {
+    let source = Forward::of(
+        client,
+        gate.dtype,
+        row_major == Round::Stochastic,
+        output.fallback.is_some(),
+        contexts.is_some(),
+    );
+    if !contexts.is_none_or(has_contexts) || !fits(client, &[gate, up], view, block, source.cubes) {
         return None;
     }
     let contexts = contexts.map(|spec| [(); 2].map(|()| allocate(client, view, spec)));
@@ -88,58 +85,15 @@ pub(crate) unsafe fn launch<R: Runtime>(
         // Not touched.
         None => vec![output.scales.clone(); 4],
     };
-    // Without a transposed copy nothing is drawn.
-    let key = key.unwrap_or(StochasticKey { seed: 0, stream: 0 });
     // SAFETY: the kernel reads both, which have whole tiles; the contexts were allocated for them, and the rest is the
     // caller's promise.
     #[allow(unsafe_code)]
     unsafe {
-        launch_tiles(client, source, &[gate, up], view, key, output, beside);
+        let inputs = [gate, up];
+        let copies = [values, transposed];
+        launch_tiles(client, source, &inputs, view, key, copies, output, beside);
     }
     Some(contexts)
-}
-
-/// Quantizes `silu(gate) up` of both as they wait, in INT8 blocks for a product that sums along its rows, transposed and
-/// stochastically, if the device has the kernel for that. `None` where it has not, and where there is nothing to
-/// quantize. `view`: as for [`launch_gradients`].
-pub(super) fn launch_waiting<R: Runtime>(
-    client: &ComputeClient<R>,
-    factors: [OperatorInput<R>; 2],
-    view: &MatrixView,
-    spec: &QuantizeSpec,
-) -> Option<Quantized<R>> {
-    let (block, key) = in_blocks(spec, Layout::Transposed)?;
-    let [
-        OperatorInput::Quantized(gate, dtype),
-        OperatorInput::Quantized(up, _),
-    ] = factors
-    else {
-        return None;
-    };
-    let inputs = [codes(gate, view)?, codes(up, view)?];
-    let source = Waiting::of(client, dtype);
-    if view.shape.num_elements() == 0 || !fits(client, dtype, &[], view, block, source.cubes) {
-        return None;
-    }
-    let output = allocate(client, view, spec);
-    let written = [output.transposed.as_ref()?, &output.scales];
-    let scales = [&gate.scales, &up.scales];
-    let buffers = inputs.into_iter().chain(written).chain(scales);
-    let numbers = WaitingNumbers {
-        rows: view.shape.rows as u64,
-        cols: view.shape.cols as u64,
-        seed: halves(key.seed),
-        stream: halves(key.stream),
-        bits_of_384: STOCHASTIC_OFFSET.to_bits().into(),
-    };
-    // SAFETY: the cubes are the tiles of the inputs, none of which reaches over an edge, and the output was allocated for
-    // them.
-    #[allow(unsafe_code)]
-    unsafe {
-        let buffers = buffers.cloned().collect();
-        launch_source(client, source, tiles(view), Vec::new(), buffers, &numbers);
-    }
-    Some(output)
 }
 
 /// Quantizes the gradients of gate and of up by a spec each, if the device has the kernel for both, that of INT8 blocks of
@@ -154,8 +108,7 @@ pub(crate) fn launch_gradients<R: Runtime>(
     view: &MatrixView,
     specs: [&QuantizeSpec; 2],
 ) -> Option<[Quantized<R>; 2]> {
-    let both = |spec| in_blocks(spec, Layout::Both);
-    let [(block, key), (block_of_up, up_key)] = [both(specs[0])?, both(specs[1])?];
+    let [(block, key), (block_of_up, up_key)] = [in_blocks(specs[0])?, in_blocks(specs[1])?];
     if block != block_of_up || view.shape.num_elements() == 0 {
         return None;
     }
@@ -177,7 +130,7 @@ pub(crate) fn launch_gradients<R: Runtime>(
     } else {
         &inputs
     };
-    if !fits(client, gradient.dtype, floats, view, block, source.cubes) {
+    if !fits(client, floats, view, block, source.cubes) {
         return None;
     }
     let outputs = specs.map(|spec| allocate_gradient(client, view, spec));
@@ -208,14 +161,14 @@ pub(crate) fn launch_gradients<R: Runtime>(
     Some(outputs)
 }
 
-/// The block and the key of INT8 blocks in this layout, all copies of which are rounded stochastically.
-fn in_blocks(spec: &QuantizeSpec, layout: Layout) -> Option<(usize, StochasticKey)> {
+/// The block and the key of INT8 blocks, both copies of which are rounded stochastically.
+fn in_blocks(spec: &QuantizeSpec) -> Option<(usize, StochasticKey)> {
     let (Granularity::Block(block), Rounding::Stochastic(key)) = (spec.granularity, spec.rounding)
     else {
         return None;
     };
     let int8 = QuantizeSpec::int8(spec.granularity);
-    let fits = *spec == int8.with_rounding(spec.rounding).with_layout(layout);
+    let fits = *spec == int8.with_rounding(spec.rounding).with_layout(Layout::Both);
     fits.then_some((block, key))
 }
 
@@ -239,19 +192,17 @@ fn codes<'a, R: Runtime>(
     is_read.then_some(values)
 }
 
-/// True where the device has kernels for matrices of this type, read as `floats` as far as they are these.
 fn fits<R: Runtime>(
     client: &ComputeClient<R>,
-    dtype: StorageType,
-    floats: &[&TensorHandle<R>],
+    inputs: &[&TensorHandle<R>],
     view: &MatrixView,
     block: usize,
     cubes: usize,
 ) -> bool {
     has_whole_tiles(client, view.shape, block)
         && cubes >= 2
-        && is_operand_type(dtype)
-        && floats
+        && is_operand_type(inputs[0].dtype)
+        && inputs
             .iter()
             .all(|input| read_width_up_to(VECTOR, input, view) == VECTOR)
 }
@@ -273,35 +224,34 @@ numbers! {
     }
 }
 
-numbers! {
-    /// The numbers of `block_waiting.cu`.
-    struct WaitingNumbers {
-        /// Multiples of 128.
-        rows: u64,
-        cols: u64,
-        /// The key of the random numbers.
-        seed: [u32; 2],
-        stream: [u32; 2],
-        /// The bits of 384, as in `whole_tiles.cu`.
-        bits_of_384: u64,
-    }
-}
-
 /// `block.cu` behind the texts that it names.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct Forward {
     dtype: StorageType,
-    transposed: bool,
+    row_stochastic: bool,
     fallback: bool,
     contexts: bool,
     cubes: usize,
 }
 
 impl Forward {
-    fn with_cubes<R: Runtime>(self, client: &ComputeClient<R>) -> Self {
+    fn of<R: Runtime>(
+        client: &ComputeClient<R>,
+        dtype: StorageType,
+        row_stochastic: bool,
+        fallback: bool,
+        contexts: bool,
+    ) -> Self {
+        let source = Self {
+            dtype,
+            row_stochastic,
+            fallback,
+            contexts,
+            cubes: 0,
+        };
         Self {
-            cubes: cubes(client, self.shared_memory(), MOST_CUBES),
-            ..self
+            cubes: cubes(client, source.shared_memory(), MOST_CUBES),
+            ..source
         }
     }
 }
@@ -325,10 +275,10 @@ impl CudaSource for Forward {
 
     fn knobs(&self) -> String {
         format!(
-            "#define IN_{}\n#define ROW_MAJOR 1\n#define TRANSPOSED {}\n#define ROW_STOCHASTIC 0\n#define FALLBACK {}\n\
-             #define CONTEXTS {}\n#define CUBES {}\n#define DRAW_EARLY 0",
+            "#define IN_{}\n#define ROW_STOCHASTIC {}\n#define FALLBACK {}\n#define CONTEXTS {}\n#define CUBES {}\n\
+             #define DRAW_EARLY 0",
             float_knob(self.dtype),
-            u8::from(self.transposed),
+            u8::from(self.row_stochastic),
             u8::from(self.fallback),
             u8::from(self.contexts),
             self.cubes,
@@ -344,11 +294,7 @@ impl CudaSource for Forward {
         client: &ComputeClient<R>,
         _sizes: [usize; 4],
     ) -> Vec<SourceText> {
-        let mut companions = vec![Gradients::of(client, self.dtype, self.contexts).text()];
-        if !self.transposed && self.contexts {
-            companions.push(Waiting::of(client, self.dtype).text());
-        }
-        companions
+        vec![Gradients::of(client, self.dtype, self.contexts).text()]
     }
 }
 
@@ -393,8 +339,8 @@ impl CudaSource for Gradients {
 
     fn knobs(&self) -> String {
         format!(
-            "#define IN_{}\n#define ROW_MAJOR 1\n#define TRANSPOSED 1\n#define ROW_STOCHASTIC 1\n#define FALLBACK 0\n\
-             #define CONTEXTS {}\n#define CUBES {}\n#define DRAW_EARLY 0",
+            "#define IN_{}\n#define ROW_STOCHASTIC 1\n#define FALLBACK 0\n#define CONTEXTS {}\n#define CUBES {}\n\
+             #define DRAW_EARLY 0",
             float_knob(self.dtype),
             u8::from(self.contexts),
             self.cubes,
@@ -406,53 +352,5 @@ impl CudaSource for Gradients {
             true => 2 * TILE_BYTES + TILE * TILE,
             false => 3 * TILE_BYTES,
         }
-    }
-}
-
-/// `block_waiting.cu` behind the texts that it names.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-struct Waiting {
-    dtype: StorageType,
-    cubes: usize,
-}
-
-impl Waiting {
-    fn of<R: Runtime>(client: &ComputeClient<R>, dtype: StorageType) -> Self {
-        let source = Self { dtype, cubes: 0 };
-        Self {
-            cubes: cubes(client, source.shared_memory(), MOST_CUBES),
-            ..source
-        }
-    }
-}
-
-impl CudaSource for Waiting {
-    type Numbers = WaitingNumbers;
-
-    const TEXT: &'static str = concat!(
-        include_str!("../quantize/block/scale.cu"),
-        "\n",
-        include_str!("../quantize/block/tile.cu"),
-        "\n",
-        include_str!("arithmetic.cu"),
-        "\n",
-        include_str!("contexts.cu"),
-        "\n",
-        include_str!("block_waiting.cu")
-    );
-    const ENTRY_POINT: &'static str = "quantize_waiting_swiglu";
-    const UNITS: u32 = 256;
-
-    fn knobs(&self) -> String {
-        format!(
-            "#define IN_{}\n#define ROW_MAJOR 0\n#define TRANSPOSED 1\n#define ROW_STOCHASTIC 0\n#define FALLBACK 0\n\
-             #define CUBES {}\n#define DRAW_EARLY 0",
-            float_knob(self.dtype),
-            self.cubes,
-        )
-    }
-
-    fn shared_memory(&self) -> usize {
-        TILE_BYTES + TILE * TILE
     }
 }

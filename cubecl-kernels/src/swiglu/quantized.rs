@@ -9,15 +9,14 @@ use crate::{
     quantize::{QuantizeSpec, Quantized, quantize, runs_of},
 };
 
-use super::{block, matrix_scale, swiglu};
+use super::{matrix_scale, swiglu};
 
 const OPERATION: &str = "quantize_swiglu";
 
-/// `silu(gate) up`, quantized: in one launch, without the product in memory, where a kernel has the spec.
+/// `silu(gate) up`, quantized: in one launch, without the product in memory, where a kernel has the spec, that of FP8 with
+/// one scale for the matrix.
 ///
-/// - `gate`, `up`: matrices as [`swiglu`] takes them.
-/// - `spec`: a kernel has FP8 with one scale for the matrix, of floats and of E4M3 in groups; and INT8 in blocks of 128,
-///   transposed and stochastic, of INT8 in groups of 128 columns.
+/// - `gate`, `up`: matrices as [`swiglu`] takes them. Of numbers with scales a kernel has E4M3 in groups.
 ///
 /// To the bit, the result is that of [`quantize`](crate::quantize::quantize()) of what `swiglu` gives.
 ///
@@ -40,9 +39,6 @@ pub fn quantize_swiglu<R: Runtime>(
         let view = MatrixView::new(OPERATION, dense)?;
         let quantized = matrix_scale::launch(client, factors, &view, spec, None);
         if let Some((quantized, _)) = quantized {
-            return Ok(quantized);
-        }
-        if let Some(quantized) = block::launch_waiting(client, factors, &view, spec) {
             return Ok(quantized);
         }
     }

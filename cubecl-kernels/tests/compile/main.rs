@@ -681,11 +681,9 @@ fn swiglu_sources(architecture: u16) -> Vec<Source> {
             };
             let context = QuantizeSpec::int8(Granularity::Group(128));
             for contexts in [None, Some(context)] {
-                for falls_back in [false, true] {
-                    for key in [Some(key), None] {
-                        let (x, state) = (source(contexts), falls_back.then(state));
-                        quantize_linear_input(client, x, 128, key, state).expect("a matrix");
-                    }
+                for state in [None, Some(state())] {
+                    let x = source(contexts);
+                    quantize_linear_input(client, x, 128, key, state).expect("a matrix");
                 }
             }
             let [waiting, narrow] = &[
@@ -693,14 +691,9 @@ fn swiglu_sources(architecture: u16) -> Vec<Source> {
                 QuantizeSpec::new(Number::E4M3, Granularity::Group(16)),
             ]
             .map(|spec| quantize(client, x, &spec).expect("a matrix"));
-            let blocks = QuantizeSpec::int8(Granularity::Block(128))
-                .with_rounding(Rounding::Stochastic(key));
-            let (spec, transposed) = (
-                blocks.with_layout(Layout::Both),
-                blocks.with_layout(Layout::Transposed),
-            );
-            let factors = [OperatorInput::Quantized(waiting, float); 2];
-            quantize_swiglu(client, factors, &transposed).expect("matrices");
+            let spec = QuantizeSpec::int8(Granularity::Block(128))
+                .with_rounding(Rounding::Stochastic(key))
+                .with_layout(Layout::Both);
             for factor in [x.into(), OperatorInput::Quantized(waiting, float)] {
                 let factors = [factor; 2];
                 quantize_swiglu_gradients(client, factors, x, [&spec; 2]).expect("matrices");
@@ -723,12 +716,11 @@ fn swiglu_sources(architecture: u16) -> Vec<Source> {
     sources.retain(|source| source.name.contains("swiglu") && source.code.contains("Numbers"));
     let texts: BTreeSet<&str> = sources.iter().map(|source| source.code.as_str()).collect();
     let of_a_float = match architecture {
-        // X with and without fallback and a transposed copy, and a gradient, each with and without contexts, and X of
-        // codes; of each layout gradients with and without a delayed maximum, of floats and of codes, and X likewise, but
-        // of codes without one.
-        90 => 2 * (4 + 1) + 1 + 3 * (3 + 2 * 2),
+        // X with and without fallback, and a gradient, each with and without contexts; of each layout gradients with and
+        // without a delayed maximum, of floats and of codes, and X likewise, but of codes without one.
+        90 => 2 * 3 + 3 * (3 + 2 * 2),
         // Of gradients those of codes, which take less shared memory.
-        80 => 2 * 4 + 1 + 1,
+        80 => 5,
         _ => 0,
     };
     assert_eq!(texts.len(), 2 * of_a_float);
@@ -1120,7 +1112,7 @@ fn quantize_both(client: &Client, x: &Tensor, block: usize, layout: Layout) {
         counts: &counts,
     };
     for state in [None, Some(state)] {
-        quantize_linear_input(client, x, block, Some(key), state).expect("a matrix");
+        quantize_linear_input(client, x, block, key, state).expect("a matrix");
     }
     let spec = QuantizeSpec::int8(Granularity::Block(block))
         .with_rounding(Rounding::Stochastic(key))

@@ -1,7 +1,6 @@
 //! The values that a forward pass leaves for the backward pass, operation by operation: those of `pretrain --memory`,
 //! computed from sizes. The operations are those of [`crate::model`]; a test compares the two.
 
-use burn_quant_train::backend::Kept;
 use burn_quant_train::layer::LayerPolicy;
 use burn_quant_train::recipe::{AttentionContext, Context, Flow, Row};
 use burn_quant_train::saved::MIN_COMPRESSED;
@@ -418,20 +417,7 @@ impl Step<'_> {
             true => float,
             false => 0,
         };
-        float + casts + self.copies(reads, &readers)
-    }
-
-    /// True if the input of the feed-forward network's last layer is SwiGLU's output of factors that wait compressed.
-    fn is_of_compressed_factors(&self, reads: Reads) -> bool {
-        let Some(context) = self.context.filter(|_| self.row.flow.is_none()) else {
-            return false;
-        };
-        let factors = self.values(1, self.model.ffn, Waits::Compressed);
-        reads == Reads::Inside
-            && self.model.family == Family::Llama
-            && self.composes()
-            && self.model.ffn.is_multiple_of(context.group)
-            && !factors.is_small()
+        float + casts + self.copies(&readers)
     }
 
     /// The form of the outputs of norms and of the values inside a feed-forward network: in Llama they are products,
@@ -444,8 +430,8 @@ impl Step<'_> {
         }
     }
 
-    /// Bytes of the quantized copies of an input, but for those that are made of what waits anyway.
-    fn copies(&self, reads: Reads, readers: &[Linear]) -> usize {
+    /// Bytes of the quantized copies of an input.
+    fn copies(&self, readers: &[Linear]) -> usize {
         let Some(row) = self.row.linear else {
             return 0;
         };
@@ -455,9 +441,7 @@ impl Step<'_> {
         let kept: Vec<_> = quantized
             .map(|it| row.kept(self.tokens(), it.shape))
             .collect();
-        let is_made_again = self.is_of_compressed_factors(reads);
-        let waits = |it: &&Kept| !(is_made_again && it.of_swiglu_again);
-        let bytes = kept.iter().filter(waits).filter_map(|it| it.input);
+        let bytes = kept.iter().filter_map(|it| it.input);
         match kept.iter().all(|it| it.shares_input) {
             true => bytes.max().unwrap_or(0),
             false => bytes.sum(),

@@ -28,7 +28,7 @@ use crate::data::{
     quantize::{
         DelayedMaximum, Fallback, FallbackQuantized, Format, MatrixSource, QuantizeKernels,
         QuantizeSpec, Quantized, QuantizedInput, Residual, ScaleNumber, Scales, fallback_block,
-        quantize_input_by_copies,
+        quantize_input_twice,
     },
     tensors::matrix_shape,
 };
@@ -119,11 +119,11 @@ where
     fn quantize_input(
         x: MatrixSource<Self>,
         forward: &QuantizeSpec,
-        saved: Option<&QuantizeSpec>,
+        saved: &QuantizeSpec,
         fallback: Option<Fallback<Self>>,
     ) -> QuantizedInput<Self> {
         let Some((block, key)) = one_read(forward, saved) else {
-            return quantize_input_by_copies::<Self>(x, forward, saved, fallback);
+            return quantize_input_twice::<Self>(x, forward, saved, fallback);
         };
         let x = SourceHandles::of("quantize_input", x);
         // Kernels take the counters without padding between rows, and Burn pads the rows of tensors that it allocates
@@ -150,7 +150,7 @@ where
         QuantizedInput {
             forward: wrap(like, input.forward),
             fallback: residual.zip(fallback.map(|fallback| fallback.counts)),
-            saved: input.saved.map(|saved| wrap(like, saved)),
+            saved: wrap(like, input.saved),
             contexts: input.contexts.map(|copies| {
                 let [gate, up] = copies.map(|copy| wrap(like, copy));
                 (gate, up)
@@ -258,29 +258,21 @@ fn layer_index<B: Cube<R>, R: CubeRuntime>(operation: &str, fallback: &Fallback<
     u32::try_from(fallback.layer).expect("32 bits index the thresholds of all layers")
 }
 
-/// The block size and the saved copy's key, if one kernel makes the copies: INT8 in blocks of one size, row-major to
-/// nearest, and if there is a saved one, transposed and stochastic.
-fn one_read(
-    forward: &QuantizeSpec,
-    saved: Option<&QuantizeSpec>,
-) -> Option<(usize, Option<StochasticKey>)> {
-    let Granularity::Block(block) = forward.granularity else {
+/// The block size and the saved copy's key, if one kernel makes both copies: INT8 in blocks of one size, row-major to
+/// nearest, transposed and stochastic.
+fn one_read(forward: &QuantizeSpec, saved: &QuantizeSpec) -> Option<(usize, StochasticKey)> {
+    let (Granularity::Block(block), Rounding::Stochastic(key)) =
+        (forward.granularity, saved.rounding)
+    else {
         return None;
     };
-    let int8 = QuantizeSpec::int8(forward.granularity);
-    if *forward != int8 {
-        return None;
-    }
-    let Some(saved) = saved else {
-        return Some((block, None));
-    };
-    let Rounding::Stochastic(key) = saved.rounding else {
-        return None;
-    };
-    let transposed = int8
-        .with_rounding(saved.rounding)
-        .with_layout(Layout::Transposed);
-    (*saved == transposed).then_some((block, Some(key)))
+    let int8 = QuantizeSpec::int8(Granularity::Block(block));
+    let fits = *forward == int8
+        && *saved
+            == int8
+                .with_rounding(Rounding::Stochastic(key))
+                .with_layout(Layout::Transposed);
+    fits.then_some((block, key))
 }
 
 /// FP32, FP16 or BF16.

@@ -20,9 +20,6 @@ pub struct Kept {
     pub input: Option<usize>,
     /// True if layers that read the same X share the copy.
     pub shares_input: bool,
-    /// True if the copy does not wait where X is the output of a SwiGLU whose gate and up wait compressed: the backward
-    /// pass makes it of them.
-    pub of_swiglu_again: bool,
     /// Bytes of the copies of W, which stay from step to step.
     pub weight: usize,
 }
@@ -46,7 +43,6 @@ fn scaled(row: &LinearRow, x: [usize; 2], weight: [usize; 2]) -> Kept {
     Kept {
         input: saved.map(|it| bytes::<Quantized<Outline>>(it.outline(x, it.key.layout))),
         shares_input: true,
-        of_swiglu_again: saved.is_some_and(|it| it.key.history.is_none()),
         weight: of_weight
             .map(|(it, layout)| bytes::<Quantized<Outline>>(it.outline(weight, layout)))
             .sum(),
@@ -61,7 +57,6 @@ fn learned(x: [usize; 2], weight: [usize; 2]) -> Kept {
     Kept {
         input: Some(bytes::<LearnedMatrix<Outline>>(saved)),
         shares_input: false,
-        of_swiglu_again: false,
         weight: bytes::<Quantized<Outline>>(copy),
     }
 }

@@ -291,22 +291,22 @@ fn quantized_x<K: Kernels>(
     delayed: Option<&DelayedMaximum<K>>,
 ) -> QuantizedX<K> {
     let spec = operand.spec(operand.factor.key.layout);
-    let is_another = |saved: &Make| {
-        (fallback.is_some() || !operand.is_same_as(saved)) && !saved.factor.key.of_transpose
-    };
-    // Alone a copy of another kind comes by a kernel of its own.
-    if delayed.is_none() && saved.map_or(fallback.is_some(), is_another) {
-        let saved = saved.map(|saved| saved.spec(saved.factor.key.layout));
+    if let Some(saved) = saved
+        && delayed.is_none()
+        && (fallback.is_some() || !operand.is_same_as(saved))
+        && !saved.factor.key.of_transpose
+    {
+        let saved = saved.spec(saved.factor.key.layout);
         let QuantizedInput {
             forward,
             fallback,
             saved,
             contexts,
-        } = K::quantize_input(x, &spec, saved.as_ref(), fallback);
+        } = K::quantize_input(x, &spec, &saved, fallback);
         return QuantizedX {
             operand: forward,
             fallback,
-            saved,
+            saved: Some(saved),
             contexts,
         };
     }
@@ -369,7 +369,7 @@ pub(super) struct BackwardInputs<T: Tensors> {
     /// W, where dX is wanted.
     pub weight: Option<Source<T>>,
     /// X, where dW is wanted.
-    pub x: Option<InputSource<T>>,
+    pub x: Option<Source<T>>,
     /// The maximum that dY had in earlier steps, where it has a history.
     pub delayed: Option<DelayedMaximum<T>>,
 }
@@ -381,10 +381,11 @@ impl Bundle for BackwardInputs<Outline> {
         inputs: BackwardInputs<S>,
         change: &mut impl Change<S, T>,
     ) -> BackwardInputs<T> {
+        type Operand = Option<Source<Outline>>;
         BackwardInputs {
             gradient: Source::rebuild(inputs.gradient, change),
-            weight: Option::<Source<Outline>>::rebuild(inputs.weight, change),
-            x: Option::<InputSource<Outline>>::rebuild(inputs.x, change),
+            weight: Operand::rebuild(inputs.weight, change),
+            x: Operand::rebuild(inputs.x, change),
             delayed: Option::<DelayedMaximum<Outline>>::rebuild(inputs.delayed, change),
         }
     }
@@ -514,9 +515,9 @@ impl Operation for Backward {
             let product = match (x, &of_weight, &quantized[1]) {
                 (x, Some([left, right]), Some(gradient)) => {
                     let x = match x {
-                        InputSource::Copy(copy) => copy,
-                        InputSource::Floats(x) => {
-                            left.copy_of::<K>(x.flattened(), left.factor.key.layout, None)
+                        Source::Copy(copy) => copy,
+                        Source::Float(x) => {
+                            left.copy::<K>(flatten::<K>(x), left.factor.key.layout, None)
                         }
                     };
                     // Straight from the accumulators.
@@ -529,11 +530,10 @@ impl Operation for Backward {
                         form.dtype,
                     )
                 }
-                (InputSource::Floats(x), _, _) => {
-                    let x = float(transposed(x.into_floats()));
-                    float_product::<K>(x, float(gradient()), form.dtype)
+                (Source::Float(x), _, _) => {
+                    float_product::<K>(float(transposed(x)), float(gradient()), form.dtype)
                 }
-                (InputSource::Copy(_), ..) => {
+                (Source::Copy(_), ..) => {
                     unreachable!("a quantized input is for a quantized product")
                 }
             };

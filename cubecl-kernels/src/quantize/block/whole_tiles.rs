@@ -44,7 +44,7 @@ pub(super) unsafe fn launch<R: Runtime>(
     key: Option<StochasticKey>,
     output: &BlockOutput<R>,
 ) -> bool {
-    let (Some(key), Some((_, row_major)), Some((_, Round::Stochastic))) =
+    let (Some(key), Some((values, row_major)), Some((transposed, Round::Stochastic))) =
         (key, output.row_major, output.transposed)
     else {
         return false;
@@ -73,19 +73,27 @@ pub(super) unsafe fn launch<R: Runtime>(
     };
     // SAFETY: the caller's promise, of one input.
     unsafe {
-        launch_tiles(client, source, &[x], view, key, output, Vec::new());
+        launch_tiles(
+            client,
+            source,
+            &[x],
+            view,
+            key,
+            [values, transposed],
+            output,
+            Vec::new(),
+        );
     }
     true
 }
 
-/// Launches a kernel around `tile.cu` that has one output, and writes tensors `beside` it. `key`: the random stream of
-/// what is rounded stochastically.
+/// Launches a kernel around `tile.cu` that has one output, and writes tensors `beside` it.
 ///
 /// # Safety
 ///
-/// The inputs, of this view, which [has whole tiles](has_whole_tiles), are those that the kernel reads. Of the output's
-/// copies it writes those that there are, and the output is as for [`launch`](super::launch). What is beside it is as
-/// large as the kernel takes it to be.
+/// The inputs, of this view, which [has whole tiles](has_whole_tiles), are those that the kernel reads. The copies are
+/// those of the output, and that is as for [`launch`](super::launch). What is beside it is as large as the kernel takes
+/// it to be.
 #[allow(unsafe_code)]
 #[allow(clippy::too_many_arguments)]
 pub(crate) unsafe fn launch_tiles<R: Runtime, S: CudaSource<Numbers = WholeTilesNumbers>>(
@@ -94,13 +102,11 @@ pub(crate) unsafe fn launch_tiles<R: Runtime, S: CudaSource<Numbers = WholeTiles
     inputs: &[&TensorHandle<R>],
     view: &MatrixView,
     key: StochasticKey,
+    copies: [&TensorHandle<R>; 2],
     output: &BlockOutput<R>,
     beside: Vec<TensorHandle<R>>,
 ) {
     let fallback = output.fallback.as_ref();
-    let copies = [output.row_major, output.transposed];
-    // What there is none of is not touched.
-    let copies = copies.map(|copy| copy.map_or(output.scales, |(copy, _)| copy));
     let written = copies.into_iter().chain([output.scales]);
     let mut buffers: Vec<_> = inputs.iter().copied().chain(written).cloned().collect();
     buffers.extend(fallback_buffers(fallback, inputs[0]));
@@ -206,8 +212,7 @@ impl CudaSource for WholeTilesSource {
 
     fn knobs(&self) -> String {
         format!(
-            "#define IN_{}\n#define ROW_MAJOR 1\n#define TRANSPOSED 1\n#define ROW_STOCHASTIC {}\n#define FALLBACK {}\n\
-             #define CUBES {}\n#define DRAW_EARLY {}",
+            "#define IN_{}\n#define ROW_STOCHASTIC {}\n#define FALLBACK {}\n#define CUBES {}\n#define DRAW_EARLY {}",
             float_knob(self.dtype),
             u8::from(self.row_stochastic),
             u8::from(self.fallback),
