@@ -1,10 +1,10 @@
-//! `quantize/group/whole_tiles.cu` on a CPU, against the reference to the bit.
+//! `quantize/group/whole_tiles.cu` and `rows.cu` on a CPU, against the reference to the bit.
 
 use cubecl::{ir::StorageType, std::tensor::TensorHandle};
 use cubecl_kernels::{
     granularity::Granularity,
     number::Number,
-    quantize::{QuantizeSpec, quantize_both_ways},
+    quantize::{QuantizeSpec, quantize, quantize_both_ways},
     reference,
     scale::ScaleNumber,
     shape::MatrixShape,
@@ -13,12 +13,13 @@ use half::{bf16, f16};
 
 use super::{
     Client,
-    device::{assert_same_integers, rounded},
+    device::{assert_same_integers, rounded, to_bytes},
     dtype,
     emulate::{UNWRITTEN, bytes, integers, one_nan, pitched},
     emulator::{Sanitizer, run},
     offline::sources_of,
     random::Random,
+    tensor,
 };
 
 const SHAPE: MatrixShape = MatrixShape {
@@ -63,8 +64,10 @@ fn emulate(random: &mut Random, float: StorageType, spec: &QuantizeSpec) {
         quantize_both_ways(client, &x, spec).expect("a matrix");
     });
     assert_eq!(sources.len(), 1);
-    let source = sources.remove(0);
+    let mut source = sources.remove(0);
     assert_eq!(source.name, "quantize_groups_both_ways");
+    // Of six tiles, two have to wait for others.
+    source.cubes = [4, 1, 1];
     let x = rounded(&random.with_special_values(SHAPE), float);
     let sanitizer = match spec.scale {
         ScaleNumber::E8M0 => Sanitizer::Threads,
@@ -86,25 +89,66 @@ fn emulate(random: &mut Random, float: StorageType, spec: &QuantizeSpec) {
     }
 }
 
+#[test]
+fn rows_equal_the_reference() {
+    let mut random = Random::fresh();
+    let mut cases = Vec::new();
+    for group in [16, 64, 128] {
+        for number in [Number::E4M3, Number::E5M2] {
+            cases.extend([ScaleNumber::F32, ScaleNumber::E8M0].map(|scale| (group, number, scale)));
+        }
+    }
+    // Cubes that are full, and one that is not.
+    let shapes = [SHAPE, MatrixShape::new(5, SHAPE.cols)];
+    for (index, (group, number, scale)) in random.few(cases, 4).into_iter().enumerate() {
+        let float = [dtype::<bf16>(), dtype::<f16>()][index % 2];
+        let shape = shapes[index / 2];
+        println!("{float} {shape:?} {group} {number:?} {scale:?}");
+        let spec = QuantizeSpec::new(number, Granularity::Group(group)).with_scale(scale);
+        let mut sources = sources_of(90, |client: &Client| {
+            let x = tensor(client, &[shape.rows, shape.cols], float);
+            quantize(client, &x, &spec).expect("a matrix");
+        });
+        assert_eq!(sources.len(), 1);
+        let source = sources.remove(0);
+        assert_eq!(source.name, "quantize_groups_of_rows");
+        let x = rounded(&random.with_special_values(shape), float);
+        let [values, scales] = quantized(&x, shape, &spec);
+        let expected = [to_bytes(&x, float), values, scales];
+        let mut before = expected.clone();
+        before[1..].iter_mut().for_each(|it| it.fill(UNWRITTEN));
+        let name = format!("emulate-rows-{float}-{group}-{number:?}-{scale:?}");
+        let mut written = run(&source, &before, &name, Sanitizer::Addresses);
+        if scale == ScaleNumber::F32 {
+            one_nan(&mut written[2]);
+        }
+        for ((written, expected), name) in written.iter().zip(&expected).zip(NAMES) {
+            assert_same_integers(&integers(written), &integers(expected), name);
+        }
+    }
+}
+
+/// Values and scales by the reference.
+fn quantized(x: &[f32], shape: MatrixShape, spec: &QuantizeSpec) -> [Vec<u8>; 2] {
+    let quantized = reference::quantize(x, shape, spec);
+    let scales = match spec.scale {
+        ScaleNumber::F32 => {
+            let mut scales = bytemuck::cast_slice(&quantized.scales).to_vec();
+            one_nan(&mut scales);
+            scales
+        }
+        ScaleNumber::E8M0 | ScaleNumber::E4M3 => quantized.scale_bytes,
+    };
+    [bytes(&quantized.values), scales]
+}
+
 /// The buffers after the launch by the reference.
 fn expected(x: &[f32], float: StorageType, spec: &QuantizeSpec) -> Buffers {
     let transpose: Vec<f32> = (0..SHAPE.cols)
         .flat_map(|col| x.iter().skip(col).step_by(SHAPE.cols).copied())
         .collect();
-    let quantized = |x: &[f32], shape| {
-        let quantized = reference::quantize(x, shape, spec);
-        let scales = match spec.scale {
-            ScaleNumber::F32 => {
-                let mut scales = bytemuck::cast_slice(&quantized.scales).to_vec();
-                one_nan(&mut scales);
-                scales
-            }
-            ScaleNumber::E8M0 | ScaleNumber::E4M3 => quantized.scale_bytes,
-        };
-        [bytes(&quantized.values), scales]
-    };
-    let [values, scales] = quantized(x, SHAPE);
-    let [transposed, of_transposed] = quantized(&transpose, SHAPE.transposed());
+    let [values, scales] = quantized(x, SHAPE, spec);
+    let [transposed, of_transposed] = quantized(&transpose, SHAPE.transposed(), spec);
     [
         pitched(x, SHAPE.cols, PITCH, float),
         values,

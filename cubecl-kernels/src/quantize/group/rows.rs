@@ -1,11 +1,19 @@
 //! Groups of a matrix without gaps whose rows are whole ones, in a row-major copy to nearest: what neighbouring units read
-//! and write follows one another, and a unit has several pieces in flight.
+//! and write follows one another, and a unit has several pieces in flight. To FP8 by a kernel of CUDA source, `rows.cu`,
+//! where the device has the conversion; the portable kernel is its specification, and does everything else.
 
 use cubecl::{ir::StorageType, prelude::*};
 
 use crate::{
-    device::{array, cube_grid, vector_width},
+    cuda::{
+        numbers::numbers,
+        source::{CudaSource, float_knob, launch_source},
+    },
+    device::{array, cube_grid, is_hopper, vector_width},
+    granularity::Granularity,
+    number::fp8::Fp8,
     operator_input::read_piece,
+    scale::ScaleNumber,
 };
 
 use super::super::{
@@ -39,6 +47,25 @@ pub(super) unsafe fn launch<R: Runtime>(
         return false;
     };
     let count = shape.num_elements() / len;
+    if let Some(source) = OfRows::of(client, input, len) {
+        let cubes = count.div_ceil(UNITS * OfRows::PIECES) as u32;
+        let cubes = CubeCount::Static(cubes, 1, 1);
+        let values = output.values.clone().expect("a row-major copy");
+        let buffers = vec![x.clone(), values, output.scales.clone()];
+        let pieces = count as u64;
+        // SAFETY: reads and writes are of pieces that there are, by the caller's promise.
+        unsafe {
+            launch_source(
+                client,
+                source,
+                cubes,
+                Vec::new(),
+                buffers,
+                &RowNumbers { pieces },
+            );
+        }
+        return true;
+    }
     let to = CopyArgs::to(copy, output);
     // SAFETY: reads are of pieces that there are, and so are writes, by the caller's promise.
     unsafe {
@@ -61,6 +88,82 @@ pub(super) unsafe fn launch<R: Runtime>(
         );
     }
     true
+}
+
+numbers! {
+    /// The numbers of `rows.cu`.
+    struct RowNumbers {
+        /// Pieces of eight elements.
+        pieces: u64,
+    }
+}
+
+/// `rows.cu` behind the texts that it names.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct OfRows {
+    dtype: StorageType,
+    number: Fp8,
+    e8m0: bool,
+    group: usize,
+}
+
+impl OfRows {
+    /// Elements of a piece, of 16 bits each, that a unit reads at once.
+    const LEN: usize = 8;
+    /// Pieces of a unit: with more the kernel is no faster.
+    const PIECES: usize = 2;
+
+    /// That of an input which [the portable kernel](quantize_rows_kernel) takes in pieces of so many elements, if the
+    /// device has it.
+    fn of<R: Runtime>(client: &ComputeClient<R>, input: &Input<R>, len: usize) -> Option<Self> {
+        let Granularity::Group(group) = input.spec.granularity else {
+            return None;
+        };
+        // The units of a group are of one warp.
+        let fits = is_hopper(client)
+            && input.x.dtype.size() == 2
+            && len == Self::LEN
+            && group <= 32 * Self::LEN;
+        let source = Self {
+            dtype: input.x.dtype,
+            number: Fp8::of(input.spec.number)?,
+            e8m0: match input.spec.scale {
+                ScaleNumber::F32 => false,
+                ScaleNumber::E8M0 => true,
+                ScaleNumber::E4M3 => return None,
+            },
+            group,
+        };
+        fits.then_some(source)
+    }
+}
+
+impl CudaSource for OfRows {
+    type Numbers = RowNumbers;
+
+    const TEXT: &'static str = concat!(
+        include_str!("../block/scale.cu"),
+        include_str!("../patch.cu"),
+        "\n",
+        include_str!("scale.cu"),
+        "\n",
+        include_str!("rows.cu")
+    );
+    const ENTRY_POINT: &'static str = "quantize_groups_of_rows";
+    const UNITS: u32 = UNITS as u32;
+
+    fn knobs(&self) -> String {
+        format!(
+            "#define IN_{}\n#define NUMBER \"{}\"\n#define LARGEST {:?}f\n#define E8M0 {}\n#define GROUP {}\n\
+             #define PIECES {}",
+            float_knob(self.dtype),
+            self.number.name(),
+            self.number.largest(),
+            u8::from(self.e8m0),
+            self.group,
+            Self::PIECES,
+        )
+    }
 }
 
 #[cube(launch_unchecked)]

@@ -10,7 +10,7 @@ use crate::{
         numbers::numbers,
         source::{CudaSource, float_knob, launch_source},
     },
-    device::{MAX_CUBES, is_hopper, read_width_up_to},
+    device::{is_hopper, read_width_up_to},
     granularity::Granularity,
     layout::Layout,
     number::fp8::Fp8,
@@ -23,6 +23,8 @@ use crate::{
 const TILE: usize = 128;
 /// Elements that are read at once, of 16 bits each.
 const VECTOR: usize = 8;
+/// Cubes that share a multiprocessor: two have registers for a tile each, and shared memory for the one behind it.
+const CUBES: usize = 2;
 
 /// A matrix and its transpose, quantized by one spec, if the kernel can and the device has it.
 pub(in crate::quantize) fn launch<R: Runtime>(
@@ -44,8 +46,8 @@ pub(in crate::quantize) fn launch<R: Runtime>(
         && x.dtype.size() == 2
         && shape.batch == 1
         && [rows * TILE, cols * TILE] == [shape.rows, shape.cols]
-        && (1..=MAX_CUBES).contains(&rows)
-        && (1..=MAX_CUBES).contains(&cols)
+        && rows * cols > 0
+        && rows * cols <= u32::MAX as usize
         && read_width_up_to(VECTOR, x, view) == VECTOR;
     if !fits {
         return None;
@@ -70,8 +72,10 @@ pub(in crate::quantize) fn launch<R: Runtime>(
         cols: shape.cols as u64,
         row_stride: view.row_stride as u64,
     };
-    let cubes = CubeCount::Static(cols as u32, rows as u32, 1);
-    // SAFETY: the cubes are the tiles of the input, none of which reaches over an edge; the outputs were allocated for
+    let multiprocessors = client.properties().hardware.num_streaming_multiprocessors;
+    let at_once = CUBES * multiprocessors.unwrap_or(1) as usize;
+    let cubes = CubeCount::Static(at_once.min(rows * cols) as u32, 1, 1);
+    // SAFETY: the cubes take the tiles of the input, none of which reaches over an edge; the outputs were allocated for
     // it and for its transpose, each with its values.
     #[allow(unsafe_code)]
     unsafe {
@@ -106,6 +110,8 @@ impl CudaSource for BothWays {
         include_str!("../block/scale.cu"),
         include_str!("../patch.cu"),
         "\n",
+        include_str!("scale.cu"),
+        "\n",
         include_str!("whole_tiles.cu")
     );
     const ENTRY_POINT: &'static str = "quantize_groups_both_ways";
@@ -113,11 +119,15 @@ impl CudaSource for BothWays {
 
     fn knobs(&self) -> String {
         format!(
-            "#define IN_{}\n#define NUMBER \"{}\"\n#define LARGEST {:?}f\n#define E8M0 {}",
+            "#define IN_{}\n#define NUMBER \"{}\"\n#define LARGEST {:?}f\n#define E8M0 {}\n#define CUBES {CUBES}",
             float_knob(self.dtype),
             self.number.name(),
             self.number.largest(),
             u8::from(self.e8m0),
         )
+    }
+
+    fn shared_memory(&self) -> usize {
+        TILE * TILE * self.dtype.size()
     }
 }
