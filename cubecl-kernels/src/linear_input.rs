@@ -29,7 +29,8 @@ pub struct LinearInput<R: Runtime> {
     pub residual: Option<FallbackResidual<R>>,
     /// The transposed copy, rounded stochastically: what the backward pass multiplies to the weight's gradient. It
     /// shares its scales with `forward`, and an allocation with these; what only the forward product reads has another.
-    pub saved: Quantized<R>,
+    /// `None` without a key.
+    pub saved: Option<Quantized<R>>,
     /// The copies of gate and of up that the source asked for.
     pub contexts: Option<[Quantized<R>; 2]>,
 }
@@ -49,7 +50,7 @@ impl<R: Runtime> Clone for LinearInput<R> {
 ///
 /// - `x`: a matrix of f32, f16 or bf16 with any strides, or [what it is computed from](MatrixSource).
 /// - `block`: 16, 32, 64 or 128.
-/// - `key`: the random stream of the saved copy.
+/// - `key`: the random stream of the saved copy; `None` for no such copy.
 /// - `fallback`: the layer's threshold and counters, as [`quantize_fallback`](crate::fallback::quantize_fallback) takes
 ///   them; `None` for no fallback.
 ///
@@ -66,7 +67,7 @@ pub fn quantize_linear_input<'a, R: Runtime>(
     client: &ComputeClient<R>,
     x: impl Into<MatrixSource<'a, R>>,
     block: usize,
-    key: StochasticKey,
+    key: Option<StochasticKey>,
     fallback: Option<FallbackState<R>>,
 ) -> Result<LinearInput<R>, KernelError> {
     let x = x.into();
@@ -75,8 +76,12 @@ pub fn quantize_linear_input<'a, R: Runtime>(
     if let Some(state) = &fallback {
         state.check(OPERATION)?;
     }
+    let layout = match key {
+        Some(_) => Layout::Both,
+        None => Layout::RowMajor,
+    };
     let contexts;
-    let (both, residual) = allocate_input(client, &view, block, Layout::Both, fallback.is_some());
+    let (both, residual) = allocate_input(client, &view, block, layout, fallback.is_some());
     if view.shape.num_elements() > 0 {
         let written = BlockOutput {
             row_major: both.values.as_ref().map(|values| (values, Round::Nearest)),
@@ -95,7 +100,7 @@ pub fn quantize_linear_input<'a, R: Runtime>(
         unsafe {
             contexts = match x {
                 MatrixSource::Floats(x) => {
-                    block::launch(client, x, &view, block, Some(key), &written);
+                    block::launch(client, x, &view, block, key, &written);
                     None
                 }
                 MatrixSource::Swiglu {
@@ -110,7 +115,7 @@ pub fn quantize_linear_input<'a, R: Runtime>(
                         Some(contexts) => contexts,
                         None => {
                             let (x, contexts) = x.floats_and_contexts(client)?;
-                            block::launch(client, &x, &view, block, Some(key), &written);
+                            block::launch(client, &x, &view, block, key, &written);
                             contexts
                         }
                     }
@@ -120,10 +125,10 @@ pub fn quantize_linear_input<'a, R: Runtime>(
     } else {
         (_, contexts) = x.floats_and_contexts(client)?;
     }
-    let saved = Quantized {
+    let saved = key.map(|_| Quantized {
         values: None,
         ..both.clone()
-    };
+    });
     let forward = Quantized {
         transposed: None,
         ..both

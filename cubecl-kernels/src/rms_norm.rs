@@ -10,7 +10,8 @@
 //!
 //! Built from tensor operations, either pass moves the matrix through memory several times. Here the units of a row
 //! keep it in registers between the sum and the result, so that each element is read once and written once. All
-//! arithmetic is FP32, rounded once at the end. Every sum has one order, so that a repetition gives the same bits.
+//! arithmetic is FP32, rounded once at the end. Every sum has one order, so that a repetition gives the same bits. A
+//! linear layer behind the norm may have its copy of the output [made of the input](quantize_rms_norm) once more.
 
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
@@ -32,6 +33,10 @@ use crate::{
         held_zeros, inverse_cols, read_held, row_sum, write_held, write_held_copy,
     },
 };
+
+mod quantized;
+
+pub use quantized::quantize_rms_norm;
 
 const OPERATION: &str = "rms_norm";
 const OPERATION_BACKWARD: &str = "rms_norm_backward";

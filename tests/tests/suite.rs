@@ -23,6 +23,7 @@ mod suite {
     mod loss_scaling;
     mod matmul;
     mod moments;
+    mod rematerialized;
     mod report;
     mod saved;
     mod small_floats;

@@ -79,11 +79,11 @@ fn quantize_input(
         layer: 0,
         counts: &fallback.counts,
     };
-    let input = quantize_linear_input(client, x, BLOCK, key, Some(state))?;
+    let input = quantize_linear_input(client, x, BLOCK, Some(key), Some(state))?;
     Ok(Launched {
         values: input.forward,
         residual: input.residual,
-        saved: Some(input.saved),
+        saved: input.saved,
     })
 }
 

@@ -44,7 +44,7 @@ use super::{
     quantize::{
         DelayedMaximum, Fallback, FallbackQuantized, Format, MatrixSource, Operand,
         QuantizeKernels, QuantizeSpec, Quantized, QuantizedInput, Residual, Scales, fallback_block,
-        quantize_input_twice,
+        quantize_input_by_copies,
     },
     random_hadamard::random_hadamard,
     read::{floats, int_data, integers},
@@ -175,10 +175,10 @@ impl<B: HostBackend> QuantizeKernels for B {
     fn quantize_input(
         x: MatrixSource<B>,
         forward: &QuantizeSpec,
-        saved: &QuantizeSpec,
+        saved: Option<&QuantizeSpec>,
         fallback: Option<Fallback<B>>,
     ) -> QuantizedInput<B> {
-        quantize_input_twice::<B>(x, forward, saved, fallback)
+        quantize_input_by_copies::<B>(x, forward, saved, fallback)
     }
 
     fn quantize_swiglu_gradients(

@@ -20,6 +20,7 @@ use crate::{
         quantize::{Format, Quantized, Residual},
     },
     lock::lock,
+    ops::linear::again::CopyAgain,
     recipe::Rounding,
 };
 
@@ -125,6 +126,13 @@ struct SavedFallback<B: DataBackend> {
     copy: FallbackCopy<B>,
 }
 
+/// A copy that the backward pass makes, and the time for which its rounding is good.
+struct SavedAgain<B: DataBackend> {
+    key: CopyKey,
+    epoch: Option<Epoch<B>>,
+    copy: Weak<CopyAgain<B>>,
+}
+
 /// The random numbers that a copy was rounded with.
 struct Draw<B: DataBackend> {
     key: CopyKey,
@@ -147,6 +155,8 @@ pub struct Tag<B: DataBackend> {
     copies: Mutex<Vec<SavedCopy<B>>>,
     /// Copies with residuals.
     with_fallback: Mutex<Vec<SavedFallback<B>>>,
+    /// Copies that the backward pass makes, as long as a layer waits for them.
+    again: Mutex<Vec<SavedAgain<B>>>,
     /// The tag of the value as the second run of its block makes it, while something waits for that run.
     second_run: Mutex<Weak<Self>>,
     /// The draws of copies that are to be made once more.
@@ -185,6 +195,7 @@ impl<B: DataBackend> Tag<B> {
             flows: false,
             copies: Mutex::default(),
             with_fallback: Mutex::default(),
+            again: Mutex::default(),
             second_run: Mutex::default(),
             draws: Mutex::default(),
             dense: Mutex::default(),
@@ -309,6 +320,29 @@ impl<B: DataBackend> Tag<B> {
         let mut copies = lock(&self.with_fallback);
         copies.retain(|saved| !saved.epoch.is_over());
         copies.push(SavedFallback { key, epoch, copy });
+    }
+
+    /// Keeps a copy that the backward pass makes, unless there is one already that is good in this epoch, and returns the
+    /// one that is kept. Those that nobody waits for make room for it.
+    pub(crate) fn keep_again(
+        &self,
+        key: CopyKey,
+        epoch: Option<Epoch<B>>,
+        copy: Arc<CopyAgain<B>>,
+    ) -> Arc<CopyAgain<B>> {
+        let mut copies = lock(&self.again);
+        copies.retain(|saved| saved.copy.strong_count() > 0);
+        let mut known = copies.iter();
+        let known = known.find(|saved| saved.key == key && saved.epoch == epoch);
+        if let Some(kept) = known.and_then(|saved| saved.copy.upgrade()) {
+            return kept;
+        }
+        copies.push(SavedAgain {
+            key,
+            epoch,
+            copy: Arc::downgrade(&copy),
+        });
+        copy
     }
 
     /// The tag for the copies that the second run of a [block](crate::saved::checkpoint()) makes of the value: one for

@@ -4,6 +4,7 @@
 //! Each pass is one operation of the backend that holds the data, so the operands that a pass makes for its products
 //! never become tensors of a fused stream.
 
+pub(crate) mod again;
 mod history;
 pub(crate) mod kept;
 mod pass;
@@ -14,6 +15,7 @@ use std::sync::Arc;
 use burn_backend::{DType, FloatDType, IntDType, Scalar, Shape, TensorMetadata, tensor::Device};
 
 use self::{
+    again::CopyAgain,
     history::History,
     pass::{Backward, BackwardInputs, Forward, ForwardInputs, Gradients},
     plan::{BackwardPlan, Plan, Stored},
@@ -78,7 +80,7 @@ pub(crate) struct Settled<B: DataBackend> {
 #[derive(Debug)]
 pub(crate) struct Saved<B: DataBackend> {
     /// Present if W needs a gradient.
-    x: Option<Kept<B>>,
+    x: Option<KeptX<B>>,
     /// Present if X needs a gradient.
     weight: Option<Kept<B>>,
     x_form: Form,
@@ -132,6 +134,31 @@ impl<B: DataBackend> From<Kept<B>> for Source<B> {
     }
 }
 
+/// X as it waits for the backward pass.
+#[derive(Debug)]
+enum KeptX<B: DataBackend> {
+    Operand(Kept<B>),
+    Again(Arc<CopyAgain<B>>),
+}
+
+impl<B: DataBackend> Clone for KeptX<B> {
+    fn clone(&self) -> Self {
+        match self {
+            Self::Operand(operand) => Self::Operand(operand.clone()),
+            Self::Again(copy) => Self::Again(copy.clone()),
+        }
+    }
+}
+
+impl<B: DataBackend> From<KeptX<B>> for Source<B> {
+    fn from(kept: KeptX<B>) -> Self {
+        match kept {
+            KeptX::Operand(operand) => operand.into(),
+            KeptX::Again(again) => Self::Copy(Quantized::clone(&again.copy())),
+        }
+    }
+}
+
 impl<B: DataBackend> Linear<B> {
     /// The forward pass, and Y if it is wanted.
     fn pass<const N: usize>(
@@ -174,7 +201,17 @@ impl<B: DataBackend> Linear<B> {
         };
         let saved_make = plan.saved.filter(|_| wants_weight).map(drawn);
         let saved = saved_make.and_then(|make| of_x(make.factor.key));
-        let to_save = saved_make.filter(|_| saved.is_none());
+        let of_again = saved_make.filter(|_| saved.is_none() && plan.saves_another);
+        let again = of_again.and_then(|make| {
+            let of = x.cell().rematerialized()?;
+            let key = make.factor.key;
+            let copy = Arc::new(CopyAgain::new(make, of));
+            Some(match &self.x_tag {
+                Some(tag) => tag.keep_again(key, plan.epoch(bank, key), copy),
+                None => copy,
+            })
+        });
+        let to_save = saved_make.filter(|_| saved.is_none() && again.is_none());
         let shares_operand = plan.residual == Residual::Never && self.x_tag.is_some();
         // With fallback, what the first of the layers quantized with its threshold: they move alike.
         let fallback_tag = match plan.residual {
@@ -301,14 +338,15 @@ impl<B: DataBackend> Linear<B> {
             history.note_copies(&device, [copy.as_ref(), other.as_ref()]);
         }
         let [x_form, weight_form] = forms;
-        let x = kept_x.or(saved.map(Kept::Copy));
+        let operand = kept_x.or(saved.map(Kept::Copy));
         let mut noted = Operands::default();
-        if let Some(Kept::Copy(copy)) = &x {
+        if let Some(Kept::Copy(copy)) = &operand {
             noted.note(false, copy, &x_form.shape, x_form.dtype.into());
         }
         for copy in [&copy, &other].into_iter().flatten() {
             noted.note(true, copy, &weight_form.shape, weight_form.dtype.into());
         }
+        let x = operand.map(KeptX::Operand).or(again.map(KeptX::Again));
         let kept_weight = || match plan.backward.input {
             None => Kept::Float(weight),
             Some(_) => Kept::Copy(

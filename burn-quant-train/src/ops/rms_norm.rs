@@ -7,7 +7,7 @@ use crate::{
         DataBackend, cast_to,
         composition::{OutputGradient, RmsNormForward, RmsNormGradients},
     },
-    saved::{HeldTensor, recorded::Recorded},
+    saved::{HeldTensor, recorded::Recorded, rematerialized::NormInputs},
 };
 
 /// `x / sqrt(mean(x²) + epsilon) gain` of x `[.., columns]`. The gain has as many
@@ -17,17 +17,9 @@ pub(crate) struct RmsNorm {
     pub epsilon: f64,
 }
 
-/// The tensors that the backward pass needs.
-#[derive(Debug, Clone)]
-pub(crate) struct Saved<B: DataBackend> {
-    x: HeldTensor<B>,
-    gain: HeldTensor<B>,
-    /// f32 `[rows, 1]`.
-    inverse_rms: HeldTensor<B>,
-}
-
 impl<B: DataBackend> Recorded<B, 2> for RmsNorm {
-    type Saved = Saved<B>;
+    /// The tensors that the backward pass needs.
+    type Saved = NormInputs<B>;
 
     fn again(&mut self, _inputs: &[HeldTensor<B>; 2]) -> Option<Self> {
         Some(*self)
@@ -45,25 +37,30 @@ impl<B: DataBackend> Recorded<B, 2> for RmsNorm {
         };
         let values = (x.clone().into_input(), gain.clone().into_value());
         let ((output, inverse_rms), copy) = B::run(norm, values);
-        if let Some(copy) = copy {
-            x.cell().keep_compressed(copy);
-        }
-        let saved = Saved {
+        let saved = NormInputs {
             x,
             gain,
             inverse_rms: HeldTensor::of("rms_norm", inverse_rms),
         };
-        (HeldTensor::of("rms_norm", output), saved)
+        let output = HeldTensor::of("rms_norm", output);
+        let output = match copy {
+            Some(copy) => {
+                saved.x.cell().keep_compressed(copy);
+                output.of_norm(saved.clone())
+            }
+            None => output,
+        };
+        (output, saved)
     }
 
     const JOINS: bool = true;
 
     fn backward_joined(
-        Saved {
+        NormInputs {
             x,
             gain,
             inverse_rms,
-        }: Self::Saved,
+        }: NormInputs<B>,
         gradient: OutputGradient<B>,
         wanted: [bool; 2],
     ) -> [Option<FloatTensor<B>>; 2] {

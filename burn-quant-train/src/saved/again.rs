@@ -37,6 +37,23 @@ pub struct Origin<B: DataBackend> {
     earlier: Vec<Weak<Cell<B>>>,
     /// The operation, if it is cheap.
     computation: Option<(From, Arc<Computation<B>>)>,
+    /// Where it is a view: of which tensor, by which operations.
+    view: Option<View<B>>,
+}
+
+/// The views, one of the other, that lead from a tensor to another one.
+struct View<B: DataBackend> {
+    of: Weak<Cell<B>>,
+    by: Vec<Arc<Computation<B>>>,
+}
+
+impl<B: DataBackend> Clone for View<B> {
+    fn clone(&self) -> Self {
+        Self {
+            of: self.of.clone(),
+            by: self.by.clone(),
+        }
+    }
 }
 
 impl<B: DataBackend> Origin<B> {
@@ -46,6 +63,7 @@ impl<B: DataBackend> Origin<B> {
             operands: Vec::new(),
             earlier: Vec::new(),
             computation: None,
+            view: None,
         };
         for operand in operands {
             origin.operands.push(Arc::downgrade(operand));
@@ -69,6 +87,44 @@ impl<B: DataBackend> Origin<B> {
             computation: Some((from, Arc::new(compute))),
             ..self
         }
+    }
+
+    /// The same of an operation that shows its operand's elements in another shape or order.
+    pub(super) fn view(
+        self,
+        compute: impl Fn(Vec<FloatTensor<B>>) -> FloatTensor<B> + Send + Sync + 'static,
+    ) -> Self {
+        let before = self.operands.first().and_then(|operand| {
+            let operand = operand.upgrade()?;
+            operand.origin().and_then(|origin| origin.view.clone())
+        });
+        let mut view = before.unwrap_or_else(|| View {
+            of: self.operands.first().cloned().unwrap_or_default(),
+            by: Vec::new(),
+        });
+        let compute: Arc<Computation<B>> = Arc::new(compute);
+        view.by.push(compute.clone());
+        Self {
+            computation: Some((From::Any, compute)),
+            view: Some(view),
+            ..self
+        }
+    }
+
+    /// The views that lead here from a tensor that is still there, and `stays`.
+    pub(super) fn to_view(&self, stays: impl Fn(&Arc<Cell<B>>) -> bool) -> Option<Again<B>> {
+        let View { of, by } = self.view.as_ref()?;
+        let of = of.upgrade().filter(stays)?;
+        let by = by.clone();
+        Some(Again {
+            operands: vec![of],
+            compute: Arc::new(move |operands| {
+                by.iter()
+                    .fold(operands, |value, compute| vec![compute(value)])
+                    .pop()
+                    .expect("a view is of one tensor")
+            }),
+        })
     }
 
     /// True if it is cheap to do again, and may be, as far as can be known before forward code has let go of its result.

@@ -3,7 +3,7 @@
 use std::{
     fmt::Debug,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError, Weak,
+        Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak,
         atomic::{AtomicBool, AtomicUsize, Ordering},
     },
 };
@@ -19,6 +19,7 @@ use super::{
     bits::Bits,
     compress::{Compress, Decompress},
     later::{GradientCopy, Later},
+    rematerialized::{NormInputs, Rematerialized},
     report, scope,
 };
 use crate::{
@@ -55,6 +56,8 @@ pub struct Cell<B: DataBackend> {
     gradient_copy: Mutex<Option<Box<GradientCopy<B>>>>,
     /// The operation that made it, if what it makes may be compressed.
     origin: Option<Origin<B>>,
+    /// What it is made of, where it is a norm's output of an input that will wait compressed.
+    norm_inputs: OnceLock<Box<NormInputs<B>>>,
     /// The format in which it may wait; `None` for what is not made by the forward pass.
     context: Option<Context>,
     exact: AtomicBool,
@@ -234,6 +237,7 @@ impl<B: DataBackend> HeldTensor<B> {
             awaited: AtomicUsize::new(0),
             gradient_copy: Mutex::default(),
             origin,
+            norm_inputs: OnceLock::new(),
             context,
             exact: AtomicBool::new(false),
             is_mask,
@@ -307,6 +311,12 @@ impl<B: DataBackend> HeldTensor<B> {
         if again.is_some() {
             *lock(&self.0.of_block) = again;
         }
+        self
+    }
+
+    /// The same, the output of a norm of these, whose input will wait compressed.
+    pub(crate) fn of_norm(self, inputs: NormInputs<B>) -> Self {
+        let _ = self.0.norm_inputs.set(Box::new(inputs));
         self
     }
 
@@ -568,6 +578,20 @@ impl<B: DataBackend> Cell<B> {
             | State::Sum(_)
             | State::Taken => None,
         }
+    }
+
+    /// How it can be made again in the backward pass of what waits anyway, if that is not itself.
+    pub(crate) fn rematerialized(self: &Arc<Self>) -> Option<Rematerialized<B>> {
+        if self.context.is_none() || self.is_in_block() {
+            return None;
+        }
+        if let Some(inputs) = self.norm_inputs.get() {
+            return Some(Rematerialized::RmsNorm(NormInputs::clone(inputs)));
+        }
+        let view = self
+            .origin()?
+            .to_view(|of| of.is_exact() && of.holders() > 0);
+        view.map(Rematerialized::View)
     }
 
     /// Says how the operation that made it, or what it rounds, quantizes its gradient.

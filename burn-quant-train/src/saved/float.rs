@@ -20,8 +20,8 @@ impl<B: DataBackend> FloatTensorOps<Self> for Held<B> {
     forward! {
     float_matmul(lhs: Float, rhs: Float) -> Float;
     float_transpose(tensor: Float) -> Float [again];
-    float_swap_dims(tensor: Float, dim1: (usize), dim2: (usize)) -> Float [again swapped];
-    float_reshape(tensor: Float, shape: (Shape)) -> Float [again];
+    float_swap_dims(tensor: Float, dim1: (usize), dim2: (usize)) -> Float [again view swapped];
+    float_reshape(tensor: Float, shape: (Shape)) -> Float [again view];
     float_to_device(tensor: Float, device: (&Device<Self>)) -> Float;
     }
 

@@ -41,6 +41,9 @@ macro_rules! forward {
     (@again [ again over small, $($mark:tt)* ] $origin:ident $name:ident($($arg:ident: $kind:tt),*)) => {
         $origin.again(crate::saved::again::From::OverSmall, forward!(@closure $name($($arg: $kind),*)))
     };
+    (@again [ again view $($mark:tt)* ] $origin:ident $name:ident($($arg:ident: $kind:tt),*)) => {
+        $origin.view(forward!(@closure $name($($arg: $kind),*)))
+    };
     (@again [ again $($mark:tt)* ] $origin:ident $name:ident($($arg:ident: $kind:tt),*)) => {
         $origin.again(crate::saved::again::From::Any, forward!(@closure $name($($arg: $kind),*)))
     };
@@ -99,7 +102,7 @@ macro_rules! forward {
         let _: Option<crate::saved::again::Origin<B>> = $origin;
         crate::saved::HeldTensor::mask(stringify!($name), B::$name($($arg),*)).of_block($block)
     }};
-    (@lift Float [ again swapped ] $name:ident($tensor:ident, $a:ident, $b:ident) $origin:ident $block:ident) => {
+    (@lift Float [ again view swapped ] $name:ident($tensor:ident, $a:ident, $b:ident) $origin:ident $block:ident) => {
         crate::saved::HeldTensor::swapped(B::$name($tensor, $a, $b), stringify!($name), $origin, [$a, $b])
             .of_block($block)
     };

@@ -30,6 +30,7 @@
 //! | `later` | values that a linear layer quantizes in the launch that computes them |
 //! | `centred` | values less what they have in common, which wait in place of those |
 //! | [`compress`] | from float tensors to contexts and back |
+//! | `rematerialized` | values that a linear layer's backward pass makes again of what waits, and keeps no copy of |
 //! | [`recorded`] | operations with a backward pass of our own: one type, one node for autodiff |
 //! | [`report`] | the values that wait now, by layer and operation |
 //! | `float`, `int`, `bool`, `module`, `activation`, `quantized`, `transaction` | [`Held`]'s operations |
@@ -51,6 +52,7 @@ pub(crate) mod later;
 mod module;
 mod quantized;
 pub mod recorded;
+pub(crate) mod rematerialized;
 pub mod report;
 pub mod scope;
 mod transaction;

@@ -56,12 +56,12 @@ pub(crate) unsafe fn launch<R: Runtime>(
     [gate, up]: [&TensorHandle<R>; 2],
     view: &MatrixView,
     block: usize,
-    key: StochasticKey,
+    key: Option<StochasticKey>,
     output: &BlockOutput<R>,
     contexts: Option<&QuantizeSpec>,
 ) -> Option<Contexts<R>> {
-    let (Some((values, row_major)), Some((transposed, Round::Stochastic))) =
-        (output.row_major, output.transposed)
+    let (Some(key), Some((_, row_major)), Some((_, Round::Stochastic))) =
+        (key, output.row_major, output.transposed)
     else {
         return None;
     };
@@ -89,9 +89,7 @@ pub(crate) unsafe fn launch<R: Runtime>(
     // caller's promise.
     #[allow(unsafe_code)]
     unsafe {
-        let inputs = [gate, up];
-        let copies = [values, transposed];
-        launch_tiles(client, source, &inputs, view, key, copies, output, beside);
+        launch_tiles(client, source, &[gate, up], view, key, output, beside);
     }
     Some(contexts)
 }
@@ -108,7 +106,8 @@ pub(crate) fn launch_gradients<R: Runtime>(
     view: &MatrixView,
     specs: [&QuantizeSpec; 2],
 ) -> Option<[Quantized<R>; 2]> {
-    let [(block, key), (block_of_up, up_key)] = [in_blocks(specs[0])?, in_blocks(specs[1])?];
+    let both = |spec| in_blocks(spec, Layout::Both);
+    let [(block, key), (block_of_up, up_key)] = [both(specs[0])?, both(specs[1])?];
     if block != block_of_up || view.shape.num_elements() == 0 {
         return None;
     }
@@ -161,19 +160,19 @@ pub(crate) fn launch_gradients<R: Runtime>(
     Some(outputs)
 }
 
-/// The block and the key of INT8 blocks, both copies of which are rounded stochastically.
-fn in_blocks(spec: &QuantizeSpec) -> Option<(usize, StochasticKey)> {
+/// The block and the key of INT8 blocks in this layout, whose copies are rounded stochastically.
+pub(crate) fn in_blocks(spec: &QuantizeSpec, layout: Layout) -> Option<(usize, StochasticKey)> {
     let (Granularity::Block(block), Rounding::Stochastic(key)) = (spec.granularity, spec.rounding)
     else {
         return None;
     };
     let int8 = QuantizeSpec::int8(spec.granularity);
-    let fits = *spec == int8.with_rounding(spec.rounding).with_layout(Layout::Both);
+    let fits = *spec == int8.with_rounding(spec.rounding).with_layout(layout);
     fits.then_some((block, key))
 }
 
-/// The codes of a matrix as the kernel reads them, if it does.
-fn codes<'a, R: Runtime>(
+/// The codes of a matrix as kernels around `contexts.cu` read them, if they do.
+pub(crate) fn codes<'a, R: Runtime>(
     matrix: &'a Quantized<R>,
     view: &MatrixView,
 ) -> Option<&'a TensorHandle<R>> {
@@ -275,8 +274,8 @@ impl CudaSource for Forward {
 
     fn knobs(&self) -> String {
         format!(
-            "#define IN_{}\n#define ROW_STOCHASTIC {}\n#define FALLBACK {}\n#define CONTEXTS {}\n#define CUBES {}\n\
-             #define DRAW_EARLY 0",
+            "#define IN_{}\n#define ROW_MAJOR 1\n#define TRANSPOSED 1\n#define ROW_STOCHASTIC {}\n#define FALLBACK {}\n\
+             #define CONTEXTS {}\n#define CUBES {}\n#define DRAW_EARLY 0",
             float_knob(self.dtype),
             u8::from(self.row_stochastic),
             u8::from(self.fallback),
@@ -339,8 +338,8 @@ impl CudaSource for Gradients {
 
     fn knobs(&self) -> String {
         format!(
-            "#define IN_{}\n#define ROW_STOCHASTIC 1\n#define FALLBACK 0\n#define CONTEXTS {}\n#define CUBES {}\n\
-             #define DRAW_EARLY 0",
+            "#define IN_{}\n#define ROW_MAJOR 1\n#define TRANSPOSED 1\n#define ROW_STOCHASTIC 1\n#define FALLBACK 0\n\
+             #define CONTEXTS {}\n#define CUBES {}\n#define DRAW_EARLY 0",
             float_knob(self.dtype),
             u8::from(self.contexts),
             self.cubes,

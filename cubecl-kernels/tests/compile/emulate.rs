@@ -128,7 +128,7 @@ fn source_of(float: StorageType, operand: Operand, key: StochasticKey) -> Source
             layer,
             counts,
         });
-        quantize_linear_input(client, &x, BLOCK, key, state).expect("a matrix");
+        quantize_linear_input(client, &x, BLOCK, Some(key), state).expect("a matrix");
     });
     assert_eq!(sources.len(), 1);
     let source = sources.remove(0);

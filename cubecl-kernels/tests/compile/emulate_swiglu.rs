@@ -1,5 +1,5 @@
-//! SwiGLU and its gradients, quantized in blocks as they are computed, on a CPU, against the reference of the quantizer
-//! to the bit, with gate and up as floats and as they wait in INT8.
+//! SwiGLU and its gradients, and RMSNorm once more, quantized in blocks as they are computed, on a CPU, against the
+//! reference of the quantizer to the bit, of floats and of what waits in INT8.
 
 use cubecl::{ir::StorageType, std::tensor::TensorHandle};
 use cubecl_kernels::{
@@ -10,6 +10,7 @@ use cubecl_kernels::{
     operator_input::OperatorInput,
     quantize::{MatrixSource, QuantizeSpec, Quantized},
     reference,
+    rms_norm::quantize_rms_norm,
     rounding::Rounding,
     shape::MatrixShape,
     swiglu::quantize_swiglu_gradients,
@@ -145,7 +146,7 @@ fn the_input_equals_the_reference() {
                     up: x,
                     contexts: contexts.then_some(CONTEXT),
                 };
-                quantize_linear_input(client, x, BLOCK, key, state).expect("a matrix");
+                quantize_linear_input(client, x, BLOCK, Some(key), state).expect("a matrix");
             });
             assert_eq!(source.name, "quantize_swiglu");
             let [gate, up] = draw(&mut random, float);
@@ -254,6 +255,53 @@ fn the_gradients_equal_the_reference() {
             &[3, 4, 5, 6, 7, 8],
             &[5, 8],
             (&name, float),
+        );
+    }
+}
+
+#[test]
+fn a_norm_once_more_equals_the_reference() {
+    let mut random = Random::fresh();
+    for (float, gain_type) in [
+        (dtype::<f16>(), dtype::<f16>()),
+        (dtype::<bf16>(), dtype::<f32>()),
+    ] {
+        println!("{float}, gains {gain_type}");
+        let rounding = Rounding::Stochastic(random.key());
+        let spec = QuantizeSpec::int8(Granularity::Block(BLOCK))
+            .with_rounding(rounding)
+            .with_layout(Layout::Transposed);
+        let source = source_of(float, |client, _| {
+            let gain = tensor(client, &[SHAPE.cols], gain_type);
+            let roots = tensor(client, &[SHAPE.rows], dtype::<f32>());
+            let codes = allocated(client);
+            let x = OperatorInput::Quantized(&codes, float);
+            quantize_rms_norm(client, x, &gain, &roots, &spec).expect("a matrix");
+        });
+        assert_eq!(source.name, "quantize_rms_norm");
+        let [x] = draw(&mut random, float);
+        let gain = rounded(&random.with_outliers(SHAPE.cols), gain_type);
+        let roots = random.with_outliers(SHAPE.rows);
+        let waiting = reference::dequantize(&reference::quantize(&x, SHAPE, &CONTEXT));
+        let of = |(at, x): (usize, f32)| x * roots[at / SHAPE.cols] * gain[at % SHAPE.cols];
+        let output = rounded(&waiting, float).into_iter().enumerate().map(of);
+        let output = rounded(&output.collect::<Vec<_>>(), float);
+        let [_, transposed, scales] = quantized(&output, rounding, rounding);
+        let [codes, scales_of_x] = compressed(&x);
+        let expected = [
+            codes,
+            scales_of_x,
+            bytemuck::cast_slice(&roots).to_vec(),
+            to_bytes(&gain, gain_type),
+            transposed,
+            scales,
+        ];
+        check_written(
+            &source,
+            &expected,
+            &[4, 5],
+            &[5],
+            ("emulate-rms-norm", float),
         );
     }
 }

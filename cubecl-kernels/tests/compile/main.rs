@@ -66,10 +66,10 @@ use cubecl_kernels::{
     quantize::{
         DelayedMaximum, MatrixSource, QuantizeSpec, dequantize, learned_step,
         learned_step::{ElementSource, Gradient, LearnedStep, ResidualRows},
-        quantize, quantize_by, quantize_delayed, unpack_int4,
+        quantize, quantize_both_ways, quantize_by, quantize_delayed, unpack_int4,
     },
     random_hadamard::random_hadamard,
-    rms_norm::{rms_norm, rms_norm_backward, rms_norm_compressing},
+    rms_norm::{quantize_rms_norm, rms_norm, rms_norm_backward, rms_norm_compressing},
     rotary::{RotaryPass, rotary},
     rounding::{Rounding, StochasticKey},
     scale::ScaleNumber,
@@ -683,7 +683,7 @@ fn swiglu_sources(architecture: u16) -> Vec<Source> {
             for contexts in [None, Some(context)] {
                 for state in [None, Some(state())] {
                     let x = source(contexts);
-                    quantize_linear_input(client, x, 128, key, state).expect("a matrix");
+                    quantize_linear_input(client, x, 128, Some(key), state).expect("a matrix");
                 }
             }
             let [waiting, narrow] = &[
@@ -740,6 +740,49 @@ fn swiglu_calls_what_its_cuda_source_calls() {
             assert!(source.code.contains(call), "{}: {call}", source.name);
         }
     }
+}
+
+/// The CUDA source of RMSNorm's output once more, of each type of input and of gains.
+fn rms_norm_sources() -> Vec<Source> {
+    let key = StochasticKey { seed: 1, stream: 2 };
+    let mut sources = sources_of(90, |client| {
+        for float in outputs() {
+            let x = tensor(client, &[128, 256], float);
+            let waiting = quantize(client, &x, &QuantizeSpec::int8(Granularity::Group(128)));
+            let waiting = waiting.expect("a matrix");
+            let roots = tensor(client, &[128], dtype::<f32>());
+            let spec = QuantizeSpec::int8(Granularity::Block(128))
+                .with_rounding(Rounding::Stochastic(key))
+                .with_layout(Layout::Transposed);
+            for gain in BTreeSet::from([float, dtype::<f32>()]) {
+                let gain = tensor(client, &[256], gain);
+                let x = OperatorInput::Quantized(&waiting, float);
+                quantize_rms_norm(client, x, &gain, &roots, &spec).expect("matrices");
+            }
+        }
+    });
+    sources.retain(|source| source.name == "quantize_rms_norm");
+    assert_eq!(sources.len(), 2 * 2);
+    sources
+}
+
+/// The CUDA source of groups both ways and along the rows.
+fn group_sources() -> Vec<Source> {
+    let mut sources = sources_of(90, |client| {
+        for float in [dtype::<f16>(), dtype::<bf16>()] {
+            let x = tensor(client, &[128, 256], float);
+            for number in [Number::E4M3, Number::E5M2] {
+                for scale in [ScaleNumber::F32, ScaleNumber::E8M0] {
+                    let spec = QuantizeSpec::new(number, Granularity::Group(128)).with_scale(scale);
+                    quantize(client, &x, &spec).expect("a matrix");
+                    quantize_both_ways(client, &x, &spec).expect("a matrix");
+                }
+            }
+        }
+    });
+    sources.retain(|source| source.name.starts_with("quantize_groups"));
+    assert_eq!(sources.len(), 2 * 2 * 2 * 2);
+    sources
 }
 
 /// The CUDA source of one scale for a matrix, by delayed and by current scaling, of each type of input, number and layout.
@@ -1112,7 +1155,7 @@ fn quantize_both(client: &Client, x: &Tensor, block: usize, layout: Layout) {
         counts: &counts,
     };
     for state in [None, Some(state)] {
-        quantize_linear_input(client, x, block, key, state).expect("a matrix");
+        quantize_linear_input(client, x, block, Some(key), state).expect("a matrix");
     }
     let spec = QuantizeSpec::int8(Granularity::Block(block))
         .with_rounding(Rounding::Stochastic(key))
@@ -1434,6 +1477,13 @@ fn nvrtc_compiles_one_scale_for_a_matrix() {
 #[ignore = "needs NVRTC: CUDA_PATH=$(.ci/nvrtc), then --test compile -- --ignored"]
 fn nvrtc_compiles_quantized_swiglu(#[case] architecture: u16, #[case] name: &str) {
     compile(swiglu_sources(architecture), name);
+}
+
+#[rstest]
+#[ignore = "needs NVRTC: CUDA_PATH=$(.ci/nvrtc), then --test compile -- --ignored"]
+fn nvrtc_compiles_norms_and_groups() {
+    compile(rms_norm_sources(), "sm_90a");
+    compile(group_sources(), "sm_90a");
 }
 
 #[rstest]

@@ -90,3 +90,26 @@ pub fn assert_is_copy(
     let (copy, expected) = (read::<u8>(client, copy), read::<u8>(client, expected));
     assert!(copy == expected, "{what}: values");
 }
+
+/// Compares scales and both copies of the values.
+#[track_caller]
+pub fn assert_same(
+    client: &Client,
+    actual: &Quantized<TestRuntime>,
+    expected: &Quantized<TestRuntime>,
+    what: &str,
+) {
+    assert_eq!(actual.shape, expected.shape, "{what}");
+    let scales = bits(client, &actual.scales);
+    assert_eq!(scales, bits(client, &expected.scales), "{what}: scales");
+    for (copy, expected, name) in [
+        (&actual.values, &expected.values, "row-major copy"),
+        (&actual.transposed, &expected.transposed, "transposed copy"),
+    ] {
+        assert_eq!(copy.is_some(), expected.is_some(), "{what}: {name}");
+        if let (Some(copy), Some(expected)) = (copy, expected) {
+            let (copy, expected) = (read::<u8>(client, copy), read::<u8>(client, expected));
+            assert!(copy == expected, "{what}: {name}");
+        }
+    }
+}

@@ -180,7 +180,7 @@ fn fallback_and_threshold_reject() {
 #[test]
 fn linear_input_rejects() {
     let client = client();
-    let key = StochasticKey { seed: 1, stream: 2 };
+    let key = Some(StochasticKey { seed: 1, stream: 2 });
     let vector = upload(&client, &[1.0; 8], &[8], dtype::<f32>());
     let matrix = upload(&client, &[1.0; 8], &[2, 4], dtype::<f32>());
     let counts = upload_i32(&client, &[0; 4], &[2, 2]);

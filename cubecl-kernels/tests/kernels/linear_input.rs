@@ -51,19 +51,20 @@ fn check(
         )
     };
     assert_eq!(input.forward.shape, shape);
-    assert_eq!(input.saved.shape, shape);
-    assert!(input.forward.transposed.is_none() && input.saved.values.is_none());
+    let kept = input.saved.as_ref().expect("a saved copy");
+    assert_eq!(kept.shape, shape);
+    assert!(input.forward.transposed.is_none() && kept.values.is_none());
     let nearest = quantized(Rounding::Nearest);
     let values = input.forward.values.as_ref().expect("a row-major copy");
     assert_same_integers(&read_i8(client, values), &nearest.values, "forward");
     let saved = quantized(Rounding::Stochastic(KEY));
-    let transposed = input.saved.transposed.as_ref().expect("a transposed copy");
+    let transposed = kept.transposed.as_ref().expect("a transposed copy");
     assert_same_integers(
         &read_i8(client, transposed),
         &saved.transposed().values,
         "saved",
     );
-    for scales in [&input.forward.scales, &input.saved.scales] {
+    for scales in [&input.forward.scales, &kept.scales] {
         assert_same_floats(&read(client, scales), &nearest.scales, "scales");
     }
     assert_eq!(input.residual.is_some(), threshold.is_some());
@@ -100,7 +101,7 @@ fn of_blocks(client: &Client, random: &mut Random, block: usize) {
             let layers = threshold.map(|threshold| Layers::new(client, threshold));
             let state = layers.as_ref().map(state);
             let input =
-                quantize_linear_input(client, &tensor, block, KEY, state).expect("a matrix");
+                quantize_linear_input(client, &tensor, block, Some(KEY), state).expect("a matrix");
             check(client, &input, &x, shape, block, threshold);
             if let (Some(layers), Some(threshold)) = (&layers, threshold) {
                 let expected = reference::quantize_fallback(&x, shape, block, threshold);
@@ -123,8 +124,8 @@ fn float_types_and_strides_do_not_change_the_numbers() {
             let tensor = upload_matrix(&client, &x, shape, float, memory);
             for block in drawn(&mut random, [32, 128], 1) {
                 let state = Some(state(&layers));
-                let input =
-                    quantize_linear_input(&client, &tensor, block, KEY, state).expect("a matrix");
+                let input = quantize_linear_input(&client, &tensor, block, Some(KEY), state)
+                    .expect("a matrix");
                 check(&client, &input, &x, shape, block, Some(50.0));
             }
         }
@@ -150,8 +151,8 @@ fn whole_tiles_equal_the_reference() {
                     println!("{shape:?} {float} {memory:?}, threshold {threshold:?}");
                     let layers = threshold.map(|threshold| Layers::new(&client, threshold));
                     let state = layers.as_ref().map(state);
-                    let input =
-                        quantize_linear_input(&client, &tensor, 128, KEY, state).expect("a matrix");
+                    let input = quantize_linear_input(&client, &tensor, 128, Some(KEY), state)
+                        .expect("a matrix");
                     check(&client, &input, &x, shape, 128, threshold);
                     if let (Some(layers), Some(threshold)) = (&layers, threshold) {
                         let expected = reference::quantize_fallback(&x, shape, 128, threshold);
@@ -179,7 +180,7 @@ fn many_whole_tiles_equal_the_reference() {
         let x = rounded(&x, float);
         let tensor = upload_matrix(&client, &x, shape, float, Memory::SlicedAligned);
         let layers = Layers::new(&client, 100.0);
-        let input = quantize_linear_input(&client, &tensor, 128, KEY, Some(state(&layers)));
+        let input = quantize_linear_input(&client, &tensor, 128, Some(KEY), Some(state(&layers)));
         check(
             &client,
             &input.expect("a matrix"),
@@ -209,7 +210,7 @@ fn whole_tiles_of_an_expanded_batch() {
         vec![0, 256, 1],
         dtype::<f32>(),
     );
-    let input = quantize_linear_input(&client, &both, 128, KEY, None).expect("a matrix");
+    let input = quantize_linear_input(&client, &both, 128, Some(KEY), None).expect("a matrix");
     let shape = MatrixShape::batched(2, 128, 256);
     check(&client, &input, &x.repeat(2), shape, 128, None);
 }
@@ -224,16 +225,17 @@ fn tensors_of_one_lifetime_share_an_allocation() {
     let tensor = upload_matrix(&client, &x, shape, dtype::<f32>(), Memory::Contiguous);
     let layers = Layers::new(&client, 50.0);
     let state = Some(state(&layers));
-    let input = quantize_linear_input(&client, &tensor, 32, KEY, state).expect("a matrix");
+    let input = quantize_linear_input(&client, &tensor, 32, Some(KEY), state).expect("a matrix");
     let residual = input.residual.expect("a residual");
-    let saved = input.saved.transposed.expect("a transposed copy");
+    let saved = input.saved.expect("a saved copy");
+    let transposed = saved.transposed.expect("a transposed copy");
     drop(input.forward.scales);
     let groups = vec![
         vec![
             input.forward.values.expect("a row-major copy"),
             residual.values,
         ],
-        vec![saved, input.saved.scales, residual.scales, residual.flags],
+        vec![transposed, saved.scales, residual.scales, residual.flags],
     ];
     check_allocations(&client, groups);
 }
@@ -274,7 +276,7 @@ fn the_largest_value_of_a_block_stays_in_range() {
         .map(|_| largest.copysign(random.normal()))
         .collect();
     let tensor = upload_matrix(&client, &x, shape, dtype::<f32>(), Memory::Contiguous);
-    let input = quantize_linear_input(&client, &tensor, 128, KEY, None).expect("a matrix");
+    let input = quantize_linear_input(&client, &tensor, 128, Some(KEY), None).expect("a matrix");
     check(&client, &input, &x, shape, 128, None);
 }
 
@@ -297,7 +299,7 @@ fn values_beside_integers() {
         }
     }
     let tensor = upload_matrix(&client, &x, shape, dtype::<f32>(), Memory::Contiguous);
-    let input = quantize_linear_input(&client, &tensor, 128, KEY, None).expect("a matrix");
+    let input = quantize_linear_input(&client, &tensor, 128, Some(KEY), None).expect("a matrix");
     check(&client, &input, &x, shape, 128, None);
 }
 
@@ -305,7 +307,8 @@ fn values_beside_integers() {
 fn empty_inputs_give_empty_outputs() {
     let client = client();
     let x = upload(&client, &[], &[0, 40], dtype::<f32>());
-    let input = quantize_linear_input(&client, &x, 32, KEY, None).expect("a matrix");
-    let saved = input.saved.transposed.expect("a transposed copy");
+    let input = quantize_linear_input(&client, &x, 32, Some(KEY), None).expect("a matrix");
+    let saved = input.saved.expect("a saved copy");
+    let saved = saved.transposed.expect("a transposed copy");
     assert_eq!(saved.shape().to_vec(), [40, 0]);
 }

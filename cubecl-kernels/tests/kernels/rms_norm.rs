@@ -22,16 +22,26 @@ fn the_reference_has_the_slopes_of_its_differences() {
 
 #[cfg(any(feature = "cuda", feature = "vulkan"))]
 mod on_device {
-    use cubecl_kernels::rms_norm::{
-        has_rms_norm, rms_norm as kernel, rms_norm_backward as backward_kernel,
-        rms_norm_compressing,
+    use cubecl_kernels::{
+        KernelError,
+        granularity::Granularity,
+        layout::Layout,
+        number::Number,
+        operator_input::OperatorInput,
+        quantize::{QuantizeSpec, dequantize, quantize},
+        rms_norm::{
+            has_rms_norm, quantize_rms_norm, rms_norm as kernel,
+            rms_norm_backward as backward_kernel, rms_norm_compressing,
+        },
+        rounding::Rounding,
     };
 
     use super::*;
     use crate::{
-        copies::{assert_is_copy, bits, cases, special},
+        copies::{assert_is_copy, assert_same, bits, cases, special},
         device::{
-            Tensor, client, drawn, dtype, float_types, read_float, upload, upload_with_offset,
+            Tensor, client, drawn, dtype, float_types, read, read_float, rounded, upload,
+            upload_with_offset,
         },
         rows::on_device::{
             COPIED_ROWS, Case, MANY_ROWS, assert_close, assert_refuses_gradients,
@@ -268,5 +278,66 @@ mod on_device {
         assert_refuses_gradients(&client, |roots, gradient| {
             backward_kernel(&client, &x, &gain, roots, gradient).unwrap_err()
         });
+    }
+
+    /// From x as floats and in numbers of which a kernel reads some and others not, in blocks of which a kernel writes some
+    /// and others not: what the quantizer makes of the product of decoded x, the row's number and the gain.
+    #[test]
+    fn outputs_are_quantized_once_more() {
+        let (client, mut random) = (client(), Random::fresh());
+        let shapes = [[256, 384], [128, 128], [130, 256], [3, 16], [0, 128]];
+        let floats = float_types(&client);
+        let cases = floats
+            .iter()
+            .flat_map(|&float| shapes.map(|shape| (float, shape)));
+        for (float, shape) in drawn(&mut random, cases, 3) {
+            let [rows, cols] = shape;
+            let x = upload(&client, &special_rows(&mut random, shape), &shape, float);
+            let gain_type = [dtype::<f32>(), float][random.index(2)];
+            let gain = rounded(&random.with_outliers(cols), gain_type);
+            let gains = upload(&client, &gain, &[cols], gain_type);
+            let norm = kernel(&client, &x, &gains, 1e-6).expect("rows and a gain");
+            let roots: Vec<f32> = read(&client, &norm.inverse_rms);
+            let groups = |number, group| QuantizeSpec::new(number, Granularity::Group(group));
+            let waiting = [
+                groups(Number::Int8, 128),
+                groups(Number::Int10, 128),
+                groups(Number::E4M3, 16),
+            ];
+            let waiting = waiting.map(|spec| quantize(&client, &x, &spec).expect("a matrix"));
+            let numbers = waiting.iter();
+            let numbers = numbers.map(|matrix| OperatorInput::Quantized(matrix, float));
+            for (index, input) in numbers.chain([(&x).into()]).enumerate() {
+                let decoded = match input {
+                    OperatorInput::Floats(x) => read_float(&client, x),
+                    OperatorInput::Quantized(matrix, dtype) => read_float(
+                        &client,
+                        &dequantize(&client, matrix, dtype).expect("floats"),
+                    ),
+                };
+                let output = decoded
+                    .iter()
+                    .enumerate()
+                    .map(|(at, x)| x * roots[at / cols] * gain[at % cols]);
+                let output = upload(&client, &output.collect::<Vec<_>>(), &shape, float);
+                let blocks = |block| QuantizeSpec::int8(Granularity::Block(block));
+                for spec in [
+                    blocks(128)
+                        .with_rounding(Rounding::Stochastic(random.key()))
+                        .with_layout(Layout::Transposed),
+                    blocks(32),
+                ] {
+                    let actual =
+                        quantize_rms_norm(&client, input, &gains, &norm.inverse_rms, &spec);
+                    let expected = quantize(&client, &output, &spec).expect("a matrix");
+                    let what = format!("{float} {shape:?}, gains {gain_type}, {index} {spec:?}");
+                    assert_same(&client, &actual.expect("a matrix"), &expected, &what);
+                }
+            }
+            let few = upload(&client, &vec![1.0; rows + 1], &[rows + 1], dtype::<f32>());
+            let spec = QuantizeSpec::int8(Granularity::Block(128));
+            let error = quantize_rms_norm(&client, &x, &gains, &few, &spec).unwrap_err();
+            assert!(matches!(error, KernelError::Shape { .. }), "{error}");
+        }
     }
 }

@@ -1,6 +1,7 @@
 //! The values that a forward pass leaves for the backward pass, operation by operation: those of `pretrain --memory`,
 //! computed from sizes. The operations are those of [`crate::model`]; a test compares the two.
 
+use burn_quant_train::backend::Kept;
 use burn_quant_train::layer::LayerPolicy;
 use burn_quant_train::recipe::{AttentionContext, Context, Flow, Row};
 use burn_quant_train::saved::MIN_COMPRESSED;
@@ -417,7 +418,32 @@ impl Step<'_> {
             true => float,
             false => 0,
         };
-        float + casts + self.copies(&readers)
+        float + casts + self.copies(reads, &readers)
+    }
+
+    /// True if the input can be made again of what waits anyway: a norm's output of what waits compressed, attention's of
+    /// what waits as it is.
+    fn is_made_again(&self, reads: Reads) -> bool {
+        let Some(context) = self.context.filter(|_| self.row.flow.is_none()) else {
+            return false;
+        };
+        match reads {
+            Reads::Attention | Reads::FeedForward => {
+                let input = self.values(1, self.model.hidden, Waits::Compressed);
+                self.model.family == Family::Llama
+                    && self.composes()
+                    && self.model.hidden.is_multiple_of(context.group)
+                    && !input.is_small()
+            }
+            Reads::Heads => {
+                let has_kernel = match self.attention {
+                    AttentionForm::Flash | AttentionForm::Tiles => true,
+                    AttentionForm::Composed | AttentionForm::Products => false,
+                };
+                has_kernel && context.attention != AttentionContext::Compressed
+            }
+            Reads::Inside => false,
+        }
     }
 
     /// The form of the outputs of norms and of the values inside a feed-forward network: in Llama they are products,
@@ -430,8 +456,8 @@ impl Step<'_> {
         }
     }
 
-    /// Bytes of the quantized copies of an input.
-    fn copies(&self, readers: &[Linear]) -> usize {
+    /// Bytes of the quantized copies of an input that wait.
+    fn copies(&self, reads: Reads, readers: &[Linear]) -> usize {
         let Some(row) = self.row.linear else {
             return 0;
         };
@@ -441,7 +467,9 @@ impl Step<'_> {
         let kept: Vec<_> = quantized
             .map(|it| row.kept(self.tokens(), it.shape))
             .collect();
-        let bytes = kept.iter().filter_map(|it| it.input);
+        let is_made_again = self.is_made_again(reads);
+        let waits = |it: &&Kept| !(is_made_again && it.is_made_again);
+        let bytes = kept.iter().filter(waits).filter_map(|it| it.input);
         match kept.iter().all(|it| it.shares_input) {
             true => bytes.max().unwrap_or(0),
             false => bytes.sum(),

@@ -61,6 +61,17 @@ pub(super) fn rms_norm<B: Backend>((x, gain): Pair<B>, epsilon: f32) -> Pair<B> 
     (like::<B>(output, shape, dtype), inverse_rms)
 }
 
+/// The output of [`rms_norm`] of the matrix x, from what that gave of the rows.
+pub(crate) fn normalized<B: Backend>(
+    x: FloatTensor<B>,
+    gain: FloatTensor<B>,
+    inverse_rms: FloatTensor<B>,
+) -> FloatTensor<B> {
+    let (shape, dtype) = (x.shape(), x.dtype().into());
+    let normal = B::float_mul(wide::<B>(x), inverse_rms);
+    like::<B>(B::float_mul(normal, wide_row::<B>(gain)), shape, dtype)
+}
+
 /// The gradients of x, and of the gain, f32 `[1, columns]`: of x and the gain; of the inverse root mean squares and the
 /// gradient of the output.
 pub(super) fn rms_norm_backward<B: Backend>(

@@ -12,6 +12,7 @@ pub(super) mod kernels;
 pub(crate) mod operations;
 
 pub use cubecl_kernels::rotary::RotaryPass;
+pub(crate) use floats::normalized;
 pub use input::OperatorInput;
 pub use kernels::{
     CompositionKernels, Compositions, CopyOfMatrix, FloatWithCopy, GateInputs, NormInput,

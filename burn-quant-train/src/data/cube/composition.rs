@@ -379,7 +379,7 @@ fn embedding_gradient<B: Cube<R>, R: CubeRuntime>(
 }
 
 /// All elements in one dimension.
-fn flat<R: CubeRuntime>(tensor: CubeTensor<R>) -> CubeTensor<R> {
+pub(super) fn flat<R: CubeRuntime>(tensor: CubeTensor<R>) -> CubeTensor<R> {
     let elements = tensor.shape().num_elements();
     reshaped(into_contiguous(tensor), Shape::new([elements]))
 }

@@ -12,13 +12,14 @@ use cubecl_kernels::{
     layout::Layout,
     linear_input::quantize_linear_input,
     quantize, random_hadamard,
+    rms_norm::quantize_rms_norm,
     rounding::{Rounding, StochasticKey},
     shape::MatrixShape,
     swiglu::{quantize_swiglu, quantize_swiglu_gradients, quantize_swiglu_gradients_delayed},
 };
 
 use super::{
-    composition::Rows,
+    composition::{Rows, flat},
     tensors::{Cube, handle, tensor},
 };
 use crate::data::{
@@ -28,7 +29,7 @@ use crate::data::{
     quantize::{
         DelayedMaximum, Fallback, FallbackQuantized, Format, MatrixSource, QuantizeKernels,
         QuantizeSpec, Quantized, QuantizedInput, Residual, ScaleNumber, Scales, fallback_block,
-        quantize_input_twice,
+        quantize_input_by_copies,
     },
     tensors::matrix_shape,
 };
@@ -47,14 +48,30 @@ where
     }
 
     fn quantize_source(x: MatrixSource<Self>, spec: &QuantizeSpec) -> Quantized<Self> {
-        let MatrixSource::Swiglu { gate, up } = x else {
-            return Self::quantize_matrix(x.into_floats(), spec);
-        };
-        let factors = [gate, up].map(Rows::of);
-        let like = factors[0].on_device();
-        let factors = factors.each_ref().map(Rows::input);
-        let quantized = quantize_swiglu(&like.client, factors, spec);
-        wrap(like, checked(quantized))
+        match x {
+            MatrixSource::Swiglu { gate, up } => {
+                let factors = [gate, up].map(Rows::of);
+                let like = factors[0].on_device();
+                let factors = factors.each_ref().map(Rows::input);
+                let quantized = quantize_swiglu(&like.client, factors, spec);
+                wrap(like, checked(quantized))
+            }
+            MatrixSource::RmsNorm {
+                x,
+                gain,
+                inverse_rms,
+            } => {
+                let x = Rows::of(x);
+                let [gain, inverse_rms] = [gain, inverse_rms].map(|it| handle(&flat(it)));
+                let like = x.on_device();
+                let quantized =
+                    quantize_rms_norm(&like.client, x.input(), &gain, &inverse_rms, spec);
+                wrap(like, checked(quantized))
+            }
+            MatrixSource::Floats(_) | MatrixSource::SwigluCompressing { .. } => {
+                Self::quantize_matrix(x.into_floats(), spec)
+            }
+        }
     }
 
     fn quantize_both_ways(x: FloatTensor<Self>, spec: &QuantizeSpec) -> [Quantized<Self>; 2] {
@@ -119,11 +136,11 @@ where
     fn quantize_input(
         x: MatrixSource<Self>,
         forward: &QuantizeSpec,
-        saved: &QuantizeSpec,
+        saved: Option<&QuantizeSpec>,
         fallback: Option<Fallback<Self>>,
     ) -> QuantizedInput<Self> {
         let Some((block, key)) = one_read(forward, saved) else {
-            return quantize_input_twice::<Self>(x, forward, saved, fallback);
+            return quantize_input_by_copies::<Self>(x, forward, saved, fallback);
         };
         let x = SourceHandles::of("quantize_input", x);
         // Kernels take the counters without padding between rows, and Burn pads the rows of tensors that it allocates
@@ -150,7 +167,7 @@ where
         QuantizedInput {
             forward: wrap(like, input.forward),
             fallback: residual.zip(fallback.map(|fallback| fallback.counts)),
-            saved: wrap(like, input.saved),
+            saved: input.saved.map(|saved| wrap(like, saved)),
             contexts: input.contexts.map(|copies| {
                 let [gate, up] = copies.map(|copy| wrap(like, copy));
                 (gate, up)
@@ -218,7 +235,9 @@ impl<R: CubeRuntime> SourceHandles<R> {
             MatrixSource::SwigluCompressing { gate, up, contexts } => {
                 swiglu(gate, up, Some(contexts))
             }
-            numbers @ MatrixSource::Swiglu { .. } => (numbers.into_floats(), None, None),
+            others @ (MatrixSource::Swiglu { .. } | MatrixSource::RmsNorm { .. }) => {
+                (others.into_floats(), None, None)
+            }
         };
         matrix_shape(&like, operation);
         Self {
@@ -258,21 +277,29 @@ fn layer_index<B: Cube<R>, R: CubeRuntime>(operation: &str, fallback: &Fallback<
     u32::try_from(fallback.layer).expect("32 bits index the thresholds of all layers")
 }
 
-/// The block size and the saved copy's key, if one kernel makes both copies: INT8 in blocks of one size, row-major to
-/// nearest, transposed and stochastic.
-fn one_read(forward: &QuantizeSpec, saved: &QuantizeSpec) -> Option<(usize, StochasticKey)> {
-    let (Granularity::Block(block), Rounding::Stochastic(key)) =
-        (forward.granularity, saved.rounding)
-    else {
+/// The block size and the saved copy's key, if one kernel makes the copies: INT8 in blocks of one size, row-major to
+/// nearest, and if there is a saved one, transposed and stochastic.
+fn one_read(
+    forward: &QuantizeSpec,
+    saved: Option<&QuantizeSpec>,
+) -> Option<(usize, Option<StochasticKey>)> {
+    let Granularity::Block(block) = forward.granularity else {
         return None;
     };
-    let int8 = QuantizeSpec::int8(Granularity::Block(block));
-    let fits = *forward == int8
-        && *saved
-            == int8
-                .with_rounding(Rounding::Stochastic(key))
-                .with_layout(Layout::Transposed);
-    fits.then_some((block, key))
+    let int8 = QuantizeSpec::int8(forward.granularity);
+    if *forward != int8 {
+        return None;
+    }
+    let Some(saved) = saved else {
+        return Some((block, None));
+    };
+    let Rounding::Stochastic(key) = saved.rounding else {
+        return None;
+    };
+    let transposed = int8
+        .with_rounding(saved.rounding)
+        .with_layout(Layout::Transposed);
+    (*saved == transposed).then_some((block, Some(key)))
 }
 
 /// FP32, FP16 or BF16.

@@ -75,8 +75,9 @@ pub trait QuantizeKernels: Backend {
         fallback: Fallback<Self>,
     ) -> FallbackQuantized<Self>;
 
-    /// Quantizes the matrix `x`, or what it is computed from, twice, `forward` with fallback if there is one: from one
-    /// read where there is a kernel for it. Makes the copies of what it is computed from that are asked for.
+    /// Quantizes the matrix `x`, or what it is computed from, by `forward`, with fallback if there is one, and by `saved`
+    /// if that is wanted: from one read where there is a kernel for it. Makes the copies of what it is computed from that
+    /// are asked for.
     ///
     /// # Panics
     ///
@@ -86,7 +87,7 @@ pub trait QuantizeKernels: Backend {
     fn quantize_input(
         x: MatrixSource<Self>,
         forward: &QuantizeSpec,
-        saved: &QuantizeSpec,
+        saved: Option<&QuantizeSpec>,
         fallback: Option<Fallback<Self>>,
     ) -> QuantizedInput<Self>;
 
@@ -121,22 +122,22 @@ pub struct QuantizedInput<T: Tensors> {
     pub forward: Quantized<T>,
     /// Its residuals and the counters, if there was a fallback state.
     pub fallback: Option<(Residual<T>, T::Int)>,
-    /// The copy for the backward pass.
-    pub saved: Quantized<T>,
+    /// The copy for the backward pass, if it was wanted.
+    pub saved: Option<Quantized<T>>,
     /// The copies of what it is computed from.
     pub contexts: SwigluContexts<T>,
 }
 
 /// [`QuantizeKernels::quantize_input`] with a kernel for each copy.
-pub(crate) fn quantize_input_twice<K: Kernels>(
+pub(crate) fn quantize_input_by_copies<K: Kernels>(
     x: MatrixSource<K>,
     forward: &QuantizeSpec,
-    saved: &QuantizeSpec,
+    saved: Option<&QuantizeSpec>,
     fallback: Option<Fallback<K>>,
 ) -> QuantizedInput<K> {
     let (x, contexts) = x.with_contexts();
     let x = x.into_floats();
-    let saved = K::quantize_matrix(x.clone(), saved);
+    let saved = saved.map(|saved| K::quantize_matrix(x.clone(), saved));
     let (forward, fallback) = quantize_operand::<K>(x, forward, fallback);
     QuantizedInput {
         forward,

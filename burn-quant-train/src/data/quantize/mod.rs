@@ -12,7 +12,7 @@ pub use delayed::DelayedMaximum;
 pub(crate) use fallback::fallback_block;
 pub use fallback::{Fallback, FallbackQuantized, Residual};
 pub use kernels::{QuantizeKernels, QuantizedInput};
-pub(crate) use kernels::{quantize_input_twice, quantize_operand};
+pub(crate) use kernels::{quantize_input_by_copies, quantize_operand};
 pub use matrix::{Format, Operand, Quantized, Scales};
 pub(crate) use operations::quantize_swiglu_gradients;
 pub use operations::{dequantize, quantize, quantize_delayed, quantize_fallback};

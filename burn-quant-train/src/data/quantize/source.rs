@@ -1,10 +1,10 @@
 //! The matrix that is quantized: floats, or what kernels compute in the launch that quantizes it.
 
-use burn_backend::{TensorMetadata, tensor::FloatTensor};
+use burn_backend::{Shape, TensorMetadata, tensor::FloatTensor};
 use cubecl_kernels::quantize::QuantizeSpec;
 
 use crate::data::{
-    composition::{OperatorInput, SwigluCompressing, SwigluForward},
+    composition::{OperatorInput, SwigluCompressing, SwigluForward, normalized},
     kernels::Kernels,
     operation::Operation,
     quantize::Quantized,
@@ -32,6 +32,26 @@ pub enum MatrixSource<T: Tensors> {
         /// These copies: groups of which rows are whole ones.
         contexts: QuantizeSpec,
     },
+    /// `x inverse_rms gain`, in the dtype of x: RMSNorm's output once more.
+    RmsNorm {
+        /// The input, `[.., columns]`.
+        x: OperatorInput<T>,
+        /// A number for each column, of any float dtype.
+        gain: T::Float,
+        /// What the norm gave of each row, f32 `[rows, 1]`.
+        inverse_rms: T::Float,
+    },
+}
+
+impl<T: Tensors> MatrixSource<T> {
+    /// The shape of the tensor.
+    pub(crate) fn shape(&self) -> Shape {
+        match self {
+            Self::Floats(tensor) | Self::SwigluCompressing { gate: tensor, .. } => tensor.shape(),
+            Self::Swiglu { gate, .. } => gate.shape(),
+            Self::RmsNorm { x, .. } => x.shape(),
+        }
+    }
 }
 
 /// The copies of gate and of up in which they wait for the backward pass, where they were asked for.
@@ -57,6 +77,15 @@ impl Bundle for MatrixSource<Outline> {
                     contexts,
                 }
             }
+            MatrixSource::RmsNorm {
+                x,
+                gain,
+                inverse_rms,
+            } => MatrixSource::RmsNorm {
+                x: OperatorInput::rebuild(x, change),
+                gain: change.float(gain),
+                inverse_rms: change.float(inverse_rms),
+            },
         }
     }
 }
@@ -71,6 +100,11 @@ impl<K: Kernels> MatrixSource<K> {
                 let inputs = (OperatorInput::Floats(gate), OperatorInput::Floats(up));
                 SwigluForward.run::<K>(inputs)
             }
+            Self::RmsNorm {
+                x,
+                gain,
+                inverse_rms,
+            } => normalized::<K>(x.into_floats(), gain, inverse_rms),
         }
     }
 
@@ -82,7 +116,9 @@ impl<K: Kernels> MatrixSource<K> {
                 let (product, copies) = compressing.run::<K>((gate, up));
                 (Self::Floats(product), Some(copies))
             }
-            source @ (Self::Floats(_) | Self::Swiglu { .. }) => (source, None),
+            source @ (Self::Floats(_) | Self::Swiglu { .. } | Self::RmsNorm { .. }) => {
+                (source, None)
+            }
         }
     }
 
@@ -100,6 +136,18 @@ impl<K: Kernels> MatrixSource<K> {
                 up: flatten::<K>(up),
                 contexts,
             },
+            Self::RmsNorm {
+                x,
+                gain,
+                inverse_rms,
+            } => {
+                let matrix = flattened(&x.shape());
+                Self::RmsNorm {
+                    x: x.reshaped(matrix),
+                    gain,
+                    inverse_rms,
+                }
+            }
         }
     }
 }

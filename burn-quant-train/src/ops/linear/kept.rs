@@ -20,6 +20,9 @@ pub struct Kept {
     pub input: Option<usize>,
     /// True if layers that read the same X share the copy.
     pub shares_input: bool,
+    /// True if the copy does not wait where X can be made again of what waits anyway: where it is RMSNorm's output of an
+    /// input that waits compressed, or a view of what waits as it is beside what is compressed.
+    pub is_made_again: bool,
     /// Bytes of the copies of W, which stay from step to step.
     pub weight: usize,
 }
@@ -43,6 +46,7 @@ fn scaled(row: &LinearRow, x: [usize; 2], weight: [usize; 2]) -> Kept {
     Kept {
         input: saved.map(|it| bytes::<Quantized<Outline>>(it.outline(x, it.key.layout))),
         shares_input: true,
+        is_made_again: saved.is_some_and(|it| factors.saves_another(&it)),
         weight: of_weight
             .map(|(it, layout)| bytes::<Quantized<Outline>>(it.outline(weight, layout)))
             .sum(),
@@ -57,6 +61,7 @@ fn learned(x: [usize; 2], weight: [usize; 2]) -> Kept {
     Kept {
         input: Some(bytes::<LearnedMatrix<Outline>>(saved)),
         shares_input: false,
+        is_made_again: false,
         weight: bytes::<Quantized<Outline>>(copy),
     }
 }

@@ -165,7 +165,11 @@ impl Operation for Forward {
                 InputSource::Floats(MatrixSource::SwigluCompressing { contexts, .. }) => {
                     Some(SwigluCompressing::of_rows(*contexts, &self.x_shape).copies())
                 }
-                InputSource::Floats(MatrixSource::Floats(_) | MatrixSource::Swiglu { .. })
+                InputSource::Floats(
+                    MatrixSource::Floats(_)
+                    | MatrixSource::Swiglu { .. }
+                    | MatrixSource::RmsNorm { .. },
+                )
                 | InputSource::Copy(_) => None,
             },
         }
@@ -291,22 +295,22 @@ fn quantized_x<K: Kernels>(
     delayed: Option<&DelayedMaximum<K>>,
 ) -> QuantizedX<K> {
     let spec = operand.spec(operand.factor.key.layout);
-    if let Some(saved) = saved
-        && delayed.is_none()
-        && (fallback.is_some() || !operand.is_same_as(saved))
-        && !saved.factor.key.of_transpose
-    {
-        let saved = saved.spec(saved.factor.key.layout);
+    let is_another = |saved: &Make| {
+        (fallback.is_some() || !operand.is_same_as(saved)) && !saved.factor.key.of_transpose
+    };
+    // Alone a copy of another kind comes by a kernel of its own.
+    if delayed.is_none() && saved.map_or(fallback.is_some(), is_another) {
+        let saved = saved.map(|saved| saved.spec(saved.factor.key.layout));
         let QuantizedInput {
             forward,
             fallback,
             saved,
             contexts,
-        } = K::quantize_input(x, &spec, &saved, fallback);
+        } = K::quantize_input(x, &spec, saved.as_ref(), fallback);
         return QuantizedX {
             operand: forward,
             fallback,
-            saved: Some(saved),
+            saved,
             contexts,
         };
     }

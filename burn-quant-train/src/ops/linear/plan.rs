@@ -32,6 +32,8 @@ pub(super) struct Plan {
     pub residual: Residual,
     /// The copy of X for the backward pass, if it is made in the forward pass.
     pub saved: Option<Make>,
+    /// True if that may be made in the backward pass instead, where X can be made again.
+    pub saves_another: bool,
     /// The copy of W that is kept: the forward product's, and that of dX where both are one.
     pub weight: Option<Stored>,
     /// The copy of W that dX reads, where that is another one.
@@ -84,6 +86,15 @@ impl Factors {
             SavedX::Operand => self.weight.map(|[x, _]| x),
             SavedX::Input => None,
         }
+    }
+
+    /// True if the copy of X for the backward pass is of other numbers than the forward product's operand, and made of X
+    /// as it is: such a copy costs little more in the backward pass than in the forward pass.
+    pub fn saves_another(&self, saved: &Factor) -> bool {
+        let is_operand = |[x, _]: [Factor; 2]| x.is_same_as(saved);
+        let key = saved.key;
+        let takes_matrix = !key.of_transpose && !key.rotated;
+        takes_matrix && key.history.is_none() && !self.forward.is_some_and(is_operand)
     }
 
     /// The copies of W that are kept from run to run, and their layouts: that of the forward product, and that of dX
@@ -168,6 +179,9 @@ impl Plan {
             accumulation: row.forward.accumulation(),
             residual: casts(&row.forward).map_or(Residual::Never, |[x, _]| x.residual),
             saved: factors.saved().and(weight.map(|[x, _]| x)),
+            saves_another: factors
+                .saved()
+                .is_some_and(|saved| factors.saves_another(&saved)),
             weight: of_forward.and_then(|it| stored(it, forward)),
             other_weight: of_input.and_then(|it| stored(it, input)),
             backward: BackwardPlan {

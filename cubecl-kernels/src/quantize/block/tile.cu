@@ -1,9 +1,10 @@
 // A tile that is quantized in blocks of 128 x 128, on CUDA's sm_80 and later: a row-major copy, and a transposed one
-// that is rounded stochastically. The numbers are those of quantize_block_kernel, the portable kernel in portable.rs, to
-// the bit.
+// that is rounded stochastically, or one of both. The numbers are those of quantize_block_kernel, the portable kernel in
+// portable.rs, to the bit.
 //
 // Knobs, defined in front of this text:
 //   IN_F32, IN_F16 or IN_BF16   the type of the elements
+//   ROW_MAJOR, TRANSPOSED       1: there is this copy; at least one
 //   ROW_STOCHASTIC              0: the row-major copy is rounded to nearest; 1: as the transposed one
 //   FALLBACK                    1: blocks above the threshold get a residual
 //   DRAW_EARLY                  1: random words are drawn before the rounding; 0: where they are used
@@ -298,8 +299,8 @@ __device__ __forceinline__ u32 staged_index(u32 row, u32 col) {
     return col * (TILE / 4) + (row / 4 ^ col / PATCH_COLS % 8 * 4);
 }
 
-// Rounds the thread's patches: writes the row-major copy, stages the transposed one, and gives the largest magnitude of
-// the residual, if that is asked for.
+// Rounds the thread's patches: writes the row-major copy and stages the transposed one, as far as there are these, and
+// gives the largest magnitude of the residual, if that is asked for.
 template <bool WITH_RESIDUAL>
 __device__ __forceinline__ float round_patches(u8 *values, u32 *staged, const uint4 *held, const FirstPatch &first,
                                                float inverse, float scale, Random &random,
@@ -307,7 +308,9 @@ __device__ __forceinline__ float round_patches(u8 *values, u32 *staged, const ui
     const bool zeros = inverse == 0.0f;
     const u32 cols = (u32)numbers.cols;
     const u32 bits_of_384 = (u32)numbers.bits_of_384;
+#if ROW_MAJOR
     u8 *out = values + first.offset;
+#endif
     float largest = 0.0f;
 #pragma unroll 1
     for (int patch = 0; patch < PATCHES; patch++) {
@@ -318,7 +321,7 @@ __device__ __forceinline__ float round_patches(u8 *values, u32 *staged, const ui
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 const int row = 2 * pair + i;
-#if !DRAW_EARLY
+#if (TRANSPOSED || ROW_STOCHASTIC) && !DRAW_EARLY
                 draw(random[row], first, patch, row, key);
 #endif
                 const Line x = read_line(held, patch * PATCH_ROWS + row);
@@ -328,10 +331,13 @@ __device__ __forceinline__ float round_patches(u8 *values, u32 *staged, const ui
                     const float value = element(x, col);
                     const float scaled = __fmul_rn(value, inverse);
                     nearest[col] = __fadd_rn(scaled, ROUND_TO_EVEN);
+#if TRANSPOSED || ROW_STOCHASTIC
                     sums[i][col] = __fadd_rn(scaled, stochastic_offset(random[row], col, bits_of_384));
+#endif
                     if (WITH_RESIDUAL)
                         largest = fmaxf(largest, fabsf(residual_of(value, nearest[col], scale)));
                 }
+#if ROW_MAJOR
                 u32 words[2];
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
@@ -344,12 +350,15 @@ __device__ __forceinline__ float round_patches(u8 *values, u32 *staged, const ui
 #endif
                 }
                 *(uint2 *)(out + row * cols) = make_uint2(words[0], words[1]);
+#endif
             }
+#if TRANSPOSED
 #pragma unroll
             for (int col = 0; col < PATCH_COLS; col++) {
                 const u32 both = stochastic_pair(sums[0][col], sums[1][col]);
                 columns[col] = pair == 0 ? both : stochastic_word(columns[col], both, zeros);
             }
+#endif
         }
 #if DRAW_EARLY
         if (patch == 0) {
@@ -357,10 +366,14 @@ __device__ __forceinline__ float round_patches(u8 *values, u32 *staged, const ui
             __syncthreads();
         }
 #endif
+#if TRANSPOSED
 #pragma unroll
         for (int col = 0; col < PATCH_COLS; col++)
             staged[staged_index(first.row + patch * PATCH_STEP, first.col + col)] = columns[col];
+#endif
+#if ROW_MAJOR
         out += PATCH_STEP * cols;
+#endif
     }
     return largest;
 }
@@ -389,8 +402,9 @@ __device__ __forceinline__ void round_residual(u8 *values, const uint4 *held, co
     }
 }
 
-// Writes the staged tile to the transposed copy.
+// Writes the staged tile to the transposed copy, if there is one.
 __device__ __forceinline__ void write_transposed(u8 *transposed, const u32 *staged, u32 rows, u32 cols) {
+#if TRANSPOSED
     const u32 chunk = threadIdx.x % 8, col = threadIdx.x / 8;
     const u32 batch_col = blockIdx.z * cols + blockIdx.x * TILE + col;
     u8 *const out = transposed + (u64)batch_col * rows + blockIdx.y * TILE + 16 * chunk;
@@ -399,6 +413,7 @@ __device__ __forceinline__ void write_transposed(u8 *transposed, const u32 *stag
         const u32 step = i * (UNITS / 8);
         *(uint4 *)(out + (u64)step * rows) = *(const uint4 *)(staged + staged_index(16 * chunk, col + step));
     }
+#endif
 }
 
 // ---- A tile ---------------------------------------------------------------------------------------------------------

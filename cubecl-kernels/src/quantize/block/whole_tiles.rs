@@ -1,4 +1,5 @@
-//! The kernel of CUDA source for what a training step quantizes most: whole tiles with a transposed stochastic copy.
+//! The kernel of CUDA source for what a training step quantizes most: whole tiles, row-major, and transposed with
+//! stochastic rounding.
 //!
 //! CubeCL names no byte permutation, no maximum of pairs and none of a warp, without which the rounding takes more
 //! instructions than memory leaves time for. So this kernel is CUDA source, `whole_tiles.cu`, behind `tile.cu`, which
@@ -44,11 +45,14 @@ pub(super) unsafe fn launch<R: Runtime>(
     key: Option<StochasticKey>,
     output: &BlockOutput<R>,
 ) -> bool {
-    let (Some(key), Some((values, row_major)), Some((transposed, Round::Stochastic))) =
-        (key, output.row_major, output.transposed)
-    else {
+    let row_major = output.row_major.map(|(_, round)| round);
+    let transposed = output.transposed.map(|(_, round)| round);
+    let is_stochastic = [row_major, transposed].contains(&Some(Round::Stochastic));
+    if transposed == Some(Round::Nearest) || is_stochastic != key.is_some() {
         return false;
-    };
+    }
+    // Where nothing is stochastic, none is drawn.
+    let key = key.unwrap_or(StochasticKey { seed: 0, stream: 0 });
     let shape = view.shape;
     let cubes = cubes(
         client,
@@ -66,34 +70,28 @@ pub(super) unsafe fn launch<R: Runtime>(
     }
     let source = WholeTilesSource {
         dtype: x.dtype,
-        row_stochastic: row_major == Round::Stochastic,
+        row_major: row_major.is_some(),
+        transposed: transposed.is_some(),
+        row_stochastic: row_major == Some(Round::Stochastic),
         fallback: output.fallback.is_some(),
         cubes,
-        draw_early: shape.num_elements() <= at_once * TILE * TILE,
+        draw_early: is_stochastic && shape.num_elements() <= at_once * TILE * TILE,
     };
     // SAFETY: the caller's promise, of one input.
     unsafe {
-        launch_tiles(
-            client,
-            source,
-            &[x],
-            view,
-            key,
-            [values, transposed],
-            output,
-            Vec::new(),
-        );
+        launch_tiles(client, source, &[x], view, key, output, Vec::new());
     }
     true
 }
 
-/// Launches a kernel around `tile.cu` that has one output, and writes tensors `beside` it.
+/// Launches a kernel around `tile.cu` that has one output, and writes tensors `beside` it. `key`: the random stream of
+/// what is rounded stochastically.
 ///
 /// # Safety
 ///
-/// The inputs, of this view, which [has whole tiles](has_whole_tiles), are those that the kernel reads. The copies are
-/// those of the output, and that is as for [`launch`](super::launch). What is beside it is as large as the kernel takes
-/// it to be.
+/// The inputs, of this view, which [has whole tiles](has_whole_tiles), are those that the kernel reads. Of the output's
+/// copies it writes those that there are, and the output is as for [`launch`](super::launch). What is beside it is as
+/// large as the kernel takes it to be.
 #[allow(unsafe_code)]
 #[allow(clippy::too_many_arguments)]
 pub(crate) unsafe fn launch_tiles<R: Runtime, S: CudaSource<Numbers = WholeTilesNumbers>>(
@@ -102,11 +100,13 @@ pub(crate) unsafe fn launch_tiles<R: Runtime, S: CudaSource<Numbers = WholeTiles
     inputs: &[&TensorHandle<R>],
     view: &MatrixView,
     key: StochasticKey,
-    copies: [&TensorHandle<R>; 2],
     output: &BlockOutput<R>,
     beside: Vec<TensorHandle<R>>,
 ) {
     let fallback = output.fallback.as_ref();
+    let copies = [output.row_major, output.transposed];
+    // What there is none of is not touched.
+    let copies = copies.map(|copy| copy.map_or(output.scales, |(copy, _)| copy));
     let written = copies.into_iter().chain([output.scales]);
     let mut buffers: Vec<_> = inputs.iter().copied().chain(written).cloned().collect();
     buffers.extend(fallback_buffers(fallback, inputs[0]));
@@ -190,6 +190,8 @@ numbers! {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct WholeTilesSource {
     dtype: StorageType,
+    row_major: bool,
+    transposed: bool,
     row_stochastic: bool,
     fallback: bool,
     cubes: usize,
@@ -212,8 +214,11 @@ impl CudaSource for WholeTilesSource {
 
     fn knobs(&self) -> String {
         format!(
-            "#define IN_{}\n#define ROW_STOCHASTIC {}\n#define FALLBACK {}\n#define CUBES {}\n#define DRAW_EARLY {}",
+            "#define IN_{}\n#define ROW_MAJOR {}\n#define TRANSPOSED {}\n#define ROW_STOCHASTIC {}\n#define FALLBACK {}\n\
+             #define CUBES {}\n#define DRAW_EARLY {}",
             float_knob(self.dtype),
+            u8::from(self.row_major),
+            u8::from(self.transposed),
             u8::from(self.row_stochastic),
             u8::from(self.fallback),
             self.cubes,
@@ -231,7 +236,7 @@ impl CudaSource for WholeTilesSource {
         _client: &ComputeClient<R>,
         _sizes: [usize; 4],
     ) -> Vec<SourceText> {
-        if self.row_stochastic {
+        if self.row_stochastic || !(self.row_major && self.transposed) {
             return vec![];
         }
         let of_gradient = |draw_early| Self {

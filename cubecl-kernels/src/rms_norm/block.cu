@@ -1,0 +1,72 @@
+// The output of RMSNorm as a linear layer's backward pass reads it, from its input as that waits: in front of this text
+// stand tile.cu, and arithmetic.cu and contexts.cu of SwiGLU. Knobs beside theirs:
+//   CUBES      cubes that share a multiprocessor
+//   GAIN_F32   1: gains are FP32; 0: of the type of the elements
+
+// The gains of a thread's columns.
+struct Gains {
+    float of[PATCH_COLS];
+};
+
+__device__ __forceinline__ Gains read_gains(const u8 *gain, u32 col) {
+    Gains gains;
+#if GAIN_F32
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const float4 four = __ldg((const float4 *)gain + col / 4 + half);
+        float *const of = gains.of + 4 * half;
+        of[0] = four.x, of[1] = four.y, of[2] = four.z, of[3] = four.w;
+    }
+#else
+    const uint4 words = __ldg((const uint4 *)gain + col / PATCH_COLS);
+    const Line line = {{words.x, words.y, words.z, words.w}};
+#pragma unroll
+    for (int i = 0; i < PATCH_COLS; i++)
+        gains.of[i] = element(line, i);
+#endif
+    return gains;
+}
+
+// x: codes, [rows, cols], and their scales, [rows, cols / 128]; inverse_rms: [rows]; gain: [cols], all dense. The outputs
+// are those of quantize_whole_tiles for x inverse_rms gain, but for the row-major copy.
+extern "C" __global__ void __launch_bounds__(UNITS, CUBES)
+quantize_rms_norm(const u8 *x, const float *scales_of_x, const float *inverse_rms, const u8 *gain, u8 *transposed,
+                  float *scales, const __grid_constant__ Numbers numbers) {
+    extern __shared__ __align__(16) u8 memory[];
+    __shared__ u32 of_warps[2][UNITS / 32];
+    // The codes of a line wait where its elements go.
+    uint4 *const held = (uint4 *)memory + threadIdx.x;
+    u32 *const staged = (u32 *)(memory + TILE * TILE * ELEMENT_BYTES);
+    // Of each row of the tile, the scale and the inverse root mean square.
+    float *const of_rows = (float *)staged;
+    const FirstPatch first = first_patch(numbers);
+    copy_codes((uint2 *)held, x, first, (u32)numbers.cols);
+    const u32 row = threadIdx.x % TILE;
+    of_rows[threadIdx.x] = threadIdx.x < TILE ? __ldg(scales_of_x + scale_index(row, numbers))
+                                              : __ldg(inverse_rms + blockIdx.y * TILE + row);
+    const Gains gains = read_gains(gain, blockIdx.x * TILE + first.col);
+    copies_wait();
+    // What other threads read too.
+    __syncthreads();
+    u32 largest = 0;
+#pragma unroll 2
+    for (int line = 0; line < LINES; line++) {
+        const float *const of_row = of_rows + row_of(first, line);
+        Line normalized = read_codes((const uint2 *)held, line, of_row[0]);
+#pragma unroll
+        for (int i = 0; i < PATCH_COLS / 2; i++) {
+            Pair pair = pair_of(normalized.words[i]);
+#pragma unroll
+            for (int of = 0; of < 2; of++)
+                pair.of[of] = __fmul_rn(__fmul_rn(pair.of[of], of_row[TILE]), gains.of[2 * i + of]);
+            normalized.words[i] = word_of(pair);
+        }
+        write_line(held, line, normalized);
+        largest = larger(largest, normalized);
+    }
+    const u32 absmax = largest_of_tile(float_bits(largest), of_warps[0]);
+    const Key key = {{numbers.seed[0], numbers.seed[1]}, {numbers.stream[0], numbers.stream[1]}};
+    Random random;
+    const Outputs to = {nullptr, transposed, scales};
+    quantize_tile(to, held, staged, of_warps[1], first, absmax, 0.0f, random, key, numbers);
+}

@@ -1,0 +1,298 @@
+//! The output of RMSNorm as a quantized matrix, once more: from its input as that waits, and the number of each row.
+
+use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
+
+use crate::{
+    cuda::{
+        numbers::{halves, numbers},
+        source::{CudaSource, float_knob, launch_source},
+    },
+    device::{
+        MatrixView, array, check_contiguous, check_dtype, cube_grid, empty, is_operand_type,
+        storage, vector_width,
+    },
+    error::KernelError,
+    layout::Layout,
+    operator_input::{OperatorInput, Pieces, read_input, read_piece, write_piece},
+    quantize::{
+        QuantizeSpec, Quantized,
+        block::whole_tiles::{cubes, has_whole_tiles, tiles},
+        buffers::allocate,
+        quantize,
+        staged::TILE,
+        whole_runs::RunGrid,
+    },
+    rounding::STOCHASTIC_OFFSET,
+    row_units::check_rows,
+    swiglu::block::{codes, in_blocks},
+};
+
+const OPERATION: &str = "quantize_rms_norm";
+const UNITS: usize = 256;
+/// Cubes that are to share a multiprocessor, at most.
+const MOST_CUBES: usize = 3;
+
+/// The output of [`rms_norm`](super::rms_norm()), quantized, from what it gave of the rows: in one launch, without the
+/// output in memory, where a kernel has the spec.
+///
+/// - `x`: a matrix as `rms_norm` takes it, or that in numbers, in which it waited.
+/// - `gain`: as there.
+/// - `inverse_rms`: f32 `[rows]`, as it gave it.
+/// - `spec`: a kernel has INT8 in blocks of 128, transposed and stochastic, of an `x` in INT8 in groups of 128 columns.
+///
+/// To the bit, the result is that of [`quantize`](crate::quantize::quantize()) of `x inverse_rms gain`, rounded to the
+/// type of `x`.
+///
+/// # Errors
+///
+/// When shapes or element types differ from these, tensors are not contiguous, a quantized matrix is not what `quantize`
+/// makes, or as `quantize`.
+pub fn quantize_rms_norm<'a, R: Runtime>(
+    client: &ComputeClient<R>,
+    x: impl Into<OperatorInput<'a, R>>,
+    gain: &TensorHandle<R>,
+    inverse_rms: &TensorHandle<R>,
+    spec: &QuantizeSpec,
+) -> Result<Quantized<R>, KernelError> {
+    let x = x.into();
+    let [rows, cols] = check_rows(client, OPERATION, &x, gain)?;
+    let remedy = "pass what the forward pass gave";
+    check_dtype(
+        OPERATION,
+        "inverse_rms",
+        inverse_rms,
+        storage::<f32>(),
+        remedy,
+    )?;
+    if check_contiguous(OPERATION, inverse_rms)? != rows {
+        return Err(KernelError::Shape {
+            operation: OPERATION,
+            got: format!(
+                "x {:?} and inverse_rms {:?}",
+                x.shape(),
+                inverse_rms.shape()
+            ),
+            remedy: "pass a number for each row",
+        });
+    }
+    if let Some(quantized) = launch(client, x, gain, inverse_rms, spec)? {
+        return Ok(quantized);
+    }
+    let output = normalized(client, x, gain, inverse_rms, cols)?;
+    quantize(client, &output, spec)
+}
+
+/// `x inverse_rms gain`, of rows of so many elements, in the shape and type of `x`.
+fn normalized<R: Runtime>(
+    client: &ComputeClient<R>,
+    x: OperatorInput<R>,
+    gain: &TensorHandle<R>,
+    inverse_rms: &TensorHandle<R>,
+    cols: usize,
+) -> Result<TensorHandle<R>, KernelError> {
+    let (shape, dtype) = (x.shape(), x.dtype());
+    let len: usize = shape.iter().product();
+    let output = empty(client, shape, dtype);
+    if len > 0 {
+        let x = x.prepare(client, OPERATION)?;
+        let pieces = Pieces::of(&[&x], cols, &[&output]);
+        let gain_width = vector_width(pieces.len, &[gain]);
+        let count = len / pieces.len;
+        // SAFETY: accesses are guarded by the number of pieces, which is that of all tensors, and rows and columns follow
+        // from it; scales lie inside of their buffers, whose shapes were compared with the matrix, and stand-ins are not
+        // read.
+        #[allow(unsafe_code)]
+        unsafe {
+            rms_norm_again_kernel::launch_unchecked::<R>(
+                client,
+                cube_grid(count.div_ceil(UNITS)),
+                CubeDim::new_1d(UNITS as u32),
+                pieces.read,
+                pieces.width,
+                gain_width,
+                array(x.values().clone()),
+                array(x.scales()),
+                array(x.tensor_scales()),
+                array(gain.clone()),
+                array(inverse_rms.clone()),
+                array(output.clone()),
+                x.grid(),
+                count as u32,
+                (cols / pieces.len) as u32,
+                pieces,
+                gain_width,
+                x.values().dtype,
+                x.scales().dtype,
+                dtype,
+                gain.dtype,
+            );
+        }
+    }
+    Ok(output)
+}
+
+#[cube(launch_unchecked)]
+#[allow(clippy::too_many_arguments)]
+fn rms_norm_again_kernel<
+    X: Numeric,
+    S: Numeric,
+    F: Numeric,
+    G: Numeric,
+    NX: Size,
+    N: Size,
+    NG: Size,
+>(
+    x: &Array<Vector<X, NX>>,
+    scales: &Array<S>,
+    tensor_scales: &Array<f32>,
+    gain: &Array<Vector<G, NG>>,
+    inverse_rms: &Array<f32>,
+    output: &mut Array<Vector<F, N>>,
+    grid: RunGrid,
+    count: u32,
+    of_row: u32,
+    #[comptime] pieces: Pieces,
+    #[comptime] gain_width: usize,
+    #[define(X)] _values_dtype: StorageType,
+    #[define(S)] _scales_dtype: StorageType,
+    #[define(F)] _dtype: StorageType,
+    #[define(G)] _gain_dtype: StorageType,
+) {
+    let at = CUBE_POS as u32 * comptime!(UNITS as u32) + UNIT_POS;
+    if at >= count {
+        terminate!();
+    }
+    let mut values = read_input::<X, NX, S, F>(x, scales, tensor_scales, &grid, at, pieces);
+    let gains = read_piece::<G, NG>(gain, at % of_row, pieces.len, gain_width);
+    let root = inverse_rms[(at / of_row) as usize];
+    #[unroll]
+    for index in 0..comptime!(pieces.len) {
+        values[index] = values[index] * root * gains[index];
+    }
+    write_piece::<F, N>(output, &values, at, pieces.len, pieces.width);
+}
+
+/// By `block.cu`, if the device has it and it makes this of these. `None` where not, and where there is nothing to
+/// quantize. The shapes were compared.
+fn launch<R: Runtime>(
+    client: &ComputeClient<R>,
+    x: OperatorInput<R>,
+    gain: &TensorHandle<R>,
+    inverse_rms: &TensorHandle<R>,
+    spec: &QuantizeSpec,
+) -> Result<Option<Quantized<R>>, KernelError> {
+    let OperatorInput::Quantized(matrix, dtype) = x else {
+        return Ok(None);
+    };
+    let Some(values) = &matrix.values else {
+        return Ok(None);
+    };
+    let view = MatrixView::new(OPERATION, values)?;
+    let (Some((block, key)), Some(values)) =
+        (in_blocks(spec, Layout::Transposed), codes(matrix, &view))
+    else {
+        return Ok(None);
+    };
+    let source = OfBlocks {
+        dtype,
+        gain_f32: gain.dtype == storage::<f32>(),
+        cubes: cubes(client, OfBlocks::SHARED_MEMORY, MOST_CUBES),
+    };
+    let fits = view.shape.num_elements() > 0
+        && view.shape.batch == 1
+        && source.cubes >= 2
+        && has_whole_tiles(client, view.shape, block)
+        && is_operand_type(dtype)
+        && (source.gain_f32 || gain.dtype == dtype)
+        && vector_width(OfBlocks::GAINS, &[gain]) * gain.dtype.size() == OfBlocks::GAIN_BYTES;
+    if !fits {
+        return Ok(None);
+    }
+    let output = allocate(client, &view, spec);
+    let transposed = output.transposed.as_ref().expect("a transposed copy");
+    let buffers = [
+        values,
+        &matrix.scales,
+        inverse_rms,
+        gain,
+        transposed,
+        &output.scales,
+    ];
+    let numbers = BlockNumbers {
+        rows: view.shape.rows as u64,
+        cols: view.shape.cols as u64,
+        seed: halves(key.seed),
+        stream: halves(key.stream),
+        bits_of_384: STOCHASTIC_OFFSET.to_bits().into(),
+    };
+    // SAFETY: the cubes are the tiles of x, none of which reaches over an edge, with a row's number and a column's gain
+    // each, and the output was allocated for them.
+    #[allow(unsafe_code)]
+    unsafe {
+        let buffers = buffers.map(TensorHandle::clone).to_vec();
+        launch_source(client, source, tiles(&view), Vec::new(), buffers, &numbers);
+    }
+    Ok(Some(output))
+}
+
+numbers! {
+    /// The numbers of `block.cu`.
+    struct BlockNumbers {
+        /// Multiples of 128.
+        rows: u64,
+        cols: u64,
+        /// The key of the random numbers.
+        seed: [u32; 2],
+        stream: [u32; 2],
+        /// The bits of 384, as in `whole_tiles.cu`.
+        bits_of_384: u64,
+    }
+}
+
+/// `block.cu` behind the texts that it names.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct OfBlocks {
+    dtype: StorageType,
+    gain_f32: bool,
+    cubes: usize,
+}
+
+impl OfBlocks {
+    /// A tile of 16-bit elements, and its transposed copy.
+    const SHARED_MEMORY: usize = 3 * TILE * TILE;
+    /// Gains that a unit reads, at most at once, and the bytes that it reads of them at once.
+    const GAINS: usize = 8;
+    const GAIN_BYTES: usize = 16;
+}
+
+impl CudaSource for OfBlocks {
+    type Numbers = BlockNumbers;
+
+    const TEXT: &'static str = concat!(
+        include_str!("../quantize/block/scale.cu"),
+        "\n",
+        include_str!("../quantize/block/tile.cu"),
+        "\n",
+        include_str!("../swiglu/arithmetic.cu"),
+        "\n",
+        include_str!("../swiglu/contexts.cu"),
+        "\n",
+        include_str!("block.cu")
+    );
+    const ENTRY_POINT: &'static str = "quantize_rms_norm";
+    const UNITS: u32 = 256;
+
+    fn knobs(&self) -> String {
+        format!(
+            "#define IN_{}\n#define ROW_MAJOR 0\n#define TRANSPOSED 1\n#define ROW_STOCHASTIC 0\n#define FALLBACK 0\n\
+             #define CUBES {}\n#define DRAW_EARLY 0\n#define GAIN_F32 {}",
+            float_knob(self.dtype),
+            self.cubes,
+            u8::from(self.gain_f32),
+        )
+    }
+
+    fn shared_memory(&self) -> usize {
+        Self::SHARED_MEMORY
+    }
+}
