@@ -282,8 +282,8 @@ class Layer(nn.Module):
 
 
 def measure_module(subject, module, x):
-    """Both passes of a module on the input x, whose shape is also that of the output."""
-    gradient = torch.randn_like(x)
+    """Both passes of a module on the input x."""
+    gradient = torch.randn_like(module(x))
 
     def both():
         module.zero_grad(set_to_none=True)
@@ -301,8 +301,8 @@ def measure_module(subject, module, x):
     del y
     batch, sequence, hidden = x.shape
     print(f"{subject}, hidden {hidden}, {batch * sequence} tokens: {both_ms['median_ms']:.3f} ms", file=sys.stderr)
-    return {"subject": subject, "tokens": batch * sequence, "hidden": hidden, "forward": forward_ms, "both": both_ms,
-            "activation_bytes": held}
+    return {"subject": subject, "tokens": batch * sequence, "hidden": hidden, "outputs": gradient.shape[-1],
+            "forward": forward_ms, "both": both_ms, "activation_bytes": held}
 
 
 def random_input(batch, sequence, hidden):
@@ -341,10 +341,10 @@ def measure_subjects(module, x, float8):
     return results
 
 
-def measure_linear(features, tokens, float8):
+def measure_linear(features, outputs, tokens, float8):
     results = []
     for count in tokens:
-        linear = nn.Sequential(nn.Linear(features, features, bias=False)).to("cuda", torch.bfloat16)
+        linear = nn.Sequential(nn.Linear(features, outputs, bias=False)).to("cuda", torch.bfloat16)
         results += measure_subjects(linear, random_input(1, count, features), float8)
     return results
 
@@ -490,6 +490,7 @@ def main():
     parser.add_argument("--widths", type=numbers, default=[64, 128], help="features of heads")
     parser.add_argument("--sequences", type=numbers, default=[1024, 2048, 4096, 8192, 16384], help="of attention")
     parser.add_argument("--features", type=int, default=4096, help="features of the linear layer")
+    parser.add_argument("--outputs", type=int, help="features of its output, if these are others")
     parser.add_argument("--tokens", type=numbers, default=[2048, 8192], help="rows of its input")
     parser.add_argument("--hidden", type=numbers, default=[1024, 2048, 4096], help="features of decoder layers")
     parser.add_argument("--rows", type=batches, default=[(2, 1024)], help="their batches: 2x1024,4x2048")
@@ -512,7 +513,8 @@ def main():
         "copy": measure_copy,
         "gemm": lambda: measure_gemm(args.sizes),
         "attention": lambda: measure_attention(args.widths, args.sequences),
-        "linear": lambda: measure_linear(args.features, args.tokens, args.float8),
+        "linear": lambda: measure_linear(args.features, args.outputs or args.features, args.tokens,
+                                         args.float8),
         "layer": lambda: measure_layer(args.hidden, args.rows, args.float8),
         "pretrain": lambda: measure_pretrain(args.preset, args.preset_sequences, args.preset_batches, args.checkpointing,
                                              args.float8),

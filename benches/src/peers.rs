@@ -48,6 +48,8 @@ struct Step {
     tokens: usize,
     sequence: Option<usize>,
     hidden: usize,
+    #[serde(default)]
+    outputs: Option<usize>,
     forward: Spread,
     both: Spread,
     activation_bytes: u64,
@@ -200,6 +202,7 @@ fn steps(steps: &[Step]) -> Vec<StepSpeed> {
         tokens: step.tokens,
         sequence: step.sequence,
         hidden: step.hidden,
+        outputs: step.outputs,
         contexts: None,
         forward: step.forward,
         both: step.both,

@@ -132,6 +132,9 @@ pub struct StepSpeed {
     pub sequence: Option<usize>,
     /// Features of the input.
     pub hidden: usize,
+    /// Features of the output; as many where nobody says.
+    #[serde(default)]
+    pub outputs: Option<usize>,
     /// How activations wait for the backward pass; none where only one way is known.
     #[serde(default)]
     pub contexts: Option<Contexts>,

@@ -28,6 +28,9 @@ pub struct Settings {
     /// Features of input and output of the linear layer
     #[arg(long, default_value_t = 4096, value_name = "N")]
     pub features: usize,
+    /// Features of its output, if these are others
+    #[arg(long, value_name = "N")]
+    pub outputs: Option<usize>,
     /// Rows of its input
     #[arg(
         long,
@@ -54,7 +57,10 @@ pub fn run(
 ) -> Result<Results> {
     let peers = peers.map(|path| Peers::read(path, &gpu.name)).transpose()?;
     let mut random = gpu.random();
-    let features = [settings.features; 2];
+    let features = [
+        settings.features,
+        settings.outputs.unwrap_or(settings.features),
+    ];
     let mut report = Report::new(gpu, json, Rows::Linear)?;
     for &tokens in &settings.tokens {
         let weight = Weight::random(&mut random, features);

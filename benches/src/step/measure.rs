@@ -75,6 +75,7 @@ impl<B: Contender> Measure<'_, B> {
             tokens: input.rows[0] * input.rows[1],
             sequence: None,
             hidden: input.features[0],
+            outputs: Some(input.features[1]),
             contexts: None,
             forward: passes.forward,
             both: passes.both,

@@ -38,11 +38,11 @@ pub(super) fn table(run: &Run, peer: Option<&Peer>, rows: &[StepSpeed]) -> Resul
             };
             writeln!(
                 out,
-                "| {} | {} | {} | {:.3} ms | {} | {} | {} | {} | {} | {} | {} | {} |",
-                row.hidden,
+                "| {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} |",
+                features(*size),
                 tokens(*size),
                 row.subject.name_with(row.contexts),
-                row.forward.median_ms,
+                forward(row),
                 spread(row.both),
                 milliseconds(row.enqueue),
                 milliseconds(row.alone),
@@ -76,6 +76,7 @@ pub(super) fn table(run: &Run, peer: Option<&Peer>, rows: &[StepSpeed]) -> Resul
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 struct Size {
     hidden: usize,
+    outputs: usize,
     tokens: usize,
     sequence: Option<usize>,
 }
@@ -84,10 +85,34 @@ impl Size {
     fn of(row: &StepSpeed) -> Self {
         Self {
             hidden: row.hidden,
+            outputs: row.outputs.unwrap_or(row.hidden),
             tokens: row.tokens,
             sequence: row.sequence,
         }
     }
+}
+
+/// The features of the input, and of the output, where these are others.
+fn features(size: Size) -> String {
+    match size.outputs == size.hidden {
+        true => size.hidden.to_string(),
+        false => format!("{} x {}", size.hidden, size.outputs),
+    }
+}
+
+/// The time of a forward pass; of a product of two sizes of features its rate too.
+fn forward(row: &StepSpeed) -> String {
+    let ms = row.forward.median_ms;
+    let size = Size::of(row);
+    if size.outputs == size.hidden {
+        return format!("{ms:.3} ms");
+    }
+    let operations = 2.0
+        * [size.tokens, size.hidden, size.outputs]
+            .map(|it| it as f64)
+            .iter()
+            .product::<f64>();
+    format!("{ms:.3} ms, {} TFLOP/s", grouped(operations / ms / 1e9))
 }
 
 /// `4 x 2,048`, or the number of tokens where the length of a sequence does not matter.
@@ -198,6 +223,7 @@ mod tests {
             tokens: 2048,
             sequence: None,
             hidden,
+            outputs: None,
             contexts: None,
             forward: time(ms / 4.0),
             both: time(ms),
@@ -252,6 +278,24 @@ mod tests {
         assert!(lines[4].contains("| PyTorch BF16 |") && lines[4].ends_with("| - | 6.00x | - |"));
         assert!(lines[5].starts_with("| 4096 |") && lines[5].ends_with("| - | - |"));
         assert!(lines[7].contains("NVIDIA H200"));
+    }
+
+    #[test]
+    fn other_outputs_stand_beside_the_inputs() {
+        let ours = StepSpeed {
+            outputs: Some(4096),
+            ..row(Subject::recipe("delayed-fp8"), 1024, 2.0)
+        };
+        let square = row(Subject::TorchCompiled, 1024, 1.0);
+        let lines = lines(vec![ours, square]);
+        // 2 * 2048 * 1024 * 4096 operations in half a millisecond.
+        assert!(
+            lines[2].starts_with("| 1024 x 4096 | 2,048 | `DelayedFp8` | 0.500 ms, 34 TFLOP/s |")
+        );
+        assert!(
+            lines[2].ends_with("| - | - |"),
+            "that of another size is no rival"
+        );
     }
 
     #[test]

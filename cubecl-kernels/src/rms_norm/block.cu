@@ -37,14 +37,17 @@ quantize_rms_norm(const u8 *x, const float *scales_of_x, const float *inverse_rm
     // The codes of a line wait where its elements go.
     uint4 *const held = (uint4 *)memory + threadIdx.x;
     u32 *const staged = (u32 *)(memory + TILE * TILE * ELEMENT_BYTES);
-    // Of each row of the tile, the scale and the inverse root mean square.
-    float *const of_rows = (float *)staged;
+    // Of each row of the tile, the scale and the inverse root mean square; in front of them random words wait.
+    float *const of_rows = (float *)(staged + TILE * TILE / 4);
     const FirstPatch first = first_patch(numbers);
     copy_codes((uint2 *)held, x, first, (u32)numbers.cols);
     const u32 row = threadIdx.x % TILE;
     of_rows[threadIdx.x] = threadIdx.x < TILE ? __ldg(scales_of_x + scale_index(row, numbers))
                                               : __ldg(inverse_rms + blockIdx.y * TILE + row);
     const Gains gains = read_gains(gain, blockIdx.x * TILE + first.col);
+    const Key key = {{numbers.seed[0], numbers.seed[1]}, {numbers.stream[0], numbers.stream[1]}};
+    Random random;
+    draw_all(random, (uint4 *)staged + threadIdx.x, first, key);
     copies_wait();
     // What other threads read too.
     __syncthreads();
@@ -65,8 +68,6 @@ quantize_rms_norm(const u8 *x, const float *scales_of_x, const float *inverse_rm
         largest = larger(largest, normalized);
     }
     const u32 absmax = largest_of_tile(float_bits(largest), of_warps[0]);
-    const Key key = {{numbers.seed[0], numbers.seed[1]}, {numbers.stream[0], numbers.stream[1]}};
-    Random random;
     const Outputs to = {nullptr, transposed, scales};
     quantize_tile(to, held, staged, of_warps[1], first, absmax, 0.0f, random, key, numbers);
 }

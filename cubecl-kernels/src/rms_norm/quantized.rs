@@ -258,8 +258,8 @@ struct OfBlocks {
 }
 
 impl OfBlocks {
-    /// A tile of 16-bit elements, and its transposed copy.
-    const SHARED_MEMORY: usize = 3 * TILE * TILE;
+    /// A tile of 16-bit elements, and its transposed copy; two numbers for each row.
+    const SHARED_MEMORY: usize = 3 * TILE * TILE + 2 * TILE * size_of::<f32>();
     /// Gains that a unit reads, at most at once, and the bytes that it reads of them at once.
     const GAINS: usize = 8;
     const GAIN_BYTES: usize = 16;
@@ -285,7 +285,7 @@ impl CudaSource for OfBlocks {
     fn knobs(&self) -> String {
         format!(
             "#define IN_{}\n#define ROW_MAJOR 0\n#define TRANSPOSED 1\n#define ROW_STOCHASTIC 0\n#define FALLBACK 0\n\
-             #define CUBES {}\n#define DRAW_EARLY 0\n#define GAIN_F32 {}",
+             #define CUBES {}\n#define DRAW_EARLY 1\n#define GAIN_F32 {}",
             float_knob(self.dtype),
             self.cubes,
             u8::from(self.gain_f32),

@@ -38,12 +38,14 @@ const LAYER: usize = 1;
 /// A byte of memory that nothing has written.
 pub const UNWRITTEN: u8 = 0xa5;
 
-/// An operand that a training step quantizes: a gradient, or X, in a layer of this threshold if its blocks may fall
-/// back.
-#[derive(Debug, Clone, Copy)]
+/// What a training step quantizes: a gradient; X, in a layer of this threshold if its blocks may fall back, for both
+/// passes, or for the forward pass alone, or for the backward pass alone.
+#[derive(Debug, Clone, Copy, PartialEq)]
 enum Operand {
     Gradient,
     Input(Option<f32>),
+    Forward(Option<f32>),
+    Saved,
 }
 
 /// The kernel's buffers: X, both copies, scales; the residual's values, scales, flags; thresholds, counts.
@@ -70,9 +72,14 @@ fn equals_the_reference() {
             Operand::Input(None),
             Operand::Input(Some(0.0)),
             Operand::Input(Some(100.0)),
+            Operand::Saved,
         ] {
             cases.extend([false, true].map(|draw_early| (float, operand, draw_early)));
         }
+    }
+    for float in [dtype::<f16>(), dtype::<bf16>()] {
+        let operands = [None, Some(100.0)].map(Operand::Forward);
+        cases.extend(operands.map(|operand| (float, operand, false)));
     }
     for (float, operand, draw_early) in random.few(cases, 2) {
         println!("{float} {operand:?}, draws early: {draw_early}");
@@ -83,9 +90,14 @@ fn equals_the_reference() {
 fn emulate(random: &mut Random, float: StorageType, operand: Operand, draw_early: bool) {
     let key = random.key();
     let mut source = source_of(float, operand, key);
-    // The tiles of a launch as small as this one draw early.
+    // The tiles of a launch as small as this one draw early, where there is something to draw.
     let knob = "#define DRAW_EARLY ";
-    assert!(source.code.contains(&format!("{knob}1\n")));
+    let draws = !matches!(operand, Operand::Forward(_));
+    assert!(
+        source
+            .code
+            .contains(&format!("{knob}{}\n", u8::from(draws)))
+    );
     if !draw_early {
         source.code = source
             .code
@@ -113,12 +125,17 @@ fn source_of(float: StorageType, operand: Operand, key: StochasticKey) -> Source
         let handle = client.empty(batch * rows * PITCH * float.size());
         let (shape, strides) = ([batch, rows, cols], [rows * PITCH, PITCH, 1]);
         let x = TensorHandle::new(handle, shape, strides, float);
-        let Operand::Input(threshold) = operand else {
+        let stochastic = |layout| {
             let spec = QuantizeSpec::int8(Granularity::Block(BLOCK))
                 .with_rounding(Rounding::Stochastic(key))
-                .with_layout(Layout::Both);
+                .with_layout(layout);
             quantize(client, &x, &spec).expect("a matrix");
-            return;
+        };
+        let (threshold, key) = match operand {
+            Operand::Gradient => return stochastic(Layout::Both),
+            Operand::Saved => return stochastic(Layout::Transposed),
+            Operand::Input(threshold) => (threshold, Some(key)),
+            Operand::Forward(threshold) => (threshold, None),
         };
         let thresholds = &tensor(client, &[LAYERS], dtype::<f32>());
         let counts = &tensor(client, &[LAYERS, 2], dtype::<i32>());
@@ -128,7 +145,7 @@ fn source_of(float: StorageType, operand: Operand, key: StochasticKey) -> Source
             layer,
             counts,
         });
-        quantize_linear_input(client, &x, BLOCK, Some(key), state).expect("a matrix");
+        quantize_linear_input(client, &x, BLOCK, key, state).expect("a matrix");
     });
     assert_eq!(sources.len(), 1);
     let source = sources.remove(0);
@@ -145,8 +162,8 @@ fn expected(x: &[f32], float: StorageType, operand: Operand, key: StochasticKey)
         quantized(Rounding::Stochastic(key)),
     );
     let row_major = match operand {
-        Operand::Gradient => &stochastic,
-        Operand::Input(_) => &nearest,
+        Operand::Gradient | Operand::Saved => &stochastic,
+        Operand::Input(_) | Operand::Forward(_) => &nearest,
     };
     let mut buffers = Buffers::default();
     buffers[0] = pitched(x, SHAPE.cols, PITCH, float);
@@ -154,9 +171,19 @@ fn expected(x: &[f32], float: StorageType, operand: Operand, key: StochasticKey)
     buffers[2] = bytes(&stochastic.transposed().values);
     buffers[3] = bytemuck::cast_slice(&nearest.scales).to_vec();
     one_nan(&mut buffers[3]);
+    // What stands in for a copy is not touched.
+    let unwritten = || vec![UNWRITTEN; nearest.scales.len() * size_of::<f32>()];
     let threshold = match operand {
         Operand::Gradient => None,
+        Operand::Saved => {
+            buffers[1] = unwritten();
+            None
+        }
         Operand::Input(threshold) => threshold,
+        Operand::Forward(threshold) => {
+            buffers[2] = unwritten();
+            threshold
+        }
     };
     for (buffer, of_fallback) in buffers[4..]
         .iter_mut()
