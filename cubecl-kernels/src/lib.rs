@@ -11,7 +11,7 @@
 //! | [`magnitude`] | the largest magnitude of a matrix, and how many elements it has in each octave below |
 //! | [`quantize::learned_step`] | the Hadamard quantizer with a learned step size, and its backward pass |
 //! | [`fallback`] | INT8 block quantization with a second INT8 copy of the residual of outlier blocks |
-//! | [`linear_input`] | both INT8 copies of a linear layer's input from one read |
+//! | [`linear_input`] | the INT8 copies of a linear layer's input from one read |
 //! | [`random_hadamard`](mod@random_hadamard) | the random Hadamard transform of the rows of a matrix |
 //! | [`bit_splitting`] | a gradient as the sum of two INT4 matrices |
 //! | [`leverage_score`] | the rows of a split gradient that a product keeps, sampled by their scores |

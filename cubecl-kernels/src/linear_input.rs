@@ -20,7 +20,7 @@ use crate::{
 
 const OPERATION: &str = "quantize_linear_input";
 
-/// The input of a linear layer in INT8, twice.
+/// The input of a linear layer in INT8, for its forward product and, where that is wanted, for its backward pass.
 #[derive(Debug)]
 pub struct LinearInput<R: Runtime> {
     /// The row-major copy, rounded to nearest: the operand of the forward product.

@@ -322,27 +322,28 @@ impl<B: DataBackend> Tag<B> {
         copies.push(SavedFallback { key, epoch, copy });
     }
 
-    /// Keeps a copy that the backward pass makes, unless there is one already that is good in this epoch, and returns the
-    /// one that is kept. Those that nobody waits for make room for it.
+    /// The copy that the backward pass makes, of this key and good in this epoch: that of an earlier layer, or else what
+    /// `copy` gives, if it does. Those that nobody waits for make room for it.
     pub(crate) fn keep_again(
         &self,
         key: CopyKey,
         epoch: Option<Epoch<B>>,
-        copy: Arc<CopyAgain<B>>,
-    ) -> Arc<CopyAgain<B>> {
+        copy: impl FnOnce() -> Option<CopyAgain<B>>,
+    ) -> Option<Arc<CopyAgain<B>>> {
         let mut copies = lock(&self.again);
         copies.retain(|saved| saved.copy.strong_count() > 0);
         let mut known = copies.iter();
         let known = known.find(|saved| saved.key == key && saved.epoch == epoch);
         if let Some(kept) = known.and_then(|saved| saved.copy.upgrade()) {
-            return kept;
+            return Some(kept);
         }
+        let copy = Arc::new(copy()?);
         copies.push(SavedAgain {
             key,
             epoch,
             copy: Arc::downgrade(&copy),
         });
-        copy
+        Some(copy)
     }
 
     /// The tag for the copies that the second run of a [block](crate::saved::checkpoint()) makes of the value: one for

@@ -46,9 +46,10 @@ impl<B: DataBackend, const N: usize> Recorded<B, N> for LayerNorm {
             unreachable!("a normalization has x and a gain");
         };
         let is_trained = wanted.contains(&true);
+        let waits_as = x.cell().rows_will_wait_as();
         let norm = LayerNormForward {
             epsilon: self.epsilon as f32,
-            copy: x.cell().rows_will_wait_as().filter(|_| is_trained),
+            copy: waits_as.filter(|_| is_trained && !x.cell().has_compressed()),
         };
         let bias_dtype = bias.as_ref().map(|bias| bias.dtype().into());
         let values = (

@@ -80,7 +80,7 @@ pub(crate) struct Settled<B: DataBackend> {
 #[derive(Debug)]
 pub(crate) struct Saved<B: DataBackend> {
     /// Present if W needs a gradient.
-    x: Option<KeptX<B>>,
+    x: Option<Kept<B>>,
     /// Present if X needs a gradient.
     weight: Option<Kept<B>>,
     x_form: Form,
@@ -114,6 +114,7 @@ impl<B: DataBackend> Clone for Saved<B> {
 enum Kept<B: DataBackend> {
     Copy(Arc<Quantized<B>>),
     Float(HeldTensor<B>),
+    Again(Arc<CopyAgain<B>>),
 }
 
 impl<B: DataBackend> Clone for Kept<B> {
@@ -121,6 +122,7 @@ impl<B: DataBackend> Clone for Kept<B> {
         match self {
             Self::Copy(copy) => Self::Copy(copy.clone()),
             Self::Float(tensor) => Self::Float(tensor.clone()),
+            Self::Again(copy) => Self::Again(copy.clone()),
         }
     }
 }
@@ -130,31 +132,7 @@ impl<B: DataBackend> From<Kept<B>> for Source<B> {
         match kept {
             Kept::Copy(copy) => Self::Copy(Quantized::clone(&copy)),
             Kept::Float(tensor) => Self::Float(tensor.into_value()),
-        }
-    }
-}
-
-/// X as it waits for the backward pass.
-#[derive(Debug)]
-enum KeptX<B: DataBackend> {
-    Operand(Kept<B>),
-    Again(Arc<CopyAgain<B>>),
-}
-
-impl<B: DataBackend> Clone for KeptX<B> {
-    fn clone(&self) -> Self {
-        match self {
-            Self::Operand(operand) => Self::Operand(operand.clone()),
-            Self::Again(copy) => Self::Again(copy.clone()),
-        }
-    }
-}
-
-impl<B: DataBackend> From<KeptX<B>> for Source<B> {
-    fn from(kept: KeptX<B>) -> Self {
-        match kept {
-            KeptX::Operand(operand) => operand.into(),
-            KeptX::Again(again) => Self::Copy(Quantized::clone(&again.copy())),
+            Kept::Again(copy) => Self::Copy(Quantized::clone(&copy.copy())),
         }
     }
 }
@@ -201,15 +179,14 @@ impl<B: DataBackend> Linear<B> {
         };
         let saved_make = plan.saved.filter(|_| wants_weight).map(drawn);
         let saved = saved_make.and_then(|make| of_x(make.factor.key));
-        let of_again = saved_make.filter(|_| saved.is_none() && plan.saves_another);
+        let of_again = saved_make.filter(|_| saved.is_none() && plan.is_made_again);
         let again = of_again.and_then(|make| {
-            let of = x.cell().rematerialized()?;
             let key = make.factor.key;
-            let copy = Arc::new(CopyAgain::new(make, of));
-            Some(match &self.x_tag {
+            let copy = || Some(CopyAgain::new(make, x.cell().rematerialized()?));
+            match &self.x_tag {
                 Some(tag) => tag.keep_again(key, plan.epoch(bank, key), copy),
-                None => copy,
-            })
+                None => copy().map(Arc::new),
+            }
         });
         let to_save = saved_make.filter(|_| saved.is_none() && again.is_none());
         let shares_operand = plan.residual == Residual::Never && self.x_tag.is_some();
@@ -338,15 +315,14 @@ impl<B: DataBackend> Linear<B> {
             history.note_copies(&device, [copy.as_ref(), other.as_ref()]);
         }
         let [x_form, weight_form] = forms;
-        let operand = kept_x.or(saved.map(Kept::Copy));
+        let x = kept_x.or(saved.map(Kept::Copy)).or(again.map(Kept::Again));
         let mut noted = Operands::default();
-        if let Some(Kept::Copy(copy)) = &operand {
+        if let Some(Kept::Copy(copy)) = &x {
             noted.note(false, copy, &x_form.shape, x_form.dtype.into());
         }
         for copy in [&copy, &other].into_iter().flatten() {
             noted.note(true, copy, &weight_form.shape, weight_form.dtype.into());
         }
-        let x = operand.map(KeptX::Operand).or(again.map(KeptX::Again));
         let kept_weight = || match plan.backward.input {
             None => Kept::Float(weight),
             Some(_) => Kept::Copy(

@@ -102,6 +102,11 @@ impl Factor {
         }
     }
 
+    /// True if the copy is made of the matrix as it is, not of its transpose or after a transform.
+    pub fn takes_matrix(&self) -> bool {
+        !self.key.of_transpose && !self.key.rotated
+    }
+
     /// True if copies for both hold the same numbers, in whatever order, where both round to nearest or draw alike.
     pub fn is_same_as(&self, other: &Self) -> bool {
         let any = |key| CopyKey {
@@ -167,7 +172,7 @@ impl Make {
 
     /// True if the copy is made of the matrix as it is, not of its transpose or after a transform.
     pub fn takes_matrix(&self) -> bool {
-        !self.factor.key.of_transpose && !self.factor.key.rotated
+        self.factor.takes_matrix()
     }
 
     /// True if a history of maxima scales the copy.

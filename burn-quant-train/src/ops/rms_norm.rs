@@ -31,9 +31,10 @@ impl<B: DataBackend> Recorded<B, 2> for RmsNorm {
         wanted: [bool; 2],
     ) -> (HeldTensor<B>, Self::Saved) {
         let is_trained = wanted.contains(&true);
+        let waits_as = x.cell().rows_will_wait_as().filter(|_| is_trained);
         let norm = RmsNormForward {
             epsilon: self.epsilon as f32,
-            copy: x.cell().rows_will_wait_as().filter(|_| is_trained),
+            copy: waits_as.filter(|_| !x.cell().has_compressed()),
         };
         let values = (x.clone().into_input(), gain.clone().into_value());
         let ((output, inverse_rms), copy) = B::run(norm, values);
@@ -42,15 +43,14 @@ impl<B: DataBackend> Recorded<B, 2> for RmsNorm {
             gain,
             inverse_rms: HeldTensor::of("rms_norm", inverse_rms),
         };
+        if let Some(copy) = copy {
+            saved.x.cell().keep_compressed(copy);
+        }
         let output = HeldTensor::of("rms_norm", output);
-        let output = match copy {
-            Some(copy) => {
-                saved.x.cell().keep_compressed(copy);
-                output.of_norm(saved.clone())
-            }
-            None => output,
-        };
-        (output, saved)
+        match waits_as {
+            Some(_) => (output.of_norm(&saved), saved),
+            None => (output, saved),
+        }
     }
 
     const JOINS: bool = true;

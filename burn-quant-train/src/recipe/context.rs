@@ -100,7 +100,8 @@ const fn with_attention(context: Option<Context>, attention: AttentionContext) -
 ///
 /// Of those that wait compressed, attention's forward pass is computed once more in the backward pass: this is for who
 /// has the memory, and not the time. It is so where a kernel computes attention without scores in memory, outside of
-/// blocks that run again. A layer that reads what attention gives keeps its own copy beside it.
+/// blocks that run again. A layer that reads what attention gives keeps no copy of its own, but for those whose backward
+/// pass reads the forward product's operand.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct ExactAttention<F>(PhantomData<F>);
 

@@ -19,7 +19,7 @@ use super::{
     bits::Bits,
     compress::{Compress, Decompress},
     later::{GradientCopy, Later},
-    rematerialized::{NormInputs, Rematerialized},
+    rematerialized::{NormInputs, Rematerialized, WeakNormInputs},
     report, scope,
 };
 use crate::{
@@ -57,7 +57,7 @@ pub struct Cell<B: DataBackend> {
     /// The operation that made it, if what it makes may be compressed.
     origin: Option<Origin<B>>,
     /// What it is made of, where it is a norm's output of an input that will wait compressed.
-    norm_inputs: OnceLock<Box<NormInputs<B>>>,
+    norm_inputs: OnceLock<WeakNormInputs<B>>,
     /// The format in which it may wait; `None` for what is not made by the forward pass.
     context: Option<Context>,
     exact: AtomicBool,
@@ -314,9 +314,14 @@ impl<B: DataBackend> HeldTensor<B> {
         self
     }
 
+    /// A share in a cell.
+    pub(super) fn share(cell: Arc<Cell<B>>) -> Self {
+        Self(cell)
+    }
+
     /// The same, the output of a norm of these, whose input will wait compressed.
-    pub(crate) fn of_norm(self, inputs: NormInputs<B>) -> Self {
-        let _ = self.0.norm_inputs.set(Box::new(inputs));
+    pub(crate) fn of_norm(self, inputs: &NormInputs<B>) -> Self {
+        let _ = self.0.norm_inputs.set(WeakNormInputs::of(inputs));
         self
     }
 
@@ -543,12 +548,15 @@ impl<B: DataBackend> Cell<B> {
             .filter(|_| is_there && !is_exact && !is_made_again)
     }
 
-    /// How its rows are quantized, if it [will wait](Self::will_wait_as) so, these are whole groups, and nobody has made
-    /// that copy.
+    /// How its rows are quantized, if it [will wait](Self::will_wait_as) so and these are whole groups.
     pub(crate) fn rows_will_wait_as(&self) -> Option<QuantizeSpec> {
         let context = self.will_wait_as()?;
-        let spec = Compress { context }.of_rows(&self.shape)?;
-        lock(&self.compressed).is_none().then_some(spec)
+        Compress { context }.of_rows(&self.shape)
+    }
+
+    /// True where the copy that it will wait as is there.
+    pub(crate) fn has_compressed(&self) -> bool {
+        lock(&self.compressed).is_some()
     }
 
     /// Takes what it will be compressed to, in the format that it [waits in](Self::will_wait_as).
@@ -586,7 +594,7 @@ impl<B: DataBackend> Cell<B> {
             return None;
         }
         if let Some(inputs) = self.norm_inputs.get() {
-            return Some(Rematerialized::RmsNorm(NormInputs::clone(inputs)));
+            return inputs.upgrade().map(Rematerialized::RmsNorm);
         }
         let view = self
             .origin()?

@@ -1,7 +1,9 @@
 //! Values of which a linear layer keeps no copy for its backward pass, since they can be made again there of what waits
 //! anyway (rematerialization): the output of a norm, and views of what waits as it is.
 
-use super::{HeldTensor, again::Again};
+use std::sync::{Arc, Weak};
+
+use super::{Cell, HeldTensor, again::Again};
 use crate::data::{DataBackend, quantize::MatrixSource};
 
 /// How such a value is made again.
@@ -52,5 +54,31 @@ impl<B: DataBackend> Clone for NormInputs<B> {
             gain: self.gain.clone(),
             inverse_rms: self.inverse_rms.clone(),
         }
+    }
+}
+
+/// The same for the output's cell, which keeps none of them: they wait as long as the norm's own node does.
+#[derive(Debug)]
+pub(super) struct WeakNormInputs<B: DataBackend>([Weak<Cell<B>>; 3]);
+
+impl<B: DataBackend> WeakNormInputs<B> {
+    pub fn of(inputs: &NormInputs<B>) -> Self {
+        let NormInputs {
+            x,
+            gain,
+            inverse_rms,
+        } = inputs;
+        Self([x, gain, inverse_rms].map(|it| Arc::downgrade(it.cell())))
+    }
+
+    /// They, if all of them are still there.
+    pub fn upgrade(&self) -> Option<NormInputs<B>> {
+        let [x, gain, inverse_rms] = &self.0;
+        let held = |cell: &Weak<Cell<B>>| cell.upgrade().map(HeldTensor::share);
+        Some(NormInputs {
+            x: held(x)?,
+            gain: held(gain)?,
+            inverse_rms: held(inverse_rms)?,
+        })
     }
 }

@@ -355,6 +355,9 @@ fn dequantize_runs_kernel<NW: Size, S: Numeric, F: Numeric, NO: Size>(
                 plan.len,
                 plan.codes,
             );
+            // Apart from the place of what was read: of words of ten bits NVRTC 13.0 computes one from the other as if
+            // unsigned numbers did not wrap around, and writes outside of the tensor.
+            let part = part + grid.zero;
             write_piece::<F, NO>(out, &values, part, plan.len, plan.write);
         }
     }

@@ -38,7 +38,8 @@ const MOST_CUBES: usize = 3;
 /// - `x`: a matrix as `rms_norm` takes it, or that in numbers, in which it waited.
 /// - `gain`: as there.
 /// - `inverse_rms`: f32 `[rows]`, as it gave it.
-/// - `spec`: a kernel has INT8 in blocks of 128, transposed and stochastic, of an `x` in INT8 in groups of 128 columns.
+/// - `spec`: a kernel has INT8 in blocks of 128, transposed and stochastic, of an `x` of f16 or bf16 in INT8 in groups of 128
+///   columns, of whole blocks, with gains of f32 or the type of `x`, on CUDA's sm_80 and later.
 ///
 /// To the bit, the result is that of [`quantize`](crate::quantize::quantize()) of `x inverse_rms gain`, rounded to the
 /// type of `x`.

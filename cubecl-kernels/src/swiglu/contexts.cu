@@ -1,5 +1,6 @@
-// Gate and up as they wait for the backward pass: INT8 to nearest in groups of 128 neighbours, of which each row of a
-// tile is one. In front of this text stand tile.cu and arithmetic.cu. The numbers are those of quantize and dequantize.
+// Values as they wait for the backward pass, gate and up, and a norm's input: INT8 to nearest in groups of 128 neighbours,
+// of which each row of a tile is one. In front of this text stand tile.cu and arithmetic.cu. The numbers are those of
+// quantize and dequantize.
 
 #define ROWS_OF_BOTH (2 * TILE)
 

@@ -34,7 +34,8 @@ pub struct Recommendation {
 
 /// Ways to train, the most cautious first, each of less memory than the one before, and what it gives up.
 ///
-/// None has quantized products: with contexts a quantized layer keeps its own copy of X beside what others keep of it.
+/// None has quantized products: with contexts a quantized layer may keep its own copy of X beside what others keep of it,
+/// that behind a gate does.
 fn by_caution() -> [(Case, &'static str); 4] {
     let mixed = <MixedPrecision<f32> as Recipe>::ROW.name();
     let case = |contexts, optimizer| Case {

@@ -62,7 +62,7 @@ impl<B: Backend> Block<B> {
         }
     }
 
-    /// The output, and that of the norm.
+    /// The output. `reads`: somebody reads what the norm and attention give, too.
     fn forward(&self, x: Tensor<B, 3>, reads: bool) -> Tensor<B, 3> {
         let x = self.before.forward(x);
         let normalized = self.norm.forward(x);

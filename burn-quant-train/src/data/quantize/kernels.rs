@@ -28,7 +28,8 @@ pub trait QuantizeKernels: Backend {
     ///
     /// # Panics
     ///
-    /// As [`Self::quantize_matrix`].
+    /// As [`Self::quantize_matrix`], and if what it is computed from differs in shape or dtype from what [`MatrixSource`]
+    /// says.
     fn quantize_source(x: MatrixSource<Self>, spec: &QuantizeSpec) -> Quantized<Self>;
 
     /// Quantizes the matrix `x` and its transpose by one spec, from one read where there is a kernel for it.

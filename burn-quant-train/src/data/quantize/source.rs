@@ -104,7 +104,11 @@ impl<K: Kernels> MatrixSource<K> {
                 x,
                 gain,
                 inverse_rms,
-            } => normalized::<K>(x.into_floats(), gain, inverse_rms),
+            } => {
+                let shape = x.shape();
+                let x = flatten::<K>(x.into_floats());
+                K::float_reshape(normalized::<K>(x, gain, inverse_rms), shape)
+            }
         }
     }
 

@@ -16,7 +16,7 @@ use crate::{
 /// The tensors that a quantized linear layer keeps beside its weight: see [`LinearRow::kept`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Kept {
-    /// Bytes of the copy of X that waits for the backward pass; `None` where X waits as it came.
+    /// Bytes of the copy of X that the backward pass reads; `None` where X waits as it came.
     pub input: Option<usize>,
     /// True if layers that read the same X share the copy.
     pub shares_input: bool,
@@ -46,7 +46,7 @@ fn scaled(row: &LinearRow, x: [usize; 2], weight: [usize; 2]) -> Kept {
     Kept {
         input: saved.map(|it| bytes::<Quantized<Outline>>(it.outline(x, it.key.layout))),
         shares_input: true,
-        is_made_again: saved.is_some_and(|it| factors.saves_another(&it)),
+        is_made_again: factors.is_made_again(),
         weight: of_weight
             .map(|(it, layout)| bytes::<Quantized<Outline>>(it.outline(weight, layout)))
             .sum(),

@@ -30,10 +30,10 @@ pub(super) struct Plan {
     /// How products of FP8 numbers are added up in it.
     pub accumulation: Accumulation,
     pub residual: Residual,
-    /// The copy of X for the backward pass, if it is made in the forward pass.
+    /// The copy of X for the backward pass, if that reads a copy and not X.
     pub saved: Option<Make>,
-    /// True if that may be made in the backward pass instead, where X can be made again.
-    pub saves_another: bool,
+    /// True if that copy [may be made in the backward pass](Factors::is_made_again).
+    pub is_made_again: bool,
     /// The copy of W that is kept: the forward product's, and that of dX where both are one.
     pub weight: Option<Stored>,
     /// The copy of W that dX reads, where that is another one.
@@ -88,13 +88,14 @@ impl Factors {
         }
     }
 
-    /// True if the copy of X for the backward pass is of other numbers than the forward product's operand, and made of X
-    /// as it is: such a copy costs little more in the backward pass than in the forward pass.
-    pub fn saves_another(&self, saved: &Factor) -> bool {
-        let is_operand = |[x, _]: [Factor; 2]| x.is_same_as(saved);
-        let key = saved.key;
-        let takes_matrix = !key.of_transpose && !key.rotated;
-        takes_matrix && key.history.is_none() && !self.forward.is_some_and(is_operand)
+    /// True if the backward pass may make the copy of X, where X can be made again: a copy of other numbers than the
+    /// forward product's operand, made of X as it is, costs little more there than in the forward pass.
+    pub fn is_made_again(&self) -> bool {
+        self.saved().is_some_and(|saved| {
+            let is_operand = |[x, _]: [Factor; 2]| x.is_same_as(&saved);
+            let has_history = saved.key.history.is_some();
+            saved.takes_matrix() && !has_history && !self.forward.is_some_and(is_operand)
+        })
     }
 
     /// The copies of W that are kept from run to run, and their layouts: that of the forward product, and that of dX
@@ -179,9 +180,7 @@ impl Plan {
             accumulation: row.forward.accumulation(),
             residual: casts(&row.forward).map_or(Residual::Never, |[x, _]| x.residual),
             saved: factors.saved().and(weight.map(|[x, _]| x)),
-            saves_another: factors
-                .saved()
-                .is_some_and(|saved| factors.saves_another(&saved)),
+            is_made_again: factors.is_made_again(),
             weight: of_forward.and_then(|it| stored(it, forward)),
             other_weight: of_input.and_then(|it| stored(it, input)),
             backward: BackwardPlan {

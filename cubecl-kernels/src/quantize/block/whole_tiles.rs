@@ -232,27 +232,33 @@ impl CudaSource for WholeTilesSource {
         tile_bytes(self.dtype)
     }
 
-    /// Of X, that of more or fewer tiles, and both of dY.
+    /// Of X, that of more or fewer tiles, and both of dY; where X is made again in the backward pass, its copy alone too.
     fn companions<R: Runtime>(
         &self,
         _client: &ComputeClient<R>,
         _sizes: [usize; 4],
     ) -> Vec<SourceText> {
-        if self.row_stochastic || !(self.row_major && self.transposed) {
+        if self.row_stochastic || !self.row_major {
             return vec![];
         }
-        let of_gradient = |draw_early| Self {
-            row_stochastic: true,
+        let stochastic = |row_major, draw_early| Self {
+            row_major,
+            transposed: true,
+            row_stochastic: row_major,
             fallback: false,
             draw_early,
             ..*self
         };
-        let of_input = Self {
-            draw_early: !self.draw_early,
-            ..*self
-        };
-        [of_input, of_gradient(true), of_gradient(false)]
-            .map(|source| source.text())
-            .to_vec()
+        let mut sources = [false, true]
+            .map(|draw_early| stochastic(true, draw_early))
+            .to_vec();
+        match self.transposed {
+            true => sources.push(Self {
+                draw_early: !self.draw_early,
+                ..*self
+            }),
+            false => sources.extend([false, true].map(|draw_early| stochastic(false, draw_early))),
+        }
+        sources.iter().map(CudaSource::text).collect()
     }
 }
