@@ -37,23 +37,21 @@ pub struct Origin<B: DataBackend> {
     earlier: Vec<Weak<Cell<B>>>,
     /// The operation, if it is cheap.
     computation: Option<(From, Arc<Computation<B>>)>,
-    /// Where it is a view: of which tensor, by which operations.
-    view: Option<View<B>>,
+    /// The same, where it is a view.
+    view: Option<Arc<View<B>>>,
 }
 
-/// The views, one of the other, that lead from a tensor to another one.
+/// Views of views that are remembered at most.
+const MAX_VIEWS: usize = 4;
+
+/// A view, of a tensor or of a view of it.
 struct View<B: DataBackend> {
+    /// The tensor.
     of: Weak<Cell<B>>,
-    by: Vec<Arc<Computation<B>>>,
-}
-
-impl<B: DataBackend> Clone for View<B> {
-    fn clone(&self) -> Self {
-        Self {
-            of: self.of.clone(),
-            by: self.by.clone(),
-        }
-    }
+    computation: Arc<Computation<B>>,
+    before: Option<Arc<Self>>,
+    /// How many it is, with those before it.
+    count: usize,
 }
 
 impl<B: DataBackend> Origin<B> {
@@ -94,35 +92,38 @@ impl<B: DataBackend> Origin<B> {
         self,
         compute: impl Fn(Vec<FloatTensor<B>>) -> FloatTensor<B> + Send + Sync + 'static,
     ) -> Self {
-        let before = self.operands.first().and_then(|operand| {
-            let operand = operand.upgrade()?;
-            operand.origin().and_then(|origin| origin.view.clone())
-        });
-        let mut view = before.unwrap_or_else(|| View {
-            of: self.operands.first().cloned().unwrap_or_default(),
-            by: Vec::new(),
-        });
-        let compute: Arc<Computation<B>> = Arc::new(compute);
-        view.by.push(compute.clone());
+        let computation: Arc<Computation<B>> = Arc::new(compute);
+        let operand = self.operands.first().cloned().unwrap_or_default();
+        let cell = operand.upgrade();
+        let before = cell.as_ref().and_then(|cell| cell.origin()?.view.clone());
+        let count = 1 + before.as_ref().map_or(0, |before| before.count);
+        let view = View {
+            of: before.as_ref().map_or(operand, |before| before.of.clone()),
+            computation: computation.clone(),
+            before,
+            count,
+        };
         Self {
-            computation: Some((From::Any, compute)),
-            view: Some(view),
+            computation: Some((From::Any, computation)),
+            view: (count <= MAX_VIEWS).then(|| Arc::new(view)),
             ..self
         }
     }
 
     /// The views that lead here from a tensor that is still there, and `stays`.
     pub(super) fn to_view(&self, stays: impl Fn(&Arc<Cell<B>>) -> bool) -> Option<Again<B>> {
-        let View { of, by } = self.view.as_ref()?;
-        let of = of.upgrade().filter(stays)?;
-        let by = by.clone();
+        let last = self.view.as_ref()?;
+        let of = last.of.upgrade().filter(stays)?;
+        let views = std::iter::successors(Some(last), |view| view.before.as_ref());
+        let mut by: Vec<_> = views.map(|view| view.computation.clone()).collect();
+        by.reverse();
         Some(Again {
             operands: vec![of],
             compute: Arc::new(move |operands| {
-                by.iter()
-                    .fold(operands, |value, compute| vec![compute(value)])
-                    .pop()
-                    .expect("a view is of one tensor")
+                let view = by
+                    .iter()
+                    .fold(operands, |value, compute| vec![compute(value)]);
+                view.into_iter().next().expect("a view is of one tensor")
             }),
         })
     }

@@ -57,7 +57,7 @@ pub struct Cell<B: DataBackend> {
     /// The operation that made it, if what it makes may be compressed.
     origin: Option<Origin<B>>,
     /// What it is made of, where it is a norm's output of an input that will wait compressed.
-    norm_inputs: OnceLock<WeakNormInputs<B>>,
+    norm_inputs: OnceLock<Box<WeakNormInputs<B>>>,
     /// The format in which it may wait; `None` for what is not made by the forward pass.
     context: Option<Context>,
     exact: AtomicBool,
@@ -321,7 +321,8 @@ impl<B: DataBackend> HeldTensor<B> {
 
     /// The same, the output of a norm of these, whose input will wait compressed.
     pub(crate) fn of_norm(self, inputs: &NormInputs<B>) -> Self {
-        let _ = self.0.norm_inputs.set(WeakNormInputs::of(inputs));
+        let inputs = Box::new(WeakNormInputs::of(inputs));
+        let _ = self.0.norm_inputs.set(inputs);
         self
     }
 

@@ -156,7 +156,16 @@ impl Step<'_> {
     fn inside_layers(&self, beside: Vec<Value>) -> usize {
         let values = [beside, self.attention(), self.feed_forward()];
         let of_inputs: usize = Reads::ALL.map(|reads| self.input(reads)).iter().sum();
-        self.bytes(&values.concat()) + self.model.layers * of_inputs
+        self.bytes(&values.concat()) + self.model.layers * of_inputs + self.of_embedding()
+    }
+
+    /// What the first layer's norm reads is the embedding, which may be made again itself: the copy of what the norm makes
+    /// of it waits.
+    fn of_embedding(&self) -> usize {
+        match self.is_made_again(Reads::Attention) {
+            true => self.copies(&self.readers(Reads::Attention), false),
+            false => 0,
+        }
     }
 
     /// The values that layers leave of which each is a block: their inputs, those that the norm behind them leaves, and
@@ -418,7 +427,7 @@ impl Step<'_> {
             true => float,
             false => 0,
         };
-        float + casts + self.copies(reads, &readers)
+        float + casts + self.copies(&readers, self.is_made_again(reads))
     }
 
     /// True if the input can be made again of what waits anyway: a norm's output of what waits compressed, attention's of
@@ -456,8 +465,8 @@ impl Step<'_> {
         }
     }
 
-    /// Bytes of the quantized copies of an input that wait.
-    fn copies(&self, reads: Reads, readers: &[Linear]) -> usize {
+    /// Bytes of the quantized copies of an input that wait. `is_made_again`: whether that can be.
+    fn copies(&self, readers: &[Linear], is_made_again: bool) -> usize {
         let Some(row) = self.row.linear else {
             return 0;
         };
@@ -467,7 +476,6 @@ impl Step<'_> {
         let kept: Vec<_> = quantized
             .map(|it| row.kept(self.tokens(), it.shape))
             .collect();
-        let is_made_again = self.is_made_again(reads);
         let waits = |it: &&Kept| !(is_made_again && it.is_made_again);
         let bytes = kept.iter().filter(waits).filter_map(|it| it.input);
         match kept.iter().all(|it| it.shares_input) {

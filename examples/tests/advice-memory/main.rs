@@ -328,9 +328,10 @@ fn computed_bytes_are_those_that_are_counted(third: Option<usize>) {
             optimizer,
         },
         checkpointing: Checkpointing::None,
+        // What compressed values leave, nodes and their cells are up to a twentieth of.
         bound: match contexts {
             Contexts::Exact => 0.012,
-            _ => 0.05,
+            _ => 0.055,
         },
     };
     let optimizers = [
