@@ -229,6 +229,17 @@ pub(crate) fn cube_grid(count: usize) -> CubeCount {
     CubeCount::Static(count.div_ceil(y) as u32, y as u32, 1)
 }
 
+/// The cubes that take so many tiles by turns: `taking` of a multiprocessor, and no more than there are tiles.
+pub(crate) fn cubes_by_turns<R: Runtime>(
+    client: &ComputeClient<R>,
+    tiles: usize,
+    taking: usize,
+) -> CubeCount {
+    let multiprocessors = client.properties().hardware.num_streaming_multiprocessors;
+    let at_once = taking * multiprocessors.unwrap_or(1) as usize;
+    CubeCount::Static(at_once.min(tiles) as u32, 1, 1)
+}
+
 /// A tensor as a kernel's argument without its shape and strides, which CubeCL would copy to the device before each
 /// launch.
 pub(crate) fn array<R: Runtime>(tensor: TensorHandle<R>) -> ArrayArg<R> {

@@ -68,6 +68,16 @@ pub(crate) fn check_backward<R: Runtime>(
     statistics: &[(&'static str, &TensorHandle<R>)],
 ) -> Result<(), KernelError> {
     gradient.check(operation, x)?;
+    check_statistics(operation, x, rows, statistics)
+}
+
+/// Accepts for each of the rows of `x` an f32 of each of `statistics`, named.
+pub(crate) fn check_statistics<R: Runtime>(
+    operation: &'static str,
+    x: &OperatorInput<R>,
+    rows: usize,
+    statistics: &[(&'static str, &TensorHandle<R>)],
+) -> Result<(), KernelError> {
     for (name, statistic) in statistics {
         let remedy = "pass what the forward pass gave";
         check_dtype(operation, name, statistic, storage::<f32>(), remedy)?;

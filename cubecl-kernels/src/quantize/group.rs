@@ -4,7 +4,7 @@ use cubecl::{ir::StorageType, prelude::*};
 
 use crate::{
     device::{MatrixGeometry, array, cube_grid, has_planes_of_32},
-    number::storage::RUN,
+    number::{fp8::Fp8, storage::RUN},
     rounding::{RandomStream, random_stream},
     scale::{ScaleNumber, region_scale, store_scale},
 };
@@ -21,6 +21,37 @@ use super::{
         Tile, TilePosition, UNITS, group_max, read_run, run_position, run_read_width, tile_position,
     },
 };
+
+/// The numbers and scales that the kernels of CUDA source write: the knobs of `group/scale.cu`, and the number of
+/// `patch.cu`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct Fp8Groups {
+    number: Fp8,
+    /// Scales are powers of two, in bytes; else FP32.
+    e8m0: bool,
+}
+
+impl Fp8Groups {
+    /// `None` for other numbers and scales.
+    fn of(spec: &QuantizeSpec) -> Option<Self> {
+        let e8m0 = match spec.scale {
+            ScaleNumber::F32 => false,
+            ScaleNumber::E8M0 => true,
+            ScaleNumber::E4M3 => return None,
+        };
+        let number = Fp8::of(spec.number)?;
+        Some(Self { number, e8m0 })
+    }
+
+    fn knobs(&self) -> String {
+        format!(
+            "#define NUMBER \"{}\"\n#define LARGEST {:?}f\n#define E8M0 {}",
+            self.number.name(),
+            self.number.largest(),
+            u8::from(self.e8m0),
+        )
+    }
+}
 
 /// The constants that the kernel is compiled for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

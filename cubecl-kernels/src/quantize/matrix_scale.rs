@@ -12,7 +12,10 @@ use crate::{
         numbers::numbers,
         source::{CudaSource, SourceText, float_knob, launch_source},
     },
-    device::{MAX_CUBES, MatrixView, empty, is_hopper, or_unused, read_width_up_to, storage},
+    device::{
+        MAX_CUBES, MatrixView, cubes_by_turns, empty, is_hopper, or_unused, read_width_up_to,
+        storage,
+    },
     granularity::Granularity,
     layout::Layout,
     number::fp8::Fp8,
@@ -155,9 +158,7 @@ pub(crate) fn cubes<R: Runtime>(
     if delayed {
         return CubeCount::Static(cols as u32, rows as u32, 1);
     }
-    let multiprocessors = client.properties().hardware.num_streaming_multiprocessors;
-    let at_once = taking * multiprocessors.unwrap_or(1) as usize;
-    CubeCount::Static(at_once.min(rows * cols) as u32, 1, 1)
+    cubes_by_turns(client, rows * cols, taking)
 }
 
 /// Both copies as arguments; for one that is not wanted, something that is not touched.

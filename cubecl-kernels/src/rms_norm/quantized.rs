@@ -7,10 +7,7 @@ use crate::{
         numbers::{halves, numbers},
         source::{CudaSource, float_knob, launch_source},
     },
-    device::{
-        MatrixView, array, check_contiguous, check_dtype, cube_grid, empty, is_operand_type,
-        storage, vector_width,
-    },
+    device::{MatrixView, array, cube_grid, empty, is_operand_type, storage, vector_width},
     error::KernelError,
     layout::Layout,
     operator_input::{OperatorInput, Pieces, read_input, read_piece, write_piece},
@@ -23,7 +20,7 @@ use crate::{
         whole_runs::RunGrid,
     },
     rounding::STOCHASTIC_OFFSET,
-    row_units::check_rows,
+    row_units::{check_rows, check_statistics},
     swiglu::block::{codes, in_blocks},
 };
 
@@ -57,25 +54,7 @@ pub fn quantize_rms_norm<'a, R: Runtime>(
 ) -> Result<Quantized<R>, KernelError> {
     let x = x.into();
     let [rows, cols] = check_rows(client, OPERATION, &x, gain)?;
-    let remedy = "pass what the forward pass gave";
-    check_dtype(
-        OPERATION,
-        "inverse_rms",
-        inverse_rms,
-        storage::<f32>(),
-        remedy,
-    )?;
-    if check_contiguous(OPERATION, inverse_rms)? != rows {
-        return Err(KernelError::Shape {
-            operation: OPERATION,
-            got: format!(
-                "x {:?} and inverse_rms {:?}",
-                x.shape(),
-                inverse_rms.shape()
-            ),
-            remedy: "pass a number for each row",
-        });
-    }
+    check_statistics(OPERATION, &x, rows, &[("inverse_rms", inverse_rms)])?;
     if let Some(quantized) = launch(client, x, gain, inverse_rms, spec)? {
         return Ok(quantized);
     }
@@ -205,7 +184,7 @@ fn launch<R: Runtime>(
         && has_whole_tiles(client, view.shape, block)
         && is_operand_type(dtype)
         && (source.gain_f32 || gain.dtype == dtype)
-        && vector_width(OfBlocks::GAINS, &[gain]) * gain.dtype.size() == OfBlocks::GAIN_BYTES;
+        && vector_width(TILE, &[gain]) * gain.dtype.size() == OfBlocks::GAIN_BYTES;
     if !fits {
         return Ok(None);
     }
@@ -261,8 +240,7 @@ struct OfBlocks {
 impl OfBlocks {
     /// A tile of 16-bit elements, and its transposed copy; two numbers for each row.
     const SHARED_MEMORY: usize = 3 * TILE * TILE + 2 * TILE * size_of::<f32>();
-    /// Gains that a unit reads, at most at once, and the bytes that it reads of them at once.
-    const GAINS: usize = 8;
+    /// Bytes of gains that a unit reads at once.
     const GAIN_BYTES: usize = 16;
 }
 

@@ -11,15 +11,16 @@ use crate::{
     },
     device::{array, cube_grid, is_hopper, vector_width},
     granularity::Granularity,
-    number::fp8::Fp8,
     operator_input::read_piece,
-    scale::ScaleNumber,
 };
 
-use super::super::{
-    Input, Quantized,
-    beside::{CopyArgs, CubePieces, GroupCopy, write_group_copy},
-    tile::UNITS,
+use super::{
+    super::{
+        Input, Quantized,
+        beside::{CopyArgs, CubePieces, GroupCopy, write_group_copy},
+        tile::UNITS,
+    },
+    Fp8Groups,
 };
 
 /// Pieces that a unit has.
@@ -102,8 +103,7 @@ numbers! {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct OfRows {
     dtype: StorageType,
-    number: Fp8,
-    e8m0: bool,
+    groups: Fp8Groups,
     group: usize,
 }
 
@@ -126,12 +126,7 @@ impl OfRows {
             && group <= 32 * Self::LEN;
         let source = Self {
             dtype: input.x.dtype,
-            number: Fp8::of(input.spec.number)?,
-            e8m0: match input.spec.scale {
-                ScaleNumber::F32 => false,
-                ScaleNumber::E8M0 => true,
-                ScaleNumber::E4M3 => return None,
-            },
+            groups: Fp8Groups::of(input.spec)?,
             group,
         };
         fits.then_some(source)
@@ -154,12 +149,9 @@ impl CudaSource for OfRows {
 
     fn knobs(&self) -> String {
         format!(
-            "#define IN_{}\n#define NUMBER \"{}\"\n#define LARGEST {:?}f\n#define E8M0 {}\n#define GROUP {}\n\
-             #define PIECES {}",
+            "#define IN_{}\n{}\n#define GROUP {}\n#define PIECES {}",
             float_knob(self.dtype),
-            self.number.name(),
-            self.number.largest(),
-            u8::from(self.e8m0),
+            self.groups.knobs(),
             self.group,
             Self::PIECES,
         )

@@ -10,14 +10,14 @@ use crate::{
         numbers::numbers,
         source::{CudaSource, float_knob, launch_source},
     },
-    device::{is_hopper, read_width_up_to},
+    device::{cubes_by_turns, is_hopper, read_width_up_to},
     granularity::Granularity,
     layout::Layout,
-    number::fp8::Fp8,
     quantize::{Input, Quantized, buffers::allocate},
     rounding::Rounding,
-    scale::ScaleNumber,
 };
+
+use super::Fp8Groups;
 
 /// Rows and columns of a tile, and elements of a group.
 const TILE: usize = 128;
@@ -54,12 +54,7 @@ pub(in crate::quantize) fn launch<R: Runtime>(
     }
     let source = BothWays {
         dtype: x.dtype,
-        number: Fp8::of(spec.number)?,
-        e8m0: match spec.scale {
-            ScaleNumber::F32 => false,
-            ScaleNumber::E8M0 => true,
-            ScaleNumber::E4M3 => return None,
-        },
+        groups: Fp8Groups::of(spec)?,
     };
     let outputs = both.each_ref().map(|it| allocate(client, &it.view, spec));
     let mut buffers = vec![x.clone()];
@@ -72,9 +67,7 @@ pub(in crate::quantize) fn launch<R: Runtime>(
         cols: shape.cols as u64,
         row_stride: view.row_stride as u64,
     };
-    let multiprocessors = client.properties().hardware.num_streaming_multiprocessors;
-    let at_once = CUBES * multiprocessors.unwrap_or(1) as usize;
-    let cubes = CubeCount::Static(at_once.min(rows * cols) as u32, 1, 1);
+    let cubes = cubes_by_turns(client, rows * cols, CUBES);
     // SAFETY: the cubes take the tiles of the input, none of which reaches over an edge; the outputs were allocated for
     // it and for its transpose, each with its values.
     #[allow(unsafe_code)]
@@ -99,8 +92,7 @@ numbers! {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct BothWays {
     dtype: StorageType,
-    number: Fp8,
-    e8m0: bool,
+    groups: Fp8Groups,
 }
 
 impl CudaSource for BothWays {
@@ -119,11 +111,9 @@ impl CudaSource for BothWays {
 
     fn knobs(&self) -> String {
         format!(
-            "#define IN_{}\n#define NUMBER \"{}\"\n#define LARGEST {:?}f\n#define E8M0 {}\n#define CUBES {CUBES}",
+            "#define IN_{}\n{}\n#define CUBES {CUBES}",
             float_knob(self.dtype),
-            self.number.name(),
-            self.number.largest(),
-            u8::from(self.e8m0),
+            self.groups.knobs(),
         )
     }
 
