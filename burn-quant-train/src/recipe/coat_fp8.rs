@@ -13,18 +13,32 @@ use super::{
 /// section 5.2).
 ///
 /// A layer keeps the input that it reads for its gradients: a byte an element. Gradients between operators stay in the
-/// compute dtype; linear layers read theirs in E5M2 (section G.5). The paper has these with optimizer states in FP8:
-/// see [`QuantAdamWConfig`](crate::optim::QuantAdamWConfig). X W has fast accumulation, as in the other FP8 recipes:
-/// our choice, of which the paper does not speak.
+/// compute dtype; linear layers read theirs in E5M2, as the authors' code has it (section G.5). The paper has these with
+/// optimizer states in FP8: see [`QuantAdamWConfig`](crate::optim::QuantAdamWConfig).
+///
+/// X W has fast accumulation. So have the gradients' products, as in the authors' code, unless they are `PROMOTED`.
 #[derive(Debug, Clone, Copy, Default)]
-pub struct CoatFp8<E = bf16, const GROUP: usize = 16>(PhantomData<E>);
+pub struct CoatFp8<E = bf16, const GROUP: usize = 16, const PROMOTED: bool = false>(PhantomData<E>);
 
-impl<E: ComputeDtype, const GROUP: usize> Recipe for CoatFp8<E, GROUP> {
+/// COAT with promoted products for gradients, as the other FP8 recipes have them, for programs that name their recipe.
+pub type CoatFp8Promoted<E = bf16> = CoatFp8<E, 16, true>;
+
+impl<E: ComputeDtype, const GROUP: usize, const PROMOTED: bool> Recipe
+    for CoatFp8<E, GROUP, PROMOTED>
+{
     const ROW: Row = {
         let of_matrix = Cast::new(Number::E4M3, Granularity::Tensor);
         Row {
-            name: "coat-fp8",
-            about: "E4M3 products, and E4M3 in groups between them, gradients in E5M2",
+            name: if PROMOTED {
+                "coat-fp8-promoted"
+            } else {
+                "coat-fp8"
+            },
+            about: if PROMOTED {
+                "coat-fp8 whose gradients are added up in FP32"
+            } else {
+                "E4M3 products, and E4M3 in groups between them, gradients in E5M2"
+            },
             compute: E::DTYPE,
             context: None,
             flow: Some(Flow {
@@ -34,11 +48,17 @@ impl<E: ComputeDtype, const GROUP: usize> Recipe for CoatFp8<E, GROUP> {
             embedding: None,
             linear: Some(LinearRow {
                 forward: Product::of(of_matrix, of_matrix).fast(),
-                input_gradient: Product::of(E5M2, of_matrix),
-                weight_gradient: Product::of(of_matrix, E5M2),
+                input_gradient: of_gradients(PROMOTED, E5M2, of_matrix),
+                weight_gradient: of_gradients(PROMOTED, of_matrix, E5M2),
                 saved_x: SavedX::Operand,
                 slots: &[],
             }),
         }
     };
+}
+
+/// A gradient's product of operands quantized like this.
+const fn of_gradients(promoted: bool, left: Cast, right: Cast) -> Product {
+    let product = Product::of(left, right);
+    if promoted { product } else { product.fast() }
 }

@@ -189,5 +189,5 @@ recipes! {
     mxfp4::Mxfp4,
     nvfp4::Nvfp4,
     jetfire_int8::JetfireInt8 and JetfireInt8Of64 and JetfireInt8Of128,
-    coat_fp8::CoatFp8,
+    coat_fp8::CoatFp8 and CoatFp8Promoted,
 }

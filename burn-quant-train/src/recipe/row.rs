@@ -163,6 +163,7 @@ impl LinearRow {
             {
                 Some(LayerOperands::E4M3 {
                     accumulation: self.forward.accumulation(),
+                    of_gradients: self.input_gradient.accumulation(),
                     gradient: of_gradient.map_or(Number::E5M2, |cast| cast.number),
                 })
             }

@@ -20,8 +20,10 @@ pub enum LayerOperands {
     Int8Rows,
     /// E4M3 with a scale for each matrix.
     E4M3 {
-        /// That of X W; the gradients' products are promoted.
+        /// That of X W.
         accumulation: Accumulation,
+        /// That of the gradients' products.
+        of_gradients: Accumulation,
         /// E4M3 or E5M2: what dY is in, in the same way.
         gradient: Number,
     },

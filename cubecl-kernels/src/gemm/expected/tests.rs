@@ -91,11 +91,12 @@ fn launch(client: &Client, layer: &ExpectedLayer) {
             }
             LayerOperands::E4M3 {
                 accumulation,
+                of_gradients,
                 gradient,
             } => {
                 let accumulation = match index {
                     0 => accumulation,
-                    _ => Accumulation::Promoted,
+                    _ => of_gradients,
                 };
                 let numbers = match index {
                     0 => [Number::E4M3; 2],
@@ -135,8 +136,15 @@ fn products_of_a_layer_launch_what_is_expected(
         LayerOperands::Int8Blocks { side: 128, fallback: [true, true] },
         LayerOperands::Int8Blocks { side: 32, fallback: [false, false] },
         LayerOperands::Int8Rows,
-        LayerOperands::E4M3 { accumulation: Accumulation::Fast, gradient: Number::E5M2 },
-        LayerOperands::E4M3 { accumulation: Accumulation::Promoted, gradient: Number::E4M3 },
+        LayerOperands::E4M3 {
+            accumulation: Accumulation::Fast, of_gradients: Accumulation::Fast, gradient: Number::E5M2
+        },
+        LayerOperands::E4M3 {
+            accumulation: Accumulation::Fast, of_gradients: Accumulation::Promoted, gradient: Number::E5M2
+        },
+        LayerOperands::E4M3 {
+            accumulation: Accumulation::Promoted, of_gradients: Accumulation::Promoted, gradient: Number::E4M3
+        },
         LayerOperands::Floats
     )]
     operands: LayerOperands,

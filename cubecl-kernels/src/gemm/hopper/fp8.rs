@@ -446,36 +446,41 @@ impl LayerSource for Fp8Source {
         }
     }
 
-    /// Of an unknown layer with dY in E5M2, and in what X has.
     fn gradients<R: Runtime>(
         &self,
         client: &ComputeClient<R>,
         sizes: [usize; 4],
         layer: Option<&LayerOperands>,
     ) -> Vec<SourceText> {
-        let [of_input, of_weight] = other_products(sizes);
-        let [x, w] = self.operands;
-        let numbers = match layer {
-            Some(LayerOperands::E4M3 { gradient, .. }) => Fp8::of(*gradient).into_iter().collect(),
-            _ => vec![Fp8::E5M2, x.number],
-        };
-        let of_number = |number| {
-            let of_output = |operand| OperandKnobs { number, ..operand };
-            [
-                (of_input, [of_output(x), w], self.out_dtype),
-                (of_weight, [x, of_output(w)], storage::<f32>()),
-            ]
-        };
-        let source = |(sizes, operands, out_dtype)| {
-            let product = Self { operands, ..*self };
-            product.of(client, sizes, out_dtype).text()
-        };
-        numbers
-            .into_iter()
-            .flat_map(of_number)
-            .map(source)
+        gradient_products(self.operands, self.out_dtype, sizes, layer)
+            .map(|(sizes, operands, out_dtype)| {
+                let product = Self { operands, ..*self };
+                product.of(client, sizes, out_dtype).text()
+            })
             .collect()
     }
+}
+
+/// The sizes, the operands and the output's dtype of dX = dY Wᵀ and of dW = Xᵀ dY, where X W has these: those of the
+/// layer, or of an unknown one with dY in E5M2 and in what X has.
+pub(super) fn gradient_products(
+    [x, w]: [OperandKnobs; 2],
+    out_dtype: StorageType,
+    sizes: [usize; 4],
+    layer: Option<&LayerOperands>,
+) -> impl Iterator<Item = ([usize; 4], [OperandKnobs; 2], StorageType)> {
+    let [of_input, of_weight] = other_products(sizes);
+    let numbers = match layer {
+        Some(LayerOperands::E4M3 { gradient, .. }) => Fp8::of(*gradient).into_iter().collect(),
+        _ => vec![Fp8::E5M2, x.number],
+    };
+    numbers.into_iter().flat_map(move |number| {
+        let of_output = |operand| OperandKnobs { number, ..operand };
+        [
+            (of_input, [of_output(x), w], out_dtype),
+            (of_weight, [x, of_output(w)], storage::<f32>()),
+        ]
+    })
 }
 
 /// The operands of X W in E4M3 with a scale for each matrix.
