@@ -69,7 +69,16 @@ fn of_floats<R: Runtime>(
     #[allow(unsafe_code)]
     let absmax = unsafe {
         let numbers = numbers(view, delayed, 0);
-        launch_one(client, source, tiles, &[x], &output, &numbers, delayed)
+        launch_one(
+            client,
+            source,
+            tiles,
+            &[x],
+            &output,
+            &numbers,
+            delayed,
+            TAKING,
+        )
     };
     Some((output, absmax))
 }
@@ -101,13 +110,14 @@ pub(crate) fn fits<R: Runtime>(
     fits.then_some(([rows, cols], knobs))
 }
 
-/// Launches a kernel around `tile.cu` that has one output. Gives its largest magnitude, f32 `[1]`, by delayed scaling.
+/// Launches a kernel around `tile.cu` that has one output, `taking` cubes of a multiprocessor where they take tiles by
+/// turns. Gives its largest magnitude, f32 `[1]`, by delayed scaling.
 ///
 /// # Safety
 ///
 /// The inputs are those that the kernel reads, of whole tiles, of which [`fits`] gave the number; the output was allocated
 /// for them, and the delayed maximum was checked.
-#[allow(unsafe_code)]
+#[allow(unsafe_code, clippy::too_many_arguments)]
 pub(crate) unsafe fn launch_one<R: Runtime, S: CudaSource<Numbers = MatrixNumbers>>(
     client: &ComputeClient<R>,
     source: S,
@@ -116,6 +126,7 @@ pub(crate) unsafe fn launch_one<R: Runtime, S: CudaSource<Numbers = MatrixNumber
     output: &Quantized<R>,
     numbers: &MatrixNumbers,
     delayed: Option<DelayedMaximum<R>>,
+    taking: usize,
 ) -> Option<TensorHandle<R>> {
     let absmax = delayed.map(|_| empty(client, vec![1], storage::<f32>()));
     let mut buffers: Vec<_> = inputs.iter().map(|&input| input.clone()).collect();
@@ -124,7 +135,7 @@ pub(crate) unsafe fn launch_one<R: Runtime, S: CudaSource<Numbers = MatrixNumber
     buffers.push(output.scales.clone());
     buffers.extend(absmax.clone());
     buffers.push(counters(client));
-    let cubes = cubes(client, tiles, delayed.is_some(), TAKING);
+    let cubes = cubes(client, tiles, delayed.is_some(), taking);
     // SAFETY: no tile reaches over an edge, and by the caller's promise the output holds as many. A copy that is not
     // wanted is not touched.
     unsafe {

@@ -22,7 +22,7 @@ use crate::{
     scale::ScaleNumber,
 };
 
-/// Cubes of a multiprocessor that take tiles of gradients by turns: as many as have room, since these compute more.
+/// Cubes of a multiprocessor that take tiles by turns, one more than where nothing is computed.
 const TAKING: usize = 4;
 /// Codes of a row that a unit reads at once.
 const CODES: usize = 8;
@@ -47,7 +47,9 @@ pub(crate) fn launch<R: Runtime>(
     #[allow(unsafe_code)]
     let absmax = unsafe {
         let (inputs, numbers) = (factors.tensors(), numbers(view, delayed, factors.group()));
-        launch_one(client, source, tiles, &inputs, &output, &numbers, delayed)
+        launch_one(
+            client, source, tiles, &inputs, &output, &numbers, delayed, TAKING,
+        )
     };
     Some((output, absmax))
 }
