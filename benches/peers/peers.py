@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What PyTorch and Triton do on this machine's first GPU, as the file that `qt-bench --peers` reads.
 
-    python3 peers.py --json peers.json [--only gemm,attention,linear,layer,pretrain,optimizer,copy]
+    python3 peers.py --json peers.json [--only gemm,attention,operators,linear,layer,pretrain,optimizer,copy]
 
 Times are taken as qt-bench takes them: the host's clock around batches of launches that follow each other without
 waiting, medians over the batches. Matrix products are replayed from a CUDA graph, so that Python's own time does not
@@ -19,6 +19,7 @@ import sys
 import time
 
 import torch
+import torch._functorch.config
 import torch.nn.functional as F
 import triton
 import triton.language as tl
@@ -28,6 +29,8 @@ from torch.utils.checkpoint import checkpoint
 
 SAMPLES = 20
 SAMPLE_S = 0.010
+# Of layers, so that what goes by before the device begins counts for little.
+LAYER_SAMPLE_S = 0.100
 WARM_UP_S = 0.050
 GRAPH_LAUNCHES = 10
 BLOCK = 128
@@ -46,7 +49,7 @@ def spread(samples_ms):
     return {name: quantile(ordered, part) for name, part in names.items()}
 
 
-def timed(launch):
+def timed(launch, sample_s=SAMPLE_S):
     """The time of one launch: of each sample the mean over its launches."""
 
     def batch(launches):
@@ -63,7 +66,7 @@ def timed(launch):
         elapsed = batch(4)
         warm += elapsed
         fastest = min(fastest, elapsed / 4)
-    launches = math.ceil(SAMPLE_S / max(fastest, 1e-6))
+    launches = math.ceil(sample_s / max(fastest, 1e-6))
     return spread([1e3 * batch(launches) / launches for _ in range(SAMPLES)])
 
 
@@ -249,6 +252,72 @@ def measure_attention(widths, sequences):
     return results
 
 
+# Operators between linear layers
+
+# Inputs, parameters, and the function of both.
+OPERATORS = {
+    "rms-norm": (1, 1, lambda x, gain: F.rms_norm(x, gain.shape, gain, 1e-5)),
+    "layer-norm": (1, 2, lambda x, gain, bias: F.layer_norm(x, gain.shape, gain, bias, 1e-5)),
+    "gelu": (1, 0, lambda x: F.gelu(x)),
+    "swiglu": (2, 0, lambda gate, up: F.silu(gate) * up),
+}
+# As benches/src/operators/turns.rs.
+TURNS = 4
+
+
+def check_operator(what, function, inputs, weights, gradient, actual):
+    """Compares some rows of the output and of the gradients of the inputs with those in float64."""
+    rows = slice(0, 64)
+    inputs = [x[rows].detach().double().requires_grad_() for x in inputs]
+    output = function(*inputs, *(weight.detach().double() for weight in weights))
+    expected = [output.detach(), *torch.autograd.grad(output, inputs, gradient[rows].double())]
+    for tensor, reference in zip(actual, expected):
+        error = (tensor[rows].detach().double() - reference).norm() / reference.norm()
+        if not error <= 1e-2:
+            sys.exit(f"{what}: relative error {error:.2e}")
+
+
+def measure_operator(what, function, run, inputs, weights, gradients):
+    """Both passes, on several sets of inputs by turns, so that none waits in the cache."""
+    outputs = [run(*of_set, *weights) for of_set in inputs]
+    forward_turns, backward_turns = itertools.cycle(inputs), itertools.cycle(zip(outputs, inputs, gradients))
+
+    def backward():
+        output, of_set, gradient = next(backward_turns)
+        return torch.autograd.grad(output, [*of_set, *weights], gradient, retain_graph=True)
+
+    check_operator(what, function, inputs[0], weights, gradients[0], [outputs[0], *backward()[:len(inputs[0])]])
+    return {"forward": timed(lambda: run(*next(forward_turns), *weights)), "backward": timed(backward)}
+
+
+# Compiled backward passes may else use up what their forward pass saved, and run once.
+@torch._functorch.config.patch(donated_buffer=False)
+def measure_operators(names, tokens, columns):
+    """Those of `qt-bench operators`."""
+    results = []
+    for name, rows in itertools.product(names, tokens):
+        count, parameters, function = OPERATORS[name]
+        for width in columns or [4096 if parameters else 10_880]:
+            normal = lambda *shape: torch.randn(*shape, device="cuda", dtype=torch.bfloat16)  # noqa: E731
+            inputs = [[normal(rows, width).requires_grad_() for _ in range(count)] for _ in range(TURNS)]
+            gradients = [normal(rows, width) for _ in range(TURNS)]
+            weights = [normal(width).requires_grad_() for _ in range(parameters)]
+            # Another width would otherwise be compiled as one of any width.
+            torch._dynamo.reset()
+            for subject, run in (("torch-eager", function), ("torch-compiled", torch.compile(function, dynamic=False))):
+                try:
+                    run(*inputs[0], *weights)
+                except Exception as error:  # torch.compile needs a C compiler, which a machine may lack.
+                    print(f"{subject}: {error}", file=sys.stderr)
+                    continue
+                what = f"{subject}, {name} of {rows} x {width}"
+                times = measure_operator(what, function, run, inputs, weights, gradients)
+                results.append({"operator": name, "tokens": rows, "columns": width, "subject": subject, **times})
+                medians = [round(times[of]["median_ms"], 4) for of in ("forward", "backward")]
+                print(f"{what}: {medians} ms", file=sys.stderr)
+    return results
+
+
 # Layers
 
 
@@ -290,7 +359,7 @@ def measure_module(subject, module, x):
         x.grad = None
         module(x).backward(gradient)
 
-    forward_ms, both_ms = timed(lambda: module(x)), timed(both)
+    forward_ms, both_ms = (timed(launch, LAYER_SAMPLE_S) for launch in (lambda: module(x), both))
     module.zero_grad(set_to_none=True)
     x.grad = None
     torch.cuda.synchronize()
@@ -479,7 +548,7 @@ def batches(text):
     return [tuple(int(number) for number in rows.split("x")) for rows in text.split(",")]
 
 
-PARTS = ["copy", "gemm", "attention", "linear", "layer", "pretrain", "optimizer"]
+PARTS = ["copy", "gemm", "attention", "operators", "linear", "layer", "pretrain", "optimizer"]
 
 
 def main():
@@ -489,9 +558,13 @@ def main():
     parser.add_argument("--sizes", type=numbers, default=[2048, 4096, 8192], help="M = N = K of products")
     parser.add_argument("--widths", type=numbers, default=[64, 128], help="features of heads")
     parser.add_argument("--sequences", type=numbers, default=[1024, 2048, 4096, 8192, 16384], help="of attention")
+    parser.add_argument("--operators", type=lambda text: text.split(","), default=list(OPERATORS),
+                        help="operators between linear layers")
+    parser.add_argument("--columns", type=numbers, default=[],
+                        help="columns of their matrices, if not 4096 of norms and 10880 of the others")
     parser.add_argument("--features", type=int, default=4096, help="features of the linear layer")
     parser.add_argument("--outputs", type=int, help="features of its output, if these are others")
-    parser.add_argument("--tokens", type=numbers, default=[2048, 8192], help="rows of its input")
+    parser.add_argument("--tokens", type=numbers, default=[2048, 8192], help="rows of inputs, also of operators")
     parser.add_argument("--hidden", type=numbers, default=[1024, 2048, 4096], help="features of decoder layers")
     parser.add_argument("--rows", type=batches, default=[(2, 1024)], help="their batches: 2x1024,4x2048")
     parser.add_argument("--preset", choices=PRESETS, default="medium", help="of the program pretrain")
@@ -506,6 +579,9 @@ def main():
     unknown = set(args.only) - set(PARTS)
     if unknown:
         parser.error(f"--only: there is no {', '.join(sorted(unknown))}")
+    unknown = set(args.operators) - set(OPERATORS)
+    if unknown:
+        parser.error(f"--operators: there is no {', '.join(sorted(unknown))}")
     if not torch.cuda.is_available():
         sys.exit("peers.py: there is no GPU")
     name = torch.cuda.get_device_name(0)
@@ -513,6 +589,7 @@ def main():
         "copy": measure_copy,
         "gemm": lambda: measure_gemm(args.sizes),
         "attention": lambda: measure_attention(args.widths, args.sequences),
+        "operators": lambda: measure_operators(args.operators, args.tokens, args.columns),
         "linear": lambda: measure_linear(args.features, args.outputs or args.features, args.tokens,
                                          args.float8),
         "layer": lambda: measure_layer(args.hidden, args.rows, args.float8),

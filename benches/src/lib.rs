@@ -22,6 +22,8 @@ pub mod int4;
 pub mod logs;
 pub mod markers;
 #[cfg(feature = "cuda")]
+pub mod operators;
+#[cfg(feature = "cuda")]
 pub mod optimizer;
 pub mod paired;
 pub mod peers;

@@ -6,8 +6,8 @@ use anyhow::{Context, Result, bail, ensure};
 use serde::Deserialize;
 
 use crate::results::{
-    AttentionSpeed, GemmSpeed, Kernel, Peer, Results, Rows, Spread, StepSpeed, Subject,
-    TrainingSpeed,
+    AttentionSpeed, GemmSpeed, Kernel, Operator, OperatorSpeed, Peer, Results, Rows, Spread,
+    StepSpeed, Subject, TrainingSpeed,
 };
 
 /// The file of `peers.py`. Parts that it was told to leave out are empty.
@@ -23,6 +23,8 @@ pub struct Peers {
     linear: Vec<Step>,
     #[serde(default)]
     layer: Vec<Step>,
+    #[serde(default)]
+    operators: Vec<Operated>,
     #[serde(default)]
     pretrain: Vec<TrainingSpeed>,
     #[serde(default)]
@@ -53,6 +55,17 @@ struct Step {
     forward: Spread,
     both: Spread,
     activation_bytes: u64,
+}
+
+/// Both passes of an operator on matrices of BF16.
+#[derive(Debug, Clone, Deserialize)]
+struct Operated {
+    operator: Operator,
+    tokens: usize,
+    columns: usize,
+    subject: Subject,
+    forward: Spread,
+    backward: Spread,
 }
 
 /// The time of a step of PyTorch's fused AdamW on FP32 parameters.
@@ -102,6 +115,8 @@ impl Peers {
         );
         let times = times.chain(peers.linear.iter().flat_map(|it| [it.forward, it.both]));
         let times = times.chain(peers.layer.iter().flat_map(|it| [it.forward, it.both]));
+        let of_operators = peers.operators.iter();
+        let times = times.chain(of_operators.flat_map(|it| [it.forward, it.backward]));
         let times = times.chain(peers.pretrain.iter().map(|it| it.step));
         let times = times.chain(peers.optimizer.iter().map(|it| it.time));
         let mut times = times.chain(peers.copy.iter().map(|it| it.time));
@@ -135,6 +150,7 @@ impl Peers {
             Rows::Attention(rows) => extend(rows, self.attention()),
             Rows::Linear(rows) => extend(rows, self.linear()),
             Rows::Layer(rows) => extend(rows, self.layer()),
+            Rows::Operators(rows) => extend(rows, self.operators()),
             Rows::Pretrain(rows) => extend(rows, self.pretrain()),
             Rows::Quantize(_) | Rows::Int4(_) => bail!("peers.py does not quantize"),
         };
@@ -178,6 +194,26 @@ impl Peers {
     /// The decoder layers, as lines of `qt-bench layer`.
     pub fn layer(&self) -> Vec<StepSpeed> {
         steps(&self.layer)
+    }
+
+    /// Operators, as lines of `qt-bench operators`.
+    pub fn operators(&self) -> Vec<OperatorSpeed> {
+        let row = |it: &Operated| {
+            let [forward_bytes, backward_bytes] = it.operator.float_bytes(it.tokens, it.columns);
+            OperatorSpeed {
+                operator: it.operator,
+                tokens: it.tokens,
+                columns: it.columns,
+                subject: it.subject,
+                alone: false,
+                forward: it.forward,
+                backward: it.backward,
+                forward_bytes,
+                backward_bytes,
+                copy_tb_per_s: None,
+            }
+        };
+        self.operators.iter().map(row).collect()
     }
 
     /// Training steps, as lines of `qt-bench pretrain`.
@@ -240,6 +276,8 @@ mod tests {
             "pretrain": [{{"subject": "torch-compiled", "model": "medium", "parameters": 9, "batch": 16,
                           "sequence": 1024, "step": {TIME}, "tokens_per_s": 8192.0, "activation_bytes": 5,
                           "peak_bytes": 6}}],
+            "operators": [{{"operator": "swiglu", "tokens": 100, "columns": 10, "subject": "torch-compiled",
+                           "forward": {TIME}, "backward": {TIME}}}],
             "optimizer": [{{"parameters": 5, "time": {TIME}}}], "copy": [{{"bytes": 9, "time": {TIME}}}]"#
         ))
         .unwrap();
@@ -260,6 +298,9 @@ mod tests {
         assert_eq!(attention[0].problem.kv_heads, 2);
         assert!(attention[0].forward.is_some() && attention[0].backward.is_none());
         assert_eq!(peers.pretrain()[0].peak_bytes, Some(6));
+        let operators = peers.operators();
+        assert_eq!(operators[0].operator, Operator::Swiglu);
+        assert_eq!(operators[0].backward_bytes, 5 * 2000);
         assert_eq!(peers.optimizer().map(|it| it.time.median_ms), Some(2.0));
         assert_eq!(peers.copy()[0].bytes, 9);
     }

@@ -26,9 +26,10 @@ impl Sampling {
     };
     /// For layers: Burn's fusion settles in the warm-up. It searches anew wherever operations, or the ends of tensors'
     /// lives between them, come in an order that it has not seen.
+    /// Samples hold enough passes that what goes by before the device begins, some 0.2 ms, counts for little.
     pub const LAYERS: Self = Self {
         samples: 20,
-        sample: Duration::from_millis(20),
+        sample: Duration::from_millis(100),
         warm_up: Duration::from_secs(1),
     };
     /// For whole training steps: thresholds settle in the warm-up.
@@ -75,7 +76,7 @@ impl Sampling {
         sync: impl Fn() -> Result<()>,
         clear: impl Fn() -> Result<()>,
     ) -> Result<Spread> {
-        let mut batch = |launches: u32| -> Result<Duration> {
+        self.time_batches(|launches| {
             let start = Instant::now();
             for _ in 0..launches {
                 launch()?;
@@ -85,7 +86,32 @@ impl Sampling {
             clear()?;
             sync()?;
             Ok(elapsed)
-        };
+        })
+    }
+
+    /// [`time`](Self::time) for launches that use up what was made for them: `prepare` makes it before each sample.
+    ///
+    /// # Errors
+    ///
+    /// Those of `launch` and of `sync`, which waits until the device is idle.
+    pub fn time_prepared<T>(
+        &self,
+        prepare: impl Fn() -> T,
+        mut launch: impl FnMut(T) -> Result<()>,
+        sync: impl Fn() -> Result<()>,
+    ) -> Result<Spread> {
+        self.time_batches(|launches| {
+            let prepared: Vec<T> = (0..launches).map(|_| prepare()).collect();
+            sync()?;
+            let start = Instant::now();
+            prepared.into_iter().try_for_each(&mut launch)?;
+            sync()?;
+            Ok(start.elapsed())
+        })
+    }
+
+    /// The time of a launch, from that of batches of so many.
+    fn time_batches(&self, mut batch: impl FnMut(u32) -> Result<Duration>) -> Result<Spread> {
         // The first launch compiles.
         batch(1)?;
         let (mut warm, mut fastest) = (Duration::ZERO, Duration::MAX);
@@ -175,6 +201,25 @@ mod tests {
         };
         let time = sampling.time_and_clear(launch, || Ok(()), clear).unwrap();
         assert!(time.p10_ms < 15.0, "{time:?}");
+    }
+
+    #[test]
+    fn preparing_does_not_count() {
+        let sampling = Sampling {
+            samples: 2,
+            sample: Duration::from_millis(1),
+            warm_up: Duration::from_millis(1),
+        };
+        let prepare = || {
+            std::thread::sleep(Duration::from_millis(20));
+            1
+        };
+        let launch = |prepared| {
+            std::thread::sleep(Duration::from_millis(prepared));
+            Ok(())
+        };
+        let time = sampling.time_prepared(prepare, launch, || Ok(())).unwrap();
+        assert!((1.0..15.0).contains(&time.p10_ms), "{time:?}");
     }
 
     #[test]

@@ -10,7 +10,7 @@ use anyhow::{Context, Result};
 use benches::{
     attention, gemm,
     gpu::{Gpu, Report},
-    int4, optimizer,
+    int4, operators, optimizer,
     peers::Peers,
     quantize,
     results::{Results, Rows, write},
@@ -67,6 +67,13 @@ enum Command {
         #[command(flatten)]
         output: Output,
     },
+    /// Both passes of the non-linear operators between linear layers
+    Operators {
+        #[command(flatten)]
+        settings: operators::Settings,
+        #[command(flatten)]
+        output: Output,
+    },
     /// Forward and backward pass of a linear layer
     Linear {
         #[command(flatten)]
@@ -102,7 +109,8 @@ enum Command {
         #[command(flatten)]
         output: Output,
     },
-    /// Every benchmark but pretrain and memory, which need processes of their own
+    /// Every benchmark but operators, whose options are called as those of others, and pretrain and memory, which need
+    /// processes of their own
     All {
         #[command(flatten)]
         gemm: gemm::Settings,
@@ -161,6 +169,14 @@ fn run(cli: Cli) -> Result<()> {
         Command::Int4 { settings, output } => {
             let json = output.json.as_deref();
             show(&int4::run(gpu, &settings, json)?, json)
+        }
+        Command::Operators { settings, output } => {
+            let json = output.json.as_deref();
+            let without_burn = recipes.without_burn;
+            show(
+                &operators::run(gpu, &settings, without_burn, peers, json)?,
+                json,
+            )
         }
         Command::Linear { settings, output } => {
             let json = output.json.as_deref();

@@ -3,6 +3,7 @@
 mod attention;
 mod gemm;
 mod int4;
+mod operators;
 mod optimizer;
 mod quantize;
 mod run;
@@ -12,6 +13,7 @@ mod step;
 pub use attention::{AttentionKernel, AttentionPass, AttentionProblem, AttentionSpeed};
 pub use gemm::{Fallback, GemmSpeed, Kernel, LayerProduct, Placement, Product};
 pub use int4::{Stage, StageSpeed};
+pub use operators::{Operator, OperatorSpeed};
 pub use optimizer::OptimizerSpeed;
 pub use quantize::{Operand, QuantizeSpeed};
 pub use run::{Peer, Run, utc};
@@ -58,6 +60,8 @@ pub enum Rows {
     Quantize(Vec<QuantizeSpeed>),
     /// `qt-bench int4`.
     Int4(Vec<StageSpeed>),
+    /// `qt-bench operators`.
+    Operators(Vec<OperatorSpeed>),
     /// `qt-bench linear`.
     Linear(Vec<StepSpeed>),
     /// `qt-bench layer`.

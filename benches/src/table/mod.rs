@@ -4,6 +4,7 @@ mod attention;
 pub(crate) mod errors;
 mod gemm;
 mod int4;
+mod operators;
 mod optimizer_seeds;
 mod optimizer_speed;
 mod optimizers;
@@ -35,6 +36,7 @@ use crate::results::{Peer, Results, Rows, Run, Spread};
 /// | `qt-bench attention` | by width, length, heads, mask and pass, beside peers |
 /// | `qt-bench quantize` | by tensor, beside device copies |
 /// | `qt-bench int4` | by size and stage |
+/// | `qt-bench operators` | by operator, size and backend, beside peers |
 /// | `qt-bench linear`, `qt-bench layer` | by size and backend, beside peers, and where the time goes |
 /// | `qt-bench pretrain` | by backend |
 /// | `qt-bench optimizer` | by optimizer |
@@ -67,6 +69,7 @@ pub fn of(json: &str) -> Result<String> {
             Rows::Attention(rows) => attention::table(&run, peer.as_ref(), &rows),
             Rows::Quantize(rows) => quantize::table(&run, peer.as_ref(), &rows),
             Rows::Int4(rows) => int4::table(&run, peer.as_ref(), &rows),
+            Rows::Operators(rows) => operators::table(&run, peer.as_ref(), &rows),
             Rows::Linear(rows) | Rows::Layer(rows) => steps::table(&run, peer.as_ref(), &rows),
             Rows::Pretrain(rows) => training::table(&run, peer.as_ref(), &rows),
         };
