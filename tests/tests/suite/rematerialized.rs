@@ -20,7 +20,7 @@ use burn_quant_train::{
         AttentionContext, BlockInt8, ComputeDtype, CurrentFp8, DelayedFp8, FallbackInt8, Recipe,
         context::{Contexts, ExactAttention, Int8, Int10, KeptOutput},
     },
-    saved::{ActivationReport, Recording, report::Form},
+    saved::{ActivationReport, Recording, checkpoint, report::Form},
 };
 use quant_train_tests::{
     Rng,
@@ -33,11 +33,14 @@ on_every_backend! {
     what_can_be_made_again_waits_once => waits;
     gradients_are_near_those_of_copies => is_near;
     other_readers_change_nothing => has_readers;
+    a_block_may_begin_with_a_norm => in_block;
 }
 
 const HIDDEN: usize = 128;
 const HEADS: usize = 2;
 const TOKENS: usize = 128;
+/// Relative errors of gradients are below: 0.02 most often, and above 0.04 in one of a hundred runs.
+const NEAR: f64 = 0.06;
 
 #[derive(Module, Debug)]
 struct Block<B: Backend> {
@@ -62,9 +65,17 @@ impl<B: Backend> Block<B> {
         }
     }
 
-    /// The output. `reads`: somebody reads what the norm and attention give, too.
-    fn forward(&self, x: Tensor<B, 3>, reads: bool) -> Tensor<B, 3> {
+    fn forward(&self, x: Tensor<B, 3>, kind: Kind) -> Tensor<B, 3> {
         let x = self.before.forward(x);
+        match kind {
+            Kind::Plain => self.behind(x, false),
+            Kind::Read => self.behind(x, true),
+            Kind::Block => checkpoint(|x| self.behind(x, false), x),
+        }
+    }
+
+    /// The output of all but the first layer. `reads`: somebody reads what the norm and attention give, too.
+    fn behind(&self, x: Tensor<B, 3>, reads: bool) -> Tensor<B, 3> {
         let normalized = self.norm.forward(x);
         if reads {
             floats(&normalized);
@@ -97,11 +108,21 @@ impl<B: Backend> Block<B> {
     }
 }
 
+/// How a block of layers runs.
+#[derive(Debug, Clone, Copy)]
+enum Kind {
+    Plain,
+    /// Somebody reads what the norm and attention give, too.
+    Read,
+    /// From the norm on it runs again in the backward pass.
+    Block,
+}
+
 /// The gradients of weights, and what waited for them.
 fn run<B: DataBackend, R: Recipe>(
     seed: u64,
     dtype: DType,
-    reads: bool,
+    kind: Kind,
 ) -> (Vec<Vec<f32>>, ActivationReport) {
     type Training<B, R> = QuantTrain<Autodiff<B>, R>;
     type Inner<B, R> = <Training<B, R> as AutodiffBackend>::InnerBackend;
@@ -112,7 +133,7 @@ fn run<B: DataBackend, R: Recipe>(
     let values = Rng::new(seed).normals(TOKENS * HIDDEN, 2.0);
     let x = tensor::<Training<B, R>, 3>(&values, shape, &device).cast(dtype);
     let recording = Recording::start();
-    let y = model.forward(x, reads);
+    let y = model.forward(x, kind);
     let loss = y.cast(DType::F32).square().mean();
     let saved = recording.report();
     let gradients = GradientsParams::from_grads(loss.backward(), &model);
@@ -142,7 +163,7 @@ fn has_norm(saved: &ActivationReport) -> bool {
 fn waits<B: DataBackend>(seed: u64) {
     fn check<B: DataBackend, R: Recipe>(seed: u64, again: bool) {
         let dtype = R::row().compute.into();
-        let (_, saved) = run::<B, R>(seed, dtype, false);
+        let (_, saved) = run::<B, R>(seed, dtype, Kind::Plain);
         let has_scores = saved
             .values
             .iter()
@@ -174,9 +195,9 @@ fn waits<B: DataBackend>(seed: u64) {
 fn is_near<B: DataBackend>(seed: u64) {
     fn check<B: DataBackend, R: Recipe>(seed: u64) {
         let dtype = R::row().compute.into();
-        let (exact, _) = run::<B, R>(seed, dtype, false);
-        let (int8, _) = run::<B, Contexts<R, ExactAttention<Int8>>>(seed, dtype, false);
-        let (int10, _) = run::<B, Contexts<R, KeptOutput<Int10>>>(seed, dtype, false);
+        let (exact, _) = run::<B, R>(seed, dtype, Kind::Plain);
+        let (int8, _) = run::<B, Contexts<R, ExactAttention<Int8>>>(seed, dtype, Kind::Plain);
+        let (int10, _) = run::<B, Contexts<R, KeptOutput<Int10>>>(seed, dtype, Kind::Plain);
         for (index, exact) in exact.iter().enumerate() {
             let errors = [&int8, &int10].map(|it| relative_error(&it[index], exact));
             let what = format!(
@@ -184,7 +205,7 @@ fn is_near<B: DataBackend>(seed: u64) {
                 R::row().name
             );
             println!("{what}");
-            assert!(errors.iter().all(|&it| it < 0.04), "{what}");
+            assert!(errors.iter().all(|&it| it < NEAR), "{what}");
         }
     }
     fn of<B: DataBackend, E: ComputeDtype>(seed: u64) {
@@ -198,8 +219,24 @@ fn has_readers<B: DataBackend>(seed: u64) {
     fn check<B: DataBackend, E: ComputeDtype>(seed: u64) {
         type R<E> = Contexts<FallbackInt8<E>, ExactAttention<Int8>>;
         let dtype = R::<E>::row().compute.into();
-        let [(alone, _), (read, _)] = [false, true].map(|reads| run::<B, R<E>>(seed, dtype, reads));
+        let kinds = [Kind::Plain, Kind::Read];
+        let [(alone, _), (read, _)] = kinds.map(|kind| run::<B, R<E>>(seed, dtype, kind));
         assert!(alone == read, "seed {seed}: other bits");
+    }
+    in_narrow!(check::<B>(seed));
+}
+
+fn in_block<B: DataBackend>(seed: u64) {
+    fn check<B: DataBackend, E: ComputeDtype>(seed: u64) {
+        type R<E> = Contexts<FallbackInt8<E>, ExactAttention<Int8>>;
+        let dtype = R::<E>::row().compute.into();
+        let (exact, _) = run::<B, FallbackInt8<E>>(seed, dtype, Kind::Plain);
+        let (block, saved) = run::<B, R<E>>(seed, dtype, Kind::Block);
+        assert_eq!(copies(&saved), 0, "seed {seed}:\n{saved}");
+        for (index, (exact, block)) in exact.iter().zip(&block).enumerate() {
+            let error = relative_error(block, exact);
+            assert!(error < NEAR, "seed {seed}, gradient {index}: {error}");
+        }
     }
     in_narrow!(check::<B>(seed));
 }
