@@ -562,9 +562,11 @@ def main():
                         help="operators between linear layers")
     parser.add_argument("--columns", type=numbers, default=[],
                         help="columns of their matrices, if not 4096 of norms and 10880 of the others")
+    parser.add_argument("--operator-tokens", type=numbers, default=[32_768],
+                        help="their rows: with few of them launches take longer than kernels")
     parser.add_argument("--features", type=int, default=4096, help="features of the linear layer")
     parser.add_argument("--outputs", type=int, help="features of its output, if these are others")
-    parser.add_argument("--tokens", type=numbers, default=[2048, 8192], help="rows of inputs, also of operators")
+    parser.add_argument("--tokens", type=numbers, default=[2048, 8192], help="rows of its input")
     parser.add_argument("--hidden", type=numbers, default=[1024, 2048, 4096], help="features of decoder layers")
     parser.add_argument("--rows", type=batches, default=[(2, 1024)], help="their batches: 2x1024,4x2048")
     parser.add_argument("--preset", choices=PRESETS, default="medium", help="of the program pretrain")
@@ -589,7 +591,7 @@ def main():
         "copy": measure_copy,
         "gemm": lambda: measure_gemm(args.sizes),
         "attention": lambda: measure_attention(args.widths, args.sequences),
-        "operators": lambda: measure_operators(args.operators, args.tokens, args.columns),
+        "operators": lambda: measure_operators(args.operators, args.operator_tokens, args.columns),
         "linear": lambda: measure_linear(args.features, args.outputs or args.features, args.tokens,
                                          args.float8),
         "layer": lambda: measure_layer(args.hidden, args.rows, args.float8),

@@ -26,6 +26,7 @@ impl Sampling {
     };
     /// For layers: Burn's fusion settles in the warm-up. It searches anew wherever operations, or the ends of tensors'
     /// lives between them, come in an order that it has not seen.
+    ///
     /// Samples hold enough passes that what goes by before the device begins, some 0.2 ms, counts for little.
     pub const LAYERS: Self = Self {
         samples: 20,

@@ -17,6 +17,9 @@ const CUBE: usize = UNITS as usize * WIDTH * VECTORS_OF_UNIT;
 /// Cubes of which the result is compared.
 const CHECKED: usize = 1024;
 
+/// Bytes that a copy too large for the caches moves.
+pub const LARGE_COPY: usize = 1 << 31;
+
 /// Bytes that a copy moves, read and written, and its time: at least `bytes`, rounded up to whole cubes.
 ///
 /// # Errors

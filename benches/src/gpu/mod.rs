@@ -23,7 +23,7 @@ use crate::{
     random::Random,
     results::{Run, utc},
 };
-pub use copy::copy;
+pub use copy::{LARGE_COPY, copy};
 pub use gather::{bf16_rows, gather_rows};
 pub use normal::{OUTLIER, normal_matrix};
 pub use report::Report;

@@ -35,7 +35,7 @@ const LIMIT: f64 = 5e-2;
 
 /// As for layers, but of fewer passes: those that wait for a sample to end hold gigabytes.
 const SAMPLING: Sampling = Sampling {
-    sample: Duration::from_millis(5),
+    sample: Duration::from_millis(20),
     ..Sampling::LAYERS
 };
 

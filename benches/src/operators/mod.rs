@@ -41,11 +41,11 @@ pub struct Settings {
         value_name = "OPERATOR,.."
     )]
     pub operators: Vec<Operator>,
-    /// Rows of their matrices
+    /// Rows of their matrices: with few of them PyTorch's launches take longer than its kernels
     #[arg(
         long,
         value_delimiter = ',',
-        default_values = ["8192"],
+        default_values = ["32768"],
         value_name = "N,.."
     )]
     pub tokens: Vec<usize>,
@@ -63,8 +63,6 @@ pub struct Settings {
     pub flows: Vec<Name>,
 }
 
-/// Bytes that a copy too large for the caches moves.
-const LARGE_COPY: usize = 1 << 31;
 /// What norms add to the mean of squares.
 const EPSILON: f32 = 1e-5;
 
@@ -113,7 +111,7 @@ pub fn run(
         .collect::<Result<_>>()?;
     let mut random = gpu.random();
     let mut report = Report::new(gpu, json, Rows::Operators)?;
-    let (bytes, copy) = gpu::copy(gpu, LARGE_COPY, Sampling::LONG)?;
+    let (bytes, copy) = gpu::copy(gpu, gpu::LARGE_COPY, Sampling::LONG)?;
     gpu.client.memory_cleanup();
     let copy_tb_per_s = tb_per_s(bytes, copy.median_ms);
     eprintln!("device copy: {copy_tb_per_s:.2} TB/s");

@@ -38,8 +38,6 @@ pub struct Settings {
 const BLOCK: usize = 128;
 /// The share of the blocks of X that fall back.
 const FALLBACK_RATE: f64 = 0.2;
-/// Bytes that a copy too large for the caches moves.
-const LARGE_COPY: usize = 1 << 31;
 
 fn shape(text: &str) -> Result<[usize; 2]> {
     let (rows, cols) = text.split_once('x').context("write it as 2048x4096")?;
@@ -59,7 +57,7 @@ fn shape(text: &str) -> Result<[usize; 2]> {
 pub fn run(gpu: &Gpu, settings: &Settings, peers: Option<&Path>) -> Result<Results> {
     let peers = peers.map(|path| Peers::read(path, &gpu.name)).transpose()?;
     let mut random = gpu.random();
-    let (bytes, copy) = gpu::copy(gpu, LARGE_COPY, Sampling::LONG)?;
+    let (bytes, copy) = gpu::copy(gpu, gpu::LARGE_COPY, Sampling::LONG)?;
     let copy_tb_per_s = tb_per_s(bytes, copy.median_ms);
     eprintln!("device copy: {copy_tb_per_s:.2} TB/s");
     let torch_copy_tb_per_s = peers.as_ref().and_then(|peers| {

@@ -1,6 +1,6 @@
 //! The time of a forward pass and of both passes of a layer.
 
-use std::cell::RefCell;
+use std::{cell::RefCell, time::Duration};
 
 use anyhow::{Context, Result};
 use burn::{
@@ -31,6 +31,9 @@ pub struct Passes {
     pub alone: Spread,
 }
 
+/// Work of a sample of forward passes at most: what each of them keeps waits until the sample ends.
+const MOST_FORWARD: Duration = Duration::from_millis(20);
+
 impl Passes {
     /// Measures a forward pass and the backward pass of what it returns.
     ///
@@ -59,8 +62,12 @@ impl Passes {
         };
         let time = sampling.time(both, sync)?;
         let [enqueue, alone] = from_idle(both, sync)?;
+        let of_forward = Sampling {
+            sample: sampling.sample.min(MOST_FORWARD),
+            ..sampling
+        };
         Ok(Self {
-            forward: sampling.time_and_clear(only_forward, sync, only_backward)?,
+            forward: of_forward.time_and_clear(only_forward, sync, only_backward)?,
             both: time,
             enqueue,
             alone,

@@ -13,7 +13,7 @@ use super::{
 /// section 5.2).
 ///
 /// A layer keeps the input that it reads for its gradients: a byte an element. Gradients between operators stay in the
-/// compute dtype; linear layers read theirs in E5M2, as the authors' code has it (section G.5). The paper has these with
+/// compute dtype (section G.5); linear layers read theirs in E5M2, as the authors' code has it. The paper has these with
 /// optimizer states in FP8: see [`QuantAdamWConfig`](crate::optim::QuantAdamWConfig).
 ///
 /// X W has fast accumulation. So have the gradients' products, as in the authors' code, unless they are `PROMOTED`.

@@ -22,7 +22,7 @@ pub enum LayerOperands {
     E4M3 {
         /// That of X W.
         accumulation: Accumulation,
-        /// That of the gradients' products.
+        /// That of both gradients' products.
         of_gradients: Accumulation,
         /// E4M3 or E5M2: what dY is in, in the same way.
         gradient: Number,

@@ -69,16 +69,8 @@ fn of_floats<R: Runtime>(
     #[allow(unsafe_code)]
     let absmax = unsafe {
         let numbers = numbers(view, delayed, 0);
-        launch_one(
-            client,
-            source,
-            tiles,
-            &[x],
-            &output,
-            &numbers,
-            delayed,
-            TAKING,
-        )
+        let cubes = cubes(client, tiles, delayed.is_some(), TAKING);
+        launch_one(client, source, cubes, &[x], &output, &numbers, delayed)
     };
     Some((output, absmax))
 }
@@ -110,23 +102,22 @@ pub(crate) fn fits<R: Runtime>(
     fits.then_some(([rows, cols], knobs))
 }
 
-/// Launches a kernel around `tile.cu` that has one output, `taking` cubes of a multiprocessor where they take tiles by
-/// turns. Gives its largest magnitude, f32 `[1]`, by delayed scaling.
+/// Launches a kernel around `tile.cu` that has one output, in these [cubes]. Gives its largest magnitude, f32 `[1]`, by
+/// delayed scaling.
 ///
 /// # Safety
 ///
-/// The inputs are those that the kernel reads, of whole tiles, of which [`fits`] gave the number; the output was allocated
-/// for them, and the delayed maximum was checked.
-#[allow(unsafe_code, clippy::too_many_arguments)]
+/// The inputs are those that the kernel reads, of whole tiles, of whose number the cubes are; the output was allocated for
+/// them, and the delayed maximum was checked.
+#[allow(unsafe_code)]
 pub(crate) unsafe fn launch_one<R: Runtime, S: CudaSource<Numbers = MatrixNumbers>>(
     client: &ComputeClient<R>,
     source: S,
-    tiles: [usize; 2],
+    cubes: CubeCount,
     inputs: &[&TensorHandle<R>],
     output: &Quantized<R>,
     numbers: &MatrixNumbers,
     delayed: Option<DelayedMaximum<R>>,
-    taking: usize,
 ) -> Option<TensorHandle<R>> {
     let absmax = delayed.map(|_| empty(client, vec![1], storage::<f32>()));
     let mut buffers: Vec<_> = inputs.iter().map(|&input| input.clone()).collect();
@@ -135,7 +126,6 @@ pub(crate) unsafe fn launch_one<R: Runtime, S: CudaSource<Numbers = MatrixNumber
     buffers.push(output.scales.clone());
     buffers.extend(absmax.clone());
     buffers.push(counters(client));
-    let cubes = cubes(client, tiles, delayed.is_some(), taking);
     // SAFETY: no tile reaches over an edge, and by the caller's promise the output holds as many. A copy that is not
     // wanted is not touched.
     unsafe {

@@ -22,7 +22,8 @@ use crate::{
     scale::ScaleNumber,
 };
 
-/// Cubes of a multiprocessor that take tiles by turns, one more than where nothing is computed.
+/// Cubes of a multiprocessor that take tiles by turns: one more than where nothing is computed, since what one computes
+/// hides what another waits for.
 const TAKING: usize = 4;
 /// Codes of a row that a unit reads at once.
 const CODES: usize = 8;
@@ -47,9 +48,8 @@ pub(crate) fn launch<R: Runtime>(
     #[allow(unsafe_code)]
     let absmax = unsafe {
         let (inputs, numbers) = (factors.tensors(), numbers(view, delayed, factors.group()));
-        launch_one(
-            client, source, tiles, &inputs, &output, &numbers, delayed, TAKING,
-        )
+        let cubes = cubes(client, tiles, delayed.is_some(), TAKING);
+        launch_one(client, source, cubes, &inputs, &output, &numbers, delayed)
     };
     Some((output, absmax))
 }

@@ -145,6 +145,9 @@ fn products_of_a_layer_launch_what_is_expected(
         LayerOperands::E4M3 {
             accumulation: Accumulation::Promoted, of_gradients: Accumulation::Promoted, gradient: Number::E4M3
         },
+        LayerOperands::E4M3 {
+            accumulation: Accumulation::Promoted, of_gradients: Accumulation::Fast, gradient: Number::E5M2
+        },
         LayerOperands::Floats
     )]
     operands: LayerOperands,

@@ -42,7 +42,8 @@ pub enum Accumulation {
     /// Along 128 elements of K; their sum is added in FP32 (promotion: DeepSeek-V3, arXiv 2412.19437, section 3.3.2).
     Promoted,
     /// Along all of K, where the scales allow it, those of rows or of whole matrices: fast accumulation, the forward
-    /// product of NVIDIA's TransformerEngine and of torchao (`use_fast_accum`). Faster; the error grows with K.
+    /// product of NVIDIA's TransformerEngine and of torchao (`use_fast_accum`), and all three of COAT's code. Faster; the
+    /// error grows with K.
     Fast,
 }
 
@@ -452,35 +453,54 @@ impl LayerSource for Fp8Source {
         sizes: [usize; 4],
         layer: Option<&LayerOperands>,
     ) -> Vec<SourceText> {
-        gradient_products(self.operands, self.out_dtype, sizes, layer)
-            .map(|(sizes, operands, out_dtype)| {
-                let product = Self { operands, ..*self };
-                product.of(client, sizes, out_dtype).text()
-            })
-            .collect()
+        let Self {
+            tile,
+            operands,
+            out_dtype,
+            ..
+        } = *self;
+        gradients(client, tile, operands, out_dtype, sizes, layer)
     }
 }
 
-/// The sizes, the operands and the output's dtype of dX = dY Wᵀ and of dW = Xᵀ dY, where X W has these: those of the
-/// layer, or of an unknown one with dY in E5M2 and in what X has.
-pub(super) fn gradient_products(
+/// The sources of dX = dY Wᵀ and of dW = Xᵀ dY, where X W has these operands and sizes, from any tile: those of the layer,
+/// or of an unknown one with dY in E5M2 and in what X has, promoted.
+pub(super) fn gradients<R: Runtime>(
+    client: &ComputeClient<R>,
+    tile: HopperTile,
     [x, w]: [OperandKnobs; 2],
     out_dtype: StorageType,
     sizes: [usize; 4],
     layer: Option<&LayerOperands>,
-) -> impl Iterator<Item = ([usize; 4], [OperandKnobs; 2], StorageType)> {
+) -> Vec<SourceText> {
     let [of_input, of_weight] = other_products(sizes);
-    let numbers = match layer {
-        Some(LayerOperands::E4M3 { gradient, .. }) => Fp8::of(*gradient).into_iter().collect(),
-        _ => vec![Fp8::E5M2, x.number],
+    let (accumulation, numbers) = match layer {
+        Some(LayerOperands::E4M3 {
+            of_gradients,
+            gradient,
+            ..
+        }) => (*of_gradients, Fp8::of(*gradient).into_iter().collect()),
+        _ => (Accumulation::Promoted, vec![Fp8::E5M2, x.number]),
     };
-    numbers.into_iter().flat_map(move |number| {
+    let products = numbers.into_iter().flat_map(|number| {
         let of_output = |operand| OperandKnobs { number, ..operand };
         [
             (of_input, [of_output(x), w], out_dtype),
             (of_weight, [x, of_output(w)], storage::<f32>()),
         ]
-    })
+    });
+    products
+        .map(|(sizes, operands, out_dtype)| match accumulation {
+            Accumulation::Promoted => {
+                let source = Fp8Source::new(tile, operands, out_dtype);
+                source.of(client, sizes, out_dtype).text()
+            }
+            Accumulation::Fast => {
+                let source = rowwise::of_tile(tile, Some(operands), out_dtype);
+                source.of(client, sizes, out_dtype).text()
+            }
+        })
+        .collect()
 }
 
 /// The operands of X W in E4M3 with a scale for each matrix.

@@ -25,7 +25,7 @@ use crate::{
 
 use super::{
     GemmNumbers, LayerSource, TiledProduct, UNITS, companions_of,
-    fp8::{Accumulation, Fp8Source, OperandKnobs, gradient_products},
+    fp8::{self, OperandKnobs},
     other_products, tensor_map,
 };
 
@@ -168,41 +168,20 @@ impl LayerSource for RowwiseSource {
         }
     }
 
-    /// Of FP8 as the layer has them; of an unknown one they are promoted.
     fn gradients<R: Runtime>(
         &self,
         client: &ComputeClient<R>,
         sizes: [usize; 4],
         layer: Option<&LayerOperands>,
     ) -> Vec<SourceText> {
-        let Self {
-            tile, out_dtype, ..
-        } = *self;
-        match (self.fp8, layer) {
-            (
-                Some(operands),
-                Some(LayerOperands::E4M3 {
-                    of_gradients: Accumulation::Fast,
-                    ..
-                }),
-            ) => gradient_products(operands, out_dtype, sizes, layer)
-                .map(|(sizes, operands, out_dtype)| {
-                    let product = of_tile(tile, Some(operands), out_dtype);
-                    product.of(client, sizes, out_dtype).text()
-                })
-                .collect(),
-            (Some(operands), _) => {
-                let promoted = Fp8Source::new(tile, operands, out_dtype);
-                promoted.gradients(client, sizes, layer)
-            }
-            (None, _) => {
-                let [of_input, of_weight] = other_products(sizes);
-                vec![
-                    self.of(client, of_input, out_dtype).text(),
-                    self.of(client, of_weight, storage::<f32>()).text(),
-                ]
-            }
+        if let Some(operands) = self.fp8 {
+            return fp8::gradients(client, self.tile, operands, self.out_dtype, sizes, layer);
         }
+        let [of_input, of_weight] = other_products(sizes);
+        vec![
+            self.of(client, of_input, self.out_dtype).text(),
+            self.of(client, of_weight, storage::<f32>()).text(),
+        ]
     }
 }
 
