@@ -69,8 +69,18 @@ pub struct Operands {
 pub struct Forward {
     /// The output.
     pub output: Values,
-    /// Numbers of rows that the backward pass reads.
-    pub statistics: Vec<Tensor>,
+    /// What the backward pass reads beside the inputs.
+    pub statistics: Statistics,
+}
+
+/// Numbers of rows.
+pub enum Statistics {
+    /// Of operators that need none.
+    None,
+    /// Inverse root mean squares.
+    RmsNorm(Tensor),
+    /// Means and inverse deviations.
+    LayerNorm([Tensor; 2]),
 }
 
 /// What a backward pass gives.
@@ -153,23 +163,24 @@ impl<'a> Launches<'a> {
         let (output, statistics) = match self.operator {
             Operator::RmsNorm => {
                 let norm = rms_norm(client, x, &self.gain, EPSILON)?;
-                (norm.output, vec![norm.inverse_rms])
+                (norm.output, Statistics::RmsNorm(norm.inverse_rms))
             }
             Operator::LayerNorm => {
                 let norm = layer_norm(client, x, &self.gain, Some(&self.bias), EPSILON)?;
-                (norm.output, vec![norm.mean, norm.inverse_deviation])
+                let statistics = [norm.mean, norm.inverse_deviation];
+                (norm.output, Statistics::LayerNorm(statistics))
             }
-            Operator::Gelu => (gelu(client, x)?, Vec::new()),
+            Operator::Gelu => (gelu(client, x)?, Statistics::None),
             Operator::Swiglu => {
                 let up = operands.inputs[1].input();
                 if !self.alone {
                     let output = quantize_swiglu(client, [x, up], &self.numbers.output)?;
                     return Ok(Forward {
                         output: Values::Numbers(Box::new(output)),
-                        statistics: Vec::new(),
+                        statistics: Statistics::None,
                     });
                 }
-                (swiglu(client, x, up)?, Vec::new())
+                (swiglu(client, x, up)?, Statistics::None)
             }
         };
         let output = match self.alone {
@@ -184,28 +195,27 @@ impl<'a> Launches<'a> {
     pub fn backward(
         &self,
         operands: &Operands,
-        statistics: &[Tensor],
+        statistics: &Statistics,
     ) -> Result<Backward, KernelError> {
         let client = self.client;
         let x = operands.inputs[0].input();
         // Kernels read gradients as floats alone.
         let gradient = &operands.gradient.floats(client)?;
         let sum = |parts: &Tensor| column_sum(client, parts);
-        let (of_inputs, of_parameters) = match (self.operator, statistics) {
-            (Operator::RmsNorm, [inverse_rms]) => {
+        let (of_inputs, of_parameters) = match statistics {
+            Statistics::RmsNorm(inverse_rms) => {
                 let of = rms_norm_backward(client, x, &self.gain, inverse_rms, gradient)?;
                 (vec![of.input], vec![sum(&of.gain)?])
             }
-            (Operator::LayerNorm, [mean, inverse_deviation]) => {
+            Statistics::LayerNorm([mean, inverse_deviation]) => {
                 let gain = &self.gain;
                 let of = layer_norm_backward(client, x, gain, mean, inverse_deviation, gradient)?;
                 (vec![of.input], vec![sum(&of.gain)?, sum(&of.bias)?])
             }
-            (Operator::RmsNorm | Operator::LayerNorm, _) => {
-                unreachable!("a norm has the statistics that it gave")
+            Statistics::None if self.operator == Operator::Gelu => {
+                (vec![gelu_backward(client, x, gradient)?], Vec::new())
             }
-            (Operator::Gelu, _) => (vec![gelu_backward(client, x, gradient)?], Vec::new()),
-            (Operator::Swiglu, _) => {
+            Statistics::None => {
                 let up = operands.inputs[1].input();
                 if !self.alone {
                     let specs = self.numbers.input_gradients.each_ref();
