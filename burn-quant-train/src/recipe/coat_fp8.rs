@@ -16,7 +16,8 @@ use super::{
 /// compute dtype (section G.5); linear layers read theirs in E5M2, as the authors' code has it. The paper has these with
 /// optimizer states in FP8: see [`QuantAdamWConfig`](crate::optim::QuantAdamWConfig).
 ///
-/// X W has fast accumulation. So have the gradients' products, as in the authors' code, unless they are `PROMOTED`.
+/// X W has fast accumulation. So have the gradients' products, as in the authors' code, unless they are `PROMOTED`; sums
+/// over more than 32,768 tokens are promoted.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct CoatFp8<E = bf16, const GROUP: usize = 16, const PROMOTED: bool = false>(PhantomData<E>);
 

@@ -151,8 +151,10 @@ fn products_of_a_layer_launch_what_is_expected(
         LayerOperands::Floats
     )]
     operands: LayerOperands,
-    // Of the last, Y is summed up in parts.
-    #[values([16_384, 512, 512], [2048, 4096, 10_880], [512, 128, 256], [128, 8192, 512])]
+    // Of the fourth, Y is summed up in parts; of the last, dW is of more tokens than are added up fast.
+    #[values(
+        [16_384, 512, 512], [2048, 4096, 10_880], [512, 128, 256], [128, 8192, 512], [65_536, 512, 256]
+    )]
     sizes: [usize; 3],
 ) {
     let [rows, inputs, outputs] = sizes;

@@ -41,10 +41,25 @@ const SPEEDS: [(usize, f32); 4] = HopperBlueprint::SPEEDS;
 pub enum Accumulation {
     /// Along 128 elements of K; their sum is added in FP32 (promotion: DeepSeek-V3, arXiv 2412.19437, section 3.3.2).
     Promoted,
-    /// Along all of K, where the scales allow it, those of rows or of whole matrices: fast accumulation, the forward
-    /// product of NVIDIA's TransformerEngine and of torchao (`use_fast_accum`), and all three of COAT's code. Faster; the
-    /// error grows with K.
+    /// Along all of K, where the scales allow it, those of rows or of whole matrices, and there are at most
+    /// [`MOST_FAST`](Self::MOST_FAST) elements: fast accumulation, the forward product of NVIDIA's TransformerEngine and of
+    /// torchao (`use_fast_accum`), and all three of COAT's code. Faster; the error grows with K.
     Fast,
+}
+
+impl Accumulation {
+    /// Elements along K that are added up fast at most. Features are fewer. Tokens, over which the weight's gradient sums,
+    /// may be many more: each number is cut off below the sum so far, so a sum that drifts one way ends too small, by a
+    /// part that grows with its length.
+    pub const MOST_FAST: usize = 1 << 15;
+
+    /// How so many elements are added up.
+    pub(super) const fn along(self, depth: usize) -> Self {
+        if depth > Self::MOST_FAST {
+            return Self::Promoted;
+        }
+        self
+    }
 }
 
 /// One operand of a product: FP8 codes with K along the rows, and their scales.
@@ -114,7 +129,8 @@ pub fn has_gemm_fp8<R: Runtime>(client: &ComputeClient<R>) -> bool {
 ///
 /// - `a`, `b`: the operands. A batch of one in `b`, or a `b` of rank 2, is shared by all matrices of `a`.
 /// - `bias`: f32 `[N]`, contiguous, added in FP32.
-/// - `accumulation`: [`Accumulation::Fast`] with scales of 128 elements is as [`Accumulation::Promoted`].
+/// - `accumulation`: [`Accumulation::Fast`] with scales of 128 elements, or of more than
+///   [`MOST_FAST`](Accumulation::MOST_FAST) elements, is as [`Accumulation::Promoted`].
 /// - `out_dtype`: f32, f16 or bf16; the FP32 sum is rounded to it once.
 ///
 /// A code or a scale of NaN makes NaN of all that it touches.
@@ -156,8 +172,9 @@ pub fn gemm_fp8<R: Runtime>(
     if batch * m * n == 0 {
         return Ok(out);
     }
-    let is_fast =
-        accumulation == Accumulation::Fast && of_a.covers_all_of_k() && of_b.covers_all_of_k();
+    let is_fast = accumulation.along(a_shape.cols) == Accumulation::Fast
+        && of_a.covers_all_of_k()
+        && of_b.covers_all_of_k();
     let product = TiledProduct::new([batch, m, n, a_shape.cols], BLOCK, true);
     let (chunk, speeds) = match is_fast {
         true => (rowwise::WHOLE_TILE, rowwise::SPEEDS),
@@ -490,16 +507,18 @@ pub(super) fn gradients<R: Runtime>(
         ]
     });
     products
-        .map(|(sizes, operands, out_dtype)| match accumulation {
-            Accumulation::Promoted => {
-                let source = Fp8Source::new(tile, operands, out_dtype);
-                source.of(client, sizes, out_dtype).text()
-            }
-            Accumulation::Fast => {
-                let source = rowwise::of_tile(tile, Some(operands), out_dtype);
-                source.of(client, sizes, out_dtype).text()
-            }
-        })
+        .map(
+            |(sizes, operands, out_dtype)| match accumulation.along(sizes[3]) {
+                Accumulation::Promoted => {
+                    let source = Fp8Source::new(tile, operands, out_dtype);
+                    source.of(client, sizes, out_dtype).text()
+                }
+                Accumulation::Fast => {
+                    let source = rowwise::of_tile(tile, Some(operands), out_dtype);
+                    source.of(client, sizes, out_dtype).text()
+                }
+            },
+        )
         .collect()
 }
 
