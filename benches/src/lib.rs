@@ -11,6 +11,7 @@
 
 #[cfg(feature = "cuda")]
 pub mod attention;
+pub mod difference;
 pub mod errors;
 pub mod format;
 #[cfg(feature = "cuda")]

@@ -199,19 +199,8 @@ impl Peers {
     /// Operators, as lines of `qt-bench operators`.
     pub fn operators(&self) -> Vec<OperatorSpeed> {
         let row = |it: &Operated| {
-            let [forward_bytes, backward_bytes] = it.operator.float_bytes(it.tokens, it.columns);
-            OperatorSpeed {
-                operator: it.operator,
-                tokens: it.tokens,
-                columns: it.columns,
-                subject: it.subject,
-                alone: false,
-                forward: it.forward,
-                backward: it.backward,
-                forward_bytes,
-                backward_bytes,
-                copy_tb_per_s: None,
-            }
+            let (shape, times) = ([it.tokens, it.columns], [it.forward, it.backward]);
+            OperatorSpeed::of_floats(it.operator, shape, it.subject, times)
         };
         self.operators.iter().map(row).collect()
     }

@@ -2,12 +2,13 @@
 
 use std::ops::Range;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result};
 use cubecl::cuda::CudaRuntime;
 use cubecl_kernels::attention::{AttentionGradients, AttentionOutput, AttentionProducts};
 
 use super::{Heads, Operands};
 use crate::{
+    difference::Difference,
     gpu::{Gpu, Tensor, bf16_rows},
     random::Random,
     results::AttentionProblem,
@@ -40,31 +41,6 @@ struct Rows {
 impl Rows {
     fn row(&self, index: usize) -> &[f32] {
         &self.values[index * self.width..][..self.width]
-    }
-}
-
-/// The differences of a tensor's sample.
-#[derive(Default)]
-struct Difference {
-    squares: f64,
-    of_expected: f64,
-}
-
-impl Difference {
-    fn add(&mut self, actual: &[f32], expected: &[f64]) {
-        for (&actual, &expected) in actual.iter().zip(expected) {
-            self.squares += (f64::from(actual) - expected).powi(2);
-            self.of_expected += expected.powi(2);
-        }
-    }
-
-    fn check(&self, name: &str, tolerance: f64) -> Result<()> {
-        let relative = (self.squares / self.of_expected).sqrt();
-        ensure!(
-            relative <= tolerance,
-            "{name} differs from its reference by {relative:.2e} of it"
-        );
-        Ok(())
     }
 }
 

@@ -219,20 +219,10 @@ impl Measured<'_> {
         let rows = reference::sampled_rows(random, self.operator, self.shape[0]);
         let passes =
             burn_operator::measure(self.gpu, self.operator, self.shape, self.parameters, &rows);
-        let [forward, backward] = passes.with_context(|| self.described(subject, false))?;
-        let [tokens, columns] = self.shape;
-        let [forward_bytes, backward_bytes] = self.operator.float_bytes(tokens, columns);
+        let passes = passes.with_context(|| self.described(subject, false))?;
         let speed = OperatorSpeed {
-            operator: self.operator,
-            tokens,
-            columns,
-            subject,
-            alone: false,
-            forward,
-            backward,
-            forward_bytes,
-            backward_bytes,
             copy_tb_per_s: Some(self.copy_tb_per_s),
+            ..OperatorSpeed::of_floats(self.operator, self.shape, subject, passes)
         };
         self.tell(&speed);
         Ok(speed)

@@ -5,7 +5,7 @@ use cubecl_kernels::reference::{gelu, layer_norm, rms_norm, swiglu};
 use half::bf16;
 
 use super::EPSILON;
-use crate::{random::Random, results::Operator};
+use crate::{difference::Difference, random::Random, results::Operator};
 
 /// Rows that are compared of an operator whose rows are alike.
 const SAMPLED_ROWS: usize = 64;
@@ -121,15 +121,9 @@ pub fn compare(what: &str, actual: &[f32], expected: &[f64], limit: f64) -> Resu
         actual.len(),
         expected.len()
     );
-    let difference = |(&actual, expected): (&f32, &f64)| (f64::from(actual) - expected).powi(2);
-    let squares: f64 = actual.iter().zip(expected).map(difference).sum();
-    let of_expected: f64 = expected.iter().map(|it| it.powi(2)).sum();
-    let relative = (squares / of_expected).sqrt();
-    ensure!(
-        relative <= limit,
-        "{what} differs from its reference by {relative:.2e} of it, more than {limit:.0e}"
-    );
-    Ok(())
+    let mut difference = Difference::default();
+    difference.add(actual, expected);
+    difference.check(what, limit)
 }
 
 fn doubles(values: &[f32]) -> Vec<f64> {

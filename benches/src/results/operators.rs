@@ -83,6 +83,28 @@ pub struct OperatorSpeed {
 }
 
 impl OperatorSpeed {
+    /// Of another library, on matrices of 16-bit floats of this shape.
+    pub fn of_floats(
+        operator: Operator,
+        [tokens, columns]: [usize; 2],
+        subject: Subject,
+        [forward, backward]: [Spread; 2],
+    ) -> Self {
+        let [forward_bytes, backward_bytes] = operator.float_bytes(tokens, columns);
+        Self {
+            operator,
+            tokens,
+            columns,
+            subject,
+            alone: false,
+            forward,
+            backward,
+            forward_bytes,
+            backward_bytes,
+            copy_tb_per_s: None,
+        }
+    }
+
     /// The rates of both passes over the bytes that they must move.
     pub fn tb_per_s(&self) -> [f64; 2] {
         [

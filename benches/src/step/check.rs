@@ -8,7 +8,7 @@ use super::{
     contender::Contender,
     input::{Input, Inputs},
 };
-use crate::random::Random;
+use crate::{difference::Difference, random::Random};
 
 /// Elements of each tensor that are compared.
 const SAMPLE: usize = 1024;
@@ -89,12 +89,11 @@ impl Outputs {
         );
         let errors = self.tensors.iter().zip(&reference.tensors);
         let errors = errors.map(|(actual, expected)| {
-            let (mut error, mut norm) = (0.0, 0.0);
+            let mut difference = Difference::default();
             for &(index, expected) in expected {
-                error += (f64::from(actual[index]) - expected).powi(2);
-                norm += expected.powi(2);
+                difference.add(&[actual[index]], &[expected]);
             }
-            (error / norm).sqrt()
+            difference.relative()
         });
         let errors: Vec<f64> = errors.collect();
         ensure!(

@@ -451,14 +451,14 @@ pub(super) fn expected<R: Runtime>(
             };
             texts(client, source, layer)
         }
-        LayerOperands::Int8Rows => texts(client, rowwise::of_tile(tile, None, dtype), layer),
-        LayerOperands::E4M3 { accumulation, .. } => match accumulation.along(layer.inputs) {
-            Accumulation::Promoted => texts(client, Fp8Source::new(tile, fp8::E4M3, dtype), layer),
-            Accumulation::Fast => {
-                let source = rowwise::of_tile(tile, Some(fp8::E4M3), dtype);
-                texts(client, source, layer)
+        LayerOperands::Int8Rows => texts(client, rowwise::of_tile(tile, dtype), layer),
+        LayerOperands::E4M3 { accumulation, .. } => {
+            let promoted = Fp8Source::new(tile, fp8::E4M3, dtype);
+            match accumulation.along(layer.inputs) {
+                Accumulation::Promoted => texts(client, promoted, layer),
+                Accumulation::Fast => texts(client, promoted.fast(), layer),
             }
-        },
+        }
         LayerOperands::Floats => texts(client, float::of_tile(tile, dtype), layer),
     }
 }

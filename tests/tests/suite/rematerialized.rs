@@ -39,8 +39,6 @@ on_every_backend! {
 const HIDDEN: usize = 128;
 const HEADS: usize = 2;
 const TOKENS: usize = 128;
-/// Relative errors of gradients are below: 0.02 most often, and above 0.04 in one of a hundred runs.
-const NEAR: f64 = 0.06;
 
 #[derive(Module, Debug)]
 struct Block<B: Backend> {
@@ -205,7 +203,7 @@ fn is_near<B: DataBackend>(seed: u64) {
                 R::row().name
             );
             println!("{what}");
-            assert!(errors.iter().all(|&it| it < NEAR), "{what}");
+            assert!(errors.iter().all(|&it| it < 0.04), "{what}");
         }
     }
     fn of<B: DataBackend, E: ComputeDtype>(seed: u64) {
@@ -234,8 +232,9 @@ fn in_block<B: DataBackend>(seed: u64) {
         let (block, saved) = run::<B, R<E>>(seed, dtype, Kind::Block);
         assert_eq!(copies(&saved), 0, "seed {seed}:\n{saved}");
         for (index, (exact, block)) in exact.iter().zip(&block).enumerate() {
+            // More than without a block, since what is made again is made of what waited compressed.
             let error = relative_error(block, exact);
-            assert!(error < NEAR, "seed {seed}, gradient {index}: {error}");
+            assert!(error < 0.06, "seed {seed}, gradient {index}: {error}");
         }
     }
     in_narrow!(check::<B>(seed));

@@ -55,10 +55,10 @@ impl Accumulation {
 
     /// How so many elements are added up.
     pub(super) const fn along(self, depth: usize) -> Self {
-        if depth > Self::MOST_FAST {
-            return Self::Promoted;
+        match depth <= Self::MOST_FAST {
+            true => self,
+            false => Self::Promoted,
         }
-        self
     }
 }
 
@@ -391,7 +391,7 @@ impl Fp8Source {
     }
 
     /// The same with fast accumulation.
-    const fn fast(self) -> RowwiseSource {
+    pub(super) const fn fast(self) -> RowwiseSource {
         RowwiseSource {
             tile: self.tile,
             fp8: Some(self.operands),
@@ -507,18 +507,13 @@ pub(super) fn gradients<R: Runtime>(
         ]
     });
     products
-        .map(
-            |(sizes, operands, out_dtype)| match accumulation.along(sizes[3]) {
-                Accumulation::Promoted => {
-                    let source = Fp8Source::new(tile, operands, out_dtype);
-                    source.of(client, sizes, out_dtype).text()
-                }
-                Accumulation::Fast => {
-                    let source = rowwise::of_tile(tile, Some(operands), out_dtype);
-                    source.of(client, sizes, out_dtype).text()
-                }
-            },
-        )
+        .map(|(sizes, operands, out_dtype)| {
+            let promoted = Fp8Source::new(tile, operands, out_dtype);
+            match accumulation.along(sizes[3]) {
+                Accumulation::Promoted => promoted.of(client, sizes, out_dtype).text(),
+                Accumulation::Fast => promoted.fast().of(client, sizes, out_dtype).text(),
+            }
+        })
         .collect()
 }
 

@@ -185,15 +185,11 @@ impl LayerSource for RowwiseSource {
     }
 }
 
-/// The source of X W with scales over all of K, of these operands of FP8 or of INT8, in such a tile.
-pub(super) fn of_tile(
-    tile: HopperTile,
-    fp8: Option<[OperandKnobs; 2]>,
-    out_dtype: StorageType,
-) -> RowwiseSource {
+/// The source of X W of INT8 with scales over all of K, in such a tile.
+pub(super) fn of_tile(tile: HopperTile, out_dtype: StorageType) -> RowwiseSource {
     RowwiseSource {
         tile,
-        fp8,
+        fp8: None,
         bias: false,
         out_dtype,
     }
