@@ -34,8 +34,9 @@ use crate::{
     },
     row_units::{
         RowUnits, add_rows, check_backward, check_rows, has_rows, held_copy, held_input,
-        held_zeros, inverse_cols, read_held, row_sum, row_sums, vector_index, write_held,
-        write_held_copy,
+        held_zeros, inverse_cols,
+        norm::{OfColumns, RowStatistics, gradients, normalize},
+        read_held, row_sum, row_sums, vector_index, write_held, write_held_copy,
     },
 };
 
@@ -133,8 +134,24 @@ fn launch<R: Runtime>(
     let output = empty(client, x.shape(), x.dtype());
     let mean = empty(client, vec![rows], storage::<f32>());
     let inverse_deviation = empty(client, vec![rows], storage::<f32>());
+    let statistics = RowStatistics {
+        mean: Some(&mean),
+        inverse: &inverse_deviation,
+    };
     let mut copy = None;
-    if rows > 0 {
+    let is_done = rows > 0
+        && spec.is_none()
+        && normalize(
+            client,
+            x,
+            [rows, cols],
+            gain,
+            bias,
+            epsilon,
+            &output,
+            statistics,
+        );
+    if rows > 0 && !is_done {
         let has_bias = bias.is_some();
         let bias = or_unused(bias, gain, gain.dtype);
         let dtype = x.dtype();
@@ -229,6 +246,16 @@ pub fn layer_norm_backward<'a, R: Runtime>(
             gain: none(),
             bias: none(),
         });
+    }
+    let statistics = RowStatistics {
+        mean: Some(mean),
+        inverse: inverse_deviation,
+    };
+    if let Some(OfColumns { gain, bias }) =
+        gradients(client, x, [rows, cols], gain, statistics, &gradient, &input)
+    {
+        let bias = bias.expect("there is a mean");
+        return Ok(LayerNormGradients { input, gain, bias });
     }
     let dtype = x.dtype();
     let x = x.prepare(client, OPERATION_BACKWARD)?;

@@ -30,7 +30,9 @@ use crate::{
     },
     row_units::{
         RowUnits, add_rows, check_backward, check_rows, has_rows, held_copy, held_input,
-        held_zeros, inverse_cols, read_held, row_sum, write_held, write_held_copy,
+        held_zeros, inverse_cols,
+        norm::{OfColumns, RowStatistics, gradients, normalize},
+        read_held, row_sum, write_held, write_held_copy,
     },
 };
 
@@ -121,8 +123,24 @@ fn launch<R: Runtime>(
     let [rows, cols] = check_rows(client, OPERATION, &x, gain)?;
     let output = empty(client, x.shape(), x.dtype());
     let inverse_rms = empty(client, vec![rows], storage::<f32>());
+    let statistics = RowStatistics {
+        mean: None,
+        inverse: &inverse_rms,
+    };
     let mut copy = None;
-    if rows > 0 {
+    let is_done = rows > 0
+        && spec.is_none()
+        && normalize(
+            client,
+            x,
+            [rows, cols],
+            gain,
+            None,
+            epsilon,
+            &output,
+            statistics,
+        );
+    if rows > 0 && !is_done {
         let dtype = x.dtype();
         let x = x.prepare(client, OPERATION)?;
         let pieces = Pieces::of(&[&x], cols, &[&output]);
@@ -205,6 +223,15 @@ pub fn rms_norm_backward<'a, R: Runtime>(
     let input = empty(client, x.shape(), x.dtype());
     if rows == 0 {
         let gain = zeros(client, vec![1, cols], storage::<f32>());
+        return Ok(RmsNormGradients { input, gain });
+    }
+    let statistics = RowStatistics {
+        mean: None,
+        inverse: inverse_rms,
+    };
+    if let Some(OfColumns { gain, .. }) =
+        gradients(client, x, [rows, cols], gain, statistics, &gradient, &input)
+    {
         return Ok(RmsNormGradients { input, gain });
     }
     let dtype = x.dtype();

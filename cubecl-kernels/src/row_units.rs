@@ -18,6 +18,8 @@ use crate::{
     },
 };
 
+pub(crate) mod norm;
+
 /// The longest rows that units keep in registers.
 pub const MAX_COLS: usize = 8192;
 const PLANE: usize = 32;

@@ -688,7 +688,10 @@ impl<P: Kernel> CudaSource for Pass<P> {
 
     const TEXT: &'static str = P::TEXT;
     const ENTRY_POINT: &'static str = P::ENTRY_POINT;
-    const UNITS: u32 = P::UNITS;
+
+    fn units(&self) -> u32 {
+        P::UNITS
+    }
 
     fn knobs(&self) -> String {
         let out = float_knob(self.dtype);

@@ -28,7 +28,9 @@ pub(crate) trait CudaSource: Debug + Copy + Eq + Hash + Send + Sync + 'static {
     /// The name of the kernel in the text, a function `extern "C"`.
     const ENTRY_POINT: &'static str;
     /// Units of a cube.
-    const UNITS: u32;
+    fn units(&self) -> u32 {
+        256
+    }
 
     /// The lines that define the macros.
     fn knobs(&self) -> String;
@@ -134,7 +136,7 @@ impl<S: CudaSource> KernelMetadata for SourceKernel<S> {
     fn id(&self) -> KernelId {
         KernelId::new::<Self>()
             .info((self.0, Self::FINGERPRINTS))
-            .cube_dim(CubeDim::new_1d(S::UNITS))
+            .cube_dim(CubeDim::new_1d(self.0.units()))
     }
 
     fn address_type(&self) -> StorageType {
@@ -153,7 +155,7 @@ impl<S: CudaSource, C: Compiler> CubeTask<C> for SourceKernel<S> {
         address_type: StorageType,
     ) -> Result<CompiledKernel<C>, CompilationError> {
         let reservation = Reservation {
-            units: S::UNITS,
+            units: self.0.units(),
             bytes: self.0.shared_memory(),
         };
         let mut compiled = KernelTask::<C, Reservation>::new(reservation).compile(
@@ -233,7 +235,10 @@ mod tests {
 
         const TEXT: &'static str = "extern \"C\" __global__ void example() {}";
         const ENTRY_POINT: &'static str = "example";
-        const UNITS: u32 = 96;
+
+        fn units(&self) -> u32 {
+            96
+        }
 
         fn knobs(&self) -> String {
             format!("#define STAGES {}", self.stages)

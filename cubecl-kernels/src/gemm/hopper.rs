@@ -350,7 +350,10 @@ impl CudaSource for GemmSource {
         include_str!("hopper/gemm.cu")
     );
     const ENTRY_POINT: &'static str = "gemm_hopper";
-    const UNITS: u32 = UNITS;
+
+    fn units(&self) -> u32 {
+        UNITS
+    }
 
     fn knobs(&self) -> String {
         format!(

@@ -228,7 +228,6 @@ impl CudaSource for Int4Source {
 
     const TEXT: &'static str = include_str!("int4/gemm_int4.cu");
     const ENTRY_POINT: &'static str = "gemm_int4";
-    const UNITS: u32 = 256;
 
     fn knobs(&self) -> String {
         format!(

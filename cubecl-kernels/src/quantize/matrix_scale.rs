@@ -68,7 +68,7 @@ fn of_floats<R: Runtime>(
     // SAFETY: the kernel reads one input, and the output is for it.
     #[allow(unsafe_code)]
     let absmax = unsafe {
-        let numbers = numbers(view, delayed, 0);
+        let numbers = numbers(view, delayed);
         let cubes = cubes(client, tiles, delayed.is_some(), TAKING);
         launch_one(client, source, cubes, &[x], &output, &numbers, delayed)
     };
@@ -134,18 +134,16 @@ pub(crate) unsafe fn launch_one<R: Runtime, S: CudaSource<Numbers = MatrixNumber
     absmax
 }
 
-/// Those of a matrix of this view; `group`: elements of a scale of the codes that are read, 0 for floats.
+/// Those of a matrix of this view.
 pub(crate) fn numbers<R: Runtime>(
     view: &MatrixView,
     delayed: Option<DelayedMaximum<R>>,
-    group: usize,
 ) -> MatrixNumbers {
     MatrixNumbers {
         rows: view.shape.rows as u64,
         cols: view.shape.cols as u64,
         row_stride: view.row_stride as u64,
         layer: delayed.map_or(0, |delayed| delayed.layer as u64),
-        group: group as u64,
     }
 }
 
@@ -181,8 +179,6 @@ numbers! {
         row_stride: u64,
         /// The layer among the delayed maxima, where there are some.
         layer: u64,
-        /// Elements of a scale of codes that are read, where there are some.
-        group: u64,
     }
 }
 
@@ -255,7 +251,6 @@ impl CudaSource for Encode {
         include_str!("matrix_scale/whole_tiles.cu")
     );
     const ENTRY_POINT: &'static str = "quantize_by_matrix";
-    const UNITS: u32 = 256;
 
     fn knobs(&self) -> String {
         self.0.text()

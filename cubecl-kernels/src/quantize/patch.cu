@@ -28,6 +28,16 @@ struct Row {
 
 typedef Row Rows[PATCH_ROWS];
 
+// Reads the row of a patch that has this number in a dense matrix.
+__device__ __forceinline__ void read_row(Row &row, const u8 *__restrict__ x, u64 number) {
+#pragma unroll
+    for (int v = 0; v < VECTORS; v++) {
+        const uint4 vector = __ldg((const uint4 *)(x + number * PATCH_COLS * ELEMENT_BYTES) + v);
+        u32 *const words = row.words + 4 * v;
+        words[0] = vector.x, words[1] = vector.y, words[2] = vector.z, words[3] = vector.w;
+    }
+}
+
 // Reads the rows of a patch of a matrix, from the element where it begins.
 __device__ __forceinline__ void read_rows(Rows &rows, const u8 *__restrict__ x, u64 from, u64 row_stride) {
 #pragma unroll

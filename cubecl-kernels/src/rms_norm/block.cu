@@ -1,5 +1,5 @@
 // The output of RMSNorm as a linear layer's backward pass reads it, from its input as that waits: in front of this text
-// stand tile.cu, and arithmetic.cu and contexts.cu of SwiGLU. Knobs beside theirs:
+// stand tile.cu, pairs.cu, and contexts.cu of SwiGLU. Knobs beside theirs:
 //   CUBES      cubes that share a multiprocessor
 //   GAIN_F32   1: gains are FP32; 0: of the type of the elements
 

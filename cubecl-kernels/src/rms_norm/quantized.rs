@@ -252,14 +252,13 @@ impl CudaSource for OfBlocks {
         "\n",
         include_str!("../quantize/block/tile.cu"),
         "\n",
-        include_str!("../swiglu/arithmetic.cu"),
+        include_str!("../cuda/pairs.cu"),
         "\n",
         include_str!("../swiglu/contexts.cu"),
         "\n",
         include_str!("block.cu")
     );
     const ENTRY_POINT: &'static str = "quantize_rms_norm";
-    const UNITS: u32 = 256;
 
     fn knobs(&self) -> String {
         format!(

@@ -1,35 +1,5 @@
 // The arithmetic of swiglu.rs on words of two elements, in the functions that CubeCL writes for it, so that the bits are
-// the same too: the exponential is CUDA's own, the quotient its fast one.
-//
-// Knobs, defined in front of this text: IN_F16 or IN_BF16, the type of the elements.
-
-// Two neighbours.
-struct Pair {
-    float of[2];
-};
-
-__device__ __forceinline__ Pair pair_of(unsigned int word) {
-    Pair pair;
-#ifdef IN_F16
-    asm("cvt.f32.f16 %0, %1;" : "=f"(pair.of[0]) : "h"((unsigned short)word));
-    asm("cvt.f32.f16 %0, %1;" : "=f"(pair.of[1]) : "h"((unsigned short)(word >> 16)));
-#else
-    pair.of[0] = __uint_as_float(word << 16);
-    pair.of[1] = __uint_as_float(word & 0xffff0000u);
-#endif
-    return pair;
-}
-
-// Rounded to the type, to nearest.
-__device__ __forceinline__ unsigned int word_of(const Pair &pair) {
-    unsigned int word;
-#ifdef IN_F16
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(pair.of[1]), "f"(pair.of[0]));
-#else
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(pair.of[1]), "f"(pair.of[0]));
-#endif
-    return word;
-}
+// the same too: the exponential is CUDA's own, the quotient its fast one. In front of this text stands pairs.cu.
 
 // 1 / (1 + exp(-x)), and what it lacks to 1.
 struct Sigmoids {
@@ -38,11 +8,22 @@ struct Sigmoids {
 
 __device__ __forceinline__ Sigmoids sigmoids(float x) {
     const float power = expf(-fabsf(x));
-    const float larger = __fdividef(1.0f, __fadd_rn(1.0f, power)), smaller = __fmul_rn(power, larger);
+    // What __fdividef makes of 1 and such a number, without the care that it takes of larger ones.
+    float larger;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(larger) : "f"(__fadd_rn(1.0f, power)));
+    const float smaller = __fmul_rn(power, larger);
     Sigmoids both;
     both.of_x = x >= 0.0f ? larger : smaller;
     both.rest = x >= 0.0f ? smaller : larger;
     return both;
+}
+
+// What |silu(x)| and |silu'(x)| do not exceed where |x| does not exceed `most`, which is not negative: silu'' <= 1 / 2.
+__device__ __forceinline__ float most_of_silu(float most) {
+    return most * fminf(1.0f, fmaf(most, 0.25f, 0.5f));
+}
+__device__ __forceinline__ float most_of_slope(float most) {
+    return fminf(1.1f, fmaf(most, 0.5f, 0.5f));
 }
 
 // silu(gate) up.

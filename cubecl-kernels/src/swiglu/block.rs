@@ -263,6 +263,8 @@ impl CudaSource for Forward {
         "\n",
         include_str!("../quantize/block/tile.cu"),
         "\n",
+        include_str!("../cuda/pairs.cu"),
+        "\n",
         include_str!("arithmetic.cu"),
         "\n",
         include_str!("contexts.cu"),
@@ -270,7 +272,6 @@ impl CudaSource for Forward {
         include_str!("block.cu")
     );
     const ENTRY_POINT: &'static str = "quantize_swiglu";
-    const UNITS: u32 = 256;
 
     fn knobs(&self) -> String {
         format!(
@@ -327,6 +328,8 @@ impl CudaSource for Gradients {
         "\n",
         include_str!("../quantize/block/tile.cu"),
         "\n",
+        include_str!("../cuda/pairs.cu"),
+        "\n",
         include_str!("arithmetic.cu"),
         "\n",
         include_str!("contexts.cu"),
@@ -334,7 +337,6 @@ impl CudaSource for Gradients {
         include_str!("block_gradients.cu")
     );
     const ENTRY_POINT: &'static str = "quantize_swiglu_gradients";
-    const UNITS: u32 = 256;
 
     fn knobs(&self) -> String {
         format!(

@@ -80,20 +80,6 @@ __device__ __forceinline__ Line read_codes(const uint2 *held, int line, float sc
                  : "=r"(codes[0]), "=r"(codes[1])
                  : "r"(shared_address(held + 2 * line * UNITS)));
     Line read;
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        // Plus 128, each is the last byte of a float of 2^23 and more.
-        const u32 bytes = codes[half] ^ 0x80808080u;
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            Pair pair;
-#pragma unroll
-            for (int of = 0; of < 2; of++) {
-                const float shifted = __uint_as_float(permute(bytes, 0x4b000000u, 0x7440 + 2 * i + of));
-                pair.of[of] = __fmul_rn(__fsub_rn(shifted, 8388736.0f), scale);
-            }
-            read.words[2 * half + i] = word_of(pair);
-        }
-    }
+    decode_int8(read.words, make_uint2(codes[0], codes[1]), scale);
     return read;
 }

@@ -1,21 +1,26 @@
-// Gate and up of SwiGLU, of which a thread reads a patch each: in front of this text stand patch.cu and arithmetic.cu.
+// Gate and up of SwiGLU, of which a thread reads a patch each: in front of this text stand patch.cu and pairs.cu.
 //
 // Knobs, defined in front of this text:
-//   CODES   1: they are E4M3 codes in groups along the rows, with FP32 scales; 0: 16-bit elements
-// and the structure Numbers, of which this text reads the columns, and the elements of a group.
+//   CODES   the elements of a group along the rows, whole rows of patches, where they are E4M3 codes with FP32 scales;
+//           0: they are 16-bit elements
+// and the structure Numbers, of which this text reads the columns.
+
+// Of E4M3.
+#define LARGEST_CODE 448.0f
+#define SLACK 1.02f
 
 // gate, up: [rows, cols], dense.
 struct Factors {
     const u8 *__restrict__ gate, *__restrict__ up;
 #if CODES
-    // [rows, cols / group].
+    // [rows, cols / CODES].
     const float *__restrict__ gate_scales, *__restrict__ up_scales;
 #endif
 
     // The patches that begin at an element.
     __device__ __forceinline__ void read(Rows &of_gate, Rows &of_up, u64 from, const Numbers &numbers) const {
 #if CODES
-        const u64 of_scales = from / numbers.group, across = numbers.cols / numbers.group;
+        const u64 of_scales = from / CODES, across = numbers.cols / CODES;
         read_codes(of_gate, gate + from, gate_scales + of_scales, numbers.cols, across);
         read_codes(of_up, up + from, up_scales + of_scales, numbers.cols, across);
 #else
@@ -25,7 +30,21 @@ struct Factors {
     }
 
 #if CODES
-    // The elements of a patch, each of whose rows has one scale: numbers times scale, rounded once.
+    // The same of a row of a patch, by its number in the matrix.
+    __device__ __forceinline__ void read(Row &of_gate, Row &of_up, u64 row) const {
+        const u64 from = row * PATCH_COLS, of_scales = from / CODES;
+        decode_e4m3(of_gate.words, __ldg((const uint2 *)(gate + from)), __ldg(gate_scales + of_scales));
+        decode_e4m3(of_up.words, __ldg((const uint2 *)(up + from)), __ldg(up_scales + of_scales));
+    }
+
+    // What no magnitude in a row of a patch exceeds by more than what roundings add, with SLACK for a few of these.
+    __device__ __forceinline__ void bound(float &of_gate, float &of_up, u64 row) const {
+        const u64 of_scales = row * PATCH_COLS / CODES;
+        of_gate = LARGEST_CODE * SLACK * __ldg(gate_scales + of_scales);
+        of_up = LARGEST_CODE * SLACK * __ldg(up_scales + of_scales);
+    }
+
+    // The elements of a patch, each of whose rows has one scale.
     __device__ __forceinline__ static void read_codes(Rows &rows, const u8 *__restrict__ codes,
                                                       const float *__restrict__ scales, u64 cols, u64 across) {
         uint2 of_row[PATCH_ROWS];
@@ -37,20 +56,7 @@ struct Factors {
         }
 #pragma unroll
         for (int r = 0; r < PATCH_ROWS; r++)
-#pragma unroll
-            for (int i = 0; i < PATCH_COLS / 2; i++) {
-                const u32 word = i < 2 ? of_row[r].x : of_row[r].y;
-                u32 halves;
-                asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"((u16)(word >> 16 * (i % 2))));
-                Pair pair;
-#pragma unroll
-                for (int of = 0; of < 2; of++) {
-                    float number;
-                    asm("cvt.f32.f16 %0, %1;" : "=f"(number) : "h"((u16)(halves >> 16 * of)));
-                    pair.of[of] = __fmul_rn(number, scale[r]);
-                }
-                rows[r].words[i] = word_of(pair);
-            }
+            decode_e4m3(rows[r].words, of_row[r], scale[r]);
     }
 #endif
 };

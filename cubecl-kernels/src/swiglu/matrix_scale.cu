@@ -2,6 +2,7 @@
 // text stand the tile.cu of one scale for a matrix, arithmetic.cu and factors.cu.
 
 struct Swiglu {
+    static const bool BOUNDED = CODES > 0;
     Factors factors;
 
     __device__ __forceinline__ void read(Rows &rows, const Place &place, const Numbers &numbers) const {
@@ -11,6 +12,21 @@ struct Swiglu {
         for (int r = 0; r < PATCH_ROWS; r++)
             swiglu(rows[r].words, gates[r].words, ups[r].words);
     }
+
+#if CODES
+    __device__ __forceinline__ void bound(float (&bounds)[1], u64 row) const {
+        float of_gate, of_up;
+        factors.bound(of_gate, of_up, row);
+        bounds[0] = most_of_silu(of_gate) * of_up;
+    }
+
+    __device__ __forceinline__ void look(u32 (&largest)[1], u64 row) const {
+        Row gates, ups, out;
+        factors.read(gates, ups, row);
+        swiglu(out.words, gates.words, ups.words);
+        largest[0] = max(largest[0], float_bits(larger(0, out)));
+    }
+#endif
 };
 
 // The outputs are those of quantize_by_matrix for silu(gate) up.
@@ -23,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(UNITS, 5)
     quantize(Swiglu{FACTORS_OF_KERNEL}, output, counters, numbers);
 }
 #else
-extern "C" __global__ void __launch_bounds__(UNITS, 5)
+extern "C" __global__ void __launch_bounds__(UNITS, 4)
     quantize_swiglu_by_matrix(FACTORS, u8 *__restrict__ values, u8 *__restrict__ transposed, float *__restrict__ scale,
                               Counters *counters, const __grid_constant__ Numbers numbers) {
     quantize(Swiglu{FACTORS_OF_KERNEL}, {values, transposed, scale}, counters, numbers);

@@ -22,9 +22,10 @@ use crate::{
     scale::ScaleNumber,
 };
 
-/// Cubes of a multiprocessor that take tiles by turns: one more than where nothing is computed, since what one computes
-/// hides what another waits for.
-const TAKING: usize = 4;
+/// Cubes of a multiprocessor that take tiles by turns: where little is computed, one more hides what another waits for;
+/// where much is, it would leave too few registers.
+const TAKING_OUTPUT: usize = 4;
+const TAKING_GRADIENTS: usize = 3;
 /// Codes of a row that a unit reads at once.
 const CODES: usize = 8;
 
@@ -47,8 +48,8 @@ pub(crate) fn launch<R: Runtime>(
     // SAFETY: the kernel reads both factors, for which the output was allocated, and the caller has checked the maximum.
     #[allow(unsafe_code)]
     let absmax = unsafe {
-        let (inputs, numbers) = (factors.tensors(), numbers(view, delayed, factors.group()));
-        let cubes = cubes(client, tiles, delayed.is_some(), TAKING);
+        let (inputs, numbers) = (factors.tensors(), numbers(view, delayed));
+        let cubes = cubes(client, tiles, delayed.is_some(), TAKING_OUTPUT);
         launch_one(client, source, cubes, &inputs, &output, &numbers, delayed)
     };
     Some((output, absmax))
@@ -93,9 +94,8 @@ pub(super) fn launch_gradients<R: Runtime>(
         cols: view.shape.cols as u64,
         layer,
         up_layer,
-        group: factors.group() as u64,
     };
-    let cubes = cubes(client, tiles, delayed.is_some(), TAKING);
+    let cubes = cubes(client, tiles, delayed.is_some(), TAKING_GRADIENTS);
     let source = EncodeGradients(knobs.with_history(delayed.is_some()));
     // SAFETY: the cubes are the tiles of the inputs, or take them, and none reaches over an edge; the outputs were
     // allocated for them, and the layers were checked. A copy that is not wanted is not touched.
@@ -151,11 +151,6 @@ impl<'a, R: Runtime> Factors<'a, R> {
         self.values.into_iter().chain(scales).collect()
     }
 
-    /// Elements of a scale of codes; 0 for floats.
-    fn group(&self) -> usize {
-        self.codes.as_ref().map_or(0, |codes| codes.group)
-    }
-
     /// [`fits`] of elements of 16 bits, for these and `others`.
     fn fits(
         &self,
@@ -172,7 +167,7 @@ impl<'a, R: Runtime> Factors<'a, R> {
         let (tiles, of_tile) = fits(client, dtype, &floats, view, spec)?;
         let knobs = SwigluKnobs {
             of_tile,
-            codes: self.codes.is_some(),
+            group: self.codes.as_ref().map_or(0, |codes| codes.group),
         };
         is_operand_type(dtype).then_some((tiles, knobs))
     }
@@ -186,6 +181,7 @@ fn group_of<R: Runtime>(matrix: &Quantized<R>, view: &MatrixView) -> Option<usiz
     let values = matrix.values.as_ref()?;
     let is_read = matrix.number == Number::E4M3
         && matrix.scale == ScaleNumber::F32
+        && group.is_multiple_of(CODES)
         && view.shape.cols.is_multiple_of(group)
         && is_contiguous(values)
         && is_contiguous(&matrix.scales)
@@ -202,8 +198,6 @@ numbers! {
         /// The layer of the gate among its delayed maxima, and that of up among its own, where there are some.
         layer: u64,
         up_layer: u64,
-        /// Elements of a scale of gate and up, where these are codes.
-        group: u64,
     }
 }
 
@@ -211,8 +205,8 @@ numbers! {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct SwigluKnobs {
     of_tile: Knobs,
-    /// True where gate and up are codes.
-    codes: bool,
+    /// Elements of a scale of gate and up, where these are codes; 0 for floats.
+    group: usize,
 }
 
 impl SwigluKnobs {
@@ -234,8 +228,7 @@ impl SwigluKnobs {
 
     /// The lines that define them.
     fn text(&self) -> String {
-        let codes = u8::from(self.codes);
-        format!("{}\n#define CODES {codes}", self.of_tile.text())
+        format!("{}\n#define CODES {}", self.of_tile.text(), self.group)
     }
 }
 
@@ -248,6 +241,8 @@ macro_rules! with_factors {
             include_str!("../quantize/block/scale.cu"),
             "\n",
             include_str!("../quantize/matrix_scale/tile.cu"),
+            "\n",
+            include_str!("../cuda/pairs.cu"),
             "\n",
             include_str!("arithmetic.cu"),
             "\n",
@@ -267,7 +262,6 @@ impl CudaSource for Encode {
 
     const TEXT: &'static str = with_factors!("matrix_scale.cu");
     const ENTRY_POINT: &'static str = "quantize_swiglu_by_matrix";
-    const UNITS: u32 = 256;
 
     fn knobs(&self) -> String {
         self.0.text()
@@ -291,7 +285,6 @@ impl CudaSource for EncodeGradients {
 
     const TEXT: &'static str = with_factors!("matrix_scale_gradients.cu");
     const ENTRY_POINT: &'static str = "quantize_swiglu_gradients_by_matrix";
-    const UNITS: u32 = 256;
 
     fn knobs(&self) -> String {
         self.0.text()

@@ -17,6 +17,27 @@ struct Inputs {
         for (int r = 0; r < PATCH_ROWS; r++)
             swiglu_backward(of_gate[r].words, of_up[r].words, gradients[r].words);
     }
+
+#if CODES
+    __device__ __forceinline__ void bound(float (&bounds)[2], u64 row) const {
+        float of_gate, of_up;
+        factors.bound(of_gate, of_up, row);
+        Row gradients;
+        read_row(gradients, gradient, row);
+        const float most = __uint_as_float(float_bits(larger(0, gradients)));
+        bounds[0] = most_of_slope(of_gate) * of_up * most;
+        bounds[1] = most_of_silu(of_gate) * most;
+    }
+
+    __device__ __forceinline__ void look(u32 (&largest)[2], u64 row) const {
+        Row of_gate, of_up, gradients;
+        factors.read(of_gate, of_up, row);
+        read_row(gradients, gradient, row);
+        swiglu_backward(of_gate.words, of_up.words, gradients.words);
+        largest[0] = max(largest[0], float_bits(larger(0, of_gate)));
+        largest[1] = max(largest[1], float_bits(larger(0, of_up)));
+    }
+#endif
 };
 
 // Quantizes both gradients of a tile.
@@ -40,11 +61,18 @@ __device__ __forceinline__ void quantize_gradients(const Inputs &inputs, const O
         note(&counters->largest[1], bits_of(ups), of_warps[1]);
     } else {
         const u32 tiles = tiles_of(numbers);
+#if CODES
+        look_where_needed<2>(
+            counters, numbers, &shared, of_warps,
+            [&](float(&bounds)[2], u64 row) { inputs.bound(bounds, row); },
+            [&](u32(&largest)[2], u64 row) { inputs.look(largest, row); });
+#else
         look_at_all<2>(counters, tiles, &shared, of_warps, [&](u32(&largest)[2], u32 tile) {
             inputs.read(gates, ups, place_of(tile, numbers), numbers);
             largest[0] = max(largest[0], bits_of(gates));
             largest[1] = max(largest[1], bits_of(ups));
         });
+#endif
         const float inverses[2] = {outputs[0].inverse(*(volatile u32 *)&counters->largest[0]),
                                    outputs[1].inverse(*(volatile u32 *)&counters->largest[1])};
         take_all(&counters->taken_again, tiles, &shared, [&](u32 tile) {
@@ -73,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(UNITS, 4)
     quantize_gradients({FACTORS_OF_KERNEL, gradient}, outputs, counters, numbers);
 }
 #else
-extern "C" __global__ void __launch_bounds__(UNITS, 4)
+extern "C" __global__ void __launch_bounds__(UNITS, 3)
     quantize_swiglu_gradients_by_matrix(FACTORS, const u8 *__restrict__ gradient,
                                         u8 *__restrict__ gate_values, u8 *__restrict__ gate_transposed,
                                         u8 *__restrict__ up_values, u8 *__restrict__ up_transposed,

@@ -150,9 +150,13 @@ inline float __fsub_rn(float a, float b) { return canonical(a - b); }
 inline float __fmul_rn(float a, float b) { return canonical(a * b); }
 inline float __fdiv_rn(float a, float b) { return canonical(a / b); }
 inline float __frcp_rn(float x) { return canonical(1 / x); }
+inline float rsqrtf(float x) { return canonical(1 / std::sqrt(x)); }
 
 inline float __fmaf_rn(float a, float b, float c) { return canonical(std::fma(a, b, c)); }
 inline float __fdividef(float a, float b) { return canonical(a / b); }
+
+// The number of the lowest bit that is set, from 1 on.
+inline int __ffs(uint32_t bits) { return std::countr_zero(bits) + 1; }
 
 // A name that the C library has too.
 #define __powf(base, exponent) powf(base, exponent)
@@ -191,6 +195,8 @@ inline void ptx_ex2_approx_ftz_f32(float &power, float x) {
     const auto flushed = [](float it) { return std::fpclassify(it) == FP_SUBNORMAL ? std::copysign(0.0f, it) : it; };
     power = canonical(flushed(exp2f(flushed(x))));
 }
+
+inline void ptx_rcp_approx_ftz_f32(float &inverse, float x) { inverse = canonical(1 / x); }
 
 // Two numbers, the second one in front; NaN becomes the one that the instruction makes.
 template <typename T> inline uint32_t two_of(float second, float first) {

@@ -10,6 +10,7 @@ mod emulate_groups;
 mod emulate_hopper_attention;
 mod emulate_int4;
 mod emulate_matrix_scale;
+mod emulate_norms;
 mod emulate_swiglu;
 mod emulator;
 mod nvrtc;

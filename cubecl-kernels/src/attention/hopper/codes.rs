@@ -122,7 +122,10 @@ impl CudaSource for Source {
         include_str!("codes.cu")
     );
     const ENTRY_POINT: &'static str = "attention_codes_hopper";
-    const UNITS: u32 = UNITS;
+
+    fn units(&self) -> u32 {
+        UNITS
+    }
 
     fn knobs(&self) -> String {
         format!(

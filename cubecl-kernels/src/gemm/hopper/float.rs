@@ -474,7 +474,10 @@ impl CudaSource for FloatSource {
         include_str!("gemm_float.cu")
     );
     const ENTRY_POINT: &'static str = "gemm_float_hopper";
-    const UNITS: u32 = UNITS;
+
+    fn units(&self) -> u32 {
+        UNITS
+    }
 
     fn knobs(&self) -> String {
         let dtype = if self.dtype == storage::<half::f16>() {

@@ -412,7 +412,10 @@ impl CudaSource for Fp8Source {
         include_str!("gemm_fp8.cu")
     );
     const ENTRY_POINT: &'static str = "gemm_fp8_hopper";
-    const UNITS: u32 = UNITS;
+
+    fn units(&self) -> u32 {
+        UNITS
+    }
 
     fn knobs(&self) -> String {
         let [a, b] = self.operands;

@@ -117,7 +117,10 @@ impl CudaSource for RowwiseSource {
         include_str!("gemm_rowwise.cu")
     );
     const ENTRY_POINT: &'static str = "gemm_rowwise_hopper";
-    const UNITS: u32 = UNITS;
+
+    fn units(&self) -> u32 {
+        UNITS
+    }
 
     fn knobs(&self) -> String {
         let operands = match &self.fp8 {

@@ -212,7 +212,6 @@ impl CudaSource for WholeTilesSource {
         include_str!("whole_tiles.cu")
     );
     const ENTRY_POINT: &'static str = "quantize_whole_tiles";
-    const UNITS: u32 = 256;
 
     fn knobs(&self) -> String {
         format!(

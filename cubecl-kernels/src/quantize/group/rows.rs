@@ -145,7 +145,6 @@ impl CudaSource for OfRows {
         include_str!("rows.cu")
     );
     const ENTRY_POINT: &'static str = "quantize_groups_of_rows";
-    const UNITS: u32 = UNITS as u32;
 
     fn knobs(&self) -> String {
         format!(

@@ -107,7 +107,6 @@ impl CudaSource for BothWays {
         include_str!("whole_tiles.cu")
     );
     const ENTRY_POINT: &'static str = "quantize_groups_both_ways";
-    const UNITS: u32 = 256;
 
     fn knobs(&self) -> String {
         format!(

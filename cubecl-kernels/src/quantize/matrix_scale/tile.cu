@@ -16,7 +16,9 @@
 // A thread has a patch, all of whose reads are in flight at once; the lanes of a warp read 256 neighbours of two rows
 // of 16-bit elements.
 //
-// The elements come from a source: a structure whose `read` gives the rows of a patch.
+// The elements come from a source: a structure whose `read` gives the rows of a patch. What is computed of codes need not
+// be computed twice: such a source is `BOUNDED`, and also knows a `bound` of the magnitudes in a row of a patch. Blocks
+// tell each other the largest one so far, and only rows whose bound is above it are looked at.
 
 #define UNITS 256
 #define TILE_ROWS 64
@@ -238,9 +240,25 @@ __device__ __forceinline__ void note(u32 *largest, u32 bits, u32 *of_warps) {
         atomicMax(largest, bits);
 }
 
+// Waits until all parts of a matrix are looked at by whoever has taken them: blocks that run, so that none waits for one
+// that has not started. This one has looked at `seen`, of which a thread has the largest magnitudes.
+template <int Outputs>
+__device__ __forceinline__ void wait_for_all(Counters *counters, u32 parts, u32 seen, const u32 (&largest)[Outputs],
+                                             u32 (&of_warps)[Outputs][UNITS / 32]) {
+#pragma unroll
+    for (int i = 0; i < Outputs; i++)
+        note(&counters->largest[i], largest[i], of_warps[i]);
+    if (threadIdx.x == 0) {
+        __threadfence();
+        atomicAdd(&counters->done, seen);
+        while (*(volatile u32 *)&counters->done < parts)
+            __nanosleep(100);
+        __threadfence();
+    }
+    __syncthreads();
+}
+
 // Finds the largest magnitude of each output in all tiles: `look` raises the bits of a thread's to those of a tile.
-// Waits until all are looked at by whoever has taken them: blocks that run, so that none waits for one that has not
-// started.
 template <int Outputs, class Look>
 __device__ __forceinline__ void look_at_all(Counters *counters, u32 tiles, u32 *shared,
                                             u32 (&of_warps)[Outputs][UNITS / 32], const Look &look) {
@@ -249,17 +267,55 @@ __device__ __forceinline__ void look_at_all(Counters *counters, u32 tiles, u32 *
         look(largest, tile);
         seen++;
     });
+    wait_for_all(counters, tiles, seen, largest, of_warps);
+}
+
+// Finds them in all rows of patches, in the order in which these lie in memory: `bound` gives bounds of one, and `look`
+// raises bits to those of its magnitudes. A bound that is not finite is above every magnitude.
+//
+// A block looks at a few rows first, and at more at once when others have told what they found.
+#define AT_ONCE 4
+#define TURNS 4
+
+template <int Outputs, class Bound, class Look>
+__device__ __forceinline__ void look_where_needed(Counters *counters, const Numbers &numbers, u32 *shared,
+                                                  u32 (&of_warps)[Outputs][UNITS / 32], const Bound &bound,
+                                                  const Look &look) {
+    const u32 turns = numbers.rows / TILE_ROWS * (numbers.cols / TILE_COLS);
+    const u32 alone = gridDim.x, parts = alone + (turns - alone + TURNS - 1) / TURNS;
+    u32 largest[Outputs] = {}, seen = 0;
+    take_all(&counters->taken, parts, shared, [&](u32 part) {
+        const u32 first = part < alone ? part : alone + TURNS * (part - alone);
+        const u32 end = part < alone ? part + 1 : min(first + TURNS, turns);
+        u32 known[Outputs];
 #pragma unroll
-    for (int i = 0; i < Outputs; i++)
-        note(&counters->largest[i], largest[i], of_warps[i]);
-    if (threadIdx.x == 0) {
-        __threadfence();
-        atomicAdd(&counters->done, seen);
-        while (*(volatile u32 *)&counters->done < tiles)
-            __nanosleep(100);
-        __threadfence();
-    }
-    __syncthreads();
+        for (int i = 0; i < Outputs; i++) {
+            known[i] = *(volatile u32 *)&counters->largest[i];
+            largest[i] = max(largest[i], known[i]);
+        }
+#pragma unroll 1
+        for (u32 turn = first; turn < end; turn++) {
+            const u64 row = (u64)turn * AT_ONCE * UNITS + threadIdx.x;
+            float bounds[AT_ONCE][Outputs];
+#pragma unroll
+            for (int of = 0; of < AT_ONCE; of++)
+                bound(bounds[of], row + of * UNITS);
+            u32 to_look_at = 0;
+#pragma unroll
+            for (int of = 0; of < AT_ONCE; of++)
+#pragma unroll
+                for (int i = 0; i < Outputs; i++)
+                    to_look_at |= (u32)(__float_as_uint(bounds[of][i]) > min(largest[i], INFINITE - 1)) << of;
+            for (; to_look_at != 0; to_look_at &= to_look_at - 1)
+                look(largest, row + (__ffs(to_look_at) - 1) * UNITS);
+        }
+#pragma unroll
+        for (int i = 0; i < Outputs; i++)
+            if (largest[i] > known[i])
+                atomicMax(&counters->largest[i], largest[i]);
+        seen++;
+    });
+    wait_for_all(counters, parts, seen, largest, of_warps);
 }
 
 // Leaves the kernel: the last block finishes the outputs, and leaves the counters as they were.
@@ -292,10 +348,16 @@ __device__ __forceinline__ void quantize(const Source &source, const Output &out
         note(&counters->largest[0], bits, of_warps[0]);
     } else {
         const u32 tiles = tiles_of(numbers);
-        look_at_all<1>(counters, tiles, &shared, of_warps, [&](u32(&largest)[1], u32 tile) {
-            source.read(rows, place_of(tile, numbers), numbers);
-            largest[0] = max(largest[0], bits_of(rows));
-        });
+        if constexpr (Source::BOUNDED)
+            look_where_needed<1>(
+                counters, numbers, &shared, of_warps,
+                [&](float(&bounds)[1], u64 row) { source.bound(bounds, row); },
+                [&](u32(&largest)[1], u64 row) { source.look(largest, row); });
+        else
+            look_at_all<1>(counters, tiles, &shared, of_warps, [&](u32(&largest)[1], u32 tile) {
+                source.read(rows, place_of(tile, numbers), numbers);
+                largest[0] = max(largest[0], bits_of(rows));
+            });
         const float inverse = output.inverse(*(volatile u32 *)&counters->largest[0]);
         take_all(&counters->taken_again, tiles, &shared, [&](u32 tile) {
             const Place place = place_of(tiles - 1 - tile, numbers);

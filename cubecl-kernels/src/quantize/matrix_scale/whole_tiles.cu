@@ -2,6 +2,7 @@
 
 // A matrix in memory, its columns dense.
 struct Floats {
+    static const bool BOUNDED = false;
     const u8 *__restrict__ x;
 
     __device__ __forceinline__ void read(Rows &rows, const Place &place, const Numbers &numbers) const {

@@ -1,0 +1,394 @@
+//! Both norms by kernels of CUDA source: `norm.cu`, of numbers, which the hardware decodes, and `norm_gradients.cu`, which
+//! copies a row to shared memory while it computes another one.
+//!
+//! The portable kernels of [`rms_norm`](mod@crate::rms_norm) and [`layer_norm`](mod@crate::layer_norm) are their
+//! specification, to the bit: sums have the same order.
+
+use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
+
+use crate::{
+    cuda::{
+        numbers::numbers,
+        source::{CudaSource, float_knob, launch_source},
+    },
+    device::{empty, is_contiguous, is_hopper, is_operand_type, storage, vector_width},
+    granularity::Granularity,
+    number::Number,
+    operator_input::OperatorInput,
+    output_gradient::OutputGradient,
+    quantize::Quantized,
+    scale::ScaleNumber,
+};
+
+use super::RowUnits;
+
+/// Elements of a vector: 16 bytes of floats.
+const WIDTH: usize = 8;
+/// Threads of a multiprocessor that leave each as many registers as the gradients take, and with how many elements each.
+const THREADS: usize = 512;
+const MOST_HELD: usize = 24;
+
+/// What a norm finds of each row, f32 `[rows]`.
+#[derive(Debug)]
+pub(crate) struct RowStatistics<'a, R: Runtime> {
+    /// Of layer normalization.
+    pub mean: Option<&'a TensorHandle<R>>,
+    /// The inverse root mean square, of layer normalization that of the deviation.
+    pub inverse: &'a TensorHandle<R>,
+}
+
+/// Writes the output of a norm, and what it finds of rows, if there is a kernel for it. Says whether it did. There is at
+/// least one row; shapes and types were checked, and the outputs allocated for them.
+#[allow(clippy::too_many_arguments)]
+pub(crate) fn normalize<R: Runtime>(
+    client: &ComputeClient<R>,
+    x: OperatorInput<R>,
+    [rows, cols]: [usize; 2],
+    gain: &TensorHandle<R>,
+    bias: Option<&TensorHandle<R>>,
+    epsilon: f32,
+    output: &TensorHandle<R>,
+    statistics: RowStatistics<R>,
+) -> bool {
+    let Some(input) = Input::of(client, x, [rows, cols]) else {
+        return false;
+    };
+    let mut of_columns = vec![gain];
+    of_columns.extend(bias);
+    let Some(rows_knobs) = input.knobs(client, &of_columns, &[output]) else {
+        return false;
+    };
+    if rows_knobs.codes.is_none() {
+        return false;
+    }
+    let source = Norm {
+        rows: rows_knobs,
+        centred: statistics.mean.is_some(),
+        bias: bias.is_some(),
+    };
+    let mut buffers = input.tensors();
+    buffers.extend(of_columns);
+    buffers.push(output);
+    buffers.extend(statistics.mean);
+    buffers.push(statistics.inverse);
+    let cubes = CubeCount::Static(rows.div_ceil(source.rows.at_once) as u32, 1, 1);
+    let numbers = NormNumbers {
+        rows: rows as u64,
+        bits_of_epsilon: epsilon.to_bits().into(),
+    };
+    launch(client, source, cubes, &buffers, &numbers);
+    true
+}
+
+/// The gradients of a gain, and of layer normalization's bias, in parts.
+pub(crate) struct OfColumns<R: Runtime> {
+    /// f32 `[parts, cols]`.
+    pub gain: TensorHandle<R>,
+    /// The same, where there is a mean.
+    pub bias: Option<TensorHandle<R>>,
+}
+
+/// Writes the gradient of the input of a norm, and gives the others, if there is a kernel for it. There is at least one
+/// row; shapes and types were checked, and `of_x` was allocated for them.
+pub(crate) fn gradients<R: Runtime>(
+    client: &ComputeClient<R>,
+    x: OperatorInput<R>,
+    [rows, cols]: [usize; 2],
+    gain: &TensorHandle<R>,
+    statistics: RowStatistics<R>,
+    gradient: &OutputGradient<R>,
+    of_x: &TensorHandle<R>,
+) -> Option<OfColumns<R>> {
+    let input = Input::of(client, x, [rows, cols])?;
+    let tensors: Vec<_> = gradient.tensors().collect();
+    let mut floats = tensors.clone();
+    floats.push(of_x);
+    let rows_knobs = input.knobs(client, &[gain], &floats)?;
+    let source = NormGradients {
+        rows: rows_knobs,
+        centred: statistics.mean.is_some(),
+        terms: gradient.terms.len(),
+        other: gradient.other.is_some(),
+    };
+    let parts = RowUnits::new(client, cols, WIDTH).backward_cubes(rows);
+    let of_columns = || empty(client, vec![parts, cols], storage::<f32>());
+    let output = OfColumns {
+        gain: of_columns(),
+        bias: statistics.mean.map(|_| of_columns()),
+    };
+    let mut buffers = input.tensors();
+    buffers.push(gain);
+    buffers.extend(statistics.mean);
+    buffers.push(statistics.inverse);
+    buffers.extend(tensors);
+    buffers.extend([of_x, &output.gain]);
+    buffers.extend(output.bias.as_ref());
+    let cubes = CubeCount::Static(parts as u32, 1, 1);
+    let numbers = GradientNumbers { rows: rows as u64 };
+    launch(client, source, cubes, &buffers, &numbers);
+    Some(output)
+}
+
+fn launch<R: Runtime, S: CudaSource>(
+    client: &ComputeClient<R>,
+    source: S,
+    cubes: CubeCount,
+    buffers: &[&TensorHandle<R>],
+    numbers: &S::Numbers,
+) {
+    let buffers = buffers.iter().map(|&buffer| buffer.clone()).collect();
+    // SAFETY: both kernels guard rows by their number and vectors by that of a row, for which all tensors were checked
+    // or allocated.
+    #[allow(unsafe_code)]
+    unsafe {
+        launch_source(client, source, cubes, Vec::new(), buffers, numbers);
+    }
+}
+
+/// The matrix that a norm reads, in elements or in numbers that the kernels decode.
+struct Input<'a, R: Runtime> {
+    dtype: StorageType,
+    cols: usize,
+    values: &'a TensorHandle<R>,
+    /// Where the values are numbers, how, and their scales.
+    codes: Option<(Codes, &'a TensorHandle<R>)>,
+}
+
+impl<'a, R: Runtime> Input<'a, R> {
+    /// `None` where a kernel does not read it, or the device has none.
+    fn of(
+        client: &ComputeClient<R>,
+        x: OperatorInput<'a, R>,
+        [rows, cols]: [usize; 2],
+    ) -> Option<Self> {
+        let dtype = x.dtype();
+        if !is_hopper(client) || !is_operand_type(dtype) || !cols.is_multiple_of(WIDTH) {
+            return None;
+        }
+        let (values, codes) = match x {
+            OperatorInput::Floats(tensor) => (tensor, None),
+            OperatorInput::Quantized(matrix, _) => {
+                let codes = Codes::of(matrix, [rows, cols])?;
+                (matrix.values.as_ref()?, Some((codes, &matrix.scales)))
+            }
+        };
+        Some(Self {
+            dtype,
+            cols,
+            values,
+            codes,
+        })
+    }
+
+    /// The tensors in the order in which kernels take them.
+    fn tensors(&self) -> Vec<&'a TensorHandle<R>> {
+        let scales = self.codes.map(|(_, scales)| scales);
+        [self.values].into_iter().chain(scales).collect()
+    }
+
+    /// What kernels are compiled for that read and write `floats` of the same shape and type beside it, and tensors of
+    /// columns, of one type; `None` where these cannot be read 16 bytes at a time.
+    fn knobs(
+        &self,
+        client: &ComputeClient<R>,
+        of_columns: &[&TensorHandle<R>],
+        floats: &[&TensorHandle<R>],
+    ) -> Option<Rows> {
+        let mut floats = floats.to_vec();
+        match self.codes {
+            None => floats.push(self.values),
+            // A vector's codes are 8 bytes.
+            Some(_) if self.values.handle.offset_start.unwrap_or_default() % 8 != 0 => return None,
+            Some(_) => {}
+        }
+        let gains = of_columns[0].dtype;
+        let units = RowUnits::new(client, self.cols, WIDTH);
+        let fits = vector_width(self.cols, &floats) == WIDTH
+            && vector_width(WIDTH, of_columns) * gains.size() == 16
+            && (gains == self.dtype || gains == storage::<f32>())
+            && units.planes;
+        fits.then_some(Rows {
+            dtype: self.dtype,
+            cols: self.cols,
+            lanes: units.lanes,
+            at_once: units.rows,
+            held: units.held,
+            codes: self.codes.map(|(codes, _)| codes),
+            gain_f32: gains == storage::<f32>(),
+        })
+    }
+}
+
+/// Numbers with FP32 scales, of which a vector has one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct Codes {
+    /// INT8, not E4M3.
+    is_int8: bool,
+    /// Rows and columns of a scale.
+    of_scale: [usize; 2],
+}
+
+impl Codes {
+    fn of<R: Runtime>(matrix: &Quantized<R>, [rows, cols]: [usize; 2]) -> Option<Self> {
+        let is_int8 = match matrix.number {
+            Number::Int8 => true,
+            Number::E4M3 => false,
+            _ => return None,
+        };
+        let of_scale = match matrix.granularity {
+            Granularity::Group(size) => [1, size],
+            Granularity::Block(side) if matrix.shape.batch == 1 => [side, side],
+            _ => return None,
+        };
+        let values = matrix.values.as_ref()?;
+        let scales = [rows.div_ceil(of_scale[0]), cols / of_scale[1]];
+        let fits = matrix.scale == ScaleNumber::F32
+            && of_scale[1].is_multiple_of(WIDTH)
+            && cols.is_multiple_of(of_scale[1])
+            && is_contiguous(values)
+            && is_contiguous(&matrix.scales)
+            && values.shape().iter().product::<usize>() == rows * cols
+            && matrix.scales.shape().iter().product::<usize>() == scales[0] * scales[1];
+        fits.then_some(Self { is_int8, of_scale })
+    }
+}
+
+/// The knobs of `rows.cu` and of `pairs.cu`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct Rows {
+    dtype: StorageType,
+    cols: usize,
+    lanes: usize,
+    at_once: usize,
+    /// Vectors that a thread holds of a row.
+    held: usize,
+    codes: Option<Codes>,
+    gain_f32: bool,
+}
+
+impl Rows {
+    const fn threads(&self) -> usize {
+        self.lanes * self.at_once
+    }
+
+    /// The lines that define them.
+    fn text(&self) -> String {
+        let codes = match self.codes {
+            None => "#define CODES 0\n".into(),
+            Some(Codes {
+                is_int8,
+                of_scale: [rows, cols],
+            }) => format!(
+                "#define CODES {}\n#define SCALE_ROWS {rows}\n#define SCALE_COLS {cols}\n",
+                1 + u8::from(is_int8)
+            ),
+        };
+        format!(
+            "#define IN_{}\n#define COLS {}\n#define LANES {}\n#define ROWS {}\n{codes}#define GAIN_F32 {}\n",
+            float_knob(self.dtype),
+            self.cols,
+            self.lanes,
+            self.at_once,
+            u8::from(self.gain_f32),
+        )
+    }
+}
+
+numbers! {
+    /// The numbers of `norm.cu`.
+    struct NormNumbers {
+        rows: u64,
+        bits_of_epsilon: u64,
+    }
+}
+
+numbers! {
+    /// The numbers of `norm_gradients.cu`.
+    struct GradientNumbers {
+        rows: u64,
+    }
+}
+
+/// A kernel's text behind those that it names.
+macro_rules! with_rows {
+    ($kernel:literal) => {
+        concat!(
+            include_str!("../cuda/pairs.cu"),
+            "\n",
+            include_str!("rows.cu"),
+            "\n",
+            include_str!($kernel)
+        )
+    };
+}
+
+/// `norm.cu`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct Norm {
+    rows: Rows,
+    centred: bool,
+    bias: bool,
+}
+
+impl CudaSource for Norm {
+    type Numbers = NormNumbers;
+
+    const TEXT: &'static str = with_rows!("norm.cu");
+    const ENTRY_POINT: &'static str = "norm_of_codes";
+
+    fn units(&self) -> u32 {
+        self.rows.threads() as u32
+    }
+
+    fn knobs(&self) -> String {
+        let (centred, bias) = (u8::from(self.centred), u8::from(self.bias));
+        format!(
+            "{}#define CENTRED {centred}\n#define BIAS {bias}",
+            self.rows.text()
+        )
+    }
+}
+
+/// `norm_gradients.cu`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct NormGradients {
+    rows: Rows,
+    centred: bool,
+    terms: usize,
+    other: bool,
+}
+
+impl CudaSource for NormGradients {
+    type Numbers = GradientNumbers;
+
+    const TEXT: &'static str = with_rows!("norm_gradients.cu");
+    const ENTRY_POINT: &'static str = "norm_gradients";
+
+    fn units(&self) -> u32 {
+        self.rows.threads() as u32
+    }
+
+    fn knobs(&self) -> String {
+        let blocks = match self.rows.held * WIDTH <= MOST_HELD {
+            true => THREADS / self.rows.threads(),
+            false => THREADS / 2 / self.rows.threads(),
+        };
+        format!(
+            "{}#define CENTRED {}\n#define TERMS {}\n#define OTHER {}\n#define BLOCKS {blocks}",
+            self.rows.text(),
+            u8::from(self.centred),
+            self.terms,
+            u8::from(self.other),
+        )
+    }
+
+    /// What is in flight of a row.
+    fn shared_memory(&self) -> usize {
+        let of_x = match self.rows.codes {
+            Some(_) => WIDTH + size_of::<f32>(),
+            None => 16,
+        };
+        let others = self.terms + usize::from(self.other);
+        self.rows.threads() * self.rows.held * (of_x + 16 * others)
+    }
+}
