@@ -35,7 +35,7 @@ use crate::{
     row_units::{
         RowUnits, add_rows, check_backward, check_rows, has_rows, held_copy, held_input,
         held_zeros, inverse_cols,
-        norm::{OfColumns, RowStatistics, gradients, normalize},
+        norm::{OfColumns, Output, RowStatistics, gradients, normalize},
         read_held, row_sum, row_sums, vector_index, write_held, write_held_copy,
     },
 };
@@ -145,11 +145,13 @@ fn launch<R: Runtime>(
             client,
             x,
             [rows, cols],
-            gain,
-            bias,
             epsilon,
-            &output,
             statistics,
+            Output {
+                gain,
+                bias,
+                output: &output,
+            },
         );
     if rows > 0 && !is_done {
         let has_bias = bias.is_some();

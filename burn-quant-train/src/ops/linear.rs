@@ -37,7 +37,7 @@ use crate::{
     recipe::{Flow, LinearRow, Residual, SavedX},
     saved::{
         HeldTensor,
-        later::{Factors, GradientCopy, Later},
+        later::{GradientCopy, Later},
         recorded::Recorded,
         report::Operands,
     },
@@ -216,11 +216,14 @@ impl<B: DataBackend> Linear<B> {
         let is_noted = matches!(product, Some([make, _]) if make.has_history());
         let keeps_operand =
             (shares_operand || is_noted || fallback_tag.is_some()) && operand.is_none();
-        let factors = factors_of(&x).filter(|_| kept_x.is_none());
-        let x = match (&operand, to_save, &factors) {
+        let later = x.cell().waits_for_reader().filter(|_| kept_x.is_none());
+        let x = match (&operand, to_save, &later) {
             (Some(copy), None, _) => InputSource::Copy(Quantized::clone(copy)),
-            (_, _, Some(factors)) => InputSource::Floats(factors.source()),
-            (_, _, None) => InputSource::Floats(MatrixSource::Floats(x.into_value())),
+            (_, _, Some(Later::Swiglu(factors))) => InputSource::Floats(factors.source()),
+            (_, _, Some(Later::RmsNorm { inputs, .. })) if product.is_some() => {
+                InputSource::Floats(inputs.source())
+            }
+            (_, _, _) => InputSource::Floats(MatrixSource::Floats(x.into_value())),
         };
 
         // W: likewise, from run to run.
@@ -274,7 +277,7 @@ impl<B: DataBackend> Linear<B> {
         };
 
         // Each copy that was made stays with its tensor.
-        if let Some((factors, contexts)) = factors.zip(output.contexts.take()) {
+        if let Some((Later::Swiglu(factors), contexts)) = later.zip(output.contexts.take()) {
             factors.keep(contexts);
         }
         let keep_x = |make: Make, copy| match &self.x_tag {
@@ -447,14 +450,6 @@ impl<B: DataBackend, const N: usize> Recorded<B, N> for Linear<B> {
     }
 }
 
-/// What X is computed from, if nobody has computed it.
-fn factors_of<B: DataBackend>(x: &HeldTensor<B>) -> Option<Arc<Factors<B>>> {
-    match x.cell().waits_for_reader()? {
-        Later::Swiglu(factors) => Some(factors),
-        Later::Gradient(..) => None,
-    }
-}
-
 /// The copy of dY that both backward products read, where it is one.
 fn gradient_make(plan: &BackwardPlan) -> Option<Make> {
     let ([first, _], [_, second]) = (plan.input?, plan.weight?);
@@ -487,7 +482,7 @@ fn copy_of_gradient<B: DataBackend>(
     let make = gradient_make(plan)?;
     match gradient.cell().waits_for_reader()? {
         Later::Gradient(pair, factor) => pair.copy(factor, &make.spec(Layout::Both)),
-        Later::Swiglu(_) => None,
+        Later::Swiglu(_) | Later::RmsNorm { .. } => None,
     }
 }
 

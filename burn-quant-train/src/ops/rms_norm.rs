@@ -5,9 +5,14 @@ use burn_backend::{FloatDType, TensorMetadata, tensor::FloatTensor};
 use crate::{
     data::{
         DataBackend, cast_to,
-        composition::{OutputGradient, RmsNormForward, RmsNormGradients},
+        composition::{InverseRms, OutputGradient, RmsNormForward, RmsNormGradients},
     },
-    saved::{HeldTensor, recorded::Recorded, rematerialized::NormInputs},
+    saved::{
+        HeldTensor,
+        later::{self, Later},
+        recorded::Recorded,
+        rematerialized::NormInputs,
+    },
 };
 
 /// `x / sqrt(mean(x²) + epsilon) gain` of x `[.., columns]`. The gain has as many
@@ -15,6 +20,9 @@ use crate::{
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct RmsNorm {
     pub epsilon: f64,
+    /// True where layers that read the output quantize it by a number of the whole matrix: then, of what flows, the output
+    /// is not computed before that, and never in memory.
+    pub is_read_by_matrix: bool,
 }
 
 impl<B: DataBackend> Recorded<B, 2> for RmsNorm {
@@ -30,6 +38,22 @@ impl<B: DataBackend> Recorded<B, 2> for RmsNorm {
         [x, gain]: [HeldTensor<B>; 2],
         wanted: [bool; 2],
     ) -> (HeldTensor<B>, Self::Saved) {
+        if self.is_read_by_matrix && x.is_in_numbers() && later::may_wait(&wanted) {
+            let epsilon = self.epsilon as f32;
+            let inputs = (x.clone().into_input(), gain.clone().into_value());
+            let inverse_rms = B::run(InverseRms { epsilon }, inputs);
+            let inputs = NormInputs {
+                inverse_rms: HeldTensor::of("rms_norm", inverse_rms),
+                x,
+                gain,
+            };
+            let form = inputs.x.cell().form();
+            let output = Later::RmsNorm {
+                inputs: inputs.clone(),
+                epsilon,
+            };
+            return (HeldTensor::later("rms_norm", output, form), inputs);
+        }
         let is_trained = wanted.contains(&true);
         let waits_as = x.cell().rows_will_wait_as().filter(|_| is_trained);
         let norm = RmsNormForward {

@@ -11,20 +11,13 @@ use crate::{
     saved::{
         HeldTensor,
         compress::Compress,
-        later::{Factors, GradientPair, Later},
+        later::{self, Factors, GradientPair, Later},
         recorded::Recorded,
-        scope,
     },
 };
 
-/// True where the output may wait for who reads it: in a block it is made twice, and what waits without a backward pass
-/// holds gate and up.
-fn waits(wanted: [bool; 2]) -> bool {
-    wanted.contains(&true) && !scope::in_block()
-}
-
 /// The output, which waits for who reads it.
-fn later<B: DataBackend>(
+fn waiting<B: DataBackend>(
     inputs: &[HeldTensor<B>; 2],
     contexts: Option<QuantizeSpec>,
 ) -> HeldTensor<B> {
@@ -60,10 +53,10 @@ impl<B: DataBackend> Recorded<B, 2> for Swiglu {
                     spec: compress.spec(),
                     matrix: compress.matrix(&shape),
                 };
-                if waits(wanted)
+                if later::may_wait(&wanted)
                     && let Some(spec) = compress.of_rows(&shape)
                 {
-                    return (later(&inputs, Some(spec)), inputs);
+                    return (waiting(&inputs, Some(spec)), inputs);
                 }
                 let [gate, up] = inputs.clone().map(HeldTensor::into_value);
                 let (output, (of_gate, of_up)) = B::run(compressing, (gate, up));
@@ -72,8 +65,8 @@ impl<B: DataBackend> Recorded<B, 2> for Swiglu {
                 }
                 output
             }
-            [None, None] if stay_as_they_are && waits(wanted) => {
-                return (later(&inputs, None), inputs);
+            [None, None] if stay_as_they_are && later::may_wait(&wanted) => {
+                return (waiting(&inputs, None), inputs);
             }
             _ => {
                 let [gate, up] = inputs.clone().map(HeldTensor::into_input);

@@ -207,6 +207,14 @@ impl Row {
         }
     }
 
+    /// True where linear layers quantize X by the largest magnitude of all of it.
+    pub(crate) fn reads_x_by_matrix(&self) -> bool {
+        let cast = self.linear.and_then(|row| row.forward.operands()[0]);
+        cast.is_some_and(|cast| {
+            (cast.granularity, cast.source) == (Granularity::Tensor, ScaleSource::Data)
+        })
+    }
+
     /// The recipe's name as a type, with the line about it.
     pub const fn name(&self) -> Name {
         Name {

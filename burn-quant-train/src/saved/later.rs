@@ -1,5 +1,6 @@
-//! Values that their reader computes: SwiGLU's output and its gradients. A linear layer quantizes them in the launch
-//! that computes them, so that they never go through memory; whoever else reads one has it computed by itself.
+//! Values that their reader computes: SwiGLU's output and its gradients, and in a flow RMSNorm's output. A linear layer
+//! quantizes them in the launch that computes them, so that they never go through memory; whoever else reads one has it
+//! computed by itself.
 
 use std::{
     fmt::{self, Debug},
@@ -12,23 +13,34 @@ use cubecl_kernels::quantize::QuantizeSpec;
 use super::{
     HeldTensor,
     cell::{AnyCell, Form},
+    rematerialized::NormInputs,
     scope,
 };
 use crate::{
     data::{
         DataBackend,
-        composition::{OperatorInput, SwigluCompressing, SwigluForward, SwigluGradients},
+        composition::{
+            OperatorInput, RmsNormForward, SwigluCompressing, SwigluForward, SwigluGradients,
+        },
         quantize::{DelayedMaximum, MatrixSource, Quantized, quantize_swiglu_gradients},
     },
     lock::lock,
 };
+
+/// True where the output of an operator may wait for who reads it: in a block it is made twice, and what waits without a
+/// backward pass holds the operator's inputs.
+pub(crate) fn may_wait(wanted: &[bool]) -> bool {
+    wanted.contains(&true) && !scope::in_block()
+}
 
 /// A value that is not computed yet.
 #[derive(Debug)]
 pub(crate) enum Later<B: DataBackend> {
     /// `silu(gate) up`.
     Swiglu(Arc<Factors<B>>),
-    /// The gradient of one of its factors.
+    /// RMSNorm's output, with what is added to the mean of squares.
+    RmsNorm { inputs: NormInputs<B>, epsilon: f32 },
+    /// The gradient of one of SwiGLU's factors.
     Gradient(Arc<GradientPair<B>>, Factor),
 }
 
@@ -54,6 +66,10 @@ impl<B: DataBackend> Clone for Later<B> {
     fn clone(&self) -> Self {
         match self {
             Self::Swiglu(factors) => Self::Swiglu(factors.clone()),
+            Self::RmsNorm { inputs, epsilon } => Self::RmsNorm {
+                inputs: inputs.clone(),
+                epsilon: *epsilon,
+            },
             Self::Gradient(pair, factor) => Self::Gradient(pair.clone(), *factor),
         }
     }
@@ -64,6 +80,15 @@ impl<B: DataBackend> Later<B> {
     pub(super) fn compute(&self) -> FloatTensor<B> {
         match self {
             Self::Swiglu(factors) => factors.product(),
+            Self::RmsNorm { inputs, epsilon } => {
+                let NormInputs { x, gain, .. } = inputs.clone();
+                let norm = RmsNormForward {
+                    epsilon: *epsilon,
+                    copy: None,
+                };
+                let ((output, _), _) = B::run(norm, (x.into_input(), gain.into_value()));
+                output
+            }
             Self::Gradient(pair, factor) => pair.floats(*factor),
         }
     }
@@ -297,7 +322,7 @@ mod tests {
                 let copy = pair.copy(factor, spec)?;
                 Some(floats(dequantize::<Flex>(&copy, FloatDType::F32)))
             }
-            Later::Swiglu(_) => None,
+            Later::Swiglu(_) | Later::RmsNorm { .. } => None,
         }
     }
 

@@ -19,18 +19,7 @@ impl<B: DataBackend> Rematerialized<B> {
     /// The value, for who quantizes it.
     pub fn source(&self) -> MatrixSource<B> {
         match self {
-            Self::RmsNorm(inputs) => {
-                let NormInputs {
-                    x,
-                    gain,
-                    inverse_rms,
-                } = inputs.clone();
-                MatrixSource::RmsNorm {
-                    x: x.into_input(),
-                    gain: gain.into_value(),
-                    inverse_rms: inverse_rms.into_value(),
-                }
-            }
+            Self::RmsNorm(inputs) => inputs.source(),
             Self::View(again) => MatrixSource::Floats(again.compute()),
         }
     }
@@ -45,6 +34,22 @@ pub(crate) struct NormInputs<B: DataBackend> {
     pub gain: HeldTensor<B>,
     /// f32 `[rows, 1]`.
     pub inverse_rms: HeldTensor<B>,
+}
+
+impl<B: DataBackend> NormInputs<B> {
+    /// The output, for who quantizes it.
+    pub fn source(&self) -> MatrixSource<B> {
+        let Self {
+            x,
+            gain,
+            inverse_rms,
+        } = self.clone();
+        MatrixSource::RmsNorm {
+            x: x.into_input(),
+            gain: gain.into_value(),
+            inverse_rms: inverse_rms.into_value(),
+        }
+    }
 }
 
 impl<B: DataBackend> Clone for NormInputs<B> {

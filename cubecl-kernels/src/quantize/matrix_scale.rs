@@ -13,12 +13,12 @@ use crate::{
         source::{CudaSource, SourceText, float_knob, launch_source},
     },
     device::{
-        MAX_CUBES, MatrixView, cubes_by_turns, empty, is_hopper, or_unused, read_width_up_to,
-        storage,
+        MAX_CUBES, MatrixView, cubes_by_turns, empty, is_contiguous, is_hopper, or_unused,
+        read_width_up_to, storage,
     },
     granularity::Granularity,
     layout::Layout,
-    number::fp8::Fp8,
+    number::{Number, fp8::Fp8},
     rounding::Rounding,
     scale::ScaleNumber,
 };
@@ -27,6 +27,8 @@ use super::{DelayedMaximum, Input, QuantizeSpec, Quantized, buffers::allocate};
 
 /// Bytes read at once.
 const VECTOR_BYTES: usize = 16;
+/// Codes of a row that a unit reads at once.
+const CODES_AT_ONCE: usize = 8;
 /// Rows and columns of a tile.
 const TILE: [usize; 2] = [64, 128];
 
@@ -100,6 +102,22 @@ pub(crate) fn fits<R: Runtime>(
             .all(|input| read_width_up_to(vector, input, view) == vector);
     let knobs = Knobs::of(dtype, spec)?;
     fits.then_some(([rows, cols], knobs))
+}
+
+/// The elements that share a scale, in a matrix whose codes kernels around `codes.cu` read, if they do.
+pub(crate) fn group_of<R: Runtime>(matrix: &Quantized<R>, view: &MatrixView) -> Option<usize> {
+    let Granularity::Group(group) = matrix.granularity else {
+        return None;
+    };
+    let values = matrix.values.as_ref()?;
+    let is_read = matrix.number == Number::E4M3
+        && matrix.scale == ScaleNumber::F32
+        && group.is_multiple_of(CODES_AT_ONCE)
+        && view.shape.cols.is_multiple_of(group)
+        && is_contiguous(values)
+        && is_contiguous(&matrix.scales)
+        && read_width_up_to(CODES_AT_ONCE, values, view) == CODES_AT_ONCE;
+    is_read.then_some(group)
 }
 
 /// Launches a kernel around `tile.cu` that has one output, in these [cubes]. Gives its largest magnitude, f32 `[1]`, by

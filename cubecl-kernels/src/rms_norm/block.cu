@@ -1,31 +1,6 @@
 // The output of RMSNorm as a linear layer's backward pass reads it, from its input as that waits: in front of this text
-// stand tile.cu, pairs.cu, and contexts.cu of SwiGLU. Knobs beside theirs:
-//   CUBES      cubes that share a multiprocessor
-//   GAIN_F32   1: gains are FP32; 0: of the type of the elements
-
-// The gains of a thread's columns.
-struct Gains {
-    float of[PATCH_COLS];
-};
-
-__device__ __forceinline__ Gains read_gains(const u8 *gain, u32 col) {
-    Gains gains;
-#if GAIN_F32
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        const float4 four = __ldg((const float4 *)gain + col / 4 + half);
-        float *const of = gains.of + 4 * half;
-        of[0] = four.x, of[1] = four.y, of[2] = four.z, of[3] = four.w;
-    }
-#else
-    const uint4 words = __ldg((const uint4 *)gain + col / PATCH_COLS);
-    const Line line = {{words.x, words.y, words.z, words.w}};
-#pragma unroll
-    for (int i = 0; i < PATCH_COLS; i++)
-        gains.of[i] = element(line, i);
-#endif
-    return gains;
-}
+// stand tile.cu, pairs.cu, contexts.cu of SwiGLU, and gains.cu. A knob beside theirs:
+//   CUBES   cubes that share a multiprocessor
 
 // x: codes, [rows, cols], and their scales, [rows, cols / 128]; inverse_rms: [rows]; gain: [cols], all dense. The outputs
 // are those of quantize_whole_tiles for x inverse_rms gain, but for the row-major copy.
@@ -56,14 +31,7 @@ quantize_rms_norm(const u8 *x, const float *scales_of_x, const float *inverse_rm
     for (int line = 0; line < LINES; line++) {
         const float *const of_row = of_rows + row_of(first, line);
         Line normalized = read_codes((const uint2 *)held, line, of_row[0]);
-#pragma unroll
-        for (int i = 0; i < PATCH_COLS / 2; i++) {
-            Pair pair = pair_of(normalized.words[i]);
-#pragma unroll
-            for (int of = 0; of < 2; of++)
-                pair.of[of] = __fmul_rn(__fmul_rn(pair.of[of], of_row[TILE]), gains.of[2 * i + of]);
-            normalized.words[i] = word_of(pair);
-        }
+        normalize(normalized.words, of_row[TILE], gains);
         write_line(held, line, normalized);
         largest = larger(largest, normalized);
     }

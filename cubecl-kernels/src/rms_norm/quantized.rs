@@ -15,6 +15,9 @@ use crate::{
         QuantizeSpec, Quantized,
         block::whole_tiles::{cubes, has_whole_tiles, tiles},
         buffers::allocate,
+        matrix_scale::{
+            Knobs, MatrixNumbers, cubes as cubes_of, fits, group_of, launch_one, numbers,
+        },
         quantize,
         staged::TILE,
         whole_runs::RunGrid,
@@ -28,6 +31,12 @@ const OPERATION: &str = "quantize_rms_norm";
 const UNITS: usize = 256;
 /// Cubes that are to share a multiprocessor, at most.
 const MOST_CUBES: usize = 3;
+/// Cubes of a multiprocessor that take tiles of a matrix with one scale by turns.
+const TAKING: usize = 4;
+/// Bytes of gains that a unit reads at once.
+const GAIN_BYTES: usize = 16;
+/// Rows of a unit's patch of a matrix that has one scale.
+const PATCH_ROWS: usize = 4;
 
 /// The output of [`rms_norm`](super::rms_norm()), quantized, from what it gave of the rows: in one launch, without the
 /// output in memory, where a kernel has the spec.
@@ -35,8 +44,9 @@ const MOST_CUBES: usize = 3;
 /// - `x`: a matrix as `rms_norm` takes it, or that in numbers, in which it waited.
 /// - `gain`: as there.
 /// - `inverse_rms`: f32 `[rows]`, as it gave it.
-/// - `spec`: a kernel has INT8 in blocks of 128, transposed and stochastic, of an `x` of f16 or bf16 in INT8 in groups of 128
-///   columns, of whole blocks, with gains of f32 or the type of `x`, on CUDA's sm_80 and later.
+/// - `spec`: kernels have, of an `x` of f16 or bf16, with gains of f32 or the type of `x`, INT8 in blocks of 128, transposed
+///   and stochastic, of whole blocks of INT8 in groups of 128 columns, on CUDA's sm_80 and later; and FP8 by one scale, to
+///   nearest, of whole tiles of 64 x 128 elements of E4M3 in groups along the rows, on Hopper.
 ///
 /// To the bit, the result is that of [`quantize`](crate::quantize::quantize()) of `x inverse_rms gain`, rounded to the
 /// type of `x`.
@@ -55,8 +65,21 @@ pub fn quantize_rms_norm<'a, R: Runtime>(
     let x = x.into();
     let [rows, cols] = check_rows(client, OPERATION, &x, gain)?;
     check_statistics(OPERATION, &x, rows, &[("inverse_rms", inverse_rms)])?;
-    if let Some(quantized) = launch(client, x, gain, inverse_rms, spec)? {
-        return Ok(quantized);
+    if let OperatorInput::Quantized(matrix, dtype) = x
+        && rows > 0
+    {
+        let rows = QuantizedRows {
+            matrix,
+            dtype,
+            inverse_rms,
+            gain,
+        };
+        if let Some(quantized) = rows.in_blocks(client, spec)? {
+            return Ok(quantized);
+        }
+        if let Some(quantized) = rows.by_matrix(client, spec)? {
+            return Ok(quantized);
+        }
     }
     let output = normalized(client, x, gain, inverse_rms, cols)?;
     quantize(client, &output, spec)
@@ -152,67 +175,121 @@ fn rms_norm_again_kernel<
     write_piece::<F, N>(output, &values, at, pieces.len, pieces.width);
 }
 
-/// By `block.cu`, if the device has it and it makes this of these. `None` where not, and where there is nothing to
-/// quantize. The shapes were compared.
-fn launch<R: Runtime>(
-    client: &ComputeClient<R>,
-    x: OperatorInput<R>,
-    gain: &TensorHandle<R>,
-    inverse_rms: &TensorHandle<R>,
-    spec: &QuantizeSpec,
-) -> Result<Option<Quantized<R>>, KernelError> {
-    let OperatorInput::Quantized(matrix, dtype) = x else {
-        return Ok(None);
-    };
-    let Some(values) = &matrix.values else {
-        return Ok(None);
-    };
-    let view = MatrixView::new(OPERATION, values)?;
-    let (Some((block, key)), Some(values)) =
-        (in_blocks(spec, Layout::Transposed), codes(matrix, &view))
-    else {
-        return Ok(None);
-    };
-    let source = OfBlocks {
-        dtype,
-        gain_f32: gain.dtype == storage::<f32>(),
-        cubes: cubes(client, OfBlocks::SHARED_MEMORY, MOST_CUBES),
-    };
-    let fits = view.shape.num_elements() > 0
-        && view.shape.batch == 1
-        && source.cubes >= 2
-        && has_whole_tiles(client, view.shape, block)
-        && is_operand_type(dtype)
-        && (source.gain_f32 || gain.dtype == dtype)
-        && vector_width(TILE, &[gain]) * gain.dtype.size() == OfBlocks::GAIN_BYTES;
-    if !fits {
-        return Ok(None);
+/// What the kernels of CUDA source read. The shapes were compared, and there is something to quantize.
+struct QuantizedRows<'a, R: Runtime> {
+    matrix: &'a Quantized<R>,
+    /// The type of the elements that the numbers stand for.
+    dtype: StorageType,
+    inverse_rms: &'a TensorHandle<R>,
+    gain: &'a TensorHandle<R>,
+}
+
+impl<R: Runtime> QuantizedRows<'_, R> {
+    /// True for gains that a unit reads 8 of in whole vectors.
+    fn has_gains(&self) -> bool {
+        let size = self.gain.dtype.size();
+        (self.gain_f32() || self.gain.dtype == self.dtype)
+            && vector_width(TILE, &[self.gain]) * size == GAIN_BYTES
     }
-    let output = allocate(client, &view, spec);
-    let transposed = output.transposed.as_ref().expect("a transposed copy");
-    let buffers = [
-        values,
-        &matrix.scales,
-        inverse_rms,
-        gain,
-        transposed,
-        &output.scales,
-    ];
-    let numbers = BlockNumbers {
-        rows: view.shape.rows as u64,
-        cols: view.shape.cols as u64,
-        seed: halves(key.seed),
-        stream: halves(key.stream),
-        bits_of_384: STOCHASTIC_OFFSET.to_bits().into(),
-    };
-    // SAFETY: the cubes are the tiles of x, none of which reaches over an edge, with a row's number and a column's gain
-    // each, and the output was allocated for them.
-    #[allow(unsafe_code)]
-    unsafe {
-        let buffers = buffers.map(TensorHandle::clone).to_vec();
-        launch_source(client, source, tiles(&view), Vec::new(), buffers, &numbers);
+
+    fn gain_f32(&self) -> bool {
+        self.gain.dtype == storage::<f32>()
     }
-    Ok(Some(output))
+
+    /// By `block.cu`, if the device has it and it makes this of these.
+    fn in_blocks(
+        &self,
+        client: &ComputeClient<R>,
+        spec: &QuantizeSpec,
+    ) -> Result<Option<Quantized<R>>, KernelError> {
+        let Some(values) = &self.matrix.values else {
+            return Ok(None);
+        };
+        let view = MatrixView::new(OPERATION, values)?;
+        let (Some((block, key)), Some(values)) = (
+            in_blocks(spec, Layout::Transposed),
+            codes(self.matrix, &view),
+        ) else {
+            return Ok(None);
+        };
+        let source = OfBlocks {
+            dtype: self.dtype,
+            gain_f32: self.gain_f32(),
+            cubes: cubes(client, OfBlocks::SHARED_MEMORY, MOST_CUBES),
+        };
+        let fits = view.shape.batch == 1
+            && source.cubes >= 2
+            && has_whole_tiles(client, view.shape, block)
+            && is_operand_type(self.dtype)
+            && self.has_gains();
+        if !fits {
+            return Ok(None);
+        }
+        let output = allocate(client, &view, spec);
+        let transposed = output.transposed.as_ref().expect("a transposed copy");
+        let buffers = [
+            values,
+            &self.matrix.scales,
+            self.inverse_rms,
+            self.gain,
+            transposed,
+            &output.scales,
+        ];
+        let numbers = BlockNumbers {
+            rows: view.shape.rows as u64,
+            cols: view.shape.cols as u64,
+            seed: halves(key.seed),
+            stream: halves(key.stream),
+            bits_of_384: STOCHASTIC_OFFSET.to_bits().into(),
+        };
+        // SAFETY: the cubes are the tiles of x, none of which reaches over an edge, with a row's number and a column's
+        // gain each, and the output was allocated for them.
+        #[allow(unsafe_code)]
+        unsafe {
+            let buffers = buffers.map(TensorHandle::clone).to_vec();
+            launch_source(client, source, tiles(&view), Vec::new(), buffers, &numbers);
+        }
+        Ok(Some(output))
+    }
+
+    /// By `matrix_scale.cu`, likewise.
+    fn by_matrix(
+        &self,
+        client: &ComputeClient<R>,
+        spec: &QuantizeSpec,
+    ) -> Result<Option<Quantized<R>>, KernelError> {
+        let Some(values) = &self.matrix.values else {
+            return Ok(None);
+        };
+        let view = MatrixView::new(OPERATION, values)?;
+        let (Some(group), Some((tiles, of_tile))) = (
+            group_of(self.matrix, &view),
+            fits(client, self.dtype, &[], &view, spec),
+        ) else {
+            return Ok(None);
+        };
+        // A unit reads the numbers of its rows at once.
+        let aligned = vector_width(PATCH_ROWS, &[self.inverse_rms]) == PATCH_ROWS;
+        if !is_operand_type(self.dtype) || !aligned || !self.has_gains() {
+            return Ok(None);
+        }
+        let source = ByMatrix {
+            of_tile,
+            gain_f32: self.gain_f32(),
+            group,
+        };
+        let output = allocate(client, &view, spec);
+        let inputs = [values, &self.matrix.scales, self.inverse_rms, self.gain];
+        // SAFETY: the kernel reads these, of whole tiles, with a row's number and a column's gain each, and the output
+        // was allocated for them; there is no delayed maximum.
+        #[allow(unsafe_code)]
+        unsafe {
+            let numbers = numbers::<R>(&view, None);
+            let cubes = cubes_of(client, tiles, false, TAKING);
+            launch_one(client, source, cubes, &inputs, &output, &numbers, None);
+        }
+        Ok(Some(output))
+    }
 }
 
 numbers! {
@@ -240,8 +317,6 @@ struct OfBlocks {
 impl OfBlocks {
     /// A tile of 16-bit elements, and its transposed copy; two numbers for each row.
     const SHARED_MEMORY: usize = 3 * TILE * TILE + 2 * TILE * size_of::<f32>();
-    /// Bytes of gains that a unit reads at once.
-    const GAIN_BYTES: usize = 16;
 }
 
 impl CudaSource for OfBlocks {
@@ -255,6 +330,8 @@ impl CudaSource for OfBlocks {
         include_str!("../cuda/pairs.cu"),
         "\n",
         include_str!("../swiglu/contexts.cu"),
+        "\n",
+        include_str!("gains.cu"),
         "\n",
         include_str!("block.cu")
     );
@@ -272,5 +349,44 @@ impl CudaSource for OfBlocks {
 
     fn shared_memory(&self) -> usize {
         Self::SHARED_MEMORY
+    }
+}
+
+/// `matrix_scale.cu` behind the texts that it names.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct ByMatrix {
+    of_tile: Knobs,
+    gain_f32: bool,
+    /// Elements of a scale of x.
+    group: usize,
+}
+
+impl CudaSource for ByMatrix {
+    type Numbers = MatrixNumbers;
+
+    const TEXT: &'static str = concat!(
+        include_str!("../quantize/patch.cu"),
+        "\n",
+        include_str!("../quantize/block/scale.cu"),
+        "\n",
+        include_str!("../quantize/matrix_scale/tile.cu"),
+        "\n",
+        include_str!("../cuda/pairs.cu"),
+        "\n",
+        include_str!("../quantize/matrix_scale/codes.cu"),
+        "\n",
+        include_str!("gains.cu"),
+        "\n",
+        include_str!("matrix_scale.cu")
+    );
+    const ENTRY_POINT: &'static str = "quantize_rms_norm_by_matrix";
+
+    fn knobs(&self) -> String {
+        format!(
+            "{}\n#define GAIN_F32 {}\n#define CODES {}",
+            self.of_tile.text(),
+            u8::from(self.gain_f32),
+            self.group,
+        )
     }
 }

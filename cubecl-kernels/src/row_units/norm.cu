@@ -1,26 +1,32 @@
 // RMSNorm and layer normalization of codes, in the order of operations of rms_norm.rs and layer_norm.rs: in front of this
 // text stand pairs.cu and rows.cu. Knobs beside theirs:
 //   CENTRED   1: layer normalization; 0: RMSNorm
-//   BIAS      1: there is a bias, like the gains
+//   OUTPUT    1: the output is wanted, not only what is found of rows
+//   BIAS      1: it has a bias, like the gains
 // and the structure Numbers.
 
 // means, inverses: of each row, as the gradients read them. output: [rows, COLS].
 extern "C" __global__ void __launch_bounds__(THREADS)
-    norm_of_codes(const u8 *__restrict__ x, const float *__restrict__ scales, const u8 *__restrict__ gain,
+    norm_of_codes(const u8 *__restrict__ x, const float *__restrict__ scales,
+#if OUTPUT
+                  const u8 *__restrict__ gain,
+#endif
 #if BIAS
-         const u8 *__restrict__ bias,
+                  const u8 *__restrict__ bias,
 #endif
-         u8 *__restrict__ output,
+#if OUTPUT
+                  u8 *__restrict__ output,
+#endif
 #if CENTRED
-         float *__restrict__ means,
+                  float *__restrict__ means,
 #endif
-         float *__restrict__ inverses, const __grid_constant__ Numbers numbers) {
+                  float *__restrict__ inverses, const __grid_constant__ Numbers numbers) {
     __shared__ float of_warps[1 + CENTRED][(THREADS + 31) / 32][1];
     const Input input = {x, scales};
     const u64 row = (u64)blockIdx.x * ROWS + threadIdx.x / LANES;
     // Threads past the last row take part in what the others wait for, and write nothing.
     const u64 read_row = min(row, (u64)numbers.rows - 1);
-    Held values, gains;
+    Held values;
     uint2 codes[HELD];
     float of_codes[HELD];
 #pragma unroll
@@ -29,7 +35,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         codes[piece] = __ldg((const uint2 *)input.values + read_row * VECTORS + index);
         of_codes[piece] = __ldg(input.scale(read_row, index));
     }
+#if OUTPUT
+    Held gains;
     read_floats(gains, gain, GAIN_F32);
+#endif
 #pragma unroll
     for (int piece = 0; piece < HELD; piece++) {
         Vector vector;
@@ -63,6 +72,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const float inverse = rsqrtf(__fadd_rn(mean_of(squares[0]), __uint_as_float((u32)numbers.bits_of_epsilon)));
     if (row >= numbers.rows)
         return;
+#if OUTPUT
 #if BIAS
     Held biases;
     read_floats(biases, bias, GAIN_F32);
@@ -87,6 +97,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         }
         out.write(output, row, piece);
     }
+#endif
     if (threadIdx.x % LANES == 0) {
 #if CENTRED
         means[row] = mean;

@@ -37,41 +37,76 @@ pub(crate) struct RowStatistics<'a, R: Runtime> {
     pub inverse: &'a TensorHandle<R>,
 }
 
-/// Writes the output of a norm, and what it finds of rows, if there is a kernel for it. Says whether it did. There is at
-/// least one row; shapes and types were checked, and the outputs allocated for them.
-#[allow(clippy::too_many_arguments)]
+/// What a norm makes of rows.
+pub(crate) struct Output<'a, R: Runtime> {
+    pub gain: &'a TensorHandle<R>,
+    pub bias: Option<&'a TensorHandle<R>>,
+    /// Allocated for it.
+    pub output: &'a TensorHandle<R>,
+}
+
+/// Writes what a norm finds of rows, and its output, if there is a kernel for it. Says whether it did. There is at least
+/// one row; shapes and types were checked, and the outputs allocated for them.
 pub(crate) fn normalize<R: Runtime>(
     client: &ComputeClient<R>,
     x: OperatorInput<R>,
-    [rows, cols]: [usize; 2],
-    gain: &TensorHandle<R>,
-    bias: Option<&TensorHandle<R>>,
+    shape: [usize; 2],
     epsilon: f32,
-    output: &TensorHandle<R>,
+    statistics: RowStatistics<R>,
+    Output { gain, bias, output }: Output<R>,
+) -> bool {
+    let of_columns: Vec<_> = [gain].into_iter().chain(bias).collect();
+    of_rows(
+        client,
+        x,
+        shape,
+        epsilon,
+        statistics,
+        &of_columns,
+        Some(output),
+    )
+}
+
+/// [`normalize`] without an output.
+pub(crate) fn find_statistics<R: Runtime>(
+    client: &ComputeClient<R>,
+    x: OperatorInput<R>,
+    shape: [usize; 2],
+    epsilon: f32,
     statistics: RowStatistics<R>,
 ) -> bool {
-    let Some(input) = Input::of(client, x, [rows, cols]) else {
+    of_rows(client, x, shape, epsilon, statistics, &[], None)
+}
+
+fn of_rows<R: Runtime>(
+    client: &ComputeClient<R>,
+    x: OperatorInput<R>,
+    [rows, cols]: [usize; 2],
+    epsilon: f32,
+    statistics: RowStatistics<R>,
+    of_columns: &[&TensorHandle<R>],
+    output: Option<&TensorHandle<R>>,
+) -> bool {
+    let Some(input) = Input::of(client, x, [rows, cols]).filter(|input| input.codes.is_some())
+    else {
         return false;
     };
-    let mut of_columns = vec![gain];
-    of_columns.extend(bias);
-    let Some(rows_knobs) = input.knobs(client, &of_columns, &[output]) else {
+    let floats: Vec<_> = output.into_iter().collect();
+    let Some(knobs) = input.knobs(client, of_columns, &floats) else {
         return false;
     };
-    if rows_knobs.codes.is_none() {
-        return false;
-    }
     let source = Norm {
-        rows: rows_knobs,
+        rows: knobs,
         centred: statistics.mean.is_some(),
-        bias: bias.is_some(),
+        output: output.is_some(),
+        bias: of_columns.len() > 1,
     };
     let mut buffers = input.tensors();
     buffers.extend(of_columns);
-    buffers.push(output);
+    buffers.extend(output);
     buffers.extend(statistics.mean);
     buffers.push(statistics.inverse);
-    let cubes = CubeCount::Static(rows.div_ceil(source.rows.at_once) as u32, 1, 1);
+    let cubes = CubeCount::Static(rows.div_ceil(knobs.at_once) as u32, 1, 1);
     let numbers = NormNumbers {
         rows: rows as u64,
         bits_of_epsilon: epsilon.to_bits().into(),
@@ -201,10 +236,10 @@ impl<'a, R: Runtime> Input<'a, R> {
             Some(_) if self.values.handle.offset_start.unwrap_or_default() % 8 != 0 => return None,
             Some(_) => {}
         }
-        let gains = of_columns[0].dtype;
+        let gains = of_columns.first().map_or(self.dtype, |gain| gain.dtype);
         let units = RowUnits::new(client, self.cols, WIDTH);
-        let fits = vector_width(self.cols, &floats) == WIDTH
-            && vector_width(WIDTH, of_columns) * gains.size() == 16
+        let fits = (floats.is_empty() || vector_width(self.cols, &floats) == WIDTH)
+            && (of_columns.is_empty() || vector_width(WIDTH, of_columns) * gains.size() == 16)
             && (gains == self.dtype || gains == storage::<f32>())
             && units.planes;
         fits.then_some(Rows {
@@ -327,6 +362,7 @@ macro_rules! with_rows {
 struct Norm {
     rows: Rows,
     centred: bool,
+    output: bool,
     bias: bool,
 }
 
@@ -341,10 +377,12 @@ impl CudaSource for Norm {
     }
 
     fn knobs(&self) -> String {
-        let (centred, bias) = (u8::from(self.centred), u8::from(self.bias));
         format!(
-            "{}#define CENTRED {centred}\n#define BIAS {bias}",
-            self.rows.text()
+            "{}#define CENTRED {}\n#define OUTPUT {}\n#define BIAS {}",
+            self.rows.text(),
+            u8::from(self.centred),
+            u8::from(self.output),
+            u8::from(self.bias),
         )
     }
 }

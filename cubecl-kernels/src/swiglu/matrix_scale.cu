@@ -1,5 +1,6 @@
 // The gate of SwiGLU as the input of a linear layer, quantized to FP8 by one scale as it is computed: in front of this
-// text stand the tile.cu of one scale for a matrix, arithmetic.cu and factors.cu.
+// text stand the tile.cu of one scale for a matrix, pairs.cu, codes.cu, arithmetic.cu and
+// factors.cu.
 
 struct Swiglu {
     static const bool BOUNDED = CODES > 0;
@@ -15,9 +16,7 @@ struct Swiglu {
 
 #if CODES
     __device__ __forceinline__ void bound(float (&bounds)[1], u64 row) const {
-        float of_gate, of_up;
-        factors.bound(of_gate, of_up, row);
-        bounds[0] = most_of_silu(of_gate) * of_up;
+        bounds[0] = most_of_silu(factors.gate.bound(row)) * factors.up.bound(row);
     }
 
     __device__ __forceinline__ void look(u32 (&largest)[1], u64 row) const {

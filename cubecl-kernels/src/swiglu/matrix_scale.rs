@@ -10,24 +10,19 @@ use crate::{
         numbers::numbers,
         source::{CudaSource, SourceText, launch_source},
     },
-    device::{MatrixView, empty, is_contiguous, is_operand_type, read_width_up_to, storage},
-    granularity::Granularity,
-    number::Number,
+    device::{MatrixView, empty, is_operand_type, storage},
     operator_input::OperatorInput,
     quantize::{
         DelayedMaximum, QuantizeSpec, Quantized,
         buffers::{allocate, allocate_gradient},
-        matrix_scale::{Knobs, MatrixNumbers, copies, cubes, fits, launch_one, numbers},
+        matrix_scale::{Knobs, MatrixNumbers, copies, cubes, fits, group_of, launch_one, numbers},
     },
-    scale::ScaleNumber,
 };
 
 /// Cubes of a multiprocessor that take tiles by turns: where little is computed, one more hides what another waits for;
 /// where much is, it would leave too few registers.
 const TAKING_OUTPUT: usize = 4;
 const TAKING_GRADIENTS: usize = 3;
-/// Codes of a row that a unit reads at once.
-const CODES: usize = 8;
 
 /// Does what [`quantize_delayed`](crate::quantize::quantize_delayed) does with `silu(gate) up`, or without a maximum what
 /// [`quantize`](crate::quantize::quantize()) does, if the device has the kernels for that. Gives the largest magnitude,
@@ -173,22 +168,6 @@ impl<'a, R: Runtime> Factors<'a, R> {
     }
 }
 
-/// The elements that share a scale, in a matrix whose codes the kernel reads.
-fn group_of<R: Runtime>(matrix: &Quantized<R>, view: &MatrixView) -> Option<usize> {
-    let Granularity::Group(group) = matrix.granularity else {
-        return None;
-    };
-    let values = matrix.values.as_ref()?;
-    let is_read = matrix.number == Number::E4M3
-        && matrix.scale == ScaleNumber::F32
-        && group.is_multiple_of(CODES)
-        && view.shape.cols.is_multiple_of(group)
-        && is_contiguous(values)
-        && is_contiguous(&matrix.scales)
-        && read_width_up_to(CODES, values, view) == CODES;
-    is_read.then_some(group)
-}
-
 numbers! {
     /// The numbers of `matrix_scale_gradients.cu`.
     struct GradientNumbers {
@@ -243,6 +222,8 @@ macro_rules! with_factors {
             include_str!("../quantize/matrix_scale/tile.cu"),
             "\n",
             include_str!("../cuda/pairs.cu"),
+            "\n",
+            include_str!("../quantize/matrix_scale/codes.cu"),
             "\n",
             include_str!("arithmetic.cu"),
             "\n",

@@ -1,5 +1,5 @@
 // The gradients of SwiGLU's two factors, quantized to FP8 by one scale each as they are computed: in front of this text
-// stand the tile.cu of one scale for a matrix, arithmetic.cu and factors.cu.
+// stand the tile.cu of one scale for a matrix, pairs.cu, codes.cu, arithmetic.cu and factors.cu.
 
 // gradient: [rows, cols], of 16-bit elements, dense.
 struct Inputs {
@@ -20,8 +20,7 @@ struct Inputs {
 
 #if CODES
     __device__ __forceinline__ void bound(float (&bounds)[2], u64 row) const {
-        float of_gate, of_up;
-        factors.bound(of_gate, of_up, row);
+        const float of_gate = factors.gate.bound(row), of_up = factors.up.bound(row);
         Row gradients;
         read_row(gradients, gradient, row);
         const float most = __uint_as_float(float_bits(larger(0, gradients)));
@@ -73,8 +72,8 @@ __device__ __forceinline__ void quantize_gradients(const Inputs &inputs, const O
             largest[1] = max(largest[1], bits_of(ups));
         });
 #endif
-        const float inverses[2] = {outputs[0].inverse(*(volatile u32 *)&counters->largest[0]),
-                                   outputs[1].inverse(*(volatile u32 *)&counters->largest[1])};
+        const float inverses[2] = {outputs[0].inverse(now(&counters->largest[0])),
+                                   outputs[1].inverse(now(&counters->largest[1]))};
         take_all(&counters->taken_again, tiles, &shared, [&](u32 tile) {
             const Place place = place_of(tiles - 1 - tile, numbers);
             inputs.read(gates, ups, place, numbers);

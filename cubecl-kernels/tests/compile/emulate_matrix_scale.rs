@@ -1,5 +1,6 @@
 //! FP8 by one scale for a matrix on a CPU, against the reference to the bit: `quantize/matrix_scale`, by current and by
-//! delayed scaling, and around it SwiGLU's output and gradients, with gate and up as floats and as they flow.
+//! delayed scaling, and around it SwiGLU's output and gradients, with gate and up as floats and as they flow, and RMSNorm's
+//! output of what flows.
 
 use cubecl::{ir::StorageType, std::tensor::TensorHandle};
 use cubecl_kernels::{
@@ -9,6 +10,7 @@ use cubecl_kernels::{
     operator_input::OperatorInput,
     quantize::{DelayedMaximum, QuantizeSpec, Quantized, quantize, quantize_delayed},
     reference,
+    rms_norm::quantize_rms_norm,
     shape::MatrixShape,
     swiglu::{quantize_swiglu, quantize_swiglu_gradients},
 };
@@ -177,6 +179,47 @@ fn as_it_flows(factor: &[f32], float: StorageType) -> ([Vec<u8>; 2], Vec<f32>) {
     ([bytes(&quantized.values), scales], elements)
 }
 
+#[test]
+fn a_norm_equals_the_reference() {
+    let mut random = Random::fresh();
+    let spec = QuantizeSpec::new(Number::E4M3, Granularity::Tensor).with_layout(Layout::Both);
+    let types = [
+        (dtype::<f16>(), dtype::<f16>()),
+        (dtype::<bf16>(), dtype::<f32>()),
+    ];
+    for (float, gain_type) in random.few(types, 1) {
+        let source = only_source("quantize_rms_norm_by_matrix", |client| {
+            let x = &tensor(client, &[SHAPE.rows, SHAPE.cols], float);
+            let codes = quantize(client, x, &FLOW).expect("a matrix");
+            let gain = tensor(client, &[SHAPE.cols], gain_type);
+            let roots = tensor(client, &[SHAPE.rows], dtype::<f32>());
+            let x = OperatorInput::Quantized(&codes, float);
+            quantize_rms_norm(client, x, &gain, &roots, &spec).expect("a matrix");
+        });
+        let kinds = [
+            ("special", random.with_special_values(SHAPE)),
+            ("outliers", random.with_outliers(SHAPE.num_elements())),
+        ];
+        for (kind, x) in random.few(kinds, 1) {
+            let ([codes, scales], x) = as_it_flows(&rounded(&x, float), float);
+            let gain = rounded(&random.with_outliers(SHAPE.cols), gain_type);
+            let roots = random.with_outliers(SHAPE.rows);
+            let of = |(at, x): (usize, f32)| x * roots[at / SHAPE.cols] * gain[at % SHAPE.cols];
+            let output: Vec<f32> = x.into_iter().enumerate().map(of).collect();
+            let inputs = [
+                codes,
+                scales,
+                bytemuck::cast_slice(&roots).to_vec(),
+                to_bytes(&gain, gain_type),
+            ];
+            let outputs = current(&rounded(&output, float), &spec);
+            let all = [&inputs[..], &outputs, &[COUNTERS.to_vec()]].concat();
+            let what = format!("rms-norm-{float}-{kind}");
+            check_written(&source, &all, (inputs.len(), 1), &what, float);
+        }
+    }
+}
+
 /// What a launch reads of gate and up.
 fn factors<'a>(
     floats: &'a TensorHandle<OfflineCuda>,
@@ -210,9 +253,13 @@ fn swiglu_equals_the_reference() {
                     ),
                 }
             };
-            let output = only_source("quantize_swiglu_by_matrix", |client| launch(client, false));
+            let mut output =
+                only_source("quantize_swiglu_by_matrix", |client| launch(client, false));
             let name = "quantize_swiglu_gradients_by_matrix";
-            let gradient = only_source(name, |client| launch(client, true));
+            let mut gradient = only_source(name, |client| launch(client, true));
+            // As on a matrix of more tiles than blocks run at once.
+            let cubes = random.few([[1, 1, 1], output.cubes], 1)[0];
+            (output.cubes, gradient.cubes) = (cubes, cubes);
             let kinds = [0, 1, 2].map(|_| random.with_special_values(SHAPE));
             let plain = [0, 1, 2].map(|_| random.with_outliers(SHAPE.num_elements()));
             for (kind, drawn) in random.few([("special", kinds), ("outliers", plain)], 1) {
@@ -237,7 +284,7 @@ fn swiglu_equals_the_reference() {
                     .unzip();
                 let [of_gate, of_up] =
                     [of_gate, of_up].map(|it| current(&rounded(&it, float), &of_gradient));
-                let what = format!("{float}-{flows}-{kind}");
+                let what = format!("{float}-{flows}-{kind}-{}", cubes[0]);
                 let outputs = [of_y.to_vec(), vec![COUNTERS.to_vec()]].concat();
                 let all = [inputs.clone(), outputs].concat();
                 let of_output = format!("swiglu-{what}");

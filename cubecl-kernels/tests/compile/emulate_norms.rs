@@ -9,7 +9,7 @@ use cubecl_kernels::{
     output_gradient::OutputGradient,
     quantize::{QuantizeSpec, Quantized, quantize},
     reference,
-    rms_norm::{rms_norm, rms_norm_backward},
+    rms_norm::{inverse_rms, rms_norm, rms_norm_backward},
     shape::MatrixShape,
 };
 use half::{bf16, f16};
@@ -108,7 +108,8 @@ fn draw(random: &mut Random, len: usize, float: StorageType) -> Vec<f32> {
     rounded(&random.with_outliers(len), float)
 }
 
-fn sources(case: &Case) -> [Source; 2] {
+/// The sources of a case: of codes that of the output, and of RMSNorm that of the rows' numbers alone; of the gradients.
+fn sources(case: &Case) -> Vec<Source> {
     let [rows, cols] = case.shape;
     let launch = |client: &Client| {
         let x = &tensor(client, &case.shape, case.float);
@@ -131,21 +132,23 @@ fn sources(case: &Case) -> [Source; 2] {
                 .expect("rows");
         } else {
             rms_norm(client, input(), gain, EPSILON).expect("rows");
+            inverse_rms(client, input(), gain, EPSILON).expect("rows");
             rms_norm_backward(client, input(), gain, &of_rows(), gradient)
                 .map(drop)
                 .expect("rows");
         }
     };
-    let all = sources_of(90, launch);
-    ["norm_of_codes", "norm_gradients"].map(|name| {
-        let found = all.iter().find(|source| source.name == name);
-        match (found, case.waits, name) {
-            (Some(source), _, _) => source.clone(),
-            // The portable kernel normalizes floats.
-            (None, Waits::AsFloats, "norm_of_codes") => all[0].clone(),
-            _ => panic!("{name} of {case:?}"),
-        }
-    })
+    let mut sources = sources_of(90, launch);
+    sources.retain(|source| source.name.starts_with("norm_"));
+    let of_codes = matches!(case.waits, Waits::As(_));
+    let expected = 1 + usize::from(of_codes) * (1 + usize::from(!case.centred));
+    assert_eq!(sources.len(), expected, "{case:?}");
+    sources
+}
+
+/// The sources of all cases.
+pub fn all_sources() -> Vec<Source> {
+    cases().iter().flat_map(sources).collect()
 }
 
 fn input<'a>(
@@ -218,13 +221,24 @@ fn emulate(random: &mut Random, case: Case) {
         statistics.insert(0, of_rows(|row| row.mean));
     }
     let gain_bytes = to_bytes(&gain, gain_type);
-    let [forward, backward] = sources(&case);
+    let (mut forward, backward): (Vec<_>, Vec<_>) = sources(&case)
+        .into_iter()
+        .partition(|source| source.name == "norm_of_codes");
     let what = format!(
         "norm-{float}-{gain_type}-{centred}-{}-{}-{cols}",
         case.terms, case.other
     );
 
-    if matches!(case.waits, Waits::As(_)) {
+    if let Some(alone) = forward.pop_if(|_| !centred) {
+        run(
+            &alone,
+            &read,
+            statistics.clone(),
+            1,
+            (&format!("{what}-statistics"), float),
+        );
+    }
+    if let Some(forward) = forward.pop() {
         let mut inputs = [read.clone(), vec![gain_bytes.clone()]].concat();
         if centred {
             inputs.push(to_bytes(&bias, gain_type));
@@ -238,13 +252,8 @@ fn emulate(random: &mut Random, case: Case) {
         });
         let output = to_bytes(&rounded(&output.collect::<Vec<_>>(), float), float);
         let outputs = [vec![output], statistics.clone()].concat();
-        run(
-            &forward,
-            &inputs,
-            outputs,
-            1 + usize::from(centred),
-            (&what, float),
-        );
+        let floats = statistics.len();
+        run(&forward, &inputs, outputs, floats, (&what, float));
     }
 
     let terms: Vec<Vec<f32>> = (0..case.terms).map(|_| draw(random, len, float)).collect();
@@ -307,7 +316,7 @@ fn emulate(random: &mut Random, case: Case) {
     let floats = parts.len();
     let outputs = [vec![to_bytes(&of_x, float)], parts].concat();
     run(
-        &backward,
+        &backward[0],
         &inputs,
         outputs,
         floats,
@@ -315,40 +324,41 @@ fn emulate(random: &mut Random, case: Case) {
     );
 }
 
-#[test]
-fn equal_their_formulas() {
-    let mut random = Random::fresh();
-    let specs = [
+fn cases() -> Vec<Case> {
+    let ways = [
         Waits::AsFloats,
         Waits::As(QuantizeSpec::new(Number::E4M3, Granularity::Group(16))),
         Waits::As(QuantizeSpec::int8(Granularity::Group(16))),
         Waits::As(QuantizeSpec::int8(Granularity::Block(16))),
     ];
+    let types = [
+        (dtype::<f16>(), dtype::<f16>()),
+        (dtype::<bf16>(), dtype::<f32>()),
+    ];
     let mut cases = Vec::new();
     for (shape, lanes) in SHAPES {
-        for waits in specs {
-            for centred in [false, true] {
-                for (terms, other) in [(1, false), (3, true)] {
-                    for (float, gain) in [
-                        (dtype::<f16>(), dtype::<f16>()),
-                        (dtype::<bf16>(), dtype::<f32>()),
-                    ] {
-                        cases.push(Case {
-                            float,
-                            gain,
-                            waits,
-                            centred,
-                            terms,
-                            other,
-                            shape,
-                            lanes,
-                        });
-                    }
-                }
+        for (waits, centred) in ways.into_iter().flat_map(|way| [(way, false), (way, true)]) {
+            for (terms, other) in [(1, false), (3, true)] {
+                cases.extend(types.map(|(float, gain)| Case {
+                    float,
+                    gain,
+                    waits,
+                    centred,
+                    terms,
+                    other,
+                    shape,
+                    lanes,
+                }));
             }
         }
     }
-    for case in random.few(cases, 3) {
+    cases
+}
+
+#[test]
+fn equal_their_formulas() {
+    let mut random = Random::fresh();
+    for case in random.few(cases(), 3) {
         emulate(&mut random, case);
     }
 }

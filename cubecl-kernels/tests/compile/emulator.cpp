@@ -188,6 +188,10 @@ struct __nv_bfloat162 {
 
 inline void ptx_cvt_f32_f16(float &value, uint16_t bits) { value = canonical((float)std::bit_cast<_Float16>(bits)); }
 
+inline void ptx_ld_relaxed_gpu_global_u32(uint32_t &value, const uint32_t *from) {
+    value = __atomic_load_n(from, __ATOMIC_RELAXED);
+}
+
 inline void ptx_mov_u32(uint32_t &to, uint32_t from) { to = from; }
 
 // What is less than a normal number is 0, before and after.

@@ -743,27 +743,35 @@ fn swiglu_calls_what_its_cuda_source_calls() {
     }
 }
 
-/// The CUDA source of RMSNorm's output once more, of each type of input and of gains.
+/// The CUDA source of RMSNorm's output of what waits or flows, of each type of input and of gains.
 fn rms_norm_sources() -> Vec<Source> {
     let key = StochasticKey { seed: 1, stream: 2 };
     let mut sources = sources_of(90, |client| {
         for float in outputs() {
             let x = tensor(client, &[128, 256], float);
-            let waiting = quantize(client, &x, &QuantizeSpec::int8(Granularity::Group(128)));
-            let waiting = waiting.expect("a matrix");
             let roots = tensor(client, &[128], dtype::<f32>());
-            let spec = QuantizeSpec::int8(Granularity::Block(128))
+            let blocks = QuantizeSpec::int8(Granularity::Block(128))
                 .with_rounding(Rounding::Stochastic(key))
                 .with_layout(Layout::Transposed);
-            for gain in BTreeSet::from([float, dtype::<f32>()]) {
-                let gain = tensor(client, &[256], gain);
-                let x = OperatorInput::Quantized(&waiting, float);
-                quantize_rms_norm(client, x, &gain, &roots, &spec).expect("matrices");
+            let matrix = QuantizeSpec::new(Number::E4M3, Granularity::Tensor);
+            for (waiting, spec) in [
+                (QuantizeSpec::int8(Granularity::Group(128)), blocks),
+                (
+                    QuantizeSpec::new(Number::E4M3, Granularity::Group(16)),
+                    matrix.with_layout(Layout::Both),
+                ),
+            ] {
+                let waiting = quantize(client, &x, &waiting).expect("a matrix");
+                for gain in BTreeSet::from([float, dtype::<f32>()]) {
+                    let gain = tensor(client, &[256], gain);
+                    let x = OperatorInput::Quantized(&waiting, float);
+                    quantize_rms_norm(client, x, &gain, &roots, &spec).expect("matrices");
+                }
             }
         }
     });
-    sources.retain(|source| source.name == "quantize_rms_norm");
-    assert_eq!(sources.len(), 2 * 2);
+    sources.retain(|source| source.name.starts_with("quantize_rms_norm"));
+    assert_eq!(sources.len(), 2 * 2 * 2);
     sources
 }
 
@@ -1485,6 +1493,7 @@ fn nvrtc_compiles_quantized_swiglu(#[case] architecture: u16, #[case] name: &str
 #[ignore = "needs NVRTC: CUDA_PATH=$(.ci/nvrtc), then --test compile -- --ignored"]
 fn nvrtc_compiles_norms_and_groups() {
     compile(rms_norm_sources(), "sm_90a");
+    compile(emulate_norms::all_sources(), "sm_90a");
     compile(group_sources(), "sm_90a");
 }
 

@@ -30,7 +30,7 @@ mod on_device {
         operator_input::OperatorInput,
         quantize::{QuantizeSpec, dequantize, quantize},
         rms_norm::{
-            has_rms_norm, quantize_rms_norm, rms_norm as kernel,
+            has_rms_norm, inverse_rms, quantize_rms_norm, rms_norm as kernel,
             rms_norm_backward as backward_kernel, rms_norm_compressing,
         },
         rounding::Rounding,
@@ -319,6 +319,14 @@ mod on_device {
                         &dequantize(&client, matrix, dtype).expect("floats"),
                     ),
                 };
+                let whole = kernel(&client, input, &gains, 1e-6).expect("rows and a gain");
+                let alone = inverse_rms(&client, input, &gains, 1e-6).expect("rows and a gain");
+                let what = format!("{float} {shape:?}, {index}");
+                assert_eq!(
+                    bits(&client, &alone),
+                    bits(&client, &whole.inverse_rms),
+                    "{what}"
+                );
                 let output = decoded
                     .iter()
                     .enumerate()
@@ -330,6 +338,7 @@ mod on_device {
                         .with_rounding(Rounding::Stochastic(random.key()))
                         .with_layout(Layout::Transposed),
                     blocks(32),
+                    QuantizeSpec::new(Number::E4M3, Granularity::Tensor).with_layout(Layout::Both),
                 ] {
                     let actual =
                         quantize_rms_norm(&client, input, &gains, &norm.inverse_rms, &spec);

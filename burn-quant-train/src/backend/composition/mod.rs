@@ -682,6 +682,10 @@ fn rms_norm<B: QuantBackend, R: Recipe>(
     (fits && is_one::<B, R>(flow, x, |_| true)).then(|| {
         let _scope = QuantTrain::<B, R>::scope();
         let (x, gain) = (flow::enter(flow, x.clone()), gain.clone().into_primitive());
-        flow::leave(flow, B::record(RmsNorm { epsilon }, [x, gain]))
+        let norm = RmsNorm {
+            epsilon,
+            is_read_by_matrix: flow.is_some() && R::row().reads_x_by_matrix(),
+        };
+        flow::leave(flow, B::record(norm, [x, gain]))
     })
 }

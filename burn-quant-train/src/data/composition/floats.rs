@@ -53,12 +53,17 @@ pub(super) fn centred<B: Backend>(x: FloatTensor<B>, dim: usize, step: usize) ->
 /// See [`Compositions::rms_norm`](super::Compositions::rms_norm), without a copy.
 pub(super) fn rms_norm<B: Backend>((x, gain): Pair<B>, epsilon: f32) -> Pair<B> {
     let (shape, dtype) = (x.shape(), x.dtype().into());
-    let x = wide::<B>(x);
-    let square = mean_of_product::<B>(x.clone(), x.clone());
-    let inverse_rms = inverse_root::<B>(square, epsilon.into());
-    let normal = B::float_mul(x, inverse_rms.clone());
+    let inverse_rms = inverse_rms::<B>(x.clone(), epsilon);
+    let normal = B::float_mul(wide::<B>(x), inverse_rms.clone());
     let output = B::float_mul(normal, wide_row::<B>(gain));
     (like::<B>(output, shape, dtype), inverse_rms)
+}
+
+/// What [`rms_norm`] gives beside its output.
+pub(super) fn inverse_rms<B: Backend>(x: FloatTensor<B>, epsilon: f32) -> FloatTensor<B> {
+    let x = wide::<B>(x);
+    let square = mean_of_product::<B>(x.clone(), x);
+    inverse_root::<B>(square, epsilon.into())
 }
 
 /// The output of [`rms_norm`] of the matrix x, from what that gave of the rows.

@@ -20,7 +20,7 @@ pub use kernels::{
     WithPairAndCopy,
 };
 pub(crate) use operations::{
-    Centred, Dense, GeluForward, GeluGradient, LayerNormForward, LayerNormGradients,
+    Centred, Dense, GeluForward, GeluGradient, InverseRms, LayerNormForward, LayerNormGradients,
     LogSoftmaxForward, LogSoftmaxGradient, RmsNormForward, RmsNormGradients, RotaryPositions,
     SumOfElements, SwigluCompressing, SwigluForward, SwigluGradients, embedding_gradient,
     gradient_of_terms, with_other,

@@ -105,7 +105,33 @@ impl Operation for RmsNormForward {
     }
 }
 
-/// Its gradients.
+/// What RMSNorm gives of the rows, for who makes the output as it is quantized.
+#[derive(Debug, Clone)]
+pub(crate) struct InverseRms {
+    pub epsilon: f32,
+}
+
+impl Operation for InverseRms {
+    const NAME: &'static str = "inverse_rms";
+    /// x and the gain.
+    type Inputs = (Input, FloatMeta);
+    /// The inverse of each row's root mean square, f32 `[rows, 1]`.
+    type Outputs = FloatMeta;
+
+    fn outline<T: Tensors>(&self, (x, _): &On<Self::Inputs, T>) -> FloatMeta {
+        let [rows, _] = rows_and_columns(&x.shape());
+        FloatMeta::new(Shape::new([rows, 1]), FloatDType::F32)
+    }
+
+    fn run<K: Kernels>(self, inputs: On<Self::Inputs, K>) -> FloatTensor<K> {
+        match norm_kernels::<K>(&inputs.0) {
+            Some(kernels) => (kernels.inverse_rms)(inputs, self.epsilon),
+            None => floats::inverse_rms::<K>(floats_of::<K>(inputs).0, self.epsilon),
+        }
+    }
+}
+
+/// The gradients of RMSNorm.
 #[derive(Debug, Clone)]
 pub(crate) struct RmsNormGradients;
 

@@ -44,6 +44,11 @@ where
                     && layer_norm::has_layer_norm(dtype.into(), columns)
             },
             rms_norm: rms_norm::<Self, R>,
+            inverse_rms: |(x, gain), epsilon| {
+                let (x, gain) = (Rows::of(x), handle(&flat(gain)));
+                let roots = rms_norm::inverse_rms(x.client(), x.input(), &gain, epsilon);
+                x.of_rows(checked(roots))
+            },
             rms_norm_backward: rms_norm_backward::<Self, R>,
             layer_norm: layer_norm::<Self, R>,
             layer_norm_backward: layer_norm_backward::<Self, R>,

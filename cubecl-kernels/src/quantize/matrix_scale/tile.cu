@@ -199,6 +199,13 @@ struct Counters {
     u32 largest[2];
 };
 
+// What other blocks have made of a word by now.
+__device__ __forceinline__ u32 now(const u32 *word) {
+    u32 value;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+    return value;
+}
+
 // The next one that a counter has for this block.
 __device__ __forceinline__ u32 take(u32 *counter, u32 *shared) {
     __syncthreads();
@@ -251,7 +258,7 @@ __device__ __forceinline__ void wait_for_all(Counters *counters, u32 parts, u32 
     if (threadIdx.x == 0) {
         __threadfence();
         atomicAdd(&counters->done, seen);
-        while (*(volatile u32 *)&counters->done < parts)
+        while (now(&counters->done) < parts)
             __nanosleep(100);
         __threadfence();
     }
@@ -290,7 +297,7 @@ __device__ __forceinline__ void look_where_needed(Counters *counters, const Numb
         u32 known[Outputs];
 #pragma unroll
         for (int i = 0; i < Outputs; i++) {
-            known[i] = *(volatile u32 *)&counters->largest[i];
+            known[i] = now(&counters->largest[i]);
             largest[i] = max(largest[i], known[i]);
         }
 #pragma unroll 1
@@ -329,7 +336,7 @@ __device__ __forceinline__ void leave(Counters *counters, const Output (&outputs
     __threadfence();
 #pragma unroll
     for (int i = 0; i < Outputs; i++)
-        outputs[i].finish(*(volatile u32 *)&counters->largest[i]);
+        outputs[i].finish(now(&counters->largest[i]));
     *counters = Counters();
 }
 
@@ -358,7 +365,7 @@ __device__ __forceinline__ void quantize(const Source &source, const Output &out
                 source.read(rows, place_of(tile, numbers), numbers);
                 largest[0] = max(largest[0], bits_of(rows));
             });
-        const float inverse = output.inverse(*(volatile u32 *)&counters->largest[0]);
+        const float inverse = output.inverse(now(&counters->largest[0]));
         take_all(&counters->taken_again, tiles, &shared, [&](u32 tile) {
             const Place place = place_of(tiles - 1 - tile, numbers);
             source.read(rows, place, numbers);

@@ -246,6 +246,33 @@ fn gradients_are_those_of_the_tensors() {
     }
 }
 
+/// Blocks of CUDA's kernels take tiles by turns, and skip rows of which they know a bound.
+#[cfg(feature = "cuda")]
+#[test]
+fn of_more_tiles_than_run_at_once() {
+    let (client, mut random) = (client(), Random::fresh());
+    let (float, shape) = (dtype::<half::bf16>(), [1152, 4352]);
+    let [gate, up, gradient]: &[Tensor; 3] = &draw(&client, &mut random, shape, float);
+    let [_, flowing] = &numbers(&client, [gate, up]);
+    let factors = flowing
+        .each_ref()
+        .map(|factor| OperatorInput::Quantized(factor, float));
+    let product = swiglu(&client, factors[0], factors[1]).expect("tensors of one shape");
+    let gradients = swiglu_backward(&client, factors[0], factors[1], gradient);
+    let gradients = gradients.expect("tensors of one shape");
+    let spec = |number| QuantizeSpec::new(number, Granularity::Tensor).with_layout(Layout::Both);
+    let of_output = spec(Number::E4M3);
+    let output = quantize_swiglu(&client, factors, &of_output).expect("matrices");
+    let expected = quantize(&client, &product, &of_output).expect("a matrix");
+    assert_same(&client, &output, &expected, "the output");
+    let of_gradient = spec(Number::E5M2);
+    let actual = quantize_swiglu_gradients(&client, factors, gradient, [&of_gradient; 2]);
+    for (index, actual) in actual.expect("matrices").iter().enumerate() {
+        let expected = quantize(&client, &gradients[index], &of_gradient).expect("a matrix");
+        assert_same(&client, actual, &expected, &format!("gradient {index}"));
+    }
+}
+
 /// Compares the quantized gradients with what the quantizers make of the gradients.
 fn gradients_of(
     client: &Client,
