@@ -19,6 +19,10 @@ use crate::{
     quantize::whole_runs::RunGrid,
 };
 
+mod quantized;
+
+pub use quantized::{quantize_gelu, quantize_gelu_gradient};
+
 const OPERATION: &str = "gelu";
 const OPERATION_BACKWARD: &str = "gelu_backward";
 const UNITS: usize = 256;

@@ -17,7 +17,7 @@ use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
 pub use crate::row_units::MAX_COLS;
 use crate::{
-    device::{array, cube_grid, empty, storage, vector_width, zeros},
+    device::{array, cube_grid, empty, or_unused, storage, vector_width, zeros},
     error::KernelError,
     exact,
     operator_input::{OperatorInput, Pieces},
@@ -217,7 +217,9 @@ pub fn inverse_rms<'a, R: Runtime>(
     if rows > 0 && !find_statistics(client, x, [rows, cols], epsilon, statistics) {
         let dtype = x.dtype();
         let x = x.prepare(client, OPERATION)?;
-        let pieces = Pieces::of(&[&x], cols, &[]);
+        // As with an output, so that the order of sums is one.
+        let output = or_unused(None, &inverse_rms, dtype);
+        let pieces = Pieces::of(&[&x], cols, &[&output]);
         let units = RowUnits::new(client, cols, pieces.len);
         // SAFETY: rows are guarded by their number, for which the output was allocated, columns by their own; scales lie
         // inside of their buffers, whose shapes were compared with the matrix, and stand-ins are not read.

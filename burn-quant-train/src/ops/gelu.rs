@@ -7,12 +7,20 @@ use crate::{
         DataBackend,
         composition::{GeluForward, GeluGradient},
     },
-    saved::{HeldTensor, recorded::Recorded},
+    saved::{
+        HeldTensor,
+        later::{self, Later, OfOne},
+        recorded::Recorded,
+    },
 };
 
 /// `x Φ(x)`, Φ being the distribution function of the standard normal distribution. Saves x.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Gelu;
+pub(crate) struct Gelu {
+    /// True where layers that read the output quantize it by a number of the whole matrix: then, of what flows, the output
+    /// is not computed before that, and never in memory.
+    pub is_read_by_matrix: bool,
+}
 
 impl<B: DataBackend> Recorded<B, 1> for Gelu {
     type Saved = HeldTensor<B>;
@@ -21,7 +29,11 @@ impl<B: DataBackend> Recorded<B, 1> for Gelu {
         Some(*self)
     }
 
-    fn forward(self, [x]: [HeldTensor<B>; 1], _wanted: [bool; 1]) -> (HeldTensor<B>, Self::Saved) {
+    fn forward(self, [x]: [HeldTensor<B>; 1], wanted: [bool; 1]) -> (HeldTensor<B>, Self::Saved) {
+        if self.is_read_by_matrix && x.is_in_numbers() && later::may_wait(&wanted) {
+            let (output, form) = (Later::OfOne(OfOne::Gelu(x.clone())), x.cell().form());
+            return (HeldTensor::later("gelu", output, form), x);
+        }
         let output = B::run(GeluForward, x.clone().into_input());
         (HeldTensor::of("gelu", output), x)
     }
@@ -32,5 +44,22 @@ impl<B: DataBackend> Recorded<B, 1> for Gelu {
         _wanted: [bool; 1],
     ) -> [Option<FloatTensor<B>>; 1] {
         [Some(B::run(GeluGradient, (x.into_input(), gradient)))]
+    }
+
+    /// The gradient waits for the layer that made x, if that quantizes it by its own maximum.
+    fn backward_held(
+        x: Self::Saved,
+        (gradient, other): (HeldTensor<B>, Option<HeldTensor<B>>),
+        wanted: [bool; 1],
+    ) -> [Option<HeldTensor<B>>; 1] {
+        debug_assert!(other.is_none(), "only who joins gets another gradient");
+        let gradient = gradient.into_value();
+        let copy = x.cell().gradient_copy();
+        if copy.is_some_and(|copy| copy.delayed.is_none()) && x.is_in_numbers() {
+            let form = x.cell().form();
+            let later = Later::OfOne(OfOne::GeluGradient(x, gradient));
+            return [Some(HeldTensor::later("gelu", later, form))];
+        }
+        Self::backward(x, gradient, wanted).map(|gradient| gradient.map(HeldTensor::new))
     }
 }

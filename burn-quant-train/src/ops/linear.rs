@@ -28,7 +28,7 @@ use super::{
 use crate::{
     data::{
         DataBackend, Layout,
-        quantize::{DelayedMaximum, Fallback, MatrixSource, Quantized},
+        quantize::{DelayedMaximum, Fallback, MatrixSource, Quantized, quantize_source},
     },
     layer::{
         Call, Layer,
@@ -220,8 +220,8 @@ impl<B: DataBackend> Linear<B> {
         let x = match (&operand, to_save, &later) {
             (Some(copy), None, _) => InputSource::Copy(Quantized::clone(copy)),
             (_, _, Some(Later::Swiglu(factors))) => InputSource::Floats(factors.source()),
-            (_, _, Some(Later::RmsNorm { inputs, .. })) if product.is_some() => {
-                InputSource::Floats(inputs.source())
+            (_, _, Some(Later::OfOne(of_one))) if product.is_some() => {
+                InputSource::Floats(of_one.source())
             }
             (_, _, _) => InputSource::Floats(MatrixSource::Floats(x.into_value())),
         };
@@ -480,9 +480,13 @@ fn copy_of_gradient<B: DataBackend>(
     gradient: &HeldTensor<B>,
 ) -> Option<Quantized<B>> {
     let make = gradient_make(plan)?;
+    let spec = make.spec(Layout::Both);
     match gradient.cell().waits_for_reader()? {
-        Later::Gradient(pair, factor) => pair.copy(factor, &make.spec(Layout::Both)),
-        Later::Swiglu(_) | Later::RmsNorm { .. } => None,
+        Later::Gradient(pair, factor) => pair.copy(factor, &spec),
+        Later::OfOne(of_one) if !make.has_history() => {
+            Some(quantize_source::<B>(of_one.source(), &spec))
+        }
+        Later::Swiglu(_) | Later::OfOne(_) => None,
     }
 }
 

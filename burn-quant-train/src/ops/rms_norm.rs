@@ -9,7 +9,7 @@ use crate::{
     },
     saved::{
         HeldTensor,
-        later::{self, Later},
+        later::{self, Later, OfOne},
         recorded::Recorded,
         rematerialized::NormInputs,
     },
@@ -48,10 +48,10 @@ impl<B: DataBackend> Recorded<B, 2> for RmsNorm {
                 gain,
             };
             let form = inputs.x.cell().form();
-            let output = Later::RmsNorm {
+            let output = Later::OfOne(OfOne::RmsNorm {
                 inputs: inputs.clone(),
                 epsilon,
-            };
+            });
             return (HeldTensor::later("rms_norm", output, form), inputs);
         }
         let is_trained = wanted.contains(&true);

@@ -1,6 +1,6 @@
-//! Values that their reader computes: SwiGLU's output and its gradients, and in a flow RMSNorm's output. A linear layer
-//! quantizes them in the launch that computes them, so that they never go through memory; whoever else reads one has it
-//! computed by itself.
+//! Values that their reader computes: SwiGLU's output and its gradients, and in a flow those of GELU and RMSNorm's output.
+//! A linear layer quantizes them in the launch that computes them, so that they never go through memory; whoever else reads
+//! one has it computed by itself.
 
 use std::{
     fmt::{self, Debug},
@@ -20,7 +20,8 @@ use crate::{
     data::{
         DataBackend,
         composition::{
-            OperatorInput, RmsNormForward, SwigluCompressing, SwigluForward, SwigluGradients,
+            GeluForward, GeluGradient, OperatorInput, RmsNormForward, SwigluCompressing,
+            SwigluForward, SwigluGradients,
         },
         quantize::{DelayedMaximum, MatrixSource, Quantized, quantize_swiglu_gradients},
     },
@@ -38,10 +39,64 @@ pub(crate) fn may_wait(wanted: &[bool]) -> bool {
 pub(crate) enum Later<B: DataBackend> {
     /// `silu(gate) up`.
     Swiglu(Arc<Factors<B>>),
+    /// The gradient of one of its factors.
+    Gradient(Arc<GradientPair<B>>, Factor),
+    /// What depends on one tensor that flows.
+    OfOne(OfOne<B>),
+}
+
+/// What an operator makes of one tensor that flows.
+#[derive(Debug)]
+pub(crate) enum OfOne<B: DataBackend> {
     /// RMSNorm's output, with what is added to the mean of squares.
     RmsNorm { inputs: NormInputs<B>, epsilon: f32 },
-    /// The gradient of one of SwiGLU's factors.
-    Gradient(Arc<GradientPair<B>>, Factor),
+    /// GELU's.
+    Gelu(HeldTensor<B>),
+    /// The gradient of GELU's input, from that of its output.
+    GeluGradient(HeldTensor<B>, FloatTensor<B>),
+}
+
+impl<B: DataBackend> Clone for OfOne<B> {
+    fn clone(&self) -> Self {
+        match self {
+            Self::RmsNorm { inputs, epsilon } => Self::RmsNorm {
+                inputs: inputs.clone(),
+                epsilon: *epsilon,
+            },
+            Self::Gelu(x) => Self::Gelu(x.clone()),
+            Self::GeluGradient(x, gradient) => Self::GeluGradient(x.clone(), gradient.clone()),
+        }
+    }
+}
+
+impl<B: DataBackend> OfOne<B> {
+    /// What a linear layer quantizes.
+    pub fn source(&self) -> MatrixSource<B> {
+        match self.clone() {
+            Self::RmsNorm { inputs, .. } => inputs.source(),
+            Self::Gelu(x) => MatrixSource::Gelu(x.into_input()),
+            Self::GeluGradient(x, gradient) => MatrixSource::GeluGradient {
+                x: x.into_input(),
+                gradient,
+            },
+        }
+    }
+
+    fn compute(&self) -> FloatTensor<B> {
+        match self.clone() {
+            Self::RmsNorm { inputs, epsilon } => {
+                let NormInputs { x, gain, .. } = inputs;
+                let norm = RmsNormForward {
+                    epsilon,
+                    copy: None,
+                };
+                let ((output, _), _) = B::run(norm, (x.into_input(), gain.into_value()));
+                output
+            }
+            Self::Gelu(x) => B::run(GeluForward, x.into_input()),
+            Self::GeluGradient(x, gradient) => B::run(GeluGradient, (x.into_input(), gradient)),
+        }
+    }
 }
 
 /// A factor of SwiGLU.
@@ -66,30 +121,19 @@ impl<B: DataBackend> Clone for Later<B> {
     fn clone(&self) -> Self {
         match self {
             Self::Swiglu(factors) => Self::Swiglu(factors.clone()),
-            Self::RmsNorm { inputs, epsilon } => Self::RmsNorm {
-                inputs: inputs.clone(),
-                epsilon: *epsilon,
-            },
             Self::Gradient(pair, factor) => Self::Gradient(pair.clone(), *factor),
+            Self::OfOne(of_one) => Self::OfOne(of_one.clone()),
         }
     }
 }
 
 impl<B: DataBackend> Later<B> {
-    /// The value. Of a gradient it is asked for once.
+    /// The value. Of a gradient of a pair it is asked for once.
     pub(super) fn compute(&self) -> FloatTensor<B> {
         match self {
             Self::Swiglu(factors) => factors.product(),
-            Self::RmsNorm { inputs, epsilon } => {
-                let NormInputs { x, gain, .. } = inputs.clone();
-                let norm = RmsNormForward {
-                    epsilon: *epsilon,
-                    copy: None,
-                };
-                let ((output, _), _) = B::run(norm, (x.into_input(), gain.into_value()));
-                output
-            }
             Self::Gradient(pair, factor) => pair.floats(*factor),
+            Self::OfOne(of_one) => of_one.compute(),
         }
     }
 }
@@ -322,7 +366,7 @@ mod tests {
                 let copy = pair.copy(factor, spec)?;
                 Some(floats(dequantize::<Flex>(&copy, FloatDType::F32)))
             }
-            Later::Swiglu(_) | Later::RmsNorm { .. } => None,
+            Later::Swiglu(_) | Later::OfOne(_) => None,
         }
     }
 

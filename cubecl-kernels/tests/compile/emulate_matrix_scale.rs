@@ -1,9 +1,10 @@
 //! FP8 by one scale for a matrix on a CPU, against the reference to the bit: `quantize/matrix_scale`, by current and by
-//! delayed scaling, and around it SwiGLU's output and gradients, with gate and up as floats and as they flow, and RMSNorm's
-//! output of what flows.
+//! delayed scaling, and around it SwiGLU's output and gradients, with gate and up as floats and as they flow, and of what
+//! flows RMSNorm's output, and GELU's and its gradient.
 
 use cubecl::{ir::StorageType, std::tensor::TensorHandle};
 use cubecl_kernels::{
+    gelu::{quantize_gelu, quantize_gelu_gradient},
     granularity::Granularity,
     layout::Layout,
     number::Number,
@@ -215,6 +216,91 @@ fn a_norm_equals_the_reference() {
             let outputs = current(&rounded(&output, float), &spec);
             let all = [&inputs[..], &outputs, &[COUNTERS.to_vec()]].concat();
             let what = format!("rms-norm-{float}-{kind}");
+            check_written(&source, &all, (inputs.len(), 1), &what, float);
+        }
+    }
+}
+
+/// The distribution function of the standard normal distribution and its density, in the operations of gelu.rs.
+fn normal(x: f32) -> (f32, f32) {
+    const TAIL: [f32; 9] = [
+        0.139_621_3,
+        0.139_863_52,
+        0.119_821_295,
+        0.105_552_49,
+        -0.023_212_32,
+        0.159_319_65,
+        -0.255_839,
+        0.144_030_93,
+        -0.029_157_888,
+    ];
+    let magnitude = x.abs();
+    let power = (-0.5 * magnitude * magnitude).exp();
+    let t = 1.0 / 0.35f32.mul_add(magnitude.min(20.0), 1.0);
+    let (first, others) = TAIL.split_last().expect("nine factors");
+    let polynomial = others
+        .iter()
+        .rev()
+        .fold(*first, |sum, factor| sum.mul_add(t, *factor));
+    let tail = polynomial * t * power;
+    let distribution = if x >= 0.0 { 1.0 - tail } else { tail };
+    (distribution, 0.398_942_3 * power)
+}
+
+#[test]
+fn gelu_equals_the_reference() {
+    let mut random = Random::fresh();
+    let spec = |number| QuantizeSpec::new(number, Granularity::Tensor).with_layout(Layout::Both);
+    for (float, is_gradient) in random.few(
+        [dtype::<f16>(), dtype::<bf16>()]
+            .into_iter()
+            .flat_map(|float| [(float, false), (float, true)]),
+        1,
+    ) {
+        let spec = spec(if is_gradient {
+            Number::E5M2
+        } else {
+            Number::E4M3
+        });
+        let source = only_source("quantize_gelu_by_matrix", |client| {
+            let dy = &tensor(client, &[SHAPE.rows, SHAPE.cols], float);
+            let codes = quantize(client, dy, &FLOW).expect("a matrix");
+            let x = OperatorInput::Quantized(&codes, float);
+            match is_gradient {
+                true => quantize_gelu_gradient(client, x, dy, &spec),
+                false => quantize_gelu(client, x, &spec),
+            }
+            .map(drop)
+            .expect("a matrix");
+        });
+        let kinds = [
+            (
+                "special",
+                [(); 2].map(|()| random.with_special_values(SHAPE)),
+            ),
+            (
+                "outliers",
+                [(); 2].map(|()| random.with_outliers(SHAPE.num_elements())),
+            ),
+        ];
+        for (kind, drawn) in random.few(kinds, 1) {
+            let [x, dy] = drawn.map(|it| rounded(&it, float));
+            let ([codes, scales], x) = as_it_flows(&x, float);
+            let mut inputs = vec![codes, scales];
+            if is_gradient {
+                inputs.push(to_bytes(&dy, float));
+            }
+            let output: Vec<f32> = x
+                .iter()
+                .zip(&dy)
+                .map(|(&x, &dy)| match (normal(x), is_gradient) {
+                    ((distribution, density), true) => dy * x.mul_add(density, distribution),
+                    ((distribution, _), false) => x * distribution,
+                })
+                .collect();
+            let outputs = current(&rounded(&output, float), &spec);
+            let all = [&inputs[..], &outputs, &[COUNTERS.to_vec()]].concat();
+            let what = format!("gelu-{float}-{is_gradient}-{kind}");
             check_written(&source, &all, (inputs.len(), 1), &what, float);
         }
     }

@@ -46,7 +46,7 @@ use cubecl_kernels::{
     embedding::embedding_gradient,
     extremes::extremes,
     fallback::{FallbackResidual, FallbackState},
-    gelu::{gelu, gelu_backward},
+    gelu::{gelu, gelu_backward, quantize_gelu, quantize_gelu_gradient},
     gemm::{
         Accumulation, Blueprint, GemmOperand, GemmProblem, Int4Operand, Strategy, candidates, gemm,
         gemm_float, gemm_fp8, gemm_int4, select,
@@ -775,6 +775,25 @@ fn rms_norm_sources() -> Vec<Source> {
     sources
 }
 
+/// The CUDA source of GELU and its gradient of what flows, of each type.
+fn gelu_sources() -> Vec<Source> {
+    let mut sources = sources_of(90, |client| {
+        for float in outputs() {
+            let x = tensor(client, &[128, 256], float);
+            let flow = QuantizeSpec::new(Number::E4M3, Granularity::Group(16));
+            let flowing = quantize(client, &x, &flow).expect("a matrix");
+            let input = OperatorInput::Quantized(&flowing, float);
+            let spec = |number| QuantizeSpec::new(number, Granularity::Tensor);
+            let both = |number| spec(number).with_layout(Layout::Both);
+            quantize_gelu(client, input, &both(Number::E4M3)).expect("a matrix");
+            quantize_gelu_gradient(client, input, &x, &both(Number::E5M2)).expect("a matrix");
+        }
+    });
+    sources.retain(|source| source.name == "quantize_gelu_by_matrix");
+    assert_eq!(sources.len(), 2 * 2);
+    sources
+}
+
 /// The CUDA source of groups both ways and along the rows.
 fn group_sources() -> Vec<Source> {
     let mut sources = sources_of(90, |client| {
@@ -1491,9 +1510,10 @@ fn nvrtc_compiles_quantized_swiglu(#[case] architecture: u16, #[case] name: &str
 
 #[rstest]
 #[ignore = "needs NVRTC: CUDA_PATH=$(.ci/nvrtc), then --test compile -- --ignored"]
-fn nvrtc_compiles_norms_and_groups() {
+fn nvrtc_compiles_norms_gelu_and_groups() {
     compile(rms_norm_sources(), "sm_90a");
     compile(emulate_norms::all_sources(), "sm_90a");
+    compile(gelu_sources(), "sm_90a");
     compile(group_sources(), "sm_90a");
 }
 

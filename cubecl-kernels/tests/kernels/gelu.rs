@@ -45,13 +45,21 @@ mod on_device {
     use cubecl::ir::StorageType;
     use cubecl_kernels::{
         KernelError,
-        gelu::{gelu as kernel, gelu_backward as backward_kernel},
+        gelu::{
+            gelu as kernel, gelu_backward as backward_kernel, quantize_gelu, quantize_gelu_gradient,
+        },
+        granularity::Granularity,
+        layout::Layout,
+        number::Number,
+        operator_input::OperatorInput,
+        quantize::{QuantizeSpec, quantize},
         reference::gelu::normal_density,
         shape::MatrixShape,
     };
 
     use super::*;
     use crate::{
+        copies::assert_same,
         device::{client, drawn, dtype, float_types, read_float, rounded, upload, upload_i32},
         swiglu::on_device::assert_close,
     };
@@ -188,5 +196,57 @@ mod on_device {
         assert!(matches!(error, KernelError::Dtype { .. }), "{error}");
         let error = backward_kernel(&client, &x, &other).unwrap_err();
         assert!(matches!(error, KernelError::Shape { .. }), "{error}");
+    }
+
+    /// What the quantizers make of the tensors, to the bit: of whole tiles of the kernel for what flows, and of none.
+    #[test]
+    fn quantized_as_they_are_computed() {
+        let (client, mut random) = (client(), Random::fresh());
+        let floats = float_types(&client);
+        let shapes = [[256, 384], [64, 128], [130, 264], [3, 16], [0, 128]];
+        let cases = floats
+            .iter()
+            .flat_map(|&float| shapes.map(|shape| (float, shape)));
+        for (float, shape) in drawn(&mut random, cases, 3) {
+            let [rows, cols] = shape;
+            let special = random.index(2) == 0;
+            let [x, gradient] = [(); 2].map(|()| {
+                let values = match special {
+                    true => random.with_special_values(MatrixShape::new(rows, cols)),
+                    false => random.with_outliers(rows * cols),
+                };
+                upload(&client, &values, &shape, float)
+            });
+            let groups = |number, group| QuantizeSpec::new(number, Granularity::Group(group));
+            let waiting = [groups(Number::E4M3, 16), groups(Number::Int8, 128)];
+            let waiting = waiting.map(|spec| quantize(&client, &x, &spec).expect("a matrix"));
+            let numbers = waiting
+                .iter()
+                .map(|matrix| OperatorInput::Quantized(matrix, float));
+            for (index, input) in numbers.chain([(&x).into()]).enumerate() {
+                let output = kernel(&client, input).expect("floats");
+                let of_x = backward_kernel(&client, input, &gradient).expect("floats");
+                let layout = [Layout::Both, Layout::RowMajor, Layout::Transposed][random.index(3)];
+                for spec in [
+                    QuantizeSpec::new(Number::E4M3, Granularity::Tensor).with_layout(layout),
+                    QuantizeSpec::new(Number::E5M2, Granularity::Tensor).with_layout(Layout::Both),
+                    QuantizeSpec::int8(Granularity::Block(32)),
+                ] {
+                    let what = format!("{float} {shape:?}, {index} {spec:?}");
+                    let actual = quantize_gelu(&client, input, &spec).expect("a matrix");
+                    let expected = quantize(&client, &output, &spec).expect("a matrix");
+                    assert_same(&client, &actual, &expected, &what);
+                    let actual = quantize_gelu_gradient(&client, input, &gradient, &spec);
+                    let expected = quantize(&client, &of_x, &spec).expect("a matrix");
+                    assert_same(&client, &actual.expect("a matrix"), &expected, &what);
+                }
+            }
+            let few = upload(&client, &vec![1.0; cols], &[1, cols], float);
+            let spec = QuantizeSpec::int8(Granularity::Block(32));
+            if rows != 1 {
+                let error = quantize_gelu_gradient(&client, &x, &few, &spec).unwrap_err();
+                assert!(matches!(error, KernelError::Shape { .. }), "{error}");
+            }
+        }
     }
 }

@@ -610,7 +610,10 @@ pub(super) fn gelu<B: QuantBackend, R: Recipe>(x: &QuantTensor<B>) -> Option<Qua
     let flow = flow_of::<B, R, 1>([x])?;
     let _scope = QuantTrain::<B, R>::scope();
     let x = flow::enter(Some(flow), x.clone());
-    Some(flow::leave(Some(flow), B::record(Gelu, [x])))
+    let gelu = Gelu {
+        is_read_by_matrix: R::row().reads_x_by_matrix(),
+    };
+    Some(flow::leave(Some(flow), B::record(gelu, [x])))
 }
 
 /// Of logits as they are, before a cast to FP32 if they had one.

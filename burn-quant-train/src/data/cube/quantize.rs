@@ -8,6 +8,7 @@ use burn_cubecl::{
 use cubecl::std::tensor::TensorHandle;
 use cubecl_kernels::{
     fallback::{self, FallbackResidual, FallbackState},
+    gelu::{quantize_gelu, quantize_gelu_gradient},
     granularity::Granularity,
     layout::Layout,
     linear_input::quantize_linear_input,
@@ -54,6 +55,17 @@ where
                 let like = factors[0].on_device();
                 let factors = factors.each_ref().map(Rows::input);
                 let quantized = quantize_swiglu(&like.client, factors, spec);
+                wrap(like, checked(quantized))
+            }
+            MatrixSource::Gelu(x) => {
+                let x = Rows::of(x);
+                let like = x.on_device();
+                wrap(like, checked(quantize_gelu(&like.client, x.input(), spec)))
+            }
+            MatrixSource::GeluGradient { x, gradient } => {
+                let (x, gradient) = (Rows::of(x), handle(&into_contiguous(gradient)));
+                let like = x.on_device();
+                let quantized = quantize_gelu_gradient(&like.client, x.input(), &gradient, spec);
                 wrap(like, checked(quantized))
             }
             MatrixSource::RmsNorm {
@@ -235,9 +247,10 @@ impl<R: CubeRuntime> SourceHandles<R> {
             MatrixSource::SwigluCompressing { gate, up, contexts } => {
                 swiglu(gate, up, Some(contexts))
             }
-            others @ (MatrixSource::Swiglu { .. } | MatrixSource::RmsNorm { .. }) => {
-                (others.into_floats(), None, None)
-            }
+            others @ (MatrixSource::Swiglu { .. }
+            | MatrixSource::Gelu(_)
+            | MatrixSource::GeluGradient { .. }
+            | MatrixSource::RmsNorm { .. }) => (others.into_floats(), None, None),
         };
         matrix_shape(&like, operation);
         Self {

@@ -14,6 +14,6 @@ pub use fallback::{Fallback, FallbackQuantized, Residual};
 pub use kernels::{QuantizeKernels, QuantizedInput};
 pub(crate) use kernels::{quantize_input_by_copies, quantize_operand};
 pub use matrix::{Format, Operand, Quantized, Scales};
-pub(crate) use operations::quantize_swiglu_gradients;
 pub use operations::{dequantize, quantize, quantize_delayed, quantize_fallback};
+pub(crate) use operations::{quantize_source, quantize_swiglu_gradients};
 pub use source::{MatrixSource, SwigluContexts};

@@ -44,6 +44,38 @@ impl Operation for Quantize {
     }
 }
 
+/// Quantizes a matrix, or what it is computed from, of any shape `[.., cols]`: see
+/// [`QuantizeKernels::quantize_source`](super::QuantizeKernels::quantize_source).
+///
+/// # Panics
+///
+/// As that.
+pub(crate) fn quantize_source<B: DataBackend>(
+    x: MatrixSource<B>,
+    spec: &QuantizeSpec,
+) -> Quantized<B> {
+    B::run(QuantizeSource { spec: *spec }, x)
+}
+
+#[derive(Debug, Clone)]
+struct QuantizeSource {
+    spec: QuantizeSpec,
+}
+
+impl Operation for QuantizeSource {
+    const NAME: &'static str = "quantize_source";
+    type Inputs = MatrixSource<Outline>;
+    type Outputs = Quantized<Outline>;
+
+    fn outline<T: Tensors>(&self, x: &MatrixSource<T>) -> Quantized<Outline> {
+        Quantized::outline(rows_and_columns(&x.shape()), &self.spec)
+    }
+
+    fn run<K: Kernels>(self, x: MatrixSource<K>) -> Quantized<K> {
+        K::quantize_source(x.flattened(), &self.spec)
+    }
+}
+
 /// Quantizes the matrix `x` by the scale of a delayed maximum: see
 /// [`QuantizeKernels::quantize_delayed`](super::QuantizeKernels::quantize_delayed).
 ///

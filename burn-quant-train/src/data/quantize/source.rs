@@ -4,7 +4,9 @@ use burn_backend::{Shape, TensorMetadata, tensor::FloatTensor};
 use cubecl_kernels::quantize::QuantizeSpec;
 
 use crate::data::{
-    composition::{OperatorInput, SwigluCompressing, SwigluForward, normalized},
+    composition::{
+        GeluForward, GeluGradient, OperatorInput, SwigluCompressing, SwigluForward, normalized,
+    },
     kernels::Kernels,
     operation::Operation,
     quantize::Quantized,
@@ -32,6 +34,15 @@ pub enum MatrixSource<T: Tensors> {
         /// These copies: groups of which rows are whole ones.
         contexts: QuantizeSpec,
     },
+    /// GELU of a tensor.
+    Gelu(OperatorInput<T>),
+    /// The gradient of its input.
+    GeluGradient {
+        /// The input.
+        x: OperatorInput<T>,
+        /// The gradient of the output, of its shape and dtype.
+        gradient: T::Float,
+    },
     /// `x inverse_rms gain`, in the dtype of x: RMSNorm's output once more.
     RmsNorm {
         /// The input, `[.., columns]`.
@@ -48,8 +59,10 @@ impl<T: Tensors> MatrixSource<T> {
     pub(crate) fn shape(&self) -> Shape {
         match self {
             Self::Floats(tensor) | Self::SwigluCompressing { gate: tensor, .. } => tensor.shape(),
-            Self::Swiglu { gate, .. } => gate.shape(),
-            Self::RmsNorm { x, .. } => x.shape(),
+            Self::Swiglu { gate: x, .. }
+            | Self::Gelu(x)
+            | Self::GeluGradient { x, .. }
+            | Self::RmsNorm { x, .. } => x.shape(),
         }
     }
 }
@@ -77,6 +90,11 @@ impl Bundle for MatrixSource<Outline> {
                     contexts,
                 }
             }
+            MatrixSource::Gelu(x) => MatrixSource::Gelu(OperatorInput::rebuild(x, change)),
+            MatrixSource::GeluGradient { x, gradient } => MatrixSource::GeluGradient {
+                x: OperatorInput::rebuild(x, change),
+                gradient: change.float(gradient),
+            },
             MatrixSource::RmsNorm {
                 x,
                 gain,
@@ -100,6 +118,8 @@ impl<K: Kernels> MatrixSource<K> {
                 let inputs = (OperatorInput::Floats(gate), OperatorInput::Floats(up));
                 SwigluForward.run::<K>(inputs)
             }
+            Self::Gelu(x) => GeluForward.run::<K>(x),
+            Self::GeluGradient { x, gradient } => GeluGradient.run::<K>((x, gradient)),
             Self::RmsNorm {
                 x,
                 gain,
@@ -120,9 +140,11 @@ impl<K: Kernels> MatrixSource<K> {
                 let (product, copies) = compressing.run::<K>((gate, up));
                 (Self::Floats(product), Some(copies))
             }
-            source @ (Self::Floats(_) | Self::Swiglu { .. } | Self::RmsNorm { .. }) => {
-                (source, None)
-            }
+            source @ (Self::Floats(_)
+            | Self::Swiglu { .. }
+            | Self::Gelu(_)
+            | Self::GeluGradient { .. }
+            | Self::RmsNorm { .. }) => (source, None),
         }
     }
 
@@ -140,6 +162,17 @@ impl<K: Kernels> MatrixSource<K> {
                 up: flatten::<K>(up),
                 contexts,
             },
+            Self::Gelu(x) => {
+                let matrix = flattened(&x.shape());
+                Self::Gelu(x.reshaped(matrix))
+            }
+            Self::GeluGradient { x, gradient } => {
+                let matrix = flattened(&x.shape());
+                Self::GeluGradient {
+                    x: x.reshaped(matrix),
+                    gradient: flatten::<K>(gradient),
+                }
+            }
             Self::RmsNorm {
                 x,
                 gain,

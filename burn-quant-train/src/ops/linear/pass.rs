@@ -168,6 +168,8 @@ impl Operation for Forward {
                 InputSource::Floats(
                     MatrixSource::Floats(_)
                     | MatrixSource::Swiglu { .. }
+                    | MatrixSource::Gelu(_)
+                    | MatrixSource::GeluGradient { .. }
                     | MatrixSource::RmsNorm { .. },
                 )
                 | InputSource::Copy(_) => None,
