@@ -4,11 +4,11 @@ use cubecl::{cuda::CudaRuntime, prelude::*};
 use cubecl_kernels::{
     KernelError,
     column_sum::column_sum,
-    gelu::{gelu, gelu_backward},
+    gelu::{gelu, gelu_backward, quantize_gelu, quantize_gelu_gradient},
     layer_norm::{layer_norm, layer_norm_backward},
     operator_input::OperatorInput,
     quantize::{QuantizeSpec, Quantized, dequantize, quantize},
-    rms_norm::{rms_norm, rms_norm_backward},
+    rms_norm::{inverse_rms, quantize_rms_norm, rms_norm, rms_norm_backward},
     swiglu::{quantize_swiglu, quantize_swiglu_gradients, swiglu, swiglu_backward},
 };
 use half::bf16;
@@ -161,6 +161,15 @@ impl<'a> Launches<'a> {
         let client = self.client;
         let x = operands.inputs[0].input();
         let (output, statistics) = match self.operator {
+            Operator::RmsNorm if !self.alone && self.numbers.is_read_by_matrix() => {
+                let roots = inverse_rms(client, x, &self.gain, EPSILON)?;
+                let spec = &self.numbers.output;
+                let output = quantize_rms_norm(client, x, &self.gain, &roots, spec)?;
+                return Ok(Forward {
+                    output: Values::Numbers(Box::new(output)),
+                    statistics: Statistics::RmsNorm(roots),
+                });
+            }
             Operator::RmsNorm => {
                 let norm = rms_norm(client, x, &self.gain, EPSILON)?;
                 (norm.output, Statistics::RmsNorm(norm.inverse_rms))
@@ -169,6 +178,13 @@ impl<'a> Launches<'a> {
                 let norm = layer_norm(client, x, &self.gain, Some(&self.bias), EPSILON)?;
                 let statistics = [norm.mean, norm.inverse_deviation];
                 (norm.output, Statistics::LayerNorm(statistics))
+            }
+            Operator::Gelu if !self.alone => {
+                let output = quantize_gelu(client, x, &self.numbers.output)?;
+                return Ok(Forward {
+                    output: Values::Numbers(Box::new(output)),
+                    statistics: Statistics::None,
+                });
             }
             Operator::Gelu => (gelu(client, x)?, Statistics::None),
             Operator::Swiglu => {
@@ -213,6 +229,14 @@ impl<'a> Launches<'a> {
                 (vec![of.input], vec![sum(&of.gain)?, sum(&of.bias)?])
             }
             Statistics::None if self.operator == Operator::Gelu => {
+                if !self.alone {
+                    let spec = &self.numbers.input_gradients[0];
+                    let of_x = quantize_gelu_gradient(client, x, gradient, spec)?;
+                    return Ok(Backward {
+                        of_inputs: vec![Values::Numbers(Box::new(of_x))],
+                        of_parameters: Vec::new(),
+                    });
+                }
                 (vec![gelu_backward(client, x, gradient)?], Vec::new())
             }
             Statistics::None => {
