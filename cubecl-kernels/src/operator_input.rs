@@ -67,7 +67,7 @@ impl<R: Runtime> OperatorInput<'_, R> {
         }
     }
 
-    /// Accepts floats that kernels read. Gives their number.
+    /// Accepts floats that kernels read, and quantized matrices as `quantize` makes them. Gives the number of elements.
     pub(crate) fn check(
         &self,
         client: &ComputeClient<R>,
@@ -77,7 +77,10 @@ impl<R: Runtime> OperatorInput<'_, R> {
         check_float(client, operation, name, self.dtype())?;
         match self {
             Self::Floats(tensor) => check_contiguous(operation, tensor),
-            Self::Quantized(matrix, _) => Ok(matrix.shape.num_elements()),
+            Self::Quantized(matrix, _) => {
+                runs_of(operation, matrix)?;
+                Ok(matrix.shape.num_elements())
+            }
         }
     }
 

@@ -29,8 +29,8 @@ use crate::{
         whole_runs::RunGrid,
     },
     row_units::{
-        RowUnits, add_rows, check_backward, check_rows, has_rows, held_copy, held_input,
-        held_zeros, inverse_cols,
+        RowUnits, add_rows, check_backward, check_rows, check_rows_of_input, has_rows, held_copy,
+        held_input, held_zeros, inverse_cols,
         norm::{OfColumns, Output, RowStatistics, find_statistics, gradients, normalize},
         read_held, row_sum, write_held, write_held_copy,
     },
@@ -38,7 +38,7 @@ use crate::{
 
 mod quantized;
 
-pub use quantized::quantize_rms_norm;
+pub use quantized::{quantize_rms_norm, quantizes_rms_norm};
 
 const OPERATION: &str = "rms_norm";
 const OPERATION_BACKWARD: &str = "rms_norm_backward";
@@ -198,17 +198,18 @@ fn launch<R: Runtime>(
 /// `r` of each row, f32 `[rows]`, as [`rms_norm`] gives it beside its output: for who makes that
 /// [as it quantizes it](quantize_rms_norm).
 ///
+/// - `x`, `epsilon`: as there.
+///
 /// # Errors
 ///
-/// As there.
+/// As there, but for what is said of a gain.
 pub fn inverse_rms<'a, R: Runtime>(
     client: &ComputeClient<R>,
     x: impl Into<OperatorInput<'a, R>>,
-    gain: &TensorHandle<R>,
     epsilon: f32,
 ) -> Result<TensorHandle<R>, KernelError> {
     let x = x.into();
-    let [rows, cols] = check_rows(client, OPERATION, &x, gain)?;
+    let [rows, cols] = check_rows_of_input(client, OPERATION, &x)?;
     let inverse_rms = empty(client, vec![rows], storage::<f32>());
     let statistics = RowStatistics {
         mean: None,

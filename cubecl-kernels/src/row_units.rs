@@ -40,6 +40,24 @@ pub(crate) fn has_rows(dtype: StorageType, cols: usize) -> bool {
     (dtype == storage::<f32>() || is_operand_type(dtype)) && (1..=MAX_COLS).contains(&cols)
 }
 
+/// Rows and columns of `x`.
+pub(crate) fn check_rows_of_input<R: Runtime>(
+    client: &ComputeClient<R>,
+    operation: &'static str,
+    x: &OperatorInput<R>,
+) -> Result<[usize; 2], KernelError> {
+    let len = x.check(client, operation, "x")?;
+    let cols = x.shape().last().copied().unwrap_or_default();
+    if !has_rows(x.dtype(), cols) {
+        return Err(KernelError::Shape {
+            operation,
+            got: format!("x {:?}", x.shape()),
+            remedy: "pass rows of 1 to 8192 elements",
+        });
+    }
+    Ok([len / cols, cols])
+}
+
 /// Rows and columns of `x`, for which there is a gain.
 pub(crate) fn check_rows<R: Runtime>(
     client: &ComputeClient<R>,
@@ -47,18 +65,16 @@ pub(crate) fn check_rows<R: Runtime>(
     x: &OperatorInput<R>,
     gain: &TensorHandle<R>,
 ) -> Result<[usize; 2], KernelError> {
-    let len = x.check(client, operation, "x")?;
+    let [rows, cols] = check_rows_of_input(client, operation, x)?;
     check_float(client, operation, "gain", gain.dtype)?;
-    let gains = check_contiguous(operation, gain)?;
-    let cols = x.shape().last().copied().unwrap_or_default();
-    if gains != cols || !has_rows(x.dtype(), cols) {
+    if check_contiguous(operation, gain)? != cols {
         return Err(KernelError::Shape {
             operation,
             got: format!("x {:?} and gain {:?}", x.shape(), gain.shape()),
-            remedy: "pass rows of 1 to 8192 elements, and a gain for each column",
+            remedy: "pass a gain for each column",
         });
     }
-    Ok([len / cols, cols])
+    Ok([rows, cols])
 }
 
 /// Accepts a gradient of the shape and type of `x`, and for each row an f32 of each of `statistics`, named.

@@ -162,7 +162,7 @@ impl<'a> Launches<'a> {
         let x = operands.inputs[0].input();
         let (output, statistics) = match self.operator {
             Operator::RmsNorm if !self.alone && self.numbers.is_read_by_matrix() => {
-                let roots = inverse_rms(client, x, &self.gain, EPSILON)?;
+                let roots = inverse_rms(client, x, EPSILON)?;
                 let spec = &self.numbers.output;
                 let output = quantize_rms_norm(client, x, &self.gain, &roots, spec)?;
                 return Ok(Forward {

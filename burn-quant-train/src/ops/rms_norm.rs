@@ -5,7 +5,9 @@ use burn_backend::{FloatDType, TensorMetadata, tensor::FloatTensor};
 use crate::{
     data::{
         DataBackend, cast_to,
-        composition::{InverseRms, OutputGradient, RmsNormForward, RmsNormGradients},
+        composition::{
+            InverseRms, OutputGradient, RmsNormForward, RmsNormGradients, quantizes_rms_norm,
+        },
     },
     saved::{
         HeldTensor,
@@ -38,10 +40,10 @@ impl<B: DataBackend> Recorded<B, 2> for RmsNorm {
         [x, gain]: [HeldTensor<B>; 2],
         wanted: [bool; 2],
     ) -> (HeldTensor<B>, Self::Saved) {
-        if self.is_read_by_matrix && x.is_in_numbers() && later::may_wait(&wanted) {
+        let waits = self.is_read_by_matrix && x.is_in_numbers() && later::may_wait(&wanted);
+        if waits && quantizes_rms_norm::<B>(x.cell().device()) {
             let epsilon = self.epsilon as f32;
-            let inputs = (x.clone().into_input(), gain.clone().into_value());
-            let inverse_rms = B::run(InverseRms { epsilon }, inputs);
+            let inverse_rms = B::run(InverseRms { epsilon }, x.clone().into_input());
             let inputs = NormInputs {
                 inverse_rms: HeldTensor::of("rms_norm", inverse_rms),
                 x,

@@ -17,8 +17,8 @@ use super::{fingerprint::fnv_1a, numbers::Numbers};
 /// CUDA source with its knobs set: a value of this type is one kernel.
 ///
 /// CubeCL's cache of compiled kernels knows it by the fields in their order and by the fingerprints of two texts: the
-/// declaration of the numbers, and the kernel's own. So the knobs and the shared memory must follow from the fields
-/// alone, and a change of how they do must come with one of the text.
+/// declaration of the numbers, and the kernel's own. So the knobs, the units and the shared memory must follow from
+/// the fields alone, and a change of how they do must come with one of the text.
 pub(crate) trait CudaSource: Debug + Copy + Eq + Hash + Send + Sync + 'static {
     /// The numbers of a launch. Their declaration comes behind the knobs.
     type Numbers: Numbers;
@@ -27,7 +27,7 @@ pub(crate) trait CudaSource: Debug + Copy + Eq + Hash + Send + Sync + 'static {
     const TEXT: &'static str;
     /// The name of the kernel in the text, a function `extern "C"`.
     const ENTRY_POINT: &'static str;
-    /// Units of a cube.
+    /// Units of a cube: 256 but where the fields say otherwise.
     fn units(&self) -> u32 {
         256
     }

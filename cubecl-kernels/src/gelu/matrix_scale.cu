@@ -43,8 +43,11 @@ __device__ __forceinline__ void compute(u32 (&words)[PATCH_COLS / 2], const u32 
     }
 }
 
-// What the slope does not exceed where |x| does not exceed `most`, which is not negative: its own is 0.8 at most.
-__device__ __forceinline__ float most_of(float most) { return fminf(1.13f, fmaf(most, 0.8f, 0.5f)); }
+// What the slope does not exceed where |x| does not exceed `most`, which is not negative: its own is 0.8 at most. What is
+// not finite stays.
+__device__ __forceinline__ float most_of(float most) {
+    return most < INFINITY ? fminf(1.13f, fmaf(most, 0.8f, 0.5f)) : most;
+}
 #else
 // x P(x), in its place.
 __device__ __forceinline__ void compute(u32 (&words)[PATCH_COLS / 2]) {
@@ -88,21 +91,21 @@ struct Gelu {
 #endif
     }
 
-    __device__ __forceinline__ void bound(float (&bounds)[1], u64 row) const {
-        bounds[0] = most_of(x.bound(row));
+    __device__ __forceinline__ void bound(float (&bounds)[1], u64 piece) const {
+        bounds[0] = most_of(x.bound(piece));
 #if GRADIENT
         Row gradients;
-        read_row(gradients, gradient, row);
-        bounds[0] *= SLACK * __uint_as_float(float_bits(larger(0, gradients)));
+        read_row(gradients, gradient, piece);
+        bounds[0] *= SLACK * largest_in(gradients);
 #endif
     }
 
-    __device__ __forceinline__ void look(u32 (&largest)[1], u64 row) const {
+    __device__ __forceinline__ void look(u32 (&largest)[1], u64 piece) const {
         Row elements;
-        x.read(elements, row);
+        x.read(elements, piece);
 #if GRADIENT
         Row gradients;
-        read_row(gradients, gradient, row);
+        read_row(gradients, gradient, piece);
         compute(elements.words, gradients.words);
 #else
         compute(elements.words);

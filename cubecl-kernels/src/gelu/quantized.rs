@@ -4,10 +4,10 @@
 use cubecl::{prelude::*, std::tensor::TensorHandle};
 
 use crate::{
-    cuda::source::CudaSource,
-    device::{MatrixView, is_contiguous, is_operand_type},
+    cuda::source::{CudaSource, SourceText},
+    device::{MatrixView, is_operand_type},
     error::KernelError,
-    operator_input::OperatorInput,
+    operator_input::{OperatorInput, check_alike},
     quantize::{
         QuantizeSpec, Quantized,
         buffers::{allocate, allocate_gradient},
@@ -19,15 +19,16 @@ use crate::{
 use super::{gelu, gelu_backward};
 
 const OPERATION: &str = "quantize_gelu";
+const OPERATION_OF_GRADIENT: &str = "quantize_gelu_gradient";
 /// Cubes of a multiprocessor that take tiles by turns.
 const TAKING: usize = 4;
 
 /// The output of [`gelu`](super::gelu()), quantized: in one launch, without the output in memory, where a kernel has the
 /// spec.
 ///
-/// - `x`: as there, a matrix.
+/// - `x`: `[rows, cols]`, as there.
 /// - `spec`: a kernel has FP8 by one scale, to nearest, of whole tiles of 64 x 128 elements of f16 or bf16 that wait as
-///   E4M3 in groups along the rows, on Hopper.
+///   E4M3 in groups of 16 columns or more with FP32 scales, on Hopper.
 ///
 /// To the bit, the result is that of [`quantize`](crate::quantize::quantize()).
 ///
@@ -40,17 +41,22 @@ pub fn quantize_gelu<'a, R: Runtime>(
     spec: &QuantizeSpec,
 ) -> Result<Quantized<R>, KernelError> {
     let x = x.into();
+    x.check(client, OPERATION, "x")?;
     match launch(client, x, None, spec)? {
         Some(quantized) => Ok(quantized),
         None => quantize(client, &gelu(client, x)?, spec),
     }
 }
 
-/// The gradient of `x` of [`gelu_backward`](super::gelu_backward()), quantized, likewise.
+/// The gradient of `x` of [`gelu_backward`](super::gelu_backward()), quantized as [`quantize_gelu`] does the output.
+///
+/// - `x`: `[rows, cols]`, as there.
+/// - `gradient`: that of the output, of the shape and type of `x`, contiguous.
+/// - `spec`: as there.
 ///
 /// # Errors
 ///
-/// As that and `quantize`.
+/// As `gelu_backward` and `quantize`.
 pub fn quantize_gelu_gradient<'a, R: Runtime>(
     client: &ComputeClient<R>,
     x: impl Into<OperatorInput<'a, R>>,
@@ -58,13 +64,15 @@ pub fn quantize_gelu_gradient<'a, R: Runtime>(
     spec: &QuantizeSpec,
 ) -> Result<Quantized<R>, KernelError> {
     let x = x.into();
+    let inputs = [("x", x), ("gradient", gradient.into())];
+    check_alike(client, OPERATION_OF_GRADIENT, &inputs)?;
     match launch(client, x, Some(gradient), spec)? {
         Some(quantized) => Ok(quantized),
         None => quantize(client, &gelu_backward(client, x, gradient)?, spec),
     }
 }
 
-/// `None` where there is no kernel, or something that a kernel does not read.
+/// `None` where there is no kernel, or something that it does not read. What comes was checked.
 fn launch<R: Runtime>(
     client: &ComputeClient<R>,
     x: OperatorInput<R>,
@@ -78,13 +86,11 @@ fn launch<R: Runtime>(
         return Ok(None);
     };
     let view = MatrixView::new(OPERATION, values)?;
-    let is_alike = gradient
-        .is_none_or(|it| it.dtype == dtype && it.shape()[..] == x.shape()[..] && is_contiguous(it));
     let floats: Vec<_> = gradient.into_iter().collect();
     let (Some(group), Some((tiles, of_tile)), true) = (
         group_of(matrix, &view),
         fits(client, dtype, &floats, &view, spec),
-        is_operand_type(dtype) && is_alike,
+        is_operand_type(dtype),
     ) else {
         return Ok(None);
     };
@@ -143,5 +149,18 @@ impl CudaSource for ByMatrix {
             self.group,
             u8::from(self.gradient),
         )
+    }
+    /// That of the gradient with that of the output.
+    fn companions<R: Runtime>(
+        &self,
+        _client: &ComputeClient<R>,
+        _sizes: [usize; 4],
+    ) -> Vec<SourceText> {
+        let gradient = Self {
+            of_tile: self.of_tile.of_gradient(),
+            gradient: true,
+            ..*self
+        };
+        vec![gradient.text()]
     }
 }

@@ -29,6 +29,8 @@ use super::{DelayedMaximum, Input, QuantizeSpec, Quantized, buffers::allocate};
 const VECTOR_BYTES: usize = 16;
 /// Codes of a row that a unit reads at once.
 const CODES_AT_ONCE: usize = 8;
+/// Tiles of which 32 bits number all pieces of 8 elements.
+const MAX_TILES: usize = 1 << 22;
 /// Rows and columns of a tile.
 const TILE: [usize; 2] = [64, 128];
 
@@ -95,7 +97,7 @@ pub(crate) fn fits<R: Runtime>(
         && spec.rounding == Rounding::Nearest
         && shape.batch == 1
         && [rows * TILE[0], cols * TILE[1]] == [shape.rows, shape.cols]
-        && rows * cols > 0
+        && (1..=MAX_TILES).contains(&(rows * cols))
         && rows.max(cols) <= MAX_CUBES
         && inputs
             .iter()

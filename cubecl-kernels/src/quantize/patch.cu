@@ -28,26 +28,26 @@ struct Row {
 
 typedef Row Rows[PATCH_ROWS];
 
-// Reads the row of a patch that has this number in a dense matrix.
-__device__ __forceinline__ void read_row(Row &row, const u8 *__restrict__ x, u64 number) {
+// Reads a row of a patch that begins at this element.
+__device__ __forceinline__ void read_row_from(Row &row, const u8 *__restrict__ x, u64 from) {
 #pragma unroll
     for (int v = 0; v < VECTORS; v++) {
-        const uint4 vector = __ldg((const uint4 *)(x + number * PATCH_COLS * ELEMENT_BYTES) + v);
+        const uint4 vector = __ldg((const uint4 *)(x + from * ELEMENT_BYTES) + v);
         u32 *const words = row.words + 4 * v;
         words[0] = vector.x, words[1] = vector.y, words[2] = vector.z, words[3] = vector.w;
     }
+}
+
+// Reads the one that has this number in a dense matrix.
+__device__ __forceinline__ void read_row(Row &row, const u8 *__restrict__ x, u64 piece) {
+    read_row_from(row, x, piece * PATCH_COLS);
 }
 
 // Reads the rows of a patch of a matrix, from the element where it begins.
 __device__ __forceinline__ void read_rows(Rows &rows, const u8 *__restrict__ x, u64 from, u64 row_stride) {
 #pragma unroll
     for (int r = 0; r < PATCH_ROWS; r++)
-#pragma unroll
-        for (int v = 0; v < VECTORS; v++) {
-            const uint4 vector = __ldg((const uint4 *)(x + (from + r * row_stride) * ELEMENT_BYTES) + v);
-            u32 *const words = rows[r].words + 4 * v;
-            words[0] = vector.x, words[1] = vector.y, words[2] = vector.z, words[3] = vector.w;
-        }
+        read_row_from(rows[r], x, from + r * row_stride);
 }
 
 #ifndef IN_F32
@@ -95,6 +95,11 @@ __device__ __forceinline__ u32 float_bits(u32 largest) {
 #else
     return __float_as_uint(from_16_bits(larger_half(largest)));
 #endif
+}
+
+// The largest magnitude in a row.
+__device__ __forceinline__ float largest_in(const Row &row) {
+    return __uint_as_float(float_bits(larger(0, row)));
 }
 
 __device__ __forceinline__ float element(const Row &row, int col) {

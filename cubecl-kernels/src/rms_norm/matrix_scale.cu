@@ -19,20 +19,20 @@ struct Normalized {
             normalize(rows[r].words, roots[r], gains);
     }
 
-    __device__ __forceinline__ void bound(float (&bounds)[1], u64 row) const {
-        const Gains gains = read_gains(gain, (u32)row % across * PATCH_COLS);
+    __device__ __forceinline__ void bound(float (&bounds)[1], u64 piece) const {
+        const Gains gains = read_gains(gain, (u32)piece % across * PATCH_COLS);
         u32 largest = 0;
 #pragma unroll
         for (float of_col : gains.of)
             largest = max(largest, __float_as_uint(fabsf(of_col)));
-        bounds[0] = x.bound(row) * __ldg(inverse_rms + (u32)row / across) * __uint_as_float(largest);
+        bounds[0] = x.bound(piece) * __ldg(inverse_rms + (u32)piece / across) * __uint_as_float(largest);
     }
 
-    __device__ __forceinline__ void look(u32 (&largest)[1], u64 row) const {
+    __device__ __forceinline__ void look(u32 (&largest)[1], u64 piece) const {
         Row normalized;
-        x.read(normalized, row);
-        normalize(normalized.words, __ldg(inverse_rms + (u32)row / across),
-                  read_gains(gain, (u32)row % across * PATCH_COLS));
+        x.read(normalized, piece);
+        normalize(normalized.words, __ldg(inverse_rms + (u32)piece / across),
+                  read_gains(gain, (u32)piece % across * PATCH_COLS));
         largest[0] = max(largest[0], float_bits(larger(0, normalized)));
     }
 };

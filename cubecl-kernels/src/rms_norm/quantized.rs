@@ -1,4 +1,4 @@
-//! The output of RMSNorm as a quantized matrix, once more: from its input as that waits, and the number of each row.
+//! The output of RMSNorm as a quantized matrix: from its input as that waits or flows, and the number of each row.
 
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
@@ -7,7 +7,9 @@ use crate::{
         numbers::{halves, numbers},
         source::{CudaSource, float_knob, launch_source},
     },
-    device::{MatrixView, array, cube_grid, empty, is_operand_type, storage, vector_width},
+    device::{
+        MatrixView, array, cube_grid, empty, is_hopper, is_operand_type, storage, vector_width,
+    },
     error::KernelError,
     layout::Layout,
     operator_input::{OperatorInput, Pieces, read_input, read_piece, write_piece},
@@ -37,6 +39,11 @@ const TAKING: usize = 4;
 const GAIN_BYTES: usize = 16;
 /// Rows of a unit's patch of a matrix that has one scale.
 const PATCH_ROWS: usize = 4;
+
+/// True where a kernel quantizes RMSNorm's output, of numbers that flow in FP8, by one scale as it computes it.
+pub fn quantizes_rms_norm<R: Runtime>(client: &ComputeClient<R>) -> bool {
+    is_hopper(client)
+}
 
 /// The output of [`rms_norm`](super::rms_norm()), quantized, from what it gave of the rows: in one launch, without the
 /// output in memory, where a kernel has the spec.

@@ -9,7 +9,6 @@
 // no barrier waits for memory. Between both passes over a row a thread holds its elements in 16 bits, which leaves
 // registers for the sums of its columns.
 
-
 // What a thread has in flight of a row.
 struct Stage {
 #if CODES

@@ -19,6 +19,9 @@ typedef unsigned long long u64;
 #define THREADS (LANES * ROWS)
 #define EVERYONE 0xffffffffu
 
+// Sums over a row go through all warps of a block.
+static_assert(LANES <= 32 || ROWS == 1);
+
 // A vector of elements.
 struct Vector {
     u32 words[4];
@@ -74,7 +77,7 @@ __device__ __forceinline__ void read_floats(Held &held, const u8 *__restrict__ f
 }
 
 // The sums over a row's threads, in all of them: in each warp a tree whose last level are neighbours, then warp after warp.
-// `of_warps` is for `count` words of each warp, and another one from a call to the next.
+// `of_warps` is for `Count` words of each warp, and another one from a call to the next.
 template <int Count>
 __device__ __forceinline__ void row_sums(float (&sums)[Count], float (*of_warps)[Count]) {
 #pragma unroll

@@ -18,12 +18,13 @@ __device__ __forceinline__ Sigmoids sigmoids(float x) {
     return both;
 }
 
-// What |silu(x)| and |silu'(x)| do not exceed where |x| does not exceed `most`, which is not negative: silu'' <= 1 / 2.
+// What |silu(x)| and |silu'(x)| do not exceed where |x| does not exceed `most`, which is not negative: silu'' <= 1 / 2. What
+// is not finite stays.
 __device__ __forceinline__ float most_of_silu(float most) {
     return most * fminf(1.0f, fmaf(most, 0.25f, 0.5f));
 }
 __device__ __forceinline__ float most_of_slope(float most) {
-    return fminf(1.1f, fmaf(most, 0.5f, 0.5f));
+    return most < INFINITY ? fminf(1.1f, fmaf(most, 0.5f, 0.5f)) : most;
 }
 
 // silu(gate) up.

@@ -9,10 +9,10 @@ struct Factors {
 #if CODES
     Codes gate, up;
 
-    // A row of the patches, by its number in the matrix.
-    __device__ __forceinline__ void read(Row &of_gate, Row &of_up, u64 row) const {
-        gate.read(of_gate, row);
-        up.read(of_up, row);
+    // The rows of a patch that have this number in the matrices.
+    __device__ __forceinline__ void read(Row &of_gate, Row &of_up, u64 piece) const {
+        gate.read(of_gate, piece);
+        up.read(of_up, piece);
     }
 #else
     const u8 *__restrict__ gate, *__restrict__ up;

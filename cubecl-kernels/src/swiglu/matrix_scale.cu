@@ -1,6 +1,5 @@
 // The gate of SwiGLU as the input of a linear layer, quantized to FP8 by one scale as it is computed: in front of this
-// text stand the tile.cu of one scale for a matrix, pairs.cu, codes.cu, arithmetic.cu and
-// factors.cu.
+// text stand the tile.cu of one scale for a matrix, pairs.cu, codes.cu, arithmetic.cu and factors.cu.
 
 struct Swiglu {
     static const bool BOUNDED = CODES > 0;
@@ -15,13 +14,13 @@ struct Swiglu {
     }
 
 #if CODES
-    __device__ __forceinline__ void bound(float (&bounds)[1], u64 row) const {
-        bounds[0] = most_of_silu(factors.gate.bound(row)) * factors.up.bound(row);
+    __device__ __forceinline__ void bound(float (&bounds)[1], u64 piece) const {
+        bounds[0] = most_of_silu(factors.gate.bound(piece)) * factors.up.bound(piece);
     }
 
-    __device__ __forceinline__ void look(u32 (&largest)[1], u64 row) const {
+    __device__ __forceinline__ void look(u32 (&largest)[1], u64 piece) const {
         Row gates, ups, out;
-        factors.read(gates, ups, row);
+        factors.read(gates, ups, piece);
         swiglu(out.words, gates.words, ups.words);
         largest[0] = max(largest[0], float_bits(larger(0, out)));
     }

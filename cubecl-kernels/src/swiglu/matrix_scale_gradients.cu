@@ -19,19 +19,19 @@ struct Inputs {
     }
 
 #if CODES
-    __device__ __forceinline__ void bound(float (&bounds)[2], u64 row) const {
-        const float of_gate = factors.gate.bound(row), of_up = factors.up.bound(row);
+    __device__ __forceinline__ void bound(float (&bounds)[2], u64 piece) const {
+        const float of_gate = factors.gate.bound(piece), of_up = factors.up.bound(piece);
         Row gradients;
-        read_row(gradients, gradient, row);
-        const float most = __uint_as_float(float_bits(larger(0, gradients)));
+        read_row(gradients, gradient, piece);
+        const float most = largest_in(gradients);
         bounds[0] = most_of_slope(of_gate) * of_up * most;
         bounds[1] = most_of_silu(of_gate) * most;
     }
 
-    __device__ __forceinline__ void look(u32 (&largest)[2], u64 row) const {
+    __device__ __forceinline__ void look(u32 (&largest)[2], u64 piece) const {
         Row of_gate, of_up, gradients;
-        factors.read(of_gate, of_up, row);
-        read_row(gradients, gradient, row);
+        factors.read(of_gate, of_up, piece);
+        read_row(gradients, gradient, piece);
         swiglu_backward(of_gate.words, of_up.words, gradients.words);
         largest[0] = max(largest[0], float_bits(larger(0, of_gate)));
         largest[1] = max(largest[1], float_bits(larger(0, of_up)));
@@ -63,8 +63,8 @@ __device__ __forceinline__ void quantize_gradients(const Inputs &inputs, const O
 #if CODES
         look_where_needed<2>(
             counters, numbers, &shared, of_warps,
-            [&](float(&bounds)[2], u64 row) { inputs.bound(bounds, row); },
-            [&](u32(&largest)[2], u64 row) { inputs.look(largest, row); });
+            [&](float(&bounds)[2], u64 piece) { inputs.bound(bounds, piece); },
+            [&](u32(&largest)[2], u64 piece) { inputs.look(largest, piece); });
 #else
         look_at_all<2>(counters, tiles, &shared, of_warps, [&](u32(&largest)[2], u32 tile) {
             inputs.read(gates, ups, place_of(tile, numbers), numbers);

@@ -189,7 +189,7 @@ fn a_norm_equals_the_reference() {
         (dtype::<bf16>(), dtype::<f32>()),
     ];
     for (float, gain_type) in random.few(types, 1) {
-        let source = only_source("quantize_rms_norm_by_matrix", |client| {
+        let mut source = only_source("quantize_rms_norm_by_matrix", |client| {
             let x = &tensor(client, &[SHAPE.rows, SHAPE.cols], float);
             let codes = quantize(client, x, &FLOW).expect("a matrix");
             let gain = tensor(client, &[SHAPE.cols], gain_type);
@@ -197,6 +197,7 @@ fn a_norm_equals_the_reference() {
             let x = OperatorInput::Quantized(&codes, float);
             quantize_rms_norm(client, x, &gain, &roots, &spec).expect("a matrix");
         });
+        source.cubes = random.few([[1, 1, 1], source.cubes], 1)[0];
         let kinds = [
             ("special", random.with_special_values(SHAPE)),
             ("outliers", random.with_outliers(SHAPE.num_elements())),
@@ -262,7 +263,7 @@ fn gelu_equals_the_reference() {
         } else {
             Number::E4M3
         });
-        let source = only_source("quantize_gelu_by_matrix", |client| {
+        let mut source = only_source("quantize_gelu_by_matrix", |client| {
             let dy = &tensor(client, &[SHAPE.rows, SHAPE.cols], float);
             let codes = quantize(client, dy, &FLOW).expect("a matrix");
             let x = OperatorInput::Quantized(&codes, float);
@@ -273,17 +274,9 @@ fn gelu_equals_the_reference() {
             .map(drop)
             .expect("a matrix");
         });
-        let kinds = [
-            (
-                "special",
-                [(); 2].map(|()| random.with_special_values(SHAPE)),
-            ),
-            (
-                "outliers",
-                [(); 2].map(|()| random.with_outliers(SHAPE.num_elements())),
-            ),
-        ];
-        for (kind, drawn) in random.few(kinds, 1) {
+        source.cubes = random.few([[1, 1, 1], source.cubes], 1)[0];
+        let kinds = kinds::<2>(&mut random);
+        for (kind, drawn) in random.few(kinds, 2) {
             let [x, dy] = drawn.map(|it| rounded(&it, float));
             let ([codes, scales], x) = as_it_flows(&x, float);
             let mut inputs = vec![codes, scales];
@@ -300,10 +293,26 @@ fn gelu_equals_the_reference() {
                 .collect();
             let outputs = current(&rounded(&output, float), &spec);
             let all = [&inputs[..], &outputs, &[COUNTERS.to_vec()]].concat();
-            let what = format!("gelu-{float}-{is_gradient}-{kind}");
+            let what = format!("gelu-{float}-{is_gradient}-{kind}-{}", source.cubes[0]);
             check_written(&source, &all, (inputs.len(), 1), &what, float);
         }
     }
+}
+
+/// Matrices with special values in all of them, in none, or in one, which the others do not hide.
+fn kinds<const N: usize>(random: &mut Random) -> Vec<(String, [Vec<f32>; N])> {
+    let mut draw = |is_special: &dyn Fn(usize) -> bool| {
+        std::array::from_fn(|index| match is_special(index) {
+            true => random.with_special_values(SHAPE),
+            false => random.with_outliers(SHAPE.num_elements()),
+        })
+    };
+    let mut kinds = vec![
+        ("special".into(), draw(&|_| true)),
+        ("outliers".into(), draw(&|_| false)),
+    ];
+    kinds.extend((0..N).map(|only| (format!("special-{only}"), draw(&|index| index == only))));
+    kinds
 }
 
 /// What a launch reads of gate and up.
@@ -346,9 +355,8 @@ fn swiglu_equals_the_reference() {
             // As on a matrix of more tiles than blocks run at once.
             let cubes = random.few([[1, 1, 1], output.cubes], 1)[0];
             (output.cubes, gradient.cubes) = (cubes, cubes);
-            let kinds = [0, 1, 2].map(|_| random.with_special_values(SHAPE));
-            let plain = [0, 1, 2].map(|_| random.with_outliers(SHAPE.num_elements()));
-            for (kind, drawn) in random.few([("special", kinds), ("outliers", plain)], 1) {
+            let kinds = kinds::<3>(&mut random);
+            for (kind, drawn) in random.few(kinds, 2) {
                 let [gate, up, dh] = drawn.map(|it| rounded(&it, float));
                 let (inputs, gate, up) = match flows {
                     false => {

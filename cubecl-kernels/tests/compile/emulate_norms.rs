@@ -132,7 +132,7 @@ fn sources(case: &Case) -> Vec<Source> {
                 .expect("rows");
         } else {
             rms_norm(client, input(), gain, EPSILON).expect("rows");
-            inverse_rms(client, input(), gain, EPSILON).expect("rows");
+            inverse_rms(client, input(), EPSILON).expect("rows");
             rms_norm_backward(client, input(), gain, &of_rows(), gradient)
                 .map(drop)
                 .expect("rows");

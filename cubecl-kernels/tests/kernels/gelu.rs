@@ -249,4 +249,38 @@ mod on_device {
             }
         }
     }
+
+    /// Blocks of CUDA's kernels take tiles by turns, and skip what has a bound that is not above what is known.
+    #[cfg(feature = "cuda")]
+    #[test]
+    fn of_more_tiles_than_run_at_once() {
+        let (client, mut random) = (client(), Random::fresh());
+        let shape = [1152, 4352];
+        let float = [dtype::<half::bf16>(), dtype::<half::f16>()][random.index(2)];
+        let len = shape.iter().product();
+        let mut x: Vec<f32> = (0..len).map(|_| 2.0 * random.normal()).collect();
+        let gradient: Vec<f32> = (0..len).map(|_| random.normal()).collect();
+        let flow = QuantizeSpec::new(Number::E4M3, Granularity::Group(16 << random.index(4)));
+        let of_gradient = upload(&client, &gradient, &shape, float);
+        // Without what is not a number, and with one of them, where nothing else is.
+        for _ in 0..2 {
+            let matrix = upload(&client, &x, &shape, float);
+            let flowing = quantize(&client, &matrix, &flow).expect("a matrix");
+            let input = OperatorInput::Quantized(&flowing, float);
+            let output = kernel(&client, input).expect("floats");
+            let of_x = backward_kernel(&client, input, &of_gradient).expect("floats");
+            let both =
+                |number| QuantizeSpec::new(number, Granularity::Tensor).with_layout(Layout::Both);
+            let what = format!("{float}, {flow:?}");
+            let spec = both(Number::E4M3);
+            let actual = quantize_gelu(&client, input, &spec).expect("a matrix");
+            let expected = quantize(&client, &output, &spec).expect("a matrix");
+            assert_same(&client, &actual, &expected, &what);
+            let spec = both(Number::E5M2);
+            let actual = quantize_gelu_gradient(&client, input, &of_gradient, &spec);
+            let expected = quantize(&client, &of_x, &spec).expect("a matrix");
+            assert_same(&client, &actual.expect("a matrix"), &expected, &what);
+            x[random.index(len)] = f32::NAN;
+        }
+    }
 }

@@ -3,14 +3,14 @@
 use cubecl::ir::StorageType;
 use cubecl_kernels::{
     KernelError,
-    gelu::{gelu, gelu_backward},
+    gelu::{gelu, gelu_backward, quantize_gelu, quantize_gelu_gradient},
     granularity::Granularity,
     layer_norm::{layer_norm, layer_norm_backward},
     layout::Layout,
     number::Number,
     operator_input::OperatorInput,
     quantize::{QuantizeSpec, Quantized, dequantize, quantize},
-    rms_norm::{rms_norm, rms_norm_backward},
+    rms_norm::{inverse_rms, quantize_rms_norm, rms_norm, rms_norm_backward},
     scale::ScaleNumber,
     swiglu::{swiglu, swiglu_backward},
 };
@@ -278,4 +278,30 @@ fn refuses_what_does_not_fit() {
     };
     let error = swiglu(&client, OperatorInput::Quantized(&other, float), &floats).unwrap_err();
     assert!(matches!(error, KernelError::Shape { .. }), "{error}");
+
+    // Scales of other regions than the kernels would read.
+    let flowing = QuantizeSpec::new(Number::E4M3, Granularity::Group(16));
+    let flowing = quantize(&client, &x, &flowing).expect("a matrix");
+    let narrower = Quantized {
+        granularity: Granularity::Group(8),
+        ..flowing
+    };
+    let input = OperatorInput::Quantized(&narrower, float);
+    let spec = QuantizeSpec::new(Number::E4M3, Granularity::Tensor);
+    let gain = upload(&client, &[1.0; 32], &[32], dtype::<f32>());
+    let roots = upload(&client, &[1.0; 32], &[32], dtype::<f32>());
+    for error in [
+        quantize_gelu(&client, input, &spec).unwrap_err(),
+        quantize_gelu_gradient(&client, input, &floats, &spec).unwrap_err(),
+        quantize_rms_norm(&client, input, &gain, &roots, &spec).unwrap_err(),
+        inverse_rms(&client, input, 1e-6).unwrap_err(),
+    ] {
+        assert!(
+            matches!(
+                error,
+                KernelError::Shape { .. } | KernelError::Unsupported { .. }
+            ),
+            "{error}"
+        );
+    }
 }

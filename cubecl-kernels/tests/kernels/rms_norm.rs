@@ -320,7 +320,7 @@ mod on_device {
                     ),
                 };
                 let whole = kernel(&client, input, &gains, 1e-6).expect("rows and a gain");
-                let alone = inverse_rms(&client, input, &gains, 1e-6).expect("rows and a gain");
+                let alone = inverse_rms(&client, input, 1e-6).expect("rows");
                 let what = format!("{float} {shape:?}, {index}");
                 assert_eq!(
                     bits(&client, &alone),
@@ -352,5 +352,28 @@ mod on_device {
             let error = quantize_rms_norm(&client, &x, &gains, &few, &spec).unwrap_err();
             assert!(matches!(error, KernelError::Shape { .. }), "{error}");
         }
+    }
+
+    /// Blocks of CUDA's kernels take tiles by turns, and skip what has a bound that is not above what is known.
+    #[cfg(feature = "cuda")]
+    #[test]
+    fn quantized_of_more_tiles_than_run_at_once() {
+        let (client, mut random) = (client(), Random::fresh());
+        let shape = [1152, 4352];
+        let [rows, cols] = shape;
+        let float = [dtype::<half::bf16>(), dtype::<half::f16>()][random.index(2)];
+        let x: Vec<f32> = (0..rows * cols).map(|_| 2.0 * random.normal()).collect();
+        let x = upload(&client, &x, &shape, float);
+        let gain = rounded(&random.with_outliers(cols), dtype::<f32>());
+        let gain = upload(&client, &gain, &[cols], dtype::<f32>());
+        let flow = QuantizeSpec::new(Number::E4M3, Granularity::Group(16 << random.index(4)));
+        let flowing = quantize(&client, &x, &flow).expect("a matrix");
+        let input = OperatorInput::Quantized(&flowing, float);
+        let norm = kernel(&client, input, &gain, 1e-6).expect("rows and a gain");
+        let spec = QuantizeSpec::new(Number::E4M3, Granularity::Tensor).with_layout(Layout::Both);
+        let actual = quantize_rms_norm(&client, input, &gain, &norm.inverse_rms, &spec);
+        let expected = quantize(&client, &norm.output, &spec).expect("a matrix");
+        let what = format!("{float}, {flow:?}");
+        assert_same(&client, &actual.expect("a matrix"), &expected, &what);
     }
 }

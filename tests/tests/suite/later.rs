@@ -1,14 +1,14 @@
-//! SwiGLU's output and gradients that the layers around it quantize as they are computed: the same bits as where
-//! somebody else reads them too, with gate and up that wait as they are, compressed, and as they flow.
+//! What the layers around an operator quantize as it is computed: the same bits as where somebody else reads it too. Of
+//! SwiGLU, with gate and up that wait as they are, compressed, and as they flow; of RMSNorm and GELU in a flow.
 
 use burn::{
     backend::Autodiff,
     module::Module,
-    nn::{Linear, LinearConfig, SwiGlu, SwiGluConfig},
+    nn::{Linear, LinearConfig, RmsNorm, RmsNormConfig, SwiGlu, SwiGluConfig},
     optim::{GradientsParams, Optimizer},
     tensor::{
         DType,
-        activation::silu,
+        activation::{gelu, silu},
         backend::{AutodiffBackend, Backend},
     },
 };
@@ -32,6 +32,7 @@ use quant_train_tests::{
 
 on_every_backend! {
     other_readers_change_nothing => readers;
+    other_readers_of_a_flow_change_nothing => readers_of_flow;
     a_gate_of_two_outputs_stays_exact_for_the_second => shared_gate;
 }
 
@@ -179,6 +180,122 @@ fn readers<B: DataBackend>(seed: u64) {
             }
         };
     }
+    compare!(f16, DType::F16);
+    compare!(bf16, DType::BF16);
+}
+
+/// RMSNorm, two layers that read it, GELU of what one of them gives, and a layer behind it.
+#[derive(Module, Debug)]
+struct Flowing<B: Backend> {
+    norm: RmsNorm<B>,
+    up: Linear<B>,
+    beside: Linear<B>,
+    down: Linear<B>,
+}
+
+/// Who reads what a layer would quantize as it is computed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum FlowReader {
+    /// Nobody else.
+    None,
+    /// Somebody reads the norm's output, before the layers behind it do.
+    Norm,
+    /// The same, behind them.
+    NormLater,
+    /// Somebody reads GELU's output, before the layer behind it does.
+    Gelu,
+    /// An operation more reads what GELU reads, and adds zeros to its gradient.
+    Input,
+}
+
+/// Output and gradients of the second step.
+fn run_flow<B: DataBackend, R: Recipe>(
+    seed: u64,
+    dtype: DType,
+    (inside, bias): (usize, bool),
+    reader: FlowReader,
+) -> Vec<Vec<f32>> {
+    type Training<B, R> = QuantTrain<Autodiff<B>, R>;
+    const HIDDEN: usize = 128;
+    let device = Default::default();
+    let layer = |from, to, bias| LinearConfig::new(from, to).with_bias(bias).init(&device);
+    let model = Flowing {
+        norm: RmsNormConfig::new(HIDDEN).init(&device),
+        up: layer(HIDDEN, inside, bias),
+        beside: layer(HIDDEN, inside, bias),
+        down: layer(inside, HIDDEN, true),
+    };
+    let (mut optim, mut model) = attached::<Training<B, R>, _>(&every_layer(seed), model, seed);
+    let mut rng = Rng::new(seed);
+    let mut found = vec![];
+    for _ in 0..2 {
+        let shape = [2, 64, HIDDEN];
+        let values = rng.normals(shape.iter().product(), 2.0);
+        let leaf = tensor::<Training<B, R>, 3>(&values, shape, &device).require_grad();
+        let normal = model.norm.forward(leaf.clone().cast(dtype));
+        if reader == FlowReader::Norm {
+            floats(&normal);
+        }
+        let up = model.up.forward(normal.clone());
+        let beside = model.beside.forward(normal.clone());
+        if reader == FlowReader::NormLater {
+            floats(&normal);
+        }
+        let output = gelu(up.clone());
+        if reader == FlowReader::Gelu {
+            floats(&output);
+        }
+        let y = model.down.forward(output);
+        let mut loss = y.clone().cast(DType::F32).square().mean();
+        loss = loss + beside.cast(DType::F32).square().mean();
+        if reader == FlowReader::Input {
+            loss = loss + (up * 0.0).cast(DType::F32).sum();
+        }
+        let gradients = loss.backward();
+        found = vec![floats(&y), floats(&leaf.grad(&gradients).expect("of x"))];
+        let gradients = GradientsParams::from_grads(gradients, &model);
+        for linear in [&model.up, &model.beside, &model.down] {
+            let gradient = gradients
+                .get::<<Training<B, R> as AutodiffBackend>::InnerBackend, 2>(linear.weight.id);
+            found.push(floats(&gradient.expect("of a weight")));
+        }
+        model = optim.step(1e-3, model, gradients);
+    }
+    found
+}
+
+fn readers_of_flow<B: DataBackend>(seed: u64) {
+    fn compare<B: DataBackend, R: Recipe>(seed: u64, dtype: DType) {
+        // Whole tiles of kernels, and none; with a bias, whose gradient is the sum of floats.
+        let sizes = [(256, false), (136, false), (256, true)];
+        for sizes in Rng::new(seed).drawn(sizes, 1) {
+            let alone = run_flow::<B, R>(seed, dtype, sizes, FlowReader::None);
+            for reader in [
+                FlowReader::Norm,
+                FlowReader::NormLater,
+                FlowReader::Gelu,
+                FlowReader::Input,
+            ] {
+                let read = run_flow::<B, R>(seed, dtype, sizes, reader);
+                for (part, (alone, read)) in alone.iter().zip(&read).enumerate() {
+                    let recipe = R::row().name;
+                    let what = format!("seed {seed}: {recipe}, {dtype:?}, {sizes:?}, {reader:?}");
+                    assert!(alone.iter().all(|it| it.is_finite()), "{what}: {part}");
+                    assert!(alone == read, "{what}: {part} has other bits");
+                }
+            }
+        }
+    }
+    macro_rules! compare {
+        ($float:ty, $dtype:expr) => {
+            if supports::<B>($dtype) {
+                compare::<B, CoatFp8<$float>>(seed, $dtype);
+                compare::<B, CoatFp8<$float, 32>>(seed, $dtype);
+                compare::<B, JetfireInt8<$float>>(seed, $dtype);
+            }
+        };
+    }
+    compare!(f32, DType::F32);
     compare!(f16, DType::F16);
     compare!(bf16, DType::BF16);
 }

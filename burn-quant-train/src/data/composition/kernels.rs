@@ -65,8 +65,10 @@ pub struct Compositions<B: Backend> {
     /// of x, the gain, of so many elements as a row and any float dtype, and epsilon. With a specification also the copy
     /// of x, which is floats, as rows and columns.
     pub rms_norm: fn(NormInput<B>, f32, Option<&QuantizeSpec>) -> PairWithCopy<B>,
-    /// The inverse of each row's root mean square alone, of the same.
-    pub inverse_rms: fn(NormInput<B>, f32) -> FloatTensor<B>,
+    /// The inverse of each row's root mean square alone, f32 `[rows, 1]`: of x, and epsilon.
+    pub inverse_rms: fn(OperatorInput<B>, f32) -> FloatTensor<B>,
+    /// True where RMSNorm's output, of numbers, is computed in the launch that quantizes it by one scale.
+    pub quantizes_rms_norm: fn(&Device<B>) -> bool,
     /// The gradient of x, and that of the gain, f32 `[1, columns]`: of x and the gain; of the inverse root mean
     /// squares; of the gradient of the output.
     pub rms_norm_backward: fn(NormInput<B>, FloatTensor<B>, OutputGradient<B>) -> Pair<B>,

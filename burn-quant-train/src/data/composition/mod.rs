@@ -23,5 +23,5 @@ pub(crate) use operations::{
     Centred, Dense, GeluForward, GeluGradient, InverseRms, LayerNormForward, LayerNormGradients,
     LogSoftmaxForward, LogSoftmaxGradient, RmsNormForward, RmsNormGradients, RotaryPositions,
     SumOfElements, SwigluCompressing, SwigluForward, SwigluGradients, embedding_gradient,
-    gradient_of_terms, with_other,
+    gradient_of_terms, quantizes_rms_norm, with_other,
 };

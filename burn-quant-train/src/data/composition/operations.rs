@@ -2,7 +2,7 @@
 
 use burn_backend::{
     Backend, DType, FloatDType, Shape, TensorMetadata,
-    tensor::{FloatTensor, IntTensor},
+    tensor::{Device, FloatTensor, IntTensor},
 };
 
 use cubecl_kernels::{
@@ -105,6 +105,12 @@ impl Operation for RmsNormForward {
     }
 }
 
+/// False where a device would have one launch more for it: with kernels for norms, but none that quantizes their output.
+pub(crate) fn quantizes_rms_norm<B: DataBackend>(device: &Device<B>) -> bool {
+    let kernels = B::Kernels::composition_kernels(device);
+    kernels.is_none_or(|kernels| (kernels.quantizes_rms_norm)(device))
+}
+
 /// What RMSNorm gives of the rows, for who makes the output as it is quantized.
 #[derive(Debug, Clone)]
 pub(crate) struct InverseRms {
@@ -113,20 +119,23 @@ pub(crate) struct InverseRms {
 
 impl Operation for InverseRms {
     const NAME: &'static str = "inverse_rms";
-    /// x and the gain.
-    type Inputs = (Input, FloatMeta);
+    /// x.
+    type Inputs = Input;
     /// The inverse of each row's root mean square, f32 `[rows, 1]`.
     type Outputs = FloatMeta;
 
-    fn outline<T: Tensors>(&self, (x, _): &On<Self::Inputs, T>) -> FloatMeta {
+    fn outline<T: Tensors>(&self, x: &OperatorInput<T>) -> FloatMeta {
         let [rows, _] = rows_and_columns(&x.shape());
         FloatMeta::new(Shape::new([rows, 1]), FloatDType::F32)
     }
 
-    fn run<K: Kernels>(self, inputs: On<Self::Inputs, K>) -> FloatTensor<K> {
-        match norm_kernels::<K>(&inputs.0) {
-            Some(kernels) => (kernels.inverse_rms)(inputs, self.epsilon),
-            None => floats::inverse_rms::<K>(floats_of::<K>(inputs).0, self.epsilon),
+    fn run<K: Kernels>(self, x: OperatorInput<K>) -> FloatTensor<K> {
+        match norm_kernels::<K>(&x) {
+            Some(kernels) => (kernels.inverse_rms)(x, self.epsilon),
+            None => {
+                let shape = Shape::new(rows_and_columns(&x.shape()));
+                floats::inverse_rms::<K>(K::float_reshape(x.into_floats(), shape), self.epsilon)
+            }
         }
     }
 }

@@ -44,11 +44,15 @@ where
                     && layer_norm::has_layer_norm(dtype.into(), columns)
             },
             rms_norm: rms_norm::<Self, R>,
-            inverse_rms: |(x, gain), epsilon| {
-                let (x, gain) = (Rows::of(x), handle(&flat(gain)));
-                let roots = rms_norm::inverse_rms(x.client(), x.input(), &gain, epsilon);
-                x.of_rows(checked(roots))
+            inverse_rms: |x, epsilon| {
+                let x = Rows::of(x);
+                x.of_rows(checked(rms_norm::inverse_rms(
+                    x.client(),
+                    x.input(),
+                    epsilon,
+                )))
             },
+            quantizes_rms_norm: |device| rms_norm::quantizes_rms_norm(&R::client(device)),
             rms_norm_backward: rms_norm_backward::<Self, R>,
             layer_norm: layer_norm::<Self, R>,
             layer_norm_backward: layer_norm_backward::<Self, R>,

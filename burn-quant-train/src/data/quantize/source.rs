@@ -43,7 +43,7 @@ pub enum MatrixSource<T: Tensors> {
         /// The gradient of the output, of its shape and dtype.
         gradient: T::Float,
     },
-    /// `x inverse_rms gain`, in the dtype of x: RMSNorm's output once more.
+    /// `x inverse_rms gain`, in the dtype of x: RMSNorm's output.
     RmsNorm {
         /// The input, `[.., columns]`.
         x: OperatorInput<T>,

@@ -2,11 +2,13 @@
 // of this text stand patch.cu and pairs.cu.
 //
 // Knobs, defined in front of this text:
-//   CODES   the elements of a group, whole rows of patches
+//   CODES   the elements of a group, whole rows of patches; 0: no codes are read
 
-#define LARGEST_CODE 448.0f
-// What the roundings of a few products add to a bound of their factors.
+// Of a product of bounds, so that the roundings of a few products stay below.
 #define SLACK 1.02f
+
+#if CODES
+#define LARGEST_CODE 448.0f
 
 struct Codes {
     // [rows, cols], dense.
@@ -29,12 +31,15 @@ struct Codes {
     }
 
     // The row of a patch that has this number in the matrix.
-    __device__ __forceinline__ void read(Row &row, u64 number) const {
-        decode_e4m3(row.words, __ldg((const uint2 *)values + number), __ldg(scales + number * PATCH_COLS / CODES));
+    __device__ __forceinline__ void read(Row &row, u64 piece) const {
+        decode_e4m3(row.words, __ldg((const uint2 *)values + piece), __ldg(scales + piece * PATCH_COLS / CODES));
     }
 
-    // What no magnitude in that row exceeds, nor, times other such bounds, their product: NaN where one is.
-    __device__ __forceinline__ float bound(u64 number) const {
-        return LARGEST_CODE * SLACK * __ldg(scales + number * PATCH_COLS / CODES);
+    // What no magnitude in that row exceeds, with some slack: of the largest code, as it is decoded. NaN where one is.
+    __device__ __forceinline__ float bound(u64 piece) const {
+        Pair most;
+        most.of[0] = most.of[1] = __fmul_rn(LARGEST_CODE, __ldg(scales + piece * PATCH_COLS / CODES));
+        return SLACK * pair_of(word_of(most)).of[0];
     }
 };
+#endif

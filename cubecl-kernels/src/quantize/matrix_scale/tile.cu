@@ -17,8 +17,9 @@
 // of 16-bit elements.
 //
 // The elements come from a source: a structure whose `read` gives the rows of a patch. What is computed of codes need not
-// be computed twice: such a source is `BOUNDED`, and also knows a `bound` of the magnitudes in a row of a patch. Blocks
-// tell each other the largest one so far, and only rows whose bound is above it are looked at.
+// be computed twice: such a source is `BOUNDED`, and also knows a `bound` of the magnitudes in a piece, a row of a patch,
+// by its number in the matrix, and can `look` at them. Blocks tell each other the largest one so far, and look only at
+// pieces whose bound is above it.
 
 #define UNITS 256
 #define TILE_ROWS 64
@@ -277,18 +278,19 @@ __device__ __forceinline__ void look_at_all(Counters *counters, u32 tiles, u32 *
     wait_for_all(counters, tiles, seen, largest, of_warps);
 }
 
-// Finds them in all rows of patches, in the order in which these lie in memory: `bound` gives bounds of one, and `look`
-// raises bits to those of its magnitudes. A bound that is not finite is above every magnitude.
+// Finds them in all pieces, in the order in which these lie in memory: `bound` gives bounds of one, and `look` raises bits
+// to those of its magnitudes. A bound that is not finite is above every magnitude.
 //
-// A block looks at a few rows first, and at more at once when others have told what they found.
-#define AT_ONCE 4
+// A thread has a few pieces at once, so that a turn is as many elements as a tile. A block takes one turn first, and more
+// at once when others have told what they found.
+#define AT_ONCE (TILE_ROWS * TILE_COLS / PATCH_COLS / UNITS)
 #define TURNS 4
 
 template <int Outputs, class Bound, class Look>
 __device__ __forceinline__ void look_where_needed(Counters *counters, const Numbers &numbers, u32 *shared,
                                                   u32 (&of_warps)[Outputs][UNITS / 32], const Bound &bound,
                                                   const Look &look) {
-    const u32 turns = numbers.rows / TILE_ROWS * (numbers.cols / TILE_COLS);
+    const u32 turns = tiles_of(numbers);
     const u32 alone = gridDim.x, parts = alone + (turns - alone + TURNS - 1) / TURNS;
     u32 largest[Outputs] = {}, seen = 0;
     take_all(&counters->taken, parts, shared, [&](u32 part) {
@@ -302,11 +304,11 @@ __device__ __forceinline__ void look_where_needed(Counters *counters, const Numb
         }
 #pragma unroll 1
         for (u32 turn = first; turn < end; turn++) {
-            const u64 row = (u64)turn * AT_ONCE * UNITS + threadIdx.x;
+            const u64 piece = (u64)turn * AT_ONCE * UNITS + threadIdx.x;
             float bounds[AT_ONCE][Outputs];
 #pragma unroll
             for (int of = 0; of < AT_ONCE; of++)
-                bound(bounds[of], row + of * UNITS);
+                bound(bounds[of], piece + of * UNITS);
             u32 to_look_at = 0;
 #pragma unroll
             for (int of = 0; of < AT_ONCE; of++)
@@ -314,7 +316,7 @@ __device__ __forceinline__ void look_where_needed(Counters *counters, const Numb
                 for (int i = 0; i < Outputs; i++)
                     to_look_at |= (u32)(__float_as_uint(bounds[of][i]) > min(largest[i], INFINITE - 1)) << of;
             for (; to_look_at != 0; to_look_at &= to_look_at - 1)
-                look(largest, row + (__ffs(to_look_at) - 1) * UNITS);
+                look(largest, piece + (__ffs(to_look_at) - 1) * UNITS);
         }
 #pragma unroll
         for (int i = 0; i < Outputs; i++)
@@ -358,8 +360,8 @@ __device__ __forceinline__ void quantize(const Source &source, const Output &out
         if constexpr (Source::BOUNDED)
             look_where_needed<1>(
                 counters, numbers, &shared, of_warps,
-                [&](float(&bounds)[1], u64 row) { source.bound(bounds, row); },
-                [&](u32(&largest)[1], u64 row) { source.look(largest, row); });
+                [&](float(&bounds)[1], u64 piece) { source.bound(bounds, piece); },
+                [&](u32(&largest)[1], u64 piece) { source.look(largest, piece); });
         else
             look_at_all<1>(counters, tiles, &shared, of_warps, [&](u32(&largest)[1], u32 tile) {
                 source.read(rows, place_of(tile, numbers), numbers);

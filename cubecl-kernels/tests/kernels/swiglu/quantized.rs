@@ -199,10 +199,14 @@ fn each_source<'a>(
 }
 
 /// INT8 in groups of 128, and E4M3 in narrow ones.
-fn numbers(client: &Client, factors: [&Tensor; 2]) -> [[Quantized<TestRuntime>; 2]; 2] {
+fn numbers(
+    client: &Client,
+    random: &mut Random,
+    factors: [&Tensor; 2],
+) -> [[Quantized<TestRuntime>; 2]; 2] {
     [
         QuantizeSpec::int8(Granularity::Group(128)),
-        QuantizeSpec::new(Number::E4M3, Granularity::Group(16)),
+        QuantizeSpec::new(Number::E4M3, Granularity::Group(16 << random.index(4))),
     ]
     .map(|spec| factors.map(|factor| quantize(client, factor, &spec).expect("a matrix")))
 }
@@ -212,7 +216,7 @@ fn outputs_are_those_of_the_product() {
     let (client, mut random) = (client(), Random::fresh());
     for (float, shape) in cases(&client, &mut random) {
         let [gate, up]: &[Tensor; 2] = &draw(&client, &mut random, shape, float);
-        let numbers = numbers(&client, [gate, up]);
+        let numbers = numbers(&client, &mut random, [gate, up]);
         for (source, factors) in each_source([gate, up], &numbers) {
             let product = swiglu(&client, factors[0], factors[1]).expect("tensors of one shape");
             let layout = [Layout::Both, Layout::RowMajor, Layout::Transposed][random.index(3)];
@@ -239,7 +243,7 @@ fn gradients_are_those_of_the_tensors() {
     });
     for (float, shape) in cases(&client, &mut random) {
         let [gate, up, gradient]: &[Tensor; 3] = &draw(&client, &mut random, shape, float);
-        let numbers = numbers(&client, [gate, up]);
+        let numbers = numbers(&client, &mut random, [gate, up]);
         for (source, factors) in each_source([gate, up], &numbers) {
             gradients_of(&client, &mut random, factors, gradient, &maxima, source);
         }
@@ -251,9 +255,9 @@ fn gradients_are_those_of_the_tensors() {
 #[test]
 fn of_more_tiles_than_run_at_once() {
     let (client, mut random) = (client(), Random::fresh());
-    let (float, shape) = (dtype::<half::bf16>(), [1152, 4352]);
-    let [gate, up, gradient]: &[Tensor; 3] = &draw(&client, &mut random, shape, float);
-    let [_, flowing] = &numbers(&client, [gate, up]);
+    let float = [dtype::<half::bf16>(), dtype::<half::f16>()][random.index(2)];
+    let [gate, up, gradient]: &[Tensor; 3] = &draw(&client, &mut random, [1152, 4352], float);
+    let [_, flowing] = &numbers(&client, &mut random, [gate, up]);
     let factors = flowing
         .each_ref()
         .map(|factor| OperatorInput::Quantized(factor, float));
