@@ -46,7 +46,7 @@ __device__ __forceinline__ void compute(u32 (&words)[PATCH_COLS / 2], const u32 
 // What the slope does not exceed where |x| does not exceed `most`, which is not negative: its own is 0.8 at most. What is
 // not finite stays.
 __device__ __forceinline__ float most_of(float most) {
-    return most < INFINITY ? fminf(1.13f, fmaf(most, 0.8f, 0.5f)) : most;
+    return __float_as_uint(most) < INFINITE ? fminf(1.13f, fmaf(most, 0.8f, 0.5f)) : most;
 }
 #else
 // x P(x), in its place.

@@ -24,7 +24,7 @@ __device__ __forceinline__ float most_of_silu(float most) {
     return most * fminf(1.0f, fmaf(most, 0.25f, 0.5f));
 }
 __device__ __forceinline__ float most_of_slope(float most) {
-    return most < INFINITY ? fminf(1.1f, fmaf(most, 0.5f, 0.5f)) : most;
+    return __float_as_uint(most) < INFINITE ? fminf(1.1f, fmaf(most, 0.5f, 0.5f)) : most;
 }
 
 // silu(gate) up.
