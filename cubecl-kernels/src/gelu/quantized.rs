@@ -11,7 +11,9 @@ use crate::{
     quantize::{
         QuantizeSpec, Quantized,
         buffers::{allocate, allocate_gradient},
-        matrix_scale::{Knobs, MatrixNumbers, cubes, fits, group_of, launch_one, numbers},
+        matrix_scale::{
+            Knobs, MatrixNumbers, around_tile, cubes, fits, group_of, launch_one, numbers,
+        },
         quantize,
     },
 };
@@ -127,19 +129,7 @@ struct ByMatrix {
 impl CudaSource for ByMatrix {
     type Numbers = MatrixNumbers;
 
-    const TEXT: &'static str = concat!(
-        include_str!("../quantize/patch.cu"),
-        "\n",
-        include_str!("../quantize/block/scale.cu"),
-        "\n",
-        include_str!("../quantize/matrix_scale/tile.cu"),
-        "\n",
-        include_str!("../cuda/pairs.cu"),
-        "\n",
-        include_str!("../quantize/matrix_scale/codes.cu"),
-        "\n",
-        include_str!("matrix_scale.cu")
-    );
+    const TEXT: &'static str = around_tile!("matrix_scale.cu");
     const ENTRY_POINT: &'static str = "quantize_gelu_by_matrix";
 
     fn knobs(&self) -> String {

@@ -254,6 +254,27 @@ impl Knobs {
     }
 }
 
+/// The text of a kernel around `tile.cu` that may read codes, in the folder beside this file's from which it is asked for:
+/// behind those that it stands on.
+macro_rules! around_tile {
+    ($($text:literal),+) => {
+        concat!(
+            include_str!("../quantize/patch.cu"),
+            "\n",
+            include_str!("../quantize/block/scale.cu"),
+            "\n",
+            include_str!("../quantize/matrix_scale/tile.cu"),
+            "\n",
+            include_str!("../cuda/pairs.cu"),
+            "\n",
+            include_str!("../quantize/matrix_scale/codes.cu"),
+            $("\n", include_str!($text)),+
+        )
+    };
+}
+
+pub(crate) use around_tile;
+
 /// `matrix_scale/whole_tiles.cu`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct Encode(Knobs);

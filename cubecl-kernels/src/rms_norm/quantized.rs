@@ -18,7 +18,8 @@ use crate::{
         block::whole_tiles::{cubes, has_whole_tiles, tiles},
         buffers::allocate,
         matrix_scale::{
-            Knobs, MatrixNumbers, cubes as cubes_of, fits, group_of, launch_one, numbers,
+            Knobs, MatrixNumbers, around_tile, cubes as cubes_of, fits, group_of, launch_one,
+            numbers,
         },
         quantize,
         staged::TILE,
@@ -371,21 +372,7 @@ struct ByMatrix {
 impl CudaSource for ByMatrix {
     type Numbers = MatrixNumbers;
 
-    const TEXT: &'static str = concat!(
-        include_str!("../quantize/patch.cu"),
-        "\n",
-        include_str!("../quantize/block/scale.cu"),
-        "\n",
-        include_str!("../quantize/matrix_scale/tile.cu"),
-        "\n",
-        include_str!("../cuda/pairs.cu"),
-        "\n",
-        include_str!("../quantize/matrix_scale/codes.cu"),
-        "\n",
-        include_str!("gains.cu"),
-        "\n",
-        include_str!("matrix_scale.cu")
-    );
+    const TEXT: &'static str = around_tile!("gains.cu", "matrix_scale.cu");
     const ENTRY_POINT: &'static str = "quantize_rms_norm_by_matrix";
 
     fn knobs(&self) -> String {

@@ -15,7 +15,9 @@ use crate::{
     quantize::{
         DelayedMaximum, QuantizeSpec, Quantized,
         buffers::{allocate, allocate_gradient},
-        matrix_scale::{Knobs, MatrixNumbers, copies, cubes, fits, group_of, launch_one, numbers},
+        matrix_scale::{
+            Knobs, MatrixNumbers, around_tile, copies, cubes, fits, group_of, launch_one, numbers,
+        },
     },
 };
 
@@ -211,29 +213,6 @@ impl SwigluKnobs {
     }
 }
 
-/// A kernel's text behind those that it names.
-macro_rules! with_factors {
-    ($kernel:literal) => {
-        concat!(
-            include_str!("../quantize/patch.cu"),
-            "\n",
-            include_str!("../quantize/block/scale.cu"),
-            "\n",
-            include_str!("../quantize/matrix_scale/tile.cu"),
-            "\n",
-            include_str!("../cuda/pairs.cu"),
-            "\n",
-            include_str!("../quantize/matrix_scale/codes.cu"),
-            "\n",
-            include_str!("arithmetic.cu"),
-            "\n",
-            include_str!("factors.cu"),
-            "\n",
-            include_str!($kernel)
-        )
-    };
-}
-
 /// `matrix_scale.cu`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct Encode(SwigluKnobs);
@@ -241,7 +220,7 @@ struct Encode(SwigluKnobs);
 impl CudaSource for Encode {
     type Numbers = MatrixNumbers;
 
-    const TEXT: &'static str = with_factors!("matrix_scale.cu");
+    const TEXT: &'static str = around_tile!("arithmetic.cu", "factors.cu", "matrix_scale.cu");
     const ENTRY_POINT: &'static str = "quantize_swiglu_by_matrix";
 
     fn knobs(&self) -> String {
@@ -264,7 +243,8 @@ struct EncodeGradients(SwigluKnobs);
 impl CudaSource for EncodeGradients {
     type Numbers = GradientNumbers;
 
-    const TEXT: &'static str = with_factors!("matrix_scale_gradients.cu");
+    const TEXT: &'static str =
+        around_tile!("arithmetic.cu", "factors.cu", "matrix_scale_gradients.cu");
     const ENTRY_POINT: &'static str = "quantize_swiglu_gradients_by_matrix";
 
     fn knobs(&self) -> String {
