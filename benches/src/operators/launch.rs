@@ -29,6 +29,10 @@ pub enum Values {
 }
 
 impl Values {
+    fn of(matrix: Quantized<CudaRuntime>) -> Self {
+        Self::Numbers(Box::new(matrix))
+    }
+
     /// Bytes of all copies and of their scales.
     pub fn bytes(&self) -> usize {
         let of = |tensor: &Tensor| tensor.shape().iter().product::<usize>() * tensor.dtype.size();
@@ -152,56 +156,48 @@ impl<'a> Launches<'a> {
     }
 
     fn quantized(&self, floats: &Tensor, spec: &QuantizeSpec) -> Result<Values, KernelError> {
-        let quantized = quantize(self.client, floats, spec)?;
-        Ok(Values::Numbers(Box::new(quantized)))
+        Ok(Values::of(quantize(self.client, floats, spec)?))
     }
 
     /// The output, as the linear layer behind the operator reads it.
     pub fn forward(&self, operands: &Operands) -> Result<Forward, KernelError> {
-        let client = self.client;
+        let (client, gain, spec) = (self.client, &self.gain, &self.numbers.output);
         let x = operands.inputs[0].input();
+        let as_it_is_read = |output: Tensor| match self.alone {
+            true => Ok(Values::Floats(output)),
+            false => self.quantized(&output, spec),
+        };
         let (output, statistics) = match self.operator {
             Operator::RmsNorm if !self.alone && self.numbers.is_read_by_matrix() => {
                 let roots = inverse_rms(client, x, EPSILON)?;
-                let spec = &self.numbers.output;
-                let output = quantize_rms_norm(client, x, &self.gain, &roots, spec)?;
-                return Ok(Forward {
-                    output: Values::Numbers(Box::new(output)),
-                    statistics: Statistics::RmsNorm(roots),
-                });
+                let output = quantize_rms_norm(client, x, gain, &roots, spec)?;
+                (Values::of(output), Statistics::RmsNorm(roots))
             }
             Operator::RmsNorm => {
-                let norm = rms_norm(client, x, &self.gain, EPSILON)?;
-                (norm.output, Statistics::RmsNorm(norm.inverse_rms))
+                let norm = rms_norm(client, x, gain, EPSILON)?;
+                let statistics = Statistics::RmsNorm(norm.inverse_rms);
+                (as_it_is_read(norm.output)?, statistics)
             }
             Operator::LayerNorm => {
-                let norm = layer_norm(client, x, &self.gain, Some(&self.bias), EPSILON)?;
-                let statistics = [norm.mean, norm.inverse_deviation];
-                (norm.output, Statistics::LayerNorm(statistics))
+                let norm = layer_norm(client, x, gain, Some(&self.bias), EPSILON)?;
+                let statistics = Statistics::LayerNorm([norm.mean, norm.inverse_deviation]);
+                (as_it_is_read(norm.output)?, statistics)
             }
-            Operator::Gelu if !self.alone => {
-                let output = quantize_gelu(client, x, &self.numbers.output)?;
-                return Ok(Forward {
-                    output: Values::Numbers(Box::new(output)),
-                    statistics: Statistics::None,
-                });
+            Operator::Gelu => {
+                let output = match self.alone {
+                    true => Values::Floats(gelu(client, x)?),
+                    false => Values::of(quantize_gelu(client, x, spec)?),
+                };
+                (output, Statistics::None)
             }
-            Operator::Gelu => (gelu(client, x)?, Statistics::None),
             Operator::Swiglu => {
                 let up = operands.inputs[1].input();
-                if !self.alone {
-                    let output = quantize_swiglu(client, [x, up], &self.numbers.output)?;
-                    return Ok(Forward {
-                        output: Values::Numbers(Box::new(output)),
-                        statistics: Statistics::None,
-                    });
-                }
-                (swiglu(client, x, up)?, Statistics::None)
+                let output = match self.alone {
+                    true => Values::Floats(swiglu(client, x, up)?),
+                    false => Values::of(quantize_swiglu(client, [x, up], spec)?),
+                };
+                (output, Statistics::None)
             }
-        };
-        let output = match self.alone {
-            true => Values::Floats(output),
-            false => self.quantized(&output, &self.numbers.output)?,
         };
         Ok(Forward { output, statistics })
     }
@@ -213,56 +209,44 @@ impl<'a> Launches<'a> {
         operands: &Operands,
         statistics: &Statistics,
     ) -> Result<Backward, KernelError> {
-        let client = self.client;
+        let (client, specs) = (self.client, &self.numbers.input_gradients);
         let x = operands.inputs[0].input();
         // Kernels read gradients as floats alone.
         let gradient = &operands.gradient.floats(client)?;
         let sum = |parts: &Tensor| column_sum(client, parts);
         let (of_inputs, of_parameters) = match statistics {
+            // A norm reads the residual stream, whose gradient is a sum of floats.
             Statistics::RmsNorm(inverse_rms) => {
                 let of = rms_norm_backward(client, x, &self.gain, inverse_rms, gradient)?;
-                (vec![of.input], vec![sum(&of.gain)?])
+                (vec![Values::Floats(of.input)], vec![sum(&of.gain)?])
             }
             Statistics::LayerNorm([mean, inverse_deviation]) => {
                 let gain = &self.gain;
                 let of = layer_norm_backward(client, x, gain, mean, inverse_deviation, gradient)?;
-                (vec![of.input], vec![sum(&of.gain)?, sum(&of.bias)?])
+                let of_parameters = vec![sum(&of.gain)?, sum(&of.bias)?];
+                (vec![Values::Floats(of.input)], of_parameters)
             }
             Statistics::None if self.operator == Operator::Gelu => {
-                if !self.alone {
-                    let spec = &self.numbers.input_gradients[0];
-                    let of_x = quantize_gelu_gradient(client, x, gradient, spec)?;
-                    return Ok(Backward {
-                        of_inputs: vec![Values::Numbers(Box::new(of_x))],
-                        of_parameters: Vec::new(),
-                    });
-                }
-                (vec![gelu_backward(client, x, gradient)?], Vec::new())
+                let of_x = match self.alone {
+                    true => Values::Floats(gelu_backward(client, x, gradient)?),
+                    false => Values::of(quantize_gelu_gradient(client, x, gradient, &specs[0])?),
+                };
+                (vec![of_x], Vec::new())
             }
             Statistics::None => {
                 let up = operands.inputs[1].input();
-                if !self.alone {
-                    let specs = self.numbers.input_gradients.each_ref();
-                    let gradients = quantize_swiglu_gradients(client, [x, up], gradient, specs)?;
-                    return Ok(Backward {
-                        of_inputs: gradients.map(|it| Values::Numbers(Box::new(it))).into(),
-                        of_parameters: Vec::new(),
-                    });
-                }
-                (swiglu_backward(client, x, up, gradient)?.into(), Vec::new())
+                let of_factors = match self.alone {
+                    true => swiglu_backward(client, x, up, gradient)?.map(Values::Floats),
+                    false => {
+                        let specs = specs.each_ref();
+                        quantize_swiglu_gradients(client, [x, up], gradient, specs)?.map(Values::of)
+                    }
+                };
+                (of_factors.into(), Vec::new())
             }
         };
-        let quantizes = !self.alone && self.operator.follows_linear_layer();
-        let specs = self.numbers.input_gradients.iter();
-        let values = of_inputs
-            .into_iter()
-            .zip(specs)
-            .map(|(floats, spec)| match quantizes {
-                true => self.quantized(&floats, spec),
-                false => Ok(Values::Floats(floats)),
-            });
         Ok(Backward {
-            of_inputs: values.collect::<Result<_, _>>()?,
+            of_inputs,
             of_parameters,
         })
     }

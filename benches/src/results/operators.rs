@@ -38,15 +38,6 @@ impl Operator {
         }
     }
 
-    /// True where linear layers made its inputs, and read their gradients as matrices of numbers. A norm reads the
-    /// residual stream, whose gradient is a sum of floats.
-    pub const fn follows_linear_layer(self) -> bool {
-        match self {
-            Self::Gelu | Self::Swiglu => true,
-            Self::RmsNorm | Self::LayerNorm => false,
-        }
-    }
-
     /// Bytes that either pass must move where all matrices are floats of 16 bits: forward the inputs and the output,
     /// backward the inputs, the gradient of the output and those of the inputs.
     pub const fn float_bytes(self, tokens: usize, columns: usize) -> [usize; 2] {

@@ -140,12 +140,16 @@ impl CudaSource for ByMatrix {
             u8::from(self.gradient),
         )
     }
+
     /// That of the gradient with that of the output.
     fn companions<R: Runtime>(
         &self,
         _client: &ComputeClient<R>,
         _sizes: [usize; 4],
     ) -> Vec<SourceText> {
+        if self.gradient {
+            return vec![];
+        }
         let gradient = Self {
             of_tile: self.of_tile.of_gradient(),
             gradient: true,

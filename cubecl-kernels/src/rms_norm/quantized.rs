@@ -74,18 +74,19 @@ pub fn quantize_rms_norm<'a, R: Runtime>(
     let [rows, cols] = check_rows(client, OPERATION, &x, gain)?;
     check_statistics(OPERATION, &x, rows, &[("inverse_rms", inverse_rms)])?;
     if let OperatorInput::Quantized(matrix, dtype) = x
+        && let Some(values) = &matrix.values
         && rows > 0
     {
         let rows = QuantizedRows {
             matrix,
+            values,
+            view: MatrixView::new(OPERATION, values)?,
             dtype,
             inverse_rms,
             gain,
         };
-        if let Some(quantized) = rows.in_blocks(client, spec)? {
-            return Ok(quantized);
-        }
-        if let Some(quantized) = rows.by_matrix(client, spec)? {
+        let in_blocks = rows.in_blocks(client, spec);
+        if let Some(quantized) = in_blocks.or_else(|| rows.by_matrix(client, spec)) {
             return Ok(quantized);
         }
     }
@@ -186,6 +187,9 @@ fn rms_norm_again_kernel<
 /// What the kernels of CUDA source read. The shapes were compared, and there is something to quantize.
 struct QuantizedRows<'a, R: Runtime> {
     matrix: &'a Quantized<R>,
+    /// Its row-major copy, and the view of that.
+    values: &'a TensorHandle<R>,
+    view: MatrixView,
     /// The type of the elements that the numbers stand for.
     dtype: StorageType,
     inverse_rms: &'a TensorHandle<R>,
@@ -205,21 +209,10 @@ impl<R: Runtime> QuantizedRows<'_, R> {
     }
 
     /// By `block.cu`, if the device has it and it makes this of these.
-    fn in_blocks(
-        &self,
-        client: &ComputeClient<R>,
-        spec: &QuantizeSpec,
-    ) -> Result<Option<Quantized<R>>, KernelError> {
-        let Some(values) = &self.matrix.values else {
-            return Ok(None);
-        };
-        let view = MatrixView::new(OPERATION, values)?;
-        let (Some((block, key)), Some(values)) = (
-            in_blocks(spec, Layout::Transposed),
-            codes(self.matrix, &view),
-        ) else {
-            return Ok(None);
-        };
+    fn in_blocks(&self, client: &ComputeClient<R>, spec: &QuantizeSpec) -> Option<Quantized<R>> {
+        let view = &self.view;
+        let (block, key) = in_blocks(spec, Layout::Transposed)?;
+        let values = codes(self.matrix, view)?;
         let source = OfBlocks {
             dtype: self.dtype,
             gain_f32: self.gain_f32(),
@@ -231,9 +224,9 @@ impl<R: Runtime> QuantizedRows<'_, R> {
             && is_operand_type(self.dtype)
             && self.has_gains();
         if !fits {
-            return Ok(None);
+            return None;
         }
-        let output = allocate(client, &view, spec);
+        let output = allocate(client, view, spec);
         let transposed = output.transposed.as_ref().expect("a transposed copy");
         let buffers = [
             values,
@@ -255,48 +248,42 @@ impl<R: Runtime> QuantizedRows<'_, R> {
         #[allow(unsafe_code)]
         unsafe {
             let buffers = buffers.map(TensorHandle::clone).to_vec();
-            launch_source(client, source, tiles(&view), Vec::new(), buffers, &numbers);
+            launch_source(client, source, tiles(view), Vec::new(), buffers, &numbers);
         }
-        Ok(Some(output))
+        Some(output)
     }
 
     /// By `matrix_scale.cu`, likewise.
-    fn by_matrix(
-        &self,
-        client: &ComputeClient<R>,
-        spec: &QuantizeSpec,
-    ) -> Result<Option<Quantized<R>>, KernelError> {
-        let Some(values) = &self.matrix.values else {
-            return Ok(None);
-        };
-        let view = MatrixView::new(OPERATION, values)?;
-        let (Some(group), Some((tiles, of_tile))) = (
-            group_of(self.matrix, &view),
-            fits(client, self.dtype, &[], &view, spec),
-        ) else {
-            return Ok(None);
-        };
+    fn by_matrix(&self, client: &ComputeClient<R>, spec: &QuantizeSpec) -> Option<Quantized<R>> {
+        let view = &self.view;
+        let group = group_of(self.matrix, view)?;
+        let (tiles, of_tile) = fits(client, self.dtype, &[], view, spec)?;
         // A unit reads the numbers of its rows at once.
         let aligned = vector_width(PATCH_ROWS, &[self.inverse_rms]) == PATCH_ROWS;
         if !is_operand_type(self.dtype) || !aligned || !self.has_gains() {
-            return Ok(None);
+            return None;
         }
         let source = ByMatrix {
             of_tile,
             gain_f32: self.gain_f32(),
             group,
         };
-        let output = allocate(client, &view, spec);
-        let inputs = [values, &self.matrix.scales, self.inverse_rms, self.gain];
+        let output = allocate(client, view, spec);
+        let inputs = [
+            self.values,
+            &self.matrix.scales,
+            self.inverse_rms,
+            self.gain,
+        ];
         // SAFETY: the kernel reads these, of whole tiles, with a row's number and a column's gain each, and the output
         // was allocated for them; there is no delayed maximum.
         #[allow(unsafe_code)]
         unsafe {
-            let numbers = numbers::<R>(&view, None);
+            let numbers = numbers::<R>(view, None);
             let cubes = cubes_of(client, tiles, false, TAKING);
             launch_one(client, source, cubes, &inputs, &output, &numbers, None);
         }
-        Ok(Some(output))
+        Some(output)
     }
 }
 

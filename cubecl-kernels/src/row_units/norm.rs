@@ -106,7 +106,7 @@ fn of_rows<R: Runtime>(
     buffers.extend(output);
     buffers.extend(statistics.mean);
     buffers.push(statistics.inverse);
-    let cubes = CubeCount::Static(rows.div_ceil(knobs.at_once) as u32, 1, 1);
+    let cubes = CubeCount::Static(rows.div_ceil(knobs.units.rows) as u32, 1, 1);
     let numbers = NormNumbers {
         rows: rows as u64,
         bits_of_epsilon: epsilon.to_bits().into(),
@@ -138,14 +138,14 @@ pub(crate) fn gradients<R: Runtime>(
     let tensors: Vec<_> = gradient.tensors().collect();
     let mut floats = tensors.clone();
     floats.push(of_x);
-    let rows_knobs = input.knobs(client, &[gain], &floats)?;
+    let knobs = input.knobs(client, &[gain], &floats)?;
     let source = NormGradients {
-        rows: rows_knobs,
+        rows: knobs,
         centred: statistics.mean.is_some(),
         terms: gradient.terms.len(),
         other: gradient.other.is_some(),
     };
-    let parts = RowUnits::new(client, cols, WIDTH).backward_cubes(rows);
+    let parts = knobs.units.backward_cubes(rows);
     let of_columns = || empty(client, vec![parts, cols], storage::<f32>());
     let output = OfColumns {
         gain: of_columns(),
@@ -244,10 +244,7 @@ impl<'a, R: Runtime> Input<'a, R> {
             && units.planes;
         fits.then_some(Rows {
             dtype: self.dtype,
-            cols: self.cols,
-            lanes: units.lanes,
-            at_once: units.rows,
-            held: units.held,
+            units,
             codes: self.codes.map(|(codes, _)| codes),
             gain_f32: gains == storage::<f32>(),
         })
@@ -292,20 +289,12 @@ impl Codes {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct Rows {
     dtype: StorageType,
-    cols: usize,
-    lanes: usize,
-    at_once: usize,
-    /// Vectors that a thread holds of a row.
-    held: usize,
+    units: RowUnits,
     codes: Option<Codes>,
     gain_f32: bool,
 }
 
 impl Rows {
-    const fn threads(&self) -> usize {
-        self.lanes * self.at_once
-    }
-
     /// The lines that define them.
     fn text(&self) -> String {
         let codes = match self.codes {
@@ -321,9 +310,9 @@ impl Rows {
         format!(
             "#define IN_{}\n#define COLS {}\n#define LANES {}\n#define ROWS {}\n{codes}#define GAIN_F32 {}\n",
             float_knob(self.dtype),
-            self.cols,
-            self.lanes,
-            self.at_once,
+            self.units.cols,
+            self.units.lanes,
+            self.units.rows,
             u8::from(self.gain_f32),
         )
     }
@@ -373,7 +362,7 @@ impl CudaSource for Norm {
     const ENTRY_POINT: &'static str = "norm_of_codes";
 
     fn units(&self) -> u32 {
-        self.rows.threads() as u32
+        self.rows.units.of_cube() as u32
     }
 
     fn knobs(&self) -> String {
@@ -403,14 +392,16 @@ impl CudaSource for NormGradients {
     const ENTRY_POINT: &'static str = "norm_gradients";
 
     fn units(&self) -> u32 {
-        self.rows.threads() as u32
+        self.rows.units.of_cube() as u32
     }
 
     fn knobs(&self) -> String {
-        let blocks = match self.rows.held * WIDTH <= MOST_HELD {
-            true => THREADS / self.rows.threads(),
-            false => THREADS / 2 / self.rows.threads(),
+        let units = self.rows.units;
+        let threads = match units.elements() <= MOST_HELD {
+            true => THREADS,
+            false => THREADS / 2,
         };
+        let blocks = threads / units.of_cube();
         format!(
             "{}#define CENTRED {}\n#define TERMS {}\n#define OTHER {}\n#define BLOCKS {blocks}",
             self.rows.text(),
@@ -427,6 +418,6 @@ impl CudaSource for NormGradients {
             None => 16,
         };
         let others = self.terms + usize::from(self.other);
-        self.rows.threads() * self.rows.held * (of_x + 16 * others)
+        self.rows.units.of_cube() * self.rows.units.held * (of_x + 16 * others)
     }
 }

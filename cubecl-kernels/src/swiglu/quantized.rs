@@ -6,7 +6,7 @@ use crate::{
     device::MatrixView,
     error::KernelError,
     operator_input::{OperatorInput, check_alike},
-    quantize::{QuantizeSpec, Quantized, quantize, runs_of},
+    quantize::{QuantizeSpec, Quantized, quantize},
 };
 
 use super::{matrix_scale, swiglu};
@@ -30,7 +30,6 @@ pub fn quantize_swiglu<R: Runtime>(
 ) -> Result<Quantized<R>, KernelError> {
     let [gate, up] = factors;
     check_alike(client, OPERATION, &[("gate", gate), ("up", up)])?;
-    check_numbers(OPERATION, factors)?;
     let dense = match gate {
         OperatorInput::Floats(gate) => Some(gate),
         OperatorInput::Quantized(gate, _) => gate.values.as_ref(),
@@ -43,17 +42,4 @@ pub fn quantize_swiglu<R: Runtime>(
         }
     }
     quantize(client, &swiglu(client, gate, up)?, spec)
-}
-
-/// Accepts floats, and numbers as kernels read them or dequantize them.
-pub(super) fn check_numbers<R: Runtime>(
-    operation: &'static str,
-    factors: [OperatorInput<R>; 2],
-) -> Result<(), KernelError> {
-    for factor in factors {
-        if let OperatorInput::Quantized(matrix, _) = factor {
-            runs_of(operation, matrix)?;
-        }
-    }
-    Ok(())
 }
