@@ -33,12 +33,16 @@ use crate::{
         whole_runs::RunGrid,
     },
     row_units::{
-        RowUnits, add_rows, check_backward, check_rows, has_rows, held_copy, held_input,
-        held_zeros, inverse_cols,
-        norm::{OfColumns, Output, RowStatistics, gradients, normalize},
+        RowUnits, add_rows, check_backward, check_rows, check_rows_of_input, has_rows, held_copy,
+        held_input, held_zeros, inverse_cols,
+        norm::{OfColumns, Output, RowStatistics, find_statistics, gradients, normalize},
         read_held, row_sum, row_sums, vector_index, write_held, write_held_copy,
     },
 };
+
+mod quantized;
+
+pub use quantized::quantize_layer_norm;
 
 const OPERATION: &str = "layer_norm";
 const OPERATION_BACKWARD: &str = "layer_norm_backward";
@@ -129,7 +133,7 @@ fn launch<R: Runtime>(
 ) -> Result<(LayerNormOutput<R>, Option<Quantized<R>>), KernelError> {
     let [rows, cols] = check_rows(client, OPERATION, &x, gain)?;
     if let Some(bias) = bias {
-        check_bias(bias, gain)?;
+        check_bias(OPERATION, bias, gain)?;
     }
     let output = empty(client, x.shape(), x.dtype());
     let mean = empty(client, vec![rows], storage::<f32>());
@@ -210,6 +214,61 @@ fn launch<R: Runtime>(
         inverse_deviation,
     };
     Ok((norm, copy))
+}
+
+/// `m` and `s` of each row, f32 `[rows]` each, as [`layer_norm`] gives them beside its output: for who makes that
+/// [as it quantizes it](quantize_layer_norm).
+///
+/// - `x`, `epsilon`: as there.
+///
+/// # Errors
+///
+/// As there, but for what is said of gain and bias.
+pub fn row_deviations<'a, R: Runtime>(
+    client: &ComputeClient<R>,
+    x: impl Into<OperatorInput<'a, R>>,
+    epsilon: f32,
+) -> Result<[TensorHandle<R>; 2], KernelError> {
+    let x = x.into();
+    let [rows, cols] = check_rows_of_input(client, OPERATION, &x)?;
+    let [mean, inverse_deviation] = [(); 2].map(|()| empty(client, vec![rows], storage::<f32>()));
+    let statistics = RowStatistics {
+        mean: Some(&mean),
+        inverse: &inverse_deviation,
+    };
+    if rows > 0 && !find_statistics(client, x, [rows, cols], epsilon, statistics) {
+        let dtype = x.dtype();
+        let x = x.prepare(client, OPERATION)?;
+        // As with an output, so that the order of sums is one.
+        let output = or_unused(None, &mean, dtype);
+        let pieces = Pieces::of(&[&x], cols, &[&output]);
+        let units = RowUnits::new(client, cols, pieces.len);
+        // SAFETY: rows are guarded by their number, for which the outputs were allocated, columns by their own; scales lie
+        // inside of their buffers, whose shapes were compared with the matrix, and stand-ins are not read.
+        #[allow(unsafe_code)]
+        unsafe {
+            row_deviations_kernel::launch_unchecked::<R>(
+                client,
+                cube_grid(rows.div_ceil(units.rows)),
+                CubeDim::new_1d(units.of_cube() as u32),
+                pieces.read,
+                array(x.values().clone()),
+                array(x.scales()),
+                array(x.tensor_scales()),
+                array(mean.clone()),
+                array(inverse_deviation.clone()),
+                x.grid(),
+                rows as u32,
+                epsilon,
+                units,
+                pieces,
+                x.values().dtype,
+                x.scales().dtype,
+                dtype,
+            );
+        }
+    }
+    Ok([mean, inverse_deviation])
 }
 
 /// The gradients of `x`, of the gain and of the bias, from that of the output of [`layer_norm`].
@@ -318,16 +377,17 @@ pub fn layer_norm_backward<'a, R: Runtime>(
 
 /// Accepts a bias of the length and type of the gain.
 fn check_bias<R: Runtime>(
+    operation: &'static str,
     bias: &TensorHandle<R>,
     gain: &TensorHandle<R>,
 ) -> Result<(), KernelError> {
     let remedy = "pass a bias of the element type of the gain";
-    check_dtype(OPERATION, "bias", bias, gain.dtype, remedy)?;
-    if check_contiguous(OPERATION, bias)? == check_contiguous(OPERATION, gain)? {
+    check_dtype(operation, "bias", bias, gain.dtype, remedy)?;
+    if check_contiguous(operation, bias)? == check_contiguous(operation, gain)? {
         return Ok(());
     }
     Err(KernelError::Shape {
-        operation: OPERATION,
+        operation,
         got: format!("gain {:?} and bias {:?}", gain.shape(), bias.shape()),
         remedy: "pass a bias for each column",
     })
@@ -393,21 +453,7 @@ fn layer_norm_kernel<
         copy,
     );
     let gains = read_held::<G, NG>(gain, 0u32, units, gain_width);
-    let mut sum = 0.0f32;
-    #[unroll]
-    for index in 0..elements {
-        sum += values[index];
-    }
-    // Not in one instruction with what follows, here or below: the bits of a kernel that writes a copy are the same.
-    let center = exact::product(row_sum(sum, units), inverse_cols(units), grid.zero);
-    subtract(&mut values, center, units);
-    let mut squares = 0.0f32;
-    #[unroll]
-    for index in 0..elements {
-        squares += values[index] * values[index];
-    }
-    let variance = exact::product(row_sum(squares, units), inverse_cols(units), grid.zero);
-    let scale = (variance + epsilon).inverse_sqrt();
+    let (center, scale) = centre(&mut values, epsilon, grid.zero, units);
     if row < rows {
         #[unroll]
         for index in 0..elements {
@@ -425,6 +471,65 @@ fn layer_norm_kernel<
             mean[row as usize] = center;
             inverse_deviation[row as usize] = scale;
         }
+    }
+}
+
+/// `m` and `s` of the row of which this unit holds these elements, from which it takes the mean.
+#[cube]
+fn centre(
+    values: &mut Array<f32>,
+    epsilon: f32,
+    zero: u32,
+    #[comptime] units: RowUnits,
+) -> (f32, f32) {
+    let elements = comptime!(units.elements());
+    let mut sum = 0.0f32;
+    #[unroll]
+    for index in 0..elements {
+        sum += values[index];
+    }
+    // Not in one instruction with what follows, here or below: the bits of kernels that do more beside it are the same.
+    let mean = exact::product(row_sum(sum, units), inverse_cols(units), zero);
+    subtract(values, mean, units);
+    let mut squares = 0.0f32;
+    #[unroll]
+    for index in 0..elements {
+        squares += values[index] * values[index];
+    }
+    let variance = exact::product(row_sum(squares, units), inverse_cols(units), zero);
+    (mean, (variance + epsilon).inverse_sqrt())
+}
+
+#[cube(launch_unchecked)]
+#[allow(clippy::too_many_arguments)]
+fn row_deviations_kernel<X: Numeric, S: Numeric, F: Numeric, NX: Size>(
+    x: &Array<Vector<X, NX>>,
+    scales: &Array<S>,
+    tensor_scales: &Array<f32>,
+    mean: &mut Array<f32>,
+    inverse_deviation: &mut Array<f32>,
+    grid: RunGrid,
+    rows: u32,
+    epsilon: f32,
+    #[comptime] units: RowUnits,
+    #[comptime] pieces: Pieces,
+    #[define(X)] _values_dtype: StorageType,
+    #[define(S)] _scales_dtype: StorageType,
+    #[define(F)] _dtype: StorageType,
+) {
+    let first = CUBE_POS as u32 * comptime!(units.rows as u32);
+    if first >= rows {
+        terminate!();
+    }
+    let row = first + UNIT_POS / comptime!(units.lanes as u32);
+    // Units past the last row take part in what the others wait for, and write nothing.
+    let read_row = min(row, rows - 1);
+    let mut values =
+        held_input::<X, NX, S, F>(x, scales, tensor_scales, &grid, read_row, units, pieces);
+    let (center, scale) = centre(&mut values, epsilon, grid.zero, units);
+    if row < rows && UNIT_POS % comptime!(units.lanes as u32) == 0 {
+        mean[row as usize] = center;
+        inverse_deviation[row as usize] = scale;
     }
 }
 

@@ -15,7 +15,7 @@
 
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
-pub use crate::row_units::MAX_COLS;
+pub use crate::row_units::{MAX_COLS, quantized::quantizes_norms};
 use crate::{
     device::{array, cube_grid, empty, or_unused, storage, vector_width, zeros},
     error::KernelError,
@@ -38,7 +38,7 @@ use crate::{
 
 mod quantized;
 
-pub use quantized::{quantize_rms_norm, quantizes_rms_norm};
+pub use quantized::quantize_rms_norm;
 
 const OPERATION: &str = "rms_norm";
 const OPERATION_BACKWARD: &str = "rms_norm_backward";

@@ -19,6 +19,7 @@ use crate::{
 };
 
 pub(crate) mod norm;
+pub(crate) mod quantized;
 
 /// The longest rows that units keep in registers.
 pub const MAX_COLS: usize = 8192;

@@ -51,12 +51,6 @@ impl Numbers {
             input_gradients: [of_gradient(5)?, of_gradient(6)?],
         })
     }
-
-    /// True where the layer behind the operator quantizes X by its largest magnitude: RMSNorm is then quantized as it is
-    /// computed.
-    pub fn is_read_by_matrix(&self) -> bool {
-        self.output.granularity == granularity::Granularity::Tensor
-    }
 }
 
 fn spec(cast: &Cast, layout: Layout, key: StochasticKey) -> Result<QuantizeSpec> {

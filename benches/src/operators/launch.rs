@@ -5,10 +5,10 @@ use cubecl_kernels::{
     KernelError,
     column_sum::column_sum,
     gelu::{gelu, gelu_backward, quantize_gelu, quantize_gelu_gradient},
-    layer_norm::{layer_norm, layer_norm_backward},
+    layer_norm::{layer_norm, layer_norm_backward, quantize_layer_norm, row_deviations},
     operator_input::OperatorInput,
     quantize::{QuantizeSpec, Quantized, dequantize, quantize},
-    rms_norm::{inverse_rms, quantize_rms_norm, rms_norm, rms_norm_backward},
+    rms_norm::{inverse_rms, quantize_rms_norm, quantizes_norms, rms_norm, rms_norm_backward},
     swiglu::{quantize_swiglu, quantize_swiglu_gradients, swiglu, swiglu_backward},
 };
 use half::bf16;
@@ -159,6 +159,11 @@ impl<'a> Launches<'a> {
         Ok(Values::of(quantize(self.client, floats, spec)?))
     }
 
+    /// True where a norm is quantized as it is computed, as the decorator does it then.
+    fn quantizes_norms(&self) -> bool {
+        !self.alone && quantizes_norms(self.client, self.numbers.output.granularity)
+    }
+
     /// The output, as the linear layer behind the operator reads it.
     pub fn forward(&self, operands: &Operands) -> Result<Forward, KernelError> {
         let (client, gain, spec) = (self.client, &self.gain, &self.numbers.output);
@@ -168,10 +173,16 @@ impl<'a> Launches<'a> {
             false => self.quantized(&output, spec),
         };
         let (output, statistics) = match self.operator {
-            Operator::RmsNorm if !self.alone && self.numbers.is_read_by_matrix() => {
+            Operator::RmsNorm if self.quantizes_norms() => {
                 let roots = inverse_rms(client, x, EPSILON)?;
                 let output = quantize_rms_norm(client, x, gain, &roots, spec)?;
                 (Values::of(output), Statistics::RmsNorm(roots))
+            }
+            Operator::LayerNorm if self.quantizes_norms() => {
+                let rows = row_deviations(client, x, EPSILON)?;
+                let (bias, of_rows) = (Some(&self.bias), rows.each_ref());
+                let output = quantize_layer_norm(client, x, gain, bias, of_rows, spec)?;
+                (Values::of(output), Statistics::LayerNorm(rows))
             }
             Operator::RmsNorm => {
                 let norm = rms_norm(client, x, gain, EPSILON)?;

@@ -4,7 +4,6 @@
 use std::sync::Arc;
 
 use burn_backend::{Shape, tensor::FloatTensor};
-use cubecl_kernels::granularity::Granularity;
 
 use super::{
     matrix::{flatten, flattened},
@@ -18,7 +17,7 @@ use crate::{
     },
     layer::tag::Tag,
     recipe::{self, Cast},
-    saved::{HeldTensor, later::GradientCopy, recorded::Recorded, report},
+    saved::{HeldTensor, recorded::Recorded, report},
 };
 
 /// The value of x, rounded, with the gradient that its reader gives.
@@ -58,11 +57,8 @@ impl<B: DataBackend> Recorded<B, 1> for ReadRounded<B> {
             }
         });
         let rounded = HeldTensor::quantized("flow", Quantized::clone(&copy), x.cell());
-        // The gradient goes straight through: who takes that of x takes this one. Kernels that read what flows have the
-        // copies with one scale alone.
-        let of_gradient = x.cell().gradient_copy();
-        let is_by_matrix = |copy: &GradientCopy<B>| copy.spec.granularity == Granularity::Tensor;
-        if let Some(copy) = of_gradient.filter(is_by_matrix) {
+        // The gradient goes straight through: who takes that of x takes this one.
+        if let Some(copy) = x.cell().gradient_copy() {
             rounded.cell().will_quantize_gradient(copy);
         }
         report::shares(&copy);

@@ -17,9 +17,9 @@ use crate::{
 /// `x Φ(x)`, Φ being the distribution function of the standard normal distribution. Saves x.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Gelu {
-    /// True where layers that read the output quantize it by a number of the whole matrix: then, of what flows, the output
-    /// is not computed before that, and never in memory.
-    pub is_read_by_matrix: bool,
+    /// True where layers that read the output quantize it [in squares or by one number](crate::recipe::Row): then, of what
+    /// flows, the output is not computed before that, and where a kernel has it never in memory.
+    pub is_quantized: bool,
 }
 
 impl<B: DataBackend> Recorded<B, 1> for Gelu {
@@ -30,7 +30,7 @@ impl<B: DataBackend> Recorded<B, 1> for Gelu {
     }
 
     fn forward(self, [x]: [HeldTensor<B>; 1], wanted: [bool; 1]) -> (HeldTensor<B>, Self::Saved) {
-        if self.is_read_by_matrix && x.is_in_numbers() && later::may_wait(&wanted) {
+        if self.is_quantized && x.is_in_numbers() && later::may_wait(&wanted) {
             let (output, form) = (Later::OfOne(OfOne::Gelu(x.clone())), x.cell().form());
             return (HeldTensor::later("gelu", output, form), x);
         }

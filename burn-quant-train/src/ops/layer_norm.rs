@@ -1,13 +1,20 @@
 //! Layer normalization that saves its input, and two numbers a row (Ba et al., 2016, equation 3).
 
 use burn_backend::{FloatDType, TensorMetadata, tensor::FloatTensor};
+use cubecl_kernels::granularity::Granularity;
 
 use crate::{
     data::{
         DataBackend, cast_to,
-        composition::{LayerNormForward, LayerNormGradients, OutputGradient},
+        composition::{
+            LayerNormForward, LayerNormGradients, OutputGradient, RowDeviations, quantizes_norms,
+        },
     },
-    saved::{HeldTensor, recorded::Recorded},
+    saved::{
+        HeldTensor,
+        later::{self, Later, OfOne},
+        recorded::Recorded,
+    },
 };
 
 /// `(x - mean(x)) / sqrt(variance(x) + epsilon) gain + bias` of inputs x `[.., columns]`, the gain and, if there are
@@ -15,6 +22,8 @@ use crate::{
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct LayerNorm {
     pub epsilon: f64,
+    /// As of [`RmsNorm`](super::rms_norm::RmsNorm).
+    pub is_quantized_in: Option<Granularity>,
 }
 
 /// The tensors that the backward pass needs.
@@ -45,6 +54,31 @@ impl<B: DataBackend, const N: usize> Recorded<B, N> for LayerNorm {
         let (Some(x), Some(gain), bias) = (inputs.next(), inputs.next(), inputs.next()) else {
             unreachable!("a normalization has x and a gain");
         };
+        let is_quantized = |granularity| quantizes_norms::<B>(x.cell().device(), granularity);
+        let waits = x.is_in_numbers() && later::may_wait(&wanted);
+        if waits && self.is_quantized_in.is_some_and(is_quantized) {
+            let epsilon = self.epsilon as f32;
+            let (mean, inverse_deviation) =
+                B::run(RowDeviations { epsilon }, x.clone().into_input());
+            let [mean, inverse_deviation] =
+                [mean, inverse_deviation].map(|it| HeldTensor::of("layer_norm", it));
+            let saved = Saved {
+                x: x.clone(),
+                gain: gain.clone(),
+                bias: bias.as_ref().map(|bias| bias.dtype().into()),
+                mean: mean.clone(),
+                inverse_deviation: inverse_deviation.clone(),
+            };
+            let form = x.cell().form();
+            let output = Later::OfOne(OfOne::LayerNorm {
+                x,
+                gain,
+                bias,
+                rows: [mean, inverse_deviation],
+                epsilon,
+            });
+            return (HeldTensor::later("layer_norm", output, form), saved);
+        }
         let is_trained = wanted.contains(&true);
         let waits_as = x.cell().rows_will_wait_as();
         let norm = LayerNormForward {

@@ -1,12 +1,13 @@
 //! RMSNorm that saves its input, and one number a row (Zhang & Sennrich, 2019, equation 4).
 
 use burn_backend::{FloatDType, TensorMetadata, tensor::FloatTensor};
+use cubecl_kernels::granularity::Granularity;
 
 use crate::{
     data::{
         DataBackend, cast_to,
         composition::{
-            InverseRms, OutputGradient, RmsNormForward, RmsNormGradients, quantizes_rms_norm,
+            InverseRms, OutputGradient, RmsNormForward, RmsNormGradients, quantizes_norms,
         },
     },
     saved::{
@@ -22,9 +23,9 @@ use crate::{
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct RmsNorm {
     pub epsilon: f64,
-    /// True where layers that read the output quantize it by a number of the whole matrix: then, of what flows, the output
-    /// is not computed before that, and never in memory.
-    pub is_read_by_matrix: bool,
+    /// What shares a scale where layers that read the output quantize it, in squares or by one number: then, of what flows,
+    /// the output is not computed before that where a kernel does both at once, and never in memory.
+    pub is_quantized_in: Option<Granularity>,
 }
 
 impl<B: DataBackend> Recorded<B, 2> for RmsNorm {
@@ -40,8 +41,9 @@ impl<B: DataBackend> Recorded<B, 2> for RmsNorm {
         [x, gain]: [HeldTensor<B>; 2],
         wanted: [bool; 2],
     ) -> (HeldTensor<B>, Self::Saved) {
-        let waits = self.is_read_by_matrix && x.is_in_numbers() && later::may_wait(&wanted);
-        if waits && quantizes_rms_norm::<B>(x.cell().device()) {
+        let is_quantized = |granularity| quantizes_norms::<B>(x.cell().device(), granularity);
+        let waits = x.is_in_numbers() && later::may_wait(&wanted);
+        if waits && self.is_quantized_in.is_some_and(is_quantized) {
             let epsilon = self.epsilon as f32;
             let inverse_rms = B::run(InverseRms { epsilon }, x.clone().into_input());
             let inputs = NormInputs {

@@ -3,6 +3,7 @@
 use std::fmt;
 
 use burn_backend::FloatDType;
+use cubecl_kernels::granularity;
 use serde::{Deserialize, Serialize};
 
 use super::{
@@ -207,12 +208,19 @@ impl Row {
         }
     }
 
-    /// True where linear layers quantize X by the largest magnitude of all of it.
-    pub(crate) fn reads_x_by_matrix(&self) -> bool {
-        let cast = self.linear.and_then(|row| row.forward.operands()[0]);
-        cast.is_some_and(|cast| {
-            (cast.granularity, cast.source) == (Granularity::Tensor, ScaleSource::Data)
-        })
+    /// What shares a scale where linear layers quantize X, if that is a square of its own elements, or all of them: a copy
+    /// that a kernel can make as it computes X.
+    pub(crate) fn reads_x_in(&self) -> Option<granularity::Granularity> {
+        let cast = self.linear.and_then(|row| row.forward.operands()[0])?;
+        match cast.source {
+            ScaleSource::Data => {}
+            ScaleSource::Step(_) | ScaleSource::History(_) => return None,
+        }
+        match cast.granularity {
+            Granularity::Tensor => Some(granularity::Granularity::Tensor),
+            Granularity::Block(side) => Some(granularity::Granularity::Block(side)),
+            Granularity::Group(_) | Granularity::Row => None,
+        }
     }
 
     /// The recipe's name as a type, with the line about it.

@@ -1,4 +1,4 @@
-//! Values that their reader computes: SwiGLU's output and its gradients, and in a flow those of GELU and RMSNorm's output.
+//! Values that their reader computes: SwiGLU's output and its gradients, and in a flow those of GELU and norms' outputs.
 //! A linear layer quantizes them in the launch that computes them, so that they never go through memory; whoever else reads
 //! one has it computed by itself.
 
@@ -20,8 +20,8 @@ use crate::{
     data::{
         DataBackend,
         composition::{
-            GeluForward, GeluGradient, OperatorInput, RmsNormForward, SwigluCompressing,
-            SwigluForward, SwigluGradients,
+            GeluForward, GeluGradient, LayerNormForward, OperatorInput, RmsNormForward,
+            SwigluCompressing, SwigluForward, SwigluGradients,
         },
         quantize::{DelayedMaximum, MatrixSource, Quantized, quantize_swiglu_gradients},
     },
@@ -50,6 +50,15 @@ pub(crate) enum Later<B: DataBackend> {
 pub(crate) enum OfOne<B: DataBackend> {
     /// RMSNorm's output, with what is added to the mean of squares.
     RmsNorm { inputs: NormInputs<B>, epsilon: f32 },
+    /// That of layer normalization, likewise.
+    LayerNorm {
+        x: HeldTensor<B>,
+        gain: HeldTensor<B>,
+        bias: Option<HeldTensor<B>>,
+        /// Means and inverse deviations of rows, f32 `[rows, 1]`.
+        rows: [HeldTensor<B>; 2],
+        epsilon: f32,
+    },
     /// GELU's.
     Gelu(HeldTensor<B>),
     /// The gradient of GELU's input, from that of its output.
@@ -63,6 +72,19 @@ impl<B: DataBackend> Clone for OfOne<B> {
                 inputs: inputs.clone(),
                 epsilon: *epsilon,
             },
+            Self::LayerNorm {
+                x,
+                gain,
+                bias,
+                rows,
+                epsilon,
+            } => Self::LayerNorm {
+                x: x.clone(),
+                gain: gain.clone(),
+                bias: bias.clone(),
+                rows: rows.clone(),
+                epsilon: *epsilon,
+            },
             Self::Gelu(x) => Self::Gelu(x.clone()),
             Self::GeluGradient(x, gradient) => Self::GeluGradient(x.clone(), gradient.clone()),
         }
@@ -74,6 +96,18 @@ impl<B: DataBackend> OfOne<B> {
     pub fn source(&self) -> MatrixSource<B> {
         match self.clone() {
             Self::RmsNorm { inputs, .. } => inputs.source(),
+            Self::LayerNorm {
+                x,
+                gain,
+                bias,
+                rows,
+                ..
+            } => MatrixSource::LayerNorm {
+                x: x.into_input(),
+                gain: gain.into_value(),
+                bias: bias.map(HeldTensor::into_value),
+                rows: rows.map(HeldTensor::into_value).into(),
+            },
             Self::Gelu(x) => MatrixSource::Gelu(x.into_input()),
             Self::GeluGradient(x, gradient) => MatrixSource::GeluGradient {
                 x: x.into_input(),
@@ -91,6 +125,22 @@ impl<B: DataBackend> OfOne<B> {
                     copy: None,
                 };
                 let ((output, _), _) = B::run(norm, (x.into_input(), gain.into_value()));
+                output
+            }
+            Self::LayerNorm {
+                x,
+                gain,
+                bias,
+                epsilon,
+                ..
+            } => {
+                let norm = LayerNormForward {
+                    epsilon,
+                    copy: None,
+                };
+                let bias = bias.map(HeldTensor::into_value);
+                let inputs = ((x.into_input(), gain.into_value()), bias);
+                let ((output, _), _) = B::run(norm, inputs);
                 output
             }
             Self::Gelu(x) => B::run(GeluForward, x.into_input()),

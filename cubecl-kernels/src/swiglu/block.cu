@@ -1,5 +1,5 @@
 // The gate of SwiGLU as the input of a linear layer, quantized as it is computed: in front of this text stand tile.cu,
-// arithmetic.cu and contexts.cu. Knobs beside theirs:
+// pairs.cu, arithmetic.cu, the codes.cu of blocks, and contexts.cu. Knobs beside theirs:
 //   CUBES      cubes that share a multiprocessor
 //   CONTEXTS   1: gate and up are written as they wait for the backward pass, too
 

@@ -1,29 +1,31 @@
-//! SwiGLU and its gradients, quantized in blocks as they are computed: kernels of CUDA source, `block.cu` and
-//! `block_gradients.cu`, around the tile of [`quantize_linear_input`](crate::linear_input::quantize_linear_input).
-//! Gate and up may wait between both as INT8 in groups, which the first one writes and the second one reads
-//! (`contexts.cu`).
+//! SwiGLU and its gradients, quantized in blocks as they are computed: kernels of CUDA source, `block.cu`,
+//! `block_of_codes.cu` and `block_gradients.cu`, around the tile of
+//! [`quantize_linear_input`](crate::linear_input::quantize_linear_input). Gate and up may wait in between as INT8 in groups,
+//! which the first one writes (`contexts.cu`) and the last one reads, or flow as INT8 in blocks, which the others read.
 
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
 use crate::{
     cuda::{
         numbers::{halves, numbers},
-        source::{CudaSource, SourceText, float_knob, launch_source},
+        source::{CudaSource, SourceText, launch_source},
     },
-    device::{MatrixView, is_contiguous, is_operand_type, read_width_up_to},
+    device::{MatrixView, is_operand_type, read_width_up_to},
     granularity::Granularity,
-    layout::Layout,
     operator_input::OperatorInput,
     quantize::{
         QuantizeSpec, Quantized,
         block::{
             BlockOutput, Round,
-            whole_tiles::{WholeTilesNumbers, cubes, has_whole_tiles, launch_tiles, tiles},
+            whole_tiles::{
+                self, CodesNumbers, OfScale, TileKnobs, WholeTilesNumbers, around_block_tile,
+                cubes, has_whole_tiles, launch_tiles, tiles, written,
+            },
         },
         buffers::{allocate, allocate_gradient},
         staged::TILE,
     },
-    rounding::{Rounding, STOCHASTIC_OFFSET, StochasticKey},
+    rounding::{STOCHASTIC_OFFSET, StochasticKey},
 };
 
 /// Bytes of a tile of 16-bit elements.
@@ -32,6 +34,7 @@ const TILE_BYTES: usize = 2 * TILE * TILE;
 const VECTOR: usize = 8;
 /// Cubes that are to share a multiprocessor, at most.
 const MOST_CUBES: usize = 3;
+const MOST_CUBES_OF_CODES: usize = 4;
 /// Bytes of a number for each row of gate and of up in a tile.
 const BYTES_OF_ROWS: usize = 2 * TILE * size_of::<f32>();
 
@@ -65,14 +68,25 @@ pub(crate) unsafe fn launch<R: Runtime>(
     else {
         return None;
     };
-    let source = Forward::of(
-        client,
-        gate.dtype,
-        row_major == Round::Stochastic,
-        output.fallback.is_some(),
-        contexts.is_some(),
-    );
-    if !contexts.is_none_or(has_contexts) || !fits(client, &[gate, up], view, block, source.cubes) {
+    let contexts_are_written = contexts.is_some();
+    let bytes = Forward::bytes(contexts_are_written);
+    let source = Forward {
+        tile: TileKnobs {
+            dtype: gate.dtype,
+            row_major: Some(row_major),
+            transposed: Some(Round::Stochastic),
+            fallback: output.fallback.is_some(),
+            draw_early: false,
+            cubes: cubes(client, bytes, MOST_CUBES),
+        },
+        contexts: contexts_are_written,
+    };
+    let fits = contexts.is_none_or(has_contexts)
+        && has_whole_tiles(client, view.shape, block)
+        && source.tile.cubes >= 2
+        && is_operand_type(gate.dtype)
+        && are_read(&[gate, up], view);
+    if !fits {
         return None;
     }
     let contexts = contexts.map(|spec| [(); 2].map(|()| allocate(client, view, spec)));
@@ -94,8 +108,45 @@ pub(crate) unsafe fn launch<R: Runtime>(
     Some(contexts)
 }
 
-/// Quantizes the gradients of gate and of up by a spec each, if the device has the kernel for both, that of INT8 blocks of
-/// one size, both copies stochastically. `None` where it has not, and where there is nothing to quantize.
+/// `silu(gate) up`, quantized by a spec, if the device has the kernel for it: that of INT8 blocks, of gate and up in such
+/// blocks. `None` where it has not, and where there is nothing to quantize.
+///
+/// Gate and up, of this type and view, are numbers as [`OperatorInput::prepare`] accepts them.
+pub(super) fn launch_of_codes<R: Runtime>(
+    client: &ComputeClient<R>,
+    [gate, up]: [&Quantized<R>; 2],
+    dtype: StorageType,
+    view: &MatrixView,
+    spec: &QuantizeSpec,
+) -> Option<Quantized<R>> {
+    let tile = |matrix| match OfScale::of(matrix, view)? {
+        (OfScale::Tile, values) => Some(values),
+        (OfScale::Row, _) => None,
+    };
+    let [gates, ups] = [tile(gate)?, tile(up)?];
+    if view.shape.num_elements() == 0 {
+        return None;
+    }
+    let (tile, key) = TileKnobs::of(
+        client,
+        dtype,
+        view,
+        spec,
+        3 * TILE * TILE,
+        MOST_CUBES_OF_CODES,
+    )?;
+    let output = allocate(client, view, spec);
+    let inputs = [gates, &gate.scales, ups, &up.scales];
+    // SAFETY: the kernel reads these, of whole tiles, and the output was allocated for them.
+    #[allow(unsafe_code)]
+    unsafe {
+        whole_tiles::launch_of_codes(client, OfCodes(tile), &inputs, view, key, &output);
+    }
+    Some(output)
+}
+
+/// Quantizes the gradients of gate and of up by a spec each, if the device has the kernel for both: INT8 in blocks, rounded
+/// stochastically, of floats, or of numbers whose scales lie alike. `None` where it has not, and where there is nothing to quantize.
 ///
 /// Gate, up and the gradient of the output are of one shape and type, floats contiguous, numbers as
 /// [`OperatorInput::prepare`] accepts them, and `view` is that of all.
@@ -106,42 +157,50 @@ pub(crate) fn launch_gradients<R: Runtime>(
     view: &MatrixView,
     specs: [&QuantizeSpec; 2],
 ) -> Option<[Quantized<R>; 2]> {
-    let both = |spec| in_blocks(spec, Layout::Both);
-    let [(block, key), (block_of_up, up_key)] = [both(specs[0])?, both(specs[1])?];
-    if block != block_of_up || view.shape.num_elements() == 0 {
+    if view.shape.num_elements() == 0 {
         return None;
     }
-    let (factors, scales) = match factors {
+    let (factors, codes) = match factors {
         [OperatorInput::Floats(gate), OperatorInput::Floats(up)] => ([gate, up], None),
         [
             OperatorInput::Quantized(gate, _),
             OperatorInput::Quantized(up, _),
         ] => {
-            let factors = [codes(gate, view)?, codes(up, view)?];
-            (factors, Some([&gate.scales, &up.scales]))
+            let (of_scale, gates) = OfScale::of(gate, view)?;
+            let (of_scale_of_up, ups) = OfScale::of(up, view)?;
+            if of_scale != of_scale_of_up {
+                return None;
+            }
+            ([gates, ups], Some((of_scale, [&gate.scales, &up.scales])))
         }
         _ => return None,
     };
-    let source = Gradients::of(client, gradient.dtype, scales.is_some());
+    let of_scale = codes.map(|(of_scale, _)| of_scale);
+    let bytes = Gradients::bytes(of_scale);
+    let tile = |spec| {
+        let (tile, key) = TileKnobs::of(client, gradient.dtype, view, spec, bytes, MOST_CUBES)?;
+        Some((tile, key?))
+    };
+    let [(tile, key), (tile_of_up, up_key)] = [tile(specs[0])?, tile(specs[1])?];
     let inputs = [factors[0], factors[1], gradient];
-    let floats = if scales.is_some() {
+    let floats = if codes.is_some() {
         &inputs[2..]
     } else {
         &inputs
     };
-    if !fits(client, floats, view, block, source.cubes) {
+    if tile != tile_of_up || !are_read(floats, view) {
         return None;
     }
     let outputs = specs.map(|spec| allocate_gradient(client, view, spec));
     let mut buffers = inputs.map(TensorHandle::clone).to_vec();
-    for output in &outputs {
-        let copies = [&output.values, &output.transposed];
-        buffers.extend(copies.into_iter().flatten().cloned());
-        buffers.push(output.scales.clone());
-    }
+    buffers.extend(outputs.iter().flat_map(written).cloned());
     // Of floats they are not read.
-    let scales = scales.unwrap_or([&outputs[0].scales; 2]);
+    let scales = codes.map_or([&outputs[0].scales; 2], |(_, scales)| scales);
     buffers.extend(scales.map(TensorHandle::clone));
+    let source = Gradients {
+        tile,
+        codes: of_scale,
+    };
     let numbers = GradientNumbers {
         rows: view.shape.rows as u64,
         cols: view.shape.cols as u64,
@@ -152,7 +211,7 @@ pub(crate) fn launch_gradients<R: Runtime>(
         bits_of_384: STOCHASTIC_OFFSET.to_bits().into(),
     };
     // SAFETY: the cubes are the tiles of the inputs, none of which reaches over an edge, and the outputs were allocated
-    // for them, with both copies.
+    // for them.
     #[allow(unsafe_code)]
     unsafe {
         launch_source(client, source, tiles(view), Vec::new(), buffers, &numbers);
@@ -160,50 +219,10 @@ pub(crate) fn launch_gradients<R: Runtime>(
     Some(outputs)
 }
 
-/// The block and the key of INT8 blocks in this layout, whose copies are rounded stochastically.
-pub(crate) fn in_blocks(spec: &QuantizeSpec, layout: Layout) -> Option<(usize, StochasticKey)> {
-    let (Granularity::Block(block), Rounding::Stochastic(key)) = (spec.granularity, spec.rounding)
-    else {
-        return None;
-    };
-    let int8 = QuantizeSpec::int8(spec.granularity);
-    let fits = *spec == int8.with_rounding(spec.rounding).with_layout(layout);
-    fits.then_some((block, key))
-}
-
-/// The codes of a matrix as kernels around `contexts.cu` read them, if they do.
-pub(crate) fn codes<'a, R: Runtime>(
-    matrix: &'a Quantized<R>,
-    view: &MatrixView,
-) -> Option<&'a TensorHandle<R>> {
-    let spec = QuantizeSpec {
-        number: matrix.number,
-        scale: matrix.scale,
-        granularity: matrix.granularity,
-        rounding: Rounding::Nearest,
-        layout: Layout::RowMajor,
-    };
-    let values = matrix.values.as_ref()?;
-    let is_read = has_contexts(&spec)
-        && is_contiguous(values)
-        && is_contiguous(&matrix.scales)
-        && read_width_up_to(VECTOR, values, view) == VECTOR;
-    is_read.then_some(values)
-}
-
-fn fits<R: Runtime>(
-    client: &ComputeClient<R>,
-    inputs: &[&TensorHandle<R>],
-    view: &MatrixView,
-    block: usize,
-    cubes: usize,
-) -> bool {
-    has_whole_tiles(client, view.shape, block)
-        && cubes >= 2
-        && is_operand_type(inputs[0].dtype)
-        && inputs
-            .iter()
-            .all(|input| read_width_up_to(VECTOR, input, view) == VECTOR)
+/// True for floats that kernels read, of this view.
+fn are_read<R: Runtime>(inputs: &[&TensorHandle<R>], view: &MatrixView) -> bool {
+    let mut inputs = inputs.iter();
+    inputs.all(|input| read_width_up_to(VECTOR, input, view) == VECTOR)
 }
 
 numbers! {
@@ -226,67 +245,33 @@ numbers! {
 /// `block.cu` behind the texts that it names.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct Forward {
-    dtype: StorageType,
-    row_stochastic: bool,
-    fallback: bool,
+    tile: TileKnobs,
     contexts: bool,
-    cubes: usize,
 }
 
 impl Forward {
-    fn of<R: Runtime>(
-        client: &ComputeClient<R>,
-        dtype: StorageType,
-        row_stochastic: bool,
-        fallback: bool,
-        contexts: bool,
-    ) -> Self {
-        let source = Self {
-            dtype,
-            row_stochastic,
-            fallback,
-            contexts,
-            cubes: 0,
-        };
-        Self {
-            cubes: cubes(client, source.shared_memory(), MOST_CUBES),
-            ..source
-        }
+    fn bytes(contexts: bool) -> usize {
+        2 * TILE_BYTES + usize::from(contexts) * 2 * BYTES_OF_ROWS
     }
 }
 
 impl CudaSource for Forward {
     type Numbers = WholeTilesNumbers;
 
-    const TEXT: &'static str = concat!(
-        include_str!("../quantize/block/scale.cu"),
-        "\n",
-        include_str!("../quantize/block/tile.cu"),
-        "\n",
-        include_str!("../cuda/pairs.cu"),
-        "\n",
-        include_str!("arithmetic.cu"),
-        "\n",
-        include_str!("contexts.cu"),
-        "\n",
-        include_str!("block.cu")
-    );
+    const TEXT: &'static str = around_block_tile!("arithmetic.cu", "contexts.cu", "block.cu");
     const ENTRY_POINT: &'static str = "quantize_swiglu";
 
     fn knobs(&self) -> String {
         format!(
-            "#define IN_{}\n#define ROW_MAJOR 1\n#define TRANSPOSED 1\n#define ROW_STOCHASTIC {}\n#define FALLBACK {}\n\
-             #define CONTEXTS {}\n#define CUBES {}\n#define DRAW_EARLY 0",
-            float_knob(self.dtype),
-            u8::from(self.row_stochastic),
-            u8::from(self.fallback),
+            "{}\n{}\n#define CONTEXTS {}",
+            self.tile.text(),
+            OfScale::text(None),
             u8::from(self.contexts),
-            self.cubes,
         )
     }
 
     fn shared_memory(&self) -> usize {
-        2 * TILE_BYTES + usize::from(self.contexts) * 2 * BYTES_OF_ROWS
+        Self::bytes(self.contexts)
     }
 
     fn companions<R: Runtime>(
@@ -294,28 +279,68 @@ impl CudaSource for Forward {
         client: &ComputeClient<R>,
         _sizes: [usize; 4],
     ) -> Vec<SourceText> {
-        vec![Gradients::of(client, self.dtype, self.contexts).text()]
+        let codes = self.contexts.then_some(OfScale::Row);
+        vec![Gradients::of_training(client, self.tile.dtype, codes).text()]
+    }
+}
+
+/// `block_of_codes.cu` behind the texts that it names.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct OfCodes(TileKnobs);
+
+impl CudaSource for OfCodes {
+    type Numbers = CodesNumbers;
+
+    const TEXT: &'static str = around_block_tile!("arithmetic.cu", "block_of_codes.cu");
+    const ENTRY_POINT: &'static str = "quantize_swiglu_of_codes";
+
+    fn knobs(&self) -> String {
+        format!("{}\n{}", self.0.text(), OfScale::text(Some(OfScale::Tile)))
+    }
+
+    /// A tile of 16-bit elements, and its transposed copy.
+    fn shared_memory(&self) -> usize {
+        3 * TILE * TILE
+    }
+
+    fn companions<R: Runtime>(
+        &self,
+        client: &ComputeClient<R>,
+        _sizes: [usize; 4],
+    ) -> Vec<SourceText> {
+        vec![Gradients::of_training(client, self.0.dtype, Some(OfScale::Tile)).text()]
     }
 }
 
 /// `block_gradients.cu` behind the texts that it names.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct Gradients {
-    dtype: StorageType,
-    contexts: bool,
-    cubes: usize,
+    tile: TileKnobs,
+    codes: Option<OfScale>,
 }
 
 impl Gradients {
-    fn of<R: Runtime>(client: &ComputeClient<R>, dtype: StorageType, contexts: bool) -> Self {
-        let source = Self {
+    /// Those of both copies, rounded stochastically.
+    fn of_training<R: Runtime>(
+        client: &ComputeClient<R>,
+        dtype: StorageType,
+        codes: Option<OfScale>,
+    ) -> Self {
+        let tile = TileKnobs {
             dtype,
-            contexts,
-            cubes: 0,
+            row_major: Some(Round::Stochastic),
+            transposed: Some(Round::Stochastic),
+            fallback: false,
+            draw_early: false,
+            cubes: cubes(client, Self::bytes(codes), MOST_CUBES),
         };
-        Self {
-            cubes: cubes(client, source.shared_memory(), MOST_CUBES),
-            ..source
+        Self { tile, codes }
+    }
+
+    fn bytes(codes: Option<OfScale>) -> usize {
+        match codes {
+            Some(_) => 2 * TILE_BYTES + TILE * TILE,
+            None => 3 * TILE_BYTES,
         }
     }
 }
@@ -323,35 +348,14 @@ impl Gradients {
 impl CudaSource for Gradients {
     type Numbers = GradientNumbers;
 
-    const TEXT: &'static str = concat!(
-        include_str!("../quantize/block/scale.cu"),
-        "\n",
-        include_str!("../quantize/block/tile.cu"),
-        "\n",
-        include_str!("../cuda/pairs.cu"),
-        "\n",
-        include_str!("arithmetic.cu"),
-        "\n",
-        include_str!("contexts.cu"),
-        "\n",
-        include_str!("block_gradients.cu")
-    );
+    const TEXT: &'static str = around_block_tile!("arithmetic.cu", "block_gradients.cu");
     const ENTRY_POINT: &'static str = "quantize_swiglu_gradients";
 
     fn knobs(&self) -> String {
-        format!(
-            "#define IN_{}\n#define ROW_MAJOR 1\n#define TRANSPOSED 1\n#define ROW_STOCHASTIC 1\n#define FALLBACK 0\n\
-             #define CONTEXTS {}\n#define CUBES {}\n#define DRAW_EARLY 0",
-            float_knob(self.dtype),
-            u8::from(self.contexts),
-            self.cubes,
-        )
+        format!("{}\n{}", self.tile.text(), OfScale::text(self.codes))
     }
 
     fn shared_memory(&self) -> usize {
-        match self.contexts {
-            true => 2 * TILE_BYTES + TILE * TILE,
-            false => 3 * TILE_BYTES,
-        }
+        Self::bytes(self.codes)
     }
 }

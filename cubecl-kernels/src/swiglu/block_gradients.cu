@@ -1,7 +1,17 @@
-// The gradients of SwiGLU's two factors, quantized as they are computed: in front of this text stand tile.cu,
-// arithmetic.cu and contexts.cu. Knobs beside theirs:
-//   CUBES      cubes that share a multiprocessor
-//   CONTEXTS   1: gate and up are codes, whose scales stand behind the outputs
+// The gradients of SwiGLU's two factors, quantized as they are computed: in front of this text stand tile.cu, pairs.cu,
+// arithmetic.cu, and the codes.cu of blocks. Knobs beside theirs:
+//   CUBES   cubes that share a multiprocessor
+// and of CODES also: if not 0, gate and up are codes, whose scales stand behind the outputs.
+
+#if CODES
+// Starts to copy the scales of the rows of both, each thread one, those of up behind those of gate.
+__device__ __forceinline__ void copy_scales(float *scales, const float *gate_scales, const float *up_scales,
+                                            const Numbers &numbers) {
+    const float *const of_factor = threadIdx.x / TILE ? up_scales : gate_scales;
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(scales + threadIdx.x)),
+                 "l"(of_factor + code_scale_index(threadIdx.x % TILE, numbers)), "n"(4));
+}
+#endif
 
 // gate, up, gradient: [rows, cols], of 16-bit elements, dense. The outputs are those of quantize_whole_tiles for the
 // gradients of gate and of up.
@@ -17,7 +27,7 @@ quantize_swiglu_gradients(const u8 *gate, const u8 *up, const u8 *gradient, u8 *
     u32 *const staged = (u32 *)(memory + 2 * TILE * TILE * ELEMENT_BYTES);
     const FirstPatch first = first_patch(numbers);
     const u32 cols = (u32)numbers.cols;
-#if CONTEXTS
+#if CODES
     // What is read of a line waits where its results go: the codes of both in the place of the gate, the gradient in
     // that of up. Less shared memory leaves more of the L1 cache, through which eight bytes at once go.
     const uint4 *const gradients = ups;
@@ -33,14 +43,14 @@ quantize_swiglu_gradients(const u8 *gate, const u8 *up, const u8 *gradient, u8 *
 #endif
     copy_patches((uint4 *)gradients, gradient, first.offset, cols);
     copies_wait();
-#if CONTEXTS
+#if CODES
     // Those of other threads too.
     __syncthreads();
 #endif
     u32 largest_gate = 0, largest_up = 0;
 #pragma unroll 2
     for (int line = 0; line < LINES; line++) {
-#if CONTEXTS
+#if CODES
         const float *const of_row = of_rows + row_of(first, line);
         Line of_gate = read_codes((const uint2 *)gates, line, of_row[0]);
         Line of_up = read_codes((const uint2 *)gates + 1, line, of_row[TILE]);

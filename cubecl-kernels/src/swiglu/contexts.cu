@@ -1,20 +1,7 @@
-// Values as they wait for the backward pass, gate and up, and a norm's input: INT8 to nearest in groups of 128 neighbours,
-// of which each row of a tile is one. In front of this text stand tile.cu and arithmetic.cu. The numbers are those of
-// quantize and dequantize.
+// Gate and up as they wait for the backward pass: INT8 to nearest in groups of 128 neighbours, of which each row of a tile
+// is one. In front of this text stand tile.cu and codes.cu of blocks. The numbers are those of quantize.
 
 #define ROWS_OF_BOTH (2 * TILE)
-
-// The row of a tile in which a thread's line lies.
-__device__ __forceinline__ u32 row_of(const FirstPatch &first, int line) {
-    return first.row + row_of_line(line);
-}
-
-// Where the scale of a row of this tile is among those of the matrix.
-__device__ __forceinline__ u32 scale_index(u32 row, const Numbers &numbers) {
-    return ((blockIdx.z * (u32)numbers.rows + blockIdx.y * TILE + row) * gridDim.x) + blockIdx.x;
-}
-
-// ---- To codes -------------------------------------------------------------------------------------------------------
 
 // Of a row of gate and of up, in the halves of a word, the largest magnitudes, as the bits of elements.
 __device__ __forceinline__ void note_rows(u32 *of_rows, const FirstPatch &first, int line, const Line &gate,
@@ -51,35 +38,4 @@ __device__ __forceinline__ void write_codes(u8 *values, const FirstPatch &first,
     const bool zeros = inverse == 0.0f;
     const u32 at = first.offset + row_of_line(line) * cols;
     *(uint2 *)(values + at) = make_uint2(nearest_word(sums, zeros), nearest_word(sums + 4, zeros));
-}
-
-// ---- From codes -----------------------------------------------------------------------------------------------------
-
-// Starts to copy the codes of the thread's patches, each line to a half of where its elements will wait.
-__device__ __forceinline__ void copy_codes(uint2 *held, const u8 *values, const FirstPatch &first, u32 cols) {
-#pragma unroll
-    for (int line = 0; line < LINES; line++) {
-        const u32 at = first.offset + row_of_line(line) * cols;
-        asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(held + 2 * line * UNITS)),
-                     "l"(values + at), "n"(PATCH_COLS));
-    }
-}
-
-// Starts to copy the scales of the rows of both, each thread one, those of up behind those of gate.
-__device__ __forceinline__ void copy_scales(float *scales, const float *gate_scales, const float *up_scales,
-                                            const Numbers &numbers) {
-    const float *const of_factor = threadIdx.x / TILE ? up_scales : gate_scales;
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(scales + threadIdx.x)),
-                 "l"(of_factor + scale_index(threadIdx.x % TILE, numbers)), "n"(4));
-}
-
-// The elements of a line whose codes were copied.
-__device__ __forceinline__ Line read_codes(const uint2 *held, int line, float scale) {
-    u32 codes[2];
-    asm volatile("ld.volatile.shared.v2.u32 {%0, %1}, [%2];"
-                 : "=r"(codes[0]), "=r"(codes[1])
-                 : "r"(shared_address(held + 2 * line * UNITS)));
-    Line read;
-    decode_int8(read.words, make_uint2(codes[0], codes[1]), scale);
-    return read;
 }

@@ -24,7 +24,8 @@ pub type WithMaximum<R> = (Quantized<R>, TensorHandle<R>);
 /// in memory, where a kernel has the specs.
 ///
 /// - `gate`, `up`, `gradient`: matrices as [`swiglu_backward`] takes them. Of numbers with scales a kernel has INT8 in
-///   groups of 128 columns for gradients in INT8 blocks, and E4M3 in groups for those in FP8 with one scale.
+///   groups of 128 columns and in blocks of 128 for gradients in INT8 blocks, and E4M3 in groups for those in FP8 with one
+///   scale.
 ///
 /// To the bit, the results are those of [`quantize`](crate::quantize::quantize()) of what `swiglu_backward` gives.
 ///

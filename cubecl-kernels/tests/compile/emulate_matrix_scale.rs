@@ -1,11 +1,12 @@
 //! FP8 by one scale for a matrix on a CPU, against the reference to the bit: `quantize/matrix_scale`, by current and by
 //! delayed scaling, and around it SwiGLU's output and gradients, with gate and up as floats and as they flow, and of what
-//! flows RMSNorm's output, and GELU's and its gradient.
+//! flows the output of norms, and GELU's and its gradient.
 
 use cubecl::{ir::StorageType, std::tensor::TensorHandle};
 use cubecl_kernels::{
     gelu::{quantize_gelu, quantize_gelu_gradient},
     granularity::Granularity,
+    layer_norm::quantize_layer_norm,
     layout::Layout,
     number::Number,
     operator_input::OperatorInput,
@@ -180,43 +181,80 @@ fn as_it_flows(factor: &[f32], float: StorageType) -> ([Vec<u8>; 2], Vec<f32>) {
     ([bytes(&quantized.values), scales], elements)
 }
 
+/// The output of a norm of rows of so many elements, in the order of operations of rms_norm.rs and layer_norm.rs. `inverses`,
+/// and of layer normalization `means`: of rows; `gains` and `biases`: of columns.
+pub fn normalized(
+    x: &[f32],
+    cols: usize,
+    (inverses, means): (&[f32], Option<&Vec<f32>>),
+    (gains, biases): (&[f32], Option<&Vec<f32>>),
+) -> Vec<f32> {
+    let of = |(at, &x): (usize, &f32)| {
+        let (row, col) = (at / cols, at % cols);
+        let x = means.map_or(x, |means| x - means[row]) * inverses[row];
+        match biases {
+            Some(biases) => x.mul_add(gains[col], biases[col]),
+            None => x * gains[col],
+        }
+    };
+    x.iter().enumerate().map(of).collect()
+}
+
 #[test]
-fn a_norm_equals_the_reference() {
+fn norms_equal_the_reference() {
     let mut random = Random::fresh();
     let spec = QuantizeSpec::new(Number::E4M3, Granularity::Tensor).with_layout(Layout::Both);
-    let types = [
+    let mut cases = Vec::new();
+    for types in [
         (dtype::<f16>(), dtype::<f16>()),
         (dtype::<bf16>(), dtype::<f32>()),
-    ];
-    for (float, gain_type) in random.few(types, 1) {
-        let mut source = only_source("quantize_rms_norm_by_matrix", |client| {
+    ] {
+        let norms = [(false, false), (true, false), (true, true)];
+        cases.extend(norms.map(|norm| (types, norm)));
+    }
+    for ((float, of_columns), (centred, bias)) in random.few(cases, 2) {
+        let mut source = only_source("quantize_norm_by_matrix", |client| {
             let x = &tensor(client, &[SHAPE.rows, SHAPE.cols], float);
             let codes = quantize(client, x, &FLOW).expect("a matrix");
-            let gain = tensor(client, &[SHAPE.cols], gain_type);
-            let roots = tensor(client, &[SHAPE.rows], dtype::<f32>());
+            let columns = || tensor(client, &[SHAPE.cols], of_columns);
+            let rows = || tensor(client, &[SHAPE.rows], dtype::<f32>());
+            let (gain, of_rows) = (columns(), [rows(), rows()]);
             let x = OperatorInput::Quantized(&codes, float);
-            quantize_rms_norm(client, x, &gain, &roots, &spec).expect("a matrix");
+            match centred {
+                false => quantize_rms_norm(client, x, &gain, &of_rows[0], &spec),
+                true => {
+                    let bias = bias.then(columns);
+                    let of_rows = of_rows.each_ref();
+                    quantize_layer_norm(client, x, &gain, bias.as_ref(), of_rows, &spec)
+                }
+            }
+            .map(drop)
+            .expect("a matrix");
         });
         source.cubes = random.few([[1, 1, 1], source.cubes], 1)[0];
-        let kinds = [
-            ("special", random.with_special_values(SHAPE)),
-            ("outliers", random.with_outliers(SHAPE.num_elements())),
-        ];
-        for (kind, x) in random.few(kinds, 1) {
+        let kinds = kinds::<2>(&mut random);
+        for (kind, [x, means]) in random.few(kinds, 2) {
             let ([codes, scales], x) = as_it_flows(&rounded(&x, float), float);
-            let gain = rounded(&random.with_outliers(SHAPE.cols), gain_type);
-            let roots = random.with_outliers(SHAPE.rows);
-            let of = |(at, x): (usize, f32)| x * roots[at / SHAPE.cols] * gain[at % SHAPE.cols];
-            let output: Vec<f32> = x.into_iter().enumerate().map(of).collect();
-            let inputs = [
-                codes,
-                scales,
-                bytemuck::cast_slice(&roots).to_vec(),
-                to_bytes(&gain, gain_type),
-            ];
+            let means = means[..SHAPE.rows].to_vec();
+            let [gains, biases] =
+                [(); 2].map(|()| rounded(&random.with_outliers(SHAPE.cols), of_columns));
+            let inverses: Vec<f32> = random.with_outliers(SHAPE.rows);
+            let inverses: Vec<f32> = inverses.into_iter().map(f32::abs).collect();
+            let output = normalized(
+                &x,
+                SHAPE.cols,
+                (&inverses, centred.then_some(&means)),
+                (&gains, bias.then_some(&biases)),
+            );
+            let mut inputs = vec![codes, scales];
+            let of_rows = [centred.then_some(means), Some(inverses)];
+            let of_rows = of_rows.into_iter().flatten();
+            inputs.extend(of_rows.map(|of_rows| bytemuck::cast_slice(&of_rows).to_vec()));
+            inputs.push(to_bytes(&gains, of_columns));
+            inputs.extend(bias.then(|| to_bytes(&biases, of_columns)));
             let outputs = current(&rounded(&output, float), &spec);
             let all = [&inputs[..], &outputs, &[COUNTERS.to_vec()]].concat();
-            let what = format!("rms-norm-{float}-{kind}");
+            let what = format!("norm-{float}-{centred}-{bias}-{kind}");
             check_written(&source, &all, (inputs.len(), 1), &what, float);
         }
     }
@@ -246,6 +284,18 @@ fn normal(x: f32) -> (f32, f32) {
     let tail = polynomial * t * power;
     let distribution = if x >= 0.0 { 1.0 - tail } else { tail };
     (distribution, 0.398_942_3 * power)
+}
+
+/// GELU, or from a gradient of the output that of the input.
+pub fn gelu_of(x: &[f32], gradient: Option<&Vec<f32>>) -> Vec<f32> {
+    let of = |(at, &x): (usize, &f32)| {
+        let (distribution, density) = normal(x);
+        match gradient {
+            Some(gradient) => gradient[at] * x.mul_add(density, distribution),
+            None => x * distribution,
+        }
+    };
+    x.iter().enumerate().map(of).collect()
 }
 
 #[test]
@@ -283,14 +333,7 @@ fn gelu_equals_the_reference() {
             if is_gradient {
                 inputs.push(to_bytes(&dy, float));
             }
-            let output: Vec<f32> = x
-                .iter()
-                .zip(&dy)
-                .map(|(&x, &dy)| match (normal(x), is_gradient) {
-                    ((distribution, density), true) => dy * x.mul_add(density, distribution),
-                    ((distribution, _), false) => x * distribution,
-                })
-                .collect();
+            let output = gelu_of(&x, is_gradient.then_some(&dy));
             let outputs = current(&rounded(&output, float), &spec);
             let all = [&inputs[..], &outputs, &[COUNTERS.to_vec()]].concat();
             let what = format!("gelu-{float}-{is_gradient}-{kind}-{}", source.cubes[0]);

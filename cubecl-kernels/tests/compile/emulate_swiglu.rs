@@ -1,5 +1,5 @@
-//! SwiGLU and its gradients, and RMSNorm once more, quantized in blocks as they are computed, on a CPU, against the
-//! reference of the quantizer to the bit, of floats and of what waits in INT8.
+//! SwiGLU and its gradients, quantized in blocks as they are computed, on a CPU, against the reference of the quantizer to
+//! the bit, of floats and of what waits or flows in INT8.
 
 use cubecl::{ir::StorageType, std::tensor::TensorHandle};
 use cubecl_kernels::{
@@ -10,10 +10,9 @@ use cubecl_kernels::{
     operator_input::OperatorInput,
     quantize::{MatrixSource, QuantizeSpec, Quantized},
     reference,
-    rms_norm::quantize_rms_norm,
     rounding::Rounding,
     shape::MatrixShape,
-    swiglu::quantize_swiglu_gradients,
+    swiglu::{quantize_swiglu, quantize_swiglu_gradients},
 };
 use half::{bf16, f16};
 
@@ -28,7 +27,7 @@ use super::{
     tensor,
 };
 
-const SHAPE: MatrixShape = MatrixShape {
+pub const SHAPE: MatrixShape = MatrixShape {
     batch: 1,
     rows: 256,
     cols: 256,
@@ -68,11 +67,15 @@ pub fn gradients(gate: f32, up: f32, gradient: f32) -> [f32; 2] {
 }
 
 /// Blocks of all kinds, each time other ones.
-fn draw<const N: usize>(random: &mut Random, float: StorageType) -> [Vec<f32>; N] {
+pub fn draw<const N: usize>(random: &mut Random, float: StorageType) -> [Vec<f32>; N] {
     std::array::from_fn(|_| rounded(&random.with_blocks_of_all_kinds(SHAPE), float))
 }
 
-fn source_of(float: StorageType, launch: impl Fn(&Client, &TensorHandle<OfflineCuda>)) -> Source {
+/// The only source of a launch on a matrix.
+pub fn source_of(
+    float: StorageType,
+    launch: impl Fn(&Client, &TensorHandle<OfflineCuda>),
+) -> Source {
     let mut sources = sources_of(90, |client: &Client| {
         launch(client, &tensor(client, &[SHAPE.rows, SHAPE.cols], float));
     });
@@ -81,7 +84,7 @@ fn source_of(float: StorageType, launch: impl Fn(&Client, &TensorHandle<OfflineC
 }
 
 /// The row-major copy, the transposed one, and the scales, by the reference.
-fn quantized(x: &[f32], row_major: Rounding, transposed: Rounding) -> [Vec<u8>; 3] {
+pub fn quantized(x: &[f32], row_major: Rounding, transposed: Rounding) -> [Vec<u8>; 3] {
     let spec = QuantizeSpec::int8(Granularity::Block(BLOCK));
     let copy = |rounding| reference::quantize(x, SHAPE, &spec.with_rounding(rounding));
     let (row_major, transposed) = (copy(row_major), copy(transposed));
@@ -95,18 +98,26 @@ fn quantized(x: &[f32], row_major: Rounding, transposed: Rounding) -> [Vec<u8>; 
 }
 
 /// How gate and up wait.
-const CONTEXT: QuantizeSpec = QuantizeSpec::int8(Granularity::Group(128));
+pub const CONTEXT: QuantizeSpec = QuantizeSpec::int8(Granularity::Group(128));
+/// How they flow.
+pub const FLOW: QuantizeSpec = QuantizeSpec::int8(Granularity::Block(BLOCK));
 
-/// The codes and the scales of a factor that waits, by the reference.
-fn compressed(factor: &[f32]) -> [Vec<u8>; 2] {
-    let copy = reference::quantize(factor, SHAPE, &CONTEXT);
+/// The codes and the scales of a matrix that waits or flows, by the reference.
+pub fn compressed(x: &[f32], spec: &QuantizeSpec) -> [Vec<u8>; 2] {
+    let copy = reference::quantize(x, SHAPE, spec);
     let mut scales = bytemuck::cast_slice(&copy.scales).to_vec();
     one_nan(&mut scales);
     [bytes(&copy.values), scales]
 }
 
+/// The elements that they stand for.
+pub fn decompressed(x: &[f32], spec: &QuantizeSpec, float: StorageType) -> Vec<f32> {
+    let values = reference::dequantize(&reference::quantize(x, SHAPE, spec));
+    rounded(&values, float)
+}
+
 /// [`check`], where the buffers of `written` hold nothing before.
-fn check_written(
+pub fn check_written(
     source: &Source,
     expected: &[Vec<u8>],
     written: &[usize],
@@ -157,7 +168,7 @@ fn the_input_equals_the_reference() {
             let [residual, residual_scales, flags, thresholds, counts] =
                 fallback_of(&product, SHAPE, threshold);
             let [of_gate, of_up] = [&gate, &up].map(|factor| match contexts {
-                true => compressed(factor),
+                true => compressed(factor, &CONTEXT),
                 // A stand-in, which is not touched.
                 false => [vec![UNWRITTEN; 4], vec![UNWRITTEN; 4]],
             });
@@ -194,32 +205,30 @@ fn the_input_equals_the_reference() {
 #[test]
 fn the_gradients_equal_the_reference() {
     let mut random = Random::fresh();
-    for (float, contexts) in [
-        (dtype::<f16>(), true),
-        (dtype::<bf16>(), false),
-        (dtype::<bf16>(), true),
-    ] {
-        println!("{float}, contexts {contexts}");
+    let mut cases = vec![(dtype::<bf16>(), None)];
+    for spec in [CONTEXT, FLOW] {
+        cases.extend([dtype::<f16>(), dtype::<bf16>()].map(|float| (float, Some(spec))));
+    }
+    for (float, waiting) in random.few(cases, 3) {
+        println!("{float}, waiting {waiting:?}");
         let roundings = [(); 2].map(|()| Rounding::Stochastic(random.key()));
         let spec = QuantizeSpec::int8(Granularity::Block(BLOCK)).with_layout(Layout::Both);
         let specs = roundings.map(|rounding| spec.with_rounding(rounding));
         let source = source_of(float, |client, x| {
-            let codes = allocated(client);
-            let factor = match contexts {
-                true => OperatorInput::Quantized(&codes, float),
-                false => x.into(),
+            let codes = waiting.map(|spec| allocated(client, &spec));
+            let factor = match &codes {
+                Some(codes) => OperatorInput::Quantized(codes, float),
+                None => x.into(),
             };
             quantize_swiglu_gradients(client, [factor; 2], x, specs.each_ref()).expect("matrices");
         });
         assert_eq!(source.name, "quantize_swiglu_gradients");
         let [gate, up, gradient] = draw(&mut random, float);
-        let waiting = [&gate, &up].map(|factor| compressed(factor));
-        let [gate, up] = match contexts {
-            true => [&gate, &up].map(|factor| {
-                let values = reference::dequantize(&reference::quantize(factor, SHAPE, &CONTEXT));
-                rounded(&values, float)
-            }),
-            false => [gate, up],
+        let spec = waiting.unwrap_or(CONTEXT);
+        let codes = [&gate, &up].map(|factor| compressed(factor, &spec));
+        let [gate, up] = match waiting {
+            Some(spec) => [&gate, &up].map(|factor| decompressed(factor, &spec, float)),
+            None => [gate, up],
         };
         let of = |index: usize| -> Vec<f32> {
             let elements = 0..gate.len();
@@ -230,10 +239,10 @@ fn the_gradients_equal_the_reference() {
             [0, 1].map(|index| quantized(&of(index), roundings[index], roundings[index]));
         let [gate_values, gate_transposed, gate_scales] = of_gate;
         let [up_values, up_transposed, up_scales] = of_up;
-        let [[gate_codes, scales_of_gate], [up_codes, scales_of_up]] = waiting;
-        let [gate, up] = match contexts {
-            true => [gate_codes, up_codes],
-            false => [to_bytes(&gate, float), to_bytes(&up, float)],
+        let [[gate_codes, scales_of_gate], [up_codes, scales_of_up]] = codes;
+        let [gate, up] = match waiting {
+            Some(_) => [gate_codes, up_codes],
+            None => [to_bytes(&gate, float), to_bytes(&up, float)],
         };
         let expected = [
             gate,
@@ -248,7 +257,8 @@ fn the_gradients_equal_the_reference() {
             scales_of_gate,
             scales_of_up,
         ];
-        let name = format!("emulate-swiglu-gradients-{contexts}");
+        let granularity = waiting.map(|spec| spec.granularity);
+        let name = format!("emulate-swiglu-gradients-{granularity:?}");
         check_written(
             &source,
             &expected,
@@ -260,62 +270,44 @@ fn the_gradients_equal_the_reference() {
 }
 
 #[test]
-fn a_norm_once_more_equals_the_reference() {
+fn the_input_of_what_flows_equals_the_reference() {
     let mut random = Random::fresh();
-    for (float, gain_type) in [
-        (dtype::<f16>(), dtype::<f16>()),
-        (dtype::<bf16>(), dtype::<f32>()),
-    ] {
-        println!("{float}, gains {gain_type}");
-        let rounding = Rounding::Stochastic(random.key());
-        let spec = QuantizeSpec::int8(Granularity::Block(BLOCK))
-            .with_rounding(rounding)
-            .with_layout(Layout::Transposed);
+    let mut cases = Vec::new();
+    for float in [dtype::<f16>(), dtype::<bf16>()] {
+        let roundings = [Rounding::Nearest, Rounding::Stochastic(random.key())];
+        cases.extend(roundings.map(|rounding| (float, rounding)));
+    }
+    for (float, rounding) in random.few(cases, 2) {
+        println!("{float}, {rounding:?}");
+        let spec = FLOW.with_rounding(rounding).with_layout(Layout::Both);
         let source = source_of(float, |client, _| {
-            let gain = tensor(client, &[SHAPE.cols], gain_type);
-            let roots = tensor(client, &[SHAPE.rows], dtype::<f32>());
-            let codes = allocated(client);
-            let x = OperatorInput::Quantized(&codes, float);
-            quantize_rms_norm(client, x, &gain, &roots, &spec).expect("a matrix");
+            let codes = allocated(client, &FLOW);
+            let factors = [OperatorInput::Quantized(&codes, float); 2];
+            quantize_swiglu(client, factors, &spec).expect("a matrix");
         });
-        assert_eq!(source.name, "quantize_rms_norm");
-        let [x] = draw(&mut random, float);
-        let gain = rounded(&random.with_outliers(SHAPE.cols), gain_type);
-        let roots = random.with_outliers(SHAPE.rows);
-        let waiting = reference::dequantize(&reference::quantize(&x, SHAPE, &CONTEXT));
-        let of = |(at, x): (usize, f32)| x * roots[at / SHAPE.cols] * gain[at % SHAPE.cols];
-        let output = rounded(&waiting, float).into_iter().enumerate().map(of);
-        let output = rounded(&output.collect::<Vec<_>>(), float);
-        let [_, transposed, scales] = quantized(&output, rounding, rounding);
-        let [codes, scales_of_x] = compressed(&x);
-        let expected = [
-            codes,
-            scales_of_x,
-            bytemuck::cast_slice(&roots).to_vec(),
-            to_bytes(&gain, gain_type),
-            transposed,
-            scales,
-        ];
-        check_written(
-            &source,
-            &expected,
-            &[4, 5],
-            &[5],
-            ("emulate-rms-norm", float),
-        );
+        assert_eq!(source.name, "quantize_swiglu_of_codes");
+        let [gate, up] = draw(&mut random, float);
+        let [of_gate, of_up] = [&gate, &up].map(|factor| compressed(factor, &FLOW));
+        let [gate, up] = [&gate, &up].map(|factor| decompressed(factor, &FLOW, float));
+        let product: Vec<f32> = gate.iter().zip(&up).map(|(&g, &u)| gated(g, u)).collect();
+        let outputs = quantized(&rounded(&product, float), rounding, rounding);
+        let expected = [of_gate.to_vec(), of_up.to_vec(), outputs.to_vec()].concat();
+        let name = "emulate-swiglu-of-codes";
+        check_written(&source, &expected, &[4, 5, 6], &[6], (name, float));
     }
 }
 
-/// A matrix as gate and up wait, of which nothing is read.
-fn allocated(client: &Client) -> Quantized<OfflineCuda> {
+/// A matrix as it waits or flows, of which nothing is read.
+pub fn allocated(client: &Client, spec: &QuantizeSpec) -> Quantized<OfflineCuda> {
+    let MatrixShape { rows, cols, .. } = spec.granularity.scales_shape(SHAPE);
     Quantized {
         values: Some(tensor(client, &[SHAPE.rows, SHAPE.cols], dtype::<i8>())),
         transposed: None,
-        scales: tensor(client, &[SHAPE.rows, SHAPE.cols / 128], dtype::<f32>()),
+        scales: tensor(client, &[rows, cols], dtype::<f32>()),
         tensor_scale: None,
-        number: CONTEXT.number,
-        scale: CONTEXT.scale,
-        granularity: CONTEXT.granularity,
+        number: spec.number,
+        scale: spec.scale,
+        granularity: spec.granularity,
         shape: SHAPE,
         batched: false,
     }

@@ -6,6 +6,7 @@
 
 mod emulate;
 mod emulate_attention;
+mod emulate_blocks;
 mod emulate_groups;
 mod emulate_hopper_attention;
 mod emulate_int4;
@@ -53,7 +54,7 @@ use cubecl_kernels::{
     },
     granularity::Granularity,
     hadamard::{Axis, HadamardSize, HadamardTransform},
-    layer_norm::{layer_norm, layer_norm_backward, layer_norm_compressing},
+    layer_norm::{layer_norm, layer_norm_backward, layer_norm_compressing, quantize_layer_norm},
     layout::Layout,
     leverage_score::{
         gather_int4_rows, gather_parts, gather_scaled, int4_row_norms, leverage_scores, sample_rows,
@@ -687,18 +688,21 @@ fn swiglu_sources(architecture: u16) -> Vec<Source> {
                     quantize_linear_input(client, x, 128, Some(key), state).expect("a matrix");
                 }
             }
-            let [waiting, narrow] = &[
+            let block = QuantizeSpec::int8(Granularity::Block(128));
+            let [waiting, flowing, narrow] = &[
                 context,
+                block,
                 QuantizeSpec::new(Number::E4M3, Granularity::Group(16)),
             ]
             .map(|spec| quantize(client, x, &spec).expect("a matrix"));
-            let spec = QuantizeSpec::int8(Granularity::Block(128))
-                .with_rounding(Rounding::Stochastic(key))
-                .with_layout(Layout::Both);
-            for factor in [x.into(), OperatorInput::Quantized(waiting, float)] {
+            let both = block.with_layout(Layout::Both);
+            let spec = both.with_rounding(Rounding::Stochastic(key));
+            let codes = [waiting, flowing].map(|codes| OperatorInput::Quantized(codes, float));
+            for factor in [x.into(), codes[0], codes[1]] {
                 let factors = [factor; 2];
                 quantize_swiglu_gradients(client, factors, x, [&spec; 2]).expect("matrices");
             }
+            quantize_swiglu(client, [codes[1]; 2], &both).expect("a matrix");
             for layout in [Layout::Both, Layout::RowMajor, Layout::Transposed] {
                 let spec =
                     |number| QuantizeSpec::new(number, Granularity::Tensor).with_layout(layout);
@@ -717,12 +721,14 @@ fn swiglu_sources(architecture: u16) -> Vec<Source> {
     sources.retain(|source| source.name.contains("swiglu") && source.code.contains("Numbers"));
     let texts: BTreeSet<&str> = sources.iter().map(|source| source.code.as_str()).collect();
     let of_a_float = match architecture {
-        // X with and without fallback, and a gradient, each with and without contexts; of each layout gradients with and
-        // without a delayed maximum, of floats and of codes, and X likewise, but of codes without one.
-        90 => 2 * 3 + 3 * (3 + 2 * 2),
+        // X with and without fallback, and a gradient, each with and without contexts, and both of what flows; of each
+        // layout gradients with and without a delayed maximum, of floats and of codes, and X likewise, but of codes without
+        // one.
+        90 => 2 * 3 + 2 + 3 * (3 + 2 * 2),
         // Of gradients those of codes, which take less shared memory.
-        80 => 5,
-        _ => 0,
+        80 => 5 + 2,
+        // X of what flows.
+        _ => 1,
     };
     assert_eq!(texts.len(), 2 * of_a_float);
     sources
@@ -743,19 +749,22 @@ fn swiglu_calls_what_its_cuda_source_calls() {
     }
 }
 
-/// The CUDA source of RMSNorm's output of what waits or flows, of each type of input and of gains.
-fn rms_norm_sources() -> Vec<Source> {
+/// The CUDA source of a norm's output of what waits or flows, of each type of input and of gains.
+fn norm_sources(architecture: u16) -> Vec<Source> {
     let key = StochasticKey { seed: 1, stream: 2 };
-    let mut sources = sources_of(90, |client| {
+    let mut sources = sources_of(architecture, |client| {
         for float in outputs() {
             let x = tensor(client, &[128, 256], float);
-            let roots = tensor(client, &[128], dtype::<f32>());
-            let blocks = QuantizeSpec::int8(Granularity::Block(128))
-                .with_rounding(Rounding::Stochastic(key))
-                .with_layout(Layout::Transposed);
+            let roots = &tensor(client, &[128], dtype::<f32>());
+            let block = QuantizeSpec::int8(Granularity::Block(128));
+            let again = block.with_rounding(Rounding::Stochastic(key));
             let matrix = QuantizeSpec::new(Number::E4M3, Granularity::Tensor);
             for (waiting, spec) in [
-                (QuantizeSpec::int8(Granularity::Group(128)), blocks),
+                (
+                    QuantizeSpec::int8(Granularity::Group(128)),
+                    again.with_layout(Layout::Transposed),
+                ),
+                (block, block.with_layout(Layout::Both)),
                 (
                     QuantizeSpec::new(Number::E4M3, Granularity::Group(16)),
                     matrix.with_layout(Layout::Both),
@@ -763,34 +772,47 @@ fn rms_norm_sources() -> Vec<Source> {
             ] {
                 let waiting = quantize(client, &x, &waiting).expect("a matrix");
                 for gain in BTreeSet::from([float, dtype::<f32>()]) {
-                    let gain = tensor(client, &[256], gain);
+                    let gain = &tensor(client, &[256], gain);
                     let x = OperatorInput::Quantized(&waiting, float);
-                    quantize_rms_norm(client, x, &gain, &roots, &spec).expect("matrices");
+                    quantize_rms_norm(client, x, gain, roots, &spec).expect("matrices");
+                    for bias in [None, Some(gain)] {
+                        quantize_layer_norm(client, x, gain, bias, [roots; 2], &spec)
+                            .expect("matrices");
+                    }
                 }
             }
         }
     });
-    sources.retain(|source| source.name.starts_with("quantize_rms_norm"));
-    assert_eq!(sources.len(), 2 * 2 * 2);
+    sources.retain(|source| source.name.starts_with("quantize_norm_by"));
+    let formats = if architecture == 90 { 3 } else { 2 };
+    assert_eq!(sources.len(), 2 * 2 * 3 * formats);
     sources
 }
 
 /// The CUDA source of GELU and its gradient of what flows, of each type.
-fn gelu_sources() -> Vec<Source> {
-    let mut sources = sources_of(90, |client| {
+fn gelu_sources(architecture: u16) -> Vec<Source> {
+    let key = StochasticKey { seed: 1, stream: 2 };
+    let mut sources = sources_of(architecture, |client| {
         for float in outputs() {
             let x = tensor(client, &[128, 256], float);
-            let flow = QuantizeSpec::new(Number::E4M3, Granularity::Group(16));
-            let flowing = quantize(client, &x, &flow).expect("a matrix");
-            let input = OperatorInput::Quantized(&flowing, float);
+            let narrow = QuantizeSpec::new(Number::E4M3, Granularity::Group(16));
+            let block = QuantizeSpec::int8(Granularity::Block(128));
             let spec = |number| QuantizeSpec::new(number, Granularity::Tensor);
-            let both = |number| spec(number).with_layout(Layout::Both);
-            quantize_gelu(client, input, &both(Number::E4M3)).expect("a matrix");
-            quantize_gelu_gradient(client, input, &x, &both(Number::E5M2)).expect("a matrix");
+            for (flow, output, gradient) in [
+                (narrow, spec(Number::E4M3), spec(Number::E5M2)),
+                (block, block, block.with_rounding(Rounding::Stochastic(key))),
+            ] {
+                let flowing = quantize(client, &x, &flow).expect("a matrix");
+                let input = OperatorInput::Quantized(&flowing, float);
+                let [output, gradient] = [output, gradient].map(|it| it.with_layout(Layout::Both));
+                quantize_gelu(client, input, &output).expect("a matrix");
+                quantize_gelu_gradient(client, input, &x, &gradient).expect("a matrix");
+            }
         }
     });
-    sources.retain(|source| source.name == "quantize_gelu_by_matrix");
-    assert_eq!(sources.len(), 2 * 2);
+    sources.retain(|source| source.name.starts_with("quantize_gelu_by"));
+    let formats = if architecture == 90 { 2 } else { 1 };
+    assert_eq!(sources.len(), 2 * 2 * formats);
     sources
 }
 
@@ -1236,9 +1258,14 @@ fn quantize_sources_of_one_copy(#[values(Layout::RowMajor, Layout::Transposed)] 
 /// CUDA keeps 1 KiB of a multiprocessor's shared memory for each cube, and the kernel declares 64 bytes.
 #[rstest]
 fn quantize_sources_share_a_multiprocessor(#[values(80, 89, 90, 120)] architecture: u16) {
-    let of_swiglu = swiglu_sources(architecture).into_iter();
-    let of_swiglu = of_swiglu.filter(|source| source.code.contains("#define CUBES "));
-    for source in quantize_sources(architecture).into_iter().chain(of_swiglu) {
+    let mut sources = quantize_sources(architecture);
+    sources.extend(swiglu_sources(architecture));
+    if matches!(architecture, 80 | 90) {
+        sources.extend(norm_sources(architecture));
+        sources.extend(gelu_sources(architecture));
+    }
+    sources.retain(|source| source.code.contains("#define CUBES "));
+    for source in sources {
         let (_, knob) = source.code.split_once("#define CUBES ").expect("a knob");
         let cubes: usize = knob
             .lines()
@@ -1511,9 +1538,11 @@ fn nvrtc_compiles_quantized_swiglu(#[case] architecture: u16, #[case] name: &str
 #[rstest]
 #[ignore = "needs NVRTC: CUDA_PATH=$(.ci/nvrtc), then --test compile -- --ignored"]
 fn nvrtc_compiles_norms_gelu_and_groups() {
-    compile(rms_norm_sources(), "sm_90a");
+    for (architecture, name) in [(80, "sm_80"), (90, "sm_90a")] {
+        compile(norm_sources(architecture), name);
+        compile(gelu_sources(architecture), name);
+    }
     compile(emulate_norms::all_sources(), "sm_90a");
-    compile(gelu_sources(), "sm_90a");
     compile(group_sources(), "sm_90a");
 }
 

@@ -589,7 +589,10 @@ pub(super) fn layer_norm<B: QuantBackend, R: Recipe>(
     if !is_one_norm::<B, R>(flow, x) {
         return None;
     }
-    let norm = LayerNorm { epsilon };
+    let norm = LayerNorm {
+        epsilon,
+        is_quantized_in: flow.and_then(|_| R::row().reads_x_in()),
+    };
     let (x, gain) = (flow::enter(flow, x.clone()), gain.clone().into_primitive());
     let output = match bias {
         Some(bias) => B::record(norm, [x, gain, bias.clone().into_primitive()]),
@@ -611,7 +614,7 @@ pub(super) fn gelu<B: QuantBackend, R: Recipe>(x: &QuantTensor<B>) -> Option<Qua
     let _scope = QuantTrain::<B, R>::scope();
     let x = flow::enter(Some(flow), x.clone());
     let gelu = Gelu {
-        is_read_by_matrix: R::row().reads_x_by_matrix(),
+        is_quantized: R::row().reads_x_in().is_some(),
     };
     Some(flow::leave(Some(flow), B::record(gelu, [x])))
 }
@@ -687,7 +690,7 @@ fn rms_norm<B: QuantBackend, R: Recipe>(
         let (x, gain) = (flow::enter(flow, x.clone()), gain.clone().into_primitive());
         let norm = RmsNorm {
             epsilon,
-            is_read_by_matrix: flow.is_some() && R::row().reads_x_by_matrix(),
+            is_quantized_in: flow.and_then(|_| R::row().reads_x_in()),
         };
         flow::leave(flow, B::record(norm, [x, gain]))
     })

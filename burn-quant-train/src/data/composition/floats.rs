@@ -100,18 +100,49 @@ pub(super) fn layer_norm<B: Backend>(
     epsilon: f32,
 ) -> WithPair<B> {
     let (shape, dtype) = (x.shape(), x.dtype().into());
+    let (centered, rows) = centred_rows::<B>(x, epsilon);
+    let output = scaled_rows::<B>(centered, rows.1.clone(), gain, bias);
+    (like::<B>(output, shape, dtype), rows)
+}
+
+/// The rows less their means, and what [`layer_norm`] gives beside its output.
+pub(super) fn centred_rows<B: Backend>(
+    x: FloatTensor<B>,
+    epsilon: f32,
+) -> (FloatTensor<B>, Pair<B>) {
     let x = wide::<B>(x);
     let mean = B::float_mean_dim(x.clone(), 1);
     let centered = B::float_sub(x, mean.clone());
     let variance = mean_of_product::<B>(centered.clone(), centered.clone());
     let inverse_deviation = inverse_root::<B>(variance, epsilon.into());
-    let normal = B::float_mul(centered, inverse_deviation.clone());
+    (centered, (mean, inverse_deviation))
+}
+
+fn scaled_rows<B: Backend>(
+    centered: FloatTensor<B>,
+    inverse_deviation: FloatTensor<B>,
+    gain: FloatTensor<B>,
+    bias: Option<FloatTensor<B>>,
+) -> FloatTensor<B> {
+    let normal = B::float_mul(centered, inverse_deviation);
     let output = B::float_mul(normal, wide_row::<B>(gain));
-    let output = match bias {
+    match bias {
         Some(bias) => B::float_add(output, wide_row::<B>(bias)),
         None => output,
-    };
-    (like::<B>(output, shape, dtype), (mean, inverse_deviation))
+    }
+}
+
+/// The output of [`layer_norm`] of the matrix x, from what that gave of the rows.
+pub(crate) fn layer_normalized<B: Backend>(
+    x: FloatTensor<B>,
+    gain: FloatTensor<B>,
+    bias: Option<FloatTensor<B>>,
+    (mean, inverse_deviation): Pair<B>,
+) -> FloatTensor<B> {
+    let (shape, dtype) = (x.shape(), x.dtype().into());
+    let centered = B::float_sub(wide::<B>(x), mean);
+    let output = scaled_rows::<B>(centered, inverse_deviation, gain, bias);
+    like::<B>(output, shape, dtype)
 }
 
 /// The gradients of x, and of the gain and the bias, f32 `[1, columns]`: of x, the gain and the gradient of the output,

@@ -5,7 +5,9 @@ use burn_backend::{
     tensor::{Device, FloatTensor, IntTensor},
 };
 
-use cubecl_kernels::{quantize::QuantizeSpec, rotary::RotaryPass, sum::Reduction};
+use cubecl_kernels::{
+    granularity::Granularity, quantize::QuantizeSpec, rotary::RotaryPass, sum::Reduction,
+};
 
 use super::OperatorInput;
 use crate::data::quantize::Quantized;
@@ -67,8 +69,10 @@ pub struct Compositions<B: Backend> {
     pub rms_norm: fn(NormInput<B>, f32, Option<&QuantizeSpec>) -> PairWithCopy<B>,
     /// The inverse of each row's root mean square alone, f32 `[rows, 1]`: of x, and epsilon.
     pub inverse_rms: fn(OperatorInput<B>, f32) -> FloatTensor<B>,
-    /// True where RMSNorm's output, of numbers, is computed in the launch that quantizes it by one scale.
-    pub quantizes_rms_norm: fn(&Device<B>) -> bool,
+    /// The mean and the inverse deviation of each row alone, f32 `[rows, 1]`: of x, and epsilon.
+    pub row_deviations: fn(OperatorInput<B>, f32) -> Pair<B>,
+    /// True where a norm's output, of numbers, is computed in the launch that quantizes it in this granularity.
+    pub quantizes_norms: fn(&Device<B>, Granularity) -> bool,
     /// The gradient of x, and that of the gain, f32 `[1, columns]`: of x and the gain; of the inverse root mean
     /// squares; of the gradient of the output.
     pub rms_norm_backward: fn(NormInput<B>, FloatTensor<B>, OutputGradient<B>) -> Pair<B>,

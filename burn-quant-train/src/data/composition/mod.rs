@@ -12,7 +12,7 @@ pub(super) mod kernels;
 pub(crate) mod operations;
 
 pub use cubecl_kernels::rotary::RotaryPass;
-pub(crate) use floats::normalized;
+pub(crate) use floats::{layer_normalized, normalized};
 pub use input::OperatorInput;
 pub use kernels::{
     CompositionKernels, Compositions, CopyOfMatrix, FloatWithCopy, GateInputs, NormInput,
@@ -22,6 +22,6 @@ pub use kernels::{
 pub(crate) use operations::{
     Centred, Dense, GeluForward, GeluGradient, InverseRms, LayerNormForward, LayerNormGradients,
     LogSoftmaxForward, LogSoftmaxGradient, RmsNormForward, RmsNormGradients, RotaryPositions,
-    SumOfElements, SwigluCompressing, SwigluForward, SwigluGradients, embedding_gradient,
-    gradient_of_terms, quantizes_rms_norm, with_other,
+    RowDeviations, SumOfElements, SwigluCompressing, SwigluForward, SwigluGradients,
+    embedding_gradient, gradient_of_terms, quantizes_norms, with_other,
 };

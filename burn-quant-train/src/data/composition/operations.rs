@@ -105,10 +105,14 @@ impl Operation for RmsNormForward {
     }
 }
 
-/// False where a device would have one launch more for it: with kernels for norms, but none that quantizes their output.
-pub(crate) fn quantizes_rms_norm<B: DataBackend>(device: &Device<B>) -> bool {
+/// False where a device would have one launch more for it: with kernels for norms, but none that quantizes their output in
+/// this granularity.
+pub(crate) fn quantizes_norms<B: DataBackend>(
+    device: &Device<B>,
+    granularity: Granularity,
+) -> bool {
     let kernels = B::Kernels::composition_kernels(device);
-    kernels.is_none_or(|kernels| (kernels.quantizes_rms_norm)(device))
+    kernels.is_none_or(|kernels| (kernels.quantizes_norms)(device, granularity))
 }
 
 /// What RMSNorm gives of the rows, for who makes the output as it is quantized.
@@ -206,6 +210,36 @@ impl Operation for LayerNormForward {
                 let input = floats_of::<K>(input);
                 let copy = copy_of_rows::<K>(&input.0, self.copy);
                 (floats::layer_norm::<K>((input, bias), self.epsilon), copy)
+            }
+        }
+    }
+}
+
+/// What layer normalization gives of the rows, for who makes the output as it is quantized.
+#[derive(Debug, Clone)]
+pub(crate) struct RowDeviations {
+    pub epsilon: f32,
+}
+
+impl Operation for RowDeviations {
+    const NAME: &'static str = "row_deviations";
+    /// x.
+    type Inputs = Input;
+    /// Each row's mean, and the inverse of its standard deviation, f32 `[rows, 1]`.
+    type Outputs = (FloatMeta, FloatMeta);
+
+    fn outline<T: Tensors>(&self, x: &OperatorInput<T>) -> Self::Outputs {
+        let [rows, _] = rows_and_columns(&x.shape());
+        let of_rows = || FloatMeta::new(Shape::new([rows, 1]), FloatDType::F32);
+        (of_rows(), of_rows())
+    }
+
+    fn run<K: Kernels>(self, x: OperatorInput<K>) -> Pair<K> {
+        match norm_kernels::<K>(&x) {
+            Some(kernels) => (kernels.row_deviations)(x, self.epsilon),
+            None => {
+                let (_, rows) = floats::centred_rows::<K>(x.into_floats(), self.epsilon);
+                rows
             }
         }
     }

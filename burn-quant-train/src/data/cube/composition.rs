@@ -52,7 +52,14 @@ where
                     epsilon,
                 )))
             },
-            quantizes_rms_norm: |device| rms_norm::quantizes_rms_norm(&R::client(device)),
+            row_deviations: |x, epsilon| {
+                let x = Rows::of(x);
+                let rows = layer_norm::row_deviations(x.client(), x.input(), epsilon);
+                checked(rows).map(|it| x.of_rows(it)).into()
+            },
+            quantizes_norms: |device, granularity| {
+                rms_norm::quantizes_norms(&R::client(device), granularity)
+            },
             rms_norm_backward: rms_norm_backward::<Self, R>,
             layer_norm: layer_norm::<Self, R>,
             layer_norm_backward: layer_norm_backward::<Self, R>,

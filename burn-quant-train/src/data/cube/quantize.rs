@@ -10,6 +10,7 @@ use cubecl_kernels::{
     fallback::{self, FallbackResidual, FallbackState},
     gelu::{quantize_gelu, quantize_gelu_gradient},
     granularity::Granularity,
+    layer_norm::quantize_layer_norm,
     layout::Layout,
     linear_input::quantize_linear_input,
     quantize, random_hadamard,
@@ -78,6 +79,28 @@ where
                 let like = x.on_device();
                 let quantized =
                     quantize_rms_norm(&like.client, x.input(), &gain, &inverse_rms, spec);
+                wrap(like, checked(quantized))
+            }
+            MatrixSource::LayerNorm {
+                x,
+                gain,
+                bias,
+                rows: (mean, inverse_deviation),
+            } => {
+                let x = Rows::of(x);
+                let [gain, mean, inverse_deviation] =
+                    [gain, mean, inverse_deviation].map(|it| handle(&flat(it)));
+                let bias = bias.map(|bias| handle(&flat(bias)));
+                let like = x.on_device();
+                let of_rows = [&mean, &inverse_deviation];
+                let quantized = quantize_layer_norm(
+                    &like.client,
+                    x.input(),
+                    &gain,
+                    bias.as_ref(),
+                    of_rows,
+                    spec,
+                );
                 wrap(like, checked(quantized))
             }
             MatrixSource::Floats(_) | MatrixSource::SwigluCompressing { .. } => {
@@ -250,7 +273,8 @@ impl<R: CubeRuntime> SourceHandles<R> {
             others @ (MatrixSource::Swiglu { .. }
             | MatrixSource::Gelu(_)
             | MatrixSource::GeluGradient { .. }
-            | MatrixSource::RmsNorm { .. }) => (others.into_floats(), None, None),
+            | MatrixSource::RmsNorm { .. }
+            | MatrixSource::LayerNorm { .. }) => (others.into_floats(), None, None),
         };
         matrix_shape(&like, operation);
         Self {

@@ -5,7 +5,8 @@ use cubecl_kernels::quantize::QuantizeSpec;
 
 use crate::data::{
     composition::{
-        GeluForward, GeluGradient, OperatorInput, SwigluCompressing, SwigluForward, normalized,
+        GeluForward, GeluGradient, OperatorInput, SwigluCompressing, SwigluForward,
+        layer_normalized, normalized,
     },
     kernels::Kernels,
     operation::Operation,
@@ -52,6 +53,17 @@ pub enum MatrixSource<T: Tensors> {
         /// What the norm gave of each row, f32 `[rows, 1]`.
         inverse_rms: T::Float,
     },
+    /// `(x - mean) inverse_deviation gain + bias`, in the dtype of x: the output of layer normalization.
+    LayerNorm {
+        /// The input, `[.., columns]`.
+        x: OperatorInput<T>,
+        /// A number for each column, of any float dtype.
+        gain: T::Float,
+        /// The same, where there is one.
+        bias: Option<T::Float>,
+        /// What the norm gave of each row, f32 `[rows, 1]`: the mean, and the inverse deviation.
+        rows: (T::Float, T::Float),
+    },
 }
 
 impl<T: Tensors> MatrixSource<T> {
@@ -62,7 +74,8 @@ impl<T: Tensors> MatrixSource<T> {
             Self::Swiglu { gate: x, .. }
             | Self::Gelu(x)
             | Self::GeluGradient { x, .. }
-            | Self::RmsNorm { x, .. } => x.shape(),
+            | Self::RmsNorm { x, .. }
+            | Self::LayerNorm { x, .. } => x.shape(),
         }
     }
 }
@@ -104,6 +117,17 @@ impl Bundle for MatrixSource<Outline> {
                 gain: change.float(gain),
                 inverse_rms: change.float(inverse_rms),
             },
+            MatrixSource::LayerNorm {
+                x,
+                gain,
+                bias,
+                rows: (mean, inverse_deviation),
+            } => MatrixSource::LayerNorm {
+                x: OperatorInput::rebuild(x, change),
+                gain: change.float(gain),
+                bias: bias.map(|bias| change.float(bias)),
+                rows: (change.float(mean), change.float(inverse_deviation)),
+            },
         }
     }
 }
@@ -129,6 +153,16 @@ impl<K: Kernels> MatrixSource<K> {
                 let x = flatten::<K>(x.into_floats());
                 K::float_reshape(normalized::<K>(x, gain, inverse_rms), shape)
             }
+            Self::LayerNorm {
+                x,
+                gain,
+                bias,
+                rows,
+            } => {
+                let shape = x.shape();
+                let x = flatten::<K>(x.into_floats());
+                K::float_reshape(layer_normalized::<K>(x, gain, bias, rows), shape)
+            }
         }
     }
 
@@ -144,7 +178,8 @@ impl<K: Kernels> MatrixSource<K> {
             | Self::Swiglu { .. }
             | Self::Gelu(_)
             | Self::GeluGradient { .. }
-            | Self::RmsNorm { .. }) => (source, None),
+            | Self::RmsNorm { .. }
+            | Self::LayerNorm { .. }) => (source, None),
         }
     }
 
@@ -183,6 +218,20 @@ impl<K: Kernels> MatrixSource<K> {
                     x: x.reshaped(matrix),
                     gain,
                     inverse_rms,
+                }
+            }
+            Self::LayerNorm {
+                x,
+                gain,
+                bias,
+                rows,
+            } => {
+                let matrix = flattened(&x.shape());
+                Self::LayerNorm {
+                    x: x.reshaped(matrix),
+                    gain,
+                    bias,
+                    rows,
                 }
             }
         }

@@ -170,7 +170,8 @@ impl Operation for Forward {
                     | MatrixSource::Swiglu { .. }
                     | MatrixSource::Gelu(_)
                     | MatrixSource::GeluGradient { .. }
-                    | MatrixSource::RmsNorm { .. },
+                    | MatrixSource::RmsNorm { .. }
+                    | MatrixSource::LayerNorm { .. },
                 )
                 | InputSource::Copy(_) => None,
             },

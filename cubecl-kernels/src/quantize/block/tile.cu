@@ -1,11 +1,10 @@
-// A tile that is quantized in blocks of 128 x 128, on CUDA's sm_80 and later: a row-major copy, and a transposed one
-// that is rounded stochastically, or one of both. The numbers are those of quantize_block_kernel, the portable kernel in
-// portable.rs, to the bit.
+// A tile that is quantized in blocks of 128 x 128, on CUDA's sm_80 and later: a row-major copy, and a transposed one,
+// or one of both. The numbers are those of quantize_block_kernel, the portable kernel in portable.rs, to the bit.
 //
 // Knobs, defined in front of this text:
 //   IN_F32, IN_F16 or IN_BF16   the type of the elements
 //   ROW_MAJOR, TRANSPOSED       1: there is this copy; at least one
-//   ROW_STOCHASTIC              0: the row-major copy is rounded to nearest; 1: as the transposed one
+//   ROW_STOCHASTIC, TRANSPOSED_STOCHASTIC   0: the copy is rounded to nearest; 1: stochastically
 //   FALLBACK                    1: blocks above the threshold get a residual
 //   DRAW_EARLY                  1: random words are drawn before the rounding; 0: where they are used
 // and the structure Numbers. scale.cu comes before this text.
@@ -49,6 +48,8 @@ typedef unsigned long long u64;
 #else
 #define ELEMENT_BYTES 2
 #endif
+// Random words are drawn.
+#define STOCHASTIC (ROW_STOCHASTIC || TRANSPOSED_STOCHASTIC)
 // Rows of patches of a thread, and 16-byte vectors of such a row.
 #define LINES (PATCHES * PATCH_ROWS)
 #define VECTORS (PATCH_COLS * ELEMENT_BYTES / 16)
@@ -267,12 +268,19 @@ __device__ __forceinline__ float stochastic_offset(const u32 *random, int col, u
     return __uint_as_float(col % 2 ? (word >> 17) + bits_of_384 : (word & 0x7fff) | bits_of_384);
 }
 
-// Four integers as bytes, or zeros, from sums with ROUND_TO_EVEN. The last byte of such a sum has a clear sign, that of
-// NaN too, so that a selector of bit 3 makes a zero of it.
-__device__ __forceinline__ u32 nearest_word(const float *sums, bool zeros) {
-    const u32 first = permute(__float_as_uint(sums[0]), __float_as_uint(sums[1]), 0x3340);
-    const u32 second = permute(__float_as_uint(sums[2]), __float_as_uint(sums[3]), 0x3340);
+// Two integers as the first and the second byte, from sums with ROUND_TO_EVEN. Behind them stands a byte with a clear
+// sign, also of NaN.
+__device__ __forceinline__ u32 nearest_pair(float a, float b) {
+    return permute(__float_as_uint(a), __float_as_uint(b), 0x3340);
+}
+
+// The four integers of two pairs as bytes, or zeros, which a selector of bit 3 makes of a clear sign.
+__device__ __forceinline__ u32 nearest_word(u32 first, u32 second, bool zeros) {
     return permute(first, second, zeros ? 0xaaaa : 0x5410);
+}
+
+__device__ __forceinline__ u32 nearest_word(const float *sums, bool zeros) {
+    return nearest_word(nearest_pair(sums[0], sums[1]), nearest_pair(sums[2], sums[3]), zeros);
 }
 
 // Two integers, plus 128, as the second and the last byte, from sums with stochastic_offset.
@@ -317,25 +325,24 @@ __device__ __forceinline__ float round_patches(u8 *values, u32 *staged, const ui
         u32 columns[PATCH_COLS];
 #pragma unroll
         for (int pair = 0; pair < PATCH_ROWS / 2; pair++) {
-            float sums[2][PATCH_COLS];
+            float nearest[2][PATCH_COLS], sums[2][PATCH_COLS];
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 const int row = 2 * pair + i;
-#if (TRANSPOSED || ROW_STOCHASTIC) && !DRAW_EARLY
+#if STOCHASTIC && !DRAW_EARLY
                 draw(random[row], first, patch, row, key);
 #endif
                 const Line x = read_line(held, patch * PATCH_ROWS + row);
-                float nearest[PATCH_COLS];
 #pragma unroll
                 for (int col = 0; col < PATCH_COLS; col++) {
                     const float value = element(x, col);
                     const float scaled = __fmul_rn(value, inverse);
-                    nearest[col] = __fadd_rn(scaled, ROUND_TO_EVEN);
-#if TRANSPOSED || ROW_STOCHASTIC
+                    nearest[i][col] = __fadd_rn(scaled, ROUND_TO_EVEN);
+#if STOCHASTIC
                     sums[i][col] = __fadd_rn(scaled, stochastic_offset(random[row], col, bits_of_384));
 #endif
                     if (WITH_RESIDUAL)
-                        largest = fmaxf(largest, fabsf(residual_of(value, nearest[col], scale)));
+                        largest = fmaxf(largest, fabsf(residual_of(value, nearest[i][col], scale)));
                 }
 #if ROW_MAJOR
                 u32 words[2];
@@ -346,7 +353,7 @@ __device__ __forceinline__ float round_patches(u8 *values, u32 *staged, const ui
                     const u32 both = stochastic_pair(sum[0], sum[1]), others = stochastic_pair(sum[2], sum[3]);
                     words[half] = stochastic_word(both, others, zeros);
 #else
-                    words[half] = nearest_word(nearest + 4 * half, zeros);
+                    words[half] = nearest_word(nearest[i] + 4 * half, zeros);
 #endif
                 }
                 *(uint2 *)(out + row * cols) = make_uint2(words[0], words[1]);
@@ -355,8 +362,13 @@ __device__ __forceinline__ float round_patches(u8 *values, u32 *staged, const ui
 #if TRANSPOSED
 #pragma unroll
             for (int col = 0; col < PATCH_COLS; col++) {
+#if TRANSPOSED_STOCHASTIC
                 const u32 both = stochastic_pair(sums[0][col], sums[1][col]);
                 columns[col] = pair == 0 ? both : stochastic_word(columns[col], both, zeros);
+#else
+                const u32 both = nearest_pair(nearest[0][col], nearest[1][col]);
+                columns[col] = pair == 0 ? both : nearest_word(columns[col], both, zeros);
+#endif
             }
 #endif
         }

@@ -1,5 +1,5 @@
 //! The kernel of CUDA source for what a training step quantizes most: whole tiles, row-major, and transposed with
-//! stochastic rounding.
+//! stochastic rounding. What an operator makes of codes is quantized around the same tile.
 //!
 //! CubeCL names no byte permutation, no maximum of pairs and none of a warp, without which the rounding takes more
 //! instructions than memory leaves time for. So this kernel is CUDA source, `whole_tiles.cu`, behind `tile.cu`, which
@@ -16,19 +16,28 @@ use crate::{
         numbers::{halves, numbers},
         source::{CudaSource, SourceText, float_knob, launch_source},
     },
-    device::{MAX_CUBES, MatrixView, read_width_up_to},
-    quantize::staged::TILE,
-    rounding::{STOCHASTIC_OFFSET, StochasticKey},
+    device::{MAX_CUBES, MatrixView, is_contiguous, is_operand_type, read_width_up_to},
+    granularity::Granularity,
+    layout::Layout,
+    number::Number,
+    quantize::{QuantizeSpec, Quantized, staged::TILE},
+    rounding::{Rounding, STOCHASTIC_OFFSET, StochasticKey},
+    scale::ScaleNumber,
     shape::MatrixShape,
 };
 
 use super::{BlockOutput, Round, fallback_buffers};
 
+/// Codes of a row that a unit reads at once.
+const CODES_AT_ONCE: usize = 8;
 /// Bytes read at once.
 const VECTOR_BYTES: usize = 16;
 /// Bytes of shared memory that a cube takes beside those of its tile: what the kernel declares, and what CUDA keeps.
 const DECLARED: usize = 64;
 const RESERVED: usize = 1024;
+
+/// Where nothing is stochastic, none is drawn.
+const NO_KEY: StochasticKey = StochasticKey { seed: 0, stream: 0 };
 
 /// Does what [`launch`](super::launch) does, if this kernel can and the device has it: CUDA's sm_80 and later, which
 /// alone copy asynchronously, where two tiles fit on a multiprocessor. Says whether it did.
@@ -53,8 +62,7 @@ pub(super) unsafe fn launch<R: Runtime>(
     if is_portable || transposed == Some(Round::Nearest) || is_stochastic != key.is_some() {
         return false;
     }
-    // Where nothing is stochastic, none is drawn.
-    let key = key.unwrap_or(StochasticKey { seed: 0, stream: 0 });
+    let key = key.unwrap_or(NO_KEY);
     let shape = view.shape;
     let cubes = cubes(
         client,
@@ -70,15 +78,14 @@ pub(super) unsafe fn launch<R: Runtime>(
     if !fits {
         return false;
     }
-    let source = WholeTilesSource {
+    let source = WholeTilesSource(TileKnobs {
         dtype: x.dtype,
-        row_major: row_major.is_some(),
-        transposed: transposed.is_some(),
-        row_stochastic: row_major == Some(Round::Stochastic),
+        row_major,
+        transposed,
         fallback: output.fallback.is_some(),
-        cubes,
         draw_early: is_stochastic && shape.num_elements() <= at_once * TILE * TILE,
-    };
+        cubes,
+    });
     // SAFETY: the caller's promise, of one input.
     unsafe {
         launch_tiles(client, source, &[x], view, key, output, Vec::new());
@@ -130,6 +137,44 @@ pub(crate) unsafe fn launch_tiles<R: Runtime, S: CudaSource<Numbers = WholeTiles
     }
 }
 
+/// The scales of the codes that kernels around `codes.cu` read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum OfScale {
+    /// One of each row of a tile.
+    Row = 1,
+    /// One of each tile.
+    Tile = 2,
+}
+
+impl OfScale {
+    /// Those of a matrix, with the tensor of its codes, if kernels read them: INT8 in groups of a tile's columns, or in
+    /// blocks of a tile. `view`: that of the tensor.
+    pub fn of<'a, R: Runtime>(
+        matrix: &'a Quantized<R>,
+        view: &MatrixView,
+    ) -> Option<(Self, &'a TensorHandle<R>)> {
+        let of_scale = match matrix.granularity {
+            Granularity::Group(TILE) => Self::Row,
+            Granularity::Block(TILE) => Self::Tile,
+            _ => return None,
+        };
+        let values = matrix.values.as_ref()?;
+        let is_read = (matrix.number, matrix.scale) == (Number::Int8, ScaleNumber::F32)
+            && is_contiguous(values)
+            && is_contiguous(&matrix.scales)
+            && read_width_up_to(CODES_AT_ONCE, values, view) == CODES_AT_ONCE;
+        is_read.then_some((of_scale, values))
+    }
+
+    /// The line that defines `CODES`.
+    pub fn text(codes: Option<Self>) -> String {
+        format!(
+            "#define CODES {}",
+            codes.map_or(0, |of_scale| of_scale as u8)
+        )
+    }
+}
+
 /// A cube a tile.
 pub(crate) fn tiles(view: &MatrixView) -> CubeCount {
     let shape = view.shape;
@@ -140,15 +185,18 @@ pub(crate) fn tiles(view: &MatrixView) -> CubeCount {
     )
 }
 
-/// True on CUDA's sm_80 and later, which alone copy asynchronously, for matrices of whole tiles.
+/// True on CUDA's sm_80 and later, which alone copy asynchronously, for blocks that are tiles.
+pub(crate) fn has_tiles<R: Runtime>(client: &ComputeClient<R>, block: usize) -> bool {
+    R::name(client) == "cuda" && client.features().copy_async && block == TILE
+}
+
+/// True where [tiles are there](has_tiles), for matrices of whole ones.
 pub(crate) fn has_whole_tiles<R: Runtime>(
     client: &ComputeClient<R>,
     shape: MatrixShape,
     block: usize,
 ) -> bool {
-    R::name(client) == "cuda"
-        && client.features().copy_async
-        && block == TILE
+    has_tiles(client, block)
         && shape.rows % TILE == 0
         && shape.cols % TILE == 0
         && shape.rows / TILE <= MAX_CUBES
@@ -188,18 +236,165 @@ numbers! {
     }
 }
 
+numbers! {
+    /// The numbers of kernels with one output that read codes.
+    pub(crate) struct CodesNumbers {
+        /// Multiples of 128.
+        rows: u64,
+        cols: u64,
+        /// The key of the random numbers.
+        seed: [u32; 2],
+        stream: [u32; 2],
+        /// The bits of 384, as in `whole_tiles.cu`.
+        bits_of_384: u64,
+    }
+}
+
+impl CodesNumbers {
+    /// Those of a matrix of this view. `key`: the random stream of what is rounded stochastically.
+    pub fn of(view: &MatrixView, key: Option<StochasticKey>) -> Self {
+        let key = key.unwrap_or(NO_KEY);
+        Self {
+            rows: view.shape.rows as u64,
+            cols: view.shape.cols as u64,
+            seed: halves(key.seed),
+            stream: halves(key.stream),
+            bits_of_384: STOCHASTIC_OFFSET.to_bits().into(),
+        }
+    }
+}
+
+/// What the kernels around `tile.cu` are compiled for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct TileKnobs {
+    pub dtype: StorageType,
+    /// How the copies that there are, are rounded.
+    pub row_major: Option<Round>,
+    pub transposed: Option<Round>,
+    pub fallback: bool,
+    /// All tiles are on the device at once, where random words are drawn before they are used.
+    pub draw_early: bool,
+    /// Cubes that are to share a multiprocessor.
+    pub cubes: usize,
+}
+
+impl TileKnobs {
+    /// Those of INT8 blocks without a fallback, with the key of what is stochastic; none of another spec. A cube takes so
+    /// many `bytes` of shared memory, and `most` are to share a multiprocessor.
+    pub fn of<R: Runtime>(
+        client: &ComputeClient<R>,
+        dtype: StorageType,
+        view: &MatrixView,
+        spec: &QuantizeSpec,
+        bytes: usize,
+        most: usize,
+    ) -> Option<(Self, Option<StochasticKey>)> {
+        let Granularity::Block(block) = spec.granularity else {
+            return None;
+        };
+        let int8 = QuantizeSpec::int8(spec.granularity)
+            .with_rounding(spec.rounding)
+            .with_layout(spec.layout);
+        let (round, key) = match spec.rounding {
+            Rounding::Nearest => (Round::Nearest, None),
+            Rounding::Stochastic(key) => (Round::Stochastic, Some(key)),
+        };
+        let (row_major, transposed) = match spec.layout {
+            Layout::RowMajor => (Some(round), None),
+            Layout::Transposed => (None, Some(round)),
+            Layout::Both => (Some(round), Some(round)),
+        };
+        let knobs = Self {
+            dtype,
+            row_major,
+            transposed,
+            fallback: false,
+            draw_early: false,
+            cubes: cubes(client, bytes, most),
+        };
+        let fits = *spec == int8
+            && is_operand_type(dtype)
+            && knobs.cubes >= 2
+            && has_whole_tiles(client, view.shape, block);
+        fits.then_some((knobs, key))
+    }
+
+    /// The lines that define them.
+    pub fn text(&self) -> String {
+        let is_stochastic = |copy| u8::from(copy == Some(Round::Stochastic));
+        format!(
+            "#define IN_{}\n#define ROW_MAJOR {}\n#define TRANSPOSED {}\n#define ROW_STOCHASTIC {}\n\
+             #define TRANSPOSED_STOCHASTIC {}\n#define FALLBACK {}\n#define CUBES {}\n#define DRAW_EARLY {}",
+            float_knob(self.dtype),
+            u8::from(self.row_major.is_some()),
+            u8::from(self.transposed.is_some()),
+            is_stochastic(self.row_major),
+            is_stochastic(self.transposed),
+            u8::from(self.fallback),
+            self.cubes,
+            u8::from(self.draw_early),
+        )
+    }
+}
+
+/// Launches a kernel around `tile.cu` that reads codes, with one output and without a fallback.
+///
+/// # Safety
+///
+/// The inputs, of this view, which [has whole tiles](has_whole_tiles), are those that the kernel reads, and the output was
+/// allocated for it.
+#[allow(unsafe_code)]
+pub(crate) unsafe fn launch_of_codes<R: Runtime, S: CudaSource<Numbers = CodesNumbers>>(
+    client: &ComputeClient<R>,
+    source: S,
+    inputs: &[&TensorHandle<R>],
+    view: &MatrixView,
+    key: Option<StochasticKey>,
+    output: &Quantized<R>,
+) {
+    let buffers = inputs
+        .iter()
+        .copied()
+        .chain(written(output))
+        .cloned()
+        .collect();
+    let numbers = CodesNumbers::of(view, key);
+    // SAFETY: the cubes are the tiles of the inputs, none of which reaches over an edge, and the rest is the caller's
+    // promise.
+    unsafe {
+        launch_source(client, source, tiles(view), Vec::new(), buffers, &numbers);
+    }
+}
+
+/// The copies of an output and its scales, as kernels take them. What there is none of is not touched.
+pub(crate) fn written<R: Runtime>(output: &Quantized<R>) -> [&TensorHandle<R>; 3] {
+    let copies = [&output.values, &output.transposed];
+    let [row_major, transposed] = copies.map(|copy| copy.as_ref().unwrap_or(&output.scales));
+    [row_major, transposed, &output.scales]
+}
+
+/// The text of a kernel around `tile.cu` that reads codes, in the folder beside this file's from which it is asked for:
+/// behind those that it stands on.
+macro_rules! around_block_tile {
+    ($($text:literal),+) => {
+        concat!(
+            include_str!("../quantize/block/scale.cu"),
+            "\n",
+            include_str!("../quantize/block/tile.cu"),
+            "\n",
+            include_str!("../cuda/pairs.cu"),
+            "\n",
+            include_str!("../quantize/block/codes.cu"),
+            $("\n", include_str!($text)),+
+        )
+    };
+}
+
+pub(crate) use around_block_tile;
+
 /// `whole_tiles.cu` behind `tile.cu`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-struct WholeTilesSource {
-    dtype: StorageType,
-    row_major: bool,
-    transposed: bool,
-    row_stochastic: bool,
-    fallback: bool,
-    cubes: usize,
-    /// All tiles are on the device at once, where random words are drawn before they are used.
-    draw_early: bool,
-}
+struct WholeTilesSource(TileKnobs);
 
 impl CudaSource for WholeTilesSource {
     type Numbers = WholeTilesNumbers;
@@ -214,21 +409,11 @@ impl CudaSource for WholeTilesSource {
     const ENTRY_POINT: &'static str = "quantize_whole_tiles";
 
     fn knobs(&self) -> String {
-        format!(
-            "#define IN_{}\n#define ROW_MAJOR {}\n#define TRANSPOSED {}\n#define ROW_STOCHASTIC {}\n#define FALLBACK {}\n\
-             #define CUBES {}\n#define DRAW_EARLY {}",
-            float_knob(self.dtype),
-            u8::from(self.row_major),
-            u8::from(self.transposed),
-            u8::from(self.row_stochastic),
-            u8::from(self.fallback),
-            self.cubes,
-            u8::from(self.draw_early),
-        )
+        self.0.text()
     }
 
     fn shared_memory(&self) -> usize {
-        tile_bytes(self.dtype)
+        tile_bytes(self.0.dtype)
     }
 
     /// Of X, that of more or fewer tiles, and both of dY; where X is made again in the backward pass, its copy alone too.
@@ -237,27 +422,28 @@ impl CudaSource for WholeTilesSource {
         _client: &ComputeClient<R>,
         _sizes: [usize; 4],
     ) -> Vec<SourceText> {
-        if self.row_stochastic || !self.row_major {
+        let Self(of_x) = *self;
+        if of_x.row_major != Some(Round::Nearest) {
             return vec![];
         }
-        let stochastic = |row_major, draw_early| Self {
+        let stochastic = |row_major: Option<Round>, draw_early| TileKnobs {
             row_major,
-            transposed: true,
-            row_stochastic: row_major,
+            transposed: Some(Round::Stochastic),
             fallback: false,
             draw_early,
-            ..*self
+            ..of_x
         };
-        let mut sources = [false, true]
-            .map(|draw_early| stochastic(true, draw_early))
+        let mut knobs = [false, true]
+            .map(|draw_early| stochastic(Some(Round::Stochastic), draw_early))
             .to_vec();
-        match self.transposed {
-            true => sources.push(Self {
-                draw_early: !self.draw_early,
-                ..*self
+        match of_x.transposed {
+            Some(_) => knobs.push(TileKnobs {
+                draw_early: !of_x.draw_early,
+                ..of_x
             }),
-            false => sources.extend([false, true].map(|draw_early| stochastic(false, draw_early))),
+            None => knobs.extend([false, true].map(|draw_early| stochastic(None, draw_early))),
         }
-        sources.iter().map(CudaSource::text).collect()
+        let sources = knobs.into_iter().map(|knobs| Self(knobs).text());
+        sources.collect()
     }
 }
