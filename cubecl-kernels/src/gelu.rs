@@ -99,7 +99,7 @@ pub fn gelu<'a, R: Runtime>(
 /// The gradient of `x`, from that of `x P(x)`.
 ///
 /// - `x`: as [`gelu`] takes it.
-/// - `gradient`: of its shape and type, contiguous. The result is like it.
+/// - `gradient`: of its shape and type, contiguous, or such a matrix in numbers. The result is of these.
 ///
 /// It is NaN where `x` is NaN or infinite.
 ///
@@ -109,11 +109,12 @@ pub fn gelu<'a, R: Runtime>(
 pub fn gelu_backward<'a, R: Runtime>(
     client: &ComputeClient<R>,
     x: impl Into<OperatorInput<'a, R>>,
-    gradient: &TensorHandle<R>,
+    gradient: impl Into<OperatorInput<'a, R>>,
 ) -> Result<TensorHandle<R>, KernelError> {
-    let x = x.into();
-    let inputs = [("x", x), ("gradient", gradient.into())];
+    let (x, gradient) = (x.into(), gradient.into());
+    let inputs = [("x", x), ("gradient", gradient)];
     let len = check_alike(client, OPERATION_BACKWARD, &inputs)?;
+    let gradient = &gradient.floats(client)?;
     let of_x = empty(client, gradient.shape().to_vec(), gradient.dtype);
     if len > 0 {
         let x = x.prepare(client, OPERATION_BACKWARD)?;

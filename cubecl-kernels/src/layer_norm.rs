@@ -293,6 +293,7 @@ pub fn layer_norm_backward<'a, R: Runtime>(
     let (x, gradient) = (x.into(), gradient.into());
     let [rows, cols] = check_rows(client, OPERATION_BACKWARD, &x, gain)?;
     check_backward(
+        client,
         OPERATION_BACKWARD,
         &x,
         rows,
@@ -320,9 +321,10 @@ pub fn layer_norm_backward<'a, R: Runtime>(
     }
     let dtype = x.dtype();
     let x = x.prepare(client, OPERATION_BACKWARD)?;
-    let gradients: Vec<_> = gradient.tensors().collect();
+    let terms = gradient.terms.floats(client)?;
+    let gradients: Vec<_> = terms.iter().chain(gradient.other).collect();
     let pieces = Pieces::of(&[&x], cols, &gradients);
-    let [first, second, third, other] = gradient.arguments();
+    let [first, second, third, other] = gradient.arguments(&terms);
     let units = RowUnits::new(client, cols, pieces.len);
     let gain_width = vector_width(units.width, &[gain]);
     let parts = units.backward_cubes(rows);

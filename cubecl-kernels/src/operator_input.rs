@@ -44,7 +44,15 @@ impl<'a, R: Runtime> From<&'a TensorHandle<R>> for OperatorInput<'a, R> {
     }
 }
 
-impl<R: Runtime> OperatorInput<'_, R> {
+impl<'a, R: Runtime> OperatorInput<'a, R> {
+    /// The tensor of floats, or of codes in the order of the floats.
+    pub(crate) fn dense(&self) -> Option<&'a TensorHandle<R>> {
+        match *self {
+            Self::Floats(tensor) => Some(tensor),
+            Self::Quantized(matrix, _) => matrix.values.as_ref(),
+        }
+    }
+
     /// The shape of the floats.
     pub fn shape(&self) -> Vec<usize> {
         match self {
@@ -81,6 +89,14 @@ impl<R: Runtime> OperatorInput<'_, R> {
                 runs_of(operation, matrix)?;
                 Ok(matrix.shape.num_elements())
             }
+        }
+    }
+
+    /// The floats, in memory.
+    pub(crate) fn floats(&self, client: &ComputeClient<R>) -> Result<TensorHandle<R>, KernelError> {
+        match self {
+            Self::Floats(tensor) => Ok((*tensor).clone()),
+            Self::Quantized(matrix, dtype) => dequantize(client, matrix, *dtype),
         }
     }
 

@@ -3,25 +3,70 @@
 //!
 //! Added up by kernels of their own, each sum would be read and written once more.
 
-use cubecl::{prelude::*, std::tensor::TensorHandle};
+use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
 use crate::{
-    device::check_contiguous,
     error::KernelError,
     operator_input::OperatorInput,
+    quantize::Quantized,
     row_units::{RowUnits, read_held},
 };
 
 /// Terms of a gradient, at most: those of the queries, keys and values of attention.
 pub const MAX_TERMS: usize = 3;
 
+/// One to [`MAX_TERMS`] terms, each of the shape and type of the operator's input.
+#[derive(Debug)]
+pub enum Terms<'a, R: Runtime> {
+    /// Tensors, contiguous.
+    Floats(&'a [TensorHandle<R>]),
+    /// Numbers with scales, as they flow back (jetfire-int8, section 3.2), of floats of this type. A kernel decodes INT8 and
+    /// E4M3 in blocks, or in groups along the rows, with FP32 scales, where all terms are of one format, on Hopper. Others
+    /// are dequantized first.
+    Numbers(&'a [Quantized<R>], StorageType),
+}
+
+impl<R: Runtime> Clone for Terms<'_, R> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<R: Runtime> Copy for Terms<'_, R> {}
+
+impl<'a, R: Runtime> Terms<'a, R> {
+    /// How many there are.
+    pub(crate) fn len(&self) -> usize {
+        match self {
+            Self::Floats(tensors) => tensors.len(),
+            Self::Numbers(matrices, _) => matrices.len(),
+        }
+    }
+
+    /// Each of them.
+    fn iter(self) -> impl Iterator<Item = OperatorInput<'a, R>> {
+        (0..self.len()).map(move |index| match self {
+            Self::Floats(tensors) => OperatorInput::Floats(&tensors[index]),
+            Self::Numbers(matrices, dtype) => OperatorInput::Quantized(&matrices[index], dtype),
+        })
+    }
+
+    /// In memory as floats.
+    pub(crate) fn floats(
+        self,
+        client: &ComputeClient<R>,
+    ) -> Result<Vec<TensorHandle<R>>, KernelError> {
+        self.iter().map(|term| term.floats(client)).collect()
+    }
+}
+
 /// What a backward pass starts from. As with inputs, a tensor that starts elsewhere than at a multiple of 16 bytes
 /// makes sums of rows take another order.
 #[derive(Debug)]
 pub struct OutputGradient<'a, R: Runtime> {
-    /// One to [`MAX_TERMS`] tensors of the shape and type of the operator's input, contiguous: their sum, added up in
-    /// this order and rounded to the type each time, is the gradient of the output.
-    pub terms: &'a [TensorHandle<R>],
+    /// Their sum, added up in this order and rounded to the type of the operator's input each time, is the gradient of the
+    /// output.
+    pub terms: Terms<'a, R>,
     /// One of the same shape and type, contiguous, that is added to the gradient of the input when that has been
     /// rounded, and rounded again.
     pub other: Option<&'a TensorHandle<R>>,
@@ -38,50 +83,54 @@ impl<R: Runtime> Copy for OutputGradient<'_, R> {}
 impl<'a, R: Runtime> From<&'a TensorHandle<R>> for OutputGradient<'a, R> {
     fn from(gradient: &'a TensorHandle<R>) -> Self {
         Self {
-            terms: std::slice::from_ref(gradient),
+            terms: Terms::Floats(std::slice::from_ref(gradient)),
             other: None,
         }
     }
 }
 
 impl<'a, R: Runtime> OutputGradient<'a, R> {
-    /// All its tensors.
-    pub(crate) fn tensors(&self) -> impl Iterator<Item = &'a TensorHandle<R>> {
-        self.terms.iter().chain(self.other)
+    /// All terms, and the other.
+    fn all(&self) -> impl Iterator<Item = OperatorInput<'a, R>> {
+        let other = self.other.map(OperatorInput::Floats);
+        self.terms.iter().chain(other)
     }
 
-    /// Accepts tensors like the input.
+    /// Accepts gradients like the input.
     pub(crate) fn check(
         &self,
+        client: &ComputeClient<R>,
         operation: &'static str,
         x: &OperatorInput<R>,
     ) -> Result<(), KernelError> {
-        for tensor in self.tensors() {
-            check_contiguous(operation, tensor)?;
+        for gradient in self.all() {
+            gradient.check(client, operation, "gradient")?;
         }
-        let fits = |tensor: &TensorHandle<R>| {
-            tensor.shape()[..] == x.shape()[..] && tensor.dtype == x.dtype()
+        let fits = |gradient: OperatorInput<R>| {
+            gradient.shape() == x.shape() && gradient.dtype() == x.dtype()
         };
-        if (1..=MAX_TERMS).contains(&self.terms.len()) && self.tensors().all(fits) {
+        if (1..=MAX_TERMS).contains(&self.terms.len()) && self.all().all(fits) {
             return Ok(());
         }
-        let shown = |tensor: &TensorHandle<R>| format!("{:?} of {}", tensor.shape(), tensor.dtype);
+        let shown =
+            |gradient: OperatorInput<R>| format!("{:?} of {}", gradient.shape(), gradient.dtype());
         Err(KernelError::Shape {
             operation,
             got: format!(
                 "x {:?} of {}, gradients {:?}",
                 x.shape(),
                 x.dtype(),
-                self.tensors().map(shown).collect::<Vec<_>>()
+                self.all().map(shown).collect::<Vec<_>>()
             ),
             remedy: "pass one to three terms of the gradient, of the shape and type of x, as what is added to it",
         })
     }
 
-    /// The tensors that a kernel takes, with stand-ins for those that there are not: three terms, and the other.
-    pub(crate) fn arguments(&self) -> [TensorHandle<R>; MAX_TERMS + 1] {
-        let first = &self.terms[0];
-        let term = |index: usize| self.terms.get(index).unwrap_or(first).clone();
+    /// The tensors that a kernel takes of these terms as floats, with stand-ins for those that there are not: three, and the
+    /// other.
+    pub(crate) fn arguments(&self, terms: &[TensorHandle<R>]) -> [TensorHandle<R>; MAX_TERMS + 1] {
+        let first = &terms[0];
+        let term = |index: usize| terms.get(index).unwrap_or(first).clone();
         [
             term(0),
             term(1),

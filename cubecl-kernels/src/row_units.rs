@@ -80,13 +80,14 @@ pub(crate) fn check_rows<R: Runtime>(
 
 /// Accepts a gradient of the shape and type of `x`, and for each row an f32 of each of `statistics`, named.
 pub(crate) fn check_backward<R: Runtime>(
+    client: &ComputeClient<R>,
     operation: &'static str,
     x: &OperatorInput<R>,
     rows: usize,
     gradient: &OutputGradient<R>,
     statistics: &[(&'static str, &TensorHandle<R>)],
 ) -> Result<(), KernelError> {
-    gradient.check(operation, x)?;
+    gradient.check(client, operation, x)?;
     check_statistics(operation, x, rows, statistics)
 }
 

@@ -176,11 +176,12 @@ pub fn swiglu_backward<'a, R: Runtime>(
     client: &ComputeClient<R>,
     gate: impl Into<OperatorInput<'a, R>>,
     up: impl Into<OperatorInput<'a, R>>,
-    gradient: &TensorHandle<R>,
+    gradient: impl Into<OperatorInput<'a, R>>,
 ) -> Result<[TensorHandle<R>; 2], KernelError> {
-    let (gate, up) = (gate.into(), up.into());
-    let inputs = [("gate", gate), ("up", up), ("gradient", gradient.into())];
+    let (gate, up, gradient) = (gate.into(), up.into(), gradient.into());
+    let inputs = [("gate", gate), ("up", up), ("gradient", gradient)];
     let len = check_alike(client, OPERATION_BACKWARD, &inputs)?;
+    let gradient = &gradient.floats(client)?;
     let dtype = gradient.dtype;
     let output = || empty(client, gradient.shape().to_vec(), dtype);
     let [of_gate, of_up] = [output(), output()];

@@ -1,5 +1,7 @@
 //! The launches between the linear layers around an operator.
 
+use std::slice;
+
 use cubecl::{cuda::CudaRuntime, prelude::*};
 use cubecl_kernels::{
     KernelError,
@@ -7,6 +9,7 @@ use cubecl_kernels::{
     gelu::{gelu, gelu_backward, quantize_gelu, quantize_gelu_gradient},
     layer_norm::{layer_norm, layer_norm_backward, quantize_layer_norm, row_deviations},
     operator_input::OperatorInput,
+    output_gradient::{OutputGradient, Terms},
     quantize::{QuantizeSpec, Quantized, dequantize, quantize},
     rms_norm::{inverse_rms, quantize_rms_norm, quantizes_norms, rms_norm, rms_norm_backward},
     swiglu::{quantize_swiglu, quantize_swiglu_gradients, swiglu, swiglu_backward},
@@ -52,7 +55,15 @@ impl Values {
         }
     }
 
-    /// In BF16: a kernel reads them like this.
+    fn output_gradient(&self) -> OutputGradient<'_, CudaRuntime> {
+        let terms = match self {
+            Self::Floats(tensor) => Terms::Floats(slice::from_ref(tensor)),
+            Self::Numbers(matrix) => Terms::Numbers(slice::from_ref(matrix), float_dtype()),
+        };
+        OutputGradient { terms, other: None }
+    }
+
+    /// In BF16.
     pub fn floats(&self, client: &ComputeClient<CudaRuntime>) -> Result<Tensor, KernelError> {
         match self {
             Self::Floats(tensor) => Ok(tensor.clone()),
@@ -222,17 +233,17 @@ impl<'a> Launches<'a> {
     ) -> Result<Backward, KernelError> {
         let (client, specs) = (self.client, &self.numbers.input_gradients);
         let x = operands.inputs[0].input();
-        // Kernels read gradients as floats alone.
-        let gradient = &operands.gradient.floats(client)?;
+        let gradient = operands.gradient.input();
         let sum = |parts: &Tensor| column_sum(client, parts);
         let (of_inputs, of_parameters) = match statistics {
             // A norm reads the residual stream, whose gradient is a sum of floats.
             Statistics::RmsNorm(inverse_rms) => {
+                let gradient = operands.gradient.output_gradient();
                 let of = rms_norm_backward(client, x, &self.gain, inverse_rms, gradient)?;
                 (vec![Values::Floats(of.input)], vec![sum(&of.gain)?])
             }
             Statistics::LayerNorm([mean, inverse_deviation]) => {
-                let gain = &self.gain;
+                let (gain, gradient) = (&self.gain, operands.gradient.output_gradient());
                 let of = layer_norm_backward(client, x, gain, mean, inverse_deviation, gradient)?;
                 let of_parameters = vec![sum(&of.gain)?, sum(&of.bias)?];
                 (vec![Values::Floats(of.input)], of_parameters)

@@ -183,7 +183,7 @@ impl<B: HostBackend> QuantizeKernels for B {
 
     fn quantize_swiglu_gradients(
         [gate, up]: [OperatorInput<B>; 2],
-        gradient: FloatTensor<B>,
+        gradient: OperatorInput<B>,
         [of_gate, of_up]: [&QuantizeSpec; 2],
         delayed: Option<[&DelayedMaximum<B>; 2]>,
     ) -> [Quantized<B>; 2] {

@@ -5,7 +5,7 @@ use burn_backend::tensor::FloatTensor;
 use crate::{
     data::{
         DataBackend,
-        composition::{GeluForward, GeluGradient},
+        composition::{GeluForward, GeluGradient, OperatorInput},
     },
     saved::{
         HeldTensor,
@@ -43,6 +43,7 @@ impl<B: DataBackend> Recorded<B, 1> for Gelu {
         gradient: FloatTensor<B>,
         _wanted: [bool; 1],
     ) -> [Option<FloatTensor<B>>; 1] {
+        let gradient = OperatorInput::Floats(gradient);
         [Some(B::run(GeluGradient, (x.into_input(), gradient)))]
     }
 
@@ -50,16 +51,17 @@ impl<B: DataBackend> Recorded<B, 1> for Gelu {
     fn backward_held(
         x: Self::Saved,
         (gradient, other): (HeldTensor<B>, Option<HeldTensor<B>>),
-        wanted: [bool; 1],
+        _wanted: [bool; 1],
     ) -> [Option<HeldTensor<B>>; 1] {
         debug_assert!(other.is_none(), "only who joins gets another gradient");
-        let gradient = gradient.into_value();
+        let gradient = gradient.into_input();
         let copy = x.cell().gradient_copy();
         if copy.is_some_and(|copy| copy.delayed.is_none()) && x.is_in_numbers() {
             let form = x.cell().form();
             let later = Later::OfOne(OfOne::GeluGradient(x, gradient));
             return [Some(HeldTensor::later("gelu", later, form))];
         }
-        Self::backward(x, gradient, wanted).map(|gradient| gradient.map(HeldTensor::new))
+        let of_x = B::run(GeluGradient, (x.into_input(), gradient));
+        [Some(HeldTensor::new(of_x))]
     }
 }

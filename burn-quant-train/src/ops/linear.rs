@@ -439,13 +439,13 @@ impl<B: DataBackend, const N: usize> Recorded<B, N> for Linear<B> {
         if let Some((history, absmax)) = saved.history.zip(absmax) {
             history.note(&device, absmax);
         }
-        std::array::from_fn(|index| {
-            let gradient = match index {
-                0 => gradients.input.take(),
-                1 => gradients.weight.take(),
-                _ => of_bias.take(),
-            };
-            gradient.map(HeldTensor::new)
+        std::array::from_fn(|index| match index {
+            0 => gradients
+                .input
+                .take()
+                .map(|of_x| HeldTensor::of_input("linear", of_x, &device)),
+            1 => gradients.weight.take().map(HeldTensor::new),
+            _ => of_bias.take().map(HeldTensor::new),
         })
     }
 }

@@ -84,7 +84,7 @@ impl<B: DataBackend> Recorded<B, 2> for Swiglu {
         let copies = inputs.each_ref().map(|input| input.cell().gradient_copy());
         let form = inputs[0].cell().form();
         let inputs = inputs.map(HeldTensor::into_input);
-        let gradient = gradient.into_value();
+        let gradient = gradient.into_input();
         let ([gate, up], gradient) = match (copies, wanted) {
             ([Some(of_gate), Some(of_up)], [true, true]) => {
                 match GradientPair::of((inputs, gradient), [of_gate, of_up], form) {

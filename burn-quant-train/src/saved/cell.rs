@@ -88,7 +88,7 @@ enum State<B: DataBackend> {
     /// To be computed by the second run of its block, for all readers.
     OfBlock(Again<B>),
     /// To be added up: a gradient that comes in terms.
-    Sum(Vec<FloatTensor<B>>),
+    Sum(Vec<OperatorInput<B>>),
     /// To be computed by its first reader.
     Later(Later<B>),
     /// Handed to a compression. Seen by others only after that panicked.
@@ -261,9 +261,34 @@ impl<B: DataBackend> HeldTensor<B> {
         Self::in_state(state, like.form(), operation, None, false, None)
     }
 
-    /// A cell for the sum of a gradient's terms, of one shape and dtype.
-    pub(super) fn sum(terms: Vec<FloatTensor<B>>) -> Self {
-        let form = form_of::<B>(&terms[0]);
+    /// A cell for what an operator may read, on this device.
+    pub(crate) fn of_input(
+        operation: &'static str,
+        input: OperatorInput<B>,
+        device: &Device<B>,
+    ) -> Self {
+        match input {
+            OperatorInput::Floats(value) => Self::new(value),
+            OperatorInput::Quantized {
+                matrix,
+                shape,
+                dtype,
+            } => {
+                let form = (shape, dtype.into(), device.clone());
+                Self::in_state(
+                    State::Compressed(matrix),
+                    form,
+                    operation,
+                    None,
+                    false,
+                    None,
+                )
+            }
+        }
+    }
+
+    /// A cell for the sum of a gradient's terms, all of this form.
+    pub(super) fn sum(terms: Vec<OperatorInput<B>>, form: Form<B>) -> Self {
         let state = State::Sum(terms);
         Self::in_state(state, form, "gradient", None, false, None)
     }
@@ -287,18 +312,22 @@ impl<B: DataBackend> HeldTensor<B> {
         }
     }
 
-    /// The tensors that it is the sum of, where nobody else reads it; else the value.
-    pub(super) fn into_terms(self) -> Vec<FloatTensor<B>> {
-        match Arc::try_unwrap(self.0) {
+    /// What it is the sum of, where nobody else reads it; else the value.
+    pub(super) fn into_terms(self) -> Vec<OperatorInput<B>> {
+        if self.is_in_numbers() {
+            return vec![self.into_input()];
+        }
+        let value = match Arc::try_unwrap(self.0) {
             Ok(cell) => {
                 let state = cell.state.into_inner();
                 match state.unwrap_or_else(PoisonError::into_inner) {
-                    State::Sum(terms) => terms,
-                    state => vec![state.into_value(cell.shape, cell.dtype, cell.swapped)],
+                    State::Sum(terms) => return terms,
+                    state => state.into_value(cell.shape, cell.dtype, cell.swapped),
                 }
             }
-            Err(cell) => vec![cell.read()],
-        }
+            Err(cell) => cell.read(),
+        };
+        vec![OperatorInput::Floats(value)]
     }
 
     /// True for one of the same shape and dtype.
@@ -384,6 +413,19 @@ impl<B: DataBackend> HeldTensor<B> {
     }
 }
 
+/// The sum of a gradient's terms, in their order.
+pub(super) fn sum_of_terms<B: DataBackend>(terms: Vec<OperatorInput<B>>) -> FloatTensor<B> {
+    let floats = |term| match term {
+        OperatorInput::Floats(tensor) => tensor,
+        OperatorInput::Quantized {
+            matrix,
+            shape,
+            dtype,
+        } => B::run(Decompress { shape, dtype }, matrix),
+    };
+    gradient_of_terms::<B>(terms.into_iter().map(floats))
+}
+
 impl<B: DataBackend> State<B> {
     fn into_value(
         self,
@@ -405,7 +447,7 @@ impl<B: DataBackend> State<B> {
             }
             Self::Bits(bits) => bits.into_floats(),
             Self::Again(again) | Self::OfBlock(again) => again.compute(),
-            Self::Sum(terms) => gradient_of_terms::<B>(terms),
+            Self::Sum(terms) => sum_of_terms::<B>(terms),
             Self::Later(later) => later.compute(),
             Self::Taken => panic!("a saved value is lost: its compression panicked"),
         }
@@ -426,7 +468,7 @@ impl<B: DataBackend> Cell<B> {
         match state {
             State::OfBlock(again) => self.run_again(&again),
             State::Sum(terms) => {
-                let sum = gradient_of_terms::<B>(terms);
+                let sum = sum_of_terms::<B>(terms);
                 *self.lock() = State::Exact(sum.clone());
                 sum
             }

@@ -26,9 +26,10 @@ pub(super) fn register<B: DataBackend>(gradients: &mut Gradients, new: OfNode<B>
     let (id, new) = (new.node.id, new.primitive);
     let sum = match earlier {
         Some(earlier) if is_activation && may_wait(&earlier, &new) => {
+            let form = new.cell().form();
             let mut terms = earlier.into_terms();
-            terms.push(new.into_value());
-            HeldTensor::sum(terms)
+            terms.extend(new.into_terms());
+            HeldTensor::sum(terms, form)
         }
         Some(earlier) => Held::<B>::float_add(new, earlier),
         None => new,
@@ -52,9 +53,12 @@ mod tests {
 
     use super::*;
     use crate::{
-        data::composition::{OutputGradient, gradient_of_terms, with_other},
+        data::composition::{OutputGradient, with_other},
         lock::lock,
-        saved::recorded::{QuantBackend, Recorded},
+        saved::{
+            cell::sum_of_terms,
+            recorded::{QuantBackend, Recorded},
+        },
     };
 
     type B = Autodiff<Flex>;
@@ -96,7 +100,7 @@ mod tests {
             wanted: [bool; 1],
         ) -> [Option<FloatTensor<Flex>>; 1] {
             lock(&saved.0).push((terms.len(), other.is_some()));
-            let [own] = Self::backward(saved, gradient_of_terms::<Flex>(terms), wanted);
+            let [own] = Self::backward(saved, sum_of_terms::<Flex>(terms), wanted);
             [own.map(|own| with_other::<Flex>(own, other))]
         }
     }

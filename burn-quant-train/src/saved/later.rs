@@ -62,7 +62,7 @@ pub(crate) enum OfOne<B: DataBackend> {
     /// GELU's.
     Gelu(HeldTensor<B>),
     /// The gradient of GELU's input, from that of its output.
-    GeluGradient(HeldTensor<B>, FloatTensor<B>),
+    GeluGradient(HeldTensor<B>, OperatorInput<B>),
 }
 
 impl<B: DataBackend> Clone for OfOne<B> {
@@ -284,8 +284,8 @@ pub(crate) struct GradientPair<B: DataBackend> {
     made: Mutex<Made<B>>,
 }
 
-/// Gate and up, in the numbers in which they wait, and the gradient of the output.
-pub(crate) type Inputs<B> = ([OperatorInput<B>; 2], FloatTensor<B>);
+/// Gate and up, and the gradient of the output, in the numbers in which they wait or flow.
+pub(crate) type Inputs<B> = ([OperatorInput<B>; 2], OperatorInput<B>);
 
 /// What there is of both gradients that nobody has taken yet.
 #[derive(Debug)]
@@ -402,7 +402,7 @@ mod tests {
     fn pair(specs: [QuantizeSpec; 2]) -> [HeldTensor<Flex>; 2] {
         let form = HeldTensor::<Flex>::new(tensor(1)).cell().form();
         let factors = [1, 2].map(|seed| OperatorInput::Floats(tensor(seed)));
-        let inputs = (factors, tensor(3));
+        let inputs = (factors, OperatorInput::Floats(tensor(3)));
         let copies = specs.map(|spec| GradientCopy {
             spec,
             delayed: None,
@@ -428,7 +428,8 @@ mod tests {
             OperatorInput::Floats(tensor(1)),
             OperatorInput::Floats(tensor(2)),
         );
-        let (of_gate, of_up) = Flex::run(SwigluGradients, (inputs, tensor(3)));
+        let gradient = OperatorInput::Floats(tensor(3));
+        let (of_gate, of_up) = Flex::run(SwigluGradients, (inputs, gradient));
         let gradients = [of_gate, of_up];
         let expected = [0, 1].map(|index: usize| {
             let copy = quantize::<Flex>(gradients[index].clone(), &specs[index]);

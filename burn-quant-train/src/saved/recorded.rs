@@ -17,11 +17,11 @@ use burn_backend::{
     tensor::{Device, FloatTensor},
 };
 
-use super::{Cell, Held, HeldTensor, again::Again, gradient_sum, scope};
+use super::{Cell, Held, HeldTensor, again::Again, cell::sum_of_terms, gradient_sum, scope};
 use crate::{
     data::{
         DataBackend,
-        composition::{OutputGradient, gradient_of_terms, with_other},
+        composition::{OperatorInput, OutputGradient, with_other},
     },
     lock::lock,
 };
@@ -57,7 +57,8 @@ pub trait Recorded<B: DataBackend, const N: usize>: Clone + Send + Sync + 'stati
         gradient: FloatTensor<B>,
         wanted: [bool; N],
     ) -> [Option<FloatTensor<B>>; N] {
-        Self::backward_joined(saved, (vec![gradient], None), wanted)
+        let terms = vec![OperatorInput::Floats(gradient)];
+        Self::backward_joined(saved, (terms, None), wanted)
     }
 
     /// True if the gradient of the output is that of the first input, as of a rounding (a straight-through estimator).
@@ -75,7 +76,7 @@ pub trait Recorded<B: DataBackend, const N: usize>: Clone + Send + Sync + 'stati
         (terms, other): OutputGradient<B>,
         wanted: [bool; N],
     ) -> [Option<FloatTensor<B>>; N] {
-        let mut gradients = Self::backward(saved, gradient_of_terms::<B>(terms), wanted);
+        let mut gradients = Self::backward(saved, sum_of_terms::<B>(terms), wanted);
         if let Some(first) = gradients.first_mut() {
             *first = first.take().map(|own| with_other::<B>(own, other));
         }

@@ -64,8 +64,8 @@ pub fn quantize_gelu<'a, R: Runtime>(
 /// The gradient of `x` of [`gelu_backward`](super::gelu_backward()), quantized as [`quantize_gelu`] does the output.
 ///
 /// - `x`: `[rows, cols]`, as there.
-/// - `gradient`: that of the output, of the shape and type of `x`, contiguous.
-/// - `spec`: as there.
+/// - `gradient`: that of the output, of the shape and type of `x`, as `gelu_backward` takes it.
+/// - `spec`: as there. Of a gradient in numbers a kernel has INT8 in blocks of 128 for such blocks.
 ///
 /// # Errors
 ///
@@ -73,11 +73,11 @@ pub fn quantize_gelu<'a, R: Runtime>(
 pub fn quantize_gelu_gradient<'a, R: Runtime>(
     client: &ComputeClient<R>,
     x: impl Into<OperatorInput<'a, R>>,
-    gradient: &TensorHandle<R>,
+    gradient: impl Into<OperatorInput<'a, R>>,
     spec: &QuantizeSpec,
 ) -> Result<Quantized<R>, KernelError> {
-    let x = x.into();
-    let inputs = [("x", x), ("gradient", gradient.into())];
+    let (x, gradient) = (x.into(), gradient.into());
+    let inputs = [("x", x), ("gradient", gradient)];
     check_alike(client, OPERATION_OF_GRADIENT, &inputs)?;
     match launch(client, x, Some(gradient), spec)? {
         Some(quantized) => Ok(quantized),
@@ -89,7 +89,7 @@ pub fn quantize_gelu_gradient<'a, R: Runtime>(
 fn launch<R: Runtime>(
     client: &ComputeClient<R>,
     x: OperatorInput<R>,
-    gradient: Option<&TensorHandle<R>>,
+    gradient: Option<OperatorInput<R>>,
     spec: &QuantizeSpec,
 ) -> Result<Option<Quantized<R>>, KernelError> {
     let OperatorInput::Quantized(matrix, dtype) = x else {
@@ -117,15 +117,29 @@ struct Codes<'a, R: Runtime> {
     view: MatrixView,
     /// The type of the elements that the numbers stand for.
     dtype: StorageType,
-    gradient: Option<&'a TensorHandle<R>>,
+    gradient: Option<OperatorInput<'a, R>>,
 }
 
 impl<'a, R: Runtime> Codes<'a, R> {
-    /// The tensors, as kernels take them.
-    fn inputs(&self) -> Vec<&'a TensorHandle<R>> {
+    /// The tensors as kernels take them, and whether the gradient is codes; `None` where the gradient is such that none
+    /// reads it.
+    fn inputs(&self) -> Option<(Vec<&'a TensorHandle<R>>, bool)> {
         let mut inputs = vec![self.values, &self.matrix.scales];
-        inputs.extend(self.gradient);
-        inputs
+        let has_codes = match self.gradient {
+            None => false,
+            Some(OperatorInput::Floats(tensor)) => {
+                if read_width_up_to(VECTOR, tensor, &self.view) != VECTOR {
+                    return None;
+                }
+                inputs.push(tensor);
+                false
+            }
+            Some(OperatorInput::Quantized(matrix, _)) => {
+                inputs.extend([OfScale::tile(matrix, &self.view)?, &matrix.scales]);
+                true
+            }
+        };
+        Some((inputs, has_codes))
     }
 
     fn allocate(&self, client: &ComputeClient<R>, spec: &QuantizeSpec) -> Quantized<R> {
@@ -136,9 +150,11 @@ impl<'a, R: Runtime> Codes<'a, R> {
     }
 
     fn by_matrix(&self, client: &ComputeClient<R>, spec: &QuantizeSpec) -> Option<Quantized<R>> {
-        let floats: Vec<_> = self.gradient.into_iter().collect();
+        let (inputs, false) = self.inputs()? else {
+            return None;
+        };
         let group = group_of(self.matrix, &self.view)?;
-        let (tiles, of_tile) = fits(client, self.dtype, &floats, &self.view, spec)?;
+        let (tiles, of_tile) = fits(client, self.dtype, &[], &self.view, spec)?;
         if !is_operand_type(self.dtype) {
             return None;
         }
@@ -148,7 +164,7 @@ impl<'a, R: Runtime> Codes<'a, R> {
             gradient: self.gradient.is_some(),
         };
         let output = self.allocate(client, spec);
-        let (inputs, cubes) = (self.inputs(), cubes(client, tiles, false, TAKING));
+        let cubes = cubes(client, tiles, false, TAKING);
         // SAFETY: the kernel reads these, of whole tiles, and the output was allocated for them; there is no delayed
         // maximum.
         #[allow(unsafe_code)]
@@ -161,25 +177,22 @@ impl<'a, R: Runtime> Codes<'a, R> {
 
     fn in_blocks(&self, client: &ComputeClient<R>, spec: &QuantizeSpec) -> Option<Quantized<R>> {
         let view = &self.view;
-        let (OfScale::Tile, _) = OfScale::of(self.matrix, view)? else {
-            return None;
-        };
+        OfScale::tile(self.matrix, view)?;
+        let (inputs, has_codes) = self.inputs()?;
         let (dtype, bytes) = (self.dtype, ByBlocks::BYTES);
         let (of_tile, key) = TileKnobs::of(client, dtype, view, spec, bytes, MOST_CUBES)?;
-        let is_read =
-            |gradient: &TensorHandle<R>| read_width_up_to(VECTOR, gradient, view) == VECTOR;
-        if view.shape.num_elements() == 0 || !self.gradient.is_none_or(is_read) {
+        if view.shape.num_elements() == 0 {
             return None;
         }
         let source = ByBlocks {
             of_tile,
-            gradient: self.gradient.is_some(),
+            gradient: self.gradient.map(|_| has_codes),
         };
         let output = self.allocate(client, spec);
         // SAFETY: the kernel reads these, of whole tiles, and the output was allocated for them.
         #[allow(unsafe_code)]
         unsafe {
-            launch_of_codes(client, source, &self.inputs(), view, key, &output);
+            launch_of_codes(client, source, &inputs, view, key, &output);
         }
         Some(output)
     }
@@ -231,7 +244,8 @@ impl CudaSource for ByMatrix {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct ByBlocks {
     of_tile: TileKnobs,
-    gradient: bool,
+    /// Of the gradient, whether that of the output is codes too.
+    gradient: Option<bool>,
 }
 
 impl ByBlocks {
@@ -247,10 +261,11 @@ impl CudaSource for ByBlocks {
 
     fn knobs(&self) -> String {
         format!(
-            "{}\n{}\n#define GRADIENT {}",
+            "{}\n{}\n#define GRADIENT {}\n#define GRADIENT_CODES {}",
             self.of_tile.text(),
             OfScale::text(Some(OfScale::Tile)),
-            u8::from(self.gradient),
+            u8::from(self.gradient.is_some()),
+            u8::from(self.gradient == Some(true)),
         )
     }
 
@@ -264,16 +279,17 @@ impl CudaSource for ByBlocks {
         _client: &ComputeClient<R>,
         _sizes: [usize; 4],
     ) -> Vec<SourceText> {
-        if self.gradient {
+        if self.gradient.is_some() {
             return vec![];
         }
+        // What flows as codes has gradients that flow so too.
         let gradient = Self {
             of_tile: TileKnobs {
                 row_major: Some(Round::Stochastic),
                 transposed: Some(Round::Stochastic),
                 ..self.of_tile
             },
-            gradient: true,
+            gradient: Some(true),
         };
         vec![gradient.text()]
     }

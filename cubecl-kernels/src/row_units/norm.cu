@@ -42,7 +42,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
     for (int piece = 0; piece < HELD; piece++) {
         Vector vector;
-        decode(vector, codes[piece], of_codes[piece]);
+        Input::decode(vector, codes[piece], of_codes[piece]);
 #pragma unroll
         for (int i = 0; i < WIDTH; i++)
             values.of[piece][i] = is_inside(piece) ? vector.element(i) : 0.0f;

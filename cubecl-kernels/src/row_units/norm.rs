@@ -15,7 +15,7 @@ use crate::{
     granularity::Granularity,
     number::Number,
     operator_input::OperatorInput,
-    output_gradient::OutputGradient,
+    output_gradient::{OutputGradient, Terms},
     quantize::Quantized,
     scale::ScaleNumber,
 };
@@ -135,14 +135,18 @@ pub(crate) fn gradients<R: Runtime>(
     of_x: &TensorHandle<R>,
 ) -> Option<OfColumns<R>> {
     let input = Input::of(client, x, [rows, cols])?;
-    let tensors: Vec<_> = gradient.tensors().collect();
-    let mut floats = tensors.clone();
-    floats.push(of_x);
+    let mut floats = vec![of_x];
+    floats.extend(gradient.other);
+    let (terms, codes_of_terms) = terms(&gradient.terms, [rows, cols])?;
+    if codes_of_terms.is_none() {
+        floats.extend(&terms);
+    }
     let knobs = input.knobs(client, &[gain], &floats)?;
     let source = NormGradients {
         rows: knobs,
         centred: statistics.mean.is_some(),
         terms: gradient.terms.len(),
+        codes_of_terms,
         other: gradient.other.is_some(),
     };
     let parts = knobs.units.backward_cubes(rows);
@@ -155,13 +159,42 @@ pub(crate) fn gradients<R: Runtime>(
     buffers.push(gain);
     buffers.extend(statistics.mean);
     buffers.push(statistics.inverse);
-    buffers.extend(tensors);
+    buffers.extend(terms);
+    buffers.extend(gradient.other);
     buffers.extend([of_x, &output.gain]);
     buffers.extend(output.bias.as_ref());
     let cubes = CubeCount::Static(parts as u32, 1, 1);
     let numbers = GradientNumbers { rows: rows as u64 };
     launch(client, source, cubes, &buffers, &numbers);
     Some(output)
+}
+
+/// The tensors of a gradient's terms in the order in which the kernel takes them, and if they are numbers, how. `None` where
+/// it does not read them.
+fn terms<'a, R: Runtime>(
+    terms: &Terms<'a, R>,
+    shape: [usize; 2],
+) -> Option<(Vec<&'a TensorHandle<R>>, Option<Codes>)> {
+    let matrices = match terms {
+        Terms::Floats(tensors) => return Some((tensors.iter().collect(), None)),
+        Terms::Numbers(matrices, _) => *matrices,
+    };
+    let codes = Codes::of(matrices.first()?, shape)?;
+    let mut tensors = Vec::with_capacity(2 * matrices.len());
+    for matrix in matrices {
+        let values = matrix.values.as_ref()?;
+        if Codes::of(matrix, shape)? != codes || !is_aligned(values) {
+            return None;
+        }
+        tensors.extend([values, &matrix.scales]);
+    }
+    Some((tensors, Some(codes)))
+}
+
+/// True for codes of which a vector can be read at once, 8 bytes.
+fn is_aligned<R: Runtime>(values: &TensorHandle<R>) -> bool {
+    let start = values.handle.offset_start.unwrap_or_default();
+    start.is_multiple_of(WIDTH as u64)
 }
 
 fn launch<R: Runtime, S: CudaSource>(
@@ -232,8 +265,7 @@ impl<'a, R: Runtime> Input<'a, R> {
         let mut floats = floats.to_vec();
         match self.codes {
             None => floats.push(self.values),
-            // A vector's codes are 8 bytes.
-            Some(_) if self.values.handle.offset_start.unwrap_or_default() % 8 != 0 => return None,
+            Some(_) if !is_aligned(self.values) => return None,
             Some(_) => {}
         }
         let gains = of_columns.first().map_or(self.dtype, |gain| gain.dtype);
@@ -283,6 +315,21 @@ impl Codes {
             && matrix.scales.shape().iter().product::<usize>() == scales[0] * scales[1];
         fits.then_some(Self { is_int8, of_scale })
     }
+
+    /// The lines that say how a matrix is stored; `name` goes before those of the knobs.
+    fn text(codes: Option<Self>, name: &str) -> String {
+        let Some(Self {
+            is_int8,
+            of_scale: [rows, cols],
+        }) = codes
+        else {
+            return format!("#define {name}CODES 0\n");
+        };
+        format!(
+            "#define {name}CODES {}\n#define {name}SCALE_ROWS {rows}\n#define {name}SCALE_COLS {cols}\n",
+            1 + u8::from(is_int8)
+        )
+    }
 }
 
 /// The knobs of `rows.cu` and of `pairs.cu`.
@@ -297,16 +344,7 @@ struct Rows {
 impl Rows {
     /// The lines that define them.
     fn text(&self) -> String {
-        let codes = match self.codes {
-            None => "#define CODES 0\n".into(),
-            Some(Codes {
-                is_int8,
-                of_scale: [rows, cols],
-            }) => format!(
-                "#define CODES {}\n#define SCALE_ROWS {rows}\n#define SCALE_COLS {cols}\n",
-                1 + u8::from(is_int8)
-            ),
-        };
+        let codes = Codes::text(self.codes, "");
         format!(
             "#define IN_{}\n#define COLS {}\n#define LANES {}\n#define ROWS {}\n{codes}#define GAIN_F32 {}\n",
             float_knob(self.dtype),
@@ -382,6 +420,8 @@ struct NormGradients {
     rows: Rows,
     centred: bool,
     terms: usize,
+    /// Where these are numbers, how.
+    codes_of_terms: Option<Codes>,
     other: bool,
 }
 
@@ -403,8 +443,9 @@ impl CudaSource for NormGradients {
         };
         let blocks = threads / units.of_cube();
         format!(
-            "{}#define CENTRED {}\n#define TERMS {}\n#define OTHER {}\n#define BLOCKS {blocks}",
+            "{}{}#define CENTRED {}\n#define TERMS {}\n#define OTHER {}\n#define BLOCKS {blocks}",
             self.rows.text(),
+            Codes::text(self.codes_of_terms, "TERM_"),
             u8::from(self.centred),
             self.terms,
             u8::from(self.other),
@@ -413,11 +454,9 @@ impl CudaSource for NormGradients {
 
     /// What is in flight of a row.
     fn shared_memory(&self) -> usize {
-        let of_x = match self.rows.codes {
-            Some(_) => WIDTH + size_of::<f32>(),
-            None => 16,
-        };
-        let others = self.terms + usize::from(self.other);
-        self.rows.units.of_cube() * self.rows.units.held * (of_x + 16 * others)
+        let bytes = |codes: Option<Codes>| codes.map_or(16, |_| WIDTH + size_of::<f32>());
+        let terms = self.terms * bytes(self.codes_of_terms);
+        let of_vector = bytes(self.rows.codes) + terms + 16 * usize::from(self.other);
+        self.rows.units.of_cube() * self.rows.units.held * of_vector
     }
 }

@@ -2,6 +2,7 @@
 // front of this text stand pairs.cu and rows.cu. Knobs beside theirs:
 //   CENTRED   1: layer normalization; 0: RMSNorm
 //   TERMS     1 to 3 terms of the gradient of the output
+//   TERM_CODES, TERM_SCALE_ROWS, TERM_SCALE_COLS   of each term what CODES, SCALE_ROWS and SCALE_COLS are of x
 //   OTHER     1: there is a gradient that is added to that of the input
 // and the structure Numbers.
 //
@@ -17,7 +18,12 @@ struct Stage {
 #else
     uint4 x[HELD][THREADS];
 #endif
+#if TERM_CODES
+    uint2 terms[TERMS][HELD][THREADS];
+    float scales_of_terms[TERMS][HELD][THREADS];
+#else
     uint4 terms[TERMS][HELD][THREADS];
+#endif
 #if OTHER
     uint4 other[HELD][THREADS];
 #endif
@@ -51,8 +57,19 @@ __device__ __forceinline__ float normalized(float x, const Statistics &statistic
     return __fmul_rn(x, statistics.inverse);
 }
 
+// A term, what the kernel takes for it, and makes of that.
+#if TERM_CODES
+typedef CodedMatrix<TERM_CODES, TERM_SCALE_ROWS, TERM_SCALE_COLS> Term;
+#define TERM(i) const u8 *__restrict__ term##i, const float *__restrict__ scales_of_term##i,
+#define TERM_OF_KERNEL(i) {term##i, scales_of_term##i},
+#else
+typedef Matrix Term;
+#define TERM(i) const u8 *__restrict__ term##i,
+#define TERM_OF_KERNEL(i) {term##i},
+#endif
+
 struct Gradients {
-    const u8 *__restrict__ terms[TERMS];
+    Term terms[TERMS];
 #if OTHER
     const u8 *__restrict__ other;
 #endif
@@ -71,8 +88,15 @@ __device__ __forceinline__ void copy_row(Stage &stage, const Input &x, const Gra
         copy_async<16>(&stage.x[piece][thread], (const uint4 *)x.values + vector);
 #endif
 #pragma unroll
-        for (int term = 0; term < TERMS; term++)
-            copy_async<16>(&stage.terms[term][piece][thread], (const uint4 *)gradients.terms[term] + vector);
+        for (int i = 0; i < TERMS; i++) {
+            const Term &term = gradients.terms[i];
+#if TERM_CODES
+            copy_async<8>(&stage.terms[i][piece][thread], (const uint2 *)term.values + vector);
+            copy_async<4>(&stage.scales_of_terms[i][piece][thread], term.scale(row, index));
+#else
+            copy_async<16>(&stage.terms[i][piece][thread], (const uint4 *)term.values + vector);
+#endif
+        }
 #if OTHER
         copy_async<16>(&stage.other[piece][thread], (const uint4 *)gradients.other + vector);
 #endif
@@ -87,21 +111,29 @@ struct Taken {
 #endif
 };
 
+__device__ __forceinline__ void take_term(Vector &taken, const Stage &stage, int term, int piece) {
+#if TERM_CODES
+    Term::decode(taken, stage.terms[term][piece][threadIdx.x], stage.scales_of_terms[term][piece][threadIdx.x]);
+#else
+    taken = stage.terms[term][piece][threadIdx.x];
+#endif
+}
+
 __device__ __forceinline__ void take(Taken &taken, const Stage &stage) {
     const u32 thread = threadIdx.x;
 #pragma unroll
     for (int piece = 0; piece < HELD; piece++) {
         Vector &x = taken.x[piece], &dy = taken.dy[piece];
 #if CODES
-        decode(x, stage.x[piece][thread], stage.scales[piece][thread]);
+        Input::decode(x, stage.x[piece][thread], stage.scales[piece][thread]);
 #else
         x = stage.x[piece][thread];
 #endif
-        dy = stage.terms[0][piece][thread];
+        take_term(dy, stage, 0, piece);
 #pragma unroll
         for (int term = 1; term < TERMS; term++) {
             Vector next;
-            next = stage.terms[term][piece][thread];
+            take_term(next, stage, term, piece);
 #pragma unroll
             for (int word = 0; word < WIDTH / 2; word++)
                 dy.words[word] = word_of(sum_of(dy.pair(word), next.pair(word)));
@@ -155,12 +187,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #if CENTRED
                    const float *__restrict__ means,
 #endif
-                   const float *__restrict__ inverses, const u8 *__restrict__ term0,
+                   const float *__restrict__ inverses, TERM(0)
 #if TERMS > 1
-                   const u8 *__restrict__ term1,
+                   TERM(1)
 #endif
 #if TERMS > 2
-                   const u8 *__restrict__ term2,
+                   TERM(2)
 #endif
 #if OTHER
                    const u8 *__restrict__ other,
@@ -178,12 +210,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                          scales
 #endif
     };
-    const Gradients gradients = {{term0,
+    const Gradients gradients = {{TERM_OF_KERNEL(0)
 #if TERMS > 1
-                                  term1,
+                                  TERM_OF_KERNEL(1)
 #endif
 #if TERMS > 2
-                                  term2,
+                                  TERM_OF_KERNEL(2)
 #endif
                                  },
 #if OTHER

@@ -103,26 +103,32 @@ __device__ __forceinline__ void row_sums(float (&sums)[Count], float (*of_warps)
 
 __device__ __forceinline__ float mean_of(float sum) { return __fmul_rn(sum, (float)(1.0 / COLS)); }
 
-// The matrix that a norm reads.
-struct Input {
-    // [rows, COLS], dense.
+// A matrix of elements, [rows, COLS], dense.
+struct Matrix {
     const u8 *__restrict__ values;
-#if CODES
-    // [rows / SCALE_ROWS, COLS / SCALE_COLS].
+};
+
+// A matrix of codes, E4M3 if 1 and INT8 if 2, of which so many rows and columns have a scale.
+template <int Codes, int ScaleRows, int ScaleCols> struct CodedMatrix {
+    // [rows, COLS] and [rows / ScaleRows, COLS / ScaleCols], dense.
+    const u8 *__restrict__ values;
     const float *__restrict__ scales;
 
     __device__ __forceinline__ const float *scale(u64 row, u32 index) const {
-        return scales + row / SCALE_ROWS * (COLS / SCALE_COLS) + index * WIDTH / SCALE_COLS;
+        return scales + row / ScaleRows * (COLS / ScaleCols) + index * WIDTH / ScaleCols;
     }
-#endif
+
+    __device__ __forceinline__ static void decode(Vector &vector, uint2 codes, float scale) {
+        if (Codes == 1)
+            decode_e4m3(vector.words, codes, scale);
+        else
+            decode_int8(vector.words, codes, scale);
+    }
 };
 
+// What a norm reads.
 #if CODES
-__device__ __forceinline__ void decode(Vector &vector, uint2 codes, float scale) {
-#if CODES == 1
-    decode_e4m3(vector.words, codes, scale);
+typedef CodedMatrix<CODES, SCALE_ROWS, SCALE_COLS> Input;
 #else
-    decode_int8(vector.words, codes, scale);
-#endif
-}
+typedef Matrix Input;
 #endif

@@ -119,11 +119,7 @@ pub(super) fn launch_of_codes<R: Runtime>(
     view: &MatrixView,
     spec: &QuantizeSpec,
 ) -> Option<Quantized<R>> {
-    let tile = |matrix| match OfScale::of(matrix, view)? {
-        (OfScale::Tile, values) => Some(values),
-        (OfScale::Row, _) => None,
-    };
-    let [gates, ups] = [tile(gate)?, tile(up)?];
+    let [gates, ups] = [OfScale::tile(gate, view)?, OfScale::tile(up, view)?];
     if view.shape.num_elements() == 0 {
         return None;
     }
@@ -149,11 +145,11 @@ pub(super) fn launch_of_codes<R: Runtime>(
 /// stochastically, of floats, or of numbers whose scales lie alike. `None` where it has not, and where there is nothing to quantize.
 ///
 /// Gate, up and the gradient of the output are of one shape and type, floats contiguous, numbers as
-/// [`OperatorInput::prepare`] accepts them, and `view` is that of all.
+/// [`OperatorInput::prepare`] accepts them, and `view` is that of all. The gradient may be numbers where the others are.
 pub(crate) fn launch_gradients<R: Runtime>(
     client: &ComputeClient<R>,
     factors: [OperatorInput<R>; 2],
-    gradient: &TensorHandle<R>,
+    gradient: OperatorInput<R>,
     view: &MatrixView,
     specs: [&QuantizeSpec; 2],
 ) -> Option<[Quantized<R>; 2]> {
@@ -178,28 +174,42 @@ pub(crate) fn launch_gradients<R: Runtime>(
     let of_scale = codes.map(|(of_scale, _)| of_scale);
     let bytes = Gradients::bytes(of_scale);
     let tile = |spec| {
-        let (tile, key) = TileKnobs::of(client, gradient.dtype, view, spec, bytes, MOST_CUBES)?;
+        let (tile, key) = TileKnobs::of(client, gradient.dtype(), view, spec, bytes, MOST_CUBES)?;
         Some((tile, key?))
     };
     let [(tile, key), (tile_of_up, up_key)] = [tile(specs[0])?, tile(specs[1])?];
-    let inputs = [factors[0], factors[1], gradient];
-    let floats = if codes.is_some() {
-        &inputs[2..]
-    } else {
-        &inputs
+    let mut floats = match codes {
+        Some(_) => vec![],
+        None => factors.to_vec(),
     };
-    if tile != tile_of_up || !are_read(floats, view) {
+    let gradients = match gradient {
+        OperatorInput::Floats(tensor) => {
+            floats.push(tensor);
+            tensor
+        }
+        OperatorInput::Quantized(matrix, _) => {
+            OfScale::tile(matrix, view).filter(|_| codes.is_some())?
+        }
+    };
+    if tile != tile_of_up || !are_read(&floats, view) {
         return None;
     }
     let outputs = specs.map(|spec| allocate_gradient(client, view, spec));
+    let inputs = [factors[0], factors[1], gradients];
     let mut buffers = inputs.map(TensorHandle::clone).to_vec();
     buffers.extend(outputs.iter().flat_map(written).cloned());
     // Of floats they are not read.
-    let scales = codes.map_or([&outputs[0].scales; 2], |(_, scales)| scales);
-    buffers.extend(scales.map(TensorHandle::clone));
+    let unused = &outputs[0].scales;
+    let [of_gate, of_up] = codes.map_or([unused; 2], |(_, scales)| scales);
+    let (of_gradient, gradient_codes) = match gradient {
+        OperatorInput::Floats(_) => (unused, false),
+        OperatorInput::Quantized(matrix, _) => (&matrix.scales, true),
+    };
+    buffers.extend([of_gate, of_up, of_gradient].map(TensorHandle::clone));
     let source = Gradients {
         tile,
         codes: of_scale,
+        gradient_codes,
     };
     let numbers = GradientNumbers {
         rows: view.shape.rows as u64,
@@ -280,7 +290,7 @@ impl CudaSource for Forward {
         _sizes: [usize; 4],
     ) -> Vec<SourceText> {
         let codes = self.contexts.then_some(OfScale::Row);
-        vec![Gradients::of_training(client, self.tile.dtype, codes).text()]
+        vec![Gradients::of_training(client, self.tile.dtype, codes, false).text()]
     }
 }
 
@@ -308,7 +318,9 @@ impl CudaSource for OfCodes {
         client: &ComputeClient<R>,
         _sizes: [usize; 4],
     ) -> Vec<SourceText> {
-        vec![Gradients::of_training(client, self.0.dtype, Some(OfScale::Tile)).text()]
+        // What flows as codes has gradients that flow so too.
+        let codes = Some(OfScale::Tile);
+        vec![Gradients::of_training(client, self.0.dtype, codes, true).text()]
     }
 }
 
@@ -317,6 +329,8 @@ impl CudaSource for OfCodes {
 struct Gradients {
     tile: TileKnobs,
     codes: Option<OfScale>,
+    /// The gradient of the output is codes too, with a scale of each tile.
+    gradient_codes: bool,
 }
 
 impl Gradients {
@@ -325,6 +339,7 @@ impl Gradients {
         client: &ComputeClient<R>,
         dtype: StorageType,
         codes: Option<OfScale>,
+        gradient_codes: bool,
     ) -> Self {
         let tile = TileKnobs {
             dtype,
@@ -334,7 +349,11 @@ impl Gradients {
             draw_early: false,
             cubes: cubes(client, Self::bytes(codes), MOST_CUBES),
         };
-        Self { tile, codes }
+        Self {
+            tile,
+            codes,
+            gradient_codes,
+        }
     }
 
     fn bytes(codes: Option<OfScale>) -> usize {
@@ -352,7 +371,12 @@ impl CudaSource for Gradients {
     const ENTRY_POINT: &'static str = "quantize_swiglu_gradients";
 
     fn knobs(&self) -> String {
-        format!("{}\n{}", self.tile.text(), OfScale::text(self.codes))
+        format!(
+            "{}\n{}\n#define GRADIENT_CODES {}",
+            self.tile.text(),
+            OfScale::text(self.codes),
+            u8::from(self.gradient_codes),
+        )
     }
 
     fn shared_memory(&self) -> usize {

@@ -1,7 +1,8 @@
 // The gradients of SwiGLU's two factors, quantized as they are computed: in front of this text stand tile.cu, pairs.cu,
 // arithmetic.cu, and the codes.cu of blocks. Knobs beside theirs:
-//   CUBES   cubes that share a multiprocessor
-// and of CODES also: if not 0, gate and up are codes, whose scales stand behind the outputs.
+//   CUBES            cubes that share a multiprocessor
+//   GRADIENT_CODES   1: the gradient of the output is codes, of which each tile has a scale; 0: 16-bit elements
+// and of CODES also: if not 0, gate and up are codes. Scales of what is read stand behind the outputs.
 
 #if CODES
 // Starts to copy the scales of the rows of both, each thread one, those of up behind those of gate.
@@ -13,12 +14,12 @@ __device__ __forceinline__ void copy_scales(float *scales, const float *gate_sca
 }
 #endif
 
-// gate, up, gradient: [rows, cols], of 16-bit elements, dense. The outputs are those of quantize_whole_tiles for the
+// gate, up, gradient: [rows, cols], dense. The outputs are those of quantize_whole_tiles for the
 // gradients of gate and of up.
 extern "C" __global__ void __launch_bounds__(UNITS, CUBES)
 quantize_swiglu_gradients(const u8 *gate, const u8 *up, const u8 *gradient, u8 *gate_values, u8 *gate_transposed,
                           float *gate_scales, u8 *up_values, u8 *up_transposed, float *up_scales,
-                          const float *scales_of_gate, const float *scales_of_up,
+                          const float *scales_of_gate, const float *scales_of_up, const float *scales_of_gradient,
                           const __grid_constant__ Numbers numbers) {
     extern __shared__ __align__(16) u8 memory[];
     __shared__ u32 of_warps[2][UNITS / 32];
@@ -41,7 +42,12 @@ quantize_swiglu_gradients(const u8 *gate, const u8 *up, const u8 *gradient, u8 *
     copy_patches(gates, gate, first.offset, cols);
     copy_patches(ups, up, first.offset, cols);
 #endif
+#if GRADIENT_CODES
+    copy_codes((uint2 *)gradients, gradient, first, cols);
+    const float of_gradient = __ldg(scales_of_gradient + (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x);
+#else
     copy_patches((uint4 *)gradients, gradient, first.offset, cols);
+#endif
     copies_wait();
 #if CODES
     // Those of other threads too.
@@ -57,7 +63,12 @@ quantize_swiglu_gradients(const u8 *gate, const u8 *up, const u8 *gradient, u8 *
 #else
         Line of_gate = read_line(gates, line), of_up = read_line(ups, line);
 #endif
-        swiglu_backward(of_gate.words, of_up.words, read_line(gradients, line).words);
+#if GRADIENT_CODES
+        const Line of_output = read_codes((const uint2 *)gradients, line, of_gradient);
+#else
+        const Line of_output = read_line(gradients, line);
+#endif
+        swiglu_backward(of_gate.words, of_up.words, of_output.words);
         write_line(gates, line, of_gate);
         write_line(ups, line, of_up);
         largest_gate = larger(largest_gate, of_gate);

@@ -31,11 +31,7 @@ pub fn quantize_swiglu<R: Runtime>(
 ) -> Result<Quantized<R>, KernelError> {
     let [gate, up] = factors;
     check_alike(client, OPERATION, &[("gate", gate), ("up", up)])?;
-    let dense = match gate {
-        OperatorInput::Floats(gate) => Some(gate),
-        OperatorInput::Quantized(gate, _) => gate.values.as_ref(),
-    };
-    if let Some(dense) = dense {
+    if let Some(dense) = gate.dense() {
         let view = MatrixView::new(OPERATION, dense)?;
         let quantized = matrix_scale::launch(client, factors, &view, spec, None);
         if let Some((quantized, _)) = quantized {

@@ -25,23 +25,30 @@ pub type WithMaximum<R> = (Quantized<R>, TensorHandle<R>);
 ///
 /// - `gate`, `up`, `gradient`: matrices as [`swiglu_backward`] takes them. Of numbers with scales a kernel has INT8 in
 ///   groups of 128 columns and in blocks of 128 for gradients in INT8 blocks, and E4M3 in groups for those in FP8 with one
-///   scale.
+///   scale; of the gradient INT8 in blocks of 128, where gate and up are numbers.
 ///
 /// To the bit, the results are those of [`quantize`](crate::quantize::quantize()) of what `swiglu_backward` gives.
 ///
 /// # Errors
 ///
 /// As these two.
-pub fn quantize_swiglu_gradients<R: Runtime>(
+pub fn quantize_swiglu_gradients<'a, R: Runtime>(
     client: &ComputeClient<R>,
-    factors: [OperatorInput<R>; 2],
-    gradient: &TensorHandle<R>,
+    factors: [OperatorInput<'a, R>; 2],
+    gradient: impl Into<OperatorInput<'a, R>>,
     specs: [&QuantizeSpec; 2],
 ) -> Result<[Quantized<R>; 2], KernelError> {
-    let view = view(client, factors, gradient)?;
-    if let Some(matrices) = block::launch_gradients(client, factors, gradient, &view, specs) {
-        return Ok(matrices);
+    let gradient = gradient.into();
+    check(client, factors, gradient)?;
+    if let Some(codes) = gradient.dense() {
+        let view = MatrixView::new(OPERATION, codes)?;
+        let matrices = block::launch_gradients(client, factors, gradient, &view, specs);
+        if let Some(matrices) = matrices {
+            return Ok(matrices);
+        }
     }
+    let gradient = &gradient.floats(client)?;
+    let view = MatrixView::new(OPERATION, gradient)?;
     if specs[0] == specs[1]
         && let Some(Gradients { matrices, .. }) =
             launch_gradients(client, factors, gradient, &view, specs[0], None)
@@ -59,8 +66,8 @@ pub fn quantize_swiglu_gradients<R: Runtime>(
 /// The gradients of `gate` and of `up`, in this order, quantized by the scale of a delayed maximum each, and their
 /// largest magnitudes: without the gradients in memory where a kernel has the spec.
 ///
-/// - `gate`, `up`, `gradient`: matrices as [`swiglu_backward`] takes them. Of numbers with scales a kernel has E4M3 in
-///   groups.
+/// - `gate`, `up`: matrices as [`swiglu_backward`] takes them. Of numbers with scales a kernel has E4M3 in groups.
+/// - `gradient`: floats like them, contiguous.
 ///
 /// To the bit, the results are those of [`quantize_delayed`] of what `swiglu_backward` gives.
 ///
@@ -75,7 +82,8 @@ pub fn quantize_swiglu_gradients_delayed<R: Runtime>(
     delayed: [DelayedMaximum<R>; 2],
 ) -> Result<[WithMaximum<R>; 2], KernelError> {
     check_given(spec)?;
-    let view = view(client, factors, gradient)?;
+    check(client, factors, gradient.into())?;
+    let view = MatrixView::new(OPERATION, gradient)?;
     for maximum in &delayed {
         maximum.check()?;
     }
@@ -95,14 +103,12 @@ pub fn quantize_swiglu_gradients_delayed<R: Runtime>(
     ])
 }
 
-/// The matrix of all inputs.
-fn view<R: Runtime>(
+fn check<R: Runtime>(
     client: &ComputeClient<R>,
-    factors: [OperatorInput<R>; 2],
-    gradient: &TensorHandle<R>,
-) -> Result<MatrixView, KernelError> {
-    let [gate, up] = factors;
-    let named = [("gate", gate), ("up", up), ("gradient", gradient.into())];
+    [gate, up]: [OperatorInput<R>; 2],
+    gradient: OperatorInput<R>,
+) -> Result<(), KernelError> {
+    let named = [("gate", gate), ("up", up), ("gradient", gradient)];
     check_alike(client, OPERATION, &named)?;
-    MatrixView::new(OPERATION, gradient)
+    Ok(())
 }

@@ -3,10 +3,10 @@
 use cubecl::{ir::StorageType, std::tensor::TensorHandle};
 use cubecl_kernels::{
     granularity::Granularity,
-    layer_norm::{layer_norm, layer_norm_backward},
+    layer_norm::{layer_norm, layer_norm_backward, row_deviations},
     number::Number,
     operator_input::OperatorInput,
-    output_gradient::OutputGradient,
+    output_gradient::{OutputGradient, Terms},
     quantize::{QuantizeSpec, Quantized, quantize},
     reference,
     rms_norm::{inverse_rms, rms_norm, rms_norm_backward},
@@ -47,9 +47,30 @@ struct Case {
     waits: Waits,
     centred: bool,
     terms: usize,
+    /// What the kernel reads of the terms.
+    terms_wait: Waits,
     other: bool,
     shape: [usize; 2],
     lanes: usize,
+}
+
+impl Waits {
+    /// The buffers of a matrix that is read so, and its elements.
+    fn read(
+        self,
+        x: Vec<f32>,
+        [rows, cols]: [usize; 2],
+        float: StorageType,
+    ) -> (Vec<Vec<u8>>, Vec<f32>) {
+        let spec = match self {
+            Self::AsFloats => return (vec![to_bytes(&x, float)], x),
+            Self::As(spec) => spec,
+        };
+        let quantized = reference::quantize(&x, MatrixShape::new(rows, cols), &spec);
+        let elements = rounded(&reference::dequantize(&quantized), float);
+        let scales = bytemuck::cast_slice(&quantized.scales).to_vec();
+        (vec![bytes(&quantized.values), scales], elements)
+    }
 }
 
 /// The sums over a row of what each element gives, in the order of the kernels.
@@ -120,13 +141,25 @@ fn sources(case: &Case) -> Vec<Source> {
             Waits::As(spec) => Some(quantize(client, x, &spec).expect("a matrix")),
         };
         let input = || input(x, codes.as_ref());
-        let terms = vec![tensor(client, &case.shape, case.float); case.terms];
+        let floats = vec![tensor(client, &case.shape, case.float); case.terms];
+        let numbers: Vec<_> = match case.terms_wait {
+            Waits::AsFloats => vec![],
+            Waits::As(spec) => {
+                let term = || quantize(client, x, &spec).expect("a matrix");
+                (0..case.terms).map(|_| term()).collect()
+            }
+        };
+        let terms = match case.terms_wait {
+            Waits::AsFloats => Terms::Floats(&floats),
+            Waits::As(_) => Terms::Numbers(&numbers, case.float),
+        };
         let gradient = OutputGradient {
-            terms: &terms,
+            terms,
             other: case.other.then_some(x),
         };
         if case.centred {
             layer_norm(client, input(), gain, Some(gain), EPSILON).expect("rows");
+            row_deviations(client, input(), EPSILON).expect("rows");
             layer_norm_backward(client, input(), gain, &of_rows(), &of_rows(), gradient)
                 .map(drop)
                 .expect("rows");
@@ -141,7 +174,7 @@ fn sources(case: &Case) -> Vec<Source> {
     let mut sources = sources_of(90, launch);
     sources.retain(|source| source.name.starts_with("norm_"));
     let of_codes = matches!(case.waits, Waits::As(_));
-    let expected = 1 + usize::from(of_codes) * (1 + usize::from(!case.centred));
+    let expected = 1 + usize::from(of_codes) * 2;
     assert_eq!(sources.len(), expected, "{case:?}");
     sources
 }
@@ -196,21 +229,7 @@ fn emulate(random: &mut Random, case: Case) {
         ..
     } = case;
     let len = rows * cols;
-    let drawn = draw(random, len, float);
-    let (read, x) = match case.waits {
-        Waits::AsFloats => (vec![to_bytes(&drawn, float)], drawn),
-        Waits::As(spec) => {
-            let shape = MatrixShape {
-                batch: 1,
-                rows,
-                cols,
-            };
-            let quantized = reference::quantize(&drawn, shape, &spec);
-            let x = rounded(&reference::dequantize(&quantized), float);
-            let scales = bytemuck::cast_slice(&quantized.scales).to_vec();
-            (vec![bytes(&quantized.values), scales], x)
-        }
-    };
+    let (read, x) = case.waits.read(draw(random, len, float), case.shape, float);
     let [gain, bias] = [(); 2].map(|()| draw(random, cols, gain_type));
     let norms: Vec<Row> = x.chunks(cols).map(|x| Row::of(x, lanes, centred)).collect();
     let of_rows = |of: fn(&Row) -> f32| -> Vec<u8> {
@@ -225,18 +244,16 @@ fn emulate(random: &mut Random, case: Case) {
         .into_iter()
         .partition(|source| source.name == "norm_of_codes");
     let what = format!(
-        "norm-{float}-{gain_type}-{centred}-{}-{}-{cols}",
-        case.terms, case.other
+        "norm-{float}-{gain_type}-{centred}-{}-{}-{}-{cols}",
+        case.terms,
+        matches!(case.terms_wait, Waits::As(_)),
+        case.other
     );
 
-    if let Some(alone) = forward.pop_if(|_| !centred) {
-        run(
-            &alone,
-            &read,
-            statistics.clone(),
-            1,
-            (&format!("{what}-statistics"), float),
-        );
+    if let Some(alone) = forward.pop() {
+        let what = format!("{what}-statistics");
+        let floats = statistics.len();
+        run(&alone, &read, statistics.clone(), floats, (&what, float));
     }
     if let Some(forward) = forward.pop() {
         let mut inputs = [read.clone(), vec![gain_bytes.clone()]].concat();
@@ -256,7 +273,9 @@ fn emulate(random: &mut Random, case: Case) {
         run(&forward, &inputs, outputs, floats, (&what, float));
     }
 
-    let terms: Vec<Vec<f32>> = (0..case.terms).map(|_| draw(random, len, float)).collect();
+    let terms = (0..case.terms).map(|_| draw(random, len, float));
+    let terms = terms.map(|term| case.terms_wait.read(term, case.shape, float));
+    let (of_terms, terms): (Vec<_>, Vec<_>) = terms.unzip();
     let other = case.other.then(|| draw(random, len, float));
     let dy: Vec<f32> = (0..len)
         .map(|at| {
@@ -310,8 +329,8 @@ fn emulate(random: &mut Random, case: Case) {
     if centred {
         parts.push(of_columns(&|row, col| dy[row * cols + col]));
     }
-    let gradients = terms.iter().chain(&other);
-    let gradients = gradients.map(|it| to_bytes(it, float)).collect();
+    let mut gradients = of_terms.concat();
+    gradients.extend(other.map(|other| to_bytes(&other, float)));
     let inputs = [read, vec![gain_bytes], statistics, gradients].concat();
     let floats = parts.len();
     let outputs = [vec![to_bytes(&of_x, float)], parts].concat();
@@ -338,13 +357,20 @@ fn cases() -> Vec<Case> {
     let mut cases = Vec::new();
     for (shape, lanes) in SHAPES {
         for (waits, centred) in ways.into_iter().flat_map(|way| [(way, false), (way, true)]) {
-            for (terms, other) in [(1, false), (3, true)] {
+            for (terms, terms_wait, other) in [
+                (1, ways[0], false),
+                (3, ways[0], true),
+                (1, ways[3], true),
+                (2, ways[1], false),
+                (3, ways[3], false),
+            ] {
                 cases.extend(types.map(|(float, gain)| Case {
                     float,
                     gain,
                     waits,
                     centred,
                     terms,
+                    terms_wait,
                     other,
                     shape,
                     lanes,

@@ -205,12 +205,13 @@ fn the_input_equals_the_reference() {
 #[test]
 fn the_gradients_equal_the_reference() {
     let mut random = Random::fresh();
-    let mut cases = vec![(dtype::<bf16>(), None)];
-    for spec in [CONTEXT, FLOW] {
-        cases.extend([dtype::<f16>(), dtype::<bf16>()].map(|float| (float, Some(spec))));
+    let mut cases = vec![(dtype::<bf16>(), None, false)];
+    for (spec, gradient_flows) in [(CONTEXT, false), (FLOW, false), (FLOW, true)] {
+        let floats = [dtype::<f16>(), dtype::<bf16>()];
+        cases.extend(floats.map(|float| (float, Some(spec), gradient_flows)));
     }
-    for (float, waiting) in random.few(cases, 3) {
-        println!("{float}, waiting {waiting:?}");
+    for (float, waiting, gradient_flows) in random.few(cases, 3) {
+        println!("{float}, waiting {waiting:?}, gradient in numbers {gradient_flows}");
         let roundings = [(); 2].map(|()| Rounding::Stochastic(random.key()));
         let spec = QuantizeSpec::int8(Granularity::Block(BLOCK)).with_layout(Layout::Both);
         let specs = roundings.map(|rounding| spec.with_rounding(rounding));
@@ -220,10 +221,20 @@ fn the_gradients_equal_the_reference() {
                 Some(codes) => OperatorInput::Quantized(codes, float),
                 None => x.into(),
             };
-            quantize_swiglu_gradients(client, [factor; 2], x, specs.each_ref()).expect("matrices");
+            let gradient = if gradient_flows { factor } else { x.into() };
+            quantize_swiglu_gradients(client, [factor; 2], gradient, specs.each_ref())
+                .expect("matrices");
         });
         assert_eq!(source.name, "quantize_swiglu_gradients");
-        let [gate, up, gradient] = draw(&mut random, float);
+        let [gate, up, mut gradient] = draw(&mut random, float);
+        let [of_gradient, scales_of_gradient] = match gradient_flows {
+            true => compressed(&gradient, &FLOW),
+            // A stand-in, which is not read.
+            false => [to_bytes(&gradient, float), vec![UNWRITTEN; 4]],
+        };
+        if gradient_flows {
+            gradient = decompressed(&gradient, &FLOW, float);
+        }
         let spec = waiting.unwrap_or(CONTEXT);
         let codes = [&gate, &up].map(|factor| compressed(factor, &spec));
         let [gate, up] = match waiting {
@@ -247,7 +258,7 @@ fn the_gradients_equal_the_reference() {
         let expected = [
             gate,
             up,
-            to_bytes(&gradient, float),
+            of_gradient,
             gate_values,
             gate_transposed,
             gate_scales,
@@ -256,9 +267,10 @@ fn the_gradients_equal_the_reference() {
             up_scales,
             scales_of_gate,
             scales_of_up,
+            scales_of_gradient,
         ];
         let granularity = waiting.map(|spec| spec.granularity);
-        let name = format!("emulate-swiglu-gradients-{granularity:?}");
+        let name = format!("emulate-swiglu-gradients-{granularity:?}-{gradient_flows}");
         check_written(
             &source,
             &expected,

@@ -698,9 +698,14 @@ fn swiglu_sources(architecture: u16) -> Vec<Source> {
             let both = block.with_layout(Layout::Both);
             let spec = both.with_rounding(Rounding::Stochastic(key));
             let codes = [waiting, flowing].map(|codes| OperatorInput::Quantized(codes, float));
-            for factor in [x.into(), codes[0], codes[1]] {
-                let factors = [factor; 2];
-                quantize_swiglu_gradients(client, factors, x, [&spec; 2]).expect("matrices");
+            for (factor, gradient) in [
+                (x.into(), x.into()),
+                (codes[0], x.into()),
+                (codes[1], x.into()),
+                (codes[1], codes[1]),
+            ] {
+                quantize_swiglu_gradients(client, [factor; 2], gradient, [&spec; 2])
+                    .expect("matrices");
             }
             quantize_swiglu(client, [codes[1]; 2], &both).expect("a matrix");
             for layout in [Layout::Both, Layout::RowMajor, Layout::Transposed] {
@@ -721,12 +726,12 @@ fn swiglu_sources(architecture: u16) -> Vec<Source> {
     sources.retain(|source| source.name.contains("swiglu") && source.code.contains("Numbers"));
     let texts: BTreeSet<&str> = sources.iter().map(|source| source.code.as_str()).collect();
     let of_a_float = match architecture {
-        // X with and without fallback, and a gradient, each with and without contexts, and both of what flows; of each
-        // layout gradients with and without a delayed maximum, of floats and of codes, and X likewise, but of codes without
-        // one.
-        90 => 2 * 3 + 2 + 3 * (3 + 2 * 2),
+        // X with and without fallback, and a gradient, each with and without contexts, and both of what flows, the gradient
+        // of floats and of codes; of each layout gradients with and without a delayed maximum, of floats and of codes, and X
+        // likewise, but of codes without one.
+        90 => 2 * 3 + 3 + 3 * (3 + 2 * 2),
         // Of gradients those of codes, which take less shared memory.
-        80 => 5 + 2,
+        80 => 5 + 3,
         // X of what flows.
         _ => 1,
     };
@@ -807,12 +812,14 @@ fn gelu_sources(architecture: u16) -> Vec<Source> {
                 let [output, gradient] = [output, gradient].map(|it| it.with_layout(Layout::Both));
                 quantize_gelu(client, input, &output).expect("a matrix");
                 quantize_gelu_gradient(client, input, &x, &gradient).expect("a matrix");
+                quantize_gelu_gradient(client, input, input, &gradient).expect("a matrix");
             }
         }
     });
     sources.retain(|source| source.name.starts_with("quantize_gelu_by"));
-    let formats = if architecture == 90 { 2 } else { 1 };
-    assert_eq!(sources.len(), 2 * 2 * formats);
+    // To FP8 of floats alone.
+    let sources_of_a_float = if architecture == 90 { 2 + 3 } else { 3 };
+    assert_eq!(sources.len(), 2 * sources_of_a_float);
     sources
 }
 

@@ -4,7 +4,7 @@ use cubecl::ir::StorageType;
 use cubecl_kernels::{
     KernelError,
     layer_norm::{layer_norm, layer_norm_backward},
-    output_gradient::{MAX_TERMS, OutputGradient},
+    output_gradient::{MAX_TERMS, OutputGradient, Terms},
     rms_norm::{rms_norm, rms_norm_backward},
 };
 
@@ -98,7 +98,7 @@ fn terms_are_added_up_as_by_sums_of_their_own() {
         let terms: Vec<Tensor> = terms.iter().map(|term| put(term, &shape)).collect();
         let uploaded = other.as_ref().map(|other| put(other, &shape));
         let gradient = OutputGradient {
-            terms: &terms,
+            terms: Terms::Floats(&terms),
             other: uploaded.as_ref(),
         };
         for (name, (mut expected, of_columns), found) in [
@@ -138,6 +138,7 @@ fn rejects_other_terms() {
     };
     let (x, gain, root) = (tensor(&[3, 4]), tensor(&[4]), tensor(&[3]));
     let refused = |terms: &[Tensor], other: Option<&Tensor>| {
+        let terms = Terms::Floats(terms);
         let gradient = OutputGradient { terms, other };
         let result = rms_norm_backward(&client, &x, &gain, &root, gradient);
         let error = result.expect_err("a gradient of another form");

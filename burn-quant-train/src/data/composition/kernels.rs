@@ -36,7 +36,7 @@ pub type RotaryTables<B> = Pair<B>;
 
 /// The gradient of an output, and what is added to that of the input: see
 /// [`OutputGradient`](cubecl_kernels::output_gradient::OutputGradient).
-pub type OutputGradient<B> = (Vec<FloatTensor<B>>, Option<FloatTensor<B>>);
+pub type OutputGradient<B> = (Vec<OperatorInput<B>>, Option<FloatTensor<B>>);
 
 /// The output of a pass in the shape of its input, and two rows or columns of numbers.
 pub type WithPair<B> = (FloatTensor<B>, Pair<B>);
@@ -85,13 +85,13 @@ pub struct Compositions<B: Backend> {
     /// `x Φ(x)`, in the shape and dtype of x.
     pub gelu: fn(OperatorInput<B>) -> FloatTensor<B>,
     /// The gradient of x: of x, and of the gradient of the output, of its shape and dtype.
-    pub gelu_backward: fn(OperatorInput<B>, FloatTensor<B>) -> FloatTensor<B>,
+    pub gelu_backward: fn(OperatorInput<B>, OperatorInput<B>) -> FloatTensor<B>,
     /// `silu(gate) up`.
     pub swiglu: fn(GateInputs<B>) -> FloatTensor<B>,
     /// The same of two matrices of floats, and their copies by a specification, whose rows are whole groups of it.
     pub swiglu_compressing: fn(Pair<B>, &QuantizeSpec) -> WithCopies<B>,
     /// The gradients of gate and up: of both, and of the gradient of the output.
-    pub swiglu_backward: fn(GateInputs<B>, FloatTensor<B>) -> Pair<B>,
+    pub swiglu_backward: fn(GateInputs<B>, OperatorInput<B>) -> Pair<B>,
     /// The logarithm of the softmax of each row, FP32, of x `[.., columns]`, of any float dtype.
     pub log_softmax: fn(FloatTensor<B>) -> FloatTensor<B>,
     /// The gradient of x, of this dtype: of what [`log_softmax`](Self::log_softmax) gave, and of its gradient, FP32.

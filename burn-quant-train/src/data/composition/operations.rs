@@ -24,13 +24,13 @@ use crate::data::{
 type Input = OperatorInput<Outline>;
 
 /// The terms of the gradient of an output, and what is added to that of the input.
-type Gradient = (Vec<FloatMeta>, Option<FloatMeta>);
+type Gradient = (Vec<Input>, Option<FloatMeta>);
 
 /// The sum of a gradient's terms, in their order.
-pub(crate) fn gradient_of_terms<B: Backend>(terms: Vec<FloatTensor<B>>) -> FloatTensor<B> {
-    let sum = terms
-        .into_iter()
-        .reduce(|sum, term| B::float_add(term, sum));
+pub(crate) fn gradient_of_terms<B: Backend>(
+    terms: impl Iterator<Item = FloatTensor<B>>,
+) -> FloatTensor<B> {
+    let sum = terms.reduce(|sum, term| B::float_add(term, sum));
     sum.expect("a gradient has terms")
 }
 
@@ -169,7 +169,7 @@ impl Operation for RmsNormGradients {
             return (kernels.rms_norm_backward)(input, inverse_rms, gradient);
         }
         let (terms, other) = gradient;
-        let gradient = gradient_of_terms::<K>(terms);
+        let gradient = gradient_of_terms::<K>(terms.into_iter().map(OperatorInput::into_floats));
         let input = floats_of::<K>(input);
         let (of_x, of_gain) = floats::rms_norm_backward::<K>(input, (inverse_rms, gradient));
         (with_other::<K>(of_x, other), of_gain)
@@ -270,7 +270,7 @@ impl Operation for LayerNormGradients {
             return (kernels.layer_norm_backward)(input, gradient, statistics);
         }
         let (terms, other) = gradient;
-        let gradient = gradient_of_terms::<K>(terms);
+        let gradient = gradient_of_terms::<K>(terms.into_iter().map(OperatorInput::into_floats));
         let input = floats_of::<K>(input);
         let (of_x, rest) = floats::layer_norm_backward::<K>(input, gradient, statistics);
         (with_other::<K>(of_x, other), rest)
@@ -372,7 +372,7 @@ pub(crate) struct SwigluGradients;
 impl Operation for SwigluGradients {
     const NAME: &'static str = "swiglu_backward";
     /// gate and up, and the gradient of the output.
-    type Inputs = ((Input, Input), FloatMeta);
+    type Inputs = ((Input, Input), Input);
     /// Those of gate and up.
     type Outputs = (FloatMeta, FloatMeta);
 
@@ -385,7 +385,7 @@ impl Operation for SwigluGradients {
             Some(kernels) => (kernels.swiglu_backward)(inputs, gradient),
             None => {
                 let (gate, up) = inputs;
-                let inputs = [gate.into_floats(), up.into_floats(), gradient];
+                let inputs = [gate, up, gradient].map(OperatorInput::into_floats);
                 floats::swiglu_backward::<K>(inputs)
             }
         }
@@ -420,7 +420,7 @@ pub(crate) struct GeluGradient;
 impl Operation for GeluGradient {
     const NAME: &'static str = "gelu_backward";
     /// x, and the gradient of the output.
-    type Inputs = (Input, FloatMeta);
+    type Inputs = (Input, Input);
     type Outputs = FloatMeta;
 
     fn outline<T: Tensors>(&self, (x, _): &On<Self::Inputs, T>) -> FloatMeta {
@@ -430,7 +430,7 @@ impl Operation for GeluGradient {
     fn run<K: Kernels>(self, (x, gradient): On<Self::Inputs, K>) -> FloatTensor<K> {
         match kernels::<K>(&x) {
             Some(kernels) => (kernels.gelu_backward)(x, gradient),
-            None => floats::gelu_backward::<K>((x.into_floats(), gradient)),
+            None => floats::gelu_backward::<K>((x.into_floats(), gradient.into_floats())),
         }
     }
 }

@@ -160,21 +160,43 @@ impl<R: CubeRuntime> Rows<R> {
 
 /// The gradient of an output, of `[rows, columns]` each.
 struct GradientRows<R: CubeRuntime> {
-    terms: Vec<TensorHandle<R>>,
+    terms: Terms<R>,
     other: Option<TensorHandle<R>>,
 }
 
+/// Its terms: all floats, or all numbers.
+enum Terms<R: CubeRuntime> {
+    Floats(Vec<TensorHandle<R>>),
+    Numbers(Vec<quantize::Quantized<R>>, DType),
+}
+
 impl<R: CubeRuntime> GradientRows<R> {
-    fn of<B: Cube<R>>((terms, other): OutputGradient<B>) -> Self {
+    fn of<B: Cube<R> + QuantizeKernels>((terms, other): OutputGradient<B>) -> Self {
+        let numbers = |term: &OperatorInput<B>| match term {
+            OperatorInput::Quantized { matrix, shape, .. } => {
+                (matrix.shape == rows_and_columns(shape)).then(|| unwrap(matrix))
+            }
+            OperatorInput::Floats(_) => None,
+        };
+        let all_numbers: Option<Vec<_>> = terms.iter().map(numbers).collect();
+        let floats = |term: OperatorInput<B>| rows(term.into_floats());
         Self {
-            terms: terms.into_iter().map(rows).collect(),
+            terms: match all_numbers {
+                Some(numbers) => Terms::Numbers(numbers, terms[0].dtype()),
+                None => Terms::Floats(terms.into_iter().map(floats).collect()),
+            },
             other: other.map(rows),
         }
     }
 
     fn borrow(&self) -> output_gradient::OutputGradient<'_, R> {
         output_gradient::OutputGradient {
-            terms: &self.terms,
+            terms: match &self.terms {
+                Terms::Floats(floats) => output_gradient::Terms::Floats(floats),
+                Terms::Numbers(numbers, dtype) => {
+                    output_gradient::Terms::Numbers(numbers, (*dtype).into())
+                }
+            },
             other: self.other.as_ref(),
         }
     }
@@ -303,10 +325,10 @@ fn gelu<B: Cube<R> + QuantizeKernels, R: CubeRuntime>(x: OperatorInput<B>) -> Cu
 
 fn gelu_backward<B: Cube<R> + QuantizeKernels, R: CubeRuntime>(
     x: OperatorInput<B>,
-    gradient: CubeTensor<R>,
+    gradient: OperatorInput<B>,
 ) -> CubeTensor<R> {
-    let x = Rows::of(x);
-    let of_x = gelu::gelu_backward(x.client(), x.input(), &rows(gradient));
+    let (x, gradient) = (Rows::of(x), Rows::of(gradient));
+    let of_x = gelu::gelu_backward(x.client(), x.input(), gradient.input());
     x.result(checked(of_x))
 }
 
@@ -331,11 +353,11 @@ fn swiglu_compressing<B: Cube<R>, R: CubeRuntime>(
 
 fn swiglu_backward<B: Cube<R> + QuantizeKernels, R: CubeRuntime>(
     (gate, up): GateInputs<B>,
-    gradient: CubeTensor<R>,
+    gradient: OperatorInput<B>,
 ) -> Two<R> {
-    let (gate, up) = (Rows::of(gate), Rows::of(up));
+    let [gate, up, gradient] = [gate, up, gradient].map(Rows::of);
     let gradients =
-        swiglu::swiglu_backward(gate.client(), gate.input(), up.input(), &rows(gradient));
+        swiglu::swiglu_backward(gate.client(), gate.input(), up.input(), gradient.input());
     let [of_gate, of_up] = checked(gradients).map(|it| gate.result(it));
     (of_gate, of_up)
 }

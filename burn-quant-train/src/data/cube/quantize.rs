@@ -64,9 +64,10 @@ where
                 wrap(like, checked(quantize_gelu(&like.client, x.input(), spec)))
             }
             MatrixSource::GeluGradient { x, gradient } => {
-                let (x, gradient) = (Rows::of(x), handle(&into_contiguous(gradient)));
+                let [x, gradient] = [x, gradient].map(Rows::of);
                 let like = x.on_device();
-                let quantized = quantize_gelu_gradient(&like.client, x.input(), &gradient, spec);
+                let gradient = gradient.input();
+                let quantized = quantize_gelu_gradient(&like.client, x.input(), gradient, spec);
                 wrap(like, checked(quantized))
             }
             MatrixSource::RmsNorm {
@@ -212,18 +213,20 @@ where
 
     fn quantize_swiglu_gradients(
         factors: [OperatorInput<Self>; 2],
-        gradient: FloatTensor<Self>,
+        gradient: OperatorInput<Self>,
         specs: [&QuantizeSpec; 2],
         delayed: Option<[&DelayedMaximum<Self>; 2]>,
     ) -> [Quantized<Self>; 2] {
-        let like = &into_contiguous(gradient);
-        let gradient = &handle(like);
         let factors = factors.map(Rows::of);
         let factors = factors.each_ref().map(Rows::input);
         let Some(delayed) = delayed else {
+            let gradient = Rows::of(gradient);
+            let (like, gradient) = (gradient.on_device(), gradient.input());
             let gradients = quantize_swiglu_gradients(&like.client, factors, gradient, specs);
             return checked(gradients).map(|it| wrap(like, it));
         };
+        let like = &into_contiguous(gradient.into_floats());
+        let gradient = &handle(like);
         let [spec, other] = specs;
         assert!(
             spec == other,

@@ -93,7 +93,7 @@ pub trait QuantizeKernels: Backend {
     ) -> QuantizedInput<Self>;
 
     /// Quantizes the gradients of the gate of SwiGLU and of what it lets through, matrices as they come out of its
-    /// backward pass, from both, in the numbers in which they wait, and the gradient of its output, by a spec each.
+    /// backward pass, from both and the gradient of its output, in the numbers in which they wait or flow, by a spec each.
     /// Where both have a delayed maximum, by the scales of these, and with their own largest magnitudes.
     ///
     /// # Panics
@@ -102,7 +102,7 @@ pub trait QuantizeKernels: Backend {
     /// dtype.
     fn quantize_swiglu_gradients(
         factors: [OperatorInput<Self>; 2],
-        gradient: FloatTensor<Self>,
+        gradient: OperatorInput<Self>,
         specs: [&QuantizeSpec; 2],
         delayed: Option<[&DelayedMaximum<Self>; 2]>,
     ) -> [Quantized<Self>; 2];

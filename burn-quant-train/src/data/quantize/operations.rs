@@ -1,6 +1,6 @@
 //! The operations: from float matrices to numbers with shared scales, and back.
 
-use burn_backend::{FloatDType, Shape, tensor::FloatTensor};
+use burn_backend::{FloatDType, tensor::FloatTensor};
 use cubecl_kernels::quantize::QuantizeSpec;
 
 use super::{
@@ -156,7 +156,7 @@ impl Operation for QuantizeFallback {
 /// any one shape `[.., cols]`, as matrices: see
 /// [`QuantizeKernels::quantize_swiglu_gradients`](super::QuantizeKernels::quantize_swiglu_gradients).
 pub(crate) fn quantize_swiglu_gradients<B: DataBackend>(
-    ([gate, up], gradient): ([OperatorInput<B>; 2], FloatTensor<B>),
+    ([gate, up], gradient): ([OperatorInput<B>; 2], OperatorInput<B>),
     specs: [QuantizeSpec; 2],
     delayed: Option<[DelayedMaximum<B>; 2]>,
 ) -> [Quantized<B>; 2] {
@@ -175,7 +175,10 @@ impl Operation for QuantizeSwigluGradients {
     const NAME: &'static str = "quantize_swiglu_gradients";
     /// Gate, up and the gradient of the output; the delayed maxima of both gradients, where there are some.
     type Inputs = (
-        ((OperatorInput<Outline>, OperatorInput<Outline>), FloatMeta),
+        (
+            (OperatorInput<Outline>, OperatorInput<Outline>),
+            OperatorInput<Outline>,
+        ),
         Option<(DelayedMaximum<Outline>, DelayedMaximum<Outline>)>,
     );
     type Outputs = (Quantized<Outline>, Quantized<Outline>);
@@ -193,8 +196,8 @@ impl Operation for QuantizeSwigluGradients {
     fn run<K: Kernels>(self, (inputs, delayed): On<Self::Inputs, K>) -> On<Self::Outputs, K> {
         let ((gate, up), gradient) = inputs;
         let matrix = rows_and_columns(&gate.shape());
-        let gradient = K::float_reshape(gradient, Shape::new(matrix));
-        let factors = [gate, up].map(|it| it.reshaped(matrix));
+        let [gate, up, gradient] = [gate, up, gradient].map(|it| it.reshaped(matrix));
+        let factors = [gate, up];
         let (specs, delayed) = (self.specs.each_ref(), delayed.as_ref());
         let delayed = delayed.map(|(gate, up)| [gate, up]);
         let [of_gate, of_up] = K::quantize_swiglu_gradients(factors, gradient, specs, delayed);

@@ -42,7 +42,7 @@ pub enum MatrixSource<T: Tensors> {
         /// The input.
         x: OperatorInput<T>,
         /// The gradient of the output, of its shape and dtype.
-        gradient: T::Float,
+        gradient: OperatorInput<T>,
     },
     /// `x inverse_rms gain`, in the dtype of x: RMSNorm's output.
     RmsNorm {
@@ -106,7 +106,7 @@ impl Bundle for MatrixSource<Outline> {
             MatrixSource::Gelu(x) => MatrixSource::Gelu(OperatorInput::rebuild(x, change)),
             MatrixSource::GeluGradient { x, gradient } => MatrixSource::GeluGradient {
                 x: OperatorInput::rebuild(x, change),
-                gradient: change.float(gradient),
+                gradient: OperatorInput::rebuild(gradient, change),
             },
             MatrixSource::RmsNorm {
                 x,
@@ -203,10 +203,8 @@ impl<K: Kernels> MatrixSource<K> {
             }
             Self::GeluGradient { x, gradient } => {
                 let matrix = flattened(&x.shape());
-                Self::GeluGradient {
-                    x: x.reshaped(matrix),
-                    gradient: flatten::<K>(gradient),
-                }
+                let [x, gradient] = [x, gradient].map(|it| it.reshaped(matrix));
+                Self::GeluGradient { x, gradient }
             }
             Self::RmsNorm {
                 x,

@@ -9,7 +9,7 @@ use super::plan::{BackwardPlan, Stored};
 use crate::{
     data::{
         Kernels, Layout, Operation, cast_to,
-        composition::SwigluCompressing,
+        composition::{OperatorInput, SwigluCompressing},
         product::{Accumulation, float_product},
         quantize::{
             DelayedMaximum, Fallback, MatrixSource, Quantized, QuantizedInput,
@@ -364,7 +364,7 @@ pub(super) struct Backward {
     pub input: Option<Form>,
     pub weight: Option<Form>,
     pub plan: BackwardPlan,
-    /// The copy of dX whose values are given back.
+    /// The copy of dX that is given back in its place.
     pub input_gradient: Option<Make>,
     pub compute: FloatDType,
 }
@@ -400,8 +400,8 @@ impl Bundle for BackwardInputs<Outline> {
 
 #[derive(Debug, Clone)]
 pub(super) struct Gradients<T: Tensors> {
-    /// dX.
-    pub input: Option<T::Float>,
+    /// dX: in numbers where it flows back so.
+    pub input: Option<OperatorInput<T>>,
     /// dW.
     pub weight: Option<T::Float>,
     /// The largest magnitude of dY, FP32 `[1]`, where it has a history.
@@ -416,7 +416,7 @@ impl Bundle for Gradients<Outline> {
         change: &mut impl Change<S, T>,
     ) -> Gradients<T> {
         Gradients {
-            input: gradients.input.map(|it| change.float(it)),
+            input: Option::<OperatorInput<Outline>>::rebuild(gradients.input, change),
             weight: gradients.weight.map(|it| change.float(it)),
             absmax: gradients.absmax.map(|it| change.float(it)),
         }
@@ -452,7 +452,14 @@ impl Operation for Backward {
             .any(|make| make.has_history());
         let delayed = inputs.delayed.as_ref().filter(|_| has_history);
         Gradients {
-            input: self.input.as_ref().map(of),
+            input: self.input.as_ref().map(|form| match &self.input_gradient {
+                Some(make) => OperatorInput::Quantized {
+                    matrix: make.outline(flattened(&form.shape), make.factor.key.layout),
+                    shape: form.shape.clone(),
+                    dtype: form.dtype,
+                },
+                None => OperatorInput::Floats(of(form)),
+            }),
             weight: self.weight.as_ref().map(of),
             absmax: delayed.map(|_| FloatMeta::new([1], DType::F32)),
         }
@@ -509,14 +516,14 @@ impl Operation for Backward {
                     unreachable!("a quantized weight is for a quantized product")
                 }
             };
-            let product = match self.input_gradient {
-                Some(make) => {
-                    let copy = make.copy::<K>(product, make.factor.key.layout, None);
-                    K::dequantize_matrix(&copy, form.dtype)
-                }
-                None => product,
-            };
-            in_form(product, form)
+            match self.input_gradient {
+                Some(make) => OperatorInput::Quantized {
+                    matrix: make.copy::<K>(product, make.factor.key.layout, None),
+                    shape: form.shape,
+                    dtype: form.dtype,
+                },
+                None => OperatorInput::Floats(in_form(product, form)),
+            }
         });
         let weight = inputs.x.zip(self.weight).map(|(x, form)| {
             let product = match (x, &of_weight, &quantized[1]) {

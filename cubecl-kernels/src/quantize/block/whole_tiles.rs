@@ -166,6 +166,17 @@ impl OfScale {
         is_read.then_some((of_scale, values))
     }
 
+    /// The tensor of the codes of a matrix in blocks of a tile, if kernels read them.
+    pub fn tile<'a, R: Runtime>(
+        matrix: &'a Quantized<R>,
+        view: &MatrixView,
+    ) -> Option<&'a TensorHandle<R>> {
+        match Self::of(matrix, view)? {
+            (Self::Tile, values) => Some(values),
+            (Self::Row, _) => None,
+        }
+    }
+
     /// The line that defines `CODES`.
     pub fn text(codes: Option<Self>) -> String {
         format!(
