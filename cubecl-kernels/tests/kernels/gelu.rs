@@ -54,6 +54,7 @@ mod on_device {
         operator_input::OperatorInput,
         quantize::{QuantizeSpec, quantize},
         reference::gelu::normal_density,
+        rounding::Rounding,
         shape::MatrixShape,
     };
 
@@ -218,16 +219,27 @@ mod on_device {
                 upload(&client, &values, &shape, float)
             });
             let groups = |number, group| QuantizeSpec::new(number, Granularity::Group(group));
-            let waiting = [groups(Number::E4M3, 16), groups(Number::Int8, 128)];
+            let block = QuantizeSpec::int8(Granularity::Block(128));
+            let waiting = [groups(Number::E4M3, 16), groups(Number::Int8, 128), block];
             let waiting = waiting.map(|spec| quantize(&client, &x, &spec).expect("a matrix"));
             let numbers = waiting
                 .iter()
                 .map(|matrix| OperatorInput::Quantized(matrix, float));
             for (index, input) in numbers.chain([(&x).into()]).enumerate() {
                 let output = kernel(&client, input).expect("floats");
-                let of_x = backward_kernel(&client, input, &gradient).expect("floats");
+                // The gradient as floats, and as it flows.
+                let flowing = block.with_rounding(Rounding::Stochastic(random.key()));
+                let flowing = quantize(&client, &gradient, &flowing).expect("a matrix");
+                let gradient = match random.index(2) {
+                    0 => (&gradient).into(),
+                    _ => OperatorInput::Quantized(&flowing, float),
+                };
+                let of_x = backward_kernel(&client, input, gradient).expect("floats");
                 let layout = [Layout::Both, Layout::RowMajor, Layout::Transposed][random.index(3)];
+                let stochastic = Rounding::Stochastic(random.key());
                 for spec in [
+                    block.with_layout(layout),
+                    block.with_rounding(stochastic).with_layout(Layout::Both),
                     QuantizeSpec::new(Number::E4M3, Granularity::Tensor).with_layout(layout),
                     QuantizeSpec::new(Number::E5M2, Granularity::Tensor).with_layout(Layout::Both),
                     QuantizeSpec::int8(Granularity::Block(32)),
@@ -236,7 +248,7 @@ mod on_device {
                     let actual = quantize_gelu(&client, input, &spec).expect("a matrix");
                     let expected = quantize(&client, &output, &spec).expect("a matrix");
                     assert_same(&client, &actual, &expected, &what);
-                    let actual = quantize_gelu_gradient(&client, input, &gradient, &spec);
+                    let actual = quantize_gelu_gradient(&client, input, gradient, &spec);
                     let expected = quantize(&client, &of_x, &spec).expect("a matrix");
                     assert_same(&client, &actual.expect("a matrix"), &expected, &what);
                 }

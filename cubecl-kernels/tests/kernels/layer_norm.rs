@@ -36,14 +36,23 @@ fn the_reference_normalizes() {
 
 #[cfg(any(feature = "cuda", feature = "vulkan"))]
 mod on_device {
-    use cubecl_kernels::layer_norm::{
-        LayerNormGradients, LayerNormOutput, has_layer_norm, layer_norm as kernel,
-        layer_norm_backward as backward_kernel, layer_norm_compressing,
+    use cubecl_kernels::{
+        granularity::Granularity,
+        layer_norm::{
+            LayerNormGradients, LayerNormOutput, has_layer_norm, layer_norm as kernel,
+            layer_norm_backward as backward_kernel, layer_norm_compressing, quantize_layer_norm,
+            row_deviations,
+        },
+        layout::Layout,
+        number::Number,
+        operator_input::OperatorInput,
+        quantize::{QuantizeSpec, quantize},
+        rounding::Rounding,
     };
 
     use super::*;
     use crate::{
-        copies::{assert_is_copy, bits, cases, special},
+        copies::{assert_is_copy, assert_same, bits, cases, special},
         device::{
             Client, Tensor, TestRuntime, client, drawn, dtype, float_types, read_float, rounded,
             upload, upload_i32, upload_with_offset,
@@ -55,6 +64,63 @@ mod on_device {
             special_rows, sum_of_parts, types, wide,
         },
     };
+
+    /// As of RMSNorm, from the numbers of rows alone.
+    #[test]
+    fn outputs_are_quantized_as_they_are_computed() {
+        let (client, mut random) = (client(), Random::fresh());
+        let shapes = [[256, 384], [128, 128], [130, 256], [3, 16], [0, 128]];
+        let floats = float_types(&client);
+        let cases = floats
+            .iter()
+            .flat_map(|&float| shapes.map(|shape| (float, shape)));
+        for (float, shape) in drawn(&mut random, cases, 3) {
+            let [rows, cols] = shape;
+            let x = match rows {
+                0 => vec![],
+                _ => special_rows(&mut random, shape),
+            };
+            let x = upload(&client, &x, &shape, float);
+            let of_columns = [dtype::<f32>(), float][random.index(2)];
+            let [gain, bias] = [(); 2].map(|()| {
+                let values = rounded(&random.with_outliers(cols), of_columns);
+                upload(&client, &values, &[cols], of_columns)
+            });
+            let bias = [None, Some(&bias)][random.index(2)];
+            let group = QuantizeSpec::new(Number::E4M3, Granularity::Group(16));
+            let block = QuantizeSpec::int8(Granularity::Block(128));
+            let waiting = [group, block, QuantizeSpec::int8(Granularity::Block(16))];
+            let waiting = waiting.map(|spec| quantize(&client, &x, &spec).expect("a matrix"));
+            let numbers = waiting.iter();
+            let numbers = numbers.map(|matrix| OperatorInput::Quantized(matrix, float));
+            for (index, input) in numbers.chain([(&x).into()]).enumerate() {
+                let norm = kernel(&client, input, &gain, bias, 1e-6).expect("rows and a gain");
+                let of_rows = row_deviations(&client, input, 1e-6).expect("rows");
+                let what = format!("{float} {shape:?}, {index}");
+                for (alone, whole) in of_rows.iter().zip([&norm.mean, &norm.inverse_deviation]) {
+                    assert_eq!(bits(&client, alone), bits(&client, whole), "{what}");
+                }
+                let stochastic = Rounding::Stochastic(random.key());
+                for spec in [
+                    block.with_layout(Layout::Both),
+                    block
+                        .with_rounding(stochastic)
+                        .with_layout(Layout::Transposed),
+                    QuantizeSpec::int8(Granularity::Block(32)),
+                    QuantizeSpec::new(Number::E4M3, Granularity::Tensor).with_layout(Layout::Both),
+                ] {
+                    let of_rows = of_rows.each_ref();
+                    let actual = quantize_layer_norm(&client, input, &gain, bias, of_rows, &spec);
+                    let expected = quantize(&client, &norm.output, &spec).expect("a matrix");
+                    let what = format!("{what}, bias {}, {spec:?}", bias.is_some());
+                    assert_same(&client, &actual.expect("a matrix"), &expected, &what);
+                }
+            }
+            let few = upload(&client, &vec![1.0; rows + 1], &[rows + 1], dtype::<f32>());
+            let error = quantize_layer_norm(&client, &x, &gain, bias, [&few; 2], &block);
+            assert_shape_error(&error.unwrap_err());
+        }
+    }
 
     /// As of RMSNorm.
     #[test]

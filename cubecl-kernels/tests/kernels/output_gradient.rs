@@ -3,8 +3,11 @@
 use cubecl::ir::StorageType;
 use cubecl_kernels::{
     KernelError,
+    granularity::Granularity,
     layer_norm::{layer_norm, layer_norm_backward},
+    number::Number,
     output_gradient::{MAX_TERMS, OutputGradient, Terms},
+    quantize::{QuantizeSpec, dequantize, quantize},
     rms_norm::{rms_norm, rms_norm_backward},
 };
 
@@ -96,11 +99,33 @@ fn terms_are_added_up_as_by_sums_of_their_own() {
             .fold(terms[0].clone(), |all, term| sum(&all, term, float));
         let whole = put(&added_up, &shape);
         let terms: Vec<Tensor> = terms.iter().map(|term| put(term, &shape)).collect();
+        // As numbers that flow back, they count as the floats that these stand for.
+        let spec = [
+            QuantizeSpec::int8(Granularity::Block(16)),
+            QuantizeSpec::new(Number::E4M3, Granularity::Group(16)),
+        ][random.index(2)];
+        let quantized = |term: &Tensor| quantize(&client, term, &spec).expect("a matrix");
+        let numbers: Vec<_> = terms.iter().map(quantized).collect();
+        let decoded = |matrix| dequantize(&client, matrix, float).expect("floats");
+        let decoded: Vec<Tensor> = numbers.iter().map(decoded).collect();
         let uploaded = other.as_ref().map(|other| put(other, &shape));
         let gradient = OutputGradient {
             terms: Terms::Floats(&terms),
             other: uploaded.as_ref(),
         };
+        let of = |terms| OutputGradient { terms, ..gradient };
+        let of_numbers = || of(Terms::Numbers(&numbers, float));
+        let of_decoded = || of(Terms::Floats(&decoded));
+        assert_eq!(
+            norm.rms(&client, of_numbers()),
+            norm.rms(&client, of_decoded()),
+            "rms_norm, {shape:?} of {float}, {count} terms, {spec:?}"
+        );
+        assert_eq!(
+            norm.layer(&client, of_numbers()),
+            norm.layer(&client, of_decoded()),
+            "layer_norm, {shape:?} of {float}, {count} terms, {spec:?}"
+        );
         for (name, (mut expected, of_columns), found) in [
             (
                 "rms_norm",

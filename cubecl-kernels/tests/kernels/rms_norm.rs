@@ -307,6 +307,7 @@ mod on_device {
                 groups(Number::Int8, 128),
                 groups(Number::Int10, 128),
                 groups(Number::E4M3, 16),
+                QuantizeSpec::int8(Granularity::Block(128)),
             ];
             let waiting = waiting.map(|spec| quantize(&client, &x, &spec).expect("a matrix"));
             let numbers = waiting.iter();
@@ -337,6 +338,7 @@ mod on_device {
                     blocks(128)
                         .with_rounding(Rounding::Stochastic(random.key()))
                         .with_layout(Layout::Transposed),
+                    blocks(128).with_layout(Layout::Both),
                     blocks(32),
                     QuantizeSpec::new(Number::E4M3, Granularity::Tensor).with_layout(Layout::Both),
                 ] {

@@ -183,30 +183,32 @@ fn delayed_inputs_are_those_of_the_product() {
     }
 }
 
-/// Gate and up as floats, in numbers of two kinds, and one of both as each.
+/// Gate and up as floats, in numbers of three kinds, and one of both as each.
 fn each_source<'a>(
     [gate, up]: [&'a Tensor; 2],
-    [of_columns, narrow]: &'a [[Quantized<TestRuntime>; 2]; 2],
-) -> [(&'static str, [OperatorInput<'a, TestRuntime>; 2]); 4] {
+    [of_columns, narrow, blocks]: &'a [[Quantized<TestRuntime>; 2]; 3],
+) -> [(&'static str, [OperatorInput<'a, TestRuntime>; 2]); 5] {
     let as_input = |factor| OperatorInput::Quantized(factor, gate.dtype);
     let as_floats = [gate, up].map(OperatorInput::from);
     [
         ("floats", as_floats),
         ("INT8", of_columns.each_ref().map(as_input)),
         ("E4M3", narrow.each_ref().map(as_input)),
+        ("INT8 blocks", blocks.each_ref().map(as_input)),
         ("both", [as_floats[0], as_input(&of_columns[1])]),
     ]
 }
 
-/// INT8 in groups of 128, and E4M3 in narrow ones.
+/// INT8 in groups of 128, E4M3 in narrow ones, and INT8 in blocks.
 fn numbers(
     client: &Client,
     random: &mut Random,
     factors: [&Tensor; 2],
-) -> [[Quantized<TestRuntime>; 2]; 2] {
+) -> [[Quantized<TestRuntime>; 2]; 3] {
     [
         QuantizeSpec::int8(Granularity::Group(128)),
         QuantizeSpec::new(Number::E4M3, Granularity::Group(16 << random.index(4))),
+        QuantizeSpec::int8(Granularity::Block(128)),
     ]
     .map(|spec| factors.map(|factor| quantize(client, factor, &spec).expect("a matrix")))
 }
@@ -223,6 +225,7 @@ fn outputs_are_those_of_the_product() {
             for spec in [
                 QuantizeSpec::new(Number::E4M3, Granularity::Tensor).with_layout(layout),
                 QuantizeSpec::int8(Granularity::Block(32)),
+                QuantizeSpec::int8(Granularity::Block(128)).with_layout(layout),
             ] {
                 let actual = quantize_swiglu(&client, factors, &spec).expect("matrices");
                 let expected = quantize(&client, &product, &spec).expect("a matrix");
@@ -257,7 +260,7 @@ fn of_more_tiles_than_run_at_once() {
     let (client, mut random) = (client(), Random::fresh());
     let float = [dtype::<half::bf16>(), dtype::<half::f16>()][random.index(2)];
     let [gate, up, gradient]: &[Tensor; 3] = &draw(&client, &mut random, [1152, 4352], float);
-    let [_, flowing] = &numbers(&client, &mut random, [gate, up]);
+    let [_, flowing, _] = &numbers(&client, &mut random, [gate, up]);
     let factors = flowing
         .each_ref()
         .map(|factor| OperatorInput::Quantized(factor, float));
@@ -288,7 +291,16 @@ fn gradients_of(
 ) {
     let (float, shape) = (gradient.dtype, gradient.shape());
     let [gate, up] = factors;
-    let gradients = swiglu_backward(client, gate, up, gradient);
+    let of_floats = swiglu_backward(client, gate, up, gradient).expect("tensors of one shape");
+    // The gradient as floats, and as it flows.
+    let flow = QuantizeSpec::int8(Granularity::Block(128));
+    let flow = flow.with_rounding(Rounding::Stochastic(random.key()));
+    let flowing = quantize(client, gradient, &flow).expect("a matrix");
+    let of_output = match random.index(2) {
+        0 => gradient.into(),
+        _ => OperatorInput::Quantized(&flowing, float),
+    };
+    let gradients = swiglu_backward(client, gate, up, of_output);
     let gradients = gradients.expect("tensors of one shape");
     let int8 = |block| QuantizeSpec::int8(Granularity::Block(block));
     let both = int8(128).with_layout(Layout::Both);
@@ -302,7 +314,7 @@ fn gradients_of(
         [fp8.with_layout(layout); 2],
         [fp8, both],
     ] {
-        let actual = quantize_swiglu_gradients(client, factors, gradient, specs.each_ref());
+        let actual = quantize_swiglu_gradients(client, factors, of_output, specs.each_ref());
         let actual = actual.expect("matrices");
         for (index, (actual, spec)) in actual.iter().zip(&specs).enumerate() {
             let expected = quantize(client, &gradients[index], spec).expect("a matrix");
@@ -319,7 +331,7 @@ fn gradients_of(
         let actual = quantize_swiglu_gradients_delayed(client, factors, gradient, &spec, delayed);
         let actual = actual.expect("matrices");
         for (index, (actual, absmax)) in actual.iter().enumerate() {
-            let expected = quantize_delayed(client, &gradients[index], &spec, delayed[index]);
+            let expected = quantize_delayed(client, &of_floats[index], &spec, delayed[index]);
             let (expected, expected_absmax) = expected.expect("a matrix");
             let what = format!("{float} {shape:?} of {source}, layer {layer}, gradient {index}");
             assert_same(client, actual, &expected, &what);
