@@ -4,13 +4,14 @@
 //! both, so a mean over some hundred steps shows a difference of a few hundredths of a percent, where validation losses
 //! of one checkpoint and another differ by a tenth.
 
-use std::path::Path;
+use std::{fs, path::Path};
 
 use anyhow::{Context, Result, ensure};
 use examples::{
     checkpoint::{Checkpoints, State},
     config::{Config, Fork},
     nan,
+    report::Report,
     statistics::Mean,
 };
 use serde::{Deserialize, Serialize};
@@ -35,6 +36,9 @@ pub struct PairedLosses {
     pub seed: u64,
     /// The last step that all of them took.
     pub step: usize,
+    /// Steps whose mean is one value of a difference.
+    #[serde(default = "window")]
+    pub window: usize,
     /// Each fork, the baseline first.
     pub paired: Vec<PairedRun>,
 }
@@ -60,7 +64,7 @@ pub struct Difference {
     /// The mean; NaN of a run that diverged.
     #[serde(deserialize_with = "nan::number")]
     pub mean: f64,
-    /// The bounds of its 95% interval, over means of 20 steps as if they were independent.
+    /// The bounds of its 95% interval, over means of so many steps as if they were independent.
     pub interval: Option<[f64; 2]>,
 }
 
@@ -121,21 +125,97 @@ impl PairedLosses {
             ],
             seed: config.seed,
             step: common,
+            window: WINDOW,
+            paired,
+        })
+    }
+
+    /// The same of runs that ended, in these result files of `pretrain`: over the points of their curves, means of as many
+    /// steps each, that lie behind the fork.
+    ///
+    /// # Errors
+    ///
+    /// A file that is none of results, a run that is no fork, or one of another checkpoint, seed or setting than the
+    /// first.
+    pub fn of_results(files: &[&Path]) -> Result<Self> {
+        let mut runs: Vec<Report> = Vec::new();
+        for file in files {
+            let shown = file.display();
+            let text = fs::read_to_string(file).with_context(|| format!("cannot read {shown}"))?;
+            let of_file: Vec<Report> = serde_json::from_str(&text)
+                .with_context(|| format!("{shown} has no results of pretrain"))?;
+            runs.extend(of_file);
+        }
+        let baseline = runs.first().context("no run")?;
+        let fork = baseline.forked_from.context("the first run is no fork")?;
+        let (window, _) = *baseline.loss_curve.first().context("a run without steps")?;
+        let of_windows = |run: &Report| -> Vec<f64> {
+            let whole = |(step, _): &&(usize, f64)| step % window == 0;
+            let behind = |(step, _): &&(usize, f64)| *step >= fork.step + window;
+            let points = run.loss_curve.iter().filter(whole).filter(behind);
+            points.map(|(_, loss)| *loss).collect()
+        };
+        let of_baseline = of_windows(baseline);
+        let mut paired = Vec::new();
+        for (index, run) in runs.iter().enumerate() {
+            let setting = |run: &Report| {
+                let shape = (run.steps, run.batch, run.sequence, run.seed);
+                (run.forked_from, run.preset, run.device, run.compute, shape)
+            };
+            ensure!(
+                setting(run) == setting(baseline),
+                "{} is of another checkpoint, seed or setting than the first run",
+                run.recipe
+            );
+            let losses = of_windows(run);
+            let difference = |windows: usize| {
+                let from = losses.len().saturating_sub(windows);
+                let is_enough = index > 0 && from < losses.len();
+                is_enough.then(|| Difference::of_means(&losses[from..], &of_baseline[from..]))
+            };
+            paired.push(PairedRun {
+                recipe: run.recipe.to_string(),
+                step: run.steps,
+                common: difference(losses.len()),
+                last: difference(LAST / window),
+                validation: Some(run.val_loss).filter(|it| it.is_finite()),
+            });
+        }
+        Ok(Self {
+            baseline: baseline.recipe.to_string(),
+            fork,
+            tokens: baseline.batch * baseline.sequence,
+            of: [
+                baseline.preset.to_string(),
+                baseline.device.to_string(),
+                baseline.compute.to_string(),
+            ],
+            seed: baseline.seed,
+            step: baseline.steps / window * window,
+            window,
             paired,
         })
     }
 }
 
+fn window() -> usize {
+    WINDOW
+}
+
 impl Difference {
     /// Of two runs over the same steps, at least [`WINDOW`] of them; what is left over at the start is not counted.
     fn of(losses: &[f64], baselines: &[f64]) -> Self {
-        let windows = losses
-            .rchunks_exact(WINDOW)
-            .zip(baselines.rchunks_exact(WINDOW));
-        let sum = |window: &[f64]| window.iter().sum::<f64>();
-        let differences = windows
-            .map(|(a, b)| sum(a) / sum(b) - 1.0)
-            .collect::<Vec<_>>();
+        let sums = |losses: &[f64]| -> Vec<f64> {
+            let windows = losses.rchunks_exact(WINDOW);
+            windows.map(|window| window.iter().sum()).collect()
+        };
+        Self::of_means(&sums(losses), &sums(baselines))
+    }
+
+    /// Of the means, or the sums, of two runs over the same windows, of which there is one.
+    fn of_means(losses: &[f64], baselines: &[f64]) -> Self {
+        let windows = losses.iter().zip(baselines);
+        let differences: Vec<f64> = windows.map(|(a, b)| a / b - 1.0).collect();
         let mean = Mean::of(&differences).expect("a window");
         Self {
             mean: mean.value,
@@ -236,6 +316,46 @@ mod tests {
         });
         let error = PairedLosses::of(&[&a]).expect_err("no fork");
         assert!(error.to_string().contains("is no fork"), "{error}");
+    }
+
+    /// Of the results of real forks, whose curves become one that is known.
+    #[test]
+    fn result_files_are_compared_by_the_points_of_their_curves() {
+        let results =
+            Path::new(env!("CARGO_MANIFEST_DIR")).join("../book/results/cpu-gpt2-forks.json");
+        let text = fs::read_to_string(results).expect("a result file");
+        let mut runs: Vec<serde_json::Value> = serde_json::from_str(&text).expect("runs");
+        runs.retain(|run| run["seed"] == 1);
+        let fork = runs[0]["forked_from"]["step"].as_u64().expect("a fork");
+        for (run, factor) in runs.iter_mut().zip([1.0, 1.01, 0.98]) {
+            // Up to the fork they are one; the last point has fewer steps.
+            let points = (1..=20).map(|point| {
+                let step = if point < 20 { point * 20 } else { 393 };
+                let factor = if step <= fork { 1.0 } else { factor };
+                serde_json::json!([step, factor * (4.0 - 0.1 * point as f64)])
+            });
+            run["loss_curve"] = points.collect();
+        }
+        runs.truncate(3);
+        let folder = tempfile::tempdir().expect("a folder");
+        let write = |name: &str, runs: &[serde_json::Value]| {
+            let file = folder.path().join(name);
+            fs::write(&file, serde_json::to_string(runs).expect("JSON")).expect("a file");
+            file
+        };
+        let [first, others] = [write("first", &runs[..1]), write("others", &runs[1..])];
+        let paired = PairedLosses::of_results(&[&first, &others]).expect("forks of one checkpoint");
+        assert_eq!((paired.window, paired.paired.len()), (20, 3));
+        for (run, expected) in paired.paired[1..].iter().zip([0.01, -0.02]) {
+            for difference in [run.common, run.last] {
+                let mean = difference.expect("points behind the fork").mean;
+                assert!((mean - expected).abs() < 1e-12, "{mean}");
+            }
+        }
+        runs[1]["seed"] = 2.into();
+        let other = write("other", &runs[1..2]);
+        let error = PairedLosses::of_results(&[&first, &other]).expect_err("another seed");
+        assert!(error.to_string().contains("than the first run"), "{error}");
     }
 
     #[test]

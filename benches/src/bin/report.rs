@@ -8,7 +8,8 @@
 //! `report join RESULTS PEERS` adds what `peers.py` measured to a result file of the same run that was cut short.
 //!
 //! `report pair RESULTS RUN...` writes how the training losses of forks differ from that of the first one, step by
-//! step; a RUN is the folder that `pretrain` leaves the checkpoints of a run in.
+//! step; a RUN is the folder that `pretrain` leaves the checkpoints of a run in. Of runs whose folders are gone their
+//! result files do, which have means of some steps.
 //!
 //! `report recipes RESULTS FILE...` gathers result files of `qt-bench memory` and of `report pair` into one.
 
@@ -119,10 +120,13 @@ fn join(path: &Path, peers: &Path) -> Result<()> {
     write(path, &results)
 }
 
-/// Writes the comparison of the forks in these folders with the first one, and shows it.
+/// Writes the comparison of the forks in these folders, or result files, with the first one, and shows it.
 fn pair(path: &Path, runs: &[&str]) -> Result<()> {
     let runs: Vec<&Path> = runs.iter().map(Path::new).collect();
-    let losses = PairedLosses::of(&runs)?;
+    let losses = match runs.iter().all(|run| run.is_file()) {
+        true => PairedLosses::of_results(&runs)?,
+        false => PairedLosses::of(&runs)?,
+    };
     write(path, &losses)?;
     println!("{}", table::of(&serde_json::to_string(&losses)?)?);
     Ok(())

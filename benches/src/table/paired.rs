@@ -37,15 +37,21 @@ pub(super) fn table(losses: &PairedLosses) -> Result<String> {
     }
     writeln!(
         out,
-        "\n{} {DIFFERENCES} A validation loss is there where a run went to its end.",
-        conditions(losses)
+        "\n{} {} A validation loss is there where a run went to its end.",
+        conditions(losses),
+        differences(losses)
     )?;
     Ok(out)
 }
 
 /// What is compared.
-pub(super) const DIFFERENCES: &str = "Differences of training losses are those of the steps that both runs took, their \
-    95% intervals over means of 20 steps.";
+pub(super) fn differences(losses: &PairedLosses) -> String {
+    format!(
+        "Differences of training losses are those of the steps that both runs took, their 95% intervals over means of {} \
+         steps.",
+        losses.window
+    )
+}
 
 /// What the forks have in common.
 pub(super) fn conditions(losses: &PairedLosses) -> String {
@@ -100,6 +106,7 @@ mod tests {
             interval: Some([0.001, 0.0014]),
         };
         let losses = PairedLosses {
+            window: 20,
             baseline: "mixed-precision".into(),
             fork: Fork {
                 recipe: <MixedPrecision as Recipe>::ROW.name(),

@@ -36,7 +36,8 @@ pub(super) fn table(results: &RecipeResults) -> Result<String> {
     }
     let forks = results.losses.iter().map(paired::conditions);
     let forks = forks.collect::<Vec<_>>().join(" ");
-    writeln!(out, "\n{forks} {}", paired::DIFFERENCES)?;
+    let differences = results.losses.first().map(paired::differences);
+    writeln!(out, "\n{forks} {}", differences.unwrap_or_default())?;
     notes(&mut out, results, &models)?;
     Ok(out)
 }
