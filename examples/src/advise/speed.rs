@@ -97,7 +97,7 @@ fn parsed<T: DeserializeOwned>((source, text): (&'static str, &str)) -> (&'stati
 }
 
 static RESULTS: LazyLock<Results> = LazyLock::new(|| {
-    let (h200, of_h200) = parsed::<Bench<Training>>(result!("h200-pretrain.json"));
+    let (h200, of_h200) = parsed::<Bench<Training>>(result!("h200-recipes.json"));
     let (h100, of_h100) = parsed::<Bench<Training>>(result!("h100-recipes.json"));
     let (cpu, of_cpu) = parsed(result!("cpu-tiny.json"));
     let (on_h200, of_h200_layers) = parsed::<Bench<Layer>>(result!("h200-layer.json"));

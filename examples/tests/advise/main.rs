@@ -132,9 +132,9 @@ fn elements(tensors: &[(String, Vec<usize>)]) -> usize {
 fn a_preset_gets_tables_and_a_recommendation() {
     let text = text(&["--preset", "medium", "--device", "h200", "--memory", "100"]);
     println!("{text}");
-    let result = include_str!("../../../book/results/h200-pretrain.json");
+    let result = include_str!("../../../book/results/h200-recipes.json");
     let result: Value = serde_json::from_str(result).unwrap();
-    let rows = result["rows"].as_array().unwrap().iter();
+    let rows = result["recipes"].as_array().unwrap().iter();
     let mut speeds =
         rows.filter(|row| row["subject"] == "mixed-precision" && row["sequence"] == 1024);
     let speed = speeds.next_back().expect("a row")["tokens_per_s"].as_f64();
