@@ -275,8 +275,8 @@ pub fn row_deviations<'a, R: Runtime>(
 ///
 /// - `x`, `gain`: as there.
 /// - `mean`, `inverse_deviation`: f32 `[rows]`, as it gave them.
-/// - `gradient`: that of the output, a tensor of the shape and type of `x`, contiguous, or terms of it, and what is
-///   added to that of `x`.
+/// - `gradient`: that of the output, a tensor of the shape and type of `x`, contiguous, or [terms of it](OutputGradient),
+///   which may be numbers, and what is added to that of `x`.
 ///
 /// # Errors
 ///

@@ -253,8 +253,8 @@ pub fn inverse_rms<'a, R: Runtime>(
 ///
 /// - `x`, `gain`: as there.
 /// - `inverse_rms`: f32 `[rows]`, as it gave it.
-/// - `gradient`: that of the output, a tensor of the shape and type of `x`, contiguous, or terms of it, and what is
-///   added to that of `x`.
+/// - `gradient`: that of the output, a tensor of the shape and type of `x`, contiguous, or [terms of it](OutputGradient),
+///   which may be numbers, and what is added to that of `x`.
 ///
 /// # Errors
 ///
