@@ -33,10 +33,12 @@ use crate::{
         whole_runs::RunGrid,
     },
     row_units::{
-        RowUnits, add_rows, check_backward, check_rows, check_rows_of_input, has_rows, held_copy,
-        held_input, held_zeros, inverse_cols,
-        norm::{OfColumns, Output, RowStatistics, find_statistics, gradients, normalize},
-        read_held, row_sum, row_sums, vector_index, write_held, write_held_copy,
+        RowUnits, add_rows, check_backward, check_rows, has_rows, held_copy, held_input,
+        held_zeros, inverse_cols,
+        norm::{OfColumns, Output, RowStatistics, gradients, normalize},
+        read_held, row_sums,
+        statistics::{inverse_root, row_statistics, subtract, take_mean},
+        write_held, write_held_copy,
     },
 };
 
@@ -229,46 +231,8 @@ pub fn row_deviations<'a, R: Runtime>(
     x: impl Into<OperatorInput<'a, R>>,
     epsilon: f32,
 ) -> Result<[TensorHandle<R>; 2], KernelError> {
-    let x = x.into();
-    let [rows, cols] = check_rows_of_input(client, OPERATION, &x)?;
-    let [mean, inverse_deviation] = [(); 2].map(|()| empty(client, vec![rows], storage::<f32>()));
-    let statistics = RowStatistics {
-        mean: Some(&mean),
-        inverse: &inverse_deviation,
-    };
-    if rows > 0 && !find_statistics(client, x, [rows, cols], epsilon, statistics) {
-        let dtype = x.dtype();
-        let x = x.prepare(client, OPERATION)?;
-        // As with an output, so that the order of sums is one.
-        let output = or_unused(None, &mean, dtype);
-        let pieces = Pieces::of(&[&x], cols, &[&output]);
-        let units = RowUnits::new(client, cols, pieces.len);
-        // SAFETY: rows are guarded by their number, for which the outputs were allocated, columns by their own; scales lie
-        // inside of their buffers, whose shapes were compared with the matrix, and stand-ins are not read.
-        #[allow(unsafe_code)]
-        unsafe {
-            row_deviations_kernel::launch_unchecked::<R>(
-                client,
-                cube_grid(rows.div_ceil(units.rows)),
-                CubeDim::new_1d(units.of_cube() as u32),
-                pieces.read,
-                array(x.values().clone()),
-                array(x.scales()),
-                array(x.tensor_scales()),
-                array(mean.clone()),
-                array(inverse_deviation.clone()),
-                x.grid(),
-                rows as u32,
-                epsilon,
-                units,
-                pieces,
-                x.values().dtype,
-                x.scales().dtype,
-                dtype,
-            );
-        }
-    }
-    Ok([mean, inverse_deviation])
+    let (mean, inverse) = row_statistics(client, OPERATION, x.into(), epsilon, true)?;
+    Ok([mean.expect("it was asked for"), inverse])
 }
 
 /// The gradients of `x`, of the gain and of the bias, from that of the output of [`layer_norm`].
@@ -455,7 +419,8 @@ fn layer_norm_kernel<
         copy,
     );
     let gains = read_held::<G, NG>(gain, 0u32, units, gain_width);
-    let (center, scale) = centre(&mut values, epsilon, grid.zero, units);
+    let center = take_mean(&mut values, grid.zero, units);
+    let scale = inverse_root(&values, epsilon, grid.zero, units);
     if row < rows {
         #[unroll]
         for index in 0..elements {
@@ -473,65 +438,6 @@ fn layer_norm_kernel<
             mean[row as usize] = center;
             inverse_deviation[row as usize] = scale;
         }
-    }
-}
-
-/// `m` and `s` of the row of which this unit holds these elements, from which it takes the mean.
-#[cube]
-fn centre(
-    values: &mut Array<f32>,
-    epsilon: f32,
-    zero: u32,
-    #[comptime] units: RowUnits,
-) -> (f32, f32) {
-    let elements = comptime!(units.elements());
-    let mut sum = 0.0f32;
-    #[unroll]
-    for index in 0..elements {
-        sum += values[index];
-    }
-    // Not in one instruction with what follows, here or below: the bits of kernels that do more beside it are the same.
-    let mean = exact::product(row_sum(sum, units), inverse_cols(units), zero);
-    subtract(values, mean, units);
-    let mut squares = 0.0f32;
-    #[unroll]
-    for index in 0..elements {
-        squares += values[index] * values[index];
-    }
-    let variance = exact::product(row_sum(squares, units), inverse_cols(units), zero);
-    (mean, (variance + epsilon).inverse_sqrt())
-}
-
-#[cube(launch_unchecked)]
-#[allow(clippy::too_many_arguments)]
-fn row_deviations_kernel<X: Numeric, S: Numeric, F: Numeric, NX: Size>(
-    x: &Array<Vector<X, NX>>,
-    scales: &Array<S>,
-    tensor_scales: &Array<f32>,
-    mean: &mut Array<f32>,
-    inverse_deviation: &mut Array<f32>,
-    grid: RunGrid,
-    rows: u32,
-    epsilon: f32,
-    #[comptime] units: RowUnits,
-    #[comptime] pieces: Pieces,
-    #[define(X)] _values_dtype: StorageType,
-    #[define(S)] _scales_dtype: StorageType,
-    #[define(F)] _dtype: StorageType,
-) {
-    let first = CUBE_POS as u32 * comptime!(units.rows as u32);
-    if first >= rows {
-        terminate!();
-    }
-    let row = first + UNIT_POS / comptime!(units.lanes as u32);
-    // Units past the last row take part in what the others wait for, and write nothing.
-    let read_row = min(row, rows - 1);
-    let mut values =
-        held_input::<X, NX, S, F>(x, scales, tensor_scales, &grid, read_row, units, pieces);
-    let (center, scale) = centre(&mut values, epsilon, grid.zero, units);
-    if row < rows && UNIT_POS % comptime!(units.lanes as u32) == 0 {
-        mean[row as usize] = center;
-        inverse_deviation[row as usize] = scale;
     }
 }
 
@@ -629,23 +535,5 @@ fn layer_norm_backward_kernel<
     if row_of_cube == comptime!(units.rows as u32 - 1) {
         write_held::<f32, NP>(of_gain, &gain_sums, CUBE_POS as u32, units, part_width);
         write_held::<f32, NP>(of_bias, &bias_sums, CUBE_POS as u32, units, part_width);
-    }
-}
-
-/// Subtracts the mean from the elements of a row that this unit holds. Past the end of the row they remain 0, so that
-/// no sum counts them.
-#[cube]
-fn subtract(held: &mut Array<f32>, mean: f32, #[comptime] units: RowUnits) {
-    #[unroll]
-    for piece in 0..units.held {
-        let (_, is_inside) = vector_index(piece, units);
-        #[unroll]
-        for lane in 0..units.width {
-            let slot = comptime!(piece * units.width + lane);
-            held[slot] -= mean;
-            if comptime!(units.is_last(piece)) {
-                held[slot] = select(is_inside, held[slot], 0.0f32);
-            }
-        }
     }
 }

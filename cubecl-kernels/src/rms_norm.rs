@@ -17,7 +17,7 @@ use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
 pub use crate::row_units::{MAX_COLS, quantized::quantizes_norms};
 use crate::{
-    device::{array, cube_grid, empty, or_unused, storage, vector_width, zeros},
+    device::{array, cube_grid, empty, storage, vector_width, zeros},
     error::KernelError,
     exact,
     operator_input::{OperatorInput, Pieces},
@@ -29,10 +29,12 @@ use crate::{
         whole_runs::RunGrid,
     },
     row_units::{
-        RowUnits, add_rows, check_backward, check_rows, check_rows_of_input, has_rows, held_copy,
-        held_input, held_zeros, inverse_cols,
-        norm::{OfColumns, Output, RowStatistics, find_statistics, gradients, normalize},
-        read_held, row_sum, write_held, write_held_copy,
+        RowUnits, add_rows, check_backward, check_rows, has_rows, held_copy, held_input,
+        held_zeros, inverse_cols,
+        norm::{OfColumns, Output, RowStatistics, gradients, normalize},
+        read_held, row_sum,
+        statistics::{inverse_root, row_statistics},
+        write_held, write_held_copy,
     },
 };
 
@@ -208,44 +210,7 @@ pub fn inverse_rms<'a, R: Runtime>(
     x: impl Into<OperatorInput<'a, R>>,
     epsilon: f32,
 ) -> Result<TensorHandle<R>, KernelError> {
-    let x = x.into();
-    let [rows, cols] = check_rows_of_input(client, OPERATION, &x)?;
-    let inverse_rms = empty(client, vec![rows], storage::<f32>());
-    let statistics = RowStatistics {
-        mean: None,
-        inverse: &inverse_rms,
-    };
-    if rows > 0 && !find_statistics(client, x, [rows, cols], epsilon, statistics) {
-        let dtype = x.dtype();
-        let x = x.prepare(client, OPERATION)?;
-        // As with an output, so that the order of sums is one.
-        let output = or_unused(None, &inverse_rms, dtype);
-        let pieces = Pieces::of(&[&x], cols, &[&output]);
-        let units = RowUnits::new(client, cols, pieces.len);
-        // SAFETY: rows are guarded by their number, for which the output was allocated, columns by their own; scales lie
-        // inside of their buffers, whose shapes were compared with the matrix, and stand-ins are not read.
-        #[allow(unsafe_code)]
-        unsafe {
-            inverse_rms_kernel::launch_unchecked::<R>(
-                client,
-                cube_grid(rows.div_ceil(units.rows)),
-                CubeDim::new_1d(units.of_cube() as u32),
-                pieces.read,
-                array(x.values().clone()),
-                array(x.scales()),
-                array(x.tensor_scales()),
-                array(inverse_rms.clone()),
-                x.grid(),
-                rows as u32,
-                epsilon,
-                units,
-                pieces,
-                x.values().dtype,
-                x.scales().dtype,
-                dtype,
-            );
-        }
-    }
+    let (_, inverse_rms) = row_statistics(client, OPERATION, x.into(), epsilon, false)?;
     Ok(inverse_rms)
 }
 
@@ -412,50 +377,6 @@ fn rms_norm_kernel<
             inverse_rms[row as usize] = root;
         }
     }
-}
-
-#[cube(launch_unchecked)]
-#[allow(clippy::too_many_arguments)]
-fn inverse_rms_kernel<X: Numeric, S: Numeric, F: Numeric, NX: Size>(
-    x: &Array<Vector<X, NX>>,
-    scales: &Array<S>,
-    tensor_scales: &Array<f32>,
-    inverse_rms: &mut Array<f32>,
-    grid: RunGrid,
-    rows: u32,
-    epsilon: f32,
-    #[comptime] units: RowUnits,
-    #[comptime] pieces: Pieces,
-    #[define(X)] _values_dtype: StorageType,
-    #[define(S)] _scales_dtype: StorageType,
-    #[define(F)] _dtype: StorageType,
-) {
-    let first = CUBE_POS as u32 * comptime!(units.rows as u32);
-    if first >= rows {
-        terminate!();
-    }
-    let row = first + UNIT_POS / comptime!(units.lanes as u32);
-    // Units past the last row take part in what the others wait for, and write nothing.
-    let read_row = min(row, rows - 1);
-    let values =
-        held_input::<X, NX, S, F>(x, scales, tensor_scales, &grid, read_row, units, pieces);
-    let root = inverse_root(&values, epsilon, grid.zero, units);
-    if row < rows && UNIT_POS % comptime!(units.lanes as u32) == 0 {
-        inverse_rms[row as usize] = root;
-    }
-}
-
-/// `r` of the row of which this unit holds these elements.
-#[cube]
-fn inverse_root(values: &Array<f32>, epsilon: f32, zero: u32, #[comptime] units: RowUnits) -> f32 {
-    let mut squares = 0.0f32;
-    #[unroll]
-    for index in 0..comptime!(units.elements()) {
-        squares += values[index] * values[index];
-    }
-    // Not in one instruction with the sum: the bits of kernels that do more beside it are the same.
-    let mean = exact::product(row_sum(squares, units), inverse_cols(units), zero);
-    (mean + epsilon).inverse_sqrt()
 }
 
 #[cube(launch_unchecked)]

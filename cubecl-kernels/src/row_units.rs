@@ -20,6 +20,7 @@ use crate::{
 
 pub(crate) mod norm;
 pub(crate) mod quantized;
+pub(crate) mod statistics;
 
 /// The longest rows that units keep in registers.
 pub const MAX_COLS: usize = 8192;

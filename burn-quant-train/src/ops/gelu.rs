@@ -31,7 +31,10 @@ impl<B: DataBackend> Recorded<B, 1> for Gelu {
 
     fn forward(self, [x]: [HeldTensor<B>; 1], wanted: [bool; 1]) -> (HeldTensor<B>, Self::Saved) {
         if self.is_quantized && x.is_in_numbers() && later::may_wait(&wanted) {
-            let (output, form) = (Later::OfOne(OfOne::Gelu(x.clone())), x.cell().form());
+            let (output, form) = (
+                Later::OfOne(Box::new(OfOne::Gelu(x.clone()))),
+                x.cell().form(),
+            );
             return (HeldTensor::later("gelu", output, form), x);
         }
         let output = B::run(GeluForward, x.clone().into_input());
@@ -58,7 +61,7 @@ impl<B: DataBackend> Recorded<B, 1> for Gelu {
         let copy = x.cell().gradient_copy();
         if copy.is_some_and(|copy| copy.delayed.is_none()) && x.is_in_numbers() {
             let form = x.cell().form();
-            let later = Later::OfOne(OfOne::GeluGradient(x, gradient));
+            let later = Later::OfOne(Box::new(OfOne::GeluGradient(x, gradient)));
             return [Some(HeldTensor::later("gelu", later, form))];
         }
         let of_x = B::run(GeluGradient, (x.into_input(), gradient));

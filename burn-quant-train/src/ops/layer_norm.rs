@@ -70,13 +70,14 @@ impl<B: DataBackend, const N: usize> Recorded<B, N> for LayerNorm {
                 inverse_deviation: inverse_deviation.clone(),
             };
             let form = x.cell().form();
-            let output = Later::OfOne(OfOne::LayerNorm {
+            let output = OfOne::LayerNorm {
                 x,
                 gain,
                 bias,
                 rows: [mean, inverse_deviation],
                 epsilon,
-            });
+            };
+            let output = Later::OfOne(Box::new(output));
             return (HeldTensor::later("layer_norm", output, form), saved);
         }
         let is_trained = wanted.contains(&true);

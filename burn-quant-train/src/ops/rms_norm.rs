@@ -52,10 +52,11 @@ impl<B: DataBackend> Recorded<B, 2> for RmsNorm {
                 gain,
             };
             let form = inputs.x.cell().form();
-            let output = Later::OfOne(OfOne::RmsNorm {
+            let output = OfOne::RmsNorm {
                 inputs: inputs.clone(),
                 epsilon,
-            });
+            };
+            let output = Later::OfOne(Box::new(output));
             return (HeldTensor::later("rms_norm", output, form), inputs);
         }
         let is_trained = wanted.contains(&true);

@@ -41,8 +41,8 @@ pub(crate) enum Later<B: DataBackend> {
     Swiglu(Arc<Factors<B>>),
     /// The gradient of one of its factors.
     Gradient(Arc<GradientPair<B>>, Factor),
-    /// What depends on one tensor that flows.
-    OfOne(OfOne<B>),
+    /// What depends on one tensor that flows. In a box: every cell has room for what a value waits as.
+    OfOne(Box<OfOne<B>>),
 }
 
 /// What an operator makes of one tensor that flows.
