@@ -4,6 +4,7 @@
 use std::sync::Arc;
 
 use burn_backend::{Shape, tensor::FloatTensor};
+use cubecl_kernels::granularity::Granularity;
 
 use super::{
     matrix::{flatten, flattened},
@@ -12,12 +13,13 @@ use super::{
 use crate::{
     data::{
         DataBackend,
+        composition::has_quantizing_norms,
         quantize::{Quantized, quantize},
         tensors::{self, Outline},
     },
     layer::tag::Tag,
     recipe::{self, Cast},
-    saved::{HeldTensor, recorded::Recorded, report},
+    saved::{HeldTensor, later::GradientCopy, recorded::Recorded, report},
 };
 
 /// The value of x, rounded, with the gradient that its reader gives.
@@ -57,8 +59,14 @@ impl<B: DataBackend> Recorded<B, 1> for ReadRounded<B> {
             }
         });
         let rounded = HeldTensor::quantized("flow", Quantized::clone(&copy), x.cell());
-        // The gradient goes straight through: who takes that of x takes this one.
-        if let Some(copy) = x.cell().gradient_copy() {
+        // The gradient goes straight through: who takes that of x takes this one. In blocks where a kernel makes it alone:
+        // elsewhere what it is made of would wait beside it.
+        let device = x.cell().device();
+        let is_made_at_once = |copy: &GradientCopy<B>| match copy.spec.granularity {
+            Granularity::Tensor => true,
+            granularity => has_quantizing_norms::<B>(device, granularity),
+        };
+        if let Some(copy) = x.cell().gradient_copy().filter(is_made_at_once) {
             rounded.cell().will_quantize_gradient(copy);
         }
         report::shares(&copy);

@@ -115,6 +115,16 @@ pub(crate) fn quantizes_norms<B: DataBackend>(
     kernels.is_none_or(|kernels| (kernels.quantizes_norms)(device, granularity))
 }
 
+/// True where kernels of the device quantize a norm's output, and what activation functions give, as they compute it in
+/// this granularity.
+pub(crate) fn has_quantizing_norms<B: DataBackend>(
+    device: &Device<B>,
+    granularity: Granularity,
+) -> bool {
+    let kernels = B::Kernels::composition_kernels(device);
+    kernels.is_some_and(|kernels| (kernels.quantizes_norms)(device, granularity))
+}
+
 /// What RMSNorm gives of the rows, for who makes the output as it is quantized.
 #[derive(Debug, Clone)]
 pub(crate) struct InverseRms {
