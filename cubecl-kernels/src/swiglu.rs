@@ -167,7 +167,7 @@ pub fn swiglu_compressing<R: Runtime>(
 /// The gradients of `gate` and of `up`, in this order, from that of `silu(gate) * up`.
 ///
 /// - `gate`, `up`: as [`swiglu`] takes them.
-/// - `gradient`: of their shape and type, contiguous. The results are like it.
+/// - `gradient`: of their shape and type, contiguous, or such a matrix in numbers. The results are floats of these.
 ///
 /// # Errors
 ///

@@ -28,7 +28,7 @@ pub(super) fn register<B: DataBackend>(gradients: &mut Gradients, new: OfNode<B>
         Some(earlier) if is_activation && may_wait(&earlier, &new) => {
             let form = new.cell().form();
             let mut terms = earlier.into_terms();
-            terms.extend(new.into_terms());
+            terms.push(new.into_input());
             HeldTensor::sum(terms, form)
         }
         Some(earlier) => Held::<B>::float_add(new, earlier),

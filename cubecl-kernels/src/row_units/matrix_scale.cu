@@ -55,7 +55,8 @@ struct Normalized {
 #if CENTRED
         most = SLACK * (most + fabsf(row.mean));
 #endif
-        most *= row.inverse * columns.gains.largest();
+        // In the order of what it bounds: a product of both may vanish where that does not.
+        most = most * row.inverse * columns.gains.largest();
 #if BIAS
         most += SLACK * columns.biases.largest();
 #endif

@@ -156,7 +156,11 @@ impl OfScale {
         let of_scale = match matrix.granularity {
             Granularity::Group(TILE) => Self::Row,
             Granularity::Block(TILE) => Self::Tile,
-            _ => return None,
+            Granularity::Group(_)
+            | Granularity::Block(_)
+            | Granularity::Token
+            | Granularity::Channel
+            | Granularity::Tensor => return None,
         };
         let values = matrix.values.as_ref()?;
         let is_read = (matrix.number, matrix.scale) == (Number::Int8, ScaleNumber::F32)
