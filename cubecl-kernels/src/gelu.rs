@@ -99,7 +99,7 @@ pub fn gelu<'a, R: Runtime>(
 /// The gradient of `x`, from that of `x P(x)`.
 ///
 /// - `x`: as [`gelu`] takes it.
-/// - `gradient`: of its shape and type, contiguous, or such a matrix in numbers. The result is of these.
+/// - `gradient`: of its shape and type, contiguous, or such a matrix in numbers. The result is floats of these.
 ///
 /// It is NaN where `x` is NaN or infinite.
 ///

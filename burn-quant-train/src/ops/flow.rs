@@ -13,7 +13,7 @@ use super::{
 use crate::{
     data::{
         DataBackend,
-        composition::has_quantizing_norms,
+        composition::has_quantizing_kernels,
         quantize::{Quantized, quantize},
         tensors::{self, Outline},
     },
@@ -64,7 +64,7 @@ impl<B: DataBackend> Recorded<B, 1> for ReadRounded<B> {
         let device = x.cell().device();
         let is_made_at_once = |copy: &GradientCopy<B>| match copy.spec.granularity {
             Granularity::Tensor => true,
-            granularity => has_quantizing_norms::<B>(device, granularity),
+            granularity => has_quantizing_kernels::<B>(device, granularity),
         };
         if let Some(copy) = x.cell().gradient_copy().filter(is_made_at_once) {
             rounded.cell().will_quantize_gradient(copy);

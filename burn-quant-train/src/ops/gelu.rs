@@ -1,11 +1,9 @@
 //! GELU in FP32 (Hendrycks & Gimpel, 2016, section 2).
 
-use burn_backend::tensor::FloatTensor;
-
 use crate::{
     data::{
         DataBackend,
-        composition::{GeluForward, GeluGradient, OperatorInput},
+        composition::{GeluForward, GeluGradient},
     },
     saved::{
         HeldTensor,
@@ -31,23 +29,12 @@ impl<B: DataBackend> Recorded<B, 1> for Gelu {
 
     fn forward(self, [x]: [HeldTensor<B>; 1], wanted: [bool; 1]) -> (HeldTensor<B>, Self::Saved) {
         if self.is_quantized && x.is_in_numbers() && later::may_wait(&wanted) {
-            let (output, form) = (
-                Later::OfOne(Box::new(OfOne::Gelu(x.clone()))),
-                x.cell().form(),
-            );
+            let output = Later::OfOne(Box::new(OfOne::Gelu(x.clone())));
+            let form = x.cell().form();
             return (HeldTensor::later("gelu", output, form), x);
         }
         let output = B::run(GeluForward, x.clone().into_input());
         (HeldTensor::of("gelu", output), x)
-    }
-
-    fn backward(
-        x: Self::Saved,
-        gradient: FloatTensor<B>,
-        _wanted: [bool; 1],
-    ) -> [Option<FloatTensor<B>>; 1] {
-        let gradient = OperatorInput::Floats(gradient);
-        [Some(B::run(GeluGradient, (x.into_input(), gradient)))]
     }
 
     /// The gradient waits for the layer that made x, if that quantizes it by its own maximum.

@@ -1,6 +1,6 @@
 // GELU as a linear layer reads it, or its gradient as the layer in front of it does, quantized as it is computed from the
-// input as that flows, in blocks: in front of this text stand tile.cu, pairs.cu, arithmetic.cu, and the codes.cu of blocks. A
-// knob beside theirs:
+// input as that flows, in blocks: in front of this text stand tile.cu, pairs.cu, arithmetic.cu, and the codes.cu of blocks.
+// Knobs beside theirs:
 //   CUBES            cubes that share a multiprocessor
 //   GRADIENT_CODES   1: the gradient of the output is codes too, with scales behind it; 0: 16-bit elements
 
@@ -45,9 +45,6 @@ quantize_gelu_by_blocks(const u8 *x, const float *scales_of_x,
         write_line(held, line, elements);
         largest = larger(largest, elements);
     }
-    const u32 absmax = largest_of_tile(float_bits(largest), of_warps[0]);
     Random random;
-    const Key key = {{numbers.seed[0], numbers.seed[1]}, {numbers.stream[0], numbers.stream[1]}};
-    const Outputs to = {values, transposed, scales};
-    quantize_tile(to, held, staged, of_warps[1], first, absmax, 0.0f, random, key, numbers);
+    quantize_computed({values, transposed, scales}, held, staged, of_warps, first, largest, random, numbers);
 }

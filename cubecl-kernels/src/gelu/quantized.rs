@@ -13,14 +13,15 @@ use crate::{
         QuantizeSpec, Quantized,
         block::{
             Round,
-            whole_tiles::{CodesNumbers, OfScale, TileKnobs, around_block_tile, launch_of_codes},
+            whole_tiles::{
+                CodesNumbers, OfScale, TileKnobs, around_block_tile, launch_of_codes, tile_bytes,
+            },
         },
         buffers::{allocate, allocate_gradient},
         matrix_scale::{
             Knobs, MatrixNumbers, around_tile, cubes, fits, group_of, launch_one, numbers,
         },
         quantize,
-        staged::TILE,
     },
 };
 
@@ -179,7 +180,7 @@ impl<'a, R: Runtime> Codes<'a, R> {
         let view = &self.view;
         OfScale::tile(self.matrix, view)?;
         let (inputs, has_codes) = self.inputs()?;
-        let (dtype, bytes) = (self.dtype, ByBlocks::BYTES);
+        let (dtype, bytes) = (self.dtype, tile_bytes(self.dtype));
         let (of_tile, key) = TileKnobs::of(client, dtype, view, spec, bytes, MOST_CUBES)?;
         if view.shape.num_elements() == 0 {
             return None;
@@ -248,11 +249,6 @@ struct ByBlocks {
     gradient: Option<bool>,
 }
 
-impl ByBlocks {
-    /// Of shared memory: a tile of 16-bit elements, and its transposed copy.
-    const BYTES: usize = 3 * TILE * TILE;
-}
-
 impl CudaSource for ByBlocks {
     type Numbers = CodesNumbers;
 
@@ -270,7 +266,7 @@ impl CudaSource for ByBlocks {
     }
 
     fn shared_memory(&self) -> usize {
-        Self::BYTES
+        tile_bytes(self.of_tile.dtype)
     }
 
     /// That of the gradient with that of the output.

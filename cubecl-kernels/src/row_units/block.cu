@@ -29,10 +29,9 @@ quantize_norm_by_blocks(const u8 *x, const float *scales_of_x, NORM u8 *values, 
 #if BIAS
     columns.biases.read(bias, blockIdx.x * TILE + first.col);
 #endif
-    const Key key = {{numbers.seed[0], numbers.seed[1]}, {numbers.stream[0], numbers.stream[1]}};
     Random random;
 #if DRAW_EARLY
-    draw_all(random, (uint4 *)staged + threadIdx.x, first, key);
+    draw_all(random, (uint4 *)staged + threadIdx.x, first, key_of(numbers));
 #endif
     copies_wait();
     // What other threads read too.
@@ -50,7 +49,5 @@ quantize_norm_by_blocks(const u8 *x, const float *scales_of_x, NORM u8 *values, 
         write_line(held, line, normalized);
         largest = larger(largest, normalized);
     }
-    const u32 absmax = largest_of_tile(float_bits(largest), of_warps[0]);
-    const Outputs to = {values, transposed, scales};
-    quantize_tile(to, held, staged, of_warps[1], first, absmax, 0.0f, random, key, numbers);
+    quantize_computed({values, transposed, scales}, held, staged, of_warps, first, largest, random, numbers);
 }

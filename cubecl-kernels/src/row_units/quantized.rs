@@ -15,6 +15,7 @@ use crate::{
         QuantizeSpec, Quantized,
         block::whole_tiles::{
             CodesNumbers, OfScale, TileKnobs, around_block_tile, has_tiles, launch_of_codes,
+            tile_bytes,
         },
         buffers::allocate,
         matrix_scale::{
@@ -242,7 +243,7 @@ impl<R: Runtime> Codes<'_, R> {
         let view = &self.view;
         let (codes, _) = OfScale::of(self.matrix, view)?;
         let columns = self.columns()?;
-        let bytes = ByBlocks::bytes(columns.centred);
+        let bytes = ByBlocks::bytes(self.dtype, columns.centred);
         let (of_tile, key) = TileKnobs::of(client, self.dtype, view, spec, bytes, MOST_CUBES)?;
         if view.shape.batch != 1 {
             return None;
@@ -333,9 +334,9 @@ struct ByBlocks {
 }
 
 impl ByBlocks {
-    /// Of shared memory: a tile of 16-bit elements, and its transposed copy; two numbers for each row, or three.
-    fn bytes(centred: bool) -> usize {
-        3 * TILE * TILE + (2 + usize::from(centred)) * TILE * size_of::<f32>()
+    /// Of shared memory: those of a tile of this type, and two numbers for each row, or three.
+    fn bytes(dtype: StorageType, centred: bool) -> usize {
+        tile_bytes(dtype) + (2 + usize::from(centred)) * TILE * size_of::<f32>()
     }
 }
 
@@ -355,7 +356,7 @@ impl CudaSource for ByBlocks {
     }
 
     fn shared_memory(&self) -> usize {
-        Self::bytes(self.columns.centred)
+        Self::bytes(self.of_tile.dtype, self.columns.centred)
     }
 }
 

@@ -20,7 +20,7 @@ quantize_swiglu(const u8 *gate, const u8 *up, u8 *values, u8 *transposed, float 
     copy_patches(held, gate, first.offset, (u32)numbers.cols);
     copy_patches((uint4 *)ups, up, first.offset, (u32)numbers.cols);
     const float threshold = FALLBACK ? thresholds[numbers.layer] : 0.0f;
-    const Key key = {{numbers.seed[0], numbers.seed[1]}, {numbers.stream[0], numbers.stream[1]}};
+    const Key key = key_of(numbers);
     copies_wait();
 #if CONTEXTS
     u32 *const of_rows = (u32 *)(memory + 2 * TILE * TILE * ELEMENT_BYTES);

@@ -19,7 +19,7 @@ use crate::{
             BlockOutput, Round,
             whole_tiles::{
                 self, CodesNumbers, OfScale, TileKnobs, WholeTilesNumbers, around_block_tile,
-                cubes, has_whole_tiles, launch_tiles, tiles, written,
+                cubes, has_whole_tiles, launch_tiles, tile_bytes, tiles, written,
             },
         },
         buffers::{allocate, allocate_gradient},
@@ -128,7 +128,7 @@ pub(super) fn launch_of_codes<R: Runtime>(
         dtype,
         view,
         spec,
-        3 * TILE * TILE,
+        tile_bytes(dtype),
         MOST_CUBES_OF_CODES,
     )?;
     let output = allocate(client, view, spec);
@@ -308,9 +308,8 @@ impl CudaSource for OfCodes {
         format!("{}\n{}", self.0.text(), OfScale::text(Some(OfScale::Tile)))
     }
 
-    /// A tile of 16-bit elements, and its transposed copy.
     fn shared_memory(&self) -> usize {
-        3 * TILE * TILE
+        tile_bytes(self.0.dtype)
     }
 
     fn companions<R: Runtime>(

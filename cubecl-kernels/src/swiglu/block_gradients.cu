@@ -44,7 +44,7 @@ quantize_swiglu_gradients(const u8 *gate, const u8 *up, const u8 *gradient, u8 *
 #endif
 #if GRADIENT_CODES
     copy_codes((uint2 *)gradients, gradient, first, cols);
-    const float of_gradient = __ldg(scales_of_gradient + (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x);
+    const float of_gradient = __ldg(scales_of_gradient + tile_index());
 #else
     copy_patches((uint4 *)gradients, gradient, first.offset, cols);
 #endif
@@ -77,7 +77,7 @@ quantize_swiglu_gradients(const u8 *gate, const u8 *up, const u8 *gradient, u8 *
     const u32 gate_absmax = largest_of_tile(float_bits(largest_gate), of_warps[0]);
     const u32 up_absmax = largest_of_tile(float_bits(largest_up), of_warps[1]);
     Random random;
-    const Key gate_key = {{numbers.seed[0], numbers.seed[1]}, {numbers.stream[0], numbers.stream[1]}};
+    const Key gate_key = key_of(numbers);
     const Outputs to_gate = {gate_values, gate_transposed, gate_scales};
     quantize_tile(to_gate, gates, staged, of_warps[0], first, gate_absmax, 0.0f, random, gate_key, numbers);
     __syncthreads();

@@ -27,9 +27,6 @@ quantize_swiglu_of_codes(const u8 *gate, const float *scales_of_gate, const u8 *
         write_line(held, line, product);
         largest = larger(largest, product);
     }
-    const u32 absmax = largest_of_tile(float_bits(largest), of_warps[0]);
     Random random;
-    const Key key = {{numbers.seed[0], numbers.seed[1]}, {numbers.stream[0], numbers.stream[1]}};
-    const Outputs to = {values, transposed, scales};
-    quantize_tile(to, held, staged, of_warps[1], first, absmax, 0.0f, random, key, numbers);
+    quantize_computed({values, transposed, scales}, held, staged, of_warps, first, largest, random, numbers);
 }

@@ -4,11 +4,9 @@
 use cubecl::ir::StorageType;
 use cubecl_kernels::{
     gelu::{quantize_gelu, quantize_gelu_gradient},
-    layer_norm::quantize_layer_norm,
     layout::Layout,
     operator_input::OperatorInput,
     quantize::QuantizeSpec,
-    rms_norm::quantize_rms_norm,
     rounding::Rounding,
 };
 use half::{bf16, f16};
@@ -16,13 +14,12 @@ use half::{bf16, f16};
 use super::{
     device::{rounded, to_bytes},
     dtype,
-    emulate_matrix_scale::{gelu_of, normalized},
+    emulate_matrix_scale::{gelu_of, launch_norm, normalized},
     emulate_swiglu::{
         CONTEXT, FLOW, SHAPE, allocated, check_written, compressed, decompressed, draw, quantized,
         source_of,
     },
     random::Random,
-    tensor,
 };
 
 /// A norm of a matrix, and how it is quantized.
@@ -77,21 +74,8 @@ fn emulate(random: &mut Random, case: Case) {
         bias,
     } = case;
     let source = source_of(float, |client, _| {
-        let columns = || tensor(client, &[SHAPE.cols], of_columns);
-        let rows = || tensor(client, &[SHAPE.rows], dtype::<f32>());
         let codes = allocated(client, &waiting);
-        let x = OperatorInput::Quantized(&codes, float);
-        let (gain, of_rows) = (columns(), [rows(), rows()]);
-        match centred {
-            false => quantize_rms_norm(client, x, &gain, &of_rows[0], &spec),
-            true => {
-                let bias = bias.then(columns);
-                let of_rows = of_rows.each_ref();
-                quantize_layer_norm(client, x, &gain, bias.as_ref(), of_rows, &spec)
-            }
-        }
-        .map(drop)
-        .expect("a matrix");
+        launch_norm(client, (&codes, float), of_columns, (centred, bias), &spec);
     });
     assert_eq!(source.name, "quantize_norm_by_blocks");
     let [x] = draw(random, float);

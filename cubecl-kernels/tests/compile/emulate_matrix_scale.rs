@@ -200,6 +200,30 @@ pub fn normalized(
     x.iter().enumerate().map(of).collect()
 }
 
+/// Quantizes a norm of what waits or flows as this type: layer normalization or RMSNorm, with a bias or without one.
+pub fn launch_norm(
+    client: &Client,
+    (codes, float): (&Quantized<OfflineCuda>, StorageType),
+    of_columns: StorageType,
+    (centred, bias): (bool, bool),
+    spec: &QuantizeSpec,
+) {
+    let columns = || tensor(client, &[codes.shape.cols], of_columns);
+    let rows = || tensor(client, &[codes.shape.rows], dtype::<f32>());
+    let (gain, of_rows) = (columns(), [rows(), rows()]);
+    let x = OperatorInput::Quantized(codes, float);
+    match centred {
+        false => quantize_rms_norm(client, x, &gain, &of_rows[0], spec),
+        true => {
+            let bias = bias.then(columns);
+            let of_rows = of_rows.each_ref();
+            quantize_layer_norm(client, x, &gain, bias.as_ref(), of_rows, spec)
+        }
+    }
+    .map(drop)
+    .expect("a matrix");
+}
+
 #[test]
 fn norms_equal_the_reference() {
     let mut random = Random::fresh();
@@ -216,20 +240,7 @@ fn norms_equal_the_reference() {
         let mut source = only_source("quantize_norm_by_matrix", |client| {
             let x = &tensor(client, &[SHAPE.rows, SHAPE.cols], float);
             let codes = quantize(client, x, &FLOW).expect("a matrix");
-            let columns = || tensor(client, &[SHAPE.cols], of_columns);
-            let rows = || tensor(client, &[SHAPE.rows], dtype::<f32>());
-            let (gain, of_rows) = (columns(), [rows(), rows()]);
-            let x = OperatorInput::Quantized(&codes, float);
-            match centred {
-                false => quantize_rms_norm(client, x, &gain, &of_rows[0], &spec),
-                true => {
-                    let bias = bias.then(columns);
-                    let of_rows = of_rows.each_ref();
-                    quantize_layer_norm(client, x, &gain, bias.as_ref(), of_rows, &spec)
-                }
-            }
-            .map(drop)
-            .expect("a matrix");
+            launch_norm(client, (&codes, float), of_columns, (centred, bias), &spec);
         });
         source.cubes = random.few([[1, 1, 1], source.cubes], 1)[0];
         let kinds = kinds::<2>(&mut random);

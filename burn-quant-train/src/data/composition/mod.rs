@@ -23,5 +23,5 @@ pub(crate) use operations::{
     Centred, Dense, GeluForward, GeluGradient, InverseRms, LayerNormForward, LayerNormGradients,
     LogSoftmaxForward, LogSoftmaxGradient, RmsNormForward, RmsNormGradients, RotaryPositions,
     RowDeviations, SumOfElements, SwigluCompressing, SwigluForward, SwigluGradients,
-    embedding_gradient, gradient_of_terms, has_quantizing_norms, quantizes_norms, with_other,
+    embedding_gradient, gradient_of_terms, has_quantizing_kernels, quantizes_norms, with_other,
 };

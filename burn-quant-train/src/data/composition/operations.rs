@@ -117,7 +117,7 @@ pub(crate) fn quantizes_norms<B: DataBackend>(
 
 /// True where kernels of the device quantize a norm's output, and what activation functions give, as they compute it in
 /// this granularity.
-pub(crate) fn has_quantizing_norms<B: DataBackend>(
+pub(crate) fn has_quantizing_kernels<B: DataBackend>(
     device: &Device<B>,
     granularity: Granularity,
 ) -> bool {

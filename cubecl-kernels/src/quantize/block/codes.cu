@@ -17,7 +17,7 @@ __device__ __forceinline__ u32 scale_index(u32 row, const Numbers &numbers) {
 // Where that of the codes which are read is.
 __device__ __forceinline__ u32 code_scale_index(u32 row, const Numbers &numbers) {
 #if CODES == 2
-    return (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
+    return tile_index();
 #else
     return scale_index(row, numbers);
 #endif
@@ -44,4 +44,13 @@ template <int Step = 2> __device__ __forceinline__ Line read_codes(const uint2 *
     Line read;
     decode_int8(read.words, make_uint2(codes[0], codes[1]), scale);
     return read;
+}
+
+// Quantizes what a kernel has computed of codes in their place, of this largest magnitude as `larger` gives it, by the key
+// among the numbers.
+__device__ __forceinline__ void quantize_computed(const Outputs &to, const uint4 *held, u32 *staged,
+                                                  u32 (&of_warps)[2][UNITS / 32], const FirstPatch &first, u32 largest,
+                                                  Random &random, const Numbers &numbers) {
+    const u32 absmax = largest_of_tile(float_bits(largest), of_warps[0]);
+    quantize_tile(to, held, staged, of_warps[1], first, absmax, 0.0f, random, key_of(numbers), numbers);
 }

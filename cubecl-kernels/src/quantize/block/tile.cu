@@ -69,6 +69,11 @@ __device__ __forceinline__ FirstPatch first_patch(const Numbers &numbers) {
     return first;
 }
 
+// The tile's number among all, which is that of its scale.
+__device__ __forceinline__ u32 tile_index() {
+    return (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
+}
+
 // ---- The elements ---------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ u32 shared_address(const void *pointer) {
@@ -187,6 +192,10 @@ __device__ __forceinline__ u32 largest_of_tile(u32 largest, u32 *of_warps) {
 struct Key {
     u32 seed[2], stream[2];
 };
+
+__device__ __forceinline__ Key key_of(const Numbers &numbers) {
+    return {{numbers.seed[0], numbers.seed[1]}, {numbers.stream[0], numbers.stream[1]}};
+}
 
 // Philox4x32-10 for the counter (row, index, stream).
 __device__ __forceinline__ void philox(u32 *words, u32 row, u32 index, const Key &key) {
@@ -448,7 +457,7 @@ __device__ __forceinline__ void quantize_tile(const Outputs &to, const uint4 *he
     const u32 rows = (u32)numbers.rows, cols = (u32)numbers.cols;
     const float inverse = inverse_of(absmax), scale = scale_of(absmax);
     const bool falls_back = FALLBACK && absmax < INFINITE && __uint_as_float(absmax) > threshold;
-    const u32 block = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
+    const u32 block = tile_index();
     if (threadIdx.x == 0) {
         to.scales[block] = scale;
         if (FALLBACK) {

@@ -18,7 +18,7 @@ quantize_whole_tiles(const u8 *x, u8 *values, u8 *transposed, float *scales, u8 
     const u32 row_start = blockIdx.z * (u32)numbers.batch_stride + (blockIdx.y * TILE + first.row) * row_stride;
     copy_patches(held, x, row_start + blockIdx.x * TILE + first.col, row_stride);
     const float threshold = FALLBACK ? thresholds[numbers.layer] : 0.0f;
-    const Key key = {{numbers.seed[0], numbers.seed[1]}, {numbers.stream[0], numbers.stream[1]}};
+    const Key key = key_of(numbers);
     Random random;
 #if DRAW_EARLY
     draw_all(random, (uint4 *)staged + threadIdx.x, first, key);

@@ -226,8 +226,8 @@ pub(crate) fn cubes<R: Runtime>(client: &ComputeClient<R>, bytes: usize, most: u
     (available / (bytes + DECLARED + RESERVED)).min(most)
 }
 
-/// The elements of a tile, and the bytes of its transposed copy.
-fn tile_bytes(dtype: StorageType) -> usize {
+/// Bytes of the elements of a tile, and of its transposed copy.
+pub(crate) fn tile_bytes(dtype: StorageType) -> usize {
     TILE * TILE * (dtype.size() + 1)
 }
 
