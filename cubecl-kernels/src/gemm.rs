@@ -20,7 +20,7 @@ use crate::{
     fallback::FallbackResidual,
     granularity::Granularity,
     number::Number,
-    quantize::{Quantized, check_granularity},
+    quantize::{QuantizeSpec, Quantized, buffers::allocate, check_granularity, quantize},
     scale::ScaleNumber,
 };
 
@@ -37,10 +37,12 @@ mod selector;
 mod split_k;
 mod tensor_core;
 
+use self::hopper::rounded::{Rounded, RoundedOutput};
+
 pub use blueprint::Blueprint;
 pub use expected::{ExpectedLayer, LayerOperands, expect_layers};
 pub use hopper::float::{gemm_float, gemm_float_into, gemm_float_reads, has_gemm_float};
-pub use hopper::fp8::{Accumulation, Fp8Operand, gemm_fp8, has_gemm_fp8};
+pub use hopper::fp8::{Accumulation, Fp8Operand, gemm_fp8, gemm_fp8_quantized, has_gemm_fp8};
 pub use int4::{Int4Operand, gemm_int4, has_gemm_int4};
 pub use rowwise::gemm_rowwise;
 pub use selector::{candidates, select};
@@ -171,14 +173,16 @@ pub struct GemmProblem {
     pub fallback: bool,
 }
 
-/// Everything that the kernels are launched with. [`gemm`] alone makes it, after it has checked that all shapes and
-/// types fit: every launch relies on that.
+/// Everything that the kernels are launched with. [`Checked`] alone makes it, which has checked that all shapes and types
+/// fit: every launch relies on that.
 pub(crate) struct GemmArgs<'a, R: Runtime> {
     a: &'a GemmOperand<R>,
     b: &'a GemmOperand<R>,
     fallback: Option<&'a FallbackResidual<R>>,
     bias: Option<&'a TensorHandle<R>>,
     out: &'a TensorHandle<R>,
+    /// Where the output is in numbers, of which `out` are the codes, how, and their scales. A kernel on Hopper writes it.
+    rounded: Option<RoundedOutput<R>>,
     problem: GemmProblem,
     a_view: MatrixView,
     b_view: MatrixView,
@@ -212,53 +216,131 @@ pub fn gemm<R: Runtime>(
     strategy: Strategy,
 ) -> Result<TensorHandle<R>, KernelError> {
     check_float(client, OPERATION, "the output", out_dtype)?;
-    let (a_view, a_scales) = check_operand("a", a)?;
-    let (b_view, b_scales) = check_operand("b", b)?;
-    let (a_shape, b_shape) = (a_view.shape, b_view.shape);
-    if a_shape.cols != b_shape.cols || !(b_shape.batch == 1 || b_shape.batch == a_shape.batch) {
-        return Err(KernelError::Shape {
-            operation: OPERATION,
-            got: format!("a {:?}, b {:?}", a.values.shape(), b.values.shape()),
-            remedy: "pass a [.., M, K] and b [.., N, K] of one K, and a batch of b that is 1 or that of a",
-        });
-    }
-    check_bias(OPERATION, bias, b_shape.rows)?;
-    if let Some(residual) = fallback {
-        check_residual(a, residual)?;
-    }
-    let problem = GemmProblem {
-        batch: a_shape.batch,
-        m: a_shape.rows,
-        n: b_shape.rows,
-        k: a_shape.cols,
-        a_scale_block: (a.rows_per_scale, a.depth_per_scale),
-        b_scale_block: (b.rows_per_scale, b.depth_per_scale),
-        fallback: fallback.is_some(),
-    };
+    let checked = Checked::new(a, b, fallback, bias)?;
+    let problem = checked.problem;
     if strategy == Strategy::Auto && !problem.fallback && rowwise::pays(client, &problem) {
         return gemm_rowwise(client, a, b, bias, out_dtype, strategy);
     }
     let ranked = selector::rank(client, &problem, strategy)?;
-    let out = empty(client, a_view.tensor_shape(problem.m, problem.n), out_dtype);
+    let shape = checked.a.0.tensor_shape(problem.m, problem.n);
+    let out = empty(client, shape, out_dtype);
     if problem.batch * problem.m * problem.n > 0 {
-        let args = GemmArgs {
-            a,
-            b,
-            fallback,
-            bias,
-            out: &out,
-            problem,
-            a_view,
-            b_view,
-            a_scales,
-            b_scales,
-        };
+        let args = checked.args([a, b], fallback, bias, (&out, None));
         #[cfg(feature = "autotune")]
         autotune::launch(client, &args, &ranked);
         #[cfg(not(feature = "autotune"))]
         launch(client, &args, ranked[0].blueprint);
     }
     Ok(out)
+}
+
+/// What [`gemm`](fn@gemm) gives in `dtype`, without a residual and by [`Strategy::Auto`], quantized by the spec: to the bit
+/// what [`quantize`] makes of it.
+///
+/// Where the product's kernel is one of Hopper's, the output of INT8 in blocks of 32, 64 or 128, or in groups of 16 in E4M3 to
+/// nearest, row-major with FP32 scales, is what it writes: see [`gemm_fp8_quantized`], of which the conditions are the same.
+///
+/// # Errors
+///
+/// Those of [`gemm`](fn@gemm) and of [`quantize`].
+pub fn gemm_quantized<R: Runtime>(
+    client: &ComputeClient<R>,
+    a: &GemmOperand<R>,
+    b: &GemmOperand<R>,
+    bias: Option<&TensorHandle<R>>,
+    dtype: StorageType,
+    spec: &QuantizeSpec,
+) -> Result<Quantized<R>, KernelError> {
+    check_float(client, OPERATION, "the output", dtype)?;
+    let checked = Checked::new(a, b, None, bias)?;
+    let GemmProblem { batch, m, n, .. } = checked.problem;
+    let is_one = !checked.a.0.batched && batch * m * n > 0;
+    let rounded = Rounded::of(dtype, spec, n).filter(|_| is_one);
+    let blueprint = rounded.and_then(|rounded| {
+        let ranked = selector::rank(client, &checked.problem, Strategy::Auto).ok()?;
+        let mut blueprints = ranked.into_iter().map(|it| it.blueprint);
+        blueprints.find(|blueprint| match blueprint {
+            Blueprint::Hopper(it) | Blueprint::HopperRowwise(it) => rounded.fits(it),
+            Blueprint::Portable(_) | Blueprint::TensorCore(_) => false,
+        })
+    });
+    let Some((rounded, blueprint)) = rounded.zip(blueprint) else {
+        let out = gemm(client, a, b, None, bias, dtype, Strategy::Auto)?;
+        return quantize(client, &out, spec);
+    };
+    let output = allocate(client, &MatrixView::contiguous(m, n), spec);
+    let values = output.values.as_ref().expect("a row-major copy");
+    let to = (values, Some(rounded.output(spec, &output)));
+    launch(client, &checked.args([a, b], None, bias, to), blueprint);
+    Ok(output)
+}
+
+/// A product whose shapes and types fit, and how its tensors are read: values and scales.
+struct Checked {
+    problem: GemmProblem,
+    a: (MatrixView, MatrixView),
+    b: (MatrixView, MatrixView),
+}
+
+impl Checked {
+    fn new<R: Runtime>(
+        a: &GemmOperand<R>,
+        b: &GemmOperand<R>,
+        fallback: Option<&FallbackResidual<R>>,
+        bias: Option<&TensorHandle<R>>,
+    ) -> Result<Self, KernelError> {
+        let of_a = check_operand("a", a)?;
+        let of_b = check_operand("b", b)?;
+        let (a_shape, b_shape) = (of_a.0.shape, of_b.0.shape);
+        if a_shape.cols != b_shape.cols || !(b_shape.batch == 1 || b_shape.batch == a_shape.batch) {
+            return Err(KernelError::Shape {
+                operation: OPERATION,
+                got: format!("a {:?}, b {:?}", a.values.shape(), b.values.shape()),
+                remedy: "pass a [.., M, K] and b [.., N, K] of one K, and a batch of b that is 1 or that of a",
+            });
+        }
+        check_bias(OPERATION, bias, b_shape.rows)?;
+        if let Some(residual) = fallback {
+            check_residual(a, residual)?;
+        }
+        let problem = GemmProblem {
+            batch: a_shape.batch,
+            m: a_shape.rows,
+            n: b_shape.rows,
+            k: a_shape.cols,
+            a_scale_block: (a.rows_per_scale, a.depth_per_scale),
+            b_scale_block: (b.rows_per_scale, b.depth_per_scale),
+            fallback: fallback.is_some(),
+        };
+        Ok(Self {
+            problem,
+            a: of_a,
+            b: of_b,
+        })
+    }
+
+    /// Those of the tensors that were checked, and of an output that was made for them.
+    fn args<'a, R: Runtime>(
+        &self,
+        [a, b]: [&'a GemmOperand<R>; 2],
+        fallback: Option<&'a FallbackResidual<R>>,
+        bias: Option<&'a TensorHandle<R>>,
+        (out, rounded): (&'a TensorHandle<R>, Option<RoundedOutput<R>>),
+    ) -> GemmArgs<'a, R> {
+        GemmArgs {
+            a,
+            b,
+            fallback,
+            bias,
+            out,
+            rounded,
+            problem: self.problem,
+            a_view: self.a.0,
+            b_view: self.b.0,
+            a_scales: self.a.1,
+            b_scales: self.b.1,
+        }
+    }
 }
 
 fn launch<R: Runtime>(client: &ComputeClient<R>, args: &GemmArgs<R>, blueprint: Blueprint) {

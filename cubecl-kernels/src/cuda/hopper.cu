@@ -224,6 +224,35 @@ __device__ __forceinline__ u32 pack(float low, float high) {
 #endif
     return word;
 }
+
+// The sums of a lane's row lane / 4 + 8 * h, of 8 neighbours each lane, among the columns from 32 * group on: those from
+// 8 * (lane % 4) there. In `sums` as write_aligned has them.
+__device__ __forceinline__ void pack_neighbours(u32 (&words)[4], const float *sums, int group, int h) {
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        const float *pair = sums + 4 * (4 * group + j) + 2 * h;
+        words[j] = pack(pair[0], pair[1]);
+    }
+    // The quad transposes 4 x 4 words. A lane keeps the words of its own parity and swaps the others with its neighbour:
+    // first the low bit of lane and word, then the high one.
+    const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
+    {
+        const u32 x = __shfl_xor_sync(EVERYONE, odd ? words[0] : words[1], 1);
+        const u32 y = __shfl_xor_sync(EVERYONE, odd ? words[2] : words[3], 1);
+        words[0] = odd ? x : words[0];
+        words[1] = odd ? words[1] : x;
+        words[2] = odd ? y : words[2];
+        words[3] = odd ? words[3] : y;
+    }
+    {
+        const u32 x = __shfl_xor_sync(EVERYONE, high ? words[0] : words[2], 2);
+        const u32 y = __shfl_xor_sync(EVERYONE, high ? words[1] : words[3], 2);
+        words[0] = high ? x : words[0];
+        words[1] = high ? y : words[1];
+        words[2] = high ? words[2] : x;
+        words[3] = high ? words[3] : y;
+    }
+}
 #endif
 
 // A consumer's warp writes its 16 x TILE_N sums into rows of C that are `stride` elements apart and that all start and end
@@ -250,37 +279,13 @@ __device__ __forceinline__ void write_aligned(const float *sums, Out *out, u32 f
                     odd ? make_float4(x, y, second[0], second[1]) : make_float4(first[0], first[1], x, y);
         }
 #else
-    // The quad transposes 4 x 4 words, so that each lane has 8 neighbours of a row, 16 bytes, and the quad 64.
+    // Each lane has 8 neighbours of a row, 16 bytes, and the quad 64.
 #pragma unroll
     for (int group = 0; group < TILE_N / 32; group++)
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             u32 words[4];
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
-                const float *pair = sums + 4 * (4 * group + j) + 2 * h;
-                words[j] = pack(pair[0], pair[1]);
-            }
-            // A lane keeps the words of its own parity and swaps the others with its neighbour: first the low bit of
-            // lane and word, then the high one.
-            {
-                const bool odd = quad & 1;
-                const u32 x = __shfl_xor_sync(EVERYONE, odd ? words[0] : words[1], 1);
-                const u32 y = __shfl_xor_sync(EVERYONE, odd ? words[2] : words[3], 1);
-                words[0] = odd ? x : words[0];
-                words[1] = odd ? words[1] : x;
-                words[2] = odd ? y : words[2];
-                words[3] = odd ? words[3] : y;
-            }
-            {
-                const bool high = quad & 2;
-                const u32 x = __shfl_xor_sync(EVERYONE, high ? words[0] : words[2], 2);
-                const u32 y = __shfl_xor_sync(EVERYONE, high ? words[1] : words[3], 2);
-                words[0] = high ? x : words[0];
-                words[1] = high ? y : words[1];
-                words[2] = high ? words[2] : x;
-                words[3] = high ? words[3] : y;
-            }
+            pack_neighbours(words, sums, group, h);
             const u32 col = first_col + 32 * group + 8 * quad;
             if (row + 8 * h < rows && col < cols)
                 *(uint4 *)(out + (u64)(row + 8 * h) * stride + col) =

@@ -16,11 +16,12 @@ use cubecl::{ir::StorageType, prelude::*, server::TensorMapBinding, std::tensor:
 use crate::{
     compile_ahead::knows_layers,
     cuda::{
-        numbers::numbers,
-        source::{CudaSource, SourceText, float_knob, launch_source},
+        numbers::{halves, numbers},
+        source::{CudaSource, SourceText, launch_source},
         tensor_map::TmaView,
     },
     device::{MatrixView, or_unused, storage},
+    rounding::STOCHASTIC_OFFSET,
 };
 
 use super::{
@@ -34,9 +35,13 @@ use super::{
 
 pub(super) mod float;
 pub(super) mod fp8;
+pub(super) mod rounded;
 pub(super) mod rowwise;
 
-use self::fp8::{Accumulation, Fp8Source};
+use self::{
+    fp8::{Accumulation, Fp8Source},
+    rounded::{RoundedOutput, Written, product_text},
+};
 
 /// A producer and two consumer warpgroups.
 const UNITS: u32 = 3 * 128;
@@ -107,16 +112,26 @@ impl HopperBlueprint {
         })
     }
 
-    /// That of the lowest cost; of two, the one that comes first.
+    /// Those, in the order of their costs; of two of one cost, the one that comes first.
+    fn by_cost<R: Runtime, const WIDTHS: usize>(
+        client: &ComputeClient<R>,
+        product: &TiledProduct,
+        chunk: usize,
+        speeds: [(usize, f32); WIDTHS],
+    ) -> [Self; WIDTHS] {
+        let mut all = Self::all(client, product, chunk, speeds);
+        all.sort_by(|a, b| a.1.total_cmp(&b.1));
+        all.map(|(blueprint, _)| blueprint)
+    }
+
+    /// That of the lowest cost.
     fn cheapest<R: Runtime, const WIDTHS: usize>(
         client: &ComputeClient<R>,
         product: &TiledProduct,
         chunk: usize,
         speeds: [(usize, f32); WIDTHS],
     ) -> Self {
-        let all = Self::all(client, product, chunk, speeds).into_iter();
-        let cheapest = all.min_by(|a, b| a.1.total_cmp(&b.1));
-        cheapest.expect("widths of tiles").0
+        Self::by_cost(client, product, chunk, speeds)[0]
     }
 
     /// What the kernel writes for such an output: sums of parts are in FP32.
@@ -236,7 +251,7 @@ pub(super) fn launch<R: Runtime>(
                     block: problem.a_scale_block.0,
                     fallback: args.fallback.is_some(),
                     bias: bias.is_some(),
-                    out_dtype: out.dtype,
+                    out: Written::to(out, args.rounded.as_ref()),
                 },
                 blueprint.cube_count(),
                 maps,
@@ -247,6 +262,7 @@ pub(super) fn launch<R: Runtime>(
                     optional(args.fallback.map(|r| &r.flags), storage::<u32>()),
                     optional(bias, storage::<f32>()),
                     out.clone(),
+                    optional(args.rounded.as_ref().map(|it| &it.scales), storage::<f32>()),
                     a,
                     residual,
                     b,
@@ -305,6 +321,18 @@ impl GemmNumbers {
             b_scale_depth: of_b.col_stride as u64,
             b_batched: u64::from(b_view.shape.batch > 1),
             parts: parts as u64,
+            ..Self::rounded(args.rounded.as_ref())
+        }
+    }
+
+    /// What the rounding of an output reads, and zeros.
+    fn rounded<R: Runtime>(rounded: Option<&RoundedOutput<R>>) -> Self {
+        let key = rounded.map(|it| it.key);
+        Self {
+            seed: halves(key.map_or(0, |key| key.seed)),
+            stream: halves(key.map_or(0, |key| key.stream)),
+            bits_of_384: STOCHASTIC_OFFSET.to_bits().into(),
+            ..Self::default()
         }
     }
 }
@@ -312,6 +340,7 @@ impl GemmNumbers {
 numbers! {
     /// The numbers of `hopper/gemm.cu`, `hopper/gemm_fp8.cu` and `hopper/gemm_rowwise.cu`. Strides are in elements;
     /// those of one batch or one row of scales are 0.
+    #[derive(Default)]
     struct GemmNumbers {
         batch: u64,
         m: u64,
@@ -327,6 +356,11 @@ numbers! {
         b_batched: u64,
         /// Parts of K, whose sums follow one another in the output: those of one matrix, then those of the next.
         parts: u64,
+        /// The key of the random numbers of a rounded output.
+        seed: [u32; 2],
+        stream: [u32; 2],
+        /// The bits of 384, as in `whole_tiles.cu`.
+        bits_of_384: u64,
     }
 }
 
@@ -337,18 +371,13 @@ struct GemmSource {
     block: usize,
     fallback: bool,
     bias: bool,
-    out_dtype: StorageType,
+    out: Written,
 }
 
 impl CudaSource for GemmSource {
     type Numbers = GemmNumbers;
 
-    const TEXT: &'static str = concat!(
-        include_str!("../cuda/hopper.cu"),
-        include_str!("hopper/common.cu"),
-        include_str!("hopper/chunks.cu"),
-        include_str!("hopper/gemm.cu")
-    );
+    const TEXT: &'static str = product_text!("gemm/hopper/chunks.cu", "gemm/hopper/gemm.cu");
     const ENTRY_POINT: &'static str = "gemm_hopper";
 
     fn units(&self) -> u32 {
@@ -357,12 +386,12 @@ impl CudaSource for GemmSource {
 
     fn knobs(&self) -> String {
         format!(
-            "{}#define BLOCK {}\n#define FALLBACK {}\n#define BIAS {}\n#define OUT_{}",
+            "{}#define BLOCK {}\n#define FALLBACK {}\n#define BIAS {}\n{}",
             self.tile.knobs(),
             self.block,
             u8::from(self.fallback),
             u8::from(self.bias),
-            float_knob(self.out_dtype),
+            self.out.knobs(),
         )
     }
 
@@ -379,7 +408,11 @@ impl CudaSource for GemmSource {
         client: &ComputeClient<R>,
         sizes: [usize; 4],
     ) -> Vec<SourceText> {
-        companions_of(client, self.out_dtype, self.gradients(client, sizes, None))
+        companions_of(
+            client,
+            self.out.dtype(),
+            self.gradients(client, sizes, None),
+        )
     }
 }
 
@@ -398,7 +431,7 @@ impl LayerSource for GemmSource {
         Self {
             tile,
             bias: false,
-            out_dtype,
+            out: Written::Floats(out_dtype),
             ..self
         }
     }
@@ -419,7 +452,7 @@ impl LayerSource for GemmSource {
         let of_weight = fallbacks
             .into_iter()
             .map(|fallback| with(fallback).of(client, of_weight, storage::<f32>()));
-        let of_input = with(false).of(client, of_input, self.out_dtype);
+        let of_input = with(false).of(client, of_input, self.out.dtype());
         let gradients = std::iter::once(of_input).chain(of_weight);
         gradients.map(|gradient| gradient.text()).collect()
     }
@@ -450,7 +483,7 @@ pub(super) fn expected<R: Runtime>(
                 block: side,
                 fallback: fallback[0],
                 bias: false,
-                out_dtype: dtype,
+                out: Written::Floats(dtype),
             };
             texts(client, source, layer)
         }

@@ -50,7 +50,7 @@ use cubecl_kernels::{
     gelu::{gelu, gelu_backward, quantize_gelu, quantize_gelu_gradient},
     gemm::{
         Accumulation, Blueprint, GemmOperand, GemmProblem, Int4Operand, Strategy, candidates, gemm,
-        gemm_float, gemm_fp8, gemm_int4, select,
+        gemm_float, gemm_fp8, gemm_fp8_quantized, gemm_int4, gemm_quantized, select,
     },
     granularity::Granularity,
     hadamard::{Axis, HadamardSize, HadamardTransform},
@@ -377,6 +377,85 @@ fn hopper_sources(name: &str) -> Vec<Source> {
     };
     assert_eq!(sources.len(), expected, "{name}");
     sources.into_values().collect()
+}
+
+/// Every product whose output its kernel quantizes: numbers and blocks, rounding, accumulation, bias; none is quantized by a
+/// kernel of its own.
+fn rounded_sources() -> Vec<Source> {
+    const SIZES: [(usize, usize); 3] = [(128, 128), (4096, 1536), (4096, 4096)];
+    let key = StochasticKey { seed: 1, stream: 2 };
+    let blocks = [32, 64, 128].map(|side| QuantizeSpec::int8(Granularity::Block(side)));
+    let stochastic = blocks.map(|spec| spec.with_rounding(Rounding::Stochastic(key)));
+    let groups = QuantizeSpec::new(Number::E4M3, Granularity::Group(16));
+    let specs: Vec<_> = blocks
+        .into_iter()
+        .chain(stochastic)
+        .chain([groups])
+        .collect();
+    let quantized = |client: &Client, rows, spec: &QuantizeSpec| {
+        let x = tensor(client, &[rows, 256], dtype::<bf16>());
+        quantize(client, &x, spec).expect("a matrix")
+    };
+    let is_product = |source: &Source| source.name.starts_with("gemm");
+    let of_each = |launch: &dyn Fn(&Client)| {
+        let sources = sources_of(90, |client| launch(client));
+        // The operands', then the product's.
+        let product = sources.last().expect("a product").clone();
+        assert!(is_product(&product), "{}", product.name);
+        assert!(
+            product.code.contains("#define ROUNDED 1"),
+            "{}",
+            product.code
+        );
+        assert_eq!(sources.iter().filter(|it| is_product(it)).count(), 1);
+        product
+    };
+    let mut products = Vec::new();
+    for (rows, cols) in SIZES {
+        for spec in &specs {
+            for has_bias in [false, true] {
+                let bias =
+                    |client: &Client| has_bias.then(|| tensor(client, &[cols], dtype::<f32>()));
+                for side in [32, 64, 128] {
+                    let of_blocks = QuantizeSpec::int8(Granularity::Block(side));
+                    products.push(of_each(&|client: &Client| {
+                        let [a, b] = [rows, cols].map(|rows| {
+                            let x = quantized(client, rows, &of_blocks);
+                            x.operand().expect("a row-major copy")
+                        });
+                        let bias = bias(client);
+                        gemm_quantized(client, &a, &b, bias.as_ref(), dtype::<bf16>(), spec)
+                            .expect("matrices");
+                    }));
+                }
+                for accumulation in [Accumulation::Promoted, Accumulation::Fast] {
+                    let of_matrix = QuantizeSpec::new(Number::E4M3, Granularity::Tensor);
+                    products.push(of_each(&|client: &Client| {
+                        let [a, b] = [rows, cols].map(|rows| {
+                            let x = quantized(client, rows, &of_matrix);
+                            x.fp8_operand().expect("a row-major copy")
+                        });
+                        let (bias, dtype) = (bias(client), dtype::<bf16>());
+                        gemm_fp8_quantized(
+                            client,
+                            &a,
+                            &b,
+                            bias.as_ref(),
+                            accumulation,
+                            dtype,
+                            spec,
+                        )
+                        .expect("matrices");
+                    }));
+                }
+            }
+        }
+    }
+    let products: BTreeMap<String, Source> = products
+        .into_iter()
+        .map(|source| (source.code.clone(), source))
+        .collect();
+    products.into_values().collect()
 }
 
 /// All passes of Hopper's attention, for both types and widths of heads, with a mask and without, of heads that have
@@ -1526,6 +1605,12 @@ fn nvrtc_compiles_hopper_sources(
 #[ignore = "needs NVRTC: CUDA_PATH=$(.ci/nvrtc), then --test compile -- --ignored"]
 fn nvrtc_compiles_fp8_products() {
     compile(fp8_sources(), "sm_90a");
+}
+
+#[rstest]
+#[ignore = "needs NVRTC: CUDA_PATH=$(.ci/nvrtc), then --test compile -- --ignored"]
+fn nvrtc_compiles_products_of_quantized_output() {
+    compile(rounded_sources(), "sm_90a");
 }
 
 #[rstest]

@@ -139,9 +139,8 @@ __device__ __forceinline__ void write_unaligned(const float *sums, Out *out, Sta
     }
 }
 
-// A consumer's warp writes its 16 x TILE_N sums, with the bias added; `aligned`: rows of C are as write_aligned needs them.
-__device__ __forceinline__ void write_sums(float *sums, const float *bias, Out *out, Staging &staging, u32 first_row,
-                                           u32 first_col, u32 rows, u32 cols, u32 stride, bool aligned) {
+// Adds the bias, if there is one, to a warp's sums, in the order of write_aligned.
+__device__ __forceinline__ void add_bias(float *sums, const float *bias, u32 first_col, u32 cols) {
 #if BIAS
     const u32 quad = threadIdx.x % 4;
 #pragma unroll
@@ -154,6 +153,12 @@ __device__ __forceinline__ void write_sums(float *sums, const float *bias, Out *
             sums[4 * j + 2 + e] += term;
         }
 #endif
+}
+
+// A consumer's warp writes its 16 x TILE_N sums, with the bias added; `aligned`: rows of C are as write_aligned needs them.
+__device__ __forceinline__ void write_sums(float *sums, const float *bias, Out *out, Staging &staging, u32 first_row,
+                                           u32 first_col, u32 rows, u32 cols, u32 stride, bool aligned) {
+    add_bias(sums, bias, first_col, cols);
     if (aligned)
         write_aligned(sums, out, first_row, first_col, rows, cols, stride);
     else

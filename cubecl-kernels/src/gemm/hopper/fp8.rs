@@ -8,7 +8,7 @@
 use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
 use crate::{
-    cuda::source::{CudaSource, SourceText, float_knob, launch_source},
+    cuda::source::{CudaSource, SourceText, launch_source},
     device::{MatrixView, check_dtype, check_float, empty, is_hopper, or_unused, storage},
     error::KernelError,
     gemm::{
@@ -19,12 +19,13 @@ use crate::{
         split_k,
     },
     number::{Number, fp8::Fp8},
-    quantize::Quantized,
+    quantize::{QuantizeSpec, Quantized, buffers::allocate, quantize},
     scale::ScaleNumber,
 };
 
 use super::{
     GemmNumbers, LayerSource, TiledProduct, UNITS, batch_stride, companions_of, other_products,
+    rounded::{Rounded, RoundedOutput, Written, product_text},
     rowwise::{self, RowwiseSource},
     tensor_map,
 };
@@ -149,81 +150,185 @@ pub fn gemm_fp8<R: Runtime>(
     out_dtype: StorageType,
 ) -> Result<TensorHandle<R>, KernelError> {
     check_float(client, OPERATION, "the output", out_dtype)?;
-    if !is_hopper(client) {
-        return Err(unsupported(
-            "a device that is not of CUDA's architecture sm_90".into(),
-        ));
+    let product = Product::new(client, [a, b], bias, accumulation)?;
+    let [_, m, n, _] = product.sizes;
+    let out = empty(client, product.of_a.view.tensor_shape(m, n), out_dtype);
+    if !product.is_empty() {
+        product.launch(client, product.blueprints[0], &out, None);
     }
-    let (of_a, of_b) = (Checked::new("a", a)?, Checked::new("b", b)?);
-    let (a_shape, b_shape) = (of_a.view.shape, of_b.view.shape);
-    if a_shape.cols != b_shape.cols || !(b_shape.batch == 1 || b_shape.batch == a_shape.batch) {
-        return Err(KernelError::Shape {
-            operation: OPERATION,
-            got: format!("a {:?}, b {:?}", a.values.shape(), b.values.shape()),
-            remedy: "pass a [.., M, K] and b [.., N, K] of one K, and a batch of b that is 1 or that of a",
+    Ok(out)
+}
+
+/// What [`gemm_fp8`] gives in `dtype`, quantized by the spec: to the bit what [`quantize`] makes of it.
+///
+/// E4M3 to nearest in groups of 16, and INT8 in blocks of 32, 64 or 128, row-major with FP32 scales, are what the product's
+/// kernel writes, where `dtype` has 16 bits, there is one matrix of whole groups of 64 columns, or of 16 with blocks, and K is
+/// summed up in one part: an output that is never in memory as floats (coat-fp8, section 5.2).
+///
+/// # Errors
+///
+/// Those of [`gemm_fp8`] and of [`quantize`].
+pub fn gemm_fp8_quantized<R: Runtime>(
+    client: &ComputeClient<R>,
+    a: &Fp8Operand<R>,
+    b: &Fp8Operand<R>,
+    bias: Option<&TensorHandle<R>>,
+    accumulation: Accumulation,
+    dtype: StorageType,
+    spec: &QuantizeSpec,
+) -> Result<Quantized<R>, KernelError> {
+    check_float(client, OPERATION, "the output", dtype)?;
+    let product = Product::new(client, [a, b], bias, accumulation)?;
+    let [_, m, n, _] = product.sizes;
+    let is_one = !product.of_a.view.batched && !product.is_empty();
+    let rounded = Rounded::of(dtype, spec, n).filter(|_| is_one);
+    let blueprint = rounded.and_then(|rounded| {
+        let mut blueprints = product.blueprints.into_iter();
+        blueprints.find(|blueprint| rounded.fits(blueprint))
+    });
+    match rounded.zip(blueprint) {
+        None => {
+            let out = gemm_fp8(client, a, b, bias, accumulation, dtype)?;
+            quantize(client, &out, spec)
+        }
+        Some((rounded, blueprint)) => {
+            let output = allocate(client, &MatrixView::contiguous(m, n), spec);
+            let scales = rounded.output(spec, &output);
+            let values = output.values.as_ref().expect("a row-major copy");
+            product.launch(client, blueprint, values, Some(scales));
+            Ok(output)
+        }
+    }
+}
+
+/// A product that fits, and how it is launched.
+struct Product<'a, R: Runtime> {
+    operands: [&'a Fp8Operand<R>; 2],
+    bias: Option<&'a TensorHandle<R>>,
+    of_a: Checked,
+    of_b: Checked,
+    /// Batch, M, N and K.
+    sizes: [usize; 4],
+    is_fast: bool,
+    /// Ways to launch it, the cheapest first.
+    blueprints: [HopperBlueprint; SPEEDS.len()],
+}
+
+impl<'a, R: Runtime> Product<'a, R> {
+    fn new(
+        client: &ComputeClient<R>,
+        [a, b]: [&'a Fp8Operand<R>; 2],
+        bias: Option<&'a TensorHandle<R>>,
+        accumulation: Accumulation,
+    ) -> Result<Self, KernelError> {
+        if !is_hopper(client) {
+            return Err(unsupported(
+                "a device that is not of CUDA's architecture sm_90".into(),
+            ));
+        }
+        let (of_a, of_b) = (Checked::new("a", a)?, Checked::new("b", b)?);
+        let (a_shape, b_shape) = (of_a.view.shape, of_b.view.shape);
+        if a_shape.cols != b_shape.cols || !(b_shape.batch == 1 || b_shape.batch == a_shape.batch) {
+            return Err(KernelError::Shape {
+                operation: OPERATION,
+                got: format!("a {:?}, b {:?}", a.values.shape(), b.values.shape()),
+                remedy: "pass a [.., M, K] and b [.., N, K] of one K, and a batch of b that is 1 or that of a",
+            });
+        }
+        check_bias(OPERATION, bias, b_shape.rows)?;
+        if a_shape.cols == 0 {
+            return Err(unsupported("an empty sum".into()));
+        }
+        let is_fast = accumulation.along(a_shape.cols) == Accumulation::Fast
+            && of_a.covers_all_of_k()
+            && of_b.covers_all_of_k();
+        let sizes = [a_shape.batch, a_shape.rows, b_shape.rows, a_shape.cols];
+        let product = TiledProduct::new(sizes, BLOCK, true);
+        let (chunk, speeds) = match is_fast {
+            true => (rowwise::WHOLE_TILE, rowwise::SPEEDS),
+            false => (HopperBlueprint::CHUNK, SPEEDS),
+        };
+        Ok(Self {
+            operands: [a, b],
+            bias,
+            of_a,
+            of_b,
+            sizes,
+            is_fast,
+            blueprints: HopperBlueprint::by_cost(client, &product, chunk, speeds),
+        })
+    }
+
+    /// True where there is nothing to compute.
+    fn is_empty(&self) -> bool {
+        self.sizes.contains(&0)
+    }
+
+    /// Computes the output, `out`, contiguous, or its numbers.
+    fn launch(
+        &self,
+        client: &ComputeClient<R>,
+        blueprint: HopperBlueprint,
+        out: &TensorHandle<R>,
+        rounded: Option<RoundedOutput<R>>,
+    ) {
+        let &Self {
+            operands: [a, b],
+            bias,
+            ref of_a,
+            ref of_b,
+            sizes: [batch, m, n, k],
+            is_fast,
+            blueprints: _,
+        } = self;
+        let numbers = GemmNumbers {
+            batch: batch as u64,
+            m: m as u64,
+            n: n as u64,
+            k: k as u64,
+            a_scale_batch: batch_stride(&of_a.scales),
+            a_scale_row: of_a.scale_strides[0],
+            a_scale_depth: of_a.scale_strides[1],
+            b_scale_batch: batch_stride(&of_b.scales),
+            b_scale_row: of_b.scale_strides[0],
+            b_scale_depth: of_b.scale_strides[1],
+            b_batched: u64::from(of_b.view.shape.batch > 1),
+            parts: blueprint.parts as u64,
+            ..GemmNumbers::rounded(rounded.as_ref())
+        };
+        let maps = vec![
+            tensor_map(&a.values, &of_a.view, HopperBlueprint::TILE_M),
+            tensor_map(&b.values, &of_b.view, blueprint.tile.tile_n),
+        ];
+        let rounded = rounded.as_ref();
+        split_k::in_parts(client, blueprint.parts, out, bias, |out, bias| {
+            let (count, operands) = (blueprint.cube_count(), [of_a.knobs, of_b.knobs]);
+            let buffers = vec![
+                a.scales.clone(),
+                b.scales.clone(),
+                or_unused(bias, out, storage::<f32>()),
+                out.clone(),
+                or_unused(rounded.map(|it| &it.scales), out, storage::<f32>()),
+                a.values.clone(),
+                b.values.clone(),
+            ];
+            let promoted = Fp8Source {
+                tile: blueprint.tile,
+                operands,
+                bias: bias.is_some(),
+                out: Written::to(out, rounded),
+            };
+            // SAFETY: all shapes were checked, from which the numbers come; the kernels guard their writes and their reads
+            // of scales and bias with them. They read the bias, and write scales, only where a knob says that there are any.
+            #[allow(unsafe_code)]
+            unsafe {
+                match is_fast {
+                    true => launch_source(client, promoted.fast(), count, maps, buffers, &numbers),
+                    false => launch_source(client, promoted, count, maps, buffers, &numbers),
+                }
+            }
         });
     }
-    check_bias(OPERATION, bias, b_shape.rows)?;
-    if a_shape.cols == 0 {
-        return Err(unsupported("an empty sum".into()));
-    }
-    let (batch, m, n) = (a_shape.batch, a_shape.rows, b_shape.rows);
-    let out = empty(client, of_a.view.tensor_shape(m, n), out_dtype);
-    if batch * m * n == 0 {
-        return Ok(out);
-    }
-    let is_fast = accumulation.along(a_shape.cols) == Accumulation::Fast
-        && of_a.covers_all_of_k()
-        && of_b.covers_all_of_k();
-    let product = TiledProduct::new([batch, m, n, a_shape.cols], BLOCK, true);
-    let (chunk, speeds) = match is_fast {
-        true => (rowwise::WHOLE_TILE, rowwise::SPEEDS),
-        false => (HopperBlueprint::CHUNK, SPEEDS),
-    };
-    let blueprint = HopperBlueprint::cheapest(client, &product, chunk, speeds);
-    let numbers = GemmNumbers {
-        batch: batch as u64,
-        m: m as u64,
-        n: n as u64,
-        k: a_shape.cols as u64,
-        a_scale_batch: batch_stride(&of_a.scales),
-        a_scale_row: of_a.scale_strides[0],
-        a_scale_depth: of_a.scale_strides[1],
-        b_scale_batch: batch_stride(&of_b.scales),
-        b_scale_row: of_b.scale_strides[0],
-        b_scale_depth: of_b.scale_strides[1],
-        b_batched: u64::from(b_shape.batch > 1),
-        parts: blueprint.parts as u64,
-    };
-    let maps = vec![
-        tensor_map(&a.values, &of_a.view, HopperBlueprint::TILE_M),
-        tensor_map(&b.values, &of_b.view, blueprint.tile.tile_n),
-    ];
-    split_k::in_parts(client, blueprint.parts, &out, bias, |out, bias| {
-        let (count, operands) = (blueprint.cube_count(), [of_a.knobs, of_b.knobs]);
-        let buffers = vec![
-            a.scales.clone(),
-            b.scales.clone(),
-            or_unused(bias, out, storage::<f32>()),
-            out.clone(),
-            a.values.clone(),
-            b.values.clone(),
-        ];
-        let promoted = Fp8Source {
-            bias: bias.is_some(),
-            ..Fp8Source::new(blueprint.tile, operands, out.dtype)
-        };
-        // SAFETY: all shapes were checked, from which the numbers come; the kernels guard their writes and their reads
-        // of scales and bias with them. They read the bias only where a knob says that there is one.
-        #[allow(unsafe_code)]
-        unsafe {
-            match is_fast {
-                true => launch_source(client, promoted.fast(), count, maps, buffers, &numbers),
-                false => launch_source(client, promoted, count, maps, buffers, &numbers),
-            }
-        }
-    });
-    Ok(out)
 }
 
 fn unsupported(reason: String) -> KernelError {
@@ -372,7 +477,7 @@ pub(super) struct Fp8Source {
     tile: HopperTile,
     operands: [OperandKnobs; 2],
     bias: bool,
-    out_dtype: StorageType,
+    out: Written,
 }
 
 impl Fp8Source {
@@ -386,7 +491,7 @@ impl Fp8Source {
             tile,
             operands,
             bias: false,
-            out_dtype,
+            out: Written::Floats(out_dtype),
         }
     }
 
@@ -396,7 +501,7 @@ impl Fp8Source {
             tile: self.tile,
             fp8: Some(self.operands),
             bias: self.bias,
-            out_dtype: self.out_dtype,
+            out: self.out,
         }
     }
 }
@@ -404,12 +509,10 @@ impl Fp8Source {
 impl CudaSource for Fp8Source {
     type Numbers = GemmNumbers;
 
-    const TEXT: &'static str = concat!(
-        include_str!("../../cuda/hopper.cu"),
-        include_str!("common.cu"),
-        include_str!("chunks.cu"),
-        include_str!("scales.cu"),
-        include_str!("gemm_fp8.cu")
+    const TEXT: &'static str = product_text!(
+        "gemm/hopper/chunks.cu",
+        "gemm/hopper/scales.cu",
+        "gemm/hopper/gemm_fp8.cu"
     );
     const ENTRY_POINT: &'static str = "gemm_fp8_hopper";
 
@@ -421,13 +524,13 @@ impl CudaSource for Fp8Source {
         let [a, b] = self.operands;
         format!(
             "{}{}#define BLOCK 128\n#define A_ROWS {}\n#define B_ROWS {}\n\
-             #define BIAS {}\n#define OUT_{}",
+             #define BIAS {}\n{}",
             self.tile.knobs(),
             OperandKnobs::knobs(&self.operands),
             u8::from(a.by_rows),
             u8::from(b.by_rows),
             u8::from(self.bias),
-            float_knob(self.out_dtype),
+            self.out.knobs(),
         )
     }
 
@@ -444,7 +547,11 @@ impl CudaSource for Fp8Source {
         client: &ComputeClient<R>,
         sizes: [usize; 4],
     ) -> Vec<SourceText> {
-        companions_of(client, self.out_dtype, self.gradients(client, sizes, None))
+        companions_of(
+            client,
+            self.out.dtype(),
+            self.gradients(client, sizes, None),
+        )
     }
 }
 
@@ -462,7 +569,7 @@ impl LayerSource for Fp8Source {
         Self {
             tile,
             bias: false,
-            out_dtype,
+            out: Written::Floats(out_dtype),
             ..self
         }
     }
@@ -476,10 +583,10 @@ impl LayerSource for Fp8Source {
         let Self {
             tile,
             operands,
-            out_dtype,
+            out,
             ..
         } = *self;
-        gradients(client, tile, operands, out_dtype, sizes, layer)
+        gradients(client, tile, operands, out.dtype(), sizes, layer)
     }
 }
 

@@ -7,6 +7,7 @@
 //   BLOCK      32, 64 or 128, the rows, columns and depth of a scale
 //   FALLBACK   1: blocks of A whose flag is set add the product of their residual; blocks of 128 only
 //   BIAS, OUT_F32, OUT_F16 or OUT_BF16   see hopper.cu, common.cu and chunks.cu, which come before this text
+//   ROUNDED    1: the output is quantized, see rounded.cu, which comes before this text then; 0: it is in floats
 // and the structure Numbers, which hopper.rs describes.
 //
 // A block has three warpgroups (128 threads each) and works on one output tile after the other:
@@ -197,13 +198,17 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                 const __grid_constant__ TensorMap b_map, const void *, const void *, const void *,
                 const float *__restrict__ a_scales, const float *__restrict__ b_scales,
                 const float *__restrict__ residual_scales, const u32 *__restrict__ flags,
-                const float *__restrict__ bias, Out *__restrict__ out, const void *, const void *, const void *,
-                const __grid_constant__ Numbers numbers) {
+                const float *__restrict__ bias, Out *__restrict__ out, float *__restrict__ out_scales, const void *,
+                const void *, const void *, const __grid_constant__ Numbers numbers) {
     // The swizzle repeats every 1024 bytes, so tiles must begin at multiples of that.
     extern __shared__ __align__(1024) unsigned char ring[];
     __shared__ u64 full_barriers[STAGES], empty_barriers[STAGES];
     __shared__ Note notes[STAGES];
+#if ROUNDED
+    __shared__ Maxima maxima[2];
+#else
     __shared__ __align__(16) Staging staging[8];
+#endif
 
     const u32 m = numbers.m, n = numbers.n, k = numbers.k, parts = numbers.parts;
     const Tiles tiles = tiles_of(numbers.batch * parts, m, n);
@@ -341,7 +346,12 @@ extern "C" __global__ void __launch_bounds__(384, 1)
             add_narrow_tile(sums, chunks, stages, stage, parity);
         else
             add_tile(sums, stages, stage, parity);
-        write_sums(sums, bias, out + tile.batch * (u64)m * n, staging[4 * consumer + warp],
-                   tile.m * TILE_M + consumer * 64 + warp * 16, tile.n * TILE_N, m, n, n, n * sizeof(Out) % 16 == 0);
+        const u32 first_row = tile.m * TILE_M + consumer * 64 + warp * 16, first_col = tile.n * TILE_N;
+#if ROUNDED
+        write_rounded(sums, bias, (u8 *)out, out_scales, maxima[turn % 2], tile.batch, first_row, first_col, numbers);
+#else
+        write_sums(sums, bias, out + tile.batch * (u64)m * n, staging[4 * consumer + warp], first_row, first_col, m, n,
+                   n, n * sizeof(Out) % 16 == 0);
+#endif
     }
 }

@@ -8,6 +8,7 @@
 //   B_ROWS     the same of B
 //   A_E8M0, B_E8M0   see scales.cu
 //   BIAS, OUT_F32, OUT_F16 or OUT_BF16   see hopper.cu, common.cu and chunks.cu, which come before this text
+//   ROUNDED    1: the output is quantized, see rounded.cu, which comes before this text then; 0: it is in floats
 // and the structure Numbers, which fp8.rs describes. Along K a scale is for 128 elements, or for all, where its stride is 0.
 //
 // A producer warp and two consumer warpgroups, as in gemm.cu, and like there chunk by chunk: the tensor cores' own sums
@@ -229,15 +230,19 @@ template <int Rows, class Scale> struct ScalesAhead {
 extern "C" __global__ void __launch_bounds__(384, 1)
     gemm_fp8_hopper(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map, const void *,
                     const void *, const AScale *__restrict__ a_scales, const BScale *__restrict__ b_scales,
-                    const float *__restrict__ bias, Out *__restrict__ out, const void *, const void *,
-                    const __grid_constant__ Numbers numbers) {
+                    const float *__restrict__ bias, Out *__restrict__ out, float *__restrict__ out_scales, const void *,
+                    const void *, const __grid_constant__ Numbers numbers) {
     // The swizzle repeats every 1024 bytes, so tiles must begin at multiples of that.
     extern __shared__ __align__(1024) unsigned char ring[];
     __shared__ u64 full_barriers[STAGES], empty_barriers[STAGES];
     __shared__ Note notes[STAGES];
+#if ROUNDED
+    __shared__ Maxima maxima[2];
+#else
     __shared__ __align__(16) Staging staging[8];
+#endif
     __shared__ __align__(16) TileScales tile_scales;
-    static_assert(sizeof(staging) + sizeof(tile_scales) + sizeof(notes) + 16 * STAGES <= 27 * 1024,
+    static_assert(8 * sizeof(Staging) + sizeof(tile_scales) + sizeof(notes) + 16 * STAGES <= 27 * 1024,
                   "DECLARED in hopper.rs");
 #if B_ROWS
     if (threadIdx.x < CHUNK)
@@ -337,7 +342,12 @@ extern "C" __global__ void __launch_bounds__(384, 1)
             add_narrow_tile(sums, chunks, stages, tile_scales, stage, parity);
         else
             add_tile(sums, stages, tile_scales, stage, parity);
+#if ROUNDED
+        write_rounded(sums, bias, (u8 *)out, out_scales, maxima[turn % 2], tile.batch, first_row, tile.n * TILE_N,
+                      numbers);
+#else
         write_sums(sums, bias, out + tile.batch * (u64)m * n, staging[4 * consumer + warp], first_row,
                    tile.n * TILE_N, m, n, n, n * sizeof(Out) % 16 == 0);
+#endif
     }
 }

@@ -8,6 +8,7 @@
 //   IN         of FP8, "e4m3.e4m3", "e4m3.e5m2", "e5m2.e4m3" or "e5m2.e5m2", the types of A and B
 //   A_E8M0, B_E8M0   see scales.cu
 //   BIAS, OUT_F32, OUT_F16 or OUT_BF16   see hopper.cu, common.cu and accumulate.cu, which come before this text
+//   ROUNDED    1: the output is quantized, see rounded.cu, which comes before this text then; 0: it is in floats
 // and the structure Numbers, which hopper.rs describes.
 //
 // A producer warp and two consumer warpgroups, as in gemm.cu. The scales leave the sum, so that nothing is converted
@@ -100,12 +101,16 @@ __device__ __forceinline__ void scale_products(float *sums, const Product *produ
 extern "C" __global__ void __launch_bounds__(384, 1)
     gemm_rowwise_hopper(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map, const void *,
                         const void *, const AScale *__restrict__ a_scales, const BScale *__restrict__ b_scales,
-                        const float *__restrict__ bias, Out *__restrict__ out, const void *, const void *,
-                        const __grid_constant__ Numbers numbers) {
+                        const float *__restrict__ bias, Out *__restrict__ out, float *__restrict__ out_scales,
+                        const void *, const void *, const __grid_constant__ Numbers numbers) {
     // The swizzle repeats every 1024 bytes, so tiles must begin at multiples of that.
     extern __shared__ __align__(1024) unsigned char ring[];
     __shared__ u64 full_barriers[STAGES], empty_barriers[STAGES];
+#if ROUNDED
+    __shared__ Maxima maxima[2];
+#else
     __shared__ __align__(16) Staging staging[8];
+#endif
 
     const u32 m = numbers.m, n = numbers.n, k = numbers.k, parts = numbers.parts;
     const Tiles tiles = tiles_of(numbers.batch * parts, m, n);
@@ -160,7 +165,11 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         });
         float sums[TILE_N / 2];
         scale_products(sums, products, scales);
+#if ROUNDED
+        write_rounded(sums, bias, (u8 *)out, out_scales, maxima[turn % 2], tile.batch, first_row, first_col, numbers);
+#else
         write_sums(sums, bias, out + tile.batch * (u64)m * n, staging[4 * consumer + warp], first_row, first_col, m, n,
                    n, n * sizeof(Out) % 16 == 0);
+#endif
     }
 }

@@ -11,7 +11,7 @@
 use cubecl::{ir::StorageType, prelude::*};
 
 use crate::{
-    cuda::source::{CudaSource, SourceText, float_knob, launch_source},
+    cuda::source::{CudaSource, SourceText, launch_source},
     device::{or_unused, storage},
     gemm::{
         GemmArgs, GemmProblem,
@@ -26,7 +26,9 @@ use crate::{
 use super::{
     GemmNumbers, LayerSource, TiledProduct, UNITS, companions_of,
     fp8::{self, OperandKnobs},
-    other_products, tensor_map,
+    other_products,
+    rounded::{Written, product_text},
+    tensor_map,
 };
 
 /// Columns that are computed at once: those of the widest tile.
@@ -67,6 +69,7 @@ pub(in crate::gemm) fn launch<R: Runtime>(
         tensor_map(&a, &a_view, HopperBlueprint::TILE_M),
         tensor_map(&b, &b_view, blueprint.tile.tile_n),
     ];
+    let scales = args.rounded.as_ref().map(|it| &it.scales);
     split_k::in_parts(client, blueprint.parts, args.out, args.bias, |out, bias| {
         // SAFETY: `gemm` checked all shapes, from which the numbers come; the kernel guards its writes and its reads of
         // scales and bias with them. It reads the bias only where a knob says that there is one.
@@ -78,7 +81,7 @@ pub(in crate::gemm) fn launch<R: Runtime>(
                     tile: blueprint.tile,
                     fp8: None,
                     bias: bias.is_some(),
-                    out_dtype: out.dtype,
+                    out: Written::to(out, args.rounded.as_ref()),
                 },
                 blueprint.cube_count(),
                 maps,
@@ -87,6 +90,7 @@ pub(in crate::gemm) fn launch<R: Runtime>(
                     args.b.scales.clone(),
                     or_unused(bias, out, storage::<f32>()),
                     out.clone(),
+                    or_unused(scales, out, storage::<f32>()),
                     a,
                     b,
                 ],
@@ -103,18 +107,16 @@ pub(super) struct RowwiseSource {
     /// The operands of a product of FP8; `None` of one of INT8.
     pub fp8: Option<[OperandKnobs; 2]>,
     pub bias: bool,
-    pub out_dtype: StorageType,
+    pub out: Written,
 }
 
 impl CudaSource for RowwiseSource {
     type Numbers = GemmNumbers;
 
-    const TEXT: &'static str = concat!(
-        include_str!("../../cuda/hopper.cu"),
-        include_str!("common.cu"),
-        include_str!("accumulate.cu"),
-        include_str!("scales.cu"),
-        include_str!("gemm_rowwise.cu")
+    const TEXT: &'static str = product_text!(
+        "gemm/hopper/accumulate.cu",
+        "gemm/hopper/scales.cu",
+        "gemm/hopper/gemm_rowwise.cu"
     );
     const ENTRY_POINT: &'static str = "gemm_rowwise_hopper";
 
@@ -128,10 +130,10 @@ impl CudaSource for RowwiseSource {
             None => "#define FP8 0\n#define A_E8M0 0\n#define B_E8M0 0\n".into(),
         };
         format!(
-            "{}{operands}#define BIAS {}\n#define OUT_{}",
+            "{}{operands}#define BIAS {}\n{}",
             self.tile.knobs(),
             u8::from(self.bias),
-            float_knob(self.out_dtype),
+            self.out.knobs(),
         )
     }
 
@@ -148,7 +150,11 @@ impl CudaSource for RowwiseSource {
         client: &ComputeClient<R>,
         sizes: [usize; 4],
     ) -> Vec<SourceText> {
-        companions_of(client, self.out_dtype, self.gradients(client, sizes, None))
+        companions_of(
+            client,
+            self.out.dtype(),
+            self.gradients(client, sizes, None),
+        )
     }
 }
 
@@ -166,7 +172,7 @@ impl LayerSource for RowwiseSource {
         Self {
             tile,
             bias: false,
-            out_dtype,
+            out: Written::Floats(out_dtype),
             ..self
         }
     }
@@ -178,11 +184,12 @@ impl LayerSource for RowwiseSource {
         layer: Option<&LayerOperands>,
     ) -> Vec<SourceText> {
         if let Some(operands) = self.fp8 {
-            return fp8::gradients(client, self.tile, operands, self.out_dtype, sizes, layer);
+            let dtype = self.out.dtype();
+            return fp8::gradients(client, self.tile, operands, dtype, sizes, layer);
         }
         let [of_input, of_weight] = other_products(sizes);
         vec![
-            self.of(client, of_input, self.out_dtype).text(),
+            self.of(client, of_input, self.out.dtype()).text(),
             self.of(client, of_weight, storage::<f32>()).text(),
         ]
     }
@@ -194,6 +201,6 @@ pub(super) fn of_tile(tile: HopperTile, out_dtype: StorageType) -> RowwiseSource
         tile,
         fp8: None,
         bias: false,
-        out_dtype,
+        out: Written::Floats(out_dtype),
     }
 }

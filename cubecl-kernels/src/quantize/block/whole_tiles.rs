@@ -395,6 +395,8 @@ macro_rules! around_block_tile {
         concat!(
             include_str!("../quantize/block/scale.cu"),
             "\n",
+            include_str!("../quantize/int8.cu"),
+            "\n",
             include_str!("../quantize/block/tile.cu"),
             "\n",
             include_str!("../cuda/pairs.cu"),
@@ -416,6 +418,8 @@ impl CudaSource for WholeTilesSource {
 
     const TEXT: &'static str = concat!(
         include_str!("scale.cu"),
+        "\n",
+        include_str!("../int8.cu"),
         "\n",
         include_str!("tile.cu"),
         "\n",
