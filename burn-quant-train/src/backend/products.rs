@@ -413,6 +413,7 @@ fn quantized<B: QuantBackend, R: Recipe>(
         weight_tag: weight.tag().clone(),
         weight_view: weight.view(),
         flow: flow.filter(|_| flows),
+        may_flow: flow.is_some(),
     };
     recorded::<B, _>(operation, x, weight, bias)
 }

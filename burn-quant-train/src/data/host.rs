@@ -116,7 +116,10 @@ impl<B: HostBackend> QuantizeKernels for B {
     }
 
     fn quantize_source(x: MatrixSource<B>, spec: &QuantizeSpec) -> Quantized<B> {
-        Self::quantize_matrix(x.into_floats(), spec)
+        match x {
+            MatrixSource::Product(factors) => factors.quantized(spec),
+            others => Self::quantize_matrix(others.into_floats(), spec),
+        }
     }
 
     fn quantize_delayed(
@@ -338,6 +341,17 @@ impl<B: HostBackend> ProductKernels for B {
     ) -> FloatTensor<B> {
         check_product::<B>(&left, &right, bias.as_ref());
         dequantized_product(left, residual, right, bias, dtype, dequantize)
+    }
+
+    fn quantized_product(
+        [left, right]: [Operand<'_, B>; 2],
+        bias: Option<FloatTensor<B>>,
+        accumulation: Accumulation,
+        dtype: FloatDType,
+        spec: &QuantizeSpec,
+    ) -> Quantized<B> {
+        let product = B::product(left, None, right, bias, accumulation, dtype);
+        B::quantize_matrix(product, spec)
     }
 
     fn stacked_product(

@@ -14,12 +14,17 @@ use crate::{
     data::{
         DataBackend,
         composition::has_quantizing_kernels,
-        quantize::{Quantized, quantize},
+        quantize::{MatrixSource, Quantized, quantize, quantize_source},
         tensors::{self, Outline},
     },
     layer::tag::Tag,
     recipe::{self, Cast},
-    saved::{HeldTensor, later::GradientCopy, recorded::Recorded, report},
+    saved::{
+        HeldTensor,
+        later::{GradientCopy, Later},
+        recorded::Recorded,
+        report,
+    },
 };
 
 /// The value of x, rounded, with the gradient that its reader gives.
@@ -51,8 +56,17 @@ impl<B: DataBackend> Recorded<B, 1> for ReadRounded<B> {
             let make = Make::new(factor, || {
                 unreachable!("activations are rounded to nearest")
             });
-            let matrix = flatten::<B>(x.cell().read());
-            let copy = quantize::<B>(matrix, &make.spec(factor.key.layout));
+            let spec = make.spec(factor.key.layout);
+            let copy = match x.cell().waits_for_reader() {
+                Some(Later::Product(factors)) => {
+                    let copy = quantize_source::<B>(MatrixSource::Product(*factors), &spec);
+                    x.cell().flows_as(copy.clone());
+                    copy
+                }
+                Some(Later::Swiglu(_) | Later::Gradient(..) | Later::OfOne(_)) | None => {
+                    quantize::<B>(flatten::<B>(x.cell().read()), &spec)
+                }
+            };
             match &self.tag {
                 Some(tag) => tag.keep(factor.key, None, copy),
                 None => Arc::new(copy),

@@ -28,6 +28,7 @@ use super::{
 use crate::{
     data::{
         DataBackend, Layout,
+        product::Factors,
         quantize::{DelayedMaximum, Fallback, MatrixSource, Quantized, quantize_source},
     },
     layer::{
@@ -37,7 +38,7 @@ use crate::{
     recipe::{Flow, LinearRow, Residual, SavedX},
     saved::{
         HeldTensor,
-        later::{GradientCopy, Later},
+        later::{GradientCopy, Later, may_wait},
         recorded::Recorded,
         report::Operands,
     },
@@ -66,6 +67,8 @@ pub(crate) struct Linear<B: DataBackend> {
     pub weight_view: View,
     /// The flow that X came by, if it did: dX goes the same way.
     pub flow: Option<Flow>,
+    /// True if Y may flow to an operator, which then computes it.
+    pub may_flow: bool,
 }
 
 /// The state of the layer that both runs in a block share.
@@ -214,8 +217,13 @@ impl<B: DataBackend> Linear<B> {
         };
         // A copy with a history brings its maximum along.
         let is_noted = matches!(product, Some([make, _]) if make.has_history());
-        let keeps_operand =
-            (shares_operand || is_noted || fallback_tag.is_some()) && operand.is_none();
+        let waits_for_reader = wants_y
+            && self.may_flow
+            && product.is_some()
+            && plan.residual == Residual::Never
+            && may_wait(&wanted);
+        let is_kept = shares_operand || is_noted || fallback_tag.is_some() || waits_for_reader;
+        let keeps_operand = is_kept && operand.is_none();
         let later = x.cell().waits_for_reader().filter(|_| kept_x.is_none());
         let x = match (&operand, to_save, &later) {
             (Some(copy), None, _) => InputSource::Copy(Quantized::clone(copy)),
@@ -247,8 +255,12 @@ impl<B: DataBackend> Linear<B> {
             other_weight: plan.other_weight.filter(|_| missing),
             transposed_weight: self.weight_view == View::Transposed,
             compute: self.compute,
-            wants_y,
+            wants_y: wants_y && !waits_for_reader,
+            keeps_factor: waits_for_reader,
         };
+        let shape = operation.shape.clone();
+        let factor_bias = bias.as_ref().filter(|_| waits_for_reader);
+        let factor_bias = factor_bias.map(|bias| bias.clone().into_value());
         let inputs = |fallback| ForwardInputs {
             x,
             weight: weight_source,
@@ -308,6 +320,8 @@ impl<B: DataBackend> Linear<B> {
             let epoch = plan.weight_epoch(bank, stored.key);
             made.map(|copy| self.weight_tag.keep(stored.key, epoch, copy))
         };
+        let of_product = copy.as_deref().filter(|_| waits_for_reader);
+        let factor = output.factor.or_else(|| of_product.cloned());
         let copy = keep_weight(plan.weight, output.weight).or(copy);
         let other = keep_weight(plan.other_weight, output.other_weight).or(other);
         let saved = saved.or(made);
@@ -334,7 +348,21 @@ impl<B: DataBackend> Linear<B> {
                     .expect("a weight is quantized before or by the operation"),
             ),
         };
-        let y = output.y.map(|y| HeldTensor::of("linear", y));
+        let y = output.y.map(|y| HeldTensor::of("linear", y)).or_else(|| {
+            let ([of_x, of_weight], operand, weight) = (product?, operand?, factor?);
+            let operands = [
+                of_x.factor.operand(&*operand),
+                of_weight.factor.operand(&weight),
+            ];
+            let how = (plan.accumulation, self.compute);
+            let factors = Factors::new(operands, factor_bias, how, shape.clone());
+            let form = (shape, DType::from(self.compute), device.clone());
+            Some(HeldTensor::later(
+                "linear",
+                Later::Product(Box::new(factors)),
+                form,
+            ))
+        });
         if let Some(y) = &y
             && wants_x
             && x.is_some()
@@ -486,7 +514,7 @@ fn copy_of_gradient<B: DataBackend>(
         Later::OfOne(of_one) if !make.has_history() => {
             Some(quantize_source::<B>(of_one.source(), &spec))
         }
-        Later::Swiglu(_) | Later::OfOne(_) => None,
+        Later::Swiglu(_) | Later::OfOne(_) | Later::Product(_) => None,
     }
 }
 

@@ -11,7 +11,7 @@ use crate::{
     saved::{
         HeldTensor,
         compress::Compress,
-        later::{self, Factors, GradientPair, Later},
+        later::{self, GateAndUp, GradientPair, Later},
         recorded::Recorded,
     },
 };
@@ -21,7 +21,7 @@ fn waiting<B: DataBackend>(
     inputs: &[HeldTensor<B>; 2],
     contexts: Option<QuantizeSpec>,
 ) -> HeldTensor<B> {
-    let factors = Factors::new(inputs.clone(), contexts);
+    let factors = GateAndUp::new(inputs.clone(), contexts);
     HeldTensor::later("swiglu", Later::Swiglu(factors), inputs[0].cell().form())
 }
 

@@ -1,6 +1,6 @@
-//! Values that their reader computes: SwiGLU's output and its gradients, and in a flow those of GELU and norms' outputs.
-//! A linear layer quantizes them in the launch that computes them, so that they never go through memory; whoever else reads
-//! one has it computed by itself.
+//! Values that their reader computes: SwiGLU's output and its gradients, and in a flow those of GELU, the outputs of norms
+//! and of linear layers. Who quantizes one, a linear layer, or of a linear layer's output an operator, does it in the launch
+//! that computes it, so that it never goes through memory; whoever else reads it has it computed by itself.
 
 use std::{
     fmt::{self, Debug},
@@ -23,6 +23,7 @@ use crate::{
             GeluForward, GeluGradient, LayerNormForward, OperatorInput, RmsNormForward,
             SwigluCompressing, SwigluForward, SwigluGradients,
         },
+        product::{Factors, Product},
         quantize::{DelayedMaximum, MatrixSource, Quantized, quantize_swiglu_gradients},
     },
     lock::lock,
@@ -38,11 +39,13 @@ pub(crate) fn may_wait(wanted: &[bool]) -> bool {
 #[derive(Debug)]
 pub(crate) enum Later<B: DataBackend> {
     /// `silu(gate) up`.
-    Swiglu(Arc<Factors<B>>),
+    Swiglu(Arc<GateAndUp<B>>),
     /// The gradient of one of its factors.
     Gradient(Arc<GradientPair<B>>, Factor),
     /// What depends on one tensor that flows. In a box: every cell has room for what a value waits as.
     OfOne(Box<OfOne<B>>),
+    /// The output of a linear layer whose operands are quantized. In a box, likewise.
+    Product(Box<Factors<B>>),
 }
 
 /// What an operator makes of one tensor that flows.
@@ -173,6 +176,7 @@ impl<B: DataBackend> Clone for Later<B> {
             Self::Swiglu(factors) => Self::Swiglu(factors.clone()),
             Self::Gradient(pair, factor) => Self::Gradient(pair.clone(), *factor),
             Self::OfOne(of_one) => Self::OfOne(of_one.clone()),
+            Self::Product(factors) => Self::Product(factors.clone()),
         }
     }
 }
@@ -184,6 +188,7 @@ impl<B: DataBackend> Later<B> {
             Self::Swiglu(factors) => factors.product(),
             Self::Gradient(pair, factor) => pair.floats(*factor),
             Self::OfOne(of_one) => of_one.compute(),
+            Self::Product(factors) => B::run(Product, Factors::clone(factors)),
         }
     }
 }
@@ -191,12 +196,12 @@ impl<B: DataBackend> Later<B> {
 /// Gate and up of an output that its reader computes, and how they wait for the backward pass: who reads them makes
 /// these copies too. Until the last reader is gone they stay as they are.
 #[derive(Debug)]
-pub(crate) struct Factors<B: DataBackend> {
+pub(crate) struct GateAndUp<B: DataBackend> {
     inputs: [HeldTensor<B>; 2],
     contexts: Option<QuantizeSpec>,
 }
 
-impl<B: DataBackend> Factors<B> {
+impl<B: DataBackend> GateAndUp<B> {
     /// Those of an output. `contexts`: how both will wait, in groups of which rows are whole ones, if they are not to
     /// stay exact.
     pub fn new(inputs: [HeldTensor<B>; 2], contexts: Option<QuantizeSpec>) -> Arc<Self> {
@@ -240,7 +245,7 @@ impl<B: DataBackend> Factors<B> {
     }
 }
 
-impl<B: DataBackend> Drop for Factors<B> {
+impl<B: DataBackend> Drop for GateAndUp<B> {
     fn drop(&mut self) {
         if self.contexts.is_some() {
             for input in &self.inputs {
@@ -416,7 +421,7 @@ mod tests {
                 let copy = pair.copy(factor, spec)?;
                 Some(floats(dequantize::<Flex>(&copy, FloatDType::F32)))
             }
-            Later::Swiglu(_) | Later::OfOne(_) => None,
+            Later::Swiglu(_) | Later::OfOne(_) | Later::Product(_) => None,
         }
     }
 

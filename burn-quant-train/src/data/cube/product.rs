@@ -30,8 +30,8 @@ use cubecl_kernels::{
 
 use super::{
     exact_product::exact_product,
-    fp8_product::fp8_product,
-    quantize::{dequantize, on_device, unwrap},
+    fp8_product::{fp8_product, quantized_fp8_product},
+    quantize::{dequantize, on_device, unwrap, wrap},
     tensors::{Cube, handle, reshaped, tensor},
 };
 use crate::data::{
@@ -41,7 +41,7 @@ use crate::data::{
         Accumulation, ExpectedLayer, FloatProduct, ProductKernels, check_product, check_stacked,
         dequantized_product,
     },
-    quantize::{Format, Operand, Quantized, Residual, ScaleNumber},
+    quantize::{Format, Operand, QuantizeKernels, QuantizeSpec, Quantized, Residual, ScaleNumber},
 };
 use crate::{lock::lock, warning::warn};
 
@@ -78,6 +78,43 @@ where
                 })
             }
         }
+    }
+
+    fn quantized_product(
+        [left, right]: [Operand<'_, Self>; 2],
+        bias: Option<FloatTensor<Self>>,
+        accumulation: Accumulation,
+        dtype: FloatDType,
+        spec: &QuantizeSpec,
+    ) -> Quantized<Self> {
+        check_product::<Self>(&left, &right, bias.as_ref());
+        let like = on_device(left.matrix);
+        let wide = bias.clone();
+        let wide = wide.map(|bias| cast_to::<Self>(bias, Some(FloatDType::F32)));
+        let numbers = [&left, &right].map(|operand| operand.matrix.format.number);
+        let arithmetic = [&left, &right].map(|operand| Arithmetic::of(operand.matrix.format));
+        let quantized = match (numbers, arithmetic) {
+            // Those of INT4 may have another kernel.
+            ([Number::Int8, Number::Int8], [Arithmetic::Int8, Arithmetic::Int8]) => {
+                let bias = wide.map(|bias| handle(&into_contiguous(bias)));
+                let operands = [left, right.t()];
+                let [a, b] = operands.map(|operand| along_columns(&like.client, operand));
+                let out = DType::from(dtype).into();
+                let product = gemm::gemm_quantized(&like.client, &a, &b, bias.as_ref(), out, spec);
+                Some(wrap(like, checked(product)))
+            }
+            _ => quantized_fp8_product::<Self, R>(
+                [left, right],
+                wide.as_ref(),
+                accumulation,
+                dtype,
+                spec,
+            ),
+        };
+        quantized.unwrap_or_else(|| {
+            let product = Self::product(left, None, right, bias, accumulation, dtype);
+            Self::quantize_matrix(product, spec)
+        })
     }
 
     fn stacked_product(

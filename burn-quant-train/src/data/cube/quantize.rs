@@ -104,6 +104,7 @@ where
                 );
                 wrap(like, checked(quantized))
             }
+            MatrixSource::Product(factors) => factors.quantized(spec),
             MatrixSource::Floats(_) | MatrixSource::SwigluCompressing { .. } => {
                 Self::quantize_matrix(x.into_floats(), spec)
             }
@@ -276,6 +277,7 @@ impl<R: CubeRuntime> SourceHandles<R> {
             others @ (MatrixSource::Swiglu { .. }
             | MatrixSource::Gelu(_)
             | MatrixSource::GeluGradient { .. }
+            | MatrixSource::Product(_)
             | MatrixSource::RmsNorm { .. }
             | MatrixSource::LayerNorm { .. }) => (others.into_floats(), None, None),
         };

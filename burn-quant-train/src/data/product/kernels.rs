@@ -9,6 +9,7 @@ use cubecl_kernels::{
     gemm::{Accumulation, LayerOperands},
     granularity::Granularity,
     number::Number,
+    quantize::QuantizeSpec,
     scale::ScaleNumber,
 };
 
@@ -39,6 +40,20 @@ pub trait ProductKernels: Backend {
         accumulation: Accumulation,
         dtype: FloatDType,
     ) -> FloatTensor<Self>;
+
+    /// The [`product`](Self::product) of two operands without residuals in `dtype`, quantized by the spec: in the launch that
+    /// computes it where there is a kernel for that.
+    ///
+    /// # Panics
+    ///
+    /// As [`product`](Self::product), and if the kernels do not have the spec.
+    fn quantized_product(
+        operands: [Operand<'_, Self>; 2],
+        bias: Option<FloatTensor<Self>>,
+        accumulation: Accumulation,
+        dtype: FloatDType,
+        spec: &QuantizeSpec,
+    ) -> Quantized<Self>;
 
     /// The products `L Rᵀ` of `batch` pairs of matrices, which lie below one another in `left` `[batch M, K]` and in `right`
     /// `[batch N, K]`, each of INT4 or INT8 with one FP32 scale: `[batch, M, N]`. Adds up and rounds as

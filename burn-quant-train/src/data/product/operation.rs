@@ -1,6 +1,7 @@
-//! The product of quantized matrices as an operation.
+//! The product of quantized matrices as an operation, and as what a matrix is computed from.
 
-use burn_backend::{FloatDType, tensor::FloatTensor};
+use burn_backend::{FloatDType, Shape, tensor::FloatTensor};
+use cubecl_kernels::quantize::QuantizeSpec;
 
 use super::Accumulation;
 
@@ -25,33 +26,92 @@ pub fn product<B: DataBackend>(
     accumulation: Accumulation,
     dtype: FloatDType,
 ) -> FloatTensor<B> {
-    let operation = Product {
-        transpose: [left.transpose, right.transpose],
-        accumulation,
-        dtype,
-    };
-    let factors = Factors {
-        left: left.matrix.clone(),
-        residual: residual.cloned(),
-        right: right.matrix.clone(),
-        bias,
-    };
-    B::run(operation, factors)
+    let shape = Shape::new([left.shape()[0], right.shape()[1]]);
+    let factors = Factors::new([left, right], bias, (accumulation, dtype), shape);
+    B::run(
+        Product,
+        Factors {
+            residual: residual.cloned(),
+            ..factors
+        },
+    )
 }
 
+/// A product of quantized matrices that is to be computed, and the tensor that it makes.
 #[derive(Debug, Clone)]
-struct Product {
-    transpose: [bool; 2],
-    accumulation: Accumulation,
-    dtype: FloatDType,
-}
-
-#[derive(Debug, Clone)]
-struct Factors<T: Tensors> {
+pub struct Factors<T: Tensors> {
     left: Quantized<T>,
     residual: Option<Residual<T>>,
     right: Quantized<T>,
     bias: Option<T::Float>,
+    transpose: [bool; 2],
+    accumulation: Accumulation,
+    /// The tensor's shape, whose dimensions but the last are rows of the product.
+    shape: Shape,
+    dtype: FloatDType,
+}
+
+impl<T: Tensors + Clone> Factors<T> {
+    /// The product of two operands, plus a bias `[columns]`, as a tensor of this shape.
+    pub(crate) fn new(
+        [left, right]: [Operand<'_, T>; 2],
+        bias: Option<T::Float>,
+        (accumulation, dtype): (Accumulation, FloatDType),
+        shape: Shape,
+    ) -> Self {
+        Self {
+            left: left.matrix.clone(),
+            residual: None,
+            right: right.matrix.clone(),
+            bias,
+            transpose: [left.transpose, right.transpose],
+            accumulation,
+            shape,
+            dtype,
+        }
+    }
+}
+
+impl<T: Tensors> Factors<T> {
+    /// The shape of the tensor.
+    pub(crate) fn shape(&self) -> Shape {
+        self.shape.clone()
+    }
+
+    /// The same as a tensor of another shape.
+    pub(crate) fn reshaped(self, shape: Shape) -> Self {
+        Self { shape, ..self }
+    }
+
+    fn operands(&self) -> [Operand<'_, T>; 2] {
+        let [left, right] = self.transpose;
+        [(&self.left, left), (&self.right, right)]
+            .map(|(matrix, transpose)| Operand { matrix, transpose })
+    }
+}
+
+impl<K: Kernels> Factors<K> {
+    /// The tensor.
+    pub(crate) fn into_floats(mut self) -> FloatTensor<K> {
+        let (bias, residual) = (self.bias.take(), self.residual.as_ref());
+        let [left, right] = self.operands();
+        let product = K::product(left, residual, right, bias, self.accumulation, self.dtype);
+        K::float_reshape(product, self.shape)
+    }
+
+    /// The matrix, quantized.
+    ///
+    /// # Panics
+    ///
+    /// If the left operand has residuals.
+    pub(crate) fn quantized(mut self, spec: &QuantizeSpec) -> Quantized<K> {
+        assert!(
+            self.residual.is_none(),
+            "quantized_product: a left operand with residuals; compute the product first"
+        );
+        let bias = self.bias.take();
+        K::quantized_product(self.operands(), bias, self.accumulation, self.dtype, spec)
+    }
 }
 
 impl Bundle for Factors<Outline> {
@@ -66,17 +126,17 @@ impl Bundle for Factors<Outline> {
             residual: Option::<Residual<Outline>>::rebuild(factors.residual, change),
             right: Quantized::rebuild(factors.right, change),
             bias: factors.bias.map(|bias| change.float(bias)),
+            transpose: factors.transpose,
+            accumulation: factors.accumulation,
+            shape: factors.shape,
+            dtype: factors.dtype,
         }
     }
 }
 
-impl Product {
-    fn operands<'a, T: Tensors>(&self, factors: &'a Factors<T>) -> [Operand<'a, T>; 2] {
-        let [left, right] = self.transpose;
-        [(&factors.left, left), (&factors.right, right)]
-            .map(|(matrix, transpose)| Operand { matrix, transpose })
-    }
-}
+/// The product, in floats.
+#[derive(Debug, Clone)]
+pub(crate) struct Product;
 
 impl Operation for Product {
     const NAME: &'static str = "product";
@@ -84,14 +144,10 @@ impl Operation for Product {
     type Outputs = FloatMeta;
 
     fn outline<T: Tensors>(&self, factors: &Factors<T>) -> FloatMeta {
-        let [left, right] = self.operands(factors);
-        FloatMeta::new([left.shape()[0], right.shape()[1]], self.dtype)
+        FloatMeta::new(factors.shape(), factors.dtype)
     }
 
-    fn run<K: Kernels>(self, mut factors: Factors<K>) -> FloatTensor<K> {
-        let bias = factors.bias.take();
-        let [left, right] = self.operands(&factors);
-        let residual = factors.residual.as_ref();
-        K::product(left, residual, right, bias, self.accumulation, self.dtype)
+    fn run<K: Kernels>(self, factors: Factors<K>) -> FloatTensor<K> {
+        factors.into_floats()
     }
 }

@@ -10,6 +10,7 @@ use crate::data::{
     },
     kernels::Kernels,
     operation::Operation,
+    product::Factors,
     quantize::Quantized,
     tensors::{Bundle, Change, Outline, Tensors, flatten, flattened},
 };
@@ -44,6 +45,8 @@ pub enum MatrixSource<T: Tensors> {
         /// The gradient of the output, of its shape and dtype.
         gradient: OperatorInput<T>,
     },
+    /// A product of quantized matrices.
+    Product(Factors<T>),
     /// `x inverse_rms gain`, in the dtype of x: RMSNorm's output.
     RmsNorm {
         /// The input, `[.., columns]`.
@@ -76,6 +79,7 @@ impl<T: Tensors> MatrixSource<T> {
             | Self::GeluGradient { x, .. }
             | Self::RmsNorm { x, .. }
             | Self::LayerNorm { x, .. } => x.shape(),
+            Self::Product(factors) => factors.shape(),
         }
     }
 }
@@ -108,6 +112,9 @@ impl Bundle for MatrixSource<Outline> {
                 x: OperatorInput::rebuild(x, change),
                 gradient: OperatorInput::rebuild(gradient, change),
             },
+            MatrixSource::Product(factors) => {
+                MatrixSource::Product(Factors::rebuild(factors, change))
+            }
             MatrixSource::RmsNorm {
                 x,
                 gain,
@@ -144,6 +151,7 @@ impl<K: Kernels> MatrixSource<K> {
             }
             Self::Gelu(x) => GeluForward.run::<K>(x),
             Self::GeluGradient { x, gradient } => GeluGradient.run::<K>((x, gradient)),
+            Self::Product(factors) => factors.into_floats(),
             Self::RmsNorm {
                 x,
                 gain,
@@ -178,6 +186,7 @@ impl<K: Kernels> MatrixSource<K> {
             | Self::Swiglu { .. }
             | Self::Gelu(_)
             | Self::GeluGradient { .. }
+            | Self::Product(_)
             | Self::RmsNorm { .. }
             | Self::LayerNorm { .. }) => (source, None),
         }
@@ -205,6 +214,10 @@ impl<K: Kernels> MatrixSource<K> {
                 let matrix = flattened(&x.shape());
                 let [x, gradient] = [x, gradient].map(|it| it.reshaped(matrix));
                 Self::GeluGradient { x, gradient }
+            }
+            Self::Product(factors) => {
+                let matrix = flattened(&factors.shape());
+                Self::Product(factors.reshaped(Shape::new(matrix)))
             }
             Self::RmsNorm {
                 x,

@@ -10,7 +10,7 @@ use crate::{
     data::{
         Kernels, Layout, Operation, cast_to,
         composition::{OperatorInput, SwigluCompressing},
-        product::{Accumulation, float_product},
+        product::{Accumulation, Factors, float_product},
         quantize::{
             DelayedMaximum, Fallback, MatrixSource, Quantized, QuantizedInput,
             Residual as ResidualBlocks, SwigluContexts, quantize_operand,
@@ -45,6 +45,8 @@ pub(super) struct Forward {
     pub compute: FloatDType,
     /// True if Y is wanted.
     pub wants_y: bool,
+    /// True if W as the product takes it is wanted afterwards, where it is quantized for that.
+    pub keeps_factor: bool,
 }
 
 #[derive(Debug, Clone)]
@@ -95,6 +97,8 @@ pub(super) struct ForwardOutputs<T: Tensors> {
     /// The copies of W that were to be made.
     pub weight: Option<Quantized<T>>,
     pub other_weight: Option<Quantized<T>>,
+    /// W as the product takes it, if it was quantized, and that was wanted.
+    pub factor: Option<Quantized<T>>,
     /// The counters of the fallback state.
     pub counts: Option<T::Int>,
     /// The copies of what X is computed from that were asked for.
@@ -116,6 +120,7 @@ impl Bundle for ForwardOutputs<Outline> {
             saved: Copy::rebuild(outputs.saved, change),
             weight: Copy::rebuild(outputs.weight, change),
             other_weight: Copy::rebuild(outputs.other_weight, change),
+            factor: Copy::rebuild(outputs.factor, change),
             counts: outputs.counts.map(|counts| change.int(counts)),
             contexts: Option::<(Quantized<Outline>, Quantized<Outline>)>::rebuild(
                 outputs.contexts,
@@ -151,6 +156,10 @@ impl Operation for Forward {
         let of_weight = |stored: Stored| stored.make.outline(tagged, stored.key.layout);
         let operand = self.product.filter(|_| self.keeps_operand);
         let residual = operand.filter(|_| inputs.fallback.is_some());
+        let factor = self
+            .product
+            .zip(self.weight)
+            .filter(|_| self.keeps_factor && matches!(inputs.weight, Source::Float(_)));
         ForwardOutputs {
             y: self
                 .wants_y
@@ -160,6 +169,7 @@ impl Operation for Forward {
             saved: self.saved.map(|make| own(x, &make)),
             weight: self.weight.map(of_weight),
             other_weight: self.other_weight.map(of_weight),
+            factor: factor.map(|([_, make], kept)| make.outline(tagged, layout_of(&make, &kept))),
             counts: inputs.fallback.as_ref().map(|it| IntMeta::of(&it.counts)),
             contexts: match &inputs.x {
                 InputSource::Floats(MatrixSource::SwigluCompressing { contexts, .. }) => {
@@ -170,6 +180,7 @@ impl Operation for Forward {
                     | MatrixSource::Swiglu { .. }
                     | MatrixSource::Gelu(_)
                     | MatrixSource::GeluGradient { .. }
+                    | MatrixSource::Product(_)
                     | MatrixSource::RmsNorm { .. }
                     | MatrixSource::LayerNorm { .. },
                 )
@@ -212,6 +223,7 @@ impl Operation for Forward {
                 saved,
                 weight: None,
                 other_weight,
+                factor: None,
                 counts: None,
                 contexts,
             };
@@ -245,11 +257,7 @@ impl Operation for Forward {
             Source::Copy(copy) => (copy, None),
             Source::Float(weight) => {
                 let kept = self.weight.expect("a float weight is to be quantized");
-                // The product reads along its inner dimension; the other layout lives for the product only.
-                let layout = match kept.key.layout == of_weight.factor.key.layout {
-                    true => kept.key.layout,
-                    false => Layout::Both,
-                };
+                let layout = layout_of(&of_weight, &kept);
                 let matrix = self.tagged_matrix::<K>(&weight);
                 let copy = of_weight.copy::<K>(matrix, layout, delayed_weight);
                 let made = copy.in_layout(kept.key.layout);
@@ -271,11 +279,21 @@ impl Operation for Forward {
             operand: self.keeps_operand.then_some(operand),
             residual: residual.filter(|_| self.keeps_operand && counts.is_some()),
             saved,
+            factor: made.as_ref().filter(|_| self.keeps_factor).map(|_| copy),
             weight: made,
             other_weight,
             counts,
             contexts,
         }
+    }
+}
+
+/// The layouts in which W is made. The product reads along its inner dimension; where that is another layout than the kept
+/// one, it lives for the product only.
+fn layout_of(of_product: &Make, kept: &Stored) -> Layout {
+    match kept.key.layout == of_product.factor.key.layout {
+        true => kept.key.layout,
+        false => Layout::Both,
     }
 }
 
@@ -501,28 +519,28 @@ impl Operation for Backward {
         let in_form = |product, form: Form| K::float_reshape(product, form.shape);
         let input = inputs.weight.zip(self.input).map(|(weight, form)| {
             let product = match (weight, &of_input, &quantized[0]) {
-                (Source::Copy(weight), Some([left, right]), Some(gradient)) => K::product(
-                    left.factor.operand(gradient),
-                    None,
-                    right.factor.operand(&weight),
-                    None,
-                    sums_of_input,
-                    form.dtype,
-                ),
-                (Source::Float(weight), _, _) => {
-                    float_product::<K>(float(gradient()), float(transposed(weight)), form.dtype)
+                (Source::Copy(weight), Some([left, right]), Some(gradient)) => {
+                    let operands = [left.factor.operand(gradient), right.factor.operand(&weight)];
+                    let matrix = Shape::new(flattened(&form.shape));
+                    let how = (sums_of_input, form.dtype);
+                    MatrixSource::Product(Factors::new(operands, None, how, matrix))
                 }
+                (Source::Float(weight), _, _) => MatrixSource::Floats(float_product::<K>(
+                    float(gradient()),
+                    float(transposed(weight)),
+                    form.dtype,
+                )),
                 (Source::Copy(_), ..) => {
                     unreachable!("a quantized weight is for a quantized product")
                 }
             };
             match self.input_gradient {
                 Some(make) => OperatorInput::Quantized {
-                    matrix: make.copy::<K>(product, make.factor.key.layout, None),
+                    matrix: make.copy_of::<K>(product, make.factor.key.layout, None),
                     shape: form.shape,
                     dtype: form.dtype,
                 },
-                None => OperatorInput::Floats(in_form(product, form)),
+                None => OperatorInput::Floats(in_form(product.into_floats(), form)),
             }
         });
         let weight = inputs.x.zip(self.weight).map(|(x, form)| {
