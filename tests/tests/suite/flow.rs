@@ -8,7 +8,7 @@ use burn::{
         transformer::{TransformerEncoderConfig, TransformerEncoderInput},
     },
     tensor::{
-        DType, Tensor,
+        DType, FloatDType, Tensor,
         activation::{gelu, silu},
         backend::{AutodiffBackend, Backend},
     },
@@ -41,6 +41,7 @@ on_every_backend! {
     operators_in_16_bits_read_what_flows => operators_in_16_bits;
     gradients_flow_back_as_the_recipe_says => gradients_flow_back;
     operators_keep_what_they_read => kept;
+    outputs_of_layers_flow_to_operators => outputs_of_layers;
     nan_and_infinity_are_seen => not_finite;
     validation_reads_values_as_they_are => validation;
     a_frozen_model_reads_values_as_they_are => frozen;
@@ -304,6 +305,74 @@ fn kept<B: DataBackend>(seed: u64) {
     }
     check::<B, JetfireInt8<f32>>(seed, Number::Int8);
     check::<B, CoatFp8<f32>>(seed, Number::E4M3);
+}
+
+/// Who else reads the output of a layer that an operator reads.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum OtherReader {
+    None,
+    Before,
+    Behind,
+}
+
+/// What an operator reads of a layer's output is its value, rounded; who reads it before the operator has the value itself,
+/// and who reads it behind that what the operator read. Neither changes what the operator gives, or a gradient.
+fn outputs_of_layers<B: DataBackend>(seed: u64) {
+    type T<B, R> = QuantTrain<Autodiff<B>, R>;
+    /// What the other reader read, the operator's output, and the gradients of X, W and the bias.
+    fn run<B: DataBackend, R: Recipe>(seed: u64, reader: OtherReader) -> [Vec<f32>; 5] {
+        let device = B::Device::default();
+        let one = One::new(96, 64, true, &device);
+        let (_optimizer, model) = attached::<T<B, R>, _>(&every_layer(seed), one, seed);
+        let values = Rng::new(seed).normals(2 * 48 * 96, 1.0);
+        let x = tensor::<T<B, R>, 3>(&values, [2, 48, 96], &device).require_grad();
+        let y = model.linear.forward(x.clone());
+        let before = (reader == OtherReader::Before).then(|| floats(&y));
+        let output = gelu(y.clone());
+        let behind = (reader == OtherReader::Behind).then(|| floats(&y));
+        drop(y);
+        let gradients = output.clone().square().sum().backward();
+        let of_weight = model.linear.weight.val().grad(&gradients);
+        let bias = model.linear.bias.as_ref().expect("a bias").val();
+        [
+            before.or(behind).unwrap_or_default(),
+            floats(&output),
+            floats(&x.grad(&gradients).expect("of x")),
+            floats(&of_weight.expect("of the weight")),
+            floats(&bias.grad(&gradients).expect("of the bias")),
+        ]
+    }
+    fn check<B: DataBackend, R: Recipe>(seed: u64) {
+        let name = R::ROW.name;
+        let [nothing, expected @ ..] = run::<B, R>(seed, OtherReader::None);
+        assert!(nothing.is_empty());
+        let [value, before @ ..] = run::<B, R>(seed, OtherReader::Before);
+        let [flowing, behind @ ..] = run::<B, R>(seed, OtherReader::Behind);
+        for (others, reader) in [(before, "before"), (behind, "behind")] {
+            for (index, (own, others)) in expected.iter().zip(&others).enumerate() {
+                assert!(
+                    same_bits(own, others),
+                    "seed {seed}: {name}, {reader}: {index}"
+                );
+            }
+        }
+        let cast = flow_of::<R>().activations;
+        let mut expected = rounded(&cast, &value, 64, rounding::Rounding::Nearest);
+        if R::ROW.compute == FloatDType::BF16 {
+            for x in &mut expected {
+                *x = bf16::from_f32(*x).to_f32();
+            }
+        }
+        assert!(same_bits(&flowing, &expected), "seed {seed}: {name}");
+        assert!(!same_bits(&flowing, &value), "seed {seed}: {name}");
+    }
+    check::<B, JetfireInt8<f32>>(seed);
+    check::<B, JetfireInt8<f32, 128>>(seed);
+    check::<B, CoatFp8<f32>>(seed);
+    if supports::<B>(DType::BF16) {
+        check::<B, JetfireInt8<bf16, 128>>(seed);
+        check::<B, CoatFp8<bf16>>(seed);
+    }
 }
 
 /// A bad number reaches the output of its row, and leaves rows outside of its block alone.
