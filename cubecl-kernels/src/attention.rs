@@ -46,8 +46,8 @@ use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
 use crate::{
     device::{check_dtype, empty},
+    dropout::Draw,
     error::KernelError,
-    philox,
     rounding::StochasticKey,
 };
 
@@ -401,36 +401,14 @@ pub struct Dropout {
 }
 
 impl Dropout {
-    /// `Z` or `Y` of an element: `row` counts the queries of all heads of all batches.
-    pub fn factor(&self, row: usize, col: usize) -> f32 {
-        match philox::uniform(self.key, row, col) < self.rate {
-            true => 0.0,
-            false => self.kept_factor(),
+    /// The draw: `Z` or `Y` of an element, whose row counts the queries of all heads of all batches.
+    pub fn draw(&self) -> Draw {
+        Draw {
+            rate: self.rate,
+            key: self.key,
         }
-    }
-
-    /// Multiplies neighbours of a row, from column `first` on, by their factors. The row is counted as in
-    /// [`factor`](Self::factor).
-    pub fn apply(&self, row: usize, first: usize, values: &mut [f32]) {
-        let kept = self.kept_factor();
-        let mut words = [0; DRAWS];
-        for (index, (col, value)) in (first..).zip(values).enumerate() {
-            if index == 0 || col % DRAWS == 0 {
-                words = philox::neighbours(self.key, row, col / DRAWS);
-            }
-            let keeps = philox::uniform24(words[col % DRAWS]) >= self.rate;
-            *value *= if keeps { kept } else { 0.0 };
-        }
-    }
-
-    /// The factor of an element that stays.
-    pub fn kept_factor(&self) -> f32 {
-        1.0 / (1.0 - self.rate)
     }
 }
-
-/// Neighbours of a row whose draws share a counter.
-pub(crate) const DRAWS: usize = 4;
 
 /// The sizes of attention.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

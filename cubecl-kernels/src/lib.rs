@@ -73,6 +73,7 @@ pub mod column_sum;
 pub mod compile_ahead;
 pub mod concatenate;
 pub mod delay_threshold;
+pub mod dropout;
 pub mod dynamic_range_expansion;
 pub mod embedding;
 pub mod error;

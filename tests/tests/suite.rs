@@ -8,6 +8,7 @@ mod suite {
     mod composition;
     mod conformance;
     mod delayed_scaling;
+    mod dropout;
     mod flow;
     mod half;
     mod health;

@@ -1,6 +1,7 @@
 //! The operations that have a backward pass of their own: forward beside backward, a file each.
 
 pub(crate) mod attention;
+pub(crate) mod dropout;
 pub(crate) mod flow;
 pub(crate) mod gelu;
 pub(crate) mod layer_norm;

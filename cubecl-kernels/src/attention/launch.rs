@@ -147,7 +147,7 @@ impl<'a, R: Runtime> Launch<'a, R> {
         let (rate, kept, rounding) = match dropout {
             Some(dropout) => {
                 let rounding = Rounding::Stochastic(dropout.key);
-                (dropout.rate, dropout.kept_factor(), rounding)
+                (dropout.rate, dropout.draw().kept_factor(), rounding)
             }
             None => (0.0, 1.0, Rounding::Nearest),
         };

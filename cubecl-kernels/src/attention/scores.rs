@@ -4,6 +4,7 @@
 use cubecl::prelude::*;
 
 use crate::{
+    dropout::uniform24,
     fast,
     rounding::{RandomStream, random_words},
 };
@@ -300,10 +301,4 @@ pub(super) fn dropout_words(
 #[cube]
 pub(super) fn factor(word: u32, dropout: &DropoutNumbers) -> f32 {
     select(uniform24(word) < dropout.rate, 0.0f32, dropout.kept)
-}
-
-/// [`philox::uniform24`](crate::philox::uniform24) in a kernel.
-#[cube]
-fn uniform24(word: u32) -> f32 {
-    f32::cast_from(word >> 8) * (1.0 / 16_777_216.0)
 }

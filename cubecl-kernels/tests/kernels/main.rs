@@ -7,6 +7,7 @@ mod attention;
 mod bit_splitting;
 mod clipping;
 mod delay_threshold;
+mod dropout;
 mod embedding;
 mod gelu;
 mod given;

@@ -10,14 +10,12 @@
 //!
 //! Evaluation is served too, so that a query that sees nothing reads there what it read in training.
 
-use std::sync::OnceLock;
-
 use burn_backend::{
-    DType, Distribution, FloatDType, Scalar, Shape, TensorData, TensorMetadata,
-    get_device_settings, ops::BoolTensorOps, tensor::Device,
+    DType, FloatDType, Scalar, Shape, TensorMetadata, ops::BoolTensorOps, tensor::Device,
 };
+use cubecl_kernels::dropout::Draw;
 
-use super::{Step, Waiting, step};
+use super::{Step, Waiting, dropout::Drawn, step};
 use crate::{
     backend::{
         QuantTrain,
@@ -31,7 +29,6 @@ use crate::{
             AttentionKernels, AttentionOptions, AttentionProblem, AttentionShape, Dropout, Dropped,
         },
     },
-    layer::dropout_key,
     recipe::Recipe,
     saved::recorded::QuantBackend,
 };
@@ -126,114 +123,29 @@ impl<'a, B: QuantBackend> Probabilities<'a, B> {
     }
 }
 
-/// Zeros and ones, drawn by the backend when they are read, or by a kernel.
-#[derive(Debug)]
-pub(super) struct Drawn<B: QuantBackend> {
-    /// The share of ones.
-    keep: f64,
-    shape: Shape,
-    dtype: FloatDType,
-    device: Device<B>,
-    /// Whoever drew them, once somebody has: one for all readers.
-    source: OnceLock<Source>,
-}
-
-/// Who draws zeros and ones.
-#[derive(Debug)]
-enum Source {
-    Backend,
-    /// A kernel, by this key.
-    Kernel(StochasticKey),
-}
-
-impl<B: QuantBackend> Drawn<B> {
-    pub(super) fn compute<R: Recipe>(&self) -> QuantTensor<B> {
-        type By<B, R> = QuantTrain<B, R>;
-        let key = match self.source.get_or_init(|| Source::Backend) {
-            Source::Backend => {
-                let (shape, keep) = (self.shape.clone(), Distribution::Bernoulli(self.keep));
-                return By::<B, R>::drawn(shape, keep, &self.device, self.dtype);
-            }
-            Source::Kernel(key) => *key,
-        };
-        // What is dropped makes no difference to the draw.
-        let dropout = self.dropout(Dropped::Scores, key);
-        let mut factors = vec![1.0; self.shape.num_elements()];
-        let rows = factors.chunks_mut(self.shape[3].max(1));
-        rows.enumerate()
-            .for_each(|(row, factors)| dropout.apply(row, 0, factors));
-        let kept = factors.iter().map(|&factor| factor != 0.0).collect();
-        let kept = TensorData::new::<bool, _>(kept, self.shape.clone());
-        let bools = get_device_settings::<By<B, R>>(&self.device).bool_dtype;
-        let kept = By::<B, R>::bool_from_data(kept.convert_dtype(bools.into()), &self.device);
-        By::<B, R>::bool_into_float(kept, self.dtype)
-    }
-
-    /// The key of the kernel that draws them, unless the backend has.
-    fn key(&self) -> Option<StochasticKey> {
-        match self.source.get_or_init(|| Source::Kernel(dropout_key())) {
-            Source::Kernel(key) => Some(*key),
-            Source::Backend => None,
-        }
-    }
-
-    fn dropout(&self, dropped: Dropped, key: StochasticKey) -> Dropout {
-        Dropout {
-            dropped,
-            rate: (1.0 - self.keep) as f32,
-            key,
-        }
-    }
-}
-
-/// Zeros and ones that dropout may multiply by, in training and if there are kernels of attention. They are drawn when
-/// they are used first, which dropout does at once.
-pub(in crate::backend) fn float_random<B: QuantBackend, R: Recipe>(
-    shape: &Shape,
-    distribution: Distribution,
-    device: &Device<B>,
-    dtype: FloatDType,
-) -> Option<QuantTensor<B>> {
-    let Distribution::Bernoulli(keep) = distribution else {
-        return None;
-    };
-    let compute = narrow::<R>()?;
-    // Kernels have what is left as one less an f32: of a hundredth that is good to five digits.
-    let drops = (0.01..=1.0).contains(&keep);
-    if !B::RECORDS || shape.len() != 4 || !drops || ![compute, DType::F32].contains(&dtype.into()) {
-        return None;
-    }
-    <B::Base as DataBackend>::Kernels::attention_kernels(device)?;
-    let drawn = Drawn {
-        keep,
-        shape: shape.clone(),
-        dtype,
-        device: device.clone(),
-        source: OnceLock::new(),
-    };
-    Some(Waiting::on::<R>(
-        device.clone(),
-        Step::Drawn(drawn),
-        shape.clone(),
-        dtype.into(),
-    ))
-}
-
-/// Scores or probabilities, times zeros and ones.
-pub(super) fn dropped<B: QuantBackend, R: Recipe>(
-    x: &QuantTensor<B>,
-    drawn: &QuantTensor<B>,
-) -> Option<QuantTensor<B>> {
-    let Step::Drawn(of) = step(drawn)? else {
-        return None;
-    };
-    let may_be = match (Scores::of(x), Probabilities::of(x)) {
+/// True for scores and probabilities that dropout may multiply.
+pub(super) fn may_drop<B: QuantBackend>(x: &QuantTensor<B>) -> bool {
+    match (Scores::of(x), Probabilities::of(x)) {
         (Some(scores), _) => scores.are_bare() && scores.drawn.is_none(),
         (None, Some(probabilities)) => probabilities.drawn.is_none(),
         (None, None) => false,
-    };
-    (may_be && of.shape == x.shape() && drawn.dtype() == x.dtype())
-        .then(|| Waiting::like::<R>(x, Step::Dropped(x.clone(), drawn.clone())))
+    }
+}
+
+/// True if zeros and ones of this shape and dtype may drop scores or probabilities, and there are kernels of attention.
+pub(super) fn may_have_dropout<B: QuantBackend, R: Recipe>(
+    shape: &Shape,
+    device: &Device<B>,
+    dtype: FloatDType,
+) -> bool {
+    let fits = |compute| shape.len() == 4 && [compute, DType::F32].contains(&dtype.into());
+    narrow::<R>().is_some_and(fits)
+        && <B::Base as DataBackend>::Kernels::attention_kernels(device).is_some()
+}
+
+/// Dropout of one of both sides.
+fn of_draw(dropped: Dropped, Draw { rate, key }: Draw) -> Dropout {
+    Dropout { dropped, rate, key }
 }
 
 /// The compute dtype, which products have, where it is narrow.
@@ -283,14 +195,14 @@ pub(super) fn scores<B: QuantBackend, R: Recipe>(
     Some(Waiting::of::<R>(query, step, shape, compute))
 }
 
-pub(in crate::backend) fn float_mul_scalar<B: QuantBackend, R: Recipe>(
+pub(super) fn float_mul_scalar<B: QuantBackend, R: Recipe>(
     scores: &QuantTensor<B>,
     by: &Scalar,
 ) -> Option<QuantTensor<B>> {
     scaled::<B, R>(scores, *by, Step::Multiplied)
 }
 
-pub(in crate::backend) fn float_div_scalar<B: QuantBackend, R: Recipe>(
+pub(super) fn float_div_scalar<B: QuantBackend, R: Recipe>(
     scores: &QuantTensor<B>,
     by: &Scalar,
 ) -> Option<QuantTensor<B>> {
@@ -310,7 +222,7 @@ fn scaled<B: QuantBackend, R: Recipe>(
     may_be.then(|| Waiting::like::<R>(scores, step(scores.clone(), by)))
 }
 
-pub(in crate::backend) fn float_add<B: QuantBackend, R: Recipe>(
+pub(super) fn float_add<B: QuantBackend, R: Recipe>(
     left: &QuantTensor<B>,
     right: &QuantTensor<B>,
 ) -> Option<QuantTensor<B>> {
@@ -388,7 +300,7 @@ pub(super) fn context<B: QuantBackend, R: Recipe>(
     let (scale, drops) = drops(&probabilities, &scores)?;
     // The key is taken when it is known that a kernel draws.
     let any_key = StochasticKey { seed: 0, stream: 0 };
-    let dropout = drops.map(|(dropped, drawn)| drawn.dropout(dropped, any_key));
+    let dropout = drops.map(|(dropped, drawn)| of_draw(dropped, drawn.draw_by(any_key)));
     let mut problem = AttentionProblem {
         dtype: compute,
         shape: AttentionShape::new("attention", &of_query, &of_key, &of_value).ok()?,
@@ -403,7 +315,7 @@ pub(super) fn context<B: QuantBackend, R: Recipe>(
     // In evaluation by the kernels of training: others may give a query that sees nothing something else.
     let way = choose_way::<B>(&value.device(), &mut problem, true)?;
     if let Some((dropped, drawn)) = drops {
-        problem.options.dropout = Some(drawn.dropout(dropped, drawn.key()?));
+        problem.options.dropout = Some(of_draw(dropped, drawn.draw()?));
     }
     let _scope = QuantTrain::<B, R>::scope();
     QuantTrain::<B, R>::compress_pending();

@@ -6,6 +6,7 @@
 //! | SwiGLU | `burn::nn::SwiGlu`, `silu(gate) * up` | `gate sigmoid(gate) up` |
 //! | layer normalization | `burn::nn::LayerNorm` | one |
 //! | rotary positions | `burn::nn::RotaryEncoding` | pairs of x, times `[2, 4]`, times a table, summed up |
+//! | dropout, in a flow or with kernels | `burn::nn::Dropout`, and its sum with a residual | one |
 //! | GELU, in a flow | `burn::nn::Gelu` | one |
 //! | [attention] | `burn::nn::attention::MultiHeadAttention` | two products, a softmax between, dropout of one side |
 //! | the logarithm of a softmax | `log_softmax`, `burn::nn::loss::CrossEntropyLoss` | one, of the last dimension |
@@ -21,16 +22,16 @@
 //! looked for in evaluation too.
 
 pub(super) mod attention;
+mod dropout;
 
 use std::{
     fmt,
     sync::{Arc, OnceLock},
 };
 
-use attention::Drawn;
-pub(super) use attention::{
-    float_add, float_div_scalar, float_mask_fill, float_mul_scalar, float_random, softmax,
-};
+pub(super) use attention::{float_mask_fill, softmax};
+use dropout::Drawn;
+pub(super) use dropout::float_random;
 
 use burn_backend::{
     Backend, DType, FloatDType, Scalar, Shape, Slice, TensorMetadata,
@@ -147,6 +148,8 @@ enum Step<B: QuantBackend> {
     Hidden(QuantTensor<B>, B::BoolTensorPrimitive, Scalar),
     /// The softmax of scores along the keys.
     Probabilities(QuantTensor<B>),
+    /// x, times zeros and ones, and times a number: dropout.
+    DroppedOut(QuantTensor<B>, QuantTensor<B>, Scalar),
 }
 
 impl<B: QuantBackend> Step<B> {
@@ -180,6 +183,7 @@ impl<B: QuantBackend> Step<B> {
             Self::Probabilities(x) => By::<B, R>::softmax_alone(x.clone(), 3),
             Self::Drawn(drawn) => drawn.compute::<R>(),
             Self::Dropped(x, by) => <By<B, R> as OneByOne>::float_mul(x.clone(), by.clone()),
+            Self::DroppedOut(x, drawn, factor) => dropout::compute::<B, R>(x, drawn, *factor),
         }
     }
 }
@@ -415,11 +419,39 @@ pub(super) fn sigmoid<B: QuantBackend, R: Recipe>(x: &QuantTensor<B>) -> Option<
         .then(|| Waiting::like::<R>(x, Step::Sigmoid(x.clone())))
 }
 
+pub(super) fn float_mul_scalar<B: QuantBackend, R: Recipe>(
+    x: &QuantTensor<B>,
+    by: &Scalar,
+) -> Option<QuantTensor<B>> {
+    attention::float_mul_scalar::<B, R>(x, by)
+        .or_else(|| dropout::scaled::<B, R>(x, by.elem::<f64>()))
+}
+
+pub(super) fn float_div_scalar<B: QuantBackend, R: Recipe>(
+    x: &QuantTensor<B>,
+    by: &Scalar,
+) -> Option<QuantTensor<B>> {
+    attention::float_div_scalar::<B, R>(x, by)
+        .or_else(|| dropout::scaled::<B, R>(x, by.elem::<f64>().recip()))
+}
+
+pub(super) fn float_add<B: QuantBackend, R: Recipe>(
+    left: &QuantTensor<B>,
+    right: &QuantTensor<B>,
+) -> Option<QuantTensor<B>> {
+    attention::float_add::<B, R>(left, right)
+        .or_else(|| dropout::sum::<B, R>(left, right))
+        .or_else(|| dropout::sum::<B, R>(right, left))
+}
+
 pub(super) fn float_mul<B: QuantBackend, R: Recipe>(
     left: &QuantTensor<B>,
     right: &QuantTensor<B>,
 ) -> Option<QuantTensor<B>> {
-    product::<B, R>(left, right).or_else(|| product::<B, R>(right, left))
+    product::<B, R>(left, right)
+        .or_else(|| product::<B, R>(right, left))
+        .or_else(|| dropout::dropped::<B, R>(left, right))
+        .or_else(|| dropout::dropped::<B, R>(right, left))
 }
 
 /// The product of what may wait, and of another tensor.
@@ -447,7 +479,7 @@ fn product<B: QuantBackend, R: Recipe>(
             let (_, epsilon) = root_mean_square(narrowed(rms))?;
             rms_norm::<B, R>(x, epsilon.elem(), other)
         }
-        _ => attention::dropped::<B, R>(waiting, other),
+        _ => None,
     }
 }
 

@@ -3,8 +3,9 @@
 use std::f64::consts::{FRAC_1_SQRT_2, FRAC_2_SQRT_PI};
 
 use burn_backend::{
-    Backend, FloatDType, Scalar, Shape, Slice, TensorMetadata, tensor::FloatTensor,
+    Backend, FloatDType, Scalar, Shape, Slice, TensorData, TensorMetadata, tensor::FloatTensor,
 };
+use cubecl_kernels::dropout::Draw;
 
 use super::{Pair, WithPair, operations::rows_and_columns};
 use crate::data::cast_to;
@@ -188,6 +189,28 @@ pub(super) fn swiglu_backward<B: Backend>([gate, up, gradient]: [FloatTensor<B>;
     let of_gate = B::float_mul(B::float_mul(gradient, up), slope);
     let [of_gate, of_up] = [of_gate, of_up].map(|it| like::<B>(it, shape.clone(), dtype));
     (of_gate, of_up)
+}
+
+/// See [`Compositions::dropout`](super::Compositions::dropout).
+pub(super) fn dropout<B: Backend>(
+    x: FloatTensor<B>,
+    residual: Option<FloatTensor<B>>,
+    draw: &Draw,
+) -> FloatTensor<B> {
+    let (shape, dtype) = (x.shape(), x.dtype().into());
+    let [rows, columns] = rows_and_columns(&shape);
+    let mut factors = vec![1.0f32; rows * columns];
+    for (row, factors) in factors.chunks_mut(columns.max(1)).enumerate() {
+        draw.apply(row, 0, factors);
+    }
+    let factors = TensorData::new(factors, [rows, columns]);
+    let factors = B::float_from_data(factors, &B::float_device(&x));
+    let dropped = B::float_mul(wide::<B>(x), wide::<B>(factors));
+    let output = match residual {
+        Some(residual) => B::float_add(dropped, wide::<B>(residual)),
+        None => dropped,
+    };
+    like::<B>(output, shape, dtype)
 }
 
 /// Φ(x), the distribution function of the standard normal distribution.

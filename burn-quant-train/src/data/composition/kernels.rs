@@ -6,7 +6,8 @@ use burn_backend::{
 };
 
 use cubecl_kernels::{
-    granularity::Granularity, quantize::QuantizeSpec, rotary::RotaryPass, sum::Reduction,
+    dropout::Draw, granularity::Granularity, quantize::QuantizeSpec, rotary::RotaryPass,
+    sum::Reduction,
 };
 
 use super::OperatorInput;
@@ -86,6 +87,8 @@ pub struct Compositions<B: Backend> {
     pub gelu: fn(OperatorInput<B>) -> FloatTensor<B>,
     /// The gradient of x: of x, and of the gradient of the output, of its shape and dtype.
     pub gelu_backward: fn(OperatorInput<B>, OperatorInput<B>) -> FloatTensor<B>,
+    /// Dropout of x, and its sum with a residual of the shape and dtype of x, if there is one.
+    pub dropout: fn(OperatorInput<B>, Option<FloatTensor<B>>, &Draw) -> FloatTensor<B>,
     /// `silu(gate) up`.
     pub swiglu: fn(GateInputs<B>) -> FloatTensor<B>,
     /// The same of two matrices of floats, and their copies by a specification, whose rows are whole groups of it.

@@ -20,8 +20,9 @@ pub use kernels::{
     WithPairAndCopy,
 };
 pub(crate) use operations::{
-    Centred, Dense, GeluForward, GeluGradient, InverseRms, LayerNormForward, LayerNormGradients,
-    LogSoftmaxForward, LogSoftmaxGradient, RmsNormForward, RmsNormGradients, RotaryPositions,
-    RowDeviations, SumOfElements, SwigluCompressing, SwigluForward, SwigluGradients,
-    embedding_gradient, gradient_of_terms, has_quantizing_kernels, quantizes_norms, with_other,
+    Centred, Dense, DropoutForward, GeluForward, GeluGradient, InverseRms, LayerNormForward,
+    LayerNormGradients, LogSoftmaxForward, LogSoftmaxGradient, RmsNormForward, RmsNormGradients,
+    RotaryPositions, RowDeviations, SumOfElements, SwigluCompressing, SwigluForward,
+    SwigluGradients, embedding_gradient, gradient_of_terms, has_quantizing_kernels,
+    quantizes_norms, with_other,
 };

@@ -6,7 +6,8 @@ use burn_backend::{
 };
 
 use cubecl_kernels::{
-    granularity::Granularity, quantize::QuantizeSpec, rotary::RotaryPass, sum::Reduction,
+    dropout::Draw, granularity::Granularity, quantize::QuantizeSpec, rotary::RotaryPass,
+    sum::Reduction,
 };
 
 use super::{
@@ -441,6 +442,29 @@ impl Operation for GeluGradient {
         match kernels::<K>(&x) {
             Some(kernels) => (kernels.gelu_backward)(x, gradient),
             None => floats::gelu_backward::<K>((x.into_floats(), gradient.into_floats())),
+        }
+    }
+}
+
+/// Dropout (Srivastava et al., 2014), and its sum with a residual, if there is one. It is its own gradient.
+#[derive(Debug, Clone)]
+pub(crate) struct DropoutForward(pub Draw);
+
+impl Operation for DropoutForward {
+    const NAME: &'static str = "dropout";
+    /// x, and the residual.
+    type Inputs = (Input, Option<FloatMeta>);
+    type Outputs = FloatMeta;
+
+    fn outline<T: Tensors>(&self, (x, _): &On<Self::Inputs, T>) -> FloatMeta {
+        x.outline()
+    }
+
+    fn run<K: Kernels>(self, (x, residual): On<Self::Inputs, K>) -> FloatTensor<K> {
+        let Self(draw) = self;
+        match kernels::<K>(&x) {
+            Some(kernels) => (kernels.dropout)(x, residual, &draw),
+            None => floats::dropout::<K>(x.into_floats(), residual, &draw),
         }
     }
 }

@@ -9,6 +9,7 @@ use cubecl::{prelude::ComputeClient, std::tensor::TensorHandle};
 use cubecl_kernels::{
     KernelError, centred,
     column_sum::column_sum,
+    dropout::{self, Draw},
     embedding, gelu,
     layer_norm::{self, LayerNormGradients, LayerNormOutput},
     log_softmax, operator_input, output_gradient, quantize,
@@ -65,6 +66,7 @@ where
             layer_norm_backward: layer_norm_backward::<Self, R>,
             gelu: gelu::<Self, R>,
             gelu_backward: gelu_backward::<Self, R>,
+            dropout: dropout::<Self, R>,
             swiglu: swiglu::<Self, R>,
             swiglu_compressing: swiglu_compressing::<Self, R>,
             swiglu_backward: swiglu_backward::<Self, R>,
@@ -330,6 +332,17 @@ fn gelu_backward<B: Cube<R> + QuantizeKernels, R: CubeRuntime>(
     let (x, gradient) = (Rows::of(x), Rows::of(gradient));
     let of_x = gelu::gelu_backward(x.client(), x.input(), gradient.input());
     x.result(checked(of_x))
+}
+
+fn dropout<B: Cube<R> + QuantizeKernels, R: CubeRuntime>(
+    x: OperatorInput<B>,
+    residual: Option<CubeTensor<R>>,
+    draw: &Draw,
+) -> CubeTensor<R> {
+    let x = Rows::of(x);
+    let residual = residual.map(rows);
+    let output = dropout::dropout(x.client(), x.input(), residual.as_ref(), draw);
+    x.result(checked(output))
 }
 
 fn swiglu<B: Cube<R> + QuantizeKernels, R: CubeRuntime>(

@@ -3,13 +3,11 @@
 use cubecl::prelude::*;
 
 use crate::{
-    attention::{
-        DRAWS,
-        scores::{
-            Asked, Place, Problem, bias_of, dropout_words, factor, factor_slot, finite, gradient,
-            is_masked, score, sees,
-        },
+    attention::scores::{
+        Asked, Place, Problem, bias_of, dropout_words, factor, factor_slot, finite, gradient,
+        is_masked, score, sees,
     },
+    dropout::DRAWS,
     fast,
 };
 

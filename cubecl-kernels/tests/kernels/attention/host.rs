@@ -329,7 +329,7 @@ fn dropout_drops_as_often_as_it_says() {
             rate,
             key,
         };
-        let factors = (0..count).map(|index| dropout.factor(index / 100, index % 100));
+        let factors = (0..count).map(|index| dropout.draw().factor(index / 100, index % 100));
         let kept = factors.filter(|&factor| factor != 0.0).count() as f32;
         let expected = (1.0 - rate) * count as f32;
         // Six standard deviations.
@@ -338,7 +338,7 @@ fn dropout_drops_as_often_as_it_says() {
             (kept - expected).abs() <= deviation,
             "rate {rate}: {kept} stay"
         );
-        assert_eq!(dropout.kept_factor(), 1.0 / (1.0 - rate));
+        assert_eq!(dropout.draw().kept_factor(), 1.0 / (1.0 - rate));
     }
 }
 

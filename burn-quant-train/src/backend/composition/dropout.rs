@@ -1,0 +1,214 @@
+//! Dropout as `burn::nn::Dropout` has it: a tensor times zeros and ones, and times the inverse of the share that stays; and
+//! its sum with a residual. One kernel draws, multiplies and adds, and draws the same again for the gradient, so no zeros
+//! and ones wait.
+
+use std::sync::OnceLock;
+
+use burn_backend::{
+    Distribution, FloatDType, Scalar, Shape, TensorData, TensorMetadata, get_device_settings,
+    ops::BoolTensorOps, tensor::Device,
+};
+use cubecl_kernels::dropout::Draw;
+
+use super::{OneByOne, Step, Waiting, attention, flow_of, is_float, is_one, step};
+use crate::{
+    backend::{QuantTrain, flow, tensor::QuantTensor},
+    data::{DataBackend, StochasticKey, composition::CompositionKernels},
+    layer::dropout_key,
+    ops::dropout::Dropout,
+    recipe::Recipe,
+    saved::{later::Later, recorded::QuantBackend},
+};
+
+/// How far a factor may be from the inverse of the share that stays.
+const CLOSE: f64 = 1e-6;
+
+/// Zeros and ones, drawn by the backend when they are read, or by a kernel.
+#[derive(Debug)]
+pub(super) struct Drawn<B: QuantBackend> {
+    /// The share of ones.
+    pub(super) keep: f64,
+    shape: Shape,
+    dtype: FloatDType,
+    device: Device<B>,
+    /// Whoever drew them, once somebody has: one for all readers.
+    source: OnceLock<Source>,
+}
+
+/// Who draws zeros and ones.
+#[derive(Debug)]
+enum Source {
+    Backend,
+    /// A kernel, by this key.
+    Kernel(StochasticKey),
+}
+
+impl<B: QuantBackend> Drawn<B> {
+    pub(super) fn compute<R: Recipe>(&self) -> QuantTensor<B> {
+        type By<B, R> = QuantTrain<B, R>;
+        let key = match self.source.get_or_init(|| Source::Backend) {
+            Source::Backend => {
+                let (shape, keep) = (self.shape.clone(), Distribution::Bernoulli(self.keep));
+                return By::<B, R>::drawn(shape, keep, &self.device, self.dtype);
+            }
+            Source::Kernel(key) => *key,
+        };
+        let draw = self.draw_by(key);
+        let mut factors = vec![1.0; self.shape.num_elements()];
+        let columns = self.shape.last().copied().unwrap_or(1);
+        let rows = factors.chunks_mut(columns.max(1));
+        rows.enumerate()
+            .for_each(|(row, factors)| draw.apply(row, 0, factors));
+        let kept = factors.iter().map(|&factor| factor != 0.0).collect();
+        let kept = TensorData::new::<bool, _>(kept, self.shape.clone());
+        let bools = get_device_settings::<By<B, R>>(&self.device).bool_dtype;
+        let kept = By::<B, R>::bool_from_data(kept.convert_dtype(bools.into()), &self.device);
+        By::<B, R>::bool_into_float(kept, self.dtype)
+    }
+
+    /// The key of the kernel that draws them, unless the backend has.
+    fn key(&self) -> Option<StochasticKey> {
+        match self.source.get_or_init(|| Source::Kernel(dropout_key())) {
+            Source::Kernel(key) => Some(*key),
+            Source::Backend => None,
+        }
+    }
+
+    /// How a kernel draws them by this key.
+    pub(super) fn draw_by(&self, key: StochasticKey) -> Draw {
+        Draw {
+            rate: (1.0 - self.keep) as f32,
+            key,
+        }
+    }
+
+    /// How a kernel draws them, unless the backend has.
+    pub(super) fn draw(&self) -> Option<Draw> {
+        Some(self.draw_by(self.key()?))
+    }
+}
+
+/// Zeros and ones that dropout may multiply by, in training, in a flow and where there are kernels, of attention at least. They
+/// are drawn when they are used first, which dropout does at once.
+pub(in crate::backend) fn float_random<B: QuantBackend, R: Recipe>(
+    shape: &Shape,
+    distribution: Distribution,
+    device: &Device<B>,
+    dtype: FloatDType,
+) -> Option<QuantTensor<B>> {
+    let Distribution::Bernoulli(keep) = distribution else {
+        return None;
+    };
+    // Kernels have what is left as one less an f32: of a hundredth that is good to five digits.
+    let drops = (0.01..=1.0).contains(&keep);
+    type Kernels<B> = <<B as QuantBackend>::Base as DataBackend>::Kernels;
+    let is_one = R::row().flow.is_some() || Kernels::<B>::composition_kernels(device).is_some();
+    let may_be = is_one || attention::may_have_dropout::<B, R>(shape, device, dtype);
+    if !B::RECORDS || shape.is_empty() || !drops || !may_be {
+        return None;
+    }
+    let drawn = Drawn {
+        keep,
+        shape: shape.clone(),
+        dtype,
+        device: device.clone(),
+        source: OnceLock::new(),
+    };
+    Some(Waiting::on::<R>(
+        device.clone(),
+        Step::Drawn(drawn),
+        shape.clone(),
+        dtype.into(),
+    ))
+}
+
+/// What may be dropped, times zeros and ones: scores or probabilities of attention, and where dropout is one operation any
+/// tensor.
+pub(super) fn dropped<B: QuantBackend, R: Recipe>(
+    x: &QuantTensor<B>,
+    drawn: &QuantTensor<B>,
+) -> Option<QuantTensor<B>> {
+    let Step::Drawn(of) = step(drawn)? else {
+        return None;
+    };
+    let is_alike = of.shape == x.shape() && drawn.dtype() == x.dtype();
+    (is_alike && (attention::may_drop(x) || may_drop::<B, R>(x)))
+        .then(|| Waiting::like::<R>(x, Step::Dropped(x.clone(), drawn.clone())))
+}
+
+/// True if dropout of this tensor is one operation: in a flow, or where there are kernels.
+fn may_drop<B: QuantBackend, R: Recipe>(x: &QuantTensor<B>) -> bool {
+    is_float(x)
+        && x.as_waiting().is_none()
+        && x.origin().is_none()
+        && is_one::<B, R>(flow_of::<B, R, 1>([x]), x, |_| true)
+}
+
+/// What is dropped, times this factor, if that makes it dropout.
+pub(super) fn scaled<B: QuantBackend, R: Recipe>(
+    dropped: &QuantTensor<B>,
+    factor: f64,
+) -> Option<QuantTensor<B>> {
+    let Step::Dropped(x, drawn) = step(dropped)? else {
+        return None;
+    };
+    let Step::Drawn(of) = step(drawn)? else {
+        return None;
+    };
+    let completes = (factor * of.keep - 1.0).abs() < CLOSE && may_drop::<B, R>(x);
+    let step = || Step::DroppedOut(x.clone(), drawn.clone(), Scalar::from(factor));
+    completes.then(|| Waiting::like::<R>(x, step()))
+}
+
+/// The sum of dropout that waits, and of a residual.
+pub(super) fn sum<B: QuantBackend, R: Recipe>(
+    residual: &QuantTensor<B>,
+    dropped: &QuantTensor<B>,
+) -> Option<QuantTensor<B>> {
+    let Step::DroppedOut(x, drawn, _) = step(dropped)? else {
+        return None;
+    };
+    let fits = residual.shape() == dropped.shape()
+        && residual.dtype() == dropped.dtype()
+        && residual.origin().is_none();
+    fits.then(|| dropout::<B, R>(x, drawn, Some(residual)))?
+}
+
+/// Dropout by itself.
+pub(super) fn compute<B: QuantBackend, R: Recipe>(
+    x: &QuantTensor<B>,
+    drawn: &QuantTensor<B>,
+    factor: Scalar,
+) -> QuantTensor<B> {
+    dropout::<B, R>(x, drawn, None).unwrap_or_else(|| {
+        type By<B, R> = QuantTrain<B, R>;
+        let dropped = <By<B, R> as OneByOne>::float_mul(x.clone(), drawn.clone());
+        <By<B, R> as OneByOne>::float_mul_scalar(dropped, factor)
+    })
+}
+
+/// Dropout of x, and the sum with a residual if there is one; `None` where the backend has drawn the zeros and ones.
+fn dropout<B: QuantBackend, R: Recipe>(
+    x: &QuantTensor<B>,
+    drawn: &QuantTensor<B>,
+    residual: Option<&QuantTensor<B>>,
+) -> Option<QuantTensor<B>> {
+    let Step::Drawn(of) = step(drawn)? else {
+        return None;
+    };
+    let dropout = Dropout(of.draw()?);
+    // Of a flow's branch it reads what flows. A residual, and what a model begins with, is as it is.
+    let is_branch = B::cell(x.primitive())
+        .is_some_and(|cell| matches!(cell.waits_for_reader(), Some(Later::Product(_))));
+    let flow = flow_of::<B, R, 1>([x]);
+    let flow = flow.filter(|flow| flow.gradients.is_some() && is_branch);
+    let _scope = QuantTrain::<B, R>::scope();
+    let x = flow::enter(flow, x.clone());
+    Some(match residual {
+        None => flow::leave(flow, B::record(dropout, [x])),
+        Some(residual) => {
+            let residual = residual.clone().into_primitive();
+            QuantTensor::new(B::record(dropout, [x, residual]))
+        }
+    })
+}
