@@ -1,8 +1,8 @@
 //! Dropout (Srivastava et al., 2014), alone or of the branch of a residual sum, in one launch that draws by itself: nothing
-//! waits for the backward pass, which draws the same again.
+//! waits for the backward pass, which draws the same again. And that sum without dropout.
 //!
 //! ```text
-//! y = x z       y = x z + residual       z = 0 with probability rate, else 1 / (1 - rate)
+//! y = x z       y = x z + residual       y = x + residual       z = 0 with probability rate, else 1 / (1 - rate)
 //! ```
 //!
 //! The gradient of `x` is that of the output times `z`, so the same function gives it. The input is read once, as floats or
@@ -22,6 +22,7 @@ use crate::{
 };
 
 const OPERATION: &str = "dropout";
+const OPERATION_SUM: &str = "residual_sum";
 const UNITS: usize = 256;
 /// Neighbours of a row whose draws share a counter.
 pub(crate) const DRAWS: usize = 4;
@@ -84,7 +85,6 @@ pub fn dropout<'a, R: Runtime>(
     residual: Option<&'a TensorHandle<R>>,
     draw: &Draw,
 ) -> Result<TensorHandle<R>, KernelError> {
-    let x = x.into();
     if !(0.0..1.0).contains(&draw.rate) {
         return Err(KernelError::Unsupported {
             operation: OPERATION,
@@ -92,14 +92,37 @@ pub fn dropout<'a, R: Runtime>(
             remedy: "pass one from 0 on that is below 1",
         });
     }
+    launch(client, OPERATION, x.into(), residual, Some(draw))
+}
+
+/// `x + residual`, of which x may be [a quantized matrix](mod@crate::operator_input): otherwise as [`dropout`].
+///
+/// # Errors
+///
+/// As [`dropout`].
+pub fn residual_sum<'a, R: Runtime>(
+    client: &ComputeClient<R>,
+    x: impl Into<OperatorInput<'a, R>>,
+    residual: &'a TensorHandle<R>,
+) -> Result<TensorHandle<R>, KernelError> {
+    launch(client, OPERATION_SUM, x.into(), Some(residual), None)
+}
+
+fn launch<'a, R: Runtime>(
+    client: &ComputeClient<R>,
+    operation: &'static str,
+    x: OperatorInput<'a, R>,
+    residual: Option<&'a TensorHandle<R>>,
+    draw: Option<&Draw>,
+) -> Result<TensorHandle<R>, KernelError> {
     let others = residual.map(|residual| ("residual", residual.into()));
     let inputs: Vec<_> = [("x", x)].into_iter().chain(others).collect();
-    let len = check_alike(client, OPERATION, &inputs)?;
+    let len = check_alike(client, operation, &inputs)?;
     let (shape, dtype) = (x.shape(), x.dtype());
     let cols = shape.last().copied().unwrap_or(1);
     let output = empty(client, shape, dtype);
     if len > 0 {
-        let x = x.prepare(client, OPERATION)?;
+        let x = x.prepare(client, operation)?;
         let floats: Vec<_> = [&output].into_iter().chain(residual).collect();
         let pieces = Pieces::of(&[&x], cols, &floats);
         let count = len / pieces.len;
@@ -119,13 +142,14 @@ pub fn dropout<'a, R: Runtime>(
                 array(or_unused(residual, &output, dtype)),
                 array(output.clone()),
                 x.grid(),
-                random_stream(Rounding::Stochastic(draw.key)),
-                draw.rate,
-                draw.kept_factor(),
+                random_stream(draw.map_or(Rounding::Nearest, |it| Rounding::Stochastic(it.key))),
+                draw.map_or(0.0, |draw| draw.rate),
+                draw.map_or(1.0, Draw::kept_factor),
                 count as u32,
                 (cols / pieces.len) as u32,
                 0,
                 pieces,
+                draw.is_some(),
                 residual.is_some(),
                 has_u64(client),
                 x.values().dtype,
@@ -153,6 +177,7 @@ fn dropout_kernel<X: Numeric, S: Numeric, F: Numeric, NX: Size, N: Size>(
     pieces_of_row: u32,
     zero: u32,
     #[comptime] pieces: Pieces,
+    #[comptime] drops: bool,
     #[comptime] has_residual: bool,
     #[comptime] wide: bool,
     #[define(X)] _values_dtype: StorageType,
@@ -169,20 +194,22 @@ fn dropout_kernel<X: Numeric, S: Numeric, F: Numeric, NX: Size, N: Size>(
         at % pieces_of_row * comptime!(len as u32),
     );
     let mut values = read_input::<X, NX, S, F>(x, scales, tensor_scales, &grid, at, pieces);
-    #[unroll]
-    for quad in 0..comptime!(len.div_ceil(DRAWS)) {
-        let index = col / comptime!(DRAWS as u32) + comptime!(quad as u32);
-        let (w0, w1, w2, w3) = random_words(row, index, &random, wide);
+    if comptime!(drops) {
         #[unroll]
-        for lane in 0..comptime!(len.min(DRAWS)) {
-            // A piece may be less than what shares a counter, and lie inside of it.
-            let of_lane = col % comptime!(DRAWS as u32) + comptime!(lane as u32);
-            let low = select(of_lane == 0, w0, w1);
-            let high = select(of_lane == 2, w2, w3);
-            let word = select(of_lane < 2, low, high);
-            let factor = select(uniform24(word) < rate, 0.0f32, kept);
-            let value = values[comptime!(quad * DRAWS + lane)];
-            values[comptime!(quad * DRAWS + lane)] = product(value, factor, zero);
+        for quad in 0..comptime!(len.div_ceil(DRAWS)) {
+            let index = col / comptime!(DRAWS as u32) + comptime!(quad as u32);
+            let (w0, w1, w2, w3) = random_words(row, index, &random, wide);
+            #[unroll]
+            for lane in 0..comptime!(len.min(DRAWS)) {
+                // A piece may be less than what shares a counter, and lie inside of it.
+                let of_lane = col % comptime!(DRAWS as u32) + comptime!(lane as u32);
+                let low = select(of_lane == 0, w0, w1);
+                let high = select(of_lane == 2, w2, w3);
+                let word = select(of_lane < 2, low, high);
+                let factor = select(uniform24(word) < rate, 0.0f32, kept);
+                let value = values[comptime!(quad * DRAWS + lane)];
+                values[comptime!(quad * DRAWS + lane)] = product(value, factor, zero);
+            }
         }
     }
     if comptime!(has_residual) {

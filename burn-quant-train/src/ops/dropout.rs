@@ -1,9 +1,12 @@
-//! Dropout, alone or of the branch of a residual sum (Srivastava et al., 2014).
+//! Dropout, alone or of the branch of a residual sum (Srivastava et al., 2014), and that sum without dropout.
 
 use cubecl_kernels::dropout::Draw;
 
 use crate::{
-    data::{DataBackend, composition::DropoutForward},
+    data::{
+        DataBackend,
+        composition::{self, DropoutForward},
+    },
     saved::{HeldTensor, recorded::Recorded},
 };
 
@@ -43,5 +46,31 @@ impl<B: DataBackend, const N: usize> Recorded<B, N> for Dropout {
             0 => of_x.take(),
             _ => of_residual.take(),
         })
+    }
+}
+
+/// `x + residual`. Saves nothing.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct ResidualSum;
+
+impl<B: DataBackend> Recorded<B, 2> for ResidualSum {
+    type Saved = ();
+
+    fn again(&mut self, _inputs: &[HeldTensor<B>; 2]) -> Option<Self> {
+        Some(*self)
+    }
+
+    fn forward(self, [x, residual]: [HeldTensor<B>; 2], _wanted: [bool; 2]) -> (HeldTensor<B>, ()) {
+        let inputs = (x.into_input(), residual.into_value());
+        let sum = B::run(composition::ResidualSum, inputs);
+        (HeldTensor::of("residual_sum", sum), ())
+    }
+
+    fn backward_held(
+        (): (),
+        (gradient, _): (HeldTensor<B>, Option<HeldTensor<B>>),
+        wanted: [bool; 2],
+    ) -> [Option<HeldTensor<B>>; 2] {
+        wanted.map(|is_wanted| is_wanted.then(|| gradient.clone()))
     }
 }

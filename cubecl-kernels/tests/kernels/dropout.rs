@@ -34,7 +34,7 @@ fn draws_are_their_own() {
 mod on_device {
     use cubecl_kernels::{
         KernelError,
-        dropout::dropout,
+        dropout::{dropout, residual_sum},
         granularity::Granularity,
         number::Number,
         operator_input::OperatorInput,
@@ -137,6 +137,10 @@ mod on_device {
                 let floats = read_float(&client, &floats);
                 let expected = expected(&floats, Some(&residual), shape[1], &draw);
                 assert_same_floats(&output, &rounded(&expected, float), &what);
+                let sum = residual_sum(&client, input, &residual_tensor).expect("a matrix");
+                let expected: Vec<_> = floats.iter().zip(&residual).map(|(x, r)| x + r).collect();
+                let sum = read_float(&client, &sum);
+                assert_same_floats(&sum, &rounded(&expected, float), &what);
             }
         }
     }
@@ -154,6 +158,8 @@ mod on_device {
         let error = dropout(&client, &integers, None, &draw(0.5)).unwrap_err();
         assert!(matches!(error, KernelError::Dtype { .. }), "{error}");
         let error = dropout(&client, &x, Some(&other), &draw(0.5)).unwrap_err();
+        assert!(matches!(error, KernelError::Shape { .. }), "{error}");
+        let error = residual_sum(&client, &x, &other).unwrap_err();
         assert!(matches!(error, KernelError::Shape { .. }), "{error}");
         for rate in [1.0, -0.1, f32::NAN] {
             let error = dropout(&client, &x, None, &draw(rate)).unwrap_err();

@@ -8,9 +8,10 @@ use burn::{
 use burn_quant_train::{
     QuantTrain,
     data::DataBackend,
-    recipe::{CoatFp8, JetfireInt8, MixedPrecision, Recipe},
+    recipe::{CoatFp8, Granularity, JetfireInt8, MixedPrecision, Recipe},
     saved::{Recording, checkpoint, report::Form},
 };
+use cubecl_kernels::{granularity, quantize::QuantizeSpec, reference, shape::MatrixShape};
 use half::bf16;
 use quant_train_tests::{
     Rng,
@@ -25,6 +26,7 @@ on_every_backend! {
     a_mask_that_is_read_is_the_one_that_dropped => read_masks;
     a_block_drops_the_same_twice => in_block;
     a_branch_of_a_flow_drops_what_flows => branch_of_flow;
+    a_sum_of_a_flow_reads_the_branch_as_it_flows => sum_of_flow;
 }
 
 type T<B, R> = QuantTrain<Autodiff<B>, R>;
@@ -232,5 +234,76 @@ fn branch_of_flow<B: DataBackend>(seed: u64) {
         );
     }
     check::<B, JetfireInt8<f32>>(seed, true);
+    check::<B, CoatFp8<f32>>(seed, false);
+}
+
+/// The output of a layer is added to the residual in the numbers in which it flows, where gradients flow too, from either
+/// side; both get the gradient of the sum.
+fn sum_of_flow<B: DataBackend>(seed: u64) {
+    fn check<B: DataBackend, R: Recipe>(seed: u64, rounds: bool) {
+        let device = B::Device::default();
+        let (rows, columns) = (64, 96);
+        let one = One::new(64, columns, true, &device);
+        let (_optimizer, model) = attached::<T<B, R>, _>(&every_layer(seed), one, seed);
+        let mut rng = Rng::new(seed);
+        let x = tensor::<T<B, R>, 2>(&rng.normals(rows * 64, 1.0), [rows, 64], &device);
+        let residual_values = rng.normals(rows * columns, 1.0);
+        let shape = [rows, columns];
+        let residual = || tensor::<T<B, R>, 2>(&residual_values, shape, &device).require_grad();
+        let exact = floats(&model.linear.forward(x.clone()));
+        let flowing = match R::ROW
+            .flow
+            .and_then(|flow| flow.gradients.and(Some(flow.activations)))
+        {
+            None => exact.clone(),
+            Some(cast) => {
+                let Granularity::Block(side) = cast.granularity else {
+                    panic!("blocks");
+                };
+                let spec = QuantizeSpec::int8(granularity::Granularity::Block(side));
+                let shape = MatrixShape::new(rows, columns);
+                reference::dequantize(&reference::quantize(&exact, shape, &spec))
+            }
+        };
+        let expected: Vec<_> = flowing
+            .iter()
+            .zip(&residual_values)
+            .map(|(x, r)| x + r)
+            .collect();
+        let name = R::ROW.name;
+        assert_eq!(!same_bits(&flowing, &exact), rounds, "seed {seed}: {name}");
+        let weights = tensor::<T<B, R>, 2>(&rng.normals(rows * columns, 1.0), shape, &device);
+        for is_left in [true, false] {
+            let (x, residual) = (x.clone(), residual());
+            let branch = model.linear.forward(x);
+            let sum = match is_left {
+                true => branch + residual.clone(),
+                false => residual.clone() + branch,
+            };
+            assert!(
+                same_bits(&floats(&sum), &expected),
+                "seed {seed}: {name}, {is_left}"
+            );
+            let gradients = (sum * weights.clone()).sum().backward();
+            let of_residual = floats(&residual.grad(&gradients).expect("of the residual"));
+            assert!(
+                same_bits(&of_residual, &floats(&weights)),
+                "seed {seed}: {name}"
+            );
+            let bias = model.linear.bias.as_ref().expect("a bias").val();
+            let of_bias = floats(&bias.grad(&gradients).expect("of the bias"));
+            let weights = floats(&weights);
+            for (col, found) in of_bias.into_iter().enumerate() {
+                let column = weights.iter().skip(col).step_by(columns);
+                let expected: f32 = column.sum();
+                assert!(
+                    (found - expected).abs() < 1e-3,
+                    "seed {seed}: {name}[{col}]"
+                );
+            }
+        }
+    }
+    check::<B, JetfireInt8<f32>>(seed, true);
+    check::<B, JetfireInt8<f32, 128>>(seed, true);
     check::<B, CoatFp8<f32>>(seed, false);
 }

@@ -15,8 +15,8 @@ use crate::{
     backend::{QuantTrain, flow, tensor::QuantTensor},
     data::{DataBackend, StochasticKey, composition::CompositionKernels},
     layer::dropout_key,
-    ops::dropout::Dropout,
-    recipe::Recipe,
+    ops::dropout::{Dropout, ResidualSum},
+    recipe::{Flow, Recipe},
     saved::{later::Later, recorded::QuantBackend},
 };
 
@@ -160,18 +160,36 @@ pub(super) fn scaled<B: QuantBackend, R: Recipe>(
     completes.then(|| Waiting::like::<R>(x, step()))
 }
 
-/// The sum of dropout that waits, and of a residual.
+/// The sum of a residual, and of a branch: dropout that waits, or a layer's output of which a flow's sums read what flows.
 pub(super) fn sum<B: QuantBackend, R: Recipe>(
     residual: &QuantTensor<B>,
-    dropped: &QuantTensor<B>,
+    branch: &QuantTensor<B>,
 ) -> Option<QuantTensor<B>> {
-    let Step::DroppedOut(x, drawn, _) = step(dropped)? else {
-        return None;
-    };
-    let fits = residual.shape() == dropped.shape()
-        && residual.dtype() == dropped.dtype()
+    let fits = residual.shape() == branch.shape()
+        && residual.dtype() == branch.dtype()
         && residual.origin().is_none();
-    fits.then(|| dropout::<B, R>(x, drawn, Some(residual)))?
+    if !fits {
+        return None;
+    }
+    match step(branch) {
+        Some(Step::DroppedOut(x, drawn, _)) => dropout::<B, R>(x, drawn, Some(residual)),
+        Some(_) => None,
+        None => {
+            let flow = Some(of_branch::<B, R>(branch)?);
+            let _scope = QuantTrain::<B, R>::scope();
+            let branch = flow::enter(flow, branch.clone());
+            let residual = residual.clone().into_primitive();
+            Some(QuantTensor::new(B::record(ResidualSum, [branch, residual])))
+        }
+    }
+}
+
+/// The flow by which a branch comes to the residual stream, if gradients flow too, and a layer made the branch. What a model
+/// begins with, the stream itself, and COAT's branches (coat-fp8, appendix G.5) are read as they are.
+fn of_branch<B: QuantBackend, R: Recipe>(branch: &QuantTensor<B>) -> Option<Flow> {
+    let flow = flow_of::<B, R, 1>([branch]).filter(|flow| flow.gradients.is_some())?;
+    let cell = B::cell(branch.primitive())?;
+    matches!(cell.waits_for_reader(), Some(Later::Product(_))).then_some(flow)
 }
 
 /// Dropout by itself.
@@ -197,11 +215,7 @@ fn dropout<B: QuantBackend, R: Recipe>(
         return None;
     };
     let dropout = Dropout(of.draw()?);
-    // Of a flow's branch it reads what flows. A residual, and what a model begins with, is as it is.
-    let is_branch = B::cell(x.primitive())
-        .is_some_and(|cell| matches!(cell.waits_for_reader(), Some(Later::Product(_))));
-    let flow = flow_of::<B, R, 1>([x]);
-    let flow = flow.filter(|flow| flow.gradients.is_some() && is_branch);
+    let flow = of_branch::<B, R>(x);
     let _scope = QuantTrain::<B, R>::scope();
     let x = flow::enter(flow, x.clone());
     Some(match residual {

@@ -89,6 +89,8 @@ pub struct Compositions<B: Backend> {
     pub gelu_backward: fn(OperatorInput<B>, OperatorInput<B>) -> FloatTensor<B>,
     /// Dropout of x, and its sum with a residual of the shape and dtype of x, if there is one.
     pub dropout: fn(OperatorInput<B>, Option<FloatTensor<B>>, &Draw) -> FloatTensor<B>,
+    /// The sum of x and of a residual of its shape and dtype.
+    pub residual_sum: fn(OperatorInput<B>, FloatTensor<B>) -> FloatTensor<B>,
     /// `silu(gate) up`.
     pub swiglu: fn(GateInputs<B>) -> FloatTensor<B>,
     /// The same of two matrices of floats, and their copies by a specification, whose rows are whole groups of it.

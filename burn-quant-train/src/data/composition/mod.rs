@@ -21,8 +21,8 @@ pub use kernels::{
 };
 pub(crate) use operations::{
     Centred, Dense, DropoutForward, GeluForward, GeluGradient, InverseRms, LayerNormForward,
-    LayerNormGradients, LogSoftmaxForward, LogSoftmaxGradient, RmsNormForward, RmsNormGradients,
-    RotaryPositions, RowDeviations, SumOfElements, SwigluCompressing, SwigluForward,
-    SwigluGradients, embedding_gradient, gradient_of_terms, has_quantizing_kernels,
+    LayerNormGradients, LogSoftmaxForward, LogSoftmaxGradient, ResidualSum, RmsNormForward,
+    RmsNormGradients, RotaryPositions, RowDeviations, SumOfElements, SwigluCompressing,
+    SwigluForward, SwigluGradients, embedding_gradient, gradient_of_terms, has_quantizing_kernels,
     quantizes_norms, with_other,
 };

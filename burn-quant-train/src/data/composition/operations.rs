@@ -469,6 +469,28 @@ impl Operation for DropoutForward {
     }
 }
 
+/// The sum of x and of a residual.
+#[derive(Debug, Clone)]
+pub(crate) struct ResidualSum;
+
+impl Operation for ResidualSum {
+    const NAME: &'static str = "residual_sum";
+    /// x, and the residual.
+    type Inputs = (Input, FloatMeta);
+    type Outputs = FloatMeta;
+
+    fn outline<T: Tensors>(&self, (x, _): &On<Self::Inputs, T>) -> FloatMeta {
+        x.outline()
+    }
+
+    fn run<K: Kernels>(self, (x, residual): On<Self::Inputs, K>) -> FloatTensor<K> {
+        match kernels::<K>(&x) {
+            Some(kernels) => (kernels.residual_sum)(x, residual),
+            None => K::float_add(x.into_floats(), residual),
+        }
+    }
+}
+
 /// The logarithm of the softmax of the last dimension, FP32.
 #[derive(Debug, Clone)]
 pub(crate) struct LogSoftmaxForward;

@@ -67,6 +67,11 @@ where
             gelu: gelu::<Self, R>,
             gelu_backward: gelu_backward::<Self, R>,
             dropout: dropout::<Self, R>,
+            residual_sum: |x, residual| {
+                let (x, residual) = (Rows::of(x), rows(residual));
+                let sum = dropout::residual_sum(x.client(), x.input(), &residual);
+                x.result(checked(sum))
+            },
             swiglu: swiglu::<Self, R>,
             swiglu_compressing: swiglu_compressing::<Self, R>,
             swiglu_backward: swiglu_backward::<Self, R>,
