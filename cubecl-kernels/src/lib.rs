@@ -16,7 +16,7 @@
 //! | [`bit_splitting`] | a gradient as the sum of two INT4 matrices |
 //! | [`leverage_score`] | the rows of a split gradient that a product keeps, sampled by their scores |
 //! | [`transpose`] | INT8 matrices transposed |
-//! | [`gemm`] | the product of two quantized matrices; on Hopper also of two in BF16 or FP16 |
+//! | [`gemm`] | the product of two quantized matrices, or its output quantized; on Hopper also of two in BF16 or FP16 |
 //! | [`adamw`](mod@adamw) | AdamW on compressed moments, and what lets it skip a step without asking the host |
 //! | [`loss_scaling`] | the schedule of the scale of losses, in FP16 training |
 //! | [`optimizer_state`] | moments of an optimizer as 8-bit codes with a scale for each group, and back |
@@ -29,11 +29,12 @@
 //! | [`rotary`](mod@rotary) | rotary positions and their gradient |
 //! | [`layer_norm`](mod@layer_norm) | layer normalization and its gradients |
 //! | [`gelu`](mod@gelu) | GELU and its gradient |
+//! | [`dropout`](mod@dropout) | dropout, and the sum of a residual and a branch |
 //! | [`column_sum`](mod@column_sum) | what the norms' backward passes leave in parts, added up |
 //! | [`sum`](mod@sum) | the sum or the mean of all elements, such as of losses |
 //! | [`concatenate`](mod@concatenate) | many short tensors in one |
 //! | [`extremes`](mod@extremes) | the smallest and the largest of scales |
-//! | [`operator_input`] | what norms, GELU and the gate read: floats, or numbers with scales |
+//! | [`operator_input`] | what norms, GELU, the gate and dropout read: floats, or numbers with scales |
 //! | [`swiglu`](mod@swiglu) | the gate of a SwiGLU layer and its gradients |
 //! | [`embedding`] | the gradient of an embedding's table |
 //! | [`amax_history`] | the histories of largest magnitudes by which delayed scaling quantizes |

@@ -109,8 +109,8 @@ impl<B: QuantBackend, R: Recipe> Backend for QuantTrain<B, R> {
         format!("{NAME}<{}, {}>", B::name(device), R::row().name)
     }
 
-    /// Seeds the inner backend, the dropout of [attention](crate::attention), and the stochastic rounding of the layers
-    /// attached after this call.
+    /// Seeds the inner backend, dropout that is one operation, and the stochastic rounding of the layers attached after
+    /// this call.
     fn seed(device: &Self::Device, seed: u64) {
         layer::set_seed(seed);
         B::seed(device, seed)

@@ -6,7 +6,8 @@ use super::Cast;
 ///
 /// Operators of a flow are layer normalization, RMSNorm, GELU and SwiGLU's gate. Each reads its input rounded like
 /// this, and keeps for the backward pass what it read: a value that several read is rounded once. Linear layers round
-/// what they read by their own [row](super::LinearRow). Sums and attention read values as they are.
+/// what they read by their own [row](super::LinearRow). Where gradients flow too, dropout and sums of a residual read a
+/// linear layer's output so. All others read values as they are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Flow {
     /// The input of an operator, to nearest.

@@ -53,6 +53,7 @@ mod gemm_fp8;
 mod gemm_hopper;
 #[cfg(any(feature = "cuda", feature = "vulkan"))]
 mod gemm_int4;
+#[cfg(any(feature = "cuda", feature = "vulkan"))]
 mod gemm_quantized;
 #[cfg(any(feature = "cuda", feature = "vulkan"))]
 mod linear_input;

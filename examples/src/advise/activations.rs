@@ -369,10 +369,11 @@ impl Step<'_> {
         }
     }
 
-    /// The factors of so many dropouts.
+    /// The factors of so many dropouts, where these are not one operation, which draws them again.
     fn masks(&self, count: usize, waits: Waits) -> Vec<Value> {
         let masks = self.values(count, self.model.hidden, waits);
-        let masks = self.model.has_dropout.then_some(masks);
+        let keeps_masks = self.model.has_dropout && !self.composes();
+        let masks = keeps_masks.then_some(masks);
         masks.into_iter().collect()
     }
 

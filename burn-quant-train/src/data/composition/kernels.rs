@@ -31,6 +31,9 @@ pub type NormInputs<B> = (NormInput<B>, Option<FloatTensor<B>>);
 /// gate and up, of one shape and dtype.
 pub type GateInputs<B> = (OperatorInput<B>, OperatorInput<B>);
 
+/// x, and a residual of its shape and dtype, if there is one.
+pub type Branch<B> = (OperatorInput<B>, Option<FloatTensor<B>>);
+
 /// What becomes of a pair of neighbours, `[1, 1, 2, 4]`, and the factors of what became of it, `[1, positions, features,
 /// 2]`, of one float dtype: the operands of Burn's `RotaryEncoding`.
 pub type RotaryTables<B> = Pair<B>;
@@ -88,7 +91,7 @@ pub struct Compositions<B: Backend> {
     /// The gradient of x: of x, and of the gradient of the output, of its shape and dtype.
     pub gelu_backward: fn(OperatorInput<B>, OperatorInput<B>) -> FloatTensor<B>,
     /// Dropout of x, and its sum with a residual of the shape and dtype of x, if there is one.
-    pub dropout: fn(OperatorInput<B>, Option<FloatTensor<B>>, &Draw) -> FloatTensor<B>,
+    pub dropout: fn(Branch<B>, &Draw) -> FloatTensor<B>,
     /// The sum of x and of a residual of its shape and dtype.
     pub residual_sum: fn(OperatorInput<B>, FloatTensor<B>) -> FloatTensor<B>,
     /// `silu(gate) up`.

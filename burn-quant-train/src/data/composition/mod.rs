@@ -15,7 +15,7 @@ pub use cubecl_kernels::rotary::RotaryPass;
 pub(crate) use floats::{layer_normalized, normalized};
 pub use input::OperatorInput;
 pub use kernels::{
-    CompositionKernels, Compositions, CopyOfMatrix, FloatWithCopy, GateInputs, NormInput,
+    Branch, CompositionKernels, Compositions, CopyOfMatrix, FloatWithCopy, GateInputs, NormInput,
     NormInputs, OutputGradient, Pair, PairWithCopy, RotaryTables, WithCopies, WithPair,
     WithPairAndCopy,
 };

@@ -463,7 +463,7 @@ impl Operation for DropoutForward {
     fn run<K: Kernels>(self, (x, residual): On<Self::Inputs, K>) -> FloatTensor<K> {
         let Self(draw) = self;
         match kernels::<K>(&x) {
-            Some(kernels) => (kernels.dropout)(x, residual, &draw),
+            Some(kernels) => (kernels.dropout)((x, residual), &draw),
             None => floats::dropout::<K>(x.into_floats(), residual, &draw),
         }
     }

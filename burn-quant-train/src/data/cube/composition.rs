@@ -25,9 +25,9 @@ use super::{
 };
 use crate::data::{
     composition::{
-        CompositionKernels, Compositions, CopyOfMatrix, FloatWithCopy, GateInputs, NormInput,
-        NormInputs, OperatorInput, OutputGradient, PairWithCopy, WithCopies, WithPairAndCopy,
-        operations::rows_and_columns,
+        Branch, CompositionKernels, Compositions, CopyOfMatrix, FloatWithCopy, GateInputs,
+        NormInput, NormInputs, OperatorInput, OutputGradient, PairWithCopy, WithCopies,
+        WithPairAndCopy, operations::rows_and_columns,
     },
     kernels::checked,
     quantize::{QuantizeKernels, QuantizeSpec},
@@ -340,8 +340,7 @@ fn gelu_backward<B: Cube<R> + QuantizeKernels, R: CubeRuntime>(
 }
 
 fn dropout<B: Cube<R> + QuantizeKernels, R: CubeRuntime>(
-    x: OperatorInput<B>,
-    residual: Option<CubeTensor<R>>,
+    (x, residual): Branch<B>,
     draw: &Draw,
 ) -> CubeTensor<R> {
     let x = Rows::of(x);
