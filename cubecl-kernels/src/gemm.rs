@@ -181,7 +181,7 @@ pub(crate) struct GemmArgs<'a, R: Runtime> {
     fallback: Option<&'a FallbackResidual<R>>,
     bias: Option<&'a TensorHandle<R>>,
     out: &'a TensorHandle<R>,
-    /// Where the output is in numbers, of which `out` are the codes, how, and their scales. A kernel on Hopper writes it.
+    /// How the output is rounded, and its scales, where it is in numbers, whose codes `out` holds: on Hopper alone.
     rounded: Option<RoundedOutput<R>>,
     problem: GemmProblem,
     a_view: MatrixView,

@@ -26,11 +26,28 @@ pub(super) fn of<B: QuantBackend, R: Recipe>(x: &QuantTensor<B>) -> Option<Flow>
 /// The value that an operator reads of a tensor: in a flow as it flows. It is for [`QuantBackend::record`] alone, as
 /// what is read straight through.
 pub(super) fn enter<B: QuantBackend>(flow: Option<Flow>, x: QuantTensor<B>) -> InsideTensor<B> {
+    read::<B>(flow, x, true)
+}
+
+/// The same of the residual stream, whose value others read too.
+pub(super) fn enter_stream<B: QuantBackend>(
+    flow: Option<Flow>,
+    x: QuantTensor<B>,
+) -> InsideTensor<B> {
+    read::<B>(flow, x, false)
+}
+
+fn read<B: QuantBackend>(
+    flow: Option<Flow>,
+    x: QuantTensor<B>,
+    by_product: bool,
+) -> InsideTensor<B> {
     let Some(flow) = flow else {
         return x.into_primitive();
     };
     let operation = ReadRounded {
         cast: flow.activations,
+        by_product,
         tag: (x.view() == View::Rows).then(|| x.tag().clone()),
     };
     B::record(operation, [x.into_primitive()])

@@ -32,6 +32,9 @@ use crate::{
 pub(crate) struct ReadRounded<B: DataBackend> {
     /// How: to nearest.
     pub cast: Cast,
+    /// True where a linear layer whose output x is may quantize it in its product. Of who reads x as floats too it then
+    /// computes the product again: norms read the residual stream, which others read, so theirs is not quantized there.
+    pub by_product: bool,
     /// The tag of x, if x is the matrix that the tag speaks of: operators that read one tensor share a copy.
     pub tag: Option<Arc<Tag<B>>>,
 }
@@ -57,11 +60,10 @@ impl<B: DataBackend> Recorded<B, 1> for ReadRounded<B> {
                 unreachable!("activations are rounded to nearest")
             });
             let spec = make.spec(factor.key.layout);
-            let copy = match x.cell().waits_for_reader() {
-                Some(Later::Product(factors)) => {
-                    let copy = quantize_source::<B>(MatrixSource::Product(*factors), &spec);
-                    x.cell().flows_as(copy.clone());
-                    copy
+            let later = x.cell().waits_for_reader().filter(|_| self.by_product);
+            let copy = match later {
+                Some(Later::Product(product)) => {
+                    quantize_source::<B>(MatrixSource::Product(*product), &spec)
                 }
                 Some(Later::Swiglu(_) | Later::Gradient(..) | Later::OfOne(_)) | None => {
                     quantize::<B>(flatten::<B>(x.cell().read()), &spec)

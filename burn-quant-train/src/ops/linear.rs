@@ -28,7 +28,7 @@ use super::{
 use crate::{
     data::{
         DataBackend, Layout,
-        product::Factors,
+        product::ProductInputs,
         quantize::{DelayedMaximum, Fallback, MatrixSource, Quantized, quantize_source},
     },
     layer::{
@@ -224,7 +224,10 @@ impl<B: DataBackend> Linear<B> {
             && may_wait(&wanted);
         let is_kept = shares_operand || is_noted || fallback_tag.is_some() || waits_for_reader;
         let keeps_operand = is_kept && operand.is_none();
-        let later = x.cell().waits_for_reader().filter(|_| kept_x.is_none());
+        let later = x.cell().waits_for_reader().filter(|later| {
+            let is_quantized_here = !matches!(later, Later::Product(_) | Later::Gradient(..));
+            kept_x.is_none() && is_quantized_here
+        });
         let x = match (&operand, to_save, &later) {
             (Some(copy), None, _) => InputSource::Copy(Quantized::clone(copy)),
             (_, _, Some(Later::Swiglu(factors))) => InputSource::Floats(factors.source()),
@@ -355,11 +358,11 @@ impl<B: DataBackend> Linear<B> {
                 of_weight.factor.operand(&weight),
             ];
             let how = (plan.accumulation, self.compute);
-            let factors = Factors::new(operands, factor_bias, how, shape.clone());
+            let product = ProductInputs::new(operands, factor_bias, how, shape.clone());
             let form = (shape, DType::from(self.compute), device.clone());
             Some(HeldTensor::later(
                 "linear",
-                Later::Product(Box::new(factors)),
+                Later::Product(Box::new(product)),
                 form,
             ))
         });
@@ -370,6 +373,9 @@ impl<B: DataBackend> Linear<B> {
             && let Some(copy) = gradient_copy(&plan.backward, gradient_history.as_ref(), &device)
         {
             y.cell().will_quantize_gradient(copy);
+        }
+        if let Some(y) = y.as_ref().filter(|_| self.may_flow) {
+            y.cell().note_layer();
         }
         let saved = Saved {
             x,

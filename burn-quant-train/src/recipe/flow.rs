@@ -4,7 +4,7 @@ use super::Cast;
 
 /// The numbers in which values pass from one operator to the next.
 ///
-/// Operators of a flow are layer normalization, RMSNorm, GELU and SwiGLU's gate. Each reads its input rounded like
+/// Operators of a flow are layer normalization, RMSNorm, GELU, SwiGLU's gate, dropout and residual sums. Each reads its input rounded like
 /// this, and keeps for the backward pass what it read: a value that several read is rounded once. Linear layers round
 /// what they read by their own [row](super::LinearRow). Where gradients flow too, dropout and sums of a residual read a
 /// linear layer's output so. All others read values as they are.

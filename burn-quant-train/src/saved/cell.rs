@@ -71,6 +71,8 @@ pub struct Cell<B: DataBackend> {
     operation: &'static str,
     /// True for a number a row.
     is_of_row: AtomicBool,
+    /// True for the output of a linear layer that flows.
+    is_of_layer: AtomicBool,
     /// Two dimensions that are swapped in memory: heads are slices of a layer's rows, and so compressed without a copy.
     swapped: Option<[usize; 2]>,
     /// True for what a block made for itself alone.
@@ -229,6 +231,7 @@ impl<B: DataBackend> HeldTensor<B> {
         let (context, in_block) = (scope::context(), scope::in_block());
         let cell = Arc::new(Cell {
             is_of_row: AtomicBool::new(is_number_a_row(&shape)),
+            is_of_layer: AtomicBool::new(false),
             shape,
             dtype,
             device,
@@ -631,13 +634,14 @@ impl<B: DataBackend> Cell<B> {
         }
     }
 
-    /// Gives it the numbers that a reader made of what it is [computed from](Self::waits_for_reader): who reads it from now on
-    /// decodes them.
-    pub(crate) fn flows_as(&self, matrix: Quantized<B>) {
-        let mut state = self.lock();
-        if matches!(&*state, State::Later(_)) {
-            *state = State::Compressed(matrix);
-        }
+    /// Says that a linear layer of a flow made it.
+    pub(crate) fn note_layer(&self) {
+        self.is_of_layer.store(true, Ordering::Relaxed);
+    }
+
+    /// True if a linear layer of a flow made it: operators may have it quantized in the layer's product.
+    pub(crate) fn is_of_layer(&self) -> bool {
+        self.is_of_layer.load(Ordering::Relaxed)
     }
 
     /// How it can be made again in the backward pass of what waits anyway, if that is not itself.

@@ -13,9 +13,9 @@ use super::scope;
 /// between is computed again when that comes to it.
 ///
 /// With exact contexts gradients are those without a block, to the bit: operations of the second run draw the same
-/// random numbers, masks of dropout are kept (a bit an element), and thresholds, histories and step sizes follow the
-/// first run alone. They are read as they are in the second run, so the backward pass ends before the optimizer's next
-/// step. If contexts compress `input`, the second run reads what the context holds. A stochastic copy of a matrix that
+/// random numbers, dropout drops the same (of what Burn composes masks are kept, a bit an element), and thresholds,
+/// histories and step sizes follow the first run alone. They are read as they are in the second run, so the backward pass
+/// ends before the optimizer's next step. If contexts compress `input`, the second run reads what the context holds. A stochastic copy of a matrix that
 /// a layer outside of the block made first is drawn anew by those inside, which is as unbiased.
 ///
 /// A block inside of a block belongs to the outer one. Without autodiff, and on backends without the decorator, it is

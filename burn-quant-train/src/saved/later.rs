@@ -23,7 +23,7 @@ use crate::{
             GeluForward, GeluGradient, LayerNormForward, OperatorInput, RmsNormForward,
             SwigluCompressing, SwigluForward, SwigluGradients,
         },
-        product::{Factors, Product},
+        product::{Product, ProductInputs},
         quantize::{DelayedMaximum, MatrixSource, Quantized, quantize_swiglu_gradients},
     },
     lock::lock,
@@ -45,7 +45,7 @@ pub(crate) enum Later<B: DataBackend> {
     /// What depends on one tensor that flows. In a box: every cell has room for what a value waits as.
     OfOne(Box<OfOne<B>>),
     /// The output of a linear layer whose operands are quantized. In a box, likewise.
-    Product(Box<Factors<B>>),
+    Product(Box<ProductInputs<B>>),
 }
 
 /// What an operator makes of one tensor that flows.
@@ -188,7 +188,7 @@ impl<B: DataBackend> Later<B> {
             Self::Swiglu(factors) => factors.product(),
             Self::Gradient(pair, factor) => pair.floats(*factor),
             Self::OfOne(of_one) => of_one.compute(),
-            Self::Product(factors) => B::run(Product, Factors::clone(factors)),
+            Self::Product(factors) => B::run(Product, ProductInputs::clone(factors)),
         }
     }
 }

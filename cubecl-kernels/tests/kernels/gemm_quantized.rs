@@ -23,8 +23,8 @@ use crate::{
 };
 
 /// Rows and columns of the output, and K: whole tiles of each width, and what leaves some of a tile, a block or a turn of the
-/// grid.
-const SIZES: [[usize; 3]; 7] = [
+/// grid; and few columns of a long sum, which some devices add up in parts.
+const SIZES: [[usize; 3]; 8] = [
     [128, 256, 256],
     [256, 128, 128],
     [200, 320, 384],
@@ -32,6 +32,7 @@ const SIZES: [[usize; 3]; 7] = [
     [130, 48, 128],
     [1000, 1536, 256],
     [4096, 2304, 128],
+    [128, 256, 8192],
 ];
 
 /// Numbers with outliers, in which blocks are zeros, and one element may be NaN or infinite.
@@ -87,9 +88,18 @@ fn assert_same(
 }
 
 #[rstest]
-fn of_int8_blocks(#[values(32, 64, 128)] side: usize, #[values(0.0, f32::NAN)] odd: f32) {
+fn of_int8(
+    #[values(
+        Granularity::Block(32),
+        Granularity::Block(64),
+        Granularity::Block(128),
+        Granularity::Token
+    )]
+    granularity: Granularity,
+    #[values(0.0, f32::NAN)] odd: f32,
+) {
     let (client, mut random) = (client(), Random::fresh());
-    let operands = QuantizeSpec::int8(Granularity::Block(side));
+    let operands = QuantizeSpec::int8(granularity);
     for out in narrow_types(&client) {
         for [m, n, k] in drawn(&mut random, SIZES, 2) {
             let operand = |random: &mut Random, rows, odd| {
@@ -102,7 +112,7 @@ fn of_int8_blocks(#[values(32, 64, 128)] side: usize, #[values(0.0, f32::NAN)] o
             let product = gemm(&client, &a, &b, None, bias.as_ref(), out, Strategy::Auto);
             let product = product.expect("matrices");
             for spec in specs(&mut random) {
-                let what = format!("{side}, {m} x {n} x {k}, {spec:?}");
+                let what = format!("{granularity:?}, {m} x {n} x {k}, {spec:?}");
                 let expected = quantize(&client, &product, &spec).expect("a matrix");
                 let actual = gemm_quantized(&client, &a, &b, bias.as_ref(), out, &spec);
                 assert_same(&client, &what, &actual.expect("matrices"), &expected);

@@ -3,7 +3,7 @@
 use burn::{
     backend::Autodiff,
     nn::DropoutConfig,
-    tensor::{DType, Distribution, Tensor},
+    tensor::{DType, Distribution, Tensor, activation::gelu},
 };
 use burn_quant_train::{
     QuantTrain,
@@ -27,6 +27,7 @@ on_every_backend! {
     a_block_drops_the_same_twice => in_block;
     a_branch_of_a_flow_drops_what_flows => branch_of_flow;
     a_sum_of_a_flow_reads_the_branch_as_it_flows => sum_of_flow;
+    a_block_of_a_flow_adds_up_the_same => block_of_flow;
 }
 
 type T<B, R> = QuantTrain<Autodiff<B>, R>;
@@ -273,12 +274,17 @@ fn sum_of_flow<B: DataBackend>(seed: u64) {
         let name = R::ROW.name;
         assert_eq!(!same_bits(&flowing, &exact), rounds, "seed {seed}: {name}");
         let weights = tensor::<T<B, R>, 2>(&rng.normals(rows * columns, 1.0), shape, &device);
-        for is_left in [true, false] {
+        for (is_left, is_read) in [(true, false), (false, false), (true, true), (false, true)] {
             let (x, residual) = (x.clone(), residual());
             let branch = model.linear.forward(x);
+            if is_read {
+                assert!(same_bits(&floats(&branch), &exact), "seed {seed}: {name}");
+            }
+            // What a model begins with, a parameter, is no residual stream.
+            let stream = residual.clone() * 1.0;
             let sum = match is_left {
-                true => branch + residual.clone(),
-                false => residual.clone() + branch,
+                true => branch + stream,
+                false => stream + branch,
             };
             assert!(
                 same_bits(&floats(&sum), &expected),
@@ -306,4 +312,43 @@ fn sum_of_flow<B: DataBackend>(seed: u64) {
     check::<B, JetfireInt8<f32>>(seed, true);
     check::<B, JetfireInt8<f32, 128>>(seed, true);
     check::<B, CoatFp8<f32>>(seed, false);
+}
+
+/// Sums and operators of a block read what they read without one, and so in its second run.
+fn block_of_flow<B: DataBackend>(seed: u64) {
+    fn run<B: DataBackend, R: Recipe>(seed: u64, is_block: bool) -> [Vec<f32>; 3] {
+        let device = B::Device::default();
+        let one = One::new(64, 64, true, &device);
+        let (_optimizer, model) = attached::<T<B, R>, _>(&every_layer(seed), one, seed);
+        let values = Rng::new(seed).normals(96 * 64, 1.0);
+        let x = tensor::<T<B, R>, 2>(&values, [96, 64], &device).require_grad();
+        let block = |x: Tensor<T<B, R>, 2>| {
+            let y = model.linear.forward(x.clone());
+            let sum = x + y.clone();
+            sum + gelu(y)
+        };
+        let y = match is_block {
+            true => checkpoint(block, x.clone()),
+            false => block(x.clone()),
+        };
+        let gradients = y.clone().square().sum().backward();
+        let of_weight = model.linear.weight.val().grad(&gradients);
+        [
+            floats(&y),
+            floats(&x.grad(&gradients).expect("of x")),
+            floats(&of_weight.expect("of the weight")),
+        ]
+    }
+    fn check<B: DataBackend, R: Recipe>(seed: u64) {
+        let [alone, block] = [false, true].map(|is_block| run::<B, R>(seed, is_block));
+        for (index, (alone, block)) in alone.iter().zip(&block).enumerate() {
+            assert!(
+                same_bits(alone, block),
+                "seed {seed}: {}, {index}",
+                R::ROW.name
+            );
+        }
+    }
+    check::<B, JetfireInt8<f32>>(seed);
+    check::<B, CoatFp8<f32>>(seed);
 }

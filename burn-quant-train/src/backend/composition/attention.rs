@@ -143,7 +143,7 @@ pub(super) fn may_have_dropout<B: QuantBackend, R: Recipe>(
         && <B::Base as DataBackend>::Kernels::attention_kernels(device).is_some()
 }
 
-/// Dropout of one of both sides.
+/// Dropout of scores or of probabilities, by a draw.
 fn of_draw(dropped: Dropped, Draw { rate, key }: Draw) -> Dropout {
     Dropout { dropped, rate, key }
 }

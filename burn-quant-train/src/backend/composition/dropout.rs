@@ -17,7 +17,7 @@ use crate::{
     layer::dropout_key,
     ops::dropout::{Dropout, ResidualSum},
     recipe::{Flow, Recipe},
-    saved::{later::Later, recorded::QuantBackend},
+    saved::recorded::QuantBackend,
 };
 
 /// How far a factor may be from the inverse of the share that stays.
@@ -174,6 +174,8 @@ pub(super) fn sum<B: QuantBackend, R: Recipe>(
     match step(branch) {
         Some(Step::DroppedOut(x, drawn, _)) => dropout::<B, R>(x, drawn, Some(residual)),
         Some(_) => None,
+        // Of two layers neither is the branch, and neither is that of which a model begins: it adds a parameter.
+        None if is_of_layer(residual) || residual.tag().is_parameter() => None,
         None => {
             let flow = Some(of_branch::<B, R>(branch)?);
             let _scope = QuantTrain::<B, R>::scope();
@@ -188,8 +190,7 @@ pub(super) fn sum<B: QuantBackend, R: Recipe>(
 /// begins with, the stream itself, and COAT's branches (coat-fp8, appendix G.5) are read as they are.
 fn of_branch<B: QuantBackend, R: Recipe>(branch: &QuantTensor<B>) -> Option<Flow> {
     let flow = flow_of::<B, R, 1>([branch]).filter(|flow| flow.gradients.is_some())?;
-    let cell = B::cell(branch.primitive())?;
-    matches!(cell.waits_for_reader(), Some(Later::Product(_))).then_some(flow)
+    is_of_layer(branch).then_some(flow)
 }
 
 /// Dropout by itself.
@@ -225,4 +226,9 @@ fn dropout<B: QuantBackend, R: Recipe>(
             QuantTensor::new(B::record(dropout, [x, residual]))
         }
     })
+}
+
+fn is_of_layer<B: QuantBackend>(tensor: &QuantTensor<B>) -> bool {
+    let is_there = tensor.as_waiting().is_none();
+    is_there && B::cell(tensor.primitive()).is_some_and(|cell| cell.is_of_layer())
 }

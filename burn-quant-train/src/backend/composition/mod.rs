@@ -14,7 +14,8 @@
 //!
 //! An operation with which a composition begins, or goes on, computes nothing: its result [waits](Waiting). The last
 //! operation records the whole, with a kernel for each pass. Whatever else reads a waiting result has it computed as
-//! Burn does, so that a model which departs from a composition loses nothing, and nothing is computed twice.
+//! Burn does, so that a model which departs from a composition loses nothing, and nothing is computed twice, but for dropout
+//! of which a residual sum and somebody else read.
 //!
 //! Compositions are looked for in training: of recipes with a [flow](crate::recipe::Flow), whose operators they are,
 //! and else on devices that have kernels for them, where x is narrower than FP32: with FP32 as the compute dtype no bit
@@ -140,7 +141,7 @@ enum Step<B: QuantBackend> {
     Divided(QuantTensor<B>, Scalar),
     /// Zeros and ones.
     Drawn(Drawn<B>),
-    /// Scores or probabilities, times zeros and ones.
+    /// Scores, probabilities or any tensor, times zeros and ones.
     Dropped(QuantTensor<B>, QuantTensor<B>),
     /// Scores, with a bias added.
     Biased(QuantTensor<B>, QuantTensor<B>),
@@ -625,7 +626,10 @@ pub(super) fn layer_norm<B: QuantBackend, R: Recipe>(
         epsilon,
         is_quantized_in: flow.and_then(|_| R::row().reads_x_in()),
     };
-    let (x, gain) = (flow::enter(flow, x.clone()), gain.clone().into_primitive());
+    let (x, gain) = (
+        flow::enter_stream(flow, x.clone()),
+        gain.clone().into_primitive(),
+    );
     let output = match bias {
         Some(bias) => B::record(norm, [x, gain, bias.clone().into_primitive()]),
         None => B::record(norm, [x, gain]),
@@ -719,7 +723,10 @@ fn rms_norm<B: QuantBackend, R: Recipe>(
     let flow = flow_of::<B, R, 2>([x, gain]);
     (fits && is_one::<B, R>(flow, x, |_| true)).then(|| {
         let _scope = QuantTrain::<B, R>::scope();
-        let (x, gain) = (flow::enter(flow, x.clone()), gain.clone().into_primitive());
+        let (x, gain) = (
+            flow::enter_stream(flow, x.clone()),
+            gain.clone().into_primitive(),
+        );
         let norm = RmsNorm {
             epsilon,
             is_quantized_in: flow.and_then(|_| R::row().reads_x_in()),

@@ -7,4 +7,4 @@ pub use cubecl_kernels::gemm::{Accumulation, LayerOperands};
 pub use kernels::{ExpectedLayer, FloatProduct, ProductKernels};
 pub(crate) use kernels::{check_product, check_stacked, dequantized_product, float_product};
 pub(crate) use operation::Product;
-pub use operation::{Factors, product};
+pub use operation::{ProductInputs, product};

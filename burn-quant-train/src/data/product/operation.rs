@@ -27,10 +27,10 @@ pub fn product<B: DataBackend>(
     dtype: FloatDType,
 ) -> FloatTensor<B> {
     let shape = Shape::new([left.shape()[0], right.shape()[1]]);
-    let factors = Factors::new([left, right], bias, (accumulation, dtype), shape);
+    let factors = ProductInputs::new([left, right], bias, (accumulation, dtype), shape);
     B::run(
         Product,
-        Factors {
+        ProductInputs {
             residual: residual.cloned(),
             ..factors
         },
@@ -39,7 +39,7 @@ pub fn product<B: DataBackend>(
 
 /// A product of quantized matrices that is to be computed, and the tensor that it makes.
 #[derive(Debug, Clone)]
-pub struct Factors<T: Tensors> {
+pub struct ProductInputs<T: Tensors> {
     left: Quantized<T>,
     residual: Option<Residual<T>>,
     right: Quantized<T>,
@@ -51,7 +51,7 @@ pub struct Factors<T: Tensors> {
     dtype: FloatDType,
 }
 
-impl<T: Tensors + Clone> Factors<T> {
+impl<T: Tensors + Clone> ProductInputs<T> {
     /// The product of two operands, plus a bias `[columns]`, as a tensor of this shape.
     pub(crate) fn new(
         [left, right]: [Operand<'_, T>; 2],
@@ -72,7 +72,7 @@ impl<T: Tensors + Clone> Factors<T> {
     }
 }
 
-impl<T: Tensors> Factors<T> {
+impl<T: Tensors> ProductInputs<T> {
     /// The shape of the tensor.
     pub(crate) fn shape(&self) -> Shape {
         self.shape.clone()
@@ -90,7 +90,7 @@ impl<T: Tensors> Factors<T> {
     }
 }
 
-impl<K: Kernels> Factors<K> {
+impl<K: Kernels> ProductInputs<K> {
     /// The tensor.
     pub(crate) fn into_floats(mut self) -> FloatTensor<K> {
         let (bias, residual) = (self.bias.take(), self.residual.as_ref());
@@ -114,14 +114,14 @@ impl<K: Kernels> Factors<K> {
     }
 }
 
-impl Bundle for Factors<Outline> {
-    type On<T: Tensors> = Factors<T>;
+impl Bundle for ProductInputs<Outline> {
+    type On<T: Tensors> = ProductInputs<T>;
 
     fn rebuild<S: Tensors, T: Tensors>(
-        factors: Factors<S>,
+        factors: ProductInputs<S>,
         change: &mut impl Change<S, T>,
-    ) -> Factors<T> {
-        Factors {
+    ) -> ProductInputs<T> {
+        ProductInputs {
             left: Quantized::rebuild(factors.left, change),
             residual: Option::<Residual<Outline>>::rebuild(factors.residual, change),
             right: Quantized::rebuild(factors.right, change),
@@ -140,14 +140,14 @@ pub(crate) struct Product;
 
 impl Operation for Product {
     const NAME: &'static str = "product";
-    type Inputs = Factors<Outline>;
+    type Inputs = ProductInputs<Outline>;
     type Outputs = FloatMeta;
 
-    fn outline<T: Tensors>(&self, factors: &Factors<T>) -> FloatMeta {
+    fn outline<T: Tensors>(&self, factors: &ProductInputs<T>) -> FloatMeta {
         FloatMeta::new(factors.shape(), factors.dtype)
     }
 
-    fn run<K: Kernels>(self, factors: Factors<K>) -> FloatTensor<K> {
+    fn run<K: Kernels>(self, factors: ProductInputs<K>) -> FloatTensor<K> {
         factors.into_floats()
     }
 }

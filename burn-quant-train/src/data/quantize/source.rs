@@ -10,7 +10,7 @@ use crate::data::{
     },
     kernels::Kernels,
     operation::Operation,
-    product::Factors,
+    product::ProductInputs,
     quantize::Quantized,
     tensors::{Bundle, Change, Outline, Tensors, flatten, flattened},
 };
@@ -46,7 +46,7 @@ pub enum MatrixSource<T: Tensors> {
         gradient: OperatorInput<T>,
     },
     /// A product of quantized matrices.
-    Product(Factors<T>),
+    Product(ProductInputs<T>),
     /// `x inverse_rms gain`, in the dtype of x: RMSNorm's output.
     RmsNorm {
         /// The input, `[.., columns]`.
@@ -113,7 +113,7 @@ impl Bundle for MatrixSource<Outline> {
                 gradient: OperatorInput::rebuild(gradient, change),
             },
             MatrixSource::Product(factors) => {
-                MatrixSource::Product(Factors::rebuild(factors, change))
+                MatrixSource::Product(ProductInputs::rebuild(factors, change))
             }
             MatrixSource::RmsNorm {
                 x,

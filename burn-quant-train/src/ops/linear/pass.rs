@@ -10,7 +10,7 @@ use crate::{
     data::{
         Kernels, Layout, Operation, cast_to,
         composition::{OperatorInput, SwigluCompressing},
-        product::{Accumulation, Factors, float_product},
+        product::{Accumulation, ProductInputs, float_product},
         quantize::{
             DelayedMaximum, Fallback, MatrixSource, Quantized, QuantizedInput,
             Residual as ResidualBlocks, SwigluContexts, quantize_operand,
@@ -523,7 +523,7 @@ impl Operation for Backward {
                     let operands = [left.factor.operand(gradient), right.factor.operand(&weight)];
                     let matrix = Shape::new(flattened(&form.shape));
                     let how = (sums_of_input, form.dtype);
-                    MatrixSource::Product(Factors::new(operands, None, how, matrix))
+                    MatrixSource::Product(ProductInputs::new(operands, None, how, matrix))
                 }
                 (Source::Float(weight), _, _) => MatrixSource::Floats(float_product::<K>(
                     float(gradient()),

@@ -61,7 +61,7 @@ impl Rounded {
         })
     }
 
-    /// An output that is rounded so, by the spec that says it.
+    /// What a kernel is told of an output that was allocated for the spec by which it is rounded so.
     pub(in crate::gemm) fn output<R: Runtime>(
         self,
         spec: &QuantizeSpec,
