@@ -48,7 +48,6 @@ use crate::{
     device::{check_dtype, empty},
     dropout::Draw,
     error::KernelError,
-    rounding::StochasticKey,
 };
 
 pub use products::AttentionProducts;
@@ -394,20 +393,8 @@ pub enum Dropped {
 pub struct Dropout {
     /// Which numbers.
     pub dropped: Dropped,
-    /// In `[0, 1)`.
-    pub rate: f32,
-    /// Names the draw: never use one value for two calls.
-    pub key: StochasticKey,
-}
-
-impl Dropout {
-    /// The draw: `Z` or `Y` of an element, whose row counts the queries of all heads of all batches.
-    pub fn draw(&self) -> Draw {
-        Draw {
-            rate: self.rate,
-            key: self.key,
-        }
-    }
+    /// `Z` or `Y` of an element, whose row counts the queries of all heads of all batches.
+    pub draw: Draw,
 }
 
 /// The sizes of attention.
@@ -576,9 +563,9 @@ pub(crate) fn check_options(
     let Some(dropout) = options.dropout else {
         return Ok(());
     };
-    if !(0.0..1.0).contains(&dropout.rate) {
+    if !(0.0..1.0).contains(&dropout.draw.rate) {
         return unsupported(
-            format!("a dropout rate of {}", dropout.rate),
+            format!("a dropout rate of {}", dropout.draw.rate),
             "use one in [0, 1)",
         );
     }

@@ -61,6 +61,15 @@ impl Draw {
         }
     }
 
+    /// The factors of a matrix, row by row.
+    pub fn factors(&self, rows: usize, cols: usize) -> Vec<f32> {
+        let mut factors = vec![1.0; rows * cols];
+        for (row, factors) in factors.chunks_mut(cols.max(1)).enumerate() {
+            self.apply(row, 0, factors);
+        }
+        factors
+    }
+
     /// The factor of an element that stays.
     pub fn kept_factor(&self) -> f32 {
         1.0 / (1.0 - self.rate)

@@ -20,7 +20,7 @@ use crate::{
     fallback::FallbackResidual,
     granularity::Granularity,
     number::Number,
-    quantize::{QuantizeSpec, Quantized, buffers::allocate, check_granularity, quantize},
+    quantize::{QuantizeSpec, Quantized, check_granularity, quantize},
     scale::ScaleNumber,
 };
 
@@ -268,9 +268,9 @@ pub fn gemm_quantized<R: Runtime>(
         let out = gemm(client, a, b, None, bias, dtype, Strategy::Auto)?;
         return quantize(client, &out, spec);
     };
-    let output = allocate(client, &MatrixView::contiguous(m, n), spec);
-    let values = output.values.as_ref().expect("a row-major copy");
-    let to = (values, Some(rounded.output(spec, &output)));
+    let view = MatrixView::contiguous(m, n);
+    let (output, values, rounded) = rounded.allocate(client, &view, spec);
+    let to = (&values, Some(rounded));
     launch(client, &checked.args([a, b], None, bias, to), blueprint);
     Ok(output)
 }

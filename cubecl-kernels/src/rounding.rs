@@ -18,6 +18,16 @@ pub enum Rounding {
     Stochastic(StochasticKey),
 }
 
+impl Rounding {
+    /// What names the random numbers; zeros where none are drawn.
+    pub(crate) const fn key(self) -> StochasticKey {
+        match self {
+            Self::Nearest => StochasticKey { seed: 0, stream: 0 },
+            Self::Stochastic(key) => key,
+        }
+    }
+}
+
 /// Names a stream of random numbers. The same key gives the same rounding of the same element on every device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct StochasticKey {
@@ -71,10 +81,7 @@ pub(crate) fn add_random_stream(
 }
 
 fn key_words(rounding: Rounding) -> [u32; 4] {
-    let key = match rounding {
-        Rounding::Nearest => StochasticKey { seed: 0, stream: 0 },
-        Rounding::Stochastic(key) => key,
-    };
+    let key = rounding.key();
     [
         key.seed as u32,
         (key.seed >> 32) as u32,

@@ -19,7 +19,10 @@ use crate::{
         attention::{Asked, Inputs, asking, composed, fits},
         is_decorated,
     },
-    data::attention::{AttentionShape, Band, Dropout, Dropped},
+    data::{
+        attention::{AttentionShape, Band, Dropout, Dropped},
+        composition::Draw,
+    },
     layer::dropout_key,
 };
 
@@ -94,8 +97,10 @@ impl AttentionConfig {
             band,
             dropout: drops.then(|| Dropout {
                 dropped: Dropped::Probabilities,
-                rate: self.dropout as f32,
-                key: dropout_key(),
+                draw: Draw {
+                    rate: self.dropout as f32,
+                    key: dropout_key(),
+                },
             }),
         })
     }

@@ -146,8 +146,9 @@ impl<'a, R: Runtime> Launch<'a, R> {
         };
         let (rate, kept, rounding) = match dropout {
             Some(dropout) => {
-                let rounding = Rounding::Stochastic(dropout.key);
-                (dropout.rate, dropout.draw().kept_factor(), rounding)
+                let draw = dropout.draw;
+                let rounding = Rounding::Stochastic(draw.key);
+                (draw.rate, draw.kept_factor(), rounding)
             }
             None => (0.0, 1.0, Rounding::Nearest),
         };

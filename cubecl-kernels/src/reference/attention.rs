@@ -320,7 +320,7 @@ impl Query<'_> {
         let row = (self.batch * shape.heads + self.head) * shape.queries + self.row;
         options
             .dropout_of(dropped)
-            .map_or(1.0, |dropout| f64::from(dropout.draw().factor(row, j)))
+            .map_or(1.0, |dropout| f64::from(dropout.draw.factor(row, j)))
     }
 }
 

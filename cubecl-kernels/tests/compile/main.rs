@@ -44,6 +44,7 @@ use cubecl_kernels::{
     centred::centred_compressing,
     column_sum::column_sum,
     concatenate::concatenate,
+    dropout::Draw,
     embedding::embedding_gradient,
     extremes::extremes,
     fallback::{FallbackResidual, FallbackState},
@@ -599,8 +600,7 @@ fn launch_attention(
             band: Band::CAUSAL,
             dropout: Some(Dropout {
                 dropped,
-                rate: 0.1,
-                key,
+                draw: Draw { rate: 0.1, key },
             }),
             ..options
         };

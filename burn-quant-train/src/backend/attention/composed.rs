@@ -52,7 +52,7 @@ pub(crate) fn composed<B: Backend>(
     let dtype = scores.dtype();
     let mut probabilities = softmax(scores);
     if let Some(dropout) = asked.dropout {
-        let keep = 1.0 - f64::from(dropout.rate);
+        let keep = 1.0 - f64::from(dropout.draw.rate);
         let kept = probabilities.random_like(Distribution::Bernoulli(keep));
         probabilities = probabilities.mul(kept).div_scalar(keep);
     }

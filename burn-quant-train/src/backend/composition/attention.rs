@@ -13,7 +13,6 @@
 use burn_backend::{
     DType, FloatDType, Scalar, Shape, TensorMetadata, ops::BoolTensorOps, tensor::Device,
 };
-use cubecl_kernels::dropout::Draw;
 
 use super::{Step, Waiting, dropout::Drawn, step};
 use crate::{
@@ -141,11 +140,6 @@ pub(super) fn may_have_dropout<B: QuantBackend, R: Recipe>(
     let fits = |compute| shape.len() == 4 && [compute, DType::F32].contains(&dtype.into());
     narrow::<R>().is_some_and(fits)
         && <B::Base as DataBackend>::Kernels::attention_kernels(device).is_some()
-}
-
-/// Dropout of scores or of probabilities, by a draw.
-fn of_draw(dropped: Dropped, Draw { rate, key }: Draw) -> Dropout {
-    Dropout { dropped, rate, key }
 }
 
 /// The compute dtype, which products have, where it is narrow.
@@ -300,7 +294,10 @@ pub(super) fn context<B: QuantBackend, R: Recipe>(
     let (scale, drops) = drops(&probabilities, &scores)?;
     // The key is taken when it is known that a kernel draws.
     let any_key = StochasticKey { seed: 0, stream: 0 };
-    let dropout = drops.map(|(dropped, drawn)| of_draw(dropped, drawn.draw_by(any_key)));
+    let dropout = drops.map(|(dropped, drawn)| Dropout {
+        dropped,
+        draw: drawn.draw_by(any_key),
+    });
     let mut problem = AttentionProblem {
         dtype: compute,
         shape: AttentionShape::new("attention", &of_query, &of_key, &of_value).ok()?,
@@ -315,7 +312,8 @@ pub(super) fn context<B: QuantBackend, R: Recipe>(
     // In evaluation by the kernels of training: others may give a query that sees nothing something else.
     let way = choose_way::<B>(&value.device(), &mut problem, true)?;
     if let Some((dropped, drawn)) = drops {
-        problem.options.dropout = Some(of_draw(dropped, drawn.draw()?));
+        let draw = drawn.draw()?;
+        problem.options.dropout = Some(Dropout { dropped, draw });
     }
     let _scope = QuantTrain::<B, R>::scope();
     QuantTrain::<B, R>::compress_pending();

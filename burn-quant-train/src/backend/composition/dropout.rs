@@ -13,7 +13,10 @@ use cubecl_kernels::dropout::Draw;
 use super::{OneByOne, Step, Waiting, attention, flow_of, is_float, is_one, step};
 use crate::{
     backend::{QuantTrain, flow, tensor::QuantTensor},
-    data::{DataBackend, StochasticKey, composition::CompositionKernels},
+    data::{
+        DataBackend, StochasticKey,
+        composition::{CompositionKernels, operations::rows_and_columns},
+    },
     layer::dropout_key,
     ops::dropout::{Dropout, ResidualSum},
     recipe::{Flow, Recipe},
@@ -53,13 +56,9 @@ impl<B: QuantBackend> Drawn<B> {
             }
             Source::Kernel(key) => *key,
         };
-        let draw = self.draw_by(key);
-        let mut factors = vec![1.0; self.shape.num_elements()];
-        let columns = self.shape.last().copied().unwrap_or(1);
-        let rows = factors.chunks_mut(columns.max(1));
-        rows.enumerate()
-            .for_each(|(row, factors)| draw.apply(row, 0, factors));
-        let kept = factors.iter().map(|&factor| factor != 0.0).collect();
+        let [rows, columns] = rows_and_columns(&self.shape);
+        let factors = self.draw_by(key).factors(rows, columns);
+        let kept = factors.into_iter().map(|factor| factor != 0.0).collect();
         let kept = TensorData::new::<bool, _>(kept, self.shape.clone());
         let bools = get_device_settings::<By<B, R>>(&self.device).bool_dtype;
         let kept = By::<B, R>::bool_from_data(kept.convert_dtype(bools.into()), &self.device);

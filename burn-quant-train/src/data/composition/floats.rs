@@ -199,11 +199,7 @@ pub(super) fn dropout<B: Backend>(
 ) -> FloatTensor<B> {
     let (shape, dtype) = (x.shape(), x.dtype().into());
     let [rows, columns] = rows_and_columns(&shape);
-    let mut factors = vec![1.0f32; rows * columns];
-    for (row, factors) in factors.chunks_mut(columns.max(1)).enumerate() {
-        draw.apply(row, 0, factors);
-    }
-    let factors = TensorData::new(factors, [rows, columns]);
+    let factors = TensorData::new(draw.factors(rows, columns), [rows, columns]);
     let factors = B::float_from_data(factors, &B::float_device(&x));
     let dropped = B::float_mul(wide::<B>(x), wide::<B>(factors));
     let output = match residual {

@@ -11,7 +11,7 @@ mod input;
 pub(super) mod kernels;
 pub(crate) mod operations;
 
-pub use cubecl_kernels::rotary::RotaryPass;
+pub use cubecl_kernels::{dropout::Draw, rotary::RotaryPass};
 pub(crate) use floats::{layer_normalized, normalized};
 pub use input::OperatorInput;
 pub use kernels::{

@@ -19,7 +19,7 @@ use crate::{
         split_k,
     },
     number::{Number, fp8::Fp8},
-    quantize::{QuantizeSpec, Quantized, buffers::allocate, quantize},
+    quantize::{QuantizeSpec, Quantized, quantize},
     scale::ScaleNumber,
 };
 
@@ -192,10 +192,9 @@ pub fn gemm_fp8_quantized<R: Runtime>(
             quantize(client, &out, spec)
         }
         Some((rounded, blueprint)) => {
-            let output = allocate(client, &MatrixView::contiguous(m, n), spec);
-            let scales = rounded.output(spec, &output);
-            let values = output.values.as_ref().expect("a row-major copy");
-            product.launch(client, blueprint, values, Some(scales));
+            let view = MatrixView::contiguous(m, n);
+            let (output, values, rounded) = rounded.allocate(client, &view, spec);
+            product.launch(client, blueprint, &values, Some(rounded));
             Ok(output)
         }
     }

@@ -4,12 +4,12 @@ use cubecl::{ir::StorageType, prelude::*, std::tensor::TensorHandle};
 
 use crate::{
     cuda::source::float_knob,
-    device::is_operand_type,
+    device::{MatrixView, is_operand_type},
     gemm::blueprint::HopperBlueprint,
     granularity::Granularity,
     layout::Layout,
     number::Number,
-    quantize::{QuantizeSpec, Quantized},
+    quantize::{QuantizeSpec, Quantized, buffers::allocate},
     rounding::{Rounding, StochasticKey},
     scale::ScaleNumber,
 };
@@ -61,21 +61,21 @@ impl Rounded {
         })
     }
 
-    /// What a kernel is told of an output that was allocated for the spec by which it is rounded so.
-    pub(in crate::gemm) fn output<R: Runtime>(
+    /// An output of this view that is rounded so by the spec, and what a kernel is told of it.
+    pub(in crate::gemm) fn allocate<R: Runtime>(
         self,
+        client: &ComputeClient<R>,
+        view: &MatrixView,
         spec: &QuantizeSpec,
-        output: &Quantized<R>,
-    ) -> RoundedOutput<R> {
-        let key = match spec.rounding {
-            Rounding::Nearest => StochasticKey { seed: 0, stream: 0 },
-            Rounding::Stochastic(key) => key,
-        };
-        RoundedOutput {
+    ) -> (Quantized<R>, TensorHandle<R>, RoundedOutput<R>) {
+        let output = allocate(client, view, spec);
+        let values = output.values.clone().expect("a row-major copy");
+        let rounded = RoundedOutput {
             rounded: self,
-            key,
+            key: spec.rounding.key(),
             scales: output.scales.clone(),
-        }
+        };
+        (output, values, rounded)
     }
 
     /// True where a launch writes whole blocks: in one part, from tiles of whole columns of them.

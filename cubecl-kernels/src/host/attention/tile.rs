@@ -161,7 +161,7 @@ impl<'a> Problem<'a> {
     pub(super) fn drop(&self, dropped: Dropped, tile: &Tile, row: usize, values: &mut [f32]) {
         if let Some(dropout) = self.options.dropout_of(dropped) {
             let row = self.query_head(tile) * self.inputs.shape.queries + row;
-            dropout.draw().apply(row, tile.cols.start, values);
+            dropout.draw.apply(row, tile.cols.start, values);
         }
     }
 }

@@ -9,6 +9,7 @@ use cubecl_kernels::{
         AttentionGradients, AttentionKernel, AttentionOptions, AttentionProducts, AttentionTensors,
         Band, Dropout, Dropped,
     },
+    dropout::Draw,
     rounding::StochasticKey,
 };
 use half::{bf16, f16};
@@ -456,8 +457,8 @@ fn int8_products_keep_nan_where_it_is_seen(#[values(f32::NAN, f32::INFINITY)] ba
     AttentionOptions {
         dropout: Some(Dropout {
             dropped: Dropped::Scores,
-            rate: 0.1,
-            key: StochasticKey { seed: 1, stream: 2 },
+            draw: Draw { rate: 0.1,
+            key: StochasticKey { seed: 1, stream: 2 }, },
         }),
         ..AttentionOptions::new(1.0)
     },
@@ -468,8 +469,8 @@ fn int8_products_keep_nan_where_it_is_seen(#[values(f32::NAN, f32::INFINITY)] ba
     AttentionOptions {
         dropout: Some(Dropout {
             dropped: Dropped::Probabilities,
-            rate: 0.1,
-            key: StochasticKey { seed: 1, stream: 2 },
+            draw: Draw { rate: 0.1,
+            key: StochasticKey { seed: 1, stream: 2 }, },
         }),
         ..AttentionOptions::new(1.0)
     },

@@ -3,6 +3,7 @@
 use cubecl_kernels::{
     KernelError,
     attention::{AttentionGradients, AttentionOptions, AttentionProducts, Band, Dropout, Dropped},
+    dropout::Draw,
     host::{HostAttention, attention, attention_backward},
     reference::attention::Broadcast,
     rounding::StochasticKey,
@@ -326,10 +327,9 @@ fn dropout_drops_as_often_as_it_says() {
     for rate in [0.0, 0.1, 0.5, 0.9] {
         let dropout = Dropout {
             dropped: Dropped::Scores,
-            rate,
-            key,
+            draw: Draw { rate, key },
         };
-        let factors = (0..count).map(|index| dropout.draw().factor(index / 100, index % 100));
+        let factors = (0..count).map(|index| dropout.draw.factor(index / 100, index % 100));
         let kept = factors.filter(|&factor| factor != 0.0).count() as f32;
         let expected = (1.0 - rate) * count as f32;
         // Six standard deviations.
@@ -338,7 +338,7 @@ fn dropout_drops_as_often_as_it_says() {
             (kept - expected).abs() <= deviation,
             "rate {rate}: {kept} stay"
         );
-        assert_eq!(dropout.draw().kept_factor(), 1.0 / (1.0 - rate));
+        assert_eq!(dropout.draw.kept_factor(), 1.0 / (1.0 - rate));
     }
 }
 
@@ -368,8 +368,7 @@ fn bad_inputs_are_refused() {
         AttentionOptions {
             dropout: Some(Dropout {
                 dropped: Dropped::Probabilities,
-                rate: 1.0,
-                key,
+                draw: Draw { rate: 1.0, key },
             }),
             ..problem.options
         },

@@ -5,6 +5,7 @@ use cubecl_kernels::{
         AttentionGradients, AttentionOptions, AttentionProducts, AttentionShape, Band, Dropout,
         Dropped,
     },
+    dropout::Draw,
     reference::attention::{
         AttentionInputs, Broadcast, ReferenceAttention, attention, attention_backward,
     },
@@ -263,8 +264,10 @@ impl Problem {
                 band: kind.band,
                 dropout: (kind.dropout > 0.0).then_some(Dropout {
                     dropped: kind.dropped,
-                    rate: kind.dropout,
-                    key: key_of_dropout,
+                    draw: Draw {
+                        rate: kind.dropout,
+                        key: key_of_dropout,
+                    },
                 }),
                 products: kind.products,
             },
